@@ -1,0 +1,44 @@
+"""What a device is to the rest of the program: a cost model, a KV capacity and a controller calibration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from vllm_eb.calibration import Calibration
+
+
+class StepShape(NamedTuple):
+    """Composition of one engine step, all a cost model may look at.
+
+    ``prefill`` holds ``(chunk_tokens, context_tokens)`` per prefilling sequence: tokens computed in this step
+    and tokens already in the KV cache before it. ``decode_kv_tokens`` is the sum over decoding sequences of
+    their context (KV tokens read by attention). ``sampled_seqs`` is how many sequences produce a token:
+    all decodes and the prefills that complete.
+    """
+
+    prefill: tuple[tuple[int, int], ...]
+    decode_seqs: int
+    decode_kv_tokens: int
+    sampled_seqs: int
+
+
+class CostModel(Protocol):
+    """Time of one engine step. Must be a pure function of the shape, and fast: 10 us at most."""
+
+    def step_s(self, shape: StepShape) -> float:
+        """Seconds from the start of the step to its sampled tokens."""
+        ...
+
+
+@dataclass(frozen=True)
+class Device:
+    """A GPU (or CPU) holding a model, as an engine sees it."""
+
+    name: str
+    model: str
+    cost: CostModel
+    kv_capacity_tokens: int
+    calibration: Calibration
+    provenance: str
+    warnings: tuple[str, ...] = field(default=())

@@ -1,0 +1,70 @@
+"""Errors a user can cause or meet, one exit code per kind.
+
+::
+
+    EbbenchError                 exit 4   the run could not be carried out
+    |- UsageError                exit 2   bad usage or bad input; the message says what to do instead
+    |  |- UnknownNameError       exit 2   a workload, policy, device, model, key ... that does not exist
+    |  `- InputFileError         exit 2   a file in the wrong schema; names the file and the line
+    |- DataError                 exit 3   stored data invalid, missing or not comparable
+    |- RunError                  exit 4   the run failed or is INVALID
+    `- InterruptedRunError       exit 130 interrupted by the user; what was measured is kept
+
+Exit codes 1 (regression) and 5 (inconclusive) belong to the gate's verdict and are no errors.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from pathlib import Path
+
+
+class EbbenchError(Exception):
+    """Base of every error shown to the user as one line."""
+
+    exit_code = 4
+
+
+class UsageError(EbbenchError):
+    """Bad usage or bad input."""
+
+    exit_code = 2
+
+
+class UnknownNameError(UsageError):
+    """A name that is not among the known ones; suggests the nearest."""
+
+    def __init__(self, kind: str, name: str, known: Iterable[str]) -> None:
+        choices = sorted(known)
+        near = difflib.get_close_matches(name, choices, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(choices)}"
+        super().__init__(f"unknown {kind} {name!r}; {hint}")
+        self.kind, self.name, self.known = kind, name, choices
+
+
+class InputFileError(UsageError):
+    """A file that does not have the expected schema."""
+
+    def __init__(self, path: Path | str, problem: str, line: int | None = None) -> None:
+        where = f"{path}:{line}" if line is not None else f"{path}"
+        super().__init__(f"{where}: {problem}")
+        self.path, self.line = Path(path), line
+
+
+class DataError(EbbenchError):
+    """Stored data that is invalid, missing or not comparable."""
+
+    exit_code = 3
+
+
+class RunError(EbbenchError):
+    """The run could not be carried out, or is INVALID."""
+
+    exit_code = 4
+
+
+class InterruptedRunError(EbbenchError):
+    """The user stopped the run; finished measurements were kept."""
+
+    exit_code = 130

@@ -1,0 +1,104 @@
+"""Arrow schemas of everything that is stored. Times are int64 nanoseconds from the run's start.
+
+The names here are the interface to notebooks, DuckDB and other tools; add columns, never rename them.
+"""
+
+from __future__ import annotations
+
+import pyarrow as pa
+
+PLAN = pa.schema(
+    [
+        pa.field("request_id", pa.string(), nullable=False),
+        # Requests of one session run one after the other: turn t+1 is sent when turn t has ended.
+        pa.field("session", pa.int64(), nullable=False),
+        pa.field("turn", pa.int32(), nullable=False),
+        pa.field("phase", pa.string(), nullable=False),
+        # Open loop: intended start of the session's first turn. Null in closed loop and for turn > 0.
+        pa.field("arrival_ns", pa.int64()),
+        pa.field("input_tokens", pa.int32(), nullable=False),
+        pa.field("output_tokens", pa.int32(), nullable=False),
+        # Content identity. Token p of the prompt is token p of stream `content`, and the answer continues the
+        # same stream, so turns of one session share their history as a prefix by sharing `content`.
+        pa.field("content", pa.int64(), nullable=False),
+        # Mooncake-style prefix identity: hash_ids[j] names tokens [512 j, 512 (j+1)) together with all before.
+        pa.field("hash_ids", pa.list_(pa.int64())),
+        # Real text, where the source has it; null for synthetic lengths.
+        pa.field("prompt", pa.string()),
+    ]
+)
+
+REQUESTS = pa.schema(
+    [
+        pa.field("request_id", pa.string(), nullable=False),
+        pa.field("session", pa.int64()),
+        pa.field("turn", pa.int32()),
+        pa.field("phase", pa.string()),
+        pa.field("input_tokens", pa.int32()),
+        pa.field("output_tokens_planned", pa.int32()),
+        pa.field("output_tokens", pa.int32()),
+        pa.field("cached_tokens", pa.int32()),
+        # ok | failed | timed_out | cancelled | never_sent
+        pa.field("status", pa.string(), nullable=False),
+        pa.field("finish_reason", pa.string()),
+        pa.field("intended_ns", pa.int64()),
+        pa.field("sent_ns", pa.int64()),
+        pa.field("scheduled_ns", pa.int64()),  # first time an engine gave it tokens; simulated engines only
+        pa.field("first_byte_ns", pa.int64()),
+        pa.field("first_token_ns", pa.int64()),
+        pa.field("last_token_ns", pa.int64()),
+        pa.field("end_ns", pa.int64()),
+        pa.field("itl_ns", pa.list_(pa.int64())),
+        pa.field("bundled_tokens", pa.bool_()),  # some stream message carried more than one token
+        pa.field("preemptions", pa.int32()),
+        pa.field("error_class", pa.string()),
+        pa.field("error_body", pa.string()),
+        pa.field("http_status", pa.int32()),
+        pa.field("worker", pa.int32()),
+    ]
+)
+
+STEPS = pa.schema(
+    [
+        pa.field("step_id", pa.int64(), nullable=False),
+        pa.field("instance", pa.int32(), nullable=False),
+        pa.field("scheduled_ns", pa.int64(), nullable=False),
+        pa.field("start_ns", pa.int64(), nullable=False),
+        pa.field("end_ns", pa.int64(), nullable=False),
+        pa.field("phase", pa.string(), nullable=False),  # prefill | decode | mixed
+        pa.field("mode", pa.string(), nullable=False),  # eb | mb
+        pa.field("prefill_tokens", pa.int32(), nullable=False),
+        pa.field("decode_seqs", pa.int32(), nullable=False),
+        pa.field("request_ids", pa.list_(pa.string()), nullable=False),  # in the order they were scheduled
+        pa.field("request_tokens", pa.list_(pa.int32()), nullable=False),
+        pa.field("kv_blocks_used", pa.int32(), nullable=False),
+        pa.field("kv_blocks_total", pa.int32(), nullable=False),
+        pa.field("waiting", pa.int32(), nullable=False),
+        pa.field("running", pa.int32(), nullable=False),
+        pa.field("preemptions", pa.int32(), nullable=False),  # in this step
+        pa.field("preempted_ids", pa.list_(pa.string()), nullable=False),
+        pa.field("k", pa.int32()),  # slots that must be idle before a refill, as if N sequences were active
+        pa.field("n_limit", pa.int32()),  # memory-safe batch in force
+    ]
+)
+
+# One row per phase switch, mode evaluation and parameter update, with every intermediate value.
+DECISIONS = pa.schema(
+    [
+        pa.field("time_ns", pa.int64(), nullable=False),
+        pa.field("step_id", pa.int64(), nullable=False),
+        pa.field("instance", pa.int32(), nullable=False),
+        pa.field("kind", pa.string(), nullable=False),  # phase | update | mode
+        pa.field("reason", pa.string(), nullable=False),
+        pa.field("mode", pa.string(), nullable=False),
+        pa.field("phase", pa.string(), nullable=False),
+    ]
+    + [pa.field(name, pa.int32()) for name in ("decoding", "prefilling", "waiting", "idle", "k", "n_limit")]
+    + [
+        pa.field(name, pa.float64())
+        for name in (
+            "theta", "theta0", "delta_theta", "zeta", "p0", "eta", "mu_l", "mu_o", "n_obs", "r",
+            "beta_mb", "beta_eb", "lhs", "rhs", "margin", "kv_free_share", "kv_gate", "samples",
+        )
+    ]
+)  # fmt: skip

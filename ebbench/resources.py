@@ -1,0 +1,16 @@
+"""Where bundled files lie: in a checkout at its top level, in a wheel under ``ebbench/_bundled``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+_PACKAGE = Path(__file__).resolve().parent
+
+
+def bundled_dir(name: str) -> Path:
+    """Directory of bundled ``workloads``, ``scenarios`` or ``reference`` files."""
+    packed = _PACKAGE / "_bundled" / name
+    if packed.is_dir():
+        return packed
+    checkout = {"reference": "reports/reference"}.get(name, name)
+    return _PACKAGE.parent / checkout

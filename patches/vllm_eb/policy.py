@@ -1,0 +1,141 @@
+"""Policy names as a user writes them: ``v0``, ``v1``, ``deferred:k=32``, ``eb:theta=0.5``, ``eb:k=64``, ``eb``, ``ebplus``.
+
+Further settings follow as ``key=value`` pairs, e.g. ``ebplus:margin=1e-5,estimator=censored``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Literal
+
+Kind = Literal["v0", "v1", "deferred", "eb", "ebplus"]
+Estimator = Literal["published", "censored"]
+
+
+class PolicyError(ValueError):
+    """A policy string that cannot be understood; the message says what to write instead."""
+
+
+@dataclass(frozen=True)
+class PolicySpec:
+    """One scheduling policy with its settings (defaults: theory.md sections 5, 7 and 8).
+
+    ``k`` and ``theta`` fix the threshold (slots, share of N); both None means: computed online (Algorithm 1).
+    ``margin`` is EB+'s priority margin delta in s/token; None takes the device's published default.
+    """
+
+    kind: Kind
+    k: int | None = None
+    theta: float | None = None
+    margin: float | None = None
+    estimator: Estimator = "published"
+    window: int = 500  # W, completions kept by the estimator
+    update_every: int = 100  # M, completions between updates
+    min_samples: int = 30
+    initial_theta: float = 0.70
+    epsilon: float = 0.01
+    kv_gate: bool = True
+    memory_safe: bool = True  # bound N by the memory-safe batch
+    memory_form: Literal["code", "paper"] = "code"
+
+    @property
+    def name(self) -> str:
+        """The canonical string; parsing it again gives the same policy."""
+        default = PolicySpec(self.kind)
+        pairs = [
+            f"{f.name}={_text(getattr(self, f.name))}"
+            for f in fields(self)
+            if f.name != "kind" and getattr(self, f.name) != getattr(default, f.name)
+        ]
+        return self.kind + (":" + ",".join(pairs) if pairs else "")
+
+
+_DESCRIPTIONS: Mapping[str, str] = {
+    "v0": "exclusive batches, refill as soon as one slot is free (vLLM v0's rule)",
+    "v1": "mixed batches: vLLM v1, untouched",
+    "deferred": "exclusive batches, refill after K departures (Mohanty et al., EuroMLSys 2025); needs k=K",
+    "eb": "exclusive batches, threshold k* and batch N* computed online (Zhang et al., ICML 2026); k= or theta= fixes it",
+    "ebplus": "switches online between mixed and exclusive batches at the predicted crossover",
+}
+
+
+def descriptions() -> Mapping[str, str]:
+    """One line per policy kind."""
+    return _DESCRIPTIONS
+
+
+def parse_policy(text: str) -> PolicySpec:
+    """Parse a policy string. Raises PolicyError with the remedy."""
+    kind, _, rest = text.strip().partition(":")
+    if kind not in _DESCRIPTIONS:
+        raise PolicyError(f"unknown policy {kind!r}; known: {', '.join(_DESCRIPTIONS)}")
+    spec = PolicySpec(kind)  # type: ignore[arg-type]
+    for pair in filter(None, (part.strip() for part in rest.split(","))):
+        spec = _with_setting(spec, pair)
+    return _checked(spec)
+
+
+def policy_from_mapping(settings: Mapping[str, object]) -> PolicySpec:
+    """Build a policy from typed configuration (the plugin's ``--additional-config``). Raises PolicyError."""
+    kind = settings.get("kind")
+    pairs = ",".join(f"{key}={_text(value)}" for key, value in settings.items() if key != "kind")
+    return parse_policy(f"{kind}:{pairs}")
+
+
+def _with_setting(spec: PolicySpec, pair: str) -> PolicySpec:
+    key, eq, value = pair.partition("=")
+    known = {f.name for f in fields(spec)} - {"kind"}
+    if not eq or key not in known:
+        raise PolicyError(f"policy {spec.kind}: {pair!r} is not key=value with a key of {', '.join(sorted(known))}")
+    try:
+        return replace(spec, **{key: _PARSERS[key](value)})
+    except ValueError as error:
+        raise PolicyError(f"policy {spec.kind}: {key}={value!r} is not valid ({error})") from None
+
+
+def _choice(*options: str) -> object:
+    def parse(text: str) -> str:
+        if text not in options:
+            raise ValueError(f"one of {', '.join(options)}")
+        return text
+
+    return parse
+
+
+def _flag(text: str) -> bool:
+    if text.lower() not in ("true", "false", "on", "off", "1", "0"):
+        raise ValueError("true or false")
+    return text.lower() in ("true", "on", "1")
+
+
+_PARSERS: Mapping[str, object] = {
+    "k": int, "theta": float, "margin": float, "window": int, "update_every": int, "min_samples": int,
+    "initial_theta": float, "epsilon": float, "kv_gate": _flag, "memory_safe": _flag,
+    "estimator": _choice("published", "censored"), "memory_form": _choice("code", "paper"),
+}  # fmt: skip
+
+
+def _text(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _checked(spec: PolicySpec) -> PolicySpec:
+    if spec.kind == "deferred" and spec.k is None:
+        raise PolicyError("policy deferred needs its threshold: write deferred:k=32")
+    if spec.kind not in ("deferred", "eb") and (spec.k is not None or spec.theta is not None):
+        raise PolicyError(f"policy {spec.kind} takes no fixed threshold; use eb:k=... or eb:theta=...")
+    if spec.kind == "deferred" and spec.theta is not None:
+        raise PolicyError("policy deferred takes k=, not theta=")
+    if spec.k is not None and spec.theta is not None:
+        raise PolicyError("give k or theta, not both")
+    if spec.k is not None and spec.k < 1:
+        raise PolicyError(f"k must be at least 1, not {spec.k}")
+    for key in ("theta", "initial_theta", "epsilon"):
+        value = getattr(spec, key)
+        if value is not None and not 0 < value < 1:
+            raise PolicyError(f"{key} must lie strictly between 0 and 1, not {value}")
+    for key in ("window", "update_every", "min_samples"):
+        if getattr(spec, key) < 1:
+            raise PolicyError(f"{key} must be at least 1, not {getattr(spec, key)}")
+    return spec
