@@ -1,0 +1,268 @@
+"""Switching threshold, throughput and the EB/MB crossover (Zhang et al. 2026, sections 3.2 and 3.5).
+
+Plain float arithmetic, no numpy: the online controller calls these on every update. Units are seconds, tokens and
+iterations; symbols are those of the paper, spelled out. Memory bounds live in :mod:`vllm_eb.memory`, the
+deferred-prefill chain in :mod:`vllm_eb.deferred`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from vllm_eb.calibration import Calibration
+
+DELTA_CAP = 5.0  # the authors keep the hazard correction within five times theta0
+_BELOW_ONE = math.nextafter(1.0, 0.0)
+_SERIES_LIMIT = 1.0  # below this, expm1(y) - y loses digits and its power series is used
+_SERIES_TERMS = 18  # 1/20! is far below double precision at y = 1
+
+
+class TheoryError(ValueError):
+    """A parameter outside the range in which a formula has a meaning; the message names it."""
+
+
+@dataclass(frozen=True)
+class Threshold:
+    """Outcome of Prop. 3.1 and Thm 3.2: shares of the batch N, and ``zeta = -ln(1 - theta0)``."""
+
+    theta0: float
+    zeta: float
+    delta_theta: float
+    theta_star: float
+
+
+@dataclass(frozen=True)
+class Crossover:
+    """The two sides of Prop. 3.4 in s/token. ``beta_eb`` is the token-weighted exclusive cost, ``r`` the decode share.
+
+    ``beta_mb`` None means not measured; the left side is then zero.
+    """
+
+    lhs: float
+    rhs: float
+    r: float
+    beta_mb: float | None
+    beta_eb: float
+
+    @property
+    def advantage(self) -> float:
+        """``lhs - rhs`` in s/token: positive favours exclusive batching."""
+        return self.lhs - self.rhs
+
+    def eb_wins(self, margin: float = 0.0) -> bool:
+        """Eq. 8: exclusive batching wins by more than ``margin`` (s/token; negative favours EB)."""
+        return self.advantage > margin
+
+
+def base_threshold(p0: float, alpha_p: float, alpha_d: float, *, discrete: bool = False) -> float:
+    """theta0 of Prop. 3.1, the root of ``theta/(1-theta) + ln(1-theta) = p0*alpha_p/alpha_d``.
+
+    Parameters: hazard ``p0`` per iteration in (0, 1], fixed costs ``alpha_p >= 0`` and ``alpha_d > 0`` in s. With
+    ``discrete`` the exact discrete-time hazard ``-ln(1-p0)`` stands for ``p0`` (appendix B.3, source 4).
+    Relative error about 1e-15. Without a prefill overhead waiting never pays and theta0 is 0.
+    Raises TheoryError.
+    """
+    return _theta(base_zeta(p0, alpha_p, alpha_d, discrete=discrete))
+
+
+def base_zeta(p0: float, alpha_p: float, alpha_d: float, *, discrete: bool = False) -> float:
+    """``-ln(1-theta0)``: the iterations a decode phase lasts, times ``p0``. Parameters as in base_threshold."""
+    _probability("p0", p0)
+    _non_negative("alpha_p", alpha_p)
+    _positive("alpha_d", alpha_d)
+    if discrete and p0 == 1.0:
+        raise TheoryError("p0 must be below 1 in discrete time: at 1 every request ends after one token")
+    hazard = -math.log1p(-p0) if discrete else p0
+    return solve_zeta(hazard * alpha_p / alpha_d)
+
+
+def solve_zeta(ratio: float) -> float:
+    """The root ``y >= 0`` of ``exp(y) - 1 - y = ratio``, which is Prop. 3.1 with ``theta = 1 - exp(-y)``."""
+    _non_negative("ratio p0*alpha_p/alpha_d", ratio)
+    if ratio == 0.0:
+        return 0.0
+    y = _first_guess(ratio)
+    for _ in range(8):
+        slope = math.expm1(y)
+        excess = _excess(y, slope) - ratio
+        step = excess / (slope - excess * (slope + 1.0) / (2.0 * slope))  # Halley
+        y -= step
+        if abs(step) <= 1e-9 * y:  # cubic convergence: the next step would be below rounding
+            break
+    return y
+
+
+def ifr_correction(
+    theta0: float, p0: float, eta: float, beta_d: float, alpha_d: float, n: float, *, cap: float | None = DELTA_CAP
+) -> float:
+    """Threshold shift delta of Thm 3.2 for the hazard ``p0 + eta*t``, first order in ``eta`` (1/iteration**2).
+
+    ``n`` is the batch size N in sequences, ``beta_d`` s/sequence, ``alpha_d`` s. The first-order term is useless when
+    large, so it is held at ``cap*theta0`` as the authors do; ``cap=None`` gives the bare formula. Raises TheoryError.
+    """
+    _share("theta0", theta0)
+    _probability("p0", p0)
+    _positive("alpha_d", alpha_d)
+    for name, value in (("eta", eta), ("beta_d", beta_d), ("n", n)):
+        _non_negative(name, value)
+    if theta0 == 0.0:
+        return 0.0
+    zeta = -math.log1p(-theta0)
+    fixed = zeta * (theta0 / (1.0 - theta0) - zeta / 2.0)
+    linear = beta_d * n / alpha_d * _log_remainder(theta0)
+    delta = eta * (1.0 - theta0) ** 2 / (p0 * p0 * theta0) * (fixed + linear)
+    return delta if cap is None else min(delta, cap * theta0)
+
+
+def optimal_threshold(
+    p0: float,
+    alpha_p: float,
+    alpha_d: float,
+    *,
+    eta: float = 0.0,
+    beta_d: float = 0.0,
+    n: float = 0.0,
+    cap: float | None = DELTA_CAP,
+    discrete: bool = False,
+) -> Threshold:
+    """theta* = theta0 + delta, held below 1. Parameters as in base_threshold and ifr_correction."""
+    zeta = base_zeta(p0, alpha_p, alpha_d, discrete=discrete)
+    theta0 = _theta(zeta)
+    delta = ifr_correction(theta0, p0, eta, beta_d, alpha_d, n, cap=cap)
+    return Threshold(theta0, zeta, delta, min(theta0 + delta, _BELOW_ONE))
+
+
+def eb_throughput(calibration: Calibration, *, theta: float, n: float, p0: float, mu_l: float) -> float:
+    """Requests/s of exclusive batching at threshold ``theta`` (eq. 4 before the optimum is put in; appendix B.5).
+
+    One cycle ends ``theta*n`` requests: one prefill of their ``mu_l`` prompt tokens each, then ``zeta/p0`` decode
+    iterations that yield ``theta*n/p0`` tokens. Raises TheoryError.
+    """
+    _share("theta", theta)
+    _positive("theta", theta)
+    _probability("p0", p0)
+    _positive("n", n)
+    _non_negative("mu_l", mu_l)
+    ended = theta * n
+    decode_s = (calibration.beta_d * ended + calibration.alpha_d * -math.log1p(-theta)) / p0
+    return ended / (calibration.alpha_p + calibration.beta_p * mu_l * ended + decode_s)
+
+
+def mb_throughput(calibration: Calibration, *, n: float, mu_l: float, mu_o: float) -> float:
+    """Requests/s of mixed batching with ``n`` sequences in the batch (section 3.5). Raises TheoryError.
+
+    Derivation: let ``x`` requests finish their prefill in an iteration. In steady state as many end, and by Little's
+    law ``x*mu_o`` are decoding, so the batch holds ``n = x*(1 + mu_o)`` sequences and works on ``x*(mu_l + mu_o)``
+    tokens. An iteration lasts ``alpha_mb + beta_mb(r)*x*(mu_l + mu_o)`` with ``r = mu_o/(mu_l + mu_o)``; throughput is
+    ``x`` over that. Set against eb_throughput with ``p0 = 1/mu_o`` this gives Prop. 3.4 exactly.
+    """
+    _positive("n", n)
+    _lengths(mu_l, mu_o)
+    if calibration.mixed is None:
+        raise TheoryError("the mixed-batch cost beta_mb is not known for this calibration; give its a, b and c")
+    beta_mb = calibration.mixed.at(mu_o / (mu_l + mu_o))
+    finished = n / (1.0 + mu_o)
+    return finished / (_alpha_mb(calibration) + beta_mb * finished * (mu_l + mu_o))
+
+
+def crossover(calibration: Calibration, *, mu_l: float, mu_o: float, n_obs: float, theta0: float) -> Crossover:
+    """Both sides of Prop. 3.4 (eq. 7) in s/token, at mean lengths ``mu_l``, ``mu_o`` (tokens) and ``n_obs`` sequences.
+
+    The right side is what mixed batching saves in fixed costs, the left what co-location costs. Raises TheoryError.
+    """
+    _lengths(mu_l, mu_o)
+    _positive("n_obs", n_obs)
+    _share("theta0", theta0)
+    tokens = mu_l + mu_o
+    r = mu_o / tokens
+    beta_eb = (calibration.beta_p * mu_l + calibration.beta_d * mu_o) / tokens
+    beta_mb = None if calibration.mixed is None else calibration.mixed.at(r)
+    lhs = 0.0 if beta_mb is None else beta_mb - beta_eb
+    exclusive_s = _over_theta(calibration.alpha_p, theta0) + calibration.alpha_d * mu_o * zeta_over_theta(theta0)
+    rhs = (exclusive_s - _alpha_mb(calibration) * (1.0 + mu_o)) / (n_obs * tokens)
+    return Crossover(lhs=lhs, rhs=rhs, r=r, beta_mb=beta_mb, beta_eb=beta_eb)
+
+
+def interference_index(c: float, f_decode: float) -> float:
+    """I2 of appendix A.3: curvature ``c`` of the mixed cost over the pure-decode cost, both in s (or both s/token).
+
+    Dimensionless; more negative favours exclusive batching. Raises TheoryError.
+    """
+    _positive("f_decode", f_decode)
+    if not math.isfinite(c):
+        raise TheoryError(f"c must be a finite number, not {c}")
+    return c / f_decode
+
+
+def zeta_over_theta(theta: float) -> float:
+    """``-ln(1-theta)/theta``, which tends to 1 as theta tends to 0."""
+    return -math.log1p(-theta) / theta if theta else 1.0
+
+
+def _theta(zeta: float) -> float:
+    return min(-math.expm1(-zeta), _BELOW_ONE)
+
+
+def _first_guess(ratio: float) -> float:
+    if ratio < 2.0:
+        s = math.sqrt(2.0 * ratio)  # ratio = y**2/2 + y**3/6 + ..., reverted
+        return s * (1.0 - s * (1.0 / 6.0 - s / 36.0))
+    return math.log1p(ratio + math.log1p(ratio))
+
+
+def _excess(y: float, expm1_y: float) -> float:
+    """``exp(y) - 1 - y`` to full relative accuracy."""
+    if y >= _SERIES_LIMIT:
+        return expm1_y - y
+    tail = 1.0
+    for k in range(_SERIES_TERMS, 2, -1):
+        tail = 1.0 + tail * y / k
+    return y * y / 2.0 * tail
+
+
+def _log_remainder(theta: float) -> float:
+    """``-ln(1-theta) - theta`` to full relative accuracy."""
+    if theta >= 0.1:
+        return -math.log1p(-theta) - theta
+    tail = 0.0
+    for k in range(18, 1, -1):
+        tail = 1.0 / k + theta * tail
+    return theta * theta * tail
+
+
+def _over_theta(alpha_p: float, theta0: float) -> float:
+    if alpha_p == 0.0:
+        return 0.0  # theta0 falls as sqrt(alpha_p), so the limit is zero
+    if theta0 == 0.0:
+        raise TheoryError("theta0 must be above 0 while alpha_p is: a prefill for nobody would cost alpha_p")
+    return alpha_p / theta0
+
+
+def _alpha_mb(calibration: Calibration) -> float:
+    return calibration.alpha_p if calibration.alpha_mb is None else calibration.alpha_mb
+
+
+def _lengths(mu_l: float, mu_o: float) -> None:
+    _non_negative("mu_l", mu_l)
+    _positive("mu_o", mu_o)
+
+
+def _probability(name: str, value: float) -> None:
+    if not 0.0 < value <= 1.0:
+        raise TheoryError(f"{name} must lie in (0, 1], not {value}")
+
+
+def _share(name: str, value: float) -> None:
+    if not 0.0 <= value < 1.0:
+        raise TheoryError(f"{name} must lie in [0, 1), not {value}")
+
+
+def _positive(name: str, value: float) -> None:
+    if not 0.0 < value < math.inf:
+        raise TheoryError(f"{name} must be a positive number, not {value}")
+
+
+def _non_negative(name: str, value: float) -> None:
+    if not 0.0 <= value < math.inf:
+        raise TheoryError(f"{name} must be zero or a positive number, not {value}")
