@@ -1,0 +1,56 @@
+"""Linear calibration of any cost model, on the grid the EB authors calibrated on."""
+
+from __future__ import annotations
+
+import numpy as np
+from vllm_eb.calibration import Calibration, MixedCost
+
+from ebbench.devices.base import CostModel, StepShape
+
+PREFILL_TOKENS = (256, 512, 1024, 2048, 4096)
+DECODE_SEQS = (16, 32, 64, 128, 256, 384, 512, 768, 1024)
+DECODE_CONTEXT_TOKENS = 128
+MIXED_TOKENS = 2048
+MIXED_SHARES = (0.1, 0.25, 0.5, 0.75, 0.9)
+
+
+def prefill_shape(tokens: int, context: int = 0) -> StepShape:
+    """One prompt of ``tokens`` after ``context`` cached tokens, completing in this step."""
+    return StepShape(((tokens, context),), 0, 0, 1)
+
+
+def decode_shape(seqs: int, context: int) -> StepShape:
+    """``seqs`` decodes with ``context`` tokens of KV each."""
+    return StepShape((), seqs, seqs * context, seqs)
+
+
+def mixed_shape(tokens: int, share: float, context: int) -> StepShape:
+    """A step of ``tokens`` of which ``share`` are decodes, the rest one prompt."""
+    seqs = min(tokens - 1, max(1, round(tokens * share)))
+    return StepShape(((tokens - seqs, 0),), seqs, seqs * context, seqs + 1)
+
+
+def fit_calibration(cost: CostModel, source: str, margin: float) -> Calibration:
+    """Least squares of step times over the authors' grid, and beta_mb(r) from mixed steps of 2,048 tokens."""
+    alpha_p, beta_p = _line(PREFILL_TOKENS, [cost.step_s(prefill_shape(x)) for x in PREFILL_TOKENS])
+    context = DECODE_CONTEXT_TOKENS
+    alpha_d, beta_d = _line(DECODE_SEQS, [cost.step_s(decode_shape(n, context)) for n in DECODE_SEQS])
+    per_token = [
+        (cost.step_s(mixed_shape(MIXED_TOKENS, r, context)) - alpha_p) / MIXED_TOKENS for r in MIXED_SHARES
+    ]
+    c, b, a = np.polyfit(MIXED_SHARES, per_token, 2)
+    return Calibration(
+        alpha_p=alpha_p,
+        beta_p=beta_p,
+        alpha_d=alpha_d,
+        beta_d=beta_d,
+        mixed=MixedCost(float(a), float(b), float(c)),
+        margin=margin,
+        source=source,
+    )
+
+
+def _line(x: tuple[int, ...], y: list[float]) -> tuple[float, float]:
+    """Intercept and slope; a negative intercept (superlinear prefill) is lifted to 1 us."""
+    slope, intercept = np.polyfit(x, y, 1)
+    return max(float(intercept), 1e-6), float(slope)

@@ -1,0 +1,165 @@
+"""Shape of a decoder-only transformer: what it weighs, what a token's KV costs, what one token computes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ebbench.errors import InputFileError
+
+
+@dataclass(frozen=True)
+class ModelGeometry:
+    """A dense or mixture-of-experts decoder. ``experts`` of 0 means dense; sizes are in elements.
+
+    ``sliding_layers`` of the ``layers`` keep only the last ``sliding_window`` tokens in attention.
+    """
+
+    name: str
+    hf_id: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocab: int
+    tied_embeddings: bool = False
+    experts: int = 0
+    experts_per_token: int = 0
+    expert_intermediate: int = 0
+    shared_intermediate: int = 0
+    sliding_window: int = 0
+    sliding_layers: int = 0
+    dtype_bytes: int = 2
+
+    @property
+    def qkv_width(self) -> int:
+        """Output columns of the fused query, key and value projection."""
+        return (self.heads + 2 * self.kv_heads) * self.head_dim
+
+    @property
+    def attention_params(self) -> int:
+        """Parameters of one layer's four attention projections."""
+        return self.hidden * self.qkv_width + self.heads * self.head_dim * self.hidden
+
+    @property
+    def mlp_params(self) -> int:
+        """Parameters of one layer's gated MLP, all experts together."""
+        if not self.experts:
+            return 3 * self.hidden * self.intermediate
+        return self.experts * self.expert_params + self.hidden * (self.experts + 3 * self.shared_intermediate)
+
+    @property
+    def expert_params(self) -> int:
+        """Parameters of one expert."""
+        return 3 * self.hidden * self.expert_intermediate
+
+    @property
+    def active_mlp_params(self) -> int:
+        """Parameters of one layer's MLP that one token passes through."""
+        if not self.experts:
+            return self.mlp_params
+        return self.experts_per_token * self.expert_params + self.hidden * (
+            self.experts + 3 * self.shared_intermediate
+        )
+
+    @property
+    def params(self) -> int:
+        """All parameters; norms are left out (below 0.01 %)."""
+        embeddings = self.vocab * self.hidden * (1 if self.tied_embeddings else 2)
+        return self.layers * (self.attention_params + self.mlp_params) + embeddings
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weights in memory."""
+        return self.params * self.dtype_bytes
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of KV cache that one token takes in all layers (a hybrid cache frees more; see capacity)."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype_bytes
+
+
+_DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "half": 2, "float32": 4}
+_REFUSED = {"kv_lora_rank": "latent (MLA) attention", "state_size": "a state-space model"}
+
+
+def read_config(path: Path) -> ModelGeometry:
+    """Read a Hugging Face config.json of a dense or MoE decoder. Raises InputFileError, field named."""
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputFileError(path, f"cannot be read ({error.strerror})") from None
+    except ValueError as error:
+        raise InputFileError(path, f"is not JSON ({error})") from None
+    if not isinstance(raw, dict):
+        raise InputFileError(path, "is not a JSON object")
+    nested = raw.get("text_config")
+    return _from_config(path, nested if isinstance(nested, dict) else raw)
+
+
+def _from_config(path: Path, raw: Mapping[str, Any]) -> ModelGeometry:
+    for key, what in _REFUSED.items():
+        if raw.get(key):
+            raise InputFileError(path, f"{key} means {what}, which has no cost model here")
+    heads, hidden = _count(path, raw, "num_attention_heads"), _count(path, raw, "hidden_size")
+    layers = _count(path, raw, "num_hidden_layers")
+    experts = _count(path, raw, "num_experts", "num_local_experts", "n_routed_experts", default=0)
+    window, sliding = _sliding(raw, layers)
+    name = str(raw.get("_name_or_path") or path.parent.name or path.stem)
+    return ModelGeometry(
+        name=name,
+        hf_id=name,
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=_count(path, raw, "num_key_value_heads", default=heads),
+        head_dim=_count(path, raw, "head_dim", default=hidden // heads),
+        intermediate=_count(path, raw, "intermediate_size"),
+        vocab=_count(path, raw, "vocab_size"),
+        tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        experts=experts,
+        experts_per_token=_count(path, raw, "num_experts_per_tok") if experts else 0,
+        expert_intermediate=_count(path, raw, "moe_intermediate_size", "intermediate_size") if experts else 0,
+        shared_intermediate=_count(path, raw, "shared_expert_intermediate_size", default=0) if experts else 0,
+        sliding_window=window,
+        sliding_layers=sliding,
+        dtype_bytes=_dtype(path, raw),
+    )
+
+
+def _count(path: Path, raw: Mapping[str, Any], *keys: str, default: int | None = None) -> int:
+    for key in keys:
+        value = raw.get(key)
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or value < (1 if default != 0 else 0):
+            raise InputFileError(path, f"{key} must be a positive whole number, not {value!r}")
+        return value
+    if default is None:
+        raise InputFileError(path, f"{keys[0]} is missing; a decoder's config.json has it")
+    return default
+
+
+def _sliding(raw: Mapping[str, Any], layers: int) -> tuple[int, int]:
+    window = raw.get("sliding_window")
+    if not isinstance(window, int) or window <= 0 or raw.get("use_sliding_window") is False:
+        return 0, 0
+    kinds = raw.get("layer_types")
+    if isinstance(kinds, list):
+        return window, sum(kind == "sliding_attention" for kind in kinds)
+    pattern = raw.get("sliding_window_pattern")
+    full = layers // pattern if isinstance(pattern, int) and pattern > 0 else 0
+    return window, layers - full
+
+
+def _dtype(path: Path, raw: Mapping[str, Any]) -> int:
+    name = str(raw.get("torch_dtype") or raw.get("dtype") or "bfloat16")
+    if name not in _DTYPE_BYTES:
+        raise InputFileError(path, f"torch_dtype {name!r} is not one of {', '.join(_DTYPE_BYTES)}")
+    # vLLM serves float32 checkpoints in 16 bits by default (dtype "auto").
+    return 2 if name == "float32" else _DTYPE_BYTES[name]

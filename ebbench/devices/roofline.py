@@ -1,0 +1,70 @@
+"""Step times from data-sheet rates alone: the fallback for a device or model nobody has profiled."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ebbench.devices.base import StepShape
+from ebbench.devices.geometry import ModelGeometry
+from ebbench.devices.profiles import DeviceProfile, HostCosts
+
+# Shares of the data-sheet rates that large kernels reach; the profiled GPUs lie within 10 % of these.
+COMPUTE_SHARE = 0.70
+BANDWIDTH_SHARE = 0.80
+
+
+@dataclass(frozen=True)
+class RooflineCost:
+    """Each layer takes the longer of its arithmetic and its memory traffic; attention is added on top."""
+
+    dense_params: float  # parameters every token passes through, language head apart
+    expert_params: float  # parameters of all experts together, in all layers
+    expert_share: float  # share of the experts one token uses
+    head_params: float
+    kv_bytes: float
+    attention_flops: float  # per pair of a query and a key, all layers
+    dtype_bytes: int
+    flops_per_s: float
+    bytes_per_s: float
+    host: HostCosts
+
+    def step_s(self, shape: StepShape) -> float:
+        """Seconds of one step."""
+        tokens = shape.decode_seqs
+        attention = shape.decode_kv_tokens * self.kv_bytes / self.bytes_per_s
+        for chunk, context in shape.prefill:
+            tokens += chunk
+            pairs = chunk * (context + 0.5 * (chunk + 1))
+            attention += max(
+                pairs * self.attention_flops / self.flops_per_s, context * self.kv_bytes / self.bytes_per_s
+            )
+        active = self.dense_params + self.expert_params * self.expert_share
+        touched = self.expert_params * (1.0 - (1.0 - self.expert_share) ** tokens)
+        layers = max(
+            2.0 * tokens * active / self.flops_per_s,
+            (self.dense_params + touched) * self.dtype_bytes / self.bytes_per_s,
+        )
+        head = max(
+            2.0 * shape.sampled_seqs * self.head_params / self.flops_per_s,
+            self.head_params * self.dtype_bytes / self.bytes_per_s if shape.sampled_seqs else 0.0,
+        )
+        sequences = shape.decode_seqs + len(shape.prefill)
+        return self.host.step_s + self.host.sequence_s * sequences + layers + head + attention
+
+
+def roofline_cost(profile: DeviceProfile, model: ModelGeometry, host: HostCosts) -> RooflineCost:
+    """Build the fallback from the profile's data-sheet rates and the model's shape."""
+    experts = model.layers * model.experts * model.expert_params
+    total = model.layers * (model.attention_params + model.mlp_params)
+    return RooflineCost(
+        dense_params=total - experts,
+        expert_params=experts,
+        expert_share=model.experts_per_token / model.experts if model.experts else 0.0,
+        head_params=model.vocab * model.hidden,
+        kv_bytes=model.kv_bytes_per_token,
+        attention_flops=4.0 * model.layers * model.heads * model.head_dim,
+        dtype_bytes=model.dtype_bytes,
+        flops_per_s=profile.bf16_flops_per_s * COMPUTE_SHARE,
+        bytes_per_s=profile.bandwidth_bytes_per_s * BANDWIDTH_SHARE,
+        host=host,
+    )
