@@ -86,7 +86,7 @@ def _linear(
     )
     if calibration.mixed is None:
         warnings += (
-            f"the mixed-batch cost of {model.name} on {profile.name} is not published: a mixed step is taken to "
-            "cost the sum of its parts, which flatters mixed batching (v1)",
+            f"the mixed-batch cost of {model.name} on {profile.name} is not published: a mixed step is taken "
+            "to cost the sum of its parts, which flatters mixed batching (v1)",
         )
     return LinearCost(calibration), f"linear coefficients: {SOURCE}", warnings
