@@ -31,7 +31,7 @@ class HostCosts:
 
 @dataclass(frozen=True)
 class DeviceProfile:
-    """One GPU: facts in SI units, names under which calibrations know it, kernel tables and fitted constants."""
+    """One GPU: facts in SI units, its names in calibrations, kernel tables and fitted constants."""
 
     name: str
     gpu: str
@@ -156,8 +156,8 @@ def kv_capacity_tokens(
     tokens = int(free // model.kv_bytes_per_token) // 16 * 16
     if tokens < 16:
         raise UsageError(
-            f"{model.name} does not fit on {profile.name}: weights {model.weight_bytes / 1e9:.1f} GB and activations "
-            f"{reserve / 1e9:.1f} GB against {budget / 1e9:.1f} GB ({gpu_memory_utilization:.0%} of "
+            f"{model.name} does not fit on {profile.name}: weights {model.weight_bytes / 1e9:.1f} GB and "
+            f"activations {reserve / 1e9:.1f} GB against {budget / 1e9:.1f} GB ({gpu_memory_utilization:.0%} of "
             f"{profile.memory_bytes / 1e9:.1f} GB); choose a smaller model or a larger device"
         )
     return tokens
