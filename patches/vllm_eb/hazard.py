@@ -1,0 +1,195 @@
+"""Online estimation of the completion hazard ``h(t) = p0 + eta*t`` (Zhang et al. 2026, section 3.4, Algorithm 1).
+
+``t`` counts output tokens from 1. Two estimators with one interface: SlidingHazard as published, and CensoredHazard,
+which also counts the tokens of requests still running. Lengths and ages are in tokens, ``p0`` per token, ``eta`` per
+token squared.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+Lengths = Sequence[int] | NDArray[np.int64]
+MIN_SURVIVORS = 5  # fewer survivors at t make h(t) worthless
+_QUANTILES = (0.05, 0.95)
+_MIN_RANGE = 10  # tokens; the published fit never spans less
+
+
+@dataclass(frozen=True)
+class HazardEstimate:
+    """Linear hazard ``p0 + eta*t``, the mean output length in tokens and the completions it rests on."""
+
+    p0: float
+    eta: float
+    mean: float
+    samples: int
+
+
+class HazardEstimator(Protocol):
+    """What the controller asks of an estimator."""
+
+    def observe(self, output_tokens: int) -> None:
+        """Record one completion and its output length."""
+
+    def estimate(self, running_ages: Lengths = ()) -> HazardEstimate | None:
+        """Fit now; ``running_ages`` are the tokens generated so far by unfinished requests. None: too few samples."""
+
+
+def empirical_hazard(
+    lengths: Lengths, censored: Lengths = (), delayed: Lengths = ()
+) -> tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.int64]]:
+    """``(t, h, survivors)`` for t = 1..max(lengths): ``h(t) = #(O = t) / #(at risk at t)``.
+
+    ``censored`` are ages of requests still running: at risk up to their age, no event. ``delayed`` are the ages at
+    which requests came under observation: not at risk up to that age (the request must be among the other two).
+    """
+    ended, at_risk = _events_and_risk(lengths, censored, delayed)
+    t = np.arange(1, len(ended) + 1)
+    return t, ended / np.maximum(at_risk, 1), at_risk
+
+
+class SlidingHazard:
+    """The published estimator: the last ``window`` completions, running requests ignored.
+
+    Weighted least squares with the survivors as weights over [5th, 95th percentile], points with fewer than five
+    survivors dropped; then ``eta >= 0`` and ``p0 >= 1/mean``, each clamped alone. Biased whenever completions are no
+    fair sample of the requests: short ones come first after a start, long ones last in a drain.
+    """
+
+    def __init__(self, window: int = 500, min_samples: int = 30) -> None:
+        self._lengths: deque[int] = deque(maxlen=window)
+        self._min_samples = min_samples
+        self._last = HazardEstimate(0.0, 0.0, 0.0, 0)
+
+    def observe(self, output_tokens: int) -> None:
+        """Record one completion and its output length (tokens)."""
+        self._lengths.append(output_tokens)
+
+    def estimate(self, running_ages: Lengths = ()) -> HazardEstimate | None:
+        """Fit the window. ``running_ages`` is accepted for the common interface and not used."""
+        n = len(self._lengths)
+        if n < self._min_samples:
+            return None
+        lengths = np.fromiter(self._lengths, dtype=np.int64, count=n)
+        t, h, survivors = empirical_hazard(lengths)
+        ordered = np.sort(lengths)
+        first, last = (int(ordered[int(n * q)]) for q in _QUANTILES)
+        keep = slice(first - 1, max(last, first + _MIN_RANGE))
+        fit = _weighted_line(t[keep], h[keep], survivors[keep])
+        mean = float(lengths.mean())
+        p0, eta = fit if fit is not None else (1.0 / mean, 0.0)
+        return HazardEstimate(min(max(p0, 1.0 / mean), 1.0), max(eta, 0.0), mean, n)
+
+
+class CensoredHazard:
+    """Completions and running requests together: an occurrence/exposure estimate over the last completions.
+
+    Between two calls of ``estimate`` the requests that made their t-th token number
+    ``#(completed, O >= t) + #(running now, age >= t) - #(running before, age >= t)``; no identities are needed. Events
+    over that exposure are unbiased at every t, whatever the arrivals do (delayed entry and right censoring).
+    The window reaches back to the newest call that leaves at least ``window`` completions.
+    """
+
+    def __init__(self, window: int = 500, min_samples: int = 30) -> None:
+        self._window = window
+        self._min_samples = min_samples
+        self._lengths: deque[int] = deque()
+        self._dropped = 0  # completions that left the window
+        self._snapshots: deque[tuple[int, NDArray[np.int64]]] = deque([(0, _as_array(()))])
+
+    def observe(self, output_tokens: int) -> None:
+        """Record one completion and its output length (tokens)."""
+        self._lengths.append(output_tokens)
+
+    def estimate(self, running_ages: Lengths = ()) -> HazardEstimate | None:
+        """Fit the window, with the tokens generated so far by every unfinished request that has begun."""
+        ages = _as_array(running_ages)
+        before = self._advance(ages)
+        n = len(self._lengths)
+        if n < self._min_samples:
+            return None
+        lengths = np.fromiter(self._lengths, dtype=np.int64, count=n)
+        t, h, at_risk = empirical_hazard(lengths, ages, before)
+        return _censored_fit(t, h, at_risk, n)
+
+    def _advance(self, ages: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Note the running ages, move the window's start; returns the ages running there."""
+        seen = self._dropped + len(self._lengths)
+        while len(self._snapshots) > 1 and seen - self._snapshots[1][0] >= self._window:
+            self._snapshots.popleft()
+        start, before = self._snapshots[0]
+        while self._dropped < start:
+            self._lengths.popleft()
+            self._dropped += 1
+        if self._snapshots[-1][0] < seen:
+            self._snapshots.append((seen, ages))
+        return before
+
+
+def _censored_fit(
+    t: NDArray[np.int64], h: NDArray[np.float64], at_risk: NDArray[np.int64], samples: int
+) -> HazardEstimate:
+    rate = float((h * at_risk).sum() / at_risk.sum())
+    keep = at_risk >= MIN_SURVIVORS
+    fit = _weighted_line(t[keep], h[keep], at_risk[keep])
+    p0, eta = fit if fit is not None and fit[1] > 0.0 else (rate, 0.0)
+    mean = _mean_length(t, h, keep, max(p0, 0.0), eta, rate)
+    return HazardEstimate(min(max(p0, 1.0 / mean), 1.0), eta, mean, samples)
+
+
+def _mean_length(
+    t: NDArray[np.int64], h: NDArray[np.float64], keep: NDArray[np.bool_], p0: float, eta: float, rate: float
+) -> float:
+    """Product-limit mean; where too few were at risk, and beyond the last event, the fitted line stands in."""
+    hazard = np.where(keep, h, np.clip(p0 + eta * t, 0.0, 1.0))
+    survival = np.cumprod(1.0 - hazard)
+    tail = float(survival[-1]) / max(p0 + eta * float(t[-1]), rate)
+    return 1.0 + float(survival[:-1].sum()) + tail
+
+
+def _events_and_risk(
+    lengths: Lengths, censored: Lengths, delayed: Lengths
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    done = _as_array(lengths)
+    if len(done) == 0:
+        return _as_array(()), _as_array(())
+    if done.min() < 1:
+        raise ValueError("an output length must be at least 1 token")
+    size = int(done.max()) + 1
+    ended = np.bincount(done, minlength=size)
+    leaving = ended + _counts(censored, size) - _counts(delayed, size)
+    at_risk = np.cumsum(leaving[::-1])[::-1]
+    return ended[1:size], at_risk[1:size]
+
+
+def _counts(ages: Lengths, size: int) -> NDArray[np.int64]:
+    """How many of ``ages`` have each value; those beyond the end are counted at the end."""
+    return np.bincount(np.minimum(_as_array(ages), size - 1), minlength=size)
+
+
+def _weighted_line(
+    t: NDArray[np.int64], h: NDArray[np.float64], survivors: NDArray[np.int64]
+) -> tuple[float, float] | None:
+    """Intercept and slope of h over t with the survivors as weights; None where they do not determine a line."""
+    weight = np.where(survivors >= MIN_SURVIVORS, survivors, 0).astype(np.float64)
+    total = float(weight.sum())
+    if total <= 0.0:
+        return None
+    t_mean = float(weight @ t) / total
+    h_mean = float(weight @ h) / total
+    centred = t - t_mean
+    spread = float(weight @ (centred * centred))
+    if spread <= 0.0:
+        return None
+    slope = float((weight * centred) @ h) / spread
+    return h_mean - slope * t_mean, slope
+
+
+def _as_array(values: Lengths) -> NDArray[np.int64]:
+    return np.asarray(values, dtype=np.int64)
