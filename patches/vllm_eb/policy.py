@@ -1,11 +1,11 @@
-"""Policy names as a user writes them: ``v0``, ``v1``, ``deferred:k=32``, ``eb:theta=0.5``, ``eb:k=64``, ``eb``, ``ebplus``.
+"""Policy names as a user writes them: ``v0``, ``v1``, ``deferred:k=32``, ``eb:theta=0.5``, ``eb``, ``ebplus``.
 
 Further settings follow as ``key=value`` pairs, e.g. ``ebplus:margin=1e-5,estimator=censored``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Literal
 
@@ -55,7 +55,7 @@ _DESCRIPTIONS: Mapping[str, str] = {
     "v0": "exclusive batches, refill as soon as one slot is free (vLLM v0's rule)",
     "v1": "mixed batches: vLLM v1, untouched",
     "deferred": "exclusive batches, refill after K departures (Mohanty et al., EuroMLSys 2025); needs k=K",
-    "eb": "exclusive batches, threshold k* and batch N* computed online (Zhang et al., ICML 2026); k= or theta= fixes it",
+    "eb": "exclusive batches, k* and N* computed online (Zhang et al., ICML 2026); k= or theta= fixes it",
     "ebplus": "switches online between mixed and exclusive batches at the predicted crossover",
 }
 
@@ -89,12 +89,12 @@ def _with_setting(spec: PolicySpec, pair: str) -> PolicySpec:
     if not eq or key not in known:
         raise PolicyError(f"policy {spec.kind}: {pair!r} is not key=value with a key of {', '.join(sorted(known))}")
     try:
-        return replace(spec, **{key: _PARSERS[key](value)})
+        return replace(spec, **{key: _PARSERS[key](value)})  # type: ignore[arg-type]
     except ValueError as error:
         raise PolicyError(f"policy {spec.kind}: {key}={value!r} is not valid ({error})") from None
 
 
-def _choice(*options: str) -> object:
+def _choice(*options: str) -> Callable[[str], str]:
     def parse(text: str) -> str:
         if text not in options:
             raise ValueError(f"one of {', '.join(options)}")
@@ -109,7 +109,7 @@ def _flag(text: str) -> bool:
     return text.lower() in ("true", "on", "1")
 
 
-_PARSERS: Mapping[str, object] = {
+_PARSERS: Mapping[str, Callable[[str], object]] = {
     "k": int, "theta": float, "margin": float, "window": int, "update_every": int, "min_samples": int,
     "initial_theta": float, "epsilon": float, "kv_gate": _flag, "memory_safe": _flag,
     "estimator": _choice("published", "censored"), "memory_form": _choice("code", "paper"),

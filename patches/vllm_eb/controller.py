@@ -1,0 +1,271 @@
+"""The one policy core: from counts, lengths, KV occupancy and a clock to what the next step may contain.
+
+The simulator and the vLLM scheduler both call it once per scheduling step and tell it about admissions and
+completions; no scheduling rule is written anywhere else. It never reads a clock or a random number, so a run is a
+function of what it is told. Every change of phase or mode and every update of its parameters leaves a record with
+all intermediate values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from vllm_eb.adaptive import AdaptiveThreshold
+from vllm_eb.calibration import Calibration
+from vllm_eb.modes import Mode, ModeSelector
+from vllm_eb.policy import PolicySpec
+
+Phase = Literal["prefill", "decode", "mixed"]
+
+GATE_MARGIN, GATE_RESERVE, GATE_MIN, GATE_MAX = 0.5, 0.0, 0.05, 0.6  # appendix D.6
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What the scheduler sees at the start of a step.
+
+    ``decoding``: running sequences whose prompt is computed, those whose last token is in flight included;
+    ``prefilling``: running sequences with prompt tokens left; ``waiting``: queued ones, preempted ones included.
+    Blocks are KV blocks; ``free_blocks`` counts cached but unreferenced ones as free.
+    """
+
+    now_s: float
+    step_id: int
+    decoding: int
+    prefilling: int
+    waiting: int
+    free_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What the next step may contain.
+
+    ``prefill``: prefilling and newly admitted sequences only, at most ``running_limit`` running in all; ``decode``:
+    decoding sequences only, nothing admitted; ``mixed``: vLLM's own rules, limit untouched.
+    """
+
+    phase: Phase
+    mode: Mode
+    running_limit: int
+    k: int
+    n_limit: int
+
+
+@dataclass(frozen=True)
+class Record:
+    """One row of decisions.parquet; names as in the schema, None where a value does not apply."""
+
+    time_s: float
+    step_id: int
+    kind: Literal["phase", "update", "mode"]
+    reason: str
+    mode: Mode
+    phase: Phase
+    values: dict[str, float | int | None]
+
+
+def _no_ages() -> Sequence[int]:
+    return ()
+
+
+class Controller:
+    """Phase machine, KV gate, Algorithm 1 and EB+ mode selection for one engine instance.
+
+    ``running_ages`` returns the output tokens so far of every running request (for the censored estimator).
+    """
+
+    def __init__(
+        self,
+        spec: PolicySpec,
+        calibration: Calibration,
+        *,
+        max_num_seqs: int,
+        block_size: int,
+        num_blocks: int,
+        running_ages: Callable[[], Sequence[int]] = _no_ages,
+    ) -> None:
+        self._spec = spec
+        self._max_num_seqs, self._num_blocks = max_num_seqs, num_blocks
+        self._capacity_tokens = block_size * num_blocks
+        self._running_ages = running_ages
+        self._adaptive = AdaptiveThreshold(spec, calibration, max_num_seqs, self._capacity_tokens)
+        self._selector = ModeSelector(calibration, spec.margin, max_num_seqs) if spec.kind == "ebplus" else None
+        self._mode: Mode = "eb" if spec.kind in ("v0", "deferred", "eb") else "mb"
+        self._phase: Phase = "decode" if self._mode == "eb" else "mixed"
+        self._quota = self._admitted = 0
+        self._records: list[Record] = []
+
+    @property
+    def mode(self) -> Mode:
+        """Mode in force."""
+        return self._mode
+
+    def on_prompt(self, input_tokens: int) -> None:
+        """A request was admitted for the first time. Its prompt has that many tokens."""
+        self._adaptive.on_prompt(input_tokens)
+        self._admitted += 1
+
+    def on_resume(self) -> None:
+        """A preempted request was admitted again."""
+        self._admitted += 1
+
+    def on_finish(self, output_tokens: int) -> None:
+        """A request ended by itself. Aborted requests are not reported."""
+        self._adaptive.on_finish(output_tokens)
+
+    def drain_records(self) -> list[Record]:
+        """Records since the last call."""
+        records, self._records = self._records, []
+        return records
+
+    def decide(self, view: View) -> Decision:
+        """What the next step may contain."""
+        if self._selector is not None:
+            self._selector.observe(view.decoding + view.prefilling)
+        if self._adaptive.update_due:
+            self._update(view)
+        if self._mode == "mb":
+            return self._decision()
+        if self._phase == "prefill" and not self._refilling(view):
+            self._enter("decode", view, "refill complete")
+        elif self._phase != "prefill":
+            reason = self._refill_reason(view)
+            if reason is not None:
+                self._quota, self._admitted = max(min(view.waiting, self._idle(view)), 0), 0
+                self._enter("prefill", view, reason)
+        return self._decision(view)
+
+    def prefill_blocked(self, view: View) -> Decision:
+        """A prefill step could schedule nothing (no KV blocks): decode instead, completions free blocks."""
+        self._enter("decode", view, "no KV blocks for a prefill")
+        return self._decision(view)
+
+    # Phases.
+
+    def _refilling(self, view: View) -> bool:
+        return view.prefilling > 0 or (self._admitted < self._quota and view.waiting > 0 and self._idle(view) > 0)
+
+    def _refill_reason(self, view: View) -> str | None:
+        """Why to leave decode for prefill now; None to stay."""
+        if view.decoding == 0:
+            return "nothing is decoding" if view.prefilling or view.waiting else None
+        if view.prefilling:
+            return "prompts left half computed"
+        refill = min(view.waiting, self._idle(view))
+        if refill < 1 or not self._threshold_met(refill, view):
+            return None
+        if not self._gate_open(view):
+            return None
+        return f"{refill} slots to refill beside {view.decoding} decoding"
+
+    def _threshold_met(self, refill: int, view: View) -> bool:
+        if self._spec.kind == "v0":
+            return True
+        k = self._k()
+        if self._spec.kind == "deferred":
+            return self._idle(view) >= k
+        # refill/decoding >= theta/(1-theta) with theta = k/N: as if k slots were idle, also when the queue is short.
+        return refill * (self._limit() - k) >= k * view.decoding
+
+    def _gate_open(self, view: View) -> bool:
+        if self._spec.kind in ("v0", "deferred") or not self._spec.kv_gate:
+            return True
+        return view.free_blocks / self._num_blocks > self._gate()
+
+    def _gate(self) -> float:
+        expected_share = self._limit() * self._adaptive.mu_o * GATE_MARGIN / self._capacity_tokens
+        return min(max(expected_share + GATE_RESERVE, GATE_MIN), GATE_MAX)
+
+    def _idle(self, view: View) -> int:
+        return self._limit() - view.decoding - view.prefilling
+
+    def _limit(self) -> int:
+        return self._adaptive.n_limit if self._adaptive.online else self._max_num_seqs
+
+    def _k(self) -> int:
+        if self._spec.kind == "v0":
+            return 1
+        if self._spec.k is not None:
+            return min(self._spec.k, self._limit())
+        return max(1, int(self._adaptive.theta * self._limit()))
+
+    def _decision(self, view: View | None = None) -> Decision:
+        limit = self._max_num_seqs
+        if view is not None and self._phase == "prefill":
+            active = view.decoding + view.prefilling
+            limit = min(self._limit(), active + self._quota - self._admitted)
+            limit = max(limit, active)
+        return Decision(self._phase, self._mode, limit, self._k(), self._limit())
+
+    def _enter(self, phase: Phase, view: View, reason: str) -> None:
+        self._phase = phase
+        self._record("phase", view, reason, {})
+
+    # Parameters and mode.
+
+    def _update(self, view: View) -> None:
+        update = self._adaptive.update(view.now_s, self._running_ages)
+        if update is not None:
+            self._record(
+                "update",
+                view,
+                "Algorithm 1",
+                {
+                    "p0": update.estimate.p0,
+                    "eta": update.estimate.eta,
+                    "samples": update.estimate.samples,
+                    "zeta": update.zeta,
+                    "delta_theta": update.delta_theta,
+                },
+            )
+        if self._selector is not None:
+            self._evaluate(view)
+
+    def _evaluate(self, view: View) -> None:
+        assert self._selector is not None
+        adaptive = self._adaptive
+        found = self._selector.evaluate(mu_l=adaptive.mu_l, mu_o=adaptive.mu_o, theta0=adaptive.theta0)
+        self._mode = found.mode
+        if found.switched:
+            # Requests in flight keep their KV and their place: half-computed prompts are finished first.
+            self._phase = "mixed" if found.mode == "mb" else "prefill" if view.prefilling else "decode"
+            self._quota = self._admitted = 0
+        values: dict[str, float | int | None] = {"margin": found.margin}
+        if found.crossover is not None:
+            sides = found.crossover
+            values |= {
+                "lhs": sides.lhs,
+                "rhs": sides.rhs,
+                "r": sides.r,
+                "beta_mb": sides.beta_mb,
+                "beta_eb": sides.beta_eb,
+            }
+        self._record("mode", view, found.reason, values)
+
+    def _record(
+        self,
+        kind: Literal["phase", "update", "mode"],
+        view: View,
+        reason: str,
+        values: dict[str, float | int | None],
+    ) -> None:
+        adaptive = self._adaptive
+        common: dict[str, float | int | None] = {
+            "decoding": view.decoding,
+            "prefilling": view.prefilling,
+            "waiting": view.waiting,
+            "idle": max(self._idle(view), 0),
+            "k": self._k(),
+            "n_limit": self._limit(),
+            "theta": adaptive.theta if adaptive.online or self._spec.theta is not None else self._k() / self._limit(),
+            "theta0": adaptive.theta0 if adaptive.online else None,
+            "mu_l": adaptive.mu_l,
+            "mu_o": adaptive.mu_o,
+            "n_obs": self._selector.n_obs if self._selector is not None else None,
+            "kv_free_share": view.free_blocks / self._num_blocks,
+            "kv_gate": self._gate(),
+        }
+        self._records.append(Record(view.now_s, view.step_id, kind, reason, self._mode, self._phase, common | values))

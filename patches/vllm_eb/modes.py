@@ -1,0 +1,67 @@
+"""EB+: choosing between mixed and exclusive batches online (Zhang et al. 2026, 3.5, eq. 8)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from vllm_eb.calibration import Calibration
+from vllm_eb.theory import Crossover, crossover
+
+Mode = Literal["eb", "mb"]
+
+COOLDOWN_EVALUATIONS = 3
+MIN_ACTIVE_SEQS = 16.0
+STICKY_FACTOR = 3.0  # leaving EB needs a lead that many times larger than entering it
+# N_obs follows a filling batch fast and a draining one slowly, so that the dip at the end of each decode phase
+# does not look like light traffic.
+RISE_WEIGHT, FALL_WEIGHT = 0.3, 0.05
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """One evaluation of the crossover: its two sides, what was asked of them and what came of it."""
+
+    crossover: Crossover | None
+    n_obs: float
+    margin: float
+    mode: Mode
+    switched: bool
+    reason: str
+
+
+class ModeSelector:
+    """Holds the mode, the smoothed occupancy and the cooldown."""
+
+    def __init__(self, calibration: Calibration, margin: float | None, max_num_seqs: int) -> None:
+        self._calibration = calibration
+        self._margin = calibration.margin if margin is None else margin
+        self.mode: Mode = "mb"
+        self.n_obs = float(max_num_seqs)
+        self._cooldown = 0
+
+    def observe(self, active_seqs: int) -> None:
+        """Take the number of sequences in the batch, once per scheduled step."""
+        weight = RISE_WEIGHT if active_seqs > self.n_obs else FALL_WEIGHT
+        self.n_obs += weight * (active_seqs - self.n_obs)
+
+    def evaluate(self, *, mu_l: float, mu_o: float, theta0: float) -> Evaluation:
+        """Decide the mode at the current estimates (tokens; share of N)."""
+        if self.n_obs < MIN_ACTIVE_SEQS:
+            return self._stay(None, f"fewer than {MIN_ACTIVE_SEQS:.0f} active sequences")
+        sides = crossover(self._calibration, mu_l=mu_l, mu_o=mu_o, n_obs=self.n_obs, theta0=theta0)
+        if self._cooldown > 0:
+            self._cooldown -= 1
+            return self._stay(sides, "cooldown after a switch")
+        if self.mode == "mb" and sides.advantage > self._margin:
+            return self._switch(sides, "eb", "mixing costs more than exclusive phases")
+        if self.mode == "eb" and sides.advantage < -STICKY_FACTOR * self._margin:
+            return self._switch(sides, "mb", "exclusive phases cost more than mixing")
+        return self._stay(sides, "within the margin" if abs(sides.advantage) <= self._margin else "mode confirmed")
+
+    def _stay(self, sides: Crossover | None, reason: str) -> Evaluation:
+        return Evaluation(sides, self.n_obs, self._margin, self.mode, False, reason)
+
+    def _switch(self, sides: Crossover, mode: Mode, reason: str) -> Evaluation:
+        self.mode, self._cooldown = mode, COOLDOWN_EVALUATIONS
+        return Evaluation(sides, self.n_obs, self._margin, mode, True, reason)
