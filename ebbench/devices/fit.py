@@ -35,9 +35,7 @@ def fit_calibration(cost: CostModel, source: str, margin: float) -> Calibration:
     alpha_p, beta_p = _line(PREFILL_TOKENS, [cost.step_s(prefill_shape(x)) for x in PREFILL_TOKENS])
     context = DECODE_CONTEXT_TOKENS
     alpha_d, beta_d = _line(DECODE_SEQS, [cost.step_s(decode_shape(n, context)) for n in DECODE_SEQS])
-    per_token = [
-        (cost.step_s(mixed_shape(MIXED_TOKENS, r, context)) - alpha_p) / MIXED_TOKENS for r in MIXED_SHARES
-    ]
+    per_token = [(cost.step_s(mixed_shape(MIXED_TOKENS, r, context)) - alpha_p) / MIXED_TOKENS for r in MIXED_SHARES]
     c, b, a = np.polyfit(MIXED_SHARES, per_token, 2)
     return Calibration(
         alpha_p=alpha_p,

@@ -63,9 +63,7 @@ class ModelGeometry:
         """Parameters of one layer's MLP that one token passes through."""
         if not self.experts:
             return self.mlp_params
-        return self.experts_per_token * self.expert_params + self.hidden * (
-            self.experts + 3 * self.shared_intermediate
-        )
+        return self.experts_per_token * self.expert_params + self.hidden * (self.experts + 3 * self.shared_intermediate)
 
     @property
     def params(self) -> int:

@@ -81,8 +81,7 @@ def _linear(
     profile: DeviceProfile, model: ModelGeometry, calibration: Calibration
 ) -> tuple[CostModel, str, tuple[str, ...]]:
     warnings: tuple[str, ...] = (
-        "linear cost model: step time does not grow with context length; good for the controller, coarse for "
-        "a device",
+        "linear cost model: step time does not grow with context length; good for the controller, coarse for a device",
     )
     if calibration.mixed is None:
         warnings += (

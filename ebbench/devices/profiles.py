@@ -105,16 +105,12 @@ def _toml(path: Path) -> dict[str, Any]:
         raise InputFileError(path, f"is not TOML ({error})") from None
 
 
-def _check_fields(
-    path: Path, prefix: str, raw: Mapping[str, Any], cls: type, *, may_be_zero: bool = False
-) -> None:
+def _check_fields(path: Path, prefix: str, raw: Mapping[str, Any], cls: type, *, may_be_zero: bool = False) -> None:
     """Refuse unknown keys (a key carries its unit), holes, and numbers no device can have."""
     known = {f.name: f for f in fields(cls)}
     for key in raw:
         if key not in known:
-            raise InputFileError(
-                path, str(UnknownNameError("field", prefix + key, [prefix + k for k in known]))
-            )
+            raise InputFileError(path, str(UnknownNameError("field", prefix + key, [prefix + k for k in known])))
     for name, spec in known.items():
         required = spec.default is MISSING and spec.default_factory is MISSING
         if required and name not in raw:
@@ -157,8 +153,9 @@ def kv_capacity_tokens(
     if tokens < 16:
         raise UsageError(
             f"{model.name} does not fit on {profile.name}: weights {model.weight_bytes / 1e9:.1f} GB and "
-            f"activations {reserve / 1e9:.1f} GB against {budget / 1e9:.1f} GB ({gpu_memory_utilization:.0%} of "
-            f"{profile.memory_bytes / 1e9:.1f} GB); choose a smaller model or a larger device"
+            f"activations {reserve / 1e9:.1f} GB against {budget / 1e9:.1f} GB "
+            f"({gpu_memory_utilization:.0%} of {profile.memory_bytes / 1e9:.1f} GB); "
+            "choose a smaller model or a larger device"
         )
     return tokens
 
@@ -173,9 +170,7 @@ def activation_reserve_bytes(
     profile: DeviceProfile, model: ModelGeometry, max_num_seqs: int, max_num_batched_tokens: int
 ) -> int:
     """Bytes vLLM sets aside for activations, sampling and the CUDA context, estimated from the shapes."""
-    width = 3 * (
-        model.intermediate if not model.experts else model.experts_per_token * model.expert_intermediate
-    )
+    width = 3 * (model.intermediate if not model.experts else model.experts_per_token * model.expert_intermediate)
     per_token = model.dtype_bytes * (width + model.qkv_width + 4 * model.hidden)
     sampler = max_num_seqs * model.vocab * _SAMPLER_BYTES_PER_LOGIT
     share = min(1.0, profile.memory_bytes / 2**35)  # a small card is run with small batches
