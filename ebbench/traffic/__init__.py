@@ -1,1 +1,1 @@
-
+"""When requests are asked: scenarios, arrival processes, phases."""

@@ -1,0 +1,95 @@
+"""Arrival processes, materialised once and centrally.
+
+A process is a renewal process of mean rate one in *operational* time; a curve of relative rates maps operational
+time to seconds. Poisson, gamma and constant gaps therefore combine with any curve (steps, ramps, days).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+Process = Literal["poisson", "gamma", "constant"]
+Floats = npt.NDArray[np.float64]
+
+
+def unit_gaps(process: Process, burstiness: float, rng: np.random.Generator, n: int) -> Floats:
+    """``n`` gaps of mean one. ``burstiness`` is the gamma's shape: 1 is Poisson, below 1 is burstier."""
+    if process == "constant":
+        return np.ones(n)
+    if process == "poisson":
+        return rng.exponential(1.0, size=n)
+    return rng.gamma(burstiness, 1.0 / burstiness, size=n)
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Relative rate over time, repeated every ``period_s``, scaled so that its mean over a period is one.
+
+    ``levels`` are equally long pieces (``linear`` False) or equally spaced corners joined by lines (True).
+    """
+
+    levels: tuple[float, ...]
+    period_s: float
+    linear: bool = False
+
+    def seconds(self, operational: Floats) -> Floats:
+        """Times at which the integral of the curve reaches ``operational`` (both in seconds)."""
+        time, area = self._table()
+        turns = np.floor(operational / self.period_s)
+        rest = operational - turns * self.period_s
+        piece = np.clip(np.searchsorted(area, rest, side="right") - 1, 0, len(area) - 2)
+        within = rest - area[piece]
+        return turns * self.period_s + time[piece] + self._inverse(piece, within)
+
+    def _scaled(self) -> tuple[Floats, Floats, float]:
+        """Rates at the start and the end of each piece, mean one, and the length of a piece in seconds."""
+        levels = np.asarray(self.levels, np.float64)
+        starts, ends = (levels[:-1], levels[1:]) if self.linear else (levels, levels)
+        mean = float(((starts + ends) / 2).mean())
+        return starts / mean, ends / mean, self.period_s / len(starts)
+
+    def _table(self) -> tuple[Floats, Floats]:
+        starts, ends, width = self._scaled()
+        area = np.concatenate([[0.0], np.cumsum((starts + ends) / 2 * width)])
+        area[-1] = self.period_s
+        return np.arange(len(area)) * width, area
+
+    def _inverse(self, piece: npt.NDArray[np.intp], within: Floats) -> Floats:
+        """Time into a piece until the area ``within`` is reached: root of ``a t + (b-a) t^2/(2 w) = area``."""
+        starts, ends, width = self._scaled()
+        a, b = starts[piece], ends[piece]
+        root = np.sqrt(np.maximum(0.0, a * a + 2 * (b - a) / width * within))
+        denominator = a + root  # the form without cancellation: 2*area / (a + sqrt(...))
+        return np.divide(2 * within, denominator, out=np.zeros_like(within), where=denominator > 0)
+
+
+def ramp(start: float, end: float, duration_s: float) -> Curve:
+    """A line from ``start`` to ``end`` (relative rates) over the whole of ``duration_s``."""
+    return Curve((start, end), duration_s, linear=True)
+
+
+def arrival_times(
+    process: Process,
+    rate_per_s: float,
+    rng: np.random.Generator,
+    n: int,
+    *,
+    burstiness: float = 1.0,
+    curve: Curve | None = None,
+) -> Floats:
+    """Seconds of ``n`` arrivals at mean rate ``rate_per_s``; the first comes one gap after zero."""
+    operational = np.cumsum(unit_gaps(process, burstiness, rng, n)) / rate_per_s
+    return operational if curve is None else curve.seconds(operational)
+
+
+def dispersion(times_s: Sequence[float] | Floats, window_s: float) -> float:
+    """Index of dispersion of counts: variance over mean of arrivals per window; 1 for Poisson."""
+    times = np.asarray(times_s)
+    counts = np.bincount((times / window_s).astype(np.int64))[: math.floor(times[-1] / window_s)]
+    return float(counts.var() / counts.mean())

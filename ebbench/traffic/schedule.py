@@ -1,0 +1,156 @@
+"""A scenario made concrete: which session belongs to which phase, and when it arrives."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from ebbench.errors import UsageError
+from ebbench.records.plan import ClosedPhase
+from ebbench.traffic.arrivals import Curve, arrival_times
+from ebbench.traffic.spec import Phase, ScenarioSpec
+from ebbench.traffic.substreams import substream
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Load:
+    """What the caller may set over the scenario file: a cap on open sessions, rates in sessions/s."""
+
+    max_concurrency: int | None = None
+    request_rate: float | None = None
+    saturation_rate: float | None = None
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Sessions per phase, in order; ``arrival_s`` one per session in an open loop, None in a closed one."""
+
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+    concurrency: tuple[int, ...] = ()
+    arrival_s: Floats | None = None
+
+    @property
+    def sessions(self) -> int:
+        """Number of sessions."""
+        return sum(self.sizes)
+
+    @property
+    def phase_of_session(self) -> npt.NDArray[np.int64]:
+        """Index of the phase of each session."""
+        return np.repeat(np.arange(len(self.sizes)), self.sizes)
+
+
+def closed_phases(schedule: Schedule, sizes: Sequence[int]) -> tuple[ClosedPhase, ...]:
+    """The plan's closed-loop phases with ``sizes`` sessions each; phases left empty are dropped."""
+    triples = zip(schedule.names, sizes, schedule.concurrency, strict=True)
+    return tuple(ClosedPhase(name, int(n), c) for name, n, c in triples if n)
+
+
+def make_schedule(spec: ScenarioSpec, load: Load, total: int | None, default_total: int, seed: int) -> Schedule:
+    """Lay out ``total`` sessions (None: what the file asks, else ``default_total``). Raises UsageError."""
+    if spec.loop == "closed":
+        return _closed(spec, load, total, default_total)
+    return _open(spec, load, total, default_total, seed)
+
+
+def apportion(weights: Sequence[float], total: int) -> list[int]:
+    """Split ``total`` in proportion to ``weights`` by largest remainder."""
+    exact = np.asarray(weights, np.float64) * total / float(sum(weights))
+    counts = np.floor(exact).astype(int)
+    for index in np.argsort(counts - exact, kind="stable")[: total - int(counts.sum())]:
+        counts[index] += 1
+    return [int(count) for count in counts]
+
+
+def _sizes(phases: Sequence[Phase], total: int | None, default_total: int) -> list[int]:
+    asked = [phase.requests for phase in phases]
+    if len(phases) == 1 and asked[0] is None:
+        return [default_total if total is None else total]
+    weights = [count or 0 for count in asked]
+    return weights if total is None else apportion(weights, total)
+
+
+def _closed(spec: ScenarioSpec, load: Load, total: int | None, default_total: int) -> Schedule:
+    if load.request_rate is not None:
+        raise UsageError(
+            f"scenario {spec.name!r} is a closed loop and takes no request rate; use --scenario poisson, "
+            "or --max-concurrency to change its load"
+        )
+    levels = [phase.max_concurrency or 1 for phase in spec.phases]
+    if load.max_concurrency is not None:
+        if len(set(levels)) > 1:
+            raise UsageError(f"scenario {spec.name!r} sets the concurrency of each phase; leave out --max-concurrency")
+        levels = [load.max_concurrency] * len(levels)
+    names = tuple(phase.name for phase in spec.phases)
+    return Schedule(names, tuple(_sizes(spec.phases, total, default_total)), tuple(levels))
+
+
+def _open(spec: ScenarioSpec, load: Load, total: int | None, default_total: int, seed: int) -> Schedule:
+    timed = any(phase.duration_s is not None for phase in spec.phases)
+    sizes = _sizes(spec.phases, None if timed else total, default_total)
+    start, pieces = 0.0, []
+    for index, phase in enumerate(spec.phases):
+        times, start = _phase_times(spec, phase, load, sizes[index], start, substream(seed, f"arrivals/{index}"))
+        pieces.append(times)
+    arrival_s = np.concatenate(pieces)[:total]
+    names = tuple(phase.name for phase in spec.phases)
+    return Schedule(names, _cut([len(piece) for piece in pieces], len(arrival_s)), arrival_s=arrival_s)
+
+
+def _cut(sizes: Sequence[int], total: int) -> tuple[int, ...]:
+    """Sizes after keeping the first ``total`` sessions."""
+    ends = np.minimum(np.cumsum(sizes), total)
+    return tuple(int(size) for size in np.diff(ends, prepend=0))
+
+
+def _phase_times(
+    spec: ScenarioSpec, phase: Phase, load: Load, size: int, start_s: float, rng: np.random.Generator
+) -> tuple[Floats, float]:
+    """Arrivals of one phase and the moment it ends."""
+    rate = phase_rate(spec, phase, load)
+    if phase.duration_s is None:
+        times = _draw(phase, rate, size, size / rate, rng)
+        return start_s + times, start_s + (float(times[-1]) if size else 0.0)
+    # Ten standard deviations above the expected count, then cut: enough for any burstiness in use.
+    expected = rate * phase.duration_s
+    size = int(expected + 10 * np.sqrt(expected / min(1.0, phase.burstiness)) + 10)
+    times = _draw(phase, rate, size, phase.duration_s, rng)
+    return start_s + times[times < phase.duration_s], start_s + phase.duration_s
+
+
+def _draw(phase: Phase, rate: float, size: int, length_s: float, rng: np.random.Generator) -> Floats:
+    assert phase.process is not None  # a ScenarioSpec with loop "open" was checked for it
+    curve = None
+    if phase.curve is not None:
+        linear = phase.curve.shape == "lines"
+        curve = Curve(phase.curve.levels, phase.curve.period_s or max(length_s, 1e-9), linear)
+    return arrival_times(phase.process, rate, rng, size, burstiness=phase.burstiness, curve=curve)
+
+
+def phase_rate(spec: ScenarioSpec, phase: Phase, load: Load) -> float:
+    """Mean rate of a phase in sessions/s. Raises UsageError when nothing says it."""
+    if load.request_rate is not None:
+        return load.request_rate * phase.level
+    if phase.rate is not None:
+        return phase.rate
+    if phase.share is None:
+        raise UsageError(f"scenario {spec.name!r} needs a rate: give --request-rate in requests per second")
+    if load.saturation_rate is None:
+        raise UsageError(
+            f"scenario {spec.name!r} gives its rates as shares of saturation: give --saturation-rate "
+            "(requests per second measured with --scenario saturated), or --request-rate"
+        )
+    return phase.share * load.saturation_rate
+
+
+def without_lengths(spec: ScenarioSpec) -> ScenarioSpec:
+    """The same traffic with the workload's own lengths."""
+    phases = tuple(msgspec.structs.replace(phase, input=None, output=None) for phase in spec.phases)
+    return msgspec.structs.replace(spec, phases=phases)

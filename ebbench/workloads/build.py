@@ -1,0 +1,122 @@
+"""Workload x scenario -> Plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from ebbench.errors import UsageError
+from ebbench.records.plan import Plan
+from ebbench.records.schema import PLAN
+from ebbench.traffic.schedule import Load, Schedule, closed_phases, make_schedule
+from ebbench.traffic.spec import ScenarioSpec
+from ebbench.traffic.substreams import substream
+from ebbench.workloads.profile import draw_requests
+from ebbench.workloads.requests import Requests
+from ebbench.workloads.spec import Profile
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Longest prompt plus answer in tokens (None: no limit) and what to do with longer requests."""
+
+    max_model_len: int | None = None
+    drop_too_long: bool = False
+
+
+def assemble(
+    requests: Requests, schedule: Schedule, limits: Limits, *, cap: int | None, seed: int, facts: dict[str, Any]
+) -> Plan:
+    """Give each session its phase and arrival, apply the length limit and lay out the table. Raises UsageError."""
+    phase = schedule.phase_of_session
+    arrival_s = schedule.arrival_s
+    requests, kept, warnings = _within(requests, limits)
+    phase = phase[kept]
+    arrival_s = None if arrival_s is None else arrival_s[kept]
+    sizes = np.bincount(phase, minlength=len(schedule.names))
+    table = _table(requests, np.asarray(schedule.names)[phase], arrival_s, seed)
+    phases = closed_phases(schedule, [int(size) for size in sizes]) if arrival_s is None else ()
+    return Plan(table, phases, facts, cap if arrival_s is not None else None, warnings)
+
+
+def _within(requests: Requests, limits: Limits) -> tuple[Requests, np.ndarray, tuple[str, ...]]:
+    """Requests that fit, the indices of the sessions kept, and warnings."""
+    everything = np.arange(requests.sessions)
+    if limits.max_model_len is None:
+        return requests, everything, requests.warnings
+    total = requests.input_tokens.astype(np.int64) + requests.output_tokens
+    fits = total <= limits.max_model_len
+    if fits.all():
+        return requests, everything, requests.warnings
+    first = int(np.argmin(fits))
+    count = int((~fits).sum())
+    size = f"{requests.input_tokens[first]} + {requests.output_tokens[first]} tokens"
+    name = f"request {_ids(requests)[first].as_py()} ({size})"
+    if not limits.drop_too_long:
+        raise UsageError(
+            f"{name} and {count - 1} more of {len(requests)} do not fit max_model_len {limits.max_model_len}; "
+            "raise it, or drop them with --drop-too-long"
+        )
+    if not fits.any():
+        raise UsageError(f"none of the {len(requests)} requests fits max_model_len {limits.max_model_len}; raise it")
+    note = f"{count} of {len(requests)} requests longer than max_model_len {limits.max_model_len} were dropped"
+    return requests.keep(fits), np.unique(requests.session[fits]), (*requests.warnings, note)
+
+
+def _table(requests: Requests, phase: np.ndarray, arrival_s: np.ndarray | None, seed: int) -> pa.Table:
+    n = len(requests)
+    # Contents of different seeds share nothing, so a server's prefix cache cannot carry over between seeds.
+    base = int(substream(seed, "content/streams").integers(1, 2**30)) << 32
+    columns: dict[str, Any] = {
+        "request_id": _ids(requests),
+        "session": pa.array(requests.session),
+        "turn": pa.array(requests.turn),
+        "phase": pa.array(phase[requests.session], pa.string()),
+        "arrival_ns": _arrivals_ns(requests, arrival_s),
+        "input_tokens": pa.array(requests.input_tokens),
+        "output_tokens": pa.array(requests.output_tokens),
+        "content": pa.array(requests.session + base),
+        "hash_ids": pa.nulls(n, PLAN.field("hash_ids").type) if requests.hash_ids is None else requests.hash_ids,
+        "prompt": pa.nulls(n, pa.string()) if requests.prompt is None else requests.prompt,
+    }
+    return pa.Table.from_arrays([_plain(columns[field.name], field.type) for field in PLAN], schema=PLAN)
+
+
+def _plain(column: Any, kind: pa.DataType) -> pa.Array:
+    array = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
+    return array if array.type == kind else array.cast(kind)
+
+
+def _ids(requests: Requests) -> pa.Array:
+    """``r000123``, in multi-turn workloads ``r000123.4``."""
+    number = pc.utf8_lpad(pc.cast(pa.array(requests.session), pa.string()), 6, "0")
+    ids = pc.binary_join_element_wise("r", number, "")
+    if not requests.turn.any():
+        return ids
+    return pc.binary_join_element_wise(ids, pc.cast(pa.array(requests.turn), pa.string()), ".")
+
+
+def _arrivals_ns(requests: Requests, arrival_s: np.ndarray | None) -> pa.Array:
+    if arrival_s is None:
+        return pa.nulls(len(requests), pa.int64())
+    ns = np.rint(arrival_s * 1e9).astype(np.int64)
+    return pa.array(ns[requests.session], mask=requests.turn > 0)
+
+
+def phase_requests(spec: ScenarioSpec, sizes: tuple[int, ...], seed: int) -> Requests:
+    """Requests of a scenario that brings its own lengths, one substream a phase."""
+    pieces = []
+    for index, (phase, size) in enumerate(zip(spec.phases, sizes, strict=True)):
+        assert phase.input is not None  # the caller asked spec.own_lengths
+        assert phase.output is not None
+        pieces.append(draw_requests(Profile(input=phase.input, output=phase.output), size, seed, f"/{index}"))
+    inputs = np.concatenate([piece.input_tokens for piece in pieces])
+    outputs = np.concatenate([piece.output_tokens for piece in pieces])
+    return Requests(np.arange(len(inputs)), np.zeros(len(inputs), np.int32), inputs, outputs)
+
+
+__all__ = ["Limits", "Load", "assemble", "make_schedule", "phase_requests"]

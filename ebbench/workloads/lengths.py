@@ -1,0 +1,133 @@
+"""Token-length distributions: what a TOML file or the command line may ask for, and how it is drawn."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from ebbench.errors import UsageError
+from ebbench.workloads.fit import fit_censored
+
+Family = Literal["uniform", "geometric", "gamma", "lognormal", "fixed"]
+Lengths = npt.NDArray[np.int32]
+
+
+class LengthSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A distribution of whole token counts, at least one token each.
+
+    ``mean`` and ``std`` describe what is drawn before ``offset`` is reached by shifting: the variable is
+    ``offset + family(mean - offset, std)``. ``max`` censors: longer draws become ``max``. With
+    ``statistics = "censored"`` mean and std are those *after* censoring and the family is fitted to give them;
+    with ``"raw"`` they are those before. ``spread`` is the half-width of ``uniform`` as a share of the mean.
+    ``std`` may be left out for ``gamma`` when ``shape`` is given.
+    """
+
+    family: Family
+    mean: float
+    std: float | None = None
+    shape: float | None = None
+    spread: float = 0.5
+    offset: int = 0
+    max: int | None = None
+    statistics: Literal["raw", "censored"] = "raw"
+
+    def __post_init__(self) -> None:
+        problem = _problem(self)
+        if problem:
+            raise ValueError(problem)
+
+    def draw(self, rng: np.random.Generator, n: int) -> Lengths:
+        """Draw ``n`` lengths in tokens."""
+        raw = _DRAW[self.family](self, rng, n) + self.offset
+        upper = np.iinfo(np.int32).max if self.max is None else self.max
+        return np.clip(np.rint(raw), 1, upper).astype(np.int32)
+
+    @property
+    def text(self) -> str:
+        """A short description for the manifest."""
+        parts = [f"mean {self.mean:g}"]
+        parts += [f"{key} {value:g}" for key in ("std", "shape", "offset", "max") if (value := getattr(self, key))]
+        return f"{self.family}({', '.join(parts)})"
+
+
+def _problem(spec: LengthSpec) -> str:
+    if not spec.mean >= 1:
+        return f"mean must be at least 1 token, not {spec.mean:g}"
+    if spec.family == "gamma" and (spec.std is None) == (spec.shape is None):
+        return "a gamma distribution needs either std or shape"
+    if spec.family == "lognormal" and spec.std is None:
+        return "a lognormal distribution needs std"
+    if not 0 <= spec.spread < 1:
+        return f"spread must lie in [0, 1), not {spec.spread:g}"
+    if not 0 <= spec.offset < spec.mean:
+        return f"offset must lie in [0, mean), not {spec.offset}"
+    for name in ("std", "shape", "max"):
+        value = getattr(spec, name)
+        if value is not None and not value > 0:
+            return f"{name} must be positive, not {value:g}"
+    return ""
+
+
+def _parameters(spec: LengthSpec) -> tuple[float, float]:
+    """Mean and standard deviation of the family itself, shifted back by the offset and before censoring."""
+    mean = spec.mean - spec.offset
+    std = spec.std if spec.std is not None else mean / np.sqrt(spec.shape or 1.0)
+    if spec.statistics == "raw" or spec.max is None:
+        return mean, float(std)
+    family: Literal["gamma", "lognormal"] = "lognormal" if spec.family == "lognormal" else "gamma"
+    return fit_censored(family, mean, float(std), spec.max - spec.offset)
+
+
+def _uniform(spec: LengthSpec, rng: np.random.Generator, n: int) -> npt.NDArray[np.float64]:
+    half = (spec.mean - spec.offset) * spec.spread
+    middle = spec.mean - spec.offset
+    return rng.integers(round(middle - half), round(middle + half), size=n, endpoint=True).astype(np.float64)
+
+
+def _geometric(spec: LengthSpec, rng: np.random.Generator, n: int) -> npt.NDArray[np.float64]:
+    return rng.geometric(1.0 / max(1.0, spec.mean - spec.offset), size=n).astype(np.float64)
+
+
+def _gamma(spec: LengthSpec, rng: np.random.Generator, n: int) -> npt.NDArray[np.float64]:
+    mean, std = _parameters(spec)
+    shape = (mean / std) ** 2
+    return rng.gamma(shape, mean / shape, size=n)
+
+
+def _lognormal(spec: LengthSpec, rng: np.random.Generator, n: int) -> npt.NDArray[np.float64]:
+    mean, std = _parameters(spec)
+    variance = np.log1p((std / mean) ** 2)
+    return rng.lognormal(np.log(mean) - variance / 2, np.sqrt(variance), size=n)
+
+
+def _fixed(spec: LengthSpec, rng: np.random.Generator, n: int) -> npt.NDArray[np.float64]:
+    return np.full(n, spec.mean - spec.offset)
+
+
+_DRAW = {
+    "uniform": _uniform,
+    "geometric": _geometric,
+    "gamma": _gamma,
+    "lognormal": _lognormal,
+    "fixed": _fixed,
+}
+
+
+def length_spec(mean_tokens: float, distribution: str | None) -> LengthSpec:
+    """Build a spec from ``--input-len``/``--output-len`` and ``--length-distribution`` (default: uniform +-50 %).
+
+    Raises UsageError for an unknown distribution or a mean below one token.
+    """
+    family, _, shape = (distribution or "uniform").partition(":")
+    if family not in ("uniform", "geometric", "gamma", "fixed") or (family == "gamma") != bool(shape):
+        raise UsageError(
+            f"unknown length distribution {distribution!r}; write uniform, geometric, gamma:SHAPE or fixed"
+        )
+    try:
+        value = float(shape) if shape else None
+        return LengthSpec(family=family, mean=mean_tokens, shape=value)  # type: ignore[arg-type]
+    except ValueError as error:
+        raise UsageError(f"length distribution {distribution or family!r} cannot be used: {error}") from None

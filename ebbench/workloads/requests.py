@@ -1,0 +1,78 @@
+"""Requests before they are given times: columns of equal length, one row a turn, sessions contiguous."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+Int32s = npt.NDArray[np.int32]
+Int64s = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Requests:
+    """What is asked. ``session`` counts from 0 and never decreases; ``turn`` counts from 0 inside a session.
+
+    ``arrival_s`` (one per session, from the trace's start) only where the source knows it.
+    """
+
+    session: Int64s
+    turn: Int32s
+    input_tokens: Int32s
+    output_tokens: Int32s
+    prompt: pa.Array | None = None
+    hash_ids: pa.Array | None = None
+    arrival_s: Floats | None = None
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.session)
+
+    @property
+    def sessions(self) -> int:
+        """Number of sessions."""
+        return int(self.session[-1]) + 1 if len(self.session) else 0
+
+    def keep(self, mask: npt.NDArray[np.bool_]) -> Requests:
+        """Rows where ``mask`` holds; sessions are numbered anew."""
+        kept_sessions, session = np.unique(self.session[mask], return_inverse=True)
+        chosen = pa.array(mask)
+        return replace(
+            self,
+            session=session.astype(np.int64),
+            turn=self.turn[mask],
+            input_tokens=self.input_tokens[mask],
+            output_tokens=self.output_tokens[mask],
+            prompt=None if self.prompt is None else self.prompt.filter(chosen),
+            hash_ids=None if self.hash_ids is None else self.hash_ids.filter(chosen),
+            arrival_s=None if self.arrival_s is None else self.arrival_s[kept_sessions],
+        )
+
+
+def single_turn(input_tokens: Int32s, output_tokens: Int32s, **more: Any) -> Requests:
+    """One request a session."""
+    n = len(input_tokens)
+    return Requests(np.arange(n), np.zeros(n, np.int32), input_tokens, output_tokens, **more)
+
+
+def with_history(
+    rounds: Int64s, message_tokens: Int32s, output_tokens: Int32s
+) -> Requests:
+    """Multi-turn requests: each prompt is all messages and answers before it, then the new message.
+
+    ``rounds`` per session; the other arrays hold one entry a turn, sessions one after the other.
+    """
+    session = np.repeat(np.arange(len(rounds)), rounds)
+    starts = np.concatenate([[0], np.cumsum(rounds)[:-1]]).astype(np.int64)
+    turn = np.arange(len(session)) - starts[session]
+    both = np.cumsum(message_tokens.astype(np.int64) + output_tokens)
+    before_session = np.concatenate([[0], both])[starts][session]
+    prompt_tokens = both - output_tokens - before_session
+    return Requests(session, turn.astype(np.int32), prompt_tokens.astype(np.int32), output_tokens)

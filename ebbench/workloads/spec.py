@@ -1,0 +1,104 @@
+"""Workload files: what is asked. One TOML per workload; a user adds one without code."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from ebbench.errors import UnknownNameError
+from ebbench.resources import bundled_dir
+from ebbench.workloads.lengths import LengthSpec
+from ebbench.workloads.strict_toml import load_toml
+
+Schema = Literal["sharegpt", "longbench", "numinamath", "wildchat"]
+
+
+class Hub(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Where the data set lies: repository, files in reading order (inside ``archive`` if given), revision."""
+
+    dataset: str
+    files: tuple[str, ...]
+    archive: str | None = None
+    revision: str = "main"
+
+
+class Records(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How records become requests. Token limits; a limit left out does not apply.
+
+    ``input_min``/``input_max`` cut the context to a length drawn uniformly between them and skip shorter records.
+    ``output_fixed`` replaces the answer's length. ``rounds_min``/``rounds_max`` select and cut conversations.
+    ``answer_min`` skips records with shorter answers. ``suffix`` is added to each prompt.
+    """
+
+    schema: Schema
+    output_max: int | None = None
+    output_fixed: int | None = None
+    answer_min: int | None = None
+    input_min: int | None = None
+    input_max: int | None = None
+    rounds_min: int | None = None
+    rounds_max: int | None = None
+    suffix: str = ""
+
+
+class Turns(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Rounds per conversation: ``min`` plus a geometric number, cut at ``max``, with ``mean`` after the cut."""
+
+    min: int
+    max: int
+    mean: float
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.min <= self.mean <= self.max:
+            raise ValueError("turns need 1 <= min <= mean <= max")
+
+
+class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Length distributions in tokens; in a multi-turn workload ``input`` is one user message, without history."""
+
+    input: LengthSpec
+    output: LengthSpec
+    turns: Turns | None = None
+
+
+class WorkloadSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One workload. Without ``hub`` and ``records`` it is synthetic: the profile is all there is."""
+
+    name: str
+    description: str
+    num_prompts: int
+    profile: Profile
+    hub: Hub | None = None
+    records: Records | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_prompts < 1:
+            raise ValueError("num_prompts must be at least 1")
+        if self.hub is not None and self.records is None:
+            raise ValueError("[hub] needs [records], which says how to read it")
+
+    @property
+    def synthetic(self) -> bool:
+        """Whether the lengths come from the file itself and not from a data set."""
+        return self.records is None
+
+
+def list_workloads() -> list[str]:
+    """Names of the bundled workloads (beside them: ``trace:FILE`` and a path to a TOML file)."""
+    return sorted(path.stem for path in bundled_dir("workloads").glob("*.toml"))
+
+
+def load_workload(name_or_path: str) -> WorkloadSpec:
+    """Load a bundled workload by name, or a user's file by path. Raises UsageError."""
+    return load_toml(resolve(name_or_path, "workloads", list_workloads()), WorkloadSpec)
+
+
+def resolve(name_or_path: str, directory: str, known: list[str]) -> Path:
+    """Path of a bundled file or of the user's own ``.toml``. Raises UnknownNameError."""
+    if name_or_path.endswith(".toml"):
+        return Path(name_or_path).expanduser()
+    if name_or_path not in known:
+        raise UnknownNameError(directory.removesuffix("s"), name_or_path, known)
+    return bundled_dir(directory) / f"{name_or_path}.toml"

@@ -1,0 +1,74 @@
+"""TOML files decoded into frozen structs; an unknown key is refused with the nearest known one."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TypeVar, get_args
+
+import msgspec
+
+from ebbench.errors import InputFileError
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+_UNKNOWN = re.compile(r"unknown field `(?P<key>[^`]*)`(?: - at `(?P<where>[^`]*)`)?")
+_LINE = re.compile(r"at line (\d+)")
+
+
+def load_toml(path: Path, struct: type[T]) -> T:
+    """Decode ``path`` into ``struct``. Raises InputFileError naming the file, the key and what was expected."""
+    try:
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputFileError(path, f"cannot be read: {error.strerror or error}") from None
+    except UnicodeDecodeError as error:
+        raise InputFileError(path, f"is not UTF-8 text ({error.reason})") from None
+    except tomllib.TOMLDecodeError as error:
+        line = _LINE.search(str(error))
+        raise InputFileError(path, f"is not valid TOML: {error}", int(line[1]) if line else None) from None
+    try:
+        return msgspec.convert(data, struct)
+    except msgspec.ValidationError as error:
+        raise _explained(path, str(error), struct) from None
+
+
+def _explained(path: Path, message: str, struct: type[msgspec.Struct]) -> InputFileError:
+    match = _UNKNOWN.search(message)
+    if match is None:
+        return InputFileError(path, message.replace("`", "'").replace("$.", ""))
+    key, where = match["key"], (match["where"] or "$").removeprefix("$").removeprefix(".")
+    known = sorted({field.encode_name for field in _fields_at(struct, where)})
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}"
+    table = f" in [{where}]" if where else ""
+    return InputFileError(path, f"unknown key {key!r}{table}; {hint}", _line_of(path, key))
+
+
+def _fields_at(struct: type[msgspec.Struct], where: str) -> tuple[msgspec.structs.FieldInfo, ...]:
+    current: type[msgspec.Struct] = struct
+    for part in filter(None, (name.split("[")[0] for name in where.split("."))):
+        found = [f for f in msgspec.structs.fields(current) if f.encode_name == part]
+        nested = list(_structs(found[0].type)) if found else []
+        if not nested:
+            break
+        current = nested[0]
+    return msgspec.structs.fields(current)
+
+
+def _structs(annotation: Any) -> Iterator[type[msgspec.Struct]]:
+    if isinstance(annotation, type) and issubclass(annotation, msgspec.Struct):
+        yield annotation
+    for argument in get_args(annotation):
+        yield from _structs(argument)
+
+
+def _line_of(path: Path, key: str) -> int | None:
+    pattern = re.compile(rf"^\s*(?:\[+\s*)?{re.escape(key)}\s*[=.\]]")
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        if pattern.match(line):
+            return number
+    return None
