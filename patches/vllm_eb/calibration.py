@@ -2,16 +2,42 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import csv
+import difflib
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import MISSING, asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+DEFAULT_MARGIN = 1e-4  # EB+'s priority margin of the authors, s/token
+DEVICE_MARGINS: Mapping[str, float] = {"h200": 1e-5}
+
+
+class CalibrationError(ValueError):
+    """A calibration that cannot be used; the message names the field, and the file and line where there is one."""
 
 
 @dataclass(frozen=True)
 class MixedCost:
-    """Cost of one token in a mixed batch at decode share r: ``a + b*r + c*r**2`` in s/token (theory.md section 1)."""
+    """Cost of one token in a mixed batch at decode share r: ``a + b*r + c*r**2``, s/token (appendix A.4).
+
+    Raises CalibrationError unless the cost is finite and not negative everywhere on [0, 1].
+    """
 
     a: float
     b: float
     c: float
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            _number(f"mixed.{field.name}", getattr(self, field.name))
+        lowest = -self.b / (2.0 * self.c) if self.c else 0.0
+        for r in (0.0, 1.0, min(max(lowest, 0.0), 1.0)):
+            if self.at(r) < 0.0:
+                raise CalibrationError(f"mixed a, b, c give a negative cost, {self.at(r):.3g} s/token at r = {r:.3g}")
 
     def at(self, r: float) -> float:
         """Seconds per token at decode share ``r`` in [0, 1]."""
@@ -23,7 +49,8 @@ class Calibration:
     """Linear cost model, seconds: prefill of x tokens ``alpha_p + beta_p*x``, decode of n ``alpha_d + beta_d*n``.
 
     ``mixed`` None means not measured. ``alpha_mb`` None means: as ``alpha_p`` (the authors' default).
-    ``margin`` is EB+'s default priority margin delta on this device, s/token.
+    ``margin`` is EB+'s default priority margin delta on this device, s/token; negative favours exclusive batching.
+    Raises CalibrationError on a cost that is negative or no finite number.
     """
 
     alpha_p: float
@@ -32,5 +59,161 @@ class Calibration:
     beta_d: float
     mixed: MixedCost | None = None
     alpha_mb: float | None = None
-    margin: float = 1e-4
+    margin: float = DEFAULT_MARGIN
     source: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("alpha_p", "beta_p", "alpha_d", "beta_d"):
+            _cost(name, getattr(self, name))
+        if self.alpha_mb is not None:
+            _cost("alpha_mb", self.alpha_mb)
+        _number("margin", self.margin)
+
+
+@dataclass(frozen=True)
+class MeasuredCalibration:
+    """One row of a calibration table: which model on which device (names as in the file), and how well it fits."""
+
+    model: str
+    device_name: str
+    calibration: Calibration
+    prefill_r2: float
+    decode_r2: float
+
+
+def device_key(name: str) -> str:
+    """A device name without vendor, edition and punctuation: ``NVIDIA RTX PRO 6000 Blackwell ...`` -> ``rtxpro6000``."""
+    bare = re.sub(r"nvidia|blackwell|server|workstation|edition", "", name.lower())
+    return re.sub(r"[^a-z0-9]", "", bare)
+
+
+def default_margin(device_name: str) -> float:
+    """The authors' priority margin for a device, s/token (appendix A.4: 1e-5 on H200, else 1e-4)."""
+    return DEVICE_MARGINS.get(device_key(device_name), DEFAULT_MARGIN)
+
+
+def calibration_to_json(calibration: Calibration) -> str:
+    """JSON text that calibration_from_json reads back to an equal calibration."""
+    return json.dumps(asdict(calibration), indent=2, allow_nan=False)
+
+
+def calibration_from_json(text: str) -> Calibration:
+    """Read calibration_to_json's format. Raises CalibrationError naming the field."""
+    try:
+        raw = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise CalibrationError(f"not valid JSON: {error}") from None
+    known = _known_fields(raw, Calibration, "")
+    mixed = known.pop("mixed", None)
+    if mixed is not None:
+        known["mixed"] = MixedCost(**_known_fields(mixed, MixedCost, "mixed."))
+    if not isinstance(known.get("source", ""), str):
+        raise CalibrationError("source must be text")
+    return Calibration(**known)
+
+
+def calibrations_from_csv(path: Path, beta_mb: Path | None = None) -> tuple[MeasuredCalibration, ...]:
+    """Read a table of fitted coefficients (field names of the authors' calibration set, seconds).
+
+    ``beta_mb`` adds measured mixed costs, joined on model and device_key. Raises CalibrationError with file and line.
+    """
+    mixed = {} if beta_mb is None else _mixed_costs(beta_mb)
+    table: dict[tuple[str, str], MeasuredCalibration] = {}
+    for line, row in _rows(path, _CALIBRATION_COLUMNS):
+        key = (row["model"], device_key(row["device_name"]))
+        try:
+            entry = _measured(row, mixed.get(key))
+        except CalibrationError as error:
+            raise CalibrationError(f"{path}:{line}: {error}") from None
+        if key in table:
+            raise CalibrationError(f"{path}:{line}: a second row for {row['model']} on {row['device_name']}")
+        table[key] = entry
+    for model, device in mixed.keys() - table.keys():
+        raise CalibrationError(f"{beta_mb}: {model} on {device} has a mixed cost but no row in {path}")
+    return tuple(table.values())
+
+
+_CALIBRATION_COLUMNS = (
+    "model", "device_name", "alpha_p_s", "beta_p_s_per_token", "alpha_d_s", "beta_d_s_per_seq", "prefill_r2", "decode_r2",
+)  # fmt: skip
+_BETA_MB_COLUMNS = ("model", "device_name", "a_s_per_token", "b_s_per_token", "c_s_per_token")
+
+
+def _measured(row: Mapping[str, str], mixed: MixedCost | None) -> MeasuredCalibration:
+    calibration = Calibration(
+        alpha_p=_field(row, "alpha_p_s"),
+        beta_p=_field(row, "beta_p_s_per_token"),
+        alpha_d=_field(row, "alpha_d_s"),
+        beta_d=_field(row, "beta_d_s_per_seq"),
+        mixed=mixed,
+        margin=default_margin(row["device_name"]),
+        source=row.get("source_file") or "",
+    )
+    return MeasuredCalibration(
+        row["model"], row["device_name"], calibration, _field(row, "prefill_r2"), _field(row, "decode_r2")
+    )
+
+
+def _mixed_costs(path: Path) -> dict[tuple[str, str], MixedCost]:
+    costs = {}
+    for line, row in _rows(path, _BETA_MB_COLUMNS):
+        try:
+            cost = MixedCost(*(_field(row, name) for name in _BETA_MB_COLUMNS[2:]))
+        except CalibrationError as error:
+            raise CalibrationError(f"{path}:{line}: {error}") from None
+        costs[row["model"], device_key(row["device_name"])] = cost
+    return costs
+
+
+def _rows(path: Path, columns: tuple[str, ...]) -> list[tuple[int, dict[str, str]]]:
+    """Data rows with their line numbers, every column of ``columns`` present and filled."""
+    with path.open(newline="", encoding="utf-8") as file:
+        reader = csv.DictReader(file)
+        absent = [name for name in columns if name not in (reader.fieldnames or ())]
+        if absent:
+            raise CalibrationError(f"{path}:1: no column {', '.join(absent)}")
+        rows = []
+        for row in reader:
+            empty = [name for name in columns if not row[name]]
+            if empty:
+                raise CalibrationError(f"{path}:{reader.line_num}: no value for {', '.join(empty)}")
+            if None in row:
+                raise CalibrationError(f"{path}:{reader.line_num}: more values than columns")
+            rows.append((reader.line_num, row))
+        return rows
+
+
+def _field(row: Mapping[str, str], name: str) -> float:
+    try:
+        return _number(name, float(row[name]))
+    except ValueError:
+        raise CalibrationError(f"{name} must be a finite number, not {row[name]!r}") from None
+
+
+def _known_fields(raw: object, cls: type, prefix: str) -> dict[str, Any]:
+    """The mapping itself, once its keys are those of the dataclass and none without a default is missing."""
+    if not isinstance(raw, dict):
+        raise CalibrationError(f"{prefix.rstrip('.') or 'a calibration'} must be a JSON object")
+    names = {field.name for field in fields(cls)}
+    for key in raw:
+        if key not in names:
+            near = difflib.get_close_matches(key, names, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(sorted(names))}"
+            raise CalibrationError(f"unknown field {prefix}{key}; {hint}")
+    for field in fields(cls):
+        if field.default is MISSING and field.name not in raw:
+            raise CalibrationError(f"field {prefix}{field.name} is missing")
+    return dict(raw)
+
+
+def _number(name: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise CalibrationError(f"{name} must be a finite number, not {value!r}")
+    return float(value)
+
+
+def _cost(name: str, value: object) -> float:
+    number = _number(name, value)
+    if number < 0.0:
+        raise CalibrationError(f"{name} must not be negative, but is {value}")
+    return number

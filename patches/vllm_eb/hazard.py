@@ -7,6 +7,7 @@ token squared.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -44,7 +45,7 @@ class HazardEstimator(Protocol):
 def empirical_hazard(
     lengths: Lengths, censored: Lengths = (), delayed: Lengths = ()
 ) -> tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.int64]]:
-    """``(t, h, survivors)`` for t = 1..max(lengths): ``h(t) = #(O = t) / #(at risk at t)``.
+    """``(t, h, survivors)`` for t from 1 to the largest value given: ``h(t) = #(O = t) / #(at risk at t)``.
 
     ``censored`` are ages of requests still running: at risk up to their age, no event. ``delayed`` are the ages at
     which requests came under observation: not at risk up to that age (the request must be among the other two).
@@ -135,42 +136,53 @@ class CensoredHazard:
 def _censored_fit(
     t: NDArray[np.int64], h: NDArray[np.float64], at_risk: NDArray[np.int64], samples: int
 ) -> HazardEstimate:
-    rate = float((h * at_risk).sum() / at_risk.sum())
-    keep = at_risk >= MIN_SURVIVORS
+    """The published fit over the same share of the distribution, its percentiles read off the survival curve."""
+    rate = float(h @ at_risk) / float(at_risk.sum())
+    survival = _survival(h, at_risk, np.full(len(h), rate))
+    first, last = (int(np.searchsorted(-survival, q - 1.0)) for q in _QUANTILES)
+    keep = slice(first, max(last + 1, first + _MIN_RANGE))
     fit = _weighted_line(t[keep], h[keep], at_risk[keep])
-    p0, eta = fit if fit is not None and fit[1] > 0.0 else (rate, 0.0)
-    mean = _mean_length(t, h, keep, max(p0, 0.0), eta, rate)
+    p0, eta = fit if fit is not None and fit[1] > 0.0 else (rate, 0.0)  # without a slope: the plain rate
+    mean = _mean_length(h, at_risk, np.clip(p0 + eta * t, 0.0, 1.0), eta, rate)
     return HazardEstimate(min(max(p0, 1.0 / mean), 1.0), eta, mean, samples)
 
 
 def _mean_length(
-    t: NDArray[np.int64], h: NDArray[np.float64], keep: NDArray[np.bool_], p0: float, eta: float, rate: float
+    h: NDArray[np.float64], at_risk: NDArray[np.int64], line: NDArray[np.float64], eta: float, rate: float
 ) -> float:
-    """Product-limit mean; where too few were at risk, and beyond the last event, the fitted line stands in."""
-    hazard = np.where(keep, h, np.clip(p0 + eta * t, 0.0, 1.0))
-    survival = np.cumprod(1.0 - hazard)
-    tail = float(survival[-1]) / max(p0 + eta * float(t[-1]), rate)
+    """Product-limit mean, completed by the fitted line where too few were at risk and beyond the last token."""
+    survival = _survival(h, at_risk, line)
+    tail = float(survival[-1]) * _mean_residual(max(float(line[-1]), rate), eta)
     return 1.0 + float(survival[:-1].sum()) + tail
+
+
+def _mean_residual(hazard: float, eta: float) -> float:
+    """Mean remaining tokens where the hazard stands at ``hazard`` and grows by ``eta`` a token (Mills ratio)."""
+    x = hazard / math.sqrt(2.0 * eta) if eta > 0.0 else math.inf
+    if x > 5.0:  # exp(x**2)*erfc(x) by its asymptotic series, good to 1 % from here on
+        return (1.0 - 0.5 / (x * x)) / hazard
+    return math.sqrt(math.pi / (2.0 * eta)) * math.exp(x * x) * math.erfc(x)
+
+
+def _survival(h: NDArray[np.float64], at_risk: NDArray[np.int64], fallback: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Product-limit survival past t = 1, 2, ...; ``fallback`` is the hazard where too few were at risk."""
+    survival: NDArray[np.float64] = (1.0 - np.where(at_risk >= MIN_SURVIVORS, h, fallback)).cumprod()
+    return survival
 
 
 def _events_and_risk(
     lengths: Lengths, censored: Lengths, delayed: Lengths
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    done = _as_array(lengths)
-    if len(done) == 0:
-        return _as_array(()), _as_array(())
-    if done.min() < 1:
+    done, running, before = _as_array(lengths), _as_array(censored), _as_array(delayed)
+    if len(done) and done.min() < 1:
         raise ValueError("an output length must be at least 1 token")
-    size = int(done.max()) + 1
+    size = 1 + max(int(done.max(initial=0)), int(running.max(initial=0)))
     ended = np.bincount(done, minlength=size)
-    leaving = ended + _counts(censored, size) - _counts(delayed, size)
+    leaving = ended + np.bincount(running, minlength=size)
+    leaving -= np.bincount(np.minimum(before, size - 1), minlength=size)
     at_risk = np.cumsum(leaving[::-1])[::-1]
-    return ended[1:size], at_risk[1:size]
-
-
-def _counts(ages: Lengths, size: int) -> NDArray[np.int64]:
-    """How many of ``ages`` have each value; those beyond the end are counted at the end."""
-    return np.bincount(np.minimum(_as_array(ages), size - 1), minlength=size)
+    # Ages that shrink between two calls (a caller's slip) must not give a hazard above one.
+    return ended[1:].astype(np.int64), np.maximum(at_risk, ended)[1:].astype(np.int64)
 
 
 def _weighted_line(

@@ -1,0 +1,112 @@
+"""Deferred prefill with a fixed departure threshold K (Mohanty et al., EuroMLSys 2025).
+
+A batch of C requests decodes until at least K have ended, then one prefill fills it again; outputs are geometric.
+The best K is taken from the exact chain, for all K in one pass; the paper's approximation is there to compare.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_eb.theory import TheoryError, base_threshold
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class DeferredModel:
+    """Parameters of Theorem 1: batch limit, hazard and costs in seconds. Raises TheoryError when out of range."""
+
+    batch_limit: int  # C, requests in the batch
+    alpha: float  # probability that a request ends at a token
+    c_p: float  # fixed cost of a prefill
+    c_d: float  # fixed cost of a decode iteration
+    t_d: float = 0.0  # further cost of each request in a decode iteration
+    prefill_s: float = 0.0  # t_p*d0/N, prefill time of one prompt
+
+    def __post_init__(self) -> None:
+        if self.batch_limit < 1:
+            raise TheoryError(f"batch_limit must be at least 1 request, not {self.batch_limit}")
+        if not 0.0 < self.alpha <= 1.0:
+            raise TheoryError(f"alpha must lie in (0, 1], not {self.alpha}")
+        for name in ("c_p", "c_d", "t_d", "prefill_s"):
+            value = getattr(self, name)
+            if not 0.0 <= value < math.inf:
+                raise TheoryError(f"{name} must be zero or a positive number of seconds, not {value}")
+        if self.c_d == 0.0:
+            raise TheoryError("c_d must be above 0: without it waiting costs nothing and no threshold is best")
+
+
+@dataclass(frozen=True)
+class DeferredChain:
+    """Element K-1 belongs to the threshold K = 1..C: iterations and requests left at the switch, requests/s."""
+
+    e_n1: Floats
+    e_x_s: Floats
+    throughput: Floats
+
+    @property
+    def best_k(self) -> int:
+        """K*, the smallest threshold of highest throughput."""
+        return int(np.argmax(self.throughput)) + 1
+
+
+def exact_chain(model: DeferredModel) -> DeferredChain:
+    """E[N1], E[X_S] and throughput (Theorem 1) for every K, from the pure-death chain of Lemma 1.
+
+    The chain X' ~ Binomial(X, 1-alpha) only falls, so the expected visits to a state above the switch do not depend
+    on K: E[N1] sums them over x > C-K, and each visit lets alpha*x requests go on average. Relative error about
+    1e-12; time and not memory grow as C**2 (about 0.1 s at C = 2048).
+    """
+    c = model.batch_limit
+    visits = _expected_visits(c, model.alpha)[:0:-1]  # states C, C-1, ..., 1
+    states = np.arange(c, 0, -1, dtype=np.float64)
+    e_n1 = np.cumsum(visits)
+    ended = np.cumsum(visits * states) * model.alpha
+    return DeferredChain(e_n1, c - ended, _throughput(model, e_n1, ended))
+
+
+def approximate_chain(model: DeferredModel) -> DeferredChain:
+    """Proposition 1: no overshoot (X_S = C-K) and deterministic decay; the last K = C never ends (throughput 0)."""
+    c = model.batch_limit
+    ended = np.arange(1, c + 1, dtype=np.float64)
+    with np.errstate(divide="ignore"):
+        e_n1 = np.log1p(-ended / c) / _log_stay(model.alpha) if model.alpha < 1.0 else np.zeros(c)
+        return DeferredChain(e_n1, c - ended, _throughput(model, e_n1, ended))
+
+
+def approximate_threshold(model: DeferredModel) -> float:
+    """The real-valued K that maximises Proposition 1: C*theta0 with costs ``c_p``, ``c_d`` in discrete time.
+
+    So the approximation of this paper and Prop. 3.1 of Zhang et al. are one formula.
+    """
+    return model.batch_limit * base_threshold(model.alpha, model.c_p, model.c_d, discrete=True)
+
+
+def _throughput(model: DeferredModel, e_n1: Floats, ended: Floats) -> Floats:
+    per_request = (model.c_p + model.c_d * e_n1) / ended + model.t_d / model.alpha + model.prefill_s
+    return 1.0 / per_request
+
+
+def _expected_visits(c: int, alpha: float) -> Floats:
+    """Expected iterations begun in each state 0..C, starting in C (state 0 counts its arrivals only)."""
+    visits = np.zeros(c + 1)
+    visits[c] = 1.0
+    if alpha == 1.0:
+        return visits
+    log_factorial = np.concatenate(([0.0], np.cumsum(np.log(np.arange(1, c + 1)))))
+    log_stay, log_end = _log_stay(alpha), math.log(alpha)
+    for x in range(c, 0, -1):
+        visits[x] /= -math.expm1(x * log_stay)  # geometric stay: 1/(1 - P(x, x))
+        left = np.arange(x)
+        log_pmf = log_factorial[x] - log_factorial[:x] - log_factorial[x:0:-1]
+        visits[:x] += visits[x] * np.exp(log_pmf + left * log_stay + (x - left) * log_end)
+    return visits
+
+
+def _log_stay(alpha: float) -> float:
+    return math.log1p(-alpha)
