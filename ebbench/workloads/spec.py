@@ -16,12 +16,18 @@ Schema = Literal["sharegpt", "longbench", "numinamath", "wildchat"]
 
 
 class Hub(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Where the data set lies: repository, files in reading order (inside ``archive`` if given), revision."""
+    """Where the data set lies.
+
+    With ``files`` these are read in that order (inside the zip file ``archive`` where given); without, the
+    repository's ``split`` as ``datasets`` finds it. ``columns`` are the only ones read from Parquet files.
+    """
 
     dataset: str
-    files: tuple[str, ...]
+    files: tuple[str, ...] = ()
     archive: str | None = None
     revision: str = "main"
+    split: str = "train"
+    columns: tuple[str, ...] = ()
 
 
 class Records(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
