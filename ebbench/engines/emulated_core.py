@@ -1,0 +1,154 @@
+"""The real vLLM EngineCore in this process, over a device in virtual time. Importing this module imports vLLM."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import tempfile
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+
+from vllm.engine.arg_utils import EngineArgs
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.request import Request
+
+from ebbench.devices.base import CostModel, Device
+from ebbench.engines.base import EngineOptions
+from ebbench.engines.emulated_device import StandInExecutor, Step, StepReader, done, nothing, step_ns
+
+VOCAB = 32000
+MODEL_CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+    "head_dim": 64,
+    "vocab_size": VOCAB,
+    "torch_dtype": "bfloat16",
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+}
+
+
+class VirtualFuture(Future[Any]):
+    """Completes when asked for its result, and moves the clock to the end of its step."""
+
+    def __init__(self, clock: VirtualClock, end_ns: int, value: Any) -> None:
+        super().__init__()
+        self._clock, self._end_ns, self._value = clock, end_ns, value
+
+    def result(self, timeout: float | None = None) -> Any:
+        """Wait, in virtual time."""
+        self._clock.now_ns = max(self._clock.now_ns, self._end_ns)
+        return self._value
+
+
+class VirtualClock:
+    """Engine time in ns."""
+
+    def __init__(self) -> None:
+        self.now_ns = 0
+
+    def now_s(self) -> float:
+        """Engine time in seconds."""
+        return self.now_ns / 1e9
+
+
+class VirtualExecutor(StandInExecutor):
+    """Runs steps one after another in virtual time. ``attach`` must be called before the first step."""
+
+    def attach(self, clock: VirtualClock, cost: CostModel, tokens_of: dict[str, Any]) -> None:
+        """Give the device its clock, its cost model and the token streams of the requests."""
+        self.clock, self.cost, self.free_ns = clock, cost, 0
+        self.reader = StepReader(tokens_of)
+        self.on_step: Any = None  # called as on_step(step, scheduled_output, scheduled_ns, start_ns, end_ns)
+
+    def execute_model(self, scheduler_output: Any, non_block: bool = False) -> Any:
+        """Queue a step on the device; its tokens come from :meth:`sample_tokens`."""
+        if scheduler_output.total_num_scheduled_tokens == 0:
+            return nothing(non_block)
+        step = self.reader.read(scheduler_output)
+        now_ns = self.clock.now_ns
+        start_ns = max(self.free_ns, now_ns)
+        self.free_ns = start_ns + step_ns(self.cost, step.shape)
+        self.on_step(step, scheduler_output, now_ns, start_ns, self.free_ns)
+        self._sampled = VirtualFuture(self.clock, self.free_ns, step.output)
+        return done(None) if non_block else None
+
+    def sample_tokens(self, grammar_output: Any, non_block: bool = False) -> Any:
+        """The tokens of the step queued last."""
+        return self._sampled if non_block else self._sampled.result()
+
+
+def usable_blocks(device: Device, options: EngineOptions) -> int:
+    """KV blocks requests can hold."""
+    return options.num_kv_blocks or device.kv_capacity_tokens // options.block_size
+
+
+def build_core(
+    device: Device, options: EngineOptions, scheduler_cls: str | None, additional_config: dict[str, Any]
+) -> EngineCore:
+    """A vLLM engine core whose KV cache has ``usable_blocks`` blocks beside the null block."""
+    logging.getLogger("vllm").setLevel(logging.ERROR)
+    blocks = usable_blocks(device, options)
+    with tempfile.TemporaryDirectory(prefix="ebbench-model-") as folder:
+        config = MODEL_CONFIG | {"max_position_embeddings": options.max_model_len}
+        (Path(folder) / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        vllm_config = EngineArgs(
+            model=folder,
+            skip_tokenizer_init=True,
+            load_format="dummy",
+            enforce_eager=True,
+            distributed_executor_backend=VirtualExecutor,
+            num_gpu_blocks_override=blocks + 1,
+            block_size=options.block_size,
+            max_num_seqs=options.max_num_seqs,
+            max_num_batched_tokens=options.max_num_batched_tokens,
+            # vLLM refuses to start when one sequence of this length would not fit.
+            max_model_len=min(options.max_model_len, blocks * options.block_size),
+            enable_chunked_prefill=True,
+            enable_prefix_caching=options.enable_prefix_caching,
+            prefix_caching_hash_algo="xxhash" if _has_xxhash() else "sha256",
+            long_prefill_token_threshold=options.long_prefill_token_threshold,
+            async_scheduling=options.async_scheduling,
+            scheduler_cls=scheduler_cls,
+            additional_config=additional_config,
+            disable_log_stats=True,
+        ).create_engine_config()
+        # The CPU platform switches asynchronous scheduling off; the emulated device is not a CPU.
+        vllm_config.scheduler_config.async_scheduling = options.async_scheduling
+        return EngineCore(vllm_config, VirtualExecutor, log_stats=False)
+
+
+def make_request(core: EngineCore, request_id: str, prompt: list[int], output_tokens: int) -> Request:
+    """A request of forced length."""
+    params = SamplingParams(max_tokens=output_tokens, ignore_eos=True, temperature=0.0, detokenize=False)
+    return Request(
+        request_id=request_id,
+        prompt_token_ids=prompt,
+        sampling_params=params,
+        pooling_params=None,
+        arrival_time=0.0,
+        block_hasher=core.request_block_hasher,
+    )
+
+
+def _has_xxhash() -> bool:
+    try:
+        import xxhash  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+__all__ = ["Step", "VirtualClock", "VirtualExecutor", "build_core", "make_request", "usable_blocks"]

@@ -1,0 +1,181 @@
+"""A device that computes nothing: vLLM Executors whose step time comes from a cost model.
+
+The only contact with vLLM's data is :class:`StepReader`: from a SchedulerOutput to what a cost model may see
+(:class:`StepShape`) and to the tokens the step samples. Importing this module imports vLLM (about 7 s).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.v1.executor.abstract import Executor
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
+
+from ebbench.devices.base import CostModel, StepShape
+
+TokenSource = Callable[[str, int], int]
+"""Token at a position of a request's stream, prompt included."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One non-empty step: what was scheduled, in scheduling order, and what it samples.
+
+    ``tokens`` None means one token each (a pure decode step, nearly all steps of long runs).
+    """
+
+    shape: StepShape
+    ids: Sequence[str]
+    tokens: Sequence[int] | None
+    sampled_ids: Sequence[str]
+    output: ModelRunnerOutput
+    admitted: Sequence[tuple[str, int]]  # (id, tokens found in the prefix cache)
+
+
+class StepReader:
+    """Follows the stream of SchedulerOutputs. ``tokens_of`` maps a request to its full token stream."""
+
+    def __init__(self, tokens_of: dict[str, Sequence[int]]) -> None:
+        self._tokens_of = tokens_of
+        self._prompt_tokens: dict[str, int] = {}
+        self._partial: set[str] = set()  # requests with prompt tokens left
+        self._index: dict[str, int] = {}
+        self._index_ids: list[str] = []
+
+    def read(self, scheduled: Any) -> Step:
+        """Interpret one SchedulerOutput with tokens in it."""
+        self._forget(scheduled.finished_req_ids)
+        cached = scheduled.scheduled_cached_reqs
+        if not scheduled.scheduled_new_reqs and not self._partial and not cached.resumed_req_ids:
+            return self._decode_step(cached.req_ids, cached.num_computed_tokens)
+        return self._general_step(scheduled)
+
+    def _forget(self, finished: set[str]) -> None:
+        for request_id in finished:
+            self._prompt_tokens.pop(request_id, None)
+            self._partial.discard(request_id)
+
+    def _decode_step(self, ids: list[str], before: list[int]) -> Step:
+        count = len(ids)
+        shape = StepShape((), count, sum(before) + count, count)
+        streams = map(self._tokens_of.__getitem__, ids)
+        sampled = [[stream[position + 1]] for stream, position in zip(streams, before, strict=True)]
+        return Step(shape, ids, None, ids, self._output(ids, sampled), ())
+
+    def _general_step(self, scheduled: Any) -> Step:
+        cached, counts = scheduled.scheduled_cached_reqs, scheduled.num_scheduled_tokens
+        before = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        known = dict(zip(cached.req_ids, cached.num_output_tokens, strict=True))
+        admitted = list(cached.resumed_req_ids)
+        for new in scheduled.scheduled_new_reqs:
+            before[new.req_id] = new.num_computed_tokens
+            # Model runner V2 sends resumed requests as new ones, outputs included in prefill_token_ids.
+            known[new.req_id] = max(len(new.prefill_token_ids or ()) - new.prompt_len, 0)
+            self._prompt_tokens[new.req_id] = new.prompt_len
+            admitted.append(new.req_id)
+        prefilling = self._partial.union(admitted)
+        chunks, sampled_ids, sampled = [], [], []
+        decodes = decode_kv = 0
+        for request_id, count in counts.items():
+            after = before[request_id] + count
+            if request_id in prefilling:
+                chunks.append((count, before[request_id]))
+                if after < self._prompt_tokens[request_id] + known[request_id]:
+                    self._partial.add(request_id)
+                    continue
+                self._partial.discard(request_id)
+            else:
+                decodes += 1
+                decode_kv += after
+            sampled_ids.append(request_id)
+            sampled.append([self._tokens_of[request_id][after]])
+        shape = StepShape(tuple(chunks), decodes, decode_kv, len(sampled_ids))
+        ids = list(counts)
+        partial = [request_id for request_id in ids if request_id in self._partial]
+        output = self._output(sampled_ids + partial, sampled + [[] for _ in partial])
+        hits = [(request_id, before[request_id]) for request_id in admitted]
+        return Step(shape, ids, list(counts.values()), sampled_ids, output, hits)
+
+    def _output(self, ids: list[str], sampled: list[list[int]]) -> ModelRunnerOutput:
+        if ids != self._index_ids:
+            self._index_ids, self._index = ids, dict(zip(ids, range(len(ids)), strict=True))
+        return ModelRunnerOutput(req_ids=ids, req_id_to_index=self._index, sampled_token_ids=sampled)
+
+
+class StandInExecutor(Executor):  # type: ignore[misc]
+    """What every emulated device shares: no worker, no weights, KV memory as large as the block count asked for."""
+
+    supports_pp = False
+
+    @classmethod
+    def supports_async_scheduling(cls) -> bool:
+        """Yes: steps end by the clock, not by this process."""
+        return True
+
+    def _init_executor(self) -> None:
+        return None
+
+    def collective_rpc(
+        self, method: Any, timeout: float | None = None, args: Any = (), kwargs: Any = None, non_block: bool = False
+    ) -> Any:
+        """There is no worker; control messages (sleep, profile, cache resets ...) are accepted and do nothing."""
+        if non_block:
+            return done([None])
+        return [None]
+
+    def determine_available_memory(self) -> list[int]:
+        """Bytes; ample, since the number of blocks is given by num_gpu_blocks_override."""
+        return [1 << 44]
+
+    def get_kv_cache_specs(self) -> list[dict[str, FullAttentionSpec]]:
+        """One full-attention layer: the scheduler looks at block size and count only."""
+        return [
+            {
+                "emulated.0": FullAttentionSpec(
+                    block_size=self.cache_config.block_size, num_kv_heads=1, head_size=64, dtype=torch.bfloat16
+                )
+            }
+        ]
+
+    def get_supported_kv_cache_layouts(self) -> list[list[str]]:
+        """Any will do."""
+        return [["NHD"]]
+
+    def initialize_from_config(self, kv_cache_configs: Any) -> None:
+        """Nothing to allocate."""
+
+    def compile_or_warm_up_model(self) -> None:
+        """Nothing to compile."""
+
+    @property
+    def supported_tasks(self) -> tuple[str, ...]:
+        """Text generation."""
+        return ("generate",)
+
+    def check_health(self) -> None:
+        """Always healthy."""
+
+    def shutdown(self) -> None:
+        """Nothing to free."""
+
+
+def done(value: Any) -> Future[Any]:
+    """A future that is complete already."""
+    future: Future[Any] = Future()
+    future.set_result(value)
+    return future
+
+
+def nothing(non_block: bool) -> Any:
+    """The answer to an empty step."""
+    return done(EMPTY_MODEL_RUNNER_OUTPUT) if non_block else EMPTY_MODEL_RUNNER_OUTPUT
+
+
+def step_ns(cost: CostModel, shape: StepShape) -> int:
+    """Whole nanoseconds a step takes, at least 1."""
+    return max(1, round(cost.step_s(shape) * 1e9))
