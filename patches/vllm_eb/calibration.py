@@ -82,7 +82,7 @@ class MeasuredCalibration:
 
 
 def device_key(name: str) -> str:
-    """A device name without vendor, edition and punctuation: ``NVIDIA RTX PRO 6000 Blackwell ...`` -> ``rtxpro6000``."""
+    """A device name bare of vendor, edition and punctuation: ``NVIDIA RTX PRO 6000 ...`` -> ``rtxpro6000``."""
     bare = re.sub(r"nvidia|blackwell|server|workstation|edition", "", name.lower())
     return re.sub(r"[^a-z0-9]", "", bare)
 
@@ -134,7 +134,8 @@ def calibrations_from_csv(path: Path, beta_mb: Path | None = None) -> tuple[Meas
 
 
 _CALIBRATION_COLUMNS = (
-    "model", "device_name", "alpha_p_s", "beta_p_s_per_token", "alpha_d_s", "beta_d_s_per_seq", "prefill_r2", "decode_r2",
+    "model", "device_name", "alpha_p_s", "beta_p_s_per_token", "alpha_d_s", "beta_d_s_per_seq",
+    "prefill_r2", "decode_r2",
 )  # fmt: skip
 _BETA_MB_COLUMNS = ("model", "device_name", "a_s_per_token", "b_s_per_token", "c_s_per_token")
 
