@@ -1,0 +1,96 @@
+"""The request table as numpy arrays, taken apart once and shared by all metrics."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+Ints = npt.NDArray[np.int64]
+Mask = npt.NDArray[np.bool_]
+
+STATUSES = ("ok", "failed", "timed_out", "cancelled", "never_sent")
+MISSING = np.iinfo(np.int64).min
+"""Stands for null in the integer arrays below."""
+
+NEEDED = (
+    "request_id", "session", "phase", "input_tokens", "output_tokens", "cached_tokens", "status", "intended_ns",
+    "sent_ns", "first_token_ns", "last_token_ns", "end_ns", "itl_ns", "bundled_tokens", "preemptions",
+)  # fmt: skip
+"""Columns of the request table that the metrics read."""
+
+
+@dataclass(frozen=True)
+class RequestColumns:
+    """One entry a planned request; times in ns from the run's start, ``MISSING`` for null.
+
+    ``gaps_ns`` holds the inter-token gaps of all requests one after the other, ``gap_counts`` how many each has.
+    """
+
+    status: npt.NDArray[Any]
+    phase: npt.NDArray[Any]
+    session: Ints
+    input_tokens: Ints
+    output_tokens: Ints
+    cached_tokens: Ints
+    preemptions: Ints
+    intended: Ints
+    sent: Ints
+    first_token: Ints
+    last_token: Ints
+    end: Ints
+    bundled: Mask
+    gap_counts: Ints
+    gaps_ns: Ints
+
+    @property
+    def ok(self) -> Mask:
+        """Requests that completed and have the times that metrics need; :mod:`validity` reports any without."""
+        timed = (self.intended != MISSING) & (self.first_token != MISSING) & (self.last_token != MISSING)
+        mask: Mask = (self.status == "ok") & timed
+        return mask
+
+    def gaps_of(self, rows: Mask) -> Ints:
+        """The gaps of some requests, in the order of the table."""
+        return self.gaps_ns if rows.all() else self.gaps_ns[np.repeat(rows, self.gap_counts)]
+
+    @classmethod
+    def of(cls, requests: pa.Table) -> RequestColumns:
+        """Take a table in the REQUESTS schema apart."""
+        gaps = requests.column("itl_ns").combine_chunks()
+        counts = pc.fill_null(pc.list_value_length(gaps), 0).to_numpy(zero_copy_only=False)
+        session = _ints(requests, "session")
+        alone = session == MISSING  # a request without a session is one of its own
+        session[alone] = -1 - np.flatnonzero(alone)
+        return cls(
+            status=_texts(requests, "status"),
+            phase=_texts(requests, "phase"),
+            session=session,
+            input_tokens=_ints(requests, "input_tokens", 0),
+            output_tokens=_ints(requests, "output_tokens", 0),
+            cached_tokens=_ints(requests, "cached_tokens", 0),
+            preemptions=_ints(requests, "preemptions", 0),
+            intended=_ints(requests, "intended_ns"),
+            sent=_ints(requests, "sent_ns"),
+            first_token=_ints(requests, "first_token_ns"),
+            last_token=_ints(requests, "last_token_ns"),
+            end=_ints(requests, "end_ns"),
+            bundled=_ints(requests, "bundled_tokens", 0) == 1,
+            gap_counts=counts.astype(np.int64),
+            gaps_ns=pc.list_flatten(gaps).to_numpy(zero_copy_only=False),
+        )
+
+
+def _ints(table: pa.Table, name: str, null: int = MISSING) -> Ints:
+    column = table.column(name).cast(pa.int64())
+    values: Ints = pc.fill_null(column, null).to_numpy()
+    return np.array(values)  # a copy: Arrow's memory is read-only
+
+
+def _texts(table: pa.Table, name: str) -> npt.NDArray[Any]:
+    texts: npt.NDArray[Any] = pc.fill_null(table.column(name), "").to_numpy()
+    return texts

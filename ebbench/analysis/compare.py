@@ -1,0 +1,104 @@
+"""Runs of several policies side by side: means over seeds, gains over the baseline, the winner."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import fmean, stdev
+
+from ebbench.analysis.explain import Story
+from ebbench.analysis.metrics import Metrics
+from ebbench.analysis.summary import Summary
+
+Figure = Callable[[Metrics], float | None]
+
+TIE = 0.005
+"""Policies within this relative difference are called equal: less than a reader should act on."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """All runs of one policy, one a seed, in the order of the seeds."""
+
+    policy: str
+    summaries: tuple[Summary, ...]
+    stories: tuple[Story, ...]
+
+    def values(self, figure: Figure) -> list[float] | None:
+        """A figure of every run; None when one run has none."""
+        values = [figure(summary.metrics) for summary in self.summaries]
+        return None if any(value is None for value in values) else [v for v in values if v is not None]
+
+    def mean(self, figure: Figure) -> float | None:
+        """Mean over the runs."""
+        values = self.values(figure)
+        return fmean(values) if values else None
+
+    def spread(self, figure: Figure) -> float | None:
+        """Sample standard deviation over the runs; None for a single one."""
+        values = self.values(figure)
+        return stdev(values) if values and len(values) > 1 else None
+
+    @property
+    def valid(self) -> bool:
+        """Whether every run is valid."""
+        return all(summary.valid for summary in self.summaries)
+
+
+@dataclass(frozen=True)
+class Gain:
+    """Relative difference to the baseline: mean over the seeds, paired by seed, and its spread."""
+
+    mean: float
+    spread: float | None
+
+
+def group_by_policy(summaries: Sequence[Summary], stories: Sequence[Story]) -> tuple[Group, ...]:
+    """Groups in the order in which policies first appear."""
+    policies = dict.fromkeys(summary.policy for summary in summaries)
+    return tuple(
+        Group(
+            policy,
+            tuple(summary for summary in summaries if summary.policy == policy),
+            tuple(story for story in stories if story.policy == policy),
+        )
+        for policy in policies
+    )
+
+
+def baseline_of(groups: Sequence[Group]) -> Group:
+    """``v1`` where it ran, else the first policy."""
+    return next((group for group in groups if group.policy == "v1"), groups[0])
+
+
+def output_throughput(metrics: Metrics) -> float | None:
+    """Output tokens/s over the whole run: what winners are decided on."""
+    return metrics.output_throughput
+
+
+def steady_throughput(metrics: Metrics) -> float | None:
+    """Output tokens/s inside the steady window."""
+    return metrics.steady.output_throughput if metrics.steady else None
+
+
+def gain(group: Group, baseline: Group, figure: Figure = output_throughput) -> Gain | None:
+    """How much more ``group`` has of ``figure``, as a share of the baseline. None where undefined."""
+    ours, theirs = group.values(figure), baseline.values(figure)
+    if not ours or not theirs or min(theirs) <= 0:
+        return None
+    if len(ours) != len(theirs):
+        return Gain(fmean(ours) / fmean(theirs) - 1, None)
+    ratios = [a / b - 1 for a, b in zip(ours, theirs, strict=True)]
+    return Gain(fmean(ratios), stdev(ratios) if len(ratios) > 1 else None)
+
+
+def ranked(groups: Sequence[Group], figure: Figure = output_throughput) -> list[Group]:
+    """Groups that have the figure, best first."""
+    scored = [(value, group) for group in groups if (value := group.mean(figure)) is not None]
+    return [group for _, group in sorted(scored, key=lambda pair: -pair[0])]
+
+
+def differing(summaries: Sequence[Summary]) -> list[str]:
+    """Names of the settings, other than the policy, in which the runs differ: they are not one comparison."""
+    names = ("engine", "device", "model", "workload", "scenario", "source")
+    return [name for name in names if len({getattr(summary, name) for summary in summaries}) > 1]

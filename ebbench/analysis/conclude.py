@@ -1,0 +1,154 @@
+"""From an engine's result to a stored run: the verdict, the warnings and the manifest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+
+from vllm_eb.policy import PolicySpec
+
+from ebbench.analysis.columns import RequestColumns
+from ebbench.analysis.distribution import samples_needed
+from ebbench.analysis.metrics import Metrics, measure
+from ebbench.analysis.slo import Slo
+from ebbench.analysis.steady import steady_windows
+from ebbench.analysis.validity import Conditions, invalid_reasons
+from ebbench.devices.base import Device
+from ebbench.engines.base import EngineOptions, EngineResult
+from ebbench.records.manifest import (
+    Clock,
+    Manifest,
+    RunWarning,
+    git_commit,
+    phase_facts,
+    plan_hash,
+    software_versions,
+)
+from ebbench.records.plan import Plan
+from ebbench.records.run import Run, RunWriter
+
+_VIRTUAL_TIME = frozenset({"sim", "emulated"})
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Everything that a result came from. ``anchor_unix_ns`` is the wall clock at the run's time 0."""
+
+    plan: Plan
+    policy: PolicySpec
+    engine: str
+    device: Device
+    options: EngineOptions
+    anchor_unix_ns: int
+    clock: Clock | None = None  # None: by the engine's name
+    slo: Slo = field(default_factory=Slo)
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+
+def conclude(writer: RunWriter, setting: Setting, result: EngineResult) -> Run:
+    """Judge a result and store it with its plan. Raises RunError when it cannot be written."""
+    columns = RequestColumns.of(result.requests)
+    windows = steady_windows(columns, phase_facts(setting.plan))
+    metrics = measure(columns, windows=windows)
+    clock = setting.clock or ("virtual" if setting.engine in _VIRTUAL_TIME else "real")
+    paced = clock == "real" and (setting.plan.closed_loop or setting.plan.max_concurrency is None)
+    conditions = Conditions(interrupted=result.interrupted, paced_sends=paced)
+    reasons = invalid_reasons(result.requests, setting.plan.table, columns, metrics, conditions)
+    manifest = _manifest(setting, result, clock, reasons, _warnings(setting, result, metrics))
+    tables = {
+        "plan": setting.plan.table,
+        "requests": result.requests,
+        "steps": result.steps,
+        "decisions": result.decisions,
+    }
+    return writer.finish(manifest, tables)
+
+
+def _manifest(
+    setting: Setting,
+    result: EngineResult,
+    clock: Clock,
+    reasons: tuple[str, ...],
+    warnings: tuple[RunWarning, ...],
+) -> Manifest:
+    plan, device = setting.plan, setting.device
+    facts = dict(plan.facts)
+    return Manifest(
+        versions=software_versions(setting.versions),
+        git_commit=git_commit(),
+        anchor_unix_ns=setting.anchor_unix_ns,
+        workload=str(facts.get("workload", "")),
+        scenario=str(facts.get("scenario", "")),
+        seed=int(facts.get("seed", 0)),
+        source=str(facts.get("source", "")),
+        facts=facts,
+        plan_hash=plan_hash(plan),
+        phases=phase_facts(plan),
+        max_concurrency=plan.max_concurrency,
+        policy=setting.policy.name,
+        engine=setting.engine,
+        clock=clock,
+        device=device.name,
+        model=device.model,
+        device_provenance=device.provenance,
+        kv_capacity_tokens=device.kv_capacity_tokens,
+        calibration=asdict(device.calibration),
+        options=asdict(setting.options),
+        slo=setting.slo.limits(),
+        warnings=warnings,
+        valid=not reasons,
+        reasons=reasons,
+        interrupted=result.interrupted,
+    )
+
+
+def _warnings(setting: Setting, result: EngineResult, metrics: Metrics) -> tuple[RunWarning, ...]:
+    found = [
+        *_of("plan", setting.plan.warnings),
+        *_of("device", setting.device.warnings),
+        *_of("engine", result.warnings),
+        *_measurement_warnings(metrics),
+    ]
+    return tuple(dict.fromkeys(found))
+
+
+def _of(code: str, messages: Iterable[str]) -> list[RunWarning]:
+    return [RunWarning(code, message) for message in messages]
+
+
+def _measurement_warnings(metrics: Metrics) -> list[RunWarning]:
+    found = []
+    needed = samples_needed(0.99)
+    if 0 < metrics.completed < needed:
+        found.append(
+            RunWarning(
+                "few-requests",
+                f"{metrics.completed} completed requests are too few for a 99th percentile, so it is left out.",
+                f"Use --num-prompts {needed} or more.",
+            )
+        )
+    if metrics.completed and metrics.steady is None:
+        found.append(
+            RunWarning(
+                "no-steady-window",
+                "The load never reached 95 % of its target, so there is no steady throughput.",
+                "Use more requests or a lower concurrency.",
+            )
+        )
+    elif metrics.steady is not None and metrics.steady.share < 0.5:
+        found.append(
+            RunWarning(
+                "short-steady-window",
+                f"Only {metrics.steady.share:.0%} of the run is steady; warm-up and drain weigh on the whole-run "
+                "throughput.",
+                "Use more requests.",
+            )
+        )
+    if metrics.bundled_requests:
+        found.append(
+            RunWarning(
+                "bundled-tokens",
+                f"{metrics.bundled_requests} streams had messages carrying several tokens; their ITL has zeros.",
+            )
+        )
+    return found

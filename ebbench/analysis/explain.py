@@ -1,0 +1,196 @@
+"""Why a run came out as it did: where its time went, and what the controller saw and decided.
+
+Reads only the step and decision tables. Everything is optional: a server that records no steps explains nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from ebbench.records.run import Run
+
+TIMELINE_BINS = 20
+_STEP_COLUMNS = (
+    "start_ns", "end_ns", "phase", "mode", "prefill_tokens", "decode_seqs", "kv_blocks_used", "kv_blocks_total",
+    "preemptions",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class StepKind:
+    """Steps of one phase: how many, their share of all step time, and what a mean one holds."""
+
+    steps: int
+    share: float
+    mean_s: float
+    mean_prefill_tokens: float
+    mean_decode_seqs: float
+
+
+@dataclass(frozen=True)
+class StepFacts:
+    """Time by phase and mode. ``eb_timeline`` is the share of exclusive mode in equal parts of the run."""
+
+    steps: int
+    kinds: dict[str, StepKind]
+    eb_share: float
+    eb_timeline: tuple[float, ...]
+    peak_kv_share: float
+    preemptions: int
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Median and range of a value over the run."""
+
+    median: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class CrossoverFacts:
+    """Eq. 8 over the run's evaluations: medians of both sides and of the margin in s/token."""
+
+    evaluations: int
+    eb_ahead: int
+    lhs: float
+    rhs: float
+    margin: float
+    r: float
+    n_obs: float
+
+
+@dataclass(frozen=True)
+class Switch:
+    """A change of mode."""
+
+    time_s: float
+    mode: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class DecisionFacts:
+    """What the controller worked with; a Spread is None where the policy has no such value."""
+
+    updates: int
+    k: Spread | None
+    n_limit: Spread | None
+    theta: Spread | None
+    theta0: Spread | None
+    p0: Spread | None
+    eta: Spread | None
+    crossover: CrossoverFacts | None
+    evaluations: int
+    last_reason: str
+    switches: tuple[Switch, ...]
+
+
+@dataclass(frozen=True)
+class Story:
+    """What the tables say about one run; parts are None where nothing was recorded."""
+
+    policy: str
+    steps: StepFacts | None
+    decisions: DecisionFacts | None
+
+
+def explain(run: Run) -> Story:
+    """Read the story of a run. Raises DataError when a table is damaged."""
+    steps = run.table("steps", _STEP_COLUMNS)
+    return Story(
+        policy=run.manifest.policy,
+        steps=_step_facts(steps) if steps.num_rows else None,
+        decisions=_decision_facts(run.decisions) if run.table("decisions", ["kind"]).num_rows else None,
+    )
+
+
+def _step_facts(steps: pa.Table) -> StepFacts:
+    values = {name: steps.column(name).to_numpy() for name in _STEP_COLUMNS}
+    start, end = values["start_ns"], values["end_ns"]
+    spent = (end - start).astype(np.float64)
+    total = float(spent.sum()) or 1.0
+    eb = values["mode"] == "eb"
+    used = values["kv_blocks_used"] / np.maximum(values["kv_blocks_total"], 1)
+    return StepFacts(
+        steps=len(spent),
+        kinds={kind: _step_kind(values, spent, kind, total) for kind in dict.fromkeys(values["phase"].tolist())},
+        eb_share=float(spent[eb].sum()) / total,
+        eb_timeline=_timeline(start, spent, eb),
+        peak_kv_share=float(used.max()),
+        preemptions=int(values["preemptions"].sum()),
+    )
+
+
+def _step_kind(values: dict[str, Any], spent: npt.NDArray[np.float64], kind: str, total: float) -> StepKind:
+    rows = values["phase"] == kind
+    return StepKind(
+        steps=int(rows.sum()),
+        share=float(spent[rows].sum()) / total,
+        mean_s=float(spent[rows].mean()) / 1e9,
+        mean_prefill_tokens=float(values["prefill_tokens"][rows].mean()),
+        mean_decode_seqs=float(values["decode_seqs"][rows].mean()),
+    )
+
+
+def _timeline(
+    start: npt.NDArray[np.int64], spent: npt.NDArray[np.float64], eb: npt.NDArray[np.bool_]
+) -> tuple[float, ...]:
+    """Share of exclusive mode per bin; a bin without a step repeats the one before."""
+    origin, length = int(start.min()), max(int(start.max() - start.min()), 1)
+    place = np.minimum((start - origin) * TIMELINE_BINS // length, TIMELINE_BINS - 1).astype(np.int64)
+    busy = np.bincount(place, spent, TIMELINE_BINS)
+    exclusive = np.bincount(place, spent * eb, TIMELINE_BINS)
+    shares: list[float] = []
+    for time_eb, time_all in zip(exclusive, busy, strict=True):
+        shares.append(float(time_eb / time_all) if time_all else (shares[-1] if shares else 0.0))
+    return tuple(shares)
+
+
+def _decision_facts(decisions: pa.Table) -> DecisionFacts:
+    updates = decisions.filter(pc.equal(decisions.column("kind"), "update"))
+    modes = decisions.filter(pc.equal(decisions.column("kind"), "mode"))
+    settings = updates if updates.num_rows else decisions
+    return DecisionFacts(
+        updates=updates.num_rows,
+        **{name: _spread(settings, name) for name in ("k", "n_limit", "theta", "theta0", "p0", "eta")},
+        crossover=_crossover(modes),
+        evaluations=modes.num_rows,
+        last_reason=modes.column("reason")[-1].as_py() if modes.num_rows else "",
+        switches=_switches(modes),
+    )
+
+
+def _spread(table: pa.Table, name: str) -> Spread | None:
+    values = table.column(name).drop_null().to_numpy()
+    if not len(values):
+        return None
+    return Spread(float(np.median(values)), float(values.min()), float(values.max()))
+
+
+def _crossover(modes: pa.Table) -> CrossoverFacts | None:
+    known = modes.filter(pc.is_valid(modes.column("lhs")))
+    if not known.num_rows:
+        return None
+    values = {name: known.column(name).to_numpy() for name in ("lhs", "rhs", "margin", "r", "n_obs")}
+    ahead = values["lhs"] > values["rhs"] + values["margin"]
+    medians = {name: float(np.median(column)) for name, column in values.items()}
+    return CrossoverFacts(known.num_rows, int(ahead.sum()), **medians)
+
+
+def _switches(modes: pa.Table) -> tuple[Switch, ...]:
+    """Changes of mode between evaluations; EB+ starts in mixed mode."""
+    found, before = [], "mb"
+    rows = modes.select(["time_ns", "mode", "reason"]).to_pylist()
+    for row in rows:
+        if row["mode"] != before:
+            found.append(Switch(row["time_ns"] / 1e9, row["mode"], row["reason"]))
+        before = row["mode"]
+    return tuple(found)

@@ -1,0 +1,185 @@
+"""Latencies, throughput, goodput and attainment of a set of requests.
+
+Definitions (all times from a monotonic clock, ns from the run's start):
+
+- TTFT: first token - intended start; also from the actual send, so that client lag shows
+- TPOT: (last token - first token) / (output tokens - 1), none with fewer than two output tokens
+- ITL: every gap between consecutive tokens, pooled over requests
+- E2EL: last token - intended start
+- throughput: completed tokens or requests / (last completion - first intended start); beside it the same inside
+  the steady window, where an input token counts at the first output token and an output token when it comes out
+- goodput: completed requests that met every limit / duration; attainment: those / all planned
+
+Only completed requests enter; anything else of theirs is excluded, partial tokens too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from ebbench.analysis.columns import MISSING, STATUSES, Mask, RequestColumns
+from ebbench.analysis.distribution import NS_PER_MS, Distribution
+from ebbench.analysis.slo import Slo
+from ebbench.analysis.steady import Window
+
+LATENCIES = ("ttft", "tpot", "itl", "e2el")
+
+
+@dataclass(frozen=True)
+class SteadyRates:
+    """Throughput inside the steady windows, per second; ``share`` is their part of the run's duration."""
+
+    start_s: float
+    end_s: float
+    duration_s: float
+    share: float
+    request_throughput: float
+    output_throughput: float
+    total_token_throughput: float
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """Counts, rates per second and latencies in ms. Rates are None when nothing completed."""
+
+    planned: int
+    completed: int
+    counts: dict[str, int]  # by status, all of STATUSES present
+    duration_s: float | None
+    total_input_tokens: int
+    total_output_tokens: int
+    cached_tokens: int
+    preemptions: int
+    bundled_requests: int
+    request_throughput: float | None
+    output_throughput: float | None
+    total_token_throughput: float | None
+    request_goodput: float | None
+    slo_attainment: float | None
+    steady: SteadyRates | None
+    ttft: Distribution
+    tpot: Distribution
+    itl: Distribution
+    e2el: Distribution
+    ttft_from_send: Distribution
+    lag: Distribution = field(default=Distribution(0))
+
+
+def measure(
+    columns: RequestColumns,
+    *,
+    rows: Mask | None = None,
+    slo: Slo = Slo(),  # noqa: B008 - frozen
+    windows: Sequence[Window] = (),
+) -> Metrics:
+    """Metrics of the requests in ``rows`` (default: all). Steady rates are those of the whole system."""
+    chosen = np.ones(len(columns.status), np.bool_) if rows is None else rows
+    ok = chosen & columns.ok
+    duration_s = _duration_s(columns, chosen, ok)
+    tokens_in, tokens_out = int(columns.input_tokens[ok].sum()), int(columns.output_tokens[ok].sum())
+    met = int(_meets(columns, ok, slo).sum()) if slo else None
+    planned = int(chosen.sum())
+    sent = chosen & (columns.sent != MISSING) & (columns.intended != MISSING)
+    return Metrics(
+        planned=planned,
+        completed=int(ok.sum()),
+        counts={status: int((columns.status[chosen] == status).sum()) for status in STATUSES},
+        duration_s=duration_s,
+        total_input_tokens=tokens_in,
+        total_output_tokens=tokens_out,
+        cached_tokens=int(columns.cached_tokens[ok].sum()),
+        preemptions=int(columns.preemptions[chosen].sum()),
+        bundled_requests=int(columns.bundled[ok].sum()),
+        request_throughput=_rate(int(ok.sum()), duration_s),
+        output_throughput=_rate(tokens_out, duration_s),
+        total_token_throughput=_rate(tokens_in + tokens_out, duration_s),
+        request_goodput=None if met is None else _rate(met, duration_s),
+        slo_attainment=None if met is None or not planned else met / planned,
+        steady=_steady(columns, windows, duration_s),
+        ttft=Distribution.of_ns((columns.first_token - columns.intended)[ok]),
+        tpot=Distribution.of_ns(_tpot_ns(columns, ok & (columns.output_tokens >= 2))),
+        itl=Distribution.of_ns(columns.gaps_of(ok)),
+        e2el=Distribution.of_ns((columns.last_token - columns.intended)[ok]),
+        ttft_from_send=Distribution.of_ns((columns.first_token - columns.sent)[ok & sent]),
+        lag=Distribution.of_ns((columns.sent - columns.intended)[sent]),
+    )
+
+
+def _duration_s(columns: RequestColumns, chosen: Mask, ok: Mask) -> float | None:
+    if not ok.any():
+        return None
+    start = columns.intended[chosen & (columns.intended != MISSING)].min()
+    return float(columns.last_token[ok].max() - start) / 1e9
+
+
+def _rate(amount: float, duration_s: float | None) -> float | None:
+    return amount / duration_s if duration_s else None
+
+
+def _tpot_ns(columns: RequestColumns, rows: Mask) -> npt.NDArray[np.float64]:
+    span = (columns.last_token - columns.first_token)[rows]
+    return np.asarray(span / (columns.output_tokens[rows] - 1), np.float64)
+
+
+def _meets(columns: RequestColumns, ok: Mask, slo: Slo) -> Mask:
+    """Requests that completed and met every limit; one whose TPOT is undefined does not meet a TPOT limit."""
+    met = ok.copy()
+    if slo.ttft is not None:
+        met &= columns.first_token - columns.intended <= slo.ttft * NS_PER_MS
+    if slo.e2el is not None:
+        met &= columns.last_token - columns.intended <= slo.e2el * NS_PER_MS
+    if slo.tpot is not None:
+        gaps = columns.output_tokens - 1
+        met &= (gaps >= 1) & (columns.last_token - columns.first_token <= slo.tpot * NS_PER_MS * gaps)
+    return met
+
+
+def _steady(columns: RequestColumns, windows: Sequence[Window], duration_s: float | None) -> SteadyRates | None:
+    length_s = sum(window.duration_s for window in windows)
+    if not windows or not duration_s or length_s <= 0:
+        return None
+    ok = columns.ok
+    requests = _inside(columns.last_token[ok], None, windows)
+    prompts = _inside(columns.first_token[ok], columns.input_tokens[ok], windows)
+    outputs = _tokens_inside(columns, windows)
+    return SteadyRates(
+        start_s=windows[0].start_ns / 1e9,
+        end_s=windows[-1].end_ns / 1e9,
+        duration_s=length_s,
+        share=length_s / duration_s,
+        request_throughput=requests / length_s,
+        output_throughput=outputs / length_s,
+        total_token_throughput=(prompts + outputs) / length_s,
+    )
+
+
+def _tokens_inside(columns: RequestColumns, windows: Sequence[Window]) -> float:
+    """Output tokens that came out inside the windows.
+
+    Where a stream gave fewer messages than tokens, each message carries its equal part of them.
+    """
+    ok = columns.ok
+    gaps, counts = columns.gaps_of(ok), columns.gap_counts[ok]
+    if not len(counts):
+        return 0.0
+    stops = np.cumsum(counts)
+    running = np.concatenate([[0], np.cumsum(gaps)])
+    base = np.repeat(columns.first_token[ok] - running[stops - counts], counts)
+    weight = columns.output_tokens[ok] / (counts + 1)
+    whole = None if (weight == 1).all() else weight
+    later = _inside(running[1:] + base, None if whole is None else np.repeat(whole, counts), windows)
+    return later + _inside(columns.first_token[ok], whole, windows)
+
+
+def _inside(
+    times: npt.NDArray[np.int64], weight: npt.NDArray[np.float64 | np.int64] | None, windows: Sequence[Window]
+) -> float:
+    total = 0.0
+    for window in windows:
+        inside = (times > window.start_ns) & (times <= window.end_ns)
+        total += float(np.count_nonzero(inside) if weight is None else weight[inside].sum())
+    return total

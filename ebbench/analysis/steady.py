@@ -1,0 +1,117 @@
+"""The steady window: the part of a run in which the system carries its intended load.
+
+Closed loop: per phase, from the first moment at least 95 % of the target number of sessions is open to the last.
+The target is the phase's concurrency, or its number of sessions where that is smaller. A session is open from
+its first intended start to the end of its last request.
+
+Open loop: no target is set from outside, so the mean number of open sessions during the arrivals stands for it;
+the window runs from the first moment at 95 % of that mean to the last arrival.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ebbench.analysis.columns import MISSING, Ints, RequestColumns
+from ebbench.records.manifest import PhaseFact
+
+LEVEL = 0.95
+
+
+@dataclass(frozen=True)
+class Window:
+    """A steady window ``(start_ns, end_ns]`` of one phase; ``target`` is the number of open sessions aimed at."""
+
+    phase: str
+    start_ns: int
+    end_ns: int
+    target: float
+
+    @property
+    def duration_s(self) -> float:
+        """Length in seconds."""
+        return (self.end_ns - self.start_ns) / 1e9
+
+
+@dataclass(frozen=True)
+class _Load:
+    """Open sessions as a step function: ``count[i]`` holds from ``time[i]`` to ``time[i+1]``."""
+
+    time: Ints
+    count: Ints
+
+    def mean(self, start: int, end: int) -> float:
+        """Time-weighted mean over [start, end]."""
+        edges = np.clip(np.append(self.time, end), start, end)
+        return float(np.dot(np.diff(edges), self.count) / (end - start))
+
+    def first_and_last_at(self, level: float, start: int, end: int) -> tuple[int, int] | None:
+        """First and last moment in [start, end] with at least ``level`` open sessions."""
+        until = np.append(self.time[1:], self.time[-1])
+        held = (self.count >= level) & (until > start) & (self.time < end)
+        if not held.any():
+            return None
+        first, last = np.flatnonzero(held)[[0, -1]]
+        return max(int(self.time[first]), start), min(int(until[last]), end)
+
+
+def steady_windows(columns: RequestColumns, phases: Sequence[PhaseFact]) -> tuple[Window, ...]:
+    """Windows in time order, one a phase at most; empty when the load never got there. ``phases`` empty: open loop."""
+    started = columns.intended != MISSING
+    if not started.any():
+        return ()
+    load = _load(columns)
+    if phases:
+        return _closed_loop(columns, load, phases)
+    return _open_loop(columns, load)
+
+
+def _load(columns: RequestColumns) -> _Load:
+    started = columns.intended != MISSING
+    session, intended, end = columns.session[started], columns.intended[started], columns.end[started]
+    last = np.where(end == MISSING, columns.last_token[started], end)
+    horizon = max(int(last.max()), int(intended.max()))
+    last = np.where(last == MISSING, horizon, last)  # cut off while open
+    _, which = np.unique(session, return_inverse=True)
+    opened = np.full(which.max() + 1, np.iinfo(np.int64).max)
+    closed = np.full(which.max() + 1, np.iinfo(np.int64).min)
+    np.minimum.at(opened, which, intended)
+    np.maximum.at(closed, which, last)
+    times, index = np.unique(np.concatenate([opened, closed]), return_inverse=True)
+    change = np.zeros(len(times), np.int64)
+    np.add.at(change, index[: len(opened)], 1)
+    np.add.at(change, index[len(opened) :], -1)  # a slot freed and refilled at one instant is no dip
+    return _Load(times, np.cumsum(change))
+
+
+def _closed_loop(columns: RequestColumns, load: _Load, phases: Sequence[PhaseFact]) -> tuple[Window, ...]:
+    starts = [_first_intended(columns, phase.name) for phase in phases]
+    known = [(phase, start) for phase, start in zip(phases, starts, strict=True) if start is not None]
+    ends = [start for _, start in known[1:]] + [int(load.time[-1])]
+    windows = []
+    for (phase, start), end in zip(known, ends, strict=True):
+        target = min(phase.max_concurrency, phase.sessions)
+        span = load.first_and_last_at(LEVEL * target, start, end)
+        if span is not None and span[1] > span[0]:
+            windows.append(Window(phase.name, *span, float(target)))
+    return tuple(windows)
+
+
+def _open_loop(columns: RequestColumns, load: _Load) -> tuple[Window, ...]:
+    intended = columns.intended[columns.intended != MISSING]
+    first, last = int(intended.min()), int(intended.max())
+    if last <= first:
+        return ()
+    target = load.mean(first, last)
+    span = load.first_and_last_at(LEVEL * target, first, last)
+    if span is None or span[0] >= last:
+        return ()
+    return (Window("", span[0], last, target),)
+
+
+def _first_intended(columns: RequestColumns, phase: str) -> int | None:
+    times = columns.intended[(columns.phase == phase) & (columns.intended != MISSING)]
+    return int(times.min()) if len(times) else None

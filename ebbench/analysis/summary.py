@@ -1,0 +1,187 @@
+"""The summary of a run: whose numbers these are, the numbers, and whether they may be believed.
+
+:meth:`Summary.to_dict` has the keys of ``vllm bench serve`` plus ebbench's own; null means undefined.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ebbench.analysis.columns import NEEDED, RequestColumns
+from ebbench.analysis.distribution import Distribution
+from ebbench.analysis.metrics import LATENCIES, Metrics, measure
+from ebbench.analysis.slo import Slo, slo_from_limits
+from ebbench.analysis.steady import steady_windows
+from ebbench.records.manifest import RunWarning
+from ebbench.records.run import Run
+
+
+@dataclass(frozen=True)
+class Summary:
+    """One run, or one phase of it (``phase`` empty: all of it)."""
+
+    policy: str
+    engine: str
+    device: str
+    model: str
+    workload: str
+    scenario: str
+    source: str
+    seed: int
+    run_dir: str
+    valid: bool
+    reasons: tuple[str, ...]
+    interrupted: bool
+    warnings: tuple[RunWarning, ...]
+    slo: Slo
+    metrics: Metrics
+    phase: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Flat JSON object: identity, counts, rates, ``{mean,median,std,p90,p95,p99}_{ttft,tpot,itl,e2el}_ms``."""
+        identity = {
+            name: getattr(self, name)
+            for name in ("policy", "engine", "device", "model", "workload", "scenario", "source", "seed", "run_dir")
+        }
+        verdict = {
+            "valid": self.valid,
+            "reasons": list(self.reasons),
+            "interrupted": self.interrupted,
+            "warnings": [str(warning) for warning in self.warnings],
+            "goodput_slo_ms": self.slo.limits() or None,
+        }
+        phase = {"phase": self.phase} if self.phase else {}
+        return identity | phase | metrics_dict(self.metrics) | verdict
+
+
+def summarise(run: Run, slo: Slo | None = None) -> Summary:
+    """Summarise a whole run. ``slo`` None takes the limits it was run with. Raises DataError on damaged files."""
+    return _Summariser(run, slo).whole()
+
+
+def summarise_phases(run: Run, slo: Slo | None = None) -> tuple[Summary, ...]:
+    """One summary per phase, in order of their first request."""
+    return _Summariser(run, slo).phases()
+
+
+class _Summariser:
+    def __init__(self, run: Run, slo: Slo | None) -> None:
+        self.run = run
+        self.slo = slo_from_limits(run.manifest.slo) if slo is None else slo
+        self.columns = RequestColumns.of(run.table("requests", NEEDED))
+        self.windows = steady_windows(self.columns, run.manifest.phases)
+
+    def whole(self) -> Summary:
+        return self._summary(measure(self.columns, slo=self.slo, windows=self.windows))
+
+    def phases(self) -> tuple[Summary, ...]:
+        names = list(dict.fromkeys(self.columns.phase.tolist()))
+        return tuple(self._phase(name) for name in names)
+
+    def _phase(self, name: str) -> Summary:
+        windows = [window for window in self.windows if window.phase == name]
+        rows = self.columns.phase == name
+        return self._summary(measure(self.columns, rows=rows, slo=self.slo, windows=windows), name)
+
+    def _summary(self, metrics: Metrics, phase: str = "") -> Summary:
+        manifest = self.run.manifest
+        return Summary(
+            policy=manifest.policy,
+            engine=manifest.engine,
+            device=manifest.device,
+            model=manifest.model,
+            workload=manifest.workload,
+            scenario=manifest.scenario,
+            source=manifest.source,
+            seed=manifest.seed,
+            run_dir=str(self.run.path),
+            valid=manifest.valid,
+            reasons=manifest.reasons,
+            interrupted=manifest.interrupted,
+            warnings=manifest.warnings,
+            slo=self.slo,
+            metrics=metrics,
+            phase=phase,
+        )
+
+
+def metrics_dict(metrics: Metrics) -> dict[str, Any]:
+    """Metrics with the key names of ``vllm bench serve`` where it has them."""
+    counts = {status: count for status, count in metrics.counts.items() if status != "ok"}
+    rates = {
+        "duration": metrics.duration_s,
+        "total_input_tokens": metrics.total_input_tokens,
+        "total_output_tokens": metrics.total_output_tokens,
+        "request_throughput": metrics.request_throughput,
+        "output_throughput": metrics.output_throughput,
+        "total_token_throughput": metrics.total_token_throughput,
+        "request_goodput": metrics.request_goodput,
+        "slo_attainment": metrics.slo_attainment,
+    }
+    latencies = {
+        f"{statistic}_{name}_ms": value
+        for name in (*LATENCIES, "ttft_from_send", "lag")
+        for statistic, value in getattr(metrics, name).items()
+    }
+    extra = {
+        "cached_tokens": metrics.cached_tokens,
+        "preemptions": metrics.preemptions,
+        "bundled_requests": metrics.bundled_requests,
+        "steady": asdict(metrics.steady) if metrics.steady else None,
+    }
+    return {"planned": metrics.planned, "completed": metrics.completed} | counts | rates | latencies | extra
+
+
+def mean_over_repeats(summaries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One summary for runs of one policy with several seeds: means of the rates and latencies, sums of the counts.
+
+    ``repeats`` keeps the single summaries, ``spread`` the sample standard deviation of every mean; a figure that
+    is null in one run is null in the mean. ``valid`` only if all are.
+    """
+    first = summaries[0]
+    merged = dict(first)
+    spread: dict[str, float | None] = {}
+    for key in _AVERAGED.intersection(first):
+        merged[key], spread[key] = _mean_and_spread([summary[key] for summary in summaries])
+    for key in _COUNTS:
+        merged[key] = sum(summary[key] for summary in summaries)
+    warnings = dict.fromkeys(warning for summary in summaries for warning in summary["warnings"])
+    reasons = dict.fromkeys(reason for summary in summaries for reason in summary["reasons"])
+    merged |= {
+        "valid": all(summary["valid"] for summary in summaries),
+        "interrupted": any(summary["interrupted"] for summary in summaries),
+        "warnings": list(warnings),
+        "reasons": list(reasons),
+        "steady": None,
+        "seeds": [summary["seed"] for summary in summaries],
+        "spread": spread,
+        "repeats": [dict(summary) for summary in summaries],
+    }
+    return merged
+
+
+_AVERAGED = frozenset(
+    {"duration", "slo_attainment", "request_throughput", "output_throughput", "total_token_throughput"}
+    | {"request_goodput"}
+    | {
+        f"{statistic}_{name}_ms"
+        for statistic, _ in Distribution(0).items()
+        for name in (*LATENCIES, "ttft_from_send", "lag")
+    }
+)
+_COUNTS = (
+    "planned", "completed", "failed", "timed_out", "cancelled", "never_sent", "total_input_tokens",
+    "total_output_tokens", "cached_tokens", "preemptions", "bundled_requests",
+)  # fmt: skip
+
+
+def _mean_and_spread(values: list[float | None]) -> tuple[float | None, float | None]:
+    known = [value for value in values if value is not None]
+    if len(known) < len(values):
+        return None, None
+    mean = sum(known) / len(known)
+    if len(known) < 2:
+        return mean, None
+    return mean, (sum((value - mean) ** 2 for value in known) / (len(known) - 1)) ** 0.5

@@ -1,0 +1,102 @@
+"""Whether a run may be believed: reasons that make it INVALID, each one sentence.
+
+An INVALID run is still written and shown; it is never gated or compared as a result.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from ebbench.analysis.columns import MISSING, STATUSES, RequestColumns
+from ebbench.analysis.metrics import Metrics
+
+LAG_FLOOR_MS = 10.0
+LAG_SHARE_OF_TTFT = 0.05
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """What the verdict depends on beside the measurements.
+
+    ``paced_sends``: sends follow a clock of their own, so that lateness is the client's fault; false in virtual
+    time and where a concurrency cap makes requests wait. ``failure_limit`` is the share of planned requests that
+    may fail.
+    """
+
+    interrupted: bool = False
+    paced_sends: bool = True
+    failure_limit: float = 0.01
+
+
+def invalid_reasons(
+    requests: pa.Table, plan: pa.Table, columns: RequestColumns, metrics: Metrics, conditions: Conditions
+) -> tuple[str, ...]:
+    """Every reason why the run is INVALID; empty for a valid one."""
+    reasons = [
+        *_accounting(requests, plan, columns),
+        *_failures(metrics, conditions.failure_limit),
+        *(_lateness(columns, metrics) if conditions.paced_sends else []),
+    ]
+    if conditions.interrupted:
+        reasons.append("interrupted before the plan was carried out")
+    return tuple(reasons)
+
+
+def _accounting(requests: pa.Table, plan: pa.Table, columns: RequestColumns) -> list[str]:
+    reasons = []
+    asked, answered = plan.column("request_id"), requests.column("request_id")
+    if requests.num_rows != plan.num_rows:
+        reasons.append(f"{plan.num_rows} requests planned but {requests.num_rows} accounted for")
+    repeated = requests.num_rows - pc.count_distinct(answered).as_py()
+    if repeated:
+        reasons.append(f"{repeated} request ids accounted for more than once")
+    strangers = pc.sum(pc.invert(pc.is_in(answered, value_set=asked.combine_chunks()))).as_py() or 0
+    if strangers:
+        reasons.append(f"{strangers} requests accounted for that were never planned")
+    unknown = sorted(set(columns.status.tolist()) - set(STATUSES))
+    if unknown:
+        reasons.append(f"unknown request status {', '.join(unknown)}")
+    return reasons + _inconsistent(columns)
+
+
+def _inconsistent(columns: RequestColumns) -> list[str]:
+    claimed, ok = columns.status == "ok", columns.ok
+    reasons = []
+    untimed = int((claimed & ~ok).sum())
+    if untimed:
+        reasons.append(f"{untimed} completed requests lack a start, first-token or last-token time")
+    silent = int((ok & (columns.output_tokens < 1)).sum())
+    if silent:
+        reasons.append(f"{silent} completed requests have no output token")
+    ordered = (columns.intended <= columns.first_token) & (columns.first_token <= columns.last_token)
+    backwards = int((ok & ~ordered).sum())
+    if backwards:
+        reasons.append(f"{backwards} completed requests have times that run backwards")
+    return reasons
+
+
+def _failures(metrics: Metrics, limit: float) -> list[str]:
+    if not metrics.planned:
+        return ["no request was planned"]
+    failed = metrics.counts["failed"] + metrics.counts["timed_out"]
+    if failed == metrics.planned:
+        return ["every request failed"]
+    if failed > limit * metrics.planned:
+        return [f"{failed} of {metrics.planned} requests failed or timed out, more than {limit:.0%}"]
+    return []
+
+
+def _lateness(columns: RequestColumns, metrics: Metrics) -> list[str]:
+    """The client could not keep its schedule: p99 lag above 10 ms or 5 % of median TTFT, whichever is larger."""
+    sent = (columns.sent != MISSING) & (columns.intended != MISSING)
+    if not sent.any() or metrics.ttft.median is None:
+        return []
+    p99_ms = float(np.percentile((columns.sent - columns.intended)[sent], 99)) / 1e6
+    limit_ms = max(LAG_FLOOR_MS, LAG_SHARE_OF_TTFT * metrics.ttft.median)
+    if p99_ms <= limit_ms:
+        return []
+    return [f"the client fell behind its schedule: p99 lag {p99_ms:.1f} ms, limit {limit_ms:.1f} ms"]

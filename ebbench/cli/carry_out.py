@@ -1,0 +1,187 @@
+"""Carrying out ``ebbench run``: check everything, run each policy on each plan, store, show, judge."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ebbench.cli.preflight import check_counts, check_fits, check_options
+from ebbench.errors import InterruptedRunError, RunError, UsageError
+from ebbench.records.manifest import wall_clock_ns
+from ebbench.records.run import RunWriter, default_run_dir, slug, unused
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from vllm_eb.policy import PolicySpec
+
+    from ebbench.analysis.explain import Story
+    from ebbench.analysis.slo import Slo
+    from ebbench.analysis.summary import Summary
+    from ebbench.devices.base import Device
+    from ebbench.engines.base import Engine, EngineOptions
+    from ebbench.records.plan import Plan
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A checked command line."""
+
+    workload: str
+    scenario: str | None
+    seed: int
+    repeats: int
+    plan_settings: dict[str, object]
+    policies: list[PolicySpec]
+    engine: str
+    device: str
+    model: str
+    options: EngineOptions
+    slo: Slo
+    output_dir: Path | None
+    quiet: bool
+    default_policies: bool
+
+
+@dataclass
+class _Done:
+    """What has been measured so far; it outlives an interruption."""
+
+    summaries: list[Summary] = field(default_factory=list)
+    stories: list[Story] = field(default_factory=list)
+    phases: list[tuple[str, Sequence[Summary]]] = field(default_factory=list)
+    interrupted: bool = False
+
+
+def carry_out(asked: Asked, *, as_json: bool) -> None:
+    """Check, run, store and show. Raises UsageError, RunError, InterruptedRunError."""
+    from rich.console import Console
+
+    messages = Console(stderr=True, highlight=False)
+    _check(asked)
+    device = _load_device(asked)
+    engine = _choose_engine(asked, messages)
+    done = _Done()
+    try:
+        for offset in range(asked.repeats):
+            plan = _build_plan(asked, asked.seed + offset)
+            check_fits(plan, device, asked.options)
+            for spec in _order(asked.policies, offset):
+                _run_one(asked, plan, spec, device, engine, messages, done)
+                if done.interrupted:
+                    raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        done.interrupted = True
+    _show(asked, done, as_json=as_json)
+    _verdict(done)
+
+
+def _check(asked: Asked) -> None:
+    numbers = ("num_prompts", "max_concurrency", "request_rate", "input_len", "output_len", "speed")
+    check_counts(
+        repeats=asked.repeats,
+        **{name: asked.plan_settings[name] for name in numbers},  # type: ignore[arg-type]
+    )
+    check_options(asked.options, asked.policies)
+    if asked.output_dir is not None and asked.output_dir.exists():
+        raise UsageError(f"output directory {asked.output_dir} exists; give another --output-dir or remove it")
+
+
+def _load_device(asked: Asked) -> Device:
+    from ebbench.devices import load_device
+
+    return load_device(
+        asked.device,
+        asked.model,
+        max_num_seqs=asked.options.max_num_seqs,
+        max_num_batched_tokens=asked.options.max_num_batched_tokens,
+    )
+
+
+def _choose_engine(asked: Asked, messages: Console) -> Engine:
+    from ebbench.engines import select_engine
+
+    engine, sentence = select_engine(asked.engine)
+    if not asked.quiet:
+        messages.print(sentence, markup=False)
+        if asked.default_policies:
+            messages.print("No --policy given: running ebplus, and v1 as its baseline.", markup=False)
+    return engine
+
+
+def _build_plan(asked: Asked, seed: int) -> Plan:
+    from ebbench.workloads import build_plan
+
+    return build_plan(asked.workload, asked.scenario, seed=seed, **asked.plan_settings)  # type: ignore[arg-type]
+
+
+def _order(policies: list[PolicySpec], repeat: int) -> Iterator[PolicySpec]:
+    """Back and forth (ABBA), so that a drift of the machine falls on all policies alike."""
+    return iter(policies) if repeat % 2 == 0 else reversed(policies)
+
+
+def _run_one(
+    asked: Asked, plan: Plan, spec: PolicySpec, device: Device, engine: Engine, messages: Console, done: _Done
+) -> None:
+    from ebbench.analysis.conclude import Setting, conclude
+    from ebbench.analysis.explain import explain
+    from ebbench.analysis.summary import summarise, summarise_phases
+    from ebbench.render.live import reporter
+
+    seed = int(plan.facts.get("seed", asked.seed))
+    label = spec.name if asked.repeats == 1 else f"{spec.name} seed {seed}"
+    with RunWriter.create(_run_dir(asked, spec, seed)) as writer:
+        anchor = wall_clock_ns()
+        with reporter(messages, label, len(plan), quiet=asked.quiet) as observer:
+            result = engine.run(plan, spec, device, asked.options, observer)
+        setting = Setting(plan, spec, engine.name, device, asked.options, anchor, slo=asked.slo)
+        stored = conclude(writer, setting, result)
+    done.summaries.append(summarise(stored))
+    done.stories.append(explain(stored))
+    phases = summarise_phases(stored)
+    if len(phases) > 1:
+        done.phases.append((label, phases))
+    done.interrupted = result.interrupted
+
+
+def _run_dir(asked: Asked, spec: PolicySpec, seed: int) -> Path:
+    name = spec.name if asked.repeats == 1 else f"{spec.name}-seed{seed}"
+    if asked.output_dir is None:
+        return default_run_dir(asked.workload, name)
+    if len(asked.policies) * asked.repeats == 1:
+        return asked.output_dir
+    return unused(asked.output_dir / slug(name))
+
+
+def _show(asked: Asked, done: _Done, *, as_json: bool) -> None:
+    from ebbench.analysis.compare import group_by_policy
+
+    order = {spec.name: index for index, spec in enumerate(asked.policies)}
+    summaries = sorted(done.summaries, key=lambda summary: (order[summary.policy], summary.seed))
+    stories = sorted(done.stories, key=lambda story: order[story.policy])
+    groups = group_by_policy(summaries, stories)
+    if as_json:
+        from ebbench.analysis.summary import mean_over_repeats
+
+        rows = [[summary.to_dict() for summary in group.summaries] for group in groups]
+        merged = [row[0] if asked.repeats == 1 else mean_over_repeats(row) for row in rows]
+        sys.stdout.write(json.dumps(merged, indent=2, allow_nan=False) + "\n")
+    elif groups:
+        from rich.console import Console
+
+        from ebbench.render.report import print_report
+
+        print_report(Console(highlight=False), groups, done.phases)
+
+
+def _verdict(done: _Done) -> None:
+    if done.interrupted:
+        kept = f"kept {len(done.summaries)} run(s)" if done.summaries else "nothing was measured yet"
+        raise InterruptedRunError(f"interrupted; {kept}")
+    invalid = [summary for summary in done.summaries if not summary.valid]
+    if invalid:
+        reasons = "; ".join(f"{summary.policy}: {', '.join(summary.reasons)}" for summary in invalid)
+        raise RunError(f"INVALID run ({reasons})")

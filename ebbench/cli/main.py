@@ -1,0 +1,177 @@
+"""The console entry. A command's module is imported only when that command runs or shows its own help.
+
+To add a command, add a line to COMMANDS. Errors of ebbench become one line on stderr and their exit code.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from ebbench.errors import EbbenchError
+
+
+class Entry(NamedTuple):
+    """Where a command lives: ``target`` is ``module:attribute`` of a function or a Typer application."""
+
+    target: str
+    panel: str
+    help: str
+
+
+MEASURE, UNDERSTAND, LOOK_UP, SERVE = "Measure", "Understand", "Look up", "Serve and check"
+
+COMMANDS: dict[str, Entry] = {
+    "run": Entry("ebbench.cli.run:run", MEASURE, "Run a workload under one or more scheduling policies."),
+    "show": Entry("ebbench.cli.show:show", MEASURE, "Show stored runs again."),
+    "sweep": Entry("ebbench.cli.sweep:sweep", MEASURE, "Run a grid of settings, resumably."),
+    "compare": Entry("ebbench.cli.compare:compare", MEASURE, "Compare runs, paired."),
+    "gate": Entry("ebbench.cli.gate:gate", MEASURE, "Fail when a candidate is slower than its baseline."),
+    "report": Entry("ebbench.cli.report:report", MEASURE, "Write runs as one self-contained HTML file."),
+    "query": Entry("ebbench.cli.query:query", MEASURE, "Ask stored runs in SQL."),
+    "recover": Entry("ebbench.cli.recover:recover", MEASURE, "Rebuild a run that was cut off."),
+    "advise": Entry("ebbench.cli.advise:advise", UNDERSTAND, "Which policy to run, and the expected gain."),
+    "theory": Entry("ebbench.cli.theory:app", UNDERSTAND, "Thresholds, memory-safe batches, crossover."),
+    "hazard": Entry("ebbench.cli.hazard:hazard", UNDERSTAND, "The completion hazard of a workload."),
+    "tables": Entry("ebbench.cli.tables:tables", UNDERSTAND, "The papers' tables, published beside ours."),
+    "figures": Entry("ebbench.cli.figures:figures", UNDERSTAND, "The papers' figures and run timelines."),
+    "fidelity": Entry("ebbench.cli.fidelity:fidelity", UNDERSTAND, "Emulated devices against real measurements."),
+    "calibrate": Entry("ebbench.cli.calibrate:calibrate", UNDERSTAND, "Measure a device's step times."),
+    "workloads": Entry("ebbench.cli.workloads:app", LOOK_UP, "What can be asked."),
+    "scenarios": Entry("ebbench.cli.scenarios:app", LOOK_UP, "When it can be asked."),
+    "policies": Entry("ebbench.cli.policies:app", LOOK_UP, "How it can be scheduled."),
+    "devices": Entry("ebbench.cli.devices:app", LOOK_UP, "On what it can run."),
+    "serve": Entry("ebbench.cli.serve:serve", SERVE, "Serve a model with vLLM under a policy."),
+    "gateway": Entry("ebbench.cli.gateway:gateway", SERVE, "Dispatch requests over several servers."),
+    "doctor": Entry("ebbench.cli.doctor:doctor", SERVE, "What is installed, what can run here."),
+    "fake-server": Entry("ebbench.cli.fake_server:fake_server", SERVE, "A server with known latencies."),
+    "client-check": Entry("ebbench.cli.client_check:client_check", SERVE, "How far this machine's client is true."),
+}
+
+INTERRUPTED = 130
+
+
+class CommandTable(TyperGroup):
+    """A group whose commands are placeholders until one is called."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Commands whose module is there, in the order of the table."""
+        return [name for name in COMMANDS if _installed(COMMANDS[name])]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """The command if loaded, else a placeholder that carries its help line."""
+        if cmd_name not in self.commands and cmd_name in COMMANDS and _installed(COMMANDS[cmd_name]):
+            entry = COMMANDS[cmd_name]
+            return TyperCommand(cmd_name, short_help=entry.help, help=entry.help, rich_help_panel=entry.panel)
+        return super().get_command(ctx, cmd_name)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Load the command that is called."""
+        name = args[0]
+        if name not in self.commands and name in self.list_commands(ctx):
+            self.add_command(load_command(name), name)
+        elif name not in self.commands:
+            for known in self.list_commands(ctx):  # typer suggests among the commands it holds
+                self.add_command(self.get_command(ctx, known), known)
+        return super().resolve_command(ctx, args)
+
+    def main(self, *args: Any, standalone_mode: bool = True, **options: Any) -> Any:
+        """Run; in stand-alone mode errors end the process with one line and their exit code."""
+        call = super().main
+        if not standalone_mode:
+            return call(*args, standalone_mode=False, **options)
+        sys.exit(_exit_code(lambda: call(*args, standalone_mode=False, **options)))
+
+
+app = typer.Typer(
+    cls=CommandTable,
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    add_completion=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+@app.callback()
+def _about(
+    version: bool = typer.Option(False, "--version", help="Show the version and exit.", is_eager=True),
+) -> None:
+    """Which batching discipline, on my GPU, for my traffic?
+
+    Start with: ebbench run sharegpt --policy v1 --policy ebplus
+    """
+    if version:
+        from ebbench import __version__
+
+        typer.echo(f"ebbench {__version__}")
+        raise typer.Exit
+
+
+def run() -> None:
+    """Console entry of the distribution."""
+    app(prog_name="ebbench")
+
+
+def load_command(name: str) -> Any:
+    """Import a command of the table and turn it into a click command."""
+    entry = COMMANDS[name]
+    module, _, attribute = entry.target.partition(":")
+    found = getattr(importlib.import_module(module), attribute)
+    command: Any = typer.main.get_command(found if isinstance(found, typer.Typer) else _single(found, name))
+    command.name, command.short_help = name, entry.help
+    command.rich_help_panel = entry.panel
+    return command
+
+
+def _single(function: Callable[..., None], name: str) -> typer.Typer:
+    """An application of one command. A function may name its click class in ``command_class``."""
+    single = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
+    command_class: type[TyperCommand] = getattr(function, "command_class", TyperCommand)
+    single.command(name, cls=command_class, context_settings={"help_option_names": ["-h", "--help"]})(function)
+    return single
+
+
+def _installed(entry: Entry) -> bool:
+    return importlib.util.find_spec(entry.target.partition(":")[0]) is not None
+
+
+def _exit_code(call: Callable[[], Any]) -> int:
+    """Run ``call`` and turn what it raises into an exit code, saying why on stderr."""
+    try:
+        result = call()
+    except EbbenchError as error:
+        return _complain(str(error), error.exit_code)
+    except (KeyboardInterrupt, typer.Abort):
+        return _complain("interrupted", INTERRUPTED)
+    except ValueError as error:
+        if not type(error).__module__.startswith("vllm_eb"):
+            raise
+        return _complain(str(error), 2)
+    except Exception as error:
+        # click's usage errors; typer carries click under one of two names, so they are known by what they offer.
+        if not hasattr(error, "format_message"):
+            raise
+        if type(error).__name__ == "NoArgsIsHelpError":
+            error.show()  # type: ignore[attr-defined]
+            return 2
+        return _complain(_usage_message(error), int(getattr(error, "exit_code", 2)))
+    return result if isinstance(result, int) else 0
+
+
+def _usage_message(error: Any) -> str:
+    context = getattr(error, "ctx", None)
+    message = " ".join(error.format_message().split())
+    return f"{message} See `{context.command_path} --help`." if context is not None else message
+
+
+def _complain(message: str, code: int) -> int:
+    typer.secho("error: ", fg="red", bold=True, err=True, nl=False)
+    typer.echo(message, err=True)
+    return code

@@ -1,0 +1,33 @@
+"""Option parsing that several commands share."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from typer.core import TyperCommand
+
+# A workload may follow the pairs: trace:FILE is none of them.
+_PAIR = re.compile(r"^(?!trace:)[a-z0-9_]+:[^/]*$", re.IGNORECASE)
+
+
+class GoodputCommand(TyperCommand):
+    """Accepts ``--goodput ttft:500 tpot:50`` as well as one ``--goodput`` for each."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Rewrite the arguments, then parse them."""
+        return super().parse_args(ctx, expand_goodput(args))
+
+
+def expand_goodput(args: Sequence[str]) -> list[str]:
+    """Put ``--goodput`` before every further ``metric:limit`` that follows one."""
+    expanded: list[str] = []
+    rest = list(args)
+    while rest:
+        expanded.append(rest.pop(0))
+        if expanded[-1] == "--goodput" and rest:
+            expanded.append(rest.pop(0))
+            while rest and _PAIR.match(rest[0]):
+                expanded += ["--goodput", rest.pop(0)]
+    return expanded

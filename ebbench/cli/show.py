@@ -1,0 +1,51 @@
+"""``ebbench show``: print stored runs again, from their directories alone."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ebbench.cli.options import GoodputCommand
+
+
+def show(
+    runs: Annotated[list[Path], typer.Argument(help="Run directories, or directories that hold some.")],
+    goodput: Annotated[
+        list[str] | None, typer.Option("--goodput", help="Other limits in ms: ttft:500 tpot:50 e2el:5000.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON list on stdout, one entry a run.")] = False,
+) -> None:
+    """Print stored runs again: table, winner, reasons and warnings."""
+    from ebbench.analysis.slo import parse_slo
+    from ebbench.analysis.summary import summarise
+    from ebbench.records.run import Run, find_runs
+
+    slo = parse_slo(goodput) if goodput else None
+    loaded = [Run.load(path) for path in find_runs(runs)]
+    summaries = [summarise(run, slo) for run in loaded]
+    if as_json:
+        sys.stdout.write(json.dumps([s.to_dict() for s in summaries], indent=2, allow_nan=False) + "\n")
+        return
+    from rich.console import Console
+
+    from ebbench.analysis.compare import differing, group_by_policy
+    from ebbench.analysis.explain import explain
+    from ebbench.analysis.summary import summarise_phases
+    from ebbench.render.report import print_report
+
+    unequal = differing(summaries)
+    plans = {(run.manifest.seed, run.manifest.plan_hash) for run in loaded}
+    if len(plans) > len({seed for seed, _ in plans}):
+        unequal.append("plan")
+    if unequal:
+        typer.echo(f"note: these runs differ in {', '.join(unequal)}, so their figures do not compare", err=True)
+    per_phase = [(run.manifest.policy, summarise_phases(run, slo)) for run in loaded]
+    groups = group_by_policy(summaries, [explain(run) for run in loaded])
+    print_report(Console(highlight=False), groups, [pair for pair in per_phase if len(pair[1]) > 1])
+
+
+show.command_class = GoodputCommand  # type: ignore[attr-defined]

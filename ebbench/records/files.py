@@ -1,0 +1,122 @@
+"""Parquet files written so that a crash at any moment leaves only whole files, and read with clear errors."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from ebbench.errors import DataError, RunError
+
+ROW_GROUP_ROWS = 1 << 18
+# Columns with few distinct values; the rest is stored plain, which is faster to write.
+_DICTIONARY = frozenset(
+    {
+        "request_id", "phase", "status", "finish_reason", "mode", "kind", "reason", "error_class", "http_status",
+        "request_ids.list.element", "request_tokens.list.element", "preempted_ids.list.element",
+        "itl_ns.list.element",
+    }
+)  # fmt: skip
+
+
+def write_table(table: pa.Table, path: Path) -> None:
+    """Write a Parquet file through a temporary neighbour, fsync and rename. Raises RunError (disk full, ...)."""
+    _replace(path, lambda temporary: _write(table, temporary))
+
+
+def write_bytes(content: bytes, path: Path) -> None:
+    """Write a file through a temporary neighbour, fsync and rename. Raises RunError."""
+    _replace(path, lambda temporary: temporary.write_bytes(content) and None)
+
+
+def merge_tables(shards: Sequence[Path], path: Path) -> None:
+    """Join shards of one schema into ``path``, row group by row group, then remove them. One shard is renamed."""
+    if len(shards) == 1:
+        shards[0].replace(path)
+        sync_directory(path.parent)
+        return
+    _replace(path, lambda temporary: _copy_row_groups(shards, temporary))
+    for shard in shards:
+        shard.unlink()
+
+
+def read_table(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
+    """Read a Parquet file. Raises DataError naming the file when it is missing, truncated or garbage."""
+    try:
+        return pq.read_table(path, columns=list(columns) if columns is not None else None, partitioning=None)
+    except (OSError, pa.ArrowException) as error:
+        raise _unreadable(path, error) from None
+
+
+def read_footer(path: Path) -> tuple[pa.Schema, int]:
+    """Schema and row count of a Parquet file. Raises DataError as :func:`read_table`."""
+    try:
+        with pq.ParquetFile(path) as file:
+            return file.schema_arrow, int(file.metadata.num_rows)
+    except (OSError, pa.ArrowException) as error:
+        raise _unreadable(path, error) from None
+
+
+def sync_directory(directory: Path) -> None:
+    """Make renames in ``directory`` last through a power cut, where the file system lets one say so."""
+    with suppress(OSError):
+        handle = os.open(directory, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def _unreadable(path: Path, error: Exception) -> DataError:
+    if not path.exists():
+        return DataError(f"{path}: missing; the run directory is incomplete")
+    first_line = (str(error).splitlines() or [type(error).__name__])[0]
+    return DataError(f"{path}: not a readable Parquet file ({first_line})")
+
+
+def _replace(path: Path, write: Any) -> None:
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        write(temporary)
+        with temporary.open("rb+") as file:
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        with suppress(OSError):
+            temporary.unlink()
+        raise RunError(f"could not write {path}: {error.strerror or error}") from error
+    sync_directory(path.parent)
+
+
+def _writer(schema: pa.Schema, path: Path) -> pq.ParquetWriter:
+    leaves = [name for field in schema for name in _leaf_names(field)]
+    return pq.ParquetWriter(
+        path,
+        schema,
+        compression="zstd",
+        compression_level=1,
+        use_dictionary=[name for name in leaves if name in _DICTIONARY],
+        write_statistics=[name for name in leaves if "." not in name],
+    )
+
+
+def _leaf_names(field: pa.Field) -> list[str]:
+    return [f"{field.name}.list.element"] if pa.types.is_list(field.type) else [field.name]
+
+
+def _write(table: pa.Table, path: Path) -> None:
+    with _writer(table.schema, path) as writer:
+        writer.write_table(table, row_group_size=ROW_GROUP_ROWS)
+
+
+def _copy_row_groups(shards: Sequence[Path], path: Path) -> None:
+    with _writer(read_footer(shards[0])[0], path) as writer:
+        for shard in shards:
+            with pq.ParquetFile(shard) as file:
+                for index in range(file.num_row_groups):
+                    writer.write_table(file.read_row_group(index), row_group_size=ROW_GROUP_ROWS)

@@ -1,0 +1,169 @@
+"""The manifest of a run: what was asked, of what, with which software, and how far to trust the numbers."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import subprocess
+import time
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import pyarrow as pa
+
+import ebbench
+from ebbench.errors import DataError
+from ebbench.records.plan import Plan
+from ebbench.records.schema import PLAN
+
+SCHEMA_VERSION = 1
+"""Raised when a reader of the old form would misread the new one; added fields do not raise it."""
+
+Clock = Literal["virtual", "real"]
+
+
+class RunWarning(msgspec.Struct, frozen=True):
+    """One caveat of a measurement: a stable ``code``, what is so, and what to do about it (may be empty)."""
+
+    code: str
+    message: str
+    remedy: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.message} {self.remedy}".strip()
+
+
+class PhaseFact(msgspec.Struct, frozen=True):
+    """A closed-loop phase of the plan: sessions released while fewer than ``max_concurrency`` are open."""
+
+    name: str
+    sessions: int
+    max_concurrency: int
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything about a run that is not a measurement. Stored as ``manifest.json``.
+
+    ``anchor_unix_ns`` is the wall clock at the run's time 0; all other times count from there. ``phases`` empty
+    means open loop; ``max_concurrency`` then is the cap on open sessions, if any. ``plan_hash`` is equal exactly
+    when table, phases and cap are. ``rows`` counts the rows of each table. ``slo`` holds limits in ms.
+    """
+
+    schema_version: int = SCHEMA_VERSION
+    versions: dict[str, str]
+    git_commit: str | None = None
+    anchor_unix_ns: int
+    workload: str
+    scenario: str
+    seed: int
+    source: str
+    facts: dict[str, Any] = {}
+    plan_hash: str
+    phases: tuple[PhaseFact, ...] = ()
+    max_concurrency: int | None = None
+    policy: str
+    engine: str
+    clock: Clock = "virtual"
+    device: str
+    model: str
+    device_provenance: str = ""
+    kv_capacity_tokens: int | None = None
+    calibration: dict[str, Any] | None = None
+    options: dict[str, Any] = {}
+    slo: dict[str, float] = {}
+    rows: dict[str, int] = {}
+    warnings: tuple[RunWarning, ...] = ()
+    valid: bool = True
+    reasons: tuple[str, ...] = ()
+    interrupted: bool = False
+
+    @property
+    def created(self) -> str:
+        """The wall-clock anchor as ISO 8601, UTC, to the second."""
+        return datetime.fromtimestamp(self.anchor_unix_ns / 1e9, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """Readable JSON, keys in the order of the fields."""
+    return msgspec.json.format(msgspec.json.encode(manifest), indent=2) + b"\n"
+
+
+def decode_manifest(content: bytes, path: Path) -> Manifest:
+    """Read a manifest. Raises DataError naming ``path`` when it is damaged or from a newer ebbench."""
+    try:
+        version = msgspec.json.decode(content, type=_Versioned).schema_version
+        if version > SCHEMA_VERSION:
+            raise DataError(f"{path}: written by a newer ebbench (schema {version}); update ebbench to read it")
+        return msgspec.json.decode(content, type=Manifest)
+    except msgspec.MsgspecError as error:
+        raise DataError(f"{path}: not a manifest ({error})") from None
+
+
+class _Versioned(msgspec.Struct):
+    schema_version: int
+
+
+def plan_hash(plan: Plan) -> str:
+    """SHA-256 over the plan table's Arrow bytes and its release rules, as hex.
+
+    The rules count because the same table released at another concurrency is another question.
+    """
+    columns = [field.name for field in PLAN if field.name in plan.table.column_names]
+    table = plan.table.select(columns).replace_schema_metadata(None).combine_chunks()
+    sink = _HashingSink()
+    with pa.ipc.new_stream(pa.PythonFile(sink, mode="w"), table.schema) as stream:
+        stream.write_table(table)
+    rules = [(phase.name, phase.sessions, phase.max_concurrency) for phase in plan.phases]
+    sink.write(repr((rules, plan.max_concurrency)).encode())
+    return sink.digest.hexdigest()
+
+
+class _HashingSink:
+    """A file that keeps only the digest of what is written to it."""
+
+    closed = False
+
+    def __init__(self) -> None:
+        self.digest = hashlib.sha256()
+
+    def write(self, data: bytes) -> int:
+        self.digest.update(data)
+        return len(data)
+
+    def flush(self) -> None:
+        """Nothing is held back."""
+
+
+def phase_facts(plan: Plan) -> tuple[PhaseFact, ...]:
+    """The closed-loop phases of a plan in the form the manifest keeps."""
+    return tuple(PhaseFact(p.name, p.sessions, p.max_concurrency) for p in plan.phases)
+
+
+def software_versions(extra: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Versions that can change a result: ebbench, Python, numpy, pyarrow, and ``extra`` from the engine."""
+    versions = {"ebbench": ebbench.__version__, "python": platform.python_version()}
+    for name in ("numpy", "pyarrow"):
+        versions[name] = metadata.version(name)
+    return versions | dict(extra or {})
+
+
+def git_commit() -> str | None:
+    """Commit of the checkout ebbench runs from, with ``-dirty`` where files differ; None when installed."""
+    top = Path(ebbench.__file__).resolve().parent.parent
+    if not (top / ".git").exists():
+        return None
+    command = ["git", "-C", str(top), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=2, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None  # best effort: a missing git must not cost the run
+    return done.stdout.strip() or None
+
+
+def wall_clock_ns() -> int:
+    """The wall clock, for the anchor only: durations come from monotonic clocks."""
+    return time.time_ns()

@@ -1,0 +1,208 @@
+"""The run directory: manifest.json, plan.parquet, requests.parquet, steps.parquet, decisions.parquet.
+
+Tables are appended as shards while a run goes on and joined at its end; the manifest is written last, so a
+directory with a manifest is complete.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Literal
+
+import msgspec
+import pyarrow as pa
+
+from ebbench.errors import DataError, RunError, UsageError
+from ebbench.records import files
+from ebbench.records.manifest import Manifest, decode_manifest, encode_manifest
+from ebbench.records.schema import DECISIONS, PLAN, REQUESTS, STEPS
+
+MANIFEST = "manifest.json"
+TableName = Literal["plan", "requests", "steps", "decisions"]
+SCHEMAS: Mapping[str, pa.Schema] = {
+    "plan": PLAN,
+    "requests": REQUESTS,
+    "steps": STEPS,
+    "decisions": DECISIONS,
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run. Tables are read when asked for; ``tables`` holds those already in memory."""
+
+    path: Path
+    manifest: Manifest
+    tables: Mapping[str, pa.Table] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def load(cls, path: Path | str) -> Run:
+        """Open a run directory, checking that every table is there, readable and whole.
+
+        Raises DataError naming the file at fault.
+        """
+        directory = Path(path)
+        manifest = _read_manifest(directory)
+        for name, schema in SCHEMAS.items():
+            _check_table(directory / f"{name}.parquet", schema, manifest.rows.get(name))
+        return cls(directory, manifest)
+
+    def table(self, name: TableName, columns: Sequence[str] | None = None) -> pa.Table:
+        """A table, or some of its columns. Raises DataError when the file is damaged."""
+        held = self.tables.get(name)
+        if held is not None:
+            return held if columns is None else held.select(list(columns))
+        return files.read_table(self.path / f"{name}.parquet", columns)
+
+    @property
+    def requests(self) -> pa.Table:
+        """One row a planned request."""
+        return self.table("requests")
+
+    @property
+    def steps(self) -> pa.Table:
+        """One row an engine step."""
+        return self.table("steps")
+
+    @property
+    def decisions(self) -> pa.Table:
+        """One row a scheduling decision worth recording."""
+        return self.table("decisions")
+
+    @property
+    def plan(self) -> pa.Table:
+        """What was asked."""
+        return self.table("plan")
+
+
+class RunWriter:
+    """Writes one run directory. Use as a context manager: left without ``finish``, an empty directory is removed
+    and one that holds shards is kept."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._shards: dict[str, list[Path]] = {}
+        self._rows: dict[str, int] = {}
+        self._finished = False
+
+    @classmethod
+    def create(cls, path: Path | str) -> RunWriter:
+        """Make the directory. Raises UsageError when it exists, RunError when it cannot be made."""
+        directory = Path(path)
+        try:
+            directory.mkdir(parents=True)
+        except FileExistsError:
+            raise UsageError(f"output directory {directory} exists; give another --output-dir or remove it") from None
+        except OSError as error:
+            raise RunError(f"cannot make output directory {directory}: {error.strerror or error}") from error
+        return cls(directory)
+
+    def append(self, name: TableName, table: pa.Table) -> Path:
+        """Store rows as the next shard of a table. Raises RunError when they cannot be stored."""
+        shards = self._shards.setdefault(name, [])
+        path = self.path / f"{name}.part-{len(shards):04d}.parquet"
+        files.write_table(_conform(table, name), path)
+        shards.append(path)
+        self._rows[name] = self._rows.get(name, 0) + table.num_rows
+        return path
+
+    def finish(self, manifest: Manifest, tables: Mapping[str, pa.Table] | None = None) -> Run:
+        """Append ``tables``, join all shards and write the manifest, last. Returns the finished run."""
+        tables = dict(tables or {})
+        for name, table in tables.items():
+            self.append(name, table)  # type: ignore[arg-type]
+        for name, schema in SCHEMAS.items():
+            if name not in self._shards:
+                self.append(name, schema.empty_table())  # type: ignore[arg-type]
+            files.merge_tables(self._shards[name], self.path / f"{name}.parquet")
+        complete = msgspec.structs.replace(manifest, rows=dict(self._rows))
+        files.write_bytes(encode_manifest(complete), self.path / MANIFEST)
+        self._finished = True
+        whole = {name: table for name, table in tables.items() if table.num_rows == self._rows[name]}
+        return Run(self.path, complete, whole)
+
+    def __enter__(self) -> RunWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self._finished and not any(self.path.iterdir()):
+            self.path.rmdir()
+
+
+def find_runs(paths: Sequence[Path]) -> list[Path]:
+    """Run directories among ``paths``; a directory that holds run directories stands for these, in name order.
+
+    Raises DataError for a path with no run in it.
+    """
+    found: list[Path] = []
+    for path in paths:
+        inside = sorted(child.parent for child in path.glob(f"*/{MANIFEST}"))
+        found += [path] if (path / MANIFEST).exists() or not inside else inside
+    return found
+
+
+def slug(text: str) -> str:
+    """A short name safe as one path component: letters, digits, ``.``, ``_`` and ``-`` only, never hidden."""
+    clean = re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-._")
+    return re.sub(r"\.{2,}", ".", clean)[:80].rstrip("-._") or "run"
+
+
+def default_run_dir(workload: str, policy: str, *, root: Path = Path("runs"), now: datetime | None = None) -> Path:
+    """``runs/<UTC timestamp>-<workload>-<policy>``, with a number behind where that exists."""
+    stamp = (now or datetime.now(UTC)).strftime("%Y%m%dT%H%M%SZ")
+    source, _, rest = workload.partition(":")
+    short = f"{source}-{Path(rest).stem}" if rest else workload
+    return unused(root / f"{stamp}-{slug(short)}-{slug(policy)}")
+
+
+def unused(path: Path) -> Path:
+    """``path``, or the first of ``path-2``, ``path-3``, ... that does not exist."""
+    candidate, number = path, 1
+    while candidate.exists():
+        number += 1
+        candidate = path.with_name(f"{path.name}-{number}")
+    return candidate
+
+
+def _conform(table: pa.Table, name: str) -> pa.Table:
+    """The table in its schema, extra columns kept. Raises RunError when a column is missing or of another type."""
+    schema = SCHEMAS[name]
+    missing = [column.name for column in schema if column.name not in table.column_names]
+    if missing:
+        raise RunError(f"{name} table lacks {', '.join(missing)}; this is a fault of the engine")
+    extra = [table.schema.field(column) for column in table.column_names if column not in schema.names]
+    target = pa.schema([*schema, *extra])
+    try:
+        return table.select(target.names).cast(target)
+    except (pa.ArrowException, ValueError) as error:
+        raise RunError(f"{name} table does not fit its schema: {error}") from error
+
+
+def _read_manifest(directory: Path) -> Manifest:
+    path = directory / MANIFEST
+    if not directory.is_dir():
+        raise DataError(f"{directory}: no such run directory")
+    try:
+        return decode_manifest(path.read_bytes(), path)
+    except FileNotFoundError:
+        kept = any(directory.glob("*.part-*.parquet"))
+        remedy = "the run was cut off; `ebbench recover` rebuilds it from its shards" if kept else "not a run directory"
+        raise DataError(f"{path}: missing; {remedy}") from None
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror or error})") from None
+
+
+def _check_table(path: Path, schema: pa.Schema, rows: int | None) -> None:
+    found, count = files.read_footer(path)
+    lacking = [column.name for column in schema if column.name not in found.names]
+    if lacking:
+        raise DataError(f"{path}: lacks the columns {', '.join(lacking)}; not written by ebbench?")
+    if rows is not None and rows != count:
+        raise DataError(f"{path}: {count} rows where the manifest says {rows}; the file was replaced or damaged")

@@ -1,0 +1,111 @@
+"""The progress line: one a policy, on stderr; plain text where stderr is no terminal."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, TaskID, TextColumn
+from rich.progress import Progress as Bars
+
+from ebbench.engines.base import Progress
+from ebbench.render.numbers import count, duration_ms, rate
+
+MODES = {"eb": "exclusive", "mb": "mixed"}
+
+
+class Reporter(Protocol):
+    """An engine observer with a beginning and an end."""
+
+    def update(self, progress: Progress) -> None:
+        """Show a snapshot."""
+        ...
+
+    def __enter__(self) -> Reporter: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+def reporter(console: Console, label: str, planned: int, *, quiet: bool = False) -> Reporter:
+    """The right reporter for a console: live on a terminal, two lines elsewhere, none when quiet."""
+    if quiet:
+        return Silent()
+    return Live(console, label, planned) if console.is_terminal else Plain(console, label, planned)
+
+
+class Silent:
+    """Shows nothing."""
+
+    def update(self, progress: Progress) -> None:
+        """Nothing to show."""
+
+    def __enter__(self) -> Silent:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        return None
+
+
+class Plain:
+    """One line at the start and one at the end."""
+
+    def __init__(self, console: Console, label: str, planned: int) -> None:
+        self._console, self._label, self._planned = console, label, planned
+        self._last: Progress | None = None
+
+    def update(self, progress: Progress) -> None:
+        """Keep the snapshot for the last line."""
+        self._last = progress
+
+    def __enter__(self) -> Plain:
+        self._say(f"{self._label}: {count(self._planned)} requests")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._last is not None:
+            self._say(f"{self._label}: {describe(self._last)}")
+
+    def _say(self, line: str) -> None:
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+class Live:
+    """A bar with throughput and mode, redrawn in place; it stays on screen when done."""
+
+    def __init__(self, console: Console, label: str, planned: int) -> None:
+        self._bars = Bars(
+            TextColumn("{task.fields[label]}", markup=False),
+            BarColumn(bar_width=16),
+            TextColumn("{task.fields[state]}", markup=False),
+            console=console,
+            refresh_per_second=8,
+        )
+        self._task: TaskID = self._bars.add_task("", total=planned, label=label, state="starting")
+
+    def update(self, progress: Progress) -> None:
+        """Show a snapshot."""
+        self._bars.update(self._task, completed=progress.completed, state=describe(progress))
+
+    def __enter__(self) -> Live:
+        self._bars.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bars.stop()
+
+
+def describe(progress: Progress) -> str:
+    """A snapshot in words: ``1,204/4,000  9,512 tok/s  exclusive  after 31.2 s``."""
+    speed = progress.output_tokens / progress.time_s if progress.time_s > 0 else None
+    mode = MODES.get(progress.mode, progress.mode)
+    done = f"{count(progress.completed)}/{count(progress.planned)}"
+    return f"{done}  {rate(speed)} tok/s  {mode}  at {duration_ms(1000 * progress.time_s)}"

@@ -1,0 +1,49 @@
+"""Numbers as a reader wants them: three significant digits, a unit, a dash for what is undefined."""
+
+from __future__ import annotations
+
+DASH = "–"
+_BARS = " ▁▂▃▄▅▆▇█"
+
+
+def count(value: float | None) -> str:
+    """An integer with thousands separators."""
+    return DASH if value is None else f"{value:,.0f}"
+
+
+def rate(value: float | None) -> str:
+    """Something per second: integer from 100 on, else three significant digits."""
+    if value is None:
+        return DASH
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def duration_ms(value: float | None) -> str:
+    """Milliseconds in, ``162 ms``, ``8.28 s`` or ``1,204 s`` out."""
+    if value is None:
+        return DASH
+    if abs(value) < 999.5:
+        return f"{value:.3g} ms"
+    seconds = value / 1000
+    return f"{seconds:.2f} s" if seconds < 9.995 else f"{seconds:,.1f} s" if seconds < 99.95 else f"{seconds:,.0f} s"
+
+
+def percent(value: float | None) -> str:
+    """A share as ``97.3 %``."""
+    return DASH if value is None else f"{100 * value:.1f} %"
+
+
+def change(value: float | None) -> str:
+    """A relative change with its sign, ``+36.4 %``."""
+    return DASH if value is None else f"{100 * value:+.1f} %"
+
+
+def micros(seconds: float) -> str:
+    """Seconds in, microseconds out, three significant digits: ``31.4 µs``."""
+    value = seconds * 1e6
+    return f"{value:,.0f} µs" if abs(value) >= 1000 else f"{value:.3g} µs"
+
+
+def spark(shares: tuple[float, ...]) -> str:
+    """Shares in [0, 1] as a row of bars."""
+    return "".join(_BARS[round(min(max(share, 0.0), 1.0) * (len(_BARS) - 1))] or " " for share in shares)

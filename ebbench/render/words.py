@@ -1,0 +1,179 @@
+"""Summaries and stories in plain words: who wins, by how much, why, and what to keep in mind.
+
+Pure functions from data to lines of text; no markup, so that a hostile name cannot style anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ebbench.analysis.compare import (
+    TIE,
+    Gain,
+    Group,
+    baseline_of,
+    gain,
+    output_throughput,
+    ranked,
+    steady_throughput,
+)
+from ebbench.analysis.explain import CrossoverFacts, DecisionFacts, Spread, StepFacts, Story
+from ebbench.analysis.summary import Summary
+from ebbench.render.numbers import change, count, duration_ms, micros, percent, rate, spark
+
+
+def verdict(groups: Sequence[Group]) -> list[str]:
+    """Who wins, by how much over the baseline, and what that does to latency."""
+    order = ranked(groups)
+    if not order:
+        return ["No policy completed a request, so there is nothing to compare."]
+    if len(groups) == 1:
+        return [f"{order[0].policy}: {rate(order[0].mean(output_throughput))} output tokens/s over the whole run."]
+    baseline, best = baseline_of(groups), order[0]
+    reference = baseline if best is not baseline else order[1] if len(order) > 1 else baseline
+    lead = gain(best, reference)
+    if best is reference or lead is None:
+        return [f"Only {best.policy} completed requests."]
+    if lead.mean < TIE:
+        return [f"No winner: {best.policy} and {reference.policy} differ by {percent(lead.mean)}.", *_runners_up(order)]
+    lines = [
+        f"{best.policy} wins: {rate(best.mean(output_throughput))} output tokens/s over the whole run, "
+        f"{change(lead.mean)}{_uncertainty(lead)} over {reference.policy} "
+        f"({rate(reference.mean(output_throughput))}){_steady(best, reference)}."
+    ]
+    return [*lines, *_runners_up(order), _latencies(best, reference)]
+
+
+def _uncertainty(found: Gain) -> str:
+    return "" if found.spread is None else f" (± {percent(found.spread)} between seeds)"
+
+
+def _steady(best: Group, reference: Group) -> str:
+    found = gain(best, reference, steady_throughput)
+    return "" if found is None else f"; inside the steady window {change(found.mean)}"
+
+
+def _runners_up(order: Sequence[Group]) -> list[str]:
+    if len(order) < 3:
+        return []
+    best = order[0]
+    behind = [(group, gain(group, best)) for group in order[1:]]
+    shown = [f"{group.policy} {change(found.mean)}" for group, found in behind if found is not None]
+    return [f"Against {best.policy}: {', '.join(shown)}."]
+
+
+def _latencies(best: Group, reference: Group) -> str:
+    def pair(name: str) -> str:
+        ours = best.mean(lambda m: getattr(m, name).median)
+        theirs = reference.mean(lambda m: getattr(m, name).median)
+        return f"{duration_ms(ours)} (median) against {duration_ms(theirs)}"
+
+    return f"Latency beside {reference.policy}: first token after {pair('ttft')}, time per token {pair('tpot')}."
+
+
+def why(story: Story) -> list[str]:
+    """Where one run's time went and what its controller decided; empty when nothing was recorded."""
+    lines = []
+    if story.steps is not None:
+        lines.append(_time(story.steps))
+        if 0 < story.steps.eb_share < 1:
+            lines.append(_modes(story.steps, story.decisions))
+    if story.decisions is not None:
+        lines += _decisions(story.decisions)
+    return lines
+
+
+def _time(facts: StepFacts) -> str:
+    parts = []
+    for name, kind in sorted(facts.kinds.items(), key=lambda item: -item[1].share):
+        holds = []
+        if kind.mean_decode_seqs >= 0.5:
+            holds.append(f"{count(kind.mean_decode_seqs)} sequences decoding")
+        if kind.mean_prefill_tokens >= 0.5:
+            holds.append(f"{count(kind.mean_prefill_tokens)} prompt tokens")
+        load = f" with {' and '.join(holds)}" if holds else ""
+        parts.append(f"{percent(kind.share)} in {name} steps of {duration_ms(1000 * kind.mean_s)}{load}")
+    return f"Time: {'; '.join(parts)} (means over {count(facts.steps)} steps)."
+
+
+def _modes(facts: StepFacts, decisions: DecisionFacts | None) -> str:
+    line = f"Mode: exclusive batches {percent(facts.eb_share)} of the time, mixed the rest"
+    switches = decisions.switches if decisions else ()
+    if switches:
+        first = switches[0]
+        times = "once" if len(switches) == 1 else f"{len(switches)} times"
+        line += f"; switched {times}, first at {first.time_s:.1f} s ({first.reason})"
+    return f"{line}. Over time |{spark(facts.eb_timeline)}|, full bar = exclusive."
+
+
+def _decisions(facts: DecisionFacts) -> list[str]:
+    lines = []
+    if facts.k is not None and facts.n_limit is not None and facts.theta is not None:
+        lines.append(_threshold(facts, facts.k, facts.n_limit, facts.theta))
+    if facts.crossover is not None:
+        lines.append(_crossover(facts.crossover))
+    elif facts.evaluations:
+        lines.append(f"Crossover: never evaluated ({facts.last_reason}).")
+    return lines
+
+
+def _threshold(facts: DecisionFacts, k: Spread, n_limit: Spread, theta: Spread) -> str:
+    line = f"Refill: when k* = {_value(k)} of N* = {_value(n_limit)} slots are idle (theta* = {theta.median:.2f}"
+    if facts.theta0 is not None and facts.p0 is not None:
+        line += f", theta0 = {facts.theta0.median:.2f}, completion hazard p0 = {facts.p0.median:.2g} a step"
+    return f"{line})" + (f", recomputed {facts.updates} times." if facts.updates else ", fixed.")
+
+
+def _crossover(sides: CrossoverFacts) -> str:
+    winner = "exclusive" if sides.lhs > sides.rhs + sides.margin else "mixed"
+    return (
+        f"Crossover: a token costs {micros(sides.lhs)} more in a mixed batch (left side), exclusive phases add "
+        f"{micros(sides.rhs)} (right side), margin {micros(sides.margin)}: {winner} batches, at "
+        f"{count(sides.n_obs)} active sequences and decode share r = {sides.r:.2f}; exclusive ahead in "
+        f"{sides.eb_ahead} of {sides.evaluations} evaluations."
+    )
+
+
+def _value(spread: Spread) -> str:
+    if spread.low == spread.high:
+        return count(spread.median)
+    return f"{count(spread.median)} ({count(spread.low)}–{count(spread.high)})"
+
+
+def lengths(summary: Summary) -> str:
+    """Where the request lengths came from, and how long they are."""
+    m = summary.metrics
+    line = f"Requests: {count(m.planned)} of {summary.workload}, lengths from {summary.source or 'the plan'}"
+    if m.completed:
+        mean_in, mean_out = m.total_input_tokens / m.completed, m.total_output_tokens / m.completed
+        line += f", mean {count(mean_in)} tokens in, {count(mean_out)} out"
+    return f"{line}; scenario {summary.scenario}, seed {summary.seed}."
+
+
+def accounting(summary: Summary) -> str | None:
+    """What became of the requests that did not complete; None when all did."""
+    names = {"failed": "failed", "timed_out": "timed out", "cancelled": "cancelled", "never_sent": "never sent"}
+    counts = summary.metrics.counts
+    missed = [f"{count(counts[key])} {name}" for key, name in names.items() if counts[key]]
+    if not missed:
+        return None
+    return f"{count(summary.metrics.completed)} of {count(summary.metrics.planned)} completed; {', '.join(missed)}."
+
+
+def caveats(groups: Sequence[Group]) -> list[str]:
+    """Every warning, named after its policy unless all runs share it, and every reason for INVALID."""
+    summaries = [summary for group in groups for summary in group.summaries]
+    owners: dict[str, list[str]] = {}
+    for summary in summaries:
+        for warning in dict.fromkeys(str(warning) for warning in summary.warnings):
+            owners.setdefault(warning, []).append(summary.policy)
+    lines = [
+        text if len(policies) == len(summaries) else f"{', '.join(dict.fromkeys(policies))}: {text}"
+        for text, policies in owners.items()
+    ]
+    invalid = [
+        f"INVALID {summary.policy} (seed {summary.seed}): {'; '.join(summary.reasons)}."
+        for summary in summaries
+        if not summary.valid
+    ]
+    return invalid + lines
