@@ -45,20 +45,24 @@ class Curve:
         rest = operational - turns * self.period_s
         piece = np.clip(np.searchsorted(area, rest, side="right") - 1, 0, len(area) - 2)
         within = rest - area[piece]
-        return turns * self.period_s + time[piece] + self._inverse(piece, within)
+        seconds: Floats = turns * self.period_s + time[piece] + self._inverse(piece, within)
+        return seconds
 
     def _scaled(self) -> tuple[Floats, Floats, float]:
         """Rates at the start and the end of each piece, mean one, and the length of a piece in seconds."""
         levels = np.asarray(self.levels, np.float64)
         starts, ends = (levels[:-1], levels[1:]) if self.linear else (levels, levels)
-        mean = float(((starts + ends) / 2).mean())
-        return starts / mean, ends / mean, self.period_s / len(starts)
+        mean = ((starts + ends) / 2).mean()
+        scaled_starts: Floats = starts / mean
+        scaled_ends: Floats = ends / mean
+        return scaled_starts, scaled_ends, self.period_s / len(starts)
 
     def _table(self) -> tuple[Floats, Floats]:
         starts, ends, width = self._scaled()
-        area = np.concatenate([[0.0], np.cumsum((starts + ends) / 2 * width)])
+        area: Floats = np.concatenate([[0.0], np.cumsum((starts + ends) / 2 * width)])
         area[-1] = self.period_s
-        return np.arange(len(area)) * width, area
+        time: Floats = np.arange(len(area)) * width
+        return time, area
 
     def _inverse(self, piece: npt.NDArray[np.intp], within: Floats) -> Floats:
         """Time into a piece until the area ``within`` is reached: root of ``a t + (b-a) t^2/(2 w) = area``."""
@@ -66,7 +70,8 @@ class Curve:
         a, b = starts[piece], ends[piece]
         root = np.sqrt(np.maximum(0.0, a * a + 2 * (b - a) / width * within))
         denominator = a + root  # the form without cancellation: 2*area / (a + sqrt(...))
-        return np.divide(2 * within, denominator, out=np.zeros_like(within), where=denominator > 0)
+        out: Floats = np.divide(2 * within, denominator, out=np.zeros_like(within), where=denominator > 0)
+        return out
 
 
 def ramp(start: float, end: float, duration_s: float) -> Curve:

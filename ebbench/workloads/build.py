@@ -6,17 +6,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from ebbench.errors import UsageError
 from ebbench.records.plan import Plan
 from ebbench.records.schema import PLAN
-from ebbench.traffic.schedule import Load, Schedule, closed_phases, make_schedule
+from ebbench.traffic.schedule import Schedule, closed_phases
 from ebbench.traffic.spec import ScenarioSpec
 from ebbench.traffic.substreams import substream
 from ebbench.workloads.profile import draw_requests
-from ebbench.workloads.requests import Requests
+from ebbench.workloads.requests import Floats, Int64s, Requests
 from ebbench.workloads.spec import Profile
 
 
@@ -40,10 +41,20 @@ def assemble(
     sizes = np.bincount(phase, minlength=len(schedule.names))
     table = _table(requests, np.asarray(schedule.names)[phase], arrival_s, seed)
     phases = closed_phases(schedule, [int(size) for size in sizes]) if arrival_s is None else ()
+    facts = {**facts, **_counts(requests)}
     return Plan(table, phases, facts, cap if arrival_s is not None else None, warnings)
 
 
-def _within(requests: Requests, limits: Limits) -> tuple[Requests, np.ndarray, tuple[str, ...]]:
+def _counts(requests: Requests) -> dict[str, Any]:
+    return {
+        "sessions": requests.sessions,
+        "requests": len(requests),
+        "mean_input_tokens": float(np.mean(requests.input_tokens)),
+        "mean_output_tokens": float(np.mean(requests.output_tokens)),
+    }
+
+
+def _within(requests: Requests, limits: Limits) -> tuple[Requests, Int64s, tuple[str, ...]]:
     """Requests that fit, the indices of the sessions kept, and warnings."""
     everything = np.arange(requests.sessions)
     if limits.max_model_len is None:
@@ -67,7 +78,7 @@ def _within(requests: Requests, limits: Limits) -> tuple[Requests, np.ndarray, t
     return requests.keep(fits), np.unique(requests.session[fits]), (*requests.warnings, note)
 
 
-def _table(requests: Requests, phase: np.ndarray, arrival_s: np.ndarray | None, seed: int) -> pa.Table:
+def _table(requests: Requests, phase: npt.NDArray[np.str_], arrival_s: Floats | None, seed: int) -> pa.Table:
     n = len(requests)
     # Contents of different seeds share nothing, so a server's prefix cache cannot carry over between seeds.
     base = int(substream(seed, "content/streams").integers(1, 2**30)) << 32
@@ -100,7 +111,7 @@ def _ids(requests: Requests) -> pa.Array:
     return pc.binary_join_element_wise(ids, pc.cast(pa.array(requests.turn), pa.string()), ".")
 
 
-def _arrivals_ns(requests: Requests, arrival_s: np.ndarray | None) -> pa.Array:
+def _arrivals_ns(requests: Requests, arrival_s: Floats | None) -> pa.Array:
     if arrival_s is None:
         return pa.nulls(len(requests), pa.int64())
     ns = np.rint(arrival_s * 1e9).astype(np.int64)
@@ -117,6 +128,3 @@ def phase_requests(spec: ScenarioSpec, sizes: tuple[int, ...], seed: int) -> Req
     inputs = np.concatenate([piece.input_tokens for piece in pieces])
     outputs = np.concatenate([piece.output_tokens for piece in pieces])
     return Requests(np.arange(len(inputs)), np.zeros(len(inputs), np.int32), inputs, outputs)
-
-
-__all__ = ["Limits", "Load", "assemble", "make_schedule", "phase_requests"]

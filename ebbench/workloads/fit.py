@@ -8,12 +8,17 @@ lengths than published.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from ebbench.errors import UsageError
+
+Family = Literal["gamma", "lognormal"]
+Vector = npt.NDArray[np.float64]
 
 _GRID = 2000
 _LOWEST_SHARE = 1e-7  # the grid starts this far below the cap; lengths are whole tokens anyway
@@ -21,35 +26,35 @@ _MAX_STEPS = 60
 
 
 @lru_cache(maxsize=64)
-def fit_censored(
-    family: Literal["gamma", "lognormal"], mean: float, std: float, cap: float
-) -> tuple[float, float]:
+def fit_censored(family: Family, mean: float, std: float, cap: float) -> tuple[float, float]:
     """Return mean and std of the uncapped family whose values, cut at ``cap``, have ``mean`` and ``std`` (tokens).
 
     Damped Newton in (log mean, log std). Raises UsageError when no such distribution exists.
     """
-    x = np.array([math.log(mean), math.log(std)])
+    x: Vector = np.array([math.log(mean), math.log(std)])
     target = np.array([mean, std])
 
-    def miss(point: np.ndarray) -> np.ndarray:
-        return np.array(censored_moments(family, math.exp(point[0]), math.exp(point[1]), cap)) - target
+    def miss(point: Vector) -> Vector:
+        off: Vector = np.array(censored_moments(family, math.exp(point[0]), math.exp(point[1]), cap)) - target
+        return off
 
     error = miss(x)
     for _ in range(_MAX_STEPS):
         if np.max(np.abs(error) / target) < 1e-6:
             return float(math.exp(x[0])), float(math.exp(x[1]))
-        step = _newton_step(miss, x, error)
-        x, error = _damped(miss, x, error, step)
+        x, error = _damped(miss, x, error, _newton_step(miss, x, error))
     raise UsageError(f"no {family} cut at {cap:g} tokens has mean {mean:g} and std {std:g}; check the TOML file")
 
 
-def _newton_step(miss, x, error):  # type: ignore[no-untyped-def]
+def _newton_step(miss: Callable[[Vector], Vector], x: Vector, error: Vector) -> Vector:
     h = 1e-5
     jacobian = np.column_stack([(miss(x + h * unit) - error) / h for unit in np.eye(2)])
-    return np.linalg.lstsq(jacobian, -error, rcond=None)[0]
+    step: Vector = np.asarray(np.linalg.lstsq(jacobian, -error, rcond=None)[0], np.float64)
+    return step
 
 
-def _damped(miss, x, error, step):  # type: ignore[no-untyped-def]
+def _damped(miss: Callable[[Vector], Vector], x: Vector, error: Vector, step: Vector) -> tuple[Vector, Vector]:
+    """The point after the step, halved until it improves, and its error."""
     scale = min(1.0, 0.5 / max(1e-12, float(np.max(np.abs(step)))))
     for _ in range(20):
         candidate = x + scale * step
@@ -60,9 +65,7 @@ def _damped(miss, x, error, step):  # type: ignore[no-untyped-def]
     return x, error
 
 
-def censored_moments(
-    family: Literal["gamma", "lognormal"], mean: float, std: float, cap: float
-) -> tuple[float, float]:
+def censored_moments(family: Family, mean: float, std: float, cap: float) -> tuple[float, float]:
     """Mean and std of ``min(X, cap)`` for X of ``family`` with the given mean and std, by quadrature in log x."""
     log_x = np.linspace(math.log(cap * _LOWEST_SHARE), math.log(cap), _GRID)
     x = np.exp(log_x)
@@ -76,7 +79,7 @@ def censored_moments(
     return first, math.sqrt(max(0.0, second - first * first))
 
 
-def _log_density(family, mean, std, x, log_x):  # type: ignore[no-untyped-def]
+def _log_density(family: Family, mean: float, std: float, x: Vector, log_x: Vector) -> Vector:
     if family == "lognormal":
         variance = math.log1p((std / mean) ** 2)
         mu = math.log(mean) - variance / 2

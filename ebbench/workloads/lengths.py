@@ -43,7 +43,8 @@ class LengthSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         """Draw ``n`` lengths in tokens."""
         raw = _DRAW[self.family](self, rng, n) + self.offset
         upper = np.iinfo(np.int32).max if self.max is None else self.max
-        return np.clip(np.rint(raw), 1, upper).astype(np.int32)
+        lengths: Lengths = np.clip(np.rint(raw), 1, upper).astype(np.int32)
+        return lengths
 
     @property
     def text(self) -> str:

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from ebbench.errors import UsageError
 from ebbench.records.plan import Plan
-from ebbench.traffic.schedule import Load, make_schedule
-from ebbench.traffic.spec import ScenarioSpec, load_scenario
+from ebbench.traffic.schedule import Load, Schedule, make_schedule
+from ebbench.traffic.spec import Replay, ScenarioSpec, load_scenario
 from ebbench.workloads.build import Limits, assemble, phase_requests
 from ebbench.workloads.lengths import length_spec
-from ebbench.workloads.profile import draw_requests
 from ebbench.workloads.requests import Requests
+from ebbench.workloads.sources import Ask, gather
 from ebbench.workloads.spec import Profile, WorkloadSpec, load_workload
+from ebbench.workloads.trace import read_trace, replayed
+
+_TRACE = "trace:"
 
 
 @dataclass(frozen=True)
@@ -42,13 +46,13 @@ class Wish:
     def __post_init__(self) -> None:
         for key in _POSITIVE:
             value = getattr(self, key)
-            if value is not None and not value > 0:
+            if value is not None and not 0 < value < float("inf"):
                 raise UsageError(f"{key.replace('_', ' ')} must be positive, not {value:g}")
         if self.seed < 0:
             raise UsageError(f"seed must be 0 or more, not {self.seed}")
 
     @property
-    def own_lengths(self) -> bool:
+    def lengths_set(self) -> bool:
         """Whether the caller set lengths."""
         return not (self.input_len is None and self.output_len is None and self.length_distribution is None)
 
@@ -66,19 +70,75 @@ _POSITIVE = (
 
 def make_plan(wish: Wish) -> Plan:
     """Build the plan. Raises UsageError, InputFileError, RunError."""
-    scenario = load_scenario(wish.scenario or "saturated")
-    workload = load_workload(wish.workload)
-    schedule = make_schedule(scenario, wish.load, wish.num_prompts, workload.num_prompts, wish.seed)
-    requests = _requests(wish, scenario, workload, schedule.sizes)
+    trace = wish.workload.startswith(_TRACE)
+    scenario = load_scenario(wish.scenario or ("trace" if trace else "saturated"))
+    _check(wish, scenario, trace)
+    requests, schedule = _from_trace(wish, scenario) if trace else _from_workload(wish, scenario)
     cap = wish.max_concurrency or scenario.max_concurrency
     limits = Limits(wish.max_model_len, wish.drop_too_long)
-    return assemble(requests, schedule, limits, cap=cap, seed=wish.seed, facts=_facts(wish, scenario, requests))
+    facts = _facts(wish, scenario, requests)
+    return assemble(requests, schedule, limits, cap=cap, seed=wish.seed, facts=facts)
 
 
-def _requests(wish: Wish, scenario: ScenarioSpec, workload: WorkloadSpec, sizes: tuple[int, ...]) -> Requests:
+def _check(wish: Wish, scenario: ScenarioSpec, trace: bool) -> None:
+    """Refuse what would otherwise be ignored without a word."""
+    if scenario.loop == "trace" and not trace:
+        raise UsageError(f"scenario {scenario.name!r} replays recorded times; it needs a workload trace:FILE")
+    if scenario.loop == "trace" and wish.request_rate is not None:
+        raise UsageError("a replayed trace has its own rate; use --speed, or --scenario poisson with its lengths")
+    if scenario.loop != "trace" and wish.speed not in (None, 1.0):
+        raise UsageError(f"speed scales recorded times; scenario {scenario.name!r} has none")
+    if wish.lengths_set and (trace or scenario.own_lengths):
+        owner = "a trace" if trace else f"scenario {scenario.name!r}"
+        raise UsageError(f"{owner} brings its own lengths; leave out --input-len, --output-len and the distribution")
+    if trace and wish.source not in ("auto", f"file:{wish.workload.removeprefix(_TRACE)}"):
+        raise UsageError(f"a trace is its own source; leave out --source {wish.source}")
+
+
+def _from_workload(wish: Wish, scenario: ScenarioSpec) -> tuple[Requests, Schedule]:
+    workload = load_workload(wish.workload)
+    default = workload.num_prompts
+    schedule = make_schedule(scenario, wish.load, wish.num_prompts, default, wish.seed)
     if scenario.own_lengths:
-        return phase_requests(scenario, sizes, wish.seed)
-    return draw_requests(_profile(wish, workload), sum(sizes), wish.seed)
+        return phase_requests(scenario, schedule.sizes, wish.seed), schedule
+    ask = Ask(schedule.sessions, wish.seed, wish.lengths_set, wish.tokenizer, wish.with_text)
+    requests = gather(workload, _profile(wish, workload), wish.source, ask)
+    if requests.sessions < schedule.sessions:
+        schedule = make_schedule(scenario, wish.load, requests.sessions, default, wish.seed)
+    return requests, schedule
+
+
+def _from_trace(wish: Wish, scenario: ScenarioSpec) -> tuple[Requests, Schedule]:
+    requests = read_trace(Path(wish.workload.removeprefix(_TRACE)).expanduser())
+    if scenario.loop == "trace":
+        return _replay(wish, scenario, requests)
+    if scenario.own_lengths:
+        schedule = make_schedule(scenario, wish.load, wish.num_prompts, requests.sessions, wish.seed)
+        return phase_requests(scenario, schedule.sizes, wish.seed), schedule
+    # The recorded lengths in their order, at the scenario's times.
+    schedule = make_schedule(scenario, wish.load, wish.num_prompts, requests.sessions, wish.seed)
+    if requests.sessions < schedule.sessions:
+        have = requests.sessions
+        note = f"the trace has {have} requests to give, {schedule.sessions} were asked for"
+        requests = replace(requests, warnings=(*requests.warnings, note))
+        schedule = make_schedule(scenario, wish.load, have, have, wish.seed)
+    return _first(requests, schedule.sessions), schedule
+
+
+def _replay(wish: Wish, scenario: ScenarioSpec, requests: Requests) -> tuple[Requests, Schedule]:
+    replay = scenario.replay or Replay()
+    if wish.speed is not None:
+        replay = msgspec.structs.replace(replay, speed=wish.speed)
+    requests = replayed(requests, replay)
+    if wish.num_prompts is not None and wish.num_prompts > requests.sessions:
+        note = f"the trace has {requests.sessions} requests to give, {wish.num_prompts} were asked for"
+        requests = replace(requests, warnings=(*requests.warnings, note))
+    requests = _first(requests, wish.num_prompts or requests.sessions)
+    return requests, Schedule((scenario.name,), (requests.sessions,), arrival_s=requests.arrival_s)
+
+
+def _first(requests: Requests, sessions: int) -> Requests:
+    return requests.keep(requests.session < sessions) if sessions < requests.sessions else requests
 
 
 def _profile(wish: Wish, workload: WorkloadSpec) -> Profile:
@@ -94,11 +154,14 @@ def _profile(wish: Wish, workload: WorkloadSpec) -> Profile:
 
 
 def _facts(wish: Wish, scenario: ScenarioSpec, requests: Requests) -> dict[str, Any]:
+    """What the manifest should say beside the counts; only plain values."""
+    own = {"source": "scenario", "source_reason": f"{scenario.name} brings its own lengths"}
     return {
         "workload": wish.workload,
         "scenario": scenario.name,
+        "loop": scenario.loop,
         "seed": wish.seed,
-        "source": "scenario" if scenario.own_lengths else "profile",
-        "source_reason": "",
-        **requests.facts,
+        **({"request_rate": wish.request_rate} if wish.request_rate else {}),
+        **({"saturation_rate": wish.saturation_rate} if wish.saturation_rate else {}),
+        **(own if scenario.own_lengths else requests.facts),
     }

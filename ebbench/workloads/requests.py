@@ -62,9 +62,7 @@ def single_turn(input_tokens: Int32s, output_tokens: Int32s, **more: Any) -> Req
     return Requests(np.arange(n), np.zeros(n, np.int32), input_tokens, output_tokens, **more)
 
 
-def with_history(
-    rounds: Int64s, message_tokens: Int32s, output_tokens: Int32s
-) -> Requests:
+def with_history(rounds: Int64s, message_tokens: Int32s, output_tokens: Int32s) -> Requests:
     """Multi-turn requests: each prompt is all messages and answers before it, then the new message.
 
     ``rounds`` per session; the other arrays hold one entry a turn, sessions one after the other.

@@ -106,5 +106,6 @@ def resolve(name_or_path: str, directory: str, known: list[str]) -> Path:
     if name_or_path.endswith(".toml"):
         return Path(name_or_path).expanduser()
     if name_or_path not in known:
-        raise UnknownNameError(directory.removesuffix("s"), name_or_path, known)
+        more = ["trace:FILE"] if directory == "workloads" else []
+        raise UnknownNameError(directory.removesuffix("s"), name_or_path, [*known, *more])
     return bundled_dir(directory) / f"{name_or_path}.toml"

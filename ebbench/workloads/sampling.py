@@ -1,0 +1,141 @@
+"""Conversations -> requests: token counts, cuts and caps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+
+import numpy as np
+import pyarrow as pa
+
+from ebbench.workloads.records import Conversation
+from ebbench.workloads.requests import Int32s, Requests, single_turn, with_history
+from ebbench.workloads.spec import Records
+from ebbench.workloads.tokens import TokenCounter
+
+_BATCH = 256  # conversations whose texts are counted at once
+_BREAK = "\n\n"  # between a context and its question, and between the turns of a replayed conversation
+
+
+@dataclass
+class _Sample:
+    """What was selected so far, flat; ``rounds`` counts the exchanges of each session."""
+
+    rounds: list[int] = field(default_factory=list)
+    messages: list[str] = field(default_factory=list)
+    answers: list[str] = field(default_factory=list)
+    message_tokens: list[Int32s] = field(default_factory=list)
+    answer_tokens: list[Int32s] = field(default_factory=list)
+
+
+def sample_requests(
+    source: Iterable[Conversation],
+    rules: Records,
+    counter: TokenCounter,
+    sessions: int,
+    rng: np.random.Generator,
+    with_text: bool,
+) -> Requests:
+    """The first ``sessions`` conversations that the rules admit, as requests; fewer where the source ends.
+
+    ``rng`` draws the lengths LongBench contexts are cut to.
+    """
+    sample = _Sample()
+    conversations = iter(source)
+    while (missing := sessions - len(sample.rounds)) > 0:
+        batch = list(islice(conversations, min(_BATCH, missing)))
+        if not batch:
+            break
+        _admit(sample, batch, rules, counter, rng)
+    return _requests(sample, rules, counter, with_text)
+
+
+def _admit(
+    sample: _Sample, batch: list[Conversation], rules: Records, counter: TokenCounter, rng: np.random.Generator
+) -> None:
+    if rules.input_max is not None:
+        batch = _cut_contexts(batch, rules, counter, rng)
+    messages = [text for talk in batch for text in _messages(talk)]
+    answers = [exchange.answer for talk in batch for exchange in talk]
+    rounds = np.fromiter((len(talk) for talk in batch), np.int64, len(batch))
+    message_tokens, answer_tokens = counter.count(messages), counter.count(answers)
+    if rules.answer_min is not None and len(batch):
+        shortest = np.minimum.reduceat(answer_tokens, np.cumsum(rounds) - rounds)
+        rows = np.repeat(shortest >= rules.answer_min, rounds)
+        rounds = rounds[shortest >= rules.answer_min]
+        message_tokens, answer_tokens = message_tokens[rows], answer_tokens[rows]
+        messages = [text for text, kept in zip(messages, rows, strict=True) if kept]
+        answers = [text for text, kept in zip(answers, rows, strict=True) if kept]
+    sample.rounds += rounds.tolist()
+    sample.messages += messages
+    sample.answers += answers
+    sample.message_tokens.append(message_tokens)
+    sample.answer_tokens.append(answer_tokens)
+
+
+def _messages(talk: Conversation) -> Iterator[str]:
+    """Messages as they enter the prompt: in a conversation of several rounds with the breaks around them."""
+    if len(talk) == 1:
+        yield talk[0].message
+        return
+    for turn, exchange in enumerate(talk):
+        yield (_BREAK if turn else "") + exchange.message + _BREAK
+
+
+def _cut_contexts(
+    batch: list[Conversation], rules: Records, counter: TokenCounter, rng: np.random.Generator
+) -> list[Conversation]:
+    """Join context and question so that the prompt has a length drawn uniformly between the rules' bounds."""
+    lowest, highest = rules.input_min or 1, rules.input_max or 1
+    targets = rng.integers(lowest, highest, size=len(batch), endpoint=True)
+    tails = [_BREAK + talk[0].message for talk in batch]
+    tail_tokens = counter.count(tails)
+    whole = counter.count([talk[0].context for talk in batch]) + tail_tokens
+    return [
+        [talk[0]._replace(message=counter.cut(talk[0].context, int(target - tail_size)) + tail, context="")]
+        for talk, tail, tail_size, target, size in zip(batch, tails, tail_tokens, targets, whole, strict=True)
+        if size >= lowest > tail_size  # whatever the target, so that the seed does not choose the records
+    ]
+
+
+def _requests(sample: _Sample, rules: Records, counter: TokenCounter, with_text: bool) -> Requests:
+    nothing = np.zeros(0, np.int32)
+    message_tokens = np.maximum(np.concatenate([nothing, *sample.message_tokens]), 1)
+    output_tokens = np.maximum(np.concatenate([nothing, *sample.answer_tokens]), 1)
+    if rules.output_max is not None:
+        output_tokens = np.minimum(output_tokens, rules.output_max)
+    if rules.output_fixed is not None:
+        output_tokens = np.full_like(output_tokens, rules.output_fixed)
+    rounds = np.asarray(sample.rounds, np.int64)
+    single = not len(rounds) or rounds.max() == 1
+    requests = (
+        single_turn(message_tokens, output_tokens) if single else with_history(rounds, message_tokens, output_tokens)
+    )
+    if not with_text:
+        return requests
+    texts = sample.messages if single else _histories(sample, output_tokens, counter)
+    return Requests(
+        requests.session, requests.turn, requests.input_tokens, requests.output_tokens, prompt=text_array(texts)
+    )
+
+
+def _histories(sample: _Sample, output_tokens: Int32s, counter: TokenCounter) -> list[str]:
+    """Each turn's whole prompt: everything said before, answers cut to their output tokens, then the message."""
+    prompts, row = [], 0
+    for rounds in sample.rounds:
+        history = ""
+        for _ in range(rounds):
+            prompt = history + sample.messages[row]
+            prompts.append(prompt)
+            history = prompt + counter.cut(sample.answers[row], int(output_tokens[row]))
+            row += 1
+    return prompts
+
+
+def text_array(texts: list[str]) -> pa.Array:
+    """Arrow strings; halves of surrogate pairs, which JSON can smuggle in, are replaced."""
+    try:
+        return pa.array(texts, pa.string())
+    except UnicodeEncodeError:
+        return pa.array([text.encode(errors="replace").decode() for text in texts], pa.string())

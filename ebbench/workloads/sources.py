@@ -1,0 +1,189 @@
+"""Where a workload's requests come from: the hub, a file, or its length profile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ebbench.errors import EbbenchError, InputFileError, RunError, UnknownNameError, UsageError
+from ebbench.traffic.substreams import substream
+from ebbench.workloads import hub as hub_source
+from ebbench.workloads.files import Record, read_file
+from ebbench.workloads.profile import draw_requests
+from ebbench.workloads.records import Conversation, checked, columns_of, conversations, plain
+from ebbench.workloads.requests import Requests
+from ebbench.workloads.sampling import sample_requests
+from ebbench.workloads.spec import Profile, Records, WorkloadSpec
+from ebbench.workloads.tokens import TokenCounter, token_counter
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What to gather: ``sessions`` sessions under ``seed``; ``lengths_set``: the caller replaced the lengths."""
+
+    sessions: int
+    seed: int
+    lengths_set: bool = False
+    tokenizer: str | None = None
+    with_text: bool = True
+
+
+def gather(workload: WorkloadSpec, profile: Profile, source: str, ask: Ask) -> Requests:
+    """Requests from ``source`` (auto, hub, file:PATH, profile), with facts saying which and why.
+
+    Raises UsageError, InputFileError, RunError (a hub asked for by name that cannot be read).
+    """
+    _check(workload, source, ask)
+    if source.startswith("file:"):
+        return _from_file(workload, Path(source.removeprefix("file:")).expanduser(), ask)
+    if source == "hub":
+        return _from_hub(workload, ask)
+    if source == "profile":
+        return _from_profile(profile, ask, "asked for")
+    if workload.records is None:
+        return _from_profile(profile, ask, "synthetic workload")
+    if ask.lengths_set:
+        return _from_profile(profile, ask, "lengths were set")
+    return _from_either(workload, profile, ask)
+
+
+def _check(workload: WorkloadSpec, source: str, ask: Ask) -> None:
+    kind = "file" if source.startswith("file:") else source
+    if kind not in ("auto", "hub", "file", "profile") or source == "file:":
+        raise UnknownNameError("source", source, ["auto", "hub", "file:PATH", "profile"])
+    if kind not in ("hub", "file"):
+        return
+    if workload.records is None or (kind == "hub" and workload.hub is None):
+        missing = "[records]" if workload.records is None else "[hub]"
+        raise UsageError(f"workload {workload.name!r} has no {missing} in its file; leave out --source {source}")
+    if ask.lengths_set:
+        raise UsageError(f"lengths cannot be set for the records of --source {source}; leave one of them out")
+
+
+def _from_profile(profile: Profile, ask: Ask, reason: str, warnings: tuple[str, ...] = ()) -> Requests:
+    requests = draw_requests(profile, ask.sessions, ask.seed)
+    facts = {
+        "source": "profile",
+        "source_reason": reason,
+        "input_lengths": profile.input.text,
+        "output_lengths": profile.output.text,
+    }
+    return replace(requests, facts=facts, warnings=warnings)
+
+
+def _from_file(workload: WorkloadSpec, path: Path, ask: Ask) -> Requests:
+    assert workload.records is not None  # _check
+    rules = workload.records
+    requests = _select(read_file(path, columns_of(rules.schema)), str(path), rules, ask).requests
+    if not len(requests):
+        raise InputFileError(path, f"holds no {rules.schema} record that the selection rules of {workload.name} admit")
+    return _described(requests, f"file:{path}", "asked for", ask)
+
+
+def _from_hub(workload: WorkloadSpec, ask: Ask) -> Requests:
+    try:
+        return _read_hub(workload, ask)
+    except _UnreadableError as error:
+        raise RunError(
+            f"--source hub: {error}; use --source profile for lengths from published statistics, or file:PATH"
+        ) from None
+
+
+def _from_either(workload: WorkloadSpec, profile: Profile, ask: Ask) -> Requests:
+    if workload.hub is None:
+        return _from_profile(profile, ask, "the workload's file names no data set on the hub")
+    try:
+        return _read_hub(workload, ask)
+    except _UnreadableError as error:
+        warning = (
+            f"lengths come from the published statistics of {workload.name}, not from the data set: {error} "
+            "(--source profile says so without asking the hub)"
+        )
+        return _from_profile(profile, ask, str(error), (warning,))
+
+
+class _UnreadableError(EbbenchError):
+    """The hub cannot serve the data set; the message is the reason."""
+
+
+def _read_hub(workload: WorkloadSpec, ask: Ask) -> Requests:
+    assert workload.hub is not None  # _check
+    assert workload.records is not None
+    # The tokenizer is part of the key, since some rules admit records by their token counts.
+    key = f"{msgspec.json.encode(workload.records).decode()}|{ask.tokenizer}"
+    cache = hub_source.Cache(hub_source.cache_folder(), key, workload.hub)
+    kept = cache.find(ask.sessions)
+    if kept is not None:
+        taken = _select(read_file(kept, ()), str(kept), workload.records, ask)
+        return _described(taken.requests, "hub", f"{workload.hub.dataset}, read before and kept in {kept}", ask)
+    reason = hub_source.why_unreachable(workload.hub)
+    if reason is not None:
+        raise _UnreadableError(reason)
+    taken = _stream_hub(workload, ask)
+    _keep(cache, taken, ask)
+    return _described(taken.requests, "hub", f"{workload.hub.dataset}, first records of the hub's files", ask)
+
+
+def _stream_hub(workload: WorkloadSpec, ask: Ask) -> _Taken:
+    assert workload.hub is not None
+    assert workload.records is not None
+    try:
+        taken = _select(hub_source.stream(workload.hub), workload.hub.dataset, workload.records, ask)
+    except UsageError as error:
+        raise _UnreadableError(f"the data set on the hub is not as expected: {error}") from None
+    except Exception as error:  # datasets, huggingface_hub, fsspec, aiohttp, httpx: no common base
+        first = next(iter(str(error).splitlines()), "")
+        raise _UnreadableError(
+            f"{workload.hub.dataset} cannot be read: {type(error).__name__}: {first[:200]}"
+        ) from error
+    if not len(taken.requests):
+        raise _UnreadableError(f"{workload.hub.dataset} holds no record that the selection rules admit")
+    return taken
+
+
+def _keep(cache: hub_source.Cache, taken: _Taken, ask: Ask) -> None:
+    """A cache that cannot be written costs time later, nothing now."""
+    complete = taken.requests.sessions < ask.sessions
+    try:
+        cache.keep(taken.records, None if complete else ask.sessions)
+    except OSError:
+        return
+
+
+@dataclass
+class _Taken:
+    """Requests and the records (reduced, in the data set's schema) that conversations were taken from."""
+
+    requests: Requests
+    records: list[Any] = field(default_factory=list)
+
+
+def _select(records: Iterable[Record], name: str, rules: Records, ask: Ask) -> _Taken:
+    used: list[Any] = []
+
+    def talks() -> Iterator[Conversation]:
+        for record in checked(records, rules.schema, name):
+            found = conversations(record, rules)
+            if found:
+                used.append(plain(record))
+            yield from found
+
+    counter = token_counter(ask.tokenizer)
+    cut = substream(ask.seed, "content/cut")
+    requests = sample_requests(talks(), rules, counter, ask.sessions, cut, ask.with_text)
+    return _Taken(_counted(requests, counter), used)
+
+
+def _counted(requests: Requests, counter: TokenCounter) -> Requests:
+    return replace(requests, facts={"token_counts": counter.description}, warnings=counter.warnings)
+
+
+def _described(requests: Requests, source: str, reason: str, ask: Ask) -> Requests:
+    warnings = requests.warnings
+    if requests.sessions < ask.sessions:
+        warnings = (*warnings, f"{source} has {requests.sessions} sessions to give, {ask.sessions} were asked for")
+    return replace(requests, facts={"source": source, "source_reason": reason, **requests.facts}, warnings=warnings)

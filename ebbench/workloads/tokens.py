@@ -1,0 +1,111 @@
+"""How many tokens a text has: from a tokenizer where one is given, else estimated from its UTF-8 bytes.
+
+The estimate is one token per four bytes, rounded up. English text comes close to four characters a token with
+the tokenizers in use today; scripts of three-byte characters close to one token a character and a third. It is
+an estimate: the server's own ``usage`` decides in measurements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from ebbench.errors import UsageError
+from ebbench.workloads.requests import Int32s
+
+BYTES_PER_TOKEN = 4
+
+
+class TokenCounter(Protocol):
+    """Counts and cuts texts in tokens."""
+
+    @property
+    def description(self) -> str:
+        """How tokens are counted, for the manifest."""
+        ...
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What a reader of the results must know about the counts."""
+        ...
+
+    def count(self, texts: Sequence[str]) -> Int32s:
+        """Tokens of each text."""
+        ...
+
+    def cut(self, text: str, tokens: int) -> str:
+        """The beginning of ``text`` that has ``tokens`` tokens, or all of it."""
+        ...
+
+
+@dataclass(frozen=True)
+class ByteEstimate:
+    """One token per four UTF-8 bytes."""
+
+    description: str = f"estimated, one token per {BYTES_PER_TOKEN} bytes of UTF-8"
+    warnings: tuple[str, ...] = (
+        f"token counts of text are estimated (one per {BYTES_PER_TOKEN} bytes); give --tokenizer for exact ones",
+    )
+
+    def count(self, texts: Sequence[str]) -> Int32s:
+        """Tokens of each text, rounded up."""
+        sizes = np.fromiter((len(text.encode(errors="replace")) for text in texts), np.int64, len(texts))
+        return (-(-sizes // BYTES_PER_TOKEN)).astype(np.int32)
+
+    def cut(self, text: str, tokens: int) -> str:
+        """Cut after ``tokens`` times four bytes, never inside a character."""
+        if len(text) <= tokens:  # a character has at least one byte and at most four
+            return text
+        return text.encode(errors="replace")[: tokens * BYTES_PER_TOKEN].decode(errors="ignore")
+
+
+@dataclass(frozen=True)
+class TokenizerCount:
+    """Counts by a tokenizer of the ``tokenizers`` library, without special tokens."""
+
+    tokenizer: Any
+    description: str
+    warnings: tuple[str, ...] = ()
+
+    def count(self, texts: Sequence[str]) -> Int32s:
+        """Tokens of each text."""
+        encodings = self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return np.fromiter((len(encoding) for encoding in encodings), np.int32, len(texts))
+
+    def cut(self, text: str, tokens: int) -> str:
+        """Cut at the end of token number ``tokens``."""
+        offsets = self.tokenizer.encode(text, add_special_tokens=False).offsets
+        return text if len(offsets) <= tokens else text[: offsets[tokens - 1][1]]
+
+
+def token_counter(tokenizer: str | None) -> TokenCounter:
+    """Counter for a tokenizer's file, folder or hub name; None, or one that cannot be had, gives the estimate.
+
+    Raises UsageError for a file or folder that is not a tokenizer.
+    """
+    if tokenizer is None:
+        return ByteEstimate()
+    try:
+        from tokenizers import Tokenizer
+    except ImportError:
+        return _estimate(f"tokenizer {tokenizer!r} not used: the package 'tokenizers' is not installed")
+    path = Path(tokenizer).expanduser()
+    if path.exists():
+        file = path / "tokenizer.json" if path.is_dir() else path
+        try:
+            return TokenizerCount(Tokenizer.from_file(str(file)), f"tokenizer {file}")
+        except Exception as error:  # the library raises plain Exception
+            raise UsageError(f"{file} is not a tokenizer.json that can be read: {error}") from None
+    try:
+        return TokenizerCount(Tokenizer.from_pretrained(tokenizer), f"tokenizer {tokenizer}")
+    except Exception as error:  # unreachable hub, unknown name: the library raises plain Exception
+        return _estimate(f"tokenizer {tokenizer!r} not used: {str(error).splitlines()[0][:200]}")
+
+
+def _estimate(reason: str) -> ByteEstimate:
+    plain = ByteEstimate()
+    return ByteEstimate(warnings=(f"{reason}; {plain.warnings[0].partition(';')[0]}",))
