@@ -11,7 +11,7 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,7 @@ Lengths = Sequence[int] | NDArray[np.int64]
 MIN_SURVIVORS = 5  # fewer survivors at t make h(t) worthless
 _QUANTILES = (0.05, 0.95)
 _MIN_RANGE = 10  # tokens; the published fit never spans less
+_SLOPE_NOISE = 1.645  # standard errors below which CensoredHazard takes a slope for noise (one-sided 5 %)
 
 
 @dataclass(frozen=True)
@@ -82,9 +83,9 @@ class SlidingHazard:
         ordered = np.sort(lengths)
         first, last = (int(ordered[int(n * q)]) for q in _QUANTILES)
         keep = slice(first - 1, max(last, first + _MIN_RANGE))
-        fit = _weighted_line(t[keep], h[keep], survivors[keep])
+        line = _weighted_line(t[keep], h[keep], survivors[keep])
         mean = float(lengths.mean())
-        p0, eta = fit if fit is not None else (1.0 / mean, 0.0)
+        p0, eta = (line.intercept, line.slope) if line is not None else (1.0 / mean, 0.0)
         return HazardEstimate(min(max(p0, 1.0 / mean), 1.0), max(eta, 0.0), mean, n)
 
 
@@ -94,7 +95,8 @@ class CensoredHazard:
     Between two calls of ``estimate`` the requests that made their t-th token number
     ``#(completed, O >= t) + #(running now, age >= t) - #(running before, age >= t)``; no identities are needed. Events
     over that exposure are unbiased at every t, whatever the arrivals do (delayed entry and right censoring).
-    The window reaches back to the newest call that leaves at least ``window`` completions.
+    The window reaches back to the newest call that leaves at least ``window`` completions. An aborted request counts
+    for nothing after it, but what it generated before the window's start is missed: many aborts raise the estimate.
     """
 
     def __init__(self, window: int = 500, min_samples: int = 30) -> None:
@@ -136,13 +138,18 @@ class CensoredHazard:
 def _censored_fit(
     t: NDArray[np.int64], h: NDArray[np.float64], at_risk: NDArray[np.int64], samples: int
 ) -> HazardEstimate:
-    """The published fit over the same share of the distribution, its percentiles read off the survival curve."""
+    """The published fit over the same share of the distribution, its percentiles read off the survival curve.
+
+    A slope within its own noise is taken as none, and the hazard as events over exposure: clamping eta alone would
+    leave an intercept fitted to a slope that is not used, and a noisy slope extrapolates badly early on.
+    """
     rate = float(h @ at_risk) / float(at_risk.sum())
     survival = _survival(h, at_risk, np.full(len(h), rate))
     first, last = (int(np.searchsorted(-survival, q - 1.0)) for q in _QUANTILES)
     keep = slice(first, max(last + 1, first + _MIN_RANGE))
-    fit = _weighted_line(t[keep], h[keep], at_risk[keep])
-    p0, eta = fit if fit is not None and fit[1] > 0.0 else (rate, 0.0)  # without a slope: the plain rate
+    line = _weighted_line(t[keep], h[keep], at_risk[keep])
+    rising = line is not None and line.slope > _SLOPE_NOISE * math.sqrt(rate / line.spread)
+    p0, eta = (line.intercept, line.slope) if line is not None and rising else (rate, 0.0)
     mean = _mean_length(h, at_risk, np.clip(p0 + eta * t, 0.0, 1.0), eta, rate)
     return HazardEstimate(min(max(p0, 1.0 / mean), 1.0), eta, mean, samples)
 
@@ -185,10 +192,14 @@ def _events_and_risk(
     return ended[1:].astype(np.int64), np.maximum(at_risk, ended)[1:].astype(np.int64)
 
 
-def _weighted_line(
-    t: NDArray[np.int64], h: NDArray[np.float64], survivors: NDArray[np.int64]
-) -> tuple[float, float] | None:
-    """Intercept and slope of h over t with the survivors as weights; None where they do not determine a line."""
+class _Line(NamedTuple):
+    intercept: float
+    slope: float
+    spread: float  # weighted sum of squares of t; slope variance is hazard/spread
+
+
+def _weighted_line(t: NDArray[np.int64], h: NDArray[np.float64], survivors: NDArray[np.int64]) -> _Line | None:
+    """Least squares of h over t with the survivors as weights; None where they do not determine a line."""
     weight = np.where(survivors >= MIN_SURVIVORS, survivors, 0).astype(np.float64)
     total = float(weight.sum())
     if total <= 0.0:
@@ -200,7 +211,7 @@ def _weighted_line(
     if spread <= 0.0:
         return None
     slope = float((weight * centred) @ h) / spread
-    return h_mean - slope * t_mean, slope
+    return _Line(h_mean - slope * t_mean, slope, spread)
 
 
 def _as_array(values: Lengths) -> NDArray[np.int64]:

@@ -17,7 +17,9 @@ epsilons = st.floats(1e-6, 0.36)  # up to 1/e the paper's order holds
 
 
 @given(capacities, prompts, hazards, shares, epsilons)
-def test_the_bounds_come_in_the_order_of_appendix_d5(c: float, mu_l: float, p0: float, theta: float, eps: float) -> None:
+def test_the_bounds_come_in_the_order_of_appendix_d5(
+    c: float, mu_l: float, p0: float, theta: float, eps: float
+) -> None:
     bounds = memory_bounds(c, mu_l, p0, theta, eps)
     assert 0 <= bounds.n_paper <= bounds.n_peak <= bounds.n_static
     assert 0 <= bounds.n_code <= bounds.n_static
