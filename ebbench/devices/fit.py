@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
-from vllm_eb.calibration import Calibration, MixedCost
+from vllm_eb.calibration import Calibration, CalibrationError, MixedCost
 
 from ebbench.devices.base import CostModel, StepShape
 
 PREFILL_TOKENS = (256, 512, 1024, 2048, 4096)
 DECODE_SEQS = (16, 32, 64, 128, 256, 384, 512, 768, 1024)
-DECODE_CONTEXT_TOKENS = 128
+DECODE_CONTEXT_TOKENS = 512
 MIXED_TOKENS = 2048
 MIXED_SHARES = (0.1, 0.25, 0.5, 0.75, 0.9)
 
@@ -36,13 +36,13 @@ def fit_calibration(cost: CostModel, source: str, margin: float) -> Calibration:
     context = DECODE_CONTEXT_TOKENS
     alpha_d, beta_d = _line(DECODE_SEQS, [cost.step_s(decode_shape(n, context)) for n in DECODE_SEQS])
     per_token = [(cost.step_s(mixed_shape(MIXED_TOKENS, r, context)) - alpha_p) / MIXED_TOKENS for r in MIXED_SHARES]
-    c, b, a = np.polyfit(MIXED_SHARES, per_token, 2)
+    c, b, a = (float(v) for v in np.polyfit(MIXED_SHARES, per_token, 2))
     return Calibration(
         alpha_p=alpha_p,
         beta_p=beta_p,
         alpha_d=alpha_d,
         beta_d=beta_d,
-        mixed=MixedCost(float(a), float(b), float(c)),
+        mixed=_mixed(a, b, c),
         margin=margin,
         source=source,
     )
@@ -52,3 +52,11 @@ def _line(x: tuple[int, ...], y: list[float]) -> tuple[float, float]:
     """Intercept and slope; a negative intercept (superlinear prefill) is lifted to 1 us."""
     slope, intercept = np.polyfit(x, y, 1)
     return max(float(intercept), 1e-6), float(slope)
+
+
+def _mixed(a: float, b: float, c: float) -> MixedCost | None:
+    """The fitted polynomial, or None where it would give a negative cost somewhere."""
+    try:
+        return MixedCost(a, b, c)
+    except CalibrationError:
+        return None

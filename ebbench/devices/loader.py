@@ -16,6 +16,7 @@ from ebbench.devices.profiles import (
     kv_capacity_tokens,
 )
 from ebbench.devices.roofline import roofline_cost
+from ebbench.devices.table import table_cost
 from ebbench.errors import UnknownNameError, UsageError
 
 COSTS = ("auto", "table", "linear", "roofline")
@@ -28,10 +29,14 @@ def load_device(
     *,
     cost: str = "auto",
     gpu_memory_utilization: float = 0.9,
-    max_num_seqs: int = 1024,
-    max_num_batched_tokens: int = 8192,
+    max_num_seqs: int | None = None,
+    max_num_batched_tokens: int | None = None,
+    eager: bool = False,
 ) -> Device:
-    """A GPU holding a model. ``cost`` is auto, table, linear or roofline.
+    """A GPU holding a model. ``cost`` is auto (the best there is), table, linear or roofline.
+
+    ``eager`` is a server without CUDA graphs. The other settings only size the KV
+    cache; None is the profile's own value.
 
     Raises UnknownNameError for an unknown device, model or cost, UsageError when the model does not fit or
     the cost model asked for does not exist for this pair.
@@ -47,7 +52,7 @@ def load_device(
         max_num_batched_tokens=max_num_batched_tokens,
     )
     published = published_calibration(profile, geometry)
-    model_cost, provenance, warnings = _cost(cost, profile, geometry, published)
+    model_cost, provenance, warnings = _cost(cost, profile, geometry, published, eager)
     return Device(
         name=profile.name,
         model=geometry.name,
@@ -60,15 +65,21 @@ def load_device(
 
 
 def _cost(
-    wanted: str, profile: DeviceProfile, model: ModelGeometry, published: Calibration | None
+    wanted: str, profile: DeviceProfile, model: ModelGeometry, published: Calibration | None, eager: bool
 ) -> tuple[CostModel, str, tuple[str, ...]]:
+    host = profile.host.get(model.name) or profile.host.get("default") or DEFAULT_HOST
+    if wanted in ("auto", "table"):
+        built = table_cost(profile, model, host, eager=eager)
+        if built is not None:
+            return built
+    if wanted == "table":
+        raise UsageError(f"no kernel tables for {profile.name}; use --cost auto")
     if wanted in ("auto", "linear") and published is not None:
         return _linear(profile, model, published)
     if wanted == "linear":
         raise UsageError(
             f"no published linear calibration of {model.name} on {profile.name}; use --cost roofline or auto"
         )
-    host = profile.host.get(model.name, DEFAULT_HOST)
     text = f"roofline of {profile.gpu}: {profile.provenance}"
     warning = (
         f"{model.name} on {profile.name} was never profiled: step times come from data-sheet bandwidth and "

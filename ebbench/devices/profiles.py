@@ -41,7 +41,11 @@ class DeviceProfile:
     provenance: str
     margin_s_per_token: float = 1e-4
     calibration_names: tuple[str, ...] = ()
-    tables: Mapping[str, str] = field(default_factory=dict)
+    max_num_seqs: int = 1024
+    max_num_batched_tokens: int = 8192
+    sampler_bytes_per_logit: float = 45.0
+    mixed_from: str = ""
+    mixed_note: str = "taken as the sum of its parts"
     host: Mapping[str, HostCosts] = field(default_factory=dict)
 
 
@@ -139,12 +143,12 @@ def kv_capacity_tokens(
     model: ModelGeometry,
     *,
     gpu_memory_utilization: float = 0.9,
-    max_num_seqs: int = 1024,
-    max_num_batched_tokens: int = 8192,
+    max_num_seqs: int | None = None,
+    max_num_batched_tokens: int | None = None,
 ) -> int:
     """KV tokens that fit beside the weights and the activations vLLM reserves at start-up, in blocks of 16.
 
-    Raises UsageError with the numbers when the model does not fit.
+    The two limits of None are the profile's own (what a server on this GPU is usually started with). Raises UsageError with the numbers when the model does not fit.
     """
     budget = profile.memory_bytes * gpu_memory_utilization
     reserve = activation_reserve_bytes(profile, model, max_num_seqs, max_num_batched_tokens)
@@ -160,18 +164,24 @@ def kv_capacity_tokens(
     return tokens
 
 
-# vLLM's start-up run samples max_num_seqs sequences with top-k and top-p on: logits in 32 bits, their sorted
-# copy, 64-bit indices and probabilities are alive at once. About 6 float32 rows of the vocabulary a sequence.
-_SAMPLER_BYTES_PER_LOGIT = 24
 _CONTEXT_BYTES = 600_000_000  # CUDA context, libraries and workspaces
 
 
 def activation_reserve_bytes(
-    profile: DeviceProfile, model: ModelGeometry, max_num_seqs: int, max_num_batched_tokens: int
+    profile: DeviceProfile,
+    model: ModelGeometry,
+    max_num_seqs: int | None = None,
+    max_num_batched_tokens: int | None = None,
 ) -> int:
-    """Bytes vLLM sets aside for activations, sampling and the CUDA context, estimated from the shapes."""
-    width = 3 * (model.intermediate if not model.experts else model.experts_per_token * model.expert_intermediate)
-    per_token = model.dtype_bytes * (width + model.qkv_width + 4 * model.hidden)
-    sampler = max_num_seqs * model.vocab * _SAMPLER_BYTES_PER_LOGIT
-    share = min(1.0, profile.memory_bytes / 2**35)  # a small card is run with small batches
-    return int(_CONTEXT_BYTES + (max_num_batched_tokens * per_token + sampler) * share)
+    """Bytes vLLM sets aside for activations, sampling and the CUDA context, estimated from the shapes.
+
+    Its start-up run samples ``max_num_seqs`` sequences with top-k and top-p on. The native sampler sorts: logits,
+    sorted copy, 64-bit indices, work space and probabilities are alive at once, 45 bytes a logit. This meets the KV
+    capacities behind the EB paper's runs on RTX PRO 6000 and H200 within 2 %. A fused sampler takes about 11, which
+    meets the measured RTX 4090 run.
+    """
+    seqs = profile.max_num_seqs if max_num_seqs is None else max_num_seqs
+    tokens = profile.max_num_batched_tokens if max_num_batched_tokens is None else max_num_batched_tokens
+    inner = model.experts_per_token * model.expert_intermediate if model.experts else model.intermediate
+    per_token = model.dtype_bytes * (3 * inner + model.qkv_width + 4 * model.hidden)
+    return int(_CONTEXT_BYTES + tokens * per_token + seqs * model.vocab * profile.sampler_bytes_per_logit)

@@ -1,0 +1,143 @@
+"""Attention time of one layer, from joint tables where they exist, from pure tables otherwise.
+
+A step's attention is ``prefill + increment``: the prompts' own cost, and what the decodes add to it. The increment
+is measured (joint tables) or derived from the pure decode cost. How tables are continued beyond their ends:
+
+- Decodes beyond the last row: a decode costs a fixed part and a part per KV token; both are taken from the whole
+  last row, never from the slope of two points.
+- Mixed steps beyond 128 decodes: FlashAttention 2 gives every decode of a mixed batch its own tile per query head
+  and walks the batch head by head. Queries that share a KV head then find their keys in the L2 cache only while
+  the keys of the *whole batch* fit. So the cost depends on the sum of contexts, which the 128-decode rows
+  cover up to two million tokens, plus a fixed part per sequence.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[np.float64]
+
+# Query rows of one FlashAttention tile: a shorter chunk costs as much as this many rows.
+TILE_ROWS = 64
+MAX_CHUNK = 65_536
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A table on a regular grid, flattened, for multilinear interpolation with linear continuation of the last axis."""
+
+    axes: tuple[tuple[float, ...], ...]
+    values: list[float]
+
+    @staticmethod
+    def of(axes: tuple[tuple[float, ...], ...], values: Array) -> Grid:
+        """Flatten ``values`` of shape given by ``axes``; raises ValueError on a hole or a negative value."""
+        if values.shape != tuple(map(len, axes)) or not np.isfinite(values).all() or (values < 0).any():
+            raise ValueError("a kernel grid has a hole or a negative value")
+        return Grid(axes, values.ravel().tolist())
+
+    def at2(self, x: float, y: float) -> float:
+        """Bilinear interpolation; beyond the ends the outer cells continue."""
+        xs, ys = self.axes
+        i = min(max(bisect_right(xs, x) - 1, 0), len(xs) - 2)
+        j = min(max(bisect_right(ys, y) - 1, 0), len(ys) - 2)
+        x0, y0 = xs[i], ys[j]
+        u = (x - x0) / (xs[i + 1] - x0)
+        v = (y - y0) / (ys[j + 1] - y0)
+        if u < 0.0:
+            u = 0.0
+        if v < 0.0:
+            v = 0.0
+        values, width = self.values, len(ys)
+        at = i * width + j
+        low = values[at] + (values[at + 1] - values[at]) * v
+        at += width
+        return low + (values[at] + (values[at + 1] - values[at]) * v - low) * u
+
+    def at4(self, a: float, b: float, x: float, y: float) -> float:
+        """Multilinear in four axes; the first two stop at their ends, the last two continue."""
+        first, second, xs, ys = self.axes
+        i = min(max(bisect_right(first, a) - 1, 0), len(first) - 2)
+        j = min(max(bisect_right(second, b) - 1, 0), len(second) - 2)
+        s = min(max((a - first[i]) / (first[i + 1] - first[i]), 0.0), 1.0)
+        t = min(max((b - second[j]) / (second[j + 1] - second[j]), 0.0), 1.0)
+        k = min(max(bisect_right(xs, x) - 1, 0), len(xs) - 2)
+        m = min(max(bisect_right(ys, y) - 1, 0), len(ys) - 2)
+        u = max((x - xs[k]) / (xs[k + 1] - xs[k]), 0.0)
+        v = max((y - ys[m]) / (ys[m + 1] - ys[m]), 0.0)
+        width = len(ys)
+        plane = len(xs) * width
+        at = ((i * len(second) + j) * plane) + k * width + m
+        row = len(second) * plane
+        low = self._cell(at, width, u, v)
+        if t:
+            low += (self._cell(at + plane, width, u, v) - low) * t
+        if not s:
+            return low
+        high = self._cell(at + row, width, u, v)
+        if t:
+            high += (self._cell(at + row + plane, width, u, v) - high) * t
+        return low + (high - low) * s
+
+    def _cell(self, at: int, width: int, u: float, v: float) -> float:
+        values = self.values
+        low = values[at] + (values[at + 1] - values[at]) * v
+        at += width
+        return low + (values[at] + (values[at + 1] - values[at]) * v - low) * u
+
+
+@dataclass(frozen=True)
+class AttentionTables:
+    """One layer's attention in seconds.
+
+    ``first_s[c]`` is a lone prompt chunk of c tokens, ``first_context_s[c]`` its cost per cached token before it;
+    ``next_s`` and ``next_context_s`` the same for every further chunk of the step, when the GPU is already full.
+    ``decode`` is pure decode over (sequences, mean context); ``increment`` what decodes add to a prefill step over
+    (longest chunk, its context, sequences, mean context). ``window`` of 0 means none.
+    """
+
+    first_s: list[float]
+    first_context_s: list[float]
+    next_s: list[float]
+    next_context_s: list[float]
+    decode: Grid
+    increment: Grid
+    window: int = 0
+
+    def step_s(self, prefill: tuple[tuple[int, int], ...], seqs: int, kv_tokens: int) -> float:
+        """Attention of one layer for one step."""
+        window = self.window
+        context = kv_tokens / seqs if seqs else 0.0
+        if window and context > window:
+            context = float(window)
+        if not prefill:
+            return self.decode.at2(seqs, context)
+        longest, before = prefill[0]
+        total = 0.0
+        next_s, next_context_s = self.next_s, self.next_context_s
+        if len(prefill) > 1:
+            for chunk, cached in prefill:
+                if window and cached > window:
+                    cached = window
+                total += next_s[chunk] + next_context_s[chunk] * cached
+                if chunk > longest:
+                    longest, before = chunk, cached
+        if window and before > window:
+            before = window
+        if len(prefill) > 1:
+            total -= next_s[longest] + next_context_s[longest] * before
+        total += self.first_s[longest] + self.first_context_s[longest] * before
+        if seqs:
+            total += self.increment.at4(longest, before, seqs, context)
+        return total
+
+
+def increasing(values: Array, *axes: int) -> Array:
+    """The smallest array above ``values`` that does not fall along ``axes``: more work never takes less time."""
+    for axis in axes:
+        values = np.maximum.accumulate(values, axis=axis)
+    return values

@@ -1,0 +1,85 @@
+"""The packaged kernel tables: what a row means, and reading them with the checks a trusted table must pass.
+
+All times are microseconds of one call on one GPU in bfloat16. ``attention`` tables are per layer.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from ebbench.devices.profiles import DATA
+from ebbench.errors import DataError
+
+_TEXT = pa.string()
+_COUNT = pa.int32()
+
+
+def _schema(*texts: str, counts: tuple[str, ...]) -> pa.Schema:
+    fields = [pa.field(name, _TEXT, nullable=False) for name in texts]
+    fields += [pa.field(name, _COUNT, nullable=False) for name in counts]
+    return pa.schema([*fields, pa.field("time_us", pa.float32(), nullable=False)])
+
+
+_HEADS = ("heads", "kv_heads", "head_dim")
+SCHEMAS = {
+    # A matrix product of (tokens x k) by (k x n).
+    "gemm": _schema("device", counts=("n", "k", "tokens")),
+    # Attention of `seqs` one-token queries over `context` keys each.
+    "decode": _schema("device", counts=(*_HEADS, "seqs", "context")),
+    # Causal attention of `seqs` prompts of `chunk` tokens each, nothing cached.
+    "prefill": _schema("device", counts=(*_HEADS, "seqs", "chunk")),
+    # Fused experts of one layer.
+    "moe": _schema("device", counts=("hidden", "expert_intermediate", "experts", "experts_per_token", "tokens")),
+    # One layer's call by token count (per sequence for lm_head and sampler).
+    "layer": _schema("device", "model", "layer", counts=("tokens",)),
+    # Joint attention of one prompt chunk (after `before` cached tokens) and `seqs` decodes; 0 means absent.
+    "mixed": _schema("device", counts=(*_HEADS, "chunk", "before", "seqs", "context")),
+}
+
+
+@cache
+def kernel_table(kind: str) -> pa.Table:
+    """The packaged table of one kind. Raises DataError when the file is not what it should be."""
+    return read_table(DATA / "kernels" / f"{kind}.parquet", kind)
+
+
+def read_table(path: Path, kind: str) -> pa.Table:
+    """Read and check a kernel table; a wrong column (and so a wrong unit), a hole or a negative time is named."""
+    schema = SCHEMAS[kind]
+    try:
+        table = pq.read_table(path)
+    except (OSError, pa.ArrowInvalid) as error:
+        raise DataError(f"{path}: not a readable Parquet file ({error})") from None
+    unknown = [name for name in table.column_names if name not in schema.names]
+    missing = [name for name in schema.names if name not in table.column_names]
+    if unknown or missing:
+        raise DataError(
+            f"{path}: column {(unknown or missing)[0]!r} is {'unknown' if unknown else 'missing'}; "
+            f"a {kind} table has {', '.join(schema.names)}"
+        )
+    table = table.select(schema.names).cast(schema)
+    for name in schema.names:
+        if table[name].null_count:
+            raise DataError(f"{path}: column {name!r} has a hole")
+    if not pc.all(pc.greater(table["time_us"], 0.0)).as_py():
+        raise DataError(f"{path}: column 'time_us' has a value that is not positive")
+    return table
+
+
+def select(kind: str, **equal: str | int) -> pa.Table:
+    """Rows of a packaged table where the named columns equal the values."""
+    keep = pc.scalar(True)
+    for name, value in equal.items():
+        keep = keep & (pc.field(name) == value)
+    return kernel_table(kind).filter(keep)
+
+
+def source(kind: str) -> str:
+    """Where a packaged table comes from, with its licence."""
+    metadata = pq.read_schema(DATA / "kernels" / f"{kind}.parquet").metadata
+    return f"{metadata[b'source'].decode()} ({metadata[b'licence'].decode()})"

@@ -1,0 +1,293 @@
+"""From kernel table rows to the attention tables of one device and model geometry."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ebbench.devices.attention import MAX_CHUNK, TILE_ROWS, Array, AttentionTables, Grid, increasing
+from ebbench.devices.geometry import ModelGeometry
+from ebbench.devices.kerneltables import select
+from ebbench.devices.profiles import DeviceProfile
+
+US = 1e-6
+SEQS = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 4096)
+CONTEXTS = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 16384)
+CHUNKS = (16, 32, 64, 128, 256, 512, 1024, 2048)
+BEFORE = (0, 512, 1024, 2048, 4096, 8192, 16384)
+MIXED_SEQS = 128  # joint tables end here
+
+Heads = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class Surfaces:
+    """Raw surfaces in seconds: the axes are SEQS, CONTEXTS, CHUNKS, BEFORE; prompts by chunk length 0..MAX_CHUNK."""
+
+    first: Array
+    first_context: Array
+    next: Array
+    next_context: Array
+    decode: Array
+    increment: Array
+
+    def blend(self, other: Surfaces, share: float) -> Surfaces:
+        """``1 - share`` of this and ``share`` of the other."""
+        pairs = {name: (getattr(self, name), getattr(other, name)) for name in self.__dataclass_fields__}
+        return Surfaces(**{name: a + (b - a) * share for name, (a, b) in pairs.items()})
+
+    def scaled(self, queries: float, keys: float) -> Surfaces:
+        """Another geometry: work that goes with the query heads, and KV traffic, scaled apart."""
+        return Surfaces(
+            self.first * queries,
+            self.first_context * queries,
+            self.next * queries,
+            self.next_context * queries,
+            self.decode * keys,
+            np.maximum(self.increment * queries, 0.0),
+        )
+
+    def tables(self, mixed_excess: float, window: int = 0) -> AttentionTables:
+        """Freeze, with the mixed excess (increment beyond the pure decode cost) scaled."""
+        decode = increasing(self.decode, 0, 1)
+        excess = np.maximum(self.increment - decode, 0.0) * mixed_excess
+        increment = increasing(np.minimum(self.increment, decode) + excess, 2, 3)
+        first, following = self.first, self.next
+        if window:  # beyond its window a prompt's cost grows with its length only
+            lengths = np.arange(len(first))
+            inside = np.minimum(lengths, window)
+            growth = np.maximum(lengths / window, 1.0)
+            first, following = first[inside] * growth, following[inside] * growth
+        return AttentionTables(
+            increasing(first, 0).tolist(),
+            increasing(self.first_context, 0).tolist(),
+            increasing(following, 0).tolist(),
+            increasing(self.next_context, 0).tolist(),
+            Grid.of((SEQS, CONTEXTS), decode),
+            Grid.of((CHUNKS, BEFORE, SEQS, CONTEXTS), increment),
+            window,
+        )
+
+
+def surfaces(profile: DeviceProfile, model: ModelGeometry) -> Surfaces | None:
+    """The best surfaces for a device and geometry, or None where the device has no attention tables.
+
+    A device without joint tables may name one whose ratio of mixed to pure decode cost it borrows.
+    """
+    own = _own_surfaces(profile.name, model, profile.bandwidth_bytes_per_s)
+    if own is None or not profile.mixed_from:
+        return own
+    lender = _own_surfaces(profile.mixed_from, model, profile.bandwidth_bytes_per_s)
+    if lender is None:
+        return own
+    return replace(own, increment=own.decode * (lender.increment / lender.decode))
+
+
+def _own_surfaces(device: str, model: ModelGeometry, bandwidth: float) -> Surfaces | None:
+    wanted = (model.heads, model.kv_heads, model.head_dim)
+    available = _geometries(device)
+    if not available:
+        return None
+    same_keys = sorted(g for g in available if g[1:] == wanted[1:])
+    if wanted in available:
+        return _load(device, wanted, bandwidth)
+    below = [g for g in same_keys if g[0] < wanted[0]]
+    above = [g for g in same_keys if g[0] > wanted[0]]
+    if below and above:
+        low, high = below[-1], above[0]
+        share = (wanted[0] - low[0]) / (high[0] - low[0])
+        return _load(device, low, bandwidth).blend(_load(device, high, bandwidth), share)
+    nearest = min(available, key=lambda g: _distance(g, wanted))
+    queries = wanted[0] * wanted[2] / (nearest[0] * nearest[2])
+    keys = wanted[1] * wanted[2] / (nearest[1] * nearest[2])
+    return _load(device, nearest, bandwidth).scaled(queries, keys)
+
+
+def has_joint_tables(device: str) -> bool:
+    """Whether mixed attention was measured on this device."""
+    return bool(select("mixed", device=device).num_rows)
+
+
+def _distance(a: Heads, b: Heads) -> float:
+    return float(sum(abs(np.log(x / y)) for x, y in zip(a, b, strict=True)))
+
+
+def _geometries(device: str) -> list[Heads]:
+    kind = "mixed" if has_joint_tables(device) else "decode"
+    table = select(kind, device=device).select(["heads", "kv_heads", "head_dim"]).to_pydict()
+    return sorted(set(zip(table["heads"], table["kv_heads"], table["head_dim"], strict=True)))
+
+
+def _load(device: str, heads: Heads, bandwidth: float) -> Surfaces:
+    key_bytes = 4.0 * heads[1] * heads[2]  # K and V of one token, 16 bits each
+    key = {"heads": heads[0], "kv_heads": heads[1], "head_dim": heads[2]}
+    batched = _batched_prompts(device, key)
+    if not has_joint_tables(device):
+        return _from_pure(device, key, batched, key_bytes / bandwidth)
+    return _from_joint(device, key, batched)
+
+
+def _rows(kind: str, columns: tuple[str, ...], device: str, key: dict[str, int]) -> dict[tuple[int, ...], float]:
+    table = select(kind, device=device, **key).to_pydict()
+    times = [t * US for t in table["time_us"]]
+    return dict(zip(zip(*(table[c] for c in columns), strict=True), times, strict=True))
+
+
+# --- joint tables -----------------------------------------------------------------------------------------------
+
+
+def _from_joint(device: str, key: dict[str, int], batched: dict[tuple[int, ...], float]) -> Surfaces:
+    rows = _rows("mixed", ("chunk", "before", "seqs", "context"), device, key)
+    contexts = sorted({k for (_, _, s, k) in rows if s})
+    lone = {(c, 0): rows[c, 0, 0, 0] for c in CHUNKS}
+    slopes = {c: _context_slope(rows, c) for c in CHUNKS}
+    per_pair = slopes[CHUNKS[-1]] / CHUNKS[-1]
+    longer = {(chunk, 0): t for (seqs, chunk), t in batched.items() if seqs == 1 and chunk > CHUNKS[-1]}
+    first = _by_length({**lone, **longer}, per_pair)
+    first_context = _slope_by_length(slopes, per_pair)
+    following, next_context = _further_prompts(batched, first, per_pair)
+    decode = _decode_surface({(s, k): rows[0, 0, s, k] for (c, _, s, k) in rows if not c}, contexts)
+    return Surfaces(first, first_context, following, next_context, decode, _increment_surface(rows, contexts))
+
+
+def _context_slope(rows: dict[tuple[int, ...], float], chunk: int) -> float:
+    """Seconds per cached token before a lone chunk: least squares over all measured contexts."""
+    points = sorted((b, t) for (c, b, s, _), t in rows.items() if c == chunk and not s)
+    x, y = np.array(points).T
+    return max(float(np.polyfit(x, y, 1)[0]), 0.0)
+
+
+def _decode_surface(rows: dict[tuple[int, int], float], contexts: list[int]) -> Array:
+    """Pure decode over SEQS x CONTEXTS; beyond the table a fixed part per sequence and a part per KV token."""
+    seqs = sorted({s for s, _ in rows})
+    table = np.array([[rows[s, k] for k in contexts] for s in seqs])
+    last = seqs[-1]
+    fixed = (table[-1, 0] - table[-2, 0]) / (last - seqs[-2])
+    out = np.empty((len(SEQS), len(CONTEXTS)))
+    for i, n in enumerate(SEQS):
+        if n <= last:
+            column = np.array([np.interp(n, seqs, table[:, j]) for j in range(len(contexts))])
+            out[i] = _along(CONTEXTS, contexts, column)
+        else:
+            streamed = (_along(CONTEXTS, contexts, table[-1]) - table[-1, 0]) * (n / last)
+            out[i] = table[-1, 0] + fixed * (n - last) + np.maximum(streamed, 0.0)
+    return out
+
+
+def _increment_surface(rows: dict[tuple[int, ...], float], contexts: list[int]) -> Array:
+    """What decodes add to a prefill step, over CHUNKS x BEFORE x SEQS x CONTEXTS (module docstring of attention)."""
+    seqs = [s for s in sorted({s for (_, _, s, _) in rows if s}) if s <= MIXED_SEQS]
+    out = np.empty((len(CHUNKS), len(BEFORE), len(SEQS), len(CONTEXTS)))
+    for a, chunk in enumerate(CHUNKS):
+        for b, before in enumerate(BEFORE):
+            alone = rows[chunk, before, 0, 0]
+            table = np.array([[rows[chunk, before, s, k] - alone for k in contexts] for s in seqs])
+            table = increasing(np.maximum(table, 0.0), 0, 1)
+            per_seq = table[-1, 0] / MIXED_SEQS
+            for i, n in enumerate(SEQS):
+                if n <= MIXED_SEQS:
+                    column = np.array([np.interp(n, seqs, table[:, j]) for j in range(len(contexts))])
+                    out[a, b, i] = _along(CONTEXTS, contexts, column)
+                else:
+                    mean = np.array(CONTEXTS) * (n / MIXED_SEQS)
+                    out[a, b, i] = _along(mean, contexts, table[-1]) + per_seq * (n - MIXED_SEQS)
+    return out
+
+
+def _along(x: object, points: list[int], values: Array) -> Array:
+    """Linear interpolation, continued beyond the end with the mean slope of the last three cells."""
+    at = np.asarray(x, dtype=float)
+    inside = np.interp(at, points, values)
+    slope = max((values[-1] - values[-4]) / (points[-1] - points[-4]), 0.0)
+    return np.asarray(inside + np.maximum(at - points[-1], 0.0) * slope)
+
+
+# --- prompts ----------------------------------------------------------------------------------------------------
+
+
+def _batched_prompts(device: str, key: dict[str, int]) -> dict[tuple[int, ...], float]:
+    return _rows("prefill", ("seqs", "chunk"), device, key)
+
+
+def _by_length(points: dict[tuple[int, int], float], per_pair: float) -> Array:
+    """A lone prompt's cost at every length; beyond the last point it grows with the number of query-key pairs."""
+    lengths = sorted(c for c, _ in points)
+    times = np.array([points[c, 0] for c in lengths])
+    x = np.arange(MAX_CHUNK + 1, dtype=float)
+    inside = np.interp(x, lengths, np.maximum.accumulate(times))
+    beyond = np.maximum(x**2 - lengths[-1] ** 2, 0.0) / 2 * per_pair
+    return np.asarray(inside + beyond)
+
+
+def _slope_by_length(slopes: dict[int, float], per_pair: float) -> Array:
+    x = np.arange(MAX_CHUNK + 1, dtype=float)
+    lengths = sorted(slopes)
+    inside = np.interp(x, lengths, np.maximum.accumulate([slopes[c] for c in lengths]))
+    return np.asarray(inside + np.maximum(x - lengths[-1], 0.0) * per_pair)
+
+
+def _further_prompts(batched: dict[tuple[int, ...], float], first: Array, per_pair: float) -> tuple[Array, Array]:
+    """Cost of one more prompt when the GPU is already full, and its slope in cached tokens."""
+    x = np.arange(MAX_CHUNK + 1, dtype=float)
+    rows = np.ceil(x / TILE_ROWS) * TILE_ROWS
+    context = rows * per_pair
+    marginal = {}
+    for chunk in sorted({c for _, c in batched if c > 1}):
+        sizes = sorted(s for s, c in batched if c == chunk)
+        few, many = sizes[len(sizes) // 2 - 1], sizes[-1]
+        if many > few:
+            marginal[chunk] = max((batched[many, chunk] - batched[few, chunk]) / (many - few), 0.0)
+    if not marginal:  # no batched table: full tiles at the rate of a long chunk
+        return np.asarray(np.minimum(rows * (rows / 2 + TILE_ROWS / 2) * per_pair, first)), context
+    lengths = sorted(marginal)
+    inside = np.interp(x, [0, *lengths], np.maximum.accumulate([0.0, *(marginal[c] for c in lengths)]))
+    beyond = np.maximum(x**2 - lengths[-1] ** 2, 0.0) / 2 * per_pair
+    return np.asarray(inside + beyond), context
+
+
+# --- pure tables only -------------------------------------------------------------------------------------------
+
+
+def _from_pure(device: str, key: dict[str, int], batched: dict[tuple[int, ...], float], stream_s: float) -> Surfaces:
+    """Decode and prompt tables only: the increment starts as twice the pure decode cost (see HostCosts.mixed_excess).
+
+    These tables were measured with the same keys again and again, so small batches found them in the L2 cache. In
+    a model the weights pass through it between two layers: no entry is let below the time to stream its keys.
+    """
+    rows = _rows("decode", ("seqs", "context"), device, key)
+    rate = max(_stream_rate(rows), stream_s)
+    decode = np.empty((len(SEQS), len(CONTEXTS)))
+    measured = sorted({s for s, _ in rows})
+    for i, n in enumerate(SEQS):
+        low, high = max(s for s in measured if s <= n), min((s for s in measured if s >= n), default=measured[-1])
+        share = (n - low) / (high - low) if high > low else 0.0
+        ends = [_decode_row(rows, s, rate) for s in (low, high)]
+        decode[i] = ends[0] + (ends[1] - ends[0]) * share
+        if n > measured[-1]:
+            decode[i] *= n / measured[-1]
+    lone = {(c, 0): t for (s, c), t in batched.items() if s == 1}
+    *_, short, _, long = sorted(c for c, _ in lone)
+    per_pair = 2 * (lone[long, 0] - lone[short, 0]) / (long**2 - short**2)
+    first = _by_length(lone, per_pair)
+    following, next_context = _further_prompts(batched, first, per_pair)
+    contexts = sorted(c for s, c in rows if s == 1)
+    slow = max((rows[1, contexts[-1]] - rows[1, contexts[-4]]) / (contexts[-1] - contexts[-4]), 0.0)
+    first_context = np.maximum(next_context, slow)
+    increment = np.broadcast_to(2.0 * decode, (len(CHUNKS), len(BEFORE), len(SEQS), len(CONTEXTS))).copy()
+    return Surfaces(first, first_context, following, next_context, decode, increment)
+
+
+def _stream_rate(rows: dict[tuple[int, ...], float]) -> float:
+    """Seconds per KV token once keys come from memory: from the largest batch-context products measured."""
+    large = sorted(rows, key=lambda at: at[0] * at[1])[-12:]
+    return float(np.median([rows[at] / (at[0] * at[1]) for at in large]))
+
+
+def _decode_row(rows: dict[tuple[int, ...], float], seqs: int, rate: float) -> Array:
+    contexts = sorted(k for s, k in rows if s == seqs)
+    times = np.array([rows[seqs, k] for k in contexts])
+    at = np.array(CONTEXTS, dtype=float)
+    inside = np.interp(at, contexts, np.maximum.accumulate(times))
+    beyond = np.maximum(at - contexts[-1], 0.0) * seqs * rate
+    return np.asarray(np.maximum(inside + beyond, at * seqs * rate))
