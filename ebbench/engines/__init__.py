@@ -1,1 +1,49 @@
+"""Engines carry out a plan under a policy: in simulation, in vLLM on an emulated device, in vLLM, or over HTTP."""
 
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from pathlib import Path
+
+from ebbench.engines.base import Engine
+from ebbench.errors import UnknownNameError
+
+ENGINES = ("auto", "sim", "emulated", "vllm")
+
+
+def select_engine(name: str) -> tuple[Engine, str]:
+    """The engine of that name (or URL), and the sentence that tells the user which one runs and why."""
+    if name.startswith(("http://", "https://")):
+        from ebbench.engines.endpoint import EndpointEngine
+
+        return EndpointEngine(name), f"engine: the server at {name}"
+    if name not in ENGINES:
+        raise UnknownNameError("engine", name, (*ENGINES, "http://HOST:PORT"))
+    if name == "auto":
+        chosen, why = _automatic()
+        engine, _ = select_engine(chosen)
+        return engine, f"engine: {chosen} ({why})"
+    if name == "sim":
+        from ebbench.engines.sim import SimEngine
+
+        return SimEngine(), "engine: sim (vLLM's scheduling rules on an emulated device, virtual time)"
+    if name == "emulated":
+        from ebbench.engines.emulated import EmulatedEngine
+
+        return EmulatedEngine(), "engine: emulated (the real vLLM scheduler on an emulated device, virtual time)"
+    from ebbench.engines.vllm import VllmEngine
+
+    return VllmEngine(), "engine: vllm (a vLLM server started for this run)"
+
+
+def _automatic() -> tuple[str, str]:
+    if importlib.util.find_spec("vllm") is None:
+        return "sim", "vLLM is not installed"
+    if not _gpu_visible():
+        return "sim", "no GPU is visible"
+    return "vllm", "vLLM is installed and a GPU is visible"
+
+
+def _gpu_visible() -> bool:
+    return shutil.which("nvidia-smi") is not None and any(Path("/dev").glob("nvidia[0-9]*"))

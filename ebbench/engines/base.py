@@ -7,10 +7,9 @@ from typing import Protocol
 
 import pyarrow as pa
 
-from vllm_eb.policy import PolicySpec
-
 from ebbench.devices.base import Device
 from ebbench.records.plan import Plan
+from vllm_eb.policy import PolicySpec
 
 
 @dataclass(frozen=True)

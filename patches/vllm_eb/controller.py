@@ -72,10 +72,7 @@ def _no_ages() -> Sequence[int]:
 
 
 class Controller:
-    """Phase machine, KV gate, Algorithm 1 and EB+ mode selection for one engine instance.
-
-    ``running_ages`` returns the output tokens so far of every running request (for the censored estimator).
-    """
+    """Phase machine, KV gate, Algorithm 1 and EB+ mode selection for one engine instance."""
 
     def __init__(
         self,
@@ -85,23 +82,27 @@ class Controller:
         max_num_seqs: int,
         block_size: int,
         num_blocks: int,
-        running_ages: Callable[[], Sequence[int]] = _no_ages,
     ) -> None:
         self._spec = spec
         self._max_num_seqs, self._num_blocks = max_num_seqs, num_blocks
         self._capacity_tokens = block_size * num_blocks
-        self._running_ages = running_ages
+        self._running_ages: Callable[[], Sequence[int]] = _no_ages
         self._adaptive = AdaptiveThreshold(spec, calibration, max_num_seqs, self._capacity_tokens)
         self._selector = ModeSelector(calibration, spec.margin, max_num_seqs) if spec.kind == "ebplus" else None
         self._mode: Mode = "eb" if spec.kind in ("v0", "deferred", "eb") else "mb"
         self._phase: Phase = "decode" if self._mode == "eb" else "mixed"
         self._quota = self._admitted = 0
+        self._blocked = False
         self._records: list[Record] = []
 
     @property
     def mode(self) -> Mode:
         """Mode in force."""
         return self._mode
+
+    def follow_ages(self, running_ages: Callable[[], Sequence[int]]) -> None:
+        """Say how to learn the output tokens so far of every running request (for the censored estimator)."""
+        self._running_ages = running_ages
 
     def on_prompt(self, input_tokens: int) -> None:
         """A request was admitted for the first time. Its prompt has that many tokens."""
@@ -132,16 +133,17 @@ class Controller:
         if self._phase == "prefill" and not self._refilling(view):
             self._enter("decode", view, "refill complete")
         elif self._phase != "prefill":
-            reason = self._refill_reason(view)
+            reason = None if self._blocked and view.decoding else self._refill_reason(view)
+            self._blocked = False
             if reason is not None:
                 self._quota, self._admitted = max(min(view.waiting, self._idle(view)), 0), 0
                 self._enter("prefill", view, reason)
         return self._decision(view)
 
-    def prefill_blocked(self, view: View) -> Decision:
-        """A prefill step could schedule nothing (no KV blocks): decode instead, completions free blocks."""
+    def prefill_blocked(self, view: View) -> None:
+        """The prefill step just decided on could schedule nothing: the next one decodes, completions free blocks."""
+        self._blocked = True
         self._enter("decode", view, "no KV blocks for a prefill")
-        return self._decision(view)
 
     # Phases.
 

@@ -1,0 +1,154 @@
+"""The ``sim`` engine: vLLM's scheduling rules and the policies on an emulated device, in virtual time."""
+
+from __future__ import annotations
+
+import time
+
+from ebbench.devices.base import Device
+from ebbench.engines.base import EngineOptions, EngineResult, Observer, Progress
+from ebbench.errors import RunError, UsageError
+from ebbench.records.plan import Plan
+from ebbench.simulation.instance import Instance, SchedulerLimits
+from ebbench.simulation.kv import CachingKv, CountingKv, IdentityNeeded, KvBlocks
+from ebbench.simulation.loop import EventLoop
+from ebbench.simulation.state import RequestState
+from ebbench.simulation.tables import StepLog, decisions_table, requests_table, steps_table
+from vllm_eb.controller import Controller, Record
+from vllm_eb.policy import PolicySpec
+
+PROGRESS_INTERVAL_S = 0.1
+
+
+class SimEngine:
+    """Runs a plan in virtual time; seconds of wall time for minutes of traffic."""
+
+    name = "sim"
+
+    def run(
+        self, plan: Plan, policy: PolicySpec, device: Device, options: EngineOptions, observer: Observer | None = None
+    ) -> EngineResult:
+        """Run to the end of the plan. Raises UsageError for a request that can never fit, RunError on a deadlock."""
+        total = num_kv_blocks(device, options)
+        _check_fits(plan, options, total)
+        if options.enable_prefix_caching and not _shares_content(plan):
+            try:
+                return _simulate(plan, policy, device, options, observer, total, identity=False)
+            except IdentityNeeded:
+                # Someone was preempted: from here on cached blocks can be hit. Exactness needs block identities.
+                pass
+        return _simulate(plan, policy, device, options, observer, total, identity=options.enable_prefix_caching)
+
+
+def num_kv_blocks(device: Device, options: EngineOptions) -> int:
+    """KV blocks of the instance: as asked for, or what the device's capacity holds."""
+    return options.num_kv_blocks or device.kv_capacity_tokens // options.block_size
+
+
+def _shares_content(plan: Plan) -> bool:
+    table = plan.table
+    return table["hash_ids"].null_count < len(plan) or len(table["content"].unique()) < len(plan)
+
+
+def _check_fits(plan: Plan, options: EngineOptions, total_blocks: int) -> None:
+    state = RequestState(plan)
+    if not len(plan):
+        raise UsageError("the plan holds no requests; raise --num-prompts")
+    tokens = state.last + 1
+    worst = int(tokens.argmax())
+    if int(tokens[worst]) > options.max_model_len:
+        raise UsageError(
+            f"request {plan.table['request_id'][worst]} has {tokens[worst]} tokens, more than --max-model-len "
+            f"{options.max_model_len}; raise it or pass --drop-too-long"
+        )
+    if -(-int(state.last[worst]) // options.block_size) > total_blocks:
+        raise UsageError(
+            f"request {plan.table['request_id'][worst]} has {tokens[worst]} tokens and can never fit in "
+            f"{total_blocks} KV blocks of {options.block_size}; use a larger device or --num-kv-blocks"
+        )
+
+
+def _simulate(
+    plan: Plan,
+    policy: PolicySpec,
+    device: Device,
+    options: EngineOptions,
+    observer: Observer | None,
+    total_blocks: int,
+    *,
+    identity: bool,
+) -> EngineResult:
+    state, log = RequestState(plan), StepLog()
+    kv: KvBlocks = (
+        CachingKv(state, total_blocks, options.block_size)
+        if identity
+        else CountingKv(state, total_blocks, caching=options.enable_prefix_caching)
+    )
+    limits = SchedulerLimits(
+        options.max_num_seqs,
+        options.max_num_batched_tokens,
+        options.block_size,
+        options.long_prefill_token_threshold,
+        options.async_scheduling,
+    )
+    controller = _controller(policy, device, options, total_blocks)
+    instance = Instance(state, limits, device.cost, kv, controller, log)
+    if controller is not None:
+        controller.follow_ages(instance.running_ages)
+    loop = EventLoop(plan, state, [instance], tick=_ticker(plan, policy, state, instance, observer))
+    interrupted = False
+    try:
+        loop.run()
+    except KeyboardInterrupt:
+        interrupted = True
+    if not interrupted and loop.ended < len(plan):
+        raise RunError(f"{len(plan) - loop.ended} of {len(plan)} requests never ended: the scheduler is stuck")
+    records: list[tuple[int, Record]] = [(0, r) for r in controller.drain_records()] if controller is not None else []
+    request_ids = plan.table["request_id"].combine_chunks()
+    return EngineResult(
+        requests=requests_table(plan, state),
+        steps=steps_table(log.steps, request_ids, total_blocks),
+        decisions=decisions_table(records),
+        interrupted=interrupted,
+    )
+
+
+def _controller(policy: PolicySpec, device: Device, options: EngineOptions, total_blocks: int) -> Controller | None:
+    if policy.kind == "v1":
+        return None
+    return Controller(
+        policy,
+        device.calibration,
+        max_num_seqs=options.max_num_seqs,
+        block_size=options.block_size,
+        num_blocks=total_blocks,
+    )
+
+
+def _ticker(plan: Plan, policy: PolicySpec, state: RequestState, instance: Instance, observer: Observer | None):  # type: ignore[no-untyped-def]
+    """A callback for the event loop that shows progress a few times per second of wall time."""
+    if observer is None:
+        return None
+    last_s = time.perf_counter()
+
+    def tick(now_ns: int) -> None:
+        nonlocal last_s
+        wall_s = time.perf_counter()
+        if wall_s - last_s < PROGRESS_INTERVAL_S:
+            return
+        last_s = wall_s
+        outputs = int((state.next_slot - state.first_slot).sum())
+        observer.update(
+            Progress(
+                policy=policy.name,
+                completed=int(state.done.sum()),
+                planned=len(plan),
+                output_tokens=outputs,
+                total_tokens=outputs + int(state.prompt[state.done].sum()),
+                time_s=now_ns / 1e9,
+                mode=instance.mode,
+                running=len(instance.running),
+                waiting=len(instance.waiting),
+            )
+        )
+
+    return tick

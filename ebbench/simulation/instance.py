@@ -1,0 +1,379 @@
+"""One engine instance: vLLM v1's scheduler (0.32) and engine loop in virtual time.
+
+``wake`` does what the engine core does between two blocking waits and returns when it wants to be woken next; the
+event loop owns the clock. Rules that are not written here: which phase a step belongs to, that is the policy core
+(:mod:`vllm_eb.controller`), and how long a step lasts, that is the device's cost model.
+
+Asynchronous scheduling is vLLM's: up to two steps are out at a time, so step n+1 is scheduled before the completions
+of step n are known and a freed slot is seen one step late. A step that could schedule nothing takes no time but, as in
+vLLM, a place in the queue of two.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from ebbench.devices.base import CostModel, StepShape
+from ebbench.simulation.kv import KvBlocks
+from ebbench.simulation.state import UNSET, Ints, RequestState
+from vllm_eb.controller import Controller, View
+
+NS_PER_S = 1e9
+
+
+@dataclass(frozen=True)
+class SchedulerLimits:
+    """vLLM's settings of the same names."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    block_size: int
+    long_prefill_token_threshold: int
+    async_scheduling: bool
+
+
+@dataclass(slots=True)
+class Step:
+    """A scheduled step. ``rows`` and ``tokens`` in scheduling order; ``sampled`` rows get a token at ``end_ns``."""
+
+    scheduled_ns: int
+    start_ns: int = 0
+    end_ns: int = 0
+    rows: Ints = field(default_factory=lambda: _EMPTY)
+    tokens: Ints = field(default_factory=lambda: _EMPTY)
+    sampled: Ints = field(default_factory=lambda: _EMPTY)
+    prefill_tokens: int = 0
+    decode_seqs: int = 0
+    preempted: list[int] = field(default_factory=list)
+    mode: str = "mb"
+    k: int | None = None
+    n_limit: int | None = None
+    kv_blocks_used: int = 0
+    waiting: int = 0
+    running: int = 0
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing was scheduled."""
+        return not len(self.rows)
+
+
+class StepSink(Protocol):
+    """Receives every step that ran, in order."""
+
+    def step(self, instance: int, step: Step) -> None:
+        """Record a step; its fields will not change any more."""
+        ...
+
+
+class Instance:
+    """Scheduler state and engine loop of one instance."""
+
+    def __init__(
+        self,
+        state: RequestState,
+        limits: SchedulerLimits,
+        cost: CostModel,
+        kv: KvBlocks,
+        controller: Controller | None,
+        sink: StepSink,
+        index: int = 0,
+    ) -> None:
+        self._state, self._limits, self._cost, self._kv = state, limits, cost, kv
+        self._controller, self._sink, self.index = controller, sink, index
+        self._inbox: deque[int] = deque()
+        self.waiting: deque[int] = deque()
+        self.running: Ints = _EMPTY
+        self._stale: dict[int, bool] = {}  # preempted with a step in flight: does that step sample for it?
+        self._queue: deque[Step] = deque()
+        self._blocked = False
+        self._device_free_ns = 0
+        self._steps = 0
+
+    @property
+    def idle(self) -> bool:
+        """Whether a new arrival must wake it."""
+        return not self._blocked
+
+    @property
+    def mode(self) -> str:
+        """Mode in force, for the live line."""
+        return self._controller.mode if self._controller is not None else "mb"
+
+    def add(self, row: int) -> None:
+        """A request has arrived. It is seen at the next scheduling step."""
+        self._inbox.append(row)
+
+    def running_ages(self) -> Sequence[int]:
+        """Output tokens so far of every running request."""
+        ages: list[int] = self._state.outputs(self.running).tolist()
+        return ages
+
+    def wake(self, now_ns: int) -> tuple[int | None, list[int]]:
+        """Take up the engine loop at ``now_ns``. Returns when to be woken again (None: on arrival) and what ended.
+
+        The caller passes on the ended rows and wakes it again at the same time before anything later happens, so
+        that requests released by a completion are there for the next scheduling step.
+        """
+        if self._blocked:
+            self._blocked = False
+            ended = self._update(self._queue.popleft())
+            if ended:
+                return now_ns, ended
+        depth = 2 if self._limits.async_scheduling else 1
+        while True:
+            self.waiting.extend(self._inbox)
+            self._inbox.clear()
+            if len(self.running) or self.waiting:
+                step = self._schedule(now_ns)
+                self._queue.append(step)
+                if step.empty and all(queued.empty for queued in self._queue):
+                    self._queue.clear()  # nothing in flight and nothing schedulable: only an arrival can help
+                    return None, []
+                if len(self._queue) < depth:
+                    continue
+            elif not self._queue:
+                return None, []
+            if self._queue[0].empty:
+                self._queue.popleft()
+                continue
+            self._blocked = True
+            return self._queue[0].end_ns, []
+
+    # One scheduling step.
+
+    def _schedule(self, now_ns: int) -> Step:
+        step = Step(now_ns)
+        if self._controller is None:
+            self._fill(step, self.running, admit=True, running_limit=self._limits.max_num_seqs)
+        else:
+            self._schedule_by_policy(step, self._controller)
+        if not step.empty:
+            self._run(step)
+        return step
+
+    def _schedule_by_policy(self, step: Step, controller: Controller) -> None:
+        partial = self._state.partial[self.running]
+        prefilling = int(np.count_nonzero(partial))
+        view = View(
+            now_s=step.scheduled_ns / NS_PER_S,
+            step_id=self._steps,
+            decoding=len(self.running) - prefilling,
+            prefilling=prefilling,
+            waiting=len(self.waiting),
+            free_blocks=self._kv.free,
+        )
+        decision = controller.decide(view)
+        step.mode, step.k, step.n_limit = decision.mode, decision.k, decision.n_limit
+        if decision.phase == "mixed":
+            self._fill(step, self.running, admit=True, running_limit=decision.running_limit)
+        elif decision.phase == "decode":
+            rows = self.running[~partial] if prefilling else self.running
+            self._fill(step, rows, admit=False, running_limit=decision.running_limit)
+        else:
+            self._fill(step, self.running[partial], admit=True, running_limit=decision.running_limit)
+            if step.empty:
+                controller.prefill_blocked(view)
+
+    def _fill(self, step: Step, candidates: Ints, *, admit: bool, running_limit: int) -> None:
+        """vLLM's ``schedule()`` with the running requests outside ``candidates`` set aside."""
+        threshold = self._limits.long_prefill_token_threshold
+        if threshold and len(candidates) + len(self.waiting) <= 1:
+            threshold = 0
+        rows, tokens, budget = self._schedule_running(step, candidates, threshold)
+        if admit and not step.preempted and self.waiting:
+            new_rows, new_tokens = self._admit(step.scheduled_ns, budget, threshold, running_limit)
+            if new_rows:
+                rows = np.concatenate([rows, np.array(new_rows, np.int64)])
+                tokens = np.concatenate([tokens, np.array(new_tokens, np.int64)])
+        step.rows, step.tokens = rows, tokens
+
+    def _schedule_running(self, step: Step, candidates: Ints, threshold: int) -> tuple[Ints, Ints, int]:
+        state, budget = self._state, self._limits.max_num_batched_tokens
+        computed = state.computed[candidates]
+        tokens = state.target[candidates] - computed
+        tokens[computed >= state.last[candidates]] = 0  # the last token is in flight: no further step is needed
+        if threshold:
+            np.minimum(tokens, threshold, out=tokens)
+        if int(tokens.sum()) > budget:
+            before = np.cumsum(tokens) - tokens
+            tokens = np.clip(budget - before, 0, tokens)
+        block_size = self._limits.block_size
+        need = (computed + tokens + (block_size - 1)) // block_size - state.held_blocks[candidates]
+        np.maximum(need, 0, out=need)
+        total_need = int(need.sum())
+        if total_need > self._kv.free:
+            kept = self._preempt_until_fits(step, candidates, need)
+            candidates, tokens, need = candidates[:kept], tokens[:kept], need[:kept]
+            total_need = int(need.sum())
+        if total_need:
+            growing = np.flatnonzero(need)
+            grown, blocks = candidates[growing], need[growing]
+            self._kv.allocate(grown.tolist(), blocks.tolist())
+            state.held_blocks[grown] += blocks
+        scheduled = tokens > 0
+        if not scheduled.all():
+            candidates, tokens = candidates[scheduled], tokens[scheduled]
+        partial = state.partial[candidates]
+        if partial.any():
+            # Findable from now on, also for requests admitted in this very step.
+            after = state.computed[candidates[partial]] + tokens[partial]
+            for row, known in zip(candidates[partial].tolist(), after.tolist(), strict=True):
+                self._kv.publish(row, known)
+        return candidates, tokens, budget - int(tokens.sum())
+
+    def _preempt_until_fits(self, step: Step, candidates: Ints, need: Ints) -> int:
+        """Preempt from the end until those before it fit; returns how many candidates remain."""
+        cumulative = np.cumsum(need)
+        kept = len(candidates)
+        while True:
+            short = int(np.searchsorted(cumulative[:kept], self._kv.free, side="right"))
+            if short >= kept:
+                break
+            kept -= 1
+            self._preempt(step, int(candidates[kept]))
+            if kept == short:
+                break
+        victims = np.zeros(self._state.count, np.bool_)
+        victims[step.preempted] = True
+        self.running = self.running[~victims[self.running]]
+        return kept
+
+    def _preempt(self, step: Step, row: int) -> None:
+        state = self._state
+        in_flight = next((queued for queued in self._queue if row in queued.rows), None)
+        samples = in_flight is not None and bool(np.any(in_flight.sampled == row))
+        if in_flight is not None:
+            self._stale[row] = samples
+        known = int(state.target[row]) - samples
+        self._kv.release(row, min(int(state.computed[row]), known - 1))
+        state.target[row], state.computed[row], state.held_blocks[row] = known, 0, 0
+        state.partial[row] = False
+        state.preemptions[row] += 1
+        self.waiting.appendleft(row)
+        step.preempted.append(row)
+
+    def _admit(self, now_ns: int, budget: int, threshold: int, running_limit: int) -> tuple[list[int], list[int]]:
+        state, kv, block_size = self._state, self._kv, self._limits.block_size
+        rows: list[int] = []
+        tokens: list[int] = []
+        skipped: list[int] = []
+        running = len(self.running)
+        while budget > 0 and self.waiting and running + len(rows) < running_limit:
+            row = self.waiting[0]
+            if row in self._stale:
+                skipped.append(self.waiting.popleft())
+                continue
+            known = int(state.target[row])
+            hits = kv.lookup(row, known)
+            cached = len(hits) * block_size
+            chunk = known - cached
+            if 0 < threshold < chunk:
+                chunk = threshold
+            chunk = min(chunk, budget)
+            pinned = kv.evictable(hits)
+            if -(-known // block_size) - len(hits) + pinned > kv.free:
+                break
+            self.waiting.popleft()
+            need = -(-(cached + chunk) // block_size) - len(hits)
+            kv.adopt(row, hits)
+            kv.allocate((row,), (need,))
+            state.held_blocks[row] = len(hits) + need
+            state.computed[row] = cached
+            self._note_admission(row, cached, now_ns)
+            kv.publish(row, cached + chunk)
+            state.partial[row] = True
+            rows.append(row)
+            tokens.append(chunk)
+            budget -= chunk
+        self.waiting.extendleft(reversed(skipped))
+        if rows:
+            self.running = np.concatenate([self.running, np.array(rows, np.int64)])
+        return rows, tokens
+
+    def _note_admission(self, row: int, cached_tokens: int, now_ns: int) -> None:
+        state = self._state
+        first = state.scheduled_ns[row] == UNSET
+        if first:
+            state.scheduled_ns[row] = now_ns
+            state.cached_tokens[row] = cached_tokens
+        if self._controller is not None:
+            if first:
+                self._controller.on_prompt(int(state.prompt[row]))
+            else:
+                self._controller.on_resume()
+
+    def _run(self, step: Step) -> None:
+        """Advance the scheduled requests, time the step on the device and hand it to the sink."""
+        state, rows = self._state, step.rows
+        before = state.computed[rows]
+        after = before + step.tokens
+        state.computed[rows] = after
+        complete = after == state.target[rows]
+        step.sampled = rows if complete.all() else rows[complete]
+        state.target[step.sampled] += 1
+        partial = state.partial[rows]
+        if partial.any():
+            prefill = np.flatnonzero(partial)
+            chunks = tuple(zip(step.tokens[prefill].tolist(), before[prefill].tolist(), strict=True))
+            step.prefill_tokens = int(step.tokens[prefill].sum())
+            step.decode_seqs = len(rows) - len(prefill)
+            decode_kv = int(after.sum()) - int(after[prefill].sum())
+            state.partial[rows[prefill]] = ~complete[prefill]
+        else:
+            chunks, step.decode_seqs, decode_kv = (), len(rows), int(after.sum())
+        shape = StepShape(chunks, step.decode_seqs, decode_kv, len(step.sampled))
+        step.start_ns = max(step.scheduled_ns, self._device_free_ns)
+        step.end_ns = step.start_ns + round(self._cost.step_s(shape) * NS_PER_S)
+        self._device_free_ns = step.end_ns
+        step.kv_blocks_used = self._kv.total - self._kv.free
+        step.waiting, step.running = len(self.waiting), len(self.running)
+        self._steps += 1
+        self._sink.step(self.index, step)
+
+    # What a finished step brought.
+
+    def _update(self, step: Step) -> list[int]:
+        """Deliver the tokens of ``step``; returns the rows that ended, in scheduling order."""
+        state, sampled = self._state, step.sampled
+        if self._stale:
+            sampled = self._drain_stale(step)
+        slots = state.next_slot[sampled]
+        state.token_ns[slots] = step.end_ns
+        state.next_slot[sampled] = slots + 1
+        finished = slots + 1 == state.first_slot[sampled] + state.max_output[sampled]
+        if not finished.any():
+            return []
+        ended: list[int] = sampled[finished].tolist()
+        for row in ended:
+            self._finish(row, step.end_ns)
+        self.running = self.running[~state.done[self.running]]
+        return ended
+
+    def _drain_stale(self, step: Step) -> Ints:
+        """A preempted request still gets the token of the step that was in flight."""
+        for row in [row for row in self._stale if row in step.rows]:
+            if self._stale.pop(row):
+                self._state.target[row] += 1
+        return step.sampled
+
+    def _finish(self, row: int, now_ns: int) -> None:
+        state = self._state
+        if state.held_blocks[row]:
+            state.done[row] = True
+            self._kv.release(row, int(state.last[row]))
+            state.held_blocks[row] = 0
+        else:
+            state.done[row] = True
+            self.waiting.remove(row)  # ended by the token in flight when it was preempted
+        state.end_ns[row] = now_ns
+        if self._controller is not None:
+            self._controller.on_finish(int(state.max_output[row]))
+
+
+_EMPTY: Ints = np.zeros(0, np.int64)

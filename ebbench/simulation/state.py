@@ -1,0 +1,75 @@
+"""Per-request state of a simulation as parallel arrays, one entry per plan row."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+from ebbench.records.plan import Plan
+
+Ints = npt.NDArray[np.int64]
+
+UNSET = -1
+
+
+class RequestState:
+    """Arrays indexed by plan row. Token counts follow vLLM's meaning.
+
+    ``computed``: tokens with KV computed or in flight (advanced when scheduled). ``target``: tokens that exist or are
+    promised by a step in flight; a running request has ``target - computed`` tokens to compute. ``last``: the value of
+    ``computed`` at which the last output token has been sampled. Token times lie in one flat array: request i owns
+    ``token_ns[first_slot[i] : first_slot[i] + max_output[i]]`` and has filled it up to ``next_slot[i]``.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        table = plan.table
+        self.prompt: Ints = np.asarray(table["input_tokens"], dtype=np.int64)
+        self.max_output: Ints = np.asarray(table["output_tokens"], dtype=np.int64)
+        self.content: list[int] = table["content"].to_pylist()
+        self.hash_ids: list[list[int] | None] | None = (
+            None if table["hash_ids"].null_count == len(plan) else table["hash_ids"].to_pylist()
+        )
+        count = len(plan)
+        self.count = count
+        self.computed: Ints = np.zeros(count, np.int64)
+        self.target: Ints = self.prompt.copy()
+        self.last: Ints = self.prompt + self.max_output - 1
+        self.held_blocks: Ints = np.zeros(count, np.int64)
+        self.partial: npt.NDArray[np.bool_] = np.zeros(count, np.bool_)
+        self.done: npt.NDArray[np.bool_] = np.zeros(count, np.bool_)
+        self.first_slot: Ints = np.concatenate([[0], np.cumsum(self.max_output)])[:-1].astype(np.int64)
+        self.next_slot: Ints = self.first_slot.copy()
+        self.token_ns: Ints = np.full(int(self.max_output.sum()), UNSET, np.int64)
+        self.intended_ns: Ints = np.full(count, UNSET, np.int64)
+        self.sent_ns: Ints = np.full(count, UNSET, np.int64)
+        self.scheduled_ns: Ints = np.full(count, UNSET, np.int64)
+        self.end_ns: Ints = np.full(count, UNSET, np.int64)
+        self.preemptions: Ints = np.zeros(count, np.int64)
+        self.cached_tokens: Ints = np.zeros(count, np.int64)
+
+    def outputs(self, rows: Ints) -> Ints:
+        """Output tokens delivered so far for each of ``rows``."""
+        return self.next_slot[rows] - self.first_slot[rows]
+
+    def block_keys(self, row: int, first: int, count: int, block_size: int) -> Iterator[int]:
+        """Identity of KV blocks ``first .. first+count`` of a request: equal keys mean equal tokens up to there.
+
+        A block that lies in the prompt and is named by hash ids is known by the hash id (512 tokens each, Mooncake's
+        unit) and its place; every other by the content stream and its place.
+        """
+        hash_ids = self.hash_ids[row] if self.hash_ids is not None else None
+        stream = self.content[row] << 24
+        named = 0
+        if hash_ids:
+            named = min(int(self.prompt[row]), len(hash_ids) * HASH_TOKENS) // block_size
+        for block in range(first, first + count):
+            if block < named:
+                assert hash_ids is not None
+                yield -((hash_ids[block * block_size // HASH_TOKENS] << 24) + block) - 1
+            else:
+                yield stream + block
+
+
+HASH_TOKENS = 512

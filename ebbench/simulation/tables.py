@@ -1,0 +1,142 @@
+"""From what a simulation leaves behind to Arrow tables in the stored schemas."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from ebbench.records.plan import Plan
+from ebbench.records.schema import DECISIONS, REQUESTS, STEPS
+from ebbench.simulation.instance import Step
+from ebbench.simulation.state import UNSET, RequestState
+from vllm_eb.controller import Record
+
+
+class StepLog:
+    """Collects steps; a StepSink."""
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[int, Step]] = []
+
+    def step(self, instance: int, step: Step) -> None:
+        """Keep the step."""
+        self.steps.append((instance, step))
+
+
+def steps_table(steps: Sequence[tuple[int, Step]], request_ids: pa.Array, kv_blocks_total: int) -> pa.Table:
+    """STEPS, one row a step in the order they ran."""
+    rows = [step.rows for _, step in steps]
+    offsets = np.concatenate([[0], np.cumsum([len(r) for r in rows])]).astype(np.int32)
+    flat_rows = np.concatenate(rows) if rows else np.zeros(0, np.int64)
+    flat_tokens = np.concatenate([step.tokens for _, step in steps]) if rows else flat_rows
+    preempted = [step.preempted for _, step in steps]
+    preempted_offsets = np.concatenate([[0], np.cumsum([len(p) for p in preempted])]).astype(np.int32)
+    flat_preempted = np.array([row for group in preempted for row in group], np.int64)
+
+    def ints(name: str) -> list[int]:
+        return [getattr(step, name) for _, step in steps]
+
+    return pa.table(
+        {
+            "step_id": np.arange(len(steps), dtype=np.int64),
+            "instance": np.array([index for index, _ in steps], np.int32),
+            "scheduled_ns": pa.array(ints("scheduled_ns"), pa.int64()),
+            "start_ns": pa.array(ints("start_ns"), pa.int64()),
+            "end_ns": pa.array(ints("end_ns"), pa.int64()),
+            "phase": pa.array([phase_of(step) for _, step in steps], pa.string()),
+            "mode": pa.array([step.mode for _, step in steps], pa.string()),
+            "prefill_tokens": pa.array(ints("prefill_tokens"), pa.int32()),
+            "decode_seqs": pa.array(ints("decode_seqs"), pa.int32()),
+            "request_ids": pa.ListArray.from_arrays(offsets, pc.take(request_ids, pa.array(flat_rows))),
+            "request_tokens": pa.ListArray.from_arrays(offsets, pa.array(flat_tokens.astype(np.int32))),
+            "kv_blocks_used": pa.array(ints("kv_blocks_used"), pa.int32()),
+            "kv_blocks_total": pa.array([kv_blocks_total] * len(steps), pa.int32()),
+            "waiting": pa.array(ints("waiting"), pa.int32()),
+            "running": pa.array(ints("running"), pa.int32()),
+            "preemptions": pa.array([len(group) for group in preempted], pa.int32()),
+            "preempted_ids": pa.ListArray.from_arrays(
+                preempted_offsets, pc.take(request_ids, pa.array(flat_preempted))
+            ),
+            "k": pa.array([step.k for _, step in steps], pa.int32()),
+            "n_limit": pa.array([step.n_limit for _, step in steps], pa.int32()),
+        },
+        schema=STEPS,
+    )
+
+
+def phase_of(step: Step) -> str:
+    """What a step held: prefill, decode or both."""
+    if not step.prefill_tokens:
+        return "decode"
+    return "mixed" if step.decode_seqs else "prefill"
+
+
+def decisions_table(records: Sequence[tuple[int, Record]]) -> pa.Table:
+    """DECISIONS, one row a record."""
+    rows = [
+        {
+            "time_ns": round(record.time_s * 1e9),
+            "step_id": record.step_id,
+            "instance": instance,
+            "kind": record.kind,
+            "reason": record.reason,
+            "mode": record.mode,
+            "phase": record.phase,
+        }
+        | record.values
+        for instance, record in records
+    ]
+    return pa.Table.from_pylist(rows, schema=DECISIONS)
+
+
+def requests_table(plan: Plan, state: RequestState) -> pa.Table:
+    """REQUESTS, one row a planned request; those an interruption left open are cancelled or never sent."""
+    count = state.count
+    outputs = state.next_slot - state.first_slot
+    ended = state.end_ns != UNSET
+    has_token = outputs > 0
+    first_ns = np.where(has_token, state.token_ns[np.minimum(state.first_slot, len(state.token_ns) - 1)], UNSET)
+    last_ns = np.where(has_token, state.token_ns[np.maximum(state.next_slot - 1, 0)], UNSET)
+    gaps = np.maximum(outputs - 1, 0)
+    status = np.where(ended, "ok", np.where(state.sent_ns != UNSET, "cancelled", "never_sent"))
+    columns = {name: plan.table[name] for name in ("request_id", "session", "turn", "phase", "input_tokens")}
+    columns |= {
+        "output_tokens_planned": pa.array(state.max_output, pa.int32()),
+        "output_tokens": pa.array(outputs, pa.int32()),
+        "cached_tokens": pa.array(state.cached_tokens, pa.int32()),
+        "status": pa.array(status, pa.string()),
+        "finish_reason": pa.array(np.where(ended, "length", ""), pa.string(), mask=~ended),
+        "itl_ns": pa.ListArray.from_arrays(
+            np.concatenate([[0], np.cumsum(gaps)]).astype(np.int32), pa.array(_gap_values(state, outputs))
+        ),
+        "bundled_tokens": pa.array(np.zeros(count, np.bool_)),
+        "preemptions": pa.array(state.preemptions, pa.int32()),
+        "error_class": pa.nulls(count, pa.string()),
+        "error_body": pa.nulls(count, pa.string()),
+        "http_status": pa.nulls(count, pa.int32()),
+        "worker": pa.nulls(count, pa.int32()),
+    }
+    times = {
+        "intended_ns": state.intended_ns,
+        "sent_ns": state.sent_ns,
+        "scheduled_ns": state.scheduled_ns,
+        "first_byte_ns": first_ns,
+        "first_token_ns": first_ns,
+        "last_token_ns": last_ns,
+        "end_ns": state.end_ns,
+    }
+    columns |= {name: pa.array(values, pa.int64(), mask=values == UNSET) for name, values in times.items()}
+    return pa.table({name: columns[name] for name in REQUESTS.names}, schema=REQUESTS)
+
+
+def _gap_values(state: RequestState, outputs: np.ndarray) -> np.ndarray:  # type: ignore[type-arg]
+    """Every gap between consecutive tokens of a request, requests in plan order."""
+    slots = np.arange(len(state.token_ns))
+    owner = np.repeat(np.arange(state.count), state.max_output)
+    place = slots - state.first_slot[owner]
+    inner = (place > 0) & (place < outputs[owner])
+    later = slots[inner]
+    return np.asarray(state.token_ns[later] - state.token_ns[later - 1])
