@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-from vllm_eb.calibration import Calibration, CalibrationError, MixedCost
 
 from ebbench.devices.base import CostModel, StepShape
+from vllm_eb.calibration import Calibration, CalibrationError, MixedCost
 
 PREFILL_TOKENS = (256, 512, 1024, 2048, 4096)
 DECODE_SEQS = (16, 32, 64, 128, 256, 384, 512, 768, 1024)

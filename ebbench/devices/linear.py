@@ -7,11 +7,10 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from vllm_eb.calibration import Calibration, MixedCost
-
 from ebbench.devices.base import StepShape
 from ebbench.devices.geometry import ModelGeometry
 from ebbench.devices.profiles import DATA, DeviceProfile
+from vllm_eb.calibration import Calibration, MixedCost
 
 SOURCE = "weifang231/eb-vllm (Apache-2.0), calibration of Zhang et al., ICML 2026"
 # The authors calibrated both releases of the same Llama weights.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from vllm_eb.calibration import Calibration
-
 from ebbench.devices.base import CostModel, Device
 from ebbench.devices.fit import fit_calibration
 from ebbench.devices.geometry import ModelGeometry
@@ -18,6 +16,7 @@ from ebbench.devices.profiles import (
 from ebbench.devices.roofline import roofline_cost
 from ebbench.devices.table import table_cost
 from ebbench.errors import UnknownNameError, UsageError
+from vllm_eb.calibration import Calibration
 
 COSTS = ("auto", "table", "linear", "roofline")
 DEFAULT_HOST = HostCosts(step_s=2e-3, sequence_s=10e-6)

@@ -148,7 +148,8 @@ def kv_capacity_tokens(
 ) -> int:
     """KV tokens that fit beside the weights and the activations vLLM reserves at start-up, in blocks of 16.
 
-    The two limits of None are the profile's own (what a server on this GPU is usually started with). Raises UsageError with the numbers when the model does not fit.
+    The two limits of None are the profile's own (what a server on this GPU is usually started with).
+    Raises UsageError with the numbers when the model does not fit.
     """
     budget = profile.memory_bytes * gpu_memory_utilization
     reserve = activation_reserve_bytes(profile, model, max_num_seqs, max_num_batched_tokens)
