@@ -24,6 +24,7 @@ app = typer.Typer(
     name="theory",
     help="Evaluate the papers' formulas: threshold, memory-safe batch, EB/MB crossover, deferred prefill.",
     no_args_is_help=True,
+    add_completion=False,
 )
 
 _LARGEST_CHAIN = 16_384  # its time grows with the square: some seconds here
