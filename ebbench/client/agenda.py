@@ -1,0 +1,106 @@
+"""A plan as the workers use it: sessions in release order, turns read lazily from Arrow."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from ebbench.client.bodies import Turn
+from ebbench.client.pacing import Arrivals, Slots
+from ebbench.errors import UsageError
+from ebbench.records.plan import ClosedPhase, Plan
+
+
+@dataclass(frozen=True)
+class Agenda:
+    """Session i is ``rows[starts[i]:starts[i + 1]]`` of the table, its turns in order."""
+
+    table: pa.Table
+    rows: Sequence[int]
+    starts: Sequence[int]
+    slots: Slots
+    arrivals: Arrivals | None
+
+    @property
+    def sessions(self) -> int:
+        """Number of sessions."""
+        return len(self.starts) - 1
+
+    def turns(self, session: int) -> Sequence[int]:
+        """Rows of a session, in the order of its turns."""
+        return self.rows[self.starts[session] : self.starts[session + 1]]
+
+    def turn(self, row: int) -> Turn:
+        """One request."""
+        return Turn(
+            row=row,
+            **{name: self.table.column(name)[row].as_py() for name in _TURN_COLUMNS},
+        )
+
+
+_TURN_COLUMNS = ("request_id", "turn", "input_tokens", "output_tokens", "content", "hash_ids", "prompt")
+
+
+def agenda(plan: Plan, table: pa.Table | None = None) -> Agenda:
+    """Order a plan's rows by session. ``table`` stands for the plan's own, if given. Raises UsageError."""
+    return make_agenda(plan.table if table is None else table, plan.phases, plan.max_concurrency)
+
+
+def make_agenda(table: pa.Table, phases: Sequence[ClosedPhase], max_concurrency: int | None) -> Agenda:
+    """As :func:`agenda`, from a plan's parts."""
+    table = table.combine_chunks()
+    rows, starts = _grouped(table)
+    if phases:
+        return Agenda(table, rows, starts, Slots.of_phases(phases), None)
+    first = table.column("arrival_ns").take(pa.array([rows[s] for s in starts[:-1]]))
+    if first.null_count:
+        raise UsageError("an open-loop plan needs an arrival time for each session")
+    arrival_ns = first.to_numpy()
+    # Open-loop sessions are released in the order of their arrival.
+    order = np.argsort(arrival_ns, kind="stable")
+    if np.any(np.diff(arrival_ns) < 0):
+        rows, starts = _reordered(rows, starts, order.tolist())
+    arrivals = Arrivals(arrival_ns[order].tolist())
+    return Agenda(table, rows, starts, Slots.constant(max_concurrency), arrivals)
+
+
+def unique_ids(table: pa.Table) -> tuple[pa.Table, int]:
+    """The table with every request id unique, and how many had to be changed: ``x``, ``x#2``, ``x#3``, ..."""
+    ids = table.column("request_id").to_pylist()
+    if len(set(ids)) == len(ids):
+        return table, 0
+    seen: dict[str, int] = {}
+    taken = set(ids)
+    unique = []
+    for name in ids:
+        number = seen[name] = seen.get(name, 0) + 1
+        candidate = name if number == 1 else f"{name}#{number}"
+        while number > 1 and candidate in taken:
+            number = seen[name] = number + 1
+            candidate = f"{name}#{number}"
+        taken.add(candidate)
+        unique.append(candidate)
+    index = table.schema.get_field_index("request_id")
+    changed = sum(a != b for a, b in zip(ids, unique, strict=True))
+    return table.set_column(index, table.schema.field(index), pa.array(unique, pa.string())), changed
+
+
+def _grouped(table: pa.Table) -> tuple[list[int], list[int]]:
+    """Rows grouped by session in the order of first appearance, turns ascending; and where each group starts."""
+    if table.num_rows == 0:
+        raise UsageError("the plan has no requests")
+    codes = pc.dictionary_encode(table.column("session").combine_chunks()).indices.to_numpy()
+    turns = table.column("turn").to_numpy()
+    rows = np.lexsort((turns, codes))
+    starts = np.searchsorted(codes[rows], np.arange(codes.max() + 2))
+    return rows.tolist(), starts.tolist()
+
+
+def _reordered(rows: list[int], starts: list[int], order: list[int]) -> tuple[list[int], list[int]]:
+    groups = [rows[starts[i] : starts[i + 1]] for i in order]
+    bounds = np.cumsum([0, *map(len, groups)])
+    return [row for group in groups for row in group], bounds.tolist()

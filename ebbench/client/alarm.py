@@ -1,0 +1,79 @@
+"""One precise timer on an event loop.
+
+Event loops round timers to whole milliseconds (libuv and epoll both do), which would be most of the lag a load
+generator may have. Linux's timerfd wakes the loop within some ten microseconds at no cost while it waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import sys
+import time
+from collections.abc import Callable
+
+_CLOCK_MONOTONIC = 1
+_ABSOLUTE = 1
+_NONBLOCK_CLOEXEC = 0o2004000
+
+
+class _TimerSpec(ctypes.Structure):
+    """``struct itimerspec``: interval, then value, each in seconds and nanoseconds."""
+
+    _fields_ = [(name, ctypes.c_long) for name in ("every_s", "every_ns", "value_s", "value_ns")]
+
+
+class Alarm:
+    """Calls ``callback()`` on the loop once ``due_ns`` of the last :meth:`set` has passed."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:
+        self._loop, self._callback = loop, callback
+        self._handle: asyncio.TimerHandle | None = None
+        self._spec = _TimerSpec()
+        self._fd, self._settime = _timerfd()
+        if self._fd >= 0:
+            loop.add_reader(self._fd, self._on_readable)
+
+    def set(self, due_ns: int) -> None:
+        """Fire at ``due_ns`` of time.monotonic_ns; replaces any earlier time; a past time fires at once."""
+        if self._fd < 0:
+            self.clear()
+            delay_s = max(0.0, (due_ns - time.monotonic_ns()) / 1e9)
+            self._handle = self._loop.call_later(delay_s, self._callback)
+            return
+        # A zero value would disarm the timer instead of firing it.
+        self._spec.value_s, self._spec.value_ns = divmod(max(due_ns, 1), 1_000_000_000)
+        self._settime(self._fd, _ABSOLUTE, ctypes.byref(self._spec), None)
+
+    def clear(self) -> None:
+        """Forget the time set, if any."""
+        if self._handle is not None:
+            self._handle.cancel()
+            self._handle = None
+        if self._fd >= 0:
+            self._spec.value_s = self._spec.value_ns = 0
+            self._settime(self._fd, _ABSOLUTE, ctypes.byref(self._spec), None)
+
+    def close(self) -> None:
+        """Release the descriptor. The alarm never fires afterwards."""
+        self.clear()
+        if self._fd >= 0:
+            self._loop.remove_reader(self._fd)
+            os.close(self._fd)
+            self._fd = -1
+
+    def _on_readable(self) -> None:
+        # set() between expiry and this call makes the descriptor unreadable again: nothing is due then.
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._fd, 8)
+            self._callback()
+
+
+def _timerfd() -> tuple[int, Callable[..., int]]:
+    """A timer descriptor and the call that arms it; descriptor -1 where the platform has none."""
+    if not sys.platform.startswith("linux"):
+        return -1, lambda *_: -1
+    libc = ctypes.CDLL(None, use_errno=True)
+    return int(libc.timerfd_create(_CLOCK_MONOTONIC, _NONBLOCK_CLOEXEC)), libc.timerfd_settime

@@ -1,0 +1,171 @@
+"""One streamed answer as it arrives: times of messages, finish reason, usage, errors.
+
+This is the hot path: :meth:`Answer.feed` runs once per network read. It decodes every message into typed
+structures (so a malformed one never passes) and keeps one time per message.
+"""
+
+from __future__ import annotations
+
+from array import array
+from typing import Any
+
+import msgspec
+
+from ebbench.client.sse import SseSplitter
+
+
+class Usage(msgspec.Struct, gc=False):
+    """Token counts as the server reports them."""
+
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    prompt_tokens_details: dict[str, Any] | None = None
+
+
+class _Choice(msgspec.Struct, gc=False):
+    text: str | None = None
+    finish_reason: str | None = None
+
+
+class _Delta(msgspec.Struct, gc=False):
+    role: str | None = None
+    content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[Any] | None = None
+
+
+class _ChatChoice(msgspec.Struct, gc=False):
+    delta: _Delta | None = None
+    finish_reason: str | None = None
+
+
+class _Completion(msgspec.Struct, gc=False):
+    choices: list[_Choice] = []
+    usage: Usage | None = None
+    error: Any = None
+
+
+class _Chat(msgspec.Struct, gc=False):
+    choices: list[_ChatChoice] = []
+    usage: Usage | None = None
+    error: Any = None
+
+
+_COMPLETION = msgspec.json.Decoder(_Completion)
+_CHAT = msgspec.json.Decoder(_Chat)
+
+
+class Answer:
+    """What is known of one answer. All times are monotonic ns; 0 means: not yet.
+
+    ``times_ns`` has one entry per message that may carry tokens; ``empty`` the positions of those without text
+    (a token may have none, a closing message has no token: usage tells which, see :mod:`ebbench.client.account`).
+    """
+
+    __slots__ = (
+        "_chat", "_splitter", "_texts", "done", "empty", "end_ns", "error_body", "error_class", "finish_reason",
+        "first_byte_ns", "last_ns", "sent_ns", "status", "times_ns", "usage",
+    )  # fmt: skip
+
+    def __init__(self, chat: bool, keep_text: bool) -> None:
+        self._chat = chat
+        self._splitter: SseSplitter | None = None
+        self._texts: list[str] | None = [] if keep_text else None
+        self.times_ns: array[int] = array("q")
+        self.empty: list[int] = []
+        self.sent_ns = self.first_byte_ns = self.last_ns = self.end_ns = 0
+        self.finish_reason: str | None = None
+        self.usage: Usage | None = None
+        self.error_class: str | None = None
+        self.error_body = ""
+        self.status: int | None = None
+        self.done = False
+
+    @property
+    def text(self) -> str | None:
+        """The answer's text, if it was to be kept."""
+        return "".join(self._texts) if self._texts is not None else None
+
+    def sent(self, now_ns: int) -> None:
+        """The request went out."""
+        self.sent_ns = self.last_ns = now_ns
+
+    def head(self, status: int, now_ns: int) -> None:
+        """The response headers came in."""
+        self.status = status
+        self.first_byte_ns = self.first_byte_ns or now_ns
+        self.last_ns = now_ns
+
+    def feed(self, data: bytes, now_ns: int) -> None:
+        """Bytes of the stream, read at ``now_ns``."""
+        self.last_ns = now_ns
+        splitter = self._splitter
+        if splitter is None:
+            # Nearly every read is exactly one event; anything else goes through the splitter from then on
+            # until no partial event is left.
+            if data.startswith(b"data: ") and data.find(b"\n") == len(data) - 2 and data.endswith(b"\n\n"):
+                self._event(memoryview(data)[6:-2], now_ns)
+                return
+            splitter = self._splitter = SseSplitter()
+        for event in splitter.feed(data):
+            self._event(event, now_ns)
+        if not splitter.pending:
+            self._splitter = None
+
+    def fail(self, error_class: str, body: str) -> None:
+        """Note the first error; later ones are its consequences."""
+        if self.error_class is None:
+            self.error_class, self.error_body = error_class, body
+
+    def _event(self, data: bytes | memoryview, now_ns: int) -> None:
+        try:
+            message = _CHAT.decode(data) if self._chat else _COMPLETION.decode(data)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            if bytes(data).strip() == b"[DONE]":
+                self.done = True
+            else:
+                self.fail("malformed_frame", bytes(data).decode("utf-8", "backslashreplace"))
+            return
+        if message.choices:
+            self._choice(message.choices[0], now_ns)
+        if message.usage is not None:
+            self.usage = message.usage
+        if message.error is not None:
+            self.fail("error_frame", _error_text(message.error))
+        elif message.usage is None and not message.choices:
+            self._odd(data)
+
+    def _odd(self, data: bytes | memoryview) -> None:
+        """A message of neither choices, usage nor error: some servers put an error at the top level."""
+        message = msgspec.json.decode(data)
+        if isinstance(message, dict) and message.get("object") == "error":
+            self.fail("error_frame", _error_text(message))
+
+    def _choice(self, choice: Any, now_ns: int) -> None:
+        if self._chat:
+            delta = choice.delta or _NO_DELTA
+            text = delta.content or delta.reasoning_content or delta.reasoning
+            if not text and delta.role is not None and choice.finish_reason is None and not delta.tool_calls:
+                return  # names the role only: no token
+            silent = not text and not delta.tool_calls
+        else:
+            text = choice.text
+            silent = not text
+        if silent:
+            self.empty.append(len(self.times_ns))
+        self.times_ns.append(now_ns)
+        if choice.finish_reason is not None:
+            self.finish_reason = choice.finish_reason
+        if text and self._texts is not None:
+            self._texts.append(text)
+
+
+_NO_DELTA = _Delta()
+
+
+def _error_text(error: Any) -> str:
+    """The server's message where there is one, else the whole error."""
+    if isinstance(error, dict) and isinstance(error.get("message"), str):
+        return str(error["message"])
+    return error if isinstance(error, str) else msgspec.json.encode(error).decode()

@@ -1,0 +1,86 @@
+"""Request bodies: prompts as token ids or text, turns of a session with their history."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from ebbench.client.options import ClientOptions
+from ebbench.records.content import token_ids
+
+# Short common words, one token each in the usual vocabularies. Chat takes no token ids, so a synthetic prompt
+# there has about, not exactly, the planned length; the server's usage is what is recorded.
+_WORDS = re.findall(
+    r"\w+",
+    "time year people way day man thing woman life child world school state family student group country "
+    "problem hand part place case week company system program question work night point home water room "
+    "mother area money story fact month lot right study book eye job word business issue side kind head "
+    "house service friend father power hour game line end member law car city community name",
+)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One request of the plan, as far as its body is concerned."""
+
+    row: int
+    request_id: str
+    turn: int
+    input_tokens: int
+    output_tokens: int
+    content: int
+    hash_ids: Sequence[int] | None
+    prompt: str | None
+
+
+class Bodies:
+    """Builds request bodies for one model and one set of options."""
+
+    def __init__(self, model: str, options: ClientOptions) -> None:
+        self._chat = options.endpoint == "chat"
+        self._vocab = options.vocab_size
+        self._fixed: dict[str, Any] = {
+            "model": model,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        if options.temperature is not None:
+            self._fixed["temperature"] = options.temperature
+        if options.ignore_eos:
+            self._fixed["ignore_eos"] = True
+        self._fixed |= options.extra_body
+        self.path = "/v1/chat/completions" if self._chat else "/v1/completions"
+
+    def build(self, turn: Turn, history: Sequence[tuple[str, str]] = ()) -> bytes:
+        """The JSON body. ``history`` holds earlier (question, answer) texts of the session."""
+        if self._chat:
+            said = [
+                message
+                for question, answer in history
+                for message in (_message("user", question), _message("assistant", answer))
+            ]
+            prompt: dict[str, Any] = {"messages": [*said, _message("user", self._text(turn))]}
+            limit = "max_completion_tokens"
+        else:
+            prompt, limit = {"prompt": self._prompt(turn, history)}, "max_tokens"
+        return msgspec.json.encode(self._fixed | prompt | {limit: turn.output_tokens})
+
+    def _prompt(self, turn: Turn, history: Sequence[tuple[str, str]]) -> str | list[int]:
+        if turn.prompt is None:
+            ids = token_ids(turn.content, turn.hash_ids, 0, turn.input_tokens, self._vocab)
+            return [int(i) for i in ids.tolist()]
+        return "".join(part for pair in history for part in pair) + turn.prompt
+
+    def _text(self, turn: Turn) -> str:
+        if turn.prompt is not None:
+            return turn.prompt
+        ids = token_ids(turn.content, turn.hash_ids, 0, turn.input_tokens, len(_WORDS))
+        return " ".join(_WORDS[i] for i in ids.tolist())
+
+
+def _message(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}

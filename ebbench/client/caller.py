@@ -1,0 +1,141 @@
+"""One request to the server, with its timeouts; no retry, ever."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+
+import httpx
+
+from ebbench.client.account import BODY_LIMIT, transport_failure
+from ebbench.client.answer import Answer
+from ebbench.client.options import ClientOptions, api_key
+from ebbench.client.transport import TAP, DirectTransport
+
+
+class _Flight:
+    """A request on its way, and why it was ended early, if it was."""
+
+    __slots__ = ("answer", "task", "verdict")
+
+    def __init__(self, answer: Answer, task: asyncio.Task[object]) -> None:
+        self.answer, self.task = answer, task
+        self.verdict: tuple[str, str] | None = None
+
+    def end(self, error_class: str, message: str) -> None:
+        """Give the request up."""
+        if self.verdict is None:
+            self.verdict = (error_class, message)
+            self.task.cancel()
+
+
+class Caller:
+    """Sends requests to one server. Use as an asynchronous context manager."""
+
+    def __init__(self, url: str, path: str, options: ClientOptions, environ: Mapping[str, str]) -> None:
+        self._options = options
+        self._key = api_key(environ)
+        self._target = httpx.URL(url.rstrip("/") + path)
+        direct = options.transport == "direct"
+        self._client = httpx.AsyncClient(
+            transport=DirectTransport(options.verify_tls) if direct else None,
+            verify=options.verify_tls,
+            headers=_headers(options, self._key),
+            timeout=httpx.Timeout(None, connect=options.connect_timeout_s),
+            limits=httpx.Limits(max_connections=None),
+            trust_env=not direct,
+        )
+        self._flights: set[_Flight] = set()
+        self._sweeper: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Caller:
+        self._sweeper = asyncio.create_task(self._sweep())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+        await self._client.aclose()
+
+    @property
+    def in_flight(self) -> int:
+        """Requests on their way."""
+        return len(self._flights)
+
+    def abort(self) -> None:
+        """End all requests on their way."""
+        for flight in list(self._flights):
+            flight.end("interrupted", "aborted by the user")
+
+    async def ask(self, request_id: str, body: bytes, answer: Answer) -> None:
+        """Send one request and read its answer to the end; whatever goes wrong is noted in ``answer``."""
+        task = asyncio.current_task()
+        assert task is not None, "requests run in tasks"
+        flight = _Flight(answer, task)
+        self._flights.add(flight)
+        try:
+            await self._exchange(request_id, body, answer)
+        except asyncio.CancelledError:
+            if flight.verdict is None:
+                raise
+            task.uncancel()
+            answer.fail(*flight.verdict)
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            answer.fail(transport_failure(error) if isinstance(error, Exception) else "client_error", str(error))
+        finally:
+            self._flights.discard(flight)
+            # A complete answer ended with its last byte, a broken one when that was noticed.
+            complete = answer.error_class is None and answer.last_ns
+            answer.end_ns = answer.last_ns if complete else time.monotonic_ns()
+
+    async def _exchange(self, request_id: str, body: bytes, answer: Answer) -> None:
+        request = self._client.build_request("POST", self._target, content=body, headers={"x-request-id": request_id})
+        request.extensions[TAP] = answer
+        if self._options.transport != "direct":
+            answer.sent(time.monotonic_ns())
+        response = await self._client.send(request, stream=True)
+        try:
+            if answer.status is None:
+                answer.head(response.status_code, time.monotonic_ns())
+            if response.status_code != 200:
+                answer.fail(f"http_{response.status_code}", await _refusal(response))
+            elif not response.headers.get("content-type", "").startswith("text/event-stream"):
+                answer.fail("not_a_stream", await _refusal(response))
+            else:
+                async for data in response.aiter_raw():  # empty with the direct transport: the tap had it all
+                    answer.feed(data, time.monotonic_ns())
+        finally:
+            await response.aclose()
+
+    async def _sweep(self) -> None:
+        """End requests that are over their time. One pass over all beats a timer for each message."""
+        idle_ns = round(self._options.idle_timeout_s * 1e9)
+        total_ns = round(self._options.total_timeout_s * 1e9)
+        pause_s = min(1.0, max(0.02, min(self._options.idle_timeout_s, self._options.total_timeout_s) / 20))
+        while True:
+            await asyncio.sleep(pause_s)
+            now_ns = time.monotonic_ns()
+            for flight in list(self._flights):
+                answer = flight.answer
+                if not answer.sent_ns:
+                    continue
+                if now_ns - answer.sent_ns > total_ns:
+                    flight.end("total_timeout", f"not complete after {self._options.total_timeout_s:g} s")
+                elif now_ns - answer.last_ns > idle_ns:
+                    kind = "idle_timeout" if answer.times_ns else "first_token_timeout"
+                    flight.end(kind, f"nothing received for {self._options.idle_timeout_s:g} s")
+
+
+async def _refusal(response: httpx.Response) -> str:
+    """The body of an error, with the server's advice when to come back, if it gave any."""
+    body = (await response.aread())[:BODY_LIMIT].decode("utf-8", "backslashreplace")
+    advice = response.headers.get("retry-after")
+    return f"{body} (Retry-After: {advice})" if advice else body
+
+
+def _headers(options: ClientOptions, key: str | None) -> dict[str, str]:
+    headers = {"content-type": "application/json", "accept": "text/event-stream", **options.headers}
+    if key is not None:
+        headers["authorization"] = f"Bearer {key}"
+    return headers

@@ -1,0 +1,178 @@
+"""Send a plan to a server and bring back what happened: the load generator's one entry point.
+
+:func:`drive` reads as a table of contents of a run. What :class:`~ebbench.client.options.ClientOptions` accepts
+is documented there; everything that is asked and when comes from the plan.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+import uvloop
+
+from ebbench.client.agenda import Agenda, make_agenda, unique_ids
+from ebbench.client.book import Book
+from ebbench.client.crew import Crew, Orders, crew
+from ebbench.client.interrupts import Interrupts
+from ebbench.client.limits import fitting
+from ebbench.client.options import ClientOptions
+from ebbench.client.probe import Probe
+from ebbench.client.progress import Observer, Tally
+from ebbench.client.scrape import SERVER_METRICS, Scraper
+from ebbench.client.verdict import client_warnings, invalid_reasons
+from ebbench.client.warmup import warm_up
+from ebbench.errors import UsageError
+from ebbench.records.plan import Plan
+
+_LEAD_NS = 100_000_000  # between "all are ready" and the start, so that every worker hears of it in time
+
+
+class DriveResult(NamedTuple):
+    """What came of a plan. The first three are the measurements, the rest is what to think of them.
+
+    ``requests``: one row for each planned request, in plan order (schema REQUESTS; a column ``text`` with
+    ``keep_text``). ``server_metrics``: schema SERVER_METRICS, empty where the server has none. ``invalid``:
+    reasons only the client knows why the run cannot be believed; those that follow from the table alone are the
+    analysis's. ``facts`` goes into the manifest.
+    """
+
+    requests: pa.Table
+    warnings: tuple[str, ...]
+    server_metrics: pa.Table
+    invalid: tuple[str, ...]
+    interrupted: bool
+    facts: Mapping[str, Any]
+
+
+def drive(
+    url: str,
+    plan: Plan,
+    options: ClientOptions | None = None,
+    observer: Observer | None = None,
+    on_batch: Callable[[pa.Table], None] | None = None,
+    environ: Mapping[str, str] = os.environ,
+) -> DriveResult:
+    """Carry out ``plan`` against the OpenAI-compatible server at ``url`` (without ``/v1``).
+
+    ``observer`` is shown progress; ``on_batch`` gets finished requests as they come, as tables in
+    the REQUESTS schema. The first SIGINT lets running requests finish and keeps what there is, the second
+    aborts them; handled where the caller is the main thread.
+
+    Raises UsageError when the plan does not suit the server, RunError when the server is not there.
+    """
+    options = options or ClientOptions()
+    base = server_url(url)
+
+    def run() -> DriveResult:
+        return uvloop.run(_drive(base, plan, options, observer, on_batch, environ))
+
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return run()
+    return _in_thread(run)  # called from a running loop, as in a notebook
+
+
+def server_url(url: str) -> str:
+    """The server's base URL: with a scheme, without ``/v1`` or a path of its API. Raises UsageError."""
+    if not url.startswith(("http://", "https://")):
+        raise UsageError(f"{url!r} is no server URL; write http://HOST:PORT")
+    base = url.rstrip("/")
+    for suffix in ("/v1/completions", "/v1/chat/completions", "/v1"):
+        base = base.removesuffix(suffix)
+    return base
+
+
+async def _drive(
+    url: str,
+    plan: Plan,
+    options: ClientOptions,
+    observer: Observer | None,
+    on_batch: Callable[[pa.Table], None] | None,
+    environ: Mapping[str, str],
+) -> DriveResult:
+    table, renamed = unique_ids(plan.table)
+    agenda = make_agenda(table, plan.phases, plan.max_concurrency)
+    id_prefix = options.id_prefix if options.id_prefix is not None else f"{secrets.token_hex(4)}-"
+    async with Probe(url, options, environ) as probe:
+        await probe.ready()
+        served = await probe.served()
+        dropped = fitting(table, served.max_model_len, options.drop_too_long)
+        await warm_up(url, served.model, plan, options, environ)
+        cache_reset = options.reset_prefix_cache and await probe.reset_prefix_cache()
+        tally = Tally(table, observer, on_batch, options.keep_text)
+        scraper = Scraper(probe, options.metrics_interval_s) if options.metrics_interval_s else None
+        with tempfile.TemporaryDirectory(prefix="ebbench-") as folder:
+            path = _stored(table, Path(folder) / "plan.arrow")
+            orders = Orders(url, served.model, options, id_prefix, path, plan, agenda.sessions, dropped)
+            async with crew(orders, environ) as team:
+                await _run(team, agenda, tally, scraper)
+        released = Book(team.memory, team.lock, agenda.sessions, agenda.slots, agenda.arrivals).released
+    requests = tally.complete(agenda, released, dropped)
+    facts = {
+        "server": url,
+        "served_model": served.model,
+        "client_workers": len(team.members),
+        "client_transport": options.transport,
+        "client_cpu_s": sum(m.farewell.cpu_s for m in team.members if m.farewell),
+        "request_id_prefix": id_prefix,
+        "prefix_cache_reset": cache_reset,
+    }
+    return DriveResult(
+        requests=requests,
+        warnings=client_warnings(requests, table, renamed, len(dropped)),
+        server_metrics=scraper.table(tally.start_ns) if scraper else SERVER_METRICS.empty_table(),
+        invalid=invalid_reasons(requests, team.members),
+        interrupted=tally.interrupted,
+        facts=facts,
+    )
+
+
+async def _run(team: Crew, agenda: Agenda, tally: Tally, scraper: Scraper | None) -> None:
+    """From "ready" to the last farewell."""
+    await team.ready()
+    scraping = asyncio.create_task(scraper.run()) if scraper else None
+    with Interrupts(team) as interrupts:
+        start_ns = time.monotonic_ns() + _LEAD_NS
+        tally.start_ns = start_ns
+        Book(team.memory, team.lock, agenda.sessions, agenda.slots, agenda.arrivals).begin(start_ns)
+        team.begin(start_ns)
+        await team.listen(tally.add)
+    tally.interrupted = interrupts.count > 0
+    if scraper is not None and scraping is not None:
+        scraping.cancel()
+        await scraper.once()
+
+
+def _stored(table: pa.Table, path: Path) -> Path:
+    """The plan in a file that all workers map."""
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table)
+    return path
+
+
+def _in_thread(run: Callable[[], DriveResult]) -> DriveResult:
+    outcome: list[DriveResult] = []
+    failure: list[BaseException] = []
+
+    def body() -> None:
+        try:
+            outcome.append(run())
+        except BaseException as error:
+            failure.append(error)
+
+    thread = threading.Thread(target=body)
+    thread.start()
+    thread.join()
+    if failure:
+        raise failure[0]
+    return outcome[0]

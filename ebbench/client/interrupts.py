@@ -1,0 +1,35 @@
+"""Ctrl-C once: release nothing more and let running requests finish. Twice: give them up."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import threading
+from types import TracebackType
+
+from ebbench.client.crew import Crew
+from ebbench.client.messages import Stop
+
+
+class Interrupts:
+    """Handles SIGINT for as long as it is entered; ``count`` says how many came."""
+
+    def __init__(self, team: Crew) -> None:
+        self._team = team
+        self._active = threading.current_thread() is threading.main_thread()
+        self.count = 0
+
+    def __enter__(self) -> Interrupts:
+        if self._active:
+            asyncio.get_running_loop().add_signal_handler(signal.SIGINT, self._on_interrupt)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._active:
+            asyncio.get_running_loop().remove_signal_handler(signal.SIGINT)
+
+    def _on_interrupt(self) -> None:
+        self.count += 1
+        self._team.tell(Stop(abort=self.count > 1))

@@ -1,0 +1,94 @@
+"""What worker and parent tell each other, framed on a socket: four bytes of length, then MessagePack."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+
+import msgspec
+
+
+class Record(msgspec.Struct, tag="record", array_like=True, gc=False):
+    """The account of one request. Times are monotonic ns, 0 for never; ``token_ns`` holds int64 in bytes."""
+
+    row: int
+    worker: int
+    status: str
+    intended_ns: int = 0
+    sent_ns: int = 0
+    first_byte_ns: int = 0
+    end_ns: int = 0
+    token_ns: bytes = b""
+    bundled: int = 0
+    output_tokens: int | None = None
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+    finish_reason: str | None = None
+    error_class: str | None = None
+    error_body: str | None = None
+    http_status: int | None = None
+    text: str | None = None
+
+
+class Batch(msgspec.Struct, tag="batch"):
+    """Some finished requests, and where the worker stands. ``ttft_ns`` and ``tpot_ns`` are of this batch."""
+
+    records: list[Record]
+    open_requests: int
+    tokens: int
+
+
+class Ready(msgspec.Struct, tag="ready"):
+    """The worker has loaded the plan and waits for the start."""
+
+
+class Begin(msgspec.Struct, tag="begin"):
+    """Start at ``start_ns``."""
+
+    start_ns: int
+
+
+class Stop(msgspec.Struct, tag="stop"):
+    """Release nothing more; with ``abort`` also give up what is on its way."""
+
+    abort: bool
+
+
+class Farewell(msgspec.Struct, tag="farewell"):
+    """The worker is done. ``late_ns`` (int64 in bytes): how late each tick of its loop was. ``cpu_s`` spent."""
+
+    late_ns: bytes
+    cpu_s: float
+    error: str | None = None
+
+
+FromWorker = Batch | Ready | Farewell
+FromParent = Begin | Stop
+_PARENT = msgspec.msgpack.Decoder(FromParent)
+_WORKER = msgspec.msgpack.Decoder(FromWorker)
+
+
+def send(writer: asyncio.StreamWriter, message: FromWorker | FromParent) -> None:
+    """Queue a message; never blocks."""
+    body = msgspec.msgpack.encode(message)
+    writer.write(struct.pack("<I", len(body)) + body)
+
+
+async def from_worker(reader: asyncio.StreamReader) -> FromWorker | None:
+    """The next message of a worker; None once it is gone."""
+    body = await _body(reader)
+    return None if body is None else _WORKER.decode(body)
+
+
+async def from_parent(reader: asyncio.StreamReader) -> FromParent | None:
+    """The next message of the parent; None once it is gone."""
+    body = await _body(reader)
+    return None if body is None else _PARENT.decode(body)
+
+
+async def _body(reader: asyncio.StreamReader) -> bytes | None:
+    try:
+        (length,) = struct.unpack("<I", await reader.readexactly(4))
+        return await reader.readexactly(length)
+    except (asyncio.IncompleteReadError, ConnectionError):
+        return None

@@ -1,0 +1,78 @@
+"""Settings of the load generator."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ebbench.errors import UsageError
+
+Endpoint = Literal["completions", "chat"]
+KEY_VARIABLES = ("EBBENCH_API_KEY", "OPENAI_API_KEY")
+
+
+@dataclass(frozen=True)
+class ClientOptions:
+    """How a plan is sent to a server.
+
+    ``model`` None asks the server. ``workers`` None chooses by the load; 0 runs in the calling process (short
+    runs, tests). ``ignore_eos`` asks for exactly the planned number of tokens: fewer is then a failure.
+    ``vocab_size`` bounds synthetic token ids. ``extra_body`` and ``headers`` are added to every request.
+    ``warmup`` requests are sent before the start and not recorded. ``idle_timeout_s`` limits the wait for the
+    first and for each further byte, ``total_timeout_s`` a whole request. ``metrics_interval_s`` None does not read
+    /metrics.
+    ``drop_too_long`` leaves out requests beyond ``max_model_len`` (None asks the server) instead of refusing the
+    plan. ``id_prefix`` goes before each request id in ``x-request-id``; None makes one up, so that two clients
+    never share ids. ``keep_text`` keeps the answers' text in memory. ``transport`` "httpx" takes httpx's own
+    (proxies, HTTP/2) instead of the direct one.
+    """
+
+    model: str | None = None
+    endpoint: Endpoint = "completions"
+    workers: int | None = None
+    ignore_eos: bool = True
+    vocab_size: int = 30_000
+    temperature: float | None = 0.0
+    extra_body: Mapping[str, Any] = field(default_factory=dict)
+    headers: Mapping[str, str] = field(default_factory=dict)
+    warmup: int = 0
+    connect_timeout_s: float = 10.0
+    idle_timeout_s: float = 300.0
+    total_timeout_s: float = 3600.0
+    ready_timeout_s: float = 5.0
+    reset_prefix_cache: bool = True
+    metrics_interval_s: float | None = 1.0
+    drop_too_long: bool = False
+    max_model_len: int | None = None
+    id_prefix: str | None = None
+    keep_text: bool = False
+    transport: Literal["direct", "httpx"] = "direct"
+    verify_tls: bool = True
+
+    def __post_init__(self) -> None:
+        if self.endpoint not in ("completions", "chat"):
+            raise UsageError(f"--endpoint must be completions or chat, not {self.endpoint!r}")
+        for name in ("connect_timeout_s", "idle_timeout_s", "total_timeout_s"):
+            if getattr(self, name) <= 0:
+                raise UsageError(f"--{name.removesuffix('_s').replace('_', '-')} must be positive")
+        for name in ("warmup", "ready_timeout_s"):
+            if getattr(self, name) < 0:
+                raise UsageError(f"--{name.removesuffix('_s').replace('_', '-')} must not be negative")
+        if self.workers is not None and self.workers < 0:
+            raise UsageError("--workers must not be negative")
+        if any(set("\r\n") & set(f"{name}{value}") for name, value in self.headers.items()):
+            raise UsageError("a header must not contain a line break")
+        if self.vocab_size < 1:
+            raise UsageError("--vocab-size must be at least 1")
+
+
+def api_key(environ: Mapping[str, str] = os.environ) -> str | None:
+    """The API key, from the environment only. It is never stored, logged or sent anywhere but to the server."""
+    return next((environ[name] for name in KEY_VARIABLES if environ.get(name)), None)
+
+
+def redacted(text: str, key: str | None) -> str:
+    """``text`` without the key, should a server have repeated it."""
+    return text.replace(key, "[api key]") if key else text

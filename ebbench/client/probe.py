@@ -1,0 +1,110 @@
+"""Questions to the server before and during a run: is it up, what does it serve, what do its metrics say."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import httpx
+
+from ebbench.client.options import ClientOptions, api_key, redacted
+from ebbench.errors import RunError, UsageError
+
+_ASK_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True)
+class Served:
+    """What the server says of itself."""
+
+    model: str
+    max_model_len: int | None
+
+
+class Probe:
+    """Plain requests to one server, apart from the measured ones. Use as an asynchronous context manager."""
+
+    def __init__(self, url: str, options: ClientOptions, environ: Mapping[str, str]) -> None:
+        self._url, self._options = url.rstrip("/"), options
+        self._key = api_key(environ)
+        headers = dict(options.headers)
+        if self._key is not None:
+            headers["authorization"] = f"Bearer {self._key}"
+        self._client = httpx.AsyncClient(
+            headers=headers, timeout=_ASK_TIMEOUT_S, verify=options.verify_tls,
+            trust_env=options.transport != "direct",
+        )  # fmt: skip
+
+    async def __aenter__(self) -> Probe:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._client.aclose()
+
+    async def ready(self) -> None:
+        """Wait until the server answers. Raises RunError with the last reason after ``ready_timeout_s``."""
+        deadline_s = time.monotonic() + self._options.ready_timeout_s
+        while True:
+            reason = await self._unready()
+            if reason is None:
+                return
+            if time.monotonic() >= deadline_s:
+                raise RunError(
+                    f"{self._url} is not ready after {self._options.ready_timeout_s:g} s: {reason}; "
+                    "is the server running there?"
+                )
+            await asyncio.sleep(0.2)
+
+    async def served(self) -> Served:
+        """The model to ask for. Raises RunError, or UsageError where the model asked for is not served."""
+        asked = self._options.model
+        try:
+            response = await self._client.get(f"{self._url}/v1/models")
+            models = {m["id"]: m for m in response.raise_for_status().json()["data"]}
+        except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
+            if asked is not None:
+                return Served(asked, self._options.max_model_len)
+            raise RunError(self._safe(f"{self._url}/v1/models: {error}; name the model that is served")) from None
+        if not models:
+            raise RunError(f"{self._url} serves no model")
+        if asked is not None and asked not in models:
+            raise UsageError(f"{self._url} does not serve {asked!r}; it serves {', '.join(sorted(models))}")
+        name = asked or next(iter(models))
+        limit = self._options.max_model_len or models[name].get("max_model_len")
+        return Served(name, limit if isinstance(limit, int) else None)
+
+    async def reset_prefix_cache(self) -> bool:
+        """Empty the server's prefix cache, if it offers that."""
+        try:
+            response = await self._client.post(f"{self._url}/reset_prefix_cache")
+        except httpx.HTTPError:
+            return False
+        return response.status_code == 200
+
+    async def metrics(self) -> str | None:
+        """The text of /metrics, or None."""
+        try:
+            response = await self._client.get(f"{self._url}/metrics")
+        except httpx.HTTPError:
+            return None
+        return response.text if response.status_code == 200 else None
+
+    async def _unready(self) -> str | None:
+        """Why the server is not ready; None if it is. A server without /health is judged by /v1/models."""
+        for path in ("/health", "/v1/models"):
+            try:
+                response = await self._client.get(self._url + path)
+            except httpx.InvalidURL as error:
+                raise UsageError(f"{self._url}: {error}") from None
+            except httpx.HTTPError as error:
+                return self._safe(str(error) or type(error).__name__)
+            if response.status_code == 200:
+                return None
+            if response.status_code not in (404, 405):
+                return f"{path} answers {response.status_code}"
+        return None
+
+    def _safe(self, text: str) -> str:
+        return redacted(text, self._key)

@@ -1,0 +1,128 @@
+"""Finished requests as they come in: kept, passed on, shown."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import pyarrow as pa
+
+from ebbench.client.agenda import Agenda
+from ebbench.client.crew import Member
+from ebbench.client.messages import Batch, Record
+from ebbench.client.table import requests_table
+
+_RECENT = 500  # requests behind the running medians
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Where a run stands. TTFT and TPOT are medians of the last few hundred complete answers, in ms."""
+
+    completed: int
+    planned: int
+    output_tokens: int
+    total_tokens: int
+    time_s: float
+    open_requests: int
+    failures: Mapping[str, int]
+    ttft_ms: float | None
+    tpot_ms: float | None
+
+
+class Observer(Protocol):
+    """Receives snapshots now and then; must return quickly."""
+
+    def update(self, snapshot: Snapshot) -> None:
+        """Show the snapshot."""
+        ...
+
+
+class Tally:
+    """Collects the records of all workers. ``start_ns`` must be set before the first record comes."""
+
+    def __init__(
+        self,
+        plan: pa.Table,
+        observer: Observer | None,
+        on_batch: Callable[[pa.Table], None] | None,
+        keep_text: bool,
+    ) -> None:
+        self._plan, self._observer, self._on_batch, self._keep_text = plan, observer, on_batch, keep_text
+        self._tables: list[pa.Table] = []
+        self._rows: list[np.ndarray[tuple[int], np.dtype[np.int64]]] = []
+        self._seen = np.zeros(plan.num_rows, dtype=np.bool_)
+        self._failures: Counter[str] = Counter()
+        self._recent: deque[tuple[float, float | None]] = deque(maxlen=_RECENT)
+        self._open: dict[int, int] = {}
+        self._completed = self._output_tokens = self._input_tokens = 0
+        self.start_ns = 0
+        self.interrupted = False
+
+    def add(self, member: Member, batch: Batch) -> None:
+        """Take a worker's report."""
+        self._open[member.number] = batch.open_requests
+        self._keep(batch.records)
+        if self._observer is not None:
+            self._observer.update(self._snapshot())
+
+    def complete(self, agenda: Agenda, released: int, dropped: frozenset[int]) -> pa.Table:
+        """All requests in plan order; those nobody reported are accounted for by how far the release had come.
+
+        A request of a released session without a record was lost with its worker.
+        """
+        missing = []
+        for session in range(agenda.sessions):
+            for row in agenda.turns(session):
+                if self._seen[row]:
+                    continue
+                lost = session < released and row not in dropped
+                reason = "too_long" if row in dropped else "worker_lost" if lost else "not_released"
+                missing.append(Record(row, -1, "failed" if lost else "never_sent", error_class=reason))
+        self._keep(missing)
+        table = pa.concat_tables(self._tables)
+        rows = pa.array(np.argsort(np.concatenate(self._rows), kind="stable"))
+        return table.take(rows).combine_chunks()
+
+    def _keep(self, records: list[Record]) -> None:
+        if not records:
+            return
+        table = requests_table(records, self._plan, self.start_ns, self._keep_text)
+        self._tables.append(table)
+        self._rows.append(np.array([r.row for r in records], np.int64))
+        for record in records:
+            self._count(record)
+        if self._on_batch is not None:
+            self._on_batch(table.select([n for n in table.column_names if n != "text"]))
+
+    def _count(self, record: Record) -> None:
+        self._seen[record.row] = True
+        if record.status != "ok":
+            self._failures[record.error_class or record.status] += 1
+            return
+        self._completed += 1
+        tokens = record.output_tokens or 0
+        self._output_tokens += tokens
+        self._input_tokens += record.prompt_tokens or 0
+        times = np.frombuffer(record.token_ns, np.int64)
+        tpot_ms = float(times[-1] - times[0]) / (tokens - 1) / 1e6 if tokens > 1 else None
+        self._recent.append((float(times[0] - record.intended_ns) / 1e6, tpot_ms))
+
+    def _snapshot(self) -> Snapshot:
+        ttfts = [ttft for ttft, _ in self._recent]
+        tpots = [tpot for _, tpot in self._recent if tpot is not None]
+        return Snapshot(
+            completed=self._completed,
+            planned=self._plan.num_rows,
+            output_tokens=self._output_tokens,
+            total_tokens=self._output_tokens + self._input_tokens,
+            time_s=max(0.0, (time.monotonic_ns() - self.start_ns) / 1e9),
+            open_requests=sum(self._open.values()),
+            failures=dict(self._failures),
+            ttft_ms=float(np.median(ttfts)) if ttfts else None,
+            tpot_ms=float(np.median(tpots)) if tpots else None,
+        )

@@ -1,0 +1,72 @@
+"""Server metrics during a run, in long form: one row for each sample that changed."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import msgspec
+import pyarrow as pa
+from prometheus_client.parser import text_string_to_metric_families
+
+from ebbench.client.probe import Probe
+
+SERVER_METRICS = pa.schema(
+    [
+        pa.field("time_ns", pa.int64(), nullable=False),
+        pa.field("name", pa.string(), nullable=False),
+        pa.field("labels", pa.string(), nullable=False),  # a JSON object with sorted keys
+        pa.field("value", pa.float64(), nullable=False),
+    ]
+)
+
+_Key = tuple[str, str]
+
+
+class Scraper:
+    """Reads /metrics every ``interval_s`` seconds and keeps what changed."""
+
+    def __init__(self, probe: Probe, interval_s: float) -> None:
+        self._probe, self._interval_s = probe, interval_s
+        self._last: dict[_Key, float] = {}
+        self._rows: list[tuple[int, str, str, float]] = []
+
+    async def run(self) -> None:
+        """Scrape until cancelled."""
+        while await self.once():
+            await asyncio.sleep(self._interval_s)
+
+    async def once(self) -> bool:
+        """Scrape once; False where the server has no such page."""
+        text = await self._probe.metrics()
+        if text is None:
+            return False
+        now_ns = time.monotonic_ns()
+        for (name, labels), value in parse(text).items():
+            if self._last.get((name, labels)) != value:
+                self._last[name, labels] = value
+                self._rows.append((now_ns, name, labels, value))
+        return True
+
+    def table(self, start_ns: int) -> pa.Table:
+        """All samples so far, times from ``start_ns``; those from before the run have negative ones."""
+        columns = {
+            "time_ns": [time_ns - start_ns for time_ns, _, _, _ in self._rows],
+            "name": [name for _, name, _, _ in self._rows],
+            "labels": [labels for _, _, labels, _ in self._rows],
+            "value": [value for _, _, _, value in self._rows],
+        }
+        return pa.table(columns, schema=SERVER_METRICS)
+
+
+def parse(text: str) -> dict[_Key, float]:
+    """Samples of a Prometheus text page by name and labels; times of creation are left out."""
+    try:
+        return {
+            (sample.name, msgspec.json.encode(sample.labels, order="sorted").decode()): float(sample.value)
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+            if not sample.name.endswith("_created")
+        }
+    except ValueError:
+        return {}

@@ -1,0 +1,54 @@
+"""Server-sent events, split from bytes as they arrive (WHATWG HTML, section 9.2.6).
+
+Works on bytes throughout, so neither a split inside a UTF-8 sequence nor one inside a line end matters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+_BOM = b"\xef\xbb\xbf"
+
+
+class SseSplitter:
+    """Yields the data of each event that is complete; keeps what is not.
+
+    Only the ``data`` field is used; comments and other fields are dropped, as the OpenAI protocol needs no more.
+    """
+
+    __slots__ = ("_after_cr", "_data", "_started", "_tail")
+
+    def __init__(self) -> None:
+        self._tail = b""
+        self._data: list[bytes] = []
+        self._after_cr = self._started = False
+
+    def feed(self, received: bytes) -> Iterator[bytes]:
+        """Take the next bytes of the stream."""
+        buffer = self._tail + received if self._tail else received
+        if not self._started:
+            if len(buffer) < len(_BOM) and _BOM.startswith(buffer):
+                self._tail = buffer
+                return
+            buffer, self._started = buffer.removeprefix(_BOM), True
+        if self._after_cr and buffer:
+            # The line ended at CR, at once; a LF that follows belongs to it.
+            buffer, self._after_cr = buffer.removeprefix(b"\n"), False
+        lines = buffer.splitlines(keepends=True)
+        self._tail = lines.pop() if lines and not lines[-1].endswith((b"\n", b"\r")) else b""
+        self._after_cr = bool(lines) and not self._tail and lines[-1].endswith(b"\r")
+        for line in lines:
+            stripped = line.rstrip(b"\r\n")
+            if not stripped:
+                if self._data:
+                    yield b"\n".join(self._data)
+                    self._data = []
+            elif stripped.startswith(b"data"):
+                name, _, value = stripped.partition(b":")
+                if name == b"data":
+                    self._data.append(value.removeprefix(b" "))
+
+    @property
+    def pending(self) -> bool:
+        """Whether an unfinished event, or half a line end, is held."""
+        return bool(self._tail or self._data or self._after_cr)

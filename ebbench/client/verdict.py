@@ -1,0 +1,85 @@
+"""What the client itself has to say about a run: reasons against believing it, and caveats."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from ebbench.client.crew import Member
+from ebbench.client.lag import lag_percentile_ns
+
+LAG_FLOOR_MS = 10.0
+LAG_SHARE_OF_TTFT = 0.05
+_OTHER_TOKENIZER = 0.02  # share by which prompt counts may differ for special tokens and the like
+
+
+def lag_limit_ms(requests: pa.Table) -> float:
+    """The lag p99 may reach: 10 ms or 5 % of the median TTFT, whichever is larger (metrics.md)."""
+    done = requests.filter(pc.equal(requests.column("status"), "ok"))
+    ttft_ns = pc.subtract(done.column("first_token_ns"), done.column("intended_ns"))
+    median_ns = pc.quantile(ttft_ns, 0.5)[0].as_py() or 0.0
+    return max(LAG_FLOOR_MS, LAG_SHARE_OF_TTFT * median_ns / 1e6)
+
+
+def loop_lag_p99_ms(members: Sequence[Member]) -> float:
+    """The 99th percentile of the loop's lateness at the worst worker."""
+    lags = [
+        lag_percentile_ns(np.frombuffer(m.farewell.late_ns, np.int64), 0.99) for m in members if m.farewell is not None
+    ]
+    return max(lags, default=0.0) / 1e6
+
+
+def invalid_reasons(requests: pa.Table, members: Sequence[Member]) -> tuple[str, ...]:
+    """Reasons that do not follow from the requests table: a stalled loop, a worker that died."""
+    reasons = []
+    lag_ms, limit_ms = loop_lag_p99_ms(members), lag_limit_ms(requests)
+    if lag_ms > limit_ms:
+        reasons.append(
+            f"the client's event loop stalled: p99 lag {lag_ms:.1f} ms, limit {limit_ms:.1f} ms; "
+            "use more --workers or less load"
+        )
+    for member in members:
+        if member.farewell is None:
+            reasons.append(f"client worker {member.number} died; its requests are lost")
+        elif member.farewell.error is not None:
+            reasons.append(f"client worker {member.number} failed: {member.farewell.error}")
+    return tuple(reasons)
+
+
+def client_warnings(requests: pa.Table, plan: pa.Table, renamed: int, dropped: int) -> tuple[str, ...]:
+    """Caveats of the measurement."""
+    found = [_tokenizer_warning(requests, plan), _bundle_warning(requests)]
+    if renamed:
+        found.append(f"{renamed} request ids occurred more than once and were made unique")
+    if dropped:
+        found.append(f"{dropped} requests exceed the server's max_model_len and were left out")
+    return tuple(text for text in found if text)
+
+
+def _tokenizer_warning(requests: pa.Table, plan: pa.Table) -> str | None:
+    done = pc.equal(requests.column("status"), "ok")
+    counted = requests.column("input_tokens").filter(done).to_numpy()
+    planned = plan.column("input_tokens").filter(done).to_numpy()
+    if counted.size == 0:
+        return None
+    other = np.abs(counted - planned) > np.maximum(1, _OTHER_TOKENIZER * planned)
+    if not other.any():
+        return None
+    ratio = float(np.median(counted[other] / np.maximum(planned[other], 1)))
+    return (
+        f"the server counts prompt tokens otherwise than the plan in {int(other.sum())} of {other.size} requests "
+        f"(median {ratio:.2f} times as many); its counts are used"
+    )
+
+
+def _bundle_warning(requests: pa.Table) -> str | None:
+    bundled = pc.sum(requests.column("bundled_tokens")).as_py() or 0
+    if not bundled:
+        return None
+    return (
+        f"{bundled} answers came with several tokens in one message: gaps of zero stand for them, so read TPOT, "
+        "not the percentiles of ITL"
+    )

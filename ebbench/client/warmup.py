@@ -1,0 +1,42 @@
+"""Warm-up: a few requests before the start, of the plan's lengths but other content, never recorded."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+
+from ebbench.client.answer import Answer
+from ebbench.client.bodies import Bodies, Turn
+from ebbench.client.caller import Caller
+from ebbench.client.options import ClientOptions
+from ebbench.errors import RunError
+from ebbench.records.plan import Plan
+
+_AT_ONCE = 64
+
+
+async def warm_up(url: str, model: str, plan: Plan, options: ClientOptions, environ: Mapping[str, str]) -> None:
+    """Send ``options.warmup`` requests. Raises RunError when all of them fail: the run would too."""
+    if not options.warmup:
+        return
+    bodies = Bodies(model, options)
+    gate = asyncio.Semaphore(_AT_ONCE)
+    async with Caller(url, bodies.path, options, environ) as caller:
+
+        async def one(number: int) -> Answer:
+            answer = Answer(options.endpoint == "chat", keep_text=False)
+            async with gate:
+                await caller.ask(f"warmup-{number}", bodies.build(_turn(plan, number)), answer)
+            return answer
+
+        answers = await asyncio.gather(*(one(number) for number in range(options.warmup)))
+    failed = [a for a in answers if a.error_class is not None]
+    if len(failed) == len(answers):
+        raise RunError(f"every warm-up request failed ({failed[0].error_class}: {failed[0].error_body[:200]})")
+
+
+def _turn(plan: Plan, number: int) -> Turn:
+    """Lengths of the plan's request ``number``, content of its own, so that no prefix is warmed for the run."""
+    row = number % plan.table.num_rows
+    lengths = {name: plan.table.column(name)[row].as_py() for name in ("input_tokens", "output_tokens")}
+    return Turn(row=row, request_id="", turn=0, content=-1 - number, hash_ids=None, prompt=None, **lengths)

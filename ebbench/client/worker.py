@@ -1,0 +1,288 @@
+"""A worker: releases sessions by the shared book, sends their requests, reports what came of them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import os
+import signal
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+import uvloop
+
+from ebbench.client.account import settle
+from ebbench.client.agenda import Agenda, make_agenda
+from ebbench.client.alarm import Alarm
+from ebbench.client.answer import Answer
+from ebbench.client.bodies import Bodies, Turn
+from ebbench.client.book import Book, SharedInts
+from ebbench.client.caller import Caller
+from ebbench.client.lag import LagMonitor
+from ebbench.client.messages import Batch, Begin, Farewell, Ready, Record, Stop, from_parent, send
+from ebbench.client.options import ClientOptions, api_key, redacted
+from ebbench.records.plan import ClosedPhase
+
+_REPORT_EVERY_S = 0.25
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """All a worker needs, in a form that goes to another process."""
+
+    worker: int
+    workers: int
+    url: str
+    model: str
+    options: ClientOptions
+    id_prefix: str
+    plan_path: Path
+    phases: tuple[ClosedPhase, ...]
+    max_concurrency: int | None
+    memory: SharedInts
+    lock: AbstractContextManager[object]
+    control: socket.socket
+    dropped: frozenset[int]
+    bell: socket.socket
+    other_bells: tuple[socket.socket, ...]
+
+
+def run_worker(assignment: Assignment) -> None:
+    """Body of a worker process."""
+    # The terminal sends Ctrl-C to all processes; the parent decides what it means.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    uvloop.run(work(assignment, os.environ))
+
+
+async def work(assignment: Assignment, environ: Mapping[str, str]) -> None:
+    """Carry out this worker's part of the plan, then say farewell."""
+    reader, writer = await asyncio.open_connection(sock=assignment.control)
+    started_s = time.process_time()
+    monitor = None
+    error: str | None = None
+    try:
+        agenda = make_agenda(_mapped(assignment.plan_path), assignment.phases, assignment.max_concurrency)
+        bodies = Bodies(assignment.model, assignment.options)
+        async with Caller(assignment.url, bodies.path, assignment.options, environ) as caller:
+            worker = Worker(assignment, agenda, bodies, caller, writer, environ)
+            # What is alive now stays alive; the collector need not look at it in the middle of a run.
+            gc.collect()
+            gc.freeze()
+            send(writer, Ready())
+            begin = await from_parent(reader)
+            if isinstance(begin, Begin):
+                monitor = LagMonitor(asyncio.get_running_loop())
+                await worker.run(reader)
+    except Exception as problem:
+        error = f"{type(problem).__name__}: {problem}"
+    late_ns = b""
+    if monitor is not None:
+        monitor.close()
+        late_ns = monitor.late_ns.tobytes()
+    send(writer, Farewell(late_ns, time.process_time() - started_s, error))
+    with contextlib.suppress(ConnectionError):
+        await writer.drain()
+    writer.close()
+
+
+class Worker:
+    """Sessions in progress of one worker."""
+
+    def __init__(
+        self,
+        assignment: Assignment,
+        agenda: Agenda,
+        bodies: Bodies,
+        caller: Caller,
+        writer: asyncio.StreamWriter,
+        environ: Mapping[str, str],
+    ) -> None:
+        self._assignment, self._agenda, self._bodies = assignment, agenda, bodies
+        self._caller, self._writer = caller, writer
+        self._key = api_key(environ)
+        self._book = Book(assignment.memory, assignment.lock, agenda.sessions, agenda.slots, agenda.arrivals)
+        self._loop = asyncio.get_running_loop()
+        self._alarm = Alarm(self._loop, self._on_alarm)
+        self._own_next = assignment.worker
+        self._open: set[asyncio.Task[None]] = set()
+        self._records: list[Record] = []
+        self._tokens = 0
+        self._idle = asyncio.Event()
+        self._failure: BaseException | None = None
+
+    async def run(self, reader: asyncio.StreamReader) -> None:
+        """Run to the end of the plan, or until the parent says stop."""
+        self._loop.add_reader(self._assignment.bell.fileno(), self._on_bell)
+        listener = asyncio.create_task(self._listen(reader))
+        reporter = asyncio.create_task(self._report_regularly())
+        try:
+            if self._agenda.arrivals is not None:
+                self._arm()
+            else:
+                self._alarm.set(self._book.start_ns)
+            await self._idle.wait()
+        finally:
+            self._loop.remove_reader(self._assignment.bell.fileno())
+            listener.cancel()
+            reporter.cancel()
+            self._alarm.close()
+            self._report()
+        if self._failure is not None:
+            raise self._failure
+
+    def _arm(self) -> None:
+        """Set the alarm for the next session whose timer is this worker's."""
+        arrivals = self._agenda.arrivals
+        assert arrivals is not None
+        if self._own_next < self._agenda.sessions and not self._book.finished:
+            self._alarm.set(self._book.start_ns + arrivals.arrival_ns[self._own_next])
+        self._check_idle()
+
+    def _on_alarm(self) -> None:
+        """Closed loop: the start. Open loop: each session of this worker that is due releases one session."""
+        arrivals, count = self._agenda.arrivals, self._agenda.sessions
+        if arrivals is None:
+            self._fill()
+            return
+        now_ns = time.monotonic_ns() - self._book.start_ns
+        while self._own_next < count and arrivals.arrival_ns[self._own_next] <= now_ns:
+            self._own_next += self._assignment.workers
+            self._take()
+        self._arm()
+
+    def _on_bell(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while self._assignment.bell.recv(64):
+                pass
+        self._fill()
+
+    def _fill(self) -> None:
+        """Closed loop: take sessions up to this worker's share of the slots, and let the others do so."""
+        if self._agenda.arrivals is None:
+            share = self._book.share(self._assignment.workers)
+            while (share is None or len(self._open) < share) and self._take():
+                share = self._book.share(self._assignment.workers)
+        if self._book.slot_waits() or self._book.finished:
+            self._ring()
+        self._check_idle()
+
+    def _ring(self) -> None:
+        for bell in self._assignment.other_bells:
+            with contextlib.suppress(OSError):  # full: it has been rung already; closed: nobody is there
+                bell.send(b"!")
+
+    def _take(self) -> bool:
+        release = self._book.take()
+        if release is None:
+            return False
+        task = self._loop.create_task(self._session(*release))
+        self._open.add(task)
+        return True
+
+    def _check_idle(self) -> None:
+        own_done = self._agenda.arrivals is None or self._own_next >= self._agenda.sessions
+        if not self._open and (self._book.stopped or (self._book.finished and own_done)):
+            self._idle.set()
+
+    async def _session(self, session: int, intended_ns: int) -> None:
+        """One session, turn by turn."""
+        task = asyncio.current_task()
+        assert task is not None
+        ended_ns = intended_ns
+        try:
+            ended_ns = await self._turns(self._agenda.turns(session), intended_ns)
+        except Exception as error:  # a fault of ours: end the run, loudly
+            self._failure = self._failure or error
+            self._book.stop()
+        self._open.discard(task)
+        self._book.end(ended_ns)
+        # The slot just freed is taken here; further ones, if the limit rose, are shared out.
+        if self._agenda.arrivals is None or self._assignment.max_concurrency is not None:
+            self._take()
+        self._fill()
+
+    async def _turns(self, rows: Sequence[int], intended_ns: int) -> int:
+        history: list[tuple[str, str]] = []
+        said = ""
+        for position, row in enumerate(rows):
+            if row in self._assignment.dropped:
+                continue  # the parent accounts for it
+            turn = self._agenda.turn(row)
+            whole = turn.prompt is not None and turn.prompt.startswith(said)
+            keep_text = self._assignment.options.keep_text or (turn.prompt is not None and len(rows) > 1)
+            body = self._bodies.build(turn, () if whole else history)
+            answer = Answer(self._assignment.options.endpoint == "chat", keep_text)
+            await self._caller.ask(self._assignment.id_prefix + turn.request_id, body, answer)
+            record = self._settled(turn, intended_ns, answer)
+            self._records.append(record)
+            self._tokens += record.output_tokens or 0
+            if record.status != "ok":
+                self._leave(rows[position + 1 :])
+                return answer.end_ns
+            if turn.prompt is not None and answer.text is not None:
+                said, history = turn.prompt, [*history, (turn.prompt, answer.text)]
+            intended_ns = answer.end_ns
+        return intended_ns
+
+    def _leave(self, rows: Sequence[int]) -> None:
+        """Turns whose session ended before them."""
+        for row in rows:
+            record = Record(row, self._assignment.worker, "never_sent", error_class="earlier_turn_failed")
+            self._records.append(record)
+
+    def _settled(self, turn: Turn, intended_ns: int, answer: Answer) -> Record:
+        verdict = settle(answer, turn.output_tokens, self._assignment.options.ignore_eos)
+        usage = answer.usage
+        details = usage.prompt_tokens_details or {} if usage is not None else {}
+        body = verdict.error_body
+        return Record(
+            row=turn.row,
+            worker=self._assignment.worker,
+            status=verdict.status,
+            intended_ns=intended_ns,
+            sent_ns=answer.sent_ns,
+            first_byte_ns=answer.first_byte_ns,
+            end_ns=answer.end_ns,
+            token_ns=verdict.tokens.times_ns.tobytes(),
+            bundled=verdict.tokens.bundled,
+            output_tokens=verdict.output_tokens,
+            prompt_tokens=usage.prompt_tokens if usage is not None else None,
+            cached_tokens=details.get("cached_tokens"),
+            finish_reason=answer.finish_reason,
+            error_class=verdict.error_class,
+            error_body=redacted(body, self._key) if body is not None else None,
+            http_status=answer.status,
+            text=answer.text if self._assignment.options.keep_text else None,
+        )
+
+    async def _listen(self, reader: asyncio.StreamReader) -> None:
+        """Obey the parent; without one there is nobody to work for."""
+        while True:
+            message = await from_parent(reader)
+            self._book.stop()
+            if not isinstance(message, Stop) or message.abort:
+                self._caller.abort()
+            self._check_idle()
+            if message is None:
+                return
+
+    async def _report_regularly(self) -> None:
+        while True:
+            await asyncio.sleep(_REPORT_EVERY_S)
+            self._report()
+
+    def _report(self) -> None:
+        records, self._records = self._records, []
+        send(self._writer, Batch(records, self._caller.in_flight, self._tokens))
+
+
+def _mapped(path: Path) -> pa.Table:
+    """The plan, mapped: all workers share its pages."""
+    with pa.memory_map(str(path)) as source:
+        return pa.ipc.open_file(source).read_all()

@@ -1,0 +1,8 @@
+"""A fake OpenAI-compatible server with known timing, switchable faults and an exact ledger."""
+
+from ebbench.fakeserver.config import FakeConfig
+from ebbench.fakeserver.faults import Fault, parse_fault
+from ebbench.fakeserver.ledger import Entry
+from ebbench.fakeserver.process import FakeServerProcess
+
+__all__ = ["Entry", "FakeConfig", "FakeServerProcess", "Fault", "parse_fault"]

@@ -1,0 +1,33 @@
+"""Settings of the fake server."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ebbench.errors import UsageError
+from ebbench.fakeserver.faults import Fault
+
+
+@dataclass(frozen=True)
+class FakeConfig:
+    """Timing is exact by intent: token i of an answer is due ``ttft_ms + i * itl_ms`` after the request's receipt.
+
+    ``default_tokens`` is the answer's length where the request sets none. ``host`` is loopback by default, and
+    ``port`` 0 takes a free one. ``keep_ledger`` off saves memory in endless runs.
+    """
+
+    ttft_ms: float = 20.0
+    itl_ms: float = 10.0
+    host: str = "127.0.0.1"
+    port: int = 0
+    model: str = "fake-model"
+    max_model_len: int = 1_000_000
+    default_tokens: int = 16
+    faults: tuple[Fault, ...] = ()
+    keep_ledger: bool = True
+
+    def __post_init__(self) -> None:
+        if self.ttft_ms < 0 or self.itl_ms < 0:
+            raise UsageError("--ttft-ms and --itl-ms must not be negative")
+        if not 0 <= self.port <= 65535:
+            raise UsageError(f"--port must lie between 0 and 65535, not {self.port}")

@@ -1,0 +1,74 @@
+"""The server's own account of every generation request, in CLOCK_MONOTONIC nanoseconds.
+
+On Linux that clock is the same in every process of the machine, so a client's times compare directly.
+"""
+
+from __future__ import annotations
+
+from array import array
+
+import msgspec
+
+
+class Entry(msgspec.Struct):
+    """What the server knows of one request. ``token_ns[i]`` is when token i was handed to the kernel.
+
+    ``outcome`` is ``open`` until the answer is complete (``length`` or ``stop``), broken by a fault (the fault's
+    kind) or given up by the client (``disconnected``).
+    """
+
+    number: int
+    request_id: str
+    path: str
+    received_ns: int
+    prompt_tokens: int
+    max_tokens: int
+    fault: str | None = None
+    token_ns: list[int] = []
+    late_ns: int = 0
+    tokens: int = 0
+    done_ns: int | None = None
+    outcome: str = "open"
+
+    @property
+    def first_token_ns(self) -> int | None:
+        """When the first token was sent, or None."""
+        return self.token_ns[0] if self.token_ns else None
+
+
+class Ledger:
+    """All entries of one server's life."""
+
+    def __init__(self, keep: bool) -> None:
+        self._keep = keep
+        self.entries: list[tuple[Entry, array[int]]] = []
+        self.received = self.completed = self.prompt_tokens = self.sent_tokens = self.cache_resets = 0
+
+    def open(self, entry: Entry) -> array[int]:
+        """Register a request; token times go into the returned array, eight bytes each."""
+        self.received += 1
+        self.prompt_tokens += entry.prompt_tokens
+        times: array[int] = array("q")
+        if self._keep:
+            self.entries.append((entry, times))
+        return times
+
+    def close(self, entry: Entry, now_ns: int, outcome: str) -> None:
+        """Note how a request ended."""
+        entry.done_ns, entry.outcome = now_ns, outcome
+        self.completed += outcome in ("length", "stop")
+
+    def clear(self) -> None:
+        """Drop all entries."""
+        self.entries.clear()
+
+    def encode(self) -> bytes:
+        """All entries as a JSON array."""
+        for entry, times in self.entries:
+            entry.token_ns = times.tolist()
+        return msgspec.json.encode([entry for entry, _ in self.entries])
+
+
+def decode(document: bytes) -> list[Entry]:
+    """Entries of a document written by :meth:`Ledger.encode`."""
+    return msgspec.json.decode(document, type=list[Entry])

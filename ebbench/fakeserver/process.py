@@ -1,0 +1,68 @@
+"""The fake server in a process of its own, for checks and tests."""
+
+from __future__ import annotations
+
+import select
+import subprocess
+import sys
+from types import TracebackType
+
+import httpx
+
+from ebbench.errors import RunError
+from ebbench.fakeserver.config import FakeConfig
+from ebbench.fakeserver.ledger import Entry, decode
+from ebbench.fakeserver.server import encode_config
+
+
+class FakeServerProcess:
+    """Starts the server, knows its URL, fetches its ledger, and leaves no process behind.
+
+    Use as a context manager. Raises RunError when the server does not come up within ``ready_timeout_s``.
+    """
+
+    def __init__(self, config: FakeConfig | None = None, ready_timeout_s: float = 20.0) -> None:
+        self._config = config or FakeConfig()
+        self._ready_timeout_s = ready_timeout_s
+        self.process: subprocess.Popen[bytes] | None = None
+        self.url = ""
+
+    def __enter__(self) -> FakeServerProcess:
+        command = [sys.executable, "-m", "ebbench.fakeserver", encode_config(self._config)]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        assert self.process.stdout is not None
+        ready, _, _ = select.select([self.process.stdout], [], [], self._ready_timeout_s)
+        line = self.process.stdout.readline() if ready else b""
+        if not line.startswith(b"READY "):
+            self.process.kill()
+            _, stderr = self.process.communicate()
+            reason = stderr.decode(errors="replace").strip().splitlines()[-1:] or ["no answer in time"]
+            raise RunError(f"the fake server did not start: {reason[0]}")
+        self.url = f"http://{self._config.host}:{int(line.split()[1])}"
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.process is None:
+            return
+        self.process.terminate()
+        try:
+            self.process.communicate(timeout=5)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.communicate()
+
+    @property
+    def pid(self) -> int:
+        """The server's process id."""
+        assert self.process is not None, "the server runs inside its context only"
+        return self.process.pid
+
+    def ledger(self) -> list[Entry]:
+        """The server's account so far."""
+        return decode(httpx.get(f"{self.url}/ledger", timeout=30.0, trust_env=False).content)
+
+    def clear_ledger(self) -> None:
+        """Start a new account."""
+        httpx.delete(f"{self.url}/ledger", timeout=30.0, trust_env=False)

@@ -1,0 +1,232 @@
+"""The fake server: routes, and the loop that runs them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+
+import msgspec
+import uvloop
+
+from ebbench.errors import RunError
+from ebbench.fakeserver.answer import Answer
+from ebbench.fakeserver.config import FakeConfig
+from ebbench.fakeserver.connection import Connection
+from ebbench.fakeserver.faults import Fault, pick
+from ebbench.fakeserver.ledger import Entry, Ledger
+from ebbench.fakeserver.wheel import Wheel
+from ebbench.fakeserver.wire import EVENT_STREAM, GenerationRequest, Messages, chunk, error_body, response
+
+_REQUEST = msgspec.json.Decoder(GenerationRequest)
+
+
+class FakeServer:
+    """Answers requests by the configuration and keeps the ledger."""
+
+    def __init__(self, config: FakeConfig, loop: asyncio.AbstractEventLoop) -> None:
+        self._config = config
+        self._wheel = Wheel(loop)
+        self._started_ns = time.monotonic_ns()
+        self._connections: set[Connection] = set()
+        self._timing_ns = (round(config.ttft_ms * 1e6), round(config.itl_ms * 1e6))
+        self._kill_after = min((f.after for f in config.faults if f.kind == "kill"), default=None)
+        self.ledger = Ledger(config.keep_ledger)
+
+    def joined(self, connection: Connection) -> None:
+        """A connection was made."""
+        self._connections.add(connection)
+
+    def left(self, connection: Connection) -> None:
+        """A connection is gone."""
+        self._connections.discard(connection)
+
+    def handle(self, connection: Connection, method: str, path: str, body: bytes, received_ns: int) -> None:
+        """Route one request."""
+        if path in ("/v1/completions", "/v1/chat/completions") and method == "POST":
+            self._generate(connection, path, body, received_ns)
+            return
+        routes: dict[tuple[str, str], Callable[[], bytes]] = {
+            ("GET", "/health"): self._health,
+            ("GET", "/v1/models"): self._models,
+            ("GET", "/metrics"): self._metrics,
+            ("GET", "/ledger"): lambda: response(200, self.ledger.encode()),
+            ("DELETE", "/ledger"): self._clear,
+            ("POST", "/reset_prefix_cache"): self._reset_cache,
+            ("POST", "/tokenize"): lambda: self._tokenize(body),
+        }
+        route = routes.get((method, path))
+        missing = response(404, error_body(f"no route {method} {path}", "NotFoundError", 404))
+        connection.send(route() if route else missing)
+
+    def close(self) -> None:
+        """Stop the timer."""
+        self._wheel.close()
+
+    def _generate(self, connection: Connection, path: str, body: bytes, received_ns: int) -> None:
+        try:
+            request = _REQUEST.decode(body)
+        except msgspec.DecodeError as error:
+            connection.send(response(400, error_body(str(error), "BadRequestError", 400)))
+            return
+        limit = request.max_tokens or request.max_completion_tokens or self._config.default_tokens
+        number = self.ledger.received + 1
+        fault = pick(self._config.faults, number)
+        entry = Entry(
+            number=number,
+            request_id=connection.headers.get("x-request-id", ""),
+            path=path,
+            received_ns=received_ns,
+            prompt_tokens=request.prompt_tokens,
+            max_tokens=limit,
+            fault=fault.kind if fault else None,
+        )
+        if entry.prompt_tokens + limit > self._config.max_model_len:
+            fault = Fault("status", code=400)
+        if fault and self._refused(connection, entry, fault):
+            return
+        if not request.stream:
+            self._answer_whole(connection, path, entry)
+            return
+        self._stream(connection, path, entry, fault, request)
+
+    def _stream(
+        self, connection: Connection, path: str, entry: Entry, fault: Fault | None, request: GenerationRequest
+    ) -> None:
+        kind = fault.kind if fault else ""
+        chat = path.endswith("chat/completions")
+        messages = Messages(f"cmpl-{entry.number}", self._config.model, chat, kind == "crlf")
+        usage = bool((request.stream_options or {}).get("include_usage"))
+        answer = Answer(entry, connection, self.ledger, messages, self._timing_ns, fault, usage)
+        connection.answer, connection.byte_by_byte = answer, kind == "split"
+        if kind != "stall" or (fault and fault.after >= 0):
+            connection.send(EVENT_STREAM + (chunk(messages.role()) if chat else b""))
+            self._wheel.enter(_Ended(answer, self), answer.due_ns())
+
+    def _refused(self, connection: Connection, entry: Entry, fault: Fault) -> bool:
+        """Answer with an error where the fault asks for it."""
+        status, message = fault.code, f"fault: status {fault.code}"
+        if fault.kind == "echo-auth":
+            status, message = 401, f"no access with {connection.headers.get('authorization', 'no key')}"
+        elif fault.kind not in ("status", "refuse"):
+            return False
+        self.ledger.open(entry)
+        self.ledger.close(entry, time.monotonic_ns(), fault.kind)
+        if fault.kind == "refuse":
+            connection.close()
+            return True
+        extra = {"retry-after": str(fault.retry_after)} if fault.retry_after is not None else None
+        connection.send(response(status, error_body(message, "FakeFault", status), extra=extra))
+        return True
+
+    def _answer_whole(self, connection: Connection, path: str, entry: Entry) -> None:
+        self.ledger.open(entry)
+        messages = Messages(f"cmpl-{entry.number}", self._config.model, path.endswith("chat/completions"), False)
+        body = response(200, messages.whole(entry.max_tokens, "length", entry.prompt_tokens))
+        ttft_ns, itl_ns = self._timing_ns
+        due_ns = entry.received_ns + ttft_ns + (entry.max_tokens - 1) * itl_ns
+        self._wheel.enter(_Whole(connection, entry, self.ledger, body), due_ns)
+
+    def ended(self) -> None:
+        """An answer has ended; the fault ``kill`` counts them."""
+        if self._kill_after is not None and self.ledger.completed >= self._kill_after:
+            os._exit(9)
+
+    def _health(self) -> bytes:
+        unready_ms = max((f.ms for f in self._config.faults if f.kind == "unready"), default=0.0)
+        ready = time.monotonic_ns() - self._started_ns >= unready_ms * 1e6
+        return response(200, b"") if ready else response(503, b"")
+
+    def _models(self) -> bytes:
+        model = {"id": self._config.model, "object": "model", "max_model_len": self._config.max_model_len}
+        return response(200, msgspec.json.encode({"object": "list", "data": [model]}))
+
+    def _clear(self) -> bytes:
+        self.ledger.clear()
+        return response(200, b"{}")
+
+    def _reset_cache(self) -> bytes:
+        self.ledger.cache_resets += 1
+        return response(200, b"{}")
+
+    def _tokenize(self, body: bytes) -> bytes:
+        request = _REQUEST.decode(body)
+        count = request.prompt_tokens
+        return response(200, msgspec.json.encode({"count": count, "tokens": list(range(count))}))
+
+    def _metrics(self) -> bytes:
+        ledger = self.ledger
+        running = sum(1 for c in self._connections if c.answer is not None and c.answer.active)
+        values = {
+            ("vllm:num_requests_running", "gauge"): running,
+            ("vllm:num_requests_waiting", "gauge"): 0,
+            ("vllm:prompt_tokens_total", "counter"): ledger.prompt_tokens,
+            ("vllm:generation_tokens_total", "counter"): ledger.sent_tokens,
+            ("vllm:request_success_total", "counter"): ledger.completed,
+            ("fake:cache_resets_total", "counter"): ledger.cache_resets,
+        }
+        lines = [
+            f'# TYPE {name} {kind}\n{name}{{model_name="{self._config.model}"}} {value}'
+            for (name, kind), value in values.items()
+        ]
+        return response(200, ("\n".join(lines) + "\n").encode(), "text/plain; version=0.0.4")
+
+
+class _Ended:
+    """An answer on the wheel, reported to the server once it ends."""
+
+    def __init__(self, answer: Answer, server: FakeServer) -> None:
+        self._act, self._answer, self._server = answer.act, answer, server
+
+    def act(self) -> int:
+        due_ns = self._act()
+        if not due_ns:
+            self._server.ended()
+        return due_ns
+
+
+class _Whole:
+    """A response without streaming, sent when its last token would be."""
+
+    def __init__(self, connection: Connection, entry: Entry, ledger: Ledger, body: bytes) -> None:
+        self._connection, self._entry, self._ledger, self._body = connection, entry, ledger, body
+
+    def act(self) -> int:
+        self._entry.tokens = self._entry.max_tokens
+        self._ledger.sent_tokens += self._entry.max_tokens
+        self._ledger.close(self._entry, time.monotonic_ns(), "length")
+        self._connection.send(self._body)
+        return 0
+
+
+async def serve(config: FakeConfig, on_ready: Callable[[int], None]) -> Ledger:
+    """Serve until SIGINT or SIGTERM. ``on_ready`` gets the port. Raises RunError where it cannot bind."""
+    loop = asyncio.get_running_loop()
+    server = FakeServer(config, loop)
+    try:
+        listener = await loop.create_server(lambda: Connection(server), config.host, config.port, backlog=8192)
+    except OSError as error:
+        raise RunError(
+            f"cannot listen on {config.host}:{config.port}: {error.strerror}; choose another --port"
+        ) from None
+    stop = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    on_ready(listener.sockets[0].getsockname()[1])
+    await stop.wait()
+    listener.close()
+    server.close()
+    return server.ledger
+
+
+def run(config: FakeConfig, on_ready: Callable[[int], None]) -> Ledger:
+    """As :func:`serve`, on a uvloop of its own."""
+    return uvloop.run(serve(config, on_ready))
+
+
+def encode_config(config: FakeConfig) -> str:
+    """The configuration as one JSON line, for the child process."""
+    return msgspec.json.encode(asdict(config)).decode()

@@ -1,0 +1,113 @@
+"""Bytes the fake server sends: responses, server-sent events, OpenAI's message shapes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+TOKEN = " a"  # the text of every token
+LAST_CHUNK = b"0\r\n\r\n"
+EVENT_STREAM = (
+    b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
+)
+
+_REASONS = {200: "OK", 400: "Bad Request", 401: "Unauthorized", 404: "Not Found", 405: "Method Not Allowed",
+            413: "Content Too Large", 429: "Too Many Requests", 500: "Internal Server Error",
+            503: "Service Unavailable"}  # fmt: skip
+
+
+class GenerationRequest(msgspec.Struct):
+    """The fields of a completions or chat request the server looks at."""
+
+    prompt: msgspec.Raw = msgspec.Raw(b'""')
+    messages: list[dict[str, Any]] = []
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    stream: bool = False
+    stream_options: dict[str, Any] | None = None
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Token ids as given, or the number of words of a text."""
+        if self.messages:
+            return sum(len(str(m.get("content", "")).split()) for m in self.messages)
+        raw = bytes(self.prompt)
+        if raw.startswith(b"["):
+            return 0 if raw == b"[]" else raw.count(b",") + 1
+        return len(str(msgspec.json.decode(raw)).split())
+
+
+def response(
+    status: int, body: bytes, content_type: str = "application/json", extra: dict[str, str] | None = None
+) -> bytes:
+    """A whole response with a length."""
+    lines = [f"HTTP/1.1 {status} {_REASONS.get(status, 'Status')}", f"content-type: {content_type}"]
+    lines += [f"{name}: {value}" for name, value in (extra or {}).items()]
+    lines.append(f"content-length: {len(body)}")
+    return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
+
+
+def error_body(message: str, kind: str, code: int) -> bytes:
+    """An error as OpenAI-compatible servers put it."""
+    return msgspec.json.encode({"error": {"message": message, "type": kind, "code": code}})
+
+
+def chunk(data: bytes) -> bytes:
+    """One chunk of the chunked transfer coding."""
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+class Messages:
+    """The messages of one answer, as server-sent events."""
+
+    def __init__(self, answer_id: str, model: str, chat: bool, crlf: bool) -> None:
+        self._id, self._model, self._chat, self._crlf = answer_id, model, chat, crlf
+
+    def event(self, data: bytes) -> bytes:
+        """One event carrying ``data``."""
+        if self._crlf:
+            return b": a comment\r\ndata: %b\r\n\r\n: another\r\n\r\n" % data
+        return b"data: %b\n\n" % data
+
+    def token(self, tokens: int, finish: str | None) -> bytes:
+        """A message with the text of so many tokens."""
+        return self.event(msgspec.json.encode(self._choice(TOKEN * tokens, finish)))
+
+    def role(self) -> bytes:
+        """The chat message that only names the role."""
+        choice: dict[str, Any] = {"index": 0, "delta": {"role": "assistant", "content": ""}}
+        return self.event(msgspec.json.encode(self._message([choice | {"finish_reason": None}])))
+
+    def usage(self, prompt_tokens: int, completion_tokens: int) -> bytes:
+        """The message that reports the token counts."""
+        return self.event(msgspec.json.encode(self._message([]) | {"usage": usage(prompt_tokens, completion_tokens)}))
+
+    def done(self) -> bytes:
+        """The end mark."""
+        return self.event(b"[DONE]")
+
+    def whole(self, tokens: int, finish: str, prompt_tokens: int) -> bytes:
+        """The answer to a request without streaming."""
+        text = TOKEN * tokens
+        choice: dict[str, Any] = {"index": 0, "finish_reason": finish}
+        choice |= {"message": {"role": "assistant", "content": text}} if self._chat else {"text": text}
+        message = self._message([choice]) | {"usage": usage(prompt_tokens, tokens)}
+        return msgspec.json.encode(message)
+
+    def _choice(self, text: str, finish: str | None) -> dict[str, Any]:
+        content: dict[str, Any] = {"delta": {"content": text}} if self._chat else {"text": text}
+        return self._message([{"index": 0, **content, "logprobs": None, "finish_reason": finish}])
+
+    def _message(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        kind = "chat.completion.chunk" if self._chat else "text_completion"
+        return {"id": self._id, "object": kind, "created": 1, "model": self._model, "choices": choices}
+
+
+def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
+    """Token counts as OpenAI reports them."""
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+    }

@@ -1,0 +1,53 @@
+"""What a prompt consists of: token ids as a pure function of content identity and position.
+
+Every engine that needs real token ids calls :func:`token_ids`, so one plan means the same prompts, and the same
+shared prefixes, everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+CHUNK_TOKENS = 512  # tokens named by one Mooncake hash id
+
+_STREAM_SALT = 0x9E3779B97F4A7C15
+_CHUNK_SALT = 0xD1B54A32D192ED03
+_MASK = (1 << 64) - 1
+
+
+def token_ids(
+    content: int, hash_ids: Sequence[int] | None, start: int, count: int, vocab: int
+) -> npt.NDArray[np.int32]:
+    """Tokens ``[start, start + count)`` of stream ``content``, each in ``[0, vocab)``.
+
+    Positions inside ``hash_ids`` (chunks of 512 tokens) depend on the hash id and the offset in the chunk only,
+    so equal hash ids give equal tokens whatever the session; positions after them come from the stream itself.
+    Raises ValueError for a negative range or a vocabulary below 1.
+    """
+    if start < 0 or count < 0 or vocab < 1:
+        raise ValueError(f"token range [{start}, +{count}) of a vocabulary of {vocab} makes no sense")
+    positions = np.arange(start, start + count, dtype=np.uint64)
+    keys = np.full(count, _mixed_key(content, _STREAM_SALT), dtype=np.uint64)
+    if hash_ids is not None and len(hash_ids) > 0 and start < len(hash_ids) * CHUNK_TOKENS:
+        chunk_keys = np.array([_mixed_key(h, _CHUNK_SALT) for h in hash_ids], dtype=np.uint64)
+        chunk = (positions // np.uint64(CHUNK_TOKENS)).astype(np.int64)
+        named = chunk < len(chunk_keys)
+        keys[named] = chunk_keys[chunk[named]]
+        positions[named] %= np.uint64(CHUNK_TOKENS)
+    return (_mix(keys + _mix(positions)) % np.uint64(vocab)).astype(np.int32)
+
+
+def _mixed_key(identity: int, salt: int) -> int:
+    """A 64-bit key per identity; the salt keeps streams and chunks of the same number apart."""
+    return int(_mix(np.array([(identity ^ salt) & _MASK], dtype=np.uint64))[0])
+
+
+def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """The finaliser of splitmix64 (Steele, Lea, Flood, OOPSLA 2014): a bijection of 64-bit words."""
+    x = x + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
