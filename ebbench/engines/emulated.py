@@ -17,23 +17,30 @@ When nothing is scheduled, nothing is in flight and nothing is released by now, 
 from __future__ import annotations
 
 import gc
+import heapq
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
 from ebbench.devices.base import Device
 from ebbench.engines.base import EngineOptions, EngineResult, Observer, Progress
-from ebbench.engines.step_log import RequestFacts, StepFacts, StepLog, TokenTimes, decision_table, request_table
-from ebbench.engines.virtual_client import VirtualClient
+from ebbench.engines.sim import num_kv_blocks
 from ebbench.errors import RunError, UsageError
 from ebbench.records.content import token_ids
 from ebbench.records.plan import Plan
+from ebbench.simulation.instance import Step
+from ebbench.simulation.releases import Releases
+from ebbench.simulation.state import UNSET, Ints, RequestState
+from ebbench.simulation.tables import StepLog, decisions_table, requests_table, steps_table
+from vllm_eb import config as plugin
 from vllm_eb.policy import PolicySpec
 
 PROGRESS_EVERY_S = 0.2
+MAX_FRUITLESS_STEPS = 8  # turns of vLLM's loop that did nothing, before the clock jumps to the next arrival
 
 
 class EmulatedEngine:
@@ -42,19 +49,18 @@ class EmulatedEngine:
     name = "emulated"
 
     def run(
-        self, plan: Plan, policy: PolicySpec, device: Device, options: EngineOptions, observer: Observer | None
+        self, plan: Plan, policy: PolicySpec, device: Device, options: EngineOptions, observer: Observer | None = None
     ) -> EngineResult:
         """Run to the end of the plan.
 
         Raises UsageError for a plan that cannot fit, RunError when vLLM is missing or stops making progress.
         """
+        check_fits(plan, options, num_kv_blocks(device, options))
         try:
             from ebbench.engines import emulated_core
         except ImportError as error:
-            raise RunError(f"engine emulated needs vLLM, and importing it failed ({error}); see `ebbench doctor`") from None
-        blocks = emulated_core.usable_blocks(device, options)
-        check_fits(plan, options, blocks)
-        run = _Run(emulated_core, plan, policy, device, options, blocks)
+            raise RunError(f"engine emulated needs vLLM, and importing it failed ({error}); see: ebbench doctor") from None
+        run = _Run(emulated_core, plan, policy, device, options)
         with _no_garbage_collection():
             interrupted = run.to_the_end(observer)
         return run.result(interrupted)
@@ -62,68 +68,104 @@ class EmulatedEngine:
 
 def check_fits(plan: Plan, options: EngineOptions, blocks: int) -> None:
     """Refuse what vLLM would refuse or never finish. Raises UsageError."""
+    if not len(plan):
+        raise UsageError("the plan holds no requests; raise --num-prompts")
     if options.max_num_batched_tokens < options.max_num_seqs:
         raise UsageError(
             f"--max-num-batched-tokens {options.max_num_batched_tokens} is below --max-num-seqs "
             f"{options.max_num_seqs}: vLLM refuses that; raise the one or lower the other"
         )
     limit = min(options.max_model_len, blocks * options.block_size)
-    total = plan.table["input_tokens"].to_numpy() + plan.table["output_tokens"].to_numpy()
-    too_long = int((total > limit).sum())
+    tokens = np.asarray(plan.table["input_tokens"]) + np.asarray(plan.table["output_tokens"])
+    too_long = int((tokens > limit).sum())
     if too_long:
         raise UsageError(
             f"{too_long} requests are longer than {limit} tokens (max_model_len {options.max_model_len}, KV capacity "
-            f"{blocks * options.block_size}); raise the limit or drop them when planning"
+            f"{blocks * options.block_size}); raise the limit or pass --drop-too-long"
         )
+
+
+class _Clients:
+    """Sends the plan's requests in virtual time: by the clock, and when completions make room."""
+
+    def __init__(self, plan: Plan, state: RequestState) -> None:
+        self._state, self._releases = state, Releases(plan)
+        self._arrivals: list[tuple[int, int]] = []  # (time, row)
+        self._ready = self._releases.start()
+        if plan.closed_loop:
+            self._stamp(self._ready, 0)
+        else:
+            times = plan.table["arrival_ns"].to_pylist()
+            self._arrivals = sorted((times[row] or 0, row) for row in self._releases.first_rows)
+            heapq.heapify(self._arrivals)
+
+    def due(self, now_ns: int) -> list[int]:
+        """Rows to send now, in order. Of equal times, arrivals by the clock come first."""
+        rows: list[int] = []
+        while self._arrivals and self._arrivals[0][0] <= now_ns:
+            arrival_ns, row = heapq.heappop(self._arrivals)
+            self._state.intended_ns[row] = arrival_ns
+            released = self._releases.arrived(row)
+            self._stamp(released, arrival_ns)
+            rows += released
+        rows += self._ready
+        self._ready = []
+        return rows
+
+    def next_arrival_ns(self) -> int | None:
+        """When the clock sends the next session; None when only completions can."""
+        return self._arrivals[0][0] if self._arrivals else None
+
+    def ended(self, row: int, now_ns: int) -> None:
+        """A request ended."""
+        released = self._releases.ended(row)
+        self._stamp(released, now_ns)
+        self._ready += released
+
+    def _stamp(self, rows: list[int], now_ns: int) -> None:
+        for row in rows:
+            if self._state.intended_ns[row] == UNSET:
+                self._state.intended_ns[row] = now_ns
+            self._state.sent_ns[row] = now_ns
 
 
 class _Run:
     """State of one run."""
 
     def __init__(
-        self, core_module: Any, plan: Plan, policy: PolicySpec, device: Device, options: EngineOptions, blocks: int
+        self, core_module: Any, plan: Plan, policy: PolicySpec, device: Device, options: EngineOptions
     ) -> None:
-        self._make_request = core_module.make_request
-        self._vocab = core_module.VOCAB
-        self._plan, self._policy, self._blocks = plan, policy, blocks
-        self._client = VirtualClient(plan)
+        self._make_request, self._vocab = core_module.make_request, core_module.VOCAB
+        self._plan, self._policy = plan, policy
+        self._blocks = num_kv_blocks(device, options)
+        self._state, self._log = RequestState(plan), StepLog()
+        self._clients = _Clients(plan, self._state)
         self._clock = core_module.VirtualClock()
-        scheduler_cls, config = plugin_settings(policy, device)
-        self._core = core_module.build_core(device, options, scheduler_cls, config)
+        self._core = core_module.build_core(self._blocks, options, *plugin_settings(policy, device))
         self._scheduler = self._core.scheduler
         self._pool = self._scheduler.kv_cache_manager.block_pool
-        if scheduler_cls is not None:
+        if policy.kind != "v1":
             self._scheduler.use_clock(self._clock.now_s)
         self._streams: dict[str, list[int]] = {}
         executor = self._core.model_executor
         executor.attach(self._clock, device.cost, self._streams)
         executor.on_step = self._on_step
-        columns = plan.table.select(["request_id", "input_tokens", "output_tokens", "content", "hash_ids"]).to_pydict()
-        self._ids, self._inputs, self._outputs = columns["request_id"], columns["input_tokens"], columns["output_tokens"]
-        self._contents, self._hashes = columns["content"], columns["hash_ids"]
+        self._ids: list[str] = plan.table["request_id"].to_pylist()
         self._row_of = {request_id: row for row, request_id in enumerate(self._ids)}
-        self._log = StepLog(self._ids)
-        self._tokens = TokenTimes(np.array(self._outputs, dtype=np.int32))
-        count = len(plan)
-        self._scheduled_ns, self._cached = np.full(count, -1, np.int64), np.zeros(count, np.int64)
-        self._preemptions, self._ended = np.zeros(count, np.int64), np.zeros(count, np.bool_)
-        self._completed = self._output_tokens = self._total_tokens = 0
+        self._last_ids: list[str] = []
+        self._last_rows: Ints = np.zeros(0, np.int64)
+        self._ones: Ints = np.ones(options.max_num_seqs, np.int64)
+        self._completed = self._output_tokens = self._total_tokens = self._fruitless = 0
 
     def to_the_end(self, observer: Observer | None) -> bool:
         """Drive the core until every request has ended. Returns whether the user interrupted it."""
-        core, scheduler, client, clock = self._core, self._scheduler, self._client, self._clock
+        core, clients, clock = self._core, self._clients, self._clock
         next_report = 0.0
         try:
             while self._completed < len(self._plan):
-                for row in client.due(clock.now_ns):
+                for row in clients.due(clock.now_ns):
                     core.add_request(self._request(row))
-                if not scheduler.has_requests() and not core.batch_queue:
-                    self._jump()
-                    continue
-                outputs, executed = core.step_fn()
-                if outputs:
-                    self._take(outputs)
-                elif not executed and not core.batch_queue:
+                if not self._step():
                     self._jump()
                 if observer is not None and time.monotonic() >= next_report:
                     next_report = time.monotonic() + PROGRESS_EVERY_S
@@ -131,54 +173,81 @@ class _Run:
         except KeyboardInterrupt:
             return True
         finally:
-            core.model_executor.shutdown()
+            core.shutdown()
         return False
 
+    def _step(self) -> bool:
+        """One turn of vLLM's loop. False when nothing is in flight and nothing could be scheduled, twice in a row."""
+        core = self._core
+        if not core.scheduler.has_requests() and not core.batch_queue:
+            return False
+        outputs, executed = core.step_fn()
+        if outputs:
+            self._take(outputs)
+        if executed or outputs:
+            self._fruitless = 0
+            return True
+        self._fruitless += 1
+        return self._fruitless < MAX_FRUITLESS_STEPS
+
     def _jump(self) -> None:
-        """Nothing to do now: go to the next release."""
-        release_ns = self._client.next_release_ns()
-        if release_ns is None or release_ns <= self._clock.now_ns:
+        """Nothing to do now: go to the next arrival."""
+        arrival_ns = self._clients.next_arrival_ns()
+        if arrival_ns is None:
             raise RunError(
                 f"the engine is stuck at {self._clock.now_s():.3f} s of engine time with "
                 f"{len(self._plan) - self._completed} requests unfinished: nothing runs and nothing can be admitted"
             )
-        self._clock.now_ns = release_ns
+        self._clock.now_ns = max(self._clock.now_ns, arrival_ns)
+        self._fruitless = 0
 
     def _request(self, row: int) -> Any:
-        inputs, outputs = self._inputs[row], self._outputs[row]
+        state = self._state
+        inputs, outputs = int(state.prompt[row]), int(state.max_output[row])
+        hash_ids = state.hash_ids[row] if state.hash_ids is not None else None
         # The answer continues the prompt's content stream, so a follow-up turn finds its history in the cache.
-        stream = token_ids(self._contents[row], self._hashes[row], 0, inputs + outputs, self._vocab).tolist()
+        stream = token_ids(state.content[row], hash_ids, 0, inputs + outputs, self._vocab).tolist()
         self._streams[self._ids[row]] = stream
         return self._make_request(self._core, self._ids[row], stream[:inputs], outputs)
 
-    def _on_step(self, step: Any, scheduled: Any, scheduled_ns: int, start_ns: int, end_ns: int) -> None:
-        shape = step.shape
+    def _on_step(self, seen: Any, scheduled: Any, scheduled_ns: int, start_ns: int, end_ns: int) -> None:
+        state, shape = self._state, seen.shape
         running, waiting = self._scheduler.get_request_counts()
-        preempted = list(scheduled.preempted_req_ids or ())
         decision = getattr(self._scheduler, "last_decision", None)
-        facts = StepFacts(
-            scheduled_ns, start_ns, end_ns,
-            mode=decision.mode if decision else "mb",
+        rows = self._rows(seen.ids)
+        sampled = self._rows(seen.sampled_ids)
+        for request_id, hit in seen.admitted:
+            row = self._row_of[request_id]
+            if state.scheduled_ns[row] == UNSET:
+                state.scheduled_ns[row], state.cached_tokens[row] = scheduled_ns, hit
+        preempted = sorted(self._row_of[request_id] for request_id in scheduled.preempted_req_ids or ())
+        state.preemptions[preempted] += 1
+        state.token_ns[state.next_slot[sampled]] = end_ns
+        state.next_slot[sampled] += 1
+        step = Step(
+            scheduled_ns, start_ns, end_ns, rows,
+            self._ones[: len(rows)] if seen.tokens is None else np.array(seen.tokens, np.int64),
+            sampled,
             prefill_tokens=sum(count for count, _ in shape.prefill),
             decode_seqs=shape.decode_seqs,
-            kv_blocks_used=self._blocks - self._pool.get_num_free_blocks(),
-            kv_blocks_total=self._blocks,
-            waiting=waiting,
-            running=running,
-            preempted_ids=preempted,
+            preempted=preempted,
+            mode=decision.mode if decision else "mb",
             k=decision.k if decision else None,
             n_limit=decision.n_limit if decision else None,
+            kv_blocks_used=self._blocks - self._pool.get_num_free_blocks(),
+            waiting=waiting,
+            running=running,
         )  # fmt: skip
-        for request_id, hit in step.admitted:
-            row = self._row_of[request_id]
-            if self._scheduled_ns[row] < 0:
-                self._scheduled_ns[row], self._cached[row] = scheduled_ns, hit
-        for request_id in preempted:
-            self._preemptions[self._row_of[request_id]] += 1
-        self._log.add(facts, step.ids, step.tokens)
-        self._tokens.add(self._log.rows_of(step.sampled_ids), end_ns)
+        self._log.step(0, step)
         self._output_tokens += shape.sampled_seqs
-        self._total_tokens += facts.prefill_tokens + shape.decode_seqs
+        self._total_tokens += step.prefill_tokens + shape.decode_seqs
+
+    def _rows(self, ids: list[str]) -> Ints:
+        """Plan rows of request ids; one array is shared while the ids stay the same."""
+        if ids != self._last_ids:
+            self._last_ids = ids
+            self._last_rows = np.fromiter(map(self._row_of.__getitem__, ids), np.int64, len(ids))
+        return self._last_rows
 
     def _take(self, outputs: Any) -> None:
         """Completions of one step, in scheduling order."""
@@ -186,10 +255,11 @@ class _Run:
             for output in batch.outputs:
                 if output.finish_reason is not None:
                     row = self._row_of[output.request_id]
-                    self._ended[row] = True
+                    self._state.end_ns[row] = self._clock.now_ns
+                    self._state.done[row] = True
                     self._completed += 1
                     del self._streams[output.request_id]
-                    self._client.ended(row, self._clock.now_ns)
+                    self._clients.ended(row, self._clock.now_ns)
 
     def _progress(self) -> Progress:
         running, waiting = self._scheduler.get_request_counts()
@@ -201,25 +271,22 @@ class _Run:
 
     def result(self, interrupted: bool) -> EngineResult:
         """The tables of what was done."""
-        facts = RequestFacts(self._client.intended_ns, self._scheduled_ns, self._ended, self._cached, self._preemptions)
         controller = getattr(self._scheduler, "controller", None)
-        records = controller.drain_records() if controller else []
+        records = [(0, record) for record in controller.drain_records()] if controller else []
+        ids = pa.array(self._ids, pa.string())
         return EngineResult(
-            requests=request_table(self._plan, facts, self._tokens),
-            steps=self._log.table(),
-            decisions=decision_table(records),
+            requests=requests_table(self._plan, self._state),
+            steps=steps_table(self._log.steps, ids, self._blocks),
+            decisions=decisions_table(records),
             interrupted=interrupted,
         )
 
 
-def plugin_settings(policy: PolicySpec, device: Device) -> tuple[str | None, dict[str, Any]]:
+def plugin_settings(policy: PolicySpec, device: Device) -> tuple[str | None, dict[str, object]]:
     """Scheduler class and additional_config for a policy; v1 is vLLM untouched."""
     if policy.kind == "v1":
         return None, {}
-    from dataclasses import asdict
-
-    config = {"policy": policy.name, "calibration": asdict(device.calibration)}
-    return "vllm_eb.scheduler.EBScheduler", {"vllm_eb": config}
+    return plugin.SCHEDULER, plugin.additional_config(policy, device.calibration)
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request
 
-from ebbench.devices.base import CostModel, Device
+from ebbench.devices.base import CostModel
 from ebbench.engines.base import EngineOptions
 from ebbench.engines.emulated_device import StandInExecutor, Step, StepReader, done, nothing, step_ns
 
@@ -90,17 +90,11 @@ class VirtualExecutor(StandInExecutor):
         return self._sampled if non_block else self._sampled.result()
 
 
-def usable_blocks(device: Device, options: EngineOptions) -> int:
-    """KV blocks requests can hold."""
-    return options.num_kv_blocks or device.kv_capacity_tokens // options.block_size
-
-
 def build_core(
-    device: Device, options: EngineOptions, scheduler_cls: str | None, additional_config: dict[str, Any]
+    blocks: int, options: EngineOptions, scheduler_cls: str | None, additional_config: dict[str, Any]
 ) -> EngineCore:
-    """A vLLM engine core whose KV cache has ``usable_blocks`` blocks beside the null block."""
+    """A vLLM engine core whose KV cache has ``blocks`` blocks beside the null block."""
     logging.getLogger("vllm").setLevel(logging.ERROR)
-    blocks = usable_blocks(device, options)
     with tempfile.TemporaryDirectory(prefix="ebbench-model-") as folder:
         config = MODEL_CONFIG | {"max_position_embeddings": options.max_model_len}
         (Path(folder) / "config.json").write_text(json.dumps(config), encoding="utf-8")
@@ -151,4 +145,4 @@ def _has_xxhash() -> bool:
     return True
 
 
-__all__ = ["Step", "VirtualClock", "VirtualExecutor", "build_core", "make_request", "usable_blocks"]
+__all__ = ["Step", "VirtualClock", "VirtualExecutor", "build_core", "make_request"]

@@ -177,5 +177,5 @@ def nothing(non_block: bool) -> Any:
 
 
 def step_ns(cost: CostModel, shape: StepShape) -> int:
-    """Whole nanoseconds a step takes, at least 1."""
-    return max(1, round(cost.step_s(shape) * 1e9))
+    """Whole nanoseconds a step takes."""
+    return round(cost.step_s(shape) * 1e9)

@@ -1,16 +1,117 @@
-"""Helpers of the tests around the real vLLM core."""
+"""Helpers of the tests around the real vLLM core: plans, a device and the two engines to compare."""
 
 from __future__ import annotations
 
-from ebbench.devices.base import Device
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+
+from ebbench.devices.base import Device, StepShape
 from ebbench.engines.base import EngineOptions, EngineResult
-from ebbench.records.plan import Plan
+from ebbench.engines.sim import SimEngine
+from ebbench.records.plan import ClosedPhase, Plan
+from ebbench.records.schema import PLAN
+from vllm_eb.calibration import Calibration, MixedCost
 from vllm_eb.policy import PolicySpec, parse_policy
+
+
+class TestCost:
+    """Grows with tokens, context and batch size, so that a step with other contents never takes the same time."""
+
+    __test__ = False
+
+    def step_s(self, shape: StepShape) -> float:
+        """Seconds."""
+        prefill_tokens = sum(count for count, _ in shape.prefill)
+        prefill_context = sum(count * context for count, context in shape.prefill)
+        cost = 3e-3 + 17e-6 * prefill_tokens + 1e-9 * prefill_context
+        return cost + 31e-6 * shape.decode_seqs + 7e-8 * shape.decode_kv_tokens
+
+
+CALIBRATION = Calibration(
+    alpha_p=5e-3, beta_p=17e-6, alpha_d=3e-3, beta_d=31e-6, mixed=MixedCost(a=2e-5, b=6e-5, c=-3e-5)
+)
+DEVICE = Device("test", "test", TestCost(), 1 << 20, CALIBRATION, "made for tests")
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Size and kind of a test plan. ``rate_per_s`` of None means closed loop at ``concurrency``."""
+
+    sessions: int = 40
+    turns: int = 1
+    concurrency: int = 24
+    rate_per_s: float | None = None
+    max_input: int = 90
+    max_output: int = 40
+    seed: int = 0
+
+
+def make_plan(traffic: Traffic) -> Plan:
+    """A plan with random lengths; the turns of a session share their history."""
+    rng = random.Random(traffic.seed)
+    rows: list[dict[str, Any]] = []
+    clock_s = 0.0
+    for session in range(traffic.sessions):
+        clock_s += rng.expovariate(traffic.rate_per_s) if traffic.rate_per_s else 0.0
+        history = 0
+        for turn in range(traffic.turns):
+            inputs = history + rng.randint(1, traffic.max_input)
+            outputs = rng.randint(1, traffic.max_output)
+            history = inputs + outputs
+            first_by_clock = traffic.rate_per_s is not None and turn == 0
+            rows.append(
+                {
+                    "request_id": f"r{len(rows)}",
+                    "session": session,
+                    "turn": turn,
+                    "phase": "main",
+                    "arrival_ns": round(clock_s * 1e9) if first_by_clock else None,
+                    "input_tokens": inputs,
+                    "output_tokens": outputs,
+                    "content": session,
+                }
+            )
+    phases = () if traffic.rate_per_s else (ClosedPhase("main", traffic.sessions, traffic.concurrency),)
+    return Plan(pa.Table.from_pylist(rows, schema=PLAN), phases, {})
 
 
 def run_emulated(plan: Plan, policy: PolicySpec | str, device: Device, options: EngineOptions) -> EngineResult:
     """Run a plan on the emulated engine in virtual time."""
     from ebbench.engines.emulated import EmulatedEngine
 
-    spec = parse_policy(policy) if isinstance(policy, str) else policy
-    return EmulatedEngine().run(plan, spec, device, options, None)
+    return EmulatedEngine().run(plan, _spec(policy), device, options)
+
+
+def run_sim(plan: Plan, policy: PolicySpec | str, device: Device, options: EngineOptions) -> EngineResult:
+    """Run a plan on the simulator."""
+    return SimEngine().run(plan, _spec(policy), device, options)
+
+
+def _spec(policy: PolicySpec | str) -> PolicySpec:
+    return parse_policy(policy) if isinstance(policy, str) else policy
+
+
+def differences(sim: EngineResult, emulated: EngineResult) -> list[str]:
+    """Where two results differ, in words: the first differing row of each table, column by column."""
+    found = []
+    for name in ("steps", "decisions", "requests"):
+        ours, theirs = getattr(sim, name), getattr(emulated, name)
+        if ours.num_rows != theirs.num_rows:
+            found.append(f"{name}: {ours.num_rows} rows in sim, {theirs.num_rows} emulated")
+        for row in range(min(ours.num_rows, theirs.num_rows)):
+            left, right = _row(ours, row), _row(theirs, row)
+            if left != right:
+                unequal = {key: (left[key], right[key]) for key in left if left[key] != right[key]}
+                found.append(f"{name}[{row}] (sim, emulated): {unequal}")
+                break
+    return found
+
+
+def _row(table: pa.Table, row: int) -> dict[str, Any]:
+    values: dict[str, Any] = table.slice(row, 1).to_pylist()[0]
+    if "preempted_ids" in values:
+        values["preempted_ids"] = sorted(values["preempted_ids"])
+    return values

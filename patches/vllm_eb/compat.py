@@ -1,0 +1,65 @@
+"""Everything that differs between vLLM versions, and what the plugin cannot be combined with. Nothing else does.
+
+| | 0.25 | 0.32 |
+|---|---|---|
+| limit of running requests read on admission | ``max_num_running_reqs`` | ``max_num_active_reqs`` (a lower bound of its own) |
+| requests admitted while paused | none | those that hold KV blocks |
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm_eb.config import ConfigError
+
+
+def limit_name(scheduler: Any) -> str:
+    """Name of the attribute that bounds the running requests on admission."""
+    return "max_num_active_reqs" if hasattr(scheduler, "max_num_active_reqs") else "max_num_running_reqs"
+
+
+def waiting(scheduler: Any) -> int:
+    """Requests that could be admitted, preempted ones included.
+
+    Streaming sessions that wait for their user hold KV blocks and a place in the queue, but ask for nothing.
+    """
+    queued: int = scheduler.get_request_counts()[1]
+    return queued - getattr(scheduler, "num_waiting_for_streaming_input", 0)
+
+
+def paused(scheduler: Any) -> bool:
+    """Whether the operator has paused admissions."""
+    state = scheduler.pause_state
+    return state is not type(state).UNPAUSED
+
+
+def usable_blocks(scheduler: Any) -> int:
+    """KV blocks that requests can hold: all but the null block."""
+    return int(scheduler.kv_cache_manager.block_pool.num_gpu_blocks) - 1
+
+
+def free_blocks(scheduler: Any) -> int:
+    """KV blocks without an owner; cached but unreferenced ones count."""
+    return int(scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
+
+
+def refuse_unsupported(vllm_config: Any) -> None:
+    """Raise ConfigError for settings under which exclusive phases would be wrong or meaningless."""
+    for found, what in _problems(vllm_config):
+        if found:
+            raise ConfigError(
+                f"vllm_eb cannot be combined with {what}: switch that off, or leave --scheduler-cls out (policy v1)"
+            )
+
+
+def _problems(config: Any) -> list[tuple[bool, str]]:
+    model, parallel = config.model_config, config.parallel_config
+    return [
+        (config.speculative_config is not None, "speculative decoding (a decode step would not be one token each)"),
+        (parallel.pipeline_parallel_size > 1, "pipeline parallelism (several steps of one request are in flight)"),
+        (config.kv_transfer_config is not None, "a KV connector (loads are admissions the plugin cannot hold back)"),
+        (getattr(config, "ec_transfer_config", None) is not None, "an encoder-cache connector"),
+        (model.runner_type == "pooling", "pooling models (they have no decode phase)"),
+        (bool(getattr(model, "is_diffusion", False)), "diffusion models"),
+        (bool(model.is_encoder_decoder), "encoder-decoder models"),
+    ]

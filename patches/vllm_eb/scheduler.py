@@ -1,0 +1,227 @@
+"""vLLM's scheduler with phases: the only module here that imports vLLM.
+
+``--scheduler-cls vllm_eb.scheduler.EBScheduler``. Every step is scheduled by vLLM's own ``schedule()``; what this class
+does is decide beforehand (:class:`vllm_eb.controller.Controller`) which running requests it gets to see and how many it
+may admit:
+
+prefill  only requests with prompt tokens left are in ``running``; the limit is lowered by the decoders set aside
+decode   only decoders are in ``running``; the limit equals their number, so nothing is admitted
+mixed    nothing is touched
+
+Requests set aside keep their KV blocks and their place. A prefill step for which there are no KV blocks comes out empty,
+and the next one decodes. The rules of admission, chunking, prefix caching and preemption are vLLM's and are not repeated here.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from vllm.logger import init_logger
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import Request, RequestStatus
+from vllm_eb import compat
+from vllm_eb.config import PluginConfig, parse_config
+from vllm_eb.controller import Controller, Decision, View
+from vllm_eb.recorder import Recorder, StepRecord
+
+logger = init_logger(__name__)
+
+_OWN_ENDS = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
+
+
+class _Phases(Scheduler):  # type: ignore[misc]
+    """The plugin proper, to be mixed into vLLM's asynchronous or plain scheduler."""
+
+    def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        config = parse_config(vllm_config.additional_config)
+        compat.refuse_unsupported(vllm_config)
+        super().__init__(vllm_config, *args, **kwargs)
+        self._limit_name = compat.limit_name(self)
+        self._total_blocks = compat.usable_blocks(self)
+        self._clock: Callable[[], float] = time.monotonic
+        self._prefilling: list[Request] = []  # running requests with prompt tokens left, in running order
+        self._steps = 0
+        self._in_flight: deque[tuple[Any, StepRecord]] = deque()
+        self._device_free_ns = 0
+        self.last_decision: Decision | None = None
+        self.controller = self._make_controller(config)
+        self._recorder = self._make_recorder(config)
+        logger.info(
+            "vllm_eb schedules: policy %s, %d KV blocks, %s scheduling",
+            config.policy.name, self._total_blocks, "asynchronous" if isinstance(self, AsyncScheduler) else "synchronous",
+        )  # fmt: skip
+
+    def _make_controller(self, config: PluginConfig) -> Controller | None:
+        if config.policy.kind == "v1":  # vLLM's own rules, recorded
+            return None
+        controller = Controller(
+            config.policy,
+            config.calibration,
+            max_num_seqs=getattr(self, self._limit_name),
+            block_size=self.block_size,
+            num_blocks=self._total_blocks,
+        )
+        controller.follow_ages(lambda: [request.num_output_tokens for request in self.running])
+        return controller
+
+    def _make_recorder(self, config: PluginConfig) -> Recorder | None:
+        if config.record is None:
+            return None
+        return Recorder(config.record, {"policy": config.policy.name, "kv_blocks_total": self._total_blocks})
+
+    def use_clock(self, now_s: Callable[[], float]) -> None:
+        """Take time from elsewhere (virtual time)."""
+        self._clock = now_s
+
+    # One step.
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        """vLLM's ``schedule()`` under the controller's decision."""
+        view = self._view()
+        before = self._prefilling
+        if self.controller is None or view.decoding + view.prefilling + view.waiting == 0:
+            output = super().schedule(*args, **kwargs)
+        else:
+            output = self._under(self.controller.decide(view), view, args, kwargs)
+        admitted = self._note_admissions(output)
+        if output.total_num_scheduled_tokens:
+            if self._recorder is not None:
+                self._record(output, before, admitted)
+            self._steps += 1
+        return output
+
+    def _view(self) -> View:
+        # A preempted, finished or aborted request is no longer running; the flag is vLLM's own.
+        self._prefilling = [r for r in self._prefilling if r.is_prefill_chunk and r.status == RequestStatus.RUNNING]
+        return View(
+            now_s=self._clock(),
+            step_id=self._steps,
+            decoding=len(self.running) - len(self._prefilling),
+            prefilling=len(self._prefilling),
+            waiting=0 if compat.paused(self) else compat.waiting(self),
+            free_blocks=compat.free_blocks(self),
+        )
+
+    def _under(self, decision: Decision, view: View, args: Any, kwargs: Any) -> Any:
+        self.last_decision = decision
+        if decision.phase == "mixed":
+            return super().schedule(*args, **kwargs)
+        if decision.phase == "decode":
+            return self._decode_step(args, kwargs)
+        output = self._partial_step(list(self._prefilling), decision.running_limit - view.decoding, args, kwargs)
+        if not output.total_num_scheduled_tokens and self.controller is not None:
+            # An empty step costs no time: the engine core asks again at once, or when the step in flight has ended.
+            self.controller.prefill_blocked(view)
+        return output
+
+    def _decode_step(self, args: Any, kwargs: Any) -> Any:
+        visible = self.running
+        if self._prefilling:
+            aside = set(self._prefilling)
+            visible = [request for request in self.running if request not in aside]
+        return self._partial_step(visible, len(visible), args, kwargs)
+
+    def _partial_step(self, visible: list[Request], limit: int, args: Any, kwargs: Any) -> Any:
+        """``super().schedule()`` over some of the running requests, at most ``limit`` of them afterwards."""
+        everyone, shown = self.running, len(visible)
+        usual_limit = getattr(self, self._limit_name)
+        self.running = visible
+        setattr(self, self._limit_name, limit)
+        try:
+            return super().schedule(*args, **kwargs)
+        finally:
+            setattr(self, self._limit_name, usual_limit)
+            if visible is not everyone:
+                self.running = _merged(everyone, self.running, shown)
+
+    def _note_admissions(self, output: Any) -> list[str]:
+        """Tell the controller who was admitted; returns their ids."""
+        resumed = output.scheduled_cached_reqs.resumed_req_ids
+        admitted = [new.req_id for new in output.scheduled_new_reqs]
+        admitted.extend(resumed)
+        for request_id in admitted:
+            request = self.requests[request_id]
+            if request.is_prefill_chunk:
+                self._prefilling.append(request)
+            if self.controller is None:
+                continue
+            if request.num_preemptions:
+                self.controller.on_resume()
+            else:
+                self.controller.on_prompt(request.num_prompt_tokens)
+        return admitted
+
+    def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
+        if self.controller is not None and request.status in _OWN_ENDS:
+            self.controller.on_finish(request.num_output_tokens)
+        return super()._free_request(request, *args, **kwargs)
+
+    # Recording.
+
+    def _record(self, output: Any, prefilling: list[Request], admitted: list[str]) -> None:
+        tokens = output.num_scheduled_tokens
+        prompts = {request.request_id for request in prefilling}.union(admitted) & tokens.keys()
+        running, waiting = self.get_request_counts()
+        decision = self.last_decision
+        record = StepRecord(
+            step_id=self._steps,
+            scheduled_ns=time.monotonic_ns(),
+            mode=decision.mode if decision else "mb",
+            prefill_tokens=sum(tokens[request_id] for request_id in prompts),
+            decode_seqs=len(tokens) - len(prompts),
+            scheduled=tokens,
+            kv_blocks_used=self._total_blocks - compat.free_blocks(self),
+            waiting=waiting,
+            running=running,
+            preempted=output.preempted_req_ids or (),
+            k=decision.k if decision else None,
+            n_limit=decision.n_limit if decision else None,
+        )
+        self._in_flight.append((output, record))
+
+    def update_from_output(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        """vLLM's own, and the end of the step's record."""
+        if self._recorder is not None:
+            self._finish_record(scheduler_output)
+        return super().update_from_output(scheduler_output, *args, **kwargs)
+
+    def _finish_record(self, output: Any) -> None:
+        assert self._recorder is not None
+        if self._in_flight and self._in_flight[0][0] is output:
+            record = self._in_flight.popleft()[1]
+            record.start_ns = max(self._device_free_ns, record.scheduled_ns)
+            record.end_ns = self._device_free_ns = time.monotonic_ns()
+            self._recorder.step(record)
+        if self.controller is not None:
+            self._recorder.decisions(self.controller.drain_records())
+
+    def shutdown(self) -> None:
+        """End the record, then vLLM's own."""
+        if self._recorder is not None:
+            self._recorder.close()
+        super().shutdown()
+
+
+def _merged(everyone: list[Request], after: list[Request], shown: int) -> list[Request]:
+    """All running requests in order again: those set aside and those left in their places, new ones at the end."""
+    if len(after) >= shown:  # vLLM admits nothing in a step in which it preempts
+        return everyone + after[shown:]
+    return [request for request in everyone if request.status == RequestStatus.RUNNING]
+
+
+class EBSyncScheduler(_Phases):
+    """For engines without asynchronous scheduling."""
+
+
+class EBScheduler(_Phases, AsyncScheduler):  # type: ignore[misc]
+    """The plugin. Built for asynchronous scheduling; where the engine has that switched off, its synchronous twin."""
+
+    def __new__(cls, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
+        """The class that fits the engine's mode."""
+        if vllm_config.scheduler_config.async_scheduling:
+            return super().__new__(cls)
+        return EBSyncScheduler(vllm_config, *args, **kwargs)
