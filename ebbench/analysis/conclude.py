@@ -53,7 +53,10 @@ def conclude(writer: RunWriter, setting: Setting, result: EngineResult) -> Run:
     clock = setting.clock or ("virtual" if setting.engine in _VIRTUAL_TIME else "real")
     paced = clock == "real" and (setting.plan.closed_loop or setting.plan.max_concurrency is None)
     conditions = Conditions(interrupted=result.interrupted, paced_sends=paced)
-    reasons = invalid_reasons(result.requests, setting.plan.table, columns, metrics, conditions)
+    reasons = (
+        *invalid_reasons(result.requests, setting.plan.table, columns, metrics, conditions),
+        *result.invalid,
+    )
     manifest = _manifest(setting, result, clock, reasons, _warnings(setting, result, metrics))
     tables = {
         "plan": setting.plan.table,
@@ -72,7 +75,7 @@ def _manifest(
     warnings: tuple[RunWarning, ...],
 ) -> Manifest:
     plan, device = setting.plan, setting.device
-    facts = dict(plan.facts)
+    facts = {**plan.facts, **result.facts}
     return Manifest(
         versions=software_versions(setting.versions),
         git_commit=git_commit(),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import pyarrow as pa
 
@@ -42,6 +43,10 @@ class Progress:
     mode: str
     running: int
     waiting: int
+    # Known while the run goes on only to engines that measure a server; medians in ms, failures by class.
+    failures: Mapping[str, int] = field(default_factory=dict)
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
 
 
 class Observer(Protocol):
@@ -54,13 +59,20 @@ class Observer(Protocol):
 
 @dataclass(frozen=True)
 class EngineResult:
-    """Tables in the schemas of :mod:`ebbench.records.schema`, and what the manifest should say."""
+    """Tables in the schemas of :mod:`ebbench.records.schema`, and what the manifest should say.
+
+    ``invalid``: reasons only the engine knows why the run must not be believed. ``facts`` join the plan's in the
+    manifest. ``server_metrics``: samples of the server's metrics page, where there is one.
+    """
 
     requests: pa.Table
     steps: pa.Table
     decisions: pa.Table
     warnings: tuple[str, ...] = ()
     interrupted: bool = False
+    invalid: tuple[str, ...] = ()
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    server_metrics: pa.Table | None = None
 
 
 class Engine(Protocol):
