@@ -40,7 +40,7 @@ def drive(
     return client.drive(url, plan, options, shown, on_batch)
 
 
-@dataclass(frozen=True)
+@dataclass
 class EndpointEngine:
     """Runs plans on the server at ``url``. The policy is a label: what runs there is the server's business.
 
