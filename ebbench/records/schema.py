@@ -76,7 +76,7 @@ STEPS = pa.schema(
         pa.field("waiting", pa.int32(), nullable=False),
         pa.field("running", pa.int32(), nullable=False),
         pa.field("preemptions", pa.int32(), nullable=False),  # in this step
-        pa.field("preempted_ids", pa.list_(pa.string()), nullable=False),
+        pa.field("preempted_ids", pa.list_(pa.string()), nullable=False),  # in plan order
         pa.field("k", pa.int32()),  # slots that must be idle before a refill, as if N sequences were active
         pa.field("n_limit", pa.int32()),  # memory-safe batch in force
     ]

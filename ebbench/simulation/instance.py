@@ -21,7 +21,7 @@ import numpy as np
 from ebbench.devices.base import CostModel, StepShape
 from ebbench.simulation.kv import KvBlocks
 from ebbench.simulation.state import UNSET, Ints, RequestState
-from vllm_eb.controller import Controller, View
+from vllm_eb.controller import Controller, Decision, View
 
 NS_PER_S = 1e9
 
@@ -126,6 +126,7 @@ class Instance:
             if ended:
                 return now_ns, ended
         depth = 2 if self._limits.async_scheduling else 1
+        fruitless = 0
         while True:
             self.waiting.extend(self._inbox)
             self._inbox.clear()
@@ -133,8 +134,13 @@ class Instance:
                 step = self._schedule(now_ns)
                 self._queue.append(step)
                 if step.empty and all(queued.empty for queued in self._queue):
-                    self._queue.clear()  # nothing in flight and nothing schedulable: only an arrival can help
-                    return None, []
+                    # Nothing in flight and nothing scheduled. The policy may do better at once (a prefill without
+                    # KV blocks is followed by a decode); after that only an arrival can help.
+                    self._queue.clear()
+                    fruitless += 1
+                    if fruitless > 1:
+                        return None, []
+                    continue
                 if len(self._queue) < depth:
                     continue
             elif not self._queue:
@@ -158,8 +164,7 @@ class Instance:
         return step
 
     def _schedule_by_policy(self, step: Step, controller: Controller) -> None:
-        partial = self._state.partial[self.running]
-        prefilling = int(np.count_nonzero(partial))
+        prefilling = int(np.count_nonzero(self._state.partial[self.running]))
         view = View(
             now_s=step.scheduled_ns / NS_PER_S,
             step_id=self._steps,
@@ -169,16 +174,18 @@ class Instance:
             free_blocks=self._kv.free,
         )
         decision = controller.decide(view)
+        self._follow(step, decision)
+        if decision.phase == "prefill" and step.empty:
+            controller.prefill_blocked(view)
+
+    def _follow(self, step: Step, decision: Decision) -> None:
         step.mode, step.k, step.n_limit = decision.mode, decision.k, decision.n_limit
-        if decision.phase == "mixed":
-            self._fill(step, self.running, admit=True, running_limit=decision.running_limit)
-        elif decision.phase == "decode":
-            rows = self.running[~partial] if prefilling else self.running
-            self._fill(step, rows, admit=False, running_limit=decision.running_limit)
-        else:
-            self._fill(step, self.running[partial], admit=True, running_limit=decision.running_limit)
-            if step.empty:
-                controller.prefill_blocked(view)
+        candidates = self.running
+        if decision.phase != "mixed":
+            partial = self._state.partial[candidates]
+            if decision.phase == "prefill" or partial.any():
+                candidates = candidates[partial if decision.phase == "prefill" else ~partial]
+        self._fill(step, candidates, admit=decision.phase != "decode", running_limit=decision.running_limit)
 
     def _fill(self, step: Step, candidates: Ints, *, admit: bool, running_limit: int) -> None:
         """vLLM's ``schedule()`` with the running requests outside ``candidates`` set aside."""

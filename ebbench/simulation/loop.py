@@ -69,8 +69,7 @@ class EventLoop:
                 self._tick(self.now_ns)
 
     def _wake(self, index: int) -> None:
-        self._woken[index] = False
-        instance = self._instances[index]
+        instance = self._instances[index]  # stays marked as woken, so that what it is sent meanwhile wakes it no more
         while True:
             again_ns, ended = instance.wake(self.now_ns)
             for row in ended:
@@ -79,6 +78,7 @@ class EventLoop:
                     self._send(released, self.now_ns, self.now_ns)
             if not ended:
                 break
+        self._woken[index] = False
         if again_ns is not None:
             self._push_wake(again_ns, index)
 

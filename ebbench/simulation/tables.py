@@ -32,7 +32,7 @@ def steps_table(steps: Sequence[tuple[int, Step]], request_ids: pa.Array, kv_blo
     offsets = np.concatenate([[0], np.cumsum([len(r) for r in rows])]).astype(np.int32)
     flat_rows = np.concatenate(rows) if rows else np.zeros(0, np.int64)
     flat_tokens = np.concatenate([step.tokens for _, step in steps]) if rows else flat_rows
-    preempted = [step.preempted for _, step in steps]
+    preempted = [sorted(step.preempted) for _, step in steps]
     preempted_offsets = np.concatenate([[0], np.cumsum([len(p) for p in preempted])]).astype(np.int32)
     flat_preempted = np.array([row for group in preempted for row in group], np.int64)
 
@@ -132,7 +132,7 @@ def requests_table(plan: Plan, state: RequestState) -> pa.Table:
     return pa.table({name: columns[name] for name in REQUESTS.names}, schema=REQUESTS)
 
 
-def _gap_values(state: RequestState, outputs: np.ndarray) -> np.ndarray:  # type: ignore[type-arg]
+def _gap_values(state: RequestState, outputs: np.ndarray) -> np.ndarray:
     """Every gap between consecutive tokens of a request, requests in plan order."""
     slots = np.arange(len(state.token_ns))
     owner = np.repeat(np.arange(state.count), state.max_output)
