@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 
-from vllm_eb.policy import PolicySpec
-
 from ebbench.analysis.columns import RequestColumns
 from ebbench.analysis.distribution import samples_needed
 from ebbench.analysis.metrics import Metrics, measure
@@ -26,6 +24,7 @@ from ebbench.records.manifest import (
 )
 from ebbench.records.plan import Plan
 from ebbench.records.run import Run, RunWriter
+from vllm_eb.policy import PolicySpec
 
 _VIRTUAL_TIME = frozenset({"sim", "emulated"})
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,14 +16,14 @@ from ebbench.records.run import RunWriter, default_run_dir, slug, unused
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from vllm_eb.policy import PolicySpec
 
     from ebbench.analysis.explain import Story
     from ebbench.analysis.slo import Slo
     from ebbench.analysis.summary import Summary
     from ebbench.devices.base import Device
-    from ebbench.engines.base import Engine, EngineOptions
+    from ebbench.engines.base import Engine, EngineOptions, EngineResult, Progress
     from ebbench.records.plan import Plan
+    from vllm_eb.policy import PolicySpec
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class _Done:
 
     summaries: list[Summary] = field(default_factory=list)
     stories: list[Story] = field(default_factory=list)
-    phases: list[tuple[str, Sequence[Summary]]] = field(default_factory=list)
+    phases: list[Summary] = field(default_factory=list)
     interrupted: bool = False
 
 
@@ -137,14 +137,28 @@ def _run_one(
         anchor = wall_clock_ns()
         with reporter(messages, label, len(plan), quiet=asked.quiet) as observer:
             result = engine.run(plan, spec, device, asked.options, observer)
+            observer.update(_last_snapshot(spec, plan, result))
         setting = Setting(plan, spec, engine.name, device, asked.options, anchor, slo=asked.slo)
         stored = conclude(writer, setting, result)
     done.summaries.append(summarise(stored))
     done.stories.append(explain(stored))
     phases = summarise_phases(stored)
     if len(phases) > 1:
-        done.phases.append((label, phases))
+        done.phases += phases
     done.interrupted = result.interrupted
+
+
+def _last_snapshot(spec: PolicySpec, plan: Plan, result: EngineResult) -> Progress:
+    """The state at the end, which an engine's own snapshots, now and then, rarely show."""
+    import pyarrow.compute as pc
+
+    from ebbench.engines.base import Progress
+
+    ok = result.requests.filter(pc.equal(result.requests["status"], "ok"))
+    prompts, outputs = (pc.sum(ok[name]).as_py() or 0 for name in ("input_tokens", "output_tokens"))
+    end_ns = pc.max(result.requests["end_ns"]).as_py() or 0
+    mode = result.steps["mode"][-1].as_py() if result.steps.num_rows else ""
+    return Progress(spec.name, ok.num_rows, len(plan), outputs, prompts + outputs, end_ns / 1e9, mode, 0, 0)
 
 
 def _run_dir(asked: Asked, spec: PolicySpec, seed: int) -> Path:
@@ -174,7 +188,8 @@ def _show(asked: Asked, done: _Done, *, as_json: bool) -> None:
 
         from ebbench.render.report import print_report
 
-        print_report(Console(highlight=False), groups, done.phases)
+        phases = sorted(done.phases, key=lambda summary: (order[summary.policy], summary.seed))
+        print_report(Console(highlight=False), groups, phases)
 
 
 def _verdict(done: _Done) -> None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import typer
@@ -81,12 +82,18 @@ class CommandTable(TyperGroup):
                 self.add_command(self.get_command(ctx, known), known)
         return super().resolve_command(ctx, args)
 
-    def main(self, *args: Any, standalone_mode: bool = True, **options: Any) -> Any:
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        windows_expand_args: bool = True,
+        **extra: Any,
+    ) -> Any:
         """Run; in stand-alone mode errors end the process with one line and their exit code."""
-        call = super().main
-        if not standalone_mode:
-            return call(*args, standalone_mode=False, **options)
-        sys.exit(_exit_code(lambda: call(*args, standalone_mode=False, **options)))
+        call = partial(super().main, args, prog_name, complete_var, False, windows_expand_args, **extra)
+        return sys.exit(_exit_code(call)) if standalone_mode else call()
 
 
 app = typer.Typer(
@@ -99,19 +106,24 @@ app = typer.Typer(
 )
 
 
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from ebbench import __version__
+
+        typer.echo(f"ebbench {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
 def _about(
-    version: bool = typer.Option(False, "--version", help="Show the version and exit.", is_eager=True),
+    version: bool = typer.Option(
+        False, "--version", help="Show the version and exit.", is_eager=True, callback=_show_version
+    ),
 ) -> None:
     """Which batching discipline, on my GPU, for my traffic?
 
     Start with: ebbench run sharegpt --policy v1 --policy ebplus
     """
-    if version:
-        from ebbench import __version__
-
-        typer.echo(f"ebbench {__version__}")
-        raise typer.Exit
 
 
 def run() -> None:
@@ -168,7 +180,10 @@ def _exit_code(call: Callable[[], Any]) -> int:
 def _usage_message(error: Any) -> str:
     context = getattr(error, "ctx", None)
     message = " ".join(error.format_message().split())
-    return f"{message} See `{context.command_path} --help`." if context is not None else message
+    if context is None:
+        return message
+    stop = "" if message.endswith((".", "?", "!")) else "."
+    return f"{message}{stop} See `{context.command_path} --help`."
 
 
 def _complain(message: str, code: int) -> int:

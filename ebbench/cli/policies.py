@@ -7,6 +7,7 @@ from dataclasses import fields
 from typing import Annotated
 
 import typer
+
 from vllm_eb.policy import PolicySpec, descriptions, parse_policy
 
 app = typer.Typer(no_args_is_help=True, help="How it can be scheduled: policies and their settings.")

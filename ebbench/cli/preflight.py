@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import pyarrow as pa
 import pyarrow.compute as pc
-from vllm_eb.policy import PolicySpec, descriptions, parse_policy
 
 from ebbench.devices.base import Device
 from ebbench.engines.base import EngineOptions
 from ebbench.errors import UnknownNameError, UsageError
 from ebbench.records.plan import Plan
+from vllm_eb.policy import PolicySpec, descriptions, parse_policy
 
 DEFAULT_POLICIES = ("v1", "ebplus")
 

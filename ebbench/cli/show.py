@@ -43,9 +43,10 @@ def show(
         unequal.append("plan")
     if unequal:
         typer.echo(f"note: these runs differ in {', '.join(unequal)}, so their figures do not compare", err=True)
-    per_phase = [(run.manifest.policy, summarise_phases(run, slo)) for run in loaded]
+    per_run = [summarise_phases(run, slo) for run in loaded]
+    phases = [summary for parts in per_run if len(parts) > 1 for summary in parts]
     groups = group_by_policy(summaries, [explain(run) for run in loaded])
-    print_report(Console(highlight=False), groups, [pair for pair in per_phase if len(pair[1]) > 1])
+    print_report(Console(highlight=False), groups, phases)
 
 
 show.command_class = GoodputCommand  # type: ignore[attr-defined]

@@ -48,7 +48,12 @@ def merge_tables(shards: Sequence[Path], path: Path) -> None:
 def read_table(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
     """Read a Parquet file. Raises DataError naming the file when it is missing, truncated or garbage."""
     try:
-        return pq.read_table(path, columns=list(columns) if columns is not None else None, partitioning=None)
+        return pq.read_table(
+            path,
+            columns=list(columns) if columns is not None else None,
+            partitioning=None,
+            page_checksum_verification=True,
+        )
     except (OSError, pa.ArrowException) as error:
         raise _unreadable(path, error) from None
 
@@ -102,6 +107,7 @@ def _writer(schema: pa.Schema, path: Path) -> pq.ParquetWriter:
         compression_level=1,
         use_dictionary=[name for name in leaves if name in _DICTIONARY],
         write_statistics=[name for name in leaves if "." not in name],
+        write_page_checksum=True,
     )
 
 

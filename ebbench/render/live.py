@@ -104,8 +104,12 @@ class Live:
 
 
 def describe(progress: Progress) -> str:
-    """A snapshot in words: ``1,204/4,000  9,512 tok/s  exclusive  after 31.2 s``."""
+    """A snapshot in words: ``1,204/4,000  9,512 tok/s  exclusive  at 31.2 s``."""
     speed = progress.output_tokens / progress.time_s if progress.time_s > 0 else None
-    mode = MODES.get(progress.mode, progress.mode)
-    done = f"{count(progress.completed)}/{count(progress.planned)}"
-    return f"{done}  {rate(speed)} tok/s  {mode}  at {duration_ms(1000 * progress.time_s)}"
+    parts = [
+        f"{count(progress.completed)}/{count(progress.planned)}",
+        f"{rate(speed)} tok/s",
+        MODES.get(progress.mode, progress.mode),
+        f"at {duration_ms(1000 * progress.time_s)}",
+    ]
+    return "  ".join(part for part in parts if part)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 DASH = "–"
-_BARS = " ▁▂▃▄▅▆▇█"
+_BARS = "▁▂▃▄▅▆▇█"
 
 
 def count(value: float | None) -> str:
@@ -46,4 +46,4 @@ def micros(seconds: float) -> str:
 
 def spark(shares: tuple[float, ...]) -> str:
     """Shares in [0, 1] as a row of bars."""
-    return "".join(_BARS[round(min(max(share, 0.0), 1.0) * (len(_BARS) - 1))] or " " for share in shares)
+    return "".join(_BARS[round(min(max(share, 0.0), 1.0) * (len(_BARS) - 1))] for share in shares)

@@ -14,8 +14,8 @@ from ebbench.analysis.summary import Summary
 from ebbench.render import tables, words
 
 
-def render(groups: Sequence[Group], phases: Sequence[tuple[str, Sequence[Summary]]], *, width: int) -> RenderableType:
-    """Everything about some runs. ``phases`` holds each policy's phases where the plan has several."""
+def render(groups: Sequence[Group], phases: Sequence[Summary], *, width: int) -> RenderableType:
+    """Everything about some runs. ``phases`` holds the phases of every run whose plan has several."""
     first = groups[0].summaries[0]
     parts: list[RenderableType] = [
         Text(f"{first.model} on {first.device}, engine {first.engine}", style="bold"),
@@ -25,16 +25,14 @@ def render(groups: Sequence[Group], phases: Sequence[tuple[str, Sequence[Summary
         Text(_legend(groups), style="dim"),
     ]
     if phases:
-        parts += [Text(), tables.phase_table(phases, width=width)]
+        parts += [Text(), tables.phase_table(phases)]
     parts += [Text(), *_paragraphs(words.verdict(groups), "bold green"), Text(), *_stories(groups)]
     parts += _notes("Keep in mind", [*_missing(groups), *words.caveats(groups)])
     parts += _notes("Stored in", [s.run_dir for group in groups for s in group.summaries])
     return Stack(*parts)
 
 
-def print_report(
-    console: Console, groups: Sequence[Group], phases: Sequence[tuple[str, Sequence[Summary]]] = ()
-) -> None:
+def print_report(console: Console, groups: Sequence[Group], phases: Sequence[Summary] = ()) -> None:
     """Print it at the console's width."""
     console.print(render(groups, phases, width=console.width), soft_wrap=False)
 
@@ -71,7 +69,7 @@ def _notes(title: str, lines: Sequence[str]) -> list[RenderableType]:
 
 
 def _bullet(line: str) -> Padding:
-    return Padding(Text(line), (0, 0, 0, 2))
+    return Padding(Text(line), (0, 0, 0, 2), expand=False)
 
 
 def _missing(groups: Sequence[Group]) -> list[str]:

@@ -9,7 +9,14 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from ebbench.analysis.compare import Group, baseline_of, gain, output_throughput, steady_throughput
+from ebbench.analysis.compare import (
+    Group,
+    baseline_of,
+    gain,
+    group_by_policy,
+    output_throughput,
+    steady_throughput,
+)
 from ebbench.analysis.metrics import Metrics
 from ebbench.analysis.summary import Summary
 from ebbench.render import numbers
@@ -36,6 +43,7 @@ _COLUMNS = (
     _Column("ITL\np99", lambda m: m.itl.p99, numbers.duration_ms, wide=True),
     _Column("E2EL\nmedian", lambda m: m.e2el.median, numbers.duration_ms, wide=True),
 )
+_PHASE_HEADERS = ("out tok/s\nsteady", "TTFT\nmedian", "TPOT\nmedian")
 _SLO_COLUMNS = (
     _Column("goodput\nreq/s", lambda m: m.request_goodput, numbers.rate),
     _Column("SLO\nmet", lambda m: m.slo_attainment, numbers.percent),
@@ -64,27 +72,21 @@ def comparison_table(groups: Sequence[Group], *, width: int, title: str = "") ->
     return table
 
 
-def phase_table(summaries: Sequence[tuple[str, Sequence[Summary]]], *, width: int) -> Table:
-    """One row a phase and policy: ``summaries`` holds, per policy, its phases."""
+def phase_table(phases: Sequence[Summary]) -> Table:
+    """One row a phase and policy. ``phases`` holds a summary for each phase of each run."""
     table = _table("By phase")
     table.add_column("phase", max_width=POLICY_WIDTH, overflow="fold")
     table.add_column("policy", max_width=POLICY_WIDTH, overflow="fold")
-    for header in ("requests", "out tok/s\nwhole", "out tok/s\nsteady", "TTFT\nmedian", "TPOT\nmedian"):
+    columns = [_Column("out tok/s\nwhole", output_throughput, numbers.rate)]
+    columns += [column for column in _COLUMNS if column.header in _PHASE_HEADERS]
+    for header in ("completed", *(column.header for column in columns), "vs\nfirst"):
         table.add_column(header, justify="right", no_wrap=True)
-    phases = list(dict.fromkeys(summary.phase for _, rows in summaries for summary in rows))
-    for phase in phases:
-        for index, (policy, rows) in enumerate(summaries):
-            for summary in (row for row in rows if row.phase == phase):
-                m = summary.metrics
-                table.add_row(
-                    phase if index == 0 else "",
-                    policy,
-                    numbers.count(m.completed),
-                    numbers.rate(m.output_throughput),
-                    numbers.rate(steady_throughput(m)),
-                    numbers.duration_ms(m.ttft.median),
-                    numbers.duration_ms(m.tpot.median),
-                )
+    for name in dict.fromkeys(summary.phase for summary in phases):
+        groups = group_by_policy([summary for summary in phases if summary.phase == name], [])
+        for group in groups:
+            cells = [_cell(group, lambda m: m.completed, numbers.count, spread=False)]
+            cells += [_cell(group, column.figure, column.show) for column in columns]
+            table.add_row(name if group is groups[0] else "", group.policy, *cells, _gain_cell(group, groups[0]))
         table.add_section()
     return table
 
@@ -121,10 +123,16 @@ def _name(group: Group) -> Text:
     return text
 
 
-def _cell(group: Group, figure: Callable[[Metrics], float | None], show: Callable[[float | None], str]) -> str:
-    spread = group.spread(figure)
+def _cell(
+    group: Group,
+    figure: Callable[[Metrics], float | None],
+    show: Callable[[float | None], str],
+    *,
+    spread: bool = True,
+) -> str:
+    deviation = group.spread(figure) if spread else None
     shown = show(group.mean(figure))
-    return shown if spread is None else f"{shown}\n±{show(spread)}"
+    return shown if deviation is None else f"{shown}\n±{show(deviation)}"
 
 
 def _gain_cell(group: Group, baseline: Group) -> str:

@@ -102,8 +102,9 @@ def _modes(facts: StepFacts, decisions: DecisionFacts | None) -> str:
     if switches:
         first = switches[0]
         times = "once" if len(switches) == 1 else f"{len(switches)} times"
-        line += f"; switched {times}, first at {first.time_s:.1f} s ({first.reason})"
-    return f"{line}. Over time |{spark(facts.eb_timeline)}|, full bar = exclusive."
+        when = "at" if len(switches) == 1 else "first at"
+        line += f"; switched {times}, {when} {first.time_s:.1f} s ({first.reason})"
+    return f"{line}. Over time {spark(facts.eb_timeline)} (high = exclusive)."
 
 
 def _decisions(facts: DecisionFacts) -> list[str]:
@@ -121,7 +122,8 @@ def _threshold(facts: DecisionFacts, k: Spread, n_limit: Spread, theta: Spread) 
     line = f"Refill: when k* = {_value(k)} of N* = {_value(n_limit)} slots are idle (theta* = {theta.median:.2f}"
     if facts.theta0 is not None and facts.p0 is not None:
         line += f", theta0 = {facts.theta0.median:.2f}, completion hazard p0 = {facts.p0.median:.2g} a step"
-    return f"{line})" + (f", recomputed {facts.updates} times." if facts.updates else ", fixed.")
+    times = "once" if facts.updates == 1 else f"{facts.updates} times"
+    return f"{line})" + (f", recomputed {times}." if facts.updates else ", fixed.")
 
 
 def _crossover(sides: CrossoverFacts) -> str:

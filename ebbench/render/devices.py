@@ -1,0 +1,139 @@
+"""Device facts as rich tables, and the marginal-cost curves in the terminal or a file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from ebbench.devices.describe import DeviceFacts
+from ebbench.devices.marginal import MarginalCurve
+from ebbench.errors import UsageError
+
+BAR_CELLS = 44
+PLOT_SUFFIXES = (".svg", ".png", ".html", ".json")
+
+
+def listing(devices: Sequence[dict[str, Any]], models: Sequence[dict[str, Any]]) -> Iterator[RenderableType]:
+    """The two tables of ``ebbench devices list``."""
+    table = _table("device", "GPU", "memory GB", "bandwidth TB/s", "mixed attention")
+    for row in devices:
+        table.add_row(
+            row["name"],
+            row["gpu"],
+            f"{row['memory_gb']:.0f}",
+            f"{row['bandwidth_tb_per_s']:.2f}",
+            row["mixed_attention"],
+        )
+    yield table
+    yield ""
+    table = _table("model", "Hugging Face name", "parameters", "weights GB", "KV kB/token")
+    for row in models:
+        table.add_row(
+            row["name"],
+            row["hf_id"],
+            f"{row['parameters_b']:.2f} B",
+            f"{row['weights_gb']:.1f}",
+            f"{row['kv_kb_per_token']:.0f}",
+        )
+    yield table
+    yield ""
+
+
+def page(facts: DeviceFacts) -> Iterator[RenderableType]:
+    """The parts of ``ebbench devices show``, top to bottom."""
+    device, model = facts.device, facts.model
+    yield Text(f"{facts.profile.gpu} holding {model.hf_id}", style="bold")
+    yield (
+        f"memory {facts.profile.memory_bytes / 1e9:.1f} GB, weights {model.weight_bytes / 1e9:.1f} GB, "
+        f"KV {model.kv_bytes_per_token / 1e3:.0f} kB a token: room for {device.kv_capacity_tokens:,} tokens"
+    )
+    yield ""
+    yield _step_table(facts)
+    yield ""
+    yield from curve_lines(facts.curve)
+    yield ""
+    yield Text(f"step times: {device.provenance}", style="dim")
+    yield Text(f"controller: {device.calibration.source}", style="dim")
+    for warning in device.warnings:
+        yield Text(f"warning: {warning}", style="yellow")
+
+
+def _step_table(facts: DeviceFacts) -> Table:
+    table = _table("step", "tokens", "of them decodes", "ms", "us/token", "against its parts run apart", right=1)
+    table.title = f"Step times; each decode holds {facts.context_tokens} tokens of KV"
+    table.title_justify = "left"
+    for row in facts.steps:
+        apart = f"{row.step_s / row.parts_s:.2f} x" if row.parts_s else ""
+        table.add_row(
+            row.kind,
+            f"{row.tokens}",
+            f"{row.decode_seqs}",
+            f"{row.step_s * 1e3:.2f}",
+            f"{row.step_s / row.tokens * 1e6:.0f}",
+            apart,
+        )
+    return table
+
+
+def curve_lines(curve: MarginalCurve) -> Iterator[Text]:
+    """Figure 1 of the paper: what one more token costs by decode share, against one more in a pure decode step."""
+    yield Text(f"Cost of one more token in a mixed step by decode share, {curve.context_tokens} tokens of KV a decode")
+    scale = BAR_CELLS / max(*curve.mixed_s, curve.decode_s)
+    mark = round(curve.decode_s * scale)
+    for share, cost in zip(curve.shares, curve.mixed_s, strict=True):
+        if round(share * 100) % 10:
+            continue
+        cells = round(cost * scale)
+        bar = "".join("█" if i < cells else " " for i in range(BAR_CELLS + 1))
+        line = Text(f"  r = {share:.1f} ")
+        line.append(bar[:mark], style="green")
+        line.append("│", style="bold")
+        line.append(bar[mark + 1 :], style="red")
+        line.append(f" {cost * 1e6:4.0f} us")
+        yield line
+    yield Text(f"  │ one more token in a pure decode step: {curve.decode_s * 1e6:.0f} us")
+    yield Text("  " + crossover_words(curve), style="bold")
+
+
+def crossover_words(curve: MarginalCurve) -> str:
+    """What the crossover means, in a sentence."""
+    if curve.crossover is None:
+        return "crossover: none; a token in a mixed step never costs more than in a decode step"
+    return f"crossover r = {curve.crossover:.2f}: with more decodes than that in a step, mixing costs more than decoding alone"
+
+
+def draw(facts: DeviceFacts, path: Path) -> None:
+    """Write the curves as a picture. Raises UsageError for an unknown suffix or a missing extra."""
+    if path.suffix not in PLOT_SUFFIXES:
+        raise UsageError(f"--plot {path}: write one of {', '.join(PLOT_SUFFIXES)}")
+    try:
+        import altair
+    except ImportError:
+        raise UsageError("--plot needs the extra 'plots': pip install 'ebbench[plots]'") from None
+    curve = facts.curve
+    rows = [
+        {"decode share r": share, "us per token": cost * 1e6, "step": "mixed"}
+        for share, cost in zip(curve.shares, curve.mixed_s, strict=True)
+    ]
+    rows += [{"decode share r": r, "us per token": curve.decode_s * 1e6, "step": "pure decode"} for r in (0.0, 1.0)]
+    title = f"{facts.profile.gpu}, {facts.device.model}, {curve.context_tokens} tokens of KV a decode"
+    chart = (
+        altair.Chart(altair.Data(values=rows), title=title)
+        .mark_line()
+        .encode(x="decode share r:Q", y="us per token:Q", color="step:N")
+        .properties(width=420, height=260)
+    )
+    chart.save(str(path))
+
+
+def _table(*columns: str, right: int = 2) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    for index, column in enumerate(columns):
+        numeric = index >= right and column not in ("mixed attention", "GPU")
+        table.add_column(column, justify="right" if numeric else "left", no_wrap=index == 0)
+    return table

@@ -1,0 +1,179 @@
+"""The console entry: fast help, one line per error, the right exit code."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from ebbench.cli import main
+from ebbench.cli.options import expand_goodput
+from ebbench.errors import DataError, EbbenchError, InterruptedRunError, RunError, UsageError
+from vllm_eb.policy import PolicyError
+
+
+@pytest.fixture
+def cli() -> CliRunner:
+    return CliRunner()
+
+
+def raising(error: BaseException) -> Callable[[], None]:
+    def command() -> None:
+        raise error
+
+    return command
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch) -> Callable[[BaseException], None]:
+    """Replaces `ebbench show` by something that raises."""
+
+    def replace(error: BaseException) -> None:
+        import ebbench.cli.show as module
+
+        monkeypatch.setattr(module, "show", raising(error))
+
+    return replace
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (UsageError("do this"), 2),
+        (DataError("do this"), 3),
+        (RunError("do this"), 4),
+        (EbbenchError("do this"), 4),
+        (InterruptedRunError("do this"), 130),
+        (PolicyError("do this"), 2),
+    ],
+)
+def test_every_error_is_one_line_and_its_exit_code(
+    cli: CliRunner, command: Callable[[BaseException], None], error: BaseException, code: int
+) -> None:
+    command(error)
+    done = cli.invoke(main.app, ["show"])
+    assert (done.exit_code, done.stderr, done.stdout) == (code, "error: do this\n", "")
+
+
+def test_an_interrupt_outside_a_run_is_130(cli: CliRunner, command: Callable[[BaseException], None]) -> None:
+    command(KeyboardInterrupt())
+    assert cli.invoke(main.app, ["show"]).exit_code == 130
+
+
+def test_a_fault_of_ours_is_not_dressed_up(cli: CliRunner, command: Callable[[BaseException], None]) -> None:
+    command(ValueError("a bug"))
+    done = cli.invoke(main.app, ["show"])
+    assert isinstance(done.exception, ValueError)
+
+
+@pytest.mark.parametrize(
+    ("args", "text"),
+    [
+        (["shwo"], "Did you mean 'show'?"),
+        (["show", "--frobnicate"], "No such option: --frobnicate"),
+        (["show"], "Missing argument"),
+        (["run", "sharegpt", "--num-prompts", "many"], "Invalid value for '--num-prompts'"),
+    ],
+)
+def test_bad_usage_is_one_line_with_a_way_out(cli: CliRunner, args: list[str], text: str) -> None:
+    done = cli.invoke(main.app, args)
+    assert done.exit_code == 2
+    assert text in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert "--help`" in done.stderr
+
+
+def test_no_command_shows_the_help(cli: CliRunner) -> None:
+    done = cli.invoke(main.app, [])
+    assert done.exit_code == 2
+    assert "Usage" in done.output
+
+
+@pytest.mark.parametrize("args", [["--help"], ["-h"], ["run", "-h"], ["show", "--help"], ["policies", "--help"]])
+def test_help(cli: CliRunner, args: list[str]) -> None:
+    done = cli.invoke(main.app, args)
+    assert done.exit_code == 0
+    assert "Usage" in done.stdout
+
+
+def test_help_lists_exactly_the_commands_that_are_there(cli: CliRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    absent = main.Entry("ebbench.cli.not_there:app", main.MEASURE, "Not there.")
+    monkeypatch.setitem(main.COMMANDS, "not-there", absent)
+    shown = cli.invoke(main.app, ["--help"], env={"COLUMNS": "120"}).stdout
+    assert "Show stored runs again." in shown
+    assert "not-there" not in shown
+    assert "No such command 'not-there'" in cli.invoke(main.app, ["not-there"]).stderr
+
+
+def test_every_command_of_the_table_that_is_there_loads() -> None:
+    for name, entry in main.COMMANDS.items():
+        if main._installed(entry):
+            assert main.load_command(name).name == name
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = (
+        "import sys\nfrom ebbench.cli.main import app\n"
+        "try:\n    app(['--help'])\nexcept SystemExit:\n    pass\n"
+        "heavy = {'numpy', 'pyarrow', 'torch', 'vllm', 'msgspec', 'datasets', 'pandas', 'httpx'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_version(cli: CliRunner) -> None:
+    from ebbench import __version__
+
+    assert cli.invoke(main.app, ["--version"]).stdout == f"ebbench {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("given", "expanded"),
+    [
+        ([], []),
+        (["a", "--goodput"], ["a", "--goodput"]),
+        (["--goodput", "ttft:5"], ["--goodput", "ttft:5"]),
+        (
+            ["--goodput", "ttft:5", "tpot:1", "w"],
+            ["--goodput", "ttft:5", "--goodput", "tpot:1", "w"],
+        ),
+        (
+            ["--goodput", "ttft:5", "--goodput", "tpot:1", "e2el:9", "--json"],
+            ["--goodput", "ttft:5", "--goodput", "tpot:1", "--goodput", "e2el:9", "--json"],
+        ),
+        (["--goodput", "ttft:5", "trace:500"], ["--goodput", "ttft:5", "trace:500"]),
+        (["--goodput", "5", "sharegpt"], ["--goodput", "5", "sharegpt"]),
+    ],
+)
+def test_goodput_takes_several_values(given: list[str], expanded: list[str]) -> None:
+    assert expand_goodput(given) == expanded
+
+
+def test_policies(cli: CliRunner) -> None:
+    import json
+
+    listed: list[dict[str, Any]] = json.loads(cli.invoke(main.app, ["policies", "list", "--json"]).stdout)
+    assert [entry["name"] for entry in listed] == ["v0", "v1", "deferred", "eb", "ebplus"]
+    for entry in listed:
+        assert entry["name"] in cli.invoke(main.app, ["policies", "list"]).stdout
+    shown = cli.invoke(main.app, ["policies", "show", "eb:theta=0.5"]).stdout
+    assert "theta" in shown
+    assert "0.5" in shown
+    assert cli.invoke(main.app, ["policies", "show", "deferred"]).exit_code == 0
+    wrong = cli.invoke(main.app, ["policies", "show", "eb+"])
+    assert wrong.exit_code == 2
+    assert "unknown policy" in wrong.stderr
+
+
+def test_every_policy_setting_is_explained() -> None:
+    from dataclasses import fields
+
+    from ebbench.cli.policies import _SETTINGS
+    from vllm_eb.policy import PolicySpec
+
+    assert set(_SETTINGS) == {f.name for f in fields(PolicySpec)} - {"kind"}
