@@ -119,18 +119,15 @@ class MadeEngine:
         )
 
     def _serve(self, plan: Plan, gap: int) -> list[dict[str, Any]]:
-        slots: list[int] = []
+        open_until: list[int] = []
         concurrency = {phase.name: phase.max_concurrency for phase in plan.phases}
-        rows = []
+        rows: list[dict[str, Any]] = []
+        release = 0
         for number, asked in enumerate(plan.table.to_pylist()):
-            while len(slots) > concurrency[asked["phase"]] - 1 and len(slots) > 1:
-                free = heapq.heappop(slots)
-                if len(slots) < concurrency[asked["phase"]]:
-                    break
-            else:
-                free = 0
-            rows.append(self._row(number, asked, free, gap))
-            heapq.heappush(slots, rows[-1]["end_ns"] or free)
+            while len(open_until) >= concurrency[asked["phase"]]:
+                release = max(release, heapq.heappop(open_until))
+            rows.append(self._row(number, asked, release, gap))
+            heapq.heappush(open_until, rows[-1]["end_ns"] or release)
         return rows
 
     def _row(self, number: int, asked: dict[str, Any], start: int, gap: int) -> dict[str, Any]:

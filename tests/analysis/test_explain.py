@@ -1,0 +1,94 @@
+"""Stories read from step and decision tables, and comparisons of policies."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from made_runs import MadeEngine, device_of, plan_of
+
+from ebbench.analysis.compare import Group, baseline_of, differing, gain, group_by_policy, ranked
+from ebbench.analysis.conclude import Setting, conclude
+from ebbench.analysis.explain import Story, explain
+from ebbench.analysis.summary import Summary, summarise
+from ebbench.engines.base import EngineOptions, EngineResult
+from ebbench.records.run import Run, RunWriter
+from ebbench.records.schema import DECISIONS, STEPS
+from vllm_eb.policy import parse_policy
+
+
+def made(path: Path, policy: str, *, seed: int = 0, gap_ms: int | None = None, **tables: pa.Table) -> Run:
+    engine, plan = MadeEngine(), plan_of(40, seed=seed)
+    if gap_ms is not None:
+        engine.GAP_MS = {parse_policy(policy).kind: gap_ms}
+    result = engine.run(plan, parse_policy(policy), device_of(), EngineOptions(), None)
+    result = EngineResult(result.requests, tables.get("steps", result.steps), tables.get("decisions", result.decisions))
+    with RunWriter.create(path) as writer:
+        return conclude(writer, Setting(plan, parse_policy(policy), "sim", device_of(), EngineOptions(), 1), result)
+
+
+def test_time_by_phase_and_mode(tmp_path: Path) -> None:
+    story = explain(made(tmp_path / "r", "ebplus"))
+    facts = story.steps
+    assert facts is not None
+    assert facts.kinds["decode"].share == pytest.approx(0.8)
+    assert facts.kinds["prefill"].mean_prefill_tokens == 2000
+    assert facts.kinds["decode"].mean_decode_seqs == 8
+    assert sum(kind.share for kind in facts.kinds.values()) == pytest.approx(1)
+    assert sum(kind.steps for kind in facts.kinds.values()) == facts.steps == 10
+    assert facts.eb_share == pytest.approx(0.8)
+    assert facts.eb_timeline[0] == 0
+    assert facts.eb_timeline[-1] == 1
+    assert facts.peak_kv_share == pytest.approx(0.9)
+
+
+def test_what_the_controller_saw(tmp_path: Path) -> None:
+    facts = explain(made(tmp_path / "r", "ebplus")).decisions
+    assert facts is not None
+    assert facts.crossover is not None
+    assert (facts.crossover.lhs, facts.crossover.rhs) == (4e-5, 5e-6)
+    assert (facts.crossover.evaluations, facts.crossover.eb_ahead) == (3, 2)
+    assert [(switch.mode, switch.reason) for switch in facts.switches] == [("eb", "mixing costs more")]
+    assert (facts.k.median, facts.updates) == (5, 1) if facts.k else False
+    assert facts.eta is None
+
+
+def test_a_run_without_steps_and_decisions_tells_nothing(tmp_path: Path) -> None:
+    run = made(tmp_path / "r", "v1", steps=STEPS.empty_table(), decisions=DECISIONS.empty_table())
+    assert explain(run) == Story("v1", None, None)
+
+
+def group(tmp_path: Path, policy: str, *gaps_ms: int) -> tuple[list[Summary], list[Story]]:
+    runs = [made(tmp_path / f"{policy}-{i}", policy, seed=i, gap_ms=gap) for i, gap in enumerate(gaps_ms)]
+    return [summarise(run) for run in runs], [explain(run) for run in runs]
+
+
+def groups(tmp_path: Path, **gaps: tuple[int, ...]) -> tuple[Group, ...]:
+    made_ones = [group(tmp_path, policy, *values) for policy, values in gaps.items()]
+    return group_by_policy([s for ones, _ in made_ones for s in ones], [t for _, ones in made_ones for t in ones])
+
+
+def test_gains_are_paired_by_seed(tmp_path: Path) -> None:
+    both = groups(tmp_path, eb=(10, 20), v1=(20, 20))
+    assert baseline_of(both).policy == "v1"
+    found = gain(both[0], both[1])
+    assert found is not None
+    ratios = np.array([1.0, 0.0])  # twice as fast with seed 0, equal with seed 1
+    assert found.mean == pytest.approx(ratios.mean())
+    assert found.spread == pytest.approx(ratios.std(ddof=1))
+    assert [g.policy for g in ranked(both)] == ["eb", "v1"]
+
+
+def test_without_v1_the_first_policy_is_the_baseline(tmp_path: Path) -> None:
+    assert baseline_of(groups(tmp_path, eb=(10,), v0=(20,))).policy == "eb"
+
+
+def test_settings_that_differ_are_named(tmp_path: Path) -> None:
+    from dataclasses import replace
+
+    summary: Any = summarise(made(tmp_path / "r", "v1"))
+    assert differing([summary, replace(summary, policy="eb")]) == []
+    assert differing([summary, replace(summary, device="other", scenario="s")]) == ["device", "scenario"]

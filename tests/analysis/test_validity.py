@@ -1,0 +1,167 @@
+"""What makes a run INVALID, and what a stored run says about itself."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from made_runs import MS, MadeEngine, device_of, plan_of, request, requests_table
+
+from ebbench.analysis.columns import RequestColumns
+from ebbench.analysis.conclude import Setting, conclude
+from ebbench.analysis.metrics import measure
+from ebbench.analysis.slo import Slo
+from ebbench.analysis.summary import mean_over_repeats, summarise, summarise_phases
+from ebbench.analysis.validity import Conditions, invalid_reasons
+from ebbench.engines.base import EngineOptions, EngineResult
+from ebbench.records.plan import ClosedPhase, Plan
+from ebbench.records.run import Run, RunWriter
+from vllm_eb.policy import parse_policy
+
+
+def reasons(rows: list[dict[str, Any]], planned: int | None = None, **conditions: Any) -> tuple[str, ...]:
+    table = requests_table(rows)
+    columns = RequestColumns.of(table)
+    plan = plan_of(len(rows) if planned is None else planned).table
+    return invalid_reasons(table, plan, columns, measure(columns), Conditions(**conditions))
+
+
+def many(count: int, **values: Any) -> list[dict[str, Any]]:
+    return [request(i, **values) for i in range(count)]
+
+
+def test_a_clean_run_is_valid() -> None:
+    assert reasons(many(50)) == ()
+
+
+def test_one_failure_in_a_hundred_is_borne_two_are_not() -> None:
+    lost = {"status": "timed_out", "output_tokens": 0}
+    assert reasons([*many(99), request(99, **lost)]) == ()
+    assert reasons([*many(98), request(98, **lost), request(99, status="failed")]) == (
+        "2 of 100 requests failed or timed out, more than 1%",
+    )
+
+
+def test_all_failed() -> None:
+    assert reasons(many(3, status="failed")) == ("every request failed",)
+
+
+@pytest.mark.parametrize(
+    ("rows", "planned", "text"),
+    [
+        (many(3), 4, "4 requests planned but 3 accounted for"),
+        ([*many(3), request(2)], 4, "1 request ids accounted for more than once"),
+        ([*many(3), request(9)], 4, "1 requests accounted for that were never planned"),
+        ([*many(3), request(3, status="fine")], 4, "unknown request status fine"),
+        ([*many(3), request(3, first_token_ns=None)], 4, "1 completed requests lack a start, first-token or last"),
+        ([*many(3), request(3, output_tokens=0)], 4, "1 completed requests have no output token"),
+        ([*many(3), request(3, last_token_ns=9 * MS)], 4, "1 completed requests have times that run backwards"),
+        ([], 0, "no request was planned"),
+    ],
+)
+def test_accounting_must_add_up(rows: list[dict[str, Any]], planned: int, text: str) -> None:
+    assert any(text in reason for reason in reasons(rows, planned))
+
+
+def test_interruption() -> None:
+    assert reasons(many(3), interrupted=True) == ("interrupted before the plan was carried out",)
+
+
+@pytest.mark.parametrize(
+    ("lag_ms", "first_token_ms", "limit"),
+    [
+        (9.9, 15, None),  # 10 ms is borne however short the TTFT
+        (10.1, 15, "10.0"),
+        (49, 1000, None),  # 5 % of a median TTFT of 1 s is 50 ms
+        (51, 1000, "50.0"),
+    ],
+)
+def test_a_client_behind_its_schedule(lag_ms: float, first_token_ms: float, limit: str | None) -> None:
+    times = {"first_token_ns": int(first_token_ms * MS), "last_token_ns": int(2000 * MS), "end_ns": 2000 * MS}
+    # 2 of 100 late: the 99th percentile is among them.
+    rows = [request(i, sent_ns=int(lag_ms * MS) if i < 2 else 0, **times) for i in range(100)]
+    found = reasons(rows)
+    expected = (
+        () if limit is None else (f"the client fell behind its schedule: p99 lag {lag_ms:.1f} ms, limit {limit} ms",)
+    )
+    assert found == expected
+    assert reasons(rows, paced_sends=False) == ()
+
+
+def store(path: Path, plan: Plan, result: EngineResult, **changes: Any) -> Run:
+    setting = Setting(plan, parse_policy("ebplus"), "sim", device_of(), EngineOptions(), 1, **changes)
+    with RunWriter.create(path) as writer:
+        conclude(writer, setting, result)
+    return Run.load(path)
+
+
+def run_made(plan: Plan, **faults: Any) -> EngineResult:
+    return MadeEngine(**faults).run(plan, parse_policy("ebplus"), device_of(), EngineOptions(), None)
+
+
+def test_the_manifest_says_what_was_run(tmp_path: Path) -> None:
+    plan = plan_of(30, seed=4)
+    manifest = store(tmp_path / "run", plan, run_made(plan), slo=Slo(tpot=15)).manifest
+    assert (manifest.workload, manifest.scenario, manifest.seed, manifest.source) == (
+        "made-up",
+        "saturated",
+        4,
+        "profile",
+    )
+    assert (manifest.policy, manifest.engine, manifest.device, manifest.model) == (
+        "ebplus",
+        "sim",
+        "made-gpu",
+        "made-model",
+    )
+    assert manifest.options["max_num_seqs"] == 1024
+    assert manifest.slo == {"tpot": 15}
+    assert {"ebbench", "python", "numpy", "pyarrow"} <= set(manifest.versions)
+    assert manifest.calibration is not None
+    assert manifest.calibration["mixed"]["a"] == 4e-5
+    assert [warning.code for warning in manifest.warnings] == ["plan", "few-requests"]
+    assert (manifest.valid, manifest.clock) == (True, "virtual")
+
+
+def test_the_lag_rule_holds_for_real_clocks_only(tmp_path: Path) -> None:
+    plan = plan_of(30)
+    result = run_made(plan)
+    rows = [row | {"sent_ns": row["intended_ns"] + 12 * MS} for row in result.requests.to_pylist()]
+    late = replace(result, requests=requests_table(rows))
+    assert store(tmp_path / "virtual", plan, late).manifest.valid
+    assert not store(tmp_path / "real", plan, late, clock="real").manifest.valid
+    # A cap on open sessions makes requests wait by intention.
+    capped = replace(plan, phases=(), max_concurrency=8)
+    assert store(tmp_path / "capped", capped, late, clock="real").manifest.valid
+
+
+def test_phases_add_up_to_the_run(tmp_path: Path) -> None:
+    plan = plan_of(100, phases=[ClosedPhase("low", 60, 4), ClosedPhase("high", 40, 16)])
+    run = store(tmp_path / "run", plan, run_made(plan), slo=Slo(tpot=15))
+    whole, phases = summarise(run), summarise_phases(run)
+    assert [phase.phase for phase in phases] == ["low", "high"]
+    assert sum(phase.metrics.completed for phase in phases) == whole.metrics.completed == 100
+    assert sum(p.metrics.total_output_tokens for p in phases) == whole.metrics.total_output_tokens
+    assert all(phase.metrics.steady is not None for phase in phases)
+    assert phases[0].metrics.slo_attainment == 1.0
+    low, high = (phase.metrics.steady.output_throughput for phase in phases)  # type: ignore[union-attr]
+    assert high > 2 * low
+    assert phases[1].to_dict()["phase"] == "high"
+
+
+def test_means_over_repeats() -> None:
+    base = {"seed": 1, "valid": True, "interrupted": False, "warnings": ["w"], "reasons": [], "duration": 2.0}
+    base |= dict.fromkeys(
+        ("planned", "completed", "failed", "timed_out", "cancelled", "never_sent", "total_input_tokens",
+         "total_output_tokens", "cached_tokens", "preemptions", "bundled_requests"), 1
+    )  # fmt: skip
+    first = base | {"output_throughput": 10.0, "p99_ttft_ms": 5.0}
+    second = base | {"output_throughput": 14.0, "p99_ttft_ms": None, "seed": 2, "valid": False, "reasons": ["r"]}
+    merged = mean_over_repeats([first, second])
+    assert merged["output_throughput"] == 12.0
+    assert merged["spread"]["output_throughput"] == pytest.approx(8**0.5)
+    assert merged["p99_ttft_ms"] is None
+    assert (merged["completed"], merged["valid"], merged["reasons"], merged["warnings"]) == (2, False, ["r"], ["w"])
+    assert (merged["seed"], merged["seeds"]) == (1, [1, 2])

@@ -1,0 +1,155 @@
+"""Numbers, words, tables and progress lines."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from made_runs import MadeEngine, device_of, plan_of
+from rich.console import Console
+
+from ebbench.analysis.compare import Group, group_by_policy
+from ebbench.analysis.conclude import Setting, conclude
+from ebbench.analysis.explain import CrossoverFacts, DecisionFacts, Story, explain
+from ebbench.analysis.summary import summarise
+from ebbench.engines.base import EngineOptions, Progress
+from ebbench.records.run import RunWriter
+from ebbench.render import live, numbers, words
+from ebbench.render.report import print_report
+from vllm_eb.policy import parse_policy
+
+
+@pytest.mark.parametrize(
+    ("ms", "shown"),
+    [
+        (None, "–"), (0.0, "0 ms"), (0.1234, "0.123 ms"), (162.4, "162 ms"), (999.4, "999 ms"), (999.6, "1.00 s"),
+        (8284, "8.28 s"), (9994, "9.99 s"), (9996, "10.0 s"), (58_840, "58.8 s"), (99_960, "100 s"),
+        (1_204_000, "1,204 s"),
+    ],
+)  # fmt: skip
+def test_durations(ms: float | None, shown: str) -> None:
+    assert numbers.duration_ms(ms) == shown
+
+
+def test_other_numbers() -> None:
+    assert numbers.rate(0.9333) == "0.933"
+    assert numbers.rate(13178.6) == "13,179"
+    assert numbers.change(0.364) == "+36.4 %"
+    assert numbers.change(-0.05) == "-5.0 %"
+    assert numbers.micros(3.14e-5) == "31.4 µs"
+    assert numbers.micros(-2e-3) == "-2,000 µs"
+    assert numbers.spark((0.0, 0.5, 1.0)) == "▁▅█"
+
+
+def made_groups(path: Path, *policies: str, gaps: dict[str, int] | None = None, **faults: Any) -> tuple[Group, ...]:
+    summaries, stories = [], []
+    for policy in policies:
+        engine, plan, spec = MadeEngine(**faults), plan_of(40), parse_policy(policy)
+        engine.GAP_MS = engine.GAP_MS | (gaps or {})
+        result = engine.run(plan, spec, device_of(), EngineOptions(), None)
+        with RunWriter.create(path / policy.replace(":", "-")) as writer:
+            run = conclude(writer, Setting(plan, spec, "sim", device_of(), EngineOptions(), 1), result)
+        summaries.append(summarise(run))
+        stories.append(explain(run))
+    return group_by_policy(summaries, stories)
+
+
+def test_the_winner_is_measured_against_v1(tmp_path: Path) -> None:
+    lines = words.verdict(made_groups(tmp_path, "eb", "v1", "ebplus"))
+    assert lines[0].startswith("ebplus wins: ")
+    assert "+100.0 % over v1" in lines[0]
+    assert lines[1] == "Against ebplus: eb -9.1 %, v1 -50.0 %."
+    assert "time per token 10 ms (median) against 20 ms" in lines[2]
+
+
+def test_when_v1_wins_the_runner_up_is_the_measure(tmp_path: Path) -> None:
+    lines = words.verdict(made_groups(tmp_path, "v1", "eb", "ebplus", gaps={"v1": 5}))
+    assert lines[0].startswith("v1 wins: ")
+    assert "+100.0 % over ebplus" in lines[0]
+
+
+def test_a_tie_has_no_winner(tmp_path: Path) -> None:
+    lines = words.verdict(made_groups(tmp_path, "v1", "ebplus", gaps={"v1": 10}))
+    assert lines == ["No winner: v1 and ebplus differ by 0.0 %."]
+
+
+def test_a_single_policy_and_none_at_all(tmp_path: Path) -> None:
+    assert words.verdict(made_groups(tmp_path / "a", "v1"))[0].startswith("v1: 3")
+    assert words.verdict(made_groups(tmp_path / "b", "v1", "eb", fail_from=0))[0].startswith("No policy completed")
+
+
+def test_shared_warnings_are_said_once_and_others_name_their_policy(tmp_path: Path) -> None:
+    from ebbench.records.manifest import RunWarning
+
+    first, second = made_groups(tmp_path, "v1", "eb")
+    own = replace(second.summaries[0], warnings=(*second.summaries[0].warnings, RunWarning("x", "Odd.", "Look.")))
+    lines = words.caveats([first, replace(second, summaries=(own,))])
+    assert lines.count("lengths are made up") == 1
+    assert "eb: Odd. Look." in lines
+
+
+def test_invalid_runs_are_marked_in_table_and_words(tmp_path: Path) -> None:
+    groups = made_groups(tmp_path, "v1", "eb", fail_from=30)
+    shown = printed(groups, 100)
+    assert "v1 INVALID" in shown
+    assert "INVALID v1 (seed 0): 10 of 40 requests failed" in shown
+
+
+def test_a_crossover_never_evaluated_is_explained() -> None:
+    facts = DecisionFacts(0, None, None, None, None, None, None, None, 2, "fewer than 16 active sequences", ())
+    assert words.why(Story("ebplus", None, facts)) == ["Crossover: never evaluated (fewer than 16 active sequences)."]
+
+
+def test_both_sides_decide_the_words() -> None:
+    sides = CrossoverFacts(9, 0, 1e-5, 2e-5, 1e-6, 0.5, 300)
+    facts = DecisionFacts(0, None, None, None, None, None, None, sides, 9, "", ())
+    [line] = words.why(Story("ebplus", None, facts))
+    assert "10 µs more in a mixed batch" in line
+    assert ": mixed batches, at 300 active sequences" in line
+    assert "exclusive ahead in 0 of 9" in line
+
+
+def printed(groups: tuple[Group, ...], width: int) -> str:
+    console = Console(file=io.StringIO(), width=width, highlight=False)
+    print_report(console, groups)
+    return console.file.getvalue()  # type: ignore[attr-defined,no-any-return]
+
+
+@pytest.mark.parametrize("width", [80, 104, 120, 200])
+def test_tables_keep_their_rows_whole(tmp_path: Path, width: int) -> None:
+    shown = printed(made_groups(tmp_path, "v1", "ebplus", "deferred:k=4"), width)
+    rows = [line for line in shown.splitlines() if line.startswith(("v1 ", "ebplus ", "deferred:k=4 "))]
+    assert len([row for row in rows if "ms" in row and "–" in row]) == 3
+    [header] = [line for line in shown.splitlines() if "TTFT  " in line]
+    assert ("E2EL" in header) == (width >= 104)
+
+
+SNAPSHOT = Progress("eb", 1204, 4000, 95_120, 120_000, 10.0, "eb", 100, 3)
+
+
+def test_progress_in_words() -> None:
+    assert live.describe(SNAPSHOT) == "1,204/4,000  9,512 tok/s  exclusive  at 10.0 s"
+    assert live.describe(replace(SNAPSHOT, time_s=0, mode="")) == "1,204/4,000  – tok/s  at 0 ms"
+
+
+def test_off_a_terminal_there_are_two_lines() -> None:
+    console = Console(file=io.StringIO(), width=40)
+    with live.reporter(console, "eb[red]", 4000) as reporter:
+        for _ in range(50):
+            reporter.update(SNAPSHOT)
+    written = console.file.getvalue()  # type: ignore[attr-defined]
+    assert written.splitlines() == ["eb[red]: 4,000 requests", "eb[red]: " + live.describe(SNAPSHOT)]
+
+
+def test_on_a_terminal_the_line_is_live_and_quiet_shows_nothing() -> None:
+    console = Console(file=io.StringIO(), width=100, force_terminal=True)
+    with live.reporter(console, "eb", 4000) as reporter:
+        reporter.update(SNAPSHOT)
+    assert "1,204/4,000  9,512 tok/s  exclusive" in console.file.getvalue()  # type: ignore[attr-defined]
+    silent = Console(file=io.StringIO(), force_terminal=True)
+    with live.reporter(silent, "eb", 4000, quiet=True) as reporter:
+        reporter.update(SNAPSHOT)
+    assert silent.file.getvalue() == ""  # type: ignore[attr-defined]
