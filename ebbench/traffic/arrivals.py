@@ -52,16 +52,16 @@ class Curve:
         """Rates at the start and the end of each piece, mean one, and the length of a piece in seconds."""
         levels = np.asarray(self.levels, np.float64)
         starts, ends = (levels[:-1], levels[1:]) if self.linear else (levels, levels)
-        mean = ((starts + ends) / 2).mean()
+        mean = float(((starts + ends) / 2).mean())
         scaled_starts: Floats = starts / mean
         scaled_ends: Floats = ends / mean
         return scaled_starts, scaled_ends, self.period_s / len(starts)
 
     def _table(self) -> tuple[Floats, Floats]:
         starts, ends, width = self._scaled()
-        area: Floats = np.concatenate([[0.0], np.cumsum((starts + ends) / 2 * width)])
+        area = np.concatenate([np.zeros(1), np.cumsum((starts + ends) / 2 * width)]).astype(np.float64)
         area[-1] = self.period_s
-        time: Floats = np.arange(len(area)) * width
+        time = np.arange(len(area)).astype(np.float64) * width
         return time, area
 
     def _inverse(self, piece: npt.NDArray[np.intp], within: Floats) -> Floats:

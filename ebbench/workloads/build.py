@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -16,6 +15,7 @@ from ebbench.records.schema import PLAN
 from ebbench.traffic.schedule import Schedule, closed_phases
 from ebbench.traffic.spec import ScenarioSpec
 from ebbench.traffic.substreams import substream
+from ebbench.workloads.arrow import ints, strings
 from ebbench.workloads.profile import draw_requests
 from ebbench.workloads.requests import Floats, Int64s, Requests
 from ebbench.workloads.spec import Profile
@@ -39,7 +39,7 @@ def assemble(
     phase = phase[kept]
     arrival_s = None if arrival_s is None else arrival_s[kept]
     sizes = np.bincount(phase, minlength=len(schedule.names))
-    table = _table(requests, np.asarray(schedule.names)[phase], arrival_s, seed)
+    table = _table(requests, schedule.names, phase, arrival_s, seed)
     phases = closed_phases(schedule, [int(size) for size in sizes]) if arrival_s is None else ()
     facts = {**facts, **_counts(requests)}
     return Plan(table, phases, facts, cap if arrival_s is not None else None, warnings)
@@ -78,44 +78,40 @@ def _within(requests: Requests, limits: Limits) -> tuple[Requests, Int64s, tuple
     return requests.keep(fits), np.unique(requests.session[fits]), (*requests.warnings, note)
 
 
-def _table(requests: Requests, phase: npt.NDArray[np.str_], arrival_s: Floats | None, seed: int) -> pa.Table:
+def _table(requests: Requests, names: tuple[str, ...], phase: Int64s, arrival_s: Floats | None, seed: int) -> pa.Table:
     n = len(requests)
     # Contents of different seeds share nothing, so a server's prefix cache cannot carry over between seeds.
     base = int(substream(seed, "content/streams").integers(1, 2**30)) << 32
     columns: dict[str, Any] = {
         "request_id": _ids(requests),
-        "session": pa.array(requests.session),
-        "turn": pa.array(requests.turn),
-        "phase": pa.array(phase[requests.session], pa.string()),
+        "session": ints(requests.session, pa.int64()),
+        "turn": ints(requests.turn, pa.int32()),
+        "phase": strings(names).take(ints(phase[requests.session], pa.int64())),
         "arrival_ns": _arrivals_ns(requests, arrival_s),
-        "input_tokens": pa.array(requests.input_tokens),
-        "output_tokens": pa.array(requests.output_tokens),
-        "content": pa.array(requests.session + base),
+        "input_tokens": ints(requests.input_tokens, pa.int32()),
+        "output_tokens": ints(requests.output_tokens, pa.int32()),
+        "content": ints(requests.session + base, pa.int64()),
         "hash_ids": pa.nulls(n, PLAN.field("hash_ids").type) if requests.hash_ids is None else requests.hash_ids,
         "prompt": pa.nulls(n, pa.string()) if requests.prompt is None else requests.prompt,
     }
-    return pa.Table.from_arrays([_plain(columns[field.name], field.type) for field in PLAN], schema=PLAN)
-
-
-def _plain(column: Any, kind: pa.DataType) -> pa.Array:
-    array = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
-    return array if array.type == kind else array.cast(kind)
+    return pa.Table.from_arrays([columns[field.name] for field in PLAN], schema=PLAN)
 
 
 def _ids(requests: Requests) -> pa.Array:
     """``r000123``, in multi-turn workloads ``r000123.4``."""
-    number = pc.utf8_lpad(pc.cast(pa.array(requests.session), pa.string()), 6, "0")
-    ids = pc.binary_join_element_wise("r", number, "")
+    number = pc.utf8_lpad(ints(requests.session, pa.int64()).cast(pa.string()), 6, "0")
+    ids = pc.utf8_replace_slice(number, 0, 0, "r")
     if not requests.turn.any():
         return ids
-    return pc.binary_join_element_wise(ids, pc.cast(pa.array(requests.turn), pa.string()), ".")
+    points = strings(["."]).take(ints(np.zeros(len(requests)), pa.int64()))
+    return pc.binary_join_element_wise(ids, ints(requests.turn, pa.int32()).cast(pa.string()), points)
 
 
 def _arrivals_ns(requests: Requests, arrival_s: Floats | None) -> pa.Array:
     if arrival_s is None:
         return pa.nulls(len(requests), pa.int64())
     ns = np.rint(arrival_s * 1e9).astype(np.int64)
-    return pa.array(ns[requests.session], mask=requests.turn > 0)
+    return ints(ns[requests.session], pa.int64(), valid=requests.turn == 0)
 
 
 def phase_requests(spec: ScenarioSpec, sizes: tuple[int, ...], seed: int) -> Requests:

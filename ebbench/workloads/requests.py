@@ -10,6 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from ebbench.workloads.arrow import bits
+
 Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -43,7 +45,7 @@ class Requests:
     def keep(self, mask: npt.NDArray[np.bool_]) -> Requests:
         """Rows where ``mask`` holds; sessions are numbered anew."""
         kept_sessions, session = np.unique(self.session[mask], return_inverse=True)
-        chosen = pa.array(mask)
+        chosen = bits(mask)
         return replace(
             self,
             session=session.astype(np.int64),

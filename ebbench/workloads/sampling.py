@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 import numpy as np
-import pyarrow as pa
 
+from ebbench.workloads.arrow import strings
 from ebbench.workloads.records import Conversation
 from ebbench.workloads.requests import Int32s, Requests, single_turn, with_history
 from ebbench.workloads.spec import Records
@@ -116,7 +116,7 @@ def _requests(sample: _Sample, rules: Records, counter: TokenCounter, with_text:
         return requests
     texts = sample.messages if single else _histories(sample, output_tokens, counter)
     return Requests(
-        requests.session, requests.turn, requests.input_tokens, requests.output_tokens, prompt=text_array(texts)
+        requests.session, requests.turn, requests.input_tokens, requests.output_tokens, prompt=strings(texts)
     )
 
 
@@ -131,11 +131,3 @@ def _histories(sample: _Sample, output_tokens: Int32s, counter: TokenCounter) ->
             history = prompt + counter.cut(sample.answers[row], int(output_tokens[row]))
             row += 1
     return prompts
-
-
-def text_array(texts: list[str]) -> pa.Array:
-    """Arrow strings; halves of surrogate pairs, which JSON can smuggle in, are replaced."""
-    try:
-        return pa.array(texts, pa.string())
-    except UnicodeEncodeError:
-        return pa.array([text.encode(errors="replace").decode() for text in texts], pa.string())

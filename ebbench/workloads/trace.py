@@ -12,6 +12,7 @@ import pyarrow as pa
 
 from ebbench.errors import InputFileError, UsageError
 from ebbench.traffic.spec import Replay
+from ebbench.workloads.arrow import int_lists, ints
 from ebbench.workloads.requests import Floats, Requests, single_turn
 
 AZURE_HEADER = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
@@ -109,7 +110,7 @@ def _mooncake(path: Path, lines: list[str]) -> Requests:
         [row.input_length for row in rows],
         [row.output_length for row in rows],
     )
-    return replace(requests, hash_ids=pa.array([row.hash_ids for row in rows], pa.list_(pa.int64())))
+    return replace(requests, hash_ids=int_lists([row.hash_ids for row in rows]))
 
 
 def _check_lengths(path: Path, line: int, input_tokens: int, output_tokens: int) -> None:
@@ -136,7 +137,7 @@ def _in_order(requests: Requests) -> Requests:
         requests,
         input_tokens=requests.input_tokens[order],
         output_tokens=requests.output_tokens[order],
-        hash_ids=None if requests.hash_ids is None else requests.hash_ids.take(pa.array(order)),
+        hash_ids=None if requests.hash_ids is None else requests.hash_ids.take(ints(order, pa.int64())),
         arrival_s=requests.arrival_s[order],
     )
 
@@ -175,10 +176,6 @@ def _repeated_hashes(hash_ids: pa.Array | None, repeat: int) -> pa.Array | None:
     """Fresh identities in each repetition, or a repetition would be served from the prefix cache of the last."""
     if hash_ids is None or repeat == 1:
         return hash_ids
-    plain = hash_ids.combine_chunks() if isinstance(hash_ids, pa.ChunkedArray) else hash_ids
-    step = int(np.max(plain.flatten().to_numpy(), initial=-1)) + 1
-    pieces = [
-        pa.array([None if ids is None else [one + i * step for one in ids] for ids in plain.to_pylist()], plain.type)
-        for i in range(repeat)
-    ]
-    return pa.concat_arrays(pieces)
+    rows = hash_ids.to_pylist()
+    step = max((one for row in rows if row for one in row), default=-1) + 1
+    return int_lists([None if row is None else [one + i * step for one in row] for i in range(repeat) for row in rows])

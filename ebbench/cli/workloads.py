@@ -1,0 +1,115 @@
+"""``ebbench workloads list|show``: what can be asked."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+app = typer.Typer(no_args_is_help=True, help="What can be asked: workloads, traces, your own TOML files.")
+
+_JSON = typer.Option("--json", help="One JSON document on stdout, nothing else.")
+
+
+@app.command("list")
+def list_all(as_json: Annotated[bool, _JSON] = False) -> None:
+    """List the workloads."""
+    from ebbench.workloads import list_workloads, load_workload
+
+    specs = [load_workload(name) for name in list_workloads()]
+    rows = [
+        {"name": s.name, "kind": "synthetic" if s.synthetic else "data set", "sessions": s.num_prompts,
+         "data_set": s.hub.dataset if s.hub else None, "description": s.description}
+        for s in specs
+    ]  # fmt: skip
+    if as_json:
+        typer.echo(json.dumps(rows))
+        return
+    from rich.console import Console
+
+    table = _table("workload", "kind", "sessions", "what it asks")
+    for row in rows:
+        table.add_row(str(row["name"]), str(row["kind"]), f"{row['sessions']:,}", str(row["description"]))
+    table.add_row("trace:FILE", "recorded", "all", "Azure CSV or Mooncake JSON lines, with the recorded times")
+    table.add_row("PATH.toml", "yours", "", "a file like those in workloads/")
+    Console(highlight=False).print(table)
+
+
+@app.command("show")
+def show(
+    name: Annotated[str, typer.Argument(help="A workload, trace:FILE or the path of a TOML file.")],
+    source: Annotated[str, typer.Option("--source", help="auto, hub, profile or file:PATH.")] = "auto",
+    num_prompts: Annotated[int | None, typer.Option("--num-prompts", "-n", help="Sessions to sample.")] = None,
+    seed: Annotated[int, typer.Option("--seed", help="Same seed, same sample.")] = 0,
+    input_len: Annotated[int | None, typer.Option("--input-len", help="Mean prompt tokens.")] = None,
+    output_len: Annotated[int | None, typer.Option("--output-len", help="Mean answer tokens.")] = None,
+    length_distribution: Annotated[
+        str | None, typer.Option("--length-distribution", help="uniform, geometric, gamma:SHAPE or fixed.")
+    ] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option("--tokenizer", help="Counts the tokens of texts; default: estimated.")
+    ] = None,
+    as_json: Annotated[bool, _JSON] = False,
+) -> None:
+    """Sample a workload and show its lengths, its decode share r and where they come from."""
+    from ebbench.workloads import build_plan
+    from ebbench.workloads.statistics import describe
+
+    plan = build_plan(
+        name, num_prompts=num_prompts, seed=seed, source=source, input_len=input_len, output_len=output_len,
+        length_distribution=length_distribution, tokenizer=tokenizer, with_text=False,
+    )  # fmt: skip
+    found = {**describe(plan), "facts": dict(plan.facts), "warnings": list(plan.warnings)}
+    if as_json:
+        typer.echo(json.dumps(found))
+        return
+    _print(name, found)
+
+
+def _print(name: str, found: dict[str, Any]) -> None:
+    from rich.console import Console
+
+    facts = found["facts"]
+    console = Console(highlight=False)
+    console.print(f"{name}: {_counted(found)}", markup=False)
+    console.print(f"source: {facts['source']} ({facts['source_reason']})", markup=False)
+    for key in ("input_lengths", "output_lengths", "token_counts"):
+        if key in facts:
+            console.print(f"{key.replace('_', ' ')}: {facts[key]}", markup=False)
+    columns = list(found["input_tokens"])
+    table = _table("tokens", *columns)
+    for title, key in (("prompt", "input_tokens"), ("answer", "output_tokens")):
+        table.add_row(title, *(f"{found[key][column]:,.0f}" for column in columns))
+    console.print(table)
+    console.print(f"decode share r = mu_o/(mu_l+mu_o) = {found['decode_share']:.3f}")
+    if "arrivals" in found:
+        console.print(arrival_line(found["arrivals"]))
+    for warning in found["warnings"]:
+        console.print(f"note: {warning}", markup=False)
+
+
+def arrival_line(arrivals: dict[str, float]) -> str:
+    """How sessions arrive, in words."""
+    return (
+        f"arrivals: {arrivals['sessions_per_s']:,.2f} sessions/s over {arrivals['duration_s']:,.1f} s, "
+        f"gaps with a coefficient of variation of {arrivals['gap_variation']:.2f} (Poisson: 1)"
+    )
+
+
+def _counted(found: dict[str, Any]) -> str:
+    if found["sessions"] == found["requests"]:
+        return f"{found['requests']:,} requests"
+    return f"{found['requests']:,} requests in {found['sessions']:,} conversations"
+
+
+def _table(*columns: str) -> Table:
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    for index, column in enumerate(columns):
+        table.add_column(column, no_wrap=index == 0)
+    return table

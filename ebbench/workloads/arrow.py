@@ -1,0 +1,59 @@
+"""Arrow arrays straight from numpy buffers.
+
+``pyarrow.array`` imports pandas, where it is installed, to see whether it was given a Series: a quarter of a second
+at the start of every command. Handing over the buffers needs no such look.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+
+def bits(mask: npt.NDArray[np.bool_]) -> pa.Array:
+    """Booleans."""
+    return pa.Array.from_buffers(pa.bool_(), len(mask), [None, _packed(mask)])
+
+
+def ints(values: npt.NDArray[Any], kind: pa.DataType, valid: npt.NDArray[np.bool_] | None = None) -> pa.Array:
+    """Integers of type ``kind``; null where ``valid`` is False."""
+    data = np.ascontiguousarray(values, dtype=kind.to_pandas_dtype())
+    validity = None if valid is None or valid.all() else _packed(valid)
+    return pa.Array.from_buffers(kind, len(data), [validity, pa.py_buffer(data)])
+
+
+def strings(texts: Sequence[str]) -> pa.Array:
+    """UTF-8 strings; halves of surrogate pairs, which JSON can smuggle in, become question marks."""
+    encoded = [text.encode(errors="replace") for text in texts]
+    offsets = _offsets([len(text) for text in encoded])
+    return pa.Array.from_buffers(
+        pa.string(), len(encoded), [None, pa.py_buffer(offsets), pa.py_buffer(b"".join(encoded))]
+    )
+
+
+def int_lists(rows: Sequence[Sequence[int] | None]) -> pa.Array:
+    """Lists of 64-bit integers, null where a row is None."""
+    flat = np.fromiter((value for row in rows if row is not None for value in row), np.int64)
+    offsets = _offsets([0 if row is None else len(row) for row in rows])
+    valid = np.fromiter((row is not None for row in rows), np.bool_, len(rows))
+    return pa.Array.from_buffers(
+        pa.list_(pa.int64()),
+        len(rows),
+        [None if valid.all() else _packed(valid), pa.py_buffer(offsets)],
+        children=[ints(flat, pa.int64())],
+    )
+
+
+def _packed(mask: npt.NDArray[np.bool_]) -> pa.Buffer:
+    return pa.py_buffer(np.packbits(mask, bitorder="little"))
+
+
+def _offsets(sizes: Sequence[int]) -> npt.NDArray[np.int32]:
+    ends = np.cumsum(np.asarray(sizes, np.int64))
+    if len(ends) and ends[-1] > np.iinfo(np.int32).max:
+        raise OverflowError("a column of more than 2 GiB; ask for fewer prompts, or build the plan without text")
+    return np.concatenate([[0], ends]).astype(np.int32)

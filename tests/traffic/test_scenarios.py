@@ -1,0 +1,191 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ebbench.errors import InputFileError, UnknownNameError, UsageError
+from ebbench.records.plan import ClosedPhase
+from ebbench.traffic.schedule import Load, apportion, make_schedule
+from ebbench.workloads import build_plan, list_scenarios, load_scenario
+
+
+def arrivals_s(plan):
+    return plan.table["arrival_ns"].to_numpy() / 1e9
+
+
+@pytest.mark.parametrize("name", list_scenarios())
+def test_every_bundled_scenario_builds_a_plan(name, tmp_path):
+    spec = load_scenario(name)
+    assert spec.name == name
+    if spec.loop == "trace":
+        return  # tests/workloads/test_trace.py
+    plan = build_plan("balanced", name, num_prompts=500, request_rate=50 if spec.loop == "open" else None)
+    assert plan.closed_loop == (spec.loop == "closed")
+    assert len(plan) == 500
+    assert set(plan.table["phase"].to_pylist()) <= {phase.name for phase in spec.phases}
+
+
+def test_distribution_shift_has_the_published_phases_whatever_the_workload():
+    plan = build_plan("sharegpt", "distribution-shift", seed=4)
+    assert plan.phases == tuple(ClosedPhase(name, 2000, 2048) for name in ("1024/128", "512/512", "128/1024"))
+    for index, (mean_in, mean_out) in enumerate([(1024, 128), (512, 512), (128, 1024)]):
+        part = plan.table.slice(2000 * index, 2000)
+        for column, mean in (("input_tokens", mean_in), ("output_tokens", mean_out)):
+            values = part[column].to_numpy()
+            assert values.min() >= mean / 2
+            assert values.max() <= mean * 1.5
+            assert values.mean() == pytest.approx(mean, rel=0.03)  # four standard errors
+    assert plan.facts["source"] == "scenario"
+
+
+def test_concurrency_shift_has_the_published_phases():
+    plan = build_plan("sharegpt", "concurrency-shift")
+    assert [(phase.sessions, phase.max_concurrency) for phase in plan.phases] == [
+        (2000, c) for c in (32, 512, 1024, 256, 2048)
+    ]
+    assert plan.table["input_tokens"].to_numpy().mean() == pytest.approx(512, rel=0.02)
+    assert plan.table["output_tokens"].to_numpy().mean() == pytest.approx(256, rel=0.02)
+    assert len(plan) == 10_000
+
+
+def test_num_prompts_scales_phases_in_proportion():
+    plan = build_plan("sharegpt", "distribution-shift", num_prompts=100)
+    assert [phase.sessions for phase in plan.phases] == [34, 33, 33]
+
+
+@given(st.lists(st.floats(0.01, 100), min_size=1, max_size=8), st.integers(0, 10_000))
+def test_apportion_gives_everything_and_stays_within_one(weights, total):
+    counts = apportion(weights, total)
+    assert sum(counts) == total
+    assert all(abs(c - w * total / sum(weights)) <= 1 + 1e-6 for c, w in zip(counts, weights, strict=True))
+
+
+def test_rates_as_shares_of_saturation():
+    plan = build_plan("balanced", "saturation-steps", saturation_rate=100, seed=2)
+    times, phase = arrivals_s(plan), np.array(plan.table["phase"].to_pylist())
+    for index, (name, share) in enumerate([("50 %", 0.5), ("80 %", 0.8), ("95 %", 0.95), ("120 %", 1.2)]):
+        inside = times[phase == name]
+        assert inside.min() >= 60 * index
+        assert inside.max() < 60 * (index + 1)
+        assert len(inside) == pytest.approx(6000 * share, rel=0.06)
+    assert times[phase == "50 % again"].min() >= 240
+
+
+def test_num_prompts_cuts_timed_phases_at_the_end():
+    whole = build_plan("balanced", "saturation-steps", saturation_rate=20, seed=2)
+    cut = build_plan("balanced", "saturation-steps", saturation_rate=20, seed=2, num_prompts=700)
+    assert cut.table["arrival_ns"].equals(whole.table["arrival_ns"].slice(0, 700))
+
+
+def test_arrivals_do_not_depend_on_contents():
+    one = build_plan("balanced", "poisson", request_rate=10, num_prompts=300, seed=1)
+    other = build_plan("decode-heavy", "poisson", request_rate=10, num_prompts=300, seed=1)
+    assert one.table["arrival_ns"].equals(other.table["arrival_ns"])
+    assert not one.table["input_tokens"].equals(other.table["input_tokens"])
+
+
+def test_open_loop_with_a_cap():
+    plan = build_plan("balanced", "poisson", request_rate=10, num_prompts=30, max_concurrency=4)
+    assert plan.max_concurrency == 4
+    assert not plan.closed_loop
+
+
+def test_closed_loop_with_the_callers_concurrency():
+    plan = build_plan("balanced", "saturated", num_prompts=30, max_concurrency=4)
+    assert plan.phases == (ClosedPhase("saturated", 30, 4),)
+    assert plan.max_concurrency is None
+    assert plan.table["arrival_ns"].null_count == 30
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"scenario": "poisson"}, "give --request-rate"),
+        ({"scenario": "ramp"}, "--saturation-rate"),
+        ({"scenario": "saturated", "request_rate": 3.0}, "takes no request rate"),
+        ({"scenario": "concurrency-shift", "max_concurrency": 3}, "leave out --max-concurrency"),
+        ({"scenario": "distribution-shift", "input_len": 3}, "brings its own lengths"),
+        ({"scenario": "trace"}, "needs a workload trace:FILE"),
+        ({"scenario": "poisson", "request_rate": 3, "speed": 2}, "speed scales recorded times"),
+        ({"scenario": "poisson", "request_rate": -1}, "request rate must be positive"),
+        ({"scenario": "poisson", "request_rate": float("nan")}, "request rate must be positive"),
+        ({"num_prompts": 0}, "num prompts must be positive"),
+        ({"seed": -1}, "seed must be 0 or more"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(arguments, message):
+    with pytest.raises(UsageError, match=message) as caught:
+        build_plan("balanced", **arguments)
+    assert "\n" not in str(caught.value)
+
+
+def test_unknown_scenario_suggests():
+    with pytest.raises(UnknownNameError, match="did you mean 'saturated'"):
+        load_scenario("saturatd")
+
+
+def own(tmp_path, text):
+    path = tmp_path / "mine.toml"
+    path.write_text(text)
+    return str(path)
+
+
+def test_a_users_scenario_file(tmp_path):
+    path = own(
+        tmp_path,
+        """
+name = "mine"
+description = "two levels"
+loop = "open"
+max_concurrency = 9
+[[phases]]
+name = "low"
+process = "constant"
+rate = 2
+requests = 10
+[[phases]]
+name = "high"
+process = "constant"
+rate = 20
+requests = 30
+""",
+    )
+    plan = build_plan("balanced", path)
+    times = arrivals_s(plan)
+    assert times[:10] == pytest.approx(np.arange(1, 11) / 2)
+    assert times[10:] == pytest.approx(5 + np.arange(1, 31) / 20)
+    assert plan.max_concurrency == 9
+    assert plan.table["phase"].to_pylist() == ["low"] * 10 + ["high"] * 30
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ('[[phases]]\nname="a"\nmax_concurency=3', r"mine.toml:6: unknown key 'max_concurency'.*'max_concurrency'"),
+        ('[[phases]]\nname="a"\nmax_concurrency=0', "max_concurrency must be positive"),
+        ('[[phases]]\nname="a"\nprocess="poisson"', "needs max_concurrency"),
+        ('[[phases]]\nname="a"\nmax_concurrency=2\n[[phases]]\nname="b"\nmax_concurrency=2', "needs requests"),
+        ('[[phases]]\nname="a"\nmax_concurrency=2\ninput={family="fixed", mean=3}', "both input and output"),
+        ("", "needs at least one"),
+        ('[[phases]\nname="a"', "is not valid TOML"),
+        ('[[phases]]\nname="a"\nmax_concurrency="x"', "Expected `int"),
+    ],
+)
+def test_bad_scenario_files_are_refused_in_one_line(tmp_path, body, message):
+    path = own(tmp_path, f'name = "mine"\ndescription = "x"\nloop = "closed"\n{body}\n')
+    with pytest.raises(InputFileError, match=message.replace("`", "'")) as caught:
+        load_scenario(path)
+    assert "\n" not in str(caught.value)
+    assert "mine.toml" in str(caught.value)
+
+
+def test_trace_scenarios_have_no_phases(tmp_path):
+    text = 'name="m"\ndescription="x"\nloop="trace"\n[[phases]]\nname="a"\nmax_concurrency=1'
+    with pytest.raises(InputFileError, match="no phases"):
+        load_scenario(own(tmp_path, text))
+
+
+def test_schedule_says_sessions_per_phase():
+    schedule = make_schedule(load_scenario("distribution-shift"), Load(), 7, 4000, 0)
+    assert schedule.sizes == (3, 2, 2)
+    assert schedule.phase_of_session.tolist() == [0, 0, 0, 1, 1, 2, 2]

@@ -1,0 +1,154 @@
+import numpy as np
+import pytest
+
+from ebbench.errors import InputFileError, UsageError
+from ebbench.workloads import build_plan
+
+SECONDS = 1_000_000_000
+
+
+def test_azure_csv(data):
+    plan = build_plan(f"trace:{data / 'azure.csv'}")
+    table = plan.table
+    assert not plan.closed_loop
+    assert plan.facts["scenario"] == "trace"
+    assert plan.facts["source_reason"] == "Azure CSV"
+    assert table["arrival_ns"].to_numpy() / 1e9 == pytest.approx([0, 0.052, 1.5], abs=1e-6)
+    assert table["input_tokens"].to_pylist() == [4808, 3180, 110]
+    assert table["output_tokens"].to_pylist() == [10, 8, 27]
+    assert table["hash_ids"].null_count == 3
+
+
+@pytest.mark.parametrize(
+    "stamps",
+    [
+        ["2024-05-10 00:00:00.009930+00:00", "2024-05-10 00:00:02+00:00", "2024-05-10 00:00:02.509930+00:00"],
+        ["2024-05-10T00:00:00.00993", "2024-05-10T00:00:02", "2024-05-10T00:00:02.50993"],
+    ],
+)
+def test_azure_times_with_zone_and_without_decimals(tmp_path, stamps):
+    path = tmp_path / "azure.csv"
+    path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(f"{s},10,20\n" for s in stamps))
+    times = build_plan(f"trace:{path}").table["arrival_ns"].to_numpy() / 1e9
+    assert times == pytest.approx([0, 1.99007, 2.5], abs=1e-6)
+
+
+def test_mooncake_keeps_hash_ids(data):
+    table = build_plan(f"trace:{data / 'mooncake.jsonl'}").table
+    assert table["arrival_ns"].to_pylist() == [0, 400_000_000, 2 * SECONDS, 2 * SECONDS]
+    assert table["hash_ids"].to_pylist() == [[0, 1, 2], [0, 1], [0, 3], None]
+    assert table["input_tokens"].to_pylist() == [1300, 1024, 513, 90]
+    assert len(set(table["content"].to_pylist())) == 4
+
+
+def test_speed_cap_and_number(data):
+    path = f"trace:{data / 'mooncake.jsonl'}"
+    plan = build_plan(path, speed=4, num_prompts=3, max_concurrency=2)
+    assert plan.table["arrival_ns"].to_pylist() == [0, SECONDS // 10, SECONDS // 2]
+    assert plan.max_concurrency == 2
+    assert plan.facts["speed"] == 4
+    plan = build_plan(path, num_prompts=30)
+    assert len(plan) == 4
+    assert plan.warnings == ("the trace has 4 requests to give, 30 were asked for",)
+
+
+def test_unordered_rows_are_put_in_order(tmp_path):
+    path = tmp_path / "t.jsonl"
+    path.write_text("".join(
+        f'{{"timestamp": {t}, "input_length": {n}, "output_length": 1, "hash_ids": [{n}]}}\n'
+        for t, n in [(500, 1), (100, 2), (500, 3), (300, 4)]
+    ))  # fmt: skip
+    table = build_plan(f"trace:{path}").table
+    assert table["input_tokens"].to_pylist() == [2, 4, 1, 3]
+    assert table["hash_ids"].to_pylist() == [[2], [4], [1], [3]]
+    assert table["arrival_ns"].to_numpy() / 1e9 == pytest.approx([0, 0.2, 0.4, 0.4])
+
+
+def scenario(tmp_path, replay):
+    path = tmp_path / "replay.toml"
+    path.write_text(f'name = "replay"\ndescription = "x"\nloop = "trace"\n[replay]\n{replay}\n')
+    return str(path)
+
+
+def test_slices_and_repetitions(data, tmp_path):
+    trace = f"trace:{data / 'mooncake.jsonl'}"
+    plan = build_plan(trace, scenario(tmp_path, "start_s = 0.3\nduration_s = 2.0"))
+    assert plan.table["arrival_ns"].to_numpy() / 1e9 == pytest.approx([0.1, 1.7, 1.7])
+    plan = build_plan(trace, scenario(tmp_path, "duration_s = 1.0\nrepeat = 3\nspeed = 2.0"))
+    assert plan.table["arrival_ns"].to_numpy() / 1e9 == pytest.approx([0, 0.2, 0.5, 0.7, 1.0, 1.2])
+    hashes = plan.table["hash_ids"].to_pylist()
+    assert hashes[:2] == [[0, 1, 2], [0, 1]]
+    assert not {h for row in hashes[:2] for h in row} & {h for row in hashes[2:4] for h in row}
+    whole = build_plan(trace, scenario(tmp_path, "repeat = 2"))
+    times = whole.table["arrival_ns"].to_numpy() / 1e9
+    assert times[4] == pytest.approx(2 + 2 / 3)
+    with pytest.raises(UsageError, match=r"slice from 99 s; it is 2 s long"):
+        build_plan(trace, scenario(tmp_path, "start_s = 99"))
+
+
+def test_recorded_lengths_under_other_scenarios(data):
+    trace = f"trace:{data / 'mooncake.jsonl'}"
+    closed = build_plan(trace, "saturated")
+    assert closed.phases[0].sessions == 4
+    assert closed.table["input_tokens"].to_pylist() == [1300, 1024, 513, 90]
+    assert closed.table["hash_ids"][0].as_py() == [0, 1, 2]
+    timed = build_plan(trace, "constant", request_rate=2, num_prompts=3)
+    assert timed.table["arrival_ns"].to_pylist() == [SECONDS // 2, SECONDS, 3 * SECONDS // 2]
+    own = build_plan(trace, "distribution-shift", num_prompts=30)
+    assert len(own) == 30
+    short = build_plan(trace, "constant", request_rate=2, num_prompts=9)
+    assert len(short) == 4
+    assert short.warnings
+
+
+AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.9,4808,10\n"
+MOONCAKE = '{"timestamp": 0, "input_length": 600, "output_length": 5}\n'
+
+
+@pytest.mark.parametrize(
+    ("content", "line", "message"),
+    [
+        ("", None, "is empty"),
+        ("time,in,out\n1,2,3\n", 1, "expected the header TIMESTAMP,ContextTokens,GeneratedTokens"),
+        (AZURE + "2023-11-16 18:17:03.9,x,10\n", 3, "expected time, context tokens and generated tokens, found"),
+        (AZURE + "\nyesterday,3,10\n", 4, "found 'yesterday,3,10'"),
+        (AZURE + "2023-11-16 18:17:03.9,3\n", 3, "found"),
+        (AZURE + "2023-11-16 18:17:03.9,3,0\n", 3, "1 token or more, not 3 and 0"),
+        (AZURE.splitlines()[0], None, "holds no requests"),
+        (MOONCAKE + '{"timestamp": 0, "input_length": 600}\n', 2, "missing required field 'output_length'"),
+        (MOONCAKE + '{"timestamp": 0,\n', 2, "expected timestamp, input_length"),
+        (MOONCAKE + '{"timestamp": 0, "input_length": -6, "output_length": 5}', 2, "not -6 and 5"),
+        (MOONCAKE + '{"timestamp":0,"input_length":600,"output_length":5,"hash_ids":[1,2,3]}', 2, "too many for 600"),
+    ],
+)
+def test_bad_lines_are_named(tmp_path, content, line, message):
+    path = tmp_path / "trace"
+    path.write_text(content)
+    with pytest.raises(InputFileError, match=message) as caught:
+        build_plan(f"trace:{path}")
+    assert caught.value.line == line
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"request_rate": 3}, "has its own rate"),
+        ({"input_len": 3}, "a trace brings its own lengths"),
+        ({"source": "hub"}, "its own source"),
+        ({"speed": 0}, "speed must be positive"),
+    ],
+)
+def test_what_a_trace_does_not_take(data, arguments, message):
+    with pytest.raises(UsageError, match=message):
+        build_plan(f"trace:{data / 'azure.csv'}", **arguments)
+
+
+def test_missing_trace(tmp_path):
+    with pytest.raises(InputFileError, match="No such file"):
+        build_plan(f"trace:{tmp_path / 'none.csv'}")
+
+
+def test_order_of_time_is_the_order_of_the_plan(data):
+    for name in ("azure.csv", "mooncake.jsonl"):
+        assert (np.diff(build_plan(f"trace:{data / name}").table["arrival_ns"].to_numpy()) >= 0).all()
