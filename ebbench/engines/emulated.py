@@ -149,7 +149,7 @@ class _Run:
         self._streams: dict[str, list[int]] = {}
         executor = self._core.model_executor
         executor.attach(self._clock, device.cost, self._streams)
-        executor.on_step = self._on_step
+        executor.on_step, executor.on_preempted = self._on_step, self._on_preempted
         self._ids: list[str] = plan.table["request_id"].to_pylist()
         self._row_of = {request_id: row for row, request_id in enumerate(self._ids)}
         self._last_ids: list[str] = []
@@ -210,8 +210,12 @@ class _Run:
         self._streams[self._ids[row]] = stream
         return self._make_request(self._core, self._ids[row], stream[:inputs], outputs)
 
-    def _on_step(self, seen: Any, scheduled: Any, scheduled_ns: int, start_ns: int, end_ns: int) -> None:
-        state, shape = self._state, seen.shape
+    def _on_preempted(self, ids: set[str]) -> None:
+        for request_id in ids:
+            self._state.preemptions[self._row_of[request_id]] += 1
+
+    def _on_step(self, seen: Any, start_ns: int, end_ns: int) -> None:
+        state, shape, scheduled_ns = self._state, seen.shape, self._clock.now_ns
         running, waiting = self._scheduler.get_request_counts()
         decision = getattr(self._scheduler, "last_decision", None)
         rows = self._rows(seen.ids)
@@ -220,8 +224,6 @@ class _Run:
             row = self._row_of[request_id]
             if state.scheduled_ns[row] == UNSET:
                 state.scheduled_ns[row], state.cached_tokens[row] = scheduled_ns, hit
-        preempted = sorted(self._row_of[request_id] for request_id in scheduled.preempted_req_ids or ())
-        state.preemptions[preempted] += 1
         state.token_ns[state.next_slot[sampled]] = end_ns
         state.next_slot[sampled] += 1
         step = Step(
@@ -230,7 +232,7 @@ class _Run:
             sampled,
             prefill_tokens=sum(count for count, _ in shape.prefill),
             decode_seqs=shape.decode_seqs,
-            preempted=preempted,
+            preempted=sorted(self._row_of[request_id] for request_id in seen.preempted),
             mode=decision.mode if decision else "mb",
             k=decision.k if decision else None,
             n_limit=decision.n_limit if decision else None,

@@ -71,17 +71,19 @@ class VirtualExecutor(StandInExecutor):
         """Give the device its clock, its cost model and the token streams of the requests."""
         self.clock, self.cost, self.free_ns = clock, cost, 0
         self.reader = StepReader(tokens_of)
-        self.on_step: Any = None  # called as on_step(step, scheduled_output, scheduled_ns, start_ns, end_ns)
+        self.on_step: Any = None  # called as on_step(step, start_ns, end_ns) for every step with tokens
+        self.on_preempted: Any = None  # called with the ids preempted by a schedule(), if any
 
     def execute_model(self, scheduler_output: Any, non_block: bool = False) -> Any:
         """Queue a step on the device; its tokens come from :meth:`sample_tokens`."""
+        if scheduler_output.preempted_req_ids:
+            self.on_preempted(scheduler_output.preempted_req_ids)
         if scheduler_output.total_num_scheduled_tokens == 0:
             return nothing(non_block)
         step = self.reader.read(scheduler_output)
-        now_ns = self.clock.now_ns
-        start_ns = max(self.free_ns, now_ns)
+        start_ns = max(self.free_ns, self.clock.now_ns)
         self.free_ns = start_ns + step_ns(self.cost, step.shape)
-        self.on_step(step, scheduler_output, now_ns, start_ns, self.free_ns)
+        self.on_step(step, start_ns, self.free_ns)
         self._sampled = VirtualFuture(self.clock, self.free_ns, step.output)
         return done(None) if non_block else None
 

@@ -35,6 +35,7 @@ class Step:
     sampled_ids: Sequence[str]
     output: ModelRunnerOutput
     admitted: Sequence[tuple[str, int]]  # (id, tokens found in the prefix cache)
+    preempted: Sequence[str]
 
 
 class StepReader:
@@ -52,7 +53,7 @@ class StepReader:
         self._forget(scheduled.finished_req_ids)
         cached = scheduled.scheduled_cached_reqs
         if not scheduled.scheduled_new_reqs and not self._partial and not cached.resumed_req_ids:
-            return self._decode_step(cached.req_ids, cached.num_computed_tokens)
+            return self._decode_step(cached.req_ids, cached.num_computed_tokens, list(scheduled.preempted_req_ids or ()))
         return self._general_step(scheduled)
 
     def _forget(self, finished: set[str]) -> None:
@@ -60,12 +61,12 @@ class StepReader:
             self._prompt_tokens.pop(request_id, None)
             self._partial.discard(request_id)
 
-    def _decode_step(self, ids: list[str], before: list[int]) -> Step:
+    def _decode_step(self, ids: list[str], before: list[int], preempted: list[str]) -> Step:
         count = len(ids)
         shape = StepShape((), count, sum(before) + count, count)
         streams = map(self._tokens_of.__getitem__, ids)
         sampled = [[stream[position + 1]] for stream, position in zip(streams, before, strict=True)]
-        return Step(shape, ids, None, ids, self._output(ids, sampled), ())
+        return Step(shape, ids, None, ids, self._output(ids, sampled), (), preempted)
 
     def _general_step(self, scheduled: Any) -> Step:
         cached, counts = scheduled.scheduled_cached_reqs, scheduled.num_scheduled_tokens
@@ -99,7 +100,8 @@ class StepReader:
         partial = [request_id for request_id in ids if request_id in self._partial]
         output = self._output(sampled_ids + partial, sampled + [[] for _ in partial])
         hits = [(request_id, before[request_id]) for request_id in admitted]
-        return Step(shape, ids, list(counts.values()), sampled_ids, output, hits)
+        preempted = list(scheduled.preempted_req_ids or ())
+        return Step(shape, ids, list(counts.values()), sampled_ids, output, hits, preempted)
 
     def _output(self, ids: list[str], sampled: list[list[int]]) -> ModelRunnerOutput:
         if ids != self._index_ids:
