@@ -100,6 +100,10 @@ class CachingKv:
         self._blocks: dict[int, list[int]] = {}
         self._published: dict[int, int] = {}
 
+    def free_queue(self) -> list[int]:
+        """Free blocks in the order in which they will be taken."""
+        return list(self._queue)
+
     def lookup(self, row: int, known_tokens: int) -> list[int]:
         """See KvBlocks."""
         hits: list[int] = []

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
+import ebbench.devices
 from vllm_eb.calibration import (
     Calibration,
     CalibrationError,
@@ -17,8 +19,6 @@ from vllm_eb.calibration import (
     default_margin,
     device_key,
 )
-
-import ebbench.devices
 
 TABLES = Path(ebbench.devices.__file__).parent / "data" / "eb_vllm"
 HEADER = "model,device_name,alpha_p_s,beta_p_s_per_token,alpha_d_s,beta_d_s_per_seq,prefill_r2,decode_r2,source_file"

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from vllm_eb.deferred import DeferredModel, approximate_chain, approximate_threshold, exact_chain
 from vllm_eb.theory import TheoryError
 

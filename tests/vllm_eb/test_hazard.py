@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from vllm_eb.hazard import CensoredHazard, HazardEstimate, SlidingHazard, empirical_hazard
 
 MEAN = 1024

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from vllm_eb.memory import memory_bounds, memory_safe_batch, slot_tokens
 from vllm_eb.theory import TheoryError
 

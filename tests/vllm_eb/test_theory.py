@@ -6,6 +6,7 @@ import mpmath
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from vllm_eb.calibration import Calibration, MixedCost
 from vllm_eb.theory import (
     TheoryError,

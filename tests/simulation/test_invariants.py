@@ -1,0 +1,155 @@
+"""Invariants S1-S10 of docs/invariants.md, over adversarial worlds."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+
+from ebbench.simulation.instance import Instance, SchedulerLimits
+from ebbench.simulation.kv import CachingKv
+from ebbench.simulation.loop import EventLoop
+from ebbench.simulation.state import RequestState
+from ebbench.simulation.tables import StepLog
+from tests.simulation.worlds import World, device, worlds
+
+
+@given(worlds())
+@settings(max_examples=150, deadline=None)
+def test_s1_every_request_ends_once_with_all_its_tokens(world: World) -> None:
+    requests = world.run().requests.to_pylist()
+    assert [r["request_id"] for r in requests] == world.plan.table["request_id"].to_pylist()
+    for request in requests:
+        assert request["status"] == "ok"
+        assert request["output_tokens"] == request["output_tokens_planned"]
+        assert len(request["itl_ns"]) == request["output_tokens"] - 1
+        assert request["first_token_ns"] + sum(request["itl_ns"]) == request["last_token_ns"] == request["end_ns"]
+
+
+@given(worlds())
+@settings(max_examples=100, deadline=None)
+def test_s2_scheduled_tokens_add_up(world: World) -> None:
+    """Each request is given its prompt and all but its last output token, plus what preemptions made it repeat."""
+    result = world.run()
+    given_tokens: Counter[str] = Counter()
+    for step in result.steps.to_pylist():
+        given_tokens.update(dict(zip(step["request_ids"], step["request_tokens"], strict=True)))
+    for request in result.requests.to_pylist():
+        once = request["input_tokens"] + request["output_tokens"] - 1 - request["cached_tokens"]
+        if request["preemptions"] == 0:
+            assert given_tokens[request["request_id"]] == once
+        else:
+            assert given_tokens[request["request_id"]] > 0
+
+
+@given(worlds())
+@settings(max_examples=100, deadline=None)
+def test_s3_kv_blocks_are_conserved(world: World) -> None:
+    """Never more blocks than there are, and all of them back at the end, each once and referenced by nobody."""
+    for step in world.run().steps.to_pylist():
+        assert 0 < step["kv_blocks_used"] <= step["kv_blocks_total"] == world.options.num_kv_blocks
+    blocks = world.options.num_kv_blocks
+    assert blocks is not None
+    state = RequestState(world.plan)
+    kv = CachingKv(state, blocks, world.options.block_size)
+    limits = SchedulerLimits(
+        world.options.max_num_seqs, world.options.max_num_batched_tokens, world.options.block_size, 0, True
+    )
+    instance = Instance(state, limits, device().cost, kv, None, StepLog())
+    EventLoop(world.plan, state, [instance]).run()
+    assert kv.free == kv.total
+    assert sorted(kv.free_queue()) == list(range(blocks))
+    assert not state.held_blocks.any()
+    assert not instance.waiting
+    assert not len(instance.running)
+
+
+@given(worlds())
+@settings(max_examples=100, deadline=None)
+def test_s4_time_is_monotone_and_causal(world: World) -> None:
+    result = world.run()
+    previous_end = previous_scheduled = 0
+    for step in result.steps.to_pylist():
+        assert previous_scheduled <= step["scheduled_ns"] <= step["start_ns"] < step["end_ns"]
+        assert step["start_ns"] >= previous_end
+        previous_end, previous_scheduled = step["end_ns"], step["scheduled_ns"]
+    for request in result.requests.to_pylist():
+        assert request["intended_ns"] <= request["sent_ns"] <= request["scheduled_ns"] < request["first_token_ns"]
+        assert all(gap > 0 for gap in request["itl_ns"])
+
+
+@given(worlds())
+@settings(max_examples=100, deadline=None)
+def test_s5_limits_hold_in_every_step(world: World) -> None:
+    for step in world.run().steps.to_pylist():
+        assert sum(step["request_tokens"]) <= world.options.max_num_batched_tokens
+        assert step["running"] <= world.options.max_num_seqs
+        assert len(set(step["request_ids"])) == len(step["request_ids"]) <= step["running"]
+        assert step["prefill_tokens"] + step["decode_seqs"] == sum(step["request_tokens"])
+        assert min(step["request_tokens"]) > 0
+
+
+@given(worlds())
+@settings(max_examples=150, deadline=None)
+def test_s6_exclusive_steps_are_exclusive(world: World) -> None:
+    """Under EB no decode in a prefill step and no prefill in a decode step."""
+    phases = {(s["mode"], s["phase"]) for s in world.run().steps.to_pylist()}
+    assert ("eb", "mixed") not in phases
+    if world.policy == "v1":
+        assert {mode for mode, _ in phases} == {"mb"}
+    elif not world.policy.startswith("ebplus"):
+        assert {mode for mode, _ in phases} == {"eb"}
+
+
+@given(worlds())
+@settings(max_examples=40, deadline=None)
+def test_s7_same_world_same_bytes(world: World) -> None:
+    first, second = world.run(), world.run()
+    assert first.requests.equals(second.requests)
+    assert first.steps.equals(second.steps)
+    assert first.decisions.equals(second.decisions)
+
+
+@given(worlds())
+@settings(max_examples=60, deadline=None)
+def test_s8_sessions_take_turns(world: World) -> None:
+    ends: dict[tuple[int, int], int] = {}
+    for request in world.run().requests.to_pylist():
+        before = ends.get((request["session"], request["turn"] - 1))
+        if before is not None:
+            assert request["intended_ns"] == before
+        ends[request["session"], request["turn"]] = request["end_ns"]
+
+
+@given(worlds())
+@settings(max_examples=60, deadline=None)
+def test_s9_closed_loop_keeps_its_concurrency(world: World) -> None:
+    if not world.plan.closed_loop:
+        return
+    limit = world.plan.phases[0].max_concurrency
+    events = []
+    for request in world.run().requests.to_pylist():
+        events += [(request["sent_ns"], 1), (request["end_ns"], -1)]
+    open_now = 0
+    for _, change in sorted(events):
+        open_now += change
+        assert open_now <= limit
+
+
+@pytest.mark.parametrize("policy", ["eb:update_every=4,min_samples=3", "v1"])
+@pytest.mark.parametrize("caching", [True, False])
+def test_s10_prefix_cache_is_used_by_follow_up_turns_only_when_on(policy: str, caching: bool) -> None:
+    from ebbench.engines.base import EngineOptions
+    from tests.simulation.worlds import plan
+
+    world = World(
+        plan([(40, 24)] * 12, turns=3, concurrency=2),
+        policy,
+        EngineOptions(max_num_seqs=4, max_num_batched_tokens=64, num_kv_blocks=500, enable_prefix_caching=caching),
+    )
+    by_turn: dict[int, set[int]] = {}
+    for request in world.run().requests.to_pylist():
+        by_turn.setdefault(request["turn"], set()).add(request["cached_tokens"])
+    # History of a second turn: 64 tokens, of which 63 have KV, so three full blocks of 16; of a third: 127, so seven.
+    assert by_turn == ({0: {0}, 1: {48}, 2: {112}} if caching else {0: {0}, 1: {0}, 2: {0}})

@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_eb.policy import PolicyError, descriptions, parse_policy, policy_from_mapping
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("v1", "v1"),
+        (" v0 ", "v0"),
+        ("deferred:k=32", "deferred:k=32"),
+        ("eb:theta=0.5", "eb:theta=0.5"),
+        ("eb:k=64", "eb:k=64"),
+        ("ebplus:window=500", "ebplus"),
+        ("ebplus:estimator=censored, kv_gate=off", "ebplus:estimator=censored,kv_gate=false"),
+    ],
+)
+def test_names_are_canonical_and_round_trip(text: str, name: str) -> None:
+    spec = parse_policy(text)
+    assert spec.name == name
+    assert parse_policy(spec.name) == spec
+
+
+@given(st.floats(min_value=1e-6, max_value=0.999), st.integers(1, 10_000), st.floats(-1e-2, 1e-2))
+def test_any_settings_round_trip(theta: float, window: int, margin: float) -> None:
+    spec = parse_policy(f"eb:theta={theta},window={window},margin={margin}")
+    assert (spec.theta, spec.window, spec.margin) == (theta, window, margin)
+    assert parse_policy(spec.name) == spec
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("v2", "unknown policy 'v2'"),
+        ("deferred", "deferred:k=32"),
+        ("deferred:k=0", "at least 1"),
+        ("eb:theta=1", "strictly between 0 and 1"),
+        ("eb:theta=0", "strictly between 0 and 1"),
+        ("eb:theta=x", "not valid"),
+        ("eb:k=3,theta=0.2", "not both"),
+        ("v1:k=3", "takes no fixed threshold"),
+        ("ebplus:theta=0.4", "takes no fixed threshold"),
+        ("eb:thta=0.2", "key=value"),
+        ("eb:kv_gate=maybe", "true or false"),
+        ("eb:estimator=best", "one of published, censored"),
+        ("eb:window=0", "at least 1"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_with_the_remedy(text: str, says: str) -> None:
+    with pytest.raises(PolicyError, match=says):
+        parse_policy(text)
+
+
+def test_a_mapping_means_the_same_as_the_text() -> None:
+    assert policy_from_mapping({"kind": "eb", "k": 3, "kv_gate": False}) == parse_policy("eb:k=3,kv_gate=false")
+
+
+def test_every_kind_is_described() -> None:
+    assert set(descriptions()) >= {"v0", "v1", "deferred", "eb", "ebplus"}
