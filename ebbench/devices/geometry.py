@@ -28,6 +28,7 @@ class ModelGeometry:
     intermediate: int
     vocab: int
     tied_embeddings: bool = False
+    qk_norm: bool = False
     experts: int = 0
     experts_per_token: int = 0
     expert_intermediate: int = 0
@@ -82,6 +83,7 @@ class ModelGeometry:
         return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype_bytes
 
 
+_WITH_QK_NORM = ("qwen3", "gemma3", "olmo2")
 _DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "half": 2, "float32": 4}
 _REFUSED = {"kv_lora_rank": "latent (MLA) attention", "state_size": "a state-space model"}
 
@@ -120,6 +122,7 @@ def _from_config(path: Path, raw: Mapping[str, Any]) -> ModelGeometry:
         intermediate=_count(path, raw, "intermediate_size"),
         vocab=_count(path, raw, "vocab_size"),
         tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        qk_norm=str(raw.get("model_type", "")).startswith(_WITH_QK_NORM),
         experts=experts,
         experts_per_token=_count(path, raw, "num_experts_per_tok") if experts else 0,
         expert_intermediate=_count(path, raw, "moe_intermediate_size", "intermediate_size") if experts else 0,

@@ -62,10 +62,10 @@ def read_table(path: Path, kind: str) -> pa.Table:
             f"{path}: column {(unknown or missing)[0]!r} is {'unknown' if unknown else 'missing'}; "
             f"a {kind} table has {', '.join(schema.names)}"
         )
-    table = table.select(schema.names).cast(schema)
     for name in schema.names:
         if table[name].null_count:
             raise DataError(f"{path}: column {name!r} has a hole")
+    table = table.select(schema.names).cast(schema)
     if not pc.all(pc.greater(table["time_us"], 0.0)).as_py():
         raise DataError(f"{path}: column 'time_us' has a value that is not positive")
     return table

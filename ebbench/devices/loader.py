@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import NamedTuple
+
 from ebbench.devices.base import CostModel, Device
 from ebbench.devices.fit import fit_calibration
 from ebbench.devices.geometry import ModelGeometry
 from ebbench.devices.linear import SOURCE, LinearCost, published_calibration
-from ebbench.devices.profiles import (
-    DeviceProfile,
-    HostCosts,
-    find_model,
-    find_profile,
-    kv_capacity_tokens,
-)
+from ebbench.devices.profiles import DeviceProfile, HostCosts, find_model, find_profile, kv_capacity_tokens
 from ebbench.devices.roofline import roofline_cost
 from ebbench.devices.table import table_cost
 from ebbench.errors import UnknownNameError, UsageError
@@ -20,6 +17,21 @@ from vllm_eb.calibration import Calibration
 
 COSTS = ("auto", "table", "linear", "roofline")
 DEFAULT_HOST = HostCosts(step_s=2e-3, sequence_s=10e-6)
+
+
+class Serving(NamedTuple):
+    """How the server runs: host work beside the GPU's or before it, CUDA graphs or not."""
+
+    overlap: bool
+    eager: bool
+
+
+class Built(NamedTuple):
+    """A cost model, where it comes from, and what to know about it."""
+
+    cost: CostModel
+    provenance: str
+    warnings: tuple[str, ...]
 
 
 def load_device(
@@ -30,12 +42,15 @@ def load_device(
     gpu_memory_utilization: float = 0.9,
     max_num_seqs: int | None = None,
     max_num_batched_tokens: int | None = None,
+    async_scheduling: bool = True,
     eager: bool = False,
+    host: HostCosts | None = None,
 ) -> Device:
     """A GPU holding a model. ``cost`` is auto (the best there is), table, linear or roofline.
 
-    ``eager`` is a server without CUDA graphs. The other settings only size the KV
-    cache; None is the profile's own value.
+    ``async_scheduling`` is vLLM's (default since 0.14): host work runs beside the GPU's. ``eager`` is a server
+    without CUDA graphs. ``host`` replaces the profile's constants. The other settings only size the KV cache;
+    None is the profile's own value.
 
     Raises UnknownNameError for an unknown device, model or cost, UsageError when the model does not fit or
     the cost model asked for does not exist for this pair.
@@ -51,45 +66,53 @@ def load_device(
         max_num_batched_tokens=max_num_batched_tokens,
     )
     published = published_calibration(profile, geometry)
-    model_cost, provenance, warnings = _cost(cost, profile, geometry, published, eager)
+    constants = host or profile.host.get(geometry.name) or profile.host.get("default") or DEFAULT_HOST
+    built = _build(cost, profile, geometry, published, constants, Serving(async_scheduling, eager))
     return Device(
         name=profile.name,
         model=geometry.name,
-        cost=model_cost,
+        cost=built.cost,
         kv_capacity_tokens=capacity,
-        calibration=published or fit_calibration(model_cost, provenance, profile.margin_s_per_token),
-        provenance=provenance,
-        warnings=warnings,
+        calibration=_calibration(built, published, profile.margin_s_per_token),
+        provenance=built.provenance,
+        warnings=built.warnings,
     )
 
 
-def _cost(
-    wanted: str, profile: DeviceProfile, model: ModelGeometry, published: Calibration | None, eager: bool
-) -> tuple[CostModel, str, tuple[str, ...]]:
-    host = profile.host.get(model.name) or profile.host.get("default") or DEFAULT_HOST
+def _build(
+    wanted: str,
+    profile: DeviceProfile,
+    model: ModelGeometry,
+    published: Calibration | None,
+    host: HostCosts,
+    serving: Serving,
+) -> Built:
     if wanted in ("auto", "table"):
-        built = table_cost(profile, model, host, eager=eager)
-        if built is not None:
-            return built
-    if wanted == "table":
-        raise UsageError(f"no kernel tables for {profile.name}; use --cost auto")
+        tables = table_cost(profile, model, host, overlap=serving.overlap, eager=serving.eager)
+        if tables is not None:
+            return Built(*tables)
+        if wanted == "table":
+            raise UsageError(f"no kernel tables for {profile.name}; use cost auto, which takes the next best model")
     if wanted in ("auto", "linear") and published is not None:
         return _linear(profile, model, published)
     if wanted == "linear":
         raise UsageError(
-            f"no published linear calibration of {model.name} on {profile.name}; use --cost roofline or auto"
+            f"no linear calibration of {model.name} on {profile.name} is published; use cost auto or roofline"
         )
-    text = f"roofline of {profile.gpu}: {profile.provenance}"
-    warning = (
-        f"{model.name} on {profile.name} was never profiled: step times come from data-sheet bandwidth and "
-        "arithmetic rates (roofline), trust them to a factor, not to a percent"
-    )
-    return roofline_cost(profile, model, host), text, (warning,)
+    return _roofline(profile, model, host)
 
 
-def _linear(
-    profile: DeviceProfile, model: ModelGeometry, calibration: Calibration
-) -> tuple[CostModel, str, tuple[str, ...]]:
+def _calibration(built: Built, published: Calibration | None, margin: float) -> Calibration:
+    """What the controller believes: the published coefficients, completed or replaced by a fit to the cost model."""
+    fitted = fit_calibration(built.cost, f"fitted to the {built.provenance}", margin)
+    if published is None:
+        return fitted
+    if published.mixed is None and fitted.mixed is not None and not isinstance(built.cost, LinearCost):
+        return replace(published, mixed=fitted.mixed, source=f"{published.source}; beta_mb(r) {fitted.source}")
+    return published
+
+
+def _linear(profile: DeviceProfile, model: ModelGeometry, calibration: Calibration) -> Built:
     warnings: tuple[str, ...] = (
         "linear cost model: step time does not grow with context length; good for the controller, coarse for a device",
     )
@@ -98,4 +121,12 @@ def _linear(
             f"the mixed-batch cost of {model.name} on {profile.name} is not published: a mixed step is taken "
             "to cost the sum of its parts, which flatters mixed batching (v1)",
         )
-    return LinearCost(calibration), f"linear coefficients: {SOURCE}", warnings
+    return Built(LinearCost(calibration), f"linear coefficients: {SOURCE}", warnings)
+
+
+def _roofline(profile: DeviceProfile, model: ModelGeometry, host: HostCosts) -> Built:
+    warning = (
+        f"{model.name} on {profile.name}: step times come from data-sheet bandwidth and arithmetic rates "
+        "(roofline); trust them to a factor, not to a percent"
+    )
+    return Built(roofline_cost(profile, model, host), f"roofline of {profile.gpu}: {profile.provenance}", (warning,))

@@ -22,7 +22,8 @@ class TableCost:
     """Step time from precomputed tables; a pure function of the shape, a few microseconds a call.
 
     ``dense_s`` is indexed by tokens, ``head_s`` by sampled sequences. ``launch_s`` is the least time a step needs
-    for launching its kernels (eager mode); 0 under CUDA graphs.
+    for launching its kernels (eager mode); 0 under CUDA graphs. ``overlap`` is asynchronous scheduling: the host
+    prepares the next step while the GPU works, so its time shows only where it is the longer of the two.
     """
 
     dense_s: list[float]
@@ -32,16 +33,18 @@ class TableCost:
     sliding_layers: int
     sliding: AttentionTables | None
     host: HostCosts
+    overlap: bool
     launch_s: float = 0.0
 
     def step_s(self, shape: StepShape) -> float:
-        """Seconds of one step, host included."""
-        prefill, seqs = shape.prefill, shape.decode_seqs
-        host = self.host
+        """Seconds from one step to the next: host and GPU one after the other, or overlapped."""
+        host = self.host.step_s + self.host.sequence_s * (shape.decode_seqs + len(shape.prefill))
         gpu = self.gpu_s(shape)
         if gpu < self.launch_s:
             gpu = self.launch_s
-        return gpu + host.step_s + host.sequence_s * (seqs + len(prefill))
+        if self.overlap:
+            return gpu if gpu > host else host
+        return gpu + host
 
     def gpu_s(self, shape: StepShape) -> float:
         """Seconds of GPU work alone."""
@@ -59,7 +62,7 @@ class TableCost:
 
 
 def table_cost(
-    profile: DeviceProfile, model: ModelGeometry, host: HostCosts, *, eager: bool = False
+    profile: DeviceProfile, model: ModelGeometry, host: HostCosts, *, overlap: bool = True, eager: bool = False
 ) -> tuple[TableCost, str, tuple[str, ...]] | None:
     """Build the model, its provenance and warnings; None where the device has no kernel tables."""
     arrays = step_arrays(profile, model)
@@ -75,6 +78,7 @@ def table_cost(
         sliding_layers=model.sliding_layers,
         sliding=raw.tables(host.mixed_excess, model.sliding_window) if model.sliding_layers else None,
         host=host,
+        overlap=overlap,
         launch_s=EAGER_LAYER_S * model.layers if eager else 0.0,
     )
     return cost, _provenance(profile, host), warnings

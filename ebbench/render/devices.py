@@ -104,7 +104,9 @@ def crossover_words(curve: MarginalCurve) -> str:
     """What the crossover means, in a sentence."""
     if curve.crossover is None:
         return "crossover: none; a token in a mixed step never costs more than in a decode step"
-    return f"crossover r = {curve.crossover:.2f}: with more decodes than that in a step, mixing costs more than decoding alone"
+    return (
+        f"crossover r = {curve.crossover:.2f}: above this share of decodes a mixed token costs more than a decode token"
+    )
 
 
 def draw(facts: DeviceFacts, path: Path) -> None:
@@ -123,7 +125,7 @@ def draw(facts: DeviceFacts, path: Path) -> None:
     rows += [{"decode share r": r, "us per token": curve.decode_s * 1e6, "step": "pure decode"} for r in (0.0, 1.0)]
     title = f"{facts.profile.gpu}, {facts.device.model}, {curve.context_tokens} tokens of KV a decode"
     chart = (
-        altair.Chart(altair.Data(values=rows), title=title)
+        altair.Chart(altair.InlineData(values=rows), title=title)
         .mark_line()
         .encode(x="decode share r:Q", y="us per token:Q", color="step:N")
         .properties(width=420, height=260)

@@ -1,0 +1,85 @@
+"""``ebbench devices list|show``: what can be run on, and what a step costs there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from ebbench.devices.describe import DeviceFacts
+
+app = typer.Typer(no_args_is_help=True, help="On what it can run: GPUs, models and step times.")
+
+JsonFlag = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
+
+
+@app.command("list")
+def list_command(as_json: JsonFlag = False) -> None:
+    """List the devices and the models that come with the program."""
+    from ebbench.devices.describe import device_rows, model_rows
+
+    devices, models = device_rows(), model_rows()
+    if as_json:
+        typer.echo(json.dumps({"devices": devices, "models": models}))
+        return
+    from rich.console import Console
+
+    from ebbench.render.devices import listing
+
+    console = Console(highlight=False)
+    for table in listing(devices, models):
+        console.print(table)
+    console.print(
+        "Any Hugging Face config.json of a dense or mixture-of-experts decoder works as --model, and any profile "
+        "in TOML as a device; `ebbench devices show NAME --model MODEL` explains one.",
+        markup=False,
+    )
+
+
+@app.command("show")
+def show(
+    name: Annotated[str, typer.Argument(help="A device: rtx-pro-6000, h200, ..., or a profile in TOML.")],
+    model: Annotated[str, typer.Option("--model", "-m", help="A model name or a config.json.")] = "qwen3-8b",
+    cost: Annotated[str, typer.Option(help="Cost model: auto, table, linear or roofline.")] = "auto",
+    context: Annotated[int, typer.Option(min=1, help="KV tokens that each decode holds.")] = 512,
+    max_num_seqs: Annotated[int | None, typer.Option(min=1, help="Sizes the KV cache.")] = None,
+    max_num_batched_tokens: Annotated[int | None, typer.Option(min=1, help="Sizes the KV cache.")] = None,
+    async_scheduling: Annotated[bool, typer.Option(help="Host work beside the GPU's, or before it.")] = True,
+    plot: Annotated[Path | None, typer.Option(help="Also draw the curves: .svg, .png or .html.")] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Show step times, the crossover, KV capacity and where the numbers come from."""
+    from ebbench.devices.describe import describe
+    from ebbench.devices.loader import load_device
+
+    device = load_device(
+        name,
+        model,
+        cost=cost,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        async_scheduling=async_scheduling,
+    )
+    facts = describe(device, name, model, context)
+    if as_json:
+        typer.echo(json.dumps(facts.to_dict()))
+    else:
+        _print(facts)
+    if plot is not None:
+        from ebbench.render.devices import draw
+
+        draw(facts, plot)
+        typer.echo(f"wrote {plot}", err=True)
+
+
+def _print(facts: DeviceFacts) -> None:
+    from rich.console import Console
+
+    from ebbench.render.devices import page
+
+    console = Console(highlight=False)
+    for part in page(facts):
+        console.print(part)

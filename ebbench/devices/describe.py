@@ -1,0 +1,126 @@
+"""Facts about a device holding a model, for showing: sizes, step times, marginal costs, crossover."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ebbench.devices.base import Device
+from ebbench.devices.fit import decode_shape, mixed_shape, prefill_shape
+from ebbench.devices.geometry import ModelGeometry
+from ebbench.devices.marginal import MarginalCurve, marginal_curve
+from ebbench.devices.profiles import DeviceProfile, find_model, find_profile, list_devices, list_models
+
+DECODES = (1, 32, 128, 256, 512, 1024)
+PREFILLS = (128, 512, 2048, 8192)
+SHARES = (0.1, 0.25, 0.5, 0.75, 0.9)
+MIXED_TOKENS = 1024
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """One row of the table of step times. ``parts_s`` is the sum of a mixed step's parts run apart, else None."""
+
+    kind: str
+    tokens: int
+    decode_seqs: int
+    step_s: float
+    parts_s: float | None = None
+
+
+@dataclass(frozen=True)
+class DeviceFacts:
+    """Everything ``ebbench devices show`` says."""
+
+    device: Device
+    profile: DeviceProfile
+    model: ModelGeometry
+    context_tokens: int
+    steps: tuple[StepTime, ...]
+    curve: MarginalCurve
+
+    def to_dict(self) -> dict[str, Any]:
+        """A JSON object, units in the names."""
+        calibration = asdict(self.device.calibration)
+        return {
+            "device": self.device.name,
+            "gpu": self.profile.gpu,
+            "model": self.device.model,
+            "memory_bytes": self.profile.memory_bytes,
+            "weight_bytes": self.model.weight_bytes,
+            "kv_bytes_per_token": self.model.kv_bytes_per_token,
+            "kv_capacity_tokens": self.device.kv_capacity_tokens,
+            "context_tokens": self.context_tokens,
+            "crossover_decode_share": self.curve.crossover,
+            "marginal_s_per_token": asdict(self.curve),
+            "steps": [asdict(step) for step in self.steps],
+            "calibration": calibration,
+            "provenance": self.device.provenance,
+            "warnings": list(self.device.warnings),
+        }
+
+
+def describe(device: Device, name: str, model: str, context_tokens: int) -> DeviceFacts:
+    """Evaluate the cost model where a reader wants to know it. ``name`` and ``model`` are what was asked for."""
+    return DeviceFacts(
+        device,
+        find_profile(name),
+        find_model(model),
+        context_tokens,
+        tuple(_steps(device, context_tokens)),
+        marginal_curve(device.cost, context_tokens),
+    )
+
+
+def _steps(device: Device, context: int) -> list[StepTime]:
+    cost = device.cost.step_s
+    rows = [StepTime("decode", n, n, cost(decode_shape(n, context))) for n in DECODES]
+    rows += [StepTime("prefill", x, 0, cost(prefill_shape(x))) for x in PREFILLS]
+    for share in SHARES:
+        shape = mixed_shape(MIXED_TOKENS, share, context)
+        decodes = shape.decode_seqs
+        parts = cost(decode_shape(decodes, context)) + cost(prefill_shape(MIXED_TOKENS - decodes))
+        rows.append(StepTime("mixed", MIXED_TOKENS, decodes, cost(shape), parts))
+    return rows
+
+
+def device_rows() -> list[dict[str, Any]]:
+    """One row per profile that comes with the program."""
+    rows = []
+    for name in list_devices():
+        profile = find_profile(name)
+        rows.append(
+            {
+                "name": name,
+                "gpu": profile.gpu,
+                "memory_gb": profile.memory_bytes / 1e9,
+                "bandwidth_tb_per_s": profile.bandwidth_bytes_per_s / 1e12,
+                "mixed_attention": _mixed_source(profile),
+            }
+        )
+    return rows
+
+
+def _mixed_source(profile: DeviceProfile) -> str:
+    from ebbench.devices.surfaces import has_joint_tables
+
+    if has_joint_tables(profile.name):
+        return "measured"
+    return f"borrowed from {profile.mixed_from}" if profile.mixed_from else "estimated"
+
+
+def model_rows() -> list[dict[str, Any]]:
+    """One row per model whose geometry is known."""
+    rows = []
+    for name in list_models():
+        model = find_model(name)
+        rows.append(
+            {
+                "name": name,
+                "hf_id": model.hf_id,
+                "parameters_b": model.params / 1e9,
+                "weights_gb": model.weight_bytes / 1e9,
+                "kv_kb_per_token": model.kv_bytes_per_token / 1e3,
+            }
+        )
+    return rows

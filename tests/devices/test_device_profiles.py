@@ -1,0 +1,87 @@
+"""Device profiles: what is refused, and what fits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ebbench.devices import load_device
+from ebbench.devices.profiles import find_model, find_profile, kv_capacity_tokens, list_devices, read_profile
+from ebbench.errors import InputFileError, UnknownNameError, UsageError
+
+GOOD = """
+format = 1
+name = "mine"
+gpu = "a GPU"
+memory_bytes = 48_000_000_000
+bandwidth_bytes_per_s = 1e12
+bf16_flops_per_s = 2e14
+provenance = "a test"
+"""
+
+
+def written(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "mine.toml"
+    path.write_text(text)
+    return path
+
+
+def test_a_profile_from_a_file_is_a_device(tmp_path: Path) -> None:
+    device = load_device(str(written(tmp_path, GOOD)), "qwen3-8b")
+    assert device.name == "mine"
+    assert "roofline" in device.warnings[0]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "named"),
+    [
+        ("memory_bytes = 48_000_000_000", "memory_gb = 48", "memory_gb"),  # a unit that is not known
+        ("memory_bytes = 48_000_000_000", "", "memory_bytes is missing"),  # a hole
+        ("1e12", "-1e12", "bandwidth_bytes_per_s must be positive"),
+        ("2e14", '"fast"', "bf16_flops_per_s must be a number"),
+        ("2e14", "nan", "bf16_flops_per_s"),
+        ('"a test"', "3", "provenance must be text"),
+        ("format = 1", "format = 9", "format must be 1"),
+        ("2e14", "2e14\nhost.default = {step_s = -1e-3, sequence_s = 0}", "host.default.step_s"),
+        ("2e14", "2e14\nhost.default = {step_ms = 1, sequence_s = 0}", "host.default.step_ms"),
+        ("2e14", "2e14\nhost.default = {step_s = 1e-3}", "host.default.sequence_s is missing"),
+    ],
+)
+def test_bad_profile_is_refused_with_the_field(tmp_path: Path, old: str, new: str, named: str) -> None:
+    with pytest.raises(InputFileError, match=named):
+        read_profile(written(tmp_path, GOOD.replace(old, new)))
+
+
+def test_unknown_names() -> None:
+    with pytest.raises(UnknownNameError, match="did you mean 'h200'"):
+        load_device("h2000", "qwen3-8b")
+    with pytest.raises(UnknownNameError, match="cost model"):
+        load_device("h200", "qwen3-8b", cost="tabel")
+
+
+def test_a_model_that_does_not_fit_is_refused_with_the_numbers() -> None:
+    with pytest.raises(UsageError, match=r"qwen3-30b-a3b does not fit on l40s: weights 61\.1 GB"):
+        load_device("l40s", "qwen3-30b-a3b")
+
+
+def test_capacity_meets_the_measured_ones() -> None:
+    """RTX 4090: 41,408 tokens, measured (LLMServingSim). RTX PRO 6000: about 448k behind the paper's table 3."""
+    cases = [("rtx-4090", "llama-3.1-8b", 256, 2048, 41_408), ("rtx-pro-6000", "qwen3-8b", 1024, 14_336, 448_000)]
+    for device, model, seqs, tokens, measured in cases:
+        ours = kv_capacity_tokens(
+            find_profile(device), find_model(model), max_num_seqs=seqs, max_num_batched_tokens=tokens
+        )
+        assert ours == pytest.approx(measured, rel=0.02)
+
+
+def test_every_profile_loads_and_its_lender_exists() -> None:
+    for name in list_devices():
+        profile = find_profile(name)
+        assert profile.name == name
+        assert not profile.mixed_from or profile.mixed_from in list_devices()
+
+
+def test_linear_is_refused_where_nothing_is_published() -> None:
+    with pytest.raises(UsageError, match="no linear calibration"):
+        load_device("l40s", "qwen3-8b", cost="linear")

@@ -1,0 +1,144 @@
+"""The kernel-table model against the measurements it is made of, and against others it has never seen."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from ebbench.devices import StepShape, load_device
+from ebbench.devices.fit import decode_shape, prefill_shape
+from ebbench.devices.kerneltables import SCHEMAS, kernel_table, read_table, select
+from ebbench.devices.linear import published_calibration
+from ebbench.devices.marginal import marginal_curve
+from ebbench.devices.profiles import DATA, HostCosts, find_model, find_profile
+from ebbench.devices.surfaces import US, surfaces
+from ebbench.devices.table import TableCost
+from ebbench.errors import DataError
+
+AS_PROFILED = HostCosts(0.0, 0.0, 1.0)
+
+
+@pytest.mark.parametrize("device", ["rtx-pro-6000", "rtx-4090"])
+def test_joint_tables_come_back_at_their_grid_points(device: str) -> None:
+    raw = surfaces(find_profile(device), find_model("llama-3.1-8b"))
+    assert raw is not None
+    tables = raw.tables(mixed_excess=1.0)
+    rows = select("mixed", device=device, heads=32, kv_heads=8).to_pylist()
+    checked = 0
+    for row in rows:
+        chunk, before, seqs, context = (row[c] for c in ("chunk", "before", "seqs", "context"))
+        if chunk in (64, 512, 2048) and before in (0, 2048) and seqs in (32, 128) and context in (512, 4096):
+            ours = tables.step_s(((chunk, before),), seqs, seqs * context)
+            assert ours == pytest.approx(row["time_us"] * US, rel=0.06)
+            checked += 1
+    assert checked == 24
+
+
+@pytest.mark.parametrize(("device", "worst"), [("rtx-pro-6000", 0.32)])
+def test_mixed_attention_agrees_with_another_profile_beyond_the_table(device: str, worst: float) -> None:
+    """512 requests, 51 to 204 of them prompts: far beyond 128 decodes and one chunk (eb-vllm's kernel sweep)."""
+    raw = surfaces(find_profile(device), find_model("llama-3.1-8b"))
+    assert raw is not None
+    tables = raw.tables(mixed_excess=1.0)
+    path = Path(__file__).parents[2] / "reports" / "reference" / "eb_vllm" / "attention_kernel_rtxpro6000.csv"
+    errors = []
+    for row in csv.DictReader(path.open(encoding="utf-8")):
+        if row["batch"] in ("mixed_10pct", "mixed_20pct", "mixed_40pct"):
+            length, prompts, seqs = (int(row[c]) for c in ("prefill_len", "num_prefill", "num_decode"))
+            ours = tables.step_s(((length, 0),) * prompts, seqs, seqs * length)
+            errors.append(ours * 1e3 / float(row["time_ms"]) - 1)
+    assert len(errors) == 15
+    assert max(map(abs, errors)) < worst
+
+
+CALIBRATED = [
+    (device, model)
+    for device in ("rtx-pro-6000", "h200")
+    for model in ("qwen3-8b", "llama-3.1-8b", "mathstral-7b", "qwen2.5-coder-7b", "deepseek-r1-distill-qwen-7b")
+]
+
+
+@pytest.mark.parametrize(("device", "model"), CALIBRATED)
+def test_decode_steps_agree_with_the_published_calibration(device: str, model: str) -> None:
+    """No number of calibration.csv is in the tables; 512 decodes of 512 tokens, eager mode, within 12 %."""
+    published = published_calibration(find_profile(device), find_model(model))
+    assert published is not None
+    cost = load_device(device, model, async_scheduling=False, eager=True).cost
+    line = published.alpha_d + published.beta_d * 512
+    assert cost.step_s(decode_shape(512, 512)) == pytest.approx(line, rel=0.12)
+
+
+def test_the_papers_effect_is_there() -> None:
+    """Figure 1: above a decode share of about 0.2 mixing costs more on RTX PRO 6000, on H200 only above about 0.8."""
+    serial = {"async_scheduling": False}
+    narrow = marginal_curve(load_device("rtx-pro-6000", "qwen3-8b", **serial).cost, 32).crossover
+    wide = marginal_curve(load_device("h200", "qwen3-8b", **serial).cost, 32).crossover
+    assert narrow is not None
+    assert wide is not None
+    assert 0.1 < narrow < 0.35
+    assert 0.65 < wide < 0.95
+
+
+def test_sliding_layers_stop_growing_with_context() -> None:
+    cost = load_device("h200", "gemma-3-1b-it", host=AS_PROFILED).cost
+    assert isinstance(cost, TableCost)
+    assert cost.sliding is not None
+    inside = cost.sliding.step_s((), 64, 64 * 512)
+    assert cost.sliding.step_s((), 64, 64 * 4096) == pytest.approx(inside)
+    assert cost.full.step_s((), 64, 64 * 4096) > 2 * cost.full.step_s((), 64, 64 * 512)
+
+
+def test_heads_between_two_profiled_geometries_lie_between_their_costs() -> None:
+    """Qwen3-14B has 40 query heads on 8 KV heads; 32 and 64 are profiled."""
+    profile = find_profile("rtx-pro-6000")
+    step = (((512, 0),), 128, 128 * 512)
+    costs = []
+    for name in ("qwen3-8b", "qwen3-14b", "qwen3-32b"):
+        raw = surfaces(profile, find_model(name))
+        assert raw is not None
+        costs.append(raw.tables(1.0).step_s(*step))
+    assert costs[0] < costs[1] < costs[2]
+
+
+def test_unknown_experts_are_a_roofline_and_say_so(tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(
+        '{"model_type": "mixtral", "num_hidden_layers": 8, "hidden_size": 2048, "num_attention_heads": 32,'
+        '"num_key_value_heads": 8, "intermediate_size": 1000, "vocab_size": 32000, "num_local_experts": 7,'
+        '"num_experts_per_tok": 3, "moe_intermediate_size": 999}'
+    )
+    device = load_device("h200", str(config))
+    assert any("roofline estimate" in warning for warning in device.warnings)
+    assert device.cost.step_s(prefill_shape(512)) > 0
+
+
+@pytest.mark.parametrize("kind", sorted(SCHEMAS))
+def test_packaged_tables_pass_their_own_checks(kind: str) -> None:
+    assert kernel_table(kind).num_rows > 1000
+    assert b"licence" in pq.read_schema(DATA / "kernels" / f"{kind}.parquet").metadata
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda t: t.rename_columns([*t.column_names[:-1], "time_ms"]), "'time_ms' is unknown"),
+        (lambda t: t.drop_columns(["tokens"]), "'tokens' is missing"),
+        (lambda t: t.set_column(4, "time_us", pa.array([-1.0] * t.num_rows, pa.float32())), "not positive"),
+        (lambda t: t.set_column(4, "time_us", pa.array([None] * t.num_rows, pa.float32())), "'time_us' has a hole"),
+    ],
+)
+def test_bad_tables_are_refused_with_the_column(tmp_path: Path, change, named: str) -> None:
+    table = change(kernel_table("gemm").slice(0, 3))
+    pq.write_table(table, tmp_path / "bad.parquet")
+    with pytest.raises(DataError, match=named):
+        read_table(tmp_path / "bad.parquet", "gemm")
+
+
+def test_a_step_of_no_sampled_sequence_pays_no_head() -> None:
+    cost = load_device("rtx-pro-6000", "qwen3-8b", host=AS_PROFILED).cost
+    chunk = StepShape(((2048, 0),), 0, 0, 0)
+    assert cost.step_s(chunk) < cost.step_s(chunk._replace(sampled_seqs=1))
