@@ -25,6 +25,7 @@ class Load:
     max_concurrency: int | None = None
     request_rate: float | None = None
     saturation_rate: float | None = None
+    burstiness: float | None = None  # shape of gamma gaps
 
 
 @dataclass(frozen=True)
@@ -93,15 +94,24 @@ def _closed(spec: ScenarioSpec, load: Load, total: int | None, default_total: in
 
 
 def _open(spec: ScenarioSpec, load: Load, total: int | None, default_total: int, seed: int) -> Schedule:
-    timed = any(phase.duration_s is not None for phase in spec.phases)
-    sizes = _sizes(spec.phases, None if timed else total, default_total)
+    phases = _with_burstiness(spec, load.burstiness)
+    timed = any(phase.duration_s is not None for phase in phases)
+    sizes = _sizes(phases, None if timed else total, default_total)
     start, pieces = 0.0, []
-    for index, phase in enumerate(spec.phases):
+    for index, phase in enumerate(phases):
         times, start = _phase_times(spec, phase, load, sizes[index], start, substream(seed, f"arrivals/{index}"))
         pieces.append(times)
     arrival_s = np.concatenate(pieces)[:total]
     names = tuple(phase.name for phase in spec.phases)
     return Schedule(names, _cut([len(piece) for piece in pieces], len(arrival_s)), arrival_s=arrival_s)
+
+
+def _with_burstiness(spec: ScenarioSpec, burstiness: float | None) -> tuple[Phase, ...]:
+    if burstiness is None:
+        return spec.phases
+    if not any(phase.process == "gamma" for phase in spec.phases):
+        raise UsageError(f"scenario {spec.name!r} has no gamma gaps to make bursty; use --scenario gamma")
+    return tuple(msgspec.structs.replace(phase, burstiness=burstiness) for phase in spec.phases)
 
 
 def _cut(sizes: Sequence[int], total: int) -> tuple[int, ...]:
@@ -148,9 +158,3 @@ def phase_rate(spec: ScenarioSpec, phase: Phase, load: Load) -> float:
             "(requests per second measured with --scenario saturated), or --request-rate"
         )
     return phase.share * load.saturation_rate
-
-
-def without_lengths(spec: ScenarioSpec) -> ScenarioSpec:
-    """The same traffic with the workload's own lengths."""
-    phases = tuple(msgspec.structs.replace(phase, input=None, output=None) for phase in spec.phases)
-    return msgspec.structs.replace(spec, phases=phases)

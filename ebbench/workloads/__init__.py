@@ -23,6 +23,7 @@ def build_plan(
     max_concurrency: int | None = None,
     request_rate: float | None = None,
     saturation_rate: float | None = None,
+    burstiness: float | None = None,
     input_len: int | None = None,
     output_len: int | None = None,
     length_distribution: str | None = None,
@@ -37,7 +38,9 @@ def build_plan(
     ``workload``: a bundled name, ``trace:FILE`` or the path of a TOML file. ``scenario``: likewise; None means
     ``trace`` for traces and ``saturated`` otherwise. ``num_prompts``: sessions (a conversation is one session);
     None takes what the scenario or the workload asks. ``source``: ``auto``, ``hub``, ``file:PATH`` or ``profile``.
-    ``max_concurrency``: open sessions; rates in sessions/s; lengths in tokens. ``speed`` divides a trace's times.
+    ``max_concurrency``: open sessions; rates in sessions/s (``saturation_rate`` is what shares in a scenario refer
+    to); lengths in tokens. ``burstiness``: shape of gamma gaps, 1 is Poisson, less is burstier. ``speed`` divides a
+    trace's times.
     ``tokenizer`` (a name or folder) counts the tokens of text; None estimates them from characters.
     ``with_text`` False leaves out the prompts' text, which simulated engines do not read.
 
@@ -49,9 +52,9 @@ def build_plan(
     return make_plan(
         Wish(
             workload, scenario, num_prompts=num_prompts, seed=seed, source=source, max_concurrency=max_concurrency,
-            request_rate=request_rate, saturation_rate=saturation_rate, input_len=input_len, output_len=output_len,
-            length_distribution=length_distribution, speed=speed, max_model_len=max_model_len,
-            drop_too_long=drop_too_long, tokenizer=tokenizer, with_text=with_text,
+            request_rate=request_rate, saturation_rate=saturation_rate, burstiness=burstiness, speed=speed,
+            input_len=input_len, output_len=output_len, length_distribution=length_distribution,
+            max_model_len=max_model_len, drop_too_long=drop_too_long, tokenizer=tokenizer, with_text=with_text,
         )
     )  # fmt: skip
 

@@ -34,6 +34,7 @@ class Wish:
     max_concurrency: int | None = None
     request_rate: float | None = None
     saturation_rate: float | None = None
+    burstiness: float | None = None
     input_len: int | None = None
     output_len: int | None = None
     length_distribution: str | None = None
@@ -59,12 +60,12 @@ class Wish:
     @property
     def load(self) -> Load:
         """The part that sets the load."""
-        return Load(self.max_concurrency, self.request_rate, self.saturation_rate)
+        return Load(self.max_concurrency, self.request_rate, self.saturation_rate, self.burstiness)
 
 
 _POSITIVE = (
-    "num_prompts", "max_concurrency", "request_rate", "saturation_rate", "input_len", "output_len", "speed",
-    "max_model_len",
+    "num_prompts", "max_concurrency", "request_rate", "saturation_rate", "burstiness", "input_len", "output_len",
+    "speed", "max_model_len",
 )  # fmt: skip
 
 
@@ -86,6 +87,8 @@ def _check(wish: Wish, scenario: ScenarioSpec, trace: bool) -> None:
         raise UsageError(f"scenario {scenario.name!r} replays recorded times; it needs a workload trace:FILE")
     if scenario.loop == "trace" and wish.request_rate is not None:
         raise UsageError("a replayed trace has its own rate; use --speed, or --scenario poisson with its lengths")
+    if scenario.loop != "open" and wish.burstiness is not None:
+        raise UsageError(f"burstiness shapes the gaps of gamma arrivals; scenario {scenario.name!r} has none")
     if scenario.loop != "trace" and wish.speed not in (None, 1.0):
         raise UsageError(f"speed scales recorded times; scenario {scenario.name!r} has none")
     if wish.lengths_set and (trace or scenario.own_lengths):

@@ -84,6 +84,11 @@ def test_arrivals_do_not_depend_on_contents():
     assert not one.table["input_tokens"].equals(other.table["input_tokens"])
 
 
+def test_caller_sets_the_burstiness():
+    gaps = np.diff(arrivals_s(build_plan("balanced", "gamma", request_rate=9, num_prompts=20_000, burstiness=16)))
+    assert gaps.std() / gaps.mean() == pytest.approx(0.25, rel=0.05)
+
+
 def test_open_loop_with_a_cap():
     plan = build_plan("balanced", "poisson", request_rate=10, num_prompts=30, max_concurrency=4)
     assert plan.max_concurrency == 4
@@ -105,6 +110,8 @@ def test_closed_loop_with_the_callers_concurrency():
         ({"scenario": "saturated", "request_rate": 3.0}, "takes no request rate"),
         ({"scenario": "concurrency-shift", "max_concurrency": 3}, "leave out --max-concurrency"),
         ({"scenario": "distribution-shift", "input_len": 3}, "brings its own lengths"),
+        ({"scenario": "poisson", "request_rate": 3, "burstiness": 0.5}, "no gamma gaps"),
+        ({"burstiness": 0.5}, "burstiness shapes the gaps"),
         ({"scenario": "trace"}, "needs a workload trace:FILE"),
         ({"scenario": "poisson", "request_rate": 3, "speed": 2}, "speed scales recorded times"),
         ({"scenario": "poisson", "request_rate": -1}, "request rate must be positive"),
@@ -189,3 +196,13 @@ def test_schedule_says_sessions_per_phase():
     schedule = make_schedule(load_scenario("distribution-shift"), Load(), 7, 4000, 0)
     assert schedule.sizes == (3, 2, 2)
     assert schedule.phase_of_session.tolist() == [0, 0, 0, 1, 1, 2, 2]
+
+
+@pytest.mark.parametrize(
+    "scenario", ["distribution-shift", "concurrency-shift", "ramp", "day-curve", "saturation-steps"]
+)
+def test_one_prompt_is_enough(scenario):
+    rate = 5.0 if load_scenario(scenario).loop == "open" else None
+    plan = build_plan("balanced", scenario, num_prompts=1, request_rate=rate)
+    assert len(plan) == 1
+    assert sum(phase.sessions for phase in plan.phases) == (0 if rate else 1)
