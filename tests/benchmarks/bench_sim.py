@@ -1,0 +1,61 @@
+"""Simulated requests per second on one core, and the wall time of the commands a user types.
+
+    python tests/benchmarks/bench_sim.py
+
+ShareGPT's lengths, saturated, concurrency 2,048, N = 1,024, B = 8,192. Prints the median and the extremes of several
+runs; CPU seconds are the engine's whole `run`, tables included, start-up apart.
+"""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from ebbench.devices import load_device
+from ebbench.engines.base import EngineOptions
+from ebbench.engines.sim import SimEngine
+from ebbench.workloads import build_plan
+from vllm_eb.policy import parse_policy
+
+RUNS = 7
+POLICIES = ("v1", "v0", "deferred:k=32", "eb:theta=0.7", "eb", "ebplus")
+
+
+def simulator() -> None:
+    """Print requests per CPU second for each policy and cost model."""
+    plan = build_plan("sharegpt", num_prompts=4000, seed=0, source="profile", max_concurrency=2048)
+    options = EngineOptions(max_num_seqs=1024, max_num_batched_tokens=8192)
+    print(f"{'cost model':12}{'policy':16}{'requests/s':>12}{'min':>10}{'max':>10}")
+    for cost in ("linear", "auto"):
+        device = load_device("rtx-pro-6000", "qwen3-8b", cost=cost)
+        for policy in POLICIES:
+            rates = []
+            for _ in range(RUNS):
+                start_s = time.process_time()
+                SimEngine().run(plan, parse_policy(policy), device, options, None)
+                rates.append(len(plan) / (time.process_time() - start_s))
+            print(f"{cost:12}{policy:16}{statistics.median(rates):12,.0f}{min(rates):10,.0f}{max(rates):10,.0f}")
+
+
+def commands() -> None:
+    """Print wall seconds of `ebbench --help` and of a run of 4,000 requests."""
+    ebbench = str(Path(sys.executable).with_name("ebbench"))
+    run = [ebbench, "run", "sharegpt", "--source", "profile", "--num-prompts", "4000", "--policy", "ebplus"]
+    for name, command in (("ebbench --help", [ebbench, "--help"]), ("ebbench run, 4,000 requests", run)):
+        seconds = []
+        for _ in range(RUNS):
+            with tempfile.TemporaryDirectory() as folder:
+                where = ["--output-dir", f"{folder}/run"] if command is run else []
+                start_s = time.perf_counter()
+                subprocess.run([*command, *where], check=True, capture_output=True)
+                seconds.append(time.perf_counter() - start_s)
+        print(f"{name}: median {statistics.median(seconds):.2f} s ({min(seconds):.2f} to {max(seconds):.2f})")
+
+
+if __name__ == "__main__":
+    simulator()
+    commands()
