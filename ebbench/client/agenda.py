@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -12,14 +13,14 @@ import pyarrow.compute as pc
 from ebbench.client.bodies import Turn
 from ebbench.client.pacing import Arrivals, Slots
 from ebbench.errors import UsageError
-from ebbench.records.plan import ClosedPhase, Plan
+from ebbench.records.plan import ClosedPhase
 
 
 @dataclass(frozen=True)
 class Agenda:
     """Session i is ``rows[starts[i]:starts[i + 1]]`` of the table, its turns in order."""
 
-    table: pa.Table
+    columns: Mapping[str, Sequence[Any]]
     rows: Sequence[int]
     starts: Sequence[int]
     slots: Slots
@@ -36,26 +37,38 @@ class Agenda:
 
     def turn(self, row: int) -> Turn:
         """One request."""
-        return Turn(
-            row=row,
-            **{name: self.table.column(name)[row].as_py() for name in _TURN_COLUMNS},
-        )
+        return Turn(row, *(self.columns[name][row] for name in _TURN_COLUMNS))
 
 
+class _Lazy(Sequence[Any]):
+    """A column whose values are large: they stay in Arrow until one is needed."""
+
+    def __init__(self, column: pa.ChunkedArray) -> None:
+        self._array = None if column.null_count == len(column) else column.combine_chunks()
+        self._length = len(column)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: Any) -> Any:
+        return None if self._array is None else self._array[index].as_py()
+
+
+_LARGE = ("hash_ids", "prompt")
 _TURN_COLUMNS = ("request_id", "turn", "input_tokens", "output_tokens", "content", "hash_ids", "prompt")
 
 
-def agenda(plan: Plan, table: pa.Table | None = None) -> Agenda:
-    """Order a plan's rows by session. ``table`` stands for the plan's own, if given. Raises UsageError."""
-    return make_agenda(plan.table if table is None else table, plan.phases, plan.max_concurrency)
-
-
-def make_agenda(table: pa.Table, phases: Sequence[ClosedPhase], max_concurrency: int | None) -> Agenda:
-    """As :func:`agenda`, from a plan's parts."""
+def make_agenda(
+    table: pa.Table, phases: Sequence[ClosedPhase], max_concurrency: int | None, spacing_ns: int = 0
+) -> Agenda:
+    """Order a plan's rows by session; closed-loop slots open ``spacing_ns`` apart. Raises UsageError."""
     table = table.combine_chunks()
     rows, starts = _grouped(table)
+    columns = {
+        name: _Lazy(table.column(name)) if name in _LARGE else table.column(name).to_pylist() for name in _TURN_COLUMNS
+    }
     if phases:
-        return Agenda(table, rows, starts, Slots.of_phases(phases), None)
+        return Agenda(columns, rows, starts, Slots.of_phases(phases, spacing_ns), None)
     first = table.column("arrival_ns").take(pa.array([rows[s] for s in starts[:-1]]))
     if first.null_count:
         raise UsageError("an open-loop plan needs an arrival time for each session")
@@ -65,7 +78,7 @@ def make_agenda(table: pa.Table, phases: Sequence[ClosedPhase], max_concurrency:
     if np.any(np.diff(arrival_ns) < 0):
         rows, starts = _reordered(rows, starts, order.tolist())
     arrivals = Arrivals(arrival_ns[order].tolist())
-    return Agenda(table, rows, starts, Slots.constant(max_concurrency), arrivals)
+    return Agenda(columns, rows, starts, Slots.constant(max_concurrency), arrivals)
 
 
 def unique_ids(table: pa.Table) -> tuple[pa.Table, int]:

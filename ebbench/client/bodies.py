@@ -25,7 +25,7 @@ _WORDS = re.findall(
 
 @dataclass(frozen=True)
 class Turn:
-    """One request of the plan, as far as its body is concerned."""
+    """One request of the plan, as far as its body is concerned; fields as in the PLAN schema."""
 
     row: int
     request_id: str
@@ -72,7 +72,8 @@ class Bodies:
     def _prompt(self, turn: Turn, history: Sequence[tuple[str, str]]) -> str | list[int]:
         if turn.prompt is None:
             ids = token_ids(turn.content, turn.hash_ids, 0, turn.input_tokens, self._vocab)
-            return [int(i) for i in ids.tolist()]
+            found: list[int] = ids.tolist()
+            return found
         return "".join(part for pair in history for part in pair) + turn.prompt
 
     def _text(self, turn: Turn) -> str:

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from ebbench.client.pacing import Arrivals, Slots, freed_index
+from ebbench.client.pacing import Arrivals, Slots, freed_by
 
 _NEXT, _OPEN, _ENDS, _STOPPED, _START, _FLOOR, _HEADER = 0, 1, 2, 3, 4, 5, 6
 
@@ -79,22 +79,18 @@ class Book:
         """The next session, if it may start now."""
         with self.lock:
             memory, number = self.memory, self.memory[_NEXT]
-            if memory[_STOPPED] or number >= self.sessions:
+            intended_ns = self._intended_ns()
+            if intended_ns is None or intended_ns > time.monotonic_ns():
                 return None
-            limit = self.slots.limit(number)
-            if limit is not None and memory[_OPEN] >= limit:
-                return None
-            if self.arrivals is not None:
-                elapsed_ns = time.monotonic_ns() - memory[_START]
-                if self.arrivals.wait_ns(elapsed_ns, number) > 0:
-                    return None
-                intended_ns = memory[_START] + self.arrivals.arrival_ns[number]
-            else:
-                intended_ns = self._freed_ns(number, limit)
             memory[_NEXT], memory[_OPEN] = number + 1, memory[_OPEN] + 1
             if self.slots.opens_phase(number + 1):
                 memory[_FLOOR] = intended_ns
             return Release(number, intended_ns)
+
+    def due_ns(self) -> int | None:
+        """When the next session may start, as far as that is known: None if a slot must become free first."""
+        with self.lock:
+            return self._intended_ns()
 
     def end(self, end_ns: int) -> None:
         """A session ended at ``end_ns``: its slot is free."""
@@ -104,23 +100,21 @@ class Book:
             memory[_ENDS] += 1
             memory[_OPEN] -= 1
 
-    def slot_waits(self) -> bool:
-        """Whether a closed-loop session could be released this moment."""
-        number = self.memory[_NEXT]
-        if self.finished or self.arrivals is not None:
-            return False
-        limit = self.slots.limit(number)
-        return limit is None or self.memory[_OPEN] < limit
-
     def share(self, workers: int) -> int | None:
         """How many sessions one of ``workers`` should hold open now; None is no limit."""
         limit = self.slots.limit(min(self.memory[_NEXT], self.sessions - 1))
         return None if limit is None else -(-limit // workers)
 
-    def _freed_ns(self, number: int, limit: int | None) -> int:
-        """When the slot session ``number`` takes became free."""
-        floor_ns = self.memory[_FLOOR]
-        if limit is None:
-            return floor_ns
-        index = freed_index(self.memory[_ENDS], self.memory[_OPEN], limit)
-        return floor_ns if index < 0 else max(floor_ns, self.memory[_HEADER + index])
+    def _intended_ns(self) -> int | None:
+        """The intended start of the next session; None if there is none, or no slot for it."""
+        memory, number = self.memory, self.memory[_NEXT]
+        if memory[_STOPPED] or number >= self.sessions:
+            return None
+        limit = self.slots.limit(number)
+        if limit is not None and memory[_OPEN] >= limit:
+            return None
+        if self.arrivals is not None:
+            return memory[_START] + self.arrivals.arrival_ns[number]
+        opened_ns = memory[_FLOOR] + self.slots.opening_ns(number)
+        index = -1 if limit is None else freed_by(number, limit)
+        return opened_ns if index < 0 else max(opened_ns, memory[_HEADER + index])

@@ -11,7 +11,7 @@ import httpx
 from ebbench.client.account import BODY_LIMIT, transport_failure
 from ebbench.client.answer import Answer
 from ebbench.client.options import ClientOptions, api_key
-from ebbench.client.transport import TAP, DirectTransport
+from ebbench.client.wire import Pool
 
 
 class _Flight:
@@ -36,16 +36,19 @@ class Caller:
     def __init__(self, url: str, path: str, options: ClientOptions, environ: Mapping[str, str]) -> None:
         self._options = options
         self._key = api_key(environ)
-        self._target = httpx.URL(url.rstrip("/") + path)
-        direct = options.transport == "direct"
+        self._target = url.rstrip("/") + path
+        tls = httpx.create_ssl_context(verify=options.verify_tls) if url.startswith("https:") else None
         self._client = httpx.AsyncClient(
-            transport=DirectTransport(options.verify_tls) if direct else None,
-            verify=options.verify_tls,
+            verify=tls if tls is not None else False,
             headers=_headers(options, self._key),
             timeout=httpx.Timeout(None, connect=options.connect_timeout_s),
             limits=httpx.Limits(max_connections=None),
-            trust_env=not direct,
+            trust_env=options.transport != "direct",
         )
+        self._pool: Pool | None = None
+        if options.transport == "direct":
+            template = self._client.build_request("POST", self._target)
+            self._pool = Pool(template, tls, options.connect_timeout_s)
         self._flights: set[_Flight] = set()
         self._sweeper: asyncio.Task[None] | None = None
 
@@ -56,12 +59,19 @@ class Caller:
     async def __aexit__(self, *_: object) -> None:
         if self._sweeper is not None:
             self._sweeper.cancel()
+        if self._pool is not None:
+            self._pool.close()
         await self._client.aclose()
 
     @property
     def in_flight(self) -> int:
         """Requests on their way."""
         return len(self._flights)
+
+    async def prepare(self, connections: int) -> None:
+        """Open connections ahead of the start, where the transport can."""
+        if self._pool is not None:
+            await self._pool.prepare(connections)
 
     def abort(self) -> None:
         """End all requests on their way."""
@@ -75,7 +85,10 @@ class Caller:
         flight = _Flight(answer, task)
         self._flights.add(flight)
         try:
-            await self._exchange(request_id, body, answer)
+            if self._pool is not None:
+                await self._direct(self._pool, request_id, body, answer)
+            else:
+                await self._httpx(request_id, body, answer)
         except asyncio.CancelledError:
             if flight.verdict is None:
                 raise
@@ -89,22 +102,30 @@ class Caller:
             complete = answer.error_class is None and answer.last_ns
             answer.end_ns = answer.last_ns if complete else time.monotonic_ns()
 
-    async def _exchange(self, request_id: str, body: bytes, answer: Answer) -> None:
-        request = self._client.build_request("POST", self._target, content=body, headers={"x-request-id": request_id})
-        request.extensions[TAP] = answer
-        if self._options.transport != "direct":
-            answer.sent(time.monotonic_ns())
+    async def _direct(self, pool: Pool, request_id: str, body: bytes, answer: Answer) -> None:
+        exchange = await pool.send(request_id, body, answer)
+        try:
+            rest = await exchange.body()
+        finally:
+            exchange.close()
+        if not exchange.streaming:
+            advice = exchange.headers.get(b"retry-after")
+            _refused(answer, exchange.status, rest, advice.decode("latin-1") if advice else None)
+
+    async def _httpx(self, request_id: str, body: bytes, answer: Answer) -> None:
+        headers = {"x-request-id": request_id}
+        request = self._client.build_request("POST", self._target, content=body, headers=headers)
+        answer.sent(time.monotonic_ns())
         response = await self._client.send(request, stream=True)
         try:
-            if answer.status is None:
-                answer.head(response.status_code, time.monotonic_ns())
-            if response.status_code != 200:
-                answer.fail(f"http_{response.status_code}", await _refusal(response))
-            elif not response.headers.get("content-type", "").startswith("text/event-stream"):
-                answer.fail("not_a_stream", await _refusal(response))
-            else:
-                async for data in response.aiter_raw():  # empty with the direct transport: the tap had it all
+            answer.head(response.status_code, time.monotonic_ns())
+            content_type = response.headers.get("content-type", "")
+            if response.status_code == 200 and content_type.startswith("text/event-stream"):
+                async for data in response.aiter_raw():
                     answer.feed(data, time.monotonic_ns())
+            else:
+                rest = await response.aread()
+                _refused(answer, response.status_code, rest, response.headers.get("retry-after"))
         finally:
             await response.aclose()
 
@@ -127,11 +148,11 @@ class Caller:
                     flight.end(kind, f"nothing received for {self._options.idle_timeout_s:g} s")
 
 
-async def _refusal(response: httpx.Response) -> str:
-    """The body of an error, with the server's advice when to come back, if it gave any."""
-    body = (await response.aread())[:BODY_LIMIT].decode("utf-8", "backslashreplace")
-    advice = response.headers.get("retry-after")
-    return f"{body} (Retry-After: {advice})" if advice else body
+def _refused(answer: Answer, status: int, body: bytes, retry_after: str | None) -> None:
+    """Note a response that is no stream: an error, with the server's advice when to come back, if it gave any."""
+    text = body[:BODY_LIMIT].decode("utf-8", "backslashreplace")
+    advice = f" (Retry-After: {retry_after})" if retry_after else ""
+    answer.fail("not_a_stream" if status == 200 else f"http_{status}", text + advice)
 
 
 def _headers(options: ClientOptions, key: str | None) -> dict[str, str]:

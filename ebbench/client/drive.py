@@ -24,7 +24,7 @@ from ebbench.client.book import Book
 from ebbench.client.crew import Crew, Orders, crew
 from ebbench.client.interrupts import Interrupts
 from ebbench.client.limits import fitting
-from ebbench.client.options import ClientOptions
+from ebbench.client.options import ClientOptions, spacing_ns
 from ebbench.client.probe import Probe
 from ebbench.client.progress import Observer, Tally
 from ebbench.client.scrape import SERVER_METRICS, Scraper
@@ -101,7 +101,7 @@ async def _drive(
     environ: Mapping[str, str],
 ) -> DriveResult:
     table, renamed = unique_ids(plan.table)
-    agenda = make_agenda(table, plan.phases, plan.max_concurrency)
+    agenda = make_agenda(table, plan.phases, plan.max_concurrency, spacing_ns(options))
     id_prefix = options.id_prefix if options.id_prefix is not None else f"{secrets.token_hex(4)}-"
     async with Probe(url, options, environ) as probe:
         await probe.ready()

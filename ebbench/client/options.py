@@ -25,8 +25,9 @@ class ClientOptions:
     /metrics.
     ``drop_too_long`` leaves out requests beyond ``max_model_len`` (None asks the server) instead of refusing the
     plan. ``id_prefix`` goes before each request id in ``x-request-id``; None makes one up, so that two clients
-    never share ids. ``keep_text`` keeps the answers' text in memory. ``transport`` "httpx" takes httpx's own
-    (proxies, HTTP/2) instead of the direct one.
+    never share ids. ``keep_text`` keeps the answers' text in memory. ``slot_spacing_s``: where
+    a closed loop begins or raises its limit, the new slots open so far apart. ``transport`` "httpx" goes through
+    httpx's own transport (proxies from the environment) instead of the direct one.
     """
 
     model: str | None = None
@@ -48,6 +49,7 @@ class ClientOptions:
     max_model_len: int | None = None
     id_prefix: str | None = None
     keep_text: bool = False
+    slot_spacing_s: float = 0.0004
     transport: Literal["direct", "httpx"] = "direct"
     verify_tls: bool = True
 
@@ -57,7 +59,7 @@ class ClientOptions:
         for name in ("connect_timeout_s", "idle_timeout_s", "total_timeout_s"):
             if getattr(self, name) <= 0:
                 raise UsageError(f"--{name.removesuffix('_s').replace('_', '-')} must be positive")
-        for name in ("warmup", "ready_timeout_s"):
+        for name in ("warmup", "ready_timeout_s", "slot_spacing_s"):
             if getattr(self, name) < 0:
                 raise UsageError(f"--{name.removesuffix('_s').replace('_', '-')} must not be negative")
         if self.workers is not None and self.workers < 0:
@@ -66,6 +68,11 @@ class ClientOptions:
             raise UsageError("a header must not contain a line break")
         if self.vocab_size < 1:
             raise UsageError("--vocab-size must be at least 1")
+
+
+def spacing_ns(options: ClientOptions) -> int:
+    """``slot_spacing_s`` in nanoseconds."""
+    return round(options.slot_spacing_s * 1e9)
 
 
 def api_key(environ: Mapping[str, str] = os.environ) -> str | None:

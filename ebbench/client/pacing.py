@@ -30,16 +30,22 @@ class Arrivals:
 
 @dataclass(frozen=True)
 class Slots:
-    """How many sessions may be open when session i is about to be released."""
+    """How many sessions may be open when session i is released, and when slots that were never used open.
+
+    ``limits[p]`` holds from session ``first_of_phase[p]`` on; None is no limit. Where a phase begins or raises the
+    limit, the new slots open one after the other, ``spacing_ns`` apart, instead of all at one instant, which no
+    client could honour and every client would report as its own lag.
+    """
 
     first_of_phase: tuple[int, ...]
     limits: tuple[int | None, ...]
+    spacing_ns: int = 0
 
     @classmethod
-    def of_phases(cls, phases: Sequence[ClosedPhase]) -> Slots:
+    def of_phases(cls, phases: Sequence[ClosedPhase], spacing_ns: int = 0) -> Slots:
         """The limits of closed-loop phases; the last one holds on."""
         starts = [sum(p.sessions for p in phases[:i]) for i in range(len(phases))]
-        return cls(tuple(starts), tuple(p.max_concurrency for p in phases))
+        return cls(tuple(starts), tuple(p.max_concurrency for p in phases), spacing_ns)
 
     @classmethod
     def constant(cls, limit: int | None) -> Slots:
@@ -48,17 +54,29 @@ class Slots:
 
     def limit(self, session: int) -> int | None:
         """The limit in force at the release of session number ``session``."""
-        return self.limits[bisect_right(self.first_of_phase, session) - 1]
+        return self.limits[self._phase(session)]
 
     def opens_phase(self, session: int) -> bool:
         """Whether ``session`` is the first of a later phase."""
         return session > 0 and session in self.first_of_phase
 
+    def opening_ns(self, session: int) -> int:
+        """How long after its phase's beginning the slot of ``session`` opens; 0 for a slot already in use."""
+        phase = self._phase(session)
+        limit, before = self.limits[phase], self.limits[phase - 1] if phase else 0
+        position = session - self.first_of_phase[phase]
+        if limit is None or before is None or position >= limit - before:
+            return 0
+        return position * self.spacing_ns
 
-def freed_index(ends: int, open_sessions: int, limit: int) -> int:
-    """Which end freed the slot the next release takes; negative: it was free from the start.
+    def _phase(self, session: int) -> int:
+        return bisect_right(self.first_of_phase, session) - 1
 
-    ``limit - open_sessions`` slots are free and the one free for longest is taken. The ends that freed them are
-    the last so many.
+
+def freed_by(session: int, limit: int) -> int:
+    """Number of the end (from 0) that frees the slot of ``session``; negative: the slot was never in use.
+
+    When session n is released n were released before it; with fewer than ``limit`` of them open, at least
+    ``n - limit + 1`` have ended, and the last of these made room.
     """
-    return ends - (limit - open_sessions)
+    return session - limit

@@ -26,7 +26,8 @@ from ebbench.client.book import Book, SharedInts
 from ebbench.client.caller import Caller
 from ebbench.client.lag import LagMonitor
 from ebbench.client.messages import Batch, Begin, Farewell, Ready, Record, Stop, from_parent, send
-from ebbench.client.options import ClientOptions, api_key, redacted
+from ebbench.client.options import ClientOptions, api_key, redacted, spacing_ns
+from ebbench.client.pacing import NEVER, Arrivals
 from ebbench.records.plan import ClosedPhase
 
 _REPORT_EVERY_S = 0.25
@@ -67,11 +68,17 @@ async def work(assignment: Assignment, environ: Mapping[str, str]) -> None:
     monitor = None
     error: str | None = None
     try:
-        agenda = make_agenda(_mapped(assignment.plan_path), assignment.phases, assignment.max_concurrency)
+        agenda = make_agenda(
+            _mapped(assignment.plan_path),
+            assignment.phases,
+            assignment.max_concurrency,
+            spacing_ns(assignment.options),
+        )
         bodies = Bodies(assignment.model, assignment.options)
         async with Caller(assignment.url, bodies.path, assignment.options, environ) as caller:
             worker = Worker(assignment, agenda, bodies, caller, writer, environ)
             # What is alive now stays alive; the collector need not look at it in the middle of a run.
+            await caller.prepare(worker.first_sends())
             gc.collect()
             gc.freeze()
             send(writer, Ready())
@@ -122,10 +129,7 @@ class Worker:
         listener = asyncio.create_task(self._listen(reader))
         reporter = asyncio.create_task(self._report_regularly())
         try:
-            if self._agenda.arrivals is not None:
-                self._arm()
-            else:
-                self._alarm.set(self._book.start_ns)
+            self._alarm.set(self._book.start_ns)
             await self._idle.wait()
         finally:
             self._loop.remove_reader(self._assignment.bell.fileno())
@@ -136,25 +140,31 @@ class Worker:
         if self._failure is not None:
             raise self._failure
 
-    def _arm(self) -> None:
-        """Set the alarm for the next session whose timer is this worker's."""
-        arrivals = self._agenda.arrivals
-        assert arrivals is not None
-        if self._own_next < self._agenda.sessions and not self._book.finished:
-            self._alarm.set(self._book.start_ns + arrivals.arrival_ns[self._own_next])
-        self._check_idle()
+    def first_sends(self) -> int:
+        """How many connections the start will need at once: this worker's share of the slots."""
+        if self._agenda.arrivals is not None:
+            return 0
+        share = self._book.share(self._assignment.workers)
+        return self._agenda.sessions if share is None else min(share, self._agenda.sessions)
 
     def _on_alarm(self) -> None:
-        """Closed loop: the start. Open loop: each session of this worker that is due releases one session."""
-        arrivals, count = self._agenda.arrivals, self._agenda.sessions
-        if arrivals is None:
+        """The start, a session's arrival, or a slot that opens."""
+        if self._agenda.arrivals is None:
             self._fill()
-            return
-        now_ns = time.monotonic_ns() - self._book.start_ns
-        while self._own_next < count and arrivals.arrival_ns[self._own_next] <= now_ns:
+        else:
+            self._arrive(self._agenda.arrivals)
+
+    def _arrive(self, arrivals: Arrivals) -> None:
+        """Open loop: each session of this worker's that is due releases one session; then wait for the next."""
+        elapsed_ns = time.monotonic_ns() - self._book.start_ns
+        wait_ns = arrivals.wait_ns(elapsed_ns, self._own_next)
+        while wait_ns == 0:
             self._own_next += self._assignment.workers
             self._take()
-        self._arm()
+            wait_ns = arrivals.wait_ns(elapsed_ns, self._own_next)
+        if wait_ns != NEVER and not self._book.finished:
+            self._alarm.set(self._book.start_ns + elapsed_ns + wait_ns)
+        self._check_idle()
 
     def _on_bell(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -162,13 +172,19 @@ class Worker:
                 pass
         self._fill()
 
-    def _fill(self) -> None:
-        """Closed loop: take sessions up to this worker's share of the slots, and let the others do so."""
+    def _fill(self, changed: bool = False) -> None:
+        """Take sessions up to this worker's share of the slots; tell the others if anything changed for them."""
         if self._agenda.arrivals is None:
             share = self._book.share(self._assignment.workers)
-            while (share is None or len(self._open) < share) and self._take():
-                share = self._book.share(self._assignment.workers)
-        if self._book.slot_waits() or self._book.finished:
+            while share is None or len(self._open) < share:
+                if not self._take():
+                    due_ns = self._book.due_ns()
+                    if due_ns is not None:
+                        self._alarm.set(due_ns)
+                    break
+                changed, share = True, self._book.share(self._assignment.workers)
+        closed = self._agenda.arrivals is None
+        if changed and (self._book.finished or (closed and self._book.due_ns() is not None)):
             self._ring()
         self._check_idle()
 
@@ -205,7 +221,7 @@ class Worker:
         # The slot just freed is taken here; further ones, if the limit rose, are shared out.
         if self._agenda.arrivals is None or self._assignment.max_concurrency is not None:
             self._take()
-        self._fill()
+        self._fill(changed=True)
 
     async def _turns(self, rows: Sequence[int], intended_ns: int) -> int:
         history: list[tuple[str, str]] = []

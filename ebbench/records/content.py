@@ -15,6 +15,7 @@ CHUNK_TOKENS = 512  # tokens named by one Mooncake hash id
 
 _STREAM_SALT = 0x9E3779B97F4A7C15
 _CHUNK_SALT = 0xD1B54A32D192ED03
+_STEP, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _MASK = (1 << 64) - 1
 
 
@@ -42,12 +43,15 @@ def token_ids(
 
 def _mixed_key(identity: int, salt: int) -> int:
     """A 64-bit key per identity; the salt keeps streams and chunks of the same number apart."""
-    return int(_mix(np.array([(identity ^ salt) & _MASK], dtype=np.uint64))[0])
+    x = ((identity ^ salt) + _STEP) & _MASK
+    x = ((x ^ (x >> 30)) * _FIRST) & _MASK
+    x = ((x ^ (x >> 27)) * _SECOND) & _MASK
+    return x ^ (x >> 31)
 
 
 def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     """The finaliser of splitmix64 (Steele, Lea, Flood, OOPSLA 2014): a bijection of 64-bit words."""
-    x = x + np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    x = x + np.uint64(_STEP)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(_FIRST)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(_SECOND)
     return x ^ (x >> np.uint64(31))

@@ -1,0 +1,259 @@
+"""HTTP/1.1 for streams: bytes are handed over inside the read callback, and no task wakes per token.
+
+httpx's own transport and httpx-aiohttp wake a task for every read and pass the bytes through several
+asynchronous generators; that costs more than everything else a load generator does per token, and an httpx
+request costs 0.2 ms to build and send (measured in docs/client.md). Here httptools parses in the loop's read
+callback, the body of an event stream goes to the request's tap in the same call, and a request is the constant
+head httpx built once plus an id and a length. Errors are httpx's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+import time
+from collections.abc import Awaitable
+from typing import Protocol, cast
+
+import httptools
+import httpx
+
+_IDLE_LIMIT_NS = 2_000_000_000  # below the 5 s after which common servers close an idle connection
+_CONNECTS_AT_ONCE = 64
+
+
+class Tap(Protocol):
+    """Receives the events of one exchange, each with its time (monotonic ns), inside the read callback."""
+
+    def sent(self, now_ns: int) -> None:
+        """The request goes out (a new connection, if one is needed, is opened now)."""
+        ...
+
+    def head(self, status: int, now_ns: int) -> None:
+        """The response headers are complete."""
+        ...
+
+    def feed(self, data: bytes, now_ns: int) -> None:
+        """Bytes of the body of a 200 event stream; other bodies are kept by the exchange."""
+        ...
+
+
+class Pool:
+    """Keep-alive connections to one server, without limit in number, one request at a time on each.
+
+    ``template`` is a request as httpx builds it; its method, target and headers go out with every request.
+    """
+
+    def __init__(self, template: httpx.Request, tls: ssl.SSLContext | None, connect_timeout_s: float) -> None:
+        self._url, self._tls, self._connect_timeout_s = template.url, tls, connect_timeout_s
+        lines = [b"%b %b HTTP/1.1" % (template.method.encode(), template.url.raw_path)]
+        lines += [b"%b: %b" % h for h in template.headers.raw if h[0].lower() != b"content-length"]
+        self._head = b"\r\n".join(lines)
+        self._idle: list[_Wire] = []
+
+    async def send(self, request_id: str, body: bytes, tap: Tap) -> Exchange:
+        """Send one request; returns once the response headers are there. Raises httpx's transport errors."""
+        wire = self._reusable()
+        tap.sent(time.monotonic_ns())
+        if wire is None:
+            wire = await self._connect()
+        try:
+            data = b"%b\r\nx-request-id: %b\r\ncontent-length: %d\r\n\r\n%b" % (
+                self._head, request_id.encode(), len(body), body,
+            )  # fmt: skip
+            exchange = wire.begin(data, tap)
+            await exchange.headers_complete
+        except BaseException:
+            wire.abort()
+            raise
+        return exchange
+
+    async def prepare(self, connections: int) -> None:
+        """Open connections ahead of a start, as far as the server lets it."""
+        gate = asyncio.Semaphore(_CONNECTS_AT_ONCE)
+
+        async def one() -> None:
+            async with gate:
+                self.release(await self._connect())
+
+        await asyncio.gather(*(one() for _ in range(connections)), return_exceptions=True)
+
+    def release(self, wire: _Wire) -> None:
+        """Take back a connection whose exchange is complete."""
+        wire.idle_since_ns = time.monotonic_ns()
+        self._idle.append(wire)
+
+    def close(self) -> None:
+        """Close the idle connections."""
+        for wire in self._idle:
+            wire.abort()
+        self._idle.clear()
+
+    def _reusable(self) -> _Wire | None:
+        """The connection used last: the others may grow old and are dropped then."""
+        while self._idle:
+            wire = self._idle.pop()
+            if wire.usable and time.monotonic_ns() - wire.idle_since_ns < _IDLE_LIMIT_NS:
+                return wire
+            wire.abort()
+        return None
+
+    async def _connect(self) -> _Wire:
+        url, loop = self._url, asyncio.get_running_loop()
+        secure = url.scheme == "https"
+        try:
+            async with asyncio.timeout(self._connect_timeout_s):
+                _, wire = await loop.create_connection(
+                    lambda: _Wire(self),
+                    url.host,
+                    url.port or (443 if secure else 80),
+                    ssl=self._tls if secure else None,
+                    server_hostname=url.host if secure else None,
+                )
+        except TimeoutError:
+            raise httpx.ConnectTimeout(f"no connection within {self._connect_timeout_s:g} s") from None
+        except (OSError, ssl.SSLError) as error:
+            raise httpx.ConnectError(str(error)) from error
+        return wire
+
+
+class _Wire(asyncio.Protocol):
+    """One connection, with at most one exchange at a time."""
+
+    def __init__(self, pool: Pool) -> None:
+        self.idle_since_ns = 0
+        self._pool = pool
+        self._transport: asyncio.Transport | None = None
+        self._exchange: Exchange | None = None
+
+    @property
+    def usable(self) -> bool:
+        """Whether the connection is open."""
+        return self._transport is not None and not self._transport.is_closing()
+
+    def begin(self, data: bytes, tap: Tap) -> Exchange:
+        """Send a request."""
+        if self._transport is None:
+            raise httpx.ConnectError("the connection was closed at once")
+        self._exchange = Exchange(self, tap)
+        self._transport.write(data)
+        return self._exchange
+
+    def complete(self, keep_alive: bool) -> None:
+        """The exchange is over; keep the connection if the server does."""
+        self._exchange = None
+        if keep_alive and self.usable:
+            self._pool.release(self)
+        else:
+            self.abort()
+
+    def abort(self) -> None:
+        """Close at once."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Called by the loop."""
+        self._transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        """Called by the loop."""
+        if self._exchange is None:
+            self.abort()  # bytes nobody asked for
+        else:
+            self._exchange.received(data)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Called by the loop."""
+        self._transport = None
+        exchange, self._exchange = self._exchange, None
+        if exchange is not None:
+            exchange.lost(exc)
+
+
+class Exchange:
+    """One request and its response; receives the parser's callbacks."""
+
+    def __init__(self, wire: _Wire, tap: Tap) -> None:
+        loop = asyncio.get_running_loop()
+        self.headers_complete: Awaitable[None] = loop.create_future()
+        self.status = 0
+        self.headers: dict[bytes, bytes] = {}
+        self._end: asyncio.Future[None] = loop.create_future()
+        self._start = cast("asyncio.Future[None]", self.headers_complete)
+        self._parts: list[bytes] = []
+        self._wire, self._tap = wire, tap
+        self._parser = httptools.HttpResponseParser(self)
+        self._tapped = False
+        self._now_ns = 0
+
+    @property
+    def streaming(self) -> bool:
+        """Whether the response is a 200 event stream, whose body the tap gets."""
+        return self._tapped
+
+    async def body(self) -> bytes:
+        """The body as far as the tap did not take it, once it is complete. Raises httpx's transport errors."""
+        await self._end
+        return b"".join(self._parts)
+
+    def close(self) -> None:
+        """Give the exchange up if it is not complete, and its connection with it."""
+        if not self._end.done():
+            self._wire.abort()
+
+    def received(self, data: bytes) -> None:
+        """Bytes from the connection."""
+        self._now_ns = time.monotonic_ns()
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError as error:
+            why = error.__context__ or error  # the error of a callback, if it was one
+            self._fail(httpx.RemoteProtocolError(f"cannot read the response: {why!r}"))
+            self.close()
+
+    def lost(self, exc: Exception | None) -> None:
+        """The connection is gone before the exchange was complete."""
+        framed = b"content-length" in self.headers or b"transfer-encoding" in self.headers
+        if exc is None and self._start.done() and not framed:
+            self._end.set_result(None)  # a body without length or chunks ends with the connection
+            return
+        where = "in the middle of the response" if self._start.done() else "before any response"
+        if exc is None:
+            self._fail(httpx.RemoteProtocolError(f"connection closed {where}"))
+        else:
+            self._fail(httpx.ReadError(f"{exc}, {where}"))
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Called by the parser."""
+        self.headers[name.lower()] = value
+
+    def on_headers_complete(self) -> None:
+        """Called by the parser."""
+        self.status = self._parser.get_status_code()
+        if self.status < 200:  # an interim response; the real one follows
+            self.headers = {}
+            return
+        self._tapped = self.status == 200 and self.headers.get(b"content-type", b"").startswith(b"text/event-stream")
+        self._tap.head(self.status, self._now_ns)
+        if not self._start.done():
+            self._start.set_result(None)
+
+    def on_body(self, data: bytes) -> None:
+        """Called by the parser."""
+        if self._tapped:
+            self._tap.feed(data, self._now_ns)
+        else:
+            self._parts.append(data)
+
+    def on_message_complete(self) -> None:
+        """Called by the parser."""
+        if self.status >= 200 and not self._end.done():
+            self._end.set_result(None)
+            self._wire.complete(self._parser.should_keep_alive())
+
+    def _fail(self, error: Exception) -> None:
+        for future in (self._start, self._end):
+            if not future.done():
+                future.set_exception(error)
+                future.exception()  # marks it as seen: only one of the two is awaited
