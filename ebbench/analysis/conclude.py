@@ -31,7 +31,10 @@ _VIRTUAL_TIME = frozenset({"sim", "emulated"})
 
 @dataclass(frozen=True)
 class Setting:
-    """Everything that a result came from. ``anchor_unix_ns`` is the wall clock at the run's time 0."""
+    """Everything that a result came from. ``anchor_unix_ns`` is the wall clock at the run's time 0.
+
+    ``device_known`` False: the engine is somebody's server; its device and options are not ours to state.
+    """
 
     plan: Plan
     policy: PolicySpec
@@ -41,6 +44,8 @@ class Setting:
     anchor_unix_ns: int
     clock: Clock | None = None  # None: by the engine's name
     slo: Slo = field(default_factory=Slo)
+    device_known: bool = True
+    warnings: tuple[RunWarning, ...] = ()
     versions: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -63,6 +68,8 @@ def conclude(writer: RunWriter, setting: Setting, result: EngineResult) -> Run:
         "steps": result.steps,
         "decisions": result.decisions,
     }
+    if result.server_metrics is not None and result.server_metrics.num_rows:
+        tables["server_metrics"] = result.server_metrics
     return writer.finish(manifest, tables)
 
 
@@ -91,11 +98,11 @@ def _manifest(
         engine=setting.engine,
         clock=clock,
         device=device.name,
-        model=device.model,
+        model=str(facts.get("served_model") or device.model),
         device_provenance=device.provenance,
-        kv_capacity_tokens=device.kv_capacity_tokens,
-        calibration=asdict(device.calibration),
-        options=asdict(setting.options),
+        kv_capacity_tokens=device.kv_capacity_tokens if setting.device_known else None,
+        calibration=asdict(device.calibration) if setting.device_known else None,
+        options=asdict(setting.options) if setting.device_known else {},
         slo=setting.slo.limits(),
         warnings=warnings,
         valid=not reasons,
@@ -109,6 +116,7 @@ def _warnings(setting: Setting, result: EngineResult, metrics: Metrics) -> tuple
         *_of("plan", setting.plan.warnings),
         *_of("device", setting.device.warnings),
         *_of("engine", result.warnings),
+        *setting.warnings,
         *_measurement_warnings(metrics),
     ]
     return tuple(dict.fromkeys(found))
@@ -144,13 +152,6 @@ def _measurement_warnings(metrics: Metrics) -> list[RunWarning]:
                 f"Only {metrics.steady.share:.0%} of the run is steady; warm-up and drain weigh on the whole-run "
                 "throughput.",
                 "Use more requests.",
-            )
-        )
-    if metrics.bundled_requests:
-        found.append(
-            RunWarning(
-                "bundled-tokens",
-                f"{metrics.bundled_requests} streams had messages carrying several tokens; their ITL has zeros.",
             )
         )
     return found

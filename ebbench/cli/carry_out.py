@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ebbench.cli.preflight import check_counts, check_fits, check_options
+from ebbench.cli.preflight import check_counts, check_fits, check_options, is_server
+from ebbench.cli.server import POLICY_IS_A_LABEL, for_server, unknown_device
 from ebbench.errors import InterruptedRunError, RunError, UsageError
 from ebbench.records.manifest import wall_clock_ns
 from ebbench.records.run import RunWriter, default_run_dir, slug, unused
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
     from vllm_eb.policy import PolicySpec
 
 
+DEFAULT_DEVICE, DEFAULT_MODEL = "rtx-pro-6000", "qwen3-8b"
+
+
 @dataclass(frozen=True)
 class Asked:
     """A checked command line."""
@@ -37,8 +41,8 @@ class Asked:
     plan_settings: dict[str, object]
     policies: list[PolicySpec]
     engine: str
-    device: str
-    model: str
+    device: str | None
+    model: str | None
     options: EngineOptions
     slo: Slo
     output_dir: Path | None
@@ -68,7 +72,8 @@ def carry_out(asked: Asked, *, as_json: bool) -> None:
     try:
         for offset in range(asked.repeats):
             plan = _build_plan(asked, asked.seed + offset)
-            check_fits(plan, device, asked.options)
+            if not is_server(asked.engine):
+                check_fits(plan, device, asked.options)
             for spec in _order(asked.policies, offset):
                 _run_one(asked, plan, spec, device, engine, messages, done)
                 if done.interrupted:
@@ -86,6 +91,10 @@ def _check(asked: Asked) -> None:
         **{name: asked.plan_settings[name] for name in numbers},  # type: ignore[arg-type]
     )
     check_options(asked.options, asked.policies)
+    if is_server(asked.engine) and len(asked.policies) > 1:
+        raise UsageError(
+            "a server runs the one policy it was started with; give one --policy, as a label, and run once a server"
+        )
     if asked.output_dir is not None and asked.output_dir.exists():
         raise UsageError(f"output directory {asked.output_dir} exists; give another --output-dir or remove it")
 
@@ -93,9 +102,11 @@ def _check(asked: Asked) -> None:
 def _load_device(asked: Asked) -> Device:
     from ebbench.devices import load_device
 
+    if is_server(asked.engine):
+        return unknown_device(asked.device, asked.model)
     return load_device(
-        asked.device,
-        asked.model,
+        asked.device or DEFAULT_DEVICE,
+        asked.model or DEFAULT_MODEL,
         max_num_seqs=asked.options.max_num_seqs,
         max_num_batched_tokens=asked.options.max_num_batched_tokens,
     )
@@ -107,9 +118,9 @@ def _choose_engine(asked: Asked, messages: Console) -> Engine:
     engine, sentence = select_engine(asked.engine)
     if not asked.quiet:
         messages.print(sentence, markup=False)
-        if asked.default_policies:
+        if asked.default_policies and not is_server(asked.engine):
             messages.print("No --policy given: running ebplus, and v1 as its baseline.", markup=False)
-    return engine
+    return for_server(engine, asked.model, asked.plan_settings) if is_server(asked.engine) else engine
 
 
 def _build_plan(asked: Asked, seed: int) -> Plan:
@@ -138,7 +149,17 @@ def _run_one(
         with reporter(messages, label, len(plan), quiet=asked.quiet) as observer:
             result = engine.run(plan, spec, device, asked.options, observer)
             observer.update(_last_snapshot(spec, plan, result))
-        setting = Setting(plan, spec, engine.name, device, asked.options, anchor, slo=asked.slo)
+        setting = Setting(
+            plan,
+            spec,
+            engine.name,
+            device,
+            asked.options,
+            anchor,
+            slo=asked.slo,
+            device_known=not is_server(asked.engine),
+            warnings=(POLICY_IS_A_LABEL,) if is_server(asked.engine) else (),
+        )
         stored = conclude(writer, setting, result)
     done.summaries.append(summarise(stored))
     done.stories.append(explain(stored))

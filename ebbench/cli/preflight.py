@@ -13,13 +13,21 @@ from ebbench.errors import UnknownNameError, UsageError
 from ebbench.records.plan import Plan
 from vllm_eb.policy import PolicySpec, descriptions, parse_policy
 
-DEFAULT_POLICIES = ("v1", "ebplus")
+
+def is_server(engine: str) -> bool:
+    """Whether the engine is somebody's server, so that policies are labels."""
+    return engine.startswith(("http://", "https://"))
+
+
+def default_policies(engine: str) -> tuple[str, ...]:
+    """Policies to run when none is given."""
+    return ("v1",) if is_server(engine) else ("v1", "ebplus")
 
 
 def parse_policies(names: Sequence[str]) -> list[PolicySpec]:
     """Policies in the order given. Raises UsageError for a repeated one, UnknownNameError for an unknown kind."""
     specs: list[PolicySpec] = []
-    for name in names or DEFAULT_POLICIES:
+    for name in names:
         kind = name.strip().partition(":")[0]
         if kind not in descriptions():
             raise UnknownNameError("policy", kind, descriptions())

@@ -31,10 +31,13 @@ def run(
     engine: Annotated[
         str, _opt("--engine", help="auto, sim, emulated, vllm or a server's URL.", panel=_ENGINE)
     ] = "auto",
-    device: Annotated[str, _opt("--device", help="GPU, see `ebbench devices list`.", panel=_ENGINE)] = "rtx-pro-6000",
+    device: Annotated[
+        str | None, _opt("--device", help="See `ebbench devices list`. Default: rtx-pro-6000.", panel=_ENGINE)
+    ] = None,
     model: Annotated[
-        str, _opt("--model", help="Model name or path of a Hugging Face config.json.", panel=_ENGINE)
-    ] = "qwen3-8b",
+        str | None,
+        _opt("--model", help="Name, or path of a Hugging Face config.json. Default: qwen3-8b.", panel=_ENGINE),
+    ] = None,
     scenario: Annotated[
         str | None, _opt("--scenario", "-s", help="When requests come: a name or a TOML file.", panel=_LOAD)
     ] = None,
@@ -54,8 +57,9 @@ def run(
         int, _opt("--max-num-batched-tokens", help="B, token budget of a step.", panel=_ENGINE)
     ] = 8192,
     max_model_len: Annotated[
-        int, _opt("--max-model-len", help="Longest prompt plus answer, tokens.", panel=_ENGINE)
-    ] = 40960,
+        int | None,
+        _opt("--max-model-len", help="Longest prompt plus answer. Default: 40,960 tokens.", panel=_ENGINE),
+    ] = None,
     num_kv_blocks: Annotated[
         int | None,
         _opt("--num-kv-blocks", help="KV blocks of 16 tokens; default: what the device holds.", panel=_ENGINE),
@@ -99,13 +103,13 @@ def run(
     """
     from ebbench.analysis.slo import parse_slo
     from ebbench.cli.carry_out import Asked, carry_out
-    from ebbench.cli.preflight import parse_policies
+    from ebbench.cli.preflight import default_policies, is_server, parse_policies
     from ebbench.engines.base import EngineOptions
 
     options = EngineOptions(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
-        max_model_len=max_model_len,
+        max_model_len=EngineOptions.max_model_len if max_model_len is None else max_model_len,
         num_kv_blocks=num_kv_blocks,
         enable_prefix_caching=not no_prefix_caching,
         async_scheduling=not no_async_scheduling,
@@ -125,10 +129,10 @@ def run(
             "length_distribution": length_distribution,
             "speed": speed,
             "tokenizer": tokenizer,
-            "max_model_len": max_model_len,
+            "max_model_len": max_model_len if is_server(engine) else options.max_model_len,
             "drop_too_long": drop_too_long,
         },
-        policies=parse_policies(policy or ()),
+        policies=parse_policies(policy or default_policies(engine)),
         engine=engine,
         device=device,
         model=model,

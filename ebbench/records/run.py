@@ -1,4 +1,5 @@
-"""The run directory: manifest.json, plan.parquet, requests.parquet, steps.parquet, decisions.parquet.
+"""The run directory: manifest.json, plan.parquet, requests.parquet, steps.parquet, decisions.parquet, and
+server_metrics.parquet where a server was read.
 
 Tables are appended as shards while a run goes on and joined at its end; the manifest is written last, so a
 directory with a manifest is complete.
@@ -23,7 +24,7 @@ from ebbench.records.manifest import Manifest, decode_manifest, encode_manifest
 from ebbench.records.schema import DECISIONS, PLAN, REQUESTS, STEPS
 
 MANIFEST = "manifest.json"
-TableName = Literal["plan", "requests", "steps", "decisions"]
+TableName = Literal["plan", "requests", "steps", "decisions", "server_metrics"]
 SCHEMAS: Mapping[str, pa.Schema] = {
     "plan": PLAN,
     "requests": REQUESTS,
@@ -48,8 +49,8 @@ class Run:
         """
         directory = Path(path)
         manifest = _read_manifest(directory)
-        for name, schema in SCHEMAS.items():
-            _check_table(directory / f"{name}.parquet", schema, manifest.rows.get(name))
+        for name in dict.fromkeys([*SCHEMAS, *manifest.rows]):
+            _check_table(directory / f"{name}.parquet", SCHEMAS.get(name), manifest.rows.get(name))
         return cls(directory, manifest)
 
     def table(self, name: TableName, columns: Sequence[str] | None = None) -> pa.Table:
@@ -119,7 +120,8 @@ class RunWriter:
         for name, schema in SCHEMAS.items():
             if name not in self._shards:
                 self.append(name, schema.empty_table())  # type: ignore[arg-type]
-            files.merge_tables(self._shards[name], self.path / f"{name}.parquet")
+        for name, shards in self._shards.items():
+            files.merge_tables(shards, self.path / f"{name}.parquet")
         complete = msgspec.structs.replace(manifest, rows=dict(self._rows))
         files.write_bytes(encode_manifest(complete), self.path / MANIFEST)
         self._finished = True
@@ -173,7 +175,9 @@ def unused(path: Path) -> Path:
 
 def _conform(table: pa.Table, name: str) -> pa.Table:
     """The table in its schema, extra columns kept. Raises RunError when a column is missing or of another type."""
-    schema = SCHEMAS[name]
+    schema = SCHEMAS.get(name)
+    if schema is None or table.schema.equals(schema):
+        return table
     missing = [column.name for column in schema if column.name not in table.column_names]
     if missing:
         raise RunError(f"{name} table lacks {', '.join(missing)}; this is a fault of the engine")
@@ -199,9 +203,9 @@ def _read_manifest(directory: Path) -> Manifest:
         raise DataError(f"{path}: cannot be read ({error.strerror or error})") from None
 
 
-def _check_table(path: Path, schema: pa.Schema, rows: int | None) -> None:
+def _check_table(path: Path, schema: pa.Schema | None, rows: int | None) -> None:
     found, count = files.read_footer(path)
-    lacking = [column.name for column in schema if column.name not in found.names]
+    lacking = [column.name for column in schema or () if column.name not in found.names]
     if lacking:
         raise DataError(f"{path}: lacks the columns {', '.join(lacking)}; not written by ebbench?")
     if rows is not None and rows != count:

@@ -111,5 +111,8 @@ def describe(progress: Progress) -> str:
         f"{rate(speed)} tok/s",
         MODES.get(progress.mode, progress.mode),
         f"at {duration_ms(1000 * progress.time_s)}",
+        "" if progress.ttft_ms is None else f"TTFT {duration_ms(progress.ttft_ms)}",
+        "" if progress.tpot_ms is None else f"TPOT {duration_ms(progress.tpot_ms)}",
+        *(f"{name} {count(failures)}" for name, failures in progress.failures.items()),
     ]
     return "  ".join(part for part in parts if part)

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 from made_runs import MS, MadeEngine, device_of, plan_of, request, requests_table
 
@@ -16,6 +17,7 @@ from ebbench.analysis.slo import Slo
 from ebbench.analysis.summary import mean_over_repeats, summarise, summarise_phases
 from ebbench.analysis.validity import Conditions, invalid_reasons
 from ebbench.engines.base import EngineOptions, EngineResult
+from ebbench.errors import DataError
 from ebbench.records.plan import ClosedPhase, Plan
 from ebbench.records.run import Run, RunWriter
 from vllm_eb.policy import parse_policy
@@ -165,3 +167,17 @@ def test_means_over_repeats() -> None:
     assert merged["p99_ttft_ms"] is None
     assert (merged["completed"], merged["valid"], merged["reasons"], merged["warnings"]) == (2, False, ["r"], ["w"])
     assert (merged["seed"], merged["seeds"]) == (1, [1, 2])
+
+
+def test_what_only_the_engine_knows_is_kept(tmp_path: Path) -> None:
+    plan = plan_of(30)
+    samples = pa.table({"time_ns": [1], "name": ["vllm:num_requests_running"], "value": [2.0]})
+    said = {"invalid": ("a worker died",), "facts": {"served_model": "served"}, "server_metrics": samples}
+    run = store(tmp_path / "run", plan, replace(run_made(plan), **said))
+    assert run.manifest.reasons == ("a worker died",)
+    assert run.manifest.model == run.manifest.facts["served_model"] == "served"
+    assert run.table("server_metrics").equals(samples)
+    assert run.manifest.rows["server_metrics"] == 1
+    (tmp_path / "run" / "server_metrics.parquet").write_bytes(b"x")
+    with pytest.raises(DataError, match=r"server_metrics\.parquet: not a readable Parquet file"):
+        Run.load(tmp_path / "run")

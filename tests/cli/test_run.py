@@ -256,6 +256,19 @@ def test_show_refuses_what_is_no_run(engine: MadeEngine, tmp_path: Path) -> None
     assert "manifest.json: missing; not a run directory" in done.stderr
 
 
+def test_a_server_runs_one_policy_as_a_label(engine: MadeEngine) -> None:
+    url = "http://127.0.0.1:9"
+    done = invoke("run", "made-up", "--engine", url, "-p", "v1", "-p", "eb")
+    assert done.exit_code == 2
+    assert "give one --policy, as a label" in done.stderr
+    done = invoke("run", "made-up", "--engine", url, "-n", "20", "--json")
+    [summary] = json.loads(done.stdout)
+    assert (summary["policy"], summary["device"], summary["model"]) == ("v1", "unknown", "unknown")
+    assert any("only the label" in warning for warning in summary["warnings"])
+    manifest = Run.load(Path(summary["run_dir"])).manifest
+    assert (manifest.options, manifest.calibration, manifest.kv_capacity_tokens) == ({}, None, None)
+
+
 def test_hostile_names_style_nothing(engine: MadeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     from dataclasses import replace
 
@@ -286,6 +299,14 @@ class TestOnTheSimulator:
         first, second = (json.loads(invoke(*args).stdout)[0] for _ in range(2))
         first.pop("run_dir"), second.pop("run_dir")
         assert first == second
+
+    def test_a_request_longer_than_the_model_takes(self) -> None:
+        done = invoke("run", "balanced", "-n", "50", "--max-model-len", "300", "--engine", "sim")
+        assert done.exit_code == 2
+        assert "--drop-too-long" in done.stderr
+        kept = invoke("run", "balanced", "-n", "50", "--max-model-len", "800", "--drop-too-long", "--engine", "sim")
+        assert kept.exit_code == 0
+        assert "were dropped" in " ".join(kept.stdout.split())
 
     def test_a_request_that_can_never_fit(self) -> None:
         done = invoke("run", "balanced", "-n", "50", "--num-kv-blocks", "8", "--engine", "sim")

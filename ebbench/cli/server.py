@@ -1,0 +1,50 @@
+"""What differs when the engine is somebody's server instead of one that ebbench sets up."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from ebbench.devices.base import Device, StepShape
+from ebbench.records.manifest import RunWarning
+from vllm_eb.calibration import Calibration
+
+if TYPE_CHECKING:
+    from ebbench.engines.base import Engine
+
+POLICY_IS_A_LABEL = RunWarning(
+    "policy-is-a-label",
+    "The server schedules by its own settings; the policy is only the label of this run.",
+    "Give the policy it was started with as --policy.",
+)
+
+
+class _NoCost:
+    """A server is measured, not predicted."""
+
+    def step_s(self, shape: StepShape) -> float:
+        """Never asked for: engines that measure have no cost model."""
+        raise RuntimeError("a server has no cost model")
+
+
+def unknown_device(device: str | None, model: str | None) -> Device:
+    """A device of which only what the user says is known."""
+    nothing = Calibration(alpha_p=1.0, beta_p=1.0, alpha_d=1.0, beta_d=1.0, source="none: a server")
+    return Device(device or "unknown", model or "unknown", _NoCost(), 0, nothing, "a server, measured from outside")
+
+
+def for_server(engine: Engine, model: str | None, plan_settings: Mapping[str, object]) -> Engine:
+    """The engine with the command line's model and length limit, where it is one that talks to a server."""
+    from ebbench.engines.endpoint import EndpointEngine
+
+    if not isinstance(engine, EndpointEngine):
+        return engine
+    limit = plan_settings["max_model_len"]
+    options = replace(
+        engine.options,
+        model=model,
+        max_model_len=limit if isinstance(limit, int) else None,
+        drop_too_long=bool(plan_settings["drop_too_long"]),
+    )
+    return replace(engine, options=options)
