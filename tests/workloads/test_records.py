@@ -7,9 +7,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Whitespace
 
 from ebbench.errors import InputFileError, UsageError
 from ebbench.workloads import build_plan
@@ -194,8 +191,9 @@ def test_byte_estimate_counts_and_cuts_alike():
 
 @pytest.fixture
 def words(tmp_path):
-    tokenizer = Tokenizer(WordLevel({"[UNK]": 0}, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = Whitespace()
+    tokenizers = pytest.importorskip("tokenizers")  # optional: comes with vLLM and transformers
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[UNK]": 0}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     (tmp_path / "words").mkdir()
     tokenizer.save(str(tmp_path / "words" / "tokenizer.json"))
     return tmp_path / "words"
@@ -209,12 +207,13 @@ def test_a_tokenizer_counts_and_cuts(data, words):
     plan = plan_of(data, "longbench", tokenizer=str(words / "tokenizer.json"))
     assert plan.facts["token_counts"].startswith("tokenizer ")
     assert not any("estimated" in warning for warning in plan.warnings)
-    split = Whitespace()
+    split = pytest.importorskip("tokenizers").pre_tokenizers.Whitespace()
     for prompt, size in zip(plan.table["prompt"].to_pylist(), plan.table["input_tokens"].to_pylist(), strict=True):
         assert len(split.pre_tokenize_str(prompt)) == size
 
 
 def test_what_is_no_tokenizer_is_refused(tmp_path, data):
+    pytest.importorskip("tokenizers")
     (tmp_path / "bad.json").write_text("{}")
     with pytest.raises(UsageError, match=r"not a tokenizer\.json"):
         plan_of(data, "sharegpt", tokenizer=str(tmp_path / "bad.json"))
