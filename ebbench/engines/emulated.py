@@ -91,38 +91,36 @@ class _Clients:
     def __init__(self, plan: Plan, state: RequestState) -> None:
         self._state, self._releases = state, Releases(plan)
         self._arrivals: list[tuple[int, int]] = []  # (time, row)
-        self._ready = self._releases.start()
-        if plan.closed_loop:
-            self._stamp(self._ready, 0)
-        else:
+        self._ready: list[int] = []
+        self._release(self._releases.start(), 0)
+        if not plan.closed_loop:
             times = plan.table["arrival_ns"].to_pylist()
             self._arrivals = sorted((times[row] or 0, row) for row in self._releases.first_rows)
             heapq.heapify(self._arrivals)
 
     def due(self, now_ns: int) -> list[int]:
-        """Rows to send now, in order. Of equal times, arrivals by the clock come first."""
-        rows: list[int] = []
+        """Rows to send now, in order."""
+        self._arrive(now_ns)
+        rows, self._ready = self._ready, []
+        return rows
+
+    def _arrive(self, now_ns: int) -> None:
         while self._arrivals and self._arrivals[0][0] <= now_ns:
             arrival_ns, row = heapq.heappop(self._arrivals)
             self._state.intended_ns[row] = arrival_ns
-            released = self._releases.arrived(row)
-            self._stamp(released, arrival_ns)
-            rows += released
-        rows += self._ready
-        self._ready = []
-        return rows
+            self._release(self._releases.arrived(row), arrival_ns)
 
     def next_arrival_ns(self) -> int | None:
         """When the clock sends the next session; None when only completions can."""
         return self._arrivals[0][0] if self._arrivals else None
 
     def ended(self, row: int, now_ns: int) -> None:
-        """A request ended."""
-        released = self._releases.ended(row)
-        self._stamp(released, now_ns)
-        self._ready += released
+        """A request ended. Sessions that arrived by then come first: they may be waiting for its slot."""
+        self._arrive(now_ns)
+        self._release(self._releases.ended(row), now_ns)
 
-    def _stamp(self, rows: list[int], now_ns: int) -> None:
+    def _release(self, rows: list[int], now_ns: int) -> None:
+        self._ready += rows
         for row in rows:
             if self._state.intended_ns[row] == UNSET:
                 self._state.intended_ns[row] = now_ns
@@ -206,9 +204,10 @@ class _Run:
         inputs, outputs = int(state.prompt[row]), int(state.max_output[row])
         hash_ids = state.hash_ids[row] if state.hash_ids is not None else None
         # The answer continues the prompt's content stream, so a follow-up turn finds its history in the cache.
-        stream = token_ids(state.content[row], hash_ids, 0, inputs + outputs, self._vocab).tolist()
-        self._streams[self._ids[row]] = stream
-        return self._make_request(self._core, self._ids[row], stream[:inputs], outputs)
+        prompt = token_ids(state.content[row], hash_ids, 0, inputs, self._vocab).tolist()
+        answer = token_ids(state.content[row], None, inputs, outputs, self._vocab).tolist()
+        self._streams[self._ids[row]] = prompt + answer
+        return self._make_request(self._core, self._ids[row], prompt, outputs)
 
     def _on_preempted(self, ids: set[str]) -> None:
         for request_id in ids:

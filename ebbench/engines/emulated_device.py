@@ -72,13 +72,13 @@ class StepReader:
         cached, counts = scheduled.scheduled_cached_reqs, scheduled.num_scheduled_tokens
         before = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         known = dict(zip(cached.req_ids, cached.num_output_tokens, strict=True))
-        admitted = list(cached.resumed_req_ids)
+        admitted = set(cached.resumed_req_ids)
         for new in scheduled.scheduled_new_reqs:
             before[new.req_id] = new.num_computed_tokens
             # Model runner V2 sends resumed requests as new ones, outputs included in prefill_token_ids.
             known[new.req_id] = max(len(new.prefill_token_ids or ()) - new.prompt_len, 0)
             self._prompt_tokens[new.req_id] = new.prompt_len
-            admitted.append(new.req_id)
+            admitted.add(new.req_id)
         prefilling = self._partial.union(admitted)
         chunks, sampled_ids, sampled = [], [], []
         decodes = decode_kv = 0

@@ -140,9 +140,10 @@ class _Phases(Scheduler):  # type: ignore[misc]
 
     def _note_admissions(self, output: Any) -> list[str]:
         """Tell the controller who was admitted; returns their ids."""
-        resumed = output.scheduled_cached_reqs.resumed_req_ids
         admitted = [new.req_id for new in output.scheduled_new_reqs]
-        admitted.extend(resumed)
+        if resumed := output.scheduled_cached_reqs.resumed_req_ids:  # a set; the order of admission is elsewhere
+            both = resumed.union(admitted)
+            admitted = [request_id for request_id in output.num_scheduled_tokens if request_id in both]
         for request_id in admitted:
             request = self.requests[request_id]
             if request.is_prefill_chunk:
