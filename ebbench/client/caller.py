@@ -94,8 +94,8 @@ class Caller:
                 raise
             task.uncancel()
             answer.fail(*flight.verdict)
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
-            answer.fail(transport_failure(error) if isinstance(error, Exception) else "client_error", str(error))
+        except httpx.HTTPError as error:
+            answer.fail(transport_failure(error), str(error) or type(error).__name__)
         finally:
             self._flights.discard(flight)
             # A complete answer ended with its last byte, a broken one when that was noticed.

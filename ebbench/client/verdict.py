@@ -55,7 +55,7 @@ def client_warnings(requests: pa.Table, plan: pa.Table, renamed: int, dropped: i
     if renamed:
         found.append(f"{renamed} request ids occurred more than once and were made unique")
     if dropped:
-        found.append(f"{dropped} requests exceed the server's max_model_len and were left out")
+        found.append(f"{dropped} request(s) exceed the server's max_model_len and were left out")
     return tuple(text for text in found if text)
 
 

@@ -17,9 +17,9 @@ from pathlib import Path
 import pyarrow as pa
 import uvloop
 
+from ebbench.alarm import Alarm
 from ebbench.client.account import settle
 from ebbench.client.agenda import Agenda, make_agenda
-from ebbench.client.alarm import Alarm
 from ebbench.client.answer import Answer
 from ebbench.client.bodies import Bodies, Turn
 from ebbench.client.book import Book, SharedInts

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import http.client
 import select
 import subprocess
 import sys
 from types import TracebackType
-
-import httpx
 
 from ebbench.errors import RunError
 from ebbench.fakeserver.config import FakeConfig
@@ -61,8 +60,16 @@ class FakeServerProcess:
 
     def ledger(self) -> list[Entry]:
         """The server's account so far."""
-        return decode(httpx.get(f"{self.url}/ledger", timeout=30.0, trust_env=False).content)
+        return decode(self._ask("GET"))
 
     def clear_ledger(self) -> None:
         """Start a new account."""
-        httpx.delete(f"{self.url}/ledger", timeout=30.0, trust_env=False)
+        self._ask("DELETE")
+
+    def _ask(self, method: str) -> bytes:
+        connection = http.client.HTTPConnection(self.url.removeprefix("http://"), timeout=30.0)
+        try:
+            connection.request(method, "/ledger")
+            return connection.getresponse().read()
+        finally:
+            connection.close()

@@ -7,7 +7,7 @@ import heapq
 import time
 from typing import Protocol
 
-from ebbench.client.alarm import Alarm
+from ebbench.alarm import Alarm
 
 TICK_NS = 250_000
 

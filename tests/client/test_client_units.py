@@ -1,0 +1,315 @@
+"""The pure parts of the client: parsing, accounting, pacing, the shared book."""
+
+from __future__ import annotations
+
+import contextlib
+from array import array
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+import pytest
+from client_runs import plan_of
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ebbench.client.account import settle, token_times
+from ebbench.client.agenda import make_agenda, unique_ids
+from ebbench.client.answer import Answer
+from ebbench.client.bodies import Bodies, Turn
+from ebbench.client.book import Book
+from ebbench.client.lag import lag_percentile_ns
+from ebbench.client.options import ClientOptions, api_key
+from ebbench.client.pacing import NEVER, Arrivals, Slots
+from ebbench.client.scrape import parse
+from ebbench.client.sse import SseSplitter
+from ebbench.errors import UsageError
+from ebbench.fakeserver.wire import Messages
+from ebbench.records.content import CHUNK_TOKENS, token_ids
+from ebbench.records.plan import ClosedPhase
+
+TEXT = "größe 漢字 🙂"
+
+
+def _stream(line_end: str) -> bytes:
+    events = [
+        {"choices": [{"text": TEXT, "finish_reason": None}]},
+        {"choices": [{"text": "", "finish_reason": None}]},
+        {"choices": [{"text": "end", "finish_reason": "length"}]},
+        {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 3}},
+    ]
+    lines = ["\ufeff: hello", "event: x"]
+    for event in events:
+        lines += ["data: " + msgspec.json.encode(event).decode(), "id: 7", "", ": comment", ""]
+    return (line_end.join([*lines, "data:[DONE]", "", ""])).encode()
+
+
+@pytest.mark.parametrize("line_end", ["\n", "\r\n", "\r"])
+@given(data=st.data())
+def test_any_split_of_the_bytes_gives_the_same_answer(line_end: str, data: st.DataObject) -> None:
+    stream = _stream(line_end)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=40)))
+    answer = Answer(chat=False, keep_text=True)
+    for piece, (start, end) in enumerate(zip([0, *cuts], [*cuts, len(stream)], strict=True)):
+        answer.feed(stream[start:end], piece + 1)
+    assert answer.error_class is None
+    assert answer.text == TEXT + "end"
+    assert answer.finish_reason == "length"
+    assert answer.done
+    assert len(answer.times_ns) == 3
+    assert settle(answer, 3, exact=True).status == "ok"
+
+
+@pytest.mark.parametrize("line_end", ["\n", "\r\n", "\r"])
+def test_every_single_byte_split_gives_the_same_answer(line_end: str) -> None:
+    stream = _stream(line_end)
+    for cut in range(len(stream)):
+        answer = Answer(chat=False, keep_text=True)
+        answer.feed(stream[:cut], 1)
+        answer.feed(stream[cut:], 2)
+        assert (answer.text, answer.finish_reason, answer.done) == (TEXT + "end", "length", True), cut
+
+
+def test_a_line_end_split_between_reads_is_one_line_end() -> None:
+    splitter = SseSplitter()
+    assert list(splitter.feed(b"data: a\r")) == []
+    assert list(splitter.feed(b"\ndata: b\r\n\r")) == [b"a\nb"]
+    assert list(splitter.feed(b"\ndata: c\r\n\r\n")) == [b"c"]
+    assert not splitter.pending
+
+
+def test_a_chat_stream_counts_content_not_the_role() -> None:
+    messages = Messages("x", "m", chat=True, crlf=False)
+    answer = Answer(chat=True, keep_text=True)
+    for now, data in enumerate([messages.role(), messages.token(1, None), messages.token(1, "stop")], start=1):
+        answer.feed(data, now)
+    answer.feed(messages.usage(4, 2), 9)
+    assert list(answer.times_ns) == [2, 3]
+    assert settle(answer, 5, exact=False).output_tokens == 2
+
+
+def test_reasoning_counts_as_output() -> None:
+    answer = Answer(chat=True, keep_text=False)
+    answer.feed(b'data: {"choices":[{"delta":{"reasoning_content":"hm"}}]}\n\n', 1)
+    answer.feed(b'data: {"choices":[{"delta":{"tool_calls":[{"index":0}]}}]}\n\n', 2)
+    assert list(answer.times_ns) == [1, 2]
+    assert answer.empty == []
+
+
+def test_an_error_at_the_top_level_of_a_message_is_an_error() -> None:
+    answer = Answer(chat=False, keep_text=False)
+    answer.feed(b'data: {"object":"error","message":"out of memory","code":500}\n\n', 1)
+    assert (answer.error_class, answer.error_body) == ("error_frame", "out of memory")
+    harmless = Answer(chat=False, keep_text=False)
+    harmless.feed(b'data: {"object":"ping"}\n\n', 1)
+    assert harmless.error_class is None
+
+
+@pytest.mark.parametrize(
+    ("times", "empty", "count", "expected", "bundled"),
+    [
+        ([1, 2, 3], [], 3, [1, 2, 3], 0),
+        ([1, 2, 3], [], 7, [1, 2, 3], 4),  # bundled
+        ([1, 2, 3], [2], 2, [1, 2], 0),  # a closing message without text is no token
+        ([1, 2, 3], [0, 2], 3, [1, 2, 3], 0),  # but an empty text may be one
+        ([1, 2, 3], [0, 2], 2, [1, 2], 0),
+        ([1, 2, 3, 4], [], 2, [1, 4], 0),  # a token in several messages
+        ([1, 2, 3], [], 1, [1], 0),
+        ([], [], 4, [], 0),
+        ([1, 2], [], None, [1, 2], 0),
+    ],
+)
+def test_messages_are_reconciled_with_usage(
+    times: list[int], empty: list[int], count: int | None, expected: list[int], bundled: int
+) -> None:
+    assert token_times(times, empty, count) == (array("q", expected), bundled)
+
+
+@given(
+    times=st.lists(st.integers(1, 10**6), min_size=1, max_size=30).map(sorted),
+    count=st.integers(1, 60),
+    data=st.data(),
+)
+def test_reconciled_times_always_add_up_to_the_count(times: list[int], count: int, data: st.DataObject) -> None:
+    empty = sorted(data.draw(st.sets(st.integers(0, len(times) - 1))))
+    kept, bundled = token_times(times, empty, count)
+    assert len(kept) + bundled == count
+    assert set(kept) <= set(times)
+    assert list(kept) == sorted(kept)
+
+
+def test_a_wait_is_the_time_until_the_next_arrival() -> None:
+    arrivals = Arrivals([0, 10, 10, 25])
+    assert [arrivals.wait_ns(5, sent) for sent in range(5)] == [0, 5, 5, 20, NEVER]
+    assert arrivals.wait_ns(100, 3) == 0
+
+
+def _book(sessions: int, slots: Slots, arrivals: Arrivals | None = None) -> Book:
+    book = Book([0] * Book.size(sessions), contextlib.nullcontext(), sessions, slots, arrivals)
+    book.begin(1000)
+    return book
+
+
+@given(
+    sizes=st.lists(st.tuples(st.integers(1, 8), st.integers(1, 6)), min_size=1, max_size=4),
+    order=st.randoms(use_true_random=False),
+)
+def test_the_book_keeps_order_and_limits_and_dates_a_release_by_its_slot(
+    sizes: list[tuple[int, int]], order: object
+) -> None:
+    phases = [ClosedPhase(str(i), n, limit) for i, (n, limit) in enumerate(sizes)]
+    limit_of = [p.max_concurrency for p in phases for _ in range(p.sessions)]
+    book = _book(len(limit_of), Slots.of_phases(phases))
+    open_sessions: list[int] = []
+    released: list[int] = []
+    intended: list[int] = []
+    now = 2000
+    while True:
+        while (release := book.take()) is not None:
+            assert release.session == len(released)
+            assert len(open_sessions) < limit_of[release.session]
+            open_sessions.append(release.session)
+            released.append(release.session)
+            intended.append(release.intended_ns)
+        if not open_sessions:
+            break
+        # No slot may stay empty while a session waits for it.
+        assert book.finished or len(open_sessions) >= limit_of[len(released)]
+        open_sessions.pop(order.randrange(len(open_sessions)))  # type: ignore[attr-defined]
+        now += 7
+        book.end(now)
+    assert released == list(range(len(limit_of)))
+    assert intended == sorted(intended)
+    assert all(time == 1000 or (time - 2000) % 7 == 0 for time in intended)
+    assert set(intended[: limit_of[0]][: sizes[0][0]]) == {1000}
+
+
+def test_new_slots_open_one_after_the_other() -> None:
+    slots = Slots.of_phases([ClosedPhase("a", 4, 2), ClosedPhase("b", 9, 5)], spacing_ns=10)
+    assert [slots.opening_ns(n) for n in range(9)] == [0, 10, 0, 0, 0, 10, 20, 0, 0]
+    assert [slots.limit(n) for n in (0, 3, 4, 12)] == [2, 2, 5, 5]
+
+
+def test_the_slot_that_became_free_first_is_filled_first() -> None:
+    book = _book(5, Slots.constant(2))
+    assert [book.take(), book.take(), book.take()] == [(0, 1000), (1, 1000), None]
+    book.end(5000)
+    book.end(6000)
+    assert [book.take(), book.take(), book.take()] == [(2, 5000), (3, 6000), None]
+    book.stop()
+    book.end(7000)
+    assert book.take() is None
+    assert book.finished
+
+
+def test_an_open_loop_dates_a_release_by_its_arrival_even_when_it_had_to_wait() -> None:
+    book = _book(3, Slots.constant(1), Arrivals([5, 6, 10**18]))
+    assert book.take() == (0, 1005)
+    assert book.take() is None  # due, but over the limit
+    book.end(9000)
+    assert book.take() == (1, 1006)
+    book.end(9500)
+    assert book.take() is None  # not due
+
+
+def test_lag_is_weighted_by_the_time_it_lasts() -> None:
+    period = 10
+    assert lag_percentile_ns([], 0.99) == 0.0
+    assert lag_percentile_ns([0] * 100, 0.99, period) == pytest.approx(0.0, abs=1e-6)
+    # 1,000 ticks on time and one of 1,000 ns: 9.1 % of the time was spent in the stall.
+    late = [0] * 999 + [1000]
+    total = 1000 * period + 1000
+    assert lag_percentile_ns(late, 0.99, period) == pytest.approx(1000 - 0.01 * total)
+
+
+def test_bodies_of_completions_and_chat() -> None:
+    turn = Turn(0, "a", 1, 3, 9, 5, None, "and you?")
+    completions = Bodies("m", ClientOptions(extra_body={"top_p": 0.5, "temperature": 1.0}))
+    body = msgspec.json.decode(completions.build(turn, [("hi", " there")]))
+    assert body["prompt"] == "hi there" + "and you?"
+    assert (body["max_tokens"], body["ignore_eos"], body["top_p"], body["temperature"]) == (9, True, 0.5, 1.0)
+    assert body["stream_options"] == {"include_usage": True}
+    chat = msgspec.json.decode(
+        Bodies("m", ClientOptions(endpoint="chat", ignore_eos=False)).build(turn, [("hi", " there")])
+    )
+    assert [m["role"] for m in chat["messages"]] == ["user", "assistant", "user"]
+    assert chat["max_completion_tokens"] == 9
+    assert "ignore_eos" not in chat
+    ids = msgspec.json.decode(completions.build(Turn(0, "a", 0, 3, 9, 5, None, None)))["prompt"]
+    assert ids == token_ids(5, None, 0, 3, 30_000).tolist()
+
+
+@given(
+    content=st.integers(-(2**63), 2**63 - 1),
+    start=st.integers(0, 3000),
+    count=st.integers(0, 1500),
+    hashes=st.lists(st.integers(-(2**63), 2**63 - 1), max_size=4),
+)
+def test_token_ids_are_a_pure_function_of_position(content: int, start: int, count: int, hashes: list[int]) -> None:
+    whole = token_ids(content, hashes, 0, start + count, 1000)
+    assert np.array_equal(token_ids(content, hashes, start, count, 1000), whole[start:])
+    assert whole.size == 0 or (whole.min() >= 0 and whole.max() < 1000)
+
+
+def test_equal_hash_ids_give_equal_chunks_and_others_do_not() -> None:
+    one = token_ids(1, [7, 8], 0, 3 * CHUNK_TOKENS, 50_000)
+    two = token_ids(2, [7, 9], 0, 3 * CHUNK_TOKENS, 50_000)
+    chunks = [slice(i * CHUNK_TOKENS, (i + 1) * CHUNK_TOKENS) for i in range(3)]
+    assert np.array_equal(one[chunks[0]], two[chunks[0]])
+    for chunk in chunks[1:]:
+        assert np.mean(one[chunk] == two[chunk]) < 0.01
+    assert np.bincount(token_ids(3, None, 0, 100_000, 10)).min() > 9_500
+    with pytest.raises(ValueError, match="makes no sense"):
+        token_ids(1, None, -1, 5, 10)
+
+
+def test_sessions_are_grouped_by_first_appearance_and_turns_ordered() -> None:
+    plan = plan_of(3, turns=2)
+    shuffled = plan.table.take(pa.array([3, 0, 5, 2, 1, 4]))
+    agenda = make_agenda(shuffled, plan.phases, None)
+    ids = [[agenda.turn(row).request_id for row in agenda.turns(s)] for s in range(agenda.sessions)]
+    assert ids == [["r2", "r3"], ["r0", "r1"], ["r4", "r5"]]
+
+
+def test_open_loop_sessions_are_released_in_the_order_of_arrival() -> None:
+    plan = plan_of(3, arrivals_ms=[30, 10, 20], concurrency=None)
+    agenda = make_agenda(plan.table, (), None)
+    assert [agenda.turn(agenda.turns(s)[0]).request_id for s in range(3)] == ["r1", "r2", "r0"]
+    assert agenda.arrivals is not None
+    assert list(agenda.arrivals.arrival_ns) == [10_000_000, 20_000_000, 30_000_000]
+    with pytest.raises(UsageError, match="arrival time"):
+        make_agenda(plan_of(2).table, (), None)
+    with pytest.raises(UsageError, match="no requests"):
+        make_agenda(plan.table.slice(0, 0), (), None)
+
+
+@given(st.lists(st.sampled_from(["a", "b", "a#2", "a#3"]), min_size=1, max_size=12))
+def test_ids_become_unique_and_first_ones_stay(ids: list[str]) -> None:
+    table, changed = unique_ids(plan_of(len(ids), ids=ids).table)
+    unique = table.column("request_id").to_pylist()
+    assert len(set(unique)) == len(ids)
+    assert changed == len(ids) - len(set(ids))
+    for position, name in enumerate(ids):
+        if name not in ids[:position]:
+            assert unique[position] == name
+
+
+def test_prometheus_samples_are_keyed_by_name_and_labels() -> None:
+    page = 'a_total{y="2",x="1"} 3\na_created{x="1"} 9\n# TYPE b gauge\nb 0.5\n'
+    assert parse(page) == {("a_total", '{"x":"1","y":"2"}'): 3.0, ("b", "{}"): 0.5}
+    assert parse("not { metrics") == {}
+
+
+def test_options_refuse_what_makes_no_sense() -> None:
+    for settings, message in [
+        ({"endpoint": "embeddings"}, "--endpoint"),
+        ({"idle_timeout_s": 0}, "--idle-timeout"),
+        ({"workers": -1}, "--workers"),
+        ({"headers": {"x": "a\r\nb: c"}}, "line break"),
+        ({"vocab_size": 0}, "--vocab-size"),
+        ({"warmup": -1}, "--warmup"),
+    ]:
+        with pytest.raises(UsageError, match=message):
+            ClientOptions(**settings)  # type: ignore[arg-type]
+    assert api_key({"OPENAI_API_KEY": "a", "EBBENCH_API_KEY": "b"}) == "b"
+    assert api_key({"OPENAI_API_KEY": ""}) is None
