@@ -24,6 +24,7 @@ from ebbench.records.manifest import (
 )
 from ebbench.records.plan import Plan
 from ebbench.records.run import Run, RunWriter
+from ebbench.records.schema import DECISIONS, REQUESTS, STEPS
 from vllm_eb.policy import PolicySpec
 
 _VIRTUAL_TIME = frozenset({"sim", "emulated"})
@@ -48,13 +49,25 @@ class Setting:
     warnings: tuple[RunWarning, ...] = ()
     versions: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def kind_of_time(self) -> Clock:
+        """Whether times are the machine's or made up."""
+        return self.clock or ("virtual" if self.engine in _VIRTUAL_TIME else "real")
+
+
+def begin(writer: RunWriter, setting: Setting) -> None:
+    """Store what is known before a run that takes real time, for the case that it is cut off."""
+    nothing = EngineResult(REQUESTS.empty_table(), STEPS.empty_table(), DECISIONS.empty_table(), interrupted=True)
+    reasons = ("cut off before its end",)
+    writer.begin(_manifest(setting, nothing, setting.kind_of_time, reasons, ()), setting.plan.table)
+
 
 def conclude(writer: RunWriter, setting: Setting, result: EngineResult) -> Run:
     """Judge a result and store it with its plan. Raises RunError when it cannot be written."""
     columns = RequestColumns.of(result.requests)
     windows = steady_windows(columns, phase_facts(setting.plan))
     metrics = measure(columns, windows=windows)
-    clock = setting.clock or ("virtual" if setting.engine in _VIRTUAL_TIME else "real")
+    clock = setting.kind_of_time
     paced = clock == "real" and (setting.plan.closed_loop or setting.plan.max_concurrency is None)
     conditions = Conditions(interrupted=result.interrupted, paced_sends=paced)
     reasons = (

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ebbench.cli.preflight import check_counts, check_fits, check_options, is_server
-from ebbench.cli.server import POLICY_IS_A_LABEL, for_server, unknown_device
-from ebbench.errors import InterruptedRunError, RunError, UsageError
+from ebbench.cli.server import POLICY_IS_A_LABEL, for_server, journalled, unknown_device
+from ebbench.errors import EbbenchError, InterruptedRunError, RunError, UsageError
 from ebbench.records.manifest import wall_clock_ns
 from ebbench.records.run import RunWriter, default_run_dir, slug, unused
 
@@ -67,19 +68,23 @@ def carry_out(asked: Asked, *, as_json: bool) -> None:
     messages = Console(stderr=True, highlight=False)
     _check(asked)
     device = _load_device(asked)
-    engine = _choose_engine(asked, messages)
+    engine, sentence = _choose_engine(asked)
+    plan = _build_plan(asked, asked.seed, device, messages)
+    _announce(asked, sentence, messages)
     done = _Done()
     try:
         for offset in range(asked.repeats):
-            plan = _build_plan(asked, asked.seed + offset)
-            if not is_server(asked.engine):
-                check_fits(plan, device, asked.options)
+            if offset:
+                plan = _build_plan(asked, asked.seed + offset, device, messages)
             for spec in _order(asked.policies, offset):
                 _run_one(asked, plan, spec, device, engine, messages, done)
                 if done.interrupted:
                     raise KeyboardInterrupt
     except KeyboardInterrupt:
         done.interrupted = True
+    except EbbenchError:
+        _show(asked, done, as_json=as_json)  # what was measured before stays worth seeing
+        raise
     _show(asked, done, as_json=as_json)
     _verdict(done)
 
@@ -112,21 +117,36 @@ def _load_device(asked: Asked) -> Device:
     )
 
 
-def _choose_engine(asked: Asked, messages: Console) -> Engine:
+def _choose_engine(asked: Asked) -> tuple[Engine, str]:
     from ebbench.engines import select_engine
 
     engine, sentence = select_engine(asked.engine)
-    if not asked.quiet:
-        messages.print(sentence, markup=False)
-        if asked.default_policies and not is_server(asked.engine):
-            messages.print("No --policy given: running ebplus, and v1 as its baseline.", markup=False)
-    return for_server(engine, asked.model, asked.plan_settings) if is_server(asked.engine) else engine
+    if is_server(asked.engine):
+        engine = for_server(engine, asked.model, asked.plan_settings)
+    return engine, sentence
 
 
-def _build_plan(asked: Asked, seed: int) -> Plan:
+def _build_plan(asked: Asked, seed: int, device: Device, messages: Console) -> Plan:
+    from rich.markup import escape
+
     from ebbench.workloads import build_plan
 
-    return build_plan(asked.workload, asked.scenario, seed=seed, **asked.plan_settings)  # type: ignore[arg-type]
+    reading: AbstractContextManager[object] = nullcontext()
+    if messages.is_terminal and not asked.quiet:
+        reading = messages.status(f"reading {escape(asked.workload)}")  # a data set may take seconds
+    with reading:
+        plan = build_plan(asked.workload, asked.scenario, seed=seed, **asked.plan_settings)  # type: ignore[arg-type]
+    if not is_server(asked.engine):
+        check_fits(plan, device, asked.options)
+    return plan
+
+
+def _announce(asked: Asked, sentence: str, messages: Console) -> None:
+    if asked.quiet:
+        return
+    messages.print(sentence, markup=False, soft_wrap=True)
+    if asked.default_policies and not is_server(asked.engine):
+        messages.print("No --policy given: running ebplus, and v1 as its baseline.", markup=False, soft_wrap=True)
 
 
 def _order(policies: list[PolicySpec], repeat: int) -> Iterator[PolicySpec]:
@@ -137,29 +157,31 @@ def _order(policies: list[PolicySpec], repeat: int) -> Iterator[PolicySpec]:
 def _run_one(
     asked: Asked, plan: Plan, spec: PolicySpec, device: Device, engine: Engine, messages: Console, done: _Done
 ) -> None:
-    from ebbench.analysis.conclude import Setting, conclude
+    from ebbench.analysis.conclude import Setting, begin, conclude
     from ebbench.analysis.explain import explain
     from ebbench.analysis.summary import summarise, summarise_phases
     from ebbench.render.live import reporter
 
     seed = int(plan.facts.get("seed", asked.seed))
     label = spec.name if asked.repeats == 1 else f"{spec.name} seed {seed}"
+    setting = Setting(
+        plan,
+        spec,
+        engine.name,
+        device,
+        asked.options,
+        wall_clock_ns(),
+        slo=asked.slo,
+        device_known=not is_server(asked.engine),
+        warnings=(POLICY_IS_A_LABEL,) if is_server(asked.engine) else (),
+    )
     with RunWriter.create(_run_dir(asked, spec, seed)) as writer:
-        anchor = wall_clock_ns()
+        if setting.kind_of_time == "real":
+            begin(writer, setting)
+            engine = journalled(engine, writer)
         with reporter(messages, label, len(plan), quiet=asked.quiet) as observer:
             result = engine.run(plan, spec, device, asked.options, observer)
             observer.update(_last_snapshot(spec, plan, result))
-        setting = Setting(
-            plan,
-            spec,
-            engine.name,
-            device,
-            asked.options,
-            anchor,
-            slo=asked.slo,
-            device_known=not is_server(asked.engine),
-            warnings=(POLICY_IS_A_LABEL,) if is_server(asked.engine) else (),
-        )
         stored = conclude(writer, setting, result)
     done.summaries.append(summarise(stored))
     done.stories.append(explain(stored))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from dataclasses import fields, is_dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from ebbench.devices.base import Device, StepShape
+from ebbench.records.journal import Journal
 from ebbench.records.manifest import RunWarning
+from ebbench.records.run import RunWriter
 from vllm_eb.calibration import Calibration
 
 if TYPE_CHECKING:
@@ -48,3 +50,11 @@ def for_server(engine: Engine, model: str | None, plan_settings: Mapping[str, ob
         drop_too_long=bool(plan_settings["drop_too_long"]),
     )
     return replace(engine, options=options)
+
+
+def journalled(engine: Engine, writer: RunWriter) -> Engine:
+    """The engine storing finished requests as they come, where it can tell (a field ``on_batch``)."""
+    if not is_dataclass(engine) or "on_batch" not in {field.name for field in fields(engine)}:
+        return engine
+    changes: dict[str, Any] = {"on_batch": Journal(writer, "requests").add}
+    return replace(engine, **changes)

@@ -8,7 +8,8 @@ directory with a manifest is complete.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -24,6 +25,8 @@ from ebbench.records.manifest import Manifest, decode_manifest, encode_manifest
 from ebbench.records.schema import DECISIONS, PLAN, REQUESTS, STEPS
 
 MANIFEST = "manifest.json"
+PARTIAL = "manifest.partial.json"
+"""What was known when the run began; there only while it goes on, or after it was cut off."""
 TableName = Literal["plan", "requests", "steps", "decisions", "server_metrics"]
 SCHEMAS: Mapping[str, pa.Schema] = {
     "plan": PLAN,
@@ -82,8 +85,11 @@ class Run:
 
 
 class RunWriter:
-    """Writes one run directory. Use as a context manager: left without ``finish``, an empty directory is removed
-    and one that holds shards is kept."""
+    """Writes one run directory.
+
+    Use as a context manager: left without ``finish``, a directory that holds measurements is kept and any other
+    removed.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -112,21 +118,38 @@ class RunWriter:
         self._rows[name] = self._rows.get(name, 0) + table.num_rows
         return path
 
+    def begin(self, manifest: Manifest, plan: pa.Table) -> None:
+        """Store the plan and what is known before the run, so that one cut off can be rebuilt."""
+        self.append("plan", plan)
+        files.write_bytes(encode_manifest(manifest), self.path / PARTIAL)
+
     def finish(self, manifest: Manifest, tables: Mapping[str, pa.Table] | None = None) -> Run:
-        """Append ``tables``, join all shards and write the manifest, last. Returns the finished run."""
-        tables = dict(tables or {})
-        for name, table in tables.items():
-            self.append(name, table)  # type: ignore[arg-type]
+        """Store ``tables``, each in place of its shards, join the other shards and write the manifest, last.
+
+        Returns the finished run. Raises RunError.
+        """
+        whole = dict(tables or {})
         for name, schema in SCHEMAS.items():
             if name not in self._shards:
-                self.append(name, schema.empty_table())  # type: ignore[arg-type]
+                whole.setdefault(name, schema.empty_table())
+        for name, table in whole.items():
+            files.write_table(_conform(table, name), self.path / f"{name}.parquet")
+            self._rows[name] = table.num_rows
         for name, shards in self._shards.items():
-            files.merge_tables(shards, self.path / f"{name}.parquet")
+            if name not in whole:
+                files.merge_tables(shards, self.path / f"{name}.parquet")
         complete = msgspec.structs.replace(manifest, rows=dict(self._rows))
         files.write_bytes(encode_manifest(complete), self.path / MANIFEST)
         self._finished = True
-        whole = {name: table for name, table in tables.items() if table.num_rows == self._rows[name]}
+        self._remove_traces(whole)
         return Run(self.path, complete, whole)
+
+    def _remove_traces(self, replaced: Iterable[str]) -> None:
+        """Remove what only a cut-off run needs. A leftover does no harm: the manifest says that all is there."""
+        with suppress(OSError):
+            for shard in (shard for name in replaced for shard in self._shards.get(name, ())):
+                shard.unlink()
+            (self.path / PARTIAL).unlink(missing_ok=True)
 
     def __enter__(self) -> RunWriter:
         return self
@@ -134,7 +157,11 @@ class RunWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if not self._finished and not any(self.path.iterdir()):
+        if self._finished or any(self._rows.get(name) for name in ("requests", "steps", "decisions")):
+            return
+        for path in (*self._shards.get("plan", ()), self.path / PARTIAL):
+            path.unlink(missing_ok=True)
+        if not any(self.path.iterdir()):
             self.path.rmdir()
 
 

@@ -26,7 +26,7 @@ def render(groups: Sequence[Group], phases: Sequence[Summary], *, width: int) ->
     ]
     if phases:
         parts += [Text(), tables.phase_table(phases)]
-    parts += [Text(), *_paragraphs(words.verdict(groups), "bold green"), Text(), *_stories(groups)]
+    parts += [Text(), *_paragraphs(words.verdict(groups), "bold green"), *_stories(groups)]
     parts += _notes("Keep in mind", [*_missing(groups), *words.caveats(groups)])
     parts += _notes("Stored in", [s.run_dir for group in groups for s in group.summaries])
     return Stack(*parts)
@@ -59,7 +59,7 @@ def _stories(groups: Sequence[Group]) -> list[RenderableType]:
                 note = f" (seed {group.summaries[0].seed})" if len(group.summaries) > 1 else ""
                 parts.append(Text(f"{group.policy}{note}", style="bold"))
                 parts += [_bullet(line) for line in lines]
-    return parts
+    return [Text(), *parts] if parts else []
 
 
 def _notes(title: str, lines: Sequence[str]) -> list[RenderableType]:

@@ -21,6 +21,9 @@ from ebbench.analysis.explain import CrossoverFacts, DecisionFacts, Spread, Step
 from ebbench.analysis.summary import Summary
 from ebbench.render.numbers import change, count, duration_ms, micros, percent, rate, spark
 
+NEGLIGIBLE = 0.001
+"""Kinds of steps with a smaller share of the time are not worth a reader's attention."""
+
 
 def verdict(groups: Sequence[Group]) -> list[str]:
     """Who wins, by how much over the baseline, and what that does to latency."""
@@ -85,7 +88,8 @@ def why(story: Story) -> list[str]:
 
 def _time(facts: StepFacts) -> str:
     parts = []
-    for name, kind in sorted(facts.kinds.items(), key=lambda item: -item[1].share):
+    shown = [(name, kind) for name, kind in facts.kinds.items() if kind.share >= NEGLIGIBLE]
+    for name, kind in sorted(shown, key=lambda item: -item[1].share):
         holds = []
         if kind.mean_decode_seqs >= 0.5:
             holds.append(f"{count(kind.mean_decode_seqs)} sequences decoding")

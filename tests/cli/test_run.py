@@ -14,6 +14,7 @@ import ebbench.devices
 import ebbench.engines
 import ebbench.workloads
 from ebbench.cli.main import app
+from ebbench.errors import RunError
 from ebbench.records.plan import ClosedPhase, Plan
 from ebbench.records.run import Run
 
@@ -169,6 +170,23 @@ def test_ctrl_c_in_an_engine_that_keeps_nothing_keeps_the_runs_before(
     assert done.exit_code == 130
     assert [summary["policy"] for summary in json.loads(done.stdout)] == ["v1"]
     assert [p.name for p in (tmp_path / "out").iterdir()] == ["v1"]
+
+
+def test_a_policy_that_cannot_run_does_not_hide_the_one_before(
+    engine: MadeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = engine.run
+
+    def run(plan: Any, policy: Any, *rest: Any) -> Any:
+        if policy.kind == "ebplus":
+            raise RunError("the server died")
+        return whole(plan, policy, *rest)
+
+    monkeypatch.setattr(engine, "run", run)
+    done = invoke("run", "made-up", "--json")
+    assert done.exit_code == 4
+    assert done.stderr.endswith("error: the server died\n")
+    assert [summary["policy"] for summary in json.loads(done.stdout)] == ["v1"]
 
 
 def test_failures_make_the_run_invalid_and_exit_4(engine: MadeEngine, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from made_runs import MadeEngine, device_of, plan_of
 from ebbench.engines.base import EngineOptions, EngineResult
 from ebbench.errors import DataError, RunError, UsageError
 from ebbench.records import files
+from ebbench.records.journal import Journal
 from ebbench.records.manifest import (
     SCHEMA_VERSION,
     Manifest,
@@ -184,6 +185,46 @@ def test_manifests_round_trip(warning: RunWarning, name: str, seed: int) -> None
 def test_a_missing_directory_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="nowhere: no such run directory"):
         Run.load(tmp_path / "nowhere")
+
+
+def test_a_run_that_begins_leaves_what_recovery_needs(tmp_path: Path, result: EngineResult) -> None:
+    with RunWriter.create(tmp_path / "cut") as writer:
+        writer.begin(manifest(), plan_of(30).table)
+        journal = Journal(writer, "requests", rows=8, interval_s=1e9)
+        for start in range(0, 21, 3):
+            journal.add(result.requests.slice(start, 3))
+    names = sorted(p.name for p in (tmp_path / "cut").iterdir())
+    shards = ["requests.part-0000.parquet", "requests.part-0001.parquet"]
+    assert names == ["manifest.partial.json", "plan.part-0000.parquet", *shards]
+    assert [files.read_footer(tmp_path / "cut" / shard)[1] for shard in shards] == [9, 9]
+    with pytest.raises(DataError, match="ebbench recover"):
+        Run.load(tmp_path / "cut")
+
+
+def test_a_run_that_ends_replaces_its_shards_by_the_whole_tables(tmp_path: Path, result: EngineResult) -> None:
+    with RunWriter.create(tmp_path / "run") as writer:
+        writer.begin(manifest(), plan_of(30).table)
+        journal = Journal(writer, "requests", rows=1)
+        journal.add(result.requests.slice(0, 12))
+        journal.add(result.requests.slice(0, 0))
+        writer.finish(manifest(), tables(result))
+    run = Run.load(tmp_path / "run")
+    assert run.requests.equals(result.requests)
+    assert run.manifest.rows["plan"] == 30
+    assert sorted(p.suffix for p in run.path.iterdir()) == [".json"] + [".parquet"] * 4
+
+
+def test_a_run_that_begins_and_measures_nothing_leaves_nothing(tmp_path: Path) -> None:
+    with RunWriter.create(tmp_path / "run") as writer:
+        writer.begin(manifest(), plan_of(30).table)
+    assert not (tmp_path / "run").exists()
+
+
+def test_old_batches_are_stored_though_few(tmp_path: Path, result: EngineResult) -> None:
+    writer = RunWriter.create(tmp_path / "run")
+    journal = Journal(writer, "requests", interval_s=0.0)
+    journal.add(result.requests.slice(0, 2))
+    assert (writer.path / "requests.part-0000.parquet").exists()
 
 
 def test_a_full_disk_is_a_run_error_and_keeps_earlier_shards(
