@@ -5,11 +5,12 @@ from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
-from vllm_eb.calibration import Calibration, MixedCost, calibration_to_json
-from vllm_eb.theory import base_threshold
 
 from ebbench.cli.theory import app
+from ebbench.devices import load_device
 from ebbench.errors import InputFileError, UsageError
+from vllm_eb.calibration import Calibration, MixedCost, calibration_to_json
+from vllm_eb.theory import base_threshold
 
 COSTS = "--alpha-p 0.0047 --beta-p 5e-5 --alpha-d 0.0104 --beta-d 1e-4"
 CROSSOVER = "crossover --mu-l 105 --mu-o 280 --n-obs 512"
@@ -87,7 +88,7 @@ def test_crossover_from_a_calibration_file_with_one_cost_replaced(tmp_path: Path
 def test_crossover_of_a_known_device() -> None:
     found = values(f"{CROSSOVER} --device rtx-pro-6000 --model qwen3-8b")
     assert found["eb_wins"] is True
-    assert found["margin"] == 1e-4
+    assert found["margin"] == load_device("rtx-pro-6000", "qwen3-8b").calibration.margin
 
 
 def test_deferred_finds_the_best_threshold_of_table_1() -> None:
