@@ -28,7 +28,7 @@ from ebbench.client.options import ClientOptions, spacing_ns
 from ebbench.client.probe import Probe
 from ebbench.client.progress import Observer, Tally
 from ebbench.client.scrape import SERVER_METRICS, Scraper
-from ebbench.client.verdict import client_warnings, invalid_reasons
+from ebbench.client.verdict import client_warnings, invalid_reasons, loop_lag_p99_ms, send_lag_p99_ms
 from ebbench.client.warmup import warm_up
 from ebbench.errors import UsageError
 from ebbench.records.plan import Plan
@@ -124,6 +124,8 @@ async def _drive(
         "client_workers": len(team.members),
         "client_transport": options.transport,
         "client_cpu_s": sum(m.farewell.cpu_s for m in team.members if m.farewell),
+        "send_lag_p99_ms": send_lag_p99_ms(requests),
+        "loop_lag_p99_ms": loop_lag_p99_ms(team.members),
         "request_id_prefix": id_prefix,
         "prefix_cache_reset": cache_reset,
     }

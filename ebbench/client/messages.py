@@ -55,7 +55,8 @@ class Stop(msgspec.Struct, tag="stop"):
 
 
 class Farewell(msgspec.Struct, tag="farewell"):
-    """The worker is done. ``late_ns`` (int64 in bytes): how late each tick of its loop was. ``cpu_s`` spent."""
+    """The worker is done. ``late_ns`` (int64 in bytes): how late each tick of its loop was. ``cpu_s``: CPU
+    time since the start."""
 
     late_ns: bytes
     cpu_s: float

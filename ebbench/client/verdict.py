@@ -32,6 +32,12 @@ def loop_lag_p99_ms(members: Sequence[Member]) -> float:
     return max(lags, default=0.0) / 1e6
 
 
+def send_lag_p99_ms(requests: pa.Table) -> float:
+    """The 99th percentile of actual send minus intended start."""
+    lag_ns = pc.subtract(requests.column("sent_ns"), requests.column("intended_ns"))
+    return float(pc.quantile(lag_ns, 0.99)[0].as_py() or 0.0) / 1e6
+
+
 def invalid_reasons(requests: pa.Table, members: Sequence[Member]) -> tuple[str, ...]:
     """Reasons that do not follow from the requests table: a stalled loop, a worker that died."""
     reasons = []

@@ -64,8 +64,7 @@ def run_worker(assignment: Assignment) -> None:
 async def work(assignment: Assignment, environ: Mapping[str, str]) -> None:
     """Carry out this worker's part of the plan, then say farewell."""
     reader, writer = await asyncio.open_connection(sock=assignment.control)
-    started_s = time.process_time()
-    monitor = None
+    monitor, started_s = None, time.process_time()
     error: str | None = None
     try:
         agenda = make_agenda(
@@ -84,6 +83,7 @@ async def work(assignment: Assignment, environ: Mapping[str, str]) -> None:
             send(writer, Ready())
             begin = await from_parent(reader)
             if isinstance(begin, Begin):
+                started_s = time.process_time()
                 monitor = LagMonitor(asyncio.get_running_loop())
                 await worker.run(reader)
     except Exception as problem:

@@ -1,0 +1,88 @@
+"""``ebbench client-check``: how much load this machine's client can be trusted with."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from ebbench.client.check import Rung
+
+
+def client_check(
+    rate: Annotated[float, typer.Option("--rate", help="Tokens/s of each stream.")] = 50.0,
+    seconds: Annotated[float, typer.Option("--seconds", help="Length of each step, s.")] = 4.0,
+    max_streams: Annotated[int, typer.Option("--max-streams", help="Largest number of streams to try.")] = 2048,
+    workers: Annotated[int | None, typer.Option("--workers", help="Client processes; default: by the load.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
+) -> None:
+    """Drive a fake server on this machine with more and more streams, and say how far the client kept true.
+
+    Prints lag, CPU per streamed token and the error of TTFT against the server's own times. The fake server
+    shares the machine, so against a remote server the client reaches at least this far.
+    """
+    from ebbench.client.check import LADDER, climb
+    from ebbench.errors import UsageError
+
+    if rate <= 0 or seconds <= 0 or max_streams < 1:
+        raise UsageError("--rate, --seconds and --max-streams must be positive")
+    ladder = sorted({n for n in LADDER if n < max_streams} | {max_streams})
+    rungs = []
+    for rung in climb(rate, seconds, workers, ladder):
+        rungs.append(rung)
+        if not as_json:
+            typer.echo(_progress(rung), err=True)
+    if as_json:
+        document = {"rungs": [asdict(r) for r in rungs], "trustworthy_up_to": _limit(rungs)}
+        sys.stdout.write(json.dumps(document, indent=2) + "\n")
+    else:
+        _print(rungs)
+
+
+def _progress(rung: Rung) -> str:
+    return f"{rung.streams} streams: {'kept' if rung.trustworthy else 'not kept'}"
+
+
+def _limit(rungs: list[Rung]) -> dict[str, float] | None:
+    """The largest load that was borne."""
+    borne = [r for r in rungs if r.trustworthy]
+    return {"streams": borne[-1].streams, "tokens_per_s": borne[-1].tokens_per_s} if borne else None
+
+
+def _print(rungs: list[Rung]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    headings = ("streams", "tokens/s", "CPU/token", "send lag", "loop lag", "TTFT error p50", "p99", "server late")
+    for heading in headings:
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("verdict")
+    for r in rungs:
+        table.add_row(
+            f"{r.streams:,}",
+            f"{r.tokens_per_s:,.0f}",
+            f"{r.cpu_us_per_token:.1f} us",
+            *(f"{v:.2f} ms" for v in (r.send_lag_ms, r.loop_lag_ms, r.ttft_error_p50_ms, r.ttft_error_ms)),
+            f"{r.server_late_ms:.2f} ms",
+            "trustworthy" if r.trustworthy else r.reason,
+        )
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=200)  # a file has no width; cut nothing off
+    console.print(table, markup=False)
+    console.print("Lags, errors and lateness are 99th percentiles unless marked.", markup=False)
+    limit = _limit(rungs)
+    if limit is None:
+        console.print("The client is not trustworthy at any load tried; is the machine busy?", markup=False)
+    elif rungs[-1].trustworthy:
+        load = f"{limit['streams']:,} streams ({limit['tokens_per_s']:,.0f} tokens/s)"
+        console.print(f"Trustworthy up to at least {load}, the largest load tried.", markup=False)
+    else:
+        load = f"{limit['streams']:,} streams ({limit['tokens_per_s']:,.0f} tokens/s)"
+        who = "the fake server was late too" if rungs[-1].server_late_ms > 10 else "the client was the limit"
+        console.print(f"Trustworthy up to {load}; at {rungs[-1].streams:,} streams {who}.", markup=False)

@@ -1,0 +1,79 @@
+"""``ebbench fake-server``: an OpenAI-compatible server with known latencies, to try a client on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def fake_server(
+    port: Annotated[int, typer.Option("--port", help="TCP port on 127.0.0.1; 0 takes a free one.")] = 8000,
+    ttft_ms: Annotated[float, typer.Option("--ttft-ms", help="Time to the first token.")] = 20.0,
+    itl_ms: Annotated[float, typer.Option("--itl-ms", help="Time between tokens.")] = 10.0,
+    model: Annotated[str, typer.Option("--model", help="Name of the model served.")] = "fake-model",
+    max_model_len: Annotated[
+        int, typer.Option("--max-model-len", help="Longest prompt plus answer, tokens.")
+    ] = 1_000_000,
+    default_tokens: Annotated[int, typer.Option("--default-tokens", help="Answer length if none is asked for.")] = 16,
+    fault: Annotated[
+        list[str] | None,
+        typer.Option("--fault", help="KIND[:key=value,...]; may be repeated. `--fault list` shows all."),
+    ] = None,
+    ledger: Annotated[
+        Path | None, typer.Option("--ledger", help="Write the ledger (JSON, one entry a request) here at the end.")
+    ] = None,
+    keep_ledger: Annotated[bool, typer.Option(help="Keep the ledger; without it memory stays constant.")] = True,
+) -> None:
+    """Serve /v1/completions and /v1/chat/completions with exact timing, and keep a ledger of every token sent.
+
+    Token i of an answer is sent --ttft-ms + i times --itl-ms after the request came in. The ledger (GET /ledger)
+    has the server's own times; a client's are checked against it. Runs until Ctrl-C. Example:
+
+    ebbench fake-server --port 8000 --ttft-ms 50 --itl-ms 20 --fault reset:every=10,after=5
+    """
+    from ebbench.errors import UsageError
+    from ebbench.fakeserver.config import FakeConfig
+    from ebbench.fakeserver.faults import parse_fault
+    from ebbench.fakeserver.server import run
+
+    if fault == ["list"]:
+        _list_faults()
+        return
+    if ledger is not None and (ledger.exists() or not ledger.absolute().parent.is_dir()):
+        why = "exists" if ledger.exists() else "is in a folder that does not exist"
+        raise UsageError(f"--ledger {ledger} {why}; give another path")
+    config = FakeConfig(
+        ttft_ms=ttft_ms,
+        itl_ms=itl_ms,
+        port=port,
+        model=model,
+        max_model_len=max_model_len,
+        default_tokens=default_tokens,
+        faults=tuple(parse_fault(text) for text in fault or ()),
+        keep_ledger=keep_ledger,
+    )
+    kept = run(config, lambda bound: typer.echo(f"http://127.0.0.1:{bound} is ready; Ctrl-C ends it", err=True))
+    if ledger is not None:
+        ledger.write_bytes(kept.encode())
+    counts = f"{kept.received} requests, {kept.completed} complete answers, {kept.sent_tokens} tokens"
+    typer.echo(counts, err=True)
+
+
+def _list_faults() -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from ebbench.fakeserver.faults import KINDS
+
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    table.add_column("fault", no_wrap=True)
+    table.add_column("what happens")
+    for kind, text in KINDS.items():
+        table.add_row(kind, text)
+    console = Console(highlight=False)
+    console.print(table, markup=False)
+    console.print(
+        "Which requests: request=N, every=N, rate=SHARE; otherwise all. Example: status:code=429,every=5", markup=False
+    )
