@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pyarrow as pa
-from vllm_eb.policy import PolicySpec
 
 from ebbench import client
 from ebbench.client import ClientOptions, DriveResult
@@ -21,6 +20,7 @@ from ebbench.devices.base import Device
 from ebbench.engines.base import EngineOptions, EngineResult, Observer, Progress
 from ebbench.records.plan import Plan
 from ebbench.records.schema import DECISIONS, STEPS
+from vllm_eb.policy import PolicySpec
 
 
 def drive(
