@@ -1,8 +1,8 @@
 """The steady window: the part of a run in which the system carries its intended load.
 
-Closed loop: per phase, from the first moment at least 95 % of the target number of sessions is open to the last.
-The target is the phase's concurrency, or its number of sessions where that is smaller. A session is open from
-its first intended start to the end of its last request.
+Closed loop: per phase, from the first moment at least 95 % of the phase's concurrency is open to the last; a phase
+with too few sessions to get there has no window. A session is open from its first intended start to the end of its
+last request.
 
 Open loop: no target is set from outside, so the mean number of open sessions during the arrivals stands for it;
 the window runs from the first moment at 95 % of that mean to the last arrival.
@@ -93,7 +93,7 @@ def _closed_loop(columns: RequestColumns, load: _Load, phases: Sequence[PhaseFac
     ends = [start for _, start in known[1:]] + [int(load.time[-1])]
     windows = []
     for (phase, start), end in zip(known, ends, strict=True):
-        target = min(phase.max_concurrency, phase.sessions)
+        target = phase.max_concurrency
         span = load.first_and_last_at(LEVEL * target, start, end)
         if span is not None and span[1] > span[0]:
             windows.append(Window(phase.name, *span, float(target)))

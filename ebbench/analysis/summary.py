@@ -37,6 +37,7 @@ class Summary:
     warnings: tuple[RunWarning, ...]
     slo: Slo
     metrics: Metrics
+    open_loop: bool = False  # requests come by the clock, whether or not earlier ones have ended
     phase: str = ""
 
     def to_dict(self) -> dict[str, Any]:
@@ -103,6 +104,7 @@ class _Summariser:
             warnings=manifest.warnings,
             slo=self.slo,
             metrics=metrics,
+            open_loop=not manifest.phases,
             phase=phase,
         )
 

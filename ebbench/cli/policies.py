@@ -17,6 +17,7 @@ _SETTINGS = {
     "theta": "share of N idle at which to refill; fixes the threshold",
     "margin": "EB+'s lead in s/token before it changes mode; the device's published value if not given",
     "estimator": "of the completion hazard: published, or censored (also uses running requests)",
+    "rule": "where the threshold comes from: hazard (Algorithm 1), or marginal (value of one more decode step)",
     "window": "completions that the estimator remembers",
     "update_every": "completions between updates",
     "min_samples": "completions before the first update",

@@ -32,19 +32,55 @@ def verdict(groups: Sequence[Group]) -> list[str]:
         return ["No policy completed a request, so there is nothing to compare."]
     if len(groups) == 1:
         return [f"{order[0].policy}: {rate(order[0].mean(output_throughput))} output tokens/s over the whole run."]
+    if all(summary.open_loop for group in order for summary in group.summaries) and _keep_up(order):
+        return [*_fastest(order), *_limits(groups)]
     baseline, best = baseline_of(groups), order[0]
     reference = baseline if best is not baseline else order[1] if len(order) > 1 else baseline
     lead = gain(best, reference)
     if best is reference or lead is None:
         return [f"Only {best.policy} completed requests."]
     if lead.mean < TIE:
-        return [f"No winner: {best.policy} and {reference.policy} differ by {percent(lead.mean)}.", *_runners_up(order)]
+        tie = f"No winner: {best.policy} and {reference.policy} differ by {percent(lead.mean)}."
+        return [tie, *_runners_up(order), *_limits(groups)]
     lines = [
         f"{best.policy} wins: {rate(best.mean(output_throughput))} output tokens/s over the whole run, "
         f"{change(lead.mean)}{_uncertainty(lead)} over {reference.policy} "
         f"({rate(reference.mean(output_throughput))}){_steady(best, reference)}."
     ]
-    return [*lines, *_runners_up(order), _latencies(best, reference)]
+    return [*lines, *_runners_up(order), _latencies(best, reference), *_limits(groups)]
+
+
+def _keep_up(order: Sequence[Group]) -> bool:
+    """Whether all policies carry the same load in the steady window: in open loop the arrivals then set it."""
+    rates = [group.mean(steady_throughput) for group in order]
+    known = [value for value in rates if value]
+    return len(known) == len(rates) and max(known) / min(known) - 1 < TIE
+
+
+def _fastest(order: Sequence[Group]) -> list[str]:
+    def latency(group: Group) -> float:
+        return group.mean(lambda m: m.e2el.median) or float("inf")
+
+    by_latency = sorted(order, key=latency)
+    best, others = by_latency[0], by_latency[1:]
+    keeping_up = "All policies keep up with the arrivals, so throughput is equal and latency decides"
+    if latency(others[0]) / latency(best) - 1 < TIE:
+        return [f"No winner: {keeping_up[0].lower()}{keeping_up[1:]}, and that is equal too."]
+    compared = ", ".join(f"{duration_ms(latency(group))} under {group.policy}" for group in others)
+    return [
+        f"{best.policy} is fastest: a request takes {duration_ms(latency(best))} (median) against {compared}. "
+        f"{keeping_up}.",
+        _latencies(best, others[0]),
+    ]
+
+
+def _limits(groups: Sequence[Group]) -> list[str]:
+    """How many requests met the limits, per policy; nothing where none were given."""
+    slo = groups[0].summaries[0].slo
+    if not slo:
+        return []
+    met = [f"{group.policy} {percent(group.mean(lambda m: m.slo_attainment))}" for group in groups]
+    return [f"Requests within {slo} ms: {', '.join(met)}."]
 
 
 def _uncertainty(found: Gain) -> str:

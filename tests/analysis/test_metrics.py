@@ -212,7 +212,7 @@ def naive_steady(table: list[dict[str, Any]], phase: PhaseFact) -> tuple[int, in
         span = sessions.setdefault(r["session"], [r["intended_ns"], r["end_ns"]])
         span[:] = [min(span[0], r["intended_ns"]), max(span[1], r["end_ns"])]
     instants = sorted({time for span in sessions.values() for time in span})
-    target = 0.95 * min(phase.max_concurrency, phase.sessions)
+    target = 0.95 * phase.max_concurrency
     held = [
         (now, after)
         for now, after in itertools.pairwise(instants)
@@ -241,6 +241,11 @@ def test_closed_loop_window_agrees_with_walking_every_instant(
 def test_a_slot_freed_and_refilled_at_one_instant_is_no_dip() -> None:
     table = [request(i, intended_ns=(i // 2) * 15 * MS) for i in range(6)]
     assert steady(table, [PhaseFact("all", 6, 2)]) == [("all", 0, 45 * MS)]
+
+
+def test_a_concurrency_that_is_never_reached_has_no_window() -> None:
+    assert steady([request(i) for i in range(9)], [PhaseFact("all", 9, 10)]) == []
+    assert steady([request(i) for i in range(10)], [PhaseFact("all", 10, 10)]) == [("all", 0, 15 * MS)]
 
 
 def test_each_phase_has_its_window_and_the_next_one_ends_it() -> None:

@@ -14,6 +14,8 @@ from rich.console import Console
 from ebbench.analysis.compare import Group, group_by_policy
 from ebbench.analysis.conclude import Setting, conclude
 from ebbench.analysis.explain import CrossoverFacts, DecisionFacts, Story, explain
+from ebbench.analysis.metrics import SteadyRates
+from ebbench.analysis.slo import Slo
 from ebbench.analysis.summary import summarise
 from ebbench.engines.base import EngineOptions, Progress
 from ebbench.records.run import RunWriter
@@ -69,6 +71,46 @@ def test_when_v1_wins_the_runner_up_is_the_measure(tmp_path: Path) -> None:
     lines = words.verdict(made_groups(tmp_path, "v1", "eb", "ebplus", gaps={"v1": 5}))
     assert lines[0].startswith("v1 wins: ")
     assert "+100.0 % over ebplus" in lines[0]
+
+
+def as_open_loop(groups: tuple[Group, ...]) -> list[Group]:
+    return [
+        replace(group, summaries=tuple(replace(summary, open_loop=True) for summary in group.summaries))
+        for group in groups
+    ]
+
+
+def with_steady(group: Group, output_throughput: float) -> Group:
+    rates = SteadyRates(0, 1, 1, 1, 1, output_throughput, output_throughput)
+    [summary] = group.summaries
+    return replace(group, summaries=(replace(summary, metrics=replace(summary.metrics, steady=rates)),))
+
+
+def test_where_arrivals_set_the_throughput_latency_decides(tmp_path: Path) -> None:
+    v1, eb = as_open_loop(made_groups(tmp_path, "v1", "eb", gaps={"v1": 10, "eb": 20}))
+    lines = words.verdict([with_steady(v1, 1000), with_steady(eb, 1001)])
+    assert lines[0].startswith("v1 is fastest: a request takes 210 ms (median) against 420 ms under eb.")
+    assert "keep up with the arrivals" in lines[0]
+    # An overloaded server does not keep up: throughput decides again.
+    assert words.verdict([with_steady(v1, 1000), with_steady(eb, 900)])[0].startswith("v1 wins")
+    equal = as_open_loop(made_groups(tmp_path / "b", "v1", "eb", gaps={"v1": 10, "eb": 10}))
+    assert words.verdict([with_steady(g, 10) for g in equal])[0].startswith("No winner: all policies keep up")
+
+
+def test_limits_given_are_answered(tmp_path: Path) -> None:
+    groups = made_groups(tmp_path, "v1", "eb")
+    shares = {"v1": 0.25, "eb": 1.0}
+    asked = [
+        replace(
+            group,
+            summaries=tuple(
+                replace(s, slo=Slo(tpot=15), metrics=replace(s.metrics, slo_attainment=shares[group.policy]))
+                for s in group.summaries
+            ),
+        )
+        for group in groups
+    ]
+    assert words.verdict(asked)[-1] == "Requests within tpot:15 ms: v1 25.0 %, eb 100.0 %."
 
 
 def test_a_tie_has_no_winner(tmp_path: Path) -> None:
