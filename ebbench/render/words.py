@@ -159,11 +159,13 @@ def _decisions(facts: DecisionFacts) -> list[str]:
 
 
 def _threshold(facts: DecisionFacts, k: Spread, n_limit: Spread, theta: Spread) -> str:
+    if not facts.updates:
+        return f"Refill: when k = {_value(k)} of N = {_value(n_limit)} slots are idle, fixed."
     line = f"Refill: when k* = {_value(k)} of N* = {_value(n_limit)} slots are idle (theta* = {theta.median:.2f}"
     if facts.theta0 is not None and facts.p0 is not None:
         line += f", theta0 = {facts.theta0.median:.2f}, completion hazard p0 = {facts.p0.median:.2g} a step"
     times = "once" if facts.updates == 1 else f"{facts.updates} times"
-    return f"{line})" + (f", recomputed {times}." if facts.updates else ", fixed.")
+    return f"{line}), recomputed {times}."
 
 
 def _crossover(sides: CrossoverFacts) -> str:
