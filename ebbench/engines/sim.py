@@ -29,8 +29,8 @@ class SimEngine:
     ) -> EngineResult:
         """Run to the end of the plan. Raises UsageError for a request that can never fit, RunError on a deadlock."""
         total = num_kv_blocks(device, options)
-        _check_fits(plan, options, total)
-        if options.enable_prefix_caching and not _shares_content(plan):
+        check_fits(plan, options, total)
+        if options.enable_prefix_caching and not shares_content(plan):
             try:
                 return _simulate(plan, policy, device, options, observer, total, identity=False)
             except IdentityNeeded:
@@ -44,12 +44,14 @@ def num_kv_blocks(device: Device, options: EngineOptions) -> int:
     return options.num_kv_blocks or device.kv_capacity_tokens // options.block_size
 
 
-def _shares_content(plan: Plan) -> bool:
+def shares_content(plan: Plan) -> bool:
+    """Whether requests of the plan have prompt prefixes in common."""
     table = plan.table
     return table["hash_ids"].null_count < len(plan) or len(table["content"].unique()) < len(plan)
 
 
-def _check_fits(plan: Plan, options: EngineOptions, total_blocks: int) -> None:
+def check_fits(plan: Plan, options: EngineOptions, total_blocks: int) -> None:
+    """Raise UsageError for an empty plan, or a request that ``total_blocks`` KV blocks can never hold."""
     state = RequestState(plan)
     if not len(plan):
         raise UsageError("the plan holds no requests; raise --num-prompts")
@@ -90,7 +92,7 @@ def _simulate(
         options.long_prefill_token_threshold,
         options.async_scheduling,
     )
-    controller = _controller(policy, device, options, total_blocks)
+    controller = make_controller(policy, device, options, total_blocks)
     instance = Instance(state, limits, device.cost, kv, controller, log)
     if controller is not None:
         controller.follow_ages(instance.running_ages)
@@ -112,7 +114,8 @@ def _simulate(
     )
 
 
-def _controller(policy: PolicySpec, device: Device, options: EngineOptions, total_blocks: int) -> Controller | None:
+def make_controller(policy: PolicySpec, device: Device, options: EngineOptions, total_blocks: int) -> Controller | None:
+    """The policy of one instance; None is vLLM's own scheduling."""
     if policy.kind == "v1":
         return None
     return Controller(

@@ -109,6 +109,20 @@ class Instance:
         """A request has arrived. It is seen at the next scheduling step."""
         self._inbox.append(row)
 
+    @property
+    def kv_blocks_used(self) -> int:
+        """KV blocks that hold something still in use."""
+        return self._kv.total - self._kv.free
+
+    def queued_tokens(self) -> int:
+        """Prompt tokens it has received and not scheduled."""
+        state = self._state
+        partial = self.running[state.partial[self.running]]
+        queued = int((state.target[partial] - state.computed[partial]).sum()) if len(partial) else 0
+        for row in (*self.waiting, *self._inbox):
+            queued += int(state.target[row]) - self._delivered(row)
+        return queued
+
     def running_ages(self) -> Sequence[int]:
         """Output tokens so far of every running request."""
         ages: list[int] = self._state.outputs(self.running).tolist()
@@ -278,7 +292,7 @@ class Instance:
                 continue
             known = int(state.target[row])
             hits = kv.lookup(row, known)
-            cached = len(hits) * block_size
+            cached = max(len(hits) * block_size, self._delivered(row))
             chunk = known - cached
             if 0 < threshold < chunk:
                 chunk = threshold
@@ -302,6 +316,10 @@ class Instance:
         if rows:
             self.running = np.concatenate([self.running, np.array(rows, np.int64)])
         return rows, tokens
+
+    def _delivered(self, row: int) -> int:
+        """Tokens of a waiting request whose KV came from elsewhere and lies ready to be taken over."""
+        return 0
 
     def _note_admission(self, row: int, cached_tokens: int, now_ns: int) -> None:
         state = self._state
@@ -334,10 +352,16 @@ class Instance:
             state.partial[rows[prefill]] = ~complete[prefill]
         else:
             chunks, step.decode_seqs, decode_kv = (), len(rows), int(after.sum())
-        shape = StepShape(chunks, step.decode_seqs, decode_kv, len(step.sampled))
+        self._time(step, StepShape(chunks, step.decode_seqs, decode_kv, len(step.sampled)))
+
+    def _time(self, step: Step, shape: StepShape) -> None:
+        """Time the step on the device, which takes one after the other, and hand it to the sink."""
         step.start_ns = max(step.scheduled_ns, self._device_free_ns)
         step.end_ns = step.start_ns + round(self._cost.step_s(shape) * NS_PER_S)
         self._device_free_ns = step.end_ns
+        self._note(step)
+
+    def _note(self, step: Step) -> None:
         step.kv_blocks_used = self._kv.total - self._kv.free
         step.waiting, step.running = len(self.waiting), len(self.running)
         self._steps += 1

@@ -26,8 +26,11 @@ class StepLog:
         self.steps.append((instance, step))
 
 
-def steps_table(steps: Sequence[tuple[int, Step]], request_ids: pa.Array, kv_blocks_total: int) -> pa.Table:
-    """STEPS, one row a step in the order they ran."""
+def steps_table(
+    steps: Sequence[tuple[int, Step]], request_ids: pa.Array, kv_blocks_total: int | Sequence[int]
+) -> pa.Table:
+    """STEPS, one row a step in the order they ran. ``kv_blocks_total``: of every instance, or one by one."""
+    totals = kv_blocks_total if not isinstance(kv_blocks_total, int) else None
     rows = [step.rows for _, step in steps]
     offsets = np.concatenate([[0], np.cumsum([len(r) for r in rows])]).astype(np.int32)
     flat_rows = np.concatenate(rows) if rows else np.zeros(0, np.int64)
@@ -53,7 +56,9 @@ def steps_table(steps: Sequence[tuple[int, Step]], request_ids: pa.Array, kv_blo
             "request_ids": pa.ListArray.from_arrays(offsets, pc.take(request_ids, pa.array(flat_rows))),
             "request_tokens": pa.ListArray.from_arrays(offsets, pa.array(flat_tokens.astype(np.int32))),
             "kv_blocks_used": pa.array(ints("kv_blocks_used"), pa.int32()),
-            "kv_blocks_total": pa.array([kv_blocks_total] * len(steps), pa.int32()),
+            "kv_blocks_total": pa.array(
+                [kv_blocks_total] * len(steps) if totals is None else [totals[index] for index, _ in steps], pa.int32()
+            ),
             "waiting": pa.array(ints("waiting"), pa.int32()),
             "running": pa.array(ints("running"), pa.int32()),
             "preemptions": pa.array([len(group) for group in preempted], pa.int32()),

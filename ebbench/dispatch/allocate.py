@@ -1,0 +1,95 @@
+"""Algorithms 2 and 3: where the requests of one batch go (Tian et al. 2025, sections 4.2 and 4.3). Pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from ebbench.dispatch.base import Ask
+
+Hit = Callable[[Ask, int], int]
+"""Prompt tokens of a request that a unit has in its prefix cache."""
+
+
+class Allocation(NamedTuple):
+    """``assigned``: (request, unit) in the order of assignment. ``left``: requests for the next cycle, in order."""
+
+    assigned: list[tuple[Ask, int]]
+    left: list[Ask]
+
+
+def no_hit(_ask: Ask, _unit: int) -> int:
+    """Basic mode: no unit knows any prefix."""
+    return 0
+
+
+def allocate_prefill(
+    pending: Sequence[Ask], new: Sequence[Ask], available: Mapping[int, int], hit: Hit = no_hit
+) -> Allocation:
+    """Algorithm 2, PBAA: pending before new, longest first, each to the unit it leaves the most capacity.
+
+    ``available``: C_avail per unit, prompt tokens that still fit its next forward pass. A unit takes a request as long
+    as its own C_avail is positive, so a long prompt may overdraw it and is then chunked over several passes. ``hit``
+    makes it cache-aware. Among equals the lowest unit number wins; requests of equal length keep their order.
+    """
+    capacity = dict(available)
+    units = sorted(capacity)
+    assigned: list[tuple[Ask, int]] = []
+    left: list[Ask] = []
+    for queue in (pending, new):
+        for ask in sorted(queue, key=_longest_first):
+            best, best_after = -1, 0
+            for unit in units:
+                after = capacity[unit] - ask.tokens + hit(ask, unit)
+                if best < 0 or after > best_after:
+                    best, best_after = unit, after
+            if best >= 0 and capacity[best] > 0:
+                assigned.append((ask, best))
+                capacity[best] = best_after
+            else:
+                left.append(ask)
+    return Allocation(assigned, left)
+
+
+def _longest_first(ask: Ask) -> int:
+    return -ask.tokens
+
+
+class Load(NamedTuple):
+    """State of a decode unit: batch size B and KV tokens K."""
+
+    requests: int
+    kv_tokens: int
+
+
+def allocate_decode(batch: Sequence[Ask], loads: Mapping[int, Load], multiplier: float = 1.5) -> list[tuple[Ask, int]]:
+    """Algorithm 3: longest first; units with K above Q3 + multiplier*IQR are masked; then the least (B, K).
+
+    Quartiles are linearly interpolated (numpy's default). ``multiplier`` infinite switches the mask off. If all were
+    masked, none is. Among equals the lowest unit number wins.
+    """
+    state = dict(sorted(loads.items()))
+    assigned = []
+    for ask in sorted(batch, key=lambda a: -a.total_tokens):
+        bound = outlier_bound([load.kv_tokens for load in state.values()], multiplier)
+        safe = [unit for unit, load in state.items() if load.kv_tokens <= bound] or list(state)
+        chosen = min(safe, key=state.__getitem__)
+        before = state[chosen]
+        state[chosen] = Load(before.requests + 1, before.kv_tokens + ask.total_tokens)
+        assigned.append((ask, chosen))
+    return assigned
+
+
+def outlier_bound(kv_tokens: Sequence[int], multiplier: float) -> float:
+    """``Q3 + multiplier * (Q3 - Q1)`` of the KV loads."""
+    ordered = sorted(kv_tokens)
+    q1, q3 = _quantile(ordered, 0.25), _quantile(ordered, 0.75)
+    # Infinity times a spread of zero would be undefined.
+    return float("inf") if multiplier == float("inf") else q3 + multiplier * (q3 - q1)
+
+
+def _quantile(ordered: Sequence[int], share: float) -> float:
+    place = share * (len(ordered) - 1)
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (place - low) * (ordered[high] - ordered[low])

@@ -1,0 +1,121 @@
+"""The global state matrix: what the dispatcher knows of every DP unit (section 4, figure 5)."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from ebbench.dispatch.base import Ask, EndForward
+from ebbench.dispatch.prefix import PrefixMemory
+
+
+@dataclass(slots=True)
+class Unit:
+    """One DP unit as the dispatcher believes it to be.
+
+    ``open_requests`` is B and ``kv_tokens`` is K of Algorithm 3. ``in_flight_tokens`` is U: prompt tokens sent and not
+    acknowledged; ``queued_tokens`` is R: the backlog on the device, from its last report.
+    """
+
+    index: int
+    instance: int
+    open_requests: int = 0
+    kv_tokens: int = 0
+    in_flight_tokens: int = 0
+    queued_tokens: int = 0
+    sent: int = 0
+    unacknowledged: deque[tuple[int, int]] = field(default_factory=deque)  # (number of the request here, its key)
+
+    @property
+    def backlog_tokens(self) -> int:
+        """U + R: prompt tokens that will be computed before anything sent now."""
+        return self.in_flight_tokens + self.queued_tokens
+
+
+class Fleet:
+    """All units, grouped into instances, and the requests open on them.
+
+    ``instances[i]`` lists the units of instance i; unit numbers run from 0 across instances.
+    """
+
+    def __init__(self, units_per_instance: Sequence[int]) -> None:
+        self.units: list[Unit] = []
+        self.instances: list[list[Unit]] = []
+        for instance, count in enumerate(units_per_instance):
+            first = len(self.units)
+            group = [Unit(first + i, instance) for i in range(count)]
+            self.units += group
+            self.instances.append(group)
+        self.active: list[int] = list(range(len(self.instances)))
+        self.candidates: list[Unit] = list(self.units)
+        self.open_on_instance = [0] * len(self.instances)
+        self.memory: PrefixMemory | None = None
+        self._open: dict[int, tuple[Unit, Ask, int]] = {}
+        self._counted: dict[int, int] = {}  # prompt tokens still counted in U, by request
+
+    def set_active(self, active: Iterable[int]) -> None:
+        """Take requests on these instances only; what is open elsewhere stays accounted for."""
+        self.active = sorted(set(active))
+        self.candidates = [unit for i in self.active for unit in self.instances[i]]
+
+    def send(self, ask: Ask, unit: Unit) -> None:
+        """``ask`` goes to ``unit``."""
+        uncached = ask.tokens - (self.memory.hit_tokens(ask, unit.index) if self.memory is not None else 0)
+        unit.sent += 1
+        unit.open_requests += 1
+        unit.kv_tokens += ask.total_tokens
+        unit.in_flight_tokens += uncached
+        unit.unacknowledged.append((unit.sent, ask.key))
+        self.open_on_instance[unit.instance] += 1
+        self._counted[ask.key] = uncached
+        self._open[ask.key] = (unit, ask, unit.sent)
+        if self.memory is not None:
+            self.memory.note(ask, unit.index)
+
+    def report(self, signal: EndForward) -> None:
+        """Take over what the units say about themselves: acknowledged tokens leave U, R and K are theirs."""
+        for said in signal.units:
+            unit = self.units[said.unit]
+            waiting = unit.unacknowledged
+            while waiting and waiting[0][0] <= said.received:
+                self._uncount(unit, waiting.popleft()[1])
+            unit.queued_tokens = said.queued_tokens
+            unit.kv_tokens = said.kv_tokens + self._unseen_kv(unit)
+
+    def prefilled(self, key: int) -> None:
+        """The prompt of ``key`` is computed, whether or not its unit has said so."""
+        if key in self._open:
+            self._uncount(self._open[key][0], key)
+
+    def ended(self, key: int) -> Unit | None:
+        """``key`` has ended; returns where it was, None if it was not open."""
+        found = self._open.pop(key, None)
+        if found is None:
+            return None
+        unit, ask, _ = found
+        self._uncount(unit, key)
+        unit.open_requests -= 1
+        unit.kv_tokens = max(0, unit.kv_tokens - ask.total_tokens)
+        while unit.unacknowledged and unit.unacknowledged[0][1] not in self._counted:
+            unit.unacknowledged.popleft()
+        self.open_on_instance[unit.instance] -= 1
+        return unit
+
+    def forget_backlog(self, instance: int) -> None:
+        """Take everything sent to the instance as computed (the watchdog's state reset)."""
+        for unit in self.instances[instance]:
+            while unit.unacknowledged:
+                self._uncount(unit, unit.unacknowledged.popleft()[1])
+            unit.queued_tokens = 0
+
+    def idle(self, instance: int) -> bool:
+        """Whether nothing is open on the instance (zero-task state)."""
+        return not self.open_on_instance[instance]
+
+    def _uncount(self, unit: Unit, key: int) -> None:
+        unit.in_flight_tokens -= self._counted.pop(key, 0)
+
+    def _unseen_kv(self, unit: Unit) -> int:
+        """KV that requests in transit will take; their unit cannot know of it yet."""
+        return sum(self._open[key][1].total_tokens for _, key in unit.unacknowledged if key in self._open)

@@ -1,0 +1,151 @@
+"""Immediate dispatch: a request goes out the moment it arrives. What differs is the choice of the unit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from ebbench.dispatch.base import Ask, EndForward, Order
+from ebbench.dispatch.fleet import Fleet, Unit
+from ebbench.dispatch.prefix import PrefixMemory
+
+
+class Choose(Protocol):
+    """Picks one of ``units`` (never empty) for ``ask``."""
+
+    def __call__(self, ask: Ask, units: Sequence[Unit]) -> Unit:
+        """The unit."""
+        ...
+
+
+class RoundRobin:
+    """One after the other, whatever they have to do."""
+
+    def __init__(self) -> None:
+        self._last = -1
+
+    def __call__(self, ask: Ask, units: Sequence[Unit]) -> Unit:
+        """The next unit in number after the last one used."""
+        chosen = next((unit for unit in units if unit.index > self._last), units[0])
+        self._last = chosen.index
+        return chosen
+
+
+class LeastOutstanding:
+    """The unit with the fewest open requests; among equals the next in turn."""
+
+    def __init__(self) -> None:
+        self._last = -1
+
+    def __call__(self, ask: Ask, units: Sequence[Unit]) -> Unit:
+        """The least loaded unit."""
+        fewest = min(unit.open_requests for unit in units)
+        equal = [unit for unit in units if unit.open_requests == fewest]
+        chosen = next((unit for unit in equal if unit.index > self._last), equal[0])
+        self._last = chosen.index
+        return chosen
+
+
+class PowerOfTwo:
+    """Two units at random, the one with fewer open requests of them (Mitzenmacher 2001)."""
+
+    def __init__(self, rng: np.random.Generator) -> None:
+        self._rng = rng
+
+    def __call__(self, ask: Ask, units: Sequence[Unit]) -> Unit:
+        """The better of two."""
+        if len(units) == 1:
+            return units[0]
+        first = int(self._rng.integers(len(units)))
+        second = int(self._rng.integers(len(units) - 1))
+        second += second >= first
+        left, right = units[first], units[second]
+        return right if right.open_requests < left.open_requests else left
+
+
+class PrefixAffine:
+    """The unit that holds most of the prompt, unless that would leave the load lopsided.
+
+    A hit counts from half of the prompt on. The load is lopsided when the busiest unit has ``slack`` more open requests
+    than the idlest and more than 1.5 times as many. The rule and its bounds are those of cache-aware routers
+    (SGLang's, for one).
+    """
+
+    MIN_SHARE, MAX_RATIO = 0.5, 1.5
+
+    def __init__(self, memory: PrefixMemory, slack: int = 32) -> None:
+        self._memory, self._slack, self._balance = memory, slack, LeastOutstanding()
+
+    def __call__(self, ask: Ask, units: Sequence[Unit]) -> Unit:
+        """The best holder, else the least loaded unit."""
+        loads = [unit.open_requests for unit in units]
+        most, fewest = max(loads), min(loads)
+        if not ask.prefix or (most - fewest > self._slack and most > self.MAX_RATIO * fewest):
+            return self._balance(ask, units)
+        hits = [self._memory.hit_tokens(ask, unit.index) for unit in units]
+        best = max(hits)
+        if best < self.MIN_SHARE * ask.tokens:
+            return self._balance(ask, units)
+        return self._balance(ask, [unit for unit, hit in zip(units, hits, strict=True) if hit == best])
+
+
+@dataclass
+class ImmediateDispatcher:
+    """Sends every request at once, to the unit ``choose`` picks. Without an active unit requests wait."""
+
+    fleet: Fleet
+    choose: Choose
+    wants_prefix: bool = False
+    wants_signals: bool = False
+
+    def __post_init__(self) -> None:
+        self._held: dict[int, Ask] = {}
+
+    @property
+    def waiting(self) -> int:
+        """Requests held back, which happens only while no instance is active."""
+        return len(self._held)
+
+    def arrive(self, ask: Ask, now_ns: int) -> None:
+        """See Dispatcher."""
+        self._held[ask.key] = ask
+
+    def poll(self, now_ns: int) -> list[Order]:
+        """See Dispatcher."""
+        units = self.fleet.candidates
+        if not self._held or not units:
+            return []
+        orders = []
+        for ask in self._held.values():
+            unit = self.choose(ask, units)
+            self.fleet.send(ask, unit)
+            orders.append(Order(ask.key, unit.index))
+        self._held.clear()
+        return orders
+
+    def next_ns(self, now_ns: int) -> int | None:
+        """Nothing is ever timed."""
+        return None
+
+    def end_forward(self, signal: EndForward, now_ns: int) -> None:
+        """See Dispatcher."""
+        self.fleet.report(signal)
+
+    def prefilled(self, key: int, now_ns: int) -> None:
+        """See Dispatcher."""
+        self.fleet.prefilled(key)
+
+    def ended(self, key: int, now_ns: int) -> None:
+        """See Dispatcher."""
+        self.fleet.ended(key)
+
+    def withdraw(self, key: int) -> None:
+        """See Dispatcher."""
+        self._held.pop(key, None)
+
+    def topology(self, active: Iterable[int], now_ns: int) -> None:
+        """See Dispatcher."""
+        self.fleet.set_active(active)

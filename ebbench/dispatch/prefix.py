@@ -1,0 +1,45 @@
+"""An approximate memory of which unit has computed which prompt prefix.
+
+Units evict on their own and tell nobody, so the memory is bounded the same way: least recently used first. A hit it
+promises may be gone; that costs time, never correctness.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from ebbench.dispatch.base import Ask
+
+BLOCK_TOKENS = 512
+"""Tokens a prefix hash stands for, Mooncake's unit."""
+
+
+class PrefixMemory:
+    """Remembers up to ``capacity_blocks`` prefix blocks per unit."""
+
+    def __init__(self, units: int, capacity_blocks: int = 4096, block_tokens: int = BLOCK_TOKENS) -> None:
+        self._blocks: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(units)]
+        self._capacity, self._block_tokens = capacity_blocks, block_tokens
+
+    def hit_tokens(self, ask: Ask, unit: int) -> int:
+        """Leading prompt tokens that ``unit`` has probably computed; the last token always remains to compute."""
+        known = self._blocks[unit]
+        count = 0
+        for block in ask.prefix:
+            if block not in known:
+                break
+            count += 1
+        return min(count * self._block_tokens, max(ask.tokens - 1, 0))
+
+    def note(self, ask: Ask, unit: int) -> None:
+        """``unit`` gets ``ask`` and will hold its prompt."""
+        known = self._blocks[unit]
+        for block in ask.prefix:
+            known[block] = None
+            known.move_to_end(block)
+        while len(known) > self._capacity:
+            known.popitem(last=False)
+
+    def forget(self, unit: int) -> None:
+        """``unit`` was restarted."""
+        self._blocks[unit].clear()

@@ -1,0 +1,212 @@
+"""Staggered batch scheduling: hold requests back until an instance can start on them (Tian et al. 2025, section 4).
+
+One cycle: the interval of Algorithm 1 has passed since the last dispatch *and* an instance is ready; then what has
+gathered goes to the DP units of that one instance by Algorithm 2. Instances take turns; one that is not ready loses its
+turn to the next that is.
+
+Not in the paper: an instance with nothing to do is served at once, interval or not (``bypass``). Waiting can gain
+nothing there, and under light load it would only cost; this is how the policy falls back to immediate dispatch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from ebbench.dispatch.allocate import Allocation, allocate_prefill, no_hit
+from ebbench.dispatch.base import Ask, EndForward, Order
+from ebbench.dispatch.fleet import Fleet
+from ebbench.dispatch.interval import AdaptiveInterval
+from ebbench.dispatch.readiness import Checks, Readiness
+
+
+@dataclass(frozen=True)
+class StaggeredSettings:
+    """Every part can be switched off by itself.
+
+    ``adaptive``: Algorithm 1's interval; off: ``default_forward_ns`` stands for the mean forward time for good.
+    ``interval``: wait for the interval at all. ``packing``: Algorithm 2; off: in order of arrival, units in turn, while
+    the instance has capacity. ``cache_aware``: count uncached tokens only. ``cycle_limit``: refuse a request that was
+    left over in more cycles (None: never). ``chunk_tokens``: prompt tokens a unit computes in one pass.
+    """
+
+    chunk_tokens: int
+    window: int = 100
+    network_ns: int = 0
+    default_forward_ns: int = 50_000_000
+    adaptive: bool = True
+    interval: bool = True
+    packing: bool = True
+    cache_aware: bool = False
+    bypass: bool = True
+    cycle_limit: int | None = None
+    checks: Checks = field(default_factory=Checks)
+
+
+class StaggeredDispatcher:
+    """The schedule loop: Algorithms 1 and 2 with the three-way readiness check."""
+
+    wants_signals = True
+
+    def __init__(self, fleet: Fleet, settings: StaggeredSettings) -> None:
+        self.fleet, self.settings = fleet, settings
+        self.wants_prefix = settings.cache_aware
+        self.interval = AdaptiveInterval(
+            settings.window, settings.network_ns, settings.default_forward_ns, len(fleet.active)
+        )
+        self._ready = Readiness(len(fleet.instances), settings.checks)
+        self._pending: list[Ask] = []  # left over from earlier cycles
+        self._new: list[Ask] = []
+        self._cycles: dict[int, int] = {}  # cycles a request was left over in
+        self._last_ns: int | None = None
+        self._counted_ns: int | None = None
+        self._turn = 0
+        self._next_unit = 0
+
+    @property
+    def waiting(self) -> int:
+        """Requests held back."""
+        return len(self._pending) + len(self._new)
+
+    def arrive(self, ask: Ask, now_ns: int) -> None:
+        """See Dispatcher."""
+        self._new.append(ask)
+
+    def end_forward(self, signal: EndForward, now_ns: int) -> None:
+        """The fast path: acknowledge, measure, mark ready."""
+        self.fleet.report(signal)
+        if self.settings.adaptive:
+            self.interval.end_forward(signal.duration_ns)
+        self._ready.end_forward(signal.instance)
+
+    def prefilled(self, key: int, now_ns: int) -> None:
+        """See Dispatcher."""
+        self.fleet.prefilled(key)
+
+    def ended(self, key: int, now_ns: int) -> None:
+        """See Dispatcher."""
+        self.fleet.ended(key)
+
+    def withdraw(self, key: int) -> None:
+        """See Dispatcher."""
+        self._pending = [ask for ask in self._pending if ask.key != key]
+        self._new = [ask for ask in self._new if ask.key != key]
+        self._cycles.pop(key, None)
+
+    def topology(self, active: Iterable[int], now_ns: int) -> None:
+        """OnTopologyChange; an instance that comes back is taken to be free."""
+        before = set(self.fleet.active)
+        self.fleet.set_active(active)
+        for instance in set(self.fleet.active) - before:
+            self._ready.reset(instance)
+        self.interval.topology(len(self.fleet.active))
+
+    def poll(self, now_ns: int) -> list[Order]:
+        """Carry out every cycle that is due."""
+        orders: list[Order] = []
+        tried: set[int] = set()
+        while self._pending or self._new:
+            target = self._target(now_ns, tried)
+            if target is None:
+                break
+            tried.add(target)
+            orders += self._cycle(target, now_ns)
+        return orders
+
+    def next_ns(self, now_ns: int) -> int | None:
+        """The end of the interval if an instance is ready then, else the first watchdog."""
+        if not (self._pending or self._new) or not self.fleet.active:
+            return None
+        due_ns = self._due_ns()
+        if due_ns > now_ns:
+            return due_ns
+        if not self.settings.checks.watchdog:
+            return None
+        mean_ns = self.interval.mean_ns
+        expiries = [self._ready.expires_ns(instance, mean_ns) for instance in self.fleet.active]
+        return min((t for t in expiries if t > now_ns), default=None)
+
+    def _due_ns(self) -> int:
+        if self._last_ns is None or not self.settings.interval:
+            return 0
+        return self._last_ns + self.interval.interval_ns
+
+    def _target(self, now_ns: int, tried: set[int]) -> int | None:
+        """The instance the next batch goes to, if one may go now."""
+        due = now_ns >= self._due_ns()
+        if not due and not self.settings.bypass:
+            return None
+        mean_ns = self.interval.mean_ns
+        for instance in self._in_turn():
+            if instance in tried:
+                continue
+            idle = self.fleet.idle(instance)
+            if idle and self.settings.bypass:
+                return instance
+            if due and self._ready.ready(instance, idle):
+                return instance
+            if due and self._ready.expired(instance, mean_ns, now_ns):
+                self.fleet.forget_backlog(instance)
+                return instance
+        return None
+
+    def _in_turn(self) -> list[int]:
+        active = self.fleet.active
+        return [i for i in active if i >= self._turn] + [i for i in active if i < self._turn]
+
+    def _cycle(self, instance: int, now_ns: int) -> list[Order]:
+        """Send what fits to ``instance``; what is left over waits one cycle more."""
+        allocation = self._allocate(instance)
+        orders = []
+        for ask, unit in allocation.assigned:
+            self.fleet.send(ask, self.fleet.units[unit])
+            self._cycles.pop(ask.key, None)
+            orders.append(Order(ask.key, unit))
+        self._pending, self._new = self._keep(allocation.left, orders, now_ns), []
+        if allocation.assigned:
+            self._ready.dispatched(instance, now_ns)
+            self._last_ns = now_ns
+            self._turn = instance + 1
+        return orders
+
+    def _keep(self, left: list[Ask], orders: list[Order], now_ns: int) -> list[Ask]:
+        """Overload detection (phase 3): refuse those left over too often. A cycle counts once per interval."""
+        limit = self.settings.cycle_limit
+        if limit is None or (self._counted_ns is not None and now_ns < self._counted_ns + self.interval.interval_ns):
+            return left
+        self._counted_ns = now_ns
+        kept = []
+        for ask in left:
+            cycles = self._cycles.get(ask.key, 0) + 1
+            if cycles > limit:
+                self._cycles.pop(ask.key, None)
+                orders.append(Order(ask.key, None))
+            else:
+                self._cycles[ask.key] = cycles
+                kept.append(ask)
+        return kept
+
+    def _allocate(self, instance: int) -> Allocation:
+        available = {
+            unit.index: self.settings.chunk_tokens - unit.backlog_tokens for unit in self.fleet.instances[instance]
+        }
+        if not self.settings.packing:
+            return self._in_order(available)
+        memory = self.fleet.memory
+        hit = memory.hit_tokens if self.settings.cache_aware and memory is not None else no_hit
+        return allocate_prefill(self._pending, self._new, available, hit)
+
+    def _in_order(self, available: dict[int, int]) -> Allocation:
+        """Without Algorithm 2: by arrival, to the units in turn, skipping those without capacity."""
+        queue = self._pending + self._new
+        assigned: list[tuple[Ask, int]] = []
+        units = sorted(available)
+        for position, ask in enumerate(queue):
+            open_units = [unit for unit in units if available[unit] > 0]
+            if not open_units:
+                return Allocation(assigned, queue[position:])
+            unit = open_units[self._next_unit % len(open_units)]
+            self._next_unit += 1
+            available[unit] -= ask.tokens
+            assigned.append((ask, unit))
+        return Allocation(assigned, [])
