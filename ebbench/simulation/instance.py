@@ -227,16 +227,11 @@ class Instance:
         block_size = self._limits.block_size
         need = (computed + tokens + (block_size - 1)) // block_size - state.held_blocks[candidates]
         np.maximum(need, 0, out=need)
-        total_need = int(need.sum())
-        if total_need > self._kv.free:
-            kept = self._preempt_until_fits(step, candidates, need)
-            candidates, tokens, need = candidates[:kept], tokens[:kept], need[:kept]
-            total_need = int(need.sum())
-        if total_need:
-            growing = np.flatnonzero(need)
-            grown, blocks = candidates[growing], need[growing]
-            self._kv.allocate(grown.tolist(), blocks.tolist())
-            state.held_blocks[grown] += blocks
+        if int(need.sum()) <= self._kv.free:
+            self._grow(candidates, need)
+        else:
+            kept = self._grow_preempting(step, candidates, need)
+            candidates, tokens = candidates[:kept], tokens[:kept]
         scheduled = tokens > 0
         if not scheduled.all():
             candidates, tokens = candidates[scheduled], tokens[scheduled]
@@ -248,17 +243,29 @@ class Instance:
                 self._kv.publish(row, known)
         return candidates, tokens, budget - int(tokens.sum())
 
-    def _preempt_until_fits(self, step: Step, candidates: Ints, need: Ints) -> int:
-        """Preempt from the end until those before it fit; returns how many candidates remain."""
-        cumulative = np.cumsum(need)
-        kept = len(candidates)
+    def _grow(self, rows: Ints, need: Ints) -> None:
+        """Give each row the blocks it needs; the caller has checked that they are there."""
+        growing = np.flatnonzero(need)
+        if len(growing):
+            rows, blocks = rows[growing], need[growing]
+            self._kv.allocate(rows.tolist(), blocks.tolist())
+            self._state.held_blocks[rows] += blocks
+
+    def _grow_preempting(self, step: Step, candidates: Ints, need: Ints) -> int:
+        """Give blocks in order and, where they run out, preempt from the end; returns how many candidates remain.
+
+        In turns, as vLLM does: what an earlier request takes is taken before a later one's blocks come free.
+        """
+        done, kept = 0, len(candidates)
         while True:
-            short = int(np.searchsorted(cumulative[:kept], self._kv.free, side="right"))
-            if short >= kept:
+            fit = done + int(np.searchsorted(np.cumsum(need[done:kept]), self._kv.free, side="right"))
+            self._grow(candidates[done:fit], need[done:fit])
+            done = fit
+            if done >= kept:
                 break
             kept -= 1
             self._preempt(step, int(candidates[kept]))
-            if kept == short:
+            if kept == done:
                 break
         victims = np.zeros(self._state.count, np.bool_)
         victims[step.preempted] = True
