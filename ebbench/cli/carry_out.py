@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ebbench.cli.preflight import check_counts, check_fits, check_options, is_server
-from ebbench.cli.server import POLICY_IS_A_LABEL, for_server, journalled, unknown_device
+from ebbench.cli.server import POLICY_IS_A_LABEL, for_server, journalled, unknown_device, with_client, with_ramp
 from ebbench.errors import EbbenchError, InterruptedRunError, RunError, UsageError
 from ebbench.records.manifest import wall_clock_ns
 from ebbench.records.run import RunWriter, default_run_dir, slug, unused
@@ -49,6 +49,9 @@ class Asked:
     output_dir: Path | None
     quiet: bool
     default_policies: bool
+    client: Mapping[str, object] = field(default_factory=dict)  # options of the load generator that were given
+    ramp_up_s: float | None = None
+    save_as_vllm: Path | None = None
 
 
 @dataclass
@@ -76,8 +79,9 @@ def carry_out(asked: Asked, *, as_json: bool) -> None:
         for offset in range(asked.repeats):
             if offset:
                 plan = _build_plan(asked, asked.seed + offset, device, messages)
+            ramped, ramping = with_ramp(plan, engine, asked.ramp_up_s)
             for spec in _order(asked.policies, offset):
-                _run_one(asked, plan, spec, device, engine, messages, done)
+                _run_one(asked, ramped, spec, device, ramping, messages, done)
                 if done.interrupted:
                     raise KeyboardInterrupt
     except KeyboardInterrupt:
@@ -100,6 +104,8 @@ def _check(asked: Asked) -> None:
         raise UsageError(
             "a server runs the one policy it was started with; give one --policy, as a label, and run once a server"
         )
+    if asked.save_as_vllm is not None and len(asked.policies) * asked.repeats > 1:
+        raise UsageError("--save-as-vllm writes one run; give one --policy and no --repeats")
     if asked.output_dir is not None and asked.output_dir.exists():
         raise UsageError(f"output directory {asked.output_dir} exists; give another --output-dir or remove it")
 
@@ -123,7 +129,7 @@ def _choose_engine(asked: Asked) -> tuple[Engine, str]:
     engine, sentence = select_engine(asked.engine)
     if is_server(asked.engine):
         engine = for_server(engine, asked.model, asked.plan_settings)
-    return engine, sentence
+    return with_client(engine, asked.client), sentence
 
 
 def _build_plan(asked: Asked, seed: int, device: Device, messages: Console) -> Plan:
@@ -184,6 +190,10 @@ def _run_one(
             observer.update(_last_snapshot(spec, plan, result))
         stored = conclude(writer, setting, result)
     done.summaries.append(summarise(stored))
+    if asked.save_as_vllm is not None:
+        from ebbench.render.vllm_json import save_vllm_result
+
+        save_vllm_result(stored, done.summaries[-1], asked.save_as_vllm)
     done.stories.append(explain(stored))
     phases = summarise_phases(stored)
     if len(phases) > 1:

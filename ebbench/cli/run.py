@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from ebbench.cli import client_flags as flags
 from ebbench.cli.options import GoodputCommand
 
 _WORKLOAD, _LOAD, _ENGINE, _OUTPUT = "Workload", "Load", "Engine", "Output"
@@ -51,6 +52,9 @@ def run(
         int | None, _opt("--max-concurrency", "-c", help="Requests open at a time.", panel=_LOAD)
     ] = None,
     request_rate: Annotated[float | None, _opt("--request-rate", help="Requests/s, open loop.", panel=_LOAD)] = None,
+    burstiness: Annotated[
+        float | None, _opt("--burstiness", help="Shape of gamma gaps: 1 is Poisson, less is burstier.", panel=_LOAD)
+    ] = None,
     repeats: Annotated[int, _opt("--repeats", help="Runs a policy, seeds S, S+1, ...", panel=_LOAD)] = 1,
     max_num_seqs: Annotated[int, _opt("--max-num-seqs", help="N, sequences in a batch.", panel=_ENGINE)] = 1024,
     max_num_batched_tokens: Annotated[
@@ -94,6 +98,22 @@ def run(
     output_dir: Annotated[
         Path | None, _opt("--output-dir", "-o", help="Where to store; must not exist.", panel=_OUTPUT)
     ] = None,
+    save_as_vllm: flags.SaveAsVllm = None,
+    ramp_up: flags.RampUp = None,
+    endpoint: flags.Endpoint = None,
+    workers: flags.Workers = None,
+    warmup: flags.Warmup = None,
+    connect_timeout: flags.ConnectTimeout = None,
+    idle_timeout: flags.IdleTimeout = None,
+    total_timeout: flags.TotalTimeout = None,
+    ready_timeout: flags.ReadyTimeout = None,
+    ignore_eos: flags.IgnoreEos = None,
+    temperature: flags.Temperature = None,
+    extra_body: flags.ExtraBody = None,
+    header: flags.Header = None,
+    vocab_size: flags.VocabSize = None,
+    reset_prefix_cache: flags.ResetPrefixCache = None,
+    insecure: flags.Insecure = None,
     as_json: Annotated[bool, _opt("--json", help="One JSON list on stdout, nothing else.", panel=_OUTPUT)] = False,
     quiet: Annotated[bool, _opt("--quiet", "-q", help="No progress.", panel=_OUTPUT)] = False,
 ) -> None:
@@ -124,6 +144,7 @@ def run(
             "source": source,
             "max_concurrency": max_concurrency,
             "request_rate": request_rate,
+            "burstiness": burstiness,
             "input_len": input_len,
             "output_len": output_len,
             "length_distribution": length_distribution,
@@ -141,6 +162,24 @@ def run(
         output_dir=output_dir,
         quiet=quiet,
         default_policies=not policy,
+        client={
+            "endpoint": endpoint,
+            "workers": workers,
+            "warmup": warmup,
+            "connect_timeout_s": connect_timeout,
+            "idle_timeout_s": idle_timeout,
+            "total_timeout_s": total_timeout,
+            "ready_timeout_s": ready_timeout,
+            "ignore_eos": ignore_eos,
+            "temperature": temperature,
+            "extra_body": extra_body,
+            "headers": header,
+            "vocab_size": vocab_size,
+            "reset_prefix_cache": reset_prefix_cache,
+            "insecure": insecure or None,
+        },
+        ramp_up_s=ramp_up,
+        save_as_vllm=save_as_vllm,
     )
     carry_out(asked, as_json=as_json)
 

@@ -7,6 +7,7 @@ from dataclasses import fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ebbench.devices.base import Device, StepShape
+from ebbench.errors import UsageError
 from ebbench.records.journal import Journal
 from ebbench.records.manifest import RunWarning
 from ebbench.records.run import RunWriter
@@ -14,6 +15,7 @@ from vllm_eb.calibration import Calibration
 
 if TYPE_CHECKING:
     from ebbench.engines.base import Engine
+    from ebbench.records.plan import Plan
 
 POLICY_IS_A_LABEL = RunWarning(
     "policy-is-a-label",
@@ -50,6 +52,41 @@ def for_server(engine: Engine, model: str | None, plan_settings: Mapping[str, ob
         drop_too_long=bool(plan_settings["drop_too_long"]),
     )
     return replace(engine, options=options)
+
+
+def with_client(engine: Engine, settings: Mapping[str, object]) -> Engine:
+    """The engine with the load generator's options that were given. Raises UsageError where it has none."""
+    from ebbench.cli.client_flags import client_options
+    from ebbench.client import ClientOptions
+
+    given = [name for name, value in settings.items() if value is not None]
+    if not given:
+        return engine
+    for name in ("options", "client"):
+        base = getattr(engine, name, None)
+        if isinstance(base, ClientOptions):
+            changes: dict[str, Any] = {name: client_options(base, settings)}
+            return replace(engine, **changes)  # type: ignore[type-var]
+    flag = "--" + given[0].removesuffix("_s").replace("_", "-")
+    raise UsageError(f"{flag} is about sending requests, which engine {engine.name} does not; give a server's URL")
+
+
+def with_ramp(plan: Plan, engine: Engine, ramp_up_s: float | None) -> tuple[Plan, Engine]:
+    """Plan and engine with a ramp of so many seconds; None is none. Raises UsageError where there can be none."""
+    from ebbench.client import ClientOptions
+    from ebbench.client.ramp import ramped
+
+    if ramp_up_s is None:
+        return plan, engine
+    for name in ("options", "client"):
+        base = getattr(engine, name, None)
+        if isinstance(base, ClientOptions):
+            plan, options = ramped(plan, base, ramp_up_s)
+            changes: dict[str, Any] = {name: options}
+            return plan, replace(engine, **changes)  # type: ignore[type-var]
+    if plan.closed_loop:
+        raise UsageError(f"--ramp-up of a closed loop needs a server; engine {engine.name} fills its slots at once")
+    return ramped(plan, ClientOptions(), ramp_up_s)[0], engine
 
 
 def journalled(engine: Engine, writer: RunWriter) -> Engine:

@@ -7,9 +7,10 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from ebbench.client.pacing import Arrivals, Slots, freed_by
+from ebbench.client.pacing import NEVER, Arrivals, Slots
 
-_NEXT, _OPEN, _ENDS, _STOPPED, _START, _FLOOR, _HEADER = 0, 1, 2, 3, 4, 5, 6
+# Places in the shared memory; the times of all ends follow.
+_NEXT, _OPEN, _ENDS, _STOPPED, _START, _UNOPENED, _OPENING, _USED, _HEADER = range(9)
 
 
 class SharedInts(Protocol):
@@ -29,11 +30,13 @@ class Release(NamedTuple):
 
 @dataclass(frozen=True)
 class Book:
-    """Releases sessions in plan order, whichever worker asks, while a slot is free and the session is due.
+    """Releases sessions in plan order, whichever worker asks, as soon as each is due.
 
     ``memory`` is shared between the workers and holds the state; ``lock`` guards it. The intended start is the
     arrival time (open loop) or the moment the slot became free (closed loop: ``arrivals`` None), never the
-    moment somebody got round to asking.
+    moment somebody got round to asking. In a closed loop, slots come from two queues, those opened by a rise of
+    the limit and those freed by ends, and each session takes the slot that was there first; a fall of the limit
+    uses up slots without a session.
     """
 
     memory: SharedInts
@@ -49,7 +52,9 @@ class Book:
 
     def begin(self, start_ns: int) -> None:
         """Set the common start time."""
-        self.memory[_START] = self.memory[_FLOOR] = start_ns
+        self.memory[_START] = start_ns
+        if self.arrivals is None:
+            self._change_limit(0, start_ns)
 
     def stop(self) -> None:
         """Release nothing more."""
@@ -73,24 +78,20 @@ class Book:
     @property
     def finished(self) -> bool:
         """Whether nothing is left to release."""
-        return bool(self.memory[_STOPPED]) or self.memory[_NEXT] >= self.sessions
+        return self.stopped or self.memory[_NEXT] >= self.sessions
 
     def take(self) -> Release | None:
         """The next session, if it may start now."""
         with self.lock:
             memory, number = self.memory, self.memory[_NEXT]
-            intended_ns = self._intended_ns()
-            if intended_ns is None or intended_ns > time.monotonic_ns():
+            intended_ns = self._due_ns()
+            if intended_ns == NEVER or intended_ns > time.monotonic_ns():
                 return None
             memory[_NEXT], memory[_OPEN] = number + 1, memory[_OPEN] + 1
-            if self.slots.opens_phase(number + 1):
-                memory[_FLOOR] = intended_ns
+            if self.arrivals is None:
+                self._use_slot(intended_ns)
+                self._change_limit(number + 1, intended_ns)
             return Release(number, intended_ns)
-
-    def due_ns(self) -> int | None:
-        """When the next session may start, as far as that is known: None if a slot must become free first."""
-        with self.lock:
-            return self._intended_ns()
 
     def end(self, end_ns: int) -> None:
         """A session ended at ``end_ns``: its slot is free."""
@@ -100,21 +101,51 @@ class Book:
             memory[_ENDS] += 1
             memory[_OPEN] -= 1
 
+    def due_ns(self) -> int | None:
+        """When the next session may start, as far as is known now; None if a session must end first."""
+        with self.lock:
+            due_ns = self._due_ns()
+        return None if due_ns == NEVER else due_ns
+
     def share(self, workers: int) -> int | None:
         """How many sessions one of ``workers`` should hold open now; None is no limit."""
         limit = self.slots.limit(min(self.memory[_NEXT], self.sessions - 1))
         return None if limit is None else -(-limit // workers)
 
-    def _intended_ns(self) -> int | None:
-        """The intended start of the next session; None if there is none, or no slot for it."""
+    def _due_ns(self) -> int:
         memory, number = self.memory, self.memory[_NEXT]
         if memory[_STOPPED] or number >= self.sessions:
-            return None
+            return NEVER
+        if self.arrivals is None:
+            opening_ns, freed_ns = self._slot_times()
+            return freed_ns if opening_ns == NEVER or (freed_ns != NEVER and freed_ns < opening_ns) else opening_ns
         limit = self.slots.limit(number)
         if limit is not None and memory[_OPEN] >= limit:
-            return None
-        if self.arrivals is not None:
-            return memory[_START] + self.arrivals.arrival_ns[number]
-        opened_ns = memory[_FLOOR] + self.slots.opening_ns(number)
-        index = -1 if limit is None else freed_by(number, limit)
-        return opened_ns if index < 0 else max(opened_ns, memory[_HEADER + index])
+            return NEVER
+        return memory[_START] + self.arrivals.arrival_ns[number]
+
+    def _slot_times(self) -> tuple[int, int]:
+        """When the next slot opens and when the next freed one became free; NEVER if there is none."""
+        memory = self.memory
+        opening_ns = memory[_OPENING] if memory[_UNOPENED] > 0 else NEVER
+        freed_ns = memory[_HEADER + memory[_USED]] if memory[_USED] < memory[_ENDS] else NEVER
+        return opening_ns, freed_ns
+
+    def _use_slot(self, time_ns: int) -> None:
+        memory = self.memory
+        if memory[_UNOPENED] > 0 and memory[_OPENING] == time_ns:
+            memory[_UNOPENED] -= 1
+            memory[_OPENING] += self.slots.spacing_ns
+        else:
+            memory[_USED] += 1
+
+    def _change_limit(self, number: int, now_ns: int) -> None:
+        """A phase may begin with session ``number``: open more slots, or let the next that become free lapse."""
+        if number >= self.sessions:
+            return
+        memory, change = self.memory, self.slots.change(number)
+        if change > 0 and memory[_UNOPENED] == 0:
+            memory[_OPENING] = now_ns
+        lapsed = min(memory[_UNOPENED], max(0, -change))
+        memory[_UNOPENED] += max(0, change) - lapsed
+        memory[_USED] += max(0, -change) - lapsed

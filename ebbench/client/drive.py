@@ -86,6 +86,8 @@ def server_url(url: str) -> str:
     """The server's base URL: with a scheme, without ``/v1`` or a path of its API. Raises UsageError."""
     if not url.startswith(("http://", "https://")):
         raise UsageError(f"{url!r} is no server URL; write http://HOST:PORT")
+    if "@" in url.split("/")[2]:
+        raise UsageError("leave credentials out of the URL; give the API key in EBBENCH_API_KEY or OPENAI_API_KEY")
     base = url.rstrip("/")
     for suffix in ("/v1/completions", "/v1/chat/completions", "/v1"):
         base = base.removesuffix(suffix)

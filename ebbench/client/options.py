@@ -10,6 +10,7 @@ from typing import Any, Literal
 from ebbench.errors import UsageError
 
 Endpoint = Literal["completions", "chat"]
+_SHORTEST_SECRET = 8
 KEY_VARIABLES = ("EBBENCH_API_KEY", "OPENAI_API_KEY")
 
 
@@ -80,6 +81,15 @@ def api_key(environ: Mapping[str, str] = os.environ) -> str | None:
     return next((environ[name] for name in KEY_VARIABLES if environ.get(name)), None)
 
 
-def redacted(text: str, key: str | None) -> str:
-    """``text`` without the key, should a server have repeated it."""
-    return text.replace(key, "[api key]") if key else text
+def secrets(options: ClientOptions, environ: Mapping[str, str]) -> tuple[str, ...]:
+    """What must not show up anywhere: the API key, and header values of the user's that are long enough for one."""
+    key = api_key(environ)
+    long = [value for value in options.headers.values() if len(value) >= _SHORTEST_SECRET]
+    return (key, *long) if key else tuple(long)
+
+
+def redacted(text: str, hidden: tuple[str, ...]) -> str:
+    """``text`` without secrets, should a server have repeated one."""
+    for secret in hidden:
+        text = text.replace(secret, "[hidden]")
+    return text

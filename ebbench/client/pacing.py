@@ -30,11 +30,11 @@ class Arrivals:
 
 @dataclass(frozen=True)
 class Slots:
-    """How many sessions may be open when session i is released, and when slots that were never used open.
+    """How many sessions may be open when session i is released.
 
-    ``limits[p]`` holds from session ``first_of_phase[p]`` on; None is no limit. Where a phase begins or raises the
-    limit, the new slots open one after the other, ``spacing_ns`` apart, instead of all at one instant, which no
-    client could honour and every client would report as its own lag.
+    ``limits[p]`` holds from session ``first_of_phase[p]`` on; None is no limit. Where the limit rises, the new slots
+    open one after the other, ``spacing_ns`` apart, instead of all at one instant, which no client could honour
+    and every client would report as its own lag.
     """
 
     first_of_phase: tuple[int, ...]
@@ -54,29 +54,9 @@ class Slots:
 
     def limit(self, session: int) -> int | None:
         """The limit in force at the release of session number ``session``."""
-        return self.limits[self._phase(session)]
+        return self.limits[bisect_right(self.first_of_phase, session) - 1]
 
-    def opens_phase(self, session: int) -> bool:
-        """Whether ``session`` is the first of a later phase."""
-        return session > 0 and session in self.first_of_phase
-
-    def opening_ns(self, session: int) -> int:
-        """How long after its phase's beginning the slot of ``session`` opens; 0 for a slot already in use."""
-        phase = self._phase(session)
-        limit, before = self.limits[phase], self.limits[phase - 1] if phase else 0
-        position = session - self.first_of_phase[phase]
-        if limit is None or before is None or position >= limit - before:
-            return 0
-        return position * self.spacing_ns
-
-    def _phase(self, session: int) -> int:
-        return bisect_right(self.first_of_phase, session) - 1
-
-
-def freed_by(session: int, limit: int) -> int:
-    """Number of the end (from 0) that frees the slot of ``session``; negative: the slot was never in use.
-
-    When session n is released n were released before it; with fewer than ``limit`` of them open, at least
-    ``n - limit + 1`` have ended, and the last of these made room.
-    """
-    return session - limit
+    def change(self, session: int) -> int:
+        """By how much the limit changes when ``session`` is next; 0 inside a phase."""
+        after, before = self.limit(session), self.limit(session - 1) if session else 0
+        return (after or 0) - (before or 0)

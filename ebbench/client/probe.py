@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import httpx
 
-from ebbench.client.options import ClientOptions, api_key, redacted
+from ebbench.client.options import ClientOptions, api_key, redacted, secrets
 from ebbench.errors import RunError, UsageError
 
 _ASK_TIMEOUT_S = 10.0
@@ -28,12 +28,13 @@ class Probe:
 
     def __init__(self, url: str, options: ClientOptions, environ: Mapping[str, str]) -> None:
         self._url, self._options = url.rstrip("/"), options
-        self._key = api_key(environ)
-        headers = dict(options.headers)
-        if self._key is not None:
-            headers["authorization"] = f"Bearer {self._key}"
+        self._secrets = secrets(options, environ)
+        headers, key = dict(options.headers), api_key(environ)
+        if key is not None:
+            headers["authorization"] = f"Bearer {key}"
         self._client = httpx.AsyncClient(
-            headers=headers, timeout=_ASK_TIMEOUT_S, verify=options.verify_tls,
+            headers=headers, timeout=_ASK_TIMEOUT_S,
+            verify=options.verify_tls and url.startswith("https:"),
             trust_env=options.transport != "direct",
         )  # fmt: skip
 
@@ -107,4 +108,4 @@ class Probe:
         return None
 
     def _safe(self, text: str) -> str:
-        return redacted(text, self._key)
+        return redacted(text, self._secrets)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from ebbench.client.answer import Answer
 from ebbench.client.bodies import Bodies, Turn
 from ebbench.client.caller import Caller
-from ebbench.client.options import ClientOptions
+from ebbench.client.options import ClientOptions, redacted, secrets
 from ebbench.errors import RunError
 from ebbench.records.plan import Plan
 
@@ -32,7 +32,8 @@ async def warm_up(url: str, model: str, plan: Plan, options: ClientOptions, envi
         answers = await asyncio.gather(*(one(number) for number in range(options.warmup)))
     failed = [a for a in answers if a.error_class is not None]
     if len(failed) == len(answers):
-        raise RunError(f"every warm-up request failed ({failed[0].error_class}: {failed[0].error_body[:200]})")
+        body = redacted(failed[0].error_body[:200], secrets(options, environ))
+        raise RunError(f"every warm-up request failed ({failed[0].error_class}: {body})")
 
 
 def _turn(plan: Plan, number: int) -> Turn:

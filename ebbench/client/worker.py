@@ -26,7 +26,7 @@ from ebbench.client.book import Book, SharedInts
 from ebbench.client.caller import Caller
 from ebbench.client.lag import LagMonitor
 from ebbench.client.messages import Batch, Begin, Farewell, Ready, Record, Stop, from_parent, send
-from ebbench.client.options import ClientOptions, api_key, redacted, spacing_ns
+from ebbench.client.options import ClientOptions, redacted, secrets, spacing_ns
 from ebbench.client.pacing import NEVER, Arrivals
 from ebbench.records.plan import ClosedPhase
 
@@ -112,7 +112,7 @@ class Worker:
     ) -> None:
         self._assignment, self._agenda, self._bodies = assignment, agenda, bodies
         self._caller, self._writer = caller, writer
-        self._key = api_key(environ)
+        self._secrets = secrets(assignment.options, environ)
         self._book = Book(assignment.memory, assignment.lock, agenda.sessions, agenda.slots, agenda.arrivals)
         self._loop = asyncio.get_running_loop()
         self._alarm = Alarm(self._loop, self._on_alarm)
@@ -272,7 +272,7 @@ class Worker:
             cached_tokens=details.get("cached_tokens"),
             finish_reason=answer.finish_reason,
             error_class=verdict.error_class,
-            error_body=redacted(body, self._key) if body is not None else None,
+            error_body=redacted(body, self._secrets) if body is not None else None,
             http_status=answer.status,
             text=answer.text if self._assignment.options.keep_text else None,
         )

@@ -15,6 +15,7 @@ import pyarrow as pa
 
 from ebbench import client
 from ebbench.client import ClientOptions, DriveResult
+from ebbench.client.drive import server_url
 from ebbench.client.progress import Snapshot
 from ebbench.devices.base import Device
 from ebbench.engines.base import EngineOptions, EngineResult, Observer, Progress
@@ -44,13 +45,16 @@ def drive(
 class EndpointEngine:
     """Runs plans on the server at ``url``. The policy is a label: what runs there is the server's business.
 
-    ``on_batch`` gets finished requests while the run goes on.
+    ``on_batch`` gets finished requests while the run goes on. Raises UsageError for what is no server's URL.
     """
 
     url: str
     options: ClientOptions = field(default_factory=ClientOptions)
     on_batch: Callable[[pa.Table], None] | None = None
     name: str = "endpoint"
+
+    def __post_init__(self) -> None:
+        self.url = server_url(self.url)
 
     def run(
         self, plan: Plan, policy: PolicySpec, device: Device, options: EngineOptions, observer: Observer | None

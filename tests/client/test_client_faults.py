@@ -182,7 +182,9 @@ def test_the_api_key_reaches_the_server_and_nothing_else() -> None:
     key = "sk-secret-" + os.urandom(8).hex()
     with FakeServerProcess(FakeConfig(faults=(parse_fault("echo-auth"),))) as server:
         result = run(server.url, plan_of(2), environ={"EBBENCH_API_KEY": key})
+        with pytest.raises(RunError, match=r"http_401.*Bearer \[hidden\]"):
+            run(server.url, plan_of(2), environ={"EBBENCH_API_KEY": key}, warmup=1)
     assert column(result, "error_class") == ["http_401"] * 2
-    assert all("Bearer [api key]" in str(body) for body in column(result, "error_body"))
+    assert all("Bearer [hidden]" in str(body) for body in column(result, "error_body"))
     assert key not in repr(result)
     assert key not in str(result.requests.to_pylist())

@@ -21,6 +21,7 @@ from ebbench.client.book import Book
 from ebbench.client.lag import lag_percentile_ns
 from ebbench.client.options import ClientOptions, api_key
 from ebbench.client.pacing import NEVER, Arrivals, Slots
+from ebbench.client.ramp import ramped, slow_start_ns
 from ebbench.client.scrape import parse
 from ebbench.client.sse import SseSplitter
 from ebbench.errors import UsageError
@@ -181,13 +182,28 @@ def test_the_book_keeps_order_and_limits_and_dates_a_release_by_its_slot(
     assert released == list(range(len(limit_of)))
     assert intended == sorted(intended)
     assert all(time == 1000 or (time - 2000) % 7 == 0 for time in intended)
-    assert set(intended[: limit_of[0]][: sizes[0][0]]) == {1000}
+    assert set(intended[: min(sizes[0])]) == {1000}
 
 
-def test_new_slots_open_one_after_the_other() -> None:
-    slots = Slots.of_phases([ClosedPhase("a", 4, 2), ClosedPhase("b", 9, 5)], spacing_ns=10)
-    assert [slots.opening_ns(n) for n in range(9)] == [0, 10, 0, 0, 0, 10, 20, 0, 0]
-    assert [slots.limit(n) for n in (0, 3, 4, 12)] == [2, 2, 5, 5]
+def test_new_slots_open_one_after_the_other_and_freed_ones_do_not_wait_for_them() -> None:
+    slots = Slots.of_phases([ClosedPhase("a", 6, 4), ClosedPhase("b", 9, 5)], spacing_ns=10)
+    book = _book(15, slots)
+    assert [book.take(), book.take()] == [(0, 1000), (1, 1010)]
+    book.end(1015)
+    assert [book.take() for _ in range(4)] == [(2, 1015), (3, 1020), (4, 1030), None]
+    book.end(1100)
+    # The first session of phase b finds a fifth slot, opened when its predecessor was released.
+    assert [book.take() for _ in range(3)] == [(5, 1100), (6, 1100), None]
+
+
+def test_a_lower_limit_lets_slots_lapse() -> None:
+    book = _book(9, Slots.of_phases([ClosedPhase("a", 3, 3), ClosedPhase("b", 6, 1)]))
+    assert [book.take() for _ in range(4)] == [(0, 1000), (1, 1000), (2, 1000), None]
+    book.end(2000)
+    book.end(3000)
+    assert book.take() is None
+    book.end(4000)
+    assert [book.take(), book.take()] == [(3, 4000), None]
 
 
 def test_the_slot_that_became_free_first_is_filled_first() -> None:
@@ -313,3 +329,28 @@ def test_options_refuse_what_makes_no_sense() -> None:
             ClientOptions(**settings)  # type: ignore[arg-type]
     assert api_key({"OPENAI_API_KEY": "a", "EBBENCH_API_KEY": "b"}) == "b"
     assert api_key({"OPENAI_API_KEY": ""}) is None
+
+
+def test_a_ramp_slows_the_start_and_keeps_the_rest() -> None:
+    planned = np.arange(0, 10_000, 10, dtype=np.int64)
+    slowed = slow_start_ns(planned, 2_000)
+    assert slowed[0] == 0
+    assert np.all(np.diff(slowed) >= 10)
+    after = planned >= 1_000  # half the ramp's arrivals are missing, the others come half a ramp later
+    assert np.array_equal(slowed[after], planned[after] + 1_000)
+    for t in (500, 1_000, 2_000):  # by t the ramp has let through rate * t^2 / (2 ramp)
+        assert np.sum(slowed < t) == pytest.approx(t * t / 4_000 / 10, abs=1.5)
+
+
+def test_a_ramp_of_a_plan_moves_first_turns_only_or_spaces_the_slots() -> None:
+    open_loop = plan_of(3, arrivals_ms=[0, 100, 900], turns=2, concurrency=None)
+    plan, options = ramped(open_loop, ClientOptions(), 1.0)
+    assert plan.table.column("arrival_ns").to_pylist()[::2] == [0, round((0.2e18) ** 0.5), 1_400_000_000]
+    assert plan.table.column("arrival_ns").to_pylist()[1::2] == [None] * 3
+    assert plan.facts["ramp_up_s"] == 1.0
+    assert options == ClientOptions()
+    closed, options = ramped(plan_of(8, concurrency=4), ClientOptions(), 1.0)
+    assert options.slot_spacing_s == 0.25
+    assert closed.table.equals(plan_of(8, concurrency=4).table)
+    with pytest.raises(UsageError, match="--ramp-up"):
+        ramped(open_loop, ClientOptions(), 0.0)

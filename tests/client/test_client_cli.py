@@ -1,0 +1,161 @@
+"""The load generator as a user meets it: commands, files, exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from ebbench.fakeserver import FakeConfig, FakeServerProcess, parse_fault
+from ebbench.fakeserver.ledger import decode
+from ebbench.records.run import Run
+
+SMALL = ["--input-len", "20", "--output-len", "5", "--length-distribution", "fixed"]
+
+
+def _command(*arguments: str) -> list[str]:
+    return [sys.executable, "-c", "from ebbench.cli.main import run; run()", *arguments]
+
+
+def _ebbench(cwd: Path, *arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, **environ}
+    return subprocess.run(_command(*arguments), cwd=cwd, env=env, capture_output=True, text=True, timeout=120)
+
+
+def test_a_run_against_a_server_is_stored_and_saved_as_vllm_does(tmp_path: Path) -> None:
+    with FakeServerProcess(FakeConfig(ttft_ms=5, itl_ms=1)) as server:
+        done = _ebbench(
+            tmp_path, "run", "balanced", "--engine", server.url, "-n", "40", "-c", "4", *SMALL, "--output-dir", "out",
+            "--goodput", "ttft:5000", "tpot:5000", "--warmup", "2", "--save-as-vllm", "vllm.json", "--json",
+        )  # fmt: skip
+        ledger = [e for e in server.ledger() if not e.request_id.startswith("warmup")]
+    # A busy test machine may make the run INVALID (4); anything else is an error.
+    assert done.returncode in (0, 4), done.stderr
+    (summary,) = json.loads(done.stdout)
+    assert (summary["planned"], summary["completed"], summary["failed"]) == (40, 40, 0)
+    assert summary["total_output_tokens"] == sum(entry.tokens for entry in ledger) == 200
+    assert summary["request_goodput"] == pytest.approx(summary["request_throughput"])
+    assert (summary["engine"], summary["model"]) == ("endpoint", "fake-model")
+    stored = Run.load(tmp_path / "out")
+    assert stored.table("server_metrics").num_rows > 0
+    saved = json.loads((tmp_path / "vllm.json").read_text())
+    assert saved["completed"] == len(saved["ttfts"]) == 40
+    assert saved["mean_ttft_ms"] == pytest.approx(1000 * sum(saved["ttfts"]) / 40)
+    assert [len(gaps) for gaps in saved["itls"]] == [4] * 40
+    assert saved["output_lens"] == [5] * 40
+    assert (saved["max_concurrency"], saved["request_rate"], saved["model_id"]) == (4, "inf", "fake-model")
+
+
+def test_when_every_request_fails_the_run_is_written_and_metrics_are_null(tmp_path: Path) -> None:
+    key = "sk-" + os.urandom(12).hex()
+    with FakeServerProcess(FakeConfig(faults=(parse_fault("echo-auth"),))) as server:
+        arguments = ("run", "balanced", "--engine", server.url, "-n", "6", *SMALL, "--output-dir", "out", "--json")
+        done = _ebbench(tmp_path, *arguments, EBBENCH_API_KEY=key)
+    assert done.returncode == 4
+    (summary,) = json.loads(done.stdout)
+    assert (summary["completed"], summary["failed"], summary["valid"]) == (0, 6, False)
+    assert summary["mean_ttft_ms"] is None
+    assert summary["p99_itl_ms"] is None
+    bodies = Run.load(tmp_path / "out").requests.column("error_body").to_pylist()
+    assert all("Bearer [hidden]" in body for body in bodies)
+    for text in (done.stdout, done.stderr):
+        assert key not in text
+    for path in tmp_path.rglob("*"):
+        assert path.is_dir() or key.encode() not in path.read_bytes(), path
+
+
+@pytest.mark.parametrize("interrupts", [1, 2])
+def test_ctrl_c_keeps_what_was_measured(tmp_path: Path, interrupts: int) -> None:
+    with FakeServerProcess(FakeConfig(ttft_ms=30, itl_ms=30)) as server:
+        command = _command(
+            "run", "balanced", "--engine", server.url, "-n", "5000", "-c", "8", *SMALL, "--output-dir", "out", "--json"
+        )
+        process = subprocess.Popen(
+            command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+        )
+        deadline = time.monotonic() + 60
+        while sum(entry.outcome == "length" for entry in server.ledger()) < 10 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        for _ in range(interrupts):
+            os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the workers too
+            time.sleep(0.05)
+        stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130, stderr
+    (summary,) = json.loads(stdout)
+    assert summary["interrupted"]
+    assert not summary["valid"]
+    assert summary["completed"] >= 10 - 8
+    assert summary["planned"] == 5000
+    counts = [summary[key] for key in ("completed", "failed", "timed_out", "cancelled", "never_sent")]
+    assert sum(counts) == 5000
+    assert summary["cancelled"] == 0 or interrupts == 2
+    assert Run.load(tmp_path / "out").requests.num_rows == 5000
+    _wait_until_gone(process.pid)
+
+
+def _wait_until_gone(group: int) -> None:
+    """Fail if a process of the group outlives its leader by more than some seconds."""
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        try:
+            os.killpg(group, 0)
+        except ProcessLookupError:
+            return
+        time.sleep(0.05)
+    pytest.fail("a process was left behind")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["--engine", "http://127.0.0.1:9", "--ready-timeout", "0"], 4, "is not ready"),
+        (["--engine", "http://me:secret@127.0.0.1:9"], 2, "leave credentials out of the URL"),
+        (["--engine", "sim", "--warmup", "3"], 2, "--warmup is about sending requests"),
+        (["--engine", "http://127.0.0.1:9", "--extra-body", "[1]"], 2, "--extra-body must be a JSON object"),
+        (["--engine", "http://127.0.0.1:9", "--header", "x"], 2, "is not KEY=VALUE"),
+        (["--engine", "http://127.0.0.1:9", "--header", "Authorization=x"], 2, "EBBENCH_API_KEY"),
+    ],
+)
+def test_what_cannot_work_is_said_in_one_line(tmp_path: Path, arguments: list[str], code: int, message: str) -> None:
+    done = _ebbench(tmp_path, "run", "balanced", "-n", "5", *SMALL, *arguments)
+    assert done.returncode == code, done.stderr
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1
+    assert message in errors[0]
+    assert "secret" not in done.stderr
+    assert not list(tmp_path.rglob("manifest.json"))
+
+
+def test_the_fake_server_command_says_where_it_is_and_leaves_its_ledger(tmp_path: Path) -> None:
+    command = _command("fake-server", "--port", "0", "--ttft-ms", "1", "--itl-ms", "1", "--ledger", "ledger.json")
+    process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    url = process.stderr.readline().split()[0]
+    done = _ebbench(tmp_path, "run", "balanced", "--engine", url, "-n", "5", *SMALL, "--quiet")
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=20)
+    assert done.returncode in (0, 4)
+    assert process.returncode == 0
+    assert "5 requests, 5 complete answers, 25 tokens" in stderr
+    assert [entry.tokens for entry in decode((tmp_path / "ledger.json").read_bytes())] == [5] * 5
+    again = _ebbench(tmp_path, "fake-server", "--ledger", "ledger.json")
+    assert again.returncode == 2
+    assert "exists" in again.stderr
+
+
+def test_client_check_prints_what_the_client_bears(tmp_path: Path) -> None:
+    done = _ebbench(tmp_path, "client-check", "--max-streams", "4", "--seconds", "0.4", "--json")
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    (rung,) = document["rungs"]
+    assert (rung["streams"], rung["lost"]) == (4, 0)
+    assert rung["cpu_us_per_token"] > 0
+    assert rung["ttft_error_p50_ms"] >= 0
+    limit = document["trustworthy_up_to"]
+    assert (limit is not None) == rung["trustworthy"]
