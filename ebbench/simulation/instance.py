@@ -279,12 +279,19 @@ class Instance:
         if in_flight is not None:
             self._stale[row] = samples
         known = int(state.target[row]) - samples
-        self._kv.release(row, min(int(state.computed[row]), known - 1))
+        # vLLM publishes blocks up to the tokens it knew when it scheduled the step in flight.
+        known_then = known - (in_flight is not None and self._told_since(row, in_flight.scheduled_ns))
+        self._kv.release(row, min(int(state.computed[row]), known_then))
         state.target[row], state.computed[row], state.held_blocks[row] = known, 0, 0
         state.partial[row] = False
         state.preemptions[row] += 1
         self.waiting.appendleft(row)
         step.preempted.append(row)
+
+    def _told_since(self, row: int, time_ns: int) -> bool:
+        """Whether a token of the row was delivered after a scheduling step at that time."""
+        slot = int(self._state.next_slot[row])
+        return slot > self._state.first_slot[row] and bool(self._state.token_ns[slot - 1] > time_ns)
 
     def _admit(self, now_ns: int, budget: int, threshold: int, running_limit: int) -> tuple[list[int], list[int]]:
         state, kv, block_size = self._state, self._kv, self._limits.block_size
