@@ -1,0 +1,38 @@
+"""``ebbench compare``: stored runs side by side, paired by plan, with intervals and tests."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def compare(
+    runs: Annotated[list[Path], typer.Argument(help="Run directories, or directories that hold some.")],
+    baseline: Annotated[
+        str | None, typer.Option("--baseline", help="Policy to compare with. Default: v1, else the first.")
+    ] = None,
+    allow: Annotated[
+        list[str] | None, typer.Option("--allow", help="Environment key that may differ. Repeatable.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+) -> None:
+    """Compare policies on the same plans: change, interval, p-value, smallest detectable change.
+
+    Runs of different plans or devices are refused. Measure with `ebbench run --repeats 6` or more.
+    """
+    from ebbench.analysis import compare_paired
+    from ebbench.analysis.gate_units import check_allowed
+    from ebbench.report import comparison
+
+    allowed = check_allowed(allow or ())
+    found = compare_paired.compare(compare_paired.load_groups(runs), baseline, allowed)
+    if as_json:
+        sys.stdout.write(json.dumps(comparison.to_json(found), indent=2, allow_nan=False) + "\n")
+        return
+    from rich.console import Console
+
+    Console(highlight=False).print(comparison.console(found))

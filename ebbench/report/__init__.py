@@ -1,0 +1,1 @@
+"""What leaves the program: verdicts for CI, the HTML report, exports to other tools' formats, runs as a database."""

@@ -1,0 +1,75 @@
+"""Measuring two sides back and forth: baseline, candidate, candidate, baseline, ... (ABBA).
+
+Whatever drifts while measuring (temperature, clocks, a neighbour) then falls on both sides alike. A side is a
+command line that stores one run, so the two may be two installations, two branches or two settings.
+"""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from ebbench.errors import RunError, UsageError
+from ebbench.records.run import MANIFEST, unused
+
+_KEPT_LINES = 5
+
+
+@dataclass(frozen=True)
+class Side:
+    """Where its runs go, and the command: ``{out}`` is the run directory, ``{seed}`` the pair's seed."""
+
+    directory: Path
+    command: str
+
+    def argv(self, out: Path, seed: int) -> list[str]:
+        """The command of one run. Raises UsageError when it cannot be one."""
+        try:
+            words = shlex.split(self.command)
+        except ValueError as error:
+            raise UsageError(f"cannot split the command {self.command!r}: {error}") from None
+        if not any("{out}" in word for word in words):
+            raise UsageError(f"the command {self.command!r} needs {{out}}, the directory its run must be stored in")
+        return [word.replace("{out}", str(out)).replace("{seed}", str(seed)) for word in words]
+
+
+def abba(pairs: int) -> Iterator[tuple[int, int]]:
+    """(pair, side) in the order of measuring: side 0 first in even pairs, side 1 in odd ones."""
+    for pair in range(pairs):
+        for side in (0, 1) if pair % 2 == 0 else (1, 0):
+            yield pair, side
+
+
+def measure_pairs(baseline: Side, candidate: Side, *, pairs: int, first_seed: int, say: Callable[[str], None]) -> None:
+    """Run both sides' commands, pair by pair; a pair that is there already is not measured again.
+
+    Raises UsageError for commands that cannot work, RunError when one fails.
+    """
+    if pairs < 1:
+        raise UsageError(f"--pairs must be at least 1, not {pairs}")
+    sides = (baseline, candidate)
+    for side in sides:
+        side.argv(side.directory, 0)
+        side.directory.mkdir(parents=True, exist_ok=True)
+    for pair, which in abba(pairs):
+        side = sides[which]
+        label = f"pair {pair + 1} of {pairs}, {('baseline', 'candidate')[which]}"
+        out = side.directory / f"pair-{pair:03d}"
+        if (out / MANIFEST).exists():
+            say(f"{label}: measured before")
+            continue
+        say(label)
+        _carry_out(side.argv(unused(out), first_seed + pair))
+
+
+def _carry_out(argv: list[str]) -> None:
+    try:
+        done = subprocess.run(argv, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
+    except OSError as error:
+        raise UsageError(f"cannot start {argv[0]!r}: {error.strerror or error}") from None
+    if done.returncode:
+        tail = " / ".join(done.stderr.strip().splitlines()[-_KEPT_LINES:])
+        raise RunError(f"{shlex.join(argv)} ended with exit code {done.returncode}: {tail}")

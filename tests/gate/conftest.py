@@ -1,0 +1,18 @@
+"""Runs for the gate's tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from gate_data import SMALL, invoke
+
+
+@pytest.fixture(scope="session")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Six simulated seeds each: ``v1``, ``v0`` (much worse first tokens), and ``copy``, which is v1 again."""
+    root = tmp_path_factory.mktemp("measured")
+    for name, policy in (("v1", "v1"), ("copy", "v1"), ("v0", "v0")):
+        done = invoke(*SMALL, "--policy", policy, "--repeats", "6", "--output-dir", root / name)
+        assert done.exit_code == 0, done.output
+    return root

@@ -1,0 +1,200 @@
+"""The verdict: what fails, what passes, what is left open, what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from gate_data import side, unit
+
+from ebbench.analysis.gate import Rules, judge, pair_units
+from ebbench.analysis.gate_margins import parse_margins
+from ebbench.analysis.gate_store import save_baseline, stored_units
+from ebbench.analysis.gate_units import Unit
+from ebbench.errors import DataError, UnknownNameError, UsageError
+
+SAME = [0.0] * 6
+NOISE = [0.004, -0.003, 0.002, -0.005, 0.001, -0.002]
+
+
+def verdict(candidate: list[Unit], rules: Rules | None = None) -> tuple[str, str]:
+    found = judge(pair_units(side(SAME[: len(candidate)]), candidate), rules or Rules())
+    return found.outcome, found.reason
+
+
+def test_equal_sides_pass() -> None:
+    assert verdict(side(SAME))[0] == "pass"
+    assert verdict(side(NOISE))[0] == "pass"
+
+
+@pytest.mark.parametrize(
+    ("figure", "label"), [("tokens", "tokens/s"), ("ttft", "TTFT median"), ("tpot", "TPOT median")]
+)
+def test_a_clear_loss_in_any_gated_figure_fails(figure: str, label: str) -> None:
+    outcome, reason = verdict(side([0.08 + x for x in NOISE], figure))
+    assert outcome == "fail"
+    assert f"{label} is 7.9% worse" in reason
+
+
+def test_a_gain_of_any_size_passes() -> None:
+    assert verdict(side([-0.3 + x for x in NOISE], "ttft"))[0] == "pass"
+
+
+def test_a_significant_loss_inside_the_margin_does_not_fail() -> None:
+    found = judge(pair_units(side(SAME), side([0.01 + x / 10 for x in NOISE])))
+    tokens = found.judged[0]
+    assert tokens.p_adjusted <= 0.05
+    assert (tokens.outcome, found.outcome) == ("pass", "pass")
+
+
+def test_a_loss_beyond_the_margin_that_chance_explains_is_left_open() -> None:
+    outcome, reason = verdict(side([0.2, -0.1, 0.15, -0.05, 0.1, 0.01]))
+    assert outcome == "inconclusive"
+    assert "may be up to" in reason
+
+
+def test_one_pair_against_the_trend_keeps_six_pairs_from_failing() -> None:
+    """p is then at least 2/64, times three figures: above 5 %."""
+    assert verdict(side([0.08, 0.08, 0.08, 0.08, 0.08, -0.001]))[0] == "inconclusive"
+
+
+def test_fewer_than_six_pairs_never_decide() -> None:
+    for losses in ([0.0] * 5, [0.5] * 5):
+        outcome, reason = verdict(side(losses))
+        assert outcome == "inconclusive"
+        assert "5 pair(s) where the test needs 6" in reason
+
+
+def test_holm_counts_only_figures_that_are_defined() -> None:
+    pairs = pair_units(side(SAME), side([0.08] * 6))
+    stripped = [
+        type(pair)(*(replace(u, figures=u.figures | {"median_tpot_ms": None}) for u in (pair.baseline, pair.candidate)))
+        for pair in pairs
+    ]
+    assert judge(pairs).judged[0].p_adjusted == pytest.approx(3 / 64)
+    found = judge(stripped)
+    assert found.judged[0].p_adjusted == pytest.approx(2 / 64)
+    assert "median_tpot_ms" in found.skipped
+
+
+def test_advisory_figures_are_shown_and_never_decide() -> None:
+    def with_tail(units: list[Unit], p99: float) -> list[Unit]:
+        return [replace(u, figures=u.figures | {"p99_ttft_ms": p99, "request_goodput": 1000 / p99}) for u in units]
+
+    found = judge(pair_units(with_tail(side(SAME), 100.0), with_tail(side(SAME), 300.0)))
+    tails = {entry.figure: entry for entry in found.judged if not entry.gated}
+    assert tails["p99_ttft_ms"].loss == pytest.approx(2.0)
+    assert tails["request_goodput"].loss == pytest.approx(2.0)
+    assert found.outcome == "pass"
+
+
+def test_goodput_under_different_limits_is_not_compared() -> None:
+    def limited(units: list[Unit], slo: str) -> list[Unit]:
+        return [replace(u, figures=u.figures | {"request_goodput": 5.0}, slo=slo) for u in units]
+
+    found = judge(pair_units(limited(side(SAME), "ttft:100"), limited(side(SAME), "ttft:200")))
+    assert "different limits" in found.skipped["request_goodput"]
+
+
+def test_margins_by_figure() -> None:
+    default, single = parse_margins(["5", "ttft:10, tpot:2"])
+    rules = Rules(default_margin=default, margin=single)
+    assert [rules.margin_of(f) for f in ("output_throughput", "median_ttft_ms", "median_tpot_ms")] == [0.05, 0.1, 0.02]
+    assert verdict(side([0.08 + x for x in NOISE], "ttft"), rules)[0] == "pass"
+    assert verdict(side([0.08 + x for x in NOISE], "tpot"), rules)[0] == "fail"
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "100", "many", "ttft:", "ttft:0"])
+def test_a_margin_that_is_no_percentage_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="write a percentage"):
+        parse_margins([text])
+
+
+def test_an_unknown_figure_is_refused_with_a_suggestion() -> None:
+    with pytest.raises(UnknownNameError, match="did you mean 'tpot'"):
+        parse_margins(["tpto:3"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "keys"),
+    [
+        ({"device": "l40s"}, "device: h200 against l40s"),
+        ({"model": "other"}, "model: qwen3-8b against other"),
+        ({"vllm": "0.32.0"}, "vllm: not recorded against 0.32.0"),
+        ({"options": '{"max_num_seqs": 9}'}, "options.max_num_seqs: 8 against 9"),
+    ],
+)
+def test_other_environments_are_refused_by_name(changes: dict[str, str], keys: str) -> None:
+    moved = [replace(u, environment=dict(u.environment) | changes) for u in side(SAME)]
+    with pytest.raises(DataError, match=keys.replace(".", r"\.")):
+        pair_units(side(SAME), moved)
+    assert len(pair_units(side(SAME), moved, allowed=list(changes))) == 6
+
+
+def test_other_plans_are_refused() -> None:
+    with pytest.raises(DataError, match=r"plan: 1 plan\(s\) \(seed 6\) have no run of the same plan in the baseline"):
+        pair_units(side(SAME), side([0.0] * 7))
+
+
+def test_a_side_of_two_policies_is_refused() -> None:
+    with pytest.raises(DataError, match="mixes the policies v1 and eb"):
+        pair_units(side(SAME), [*side(SAME), unit(0, policy="eb")])
+
+
+def test_restarts_of_one_plan_pair_in_order_of_time() -> None:
+    before = [unit(0, anchor_unix_ns=t, run=f"b{t}") for t in (3, 1)]
+    after = [unit(0, anchor_unix_ns=t, run=f"c{t}") for t in (2, 4)]
+    assert [(p.baseline.run, p.candidate.run) for p in pair_units(before, after)] == [("b1", "c2"), ("b3", "c4")]
+
+
+def test_copies_of_a_simulated_run_are_one_measurement() -> None:
+    copies = [unit(0, virtual=True, anchor_unix_ns=t) for t in range(6)]
+    assert len(pair_units(copies, copies)) == 1
+
+
+def test_sides_measured_one_after_the_other_are_pointed_out() -> None:
+    late = [replace(u, anchor_unix_ns=u.anchor_unix_ns + 100) for u in side(SAME)]
+    assert "not measured interleaved" in judge(pair_units(side(SAME), late)).notes[0]
+    turns = [replace(u, anchor_unix_ns=2 * u.anchor_unix_ns) for u in side(SAME)]
+    back = [replace(u, anchor_unix_ns=2 * u.anchor_unix_ns + 1) for u in side(SAME)]
+    assert not judge(pair_units(turns, back)).notes
+
+
+@pytest.mark.parametrize("rules", [Rules(default_margin=0.0), Rules(alpha=0.6), Rules(min_pairs=1)])
+def test_rules_that_cannot_work_are_refused(rules: Rules) -> None:
+    with pytest.raises(UsageError):
+        judge(pair_units(side(SAME), side(SAME)), rules)
+
+
+def test_a_stored_baseline_is_found_by_its_environment(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "baselines.parquet"
+    other = [replace(u, environment=dict(u.environment) | {"device": "l40s"}) for u in side(NOISE)]
+    assert save_baseline(side(SAME), path) == 6
+    assert save_baseline(other, path) == 12
+    assert save_baseline(side(NOISE), path) == 12  # replaces its own rows only
+    assert stored_units(path, unit()) == side(NOISE)
+    assert stored_units(path, other[0]) == other
+    assert judge(pair_units(stored_units(path, unit()), side(NOISE))).outcome == "pass"
+
+
+def test_a_missing_baseline_never_passes(tmp_path: Path) -> None:
+    path = tmp_path / "baselines.parquet"
+    with pytest.raises(DataError, match="no such baseline; store one with"):
+        stored_units(path, unit())
+    save_baseline(side(SAME), path)
+    moved = replace(unit(), environment=dict(unit().environment) | {"device": "l40s"})
+    with pytest.raises(DataError, match="no baseline for this environment; the nearest differs in device: h200"):
+        stored_units(path, moved)
+    path.write_bytes(b"not parquet")
+    with pytest.raises(DataError, match="not a readable Parquet file"):
+        stored_units(path, unit())
+
+
+def test_a_candidate_of_another_policy_takes_the_only_baseline_there_is(tmp_path: Path) -> None:
+    path = tmp_path / "baselines.parquet"
+    save_baseline(side(SAME), path)
+    assert {u.policy for u in stored_units(path, unit(policy="eb"))} == {"v1"}
+    save_baseline(side(SAME, policy="v0"), path)
+    with pytest.raises(DataError, match="no baseline of policy eb, only of v1, v0"):
+        stored_units(path, unit(policy="eb"))

@@ -1,0 +1,242 @@
+"""`ebbench gate` and `compare` as CI drives them: exit codes, files, messages."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree as Xml
+
+import msgspec
+import pytest
+from gate_data import SMALL, invoke
+
+from ebbench.records import files
+from ebbench.records.run import MANIFEST, Run
+from ebbench.sweep.interleave import abba
+
+
+@pytest.fixture(autouse=True)
+def _no_summary(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GITHUB_STEP_SUMMARY", raising=False)
+
+
+def test_the_same_code_passes(measured: Path) -> None:
+    done = invoke("gate", measured / "v1", measured / "copy")
+    assert done.exit_code == 0, done.output
+    assert "PASS" in done.stdout
+    assert "Minimum detectable loss" in done.stdout
+
+
+def test_a_worse_scheduler_fails(measured: Path) -> None:
+    done = invoke("gate", measured / "v1", measured / "v0")
+    assert done.exit_code == 1
+    assert "FAIL: " in done.stdout
+    assert "the sides differ in policy: v1 against v0" in " ".join(done.stdout.split())
+
+
+def test_too_few_pairs_are_inconclusive(measured: Path) -> None:
+    done = invoke("gate", measured / "v1" / "v1-seed0", measured / "copy" / "v1-seed0")
+    assert done.exit_code == 5
+    assert "1 pair(s) where the test needs 6" in done.stdout
+
+
+def test_json_is_one_object(measured: Path) -> None:
+    done = invoke("gate", measured / "v1", measured / "v0", "--json")
+    document = json.loads(done.stdout)
+    assert (document["outcome"], document["exit_code"], len(document["pairs"])) == ("fail", 1, 6)
+    assert {entry["figure"] for entry in document["figures"] if entry["gated"]} == {
+        "output_throughput", "median_ttft_ms", "median_tpot_ms",
+    }  # fmt: skip
+    assert [pair["seed"] for pair in document["pairs"]] == list(range(6))
+
+
+@pytest.mark.parametrize(("other", "failures", "errors"), [("copy", 0, 0), ("v0", 1, 0)])
+def test_junit_xml(measured: Path, tmp_path: Path, other: str, failures: int, errors: int) -> None:
+    invoke("gate", measured / "v1", measured / other, "--junit", tmp_path / "gate.xml")
+    suite = Xml.parse(tmp_path / "gate.xml").getroot().find("testsuite")
+    assert suite is not None
+    assert len(suite.findall("testcase")) == int(suite.attrib["tests"]) >= 3
+    assert len(suite.findall("testcase/failure")) == int(suite.attrib["failures"])
+    assert bool(int(suite.attrib["failures"])) == bool(failures)
+    assert int(suite.attrib["errors"]) == errors
+
+
+def test_junit_of_an_inconclusive_gate_has_no_case_that_passes(measured: Path, tmp_path: Path) -> None:
+    one = measured / "v1" / "v1-seed0"
+    invoke("gate", one, one, "--junit", tmp_path / "gate.xml")
+    cases = Xml.parse(tmp_path / "gate.xml").getroot().findall("testsuite/testcase")
+    assert cases
+    assert all(case.find("error") is not None for case in cases)
+
+
+def test_the_github_summary_is_appended(measured: Path, tmp_path: Path) -> None:
+    summary = tmp_path / "summary.md"
+    summary.write_text("before\n")
+    invoke("gate", measured / "v1", measured / "copy", env={"GITHUB_STEP_SUMMARY": str(summary)})
+    text = summary.read_text()
+    assert text.startswith("before\n## ✅ PASS")
+    assert "| tokens/s |" in text
+
+
+def test_hostile_names_cannot_break_xml_or_markdown(measured: Path, tmp_path: Path) -> None:
+    hostile = "</testcase><script>alert(1)</script>|\x00`"
+    for name in ("one", "two"):
+        shutil.copytree(measured / "v1" / "v1-seed0", tmp_path / name)
+        manifest = Run.load(tmp_path / name).manifest
+        policy = "v1" if name == "one" else hostile
+        _rewrite(tmp_path / name, msgspec.structs.replace(manifest, policy=policy, model=hostile))
+    xml, summary = tmp_path / "gate.xml", tmp_path / "summary.md"
+    done = invoke("gate", tmp_path / "one", tmp_path / "two", "--junit", xml, "--summary", summary)
+    assert done.exit_code == 5
+    assert Xml.parse(xml).getroot().find(".//script") is None
+    assert "<script>" not in summary.read_text()
+
+
+def _rewrite(run: Path, manifest: object) -> None:
+    files.write_bytes(msgspec.json.encode(manifest), run / MANIFEST)
+
+
+def test_an_invalid_run_never_gates(measured: Path, tmp_path: Path) -> None:
+    shutil.copytree(measured / "v1", tmp_path / "v1")
+    bad = tmp_path / "v1" / "v1-seed3"
+    _rewrite(bad, msgspec.structs.replace(Run.load(bad).manifest, valid=False, reasons=("made so",)))
+    for arguments in (("gate", tmp_path / "v1", measured / "copy"), ("gate", measured / "v1", tmp_path / "v1")):
+        done = invoke(*arguments)
+        assert done.exit_code == 3
+        assert "v1-seed3: INVALID run (made so)" in done.stderr
+    assert invoke("compare", tmp_path / "v1", measured / "v0").exit_code == 3
+
+
+def test_other_plans_and_settings_are_refused_with_the_keys(measured: Path, tmp_path: Path) -> None:
+    invoke(*SMALL, "--policy", "v1", "--seed", "9", "--output-dir", tmp_path / "seed9")
+    invoke(*SMALL, "--policy", "v1", "--max-num-seqs", "8", "--device", "h200", "--output-dir", tmp_path / "other")
+    one = measured / "v1" / "v1-seed0"
+    done = invoke("gate", one, tmp_path / "seed9")
+    assert (done.exit_code, "plan: " in done.stderr) == (3, True)
+    for command in ("gate", "compare"):
+        done = invoke(command, measured / "v0" / "v0-seed0", tmp_path / "other")
+        assert done.exit_code == 3
+        assert "device: " in done.stderr
+        assert "options.max_num_seqs: " in done.stderr
+        assert done.stderr.count("\n") == 1
+
+
+def test_a_missing_baseline_is_3(measured: Path, tmp_path: Path) -> None:
+    for missing in (tmp_path / "nothing", tmp_path / "nothing.parquet"):
+        done = invoke("gate", missing, measured / "v1")
+        assert done.exit_code == 3
+        assert "nothing" in done.stderr
+
+
+def test_a_stored_baseline_gates_later_runs(measured: Path, tmp_path: Path) -> None:
+    store = tmp_path / "baselines.parquet"
+    done = invoke("gate", "--save-baseline", store, measured / "v1")
+    assert done.exit_code == 0
+    assert "stored 6 run(s)" in done.stderr
+    assert invoke("gate", store, measured / "copy").exit_code == 0
+    assert invoke("gate", store, measured / "v0").exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "gate needs two arguments"),
+        (("a", "b", "c"), "gate needs two arguments"),
+        (("a", "b", "--margin", "none"), "write a percentage"),
+        (("a", "b", "--allow", "modell"), "did you mean 'model'"),
+        (("a", "b", "--pairs", "2"), "needs all of --pairs"),
+        (("a", "b", "--pairs", "2", "--baseline-command", "x {out}", "--candidate-command", "x"), "needs {out}"),
+        (("a", "b", "--pairs", "0", "--baseline-command", "x {out}", "--candidate-command", "x {out}"), "at least 1"),
+        (("--self-test", "--trials", "3"), "at least 20"),
+        (("--save-baseline", "x.parquet"), "needs the runs"),
+    ],
+)
+def test_bad_usage_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = invoke("gate", *arguments)
+    assert (done.exit_code, done.stderr.count("\n")) == (2, 1)
+    assert message in done.stderr
+
+
+def test_abba() -> None:
+    assert list(abba(3)) == [(0, 0), (0, 1), (1, 1), (1, 0), (2, 0), (2, 1)]
+
+
+def test_pairs_are_measured_back_and_forth_and_never_twice(tmp_path: Path) -> None:
+    words = (sys.executable, "-c", "from ebbench.cli.main import run; run()", *SMALL, "--policy", "v1")
+    command = subprocess.list2cmdline(words).replace('"', "'") + " --seed {seed} --output-dir {out}"
+    arguments = (
+        "gate", tmp_path / "a", tmp_path / "b", "--pairs", 2, "--seed", 4, "--baseline-command", command,
+        "--candidate-command", command,
+    )  # fmt: skip
+    first = invoke(*arguments)
+    assert first.exit_code == 5, first.output
+    runs = {side: [Run.load(tmp_path / side / f"pair-00{i}").manifest for i in (0, 1)] for side in "ab"}
+    assert [m.seed for m in runs["a"]] == [m.seed for m in runs["b"]] == [4, 5]
+    order = sorted((m.anchor_unix_ns, side) for side, ms in runs.items() for m in ms)
+    assert [side for _, side in order] == ["a", "b", "b", "a"]
+    again = invoke(*arguments)
+    assert again.stderr.count("measured before") == 4
+    assert [Run.load(tmp_path / "a" / "pair-000").manifest.anchor_unix_ns] == [runs["a"][0].anchor_unix_ns]
+
+
+def test_a_command_that_fails_is_named_with_its_last_words(tmp_path: Path) -> None:
+    bad = f"{sys.executable} -c 'import sys; sys.exit(\"no device here\")' {{out}}"
+    done = invoke(
+        "gate", tmp_path / "a", tmp_path / "b", "--pairs", 1, "--baseline-command", bad, "--candidate-command", bad
+    )
+    assert done.exit_code == 4
+    assert "no device here" in done.stderr
+    missing = invoke(
+        "gate", tmp_path / "c", tmp_path / "d", "--pairs", 1, "--baseline-command", "no-such-program {out}",
+        "--candidate-command", "no-such-program {out}",
+    )  # fmt: skip
+    assert missing.exit_code == 2
+
+
+def test_compare_says_how_much_and_how_surely(measured: Path) -> None:
+    done = invoke("compare", measured / "v1", measured / "v0", "--json")
+    assert done.exit_code == 0, done.output
+    document = json.loads(done.stdout)
+    assert document["baseline"] == "v1"
+    (v0,) = document["contestants"]
+    figures = {entry["figure"]: entry for entry in v0["figures"]}
+    slower = figures["output_throughput"]
+    assert slower["low"] < slower["change"] < slower["high"]
+    ratio = slower["value"] / slower["baseline"]
+    assert slower["change"] == pytest.approx(ratio - 1)
+    shown = invoke("compare", measured / "v1", measured / "v0").stdout
+    assert "v0 against v1" in shown
+    assert "use --repeats 7 or more" in " ".join(shown.split())
+
+
+def test_compare_of_copies_shows_no_difference_and_labels_them_apart(measured: Path) -> None:
+    done = invoke("compare", measured / "v1", measured / "copy", "--json")
+    (copy,) = json.loads(done.stdout)["contestants"]
+    assert copy["policy"] == "v1 (copy)"
+    assert all(entry["change"] == 0 and entry["p_adjusted"] == 1 for entry in copy["figures"])
+
+
+def test_compare_of_single_runs_has_no_statistics(measured: Path) -> None:
+    done = invoke("compare", measured / "v1" / "v1-seed0", measured / "v0" / "v0-seed0")
+    assert done.exit_code == 0
+    assert "One pair says nothing about chance" in done.stdout
+
+
+def test_compare_needs_two_policies_and_a_known_baseline(measured: Path) -> None:
+    assert invoke("compare", measured / "v1").exit_code == 3
+    done = invoke("compare", measured / "v1", measured / "v0", "--baseline", "v2")
+    assert done.exit_code == 2
+    assert "unknown baseline 'v2'" in done.stderr
+
+
+def test_a_missing_library_is_one_line_with_the_command(measured: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "scipy.stats", None)
+    done = invoke("gate", measured / "v1", measured / "copy")
+    assert done.exit_code == 4
+    assert done.stderr.endswith("a paired comparison needs scipy; install it with: pip install 'ebbench[analysis]'\n")

@@ -1,0 +1,65 @@
+"""The gate tried on itself, small; the published figures come from the same command at full size."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from gate_data import invoke
+
+from ebbench.analysis import gate_trials
+from ebbench.analysis.gate import Rules
+from ebbench.analysis.gate_trials import Design, Noise, trial
+from ebbench.report.selftest import wilson
+
+REPORT = Path(__file__).resolve().parents[2] / "reports" / "gate.md"
+
+
+def test_equal_sides_seldom_fail_and_a_tenth_slower_always_does() -> None:
+    noise = Noise("restarts")
+    equal = [trial(Design(noise, 0.0, 6), seed) for seed in range(25)]
+    slowed = [trial(Design(noise, 0.10, 6), seed) for seed in range(10)]
+    assert equal.count("fail") <= 4  # P(more | 5 %) < 1 %
+    assert slowed == ["fail"] * 10
+
+
+def test_a_drift_of_the_machine_is_no_regression() -> None:
+    """Half a percent a restart is 6 % over a comparison; in ABBA order it falls on both sides."""
+    steady = Noise("drift", restart=0.002, step=0.01, drift=0.005)
+    assert "fail" not in [trial(Design(steady, 0.0, 6, Rules(default_margin=0.02)), seed) for seed in range(6)]
+
+
+def test_a_trial_is_its_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    design = Design(Noise("restarts"), 0.03, 6)
+    monkeypatch.setattr(gate_trials, "judge", lambda pairs, *args, **kwargs: pairs and _Kept(pairs))
+    first, again, other = (trial(design, seed) for seed in (1, 1, 2))
+    assert first == again
+    assert first != other
+
+
+class _Kept:
+    def __init__(self, pairs: list[object]) -> None:
+        self.outcome = [(p.baseline.figures, p.candidate.figures) for p in pairs]  # type: ignore[attr-defined]
+
+
+def test_the_command_writes_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        gate_trials, "trial", lambda design, seed: "fail" if design.slowdown > seed % 100 / 1000 else "pass"
+    )
+    done = invoke("gate", "--self-test", "--trials", 20, "--workers", 1, "--report", tmp_path / "deep" / "gate.md")
+    assert done.exit_code == 0, done.output
+    text = (tmp_path / "deep" / "gate.md").read_text()
+    assert text.count("| 20 |") == len(gate_trials.NOISES) + len(gate_trials.SLOWDOWNS)
+
+
+def test_the_published_report_keeps_its_promise() -> None:
+    text = REPORT.read_text(encoding="utf-8")
+    alarms = re.findall(r"\| (\d+) \| ([\d.]+)% \(", text.split("## Power")[0])
+    assert len(alarms) == len(gate_trials.NOISES)
+    assert all(int(trials) >= 1_000 and float(share) <= 5.0 for trials, share in alarms)
+
+
+def test_wilson_bounds_against_a_known_value() -> None:
+    assert wilson(0, 10) == pytest.approx((0.0, 0.2775), abs=1e-4)
+    assert wilson(5, 10) == pytest.approx((0.2366, 0.7634), abs=1e-4)
