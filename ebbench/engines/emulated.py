@@ -28,6 +28,7 @@ import pyarrow as pa
 
 from ebbench.devices.base import Device
 from ebbench.engines.base import EngineOptions, EngineResult, Observer, Progress
+from ebbench.engines.emulated_shortcuts import take_shortcuts
 from ebbench.engines.sim import num_kv_blocks
 from ebbench.errors import RunError, UsageError
 from ebbench.records.content import token_ids
@@ -44,9 +45,12 @@ MAX_FRUITLESS_STEPS = 8  # turns of vLLM's loop that did nothing, before the clo
 
 
 class EmulatedEngine:
-    """Engine ``emulated`` in virtual time."""
+    """Engine ``emulated`` in virtual time. ``shortcuts``: see :mod:`ebbench.engines.emulated_shortcuts`."""
 
     name = "emulated"
+
+    def __init__(self, *, shortcuts: bool = True) -> None:
+        self._shortcuts = shortcuts
 
     def run(
         self, plan: Plan, policy: PolicySpec, device: Device, options: EngineOptions, observer: Observer | None = None
@@ -61,6 +65,8 @@ class EmulatedEngine:
         except ImportError as error:
             raise RunError(f"engine emulated needs vLLM, and importing it failed ({error}); see: ebbench doctor") from None
         run = _Run(emulated_core, plan, policy, device, options)
+        if self._shortcuts:
+            run.take_shortcuts()
         with _no_garbage_collection():
             interrupted = run.to_the_end(observer)
         return run.result(interrupted)
@@ -154,6 +160,10 @@ class _Run:
         self._last_rows: Ints = np.zeros(0, np.int64)
         self._ones: Ints = np.ones(options.max_num_seqs, np.int64)
         self._completed = self._output_tokens = self._total_tokens = self._fruitless = 0
+
+    def take_shortcuts(self) -> None:
+        """Leave out calls that find nothing to do."""
+        take_shortcuts(self._core)
 
     def to_the_end(self, observer: Observer | None) -> bool:
         """Drive the core until every request has ended. Returns whether the user interrupted it."""

@@ -97,6 +97,8 @@ def build_core(
 ) -> EngineCore:
     """A vLLM engine core whose KV cache has ``blocks`` blocks beside the null block."""
     logging.getLogger("vllm").setLevel(logging.ERROR)
+    # vLLM refuses to start when one sequence of this length would not fit.
+    max_model_len = min(options.max_model_len, blocks * options.block_size)
     with tempfile.TemporaryDirectory(prefix="ebbench-model-") as folder:
         config = MODEL_CONFIG | {"max_position_embeddings": options.max_model_len}
         (Path(folder) / "config.json").write_text(json.dumps(config), encoding="utf-8")
@@ -110,12 +112,11 @@ def build_core(
             block_size=options.block_size,
             max_num_seqs=options.max_num_seqs,
             max_num_batched_tokens=options.max_num_batched_tokens,
-            # vLLM refuses to start when one sequence of this length would not fit.
-            max_model_len=min(options.max_model_len, blocks * options.block_size),
+            max_model_len=max_model_len,
             enable_chunked_prefill=True,
             enable_prefix_caching=options.enable_prefix_caching,
             prefix_caching_hash_algo="xxhash" if _has_xxhash() else "sha256",
-            long_prefill_token_threshold=options.long_prefill_token_threshold,
+            long_prefill_token_threshold=min(options.long_prefill_token_threshold, max_model_len),
             async_scheduling=options.async_scheduling,
             scheduler_cls=scheduler_cls,
             additional_config=additional_config,
