@@ -1,0 +1,65 @@
+"""Settings that no engine can work with, refused before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from ebbench.devices.base import Device
+from ebbench.engines.base import EngineOptions
+from ebbench.errors import UsageError
+from ebbench.records.plan import Plan
+from vllm_eb.policy import PolicySpec
+
+
+def check_counts(**counts: int | float | None) -> None:
+    """Raise UsageError for a count or factor that must be positive and is not; None passes."""
+    for name, value in counts.items():
+        if value is not None and not value > 0:
+            option = "--" + name.replace("_", "-")
+            least = "at least 1" if isinstance(value, int) else "more than 0"
+            raise UsageError(f"{option} must be {least}, not {value}")
+
+
+def check_options(options: EngineOptions, policies: Sequence[PolicySpec]) -> None:
+    """Raise UsageError for scheduler settings that vLLM refuses too, or that a policy cannot meet."""
+    check_counts(
+        max_num_seqs=options.max_num_seqs,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        max_model_len=options.max_model_len,
+        num_kv_blocks=options.num_kv_blocks,
+        block_size=options.block_size,
+    )
+    if options.max_num_batched_tokens < options.max_num_seqs:
+        raise UsageError(
+            f"--max-num-batched-tokens {options.max_num_batched_tokens} is below --max-num-seqs "
+            f"{options.max_num_seqs}, which vLLM refuses; raise it to {options.max_num_seqs} or more, or lower "
+            "--max-num-seqs"
+        )
+    for spec in policies:
+        if spec.k is not None and spec.k > options.max_num_seqs:
+            raise UsageError(
+                f"policy {spec.name}: k exceeds --max-num-seqs {options.max_num_seqs}, so it would wait for more "
+                f"idle slots than there are; use k={options.max_num_seqs} or less"
+            )
+
+
+def check_fits(plan: Plan, device: Device, options: EngineOptions) -> None:
+    """Raise UsageError when a request can never fit in the KV cache, naming the longest one."""
+    if not len(plan):
+        raise UsageError("the plan holds no request; raise --num-prompts or choose another workload")
+    capacity = device.kv_capacity_tokens
+    if options.num_kv_blocks is not None:
+        capacity = options.num_kv_blocks * options.block_size
+    total = pc.add(plan.table["input_tokens"].cast(pa.int64()), plan.table["output_tokens"])
+    longest = int(pc.max(total).as_py())
+    if longest <= capacity:
+        return
+    where = "--num-kv-blocks" if options.num_kv_blocks is not None else f"{device.model} on {device.name}"
+    request = plan.table["request_id"][int(pc.index(total, longest).as_py())].as_py()
+    raise UsageError(
+        f"request {request} needs {longest:,} KV tokens but {where} holds {capacity:,}, so it can never run; drop "
+        f"longer ones with --max-model-len {capacity} --drop-too-long"
+    )
