@@ -6,6 +6,7 @@ import numpy as np
 
 from ebbench.devices.base import CostModel, StepShape
 from vllm_eb.calibration import Calibration, CalibrationError, MixedCost
+from vllm_eb.costs import CostGrid
 
 PREFILL_TOKENS = (256, 512, 1024, 2048, 4096)
 DECODE_SEQS = (16, 32, 64, 128, 256, 384, 512, 768, 1024)
@@ -45,6 +46,30 @@ def fit_calibration(cost: CostModel, source: str, margin: float) -> Calibration:
         mixed=_mixed(a, b, c),
         margin=margin,
         source=source,
+    )
+
+
+GRID_TOKENS = (128, 256, 512, 1024, 2048, 4096, 8192)
+GRID_SEQS = (1, 16, 32, 64, 128, 256, 512, 1024, 2048)
+GRID_CONTEXTS = (128, 512, 2048, 8192)
+GRID_PROMPT_TOKENS = 512
+
+
+def cost_grid(cost: CostModel) -> CostGrid:
+    """Step times on the grid that the cost-comparing policies use; prompts come in pieces of 512 tokens."""
+
+    def step(tokens: int, seqs: int, context: int) -> float:
+        full, rest = divmod(tokens, GRID_PROMPT_TOKENS)
+        prompts = ((GRID_PROMPT_TOKENS, 0),) * full + (((rest, 0),) if rest else ())
+        return cost.step_s(StepShape(prompts, seqs, seqs * context, seqs + len(prompts)))
+
+    return CostGrid(
+        GRID_TOKENS,
+        GRID_SEQS,
+        GRID_CONTEXTS,
+        tuple(step(x, 0, 0) for x in GRID_TOKENS),
+        tuple(tuple(step(0, n, c) for c in GRID_CONTEXTS) for n in GRID_SEQS),
+        tuple(tuple(tuple(step(x, n, c) for c in GRID_CONTEXTS) for n in GRID_SEQS) for x in GRID_TOKENS),
     )
 
 

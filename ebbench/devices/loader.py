@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from ebbench.devices.base import CostModel, Device
-from ebbench.devices.fit import fit_calibration
+from ebbench.devices.fit import cost_grid, fit_calibration
 from ebbench.devices.geometry import ModelGeometry
 from ebbench.devices.linear import SOURCE, LinearCost, published_calibration
 from ebbench.devices.profiles import DeviceProfile, HostCosts, find_model, find_profile, kv_capacity_tokens
@@ -73,7 +73,7 @@ def load_device(
         model=geometry.name,
         cost=built.cost,
         kv_capacity_tokens=capacity,
-        calibration=_calibration(built, published, profile.margin_s_per_token),
+        calibration=replace(_calibration(built, published, profile.margin_s_per_token), grid=cost_grid(built.cost)),
         provenance=built.provenance,
         warnings=built.warnings,
     )

@@ -99,6 +99,7 @@ DECISIONS = pa.schema(
         for name in (
             "theta", "theta0", "delta_theta", "zeta", "p0", "eta", "mu_l", "mu_o", "n_obs", "r",
             "beta_mb", "beta_eb", "lhs", "rhs", "margin", "kv_free_share", "kv_gate", "samples",
+            "overhead_exclusive_s", "overhead_mixed_s",
         )
     ]
 )  # fmt: skip

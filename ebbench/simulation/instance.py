@@ -87,6 +87,7 @@ class Instance:
         self._state, self._limits, self._cost, self._kv = state, limits, cost, kv
         self._controller, self._sink, self.index = controller, sink, index
         self._inbox: deque[int] = deque()
+        self._seen_ns: dict[int, int] = {}  # when the scheduler first saw a request
         self.waiting: deque[int] = deque()
         self.running: Ints = _EMPTY
         self._stale: dict[int, bool] = {}  # preempted with a step in flight: does that step sample for it?
@@ -94,6 +95,7 @@ class Instance:
         self._blocked = False
         self._device_free_ns = 0
         self._steps = 0
+        self._preempted = 0  # in the last scheduling step
 
     @property
     def idle(self) -> bool:
@@ -142,8 +144,7 @@ class Instance:
         depth = 2 if self._limits.async_scheduling else 1
         fruitless = 0
         while True:
-            self.waiting.extend(self._inbox)
-            self._inbox.clear()
+            self._take_in(now_ns)
             if len(self.running) or self.waiting:
                 step = self._schedule(now_ns)
                 self._queue.append(step)
@@ -164,6 +165,12 @@ class Instance:
                 continue
             self._blocked = True
             return self._queue[0].end_ns, []
+
+    def _take_in(self, now_ns: int) -> None:
+        for row in self._inbox:
+            self._seen_ns[row] = now_ns
+        self.waiting.extend(self._inbox)
+        self._inbox.clear()
 
     # One scheduling step.
 
@@ -186,11 +193,25 @@ class Instance:
             prefilling=prefilling,
             waiting=len(self.waiting),
             free_blocks=self._kv.free,
+            preempted=self._preempted,
+            oldest_wait_s=self._order_queue(step.scheduled_ns, controller) if controller.orders_queue else 0.0,
         )
         decision = controller.decide(view)
         self._follow(step, decision)
+        self._preempted = len(step.preempted)
         if decision.phase == "prefill" and step.empty:
             controller.prefill_blocked(view)
+
+    def _order_queue(self, now_ns: int, controller: Controller) -> float:
+        """Requests too late for their target go behind the others; returns the wait of the first one that is not."""
+        limit_s = controller.expire_before_s(now_ns / NS_PER_S)
+        limit_ns = -1.0 if limit_s is None else limit_s * NS_PER_S
+        state = self._state
+        started = [row for row in self.waiting if state.scheduled_ns[row] != UNSET]
+        fresh = [row for row in self.waiting if state.scheduled_ns[row] == UNSET]
+        in_time = [row for row in fresh if self._seen_ns[row] >= limit_ns]
+        self.waiting = deque(started + in_time + [row for row in fresh if self._seen_ns[row] < limit_ns])
+        return (now_ns - self._seen_ns[in_time[0]]) / NS_PER_S if in_time else 0.0
 
     def _follow(self, step: Step, decision: Decision) -> None:
         step.mode, step.k, step.n_limit = decision.mode, decision.k, decision.n_limit

@@ -12,6 +12,8 @@ from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from vllm_eb.costs import CostGrid, CostGridError, LinearCosts, StepCosts
+
 DEFAULT_MARGIN = 1e-4  # EB+'s priority margin of the authors, s/token
 DEVICE_MARGINS: Mapping[str, float] = {"h200": 1e-5}
 
@@ -50,6 +52,7 @@ class Calibration:
 
     ``mixed`` None means not measured. ``alpha_mb`` None means: as ``alpha_p`` (the authors' default).
     ``margin`` is EB+'s default priority margin delta on this device, s/token; negative favours exclusive batching.
+    ``grid`` holds measured step times for the policies that compare costs step by step.
     Raises CalibrationError on a cost that is negative or no finite number.
     """
 
@@ -61,6 +64,22 @@ class Calibration:
     alpha_mb: float | None = None
     margin: float = DEFAULT_MARGIN
     source: str = ""
+    grid: CostGrid | None = None
+
+    @property
+    def costs(self) -> StepCosts:
+        """Step times: the measured grid, else the linear model."""
+        if self.grid is not None:
+            return self.grid
+        mixed = self.mixed
+        return LinearCosts(
+            self.alpha_p,
+            self.beta_p,
+            self.alpha_d,
+            self.beta_d,
+            self.alpha_p if self.alpha_mb is None else self.alpha_mb,
+            *(() if mixed is None else (mixed.a, mixed.b, mixed.c)),
+        )
 
     def __post_init__(self) -> None:
         for name in ("alpha_p", "beta_p", "alpha_d", "beta_d"):
@@ -107,9 +126,23 @@ def calibration_from_json(text: str) -> Calibration:
     mixed = known.pop("mixed", None)
     if mixed is not None:
         known["mixed"] = MixedCost(**_known_fields(mixed, MixedCost, "mixed."))
+    if known.get("grid") is not None:
+        known["grid"] = _grid(known["grid"])
     if not isinstance(known.get("source", ""), str):
         raise CalibrationError("source must be text")
     return Calibration(**known)
+
+
+def _grid(raw: object) -> CostGrid:
+    fields = _known_fields(raw, CostGrid, "grid.")
+    try:
+        return CostGrid(**{name: _tuples(value) for name, value in fields.items()})
+    except CostGridError as error:
+        raise CalibrationError(str(error)) from None
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(_tuples(entry) for entry in value) if isinstance(value, list | tuple) else value
 
 
 def calibrations_from_csv(path: Path, beta_mb: Path | None = None) -> tuple[MeasuredCalibration, ...]:

@@ -14,11 +14,15 @@ from typing import Literal
 
 from vllm_eb.adaptive import AdaptiveThreshold
 from vllm_eb.calibration import Calibration
+from vllm_eb.marginal import HUGE_TOKENS, MarginalRefill
 from vllm_eb.modes import Mode, ModeSelector
 from vllm_eb.policy import PolicySpec
+from vllm_eb.service import ServiceLevel
 
 Phase = Literal["prefill", "decode", "mixed"]
 
+# The marginal policy learns from preemptions how many sequences fit: fewer after one, more after each quiet update.
+FIT_DECREASE, FIT_INCREASE = 0.95, 1.02
 GATE_MARGIN, GATE_RESERVE, GATE_MIN, GATE_MAX = 0.5, 0.0, 0.05, 0.6  # appendix D.6
 
 
@@ -28,7 +32,9 @@ class View:
 
     ``decoding``: running sequences whose prompt is computed, those whose last token is in flight included;
     ``prefilling``: running sequences with prompt tokens left; ``waiting``: queued ones, preempted ones included.
-    Blocks are KV blocks; ``free_blocks`` counts cached but unreferenced ones as free.
+    Blocks are KV blocks; ``free_blocks`` counts cached but unreferenced ones as free. ``oldest_wait_s``: how long the
+    request next in line has waited if it was never started; asked for only where ``Controller.orders_queue``.
+    ``preempted``: requests preempted since the last view.
     """
 
     now_s: float
@@ -37,6 +43,8 @@ class View:
     prefilling: int
     waiting: int
     free_blocks: int
+    oldest_wait_s: float = 0.0
+    preempted: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +58,7 @@ class Decision:
     phase: Phase
     mode: Mode
     running_limit: int
-    k: int
+    k: int | None
     n_limit: int
 
 
@@ -84,12 +92,18 @@ class Controller:
         num_blocks: int,
     ) -> None:
         self._spec = spec
-        self._max_num_seqs, self._num_blocks = max_num_seqs, num_blocks
+        self._max_num_seqs, self._num_blocks, self._block_size = max_num_seqs, num_blocks, block_size
         self._capacity_tokens = block_size * num_blocks
         self._running_ages: Callable[[], Sequence[int]] = _no_ages
         self._adaptive = AdaptiveThreshold(spec, calibration, max_num_seqs, self._capacity_tokens)
         self._selector = ModeSelector(calibration, spec.margin, max_num_seqs) if spec.kind == "ebplus" else None
-        self._mode: Mode = "eb" if spec.kind in ("v0", "deferred", "eb") else "mb"
+        self._marginal, self._costs = None, calibration.costs
+        self._service = ServiceLevel(spec.ttft, spec.tpot)
+        if spec.kind == "marginal":
+            self._marginal = MarginalRefill(self._costs, calibration.alpha_d, may_mix=spec.mix)
+        self._seqs_allowed = max_num_seqs
+        self._seqs_that_fit = float(max_num_seqs)
+        self._mode: Mode = "eb" if spec.kind in ("v0", "deferred", "eb", "marginal") else "mb"
         self._phase: Phase = "decode" if self._mode == "eb" else "mixed"
         self._quota = self._admitted = 0
         self._blocked = False
@@ -128,6 +142,8 @@ class Controller:
             self._selector.observe(view.decoding + view.prefilling)
         if self._adaptive.update_due:
             self._update(view)
+        if self._marginal is not None:
+            return self._decide_by_margin(view, self._marginal)
         if self._mode == "mb":
             return self._decision()
         if self._phase == "prefill" and not self._refilling(view):
@@ -166,7 +182,7 @@ class Controller:
     def _threshold_met(self, refill: int, view: View) -> bool:
         if self._spec.kind == "v0":
             return True
-        k = self._k()
+        k = self._k() or 1
         if self._spec.kind == "deferred":
             return self._idle(view) >= k
         # refill/decoding >= theta/(1-theta) with theta = k/N: as if k slots were idle, also when the queue is short.
@@ -185,9 +201,13 @@ class Controller:
         return self._limit() - view.decoding - view.prefilling
 
     def _limit(self) -> int:
+        if self._marginal is not None:
+            return min(self._seqs_allowed, int(self._seqs_that_fit))
         return self._adaptive.n_limit if self._adaptive.online else self._max_num_seqs
 
-    def _k(self) -> int:
+    def _k(self) -> int | None:
+        if self._spec.kind == "marginal":
+            return None
         if self._spec.kind == "v0":
             return 1
         if self._spec.k is not None:
@@ -196,15 +216,55 @@ class Controller:
 
     def _decision(self, view: View | None = None) -> Decision:
         limit = self._max_num_seqs
-        if view is not None and self._phase == "prefill":
+        if view is not None and self._phase != "decode":
             active = view.decoding + view.prefilling
-            limit = min(self._limit(), active + self._quota - self._admitted)
+            limit = self._limit()
+            if self._phase == "prefill":
+                limit = min(limit, active + self._quota - self._admitted)
             limit = max(limit, active)
         return Decision(self._phase, self._mode, limit, self._k(), self._limit())
 
     def _enter(self, phase: Phase, view: View, reason: str) -> None:
         self._phase = phase
         self._record("phase", view, reason, {})
+
+    # The marginal policy.
+
+    @property
+    def orders_queue(self) -> bool:
+        """Whether waiting requests that came too early to meet their target go behind the others."""
+        return self._service.orders_queue
+
+    def expire_before_s(self, now_s: float) -> float | None:
+        """Never-started requests that came before this moment go behind the others; None: order as it is."""
+        return self._service.expire_before_s(now_s, self._costs.prefill_s(HUGE_TOKENS))
+
+    def _decide_by_margin(self, view: View, marginal: MarginalRefill) -> Decision:
+        if view.preempted:
+            self._seqs_that_fit = max(FIT_DECREASE * (view.decoding + view.prefilling), 1.0)
+        if self._phase == "prefill" and self._refilling(view):
+            return self._decision(view)
+        refill = max(min(view.waiting, self._idle(view)), 0)
+        active = view.decoding + view.prefilling
+        used_tokens = (self._num_blocks - view.free_blocks) * self._block_size
+        choice = marginal.choose(
+            decoding=view.decoding,
+            context_tokens=used_tokens / active if active else 0.0,
+            refill_tokens=min((refill + view.prefilling) * self._adaptive.mu_l, HUGE_TOKENS),
+            must=view.prefilling > 0 or (refill > 0 and self._service.refill_due(view.oldest_wait_s)),
+        )
+        blocked, self._blocked = self._blocked and view.decoding > 0, False
+        way = "decode" if blocked else choice.way
+        if way == "decode":
+            marginal.decoded(view.decoding)
+        else:
+            marginal.refilled()
+        if way != self._phase:
+            self._phase, self._mode = way, "mb" if way == "mixed" else "eb"
+            self._quota, self._admitted = refill, 0
+            values = {"overhead_exclusive_s": choice.overhead_exclusive_s, "overhead_mixed_s": choice.overhead_mixed_s}
+            self._record("phase", view, f"{refill} slots to refill" if refill else "nothing to refill", values)
+        return self._decision(view)
 
     # Parameters and mode.
 
@@ -225,6 +285,11 @@ class Controller:
             )
         if self._selector is not None:
             self._evaluate(view)
+        self._seqs_that_fit = min(self._seqs_that_fit * FIT_INCREASE, float(self._max_num_seqs))
+        if self._marginal is not None and self._spec.tpot is not None:
+            self._seqs_allowed = self._service.seqs_allowed(
+                self._costs, self._marginal.per_token_s, self._adaptive.mu_l, self._adaptive.mu_o, self._max_num_seqs
+            )
 
     def _evaluate(self, view: View) -> None:
         assert self._selector is not None
@@ -247,6 +312,12 @@ class Controller:
             }
         self._record("mode", view, found.reason, values)
 
+    def _theta(self) -> float | None:
+        if self._adaptive.online or self._spec.theta is not None:
+            return self._adaptive.theta
+        k = self._k()
+        return None if k is None else k / self._limit()
+
     def _record(
         self,
         kind: Literal["phase", "update", "mode"],
@@ -262,7 +333,7 @@ class Controller:
             "idle": max(self._idle(view), 0),
             "k": self._k(),
             "n_limit": self._limit(),
-            "theta": adaptive.theta if adaptive.online or self._spec.theta is not None else self._k() / self._limit(),
+            "theta": self._theta(),
             "theta0": adaptive.theta0 if adaptive.online else None,
             "mu_l": adaptive.mu_l,
             "mu_o": adaptive.mu_o,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Literal
 
-Kind = Literal["v0", "v1", "deferred", "eb", "ebplus"]
+Kind = Literal["v0", "v1", "deferred", "eb", "ebplus", "marginal"]
 Estimator = Literal["published", "censored"]
 
 
@@ -36,6 +36,9 @@ class PolicySpec:
     initial_theta: float = 0.70
     epsilon: float = 0.01
     kv_gate: bool = True
+    mix: bool = True  # marginal: refill beside decodes where that is cheaper; off: exclusive batches only
+    ttft: float | None = None  # marginal: target in seconds
+    tpot: float | None = None  # marginal: target in seconds
     memory_safe: bool = True  # bound N by the memory-safe batch
     memory_form: Literal["code", "paper"] = "code"
 
@@ -57,6 +60,8 @@ _DESCRIPTIONS: Mapping[str, str] = {
     "deferred": "exclusive batches, refill after K departures (Mohanty et al., EuroMLSys 2025); needs k=K",
     "eb": "exclusive batches, k* and N* computed online (Zhang et al., ICML 2026); k= or theta= fixes it",
     "ebplus": "switches online between mixed and exclusive batches at the predicted crossover",
+    "marginal": "refills when one more decode step would cost more, mixed or exclusive, whichever measured costs favour; "
+    "ttft= and tpot= (seconds) are met first",
 }
 
 
@@ -112,6 +117,7 @@ def _flag(text: str) -> bool:
 _PARSERS: Mapping[str, Callable[[str], object]] = {
     "k": int, "theta": float, "margin": float, "window": int, "update_every": int, "min_samples": int,
     "initial_theta": float, "epsilon": float, "kv_gate": _flag, "memory_safe": _flag,
+    "mix": _flag, "ttft": float, "tpot": float,
     "estimator": _choice("published", "censored"), "memory_form": _choice("code", "paper"),
 }  # fmt: skip
 
@@ -131,6 +137,12 @@ def _checked(spec: PolicySpec) -> PolicySpec:
         raise PolicyError("give k or theta, not both")
     if spec.k is not None and spec.k < 1:
         raise PolicyError(f"k must be at least 1, not {spec.k}")
+    for key in ("ttft", "tpot"):
+        value = getattr(spec, key)
+        if value is not None and spec.kind != "marginal":
+            raise PolicyError(f"policy {spec.kind} knows no targets; use marginal:{key}={value}")
+        if value is not None and not 0 < value < float("inf"):
+            raise PolicyError(f"{key} must be a positive number of seconds, not {value}")
     for key in ("theta", "initial_theta", "epsilon"):
         value = getattr(spec, key)
         if value is not None and not 0 < value < 1:

@@ -22,7 +22,18 @@ CALIBRATION = Calibration(
 )
 EAGER = "ebplus:margin=-1e-3,update_every=4,min_samples=3,window=20"
 SHY = "ebplus:update_every=4,min_samples=3,window=20,margin=1e-5"
-POLICIES = ("v1", "v0", "deferred:k=3", "eb:theta=0.5", "eb:k=2", "eb:update_every=4,min_samples=3", EAGER, SHY)
+MARGINAL = ("marginal", "marginal:mix=off", "marginal:ttft=1,tpot=0.02,update_every=4")
+POLICIES = (
+    *MARGINAL,
+    "v1",
+    "v0",
+    "deferred:k=3",
+    "eb:theta=0.5",
+    "eb:k=2",
+    "eb:update_every=4,min_samples=3",
+    EAGER,
+    SHY,
+)
 
 
 def device() -> Device:

@@ -1,0 +1,131 @@
+"""Step times as a scheduler knows them: measured on a grid, or the linear model where nothing better was measured.
+
+``ebbench calibrate`` measures the grid on a real engine; for an emulated device it is read off the cost model. The
+policies that compare what a prefill costs alone and beside decodes need it; the published ones do not.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Protocol
+
+
+class CostGridError(ValueError):
+    """A grid that is not ordered, has holes or times that are not positive; the message names the field."""
+
+
+class StepCosts(Protocol):
+    """Seconds of a step. ``context_tokens`` is the mean KV length of a decoding sequence."""
+
+    def prefill_s(self, tokens: float) -> float:
+        """A step of prompt tokens only."""
+        ...
+
+    def decode_s(self, seqs: float, context_tokens: float) -> float:
+        """A step of one token for each of ``seqs`` sequences."""
+        ...
+
+    def mixed_s(self, tokens: float, seqs: float, context_tokens: float) -> float:
+        """A step of ``tokens`` prompt tokens beside ``seqs`` decoding sequences."""
+        ...
+
+
+@dataclass(frozen=True)
+class CostGrid:
+    """Measured step times in seconds; between grid points linear, beyond the last ones continued linearly.
+
+    Axes are increasing: ``tokens`` (prompt tokens of a step), ``seqs`` (decoding sequences), ``contexts`` (mean KV
+    tokens each). ``prefill[i]`` at tokens i; ``decode[j][c]`` at seqs j, contexts c; ``mixed[i][j][c]``.
+    """
+
+    tokens: tuple[int, ...]
+    seqs: tuple[int, ...]
+    contexts: tuple[int, ...]
+    prefill: tuple[float, ...]
+    decode: tuple[tuple[float, ...], ...]
+    mixed: tuple[tuple[tuple[float, ...], ...], ...]
+
+    def __post_init__(self) -> None:
+        for name in ("tokens", "seqs", "contexts"):
+            axis = getattr(self, name)
+            if len(axis) < 2 or any(b <= a for a, b in pairwise(axis)):
+                raise CostGridError(f"grid.{name} must hold at least two increasing numbers")
+        shape = (len(self.tokens), len(self.seqs), len(self.contexts))
+        _check("grid.prefill", self.prefill, shape[:1])
+        _check("grid.decode", self.decode, shape[1:])
+        _check("grid.mixed", self.mixed, shape)
+
+    def prefill_s(self, tokens: float) -> float:
+        """See StepCosts."""
+        index, share = _locate(self.tokens, tokens)
+        return _between(self.prefill[index], self.prefill[index + 1], share)
+
+    def decode_s(self, seqs: float, context_tokens: float) -> float:
+        """See StepCosts."""
+        return _plane(self.decode, _locate(self.seqs, seqs), _locate(self.contexts, context_tokens))
+
+    def mixed_s(self, tokens: float, seqs: float, context_tokens: float) -> float:
+        """See StepCosts."""
+        index, share = _locate(self.tokens, tokens)
+        row, column = _locate(self.seqs, seqs), _locate(self.contexts, context_tokens)
+        return _between(_plane(self.mixed[index], row, column), _plane(self.mixed[index + 1], row, column), share)
+
+
+@dataclass(frozen=True)
+class LinearCosts:
+    """The linear model (Zhang et al. 2026, 3.1); without a measured mixed cost a mixed step costs the sum of its parts."""
+
+    alpha_p: float
+    beta_p: float
+    alpha_d: float
+    beta_d: float
+    alpha_mb: float
+    mixed_a: float | None = None
+    mixed_b: float = 0.0
+    mixed_c: float = 0.0
+
+    def prefill_s(self, tokens: float) -> float:
+        """See StepCosts."""
+        return self.alpha_p + self.beta_p * tokens
+
+    def decode_s(self, seqs: float, context_tokens: float) -> float:
+        """See StepCosts; the linear model does not know contexts."""
+        return self.alpha_d + self.beta_d * seqs
+
+    def mixed_s(self, tokens: float, seqs: float, context_tokens: float) -> float:
+        """See StepCosts."""
+        if self.mixed_a is None:
+            return max(self.alpha_p, self.alpha_d) + self.beta_p * tokens + self.beta_d * seqs
+        r = seqs / (tokens + seqs)
+        return self.alpha_mb + (self.mixed_a + (self.mixed_b + self.mixed_c * r) * r) * (tokens + seqs)
+
+
+def _locate(axis: Sequence[int], value: float) -> tuple[int, float]:
+    """Cell of ``value`` and its place in it: in [0, 1] inside, above 1 beyond the end, 0 before the start."""
+    index = min(max(bisect_right(axis, value) - 1, 0), len(axis) - 2)
+    return index, max((value - axis[index]) / (axis[index + 1] - axis[index]), 0.0)
+
+
+def _between(low: float, high: float, share: float) -> float:
+    return low + (high - low) * share
+
+
+def _plane(table: Sequence[Sequence[float]], row: tuple[int, float], column: tuple[int, float]) -> float:
+    (i, u), (j, v) = row, column
+    first, second = table[i], table[i + 1]
+    return _between(_between(first[j], first[j + 1], v), _between(second[j], second[j + 1], v), u)
+
+
+def _check(name: str, values: object, shape: tuple[int, ...]) -> None:
+    if not shape:
+        if not isinstance(values, int | float) or not math.isfinite(values) or values <= 0:
+            raise CostGridError(f"{name} holds {values!r}, not a positive time in seconds")
+        return
+    if not isinstance(values, tuple) or len(values) != shape[0]:
+        raise CostGridError(f"{name} does not have the {shape[0]} entries its axis asks for")
+    for value in values:
+        _check(name, value, shape[1:])

@@ -1,0 +1,159 @@
+"""The marginal policy: its rule against theory and brute force, its costs, its targets."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_eb.calibration import Calibration, MixedCost, calibration_from_json, calibration_to_json
+from vllm_eb.controller import Controller, View
+from vllm_eb.costs import CostGrid, CostGridError, LinearCosts
+from vllm_eb.marginal import MarginalRefill
+from vllm_eb.policy import parse_policy
+from vllm_eb.service import TPOT_SHARE, ServiceLevel
+from vllm_eb.theory import base_threshold
+
+LINEAR = LinearCosts(alpha_p=5e-3, beta_p=5e-5, alpha_d=1e-2, beta_d=1e-4, alpha_mb=5e-3)
+
+
+@given(st.floats(2e-4, 5e-2), st.floats(1e-4, 0.3))
+@settings(max_examples=60, deadline=None)
+def test_under_a_constant_hazard_it_refills_where_prop_3_1_says(p0: float, alpha_p: float) -> None:
+    """In the fluid limit, n(t) = N exp(-p0 t), the rule's moment is theta0 N idle slots."""
+    batch, alpha_d = 10_000_000, 1e-2
+    costs = replace(LINEAR, alpha_p=alpha_p)
+    theta0 = base_threshold(p0, alpha_p, alpha_d)
+    rule = MarginalRefill(costs, alpha_d, may_mix=False)
+    active, step = batch, 0
+    while rule.choose(decoding=active, context_tokens=0, refill_tokens=4096, must=False).way == "decode":
+        rule.decoded(active)
+        step += 1
+        active = round(batch * math.exp(-p0 * step))
+    # It acts on whole steps, so it may be late by about one step's departures.
+    assert theta0 - p0 <= 1 - active / batch <= theta0 + 2 * p0 + 1e-4
+
+
+@given(st.lists(st.integers(1, 50), min_size=3, max_size=40), st.floats(1e-3, 0.2))
+@settings(max_examples=100, deadline=None)
+def test_for_any_decline_no_other_moment_pays_less_per_token(departures: list[int], alpha_p: float) -> None:
+    alpha_d = 1e-2
+    sizes = [sum(departures) + 1]
+    for leaving in departures:
+        sizes.append(sizes[-1] - leaving)
+    rule = MarginalRefill(replace(LINEAR, alpha_p=alpha_p), alpha_d, may_mix=False)
+    stopped = len(sizes)
+    for index, active in enumerate(sizes):
+        if rule.choose(decoding=active, context_tokens=0, refill_tokens=4096, must=False).way != "decode":
+            stopped = index
+            break
+        rule.decoded(active)
+
+    def overhead_per_token(steps: int) -> float:
+        return (alpha_p + alpha_d * steps) / sum(sizes[:steps])
+
+    best = min(overhead_per_token(steps) for steps in range(1, len(sizes) + 1))
+    assert overhead_per_token(stopped) == pytest.approx(best, rel=1e-9)
+
+
+def test_where_mixing_hides_the_prefill_it_mixes_at_once_and_where_it_hurts_it_waits() -> None:
+    kind = replace(LINEAR, mixed_a=5e-5, mixed_b=0.0)
+    dear = replace(LINEAR, mixed_a=6e-5, mixed_b=2e-4)
+    for costs, expected in ((kind, "mixed"), (dear, "decode")):
+        rule = MarginalRefill(costs, costs.alpha_d, may_mix=True)
+        rule.decoded(500)
+        choice = rule.choose(decoding=500, context_tokens=300, refill_tokens=512, must=False)
+        assert choice.way == expected
+    assert (
+        MarginalRefill(kind, 1e-2, may_mix=False)
+        .choose(decoding=500, context_tokens=300, refill_tokens=512, must=True)
+        .way
+        == "prefill"
+    )
+
+
+def test_with_nothing_to_refill_it_decodes_and_with_nothing_decoding_it_prefills() -> None:
+    rule = MarginalRefill(LINEAR, LINEAR.alpha_d, may_mix=True)
+    assert rule.choose(decoding=5, context_tokens=10, refill_tokens=0, must=False).way == "decode"
+    assert rule.choose(decoding=0, context_tokens=0, refill_tokens=1, must=False).way == "prefill"
+
+
+GRID = CostGrid(
+    tokens=(100, 200),
+    seqs=(1, 11),
+    contexts=(0, 1000),
+    prefill=(1.0, 2.0),
+    decode=((1.0, 2.0), (3.0, 4.0)),
+    mixed=(((2.0, 3.0), (4.0, 5.0)), ((3.0, 4.0), (5.0, 6.0))),
+)
+
+
+def test_a_grid_is_linear_between_and_beyond_its_points() -> None:
+    assert GRID.prefill_s(150) == pytest.approx(1.5)
+    assert GRID.prefill_s(400) == pytest.approx(4.0)
+    assert GRID.prefill_s(1) == 1.0
+    assert GRID.decode_s(6, 500) == pytest.approx(2.5)
+    assert GRID.mixed_s(150, 6, 500) == pytest.approx(4.0)
+
+
+def test_a_calibration_with_a_grid_survives_json() -> None:
+    made = Calibration(5e-3, 5e-5, 1e-2, 1e-4, mixed=MixedCost(6e-5, 2e-4, 1e-5), grid=GRID)
+    assert calibration_from_json(calibration_to_json(made)) == made
+    assert made.costs is made.grid
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"seqs": (1, 1)}, "grid.seqs"),
+        ({"prefill": (1.0,)}, "grid.prefill"),
+        ({"prefill": (1.0, -2.0)}, "grid.prefill holds -2.0"),
+        ({"decode": ((1.0, 2.0), (3.0, float("nan")))}, "grid.decode"),
+        ({"mixed": GRID.mixed[:1]}, "grid.mixed"),
+    ],
+)
+def test_a_grid_with_holes_is_refused(change: dict[str, object], says: str) -> None:
+    with pytest.raises(CostGridError, match=says):
+        replace(GRID, **change)  # type: ignore[arg-type]
+
+
+def test_a_tpot_target_bounds_the_batch_just_enough() -> None:
+    level = ServiceLevel(tpot_s=0.05)
+    found = level.seqs_allowed(LINEAR, 5e-5, mu_l=100, mu_o=200, at_most=1000)
+
+    def time_s(seqs: int) -> float:
+        return LINEAR.decode_s(seqs, 200) + seqs * 100 * 5e-5 / 200
+
+    assert time_s(found) <= TPOT_SHARE * 0.05 < time_s(found + 1)
+    assert ServiceLevel(tpot_s=1e-3).seqs_allowed(LINEAR, 5e-5, 100, 200, 1000) == 1000  # out of reach: no bound
+    assert ServiceLevel().seqs_allowed(LINEAR, 5e-5, 100, 200, 1000) == 1000
+
+
+def controller(policy: str) -> Controller:
+    calibration = Calibration(5e-3, 5e-5, 1e-2, 1e-4, mixed=MixedCost(6e-5, 2e-4, 1e-5))
+    return Controller(parse_policy(policy), calibration, max_num_seqs=100, block_size=16, num_blocks=1000)
+
+
+def view(**changes: float) -> View:
+    return replace(View(0.0, 0, 0, 0, 0, 500), **changes)  # type: ignore[arg-type]
+
+
+def test_a_request_about_to_miss_its_target_makes_the_refill_due() -> None:
+    made = controller("marginal:ttft=10,mix=off")
+    assert made.decide(view(decoding=90, waiting=5, oldest_wait_s=1.0)).phase == "decode"
+    assert made.decide(view(decoding=90, waiting=5, oldest_wait_s=7.0)).phase == "prefill"
+
+
+def test_after_a_preemption_fewer_are_let_in_and_more_again_with_time() -> None:
+    made = controller("marginal:mix=off,update_every=10")
+    assert made.decide(view(decoding=80, waiting=50)).n_limit == 100
+    after = made.decide(view(decoding=80, waiting=50, preempted=1)).n_limit
+    assert after == 76
+    for _ in range(3):
+        for _ in range(10):
+            made.on_finish(100)
+        made.decide(view(decoding=76, waiting=50))
+    assert made.decide(view(decoding=76, waiting=50)).n_limit > after
