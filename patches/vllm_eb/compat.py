@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
 from vllm_eb.config import ConfigError
@@ -41,6 +42,20 @@ def usable_blocks(scheduler: Any) -> int:
 def free_blocks(scheduler: Any) -> int:
     """KV blocks without an owner; cached but unreferenced ones count."""
     return int(scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
+
+
+def reorder(queue: Any, requests: list[Any]) -> None:
+    """Put a first-come-first-served queue into a new order."""
+    queue.clear()
+    queue.extend(requests)
+
+
+def refuse_reordering(scheduler: Any, wanted: bool) -> None:
+    """Raise ConfigError when a queue with priorities would have to be reordered by age."""
+    if wanted and not isinstance(scheduler.waiting, deque):
+        raise ConfigError(
+            "vllm_eb: a ttft= target orders the queue, and so does --scheduling-policy priority: choose one"
+        )
 
 
 def refuse_unsupported(vllm_config: Any) -> None:

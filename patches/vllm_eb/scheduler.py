@@ -45,10 +45,14 @@ class _Phases(Scheduler):  # type: ignore[misc]
         self._clock: Callable[[], float] = time.monotonic
         self._prefilling: list[Request] = []  # running requests with prompt tokens left, in running order
         self._steps = 0
+        self._preempted = 0  # in the last step
         self._in_flight: deque[tuple[Any, StepRecord]] = deque()
         self._device_free_ns = 0
         self.last_decision: Decision | None = None
         self.controller = self._make_controller(config)
+        # When each request came, where the policy orders the queue by it.
+        self._seen_s: dict[str, float] | None = {} if self.controller and self.controller.orders_queue else None
+        compat.refuse_reordering(self, self._seen_s is not None)
         self._recorder = self._make_recorder(config)
         logger.info(
             "vllm_eb schedules: policy %s, %d KV blocks, %s scheduling",
@@ -87,6 +91,7 @@ class _Phases(Scheduler):  # type: ignore[misc]
             output = super().schedule(*args, **kwargs)
         else:
             output = self._under(self.controller.decide(view), view, args, kwargs)
+        self._preempted = len(output.preempted_req_ids or ())
         admitted = self._note_admissions(output)
         if output.total_num_scheduled_tokens:
             if self._recorder is not None:
@@ -104,12 +109,41 @@ class _Phases(Scheduler):  # type: ignore[misc]
             prefilling=len(self._prefilling),
             waiting=0 if compat.paused(self) else compat.waiting(self),
             free_blocks=compat.free_blocks(self),
+            oldest_wait_s=self._order_queue(self.controller) if self._seen_s is not None else 0.0,
+            preempted=self._preempted,
         )
+
+    def add_request(self, request: Request) -> None:
+        """vLLM's own; notes when the request came, where the policy has a target for the first token."""
+        super().add_request(request)
+        if self._seen_s is not None:
+            self._seen_s[request.request_id] = self._clock()
+
+    def _order_queue(self, controller: Controller | None) -> float:
+        """Requests too late for their target go behind the others; returns the wait of the first one that is not."""
+        assert controller is not None
+        assert self._seen_s is not None
+        now_s = self._clock()
+        limit_s = controller.expire_before_s(now_s)
+        started: list[Request] = []
+        in_time: list[Request] = []
+        late: list[Request] = []
+        for request in self.waiting:
+            if request.num_preemptions or request.request_id not in self._seen_s:
+                started.append(request)
+            else:
+                punctual = limit_s is None or self._seen_s[request.request_id] >= limit_s
+                (in_time if punctual else late).append(request)
+        if late:
+            compat.reorder(self.waiting, [*started, *in_time, *late])
+        return now_s - self._seen_s[in_time[0].request_id] if in_time else 0.0
 
     def _under(self, decision: Decision, view: View, args: Any, kwargs: Any) -> Any:
         self.last_decision = decision
         if decision.phase == "mixed":
-            return super().schedule(*args, **kwargs)
+            if decision.running_limit >= getattr(self, self._limit_name):
+                return super().schedule(*args, **kwargs)
+            return self._partial_step(self.running, decision.running_limit, args, kwargs)
         if decision.phase == "decode":
             return self._decode_step(args, kwargs)
         output = self._partial_step(list(self._prefilling), decision.running_limit - view.decoding, args, kwargs)
@@ -159,6 +193,8 @@ class _Phases(Scheduler):  # type: ignore[misc]
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         if self.controller is not None and request.status in _OWN_ENDS:
             self.controller.on_finish(request.num_output_tokens)
+        if self._seen_s is not None:
+            self._seen_s.pop(request.request_id, None)
         return super()._free_request(request, *args, **kwargs)
 
     # Recording.
