@@ -117,7 +117,9 @@ def scores(cells: Sequence[Cell]) -> list[Score]:
     if decided:
         share = sum(pair.same_winner for pair in decided) / len(decided)
         found.append(
-            Score("same winner where the published gap exceeds 2 %", "at least 95 %", share, len(decided), share >= 0.95)
+            Score(
+                "same winner where the published gap exceeds 2 %", "at least 95 %", share, len(decided), share >= 0.95
+            )
         )
     if gains:
         share = sum(close) / len(gains)

@@ -1,0 +1,101 @@
+"""``ebbench fidelity``: repeat published measurements on emulated devices and report every cell."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from ebbench.analysis.fidelity import Cell
+
+GROUPS = ("replay", "calibration", "table 3", "table 2 and figure 5", "figure 3", "table 13")
+
+
+def fidelity(
+    out: Annotated[Path, typer.Option(help="Folder of the report; files in it are replaced.")] = Path(
+        "reports/fidelity"
+    ),
+    only: Annotated[list[str] | None, typer.Option(help=f"Only these groups: {', '.join(GROUPS)}. Repeatable.")] = None,
+    fit: Annotated[
+        str | None, typer.Option(help="Instead: fit this device's three constants and print them for its profile.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the request plans.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Scores as one JSON document on stdout.")] = False,
+) -> None:
+    """Hold emulated devices against published measurements: every cell, ours and theirs.
+
+    Takes several minutes; --only "table 3" is quick.
+    """
+    if fit is not None:
+        _fit(fit, seed)
+        return
+    from ebbench.analysis.fidelity_report import all_scores, write_report
+
+    cells = _collect(_chosen(only), seed)
+    files = write_report(cells, out)
+    found = all_scores(cells)
+    if as_json:
+        typer.echo(
+            json.dumps(
+                {name: [vars(score) for score in group] for name, group in found.items()} | {"report": str(files[0])}
+            )
+        )
+        return
+    for name, group in found.items():
+        for score in group:
+            mark = "met " if score.met else "MISS"
+            typer.echo(f"{mark}  {name}: {score.name} {score.reached:.1%} ({score.target}, {score.count} cells)")
+    typer.echo(f"report: {files[0]}")
+
+
+def _chosen(only: list[str] | None) -> tuple[str, ...]:
+    from ebbench.errors import UnknownNameError
+
+    for name in only or ():
+        if name not in GROUPS:
+            raise UnknownNameError("group", name, GROUPS)
+    return tuple(only) if only else GROUPS
+
+
+def _collect(groups: tuple[str, ...], seed: int) -> list[Cell]:
+    from ebbench.analysis.fidelity_cases import all_cases
+    from ebbench.analysis.fidelity_runs import calibration_cells, replay_cells, run_cases
+
+    cells: list[Cell] = []
+    if "replay" in groups:
+        cells += replay_cells()
+    cases = [case for case in all_cases() if case.group in groups]
+    cells += run_cases(cases, seed, _progress(len(cases)))
+    if "calibration" in groups:
+        cells += calibration_cells()
+    return cells
+
+
+def _progress(total: int) -> Callable[[str], None]:
+    done = 0
+
+    def say(text: str) -> None:
+        nonlocal done
+        done += 1
+        typer.echo(f"[{done}/{total}] {text}", err=True)
+
+    return say
+
+
+def _fit(device: str, seed: int) -> None:
+    from ebbench.analysis.fidelity_cases import DEVICES
+    from ebbench.analysis.fidelity_fit import fit_host
+    from ebbench.errors import UnknownNameError
+
+    if device not in DEVICES.values():
+        raise UnknownNameError("device with published rows to fit on", device, DEVICES.values())
+    host = fit_host(device, lambda text: typer.echo(text, err=True), seed)
+    typer.echo("[host.default]")
+    typer.echo(
+        f"step_s = {host.step_s:.3g}\nsequence_s = {host.sequence_s:.4g}\nmixed_excess = {host.mixed_excess:.3g}"
+    )
+    typer.echo(f'source = "{host.source}"')
