@@ -101,7 +101,7 @@ class Controller:
         self._service = ServiceLevel(spec.ttft, spec.tpot)
         if spec.kind == "marginal":
             self._marginal = MarginalRefill(self._costs, calibration.alpha_d, may_mix=spec.mix)
-        self._seqs_allowed = max_num_seqs
+        self._seqs_allowed = self._allowed()
         self._seqs_that_fit = float(max_num_seqs)
         self._mode: Mode = "eb" if spec.kind in ("v0", "deferred", "eb", "marginal") else "mb"
         self._phase: Phase = "decode" if self._mode == "eb" else "mixed"
@@ -239,6 +239,14 @@ class Controller:
         """Never-started requests that came before this moment go behind the others; None: order as it is."""
         return self._service.expire_before_s(now_s, self._costs.prefill_s(HUGE_TOKENS))
 
+    def _allowed(self) -> int:
+        """Sequences that the TPOT target allows at the lengths seen so far."""
+        if self._marginal is None:
+            return self._max_num_seqs
+        return self._service.seqs_allowed(
+            self._costs, self._marginal.per_token_s, self._adaptive.mu_l, self._adaptive.mu_o, self._max_num_seqs
+        )
+
     def _decide_by_margin(self, view: View, marginal: MarginalRefill) -> Decision:
         if view.preempted:
             self._seqs_that_fit = max(FIT_DECREASE * (view.decoding + view.prefilling), 1.0)
@@ -286,10 +294,7 @@ class Controller:
         if self._selector is not None:
             self._evaluate(view)
         self._seqs_that_fit = min(self._seqs_that_fit * FIT_INCREASE, float(self._max_num_seqs))
-        if self._marginal is not None and self._spec.tpot is not None:
-            self._seqs_allowed = self._service.seqs_allowed(
-                self._costs, self._marginal.per_token_s, self._adaptive.mu_l, self._adaptive.mu_o, self._max_num_seqs
-            )
+        self._seqs_allowed = self._allowed()
 
     def _evaluate(self, view: View) -> None:
         assert self._selector is not None
