@@ -1,0 +1,146 @@
+"""Does the completion hazard rise? Trend tests on the empirical hazard (Zhang et al. 2026, appendix E.4).
+
+Both tests look at ``h(t)`` up to the 95th percentile of the lengths, as the paper does: Mann-Kendall (no trend
+against a monotone one) and a linear regression (slope zero against not zero). The tests come from ``pymannkendall``
+and ``scipy``, extra ``analysis``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ebbench.errors import RunError
+from vllm_eb.hazard import MIN_SURVIVORS, CensoredHazard, HazardEstimate, SlidingHazard, empirical_hazard
+
+LEVEL = 0.05
+QUANTILE = 0.95
+_MIN_POINTS = 4  # below that neither test says anything
+
+
+@dataclass(frozen=True)
+class TrendTests:
+    """Two tests of the trend of h(t) for t in [t_min, t_max] tokens. ``tau`` is Kendall's, ``slope`` per token^2."""
+
+    t_min: int
+    t_max: int
+    points: int
+    tau: float
+    mann_kendall_p: float
+    slope: float
+    intercept: float
+    regression_p: float
+    r_squared: float
+
+    @property
+    def rising(self) -> bool:
+        """Both tests find a rising trend at 5 %."""
+        mann_kendall = self.tau > 0 and self.mann_kendall_p < LEVEL
+        return mann_kendall and self.slope > 0 and self.regression_p < LEVEL
+
+    @property
+    def verdict(self) -> str:
+        """In words."""
+        if self.rising:
+            return "increasing failure rate (IFR): both tests find a rising hazard"
+        if self.tau < 0 and self.mann_kendall_p < LEVEL and self.slope < 0 and self.regression_p < LEVEL:
+            return "decreasing failure rate (DFR): both tests find a falling hazard"
+        if min(self.mann_kendall_p, self.regression_p) < LEVEL:
+            return "undecided: the two tests disagree"
+        return "no trend found: a constant hazard (CFR) is not rejected"
+
+
+@dataclass(frozen=True)
+class Hazard:
+    """Empirical hazard of some output lengths (tokens), the tests, and the two estimators' fits ``p0 + eta t``.
+
+    ``survival[i]`` is the share of requests with at least ``t[i]`` tokens. Points above ``t_reliable``, the 95th
+    percentile, rest on few requests.
+    """
+
+    t: npt.NDArray[np.int64]
+    h: npt.NDArray[np.float64]
+    survivors: npt.NDArray[np.int64]
+    t_reliable: int
+    samples: int
+    mean: float
+    std: float
+    tests: TrendTests | None
+    published: HazardEstimate | None
+    censored: HazardEstimate | None
+
+    def binned(self, bins: int = 40) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+        """Middles and hazards per token of equal bins over the reliable range: completions over tokens at risk."""
+        inside = self.t <= self.t_reliable
+        edges = np.linspace(0, self.t_reliable, min(bins, self.t_reliable) + 1)
+        which = np.clip(np.searchsorted(edges, self.t[inside], "left") - 1, 0, len(edges) - 2)
+        ended = np.bincount(which, self.h[inside] * self.survivors[inside], len(edges) - 1)
+        exposed = np.bincount(which, self.survivors[inside].astype(float), len(edges) - 1)
+        return (edges[:-1] + edges[1:]) / 2, ended / np.maximum(exposed, 1)
+
+
+def analyse_lengths(lengths: npt.ArrayLike) -> Hazard:
+    """Everything about the hazard of complete output lengths (tokens, at least one of them)."""
+    outputs = np.asarray(lengths, np.int64)
+    t, h, survivors = empirical_hazard(outputs)
+    return Hazard(
+        t=t,
+        h=h,
+        survivors=survivors,
+        t_reliable=_reliable(outputs),
+        samples=len(outputs),
+        mean=float(outputs.mean()),
+        std=float(outputs.std()),
+        tests=trend_tests(outputs),
+        published=_fit(SlidingHazard(window=len(outputs)), outputs),
+        censored=_fit(CensoredHazard(window=len(outputs)), outputs),
+    )
+
+
+def trend_tests(lengths: npt.ArrayLike) -> TrendTests | None:
+    """The two tests; None where h(t) has too few points. Raises RunError when the extra is not installed.
+
+    Tokens before the shortest answer are left out: a hazard of zero there is no observation of a hazard.
+    """
+    outputs = np.asarray(lengths, np.int64)
+    t, h, survivors = empirical_hazard(outputs)
+    first, last = int(outputs.min()), _reliable(outputs)
+    keep = (t >= first) & (t <= last) & (survivors >= MIN_SURVIVORS)
+    if int(keep.sum()) < _MIN_POINTS or np.ptp(h[keep]) == 0:
+        return None
+    mann_kendall, linregress = _tests()
+    trend = mann_kendall(h[keep], alpha=LEVEL)
+    line = linregress(t[keep], h[keep])
+    return TrendTests(
+        t_min=first,
+        t_max=last,
+        points=int(keep.sum()),
+        tau=float(trend.Tau),
+        mann_kendall_p=float(trend.p),
+        slope=float(line.slope),
+        intercept=float(line.intercept),
+        regression_p=float(line.pvalue),
+        r_squared=float(line.rvalue) ** 2,
+    )
+
+
+def _reliable(outputs: npt.NDArray[np.int64]) -> int:
+    return int(np.quantile(outputs, QUANTILE, method="lower"))
+
+
+def _fit(estimator: SlidingHazard | CensoredHazard, outputs: npt.NDArray[np.int64]) -> HazardEstimate | None:
+    for length in outputs.tolist():
+        estimator.observe(length)
+    return estimator.estimate()
+
+
+def _tests() -> tuple[Any, Any]:
+    try:
+        from pymannkendall import original_test
+        from scipy.stats import linregress
+    except ImportError:
+        raise RunError("hazard tests need scipy and pymannkendall; install them: pip install 'ebbench[analysis]'") from None
+    return original_test, linregress

@@ -1,0 +1,129 @@
+"""Tables as data: what every output format is rendered from.
+
+A document is a title, one or more sections (one a GPU, as a rule) and notes. Columns of a group stand together: the
+group is what is measured (a policy, say), the column one of published, ours and difference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+Value = str | float | int | None
+Kind = Literal["label", "number", "change", "points"]
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column. ``change`` is a relative difference (0.05 is 5 %), ``points`` a difference in percentage points.
+
+    ``ours`` marks what this program measured, so that a reader can tell it from what was published.
+    """
+
+    name: str
+    kind: Kind = "number"
+    group: str = ""
+    ours: bool = False
+
+
+@dataclass(frozen=True)
+class Section:
+    """Rows under one heading; a row has one value a column, None where nothing is known."""
+
+    title: str
+    columns: tuple[Column, ...]
+    rows: tuple[tuple[Value, ...], ...]
+
+    def __post_init__(self) -> None:
+        for row in self.rows:
+            if len(row) != len(self.columns):
+                raise ValueError(f"{self.title}: a row of {len(row)} values under {len(self.columns)} columns")
+
+
+@dataclass(frozen=True)
+class Document:
+    """A table to render. ``command`` reproduces it."""
+
+    name: str
+    title: str
+    sections: tuple[Section, ...]
+    notes: tuple[str, ...] = field(default=())
+    command: str = ""
+
+
+def labels(*names: str) -> tuple[Column, ...]:
+    """Columns that say what a row is about."""
+    return tuple(Column(name, "label") for name in names)
+
+
+def compared(group: str, *, points: bool = False) -> tuple[Column, ...]:
+    """Published, ours and their difference: relative, or in points where the values are percentages."""
+    difference: Kind = "points" if points else "change"
+    return (
+        Column("published", group=group),
+        Column("ours", group=group, ours=True),
+        Column("diff", difference, group),
+    )
+
+
+def comparison(published: float | None, ours: float | None, *, points: bool = False) -> tuple[Value, Value, Value]:
+    """The three values under :func:`compared`."""
+    if published is None or ours is None:
+        return published, ours, None
+    if points:
+        return published, ours, ours - published
+    return published, ours, ours / published - 1 if published else None
+
+
+def relative(value: float | None, base: float | None) -> float | None:
+    """``value / base - 1``; None where either is unknown or the base is zero."""
+    return None if value is None or not base else value / base - 1
+
+
+def text(value: Value, column: Column) -> str:
+    """A value as a reader wants it; an en dash for what is not known."""
+    if value is None:
+        return "–"
+    if isinstance(value, str):
+        return value
+    if column.kind == "change":
+        return f"{100 * value:+.1f} %"
+    if column.kind == "points":
+        return f"{value:+.1f} pp"
+    return number(value)
+
+
+def number(value: float) -> str:
+    """About four significant digits, thousands separated: ``13,179``, ``164.2``, ``19.68``, ``0.061``."""
+    if isinstance(value, int) or abs(value) >= 1000:
+        return f"{value:,.0f}"
+    digits = 1 if abs(value) >= 100 else 2 if abs(value) >= 0.995 else 3
+    return f"{value:.{digits}f}"
+
+
+def mean_known(values: Iterable[Value]) -> float | None:
+    """Mean of the numbers among ``values``; None without any."""
+    known = [float(value) for value in values if isinstance(value, int | float)]
+    return sum(known) / len(known) if known else None
+
+
+def column_index(section: Section, group: str, name: str) -> int:
+    """Where a column stands. Raises KeyError."""
+    for index, column in enumerate(section.columns):
+        if (column.group, column.name) == (group, name):
+            return index
+    raise KeyError(f"{group}/{name}")
+
+
+def average_row(section_rows: Sequence[tuple[Value, ...]], columns: Sequence[Column], label: str) -> tuple[Value, ...]:
+    """A last row with the means of the relative columns only: means of unlike rates say nothing."""
+    cells: list[Value] = []
+    for index, column in enumerate(columns):
+        if column.kind == "label":
+            cells.append(label if index == 0 else "")
+        elif column.kind in ("change", "points"):
+            cells.append(mean_known(row[index] for row in section_rows))
+        else:
+            cells.append(None)
+    return tuple(cells)

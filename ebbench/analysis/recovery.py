@@ -1,0 +1,163 @@
+"""How long a system takes to recover from a shift of its traffic.
+
+Definitions. A phase is *served* from the first output token of any of its requests to the first output token of the
+next phase's (the last phase: to the last first token of all, so that the drain is left out). Tokens processed are
+prompts, counted at their first output token, and output tokens. The *settled rate* is tokens processed per second
+over the second half of the served span.
+
+- recovery time: the smallest r such that the mean rate from r after the start to the middle of the span is at least
+  95 % of the settled rate; 0 where the shift cost nothing, None where no r up to one window before the middle
+  qualifies. A mean to a fixed end, not a moving window: exclusive batches make the rate swing within every cycle.
+- TTFT recovery: requests of the phase in order of their intended start, in blocks of a twentieth of them (at least
+  20); from the phase's first intended start to the end of the last block of the first half whose median TTFT exceeds
+  1.5 times the median over the second half; 0 where none does
+- lost time: tokens short of the settled rate over the first half of the span, as seconds of work at that rate
+- controller time: from the start of the served span to the last change of mode inside it; 0 without any
+
+A window is the larger of 5 s and a tenth of the span; phases served for less than four have no settled rate.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from ebbench.analysis.columns import NEEDED, RequestColumns
+from ebbench.records.run import Run
+
+WINDOW_S, WINDOW_SHARE = 5.0, 0.1
+BAND = 0.95
+TTFT_FACTOR, _BLOCK = 1.5, 20
+_STEPS = 400  # moments at which the rate is looked at
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """One phase: when it was served, its settled rate in tokens/s, and the times defined above (s)."""
+
+    phase: str
+    start_s: float
+    end_s: float
+    settled_tokens_per_s: float | None
+    recovery_s: float | None
+    ttft_recovery_s: float | None
+    lost_s: float | None
+    controller_s: float | None
+    switches: int
+
+    @property
+    def span_s(self) -> float:
+        """How long the phase was served."""
+        return self.end_s - self.start_s
+
+
+def recoveries(run: Run) -> tuple[Recovery, ...]:
+    """One entry a phase, in the order served. Raises DataError on damaged files."""
+    columns = RequestColumns.of(run.table("requests", NEEDED))
+    spans = served_spans(columns)
+    if not spans:
+        return ()
+    times_s, tokens = token_times(columns)
+    cumulative = np.concatenate([[0.0], np.cumsum(tokens)])
+    changes = mode_changes(run)
+    return tuple(
+        replace(_recovery(name, start, end, times_s, cumulative, changes), ttft_recovery_s=ttft_recovery(columns, name))
+        for name, start, end in spans
+    )
+
+
+def ttft_recovery(columns: RequestColumns, phase: str) -> float | None:
+    """TTFT recovery of a phase as defined above, s; None with fewer than 80 requests, too few to say."""
+    rows = columns.ok & (columns.phase == phase)
+    order = np.argsort(columns.intended[rows], kind="stable")
+    intended = columns.intended[rows][order] / 1e9
+    ttft = (columns.first_token - columns.intended)[rows][order]
+    block = max(_BLOCK, len(ttft) // 20)
+    half = len(ttft) // 2
+    if half < 2 * block:
+        return None
+    limit = TTFT_FACTOR * float(np.median(ttft[half:]))
+    slow = [at for at in range(0, half - block + 1, block) if np.median(ttft[at : at + block]) > limit]
+    return float(intended[slow[-1] + block - 1] - intended[0]) if slow else 0.0
+
+
+def served_spans(columns: RequestColumns) -> list[tuple[str, float, float]]:
+    """Phases with the seconds from and to which they are served, in that order; phases never served are left out."""
+    ok = columns.ok
+    firsts = columns.first_token / 1e9
+    starts = []
+    for name in dict.fromkeys(columns.phase.tolist()):
+        rows = ok & (columns.phase == name)
+        if rows.any():
+            starts.append((float(firsts[rows].min()), name))
+    starts.sort()
+    if not starts:
+        return []
+    ends = [start for start, _ in starts[1:]] + [float(firsts[ok].max())]
+    return [(name, start, end) for (start, name), end in zip(starts, ends, strict=True)]
+
+
+def token_times(columns: RequestColumns) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    """Every token's time in s, in order, with how many stand there: a prompt counts at its first output token."""
+    ok = columns.ok
+    gaps, counts = columns.gaps_of(ok), columns.gap_counts[ok]
+    firsts = columns.first_token[ok]
+    if len(gaps):
+        stops = np.cumsum(counts)
+        running = np.concatenate([[0], np.cumsum(gaps)])
+        later = running[1:] + np.repeat(firsts - running[stops - counts], counts)
+    else:
+        later = np.zeros(0, np.int64)
+    weight = np.where(counts > 0, (columns.output_tokens[ok] - 1) / np.maximum(counts, 1), 0.0)
+    times = np.concatenate([firsts, later])
+    tokens = np.concatenate([columns.input_tokens[ok] + 1.0, np.repeat(weight, counts)])
+    order = np.argsort(times, kind="stable")
+    return times[order] / 1e9, tokens[order]
+
+
+def mode_changes(run: Run) -> npt.NDArray[np.float64]:
+    """Moments (s) at which the scheduling mode changed, from the step table; empty where none was recorded."""
+    steps = run.table("steps", ["start_ns", "mode"])
+    if steps.num_rows < 2:
+        return np.zeros(0)
+    mode = steps["mode"].to_numpy(zero_copy_only=False)
+    changed = np.flatnonzero(mode[1:] != mode[:-1]) + 1
+    return np.asarray(steps["start_ns"].to_numpy()[changed] / 1e9)
+
+
+def _recovery(
+    name: str,
+    start: float,
+    end: float,
+    times_s: npt.NDArray[np.float64],
+    cumulative: npt.NDArray[np.float64],
+    changes: npt.NDArray[np.float64],
+) -> Recovery:
+    inside = changes[(changes > start) & (changes < end)]
+    controller = float(inside[-1]) - start if len(inside) else 0.0
+    span = end - start
+    window = max(WINDOW_S, WINDOW_SHARE * span)
+    if span < 4 * window:
+        return Recovery(name, start, end, None, None, None, None, controller, len(inside))
+
+    def done(at: npt.NDArray[np.float64] | float) -> npt.NDArray[np.float64]:
+        return np.asarray(cumulative[np.searchsorted(times_s, at, "right")])
+
+    middle = start + span / 2
+    settled = float(done(end) - done(middle)) / (end - middle)
+    moments = np.linspace(start, middle - window, _STEPS)
+    enough = np.flatnonzero((done(middle) - done(moments)) / (middle - moments) >= BAND * settled)
+    lost = max(settled * (middle - start) - float(done(middle) - done(start)), 0.0) / settled if settled else None
+    return Recovery(
+        phase=name,
+        start_s=start,
+        end_s=end,
+        settled_tokens_per_s=settled,
+        recovery_s=float(moments[enough[0]]) - start if len(enough) else None,
+        ttft_recovery_s=None,
+        lost_s=lost,
+        controller_s=controller,
+        switches=len(inside),
+    )

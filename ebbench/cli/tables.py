@@ -1,0 +1,205 @@
+"""``ebbench tables``: the papers' tables with ours beside them; phases and SLO surfaces of any run."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from ebbench.analysis.paper_tables import Document
+    from ebbench.papers.cells import Cell
+    from ebbench.papers.store import CellStore
+    from ebbench.papers.table import PaperTable, Wish
+
+FORMATS = ("rich", "markdown", "latex", "html", "csv")
+_CHOICE, _RUNS, _OUTPUT = "What to run", "Runs", "Output"
+
+
+def _opt(*names: str, help: str, panel: str) -> typer.models.OptionInfo:
+    option: typer.models.OptionInfo = typer.Option(*names, help=help, rich_help_panel=panel)
+    return option
+
+
+def tables(
+    name: Annotated[
+        str, typer.Argument(help="list, table2, table3, ..., deferred-1; phases or slo for runs of your own (--from).")
+    ] = "list",
+    run: Annotated[bool, _opt("--run", help="Make the runs that are missing.", panel=_RUNS)] = False,
+    runs: Annotated[Path, _opt("--runs", help="Where runs are kept.", panel=_RUNS)] = Path("runs/papers"),
+    stored: Annotated[
+        list[Path] | None,
+        _opt("--from", help="Your own runs: taken for the cells whose plan, policy and settings they share.", panel=_RUNS),
+    ] = None,
+    workers: Annotated[int | None, _opt("--workers", help="Processes; default: one a core.", panel=_RUNS)] = None,
+    device: Annotated[list[str] | None, _opt("--device", help="Repeat for several.", panel=_CHOICE)] = None,
+    model: Annotated[list[str] | None, _opt("--model", help="Repeat for several.", panel=_CHOICE)] = None,
+    workload: Annotated[list[str] | None, _opt("--workload", help="Repeat for several.", panel=_CHOICE)] = None,
+    policy: Annotated[
+        list[str] | None, _opt("--policy", "-p", help="Further policies beside the table's own.", panel=_CHOICE)
+    ] = None,
+    num_prompts: Annotated[
+        int | None, _opt("--num-prompts", "-n", help="Fewer requests a run than the paper's, for a quick look.", panel=_CHOICE)
+    ] = None,
+    seeds: Annotated[int, _opt("--seeds", help="Runs a cell, for the threshold tables.", panel=_CHOICE)] = 1,
+    grid: Annotated[
+        bool, _opt("--grid", help="Search each scheduler's best B and N instead of taking the published ones.", panel=_CHOICE)
+    ] = False,
+    outputs: Annotated[
+        str, _opt("--outputs", help="forced (answers as long as the scripts' limits) or profile (table 9).", panel=_CHOICE)
+    ] = "forced",
+    source: Annotated[str, _opt("--source", help="Lengths of table 9: profile, hub or auto.", panel=_CHOICE)] = "profile",
+    ttft: Annotated[str, _opt("--ttft", help="TTFT targets in s, as 2,5,10.", panel=_CHOICE)] = "",
+    tpot: Annotated[str, _opt("--tpot", help="TPOT targets in ms, as 50,100.", panel=_CHOICE)] = "",
+    by_phase: Annotated[bool, _opt("--by-phase", help="SLO surfaces for each phase too.", panel=_CHOICE)] = False,
+    style: Annotated[str, _opt("--format", "-f", help="rich, markdown, latex, html or csv.", panel=_OUTPUT)] = "rich",
+    output: Annotated[Path | None, _opt("--output", "-o", help="Write to this file.", panel=_OUTPUT)] = None,
+    quiet: Annotated[bool, _opt("--quiet", "-q", help="No progress.", panel=_OUTPUT)] = False,
+) -> None:
+    """Show a published table with what this program measures beside it: published, ours, difference.
+
+    Cells come from stored runs; --run makes those that are missing and keeps them for the next time.
+    """
+    from ebbench.errors import UnknownNameError
+    from ebbench.papers.table import Wish
+
+    if style not in FORMATS:
+        raise UnknownNameError("format", style, FORMATS)
+    if name == "list":
+        _list()
+        return
+    targets = {"ttft_s": _numbers(ttft, "--ttft"), "tpot_ms": _numbers(tpot, "--tpot")}
+    if name in ("phases", "slo"):
+        _emit(_of_runs(name, stored or [], targets, by_phase), style, output)
+        return
+    if outputs not in ("forced", "profile"):
+        raise UnknownNameError("kind of output lengths", outputs, ("forced", "profile"))
+    wish = Wish(
+        tuple(device or ()), tuple(model or ()), tuple(workload or ()), _policies(policy or []), num_prompts, seeds,
+        grid, outputs, source, **targets,  # type: ignore[arg-type]
+    )  # fmt: skip
+    _emit(_table(name, wish, runs, stored or [], run=run, workers=workers, quiet=quiet), style, output)
+
+
+def _list() -> None:
+    from ebbench.papers.registry import TABLES
+
+    for table in TABLES:
+        typer.echo(f"{table.name:12} {table.title}")
+    typer.echo(f"{'phases':12} your own runs by phase, with recovery times (--from RUN)")
+    typer.echo(f"{'slo':12} attainment of your own runs over TTFT and TPOT targets (--from RUN)")
+
+
+def _policies(names: list[str]) -> tuple[str, ...]:
+    from ebbench.cli.preflight import parse_policies
+
+    return tuple(spec.name for spec in parse_policies(names)) if names else ()
+
+
+def _numbers(text: str, option: str) -> tuple[float, ...]:
+    from ebbench.errors import UsageError
+
+    try:
+        return tuple(float(part) for part in text.split(",") if part.strip())
+    except ValueError:
+        raise UsageError(f"{option} {text!r} is no list of numbers; write 2,5,10") from None
+
+
+def _of_runs(name: str, paths: list[Path], targets: dict[str, tuple[float, ...]], by_phase: bool) -> Document:
+    from ebbench.analysis.phases import attainment_document, load_runs, phases_document
+    from ebbench.errors import UsageError
+    from ebbench.papers.goodput import TPOT_MS, TTFT_S
+
+    if not paths:
+        raise UsageError(f"`ebbench tables {name}` needs runs: give one or more with --from")
+    loaded = load_runs(paths)
+    if name == "phases":
+        return phases_document(loaded)
+    ttft_ms = [1e3 * value for value in targets["ttft_s"] or TTFT_S]
+    return attainment_document(loaded, ttft_ms, targets["tpot_ms"] or TPOT_MS, by_phase=by_phase)
+
+
+def _table(
+    name: str, wish: Wish, root: Path, stored: list[Path], *, run: bool, workers: int | None, quiet: bool
+) -> Document:
+    from dataclasses import replace
+
+    from ebbench.papers.registry import find_table
+    from ebbench.papers.store import CellStore
+
+    table = find_table(name)
+    store = CellStore(root, stored)
+    if run:
+        make_runs(table, wish, store, workers=workers, quiet=quiet)
+    return replace(table.document(wish, store), command=_command())
+
+
+def make_runs(table: PaperTable, wish: Wish, store: CellStore, *, workers: int | None, quiet: bool) -> None:
+    """Make the missing runs of a table, with a progress line on stderr."""
+    from ebbench.papers.execute import run_missing
+
+    missing = store.missing(table.cells(wish))
+    if not missing:
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True, disable=quiet) as bar:
+        task = bar.add_task(f"{table.name}: {len(missing)} runs", total=len(missing))
+
+        def done(_cell: Cell) -> None:
+            bar.advance(task)
+
+        run_missing(missing, store, workers=workers, whole=table.whole, done=done)
+
+
+def _command() -> str:
+    """The command line that gave this table, without where it was written to."""
+    import shlex
+
+    words, skip = [], False
+    for word in sys.argv[1:]:
+        if skip:
+            skip = False
+        elif word in ("-o", "--output"):
+            skip = True
+        elif not word.startswith("--output="):
+            words.append(word)
+    return shlex.join(["ebbench", *words])
+
+
+def _emit(document: Document, style: str, output: Path | None) -> None:
+    text = rendered(document, style, width=None if output is None else 200)
+    if output is None:
+        sys.stdout.write(text)
+        return
+    from ebbench.records.files import write_bytes
+
+    output.parent.mkdir(parents=True, exist_ok=True)
+    write_bytes(text.encode(), output)
+
+
+def rendered(document: Document, style: str, *, width: int | None = None) -> str:
+    """The document as text in one of FORMATS."""
+    if style == "markdown":
+        from ebbench.render.markdown import as_markdown
+
+        return as_markdown(document)
+    if style == "latex":
+        from ebbench.render.latex import as_latex
+
+        return as_latex(document)
+    from ebbench.render import paper_tables
+
+    if style == "html":
+        return paper_tables.as_html(document)
+    if style == "csv":
+        return paper_tables.as_csv(document)
+    from rich.console import Console
+
+    console = Console(highlight=False, width=width)
+    with console.capture() as capture:
+        console.print(paper_tables.as_rich(document, console.width), soft_wrap=False)
+    return capture.get()

@@ -1,0 +1,77 @@
+"""The papers' numbers, read from the reference tables that come with the program."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+
+from ebbench.resources import bundled_dir
+
+EB_PAPER = "Zhang et al., Threshold-Based Exclusive Batching for LLM Inference, ICML 2026"
+DEFERRED_PAPER = "Mohanty et al., Deferred prefill for throughput maximization in LLM inference, EuroMLSys 2025"
+
+GPUS: Mapping[str, str] = {"rtx-pro-6000": "RTX PRO 6000", "h200": "H200"}
+MODELS: Mapping[str, str] = {
+    "qwen3-8b": "Qwen3-8B", "qwen3-30b-a3b": "Qwen3-30B-A3B", "gemma-3-1b-it": "Gemma-3-1B-IT",
+}  # fmt: skip
+WORKLOADS: Mapping[str, str] = {
+    "sharegpt": "ShareGPT", "longbench": "LongBench", "wildchat": "WildChat", "numinamath": "NuminaMath",
+}  # fmt: skip
+SYNTHETIC: Mapping[str, str] = {
+    "decode-heavy": "Decode-heavy", "balanced": "Balanced", "prefill-heavy": "Prefill-heavy",
+}  # fmt: skip
+
+
+@cache
+def rows(name: str, folder: str = "paper_tables") -> tuple[Mapping[str, str], ...]:
+    """Rows of a reference CSV by its stem."""
+    path: Path = bundled_dir("reference") / folder / f"{name}.csv"
+    with path.open(newline="", encoding="utf-8") as file:
+        return tuple(csv.DictReader(file))
+
+
+def gpu_title(device: str) -> str:
+    """The papers' name of a device, or its own."""
+    return GPUS.get(device, device)
+
+
+def model_title(model: str) -> str:
+    """The papers' name of a model, or its own."""
+    return MODELS.get(model, model)
+
+
+def pick(name: str, column: str, folder: str = "paper_tables", **where: str) -> float | None:
+    """The number in ``column`` of the row whose cells equal ``where``; None where the paper has none."""
+    for row in rows(name, folder):
+        if all(row.get(key) == value for key, value in where.items()):
+            text = row.get(column) or ""
+            return float(text) if text else None
+    return None
+
+
+def best_config(device: str, policy: str, workload: str, model: str) -> tuple[int, int]:
+    """Published best (token budget B, batch size N) of tables 14-16, filled up where the papers have none.
+
+    ``policy`` v0, v1 or eb; every other policy takes eb's. A GPU, model or workload the papers did not run takes the
+    nearest published cell: RTX PRO 6000, Qwen3-8B, ShareGPT.
+    """
+    scheduler = policy if policy in ("v0", "v1") else "eb"
+    gpu = GPUS.get(device, GPUS["rtx-pro-6000"])
+    if workload in SYNTHETIC:
+        return _synthetic_config(gpu, "v1" if scheduler == "v1" else "eb", SYNTHETIC[workload])
+    title = WORKLOADS.get(workload, WORKLOADS["sharegpt"])
+    where = {"gpu": gpu, "scheduler": scheduler, "workload": title, "model": MODELS.get(model, MODELS["qwen3-8b"])}
+    tokens, seqs = (
+        pick("table14_15_best_config_and_sensitivity", "value", metric=metric, **where)
+        for metric in ("max_num_batched_tokens", "max_num_seqs")
+    )
+    return int(tokens or 14336), int(seqs or 1024)
+
+
+def _synthetic_config(gpu: str, scheduler: str, workload: str) -> tuple[int, int]:
+    prefix = "h200" if gpu == GPUS["h200"] else "rtxpro6000"
+    where = {"workload": workload, "scheduler": scheduler}
+    tokens, seqs = (pick("table16_synthetic_best_config", f"{prefix}_{what}", **where) for what in ("tokens", "seqs"))
+    return int(tokens or 14336), int(seqs or 512)

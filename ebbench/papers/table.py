@@ -1,0 +1,72 @@
+"""What a table is: its cells and the document they are laid out in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ebbench.analysis.paper_tables import Document
+from ebbench.papers.cells import Cell
+from ebbench.papers.store import CellStore, Measured
+
+Outputs = Literal["forced", "profile"]
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What the caller set over a table's own protocol; empty means: as in the paper.
+
+    ``policies`` are measured besides the table's own. ``outputs``: answers forced to the length limit of the
+    published scripts, or drawn from the workload's profile. ``ttft_s`` and ``tpot_ms`` are SLO targets.
+    """
+
+    devices: tuple[str, ...] = ()
+    models: tuple[str, ...] = ()
+    workloads: tuple[str, ...] = ()
+    policies: tuple[str, ...] = ()
+    num_prompts: int | None = None
+    seeds: int = 1
+    grid: bool = False
+    outputs: Outputs = "forced"
+    source: str = "profile"
+    ttft_s: tuple[float, ...] = ()
+    tpot_ms: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class PaperTable:
+    """One published table. ``whole``: keep the run directories of its cells, not their figures alone."""
+
+    name: str
+    title: str
+    cells: Callable[[Wish], list[Cell]]
+    document: Callable[[Wish, CellStore], Document]
+    whole: bool = True
+    aliases: tuple[str, ...] = field(default=())
+
+
+def figure(store: CellStore, cell: Cell, key: str, scale: float = 1.0) -> float | None:
+    """One figure of a cell, None while it has not been run."""
+    found = store.get(cell)
+    return None if found is None else found.get(key, scale)
+
+
+def mean_figure(store: CellStore, cells: Sequence[Cell], key: str) -> float | None:
+    """Mean over cells that differ in their seed; None unless all have been run."""
+    values = [figure(store, cell, key) for cell in cells]
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known and len(known) == len(values) else None
+
+
+def measured(store: CellStore, cell: Cell) -> Measured | None:
+    """The cell's result, None while it has not been run."""
+    return store.get(cell)
+
+
+def pending(store: CellStore, cells: Sequence[Cell]) -> tuple[str, ...]:
+    """A note that says how many cells are still to be run; empty when none is."""
+    absent = len(store.missing(cells))
+    if not absent:
+        return ()
+    return (f"{absent} of {len(set(cells))} runs have not been made with this version of the code; --run makes them.",)

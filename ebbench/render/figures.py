@@ -1,0 +1,90 @@
+"""How figures look: readable in print, safe for the colour-blind (Okabe and Ito), saved as PDF, SVG and PNG.
+
+A figure is ``{name: function -> altair chart}`` elsewhere; this module holds what they share. Extra ``plots``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ebbench.errors import RunError, UnknownNameError
+
+FORMATS = ("pdf", "svg", "png")
+PNG_SCALE = 2.5
+
+# Okabe and Ito's palette; yellow is left out, it does not show on white paper.
+BLACK, ORANGE, SKY, GREEN, BLUE, VERMILION, PURPLE = (
+    "#000000", "#E69F00", "#56B4E9", "#009E73", "#0072B2", "#D55E00", "#CC79A7",
+)  # fmt: skip
+GREY = "#8A8A8A"
+POLICY_COLOURS = {"v0": ORANGE, "v1": BLUE, "eb": VERMILION, "ebplus": GREEN, "deferred": PURPLE}
+SERIES = (BLUE, VERMILION, GREEN, ORANGE, PURPLE, SKY, BLACK)
+DASHES = ([1, 0], [6, 3], [2, 2], [8, 3, 2, 3], [4, 2], [1, 3])
+
+
+def altair() -> Any:
+    """The plotting library. Raises RunError with the remedy when the extra is not installed."""
+    try:
+        import altair as alt
+        import vl_convert  # noqa: F401
+    except ImportError:
+        raise RunError("figures need altair and vl-convert-python; install them: pip install 'ebbench[plots]'") from None
+    alt.data_transformers.disable_max_rows()
+    return alt
+
+
+def styled(chart: Any) -> Any:
+    """The chart with the house style."""
+    return (
+        chart.configure(font="Arial, Liberation Sans, DejaVu Sans, sans-serif", background="white")
+        .configure_axis(
+            labelFontSize=11, titleFontSize=12, titleFontWeight="normal", gridColor="#E3E3E3", domainColor="#444",
+            tickColor="#444", labelColor="#222", titleColor="#111",
+        )
+        .configure_legend(
+            labelFontSize=11, titleFontSize=11, titleFontWeight="normal", symbolStrokeWidth=2, symbolSize=80,
+            orient="top", labelLimit=320, titleOrient="left", offset=2, padding=0, rowPadding=0,
+        )
+        .configure_header(labelFontSize=12, titleFontSize=12, labelFontWeight="bold", titleFontWeight="normal")
+        .configure_title(fontSize=13, anchor="start", subtitleFontSize=11, subtitleColor="#444")
+        .configure_view(stroke="#BBB")
+    )  # fmt: skip
+
+
+def save(chart: Any, stem: Path, formats: Sequence[str] = FORMATS) -> list[Path]:
+    """Write the chart as ``stem.pdf`` and so on. Raises UnknownNameError, RunError when it cannot be written."""
+    for wanted in formats:
+        if wanted not in FORMATS:
+            raise UnknownNameError("figure format", wanted, FORMATS)
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    final = styled(chart)
+    paths = []
+    for wanted in formats:
+        path = stem.with_name(f"{stem.name}.{wanted}")
+        try:
+            final.save(str(path), scale_factor=PNG_SCALE if wanted == "png" else 1.0)
+        except OSError as error:
+            raise RunError(f"cannot write {path}: {error.strerror or error}") from error
+        paths.append(path)
+    return paths
+
+
+def values(rows: Sequence[dict[str, Any]]) -> Any:
+    """Rows as chart data."""
+    return altair().Data(values=list(rows))
+
+
+def colour(names: Sequence[str], colours: Sequence[str], title: str | None = None, **options: Any) -> Any:
+    """A colour channel over the field ``series`` with these names in this order."""
+    alt = altair()
+    scale = alt.Scale(domain=list(names), range=list(colours))
+    return alt.Color("series:N", scale=scale, sort=list(names), title=title, **options)
+
+
+def dash(names: Sequence[str], title: str | None = None) -> Any:
+    """A dash pattern for each name of the field ``series``, so that lines differ without colour too."""
+    alt = altair()
+    scale = alt.Scale(domain=list(names), range=[list(DASHES[i % len(DASHES)]) for i in range(len(names))])
+    return alt.StrokeDash("series:N", scale=scale, sort=list(names), title=title)
