@@ -23,36 +23,56 @@ def no_hit(_ask: Ask, _unit: int) -> int:
     return 0
 
 
+class ChunkPacking:
+    """The capacity vector C_avail of Algorithm 2 while requests are placed one by one."""
+
+    def __init__(self, available: Mapping[int, int], hit: Hit = no_hit) -> None:
+        self._capacity = dict(sorted(available.items()))
+        self._hit = None if hit is no_hit else hit
+
+    @property
+    def full(self) -> bool:
+        """Whether nothing can be placed any more; once so, it stays so."""
+        return all(capacity <= 0 for capacity in self._capacity.values())
+
+    def place(self, ask: Ask) -> int | None:
+        """The unit that ``ask`` leaves the most capacity, None if that unit has none to begin with.
+
+        A unit takes a request as long as its own C_avail is positive, so a long prompt may overdraw it and is then
+        chunked over several passes. Among equals the lowest unit number wins.
+        """
+        best, best_after = -1, 0
+        for unit, capacity in self._capacity.items():
+            after = capacity - ask.tokens
+            if self._hit is not None:
+                after += self._hit(ask, unit)
+            if best < 0 or after > best_after:
+                best, best_after = unit, after
+        if best < 0 or self._capacity[best] <= 0:
+            return None
+        self._capacity[best] = best_after
+        return best
+
+
 def allocate_prefill(
     pending: Sequence[Ask], new: Sequence[Ask], available: Mapping[int, int], hit: Hit = no_hit
 ) -> Allocation:
     """Algorithm 2, PBAA: pending before new, longest first, each to the unit it leaves the most capacity.
 
-    ``available``: C_avail per unit, prompt tokens that still fit its next forward pass. A unit takes a request as long
-    as its own C_avail is positive, so a long prompt may overdraw it and is then chunked over several passes. ``hit``
-    makes it cache-aware. Among equals the lowest unit number wins; requests of equal length keep their order.
+    ``available``: C_avail per unit, prompt tokens that still fit its next forward pass. ``hit`` makes it cache-aware.
+    Requests of equal length keep their order.
     """
-    capacity = dict(available)
-    units = sorted(capacity)
+    packing = ChunkPacking(available, hit)
     assigned: list[tuple[Ask, int]] = []
     left: list[Ask] = []
     for queue in (pending, new):
-        for ask in sorted(queue, key=_longest_first):
-            best, best_after = -1, 0
-            for unit in units:
-                after = capacity[unit] - ask.tokens + hit(ask, unit)
-                if best < 0 or after > best_after:
-                    best, best_after = unit, after
-            if best >= 0 and capacity[best] > 0:
-                assigned.append((ask, best))
-                capacity[best] = best_after
-            else:
+        for ask in sorted(queue, key=lambda a: -a.tokens):
+            unit = packing.place(ask)
+            if unit is None:
                 left.append(ask)
+            else:
+                assigned.append((ask, unit))
     return Allocation(assigned, left)
-
-
-def _longest_first(ask: Ask) -> int:
-    return -ask.tokens
 
 
 class Load(NamedTuple):

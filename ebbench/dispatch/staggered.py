@@ -13,10 +13,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from ebbench.dispatch.allocate import Allocation, allocate_prefill, no_hit
+from ebbench.dispatch.allocate import ChunkPacking, no_hit
 from ebbench.dispatch.base import Ask, EndForward, Order
 from ebbench.dispatch.fleet import Fleet
 from ebbench.dispatch.interval import AdaptiveInterval
+from ebbench.dispatch.queues import CycleQueue
 from ebbench.dispatch.readiness import Checks, Readiness
 
 
@@ -55,9 +56,7 @@ class StaggeredDispatcher:
             settings.window, settings.network_ns, settings.default_forward_ns, len(fleet.active)
         )
         self._ready = Readiness(len(fleet.instances), settings.checks)
-        self._pending: list[Ask] = []  # left over from earlier cycles
-        self._new: list[Ask] = []
-        self._cycles: dict[int, int] = {}  # cycles a request was left over in
+        self._queue = CycleQueue(longest_first=settings.packing)
         self._last_ns: int | None = None
         self._counted_ns: int | None = None
         self._turn = 0
@@ -66,11 +65,11 @@ class StaggeredDispatcher:
     @property
     def waiting(self) -> int:
         """Requests held back."""
-        return len(self._pending) + len(self._new)
+        return len(self._queue)
 
     def arrive(self, ask: Ask, now_ns: int) -> None:
         """See Dispatcher."""
-        self._new.append(ask)
+        self._queue.add(ask)
 
     def end_forward(self, signal: EndForward, now_ns: int) -> None:
         """The fast path: acknowledge, measure, mark ready."""
@@ -89,9 +88,7 @@ class StaggeredDispatcher:
 
     def withdraw(self, key: int) -> None:
         """See Dispatcher."""
-        self._pending = [ask for ask in self._pending if ask.key != key]
-        self._new = [ask for ask in self._new if ask.key != key]
-        self._cycles.pop(key, None)
+        self._queue.withdraw(key)
 
     def topology(self, active: Iterable[int], now_ns: int) -> None:
         """OnTopologyChange; an instance that comes back is taken to be free."""
@@ -105,7 +102,7 @@ class StaggeredDispatcher:
         """Carry out every cycle that is due."""
         orders: list[Order] = []
         tried: set[int] = set()
-        while self._pending or self._new:
+        while self._queue:
             target = self._target(now_ns, tried)
             if target is None:
                 break
@@ -115,7 +112,7 @@ class StaggeredDispatcher:
 
     def next_ns(self, now_ns: int) -> int | None:
         """The end of the interval if an instance is ready then, else the first watchdog."""
-        if not (self._pending or self._new) or not self.fleet.active:
+        if not self._queue or not self.fleet.active:
             return None
         due_ns = self._due_ns()
         if due_ns > now_ns:
@@ -134,7 +131,7 @@ class StaggeredDispatcher:
     def _target(self, now_ns: int, tried: set[int]) -> int | None:
         """The instance the next batch goes to, if one may go now."""
         due = now_ns >= self._due_ns()
-        if not due and not self.settings.bypass:
+        if not due and not (self.settings.bypass and 0 in self.fleet.open_on_instance):
             return None
         mean_ns = self.interval.mean_ns
         for instance in self._in_turn():
@@ -156,57 +153,60 @@ class StaggeredDispatcher:
 
     def _cycle(self, instance: int, now_ns: int) -> list[Order]:
         """Send what fits to ``instance``; what is left over waits one cycle more."""
-        allocation = self._allocate(instance)
-        orders = []
-        for ask, unit in allocation.assigned:
-            self.fleet.send(ask, self.fleet.units[unit])
-            self._cycles.pop(ask.key, None)
-            orders.append(Order(ask.key, unit))
-        self._pending, self._new = self._keep(allocation.left, orders, now_ns), []
-        if allocation.assigned:
+        units = self.fleet.instances[instance]
+        available = {unit.index: self.settings.chunk_tokens - unit.backlog_tokens for unit in units}
+        if max(available.values()) <= 0:
+            return self._leave_over(now_ns)
+        orders = self._pack(available) if self.settings.packing else self._in_turn_over(available)
+        if orders:
             self._ready.dispatched(instance, now_ns)
             self._last_ns = now_ns
             self._turn = instance + 1
-        return orders
+        return orders + self._leave_over(now_ns)
 
-    def _keep(self, left: list[Ask], orders: list[Order], now_ns: int) -> list[Ask]:
-        """Overload detection (phase 3): refuse those left over too often. A cycle counts once per interval."""
-        limit = self.settings.cycle_limit
-        if limit is None or (self._counted_ns is not None and now_ns < self._counted_ns + self.interval.interval_ns):
-            return left
-        self._counted_ns = now_ns
-        kept = []
-        for ask in left:
-            cycles = self._cycles.get(ask.key, 0) + 1
-            if cycles > limit:
-                self._cycles.pop(ask.key, None)
-                orders.append(Order(ask.key, None))
-            else:
-                self._cycles[ask.key] = cycles
-                kept.append(ask)
-        return kept
-
-    def _allocate(self, instance: int) -> Allocation:
-        available = {
-            unit.index: self.settings.chunk_tokens - unit.backlog_tokens for unit in self.fleet.instances[instance]
-        }
-        if not self.settings.packing:
-            return self._in_order(available)
+    def _pack(self, available: dict[int, int]) -> list[Order]:
+        """Algorithm 2."""
         memory = self.fleet.memory
         hit = memory.hit_tokens if self.settings.cache_aware and memory is not None else no_hit
-        return allocate_prefill(self._pending, self._new, available, hit)
+        packing = ChunkPacking(available, hit)
+        orders: list[Order] = []
+        passed_over = []
+        while self._queue and not packing.full:
+            held = self._queue.pop()
+            unit = packing.place(held.ask)
+            if unit is None:
+                passed_over.append(held)
+            else:
+                orders.append(self._send(held.ask, unit))
+        self._queue.leave_over(passed_over)
+        return orders
 
-    def _in_order(self, available: dict[int, int]) -> Allocation:
+    def _in_turn_over(self, available: dict[int, int]) -> list[Order]:
         """Without Algorithm 2: by arrival, to the units in turn, skipping those without capacity."""
-        queue = self._pending + self._new
-        assigned: list[tuple[Ask, int]] = []
-        units = sorted(available)
-        for position, ask in enumerate(queue):
-            open_units = [unit for unit in units if available[unit] > 0]
+        orders: list[Order] = []
+        while self._queue:
+            open_units = [unit for unit, capacity in available.items() if capacity > 0]
             if not open_units:
-                return Allocation(assigned, queue[position:])
+                break
             unit = open_units[self._next_unit % len(open_units)]
             self._next_unit += 1
+            ask = self._queue.pop().ask
             available[unit] -= ask.tokens
-            assigned.append((ask, unit))
-        return Allocation(assigned, [])
+            orders.append(self._send(ask, unit))
+        return orders
+
+    def _send(self, ask: Ask, unit: int) -> Order:
+        self.fleet.send(ask, self.fleet.units[unit])
+        return Order(ask.key, unit)
+
+    def _leave_over(self, now_ns: int) -> list[Order]:
+        """Overload detection (phase 3): a cycle ends for those left; refuse whoever has seen too many.
+
+        Several instances may be tried at one moment; a cycle counts once per interval.
+        """
+        if self._counted_ns is not None and now_ns < self._counted_ns + self.interval.interval_ns:
+            self._queue.end_cycle(count=False)
+            return []
+        self._counted_ns = now_ns
+        self._queue.end_cycle(count=True)
+        return [Order(ask.key, None) for ask in self._queue.overdue(self.settings.cycle_limit)]

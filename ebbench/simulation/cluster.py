@@ -85,8 +85,7 @@ class Cluster:
             self._wake,
         )  # fmt: skip
         try:
-            for row in self._releases.start():
-                self._submit(row, 0)
+            self._submit(self._releases.start(), 0)
             while self._heap:
                 self.now_ns, kind, _, subject = heapq.heappop(self._heap)
                 handlers[kind](subject)
@@ -104,16 +103,19 @@ class Cluster:
 
     def _arrival(self, row: int) -> None:
         self.front.state.intended_ns[row] = self.now_ns
-        for released in self._releases.arrived(row):
-            self._submit(released, self.now_ns)
+        self._submit(self._releases.arrived(row), self.now_ns)
 
-    def _submit(self, row: int, intended_ns: int) -> None:
-        state = self.last.state
-        for each in (self.front.state, state):
-            if each.intended_ns[row] < 0:
-                each.intended_ns[row] = intended_ns
-            each.sent_ns[row] = self.now_ns
-        self.front.dispatcher.arrive(self.front.ask(row), self.now_ns)
+    def _submit(self, rows: list[int], intended_ns: int) -> None:
+        """Requests are sent: they reach the front dispatcher."""
+        if not rows:
+            return
+        for state in {self.front.state, self.last.state}:
+            for row in rows:
+                if state.intended_ns[row] < 0:
+                    state.intended_ns[row] = intended_ns
+                state.sent_ns[row] = self.now_ns
+        for row in rows:
+            self.front.dispatcher.arrive(self.front.ask(row), self.now_ns)
         self._poll(0)
 
     def _poll(self, index: int) -> None:
@@ -155,13 +157,12 @@ class Cluster:
     def _refused(self, row: int) -> None:
         self.outcome.failed[row] = ("http_429", "flow control: waited too many dispatch cycles", 429)
         self.last.state.end_ns[row] = self.now_ns
-        self._gone(row)
+        self._gone([row])
 
-    def _gone(self, row: int) -> None:
-        """A request is over, well or not."""
-        self.ended += 1
-        for released in self._releases.ended(row):
-            self._submit(released, self.now_ns)
+    def _gone(self, rows: list[int]) -> None:
+        """Requests are over, well or not."""
+        self.ended += len(rows)
+        self._submit([released for row in rows for released in self._releases.ended(row)], self.now_ns)
 
     # Instances.
 
@@ -188,8 +189,7 @@ class Cluster:
             if index == 0 and self.handover is not None:
                 self._hand_over(ended)
             else:
-                for row in ended:
-                    self._finished(row)
+                self._finished(ended)
         stage.woken[node] = False
         if again_ns is not None:
             self._push_wake(again_ns, index, node)
@@ -200,10 +200,11 @@ class Cluster:
             self.stages[index].dispatcher.ended(row, self.now_ns)
         self._poll(index)
 
-    def _finished(self, row: int) -> None:
+    def _finished(self, rows: list[int]) -> None:
         if self.handover is not None:
-            self._continue(self.handover.finished(row, self.now_ns))
-        self._gone(row)
+            for row in rows:
+                self._continue(self.handover.finished(row, self.now_ns))
+        self._gone(rows)
 
     def _pass(self, subject: tuple[int, int, int]) -> None:
         index, node, duration_ns = subject
@@ -224,16 +225,15 @@ class Cluster:
         """Prompts computed in one pass are placed together, then their KV is sent."""
         assert self.back is not None
         assert self.handover is not None
-        over = []
-        for row in rows:
-            if self.handover.prefilled(row, int(self.unit_of[row]), self.now_ns):
-                over.append(row)
-                self.back.dispatcher.arrive(self.back.ask(row), self.now_ns)
-            else:  # a single token was asked for: nothing to decode
-                self._gone(row)
+        over = [row for row in rows if self.handover.prefilled(row, int(self.unit_of[row]), self.now_ns)]
+        for row in over:
+            self.back.dispatcher.arrive(self.back.ask(row), self.now_ns)
         self._poll(1)
         for row in over:
             self._continue(self.handover.send(row, int(self.unit_of[row]), self._place.pop(row), self.now_ns))
+        if len(over) < len(rows):  # a single token was asked for: nothing to decode
+            decoding = set(over)
+            self._gone([row for row in rows if row not in decoding])
 
     def _continue(self, transfers: list[Transfer]) -> None:
         for transfer in transfers:
@@ -245,7 +245,7 @@ class Cluster:
     def _arrived_kv(self, transfer: Transfer) -> None:
         assert self.back is not None
         assert self.handover is not None
-        self.handover.arrived(transfer)
+        self._continue(self.handover.arrived(transfer, self.now_ns))
         self.back.received[transfer.target] += 1
         self._rouse(0, self.front.node_of_unit[transfer.source])  # its blocks are free again
         self._rouse(1, self.back.node_of_unit[transfer.target])

@@ -60,19 +60,19 @@ class Handover:
         return False
 
     def send(self, row: int, source: int, target: int, now_ns: int) -> list[Transfer]:
-        """Start the transfer; empty while backpressure holds it."""
+        """The KV of ``row`` is ready to go; returns the transfers that start now."""
         self._target_of[row] = target
-        size = float(self._before.prompt[row]) * self._kv_bytes
-        started = self.fabric.start(row, source, target, size, now_ns)
-        return [] if started is None else [started]
+        size_bytes = float(self._before.prompt[row]) * self._kv_bytes
+        return self.fabric.offer(row, source, target, size_bytes, now_ns)
 
-    def arrived(self, transfer: Transfer) -> None:
-        """The KV is there: the sender's blocks are free, the request may be decoded."""
+    def arrived(self, transfer: Transfer, now_ns: int) -> list[Transfer]:
+        """The KV is there: the sender's blocks are free, the request may be decoded, the next transfers start."""
         row = transfer.row
         self._sources[transfer.source].unpin(row)
         # With the first token still to come, the last prompt token is computed again to get it.
         tokens = int(self._before.prompt[row]) - (0 if self._from_prefill else 1)
         self._targets[transfer.target].deliver(row, tokens)
+        return self.fabric.ended(transfer, now_ns)
 
     def finished(self, row: int, now_ns: int) -> list[Transfer]:
         """The request has ended; returns transfers that its memory made room for."""

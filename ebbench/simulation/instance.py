@@ -121,9 +121,8 @@ class Instance:
         state = self._state
         partial = self.running[state.partial[self.running]]
         queued = int((state.target[partial] - state.computed[partial]).sum()) if len(partial) else 0
-        for row in (*self.waiting, *self._inbox):
-            queued += int(state.target[row]) - self._delivered(row)
-        return queued
+        rows = [*self.waiting, *self._inbox]
+        return queued + int(state.target[rows].sum()) if rows else queued
 
     def running_ages(self) -> Sequence[int]:
         """Output tokens so far of every running request."""

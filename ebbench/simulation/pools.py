@@ -47,6 +47,10 @@ class DecodeInstance(Instance):
         self._store[row] = tokens
         self.add(row)
 
+    def queued_tokens(self) -> int:
+        """Tokens to compute before generating: next to none where the KV was delivered."""
+        return super().queued_tokens() - sum(self._delivered(row) for row in (*self.waiting, *self._inbox))
+
     def _delivered(self, row: int) -> int:
         return self._store.get(row, 0)
 

@@ -115,7 +115,7 @@ def requests_table(plan: Plan, state: RequestState) -> pa.Table:
         "status": pa.array(status, pa.string()),
         "finish_reason": pa.array(np.where(ended, "length", ""), pa.string(), mask=~ended),
         "itl_ns": pa.ListArray.from_arrays(
-            np.concatenate([[0], np.cumsum(gaps)]).astype(np.int32), pa.array(_gap_values(state, outputs))
+            np.concatenate([[0], np.cumsum(gaps)]).astype(np.int32), pa.array(_gap_values(state))
         ),
         "bundled_tokens": pa.array(np.zeros(count, np.bool_)),
         "preemptions": pa.array(state.preemptions, pa.int32()),
@@ -137,11 +137,9 @@ def requests_table(plan: Plan, state: RequestState) -> pa.Table:
     return pa.table({name: columns[name] for name in REQUESTS.names}, schema=REQUESTS)
 
 
-def _gap_values(state: RequestState, outputs: np.ndarray) -> np.ndarray:
+def _gap_values(state: RequestState) -> np.ndarray:
     """Every gap between consecutive tokens of a request, requests in plan order."""
-    slots = np.arange(len(state.token_ns))
-    owner = np.repeat(np.arange(state.count), state.max_output)
-    place = slots - state.first_slot[owner]
-    inner = (place > 0) & (place < outputs[owner])
-    later = slots[inner]
-    return np.asarray(state.token_ns[later] - state.token_ns[later - 1])
+    inner = state.token_ns[1:] != UNSET  # a request fills its slots from the first on
+    firsts = state.first_slot[(state.first_slot > 0) & (state.first_slot <= len(inner))]
+    inner[firsts - 1] = False
+    return np.asarray(np.diff(state.token_ns)[inner])

@@ -68,45 +68,60 @@ class Transfer:
 
 
 class TransferFabric:
-    """All links and stores. The caller owns the clock: it starts transfers and tells when they have ended."""
+    """All links and stores. The caller owns the clock: it asks what starts, and tells what has ended."""
 
     def __init__(self, link: Link, sources: int, stores: list[ReceiveStore], *, backpressure: bool) -> None:
         self._link, self.stores, self._backpressure = link, stores, backpressure
-        self._out_free_ns = [0] * sources
-        self._in_free_ns = [0] * len(stores)
-        self._waiting: list[deque[tuple[int, int, float]]] = [deque() for _ in stores]
+        self._sending = [False] * sources
+        self._receiving = [False] * len(stores)
+        # What is ready to go, by target and source; (order, row, bytes).
+        self._queues: list[list[deque[tuple[int, int, float]]]] = [[deque() for _ in range(sources)] for _ in stores]
+        self._order = 0
         self.transfers = 0
         self.bytes = 0.0
         self.busy_ns = 0
 
-    def start(self, row: int, source: int, target: int, size_bytes: float, now_ns: int) -> Transfer | None:
-        """Send; None when backpressure holds it. Raises StoreFullError when the receiver has no memory left."""
-        queue = self._waiting[target]
-        if self._backpressure and (queue or not self.stores[target].fits(size_bytes)):
-            queue.append((row, source, size_bytes))
-            return None
-        return self._send(row, source, target, size_bytes, now_ns)
+    def offer(self, row: int, source: int, target: int, size_bytes: float, now_ns: int) -> list[Transfer]:
+        """The KV of ``row`` is ready to go; returns what starts now. Raises StoreFullError."""
+        self._order += 1
+        self._queues[target][source].append((self._order, row, size_bytes))
+        return self._start(target, now_ns)
 
-    def release(self, row: int, target: int, now_ns: int) -> list[Transfer]:
-        """The received copy of ``row`` is given up; what was waiting for room starts."""
-        store, queue = self.stores[target], self._waiting[target]
-        store.drop(row)
-        started = []
-        while queue and store.fits(queue[0][2]):
-            waiting, source, size_bytes = queue.popleft()
-            started.append(self._send(waiting, source, target, size_bytes, now_ns))
+    def ended(self, transfer: Transfer, now_ns: int) -> list[Transfer]:
+        """A transfer is complete; returns what starts on the links it leaves. Raises StoreFullError."""
+        self._sending[transfer.source] = self._receiving[transfer.target] = False
+        started = self._start(transfer.target, now_ns)
+        for target in range(len(self.stores)):
+            started += self._start(target, now_ns)
         return started
 
-    def _send(self, row: int, source: int, target: int, size_bytes: float, now_ns: int) -> Transfer:
+    def release(self, row: int, target: int, now_ns: int) -> list[Transfer]:
+        """The received copy of ``row`` is given up; returns what was waiting for room and starts."""
+        self.stores[target].drop(row)
+        return self._start(target, now_ns) if self._backpressure else []
+
+    def _start(self, target: int, now_ns: int) -> list[Transfer]:
+        """Start the oldest transfer to ``target`` whose two ways are free, if there is room."""
+        if self._receiving[target]:
+            return []
+        heads = [
+            (queue[0], source)
+            for source, queue in enumerate(self._queues[target])
+            if queue and not self._sending[source]
+        ]
+        if not heads:
+            return []
+        (_, row, size_bytes), source = min(heads)
         store = self.stores[target]
-        if not self._backpressure and store.held_bytes + size_bytes > store.capacity_bytes:
+        if self._backpressure and not store.fits(size_bytes):
+            return []
+        if store.held_bytes + size_bytes > store.capacity_bytes and not self._backpressure:
             raise StoreFullError(target, store.held_bytes, size_bytes, store.capacity_bytes)
+        self._queues[target][source].popleft()
         store.put(row, size_bytes)  # memory is taken when the transfer begins
-        start_ns = max(now_ns, self._out_free_ns[source], self._in_free_ns[target])
+        self._sending[source] = self._receiving[target] = True
         duration_ns = self._link.duration_ns(size_bytes)
-        end_ns = start_ns + duration_ns
-        self._out_free_ns[source] = self._in_free_ns[target] = end_ns
         self.transfers += 1
         self.bytes += size_bytes
         self.busy_ns += duration_ns
-        return Transfer(row, source, target, end_ns)
+        return [Transfer(row, source, target, now_ns + duration_ns)]

@@ -1,0 +1,94 @@
+"""Requests held back: those left over from earlier cycles before the new ones, longest first within each."""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from ebbench.dispatch.base import Ask
+
+
+class Held(NamedTuple):
+    """A request in the queue; ``rank`` and ``order`` sort it."""
+
+    rank: int
+    order: int
+    ask: Ask
+
+
+class CycleQueue:
+    """A queue in the order of Algorithm 2 that costs O(log n) a request, however many are waiting.
+
+    ``longest_first`` off keeps the order of arrival. Among equally long requests the earlier goes first.
+    """
+
+    def __init__(self, *, longest_first: bool) -> None:
+        self._longest_first = longest_first
+        self._order = 0
+        self._cycle = 0
+        self._pending: list[Held] = []  # a heap, as the next
+        self._new: list[Held] = []
+        self._held: dict[int, Held] = {}
+        # Pending requests, oldest first, with the cycle before the first one they missed.
+        self._joined: OrderedDict[int, int] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def add(self, ask: Ask) -> None:
+        """A request that no cycle has seen yet."""
+        self._order += 1
+        held = Held(-ask.tokens if self._longest_first else 0, self._order, ask)
+        self._held[ask.key] = held
+        heapq.heappush(self._new, held)
+
+    def pop(self) -> Held:
+        """Remove and return the next one in order. Raises IndexError when empty."""
+        for heap in (self._pending, self._new):
+            while heap:
+                held = heapq.heappop(heap)
+                if self._held.get(held.ask.key) is held:  # else it was withdrawn
+                    del self._held[held.ask.key]
+                    return held
+        raise IndexError("the queue is empty")
+
+    def leave_over(self, popped: Iterable[Held]) -> None:
+        """Requests that were popped and found no place are new no more."""
+        for held in popped:
+            self._held[held.ask.key] = held
+            heapq.heappush(self._new, held)
+
+    def withdraw(self, key: int) -> None:
+        """Forget a request."""
+        self._held.pop(key, None)
+
+    def end_cycle(self, *, count: bool) -> None:
+        """What is left becomes pending; with ``count`` the cycle counts against everyone's limit."""
+        self._cycle += count
+        for held in self._new:
+            key = held.ask.key
+            if self._held.get(key) is held:
+                heapq.heappush(self._pending, held)
+                self._joined.setdefault(key, self._cycle - count)
+        self._new = []
+        self._forget_gone()
+
+    def overdue(self, limit: int | None) -> list[Ask]:
+        """Remove and return the requests left over in more than ``limit`` cycles."""
+        found: list[Ask] = []
+        while limit is not None and self._joined:
+            key, joined = next(iter(self._joined.items()))
+            if self._cycle - joined <= limit:
+                break
+            found.append(self._held.pop(key).ask)
+            self._forget_gone()
+        return found
+
+    def _forget_gone(self) -> None:
+        while self._joined:
+            oldest = next(iter(self._joined))
+            if oldest in self._held:
+                break
+            del self._joined[oldest]
