@@ -130,6 +130,7 @@ async def _drive(
         "loop_lag_p99_ms": loop_lag_p99_ms(team.members),
         "request_id_prefix": id_prefix,
         "prefix_cache_reset": cache_reset,
+        "start_monotonic_ns": tally.start_ns,
     }
     return DriveResult(
         requests=requests,

@@ -69,9 +69,11 @@ def find_profile(name: str) -> DeviceProfile:
 
 
 def find_model(name: str) -> ModelGeometry:
-    """A model by short name, by Hugging Face name, or from a path to its config.json."""
+    """A model by short name, by Hugging Face name, or from a path to its config.json or to the folder it lies in."""
     if name.endswith(".json"):
         return read_config(Path(name))
+    if (Path(name) / "config.json").is_file():
+        return read_config(Path(name) / "config.json")
     models = _models()
     for model in models.values():
         if name.lower() in (model.name, model.hf_id.lower()):

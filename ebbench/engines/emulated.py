@@ -63,7 +63,9 @@ class EmulatedEngine:
         try:
             from ebbench.engines import emulated_core
         except ImportError as error:
-            raise RunError(f"engine emulated needs vLLM, and importing it failed ({error}); see: ebbench doctor") from None
+            raise RunError(
+                f"engine emulated needs vLLM, and importing it failed ({error}); see: ebbench doctor"
+            ) from None
         run = _Run(emulated_core, plan, policy, device, options)
         if self._shortcuts:
             run.take_shortcuts()

@@ -53,7 +53,9 @@ class StepReader:
         self._forget(scheduled.finished_req_ids)
         cached = scheduled.scheduled_cached_reqs
         if not scheduled.scheduled_new_reqs and not self._partial and not cached.resumed_req_ids:
-            return self._decode_step(cached.req_ids, cached.num_computed_tokens, list(scheduled.preempted_req_ids or ()))
+            return self._decode_step(
+                cached.req_ids, cached.num_computed_tokens, list(scheduled.preempted_req_ids or ())
+            )
         return self._general_step(scheduled)
 
     def _forget(self, finished: set[str]) -> None:

@@ -1,8 +1,8 @@
-"""Everything that differs between vLLM versions, and what the plugin cannot be combined with. Nothing else does.
+"""Everything that differs between vLLM versions, and what the plugin cannot be combined with.
 
 | | 0.25 | 0.32 |
 |---|---|---|
-| limit of running requests read on admission | ``max_num_running_reqs`` | ``max_num_active_reqs`` (a lower bound of its own) |
+| limit of running requests, read on admission | ``max_num_running_reqs`` | ``max_num_active_reqs`` |
 | requests admitted while paused | none | those that hold KV blocks |
 """
 

@@ -46,21 +46,28 @@ def parse_config(additional_config: object) -> PluginConfig:
     settings = additional_config.get(KEY) if isinstance(additional_config, Mapping) else None
     if not isinstance(settings, Mapping):
         raise ConfigError(
-            f"{SCHEDULER} needs its settings: add --additional-config '{{\"{KEY}\": {{\"policy\": \"ebplus\", "
+            f'{SCHEDULER} needs its settings: add --additional-config \'{{"{KEY}": {{"policy": "ebplus", '
             '"calibration": "FILE.json"}}\''
         )
     for name in settings:
         if name not in _FIELDS:
             near = difflib.get_close_matches(str(name), _FIELDS, n=1)
-            raise ConfigError(f"{KEY}: unknown setting {name!r}; " + (f"did you mean {near[0]!r}?" if near else f"known: {', '.join(_FIELDS)}"))
+            raise ConfigError(
+                f"{KEY}: unknown setting {name!r}; "
+                + (f"did you mean {near[0]!r}?" if near else f"known: {', '.join(_FIELDS)}")
+            )
     policy = _policy(settings.get("policy"))
     return PluginConfig(policy, _calibration(settings.get("calibration"), policy), _record(settings.get("record")))
 
 
-def additional_config(policy: PolicySpec, calibration: Calibration | None, record: Path | None = None) -> dict[str, object]:
+def additional_config(
+    policy: PolicySpec, calibration: Calibration | Path | None, record: Path | None = None
+) -> dict[str, object]:
     """What :func:`parse_config` reads back: the value of ``--additional-config``, to be encoded as JSON."""
     settings: dict[str, object] = {"policy": policy.name}
-    if calibration is not None:
+    if isinstance(calibration, Path):
+        settings["calibration"] = str(calibration)
+    elif calibration is not None:
         settings["calibration"] = asdict(calibration)
     if record is not None:
         settings["record"] = str(record)
@@ -69,7 +76,7 @@ def additional_config(policy: PolicySpec, calibration: Calibration | None, recor
 
 def needs_calibration(policy: PolicySpec) -> bool:
     """Whether the policy computes anything from costs."""
-    return policy.kind == "ebplus" or (policy.kind == "eb" and policy.k is None and policy.theta is None)
+    return policy.kind in ("ebplus", "marginal") or (policy.kind == "eb" and policy.k is None and policy.theta is None)
 
 
 def _policy(value: object) -> PolicySpec:
@@ -80,15 +87,15 @@ def _policy(value: object) -> PolicySpec:
             return policy_from_mapping(value)
     except PolicyError as error:
         raise ConfigError(f"{KEY}.policy: {error}") from None
-    raise ConfigError(f"{KEY}.policy must be a policy string such as \"ebplus\", not {value!r}")
+    raise ConfigError(f'{KEY}.policy must be a policy string such as "ebplus", not {value!r}')
 
 
 def _calibration(value: object, policy: PolicySpec) -> Calibration:
     if value is None:
         if needs_calibration(policy):
             raise ConfigError(
-                f"{KEY}: policy {policy.name!r} computes its threshold from the device's costs: set {KEY}.calibration to "
-                "a JSON file or a mapping with alpha_p, beta_p, alpha_d, beta_d (seconds)"
+                f"{KEY}: policy {policy.name!r} computes its threshold from the device's costs: set {KEY}.calibration "
+                "to a JSON file or a mapping with alpha_p, beta_p, alpha_d, beta_d (seconds)"
             )
         return _UNUSED
     try:

@@ -111,21 +111,22 @@ class Recorder:
             self._write_step(item)
             return
         for record in item:
-            self._frame(
-                ["decision", round(record.time_s * 1e9), record.step_id, record.kind, record.reason, record.mode, record.phase,
-                 record.values]
-            )  # fmt: skip
+            time_ns = round(record.time_s * 1e9)
+            what = [record.kind, record.reason, record.mode, record.phase, record.values]
+            self._frame(["decision", time_ns, record.step_id, *what])
 
     def _write_step(self, step: StepRecord) -> None:
         fresh = [name for name in step.scheduled if name not in self._numbers]
         if fresh:
-            self._numbers.update((name, len(self._numbers) + i) for i, name in enumerate(fresh))
+            first = len(self._numbers)
+            self._numbers.update((name, first + place) for place, name in enumerate(fresh))
             self._frame(["ids", fresh])
+        numbers = [self._numbers[name] for name in step.scheduled]
         tokens = list(step.scheduled.values()) if step.prefill_tokens else None
         self._frame(
             ["step", step.step_id, step.scheduled_ns, step.start_ns, step.end_ns, step.mode, step.prefill_tokens,
-             step.decode_seqs, [self._numbers[name] for name in step.scheduled], tokens, step.kv_blocks_used, step.waiting,
-             step.running, list(step.preempted), step.k, step.n_limit]
+             step.decode_seqs, numbers, tokens, step.kv_blocks_used, step.waiting, step.running, list(step.preempted),
+             step.k, step.n_limit]
         )  # fmt: skip
 
     def _open(self) -> None:

@@ -8,8 +8,9 @@ prefill  only requests with prompt tokens left are in ``running``; the limit is 
 decode   only decoders are in ``running``; the limit equals their number, so nothing is admitted
 mixed    nothing is touched
 
-Requests set aside keep their KV blocks and their place. A prefill step for which there are no KV blocks comes out empty,
-and the next one decodes. The rules of admission, chunking, prefix caching and preemption are vLLM's and are not repeated here.
+Requests set aside keep their KV blocks and their place. A prefill step for which there are no KV blocks comes out
+empty, and the next one decodes. The rules of admission, chunking, prefix caching and preemption are vLLM's and are not
+repeated here.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from vllm.logger import init_logger
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
+
 from vllm_eb import compat
 from vllm_eb.config import PluginConfig, parse_config
 from vllm_eb.controller import Controller, Decision, View
@@ -35,6 +37,8 @@ _OWN_ENDS = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPE
 
 class _Phases(Scheduler):  # type: ignore[misc]
     """The plugin proper, to be mixed into vLLM's asynchronous or plain scheduler."""
+
+    running: list[Request]  # vLLM's; declared because methods here set requests aside in it
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         config = parse_config(vllm_config.additional_config)
@@ -54,10 +58,10 @@ class _Phases(Scheduler):  # type: ignore[misc]
         self._seen_s: dict[str, float] | None = {} if self.controller and self.controller.orders_queue else None
         compat.refuse_reordering(self, self._seen_s is not None)
         self._recorder = self._make_recorder(config)
+        kind = "asynchronous" if isinstance(self, AsyncScheduler) else "synchronous"
         logger.info(
-            "vllm_eb schedules: policy %s, %d KV blocks, %s scheduling",
-            config.policy.name, self._total_blocks, "asynchronous" if isinstance(self, AsyncScheduler) else "synchronous",
-        )  # fmt: skip
+            "vllm_eb schedules: policy %s, %d KV blocks, %s scheduling", config.policy.name, self._total_blocks, kind
+        )
 
     def _make_controller(self, config: PluginConfig) -> Controller | None:
         if config.policy.kind == "v1":  # vLLM's own rules, recorded

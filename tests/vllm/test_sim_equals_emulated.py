@@ -5,14 +5,23 @@ from __future__ import annotations
 import itertools
 
 import pytest
-
 from emulation import DEVICE, Traffic, differences, make_plan, run_emulated, run_sim
+
 from ebbench.engines.base import EngineOptions
 
 pytestmark = pytest.mark.vllm
 
 ONLINE = "update_every=10,min_samples=8,window=40"
-POLICIES = ("v1", "v0", "deferred:k=5", "eb:k=9", "eb:theta=0.4", f"eb:{ONLINE}", f"ebplus:margin=-1,{ONLINE}", f"ebplus:{ONLINE}")
+POLICIES = (
+    "v1",
+    "v0",
+    "deferred:k=5",
+    "eb:k=9",
+    "eb:theta=0.4",
+    f"eb:{ONLINE}",
+    f"ebplus:margin=-1,{ONLINE}",
+    f"ebplus:{ONLINE}",
+)
 KV = {"tight": 34, "loose": 4000}
 BUDGET = {"small": 48, "large": 4096}
 

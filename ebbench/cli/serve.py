@@ -1,0 +1,122 @@
+"""``ebbench serve``: a vLLM server under a scheduling policy, and the plain line that does the same."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ebbench.errors import InputFileError, UsageError
+from ebbench.records.run import slug
+
+if TYPE_CHECKING:
+    from vllm_eb.policy import PolicySpec
+
+_COSTS, _EMULATION = "Costs (for eb and ebplus)", "Emulation"
+
+
+def serve(
+    model: Annotated[str, typer.Argument(help="What to serve: a Hugging Face name or a folder.")],
+    vllm_options: Annotated[
+        list[str] | None, typer.Argument(help="After --: options for vLLM itself.", show_default=False)
+    ] = None,
+    policy: Annotated[str, typer.Option("--policy", "-p", help="See `ebbench policies list`.")] = "ebplus",
+    device: Annotated[
+        str | None,
+        typer.Option(
+            "--device", help="The GPU, see `ebbench devices list`; default: this machine's.", rich_help_panel=_COSTS
+        ),
+    ] = None,
+    device_model: Annotated[
+        str | None,
+        typer.Option("--device-model", help="The model's name there; default: MODEL.", rich_help_panel=_COSTS),
+    ] = None,
+    calibration: Annotated[
+        Path | None,
+        typer.Option("--calibration", help="Measured costs, JSON (`ebbench calibrate`).", rich_help_panel=_COSTS),
+    ] = None,
+    host: Annotated[str, typer.Option("--host", help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", help="Port to listen on.")] = 8000,
+    record: Annotated[Path | None, typer.Option("--record", help="Folder for step and decision records.")] = None,
+    emulate: Annotated[
+        str | None,
+        typer.Option("--emulate", help="Stand in for this GPU: no weights, no GPU.", rich_help_panel=_EMULATION),
+    ] = None,
+    slow_motion: Annotated[
+        float,
+        typer.Option("--slow-motion", help="Every step takes that many times as long.", rich_help_panel=_EMULATION),
+    ] = 1.0,
+    print_only: Annotated[bool, typer.Option("--print", help="Print the plain vllm line and stop.")] = False,
+) -> None:
+    """Serve MODEL with vLLM, scheduled by POLICY. Everything after ``--`` goes to vLLM as it is.
+
+    Prints the equivalent `vllm serve` line first: that line is all there is to it.
+    """
+    from ebbench.engines.vllm_command import Emulation, Serving, executable_line, plain_line
+    from vllm_eb.policy import parse_policy
+
+    spec = parse_policy(policy)
+    gpu = device or emulate
+    serving = Serving(
+        model=model,
+        policy=spec,
+        calibration=_costs(spec, calibration, gpu, device_model or model),
+        host=host,
+        port=port,
+        record=record,
+        emulation=Emulation(emulate, device_model or model, slow_motion) if emulate else None,
+        extra=tuple(vllm_options or ()),
+    )
+    if slow_motion != 1.0 and emulate is None:
+        raise UsageError("--slow-motion slows an emulated device; give --emulate GPU")
+    typer.echo(plain_line(serving), err=not print_only)
+    if print_only:
+        return
+    command = executable_line(serving)
+    os.environ["PYTHONPATH"] = _python_path()
+    os.execv(command[0], command)
+
+
+def _costs(policy: PolicySpec, path: Path | None, device: str | None, model: str) -> Path | None:
+    """A file with the costs the policy computes from: the one given, or one made from a device profile."""
+    from vllm_eb.calibration import CalibrationError, calibration_from_json
+    from vllm_eb.config import needs_calibration
+
+    if path is not None:
+        try:
+            calibration_from_json(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise InputFileError(path, f"cannot be read ({error.strerror})") from None
+        except CalibrationError as error:
+            raise InputFileError(path, str(error)) from None
+        return path.resolve()
+    if not needs_calibration(policy):
+        return None
+    from ebbench.engines.machine import local_device
+
+    device = device or local_device()
+    return _profile_costs(device, model) if device else None
+
+
+def _profile_costs(device: str, model: str) -> Path:
+    from ebbench.devices import load_device
+    from vllm_eb.calibration import calibration_to_json
+
+    loaded = load_device(device, model)
+    text = calibration_to_json(loaded.calibration)
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ebbench" / "calibrations"
+    cache.mkdir(parents=True, exist_ok=True)
+    path = cache / f"{slug(f'{loaded.name}-{loaded.model}')}-{hashlib.sha256(text.encode()).hexdigest()[:8]}.json"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def _python_path() -> str:
+    """Where the server finds the plugin, also when ebbench runs from a checkout."""
+    from ebbench.engines.vllm_command import plugin_roots
+
+    inherited = os.environ.get("PYTHONPATH")
+    return os.pathsep.join([*plugin_roots(), *([inherited] if inherited else [])])

@@ -1,0 +1,58 @@
+"""What this machine has: GPUs as their driver names them, and the device profile that fits."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from dataclasses import dataclass
+
+from vllm_eb.calibration import device_key
+
+ASK_TIMEOUT_S = 20.0
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU as nvidia-smi lists it."""
+
+    name: str
+    memory_mib: int
+    driver: str
+
+
+def visible_gpus() -> tuple[Gpu, ...]:
+    """The GPUs of this machine; none where there is no driver or it does not answer."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return ()
+    query = [tool, "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader,nounits"]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=ASK_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ()
+    return tuple(gpu for line in answer.stdout.splitlines() if (gpu := _gpu(line)) is not None)
+
+
+def _gpu(line: str) -> Gpu | None:
+    parts = [part.strip() for part in line.rsplit(",", 2)]
+    if len(parts) != 3 or not parts[1].isdigit():
+        return None
+    return Gpu(parts[0], int(parts[1]), parts[2])
+
+
+def profile_of(gpu_name: str) -> str | None:
+    """The name of the device profile made for a GPU of that name; None where there is none."""
+    from ebbench.devices.profiles import find_profile, list_devices
+
+    wanted = device_key(gpu_name)
+    for name in list_devices():
+        known = {device_key(text) for text in (name, *find_profile(name).calibration_names)}
+        if wanted in known:
+            return name
+    return None
+
+
+def local_device() -> str | None:
+    """The profile of this machine's first GPU, if both exist."""
+    gpus = visible_gpus()
+    return profile_of(gpus[0].name) if gpus else None

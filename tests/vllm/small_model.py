@@ -1,0 +1,93 @@
+"""A Qwen3-style model with random weights and a tokenizer, built on the spot: real tokens on a CPU, no download."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+VOCABULARY = 512
+HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM, MLP = 64, 2, 2, 1, 32, 128
+MAX_POSITIONS = 2048
+
+
+def build(folder: Path, seed: int = 0) -> Path:
+    """Write config, weights and tokenizer into ``folder``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    _write_config(folder)
+    _write_weights(folder, seed)
+    _write_tokenizer(folder)
+    return folder
+
+
+def _write_config(folder: Path) -> None:
+    config = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "hidden_size": HIDDEN,
+        "intermediate_size": MLP,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": HEAD_DIM,
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": MAX_POSITIONS,
+        "rope_theta": 10000.0,
+        "rms_norm_eps": 1e-6,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "torch_dtype": "float32",
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+    }
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    (folder / "generation_config.json").write_text(json.dumps({"bos_token_id": 0, "eos_token_id": 1}), encoding="utf-8")
+
+
+def _write_weights(folder: Path, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape: int, scale: float = 1.0) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator) * scale / shape[-1] ** 0.5
+
+    weights = {
+        "model.embed_tokens.weight": torch.randn(VOCABULARY, HIDDEN, generator=generator),
+        "model.norm.weight": torch.ones(HIDDEN),
+        # Well apart logits: a greedy choice must not hang on the last bit of a sum.
+        "lm_head.weight": random(VOCABULARY, HIDDEN, scale=8.0),
+    }
+    for layer in range(LAYERS):
+        name = f"model.layers.{layer}"
+        weights |= {
+            f"{name}.input_layernorm.weight": torch.ones(HIDDEN),
+            f"{name}.post_attention_layernorm.weight": torch.ones(HIDDEN),
+            f"{name}.self_attn.q_proj.weight": random(HEADS * HEAD_DIM, HIDDEN),
+            f"{name}.self_attn.k_proj.weight": random(KV_HEADS * HEAD_DIM, HIDDEN),
+            f"{name}.self_attn.v_proj.weight": random(KV_HEADS * HEAD_DIM, HIDDEN),
+            f"{name}.self_attn.o_proj.weight": random(HIDDEN, HEADS * HEAD_DIM),
+            f"{name}.self_attn.q_norm.weight": torch.ones(HEAD_DIM),
+            f"{name}.self_attn.k_norm.weight": torch.ones(HEAD_DIM),
+            f"{name}.mlp.gate_proj.weight": random(MLP, HIDDEN),
+            f"{name}.mlp.up_proj.weight": random(MLP, HIDDEN),
+            f"{name}.mlp.down_proj.weight": random(HIDDEN, MLP),
+        }
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def _write_tokenizer(folder: Path) -> None:
+    words = ["<bos>", "<eos>", "<unk>"] + [f"w{number}" for number in range(3, VOCABULARY)]
+    tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.decoder = decoders.WordPiece(prefix="##", cleanup=False)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<bos>",
+        "eos_token": "<eos>",
+        "unk_token": "<unk>",
+        "model_max_length": MAX_POSITIONS,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
