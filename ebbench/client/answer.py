@@ -7,6 +7,7 @@ structures (so a malformed one never passes) and keeps one time per message.
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -64,12 +65,14 @@ class Answer:
     """
 
     __slots__ = (
-        "_chat", "_splitter", "_texts", "done", "empty", "end_ns", "error_body", "error_class", "finish_reason",
+        "_chat", "_decode", "_splitter", "_texts", "done", "empty", "end_ns", "error_body", "error_class",
+        "finish_reason",
         "first_byte_ns", "last_ns", "sent_ns", "status", "times_ns", "usage",
     )  # fmt: skip
 
     def __init__(self, chat: bool, keep_text: bool) -> None:
         self._chat = chat
+        self._decode: Callable[[bytes], Any] = _CHAT.decode if chat else _COMPLETION.decode
         self._splitter: SseSplitter | None = None
         self._texts: list[str] | None = [] if keep_text else None
         self.times_ns: array[int] = array("q")
@@ -104,8 +107,8 @@ class Answer:
         if splitter is None:
             # Nearly every read is exactly one event; anything else goes through the splitter from then on
             # until no partial event is left.
-            if data.startswith(b"data: ") and data.find(b"\n") == len(data) - 2 and data.endswith(b"\n\n"):
-                self._event(memoryview(data)[6:-2], now_ns)
+            if data.startswith(b"data: ") and data.find(b"\n") + 2 == len(data) and data.endswith(b"\n\n"):
+                self._event(data[6:-2], now_ns)
                 return
             splitter = self._splitter = SseSplitter()
         for event in splitter.feed(data):
@@ -118,47 +121,51 @@ class Answer:
         if self.error_class is None:
             self.error_class, self.error_body = error_class, body
 
-    def _event(self, data: bytes | memoryview, now_ns: int) -> None:
+    def _event(self, data: bytes, now_ns: int) -> None:
         try:
-            message = _CHAT.decode(data) if self._chat else _COMPLETION.decode(data)
+            message = self._decode(data)
         except (msgspec.DecodeError, UnicodeDecodeError):
-            if bytes(data).strip() == b"[DONE]":
+            if data.strip() == b"[DONE]":
                 self.done = True
             else:
-                self.fail("malformed_frame", bytes(data).decode("utf-8", "backslashreplace"))
+                self.fail("malformed_frame", data.decode("utf-8", "backslashreplace"))
             return
-        if message.choices:
-            self._choice(message.choices[0], now_ns)
+        choices = message.choices
+        if choices:
+            choice = choices[0]
+            if self._chat:
+                self._chat_choice(choice, now_ns)
+            else:
+                if not choice.text:
+                    self.empty.append(len(self.times_ns))
+                elif self._texts is not None:
+                    self._texts.append(choice.text)
+                self.times_ns.append(now_ns)
+            if choice.finish_reason is not None:
+                self.finish_reason = choice.finish_reason
         if message.usage is not None:
             self.usage = message.usage
         if message.error is not None:
             self.fail("error_frame", _error_text(message.error))
-        elif message.usage is None and not message.choices:
+        elif not choices and message.usage is None:
             self._odd(data)
 
-    def _odd(self, data: bytes | memoryview) -> None:
+    def _chat_choice(self, choice: _ChatChoice, now_ns: int) -> None:
+        delta = choice.delta or _NO_DELTA
+        text = delta.content or delta.reasoning_content or delta.reasoning
+        if not text and not delta.tool_calls:
+            if delta.role is not None and choice.finish_reason is None:
+                return  # names the role only: no token
+            self.empty.append(len(self.times_ns))
+        self.times_ns.append(now_ns)
+        if text and self._texts is not None:
+            self._texts.append(text)
+
+    def _odd(self, data: bytes) -> None:
         """A message of neither choices, usage nor error: some servers put an error at the top level."""
         message = msgspec.json.decode(data)
         if isinstance(message, dict) and message.get("object") == "error":
             self.fail("error_frame", _error_text(message))
-
-    def _choice(self, choice: Any, now_ns: int) -> None:
-        if self._chat:
-            delta = choice.delta or _NO_DELTA
-            text = delta.content or delta.reasoning_content or delta.reasoning
-            if not text and delta.role is not None and choice.finish_reason is None and not delta.tool_calls:
-                return  # names the role only: no token
-            silent = not text and not delta.tool_calls
-        else:
-            text = choice.text
-            silent = not text
-        if silent:
-            self.empty.append(len(self.times_ns))
-        self.times_ns.append(now_ns)
-        if choice.finish_reason is not None:
-            self.finish_reason = choice.finish_reason
-        if text and self._texts is not None:
-            self._texts.append(text)
 
 
 _NO_DELTA = _Delta()

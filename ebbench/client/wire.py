@@ -124,7 +124,6 @@ class _Wire(asyncio.Protocol):
         self.idle_since_ns = 0
         self._pool = pool
         self._transport: asyncio.Transport | None = None
-        self._exchange: Exchange | None = None
 
     @property
     def usable(self) -> bool:
@@ -135,13 +134,16 @@ class _Wire(asyncio.Protocol):
         """Send a request."""
         if self._transport is None:
             raise httpx.ConnectError("the connection was closed at once")
-        self._exchange = Exchange(self, tap)
+        exchange = Exchange(self, tap)
+        # The exchange itself receives from now on: one call less for every read.
+        self._transport.set_protocol(exchange)
         self._transport.write(data)
-        return self._exchange
+        return exchange
 
     def complete(self, keep_alive: bool) -> None:
         """The exchange is over; keep the connection if the server does."""
-        self._exchange = None
+        if self._transport is not None:
+            self._transport.set_protocol(self)
         if keep_alive and self.usable:
             self._pool.release(self)
         else:
@@ -157,21 +159,19 @@ class _Wire(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
-        """Called by the loop."""
-        if self._exchange is None:
-            self.abort()  # bytes nobody asked for
-        else:
-            self._exchange.received(data)
+        """Called by the loop: bytes nobody asked for."""
+        self.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Called by the loop."""
+        self.gone()
+
+    def gone(self) -> None:
+        """The connection is no more."""
         self._transport = None
-        exchange, self._exchange = self._exchange, None
-        if exchange is not None:
-            exchange.lost(exc)
 
 
-class Exchange:
+class Exchange(asyncio.Protocol):
     """One request and its response; receives the parser's callbacks."""
 
     def __init__(self, wire: _Wire, tap: Tap) -> None:
@@ -182,7 +182,7 @@ class Exchange:
         self._end: asyncio.Future[None] = loop.create_future()
         self._start = cast("asyncio.Future[None]", self.headers_complete)
         self._parts: list[bytes] = []
-        self._wire, self._tap = wire, tap
+        self._wire, self._tap, self._feed = wire, tap, tap.feed
         self._parser = httptools.HttpResponseParser(self)
         self._tapped = False
         self._now_ns = 0
@@ -202,8 +202,8 @@ class Exchange:
         if not self._end.done():
             self._wire.abort()
 
-    def received(self, data: bytes) -> None:
-        """Bytes from the connection."""
+    def data_received(self, data: bytes) -> None:
+        """Called by the loop."""
         self._now_ns = time.monotonic_ns()
         try:
             self._parser.feed_data(data)
@@ -212,8 +212,9 @@ class Exchange:
             self._fail(httpx.RemoteProtocolError(f"cannot read the response: {why!r}"))
             self.close()
 
-    def lost(self, exc: Exception | None) -> None:
-        """The connection is gone before the exchange was complete."""
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Called by the loop: the connection is gone before the exchange was complete."""
+        self._wire.gone()
         framed = b"content-length" in self.headers or b"transfer-encoding" in self.headers
         if exc is None and self._start.done() and not framed:
             self._end.set_result(None)  # a body without length or chunks ends with the connection
@@ -242,7 +243,7 @@ class Exchange:
     def on_body(self, data: bytes) -> None:
         """Called by the parser."""
         if self._tapped:
-            self._tap.feed(data, self._now_ns)
+            self._feed(data, self._now_ns)
         else:
             self._parts.append(data)
 
