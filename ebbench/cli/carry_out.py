@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -116,11 +116,18 @@ def _load_device(asked: Asked) -> Device:
     if is_server(asked.engine):
         return unknown_device(asked.device, asked.model)
     return load_device(
-        asked.device or DEFAULT_DEVICE,
+        asked.device or _local_device(asked.engine) or DEFAULT_DEVICE,
         asked.model or DEFAULT_MODEL,
         max_num_seqs=asked.options.max_num_seqs,
         max_num_batched_tokens=asked.options.max_num_batched_tokens,
     )
+
+
+def _local_device(engine: str) -> str | None:
+    """The GPU of this machine, for engines that may run on it."""
+    from ebbench.engines.machine import local_device
+
+    return local_device() if engine in ("auto", "vllm") else None
 
 
 def _choose_engine(asked: Asked) -> tuple[Engine, str]:
@@ -129,6 +136,8 @@ def _choose_engine(asked: Asked) -> tuple[Engine, str]:
     engine, sentence = select_engine(asked.engine)
     if is_server(asked.engine):
         engine = for_server(engine, asked.model, asked.plan_settings)
+    elif engine.name == "vllm" and asked.model is not None:
+        engine = replace(engine, model=asked.model)  # type: ignore[type-var]
     return with_client(engine, asked.client), sentence
 
 

@@ -91,7 +91,10 @@ def with_ramp(plan: Plan, engine: Engine, ramp_up_s: float | None) -> tuple[Plan
 
 def journalled(engine: Engine, writer: RunWriter) -> Engine:
     """The engine storing finished requests as they come, where it can tell (a field ``on_batch``)."""
-    if not is_dataclass(engine) or "on_batch" not in {field.name for field in fields(engine)}:
+    names: set[str] = {field.name for field in fields(engine)} if is_dataclass(engine) else set()
+    if "on_batch" not in names:
         return engine
     changes: dict[str, Any] = {"on_batch": Journal(writer, "requests").add}
-    return replace(engine, **changes)
+    if "log" in names:
+        changes["log"] = writer.path / "server.log"
+    return replace(engine, **changes)  # type: ignore[type-var]

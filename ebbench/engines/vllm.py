@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -39,7 +40,8 @@ class VllmEngine:
 
     ``serve_args`` go to ``vllm serve`` as they are. ``emulation`` puts an emulated device behind the server.
     ``record_v1`` runs v1 through the plugin as well, which then schedules nothing itself but records the steps;
-    without it v1 is vLLM untouched and has no steps. ``log`` is where the server's output stays.
+    without it v1 is vLLM untouched and has no steps. ``log`` is where the server's output goes after the run; that of a
+    server that failed stays in the temporary folder which the error names.
     """
 
     model: str | None = None
@@ -60,7 +62,7 @@ class VllmEngine:
         Raises UsageError for what cannot be served, RunError when the server does not come up, dies, or is not
         scheduled by the plugin although it should be.
         """
-        log = self.log or Path(tempfile.mkdtemp(prefix="ebbench-vllm-")) / "server.log"
+        log = Path(tempfile.mkdtemp(prefix="ebbench-vllm-")) / "server.log"  # stays there when the run fails
         with tempfile.TemporaryDirectory(prefix="ebbench-record-") as folder:
             record = Path(folder) / "steps" if policy.kind != "v1" or self.record_v1 else None
             serving = self._serving(policy, _stored_calibration(device, log.parent), options, record, device.model)
@@ -78,6 +80,8 @@ class VllmEngine:
                     raise
                 died = _death(server)
             recording = _recording(record, plan, done)
+        if self.log is not None:
+            log = Path(shutil.move(log, self.log))
         return _result(done, recording, {"server_command": plain_line(serving), "server_log": str(log)}, died)
 
     def _serving(
