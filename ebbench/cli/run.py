@@ -55,6 +55,10 @@ def run(
     burstiness: Annotated[
         float | None, _opt("--burstiness", help="Shape of gamma gaps: 1 is Poisson, less is burstier.", panel=_LOAD)
     ] = None,
+    saturation_rate: Annotated[
+        float | None,
+        _opt("--saturation-rate", help="Measured saturation in requests/s, for phases given as a share.", panel=_LOAD),
+    ] = None,
     repeats: Annotated[int, _opt("--repeats", help="Runs a policy, seeds S, S+1, ...", panel=_LOAD)] = 1,
     max_num_seqs: Annotated[int, _opt("--max-num-seqs", help="N, sequences in a batch.", panel=_ENGINE)] = 1024,
     max_num_batched_tokens: Annotated[
@@ -145,6 +149,7 @@ def run(
             "max_concurrency": max_concurrency,
             "request_rate": request_rate,
             "burstiness": burstiness,
+            "saturation_rate": saturation_rate,
             "input_len": input_len,
             "output_len": output_len,
             "length_distribution": length_distribution,
