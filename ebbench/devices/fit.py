@@ -74,9 +74,12 @@ def cost_grid(cost: CostModel) -> CostGrid:
 
 
 def _line(x: tuple[int, ...], y: list[float]) -> tuple[float, float]:
-    """Intercept and slope; a negative intercept (superlinear prefill) is lifted to 1 us."""
+    """Intercept and slope; a negative intercept (superlinear prefill) is lifted to 1 us.
+
+    A model too small to load the device has a flat cost, whose slope is zero but for rounding.
+    """
     slope, intercept = np.polyfit(x, y, 1)
-    return max(float(intercept), 1e-6), float(slope)
+    return max(float(intercept), 1e-6), max(float(slope), 0.0)
 
 
 def _mixed(a: float, b: float, c: float) -> MixedCost | None:
