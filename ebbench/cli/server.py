@@ -56,12 +56,12 @@ def for_server(engine: Engine, model: str | None, plan_settings: Mapping[str, ob
 
 def with_client(engine: Engine, settings: Mapping[str, object]) -> Engine:
     """The engine with the load generator's options that were given. Raises UsageError where it has none."""
-    from ebbench.cli.client_flags import client_options
-    from ebbench.client import ClientOptions
-
     given = [name for name, value in settings.items() if value is not None]
     if not given:
         return engine
+    from ebbench.cli.client_flags import client_options
+    from ebbench.client import ClientOptions
+
     for name in ("options", "client"):
         base = getattr(engine, name, None)
         if isinstance(base, ClientOptions):
