@@ -1,0 +1,56 @@
+"""How much a scheduler's throughput depends on its configuration: best cell, CV, range, B-Sens, N-Sens.
+
+Over a grid of token budgets B and batch sizes N (Zhang et al. 2026, appendix F.1): CV is the standard deviation over
+the mean of all cells; the range ratio is the largest over the smallest; B-Sens is the mean over N of the CV across B,
+N-Sens the mean over B of the CV across N. Standard deviations are those of the grid itself (population).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    """Shares (0.05 is 5 %) except ``range_ratio``; None where the grid has holes or only one value on an axis."""
+
+    best_budget: int
+    best_size: int
+    best: float
+    cells: int
+    expected: int
+    cv: float | None
+    range_ratio: float | None
+    b_sens: float | None
+    n_sens: float | None
+
+
+def sensitivity(throughput: Mapping[tuple[int, int], float]) -> Sensitivity:
+    """Of a grid ``(B, N) -> throughput``. Raises ValueError when it is empty."""
+    if not throughput:
+        raise ValueError("no cell to judge")
+    budgets, sizes = (sorted({pair[axis] for pair in throughput}) for axis in (0, 1))
+    best = max(throughput, key=lambda pair: (throughput[pair], -pair[0], -pair[1]))
+    expected = len(budgets) * len(sizes)
+    whole = len(throughput) == expected and min(throughput.values()) > 0
+    grid = np.array([[throughput.get((b, n), np.nan) for n in sizes] for b in budgets])
+    return Sensitivity(
+        best_budget=best[0],
+        best_size=best[1],
+        best=throughput[best],
+        cells=len(throughput),
+        expected=expected,
+        cv=_cv(grid) if whole and expected > 1 else None,
+        range_ratio=float(grid.max() / grid.min()) if whole and expected > 1 else None,
+        b_sens=float(np.mean([_cv(grid[:, column]) for column in range(len(sizes))]))
+        if whole and len(budgets) > 1
+        else None,
+        n_sens=float(np.mean([_cv(grid[row]) for row in range(len(budgets))])) if whole and len(sizes) > 1 else None,
+    )
+
+
+def _cv(values: np.ndarray) -> float:
+    return float(values.std() / values.mean())

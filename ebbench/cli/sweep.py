@@ -1,0 +1,96 @@
+"""``ebbench sweep``: a grid of settings, over processes or a cluster, resumable."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ebbench.errors import InterruptedRunError, RunError, UnknownNameError, UsageError
+
+if TYPE_CHECKING:
+    from ebbench.sweep.executors import Executor
+    from ebbench.sweep.spec import Sweep
+
+EXECUTORS = ("process", "ray")
+METRICS = ("request_throughput", "output_throughput", "total_token_throughput")
+
+
+def sweep(
+    spec: Annotated[Path, typer.Argument(metavar="SPEC.toml", help="The grid; see docs/sweeps.md.")],
+    output_dir: Annotated[
+        Path | None, typer.Option("--output-dir", "-o", help="Results; default sweeps/NAME. Reused to resume.")
+    ] = None,
+    workers: Annotated[
+        int | None, typer.Option("--workers", help="Cells at a time. Default: one a CPU; one for engine vllm.")
+    ] = None,
+    executor: Annotated[str, typer.Option("--executor", help="process or ray.")] = "process",
+    ray_address: Annotated[
+        str | None, typer.Option("--ray-address", help="auto or HOST:PORT; default: a cluster on this machine.")
+    ] = None,
+    gpus_per_cell: Annotated[
+        float | None, typer.Option("--gpus-per-cell", help="With ray; default 1 for engine vllm, else 0.")
+    ] = None,
+    metric: Annotated[str, typer.Option("--metric", help="What is best: request_throughput, ...")] = METRICS[0],
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the grid and what is left to run.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
+) -> None:
+    """Run every combination of a grid and say which configuration is best for each scheduler.
+
+    A sweep that was stopped or killed goes on where it was: finished cells are never run twice. A cell that fails
+    is reported and the rest goes on; the next call tries it again.
+    """
+    from rich.console import Console
+
+    from ebbench.records.run import slug
+    from ebbench.sweep import show
+    from ebbench.sweep.drive import missing, run_sweep
+    from ebbench.sweep.findings import findings
+    from ebbench.sweep.spec import load_sweep
+    from ebbench.sweep.store import Store
+
+    if metric not in METRICS:
+        raise UnknownNameError("metric", metric, METRICS)
+    grid = load_sweep(spec)
+    store = Store(output_dir or Path("sweeps") / slug(grid.name))
+    output = Console(highlight=False)
+    if dry_run:
+        todo = missing(grid, store)
+        if as_json:
+            cells = [{"key": cell.key, "finished": cell not in todo} for cell in grid.cells]
+            sys.stdout.write(json.dumps({"name": grid.name, "cells": cells, "axes": list(grid.axes)}, indent=2) + "\n")
+        else:
+            output.print(show.dry_run(grid, todo))
+        return
+    chosen = _executor(executor, grid, workers, ray_address, gpus_per_cell)
+    with show.progress_on(Console(stderr=True, highlight=False), quiet=quiet) as report:
+        result = run_sweep(grid, store, chosen, spec=spec.read_bytes(), report=report)
+    found = findings(result.finished, grid.axes, metric)
+    if as_json:
+        sys.stdout.write(json.dumps(show.to_json(result, found, metric), indent=2, allow_nan=False) + "\n")
+    else:
+        output.print(show.console_report(result, found, metric))
+    if result.interrupted:
+        raise InterruptedRunError(f"interrupted; {len(result.finished)} of {len(grid.cells)} cells are finished")
+    if result.failed:
+        raise RunError(
+            f"{len(result.failed)} of {len(grid.cells)} cells failed; their errors are in {store.directory}/failed"
+        )
+
+
+def _executor(name: str, grid: Sweep, workers: int | None, address: str | None, gpus: float | None) -> Executor:
+    from ebbench.sweep.executors import Processes
+    from ebbench.sweep.ray_cluster import RayCluster
+
+    real = any(cell.settings.engine in ("vllm", "auto") for cell in grid.cells)
+    if name == "ray":
+        return RayCluster(address, gpus=(1.0 if real else 0.0) if gpus is None else gpus, workers=workers)
+    if name != "process":
+        raise UnknownNameError("executor", name, EXECUTORS)
+    if address is not None or gpus is not None:
+        raise UsageError("--ray-address and --gpus-per-cell need --executor ray")
+    return Processes(workers if workers is not None or not real else 1)

@@ -1,0 +1,69 @@
+"""What a sweep found: per scheduler and setting of everything else, its best configuration and its sensitivity."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+from ebbench.analysis.sensitivity import Sensitivity, sensitivity
+from ebbench.sweep.settings import Settings
+from ebbench.sweep.store import Finished
+
+METRIC = "request_throughput"
+_CONFIGURATION = ("policy", "max_num_batched_tokens", "max_num_seqs", "seed")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One scheduler in one setting. ``setting`` holds the other axes; throughputs are means over the seeds."""
+
+    setting: tuple[tuple[str, Any], ...]
+    policy: str
+    sensitivity: Sensitivity
+    gain: float | None
+    invalid: int
+
+
+def findings(entries: Sequence[Finished], axes: Sequence[str], metric: str = METRIC) -> list[Finding]:
+    """One entry per setting and policy, in the order of the grid. INVALID cells are counted and left out.
+
+    ``gain`` is the best throughput over that of v1's best (of the first policy's where v1 is not there), less one.
+    """
+    others = tuple(name for name in axes if name not in _CONFIGURATION)
+    groups: dict[tuple[tuple[Any, ...], str], list[Finished]] = {}
+    for entry in entries:
+        setting = tuple(getattr(entry.settings, name) for name in others)
+        groups.setdefault((setting, entry.settings.policy), []).append(entry)
+    found = [
+        Finding(tuple(zip(others, setting, strict=True)), policy, best, None, invalid)
+        for (setting, policy), members in groups.items()
+        for best, invalid in [_sensitivity(members, metric)]
+        if best is not None
+    ]
+    return [_with_gain(finding, found) for finding in found]
+
+
+def _sensitivity(members: Sequence[Finished], metric: str) -> tuple[Sensitivity | None, int]:
+    cells: dict[tuple[int, int], list[float]] = {}
+    invalid = 0
+    for entry in members:
+        summary = entry.summary or {}
+        value = summary.get(metric)
+        if not summary.get("valid") or value is None:
+            invalid += 1
+            continue
+        cells.setdefault(_configuration(entry.settings), []).append(float(value))
+    return (sensitivity({pair: fmean(values) for pair, values in cells.items()}) if cells else None), invalid
+
+
+def _configuration(settings: Settings) -> tuple[int, int]:
+    return settings.max_num_batched_tokens, settings.max_num_seqs
+
+
+def _with_gain(finding: Finding, found: Sequence[Finding]) -> Finding:
+    rivals = [other for other in found if other.setting == finding.setting]
+    baseline = next((other for other in rivals if other.policy == "v1"), rivals[0])
+    gain = None if baseline.policy == finding.policy else finding.sensitivity.best / baseline.sensitivity.best - 1
+    return Finding(finding.setting, finding.policy, finding.sensitivity, gain, finding.invalid)

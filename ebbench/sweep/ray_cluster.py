@@ -1,0 +1,97 @@
+"""Cells as tasks of a Ray cluster. Summaries come back to the driver, which alone stores them.
+
+A summary is small enough to travel inside Ray's own messages, so losing a node loses no finished cell; what ran on
+that node is run again elsewhere by Ray.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from ebbench.errors import RunError, UsageError
+from ebbench.extras import need
+from ebbench.sweep.work import Outcome, Task, work
+
+RETRIES = 5
+"""How often Ray may run a cell again after its worker or node died."""
+_PER_CPU = 3  # tasks in flight per CPU of the cluster: enough to keep it busy, few enough to stop quickly
+
+
+class RayCluster:
+    """Runs tasks on the cluster at ``address``: ``auto``, ``HOST:PORT``, or None for one on this machine.
+
+    ``gpus`` is the share of a GPU each cell holds: 1 for the vllm engine, so that every cell has a GPU to itself.
+    """
+
+    def __init__(
+        self,
+        address: str | None = None,
+        *,
+        gpus: float = 0.0,
+        workers: int | None = None,
+        job: Callable[[Task], Outcome] = work,
+    ) -> None:
+        if gpus < 0:
+            raise UsageError(f"--gpus-per-cell must not be negative, not {gpus:g}")
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        self._ray = need("ray", "sweep", "--executor ray")
+        self._address, self._gpus, self._workers, self._job = address, gpus, workers, job
+
+    def outcomes(self, tasks: Sequence[Task]) -> Iterator[Outcome]:
+        """Run the tasks. Raises RunError when the cluster cannot be reached or has no room for a cell."""
+        ours = self._connect()
+        try:
+            yield from self._run(tasks)
+        finally:
+            if ours:
+                self._ray.shutdown()
+
+    def _connect(self) -> bool:
+        """Join the cluster; False when this process was in it already, and stays."""
+        if self._ray.is_initialized():
+            return False
+        options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+        if self._address is None:
+            options |= {"include_dashboard": False, "num_cpus": self._workers}
+        try:
+            self._ray.init(address=self._address, **options)
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            where = self._address or "this machine"
+            raise RunError(f"no Ray cluster at {where}: {str(error).splitlines()[0]}") from None
+        return True
+
+    def _run(self, tasks: Sequence[Task]) -> Iterator[Outcome]:
+        if self._gpus and self._ray.cluster_resources().get("GPU", 0) < self._gpus:
+            raise RunError(f"the cluster has no node with {self._gpus:g} GPU(s); start one with ray start --num-gpus")
+        remote = self._ray.remote(num_cpus=1, num_gpus=self._gpus, max_retries=RETRIES)(self._job)
+        queue = list(reversed(tasks))
+        running: dict[Any, Task] = {}
+        try:
+            while queue or running:
+                while queue and len(running) < self._room():
+                    task = queue.pop()
+                    running[remote.remote(task)] = task
+                done, _ = self._ray.wait(list(running), num_returns=1)
+                for reference in done:
+                    yield self._outcome(reference, running.pop(reference))
+        finally:
+            for reference in running:
+                self._ray.cancel(reference, force=True)
+
+    def _room(self) -> int:
+        if self._workers is not None:
+            return self._workers
+        return max(1, _PER_CPU * int(self._ray.cluster_resources().get("CPU", 1)))
+
+    def _outcome(self, reference: Any, task: Task) -> Outcome:
+        try:
+            outcome: Outcome = self._ray.get(reference)
+        except self._ray.exceptions.RayError as error:
+            line = (str(error).strip().splitlines() or [""])[0]
+            why = f"lost on the cluster after {RETRIES} retries ({type(error).__name__}: {line})"
+            return Outcome(task.key, None, why, 0.0, "")
+        return outcome

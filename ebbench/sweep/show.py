@@ -1,0 +1,154 @@
+"""A sweep on the console: the dry run, the progress, the findings."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any, Protocol
+
+from rich import box
+from rich.console import Console, RenderableType
+from rich.console import Group as Stack
+from rich.progress import BarColumn, TextColumn
+from rich.progress import Progress as Bars
+from rich.table import Table
+from rich.text import Text
+
+from ebbench.render import numbers
+from ebbench.sweep.drive import Progress, Result, summary_lines
+from ebbench.sweep.findings import Finding
+from ebbench.sweep.spec import Cell, Sweep
+
+LINES_EVERY_S = 10.0
+
+
+class Report(Protocol):
+    """Receives progress after every cell."""
+
+    def __call__(self, progress: Progress) -> None:
+        """Show it."""
+        ...
+
+
+@contextmanager
+def progress_on(console: Console, *, quiet: bool) -> Iterator[Report]:
+    """A bar on a terminal; elsewhere a line now and then."""
+    if quiet:
+        yield lambda progress: None
+    elif not console.is_terminal:
+        yield _lines(console)
+    else:
+        bars = Bars(BarColumn(bar_width=30), TextColumn("{task.fields[state]}", markup=False), console=console)
+        with bars:
+            task = bars.add_task("", total=None, state="starting")
+            yield lambda p: bars.update(task, total=p.cells, completed=p.cells - p.open, state=described(p))
+
+
+def _lines(console: Console) -> Report:
+    last_s = [float("-inf")]
+
+    def show(progress: Progress) -> None:
+        now_s = time.monotonic()
+        if now_s - last_s[0] >= LINES_EVERY_S or not progress.open:
+            last_s[0] = now_s
+            console.print(described(progress), markup=False, highlight=False, soft_wrap=True)
+
+    return show
+
+
+def described(progress: Progress) -> str:
+    """``12 of 40 cells (3 from before, 1 failed), 2.1 cells/s, 13 s to go``."""
+    asides = [f"{progress.kept} from before"] if progress.kept else []
+    asides += [f"{progress.failed} failed"] if progress.failed else []
+    text = f"{progress.cells - progress.open} of {progress.cells} cells"
+    text += f" ({', '.join(asides)})" if asides else ""
+    if progress.done + progress.failed and progress.open:
+        text += f", {progress.cells_per_s:.2f} cells/s, {progress.open / progress.cells_per_s:,.0f} s to go"
+    return text
+
+
+def dry_run(sweep: Sweep, todo: Sequence[Cell]) -> RenderableType:
+    """What would be run, without running it."""
+    first = sweep.cells[0].settings
+    lines = [f"{sweep.name}: {len(sweep.cells)} cells, {len(todo)} to run, {len(sweep.cells) - len(todo)} finished"]
+    for name in sweep.axes:
+        values = dict.fromkeys(str(getattr(cell.settings, name)) for cell in sweep.cells)
+        lines.append(f"  {name}: {', '.join(values)}")
+    lines.append(
+        f"  all cells: engine {first.engine}, {first.num_prompts or 'default'} requests, source {first.source}"
+    )
+    return Stack(*(Text(line) for line in lines))
+
+
+def console_report(result: Result, found: Sequence[Finding], metric: str) -> RenderableType:
+    """Findings, failures and where everything is."""
+    p = result.progress
+    parts: list[RenderableType] = [findings_table(found, metric), Text(_legend(metric), style="dim")]
+    if result.failed:
+        parts += [
+            Text(),
+            Text("Failed", style="bold red"),
+            *(Text(f"  {line}") for line in summary_lines(result.failed)),
+        ]
+    timing = f"{p.done} cells in {p.elapsed_s:,.1f} s ({p.cells_per_s:.2f} cells/s)" if p.done else "nothing to run"
+    parts += [Text(), Text(f"{timing}, {p.kept} from before; table: {result.results}")]
+    return Stack(*parts)
+
+
+def findings_table(found: Sequence[Finding], metric: str) -> Table:
+    """One row a setting and scheduler."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+    names = [name for name, _ in found[0].setting] if found else []
+    for name in (*names, "policy"):
+        table.add_column(name, overflow="fold")
+    for header in ("best B", "best N", _UNITS.get(metric, metric), "vs v1", "CV", "range", "B-Sens", "N-Sens"):
+        table.add_column(header, justify="right", no_wrap=True)
+    previous: tuple[tuple[str, Any], ...] | None = None
+    for finding in found:
+        if previous is not None and previous != finding.setting:
+            table.add_section()
+        shown = [str(value) if previous != finding.setting else "" for _, value in finding.setting]
+        previous = finding.setting
+        table.add_row(*shown, finding.policy, *_figures(finding))
+    return table
+
+
+_UNITS = {"request_throughput": "req/s", "output_throughput": "out tok/s", "total_token_throughput": "tok/s"}
+
+
+def _figures(finding: Finding) -> list[str]:
+    s = finding.sensitivity
+    ratio = numbers.DASH if s.range_ratio is None else f"{s.range_ratio:.2f}"
+    return [
+        str(s.best_budget), str(s.best_size), numbers.rate(s.best), numbers.change(finding.gain), numbers.percent(s.cv),
+        ratio, numbers.percent(s.b_sens), numbers.percent(s.n_sens),
+    ]  # fmt: skip
+
+
+def _legend(metric: str) -> str:
+    return (
+        f"best: configuration with the highest {metric}, mean over seeds; CV, range, B-Sens and N-Sens over the whole "
+        "grid of token budgets B and batch sizes N, – where it has holes or one value."
+    )
+
+
+def to_json(result: Result, found: Sequence[Finding], metric: str) -> dict[str, Any]:
+    """One JSON object."""
+    return {
+        "name": result.sweep.name,
+        "cells": result.progress.cells,
+        "finished": len(result.finished),
+        "from_before": result.progress.kept,
+        "failed": [{"key": e.key, "error": e.error} for e in result.failed],
+        "elapsed_s": result.progress.elapsed_s,
+        "cells_per_s": result.progress.cells_per_s,
+        "interrupted": result.interrupted,
+        "results": str(result.results),
+        "metric": metric,
+        "findings": [
+            dict(f.setting) | {"policy": f.policy, "gain": f.gain, "invalid": f.invalid} | asdict(f.sensitivity)
+            for f in found
+        ],
+    }

@@ -1,0 +1,162 @@
+"""SPEC.toml: a grid of settings, what all cells share, how often each is repeated."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from types import GenericAlias
+from typing import Any
+
+import msgspec
+
+from ebbench.errors import InputFileError, UnknownNameError, UsageError
+from ebbench.sweep.settings import Settings, cell_key
+from ebbench.workloads.strict_toml import load_toml
+from vllm_eb.policy import PolicyError, descriptions, parse_policy
+
+MAX_CELLS = 1_000_000
+_FIELDS = msgspec.structs.fields(Settings)
+
+# The two tables of the file know exactly the settings of a cell: single values and lists of them.
+_Common: Any = msgspec.defstruct(
+    "Common", [(f.name, f.type | msgspec.UnsetType, msgspec.UNSET) for f in _FIELDS], forbid_unknown_fields=True
+)
+_Grid: Any = msgspec.defstruct(
+    "Grid",
+    [(f.name, GenericAlias(list, (f.type,)) | msgspec.UnsetType, msgspec.UNSET) for f in _FIELDS],
+    forbid_unknown_fields=True,
+)
+_File: Any = msgspec.defstruct(
+    "File",
+    [
+        ("name", str),
+        ("description", str, ""),
+        ("repeats", int, 1),
+        ("keep_runs", bool, False),
+        ("grid", _Grid, msgspec.field(default_factory=_Grid)),
+        ("common", _Common, msgspec.field(default_factory=_Common)),
+    ],
+    forbid_unknown_fields=True,
+)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run to make, under the key of its content."""
+
+    key: str
+    settings: Settings
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A grid laid out. ``axes`` are the settings that vary, the seed among them only if listed or repeated."""
+
+    name: str
+    description: str
+    axes: tuple[str, ...]
+    cells: tuple[Cell, ...]
+    keep_runs: bool
+
+    @property
+    def schedulers(self) -> tuple[str, ...]:
+        """Policies in the order of the file."""
+        return tuple(dict.fromkeys(cell.settings.policy for cell in self.cells))
+
+
+def load_sweep(path: Path) -> Sweep:
+    """Read and lay out a spec. Raises InputFileError, UsageError or UnknownNameError, with what to write instead."""
+    file = load_toml(path, _File)
+    lists = {f.name: values for f in _FIELDS if (values := getattr(file.grid, f.name)) is not msgspec.UNSET}
+    common = {f.name: value for f in _FIELDS if (value := getattr(file.common, f.name)) is not msgspec.UNSET}
+    _check_file(path, file, lists, common)
+    if file.repeats > 1:
+        seeds = lists.get("seed", [common.pop("seed", 0)])
+        lists["seed"] = [seed + offset for seed in seeds for offset in range(file.repeats)]
+    lists["policy"] = [_policy(path, name) for name in lists.get("policy", [common.pop("policy", "v1")])]
+    cells = _cells(path, lists, common)
+    check_names(cells)
+    axes = tuple(name for name, values in lists.items() if len(values) > 1)
+    return Sweep(file.name, file.description, axes, cells, file.keep_runs)
+
+
+def _check_file(path: Path, file: Any, lists: dict[str, list[Any]], common: dict[str, Any]) -> None:
+    both = [name for name in lists if name in common]
+    if both:
+        raise InputFileError(path, f"{both[0]} stands in [grid] and in [common]; keep one")
+    for name, values in lists.items():
+        if not values:
+            raise InputFileError(path, f"grid.{name} is an empty list; give it a value or leave it out")
+        value, times = Counter(values).most_common(1)[0]
+        if times > 1:
+            raise InputFileError(path, f"grid.{name} lists {value!r} twice")
+    if file.repeats < 1:
+        raise InputFileError(path, f"repeats must be at least 1, not {file.repeats}")
+    if not file.name.strip():
+        raise InputFileError(path, "name must not be empty")
+    if "workload" not in lists and "workload" not in common:
+        raise InputFileError(path, "no workload: give one in [common], or several in [grid]")
+
+
+def _policy(path: Path, name: str) -> str:
+    """The canonical name, so that two spellings of a policy are one cell."""
+    kind = name.strip().partition(":")[0]
+    if kind not in descriptions():
+        raise UnknownNameError("policy", kind, descriptions())
+    try:
+        return parse_policy(name).name
+    except PolicyError as error:
+        raise InputFileError(path, str(error)) from None
+
+
+def _cells(path: Path, lists: dict[str, list[Any]], common: dict[str, Any]) -> tuple[Cell, ...]:
+    """Every combination; the last axes vary fastest, so cells of one plan are neighbours."""
+    order = sorted(lists, key=lambda name: name not in _SLOW)
+    count = 1
+    for name in order:
+        count *= len(lists[name])
+    if count > MAX_CELLS:
+        raise InputFileError(path, f"the grid has {count:,} cells, more than {MAX_CELLS:,}; split it")
+    settings = [
+        Settings(**common, **dict(zip(order, values, strict=True)))
+        for values in itertools.product(*(lists[name] for name in order))
+    ]
+    keyed: dict[str, Settings] = {}
+    for each in settings:
+        keyed.setdefault(cell_key(each), each)
+    return tuple(Cell(key, each) for key, each in keyed.items())
+
+
+_SLOW = ("workload", "scenario", "seed", "num_prompts", "source", "max_concurrency", "request_rate", "model", "device")
+
+
+def check_names(cells: tuple[Cell, ...]) -> None:
+    """Refuse workloads, scenarios, devices, models and engines that do not exist, before anything runs."""
+    from ebbench.devices.profiles import find_model, find_profile
+    from ebbench.engines import ENGINES
+    from ebbench.traffic.spec import load_scenario
+    from ebbench.workloads.spec import load_workload
+
+    for value in _values(cells, "workload"):
+        if value.startswith("trace:"):
+            if not Path(value.removeprefix("trace:")).expanduser().is_file():
+                raise UsageError(f"{value}: no such file")
+        else:
+            load_workload(value)
+    for value in _values(cells, "scenario"):
+        if value is not None:
+            load_scenario(value)
+    for value in _values(cells, "engine"):
+        if value not in ENGINES and not value.startswith(("http://", "https://")):
+            raise UnknownNameError("engine", value, ENGINES)
+    if not all(value.startswith("http") for value in _values(cells, "engine")):
+        for value in _values(cells, "device"):
+            find_profile(value)
+        for value in _values(cells, "model"):
+            find_model(value)
+
+
+def _values(cells: tuple[Cell, ...], name: str) -> list[Any]:
+    return list(dict.fromkeys(getattr(cell.settings, name) for cell in cells))

@@ -1,0 +1,82 @@
+"""Sweeps on a Ray cluster of several local nodes, one of which is lost on the way."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from sweep_data import TINY, invoke, spec_file
+from sweep_jobs import slow
+
+from ebbench.sweep.drive import Progress, run_sweep
+from ebbench.sweep.ray_cluster import RayCluster
+from ebbench.sweep.spec import load_sweep
+from ebbench.sweep.store import Store
+
+ray = pytest.importorskip("ray")
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[object]:
+    """A head without CPUs and two nodes of one CPU each, with a made-up GPU."""
+    import os
+
+    from ray.cluster_utils import Cluster
+
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
+    prompt = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 500, "health_check_failure_threshold": 3}
+    head = {"num_cpus": 0, "include_dashboard": False, "_system_config": prompt}
+    made = Cluster(initialize_head=True, head_node_args=head)
+    made.nodes = [made.add_node(num_cpus=1, num_gpus=1) for _ in range(2)]  # type: ignore[attr-defined]
+    ray.init(address=made.address, log_to_driver=False)
+    yield made
+    ray.shutdown()
+    made.shutdown()
+
+
+def test_cells_run_on_the_cluster_through_the_command(cluster: object, tmp_path: Path) -> None:
+    spec = spec_file(tmp_path, TINY)
+    done = invoke("sweep", spec, "--executor", "ray", "--output-dir", tmp_path / "ray", "--json")
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["finished"] == 4
+    invoke("sweep", spec, "--output-dir", tmp_path / "here", "--workers", 1, "--json")
+    here, there = (Store(tmp_path / name).load(load_sweep(spec).cells) for name in ("here", "ray"))
+    assert {key: entry.summary["output_throughput"] for key, entry in here.items()} == {
+        key: entry.summary["output_throughput"] for key, entry in there.items()
+    }
+
+
+def test_a_lost_node_costs_no_finished_cell(cluster: object, tmp_path: Path) -> None:
+    """A node dies with half the cells done: all finish, and none that was finished runs again."""
+    notes = tmp_path / "notes"
+    notes.mkdir()
+    text = TINY.replace("repeats = 2", "repeats = 12").replace('policy = ["v1", "eb"]', 'policy = ["v1"]')
+    spec = spec_file(tmp_path, text + f'tokenizer = "{notes}"\n')
+    sweep, store = load_sweep(spec), Store(tmp_path / "out")
+    lost: list[int] = []
+
+    def report(progress: Progress) -> None:
+        if progress.done == 4 and not lost:
+            before = {path.stem: path.read_text() for path in (tmp_path / "out" / "cells").glob("*.json")}
+            cluster.remove_node(cluster.nodes.pop(), allow_graceful=False)  # type: ignore[attr-defined]
+            lost.append(len(before))
+
+    result = run_sweep(sweep, store, RayCluster(gpus=1.0, job=slow), spec=spec.read_bytes(), report=report)
+    assert lost == [4]
+    assert (len(result.finished), len(result.failed)) == (12, 0)
+    executions = [len(path.read_text().splitlines()) for path in notes.iterdir()]
+    assert len(executions) == 12
+    assert sum(executions) <= 13  # at most the cell that was running on the lost node ran again
+
+
+def test_more_gpus_than_there_are_is_said_at_once(cluster: object, tmp_path: Path) -> None:
+    sweep = load_sweep(spec_file(tmp_path, TINY))
+    from ebbench.errors import RunError
+
+    with pytest.raises(RunError, match=r"no node with 64 GPU\(s\)"):
+        run_sweep(sweep, Store(tmp_path / "out"), RayCluster(gpus=64), spec=b"", report=lambda progress: None)

@@ -1,0 +1,227 @@
+"""Sweeps carried out: resumed, killed, with cells that fail or take their process down."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+from sweep_data import TINY, invoke, spec_file
+from sweep_jobs import deadly
+
+from ebbench.records.run import Run
+from ebbench.sweep.drive import run_sweep
+from ebbench.sweep.executors import ATTEMPTS, Processes
+from ebbench.sweep.settings import Settings
+from ebbench.sweep.spec import load_sweep
+from ebbench.sweep.store import SCHEMA, Store
+from ebbench.sweep.work import Task, work
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished sweep: ``spec.toml`` and ``out``."""
+    folder = tmp_path_factory.mktemp("tiny")
+    text = TINY.replace("[common]", "max_num_batched_tokens = [64, 256]\n[common]")
+    done = invoke("sweep", spec_file(folder, text), "--output-dir", folder / "out", "--workers", 2)
+    assert done.exit_code == 0, done.output
+    (folder / "shown.txt").write_text(done.stdout)
+    return folder
+
+
+def test_results_are_one_table_in_the_order_of_the_grid(tiny: Path) -> None:
+    table = pq.read_table(tiny / "out" / "results.parquet")
+    assert table.schema.equals(SCHEMA)
+    cells = load_sweep(tiny / "spec.toml").cells
+    assert table["key"].to_pylist() == [cell.key for cell in cells]
+    assert table["completed"].to_pylist() == [40.0] * 8
+    assert set(table["valid"].to_pylist()) == {True}
+    rows = table.to_pylist()
+    assert {row["plan_hash"] for row in rows if row["seed"] == 0} != {row["plan_hash"] for row in rows if row["seed"]}
+    assert len({row["plan_hash"] for row in rows}) == 2
+
+
+def test_a_cell_is_what_run_gives(tiny: Path, tmp_path: Path) -> None:
+    arguments = ("balanced", "--source", "profile", "-n", 40, "--input-len", 32, "--output-len", 8, "-c", 16)
+    done = invoke(
+        "run", *arguments, "--max-num-seqs", 16, "--max-num-batched-tokens", 256,
+        "-p", "eb", "--seed", 1, "--json", "-q", "--engine", "sim",
+        "-o", tmp_path / "run",
+    )  # fmt: skip
+    (summary,) = json.loads(done.stdout)
+    rows = pq.read_table(tiny / "out" / "results.parquet").to_pylist()
+    (row,) = [r for r in rows if (r["policy"], r["seed"], r["max_num_batched_tokens"]) == ("eb", 1, 256)]
+    assert row["plan_hash"] == Run.load(tmp_path / "run").manifest.plan_hash
+    for figure in ("output_throughput", "median_ttft_ms", "median_tpot_ms", "duration"):
+        assert row[figure] == summary[figure]
+
+
+def test_findings_name_the_best_configuration(tiny: Path) -> None:
+    done = invoke("sweep", tiny / "spec.toml", "--output-dir", tiny / "out", "--json", "-q")
+    document = json.loads(done.stdout)
+    assert (document["from_before"], document["finished"]) == (8, 8)
+    rows = pq.read_table(tiny / "out" / "results.parquet").to_pylist()
+    for finding in document["findings"]:
+        means = {
+            budget: sum(
+                r["request_throughput"]
+                for r in rows
+                if (r["policy"], r["max_num_batched_tokens"]) == (finding["policy"], budget)
+            )
+            / 2
+            for budget in (64, 256)
+        }
+        assert finding["best_budget"] == max(means, key=means.__getitem__)
+        assert finding["best"] == pytest.approx(max(means.values()))
+        assert finding["range_ratio"] == pytest.approx(max(means.values()) / min(means.values()))
+        assert finding["n_sens"] is None  # one batch size only
+    assert "best B" in (tiny / "shown.txt").read_text()
+
+
+def test_nothing_is_run_twice(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stamps = {path: path.stat().st_mtime_ns for path in (tiny / "out" / "cells").iterdir()}
+    assert invoke("sweep", tiny / "spec.toml", "--output-dir", tiny / "out", "-q").exit_code == 0
+    assert stamps == {path: path.stat().st_mtime_ns for path in (tiny / "out" / "cells").iterdir()}
+
+
+def test_a_wider_grid_runs_only_what_is_new(tiny: Path, tmp_path: Path) -> None:
+    shutil.copytree(tiny / "out", tmp_path / "out")
+    text = (tiny / "spec.toml").read_text().replace("[64, 256]", "[64, 128, 256]")
+    dry = invoke("sweep", spec_file(tmp_path, text), "-o", tmp_path / "out", "--dry-run")
+    assert "12 cells, 4 to run, 8 finished" in dry.stdout
+    listed = json.loads(invoke("sweep", tmp_path / "spec.toml", "-o", tmp_path / "out", "--dry-run", "--json").stdout)
+    assert sum(cell["finished"] for cell in listed["cells"]) == 8
+    done = invoke("sweep", tmp_path / "spec.toml", "-o", tmp_path / "out", "--json", "-q", "--workers", 1)
+    assert (json.loads(done.stdout)["from_before"], json.loads(done.stdout)["finished"]) == (8, 12)
+
+
+def test_a_damaged_result_is_named(tiny: Path, tmp_path: Path) -> None:
+    shutil.copytree(tiny / "out", tmp_path / "out")
+    victim = next((tmp_path / "out" / "cells").iterdir())
+    victim.write_bytes(b"{")
+    done = invoke("sweep", tiny / "spec.toml", "-o", tmp_path / "out", "-q")
+    assert done.exit_code == 3
+    assert f"{victim.name}: not a stored cell" in done.stderr
+
+
+def test_a_cell_that_fails_is_reported_and_the_rest_goes_on(tmp_path: Path) -> None:
+    text = TINY.replace("[common]", "max_num_batched_tokens = [8, 64]\n[common]")
+    done = invoke("sweep", spec_file(tmp_path, text), "-o", tmp_path / "out", "--workers", 1)
+    assert done.exit_code == 4
+    assert "4 of 8 cells failed" in done.stderr
+    assert "4 cell(s): --max-num-batched-tokens 8 is below --max-num-seqs 16" in " ".join(done.stdout.split())
+    assert len(list((tmp_path / "out" / "cells").iterdir())) == len(list((tmp_path / "out" / "failed").iterdir())) == 4
+
+
+def test_a_fault_inside_an_engine_is_that_cells_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    import ebbench.engines
+
+    def broken(name: str) -> object:
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(ebbench.engines, "select_engine", broken)
+    outcome = work(Task("k", Settings(workload="balanced", source="profile", num_prompts=5)))
+    assert outcome.summary is None
+    assert outcome.error == "ZeroDivisionError: a bug"
+
+
+def test_a_cell_that_kills_its_process_fails_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), *sys.path]))
+    notes = tmp_path / "notes"
+    notes.mkdir()
+    text = TINY.replace("repeats = 2", "repeats = 6").replace('"v1", "eb"', '"v1"') + f'tokenizer = "{notes}"\n'
+    spec = spec_file(tmp_path, text)
+    result = run_sweep(
+        load_sweep(spec), Store(tmp_path / "out"), Processes(2, job=deadly), spec=b"", report=lambda progress: None
+    )
+    assert sorted(entry.settings.seed for entry in result.finished) == [0, 1, 3, 4, 5]
+    (failed,) = result.failed
+    assert failed.settings.seed == 2
+    assert f"died {ATTEMPTS} times" in failed.error
+
+
+def test_a_killed_sweep_goes_on_where_it_was(tmp_path: Path) -> None:
+    """SIGKILL in the middle: whole files only, no orphans, and the second call runs exactly the rest."""
+    text = TINY.replace("repeats = 2", "repeats = 20").replace("num_prompts = 40", "num_prompts = 400")
+    spec, out = spec_file(tmp_path, text), tmp_path / "out"
+    code = "from ebbench.cli.main import run; run()"
+    command = [sys.executable, "-c", code, "sweep", str(spec), "-o", str(out), "--workers", "1", "-q"]
+    process = subprocess.Popen(command, start_new_session=True)
+    deadline = time.monotonic() + 60
+    while len(list(out.glob("cells/*.json"))) < 3 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    before = {path.name: path.read_bytes() for path in out.glob("cells/*.json")}
+    assert 3 <= len(before) < 40
+    assert _gone(process.pid), "worker processes outlive the sweep"
+    again = json.loads(invoke("sweep", spec, "-o", out, "--json", "-q", "--workers", 1).stdout)
+    assert (again["from_before"], again["finished"]) == (len(before), 40)
+    assert before == {name: (out / "cells" / name).read_bytes() for name in before}
+
+
+def _gone(session: int) -> bool:
+    """Whether no process of the session is left, given a moment."""
+    deadline = time.monotonic() + 15
+    while time.monotonic() < deadline:
+        if not any(_session_of(entry) == session for entry in Path("/proc").iterdir() if entry.name.isdigit()):
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def _session_of(process: Path) -> int | None:
+    try:
+        return os.getsid(int(process.name))
+    except OSError:
+        return None
+
+
+def test_ctrl_c_keeps_what_is_finished(tmp_path: Path) -> None:
+    text = TINY.replace("repeats = 2", "repeats = 20").replace("num_prompts = 40", "num_prompts = 400")
+    spec, out = spec_file(tmp_path, text), tmp_path / "out"
+    code = "from ebbench.cli.main import run; run()"
+    command = [sys.executable, "-c", code, "sweep", str(spec), "-o", str(out), "--workers", "1", "-q"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while not list(out.glob("cells/*.json")) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    kept = len(list(out.glob("cells/*.json")))
+    assert f"interrupted; {kept} of 40 cells are finished" in errors
+    assert pq.read_table(out / "results.parquet").num_rows == kept
+
+
+def test_runs_are_kept_on_request_and_leftovers_set_aside(tmp_path: Path) -> None:
+    text = TINY.replace("repeats = 2", "repeats = 1\nkeep_runs = true")
+    spec, out = spec_file(tmp_path, text), tmp_path / "out"
+    first = load_sweep(spec).cells[0]
+    (out / "runs" / first.key).mkdir(parents=True)
+    assert invoke("sweep", spec, "-o", out, "-q", "--workers", 1).exit_code == 0
+    for cell in load_sweep(spec).cells:
+        assert Run.load(out / "runs" / cell.key).manifest.policy == cell.settings.policy
+    assert (out / "runs" / f"{first.key}.unfinished-1").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--workers", "0"), "--workers must be at least 1"),
+        (("--executor", "dask"), "unknown executor 'dask'"),
+        (("--metric", "speed"), "unknown metric 'speed'"),
+        (("--ray-address", "auto"), "need --executor ray"),
+    ],
+)
+def test_bad_usage(tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:
+    done = invoke("sweep", spec_file(tmp_path, TINY), "-o", tmp_path / "out", *arguments)
+    assert done.exit_code == 2
+    assert message in done.stderr

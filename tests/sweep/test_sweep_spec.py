@@ -1,0 +1,102 @@
+"""SPEC.toml: the grid it stands for, the keys of its cells, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from sweep_data import TINY, invoke, spec_file
+
+from ebbench.errors import EbbenchError, InputFileError
+from ebbench.sweep.settings import Settings, cell_key, with_absolute_paths
+from ebbench.sweep.spec import load_sweep
+
+REPORTS = Path(__file__).resolve().parents[2] / "reports" / "sweeps"
+
+
+def test_every_combination_is_a_cell_and_repeats_are_seeds(tmp_path: Path) -> None:
+    text = TINY.replace("[common]", "max_num_batched_tokens = [256, 512, 1024]\nseed = [10, 20]\n[common]")
+    sweep = load_sweep(spec_file(tmp_path, text))
+    settings = {(c.settings.policy, c.settings.max_num_batched_tokens, c.settings.seed) for c in sweep.cells}
+    assert settings == {(p, b, s) for p in ("v1", "eb") for b in (256, 512, 1024) for s in (10, 11, 20, 21)}
+    assert len(sweep.cells) == len({cell.key for cell in sweep.cells}) == 24
+    assert set(sweep.axes) == {"policy", "max_num_batched_tokens", "seed"}
+    assert {cell.settings.num_prompts for cell in sweep.cells} == {40}
+
+
+def test_cells_of_one_plan_are_neighbours(tmp_path: Path) -> None:
+    sweep = load_sweep(spec_file(tmp_path, TINY))
+    assert [cell.settings.seed for cell in sweep.cells] == [0, 0, 1, 1]
+
+
+def test_the_papers_grid_has_1440_cells() -> None:
+    sweep = load_sweep(REPORTS / "paper-grid.toml")
+    assert len(sweep.cells) == 1440
+    assert {cell.settings.num_prompts for cell in sweep.cells} == {4000}
+    sample = load_sweep(REPORTS / "paper-grid-sample.toml")
+    assert len(sample.cells) == 192
+    assert {cell.key for cell in sample.cells} < {cell.key for cell in sweep.cells}
+
+
+def test_two_spellings_of_a_policy_are_one_cell(tmp_path: Path) -> None:
+    text = TINY.replace('"v1", "eb"', '"eb:theta=0.5", "eb: theta=0.50"')
+    assert len(load_sweep(spec_file(tmp_path, text)).cells) == 2
+
+
+def test_a_key_is_the_content_of_settings_and_files(tmp_path: Path) -> None:
+    settings = Settings(workload="balanced")
+    assert cell_key(settings) == cell_key(Settings(workload="balanced", policy="v1"))
+    assert cell_key(settings) != cell_key(Settings(workload="balanced", seed=1))
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"timestamp": 0, "input_length": 5, "output_length": 5}\n')
+    traced = Settings(workload=f"trace:{trace}")
+    before = cell_key(traced)
+    assert cell_key(traced) == before
+    trace.write_text('{"timestamp": 0, "input_length": 6, "output_length": 5}\n')
+    assert cell_key(traced) != before
+
+
+def test_files_are_named_absolutely_for_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "trace.jsonl").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    moved = with_absolute_paths(Settings(workload="trace:trace.jsonl", model="qwen3-8b"))
+    assert moved.workload == f"trace:{tmp_path / 'trace.jsonl'}"
+    assert moved.model == "qwen3-8b"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("policy = ", "polcy = "), r"unknown key 'polcy' in \[grid\]; did you mean 'policy'"),
+        (("num_prompts", "num_promts"), "did you mean 'num_prompts'"),
+        (("repeats", "repeat"), "did you mean 'repeats'"),
+        (("repeats = 2", "repeats = 0"), "repeats must be at least 1"),
+        (('["v1", "eb"]', "[]"), "empty list"),
+        (('["v1", "eb"]', '["v1", "v1"]'), "lists 'v1' twice"),
+        (('["v1", "eb"]', '"v1"'), "Expected"),
+        (('["v1", "eb"]', '["v2"]'), "unknown policy 'v2'"),
+        (('["v1", "eb"]', '["deferred"]'), "write deferred:k=32"),
+        (("[common]", '[common]\npolicy = "v1"'), r"policy stands in \[grid\] and in \[common\]"),
+        (('workload = "balanced"\n', ""), "no workload"),
+        (('"balanced"', '"ballanced"'), "did you mean 'balanced'"),
+        (('"balanced"', '"trace:nowhere.jsonl"'), "no such file"),
+        (("[common]", '[common]\nengine = "simm"'), "did you mean 'sim'"),
+        (("[common]", '[common]\ndevice = "h20"'), "unknown device 'h20'"),
+        (("[common]", '[common]\nmodel = "qwen"'), "unknown model 'qwen'"),
+        (("[common]", '[common]\nscenario = "stormy"'), "unknown scenario 'stormy'"),
+        (("num_prompts = 40", 'num_prompts = "40"'), "Expected"),
+        (('name = "tiny"', "name = "), "not valid TOML"),
+        (("[grid]", "[grid]\nseed = [" + ",".join(map(str, range(600_000))) + "]"), "more than 1,000,000"),
+    ],
+)
+def test_a_bad_spec_is_refused_with_what_to_write(tmp_path: Path, change: tuple[str, str], message: str) -> None:
+    assert change[0] in TINY
+    with pytest.raises(EbbenchError, match=message) as raised:
+        load_sweep(spec_file(tmp_path, TINY.replace(*change)))
+    assert raised.value.exit_code == 2
+
+
+def test_a_spec_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(InputFileError, match="cannot be read"):
+        load_sweep(tmp_path / "nothing.toml")
+    assert invoke("sweep", tmp_path / "nothing.toml").exit_code == 2
