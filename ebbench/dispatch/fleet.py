@@ -47,17 +47,18 @@ class Fleet:
             group = [Unit(first + i, instance) for i in range(count)]
             self.units += group
             self.instances.append(group)
-        self.active: list[int] = list(range(len(self.instances)))
+        self.active: set[int] = set(range(len(self.instances)))
+        self.idle: set[int] = set(self.active)  # nothing is open on them (zero-task state)
         self.candidates: list[Unit] = list(self.units)
-        self.open_on_instance = [0] * len(self.instances)
+        self._open_on = [0] * len(self.instances)
         self.memory: PrefixMemory | None = None
         self._open: dict[int, tuple[Unit, Ask, int]] = {}
         self._counted: dict[int, int] = {}  # prompt tokens still counted in U, by request
 
     def set_active(self, active: Iterable[int]) -> None:
         """Take requests on these instances only; what is open elsewhere stays accounted for."""
-        self.active = sorted(set(active))
-        self.candidates = [unit for i in self.active for unit in self.instances[i]]
+        self.active = set(active)
+        self.candidates = [unit for i in sorted(self.active) for unit in self.instances[i]]
 
     def send(self, ask: Ask, unit: Unit) -> None:
         """``ask`` goes to ``unit``."""
@@ -67,7 +68,8 @@ class Fleet:
         unit.kv_tokens += ask.total_tokens
         unit.in_flight_tokens += uncached
         unit.unacknowledged.append((unit.sent, ask.key))
-        self.open_on_instance[unit.instance] += 1
+        self._open_on[unit.instance] += 1
+        self.idle.discard(unit.instance)
         self._counted[ask.key] = uncached
         self._open[ask.key] = (unit, ask, unit.sent)
         if self.memory is not None:
@@ -83,10 +85,13 @@ class Fleet:
             unit.queued_tokens = said.queued_tokens
             unit.kv_tokens = said.kv_tokens + self._unseen_kv(unit)
 
-    def prefilled(self, key: int) -> None:
-        """The prompt of ``key`` is computed, whether or not its unit has said so."""
-        if key in self._open:
-            self._uncount(self._open[key][0], key)
+    def prefilled(self, key: int) -> Unit | None:
+        """The prompt of ``key`` is computed, whether or not its unit has said so. Returns where it is, if open."""
+        if key not in self._open:
+            return None
+        unit = self._open[key][0]
+        self._uncount(unit, key)
+        return unit
 
     def ended(self, key: int) -> Unit | None:
         """``key`` has ended; returns where it was, None if it was not open."""
@@ -99,7 +104,9 @@ class Fleet:
         unit.kv_tokens = max(0, unit.kv_tokens - ask.total_tokens)
         while unit.unacknowledged and unit.unacknowledged[0][1] not in self._counted:
             unit.unacknowledged.popleft()
-        self.open_on_instance[unit.instance] -= 1
+        self._open_on[unit.instance] -= 1
+        if not self._open_on[unit.instance]:
+            self.idle.add(unit.instance)
         return unit
 
     def forget_backlog(self, instance: int) -> None:
@@ -108,10 +115,6 @@ class Fleet:
             while unit.unacknowledged:
                 self._uncount(unit, unit.unacknowledged.popleft()[1])
             unit.queued_tokens = 0
-
-    def idle(self, instance: int) -> bool:
-        """Whether nothing is open on the instance (zero-task state)."""
-        return not self.open_on_instance[instance]
 
     def _uncount(self, unit: Unit, key: int) -> None:
         unit.in_flight_tokens -= self._counted.pop(key, 0)

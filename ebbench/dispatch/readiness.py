@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 WATCHDOG_FORWARDS = 5
@@ -17,52 +19,47 @@ class Checks:
     watchdog: bool = True
 
 
-@dataclass(slots=True)
-class _Instance:
-    signalled: bool = True  # nothing was sent yet, so there is nothing to wait for
-    dispatched_ns: int = 0
-    lost: int = 0  # watchdog resets in a row, without a signal between
-
-
 class Readiness:
-    """Remembers, per instance, what was dispatched and signalled."""
+    """Remembers which instances were sent a batch and have not signalled since."""
 
     def __init__(self, instances: int, checks: Checks) -> None:
         self._checks = checks
-        self._instances = [_Instance() for _ in range(instances)]
+        self._signalled = set(range(instances))  # nothing was sent yet, so there is nothing to wait for
+        self._running: OrderedDict[int, int] = OrderedDict()  # the others, with the time of dispatch, oldest first
+        self.resets = 0
 
     def dispatched(self, instance: int, now_ns: int) -> None:
         """A batch was sent: from now on the instance is busy, and the watchdog runs."""
-        state = self._instances[instance]
-        state.signalled, state.dispatched_ns = False, now_ns
+        self._signalled.discard(instance)
+        self._running[instance] = now_ns
+        self._running.move_to_end(instance)
 
-    def end_forward(self, instance: int) -> None:
-        """The fast path."""
-        self._instances[instance].signalled = True
-        self._instances[instance].lost = 0
+    def free(self, instance: int) -> None:
+        """The fast path: a forward pass has ended; or the instance is back from somewhere and has nothing to do."""
+        self._signalled.add(instance)
+        self._running.pop(instance, None)
 
-    def reset(self, instance: int) -> None:
-        """Forget everything: the instance is new, or back."""
-        self._instances[instance] = _Instance()
+    def ready(self, active: AbstractSet[int], idle: AbstractSet[int]) -> AbstractSet[int]:
+        """Which of ``active`` can start on a batch. ``idle``: those with nothing open."""
+        if not self._checks.signal:
+            return active
+        ready = self._signalled | idle if self._checks.zero_queue else self._signalled
+        return ready & active
 
-    def ready(self, instance: int, idle: bool) -> bool:
-        """Whether the instance can start on a batch. ``idle``: nothing is open on it."""
-        if self._checks.zero_queue and idle:
-            return True
-        return self._instances[instance].signalled or not self._checks.signal
+    def expired(self, mean_ns: float, now_ns: int) -> list[int]:
+        """The safety path: instances silent for too long. They are reset; what they were sent is taken to be done."""
+        found: list[int] = []
+        while self._checks.watchdog and self._running:
+            instance, since_ns = next(iter(self._running.items()))
+            if now_ns < since_ns + round(WATCHDOG_FORWARDS * mean_ns):
+                break
+            self.free(instance)
+            self.resets += 1
+            found.append(instance)
+        return found
 
-    def expired(self, instance: int, mean_ns: float, now_ns: int) -> bool:
-        """The safety path: no signal for too long. Forces the reset; what was sent is taken to be done."""
-        if not self._checks.watchdog or now_ns < self.expires_ns(instance, mean_ns):
-            return False
-        self._instances[instance].signalled = True
-        self._instances[instance].lost += 1
-        return True
-
-    def expires_ns(self, instance: int, mean_ns: float) -> int:
-        """When the watchdog of an instance that has not signalled expires."""
-        return self._instances[instance].dispatched_ns + round(WATCHDOG_FORWARDS * mean_ns)
-
-    def silent(self, instance: int) -> int:
-        """How many watchdog resets in a row there were."""
-        return self._instances[instance].lost
+    def next_expiry_ns(self, mean_ns: float) -> int | None:
+        """When the next watchdog expires."""
+        if not self._checks.watchdog or not self._running:
+            return None
+        return next(iter(self._running.values())) + round(WATCHDOG_FORWARDS * mean_ns)

@@ -11,11 +11,12 @@ nothing there, and under light load it would only cost; this is how the policy f
 from __future__ import annotations
 
 from collections.abc import Iterable
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
 from ebbench.dispatch.allocate import ChunkPacking, no_hit
 from ebbench.dispatch.base import Ask, EndForward, Order
-from ebbench.dispatch.fleet import Fleet
+from ebbench.dispatch.fleet import Fleet, Unit
 from ebbench.dispatch.interval import AdaptiveInterval
 from ebbench.dispatch.queues import CycleQueue
 from ebbench.dispatch.readiness import Checks, Readiness
@@ -61,6 +62,7 @@ class StaggeredDispatcher:
         self._counted_ns: int | None = None
         self._turn = 0
         self._next_unit = 0
+        self._full: set[int] = set()  # instances without capacity, until something happens there
 
     @property
     def waiting(self) -> int:
@@ -76,15 +78,16 @@ class StaggeredDispatcher:
         self.fleet.report(signal)
         if self.settings.adaptive:
             self.interval.end_forward(signal.duration_ns)
-        self._ready.end_forward(signal.instance)
+        self._ready.free(signal.instance)
+        self._full.discard(signal.instance)
 
     def prefilled(self, key: int, now_ns: int) -> None:
         """See Dispatcher."""
-        self.fleet.prefilled(key)
+        self._changed(self.fleet.prefilled(key))
 
     def ended(self, key: int, now_ns: int) -> None:
         """See Dispatcher."""
-        self.fleet.ended(key)
+        self._changed(self.fleet.ended(key))
 
     def withdraw(self, key: int) -> None:
         """See Dispatcher."""
@@ -92,77 +95,80 @@ class StaggeredDispatcher:
 
     def topology(self, active: Iterable[int], now_ns: int) -> None:
         """OnTopologyChange; an instance that comes back is taken to be free."""
-        before = set(self.fleet.active)
+        before = self.fleet.active
         self.fleet.set_active(active)
-        for instance in set(self.fleet.active) - before:
-            self._ready.reset(instance)
+        for instance in self.fleet.active - before:
+            self._reset(instance)
         self.interval.topology(len(self.fleet.active))
 
     def poll(self, now_ns: int) -> list[Order]:
         """Carry out every cycle that is due."""
+        if not self._queue:
+            return []
+        for instance in self._ready.expired(self.interval.mean_ns, now_ns):
+            self._reset(instance)
         orders: list[Order] = []
-        tried: set[int] = set()
-        while self._queue:
-            target = self._target(now_ns, tried)
-            if target is None:
-                break
-            tried.add(target)
-            orders += self._cycle(target, now_ns)
-        return orders
+        able = self._able(now_ns)
+        cycle = bool(able)
+        while self._queue and (open_to := able - self._full):
+            orders += self._cycle(min(open_to, key=self._by_turn), now_ns)
+            able = self._able(now_ns)
+        return orders + self._leave_over(now_ns) if cycle and self._queue else orders
 
     def next_ns(self, now_ns: int) -> int | None:
-        """The end of the interval if an instance is ready then, else the first watchdog."""
+        """The end of the interval, else the first watchdog."""
         if not self._queue or not self.fleet.active:
             return None
         due_ns = self._due_ns()
         if due_ns > now_ns:
             return due_ns
-        if not self.settings.checks.watchdog:
-            return None
-        mean_ns = self.interval.mean_ns
-        expiries = [self._ready.expires_ns(instance, mean_ns) for instance in self.fleet.active]
-        return min((t for t in expiries if t > now_ns), default=None)
+        expiry_ns = self._ready.next_expiry_ns(self.interval.mean_ns)
+        return expiry_ns if expiry_ns is not None and expiry_ns > now_ns else None
+
+    @property
+    def watchdog_resets(self) -> int:
+        """How often an instance was silent for too long."""
+        return self._ready.resets
+
+    def _changed(self, unit: Unit | None) -> None:
+        if unit is not None:
+            self._full.discard(unit.instance)
+
+    def _reset(self, instance: int) -> None:
+        """Take the instance as free, with nothing queued."""
+        self._ready.free(instance)
+        self.fleet.forget_backlog(instance)
+        self._full.discard(instance)
 
     def _due_ns(self) -> int:
         if self._last_ns is None or not self.settings.interval:
             return 0
         return self._last_ns + self.interval.interval_ns
 
-    def _target(self, now_ns: int, tried: set[int]) -> int | None:
-        """The instance the next batch goes to, if one may go now."""
-        due = now_ns >= self._due_ns()
-        if not due and not (self.settings.bypass and 0 in self.fleet.open_on_instance):
-            return None
-        mean_ns = self.interval.mean_ns
-        for instance in self._in_turn():
-            if instance in tried:
-                continue
-            idle = self.fleet.idle(instance)
-            if idle and self.settings.bypass:
-                return instance
-            if due and self._ready.ready(instance, idle):
-                return instance
-            if due and self._ready.expired(instance, mean_ns, now_ns):
-                self.fleet.forget_backlog(instance)
-                return instance
-        return None
-
-    def _in_turn(self) -> list[int]:
+    def _able(self, now_ns: int) -> AbstractSet[int]:
+        """Instances a batch may go to now, whether or not they have capacity."""
         active = self.fleet.active
-        return [i for i in active if i >= self._turn] + [i for i in active if i < self._turn]
+        idle = self.fleet.idle & active
+        able: AbstractSet[int] = idle if self.settings.bypass else set()
+        return able | self._ready.ready(active, idle) if now_ns >= self._due_ns() else able
+
+    def _by_turn(self, instance: int) -> tuple[bool, int]:
+        return instance < self._turn, instance
 
     def _cycle(self, instance: int, now_ns: int) -> list[Order]:
         """Send what fits to ``instance``; what is left over waits one cycle more."""
         units = self.fleet.instances[instance]
         available = {unit.index: self.settings.chunk_tokens - unit.backlog_tokens for unit in units}
-        if max(available.values()) <= 0:
-            return self._leave_over(now_ns)
-        orders = self._pack(available) if self.settings.packing else self._in_turn_over(available)
+        orders: list[Order] = []
+        if max(available.values()) > 0:
+            orders = self._pack(available) if self.settings.packing else self._in_turn_over(available)
         if orders:
             self._ready.dispatched(instance, now_ns)
             self._last_ns = now_ns
             self._turn = instance + 1
-        return orders + self._leave_over(now_ns)
+        else:
+            self._full.add(instance)
+        return orders
 
     def _pack(self, available: dict[int, int]) -> list[Order]:
         """Algorithm 2."""
