@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import multiprocessing
 import os
 import socket
+import subprocess
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from multiprocessing.context import SpawnContext, SpawnProcess
-from pathlib import Path
 
-from ebbench.client.book import Book, SharedInts
-from ebbench.client.messages import Batch, Begin, Farewell, FromParent, Ready, Stop, from_worker, send
-from ebbench.client.options import ClientOptions
-from ebbench.client.worker import Assignment, run_worker, work
+import msgspec
+
+from ebbench.child import child_command, child_environ
+from ebbench.client.messages import Assignment, Batch, Begin, Farewell, FromParent, Ready, Stop, from_worker, send
+from ebbench.client.options import KEY_VARIABLES, ClientOptions
+from ebbench.client.process import work
+from ebbench.client.worker import Lines
 from ebbench.records.plan import Plan
 
 _SESSIONS_PER_WORKER = 512
@@ -36,12 +36,10 @@ class Member:
 
 @dataclass
 class Crew:
-    """All workers. ``memory`` and ``lock`` are what the shared book stands on."""
+    """All workers."""
 
-    memory: SharedInts
-    lock: AbstractContextManager[object]
     members: list[Member] = field(default_factory=list)
-    processes: list[SpawnProcess] = field(default_factory=list)
+    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
 
     def tell(self, message: FromParent) -> None:
@@ -88,43 +86,30 @@ def workers_for(plan: Plan, options: ClientOptions) -> int:
     return max(1, min(-(-limit // _SESSIONS_PER_WORKER), os.cpu_count() or 1))
 
 
-@dataclass(frozen=True)
-class Orders:
-    """What all workers are given alike."""
-
-    url: str
-    model: str
-    options: ClientOptions
-    id_prefix: str
-    plan_path: Path
-    plan: Plan
-    sessions: int
-    dropped: frozenset[int]
-
-
 @contextlib.asynccontextmanager
-async def crew(orders: Orders, environ: Mapping[str, str]) -> AsyncIterator[Crew]:
-    """Start the workers; end them, whatever happens. Zero workers is one in this process."""
-    asked = workers_for(orders.plan, orders.options)
-    workers = max(1, asked)
-    context = multiprocessing.get_context("spawn")
-    lock: AbstractContextManager[object] = context.Lock() if workers > 1 else contextlib.nullcontext()
-    team = Crew(context.RawArray("q", Book.size(orders.sessions)), lock)
-    bells = [socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM) for _ in range(workers)]
+async def crew(assignment: Assignment, workers: int, environ: Mapping[str, str]) -> AsyncIterator[Crew]:
+    """Start ``workers`` worker processes with ``assignment``, each told its number; end them, whatever happens.
+
+    Zero workers is one in this process.
+    """
+    count = max(1, workers)
+    team = Crew()
+    bells = [socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM) for _ in range(count)]
     for end in (end for pair in bells for end in pair):
         end.setblocking(False)
     try:
-        for number in range(workers):
+        for number in range(count):
             ours, theirs = socket.socketpair()
+            others = tuple(handle for i, (_, handle) in enumerate(bells) if i != number)
+            lines = Lines(theirs, bells[number][0], others)
             reader, writer = await asyncio.open_connection(sock=ours)
             team.members.append(Member(number, writer, reader))
-            others = tuple(handle for i, (_, handle) in enumerate(bells) if i != number)
-            assignment = _assignment(orders, team, (number, workers), theirs, (bells[number][0], others))
-            if asked == 0:
-                team.tasks.append(asyncio.create_task(work(assignment, environ)))
+            if workers == 0:
+                team.tasks.append(asyncio.create_task(work(lines, environ)))
             else:
-                team.processes.append(_spawned(context, assignment))
+                team.processes.append(_started(lines, environ))
                 theirs.close()
+            send(writer, msgspec.structs.replace(assignment, worker=number, workers=count))
         yield team
     finally:
         await _dismiss(team)
@@ -132,36 +117,19 @@ async def crew(orders: Orders, environ: Mapping[str, str]) -> AsyncIterator[Crew
             end.close()
 
 
-def _assignment(
-    orders: Orders,
-    team: Crew,
-    place: tuple[int, int],
-    control: socket.socket,
-    bells: tuple[socket.socket, tuple[socket.socket, ...]],
-) -> Assignment:
-    return Assignment(
-        worker=place[0],
-        workers=place[1],
-        url=orders.url,
-        model=orders.model,
-        options=orders.options,
-        id_prefix=orders.id_prefix,
-        plan_path=orders.plan_path,
-        phases=orders.plan.phases,
-        max_concurrency=orders.plan.max_concurrency,
-        memory=team.memory,
-        lock=team.lock,
-        control=control,
-        dropped=orders.dropped,
-        bell=bells[0],
-        other_bells=bells[1],
+def _started(lines: Lines, environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """A worker process, in a process group of its own: what Ctrl-C means is the parent's to decide."""
+    descriptors = [end.fileno() for end in (lines.control, lines.bell, *lines.other_bells)]
+    command = child_command("ebbench.client.process", *map(str, descriptors))
+    keys = {name: environ[name] for name in KEY_VARIABLES if name in environ}
+    others = {name: value for name, value in os.environ.items() if name not in KEY_VARIABLES}
+    return subprocess.Popen(
+        command,
+        env=child_environ(others | keys),
+        pass_fds=descriptors,
+        process_group=0,
+        stdin=subprocess.DEVNULL,
     )
-
-
-def _spawned(context: SpawnContext, assignment: Assignment) -> SpawnProcess:
-    process = context.Process(target=run_worker, args=(assignment,), daemon=True)
-    process.start()
-    return process
 
 
 async def _dismiss(team: Crew) -> None:
@@ -171,7 +139,8 @@ async def _dismiss(team: Crew) -> None:
     if team.tasks:
         await asyncio.wait(team.tasks, timeout=_GOODBYE_S)
     for process in team.processes:
-        await asyncio.to_thread(process.join, _GOODBYE_S)
-        if process.is_alive():
+        try:
+            await asyncio.to_thread(process.wait, _GOODBYE_S)
+        except subprocess.TimeoutExpired:
             process.kill()
-            await asyncio.to_thread(process.join)
+            await asyncio.to_thread(process.wait)

@@ -7,6 +7,7 @@ is documented there; everything that is asked and when comes from the plan.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import secrets
 import tempfile
@@ -19,15 +20,17 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 import uvloop
 
-from ebbench.client.agenda import Agenda, make_agenda, unique_ids
+from ebbench.client.agenda import make_agenda, unique_ids
 from ebbench.client.book import Book
-from ebbench.client.crew import Crew, Orders, crew
+from ebbench.client.crew import Crew, crew, workers_for
 from ebbench.client.interrupts import Interrupts
 from ebbench.client.limits import fitting
+from ebbench.client.messages import Assignment, book_path, plan_path
 from ebbench.client.options import ClientOptions, spacing_ns
 from ebbench.client.probe import Probe
 from ebbench.client.progress import Observer, Tally
 from ebbench.client.scrape import SERVER_METRICS, Scraper
+from ebbench.client.shared import SharedMemory
 from ebbench.client.verdict import client_warnings, invalid_reasons, loop_lag_p99_ms, send_lag_p99_ms
 from ebbench.client.warmup import warm_up
 from ebbench.errors import UsageError
@@ -114,11 +117,25 @@ async def _drive(
         tally = Tally(table, observer, on_batch, options.keep_text)
         scraper = Scraper(probe, options.metrics_interval_s) if options.metrics_interval_s else None
         with tempfile.TemporaryDirectory(prefix="ebbench-") as folder:
-            path = _stored(table, Path(folder) / "plan.arrow")
-            orders = Orders(url, served.model, options, id_prefix, path, plan, agenda.sessions, dropped)
-            async with crew(orders, environ) as team:
-                await _run(team, agenda, tally, scraper)
-        released = Book(team.memory, team.lock, agenda.sessions, agenda.slots, agenda.arrivals).released
+            _store(table, plan_path(folder))
+            memory = SharedMemory.create(book_path(folder), Book.size(agenda.sessions))
+            # Nobody takes the lock here: the book is written to before the start and read after the end.
+            book = Book(memory, contextlib.nullcontext(), agenda.sessions, agenda.slots, agenda.arrivals)
+            assignment = Assignment(
+                worker=0,
+                workers=0,
+                url=url,
+                model=served.model,
+                options=options,
+                id_prefix=id_prefix,
+                folder=folder,
+                phases=plan.phases,
+                max_concurrency=plan.max_concurrency,
+                dropped=dropped,
+            )
+            async with crew(assignment, workers_for(plan, options), environ) as team:
+                await _run(team, book, tally, scraper)
+            released = book.released
     requests = tally.complete(agenda, released, dropped)
     facts = {
         "server": url,
@@ -142,14 +159,14 @@ async def _drive(
     )
 
 
-async def _run(team: Crew, agenda: Agenda, tally: Tally, scraper: Scraper | None) -> None:
+async def _run(team: Crew, book: Book, tally: Tally, scraper: Scraper | None) -> None:
     """From "ready" to the last farewell."""
     await team.ready()
     scraping = asyncio.create_task(scraper.run()) if scraper else None
     with Interrupts(team) as interrupts:
         start_ns = time.monotonic_ns() + _LEAD_NS
         tally.start_ns = start_ns
-        Book(team.memory, team.lock, agenda.sessions, agenda.slots, agenda.arrivals).begin(start_ns)
+        book.begin(start_ns)
         team.begin(start_ns)
         await team.listen(tally.add)
     tally.interrupted = interrupts.count > 0
@@ -158,11 +175,10 @@ async def _run(team: Crew, agenda: Agenda, tally: Tally, scraper: Scraper | None
         await scraper.once()
 
 
-def _stored(table: pa.Table, path: Path) -> Path:
+def _store(table: pa.Table, path: Path) -> None:
     """The plan in a file that all workers map."""
     with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
         writer.write_table(table)
-    return path
 
 
 def _in_thread(run: Callable[[], DriveResult]) -> DriveResult:

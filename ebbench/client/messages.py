@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import struct
+from pathlib import Path
 
 import msgspec
+
+from ebbench.client.options import ClientOptions
+from ebbench.records.plan import ClosedPhase
 
 
 class Record(msgspec.Struct, tag="record", array_like=True, gc=False):
@@ -42,6 +46,21 @@ class Ready(msgspec.Struct, tag="ready"):
     """The worker has loaded the plan and waits for the start."""
 
 
+class Assignment(msgspec.Struct, tag="assignment"):
+    """All a worker needs to know. ``folder`` holds the files named below."""
+
+    worker: int
+    workers: int
+    url: str
+    model: str
+    options: ClientOptions
+    id_prefix: str
+    folder: str
+    phases: tuple[ClosedPhase, ...]
+    max_concurrency: int | None
+    dropped: frozenset[int]
+
+
 class Begin(msgspec.Struct, tag="begin"):
     """Start at ``start_ns``."""
 
@@ -64,9 +83,24 @@ class Farewell(msgspec.Struct, tag="farewell"):
 
 
 FromWorker = Batch | Ready | Farewell
-FromParent = Begin | Stop
+FromParent = Assignment | Begin | Stop
 _PARENT = msgspec.msgpack.Decoder(FromParent)
 _WORKER = msgspec.msgpack.Decoder(FromWorker)
+
+
+def plan_path(folder: Path | str) -> Path:
+    """The plan, as an Arrow file."""
+    return Path(folder) / "plan.arrow"
+
+
+def book_path(folder: Path | str) -> Path:
+    """The shared book's integers."""
+    return Path(folder) / "book"
+
+
+def lock_path(folder: Path | str) -> Path:
+    """The shared book's lock."""
+    return Path(folder) / "lock"
 
 
 def send(writer: asyncio.StreamWriter, message: FromWorker | FromParent) -> None:

@@ -4,98 +4,39 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
-import os
-import signal
 import socket
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from pathlib import Path
-
-import pyarrow as pa
-import uvloop
 
 from ebbench.alarm import Alarm
 from ebbench.client.account import settle
-from ebbench.client.agenda import Agenda, make_agenda
+from ebbench.client.agenda import Agenda
 from ebbench.client.answer import Answer
 from ebbench.client.bodies import Bodies, Turn
-from ebbench.client.book import Book, SharedInts
+from ebbench.client.book import Book
 from ebbench.client.caller import Caller
-from ebbench.client.lag import LagMonitor
-from ebbench.client.messages import Batch, Begin, Farewell, Ready, Record, Stop, from_parent, send
-from ebbench.client.options import ClientOptions, redacted, secrets, spacing_ns
+from ebbench.client.messages import (
+    Assignment,
+    Batch,
+    Record,
+    Stop,
+    from_parent,
+    send,
+)
+from ebbench.client.options import redacted, secrets
 from ebbench.client.pacing import NEVER, Arrivals
-from ebbench.records.plan import ClosedPhase
 
 _REPORT_EVERY_S = 0.25
 
 
 @dataclass(frozen=True)
-class Assignment:
-    """All a worker needs, in a form that goes to another process."""
+class Lines:
+    """A worker's sockets: to the parent, the bell others ring, and theirs."""
 
-    worker: int
-    workers: int
-    url: str
-    model: str
-    options: ClientOptions
-    id_prefix: str
-    plan_path: Path
-    phases: tuple[ClosedPhase, ...]
-    max_concurrency: int | None
-    memory: SharedInts
-    lock: AbstractContextManager[object]
     control: socket.socket
-    dropped: frozenset[int]
     bell: socket.socket
     other_bells: tuple[socket.socket, ...]
-
-
-def run_worker(assignment: Assignment) -> None:
-    """Body of a worker process."""
-    # The terminal sends Ctrl-C to all processes; the parent decides what it means.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    uvloop.run(work(assignment, os.environ))
-
-
-async def work(assignment: Assignment, environ: Mapping[str, str]) -> None:
-    """Carry out this worker's part of the plan, then say farewell."""
-    reader, writer = await asyncio.open_connection(sock=assignment.control)
-    monitor, started_s = None, time.process_time()
-    error: str | None = None
-    try:
-        agenda = make_agenda(
-            _mapped(assignment.plan_path),
-            assignment.phases,
-            assignment.max_concurrency,
-            spacing_ns(assignment.options),
-        )
-        bodies = Bodies(assignment.model, assignment.options)
-        async with Caller(assignment.url, bodies.path, assignment.options, environ) as caller:
-            worker = Worker(assignment, agenda, bodies, caller, writer, environ)
-            # What is alive now stays alive; the collector need not look at it in the middle of a run.
-            await caller.prepare(worker.first_sends())
-            gc.collect()
-            gc.freeze()
-            send(writer, Ready())
-            begin = await from_parent(reader)
-            if isinstance(begin, Begin):
-                started_s = time.process_time()
-                monitor = LagMonitor(asyncio.get_running_loop())
-                await worker.run(reader)
-    except Exception as problem:
-        error = f"{type(problem).__name__}: {problem}"
-    late_ns = b""
-    if monitor is not None:
-        monitor.close()
-        late_ns = monitor.late_ns.tobytes()
-    send(writer, Farewell(late_ns, time.process_time() - started_s, error))
-    with contextlib.suppress(ConnectionError):
-        await writer.drain()
-    writer.close()
 
 
 class Worker:
@@ -105,15 +46,16 @@ class Worker:
         self,
         assignment: Assignment,
         agenda: Agenda,
+        book: Book,
         bodies: Bodies,
         caller: Caller,
+        lines: Lines,
         writer: asyncio.StreamWriter,
         environ: Mapping[str, str],
     ) -> None:
-        self._assignment, self._agenda, self._bodies = assignment, agenda, bodies
-        self._caller, self._writer = caller, writer
+        self._assignment, self._agenda, self._book, self._bodies = assignment, agenda, book, bodies
+        self._caller, self._lines, self._writer = caller, lines, writer
         self._secrets = secrets(assignment.options, environ)
-        self._book = Book(assignment.memory, assignment.lock, agenda.sessions, agenda.slots, agenda.arrivals)
         self._loop = asyncio.get_running_loop()
         self._alarm = Alarm(self._loop, self._on_alarm)
         self._own_next = assignment.worker
@@ -125,14 +67,14 @@ class Worker:
 
     async def run(self, reader: asyncio.StreamReader) -> None:
         """Run to the end of the plan, or until the parent says stop."""
-        self._loop.add_reader(self._assignment.bell.fileno(), self._on_bell)
+        self._loop.add_reader(self._lines.bell.fileno(), self._on_bell)
         listener = asyncio.create_task(self._listen(reader))
         reporter = asyncio.create_task(self._report_regularly())
         try:
             self._alarm.set(self._book.start_ns)
             await self._idle.wait()
         finally:
-            self._loop.remove_reader(self._assignment.bell.fileno())
+            self._loop.remove_reader(self._lines.bell.fileno())
             listener.cancel()
             reporter.cancel()
             self._alarm.close()
@@ -168,7 +110,7 @@ class Worker:
 
     def _on_bell(self) -> None:
         with contextlib.suppress(BlockingIOError):
-            while self._assignment.bell.recv(64):
+            while self._lines.bell.recv(64):
                 pass
         self._fill()
 
@@ -189,7 +131,7 @@ class Worker:
         self._check_idle()
 
     def _ring(self) -> None:
-        for bell in self._assignment.other_bells:
+        for bell in self._lines.other_bells:
             with contextlib.suppress(OSError):  # full: it has been rung already; closed: nobody is there
                 bell.send(b"!")
 
@@ -296,9 +238,3 @@ class Worker:
     def _report(self) -> None:
         records, self._records = self._records, []
         send(self._writer, Batch(records, self._caller.in_flight, self._tokens))
-
-
-def _mapped(path: Path) -> pa.Table:
-    """The plan, mapped: all workers share its pages."""
-    with pa.memory_map(str(path)) as source:
-        return pa.ipc.open_file(source).read_all()

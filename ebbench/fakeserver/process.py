@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import http.client
+import os
 import select
 import subprocess
-import sys
 from types import TracebackType
 
+from ebbench.child import child_command, child_environ
 from ebbench.errors import RunError
 from ebbench.fakeserver.config import FakeConfig
 from ebbench.fakeserver.ledger import Entry, decode
@@ -27,8 +28,10 @@ class FakeServerProcess:
         self.url = ""
 
     def __enter__(self) -> FakeServerProcess:
-        command = [sys.executable, "-m", "ebbench.fakeserver", encode_config(self._config)]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        command = child_command("ebbench.fakeserver", encode_config(self._config))
+        self.process = subprocess.Popen(
+            command, env=child_environ(os.environ), stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
         assert self.process.stdout is not None
         ready, _, _ = select.select([self.process.stdout], [], [], self._ready_timeout_s)
         line = self.process.stdout.readline() if ready else b""

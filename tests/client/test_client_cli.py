@@ -159,3 +159,42 @@ def test_client_check_prints_what_the_client_bears(tmp_path: Path) -> None:
     assert rung["ttft_error_p50_ms"] >= 0
     limit = document["trustworthy_up_to"]
     assert (limit is not None) == rung["trustworthy"]
+
+
+def test_a_killed_client_leaves_no_worker_behind(tmp_path: Path) -> None:
+    with FakeServerProcess(FakeConfig(ttft_ms=20, itl_ms=20)) as server:
+        command = _command("run", "balanced", "--engine", server.url, "-n", "5000", "-c", "8", *SMALL, "--quiet")
+        process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        deadline = time.monotonic() + 60
+        while not server.ledger() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        process.kill()
+        process.wait(timeout=20)
+        # Its worker notices, gives up what it has under way, and ends: the server gets no further request.
+        while any(e.outcome == "open" for e in server.ledger()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        ended = server.ledger()
+        time.sleep(0.5)
+        assert len(server.ledger()) == len(ended)
+    assert {entry.outcome for entry in ended} <= {"length", "disconnected"}
+
+
+def test_files_in_the_working_directory_are_not_taken_for_modules(tmp_path: Path) -> None:
+    (tmp_path / "queue.py").write_text("raise SystemExit('imported')\n")
+    (tmp_path / "msgspec.py").write_text("raise SystemExit('imported')\n")
+    script = tmp_path / "elsewhere" / "script.py"  # without a main guard: nothing imports it again
+    script.parent.mkdir()
+    script.write_text(
+        "from client_runs import plan_of\n"
+        "from ebbench.client import ClientOptions, drive\n"
+        "from ebbench.fakeserver import FakeConfig, FakeServerProcess\n"
+        "with FakeServerProcess(FakeConfig(ttft_ms=1, itl_ms=1)) as server:\n"
+        "    done = drive(server.url, plan_of(4), ClientOptions(workers=2), environ={})\n"
+        "print(done.requests.column('status').to_pylist())\n"
+    )
+    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    done = subprocess.run(
+        [sys.executable, str(script)], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "['ok', 'ok', 'ok', 'ok']\n"

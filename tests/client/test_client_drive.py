@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import multiprocessing
+import contextlib
 import os
 import signal
 import threading
 import time
 from collections.abc import Callable
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -144,6 +145,17 @@ def test_text_is_kept_on_request_and_the_model_must_be_served() -> None:
         run("localhost:8000", plan_of(1))
 
 
+def _workers() -> list[int]:
+    """Process ids of this process's client workers."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            if parent == os.getpid() and b"ebbench.client.process" in (folder / "cmdline").read_bytes():
+                found.append(int(folder.name))
+    return found
+
+
 def _while_running(
     server: FakeServerProcess, options: ClientOptions, act: Callable[[], None], **plan: int
 ) -> DriveResult:
@@ -162,10 +174,10 @@ def _while_running(
 
 def test_a_worker_that_is_stopped_for_a_while_makes_the_run_invalid() -> None:
     def stop_for_a_while() -> None:
-        (child,) = multiprocessing.active_children()
-        os.kill(child.pid or 0, signal.SIGSTOP)
+        (worker,) = _workers()
+        os.kill(worker, signal.SIGSTOP)
         time.sleep(0.8)
-        os.kill(child.pid or 0, signal.SIGCONT)
+        os.kill(worker, signal.SIGCONT)
 
     with FakeServerProcess(FakeConfig(ttft_ms=20, itl_ms=10)) as server:
         result = _while_running(server, ClientOptions(workers=1), stop_for_a_while, sessions=24, output_tokens=20)
@@ -185,7 +197,7 @@ def test_a_loop_stalled_by_its_own_process_makes_the_run_invalid() -> None:
 
 def test_a_killed_worker_loses_its_requests_and_nobody_elses() -> None:
     def kill_one() -> None:
-        os.kill(multiprocessing.active_children()[0].pid or 0, signal.SIGKILL)
+        os.kill(_workers()[0], signal.SIGKILL)
 
     options = ClientOptions(workers=2, metrics_interval_s=None)
     with FakeServerProcess(FakeConfig(ttft_ms=20, itl_ms=20)) as server:
@@ -196,7 +208,7 @@ def test_a_killed_worker_loses_its_requests_and_nobody_elses() -> None:
     lost = [row for row in result.requests.to_pylist() if row["status"] == "failed"]
     assert {row["error_class"] for row in lost} == {"worker_lost"}
     assert any("died" in reason for reason in result.invalid)
-    assert multiprocessing.active_children() == []
+    assert _workers() == []
 
 
 @pytest.mark.parametrize("interrupts", [1, 2])
