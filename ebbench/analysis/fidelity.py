@@ -11,6 +11,7 @@ from itertools import combinations
 from statistics import median
 
 THROUGHPUT = ("tokens_per_s", "requests_per_s")
+SCHEDULERS = ("v1", "eb", "ebplus")  # compared with each other; fixed thresholds are not
 GAP = 0.02  # published differences below this say nothing about who wins
 GAIN_POINTS = 0.05
 
@@ -83,10 +84,10 @@ class Comparison:
 
 
 def comparisons(cells: Iterable[Cell]) -> list[Comparison]:
-    """Every pair of schedulers within a row, by throughput; v1 is always the first of its pairs."""
+    """Every pair of v1, EB and EB+ within a row, by throughput; v1 is always the first of its pairs."""
     rows: dict[Key, dict[str, Cell]] = {}
     for cell in cells:
-        if cell.metric in THROUGHPUT and cell.scored:
+        if cell.metric in THROUGHPUT and cell.scored and cell.scheduler in SCHEDULERS:
             rows.setdefault(cell.row, {})[cell.scheduler] = cell
     found = []
     for row, by_scheduler in rows.items():

@@ -95,7 +95,8 @@ class AttentionTables:
     """One layer's attention in seconds.
 
     ``first_s[c]`` is a lone prompt chunk of c tokens, ``first_context_s[c]`` its cost per cached token before it;
-    ``next_s`` and ``next_context_s`` the same for every further chunk of the step, when the GPU is already full.
+    ``next_s`` and ``next_context_s`` the same for every further chunk of the step, when the GPU is already full; the
+    chunk that leads by most pays its lone cost.
     ``decode`` is pure decode over (sequences, mean context); ``increment`` what decodes add to a prefill step over
     (longest chunk, its context, sequences, mean context). ``window`` of 0 means none.
     """
@@ -116,24 +117,24 @@ class AttentionTables:
             context = float(window)
         if not prefill:
             return self.decode.at2(seqs, context)
-        longest, before = prefill[0]
-        total = 0.0
-        next_s, next_context_s = self.next_s, self.next_context_s
-        if len(prefill) > 1:
-            for chunk, cached in prefill:
-                if window and cached > window:
-                    cached = window
-                total += next_s[chunk] + next_context_s[chunk] * cached
-                if chunk > longest:
-                    longest, before = chunk, cached
-        if window and before > window:
-            before = window
-        if len(prefill) > 1:
-            total -= next_s[longest] + next_context_s[longest] * before
-        total += self.first_s[longest] + self.first_context_s[longest] * before
-        if seqs:
-            total += self.increment.at4(longest, before, seqs, context)
-        return total
+        total = alone = 0.0
+        longest = before = 0
+        for chunk, cached in prefill:
+            if window and cached > window:
+                cached = window
+            further = self.next_s[chunk] + self.next_context_s[chunk] * cached
+            lead = self.first_s[chunk] + self.first_context_s[chunk] * cached - further
+            total += further
+            if lead > alone:
+                alone = lead
+            if chunk > longest:
+                longest, before = chunk, cached
+        total += alone
+        if not seqs:
+            return total
+        total += self.increment.at4(longest, before, seqs, context)
+        decode = self.decode.at2(seqs, context)
+        return total if total > decode else decode
 
 
 def increasing(values: Array, *axes: int) -> Array:

@@ -1,0 +1,62 @@
+"""``ebbench devices``: what a user sees."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from ebbench.cli.main import app
+from ebbench.devices import list_devices, list_models
+from ebbench.errors import EbbenchError, UnknownNameError, UsageError
+
+
+def invoke(*arguments: str) -> str:
+    result = CliRunner().invoke(app, ["devices", *arguments], standalone_mode=False, catch_exceptions=False)
+    return result.stdout
+
+
+def test_list_names_every_device_and_model() -> None:
+    listed = json.loads(invoke("list", "--json"))
+    assert [row["name"] for row in listed["devices"]] == list(list_devices())
+    assert [row["name"] for row in listed["models"]] == list(list_models())
+    assert "rtx-pro-6000" in invoke("list")
+
+
+def test_show_tells_steps_capacity_crossover_and_sources() -> None:
+    text = " ".join(invoke("show", "rtx-pro-6000", "--model", "qwen3-8b").split())
+    for words in ("room for 453,152 tokens", "prefill", "crossover r = 0.", "aiconfigurator-core", "LLMServingSim"):
+        assert words in text
+
+
+def test_show_as_json_has_units_in_its_names() -> None:
+    facts = json.loads(invoke("show", "h200", "--model", "qwen3-30b-a3b", "--json"))
+    assert facts["kv_capacity_tokens"] > 100_000
+    assert facts["steps"][0]["step_s"] > 0
+    assert 0 < facts["crossover_decode_share"] < 1
+
+
+def test_show_draws_a_picture(tmp_path: Path) -> None:
+    pytest.importorskip("altair")
+    pytest.importorskip("vl_convert")
+    path = tmp_path / "curve.svg"
+    invoke("show", "l40s", "--model", "qwen3-4b", "--plot", str(path))
+    assert path.read_text().startswith("<svg")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind"),
+    [
+        (["h2000"], UnknownNameError),
+        (["h200", "--model", "qwen-8b"], UnknownNameError),
+        (["l40s", "--model", "qwen3-30b-a3b"], UsageError),
+        (["h200", "--cost", "guess"], UnknownNameError),
+        (["h200", "--plot", "curve.doc"], UsageError),
+    ],
+)
+def test_bad_usage_is_one_clear_error(arguments: list[str], kind: type[EbbenchError]) -> None:
+    result = CliRunner().invoke(app, ["devices", "show", *arguments], standalone_mode=False)
+    assert isinstance(result.exception, kind)
+    assert "\n" not in str(result.exception)

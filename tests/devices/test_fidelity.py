@@ -1,0 +1,124 @@
+"""Fidelity: the scores are counted right, the protocol is what the sources say, and the quick targets hold."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+from typer.testing import CliRunner
+
+from ebbench.analysis.fidelity import REPLAY_TARGETS, Cell, comparisons, replay_scores, scores
+from ebbench.analysis.fidelity_cases import FIT_ROWS, all_cases, table3
+from ebbench.analysis.fidelity_fit import _gauss_newton
+from ebbench.analysis.fidelity_report import all_scores, write_report
+from ebbench.analysis.fidelity_runs import calibration_cells, replay_cells, run_cases
+from ebbench.cli.main import app
+
+
+def cell(scheduler: str, published: float, ours: float, **fields: object) -> Cell:
+    values = {"source": "t", "device": "d", "model": "m", "case": "c", "metric": "tokens_per_s", **fields}
+    return Cell(scheduler=scheduler, published=published, ours=ours, **values)  # type: ignore[arg-type]
+
+
+def test_every_pair_of_a_row_is_compared_and_v1_comes_first() -> None:
+    cells = [cell("ebplus", 120, 130), cell("v1", 100, 100), cell("eb", 121, 118), cell("v1", 9, 9, case="other")]
+    pairs = comparisons(cells)
+    assert [(p.first, p.second) for p in pairs] == [("v1", "eb"), ("v1", "ebplus"), ("eb", "ebplus")]
+    assert [p.decided for p in pairs] == [True, True, False]
+    assert [p.same_winner for p in pairs] == [True, True, False]
+    assert pairs[0].published_gain == pytest.approx(0.21)
+    assert pairs[0].our_gain == pytest.approx(0.18)
+
+
+def test_scores_count_winners_gains_and_errors() -> None:
+    cells = [cell("v1", 100, 100), cell("eb", 110, 113), cell("v1", 100, 90, case="b"), cell("eb", 90, 99, case="b")]
+    winner, gain, error = scores(cells)
+    assert (winner.reached, winner.count, winner.met) == (0.5, 2, False)
+    assert (gain.reached, gain.count) == (0.5, 2)
+    assert error.reached == pytest.approx(0.0636, abs=1e-3)
+    assert error.met
+
+
+def test_unscored_cells_and_latencies_do_not_enter() -> None:
+    cells = [cell("v1", 100, 100), cell("eb", 200, 1, scored=False), cell("eb", 5, 50, metric="tpot_mean_ms")]
+    assert comparisons(cells) == []
+    assert [score.count for score in scores(cells)] == [1]
+
+
+def test_the_replayed_run_meets_its_targets_with_nothing_fitted() -> None:
+    found = replay_scores(replay_cells())
+    assert {score.name.split(", ")[1] for score in found} == set(REPLAY_TARGETS)
+    assert all(score.met for score in found), [(score.name, score.reached) for score in found]
+
+
+def test_only_two_rows_of_table_3_and_one_length_are_fitted_on() -> None:
+    fitted = {(case.group, case.name) for case in all_cases() if case.fitted}
+    assert fitted == {("table 3", name) for name in FIT_ROWS} | {("table 2 and figure 5", "ShareGPT")}
+    assert sum(case.fitted for case in all_cases() if case.name == "ShareGPT") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", ["rtx-pro-6000", "h200"])
+def test_table_3_at_saturation_is_predicted(device: str) -> None:
+    """c = 2048 is in no fit: throughput of v1, EB and EB+ within 10 %, EB and EB+ on their published side of v1."""
+    cells = run_cases([c for c in table3() if c.device == device and c.name == "c=2048"], 0, lambda _: None)
+    throughput = [c for c in cells if c.metric == "tokens_per_s"]
+    assert len(throughput) == 3
+    assert all(abs(c.error) < 0.10 for c in throughput)
+    if device == "rtx-pro-6000":
+        assert all(pair.same_winner for pair in comparisons(throughput) if pair.decided)
+
+
+def test_a_run_is_the_same_every_time() -> None:
+    case = next(c for c in table3() if c.name == "c=512" and c.scheduler == "v1")
+    small = replace(case, plan={**case.plan, "num_prompts": 600})
+    assert run_cases([small], 3, lambda _: None) == run_cases([small], 3, lambda _: None)
+
+
+def test_calibrated_decode_lines_are_met_without_a_fit() -> None:
+    errors = [abs(c.error) for c in calibration_cells() if c.case.startswith("decode") and c.scored]
+    assert len(errors) > 100
+    assert sorted(errors)[len(errors) // 2] < 0.10
+
+
+def test_gauss_newton_finds_the_constants_that_made_the_data() -> None:
+    import numpy as np
+
+    truth = np.array([2.5, 7.0, 1.3])
+    features = np.array([[1.0, 0.1, 0.0], [0.2, 0.5, 0.3], [0.1, 0.2, 2.0], [1.0, 1.0, 1.0]])
+    found = _gauss_newton(lambda x: features @ (x - truth), lambda _: None)
+    assert found == pytest.approx(truth, rel=1e-6)
+
+
+def test_report_names_what_is_fitted_and_keeps_every_cell(tmp_path: Path) -> None:
+    cells = [cell("v1", 100, 101, source="table 3", fitted=True), cell("eb", 110, 90, source="table 3", fitted=True)]
+    cells.append(cell("v1", 3, 4, source="figure 5", metric="ttft_mean_s", scored=False, note="read off a chart"))
+    report, table, *_ = write_report(cells, tmp_path / "deep" / "er")
+    text = report.read_text()
+    assert "| fitted |" in text
+    assert "unscored: read off a chart" in text
+    assert "**other winner**" in text
+    assert pq.read_table(table).num_rows == 3
+    assert pq.read_table(table)["error"].to_pylist()[0] == pytest.approx(0.01)
+    assert all_scores(cells)["predicted rows"] == []
+
+
+def test_command_writes_a_report_and_one_json_document(tmp_path: Path) -> None:
+    result = CliRunner().invoke(
+        app, ["fidelity", "--only", "replay", "--out", str(tmp_path), "--json"], catch_exceptions=False
+    )
+    assert result.exit_code == 0
+    scores_read = json.loads(result.stdout)
+    assert all(score["met"] for score in scores_read["replayed run (nothing fitted)"])
+    assert (tmp_path / "report.md").exists()
+
+
+def test_command_refuses_unknown_groups_and_devices() -> None:
+    from ebbench.errors import UnknownNameError
+
+    for arguments in (["--only", "table3"], ["--fit", "h20"]):
+        result = CliRunner().invoke(app, ["fidelity", *arguments], standalone_mode=False)
+        assert isinstance(result.exception, UnknownNameError)
