@@ -25,9 +25,9 @@ casys-kaist/LLMServingSim (the RTX 4090 run). What a device is made of is in `NO
 EXPLANATIONS = """## Where it misses, and why
 
 - **Gains on RTX PRO 6000 (table 3).** Published v1 is slower at c = 512 than at c = 2048 (8,330 against 8,830
-  tokens/s); ours is flat. With gains of 23 to 63 %, a throughput 4 % off in each scheduler moves the gain by more than 5 points.
-- **EB on ShareGPT, RTX PRO 6000 and Qwen3-8B** is 24 % too fast: N = 1536 without the memory-safe batch. Published TPOT
-  times requests/s leaves room for some 700 sequences in flight where ours holds 1,100, so their runs kept fewer.
+  tokens/s); ours is flat. With gains of 23 to 63 %, a few per cent in each throughput move the gain by 5 points.
+- **EB on ShareGPT, RTX PRO 6000 and Qwen3-8B** is 24 % too fast at N = 1536 without the memory-safe batch. Published
+  TPOT times requests/s leaves room for some 720 sequences in flight, ours holds 1,120: their runs kept fewer.
 - **EB at c = 32 (table 3).** The published TTFT (0.09 s, 0.06 s) is that of a refill at every free slot. The published
   rule waits for `min(q, N-n)/n >= theta/(1-theta)`; with the thresholds Algorithm 1 gives it makes requests wait about
   1 s, which is what an earlier printing of the same cell shows (1.046 s on H200). That is the policy, not the device.
