@@ -93,9 +93,13 @@ class VirtualExecutor(StandInExecutor):
 
 
 def build_core(
-    blocks: int, options: EngineOptions, scheduler_cls: str | None, additional_config: dict[str, Any]
+    blocks: int,
+    options: EngineOptions,
+    scheduler_cls: str | None,
+    additional_config: dict[str, Any],
+    **further: Any,
 ) -> EngineCore:
-    """A vLLM engine core whose KV cache has ``blocks`` blocks beside the null block."""
+    """A vLLM engine core whose KV cache has ``blocks`` blocks beside the null block; ``further`` are EngineArgs."""
     logging.getLogger("vllm").setLevel(logging.ERROR)
     # vLLM refuses to start when one sequence of this length would not fit.
     max_model_len = min(options.max_model_len, blocks * options.block_size)
@@ -121,13 +125,16 @@ def build_core(
             scheduler_cls=scheduler_cls,
             additional_config=additional_config,
             disable_log_stats=True,
+            **further,
         ).create_engine_config()
         # The CPU platform switches asynchronous scheduling off; the emulated device is not a CPU.
         vllm_config.scheduler_config.async_scheduling = options.async_scheduling
         return EngineCore(vllm_config, VirtualExecutor, log_stats=False)
 
 
-def make_request(core: EngineCore, request_id: str, prompt: list[int], output_tokens: int) -> Request:
+def make_request(
+    core: EngineCore, request_id: str, prompt: list[int], output_tokens: int, priority: int = 0
+) -> Request:
     """A request of forced length."""
     params = SamplingParams(max_tokens=output_tokens, ignore_eos=True, temperature=0.0, detokenize=False)
     return Request(
@@ -136,6 +143,7 @@ def make_request(core: EngineCore, request_id: str, prompt: list[int], output_to
         sampling_params=params,
         pooling_params=None,
         arrival_time=0.0,
+        priority=priority,
         block_hasher=core.request_block_hasher,
     )
 

@@ -1,0 +1,23 @@
+"""Everything here needs vLLM; without it the folder is skipped."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # engines of these tests live in the test process
+
+pytest.importorskip("vllm")
+
+
+@pytest.fixture(scope="session")
+def small_model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random-weight model with its tokenizer, the same every time."""
+    import small_model
+
+    return small_model.build(tmp_path_factory.mktemp("model"))

@@ -1,0 +1,144 @@
+"""No policy changes a token: greedy answers of a real model on the CPU, under aborts, preemption and mode switches."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from emulation import CALIBRATION
+from small_model import VOCABULARY
+
+from vllm_eb.config import SCHEDULER, additional_config
+from vllm_eb.policy import parse_policy
+
+pytestmark = pytest.mark.vllm
+
+REQUESTS, ABORTED, CONCURRENCY, BLOCKS, BLOCK = 50, 5, 36, 44, 32
+POLICIES = (
+    "v1",
+    "v0",
+    "eb:update_every=6,min_samples=4,memory_safe=false,kv_gate=false",
+    "ebplus:margin=-1,update_every=3,min_samples=3,memory_safe=false,kv_gate=false",
+)
+
+
+@dataclass(frozen=True)
+class Served:
+    """Answers by request, how often KV pressure preempted, and what the controller decided."""
+
+    answers: dict[str, tuple[int, ...]]
+    preemptions: int
+    phases: tuple[str, ...]
+    modes: tuple[str, ...]
+
+
+def prompts() -> list[tuple[list[int], int]]:
+    """Prompt tokens and answer length; a third of the prompts share a beginning."""
+    rng = random.Random(5)
+    shared = [rng.randrange(3, VOCABULARY) for _ in range(3 * BLOCK)]
+    found = []
+    for number in range(REQUESTS):
+        own = [rng.randrange(3, VOCABULARY) for _ in range(rng.randint(2, 70))]
+        found.append((shared + own if number % 3 == 0 else own, rng.randint(8, 48)))
+    return found
+
+
+def serve(folder: Path, policy: str) -> Served:
+    """All requests through vLLM's engine on the CPU, at most CONCURRENCY at a time, some aborted midway."""
+    from vllm import SamplingParams
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    plain = policy == "v1"
+    engine = LLMEngine.from_engine_args(
+        EngineArgs(
+            model=str(folder), dtype="float32", enforce_eager=True, block_size=BLOCK, num_gpu_blocks_override=BLOCKS + 1,
+            max_model_len=BLOCKS * BLOCK, max_num_seqs=32, max_num_batched_tokens=96, disable_log_stats=True,
+            scheduler_cls=None if plain else SCHEDULER,
+            additional_config={} if plain else additional_config(parse_policy(policy), CALIBRATION),
+        )
+    )  # fmt: skip
+    scheduler = engine.engine_core.engine_core.scheduler
+    counted = _count_preemptions(scheduler)
+    left = list(enumerate(prompts()))
+    answers: dict[str, tuple[int, ...]] = {}
+    open_requests: dict[str, int] = {}  # id -> tokens after which it is aborted, 0: never
+    while left or open_requests:
+        while left and len(open_requests) < CONCURRENCY:
+            number, (prompt, output) = left.pop(0)
+            name = f"r{number}"
+            params = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
+            engine.add_request(name, {"prompt_token_ids": prompt}, params)
+            open_requests[name] = output // 2 if number % (REQUESTS // ABORTED) == 0 else 0
+        for output in engine.step():
+            name, tokens = output.request_id, tuple(output.outputs[0].token_ids)
+            answers[name] = tokens
+            if output.finished:
+                del open_requests[name]
+            elif open_requests[name] and len(tokens) >= open_requests[name]:
+                engine.abort_request([name])
+                del open_requests[name]
+    controller = getattr(scheduler, "controller", None)
+    records = controller.drain_records() if controller else []
+    pool = scheduler.kv_cache_manager.block_pool
+    assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
+    engine.engine_core.shutdown()
+    return Served(
+        answers,
+        counted["preemptions"],
+        tuple(r.phase for r in records),
+        tuple(r.mode for r in records if r.kind == "mode"),
+    )
+
+
+def _count_preemptions(scheduler: Any) -> dict[str, int]:
+    counted, preempt = {"preemptions": 0}, scheduler._preempt_request
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        counted["preemptions"] += 1
+        return preempt(*args, **kwargs)
+
+    scheduler._preempt_request = counting
+    return counted
+
+
+@pytest.fixture(scope="module")
+def served(small_model_folder: Path) -> dict[str, Served]:
+    return {policy: serve(small_model_folder, policy) for policy in POLICIES}
+
+
+@pytest.mark.parametrize("policy", POLICIES[1:])
+def test_answers_are_those_of_v1(served: dict[str, Served], policy: str) -> None:
+    ours, reference = served[policy].answers, served["v1"].answers
+    assert ours.keys() == reference.keys()
+    for name, tokens in reference.items():
+        shorter = min(len(tokens), len(ours[name]))  # an abort comes after at least so many tokens, not exactly
+        assert ours[name][:shorter] == tokens[:shorter], name
+        assert shorter >= 4
+
+
+def test_nothing_was_cut_but_the_aborted(served: dict[str, Served]) -> None:
+    for policy, result in served.items():
+        for number, (_, output) in enumerate(prompts()):
+            tokens = len(result.answers[f"r{number}"])
+            if number % (REQUESTS // ABORTED):
+                assert tokens == output, (policy, number)
+            else:
+                assert output // 2 <= tokens <= output, (policy, number)
+
+
+def test_the_runs_were_hard_enough(served: dict[str, Served]) -> None:
+    """Preemption, phase switches and mode switches did happen; else the identity would prove little."""
+    for policy, result in served.items():
+        assert result.preemptions > 0, policy
+    assert {"prefill", "decode"} <= set(served[POLICIES[2]].phases)
+    modes = served[POLICIES[3]].modes
+    assert sum(a != b for a, b in zip(modes, modes[1:], strict=False)) >= 2
+
+
+def test_answers_are_not_degenerate(served: dict[str, Served]) -> None:
+    answers = [tokens for tokens in served["v1"].answers.values() if len(tokens) > 10]
+    assert len({tokens[-4:] for tokens in answers}) > len(answers) // 2
