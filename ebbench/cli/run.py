@@ -138,6 +138,8 @@ def run(
         enable_prefix_caching=not no_prefix_caching,
         async_scheduling=not no_async_scheduling,
     )
+    if scenario is None and request_rate is not None and not workload.startswith("trace:"):
+        scenario = "poisson" if burstiness is None else "gamma"  # as `vllm bench serve` reads these options
     asked = Asked(
         workload=workload,
         scenario=scenario,
