@@ -19,12 +19,12 @@ from ebbench.records.plan import Plan
 from ebbench.simulation.assemble import StagePlan, Wiring, build_stage
 from ebbench.simulation.cluster import Cluster, Outcome
 from ebbench.simulation.handover import Handover
-from ebbench.simulation.instance import SchedulerLimits
 from ebbench.simulation.kv import IdentityNeeded
 from ebbench.simulation.parallel import UnitDevice, unit_device
 from ebbench.simulation.pools import DecodeInstance, PrefillInstance
 from ebbench.simulation.stage import Stage
 from ebbench.simulation.state import UNSET, RequestState
+from ebbench.simulation.step import SchedulerLimits
 from ebbench.simulation.tables import decisions_table, requests_table, steps_table
 from ebbench.simulation.topology import DECODE_UTILIZATION, PREFILL_UTILIZATION, PoolSpec, TopologySpec
 from ebbench.simulation.transfer import Link, ReceiveStore, TransferFabric

@@ -33,9 +33,9 @@ from ebbench.engines.sim import num_kv_blocks
 from ebbench.errors import RunError, UsageError
 from ebbench.records.content import token_ids
 from ebbench.records.plan import Plan
-from ebbench.simulation.instance import Step
 from ebbench.simulation.releases import Releases
 from ebbench.simulation.state import UNSET, Ints, RequestState
+from ebbench.simulation.step import Step
 from ebbench.simulation.tables import StepLog, decisions_table, requests_table, steps_table
 from vllm_eb import config as plugin
 from vllm_eb.policy import PolicySpec

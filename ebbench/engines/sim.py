@@ -8,10 +8,11 @@ from ebbench.devices.base import Device
 from ebbench.engines.base import EngineOptions, EngineResult, Observer, Progress
 from ebbench.errors import RunError, UsageError
 from ebbench.records.plan import Plan
-from ebbench.simulation.instance import Instance, SchedulerLimits
+from ebbench.simulation.instance import Instance
 from ebbench.simulation.kv import CachingKv, CountingKv, IdentityNeeded, KvBlocks
 from ebbench.simulation.loop import EventLoop
 from ebbench.simulation.state import RequestState
+from ebbench.simulation.step import SchedulerLimits
 from ebbench.simulation.tables import StepLog, decisions_table, requests_table, steps_table
 from vllm_eb.controller import Controller, Record
 from vllm_eb.policy import PolicySpec

@@ -10,12 +10,13 @@ from ebbench.dispatch import DispatchSpec, Fleet, make_dispatcher
 from ebbench.records.plan import Plan
 from ebbench.simulation.barrier import BarrierGroup, BarrierUnit
 from ebbench.simulation.cluster import Cluster
-from ebbench.simulation.instance import Instance, SchedulerLimits, Step
+from ebbench.simulation.instance import Instance
 from ebbench.simulation.kv import CachingKv, CountingKv, KvBlocks
 from ebbench.simulation.parallel import UnitDevice
 from ebbench.simulation.pools import BarrierDecode, BarrierPrefill, DecodeInstance, PrefillInstance
 from ebbench.simulation.stage import Node, Stage, prefix_reader
 from ebbench.simulation.state import RequestState
+from ebbench.simulation.step import SchedulerLimits, Step
 from ebbench.simulation.tables import StepLog
 from ebbench.simulation.topology import PoolSpec
 from vllm_eb.controller import Controller

@@ -11,7 +11,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from ebbench.devices.base import StepShape
-from ebbench.simulation.instance import NS_PER_S, Instance, Step
+from ebbench.simulation.instance import Instance
+from ebbench.simulation.step import NS_PER_S, Step
 
 Pass = list[tuple["BarrierUnit", Step]]
 

@@ -13,62 +13,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 
 from ebbench.devices.base import CostModel, StepShape
 from ebbench.simulation.kv import KvBlocks
 from ebbench.simulation.state import UNSET, Ints, RequestState
+from ebbench.simulation.step import NO_ROWS, NS_PER_S, SchedulerLimits, Step, StepSink
 from vllm_eb.controller import Controller, Decision, View
-
-NS_PER_S = 1e9
-
-
-@dataclass(frozen=True)
-class SchedulerLimits:
-    """vLLM's settings of the same names."""
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    block_size: int
-    long_prefill_token_threshold: int
-    async_scheduling: bool
-
-
-@dataclass(slots=True)
-class Step:
-    """A scheduled step. ``rows`` and ``tokens`` in scheduling order; ``sampled`` rows get a token at ``end_ns``."""
-
-    scheduled_ns: int
-    start_ns: int = 0
-    end_ns: int = 0
-    rows: Ints = field(default_factory=lambda: _EMPTY)
-    tokens: Ints = field(default_factory=lambda: _EMPTY)
-    sampled: Ints = field(default_factory=lambda: _EMPTY)
-    prefill_tokens: int = 0
-    decode_seqs: int = 0
-    preempted: list[int] = field(default_factory=list)
-    mode: str = "mb"
-    k: int | None = None
-    n_limit: int | None = None
-    kv_blocks_used: int = 0
-    waiting: int = 0
-    running: int = 0
-
-    @property
-    def empty(self) -> bool:
-        """Whether nothing was scheduled."""
-        return not len(self.rows)
-
-
-class StepSink(Protocol):
-    """Receives every step that ran, in order."""
-
-    def step(self, instance: int, step: Step) -> None:
-        """Record a step; its fields will not change any more."""
-        ...
 
 
 class Instance:
@@ -89,7 +41,7 @@ class Instance:
         self._inbox: deque[int] = deque()
         self._seen_ns: dict[int, int] = {}  # when the scheduler first saw a request
         self.waiting: deque[int] = deque()
-        self.running: Ints = _EMPTY
+        self.running: Ints = NO_ROWS
         self._stale: dict[int, bool] = {}  # preempted with a step in flight: does that step sample for it?
         self._queue: deque[Step] = deque()
         self._blocked = False
@@ -439,6 +391,3 @@ class Instance:
         state.end_ns[row] = now_ns
         if self._controller is not None:
             self._controller.on_finish(int(state.max_output[row]))
-
-
-_EMPTY: Ints = np.zeros(0, np.int64)

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 from ebbench.simulation.barrier import BarrierUnit
-from ebbench.simulation.instance import Instance, Step
+from ebbench.simulation.instance import Instance
+from ebbench.simulation.step import Step
 
 
 class PrefillInstance(Instance):

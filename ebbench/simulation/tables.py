@@ -10,8 +10,8 @@ import pyarrow.compute as pc
 
 from ebbench.records.plan import Plan
 from ebbench.records.schema import DECISIONS, REQUESTS, STEPS
-from ebbench.simulation.instance import Step
 from ebbench.simulation.state import UNSET, RequestState
+from ebbench.simulation.step import Step
 from vllm_eb.controller import Record
 
 

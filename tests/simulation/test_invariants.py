@@ -7,10 +7,11 @@ from collections import Counter
 import pytest
 from hypothesis import given, settings
 
-from ebbench.simulation.instance import Instance, SchedulerLimits
+from ebbench.simulation.instance import Instance
 from ebbench.simulation.kv import CachingKv
 from ebbench.simulation.loop import EventLoop
 from ebbench.simulation.state import RequestState
+from ebbench.simulation.step import SchedulerLimits
 from ebbench.simulation.tables import StepLog
 from tests.simulation.worlds import MARGINAL, World, device, worlds
 

@@ -1,0 +1,58 @@
+"""What a scheduling step is: its limits, what it held, who is told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from ebbench.simulation.state import Ints
+
+NO_ROWS: Ints = np.zeros(0, np.int64)
+NS_PER_S = 1e9
+
+
+@dataclass(frozen=True)
+class SchedulerLimits:
+    """vLLM's settings of the same names."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    block_size: int
+    long_prefill_token_threshold: int
+    async_scheduling: bool
+
+
+@dataclass(slots=True)
+class Step:
+    """A scheduled step. ``rows`` and ``tokens`` in scheduling order; ``sampled`` rows get a token at ``end_ns``."""
+
+    scheduled_ns: int
+    start_ns: int = 0
+    end_ns: int = 0
+    rows: Ints = field(default_factory=lambda: NO_ROWS)
+    tokens: Ints = field(default_factory=lambda: NO_ROWS)
+    sampled: Ints = field(default_factory=lambda: NO_ROWS)
+    prefill_tokens: int = 0
+    decode_seqs: int = 0
+    preempted: list[int] = field(default_factory=list)
+    mode: str = "mb"
+    k: int | None = None
+    n_limit: int | None = None
+    kv_blocks_used: int = 0
+    waiting: int = 0
+    running: int = 0
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing was scheduled."""
+        return not len(self.rows)
+
+
+class StepSink(Protocol):
+    """Receives every step that ran, in order."""
+
+    def step(self, instance: int, step: Step) -> None:
+        """Record a step; its fields will not change any more."""
+        ...
