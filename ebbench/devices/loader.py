@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
 from ebbench.devices.base import CostModel, Device
 from ebbench.devices.fit import cost_grid, fit_calibration
 from ebbench.devices.geometry import ModelGeometry
+from ebbench.devices.gridcost import GridCost, measured_calibration
 from ebbench.devices.linear import SOURCE, LinearCost, published_calibration
 from ebbench.devices.profiles import DeviceProfile, HostCosts, find_model, find_profile, kv_capacity_tokens
 from ebbench.devices.roofline import roofline_cost
@@ -65,9 +67,14 @@ def load_device(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
     )
-    published = published_calibration(profile, geometry)
+    measured = _measured(profile, model, geometry)
+    published = measured or published_calibration(profile, geometry)
     constants = host or profile.host.get(geometry.name) or profile.host.get("default") or DEFAULT_HOST
-    built = _build(cost, profile, geometry, published, constants, Serving(async_scheduling, eager))
+    built = (
+        _grid(profile, measured)
+        if measured is not None and cost == "auto"
+        else _build(cost, profile, geometry, published, constants, Serving(async_scheduling, eager))
+    )
     return Device(
         name=profile.name,
         model=geometry.name,
@@ -77,6 +84,19 @@ def load_device(
         provenance=built.provenance,
         warnings=built.warnings,
     )
+
+
+def _measured(profile: DeviceProfile, model: str, geometry: ModelGeometry) -> Calibration | None:
+    """The calibration measured on this device for this model, if the profile names one."""
+    for name in (model, geometry.name, geometry.hf_id):
+        if name in profile.measured:
+            return measured_calibration(Path(profile.measured[name]))
+    return None
+
+
+def _grid(profile: DeviceProfile, calibration: Calibration) -> Built:
+    assert calibration.grid is not None  # measured_calibration refuses one without
+    return Built(GridCost(calibration.grid), f"step times measured: {calibration.source or profile.provenance}", ())
 
 
 def _build(

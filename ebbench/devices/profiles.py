@@ -41,6 +41,7 @@ class DeviceProfile:
     provenance: str
     margin_s_per_token: float = 1e-4
     calibration_names: tuple[str, ...] = ()
+    measured: Mapping[str, str] = field(default_factory=dict)  # model -> calibration file beside the profile
     max_num_seqs: int = 1024
     max_num_batched_tokens: int = 8192
     sampler_bytes_per_logit: float = 45.0
@@ -72,6 +73,8 @@ def find_model(name: str) -> ModelGeometry:
     """A model by short name, by Hugging Face name, or from a path to its config.json or to the folder it lies in."""
     if name.endswith(".json"):
         return read_config(Path(name))
+    if Path(name).is_dir():
+        return read_config(Path(name) / "config.json")
     if (Path(name) / "config.json").is_file():
         return read_config(Path(name) / "config.json")
     models = _models()
@@ -91,6 +94,7 @@ def read_profile(path: Path) -> DeviceProfile:
     if not isinstance(hosts, dict):
         raise InputFileError(path, "host must be a table of models")
     host = {model: _host(path, model, values) for model, values in hosts.items()}
+    raw["measured"] = _measured(path, raw.get("measured", {}))
     names = tuple(raw.pop("calibration_names", ()))
     return DeviceProfile(**raw, calibration_names=names, host=host)
 
@@ -100,6 +104,12 @@ def _host(path: Path, model: str, values: object) -> HostCosts:
         raise InputFileError(path, f"host.{model} must be a table")
     _check_fields(path, f"host.{model}.", values, HostCosts, may_be_zero=True)
     return HostCosts(**values)
+
+
+def _measured(path: Path, raw: object) -> dict[str, str]:
+    if not isinstance(raw, dict) or not all(isinstance(file, str) for file in raw.values()):
+        raise InputFileError(path, "field measured must be a table of models and calibration files")
+    return {model: str(path.parent / file) for model, file in raw.items()}
 
 
 def _toml(path: Path) -> dict[str, Any]:

@@ -1,0 +1,250 @@
+"""Measure step times on any engine by running requests whose steps have known shapes, and fit the controller's model.
+
+One closed-loop plan holds all probes. A probe of ``x`` prompt tokens is a lone request with one output token. A probe
+of ``n`` decodes at context ``c`` is ``n`` requests decoding together. A mixed probe lets lone prompts of ``x`` tokens
+join ``n`` decodes one after the other. Single requests in between drain the engine. What a probe cost is read from
+the engine's step records, so the same code calibrates the simulator, the emulated engine and a real vLLM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from ebbench.devices.base import Device
+from ebbench.engines.base import Engine, EngineOptions, Observer
+from ebbench.errors import DataError
+from ebbench.records.plan import ClosedPhase, Plan
+from ebbench.records.schema import PLAN
+from vllm_eb.calibration import Calibration, CalibrationError, MixedCost
+from vllm_eb.costs import CostGrid
+from vllm_eb.policy import parse_policy
+
+NS_PER_S = 1e9
+Key = tuple[int, int, int]  # prompt tokens, decoding sequences, context; 0 means none
+
+
+@dataclass(frozen=True)
+class ProbeGrid:
+    """What to measure, and how often: ``repeats`` steps a point, of which the median counts."""
+
+    tokens: tuple[int, ...]
+    seqs: tuple[int, ...]
+    contexts: tuple[int, ...]
+    repeats: int = 8
+
+    @property
+    def budget_tokens(self) -> int:
+        """Tokens a step may hold: the longest prompt beside the largest batch."""
+        return self.tokens[-1] + self.seqs[-1] + 1
+
+    def filling_steps(self, seqs: int, context: int) -> int:
+        """Steps until ``seqs`` prompts of ``context`` tokens are all computed, with some to spare."""
+        return -(-seqs * context // self.tokens[-1]) + 4
+
+    @property
+    def options(self) -> EngineOptions:
+        """Engine settings under which every probe is one step. Prefix caching off: each prompt is computed."""
+        filling = self.filling_steps(self.seqs[-1], self.contexts[-1])
+        longest = max(self.tokens[-1], self.contexts[-1] + filling + 4 * self.repeats)
+        return EngineOptions(
+            max_num_seqs=self.seqs[-1] + 1,
+            max_num_batched_tokens=self.budget_tokens,
+            max_model_len=longest + 64,
+            enable_prefix_caching=False,
+        )
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A calibration with its grid, and how well the linear fits describe it (R squared)."""
+
+    calibration: Calibration
+    prefill_r2: float
+    decode_r2: float
+    mixed_r2: float | None
+    steps: int
+
+
+def calibrate(
+    engine: Engine, device: Device, grid: ProbeGrid, source: str, observer: Observer | None = None
+) -> Measured:
+    """Run the probes and fit. Raises DataError when the engine recorded too few steps of some shape."""
+    plan, shapes = probe_plan(grid)
+    result = engine.run(plan, parse_policy("v1"), device, grid.options, observer)
+    seconds = step_medians(result.steps, shapes)
+    return fit(cost_grid(grid, seconds), source, result.steps.num_rows)
+
+
+# --- probes ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Probe:
+    key: Key
+    requests: tuple[tuple[int, int], ...]  # prompt tokens, output tokens
+    concurrency: int
+
+
+def probe_plan(grid: ProbeGrid) -> tuple[Plan, Mapping[str, Key]]:
+    """The plan, and which probe each request belongs to."""
+    probes = list(_probes(grid))
+    columns: dict[str, list[Any]] = {"request_id": [], "phase": [], "input_tokens": [], "output_tokens": []}
+    shapes: dict[str, Key] = {}
+    phases = []
+    for number, probe in enumerate(probes):
+        for inputs, outputs in probe.requests:
+            name = f"c{len(columns['request_id']):06d}"
+            shapes[name] = probe.key
+            columns["request_id"].append(name)
+            columns["phase"].append(f"probe-{number}")
+            columns["input_tokens"].append(inputs)
+            columns["output_tokens"].append(outputs)
+        phases.append(ClosedPhase(f"probe-{number}", len(probe.requests), probe.concurrency))
+    n = len(columns["request_id"])
+    table = pa.table(
+        {
+            **columns,
+            "session": np.arange(n),
+            "turn": np.zeros(n, np.int32),
+            "arrival_ns": pa.nulls(n, pa.int64()),
+            "content": np.arange(n) + 1,
+            "hash_ids": pa.nulls(n, PLAN.field("hash_ids").type),
+            "prompt": pa.nulls(n, pa.string()),
+        }
+    )
+    return Plan(table.select(PLAN.names).cast(PLAN), tuple(phases), {"workload": "calibration probes"}), shapes
+
+
+def _probes(grid: ProbeGrid) -> Iterator[_Probe]:
+    r = grid.repeats
+    for x in grid.tokens:
+        yield _Probe((x, 0, 0), ((x, 1),) * r, 1)
+    drain = _Probe((0, 0, 0), ((grid.tokens[0], 1),), 1)
+    for n in grid.seqs:
+        for c in grid.contexts:
+            filling = grid.filling_steps(n, c)
+            yield drain
+            yield _Probe((0, n, c), ((max(c - filling // 2 - r, 1), filling + 2 * r),) * n, n)
+            for x in grid.tokens:
+                yield drain
+                # The decodes outlast the prompts, which join them one at a time.
+                decodes = ((max(c - filling // 2 - 2 * r, 1), filling + 4 * r),) * n
+                yield _Probe((x, n, c), decodes + ((x, 1),) * (filling + 2 * r), n + 1)
+    yield drain
+
+
+def step_medians(steps: pa.Table, shapes: Mapping[str, Key]) -> dict[Key, float]:
+    """Median seconds of the steps of each probe's exact shape.
+
+    Between steps of one probe the time counts from one end to the next, so the host's share is in it; a lone
+    prompt has no neighbour and gets the host's typical share added.
+    """
+    rows = steps.select(["instance", "start_ns", "end_ns", "prefill_tokens", "decode_seqs", "request_ids"]).to_pylist()
+    rows.sort(key=lambda row: row["end_ns"])
+    found: dict[Key, list[float]] = {}
+    gaps: list[float] = []
+    before: dict[str, Any] | None = None
+    for row in rows:
+        key = _shape(row, shapes)
+        alone = (row["end_ns"] - row["start_ns"]) / NS_PER_S
+        if key is not None:
+            since = None if before is None else (row["end_ns"] - before["end_ns"]) / NS_PER_S
+            if key[1] and before is not None and since is not None and _shares(row, before):
+                gaps.append(max(since - alone, 0.0))
+                found.setdefault(key, []).append(max(since, alone))
+            elif not key[1]:
+                found.setdefault(key, []).append(alone)
+        before = row
+    host = float(np.median(gaps)) if gaps else 0.0
+    return {key: float(np.median(times)) + (0.0 if key[1] else host) for key, times in found.items()}
+
+
+def _shape(row: Mapping[str, Any], shapes: Mapping[str, Key]) -> Key | None:
+    """The probe this step measures, None for a step of another shape (filling, draining)."""
+    if not row["request_ids"]:
+        return None
+    keys = {shapes.get(name) for name in row["request_ids"]}
+    key = keys.pop()
+    if keys or key is None or key == (0, 0, 0):
+        return None
+    same = (row["prefill_tokens"], row["decode_seqs"]) == key[:2]
+    return key if same else None
+
+
+def _shares(row: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
+    return bool(set(row["request_ids"]) & set(before["request_ids"]))
+
+
+# --- from medians to a calibration -------------------------------------------------------------------------------
+
+
+def cost_grid(grid: ProbeGrid, seconds: Mapping[Key, float]) -> CostGrid:
+    """Lay the medians out as a grid. Raises DataError for a point that was never measured."""
+
+    def at(*key: int) -> float:
+        if key not in seconds:
+            x, n, c = key
+            raise DataError(
+                f"no step of {x} prompt tokens and {n} decodes at context {c} was recorded; raise --repeats, or leave "
+                "this size out"
+            )
+        return seconds[key]  # type: ignore[index]
+
+    return CostGrid(
+        grid.tokens,
+        grid.seqs,
+        grid.contexts,
+        tuple(at(x, 0, 0) for x in grid.tokens),
+        tuple(tuple(at(0, n, c) for c in grid.contexts) for n in grid.seqs),
+        tuple(tuple(tuple(at(x, n, c) for c in grid.contexts) for n in grid.seqs) for x in grid.tokens),
+    )
+
+
+def fit(grid: CostGrid, source: str, steps: int) -> Measured:
+    """The linear controller model: alpha and beta of prefill and decode, beta_mb(r) over every mixed point."""
+    alpha_p, beta_p, prefill_r2 = _line(grid.tokens, grid.prefill)
+    every = [(n, t) for n, row in zip(grid.seqs, grid.decode, strict=True) for t in row]
+    alpha_d, beta_d, decode_r2 = _line([n for n, _ in every], [t for _, t in every])
+    mixed, mixed_r2 = _mixed(grid, alpha_p)
+    calibration = Calibration(
+        alpha_p=alpha_p, beta_p=beta_p, alpha_d=alpha_d, beta_d=beta_d, mixed=mixed, source=source, grid=grid
+    )
+    return Measured(calibration, prefill_r2, decode_r2, mixed_r2, steps)
+
+
+def _line(x: Any, y: Any) -> tuple[float, float, float]:
+    """Intercept, slope and R squared; neither of the first two below zero."""
+    slope, intercept = np.polyfit(x, y, 1)
+    alpha, beta = max(float(intercept), 0.0), max(float(slope), 0.0)
+    return alpha, beta, r_squared(y, [alpha + beta * v for v in x])
+
+
+def _mixed(grid: CostGrid, alpha_p: float) -> tuple[MixedCost | None, float | None]:
+    """beta_mb(r) = a + b r + c r^2 by least squares on seconds per token; None where it would turn negative."""
+    points = [
+        (n / (x + n), max(t - alpha_p, 0.0) / (x + n))
+        for x, rows in zip(grid.tokens, grid.mixed, strict=True)
+        for n, row in zip(grid.seqs, rows, strict=True)
+        for t in row
+    ]
+    shares, costs = (np.array(values) for values in zip(*points, strict=True))
+    c, b, a = (float(v) for v in np.polyfit(shares, costs, 2))
+    try:
+        mixed = MixedCost(a, b, c)
+    except CalibrationError:
+        return None, None
+    return mixed, r_squared(costs, [mixed.at(r) for r in shares])
+
+
+def r_squared(y: Any, fitted: Any) -> float:
+    """Share of the variance explained; 1 where there is none to explain."""
+    values: npt.NDArray[np.float64] = np.asarray(y, float)
+    total = float(((values - values.mean()) ** 2).sum())
+    left = float(((values - np.asarray(fitted, float)) ** 2).sum())
+    return 1.0 - left / total if total > 0 else 1.0

@@ -1,0 +1,145 @@
+"""``ebbench calibrate``: measure step times on an engine, fit the controller's model, write a profile, check it."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from ebbench.analysis.calibrate import Measured, ProbeGrid
+    from ebbench.analysis.calibrate_check import Check
+    from ebbench.devices.base import Device
+    from ebbench.engines.base import Engine
+
+LARGE = ("256,1024,4096", "16,128,512", "128,1024")
+SMALL = ("32,128,512", "1,8,32", "32,256")
+
+
+def calibrate(
+    model: Annotated[str, typer.Option("--model", "-m", help="A model name, a folder or a config.json.")] = "qwen3-8b",
+    engine: Annotated[str, typer.Option(help="What to measure: sim, emulated or vllm.")] = "vllm",
+    device: Annotated[
+        str | None, typer.Option(help="sim, emulated: the device. vllm: a name for this machine.")
+    ] = None,
+    tokens: Annotated[str | None, typer.Option(help="Prompt tokens of a step, e.g. 256,1024,4096.")] = None,
+    seqs: Annotated[str | None, typer.Option(help="Decoding sequences of a step, e.g. 16,128,512.")] = None,
+    contexts: Annotated[str | None, typer.Option(help="KV tokens a decode holds, e.g. 128,1024.")] = None,
+    repeats: Annotated[int, typer.Option(min=2, help="Steps measured a point; the median counts.")] = 8,
+    check: Annotated[int, typer.Option(min=0, help="Requests of the out-of-sample check; 0 leaves it out.")] = 64,
+    output_dir: Annotated[Path, typer.Option(help="Where profile and calibration are written.")] = Path("calibration"),
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
+) -> None:
+    """Measure alpha, beta and the mixed cost of this machine (or an emulated one) and write them as a device.
+
+    Afterwards: ebbench run ... --device OUTPUT_DIR/profile.toml --model MODEL
+    """
+    from ebbench.analysis.calibrate import ProbeGrid
+    from ebbench.analysis.calibrate import calibrate as measure
+    from ebbench.analysis.calibrate_check import check_prediction, write_profile
+
+    default = SMALL if engine == "vllm" and not _has_gpu() else LARGE
+    grid = ProbeGrid(
+        _sizes("--tokens", tokens or default[0]),
+        _sizes("--seqs", seqs or default[1]),
+        _sizes("--contexts", contexts or default[2]),
+        repeats,
+    )
+    chosen, emulated = _engine(engine, model), _device(engine, device, model, grid)
+    typer.echo(f"measuring {model} on {emulated.name}, engine {engine} ...", err=True)
+    measured = measure(chosen, emulated, grid, f"ebbench calibrate, {model} on {emulated.name}, engine {engine}")
+    profile = write_profile(measured, emulated, model, output_dir)
+    found = check_prediction(chosen, emulated, measured, grid, check) if check else None
+    if as_json:
+        typer.echo(json.dumps(_document(measured, profile, found)))
+    else:
+        _print(measured, profile, found)
+
+
+def _sizes(option: str, text: str) -> tuple[int, ...]:
+    from ebbench.errors import UsageError
+
+    try:
+        sizes = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise UsageError(f"{option} {text}: write whole numbers with commas, e.g. 32,128,512") from None
+    if len(sizes) < 2 or any(b <= a for a, b in pairwise(sizes)) or sizes[0] < 1:
+        raise UsageError(f"{option} {text}: at least two sizes, increasing")
+    return sizes
+
+
+def _has_gpu() -> bool:
+    from ebbench.engines.machine import visible_gpus
+
+    return bool(visible_gpus())
+
+
+def _engine(name: str, model: str) -> Engine:
+    from ebbench.engines import select_engine
+    from ebbench.errors import UnknownNameError
+
+    if name not in ("sim", "emulated", "vllm"):
+        raise UnknownNameError("engine to calibrate", name, ("sim", "emulated", "vllm"))
+    if name == "vllm":
+        from ebbench.engines.vllm import VllmEngine
+
+        return VllmEngine(model=model, record_v1=True)
+    return select_engine(name)[0]
+
+
+def _device(engine: str, name: str | None, model: str, grid: ProbeGrid) -> Device:
+    if engine == "vllm":
+        from ebbench.engines.machine import visible_gpus
+
+        gpus = visible_gpus()
+        from ebbench.cli.server import unknown_device
+
+        return unknown_device(name or (gpus[0].name if gpus else "this-cpu"), model)
+    from ebbench.devices import load_device
+
+    options = grid.options
+    return load_device(
+        name or "rtx-pro-6000",
+        model,
+        max_num_seqs=options.max_num_seqs,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+    )
+
+
+def _document(measured: Measured, profile: Path, check: Check | None) -> dict[str, object]:
+    from dataclasses import asdict
+
+    return {
+        "calibration": asdict(measured.calibration),
+        "prefill_r2": measured.prefill_r2,
+        "decode_r2": measured.decode_r2,
+        "mixed_r2": measured.mixed_r2,
+        "steps": measured.steps,
+        "profile": str(profile),
+        "check": None if check is None else asdict(check),
+    }
+
+
+def _print(measured: Measured, profile: Path, check: Check | None) -> None:
+    cal = measured.calibration
+    typer.echo(f"{measured.steps} steps measured")
+    typer.echo(
+        f"prefill  {cal.alpha_p * 1e3:.3f} ms + {cal.beta_p * 1e6:.2f} us a token   R2 {measured.prefill_r2:.4f}"
+    )
+    typer.echo(
+        f"decode   {cal.alpha_d * 1e3:.3f} ms + {cal.beta_d * 1e6:.2f} us a sequence   R2 {measured.decode_r2:.4f}"
+    )
+    if cal.mixed is None:
+        typer.echo("mixed    no polynomial with positive costs fits; policies use the measured grid")
+    else:
+        a, b, c = (v * 1e6 for v in (cal.mixed.a, cal.mixed.b, cal.mixed.c))
+        typer.echo(f"mixed    {a:.2f} + {b:.2f} r + {c:.2f} r^2 us a token   R2 {measured.mixed_r2:.4f}")
+    if check is not None:
+        typer.echo(
+            f"check    {check.requests} other requests: {check.measured_tokens_per_s:.0f} tokens/s measured, "
+            f"{check.predicted_tokens_per_s:.0f} predicted ({check.error:+.1%})"
+        )
+    typer.echo(f"wrote {profile}: use it with --device {profile}")
