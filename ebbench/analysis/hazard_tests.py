@@ -3,6 +3,9 @@
 Both tests look at ``h(t)`` up to the 95th percentile of the lengths, as the paper does: Mann-Kendall (no trend
 against a monotone one) and a linear regression (slope zero against not zero). The tests come from ``pymannkendall``
 and ``scipy``, extra ``analysis``.
+
+Where more than one answer in a hundred has the greatest length of all, that length is a limit and not an end: these
+answers are right-censored, they count as survivors there and not as completions.
 """
 
 from __future__ import annotations
@@ -13,11 +16,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ebbench.errors import RunError
+from ebbench.extras import need
 from vllm_eb.hazard import MIN_SURVIVORS, CensoredHazard, HazardEstimate, SlidingHazard, empirical_hazard
 
 LEVEL = 0.05
 QUANTILE = 0.95
+LIMIT_SHARE = 0.01
 _MIN_POINTS = 4  # below that neither test says anything
 
 
@@ -57,14 +61,17 @@ class TrendTests:
 class Hazard:
     """Empirical hazard of some output lengths (tokens), the tests, and the two estimators' fits ``p0 + eta t``.
 
-    ``survival[i]`` is the share of requests with at least ``t[i]`` tokens. Points above ``t_reliable``, the 95th
-    percentile, rest on few requests.
+    ``survivors[i]`` requests have at least ``t[i]`` tokens. Points above ``t_reliable``, the 95th percentile or the
+    limit, rest on few requests or none. ``limit``: where answers are cut, with ``censored_samples`` of them; None:
+    nowhere. The published estimator takes answers that were cut for complete, as it does in service.
     """
 
     t: npt.NDArray[np.int64]
     h: npt.NDArray[np.float64]
     survivors: npt.NDArray[np.int64]
     t_reliable: int
+    limit: int | None
+    censored_samples: int
     samples: int
     mean: float
     std: float
@@ -83,39 +90,49 @@ class Hazard:
 
 
 def analyse_lengths(lengths: npt.ArrayLike) -> Hazard:
-    """Everything about the hazard of complete output lengths (tokens, at least one of them)."""
+    """Everything about the hazard of output lengths (tokens, at least one of them)."""
     outputs = np.asarray(lengths, np.int64)
-    t, h, survivors = empirical_hazard(outputs)
+    ended, cut, limit = split_at_limit(outputs)
+    t, h, survivors = empirical_hazard(ended, cut)
     return Hazard(
         t=t,
         h=h,
         survivors=survivors,
-        t_reliable=_reliable(outputs),
+        t_reliable=_reliable(outputs, limit),
+        limit=limit,
+        censored_samples=len(cut),
         samples=len(outputs),
         mean=float(outputs.mean()),
         std=float(outputs.std()),
         tests=trend_tests(outputs),
-        published=_fit(SlidingHazard(window=len(outputs)), outputs),
-        censored=_fit(CensoredHazard(window=len(outputs)), outputs),
+        published=_fit(SlidingHazard(window=len(outputs)), outputs, outputs[:0]),
+        censored=_fit(CensoredHazard(window=len(outputs)), ended, cut),
     )
 
 
-def trend_tests(lengths: npt.ArrayLike) -> TrendTests | None:
-    """The two tests; None where h(t) has too few points. Raises RunError when the extra is not installed.
+def split_at_limit(outputs: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], int | None]:
+    """Answers that ended, answers cut at a limit, and the limit; all ended where none shows."""
+    greatest = int(outputs.max())
+    cut = outputs == greatest
+    if cut.all() or cut.mean() <= LIMIT_SHARE:
+        return outputs, outputs[:0], None
+    return outputs[~cut], outputs[cut], greatest
 
-    Tokens before the shortest answer are left out: a hazard of zero there is no observation of a hazard.
-    """
+
+def trend_tests(lengths: npt.ArrayLike) -> TrendTests | None:
+    """The two tests; None where h(t) has too few points. Raises EbbenchError without the extra."""
     outputs = np.asarray(lengths, np.int64)
-    t, h, survivors = empirical_hazard(outputs)
-    first, last = int(outputs.min()), _reliable(outputs)
-    keep = (t >= first) & (t <= last) & (survivors >= MIN_SURVIVORS)
+    ended, cut, limit = split_at_limit(outputs)
+    t, h, survivors = empirical_hazard(ended, cut)
+    last = _reliable(outputs, limit)
+    keep = (t <= last) & (survivors >= MIN_SURVIVORS)
     if int(keep.sum()) < _MIN_POINTS or np.ptp(h[keep]) == 0:
         return None
     mann_kendall, linregress = _tests()
     trend = mann_kendall(h[keep], alpha=LEVEL)
     line = linregress(t[keep], h[keep])
     return TrendTests(
-        t_min=first,
+        t_min=1,
         t_max=last,
         points=int(keep.sum()),
         tau=float(trend.Tau),
@@ -127,20 +144,20 @@ def trend_tests(lengths: npt.ArrayLike) -> TrendTests | None:
     )
 
 
-def _reliable(outputs: npt.NDArray[np.int64]) -> int:
-    return int(np.quantile(outputs, QUANTILE, method="lower"))
+def _reliable(outputs: npt.NDArray[np.int64], limit: int | None) -> int:
+    last = int(np.quantile(outputs, QUANTILE, method="lower"))
+    return last if limit is None else min(last, limit - 1)
 
 
-def _fit(estimator: SlidingHazard | CensoredHazard, outputs: npt.NDArray[np.int64]) -> HazardEstimate | None:
-    for length in outputs.tolist():
+def _fit(
+    estimator: SlidingHazard | CensoredHazard, ended: npt.NDArray[np.int64], running: npt.NDArray[np.int64]
+) -> HazardEstimate | None:
+    for length in ended.tolist():
         estimator.observe(length)
-    return estimator.estimate()
+    return estimator.estimate(running)
 
 
 def _tests() -> tuple[Any, Any]:
-    try:
-        from pymannkendall import original_test
-        from scipy.stats import linregress
-    except ImportError:
-        raise RunError("hazard tests need scipy and pymannkendall; install them: pip install 'ebbench[analysis]'") from None
-    return original_test, linregress
+    purpose = "testing a hazard for a trend"
+    kendall = need("pymannkendall", "analysis", purpose)
+    return kendall.original_test, need("scipy.stats", "analysis", purpose).linregress

@@ -37,7 +37,8 @@ def _section(run: Run, slo: Slo | None) -> Section:
         Column("requests"), Column("served s"), Column("settled tok/s", ours=True), Column("output tok/s"),
         Column("TTFT p50 s"), Column("TPOT p50 ms"),
         *((Column("SLO met %"),) if with_slo else ()),
-        Column("recovery s", ours=True), Column("TTFT rec. s", ours=True), Column("lost s"), Column("controller s"), Column("switches"),
+        Column("recovery s", ours=True), Column("TTFT rec. s", ours=True), Column("lost s"),
+        Column("controller s"), Column("switches"),
     )  # fmt: skip
     rows = [_row(summary, found.get(summary.phase), with_slo) for summary in summaries]
     manifest = run.manifest
@@ -73,7 +74,7 @@ def attainment_document(
     for run in runs:
         for surface in run_surfaces(run, ttft_ms, tpot_ms, by_phase=by_phase):
             columns = (*labels("TTFT ≤"), *(Column(f"TPOT ≤ {t:g} ms", ours=True) for t in surface.tpot_ms))
-            rows = [
+            rows: list[tuple[Value, ...]] = [
                 (f"{ttft / 1e3:g} s", *(100 * share for share in shares))
                 for ttft, shares in zip(surface.ttft_ms, surface.attainment, strict=True)
             ]

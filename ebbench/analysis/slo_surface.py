@@ -48,9 +48,7 @@ def run_surfaces(
     return tuple(found)
 
 
-def surface(
-    columns: RequestColumns, ttft_ms: Sequence[float], tpot_ms: Sequence[float], *, phase: str = ""
-) -> Surface:
+def surface(columns: RequestColumns, ttft_ms: Sequence[float], tpot_ms: Sequence[float], *, phase: str = "") -> Surface:
     """Attainment of all requests, or of one phase's. Raises UsageError for targets that are not positive."""
     for name, targets in (("ttft", ttft_ms), ("tpot", tpot_ms)):
         if not targets or not all(0 < target < float("inf") for target in targets):

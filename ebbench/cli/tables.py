@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,6 +12,7 @@ import typer
 if TYPE_CHECKING:
     from ebbench.analysis.paper_tables import Document
     from ebbench.papers.cells import Cell
+    from ebbench.papers.figure import PaperFigure
     from ebbench.papers.store import CellStore
     from ebbench.papers.table import PaperTable, Wish
 
@@ -31,7 +33,9 @@ def tables(
     runs: Annotated[Path, _opt("--runs", help="Where runs are kept.", panel=_RUNS)] = Path("runs/papers"),
     stored: Annotated[
         list[Path] | None,
-        _opt("--from", help="Your own runs: taken for the cells whose plan, policy and settings they share.", panel=_RUNS),
+        _opt(
+            "--from", help="Your own runs: taken for the cells whose plan, policy and settings they share.", panel=_RUNS
+        ),
     ] = None,
     workers: Annotated[int | None, _opt("--workers", help="Processes; default: one a core.", panel=_RUNS)] = None,
     device: Annotated[list[str] | None, _opt("--device", help="Repeat for several.", panel=_CHOICE)] = None,
@@ -41,16 +45,23 @@ def tables(
         list[str] | None, _opt("--policy", "-p", help="Further policies beside the table's own.", panel=_CHOICE)
     ] = None,
     num_prompts: Annotated[
-        int | None, _opt("--num-prompts", "-n", help="Fewer requests a run than the paper's, for a quick look.", panel=_CHOICE)
+        int | None,
+        _opt("--num-prompts", "-n", help="Fewer requests a run than the paper's, for a quick look.", panel=_CHOICE),
     ] = None,
     seeds: Annotated[int, _opt("--seeds", help="Runs a cell, for the threshold tables.", panel=_CHOICE)] = 1,
     grid: Annotated[
-        bool, _opt("--grid", help="Search each scheduler's best B and N instead of taking the published ones.", panel=_CHOICE)
+        bool,
+        _opt(
+            "--grid", help="Search each scheduler's best B and N instead of taking the published ones.", panel=_CHOICE
+        ),
     ] = False,
     outputs: Annotated[
-        str, _opt("--outputs", help="forced (answers as long as the scripts' limits) or profile (table 9).", panel=_CHOICE)
+        str,
+        _opt("--outputs", help="forced (answers as long as the scripts' limits) or profile (table 9).", panel=_CHOICE),
     ] = "forced",
-    source: Annotated[str, _opt("--source", help="Lengths of table 9: profile, hub or auto.", panel=_CHOICE)] = "profile",
+    source: Annotated[
+        str, _opt("--source", help="Lengths of table 9: profile, hub or auto.", panel=_CHOICE)
+    ] = "profile",
     ttft: Annotated[str, _opt("--ttft", help="TTFT targets in s, as 2,5,10.", panel=_CHOICE)] = "",
     tpot: Annotated[str, _opt("--tpot", help="TPOT targets in ms, as 50,100.", panel=_CHOICE)] = "",
     by_phase: Annotated[bool, _opt("--by-phase", help="SLO surfaces for each phase too.", panel=_CHOICE)] = False,
@@ -136,23 +147,32 @@ def _table(
     return replace(table.document(wish, store), command=_command())
 
 
-def make_runs(table: PaperTable, wish: Wish, store: CellStore, *, workers: int | None, quiet: bool) -> None:
-    """Make the missing runs of a table, with a progress line on stderr."""
-    from ebbench.papers.execute import run_missing
+def make_runs(
+    table: PaperTable | PaperFigure, wish: Wish, store: CellStore, *, workers: int | None, quiet: bool
+) -> None:
+    """Make the missing runs of a table or figure, with a progress line on stderr."""
+    with_progress(table.name, table.cells(wish), store, whole=table.whole, workers=workers, quiet=quiet)
 
-    missing = store.missing(table.cells(wish))
+
+def with_progress(
+    label: str, cells: Sequence[Cell], store: CellStore, *, whole: bool, workers: int | None, quiet: bool
+) -> None:
+    """Make those of ``cells`` that the store lacks, with a progress line on stderr."""
+    missing = store.missing(cells)
     if not missing:
         return
     from rich.console import Console
     from rich.progress import Progress
 
+    from ebbench.papers.execute import run_missing
+
     with Progress(console=Console(stderr=True), transient=True, disable=quiet) as bar:
-        task = bar.add_task(f"{table.name}: {len(missing)} runs", total=len(missing))
+        task = bar.add_task(f"{label}: {len(missing)} runs", total=len(missing))
 
         def done(_cell: Cell) -> None:
             bar.advance(task)
 
-        run_missing(missing, store, workers=workers, whole=table.whole, done=done)
+        run_missing(missing, store, workers=workers, whole=whole, done=done)
 
 
 def _command() -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ebbench.errors import UnknownNameError
 from ebbench.papers.deferred import DEFERRED
+from ebbench.papers.estimators import E3, E5
 from ebbench.papers.goodput import TABLE18
 from ebbench.papers.grid import TABLE14, TABLE15, TABLE16
 from ebbench.papers.lengths import TABLE9
@@ -13,7 +14,8 @@ from ebbench.papers.table3 import TABLE3
 from ebbench.papers.thresholds import TABLE10, TABLE11, TABLE13
 
 TABLES: tuple[PaperTable, ...] = (
-    TABLE2, TABLE3, TABLE9, TABLE10, TABLE11, TABLE13, TABLE14, TABLE15, TABLE16, TABLE18, DEFERRED,
+    TABLE2, TABLE3, TABLE9, TABLE10, TABLE11, TABLE13, TABLE14, TABLE15, TABLE16, TABLE18, DEFERRED, E3,
+    E5,
 )  # fmt: skip
 
 

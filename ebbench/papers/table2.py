@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 from ebbench.analysis.paper_tables import (
-    Column, Document, Section, Value, average_row, compared, comparison, labels, relative,
+    Column,
+    Document,
+    Section,
+    Value,
+    average_row,
+    compared,
+    comparison,
+    labels,
+    relative,
 )  # fmt: skip
 from ebbench.papers.cells import VARIANT, Cell, settings
 from ebbench.papers.grid import best_of_grid, grid_cells
@@ -19,9 +27,9 @@ _NOTES = (
     "concurrency 2048.",
     "Ours: engine sim, each scheduler at its published best token budget B and batch size N (tables 14, 15); --grid "
     "searches them instead. Lengths drawn from profiles fitted to table 9, not from the data sets.",
-    "Answers are forced to the scripts' limits (ShareGPT 500, LongBench 20, NuminaMath 4,000, WildChat 256 tokens): by "
-    "Little's law the published rates and latencies fit these lengths and not the mean lengths of table 9 (NuminaMath "
-    "v1 on RTX PRO 6000: 256 sequences / (0.73 requests/s x 81.75 ms) = 4,290 tokens). --outputs profile takes table 9.",
+    "Answers are forced to the scripts' limits (ShareGPT 500, LongBench 20, NuminaMath 4,000, WildChat 256 tokens): "
+    "the published rates and latencies fit these lengths by Little's law, and not the means of table 9 (NuminaMath v1 "
+    "on RTX PRO 6000: 256 sequences / (0.73 requests/s x 81.75 ms) = 4,290 tokens). --outputs profile takes table 9.",
 )
 
 

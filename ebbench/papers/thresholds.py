@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from ebbench.analysis.paper_tables import Column, Document, Section, Value, compared, comparison, labels
 from ebbench.papers.cells import Cell, settings
@@ -23,16 +23,16 @@ K_INPUTS = (128, 384, 640, 1024)
 K_VALUES = tuple(range(8, 129, 8))
 
 THETAS = tuple(round(0.1 * i, 1) for i in range(1, 10))
-GAMMA = {"input_len": 128, "output_len": 512, "length_distribution": "gamma:4"}
+GAMMA: Mapping[str, int | str] = {"input_len": 128, "output_len": 512, "length_distribution": "gamma:4"}
 THETA_BATCH = 256
 PLATEAU = 0.99
 
 
-def sweep_cell(device: str, model: str, policy: str, batch: int, seed: int, weight: float = 1.0, **plan: object) -> Cell:
+def sweep_cell(device: str, model: str, policy: str, batch: int, seed: int, **plan: int | str) -> Cell:
     """A saturated run with lengths of its own, for threshold sweeps."""
     return Cell(
-        "balanced", policy, device, model, batch, max(BUDGET, batch), seed=seed, weight=weight,
-        settings=settings(**plan),  # type: ignore[arg-type]
+        "balanced", policy, device, model, batch, max(BUDGET, batch), seed=seed,
+        settings=settings(**plan),
     )  # fmt: skip
 
 
@@ -65,7 +65,7 @@ def _cells10(wish: Wish) -> list[Cell]:
 def _repeats10(wish: Wish, output: int, batch: int, step: int) -> list[Cell]:
     return [
         sweep_cell(
-            _device(wish, "h200"), _model(wish), f"eb:k={theta_k(batch, step)}", batch, seed, weight=output / batch,
+            _device(wish, "h200"), _model(wish), f"eb:k={theta_k(batch, step)}", batch, seed,
             num_prompts=wish.num_prompts or 4000, input_len=TABLE10_INPUT, output_len=output,
             length_distribution="geometric",
         )
@@ -104,9 +104,9 @@ def _document10(wish: Wish, store: CellStore) -> Document:
             row += [pick("table10_best_theta", f"batch_{batch}", mu_o=str(output)), best, near]
         rows.append(tuple(row))
     notes = (
-        f"Published: {EB_PAPER}, table 10: empirically best threshold share, Qwen3-8B on H200, geometric lengths, 4,000 "
-        "requests, mean of 3 runs. Ours: engine sim, k = floor(i N / 15), mean over --seeds runs. Mean input: not "
-        f"published (Prop. 3.1 says it does not matter); {TABLE10_INPUT} here, geometric too.",
+        f"Published: {EB_PAPER}, table 10: empirically best threshold share, Qwen3-8B on H200, geometric lengths, "
+        "4,000 requests, mean of 3 runs. Ours: engine sim, k = floor(i N / 15), mean over --seeds runs. Mean input: "
+        f"not published (Prop. 3.1 says it does not matter); {TABLE10_INPUT} here, geometric too.",
         "theory: theta0 of Prop. 3.1 at the published costs. The optimum is flat: 'within 1 %' gives the thresholds "
         "whose throughput is within 1 % of the best.",
         *pending(store, _cells10(wish)),
@@ -135,7 +135,8 @@ def _document11(wish: Wish, store: CellStore) -> Document:
     columns = (*labels("k"), Column("theta"))
     for mean in K_INPUTS:
         columns += compared(f"input {mean}")
-    rows, best = [], {}
+    rows: list[tuple[Value, ...]] = []
+    best: dict[tuple[str, int], tuple[float, int]] = {}
     for k in K_VALUES:
         row: list[Value] = [str(k), k / K_BATCH]
         for index, mean in enumerate(K_INPUTS):
@@ -149,7 +150,7 @@ def _document11(wish: Wish, store: CellStore) -> Document:
     for index in range(len(K_INPUTS)):
         last += [best["published", index][1], best["ours", index][1] or None, None]
     notes = (
-        f"Published: {EB_PAPER}, table 11: tokens/s over k, Qwen3-8B on H200, N = {K_BATCH}, four rising input lengths.",
+        f"Published: {EB_PAPER}, table 11: tokens/s over k, Qwen3-8B on H200, N = {K_BATCH}, four rising inputs.",
         f"The lengths did not survive in our copy. Ours take mean output {K_OUTPUT} and mean inputs {K_INPUTS}, which "
         "give the published level under the published linear costs if its tokens are output tokens; B = 8192.",
         *pending(store, _cells11(wish)),
@@ -175,7 +176,14 @@ def _repeats13(wish: Wish, name: str, policy: str) -> list[Cell]:
         else:
             cells.append(
                 Cell(
-                    "sharegpt", policy, device, model, THETA_BATCH, BUDGET, settings=settings(num_prompts=count), seed=seed
+                    "sharegpt",
+                    policy,
+                    device,
+                    model,
+                    THETA_BATCH,
+                    BUDGET,
+                    settings=settings(num_prompts=count),
+                    seed=seed,
                 )
             )
     return cells

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ebbench.errors import RunError, UnknownNameError
+from ebbench.extras import need
 
 FORMATS = ("pdf", "svg", "png")
 PNG_SCALE = 2.5
@@ -25,18 +26,15 @@ DASHES = ([1, 0], [6, 3], [2, 2], [8, 3, 2, 3], [4, 2], [1, 3])
 
 
 def altair() -> Any:
-    """The plotting library. Raises RunError with the remedy when the extra is not installed."""
-    try:
-        import altair as alt
-        import vl_convert  # noqa: F401
-    except ImportError:
-        raise RunError("figures need altair and vl-convert-python; install them: pip install 'ebbench[plots]'") from None
+    """The plotting library. Raises EbbenchError with the remedy when the extra is not installed."""
+    need("vl_convert", "plots", "drawing figures")
+    alt = need("altair", "plots", "drawing figures")
     alt.data_transformers.disable_max_rows()
     return alt
 
 
-def styled(chart: Any) -> Any:
-    """The chart with the house style."""
+def styled(chart: Any, legend: str = "bottom") -> Any:
+    """The chart with the house style; ``legend`` is where legends stand."""
     return (
         chart.configure(font="Arial, Liberation Sans, DejaVu Sans, sans-serif", background="white")
         .configure_axis(
@@ -45,7 +43,7 @@ def styled(chart: Any) -> Any:
         )
         .configure_legend(
             labelFontSize=11, titleFontSize=11, titleFontWeight="normal", symbolStrokeWidth=2, symbolSize=80,
-            orient="top", labelLimit=320, titleOrient="left", offset=2, padding=0, rowPadding=0,
+            orient=legend, labelLimit=320, titleOrient="left", offset=2, padding=0, rowPadding=0,
         )
         .configure_header(labelFontSize=12, titleFontSize=12, labelFontWeight="bold", titleFontWeight="normal")
         .configure_title(fontSize=13, anchor="start", subtitleFontSize=11, subtitleColor="#444")
@@ -53,13 +51,13 @@ def styled(chart: Any) -> Any:
     )  # fmt: skip
 
 
-def save(chart: Any, stem: Path, formats: Sequence[str] = FORMATS) -> list[Path]:
+def save(chart: Any, stem: Path, formats: Sequence[str] = FORMATS, *, legend: str = "bottom") -> list[Path]:
     """Write the chart as ``stem.pdf`` and so on. Raises UnknownNameError, RunError when it cannot be written."""
     for wanted in formats:
         if wanted not in FORMATS:
             raise UnknownNameError("figure format", wanted, FORMATS)
     stem.parent.mkdir(parents=True, exist_ok=True)
-    final = styled(chart)
+    final = styled(chart, legend)
     paths = []
     for wanted in formats:
         path = stem.with_name(f"{stem.name}.{wanted}")

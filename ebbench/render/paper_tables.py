@@ -56,13 +56,13 @@ def _part(section: Section, columns: Sequence[int]) -> Section:
 def _natural_width(section: Section, index: int) -> int:
     column = section.columns[index]
     shown = [text(row[index], column) for row in section.rows]
-    return 1 + max(len(word) for word in (column.name, column.group, *shown))
+    return 2 + max(len(word) for word in (column.name, column.group, *shown))
 
 
 def _rich_table(section: Section) -> Table:
     table = Table(
-        title=section.title or None, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0),
-        pad_edge=False, show_edge=False,
+        title=section.title or None, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0), pad_edge=False, show_edge=False,
     )  # fmt: skip
     for column in section.columns:
         header = f"{column.group}\n{column.name}" if column.group else column.name

@@ -12,7 +12,20 @@ from ebbench.analysis.columns import NEEDED, RequestColumns
 from ebbench.analysis.recovery import served_spans, token_times
 from ebbench.errors import DataError
 from ebbench.records.run import Run
-from ebbench.render.figures import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILION, altair, colour, dash, values
+from ebbench.render.figures import (
+    BLACK,
+    BLUE,
+    GREEN,
+    GREY,
+    ORANGE,
+    PURPLE,
+    SKY,
+    VERMILION,
+    altair,
+    colour,
+    dash,
+    values,
+)
 
 BINS = 240
 WIDTH = 640
@@ -132,7 +145,9 @@ def timeline_chart(line: Timeline) -> Any:
         panels.append(_series_panel(line, line.sides, "µs/token", names, (VERMILION, BLUE)))
     panels.append(_series_panel(line, line.queue, "requests", ("waiting", "running"), (PURPLE, GREEN)))
     panels.append(_plain_panel(line, line.kv, "KV used, %", ORANGE, last=True, domain=(0, 100)))
-    return alt.vconcat(*panels, spacing=6, title=line.title).resolve_scale(color="independent", strokeDash="independent")
+    return alt.vconcat(*panels, spacing=6, title=line.title).resolve_scale(
+        color="independent", strokeDash="independent"
+    )
 
 
 def _x(line: Timeline, last: bool = False) -> Any:
@@ -178,9 +193,7 @@ def _plain_panel(
     return alt.layer(area, *_boundaries(line)).properties(width=WIDTH, height=85)
 
 
-def _series_panel(
-    line: Timeline, rows: list[Row], title: str, names: tuple[str, ...], colours: tuple[str, ...]
-) -> Any:
+def _series_panel(line: Timeline, rows: list[Row], title: str, names: tuple[str, ...], colours: tuple[str, ...]) -> Any:
     alt = altair()
     present = [name for name in names if any(row["series"] == name for row in rows)]
     shown = [tint for name, tint in zip(names, colours, strict=True) if name in present]

@@ -1,0 +1,89 @@
+"""Output lengths for a hazard analysis: from a workload, a trace, a list of numbers or a stored run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow.compute as pc
+
+from ebbench.errors import DataError, InputFileError, UsageError
+from ebbench.records.run import MANIFEST, Run
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Output tokens of complete answers, with where they come from."""
+
+    output_tokens: npt.NDArray[np.int64]
+    mean_input: float | None
+    name: str
+    source: str
+
+
+def read_lengths(
+    what: str, *, source: str = "auto", num_prompts: int | None = None, seed: int = 0, **plan: str | int | None
+) -> Lengths:
+    """Lengths of a workload name, ``trace:FILE``, a TOML file, a run directory, or a file of numbers or of a trace.
+
+    Further arguments are those of build_plan. Raises UsageError, InputFileError, DataError.
+    """
+    path = Path(what).expanduser()
+    if (path / MANIFEST).exists():
+        return _of_run(path)
+    if path.is_dir():
+        raise DataError(f"{path}: holds no {MANIFEST}; give one run directory")
+    if path.is_file() and path.suffix != ".toml":
+        numbers = _numbers(path)
+        if numbers is not None:
+            return Lengths(numbers, None, path.name, f"file:{path}")
+        what = f"trace:{path}"
+    return _of_plan(what, source, num_prompts, seed, plan)
+
+
+def _of_run(path: Path) -> Lengths:
+    run = Run.load(path)
+    table = run.table("requests", ["status", "input_tokens", "output_tokens"])
+    done = table.filter(pc.equal(table["status"], "ok"))
+    if not done.num_rows:
+        raise DataError(f"{path}: no request completed, so there are no output lengths")
+    outputs = done["output_tokens"].to_numpy().astype(np.int64)
+    return Lengths(outputs, float(pc.mean(done["input_tokens"]).as_py()), path.name, f"run:{path}")
+
+
+def _of_plan(what: str, source: str, num_prompts: int | None, seed: int, plan: dict[str, str | int | None]) -> Lengths:
+    from ebbench.workloads import build_plan
+
+    trace = what.startswith("trace:")
+    built = build_plan(
+        what,
+        num_prompts=num_prompts,
+        seed=seed,
+        source="auto" if trace else source,
+        with_text=False,
+        **plan,  # type: ignore[arg-type]
+    )
+    outputs = built.table["output_tokens"].to_numpy().astype(np.int64)
+    mean_input = float(built.table["input_tokens"].to_numpy().mean())
+    return Lengths(outputs, mean_input, what, str(built.facts.get("source", "")))
+
+
+def _numbers(path: Path) -> npt.NDArray[np.int64] | None:
+    """One length a line (an optional heading first); None when the file is something else. Raises InputFileError."""
+    try:
+        lines = [line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputFileError(path, f"cannot be read: {error}") from None
+    filled = [line for line in lines if line]
+    if filled and not filled[0].isdigit() and len(filled) > 1 and filled[1].isdigit():
+        filled = filled[1:]
+    if not filled:
+        raise UsageError(f"{path} is empty; give one output length a line, or a trace")
+    if not filled[0].isdigit():
+        return None
+    for number, line in enumerate(lines, start=1):
+        if line in filled and not (line.isdigit() and int(line) >= 1):
+            raise InputFileError(path, f"expected an output length of at least one token, found {line[:40]!r}", number)
+    return np.array([int(line) for line in filled], np.int64)

@@ -1,0 +1,146 @@
+"""``ebbench advise``: which policy to run for a workload on a device, with what gain, and where that changes."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ebbench.cli.options import GoodputCommand
+
+if TYPE_CHECKING:
+    from ebbench.papers.advice import Advice, Question
+    from ebbench.papers.store import CellStore
+
+
+def advise(
+    workload: Annotated[str, typer.Argument(help="A workload, trace:FILE or the path of a TOML file.")],
+    device: Annotated[str, typer.Option("--device", help="GPU, see `ebbench devices list`.")] = "rtx-pro-6000",
+    model: Annotated[str, typer.Option("--model", help="Model name or config.json.")] = "qwen3-8b",
+    scenario: Annotated[str | None, typer.Option("--scenario", "-s", help="When requests come.")] = None,
+    goodput: Annotated[
+        list[str] | None, typer.Option("--goodput", help="Targets in ms: ttft:10000 tpot:100. Goodput then decides.")
+    ] = None,
+    policy: Annotated[
+        list[str] | None, typer.Option("--policy", "-p", help="Candidates instead of v1, eb, ebplus, marginal.")
+    ] = None,
+    seeds: Annotated[int, typer.Option("--seeds", help="Plans each candidate is run on.")] = 5,
+    num_prompts: Annotated[int, typer.Option("--num-prompts", "-n", help="Requests a run.")] = 3000,
+    max_concurrency: Annotated[
+        int | None, typer.Option("--max-concurrency", "-c", help="Requests open at a time.")
+    ] = None,
+    request_rate: Annotated[float | None, typer.Option("--request-rate", help="Requests/s, open loop.")] = None,
+    saturation_rate: Annotated[
+        float | None, typer.Option("--saturation-rate", help="Requests/s, for phases given as a share.")
+    ] = None,
+    speed: Annotated[float | None, typer.Option("--speed", help="Time factor of a trace.")] = None,
+    source: Annotated[str, typer.Option("--source", help="auto, hub, profile or file:PATH.")] = "profile",
+    input_len: Annotated[int | None, typer.Option("--input-len", help="Mean prompt tokens.")] = None,
+    output_len: Annotated[int | None, typer.Option("--output-len", help="Mean answer tokens.")] = None,
+    length_distribution: Annotated[
+        str | None, typer.Option("--length-distribution", help="uniform, geometric, gamma:SHAPE or fixed.")
+    ] = None,
+    max_num_seqs: Annotated[int, typer.Option("--max-num-seqs", help="N, sequences in a batch.")] = 1024,
+    max_num_batched_tokens: Annotated[int, typer.Option("--max-num-batched-tokens", help="B, token budget.")] = 8192,
+    crossover: Annotated[bool, typer.Option("--crossover/--no-crossover", help="Also look for the crossovers.")] = True,
+    runs: Annotated[Path, typer.Option("--runs", help="Where runs are kept.")] = Path("runs/advise"),
+    workers: Annotated[int | None, typer.Option("--workers", help="Processes; default: one a core.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
+) -> None:
+    """Say which policy to run, its parameters, the expected gain with its uncertainty, and where EB and MB cross.
+
+    Theory (the papers' formulas) and simulation stand side by side; the simulation decides.
+    """
+    from ebbench.analysis.slo import parse_slo
+    from ebbench.cli.preflight import check_counts, parse_policies
+    from ebbench.papers.advice import Question, default_policies
+    from ebbench.papers.advice import advise as answer
+    from ebbench.papers.store import CellStore
+
+    check_counts(seeds=seeds, num_prompts=num_prompts, max_concurrency=max_concurrency, request_rate=request_rate,
+                 max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)  # fmt: skip
+    slo = parse_slo(goodput or ())
+    policies = tuple(spec.name for spec in parse_policies(policy)) if policy else default_policies(slo)
+    plan: dict[str, str | int | float | None] = {
+        "num_prompts": num_prompts, "max_concurrency": max_concurrency, "request_rate": request_rate,
+        "saturation_rate": saturation_rate, "speed": speed,
+        "source": "auto" if workload.startswith("trace:") else source,
+        "input_len": input_len, "output_len": output_len, "length_distribution": length_distribution,
+    }  # fmt: skip
+    question = Question(
+        workload, device, model, scenario, plan, max_num_seqs, max_num_batched_tokens, seeds, slo, policies
+    )
+    store = CellStore(runs)
+    _make(question, store, crossover=crossover, workers=workers, quiet=quiet)
+    found = answer(question, store, with_crossover=crossover)
+    if as_json:
+        sys.stdout.write(json.dumps(_as_dict(found), indent=2) + "\n")
+    else:
+        _print(found)
+
+
+def _make(question: Question, store: CellStore, *, crossover: bool, workers: int | None, quiet: bool) -> None:
+    from ebbench.cli.tables import with_progress
+    from ebbench.papers.advice import concurrency_cells, load_of, main_cells, mix_cells
+
+    with_progress("candidates", main_cells(question), store, whole=bool(question.slo), workers=workers, quiet=quiet)
+    if crossover:
+        load = load_of(question)
+        pairs = [*concurrency_cells(question, load).values(), *mix_cells(question, load).values()]
+        cells = [cell for pair in pairs for cell in pair]
+        with_progress("crossovers", cells, store, whole=False, workers=workers, quiet=quiet)
+
+
+def _print(found: Advice) -> None:
+    from rich.console import Console
+
+    from ebbench.render import advice as words
+
+    console = Console(highlight=False)
+    question = found.question
+    console.print(f"{question.workload}, {question.model} on {question.device}", style="bold", markup=False)
+    for index, line in enumerate(words.headline(found)):
+        console.print(line, style="bold green" if not index else None, markup=False)
+    for title, lines in (
+        ("Parameters", words.parameters(found)),
+        ("Theory", words.theory_lines(found)),
+        ("Simulation", words.simulation_lines(found)),
+    ):
+        console.print(f"\n{title}", style="bold")
+        for line in lines:
+            console.print(f"  {line}", markup=False)
+    console.print(f"\n{words.agreement(found)}", markup=False)
+
+
+def _as_dict(found: Advice) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    theory = asdict(found.theory) | {"exclusive": found.theory.exclusive, "gain": found.theory.gain}
+    return {
+        "policy": found.chosen.policy,
+        "reason": found.reason,
+        "objective": "goodput" if found.question.slo else "total_token_throughput",
+        "slo_ms": found.question.slo.limits() or None,
+        "load": asdict(found.load),
+        "theory": theory,
+        "scores": [_finite(asdict(score)) for score in found.scores],
+        "concurrency": None if found.concurrency is None else asdict(found.concurrency),
+        "mix": None if found.mix is None else asdict(found.mix),
+        "max_num_seqs": found.question.max_num_seqs,
+        "max_num_batched_tokens": found.question.max_num_batched_tokens,
+        "seeds": found.question.seeds,
+    }
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no infinity: an interval without bounds has null ones."""
+    if isinstance(value, dict):
+        return {key: _finite(one) for key, one in value.items()}
+    return None if isinstance(value, float) and abs(value) == float("inf") else value
+
+
+advise.command_class = GoodputCommand  # type: ignore[attr-defined]

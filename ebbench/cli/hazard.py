@@ -1,0 +1,178 @@
+"""``ebbench hazard``: how likely an answer ends, token by token, and whether that likelihood rises."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from ebbench.analysis.hazard_tests import Hazard
+    from ebbench.analysis.hazard_tests_source import Lengths
+    from vllm_eb.hazard import HazardEstimate
+    from vllm_eb.theory import Threshold
+
+EXPERIMENTS = {"ifr": "e3", "sensitivity": "e5"}
+
+
+def hazard(
+    what: Annotated[
+        str, typer.Argument(help="A workload, trace:FILE, a run directory, or a file with one output length a line.")
+    ] = "",
+    source: Annotated[str, typer.Option("--source", help="auto, hub, profile or file:PATH.")] = "auto",
+    num_prompts: Annotated[int | None, typer.Option("--num-prompts", "-n", help="Requests to look at.")] = None,
+    seed: Annotated[int, typer.Option("--seed", help="Same seed, same sample.")] = 0,
+    output_len: Annotated[int | None, typer.Option("--output-len", help="Mean answer tokens.")] = None,
+    length_distribution: Annotated[
+        str | None, typer.Option("--length-distribution", help="uniform, geometric, gamma:SHAPE or fixed.")
+    ] = None,
+    device: Annotated[str, typer.Option("--device", help="Costs behind the threshold.")] = "rtx-pro-6000",
+    model: Annotated[str, typer.Option("--model", help="Costs behind the threshold.")] = "qwen3-8b",
+    max_num_seqs: Annotated[int, typer.Option("--max-num-seqs", help="N, sequences in a batch.")] = 1024,
+    plot: Annotated[Path | None, typer.Option("--plot", help="Draw to FILE.pdf, .svg or .png.")] = None,
+    experiment: Annotated[
+        str, typer.Option("--experiment", help="ifr (appendix E.3) or sensitivity (E.5), instead of a workload.")
+    ] = "",
+    run: Annotated[bool, typer.Option("--run", help="Make the experiment's missing runs.")] = False,
+    runs: Annotated[Path, typer.Option("--runs", help="Where the experiment's runs are kept.")] = Path("runs/papers"),
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+) -> None:
+    """The empirical completion hazard, tests of its trend (Mann-Kendall, regression), the fit p0 + eta t, a plot."""
+    from ebbench.errors import UsageError
+
+    if experiment:
+        _experiment(experiment, runs, num_prompts, run=run)
+        return
+    if not what:
+        raise UsageError("say of what: a workload, trace:FILE, a run directory, or --experiment ifr")
+    from ebbench.analysis.hazard_tests import analyse_lengths
+    from ebbench.analysis.hazard_tests_source import read_lengths
+
+    lengths = read_lengths(
+        what, source=source, num_prompts=num_prompts, seed=seed, output_len=output_len,
+        length_distribution=length_distribution,
+    )  # fmt: skip
+    found = analyse_lengths(lengths.output_tokens)
+    thresholds = {
+        name: _threshold(fit, device, model, max_num_seqs)
+        for name, fit in (("published", found.published), ("censored", found.censored))
+    }
+    if plot is not None:
+        _plot(found, lengths.name, plot)
+    if as_json:
+        sys.stdout.write(json.dumps(_as_dict(lengths, found, thresholds), indent=2, allow_nan=False) + "\n")
+        return
+    _print(lengths, found, thresholds, f"{model} on {device}, N = {max_num_seqs}")
+    if plot is not None:
+        typer.echo(f"drawn to {plot}")
+
+
+def _experiment(name: str, runs: Path, num_prompts: int | None, *, run: bool) -> None:
+    from ebbench.cli.tables import make_runs, rendered
+    from ebbench.errors import UnknownNameError
+    from ebbench.papers.registry import find_table
+    from ebbench.papers.store import CellStore
+    from ebbench.papers.table import Wish
+
+    if name not in EXPERIMENTS:
+        raise UnknownNameError("experiment", name, EXPERIMENTS)
+    table, store, wish = find_table(EXPERIMENTS[name]), CellStore(runs), Wish(num_prompts=num_prompts)
+    if run:
+        make_runs(table, wish, store, workers=None, quiet=False)
+    sys.stdout.write(rendered(table.document(wish, store), "rich"))
+
+
+def _threshold(fit: HazardEstimate | None, device: str, model: str, max_num_seqs: int) -> Threshold | None:
+    from ebbench.devices import load_device
+    from vllm_eb.theory import optimal_threshold
+
+    if fit is None:
+        return None
+    costs = load_device(device, model).calibration
+    return optimal_threshold(fit.p0, costs.alpha_p, costs.alpha_d, eta=fit.eta, beta_d=costs.beta_d, n=max_num_seqs)
+
+
+def _as_dict(lengths: Lengths, found: Hazard, thresholds: dict[str, Threshold | None]) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    fits = {"published": found.published, "censored": found.censored}
+    return {
+        "name": lengths.name,
+        "source": lengths.source,
+        "samples": found.samples,
+        "mean": found.mean,
+        "std": found.std,
+        "mean_input": lengths.mean_input,
+        "limit": found.limit,
+        "censored_samples": found.censored_samples,
+        "t_reliable": found.t_reliable,
+        "tests": None if found.tests is None else asdict(found.tests) | {"verdict": found.tests.verdict},
+        "fits": {name: None if fit is None else asdict(fit) for name, fit in fits.items()},
+        "thresholds": {name: None if one is None else asdict(one) for name, one in thresholds.items()},
+        "t": found.t.tolist(),
+        "h": found.h.tolist(),
+        "survivors": found.survivors.tolist(),
+    }
+
+
+def _print(lengths: Lengths, found: Hazard, thresholds: dict[str, Threshold | None], where: str) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    console.print(f"{lengths.name}: {found.samples:,} answers ({lengths.source})", markup=False, style="bold")
+    console.print(
+        f"output tokens: mean {found.mean:,.1f}, standard deviation {found.std:,.1f}, longest {found.t[-1]:,}"
+    )
+    if found.limit is not None:
+        share = found.censored_samples / found.samples
+        console.print(
+            f"{share:.1%} of the answers are cut at {found.limit:,} tokens: they count as not yet ended there"
+        )
+    console.print(_profile(found), markup=False)
+    tests = found.tests
+    if tests is None:
+        console.print("too few different lengths to test for a trend")
+    else:
+        console.print(f"trend of h(t) for t up to {tests.t_max:,} (95th percentile or limit), {tests.points:,} points:")
+        console.print(f"  Mann-Kendall: tau {tests.tau:+.3f}, p {_p(tests.mann_kendall_p)}")
+        console.print(f"  regression: slope {tests.slope:+.3g} per token², p {_p(tests.regression_p)}, "
+                      f"R² {tests.r_squared:.3f}")  # fmt: skip
+        console.print(f"  {tests.verdict}", style="bold")
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    for column in ("fit h(t) = p0 + eta t", "p0", "eta", "theta0", "delta", "theta*"):
+        table.add_column(column, justify="left" if column.startswith("fit") else "right")
+    for name, fit in (("published", found.published), ("censored", found.censored)):
+        one = thresholds[name]
+        if fit is not None and one is not None:
+            table.add_row(f"{name} estimator", f"{fit.p0:.3e}", f"{fit.eta:.3e}", f"{one.theta0:.3f}",
+                          f"{one.delta_theta:+.3f}", f"{one.theta_star:.3f}")  # fmt: skip
+    console.print(table)
+    console.print(f"theta: share of slots idle at which to refill, {where}", style="dim", markup=False)
+
+
+def _profile(found: Hazard) -> str:
+    from ebbench.render.numbers import spark
+
+    _, rate = found.binned(30)
+    top = float(rate.max()) or 1.0
+    bars = spark(tuple(float(value) / top for value in rate))
+    return f"hazard per token, t from 1 to {found.t_reliable:,}: {bars} (highest {top:.2e})"
+
+
+def _p(value: float) -> str:
+    return "below 1e-16" if value < 1e-16 else f"{value:.2g}"
+
+
+def _plot(found: Hazard, name: str, path: Path) -> None:
+    from ebbench.errors import UsageError
+    from ebbench.papers.figure11 import hazard_panels
+    from ebbench.render.figures import FORMATS, save
+
+    suffix = path.suffix.removeprefix(".")
+    if suffix not in FORMATS:
+        raise UsageError(f"--plot {path} must end in one of {', '.join('.' + one for one in FORMATS)}")
+    save(hazard_panels(found, name), path.with_suffix(""), [suffix])

@@ -1,0 +1,248 @@
+"""What to run: candidate policies simulated on the same plans over several seeds, beside what theory says."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ebbench.analysis.advise import Load, Prediction, predict, sign_changes
+from ebbench.analysis.hazard_tests import analyse_lengths
+from ebbench.analysis.slo import Slo
+from ebbench.analysis.statistics import Interval, paired_t
+from ebbench.analysis.summary import summarise
+from ebbench.errors import UsageError
+from ebbench.papers.cells import Cell, settings
+from ebbench.papers.store import CellStore
+from ebbench.workloads import load_scenario
+
+BASELINE = "v1"
+TIE = 0.005
+CONCURRENCIES = (16, 32, 64, 128, 256, 512, 1024, 2048)
+SHARES = (0.1, 0.25, 0.5, 0.75, 0.9)
+PROBE_PROMPTS = 1200
+# Of two that are as good, the one that differs less from what vLLM does by itself.
+SIMPLEST_FIRST = ("v1", "ebplus", "marginal", "eb", "v0")
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked. ``slo`` empty: throughput decides; else goodput."""
+
+    workload: str
+    device: str
+    model: str
+    scenario: str | None
+    plan: Mapping[str, str | int | float | None]
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    seeds: int
+    slo: Slo
+    policies: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Score:
+    """One policy over the seeds: its objective, and its gain over v1 and over the best as shares, paired by seed.
+
+    ``attainment`` is the mean share that met the SLO; latencies are means of medians, ms.
+    """
+
+    policy: str
+    objective: float
+    values: tuple[float, ...]
+    gain: Interval | None
+    behind_best: Interval | None
+    attainment: float | None
+    ttft_ms: float
+    tpot_ms: float
+    tokens_per_s: float
+
+
+@dataclass(frozen=True)
+class Probe:
+    """EB against v1 over a sweep: ``gain[i]`` of EB at ``x[i]``, and where it changes sign."""
+
+    x: tuple[float, ...]
+    gain: tuple[float, ...]
+    crossings: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Advice:
+    """The answer; ``scores`` best first."""
+
+    question: Question
+    load: Load
+    theory: Prediction
+    scores: tuple[Score, ...]
+    chosen: Score
+    reason: str
+    concurrency: Probe | None
+    mix: Probe | None
+
+
+def default_policies(slo: Slo) -> tuple[str, ...]:
+    """The candidates; with TTFT or TPOT targets the SLO-aware policy is given them."""
+    targets = [f"{name}={limit / 1e3:g}" for name, limit in slo.limits().items() if name in ("ttft", "tpot")]
+    aware = "marginal:" + ",".join(targets) if targets else "marginal"
+    return tuple(dict.fromkeys((BASELINE, "eb", "ebplus", "marginal", aware)))
+
+
+def main_cells(question: Question) -> list[Cell]:
+    """Every policy on every seed's plan."""
+    return [_cell(question, policy, seed) for seed in range(question.seeds) for policy in question.policies]
+
+
+def _cell(question: Question, policy: str, seed: int) -> Cell:
+    return Cell(
+        question.workload, policy, question.device, question.model, question.max_num_seqs,
+        question.max_num_batched_tokens, question.scenario, settings(**question.plan), seed, weight=2.0,
+    )  # fmt: skip
+
+
+def load_of(question: Question) -> Load:
+    """Lengths and hazard of the first plan. Raises what build_plan raises."""
+    plan = _cell(question, BASELINE, 0).plan()
+    outputs = plan.table["output_tokens"].to_numpy()
+    hazard = analyse_lengths(outputs)
+    mu_o, mu_l = float(outputs.mean()), float(plan.table["input_tokens"].to_numpy().mean())
+    fit = hazard.censored
+    limits = [phase.max_concurrency for phase in plan.phases]
+    concurrency = max(limits, default=plan.max_concurrency or len(plan))
+    return Load(mu_l, mu_o, fit.p0 if fit else 1 / mu_o, fit.eta if fit else 0.0, int(concurrency))
+
+
+def concurrency_cells(question: Question, load: Load) -> dict[float, tuple[Cell, Cell]]:
+    """v1 and EB at each concurrency, closed loop, the workload's lengths (or the means a scenario brings)."""
+    lengths: dict[str, int] = {}
+    if question.scenario is not None and load_scenario(question.scenario).own_lengths:
+        lengths = {"input_len": max(1, round(load.mu_l)), "output_len": max(1, round(load.mu_o))}
+    levels = [c for c in CONCURRENCIES if c <= 2 * question.max_num_seqs]
+    return {c: _pair(question, {"max_concurrency": c}, lengths) for c in levels}
+
+
+def mix_cells(question: Question, load: Load) -> dict[float, tuple[Cell, Cell]]:
+    """v1 and EB at each decode share, tokens a request as now, uniform lengths, at the load's concurrency."""
+    total = load.mu_l + load.mu_o
+    pairs = {}
+    for r in SHARES:
+        lengths = {"input_len": max(1, round((1 - r) * total)), "output_len": max(1, round(r * total))}
+        pairs[r] = _pair(question, {"max_concurrency": min(load.concurrency, 2048)}, lengths)
+    return pairs
+
+
+def _pair(question: Question, traffic: dict[str, int], lengths: dict[str, int]) -> tuple[Cell, Cell]:
+    own = {} if lengths else {k: v for k, v in question.plan.items() if k in _LENGTH_KEYS}
+    workload = "balanced" if lengths else question.workload
+    # Enough for the load to stand at its level for a while before it drains.
+    plan = settings(num_prompts=max(PROBE_PROMPTS, 3 * traffic["max_concurrency"]), **own, **lengths, **traffic)
+    v1, eb = (
+        Cell(workload, policy, question.device, question.model, question.max_num_seqs,
+             question.max_num_batched_tokens, "saturated", plan, 0)
+        for policy in (BASELINE, "eb")
+    )  # fmt: skip
+    return v1, eb
+
+
+_LENGTH_KEYS = ("source", "input_len", "output_len", "length_distribution", "tokenizer")
+
+
+def probe(pairs: Mapping[float, tuple[Cell, Cell]], store: CellStore, *, log: bool) -> Probe:
+    """EB's gain in total tokens/s over a sweep. Raises UsageError when a run is missing."""
+    x, gains = [], []
+    for at, (v1, eb) in sorted(pairs.items()):
+        rates = [_figure(store, cell, "total_token_throughput") for cell in (v1, eb)]
+        x.append(float(at))
+        gains.append(rates[1] / rates[0] - 1)
+    scale = [math.log(value) for value in x] if log else x
+    crossings = tuple(math.exp(value) if log else value for value in sign_changes(scale, gains))
+    return Probe(tuple(x), tuple(gains), crossings)
+
+
+def _figure(store: CellStore, cell: Cell, key: str) -> float:
+    found = store.get(cell)
+    value = None if found is None else found.get(key)
+    if value is None:
+        raise UsageError(f"the run of {cell.policy} gave no {key}; use more requests (--num-prompts)")
+    return value
+
+
+def advise(question: Question, store: CellStore, *, with_crossover: bool) -> Advice:
+    """Put stored runs and theory together; the runs must be there. Raises UsageError, TheoryError."""
+    load = load_of(question)
+    device = main_cells(question)[0].load_device()
+    theory = predict(load, device.calibration, device.kv_capacity_tokens, question.max_num_seqs)
+    scores = score(question, store)
+    chosen, reason = choose(scores)
+    return Advice(
+        question, load, theory, scores, chosen, reason,
+        probe(concurrency_cells(question, load), store, log=True) if with_crossover else None,
+        probe(mix_cells(question, load), store, log=False) if with_crossover else None,
+    )  # fmt: skip
+
+
+def score(question: Question, store: CellStore) -> tuple[Score, ...]:
+    """Scores of all policies, best objective first."""
+    values = {p: [_objective(question, store, p, s) for s in range(question.seeds)] for p in question.policies}
+    best = max(values, key=lambda policy: sum(values[policy]))
+    scores = [_score(question, store, policy, values, best) for policy in question.policies]
+    return tuple(sorted(scores, key=lambda one: -one.objective))
+
+
+def _objective(question: Question, store: CellStore, policy: str, seed: int) -> float:
+    cell = _cell(question, policy, seed)
+    if not question.slo:
+        return _figure(store, cell, "total_token_throughput")
+    found = store.get(cell)
+    assert found is not None  # the caller made the runs
+    return summarise(found.run, question.slo).metrics.request_goodput or 0.0
+
+
+def _score(question: Question, store: CellStore, policy: str, values: Mapping[str, list[float]], best: str) -> Score:
+    own = values[policy]
+    cells = [_cell(question, policy, seed) for seed in range(question.seeds)]
+
+    def mean(key: str) -> float:
+        return sum(_figure(store, cell, key) for cell in cells) / len(cells)
+
+    attainment = None
+    if question.slo:
+        shares = [summarise(found.run, question.slo).metrics.slo_attainment or 0.0
+                  for cell in cells if (found := store.get(cell)) is not None]  # fmt: skip
+        attainment = sum(shares) / len(shares)
+    return Score(
+        policy, sum(own) / len(own), tuple(own), relative_gain(own, values.get(BASELINE)),
+        relative_gain(own, values[best]), attainment, mean("median_ttft_ms"), mean("median_tpot_ms"),
+        mean("total_token_throughput"),
+    )  # fmt: skip
+
+
+def relative_gain(ours: Sequence[float], base: Sequence[float] | None) -> Interval | None:
+    """Mean relative gain with its paired 95 % t interval, from the logs of the ratios; None where undefined."""
+    if base is None or min(base) <= 0 or min(ours) <= 0:
+        return None
+    found = paired_t([math.log(a / b) for a, b in zip(ours, base, strict=True)])
+    return Interval(*(math.expm1(value) for value in (found.mean, found.low, found.high)))
+
+
+def choose(scores: Sequence[Score]) -> tuple[Score, str]:
+    """The simplest policy that is as good as the best: not behind by more than TIE, or not surely so."""
+    best = scores[0]
+    equal = [one for one in scores if one is best or _ties(one)]
+    chosen = min(equal, key=lambda one: _rank(one.policy))
+    if len(equal) == 1:
+        return chosen, "it is ahead of every other candidate by more than chance and half a per cent"
+    names = ", ".join(one.policy for one in equal)
+    return chosen, f"{names} are equal within chance or half a per cent, and it is the simplest of them"
+
+
+def _ties(one: Score) -> bool:
+    behind = one.behind_best
+    return behind is not None and (behind.mean >= -TIE or (math.isfinite(behind.high) and behind.high >= 0))
+
+
+def _rank(policy: str) -> int:
+    kind = policy.partition(":")[0]
+    order = SIMPLEST_FIRST.index(kind) if kind in SIMPLEST_FIRST else len(SIMPLEST_FIRST)
+    return 10 * order + (":" in policy)

@@ -1,0 +1,28 @@
+"""What a figure is: its cells and the chart drawn from their results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ebbench.papers.cells import Cell
+from ebbench.papers.store import CellStore
+from ebbench.papers.table import Wish
+
+
+@dataclass(frozen=True)
+class PaperFigure:
+    """One published figure. ``chart`` returns an altair chart; ``caption`` says what is ours and what is not."""
+
+    name: str
+    title: str
+    cells: Callable[[Wish], list[Cell]]
+    chart: Callable[[Wish, CellStore], Any]
+    caption: str
+    whole: bool = True
+
+
+def no_cells(_wish: Wish) -> list[Cell]:
+    """For figures that need no run."""
+    return []

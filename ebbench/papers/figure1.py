@@ -1,0 +1,160 @@
+"""Figure 1 of the EB paper: step time by batch composition, and the marginal cost of a token in a mixed batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ebbench.devices.base import CostModel
+from ebbench.devices.fit import decode_shape, mixed_shape, prefill_shape
+from ebbench.devices.marginal import marginal_curve
+from ebbench.papers.figure import PaperFigure, no_cells
+from ebbench.papers.published import gpu_title, rows
+from ebbench.papers.store import CellStore
+from ebbench.papers.table import Wish
+from ebbench.render.figures import BLACK, BLUE, GREEN, GREY, ORANGE, SKY, VERMILION, altair, colour, dash, values
+
+CONTEXT_TOKENS = 512
+TOKENS = tuple(range(256, 4097, 256))
+SHARES = (0.0, 0.2, 0.5, 0.8, 1.0)
+_NAMES = ("prefill only", "20 % decode", "50 % decode", "80 % decode", "decode only")
+_COLOURS = (BLACK, SKY, BLUE, ORANGE, VERMILION)
+PUBLISHED_CROSSOVER = {"rtx-pro-6000": 0.20, "h200": 0.80}
+_WIDTH, _HEIGHT = 270, 180
+
+
+def _device_cost(device: str, model: str, eager: bool = False) -> CostModel:
+    from ebbench.devices import load_device
+
+    return load_device(device, model, eager=eager).cost
+
+
+def step_ms(cost: CostModel, tokens: int, share: float, context: int) -> float:
+    """Time of one step of ``tokens`` of which ``share`` are decodes with ``context`` tokens of KV each, ms."""
+    if share == 0.0:
+        return 1e3 * cost.step_s(prefill_shape(tokens))
+    if share == 1.0:
+        return 1e3 * cost.step_s(decode_shape(tokens, context))
+    return 1e3 * cost.step_s(mixed_shape(tokens, share, context))
+
+
+def _times(device: str, model: str) -> list[dict[str, Any]]:
+    cost = _device_cost(device, model)
+    return [
+        {"tokens": tokens, "series": name, "value": step_ms(cost, tokens, share, CONTEXT_TOKENS)}
+        for share, name in zip(SHARES, _NAMES, strict=True)
+        for tokens in TOKENS
+    ]
+
+
+def _time_panel(device: str, model: str) -> Any:
+    alt = altair()
+    lines = (
+        alt.Chart(values(_times(device, model)))
+        .mark_line(strokeWidth=1.8)
+        .encode(
+            x=alt.X("tokens:Q", title="tokens in the step"),
+            y=alt.Y("value:Q", title="step time, ms"),
+            color=colour(_NAMES, _COLOURS, "batch"),
+            strokeDash=dash(_NAMES, "batch"),
+        )
+    )
+    return lines.properties(width=_WIDTH, height=_HEIGHT, title=f"{gpu_title(device)}, {model}")
+
+
+def _marginal_panel(device: str, model: str) -> Any:
+    alt = altair()
+    curve = marginal_curve(_device_cost(device, model), CONTEXT_TOKENS)
+    mixed = [{"r": r, "value": 1e6 * y} for r, y in zip(curve.shares, curve.mixed_s, strict=True)]
+    flat = [
+        {"value": 1e6 * curve.decode_s, "series": "decode only"},
+        {"value": 1e6 * curve.prefill_s, "series": "prefill only"},
+    ]
+    names, colours = ("mixed batch", "decode only", "prefill only"), (GREEN, VERMILION, BLACK)
+    x = alt.X("r:Q", title="decode share r of the batch", scale=alt.Scale(domain=[0, 1]), axis=alt.Axis(format="%"))
+    line = (
+        alt.Chart(values([{**row, "series": "mixed batch"} for row in mixed]))
+        .mark_line(strokeWidth=2.2)
+        .encode(x=x, y=alt.Y("value:Q", title="µs per further token"), color=colour(names, colours, "token in a"),
+                strokeDash=dash(names, "token in a"))
+    )  # fmt: skip
+    rules = (
+        alt.Chart(values(flat))
+        .mark_rule(strokeWidth=1.6)
+        .encode(y="value:Q", color=colour(names, colours, "token in a"), strokeDash=dash(names, "token in a"))
+    )
+    layers = [line, rules]
+    published = PUBLISHED_CROSSOVER.get(device)
+    if published is not None:
+        mark = values([{"r": published}])
+        layers.append(alt.Chart(mark).mark_rule(color=GREY, strokeDash=[2, 2]).encode(x="r:Q"))
+        label = alt.Chart(mark).mark_text(
+            align="left" if published < 0.5 else "right",
+            dx=4 if published < 0.5 else -4,
+            color="#555",
+            fontSize=10,
+            text="published crossover",
+        )
+        layers.append(label.encode(x="r:Q", y=alt.value(10)))
+    return alt.layer(*layers).properties(width=_WIDTH, height=_HEIGHT)
+
+
+def _measured_rows(model: str, device: str) -> list[dict[str, Any]]:
+    """The authors' step times beside ours at the same composition and context, pure and mixed steps."""
+    cost, found = _device_cost(device, model, eager=True), []
+    for row in rows("iteration_time_qwen3_4b", "eb_vllm"):
+        decodes, prompts, prompt = (int(row[key]) for key in ("num_decode", "num_prefill", "prefill_tokens"))
+        total = decodes + prompts * prompt
+        kind = "decode only" if not prompts else "prefill only" if not decodes else "mixed batch"
+        ours = step_ms(cost, total, decodes / total, 32)
+        found.append({"measured": float(row["mean_ms"]), "ours": ours, "series": kind})
+    return found
+
+
+def _check_panel(model: str, device: str) -> Any:
+    alt = altair()
+    names, colours = ("mixed batch", "decode only", "prefill only"), (GREEN, VERMILION, BLACK)
+    found = _measured_rows(model, device)
+    top = max(max(row["measured"], row["ours"]) for row in found)
+    scale = alt.Scale(type="log", domain=[4, 1.1 * top], nice=False)
+    shape = alt.Shape(
+        "series:N", scale=alt.Scale(domain=list(names), range=["circle", "triangle-up", "square"]), title=None
+    )
+    points = (
+        alt.Chart(values(found))
+        .mark_point(size=28, opacity=0.75, filled=True)
+        .encode(
+            x=alt.X("measured:Q", title="published step time, ms", scale=scale),
+            y=alt.Y("ours:Q", title=f"ours on {gpu_title(device)}, ms", scale=scale),
+            color=colour(names, colours),
+            shape=shape,
+        )
+    )
+    diagonal = (
+        alt.Chart(values([{"x": 4, "y": 4}, {"x": top, "y": top}])).mark_line(color=GREY).encode(x="x:Q", y="y:Q")
+    )
+    return alt.layer(diagonal, points).properties(
+        width=_WIDTH, height=_HEIGHT, title=f"{model}, eager, 32 tokens of context"
+    )
+
+
+def _chart(wish: Wish, store: CellStore) -> Any:
+    alt = altair()
+    model = wish.models[0] if wish.models else "qwen3-4b"
+    devices = wish.devices or ("rtx-pro-6000", "h200")
+    times = alt.hconcat(*(_time_panel(device, model) for device in devices))
+    marginal = alt.hconcat(*(_marginal_panel(device, model) for device in devices))
+    panels = [times, marginal]
+    if model == "qwen3-4b":
+        panels.append(_check_panel(model, "h200"))
+    return alt.vconcat(*panels).resolve_scale(color="independent", strokeDash="independent", shape="independent")
+
+
+FIGURE1 = PaperFigure(
+    "figure1",
+    "step time and marginal cost by batch composition",
+    no_cells,
+    _chart,
+    "Ours: the devices' cost models, decodes with 512 tokens of context. Grey: the decode share at which the paper "
+    "sees a token of a mixed batch become dearer than one of a pure decode batch (20 % and 80 %). Bottom: 127 "
+    "published step times of Qwen3-4B (eb-vllm; GPU not named there, H200 by its slope) against ours.",
+)
