@@ -66,9 +66,10 @@ def settings(traces: Path | None) -> list[Setting]:
         made.append(Setting(name, {"workload": "balanced", "scenario": name}, LARGE))
     for name in ("ramp", "bursts-gamma", "bursts-on-off"):
         made.append(Setting(name, {**LENGTHS, "scenario": name, "num_prompts": 4000}, open_loop=True))
-    for name in ("AzureLLMInferenceTrace_conv.csv", "mooncake_conversation_trace.jsonl"):
+    # Mooncake's prompts are ten times as long, so fewer of them.
+    for name, count in (("AzureLLMInferenceTrace_conv.csv", 2000), ("mooncake_conversation_trace.jsonl", 400)):
         if traces is not None and (traces / name).is_file():
-            plan = {"workload": f"trace:{traces / name}", "num_prompts": 2000, "drop_too_long": True}
+            plan = {"workload": f"trace:{traces / name}", "num_prompts": count, "drop_too_long": True}
             made.append(Setting(name.split("_")[0].removesuffix("Trace"), plan))
     return made
 
