@@ -26,8 +26,9 @@ def no_hit(_ask: Ask, _unit: int) -> int:
 class ChunkPacking:
     """The capacity vector C_avail of Algorithm 2 while requests are placed one by one."""
 
-    def __init__(self, available: Mapping[int, int], hit: Hit = no_hit) -> None:
+    def __init__(self, available: Mapping[int, int], hit: Hit = no_hit, whole_chunk: int | None = None) -> None:
         self._capacity = dict(sorted(available.items()))
+        self._whole_chunk = whole_chunk
         self._hit = None if hit is no_hit else hit
 
     @property
@@ -39,7 +40,8 @@ class ChunkPacking:
         """The unit that ``ask`` leaves the most capacity, None if that unit has none to begin with.
 
         A unit takes a request as long as its own C_avail is positive, so a long prompt may overdraw it and is then
-        chunked over several passes. Among equals the lowest unit number wins.
+        chunked over several passes; with ``whole_chunk``, not in the paper, only a unit whose chunk is untouched may be
+        overdrawn. Among equals the lowest unit number wins.
         """
         best, best_after = -1, 0
         for unit, capacity in self._capacity.items():
@@ -49,6 +51,8 @@ class ChunkPacking:
             if best < 0 or after > best_after:
                 best, best_after = unit, after
         if best < 0 or self._capacity[best] <= 0:
+            return None
+        if self._whole_chunk is not None and best_after < 0 and self._capacity[best] < self._whole_chunk:
             return None
         self._capacity[best] = best_after
         return best

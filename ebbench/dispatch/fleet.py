@@ -49,7 +49,7 @@ class Fleet:
             self.instances.append(group)
         self.active: set[int] = set(range(len(self.instances)))
         self.idle: set[int] = set(self.active)  # nothing is open on them (zero-task state)
-        self.candidates: list[Unit] = list(self.units)
+        self.candidates: list[Unit] = self._spread()
         self._open_on = [0] * len(self.instances)
         self.memory: PrefixMemory | None = None
         self._open: dict[int, tuple[Unit, Ask, int]] = {}
@@ -58,7 +58,7 @@ class Fleet:
     def set_active(self, active: Iterable[int]) -> None:
         """Take requests on these instances only; what is open elsewhere stays accounted for."""
         self.active = set(active)
-        self.candidates = [unit for i in sorted(self.active) for unit in self.instances[i]]
+        self.candidates = self._spread()
 
     def send(self, ask: Ask, unit: Unit) -> None:
         """``ask`` goes to ``unit``."""
@@ -115,6 +115,12 @@ class Fleet:
             while unit.unacknowledged:
                 self._uncount(unit, unit.unacknowledged.popleft()[1])
             unit.queued_tokens = 0
+
+    def _spread(self) -> list[Unit]:
+        """Units of active instances, neighbours on different instances, so that taking turns spreads over them."""
+        groups = [self.instances[i] for i in sorted(self.active)]
+        depth = max((len(group) for group in groups), default=0)
+        return [group[place] for place in range(depth) for group in groups if place < len(group)]
 
     def _uncount(self, unit: Unit, key: int) -> None:
         unit.in_flight_tokens -= self._counted.pop(key, 0)

@@ -25,28 +25,28 @@ class RoundRobin:
     """One after the other, whatever they have to do."""
 
     def __init__(self) -> None:
-        self._last = -1
+        self._turn = 0
 
     def __call__(self, ask: Ask, units: Sequence[Unit]) -> Unit:
-        """The next unit in number after the last one used."""
-        chosen = next((unit for unit in units if unit.index > self._last), units[0])
-        self._last = chosen.index
+        """The next unit in turn."""
+        chosen = units[self._turn % len(units)]
+        self._turn += 1
         return chosen
 
 
 class LeastOutstanding:
-    """The unit with the fewest open requests; among equals the next in turn."""
+    """The unit with the fewest open requests; among equals they take turns."""
 
     def __init__(self) -> None:
-        self._last = -1
+        self._turn = 0
 
     def __call__(self, ask: Ask, units: Sequence[Unit]) -> Unit:
         """The least loaded unit."""
         fewest = min(unit.open_requests for unit in units)
-        equal = [unit for unit in units if unit.open_requests == fewest]
-        chosen = next((unit for unit in equal if unit.index > self._last), equal[0])
-        self._last = chosen.index
-        return chosen
+        equal = [place for place, unit in enumerate(units) if unit.open_requests == fewest]
+        place = next((place for place in equal if place >= self._turn), equal[0])
+        self._turn = place + 1
+        return units[place]
 
 
 class PowerOfTwo:

@@ -31,6 +31,7 @@ class CycleQueue:
         self._pending: list[Held] = []  # a heap, as the next
         self._new: list[Held] = []
         self._held: dict[int, Held] = {}
+        self.tokens = 0  # prompt tokens of all that is held
         # Pending requests, oldest first, with the cycle before the first one they missed.
         self._joined: OrderedDict[int, int] = OrderedDict()
 
@@ -42,6 +43,7 @@ class CycleQueue:
         self._order += 1
         held = Held(-ask.tokens if self._longest_first else 0, self._order, ask)
         self._held[ask.key] = held
+        self.tokens += ask.tokens
         heapq.heappush(self._new, held)
 
     def pop(self) -> Held:
@@ -50,7 +52,7 @@ class CycleQueue:
             while heap:
                 held = heapq.heappop(heap)
                 if self._held.get(held.ask.key) is held:  # else it was withdrawn
-                    del self._held[held.ask.key]
+                    self._remove(held.ask.key)
                     return held
         raise IndexError("the queue is empty")
 
@@ -58,11 +60,13 @@ class CycleQueue:
         """Requests that were popped and found no place are new no more."""
         for held in popped:
             self._held[held.ask.key] = held
+            self.tokens += held.ask.tokens
             heapq.heappush(self._new, held)
 
     def withdraw(self, key: int) -> None:
         """Forget a request."""
-        self._held.pop(key, None)
+        if key in self._held:
+            self._remove(key)
 
     def end_cycle(self, *, count: bool) -> None:
         """What is left becomes pending; with ``count`` the cycle counts against everyone's limit."""
@@ -82,9 +86,14 @@ class CycleQueue:
             key, joined = next(iter(self._joined.items()))
             if self._cycle - joined <= limit:
                 break
-            found.append(self._held.pop(key).ask)
+            found.append(self._remove(key).ask)
             self._forget_gone()
         return found
+
+    def _remove(self, key: int) -> Held:
+        held = self._held.pop(key)
+        self.tokens -= held.ask.tokens
+        return held
 
     def _forget_gone(self) -> None:
         while self._joined:

@@ -161,7 +161,7 @@ _SETTINGS: Mapping[str, Mapping[str, Callable[[str], Any]]] = {
     "sbs": {
         "chunk": _count, "window": _count, "network_ms": _positive, "forward_ms": _positive, "cycle_limit": _limit,
         **dict.fromkeys(
-            ("adaptive", "interval", "packing", "cache_aware", "bypass", "zero_queue", "signal", "watchdog"), _flag
+            ("adaptive", "interval", "packing", "overdraw", "cache_aware", "bypass", "zero_queue", "signal", "watchdog"), _flag
         ),
     },
 }  # fmt: skip

@@ -10,6 +10,7 @@ nothing there, and under light load it would only cost; this is how the policy f
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
@@ -20,6 +21,10 @@ from ebbench.dispatch.fleet import Fleet, Unit
 from ebbench.dispatch.interval import AdaptiveInterval
 from ebbench.dispatch.queues import CycleQueue
 from ebbench.dispatch.readiness import Checks, Readiness
+
+LIGHT_ARRIVALS = 2.0
+"""With fewer arrivals expected in an interval there is no batch to wait for."""
+ARRIVALS_KEPT = 64
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,7 @@ class StaggeredSettings:
     adaptive: bool = True
     interval: bool = True
     packing: bool = True
+    overdraw: bool = False
     cache_aware: bool = False
     bypass: bool = True
     cycle_limit: int | None = None
@@ -58,11 +64,13 @@ class StaggeredDispatcher:
         )
         self._ready = Readiness(len(fleet.instances), settings.checks)
         self._queue = CycleQueue(longest_first=settings.packing)
+        self._arrivals: deque[int] = deque(maxlen=ARRIVALS_KEPT)
         self._last_ns: int | None = None
         self._counted_ns: int | None = None
         self._turn = 0
         self._next_unit = 0
         self._full: set[int] = set()  # instances without capacity, until something happens there
+        self._goes_on: set[int] = set()  # have just signalled, and start at once on what they still hold
 
     @property
     def waiting(self) -> int:
@@ -72,6 +80,7 @@ class StaggeredDispatcher:
     def arrive(self, ask: Ask, now_ns: int) -> None:
         """See Dispatcher."""
         self._queue.add(ask)
+        self._arrivals.append(now_ns)
 
     def end_forward(self, signal: EndForward, now_ns: int) -> None:
         """The fast path: acknowledge, measure, mark ready."""
@@ -80,6 +89,8 @@ class StaggeredDispatcher:
             self.interval.end_forward(signal.duration_ns)
         self._ready.free(signal.instance)
         self._full.discard(signal.instance)
+        if any(unit.queued_tokens for unit in signal.units):
+            self._goes_on.add(signal.instance)
 
     def prefilled(self, key: int, now_ns: int) -> None:
         """See Dispatcher."""
@@ -103,8 +114,13 @@ class StaggeredDispatcher:
 
     def poll(self, now_ns: int) -> list[Order]:
         """Carry out every cycle that is due."""
-        if not self._queue:
-            return []
+        orders = self._cycles(now_ns) if self._queue else []
+        for instance in self._goes_on:
+            self._ready.dispatched(instance, now_ns)
+        self._goes_on.clear()
+        return orders
+
+    def _cycles(self, now_ns: int) -> list[Order]:
         for instance in self._ready.expired(self.interval.mean_ns, now_ns):
             self._reset(instance)
         orders: list[Order] = []
@@ -149,8 +165,19 @@ class StaggeredDispatcher:
         """Instances a batch may go to now, whether or not they have capacity."""
         active = self.fleet.active
         idle = self.fleet.idle & active
-        able: AbstractSet[int] = idle if self.settings.bypass else set()
-        return able | self._ready.ready(active, idle) if now_ns >= self._due_ns() else able
+        if now_ns >= self._due_ns():
+            return self._ready.ready(active, idle)
+        if not self.settings.bypass:
+            return set()
+        return self._goes_on & active | idle if self._waiting_is_vain(now_ns) else self._goes_on & active
+
+    def _waiting_is_vain(self, now_ns: int) -> bool:
+        """Whether the interval would bring an idle instance nothing: a full batch is there, or hardly anyone comes."""
+        units = len(self.fleet.units) / len(self.fleet.instances)
+        if self._queue.tokens >= units * self.settings.chunk_tokens:
+            return True
+        span_ns = now_ns - self._arrivals[0] if self._arrivals else 0
+        return len(self._arrivals) * self.interval.interval_ns < LIGHT_ARRIVALS * span_ns
 
     def _by_turn(self, instance: int) -> tuple[bool, int]:
         return instance < self._turn, instance
@@ -174,7 +201,7 @@ class StaggeredDispatcher:
         """Algorithm 2."""
         memory = self.fleet.memory
         hit = memory.hit_tokens if self.settings.cache_aware and memory is not None else no_hit
-        packing = ChunkPacking(available, hit)
+        packing = ChunkPacking(available, hit, None if self.settings.overdraw else self.settings.chunk_tokens)
         orders: list[Order] = []
         passed_over = []
         while self._queue and not packing.full:

@@ -68,7 +68,7 @@ def unit_device(
     try:
         profile, model = find_profile(device.name), find_model(device.model)
     except (UnknownNameError, OSError):
-        return _without_profile(device, pool)
+        return _without_profile(device)
     _check(pool, model)
     spare = profile.memory_bytes * (1 - utilization) * pool.tp
     link = _LINKS.get(profile.name, _OTHER_LINK)
@@ -91,11 +91,8 @@ def unit_device(
     return UnitDevice(replace(device, cost=cost, kv_capacity_tokens=capacity), spare, link, model.kv_bytes_per_token)
 
 
-def _without_profile(device: Device, pool: PoolSpec) -> UnitDevice:
-    if pool.tp > 1 or pool.ep > 1:
-        raise UsageError(
-            f"nothing is known of the GPUs of device {device.name!r}; tp and ep need a named device and model"
-        )
+def _without_profile(device: Device) -> UnitDevice:
+    """A device made by hand stands for a whole unit, however many GPUs that is."""
     return UnitDevice(device, 0.0, _OTHER_LINK, None)
 
 
