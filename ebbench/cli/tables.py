@@ -158,7 +158,7 @@ def with_progress(
     label: str, cells: Sequence[Cell], store: CellStore, *, whole: bool, workers: int | None, quiet: bool
 ) -> None:
     """Make those of ``cells`` that the store lacks, with a progress line on stderr."""
-    missing = store.missing(cells)
+    missing = store.missing(cells, whole=whole)
     if not missing:
         return
     from rich.console import Console

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -27,7 +28,7 @@ def run_missing(
 
     Raises what the first failing cell raises; cells finished before it, or before an interruption, are kept.
     """
-    todo = store.missing(cells)
+    todo = store.missing(cells, whole=whole)
     if not todo:
         return 0
     store.root.mkdir(parents=True, exist_ok=True)
@@ -54,10 +55,14 @@ def run_cell(cell: Cell, root: Path, whole: bool = True) -> Cell:
     anchor = wall_clock_ns()
     result = SimEngine().run(plan, policy, device, cell.options)
     temporary = Path(tempfile.mkdtemp(prefix=".cell-", dir=root))
-    with RunWriter(temporary) as writer:
-        run = conclude(writer, Setting(plan, policy, SimEngine.name, device, cell.options, anchor), result)
-    keep(temporary, cell, measured_from_run(run.path), whole=whole)
-    settle(temporary, root / cell.directory_name())
+    try:
+        with RunWriter(temporary) as writer:
+            run = conclude(writer, Setting(plan, policy, SimEngine.name, device, cell.options, anchor), result)
+        keep(temporary, cell, measured_from_run(run.path), whole=whole)
+        settle(temporary, root / cell.directory_name())
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
     return cell
 
 

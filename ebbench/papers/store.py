@@ -59,10 +59,14 @@ class CellStore:
             self._known[cell] = found
         return self._known[cell]
 
-    def missing(self, cells: Iterable[Cell]) -> list[Cell]:
-        """Cells yet to be run, each once, longest first."""
-        absent = [cell for cell in dict.fromkeys(cells) if self.get(cell) is None]
+    def missing(self, cells: Iterable[Cell], *, whole: bool = False) -> list[Cell]:
+        """Cells yet to be run, each once, longest first. ``whole``: also those of which only figures were kept."""
+        absent = [cell for cell in dict.fromkeys(cells) if not self._has(cell, whole)]
         return sorted(absent, key=lambda cell: -cell.weight)
+
+    def _has(self, cell: Cell, whole: bool) -> bool:
+        found = self.get(cell)
+        return found is not None and (not whole or (found.path / MANIFEST).exists())
 
     def _own_run(self, cell: Cell) -> Measured | None:
         if not self._adopted:
@@ -95,8 +99,8 @@ def keep(directory: Path, cell: Cell, measured: Measured, *, whole: bool) -> Non
 
 
 def settle(temporary: Path, final: Path) -> None:
-    """Give a finished cell its name. One that another process finished meanwhile stays."""
-    if (final / CELL).exists():
+    """Give a finished cell its name. One that another process finished meanwhile stays, if it holds as much."""
+    if (final / CELL).exists() and ((final / MANIFEST).exists() or not (temporary / MANIFEST).exists()):
         shutil.rmtree(temporary)
         return
     if final.exists():

@@ -1,0 +1,178 @@
+"""Figures and timelines: the data drawn are the run's, and every format is written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner, Result
+
+from ebbench.analysis.hazard_tests import analyse_lengths
+from ebbench.cli.main import app
+from ebbench.errors import DataError, UnknownNameError
+from ebbench.papers.cells import Cell, settings
+from ebbench.papers.execute import run_missing
+from ebbench.papers.figure1 import step_ms
+from ebbench.papers.figure3 import sweep12
+from ebbench.papers.figure11 import hazard_panels
+from ebbench.papers.figures import FIGURES, find_figure
+from ebbench.papers.store import CellStore
+from ebbench.papers.table import Wish
+from ebbench.records.run import Run
+from ebbench.render.figures import POLICY_COLOURS, SERIES, save
+from ebbench.render.figures_slo import surface_chart
+from ebbench.render.timeline import BINS, timeline_chart, timeline_of
+
+alt = pytest.importorskip("altair")
+pytest.importorskip("vl_convert")
+
+
+def invoke(*args: str) -> Result:
+    return CliRunner().invoke(app, list(args), env={"COLUMNS": "120"})
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """EB+ through a change of concurrency, long enough for its controller to update."""
+    store = CellStore(tmp_path_factory.mktemp("cells"))
+    cell = Cell("balanced", "ebplus", "rtx-pro-6000", "qwen3-8b", 256, 4096, "concurrency-shift",
+                settings(num_prompts=900))  # fmt: skip
+    run_missing([cell], store, workers=1)
+    found = store.get(cell)
+    assert found is not None
+    return found.run
+
+
+def test_the_timeline_holds_what_the_run_recorded(run: Run) -> None:
+    line = timeline_of(run)
+    steps = run.steps
+    end_s = max(steps["end_ns"].to_pylist()) / 1e9
+    assert line.modes[0]["t"] == pytest.approx(min(steps["start_ns"].to_pylist()) / 1e9)
+    assert line.modes[-1]["t2"] == pytest.approx(end_s)
+    assert {row["series"] for row in line.modes} <= {"exclusive", "mixed"}
+    assert [row["label"] for row in line.phases] == ["c=32", "c=512", "c=1024", "c=256", "c=2048"]
+    assert max(row["value"] for row in line.kv) <= 100
+    waiting = [row["value"] for row in line.queue if row["series"] == "waiting"]
+    assert 0 < max(waiting) <= max(steps["waiting"].to_pylist())
+    assert len(waiting) <= BINS
+    assert {row["series"] for row in line.sizes} == {"k*", "N*", "N_obs"}
+    assert len({row["series"] for row in line.sides}) == 2
+
+
+def test_the_timelines_throughput_adds_up_to_the_tokens(run: Run) -> None:
+    rows = timeline_of(run).throughput
+    width = rows[1]["t"] - rows[0]["t"]
+    requests = run.requests
+    tokens = sum(sum(requests[name].to_pylist()) for name in ("input_tokens", "output_tokens"))
+    assert sum(row["value"] for row in rows) * width == pytest.approx(tokens, rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["pdf", "svg", "png"])
+def test_a_timeline_is_written_in_every_format(run: Run, tmp_path: Path, kind: str) -> None:
+    (path,) = save(timeline_chart(timeline_of(run)), tmp_path / "t", [kind], legend="top")
+    head = {"pdf": b"%PDF", "svg": b"<svg", "png": b"\x89PNG"}[kind]
+    assert path.read_bytes().startswith(head)
+
+
+def test_unknown_formats_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnknownNameError, match="figure format"):
+        save(alt.Chart().mark_point(), tmp_path / "t", ["jpg"])
+
+
+def test_a_run_without_steps_has_no_timeline(run: Run) -> None:
+    tables = {"steps": run.steps.slice(0, 0)}
+    with pytest.raises(DataError, match="no engine steps"):
+        timeline_of(Run(run.path, run.manifest, tables))
+
+
+def test_attainment_is_drawn_for_every_phase(run: Run) -> None:
+    spec = surface_chart(run).to_dict()
+    panels = [panel for line in spec["vconcat"] for panel in line["hconcat"]]
+    assert len(panels) == 6, "the whole and five phases"
+
+
+def test_colours_are_told_apart_without_colour_vision() -> None:
+    """Okabe and Ito's colours differ in lightness; no two series of one figure share one."""
+    assert len(set(SERIES)) == len(SERIES)
+    assert len(set(POLICY_COLOURS.values())) == len(POLICY_COLOURS)
+
+
+def test_figure_1_takes_the_cost_models_step_times() -> None:
+    class Cost:
+        def step_s(self, shape):  # type: ignore[no-untyped-def]
+            chunk = sum(tokens for tokens, _ in shape.prefill)
+            return 1e-3 * (chunk + 10 * shape.decode_seqs + shape.decode_kv_tokens)
+
+    cost = Cost()
+    assert step_ms(cost, 100, 0.0, 8) == pytest.approx(100)
+    assert step_ms(cost, 100, 1.0, 8) == pytest.approx(100 * 10 + 800)
+    assert step_ms(cost, 100, 0.5, 8) == pytest.approx(50 + 500 + 400)
+
+
+def test_a_figure_is_found_by_several_spellings() -> None:
+    assert find_figure("fig-3") is find_figure("3") is find_figure("Figure3")
+    assert [figure.name.removeprefix("figure") for figure in FIGURES] == ["1", "3", "4", "5", "6", "11", "12"]
+    with pytest.raises(UnknownNameError, match="did you mean 'figure11'"):
+        find_figure("figure111")
+
+
+@pytest.mark.parametrize("figure", FIGURES, ids=lambda figure: figure.name)
+def test_every_figure_can_be_drawn_from_nothing(figure, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    """Without stored runs the chart holds the published values alone; its structure must be sound all the same."""
+    chart = figure.chart(Wish(num_prompts=300), CellStore(tmp_path))
+    assert chart.to_dict()["$schema"].startswith("https://vega.github.io/schema/vega-lite")
+
+
+def test_bars_of_figure_4_hold_published_values_and_ours(tmp_path: Path) -> None:
+    figure, wish = find_figure("4"), Wish(devices=("h200",), num_prompts=50)
+    store = CellStore(tmp_path)
+    cells = [cell for cell in figure.cells(wish) if cell.workload == "balanced"]
+    run_missing(cells, store, workers=1, whole=False)
+    spec = figure.chart(wish, store).to_dict()
+    rows = [row for data in spec["datasets"].values() for row in data] if "datasets" in spec else _inline(spec)
+    ours = [row for row in rows if row.get("source") == "ours"]
+    published = [row for row in rows if row.get("source") == "published"]
+    assert len(ours) == 9, "three policies, three metrics, one workload"
+    assert {row["value"] for row in published} >= {20.3}, "v1's published rate on H200, balanced"
+
+
+def _inline(node: object) -> list[dict]:  # type: ignore[type-arg]
+    if isinstance(node, dict):
+        data = node.get("data")
+        own = data.get("values", []) if isinstance(data, dict) else []
+        return [*own, *(row for value in node.values() for row in _inline(value))]
+    if isinstance(node, list):
+        return [row for value in node for row in _inline(value)]
+    return []
+
+
+def test_figure_12_averages_over_its_seeds(tmp_path: Path) -> None:
+    wish, store = Wish(num_prompts=40), CellStore(tmp_path)
+    cells = [c for c in find_figure("12").cells(wish) if c.policy == "eb:theta=0.5" and "gamma:4" in str(c.settings)]
+    assert len(cells) == 3
+    run_missing(cells, store, workers=1, whole=False)
+    (point,) = sweep12(wish, store, 4)
+    rates = [store.get(cell).get("total_token_throughput") for cell in cells]  # type: ignore[union-attr]
+    assert point["value"] == pytest.approx(np.mean(rates))
+    assert point["low"] < min(rates) + (max(rates) - min(rates)) < point["high"] * 1.5
+
+
+def test_hazard_panels_hold_every_answer() -> None:
+    lengths = np.minimum(np.random.default_rng(0).geometric(1 / 40, 1000), 80)
+    spec = hazard_panels(analyse_lengths(lengths), "made up").to_dict()
+    bars = [row for row in _inline(spec) if "x2" in row]
+    assert sum(row["value"] for row in bars) == pytest.approx(1.0)
+    cut = (lengths == 80).mean()
+    assert bars[-1]["value"] >= cut
+
+
+def test_the_command_draws_and_says_what_is_missing(run: Run, tmp_path: Path) -> None:
+    done = invoke("figures", "timeline", str(run.path), "-o", str(tmp_path), "-f", "svg")
+    assert done.exit_code == 0, done.output
+    assert len(list(tmp_path.glob("timeline-*.svg"))) == 1
+    missing = invoke("figures", "3", "--runs", str(tmp_path / "none"), "-o", str(tmp_path))
+    assert missing.exit_code == 3
+    assert "30 of 30 runs of figure3 are not stored" in missing.output
+    assert invoke("figures", "timeline").exit_code == 2
+    assert "timeline" in invoke("figures").output

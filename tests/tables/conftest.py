@@ -1,0 +1,64 @@
+"""Small runs shared by the tests of tables: made once, kept for the session."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ebbench.papers.cells import Cell, settings
+from ebbench.papers.execute import run_missing
+from ebbench.papers.store import CellStore, Measured
+
+SHIFT = """
+name = "small-shift"
+description = "Long prompts, then long answers"
+loop = "closed"
+
+[[phases]]
+name = "prompts"
+requests = 150
+max_concurrency = 48
+input = { family = "uniform", mean = 400 }
+output = { family = "uniform", mean = 30 }
+
+[[phases]]
+name = "answers"
+requests = 150
+max_concurrency = 48
+input = { family = "uniform", mean = 40 }
+output = { family = "uniform", mean = 200 }
+"""
+
+
+@pytest.fixture(scope="session")
+def shift_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A scenario file of the user's own with two phases."""
+    path = tmp_path_factory.mktemp("scenario") / "small-shift.toml"
+    path.write_text(SHIFT)
+    return path
+
+
+@pytest.fixture(scope="session")
+def shift_cell(shift_file: Path) -> Cell:
+    return Cell("balanced", "eb", "rtx-pro-6000", "qwen3-8b", 64, 2048, str(shift_file))
+
+
+@pytest.fixture(scope="session")
+def small_cell() -> Cell:
+    return Cell("balanced", "v1", "h200", "qwen3-8b", 64, 2048, settings=settings(num_prompts=40, output_len=20))
+
+
+@pytest.fixture(scope="session")
+def store(tmp_path_factory: pytest.TempPathFactory, shift_cell: Cell, small_cell: Cell) -> CellStore:
+    """A store that holds both cells."""
+    made = CellStore(tmp_path_factory.mktemp("cells"))
+    run_missing([shift_cell, small_cell], made, workers=1)
+    return made
+
+
+@pytest.fixture(scope="session")
+def shift_run(store: CellStore, shift_cell: Cell) -> Measured:
+    found = store.get(shift_cell)
+    assert found is not None
+    return found

@@ -1,0 +1,117 @@
+"""Cells are kept under their content: the same question is answered once, another question anew."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ebbench.errors import DataError
+from ebbench.papers import cells as cells_module
+from ebbench.papers.cells import Cell, settings
+from ebbench.papers.execute import run_missing
+from ebbench.papers.store import CELL, CellStore
+from ebbench.records.run import Run
+
+
+def test_a_second_call_runs_nothing(store: CellStore, small_cell: Cell, shift_cell: Cell) -> None:
+    again = CellStore(store.root)
+    assert run_missing([small_cell, shift_cell], again, workers=1) == 0
+    assert again.get(small_cell) is not None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"seed": 1}, {"policy": "eb"}, {"device": "l40s"}, {"max_num_seqs": 65},
+        {"settings": settings(num_prompts=41, output_len=20)}, {"prefix_caching": False},
+    ],
+    ids=lambda change: next(iter(change)),
+)  # fmt: skip
+def test_any_other_question_has_another_key(small_cell: Cell, change: dict[str, object]) -> None:
+    assert replace(small_cell, **change).key() != small_cell.key()  # type: ignore[arg-type]
+
+
+def test_the_order_of_work_is_no_part_of_the_question(small_cell: Cell) -> None:
+    assert replace(small_cell, weight=99.0).key() == small_cell.key()
+
+
+def test_changed_code_is_another_question(small_cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = small_cell.key()
+    monkeypatch.setattr(cells_module, "code_fingerprint", lambda: "other code")
+    assert small_cell.key() != before
+
+
+def test_a_changed_scenario_file_is_another_question(shift_cell: Cell, shift_file: Path) -> None:
+    before, text = shift_cell.key(), shift_file.read_text()
+    try:
+        shift_file.write_text(text.replace("mean = 400", "mean = 401"))
+        assert shift_cell.key() != before
+    finally:
+        shift_file.write_text(text)
+    assert shift_cell.key() == before
+
+
+def test_a_stored_cell_is_a_run_like_any_other(store: CellStore, small_cell: Cell) -> None:
+    found = store.get(small_cell)
+    assert found is not None
+    run = Run.load(found.path)
+    assert run.manifest.policy == "v1"
+    assert run.manifest.valid
+    assert found.figures["completed"] == 40 == run.requests.num_rows
+
+
+def test_figures_alone_can_be_kept(tmp_path: Path, small_cell: Cell) -> None:
+    store = CellStore(tmp_path)
+    run_missing([small_cell], store, workers=1, whole=False)
+    found = store.get(small_cell)
+    assert found is not None
+    assert [path.name for path in found.path.iterdir()] == [CELL]
+    assert found.get("request_throughput") > 0  # type: ignore[operator]
+    with pytest.raises(DataError, match="only the figures"):
+        _ = found.run
+    assert run_missing([small_cell], store, workers=1, whole=False) == 0
+    assert run_missing([small_cell], store, workers=1, whole=True) == 1, "the run itself was asked for"
+    assert found.run.manifest.policy == "v1"
+
+
+def test_a_pool_gives_what_one_process_gives(tmp_path: Path, small_cell: Cell) -> None:
+    cells = [small_cell, replace(small_cell, seed=1)]
+    run_missing(cells, CellStore(tmp_path / "one"), workers=1, whole=False)
+    run_missing(cells, CellStore(tmp_path / "two"), workers=2, whole=False)
+    for cell in cells:
+        ours, theirs = CellStore(tmp_path / "one").get(cell), CellStore(tmp_path / "two").get(cell)
+        assert ours is not None
+        assert theirs is not None
+        assert {**ours.figures, "run_dir": ""} == {**theirs.figures, "run_dir": ""}
+
+
+def test_a_damaged_cell_is_named(tmp_path: Path, small_cell: Cell) -> None:
+    directory = tmp_path / small_cell.directory_name()
+    directory.mkdir()
+    (directory / CELL).write_text("{")
+    with pytest.raises(DataError, match=small_cell.directory_name()):
+        CellStore(tmp_path).get(small_cell)
+
+
+def test_a_run_of_the_users_own_answers_the_cell_it_shares_a_plan_with(
+    store: CellStore, small_cell: Cell, tmp_path: Path
+) -> None:
+    found = store.get(small_cell)
+    assert found is not None
+    adopting = CellStore(tmp_path, adopted=[found.path])
+    taken = adopting.get(small_cell)
+    assert taken is not None
+    assert taken.path == found.path
+    assert adopting.get(replace(small_cell, seed=1)) is None, "another seed is another plan"
+    assert adopting.get(replace(small_cell, max_num_seqs=32)) is None
+
+
+def test_cell_json_says_what_it_answers(store: CellStore, small_cell: Cell) -> None:
+    found = store.get(small_cell)
+    assert found is not None
+    content = json.loads((found.path / CELL).read_text())
+    assert content["cell"]["policy"] == "v1"
+    assert content["code"] == cells_module.code_fingerprint()

@@ -1,0 +1,67 @@
+"""The reference tables are read as printed, and every published cell has a run of ours behind it."""
+
+from __future__ import annotations
+
+import pytest
+
+from ebbench.papers.deferred import implied_constants
+from ebbench.papers.published import best_config, pick, rows
+from ebbench.papers.registry import TABLES, find_table
+from ebbench.papers.table import Wish
+from ebbench.papers.table3 import TRAFFIC, table3_cell
+from vllm_eb.deferred import DeferredModel, exact_chain
+
+
+def test_published_numbers_are_found_by_their_labels() -> None:
+    where = {"gpu": "RTX PRO 6000", "model": "Qwen3-8B", "workload": "ShareGPT"}
+    assert pick("table2_throughput_rps", "eb_rps", **where) == 19.68
+    assert pick("table2_throughput_rps", "eb_rps", gpu="L40S", model="Qwen3-8B", workload="ShareGPT") is None
+
+
+def test_the_published_gain_follows_from_the_published_rates() -> None:
+    """Guards the transcription: the table's own difference column must follow from its rates, to its rounding."""
+    for row in rows("table2_throughput_rps"):
+        gain = 100 * (float(row["eb_rps"]) / float(row["v1_rps"]) - 1)
+        assert gain == pytest.approx(float(row["diff_percent_vs_v1"]), abs=0.8)
+
+
+def test_best_configurations_are_those_of_tables_14_to_16() -> None:
+    assert best_config("rtx-pro-6000", "eb", "numinamath", "qwen3-8b") == (4096, 256)
+    assert best_config("h200", "v1", "balanced", "qwen3-8b") == (10240, 512)
+    assert best_config("rtx-pro-6000", "ebplus", "sharegpt", "qwen3-8b") == (14336, 1536), "others take eb's"
+    assert best_config("l40s", "v1", "sharegpt", "llama-3.1-8b") == best_config(
+        "rtx-pro-6000", "v1", "sharegpt", "qwen3-8b"
+    ), "what was not published takes the nearest that was"
+
+
+@pytest.mark.parametrize("name", ["3", "table3", "Table-3", "table_3"])
+def test_a_table_goes_by_several_spellings(name: str) -> None:
+    assert find_table(name).name == "table3"
+
+
+def test_every_row_of_table_3_has_its_run() -> None:
+    published = {row["scenario"] for row in rows("table3_traffic_and_nonstationary")}
+    assert published == set(TRAFFIC)
+    cells = find_table("3").cells(Wish())
+    assert len(set(cells)) == 50, "five scenarios, five policies, two GPUs"
+    plan = table3_cell(Wish(), "h200", "qwen3-8b", "concurrency_shift", "v1").plan()
+    assert [phase.max_concurrency for phase in plan.phases] == [32, 512, 1024, 256, 2048]
+    assert len(plan) == 10_000
+
+
+def test_no_two_tables_share_a_name() -> None:
+    names = [name for table in TABLES for name in (table.name, *table.aliases)]
+    assert len(names) == len(set(names))
+
+
+@pytest.mark.parametrize("row", rows("deferred_table1"), ids=lambda row: row["model"])
+def test_implied_constants_give_back_the_published_rates(row: dict[str, str]) -> None:
+    """They were solved from them, with the exact chain in place of the paper's approximation."""
+    cost = implied_constants(row)
+    assert min(cost.c_p, cost.c_d, cost.prompt_s, cost.t_d) > 0
+    model = DeferredModel(int(row["batch_limit"]), 1 / 201, cost.c_p, cost.c_d, cost.t_d, cost.prompt_s)
+    chain = exact_chain(model)
+    assert chain.throughput[0] == pytest.approx(float(row["default_throughput_rps"]), rel=1e-6)
+    best = int(row["k_experiment"])
+    assert chain.throughput[best - 1] == pytest.approx(float(row["throughput_experiment_rps"]), rel=1e-6)
+    assert chain.best_k == pytest.approx(int(row["k_numeric"]), abs=2)

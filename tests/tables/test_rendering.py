@@ -1,0 +1,136 @@
+"""One document in five formats: the same numbers, every text escaped."""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+from shutil import which
+
+import pytest
+from rich.console import Console
+
+from ebbench.analysis.paper_tables import Column, Document, Section, compared, comparison, labels, number
+from ebbench.render.latex import as_latex, escaped
+from ebbench.render.markdown import as_markdown
+from ebbench.render.paper_tables import as_csv, as_html, as_rich
+
+NASTY = "a_b & 50% </script> | $x$"
+
+
+def document() -> Document:
+    columns = (*labels("workload", "metric"), *compared("eb"), *compared("v1", points=True))
+    rows = (
+        (NASTY, "rate", *comparison(200.0, 250.0), *comparison(40.0, 43.5, points=True)),
+        (NASTY, "other", *comparison(None, 1234.5), *comparison(5.0, None, points=True)),
+    )
+    return Document("t", f"Title {NASTY}", (Section("GPU", columns, rows),), ("a note",), "ebbench tables t")
+
+
+def test_differences_are_relative_or_in_points() -> None:
+    assert comparison(200.0, 250.0) == (200.0, 250.0, 0.25)
+    assert comparison(40.0, 43.5, points=True) == (40.0, 43.5, 3.5)
+    assert comparison(None, 1.0)[2] is None
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"), [(13179, "13,179"), (164.21, "164.2"), (19.684, "19.68"), (0.0611, "0.061"), (1234.5, "1,234")]
+)
+def test_numbers_have_about_four_digits(value: float, shown: str) -> None:
+    assert number(value) == shown
+
+
+def test_a_row_must_fit_its_columns() -> None:
+    with pytest.raises(ValueError, match="2 values under 1 columns"):
+        Section("x", labels("a"), (("b", "c"),))
+
+
+def test_markdown_is_a_table_github_can_read() -> None:
+    text = as_markdown(document())
+    table = [line for line in text.splitlines() if line.startswith("|")]
+    assert len({len(re.split(r"(?<!\\)\|", line)) for line in table}) == 1, "every row has as many cells"
+    assert "ebbench tables t" in text
+    assert "</script>" not in text
+    assert "**250.0**" in text
+    assert "+25.0 %" in text
+    assert "+3.5 pp" in text
+    assert "| – |" in text
+
+
+def test_csv_holds_plain_numbers() -> None:
+    rows = list(csv.DictReader(io.StringIO(as_csv(document()))))
+    assert float(rows[0]["eb_ours"]) == 250.0
+    assert float(rows[0]["eb_diff"]) == 0.25
+    assert rows[1]["eb_published"] == ""
+    assert rows[0]["workload"] == NASTY
+
+
+def test_html_is_well_formed_and_escaped() -> None:
+    text = as_html(document())
+    assert "</script>" not in text
+
+    class Balance(HTMLParser):
+        def __init__(self) -> None:
+            super().__init__()
+            self.open: list[str] = []
+
+        def handle_starttag(self, tag: str, attrs: object) -> None:
+            self.open.append(tag)
+
+        def handle_endtag(self, tag: str) -> None:
+            assert self.open.pop() == tag
+
+    parser = Balance()
+    parser.feed(text)
+    assert not parser.open
+    assert '<th colspan="3">eb</th>' in text
+
+
+def test_latex_uses_booktabs_and_escapes() -> None:
+    text = as_latex(document())
+    assert text.count(r"\toprule") == text.count(r"\midrule") == text.count(r"\bottomrule") == 1
+    assert r"\multicolumn{3}{c}{eb}" in text
+    assert r"\cmidrule(lr){3-5}" in text
+    assert "a\\_b \\& 50\\%" in text
+    body = text.split(r"\midrule")[1].split(r"\bottomrule")[0]
+    for line in body.strip().splitlines():
+        assert len(re.findall(r"(?<!\\)&", line)) == 7, "eight columns"
+
+
+def test_latex_escapes_every_special_character() -> None:
+    assert escaped("\\{}") == r"\textbackslash{}\{\}"
+    assert escaped("#~^<>") == r"\#\textasciitilde{}\textasciicircum{}\textless{}\textgreater{}"
+
+
+@pytest.mark.skipif(which("pdflatex") is None, reason="no LaTeX here")
+def test_latex_compiles(tmp_path: Path) -> None:
+    source = r"\documentclass{article}\usepackage{booktabs}\begin{document}" + as_latex(document()) + r"\end{document}"
+    (tmp_path / "t.tex").write_text(source)
+    command = ["pdflatex", "-interaction=nonstopmode", "-halt-on-error", "t.tex"]
+    assert subprocess.run(command, cwd=tmp_path, capture_output=True, timeout=60).returncode == 0
+
+
+@pytest.mark.parametrize("width", [50, 70, 100, 200])
+def test_a_terminal_shows_every_number_whole(width: int) -> None:
+    """A table too wide comes in pieces, not with its cells cut off."""
+    wide = (*labels("name"), *(column for i in range(6) for column in compared(f"policy-{i}")))
+    row = ("row", *(value for i in range(6) for value in comparison(1000.0 * (i + 1), 1100.0 * (i + 1))))
+    made = Document("w", "wide", (Section("", wide, (row,)),))
+    console = Console(width=width)
+    with console.capture() as capture:
+        console.print(as_rich(made, width))
+    text = capture.get()
+    assert "…" not in text
+    for i in range(6):
+        assert f"{1100 * (i + 1):,}" in text
+    assert max(len(line) for line in text.splitlines()) <= width
+
+
+def test_ours_is_marked() -> None:
+    column = Column("ours", ours=True)
+    made = Document("m", "marked", (Section("", (*labels("x"), column), (("a", 5.0),)),))
+    assert "| a | **5.00** |" in as_markdown(made)
+    assert "<b>5.00</b>" in as_html(made)

@@ -1,0 +1,63 @@
+"""One scenario file drives the simulator, the emulated vLLM and a server over HTTP: same phases, same requests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pyarrow.compute as pc
+import pytest
+
+from ebbench.devices import load_device
+from ebbench.engines import select_engine
+from ebbench.engines.base import Engine, EngineOptions
+from ebbench.engines.sim import SimEngine
+from ebbench.records.plan import Plan
+from ebbench.workloads import build_plan
+from vllm_eb.policy import parse_policy
+
+OPTIONS = EngineOptions(max_num_seqs=32, max_num_batched_tokens=2048, max_model_len=4096)
+SMALL = """
+name = "two"
+description = "Two levels"
+loop = "closed"
+
+[[phases]]
+name = "low"
+requests = 12
+max_concurrency = 2
+input = { family = "uniform", mean = 60 }
+output = { family = "uniform", mean = 6 }
+
+[[phases]]
+name = "high"
+requests = 18
+max_concurrency = 6
+input = { family = "uniform", mean = 20 }
+output = { family = "uniform", mean = 12 }
+"""
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> Plan:
+    path = tmp_path / "two.toml"
+    path.write_text(SMALL)
+    return build_plan("balanced", str(path), source="profile")
+
+
+def check(engine: Engine, plan: Plan) -> None:
+    device = load_device("rtx-pro-6000", "qwen3-8b")
+    requests = engine.run(plan, parse_policy("v1"), device, OPTIONS, None).requests
+    assert requests.num_rows == 30
+    assert pc.all(pc.equal(requests["status"], "ok")).as_py()
+    assert requests["phase"].to_pylist() == plan.table["phase"].to_pylist()
+    assert requests["output_tokens"].to_pylist() == plan.table["output_tokens"].to_pylist()
+
+
+def test_in_the_simulator(plan: Plan) -> None:
+    check(SimEngine(), plan)
+
+
+@pytest.mark.vllm
+def test_in_the_emulated_vllm(plan: Plan) -> None:
+    pytest.importorskip("vllm")
+    check(select_engine("emulated")[0], plan)

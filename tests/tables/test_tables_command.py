@@ -1,0 +1,97 @@
+"""`ebbench tables` as a user drives it, on a table 3 made small."""
+
+from __future__ import annotations
+
+import csv
+import io
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from ebbench.cli.main import app
+from ebbench.papers.registry import TABLES
+from ebbench.papers.store import CellStore, Measured
+
+SMALL = ("--device", "h200", "--num-prompts", "60", "--workers", "1", "-q")
+
+
+def invoke(*args: str) -> Result:
+    return CliRunner().invoke(app, list(args), env={"COLUMNS": "160"})
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A runs directory that holds a small table 3."""
+    root = tmp_path_factory.mktemp("table3")
+    done = invoke("tables", "3", "--run", "--runs", str(root), *SMALL)
+    assert done.exit_code == 0, done.output
+    return root
+
+
+def test_the_list_names_every_table() -> None:
+    said = invoke("tables").output
+    assert all(table.name in said for table in TABLES)
+
+
+def test_published_ours_and_difference_stand_side_by_side(made: Path) -> None:
+    text = invoke("tables", "3", "--runs", str(made), *SMALL, "-f", "csv").output
+    rows = list(csv.DictReader(io.StringIO(text.split("\n\n")[0])))
+    first = next(row for row in rows if row["scenario"] == "c = 32" and row["metric"] == "tokens/s")
+    assert float(first["v1_published"]) == 11584
+    ours = float(first["v1_ours"])
+    assert float(first["v1_diff"]) == pytest.approx(ours / 11584 - 1)
+    assert float(first["v0_ours"]) > 0
+    assert len(rows) == 15
+
+
+def test_what_was_not_run_is_said_and_left_open(tmp_path: Path) -> None:
+    said = invoke("tables", "3", "--runs", str(tmp_path), "-f", "markdown")
+    assert said.exit_code == 0
+    assert "50 of 50 runs have not been made" in said.output
+    assert "| 13,549 | – | – |" in said.output
+
+
+@pytest.mark.parametrize("style", ["rich", "markdown", "latex", "html", "csv"])
+def test_every_format_can_be_written_to_a_file(made: Path, tmp_path: Path, style: str) -> None:
+    path = tmp_path / f"table.{style}"
+    done = invoke("tables", "table3", "--runs", str(made), *SMALL, "-f", style, "-o", str(path))
+    assert done.exit_code == 0, done.output
+    assert "27,464" in path.read_text() or "27464" in path.read_text()
+
+
+def test_your_own_runs_by_phase_and_over_targets(shift_run: Measured) -> None:
+    by_phase = invoke("tables", "phases", "--from", str(shift_run.path))
+    assert "prompts" in by_phase.output
+    assert "answers" in by_phase.output
+    targets = invoke("tables", "slo", "--from", str(shift_run.path), "--ttft", "1,60", "--tpot", "20,500", "--by-phase")
+    assert targets.output.count("TTFT ≤") == 3
+    assert "100.0" in targets.output
+
+
+def test_a_table_reads_the_users_own_runs(made: Path, tmp_path: Path) -> None:
+    """Runs made elsewhere stand for the cells whose plan and settings they share."""
+    said = invoke("tables", "3", "--runs", str(tmp_path), "--from", str(made), *SMALL, "-f", "markdown").output
+    assert "have not been made" not in said
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("tables", "tabel3"), "did you mean 'table3'"),
+        (("tables", "3", "-f", "docx"), "unknown format"),
+        (("tables", "2", "--outputs", "forcd"), "did you mean 'forced'"),
+        (("tables", "phases"), "needs runs"),
+        (("tables", "18", "--ttft", "two"), "no list of numbers"),
+        (("tables", "3", "--device", "h2000", "--run"), "did you mean 'h200'"),
+    ],
+)
+def test_mistakes_are_answered_with_the_remedy(args: tuple[str, ...], message: str, tmp_path: Path) -> None:
+    done = invoke(*args, "--runs", str(tmp_path))
+    assert done.exit_code != 0
+    assert message in " ".join((done.output, str(done.exception)))
+
+
+def test_a_stored_cell_survives_a_second_process_finishing_first(made: Path) -> None:
+    assert CellStore(made).root.exists()
+    assert not list(made.glob(".cell-*")), "no unfinished directory is left"
