@@ -149,9 +149,12 @@ def _environment() -> dict[str, str]:
     ours = {"PYTHONPATH": path, "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
     if cpu_build():
         free_gib = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") >> 30
-        ours["VLLM_CPU_KVCACHE_SPACE"] = os.environ.get("VLLM_CPU_KVCACHE_SPACE") or str(
-            max(1, free_gib // CPU_KV_SHARE)
-        )
+        ours |= {
+            "VLLM_CPU_KVCACHE_SPACE": str(max(1, free_gib // CPU_KV_SHARE)),
+            # The client must keep its schedule: a core that the model's threads do not spin on.
+            "VLLM_CPU_NUM_OF_RESERVED_CPU": str(min(1, (os.cpu_count() or 1) - 1)),
+        }
+        ours |= {name: os.environ[name] for name in ours if name.startswith("VLLM_CPU_") and name in os.environ}
     return dict(os.environ) | ours
 
 

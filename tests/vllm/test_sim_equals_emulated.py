@@ -13,15 +13,9 @@ pytestmark = pytest.mark.vllm
 
 ONLINE = "update_every=10,min_samples=8,window=40"
 POLICIES = (
-    "v1",
-    "v0",
-    "deferred:k=5",
-    "eb:k=9",
-    "eb:theta=0.4",
-    f"eb:{ONLINE}",
-    f"ebplus:margin=-1,{ONLINE}",
-    f"ebplus:{ONLINE}",
-)
+    "v1", "v0", "deferred:k=5", "eb:k=9", "eb:theta=0.4", f"eb:{ONLINE}", f"ebplus:margin=-1,{ONLINE}", f"ebplus:{ONLINE}",
+    f"marginal:{ONLINE}", f"marginal:ttft=0.2,tpot=0.01,{ONLINE}",
+)  # fmt: skip
 KV = {"tight": 34, "loose": 4000}
 BUDGET = {"small": 48, "large": 4096}
 
@@ -34,7 +28,7 @@ BUDGET = {"small": 48, "large": 4096}
 def test_equal_step_by_step(
     policy: str, kv: str, budget: str, turns: int, rate: float | None, asynchronous: bool
 ) -> None:
-    traffic = Traffic(sessions=36 if turns == 1 else 14, turns=turns, concurrency=22, rate_per_s=rate, seed=turns)
+    traffic = Traffic(sessions=28 if turns == 1 else 10, turns=turns, concurrency=22, rate_per_s=rate, seed=turns)
     options = EngineOptions(
         max_num_seqs=18,
         max_num_batched_tokens=BUDGET[budget],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,8 @@ def serve(folder: Path, policy: str) -> Served:
     plain = policy == "v1"
     engine = LLMEngine.from_engine_args(
         EngineArgs(
-            model=str(folder), dtype="float32", enforce_eager=True, block_size=BLOCK, num_gpu_blocks_override=BLOCKS + 1,
+            model=str(folder), dtype="float32", enforce_eager=True, block_size=BLOCK,
+            num_gpu_blocks_override=BLOCKS + 1,
             max_model_len=BLOCKS * BLOCK, max_num_seqs=32, max_num_batched_tokens=96, disable_log_stats=True,
             scheduler_cls=None if plain else SCHEDULER,
             additional_config={} if plain else additional_config(parse_policy(policy), CALIBRATION),
@@ -136,7 +138,7 @@ def test_the_runs_were_hard_enough(served: dict[str, Served]) -> None:
         assert result.preemptions > 0, policy
     assert {"prefill", "decode"} <= set(served[POLICIES[2]].phases)
     modes = served[POLICIES[3]].modes
-    assert sum(a != b for a, b in zip(modes, modes[1:], strict=False)) >= 2
+    assert sum(a != b for a, b in pairwise(modes)) >= 2
 
 
 def test_answers_are_not_degenerate(served: dict[str, Served]) -> None:

@@ -1,0 +1,62 @@
+"""The emulated engine itself: its shortcuts change nothing, and it refuses what cannot run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from emulation import DEVICE, Traffic, differences, make_plan, run_emulated
+
+from ebbench.engines.base import EngineOptions
+from ebbench.engines.emulated import EmulatedEngine
+from ebbench.errors import UsageError
+from vllm_eb.policy import parse_policy
+
+pytestmark = pytest.mark.vllm
+
+OPTIONS = EngineOptions(max_num_seqs=18, max_num_batched_tokens=64, num_kv_blocks=40)
+
+
+@pytest.mark.parametrize("turns", [1, 3])
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("policy", ["v1", "eb:k=4"])
+def test_shortcuts_change_nothing(policy: str, turns: int, caching: bool) -> None:
+    plan = make_plan(Traffic(sessions=24 // turns, turns=turns, seed=3))
+    options = replace(OPTIONS, enable_prefix_caching=caching)
+    fast = EmulatedEngine(shortcuts=True).run(plan, parse_policy(policy), DEVICE, options)
+    plain = EmulatedEngine(shortcuts=False).run(plan, parse_policy(policy), DEVICE, options)
+    assert differences(fast, plain) == []
+    assert sum(fast.steps["preemptions"].to_pylist()) > 0
+
+
+def test_a_follow_up_turn_finds_its_history_in_the_cache() -> None:
+    plan = make_plan(Traffic(sessions=2, turns=3, max_input=200, max_output=60, seed=1))
+    result = run_emulated(plan, "v1", DEVICE, replace(OPTIONS, num_kv_blocks=4000))
+    rows = result.requests.to_pylist()
+    for before, after in pairwise(rows):
+        if before["session"] == after["session"]:
+            history = before["input_tokens"] + before["output_tokens"] - 1  # the last token is never computed
+            assert after["cached_tokens"] == history // 16 * 16
+
+
+def test_the_clock_is_virtual_and_causal() -> None:
+    result = run_emulated(make_plan(Traffic(rate_per_s=30.0)), "eb:k=3", DEVICE, OPTIONS)
+    previous_end = 0
+    for step in result.steps.to_pylist():
+        assert step["scheduled_ns"] <= step["start_ns"] < step["end_ns"]
+        assert step["start_ns"] == max(previous_end, step["scheduled_ns"])
+        previous_end = step["end_ns"]
+    for request in result.requests.to_pylist():
+        assert request["intended_ns"] <= request["scheduled_ns"] < request["first_token_ns"] <= request["end_ns"]
+
+
+def test_a_request_that_can_never_fit_is_refused_before_anything_runs() -> None:
+    plan = make_plan(Traffic(max_input=2000, seed=2))
+    with pytest.raises(UsageError, match="longer than 640 tokens"):
+        run_emulated(plan, "v1", DEVICE, OPTIONS)
+
+
+def test_settings_vllm_refuses_are_refused_in_our_words() -> None:
+    with pytest.raises(UsageError, match="--max-num-batched-tokens 8 is below --max-num-seqs 18"):
+        run_emulated(make_plan(Traffic()), "v1", DEVICE, replace(OPTIONS, max_num_batched_tokens=8))
