@@ -13,6 +13,7 @@ from rich.text import Text
 from ebbench.analysis.compare_paired import ALPHA, Comparison, Contestant, Contrast, pairs_needed
 from ebbench.analysis.gate_units import HIGHER_IS_BETTER, LABELS
 from ebbench.render import numbers
+from ebbench.report import page_data
 
 
 def console(comparison: Comparison) -> RenderableType:
@@ -20,7 +21,11 @@ def console(comparison: Comparison) -> RenderableType:
     first = comparison.units[0].environment
     parts: list[RenderableType] = []
     for contestant in comparison.contestants:
-        parts += [Text(), Text(f"{contestant.label} against {comparison.baseline}", style="bold"), _table(contestant)]
+        parts += [
+            Text(),
+            Text(f"{contestant.label} against {comparison.baseline}", style="bold"),
+            _console_table(contestant),
+        ]
     head = f"{first['model']} on {first['device']}, engine {first['engine']}, {first['workload']} ({first['scenario']})"
     return Group(
         Text(head, style="bold"),
@@ -29,7 +34,7 @@ def console(comparison: Comparison) -> RenderableType:
     )
 
 
-def _table(contestant: Contestant) -> Table:
+def _console_table(contestant: Contestant) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
     for header in ("figure", "baseline", "value", "change", "95 % interval", "p", ""):
         table.add_column(header, justify="left" if header in ("figure", "") else "right", no_wrap=True)
@@ -85,6 +90,30 @@ def _detectable_of(contestant: Contestant) -> str:
         if contrast.detectable is not None
     ]
     return f"{contestant.label} {', '.join(known) or 'none'}"
+
+
+def table(comparison: Comparison) -> page_data.Table:
+    """The comparison as a table of the HTML page."""
+    headers = ("policy", "figure", comparison.baseline, "value", "change", "95 % interval", "p", "")
+    rows = [
+        (page_data.Cell(contestant.label, contestant.label), *_sortable(contrast))
+        for contestant in comparison.contestants
+        for contrast in contestant.contrasts
+    ]
+    return page_data.Table(f"Paired with {comparison.baseline}", headers, tuple(rows), _legend(comparison))
+
+
+def _sortable(contrast: Contrast) -> list[page_data.Cell]:
+    values = (
+        contrast.figure,
+        contrast.baseline,
+        contrast.value,
+        contrast.change,
+        contrast.low,
+        contrast.p_adjusted,
+        "",
+    )
+    return [page_data.Cell(text, value) for text, value in zip(_cells(contrast), values, strict=True)]
 
 
 def to_json(comparison: Comparison) -> dict[str, Any]:

@@ -1,0 +1,97 @@
+"""``ebbench report``: stored runs as one HTML file, or in other tools' formats."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ebbench.cli.options import GoodputCommand
+from ebbench.errors import DataError, EbbenchError, UnknownNameError, UsageError
+
+if TYPE_CHECKING:
+    from ebbench.analysis.slo import Slo
+    from ebbench.records.run import Run
+    from ebbench.report.page_data import Table
+
+
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="Run directories, or directories that hold some.")],
+    html: Annotated[bool, typer.Option("--html", help="Write one self-contained HTML file (the default).")] = False,
+    export: Annotated[
+        list[str] | None, typer.Option("--export", help="Write llm-d, vllm or otava files instead. Repeatable.")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="HTML file (default report.html) or directory of exports.")
+    ] = None,
+    title: Annotated[str, typer.Option("--title", help="Heading of the page.")] = "",
+    goodput: Annotated[
+        list[str] | None, typer.Option("--goodput", help="Other limits in ms: ttft:500 tpot:50 e2el:5000.")
+    ] = None,
+) -> None:
+    """Write runs as a page that opens anywhere, without network: comparison, latencies, timelines, steps, limits.
+
+    With --export, as files other tools read: llm-d benchmark reports, vLLM's result JSON, CSV for Apache Otava.
+    """
+    from ebbench.analysis.slo import parse_slo
+    from ebbench.records.run import Run, find_runs
+
+    slo = parse_slo(goodput) if goodput else None
+    loaded = [Run.load(path) for path in find_runs(runs)]
+    if not loaded:
+        raise DataError("no run to report on")
+    if export:
+        if html:
+            raise UsageError("--html and --export are two calls; give one of them")
+        _export(export, loaded, output or Path("exports"))
+        return
+    target = output or Path("report.html")
+    if target.is_dir():
+        raise UsageError(f"{target} is a directory; give a file, e.g. --output {target / 'report.html'}")
+    _page(loaded, target, title, slo)
+
+
+def _page(runs: Sequence[Run], target: Path, title: str, slo: Slo | None) -> None:
+    from ebbench.report import page
+    from ebbench.report.page_data import page_of
+
+    extra, notes = _paired(runs)
+    page.write(page_of(runs, title=title, slo=slo, extra=extra, notes=notes), target)
+    typer.echo(f"wrote {target} ({target.stat().st_size / 1e6:.1f} MB, {len(runs)} run(s))", err=True)
+
+
+def _paired(runs: Sequence[Run]) -> tuple[list[Table], list[str]]:
+    """The paired comparison, where there is one; why not, where runs of several policies do not compare."""
+    from ebbench.analysis import compare_paired
+    from ebbench.analysis.gate_units import unit_of
+    from ebbench.report.comparison import table
+
+    if len({run.manifest.policy for run in runs}) < 2:
+        return [], []
+    try:
+        groups: dict[str, list[object]] = {}
+        for run in runs:
+            groups.setdefault(run.manifest.policy, []).append(unit_of(run))
+        found = compare_paired.compare(groups)  # type: ignore[arg-type]
+    except DataError as error:
+        return [], [f"These runs do not compare: {error}"]
+    except EbbenchError as error:
+        return [], [f"Left out, the paired comparison: {error}"]
+    return ([table(found)] if max(len(c.pairs) for c in found.contestants) > 1 else []), []
+
+
+def _export(kinds: Sequence[str], runs: Sequence[Run], directory: Path) -> None:
+    from ebbench.report.exports import EXPORTS
+    from ebbench.report.exports import export as write
+
+    for kind in kinds:
+        if kind not in EXPORTS:
+            raise UnknownNameError("export", kind, EXPORTS)
+    for kind in kinds:
+        for path in write(kind, runs, directory):
+            typer.echo(f"wrote {path}", err=True)
+
+
+report.command_class = GoodputCommand  # type: ignore[attr-defined]

@@ -1,0 +1,185 @@
+"""A run in the benchmark report format of llm-d, schema 0.2: JSON, which is YAML too.
+
+Request latencies count from the intended start. Fields the run does not know are left out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ebbench import __version__
+from ebbench.analysis.columns import NEEDED, RequestColumns
+from ebbench.analysis.summary import Summary
+from ebbench.records.run import Run
+
+VERSION = "0.2"
+_LABEL = "engine-0"
+_PERCENTILES = {
+    "p0p1": 0.1, "p1": 1, "p5": 5, "p10": 10, "p25": 25, "p50": 50, "p75": 75, "p90": 90, "p95": 95, "p99": 99,
+    "p99p9": 99.9,
+}  # fmt: skip
+
+
+def llm_d_report(run: Run, summary: Summary) -> dict[str, Any]:
+    """The report of one run. Raises DataError when a file of the run is damaged."""
+    columns = RequestColumns.of(run.table("requests", NEEDED))
+    return {
+        "version": VERSION,
+        "run": _run(run, summary),
+        "scenario": {"stack": [_engine(run)], "load": _load(run, columns)},
+        "results": {
+            "request_performance": {"aggregate": _aggregate(summary, columns)},
+            "observability": {"components": [{"component_label": _LABEL, "aggregate": aggregate}]}
+            if (aggregate := _engine_use(run))
+            else {},
+        },
+    }
+
+
+def _run(run: Run, summary: Summary) -> dict[str, Any]:
+    m = run.manifest
+    duration_s = summary.metrics.duration_s or 0.0
+    start = datetime.fromtimestamp(m.anchor_unix_ns / 1e9, UTC)
+    end = datetime.fromtimestamp(m.anchor_unix_ns / 1e9 + duration_s, UTC)
+    return {
+        "uid": _hash([m.plan_hash, m.policy, m.device, m.anchor_unix_ns, run.path.name]),
+        "eid": m.plan_hash[:32],
+        "time": {"start": start.isoformat(), "end": end.isoformat(), "duration": f"PT{duration_s:.6f}S"},
+        "description": f"{m.workload}, scenario {m.scenario}, policy {m.policy}, seed {m.seed}",
+        "keywords": [m.policy, f"engine:{m.engine}", f"clock:{m.clock}", "valid" if m.valid else "INVALID"],
+    }
+
+
+def _engine(run: Run) -> dict[str, Any]:
+    m = run.manifest
+    return {
+        "metadata": {
+            "label": _LABEL,
+            "cfg_id": _hash([m.options, m.policy, m.device, m.model]),
+            "description": m.device_provenance or f"engine {m.engine}",
+        },
+        "standardized": {
+            "kind": "inference_engine",
+            "tool": "vllm" if m.engine in ("vllm", "emulated") else f"ebbench-{m.engine}",
+            "tool_version": str(m.versions.get("vllm") or m.facts.get("vllm_version") or m.versions.get("ebbench", "")),
+            "role": "replica",
+            "replicas": 1,
+            "model": {"name": m.model},
+            "accelerator": {"model": m.device, "count": 1, "parallelism": {"tp": 1}},
+        },
+        "native": {"args": {f"--{name.replace('_', '-')}": value for name, value in m.options.items()},
+                   "config": {"scheduling_policy": m.policy}},
+    }  # fmt: skip
+
+
+def _load(run: Run, columns: RequestColumns) -> dict[str, Any]:
+    m = run.manifest
+    concurrency = m.max_concurrency or max((phase.max_concurrency for phase in m.phases), default=None)
+    rate = m.facts.get("request_rate")
+    standardized: dict[str, Any] = {
+        "tool": "ebbench",
+        "tool_version": __version__,
+        "source": "sampled" if m.source not in ("profile", "scenario") else "random",
+        "input_seq_len": _length(columns.input_tokens),
+        "output_seq_len": _length(columns.output_tokens[columns.ok]),
+    }
+    standardized |= {"concurrency": concurrency} if concurrency else {}
+    standardized |= {"rate_qps": float(rate)} if isinstance(rate, int | float) and rate > 0 else {}
+    facts = {"workload": m.workload, "scenario": m.scenario, "seed": m.seed, "source": m.source, "plan": m.plan_hash}
+    return {
+        "metadata": {"cfg_id": m.plan_hash[:32], "description": f"{m.workload}, {m.scenario}"},
+        "standardized": standardized,
+        "native": {"config": facts},
+    }
+
+
+def _length(tokens: npt.NDArray[np.int64]) -> dict[str, Any]:
+    if not len(tokens):
+        return {"distribution": "other", "value": 0}
+    low, high = int(tokens.min()), int(tokens.max())
+    if low == high:
+        return {"distribution": "fixed", "value": low}
+    return {
+        "distribution": "other",
+        "value": float(tokens.mean()),
+        "std_dev": float(tokens.std()),
+        "min": low,
+        "max": high,
+    }
+
+
+def _aggregate(summary: Summary, columns: RequestColumns) -> dict[str, Any]:
+    m, ok = summary.metrics, columns.ok
+    several = ok & (columns.output_tokens >= 2)
+    ttft = (columns.first_token - columns.intended)[ok] / 1e9
+    e2el = (columns.last_token - columns.intended)[ok] / 1e9
+    tpot = (columns.last_token - columns.first_token)[several] / (columns.output_tokens[several] - 1) / 1e9
+    incomplete = sum(m.counts[name] for name in ("timed_out", "cancelled", "never_sent"))
+    inputs = None if not m.duration_s else m.total_input_tokens / m.duration_s
+    return {
+        "requests": _without_none({
+            "total": m.planned,
+            "failures": m.counts["failed"],
+            "incomplete": incomplete,
+            "input_length": _statistics("count", columns.input_tokens[ok]),
+            "output_length": _statistics("count", columns.output_tokens[ok]),
+        }),
+        "latency": _without_none({
+            "time_to_first_token": _statistics("s", ttft),
+            "time_per_output_token": _statistics("s/token", tpot),
+            "inter_token_latency": _statistics("s/token", columns.gaps_of(ok) / 1e9),
+            "normalized_time_per_output_token": _statistics("s/token", e2el / np.maximum(columns.output_tokens[ok], 1)),
+            "request_latency": _statistics("s", e2el),
+        }),
+        "throughput": _without_none({
+            "input_token_rate": _mean("tokens/s", inputs),
+            "output_token_rate": _mean("tokens/s", m.output_throughput),
+            "total_token_rate": _mean("tokens/s", m.total_token_throughput),
+            "request_rate": _mean("queries/s", m.request_throughput),
+        }),
+    }  # fmt: skip
+
+
+def _engine_use(run: Run) -> dict[str, Any]:
+    steps = run.table("steps", ["kv_blocks_used", "kv_blocks_total", "running", "waiting"])
+    if not steps.num_rows:
+        return {}
+    used, total, running, waiting = (steps[name].to_numpy() for name in steps.column_names)
+    return _without_none({
+        "kv_cache_usage": _statistics("percent", 100 * used / np.maximum(total, 1)),
+        "running_requests": _statistics("count", running),
+        "waiting_requests": _statistics("count", waiting),
+    })  # fmt: skip
+
+
+def _statistics(units: str, values: npt.NDArray[Any]) -> dict[str, Any] | None:
+    if not len(values):
+        return None
+    percentiles = np.percentile(values, list(_PERCENTILES.values()))
+    return {
+        "units": units,
+        "mean": float(values.mean()),
+        "stddev": float(values.std()),
+        "min": float(values.min()),
+        **{name: float(value) for name, value in zip(_PERCENTILES, percentiles, strict=True)},
+        "max": float(values.max()),
+    }
+
+
+def _mean(units: str, value: float | None) -> dict[str, Any] | None:
+    return None if value is None else {"units": units, "mean": value}
+
+
+def _without_none(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _hash(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:32]

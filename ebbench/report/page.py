@@ -1,0 +1,63 @@
+"""One self-contained HTML file: tables, charts, the library that draws them. It loads nothing and runs nothing else."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from dataclasses import asdict
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from ebbench import __version__
+from ebbench.errors import RunError
+from ebbench.extras import need
+from ebbench.report.charts import LATENCIES, specs
+from ebbench.report.page_data import Page
+
+_PARTS = Path(__file__).parent / "page"
+
+
+def render(page: Page) -> str:
+    """The file's text. Names are escaped in HTML and in JSON; the policy in it lets only these scripts run."""
+    jinja2 = need("jinja2", "report", "the HTML report")
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(_PARTS), autoescape=True, trim_blocks=True, lstrip_blocks=True
+    )
+    scripts = [library(), (_PARTS / "page.js").read_text(encoding="utf-8")]
+    text: str = environment.get_template("page.html.j2").render(
+        page=asdict(page),
+        charts=[f"cdf_{name}" for name in LATENCIES],
+        data={"specs": specs(), "shared": page.shared, "runs": page.runs, "labels": page.labels},
+        style=(_PARTS / "page.css").read_text(encoding="utf-8"),
+        scripts=scripts,
+        policy=content_policy(scripts),
+        version=__version__,
+    )
+    return text
+
+
+@cache
+def library() -> str:
+    """Vega, Vega-Lite and Vega-Embed in one script, safe inside a script element."""
+    bundle: str = need("vl_convert", "report", "the HTML report").javascript_bundle()
+    return bundle.replace("</script", "<\\/script").replace("<!--", "<\\!--")
+
+
+def content_policy(scripts: list[str]) -> str:
+    """Nothing from outside, no script but those named by their hash, no eval."""
+    hashes = " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(s.encode()).digest()).decode()}'" for s in scripts)
+    return (
+        f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data: blob:; "
+        "base-uri 'none'; form-action 'none'"
+    )
+
+
+def write(page: Page, path: Path) -> None:
+    """Write the file. Raises RunError when that cannot be done."""
+    text: Any = render(page)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise RunError(f"cannot write {path}: {error.strerror or error}") from error

@@ -1,0 +1,189 @@
+"""The HTML report in a real browser: it draws, it works, it loads nothing, and names cannot hurt it."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from report_data import INK, browser_page, invoke, rewrite
+
+from ebbench.analysis.summary import summarise
+from ebbench.records.run import Run
+from ebbench.render import numbers
+from ebbench.report import page as page_module
+from ebbench.report.charts import specs
+
+HOSTILE = "</script><script>alert('x')</script><img src=x onerror=alert(1)>\"'{{7*7}}&amp;`$"
+
+
+def test_every_chart_is_drawn_and_nothing_is_loaded_or_complained_about(page_file: Path) -> None:
+    with browser_page(page_file) as page:
+        assert page.evaluate("document.documentElement.dataset.ready") == "yes"
+        assert [line for line in page.heard if not line.startswith("request: file:")] == []
+        assert len([line for line in page.heard if line.startswith("request:")]) == 1
+        charts = page.query_selector_all(".chart")
+        assert {chart.get_attribute("data-chart") for chart in charts} == set(specs())
+        for chart in charts:
+            assert chart.get_attribute("data-state") == "drawn"
+            assert int(chart.get_attribute("data-rows")) > 50
+            assert 0.001 < chart.evaluate(INK) < 1
+
+
+def test_the_numbers_are_those_of_the_runs(page_file: Path, runs: Path) -> None:
+    with browser_page(page_file) as page:
+        table = page.query_selector("section.numbers table")
+        heads = [cell.inner_text() for cell in table.query_selector_all("th")]
+        rows = [
+            [cell.inner_text() for cell in row.query_selector_all("td")] for row in table.query_selector_all("tbody tr")
+        ]
+        shown = {row[0]: dict(zip(heads, row, strict=True)) for row in rows}
+        for name in ("v1", "eb", "ebplus"):
+            metrics = summarise(Run.load(runs / name)).metrics
+            assert shown[name]["output tokens/s"] == numbers.rate(metrics.output_throughput)
+            assert shown[name]["TTFT median"] == numbers.duration_ms(metrics.ttft.median)
+            assert shown[name]["SLO met"] == numbers.percent(metrics.slo_attainment)
+        body = page.inner_text("body")
+        assert "By phase" in body
+        assert Run.load(runs / "v1").manifest.plan_hash[:16] in body
+        for warning in Run.load(runs / "v1").manifest.warnings:
+            assert warning.message in body
+
+
+def test_tables_sort_by_value_both_ways(page_file: Path) -> None:
+    with browser_page(page_file) as page:
+        heads = page.query_selector_all("section.numbers table >> nth=0 >> th button")
+        column = [head.inner_text() for head in heads].index("output tokens/s")
+        body = "document.querySelector('section.numbers table').tBodies[0]"
+        script = f"[...{body}.rows].map(row => Number(row.cells[{column}].dataset.v))"
+        orders = []
+        for _ in range(2):
+            heads[column].click()
+            orders.append(page.evaluate(script))
+        assert orders[0] == sorted(orders[0])
+        assert orders[1] == sorted(orders[1], reverse=True)
+        assert orders[0] != orders[1]
+        assert page.get_attribute("section.numbers th[aria-sort]", "aria-sort") == "descending"
+
+
+def test_runs_phases_and_themes_can_be_chosen(page_file: Path) -> None:
+    with browser_page(page_file) as page:
+        timeline = page.query_selector("[data-chart=timeline]")
+        before = timeline.get_attribute("data-rows")
+        page.select_option("#run", "1")
+        page.wait_for_function(
+            "before => document.querySelector('[data-chart=timeline]').dataset.rows !== before", arg=before
+        )
+        phases = page.evaluate("[...document.querySelectorAll('#phase option')].map(o => o.value)")
+        assert phases[0] == "all"
+        assert len(phases) == 4
+        page.select_option("#phase", phases[2])
+        dark = "getComputedStyle(document.body).backgroundColor"
+        light = page.evaluate(dark)
+        page.click("#theme")
+        assert page.evaluate(dark) != light
+        page.wait_for_timeout(1_500)
+        assert page.evaluate("[...document.querySelectorAll('.chart')].every(e => e.dataset.state === 'drawn')")
+        assert [line for line in page.heard if "error" in line] == []
+
+
+def test_a_brush_zooms_into_the_steps(page_file: Path) -> None:
+    with browser_page(page_file) as page:
+        box = page.query_selector("[data-chart=timeline] canvas").bounding_box()
+        page.mouse.wheel(0, box["y"] - 100)
+        page.wait_for_timeout(300)
+        element = page.query_selector("[data-chart=timeline]")
+        before = element.evaluate(INK)
+        box = page.query_selector("[data-chart=timeline] canvas").bounding_box()
+        page.mouse.move(box["x"] + 0.3 * box["width"], box["y"] + 50)
+        page.mouse.down()
+        page.mouse.move(box["x"] + 0.4 * box["width"], box["y"] + 50, steps=5)
+        page.mouse.up()
+        page.wait_for_timeout(500)
+        assert element.evaluate(INK) != before
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_phone_shows_it_without_sideways_scrolling(page_file: Path, scheme: str, tmp_path: Path) -> None:
+    with browser_page(page_file, width=360, scheme=scheme, touch=True) as page:
+        assert page.evaluate("document.documentElement.scrollWidth") <= 360
+        back = page.evaluate("getComputedStyle(document.body).backgroundColor")
+        assert (back == "rgb(255, 255, 255)") == (scheme == "light")
+        widths = page.evaluate(
+            "[...document.querySelectorAll('.chart canvas')].map(c => c.getBoundingClientRect().right)"
+        )
+        assert widths
+        assert max(widths) <= 360
+        page.screenshot(path=tmp_path / "phone.png", full_page=True)
+        assert (tmp_path / "phone.png").stat().st_size > 50_000
+
+
+def test_hostile_names_are_only_text(runs: Path, tmp_path: Path) -> None:
+    for name in ("v1", "ebplus"):
+        shutil.copytree(runs / name, tmp_path / name)
+        rewrite(tmp_path / name, policy=f"{name}{HOSTILE}", model=HOSTILE, device=HOSTILE, workload=HOSTILE)
+    target = tmp_path / "report.html"
+    done = invoke("report", tmp_path / "v1", tmp_path / "ebplus", "--title", HOSTILE, "-o", target)
+    assert done.exit_code == 0, done.output
+    with browser_page(target) as page:
+        assert page.evaluate("document.documentElement.dataset.ready") == "yes"
+        assert [line for line in page.heard if not line.startswith("request: file:")] == []
+        assert page.inner_text("h1") == HOSTILE
+        assert page.title() == HOSTILE
+        assert page.query_selector("img") is None
+        assert page.evaluate("document.scripts.length") == 3
+
+
+def test_the_file_refers_to_nothing_outside(page_file: Path) -> None:
+    """Beside the browser's word for it: no address in anything that could be fetched."""
+    text = page_file.read_text(encoding="utf-8")
+    markup = re.sub(r"<script[^>]*>.*?</script>", "", text, flags=re.DOTALL)
+    assert not re.search(r"(src|href)\s*=\s*[\"'](?!data:)", markup)
+    policy = re.search(r'Content-Security-Policy" content="([^"]*)"', text)
+    assert policy is not None
+    assert "default-src &#39;none&#39;" in policy[1] or "default-src 'none'" in policy[1]
+    assert "unsafe-eval" not in policy[1]
+    assert text.count("<script") == 3 + page_module.library().count("<script")
+
+
+def test_a_run_without_steps_still_has_a_page(runs: Path, tmp_path: Path) -> None:
+    """A server that is not ours records none."""
+    import pyarrow.parquet as pq
+
+    shutil.copytree(runs / "v1", tmp_path / "v1")
+    for name in ("steps", "decisions"):
+        path = tmp_path / "v1" / f"{name}.parquet"
+        pq.write_table(pq.read_table(path).slice(0, 0), path)
+    manifest = tmp_path / "v1" / "manifest.json"
+    manifest.write_text(re.sub(r'"(steps|decisions)": \d+', r'"\1": 0', manifest.read_text()))
+    done = invoke("report", tmp_path / "v1", "-o", tmp_path / "report.html")
+    assert done.exit_code == 0, done.output
+    with browser_page(tmp_path / "report.html") as page:
+        assert page.get_attribute("[data-chart=timeline]", "data-state") == "empty"
+        assert page.get_attribute("[data-chart=cdf_ttft]", "data-state") == "drawn"
+        assert [line for line in page.heard if "error" in line] == []
+
+
+def test_repeats_get_a_paired_comparison(tmp_path: Path) -> None:
+    done = invoke(
+        "run", "balanced", "--source", "profile", "-n", "40", "-c", "8", "--input-len", "32", "--output-len", "8",
+        "-p", "v1", "-p", "v0", "--repeats", "3", "-q", "--engine", "sim", "-o", tmp_path / "out",
+    )  # fmt: skip
+    assert done.exit_code == 0, done.output
+    assert invoke("report", tmp_path / "out", "-o", tmp_path / "r.html").exit_code == 0
+    text = (tmp_path / "r.html").read_text(encoding="utf-8")
+    assert "Paired with v1" in text
+    assert "v1 seed 0" in text
+
+
+def test_bad_usage(runs: Path, tmp_path: Path) -> None:
+    for arguments, code, message in (
+        ((runs / "nothing",), 3, "no such run directory"),
+        ((runs, "-o", tmp_path), 2, "is a directory"),
+        ((runs, "--export", "pdf"), 2, "unknown export 'pdf'"),
+        ((runs, "--export", "vllm", "--html"), 2, "give one of them"),
+    ):
+        done = invoke("report", *arguments)
+        assert (done.exit_code, done.stderr.count("\n")) == (code, 1)
+        assert message in done.stderr

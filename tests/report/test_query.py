@@ -1,0 +1,113 @@
+"""Runs as data: SQL over them, notebooks' libraries, and schemas that are documented."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+from report_data import invoke
+
+from ebbench.analysis.summary import summarise
+from ebbench.records.run import SCHEMAS, Run
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+
+
+def answer(runs: Path, sql: str) -> list[dict[str, object]]:
+    done = invoke("query", sql, "--runs", runs, "--format", "json")
+    assert done.exit_code == 0, done.output
+    rows: list[dict[str, object]] = json.loads(done.stdout)
+    return rows
+
+
+def test_figures_can_be_asked_for_in_sql(runs: Path) -> None:
+    rows = answer(runs, "select policy, sum(output_tokens) as tokens from requests join runs using (run) group by all")
+    assert {row["policy"] for row in rows} == {"v1", "eb", "ebplus"}
+    for row in rows:
+        metrics = summarise(Run.load(runs / str(row["policy"]))).metrics
+        assert row["tokens"] == metrics.total_output_tokens
+    (row,) = answer(runs, "select output_throughput, median_ttft_ms from runs where policy = 'eb'")
+    metrics = summarise(Run.load(runs / "eb")).metrics
+    assert row == {"output_throughput": metrics.output_throughput, "median_ttft_ms": metrics.ttft.median}
+
+
+@pytest.mark.parametrize("view", sorted(SCHEMAS))
+def test_every_table_is_a_view_with_the_run_in_front(runs: Path, view: str) -> None:
+    rows = answer(runs, f"select run, count(*) as n from {view} group by run order by run")
+    counts = {Path(str(row["run"])).name: row["n"] for row in rows}
+    held = {path.name: pq.read_metadata(path / f"{view}.parquet").num_rows for path in runs.iterdir()}
+    assert counts == {name: rows for name, rows in held.items() if rows}
+
+
+def test_lists_can_be_taken_apart(runs: Path) -> None:
+    (row,) = answer(runs, "select count(*) as gaps from (select unnest(itl_ns) from requests where run like '%/v1')")
+    assert row["gaps"] == sum(len(gaps) for gaps in Run.load(runs / "v1").requests["itl_ns"].to_pylist())
+
+
+def test_formats(runs: Path, tmp_path: Path) -> None:
+    sql = "select policy, valid from runs order by policy"
+    assert invoke("query", sql, "-r", runs, "-f", "csv").stdout == "policy,valid\neb,True\nebplus,True\nv1,True\n"
+    assert "ebplus" in invoke("query", sql, "-r", runs).stdout
+    invoke("query", sql, "-r", runs, "-f", "parquet", "-o", tmp_path / "answer.parquet")
+    assert pq.read_table(tmp_path / "answer.parquet")["policy"].to_pylist() == ["eb", "ebplus", "v1"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (("selec 1",), 2, "Parser Error"),
+        (("select nothing from runs",), 2, '"nothing"'),
+        (("select 1", "-f", "xml"), 2, "unknown format"),
+        (("select 1", "-f", "parquet"), 2, "needs --output"),
+        (("create table t (a int)",), 2, "write a select"),
+        (("select * from read_text('/etc/hostname')",), 2, "disabled"),
+        (("copy runs to 'stolen.csv'",), 2, "write a select"),
+        (("select 1; select 2",), 2, "write a select"),
+        (("set enable_external_access = true",), 2, "write a select"),
+    ],
+)
+def test_what_is_refused(
+    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], code: int, message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = invoke("query", *arguments, "-r", runs)
+    assert (done.exit_code, done.stderr.count("\n")) == (code, 1)
+    assert message in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_run_is_3(tmp_path: Path) -> None:
+    done = invoke("query", "select 1", "-r", tmp_path)
+    assert done.exit_code == 3
+    assert "no run under" in done.stderr
+
+
+def test_hostile_directory_names(runs: Path, tmp_path: Path) -> None:
+    import shutil
+
+    odd = tmp_path / "it's; drop view runs --"
+    shutil.copytree(runs / "v1", odd / "v1")
+    (row,) = answer(odd, "select run, policy from runs join (select distinct run from requests) using (run)")
+    assert row == {"run": str(odd / "v1"), "policy": "v1"}
+
+
+def test_notebooks_open_runs_directly(runs: Path) -> None:
+    """pandas, polars and DuckDB read the files with no help of ebbench."""
+    path = runs / "v1" / "requests.parquet"
+    tokens = summarise(Run.load(runs / "v1")).metrics.total_output_tokens
+    pandas = pytest.importorskip("pandas")
+    assert pandas.read_parquet(path)["output_tokens"].sum() == tokens
+    duckdb = pytest.importorskip("duckdb")
+    assert duckdb.sql(f"select sum(output_tokens) from '{path}'").fetchall() == [(tokens,)]
+    polars = pytest.importorskip("polars")
+    assert polars.read_parquet(path)["output_tokens"].sum() == tokens
+
+
+def test_every_column_is_documented() -> None:
+    text = (DOCS / "reading-a-run.md").read_text(encoding="utf-8")
+    for name, schema in SCHEMAS.items():
+        section = text.split(f"### {name}.parquet")[1].split("\n##")[0]
+        missing = [field.name for field in schema if f"`{field.name}`" not in section]
+        assert not missing, f"{name}: {missing}"
