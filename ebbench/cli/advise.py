@@ -12,7 +12,7 @@ import typer
 from ebbench.cli.options import GoodputCommand
 
 if TYPE_CHECKING:
-    from ebbench.papers.advice import Advice, Question
+    from ebbench.analysis.advise_answer import Advice, Question
     from ebbench.papers.store import CellStore
 
 
@@ -55,10 +55,11 @@ def advise(
 
     Theory (the papers' formulas) and simulation stand side by side; the simulation decides.
     """
+    from ebbench.analysis.advise_answer import Question
     from ebbench.analysis.slo import parse_slo
     from ebbench.cli.preflight import check_counts, parse_policies
-    from ebbench.papers.advice import Question, default_policies
     from ebbench.papers.advice import advise as answer
+    from ebbench.papers.advice import default_policies
     from ebbench.papers.store import CellStore
 
     check_counts(seeds=seeds, num_prompts=num_prompts, max_concurrency=max_concurrency, request_rate=request_rate,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
-from ebbench.analysis.advise import Load, Prediction, predict, sign_changes
+from ebbench.analysis.advise import Load, predict, sign_changes
+from ebbench.analysis.advise_answer import Advice, Probe, Question, Score
 from ebbench.analysis.hazard_tests import analyse_lengths
 from ebbench.analysis.slo import Slo
 from ebbench.analysis.statistics import Interval, paired_t
@@ -23,63 +23,6 @@ SHARES = (0.1, 0.25, 0.5, 0.75, 0.9)
 PROBE_PROMPTS = 1200
 # Of two that are as good, the one that differs less from what vLLM does by itself.
 SIMPLEST_FIRST = ("v1", "ebplus", "marginal", "eb", "v0")
-
-
-@dataclass(frozen=True)
-class Question:
-    """What is asked. ``slo`` empty: throughput decides; else goodput."""
-
-    workload: str
-    device: str
-    model: str
-    scenario: str | None
-    plan: Mapping[str, str | int | float | None]
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    seeds: int
-    slo: Slo
-    policies: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Score:
-    """One policy over the seeds: its objective, and its gain over v1 and over the best as shares, paired by seed.
-
-    ``attainment`` is the mean share that met the SLO; latencies are means of medians, ms.
-    """
-
-    policy: str
-    objective: float
-    values: tuple[float, ...]
-    gain: Interval | None
-    behind_best: Interval | None
-    attainment: float | None
-    ttft_ms: float
-    tpot_ms: float
-    tokens_per_s: float
-
-
-@dataclass(frozen=True)
-class Probe:
-    """EB against v1 over a sweep: ``gain[i]`` of EB at ``x[i]``, and where it changes sign."""
-
-    x: tuple[float, ...]
-    gain: tuple[float, ...]
-    crossings: tuple[float, ...]
-
-
-@dataclass(frozen=True)
-class Advice:
-    """The answer; ``scores`` best first."""
-
-    question: Question
-    load: Load
-    theory: Prediction
-    scores: tuple[Score, ...]
-    chosen: Score
-    reason: str
-    concurrency: Probe | None
-    mix: Probe | None
 
 
 def default_policies(slo: Slo) -> tuple[str, ...]:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from ebbench.render.numbers import change, count, duration_ms, percent, rate
 
 if TYPE_CHECKING:
+    from ebbench.analysis.advise_answer import Advice, Probe, Score
     from ebbench.analysis.statistics import Interval
-    from ebbench.papers.advice import Advice, Probe, Score
 
 
 def headline(advice: Advice) -> list[str]:

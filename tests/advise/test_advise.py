@@ -10,10 +10,11 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from ebbench.analysis.advise import Load, predict, sign_changes, with_mix
+from ebbench.analysis.advise_answer import Score
 from ebbench.analysis.slo import Slo
 from ebbench.analysis.statistics import Interval
 from ebbench.cli.main import app
-from ebbench.papers.advice import Score, choose, default_policies, relative_gain
+from ebbench.papers.advice import choose, default_policies, relative_gain
 from vllm_eb.calibration import Calibration, MixedCost
 
 COSTS = Calibration(5e-3, 5e-5, 1e-2, 1e-4, mixed=MixedCost(6e-5, 2e-4, 1e-5))
