@@ -175,17 +175,20 @@ def with_progress(
         run_missing(missing, store, workers=workers, whole=whole, done=done)
 
 
+_PRIVATE = ("-o", "--output", "--runs", "--workers")
+
+
 def _command() -> str:
-    """The command line that gave this table, without where it was written to."""
+    """The command line that gave this table, without where things were kept and how many processes made them."""
     import shlex
 
     words, skip = [], False
     for word in sys.argv[1:]:
         if skip:
             skip = False
-        elif word in ("-o", "--output"):
+        elif word in _PRIVATE:
             skip = True
-        elif not word.startswith("--output="):
+        elif word not in ("-q", "--quiet") and not word.startswith(tuple(f"{name}=" for name in _PRIVATE)):
             words.append(word)
     return shlex.join(["ebbench", *words])
 
