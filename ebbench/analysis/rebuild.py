@@ -1,0 +1,149 @@
+"""Rebuilding a run that was cut off: the shards it left, its plan, and the manifest it began with.
+
+What is rebuilt is honest about itself: it is interrupted and INVALID, and every planned request without a record is
+there as cancelled, error class ``not_recorded``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from ebbench.analysis.columns import RequestColumns
+from ebbench.analysis.metrics import measure
+from ebbench.analysis.steady import steady_windows
+from ebbench.analysis.validity import Conditions, invalid_reasons
+from ebbench.errors import DataError
+from ebbench.records import files
+from ebbench.records.manifest import Manifest, RunWarning, decode_manifest
+from ebbench.records.run import MANIFEST, PARTIAL, SCHEMAS, Run, RunWriter
+from ebbench.records.schema import PLAN, REQUESTS
+
+NOT_RECORDED = "not_recorded"
+
+
+@dataclass(frozen=True)
+class Rebuilt:
+    """The run, how many planned requests have a record, and the shards that were left out as damaged."""
+
+    run: Run
+    recorded: int
+    planned: int
+    damaged: tuple[Path, ...]
+
+
+def is_cut_off(directory: Path) -> bool:
+    """Whether a directory holds a run that began and never ended."""
+    return (directory / PARTIAL).exists() and not (directory / MANIFEST).exists()
+
+
+def cut_off_runs(paths: Sequence[Path]) -> list[Path]:
+    """Cut-off runs among ``paths`` and the directories in them. Raises DataError for a path that is not there."""
+    found = []
+    for path in paths:
+        if not path.is_dir():
+            raise DataError(f"{path}: no such run directory")
+        inside = sorted(child.parent for child in path.glob(f"*/{PARTIAL}"))
+        found += [each for each in [path, *inside] if is_cut_off(each)]
+    return found
+
+
+def rebuild(directory: Path, *, skip_damaged: bool = False) -> Rebuilt:
+    """Rebuild a cut-off run in its own directory. Its shards go only when the whole run is stored.
+
+    Raises DataError when there is nothing to rebuild from, and for a damaged shard unless ``skip_damaged``.
+    """
+    path = directory / PARTIAL
+    if not path.exists():
+        raise DataError(f"{directory}: nothing to rebuild; {PARTIAL} is missing")
+    manifest = decode_manifest(path.read_bytes(), path)
+    shards = {name: sorted(directory.glob(f"{name}.part-*.parquet")) for name in SCHEMAS}
+    if not shards["plan"] and (directory / "plan.parquet").exists():
+        shards["plan"] = [directory / "plan.parquet"]  # the end had begun: the plan is whole already
+    damaged: list[Path] = []
+    tables = {name: _joined(name, paths, damaged, skip=skip_damaged) for name, paths in shards.items()}
+    if not tables["plan"].num_rows:
+        raise DataError(f"{directory}: nothing to rebuild; the plan was not stored")
+    recorded = _once(tables["requests"])
+    tables["requests"] = _complete(recorded, tables["plan"])
+    finished = RunWriter(directory).finish(_judged(manifest, tables, recorded.num_rows, damaged), tables)
+    for shard in (shard for paths in shards.values() for shard in paths if ".part-" in shard.name):
+        if shard not in damaged:
+            with suppress(OSError):
+                shard.unlink()
+    for leftover in (path, *directory.glob(".*.parquet.tmp")):
+        with suppress(OSError):
+            leftover.unlink()
+    return Rebuilt(finished, recorded.num_rows, tables["plan"].num_rows, tuple(damaged))
+
+
+def _joined(name: str, paths: Sequence[Path], damaged: list[Path], *, skip: bool) -> pa.Table:
+    tables = []
+    for path in paths:
+        try:
+            tables.append(files.read_table(path))
+        except DataError as error:
+            if not skip:
+                raise DataError(f"{error}; --skip-damaged rebuilds the run without it") from None
+            damaged.append(path)
+    if not tables:
+        return SCHEMAS[name].empty_table()
+    return pa.concat_tables(tables, promote_options="default").combine_chunks()
+
+
+def _once(requests: pa.Table) -> pa.Table:
+    """One row a request: the last one, should a request have been stored twice."""
+    if pc.count_distinct(requests["request_id"]).as_py() == requests.num_rows:
+        return requests
+    last = {request: row for row, request in enumerate(requests["request_id"].to_pylist())}
+    return requests.take(pa.array(sorted(last.values()), pa.int64()))
+
+
+def _complete(recorded: pa.Table, plan: pa.Table) -> pa.Table:
+    """Every planned request, in plan order."""
+    known = pc.is_in(plan["request_id"], value_set=recorded["request_id"].combine_chunks())
+    lost = plan.filter(pc.invert(known))
+    count = lost.num_rows
+    given = {
+        name: lost[name] for name in ("request_id", "session", "turn", "phase", "input_tokens") if name in PLAN.names
+    }
+    given |= {
+        "output_tokens_planned": lost["output_tokens"],
+        "status": pa.array(["cancelled"] * count, pa.string()),
+        "error_class": pa.array([NOT_RECORDED] * count, pa.string()),
+    }
+    rows = pa.table([given.get(f.name, pa.nulls(count, f.type)) for f in REQUESTS], schema=REQUESTS)
+    whole = pa.concat_tables([recorded, rows], promote_options="default").combine_chunks()
+    order = pc.index_in(plan["request_id"], value_set=whole["request_id"].combine_chunks())
+    strangers = pc.invert(pc.is_in(whole["request_id"], value_set=plan["request_id"].combine_chunks()))
+    return pa.concat_tables([whole.take(order), whole.filter(strangers)])
+
+
+def _judged(manifest: Manifest, tables: dict[str, pa.Table], recorded: int, damaged: Sequence[Path]) -> Manifest:
+    """The manifest of the rebuilt run: never valid."""
+    columns = RequestColumns.of(tables["requests"])
+    metrics = measure(columns, windows=steady_windows(columns, manifest.phases))
+    found = invalid_reasons(
+        tables["requests"], tables["plan"], columns, metrics, Conditions(interrupted=False, paced_sends=False)
+    )
+    planned = tables["plan"].num_rows
+    left_out = f", without {len(damaged)} damaged shard(s)" if damaged else ""
+    warning = RunWarning(
+        "rebuilt",
+        f"This run was cut off and rebuilt from its shards{left_out}: {recorded} of {planned} requests have a record.",
+        "Measure it again for figures to rely on.",
+    )
+    reasons = tuple(dict.fromkeys((*manifest.reasons, *found)))
+    return msgspec.structs.replace(
+        manifest,
+        valid=False,
+        interrupted=True,
+        reasons=reasons or ("cut off before its end",),
+        warnings=(*manifest.warnings, warning),
+    )
