@@ -120,7 +120,7 @@ async def crew(assignment: Assignment, workers: int, environ: Mapping[str, str])
 def _started(lines: Lines, environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
     """A worker process, in a process group of its own: what Ctrl-C means is the parent's to decide."""
     descriptors = [end.fileno() for end in (lines.control, lines.bell, *lines.other_bells)]
-    command = child_command("ebbench.client.process", *map(str, descriptors))
+    command = child_command("ebbench.client", *map(str, descriptors))
     keys = {name: environ[name] for name in KEY_VARIABLES if name in environ}
     others = {name: value for name, value in os.environ.items() if name not in KEY_VARIABLES}
     return subprocess.Popen(

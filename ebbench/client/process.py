@@ -1,23 +1,15 @@
-"""``python -m ebbench.client.process CONTROL BELL [OTHER_BELL ...]``: the body of a worker process.
-
-The arguments are socket descriptors it inherits; everything else comes over the control socket. A process of our
-own making, not multiprocessing's, so that the caller's main module is not imported again and nothing is pickled.
-"""
+"""One worker's life: assignment, preparation, work, farewell."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import gc
-import os
-import socket
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
 
 import pyarrow as pa
-import uvloop
 
 from ebbench.client.agenda import make_agenda
 from ebbench.client.bodies import Bodies
@@ -100,13 +92,3 @@ def _mapped(path: Path) -> pa.Table:
     """The plan, mapped: all workers share its pages."""
     with pa.memory_map(str(path)) as source:
         return pa.ipc.open_file(source).read_all()
-
-
-def main() -> None:
-    """Work until the parent has no more work."""
-    control, bell, *others = (socket.socket(fileno=int(number)) for number in sys.argv[1:])
-    uvloop.run(work(Lines(control, bell, tuple(others)), os.environ))
-
-
-if __name__ == "__main__":
-    main()

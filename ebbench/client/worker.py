@@ -169,6 +169,9 @@ class Worker:
         history: list[tuple[str, str]] = []
         said = ""
         for position, row in enumerate(rows):
+            if self._book.stopped:
+                self._leave(rows[position:], "not_released")
+                return intended_ns
             if row in self._assignment.dropped:
                 continue  # the parent accounts for it
             turn = self._agenda.turn(row)
@@ -181,18 +184,17 @@ class Worker:
             self._records.append(record)
             self._tokens += record.output_tokens or 0
             if record.status != "ok":
-                self._leave(rows[position + 1 :])
+                self._leave(rows[position + 1 :], "earlier_turn_failed")
                 return answer.end_ns
             if turn.prompt is not None and answer.text is not None:
                 said, history = turn.prompt, [*history, (turn.prompt, answer.text)]
             intended_ns = answer.end_ns
         return intended_ns
 
-    def _leave(self, rows: Sequence[int]) -> None:
+    def _leave(self, rows: Sequence[int], reason: str) -> None:
         """Turns whose session ended before them."""
         for row in rows:
-            record = Record(row, self._assignment.worker, "never_sent", error_class="earlier_turn_failed")
-            self._records.append(record)
+            self._records.append(Record(row, self._assignment.worker, "never_sent", error_class=reason))
 
     def _settled(self, turn: Turn, intended_ns: int, answer: Answer) -> Record:
         verdict = settle(answer, turn.output_tokens, self._assignment.options.ignore_eos)

@@ -151,7 +151,7 @@ def _workers() -> list[int]:
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-            if parent == os.getpid() and b"ebbench.client.process" in (folder / "cmdline").read_bytes():
+            if parent == os.getpid() and b"-m\0ebbench.client\0" in (folder / "cmdline").read_bytes():
                 found.append(int(folder.name))
     return found
 
@@ -239,6 +239,24 @@ def test_one_interrupt_drains_and_two_abort(interrupts: int) -> None:
     else:
         assert "cancelled" in statuses
         assert kept <= answered
+
+
+def test_an_interrupt_ends_a_session_after_its_running_turn() -> None:
+    class Interrupting:
+        sent = False
+
+        def update(self, snapshot: Snapshot) -> None:
+            if snapshot.completed >= 2 and not self.sent:
+                self.sent = True
+                os.kill(os.getpid(), signal.SIGINT)
+
+    with FakeServerProcess(FakeConfig(ttft_ms=20, itl_ms=10)) as server:
+        plan = plan_of(2, turns=300, output_tokens=3)
+        result = drive(server.url, plan, ClientOptions(workers=1), Interrupting(), environ={})
+    statuses = column(result, "status")
+    assert set(statuses) == {"ok", "never_sent"}
+    assert 2 <= statuses.count("ok") < 300
+    assert set(column(result, "error_class")) == {None, "not_released"}
 
 
 def test_a_poisson_plan_has_the_dispersion_and_the_rate_it_claims() -> None:
