@@ -183,8 +183,13 @@ class _Run:
         except KeyboardInterrupt:
             return True
         finally:
-            core.shutdown()
+            self._close()
         return False
+
+    def _close(self) -> None:
+        """End what the core started. ``core.shutdown`` also collects garbage, which takes longer than a short run."""
+        self._core.structured_output_manager.clear_backend()
+        self._core.scheduler.shutdown()
 
     def _step(self) -> bool:
         """One turn of vLLM's loop. False when nothing is in flight and nothing could be scheduled, twice in a row."""

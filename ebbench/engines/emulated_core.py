@@ -6,7 +6,9 @@ import json
 import logging
 import os
 import tempfile
+from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
+from vllm.v1.engine import core as engine_core
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request
 
@@ -129,7 +132,20 @@ def build_core(
         ).create_engine_config()
         # The CPU platform switches asynchronous scheduling off; the emulated device is not a CPU.
         vllm_config.scheduler_config.async_scheduling = options.async_scheduling
-        return EngineCore(vllm_config, VirtualExecutor, log_stats=False)
+        with _no_heap_freeze():
+            return EngineCore(vllm_config, VirtualExecutor, log_stats=False)
+
+
+@contextmanager
+def _no_heap_freeze() -> Iterator[None]:
+    """A server collects garbage at its start and freezes what is left; a run of a second has better things to do."""
+    freeze = getattr(engine_core, "freeze_gc_heap", None)
+    engine_core.freeze_gc_heap = lambda: None
+    try:
+        yield
+    finally:
+        if freeze is not None:
+            engine_core.freeze_gc_heap = freeze
 
 
 def make_request(
