@@ -199,3 +199,11 @@ def test_files_in_the_working_directory_are_not_taken_for_modules(tmp_path: Path
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == "['ok', 'ok', 'ok', 'ok']\n"
+
+
+def test_a_request_rate_alone_means_open_loop_arrivals(tmp_path: Path) -> None:
+    base = ("run", "balanced", "--engine", "sim", "--policy", "v1", "-n", "20", "--request-rate", "5", "--json", *SMALL)
+    for more, scenario in (((), "poisson"), (("--burstiness", "0.5"), "gamma")):
+        done = _ebbench(tmp_path, *base, *more)
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout)[0]["scenario"] == scenario
