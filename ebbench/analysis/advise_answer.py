@@ -54,6 +54,16 @@ class Probe:
 
 
 @dataclass(frozen=True)
+class Tuning:
+    """The best of some (B, N) for the chosen policy, one seed, and its gain over the settings asked about."""
+
+    tried: int
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    gain: float
+
+
+@dataclass(frozen=True)
 class Advice:
     """The answer; ``scores`` best first."""
 
@@ -65,3 +75,4 @@ class Advice:
     reason: str
     concurrency: Probe | None
     mix: Probe | None
+    tuning: Tuning | None = None

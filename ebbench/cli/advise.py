@@ -46,6 +46,7 @@ def advise(
     max_num_seqs: Annotated[int, typer.Option("--max-num-seqs", help="N, sequences in a batch.")] = 1024,
     max_num_batched_tokens: Annotated[int, typer.Option("--max-num-batched-tokens", help="B, token budget.")] = 8192,
     crossover: Annotated[bool, typer.Option("--crossover/--no-crossover", help="Also look for the crossovers.")] = True,
+    tune: Annotated[bool, typer.Option("--tune", help="Also try other N and B with the chosen policy.")] = False,
     runs: Annotated[Path, typer.Option("--runs", help="Where runs are kept.")] = Path("runs/advise"),
     workers: Annotated[int | None, typer.Option("--workers", help="Processes; default: one a core.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
@@ -78,6 +79,8 @@ def advise(
     store = CellStore(runs)
     _make(question, store, crossover=crossover, workers=workers, quiet=quiet)
     found = answer(question, store, with_crossover=crossover)
+    if tune:
+        found = _tuned(found, store, workers=workers, quiet=quiet)
     if as_json:
         sys.stdout.write(json.dumps(_as_dict(found), indent=2) + "\n")
     else:
@@ -94,6 +97,18 @@ def _make(question: Question, store: CellStore, *, crossover: bool, workers: int
         pairs = [*concurrency_cells(question, load).values(), *mix_cells(question, load).values()]
         cells = [cell for pair in pairs for cell in pair]
         with_progress("crossovers", cells, store, whole=False, workers=workers, quiet=quiet)
+
+
+def _tuned(found: Advice, store: CellStore, *, workers: int | None, quiet: bool) -> Advice:
+    from dataclasses import replace
+
+    from ebbench.cli.tables import with_progress
+    from ebbench.papers.advice import tune, tuning_cells
+
+    question, policy = found.question, found.chosen.policy
+    cells = tuning_cells(question, policy)
+    with_progress("settings", cells, store, whole=bool(question.slo), workers=workers, quiet=quiet)
+    return replace(found, tuning=tune(question, policy, store))
 
 
 def _print(found: Advice) -> None:
@@ -131,6 +146,7 @@ def _as_dict(found: Advice) -> dict[str, Any]:
         "scores": [_finite(asdict(score)) for score in found.scores],
         "concurrency": None if found.concurrency is None else asdict(found.concurrency),
         "mix": None if found.mix is None else asdict(found.mix),
+        "tuning": None if found.tuning is None else asdict(found.tuning),
         "max_num_seqs": found.question.max_num_seqs,
         "max_num_batched_tokens": found.question.max_num_batched_tokens,
         "seeds": found.question.seeds,

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from ebbench.analysis.advise import Load, predict, sign_changes
-from ebbench.analysis.advise_answer import Advice, Probe, Question, Score
+from ebbench.analysis.advise_answer import Advice, Probe, Question, Score, Tuning
 from ebbench.analysis.hazard_tests import analyse_lengths
 from ebbench.analysis.slo import Slo
 from ebbench.analysis.statistics import Interval, paired_t
@@ -91,6 +92,26 @@ def _pair(question: Question, traffic: dict[str, int], lengths: dict[str, int]) 
 _LENGTH_KEYS = ("source", "input_len", "output_len", "length_distribution", "tokenizer")
 
 
+BUDGETS = (4096, 8192, 16384)
+BATCHES = (256, 512, 1024, 2048)
+
+
+def tuning_cells(question: Question, policy: str) -> list[Cell]:
+    """The chosen policy at other budgets and batch sizes, first seed; its own settings among them."""
+    own = _cell(question, policy, 0)
+    pairs = [(b, n) for b in BUDGETS for n in BATCHES]
+    return [own, *(replace(own, max_num_batched_tokens=b, max_num_seqs=n) for b, n in pairs)]
+
+
+def tune(question: Question, policy: str, store: CellStore) -> Tuning:
+    """The best of the tuning cells, which must have been run. Raises UsageError."""
+    cells = list(dict.fromkeys(tuning_cells(question, policy)))
+    values = [_objective(question, store, cell) for cell in cells]
+    best = max(range(len(cells)), key=values.__getitem__)
+    gain = values[best] / values[0] - 1 if values[0] else 0.0
+    return Tuning(len(cells), cells[best].max_num_batched_tokens, cells[best].max_num_seqs, gain)
+
+
 def probe(pairs: Mapping[float, tuple[Cell, Cell]], store: CellStore, *, log: bool) -> Probe:
     """EB's gain in total tokens/s over a sweep. Raises UsageError when a run is missing."""
     x, gains = [], []
@@ -127,14 +148,16 @@ def advise(question: Question, store: CellStore, *, with_crossover: bool) -> Adv
 
 def score(question: Question, store: CellStore) -> tuple[Score, ...]:
     """Scores of all policies, best objective first."""
-    values = {p: [_objective(question, store, p, s) for s in range(question.seeds)] for p in question.policies}
+    values = {
+        policy: [_objective(question, store, _cell(question, policy, seed)) for seed in range(question.seeds)]
+        for policy in question.policies
+    }
     best = max(values, key=lambda policy: sum(values[policy]))
     scores = [_score(question, store, policy, values, best) for policy in question.policies]
     return tuple(sorted(scores, key=lambda one: -one.objective))
 
 
-def _objective(question: Question, store: CellStore, policy: str, seed: int) -> float:
-    cell = _cell(question, policy, seed)
+def _objective(question: Question, store: CellStore, cell: Cell) -> float:
     if not question.slo:
         return _figure(store, cell, "total_token_throughput")
     found = store.get(cell)

@@ -34,6 +34,13 @@ def parameters(advice: Advice) -> list[str]:
     lines = [
         f"Server: --max-num-seqs {question.max_num_seqs} --max-num-batched-tokens {question.max_num_batched_tokens}",
     ]
+    found = advice.tuning
+    if found is not None:
+        lines.append(
+            f"Of {found.tried} settings tried with {advice.chosen.policy}, --max-num-seqs {found.max_num_seqs} "
+            f"--max-num-batched-tokens {found.max_num_batched_tokens} is best: {change(found.gain)} over the above "
+            "(one seed)."
+        )
     if advice.chosen.policy.partition(":")[0] in ("eb", "ebplus"):
         lines.append(
             "The controller sets k and N itself; for this workload theory gives "

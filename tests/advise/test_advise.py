@@ -144,6 +144,12 @@ def test_with_targets_goodput_decides(runs: Path) -> None:
         assert row["objective"] <= row["tokens_per_s"]
 
 
+def test_tuning_tries_other_settings_with_the_chosen_policy(runs: Path) -> None:
+    found = json.loads(invoke("advise", *SMALL, "--runs", str(runs), "--tune", "--json").stdout)
+    assert found["tuning"]["tried"] == 13
+    assert found["tuning"]["gain"] >= 0.0
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
