@@ -40,8 +40,8 @@ class ChunkPacking:
         """The unit that ``ask`` leaves the most capacity, None if that unit has none to begin with.
 
         A unit takes a request as long as its own C_avail is positive, so a long prompt may overdraw it and is then
-        chunked over several passes; with ``whole_chunk``, not in the paper, only a unit whose chunk is untouched may be
-        overdrawn. Among equals the lowest unit number wins.
+        chunked over several passes. With ``whole_chunk``, not in the paper, only prompts longer than that may overdraw:
+        others go where they fit into one pass. Among equals the lowest unit number wins.
         """
         best, best_after = -1, 0
         for unit, capacity in self._capacity.items():
@@ -52,7 +52,7 @@ class ChunkPacking:
                 best, best_after = unit, after
         if best < 0 or self._capacity[best] <= 0:
             return None
-        if self._whole_chunk is not None and best_after < 0 and self._capacity[best] < self._whole_chunk:
+        if best_after < 0 and self._whole_chunk is not None and ask.tokens <= self._whole_chunk:
             return None
         self._capacity[best] = best_after
         return best

@@ -47,11 +47,13 @@ class UnitReport(NamedTuple):
 class EndForward(NamedTuple):
     """A forward pass of ``instance`` has ended after ``duration_ns`` (the EndForward signal of section 4.1).
 
-    ``units`` is empty where the end was inferred from streams and nothing else is known.
+    ``goes_on``: it starts the next pass at once, on what it still holds. ``units`` is empty where the end was inferred
+    from streams and nothing else is known.
     """
 
     instance: int
     duration_ns: int
+    goes_on: bool = False
     units: tuple[UnitReport, ...] = ()
 
 

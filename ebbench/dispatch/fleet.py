@@ -109,6 +109,11 @@ class Fleet:
             self.idle.add(unit.instance)
         return unit
 
+    def begin_pass(self, instance: int, chunk_tokens: int) -> None:
+        """The instance has begun a pass on what it reported as queued: up to a chunk of it is taken up now."""
+        for unit in self.instances[instance]:
+            unit.queued_tokens = max(0, unit.queued_tokens - chunk_tokens)
+
     def forget_backlog(self, instance: int) -> None:
         """Take everything sent to the instance as computed (the watchdog's state reset)."""
         for unit in self.instances[instance]:

@@ -21,11 +21,13 @@ class Held(NamedTuple):
 class CycleQueue:
     """A queue in the order of Algorithm 2 that costs O(log n) a request, however many are waiting.
 
-    ``longest_first`` off keeps the order of arrival. Among equally long requests the earlier goes first.
+    ``longest_first`` off keeps the order of arrival. Among equally long requests the earlier goes first. Not in the
+    paper: a request left over in ``aged_cycles`` cycles goes before all others, the longest waiting first; else short
+    ones would starve behind the long ones that keep coming.
     """
 
-    def __init__(self, *, longest_first: bool) -> None:
-        self._longest_first = longest_first
+    def __init__(self, *, longest_first: bool, aged_cycles: int | None = None) -> None:
+        self._longest_first, self._aged_cycles = longest_first, aged_cycles
         self._order = 0
         self._cycle = 0
         self._pending: list[Held] = []  # a heap, as the next
@@ -34,6 +36,7 @@ class CycleQueue:
         self.tokens = 0  # prompt tokens of all that is held
         # Pending requests, oldest first, with the cycle before the first one they missed.
         self._joined: OrderedDict[int, int] = OrderedDict()
+        self._passed_over: set[int] = set()  # in this cycle
 
     def __len__(self) -> int:
         return len(self._held)
@@ -48,6 +51,9 @@ class CycleQueue:
 
     def pop(self) -> Held:
         """Remove and return the next one in order. Raises IndexError when empty."""
+        aged = self._oldest_aged()
+        if aged is not None:
+            return self._remove(aged)
         for heap in (self._pending, self._new):
             while heap:
                 held = heapq.heappop(heap)
@@ -59,6 +65,7 @@ class CycleQueue:
     def leave_over(self, popped: Iterable[Held]) -> None:
         """Requests that were popped and found no place are new no more."""
         for held in popped:
+            self._passed_over.add(held.ask.key)
             self._held[held.ask.key] = held
             self.tokens += held.ask.tokens
             heapq.heappush(self._new, held)
@@ -77,6 +84,7 @@ class CycleQueue:
                 heapq.heappush(self._pending, held)
                 self._joined.setdefault(key, self._cycle - count)
         self._new = []
+        self._passed_over.clear()
         self._forget_gone()
 
     def overdue(self, limit: int | None) -> list[Ask]:
@@ -89,6 +97,17 @@ class CycleQueue:
             found.append(self._remove(key).ask)
             self._forget_gone()
         return found
+
+    def _oldest_aged(self) -> int | None:
+        """The longest waiting request if it is aged and this cycle has not tried it yet."""
+        if self._aged_cycles is None:
+            return None
+        for key, joined in self._joined.items():
+            if self._cycle - joined < self._aged_cycles:
+                return None
+            if key in self._held and key not in self._passed_over:
+                return key
+        return None
 
     def _remove(self, key: int) -> Held:
         held = self._held.pop(key)

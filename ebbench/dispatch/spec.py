@@ -123,6 +123,12 @@ def _flag(text: str) -> bool:
     return values[text]
 
 
+def _overdraw(text: str) -> str:
+    if text not in ("on", "off", "auto"):
+        raise ValueError
+    return text
+
+
 def _count(text: str) -> int:
     value = int(text)
     if value < 1:
@@ -144,7 +150,7 @@ def _positive(text: str) -> float:
 def _expected(reader: Callable[[str], Any]) -> str:
     texts: dict[Callable[[str], Any], str] = {
         _flag: "on or off", _count: "a whole number of at least 1", _limit: "a whole number of at least 1, or off",
-        _positive: "a number of at least 0",
+        _positive: "a number of at least 0", _overdraw: "on, off or auto",
     }  # fmt: skip
     return texts[reader]
 
@@ -159,9 +165,10 @@ _SETTINGS: Mapping[str, Mapping[str, Callable[[str], Any]]] = {
     "prefix-affine": {"slack": _count},
     "iqr": {"multiplier": _positive},
     "sbs": {
-        "chunk": _count, "window": _count, "network_ms": _positive, "forward_ms": _positive, "cycle_limit": _limit,
+        "chunk": _count, "window": _count, "network_ms": _positive, "forward_ms": _positive, "lookahead": _positive,
+        "cycle_limit": _limit, "aged_cycles": _limit, "overdraw": _overdraw,
         **dict.fromkeys(
-            ("adaptive", "interval", "packing", "overdraw", "cache_aware", "bypass", "zero_queue", "signal", "watchdog"), _flag
+            ("adaptive", "interval", "packing", "cache_aware", "bypass", "zero_queue", "signal", "watchdog"), _flag
         ),
     },
 }  # fmt: skip

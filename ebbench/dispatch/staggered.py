@@ -4,27 +4,31 @@ One cycle: the interval of Algorithm 1 has passed since the last dispatch *and* 
 gathered goes to the DP units of that one instance by Algorithm 2. Instances take turns; one that is not ready loses its
 turn to the next that is.
 
-Not in the paper: an instance with nothing to do is served at once, interval or not (``bypass``). Waiting can gain
-nothing there, and under light load it would only cost; this is how the policy falls back to immediate dispatch.
+Not in the paper: where waiting for the interval gains nothing it is left out (``bypass``, see
+:mod:`ebbench.dispatch.foresight`), and a prompt that fits into a chunk goes only where it fits (``overdraw`` off).
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
+from typing import Literal
 
 from ebbench.dispatch.allocate import ChunkPacking, no_hit
 from ebbench.dispatch.base import Ask, EndForward, Order
 from ebbench.dispatch.fleet import Fleet, Unit
+from ebbench.dispatch.foresight import ArrivalRate, GoingOn
 from ebbench.dispatch.interval import AdaptiveInterval
-from ebbench.dispatch.queues import CycleQueue
+from ebbench.dispatch.queues import CycleQueue, Held
 from ebbench.dispatch.readiness import Checks, Readiness
 
-LIGHT_ARRIVALS = 2.0
-"""With fewer arrivals expected in an interval there is no batch to wait for."""
-ARRIVALS_KEPT = 64
+Overdraw = Literal["on", "off", "auto"]
+
+BACKLOG_BATCHES = 2.0
+"""With so many full batches waiting, filling every chunk matters more than leaving no remainders (overdraw auto)."""
+MISFITS = 32
+"""A cycle ends when so many requests have found no place; the rest is taken to find none either."""
 
 
 @dataclass(frozen=True)
@@ -44,9 +48,11 @@ class StaggeredSettings:
     adaptive: bool = True
     interval: bool = True
     packing: bool = True
-    overdraw: bool = False
+    overdraw: Overdraw = "auto"
     cache_aware: bool = False
     bypass: bool = True
+    lookahead: float = 0.75
+    aged_cycles: int | None = 4
     cycle_limit: int | None = None
     checks: Checks = field(default_factory=Checks)
 
@@ -63,14 +69,14 @@ class StaggeredDispatcher:
             settings.window, settings.network_ns, settings.default_forward_ns, len(fleet.active)
         )
         self._ready = Readiness(len(fleet.instances), settings.checks)
-        self._queue = CycleQueue(longest_first=settings.packing)
-        self._arrivals: deque[int] = deque(maxlen=ARRIVALS_KEPT)
+        self._queue = CycleQueue(longest_first=settings.packing, aged_cycles=settings.aged_cycles)
+        self._arrivals = ArrivalRate()
+        self._going_on = GoingOn(settings.network_ns, settings.lookahead)
         self._last_ns: int | None = None
         self._counted_ns: int | None = None
         self._turn = 0
         self._next_unit = 0
         self._full: set[int] = set()  # instances without capacity, until something happens there
-        self._goes_on: set[int] = set()  # have just signalled, and start at once on what they still hold
 
     @property
     def waiting(self) -> int:
@@ -80,7 +86,7 @@ class StaggeredDispatcher:
     def arrive(self, ask: Ask, now_ns: int) -> None:
         """See Dispatcher."""
         self._queue.add(ask)
-        self._arrivals.append(now_ns)
+        self._arrivals.note(now_ns)
 
     def end_forward(self, signal: EndForward, now_ns: int) -> None:
         """The fast path: acknowledge, measure, mark ready."""
@@ -89,8 +95,13 @@ class StaggeredDispatcher:
             self.interval.end_forward(signal.duration_ns)
         self._ready.free(signal.instance)
         self._full.discard(signal.instance)
-        if any(unit.queued_tokens for unit in signal.units):
-            self._goes_on.add(signal.instance)
+        if not signal.goes_on:
+            self._going_on.forget(signal.instance)
+            return
+        self._going_on.signalled(signal.instance, self.interval.mean_ns, now_ns)
+        if not self._going_on.in_time:
+            self._ready.dispatched(signal.instance, now_ns)
+            self.fleet.begin_pass(signal.instance, self.settings.chunk_tokens)
 
     def prefilled(self, key: int, now_ns: int) -> None:
         """See Dispatcher."""
@@ -115,9 +126,10 @@ class StaggeredDispatcher:
     def poll(self, now_ns: int) -> list[Order]:
         """Carry out every cycle that is due."""
         orders = self._cycles(now_ns) if self._queue else []
-        for instance in self._goes_on:
-            self._ready.dispatched(instance, now_ns)
-        self._goes_on.clear()
+        if self._going_on.in_time:
+            for instance in self._going_on.open_to(now_ns):
+                self._ready.dispatched(instance, now_ns)
+            self._going_on.end_of_moment()
         return orders
 
     def _cycles(self, now_ns: int) -> list[Order]:
@@ -136,10 +148,11 @@ class StaggeredDispatcher:
         if not self._queue or not self.fleet.active:
             return None
         due_ns = self._due_ns()
-        if due_ns > now_ns:
+        if due_ns > now_ns and not self.settings.bypass:
             return due_ns
         expiry_ns = self._ready.next_expiry_ns(self.interval.mean_ns)
-        return expiry_ns if expiry_ns is not None and expiry_ns > now_ns else None
+        opens_ns = self._going_on.next_ns(now_ns)
+        return min((t for t in (due_ns, expiry_ns, opens_ns) if t is not None and t > now_ns), default=None)
 
     @property
     def watchdog_resets(self) -> int:
@@ -153,6 +166,7 @@ class StaggeredDispatcher:
     def _reset(self, instance: int) -> None:
         """Take the instance as free, with nothing queued."""
         self._ready.free(instance)
+        self._going_on.forget(instance)
         self.fleet.forget_backlog(instance)
         self._full.discard(instance)
 
@@ -165,19 +179,21 @@ class StaggeredDispatcher:
         """Instances a batch may go to now, whether or not they have capacity."""
         active = self.fleet.active
         idle = self.fleet.idle & active
+        going_on = self._going_on.open_to(now_ns) & active
         if now_ns >= self._due_ns():
-            return self._ready.ready(active, idle)
+            return self._ready.ready(active, idle) | going_on
         if not self.settings.bypass:
             return set()
-        return self._goes_on & active | idle if self._waiting_is_vain(now_ns) else self._goes_on & active
+        return going_on | idle if self._waiting_is_vain(now_ns) else going_on
 
     def _waiting_is_vain(self, now_ns: int) -> bool:
         """Whether the interval would bring an idle instance nothing: a full batch is there, or hardly anyone comes."""
+        return self._full_batches() >= 1 or self._arrivals.light(self.interval.interval_ns, now_ns)
+
+    def _full_batches(self) -> float:
+        """How often an instance's chunks could be filled with what is waiting."""
         units = len(self.fleet.units) / len(self.fleet.instances)
-        if self._queue.tokens >= units * self.settings.chunk_tokens:
-            return True
-        span_ns = now_ns - self._arrivals[0] if self._arrivals else 0
-        return len(self._arrivals) * self.interval.interval_ns < LIGHT_ARRIVALS * span_ns
+        return self._queue.tokens / (units * self.settings.chunk_tokens)
 
     def _by_turn(self, instance: int) -> tuple[bool, int]:
         return instance < self._turn, instance
@@ -191,6 +207,7 @@ class StaggeredDispatcher:
             orders = self._pack(available) if self.settings.packing else self._in_turn_over(available)
         if orders:
             self._ready.dispatched(instance, now_ns)
+            self._going_on.forget(instance)
             self._last_ns = now_ns
             self._turn = instance + 1
         else:
@@ -201,10 +218,10 @@ class StaggeredDispatcher:
         """Algorithm 2."""
         memory = self.fleet.memory
         hit = memory.hit_tokens if self.settings.cache_aware and memory is not None else no_hit
-        packing = ChunkPacking(available, hit, None if self.settings.overdraw else self.settings.chunk_tokens)
+        packing = ChunkPacking(available, hit, None if self._overdraw() else self.settings.chunk_tokens)
         orders: list[Order] = []
-        passed_over = []
-        while self._queue and not packing.full:
+        passed_over: list[Held] = []
+        while self._queue and not packing.full and len(passed_over) < MISFITS:
             held = self._queue.pop()
             unit = packing.place(held.ask)
             if unit is None:
@@ -213,6 +230,12 @@ class StaggeredDispatcher:
                 orders.append(self._send(held.ask, unit))
         self._queue.leave_over(passed_over)
         return orders
+
+    def _overdraw(self) -> bool:
+        """Whether prompts may run over the end of a chunk."""
+        if self.settings.overdraw == "auto":
+            return self._full_batches() >= BACKLOG_BATCHES
+        return self.settings.overdraw == "on"
 
     def _in_turn_over(self, available: dict[int, int]) -> list[Order]:
         """Without Algorithm 2: by arrival, to the units in turn, skipping those without capacity."""

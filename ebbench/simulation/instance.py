@@ -68,6 +68,12 @@ class Instance:
         """KV blocks that hold something still in use."""
         return self._kv.total - self._kv.free
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether something stays to be run when the oldest step has ended."""
+        state, running = self._state, self.running
+        return len(self._queue) > 1 or bool((state.computed[running] < state.last[running]).any())
+
     def queued_tokens(self) -> int:
         """Prompt tokens it has received and not scheduled."""
         state = self._state

@@ -60,11 +60,14 @@ class Stage:
     def report(self, node: int, duration_ns: int) -> EndForward:
         """What the node would signal now."""
         reports = []
+        goes_on = False
         for unit in self.units_of_node[node]:
             instance = self.units[unit]
             kv_tokens = instance.kv_blocks_used * self.block_size
-            reports.append(UnitReport(unit, self.received[unit], instance.queued_tokens(), kv_tokens))
-        return EndForward(node, duration_ns, tuple(reports))
+            queued = instance.queued_tokens()
+            goes_on = goes_on or queued > 0 or instance.goes_on
+            reports.append(UnitReport(unit, self.received[unit], queued, kv_tokens))
+        return EndForward(node, duration_ns, goes_on, tuple(reports))
 
 
 def prefix_reader(plan: Plan) -> Callable[[int], tuple[int, ...]]:

@@ -1,0 +1,74 @@
+"""When the staggered dispatcher need not wait for its interval. None of this is in the paper.
+
+Three cases in which waiting gains nothing:
+
+- hardly anyone comes: fewer than two arrivals are expected in an interval, so no batch would form. An idle instance is
+  then served at once; under light load the policy becomes immediate dispatch to an idle instance.
+- a full batch is there already.
+- the instance *goes on*: it starts its next pass by itself, on a prompt that is not finished or on sequences it is
+  generating. What reaches it in time shares that pass; what does not, waits for the next one.
+
+What is sent on the signal of such an instance comes too late if the way takes any time. It is therefore sent ahead:
+when ``lookahead`` of a mean forward time has passed since the last signal, less the time of the way.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Set as AbstractSet
+
+LIGHT_ARRIVALS = 2.0
+"""With fewer arrivals expected in an interval there is no batch to wait for."""
+ARRIVALS_KEPT = 64
+
+
+class ArrivalRate:
+    """Arrivals over the last few."""
+
+    def __init__(self) -> None:
+        self._times_ns: deque[int] = deque(maxlen=ARRIVALS_KEPT)
+
+    def note(self, now_ns: int) -> None:
+        """One more."""
+        self._times_ns.append(now_ns)
+
+    def light(self, interval_ns: float, now_ns: int) -> bool:
+        """Whether fewer than two are expected in an interval. Nothing known yet counts as light."""
+        if not self._times_ns:
+            return True
+        return len(self._times_ns) * interval_ns < LIGHT_ARRIVALS * (now_ns - self._times_ns[0])
+
+
+class GoingOn:
+    """Instances that run on by themselves, and when a batch for their next pass may leave."""
+
+    def __init__(self, network_ns: int, lookahead: float) -> None:
+        self._network_ns, self._lookahead = network_ns, lookahead
+        self._opens_ns: dict[int, int] = {}
+
+    @property
+    def in_time(self) -> bool:
+        """Whether what is sent on a signal still reaches the pass that begins then."""
+        return self._network_ns == 0
+
+    def signalled(self, instance: int, mean_ns: float, now_ns: int) -> None:
+        """The instance has ended a pass and goes on."""
+        ahead_ns = 0 if self.in_time else max(0, round(self._lookahead * mean_ns) - self._network_ns)
+        self._opens_ns[instance] = now_ns + ahead_ns
+
+    def forget(self, instance: int) -> None:
+        """It was sent a batch, or goes on no more."""
+        self._opens_ns.pop(instance, None)
+
+    def end_of_moment(self) -> None:
+        """Without delay on the way, only the very moment of the signal counts."""
+        if self.in_time:
+            self._opens_ns.clear()
+
+    def open_to(self, now_ns: int) -> AbstractSet[int]:
+        """Those a batch may leave for now."""
+        return {instance for instance, opens_ns in self._opens_ns.items() if opens_ns <= now_ns}
+
+    def next_ns(self, now_ns: int) -> int | None:
+        """When the next one opens."""
+        return min((t for t in self._opens_ns.values() if t > now_ns), default=None)
