@@ -54,10 +54,10 @@ def settings(traces: Path | None) -> list[Setting]:
     """The settings; trace ones only when the files are there."""
     made = [
         Setting("c=32", {**LENGTHS, "num_prompts": 1000, "max_concurrency": 32}),
-        Setting("c=512", {**LENGTHS, "num_prompts": 4000, "max_concurrency": 512}),
+        Setting("c=512", {**LENGTHS, "num_prompts": 3000, "max_concurrency": 512}),
         Setting("c=2048", {**LENGTHS, "num_prompts": 4000, "max_concurrency": 2048}),
     ]
-    counts = {"sharegpt": 4000, "longbench": 2000, "numinamath": 2000, "wildchat": 600}
+    counts = {"sharegpt": 4000, "longbench": 1000, "numinamath": 1000, "wildchat": 300}
     for name, count in counts.items():
         made.append(
             Setting(name, {"workload": name, "source": "profile", "num_prompts": count, "max_concurrency": 2048})
@@ -65,9 +65,9 @@ def settings(traces: Path | None) -> list[Setting]:
     for name in ("distribution-shift", "concurrency-shift"):
         made.append(Setting(name, {"workload": "balanced", "scenario": name}, LARGE))
     for name in ("ramp", "bursts-gamma", "bursts-on-off"):
-        made.append(Setting(name, {**LENGTHS, "scenario": name, "num_prompts": 4000}, open_loop=True))
+        made.append(Setting(name, {**LENGTHS, "scenario": name, "num_prompts": 2000}, open_loop=True))
     # Mooncake's prompts are ten times as long, so fewer of them.
-    for name, count in (("AzureLLMInferenceTrace_conv.csv", 2000), ("mooncake_conversation_trace.jsonl", 400)):
+    for name, count in (("AzureLLMInferenceTrace_conv.csv", 1000), ("mooncake_conversation_trace.jsonl", 150)):
         if traces is not None and (traces / name).is_file():
             plan = {"workload": f"trace:{traces / name}", "num_prompts": count, "drop_too_long": True}
             made.append(Setting(name.split("_")[0].removesuffix("Trace"), plan))
@@ -96,7 +96,7 @@ def run_cell(job: tuple[str, str, Setting]) -> tuple[str, str, str, dict[str, Ou
     if arguments.get("drop_too_long"):
         arguments["max_model_len"] = limit
     if setting.open_loop:
-        probe = build_plan(**LENGTHS, num_prompts=2000, max_concurrency=2048, seed=1)  # type: ignore[arg-type]
+        probe = build_plan(**LENGTHS, num_prompts=1500, max_concurrency=2048, seed=1)  # type: ignore[arg-type]
         result = SimEngine().run(probe, parse_policy("v1"), device, setting.options, None)
         arguments["saturation_rate"] = len(probe) / (float(np.max(result.requests["end_ns"])) / 1e9)
     plan = build_plan(seed=0, **arguments)  # type: ignore[arg-type]
