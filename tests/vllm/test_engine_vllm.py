@@ -53,11 +53,11 @@ def test_two_policies_with_real_tokens_from_the_command_line(small_model_folder:
         # Invalid only for reasons of a crowded test machine, if at all: every request must be there, whole.
         assert summary["failed"] == 0
         assert summary["completed"] > 0
-        run = Run.open(summary["run_dir"])
+        run = Run.load(summary["run_dir"])
         requests = run.table("requests").to_pylist()
         assert all(row["output_tokens"] == row["output_tokens_planned"] for row in requests if row["status"] == "ok")
         assert (Path(summary["run_dir"]) / "server.log").stat().st_size > 0
-    steps = Run.open(summaries["ebplus"]["run_dir"]).table("steps").to_pylist()
+    steps = Run.load(summaries["ebplus"]["run_dir"]).table("steps").to_pylist()
     assert [step["step_id"] for step in steps] == list(range(len(steps)))
     known = {row["request_id"] for row in requests}
     assert known <= {name for step in steps for name in step["request_ids"]}
