@@ -159,7 +159,7 @@ def _self_test(rules: Rules, trials: int, workers: int | None, report: Path | No
     if trials < 20:
         raise UsageError(f"--trials must be at least 20, not {trials}")
     done = run_self_test(
-        trials=trials, power_trials=max(trials // 5, 20), rules=rules, workers=workers or os.cpu_count() or 1
+        trials=trials, power_trials=max(trials // 5, 4), rules=rules, workers=workers or os.cpu_count() or 1
     )
     text = markdown(done)
     if report is not None:

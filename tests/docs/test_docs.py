@@ -1,0 +1,178 @@
+"""Every command of the guide pages is run, page by page, in the order shown, in an empty directory.
+
+Blocks marked ``gpu`` run where there is a GPU; elsewhere their command lines are parsed, so that an option that does
+not exist is found. ``vllm`` and ``cluster`` blocks run in tests of their own. ``file=NAME`` blocks become files.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from ebbench.cli import main
+from ebbench.engines import _gpu_visible
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+PAGES = (
+    "README", "quick-start", "choosing-a-scheduler", "ci-gate", "sweeps", "adding-a-workload", "reading-a-run", "gpus",
+    "emulator",
+)  # fmt: skip
+_BLOCK = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_SHELL = re.compile(r"[|&;<>$()]")
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block: its language, the word behind it, its text."""
+
+    language: str
+    word: str
+    text: str
+
+    @property
+    def commands(self) -> list[str]:
+        """Its lines, without empty ones."""
+        return [line for line in self.text.splitlines() if line.strip()]
+
+
+def blocks(page: str) -> list[Block]:
+    text = (DOCS / f"{page}.md").read_text(encoding="utf-8")
+    return [Block(language, word.strip(), content) for language, word, content in _BLOCK.findall(text)]
+
+
+@pytest.fixture
+def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty directory, with `ebbench` and `python` being this installation's."""
+    shims = tmp_path / "shims"
+    shims.mkdir()
+    for name, words in (("ebbench", "-c 'from ebbench.cli.main import run; run()'"), ("python", "")):
+        shim = shims / name
+        shim.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {words} "$@"\n')
+        shim.chmod(0o755)
+    place = tmp_path / "work"
+    place.mkdir()
+    monkeypatch.chdir(place)
+    monkeypatch.setenv("PATH", f"{shims}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.delenv("GITHUB_STEP_SUMMARY", raising=False)
+    return place
+
+
+def run(block: Block) -> None:
+    """Run a block: plain `ebbench` lines in this process, which is quicker; the rest in a shell."""
+    plain = all(line.startswith("ebbench ") and not _SHELL.search(line) for line in _without_quotes(block))
+    if not plain:
+        done = subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", block.text], capture_output=True, text=True, timeout=300, check=False
+        )
+        assert done.returncode == 0, f"{block.text}\n{done.stdout}\n{done.stderr}"
+        return
+    for line in block.commands:
+        done = CliRunner().invoke(main.app, shlex.split(line)[1:])
+        assert done.exit_code == 0, f"{line}\n{done.output}"
+
+
+def _without_quotes(block: Block) -> list[str]:
+    return [re.sub(r"\"[^\"]*\"", '""', line) for line in block.commands]
+
+
+def prepare(block: Block) -> bool:
+    """Write a ``file=`` block; whether it was one."""
+    if not block.word.startswith("file="):
+        return False
+    Path(block.word.removeprefix("file=")).write_text(block.text, encoding="utf-8")
+    return True
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_commands_of(page: str, workplace: Path) -> None:
+    for block in blocks(page):
+        if prepare(block) or block.language in ("text", "toml", "jsonl"):
+            continue
+        if block.language == "python":
+            subprocess.run([sys.executable, "-c", block.text], check=True, capture_output=True, timeout=120)
+        elif block.language == "bash" and block.word == "gpu":
+            run(block) if _gpu_visible() else parse(block)
+        elif block.language == "bash" and not block.word:
+            run(block)
+        else:
+            assert block.word in ("vllm", "cluster"), f"{page}: what is a block `{block.language} {block.word}`?"
+
+
+def parse(block: Block) -> None:
+    """Whether every line would be understood."""
+    for line in block.commands:
+        name, *arguments = shlex.split(line)[1:]
+        with main.load_command(name).make_context(name, arguments) as context:
+            assert context.params
+
+
+@pytest.mark.vllm
+def test_commands_that_need_vllm(workplace: Path) -> None:
+    pytest.importorskip("vllm")
+    for block in _marked("vllm"):
+        run(block)
+
+
+@pytest.mark.slow
+def test_commands_that_need_a_cluster(workplace: Path) -> None:
+    pytest.importorskip("ray")
+    for block in blocks("sweeps"):
+        if not prepare(block) and block.word == "cluster":
+            run(block)
+
+
+def _marked(word: str) -> Iterator[Block]:
+    found = [block for page in PAGES for block in blocks(page) if block.word == word]
+    assert found
+    return iter(found)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page: str) -> None:
+    text = (DOCS / f"{page}.md").read_text(encoding="utf-8")
+    for target in re.findall(r"\]\(([^)#]+)\)", text):
+        assert (DOCS / target).exists(), target
+    for path in re.findall(r"`((?:reports|\.github|workloads|tests)/[\w./-]+)`", text):
+        assert (ROOT / path).exists(), path
+
+
+def test_every_page_is_listed() -> None:
+    index = (DOCS / "README.md").read_text(encoding="utf-8")
+    for page in DOCS.glob("*.md"):
+        assert page.name == "README.md" or f"({page.name})" in index, page.name
+
+
+def test_every_setting_of_a_sweep_is_named() -> None:
+    from ebbench.sweep.settings import Settings
+
+    text = (DOCS / "sweeps.md").read_text(encoding="utf-8")
+    assert [name for name in Settings.__struct_fields__ if f"`{name}`" not in text] == []
+
+
+def test_exit_codes_are_the_programs() -> None:
+    text = (DOCS / "quick-start.md").read_text(encoding="utf-8")
+    for code in ("0 fine", "1 regression", "2 bad usage", "3 data", "4 the run", "5 inconclusive", "130 interrupted"):
+        assert code in " ".join(text.split())
+
+
+def test_no_page_needs_a_program_that_is_not_named() -> None:
+    """Blocks of the shell use nothing but ebbench, python and the shell's own."""
+    known = {"ebbench", "ls", "python", "echo", "kill", "sleep", "SERVER=$!"}
+    for page in PAGES:
+        for block in blocks(page):
+            if block.language == "bash":
+                words = {shlex.split(line, comments=True)[0] for line in block.commands}
+                assert words <= known, (page, words - known)
+    assert shutil.which("bash")
