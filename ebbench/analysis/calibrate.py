@@ -1,9 +1,10 @@
-"""Measure step times on any engine by running requests whose steps have known shapes, and fit the controller's model.
+"""Measure step times on an engine by running requests whose steps have known shapes, and fit the controller's model.
 
 One closed-loop plan holds all probes. A probe of ``x`` prompt tokens is a lone request with one output token. A probe
 of ``n`` decodes at context ``c`` is ``n`` requests decoding together. A mixed probe lets lone prompts of ``x`` tokens
 join ``n`` decodes one after the other. Single requests in between drain the engine. What a probe cost is read from
-the engine's step records, so the same code calibrates the simulator, the emulated engine and a real vLLM.
+the engine's step records: this calibrates engines in virtual time (sim, emulated), where a request is there the moment
+its slot is free. A real vLLM is stepped by hand instead (:mod:`ebbench.analysis.calibrate_vllm`).
 """
 
 from __future__ import annotations
@@ -39,6 +40,12 @@ class ProbeGrid:
     repeats: int = 8
 
     @property
+    def points(self) -> int:
+        """Steps measured in all."""
+        decodes = len(self.seqs) * len(self.contexts)
+        return self.repeats * (len(self.tokens) + decodes * (1 + len(self.tokens)))
+
+    @property
     def budget_tokens(self) -> int:
         """Tokens a step may hold: the longest prompt beside the largest batch."""
         return self.tokens[-1] + self.seqs[-1] + 1
@@ -51,7 +58,7 @@ class ProbeGrid:
     def options(self) -> EngineOptions:
         """Engine settings under which every probe is one step. Prefix caching off: each prompt is computed."""
         filling = self.filling_steps(self.seqs[-1], self.contexts[-1])
-        longest = max(self.tokens[-1], self.contexts[-1] + filling + 4 * self.repeats)
+        longest = max(self.tokens[-1], self.contexts[-1] + filling + 2 * self.repeats * (2 * len(self.tokens) + 1))
         return EngineOptions(
             max_num_seqs=self.seqs[-1] + 1,
             max_num_batched_tokens=self.budget_tokens,
@@ -130,11 +137,13 @@ def _probes(grid: ProbeGrid) -> Iterator[_Probe]:
         for c in grid.contexts:
             filling = grid.filling_steps(n, c)
             yield drain
-            yield _Probe((0, n, c), ((max(c - filling // 2 - r, 1), filling + 2 * r),) * n, n)
+            outputs = filling + 2 * r
+            yield _Probe((0, n, c), ((max(c - outputs // 2, 1), outputs),) * n, n)
             for x in grid.tokens:
                 yield drain
                 # The decodes outlast the prompts, which join them one at a time.
-                decodes = ((max(c - filling // 2 - 2 * r, 1), filling + 4 * r),) * n
+                outputs = filling + 4 * r
+                decodes = ((max(c - outputs // 2, 1), outputs),) * n
                 yield _Probe((x, n, c), decodes + ((x, 1),) * (filling + 2 * r), n + 1)
     yield drain
 
@@ -196,14 +205,21 @@ def cost_grid(grid: ProbeGrid, seconds: Mapping[Key, float]) -> CostGrid:
             )
         return seconds[key]  # type: ignore[index]
 
-    return CostGrid(
-        grid.tokens,
-        grid.seqs,
-        grid.contexts,
-        tuple(at(x, 0, 0) for x in grid.tokens),
-        tuple(tuple(at(0, n, c) for c in grid.contexts) for n in grid.seqs),
-        tuple(tuple(tuple(at(x, n, c) for c in grid.contexts) for n in grid.seqs) for x in grid.tokens),
-    )
+    prefill = np.array([at(x, 0, 0) for x in grid.tokens])
+    decode = np.array([[at(0, n, c) for c in grid.contexts] for n in grid.seqs])
+    mixed = np.array([[[at(x, n, c) for c in grid.contexts] for n in grid.seqs] for x in grid.tokens])
+    return CostGrid(grid.tokens, grid.seqs, grid.contexts, _rising(prefill), _rising(decode), _rising(mixed))
+
+
+def _rising(times: npt.NDArray[np.float64]) -> Any:
+    """More work never takes less time: what a noisy machine says otherwise is lifted to its smaller neighbour."""
+    for axis in range(times.ndim):
+        times = np.maximum.accumulate(times, axis=axis)
+    return _tuples(times.tolist())
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 def fit(grid: CostGrid, source: str, steps: int) -> Measured:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ebbench.analysis.calibrate import Measured, ProbeGrid
+from ebbench.analysis.calibrate_vllm import SteppedVllm, run_closed_loop
 from ebbench.analysis.columns import RequestColumns
 from ebbench.analysis.metrics import measure
 from ebbench.devices.base import Device
@@ -37,14 +38,33 @@ class Check:
 
 
 def check_prediction(engine: Engine, device: Device, measured: Measured, grid: ProbeGrid, requests: int) -> Check:
-    """Run requests of mixed lengths on the engine and on the simulator with the measured device."""
+    """Run requests of other lengths on the engine and on the simulator with the measured device."""
     plan = _check_plan(grid, requests)
-    options = grid.options
-    real = engine.run(plan, parse_policy("v1"), device, options, None)
+    real = engine.run(plan, parse_policy("v1"), device, grid.options, None)
     blocks = int(real.steps["kv_blocks_total"][0].as_py())
-    twin = _twin(device, measured, blocks * options.block_size)
-    predicted = SimEngine().run(plan, parse_policy("v1"), twin, replace(options, num_kv_blocks=blocks), None)
-    return Check(requests, _tokens_per_s(real), _tokens_per_s(predicted))
+    predicted = _predict(plan, device, measured, grid, blocks * grid.options.block_size, async_scheduling=True)
+    return Check(requests, _tokens_per_s(real), predicted)
+
+
+def check_stepped(vllm: SteppedVllm, device: Device, measured: Measured, grid: ProbeGrid, requests: int) -> Check:
+    """The same with a real vLLM stepped in this process."""
+    plan = _check_plan(grid, requests)
+    lengths = list(zip(plan.table["input_tokens"].to_pylist(), plan.table["output_tokens"].to_pylist(), strict=True))
+    seconds = run_closed_loop(vllm, lengths, plan.phases[0].max_concurrency)
+    predicted = _predict(plan, device, measured, grid, vllm.kv_tokens, async_scheduling=False)
+    return Check(requests, sum(map(sum, lengths)) / seconds, predicted)
+
+
+def _predict(
+    plan: Plan, device: Device, measured: Measured, grid: ProbeGrid, kv_tokens: int, *, async_scheduling: bool
+) -> float:
+    """Tokens/s of the plan on the simulator, its step times those just measured."""
+    if measured.calibration.grid is None:
+        raise DataError("the calibration holds no grid to predict from")
+    cost = GridCost(measured.calibration.grid)
+    twin = replace(device, cost=cost, kv_capacity_tokens=kv_tokens, calibration=measured.calibration)
+    options = replace(grid.options, num_kv_blocks=kv_tokens // 16, async_scheduling=async_scheduling)
+    return _tokens_per_s(SimEngine().run(plan, parse_policy("v1"), twin, options, None))
 
 
 def _check_plan(grid: ProbeGrid, requests: int) -> Plan:
@@ -58,13 +78,6 @@ def _check_plan(grid: ProbeGrid, requests: int) -> Plan:
         input_len=max(grid.tokens[-1] // 4, 4),
         output_len=max(grid.contexts[-1] // 4, 8),
     )
-
-
-def _twin(device: Device, measured: Measured, kv_tokens: int) -> Device:
-    if measured.calibration.grid is None:
-        raise DataError("the calibration holds no grid to predict from")
-    cost = GridCost(measured.calibration.grid)
-    return replace(device, cost=cost, kv_capacity_tokens=kv_tokens, calibration=measured.calibration)
 
 
 def _tokens_per_s(result: EngineResult) -> float:

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from ebbench.analysis.calibrate import Measured, ProbeGrid
     from ebbench.analysis.calibrate_check import Check
     from ebbench.devices.base import Device
-    from ebbench.engines.base import Engine
 
 LARGE = ("256,1024,4096", "16,128,512", "128,1024")
 SMALL = ("32,128,512", "1,8,32", "32,256")
@@ -38,21 +37,19 @@ def calibrate(
     Afterwards: ebbench run ... --device OUTPUT_DIR/profile.toml --model MODEL
     """
     from ebbench.analysis.calibrate import ProbeGrid
-    from ebbench.analysis.calibrate import calibrate as measure
-    from ebbench.analysis.calibrate_check import check_prediction, write_profile
+    from ebbench.analysis.calibrate_check import write_profile
 
-    default = SMALL if engine == "vllm" and not _has_gpu() else LARGE
+    default = SMALL if engine == "vllm" and not _gpu_name() else LARGE
     grid = ProbeGrid(
         _sizes("--tokens", tokens or default[0]),
         _sizes("--seqs", seqs or default[1]),
         _sizes("--contexts", contexts or default[2]),
         repeats,
     )
-    chosen, emulated = _engine(engine, model), _device(engine, device, model, grid)
-    typer.echo(f"measuring {model} on {emulated.name}, engine {engine} ...", err=True)
-    measured = measure(chosen, emulated, grid, f"ebbench calibrate, {model} on {emulated.name}, engine {engine}")
-    profile = write_profile(measured, emulated, model, output_dir)
-    found = check_prediction(chosen, emulated, measured, grid, check) if check else None
+    _not_there(output_dir / "profile.toml")
+    measure = _measure_vllm if engine == "vllm" else _measure_virtual
+    measured, target, found = measure(engine, device, model, grid, check)
+    profile = write_profile(measured, target, model, output_dir)
     if as_json:
         typer.echo(json.dumps(_document(measured, profile, found)))
     else:
@@ -71,42 +68,62 @@ def _sizes(option: str, text: str) -> tuple[int, ...]:
     return sizes
 
 
-def _has_gpu() -> bool:
+def _not_there(path: Path) -> None:
+    from ebbench.errors import UsageError
+
+    if path.exists():
+        raise UsageError(f"{path} exists; choose another --output-dir or remove it")
+
+
+def _gpu_name() -> str | None:
     from ebbench.engines.machine import visible_gpus
 
-    return bool(visible_gpus())
+    return next((gpu.name for gpu in visible_gpus()), None)
 
 
-def _engine(name: str, model: str) -> Engine:
+def _source(model: str, name: str, engine: str) -> str:
+    return f"ebbench calibrate, {model} on {name}, engine {engine}"
+
+
+def _measure_virtual(
+    engine: str, device: str | None, model: str, grid: ProbeGrid, check: int
+) -> tuple[Measured, Device, Check | None]:
+    """Calibrate an engine in virtual time on an emulated device."""
+    from ebbench.analysis.calibrate import calibrate as measure
+    from ebbench.analysis.calibrate_check import check_prediction
+    from ebbench.devices import load_device
     from ebbench.engines import select_engine
     from ebbench.errors import UnknownNameError
 
-    if name not in ("sim", "emulated", "vllm"):
-        raise UnknownNameError("engine to calibrate", name, ("sim", "emulated", "vllm"))
-    if name == "vllm":
-        from ebbench.engines.vllm import VllmEngine
-
-        return VllmEngine(model=model, record_v1=True)
-    return select_engine(name)[0]
-
-
-def _device(engine: str, name: str | None, model: str, grid: ProbeGrid) -> Device:
-    if engine == "vllm":
-        from ebbench.engines.machine import visible_gpus
-
-        gpus = visible_gpus()
-        from ebbench.cli.server import unknown_device
-
-        return unknown_device(name or (gpus[0].name if gpus else "this-cpu"), model)
-    from ebbench.devices import load_device
-
+    if engine not in ("sim", "emulated"):
+        raise UnknownNameError("engine to calibrate", engine, ("sim", "emulated", "vllm"))
     options = grid.options
-    return load_device(
-        name or "rtx-pro-6000",
+    target = load_device(
+        device or "rtx-pro-6000",
         model,
         max_num_seqs=options.max_num_seqs,
         max_num_batched_tokens=options.max_num_batched_tokens,
     )
+    chosen = select_engine(engine)[0]
+    typer.echo(f"measuring {model} on {target.name}, engine {engine} ...", err=True)
+    measured = measure(chosen, target, grid, _source(model, target.name, engine))
+    return measured, target, check_prediction(chosen, target, measured, grid, check) if check else None
+
+
+def _measure_vllm(
+    engine: str, device: str | None, model: str, grid: ProbeGrid, check: int
+) -> tuple[Measured, Device, Check | None]:
+    """Calibrate a real vLLM on this machine."""
+    from ebbench.analysis.calibrate import cost_grid, fit
+    from ebbench.analysis.calibrate_check import check_stepped
+    from ebbench.analysis.calibrate_vllm import measure_steps, start
+    from ebbench.cli.server import unknown_device
+
+    target = unknown_device(device or _gpu_name() or "this-cpu", model)
+    typer.echo(f"loading {model} into vLLM on {target.name} ...", err=True)
+    vllm = start(model, grid)
+    measured = fit(cost_grid(grid, measure_steps(vllm, grid)), _source(model, target.name, engine), grid.points)
+    return measured, target, check_stepped(vllm, target, measured, grid, check) if check else None
 
 
 def _document(measured: Measured, profile: Path, check: Check | None) -> dict[str, object]:

@@ -80,7 +80,7 @@ def load_device(
         model=geometry.name,
         cost=built.cost,
         kv_capacity_tokens=capacity,
-        calibration=replace(_calibration(built, published, profile.margin_s_per_token), grid=cost_grid(built.cost)),
+        calibration=measured or _calibration(built, published, profile.margin_s_per_token),
         provenance=built.provenance,
         warnings=built.warnings,
     )
@@ -124,12 +124,14 @@ def _build(
 
 def _calibration(built: Built, published: Calibration | None, margin: float) -> Calibration:
     """What the controller believes: the published coefficients, completed or replaced by a fit to the cost model."""
+    grid = cost_grid(built.cost)
     fitted = fit_calibration(built.cost, f"fitted to the {built.provenance}", margin)
     if published is None:
-        return fitted
+        return replace(fitted, grid=grid)
     if published.mixed is None and fitted.mixed is not None and not isinstance(built.cost, LinearCost):
-        return replace(published, mixed=fitted.mixed, source=f"{published.source}; beta_mb(r) {fitted.source}")
-    return published
+        source = f"{published.source}; beta_mb(r) {fitted.source}"
+        return replace(published, mixed=fitted.mixed, source=source, grid=grid)
+    return replace(published, grid=grid)
 
 
 def _linear(profile: DeviceProfile, model: ModelGeometry, calibration: Calibration) -> Built:

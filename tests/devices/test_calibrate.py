@@ -1,0 +1,183 @@
+"""Calibration: probes have the shapes they claim, what is measured comes back, and the profile works as a device."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from typer.testing import CliRunner
+
+from ebbench.analysis.calibrate import ProbeGrid, calibrate, cost_grid, fit, probe_plan, r_squared, step_medians
+from ebbench.cli.main import app
+from ebbench.devices import StepShape, load_device
+from ebbench.devices.gridcost import GridCost, measured_calibration
+from ebbench.engines.sim import SimEngine
+from ebbench.errors import DataError, EbbenchError, InputFileError, UnknownNameError, UsageError
+from ebbench.records.schema import STEPS
+from vllm_eb.costs import CostGrid
+
+GRID = ProbeGrid((64, 256, 1024), (2, 16, 64), (64, 512), repeats=4)
+
+
+def test_measured_times_are_those_of_the_device() -> None:
+    """On the simulator a probe's step is known exactly: decodes up to the drift of their context."""
+    device = load_device("h200", "qwen3-8b", max_num_seqs=65)
+    measured = calibrate(SimEngine(), device, GRID, "test")
+    grid = measured.calibration.grid
+    assert grid is not None
+    for x, seconds in zip(GRID.tokens, grid.prefill, strict=True):
+        assert seconds == pytest.approx(device.cost.step_s(StepShape(((x, 0),), 0, 0, 1)), rel=0.02)
+    for n, row in zip(GRID.seqs, grid.decode, strict=True):
+        for c, seconds in zip(GRID.contexts, row, strict=True):
+            assert seconds == pytest.approx(device.cost.step_s(StepShape((), n, n * c, n)), rel=0.05)
+    for x, rows in zip(GRID.tokens, grid.mixed, strict=True):
+        for n, row in zip(GRID.seqs, rows, strict=True):
+            for c, seconds in zip(GRID.contexts, row, strict=True):
+                exact = device.cost.step_s(StepShape(((x, 0),), n, n * c, n + 1))
+                assert seconds == pytest.approx(exact, rel=0.05)
+    assert measured.prefill_r2 > 0.95
+
+
+def test_every_probe_drains_before_the_next() -> None:
+    plan, shapes = probe_plan(GRID)
+    assert len(shapes) == len(plan) == sum(phase.sessions for phase in plan.phases)
+    kinds = [next(shapes[r] for r, p in _members(plan) if p == phase.name) for phase in plan.phases]
+    for before, after in pairwise(kinds):
+        assert before[1] == 0 or after == (0, 0, 0)  # after decodes comes a lone request
+
+
+def _members(plan):  # type: ignore[no-untyped-def]
+    return zip(plan.table["request_id"].to_pylist(), plan.table["phase"].to_pylist(), strict=True)
+
+
+def step(start_ms: float, end_ms: float, ids: list[str], tokens: int, decodes: int) -> dict[str, object]:
+    row = dict.fromkeys(STEPS.names)
+    row |= {"start_ns": int(start_ms * 1e6), "end_ns": int(end_ms * 1e6), "request_ids": ids}
+    row |= {"prefill_tokens": tokens, "decode_seqs": decodes}
+    for field in STEPS:
+        if row[field.name] is None and not field.nullable:
+            row[field.name] = [] if pa.types.is_list(field.type) else "x" if pa.types.is_string(field.type) else 0
+    return row
+
+
+def test_host_time_between_steps_counts_and_other_shapes_do_not() -> None:
+    shapes = {"a": (0, 2, 8), "b": (0, 2, 8), "p": (16, 0, 0), "q": (32, 0, 0)}
+    rows = [
+        step(0, 10, ["p"], 16, 0),
+        step(20, 30, ["a", "b"], 8, 1),  # still filling
+        step(31, 41, ["a", "b"], 0, 2),  # 11 ms after the last end
+        step(43, 53, ["a", "b"], 0, 2),  # 12
+        step(54, 64, ["a", "b"], 0, 2),  # 11
+        step(90, 91, ["a", "p"], 0, 2),  # two probes at once: nobody's
+    ]
+    found = step_medians(pa.Table.from_pylist(rows, schema=STEPS), shapes)
+    assert found == pytest.approx({(0, 2, 8): 0.011, (16, 0, 0): 0.011})
+
+
+def test_a_point_that_was_never_measured_is_named() -> None:
+    with pytest.raises(DataError, match="no step of 64 prompt tokens and 0 decodes"):
+        cost_grid(GRID, {})
+
+
+def test_linear_fit_recovers_a_linear_machine() -> None:
+    tokens, seqs, contexts = (100, 200, 400), (10, 20, 40), (50, 100)
+    grid = CostGrid(
+        tokens, seqs, contexts,
+        tuple(2e-3 + 5e-5 * x for x in tokens),
+        tuple((8e-3 + 1e-4 * n,) * 2 for n in seqs),
+        tuple(tuple((2e-3 + (6e-5 + 1e-4 * (n / (n + x))) * (n + x),) * 2 for n in seqs) for x in tokens),
+    )  # fmt: skip
+    measured = fit(grid, "made up", 1)
+    cal = measured.calibration
+    assert (cal.alpha_p, cal.beta_p) == pytest.approx((2e-3, 5e-5))
+    assert (cal.alpha_d, cal.beta_d) == pytest.approx((8e-3, 1e-4))
+    assert cal.mixed is not None
+    assert (cal.mixed.a, cal.mixed.b, cal.mixed.c) == pytest.approx((6e-5, 1e-4, 0.0), abs=1e-9)
+    assert (measured.prefill_r2, measured.decode_r2, measured.mixed_r2) == pytest.approx((1.0, 1.0, 1.0))
+
+
+def test_r_squared() -> None:
+    assert r_squared([1, 2, 3], [1, 2, 3]) == 1.0
+    assert r_squared([1, 2, 3], [2, 2, 2]) == 0.0
+    assert r_squared([5, 5], [4, 6]) == 1.0
+
+
+def test_command_writes_a_profile_that_is_a_device(tmp_path: Path) -> None:
+    folder = tmp_path / "mine"
+    arguments = ["calibrate", "--engine", "sim", "--device", "l40s", "--model", "qwen3-4b", "--output-dir", str(folder)]
+    sizes = [
+        "--tokens",
+        "64,512",
+        "--seqs",
+        "4,32",
+        "--contexts",
+        "64,256",
+        "--repeats",
+        "3",
+        "--check",
+        "24",
+        "--json",
+    ]
+    result = CliRunner().invoke(app, [*arguments, *sizes], catch_exceptions=False)
+    assert result.exit_code == 0
+    document = json.loads(result.stdout)
+    check = document["check"]
+    assert check["predicted_tokens_per_s"] == pytest.approx(check["measured_tokens_per_s"], rel=0.15)
+    device = load_device(str(folder / "profile.toml"), "qwen3-4b")
+    assert isinstance(device.cost, GridCost)
+    assert device.calibration.beta_d == document["calibration"]["beta_d"]
+    assert not device.warnings
+    again = CliRunner().invoke(app, [*arguments, *sizes], standalone_mode=False)
+    assert isinstance(again.exception, UsageError)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind"),
+    [
+        (["--engine", "magic"], UnknownNameError),
+        (["--engine", "sim", "--tokens", "64"], UsageError),
+        (["--engine", "sim", "--seqs", "8,4"], UsageError),
+        (["--engine", "sim", "--contexts", "a,b"], UsageError),
+    ],
+)
+def test_bad_usage_is_one_clear_error(arguments: list[str], kind: type[EbbenchError], tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["calibrate", "--output-dir", str(tmp_path), *arguments], standalone_mode=False)
+    assert isinstance(result.exception, kind)
+
+
+def test_a_damaged_calibration_is_refused_with_the_field(tmp_path: Path) -> None:
+    path = tmp_path / "calibration.json"
+    path.write_text('{"alpha_p": 1e-3, "beta_p": -1, "alpha_d": 1e-3, "beta_d": 1e-5}')
+    with pytest.raises(InputFileError, match="beta_p must not be negative"):
+        measured_calibration(path)
+    path.write_text('{"alpha_p": 1e-3, "beta_p": 1e-5, "alpha_d": 1e-3, "beta_d": 1e-5}')
+    with pytest.raises(InputFileError, match="grid is missing"):
+        measured_calibration(path)
+    with pytest.raises(InputFileError, match="cannot be read"):
+        measured_calibration(tmp_path / "none.json")
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_a_real_vllm_is_calibrated_on_the_cpu(tmp_path: Path) -> None:
+    """A process of its own: vLLM leaves threads and settings behind."""
+    sys.path.insert(0, str(Path(__file__).parents[1] / "vllm"))
+    from small_model import build
+
+    model = build(tmp_path / "model")
+    entry = "from ebbench.cli.main import run; run()"
+    command = [sys.executable, "-c", entry, "calibrate", "--engine", "vllm", "--model", str(model)]
+    sizes = ["--tokens", "16,64", "--seqs", "1,4", "--contexts", "32,64", "--repeats", "3", "--check", "12", "--json"]
+    done = subprocess.run(
+        [*command, *sizes, "--output-dir", str(tmp_path / "out")], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    document = json.loads(done.stdout)
+    assert document["calibration"]["alpha_d"] > 0
+    assert document["check"]["predicted_tokens_per_s"] > 0
+    assert load_device(str(tmp_path / "out" / "profile.toml"), str(model)).calibration.grid is not None
