@@ -9,7 +9,7 @@ import pyarrow.compute as pc
 
 from ebbench.analysis.paper_tables import Column, Document, Section, Value, labels
 from ebbench.papers.cells import Cell
-from ebbench.papers.figure3 import SHAPES, THETAS, figure12_cells, sweep12
+from ebbench.papers.figure12 import COSTS, SHAPES, THETAS, figure12_cells, sweep12
 from ebbench.papers.published import EB_PAPER
 from ebbench.papers.store import CellStore, Measured
 from ebbench.papers.table import PaperTable, Wish, pending
@@ -35,10 +35,20 @@ class Truth(NamedTuple):
 
 
 def _document_ifr(wish: Wish, store: CellStore) -> Document:
+    sections = tuple(_section_ifr(wish, store, name, slow=bool(index)) for index, name in enumerate(COSTS))
+    notes = (
+        f"The experiment of {EB_PAPER}, E.3: same mean length, hazard constant or rising; figure12 draws it. Mean over "
+        "the seeds. The paper reports that the best threshold moves up under a rising hazard.",
+        *pending(store, figure12_cells(wish)),
+    )
+    return Document("e3", "E.3: thresholds under a constant and a rising hazard", sections, notes)
+
+
+def _section_ifr(wish: Wish, store: CellStore, title: str, *, slow: bool) -> Section:
     columns = labels("theta")
-    for title in SHAPES.values():
-        columns += (Column("tokens/s", group=title, ours=True), Column("% of best", group=title))
-    curves = {shape: {row["theta"]: row["value"] for row in sweep12(wish, store, shape)} for shape in SHAPES}
+    for name in SHAPES.values():
+        columns += (Column("tokens/s", group=name, ours=True), Column("% of best", group=name))
+    curves = {shape: {row["theta"]: row["value"] for row in sweep12(wish, store, shape, slow=slow)} for shape in SHAPES}
     best = {shape: max(curve.values(), default=None) for shape, curve in curves.items()}
     rows = []
     for theta in THETAS:
@@ -47,14 +57,7 @@ def _document_ifr(wish: Wish, store: CellStore) -> Document:
             value, top = curves[shape].get(theta), best[shape]
             row += [value, None if value is None or not top else 100 * value / top]
         rows.append(tuple(row))
-    notes = (
-        f"The experiment of {EB_PAPER}, E.3: same mean length, hazard constant or rising; figure12 draws it. Mean over "
-        "the seeds. The paper reports that the best threshold moves up under a rising hazard.",
-        *pending(store, figure12_cells(wish)),
-    )
-    return Document(
-        "e3", "E.3: thresholds under a constant and a rising hazard", (Section("", columns, tuple(rows)),), notes
-    )
+    return Section(title, columns, tuple(rows))
 
 
 # E.5: the estimators against a known truth.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from statistics import fmean, stdev
 from typing import Any
 
 from ebbench.papers.cells import Cell, settings
@@ -106,72 +105,6 @@ def _chart3(wish: Wish, store: CellStore) -> Any:
     return alt.vconcat(*lines, title=title)
 
 
-# Figure 12: the best threshold moves up when the hazard rises.
-
-SHAPES = {1: "constant hazard (gamma, shape 1)", 4: "rising hazard (gamma, shape 4)"}
-THETAS = tuple(round(0.05 * i, 2) for i in range(1, 20))
-MEAN_OUTPUT, MEAN_INPUT, BATCH12 = 64, 64, 256
-NEAR = 0.99
-_T95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
-
-
-def _cell12(wish: Wish, shape: int, theta: float, seed: int) -> Cell:
-    plan = settings(num_prompts=wish.num_prompts or 4000, input_len=MEAN_INPUT, output_len=MEAN_OUTPUT,
-                    length_distribution=f"gamma:{shape}")  # fmt: skip
-    device, model = _device(wish, "rtx-pro-6000"), wish.models[0] if wish.models else "qwen3-30b-a3b"
-    return Cell("balanced", f"eb:theta={theta}", device, model, BATCH12, BUDGET, settings=plan, seed=seed)
-
-
-def _seeds(wish: Wish) -> range:
-    return range(max(wish.seeds, 3))
-
-
-def figure12_cells(wish: Wish) -> list[Cell]:
-    """The runs behind figure 12: every theta, shape and seed."""
-    return [_cell12(wish, shape, theta, seed) for shape in SHAPES for theta in THETAS for seed in _seeds(wish)]
-
-
-def sweep12(wish: Wish, store: CellStore, shape: int) -> list[dict[str, float]]:
-    """Mean throughput over theta with its 95 % t interval over the seeds; thetas not run are left out."""
-    found = []
-    for theta in THETAS:
-        rates = [figure(store, _cell12(wish, shape, theta, seed), "total_token_throughput") for seed in _seeds(wish)]
-        known = [rate for rate in rates if rate is not None]
-        if len(known) < len(rates):
-            continue
-        mean = fmean(known)
-        half = _T95.get(len(known), 2.0) * stdev(known) / len(known) ** 0.5
-        found.append({"theta": theta, "value": mean, "low": mean - half, "high": mean + half})
-    return found
-
-
-def _panel12(wish: Wish, store: CellStore, shape: int) -> Any:
-    alt = altair()
-    data = sweep12(wish, store, shape)
-    base = alt.Chart(values([dict(row) for row in data])).encode(
-        x=alt.X("theta:Q", title="threshold θ = k/N", scale=alt.Scale(domain=[0, 1]))
-    )
-    y = alt.Y("value:Q", title="tokens/s", scale=alt.Scale(zero=False))
-    layers = [
-        base.mark_area(color=BLUE, opacity=0.25).encode(y=alt.Y("low:Q", scale=alt.Scale(zero=False)), y2="high:Q"),
-        base.mark_line(color=BLUE, strokeWidth=1.8, point={"color": BLUE, "size": 22}).encode(y=y),
-    ]
-    if data:
-        best = max(data, key=lambda row: row["value"])
-        near = [row["theta"] for row in data if row["value"] >= NEAR * best["value"]]
-        label = f"best θ = {best['theta']:.2f}; within 1 %: {min(near):.2f} to {max(near):.2f}"
-        mark = values([{"theta": best["theta"], "label": label}])
-        layers.append(alt.Chart(mark).mark_rule(color=VERMILION, strokeDash=[4, 3]).encode(x="theta:Q"))
-        text = alt.Chart(mark).mark_text(color=VERMILION, align="left", dx=5, fontSize=11)
-        layers.append(text.encode(x="theta:Q", y=alt.value(135), text="label:N"))
-    return alt.layer(*layers).properties(width=270, height=150, title=SHAPES[shape])
-
-
-def _chart12(wish: Wish, store: CellStore) -> Any:
-    alt = altair()
-    return alt.hconcat(*(_panel12(wish, store, shape) for shape in SHAPES)).resolve_scale(y="independent")
-
-
 FIGURE3 = PaperFigure(
     "figure3",
     "throughput and TPOT over fixed k, the controller and v1",
@@ -179,15 +112,5 @@ FIGURE3 = PaperFigure(
     _chart3,
     "Solid: ours (engine sim, N = 1024, B = 8192). Dashed with crosses: published (eb-vllm); its fixed-k points were "
     "read off a figure by the authors.",
-    whole=False,
-)
-FIGURE12 = PaperFigure(
-    "figure12",
-    "best threshold under a constant and a rising hazard",
-    figure12_cells,
-    _chart12,
-    f"Ours: Qwen3-30B-A3B on RTX PRO 6000, where waiting pays most (alpha_p > alpha_d), mean input {MEAN_INPUT}, mean "
-    f"output {MEAN_OUTPUT}, N = {BATCH12}; band: 95 % t interval over the seeds. The paper's setting and optima are "
-    "not legible in our copy; it reports that the optimum moves up under a rising hazard.",
     whole=False,
 )

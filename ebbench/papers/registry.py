@@ -11,7 +11,8 @@ from ebbench.papers.lengths import TABLE9
 from ebbench.papers.table import PaperTable
 from ebbench.papers.table2 import TABLE2
 from ebbench.papers.table3 import TABLE3
-from ebbench.papers.thresholds import TABLE10, TABLE11, TABLE13
+from ebbench.papers.table13 import TABLE13
+from ebbench.papers.thresholds import TABLE10, TABLE11
 
 TABLES: tuple[PaperTable, ...] = (
     TABLE2, TABLE3, TABLE9, TABLE10, TABLE11, TABLE13, TABLE14, TABLE15, TABLE16, TABLE18, DEFERRED, E3,

@@ -1,0 +1,28 @@
+"""The cost of a refill that the papers' threshold tables imply, as a device.
+
+Table 11 of the EB paper (tokens/s over k at N = 128) shows how dear a refill was in the runs behind its appendix E:
+at k = 8 the server spends most of its time on something that happens once a refill. Fitted with the paper's own
+linear coefficients, that is 0.14 s (7 to 12 % off over the 64 published points; 0.10 to 0.15 s do nearly as well),
+a hundred times the published alpha_p of 1.3 ms on H200. With it Prop. 3.1 gives thresholds of 0.2 to 0.5, which is
+where table 10 finds them; with the published alpha_p it gives 0.03 to 0.07. The cause is not known to us. The tables
+of appendix E are therefore shown under both costs.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+from ebbench.papers.cells import LINEAR
+
+REFILL_S = 0.14
+
+
+@cache
+def slow_refill(device: str, model: str) -> str:
+    """The device's linear costs (published where there are some) with REFILL_S as ``alpha_p``, for a Cell."""
+    from ebbench.devices import load_device
+
+    loaded = load_device(device, model)
+    costs = loaded.calibration
+    values = (REFILL_S, costs.beta_p, costs.alpha_d, costs.beta_d)
+    return LINEAR + ",".join(f"{value:.6g}" for value in values) + f",{loaded.kv_capacity_tokens}"
