@@ -96,7 +96,7 @@ FIGURE12 = PaperFigure(
     figure12_cells,
     _chart,
     f"Ours: Qwen3-8B on H200, mean input {MEAN_INPUT}, mean output {MEAN_OUTPUT}, N = {BATCH}; band: 95 % t interval "
-    f"over the seeds; '{SLOW}' as in tables 10 and 11. The paper's shape, means and optima are not legible in our copy; "
+    f"over the seeds; '{SLOW}': see tables 10 and 11. The paper's shape, means and optima are not legible in our copy; "
     "it reports that the optimum moves up under a rising hazard.",
     whole=False,
 )

@@ -41,14 +41,13 @@ def _bars(
             color=colour(names, [POLICY_COLOURS[policy] for policy in POLICIES], "ours"),
         )
     )  # fmt: skip
+    legend = alt.Legend(symbolType="stroke", symbolStrokeColor=BLACK, symbolStrokeWidth=3)
     ticks = (
         alt.Chart(values([{**row, "mark": "published"} for row in published]))
         .mark_tick(thickness=2.5, size=13, color=BLACK)
         .encode(
             x=x, xOffset=offset, y=alt.Y("value:Q", scale=scale),
-            opacity=alt.Opacity(
-                "mark:N", scale=alt.Scale(range=[1]), title=None, legend=alt.Legend(symbolType="stroke")
-            ),
+            opacity=alt.Opacity("mark:N", scale=alt.Scale(range=[1]), title=None, legend=legend),
         )
     )  # fmt: skip
     layers = [bars, ticks] if published else [bars]
