@@ -47,13 +47,15 @@ class UnitReport(NamedTuple):
 class EndForward(NamedTuple):
     """A forward pass of ``instance`` has ended after ``duration_ns`` (the EndForward signal of section 4.1).
 
-    ``goes_on``: it starts the next pass at once, on what it still holds. ``units`` is empty where the end was inferred
-    from streams and nothing else is known.
+    ``goes_on``: it starts the next pass at once, on what it still holds; ``generates``: some of that are sequences
+    generating their answers, so one pass follows the other. ``units`` is empty where the end was inferred from streams
+    and nothing else is known.
     """
 
     instance: int
     duration_ns: int
     goes_on: bool = False
+    generates: bool = False
     units: tuple[UnitReport, ...] = ()
 
 

@@ -45,20 +45,33 @@ class GoingOn:
     def __init__(self, network_ns: int, lookahead: float) -> None:
         self._network_ns, self._lookahead = network_ns, lookahead
         self._opens_ns: dict[int, int] = {}
+        self.generating: set[int] = set()
 
     @property
     def in_time(self) -> bool:
         """Whether what is sent on a signal still reaches the pass that begins then."""
         return self._network_ns == 0
 
-    def signalled(self, instance: int, mean_ns: float, now_ns: int) -> None:
+    def signalled(self, instance: int, generates: bool, mean_ns: float, now_ns: int) -> None:
         """The instance has ended a pass and goes on."""
-        ahead_ns = 0 if self.in_time else max(0, round(self._lookahead * mean_ns) - self._network_ns)
+        ahead_ns = 0
+        if generates:
+            self.generating.add(instance)
+        else:
+            self.generating.discard(instance)
+            if not self.in_time:
+                ahead_ns = max(0, round(self._lookahead * mean_ns) - self._network_ns)
         self._opens_ns[instance] = now_ns + ahead_ns
 
+    def dispatched(self, instance: int) -> None:
+        """It was sent a batch, which is enough for its next pass, unless its passes come too fast to be counted."""
+        if self.in_time or instance not in self.generating:
+            self._opens_ns.pop(instance, None)
+
     def forget(self, instance: int) -> None:
-        """It was sent a batch, or goes on no more."""
+        """It goes on no more."""
         self._opens_ns.pop(instance, None)
+        self.generating.discard(instance)
 
     def end_of_moment(self) -> None:
         """Without delay on the way, only the very moment of the signal counts."""

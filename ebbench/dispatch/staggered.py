@@ -98,7 +98,7 @@ class StaggeredDispatcher:
         if not signal.goes_on:
             self._going_on.forget(signal.instance)
             return
-        self._going_on.signalled(signal.instance, self.interval.mean_ns, now_ns)
+        self._going_on.signalled(signal.instance, signal.generates, self.interval.mean_ns, now_ns)
         if not self._going_on.in_time:
             self._ready.dispatched(signal.instance, now_ns)
             self.fleet.begin_pass(signal.instance, self.settings.chunk_tokens)
@@ -180,6 +180,8 @@ class StaggeredDispatcher:
         active = self.fleet.active
         idle = self.fleet.idle & active
         going_on = self._going_on.open_to(now_ns) & active
+        if self._going_on.in_time:
+            going_on = going_on - self.fleet.above_mean(going_on & self._going_on.generating)
         if now_ns >= self._due_ns():
             return self._ready.ready(active, idle) | going_on
         if not self.settings.bypass:
@@ -195,8 +197,10 @@ class StaggeredDispatcher:
         units = len(self.fleet.units) / len(self.fleet.instances)
         return self._queue.tokens / (units * self.settings.chunk_tokens)
 
-    def _by_turn(self, instance: int) -> tuple[bool, int]:
-        return instance < self._turn, instance
+    def _by_turn(self, instance: int) -> tuple[int, bool, int]:
+        """In turn; those that generate by their load, since what they get stays with them."""
+        load = self.fleet.open_on(instance) if instance in self._going_on.generating else 0
+        return load, instance < self._turn, instance
 
     def _cycle(self, instance: int, now_ns: int) -> list[Order]:
         """Send what fits to ``instance``; what is left over waits one cycle more."""
@@ -207,7 +211,7 @@ class StaggeredDispatcher:
             orders = self._pack(available) if self.settings.packing else self._in_turn_over(available)
         if orders:
             self._ready.dispatched(instance, now_ns)
-            self._going_on.forget(instance)
+            self._going_on.dispatched(instance)
             self._last_ns = now_ns
             self._turn = instance + 1
         else:

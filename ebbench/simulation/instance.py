@@ -69,10 +69,15 @@ class Instance:
         return self._kv.total - self._kv.free
 
     @property
-    def goes_on(self) -> bool:
-        """Whether something stays to be run when the oldest step has ended."""
+    def busy(self) -> bool:
+        """Whether another step is out after the oldest."""
+        return len(self._queue) > 1
+
+    @property
+    def generates(self) -> bool:
+        """Whether a running request with its prompt computed has tokens left to schedule."""
         state, running = self._state, self.running
-        return len(self._queue) > 1 or bool((state.computed[running] < state.last[running]).any())
+        return bool(((state.computed[running] < state.last[running]) & ~state.partial[running]).any())
 
     def queued_tokens(self) -> int:
         """Prompt tokens it has received and not scheduled."""

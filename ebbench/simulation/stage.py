@@ -60,14 +60,15 @@ class Stage:
     def report(self, node: int, duration_ns: int) -> EndForward:
         """What the node would signal now."""
         reports = []
-        goes_on = False
+        goes_on = generates = False
         for unit in self.units_of_node[node]:
             instance = self.units[unit]
             kv_tokens = instance.kv_blocks_used * self.block_size
             queued = instance.queued_tokens()
-            goes_on = goes_on or queued > 0 or instance.goes_on
+            generates = generates or instance.generates
+            goes_on = goes_on or generates or queued > 0 or instance.busy
             reports.append(UnitReport(unit, self.received[unit], queued, kv_tokens))
-        return EndForward(node, duration_ns, goes_on, tuple(reports))
+        return EndForward(node, duration_ns, goes_on, generates, tuple(reports))
 
 
 def prefix_reader(plan: Plan) -> Callable[[int], tuple[int, ...]]:
