@@ -11,7 +11,7 @@ from ebbench.papers.published import GPUS, SYNTHETIC, WORKLOADS, best_config, gp
 from ebbench.papers.store import CellStore
 from ebbench.papers.table import Wish, figure
 from ebbench.papers.table2 import table2_cell
-from ebbench.render.figures import BLACK, POLICY_COLOURS, altair, colour, values
+from ebbench.render.figures import BLACK, POLICY_COLOURS, altair, values
 
 POLICIES = ("v0", "v1", "eb")
 _TITLES = {"v0": "v0", "v1": "v1", "eb": "EB(k*)"}
@@ -26,6 +26,7 @@ def _bars(
     """Bars of ours by policy, with a black tick where a published value exists."""
     alt = altair()
     names = [_TITLES[policy] for policy in POLICIES]
+    scheme = alt.Scale(domain=[*names, "published"], range=[*(POLICY_COLOURS[policy] for policy in POLICIES), BLACK])
     ours = [row for row in data if row["source"] == "ours" and row["value"] is not None]
     published = [row for row in data if row["source"] == "published" and row["value"] is not None]
     known = [row["value"] for row in (*ours, *published)]
@@ -38,16 +39,15 @@ def _bars(
         .mark_bar()
         .encode(
             x=x, xOffset=offset, y=alt.Y("value:Q", title=y_title, scale=scale), y2="floor:Q",
-            color=colour(names, [POLICY_COLOURS[policy] for policy in POLICIES], "ours"),
+            color=alt.Color("series:N", scale=scheme, sort=None, title=None),
         )
     )  # fmt: skip
-    legend = alt.Legend(symbolType="stroke", symbolStrokeColor=BLACK, symbolStrokeWidth=3)
     ticks = (
         alt.Chart(values([{**row, "mark": "published"} for row in published]))
-        .mark_tick(thickness=2.5, size=13, color=BLACK)
+        .mark_tick(thickness=2.5, size=13, opacity=1)
         .encode(
             x=x, xOffset=offset, y=alt.Y("value:Q", scale=scale),
-            opacity=alt.Opacity("mark:N", scale=alt.Scale(range=[1]), title=None, legend=legend),
+            color=alt.Color("mark:N", scale=scheme, sort=None, title=None),
         )
     )  # fmt: skip
     layers = [bars, ticks] if published else [bars]
