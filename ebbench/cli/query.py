@@ -80,19 +80,29 @@ def _csv(answer: pa.Table) -> str:
     return text.getvalue()
 
 
+_LEAST_WIDTH = 9  # a column narrower than this cannot be read; rows are then shown one below the other
+
+
 def _print(answer: pa.Table) -> None:
     from rich import box
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
+    console = Console(highlight=False)
+    if answer.num_columns * _LEAST_WIDTH > console.width:
+        for number, row in enumerate(answer.to_pylist(), start=1):
+            console.print(f"row {number}", style="bold")
+            for name, value in row.items():
+                console.print(f"  {escape(name)}: {escape(_text(value))}", soft_wrap=True)
+        return
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
     for field in answer.schema:
         numeric = str(field.type).startswith(("int", "uint", "float", "double", "decimal"))
         table.add_column(escape(field.name), justify="right" if numeric else "left", overflow="fold")
     for row in answer.to_pylist():
         table.add_row(*(escape(_text(value)) for value in row.values()))
-    Console(highlight=False).print(table)
+    console.print(table)
 
 
 def _text(value: object) -> str:

@@ -85,7 +85,12 @@ def dry_run(sweep: Sweep, todo: Sequence[Cell]) -> RenderableType:
 def console_report(result: Result, found: Sequence[Finding], metric: str) -> RenderableType:
     """Findings, failures and where everything is."""
     p = result.progress
-    parts: list[RenderableType] = [findings_table(found, metric), Text(_legend(metric), style="dim")]
+    parts: list[RenderableType] = [
+        Text(_heading(result.sweep), style="bold"),
+        Text(),
+        findings_table(found, metric),
+        Text(_legend(metric), style="dim"),
+    ]
     if result.failed:
         parts += [
             Text(),
@@ -95,6 +100,13 @@ def console_report(result: Result, found: Sequence[Finding], metric: str) -> Ren
     timing = f"{p.done} cells in {p.elapsed_s:,.1f} s ({p.cells_per_s:.2f} cells/s)" if p.done else "nothing to run"
     parts += [Text(), Text(f"{timing}, {p.kept} from before; table: {result.results}")]
     return Stack(*parts)
+
+
+def _heading(sweep: Sweep) -> str:
+    """The sweep's name and what all its cells share of what a reader asks first."""
+    first = sweep.cells[0].settings
+    shared = [str(getattr(first, name)) for name in ("workload", "model", "device", "engine") if name not in sweep.axes]
+    return f"{sweep.name}: {', '.join(shared)}" if shared else sweep.name
 
 
 def findings_table(found: Sequence[Finding], metric: str) -> Table:

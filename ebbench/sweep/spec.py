@@ -28,6 +28,7 @@ _Grid: Any = msgspec.defstruct(
     [(f.name, GenericAlias(list, (f.type,)) | msgspec.UnsetType, msgspec.UNSET) for f in _FIELDS],
     forbid_unknown_fields=True,
 )
+_Override: Any = msgspec.defstruct("Override", [("when", _Common), ("set", _Common)], forbid_unknown_fields=True)
 _File: Any = msgspec.defstruct(
     "File",
     [
@@ -37,6 +38,7 @@ _File: Any = msgspec.defstruct(
         ("keep_runs", bool, False),
         ("grid", _Grid, msgspec.field(default_factory=_Grid)),
         ("common", _Common, msgspec.field(default_factory=_Common)),
+        ("overrides", list[_Override], msgspec.field(default_factory=list)),
     ],
     forbid_unknown_fields=True,
 )
@@ -70,13 +72,13 @@ def load_sweep(path: Path) -> Sweep:
     """Read and lay out a spec. Raises InputFileError, UsageError or UnknownNameError, with what to write instead."""
     file = load_toml(path, _File)
     lists = {f.name: values for f in _FIELDS if (values := getattr(file.grid, f.name)) is not msgspec.UNSET}
-    common = {f.name: value for f in _FIELDS if (value := getattr(file.common, f.name)) is not msgspec.UNSET}
+    common = _given(file.common)
     _check_file(path, file, lists, common)
     if file.repeats > 1:
         seeds = lists.get("seed", [common.pop("seed", 0)])
         lists["seed"] = [seed + offset for seed in seeds for offset in range(file.repeats)]
     lists["policy"] = [_policy(path, name) for name in lists.get("policy", [common.pop("policy", "v1")])]
-    cells = _cells(path, lists, common)
+    cells = _cells(path, lists, common, _overrides(path, file, lists))
     check_names(cells)
     axes = tuple(name for name, values in lists.items() if len(values) > 1)
     return Sweep(file.name, file.description, axes, cells, file.keep_runs)
@@ -111,7 +113,33 @@ def _policy(path: Path, name: str) -> str:
         raise InputFileError(path, str(error)) from None
 
 
-def _cells(path: Path, lists: dict[str, list[Any]], common: dict[str, Any]) -> tuple[Cell, ...]:
+def _given(table: Any) -> dict[str, Any]:
+    return {f.name: value for f in _FIELDS if (value := getattr(table, f.name)) is not msgspec.UNSET}
+
+
+_Overrides = list[tuple[dict[str, Any], dict[str, Any]]]
+
+
+def _overrides(path: Path, file: Any, lists: dict[str, list[Any]]) -> _Overrides:
+    """Pairs of what a cell must have and what it then gets. Axes stay as the grid lists them."""
+    found = [(_given(override.when), _given(override.set)) for override in file.overrides]
+    for when, change in found:
+        if not when or not change:
+            raise InputFileError(path, "an override needs both `when` and `set`")
+        axis = next((name for name in change if name in lists and len(lists[name]) > 1), None)
+        if axis is not None:
+            raise InputFileError(path, f"an override sets {axis}, which the grid varies; set something else")
+    return found
+
+
+def _overridden(settings: Settings, overrides: _Overrides) -> Settings:
+    for when, change in overrides:
+        if all(getattr(settings, name) == value for name, value in when.items()):
+            settings = msgspec.structs.replace(settings, **change)
+    return settings
+
+
+def _cells(path: Path, lists: dict[str, list[Any]], common: dict[str, Any], overrides: _Overrides) -> tuple[Cell, ...]:
     """Every combination; the last axes vary fastest, so cells of one plan are neighbours."""
     order = sorted(lists, key=lambda name: name not in _SLOW)
     count = 1
@@ -120,7 +148,7 @@ def _cells(path: Path, lists: dict[str, list[Any]], common: dict[str, Any]) -> t
     if count > MAX_CELLS:
         raise InputFileError(path, f"the grid has {count:,} cells, more than {MAX_CELLS:,}; split it")
     settings = [
-        Settings(**common, **dict(zip(order, values, strict=True)))
+        _overridden(Settings(**common, **dict(zip(order, values, strict=True))), overrides)
         for values in itertools.product(*(lists[name] for name in order))
     ]
     keyed: dict[str, Settings] = {}

@@ -32,7 +32,8 @@ def test_cells_of_one_plan_are_neighbours(tmp_path: Path) -> None:
 def test_the_papers_grid_has_1440_cells() -> None:
     sweep = load_sweep(REPORTS / "paper-grid.toml")
     assert len(sweep.cells) == 1440
-    assert {cell.settings.num_prompts for cell in sweep.cells} == {4000}
+    asked = {(cell.settings.workload == "wildchat", cell.settings.num_prompts) for cell in sweep.cells}
+    assert asked == {(False, 4000), (True, 430)}  # conversations of 9.3 requests
     sample = load_sweep(REPORTS / "paper-grid-sample.toml")
     assert len(sample.cells) == 192
     assert {cell.key for cell in sample.cells} < {cell.key for cell in sweep.cells}
@@ -64,6 +65,13 @@ def test_files_are_named_absolutely_for_workers(tmp_path: Path, monkeypatch: pyt
     assert moved.model == "qwen3-8b"
 
 
+def test_overrides_change_the_cells_they_name(tmp_path: Path) -> None:
+    text = TINY + '[[overrides]]\nwhen = { policy = "eb" }\nset = { max_num_seqs = 8, num_prompts = 20 }\n'
+    cells = load_sweep(spec_file(tmp_path, text)).cells
+    found = {(c.settings.policy, c.settings.max_num_seqs, c.settings.num_prompts) for c in cells}
+    assert found == {("v1", 16, 40), ("eb", 8, 20)}
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -85,6 +93,12 @@ def test_files_are_named_absolutely_for_workers(tmp_path: Path, monkeypatch: pyt
         (("[common]", '[common]\nmodel = "qwen"'), "unknown model 'qwen'"),
         (("[common]", '[common]\nscenario = "stormy"'), "unknown scenario 'stormy'"),
         (("num_prompts = 40", 'num_prompts = "40"'), "Expected"),
+        (("repeats = 2", "repeats = 2\n[[overrides]]\nwhen = {}\nset = { seed = 1 }"), "needs both"),
+        (
+            ("repeats = 2", 'repeats = 2\n[[overrides]]\nwhen = { seed = 1 }\nset = { policy = "v0" }'),
+            "the grid varies",
+        ),
+        (("repeats = 2", "repeats = 2\n[[overrides]]\nwen = { seed = 1 }"), "did you mean 'when'"),
         (('name = "tiny"', "name = "), "not valid TOML"),
         (("[grid]", "[grid]\nseed = [" + ",".join(map(str, range(600_000))) + "]"), "more than 1,000,000"),
     ],
