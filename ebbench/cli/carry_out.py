@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ebbench.cli.cluster_flags import ClusterAsked, with_cluster
 from ebbench.cli.preflight import check_counts, check_fits, check_options, is_server
 from ebbench.cli.server import POLICY_IS_A_LABEL, for_server, journalled, unknown_device, with_client, with_ramp
 from ebbench.errors import EbbenchError, InterruptedRunError, RunError, UsageError
@@ -52,6 +53,7 @@ class Asked:
     client: Mapping[str, object] = field(default_factory=dict)  # options of the load generator that were given
     ramp_up_s: float | None = None
     save_as_vllm: Path | None = None
+    cluster: ClusterAsked = ClusterAsked()  # noqa: RUF009 - frozen
 
 
 @dataclass
@@ -139,7 +141,8 @@ def _choose_engine(asked: Asked) -> tuple[Engine, str]:
         engine = for_server(engine, asked.model, asked.plan_settings)
     elif engine.name == "vllm" and asked.model is not None:
         engine = replace(engine, model=asked.model)  # type: ignore[type-var]
-    return with_client(engine, asked.client), sentence
+    engine, several = with_cluster(engine, asked.cluster, asked.scenario)
+    return with_client(engine, asked.client), f"{sentence}; {several}" if several else sentence
 
 
 def _build_plan(asked: Asked, seed: int, device: Device, messages: Console) -> Plan:
@@ -152,7 +155,7 @@ def _build_plan(asked: Asked, seed: int, device: Device, messages: Console) -> P
         reading = messages.status(f"reading {escape(asked.workload)}")  # a data set may take seconds
     with reading:
         plan = build_plan(asked.workload, asked.scenario, seed=seed, **asked.plan_settings)  # type: ignore[arg-type]
-    if not is_server(asked.engine):
+    if not is_server(asked.engine) and asked.cluster.topology is None:  # several GPUs hold more; the engine checks
         check_fits(plan, device, asked.options)
     return plan
 

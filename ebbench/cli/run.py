@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from ebbench.cli import client_flags as flags
+from ebbench.cli import cluster_flags as cluster
 from ebbench.cli.options import GoodputCommand
 
 _WORKLOAD, _LOAD, _ENGINE, _OUTPUT = "Workload", "Load", "Engine", "Output"
@@ -118,6 +119,10 @@ def run(
     vocab_size: flags.VocabSize = None,
     reset_prefix_cache: flags.ResetPrefixCache = None,
     insecure: flags.Insecure = None,
+    topology: cluster.Topology = None,
+    dispatch: cluster.Dispatch = None,
+    decode_dispatch: cluster.DecodeDispatch = None,
+    replicas: cluster.Replicas = None,
     as_json: Annotated[bool, _opt("--json", help="One JSON list on stdout, nothing else.", panel=_OUTPUT)] = False,
     quiet: Annotated[bool, _opt("--quiet", "-q", help="No progress.", panel=_OUTPUT)] = False,
 ) -> None:
@@ -187,6 +192,7 @@ def run(
         },
         ramp_up_s=ramp_up,
         save_as_vllm=save_as_vllm,
+        cluster=cluster.ClusterAsked(topology, dispatch, decode_dispatch, replicas),
     )
     carry_out(asked, as_json=as_json)
 

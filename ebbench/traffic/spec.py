@@ -7,6 +7,7 @@ from typing import Literal
 import msgspec
 
 from ebbench.resources import bundled_dir
+from ebbench.simulation.topology import TopologySpec
 from ebbench.traffic.arrivals import Process
 from ebbench.workloads.lengths import LengthSpec
 from ebbench.workloads.spec import resolve
@@ -81,7 +82,10 @@ class Replay(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 class ScenarioSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One traffic pattern. ``loop``: closed (released by completions), open (by the clock), trace (as recorded)."""
+    """One traffic pattern. ``loop``: closed (released by completions), open (by the clock), trace (as recorded).
+
+    ``topology``: the instances this traffic is meant for, where it needs several; short (``dp=4``) or as a table.
+    """
 
     name: str
     description: str
@@ -89,6 +93,7 @@ class ScenarioSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     phases: tuple[Phase, ...] = ()
     replay: Replay | None = None
     max_concurrency: int | None = None
+    topology: TopologySpec | str | None = None
 
     def __post_init__(self) -> None:
         problem = _problem(self)

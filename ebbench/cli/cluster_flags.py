@@ -1,0 +1,109 @@
+"""Options of several instances, as ``ebbench run`` takes them: topology, dispatch policies, replicas."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ebbench.errors import UsageError
+
+if TYPE_CHECKING:
+    from ebbench.engines.base import Engine
+    from ebbench.simulation.topology import TopologySpec
+
+_PANEL = "Several instances"
+
+
+def _opt(*names: str, help: str) -> typer.models.OptionInfo:
+    option: typer.models.OptionInfo = typer.Option(*names, help=help, rich_help_panel=_PANEL)
+    return option
+
+
+Topology = Annotated[
+    str | None, _opt("--topology", help="dp=4, 2p2d, tp=4,dp=8,ep=32, ... or a TOML file with a \\[topology] table.")
+]
+Dispatch = Annotated[
+    str | None,
+    _opt(
+        "--dispatch",
+        help="round-robin, least-outstanding (default), power-of-two, prefix-affine, iqr or sbs\\[:key=value,...].",
+    ),
+]
+DecodeDispatch = Annotated[
+    str | None, _opt("--decode-dispatch", help="The same in front of the decode pool. Default: iqr with sbs.")
+]
+Replicas = Annotated[int | None, _opt("--replicas", help="Servers behind the gateway (engine vllm).")]
+
+
+@dataclass(frozen=True)
+class ClusterAsked:
+    """What was asked for; None where nothing was."""
+
+    topology: str | None = None
+    dispatch: str | None = None
+    decode_dispatch: str | None = None
+    replicas: int | None = None
+
+
+def with_cluster(engine: Engine, asked: ClusterAsked, scenario: str | None) -> tuple[Engine, str]:
+    """The engine for several instances, and a sentence about them; the engine as it is where nothing was asked for.
+
+    A scenario file may bring a topology of its own; ``--topology`` goes before it. Raises UsageError.
+    """
+    from ebbench.dispatch import parse_dispatch
+
+    topology = _topology(asked, scenario)
+    if asked.replicas is not None and asked.replicas < 1:
+        raise UsageError(f"--replicas must be at least 1, not {asked.replicas}")
+    if topology is None and asked.replicas is None:
+        if asked.dispatch or asked.decode_dispatch:
+            raise UsageError("--dispatch chooses among several instances: give --topology as well, for example dp=4")
+        return engine, ""
+    dispatch = parse_dispatch(asked.dispatch or "least-outstanding")
+    decode = parse_dispatch(asked.decode_dispatch or ("iqr" if dispatch.kind == "sbs" else "least-outstanding"))
+    if engine.name == "sim":
+        from ebbench.engines.cluster import ClusterEngine
+
+        if topology is None:
+            topology = _replicas(asked.replicas or 1)
+        elif asked.replicas is not None:
+            raise UsageError("--topology says how many instances there are; leave out --replicas")
+        words = f"{topology.label} ({topology.gpus} GPUs), dispatch {dispatch.name}"
+        return ClusterEngine(topology, dispatch, decode), words
+    if asked.replicas is None or topology is not None:
+        raise UsageError(
+            f"--topology is for engine sim, not {engine.name}; use --engine sim, or --engine vllm --replicas N"
+        )
+    return _served(engine, asked.replicas, dispatch.name)
+
+
+def _topology(asked: ClusterAsked, scenario: str | None) -> TopologySpec | None:
+    wanted: TopologySpec | str | None = asked.topology
+    if wanted is None and scenario is not None:
+        from ebbench.traffic.spec import load_scenario
+
+        wanted = load_scenario(scenario).topology
+    if isinstance(wanted, str):
+        from ebbench.simulation.topology import parse_topology
+
+        return parse_topology(wanted)
+    return wanted
+
+
+def _replicas(count: int) -> TopologySpec:
+    from ebbench.simulation.topology import PoolSpec, TopologySpec
+
+    return TopologySpec(replicas=PoolSpec(instances=count))
+
+
+def _served(engine: Engine, replicas: int, dispatch: str) -> tuple[Engine, str]:
+    from ebbench.engines.vllm import VllmEngine
+
+    if not isinstance(engine, VllmEngine):
+        raise UsageError(f"--replicas starts servers, which engine {engine.name} does not; use --engine vllm or sim")
+    from ebbench.engines.replicas import ReplicatedVllmEngine
+
+    words = f"{replicas} servers behind the gateway, dispatch {dispatch}"
+    return ReplicatedVllmEngine(**vars(engine), replicas=replicas, dispatch=dispatch), words
