@@ -21,6 +21,7 @@ import heapq
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,6 @@ import pyarrow as pa
 
 from ebbench.devices.base import Device
 from ebbench.engines.base import EngineOptions, EngineResult, Observer, Progress
-from ebbench.engines.emulated_shortcuts import take_shortcuts
 from ebbench.engines.sim import num_kv_blocks
 from ebbench.errors import RunError, UsageError
 from ebbench.records.content import token_ids
@@ -165,7 +165,10 @@ class _Run:
 
     def take_shortcuts(self) -> None:
         """Leave out calls that find nothing to do."""
+        from ebbench.engines.emulated_shortcuts import PlainRequest, take_shortcuts
+
         take_shortcuts(self._core)
+        self._make_request = partial(self._make_request, kind=PlainRequest)
 
     def to_the_end(self, observer: Observer | None) -> bool:
         """Drive the core until every request has ended. Returns whether the user interrupted it."""

@@ -149,11 +149,16 @@ def _no_heap_freeze() -> Iterator[None]:
 
 
 def make_request(
-    core: EngineCore, request_id: str, prompt: list[int], output_tokens: int, priority: int = 0
+    core: EngineCore,
+    request_id: str,
+    prompt: list[int],
+    output_tokens: int,
+    priority: int = 0,
+    kind: type[Request] = Request,
 ) -> Request:
     """A request of forced length."""
     params = SamplingParams(max_tokens=output_tokens, ignore_eos=True, temperature=0.0, detokenize=False)
-    return Request(
+    return kind(
         request_id=request_id,
         prompt_token_ids=prompt,
         sampling_params=params,

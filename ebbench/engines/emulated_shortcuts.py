@@ -1,15 +1,36 @@
 """Early exits for the emulated core's most frequent calls, which change nothing but the time they take.
 
 At 2,000 decoding sequences nine tenths of a run go into vLLM's own bookkeeping, most of it into finding out that a
-sequence that grows by one token needs no block, completes no block and has no block to publish. The exits below ask
-exactly that first and leave everything else to vLLM. They hold for one full-attention KV group without speculative
-decoding, which is what the emulated device declares; a test compares runs with and without them.
+sequence that grows by one token needs no block, completes no block, has no block to publish and does not stop. The exits
+below ask exactly that first and leave everything else to vLLM; what is sent to workers and read by none is left out. They
+hold for one full-attention KV group and requests of forced length, without speculative decoding, which is what the
+emulated device declares; a test compares runs with and without them.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import CachedRequestData
+from vllm.v1.request import Request, RequestStatus
+
+
+class PlainRequest(Request):  # type: ignore[misc]
+    """A text request that keeps its lengths instead of computing them at every question."""
+
+    use_structured_output = False
+    num_encoder_inputs = 0
+    has_encoder_inputs = False
+    num_tokens = num_tokens_with_spec = num_output_tokens = 0
+
+    def update_block_hashes(self) -> None:
+        """vLLM's own; called whenever tokens were added."""
+        self.num_tokens = self.num_tokens_with_spec = len(self._all_token_ids)
+        self.num_output_tokens = len(self._output_token_ids)
+        super().update_block_hashes()
 
 
 def take_shortcuts(core: Any) -> None:
@@ -18,6 +39,10 @@ def take_shortcuts(core: Any) -> None:
     (group,) = manager.coordinator.single_type_managers
     _shorten_publishing(manager.coordinator, group)
     _shorten_growth(manager, group)
+    _shorten_tokens(core.scheduler, group)
+    _shorten_messages(core.scheduler)
+    # Two arguments, always true, and no Python: without a grammar every token is accepted.
+    core.structured_output_manager.accept_tokens = operator.is_not
     if core.request_block_hasher is not None:
         core.request_block_hasher = _shortened_hasher(core.request_block_hasher, group.block_size)
 
@@ -48,6 +73,54 @@ def _shorten_growth(manager: Any, group: Any) -> None:
         return allocate(request, num_new_tokens, *args, **kwargs)
 
     manager.allocate_slots = allocate_slots
+
+
+def _shorten_tokens(scheduler: Any, group: Any) -> None:
+    """A token that neither ends its request nor fills a block only has to be appended."""
+    update, block_size = scheduler._update_request_with_output, group.block_size
+    placeholders = isinstance(scheduler, AsyncScheduler)
+    max_model_len, running = scheduler.max_model_len, RequestStatus.RUNNING
+
+    def update_request_with_output(request: Any, new_token_ids: list[int], *args: Any, **kwargs: Any) -> Any:
+        tokens = request._all_token_ids
+        known = len(tokens) + 1
+        if (
+            len(new_token_ids) != 1
+            or known % block_size <= 1  # a block has just been filled, or its last token may now be published
+            or known >= max_model_len
+            or known >= request.num_prompt_tokens + request.max_tokens
+            or request.status is not running
+        ):
+            return update(request, new_token_ids, *args, **kwargs)
+        tokens.append(new_token_ids[0])
+        request._output_token_ids.append(new_token_ids[0])
+        request.num_tokens = request.num_tokens_with_spec = known
+        request.num_output_tokens += 1
+        if placeholders:
+            request.num_output_placeholders -= 1
+        return new_token_ids, False
+
+    scheduler._update_request_with_output = update_request_with_output
+
+
+def _shorten_messages(scheduler: Any) -> None:
+    """Workers would learn their new blocks and tokens from this; the emulated device has neither."""
+
+    def make_cached_request_data(running: list[Any], resumed: list[Any], *_args: Any) -> CachedRequestData:
+        requests = running + resumed if resumed else running
+        return CachedRequestData(
+            req_ids=[request.request_id for request in requests],
+            resumed_req_ids={request.request_id for request in resumed},
+            new_token_ids=[],
+            all_token_ids={},
+            new_block_ids=[],
+            num_computed_tokens=[request.num_computed_tokens for request in requests],
+            num_output_tokens=[
+                len(request._output_token_ids) + request.num_output_placeholders for request in requests
+            ],
+        )
+
+    scheduler._make_cached_request_data = make_cached_request_data
 
 
 def _shortened_hasher(hash_blocks: Callable[[Any], list[Any]], block_size: int) -> Callable[[Any], list[Any]]:
