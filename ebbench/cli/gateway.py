@@ -1,0 +1,98 @@
+"""``ebbench gateway``: dispatch requests over several OpenAI-compatible servers."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+_UPSTREAMS, _DISPATCH, _SERVER = "Upstreams", "Dispatch", "Gateway"
+
+
+def _opt(*names: str, help: str, panel: str) -> typer.models.OptionInfo:
+    option: typer.models.OptionInfo = typer.Option(*names, help=help, rich_help_panel=panel)
+    return option
+
+
+def gateway(
+    upstream: Annotated[
+        list[str], _opt("--upstream", "-u", help="Base URL of a server; repeat for each.", panel=_UPSTREAMS)
+    ],
+    dispatch: Annotated[
+        str,
+        _opt(
+            "--dispatch",
+            help="round-robin, least-outstanding, power-of-two, prefix-affine, iqr or sbs\\[:key=value,...].",
+            panel=_DISPATCH,
+        ),
+    ] = "least-outstanding",
+    signals: Annotated[
+        list[str] | None,
+        _opt(
+            "--signals",
+            help="ZeroMQ endpoint of an upstream's plugin (tcp://HOST:PORT), in the order of --upstream.",
+            panel=_UPSTREAMS,
+        ),
+    ] = None,
+    dp_ranks: Annotated[
+        int, _opt("--dp-ranks", help="Data-parallel ranks in each upstream, chosen per request.", panel=_UPSTREAMS)
+    ] = 1,
+    chunk_tokens: Annotated[
+        int, _opt("--chunk-tokens", help="The servers' --max-num-batched-tokens.", panel=_DISPATCH)
+    ] = 8192,
+    network_ms: Annotated[
+        float, _opt("--network-ms", help="Time of the way to a server and back.", panel=_DISPATCH)
+    ] = 1.0,
+    max_queue: Annotated[int, _opt("--max-queue", help="Requests held back before 429.", panel=_DISPATCH)] = 10_000,
+    max_wait: Annotated[
+        float, _opt("--max-wait", help="Seconds a request is held before 503.", panel=_DISPATCH)
+    ] = 120.0,
+    host: Annotated[
+        str,
+        _opt("--host", help="Address to listen on; default: this machine only.", panel=_SERVER),
+    ] = "127.0.0.1",
+    port: Annotated[int, _opt("--port", help="TCP port; 0 takes a free one.", panel=_SERVER)] = 8080,
+    health_interval: Annotated[
+        float, _opt("--health-interval", help="Seconds between health checks.", panel=_UPSTREAMS)
+    ] = 2.0,
+    eject_after: Annotated[
+        int, _opt("--eject-after", help="Failed checks in a row that take an upstream out.", panel=_UPSTREAMS)
+    ] = 2,
+    return_after: Annotated[
+        int, _opt("--return-after", help="Good checks in a row that bring it back.", panel=_UPSTREAMS)
+    ] = 1,
+    drain: Annotated[float, _opt("--drain", help="Seconds open requests may take at the end.", panel=_SERVER)] = 30.0,
+) -> None:
+    """One front door for several servers of one model.
+
+    Streams pass through as they come. A server that dies takes only the answers it had begun with it; what it had not
+    begun goes to another one. See /metrics for counts, /gateway for the state; POST /gateway/drain?upstream=URL sends a
+    server nothing new, /gateway/resume takes it back. Example:
+
+    ebbench gateway -u http://127.0.0.1:8001 -u http://127.0.0.1:8002 --dispatch sbs
+    """
+    from ebbench.extras import need
+
+    for module in ("starlette", "uvicorn"):
+        need(module, "gateway", "ebbench gateway")
+    from ebbench.gateway.serve import serve
+    from ebbench.gateway.settings import GatewaySettings
+
+    settings = GatewaySettings(
+        upstreams=tuple(upstream),
+        dispatch=dispatch,
+        host=host,
+        port=port,
+        dp_ranks=dp_ranks,
+        signals=tuple(signals or ()),
+        chunk_tokens=chunk_tokens,
+        network_ms=network_ms,
+        max_queue=max_queue,
+        max_wait_s=max_wait,
+        health_interval_s=health_interval,
+        eject_after=eject_after,
+        return_after=return_after,
+        drain_s=drain,
+    )
+    text = f"{len(upstream)} upstreams, dispatch {dispatch}; Ctrl-C ends it"
+    serve(settings, lambda bound: typer.echo(f"http://{host}:{bound} is ready: {text}", err=True))

@@ -1,0 +1,63 @@
+"""How long a request is and which prefix it has, as far as a dispatcher needs to know; no tokenizer runs here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from ebbench.dispatch.base import Ask
+from ebbench.dispatch.prefix import BLOCK_TOKENS
+
+BYTES_PER_TOKEN = 4.0
+"""Of English text; the servers count exactly, the dispatcher only weighs requests against each other."""
+
+
+class _Body(msgspec.Struct):
+    prompt: msgspec.Raw = msgspec.Raw(b"")
+    messages: msgspec.Raw = msgspec.Raw(b"")
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+
+
+_DECODER = msgspec.json.Decoder(_Body)
+
+
+def read_ask(key: int, body: bytes, *, prefix: bool) -> Ask:
+    """The request as a dispatcher sees it. A body that is no JSON object counts as one token: the server refuses it."""
+    try:
+        found = _DECODER.decode(body)
+    except msgspec.MsgspecError:
+        return Ask(key, 1, 1)
+    raw = bytes(found.prompt) or bytes(found.messages)
+    tokens = _tokens(raw)
+    answer = found.max_completion_tokens or found.max_tokens or 0
+    return Ask(key, tokens, tokens + answer, _blocks(raw, tokens) if prefix else ())
+
+
+def _tokens(raw: bytes) -> int:
+    if _is_ids(raw):
+        return raw.count(b",") + 1
+    return max(1, round(len(raw) / BYTES_PER_TOKEN))
+
+
+def _is_ids(raw: bytes) -> bool:
+    """A list of token ids, as against text or messages."""
+    return raw[:1] == b"[" and raw[1:2].isdigit()
+
+
+def _blocks(raw: bytes, tokens: int) -> tuple[int, ...]:
+    """Hashes of the leading blocks of about 512 tokens, each with all before it."""
+    pieces: list[Any]
+    if _is_ids(raw):
+        ids = raw[1:-1].split(b",")
+        pieces = [b",".join(ids[i : i + BLOCK_TOKENS]) for i in range(0, tokens - BLOCK_TOKENS + 1, BLOCK_TOKENS)]
+    else:
+        size = round(BLOCK_TOKENS * BYTES_PER_TOKEN)
+        pieces = [raw[i : i + size] for i in range(0, len(raw) - size + 1, size)]
+    hashes: list[int] = []
+    before = 0
+    for piece in pieces:
+        before = hash((before, piece))
+        hashes.append(before)
+    return tuple(hashes)

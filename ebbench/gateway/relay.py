@@ -1,0 +1,239 @@
+"""One request through the gateway: a place, an upstream, and every byte of the answer as it comes."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import httpx
+import msgspec
+
+from ebbench.dispatch import EndForward
+from ebbench.gateway.desk import Desk, RefusedError
+from ebbench.gateway.metrics import GatewayMetrics
+from ebbench.gateway.prompts import read_ask
+from ebbench.gateway.settings import GatewaySettings
+from ebbench.gateway.upstreams import Upstream, Upstreams
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+_HOP_BY_HOP = frozenset(
+    {b"connection", b"keep-alive", b"te", b"trailer", b"transfer-encoding", b"upgrade", b"proxy-connection"}
+)
+_NOT_SENT_ON = _HOP_BY_HOP | {b"host", b"content-length", b"expect"}
+RANK_HEADER = b"x-data-parallel-rank"
+ID_HEADER = b"x-request-id"
+
+
+class _ClientLeftError(Exception):
+    """The client is gone; nobody waits for an answer."""
+
+
+@dataclass
+class _Request:
+    """What came in, and how far it has got."""
+
+    method: str
+    target: str
+    headers: list[tuple[bytes, bytes]]
+    body: bytes
+    request_id: bytes
+    tried: int = 0
+    started: bool = field(default=False)  # some of the answer is with the client
+
+
+class Relay:
+    """An ASGI endpoint for every path that goes to one upstream."""
+
+    def __init__(
+        self,
+        settings: GatewaySettings,
+        upstreams: Upstreams,
+        desk: Desk,
+        transport: httpx.AsyncBaseTransport,
+        metrics: GatewayMetrics,
+        *,
+        infer: bool,
+    ) -> None:
+        self._settings, self._upstreams, self._desk = settings, upstreams, desk
+        self._transport, self._metrics, self._infer = transport, metrics, infer
+        self._keys = itertools.count()
+        self._attempts = 2 * len(upstreams.all)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Relay one request."""
+        try:
+            body = await self._body(receive)
+        except _ClientLeftError:
+            return
+        if body is None:
+            await refuse(send, 413, f"the body is larger than {self._settings.max_body_mb:g} MB", self._metrics)
+            return
+        request = _read(scope, body)
+        task = asyncio.current_task()
+        assert task is not None
+        left = False
+
+        async def watch() -> None:
+            nonlocal left
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            left = True
+            task.cancel()
+
+        watcher = asyncio.create_task(watch())
+        try:
+            await self._carry(request, send)
+        except asyncio.CancelledError:
+            if not left:
+                raise
+            task.uncancel()
+            self._metrics.abandoned.inc()
+        finally:
+            watcher.cancel()
+
+    async def _body(self, receive: Receive) -> bytes | None:
+        """The whole body; None when it is too large."""
+        parts: list[bytes] = []
+        size = 0
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise _ClientLeftError
+            part = message.get("body", b"")
+            size += len(part)
+            if size > self._settings.max_body_mb * 1e6:
+                return None
+            parts.append(part)
+            if not message.get("more_body"):
+                return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    async def _carry(self, request: _Request, send: Send) -> None:
+        """Until it is answered. An upstream that gave no byte of an answer is not the end: another one is asked."""
+        while True:
+            key = next(self._keys)
+            ask = read_ask(key, request.body, prefix=self._desk.dispatcher.wants_prefix)
+            began_s = time.monotonic()
+            try:
+                async with asyncio.timeout(self._settings.max_wait_s):
+                    unit = await self._desk.place(ask)
+            except RefusedError as error:
+                await refuse(send, 429, str(error), self._metrics, error.retry_after_s)
+                return
+            except TimeoutError:
+                reason = f"no upstream took the request within {self._settings.max_wait_s:g} s"
+                await refuse(send, 503, reason, self._metrics, 1)
+                return
+            self._metrics.wait.observe(time.monotonic() - began_s)
+            upstream = self._upstreams.all[unit // self._settings.dp_ranks]
+            if await self._ask(request, upstream, unit, key, send):
+                return
+            request.tried += 1
+            if request.tried >= self._attempts:
+                await refuse(send, 502, f"{request.tried} upstreams gave no answer", self._metrics)
+                return
+
+    async def _ask(self, request: _Request, upstream: Upstream, unit: int, key: int, send: Send) -> bool:
+        """Ask one upstream. False when it gave no byte of an answer."""
+        upstream.open_requests += 1
+        try:
+            outgoing = self._outgoing(request, upstream, unit)
+            try:
+                response = await self._transport.handle_async_request(outgoing)
+            except httpx.TransportError:
+                self._upstreams.failed(upstream)
+                self._metrics.retries.labels(upstream.url).inc()
+                return False
+            await self._answer(request, response, upstream, key, send)
+            return True
+        finally:
+            upstream.open_requests -= 1
+            if not upstream.open_requests:
+                upstream.bursts.idle()
+            self._desk.ended(key)
+
+    def _outgoing(self, request: _Request, upstream: Upstream, unit: int) -> httpx.Request:
+        headers = request.headers
+        if self._settings.dp_ranks > 1 and all(name != RANK_HEADER for name, _ in headers):
+            headers = [*headers, (RANK_HEADER, str(unit % self._settings.dp_ranks).encode())]
+        return httpx.Request(request.method, upstream.url + request.target, headers=headers, content=request.body)
+
+    async def _answer(
+        self, request: _Request, response: httpx.Response, upstream: Upstream, key: int, send: Send
+    ) -> None:
+        headers = [(name.lower(), value) for name, value in response.headers.raw if name.lower() not in _HOP_BY_HOP]
+        if all(name != ID_HEADER for name, _ in headers):
+            headers.append((ID_HEADER, request.request_id))
+        await send({"type": "http.response.start", "status": response.status_code, "headers": headers})
+        stream = cast(AsyncIterator[bytes], response.stream)
+        outcome = "ok" if response.status_code < 400 else f"http_{response.status_code}"
+        first = True
+        try:
+            async for data in stream:
+                if first:
+                    first = False
+                    self._desk.first_token(key)
+                if self._infer:
+                    self._note_message(upstream)
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        except httpx.TransportError as error:
+            outcome = "broken"
+            self._upstreams.broke(upstream)
+            await self._break_off(response, upstream, error, send)
+        except asyncio.CancelledError:
+            outcome = "abandoned"
+            raise
+        finally:
+            self._metrics.answers.labels(upstream.url, outcome).inc()
+            await response.aclose()
+
+    async def _break_off(self, response: httpx.Response, upstream: Upstream, error: Exception, send: Send) -> None:
+        """Tell the client of a stream why it ends; the missing end of the body tells everyone else."""
+        if response.headers.get("content-type", "").startswith("text/event-stream"):
+            frame = error_body(f"upstream {upstream.url} broke off: {error}", 502)
+            data = b"data: " + frame + b"\n\n"
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+
+    def _note_message(self, upstream: Upstream) -> None:
+        duration_ns = upstream.bursts.message(time.monotonic_ns())
+        if duration_ns is not None:
+            self._metrics.passes.labels(upstream.url).inc()
+            self._desk.end_forward(EndForward(upstream.index, duration_ns, goes_on=True, generates=True))
+
+
+def error_body(message: str, status: int) -> bytes:
+    """An error as the OpenAI protocol has it."""
+    kind = {413: "invalid_request_error", 429: "rate_limit_error"}.get(status, "api_error")
+    return msgspec.json.encode({"error": {"message": message, "type": kind, "code": status}})
+
+
+async def refuse(
+    send: Send, status: int, message: str, metrics: GatewayMetrics, retry_after_s: int | None = None
+) -> None:
+    """Answer with an error of the gateway's own."""
+    metrics.refused.labels(str(status)).inc()
+    body = error_body(message, status)
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    if retry_after_s is not None:
+        headers.append((b"retry-after", str(retry_after_s).encode()))
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+def _read(scope: Scope, body: bytes) -> _Request:
+    headers = [(name, value) for name, value in scope["headers"] if name not in _NOT_SENT_ON]
+    request_id = next((value for name, value in headers if name == ID_HEADER), b"")
+    if not request_id:
+        request_id = uuid.uuid4().hex.encode()
+        headers.append((ID_HEADER, request_id))
+    query = scope.get("query_string", b"")
+    target = scope.get("raw_path", scope["path"].encode()).split(b"?")[0].decode()
+    return _Request(scope["method"], target + (f"?{query.decode()}" if query else ""), headers, body, request_id)

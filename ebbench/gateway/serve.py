@@ -1,0 +1,68 @@
+"""Running the gateway under uvicorn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import uvicorn
+import uvloop
+
+from ebbench.errors import RunError
+from ebbench.gateway.app import Gateway, make_app
+from ebbench.gateway.settings import GatewaySettings
+
+
+def serve(settings: GatewaySettings, on_ready: Callable[[int], None]) -> None:
+    """Check the upstreams, then serve until told to stop (SIGTERM, SIGINT); ``on_ready`` gets the port.
+
+    Raises UsageError and RunError before anything is served. Open requests may end within ``drain_s``.
+    """
+    uvloop.run(_serve(settings.checked(), on_ready))
+
+
+async def _serve(settings: GatewaySettings, on_ready: Callable[[int], None]) -> None:
+    gateway = Gateway(settings)
+    try:
+        await gateway.start()
+    except BaseException:
+        await gateway.close()
+        raise
+    config = uvicorn.Config(
+        make_app(gateway),
+        host=settings.host,
+        port=settings.port,
+        loop="none",
+        http="httptools",
+        ws="none",
+        log_level="critical",
+        access_log=False,
+        server_header=False,
+        date_header=False,
+        timeout_keep_alive=60,
+        timeout_graceful_shutdown=max(1, round(settings.drain_s)),
+        backlog=4096,
+    )
+    server = _Server(config, on_ready)
+    try:
+        await server.serve()
+    except SystemExit:
+        raise RunError(
+            f"cannot listen on {settings.host}:{settings.port}; is the port taken? Give another --port"
+        ) from None
+    finally:
+        if not server.started:
+            await gateway.close()
+
+
+class _Server(uvicorn.Server):
+    """Tells when it listens, and where."""
+
+    def __init__(self, config: uvicorn.Config, on_ready: Callable[[int], None]) -> None:
+        super().__init__(config)
+        self._on_ready = on_ready
+
+    async def startup(self, sockets: list[object] | None = None) -> None:  # type: ignore[override]
+        """uvicorn's, then the word."""
+        await super().startup(sockets)  # type: ignore[arg-type]
+        if self.started:
+            self._on_ready(int(self.servers[0].sockets[0].getsockname()[1]))

@@ -1,0 +1,82 @@
+"""Settings of the gateway."""
+
+from __future__ import annotations
+
+from urllib.parse import urlsplit
+
+import msgspec
+
+from ebbench.dispatch import parse_dispatch
+from ebbench.errors import UsageError
+from vllm_eb.signals import endpoint_of_rank
+
+_POSITIVE = (
+    "health_interval_s", "health_timeout_s", "connect_timeout_s", "start_timeout_s", "max_body_mb", "max_wait_s",
+)  # fmt: skip
+
+
+class GatewaySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What the gateway is started with.
+
+    ``upstreams``: base URLs. ``dispatch``: a policy as :func:`ebbench.dispatch.parse_dispatch` reads it. ``dp_ranks``:
+    data-parallel ranks inside each upstream, chosen by the header X-data-parallel-rank; 1 sends no such header.
+    ``signals``: ZeroMQ endpoints of the vllm_eb plugin, one an upstream (its rank r publishes on the port plus r);
+    empty: ends of forward passes are inferred from the streams. ``chunk_tokens``: the servers' token budget of a step.
+    ``network_ms``: time of the way to a server and back. ``max_queue``: requests held back before 429; ``max_wait_s``:
+    how long one is held before 503. ``eject_after``, ``return_after``: health checks in a row. ``drain_s``: how long
+    open requests may take at the end.
+    """
+
+    upstreams: tuple[str, ...]
+    dispatch: str = "least-outstanding"
+    host: str = "127.0.0.1"
+    port: int = 8080
+    dp_ranks: int = 1
+    signals: tuple[str, ...] = ()
+    chunk_tokens: int = 8192
+    network_ms: float = 1.0
+    max_queue: int = 10_000
+    max_wait_s: float = 120.0
+    max_body_mb: float = 64.0
+    health_interval_s: float = 2.0
+    health_timeout_s: float = 2.0
+    eject_after: int = 2
+    return_after: int = 1
+    connect_timeout_s: float = 5.0
+    drain_s: float = 30.0
+    start_timeout_s: float = 5.0
+
+    def checked(self) -> GatewaySettings:
+        """The settings themselves. Raises UsageError for those that cannot work."""
+        if not self.upstreams:
+            raise UsageError("the gateway needs at least one --upstream URL")
+        for url in self.upstreams:
+            parts = urlsplit(url)
+            if parts.scheme not in ("http", "https") or not parts.hostname:
+                raise UsageError(f"--upstream {url!r} is no http(s) URL; write for example http://127.0.0.1:8000")
+        if len({url.rstrip("/") for url in self.upstreams}) < len(self.upstreams):
+            raise UsageError("the same --upstream is given twice; a server's own ranks are chosen with --dp-ranks")
+        if self.signals and len(self.signals) != len(self.upstreams):
+            raise UsageError(f"give --signals once for each of the {len(self.upstreams)} upstreams, in the same order")
+        for name in ("dp_ranks", "chunk_tokens", "max_queue", "eject_after", "return_after"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(self, name)}")
+        for name in (
+            "health_interval_s",
+            "health_timeout_s",
+            "connect_timeout_s",
+            "start_timeout_s",
+            "max_body_mb",
+            "max_wait_s",
+        ):
+            if not getattr(self, name) > 0:
+                raise UsageError(f"{name} must be more than 0, not {getattr(self, name)}")
+        if not 0 <= self.port <= 65535:
+            raise UsageError(f"--port must lie between 0 and 65535, not {self.port}")
+        for endpoint in self.signals:
+            try:
+                endpoint_of_rank(endpoint, 0)
+            except ValueError as error:
+                raise UsageError(f"--signals: {error}") from None
+        parse_dispatch(self.dispatch)
+        return self

@@ -1,0 +1,129 @@
+"""The servers behind the gateway: their state, health checks, ejection, return and draining."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+import httpx
+
+from ebbench.errors import RunError, UsageError
+from ebbench.gateway.bursts import BurstClock
+from ebbench.gateway.settings import GatewaySettings
+
+State = Literal["active", "ejected", "draining"]
+
+
+@dataclass
+class Upstream:
+    """One server. ``bad`` and ``good`` count health checks in a row."""
+
+    index: int
+    url: str
+    state: State = "active"
+    bad: int = 0
+    good: int = 0
+    open_requests: int = 0
+    ejections: int = 0
+    bursts: BurstClock = field(default_factory=BurstClock)
+
+
+class Upstreams:
+    """All servers. ``on_change`` hears which take requests whenever that changes."""
+
+    def __init__(self, settings: GatewaySettings, on_change: Callable[[set[int]], None]) -> None:
+        self._settings, self._on_change = settings, on_change
+        self.all = [Upstream(i, url.rstrip("/")) for i, url in enumerate(settings.upstreams)]
+        self.model = ""
+        self._client = httpx.AsyncClient(
+            timeout=httpx.Timeout(settings.health_timeout_s, connect=settings.connect_timeout_s), trust_env=False
+        )
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def active(self) -> set[int]:
+        """Numbers of those that take requests."""
+        return {upstream.index for upstream in self.all if upstream.state == "active"}
+
+    async def start(self) -> None:
+        """Check them all, then watch them. Raises RunError for one that is not there, UsageError for other models."""
+        models = await asyncio.gather(*(self._model_of(upstream) for upstream in self.all))
+        for upstream, model in zip(self.all, models, strict=True):
+            if model != models[0]:
+                raise UsageError(
+                    f"{self.all[0].url} serves {models[0]} and {upstream.url} serves {model}: requests of one model "
+                    "cannot go to the other; start one gateway a model"
+                )
+        self.model = models[0]
+        self._tasks = [asyncio.create_task(self._watch(upstream)) for upstream in self.all]
+
+    async def close(self) -> None:
+        """Stop watching."""
+        for task in self._tasks:
+            task.cancel()
+        await self._client.aclose()
+
+    def failed(self, upstream: Upstream) -> None:
+        """A request found nobody there: out at once, the health check brings it back."""
+        upstream.good = 0
+        if upstream.state == "active":
+            self._eject(upstream)
+
+    def broke(self, upstream: Upstream) -> None:
+        """An answer broke off: as bad as a failed health check, since it may have been the connection alone."""
+        upstream.good, upstream.bad = 0, upstream.bad + 1
+        if upstream.state == "active" and upstream.bad >= self._settings.eject_after:
+            self._eject(upstream)
+
+    def drain(self, url: str, *, drain: bool) -> Upstream:
+        """Send an upstream nothing new (or again). Raises UsageError for an unknown one."""
+        found = next((upstream for upstream in self.all if upstream.url == url.rstrip("/")), None)
+        if found is None:
+            raise UsageError(f"no upstream {url}; there are {', '.join(u.url for u in self.all)}")
+        if drain:
+            found.state = "draining"
+        elif found.state == "draining":
+            found.state, found.bad = "active", 0
+        self._on_change(self.active)
+        return found
+
+    async def _model_of(self, upstream: Upstream) -> str:
+        """The model it serves; it is given ``start_timeout_s`` to answer."""
+        deadline = asyncio.get_running_loop().time() + self._settings.start_timeout_s
+        while True:
+            try:
+                answer = await self._client.get(f"{upstream.url}/v1/models")
+                answer.raise_for_status()
+                return str(answer.json()["data"][0]["id"])
+            except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
+                reason = str(error) or type(error).__name__
+            if asyncio.get_running_loop().time() > deadline:
+                raise RunError(
+                    f"upstream {upstream.url} does not answer /v1/models ({reason}); start it first, or leave it out"
+                )
+            await asyncio.sleep(0.2)
+
+    async def _watch(self, upstream: Upstream) -> None:
+        while True:
+            await asyncio.sleep(self._settings.health_interval_s)
+            healthy = False
+            with contextlib.suppress(httpx.HTTPError):
+                answer = await self._client.get(f"{upstream.url}/health")
+                healthy = answer.status_code == 200
+            self._checked(upstream, healthy)
+
+    def _checked(self, upstream: Upstream, healthy: bool) -> None:
+        upstream.good, upstream.bad = (upstream.good + 1, 0) if healthy else (0, upstream.bad + 1)
+        if upstream.state == "active" and upstream.bad >= self._settings.eject_after:
+            self._eject(upstream)
+        elif upstream.state == "ejected" and upstream.good >= self._settings.return_after:
+            upstream.state = "active"
+            self._on_change(self.active)
+
+    def _eject(self, upstream: Upstream) -> None:
+        upstream.state = "ejected"
+        upstream.ejections += 1
+        self._on_change(self.active)
