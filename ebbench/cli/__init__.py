@@ -1,1 +1,1 @@
-
+"""Commands: parse, call, render."""

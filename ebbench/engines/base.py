@@ -78,7 +78,10 @@ class EngineResult:
 class Engine(Protocol):
     """Carries out a plan under a policy."""
 
-    name: str
+    @property
+    def name(self) -> str:
+        """What the engine is called on the command line."""
+        ...
 
     def run(
         self, plan: Plan, policy: PolicySpec, device: Device, options: EngineOptions, observer: Observer | None

@@ -77,7 +77,7 @@ class CostGrid:
 
 @dataclass(frozen=True)
 class LinearCosts:
-    """The linear model (Zhang et al. 2026, 3.1); without a measured mixed cost a mixed step costs the sum of its parts."""
+    """The linear model (Zhang et al. 2026, 3.1); unmeasured, a mixed step costs the sum of its parts."""
 
     alpha_p: float
     beta_p: float

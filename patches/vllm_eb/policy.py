@@ -60,7 +60,7 @@ _DESCRIPTIONS: Mapping[str, str] = {
     "deferred": "exclusive batches, refill after K departures (Mohanty et al., EuroMLSys 2025); needs k=K",
     "eb": "exclusive batches, k* and N* computed online (Zhang et al., ICML 2026); k= or theta= fixes it",
     "ebplus": "switches online between mixed and exclusive batches at the predicted crossover",
-    "marginal": "refills when one more decode step would cost more, mixed or exclusive, whichever measured costs favour; "
+    "marginal": "refills when one more decode step would cost more, mixed or exclusive as measured costs say; "
     "ttft= and tpot= (seconds) are met first",
 }
 
