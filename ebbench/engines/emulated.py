@@ -69,9 +69,13 @@ class EmulatedEngine:
         run = _Run(emulated_core, plan, policy, device, options)
         if self._shortcuts:
             run.take_shortcuts()
+        self.prepare(run.core)
         with _no_garbage_collection():
             interrupted = run.to_the_end(observer)
         return run.result(interrupted)
+
+    def prepare(self, core: Any) -> None:
+        """Called with the engine core before the first step; for measurements and experiments."""
 
 
 def check_fits(plan: Plan, options: EngineOptions, blocks: int) -> None:
@@ -147,13 +151,13 @@ class _Run:
         self._state, self._log = RequestState(plan), StepLog()
         self._clients = _Clients(plan, self._state)
         self._clock = core_module.VirtualClock()
-        self._core = core_module.build_core(self._blocks, options, *plugin_settings(policy, device))
-        self._scheduler = self._core.scheduler
+        self.core = core_module.build_core(self._blocks, options, *plugin_settings(policy, device))
+        self._scheduler = self.core.scheduler
         self._pool = self._scheduler.kv_cache_manager.block_pool
         if policy.kind != "v1":
             self._scheduler.use_clock(self._clock.now_s)
         self._streams: dict[str, list[int]] = {}
-        executor = self._core.model_executor
+        executor = self.core.model_executor
         executor.attach(self._clock, device.cost, self._streams)
         executor.on_step, executor.on_preempted = self._on_step, self._on_preempted
         self._ids: list[str] = plan.table["request_id"].to_pylist()
@@ -167,12 +171,12 @@ class _Run:
         """Leave out calls that find nothing to do."""
         from ebbench.engines.emulated_shortcuts import PlainRequest, take_shortcuts
 
-        take_shortcuts(self._core)
+        take_shortcuts(self.core)
         self._make_request = partial(self._make_request, kind=PlainRequest)
 
     def to_the_end(self, observer: Observer | None) -> bool:
         """Drive the core until every request has ended. Returns whether the user interrupted it."""
-        core, clients, clock = self._core, self._clients, self._clock
+        core, clients, clock = self.core, self._clients, self._clock
         next_report = 0.0
         try:
             while self._completed < len(self._plan):
@@ -191,12 +195,12 @@ class _Run:
 
     def _close(self) -> None:
         """End what the core started. ``core.shutdown`` also collects garbage, which takes longer than a short run."""
-        self._core.structured_output_manager.clear_backend()
-        self._core.scheduler.shutdown()
+        self.core.structured_output_manager.clear_backend()
+        self.core.scheduler.shutdown()
 
     def _step(self) -> bool:
         """One turn of vLLM's loop. False when nothing is in flight and nothing could be scheduled, twice in a row."""
-        core = self._core
+        core = self.core
         if not core.scheduler.has_requests() and not core.batch_queue:
             return False
         outputs, executed = core.step_fn()
@@ -227,7 +231,7 @@ class _Run:
         prompt = token_ids(state.content[row], hash_ids, 0, inputs, self._vocab).tolist()
         answer = token_ids(state.content[row], None, inputs, outputs, self._vocab).tolist()
         self._streams[self._ids[row]] = prompt + answer
-        return self._make_request(self._core, self._ids[row], prompt, outputs)
+        return self._make_request(self.core, self._ids[row], prompt, outputs)
 
     def _on_preempted(self, ids: set[str]) -> None:
         for request_id in ids:

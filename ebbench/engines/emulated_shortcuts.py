@@ -1,10 +1,10 @@
 """Early exits for the emulated core's most frequent calls, which change nothing but the time they take.
 
 At 2,000 decoding sequences nine tenths of a run go into vLLM's own bookkeeping, most of it into finding out that a
-sequence that grows by one token needs no block, completes no block, has no block to publish and does not stop. The exits
-below ask exactly that first and leave everything else to vLLM; what is sent to workers and read by none is left out. They
-hold for one full-attention KV group and requests of forced length, without speculative decoding, which is what the
-emulated device declares; a test compares runs with and without them.
+sequence that grows by one token needs no block, completes no block, has no block to publish and does not stop. The
+exits below ask exactly that first and leave everything else to vLLM; what is sent to workers and read by none is left
+out. They hold for one full-attention KV group and requests of forced length, without speculative decoding, which is
+what the emulated device declares; a test compares runs with and without them.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pyarrow as pa
@@ -76,6 +76,66 @@ def make_plan(traffic: Traffic) -> Plan:
             )
     phases = () if traffic.rate_per_s else (ClosedPhase("main", traffic.sessions, traffic.concurrency),)
     return Plan(pa.Table.from_pylist(rows, schema=PLAN), phases, {})
+
+
+def random_case(seed: int) -> tuple[Plan, str, EngineOptions]:
+    """A plan, a policy and settings drawn at random: block sizes from 1, memory from just enough, caps, two phases."""
+    rng = random.Random(seed)
+    turns = rng.choice([1, 1, 2, 4])
+    traffic = Traffic(
+        sessions=rng.randint(3, 40),
+        turns=turns,
+        concurrency=rng.randint(1, 30),
+        rate_per_s=rng.choice([None, None, 5.0, 40.0, 300.0]),
+        max_input=rng.choice([8, 40, 120, 300]),
+        max_output=rng.choice([1, 2, 5, 30, 80]),
+        seed=seed,
+    )
+    block_size, seqs = rng.choice([1, 2, 4, 16, 16, 32]), rng.randint(1, 24)
+    longest = -(-turns * (traffic.max_input + traffic.max_output) // block_size)
+    options = EngineOptions(
+        max_num_seqs=seqs,
+        max_num_batched_tokens=max(seqs, rng.choice([8, 32, 100, 4096])),
+        block_size=block_size,
+        num_kv_blocks=longest + rng.choice([0, 1, 3, 10, 50, 3000]),
+        enable_prefix_caching=rng.random() < 0.75,
+        async_scheduling=rng.random() < 0.6,
+        long_prefill_token_threshold=rng.choice([0, 0, 0, 7, 30]),
+    )
+    return _varied(make_plan(traffic), traffic, rng), _random_policy(rng), options
+
+
+def _random_policy(rng: random.Random) -> str:
+    online = f"update_every={rng.randint(1, 20)},min_samples={rng.randint(1, 20)},window={rng.randint(10, 60)}"
+    margin = rng.choice([1e-6, 1e-5, -1e-5, -1])
+    return rng.choice(
+        [
+            "v1", "v0", f"deferred:k={rng.randint(1, 24)}", f"eb:k={rng.randint(1, 24)}",
+            f"eb:theta={rng.uniform(0.02, 0.95):.2f}", f"eb:{online}", f"eb:estimator=censored,{online}",
+            f"eb:memory_form=paper,{online}", f"ebplus:{online}", f"ebplus:margin={margin},{online}",
+            f"marginal:{online}", f"marginal:mix=off,{online}", f"marginal:ttft={rng.choice([0.05, 0.5])},{online}",
+            f"marginal:tpot={rng.choice([0.004, 0.05])},{online}",
+        ]
+    )  # fmt: skip
+
+
+def _varied(plan: Plan, traffic: Traffic, rng: random.Random) -> Plan:
+    """Sometimes with prompts that share hash ids, a cap on open sessions, or a second phase."""
+    if traffic.turns == 1 and rng.random() < 0.25:
+        rows = plan.table.to_pylist()
+        for row in rows:
+            row["hash_ids"] = [rng.randint(0, 3)] * -(-row["input_tokens"] // 512)
+        plan = replace(plan, table=pa.Table.from_pylist(rows, schema=PLAN))
+    if traffic.rate_per_s:
+        return replace(plan, max_concurrency=rng.randint(1, 8)) if rng.random() < 0.25 else plan
+    if rng.random() < 0.3:
+        first = rng.randint(1, traffic.sessions)
+        phases = (
+            ClosedPhase("a", first, rng.randint(1, 20)),
+            ClosedPhase("b", traffic.sessions - first, rng.randint(1, 20)),
+        )
+        return replace(plan, phases=phases)
+    return plan
 
 
 def run_emulated(plan: Plan, policy: PolicySpec | str, device: Device, options: EngineOptions) -> EngineResult:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from emulation import DEVICE, Traffic, differences, make_plan, run_emulated, run_sim
+from emulation import DEVICE, Traffic, differences, make_plan, random_case, run_emulated, run_sim
 
 from ebbench.engines.base import EngineOptions
 
@@ -40,3 +40,10 @@ def test_equal_step_by_step(
     sim, emulated = run_sim(plan, policy, DEVICE, options), run_emulated(plan, policy, DEVICE, options)
     assert differences(sim, emulated) == []
     assert emulated.requests["status"].to_pylist() == ["ok"] * len(plan)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_equal_under_random_settings(seed: int) -> None:
+    plan, policy, options = random_case(seed)
+    sim, emulated = run_sim(plan, policy, DEVICE, options), run_emulated(plan, policy, DEVICE, options)
+    assert differences(sim, emulated) == []

@@ -1,0 +1,122 @@
+"""What the plugin costs, and how fast the emulated engine is. Prints; asserts nothing about time.
+
+    python tests/benchmarks/bench_scheduler.py [--requests 1500] [--concurrency 512] [--rounds 3] [--policy ebplus]
+
+Overhead: CPU time of ``schedule()`` under vLLM's own scheduler and under the plugin, on the same plan in the same
+process, in turns (A B B A ...), so that a drift of the machine falls on both. Two ratios: of the mean over all calls,
+and of the mean time per scheduled sequence, which is free of the fact that a policy forms other batches. ``plugin, mixing`` is the
+plugin with a policy that never leaves mixed batches: the same batches as vLLM's own, hence the pure cost of the plugin.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from ebbench.devices import load_device
+from ebbench.devices.base import Device
+from ebbench.engines.base import EngineOptions
+from ebbench.engines.emulated import EmulatedEngine
+from ebbench.records.plan import Plan
+from ebbench.workloads import build_plan
+from vllm_eb.policy import parse_policy
+
+MIXING = "ebplus:margin=1e9"  # no lead can be that large: stays in mixed batches
+
+
+@dataclass
+class Timing:
+    """CPU seconds of schedule() calls, and what they scheduled."""
+
+    calls_s: list[float] = field(default_factory=list)
+    sequences: int = 0
+
+    @property
+    def mean_us(self) -> float:
+        return statistics.fmean(self.calls_s) * 1e6
+
+    @property
+    def per_sequence_us(self) -> float:
+        return sum(self.calls_s) / self.sequences * 1e6
+
+
+class TimedEngine(EmulatedEngine):
+    """Measures schedule() as it is, without shortcuts."""
+
+    def __init__(self, timing: Timing) -> None:
+        super().__init__(shortcuts=False)
+        self._timing = timing
+
+    def prepare(self, core) -> None:  # type: ignore[no-untyped-def]
+        schedule, timing = core.scheduler.schedule, self._timing
+
+        def timed(*args, **kwargs):  # type: ignore[no-untyped-def]
+            started = time.thread_time()
+            output = schedule(*args, **kwargs)
+            elapsed = time.thread_time() - started
+            if output.total_num_scheduled_tokens:
+                timing.calls_s.append(elapsed)
+                timing.sequences += len(output.num_scheduled_tokens)
+            return output
+
+        core.scheduler.schedule = timed
+
+
+def order(policies: list[str], rounds: int) -> Iterator[str]:
+    for number in range(rounds):
+        yield from policies if number % 2 == 0 else reversed(policies)
+
+
+def overhead(plan: Plan, device: Device, options: EngineOptions, policy: str, rounds: int) -> None:
+    policies = ["v1", MIXING, policy]
+    timings = {name: Timing() for name in policies}
+    for name in order(policies, rounds):
+        TimedEngine(timings[name]).run(plan, parse_policy(name), device, options)
+    own = timings["v1"]
+    print(f"{'schedule()':34}{'calls':>8}{'us/call':>10}{'ratio':>8}{'us/sequence':>13}{'ratio':>8}")
+    for name, label in (("v1", "vLLM's own (v1)"), (MIXING, "plugin, mixing"), (policy, f"plugin, {policy}")):
+        mine = timings[name]
+        print(
+            f"{label:34}{len(mine.calls_s):8}{mine.mean_us:10.0f}{mine.mean_us / own.mean_us:8.3f}"
+            f"{mine.per_sequence_us:13.2f}{mine.per_sequence_us / own.per_sequence_us:8.3f}"
+        )
+
+
+def speed(concurrency: int, requests: int) -> None:
+    plan = build_plan("sharegpt", num_prompts=requests, max_concurrency=concurrency, source="profile", with_text=False)
+    device = load_device("rtx-pro-6000", "qwen3-8b", max_num_seqs=concurrency)
+    for policy in ("v1", "ebplus"):
+        wall, cpu = time.perf_counter(), time.process_time()
+        result = EmulatedEngine().run(plan, parse_policy(policy), device, EngineOptions(max_num_seqs=concurrency))
+        wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+        virtual = max(result.requests["end_ns"].to_pylist()) / 1e9
+        print(
+            f"emulated, {policy}, {requests} requests at concurrency {concurrency}: {virtual:.1f} s of engine time in "
+            f"{wall:.1f} s ({virtual / wall:.1f} times real time; {virtual / cpu:.1f} by CPU time)"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=int, default=1500)
+    parser.add_argument("--concurrency", type=int, default=512)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--policy", default="ebplus")
+    parser.add_argument("--speed-requests", type=int, default=6000, help="0 leaves the speed measurement out")
+    parser.add_argument("--speed-concurrency", type=int, default=2048)
+    asked = parser.parse_args()
+    plan = build_plan(
+        "sharegpt", num_prompts=asked.requests, max_concurrency=asked.concurrency, source="profile", with_text=False
+    )
+    device = load_device("rtx-pro-6000", "qwen3-8b")
+    options = EngineOptions(max_num_seqs=asked.concurrency)
+    overhead(plan, device, options, asked.policy, asked.rounds)
+    if asked.speed_requests:
+        speed(asked.speed_concurrency, asked.speed_requests)
+
+
+if __name__ == "__main__":
+    main()
