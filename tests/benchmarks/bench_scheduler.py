@@ -4,8 +4,8 @@
 
 Overhead: CPU time of ``schedule()`` under vLLM's own scheduler and under the plugin, on the same plan in the same
 process, in turns (A B B A ...), so that a drift of the machine falls on both. Two ratios: of the mean over all calls,
-and of the mean time per scheduled sequence, which is free of the fact that a policy forms other batches. ``plugin, mixing`` is the
-plugin with a policy that never leaves mixed batches: the same batches as vLLM's own, hence the pure cost of the plugin.
+and of the mean time per scheduled sequence, which is free of the fact that a policy forms other batches. The line
+``plugin, mixing`` is a policy that never leaves mixed batches: vLLM's own batches, hence the pure cost of the plugin.
 """
 
 from __future__ import annotations

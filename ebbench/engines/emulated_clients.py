@@ -1,0 +1,51 @@
+"""The other side of the emulated engine: clients that send a plan's requests in virtual time."""
+
+from __future__ import annotations
+
+import heapq
+
+from ebbench.records.plan import Plan
+from ebbench.simulation.releases import Releases
+from ebbench.simulation.state import UNSET, RequestState
+
+
+class VirtualClients:
+    """Sends the plan's requests in virtual time: by the clock, and when completions make room."""
+
+    def __init__(self, plan: Plan, state: RequestState) -> None:
+        self._state, self._releases = state, Releases(plan)
+        self._arrivals: list[tuple[int, int]] = []  # (time, row)
+        self._ready: list[int] = []
+        self._release(self._releases.start(), 0)
+        if not plan.closed_loop:
+            times = plan.table["arrival_ns"].to_pylist()
+            self._arrivals = sorted((times[row] or 0, row) for row in self._releases.first_rows)
+            heapq.heapify(self._arrivals)
+
+    def due(self, now_ns: int) -> list[int]:
+        """Rows to send now, in order."""
+        self._arrive(now_ns)
+        rows, self._ready = self._ready, []
+        return rows
+
+    def _arrive(self, now_ns: int) -> None:
+        while self._arrivals and self._arrivals[0][0] <= now_ns:
+            arrival_ns, row = heapq.heappop(self._arrivals)
+            self._state.intended_ns[row] = arrival_ns
+            self._release(self._releases.arrived(row), arrival_ns)
+
+    def next_arrival_ns(self) -> int | None:
+        """When the clock sends the next session; None when only completions can."""
+        return self._arrivals[0][0] if self._arrivals else None
+
+    def ended(self, row: int, now_ns: int) -> None:
+        """A request ended. Sessions that arrived by then come first: they may be waiting for its slot."""
+        self._arrive(now_ns)
+        self._release(self._releases.ended(row), now_ns)
+
+    def _release(self, rows: list[int], now_ns: int) -> None:
+        self._ready += rows
+        for row in rows:
+            if self._state.intended_ns[row] == UNSET:
+                self._state.intended_ns[row] = now_ns
+            self._state.sent_ns[row] = now_ns
