@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,16 +28,18 @@ OPTIONS = EngineOptions(max_num_seqs=16, max_num_batched_tokens=512, max_model_l
 CLIENT = ClientOptions(workers=0, metrics_interval_s=None)
 
 
-def server_processes() -> list[str]:
-    """Command lines of vLLM servers that belong to this test (they name its model folder)."""
-    lines = []
+def server_processes(model: Path) -> list[int]:
+    """Process ids of vLLM servers that serve the model folder of this test."""
+    found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():
             try:
-                lines.append((entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace"))
+                words = (entry / "cmdline").read_bytes().split(b"\0")
             except OSError:
                 continue
-    return [line for line in lines if "--additional-config" in line and "ebbench-record-" in line]
+            if b"serve" in words and str(model).encode() in words:
+                found.append(int(entry.name))
+    return found
 
 
 def test_two_policies_with_real_tokens_from_the_command_line(small_model_folder: Path, tmp_path: Path) -> None:
@@ -61,7 +65,7 @@ def test_two_policies_with_real_tokens_from_the_command_line(small_model_folder:
     assert [step["step_id"] for step in steps] == list(range(len(steps)))
     known = {row["request_id"] for row in requests}
     assert known <= {name for step in steps for name in step["request_ids"]}
-    assert not server_processes()
+    assert not server_processes(small_model_folder)
 
 
 @pytest.fixture(scope="module")
@@ -105,10 +109,35 @@ def test_a_server_that_the_plugin_does_not_schedule_is_not_measured(small_model_
     )
     with pytest.raises(RunError, match="policy v0 is not what schedules it"):
         engine.run(make_plan(Traffic(sessions=2)), parse_policy("v0"), DEVICE, OPTIONS)
-    assert not server_processes()
+    assert not server_processes(small_model_folder)
 
 
 def test_a_server_that_dies_at_start_is_reported_with_the_end_of_its_log(small_model_folder: Path) -> None:
     engine = VllmEngine(model=str(small_model_folder), client=CLIENT, serve_args=("--no-such-option",))
     with pytest.raises(RunError, match=r"did not come up \(exit status 2\)(.|\n)*--no-such-option"):
         engine.run(make_plan(Traffic(sessions=2)), parse_policy("v0"), DEVICE, OPTIONS)
+
+
+def test_a_server_killed_midway_makes_an_invalid_run_with_exact_counts(
+    small_model_folder: Path, tmp_path: Path
+) -> None:
+    def kill(_finished: object) -> None:
+        for pid in server_processes(small_model_folder):
+            os.killpg(pid, signal.SIGKILL)
+
+    engine = VllmEngine(
+        model=str(small_model_folder),
+        client=CLIENT,
+        emulation=Emulation("h200", "qwen3-8b", slow_motion=4.0),
+        log=tmp_path / "server.log",
+        on_batch=kill,
+    )
+    plan = make_plan(Traffic(sessions=30, concurrency=6, max_output=40))
+    result = engine.run(plan, parse_policy("v0"), DEVICE, OPTIONS)
+    statuses = Counter(result.requests["status"].to_pylist())
+    assert sum(statuses.values()) == len(plan)
+    assert statuses["ok"] > 0
+    assert statuses["ok"] < len(plan)
+    assert any("died during the run" in reason and "server.log" in reason for reason in result.invalid)
+    assert (tmp_path / "server.log").stat().st_size > 0
+    assert not server_processes(small_model_folder)
