@@ -5,7 +5,10 @@ from __future__ import annotations
 import multiprocessing
 import os
 import shutil
+import signal
 import tempfile
+import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from pathlib import Path
@@ -19,6 +22,7 @@ from ebbench.records.run import RunWriter
 from vllm_eb.policy import parse_policy
 
 Done = Callable[[Cell], None]
+_TEMPORARY, _REMAINS_S = ".cell-", 3600.0
 
 
 def run_missing(
@@ -32,6 +36,7 @@ def run_missing(
     if not todo:
         return 0
     store.root.mkdir(parents=True, exist_ok=True)
+    _clear_remains(store.root)
     count = min(workers or os.cpu_count() or 1, len(todo))
     if count == 1:
         for cell in todo:
@@ -39,22 +44,47 @@ def run_missing(
         return len(todo)
     # Fresh interpreters: forking a process that holds Arrow's threads can deadlock.
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(count, mp_context=context) as pool:
+    others = set(multiprocessing.active_children())
+    with ProcessPoolExecutor(count, mp_context=context, initializer=_begin_worker) as pool:
         futures = {pool.submit(run_cell, cell, store.root, whole) for cell in todo}
         try:
             _collect(futures, done)
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
+            for worker in set(multiprocessing.active_children()) - others:
+                worker.terminate()
             raise
     return len(todo)
 
 
+def _clear_remains(root: Path) -> None:
+    """Remove what workers that were killed have left: hidden directories nobody has touched for an hour."""
+    for path in root.glob(f"{_TEMPORARY}*"):
+        if time.time() - path.stat().st_mtime > _REMAINS_S:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _begin_worker() -> None:
+    """Ctrl-C is the parent's business, and a worker does not outlive its parent."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_leave_with_parent, daemon=True).start()
+
+
+def _leave_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
 def run_cell(cell: Cell, root: Path, whole: bool = True) -> Cell:
-    """Run one cell in this process and store it under ``root``. Raises UsageError or RunError."""
+    """Run one cell in this process and store it under ``root``. Raises UsageError, RunError, KeyboardInterrupt."""
     plan, device, policy = cell.plan(), cell.load_device(), parse_policy(cell.policy)
     anchor = wall_clock_ns()
     result = SimEngine().run(plan, policy, device, cell.options)
-    temporary = Path(tempfile.mkdtemp(prefix=".cell-", dir=root))
+    if result.interrupted:
+        raise KeyboardInterrupt  # the engine hands back what there is; half a run is no answer to the cell
+    temporary = Path(tempfile.mkdtemp(prefix=_TEMPORARY, dir=root))
     try:
         with RunWriter(temporary) as writer:
             run = conclude(writer, Setting(plan, policy, SimEngine.name, device, cell.options, anchor), result)

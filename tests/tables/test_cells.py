@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from ebbench.engines.base import EngineResult
+from ebbench.engines.sim import SimEngine
 from ebbench.errors import DataError
 from ebbench.papers import cells as cells_module
 from ebbench.papers.cells import Cell, settings
@@ -86,6 +89,31 @@ def test_a_pool_gives_what_one_process_gives(tmp_path: Path, small_cell: Cell) -
         assert ours is not None
         assert theirs is not None
         assert {**ours.figures, "run_dir": ""} == {**theirs.figures, "run_dir": ""}
+
+
+def test_half_a_run_is_no_answer(tmp_path: Path, small_cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On Ctrl-C the engine hands back what there is; it must not be kept as the cell's result."""
+    whole = SimEngine.run
+
+    def cut_off(self: SimEngine, *args: object) -> EngineResult:
+        return replace(whole(self, *args), interrupted=True)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(SimEngine, "run", cut_off)
+    store = CellStore(tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        run_missing([small_cell], store, workers=1)
+    assert store.get(small_cell) is None
+    assert not list(tmp_path.iterdir())
+
+
+def test_remains_of_killed_workers_are_cleared(tmp_path: Path, small_cell: Cell) -> None:
+    old, new = tmp_path / ".cell-old", tmp_path / ".cell-new"
+    for path in (old, new):
+        path.mkdir()
+    os.utime(old, (0, 0))
+    run_missing([small_cell], CellStore(tmp_path), workers=1, whole=False)
+    assert not old.exists()
+    assert new.exists(), "another process may be at work in it"
 
 
 def test_a_damaged_cell_is_named(tmp_path: Path, small_cell: Cell) -> None:
