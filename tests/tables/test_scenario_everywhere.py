@@ -7,10 +7,13 @@ from pathlib import Path
 import pyarrow.compute as pc
 import pytest
 
+from ebbench.client import ClientOptions
 from ebbench.devices import load_device
 from ebbench.engines import select_engine
 from ebbench.engines.base import Engine, EngineOptions
+from ebbench.engines.endpoint import EndpointEngine
 from ebbench.engines.sim import SimEngine
+from ebbench.fakeserver import FakeConfig, FakeServerProcess
 from ebbench.records.plan import Plan
 from ebbench.workloads import build_plan
 from vllm_eb.policy import parse_policy
@@ -61,3 +64,9 @@ def test_in_the_simulator(plan: Plan) -> None:
 def test_in_the_emulated_vllm(plan: Plan) -> None:
     pytest.importorskip("vllm")
     check(select_engine("emulated")[0], plan)
+
+
+def test_over_http(plan: Plan) -> None:
+    options = ClientOptions(workers=0, metrics_interval_s=None, idle_timeout_s=5.0)
+    with FakeServerProcess(FakeConfig(ttft_ms=2, itl_ms=1)) as server:
+        check(EndpointEngine(server.url, options), plan)
