@@ -72,7 +72,9 @@
     }
     try {
       const actions = { export: true, source: false, compiled: false, editor: false };
-      const result = await window.vegaEmbed(element, spec, { ast: true, actions, config: config(), renderer: "canvas" });
+      const tooltip = { theme: dark() ? "dark" : "light" };
+      const options = { ast: true, actions, config: config(), renderer: "canvas", tooltip };
+      const result = await window.vegaEmbed(element, spec, options);
       drawn.set(element, result);
       if (element.dataset.chart === "surface") {
         await result.view.signal("phase_shown", phaseSelect.value).runAsync();
