@@ -35,7 +35,7 @@ def engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> MadeEngine:
     monkeypatch.setattr(ebbench.devices, "load_device", lambda *args, **kwargs: device_of())
 
     def build(workload: str, scenario: str | None, *, seed: int, **settings: Any) -> Plan:
-        phases = [ClosedPhase("low", 60, 8), ClosedPhase("high", 40, 20)] if scenario == "two" else None
+        phases = [ClosedPhase("low", 60, 8), ClosedPhase("high", 40, 20)] if scenario == "concurrency-shift" else None
         return plan_of(settings["num_prompts"] or 100, seed=seed, phases=phases)
 
     monkeypatch.setattr(ebbench.workloads, "build_plan", build)
@@ -123,7 +123,7 @@ def test_repeats_pair_seeds_and_show_the_spread(engine: MadeEngine, tmp_path: Pa
 
 
 def test_phases_are_shown_each(engine: MadeEngine) -> None:
-    text = invoke("run", "made-up", "-s", "two").stdout
+    text = invoke("run", "made-up", "-s", "concurrency-shift").stdout
     assert "By phase" in text
     assert "low" in text
     assert "high" in text
@@ -132,7 +132,7 @@ def test_phases_are_shown_each(engine: MadeEngine) -> None:
 @pytest.mark.parametrize("columns", [80, 120])
 def test_no_line_is_wider_than_the_terminal(engine: MadeEngine, columns: int) -> None:
     done = invoke(
-        "run", "made-up", "-p", "v1", "-p", "ebplus:margin=1e-05,estimator=censored", "-s", "two", "--goodput",
+        "run", "made-up", "-p", "v1", "-p", "ebplus:margin=1e-05,estimator=censored", "-s", "concurrency-shift", "--goodput",
         "ttft:500", "tpot:15", columns=columns,
     )  # fmt: skip
     assert done.exit_code == 0
