@@ -19,6 +19,7 @@ TABLE10_INPUT = 128
 K_BATCH, K_OUTPUT = 128, 128
 K_INPUTS = (48, 96, 128, 256)
 K_VALUES = tuple(range(8, 129, 8))
+K_BUDGET = 32768  # k * mu_l never exceeds it: every refill is one step, as the paper asks
 NEAR = 0.99
 SLOW = f"refill {REFILL_S:g} s"
 REFILL_NOTE = (
@@ -27,9 +28,11 @@ REFILL_NOTE = (
 )
 
 
-def sweep_cell(device: str, model: str, policy: str, batch: int, seed: int, **plan: int | str) -> Cell:
+def sweep_cell(
+    device: str, model: str, policy: str, batch: int, seed: int, *, budget: int = BUDGET, **plan: int | str
+) -> Cell:
     """A saturated run with lengths of its own, for threshold sweeps."""
-    return Cell("balanced", policy, device, model, batch, max(BUDGET, batch), seed=seed, settings=settings(**plan))
+    return Cell("balanced", policy, device, model, batch, budget, seed=seed, settings=settings(**plan))
 
 
 def chosen_device(wish: Wish, default: str) -> str:
@@ -140,7 +143,16 @@ def _cells11(wish: Wish) -> list[Cell]:
 def _repeats11(wish: Wish, device: str, k: int, input_len: int) -> list[Cell]:
     plan = {"num_prompts": wish.num_prompts or 4000, "input_len": input_len, "output_len": K_OUTPUT}
     return [
-        sweep_cell(device, chosen_model(wish), f"eb:k={k}", K_BATCH, seed, length_distribution="uniform", **plan)
+        sweep_cell(
+            device,
+            chosen_model(wish),
+            f"eb:k={k}",
+            K_BATCH,
+            seed,
+            budget=K_BUDGET,
+            length_distribution="uniform",
+            **plan,
+        )
         for seed in range(wish.seeds)
     ]
 
