@@ -72,11 +72,10 @@ def with_cluster(engine: Engine, asked: ClusterAsked, scenario: str | None) -> t
             raise UsageError("--topology says how many instances there are; leave out --replicas")
         words = f"{topology.label} ({topology.gpus} GPUs), dispatch {dispatch.name}"
         return ClusterEngine(topology, dispatch, decode), words
-    if asked.replicas is None or topology is not None:
-        raise UsageError(
-            f"--topology is for engine sim, not {engine.name}; use --engine sim, or --engine vllm --replicas N"
-        )
-    return _served(engine, asked.replicas, dispatch.name)
+    raise UsageError(
+        f"--topology and --replicas are for engine sim, not {engine.name}; for servers, put `ebbench gateway` in "
+        "front of them and give its URL as --engine"
+    )
 
 
 def _topology(asked: ClusterAsked, scenario: str | None) -> TopologySpec | None:
@@ -96,14 +95,3 @@ def _replicas(count: int) -> TopologySpec:
     from ebbench.simulation.topology import PoolSpec, TopologySpec
 
     return TopologySpec(replicas=PoolSpec(instances=count))
-
-
-def _served(engine: Engine, replicas: int, dispatch: str) -> tuple[Engine, str]:
-    from ebbench.engines.vllm import VllmEngine
-
-    if not isinstance(engine, VllmEngine):
-        raise UsageError(f"--replicas starts servers, which engine {engine.name} does not; use --engine vllm or sim")
-    from ebbench.engines.replicas import ReplicatedVllmEngine
-
-    words = f"{replicas} servers behind the gateway, dispatch {dispatch}"
-    return ReplicatedVllmEngine(**vars(engine), replicas=replicas, dispatch=dispatch), words

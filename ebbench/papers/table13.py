@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from ebbench.analysis.paper_tables import Column, Document, Section, Value, labels
 from ebbench.papers.cells import Cell, settings
@@ -13,7 +14,7 @@ from ebbench.papers.table import PaperTable, Wish, mean_figure, pending
 from ebbench.papers.thresholds import BUDGET, REFILL_NOTE, SLOW, both_devices, chosen_model, sweep_cell
 
 THETAS = tuple(round(0.1 * i, 1) for i in range(1, 10))
-GAMMA: Mapping[str, int | str] = {"input_len": 128, "output_len": 512, "length_distribution": "gamma:4"}
+GAMMA: Mapping[str, Any] = {"input_len": 128, "output_len": 512, "length_distribution": "gamma:4"}
 BATCH = 256
 _WORKLOADS = ("Gamma", "ShareGPT")
 

@@ -132,7 +132,8 @@ def test_phases_are_shown_each(engine: MadeEngine) -> None:
 @pytest.mark.parametrize("columns", [80, 120])
 def test_no_line_is_wider_than_the_terminal(engine: MadeEngine, columns: int) -> None:
     done = invoke(
-        "run", "made-up", "-p", "v1", "-p", "ebplus:margin=1e-05,estimator=censored", "-s", "concurrency-shift", "--goodput",
+        "run", "made-up", "-p", "v1", "-p", "ebplus:margin=1e-05,estimator=censored", "-s", "concurrency-shift",
+            "--goodput",
         "ttft:500", "tpot:15", columns=columns,
     )  # fmt: skip
     assert done.exit_code == 0
