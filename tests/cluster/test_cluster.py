@@ -1,0 +1,192 @@
+"""Several instances under one clock: equal to one where there is one, nothing lost, barriers, order."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import numpy as np
+import pytest
+from cluster_worlds import FixedAndToken, device, ns, plan, pools, run
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ebbench.engines.base import EngineOptions
+from ebbench.engines.sim import SimEngine
+from ebbench.errors import UsageError
+from ebbench.simulation.topology import PoolSpec, TopologySpec, parse_topology
+from vllm_eb.policy import parse_policy
+
+DISPATCH = ("round-robin", "least-outstanding", "power-of-two", "prefix-affine", "iqr", "sbs", "sbs:bypass=off")
+MS = 1_000_000
+
+
+def some_plan(seed: int, count: int = 40, rate: float | None = 60.0):  # type: ignore[no-untyped-def]
+    rng = random.Random(seed)
+    lengths = [(rng.randint(1, 300), rng.randint(1, 30)) for _ in range(count)]
+    arrivals = list(itertools.accumulate(rng.expovariate(rate) for _ in lengths)) if rate else None
+    return plan(lengths, arrivals, concurrency=12)
+
+
+@pytest.mark.parametrize(("policy", "rate", "kv", "asynchronous"), list(itertools.product(
+    ("v1", "eb:k=3", "ebplus:margin=-1,update_every=10,min_samples=8,window=40"), (None, 60.0), (40, 4000),
+    (True, False),
+)))  # fmt: skip
+def test_one_replica_is_the_sim_engine_row_by_row(policy: str, rate: float | None, kv: int, asynchronous: bool) -> None:
+    requests = some_plan(1, rate=rate)
+    options = {"max_num_seqs": 10, "max_num_batched_tokens": 256, "num_kv_blocks": kv, "async_scheduling": asynchronous}
+    on = device(FixedAndToken(3e-3, 2e-5, 4e-5))
+    alone = SimEngine().run(requests, parse_policy(policy), on, EngineOptions(**options))  # type: ignore[arg-type]
+    for name in ("round-robin", "least-outstanding", "power-of-two"):
+        cluster = run("dp=1", requests, name, on=on, policy=policy, **options)
+        assert cluster.steps.equals(alone.steps)
+        assert cluster.decisions.equals(alone.decisions)
+        assert cluster.requests.drop_columns("worker").equals(alone.requests.drop_columns("worker"))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    topology=st.sampled_from(["dp=3", "instances=2,tp=1,dp=3,ep=3", "dp=1", "pools", "pools-back", "pools-prefill"]),
+    dispatch=st.sampled_from(DISPATCH),
+    decode=st.sampled_from(["round-robin", "iqr", "least-outstanding"]),
+    rate=st.sampled_from([None, 30.0, 400.0]),
+    network_ms=st.sampled_from([0.0, 2.0]),
+    tight=st.booleans(),
+    asynchronous=st.booleans(),
+)
+def test_conservation_causality_and_determinism(  # type: ignore[no-untyped-def]
+    seed, topology, dispatch, decode, rate, network_ms, tight, asynchronous
+) -> None:
+    requests = some_plan(seed, rate=rate)
+    if topology.startswith("pools"):
+        extra = {"pools-back": {"backpressure": True, "store_gb": 0.0008}, "pools-prefill": {"first_token": "prefill"}}
+        spec = pools(2, 2, **({"held_until": "admission"} | extra.get(topology, {"latency_ms": 1.0})))
+    else:
+        spec = parse_topology(topology)
+    spec = TopologySpec(
+        **{name: getattr(spec, name) for name in ("replicas", "prefill", "decode", "transfer")}, network_ms=network_ms
+    )
+    options = {
+        "max_num_seqs": 6,
+        "max_num_batched_tokens": 256,
+        "num_kv_blocks": 40 if tight else 2000,
+        "async_scheduling": asynchronous,
+    }
+    on = device(FixedAndToken(3e-3, 2e-5, 4e-5))
+    first = run(spec, requests, dispatch, decode_dispatch=decode, on=on, **options)
+    assert first.requests["status"].to_pylist() == ["ok"] * len(requests)
+    assert first.requests["output_tokens"].to_pylist() == requests.table["output_tokens"].to_pylist()
+    sent, scheduled, token = (ns(first, name) for name in ("sent_ns", "scheduled_ns", "first_token_ns"))
+    assert (sent <= scheduled).all()
+    assert (sent + round(network_ms * MS) <= scheduled).all()
+    assert (scheduled < token).all()
+    assert (token <= ns(first, "last_token_ns")).all()
+    for gaps in first.requests["itl_ns"].to_pylist():
+        assert all(gap >= 0 for gap in gaps)
+    # No unit holds more blocks than it has, and at the end of the run none hold any.
+    steps = first.steps
+    assert (np.array(steps["kv_blocks_used"]) <= np.array(steps["kv_blocks_total"])).all()
+    second = run(spec, requests, dispatch, decode_dispatch=decode, on=on, **options)
+    assert second.requests.equals(first.requests)
+    assert second.steps.equals(first.steps)
+
+
+def test_a_group_steps_together_and_as_long_as_its_slowest_unit() -> None:
+    lengths = [(100, 1), (900, 1), (50, 1), (50, 1)]
+    result = run("tp=1,dp=2,ep=2", plan(lengths, [0.0] * 4), on=device(FixedAndToken(0.1, 1e-4)))
+    steps = result.steps.to_pylist()
+    assert {(s["start_ns"], s["end_ns"]) for s in steps} == {(0, 195 * MS)}  # 0.1 s + 950 tokens
+    assert sorted(s["prefill_tokens"] for s in steps) == [150, 950]
+
+
+def test_units_of_different_instances_do_not_wait_for_each_other() -> None:
+    spec = TopologySpec(replicas=PoolSpec(instances=2, dp=2, ep=2))
+    result = run(spec, plan([(100, 1), (900, 1)], [0.0] * 2), on=device(FixedAndToken(0.1, 1e-4)))
+    assert sorted(s["end_ns"] for s in result.steps.to_pylist()) == [110 * MS, 190 * MS]
+
+
+def test_asynchronous_groups_schedule_the_next_pass_while_one_runs() -> None:
+    lengths = [(2048, 1)] * 2 + [(10, 1)]
+    arrivals = [0.0, 0.0, 0.15]
+    together = run("tp=1,dp=1,ep=1", plan(lengths, arrivals), async_scheduling=True)
+    group = run("tp=1,dp=2,ep=2", plan(lengths[:2] + lengths, [0.0] * 4 + [0.15]), async_scheduling=True)
+    assert ns(together, "first_token_ns").tolist() == [100 * MS, 200 * MS, 300 * MS]
+    assert ns(group, "first_token_ns").tolist() == [100 * MS, 100 * MS, 200 * MS, 200 * MS, 300 * MS]
+
+
+def test_network_delay_is_paid_once_each_way() -> None:
+    spec = TopologySpec(replicas=PoolSpec(instances=1), network_ms=7.0)
+    result = run(spec, plan([(10, 1)], [1.0]))
+    assert ns(result, "first_token_ns")[0] == 1000 * MS + 7 * MS + 100 * MS
+
+
+@pytest.mark.parametrize(("dispatch", "wait_share"), [("round-robin", 1 / 2), ("sbs:bypass=off", 1 / 8)])
+def test_waiting_is_half_a_pass_immediately_and_an_nth_of_it_staggered(dispatch: str, wait_share: float) -> None:
+    """Section 3.2: uniform arrivals, N instances of pass time T always busy: T/2 against T/(2N)."""
+    count, instances, pass_s = 1600, 4, 0.1
+    rng = np.random.default_rng(3)
+    # Two arrivals a staggered interval at uniform times, so that no pass is without work.
+    arrivals = np.sort(np.concatenate([rng.uniform(i, i + 1, 2) for i in range(count // 2)])) * pass_s / instances
+    result = run(f"dp={instances}", plan([(10, 1)] * count, arrivals.tolist()), dispatch)
+    waited_s = (ns(result, "first_token_ns") - ns(result, "intended_ns")) / 1e9 - pass_s
+    steady = waited_s[count // 4 :]
+    assert steady.mean() == pytest.approx(wait_share * pass_s, rel=0.12)
+
+
+def test_staggered_flow_control_fails_requests_with_429_and_goes_on() -> None:
+    result = run("dp=1", plan([(2000, 1)] * 30, [0.0] * 30), "sbs:cycle_limit=3")
+    status = result.requests["status"].to_pylist()
+    refused = result.requests.filter(np.array(status) == "failed")
+    assert 0 < refused.num_rows < 30
+    assert set(refused["http_status"].to_pylist()) == {429}
+    assert status.count("ok") + refused.num_rows == 30
+    assert set(result.requests["error_class"].to_pylist()) == {None, "http_429"}
+
+
+def test_every_request_knows_its_unit_and_facts_say_where_it_waited() -> None:
+    result = run("dp=3", plan([(10, 2)] * 9, [0.0] * 9))
+    assert sorted(result.requests["worker"].to_pylist()) == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    assert result.facts["topology"] == "dp=3"
+    assert result.facts["gpus"] == 3
+    assert result.facts["dispatch_wait_ms"] == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [("dp=0", "at least 1"), ("4q", "write for example"), ("tp=4,dp=8,ep=31", "tp x dp"), ("", "empty"),
+     ("2p2d,instances=2", "instances already"), ("dp=x", "unknown topology")],
+)  # fmt: skip
+def test_unknown_topologies_are_refused_with_the_reason(text: str, why: str) -> None:
+    with pytest.raises(UsageError, match=why):
+        parse_topology(text)
+
+
+@pytest.mark.parametrize(
+    "text", ["dp=4", "1p3d", "2p2d", "3p1d", "tp=4,dp=8,ep=32", "dp=2,tp=2", "instances=3,tp=4,dp=8,ep=32"]
+)
+def test_labels_read_back(text: str) -> None:
+    assert parse_topology(parse_topology(text).label) == parse_topology(text)
+
+
+def test_pools_refuse_policies_that_have_nothing_to_decide() -> None:
+    with pytest.raises(UsageError, match="use --policy v1"):
+        run(pools(1, 1), plan([(10, 2)], [0.0]), policy="eb:k=2")
+
+
+def test_ctrl_c_keeps_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = 0
+
+    def step_s(self: FixedAndToken, shape: object) -> float:
+        nonlocal calls
+        calls += 1
+        if calls == 20:
+            raise KeyboardInterrupt
+        return 0.1
+
+    monkeypatch.setattr(FixedAndToken, "step_s", step_s)
+    result = run("dp=2", plan([(10, 5)] * 40, [i * 0.2 for i in range(40)]))
+    assert result.interrupted
+    status = result.requests["status"].to_pylist()
+    assert 0 < status.count("ok") < 40
+    assert status.count("ok") + status.count("cancelled") + status.count("never_sent") == 40

@@ -1,0 +1,130 @@
+"""Prefill and decode pools: transfers, pinned blocks, running out of memory, backpressure, first tokens."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from cluster_worlds import FixedAndToken, device, ns, plan, pools, run
+
+from ebbench.errors import UsageError
+from ebbench.simulation.topology import PoolSpec, TopologySpec
+from ebbench.simulation.transfer import Link, ReceiveStore, StoreFullError, TransferFabric
+
+MS = 1_000_000
+
+
+def test_a_request_is_prefilled_transferred_and_decoded() -> None:
+    result = run(pools(1, 1), plan([(500, 3)], [0.0]))
+    # 100 ms prefill, 500 KB at 1 GB/s is 0.5 ms, then three steps of 100 ms, the first token from the decode side.
+    assert ns(result, "first_token_ns")[0] == 200 * MS + MS // 2
+    assert ns(result, "last_token_ns")[0] == 400 * MS + MS // 2
+    assert ns(result, "scheduled_ns")[0] == 0
+    steps = result.steps.to_pylist()
+    assert [(s["instance"], s["prefill_tokens"]) for s in steps] == [(0, 500), (1, 1), (1, 0), (1, 0)]
+    assert result.facts["transfers"] == 1
+    assert result.facts["transfer_gb"] == pytest.approx(0.0005)
+
+
+def test_the_first_token_may_come_from_the_prefill_side() -> None:
+    result = run(pools(1, 1, first_token="prefill"), plan([(500, 3), (500, 1)], [0.0, 0.0]))
+    assert ns(result, "first_token_ns").tolist() == [100 * MS, 100 * MS]
+    assert ns(result, "last_token_ns").tolist() == [300 * MS + MS // 2, 100 * MS]
+    assert result.facts["transfers"] == 1  # the request of one token has nothing to decode
+
+
+def test_transfers_share_links_first_come_first_served() -> None:
+    result = run(pools(1, 2), plan([(1000, 2), (1000, 2)], [0.0, 0.0]))
+    # Both prompts end at 100 ms; the sender's link carries one after the other, 1 ms each.
+    assert sorted(ns(result, "first_token_ns").tolist()) == [201 * MS, 202 * MS]
+
+
+def test_blocks_stay_pinned_until_the_transfer_has_ended() -> None:
+    # 8 blocks hold one prompt of 128 tokens; the transfer takes a second, the prefill 0.1 s.
+    slow = pools(1, 1, bandwidth_gb_per_s=128e3 / 1e9)
+    result = run(slow, plan([(100, 1)] * 2, [0.0, 0.0]), num_kv_blocks=8)
+    start = np.array(result.steps["start_ns"])[np.array(result.steps["instance"]) == 0]
+    assert start[1] - start[0] >= 100 * MS + round(100e3 / 128e3 * 1e9)
+
+
+def test_an_overloaded_decode_instance_runs_out_of_memory() -> None:
+    requests = plan([(1000, 200)] * 30, concurrency=30)
+    result = run(pools(1, 1, store_gb=0.01), requests)  # room for ten prompts
+    assert len(result.invalid) == 1
+    assert "ran out of memory" in result.invalid[0]
+    status = result.requests["status"].to_pylist()
+    assert status.count("ok") == 0
+    classes = result.requests["error_class"].to_pylist()
+    assert classes.count("out_of_memory") >= 11
+    assert status.count("failed") == classes.count("out_of_memory")
+
+
+def test_backpressure_holds_transfers_instead() -> None:
+    requests = plan([(1000, 20)] * 30, concurrency=30)
+    result = run(pools(1, 1, store_gb=0.01, backpressure=True), requests)
+    assert result.invalid == ()
+    assert result.requests["status"].to_pylist() == ["ok"] * 30
+    assert result.facts["receive_store_peak_gb"] <= 0.01
+
+
+def test_memory_is_given_back_at_admission_if_so_asked() -> None:
+    requests = plan([(1000, 50)] * 30, concurrency=30)
+    kept = run(pools(1, 1, store_gb=1.0), requests)
+    given = run(pools(1, 1, store_gb=1.0, held_until="admission"), requests)
+    assert given.facts["receive_store_peak_gb"] < kept.facts["receive_store_peak_gb"]
+
+
+def test_a_preempted_decode_recomputes_its_prompt() -> None:
+    # 20 blocks of 16: three requests of 90 prompt tokens fit at first and outgrow the cache together.
+    result = run(pools(1, 1), plan([(90, 60)] * 3, [0.0] * 3), num_kv_blocks=20)
+    assert result.requests["status"].to_pylist() == ["ok"] * 3
+    assert sum(result.requests["preemptions"].to_pylist()) > 0
+    decode = result.steps.filter(np.array(result.steps["instance"]) == 1)
+    assert max(decode["prefill_tokens"].to_pylist()) >= 90
+
+
+def test_iqr_places_decodes_by_batch_and_kv() -> None:
+    lengths = [(1000, 40), (10, 40), (10, 40), (10, 40)] * 4
+    result = run(pools(1, 4), plan(lengths, [0.0] * 16), decode_dispatch="iqr", max_num_batched_tokens=8192)
+    steps = result.steps
+    decode = steps.filter(np.array(steps["instance"]) >= 1)
+    most = dict.fromkeys(range(1, 5), 0)
+    for row in decode.to_pylist():
+        most[row["instance"]] = max(most[row["instance"]], row["kv_blocks_used"])
+    # One long prompt each, where round robin would give all four to one unit.
+    assert max(most.values()) < 2 * min(most.values())
+
+
+def test_units_with_a_barrier_in_both_pools() -> None:
+    spec = TopologySpec(
+        prefill=PoolSpec(instances=2, dp=2, ep=2),
+        decode=PoolSpec(instances=1, dp=4, ep=4),
+        transfer=pools(1, 1).transfer,
+    )
+    result = run(
+        spec, plan([(100 + i, 5) for i in range(40)], [i * 0.02 for i in range(40)]), "sbs", decode_dispatch="iqr"
+    )
+    assert result.requests["status"].to_pylist() == ["ok"] * 40
+    decode = result.steps.filter(np.array(result.steps["instance"]) >= 4).to_pylist()
+    ends: dict[int, set[int]] = {}
+    for row in decode:
+        ends.setdefault(row["start_ns"], set()).add(row["end_ns"])
+    assert all(len(values) == 1 for values in ends.values())
+
+
+def test_unknown_kv_size_is_refused() -> None:
+    spec = pools(1, 1)
+    bare = TopologySpec(prefill=spec.prefill, decode=spec.decode)
+    with pytest.raises(UsageError, match="kv_bytes_per_token"):
+        run(bare, plan([(10, 1)], [0.0]), on=device(FixedAndToken()))
+
+
+def test_the_fabric_takes_memory_when_a_transfer_begins() -> None:
+    fabric = TransferFabric(Link(1e9, 0.0), 1, [ReceiveStore(2e6)], backpressure=False)
+    [first] = fabric.offer(0, 0, 0, 1e6, 0)
+    assert fabric.offer(1, 0, 0, 1e6, 0) == []
+    assert fabric.offer(2, 0, 0, 1e6, 0) == []
+    assert fabric.stores[0].held_bytes == 1e6
+    [second] = fabric.ended(first, first.end_ns)
+    assert second.end_ns == 2 * MS
+    with pytest.raises(StoreFullError):
+        fabric.ended(second, second.end_ns)

@@ -1,0 +1,116 @@
+"""Algorithms 1 to 3 of Tian et al. (2025) against their definitions, written out a second time, plainly."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ebbench.dispatch import Ask
+from ebbench.dispatch.allocate import Load, allocate_decode, allocate_prefill, outlier_bound
+from ebbench.dispatch.interval import AdaptiveInterval
+
+LENGTHS = st.lists(st.integers(1, 5000), max_size=12)
+CAPACITY = st.lists(st.integers(-2000, 4000), min_size=1, max_size=5)
+
+
+def asks(lengths: list[int], first: int = 0) -> list[Ask]:
+    return [Ask(first + i, length, length) for i, length in enumerate(lengths)]
+
+
+@given(
+    st.lists(st.integers(1, 10**9), min_size=1, max_size=40),
+    st.integers(1, 8),
+    st.integers(0, 10**6),
+    st.integers(1, 9),
+)
+def test_interval_is_the_mean_of_the_window_plus_the_way_over_the_active(
+    times: list[int], window: int, network_ns: int, active: int
+) -> None:
+    control = AdaptiveInterval(window, network_ns, default_ns=5_000_000, active=active)
+    assert control.interval_ns == round((5_000_000 + network_ns) / active)
+    for i, measured in enumerate(times):
+        control.end_forward(measured)
+        kept = times[max(0, i + 1 - window) : i + 1]
+        assert math.isclose(control.mean_ns, sum(kept) / len(kept))
+        assert control.interval_ns == round((sum(kept) / len(kept) + network_ns) / active)
+
+
+def test_interval_follows_the_topology_at_once_and_survives_an_empty_one() -> None:
+    control = AdaptiveInterval(4, 0, 12_000_000, active=4)
+    control.topology(3)
+    assert control.interval_ns == 4_000_000
+    control.topology(0)
+    assert control.interval_ns == 4_000_000
+    control.topology(1)
+    assert control.interval_ns == 12_000_000
+
+
+@given(LENGTHS, LENGTHS, CAPACITY)
+def test_prefill_allocation_is_the_greedy_of_algorithm_2(
+    pending: list[int], new: list[int], capacity: list[int]
+) -> None:
+    old, fresh = asks(pending), asks(new, first=100)
+    found = allocate_prefill(old, fresh, dict(enumerate(capacity)))
+    left, expected, available = [], [], list(capacity)
+    for queue in (old, fresh):
+        for ask in sorted(queue, key=lambda a: a.tokens, reverse=True):
+            best = max(range(len(available)), key=lambda d: (available[d] - ask.tokens, -d))
+            if available[best] > 0:
+                expected.append((ask, best))
+                available[best] -= ask.tokens
+            else:
+                left.append(ask)
+    assert found.assigned == expected
+    assert found.left == left
+
+
+@given(LENGTHS, LENGTHS, CAPACITY)
+def test_prefill_allocation_loses_and_doubles_nothing(pending: list[int], new: list[int], capacity: list[int]) -> None:
+    everyone = asks(pending) + asks(new, first=100)
+    found = allocate_prefill(asks(pending), asks(new, first=100), dict(enumerate(capacity)))
+    assert sorted([ask for ask, _ in found.assigned] + found.left) == sorted(everyone)
+    # A unit is given nothing once its capacity is used up, so at most its last request overdraws it.
+    for unit, available in enumerate(capacity):
+        given_to = [ask.tokens for ask, place in found.assigned if place == unit]
+        assert not given_to or sum(given_to[:-1]) < available
+
+
+def test_cache_aware_allocation_counts_only_what_is_not_cached() -> None:
+    hits = {(0, 1): 900}
+    found = allocate_prefill(asks([1000]), [], {0: 1000, 1: 600}, hit=lambda ask, unit: hits.get((ask.key, unit), 0))
+    assert found.assigned == [(Ask(0, 1000, 1000), 1)]  # 600 - 100 is more than 1000 - 1000
+
+
+@given(
+    st.lists(st.integers(1, 10**5), max_size=12),
+    st.lists(st.tuples(st.integers(0, 50), st.integers(0, 10**6)), min_size=1, max_size=9),
+)
+def test_decode_allocation_masks_outliers_and_takes_the_least_batch_then_kv(
+    lengths: list[int], loads: list[tuple[int, int]]
+) -> None:
+    state = [list(load) for load in loads]
+    expected = []
+    for ask in sorted(asks(lengths), key=lambda a: a.total_tokens, reverse=True):
+        q1, q3 = np.percentile([kv for _, kv in state], [25, 75])
+        safe = [i for i, (_, kv) in enumerate(state) if kv <= q3 + 1.5 * (q3 - q1) + 1e-9] or list(range(len(state)))
+        chosen = min(safe, key=lambda i: (state[i][0], state[i][1], i))
+        expected.append((ask, chosen))
+        state[chosen][0] += 1
+        state[chosen][1] += ask.total_tokens
+    assert allocate_decode(asks(lengths), {i: Load(*load) for i, load in enumerate(loads)}) == expected
+
+
+@given(st.lists(st.integers(0, 10**6), min_size=1, max_size=20))
+def test_outlier_bound_is_numpys(kv: list[int]) -> None:
+    q1, q3 = np.percentile(kv, [25, 75])
+    assert math.isclose(outlier_bound(kv, 1.5), q3 + 1.5 * (q3 - q1), rel_tol=1e-12, abs_tol=1e-6)
+
+
+def test_mask_off_leaves_the_least_batch() -> None:
+    loads = {0: Load(0, 10**6), 1: Load(1, 10), 2: Load(1, 11), 3: Load(1, 12), 4: Load(1, 13)}
+    ask = asks([5])
+    assert allocate_decode(ask, loads)[0][1] == 1
+    assert allocate_decode(ask, loads, multiplier=math.inf)[0][1] == 0

@@ -1,0 +1,318 @@
+"""The schedule loop: when it dispatches, to whom, and what each switch does."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ebbench.dispatch import Ask, EndForward, Fleet, Order, UnitReport, make_dispatcher, parse_dispatch
+from ebbench.dispatch.readiness import Checks
+from ebbench.dispatch.staggered import StaggeredDispatcher, StaggeredSettings
+
+MS = 1_000_000
+PAPER = StaggeredSettings(chunk_tokens=1000, default_forward_ns=100 * MS, bypass=False, overdraw="on", aged_cycles=None)
+
+
+def staggered(
+    instances: int, base: StaggeredSettings = PAPER, units: int = 1, **changes: object
+) -> StaggeredDispatcher:
+    return StaggeredDispatcher(Fleet([units] * instances), replace(base, **changes))  # type: ignore[arg-type]
+
+
+def ask(key: int, tokens: int = 100) -> Ask:
+    return Ask(key, tokens, tokens)
+
+
+def done(instance: int, unit: int, received: int, duration_ms: float = 100, queued: int = 0) -> EndForward:
+    return EndForward(instance, round(duration_ms * MS), units=(UnitReport(unit, received, queued, 0),))
+
+
+def test_dispatch_needs_the_interval_and_a_ready_instance() -> None:
+    sbs = staggered(2)
+    sbs.arrive(ask(0), 0)
+    assert sbs.poll(0) == [Order(0, 0)]  # nothing was sent before: due, and instance 0 is ready
+    sbs.arrive(ask(1), 10 * MS)
+    assert sbs.poll(10 * MS) == []
+    assert sbs.next_ns(10 * MS) == 50 * MS  # I = 100 ms / 2
+    assert sbs.poll(50 * MS) == [Order(1, 1)]
+    sbs.arrive(ask(2), 60 * MS)
+    assert sbs.poll(100 * MS) == []  # the interval is over, but nobody has signalled
+    sbs.end_forward(done(1, 1, 1), 110 * MS)
+    assert sbs.poll(110 * MS) == [Order(2, 1)]
+
+
+def test_a_batch_goes_to_one_instance_packed_over_its_units() -> None:
+    sbs = staggered(2, units=2)
+    for key, tokens in enumerate((100, 900, 300, 200)):
+        sbs.arrive(ask(key, tokens), 0)
+    assert sbs.poll(0) == [Order(1, 0), Order(2, 1), Order(3, 1), Order(0, 1)]
+
+
+def test_capacity_counts_what_is_in_transit_and_what_is_queued() -> None:
+    sbs = staggered(1, interval=False)
+    sbs.arrive(ask(0, 900), 0)
+    assert sbs.poll(0) == [Order(0, 0)]
+    # Signalled before the request came: still in transit, 100 tokens are free; then queued, then gone.
+    sbs.end_forward(done(0, 0, received=0), MS)
+    sbs.arrive(ask(1, 150), MS)
+    assert sbs.poll(MS) == [Order(1, 0)]
+    sbs.end_forward(done(0, 0, received=2, queued=1050), 2 * MS)
+    sbs.arrive(ask(2, 10), 2 * MS)
+    assert sbs.poll(2 * MS) == []
+    sbs.end_forward(done(0, 0, received=2), 3 * MS)
+    assert sbs.poll(3 * MS) == [Order(2, 0)]
+
+
+def test_left_over_requests_go_first_next_time() -> None:
+    sbs = staggered(1, interval=False)
+    sbs.arrive(ask(0, 1000), 0)
+    sbs.arrive(ask(1, 400), 0)
+    assert sbs.poll(0) == [Order(0, 0)]
+    sbs.arrive(ask(2, 900), MS)
+    sbs.end_forward(done(0, 0, received=1), 100 * MS)
+    assert sbs.poll(100 * MS) == [Order(1, 0), Order(2, 0)]
+
+
+def test_watchdog_frees_a_silent_instance_after_five_forward_times() -> None:
+    sbs = staggered(1)
+    sbs.arrive(ask(0), 0)
+    sbs.poll(0)
+    sbs.arrive(ask(1), MS)
+    assert sbs.poll(499 * MS) == []
+    assert sbs.next_ns(499 * MS) == 500 * MS
+    assert sbs.poll(500 * MS) == [Order(1, 0)]
+    assert sbs.watchdog_resets == 1
+    blind = staggered(1, checks=Checks(watchdog=False))
+    blind.arrive(ask(0), 0)
+    blind.poll(0)
+    blind.arrive(ask(1), MS)
+    assert blind.poll(10_000 * MS) == []
+
+
+def test_zero_queue_makes_ready_without_a_signal() -> None:
+    for zero_queue, expected in ((True, [Order(1, 0)]), (False, [])):
+        sbs = staggered(1, checks=Checks(zero_queue=zero_queue))
+        sbs.arrive(ask(0), 0)
+        sbs.poll(0)
+        sbs.ended(0, 90 * MS)
+        sbs.arrive(ask(1), 91 * MS)
+        assert sbs.poll(200 * MS) == expected
+
+
+def test_flow_control_refuses_after_the_limit_and_not_before() -> None:
+    sbs = staggered(1, interval=False, cycle_limit=2, default_forward_ns=MS)
+    sbs.arrive(ask(0, 1000), 0)
+    sbs.arrive(ask(1, 1000), 0)
+    assert sbs.poll(0) == [Order(0, 0)]
+    orders = []
+    for cycle in range(1, 4):
+        sbs.end_forward(done(0, 0, received=1, duration_ms=1, queued=1000), cycle * 10 * MS)
+        orders.append(sbs.poll(cycle * 10 * MS))
+    assert orders == [[], [Order(1, None)], []]
+    assert sbs.waiting == 0
+
+
+@pytest.mark.parametrize("bypass", [True, False])
+def test_bypass_serves_an_idle_instance_at_once_under_light_load(bypass: bool) -> None:
+    sbs = staggered(2, bypass=bypass)
+    for key, now in ((0, 0), (1, 4000 * MS)):
+        sbs.arrive(ask(key), now)
+        assert sbs.poll(now) == [Order(key, key)]
+        sbs.ended(key, now + 5 * MS)
+    # 10 ms after the last dispatch the interval of 50 ms is not over, but one arrival in two seconds makes no batch.
+    sbs.arrive(ask(2), 4010 * MS)
+    assert sbs.poll(4010 * MS) == ([Order(2, 0)] if bypass else [])
+
+
+def test_under_load_an_idle_instance_waits_for_the_interval() -> None:
+    sbs = staggered(2, bypass=True)
+    for key in range(8):
+        sbs.arrive(ask(key), key * MS)
+        sbs.poll(key * MS)
+    for key in range(8):
+        sbs.ended(key, 9 * MS)
+    sbs.arrive(ask(8), 10 * MS)
+    assert sbs.poll(10 * MS) == []
+
+
+def test_a_full_batch_does_not_wait_for_the_interval() -> None:
+    sbs = staggered(2, bypass=True)
+    sbs.arrive(ask(0), 0)
+    sbs.poll(0)
+    for key in range(1, 11):
+        sbs.arrive(ask(key, 90), MS)
+    assert sbs.poll(MS) == []  # 900 tokens would not fill the chunk of 1,000
+    sbs.arrive(ask(11, 100), 2 * MS)
+    assert {order.unit for order in sbs.poll(2 * MS)} == {1}
+
+
+def test_without_overdraw_a_prompt_goes_only_where_it_fits() -> None:
+    sbs = staggered(1, overdraw="off", interval=False)
+    sbs.arrive(ask(0, 700), 0)
+    sbs.arrive(ask(1, 400), 0)
+    assert sbs.poll(0) == [Order(0, 0)]
+    sbs.end_forward(done(0, 0, received=1), 100 * MS)
+    assert sbs.poll(100 * MS) == [Order(1, 0)]
+    long = staggered(1, overdraw="off", interval=False)
+    long.arrive(ask(0, 5000), 0)
+    assert long.poll(0) == [Order(0, 0)]  # it fits nowhere: chunked over several passes
+
+
+@pytest.mark.parametrize(("aged", "served"), [(3, True), (None, False)])
+def test_aged_requests_are_not_overtaken_for_ever(aged: int | None, served: bool) -> None:
+    sbs = staggered(1, aged_cycles=aged, interval=False, overdraw="off", default_forward_ns=MS)
+    sbs.arrive(ask(0, 500), 0)
+    sent = []
+    for cycle in range(12):  # two full chunks come for each that goes, so longer ones are always left over
+        now = cycle * 10 * MS
+        for key in (2 * cycle + 1, 2 * cycle + 2):
+            sbs.arrive(ask(key, 1000), now)
+        sbs.end_forward(done(0, 0, received=len(sent), duration_ms=1), now)
+        sent += sbs.poll(now)
+    assert (Order(0, 0) in sent) is served
+
+
+def test_topology_change_moves_the_interval_and_frees_who_returns() -> None:
+    sbs = staggered(2)
+    sbs.arrive(ask(0), 0)
+    assert sbs.poll(0) == [Order(0, 0)]
+    sbs.topology([1], 10 * MS)
+    assert sbs.interval.interval_ns == 100 * MS
+    sbs.arrive(ask(1), 10 * MS)
+    assert sbs.poll(100 * MS) == [Order(1, 1)]
+    sbs.topology([0, 1], 110 * MS)
+    sbs.arrive(ask(2), 110 * MS)
+    assert sbs.poll(200 * MS) == [Order(2, 0)]
+    sbs.topology([], 210 * MS)
+    sbs.arrive(ask(3), 210 * MS)
+    assert sbs.poll(10_000 * MS) == []
+    assert sbs.next_ns(10_000 * MS) is None
+
+
+def test_withdrawn_requests_are_never_sent() -> None:
+    sbs = staggered(1)
+    for key in range(3):
+        sbs.arrive(ask(key), 0)
+    sbs.withdraw(1)
+    assert [order.key for order in sbs.poll(0)] == [0, 2]
+    assert sbs.waiting == 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    instances=st.integers(1, 4),
+    units=st.integers(1, 3),
+    spec=st.sampled_from(
+        ["sbs", "sbs:bypass=off", "sbs:interval=off", "sbs:packing=off", "sbs:signal=off", "sbs:overdraw=on",
+         "sbs:cache_aware=on", "sbs:adaptive=off", "sbs:network_ms=3", "sbs:cycle_limit=3", "round-robin",
+         "least-outstanding", "power-of-two", "prefix-affine", "iqr"]
+    ),
+)  # fmt: skip
+def test_every_request_is_ordered_exactly_once_whatever_happens(
+    seed: int, instances: int, units: int, spec: str
+) -> None:
+    """Random arrivals, signals, losses of signals, ends, withdrawals and topology changes against any dispatcher."""
+    rng = random.Random(seed)
+    fleet = Fleet([units] * instances)
+    dispatcher = make_dispatcher(parse_dispatch(spec), fleet, chunk_tokens=2000, default_forward_ns=10 * MS)
+    now, key = 0, 0
+    arrived: set[int] = set()
+    placed: dict[int, int] = {}
+    refused: set[int] = set()
+    withdrawn: set[int] = set()
+    received = [0] * (units * instances)
+    active = set(range(instances))
+
+    def poll() -> None:
+        for order in dispatcher.poll(now):
+            assert order.key in arrived - set(placed) - refused - withdrawn
+            if order.unit is None:
+                refused.add(order.key)
+            else:
+                assert order.unit // units in active
+                placed[order.key] = order.unit
+                received[order.unit] += 1
+
+    for _ in range(120):
+        now += rng.randrange(1, 4 * MS)
+        event = rng.random()
+        if event < 0.4:
+            dispatcher.arrive(Ask(key, rng.randrange(1, 3000), 3000, tuple(range(rng.randrange(4)))), now)
+            arrived.add(key)
+            key += 1
+        elif event < 0.7:
+            instance = rng.randrange(instances)
+            reports = tuple(
+                UnitReport(u, received[u], rng.choice((0, 0, 500)), rng.randrange(5000))
+                for u in range(instance * units, (instance + 1) * units)
+            )
+            dispatcher.end_forward(
+                EndForward(instance, rng.randrange(MS, 20 * MS), rng.random() < 0.5, rng.random() < 0.3, reports), now
+            )
+        elif event < 0.9 and placed:
+            gone = rng.choice(sorted(placed))
+            dispatcher.prefilled(gone, now)
+            dispatcher.ended(gone, now)
+        elif event < 0.95 and arrived - set(placed) - refused - withdrawn:
+            victim = rng.choice(sorted(arrived - set(placed) - refused - withdrawn))
+            withdrawn.add(victim)
+            dispatcher.withdraw(victim)
+        else:
+            active = {i for i in range(instances) if rng.random() < 0.8}
+            dispatcher.topology(active, now)
+        poll()
+    # Liveness: with everyone back and ended, and time passing, everything left is placed or refused.
+    active = set(range(instances))
+    dispatcher.topology(active, now)
+    for _ in range(200):
+        for open_key in placed:
+            dispatcher.ended(open_key, now)
+        poll()
+        if not dispatcher.waiting:
+            break
+        now = dispatcher.next_ns(now) or now + MS
+    assert not dispatcher.waiting
+    assert arrived == set(placed) | refused | withdrawn
+    for open_key in placed:
+        dispatcher.ended(open_key, now)
+    for unit in fleet.units:
+        assert unit.open_requests == 0
+        assert unit.in_flight_tokens == 0
+    assert fleet.idle == set(range(instances))
+
+
+def test_signals_alone_keep_the_loop_going_when_ends_are_reported_late() -> None:
+    sbs = staggered(2)
+    for key in range(40):
+        sbs.arrive(ask(key, 500), 0)
+    now, sent = 0, 0
+    received = [0, 0]
+    while sent < 40:
+        for order in sbs.poll(now):
+            assert order.unit is not None
+            received[order.unit] += 1
+            sent += 1
+        now += 10 * MS
+        sbs.end_forward(done(now // (10 * MS) % 2, now // (10 * MS) % 2, received[now // (10 * MS) % 2]), now)
+        assert now < 60_000 * MS
+
+
+def test_unknown_names_and_values_are_refused_with_the_remedy() -> None:
+    with pytest.raises(Exception, match="did you mean 'round-robin'"):
+        parse_dispatch("round-robbin")
+    with pytest.raises(Exception, match="did you mean 'packing'"):
+        parse_dispatch("sbs:paking=off")
+    with pytest.raises(Exception, match="is not on or off"):
+        parse_dispatch("sbs:packing=maybe")
+    with pytest.raises(Exception, match="takes no settings"):
+        parse_dispatch("round-robin:x=1")
+
+
+@pytest.mark.parametrize("text", ["sbs", "sbs:packing=off", "sbs:cycle_limit=100,network_ms=1.5", "iqr:multiplier=2"])
+def test_names_read_back(text: str) -> None:
+    assert parse_dispatch(parse_dispatch(text).name) == parse_dispatch(text)
