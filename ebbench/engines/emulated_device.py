@@ -78,8 +78,9 @@ class StepReader:
         for new in scheduled.scheduled_new_reqs:
             before[new.req_id] = new.num_computed_tokens
             # Model runner V2 sends resumed requests as new ones, outputs included in prefill_token_ids.
-            known[new.req_id] = max(len(new.prefill_token_ids or ()) - new.prompt_len, 0)
-            self._prompt_tokens[new.req_id] = new.prompt_len
+            prompt = len(new.prompt_token_ids or ())
+            known[new.req_id] = max(len(new.prefill_token_ids or ()) - prompt, 0)
+            self._prompt_tokens[new.req_id] = prompt
             admitted.add(new.req_id)
         prefilling = self._partial.union(admitted)
         chunks, sampled_ids, sampled = [], [], []
