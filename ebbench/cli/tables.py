@@ -164,6 +164,7 @@ def with_progress(
     from rich.console import Console
     from rich.progress import Progress
 
+    from ebbench.errors import InterruptedRunError
     from ebbench.papers.execute import run_missing
 
     with Progress(console=Console(stderr=True), transient=True, disable=quiet) as bar:
@@ -172,7 +173,14 @@ def with_progress(
         def done(_cell: Cell) -> None:
             bar.advance(task)
 
-        run_missing(missing, store, workers=workers, whole=whole, done=done)
+        try:
+            run_missing(missing, store, workers=workers, whole=whole, done=done)
+        except KeyboardInterrupt:
+            left = len(store.missing(missing, whole=whole))
+            raise InterruptedRunError(
+                f"interrupted; {len(missing) - left} finished runs are kept in {store.root}, the same command goes on "
+                f"with the other {left}"
+            ) from None
 
 
 _PRIVATE = ("-o", "--output", "--runs", "--workers")
