@@ -38,7 +38,7 @@ def _pieces(section: Section, width: int) -> Iterator[Section]:
     labels = range(_labels(section.columns))
     taken = list(labels)
     at = len(labels)
-    for _, count in grouped(section.columns[len(labels) :]):
+    for count in _unbroken(section.columns[len(labels) :]):
         group = list(range(at, at + count))
         at += count
         if len(taken) > len(labels) and sum(sizes[i] for i in taken + group) > width:
@@ -46,6 +46,11 @@ def _pieces(section: Section, width: int) -> Iterator[Section]:
             taken = list(labels)
         taken += group
     yield _part(section, taken)
+
+
+def _unbroken(columns: Sequence[Column]) -> list[int]:
+    """Lengths of the runs of columns that stay together: a named group, or a column without one."""
+    return [one for name, count in grouped(columns) for one in ([count] if name else [1] * count)]
 
 
 def _part(section: Section, columns: Sequence[int]) -> Section:

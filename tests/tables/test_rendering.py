@@ -129,6 +129,16 @@ def test_a_terminal_shows_every_number_whole(width: int) -> None:
     assert max(len(line) for line in text.splitlines()) <= width
 
 
+def test_columns_without_a_group_are_broken_anywhere() -> None:
+    columns = (*labels("name"), *(Column(f"quantity {i}") for i in range(9)))
+    made = Document("w", "wide", (Section("", columns, (("row", *(float(i) for i in range(9))),)),))
+    console = Console(width=60)
+    with console.capture() as capture:
+        console.print(as_rich(made, 60))
+    assert "…" not in capture.get()
+    assert all(f"quantity {i}" in capture.get() for i in range(9))
+
+
 def test_ours_is_marked() -> None:
     column = Column("ours", ours=True)
     made = Document("m", "marked", (Section("", (*labels("x"), column), (("a", 5.0),)),))
