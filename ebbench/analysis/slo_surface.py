@@ -54,7 +54,7 @@ def surface(columns: RequestColumns, ttft_ms: Sequence[float], tpot_ms: Sequence
         if not targets or not all(0 < target < float("inf") for target in targets):
             raise UsageError(f"{name} targets must be positive numbers, at least one of them")
     rows = np.ones(len(columns.status), np.bool_) if not phase else columns.phase == phase
-    ttft, tpot = _latencies(columns, rows & columns.ok)
+    ttft, tpot = latencies_ms(columns, rows & columns.ok)
     planned = int(rows.sum())
     # Requests counted at the first target they meet in each direction, then summed up: every request once.
     first = np.searchsorted(np.sort(np.asarray(ttft_ms, float)), ttft)
@@ -67,7 +67,7 @@ def surface(columns: RequestColumns, ttft_ms: Sequence[float], tpot_ms: Sequence
     )
 
 
-def _latencies(columns: RequestColumns, rows: Mask) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+def latencies_ms(columns: RequestColumns, rows: Mask) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
     """TTFT and TPOT in ms; an undefined TPOT is infinite, so that it meets no target."""
     gaps = columns.output_tokens[rows] - 1
     span = (columns.last_token - columns.first_token)[rows] / NS_PER_MS

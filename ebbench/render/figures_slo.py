@@ -5,29 +5,48 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from ebbench.analysis.slo_surface import Surface, run_surfaces
+from ebbench.analysis.columns import NEEDED, RequestColumns
+from ebbench.analysis.slo_surface import Surface, latencies_ms, run_surfaces
+from ebbench.errors import DataError
 from ebbench.records.run import Run
 from ebbench.render.figures import altair, values
 
-TTFT_MS = tuple(float(v) for v in np.round(np.geomspace(100, 200_000, 18), 0))
-TPOT_MS = tuple(float(v) for v in np.round(np.geomspace(10, 500, 16), 1))
+_ROWS, _COLUMNS = 16, 14
+_EDGES = (0.02, 0.995)  # quantiles between which targets are laid
 
 
 def surface_chart(run: Run) -> Any:
-    """Panels for the whole run and each of its phases, two in a row."""
+    """Panels for the whole run and each of its phases, two in a row; targets span the run's own latencies.
+
+    Raises DataError when no request completed.
+    """
     alt = altair()
-    panels = [_panel(surface) for surface in run_surfaces(run, TTFT_MS, TPOT_MS, by_phase=True)]
+    columns = RequestColumns.of(run.table("requests", NEEDED))
+    if not columns.ok.any():
+        raise DataError(f"{run.path}: no request completed, so there is no attainment to draw")
+    ttft, tpot = latencies_ms(columns, columns.ok)
+    surfaces = run_surfaces(run, _targets(ttft, _ROWS), _targets(tpot[np.isfinite(tpot)], _COLUMNS), by_phase=True)
+    panels = [_panel(surface) for surface in surfaces]
     lines = [alt.hconcat(*panels[at : at + 2]) for at in range(0, len(panels), 2)]
     manifest = run.manifest
     title = f"{manifest.policy}: {manifest.scenario or manifest.workload}, {manifest.model} on {manifest.device}"
     return alt.vconcat(*lines, title=title)
 
 
+def _targets(found_ms: npt.NDArray[np.float64], count: int) -> tuple[float, ...]:
+    """Targets of two significant digits, evenly spaced in ratio over what was found; at least two."""
+    low, high = np.quantile(found_ms, _EDGES) if len(found_ms) else (10.0, 100.0)
+    low = max(float(low), 1e-3)
+    steps = np.geomspace(low, max(1.1 * float(high), 1.5 * low), count)
+    return tuple(sorted({float(f"{step:.2g}") for step in steps}))
+
+
 def _panel(surface: Surface) -> Any:
     alt = altair()
     data = [
-        {"ttft": _seconds(ttft), "tpot": f"{tpot:g}", "value": share}
+        {"ttft": _seconds(ttft), "tpot": f"{tpot:.3g}", "value": share}
         for ttft, shares in zip(surface.ttft_ms, surface.attainment, strict=True)
         for tpot, share in zip(surface.tpot_ms, shares, strict=True)
     ]
@@ -37,14 +56,18 @@ def _panel(surface: Surface) -> Any:
         alt.Chart(values(data))
         .mark_rect()
         .encode(
-            x=alt.X("tpot:N", sort=[f"{t:g}" for t in surface.tpot_ms], title="TPOT target, ms",
-                    axis=alt.Axis(labelAngle=-45)),
+            x=alt.X(
+                "tpot:N",
+                sort=[f"{t:.3g}" for t in surface.tpot_ms],
+                title="TPOT target, ms",
+                axis=alt.Axis(labelAngle=-45),
+            ),
             y=alt.Y("ttft:N", sort=ttft_order[::-1], title="TTFT target, s"),
             color=alt.Color("value:Q", scale=scale, title="met", legend=alt.Legend(format="%", orient="right")),
         )
-    )  # fmt: skip
+    )
     return cells.properties(width=260, height=240, title=surface.phase or "all requests")
 
 
 def _seconds(milliseconds: float) -> str:
-    return f"{milliseconds / 1e3:.2g}"
+    return f"{milliseconds / 1e3:.3g}"
