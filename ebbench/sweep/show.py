@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any, Protocol
 
-from rich import box
 from rich.console import Console, RenderableType
 from rich.console import Group as Stack
 from rich.progress import BarColumn, TextColumn
@@ -88,7 +87,8 @@ def console_report(result: Result, found: Sequence[Finding], metric: str) -> Ren
     parts: list[RenderableType] = [
         Text(_heading(result.sweep), style="bold"),
         Text(),
-        findings_table(found, metric),
+        *findings_parts(found, metric),
+        Text(),
         Text(_legend(metric), style="dim"),
     ]
     if result.failed:
@@ -109,24 +109,26 @@ def _heading(sweep: Sweep) -> str:
     return f"{sweep.name}: {', '.join(shared)}" if shared else sweep.name
 
 
-def findings_table(found: Sequence[Finding], metric: str) -> Table:
-    """One row a setting and scheduler."""
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
-    names = [name for name, _ in found[0].setting] if found else []
-    for name in (*names, "policy"):
-        table.add_column(name, overflow="fold")
-    for header in ("best B", "best N", _UNITS.get(metric, metric), "vs v1", "CV", "range", "B-Sens", "N-Sens"):
-        table.add_column(header, justify="right", no_wrap=True)
-    previous: tuple[tuple[str, Any], ...] | None = None
-    for finding in found:
-        if previous is not None and previous != finding.setting:
-            table.add_section()
-        shown = [str(value) if previous != finding.setting else "" for _, value in finding.setting]
-        previous = finding.setting
-        table.add_row(*shown, finding.policy, *_figures(finding))
-    return table
+def findings_parts(found: Sequence[Finding], metric: str) -> list[RenderableType]:
+    """A table a setting, one row a scheduler; all have the same columns, so only the first shows their names."""
+    settings = list(dict.fromkeys(finding.setting for finding in found))
+    width = max((len(finding.policy) for finding in found), default=0)
+    parts: list[RenderableType] = []
+    for place, setting in enumerate(settings):
+        if setting:
+            parts += [Text(), Text(", ".join(str(value) for _, value in setting), style="bold")]
+        table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, show_header=not place, header_style="dim")
+        table.add_column("policy", min_width=min(max(width, 6), 22), max_width=22, overflow="fold")
+        for header in ("best B", "best N", _UNITS.get(metric, metric), "vs v1", "CV", "range", "B-Sens", "N-Sens"):
+            table.add_column(header, justify="right", no_wrap=True, min_width=_WIDTHS.get(header, 7))
+        for finding in found:
+            if finding.setting == setting:
+                table.add_row(finding.policy, *_figures(finding))
+        parts.append(table)
+    return parts
 
 
+_WIDTHS = {"vs v1": 8, "range": 5}
 _UNITS = {"request_throughput": "req/s", "output_throughput": "out tok/s", "total_token_throughput": "tok/s"}
 
 
