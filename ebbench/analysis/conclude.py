@@ -13,6 +13,7 @@ from ebbench.analysis.steady import steady_windows
 from ebbench.analysis.validity import Conditions, invalid_reasons
 from ebbench.devices.base import Device
 from ebbench.engines.base import EngineOptions, EngineResult
+from ebbench.engines.versions import engine_versions
 from ebbench.records.manifest import (
     Clock,
     Manifest,
@@ -96,7 +97,7 @@ def _manifest(
     plan, device = setting.plan, setting.device
     facts = {**plan.facts, **result.facts}
     return Manifest(
-        versions=software_versions(setting.versions),
+        versions=software_versions({**engine_versions(setting.engine), **setting.versions}),
         git_commit=git_commit(),
         anchor_unix_ns=setting.anchor_unix_ns,
         workload=str(facts.get("workload", "")),

@@ -102,7 +102,7 @@ class _Run:
     def __init__(
         self, core_module: Any, plan: Plan, policy: PolicySpec, device: Device, options: EngineOptions
     ) -> None:
-        self._make_request, self._vocab = core_module.make_request, core_module.VOCAB
+        self._make_request, self._vocab = core_module.make_request, core_module.vocabulary(options.block_size)
         self._plan, self._policy = plan, policy
         self._blocks = num_kv_blocks(device, options)
         self._state, self._log = RequestState(plan), StepLog()
@@ -126,9 +126,11 @@ class _Run:
 
     def take_shortcuts(self) -> None:
         """Leave out calls that find nothing to do."""
+        from ebbench.engines.emulated_dozing import let_decodes_doze
         from ebbench.engines.emulated_shortcuts import PlainRequest, take_shortcuts
 
         take_shortcuts(self.core)
+        let_decodes_doze(self.core, self._streams)
         self._make_request = partial(self._make_request, kind=PlainRequest)
 
     def to_the_end(self, observer: Observer | None) -> bool:

@@ -26,6 +26,7 @@ from ebbench.engines.base import EngineOptions
 from ebbench.engines.emulated_device import StandInExecutor, Step, StepReader, done, nothing, step_ns
 
 VOCAB = 32000
+SMALL_VOCAB = 256  # Python keeps one object of each such number, which makes streams small and quick to read
 MODEL_CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
@@ -41,6 +42,11 @@ MODEL_CONFIG = {
     "rms_norm_eps": 1e-6,
     "tie_word_embeddings": True,
 }
+
+
+def vocabulary(block_size: int) -> int:
+    """Token ids in use: few where blocks are long enough not to be equal by chance (64 random bits)."""
+    return SMALL_VOCAB if block_size >= 8 else VOCAB
 
 
 class VirtualFuture(Future[Any]):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -38,6 +38,19 @@ class Step:
     preempted: Sequence[str]
 
 
+@dataclass(frozen=True)
+class Sleepers:
+    """Decodes left out of a SchedulerOutput (see :mod:`ebbench.engines.emulated_dozing`), one token each.
+
+    ``ids``: everyone in the step, in scheduling order; ``kv_tokens``: the sleepers' contexts at the end of the step.
+    """
+
+    number: int
+    count: int
+    kv_tokens: int
+    ids: Sequence[str]
+
+
 class StepReader:
     """Follows the stream of SchedulerOutputs. ``tokens_of`` maps a request to its full token stream."""
 
@@ -53,10 +66,28 @@ class StepReader:
         self._forget(scheduled.finished_req_ids)
         cached = scheduled.scheduled_cached_reqs
         if not scheduled.scheduled_new_reqs and not self._partial and not cached.resumed_req_ids:
-            return self._decode_step(
+            step = self._decode_step(
                 cached.req_ids, cached.num_computed_tokens, list(scheduled.preempted_req_ids or ())
             )
-        return self._general_step(scheduled)
+        else:
+            step = self._general_step(scheduled)
+        sleepers: Sleepers | None = getattr(scheduled, "sleepers", None)
+        return step if sleepers is None else self._with_sleepers(step, sleepers, scheduled.num_scheduled_tokens)
+
+    def _with_sleepers(self, step: Step, sleepers: Sleepers, counts: dict[str, int]) -> Step:
+        shape = step.shape._replace(
+            decode_seqs=step.shape.decode_seqs + sleepers.count,
+            decode_kv_tokens=step.shape.decode_kv_tokens + sleepers.kv_tokens,
+            sampled_seqs=step.shape.sampled_seqs + sleepers.count,
+        )
+        ids = sleepers.ids
+        return replace(
+            step,
+            shape=shape,
+            ids=ids,
+            tokens=None if step.tokens is None else [counts.get(request_id, 1) for request_id in ids],
+            sampled_ids=[r for r in ids if r not in self._partial] if self._partial else ids,
+        )
 
     def _forget(self, finished: set[str]) -> None:
         for request_id in finished:

@@ -25,6 +25,13 @@ class PlainRequest(Request):  # type: ignore[misc]
     num_encoder_inputs = 0
     has_encoder_inputs = False
     num_tokens = num_tokens_with_spec = num_output_tokens = 0
+    asleep = False
+    asleep_since = 0
+    take_events = take_prefill_stats = [].clear  # there are none: called without Python, returns None
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.prefill_stats = None
 
     def update_block_hashes(self) -> None:
         """vLLM's own; called whenever tokens were added."""

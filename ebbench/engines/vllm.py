@@ -65,28 +65,29 @@ class VllmEngine:
         log = Path(tempfile.mkdtemp(prefix="ebbench-vllm-")) / "server.log"  # stays there when the run fails
         with tempfile.TemporaryDirectory(prefix="ebbench-record-") as folder:
             record = Path(folder) / "steps" if policy.kind != "v1" or self.record_v1 else None
-            serving = self._serving(policy, _stored_calibration(device, log.parent), options, record, device.model)
+            serving = self.serving(policy, stored_calibration(device, log.parent), options, record, device.model)
             url = f"http://{serving.host}:{serving.port}"
-            with ServerProcess(executable_line(serving), url, log, _environment()) as server:
+            with ServerProcess(executable_line(serving), url, log, server_environment()) as server:
                 server.wait_ready(self.ready_timeout_s)
                 if record is not None:
-                    _prove(record, policy, server)
+                    prove_policy(record, policy, server)
                 try:
                     done = drive(
-                        url, plan, self._client(serving.model), observer, label=policy.name, on_batch=self.on_batch
+                        url, plan, self.client_for(serving.model), observer, label=policy.name, on_batch=self.on_batch
                     )
                 except RunError:
                     server.check_alive("died")
                     raise
-                died = _death(server)
-            recording = _recording(record, plan, done)
+                died = reason_of_death(server)
+            recording = recording_of(record, plan, done)
         if self.log is not None:
             log = Path(shutil.move(log, self.log))
-        return _result(done, recording, {"server_command": plain_line(serving), "server_log": str(log)}, died)
+        return engine_result(done, recording, {"server_command": plain_line(serving), "server_log": str(log)}, died)
 
-    def _serving(
+    def serving(
         self, policy: PolicySpec, calibration: Path, options: EngineOptions, record: Path | None, device_model: str
     ) -> Serving:
+        """What is served and how."""
         model = self.model or device_model
         folder = _model_folder(model)
         limit = _position_limit(folder)
@@ -102,7 +103,8 @@ class VllmEngine:
             extra=("--uvicorn-log-level", "warning", *(CPU_ARGUMENTS if cpu_build() else ()), *self.serve_args),
         )
 
-    def _client(self, model: str) -> ClientOptions:
+    def client_for(self, model: str) -> ClientOptions:
+        """The load generator's options, its token ids within the model's vocabulary."""
         folder = _model_folder(model)
         vocabulary = _config(folder).get("vocab_size") if folder else None
         if isinstance(vocabulary, int):
@@ -110,7 +112,7 @@ class VllmEngine:
         return self.client
 
 
-def _stored_calibration(device: Device, folder: Path) -> Path:
+def stored_calibration(device: Device, folder: Path) -> Path:
     """The calibration in a file beside the log: too long for a command line that people read."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "calibration.json"
@@ -142,7 +144,7 @@ def _position_limit(folder: Path | None) -> int | None:
     return limit if isinstance(limit, int) else None
 
 
-def _environment() -> dict[str, str]:
+def server_environment() -> dict[str, str]:
     """The user's, without telemetry. The plugin must be importable wherever ebbench is."""
     inherited = os.environ.get("PYTHONPATH")
     path = os.pathsep.join([*plugin_roots(), *([inherited] if inherited else [])])
@@ -158,8 +160,11 @@ def _environment() -> dict[str, str]:
     return dict(os.environ) | ours
 
 
-def _prove(record: Path, policy: PolicySpec, server: ServerProcess) -> None:
-    """The record's head is written by the scheduler itself, from inside the engine process of this server."""
+def prove_policy(record: Path, policy: PolicySpec, server: ServerProcess) -> None:
+    """Raise RunError unless the policy is what schedules the server.
+
+    The record's head is written by the scheduler itself, from inside the engine process of this server.
+    """
     deadline = time.monotonic() + PROOF_TIMEOUT_S
     while True:
         shards = sorted(record.glob("*.msgpack"))
@@ -185,7 +190,7 @@ def _in_group(pid: int, group: int) -> bool:
         return False
 
 
-def _death(server: ServerProcess) -> tuple[str, ...]:
+def reason_of_death(server: ServerProcess) -> tuple[str, ...]:
     """Why the run is worth nothing when the server ended by itself."""
     try:
         server.check_alive("died during the run")
@@ -194,7 +199,8 @@ def _death(server: ServerProcess) -> tuple[str, ...]:
     return ()
 
 
-def _recording(record: Path | None, plan: Plan, done: DriveResult) -> Recording | None:
+def recording_of(record: Path | None, plan: Plan, done: DriveResult) -> Recording | None:
+    """What the scheduler recorded in the folder, in the run's time and names; None where it did not."""
     if record is None:
         return None
     names = planned_name(str(done.facts["request_id_prefix"]), plan.table["request_id"].to_pylist())
@@ -204,9 +210,10 @@ def _recording(record: Path | None, plan: Plan, done: DriveResult) -> Recording 
         raise RunError(str(error)) from None
 
 
-def _result(
+def engine_result(
     done: DriveResult, recording: Recording | None, facts: Mapping[str, object], died: tuple[str, ...]
 ) -> EngineResult:
+    """What the client measured, joined with what the scheduler recorded."""
     return EngineResult(
         requests=joined_requests(done.requests, recording.steps) if recording else done.requests,
         steps=recording.steps if recording else STEPS.empty_table(),

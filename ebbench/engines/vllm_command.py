@@ -37,7 +37,10 @@ class Emulation:
 
 @dataclass(frozen=True)
 class Serving:
-    """What to serve and how. ``extra`` goes to vLLM as it is and wins over everything set here."""
+    """What to serve and how. ``extra`` goes to vLLM as it is and wins over everything set here.
+
+    ``signals``: where the plugin publishes ends of forward passes (ZeroMQ), for the gateway.
+    """
 
     model: str
     policy: PolicySpec
@@ -48,6 +51,7 @@ class Serving:
     options: EngineOptions | None = None
     max_model_len: int | None = None
     emulation: Emulation | None = None
+    signals: str | None = None
     extra: Sequence[str] = ()
 
 
@@ -56,7 +60,7 @@ def serve_arguments(serving: Serving) -> list[str]:
     arguments = [serving.model, "--host", serving.host, "--port", str(serving.port)]
     config: dict[str, object] = {}
     # v1 is vLLM untouched, unless its steps are to be recorded.
-    if serving.policy.kind != "v1" or serving.record is not None:
+    if serving.policy.kind != "v1" or serving.record is not None or serving.signals is not None:
         config |= _plugin_config(serving)
         arguments += ["--scheduler-cls", plugin.SCHEDULER]
     if serving.emulation is not None:
@@ -88,7 +92,9 @@ def _plugin_config(serving: Serving) -> dict[str, object]:
             f"policy {serving.policy.name} computes its threshold from the GPU's costs: give --device, or "
             "--calibration FILE"
         )
-    return plugin.additional_config(serving.policy, serving.calibration if needed else None, serving.record)
+    return plugin.additional_config(
+        serving.policy, serving.calibration if needed else None, serving.record, serving.signals
+    )
 
 
 def _option_arguments(options: EngineOptions, emulated: bool) -> list[str]:

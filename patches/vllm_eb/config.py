@@ -6,7 +6,8 @@
 
 ``policy``: a policy string, or a mapping with ``kind`` and its settings. ``calibration``: the cost coefficients, inline
 or as the path of a JSON file; the policies ``eb`` (without a fixed k or theta) and ``ebplus`` need them. ``record``: a
-directory for step and decision records; absent means no recording.
+directory for step and decision records; absent means no recording. ``signals``: a ZeroMQ endpoint (tcp://HOST:PORT)
+on which the end of every forward pass is published, for ``ebbench gateway --signals``; rank r adds r to the port.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ from pathlib import Path
 
 from vllm_eb.calibration import Calibration, CalibrationError, calibration_from_json
 from vllm_eb.policy import PolicyError, PolicySpec, parse_policy, policy_from_mapping
+from vllm_eb.signals import endpoint_of_rank
 
 KEY = "vllm_eb"
 SCHEDULER = "vllm_eb.scheduler.EBScheduler"
-_FIELDS = ("policy", "calibration", "record")
+_FIELDS = ("policy", "calibration", "record", "signals")
 
 # Policies with a fixed rule never look at costs; the controller still wants an object.
 _UNUSED = Calibration(alpha_p=0.0, beta_p=0.0, alpha_d=1.0, beta_d=0.0, source="not used by this policy")
@@ -39,6 +41,7 @@ class PluginConfig:
     policy: PolicySpec
     calibration: Calibration
     record: Path | None = None
+    signals: str | None = None
 
 
 def parse_config(additional_config: object) -> PluginConfig:
@@ -57,11 +60,16 @@ def parse_config(additional_config: object) -> PluginConfig:
                 + (f"did you mean {near[0]!r}?" if near else f"known: {', '.join(_FIELDS)}")
             )
     policy = _policy(settings.get("policy"))
-    return PluginConfig(policy, _calibration(settings.get("calibration"), policy), _record(settings.get("record")))
+    return PluginConfig(
+        policy,
+        _calibration(settings.get("calibration"), policy),
+        _record(settings.get("record")),
+        _signals(settings.get("signals")),
+    )
 
 
 def additional_config(
-    policy: PolicySpec, calibration: Calibration | Path | None, record: Path | None = None
+    policy: PolicySpec, calibration: Calibration | Path | None, record: Path | None = None, signals: str | None = None
 ) -> dict[str, object]:
     """What :func:`parse_config` reads back: the value of ``--additional-config``, to be encoded as JSON."""
     settings: dict[str, object] = {"policy": policy.name}
@@ -71,6 +79,8 @@ def additional_config(
         settings["calibration"] = asdict(calibration)
     if record is not None:
         settings["record"] = str(record)
+    if signals is not None:
+        settings["signals"] = signals
     return {KEY: settings}
 
 
@@ -106,6 +116,16 @@ def _calibration(value: object, policy: PolicySpec) -> Calibration:
         raise ConfigError(f"{KEY}.calibration: {error}") from None
     except OSError as error:
         raise ConfigError(f"{KEY}.calibration: {value} cannot be read ({error.strerror})") from None
+
+
+def _signals(value: object) -> str | None:
+    if value is None:
+        return None
+    try:
+        endpoint_of_rank(str(value), 0)
+    except ValueError as error:
+        raise ConfigError(f"{KEY}.signals: {error}") from None
+    return str(value)
 
 
 def _record(value: object) -> Path | None:

@@ -29,6 +29,7 @@ from vllm_eb import compat
 from vllm_eb.config import PluginConfig, parse_config
 from vllm_eb.controller import Controller, Decision, View
 from vllm_eb.recorder import Recorder, StepRecord
+from vllm_eb.signals import PassClock, SignalPublisher
 
 logger = init_logger(__name__)
 
@@ -58,6 +59,7 @@ class _Phases(Scheduler):  # type: ignore[misc]
         self._seen_s: dict[str, float] | None = {} if self.controller and self.controller.orders_queue else None
         compat.refuse_reordering(self, self._seen_s is not None)
         self._recorder = self._make_recorder(config)
+        self._passes = _make_passes(config, vllm_config.parallel_config)
         kind = "asynchronous" if isinstance(self, AsyncScheduler) else "synchronous"
         logger.info(
             "vllm_eb schedules: policy %s, %d KV blocks, %s scheduling", config.policy.name, self._total_blocks, kind
@@ -98,6 +100,8 @@ class _Phases(Scheduler):  # type: ignore[misc]
         self._preempted = len(output.preempted_req_ids or ())
         admitted = self._note_admissions(output)
         if output.total_num_scheduled_tokens:
+            if self._passes is not None:
+                self._passes.scheduled(output)
             if self._recorder is not None:
                 self._record(output, before, admitted)
             self._steps += 1
@@ -120,6 +124,8 @@ class _Phases(Scheduler):  # type: ignore[misc]
     def add_request(self, request: Request) -> None:
         """vLLM's own; notes when the request came, where the policy has a target for the first token."""
         super().add_request(request)
+        if self._passes is not None:
+            self._passes.received += 1
         if self._seen_s is not None:
             self._seen_s[request.request_id] = self._clock()
 
@@ -228,6 +234,8 @@ class _Phases(Scheduler):  # type: ignore[misc]
         """vLLM's own, and the end of the step's record."""
         if self._recorder is not None:
             self._finish_record(scheduler_output)
+        if self._passes is not None:
+            self._signal(self._passes, scheduler_output)
         return super().update_from_output(scheduler_output, *args, **kwargs)
 
     def _finish_record(self, output: Any) -> None:
@@ -240,11 +248,27 @@ class _Phases(Scheduler):  # type: ignore[misc]
         if self.controller is not None:
             self._recorder.decisions(self.controller.drain_records())
 
+    def _signal(self, passes: PassClock, output: Any) -> None:
+        """Tell the gateway that a pass has ended and what is still to be computed here."""
+        unfinished = [r for r in self._prefilling if r.is_prefill_chunk]
+        queued = sum(r.num_tokens - r.num_computed_tokens for r in (*unfinished, *self.waiting))
+        used = (self._total_blocks - compat.free_blocks(self)) * self.block_size
+        passes.ended(output, queued, used, len(self.running) > len(unfinished))
+
     def shutdown(self) -> None:
         """End the record, then vLLM's own."""
+        if self._passes is not None:
+            self._passes.close()
         if self._recorder is not None:
             self._recorder.close()
         super().shutdown()
+
+
+def _make_passes(config: PluginConfig, parallel: Any) -> PassClock | None:
+    if config.signals is None:
+        return None
+    rank = int(getattr(parallel, "data_parallel_rank", 0) or 0)
+    return PassClock(SignalPublisher(config.signals, rank), rank)
 
 
 def _merged(everyone: list[Request], after: list[Request], shown: int) -> list[Request]:

@@ -14,11 +14,12 @@ import os
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from ebbench.client import ClientOptions, drive
-from ebbench.fakeserver import FakeConfig, FakeServerProcess
+from ebbench.fakeserver import Entry, FakeConfig, FakeServerProcess
 from ebbench.gateway.process import GatewayProcess
 from ebbench.gateway.settings import GatewaySettings
 from ebbench.records.plan import Plan
@@ -35,11 +36,16 @@ def on_the_way_ms(url: str, servers: Sequence[FakeServerProcess], plan: Plan, wo
     assert not failed, f"{len(failed)} requests failed: {failed[0]['error_class']} {failed[0]['error_body']}"
     entries = {entry.request_id: entry for server in servers for entry in server.ledger()}
     spent = []
-    for row in rows:
-        entry = next(e for name, e in entries.items() if name.endswith(row["request_id"]))
+    # Without the first wave, which a closed loop sends all at once.
+    for row in rows[plan.phases[0].max_concurrency :]:
+        entry = entries["b" + row["request_id"]] if "b" + row["request_id"] in entries else _ending(entries, row)
         served_ns = (entry.first_token_ns or 0) - entry.received_ns
         spent.append((row["first_token_ns"] - row["sent_ns"] - served_ns) / 1e6)
     return np.sort(np.array(spent))
+
+
+def _ending(entries: dict[str, Entry], row: dict[str, Any]) -> Entry:
+    return next(entry for name, entry in entries.items() if name.endswith(row["request_id"]))
 
 
 def cpu_s(pid: int) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from emulation import DEVICE, Traffic, differences, make_plan, run_emulated
@@ -28,6 +29,28 @@ def test_shortcuts_change_nothing(policy: str, turns: int, caching: bool) -> Non
     plain = EmulatedEngine(shortcuts=False).run(plan, parse_policy(policy), DEVICE, options)
     assert differences(fast, plain) == []
     assert sum(fast.steps["preemptions"].to_pylist()) > 0
+
+
+class _Watched(EmulatedEngine):
+    """Keeps the scheduler, to ask it afterwards how often decodes slept."""
+
+    def prepare(self, core: Any) -> None:
+        self.scheduler = core.scheduler
+
+
+@pytest.mark.parametrize("async_scheduling", [True, False])
+@pytest.mark.parametrize("policy", ["v1", "eb:k=6", "ebplus", "ebplus:estimator=censored", "marginal", "deferred:k=5"])
+@pytest.mark.parametrize("blocks", [4000, 130])
+def test_sleeping_decodes_change_nothing(policy: str, async_scheduling: bool, blocks: int) -> None:
+    plan = make_plan(Traffic(sessions=60, concurrency=40, max_input=90, max_output=150, seed=5))
+    options = EngineOptions(
+        max_num_seqs=24, max_num_batched_tokens=128, num_kv_blocks=blocks, async_scheduling=async_scheduling
+    )
+    engine = _Watched(shortcuts=True)
+    dozing = engine.run(plan, parse_policy(policy), DEVICE, options)
+    plain = EmulatedEngine(shortcuts=False).run(plan, parse_policy(policy), DEVICE, options)
+    assert differences(dozing, plain) == []
+    assert engine.scheduler._dozed > dozing.steps.num_rows // 4
 
 
 def test_a_follow_up_turn_finds_its_history_in_the_cache() -> None:
