@@ -68,10 +68,10 @@ class Caller:
         """Requests on their way."""
         return len(self._flights)
 
-    async def prepare(self, connections: int) -> None:
-        """Open connections ahead of the start, where the transport can."""
+    async def prepare(self, connections: int, *, reserve: bool) -> None:
+        """Open connections ahead of the start, and from then on ahead of need if ``reserve``, where that can be."""
         if self._pool is not None:
-            await self._pool.prepare(connections)
+            await self._pool.prepare(connections, reserve=reserve)
 
     def abort(self) -> None:
         """End all requests on their way."""

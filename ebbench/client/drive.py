@@ -30,7 +30,7 @@ from ebbench.client.options import ClientOptions, spacing_ns
 from ebbench.client.probe import Probe
 from ebbench.client.progress import Observer, Tally
 from ebbench.client.scrape import SERVER_METRICS, Scraper
-from ebbench.client.shared import SharedMemory
+from ebbench.client.shared import SharedMemory, memory_folder
 from ebbench.client.verdict import client_warnings, invalid_reasons, loop_lag_p99_ms, send_lag_p99_ms
 from ebbench.client.warmup import warm_up
 from ebbench.errors import UsageError
@@ -116,7 +116,7 @@ async def _drive(
         cache_reset = options.reset_prefix_cache and await probe.reset_prefix_cache()
         tally = Tally(table, observer, on_batch, options.keep_text)
         scraper = Scraper(probe, options.metrics_interval_s) if options.metrics_interval_s else None
-        with tempfile.TemporaryDirectory(prefix="ebbench-") as folder:
+        with tempfile.TemporaryDirectory(prefix="ebbench-", dir=memory_folder()) as folder:
             _store(table, plan_path(folder))
             memory = SharedMemory.create(book_path(folder), Book.size(agenda.sessions))
             # Nobody takes the lock here: the book is written to before the start and read after the end.

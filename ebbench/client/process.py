@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -30,6 +29,7 @@ from ebbench.client.messages import (
 from ebbench.client.options import spacing_ns
 from ebbench.client.shared import FileLock, SharedMemory
 from ebbench.client.worker import Lines, Worker
+from ebbench.collector import no_full_collections
 
 
 async def work(lines: Lines, environ: Mapping[str, str]) -> None:
@@ -70,10 +70,8 @@ async def _carry_out(
         book = Book(SharedMemory(book_path(assignment.folder)), lock, agenda.sessions, agenda.slots, agenda.arrivals)
         async with Caller(assignment.url, bodies.path, assignment.options, environ) as caller:
             worker = Worker(assignment, agenda, book, bodies, caller, lines, writer, environ)
-            await caller.prepare(worker.first_sends())
-            # What is alive now stays alive; the collector need not look at it in the middle of a run.
-            gc.collect()
-            gc.freeze()
+            await caller.prepare(worker.first_sends(), reserve=worker.open_loop)
+            no_full_collections()
             send(writer, Ready())
             if not isinstance(await from_parent(reader), Begin):
                 return b"", 0.0

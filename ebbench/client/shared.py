@@ -12,6 +12,16 @@ import os
 from pathlib import Path
 from types import TracebackType
 
+_MEMORY = Path("/dev/shm")
+
+
+def memory_folder() -> Path | None:
+    """A folder in memory, or None (the usual temporary one) where there is none.
+
+    A first write to a page of a file on disk may wait 5 to 20 ms for the file system, in the middle of a run.
+    """
+    return _MEMORY if os.access(_MEMORY, os.W_OK | os.X_OK) else None
+
 
 class SharedMemory:
     """Integers of 64 bits in a mapped file. Every process that opens the same path sees the same ones."""

@@ -18,8 +18,9 @@ from typing import Protocol, cast
 import httptools
 import httpx
 
-_IDLE_LIMIT_NS = 2_000_000_000  # below the 5 s after which common servers close an idle connection
+IDLE_LIMIT_NS = 2_000_000_000  # below the 5 s after which common servers close an idle connection
 _CONNECTS_AT_ONCE = 64
+_RESERVE = 16  # idle connections; a request that must first open one is sent up to 20 ms later in a busy loop
 
 
 class Tap(Protocol):
@@ -50,10 +51,14 @@ class Pool:
         lines += [b"%b: %b" % h for h in template.headers.raw if h[0].lower() != b"content-length"]
         self._head = b"\r\n".join(lines)
         self._idle: list[_Wire] = []
+        self._reserve = 0
+        self._refill: asyncio.Task[None] | None = None
 
     async def send(self, request_id: str, body: bytes, tap: Tap) -> Exchange:
         """Send one request; returns once the response headers are there. Raises httpx's transport errors."""
         wire = self._reusable()
+        if len(self._idle) < self._reserve and self._refill is None:
+            self._refill = asyncio.create_task(self._open_reserve())
         tap.sent(time.monotonic_ns())
         if wire is None:
             wire = await self._connect()
@@ -68,8 +73,9 @@ class Pool:
             raise
         return exchange
 
-    async def prepare(self, connections: int) -> None:
-        """Open connections ahead of a start, as far as the server lets it."""
+    async def prepare(self, connections: int, *, reserve: bool) -> None:
+        """Open connections ahead of a start, as far as the server lets it; ``reserve`` keeps some ready ever after."""
+        self._reserve = _RESERVE if reserve else 0
         gate = asyncio.Semaphore(_CONNECTS_AT_ONCE)
 
         async def one() -> None:
@@ -78,6 +84,15 @@ class Pool:
 
         await asyncio.gather(*(one() for _ in range(connections)), return_exceptions=True)
 
+    async def _open_reserve(self) -> None:
+        try:
+            while len(self._idle) < self._reserve:
+                self.release(await self._connect())
+        except httpx.HTTPError:
+            pass  # the request that needs a connection will say so
+        finally:
+            self._refill = None
+
     def release(self, wire: _Wire) -> None:
         """Take back a connection whose exchange is complete."""
         wire.idle_since_ns = time.monotonic_ns()
@@ -85,6 +100,9 @@ class Pool:
 
     def close(self) -> None:
         """Close the idle connections."""
+        self._reserve = 0
+        if self._refill is not None:
+            self._refill.cancel()
         for wire in self._idle:
             wire.abort()
         self._idle.clear()
@@ -93,7 +111,7 @@ class Pool:
         """The connection used last: the others may grow old and are dropped then."""
         while self._idle:
             wire = self._idle.pop()
-            if wire.usable and time.monotonic_ns() - wire.idle_since_ns < _IDLE_LIMIT_NS:
+            if wire.usable and time.monotonic_ns() - wire.idle_since_ns < IDLE_LIMIT_NS:
                 return wire
             wire.abort()
         return None

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import socket
 import time
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -26,8 +27,10 @@ from ebbench.client.messages import (
 )
 from ebbench.client.options import redacted, secrets
 from ebbench.client.pacing import NEVER, Arrivals
+from ebbench.client.wire import IDLE_LIMIT_NS
 
 _REPORT_EVERY_S = 0.25
+_MOST_AHEAD = 512  # connections a worker opens before the start of an open loop
 
 
 @dataclass(frozen=True)
@@ -83,11 +86,17 @@ class Worker:
             raise self._failure
 
     def first_sends(self) -> int:
-        """How many connections the start will need at once: this worker's share of the slots."""
+        """How many connections the start will need: this worker's share of the slots, or of the first arrivals."""
         if self._agenda.arrivals is not None:
-            return 0
+            soon = bisect_right(self._agenda.arrivals.arrival_ns, IDLE_LIMIT_NS)
+            return min(-(-soon // self._assignment.workers), _MOST_AHEAD)
         share = self._book.share(self._assignment.workers)
         return self._agenda.sessions if share is None else min(share, self._agenda.sessions)
+
+    @property
+    def open_loop(self) -> bool:
+        """Whether requests come by the clock, however many are on their way."""
+        return self._agenda.arrivals is not None
 
     def _on_alarm(self) -> None:
         """The start, a session's arrival, or a slot that opens."""

@@ -1,17 +1,16 @@
 """``python -m ebbench.fakeserver CONFIG_JSON``: the child process of :class:`FakeServerProcess`."""
 
-import gc
 import sys
 
 import msgspec
 
+from ebbench.collector import no_full_collections
 from ebbench.fakeserver.config import FakeConfig
 from ebbench.fakeserver.server import run
 
 
 def _announce(port: int) -> None:
-    # Everything alive now stays alive: the collector need not look at it again and again while streaming.
-    gc.freeze()
+    no_full_collections()
     print(f"READY {port}", flush=True)
 
 
