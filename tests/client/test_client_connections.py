@@ -1,0 +1,92 @@
+"""Connections: opened ahead where requests come by the clock, so that none waits for its own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import httpx
+import pytest
+
+from ebbench.client.wire import _RESERVE, Pool
+
+ANSWER = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ncontent-length: 2\r\n\r\nok"
+
+
+class Nothing:
+    """A tap that keeps nothing."""
+
+    def sent(self, now_ns: int) -> None: ...
+    def head(self, status: int, now_ns: int) -> None: ...
+    def feed(self, data: bytes, now_ns: int) -> None: ...
+
+
+class Listener:
+    """Answers every request at once, or never when ``mute``; counts connections."""
+
+    def __init__(self) -> None:
+        self.opened = 0
+        self.mute = True
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.opened += 1
+        try:
+            while await reader.readuntil(b"\r\n\r\n"):
+                if not self.mute:
+                    writer.write(ANSWER)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            writer.close()
+
+
+def with_pool(test: Callable[[Pool, Listener], Awaitable[None]]) -> None:
+    async def main() -> None:
+        listener = Listener()
+        server = await asyncio.start_server(listener.serve, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        pool = Pool(httpx.Request("POST", f"http://127.0.0.1:{port}/v1/completions"), None, 5.0)
+        try:
+            await test(pool, listener)
+        finally:
+            pool.close()
+            server.close()
+
+    asyncio.run(main())
+
+
+async def settled(listener: Listener, opened: int) -> None:
+    """Wait until that many connections were opened, and a little longer to see that no more come."""
+    async with asyncio.timeout(10):
+        while listener.opened < opened:
+            await asyncio.sleep(0.01)
+    await asyncio.sleep(0.1)
+
+
+@pytest.mark.parametrize("reserve", [True, False])
+def test_connections_are_opened_ahead_of_need_in_an_open_loop_only(reserve: bool) -> None:
+    async def scenario(pool: Pool, listener: Listener) -> None:
+        await pool.prepare(2, reserve=reserve)
+        sends = [asyncio.create_task(pool.send(f"r{i}", b"", Nothing())) for i in range(5)]
+        await settled(listener, 5)
+        # Five are busy. A reserve is beside them; without one, nobody opened more than was asked for.
+        if reserve:
+            await settled(listener, 5 + _RESERVE)
+        assert listener.opened == (5 + _RESERVE if reserve else 5)
+        for send in sends:
+            send.cancel()
+        await asyncio.gather(*sends, return_exceptions=True)
+
+    with_pool(scenario)
+
+
+def test_requests_use_the_connections_opened_ahead() -> None:
+    async def scenario(pool: Pool, listener: Listener) -> None:
+        listener.mute = False
+        await pool.prepare(3, reserve=False)
+        await settled(listener, 3)
+        for i in range(20):
+            exchange = await pool.send(f"r{i}", b"", Nothing())
+            await exchange.body()
+            exchange.close()
+        assert listener.opened == 3
+
+    with_pool(scenario)
