@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -10,6 +10,7 @@ import typer
 from ebbench.errors import UsageError
 
 if TYPE_CHECKING:
+    from ebbench.dispatch import DispatchSpec
     from ebbench.engines.base import Engine
     from ebbench.simulation.topology import TopologySpec
 
@@ -34,7 +35,9 @@ Dispatch = Annotated[
 DecodeDispatch = Annotated[
     str | None, _opt("--decode-dispatch", help="The same in front of the decode pool. Default: iqr with sbs.")
 ]
-Replicas = Annotated[int | None, _opt("--replicas", help="Servers behind the gateway (engine vllm).")]
+Replicas = Annotated[
+    int | None, _opt("--replicas", help="Engines behind a dispatcher: vLLM servers and the gateway, or simulated ones.")
+]
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,9 @@ def with_cluster(engine: Engine, asked: ClusterAsked, scenario: str | None) -> t
         raise UsageError(f"--replicas must be at least 1, not {asked.replicas}")
     if topology is None and asked.replicas is None:
         if asked.dispatch or asked.decode_dispatch:
-            raise UsageError("--dispatch chooses among several instances: give --topology as well, for example dp=4")
+            raise UsageError(
+                "--dispatch chooses among several instances: give --topology (for example dp=4) or --replicas"
+            )
         return engine, ""
     dispatch = parse_dispatch(asked.dispatch or "least-outstanding")
     decode = parse_dispatch(asked.decode_dispatch or ("iqr" if dispatch.kind == "sbs" else "least-outstanding"))
@@ -72,10 +77,34 @@ def with_cluster(engine: Engine, asked: ClusterAsked, scenario: str | None) -> t
             raise UsageError("--topology says how many instances there are; leave out --replicas")
         words = f"{topology.label} ({topology.gpus} GPUs), dispatch {dispatch.name}"
         return ClusterEngine(topology, dispatch, decode), words
+    if engine.name == "vllm":
+        return _servers(engine, asked, topology, dispatch)
     raise UsageError(
-        f"--topology and --replicas are for engine sim, not {engine.name}; for servers, put `ebbench gateway` in "
-        "front of them and give its URL as --engine"
+        f"--topology is for engine sim and --replicas for sim and vllm, not {engine.name}; for servers of your own, "
+        "put `ebbench gateway` in front of them and give its URL as --engine"
     )
+
+
+def _servers(
+    engine: Engine, asked: ClusterAsked, topology: TopologySpec | None, dispatch: DispatchSpec
+) -> tuple[Engine, str]:
+    """Several vLLM servers and the gateway in front of them."""
+    from ebbench.extras import need
+
+    if topology is not None:
+        raise UsageError(
+            f"topology {topology.label} can only be simulated (--engine sim); for servers write --replicas N"
+        )
+    if asked.decode_dispatch is not None:
+        raise UsageError("--decode-dispatch is for simulated decode pools (--engine sim); leave it out")
+    for module in ("starlette", "uvicorn"):
+        need(module, "gateway", "several servers behind a gateway")
+    from ebbench.engines.replicas import ReplicatedVllmEngine
+
+    count = asked.replicas or 1
+    words = f"{count} servers behind a gateway, dispatch {dispatch.name}"
+    given = {field.name: getattr(engine, field.name) for field in fields(engine) if field.init}  # type: ignore[arg-type]
+    return ReplicatedVllmEngine(**given, replicas=count, dispatch=dispatch.name), words
 
 
 def _topology(asked: ClusterAsked, scenario: str | None) -> TopologySpec | None:

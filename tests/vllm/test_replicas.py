@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +15,7 @@ from ebbench.client import ClientOptions
 from ebbench.engines.base import EngineOptions
 from ebbench.engines.replicas import ReplicatedVllmEngine
 from ebbench.engines.vllm_command import Emulation
+from ebbench.records.run import Run
 from vllm_eb.policy import parse_policy
 
 pytestmark = pytest.mark.vllm
@@ -39,3 +44,21 @@ def test_two_servers_behind_the_gateway_with_signals(small_model_folder: Path, t
     assert served[0] | served[1] == set(result.requests["request_id"].to_pylist())
     assert result.facts["replicas"] == 2
     assert "server-1.log" in (tmp_path / "servers.log").read_text()
+
+
+def test_the_command_line_starts_servers_and_gateway(small_model_folder: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    command = [
+        str(Path(sys.executable).with_name("ebbench")), "run", "sharegpt", "--source", "profile", "--engine", "vllm",
+        "--replicas", "2", "--dispatch", "sbs", "--model", str(small_model_folder), "--policy", "eb", "--num-prompts",
+        "20", "--max-concurrency", "6", "--max-model-len", "1024", "--drop-too-long", "--json", "-o", str(folder),
+    ]  # fmt: skip
+    environment = {name: os.environ[name] for name in os.environ if name != "VLLM_ENABLE_V1_MULTIPROCESSING"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=560, check=False)
+    assert "2 servers behind a gateway, dispatch sbs" in done.stderr
+    (summary,) = json.loads(done.stdout)
+    assert summary["failed"] == 0
+    assert summary["completed"] > 0
+    run = Run.load(folder)
+    assert set(run.table("steps")["instance"].to_pylist()) == {0, 1}
+    assert run.manifest.facts["dispatch"] == "sbs"

@@ -1,0 +1,134 @@
+"""Ends of forward passes: what PassClock says of them, and that it arrives over a real socket."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from vllm_eb.signals import PassClock, Signal, SignalPublisher, endpoint_of_rank
+
+zmq = pytest.importorskip("zmq")
+WAIT_MS = 5000
+
+
+class Kept:
+    """Stands in for a publisher."""
+
+    def __init__(self) -> None:
+        self.signals: list[Signal] = []
+
+    def publish(self, signal: Signal) -> None:
+        self.signals.append(signal)
+
+    def close(self) -> None:
+        pass
+
+
+def clock(*times_ns: int) -> tuple[PassClock, Kept]:
+    kept, given = Kept(), iter(times_ns)
+    return PassClock(kept, 3, lambda: next(given)), kept  # type: ignore[arg-type]
+
+
+def test_a_pass_lasts_from_its_start_to_its_end() -> None:
+    passes, kept = clock(100, 350)
+    output = object()
+    passes.received = 7
+    passes.scheduled(output)
+    passes.ended(output, queued_tokens=0, kv_tokens=64, generates=False)
+    assert kept.signals == [Signal(3, 0, 250, 7, 0, 64, goes_on=False, generates=False)]
+
+
+def test_a_pass_scheduled_while_another_runs_starts_when_that_one_ends() -> None:
+    passes, kept = clock(0, 10, 200, 260)
+    first, second = object(), object()
+    passes.scheduled(first)
+    passes.scheduled(second)
+    passes.ended(first, 0, 0, False)
+    passes.ended(second, 0, 0, False)
+    assert [(s.step_id, s.duration_ns, s.goes_on) for s in kept.signals] == [(0, 200, True), (1, 60, False)]
+
+
+@pytest.mark.parametrize(("queued", "generates", "goes_on"), [(0, False, False), (5, False, True), (0, True, True)])
+def test_it_goes_on_with_queued_tokens_or_answers(queued: int, generates: bool, goes_on: bool) -> None:
+    passes, kept = clock(0, 1)
+    output = object()
+    passes.scheduled(output)
+    passes.ended(output, queued, 0, generates)
+    assert kept.signals[0].goes_on is goes_on
+
+
+def test_an_output_that_was_no_pass_is_ignored() -> None:
+    passes, kept = clock(0, 5)
+    output = object()
+    passes.ended(object(), 0, 0, False)
+    passes.scheduled(output)
+    passes.ended(object(), 0, 0, False)
+    assert kept.signals == []
+    passes.ended(output, 0, 0, False)
+    assert len(kept.signals) == 1
+
+
+@pytest.fixture
+def subscriber() -> Iterator[Any]:
+    context = zmq.Context()
+    socket = context.socket(zmq.SUB)
+    socket.setsockopt(zmq.SUBSCRIBE, b"")
+    socket.setsockopt(zmq.RCVTIMEO, WAIT_MS)
+    yield socket
+    context.destroy(linger=0)
+
+
+def test_signals_arrive_in_order_over_a_socket(tmp_path: Path, subscriber: Any) -> None:
+    endpoint = f"ipc://{tmp_path}/s"
+    publisher = SignalPublisher(endpoint, rank=1)
+    assert publisher.endpoint == f"{endpoint}.1"
+    # An XPUB would say when the subscription has arrived; a PUB is asked until something does.
+    subscriber.connect(publisher.endpoint)
+    subscriber.setsockopt(zmq.RCVTIMEO, 20)
+    sent = [Signal(1, step, 1000 + step, step, 2, 3, True, False) for step in range(20)]
+    hello = Signal(1, -1, 0, 0, 0, 0, False, False)
+    for _ in range(WAIT_MS // 20):
+        publisher.publish(hello)
+        try:
+            subscriber.recv()
+            break
+        except zmq.Again:
+            continue
+    subscriber.setsockopt(zmq.RCVTIMEO, WAIT_MS)
+    for signal in sent:
+        publisher.publish(signal)
+    received = []
+    while len(received) < len(sent):
+        signal = msgspec.msgpack.decode(subscriber.recv(), type=Signal)
+        if signal.step_id >= 0:
+            received.append(signal)
+    publisher.close()
+    assert received == sent
+
+
+def test_publishing_to_nobody_and_to_a_stuck_subscriber_never_waits(tmp_path: Path, subscriber: Any) -> None:
+    publisher = SignalPublisher(f"ipc://{tmp_path}/s")
+    subscriber.setsockopt(zmq.RCVHWM, 1)
+    subscriber.connect(publisher.endpoint)
+    for step in range(5000):  # more than both queues hold; a publisher that waited would never end
+        publisher.publish(Signal(0, step, 1, 1, 0, 0, False, False))
+    publisher.close()
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "rank", "expected"),
+    [("tcp://127.0.0.1:7000", 2, "tcp://127.0.0.1:7002"), ("ipc:///tmp/x", 0, "ipc:///tmp/x"),
+     ("ipc:///tmp/x", 2, "ipc:///tmp/x.2")],
+)  # fmt: skip
+def test_each_rank_has_an_endpoint_of_its_own(endpoint: str, rank: int, expected: str) -> None:
+    assert endpoint_of_rank(endpoint, rank) == expected
+
+
+@pytest.mark.parametrize("endpoint", ["tcp://host", "http://host:1", "7000"])
+def test_endpoints_of_another_form_are_refused(endpoint: str) -> None:
+    with pytest.raises(ValueError, match=r"tcp://"):
+        endpoint_of_rank(endpoint, 0)
