@@ -195,9 +195,14 @@ def _with_late(output: Any, late: dict[str, int]) -> Any:
     )
 
 
+def supported() -> bool:
+    """Whether this vLLM keeps the counters that sleepers are brought up to date with."""
+    return set(Request.__init__.__code__.co_names) >= _COUNTERS
+
+
 def let_decodes_doze(core: Any, tokens_of: Mapping[str, Sequence[int]]) -> None:
     """Install on a core whose requests are PlainRequests. Does nothing on a vLLM without the counters it keeps."""
-    if not set(Request.__init__.__code__.co_names) >= _COUNTERS:
+    if not supported():
         return
     scheduler = core.scheduler
     manager = scheduler.kv_cache_manager

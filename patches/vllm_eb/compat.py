@@ -4,6 +4,7 @@
 |---|---|---|
 | limit of running requests, read on admission | ``max_num_running_reqs`` | ``max_num_active_reqs`` |
 | requests admitted while paused | none | those that hold KV blocks |
+| ``long_prefill_token_threshold`` (vLLM's own affair) | holds for everyone | not for a request that is alone |
 """
 
 from __future__ import annotations

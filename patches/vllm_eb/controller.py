@@ -17,12 +17,13 @@ from vllm_eb.calibration import Calibration
 from vllm_eb.marginal import HUGE_TOKENS, MarginalRefill
 from vllm_eb.modes import Mode, ModeSelector
 from vllm_eb.policy import PolicySpec
-from vllm_eb.service import ServiceLevel
+from vllm_eb.service import AnswerLength, ServiceLevel
 
 Phase = Literal["prefill", "decode", "mixed"]
 
 # The marginal policy learns from preemptions how many sequences fit: fewer after one, more after each quiet update.
 FIT_DECREASE, FIT_INCREASE = 0.95, 1.02
+ALLOWED_EVERY = 16  # decisions between two looks at how many sequences the TPOT target allows
 GATE_MARGIN, GATE_RESERVE, GATE_MIN, GATE_MAX = 0.5, 0.0, 0.05, 0.6  # appendix D.6
 
 
@@ -99,6 +100,8 @@ class Controller:
         self._selector = ModeSelector(calibration, spec.margin, max_num_seqs) if spec.kind == "ebplus" else None
         self._marginal, self._costs = None, calibration.costs
         self._service = ServiceLevel(spec.ttft, spec.tpot)
+        self._answers = AnswerLength(self._adaptive.mu_o, spec.window)
+        self._decisions = 0
         if spec.kind == "marginal":
             self._marginal = MarginalRefill(self._costs, calibration.alpha_d, may_mix=spec.mix)
         self._seqs_allowed = self._allowed()
@@ -130,6 +133,7 @@ class Controller:
     def on_finish(self, output_tokens: int) -> None:
         """A request ended by itself. Aborted requests are not reported."""
         self._adaptive.on_finish(output_tokens)
+        self._answers.ended()
 
     def drain_records(self) -> list[Record]:
         """Records since the last call."""
@@ -146,9 +150,11 @@ class Controller:
             return self._decide_by_margin(view, self._marginal)
         if self._mode == "mb":
             return self._decision()
-        if self._phase == "prefill" and not self._refilling(view):
+        refilled = self._phase == "prefill" and not self._refilling(view)
+        if refilled:
             self._enter("decode", view, "refill complete")
-        elif self._phase != "prefill":
+        # A decode step follows a refill, unless all that was admitted has ended already.
+        if self._phase != "prefill" and not (refilled and view.decoding):
             reason = None if self._blocked and view.decoding else self._refill_reason(view)
             self._blocked = False
             if reason is not None:
@@ -244,10 +250,14 @@ class Controller:
         if self._marginal is None:
             return self._max_num_seqs
         return self._service.seqs_allowed(
-            self._costs, self._marginal.per_token_s, self._adaptive.mu_l, self._adaptive.mu_o, self._max_num_seqs
+            self._costs, self._marginal.per_token_s, self._adaptive.mu_l, self._answers.mean, self._max_num_seqs
         )
 
     def _decide_by_margin(self, view: View, marginal: MarginalRefill) -> Decision:
+        self._answers.decoded(view.decoding)
+        self._decisions += 1
+        if self._service.tpot_s is not None and self._decisions % ALLOWED_EVERY == 0:
+            self._seqs_allowed = self._allowed()
         if view.preempted:
             self._seqs_that_fit = max(FIT_DECREASE * (view.decoding + view.prefilling), 1.0)
         if self._phase == "prefill" and self._refilling(view):

@@ -13,6 +13,33 @@ from vllm_eb.costs import StepCosts
 
 TPOT_SHARE = 0.85  # of the target is planned for: single requests scatter around the mean
 TTFT_SHARE = 0.6  # of the target may pass before a waiting request makes a refill due
+PRIOR_ANSWERS = 4.0  # what is assumed of the length of answers weighs like so many ended ones
+
+
+class AnswerLength:
+    """Mean tokens of an answer: tokens made over answers ended, both fading by halves every ``window`` answers.
+
+    The maximum-likelihood mean under a constant hazard with censored observations. It needs no ended answer to learn
+    that answers are long: what still runs counts at once, so the first seconds of a burst are not planned by a guess.
+    """
+
+    def __init__(self, prior_tokens: float, window: int) -> None:
+        self._tokens, self._ended, self._window = PRIOR_ANSWERS * prior_tokens, PRIOR_ANSWERS, window
+
+    @property
+    def mean(self) -> float:
+        """Tokens."""
+        return self._tokens / self._ended
+
+    def decoded(self, seqs: int) -> None:
+        """A step makes one token for each of that many sequences."""
+        self._tokens += seqs
+
+    def ended(self) -> None:
+        """An answer ended by itself."""
+        self._ended += 1.0
+        if self._ended > 2 * self._window:
+            self._tokens, self._ended = self._tokens / 2, self._ended / 2
 
 
 @dataclass(frozen=True)

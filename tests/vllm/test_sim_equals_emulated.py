@@ -42,8 +42,17 @@ def test_equal_step_by_step(
     assert emulated.requests["status"].to_pylist() == ["ok"] * len(plan)
 
 
+def lone_requests_uncapped() -> bool:
+    """Whether vLLM lifts the cap on long prompts where nobody else would starve (after 0.25)."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    return "num_eligible_reqs" in Scheduler.schedule.__code__.co_varnames
+
+
 @pytest.mark.parametrize("seed", range(60))
 def test_equal_under_random_settings(seed: int) -> None:
     plan, policy, options = random_case(seed)
+    if options.long_prefill_token_threshold and not lone_requests_uncapped():
+        pytest.skip("this vLLM holds a lone request to long_prefill_token_threshold too; the simulator follows 0.32")
     sim, emulated = run_sim(plan, policy, DEVICE, options), run_emulated(plan, policy, DEVICE, options)
     assert differences(sim, emulated) == []

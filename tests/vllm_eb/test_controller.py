@@ -171,3 +171,15 @@ def test_whatever_it_sees_it_never_asks_for_the_impossible(counts: list[tuple[in
         assert decision.phase == "mixed" if decision.mode == "mb" else decision.phase in ("prefill", "decode")
         if decision.mode == "eb" and decoding == 0 and waiting + prefilling > 0:
             assert decision.phase == "prefill"
+
+
+def test_a_refill_follows_at_once_when_nothing_is_left_to_decode() -> None:
+    made = controller("eb:k=1")
+    first = made.decide(replace(VIEW, decoding=0, prefilling=0, waiting=3))
+    assert first.phase == "prefill"
+    for _ in range(3):
+        made.on_prompt(10)  # all three were admitted, and ended with their first token
+    assert made.decide(replace(VIEW, decoding=0, prefilling=0, waiting=2)).phase == "prefill"
+    made.on_prompt(10)
+    made.on_prompt(10)
+    assert made.decide(replace(VIEW, decoding=2, prefilling=0, waiting=5)).phase == "decode"

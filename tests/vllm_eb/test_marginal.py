@@ -14,7 +14,7 @@ from vllm_eb.controller import Controller, View
 from vllm_eb.costs import CostGrid, CostGridError, LinearCosts
 from vllm_eb.marginal import MarginalRefill
 from vllm_eb.policy import parse_policy
-from vllm_eb.service import TPOT_SHARE, ServiceLevel
+from vllm_eb.service import TPOT_SHARE, AnswerLength, ServiceLevel
 from vllm_eb.theory import base_threshold
 
 LINEAR = LinearCosts(alpha_p=5e-3, beta_p=5e-5, alpha_d=1e-2, beta_d=1e-4, alpha_mb=5e-3)
@@ -157,3 +157,34 @@ def test_after_a_preemption_fewer_are_let_in_and_more_again_with_time() -> None:
             made.on_finish(100)
         made.decide(view(decoding=76, waiting=50))
     assert made.decide(view(decoding=76, waiting=50)).n_limit > after
+
+
+def test_long_answers_are_recognised_before_the_first_has_ended() -> None:
+    length = AnswerLength(prior_tokens=100, window=500)
+    for _ in range(50):
+        length.decoded(500)
+    assert length.mean > 50 * 500 / 10  # 25,000 tokens and none has ended
+
+
+def test_the_mean_answer_converges_and_follows_a_change() -> None:
+    length = AnswerLength(prior_tokens=100, window=100)
+    for expected in (30, 400, 30):
+        for _ in range(1200):
+            length.decoded(expected)
+            length.ended()
+        assert abs(length.mean / expected - 1) < 0.1
+
+
+def test_a_burst_of_long_answers_is_admitted_whole_where_decodes_alone_meet_the_target() -> None:
+    calibration = Calibration(LINEAR.alpha_p, LINEAR.beta_p, LINEAR.alpha_d, LINEAR.beta_d)
+    seqs, context = 300, 512 + 50
+    target_s = 1.3 * calibration.costs.decode_s(seqs, context) / TPOT_SHARE
+    made = Controller(
+        parse_policy(f"marginal:tpot={target_s}"), calibration, max_num_seqs=seqs, block_size=16, num_blocks=100_000
+    )
+    for _ in range(100):
+        made.on_prompt(10)
+    view = View(0.0, 0, 100, 0, 1000, 90_000)
+    limits = [made.decide(view).n_limit for _ in range(200)]
+    assert limits[0] < limits[-1]
+    assert limits[-1] > 0.9 * seqs
