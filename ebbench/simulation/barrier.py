@@ -27,8 +27,7 @@ class BarrierUnit(Instance):
 
     def schedule(self, now_ns: int) -> Step | None:
         """Take in what has arrived and schedule a step; None when there is nothing to schedule."""
-        self.waiting.extend(self._inbox)
-        self._inbox.clear()
+        self._take_in(now_ns)
         if not len(self.running) and not self.waiting:
             return None
         self.needed_s = 0.0

@@ -6,8 +6,9 @@ each block: its content, its references and its place in the eviction queue.
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Sequence
+from itertools import islice
 from typing import Protocol
 
 from ebbench.simulation.state import RequestState
@@ -35,7 +36,7 @@ class KvBlocks(Protocol):
         """Reference the hit blocks for a request that is being admitted."""
         ...
 
-    def allocate(self, rows: Iterable[int], blocks: Iterable[int]) -> None:
+    def allocate(self, rows: Sequence[int], blocks: Sequence[int]) -> None:
         """Give each row that many new blocks, in order. The caller has checked that they are there."""
         ...
 
@@ -68,7 +69,7 @@ class CountingKv:
     def adopt(self, row: int, hits: list[int]) -> None:
         """Nothing to adopt."""
 
-    def allocate(self, rows: Iterable[int], blocks: Iterable[int]) -> None:
+    def allocate(self, rows: Sequence[int], blocks: Sequence[int]) -> None:
         """Take the blocks from the free count."""
         self.free -= sum(blocks)
 
@@ -88,21 +89,27 @@ class CachingKv:
     Rules of vLLM 0.32 (block_pool.py): new blocks come from the head of the free queue and lose what they cached; a
     freed block that caches something goes to the tail, one that does not to the head; a request frees its last block
     first, so that the ends of prefixes are evicted before their beginnings.
+
+    A block that is hit while free leaves its place in the queue behind, and ``_left`` counts such places. They are
+    always ahead of the block's own place: only a block that caches something can be hit, and it goes to the tail.
     """
 
     def __init__(self, state: RequestState, total: int, block_size: int) -> None:
         self.total = self.free = total
         self._state, self._block_size = state, block_size
-        self._queue: OrderedDict[int, None] = OrderedDict.fromkeys(range(total))
+        self._queue = deque(range(total))
+        self._left: dict[int, int] = {}
         self._references = [0] * total
         self._key_of: list[int | None] = [None] * total
-        self._by_key: dict[int, list[int]] = {}  # several blocks may hold the same content; the oldest is found
+        # Several blocks may hold the same content: then a list, the oldest first, which is the one that is found.
+        self._by_key: dict[int, int | list[int]] = {}
         self._blocks: dict[int, list[int]] = {}
         self._published: dict[int, int] = {}
 
     def free_queue(self) -> list[int]:
         """Free blocks in the order in which they will be taken."""
-        return list(self._queue)
+        left = dict(self._left)
+        return [block for block in self._queue if not _passed_over(block, left)]
 
     def lookup(self, row: int, known_tokens: int) -> list[int]:
         """See KvBlocks."""
@@ -111,7 +118,7 @@ class CachingKv:
             found = self._by_key.get(key)
             if found is None:
                 break
-            hits.append(found[0])
+            hits.append(found if isinstance(found, int) else found[0])
         return hits
 
     def evictable(self, hits: list[int]) -> int:
@@ -122,24 +129,23 @@ class CachingKv:
         """See KvBlocks."""
         for block in hits:
             if not self._references[block]:
-                del self._queue[block]
+                self._left[block] = self._left.get(block, 0) + 1
                 self.free -= 1
             self._references[block] += 1
         self._blocks[row] = list(hits)
         self._published[row] = len(hits)
+        if len(self._queue) > 4 * self.total:
+            self._queue = deque(self.free_queue())
+            self._left.clear()
 
-    def allocate(self, rows: Iterable[int], blocks: Iterable[int]) -> None:
+    def allocate(self, rows: Sequence[int], blocks: Sequence[int]) -> None:
         """See KvBlocks."""
+        taken = iter(self._take(sum(blocks)))
         for row, count in zip(rows, blocks, strict=True):
-            if not count:
-                continue
-            own = self._blocks.setdefault(row, [])
-            for _ in range(count):
-                block, _none = self._queue.popitem(last=False)
-                self._forget(block)
-                self._references[block] = 1
-                own.append(block)
-            self.free -= count
+            if count == 1:
+                self._blocks.setdefault(row, []).append(next(taken))
+            elif count:
+                self._blocks.setdefault(row, []).extend(islice(taken, count))
 
     def publish(self, row: int, tokens: int) -> None:
         """See KvBlocks."""
@@ -147,42 +153,71 @@ class CachingKv:
         full = tokens // self._block_size
         if full <= first:
             return
-        own = self._blocks[row]
-        for block, key in zip(
-            own[first:full], self._state.block_keys(row, first, full - first, self._block_size), strict=True
-        ):
-            self._key_of[block] = key
-            self._by_key.setdefault(key, []).append(block)
+        key_of, by_key = self._key_of, self._by_key
+        keys = self._state.block_keys(row, first, full - first, self._block_size)
+        for block, key in zip(self._blocks[row][first:full], keys, strict=True):
+            key_of[block] = key
+            holder = by_key.setdefault(key, block)
+            if isinstance(holder, list):
+                holder.append(block)
+            elif holder != block:
+                by_key[key] = [holder, block]
         self._published[row] = full
 
     def release(self, row: int, known_tokens: int) -> None:
         """See KvBlocks."""
-        own = self._blocks.pop(row, [])
-        if own:
-            self._blocks[row] = own
+        if row in self._blocks:
             self.publish(row, known_tokens)
-            del self._blocks[row]
-        self._published.pop(row, None)
-        unnamed: list[int] = []
-        for block in reversed(own):
-            self._references[block] -= 1
-            if self._references[block]:
-                continue
-            self.free += 1
-            if self._key_of[block] is None:
-                unnamed.append(block)
-            else:
-                self._queue[block] = None
-        for block in reversed(unnamed):  # prepended with their order kept: the tail block comes first of all
-            self._queue[block] = None
-            self._queue.move_to_end(block, last=False)
+        own, named = self._blocks.pop(row, []), self._published.pop(row, 0)
+        self._queue.extend(self._dropped(own[named - 1 :: -1] if named else []))
+        self._queue.extendleft(self._dropped(own[named:]))  # so that the last block comes first of all
 
-    def _forget(self, block: int) -> None:
-        key = self._key_of[block]
-        if key is None:
-            return
+    def _take(self, count: int) -> list[int]:
+        """Blocks from the head of the queue, which forget what they cached."""
+        pop, left, key_of, by_key = self._queue.popleft, self._left, self._key_of, self._by_key
+        taken: list[int] = []
+        while len(taken) < count:
+            block = pop()
+            if left and _passed_over(block, left):
+                continue
+            key = key_of[block]
+            if key is not None:
+                key_of[block] = None
+                if by_key[key] == block:
+                    del by_key[key]
+                else:
+                    self._forget(block, key)
+            self._references[block] = 1
+            taken.append(block)
+        self.free -= count
+        return taken
+
+    def _forget(self, block: int, key: int) -> None:
+        """One of several blocks of the same content loses it."""
         holders = self._by_key[key]
-        holders.remove(block)
-        if not holders:
-            del self._by_key[key]
-        self._key_of[block] = None
+        assert isinstance(holders, list)
+        others = [holder for holder in holders if holder != block]
+        self._by_key[key] = others if len(others) > 1 else others[0]
+
+    def _dropped(self, blocks: Sequence[int]) -> list[int]:
+        """Those of ``blocks`` that nobody refers to any more."""
+        references = self._references
+        free = []
+        for block in blocks:
+            references[block] -= 1
+            if not references[block]:
+                free.append(block)
+        self.free += len(free)
+        return free
+
+
+def _passed_over(block: int, left: dict[int, int]) -> bool:
+    """Whether a block's next place in the queue is one it has left; takes that place off ``left``."""
+    places = left.get(block)
+    if places is None:
+        return False
+    if places == 1:
+        del left[block]
+    else:
+        left[block] = places - 1
+    return True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 
 import numpy as np
 import numpy.typing as npt
@@ -40,6 +40,7 @@ class RequestState:
         self.partial: npt.NDArray[np.bool_] = np.zeros(count, np.bool_)
         self.done: npt.NDArray[np.bool_] = np.zeros(count, np.bool_)
         self.first_slot: Ints = np.concatenate([[0], np.cumsum(self.max_output)])[:-1].astype(np.int64)
+        self.end_slot: Ints = self.first_slot + self.max_output
         self.next_slot: Ints = self.first_slot.copy()
         self.token_ns: Ints = np.full(int(self.max_output.sum()), UNSET, np.int64)
         self.intended_ns: Ints = np.full(count, UNSET, np.int64)
@@ -53,23 +54,21 @@ class RequestState:
         """Output tokens delivered so far for each of ``rows``."""
         return self.next_slot[rows] - self.first_slot[rows]
 
-    def block_keys(self, row: int, first: int, count: int, block_size: int) -> Iterator[int]:
+    def block_keys(self, row: int, first: int, count: int, block_size: int) -> Iterable[int]:
         """Identity of KV blocks ``first .. first+count`` of a request: equal keys mean equal tokens up to there.
 
         A block that lies in the prompt and is named by hash ids is known by the hash id (512 tokens each, Mooncake's
         unit) and its place; every other by the content stream and its place.
         """
-        hash_ids = self.hash_ids[row] if self.hash_ids is not None else None
         stream = self.content[row] << 24
-        named = 0
-        if hash_ids:
-            named = min(int(self.prompt[row]), len(hash_ids) * HASH_TOKENS) // block_size
-        for block in range(first, first + count):
-            if block < named:
-                assert hash_ids is not None
-                yield -((hash_ids[block * block_size // HASH_TOKENS] << 24) + block) - 1
-            else:
-                yield stream + block
+        hash_ids = self.hash_ids[row] if self.hash_ids is not None else None
+        if not hash_ids:
+            return range(stream + first, stream + first + count)
+        named = min(int(self.prompt[row]), len(hash_ids) * HASH_TOKENS) // block_size
+        return (
+            -((hash_ids[block * block_size // HASH_TOKENS] << 24) + block) - 1 if block < named else stream + block
+            for block in range(first, first + count)
+        )
 
 
 HASH_TOKENS = 512
