@@ -1,13 +1,20 @@
 """Published measurements as cases: what was run, on what, and the numbers it gave.
 
-Protocol facts behind the cases (the authors' published scripts and code, weifang231/eb-vllm):
+Protocol facts behind the cases (the authors' published scripts, code and reports, weifang231/eb-vllm):
 
 - 4,000 prompts, lengths uniform within 50 % of the mean, EOS ignored, gpu_memory_utilization 0.9, each scheduler at
   its own best (B, N) in table 2. Their vLLM is older than 0.14: no asynchronous scheduling.
 - The memory-safe batch N* is computed in table 3's runs only; the scripts of table 2 and figure 3 leave it off.
-- Their scripts held the online threshold above a floor that varied by workload (0.3, 0.7 or 0.85). Table 3's EB rows
-  at c = 512 and 2048 were run at 0.7: at c = 512 their TTFT and TPOT are those of that threshold on both GPUs.
+- Their online threshold has a floor, 0.01 unless a script sets it. ``run_distribution_shift.sh`` sets 0.7 for EB and
+  EB+. At c = 512 and 2048 no script says so, but EB's TTFT and TPOT at c = 512 (a fitted row) are those of 0.7 on
+  both GPUs, and not those of Algorithm 1's own 0.34 and 0.20: an inference. EB+ shows no such floor.
+- The shifts' prompts are cut to their mean, answers lie within 25 % of it (``generate_distribution_shift_dataset.py``).
+  ``vllm bench serve`` shuffles a custom data set unless told not to, and the script does not: the three "phases" of
+  the distribution shift were served as one mixture.
 - ``concurrency_shift`` gives the mean of its phases' throughputs, each phase a benchmark of its own.
+- ShareGPT's answers were as long as the model made them in the runs printed for Qwen3-8B: about 360 tokens (their
+  reproduction report). The Qwen3-30B-A3B cells printed for H200 are those of their rerun with the data set's own
+  lengths, 292 tokens on average; the ones for RTX PRO 6000 are taken to be the same.
 """
 
 from __future__ import annotations
@@ -41,7 +48,10 @@ class Published:
 
 @dataclass(frozen=True)
 class Case:
-    """One run to repeat. ``plan`` holds arguments of :func:`ebbench.workloads.build_plan`."""
+    """One run to repeat.
+
+    ``plan`` holds arguments of :func:`ebbench.workloads.build_plan`, and ``shuffle`` where the order is mixed.
+    """
 
     name: str
     device: str
@@ -72,13 +82,12 @@ def table3() -> Iterator[Case]:
             cells.setdefault((row["scenario"], row["gpu"], scheduler), []).append(number)
     for (scenario, gpu, scheduler), published in cells.items():
         shift = scenario == "concurrency_shift"
-        floor = scheduler == "eb" and scenario in ("c=512", "c=2048")
         yield Case(
             scenario,
             DEVICES[gpu],
             "qwen3-8b",
             scheduler,
-            f"eb:theta={PAPER_THETA_FLOOR}" if floor else scheduler,
+            _table3_policy(scenario, scheduler),
             _table3_plan(scenario),
             2048 if "shift" in scenario else 1024,
             18_432 if "shift" in scenario else 14_336,
@@ -89,13 +98,22 @@ def table3() -> Iterator[Case]:
         )
 
 
+def _table3_policy(scenario: str, scheduler: str) -> str:
+    """The policy with the threshold's floor as far as it is known (module docstring)."""
+    floored = {"eb": ("c=512", "c=2048", "distribution_shift"), "ebplus": ("distribution_shift",)}
+    if scenario in floored.get(scheduler, ()):
+        return f"{scheduler}:theta_min={PAPER_THETA_FLOOR}"
+    return scheduler
+
+
 def _table3_plan(scenario: str) -> dict[str, Any]:
     if scenario == "distribution_shift":
-        return {"workload": "balanced", "scenario": "distribution-shift"}
-    plan = {"workload": "balanced", "output_len": 256}
+        file = bundled_dir("reference") / "scenarios" / "distribution-shift-run.toml"
+        return {"workload": "balanced", "scenario": str(file), "shuffle": True}
     if scenario == "concurrency_shift":
-        return {**plan, "num_prompts": 2000}
-    return {**plan, "num_prompts": 4000, "max_concurrency": int(scenario.removeprefix("c="))}
+        return {"workload": _workload_file("concurrency-shift-run"), "source": "profile"}
+    concurrency = int(scenario.removeprefix("c="))
+    return {"workload": "balanced", "output_len": 256, "num_prompts": 4000, "max_concurrency": concurrency}
 
 
 def real_workloads() -> Iterator[Case]:
@@ -119,22 +137,19 @@ def real_workloads() -> Iterator[Case]:
             seqs, tokens = best[*key, scheduler]
             yield Case(
                 row["workload"], DEVICES[row["gpu"]], MODELS[row["model"]], scheduler, policy,
-                _real_plan(row["workload"]), seqs, tokens, published,
-                fitted=(*key, scheduler) == LENGTH_FIT, group="table 2 and figure 5",
+                _real_plan(row["workload"], MODELS[row["model"]]), seqs, tokens, published,
+                group="table 2 and figure 5",
             )  # fmt: skip
 
 
-# ShareGPT's answer length is set by this one cell (reports/reference/workloads/sharegpt-run.toml).
-LENGTH_FIT = ("H200", "Qwen3-8B", "ShareGPT", "v1")
+def _real_plan(workload: str, model: str) -> dict[str, Any]:
+    return {"workload": _run_workload(workload, model), "source": "profile", "max_concurrency": 2048}
 
 
-def _real_plan(workload: str) -> dict[str, Any]:
-    return {"workload": _run_workload(workload), "source": "profile", "max_concurrency": 2048}
-
-
-def _run_workload(workload: str) -> str:
-    """As it was run: answers forced in two workloads (the authors' scripts), longer in a third than in table 9."""
-    special = {"LongBench": "longbench-forced", "NuminaMath": "numinamath-forced", "ShareGPT": "sharegpt-run"}
+def _run_workload(workload: str, model: str) -> str:
+    """As it was run: answers forced in two workloads (the authors' scripts), by model in a third (their reports)."""
+    sharegpt = "sharegpt-qwen3-8b" if model == "qwen3-8b" else "sharegpt-qwen3-30b"
+    special = {"LongBench": "longbench-forced", "NuminaMath": "numinamath-forced", "ShareGPT": sharegpt}
     return _workload_file(special[workload]) if workload in special else WORKLOADS[workload]
 
 
@@ -205,7 +220,7 @@ def table13() -> Iterator[Case]:
         policy = "eb:memory_safe=false" if row["theta"] == "adaptive" else f"eb:theta={row['theta']}"
         note = "B and N were not published; compare the shape only"
         number = Published("tokens_per_s", float(row["throughput_tokens_per_s"]), "table 13", False, note)
-        plan = {**_real_plan("ShareGPT"), "num_prompts": 3000}
+        plan = {**_real_plan("ShareGPT", "qwen3-8b"), "num_prompts": 3000}
         yield Case(
             "ShareGPT thresholds", "rtx-pro-6000", "qwen3-8b", scheduler, policy, plan, seqs, tokens, (number,),
             group="table 13",

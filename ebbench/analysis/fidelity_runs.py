@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -69,7 +70,19 @@ def _device(name: str, model: str, seqs: int, tokens: int, host: HostCosts | Non
 @lru_cache(maxsize=8)
 def _plan(arguments: str) -> Plan:
     settings: dict[str, Any] = json.loads(arguments)
-    return build_plan(settings.pop("workload"), settings.pop("scenario", None), with_text=False, **settings)
+    shuffle = settings.pop("shuffle", False)
+    plan = build_plan(settings.pop("workload"), settings.pop("scenario", None), with_text=False, **settings)
+    return _shuffled(plan, settings["seed"]) if shuffle else plan
+
+
+def _shuffled(plan: Plan, seed: int) -> Plan:
+    """The same requests in another order: what is asked moves, when it is asked stays."""
+    order = pa.array(np.random.default_rng(seed).permutation(plan.table.num_rows))
+    table = plan.table
+    for name in ("input_tokens", "output_tokens", "content"):
+        at = table.schema.get_field_index(name)
+        table = table.set_column(at, table.schema.field(at), table[name].take(order))
+    return replace(plan, table=table)
 
 
 def _values(metrics: Metrics) -> Mapping[str, float]:

@@ -21,6 +21,7 @@ _SETTINGS = {
     "update_every": "completions between updates",
     "min_samples": "completions before the first update",
     "initial_theta": "threshold until then",
+    "theta_min": "lowest threshold the online controller may choose",
     "epsilon": "allowed probability that the KV cache overflows",
     "kv_gate": "stay in decode while free KV memory is low",
     "mix": "marginal may refill beside decodes where that costs less; off: exclusive batches only",

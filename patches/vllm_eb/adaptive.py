@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from vllm_eb.calibration import Calibration
 from vllm_eb.hazard import CensoredHazard, HazardEstimate, SlidingHazard
 from vllm_eb.memory import memory_safe_batch
-from vllm_eb.policy import PolicySpec
+from vllm_eb.policy import THETA_MAX, THETA_MIN, PolicySpec
 from vllm_eb.theory import optimal_threshold
 
-THETA_MIN, THETA_MAX = 0.01, 0.80
 THETA_WEIGHT = 0.3  # of the new value
 MU_L_WEIGHT = 0.05  # per admitted prompt
 MU_O_WEIGHT = 0.2  # per update, of the mean over the completions since the last one
@@ -95,10 +94,10 @@ class AdaptiveThreshold:
         found = optimal_threshold(
             estimate.p0, cal.alpha_p, cal.alpha_d, eta=estimate.eta, beta_d=cal.beta_d, n=self.n_limit
         )
-        clipped = min(max(found.theta_star, THETA_MIN), THETA_MAX)
+        clipped = min(max(found.theta_star, self._spec.theta_min), THETA_MAX)
         weight = THETA_WEIGHT if self._updates else 1.0
         self.theta += weight * (clipped - self.theta)
-        self.theta0 = max(found.theta0, THETA_MIN)
+        self.theta0 = max(found.theta0, THETA_MIN)  # eq. 8 compares costs: a floor on refilling is no part of it
         self._updates += 1
         if self._spec.memory_safe and now_s - self._last_n_update_s >= N_UPDATE_INTERVAL_S:
             safe = memory_safe_batch(

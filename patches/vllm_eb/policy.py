@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Literal
 
+THETA_MIN, THETA_MAX = 0.01, 0.80  # the authors' clip of the online threshold
+
 Kind = Literal["v0", "v1", "deferred", "eb", "ebplus", "marginal"]
 Estimator = Literal["published", "censored"]
 
@@ -34,6 +36,7 @@ class PolicySpec:
     update_every: int = 100  # M, completions between updates
     min_samples: int = 30
     initial_theta: float = 0.70
+    theta_min: float = THETA_MIN  # lowest threshold the online controller may choose
     epsilon: float = 0.01
     kv_gate: bool = True
     mix: bool = True  # marginal: refill beside decodes where that is cheaper; off: exclusive batches only
@@ -116,7 +119,7 @@ def _flag(text: str) -> bool:
 
 _PARSERS: Mapping[str, Callable[[str], object]] = {
     "k": int, "theta": float, "margin": float, "window": int, "update_every": int, "min_samples": int,
-    "initial_theta": float, "epsilon": float, "kv_gate": _flag, "memory_safe": _flag,
+    "initial_theta": float, "theta_min": float, "epsilon": float, "kv_gate": _flag, "memory_safe": _flag,
     "mix": _flag, "ttft": float, "tpot": float,
     "estimator": _choice("published", "censored"), "memory_form": _choice("code", "paper"),
 }  # fmt: skip
@@ -143,10 +146,12 @@ def _checked(spec: PolicySpec) -> PolicySpec:
             raise PolicyError(f"policy {spec.kind} knows no targets; use marginal:{key}={value}")
         if value is not None and not 0 < value < float("inf"):
             raise PolicyError(f"{key} must be a positive number of seconds, not {value}")
-    for key in ("theta", "initial_theta", "epsilon"):
+    for key in ("theta", "initial_theta", "theta_min", "epsilon"):
         value = getattr(spec, key)
         if value is not None and not 0 < value < 1:
             raise PolicyError(f"{key} must lie strictly between 0 and 1, not {value}")
+    if spec.theta_min > THETA_MAX:
+        raise PolicyError(f"theta_min must be at most {THETA_MAX}, the highest threshold, not {spec.theta_min}")
     for key in ("window", "update_every", "min_samples"):
         if getattr(spec, key) < 1:
             raise PolicyError(f"{key} must be at least 1, not {getattr(spec, key)}")

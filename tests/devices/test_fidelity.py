@@ -14,8 +14,10 @@ from ebbench.analysis.fidelity import REPLAY_TARGETS, Cell, comparisons, replay_
 from ebbench.analysis.fidelity_cases import FIT_ROWS, all_cases, table3
 from ebbench.analysis.fidelity_fit import _gauss_newton
 from ebbench.analysis.fidelity_report import all_scores, write_report
-from ebbench.analysis.fidelity_runs import calibration_cells, replay_cells, run_cases
+from ebbench.analysis.fidelity_runs import _plan, calibration_cells, replay_cells, run_cases
 from ebbench.cli.main import app
+from ebbench.devices.profiles import find_profile, list_devices
+from vllm_eb.calibration import default_margin
 
 
 def cell(scheduler: str, published: float, ours: float, **fields: object) -> Cell:
@@ -54,10 +56,37 @@ def test_the_replayed_run_meets_its_targets_with_nothing_fitted() -> None:
     assert all(score.met for score in found), [(score.name, score.reached) for score in found]
 
 
-def test_only_two_rows_of_table_3_and_one_length_are_fitted_on() -> None:
-    fitted = {(case.group, case.name) for case in all_cases() if case.fitted}
-    assert fitted == {("table 3", name) for name in FIT_ROWS} | {("table 2 and figure 5", "ShareGPT")}
-    assert sum(case.fitted for case in all_cases() if case.name == "ShareGPT") == 1
+def test_only_two_rows_of_table_3_are_fitted_on() -> None:
+    assert {(case.group, case.name) for case in all_cases() if case.fitted} == {("table 3", n) for n in FIT_ROWS}
+
+
+def test_the_distribution_shift_is_the_published_mixture_in_another_order() -> None:
+    case = next(c for c in table3() if c.name == "distribution_shift")
+    ordered = _plan(json.dumps({**case.plan, "shuffle": False, "seed": 0})).table
+    mixed = _plan(json.dumps({**case.plan, "seed": 0})).table
+    lengths = [
+        list(zip(t["input_tokens"].to_pylist(), t["output_tokens"].to_pylist(), strict=True)) for t in (ordered, mixed)
+    ]
+    assert sorted(lengths[0]) == sorted(lengths[1])
+    assert lengths[0] != lengths[1]
+    assert {given for given, _ in lengths[1][:200]} == {1024, 512, 128}
+    assert all(0.74 < wanted / {1024: 128, 512: 512, 128: 1024}[given] < 1.26 for given, wanted in lengths[1])
+    assert mixed["arrival_ns"] == ordered["arrival_ns"]
+    assert mixed["request_id"] == ordered["request_id"]
+
+
+def test_thresholds_have_a_floor_only_where_the_sources_or_a_fitted_row_say_so() -> None:
+    floored = {(case.name, case.scheduler) for case in table3() if "theta_min=0.7" in case.policy}
+    assert floored == {
+        ("c=512", "eb"), ("c=2048", "eb"), ("distribution_shift", "eb"), ("distribution_shift", "ebplus"),
+    }  # fmt: skip
+
+
+def test_profiles_and_published_calibrations_agree_on_the_margin() -> None:
+    for name in list_devices():
+        profile = find_profile(name)
+        for published in profile.calibration_names:
+            assert default_margin(published) == profile.margin_s_per_token
 
 
 @pytest.mark.slow

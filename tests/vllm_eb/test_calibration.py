@@ -92,7 +92,7 @@ def test_the_authors_tables_load_with_their_mixed_costs_joined() -> None:
     assert rtx.calibration.alpha_p == pytest.approx(0.004691170692443847)
     assert rtx.calibration.beta_d == pytest.approx(0.00010388105329650523)
     assert rtx.calibration.mixed is not None
-    assert rtx.calibration.margin == 1e-4
+    assert rtx.calibration.margin == 1e-5
     assert rtx.prefill_r2 == pytest.approx(0.99999, abs=1e-5)
     h200 = by_key["Qwen/Qwen3-8B", "h200"]
     assert h200.calibration.mixed == MixedCost(2.494e-05, 5.193e-05, 1.478e-05)

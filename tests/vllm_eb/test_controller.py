@@ -105,6 +105,18 @@ def test_algorithm_1_sets_k_and_n_from_what_finished() -> None:
     assert decision.k == max(1, int(record.values["theta"] * decision.n_limit))  # type: ignore[operator]
 
 
+def test_a_floor_holds_the_online_threshold_up_and_leaves_n_to_algorithm_1() -> None:
+    free, floored = controller("eb"), controller("eb:theta_min=0.6")
+    for made in (free, floored):
+        feed(made, 100)
+    below, above = (made.decide(replace(VIEW, decoding=50, now_s=1.0)) for made in (free, floored))
+    assert below.k is not None
+    assert above.k is not None
+    assert below.k < int(0.6 * below.n_limit)
+    assert above.k == int(0.6 * above.n_limit)
+    assert above.n_limit < 100
+
+
 def test_n_changes_at_most_every_two_seconds() -> None:
     made = controller("eb")
     feed(made, 100)
