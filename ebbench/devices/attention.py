@@ -117,14 +117,21 @@ class AttentionTables:
             context = float(window)
         if not prefill:
             return self.decode.at2(seqs, context)
+        first, first_context, following, next_context = (
+            self.first_s, self.first_context_s, self.next_s, self.next_context_s,
+        )  # fmt: skip
         total = alone = 0.0
         longest = before = 0
         for chunk, cached in prefill:
-            if window and cached > window:
-                cached = window
-            further = self.next_s[chunk] + self.next_context_s[chunk] * cached
-            lead = self.first_s[chunk] + self.first_context_s[chunk] * cached - further
+            further = following[chunk]
+            lead = first[chunk]
+            if cached:  # most prompts are whole: a step of many must stay cheap
+                if window and cached > window:
+                    cached = window
+                further += next_context[chunk] * cached
+                lead += first_context[chunk] * cached
             total += further
+            lead -= further
             if lead > alone:
                 alone = lead
             if chunk > longest:
