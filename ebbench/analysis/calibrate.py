@@ -10,7 +10,7 @@ its slot is free. A real vLLM is stepped by hand instead (:mod:`ebbench.analysis
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ import pyarrow as pa
 
 from ebbench.devices.base import Device
 from ebbench.engines.base import Engine, EngineOptions, Observer
-from ebbench.errors import DataError
+from ebbench.errors import DataError, UsageError
 from ebbench.records.plan import ClosedPhase, Plan
 from ebbench.records.schema import PLAN
 from vllm_eb.calibration import Calibration, CalibrationError, MixedCost
@@ -27,6 +27,7 @@ from vllm_eb.costs import CostGrid
 from vllm_eb.policy import parse_policy
 
 NS_PER_S = 1e9
+KV_BLOCK_TOKENS = 16
 Key = tuple[int, int, int]  # prompt tokens, decoding sequences, context; 0 means none
 
 
@@ -53,6 +54,22 @@ class ProbeGrid:
     def filling_steps(self, seqs: int, context: int) -> int:
         """Steps until ``seqs`` prompts of ``context`` tokens are all computed, with some to spare."""
         return -(-seqs * context // self.tokens[-1]) + 4
+
+    def kv_tokens(self, seqs: int) -> int:
+        """KV tokens that ``seqs`` decodes at the longest context need by the end of their probes, a prompt beside."""
+        steps = self.filling_steps(seqs, self.contexts[-1]) + 2 * self.repeats * (2 * len(self.tokens) + 1)
+        return seqs * (self.contexts[-1] + steps + KV_BLOCK_TOKENS) + self.tokens[-1]
+
+    def fitting(self, capacity_tokens: int) -> ProbeGrid:
+        """The grid without batches that the KV cache cannot hold. Raises UsageError when fewer than two are left."""
+        seqs = tuple(n for n in self.seqs if self.kv_tokens(n) <= capacity_tokens)
+        if len(seqs) < 2:
+            needed = self.kv_tokens(self.seqs[1])
+            raise UsageError(
+                f"{self.seqs[1]} sequences of {self.contexts[-1]:,} tokens need room for {needed:,} tokens, "
+                f"there is room for {capacity_tokens:,}; choose smaller --seqs or --contexts"
+            )
+        return replace(self, seqs=seqs)
 
     @property
     def options(self) -> EngineOptions:

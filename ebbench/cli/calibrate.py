@@ -81,6 +81,19 @@ def _gpu_name() -> str | None:
     return next((gpu.name for gpu in visible_gpus()), None)
 
 
+def _fitting(grid: ProbeGrid, capacity_tokens: int) -> ProbeGrid:
+    """The grid without what the KV cache cannot hold, and a word about it."""
+    found = grid.fitting(capacity_tokens)
+    left_out = [str(n) for n in grid.seqs if n not in found.seqs]
+    if left_out:
+        typer.echo(
+            f"left out: {', '.join(left_out)} sequences of {grid.contexts[-1]} tokens do not fit the KV cache "
+            f"({capacity_tokens:,} tokens)",
+            err=True,
+        )
+    return found
+
+
 def _source(model: str, name: str, engine: str) -> str:
     return f"ebbench calibrate, {model} on {name}, engine {engine}"
 
@@ -104,6 +117,7 @@ def _measure_virtual(
         max_num_seqs=options.max_num_seqs,
         max_num_batched_tokens=options.max_num_batched_tokens,
     )
+    grid = _fitting(grid, target.kv_capacity_tokens)
     chosen = select_engine(engine)[0]
     typer.echo(f"measuring {model} on {target.name}, engine {engine} ...", err=True)
     measured = measure(chosen, target, grid, _source(model, target.name, engine))
@@ -122,6 +136,7 @@ def _measure_vllm(
     target = unknown_device(device or _gpu_name() or "this-cpu", model)
     typer.echo(f"loading {model} into vLLM on {target.name} ...", err=True)
     vllm = start(model, grid)
+    grid = _fitting(grid, vllm.kv_tokens)
     measured = fit(cost_grid(grid, measure_steps(vllm, grid)), _source(model, target.name, engine), grid.points)
     return measured, target, check_stepped(vllm, target, measured, grid, check) if check else None
 

@@ -11,6 +11,7 @@ from ebbench.devices.geometry import ModelGeometry
 from ebbench.devices.marginal import MarginalCurve, marginal_curve
 from ebbench.devices.profiles import DeviceProfile, find_model, find_profile, list_devices, list_models
 
+UTILIZATION = 0.9  # vLLM's default gpu_memory_utilization, which load_device assumes too
 DECODES = (1, 32, 128, 256, 512, 1024)
 PREFILLS = (128, 512, 2048, 8192)
 SHARES = (0.1, 0.25, 0.5, 0.75, 0.9)
@@ -39,6 +40,16 @@ class DeviceFacts:
     steps: tuple[StepTime, ...]
     curve: MarginalCurve
 
+    @property
+    def kv_cache_bytes(self) -> int:
+        """The KV cache."""
+        return self.device.kv_capacity_tokens * self.model.kv_bytes_per_token
+
+    @property
+    def reserve_bytes(self) -> int:
+        """What vLLM keeps for activations, sampling and the CUDA context: the usable memory's remainder."""
+        return int(self.profile.memory_bytes * UTILIZATION) - self.model.weight_bytes - self.kv_cache_bytes
+
     def to_dict(self) -> dict[str, Any]:
         """A JSON object, units in the names."""
         calibration = asdict(self.device.calibration)
@@ -49,6 +60,7 @@ class DeviceFacts:
             "memory_bytes": self.profile.memory_bytes,
             "weight_bytes": self.model.weight_bytes,
             "kv_bytes_per_token": self.model.kv_bytes_per_token,
+            "reserve_bytes": self.reserve_bytes,
             "kv_capacity_tokens": self.device.kv_capacity_tokens,
             "context_tokens": self.context_tokens,
             "crossover_decode_share": self.curve.crossover,

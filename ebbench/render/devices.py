@@ -10,7 +10,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ebbench.devices.describe import DeviceFacts
+from ebbench.devices.describe import UTILIZATION, DeviceFacts
 from ebbench.devices.marginal import MarginalCurve
 from ebbench.errors import UsageError
 
@@ -49,8 +49,9 @@ def page(facts: DeviceFacts) -> Iterator[RenderableType]:
     device, model = facts.device, facts.model
     yield Text(f"{facts.profile.gpu} holding {model.hf_id}", style="bold")
     yield (
-        f"memory {facts.profile.memory_bytes / 1e9:.1f} GB, weights {model.weight_bytes / 1e9:.1f} GB, "
-        f"KV {model.kv_bytes_per_token / 1e3:.0f} kB a token: room for {device.kv_capacity_tokens:,} tokens"
+        f"{UTILIZATION:.0%} of {facts.profile.memory_bytes / 1e9:.1f} GB: weights {model.weight_bytes / 1e9:.1f} GB, "
+        f"activations and sampling {facts.reserve_bytes / 1e9:.1f} GB, KV cache {facts.kv_cache_bytes / 1e9:.1f} GB "
+        f"at {model.kv_bytes_per_token / 1e3:.0f} kB a token: room for {device.kv_capacity_tokens:,} tokens"
     )
     yield ""
     yield _step_table(facts)

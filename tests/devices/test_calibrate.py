@@ -181,3 +181,21 @@ def test_a_real_vllm_is_calibrated_on_the_cpu(tmp_path: Path) -> None:
     assert document["calibration"]["alpha_d"] > 0
     assert document["check"]["predicted_tokens_per_s"] > 0
     assert load_device(str(tmp_path / "out" / "profile.toml"), str(model)).calibration.grid is not None
+
+
+def test_batches_that_the_memory_cannot_hold_are_left_out_and_said(tmp_path: Path) -> None:
+    """The default grid asks for 512 decodes of 1,024 tokens, more than this GPU holds."""
+    arguments = ["calibrate", "--engine", "sim", "--device", "rtx-pro-6000", "--check", "0", "--output-dir", "made"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path)
+        result = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert result.exit_code == 0
+    assert "left out: 512 sequences of 1024 tokens" in result.stderr
+    assert (tmp_path / "made" / "profile.toml").exists()
+
+
+def test_a_grid_that_fits_is_kept_and_one_that_cannot_fit_is_refused() -> None:
+    assert GRID.fitting(GRID.kv_tokens(64)) == GRID
+    assert GRID.fitting(GRID.kv_tokens(64) - 1).seqs == (2, 16)
+    with pytest.raises(UsageError, match="16 sequences of 512 tokens need room for"):
+        GRID.fitting(GRID.kv_tokens(16) - 1)

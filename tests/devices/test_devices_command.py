@@ -27,7 +27,14 @@ def test_list_names_every_device_and_model() -> None:
 
 def test_show_tells_steps_capacity_crossover_and_sources() -> None:
     text = " ".join(invoke("show", "rtx-pro-6000", "--model", "qwen3-8b").split())
-    for words in ("room for 453,152 tokens", "prefill", "crossover r = 0.", "aiconfigurator-core", "LLMServingSim"):
+    for words in (
+        "activations and sampling",
+        "room for 453,152 tokens",
+        "prefill",
+        "crossover r = 0.",
+        "aiconfigurator-core",
+        "LLMServingSim",
+    ):
         assert words in text
 
 
@@ -36,6 +43,9 @@ def test_show_as_json_has_units_in_its_names() -> None:
     assert facts["kv_capacity_tokens"] > 100_000
     assert facts["steps"][0]["step_s"] > 0
     assert 0 < facts["crossover_decode_share"] < 1
+    parts = facts["weight_bytes"] + facts["reserve_bytes"] + facts["kv_capacity_tokens"] * facts["kv_bytes_per_token"]
+    assert parts == int(0.9 * facts["memory_bytes"])
+    assert facts["reserve_bytes"] > 1e9
 
 
 def test_show_draws_a_picture(tmp_path: Path) -> None:
