@@ -13,7 +13,8 @@ import ebbench
 import vllm_eb
 from ebbench.devices.base import Device
 from ebbench.devices.linear import LinearCost
-from ebbench.engines.base import EngineOptions
+from ebbench.engines.base import Engine, EngineOptions, EngineResult
+from ebbench.engines.sim import SimEngine
 from ebbench.records.plan import Plan
 from ebbench.records.run import slug
 from ebbench.resources import bundled_dir
@@ -22,7 +23,7 @@ from vllm_eb.calibration import Calibration
 Setting = tuple[str, str | int | float]
 VARIANT = "paper:"
 LINEAR = "linear:"
-_VARIANTS = Path(__file__).resolve().parent / "data"
+_VARIANTS = tuple(Path(__file__).resolve().parent / folder for folder in ("data", "staggered"))
 _CODE = ("simulation", "devices", "workloads", "traffic", "engines/sim.py", "analysis/metrics.py", "papers/data")
 _SUFFIXES = frozenset({".py", ".toml", ".csv", ".parquet"})
 
@@ -73,6 +74,14 @@ class Cell:
         """Build the request plan. Raises what build_plan raises."""
         return _plan(self.workload, self.scenario, self.settings, self.seed)
 
+    def engine(self) -> Engine:
+        """What runs it."""
+        return SimEngine()
+
+    def further_figures(self, result: EngineResult) -> dict[str, Any]:
+        """Figures that a summary does not have."""
+        return {}
+
     def load_device(self) -> Device:
         """The emulated device, its KV cache sized for these scheduler settings."""
         return _device(self.device, self.model, self.max_num_seqs, self.max_num_batched_tokens)
@@ -85,7 +94,10 @@ def settings(**values: str | int | float | None) -> tuple[Setting, ...]:
 
 def workload_path(name: str) -> str:
     """What build_plan understands for a cell's workload."""
-    return str(_VARIANTS / f"{name.removeprefix(VARIANT)}.toml") if name.startswith(VARIANT) else name
+    if not name.startswith(VARIANT):
+        return name
+    paths = [folder / f"{name.removeprefix(VARIANT)}.toml" for folder in _VARIANTS]
+    return str(next((path for path in paths if path.is_file()), paths[0]))
 
 
 @cache

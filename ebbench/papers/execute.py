@@ -11,10 +11,10 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from dataclasses import replace
 from pathlib import Path
 
 from ebbench.analysis.conclude import Setting, conclude
-from ebbench.engines.sim import SimEngine
 from ebbench.papers.cells import Cell
 from ebbench.papers.store import CellStore, keep, measured_from_run, settle
 from ebbench.records.manifest import wall_clock_ns
@@ -81,14 +81,17 @@ def run_cell(cell: Cell, root: Path, whole: bool = True) -> Cell:
     """Run one cell in this process and store it under ``root``. Raises UsageError, RunError, KeyboardInterrupt."""
     plan, device, policy = cell.plan(), cell.load_device(), parse_policy(cell.policy)
     anchor = wall_clock_ns()
-    result = SimEngine().run(plan, policy, device, cell.options)
+    engine = cell.engine()
+    result = engine.run(plan, policy, device, cell.options, None)
     if result.interrupted:
         raise KeyboardInterrupt  # the engine hands back what there is; half a run is no answer to the cell
     temporary = Path(tempfile.mkdtemp(prefix=_TEMPORARY, dir=root))
     try:
         with RunWriter(temporary) as writer:
-            run = conclude(writer, Setting(plan, policy, SimEngine.name, device, cell.options, anchor), result)
-        keep(temporary, cell, measured_from_run(run.path), whole=whole)
+            run = conclude(writer, Setting(plan, policy, engine.name, device, cell.options, anchor), result)
+        measured = measured_from_run(run.path)
+        measured = replace(measured, figures={**measured.figures, **cell.further_figures(result)})
+        keep(temporary, cell, measured, whole=whole)
         settle(temporary, root / cell.directory_name())
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from ebbench.errors import UnknownNameError
+from ebbench.papers.composition import COMPOSITION
 from ebbench.papers.deferred import DEFERRED
+from ebbench.papers.disaggregated import TABLE19, TABLE20
 from ebbench.papers.estimators import E3, E5
 from ebbench.papers.goodput import TABLE18
 from ebbench.papers.grid import TABLE14, TABLE15, TABLE16
 from ebbench.papers.lengths import TABLE9
+from ebbench.papers.long_context import LONG_CONTEXT
+from ebbench.papers.staggered_decode import FIGURE7
+from ebbench.papers.staggered_prefill import FIGURE6, TABLE1, WAITING
 from ebbench.papers.table import PaperTable
 from ebbench.papers.table2 import TABLE2
 from ebbench.papers.table3 import TABLE3
@@ -15,8 +20,8 @@ from ebbench.papers.table13 import TABLE13
 from ebbench.papers.thresholds import TABLE10, TABLE11
 
 TABLES: tuple[PaperTable, ...] = (
-    TABLE2, TABLE3, TABLE9, TABLE10, TABLE11, TABLE13, TABLE14, TABLE15, TABLE16, TABLE18, DEFERRED, E3,
-    E5,
+    TABLE2, TABLE3, TABLE9, TABLE10, TABLE11, TABLE13, TABLE14, TABLE15, TABLE16, TABLE18, TABLE19,
+    TABLE20, LONG_CONTEXT, DEFERRED, E3, E5, WAITING, FIGURE6, TABLE1, FIGURE7, COMPOSITION,
 )  # fmt: skip
 
 

@@ -69,7 +69,7 @@ class CellStore:
         return found is not None and (not whole or (found.path / MANIFEST).exists())
 
     def _own_run(self, cell: Cell) -> Measured | None:
-        if not self._adopted:
+        if not self._adopted or type(cell) is not Cell:  # runs of several instances are not told apart here
             return None
         identity = (plan_hash(cell.plan()), cell.policy, cell.device, cell.model)
         path = self._adopted.get((*identity, cell.max_num_seqs, cell.max_num_batched_tokens))
