@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ebbench.analysis.gate import GATED, Pair, pair_units
-from ebbench.analysis.gate_units import FIGURES, Unit, load_units
+from ebbench.analysis.gate_units import FIGURES, Unit, differences, load_units
 from ebbench.analysis.statistics import detectable_loss, holm, paired_t, sign_flip_p
 from ebbench.errors import DataError, UnknownNameError
 
@@ -82,14 +82,25 @@ def compare(
     keys; UnknownNameError for a baseline that is not among the groups.
     """
     if len(groups) < 2:
-        only = next(iter(groups), "nothing")
-        raise DataError(f"a comparison needs runs of two policies or more; found only {only}")
+        raise DataError(_why_alone(groups, allowed))
     chosen = baseline or ("v1" if "v1" in groups else next(iter(groups)))
     if chosen not in groups:
         raise UnknownNameError("baseline", chosen, groups)
     others = {label: units for label, units in groups.items() if label != chosen}
     found = [_contestant(label, pair_units(groups[chosen], units, allowed)) for label, units in others.items()]
     return Comparison(chosen, tuple(groups[chosen]), tuple(_adjusted(found)))
+
+
+def _why_alone(groups: Mapping[str, Sequence[Unit]], allowed: Sequence[str]) -> str:
+    """Why there is nothing to compare: runs of one policy differ in environment or plan, or there is only one."""
+    only, units = next(iter(groups.items()), ("nothing", ()))
+    for unit in units[1:]:
+        found = differences(units[0].environment, unit.environment, allowed)
+        if found:
+            return f"{units[0].run} and {unit.run} are not comparable: {'; '.join(found)}"
+    several = len({unit.plan_hash for unit in units}) > 1
+    plans = f", whose {len(units)} runs have different plans (plan: seeds or requests differ)" if several else ""
+    return f"a comparison needs runs of two policies or more on the same plans; found only {only}{plans}"
 
 
 def _contestant(label: str, pairs: Sequence[Pair]) -> Contestant:
@@ -142,7 +153,7 @@ def _decisive(contrast: Contrast) -> bool:
 
 def pairs_needed(comparison: Comparison) -> int:
     """Pairs from which on the comparison can show anything: 2**(1-n) times its tests must fall to ALPHA."""
-    tests = sum(_decisive(contrast) for c in comparison.contestants for contrast in c.contrasts)
+    tests = sum(contrast.figure in GATED for c in comparison.contestants for contrast in c.contrasts)
     return 1 + math.ceil(math.log2(max(tests, 1) / ALPHA))
 
 

@@ -22,7 +22,8 @@ def compare(
 ) -> None:
     """Compare policies on the same plans: change, interval, p-value, smallest detectable change.
 
-    Runs of different plans or devices are refused. Measure with `ebbench run --repeats 6` or more.
+    Runs of different plans or devices are refused. Two policies need `ebbench run --repeats 7` or more to show
+    anything at 5 %, several policies one or two more.
     """
     from ebbench.analysis import compare_paired
     from ebbench.analysis.gate_units import check_allowed

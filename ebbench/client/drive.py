@@ -29,12 +29,13 @@ from ebbench.client.messages import Assignment, book_path, plan_path
 from ebbench.client.options import ClientOptions, spacing_ns
 from ebbench.client.probe import Probe
 from ebbench.client.progress import Observer, Tally
-from ebbench.client.scrape import SERVER_METRICS, Scraper
+from ebbench.client.scrape import Scraper
 from ebbench.client.shared import SharedMemory, memory_folder
 from ebbench.client.verdict import client_warnings, invalid_reasons, loop_lag_p99_ms, send_lag_p99_ms
 from ebbench.client.warmup import warm_up
 from ebbench.errors import UsageError
 from ebbench.records.plan import Plan
+from ebbench.records.schema import SERVER_METRICS
 
 _LEAD_NS = 100_000_000  # between "all are ready" and the start, so that every worker hears of it in time
 

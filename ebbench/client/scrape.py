@@ -10,15 +10,7 @@ import pyarrow as pa
 from prometheus_client.parser import text_string_to_metric_families
 
 from ebbench.client.probe import Probe
-
-SERVER_METRICS = pa.schema(
-    [
-        pa.field("time_ns", pa.int64(), nullable=False),
-        pa.field("name", pa.string(), nullable=False),
-        pa.field("labels", pa.string(), nullable=False),  # a JSON object with sorted keys
-        pa.field("value", pa.float64(), nullable=False),
-    ]
-)
+from ebbench.records.schema import SERVER_METRICS
 
 _Key = tuple[str, str]
 

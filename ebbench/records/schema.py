@@ -103,3 +103,13 @@ DECISIONS = pa.schema(
         )
     ]
 )  # fmt: skip
+
+# What a server's metrics page said, a row a change; only where a server was read.
+SERVER_METRICS = pa.schema(
+    [
+        pa.field("time_ns", pa.int64(), nullable=False),
+        pa.field("name", pa.string(), nullable=False),
+        pa.field("labels", pa.string(), nullable=False),  # a JSON object with sorted keys
+        pa.field("value", pa.float64(), nullable=False),
+    ]
+)

@@ -74,10 +74,10 @@ def verdict(contrast: Contrast) -> str:
 def _legend(comparison: Comparison) -> str:
     pairs = max(len(contestant.pairs) for contestant in comparison.contestants)
     text = f"{pairs} pair(s) by plan; change: geometric mean over the pairs"
-    if pairs < 2:
-        return f"{text}. One pair says nothing about chance: use --repeats 6 or more."
-    text += "; p: exact sign-flip, two-sided, Holm over throughput and medians of all policies"
     needed = pairs_needed(comparison)
+    if pairs < 2:
+        return f"{text}. One pair says nothing about chance: use --repeats {needed} or more."
+    text += "; p: exact sign-flip, two-sided, Holm over throughput and medians of all policies"
     if pairs < needed:
         return f"{text}. With {pairs} pairs no difference can be shown at all: use --repeats {needed} or more."
     return f"{text}. Minimum detectable change: {'; '.join(_detectable_of(c) for c in comparison.contestants)}."

@@ -12,8 +12,10 @@ from ebbench.analysis.summary import summarise
 from ebbench.errors import DataError, UsageError
 from ebbench.extras import need
 from ebbench.records.run import SCHEMAS, Run
+from ebbench.records.schema import SERVER_METRICS
 
-VIEWS = ("runs", *SCHEMAS)
+TABLES = {**SCHEMAS, "server_metrics": SERVER_METRICS}
+VIEWS = ("runs", *TABLES)
 
 
 def connect(runs: Sequence[Run], *, summaries: bool = True) -> Any:
@@ -26,8 +28,13 @@ def connect(runs: Sequence[Run], *, summaries: bool = True) -> Any:
     connection = duckdb.connect(config={"autoinstall_known_extensions": "false", "autoload_known_extensions": "false"})
     connection.register("_runs", _overview(runs, summaries=summaries))
     connection.execute("create view runs as select * from _runs")
-    for name in SCHEMAS:
-        paths = [str(run.path / f"{name}.parquet") for run in runs]
+    for name, schema in TABLES.items():
+        paths = [str(path) for run in runs if (path := run.path / f"{name}.parquet").exists()]
+        if not paths:  # no server was read in any of these runs
+            empty = pa.schema([pa.field("run", pa.string()), *schema]).empty_table()
+            connection.register(f"_{name}", empty)
+            connection.execute(f"create view {name} as select * from _{name}")
+            continue
         relation = connection.read_parquet(paths, filename=True, union_by_name=True)
         tail = len(f"/{name}.parquet")
         relation.project(f"left(filename, len(filename) - {tail}) as run, * exclude (filename)").create_view(name)

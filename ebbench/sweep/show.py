@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -70,15 +71,23 @@ def described(progress: Progress) -> str:
 
 def dry_run(sweep: Sweep, todo: Sequence[Cell]) -> RenderableType:
     """What would be run, without running it."""
-    first = sweep.cells[0].settings
     lines = [f"{sweep.name}: {len(sweep.cells)} cells, {len(todo)} to run, {len(sweep.cells) - len(todo)} finished"]
     for name in sweep.axes:
         values = dict.fromkeys(str(getattr(cell.settings, name)) for cell in sweep.cells)
         lines.append(f"  {name}: {', '.join(values)}")
-    lines.append(
-        f"  all cells: engine {first.engine}, {first.num_prompts or 'default'} requests, source {first.source}"
-    )
+    lines += [f"  {name}: {_values(sweep, name)}" for name in _SHARED if name not in sweep.axes]
     return Stack(*(Text(line) for line in lines))
+
+
+_SHARED = ("workload", "engine", "device", "model", "scenario", "num_prompts", "source")
+"""Settings a reader asks for first; what the grid does not vary, overrides may."""
+
+
+def _values(sweep: Sweep, name: str) -> str:
+    found = Counter(getattr(cell.settings, name) for cell in sweep.cells)
+    if len(found) == 1:
+        return str(next(iter(found)) or "default")
+    return ", ".join(f"{value or 'default'} ({count} cells)" for value, count in found.items())
 
 
 def console_report(result: Result, found: Sequence[Finding], metric: str) -> RenderableType:
@@ -97,7 +106,7 @@ def console_report(result: Result, found: Sequence[Finding], metric: str) -> Ren
             Text("Failed", style="bold red"),
             *(Text(f"  {line}") for line in summary_lines(result.failed)),
         ]
-    timing = f"{p.done} cells in {p.elapsed_s:,.1f} s ({p.cells_per_s:.2f} cells/s)" if p.done else "nothing to run"
+    timing = f"{p.done} cells in {p.elapsed_s:,.1f} s ({p.cells_per_s:.2f} cells/s)" if p.done else "no new cell"
     parts += [Text(), Text(f"{timing}, {p.kept} from before; table: {result.results}")]
     return Stack(*parts)
 

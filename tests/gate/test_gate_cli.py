@@ -228,6 +228,16 @@ def test_compare_of_single_runs_has_no_statistics(measured: Path) -> None:
     assert "One pair says nothing about chance" in done.stdout
 
 
+def test_compare_of_one_policy_names_what_differs(measured: Path, tmp_path: Path) -> None:
+    invoke(*SMALL, "--policy", "v1", "--device", "h200", "--seed", "9", "-o", tmp_path / "h200")
+    done = invoke("compare", measured / "v1", tmp_path / "h200")
+    assert done.exit_code == 3
+    assert "are not comparable: device: rtx-pro-6000 against h200" in done.stderr
+    done = invoke("compare", measured / "v1" / "v1-seed0", measured / "v1" / "v1-seed1")
+    assert done.exit_code == 3
+    assert "found only v1, whose 2 runs have different plans" in done.stderr
+
+
 def test_compare_needs_two_policies_and_a_known_baseline(measured: Path) -> None:
     assert invoke("compare", measured / "v1").exit_code == 3
     done = invoke("compare", measured / "v1", measured / "v0", "--baseline", "v2")

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from pathlib import Path
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from report_data import invoke
 
+from ebbench.analysis.gate_store import BASELINES
 from ebbench.analysis.summary import summarise
 from ebbench.records.run import SCHEMAS, Run
+from ebbench.records.schema import SERVER_METRICS
+from ebbench.report.database import TABLES
+from ebbench.sweep.store import SCHEMA
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
@@ -39,6 +46,18 @@ def test_every_table_is_a_view_with_the_run_in_front(runs: Path, view: str) -> N
     counts = {Path(str(row["run"])).name: row["n"] for row in rows}
     held = {path.name: pq.read_metadata(path / f"{view}.parquet").num_rows for path in runs.iterdir()}
     assert counts == {name: rows for name, rows in held.items() if rows}
+
+
+def test_server_metrics_are_a_view_empty_where_no_server_was_read(runs: Path, tmp_path: Path) -> None:
+    assert answer(runs, "select count(*) as n from server_metrics") == [{"n": 0}]
+    shutil.copytree(runs / "v1", tmp_path / "runs" / "served")
+    shutil.copytree(runs / "eb", tmp_path / "runs" / "simulated")
+    row = {"time_ns": 5, "name": "vllm:num_requests_running", "labels": "{}", "value": 3.0}
+    pq.write_table(
+        pa.Table.from_pylist([row], schema=SERVER_METRICS), tmp_path / "runs" / "served" / "server_metrics.parquet"
+    )
+    (found,) = answer(tmp_path / "runs", "select * from server_metrics")
+    assert found == {"run": str(tmp_path / "runs" / "served")} | row
 
 
 def test_lists_can_be_taken_apart(runs: Path) -> None:
@@ -85,8 +104,6 @@ def test_no_run_is_3(tmp_path: Path) -> None:
 
 
 def test_hostile_directory_names(runs: Path, tmp_path: Path) -> None:
-    import shutil
-
     odd = tmp_path / "it's; drop view runs --"
     shutil.copytree(runs / "v1", odd / "v1")
     (row,) = answer(odd, "select run, policy from runs join (select distinct run from requests) using (run)")
@@ -105,9 +122,38 @@ def test_notebooks_open_runs_directly(runs: Path) -> None:
     assert polars.read_parquet(path)["output_tokens"].sum() == tokens
 
 
-def test_every_column_is_documented() -> None:
-    text = (DOCS / "reading-a-run.md").read_text(encoding="utf-8")
-    for name, schema in SCHEMAS.items():
-        section = text.split(f"### {name}.parquet")[1].split("\n##")[0]
-        missing = [field.name for field in schema if f"`{field.name}`" not in section]
-        assert not missing, f"{name}: {missing}"
+def section(page: str, heading: str) -> str:
+    """The text under a heading."""
+    text = (DOCS / page).read_text(encoding="utf-8")
+    return text.split(f"\n{heading}\n")[1].split("\n##")[0]
+
+
+def named(text: str) -> set[str]:
+    """Everything in the first cells of a table's rows that is set as code."""
+    return {
+        name
+        for line in text.splitlines()
+        if line.startswith("| `")
+        for name in re.findall("`([^`]+)`", line.split("|")[1])
+    }
+
+
+@pytest.mark.parametrize("name", sorted(TABLES))
+def test_columns_are_documented_and_no_others(name: str) -> None:
+    assert named(section("reading-a-run.md", f"### {name}.parquet")) == set(TABLES[name].names)
+
+
+def test_types_are_documented() -> None:
+    written = " ".join(re.findall(r"```text\n(.*?)```", section("reading-a-run.md", "### Types"), re.DOTALL)[0].split())
+    known = [
+        f"{name}: " + ", ".join(f"{f.name} {f.type}{'' if f.nullable else '!'}" for f in schema)
+        for name, schema in TABLES.items()
+    ]
+    assert written == " ".join(known)
+
+
+def test_columns_of_results_and_baselines_are_documented() -> None:
+    baselines = section("ci-gate.md", "## A stored baseline")
+    for schema, text in ((SCHEMA, (DOCS / "sweeps.md").read_text(encoding="utf-8")), (BASELINES, baselines)):
+        prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+        assert set(schema.names) <= set(re.findall("`([^`]+)`", prose))

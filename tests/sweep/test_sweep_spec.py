@@ -72,6 +72,14 @@ def test_overrides_change_the_cells_they_name(tmp_path: Path) -> None:
     assert found == {("v1", 16, 40), ("eb", 8, 20)}
 
 
+def test_a_dry_run_shows_what_overrides_change(tmp_path: Path) -> None:
+    text = TINY + '[[overrides]]\nwhen = { policy = "eb" }\nset = { num_prompts = 20 }\n'
+    shown = invoke("sweep", spec_file(tmp_path, text), "--dry-run").stdout
+    assert "num_prompts: 40 (2 cells), 20 (2 cells)" in shown
+    assert "engine: sim" in shown
+    assert not (tmp_path / "sweeps").exists()
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
