@@ -111,14 +111,18 @@ def deepseek_unit() -> Device:
 _PREFILL = PoolSpec(instances=3, tp=4, dp=8, ep=32)
 TOPOLOGIES = {
     "3p": TopologySpec(name="3p", replicas=_PREFILL),
-    "3p1d": TopologySpec(
-        name="3p1d", prefill=_PREFILL, decode=PoolSpec(dp=32, ep=32),
+    "3p1d-deepseek": TopologySpec(
+        name="3p1d-deepseek", prefill=_PREFILL, decode=PoolSpec(dp=32, ep=32),
         transfer=TransferSpec(
             bandwidth_gb_per_s=45, store_gb=20, held_until="admission", backpressure=True, kv_bytes_per_token=70_272
         ),
     ),
+    "1p1d-early": TopologySpec(
+        name="1p1d-early", prefill=PoolSpec(), decode=PoolSpec(), transfer=TransferSpec(held_until="admission")
+    ),
 }  # fmt: skip
-"""The paper's pools. ``3p`` is its prefill pool alone: where answers have one token, nothing reaches a decode unit."""
+"""``3p`` is the staggered paper's prefill pool alone: where answers have one token, nothing reaches a decode unit.
+``1p1d-early`` gives received KV up once it is in the cache."""
 
 
 class _Passes:

@@ -27,14 +27,14 @@ _PUBLISHED = {"round-robin": (40_000.0, 130_000.0, 150_000.0), "iqr": (60_000.0,
 
 def _cell(wish: Wish, lengths: str, dispatch: str) -> ClusterCell:
     workload, plan = _WORKLOADS[lengths]
-    decode = TOPOLOGIES["3p1d"].decode
+    decode = TOPOLOGIES["3p1d-deepseek"].decode
     assert decode is not None
     return ClusterCell(
         workload, "v1", DEEPSEEK, "deepseek-v3", 256, CHUNK,
         settings=settings(
             num_prompts=wish.num_prompts or 6000, max_concurrency=BATCH * decode.units, max_model_len=50_000, **plan  # type: ignore[arg-type]
         ),
-        topology="3p1d", dispatch="sbs", decode_dispatch=dispatch, network_ms=0.5, async_scheduling=False,
+        topology="3p1d-deepseek", dispatch="sbs", decode_dispatch=dispatch, network_ms=0.5, async_scheduling=False,
         max_model_len=50_000,
     )  # fmt: skip
 

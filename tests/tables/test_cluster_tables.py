@@ -30,7 +30,7 @@ CELL = ClusterCell(
 
 @pytest.mark.parametrize(
     "change",
-    [{"topology": "3p1d"}, {"dispatch": "sbs"}, {"decode_dispatch": "iqr"}, {"network_ms": 1.0},
+    [{"topology": "3p1d-deepseek"}, {"dispatch": "sbs"}, {"decode_dispatch": "iqr"}, {"network_ms": 1.0},
      {"async_scheduling": True}, {"max_model_len": 1000}, {"policy": "eb"}],
     ids=lambda change: next(iter(change)),
 )  # fmt: skip
