@@ -209,8 +209,8 @@ def _table1_document(wish: Wish, store: CellStore) -> Document:
         "time to first token (figure 6). The paper's baseline leaves half of its chunks empty at the same TTFT; why "
         "its requests then wait so long it does not say. QPS with batching on agree at equal utilisation by "
         "construction, since the time of a pass was deduced from those rows; those of the baseline do not: with "
-        "half-empty chunks the fullest unit still sets the pace, while its 57 and 70 QPS need passes that grow with the tokens of all units "
-        "together (0.10 s + 10 us a token fits all four rows).",
+        "half-empty chunks the fullest unit still sets the pace, while its 57 and 70 QPS need passes that grow with "
+        "the tokens of all units together (0.10 s + 10 us a token fits all four rows).",
         _VARIANTS_NOTE,
         *pending(store, _table1_cells(wish)),
     )
