@@ -17,7 +17,8 @@ from ebbench.devices.profiles import find_profile, list_devices
 INTRODUCTION = """# Fidelity: emulated devices against published measurements
 
 Written by `ebbench fidelity`. Every number measured by others stands beside ours. *Fitted* cells belong to rows that a
-constant was fitted on; everything else is *predicted*. *Unscored* cells carry a note that says why.
+constant was fitted on; everything else is *predicted*. *Unscored* cells carry a note that says why. Ours are means over
+three seeds, since a run of some thousand requests scatters by 1 to 2 %; the published ones are single runs.
 Sources: Zhang et al., ICML 2026 (tables 2, 3, 13; figures 3 and 5; calibrations, weifang231/eb-vllm) and
 casys-kaist/LLMServingSim (the RTX 4090 run). What a device is made of is in `NOTICE`.
 """

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import lru_cache
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -30,11 +32,31 @@ Say = Callable[[str], None]
 REPLAY = "llmservingsim/rtx4090_llama31_8b.csv"
 
 
-def run_cases(cases: Iterable[Case], seed: int, say: Say, host: HostCosts | None = None) -> list[Cell]:
-    """Run every case and return its cells. ``host`` replaces the profiles' constants."""
-    cells = []
+def run_cases(
+    cases: Iterable[Case], seed: int, say: Say, host: HostCosts | None = None, *, repeats: int = 1, workers: int = 1
+) -> list[Cell]:
+    """Run every case and return its cells: means over ``repeats`` seeds from ``seed`` on.
+
+    ``host`` replaces the profiles' constants. ``workers`` are processes; what comes out is the same.
+    """
+    chosen = list(cases)
+    wanted = [(case, seed + i, host) for case in chosen for i in range(repeats)]
+    if workers == 1:
+        return _cells(chosen, (run_case(*one) for one in wanted), repeats, say)
+    with ProcessPoolExecutor(workers) as pool:
+        return _cells(chosen, pool.map(_run_one, wanted), repeats, say)
+
+
+def _run_one(wanted: tuple[Case, int, HostCosts | None]) -> dict[str, float]:
+    return run_case(*wanted)
+
+
+def _cells(cases: Iterable[Case], results: Iterable[dict[str, float]], repeats: int, say: Say) -> list[Cell]:
+    found = iter(results)
+    cells: list[Cell] = []
     for case in cases:
-        ours = run_case(case, seed, host)
+        runs = list(islice(found, repeats))
+        ours = {name: float(np.mean([run[name] for run in runs])) for name in runs[0]}
         cells += [
             Cell(
                 number.source, case.device, case.model, case.name, case.scheduler, number.metric, number.value,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -23,7 +24,8 @@ def fidelity(
     fit: Annotated[
         str | None, typer.Option(help="Instead: fit this device's three constants and print them for its profile.")
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the request plans.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="First seed of the request plans.")] = 0,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs a case, each with its own seed: their mean counts.")] = 3,
     as_json: Annotated[bool, typer.Option("--json", help="Scores as one JSON document on stdout.")] = False,
 ) -> None:
     """Hold emulated devices against published measurements: every cell, ours and theirs.
@@ -35,7 +37,7 @@ def fidelity(
         return
     from ebbench.analysis.fidelity_report import all_scores, write_report
 
-    cells = _collect(_chosen(only), seed)
+    cells = _collect(_chosen(only), seed, repeats)
     files = write_report(cells, out)
     found = all_scores(cells)
     if as_json:
@@ -61,7 +63,7 @@ def _chosen(only: list[str] | None) -> tuple[str, ...]:
     return tuple(only) if only else GROUPS
 
 
-def _collect(groups: tuple[str, ...], seed: int) -> list[Cell]:
+def _collect(groups: tuple[str, ...], seed: int, repeats: int) -> list[Cell]:
     from ebbench.analysis.fidelity_cases import all_cases
     from ebbench.analysis.fidelity_runs import calibration_cells, replay_cells, run_cases
 
@@ -69,7 +71,8 @@ def _collect(groups: tuple[str, ...], seed: int) -> list[Cell]:
     if "replay" in groups:
         cells += replay_cells()
     cases = [case for case in all_cases() if case.group in groups]
-    cells += run_cases(cases, seed, _progress(len(cases)))
+    workers = min(len(os.sched_getaffinity(0)), 8)
+    cells += run_cases(cases, seed, _progress(len(cases)), repeats=repeats, workers=workers)
     if "calibration" in groups:
         cells += calibration_cells()
     return cells
