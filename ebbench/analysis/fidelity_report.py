@@ -17,8 +17,8 @@ from ebbench.devices.profiles import find_profile, list_devices
 INTRODUCTION = """# Fidelity: emulated devices against published measurements
 
 Written by `ebbench fidelity`. Every number measured by others stands beside ours. *Fitted* cells belong to rows that a
-constant was fitted on; everything else is *predicted*. *Unscored* cells carry a note that says why. Ours are means over
-three seeds, since a run of some thousand requests scatters by 1 to 2 %; the published ones are single runs.
+constant was fitted on; everything else is *predicted*. *Unscored* cells carry a note that says why.
+{runs}
 Sources: Zhang et al., ICML 2026 (tables 2, 3, 13; figures 3 and 5; calibrations, weifang231/eb-vllm) and
 casys-kaist/LLMServingSim (the RTX 4090 run). What a device is made of is in `NOTICE`.
 """
@@ -75,14 +75,17 @@ What the paper leaves open was looked up in the authors' scripts and reports (we
 """
 
 
-def write_report(cells: Sequence[Cell], out: Path) -> list[Path]:
-    """Write report.md, cells.parquet and, with the extra ``plots``, pictures. Returns the files written."""
+def write_report(cells: Sequence[Cell], out: Path, repeats: int = 1) -> list[Path]:
+    """Write report.md, cells.parquet and, with the extra ``plots``, pictures. Returns the files written.
+
+    ``repeats`` is how many seeds our values are means of.
+    """
     out.mkdir(parents=True, exist_ok=True)
     table = out / "cells.parquet"
     pq.write_table(_table(cells), table)
     written = [table, *_pictures(cells, out)]
     report = out / "report.md"
-    report.write_text("\n".join(_markdown(cells, written)) + "\n", encoding="utf-8")
+    report.write_text("\n".join(_markdown(cells, written, repeats)) + "\n", encoding="utf-8")
     return [report, *written]
 
 
@@ -103,8 +106,10 @@ def _table(cells: Iterable[Cell]) -> pa.Table:
     return pa.table({name: [row[name] for row in rows] for name in names})
 
 
-def _markdown(cells: Sequence[Cell], files: Iterable[Path]) -> Iterator[str]:
-    yield INTRODUCTION
+def _markdown(cells: Sequence[Cell], files: Iterable[Path], repeats: int) -> Iterator[str]:
+    ours = f"means over {repeats} seeds" if repeats > 1 else "single runs"
+    scatter = "a run of some thousand requests scatters by 1 to 2 %"
+    yield INTRODUCTION.format(runs=f"Ours are {ours}, the published values single runs; {scatter}.")
     yield "## Scores\n"
     yield from _score_lines(all_scores(cells))
     yield "\n## Constants\n"
@@ -188,32 +193,80 @@ def _pictures(cells: Sequence[Cell], out: Path) -> list[Path]:
     except ImportError:
         return []
     written = []
-    for name, metrics in (("throughput", THROUGHPUT), ("ttft", ("ttft_mean_s",)), ("tpot", ("tpot_mean_ms",))):
+    for name, metrics, title in PICTURES:
         rows = [_point(cell) for cell in cells if cell.metric in metrics and cell.scored]
         if rows:
             path = out / f"{name}.svg"
-            _scatter(altair, name, rows).save(str(path))
+            (_errors if name == "throughput" else _scatter)(altair, title, rows).save(str(path))
             written.append(path)
     return written
 
 
+PICTURES = (
+    ("throughput", THROUGHPUT, "Throughput (requests/s below 100, tokens/s above 1,000)"),
+    ("ttft", ("ttft_mean_s",), "Mean TTFT, seconds"),
+    ("tpot", ("tpot_mean_ms",), "Mean TPOT, milliseconds"),
+)
+SOURCES = ("table 3", "table 2", "figure 5", "figure 3", "RTX 4090 run")  # the same colours in every picture
+
+
 def _point(cell: Cell) -> dict[str, Any]:
     kind = "fitted" if cell.fitted else "predicted"
-    return {"published": cell.published, "ours": cell.ours, "source": cell.source, "device": cell.device, "kind": kind}
+    return {
+        "published": cell.published, "ours": cell.ours, "error": cell.error,
+        "source": cell.source, "device": cell.device, "kind": kind,
+    }  # fmt: skip
+
+
+def _scale(altair: Any, rows: Sequence[dict[str, Any]], names: Sequence[str]) -> Any:
+    """Logarithmic, just around the values."""
+    values = [row[name] for row in rows for name in names]
+    return altair.Scale(type="log", domain=[min(values) * 0.8, max(values) * 1.2], nice=False)
+
+
+def _marks(altair: Any, rows: list[dict[str, Any]], y: Any, x: Any) -> Any:
+    shown = [name for name in SOURCES if any(row["source"] == name for row in rows)]
+    others = sorted({row["source"] for row in rows} - set(SOURCES))
+    colours = {name: f"#{colour}" for name, colour in zip(SOURCES, PALETTE, strict=True)}
+    return (
+        altair.Chart(altair.InlineData(values=rows))
+        .mark_point(filled=True, size=55, opacity=0.75)
+        .encode(
+            x=x,
+            y=y,
+            color=altair.Color(
+                "source:N",
+                scale=altair.Scale(domain=shown + others, range=[colours.get(n, "#666666") for n in shown + others]),
+            ),
+            shape=altair.Shape("kind:N", scale=altair.Scale(domain=["predicted", "fitted"], range=["circle", "cross"])),
+        )
+    )
+
+
+PALETTE = ("0072b2", "d55e00", "009e73", "cc79a7", "000000")  # told apart by colour-blind readers too
 
 
 def _scatter(altair: Any, title: str, rows: list[dict[str, Any]]) -> Any:
-    low = min(min(r["published"], r["ours"]) for r in rows) * 0.8
-    high = max(max(r["published"], r["ours"]) for r in rows) * 1.2
-    scale = altair.Scale(type="log", domain=[low, high])
-    line = altair.Chart(altair.InlineData(values=[{"x": low, "y": low}, {"x": high, "y": high}])).mark_line(
-        color="gray", strokeDash=[4, 4]
-    )
-    points = altair.Chart(altair.InlineData(values=rows)).mark_point(filled=True, size=55)
-    return altair.layer(
-        line.encode(x=altair.X("x:Q", scale=scale, title="published"), y=altair.Y("y:Q", scale=scale, title="ours")),
-        points.encode(x="published:Q", y="ours:Q", color="source:N", shape="kind:N"),
-    ).properties(title=title, width=380, height=380)
+    """Ours over published; on the dashed line both agree."""
+    scale = _scale(altair, rows, ("published", "ours"))
+    ends = [{"x": v, "y": v} for v in scale["domain"]]
+    axis = altair.Axis(grid=False, format=",~g", tickCount=6)
+    line = altair.Chart(altair.InlineData(values=ends)).mark_line(color="gray", strokeDash=[4, 4])
+    x = altair.X("published:Q", scale=scale, axis=axis, title="published")
+    y = altair.Y("ours:Q", scale=scale, axis=axis, title="ours")
+    marks = _marks(altair, rows, y, x)
+    return altair.layer(line.encode(x="x:Q", y="y:Q"), marks).properties(title=title, width=380, height=380)
+
+
+def _errors(altair: Any, title: str, rows: list[dict[str, Any]]) -> Any:
+    """Relative error over the published value; the band is the target for the median."""
+    scale = _scale(altair, rows, ("published",))
+    low, high = scale["domain"]
+    area = altair.Chart(altair.InlineData(values=[{"from": low, "to": high, "below": -0.1, "above": 0.1}]))
+    band = area.mark_rect(color="gray", opacity=0.15).encode(x="from:Q", x2="to:Q", y="below:Q", y2="above:Q")
+    x = altair.X("published:Q", scale=scale, axis=altair.Axis(grid=False, format=",~g", tickCount=6), title="published")
+    y = altair.Y("error:Q", axis=altair.Axis(format="+.0%"), title="ours against published")
+    return altair.layer(band, _marks(altair, rows, y, x)).properties(title=title, width=520, height=320)
 
 
 def unmet(cells: Sequence[Cell]) -> list[Score]:

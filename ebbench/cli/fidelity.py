@@ -38,7 +38,7 @@ def fidelity(
     from ebbench.analysis.fidelity_report import all_scores, write_report
 
     cells = _collect(_chosen(only), seed, repeats)
-    files = write_report(cells, out)
+    files = write_report(cells, out, repeats)
     found = all_scores(cells)
     if as_json:
         typer.echo(
