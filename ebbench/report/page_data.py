@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,7 +56,7 @@ class Page:
     warnings: tuple[str, ...]
     tables: tuple[Table, ...]
     stories: tuple[tuple[str, tuple[str, ...]], ...]
-    environment: Table
+    environment: tuple[Table, ...]
     labels: tuple[str, ...]
     shared: dict[str, list[Row]]
     runs: tuple[dict[str, Any], ...]
@@ -154,12 +154,20 @@ def _phases(rows: Sequence[tuple[Cell, ...]]) -> Table:
     return Table("By phase", headers, tuple(ordered))
 
 
-def _environment(labels: Sequence[str], runs: Sequence[Run]) -> Table:
-    """One column a run; rows that are equal everywhere are still shown, once a run."""
+def _environment(labels: Sequence[str], runs: Sequence[Run]) -> tuple[Table, ...]:
+    """What all runs share, and one column a run for what they do not."""
     facts = [_facts(run) for run in runs]
-    names = list(dict.fromkeys(name for each in facts for name in each))
-    rows = [(Cell(name, name), *(Cell(each.get(name, ""), each.get(name, "")) for each in facts)) for name in names]
-    return Table("Environment", ("", *labels), tuple(rows))
+    rows = {name: [each.get(name, "") for each in facts] for each in facts for name in each}
+    shared = {name: values[:1] for name, values in rows.items() if len(set(values)) == 1}
+    own = {name: values for name, values in rows.items() if name not in shared}
+    tables = [Table("Environment", ("", "all runs" if len(runs) > 1 else labels[0]), _text_rows(shared))]
+    if own:
+        tables.append(Table("Where the runs differ", ("", *labels), _text_rows(own)))
+    return tuple(tables)
+
+
+def _text_rows(rows: Mapping[str, Sequence[str]]) -> tuple[tuple[Cell, ...], ...]:
+    return tuple((Cell(name, name), *(Cell(value, value) for value in values)) for name, values in rows.items())
 
 
 def _facts(run: Run) -> dict[str, str]:

@@ -106,7 +106,7 @@ def _device_key(settings: Settings) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
-@lru_cache(maxsize=128)
+@lru_cache(maxsize=32)  # some 15 MB each: enough for the sizes and budgets of one GPU and model
 def _device(name: str, model: str, cost: str, memory: float, seqs: int, tokens: int, asynchronous: bool) -> Device:
     from ebbench.devices import load_device
 

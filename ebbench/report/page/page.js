@@ -50,7 +50,14 @@
     if (spec.vconcat) {
       spec.vconcat = spec.vconcat.filter((panel) => data[panel.data.name].length);
       const width = Math.max(element.clientWidth - 70, 160);
-      spec.vconcat.forEach((panel) => { panel.width = width; });
+      // All panels end where the longest does, so that a moment lies at one place in all of them.
+      const times = spec.vconcat.flatMap((panel) => data[panel.data.name].flatMap((row) => [row.t, row.t2 ?? row.t]));
+      const end = times.reduce((latest, time) => Math.max(latest, time), 0);
+      spec.vconcat.forEach((panel) => {
+        panel.width = width;
+        const scale = panel.encoding.x.scale;
+        if (!scale.domain) scale.domain = [0, end];
+      });
     }
     const names = [...new Set(named(spec))];
     spec.datasets = Object.fromEntries(names.map((name) => [name, data[name]]));
