@@ -12,8 +12,11 @@ import typer
 from ebbench.errors import InterruptedRunError, RunError, UnknownNameError, UsageError
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from ebbench.sweep.executors import Executor
     from ebbench.sweep.spec import Sweep
+    from ebbench.sweep.store import Store
 
 EXECUTORS = ("process", "ray")
 METRICS = ("request_throughput", "output_throughput", "total_token_throughput")
@@ -48,7 +51,7 @@ def sweep(
 
     from ebbench.records.run import slug
     from ebbench.sweep import show
-    from ebbench.sweep.drive import missing, run_sweep
+    from ebbench.sweep.drive import run_sweep
     from ebbench.sweep.findings import findings
     from ebbench.sweep.spec import load_sweep
     from ebbench.sweep.store import Store
@@ -59,14 +62,9 @@ def sweep(
     store = Store(output_dir or Path("sweeps") / slug(grid.name))
     output = Console(highlight=False)
     if dry_run:
-        todo = missing(grid, store)
-        if as_json:
-            cells = [{"key": cell.key, "finished": cell not in todo} for cell in grid.cells]
-            sys.stdout.write(json.dumps({"name": grid.name, "cells": cells, "axes": list(grid.axes)}, indent=2) + "\n")
-        else:
-            output.print(show.dry_run(grid, todo))
+        _dry_run(grid, store, output, as_json=as_json)
         return
-    chosen = _executor(executor, grid, workers, ray_address, gpus_per_cell)
+    chosen = executor_of(executor, grid, workers, ray_address, gpus_per_cell)
     with show.progress_on(Console(stderr=True, highlight=False), quiet=quiet) as report:
         result = run_sweep(grid, store, chosen, spec=spec.read_bytes(), report=report)
     found = findings(result.finished, grid.axes, metric)
@@ -82,7 +80,21 @@ def sweep(
         )
 
 
-def _executor(name: str, grid: Sweep, workers: int | None, address: str | None, gpus: float | None) -> Executor:
+def _dry_run(grid: Sweep, store: Store, output: Console, *, as_json: bool) -> None:
+    from ebbench.sweep import show
+    from ebbench.sweep.drive import missing
+
+    todo = missing(grid, store)
+    if not as_json:
+        output.print(show.dry_run(grid, todo))
+        return
+    open_keys = {cell.key for cell in todo}
+    cells = [{"key": cell.key, "finished": cell.key not in open_keys} for cell in grid.cells]
+    sys.stdout.write(json.dumps({"name": grid.name, "cells": cells, "axes": list(grid.axes)}, indent=2) + "\n")
+
+
+def executor_of(name: str, grid: Sweep, workers: int | None, address: str | None, gpus: float | None) -> Executor:
+    """The executor asked for. The vllm engine gets a GPU a cell on a cluster, and one cell at a time here."""
     from ebbench.sweep.executors import Processes
     from ebbench.sweep.ray_cluster import RayCluster
 

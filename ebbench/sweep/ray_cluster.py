@@ -39,7 +39,7 @@ class RayCluster:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         self._ray = need("ray", "sweep", "--executor ray")
-        self._address, self._gpus, self._workers, self._job = address, gpus, workers, job
+        self._address, self.gpus, self._workers, self._job = address, gpus, workers, job
 
     def outcomes(self, tasks: Sequence[Task]) -> Iterator[Outcome]:
         """Run the tasks. Raises RunError when the cluster cannot be reached or has no room for a cell."""
@@ -65,9 +65,9 @@ class RayCluster:
         return True
 
     def _run(self, tasks: Sequence[Task]) -> Iterator[Outcome]:
-        if self._gpus and self._ray.cluster_resources().get("GPU", 0) < self._gpus:
-            raise RunError(f"the cluster has no node with {self._gpus:g} GPU(s); start one with ray start --num-gpus")
-        remote = self._ray.remote(num_cpus=1, num_gpus=self._gpus, max_retries=RETRIES)(self._job)
+        if self.gpus and self._ray.cluster_resources().get("GPU", 0) < self.gpus:
+            raise RunError(f"the cluster has no node with {self.gpus:g} GPU(s); start one with ray start --num-gpus")
+        remote = self._ray.remote(num_cpus=1, num_gpus=self.gpus, max_retries=RETRIES)(self._job)
         queue = list(reversed(tasks))
         running: dict[Any, Task] = {}
         try:

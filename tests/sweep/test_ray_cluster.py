@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from sweep_data import TINY, invoke, spec_file
 from sweep_jobs import slow
 
+from ebbench.cli.sweep import executor_of
 from ebbench.sweep.drive import Progress, run_sweep
 from ebbench.sweep.ray_cluster import RayCluster
 from ebbench.sweep.spec import load_sweep
@@ -23,8 +25,6 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[object]:
     """A head without CPUs and two nodes of one CPU each, with a made-up GPU."""
-    import os
-
     from ray.cluster_utils import Cluster
 
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
@@ -72,6 +72,17 @@ def test_a_lost_node_costs_no_finished_cell(cluster: object, tmp_path: Path) -> 
     executions = [len(path.read_text().splitlines()) for path in notes.iterdir()]
     assert len(executions) == 12
     assert sum(executions) <= 13  # at most the cell that was running on the lost node ran again
+
+
+@pytest.mark.parametrize(("engine", "gpus"), [("vllm", 1.0), ("sim", 0.0)])
+def test_cells_of_the_vllm_engine_get_a_gpu_each(engine: str, gpus: float, tmp_path: Path) -> None:
+    sweep = load_sweep(spec_file(tmp_path, TINY + f'engine = "{engine}"\n'))
+    chosen = executor_of("ray", sweep, None, None, None)
+    assert isinstance(chosen, RayCluster)
+    assert chosen.gpus == gpus
+    assert executor_of("ray", sweep, None, None, 0.5).gpus == 0.5  # type: ignore[attr-defined]
+    here = executor_of("process", sweep, None, None, None)
+    assert (here.workers == 1) == (engine == "vllm" or len(os.sched_getaffinity(0)) == 1)  # type: ignore[attr-defined]
 
 
 def test_more_gpus_than_there_are_is_said_at_once(cluster: object, tmp_path: Path) -> None:
