@@ -75,6 +75,7 @@ def gateway(
 
     for module in ("starlette", "uvicorn"):
         need(module, "gateway", "ebbench gateway")
+    from ebbench.collector import no_full_collections
     from ebbench.gateway.serve import serve
     from ebbench.gateway.settings import GatewaySettings
 
@@ -95,4 +96,9 @@ def gateway(
         drain_s=drain,
     )
     text = f"{len(upstream)} upstreams, dispatch {dispatch}; Ctrl-C ends it"
-    serve(settings, lambda bound: typer.echo(f"http://{host}:{bound} is ready: {text}", err=True))
+
+    def ready(bound: int) -> None:
+        no_full_collections()
+        typer.echo(f"http://{host}:{bound} is ready: {text}", err=True)
+
+    serve(settings, ready)

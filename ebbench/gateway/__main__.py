@@ -1,18 +1,17 @@
 """``python -m ebbench.gateway SETTINGS_JSON``: the child process of :class:`ebbench.gateway.process.GatewayProcess`."""
 
-import gc
 import sys
 
 import msgspec
 
+from ebbench.collector import no_full_collections
 from ebbench.errors import EbbenchError
 from ebbench.gateway.serve import serve
 from ebbench.gateway.settings import GatewaySettings
 
 
 def _announce(port: int) -> None:
-    gc.collect()
-    gc.freeze()  # what lives now lives on; the collector need not look at it while streaming
+    no_full_collections()
     print(f"READY {port}", flush=True)
 
 

@@ -12,13 +12,22 @@ import ssl
 import time
 from collections import deque
 from collections.abc import AsyncIterator
-from typing import cast
+from typing import NamedTuple, cast
 
 import httptools
 import httpx
 
 _IDLE_LIMIT_S = 4.0  # below the 5 s after which uvicorn closes an idle connection
+_RESERVE = 8  # connections to each server that are open before anyone needs them
 _PAUSE_BYTES = 1 << 20  # a client that reads slowly must not fill the gateway's memory
+
+
+class _Address(NamedTuple):
+    """Where a connection goes."""
+
+    host: str
+    port: int
+    secure: bool
 
 
 class StreamTransport(httpx.AsyncBaseTransport):
@@ -27,7 +36,9 @@ class StreamTransport(httpx.AsyncBaseTransport):
     def __init__(self, connect_timeout_s: float) -> None:
         self._connect_timeout_s = connect_timeout_s
         self._tls: ssl.SSLContext | None = None
-        self._idle: dict[tuple[str, int], deque[_Wire]] = {}
+        self._idle: dict[_Address, deque[_Wire]] = {}
+        self._refills: dict[_Address, asyncio.Task[None]] = {}
+        self._closed = False
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         """Send; returns when the response's headers are there. Raises httpx's transport errors.
@@ -48,6 +59,9 @@ class StreamTransport(httpx.AsyncBaseTransport):
 
     async def aclose(self) -> None:
         """Close the kept connections."""
+        self._closed = True
+        for task in self._refills.values():
+            task.cancel()
         for wires in self._idle.values():
             for wire in wires:
                 wire.abort()
@@ -56,28 +70,52 @@ class StreamTransport(httpx.AsyncBaseTransport):
     async def _wire(self, request: httpx.Request) -> tuple[_Wire, bool]:
         url = request.url
         secure = url.scheme == "https"
-        address = (url.host, url.port or (443 if secure else 80))
+        address = _Address(url.host, url.port or (443 if secure else 80), secure)
         kept = self._idle.setdefault(address, deque())
-        while kept:
+        found = None
+        while kept and found is None:
             wire = kept.pop()
-            if wire.open and time.monotonic() - wire.idle_since_s < _IDLE_LIMIT_S:
-                return wire, True
-            wire.abort()
-        if secure and self._tls is None:
+            if wire.fresh:
+                found = wire
+            else:
+                wire.abort()
+        if len(kept) < _RESERVE and address not in self._refills:
+            self._refills[address] = asyncio.create_task(self._refill(address, kept))
+        if found is not None:
+            return found, True
+        return await self._connect(address, kept), False
+
+    async def _refill(self, address: _Address, kept: deque[_Wire]) -> None:
+        """Open connections ahead of need: one opened in a busy loop makes its request wait for milliseconds."""
+        try:
+            while kept and not kept[0].fresh:
+                kept.popleft().abort()
+            while len(kept) < _RESERVE and not self._closed:
+                wire = await self._connect(address, kept)
+                wire.idle_since_s = time.monotonic()
+                kept.appendleft(wire)
+        except httpx.TransportError:
+            pass  # a request that needs a connection will say so
+        finally:
+            self._refills.pop(address, None)
+
+    async def _connect(self, address: _Address, kept: deque[_Wire]) -> _Wire:
+        if address.secure and self._tls is None:
             self._tls = httpx.create_ssl_context()
         try:
             async with asyncio.timeout(self._connect_timeout_s):
                 _, wire = await asyncio.get_running_loop().create_connection(
                     lambda: _Wire(kept),
-                    *address,
-                    ssl=self._tls if secure else None,
-                    server_hostname=url.host if secure else None,
+                    address.host,
+                    address.port,
+                    ssl=self._tls if address.secure else None,
+                    server_hostname=address.host if address.secure else None,
                 )
         except TimeoutError:
             raise httpx.ConnectTimeout(f"no connection within {self._connect_timeout_s:g} s") from None
         except (OSError, ssl.SSLError) as error:
             raise httpx.ConnectError(str(error)) from error
-        return wire, False
+        return wire
 
 
 class _Wire(asyncio.Protocol):
@@ -94,6 +132,11 @@ class _Wire(asyncio.Protocol):
     def open(self) -> bool:
         """Whether it can be used."""
         return self._transport is not None and not self._transport.is_closing()
+
+    @property
+    def fresh(self) -> bool:
+        """Whether it can be used, and the server will not be about to close it."""
+        return self.open and time.monotonic() - self.idle_since_s < _IDLE_LIMIT_S
 
     async def exchange(self, request: httpx.Request, body: bytes) -> httpx.Response:
         """Send the request and wait for the head of the response."""
