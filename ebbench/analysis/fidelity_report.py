@@ -78,7 +78,7 @@ What the paper leaves open was looked up in the authors' scripts and reports (we
 def write_report(cells: Sequence[Cell], out: Path, repeats: int = 1) -> list[Path]:
     """Write report.md, cells.parquet and, with the extra ``plots``, pictures. Returns the files written.
 
-    ``repeats`` is how many seeds our values are means of.
+    ``repeats`` is how many seeds our values of table 3 are means of.
     """
     out.mkdir(parents=True, exist_ok=True)
     table = out / "cells.parquet"
@@ -108,8 +108,8 @@ def _table(cells: Iterable[Cell]) -> pa.Table:
 
 def _markdown(cells: Sequence[Cell], files: Iterable[Path], repeats: int) -> Iterator[str]:
     ours = f"means over {repeats} seeds" if repeats > 1 else "single runs"
-    scatter = "a run of some thousand requests scatters by 1 to 2 %"
-    yield INTRODUCTION.format(runs=f"Ours are {ours}, the published values single runs; {scatter}.")
+    scatter = "a run of the distribution shift scatters by 1 to 2 %"
+    yield INTRODUCTION.format(runs=f"Ours are {ours} in table 3, single runs elsewhere ({scatter}).")
     yield "## Scores\n"
     yield from _score_lines(all_scores(cells))
     yield "\n## Constants\n"
