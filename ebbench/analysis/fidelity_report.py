@@ -44,8 +44,11 @@ What the paper leaves open was looked up in the authors' scripts and reports (we
 
 - **v1 at c = 512, RTX PRO 6000 (a fitted row), and both gains over it.** The printed TTFT and TPOT mean 9,130 tokens/s
   with 512 requests in flight; 8,330 are printed. In the other rows at c = 32 and 512 the two agree within 4 %. Ours
-  lies between, so gains come out 6 to 7 points low. No device can meet both numbers.
-- **v1 at c = 2048** is then 2 % slow where the others are 1 to 2 % fast: EB's gain is half a point outside the 5.
+  lies between, so gains come out 7 to 8 points low. No device can meet both numbers. With EB at c = 32 (below) these
+  are the three gains that the fitted rows miss.
+- **v1 at c = 2048** is then 2 % slow where the others are 1 to 2 % fast: EB's gain is a tenth of a point outside the 5.
+- **EB+ over EB, distribution shift on H200**: the one winner that is wrong (+2.0 % in print). All three schedulers come
+  out within 2 % of each other here, and single seeds put EB+ anywhere from 2 % below EB to 2 % above.
 - **EB at c = 32.** The printed TTFT (0.09 s, 0.06 s) is that of a refill at every free slot. The published rule waits
   for `min(q, N-n)/n >= theta/(1-theta)`. The cells for H200 come from a rerun with other scheduler code: an earlier
   printing had 1.046 s and 8,609 tokens/s, and the same rerun has 0.93 s at c = 512 where the paper prints 4.6 s.
