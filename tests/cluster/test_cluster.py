@@ -100,6 +100,13 @@ def test_a_group_steps_together_and_as_long_as_its_slowest_unit() -> None:
     assert sorted(s["prefill_tokens"] for s in steps) == [150, 950]
 
 
+def test_units_of_a_group_can_be_given_targets() -> None:
+    """A policy that orders its queue knows since when each unit's requests wait."""
+    requests = plan([(100, 8), (200, 8), (50, 8), (400, 8)] * 4, [0.0] * 8 + [0.05] * 8)
+    result = run("tp=1,dp=2,ep=2", requests, policy="marginal:ttft=1,tpot=0.02")
+    assert set(result.requests["status"].to_pylist()) == {"ok"}
+
+
 def test_units_of_different_instances_do_not_wait_for_each_other() -> None:
     spec = TopologySpec(replicas=PoolSpec(instances=2, dp=2, ep=2))
     result = run(spec, plan([(100, 1), (900, 1)], [0.0] * 2), on=device(FixedAndToken(0.1, 1e-4)))
