@@ -205,7 +205,13 @@ class StaggeredDispatcher:
     def _cycle(self, instance: int, now_ns: int) -> list[Order]:
         """Send what fits to ``instance``; what is left over waits one cycle more."""
         units = self.fleet.instances[instance]
-        available = {unit.index: self.settings.chunk_tokens - unit.backlog_tokens for unit in units}
+        # An instance that generates may leave its queue alone for many passes and take it up in one refill (EB does):
+        # what is queued there takes nothing away from the next pass, and a refill can only be as large as the queue.
+        gathers = self.settings.bypass and instance in self._going_on.generating
+        available = {
+            unit.index: self.settings.chunk_tokens - (unit.in_flight_tokens if gathers else unit.backlog_tokens)
+            for unit in units
+        }
         orders: list[Order] = []
         if max(available.values()) > 0:
             orders = self._pack(available) if self.settings.packing else self._in_turn_over(available)

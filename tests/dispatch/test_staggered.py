@@ -67,6 +67,18 @@ def test_capacity_counts_what_is_in_transit_and_what_is_queued() -> None:
     assert sbs.poll(3 * MS) == [Order(2, 0)]
 
 
+@pytest.mark.parametrize(("bypass", "sent"), [(True, [Order(1, 0)]), (False, [])])
+def test_the_queue_of_an_instance_that_generates_is_its_own_business(bypass: bool, sent: list[Order]) -> None:
+    """EB refills once its queue is worth it; a dispatcher that waits for an empty queue keeps it small for ever."""
+    sbs = staggered(1, interval=False, bypass=bypass)
+    sbs.arrive(ask(0, 1000), 0)
+    assert sbs.poll(0) == [Order(0, 0)]
+    sbs.arrive(ask(1, 800), MS)
+    report = (UnitReport(0, received=1, queued_tokens=1000, kv_tokens=0),)
+    sbs.end_forward(EndForward(0, 10 * MS, goes_on=True, generates=True, units=report), 2 * MS)
+    assert sbs.poll(2 * MS) == sent
+
+
 def test_left_over_requests_go_first_next_time() -> None:
     sbs = staggered(1, interval=False)
     sbs.arrive(ask(0, 1000), 0)
