@@ -136,7 +136,7 @@ def _answer(wish: Wish, store: CellStore) -> tuple[str, ...]:
 def _document(wish: Wish, store: CellStore) -> Document:
     notes = (
         f"Nothing is published on this. Ours: Qwen3-8B, {TOPOLOGY}, N = {SEQS}, B = {BUDGET}, 0.5 ms each way; Poisson "
-        "arrivals, 4,000 requests; load as a share of what the linear costs give with 256 sequences a batch, which "
+        f"arrivals, {wish.num_prompts or 4000:,} requests; load as a share of what the linear costs give with 256 sequences a batch, which "
         f"lies near but not at the measured saturation; saturated: a closed loop of {SATURATED:,} requests.",
         "Immediate dispatch is to the instance with the fewest open requests. Instances that serve prompts and answers "
         "pass after pass never stand still, so the staggered dispatcher sends to one that goes on at its signal, least "
