@@ -136,8 +136,9 @@ def _answer(wish: Wish, store: CellStore) -> tuple[str, ...]:
 def _document(wish: Wish, store: CellStore) -> Document:
     notes = (
         f"Nothing is published on this. Ours: Qwen3-8B, {TOPOLOGY}, N = {SEQS}, B = {BUDGET}, 0.5 ms each way; Poisson "
-        f"arrivals, {wish.num_prompts or 4000:,} requests; load as a share of what the linear costs give with 256 sequences a batch, which "
-        f"lies near but not at the measured saturation; saturated: a closed loop of {SATURATED:,} requests.",
+        f"arrivals, {wish.num_prompts or 4000:,} requests; load as a share of what the linear costs give with 256 "
+        "sequences a batch, which lies near but not at the measured saturation; saturated: a closed loop of "
+        f"{SATURATED:,} requests.",
         "Immediate dispatch is to the instance with the fewest open requests. Instances that serve prompts and answers "
         "pass after pass never stand still, so the staggered dispatcher sends to one that goes on at its signal, least "
         "loaded first: there is little wait on the device left to save, and what remains is balance.",
