@@ -21,6 +21,7 @@ from ebbench.engines.machine import visible_gpus
 from ebbench.engines.recorded import Recording
 from ebbench.engines.vllm import (
     VllmEngine,
+    await_records,
     engine_result,
     prove_policy,
     reason_of_death,
@@ -72,6 +73,8 @@ class ReplicatedVllmEngine(VllmEngine):
                 raise
             died = tuple(reason for server in servers for reason in reason_of_death(server))
             gateway.stop()
+            if not died:
+                await_records(records)
             for server in servers:
                 server.stop()  # before its record is read to the end
             recordings = [recording_of(record, plan, done) for record in records]

@@ -7,7 +7,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -25,13 +25,14 @@ from ebbench.records.plan import Plan
 from ebbench.records.schema import DECISIONS, STEPS
 from vllm_eb.calibration import calibration_to_json
 from vllm_eb.policy import PolicySpec
-from vllm_eb.recorder import read_frames
+from vllm_eb.recorder import FLUSH_EVERY_S, read_frames
 
 READY_TIMEOUT_S = 900.0
 # A CPU run proves correctness; compiling would take longer than the run.
 CPU_ARGUMENTS = ("--enforce-eager",)
 CPU_KV_SHARE = 4  # one part in so many of the free memory goes to the KV cache, whole GiB
 PROOF_TIMEOUT_S = 10.0
+RECORD_WAIT_S = 15.0
 
 
 @dataclass
@@ -79,6 +80,8 @@ class VllmEngine:
                     server.check_alive("died")
                     raise
                 died = reason_of_death(server)
+                if not died:
+                    await_records([record])
             recording = recording_of(record, plan, done)
         if self.log is not None:
             log = Path(shutil.move(log, self.log))
@@ -181,6 +184,20 @@ def prove_policy(record: Path, policy: PolicySpec, server: ServerProcess) -> Non
                 f"{server.tail()}"
             )
         time.sleep(0.1)
+
+
+def await_records(records: Sequence[Path | None], longest_s: float = RECORD_WAIT_S) -> None:
+    """Wait until records have stopped growing: a server slow to end may be killed with its last steps unwritten.
+
+    A recorder with nothing to do writes what it holds within ``FLUSH_EVERY_S``.
+    """
+    deadline = time.monotonic() + longest_s
+    before, quiet_since = -1, time.monotonic()
+    while (now := time.monotonic()) < min(deadline, quiet_since + 3 * FLUSH_EVERY_S):
+        size = sum(shard.stat().st_size for folder in records if folder is not None for shard in folder.glob("*"))
+        if size != before:
+            before, quiet_since = size, now
+        time.sleep(FLUSH_EVERY_S / 5)
 
 
 def _in_group(pid: int, group: int) -> bool:

@@ -69,6 +69,11 @@ class Instance(Scheduler):
     def generates(self) -> bool:
         """Whether a running request with its prompt computed has tokens left to schedule."""
         state, running = self._state, self.running
+        if not len(running):
+            return False
+        first = running[0]  # nearly always tells
+        if not state.partial[first] and state.computed[first] < state.last[first]:
+            return True
         return bool(((state.computed[running] < state.last[running]) & ~state.partial[running]).any())
 
     def queued_tokens(self) -> int:
@@ -76,8 +81,10 @@ class Instance(Scheduler):
         state = self._state
         partial = self.running[state.partial[self.running]]
         queued = int((state.target[partial] - state.computed[partial]).sum()) if len(partial) else 0
-        rows = [*self.waiting, *self._inbox]
-        return queued + int(state.target[rows].sum()) if rows else queued
+        for rows in (self.waiting, self._inbox):
+            if rows:
+                queued += int(state.target[np.fromiter(rows, np.int64, len(rows))].sum())
+        return queued
 
     def running_ages(self) -> Sequence[int]:
         """Output tokens so far of every running request."""
