@@ -24,6 +24,9 @@ ENVIRONMENT = (
 )  # fmt: skip
 """Names of what must agree. ``options`` are the scheduler settings; they decide the configuration hash."""
 
+LATER_OPTIONS = {"enforce_eager": False, "warmup": 0}
+"""Options that older runs did not record, and what they ran with: at that value they are no part of a comparison."""
+
 FIGURES = (
     "output_throughput", "median_ttft_ms", "median_tpot_ms", "p99_ttft_ms", "p99_tpot_ms", "request_goodput",
 )  # fmt: skip
@@ -113,8 +116,12 @@ def environment_of(manifest: Manifest) -> dict[str, str]:
         "workload": manifest.workload,
         "scenario": manifest.scenario,
         "source": manifest.source,
-        "options": json.dumps(manifest.options, sort_keys=True),
+        "options": json.dumps(_compared(manifest.options), sort_keys=True),
     }
+
+
+def _compared(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if LATER_OPTIONS.get(name, UNKNOWN) != value}
 
 
 def _recorded(manifest: Manifest, name: str) -> str:

@@ -123,6 +123,7 @@ def _load_device(asked: Asked) -> Device:
         max_num_seqs=asked.options.max_num_seqs,
         max_num_batched_tokens=asked.options.max_num_batched_tokens,
         async_scheduling=asked.options.async_scheduling,
+        eager=asked.options.enforce_eager,
     )
 
 

@@ -23,7 +23,6 @@ def _opt(*names: str, help: str) -> typer.models.OptionInfo:
 
 Endpoint = Annotated[str | None, _opt("--endpoint", help="completions (default) or chat.")]
 Workers = Annotated[int | None, _opt("--workers", help="Client processes. Default: one for 512 open requests.")]
-Warmup = Annotated[int | None, _opt("--warmup", "--num-warmups", help="Requests before the start, not recorded.")]
 RampUp = Annotated[float | None, _opt("--ramp-up", help="Seconds over which the load grows to its full size.")]
 ConnectTimeout = Annotated[float | None, _opt("--connect-timeout", help="Seconds to connect. Default: 10.")]
 IdleTimeout = Annotated[

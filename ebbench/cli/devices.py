@@ -48,6 +48,7 @@ def show(
     max_num_seqs: Annotated[int | None, typer.Option(min=1, help="Sizes the KV cache.")] = None,
     max_num_batched_tokens: Annotated[int | None, typer.Option(min=1, help="Sizes the KV cache.")] = None,
     async_scheduling: Annotated[bool, typer.Option(help="Host work beside the GPU's, or before it.")] = True,
+    enforce_eager: Annotated[bool, typer.Option("--enforce-eager", help="Without CUDA graphs.")] = False,
     plot: Annotated[Path | None, typer.Option(help="Also draw the curves: .svg, .png or .html.")] = None,
     as_json: JsonFlag = False,
 ) -> None:
@@ -62,6 +63,7 @@ def show(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         async_scheduling=async_scheduling,
+        eager=enforce_eager,
     )
     facts = describe(device, name, model, context)
     if as_json:

@@ -60,6 +60,15 @@ def run(
         float | None,
         _opt("--saturation-rate", help="Measured saturation in requests/s, for phases given as a share.", panel=_LOAD),
     ] = None,
+    warmup: Annotated[
+        int,
+        _opt(
+            "--warmup",
+            "--num-warmups",
+            help="Requests before the start, of the plan's lengths; not recorded.",
+            panel=_LOAD,
+        ),
+    ] = 0,
     repeats: Annotated[int, _opt("--repeats", help="Runs a policy, seeds S, S+1, ...", panel=_LOAD)] = 1,
     max_num_seqs: Annotated[int, _opt("--max-num-seqs", help="N, sequences in a batch.", panel=_ENGINE)] = 1024,
     max_num_batched_tokens: Annotated[
@@ -78,6 +87,9 @@ def run(
     ] = False,
     no_async_scheduling: Annotated[
         bool, _opt("--no-async-scheduling", help="Schedule a step only when the last has ended.", panel=_ENGINE)
+    ] = False,
+    enforce_eager: Annotated[
+        bool, _opt("--enforce-eager", help="No CUDA graphs: every layer is launched by the host.", panel=_ENGINE)
     ] = False,
     seed: Annotated[int, _opt("--seed", help="Same seed, same plan, byte for byte.", panel=_WORKLOAD)] = 0,
     source: Annotated[str, _opt("--source", help="auto, hub, profile or file:PATH.", panel=_WORKLOAD)] = "auto",
@@ -107,7 +119,6 @@ def run(
     ramp_up: flags.RampUp = None,
     endpoint: flags.Endpoint = None,
     workers: flags.Workers = None,
-    warmup: flags.Warmup = None,
     connect_timeout: flags.ConnectTimeout = None,
     idle_timeout: flags.IdleTimeout = None,
     total_timeout: flags.TotalTimeout = None,
@@ -142,6 +153,8 @@ def run(
         num_kv_blocks=num_kv_blocks,
         enable_prefix_caching=not no_prefix_caching,
         async_scheduling=not no_async_scheduling,
+        enforce_eager=enforce_eager,
+        warmup=warmup,
     )
     if scenario is None and request_rate is not None and not workload.startswith("trace:"):
         scenario = "poisson" if burstiness is None else "gamma"  # as `vllm bench serve` reads these options
@@ -177,7 +190,6 @@ def run(
         client={
             "endpoint": endpoint,
             "workers": workers,
-            "warmup": warmup,
             "connect_timeout_s": connect_timeout,
             "idle_timeout_s": idle_timeout,
             "total_timeout_s": total_timeout,

@@ -13,12 +13,13 @@ from ebbench.devices.gridcost import GridCost, measured_calibration
 from ebbench.devices.linear import SOURCE, LinearCost, published_calibration
 from ebbench.devices.profiles import DeviceProfile, HostCosts, find_model, find_profile, kv_capacity_tokens
 from ebbench.devices.roofline import roofline_cost
-from ebbench.devices.table import table_cost
+from ebbench.devices.table import TableCost, table_cost
 from ebbench.errors import UnknownNameError, UsageError
 from vllm_eb.calibration import Calibration
 
 COSTS = ("auto", "table", "linear", "roofline")
 DEFAULT_HOST = HostCosts(step_s=2e-3, sequence_s=10e-6)
+EAGER_UNKNOWN = "--enforce-eager changes nothing here: only kernel tables know what CUDA graphs save"
 
 
 class Serving(NamedTuple):
@@ -75,6 +76,8 @@ def load_device(
         if measured is not None and cost == "auto"
         else _build(cost, profile, geometry, published, constants, Serving(async_scheduling, eager))
     )
+    if eager and not isinstance(built.cost, TableCost):
+        built = built._replace(warnings=(*built.warnings, EAGER_UNKNOWN))
     return Device(
         name=profile.name,
         model=geometry.name,

@@ -81,7 +81,11 @@ def table_cost(
         overlap=overlap,
         launch_s=EAGER_LAYER_S * model.layers if eager else 0.0,
     )
-    return cost, _provenance(profile, host), warnings
+    return cost, _provenance(profile, host) + (f"; {_eager(cost)}" if eager else ""), warnings
+
+
+def _eager(cost: TableCost) -> str:
+    return f"eager mode: a step's kernels take at least {cost.launch_s * 1e3:.1f} ms to launch"
 
 
 def _provenance(profile: DeviceProfile, host: HostCosts) -> str:

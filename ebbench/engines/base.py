@@ -18,6 +18,7 @@ class EngineOptions:
     """Scheduler settings, named as vLLM names them.
 
     ``num_kv_blocks`` of None means: from the device's KV capacity. ``long_prefill_token_threshold`` of 0 is off.
+    ``enforce_eager``: no CUDA graphs. ``warmup``: requests of the plan's lengths that go first and are not recorded.
     """
 
     max_num_seqs: int = 1024
@@ -28,6 +29,8 @@ class EngineOptions:
     enable_prefix_caching: bool = True
     async_scheduling: bool = True
     long_prefill_token_threshold: int = 0
+    enforce_eager: bool = False
+    warmup: int = 0
 
 
 @dataclass(frozen=True)

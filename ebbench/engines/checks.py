@@ -32,6 +32,8 @@ def check_options(options: EngineOptions, policies: Sequence[PolicySpec]) -> Non
         num_kv_blocks=options.num_kv_blocks,
         block_size=options.block_size,
     )
+    if options.warmup < 0:
+        raise UsageError(f"--warmup must be 0 or more requests, not {options.warmup}")
     if options.max_num_batched_tokens < options.max_num_seqs:
         raise UsageError(
             f"--max-num-batched-tokens {options.max_num_batched_tokens} is below --max-num-seqs "

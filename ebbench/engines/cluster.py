@@ -60,6 +60,8 @@ class ClusterEngine:
                 f"topology {self.topology.label} separates prefill from decode, so there is nothing for policy "
                 f"{policy.name} to decide; use --policy v1"
             )
+        if options.warmup:
+            raise UsageError("--warmup is for one instance; a simulated cluster has none: leave out --topology or it")
         simulation = _Simulation(self, plan, policy, device, options, observer)
         if options.enable_prefix_caching and not shares_content(plan):
             try:

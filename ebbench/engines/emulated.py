@@ -36,6 +36,7 @@ from ebbench.records.plan import Plan
 from ebbench.simulation.state import UNSET, Ints, RequestState
 from ebbench.simulation.step import Step
 from ebbench.simulation.tables import StepLog, decisions_table, requests_table, steps_table
+from ebbench.simulation.warmup import Beginning, at_beginning, records_after, steps_after, with_warmup, without_warmup
 from vllm_eb import config as plugin
 from vllm_eb.policy import PolicySpec
 
@@ -105,19 +106,22 @@ class _Run:
         self._make_request, self._vocab = core_module.make_request, core_module.vocabulary(options.block_size)
         self._plan, self._policy = plan, policy
         self._blocks = num_kv_blocks(device, options)
-        self._state, self._log = RequestState(plan), StepLog()
-        self._clients = VirtualClients(plan, self._state)
+        everyone = with_warmup(plan, options.warmup)
+        self._state, self._log = RequestState(everyone), StepLog()
         self._clock = core_module.VirtualClock()
         self.core = core_module.build_core(self._blocks, options, *plugin_settings(policy, device))
         self._scheduler = self.core.scheduler
         self._pool = self._scheduler.kv_cache_manager.block_pool
         if policy.kind != "v1":
             self._scheduler.use_clock(self._clock.now_s)
+        self._beginning = Beginning(begun=not options.warmup)
+        begin = at_beginning(self._beginning, self._log.steps, getattr(self._scheduler, "controller", None))
+        self._clients = VirtualClients(plan, self._state, options.warmup, begin)
         self._streams: dict[str, list[int]] = {}
         executor = self.core.model_executor
         executor.attach(self._clock, device.cost, self._streams)
         executor.on_step, executor.on_preempted = self._on_step, self._on_preempted
-        self._ids: list[str] = plan.table["request_id"].to_pylist()
+        self._ids: list[str] = everyone.table["request_id"].to_pylist()
         self._row_of = {request_id: row for row, request_id in enumerate(self._ids)}
         self._last_ids: list[str] = []
         self._last_rows: Ints = np.zeros(0, np.int64)
@@ -241,7 +245,7 @@ class _Run:
                     row = self._row_of[output.request_id]
                     self._state.end_ns[row] = self._clock.now_ns
                     self._state.done[row] = True
-                    self._completed += 1
+                    self._completed += row < len(self._plan)
                     del self._streams[output.request_id]
                     self._clients.ended(row, self._clock.now_ns)
 
@@ -256,12 +260,12 @@ class _Run:
     def result(self, interrupted: bool) -> EngineResult:
         """The tables of what was done."""
         controller = getattr(self._scheduler, "controller", None)
-        records = [(0, record) for record in controller.drain_records()] if controller else []
+        records = controller.drain_records() if controller else []
         ids = pa.array(self._ids, pa.string())
         return EngineResult(
-            requests=requests_table(self._plan, self._state),
-            steps=steps_table(self._log.steps, ids, self._blocks),
-            decisions=decisions_table(records),
+            requests=requests_table(self._plan, without_warmup(self._state, self._plan, self._beginning)),
+            steps=steps_table(steps_after(self._log.steps, self._beginning), ids, self._blocks),
+            decisions=decisions_table([(0, record) for record in records_after(records, self._beginning)]),
             interrupted=interrupted,
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Callable
 
 from ebbench.records.plan import Plan
 from ebbench.simulation.releases import Releases
@@ -12,15 +13,20 @@ from ebbench.simulation.state import UNSET, RequestState
 class VirtualClients:
     """Sends the plan's requests in virtual time: by the clock, and when completions make room."""
 
-    def __init__(self, plan: Plan, state: RequestState) -> None:
-        self._state, self._releases = state, Releases(plan)
+    def __init__(self, plan: Plan, state: RequestState, warmup: int = 0, begin: Callable[[int], None] | None = None):
+        """``begin`` is called with the time when ``warmup`` requests have ended and the plan begins."""
+        self._plan, self._state, self._releases = plan, state, Releases(plan, warmup)
+        self._begin = begin if warmup else None
         self._arrivals: list[tuple[int, int]] = []  # (time, row)
         self._ready: list[int] = []
         self._release(self._releases.start(), 0)
-        if not plan.closed_loop:
-            times = plan.table["arrival_ns"].to_pylist()
-            self._arrivals = sorted((times[row] or 0, row) for row in self._releases.first_rows)
-            heapq.heapify(self._arrivals)
+        if not warmup:
+            self._schedule_arrivals(0)
+
+    def _schedule_arrivals(self, now_ns: int) -> None:
+        if not self._plan.closed_loop:
+            times = self._plan.table["arrival_ns"].to_pylist()
+            self._arrivals = sorted((now_ns + (times[row] or 0), row) for row in self._releases.first_rows)
 
     def due(self, now_ns: int) -> list[int]:
         """Rows to send now, in order."""
@@ -41,7 +47,12 @@ class VirtualClients:
     def ended(self, row: int, now_ns: int) -> None:
         """A request ended. Sessions that arrived by then come first: they may be waiting for its slot."""
         self._arrive(now_ns)
-        self._release(self._releases.ended(row), now_ns)
+        following = self._releases.ended(row)
+        if self._begin is not None and self._releases.begun:
+            self._begin(now_ns)
+            self._begin = None
+            self._schedule_arrivals(now_ns)
+        self._release(following, now_ns)
 
     def _release(self, rows: list[int], now_ns: int) -> None:
         self._ready += rows

@@ -68,12 +68,14 @@ class EmulatedExecutor(StandInExecutor):
 
     def _init_executor(self) -> None:
         emulation, blocks = read_settings(self.vllm_config.additional_config)
+        settings = self.vllm_config.additional_config[EMULATED_KEY]
         device = load_device(
             emulation.device,
             emulation.model,
             cost=emulation.cost,
             max_num_seqs=self.scheduler_config.max_num_seqs,
             max_num_batched_tokens=self.scheduler_config.max_num_batched_tokens,
+            eager=bool(settings.get("enforce_eager", False)),  # vLLM's own flag is always set without a GPU
         )
         self._cost, self._slow_motion = device.cost, emulation.slow_motion
         self._blocks = blocks or device.kv_capacity_tokens // self.cache_config.block_size
@@ -83,9 +85,7 @@ class EmulatedExecutor(StandInExecutor):
         self._free_ns = 0
         # A platform without asynchronous scheduling (the CPU's) has switched it off; this device has it.
         if self.scheduler_config.async_scheduling is not None:
-            self.scheduler_config.async_scheduling = bool(
-                self.vllm_config.additional_config[EMULATED_KEY].get("async_scheduling", True)
-            )
+            self.scheduler_config.async_scheduling = bool(settings.get("async_scheduling", True))
 
     def determine_available_memory(self) -> list[int]:
         """Bytes: the device's KV blocks and the null block."""
@@ -117,7 +117,7 @@ def read_settings(additional_config: object) -> tuple[Emulation, int | None]:
             f'the emulated executor needs --additional-config \'{{"{EMULATED_KEY}": {{"device": "h200", '
             '"model": "qwen3-8b"}}\''
         )
-    known = {"device", "model", "slow_motion", "cost", "kv_blocks", "async_scheduling"}
+    known = {"device", "model", "slow_motion", "cost", "kv_blocks", "async_scheduling", "enforce_eager"}
     unknown = set(settings) - known
     if unknown:
         raise UsageError(f"{EMULATED_KEY}: unknown setting {sorted(unknown)[0]!r}; known: {', '.join(sorted(known))}")

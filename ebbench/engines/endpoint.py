@@ -9,7 +9,7 @@ and further fields of the request body, prefix-cache reset, reading of /metrics.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pyarrow as pa
 
@@ -41,6 +41,11 @@ def drive(
     return client.drive(url, plan, options, shown, on_batch)
 
 
+def warmed(client: ClientOptions, options: EngineOptions) -> ClientOptions:
+    """The load generator's options with the warm-up that the engine's options ask for."""
+    return replace(client, warmup=options.warmup) if options.warmup else client
+
+
 @dataclass
 class EndpointEngine:
     """Runs plans on the server at ``url``. The policy is a label: what runs there is the server's business.
@@ -60,7 +65,8 @@ class EndpointEngine:
         self, plan: Plan, policy: PolicySpec, device: Device, options: EngineOptions, observer: Observer | None
     ) -> EngineResult:
         """Carry out the plan. Raises UsageError, RunError; see :func:`drive`."""
-        done = drive(self.url, plan, self.options, observer, label=policy.name, on_batch=self.on_batch)
+        client = warmed(self.options, options)
+        done = drive(self.url, plan, client, observer, label=policy.name, on_batch=self.on_batch)
         return EngineResult(
             requests=done.requests,
             steps=STEPS.empty_table(),

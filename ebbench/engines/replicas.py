@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 
 from ebbench.devices.base import Device
 from ebbench.engines.base import EngineOptions, EngineResult, Observer
-from ebbench.engines.endpoint import drive
+from ebbench.engines.endpoint import drive, warmed
 from ebbench.engines.machine import visible_gpus
 from ebbench.engines.recorded import Recording
 from ebbench.engines.vllm import (
@@ -64,7 +64,7 @@ class ReplicatedVllmEngine(VllmEngine):
                 if record is not None:
                     prove_policy(record, policy, server)
             gateway = stack.enter_context(GatewayProcess(self._gateway(servings, options)))
-            client = self.client_for(servings[0].model)
+            client = warmed(self.client_for(servings[0].model), options)
             try:
                 done = drive(gateway.url, plan, client, observer, label=policy.name, on_batch=self.on_batch)
             except RunError:

@@ -14,6 +14,7 @@ from ebbench.simulation.loop import EventLoop
 from ebbench.simulation.state import RequestState
 from ebbench.simulation.step import SchedulerLimits
 from ebbench.simulation.tables import StepLog, decisions_table, requests_table, steps_table
+from ebbench.simulation.warmup import Beginning, at_beginning, records_after, steps_after, with_warmup, without_warmup
 from vllm_eb.controller import Controller, Record
 from vllm_eb.policy import PolicySpec
 
@@ -80,7 +81,7 @@ def _simulate(
     *,
     identity: bool,
 ) -> EngineResult:
-    state, log = RequestState(plan), StepLog()
+    state, log = RequestState(with_warmup(plan, options.warmup)), StepLog()
     kv: KvBlocks = (
         CachingKv(state, total_blocks, options.block_size)
         if identity
@@ -97,20 +98,28 @@ def _simulate(
     instance = Instance(state, limits, device.cost, kv, controller, log)
     if controller is not None:
         controller.follow_ages(instance.running_ages)
-    loop = EventLoop(plan, state, [instance], tick=_ticker(plan, policy, state, instance, observer))
+    beginning = Beginning(begun=not options.warmup)
+    loop = EventLoop(
+        plan,
+        state,
+        [instance],
+        tick=_ticker(plan, policy, state, instance, observer),
+        warmup=options.warmup,
+        begin=at_beginning(beginning, log.steps, controller),
+    )
     interrupted = False
     try:
         loop.run()
     except KeyboardInterrupt:
         interrupted = True
-    if not interrupted and loop.ended < len(plan):
-        raise RunError(f"{len(plan) - loop.ended} of {len(plan)} requests never ended: the scheduler is stuck")
-    records: list[tuple[int, Record]] = [(0, r) for r in controller.drain_records()] if controller is not None else []
+    if not interrupted and loop.ended < state.count:
+        raise RunError(f"{state.count - loop.ended} of {state.count} requests never ended: the scheduler is stuck")
+    records: list[Record] = controller.drain_records() if controller is not None else []
     request_ids = plan.table["request_id"].combine_chunks()
     return EngineResult(
-        requests=requests_table(plan, state),
-        steps=steps_table(log.steps, request_ids, total_blocks),
-        decisions=decisions_table(records),
+        requests=requests_table(plan, without_warmup(state, plan, beginning)),
+        steps=steps_table(steps_after(log.steps, beginning), request_ids, total_blocks),
+        decisions=decisions_table([(0, record) for record in records_after(records, beginning)]),
         interrupted=interrupted,
     )
 
@@ -140,14 +149,15 @@ def _ticker(plan: Plan, policy: PolicySpec, state: RequestState, instance: Insta
         if wall_s - last_s < PROGRESS_INTERVAL_S:
             return
         last_s = wall_s
-        outputs = int((state.next_slot - state.first_slot).sum())
+        own = slice(len(plan))  # warm-up requests lie behind the plan's
+        outputs = int((state.next_slot[own] - state.first_slot[own]).sum())
         observer.update(
             Progress(
                 policy=policy.name,
-                completed=int(state.done.sum()),
+                completed=int(state.done[own].sum()),
                 planned=len(plan),
                 output_tokens=outputs,
-                total_tokens=outputs + int(state.prompt[state.done].sum()),
+                total_tokens=outputs + int(state.prompt[own][state.done[own]].sum()),
                 time_s=now_ns / 1e9,
                 mode=instance.mode,
                 running=len(instance.running),

@@ -16,7 +16,7 @@ import pyarrow as pa
 from ebbench.client import ClientOptions, DriveResult
 from ebbench.devices.base import Device
 from ebbench.engines.base import EngineOptions, EngineResult, Observer
-from ebbench.engines.endpoint import drive
+from ebbench.engines.endpoint import drive, warmed
 from ebbench.engines.recorded import Recording, joined_requests, planned_name, read_recording
 from ebbench.engines.vllm_command import Emulation, Serving, cpu_build, executable_line, plain_line, plugin_roots
 from ebbench.engines.vllm_server import ServerProcess, free_port
@@ -73,9 +73,8 @@ class VllmEngine:
                 if record is not None:
                     prove_policy(record, policy, server)
                 try:
-                    done = drive(
-                        url, plan, self.client_for(serving.model), observer, label=policy.name, on_batch=self.on_batch
-                    )
+                    client = warmed(self.client_for(serving.model), options)
+                    done = drive(url, plan, client, observer, label=policy.name, on_batch=self.on_batch)
                 except RunError:
                     server.check_alive("died")
                     raise
@@ -103,7 +102,7 @@ class VllmEngine:
             options=options,
             max_model_len=min(options.max_model_len, limit) if limit else options.max_model_len,
             emulation=self.emulation,
-            extra=("--uvicorn-log-level", "warning", *(CPU_ARGUMENTS if cpu_build() else ()), *self.serve_args),
+            extra=("--uvicorn-log-level", "warning", *_cpu_arguments(options), *self.serve_args),
         )
 
     def client_for(self, model: str) -> ClientOptions:
@@ -113,6 +112,10 @@ class VllmEngine:
         if isinstance(vocabulary, int):
             return replace(self.client, vocab_size=min(self.client.vocab_size, vocabulary))
         return self.client
+
+
+def _cpu_arguments(options: EngineOptions) -> tuple[str, ...]:
+    return CPU_ARGUMENTS if cpu_build() and not options.enforce_eager else ()
 
 
 def stored_calibration(device: Device, folder: Path) -> Path:

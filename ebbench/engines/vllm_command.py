@@ -80,6 +80,8 @@ def _emulated_config(emulation: Emulation, options: EngineOptions | None) -> dic
     if options is not None:
         # The CPU platform switches asynchronous scheduling off behind our back; the executor switches it on again.
         settings["async_scheduling"] = options.async_scheduling
+        if options.enforce_eager:
+            settings["enforce_eager"] = True
         if options.num_kv_blocks is not None:
             settings["kv_blocks"] = options.num_kv_blocks
     return settings
@@ -104,6 +106,8 @@ def _option_arguments(options: EngineOptions, emulated: bool) -> list[str]:
         "--enable-prefix-caching" if options.enable_prefix_caching else "--no-enable-prefix-caching",
         "--async-scheduling" if options.async_scheduling else "--no-async-scheduling",
     ]  # fmt: skip
+    if options.enforce_eager:
+        arguments.append("--enforce-eager")
     if options.long_prefill_token_threshold:
         arguments += ["--long-prefill-token-threshold", str(options.long_prefill_token_threshold)]
     if emulated:

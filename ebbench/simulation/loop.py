@@ -40,21 +40,23 @@ class EventLoop:
         *,
         dispatch: Dispatch = to_first,
         tick: Tick | None = None,
+        warmup: int = 0,
+        begin: Tick | None = None,
     ) -> None:
+        """``warmup``: requests before the plan; ``begin`` is called when they have ended, before the plan's first."""
         self._state, self._instances, self._dispatch, self._tick = state, instances, dispatch, tick
-        self._releases = Releases(plan)
+        self._plan, self._begin, self._warming = plan, begin, warmup > 0
+        self._releases = Releases(plan, warmup)
         self._heap: list[tuple[int, int, int, int]] = []
         self._sequence = 0
         self._woken = [False] * len(instances)
         self.now_ns = 0
-        self.ended = 0
-        if not plan.closed_loop:
-            arrivals = np.asarray(plan.table["arrival_ns"].fill_null(0))
-            for row in self._releases.first_rows:
-                self._push(int(arrivals[row]), ARRIVAL, row)
+        self.ended = 0  # warm-up requests included
 
     def run(self) -> None:
         """Run to the end. A KeyboardInterrupt leaves a consistent state behind."""
+        if not self._warming:
+            self._schedule_arrivals()
         for row in self._releases.start():
             self._send(row, 0, 0)
         while self._heap:
@@ -68,13 +70,29 @@ class EventLoop:
             if self._tick is not None:
                 self._tick(self.now_ns)
 
+    def _schedule_arrivals(self) -> None:
+        if self._plan.closed_loop:
+            return
+        arrivals = np.asarray(self._plan.table["arrival_ns"].fill_null(0))
+        for row in self._releases.first_rows:
+            self._push(self.now_ns + int(arrivals[row]), ARRIVAL, row)
+
+    def _end_warmup(self) -> None:
+        self._warming = False
+        if self._begin is not None:
+            self._begin(self.now_ns)
+        self._schedule_arrivals()
+
     def _wake(self, index: int) -> None:
         instance = self._instances[index]  # stays marked as woken, so that what it is sent meanwhile wakes it no more
         while True:
             again_ns, ended = instance.wake(self.now_ns)
             for row in ended:
                 self.ended += 1
-                for released in self._releases.ended(row):
+                following = self._releases.ended(row)
+                if self._warming and self._releases.begun:
+                    self._end_warmup()
+                for released in following:
                     self._send(released, self.now_ns, self.now_ns)
             if not ended:
                 break

@@ -8,15 +8,20 @@ import numpy as np
 
 from ebbench.records.plan import Plan
 
+WARMUP_AT_ONCE = 64  # where the plan says nothing: what the load generator sends to a server
+
 
 class Releases:
     """Turns a plan into releases. Each call returns plan rows to send now, in order.
 
     Closed loop: sessions are released in plan order while fewer than the current phase's ``max_concurrency`` are
     open. Open loop: sessions start at their arrival; a cap on open sessions makes the later ones wait.
+
+    ``warmup`` requests of one turn, rows after the plan's (:mod:`ebbench.simulation.warmup`), go first; the plan
+    begins when the last of them has ended.
     """
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, warmup: int = 0) -> None:
         sessions = np.asarray(plan.table["session"])
         turns = np.asarray(plan.table["turn"])
         order = np.lexsort((turns, sessions))
@@ -31,10 +36,20 @@ class Releases:
         self._cap = plan.max_concurrency
         self._queue: deque[int] = deque(self.first_rows if plan.phases else ())
         self._released_in_phase = 0
+        self._warmup = deque(range(len(plan), len(plan) + warmup))
+        self._warming = warmup
+
+    @property
+    def begun(self) -> bool:
+        """Whether the warm-up is over, so that the plan's clock runs."""
+        return not self._warming
 
     def start(self) -> list[int]:
-        """Rows sent at time zero in closed loop."""
-        return self._release_closed()
+        """Rows sent at time zero: those of the warm-up that may be open at a time, else those of a closed loop."""
+        if self.begun:
+            return self._release_closed()
+        at_once = self._limits[0][1] if self._limits else self._cap or WARMUP_AT_ONCE
+        return [self._warmup.popleft() for _ in range(min(at_once, len(self._warmup)))]
 
     def arrived(self, row: int) -> list[int]:
         """An open-loop session arrived; the row itself, or nothing while the cap is reached."""
@@ -46,6 +61,11 @@ class Releases:
 
     def ended(self, row: int) -> list[int]:
         """A request ended: its session's next turn, or what its slot makes room for."""
+        if self._warming:
+            self._warming -= 1
+            if self._warmup:
+                return [self._warmup.popleft()]
+            return self._release_closed() if self.begun else []
         following = int(self._next_turn[row])
         if following >= 0:
             return [following]

@@ -47,6 +47,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     enable_prefix_caching: bool = EngineOptions.enable_prefix_caching
     async_scheduling: bool = EngineOptions.async_scheduling
     long_prefill_token_threshold: int = EngineOptions.long_prefill_token_threshold
+    enforce_eager: bool = EngineOptions.enforce_eager
+    warmup: int = EngineOptions.warmup
     gpu_memory_utilization: float = 0.9
     cost: str = "auto"
     goodput: str = ""

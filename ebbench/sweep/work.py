@@ -102,17 +102,19 @@ def _plan(settings: tuple[tuple[str, Any], ...]) -> Plan:
 def _device_key(settings: Settings) -> tuple[Any, ...]:
     return (
         settings.device, settings.model, settings.cost, settings.gpu_memory_utilization, settings.max_num_seqs,
-        settings.max_num_batched_tokens, settings.async_scheduling,
+        settings.max_num_batched_tokens, settings.async_scheduling, settings.enforce_eager,
     )  # fmt: skip
 
 
 @lru_cache(maxsize=32)  # some 15 MB each: enough for the sizes and budgets of one GPU and model
-def _device(name: str, model: str, cost: str, memory: float, seqs: int, tokens: int, asynchronous: bool) -> Device:
+def _device(
+    name: str, model: str, cost: str, memory: float, seqs: int, tokens: int, asynchronous: bool, eager: bool
+) -> Device:
     from ebbench.devices import load_device
 
     return load_device(
         name, model, cost=cost, gpu_memory_utilization=memory, max_num_seqs=seqs, max_num_batched_tokens=tokens,
-        async_scheduling=asynchronous,
+        async_scheduling=asynchronous, eager=eager,
     )  # fmt: skip
 
 

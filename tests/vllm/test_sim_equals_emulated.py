@@ -42,6 +42,25 @@ def test_equal_step_by_step(
     assert emulated.requests["status"].to_pylist() == ["ok"] * len(plan)
 
 
+@pytest.mark.parametrize("policy", [policy for policy in POLICIES if policy != "v0"])
+@pytest.mark.parametrize(
+    ("kv", "rate", "asynchronous", "warmup"),
+    [("loose", None, True, 30), ("tight", None, True, 7), ("loose", 60.0, True, 30), ("tight", 60.0, False, 1)],
+)
+def test_equal_after_a_warmup(policy: str, kv: str, rate: float | None, asynchronous: bool, warmup: int) -> None:
+    options = EngineOptions(
+        max_num_seqs=18,
+        max_num_batched_tokens=BUDGET["large"],
+        num_kv_blocks=KV[kv],
+        async_scheduling=asynchronous,
+        warmup=warmup,
+    )
+    plan = make_plan(Traffic(sessions=28, concurrency=22, rate_per_s=rate, seed=5))
+    sim, emulated = run_sim(plan, policy, DEVICE, options), run_emulated(plan, policy, DEVICE, options)
+    assert differences(sim, emulated) == []
+    assert emulated.requests["status"].to_pylist() == ["ok"] * len(plan)
+
+
 def lone_requests_uncapped() -> bool:
     """Whether vLLM lifts the cap on long prompts where nobody else would starve (after 0.25)."""
     from vllm.v1.core.sched.scheduler import Scheduler

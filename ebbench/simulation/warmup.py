@@ -1,0 +1,107 @@
+"""Warm-up requests: the plan's lengths, content of their own, sent before the plan and left out of the record.
+
+They meet the same controller and the same instance, so a policy that learns has learnt something when the plan
+begins; ``vllm bench serve --num-warmups`` does the same to a server (but repeats its first prompt). In the arrays of a
+run their rows come after the plan's, whose row numbers stay what they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pyarrow as pa
+
+from ebbench.records.plan import Plan
+from ebbench.records.schema import PLAN
+from ebbench.simulation.state import UNSET, Ints, RequestState
+from ebbench.simulation.step import Step
+from vllm_eb.controller import Controller, Record
+
+_TIMES = ("intended_ns", "sent_ns", "scheduled_ns", "end_ns")
+_COUNTS = ("preemptions", "cached_tokens", "next_slot")
+
+
+@dataclass
+class Beginning:
+    """When the plan began on the engine's clock, and after how many steps; ``begun`` False: not yet."""
+
+    begun: bool
+    time_ns: int = 0
+    steps: int = 0
+
+
+def at_beginning(
+    beginning: Beginning, steps: Sequence[tuple[int, Step]], controller: Controller | None
+) -> Callable[[int], None]:
+    """What to call with the time at which the plan begins: notes it, and forgets the records of the warm-up."""
+
+    def begin(now_ns: int) -> None:
+        beginning.begun, beginning.time_ns, beginning.steps = True, now_ns, len(steps)
+        if controller is not None:
+            controller.drain_records()
+
+    return begin
+
+
+def with_warmup(plan: Plan, count: int) -> Plan:
+    """The plan with ``count`` warm-up requests behind its own rows; their lengths are the plan's, in its order."""
+    if not count:
+        return plan
+    table = plan.table
+    rows = pa.array(np.arange(count) % table.num_rows)
+    sessions = table["session"].to_numpy()
+    columns = {
+        "request_id": pa.array([f"warmup-{number}" for number in range(count)]),
+        "session": pa.array(int(sessions.max()) + 1 + np.arange(count)),
+        "turn": pa.array(np.zeros(count, np.int32)),
+        "phase": pa.array(["warmup"] * count),
+        "arrival_ns": pa.nulls(count, pa.int64()),
+        "input_tokens": table["input_tokens"].take(rows),
+        "output_tokens": table["output_tokens"].take(rows),
+        "content": pa.array(-1 - np.arange(count)),
+        "hash_ids": pa.nulls(count, PLAN.field("hash_ids").type),
+        "prompt": pa.nulls(count, pa.string()),
+    }
+    warmup = pa.table({name: columns[name] for name in PLAN.names}, schema=PLAN)
+    return replace(plan, table=pa.concat_tables([table.select(PLAN.names), warmup]).combine_chunks())
+
+
+def without_warmup(state: RequestState, plan: Plan, beginning: Beginning) -> RequestState:
+    """The state of the plan's own rows, on a clock that starts when the plan began."""
+    if state.count == len(plan):
+        return state
+    alone = RequestState(plan)
+    for name in _COUNTS:
+        setattr(alone, name, getattr(state, name)[: alone.count])
+    for name in _TIMES:
+        setattr(alone, name, _after(getattr(state, name)[: alone.count], beginning.time_ns))
+    alone.token_ns = _after(state.token_ns[: len(alone.token_ns)], beginning.time_ns)
+    return alone
+
+
+def _after(times_ns: Ints, begin_ns: int) -> Ints:
+    return np.where(times_ns == UNSET, UNSET, times_ns - begin_ns)
+
+
+def steps_after(steps: list[tuple[int, Step]], beginning: Beginning) -> list[tuple[int, Step]]:
+    """Steps of the plan on its own clock. Changes the steps' times in place."""
+    if not beginning.begun:
+        return []
+    kept = steps[beginning.steps :]
+    for _, step in kept:
+        step.scheduled_ns -= beginning.time_ns
+        step.start_ns -= beginning.time_ns
+        step.end_ns -= beginning.time_ns
+    return kept
+
+
+def records_after(records: Sequence[Record], beginning: Beginning) -> list[Record]:
+    """Records of the plan on its own clock and in its own count of steps."""
+    if not beginning.begun:
+        return []
+    begin_s = beginning.time_ns / 1e9
+    return [
+        replace(record, time_s=record.time_s - begin_s, step_id=record.step_id - beginning.steps) for record in records
+    ]
