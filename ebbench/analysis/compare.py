@@ -76,6 +76,11 @@ def output_throughput(metrics: Metrics) -> float | None:
     return metrics.output_throughput
 
 
+def request_goodput(metrics: Metrics) -> float | None:
+    """Requests/s that met the limits; None where none were given."""
+    return metrics.request_goodput
+
+
 def steady_throughput(metrics: Metrics) -> float | None:
     """Output tokens/s inside the steady window."""
     return metrics.steady.output_throughput if metrics.steady else None

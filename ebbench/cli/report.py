@@ -14,7 +14,7 @@ from ebbench.errors import DataError, EbbenchError, UnknownNameError, UsageError
 if TYPE_CHECKING:
     from ebbench.analysis.slo import Slo
     from ebbench.records.run import Run
-    from ebbench.report.page_data import Table
+    from ebbench.report.page_tables import Table
 
 
 def report(

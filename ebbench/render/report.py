@@ -19,7 +19,7 @@ def render(groups: Sequence[Group], phases: Sequence[Summary], *, width: int) ->
     first = groups[0].summaries[0]
     parts: list[RenderableType] = [
         Text(f"{first.model} on {first.device}, engine {first.engine}", style="bold"),
-        Text(words.lengths(first)),
+        Text(words.lengths([summary for group in groups for summary in group.summaries])),
         Text(),
         tables.comparison_table(groups, width=width),
         Text(_legend(groups), style="dim"),
@@ -27,7 +27,7 @@ def render(groups: Sequence[Group], phases: Sequence[Summary], *, width: int) ->
     if phases:
         parts += [Text(), tables.phase_table(phases)]
     parts += [Text(), *_paragraphs(words.verdict(groups), "bold green"), *_stories(groups)]
-    parts += _notes("Keep in mind", [*_missing(groups), *words.caveats(groups)])
+    parts += _notes("Keep in mind", [*words.missing(groups), *words.caveats(groups)])
     parts += _notes("Stored in", [s.run_dir for group in groups for s in group.summaries])
     return Stack(*parts)
 
@@ -70,8 +70,3 @@ def _notes(title: str, lines: Sequence[str]) -> list[RenderableType]:
 
 def _bullet(line: str) -> Padding:
     return Padding(Text(line), (0, 0, 0, 2), expand=False)
-
-
-def _missing(groups: Sequence[Group]) -> list[str]:
-    found = [(summary, words.accounting(summary)) for group in groups for summary in group.summaries]
-    return [f"{summary.policy}: {line}" for summary, line in found if line]

@@ -15,6 +15,8 @@ from ebbench.analysis.compare import (
     gain,
     group_by_policy,
     output_throughput,
+    ranked,
+    request_goodput,
     steady_throughput,
 )
 from ebbench.analysis.metrics import Metrics
@@ -45,7 +47,7 @@ _COLUMNS = (
 )
 _PHASE_HEADERS = ("out tok/s\nsteady", "TTFT\nmedian", "TPOT\nmedian")
 _SLO_COLUMNS = (
-    _Column("goodput\nreq/s", lambda m: m.request_goodput, numbers.rate),
+    _Column("goodput\nreq/s", request_goodput, numbers.rate),
     _Column("SLO\nmet", lambda m: m.slo_attainment, numbers.percent),
 )
 
@@ -58,7 +60,7 @@ def comparison_table(groups: Sequence[Group], *, width: int, title: str = "") ->
     table.add_column("out tok/s\nwhole", justify="right", no_wrap=True)
     several = len(groups) > 1
     if several:
-        table.add_column(f"vs\n{_short(baseline.policy)}", justify="right", no_wrap=True)
+        table.add_column(Text(f"vs\n{_short(baseline.policy)}"), justify="right", no_wrap=True)
     columns = _chosen_columns(groups, width)
     for column in columns:
         table.add_column(column.header, justify="right", no_wrap=True)
@@ -86,7 +88,8 @@ def phase_table(phases: Sequence[Summary]) -> Table:
         for group in groups:
             cells = [_cell(group, lambda m: m.completed, numbers.count, spread=False)]
             cells += [_cell(group, column.figure, column.show) for column in columns]
-            table.add_row(name if group is groups[0] else "", group.policy, *cells, _gain_cell(group, groups[0]))
+            label = Text(name if group is groups[0] else "")
+            table.add_row(label, Text(group.policy), *cells, _gain_cell(group, groups[0]))
         table.add_section()
     return table
 
@@ -112,8 +115,9 @@ def _chosen_columns(groups: Sequence[Group], width: int) -> list[_Column]:
 
 
 def _best(groups: Sequence[Group]) -> Group | None:
-    known = [(value, group) for group in groups if (value := group.mean(output_throughput)) is not None]
-    return max(known, key=lambda pair: pair[0])[1] if len(known) > 1 else None
+    """The policy with the most goodput where limits were given, else with the most output throughput."""
+    order = ranked(groups, request_goodput) or ranked(groups)
+    return order[0] if len(order) > 1 else None
 
 
 def _name(group: Group) -> Text:

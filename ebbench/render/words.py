@@ -15,6 +15,7 @@ from ebbench.analysis.compare import (
     gain,
     output_throughput,
     ranked,
+    request_goodput,
     steady_throughput,
 )
 from ebbench.analysis.explain import CrossoverFacts, DecisionFacts, Spread, StepFacts, Story
@@ -26,12 +27,17 @@ NEGLIGIBLE = 0.001
 
 
 def verdict(groups: Sequence[Group]) -> list[str]:
-    """Who wins, by how much over the baseline, and what that does to latency."""
+    """Who wins, by how much over the baseline, and what that does to latency.
+
+    Goodput decides where limits were given, latency where all policies carry what arrives, else output throughput.
+    """
     order = ranked(groups)
     if not order:
         return ["No policy completed a request, so there is nothing to compare."]
     if len(groups) == 1:
         return [f"{order[0].policy}: {rate(order[0].mean(output_throughput))} output tokens/s over the whole run."]
+    if by_goodput := _within_limits(groups):
+        return [*by_goodput, *_limits(groups)]
     if all(summary.open_loop for group in order for summary in group.summaries) and _keep_up(order):
         return [*_fastest(order), *_limits(groups)]
     baseline, best = baseline_of(groups), order[0]
@@ -81,6 +87,26 @@ def _limits(groups: Sequence[Group]) -> list[str]:
         return []
     met = [f"{group.policy} {percent(group.mean(lambda m: m.slo_attainment))}" for group in groups]
     return [f"Requests within {slo} ms: {', '.join(met)}."]
+
+
+def _within_limits(groups: Sequence[Group]) -> list[str]:
+    """The winner by goodput; nothing without limits, where nobody met them, and where all do equally well."""
+    order = ranked(groups, request_goodput)
+    if len(order) < len(groups) or not order[0].mean(request_goodput):
+        return []
+    baseline, best = baseline_of(groups), order[0]
+    reference = baseline if best is not baseline else order[1]
+    lead = gain(best, reference, request_goodput)
+    if lead is not None and lead.mean < TIE:
+        return []
+    by = "" if lead is None else f", {change(lead.mean)}{_uncertainty(lead)} over {reference.policy}"
+    theirs = f"{rate(reference.mean(request_goodput))}" + ("" if lead else f" under {reference.policy}")
+    carried = ", ".join(f"{group.policy} {rate(group.mean(output_throughput))}" for group in order)
+    return [
+        f"{best.policy} wins: {rate(best.mean(request_goodput))} requests/s within the limits{by} ({theirs}).",
+        f"Output tokens/s over the whole run: {carried}.",
+        _latencies(best, reference),
+    ]
 
 
 def _uncertainty(found: Gain) -> str:
@@ -184,14 +210,29 @@ def _value(spread: Spread) -> str:
     return f"{count(spread.median)} ({count(spread.low)}–{count(spread.high)})"
 
 
-def lengths(summary: Summary) -> str:
-    """Where the request lengths came from, and how long they are."""
+def lengths(summaries: Sequence[Summary]) -> str:
+    """Where the request lengths came from, and how long they are in the first run."""
+    summary = summaries[0]
     m = summary.metrics
     line = f"Requests: {count(m.planned)} of {summary.workload}, lengths from {summary.source or 'the plan'}"
     if m.completed:
         mean_in, mean_out = m.total_input_tokens / m.completed, m.total_output_tokens / m.completed
         line += f", mean {count(mean_in)} tokens in, {count(mean_out)} out"
-    return f"{line}; scenario {summary.scenario}, seed {summary.seed}."
+    return f"{line}; scenario {summary.scenario}, {_seeds(summaries)}."
+
+
+def _seeds(summaries: Sequence[Summary]) -> str:
+    seeds = sorted({summary.seed for summary in summaries})
+    if len(seeds) == 1:
+        return f"seed {seeds[0]}"
+    in_a_row = seeds == list(range(seeds[0], seeds[-1] + 1))
+    return f"seeds {seeds[0]}–{seeds[-1]}" if in_a_row else f"seeds {', '.join(map(str, seeds))}"
+
+
+def missing(groups: Sequence[Group]) -> list[str]:
+    """What became of requests that did not complete, a line a run that has some."""
+    found = [(summary, accounting(summary)) for group in groups for summary in group.summaries]
+    return [f"{summary.policy}: {line}" for summary, line in found if line]
 
 
 def accounting(summary: Summary) -> str | None:

@@ -1,4 +1,7 @@
-"""The page's charts as Vega-Lite, by Altair. Data comes from the page by name; nothing is fetched."""
+"""The page's charts as Vega-Lite, by Altair. Data comes from the page by name; nothing is fetched.
+
+What depends on the data is the page's: the axis of time, the ticks of the logarithmic axes, colours of the dark theme.
+"""
 
 from __future__ import annotations
 
@@ -8,132 +11,171 @@ from ebbench.render.figures import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMI
 
 HEIGHT = 110
 PHASES = {"prefill": ORANGE, "decode": BLUE, "mixed": PURPLE}
-MODES = {"exclusive": SKY, "mixed": GREY}
+MODES = {"exclusive": SKY, "mixed": PURPLE}
 LATENCIES = {
-    "ttft": "time to first token, ms",
-    "tpot": "time per output token, ms",
-    "itl": "inter-token latency, ms",
-    "e2el": "end-to-end latency, ms",
+    "ttft": "time to first token (logarithmic)",
+    "tpot": "time per output token (logarithmic)",
+    "itl": "inter-token latency (logarithmic)",
+    "e2el": "end-to-end latency (logarithmic)",
 }
+_MS = "datum.value < 1000 ? format(datum.value, ',~r') + ' ms' : format(datum.value / 1000, ',~r') + ' s'"
+"""Labels of an axis in ms: 20 ms, 1.5 s."""
 
 
 def specs() -> dict[str, dict[str, Any]]:
     """Vega-Lite specifications by chart name."""
     charts = {f"cdf_{name}": _cdf(name, title) for name, title in LATENCIES.items()}
-    charts |= {"timeline": _timeline(), "surface": _surface()}
+    charts |= {"timeline": _timeline(), "steps": _steps(), "surface": _surface()}
     return {name: chart.to_dict(validate=False) | {"background": None} for name, chart in charts.items()}
 
 
 def _cdf(name: str, title: str) -> Any:
     alt = altair()
     picked = alt.selection_point(fields=["policy"], bind="legend", name=f"picked_{name}")
-    return (
-        alt.Chart(alt.NamedData(f"cdf_{name}"))
-        .mark_line(clip=True, strokeWidth=1.6)
-        .encode(
-            x=alt.X("ms:Q", title=title, scale=alt.Scale(type="log", nice=False)),
-            y=alt.Y("share:Q", title="share of samples", axis=alt.Axis(format="%"), scale=alt.Scale(domain=[0, 1])),
-            color=alt.Color("policy:N", title=None, legend=alt.Legend(orient="top", symbolLimit=0, labelLimit=0)),
-            detail="run:N",
-            opacity=alt.condition(picked, alt.value(1), alt.value(0.15)),
-            tooltip=[
-                alt.Tooltip("run:N"),
-                alt.Tooltip("ms:Q", format=",.4~g"),
-                alt.Tooltip("share:Q", format=".1%"),
-            ],
-        )
-        .properties(width="container", height=220)
-        .add_params(picked)
+    base = alt.Chart(alt.NamedData(f"cdf_{name}")).encode(
+        x=alt.X("ms:Q", title=title, scale=alt.Scale(type="log", nice=False), axis=_ms_axis(alt)),
+        y=alt.Y("share:Q", title="share of samples", axis=alt.Axis(format="%"), scale=alt.Scale(domain=[0, 1])),
+        color=alt.Color("policy:N", title=None, legend=alt.Legend(orient="top", symbolLimit=0, labelLimit=240)),
+        detail="run:N",
     )
+    lines = base.mark_line(clip=True, strokeWidth=1.6).encode(
+        opacity=alt.condition(picked, alt.value(1), alt.value(0.15))
+    )
+    tooltip = ["run:N", alt.Tooltip("ms:Q", format=",.4~r"), alt.Tooltip("share:Q", format=".1%")]
+    return (lines.add_params(picked) + _hover(base, tooltip)).properties(width="container", height=220)
+
+
+def _hover(base: Any, tooltip: list[Any]) -> Any:
+    """Unseen points that tell their values: a line has one tooltip for all its length."""
+    return base.mark_point(opacity=0, filled=True, size=90, clip=True).encode(tooltip=tooltip)
+
+
+def _ms_axis(alt: Any, **options: Any) -> Any:
+    return alt.Axis(labelExpr=_MS, labelSeparation=6, labelOverlap="greedy", **options)
 
 
 def _timeline() -> Any:
-    """Panels over one axis of time; a brush on the first chooses the steps shown in the last."""
+    """Panels over one axis of time; a drag along the first chooses the steps shown in the chart below."""
     alt = altair()
-    brush = alt.selection_interval(encodings=["x"], name="brush")
     panels = [
-        _modes(alt).add_params(brush),
-        _lines(alt, "throughput", "tokens/s, prompts and answers", None),
+        _modes(alt),
+        _lines(alt, "throughput", "tokens/s, prompts and answers", {"": BLUE}),
         _lines(alt, "queue", "requests", {"running": BLUE, "waiting": VERMILION}),
-        _lines(alt, "sizes", "slots: k and N", None, step=True),
-        _lines(alt, "kv", "KV blocks used, %", {"KV": GREEN}),
-        _lines(alt, "sides", "crossover, µs a token", None),
-        _steps(alt, brush),
-    ]
-    return alt.vconcat(*panels, spacing=14).resolve_scale(color="independent", strokeDash="independent")
+        _lines(alt, "sizes", "sequences: at most N*, refill at k* idle, N_obs seen",
+               {"N*": BLUE, "k*": VERMILION, "N_obs": GREEN}, step=True),
+        _lines(alt, "kv", "KV blocks used, %", {"": GREEN}),
+        _lines(alt, "sides", "crossover, µs a token",
+               {"cost of mixing (left side)": VERMILION, "saving of mixing + margin (right side)": BLUE}),
+    ]  # fmt: skip
+    stacked = alt.vconcat(*panels, spacing=12).resolve_scale(color="independent", strokeDash="independent")
+    return stacked.add_params(*_numbers(alt, "from_s", "to_s", "zoomed"))
+
+
+def _numbers(alt: Any, *names: str) -> list[Any]:
+    """Parameters that the page sets."""
+    return [alt.param(name=name, value=0) for name in names]
+
+
+def _panel(alt: Any, title: str, height: int, *layers: Any) -> Any:
+    """Layers over one axis of time, with a line where a phase of the scenario begins to be served."""
+    starts = (
+        alt.Chart(alt.NamedData("phases"))
+        .mark_rule(strokeDash=[4, 3], color=GREY)
+        .encode(x="t:Q", tooltip=[alt.Tooltip("label:N", title="phase"), alt.Tooltip("t:Q", title="from s")])
+    )
+    return alt.layer(*layers, starts, title=_title(alt, title)).properties(height=height)
 
 
 def _time(alt: Any, title: str | None = None) -> Any:
-    return alt.X("t:Q", title=title, scale=alt.Scale(nice=False, zero=True))
+    return alt.X("t:Q", title=title, scale=alt.Scale(nice=False, zero=True), axis=alt.Axis(labelFlush=True))
 
 
 def _modes(alt: Any) -> Any:
     colours = alt.Scale(domain=list(MODES), range=list(MODES.values()))
-    return (
-        alt.Chart(alt.NamedData("modes"), title=_title(alt, "mode (drag here to zoom into the steps below)"))
+    spans = (
+        alt.Chart(alt.NamedData("modes"))
         .mark_rect()
         .encode(
             x=_time(alt),
             x2="t2:Q",
-            color=alt.Color("series:N", title=None, scale=colours, legend=alt.Legend(orient="top")),
+            color=alt.Color("series:N", title=None, scale=colours, legend=_legend(alt)),
             tooltip=["series:N", alt.Tooltip("t:Q", title="from s"), alt.Tooltip("t2:Q", title="to s")],
         )
-        .properties(height=36)
     )
+    # Chosen by hand or by the page's buttons: the window is drawn from the parameters, not by the brush itself.
+    unseen = alt.BrushConfig(fillOpacity=0, strokeOpacity=0)
+    brush = alt.selection_interval(encodings=["x"], name="brush", mark=unseen, translate=False, zoom=False)
+    window = (
+        alt.Chart(alt.NamedData("window"))
+        .mark_rect(fill="#000", fillOpacity=0.2, stroke="#000", strokeWidth=1.5, opacity=alt.expr("zoomed ? 1 : 0"))
+        .encode(x=alt.XDatum(alt.expr("from_s"), type="quantitative"), x2=alt.X2Datum(alt.expr("to_s")))
+    )
+    names = (
+        alt.Chart(alt.NamedData("phases"))
+        .mark_text(align="left", baseline="middle", dx=4, fontWeight="bold", limit=alt.expr("datum.room"), color="#000")
+        .encode(x="t:Q", y=alt.value(18), text="label:N")
+    )
+    return _panel(alt, "mode of the scheduler", 36, spans.add_params(brush), window, names)
 
 
-def _lines(alt: Any, data: str, title: str, colours: dict[str, str] | None, *, step: bool = False) -> Any:
-    scale = alt.Scale(domain=list(colours), range=list(colours.values())) if colours else alt.Undefined
-    single = data == "throughput"
-    hidden = single or (colours is not None and len(colours) == 1)
+def _lines(alt: Any, data: str, title: str, colours: dict[str, str], *, step: bool = False) -> Any:
+    single = len(colours) == 1
+    tooltip = [alt.Tooltip("t:Q", title="s", format=",.2f"), alt.Tooltip("value:Q", format=",.4~r")]
+    base = alt.Chart(alt.NamedData(data)).encode(
+        x=_time(alt), y=alt.Y("value:Q", title=None, axis=alt.Axis(tickCount=4))
+    )
+    mark = {"strokeWidth": 1.3, "interpolate": "step-after"} if step else {"strokeWidth": 1.3}
+    if single:
+        return _panel(alt, title, HEIGHT, base.mark_line(color=colours[""], **mark), _hover(base, tooltip))
     columns = 1 if data == "sides" else 3  # long names, one below the other, so that a phone holds them
-    legend = None if hidden else alt.Legend(orient="top", symbolLimit=0, labelLimit=0, columns=columns)
-    mark = {"interpolate": "step-after"} if step else {}
-    encoding: dict[str, Any] = {
-        "x": _time(alt),
-        "y": alt.Y("value:Q", title=None, axis=alt.Axis(tickCount=4)),
-        "tooltip": [alt.Tooltip("t:Q", title="s", format=",.2f"), alt.Tooltip("value:Q", format=",.4~g")],
-    }
-    if not single:
-        encoding["color"] = alt.Color("series:N", title=None, scale=scale, legend=legend)
-        encoding["tooltip"] = ["series:N", *encoding["tooltip"]]
-    chart = alt.Chart(alt.NamedData(data), title=_title(alt, title)).mark_line(strokeWidth=1.3, **mark)
-    return chart.encode(**encoding).properties(height=HEIGHT)
+    scale = alt.Scale(domain=list(colours), range=list(colours.values()))
+    named = base.encode(color=alt.Color("series:N", title=None, scale=scale, legend=_legend(alt, columns=columns)))
+    return _panel(alt, title, HEIGHT, named.mark_line(**mark), _hover(named, ["series:N", *tooltip]))
 
 
-def _steps(alt: Any, brush: Any) -> Any:
-    """Single steps: when, how long, of which kind."""
-    scale = alt.Scale(domain=list(PHASES), range=list(PHASES.values()))
+def _legend(alt: Any, **options: Any) -> Any:
+    return alt.Legend(orient="top", offset=4, symbolLimit=0, labelLimit=0, **options)
+
+
+def _steps() -> Any:
+    """Single steps of the time chosen: when, how long, of which kind."""
+    alt = altair()
+    colours = alt.Scale(domain=list(PHASES), range=list(PHASES.values()))
+    chosen = alt.Scale(nice=False, zero=False, domainMin=alt.expr("from_s"), domainMax=alt.expr("to_s"))
     return (
-        alt.Chart(alt.NamedData("steps"), title=_title(alt, "steps: start to end, height is their time in ms"))
-        .transform_filter(brush)
-        .mark_rect(clip=True)
+        alt.Chart(alt.NamedData("steps"), title=_title(alt, "time of each step, ms"))
+        .transform_filter("datum.t2 >= from_s && datum.t <= to_s")
+        .mark_rect(clip=True, opacity=0.85, stroke="#000", strokeOpacity=0.5, strokeWidth=alt.expr("few ? 0.7 : 0"))
         .encode(
-            x=alt.X("t:Q", title="time, s", scale=alt.Scale(nice=False, zero=False, domain=brush)),
+            x=alt.X("t:Q", title="time, s", scale=chosen),
             x2="t2:Q",
             y=alt.Y("ms:Q", title=None, axis=alt.Axis(tickCount=4)),
-            color=alt.Color("phase:N", title=None, scale=scale, legend=alt.Legend(orient="top")),
+            y2=alt.datum(0),
+            color=alt.Color("phase:N", title=None, scale=colours, legend=_legend(alt, symbolStrokeWidth=0)),
             tooltip=[
-                "phase:N", alt.Tooltip("t:Q", title="start s", format=",.4f"), alt.Tooltip("ms:Q", format=",.3f"),
-                "prefill_tokens:Q", "decode_seqs:Q", "waiting:Q",
+                alt.Tooltip("phase:N", title="kind"), alt.Tooltip("t:Q", title="start s", format=",.4f"),
+                alt.Tooltip("ms:Q", format=",.3f"), alt.Tooltip("prefill_tokens:Q", title="prompt tokens"),
+                alt.Tooltip("decode_seqs:Q", title="sequences decoding"), alt.Tooltip("waiting:Q", title="waiting"),
             ],
         )
-        .properties(height=150)
+        .properties(height=170)
+        .add_params(*_numbers(alt, "from_s", "to_s", "few"))
     )  # fmt: skip
 
 
 def _surface() -> Any:
     alt = altair()
     chosen = alt.param(name="phase_shown", value="all")
+    met = alt.Legend(format="%", orient="top", titleLimit=0, gradientLength=160)
     return (
         alt.Chart(alt.NamedData("surface"))
         .transform_filter("datum.phase === phase_shown")
         .mark_rect()
         .encode(
-            x=alt.X("tpot:O", title="TPOT limit, ms", axis=alt.Axis(labelAngle=-45, labelOverlap=True)),
-            y=alt.Y("ttft:O", title="TTFT limit, ms", sort="descending"),
-            color=alt.Color("met:Q", title="met", scale=alt.Scale(scheme="viridis", domain=[0, 1]),
-                            legend=alt.Legend(format="%", orient="top")),
+            x=alt.X("tpot:O", title="TPOT limit", axis=_ms_axis(alt, labelAngle=-45)),
+            y=alt.Y("ttft:O", title="TTFT limit", sort="descending", axis=_ms_axis(alt)),
+            color=alt.Color("met:Q", title="requests within both limits", legend=met,
+                            scale=alt.Scale(scheme="viridis", domain=[0, 1])),
             tooltip=[alt.Tooltip("ttft:O", title="TTFT ≤ ms"), alt.Tooltip("tpot:O", title="TPOT ≤ ms"),
                      alt.Tooltip("met:Q", format=".1%")],
         )
@@ -143,4 +185,4 @@ def _surface() -> Any:
 
 
 def _title(alt: Any, text: str) -> Any:
-    return alt.TitleParams(text, anchor="start", fontSize=11, fontWeight="normal", offset=2)
+    return alt.TitleParams(text, anchor="start", frame="group", fontSize=11, fontWeight="normal", offset=2)

@@ -13,7 +13,9 @@ from rich.text import Text
 from ebbench.analysis.compare_paired import ALPHA, Comparison, Contestant, Contrast, pairs_needed
 from ebbench.analysis.gate_units import HIGHER_IS_BETTER, LABELS
 from ebbench.render import numbers
-from ebbench.report import page_data
+from ebbench.report import page_tables
+
+POLICY_WIDTH = 14
 
 
 def console(comparison: Comparison) -> RenderableType:
@@ -24,7 +26,7 @@ def console(comparison: Comparison) -> RenderableType:
         parts += [
             Text(),
             Text(f"{contestant.label} against {comparison.baseline}", style="bold"),
-            _console_table(contestant),
+            _console_table(contestant, comparison.baseline),
         ]
     head = f"{first['model']} on {first['device']}, engine {first['engine']}, {first['workload']} ({first['scenario']})"
     return Group(
@@ -34,10 +36,14 @@ def console(comparison: Comparison) -> RenderableType:
     )
 
 
-def _console_table(contestant: Contestant) -> Table:
+def _console_table(contestant: Contestant, baseline: str) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
-    for header in ("figure", "baseline", "value", "change", "95 % interval", "p", ""):
-        table.add_column(header, justify="left" if header in ("figure", "") else "right", no_wrap=True)
+    table.add_column("figure", no_wrap=True)
+    for policy in (baseline, contestant.label):
+        table.add_column(Text(policy), justify="right", max_width=POLICY_WIDTH, overflow="fold")
+    for header in ("change", "95 % interval", "p"):
+        table.add_column(header, justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True)
     for contrast in contestant.contrasts:
         table.add_row(*_cells(contrast))
     return table
@@ -73,7 +79,7 @@ def verdict(contrast: Contrast) -> str:
 
 def _legend(comparison: Comparison) -> str:
     pairs = max(len(contestant.pairs) for contestant in comparison.contestants)
-    text = f"{pairs} pair(s) by plan; change: geometric mean over the pairs"
+    text = f"{pairs} {'pair' if pairs == 1 else 'pairs'} by plan; change: geometric mean over the pairs"
     needed = pairs_needed(comparison)
     if pairs < 2:
         return f"{text}. One pair says nothing about chance: use --repeats {needed} or more."
@@ -92,18 +98,18 @@ def _detectable_of(contestant: Contestant) -> str:
     return f"{contestant.label} {', '.join(known) or 'none'}"
 
 
-def table(comparison: Comparison) -> page_data.Table:
+def table(comparison: Comparison) -> page_tables.Table:
     """The comparison as a table of the HTML page."""
-    headers = ("policy", "figure", comparison.baseline, "value", "change", "95 % interval", "p", "")
+    headers = ("policy", "figure", comparison.baseline, "this policy", "change", "95 % interval", "p", "")
     rows = [
-        (page_data.Cell(contestant.label, contestant.label), *_sortable(contrast))
+        (page_tables.Cell(contestant.label, contestant.label), *_sortable(contrast))
         for contestant in comparison.contestants
         for contrast in contestant.contrasts
     ]
-    return page_data.Table(f"Paired with {comparison.baseline}", headers, tuple(rows), _legend(comparison))
+    return page_tables.Table(f"Paired with {comparison.baseline}", headers, tuple(rows), _legend(comparison))
 
 
-def _sortable(contrast: Contrast) -> list[page_data.Cell]:
+def _sortable(contrast: Contrast) -> list[page_tables.Cell]:
     values = (
         contrast.figure,
         contrast.baseline,
@@ -113,7 +119,7 @@ def _sortable(contrast: Contrast) -> list[page_data.Cell]:
         contrast.p_adjusted,
         "",
     )
-    return [page_data.Cell(text, value) for text, value in zip(_cells(contrast), values, strict=True)]
+    return [page_tables.Cell(text, value) for text, value in zip(_cells(contrast), values, strict=True)]
 
 
 def to_json(comparison: Comparison) -> dict[str, Any]:

@@ -28,7 +28,13 @@ def render(page: Page) -> str:
     text: str = environment.get_template("page.html.j2").render(
         page=asdict(page),
         charts=[f"cdf_{name}" for name in LATENCIES],
-        data={"specs": specs(), "shared": page.shared, "runs": page.runs, "labels": page.labels},
+        data={
+            "specs": specs(),
+            "shared": page.shared,
+            "runs": page.runs,
+            "labels": page.labels,
+            "policies": page.policies,
+        },
         style=(_PARTS / "page.css").read_text(encoding="utf-8"),
         scripts=scripts,
         policy=content_policy(scripts),

@@ -1,9 +1,8 @@
-"""Runs as what the page shows: tables of numbers, and the rows behind its charts."""
+"""Runs as what the page shows: its words, and the rows behind its charts."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,39 +10,23 @@ import numpy as np
 import numpy.typing as npt
 
 from ebbench.analysis.columns import NEEDED, RequestColumns
-from ebbench.analysis.compare import Group, baseline_of, gain, group_by_policy, steady_throughput
+from ebbench.analysis.compare import Group, baseline_of, group_by_policy
 from ebbench.analysis.explain import explain
 from ebbench.analysis.slo import Slo
-from ebbench.analysis.slo_surface import run_surfaces
+from ebbench.analysis.slo_surface import latencies_ms, run_surfaces
 from ebbench.analysis.summary import Summary, summarise, summarise_phases
 from ebbench.records.run import Run
-from ebbench.render import numbers, words
+from ebbench.render import words
 from ebbench.render.timeline import Timeline, timeline_of
+from ebbench.report.page_tables import Table, comparison_table, environment_tables, phases_table
 
 MAX_STEPS = 20_000
 """Steps of a run kept for the zoom; of longer runs the first so many, which the page says."""
 _QUANTILES = np.unique(np.concatenate([np.linspace(0, 1, 161), 1 - np.geomspace(1e-4, 0.05, 40)]))
 _TARGETS = 14
+_PANELS = ("modes", "phases", "throughput", "sizes", "sides", "queue", "kv")
 Row = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Cell:
-    """A table cell: what is shown, and the number or text it sorts by."""
-
-    text: str
-    value: float | str | None = None
-    strong: bool = False
-
-
-@dataclass(frozen=True)
-class Table:
-    """A sortable table."""
-
-    title: str
-    headers: tuple[str, ...]
-    rows: tuple[tuple[Cell, ...], ...]
-    note: str = ""
+Targets = tuple[list[float], list[float]]
 
 
 @dataclass(frozen=True)
@@ -58,6 +41,7 @@ class Page:
     stories: tuple[tuple[str, tuple[str, ...]], ...]
     environment: tuple[Table, ...]
     labels: tuple[str, ...]
+    policies: tuple[str, ...]
     shared: dict[str, list[Row]]
     runs: tuple[dict[str, Any], ...]
 
@@ -66,27 +50,34 @@ def page_of(runs: Sequence[Run], *, title: str = "", slo: Slo | None = None, ext
             notes: Sequence[str] = ()) -> Page:  # fmt: skip
     """Read everything the page needs. Raises DataError when a file of a run is damaged."""
     summaries = [summarise(run, slo) for run in runs]
+    order = _baseline_first(summaries)
+    runs, summaries = [runs[place] for place in order], [summaries[place] for place in order]
     stories = [explain(run) for run in runs]
     groups = group_by_policy(summaries, stories)
     labels = _labels(summaries)
     first = summaries[0]
-    phases = [_phase_rows(label, run, slo) for label, run in zip(labels, runs, strict=True)]
-    tables = [_comparison(groups, summaries, labels), *extra]
-    if any(phases):
-        tables.append(_phases([row for rows in phases for row in rows]))
+    by_phase = phases_table([summarise_phases(run, slo) for run in runs], labels)
+    targets = _targets(runs, first.slo)
+    clock = "in virtual time" if runs[0].manifest.clock == "virtual" else "in real time"
     return Page(
         title=title or f"{first.workload} on {first.device}",
-        subtitle=f"{first.model} on {first.device}, engine {first.engine}; {words.lengths(first)}",
+        subtitle=f"{first.model} on {first.device}, engine {first.engine} {clock}. {words.lengths(summaries)}",
         verdict=tuple(words.verdict(groups)),
-        warnings=(*notes, *words.caveats(groups)),
-        tables=tuple(tables),
-        stories=tuple((label, lines) for label, story in zip(labels, stories, strict=True)
-                      if (lines := tuple(words.why(story)))),
-        environment=_environment(labels, runs),
+        warnings=(*notes, *words.missing(groups), *words.caveats(groups)),
+        tables=(comparison_table(summaries, labels), *extra, *([by_phase] if by_phase else [])),
+        stories=_stories(groups),
+        environment=environment_tables(labels, runs),
         labels=labels,
+        policies=tuple(group.policy for group in groups),
         shared=_cdfs(labels, summaries, runs),
-        runs=tuple(_run_data(run) for run in runs),
+        runs=tuple(_run_data(run, targets) for run in runs),
     )  # fmt: skip
+
+
+def _baseline_first(summaries: Sequence[Summary]) -> list[int]:
+    """Places of the runs, the baseline's before the others."""
+    baseline = baseline_of(group_by_policy(summaries, [])).policy
+    return sorted(range(len(summaries)), key=lambda place: summaries[place].policy != baseline)
 
 
 def _labels(summaries: Sequence[Summary]) -> tuple[str, ...]:
@@ -100,88 +91,14 @@ def _labels(summaries: Sequence[Summary]) -> tuple[str, ...]:
     return tuple(labels)
 
 
-def _comparison(groups: Sequence[Group], summaries: Sequence[Summary], labels: Sequence[str]) -> Table:
-    baseline = baseline_of(groups)
-    gains = {group.policy: gain(group, baseline) for group in groups if group is not baseline}
-    with_slo = any(summary.slo for summary in summaries)
-    headers = ["run", "completed", "output tokens/s", f"vs {baseline.policy}", "steady tokens/s", "requests/s",
-               "TTFT median", "TTFT p99", "TPOT median", "TPOT p99", "ITL p99", "E2EL median"]  # fmt: skip
-    rows = []
-    for label, summary in zip(labels, summaries, strict=True):
-        found = gains.get(summary.policy)
-        m = summary.metrics
-        cells = [
-            Cell(label if summary.valid else f"{label} INVALID", label, strong=not summary.valid),
-            Cell(f"{numbers.count(m.completed)} of {numbers.count(m.planned)}", m.completed),
-            Cell(numbers.rate(m.output_throughput), m.output_throughput),
-            Cell(numbers.change(found.mean) if found else numbers.DASH, found.mean if found else None),
-            Cell(numbers.rate(steady_throughput(m)), steady_throughput(m)),
-            Cell(numbers.rate(m.request_throughput), m.request_throughput),
-            *(Cell(numbers.duration_ms(value), value) for value in
-              (m.ttft.median, m.ttft.p99, m.tpot.median, m.tpot.p99, m.itl.p99, m.e2el.median)),
-        ]  # fmt: skip
-        if with_slo:
-            cells += [Cell(numbers.rate(m.request_goodput), m.request_goodput),
-                      Cell(numbers.percent(m.slo_attainment), m.slo_attainment)]  # fmt: skip
-        rows.append(tuple(cells))
-    headers += ["goodput, requests/s", "SLO met"] if with_slo else []
-    limits = f"; limits {summaries[0].slo} ms" if with_slo else ""
-    note = f"Latencies count from the intended start; – is undefined or too few samples{limits}."
-    return Table("Comparison", tuple(headers), tuple(rows), note)
-
-
-def _phase_rows(label: str, run: Run, slo: Slo | None) -> list[tuple[Cell, ...]]:
-    phases = summarise_phases(run, slo)
-    if len(phases) < 2:
-        return []
-    return [
-        (
-            Cell(summary.phase, place),
-            Cell(label, label),
-            Cell(numbers.count(summary.metrics.completed), summary.metrics.completed),
-            Cell(numbers.rate(summary.metrics.output_throughput), summary.metrics.output_throughput),
-            Cell(numbers.duration_ms(summary.metrics.ttft.median), summary.metrics.ttft.median),
-            Cell(numbers.duration_ms(summary.metrics.tpot.median), summary.metrics.tpot.median),
-            Cell(numbers.percent(summary.metrics.slo_attainment), summary.metrics.slo_attainment),
-        )
-        for place, summary in enumerate(phases)
-    ]
-
-
-def _phases(rows: Sequence[tuple[Cell, ...]]) -> Table:
-    headers = ("phase", "run", "completed", "output tokens/s", "TTFT median", "TPOT median", "SLO met")
-    ordered = sorted(rows, key=lambda row: float(row[0].value or 0))
-    return Table("By phase", headers, tuple(ordered))
-
-
-def _environment(labels: Sequence[str], runs: Sequence[Run]) -> tuple[Table, ...]:
-    """What all runs share, and one column a run for what they do not."""
-    facts = [_facts(run) for run in runs]
-    rows = {name: [each.get(name, "") for each in facts] for each in facts for name in each}
-    shared = {name: values[:1] for name, values in rows.items() if len(set(values)) == 1}
-    own = {name: values for name, values in rows.items() if name not in shared}
-    tables = [Table("Environment", ("", "all runs" if len(runs) > 1 else labels[0]), _text_rows(shared))]
-    if own:
-        tables.append(Table("Where the runs differ", ("", *labels), _text_rows(own)))
-    return tuple(tables)
-
-
-def _text_rows(rows: Mapping[str, Sequence[str]]) -> tuple[tuple[Cell, ...], ...]:
-    return tuple((Cell(name, name), *(Cell(value, value) for value in values)) for name, values in rows.items())
-
-
-def _facts(run: Run) -> dict[str, str]:
-    m = run.manifest
-    plain = {
-        "run directory": str(run.path), "created": m.created, "workload": m.workload, "scenario": m.scenario,
-        "source": m.source, "seed": str(m.seed), "policy": m.policy, "engine": f"{m.engine} ({m.clock} time)",
-        "device": m.device, "model": m.model, "device provenance": m.device_provenance,
-        "KV capacity, tokens": numbers.count(m.kv_capacity_tokens), "plan": m.plan_hash[:16],
-        "git commit": m.git_commit or "", "valid": "yes" if m.valid else f"no: {'; '.join(m.reasons)}",
-    }  # fmt: skip
-    versions = {f"version of {name}": version for name, version in m.versions.items()}
-    options = {f"option {name}": json.dumps(value) for name, value in m.options.items()}
-    return plain | versions | options
+def _stories(groups: Sequence[Group]) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """Where the time went, told of the first run of each policy."""
+    found = []
+    for group in groups:
+        seed = f" (seed {group.summaries[0].seed})" if len(group.summaries) > 1 else ""
+        if lines := tuple(words.why(group.stories[0])):
+            found.append((f"{group.policy}{seed}", lines))
+    return tuple(found)
 
 
 def _cdfs(labels: Sequence[str], summaries: Sequence[Summary], runs: Sequence[Run]) -> dict[str, list[Row]]:
@@ -212,15 +129,12 @@ def _cdf(label: str, policy: str, ns: npt.NDArray[Any]) -> list[Row]:
     ]
 
 
-def _run_data(run: Run) -> dict[str, Any]:
-    data: dict[str, Any] = {"surface": _surface(run), "steps": [], "steps_left_out": 0}
-    empty: list[Row] = []
-    data |= dict.fromkeys(("modes", "phases", "throughput", "sizes", "sides", "queue", "kv"), empty)
+def _run_data(run: Run, targets: Targets | None) -> dict[str, Any]:
+    data: dict[str, Any] = {"surface": _surface(run, targets), "steps": {}, "steps_left_out": 0}
+    data |= {name: [] for name in _PANELS}
     if run.table("steps", ["step_id"]).num_rows:
         line: Timeline = timeline_of(run)
-        data |= {
-            name: getattr(line, name) for name in ("modes", "phases", "throughput", "sizes", "sides", "queue", "kv")
-        }
+        data |= {name: getattr(line, name) for name in _PANELS}
         data["steps"], data["steps_left_out"] = _steps(run)
     return data
 
@@ -241,27 +155,32 @@ def _steps(run: Run) -> tuple[dict[str, list[Any]], int]:
     return columns, table.num_rows - kept.num_rows
 
 
-def _surface(run: Run) -> list[Row]:
-    """Attainment over targets that span what the run measured, for the whole run and each phase."""
-    columns = RequestColumns.of(run.table("requests", NEEDED))
-    several = columns.ok & (columns.output_tokens >= 2)
-    if not several.any():
+def _targets(runs: Sequence[Run], slo: Slo) -> Targets | None:
+    """TTFT and TPOT limits in ms that span what all runs measured, and those asked for; the same for every run."""
+    both = []
+    for run in runs:
+        columns = RequestColumns.of(run.table("requests", NEEDED))
+        both.append(latencies_ms(columns, columns.ok & (columns.output_tokens >= 2)))
+    ttft, tpot = (np.concatenate(parts) for parts in zip(*both, strict=True))
+    return (_spaced(ttft, slo.ttft), _spaced(tpot, slo.tpot)) if len(ttft) else None
+
+
+def _spaced(measured: npt.NDArray[np.float64], asked: float | None) -> list[float]:
+    low, high = max(float(np.quantile(measured, 0.02)), 1e-3), max(float(measured.max()), 2e-3)
+    spaced = np.geomspace(low * 0.9, max(high * 1.05, low * 1.1), _TARGETS)
+    return sorted({float(f"{value:.3g}") for value in spaced} | ({asked} if asked else set()))
+
+
+def _surface(run: Run, targets: Targets | None) -> list[Row]:
+    """Attainment over the targets, for the whole run and each phase."""
+    if targets is None:
         return []
-    ttft = (columns.first_token - columns.intended)[several] / 1e6
-    tpot = (columns.last_token - columns.first_token)[several] / (columns.output_tokens - 1)[several] / 1e6
-    surfaces = run_surfaces(run, _targets(ttft), _targets(tpot), by_phase=True)
     return [
         {"phase": surface.phase or "all", "ttft": ttft_ms, "tpot": tpot_ms, "met": _short(share)}
-        for surface in surfaces
+        for surface in run_surfaces(run, *targets, by_phase=True)
         for ttft_ms, shares in zip(surface.ttft_ms, surface.attainment, strict=True)
         for tpot_ms, share in zip(surface.tpot_ms, shares, strict=True)
     ]
-
-
-def _targets(measured: npt.NDArray[np.float64]) -> list[float]:
-    low, high = max(float(np.quantile(measured, 0.02)), 1e-3), max(float(measured.max()), 2e-3)
-    spaced = np.geomspace(low * 0.9, max(high * 1.05, low * 1.1), _TARGETS)
-    return sorted({float(f"{value:.3g}") for value in spaced})
 
 
 def _short(value: float) -> float:

@@ -113,6 +113,38 @@ def test_limits_given_are_answered(tmp_path: Path) -> None:
     assert words.verdict(asked)[-1] == "Requests within tpot:15 ms: v1 25.0 %, eb 100.0 %."
 
 
+def with_goodput(group: Group, request_goodput: float) -> Group:
+    return replace(
+        group,
+        summaries=tuple(
+            replace(s, slo=Slo(tpot=15), metrics=replace(s.metrics, request_goodput=request_goodput))
+            for s in group.summaries
+        ),
+    )
+
+
+def test_goodput_decides_where_limits_were_given(tmp_path: Path) -> None:
+    v1, eb, ebplus = made_groups(tmp_path, "v1", "eb", "ebplus")
+    lines = words.verdict([with_goodput(v1, 20), with_goodput(eb, 5), with_goodput(ebplus, 10)])
+    assert lines[0] == "v1 wins: 20 requests/s within the limits, +100.0 % over ebplus (10)."
+    assert lines[1].startswith("Output tokens/s over the whole run: v1 ")
+    assert lines[-1].startswith("Requests within tpot:15 ms: v1 ")
+    none = words.verdict([with_goodput(v1, 20), with_goodput(eb, 0)])
+    assert none[0] == "v1 wins: 20 requests/s within the limits (0 under eb)."
+    # Where limits tell nothing apart, or nobody met them, throughput decides as before.
+    for rates in ((7, 7), (0, 0)):
+        assert words.verdict([with_goodput(g, r) for g, r in zip((v1, eb), rates, strict=True)])[0].startswith(
+            "eb wins"
+        )
+
+
+def test_all_seeds_are_named(tmp_path: Path) -> None:
+    [group] = made_groups(tmp_path, "v1")
+    [summary] = group.summaries
+    for seeds, shown in (((3,), "seed 3."), ((0, 1, 2), "seeds 0–2."), ((1, 5), "seeds 1, 5.")):
+        assert words.lengths([replace(summary, seed=seed) for seed in seeds]).endswith(shown)
+
+
 def test_a_tie_has_no_winner(tmp_path: Path) -> None:
     lines = words.verdict(made_groups(tmp_path, "v1", "ebplus", gaps={"v1": 10}))
     assert lines == ["No winner: v1 and ebplus differ by 0.0 %."]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from report_data import INK, browser_page, invoke, rewrite
@@ -12,6 +13,7 @@ from report_data import INK, browser_page, invoke, rewrite
 from ebbench.analysis.summary import summarise
 from ebbench.records.run import Run
 from ebbench.render import numbers
+from ebbench.render.timeline import timeline_of
 from ebbench.report import page as page_module
 from ebbench.report.charts import specs
 
@@ -38,14 +40,17 @@ def test_the_numbers_are_those_of_the_runs(page_file: Path, runs: Path) -> None:
         rows = [
             [cell.inner_text() for cell in row.query_selector_all("td")] for row in table.query_selector_all("tbody tr")
         ]
+        assert [row[0] for row in rows] == ["v1", "eb", "ebplus"]  # the baseline first, whatever the directories' order
         shown = {row[0]: dict(zip(heads, row, strict=True)) for row in rows}
         for name in ("v1", "eb", "ebplus"):
             metrics = summarise(Run.load(runs / name)).metrics
             assert shown[name]["output tokens/s"] == numbers.rate(metrics.output_throughput)
+            assert shown[name]["E2EL median"] == numbers.duration_ms(metrics.e2el.median)
             assert shown[name]["TTFT median"] == numbers.duration_ms(metrics.ttft.median)
             assert shown[name]["SLO met"] == numbers.percent(metrics.slo_attainment)
         body = page.inner_text("body")
         assert "By phase" in body
+        assert "in virtual time" in body
         assert Run.load(runs / "v1").manifest.plan_hash[:16] in body
         for warning in Run.load(runs / "v1").manifest.warnings:
             assert warning.message in body
@@ -88,20 +93,102 @@ def test_runs_phases_and_themes_can_be_chosen(page_file: Path) -> None:
         assert [line for line in page.heard if "error" in line] == []
 
 
-def test_a_brush_zooms_into_the_steps(page_file: Path) -> None:
+def drag_along_the_modes(page: Any, start: float, stop: float) -> None:
+    """Drag from one share of the timeline's width to another on its first strip."""
+    page.evaluate("document.querySelector('[data-chart=timeline]').scrollIntoView()")
+    box = page.query_selector("[data-chart=timeline] canvas").bounding_box()
+    page.mouse.move(box["x"] + start * box["width"], box["y"] + 50)
+    page.mouse.down()
+    page.mouse.move(box["x"] + stop * box["width"], box["y"] + 50, steps=5)
+    page.mouse.up()
+    page.wait_for_timeout(500)
+
+
+def steps_shown(page: Any) -> int:
+    shown = re.search(r": ([\d,]+) steps", page.inner_text("#about-zoom"))
+    assert shown is not None
+    return int(shown[1].replace(",", ""))
+
+
+def test_a_brush_and_buttons_zoom_into_single_steps(page_file: Path, runs: Path) -> None:
     with browser_page(page_file) as page:
-        box = page.query_selector("[data-chart=timeline] canvas").bounding_box()
-        page.mouse.wheel(0, box["y"] - 100)
-        page.wait_for_timeout(300)
-        element = page.query_selector("[data-chart=timeline]")
-        before = element.evaluate(INK)
-        box = page.query_selector("[data-chart=timeline] canvas").bounding_box()
-        page.mouse.move(box["x"] + 0.3 * box["width"], box["y"] + 50)
-        page.mouse.down()
-        page.mouse.move(box["x"] + 0.4 * box["width"], box["y"] + 50, steps=5)
-        page.mouse.up()
+        label = page.evaluate("document.querySelector('#run').selectedOptions[0].text")
+        whole = Run.load(runs / label).manifest.rows["steps"]
+        assert steps_shown(page) == whole
+        steps = page.query_selector("[data-chart=steps]")
+        ink = [steps.evaluate(INK)]
+        drag_along_the_modes(page, 0.3, 0.4)
+        counts = [whole, steps_shown(page)]
+        ink.append(steps.evaluate(INK))
+        for name, repeats in (("closer", 3), ("wider", 1)):
+            for _ in range(repeats):
+                page.click(f"[data-zoom={name}]")
+            page.wait_for_timeout(500)
+            counts.append(steps_shown(page))
+            ink.append(steps.evaluate(INK))
+        assert counts[0] > counts[1] > counts[3] > counts[2] > 0
+        assert len(set(ink)) == 4
+        before = page.inner_text("#about-zoom")
+        page.click("[data-zoom=later]")
         page.wait_for_timeout(500)
-        assert element.evaluate(INK) != before
+        assert page.inner_text("#about-zoom") != before
+        page.click("[data-zoom=all]")
+        page.wait_for_timeout(500)
+        assert steps_shown(page) == whole
+        assert [line for line in page.heard if "error" in line] == []
+
+
+DASHED = """element => {
+  // Columns of the canvas where grey stands above grey in many rows: the lines at which phases begin.
+  const canvas = element.querySelector('canvas');
+  const { data, width, height } = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height);
+  const grey = (x, y) => {
+    const [r, g, b, a] = data.slice(4 * (y * width + x), 4 * (y * width + x) + 4);
+    return a > 60 && r > 100 && r < 200 && Math.abs(r - g) < 4 && Math.abs(g - b) < 4;
+  };
+  const columns = [];
+  for (let x = 0; x < width; x++) {
+    let rows = 0;
+    for (let y = 0; y < height; y++) rows += grey(x, y);
+    if (rows > 0.25 * height && !(columns.length && x - columns[columns.length - 1] < 3)) columns.push(x);
+  }
+  return columns;
+}"""
+
+
+def test_phases_of_the_scenario_are_marked_in_the_timeline(page_file: Path, runs: Path) -> None:
+    with browser_page(page_file) as page:
+        timeline = page.query_selector("[data-chart=timeline]")
+        columns = timeline.evaluate(DASHED)
+        label = page.evaluate("document.querySelector('#run').selectedOptions[0].text")
+        starts = [phase["t"] for phase in timeline_of(Run.load(runs / label)).phases]
+        assert len(columns) == len(starts) == 3
+        measured = (columns[1] - columns[0]) / (columns[2] - columns[0])
+        assert measured == pytest.approx((starts[1] - starts[0]) / (starts[2] - starts[0]), abs=0.02)
+
+
+def test_hovering_a_line_tells_its_value_there(page_file: Path) -> None:
+    with browser_page(page_file) as page:
+        chart = page.query_selector("[data-chart=cdf_tpot] canvas")
+        chart.scroll_into_view_if_needed()
+        box = chart.bounding_box()
+        shares = set()
+        for place in range(160):
+            row, column = place // 40, place % 40
+            page.mouse.move(box["x"] + 60 + (box["width"] - 70) * column / 40, box["y"] + 60 + 40 * row)
+            page.wait_for_timeout(20)
+            told = page.evaluate("document.querySelector('#vg-tooltip-element.visible')?.innerText")
+            if told:
+                shares.add(re.search(r"share\s+([\d.]+)%", told)[1])
+        assert len(shares) > 3  # a line by itself would tell its first point wherever it is touched
+
+
+def test_a_desk_shows_every_table_without_sideways_scrolling(page_file: Path) -> None:
+    with browser_page(page_file, width=1200) as page:
+        widths = page.evaluate("[...document.querySelectorAll('.scroll')].map(e => [e.scrollWidth, e.clientWidth])")
+        assert len(widths) == 4
+        assert all(wanted <= there for wanted, there in widths)
+        assert page.query_selector(".scroll.more") is None
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -115,6 +202,13 @@ def test_a_phone_shows_it_without_sideways_scrolling(page_file: Path, scheme: st
         )
         assert widths
         assert max(widths) <= 360
+        # The comparison is wider than a phone: it scrolls by itself, says so, and the run's name stays.
+        assert page.query_selector("section.numbers .scroll.more") is not None
+        page.evaluate("document.querySelector('section.numbers .scroll').scrollLeft = 1e6")
+        page.wait_for_timeout(200)
+        assert page.query_selector("section.numbers .scroll").get_attribute("class") == "scroll"
+        name = page.query_selector("section.numbers tbody td").bounding_box()
+        assert 0 <= name["x"] < 60
         page.screenshot(path=tmp_path / "phone.png", full_page=True)
         assert (tmp_path / "phone.png").stat().st_size > 50_000
 
@@ -175,6 +269,37 @@ def test_repeats_get_a_paired_comparison(tmp_path: Path) -> None:
     text = (tmp_path / "r.html").read_text(encoding="utf-8")
     assert "Paired with v1" in text
     assert "v1 seed 0" in text
+    assert "seeds 0–2" in text
+    with browser_page(tmp_path / "r.html") as page:
+        rows = [
+            [cell.inner_text() for cell in row.query_selector_all("td")]
+            for row in page.query_selector_all("section.numbers >> nth=0 >> tbody tr")
+        ]
+    output = [
+        [summarise(Run.load(path)).metrics.output_throughput for path in sorted((tmp_path / "out").glob(f"{name}-*"))]
+        for name in ("v1", "v0")
+    ]
+    assert [row[3] for row in rows[:3]] == ["–"] * 3
+    assert [row[3] for row in rows[3:]] == [numbers.change(b / a - 1) for a, b in zip(*output, strict=True)]
+
+
+def test_requests_that_failed_are_told(runs: Path, tmp_path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    shutil.copytree(runs / "v1", tmp_path / "v1")
+    path = tmp_path / "v1" / "requests.parquet"
+    table = pq.read_table(path)
+    status = ["timed_out", "failed", *table["status"].to_pylist()[2:]]
+    index = table.column_names.index("status")
+    pq.write_table(table.set_column(index, table.schema.field(index), pa.array(status, table["status"].type)), path)
+    done = invoke("report", tmp_path / "v1", "-o", tmp_path / "report.html")
+    assert done.exit_code == 0, done.output
+    with browser_page(tmp_path / "report.html") as page:
+        assert f"v1: {len(status) - 2:,} of {len(status):,} completed; 1 failed, 1 timed out." in page.inner_text(
+            "main"
+        )
+        assert page.inner_text("section.numbers tbody td.strong") == f"{len(status) - 2:,} of {len(status):,}"
 
 
 def test_bad_usage(runs: Path, tmp_path: Path) -> None:

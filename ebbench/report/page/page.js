@@ -2,9 +2,12 @@
 (() => {
   const page = JSON.parse(document.getElementById("data").textContent);
   const root = document.documentElement;
-  const runSelect = document.getElementById("run");
+  const runSelects = [...document.querySelectorAll("select.run")];
   const phaseSelect = document.getElementById("phase");
+  const charts = [...document.querySelectorAll(".chart")];
   const drawn = new Map();
+  let chosen = 0; // the run shown
+  let zoom = null; // seconds from and to which its single steps are shown; null is all of them
 
   // Steps travel as columns.
   const rowsOf = (columns) => {
@@ -16,17 +19,20 @@
     ? root.dataset.theme === "dark"
     : window.matchMedia("(prefers-color-scheme: dark)").matches;
 
+  // Colours of single series that are too dark on the dark page.
+  const LIGHTER = { "#0072B2": "#4DA6E0", "#D55E00": "#F08A4B", "#009E73": "#3FC79A" };
+
   const config = () => {
     const text = dark() ? "#c9d1d9" : "#333a42";
     const line = dark() ? "#2c343c" : "#e3e7eb";
     return {
       view: { stroke: "transparent" },
       axis: { labelColor: text, titleColor: text, gridColor: line, domainColor: line, tickColor: line, titleFontWeight: "normal" },
-      legend: { labelColor: text, titleColor: text },
+      legend: { labelColor: text, titleColor: text, titleFontWeight: "normal" },
       title: { color: text },
       range: {
         category: dark()
-          ? ["#56b4e9", "#f08a4b", "#3fc79a", "#e38cc0", "#e69f00", "#9db4ff", "#b0b8c0"]
+          ? ["#4da6e0", "#f08a4b", "#3fc79a", "#e38cc0", "#e69f00", "#9db4ff", "#b0b8c0"]
           : ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#555555"],
       },
     };
@@ -34,34 +40,61 @@
 
   const datasets = (element) => {
     if (element.dataset.of !== "run") return page.shared;
-    const run = page.runs[Number(runSelect.value)];
-    return { ...run, steps: rowsOf(run.steps) };
+    const run = page.runs[chosen];
+    return { ...run, steps: rowsOf(run.steps), window: [{}] };
   };
 
   const named = (spec) => [
     ...(spec.data && spec.data.name ? [spec.data.name] : []),
-    ...(spec.vconcat || []).flatMap(named),
+    ...[...(spec.vconcat || []), ...(spec.layer || [])].flatMap(named),
   ];
 
+  // Ticks where a reader expects them on a logarithmic axis, and enough of them.
+  const ticksOf = (values) => {
+    const low = values.reduce((a, b) => Math.min(a, b), Infinity);
+    const high = values.reduce((a, b) => Math.max(a, b), 0);
+    const decades = [...Array(14).keys()].map((power) => 10 ** (power - 5));
+    const choices = [[1, 2, 5], [1, 1.5, 2, 3, 4, 5, 7], [...Array(36).keys()].map((i) => 1 + i / 4)].map((steps) =>
+      decades.flatMap((unit) => steps.map((step) => unit * step)).filter((tick) => low <= tick && tick <= high));
+    return choices.find((ticks) => ticks.length >= 4);
+  };
+
+  const panelWidth = (element) => Math.max(element.clientWidth - 70, 160);
+
+  // Panels of one width over one axis of time that ends where the longest does; a panel without a row is left out.
+  const fitPanels = (spec, data, element) => {
+    spec.vconcat = spec.vconcat.filter((panel) => data[panel.layer[0].data.name].length);
+    const width = panelWidth(element);
+    const rows = spec.vconcat.flatMap((panel) => data[panel.layer[0].data.name]);
+    const end = rows.reduce((latest, row) => Math.max(latest, row.t2 ?? row.t), 0);
+    spec.vconcat.forEach((panel) => {
+      panel.width = width;
+      panel.layer.forEach((layer) => { layer.encoding.x.scale = { nice: false, domain: [0, end] }; });
+    });
+    data.phases = data.phases.map((phase, i) => {
+      const until = i + 1 < data.phases.length ? data.phases[i + 1].t : end;
+      return { ...phase, room: Math.max(((until - phase.t) / end) * width - 8, 1) };
+    });
+  };
+
   const specFor = (element) => {
-    const spec = structuredClone(page.specs[element.dataset.chart]);
+    const text = JSON.stringify(page.specs[element.dataset.chart]);
+    const spec = JSON.parse(dark() ? text.replace(/#[0-9A-F]{6}/g, (colour) => LIGHTER[colour] ?? colour) : text);
     const data = datasets(element);
-    // A panel without a row says nothing; it is left out.
-    if (spec.vconcat) {
-      spec.vconcat = spec.vconcat.filter((panel) => data[panel.data.name].length);
-      const width = Math.max(element.clientWidth - 70, 160);
-      // All panels end where the longest does, so that a moment lies at one place in all of them.
-      const times = spec.vconcat.flatMap((panel) => data[panel.data.name].flatMap((row) => [row.t, row.t2 ?? row.t]));
-      const end = times.reduce((latest, time) => Math.max(latest, time), 0);
-      spec.vconcat.forEach((panel) => {
-        panel.width = width;
-        const scale = panel.encoding.x.scale;
-        if (!scale.domain) scale.domain = [0, end];
+    if (spec.vconcat) fitPanels(spec, data, element);
+    if (element.dataset.chart === "steps") spec.width = panelWidth(element);
+    const values = windowOf(element);
+    (spec.params ?? []).forEach((param) => { param.value = values[param.name] ?? param.value; });
+    if (element.dataset.of !== "run") {
+      const ticks = ticksOf(data[spec.data.name].map((row) => row.ms));
+      spec.layer.forEach((layer) => {
+        layer.encoding.x.axis.values = ticks;
+        layer.encoding.color.scale = { domain: page.policies };
       });
     }
     const names = [...new Set(named(spec))];
     spec.datasets = Object.fromEntries(names.map((name) => [name, data[name]]));
-    element.dataset.rows = names.reduce((sum, name) => sum + data[name].length, 0);
+    element.dataset.rows = names.reduce((sum, name) => sum + (name === "window" ? 0 : data[name].length), 0);
     return spec;
   };
 
@@ -83,9 +116,9 @@
       const options = { ast: true, actions, config: config(), renderer: "canvas", tooltip };
       const result = await window.vegaEmbed(element, spec, options);
       drawn.set(element, result);
-      if (element.dataset.chart === "surface") {
-        await result.view.signal("phase_shown", phaseSelect.value).runAsync();
-      }
+      const { view } = result;
+      if (element.dataset.chart === "surface") await view.signal("phase_shown", phaseSelect.value).runAsync();
+      if (element.dataset.chart === "timeline") view.addSignalListener("brush", (_, range) => zoomTo(range.t));
       element.dataset.state = "drawn";
     } catch (error) {
       element.classList.add("failed");
@@ -95,21 +128,99 @@
     }
   };
 
-  const charts = [...document.querySelectorAll(".chart")];
   const drawAll = (which) => charts.filter(which).reduce((last, each) => last.then(() => draw(each)), Promise.resolve());
 
-  const chooseRun = () => {
-    const run = page.runs[Number(runSelect.value)];
-    const phases = [...new Set(run.surface.map((row) => row.phase))];
-    phaseSelect.replaceChildren(...phases.map((name) => new Option(name, name)));
-    phaseSelect.closest("p").hidden = phases.length < 2;
-    document.getElementById("about-steps").textContent = run.steps_left_out
-      ? `The zoom holds the first steps only; ${run.steps_left_out.toLocaleString("en")} later ones are left out.`
-      : "";
+  const stepSpan = () => {
+    const { t, t2 } = page.runs[chosen].steps;
+    return t && t.length ? [t[0], t2[t2.length - 1]] : [0, 0];
   };
 
-  runSelect.addEventListener("change", () => { chooseRun(); drawAll((each) => each.dataset.of === "run"); });
+  const inWindow = () => {
+    const { t = [], t2 = [], phase = [] } = page.runs[chosen].steps;
+    const [from, to] = zoom ?? stepSpan();
+    return phase.filter((_, i) => t2[i] >= from && t[i] <= to);
+  };
+
+  // The parameters by which charts know the window, by chart.
+  const windowOf = (element) => {
+    const [from_s, to_s] = zoom ?? stepSpan();
+    return {
+      timeline: { from_s, to_s, zoomed: zoom ? 1 : 0 },
+      steps: { from_s, to_s, few: inWindow().length < 300 ? 1 : 0 },
+    }[element.dataset.chart] ?? {};
+  };
+
+  const showZoom = (element) => {
+    const { view } = drawn.get(element);
+    Object.entries(windowOf(element)).forEach(([name, value]) => view.signal(name, value));
+    return view.runAsync();
+  };
+
+  const describeZoom = () => {
+    const [from, to] = zoom ?? stepSpan();
+    const digits = to - from < 1 ? 4 : 2;
+    const kinds = new Map();
+    inWindow().forEach((kind) => kinds.set(kind, (kinds.get(kind) ?? 0) + 1));
+    const steps = [...kinds.values()].reduce((sum, n) => sum + n, 0);
+    const parts = [...kinds].map(([kind, n]) => `${n.toLocaleString("en")} ${kind}`).join(", ");
+    document.getElementById("about-zoom").textContent =
+      `${from.toFixed(digits)} s to ${to.toFixed(digits)} s: ${steps.toLocaleString("en")} steps (${parts})`;
+  };
+
+  // Seconds from and to which single steps are shown, kept inside the run; nothing is a click, which chooses nothing.
+  let pending = 0;
+  const zoomTo = (range) => {
+    if (!range) return;
+    const [first, last] = stepSpan();
+    const span = Math.min(Math.max(range[1] - range[0], 0.001), last - first);
+    const from = Math.min(Math.max(range[0], first), last - span);
+    zoom = span < last - first ? [from, from + span] : null;
+    cancelAnimationFrame(pending);
+    pending = requestAnimationFrame(() => {
+      describeZoom();
+      charts.filter((each) => ["timeline", "steps"].includes(each.dataset.chart) && drawn.has(each)).forEach(showZoom);
+    });
+  };
+
+  const MOVES = {
+    earlier: (from, to) => [from - (to - from) / 2, to - (to - from) / 2],
+    later: (from, to) => [from + (to - from) / 2, to + (to - from) / 2],
+    closer: (from, to) => [from + (to - from) / 4, to - (to - from) / 4],
+    wider: (from, to) => [from - (to - from) / 2, to + (to - from) / 2],
+    all: () => stepSpan(),
+  };
+  document.querySelectorAll("[data-zoom]").forEach((button) =>
+    button.addEventListener("click", () => zoomTo(MOVES[button.dataset.zoom](...(zoom ?? stepSpan())))));
+
+  const chooseRun = (place) => {
+    chosen = place;
+    zoom = null;
+    runSelects.forEach((select) => { select.value = String(place); });
+    const run = page.runs[chosen];
+    const phases = [...new Set(run.surface.map((row) => row.phase))];
+    const before = phaseSelect.value;
+    phaseSelect.replaceChildren(...phases.map((name) => new Option(name, name)));
+    if (phases.includes(before)) phaseSelect.value = before;
+    phaseSelect.closest("label").hidden = phases.length < 2;
+    document.getElementById("about-steps").textContent = run.steps_left_out
+      ? `Only the first steps are kept here; ${run.steps_left_out.toLocaleString("en")} later ones are left out.`
+      : "";
+    document.getElementById("single-steps").hidden = !Object.keys(run.steps).length;
+    describeZoom();
+  };
+
+  runSelects.forEach((select) => select.addEventListener("change", () => {
+    chooseRun(Number(select.value));
+    drawAll((each) => each.dataset.of === "run");
+  }));
   phaseSelect.addEventListener("change", () => drawAll((each) => each.dataset.chart === "surface"));
+
+  // A shade on the right says that a table goes on there.
+  document.querySelectorAll(".scroll").forEach((box) => {
+    const mark = () => box.classList.toggle("more", box.scrollLeft + box.clientWidth < box.scrollWidth - 2);
+    box.addEventListener("scroll", mark, { passive: true });
+    new ResizeObserver(mark).observe(box);
+  });
 
   document.getElementById("theme").addEventListener("click", () => {
     root.dataset.theme = dark() ? "light" : "dark";
@@ -147,7 +258,9 @@
     });
   });
 
-  chooseRun();
+  // The run with the most to show over time comes first.
+  const panels = page.runs.map((run) => Object.values(run).filter((rows) => rows.length).length);
+  chooseRun(panels.indexOf(Math.max(...panels)));
   drawAll(() => true).then(
     () => { root.dataset.ready = "yes"; },
     (error) => { root.dataset.ready = "failed"; console.error(error); },
