@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from ebbench.devices.base import Device
 from ebbench.engines.base import EngineOptions, EngineResult, Observer, Progress
@@ -13,6 +14,7 @@ from ebbench.simulation.kv import CachingKv, CountingKv, IdentityNeeded, KvBlock
 from ebbench.simulation.loop import EventLoop
 from ebbench.simulation.state import RequestState
 from ebbench.simulation.step import SchedulerLimits
+from ebbench.simulation.streams import StreamKv, streams_take_turns
 from ebbench.simulation.tables import StepLog, decisions_table, requests_table, steps_table
 from ebbench.simulation.warmup import Beginning, at_beginning, records_after, steps_after, with_warmup, without_warmup
 from vllm_eb.controller import Controller, Record
@@ -32,13 +34,26 @@ class SimEngine:
         """Run to the end of the plan. Raises UsageError for a request that can never fit, RunError on a deadlock."""
         total = num_kv_blocks(device, options)
         check_fits(plan, options, total)
-        if options.enable_prefix_caching and not shares_content(plan):
+        if not options.enable_prefix_caching:
+            return _simulate(plan, policy, device, options, observer, _counting(total))
+        if streams_take_turns(plan):
             try:
-                return _simulate(plan, policy, device, options, observer, total, identity=False)
+                return _simulate(plan, policy, device, options, observer, _by_stream(total, options))
             except IdentityNeeded:
-                # Someone was preempted: from here on cached blocks can be hit. Exactness needs block identities.
-                pass
-        return _simulate(plan, policy, device, options, observer, total, identity=options.enable_prefix_caching)
+                pass  # a prompt shorter than what its session left in the cache: exactness needs block identities
+        return _simulate(plan, policy, device, options, observer, _by_identity(total, options))
+
+
+def _counting(total_blocks: int) -> Callable[[RequestState], KvBlocks]:
+    return lambda state: CountingKv(state, total_blocks, caching=False)
+
+
+def _by_stream(total_blocks: int, options: EngineOptions) -> Callable[[RequestState], KvBlocks]:
+    return lambda state: StreamKv(state, total_blocks, options.block_size)
+
+
+def _by_identity(total_blocks: int, options: EngineOptions) -> Callable[[RequestState], KvBlocks]:
+    return lambda state: CachingKv(state, total_blocks, options.block_size)
 
 
 def num_kv_blocks(device: Device, options: EngineOptions) -> int:
@@ -77,16 +92,10 @@ def _simulate(
     device: Device,
     options: EngineOptions,
     observer: Observer | None,
-    total_blocks: int,
-    *,
-    identity: bool,
+    make_kv: Callable[[RequestState], KvBlocks],
 ) -> EngineResult:
     state, log = RequestState(with_warmup(plan, options.warmup)), StepLog()
-    kv: KvBlocks = (
-        CachingKv(state, total_blocks, options.block_size)
-        if identity
-        else CountingKv(state, total_blocks, caching=options.enable_prefix_caching)
-    )
+    kv = make_kv(state)
     limits = SchedulerLimits(
         options.max_num_seqs,
         options.max_num_batched_tokens,
@@ -94,7 +103,7 @@ def _simulate(
         options.long_prefill_token_threshold,
         options.async_scheduling,
     )
-    controller = make_controller(policy, device, options, total_blocks)
+    controller = make_controller(policy, device, options, kv.total)
     instance = Instance(state, limits, device.cost, kv, controller, log)
     if controller is not None:
         controller.follow_ages(instance.running_ages)
@@ -118,7 +127,7 @@ def _simulate(
     request_ids = plan.table["request_id"].combine_chunks()
     return EngineResult(
         requests=requests_table(plan, without_warmup(state, plan, beginning)),
-        steps=steps_table(steps_after(log.steps, beginning), request_ids, total_blocks),
+        steps=steps_table(steps_after(log.steps, beginning), request_ids, kv.total),
         decisions=decisions_table([(0, record) for record in records_after(records, beginning)]),
         interrupted=interrupted,
     )

@@ -22,6 +22,8 @@ from ebbench.simulation.state import Ints, RequestState
 from ebbench.simulation.step import NO_ROWS, NS_PER_S, SchedulerLimits, Step, StepSink
 from vllm_eb.controller import Controller
 
+SHORTEST_COAST = 2  # steps; one alone is made as fast the ordinary way
+
 
 class Instance(Scheduler):
     """A scheduler with its engine loop and its device."""
@@ -91,11 +93,12 @@ class Instance(Scheduler):
         ages: list[int] = self._state.outputs(self.running).tolist()
         return ages
 
-    def wake(self, now_ns: int) -> tuple[int | None, list[int]]:
+    def wake(self, now_ns: int, until_ns: int = 0) -> tuple[int | None, list[int]]:
         """Take up the engine loop at ``now_ns``. Returns when to be woken again (None: on arrival) and what ended.
 
         The caller passes on the ended rows and wakes it again at the same time before anything later happens, so
-        that requests released by a completion are there for the next scheduling step.
+        that requests released by a completion are there for the next scheduling step. Before ``until_ns`` nothing
+        else will happen anywhere, so steps up to then may be made at once.
         """
         if self._blocked:
             self._blocked = False
@@ -103,6 +106,9 @@ class Instance(Scheduler):
             if ended:
                 return now_ns, ended
         depth = 2 if self._limits.async_scheduling else 1
+        if until_ns > now_ns and len(self._queue) == depth - 1 and self._coast(now_ns, until_ns):
+            self._blocked = True
+            return self._queue[0].end_ns, []
         fruitless = 0
         while True:
             self._take_in(now_ns)
@@ -126,6 +132,63 @@ class Instance(Scheduler):
                 continue
             self._blocked = True
             return self._queue[0].end_ns, []
+
+    def _coast(self, now_ns: int, until_ns: int) -> bool:
+        """Make decode steps that hold exactly the running requests, as many as there are before something happens.
+
+        That is a last token to schedule, an arrival, KV blocks running out or a policy that wants something else. The
+        arrays are brought up to date once for all of the steps. False: not one such step, nothing was done.
+        """
+        most = self._can_coast()
+        if most < SHORTEST_COAST:
+            return False
+        state, rows, block_size = self._state, self.running, self._limits.block_size
+        seqs, computed = len(rows), state.computed[rows]
+        growing = np.bincount(-computed % block_size, minlength=block_size).tolist()  # blocks needed, by step
+        kv_tokens, ones = int(np.add.reduce(computed)), np.ones(seqs, np.int64)
+        before, wake_ns, made = len(self._queue), now_ns, 0
+        while made < most and wake_ns < until_ns and growing[made % block_size] <= self._kv.free:
+            step = Step(wake_ns, rows=rows, tokens=ones, sampled=rows, decode_seqs=seqs)
+            if self._controller is not None and not self._may_decode(step, self._controller):
+                break
+            self._kv.take(growing[made % block_size])
+            made += 1
+            kv_tokens += seqs
+            self._time(step, StepShape((), seqs, kv_tokens, seqs))
+            self._queue.append(step)
+            wake_ns = self._queue[made - 1].end_ns
+        if made:
+            computed += made
+            state.computed[rows] = computed
+            state.target[rows] += made
+            state.held_blocks[rows] = -(-computed // block_size)
+            self._deliver(rows, before, made - 1)
+        return made > 0
+
+    def _can_coast(self) -> int:
+        """How many steps the running requests can decode with nobody joining or leaving; 0: none."""
+        state, rows = self._state, self.running
+        if self._prefilling or self._stale or self._inbox or not self._kv.countable or not len(rows):
+            return 0
+        if len(rows) > self._limits.max_num_batched_tokens or any(step.empty for step in self._queue):
+            return 0
+        if self._controller is None:
+            if self._admissible(self._limits.max_num_seqs):
+                return 0
+        elif self._controller.orders_queue:
+            return 0
+        return int(np.minimum.reduce(state.last[rows] - state.computed[rows]))
+
+    def _deliver(self, rows: Ints, before: int, count: int) -> None:
+        """Deliver the tokens of the ``count`` oldest steps: ``before`` of any kind, then decodes of ``rows``."""
+        state = self._state
+        for _ in range(min(before, count)):
+            self._update(self._queue.popleft())
+        ends_ns = [self._queue.popleft().end_ns for _ in range(count - before)]
+        if ends_ns:
+            slots = state.next_slot[rows]
+            state.token_ns[slots[:, None] + np.arange(len(ends_ns))] = ends_ns
+            state.next_slot[rows] = slots + len(ends_ns)
 
     def _schedule(self, now_ns: int) -> Step:
         step = self._assemble(now_ns)

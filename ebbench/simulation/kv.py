@@ -1,7 +1,8 @@
-"""KV block accounting with vLLM's rules, in two forms.
+"""KV block accounting with vLLM's rules, in three forms.
 
 ``CountingKv`` knows only how many blocks are free; exact as long as no cached block can be hit. ``CachingKv`` knows
-each block: its content, its references and its place in the eviction queue.
+each block: its content, its references and its place in the eviction queue. Between them, ``StreamKv``
+(:mod:`ebbench.simulation.streams`) knows how much is cached of each request or session.
 """
 
 from __future__ import annotations
@@ -23,16 +24,21 @@ class KvBlocks(Protocol):
 
     free: int
     total: int
+    countable: bool  # whether it is all the same which request a block is taken for
 
-    def lookup(self, row: int, known_tokens: int) -> list[int]:
+    def take(self, count: int) -> None:
+        """Take so many blocks; only where ``countable``. The caller has checked that they are there."""
+        ...
+
+    def lookup(self, row: int, known_tokens: int) -> Sequence[int]:
         """Cached blocks that form the longest prefix of the request, its last token always left to compute."""
         ...
 
-    def evictable(self, hits: list[int]) -> int:
+    def evictable(self, hits: Sequence[int]) -> int:
         """How many of ``hits`` count as free now and would stop doing so."""
         ...
 
-    def adopt(self, row: int, hits: list[int]) -> None:
+    def adopt(self, row: int, hits: Sequence[int]) -> None:
         """Reference the hit blocks for a request that is being admitted."""
         ...
 
@@ -52,6 +58,8 @@ class KvBlocks(Protocol):
 class CountingKv:
     """Block counts only. With prefix caching on, a release before the end raises IdentityNeeded."""
 
+    countable = True
+
     def __init__(self, state: RequestState, total: int, *, caching: bool) -> None:
         self.total = self.free = total
         self._held = state.held_blocks
@@ -62,16 +70,20 @@ class CountingKv:
         """No hit: nothing in the plan shares content."""
         return []
 
-    def evictable(self, hits: list[int]) -> int:
+    def evictable(self, hits: Sequence[int]) -> int:
         """None."""
         return 0
 
-    def adopt(self, row: int, hits: list[int]) -> None:
+    def adopt(self, row: int, hits: Sequence[int]) -> None:
         """Nothing to adopt."""
 
     def allocate(self, rows: Sequence[int], blocks: Sequence[int]) -> None:
         """Take the blocks from the free count."""
-        self.free -= sum(blocks)
+        self.take(sum(blocks))
+
+    def take(self, count: int) -> None:
+        """Take the blocks from the free count."""
+        self.free -= count
 
     def publish(self, row: int, tokens: int) -> None:
         """Nobody can look it up."""
@@ -93,6 +105,8 @@ class CachingKv:
     A block that is hit while free leaves its place in the queue behind, and ``_left`` counts such places. They are
     always ahead of the block's own place: only a block that caches something can be hit, and it goes to the tail.
     """
+
+    countable = False
 
     def __init__(self, state: RequestState, total: int, block_size: int) -> None:
         self.total = self.free = total
@@ -121,11 +135,11 @@ class CachingKv:
             hits.append(found if isinstance(found, int) else found[0])
         return hits
 
-    def evictable(self, hits: list[int]) -> int:
+    def evictable(self, hits: Sequence[int]) -> int:
         """See KvBlocks."""
         return sum(not self._references[block] for block in hits)
 
-    def adopt(self, row: int, hits: list[int]) -> None:
+    def adopt(self, row: int, hits: Sequence[int]) -> None:
         """See KvBlocks."""
         for block in hits:
             if not self._references[block]:
@@ -163,6 +177,10 @@ class CachingKv:
             elif holder != block:
                 by_key[key] = [holder, block]
         self._published[row] = full
+
+    def take(self, count: int) -> None:
+        """Not without saying for whom."""
+        raise NotImplementedError
 
     def release(self, row: int, known_tokens: int) -> None:
         """See KvBlocks."""

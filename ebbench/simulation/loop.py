@@ -19,6 +19,7 @@ from ebbench.simulation.releases import Releases
 from ebbench.simulation.state import RequestState
 
 ARRIVAL, WAKE = 0, 1
+NEVER_NS = 1 << 62
 
 Dispatch = Callable[[int], int]
 Tick = Callable[[int], None]
@@ -86,7 +87,7 @@ class EventLoop:
     def _wake(self, index: int) -> None:
         instance = self._instances[index]  # stays marked as woken, so that what it is sent meanwhile wakes it no more
         while True:
-            again_ns, ended = instance.wake(self.now_ns)
+            again_ns, ended = instance.wake(self.now_ns, self._heap[0][0] if self._heap else NEVER_NS)
             for row in ended:
                 self.ended += 1
                 following = self._releases.ended(row)

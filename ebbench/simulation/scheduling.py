@@ -35,6 +35,7 @@ class Scheduler:
         self._stale: dict[int, bool] = {}  # preempted with a step in flight: does that step sample for it?
         self._steps = 0
         self._preempted = 0  # in the last scheduling step
+        self._decided: Decision | None = None  # the policy's answer for the next step, where it was asked already
 
     def _take_in(self, now_ns: int) -> None:
         """What has arrived joins the queue."""
@@ -54,7 +55,40 @@ class Scheduler:
 
     def _ask_policy(self, step: Step, controller: Controller) -> None:
         prefilling = self._prefilling
-        view = View(
+        view = self._view(step, controller)
+        decision = self._decided or controller.decide(view)
+        self._decided = None
+        self._follow(step, decision, prefilling)
+        self._preempted = len(step.preempted)
+        if decision.phase == "prefill" and step.empty:
+            controller.prefill_blocked(view)
+
+    def _may_decode(self, step: Step, controller: Controller) -> bool:
+        """Ask the policy; True where the step is to hold the running requests, all of them decoding, and no other.
+
+        Otherwise the answer is kept for the step that the ordinary way will make at this very moment.
+        """
+        decision = self._decided or controller.decide(self._view(step, controller))
+        if decision.phase == "prefill" or (decision.phase == "mixed" and self._admissible(decision.running_limit)):
+            self._decided = decision
+            return False
+        self._decided, self._preempted = None, 0
+        step.mode, step.k, step.n_limit = decision.mode, decision.k, decision.n_limit
+        return True
+
+    def _admissible(self, running_limit: int) -> bool:
+        """Whether the first of the waiting requests could join the running ones."""
+        if not self.waiting or len(self.running) >= running_limit:
+            return False
+        row = self.waiting[0]
+        known = int(self._state.target[row])
+        hits = self._kv.lookup(row, known)
+        needed = -(-known // self._limits.block_size) - len(hits) + self._kv.evictable(hits)
+        return needed <= self._kv.free
+
+    def _view(self, step: Step, controller: Controller) -> View:
+        prefilling = self._prefilling
+        return View(
             now_s=step.scheduled_ns / NS_PER_S,
             step_id=self._steps,
             decoding=len(self.running) - prefilling,
@@ -64,11 +98,6 @@ class Scheduler:
             preempted=self._preempted,
             oldest_wait_s=self._order_queue(step.scheduled_ns, controller) if controller.orders_queue else 0.0,
         )
-        decision = controller.decide(view)
-        self._follow(step, decision, prefilling)
-        self._preempted = len(step.preempted)
-        if decision.phase == "prefill" and step.empty:
-            controller.prefill_blocked(view)
 
     def _order_queue(self, now_ns: int, controller: Controller) -> float:
         """Requests too late for their target go behind the others; returns the wait of the first one that is not."""

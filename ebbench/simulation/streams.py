@@ -1,0 +1,104 @@
+"""KV blocks of plans in which no two requests that are open at the same time share content.
+
+Then a cached block can be found only by the request that was preempted, or by the next turn of its session, and what is
+cached of a content stream is always its beginning: blocks are given back with the stream's first block last in the
+eviction queue, and whoever comes for them takes all that are left. So each stream has one run of cached blocks in the
+queue, which evictions shorten from its end, and counts say everything that the identities of
+:class:`ebbench.simulation.kv.CachingKv` would; tests hold the two equal.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+
+from ebbench.records.plan import Plan
+from ebbench.simulation.kv import IdentityNeeded
+from ebbench.simulation.state import RequestState
+
+
+class CachedRun:
+    """Cached blocks 0 to ``blocks`` of one content stream, all of them free. 0: taken again, or evicted."""
+
+    __slots__ = ("blocks",)
+
+    def __init__(self, blocks: int) -> None:
+        self.blocks = blocks
+
+
+class StreamKv:
+    """Counts free blocks and, of each content stream, cached ones. Raises IdentityNeeded where that is not exact."""
+
+    countable = True
+
+    def __init__(self, state: RequestState, total: int, block_size: int) -> None:
+        self.total = self.free = total
+        self._content, self._held, self._block_size = state.content, state.held_blocks, block_size
+        self._blank = total  # free blocks that cache nothing: they are taken first
+        self._queue: deque[CachedRun] = deque()  # in eviction order; a run loses its end first
+        self._cached: dict[int, CachedRun] = {}
+
+    def lookup(self, row: int, known_tokens: int) -> range:
+        """See KvBlocks; blocks are numbered within their stream."""
+        run = self._cached.get(self._content[row])
+        if run is None:
+            return range(0)
+        if run.blocks > (known_tokens - 1) // self._block_size:
+            raise IdentityNeeded  # the last of them would stay behind and be computed again
+        return range(run.blocks)
+
+    def evictable(self, hits: Sequence[int]) -> int:
+        """See KvBlocks: all of them, nobody else refers to them."""
+        return len(hits)
+
+    def adopt(self, row: int, hits: Sequence[int]) -> None:
+        """See KvBlocks."""
+        if hits:
+            self._cached.pop(self._content[row]).blocks = 0
+            self.free -= len(hits)
+
+    def allocate(self, rows: Sequence[int], blocks: Sequence[int]) -> None:
+        """See KvBlocks."""
+        self.take(int(np.add.reduce(blocks)))
+
+    def take(self, count: int) -> None:
+        """See KvBlocks."""
+        self.free -= count
+        if count <= self._blank:
+            self._blank -= count
+            return
+        count -= self._blank
+        self._blank = 0
+        queue = self._queue
+        while count:
+            run = queue[0]
+            if run.blocks > count:
+                run.blocks -= count
+                return
+            count -= run.blocks
+            run.blocks = 0
+            queue.popleft()
+
+    def publish(self, row: int, tokens: int) -> None:
+        """Nobody can look it up before it is released."""
+
+    def release(self, row: int, known_tokens: int) -> None:
+        """See KvBlocks."""
+        held = int(self._held[row])
+        cached = known_tokens // self._block_size
+        self.free += held
+        self._blank += held - cached
+        if cached:
+            run = self._cached[self._content[row]] = CachedRun(cached)
+            self._queue.append(run)
+
+
+def streams_take_turns(plan: Plan) -> bool:
+    """Whether requests that share content belong to one session, so that one follows the other."""
+    table = plan.table
+    if table["hash_ids"].null_count < len(plan):
+        return False
+    sessions = table.select(["content", "session"]).group_by(["content", "session"]).aggregate([])
+    return len(sessions) == len(table["content"].unique())

@@ -1,0 +1,65 @@
+"""The simulator's shortcuts change nothing: steps made in one go, and cached blocks counted instead of named."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+
+from ebbench.engines import sim
+from ebbench.engines.base import EngineOptions, EngineResult
+from ebbench.simulation import instance
+from ebbench.simulation.instance import Instance
+from ebbench.simulation.kv import CachingKv
+from tests.simulation.worlds import World, plan, worlds
+
+NEVER = 1 << 60
+PRESSED = World(
+    plan([(40, 50), (3, 90), (70, 20)] * 12, turns=3, concurrency=9),
+    "v1",
+    EngineOptions(max_num_seqs=8, max_num_batched_tokens=64, num_kv_blocks=40),
+)
+
+
+def equal(first: EngineResult, second: EngineResult) -> bool:
+    return all(getattr(first, name).equals(getattr(second, name)) for name in ("requests", "steps", "decisions"))
+
+
+@given(worlds())
+@settings(max_examples=150, deadline=None)
+def test_coasting_makes_the_same_steps(world: World) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(instance, "SHORTEST_COAST", 1)
+        coasting = world.run()
+        patch.setattr(instance, "SHORTEST_COAST", NEVER)
+        assert equal(coasting, world.run())
+
+
+@given(worlds())
+@settings(max_examples=150, deadline=None)
+def test_counting_by_stream_equals_blocks_with_identities(world: World) -> None:
+    by_stream = world.run()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sim, "streams_take_turns", lambda _: False)
+        assert equal(by_stream, world.run())
+
+
+@pytest.mark.parametrize("policy", ["v1", "v0", "eb:k=2", "ebplus:update_every=4,min_samples=3"])
+def test_most_steps_of_long_answers_are_coasted(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    ordinary = Instance._assemble
+    monkeypatch.setattr(Instance, "_assemble", lambda self, now_ns: asked.append(now_ns) or ordinary(self, now_ns))
+    options = EngineOptions(max_num_seqs=4, max_num_batched_tokens=64, num_kv_blocks=1000)
+    steps = World(plan([(20, 200)] * 8, concurrency=4), policy, options).run().steps.num_rows
+    assert len(asked) < steps / 4
+
+
+def test_preempted_sessions_need_no_identities(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = PRESSED.run()
+    assert sum(expected.steps["preemptions"].to_pylist()) > 0
+    assert sum(expected.requests["cached_tokens"].to_pylist()) > 0
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("blocks with identities were asked for")
+
+    monkeypatch.setattr(CachingKv, "__init__", refuse)
+    assert equal(expected, PRESSED.run())
