@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
 from functools import lru_cache
 from itertools import islice
 from typing import Any
@@ -17,6 +16,7 @@ from ebbench.analysis.columns import RequestColumns
 from ebbench.analysis.fidelity import Cell
 from ebbench.analysis.fidelity_cases import Case, reference_rows
 from ebbench.analysis.metrics import Metrics, measure
+from ebbench.analysis.protocols import ASYNC_SCHEDULING, build
 from ebbench.devices import Device, load_device
 from ebbench.devices.fit import DECODE_CONTEXT_TOKENS, DECODE_SEQS, PREFILL_TOKENS, decode_shape, prefill_shape
 from ebbench.devices.linear import published_calibration
@@ -25,7 +25,6 @@ from ebbench.engines.base import EngineOptions
 from ebbench.engines.sim import SimEngine
 from ebbench.records.plan import Plan
 from ebbench.records.schema import PLAN
-from ebbench.workloads import build_plan
 from vllm_eb.policy import parse_policy
 
 Say = Callable[[str], None]
@@ -71,40 +70,31 @@ def _cells(cases: Iterable[Case], results: Iterable[dict[str, float]], repeats: 
 
 def run_case(case: Case, seed: int, host: HostCosts | None = None) -> dict[str, float]:
     """One case: one simulation, or one per concurrency and their mean. Keys carry their units."""
-    plans = [{**case.plan, "max_concurrency": c} for c in case.concurrencies] or [dict(case.plan)]
-    runs = [_values(_simulate(case, plan, seed, host)) for plan in plans]
+    runs = [_values(_simulate(case, plan, seed, host)) for plan in case.protocol.plans()]
     return {name: float(np.mean([run[name] for run in runs])) for name in runs[0]}
 
 
 def _simulate(case: Case, plan: Mapping[str, Any], seed: int, host: HostCosts | None) -> Metrics:
-    device = _device(case.device, case.model, case.max_num_seqs, case.max_num_batched_tokens, host)
-    options = EngineOptions(case.max_num_seqs, case.max_num_batched_tokens, async_scheduling=False)
-    built = _plan(json.dumps({**plan, "seed": seed}, sort_keys=True))
-    result = SimEngine().run(built, parse_policy(case.policy), device, options, None)
+    how = case.protocol
+    device = _device(case.device, case.model, how.max_num_seqs, how.max_num_batched_tokens, host)
+    options = EngineOptions(
+        how.max_num_seqs, how.max_num_batched_tokens, async_scheduling=ASYNC_SCHEDULING, warmup=how.warmup
+    )
+    built = _plan(json.dumps(plan, sort_keys=True), seed, how.shuffle)
+    result = SimEngine().run(built, parse_policy(how.policy), device, options, None)
     return measure(RequestColumns.of(result.requests))
 
 
 @lru_cache(maxsize=64)
 def _device(name: str, model: str, seqs: int, tokens: int, host: HostCosts | None) -> Device:
-    return load_device(name, model, max_num_seqs=seqs, max_num_batched_tokens=tokens, async_scheduling=False, host=host)
+    return load_device(
+        name, model, max_num_seqs=seqs, max_num_batched_tokens=tokens, async_scheduling=ASYNC_SCHEDULING, host=host
+    )
 
 
 @lru_cache(maxsize=8)
-def _plan(arguments: str) -> Plan:
-    settings: dict[str, Any] = json.loads(arguments)
-    shuffle = settings.pop("shuffle", False)
-    plan = build_plan(settings.pop("workload"), settings.pop("scenario", None), with_text=False, **settings)
-    return _shuffled(plan, settings["seed"]) if shuffle else plan
-
-
-def _shuffled(plan: Plan, seed: int) -> Plan:
-    """The same requests in another order: what is asked moves, when it is asked stays."""
-    order = pa.array(np.random.default_rng(seed).permutation(plan.table.num_rows))
-    table = plan.table
-    for name in ("input_tokens", "output_tokens", "content"):
-        at = table.schema.get_field_index(name)
-        table = table.set_column(at, table.schema.field(at), table[name].take(order))
-    return replace(plan, table=table)
+def _plan(arguments: str, seed: int, shuffle: bool) -> Plan:
+    return build(json.loads(arguments), seed, shuffle=shuffle)
 
 
 def _values(metrics: Metrics) -> Mapping[str, float]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import ebbench
 import vllm_eb
+from ebbench.analysis.protocols import ASYNC_SCHEDULING, Protocol, build, located
 from ebbench.devices.base import Device
 from ebbench.devices.linear import LinearCost
 from ebbench.engines.base import Engine, EngineOptions, EngineResult
@@ -23,18 +24,19 @@ from vllm_eb.calibration import Calibration
 Setting = tuple[str, str | int | float]
 VARIANT = "paper:"
 LINEAR = "linear:"
-_VARIANTS = tuple(Path(__file__).resolve().parent / folder for folder in ("data", "staggered"))
-_CODE = ("simulation", "devices", "workloads", "traffic", "engines/sim.py", "analysis/metrics.py", "papers/data")
+_VARIANTS = Path(__file__).resolve().parent / "staggered"
+_CODE = ("simulation", "devices", "workloads", "traffic", "engines/sim.py", "analysis/metrics.py")
 _SUFFIXES = frozenset({".py", ".toml", ".csv", ".parquet"})
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One run. ``workload`` is a name, a path or ``paper:NAME`` (a variant that comes with this package); ``device`` a
-    name or ``linear:alpha_p,beta_p,alpha_d,beta_d,KV`` (a linear cost model in seconds, and its KV tokens).
+    """One run. ``workload`` and ``scenario`` are names, paths or ``reference:PATH`` (as a published run had it), the
+    workload also ``paper:NAME`` (a variant that comes with this package); ``device`` a name or
+    ``linear:alpha_p,beta_p,alpha_d,beta_d,KV`` (a linear cost model in seconds, and its KV tokens).
 
-    ``settings`` are further arguments of build_plan, sorted by name. ``weight`` orders the work (longest first) and
-    is no part of the identity.
+    ``settings`` are further arguments of build_plan, sorted by name. ``shuffle`` mixes the order of the requests.
+    ``weight`` orders the work (longest first) and is no part of the identity.
     """
 
     workload: str
@@ -47,6 +49,9 @@ class Cell:
     settings: tuple[Setting, ...] = ()
     seed: int = 0
     prefix_caching: bool = True
+    warmup: int = 0
+    async_scheduling: bool = True
+    shuffle: bool = False
     weight: float = field(default=1.0, compare=False)
 
     @property
@@ -56,6 +61,8 @@ class Cell:
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
             enable_prefix_caching=self.prefix_caching,
+            async_scheduling=self.async_scheduling,
+            warmup=self.warmup,
         )
 
     def key(self) -> str:
@@ -72,7 +79,7 @@ class Cell:
 
     def plan(self) -> Plan:
         """Build the request plan. Raises what build_plan raises."""
-        return _plan(self.workload, self.scenario, self.settings, self.seed)
+        return _plan(self.workload, self.scenario, self.settings, self.seed, self.shuffle)
 
     def engine(self) -> Engine:
         """What runs it."""
@@ -84,7 +91,7 @@ class Cell:
 
     def load_device(self) -> Device:
         """The emulated device, its KV cache sized for these scheduler settings."""
-        return _device(self.device, self.model, self.max_num_seqs, self.max_num_batched_tokens)
+        return _device(self.device, self.model, self.max_num_seqs, self.max_num_batched_tokens, self.async_scheduling)
 
 
 def settings(**values: str | int | float | None) -> tuple[Setting, ...]:
@@ -92,31 +99,49 @@ def settings(**values: str | int | float | None) -> tuple[Setting, ...]:
     return tuple(sorted((name, value) for name, value in values.items() if value is not None))
 
 
+def protocol_cells(
+    protocol: Protocol, device: str, model: str, num_prompts: int | None = None, weight: float = 1.0
+) -> tuple[Cell, ...]:
+    """The runs behind one published figure; ``num_prompts`` replaces the protocol's count."""
+    cells = []
+    for plan in protocol.plans():
+        arguments: dict[str, Any] = dict(plan) | ({} if num_prompts is None else {"num_prompts": num_prompts})
+        workload, scenario = arguments.pop("workload"), arguments.pop("scenario", None)
+        cell = Cell(
+            workload, protocol.policy, device, model, protocol.max_num_seqs, protocol.max_num_batched_tokens,
+            scenario=scenario, settings=settings(**arguments), warmup=protocol.warmup,
+            async_scheduling=ASYNC_SCHEDULING, shuffle=protocol.shuffle, weight=weight,
+        )  # fmt: skip
+        cells.append(cell)
+    return tuple(cells)
+
+
 def workload_path(name: str) -> str:
     """What build_plan understands for a cell's workload."""
-    if not name.startswith(VARIANT):
-        return name
-    paths = [folder / f"{name.removeprefix(VARIANT)}.toml" for folder in _VARIANTS]
-    return str(next((path for path in paths if path.is_file()), paths[0]))
+    if name.startswith(VARIANT):
+        return str(_VARIANTS / f"{name.removeprefix(VARIANT)}.toml")
+    return located(name)
 
 
 @cache
-def _plan(workload: str, scenario: str | None, chosen: tuple[Setting, ...], seed: int) -> Plan:
-    from ebbench.workloads import build_plan
-
+def _plan(workload: str, scenario: str | None, chosen: tuple[Setting, ...], seed: int, shuffle: bool) -> Plan:
     arguments: dict[str, Any] = {"source": "profile", **dict(chosen)}
     if workload.startswith("trace:"):
         arguments["source"] = "auto"
-    return build_plan(workload_path(workload), scenario, seed=seed, with_text=False, **arguments)
+    arguments |= {"workload": workload_path(workload), "scenario": scenario}
+    return build(arguments, seed, shuffle=shuffle)
 
 
 @cache
-def _device(name: str, model: str, max_num_seqs: int, max_num_batched_tokens: int) -> Device:
+def _device(name: str, model: str, max_num_seqs: int, max_num_batched_tokens: int, async_scheduling: bool) -> Device:
     from ebbench.devices import load_device
 
     if name.startswith(LINEAR):
         return _linear_device(name, model)
-    return load_device(name, model, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
+    return load_device(
+        name, model, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens,
+        async_scheduling=async_scheduling,
+    )  # fmt: skip
 
 
 def _linear_device(name: str, model: str) -> Device:
@@ -131,6 +156,7 @@ def code_fingerprint() -> str:
     package = Path(ebbench.__file__).resolve().parent
     roots = [package / part for part in _CODE]
     roots += [Path(vllm_eb.__file__).resolve().parent, bundled_dir("workloads"), bundled_dir("scenarios")]
+    roots += [bundled_dir("reference") / folder for folder in ("workloads", "scenarios")] + [_VARIANTS]
     digest = hashlib.sha256()
     for root in roots:
         for path in sorted(root.rglob("*")) if root.is_dir() else [root]:

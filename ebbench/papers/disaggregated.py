@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from ebbench.analysis.paper_tables import Column, Document, Section, Value, compared, comparison, labels, relative
+from ebbench.analysis.protocols import MEAN_INPUT, MEAN_OUTPUT
 from ebbench.papers.cells import Cell, settings
 from ebbench.papers.cluster_cells import ClusterCell
 from ebbench.papers.published import EB_PAPER, GPUS, SYNTHETIC, gpu_title, pick
 from ebbench.papers.store import CellStore, Measured
 from ebbench.papers.table import PaperTable, Wish, pending
-from ebbench.papers.table3 import MEAN_INPUT, MEAN_OUTPUT
 
 BUDGET, SEQS = 14336, 1024
 _RATE = "total_token_throughput"

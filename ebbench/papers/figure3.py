@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from ebbench.papers.cells import Cell, settings
+from ebbench.analysis.protocols import FIGURE3_SEQS, figure3_protocol, fixed_threshold
+from ebbench.papers.cells import Cell, protocol_cells
 from ebbench.papers.figure import PaperFigure
 from ebbench.papers.published import SYNTHETIC, gpu_title, rows
 from ebbench.papers.store import CellStore
 from ebbench.papers.table import Wish, figure
 from ebbench.render.figures import BLACK, BLUE, VERMILION, altair, colour, values
 
-BATCH, BUDGET = 1024, 8192
+BATCH = FIGURE3_SEQS
 FRACTIONS = tuple(range(1, 9))
-MEANS = {"decode-heavy": (128, 1024), "balanced": (512, 512), "prefill-heavy": (1024, 128)}
+WORKLOADS = {"decode-heavy": 8.0, "balanced": 4.0, "prefill-heavy": 1.0}  # and how long they take
 _PUBLISHED = {"decode-heavy": "decode_heavy", "balanced": "balanced", "prefill-heavy": "prefill_heavy"}
 _NAMES = ("fixed k", "controller (eb)", "mixed (v1)")
 _COLOURS = (BLACK, VERMILION, BLUE)
@@ -24,11 +25,9 @@ def _device(wish: Wish, default: str) -> str:
 
 
 def _cell3(wish: Wish, workload: str, policy: str) -> Cell:
-    mean_in, mean_out = MEANS[workload]
-    plan = settings(num_prompts=wish.num_prompts or 4000, input_len=mean_in, output_len=mean_out,
-                    length_distribution="geometric")  # fmt: skip
-    model = wish.models[0] if wish.models else "qwen3-8b"
-    return Cell("balanced", policy, _device(wish, "h200"), model, BATCH, BUDGET, settings=plan, weight=mean_out)
+    model, weight = wish.models[0] if wish.models else "qwen3-8b", WORKLOADS[workload]
+    protocol = figure3_protocol(workload, policy)
+    return protocol_cells(protocol, _device(wish, "h200"), model, wish.num_prompts, weight)[0]
 
 
 def _k(step: int) -> int:
@@ -36,14 +35,14 @@ def _k(step: int) -> int:
 
 
 def _cells3(wish: Wish) -> list[Cell]:
-    policies = [*(f"eb:k={_k(step)}" for step in FRACTIONS), "eb", "v1"]
-    return [_cell3(wish, workload, policy) for workload in MEANS for policy in policies]
+    policies = [*(fixed_threshold(_k(step)) for step in FRACTIONS), "eb", "v1"]
+    return [_cell3(wish, workload, policy) for workload in WORKLOADS for policy in policies]
 
 
 def _points3(wish: Wish, store: CellStore, workload: str, key: str) -> list[dict[str, Any]]:
     found = []
     for step in FRACTIONS:
-        value = figure(store, _cell3(wish, workload, f"eb:k={_k(step)}"), key)
+        value = figure(store, _cell3(wish, workload, fixed_threshold(_k(step))), key)
         if value is not None:
             found.append({"k": _k(step), "value": value, "series": "fixed k", "source": "ours"})
     for policy, name in (("eb", _NAMES[1]), ("v1", _NAMES[2])):
@@ -95,7 +94,7 @@ def _chart3(wish: Wish, store: CellStore) -> Any:
         ("total_token_throughput", "throughput_tok_s", "tokens/s"), ("mean_tpot_ms", "tpot_mean_ms", "mean TPOT, ms"),
     ):  # fmt: skip
         panels = []
-        for workload in MEANS:
+        for workload in WORKLOADS:
             data = _points3(wish, store, workload, key) + ([] if ours_only else _published3(workload, column))
             top = key == "total_token_throughput"
             title = SYNTHETIC[workload] if top else ""
@@ -110,7 +109,7 @@ FIGURE3 = PaperFigure(
     "throughput and TPOT over fixed k, the controller and v1",
     _cells3,
     _chart3,
-    "Solid: ours (engine sim, N = 1024, B = 8192). Dashed with crosses: published (eb-vllm); its fixed-k points were "
-    "read off a figure by the authors.",
+    "Solid: ours (engine sim, run as `ebbench fidelity` does: N = 1024, B as published, 100 warm-up requests). Dashed "
+    "with crosses: published (eb-vllm); its fixed-k points were read off a figure by the authors.",
     whole=False,
 )

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ebbench.papers.cells import Cell, settings
+from ebbench.papers.cells import Cell
 from ebbench.papers.figure import PaperFigure
+from ebbench.papers.grid import real_cell
 from ebbench.papers.published import GPUS, SYNTHETIC, WORKLOADS, best_config, gpu_title, model_title, pick
 from ebbench.papers.store import CellStore
 from ebbench.papers.table import Wish, figure
@@ -66,7 +67,7 @@ _METRICS4 = (
 def _cell4(wish: Wish, device: str, workload: str, policy: str) -> Cell:
     tokens, seqs = best_config(device, policy, workload, "qwen3-8b")
     model = wish.models[0] if wish.models else "qwen3-8b"
-    return Cell(workload, policy, device, model, seqs, tokens, settings=settings(num_prompts=wish.num_prompts))
+    return real_cell(wish, device, model, workload, policy, (seqs, tokens))
 
 
 def _cells4(wish: Wish) -> list[Cell]:
@@ -151,10 +152,7 @@ def _chart5(wish: Wish, store: CellStore) -> Any:
 def _cell6(wish: Wish, model: str, policy: str) -> Cell:
     device = wish.devices[0] if wish.devices else "rtx-pro-6000"
     tokens, seqs = best_config(device, policy, "wildchat", "qwen3-8b")
-    workload = "paper:wildchat-forced" if wish.outputs == "forced" else "wildchat"
-    return Cell(
-        workload, policy, device, model, seqs, tokens, settings=settings(num_prompts=wish.num_prompts), weight=20
-    )
+    return real_cell(wish, device, model, "wildchat", policy, (seqs, tokens), weight=20)
 
 
 def _cells6(wish: Wish) -> list[Cell]:

@@ -8,7 +8,7 @@ from ebbench.papers.cells import Cell
 from ebbench.papers.published import EB_PAPER, gpu_title, pick
 from ebbench.papers.store import CellStore
 from ebbench.papers.table import PaperTable, Wish, pending
-from ebbench.papers.table3 import table3_cell
+from ebbench.papers.table3 import table3_cells
 
 TTFT_S = (2.0, 5.0, 10.0)
 TPOT_MS = (50.0, 100.0)
@@ -31,7 +31,7 @@ def _policies(wish: Wish) -> tuple[str, ...]:
 
 
 def _cell(wish: Wish, device: str, model: str, policy: str) -> Cell:
-    return table3_cell(wish, device, model, "c=512", policy)
+    return table3_cells(wish, device, model, "c=512", policy)[0]
 
 
 def _models(wish: Wish) -> tuple[str, ...]:

@@ -6,8 +6,9 @@ import math
 from dataclasses import replace
 
 from ebbench.analysis.paper_tables import Column, Document, Section, Value, comparison, labels
+from ebbench.analysis.protocols import SYNTHETIC_WARMUP, real_protocol
 from ebbench.analysis.sensitivity import Sensitivity, sensitivity
-from ebbench.papers.cells import VARIANT, Cell, settings
+from ebbench.papers.cells import Cell, protocol_cells
 from ebbench.papers.published import (
     EB_PAPER,
     GPUS,
@@ -38,6 +39,18 @@ def grid_cells(cell: Cell) -> list[Cell]:
     return [replace(cell, max_num_batched_tokens=b, max_num_seqs=n) for b in BUDGETS for n in BATCHES]
 
 
+def real_cell(
+    wish: Wish, device: str, model: str, workload: str, policy: str, sizes: tuple[int, int], weight: float = 1.0
+) -> Cell:
+    """A run of tables 2 and 14 to 16 at ``sizes`` (N, B), as the authors made it or with the lengths of table 9."""
+    protocol = real_protocol(workload, model, policy, sizes)
+    if workload in SYNTHETIC:
+        protocol = replace(protocol, policy=policy, warmup=SYNTHETIC_WARMUP)
+    elif wish.outputs != "forced":
+        protocol = replace(protocol, plan={**protocol.plan, "workload": workload})
+    return protocol_cells(protocol, device, model, wish.num_prompts, weight)[0]
+
+
 def grid_rates(store: CellStore, cell: Cell, key: str = "request_throughput") -> dict[tuple[int, int], float]:
     """Known throughputs over the grid."""
     rates = {}
@@ -55,8 +68,7 @@ def best_of_grid(store: CellStore, cell: Cell) -> float | None:
 
 
 def _base(wish: Wish, device: str, model: str, workload: str, scheduler: str) -> Cell:
-    name = f"{VARIANT}{workload}-forced" if wish.outputs == "forced" and workload in WORKLOADS else workload
-    return Cell(name, scheduler, device, model, 256, 4096, settings=settings(num_prompts=wish.num_prompts))
+    return real_cell(wish, device, model, workload, scheduler, (256, 4096))
 
 
 def _found(wish: Wish, store: CellStore, *key: str) -> Sensitivity | None:

@@ -14,8 +14,8 @@ from ebbench.papers.table import Wish
 STAGGERED_PAPER = "Tian et al., Staggered Batch Scheduling, 2025"
 REQUESTS = 12_000
 NETWORK_MS = 0.5
-AS_PUBLISHED = "sbs:bypass=off,overdraw=on,aged_cycles=off"
-"""Algorithms 1 and 2 to the letter: no fallback under light load, chunks overdrawn, nobody let past the longest."""
+AS_PUBLISHED = "sbs:bypass=off,sizing=off,overdraw=on,aged_cycles=off"
+"""Algorithms 1 and 2 to the letter: no fallback under light load, chunks overdrawn, longest first whatever waits."""
 IMMEDIATE = ("round-robin", "least-outstanding")
 DISPATCH = (*IMMEDIATE, AS_PUBLISHED, "sbs")
 SHARES = (0.025, 0.05, 0.1, 0.15, 0.2, 0.25, *(round(0.3 + 0.025 * i, 3) for i in range(29)))

@@ -72,7 +72,8 @@ class CellStore:
         if not self._adopted or type(cell) is not Cell:  # runs of several instances are not told apart here
             return None
         identity = (plan_hash(cell.plan()), cell.policy, cell.device, cell.model)
-        path = self._adopted.get((*identity, cell.max_num_seqs, cell.max_num_batched_tokens))
+        sizes = (cell.max_num_seqs, cell.max_num_batched_tokens)
+        path = self._adopted.get((*identity, *sizes, cell.warmup, cell.async_scheduling))
         return None if path is None else measured_from_run(path)
 
 
@@ -119,10 +120,11 @@ def _read(directory: Path) -> Measured | None:
         raise DataError(f"{path}: damaged ({error}); delete the directory to run the cell again") from None
 
 
-def _adopt(paths: list[Path]) -> dict[tuple[str, str, str, str, int, int], Path]:
+def _adopt(paths: list[Path]) -> dict[tuple[str, str, str, str, int, int, int, bool], Path]:
     found = {}
     for path in find_runs(paths):
         manifest = Run.load(path).manifest
         sizes = (int(manifest.options.get(name, 0)) for name in ("max_num_seqs", "max_num_batched_tokens"))
-        found[manifest.plan_hash, manifest.policy, manifest.device, manifest.model, *sizes] = path
+        how = int(manifest.options.get("warmup", 0)), bool(manifest.options.get("async_scheduling", True))
+        found[manifest.plan_hash, manifest.policy, manifest.device, manifest.model, *sizes, *how] = path
     return found  # type: ignore[return-value]

@@ -13,8 +13,8 @@ from ebbench.analysis.paper_tables import (
     labels,
     relative,
 )  # fmt: skip
-from ebbench.papers.cells import VARIANT, Cell, settings
-from ebbench.papers.grid import best_of_grid, grid_cells
+from ebbench.papers.cells import Cell
+from ebbench.papers.grid import best_of_grid, grid_cells, real_cell
 from ebbench.papers.published import EB_PAPER, GPUS, MODELS, WORKLOADS, best_config, gpu_title, model_title, pick
 from ebbench.papers.store import CellStore
 from ebbench.papers.table import PaperTable, Wish, figure, pending
@@ -27,9 +27,12 @@ _NOTES = (
     "concurrency 2048.",
     "Ours: engine sim, each scheduler at its published best token budget B and batch size N (tables 14, 15); --grid "
     "searches them instead. Lengths drawn from profiles fitted to table 9, not from the data sets.",
-    "Answers are forced to the scripts' limits (ShareGPT 500, LongBench 20, NuminaMath 4,000, WildChat 256 tokens): "
-    "the published rates and latencies fit these lengths by Little's law, and not the means of table 9 (NuminaMath v1 "
-    "on RTX PRO 6000: 256 sequences / (0.73 requests/s x 81.75 ms) = 4,290 tokens). --outputs profile takes table 9.",
+    "Run as `ebbench fidelity` does, by what the authors' scripts and reports say (ebbench/analysis/protocols.py): 20"
+    " warm-up requests first, answers forced to the scripts' limits (LongBench 20, NuminaMath 4,000, WildChat 256 "
+    "tokens), ShareGPT's of 360 tokens on average, 292 for Qwen3-30B-A3B; EB without the memory-safe batch; no "
+    "asynchronous scheduling. The published rates fit these lengths by Little's law, and not the means of table 9 "
+    "(NuminaMath v1 on RTX PRO 6000: 256 sequences / (0.73 requests/s x 81.75 ms) = 4,290 tokens). --outputs profile "
+    "takes table 9.",
 )
 
 
@@ -44,11 +47,7 @@ def _policies(wish: Wish) -> tuple[str, ...]:
 def table2_cell(wish: Wish, device: str, model: str, workload: str, policy: str) -> Cell:
     """The run behind one number, at the published best configuration."""
     tokens, seqs = best_config(device, policy, workload, model)
-    name = f"{VARIANT}{workload}-forced" if wish.outputs == "forced" and workload in WORKLOADS else workload
-    return Cell(
-        name, policy, device, model, seqs, tokens, settings=settings(num_prompts=wish.num_prompts),
-        weight=_WEIGHT.get(workload, 1.0),
-    )  # fmt: skip
+    return real_cell(wish, device, model, workload, policy, (seqs, tokens), _WEIGHT.get(workload, 1.0))
 
 
 def _keys(wish: Wish, device: str) -> list[tuple[str, str, str]]:

@@ -11,10 +11,11 @@ import pytest
 from typer.testing import CliRunner
 
 from ebbench.analysis.fidelity import REPLAY_TARGETS, Cell, comparisons, replay_scores, scores
-from ebbench.analysis.fidelity_cases import FIT_ROWS, all_cases, table3
+from ebbench.analysis.fidelity_cases import FIT_ROWS, Case, all_cases, table3
 from ebbench.analysis.fidelity_fit import _gauss_newton
 from ebbench.analysis.fidelity_report import all_scores, write_report
-from ebbench.analysis.fidelity_runs import _plan, calibration_cells, replay_cells, run_cases
+from ebbench.analysis.fidelity_runs import calibration_cells, replay_cells, run_cases
+from ebbench.analysis.protocols import build
 from ebbench.cli.main import app
 from ebbench.devices.profiles import find_profile, list_devices
 from vllm_eb.calibration import default_margin
@@ -62,8 +63,8 @@ def test_only_two_rows_of_table_3_are_fitted_on() -> None:
 
 def test_the_distribution_shift_is_the_published_mixture_in_another_order() -> None:
     case = next(c for c in table3() if c.name == "distribution_shift")
-    ordered = _plan(json.dumps({**case.plan, "shuffle": False, "seed": 0})).table
-    mixed = _plan(json.dumps({**case.plan, "seed": 0})).table
+    ordered, mixed = (build(case.protocol.plan, 0, shuffle=shuffle).table for shuffle in (False, True))
+    assert case.protocol.shuffle
     lengths = [
         list(zip(t["input_tokens"].to_pylist(), t["output_tokens"].to_pylist(), strict=True)) for t in (ordered, mixed)
     ]
@@ -76,7 +77,7 @@ def test_the_distribution_shift_is_the_published_mixture_in_another_order() -> N
 
 
 def test_thresholds_have_a_floor_only_where_the_sources_or_a_fitted_row_say_so() -> None:
-    floored = {(case.name, case.scheduler) for case in table3() if "theta_min=0.7" in case.policy}
+    floored = {(case.name, case.scheduler) for case in table3() if "theta_min=0.7" in case.protocol.policy}
     assert floored == {
         ("c=512", "eb"), ("c=2048", "eb"), ("distribution_shift", "eb"), ("distribution_shift", "ebplus"),
     }  # fmt: skip
@@ -101,15 +102,30 @@ def test_table_3_at_saturation_is_predicted(device: str) -> None:
         assert all(pair.same_winner for pair in comparisons(throughput) if pair.decided)
 
 
+def shortened(case: Case, requests: int) -> Case:
+    return replace(case, protocol=replace(case.protocol, plan={**case.protocol.plan, "num_prompts": requests}))
+
+
+def test_warm_up_requests_are_those_of_the_scripts() -> None:
+    wanted = {"table 3": {100}, "table 2 and figure 5": {20}, "figure 3": {100}, "table 13": {20}}
+    found: dict[str, set[int]] = {}
+    for case in all_cases():
+        if case.name.endswith("_shift"):
+            assert case.protocol.warmup == 0
+        else:
+            found.setdefault(case.group, set()).add(case.protocol.warmup)
+    assert found == wanted
+
+
 def test_a_run_is_the_same_every_time() -> None:
     case = next(c for c in table3() if c.name == "c=512" and c.scheduler == "v1")
-    small = replace(case, plan={**case.plan, "num_prompts": 600})
+    small = shortened(case, 600)
     assert run_cases([small], 3, lambda _: None) == run_cases([small], 3, lambda _: None)
 
 
 def test_repeats_are_means_over_seeds_whatever_the_number_of_processes() -> None:
     case = next(c for c in table3() if c.name == "c=512" and c.scheduler == "v1")
-    small = replace(case, plan={**case.plan, "num_prompts": 300})
+    small = shortened(case, 300)
     alone = [run_cases([small], seed, lambda _: None) for seed in (5, 6)]
     both = run_cases([small], 5, lambda _: None, repeats=2)
     assert [c.ours for c in both] == pytest.approx([(a.ours + b.ours) / 2 for a, b in zip(*alone, strict=True)])

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from ebbench.analysis.fidelity_cases import all_cases
+from ebbench.analysis.protocols import ASYNC_SCHEDULING
 from ebbench.papers.deferred import implied_constants
 from ebbench.papers.published import best_config, pick, rows
 from ebbench.papers.registry import TABLES, find_table
 from ebbench.papers.table import Wish
-from ebbench.papers.table3 import TRAFFIC, table3_cell
+from ebbench.papers.table2 import table2_cell
+from ebbench.papers.table3 import TRAFFIC, table3_cells
 from vllm_eb.deferred import DeferredModel, exact_chain
 
 
@@ -43,10 +46,29 @@ def test_every_row_of_table_3_has_its_run() -> None:
     published = {row["scenario"] for row in rows("table3_traffic_and_nonstationary")}
     assert published == set(TRAFFIC)
     cells = find_table("3").cells(Wish())
-    assert len(set(cells)) == 50, "five scenarios, five policies, two GPUs"
-    plan = table3_cell(Wish(), "h200", "qwen3-8b", "concurrency_shift", "v1").plan()
-    assert [phase.max_concurrency for phase in plan.phases] == [32, 512, 1024, 256, 2048]
-    assert len(plan) == 10_000
+    assert len(set(cells)) == 90, "four scenarios of one run and one of five, five policies, two GPUs"
+    runs = table3_cells(Wish(), "h200", "qwen3-8b", "concurrency_shift", "v1")
+    assert [cell.plan().phases[0].max_concurrency for cell in runs] == [32, 512, 1024, 256, 2048]
+    assert sum(len(cell.plan()) for cell in runs) == 10_000
+
+
+def test_tables_and_fidelity_make_the_same_runs() -> None:
+    """One protocol a cell: the same plan, policy, settings and warm-up, whichever command asks."""
+    for case in all_cases():
+        if case.group == "table 3":
+            cells = table3_cells(Wish(), case.device, case.model, case.name, case.scheduler)
+        elif case.group == "table 2 and figure 5":
+            cells = (table2_cell(Wish(), case.device, case.model, case.name.lower(), case.scheduler),)
+        else:
+            continue
+        protocol = case.protocol
+        for cell, plan in zip(cells, protocol.plans(), strict=True):
+            assert (cell.policy, cell.max_num_seqs) == (protocol.policy, protocol.max_num_seqs)
+            assert cell.max_num_batched_tokens == protocol.max_num_batched_tokens
+            assert (cell.options.warmup, cell.options.async_scheduling) == (protocol.warmup, ASYNC_SCHEDULING)
+            assert cell.shuffle is protocol.shuffle
+            arguments = {"workload": cell.workload, "source": "profile", **dict(cell.settings)}
+            assert arguments | {"scenario": cell.scenario} == {"source": "profile", "scenario": None, **plan}
 
 
 def test_no_two_tables_share_a_name() -> None:

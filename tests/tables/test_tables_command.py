@@ -48,7 +48,7 @@ def test_published_ours_and_difference_stand_side_by_side(made: Path) -> None:
 def test_what_was_not_run_is_said_and_left_open(tmp_path: Path) -> None:
     said = invoke("tables", "3", "--runs", str(tmp_path), "-f", "markdown")
     assert said.exit_code == 0
-    assert "50 of 50 runs have not been made" in said.output
+    assert "90 of 90 runs have not been made" in said.output
     assert "| 13,549 | – | – |" in said.output
 
 
