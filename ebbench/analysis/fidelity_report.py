@@ -27,9 +27,9 @@ EXPLANATIONS = """## What the protocol is taken to be
 
 What the paper leaves open was looked up in the authors' scripts and reports (weifang231/eb-vllm), not in its cells:
 
-- **Warm-up.** 100 requests before every synthetic run and 20 before every real one, with the plan's lengths, drained, and
-  in no figure, as the scripts' `--num-warmups` beside `--num-prompts 4000` says; none before the shifts (`--num-warmups
-  0`). The controller keeps what it has learnt from them. `vllm bench serve` repeats its first prompt instead.
+- **Warm-up.** 100 requests before every synthetic run and 20 before every real one, with the plan's lengths, drained,
+  and in no figure, as the scripts' `--num-warmups` beside `--num-prompts 4000` says; none before the shifts
+  (`--num-warmups 0`). The controller keeps what it learnt. `vllm bench serve` repeats its first prompt instead.
 - **Distribution shift.** `run_distribution_shift.sh` sets a floor of 0.7 under the threshold, for EB and EB+. Prompts
   are cut to their mean, answers lie within 25 % of it. The client shuffles a data set unless told not to, and is not
   told: the three "phases" were served as one mixture.
