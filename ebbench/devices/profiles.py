@@ -95,8 +95,13 @@ def read_profile(path: Path) -> DeviceProfile:
         raise InputFileError(path, "host must be a table of models")
     host = {model: _host(path, model, values) for model, values in hosts.items()}
     raw["measured"] = _measured(path, raw.get("measured", {}))
-    names = tuple(raw.pop("calibration_names", ()))
-    return DeviceProfile(**raw, calibration_names=names, host=host)
+    names = raw.pop("calibration_names", [])
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise InputFileError(path, f"field calibration_names must be a list of names, not {names!r}")
+    lender = raw.get("mixed_from")
+    if lender and lender not in list_devices():
+        raise InputFileError(path, f"field mixed_from: {UnknownNameError('device', lender, list_devices())}")
+    return DeviceProfile(**raw, calibration_names=tuple(names), host=host)
 
 
 def _host(path: Path, model: str, values: object) -> HostCosts:
@@ -133,6 +138,8 @@ def _check_fields(path: Path, prefix: str, raw: Mapping[str, Any], cls: type, *,
             raise InputFileError(path, f"field {prefix}{name} is missing")
         if name in raw and spec.type in ("int", "float"):
             _check_number(path, prefix + name, raw[name], may_be_zero)
+            if spec.type == "int" and raw[name] != int(raw[name]):
+                raise InputFileError(path, f"field {prefix}{name} must be a whole number, not {raw[name]!r}")
         if name in raw and spec.type == "str" and not isinstance(raw[name], str):
             raise InputFileError(path, f"field {prefix}{name} must be text, not {raw[name]!r}")
 
@@ -163,6 +170,8 @@ def kv_capacity_tokens(
     The two limits of None are the profile's own (what a server on this GPU is usually started with).
     Raises UsageError with the numbers when the model does not fit.
     """
+    if not 0 < gpu_memory_utilization <= 1:
+        raise UsageError(f"gpu_memory_utilization must be above 0 and at most 1, not {gpu_memory_utilization}")
     budget = profile.memory_bytes * gpu_memory_utilization
     reserve = activation_reserve_bytes(profile, model, max_num_seqs, max_num_batched_tokens)
     free = budget - model.weight_bytes - reserve

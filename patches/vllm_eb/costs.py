@@ -11,6 +11,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from numbers import Integral
 from typing import Protocol
 
 
@@ -52,8 +53,9 @@ class CostGrid:
     def __post_init__(self) -> None:
         for name in ("tokens", "seqs", "contexts"):
             axis = getattr(self, name)
-            if len(axis) < 2 or any(b <= a for a, b in pairwise(axis)):
-                raise CostGridError(f"grid.{name} must hold at least two increasing numbers")
+            numbers = all(_counts(value) for value in axis)
+            if len(axis) < 2 or not numbers or any(b <= a for a, b in pairwise(axis)):
+                raise CostGridError(f"grid.{name} must hold at least two increasing numbers, whole and positive")
         shape = (len(self.tokens), len(self.seqs), len(self.contexts))
         _check("grid.prefill", self.prefill, shape[:1])
         _check("grid.decode", self.decode, shape[1:])
@@ -118,6 +120,10 @@ def _plane(table: Sequence[Sequence[float]], row: tuple[int, float], column: tup
     (i, u), (j, v) = row, column
     first, second = table[i], table[i + 1]
     return _between(_between(first[j], first[j + 1], v), _between(second[j], second[j + 1], v), u)
+
+
+def _counts(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) > 0
 
 
 def _check(name: str, values: object, shape: tuple[int, ...]) -> None:

@@ -46,11 +46,20 @@ def test_a_profile_from_a_file_is_a_device(tmp_path: Path) -> None:
         ("2e14", "2e14\nhost.default = {step_s = -1e-3, sequence_s = 0}", "host.default.step_s"),
         ("2e14", "2e14\nhost.default = {step_ms = 1, sequence_s = 0}", "host.default.step_ms"),
         ("2e14", "2e14\nhost.default = {step_s = 1e-3}", "host.default.sequence_s is missing"),
+        ("2e14", "2e14\nmax_num_seqs = 10.5", "max_num_seqs must be a whole number"),
+        ("2e14", "2e14\ncalibration_names = 3", "calibration_names must be a list of names"),
+        ("2e14", '2e14\nmixed_from = "rtx-4080"', "mixed_from: unknown device 'rtx-4080'"),
     ],
 )
 def test_bad_profile_is_refused_with_the_field(tmp_path: Path, old: str, new: str, named: str) -> None:
     with pytest.raises(InputFileError, match=named):
         read_profile(written(tmp_path, GOOD.replace(old, new)))
+
+
+@pytest.mark.parametrize("share", [0.0, -0.5, 1.5])
+def test_a_share_of_memory_that_is_none_is_refused(share: float) -> None:
+    with pytest.raises(UsageError, match="gpu_memory_utilization must be above 0 and at most 1"):
+        load_device("h200", "qwen3-8b", gpu_memory_utilization=share)
 
 
 def test_unknown_names() -> None:

@@ -72,6 +72,31 @@ def test_json_with_a_mistake_says_where(change: dict[str, object], message: str)
         calibration_from_json(json.dumps(raw))
 
 
+GRID = {
+    "tokens": [64, 256], "seqs": [1, 8], "contexts": [32, 64], "prefill": [1e-3, 2e-3],
+    "decode": [[1e-3, 2e-3], [2e-3, 3e-3]], "mixed": [[[1e-3, 2e-3], [2e-3, 3e-3]], [[2e-3, 3e-3], [3e-3, 4e-3]]],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tokens": [None, 256]}, r"grid\.tokens must hold at least two increasing numbers"),
+        ({"seqs": [1.5, 8]}, r"grid\.seqs must hold"),
+        ({"contexts": [0, 64]}, r"grid\.contexts must hold"),
+        ({"tokens": [256, 64]}, r"grid\.tokens must hold"),
+        ({"prefill": [-1e-3, 2e-3]}, r"grid\.prefill holds -0\.001, not a positive time"),
+        ({"prefill": [1e-3]}, r"grid\.prefill does not have the 2 entries"),
+        ({"decode": [[1e-3, None], [2e-3, 3e-3]]}, r"grid\.decode holds None"),
+    ],
+)
+def test_a_grid_with_a_hole_or_an_impossible_entry_is_refused(change: dict[str, object], message: str) -> None:
+    plain = json.loads(calibration_to_json(Calibration(0.1, 0.1, 0.1, 0.1)))
+    assert calibration_from_json(json.dumps(plain | {"grid": GRID})).grid is not None
+    with pytest.raises(CalibrationError, match=message):
+        calibration_from_json(json.dumps(plain | {"grid": GRID | change}))
+
+
 @pytest.mark.parametrize(("text", "message"), [("{", "not valid JSON"), ("[]", "object"), ("{}", "alpha_p is missing")])
 def test_text_that_is_no_calibration(text: str, message: str) -> None:
     with pytest.raises(CalibrationError, match=message):
