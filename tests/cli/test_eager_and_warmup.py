@@ -1,0 +1,78 @@
+"""``--enforce-eager`` and ``--warmup``: what they change, where they are kept, and that they keep runs apart."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from ebbench.analysis.gate_units import LATER_OPTIONS, differences, environment_of
+from ebbench.cli.main import app
+from ebbench.devices import load_device
+from ebbench.devices.base import StepShape
+from ebbench.engines.base import EngineOptions
+from ebbench.engines.vllm_command import Serving, serve_arguments
+from ebbench.records.run import Run
+from vllm_eb.policy import parse_policy
+
+DECODES = StepShape((), 32, 32 * 512, 32)
+
+
+def run(folder: Path, *flags: str) -> Run:
+    CliRunner().invoke(
+        app,
+        ["run", "balanced", "--source", "profile", "-n", "40", "-c", "8", "--input-len", "64", "--output-len", "16",
+         "-p", "v1", "--engine", "sim", "--device", "h200", "-q", "--json", "-o", str(folder), *flags],
+        catch_exceptions=False,
+    )  # fmt: skip
+    return Run.load(folder)
+
+
+def test_without_cuda_graphs_a_small_decode_step_waits_for_its_launches() -> None:
+    graphs, eager = (load_device("h200", "qwen3-8b", eager=eager) for eager in (False, True))
+    assert eager.cost.step_s(DECODES) == pytest.approx(36 * 270e-6)
+    assert graphs.cost.step_s(DECODES) < 0.9 * eager.cost.step_s(DECODES)
+    assert "eager mode" in eager.provenance
+    assert "eager mode" not in graphs.provenance
+
+
+def test_a_cost_model_that_cannot_tell_says_so() -> None:
+    assert any("--enforce-eager changes nothing" in text for text in load_device("h200", "qwen3-8b", cost="roofline",
+                                                                                  eager=True).warnings)  # fmt: skip
+
+
+def test_the_options_are_in_the_manifest_and_keep_runs_apart(tmp_path: Path) -> None:
+    plain, eager = run(tmp_path / "plain"), run(tmp_path / "eager", "--enforce-eager")
+    warm = run(tmp_path / "warm", "--warmup", "20")
+    assert [r.manifest.options["enforce_eager"] for r in (plain, eager, warm)] == [False, True, False]
+    assert [r.manifest.options["warmup"] for r in (plain, eager, warm)] == [0, 0, 20]
+    assert eager.table("requests")["end_ns"].to_pylist()[-1] > plain.table("requests")["end_ns"].to_pylist()[-1]
+    assert warm.table("requests").num_rows == 40
+    ours = environment_of(plain.manifest)
+    assert differences(ours, environment_of(eager.manifest)) == ["options.enforce_eager: None against True"]
+    assert differences(ours, environment_of(warm.manifest)) == ["options.warmup: None against 20"]
+
+
+def test_runs_from_before_these_options_stay_comparable(tmp_path: Path) -> None:
+    """A stored baseline does not name them; a run at their defaults must still find it."""
+    options = json.loads(environment_of(run(tmp_path / "plain").manifest)["options"])
+    assert not set(options) & set(LATER_OPTIONS)
+    assert {name: getattr(EngineOptions(), name) for name in LATER_OPTIONS} == LATER_OPTIONS
+
+
+def test_a_vllm_server_is_started_eagerly_when_asked_for() -> None:
+    def line(options: EngineOptions) -> list[str]:
+        return serve_arguments(Serving("model", parse_policy("v1"), options=options))
+
+    assert "--enforce-eager" not in line(EngineOptions())
+    assert "--enforce-eager" in line(EngineOptions(enforce_eager=True))
+
+
+def test_show_knows_eager_mode() -> None:
+    def decode_s(*flags: str) -> float:
+        said = CliRunner().invoke(app, ["devices", "show", "h200", "--json", *flags], catch_exceptions=False).stdout
+        return float(json.loads(said)["steps"][0]["step_s"])
+
+    assert decode_s("--enforce-eager") > decode_s()
