@@ -22,23 +22,28 @@ from ebbench.workloads import build_plan
 from vllm_eb.policy import parse_policy
 
 RUNS = 7
+DEVICES = (
+    ("rtx-pro-6000", "qwen3-8b", "linear"), ("rtx-pro-6000", "qwen3-8b", "auto"), ("h200", "qwen3-8b", "auto"),
+    ("h200", "qwen3-30b-a3b", "auto"),
+)  # fmt: skip
 POLICIES = ("v1", "v0", "deferred:k=32", "eb:theta=0.7", "eb", "ebplus")
 
 
 def simulator() -> None:
-    """Print requests per CPU second for each policy and cost model."""
+    """Print requests per CPU second for each policy and device; ``auto`` is the kernel tables."""
     plan = build_plan("sharegpt", num_prompts=4000, seed=0, source="profile", max_concurrency=2048)
     options = EngineOptions(max_num_seqs=1024, max_num_batched_tokens=8192)
-    print(f"{'cost model':12}{'policy':16}{'requests/s':>12}{'min':>10}{'max':>10}")
-    for cost in ("linear", "auto"):
-        device = load_device("rtx-pro-6000", "qwen3-8b", cost=cost)
+    print(f"{'device':36}{'policy':16}{'requests/s':>12}{'min':>10}{'max':>10}")
+    for name, model, cost in DEVICES:
+        device = load_device(name, model, cost=cost)
+        label = f"{name} {model} {cost}"
         for policy in POLICIES:
             rates = []
             for _ in range(RUNS):
                 start_s = time.process_time()
                 SimEngine().run(plan, parse_policy(policy), device, options, None)
                 rates.append(len(plan) / (time.process_time() - start_s))
-            print(f"{cost:12}{policy:16}{statistics.median(rates):12,.0f}{min(rates):10,.0f}{max(rates):10,.0f}")
+            print(f"{label:36}{policy:16}{statistics.median(rates):12,.0f}{min(rates):10,.0f}{max(rates):10,.0f}")
 
 
 def commands() -> None:
