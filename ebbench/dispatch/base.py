@@ -67,6 +67,11 @@ class Dispatcher(Protocol):
     wants_prefix: bool
     """Whether ``Ask.prefix`` is looked at."""
 
+    @property
+    def wants_units(self) -> bool:
+        """Whether ``EndForward.units`` is looked at now; callers may leave it empty otherwise."""
+        ...
+
     def arrive(self, ask: Ask, now_ns: int) -> None:
         """A request is at the front door."""
         ...

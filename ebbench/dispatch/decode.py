@@ -13,6 +13,7 @@ class DecodeDispatcher:
     """Places the requests that arrived since the last poll: IQR mask, then the least (B, K)."""
 
     wants_signals = True
+    wants_units = True
     wants_prefix = False
 
     def __init__(self, fleet: Fleet, multiplier: float = 1.5) -> None:

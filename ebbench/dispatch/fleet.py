@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
 from ebbench.dispatch.base import Ask, EndForward
@@ -109,17 +108,6 @@ class Fleet:
         if not self._open_on[unit.instance]:
             self.idle.add(unit.instance)
         return unit
-
-    def open_on(self, instance: int) -> int:
-        """Requests open on an instance."""
-        return self._open_on[instance]
-
-    def above_mean(self, instances: AbstractSet[int]) -> AbstractSet[int]:
-        """Those of ``instances`` with more open requests than the mean of the active ones, plus one."""
-        if not instances:
-            return instances
-        mean = sum(self._open_on[i] for i in self.active) / len(self.active)
-        return {i for i in instances if self._open_on[i] > mean + 1}
 
     def begin_pass(self, instance: int, chunk_tokens: int) -> None:
         """The instance has begun a pass on what it reported as queued: up to a chunk of it is taken up now."""

@@ -1,10 +1,12 @@
 """When the staggered dispatcher need not wait for its interval. None of this is in the paper.
 
-Three cases in which waiting gains nothing:
+Four cases in which waiting gains nothing:
 
 - hardly anyone comes: fewer than two arrivals are expected in an interval, so no batch would form. An idle instance is
   then served at once; under light load the policy becomes immediate dispatch to an idle instance.
 - a full batch is there already.
+- the instances *generate answers*: their passes are short and one follows the other, so there is no wait on the device
+  to save, and a queue of their own is what policies such as EB decide by. Requests then go out at once.
 - the instance *goes on*: it starts its next pass by itself, on a prompt that is not finished or on sequences it is
   generating. What reaches it in time shares that pass; what does not, waits for the next one.
 
@@ -39,13 +41,31 @@ class ArrivalRate:
         return len(self._times_ns) * interval_ns < LIGHT_ARRIVALS * (now_ns - self._times_ns[0])
 
 
+class Generation:
+    """Whether the instances generate answers: any of them did in the last ``window`` passes of each."""
+
+    def __init__(self, window: int) -> None:
+        self._window = window
+        self._passes_since: int | None = None  # None: never
+
+    def signalled(self, generates: bool) -> None:
+        """A pass has ended."""
+        if generates:
+            self._passes_since = 0
+        elif self._passes_since is not None:
+            self._passes_since += 1
+
+    def seen(self, instances: int) -> bool:
+        """Whether they do, ``instances`` of them being active."""
+        return self._passes_since is not None and self._passes_since < self._window * max(1, instances)
+
+
 class GoingOn:
     """Instances that run on by themselves, and when a batch for their next pass may leave."""
 
     def __init__(self, network_ns: int, lookahead: float) -> None:
         self._network_ns, self._lookahead = network_ns, lookahead
         self._opens_ns: dict[int, int] = {}
-        self.generating: set[int] = set()
 
     @property
     def in_time(self) -> bool:
@@ -55,23 +75,16 @@ class GoingOn:
     def signalled(self, instance: int, generates: bool, mean_ns: float, now_ns: int) -> None:
         """The instance has ended a pass and goes on."""
         ahead_ns = 0
-        if generates:
-            self.generating.add(instance)
-        else:
-            self.generating.discard(instance)
-            if not self.in_time:
-                ahead_ns = max(0, round(self._lookahead * mean_ns) - self._network_ns)
+        if not generates and not self.in_time:
+            ahead_ns = max(0, round(self._lookahead * mean_ns) - self._network_ns)
         self._opens_ns[instance] = now_ns + ahead_ns
 
-    def dispatched(self, instance: int) -> None:
-        """It was sent a batch, which is enough for its next pass, unless its passes come too fast to be counted."""
-        if self.in_time or instance not in self.generating:
-            self._opens_ns.pop(instance, None)
+    def __contains__(self, instance: int) -> bool:
+        return instance in self._opens_ns
 
     def forget(self, instance: int) -> None:
-        """It goes on no more."""
+        """It goes on no more, or was sent a batch, which is enough for its next pass."""
         self._opens_ns.pop(instance, None)
-        self.generating.discard(instance)
 
     def end_of_moment(self) -> None:
         """Without delay on the way, only the very moment of the signal counts."""

@@ -100,6 +100,7 @@ class ImmediateDispatcher:
     choose: Choose
     wants_prefix: bool = False
     wants_signals: bool = False
+    wants_units: bool = False
 
     def __post_init__(self) -> None:
         self._held: dict[int, Ask] = {}

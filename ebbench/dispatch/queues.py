@@ -5,17 +5,22 @@ from __future__ import annotations
 import heapq
 from collections import OrderedDict
 from collections.abc import Iterable
+from itertools import islice
 from typing import NamedTuple
 
 from ebbench.dispatch.base import Ask
 
+SLACK = 64
+"""Entries of requests that are gone and may stay in the heap before it is cleared."""
+
 
 class Held(NamedTuple):
-    """A request in the queue; ``rank`` and ``order`` sort it."""
+    """A request in the queue since ``since_ns``; ``rank`` and ``order`` sort it."""
 
     rank: int
     order: int
     ask: Ask
+    since_ns: int = 0
 
 
 class CycleQueue:
@@ -41,10 +46,10 @@ class CycleQueue:
     def __len__(self) -> int:
         return len(self._held)
 
-    def add(self, ask: Ask) -> None:
+    def add(self, ask: Ask, now_ns: int = 0) -> None:
         """A request that no cycle has seen yet."""
         self._order += 1
-        held = Held(-ask.tokens if self._longest_first else 0, self._order, ask)
+        held = Held(-ask.tokens if self._longest_first else 0, self._order, ask, now_ns)
         self._held[ask.key] = held
         self.tokens += ask.tokens
         heapq.heappush(self._new, held)
@@ -61,6 +66,10 @@ class CycleQueue:
                     self._remove(held.ask.key)
                     return held
         raise IndexError("the queue is empty")
+
+    def oldest(self, count: int) -> list[Held]:
+        """Those that came first, in order of arrival. They stay, unless :meth:`withdraw` takes them out."""
+        return list(islice(self._held.values(), count))
 
     def leave_over(self, popped: Iterable[Held]) -> None:
         """Requests that were popped and found no place are new no more."""
@@ -84,6 +93,9 @@ class CycleQueue:
                 heapq.heappush(self._pending, held)
                 self._joined.setdefault(key, self._cycle - count)
         self._new = []
+        if len(self._pending) > 2 * len(self._held) + SLACK:  # most of it was withdrawn
+            self._pending = [held for held in self._pending if self._held.get(held.ask.key) is held]
+            heapq.heapify(self._pending)
         self._passed_over.clear()
         self._forget_gone()
 

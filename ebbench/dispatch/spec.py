@@ -17,7 +17,8 @@ from ebbench.dispatch.fleet import Fleet
 from ebbench.dispatch.immediate import ImmediateDispatcher, LeastOutstanding, PowerOfTwo, PrefixAffine, RoundRobin
 from ebbench.dispatch.prefix import PrefixMemory
 from ebbench.dispatch.readiness import Checks
-from ebbench.dispatch.staggered import StaggeredDispatcher, StaggeredSettings
+from ebbench.dispatch.staggered import StaggeredDispatcher
+from ebbench.dispatch.staggered_settings import StaggeredSettings
 from ebbench.errors import UnknownNameError, UsageError
 
 DEFAULT = "least-outstanding"
@@ -140,6 +141,10 @@ def _limit(text: str) -> int | None:
     return None if text == "off" else _count(text)
 
 
+def _patience(text: str) -> float | None:
+    return None if text == "off" else _positive(text)
+
+
 def _positive(text: str) -> float:
     value = float(text)
     if not value >= 0:
@@ -150,7 +155,7 @@ def _positive(text: str) -> float:
 def _expected(reader: Callable[[str], Any]) -> str:
     texts: dict[Callable[[str], Any], str] = {
         _flag: "on or off", _count: "a whole number of at least 1", _limit: "a whole number of at least 1, or off",
-        _positive: "a number of at least 0", _overdraw: "on, off or auto",
+        _patience: "a number of at least 0, or off", _positive: "a number of at least 0", _overdraw: "on, off or auto",
     }  # fmt: skip
     return texts[reader]
 
@@ -166,9 +171,11 @@ _SETTINGS: Mapping[str, Mapping[str, Callable[[str], Any]]] = {
     "iqr": {"multiplier": _positive},
     "sbs": {
         "chunk": _count, "window": _count, "network_ms": _positive, "forward_ms": _positive, "lookahead": _positive,
+        "patience": _patience,
         "cycle_limit": _limit, "aged_cycles": _limit, "overdraw": _overdraw,
         **dict.fromkeys(
-            ("adaptive", "interval", "packing", "cache_aware", "bypass", "zero_queue", "signal", "watchdog"), _flag
+            ("adaptive", "interval", "packing", "sizing", "cache_aware", "bypass", "zero_queue", "signal", "watchdog"),
+            _flag,
         ),
     },
 }  # fmt: skip

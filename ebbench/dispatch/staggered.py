@@ -5,56 +5,32 @@ gathered goes to the DP units of that one instance by Algorithm 2. Instances tak
 turn to the next that is.
 
 Not in the paper: where waiting for the interval gains nothing it is left out (``bypass``, see
-:mod:`ebbench.dispatch.foresight`), and a prompt that fits into a chunk goes only where it fits (``overdraw`` off).
+:mod:`ebbench.dispatch.foresight`); who goes and where is decided by what each length of the next pass would be worth
+(``sizing``, see :mod:`ebbench.dispatch.sizing`). Without ``sizing`` it is Algorithm 2, except that a prompt that fits
+into a chunk goes only where it fits (``overdraw`` off).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field
-from typing import Literal
 
 from ebbench.dispatch.allocate import ChunkPacking, no_hit
 from ebbench.dispatch.base import Ask, EndForward, Order
+from ebbench.dispatch.cost import PassCost
 from ebbench.dispatch.fleet import Fleet, Unit
-from ebbench.dispatch.foresight import ArrivalRate, GoingOn
+from ebbench.dispatch.foresight import ArrivalRate, Generation, GoingOn
+from ebbench.dispatch.immediate import LeastOutstanding, PrefixAffine
 from ebbench.dispatch.interval import AdaptiveInterval
 from ebbench.dispatch.queues import CycleQueue, Held
-from ebbench.dispatch.readiness import Checks, Readiness
-
-Overdraw = Literal["on", "off", "auto"]
+from ebbench.dispatch.readiness import Readiness
+from ebbench.dispatch.sizing import CANDIDATES_A_UNIT, PassModel, candidates, choose_pass
+from ebbench.dispatch.staggered_settings import StaggeredSettings
 
 BACKLOG_BATCHES = 2.0
 """With so many full batches waiting, filling every chunk matters more than leaving no remainders (overdraw auto)."""
 MISFITS = 32
 """A cycle ends when so many requests have found no place; the rest is taken to find none either."""
-
-
-@dataclass(frozen=True)
-class StaggeredSettings:
-    """Every part can be switched off by itself.
-
-    ``adaptive``: Algorithm 1's interval; off: ``default_forward_ns`` stands for the mean forward time for good.
-    ``interval``: wait for the interval at all. ``packing``: Algorithm 2; off: in order of arrival, units in turn, while
-    the instance has capacity. ``cache_aware``: count uncached tokens only. ``cycle_limit``: refuse a request that was
-    left over in more cycles (None: never). ``chunk_tokens``: prompt tokens a unit computes in one pass.
-    """
-
-    chunk_tokens: int
-    window: int = 100
-    network_ns: int = 0
-    default_forward_ns: int = 50_000_000
-    adaptive: bool = True
-    interval: bool = True
-    packing: bool = True
-    overdraw: Overdraw = "auto"
-    cache_aware: bool = False
-    bypass: bool = True
-    lookahead: float = 0.75
-    aged_cycles: int | None = 4
-    cycle_limit: int | None = None
-    checks: Checks = field(default_factory=Checks)
 
 
 class StaggeredDispatcher:
@@ -70,6 +46,10 @@ class StaggeredDispatcher:
         )
         self._ready = Readiness(len(fleet.instances), settings.checks)
         self._queue = CycleQueue(longest_first=settings.packing, aged_cycles=settings.aged_cycles)
+        self._sizing = settings.packing and settings.sizing and not settings.cache_aware
+        self._cost = PassCost(settings.chunk_tokens, settings.window)
+        self._generation = Generation(settings.window)
+        self._immediate = LeastOutstanding() if fleet.memory is None else PrefixAffine(fleet.memory)
         self._arrivals = ArrivalRate()
         self._going_on = GoingOn(settings.network_ns, settings.lookahead)
         self._last_ns: int | None = None
@@ -85,12 +65,25 @@ class StaggeredDispatcher:
 
     def arrive(self, ask: Ask, now_ns: int) -> None:
         """See Dispatcher."""
-        self._queue.add(ask)
+        self._queue.add(ask, now_ns)
         self._arrivals.note(now_ns)
+
+    @property
+    def wants_units(self) -> bool:
+        """See Dispatcher: requests that go out at once are counted by their ends."""
+        return not self._at_once
+
+    @property
+    def _at_once(self) -> bool:
+        return self.settings.bypass and self._generation.seen(len(self.fleet.active))
 
     def end_forward(self, signal: EndForward, now_ns: int) -> None:
         """The fast path: acknowledge, measure, mark ready."""
+        self._generation.signalled(signal.generates)
+        if self._at_once:
+            return
         self.fleet.report(signal)
+        self._cost.ended(signal.instance, signal.duration_ns)
         if self.settings.adaptive:
             self.interval.end_forward(signal.duration_ns)
         self._ready.free(signal.instance)
@@ -124,12 +117,23 @@ class StaggeredDispatcher:
         self.interval.topology(len(self.fleet.active))
 
     def poll(self, now_ns: int) -> list[Order]:
-        """Carry out every cycle that is due."""
+        """Carry out every cycle that is due; dispatch at once while the instances generate."""
+        if self._at_once:
+            return self._dispatch_at_once()
         orders = self._cycles(now_ns) if self._queue else []
         if self._going_on.in_time:
             for instance in self._going_on.open_to(now_ns):
                 self._ready.dispatched(instance, now_ns)
             self._going_on.end_of_moment()
+        return orders
+
+    def _dispatch_at_once(self) -> list[Order]:
+        units = self.fleet.candidates
+        orders: list[Order] = []
+        while self._queue and units:
+            (held,) = self._queue.oldest(1)
+            self._queue.withdraw(held.ask.key)
+            orders.append(self._send(held.ask, self._immediate(held.ask, units).index))
         return orders
 
     def _cycles(self, now_ns: int) -> list[Order]:
@@ -145,7 +149,7 @@ class StaggeredDispatcher:
 
     def next_ns(self, now_ns: int) -> int | None:
         """The end of the interval, else the first watchdog."""
-        if not self._queue or not self.fleet.active:
+        if not self._queue or not self.fleet.active or self._at_once:
             return None
         due_ns = self._due_ns()
         if due_ns > now_ns and not self.settings.bypass:
@@ -166,6 +170,7 @@ class StaggeredDispatcher:
     def _reset(self, instance: int) -> None:
         """Take the instance as free, with nothing queued."""
         self._ready.free(instance)
+        self._cost.planned(instance, None)
         self._going_on.forget(instance)
         self.fleet.forget_backlog(instance)
         self._full.discard(instance)
@@ -180,8 +185,6 @@ class StaggeredDispatcher:
         active = self.fleet.active
         idle = self.fleet.idle & active
         going_on = self._going_on.open_to(now_ns) & active
-        if self._going_on.in_time:
-            going_on = going_on - self.fleet.above_mean(going_on & self._going_on.generating)
         if now_ns >= self._due_ns():
             return self._ready.ready(active, idle) | going_on
         if not self.settings.bypass:
@@ -197,31 +200,47 @@ class StaggeredDispatcher:
         units = len(self.fleet.units) / len(self.fleet.instances)
         return self._queue.tokens / (units * self.settings.chunk_tokens)
 
-    def _by_turn(self, instance: int) -> tuple[int, bool, int]:
-        """In turn; those that generate by their load, since what they get stays with them."""
-        load = self.fleet.open_on(instance) if instance in self._going_on.generating else 0
-        return load, instance < self._turn, instance
+    def _by_turn(self, instance: int) -> tuple[bool, int]:
+        return instance < self._turn, instance
 
     def _cycle(self, instance: int, now_ns: int) -> list[Order]:
-        """Send what fits to ``instance``; what is left over waits one cycle more."""
+        """Send what is to go to ``instance``; what is left over waits one cycle more."""
         units = self.fleet.instances[instance]
-        # An instance that generates may leave its queue alone for many passes and take it up in one refill (EB does):
-        # what is queued there takes nothing away from the next pass, and a refill can only be as large as the queue.
-        gathers = self.settings.bypass and instance in self._going_on.generating
-        available = {
-            unit.index: self.settings.chunk_tokens - (unit.in_flight_tokens if gathers else unit.backlog_tokens)
-            for unit in units
-        }
+        backlog = {unit.index: unit.backlog_tokens for unit in units}
+        available = {index: self.settings.chunk_tokens - tokens for index, tokens in backlog.items()}
         orders: list[Order] = []
         if max(available.values()) > 0:
-            orders = self._pack(available) if self.settings.packing else self._in_turn_over(available)
+            if self._sizing:
+                orders = self._best_pass(instance, backlog, now_ns)
+            else:
+                orders = self._pack(available) if self.settings.packing else self._in_turn_over(available)
         if orders:
             self._ready.dispatched(instance, now_ns)
-            self._going_on.dispatched(instance)
+            self._going_on.forget(instance)
             self._last_ns = now_ns
             self._turn = instance + 1
         else:
             self._full.add(instance)
+        return orders
+
+    def _best_pass(self, instance: int, backlog: dict[int, int], now_ns: int) -> list[Order]:
+        """The pass that is worth most for its time, of those who came first."""
+        held = self._queue.oldest(CANDIDATES_A_UNIT * len(backlog))
+        # A token is worth as much as a request of mean length, times the square of the batches that are waiting.
+        token_worth = self._full_batches() ** 2 * len(self._queue) / max(1, self._queue.tokens)
+        chosen = choose_pass(
+            candidates([(h.ask, h.since_ns) for h in held], now_ns, self.interval.mean_ns, token_worth,
+                       self.settings.patience),
+            backlog,
+            PassModel(self.settings.chunk_tokens, self._cost.overhead_tokens, token_worth),
+        )  # fmt: skip
+        for ask, _ in chosen:
+            self._queue.withdraw(ask.key)
+        orders = [self._send(ask, unit) for ask, unit in chosen]
+        if orders:
+            fullest = max(unit.backlog_tokens for unit in self.fleet.instances[instance])
+            alone = not any(backlog.values()) and instance not in self._going_on
+            self._cost.planned(instance, min(self.settings.chunk_tokens, fullest) if alone else None)
         return orders
 
     def _pack(self, available: dict[int, int]) -> list[Order]:

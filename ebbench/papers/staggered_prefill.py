@@ -30,7 +30,8 @@ _SETUP_NOTE = (
 )
 _VARIANTS_NOTE = (
     f"'{AS_PUBLISHED}' is Algorithms 1 and 2 to the letter; 'sbs', the default, serves idle instances at once when "
-    "hardly anyone comes or a batch is full, overdraws chunks only under backlog, and lets nobody starve."
+    "hardly anyone comes or a batch is full, and weighs the length of every pass by what it would finish (sizing): "
+    "short prompts share short passes."
 )
 
 # Waiting: T/2 against T/(2N).

@@ -59,15 +59,17 @@ class Stage:
 
     def report(self, node: int, duration_ns: int) -> EndForward:
         """What the node would signal now."""
+        units = self.units_of_node[node]
+        generates = any(self.units[unit].generates for unit in units)
+        if generates and not self.dispatcher.wants_units:
+            return EndForward(node, duration_ns, goes_on=True, generates=True)
         reports = []
-        goes_on = generates = False
-        for unit in self.units_of_node[node]:
+        goes_on = generates
+        for unit in units:
             instance = self.units[unit]
-            kv_tokens = instance.kv_blocks_used * self.block_size
             queued = instance.queued_tokens()
-            generates = generates or instance.generates
-            goes_on = goes_on or generates or queued > 0 or instance.busy
-            reports.append(UnitReport(unit, self.received[unit], queued, kv_tokens))
+            goes_on = goes_on or queued > 0 or instance.busy
+            reports.append(UnitReport(unit, self.received[unit], queued, instance.kv_blocks_used * self.block_size))
         return EndForward(node, duration_ns, goes_on, generates, tuple(reports))
 
 

@@ -11,10 +11,13 @@ from hypothesis import strategies as st
 
 from ebbench.dispatch import Ask, EndForward, Fleet, Order, UnitReport, make_dispatcher, parse_dispatch
 from ebbench.dispatch.readiness import Checks
-from ebbench.dispatch.staggered import StaggeredDispatcher, StaggeredSettings
+from ebbench.dispatch.staggered import StaggeredDispatcher
+from ebbench.dispatch.staggered_settings import StaggeredSettings
 
 MS = 1_000_000
-PAPER = StaggeredSettings(chunk_tokens=1000, default_forward_ns=100 * MS, bypass=False, overdraw="on", aged_cycles=None)
+PAPER = StaggeredSettings(
+    chunk_tokens=1000, default_forward_ns=100 * MS, bypass=False, sizing=False, overdraw="on", aged_cycles=None
+)
 
 
 def staggered(
@@ -67,16 +70,35 @@ def test_capacity_counts_what_is_in_transit_and_what_is_queued() -> None:
     assert sbs.poll(3 * MS) == [Order(2, 0)]
 
 
-@pytest.mark.parametrize(("bypass", "sent"), [(True, [Order(1, 0)]), (False, [])])
-def test_the_queue_of_an_instance_that_generates_is_its_own_business(bypass: bool, sent: list[Order]) -> None:
+def generating(instance: int) -> EndForward:
+    return EndForward(instance, 10 * MS, goes_on=True, generates=True, units=(UnitReport(instance, 1, 1000, 0),))
+
+
+@pytest.mark.parametrize(("bypass", "sent"), [(True, [Order(1, 1), Order(2, 0)]), (False, [])])
+def test_instances_that_generate_are_sent_requests_at_once(bypass: bool, sent: list[Order]) -> None:
     """EB refills once its queue is worth it; a dispatcher that waits for an empty queue keeps it small for ever."""
-    sbs = staggered(1, interval=False, bypass=bypass)
+    sbs = staggered(2, bypass=bypass)
     sbs.arrive(ask(0, 1000), 0)
     assert sbs.poll(0) == [Order(0, 0)]
-    sbs.arrive(ask(1, 800), MS)
-    report = (UnitReport(0, received=1, queued_tokens=1000, kv_tokens=0),)
-    sbs.end_forward(EndForward(0, 10 * MS, goes_on=True, generates=True, units=report), 2 * MS)
-    assert sbs.poll(2 * MS) == sent
+    sbs.end_forward(generating(0), 2 * MS)
+    sbs.arrive(ask(1, 1000), 3 * MS)
+    sbs.arrive(ask(2, 1000), 3 * MS)
+    assert sbs.poll(3 * MS) == sent
+    assert sbs.wants_units is not bypass
+    assert (sbs.next_ns(3 * MS) is None) is bypass
+
+
+def test_a_pool_that_generates_no_more_is_staggered_again() -> None:
+    sbs = staggered(1, bypass=True, window=3)
+    sbs.end_forward(generating(0), 0)
+    for passes in range(1, 4):
+        assert not sbs.wants_units
+        sbs.end_forward(done(0, 0, received=0), passes * 100 * MS)
+    assert sbs.wants_units
+    sbs.arrive(ask(0, 1000), 400 * MS)
+    assert sbs.poll(400 * MS) == [Order(0, 0)]
+    sbs.arrive(ask(1, 1000), 401 * MS)
+    assert sbs.poll(401 * MS) == []
 
 
 def test_left_over_requests_go_first_next_time() -> None:
@@ -221,7 +243,8 @@ def test_withdrawn_requests_are_never_sent() -> None:
     units=st.integers(1, 3),
     spec=st.sampled_from(
         ["sbs", "sbs:bypass=off", "sbs:interval=off", "sbs:packing=off", "sbs:signal=off", "sbs:overdraw=on",
-         "sbs:cache_aware=on", "sbs:adaptive=off", "sbs:network_ms=3", "sbs:cycle_limit=3", "round-robin",
+         "sbs:cache_aware=on", "sbs:sizing=off", "sbs:patience=off", "sbs:patience=0",
+         "sbs:adaptive=off", "sbs:network_ms=3", "sbs:cycle_limit=3", "round-robin",
          "least-outstanding", "power-of-two", "prefix-affine", "iqr"]
     ),
 )  # fmt: skip

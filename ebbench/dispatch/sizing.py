@@ -1,0 +1,139 @@
+"""How long the next pass should be, and who goes into it. Not in the paper.
+
+A pass of a DP+EP instance lasts as long as its fullest unit, so everybody in it pays for the longest prompt.
+Algorithm 2 fills every chunk, longest first: all passes then are long ones. Here every pass length is weighed: the
+worth of those who fit, over the time that the pass takes. What comes out are short passes of short prompts and long
+passes of long ones, each with units about equally full.
+
+A request is worth one, more the longer it waits (one for each mean pass), and, as requests pile up, the tokens it
+brings: what counts then is that no unit stands half empty. One that has waited for ``patience`` mean passes goes first.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right, insort
+from collections.abc import Mapping, Sequence
+from heapq import heapify, heapreplace
+from typing import NamedTuple
+
+from ebbench.dispatch.base import Ask
+
+LENGTHS = 12
+"""Pass lengths that are weighed, in equal ratios from the shortest possible to a full chunk."""
+CANDIDATES_A_UNIT = 16
+"""Of those waiting the oldest are looked at, so many for each unit: bounds the work, and who can be overtaken."""
+
+
+class Candidate(NamedTuple):
+    """A request that may go; ``order`` is that of arrival."""
+
+    tokens: int
+    order: int
+    worth: float
+    ask: Ask
+    urgent: bool = False
+
+
+class PassModel(NamedTuple):
+    """``overhead_tokens``: what a pass costs whatever is in it, in tokens of its fullest unit; ``token_worth``: what a
+    token counts beside the requests."""
+
+    chunk_tokens: int
+    overhead_tokens: float
+    token_worth: float = 0.0
+
+
+class _Filled(NamedTuple):
+    rate: float
+    placed: list[tuple[Candidate, int]]
+
+
+def candidates(
+    held: Sequence[tuple[Ask, int]], now_ns: int, mean_pass_ns: float, token_worth: float, patience: float | None
+) -> list[Candidate]:
+    """Candidates from (request, arrival in ns), oldest first; the first may be urgent."""
+    found = []
+    for order, (ask, since_ns) in enumerate(held):
+        waited = (now_ns - since_ns) / mean_pass_ns
+        tokens = max(1, ask.tokens)
+        urgent = order == 0 and patience is not None and waited > patience
+        found.append(Candidate(tokens, order, 1 + waited + token_worth * tokens, ask, urgent))
+    return found
+
+
+def choose_pass(waiting: Sequence[Candidate], backlog: Mapping[int, int], model: PassModel) -> list[tuple[Ask, int]]:
+    """(request, unit) for one pass of an instance; ``backlog``: tokens each unit has to compute before.
+
+    Prompts longer than the chunk go only to units with nothing else to do. Empty when nothing fits.
+    """
+    if not waiting:
+        return []
+    chunk = model.chunk_tokens
+    committed = max(min(chunk, tokens) for tokens in backlog.values())
+    wanted = max((c.tokens for c in waiting if c.urgent), default=min(c.tokens for c in waiting))
+    shortest = min(chunk, max(committed, wanted))
+    by_density = sorted(waiting, key=lambda c: (not c.urgent, -c.worth / c.tokens))
+    lengths = {round(shortest * (chunk / shortest) ** (i / LENGTHS)) for i in range(LENGTHS + 1)}
+    best = _Filled(0.0, [])
+    for length in sorted(lengths):
+        filled = _fill(by_density, backlog, length, model)
+        if filled.placed and filled.rate > best.rate:
+            best = filled
+    return [(candidate.ask, unit) for candidate, unit in best.placed]
+
+
+def _fill(by_density: Sequence[Candidate], backlog: Mapping[int, int], length: int, model: PassModel) -> _Filled:
+    """A pass of ``length`` tokens a unit: the densest that fit, longest to the emptiest unit, gaps then closed."""
+    chunk = model.chunk_tokens
+    picked = sorted(_pick(by_density, backlog, length, chunk), key=lambda c: (-c.tokens, c.order))
+    loads = [(tokens, unit) for unit, tokens in backlog.items()]
+    heapify(loads)
+    placed: list[tuple[Candidate, int]] = []
+    for candidate in picked:
+        load, unit = loads[0]
+        after = load + candidate.tokens
+        if after <= length or (load == 0 and candidate.tokens > chunk):
+            heapreplace(loads, (after, unit))
+            placed.append((candidate, unit))
+    load_of = {unit: load for load, unit in loads}
+    _close_gaps(placed, load_of, by_density, length)
+    fullest = max(min(chunk, load) for load in load_of.values())
+    worth = sum(c.worth * min(1.0, chunk / c.tokens) for c, _ in placed)
+    worth += sum(min(1.0, chunk / b) + model.token_worth * min(b, chunk) for b in backlog.values() if b > 0)
+    return _Filled(worth / (model.overhead_tokens + fullest), placed)
+
+
+def _pick(by_density: Sequence[Candidate], backlog: Mapping[int, int], length: int, chunk: int) -> list[Candidate]:
+    """Those worth most a token whose tokens together fill the units up to ``length``."""
+    room = sum(max(0, length - tokens) for tokens in backlog.values())
+    picked = []
+    for candidate in by_density:
+        need = min(candidate.tokens, chunk)
+        if need <= min(room, length):
+            picked.append(candidate)
+            room -= need
+    return picked
+
+
+def _close_gaps(
+    placed: list[tuple[Candidate, int]], load_of: dict[int, int], waiting: Sequence[Candidate], length: int
+) -> None:
+    """Swap what was placed, shortest first, for the longest one left that still fits and is worth no less."""
+    taken = {candidate.order for candidate, _ in placed}
+    spare = sorted(candidate for candidate in waiting if candidate.order not in taken)
+    for place in range(len(placed) - 1, -1, -1):
+        old, unit = placed[place]
+        gap = length - load_of[unit]
+        if gap <= 0 or old.urgent or not spare:
+            continue
+        index = bisect_right(spare, old.tokens + gap, key=_tokens) - 1
+        if index < 0 or spare[index].tokens <= old.tokens or spare[index].worth < old.worth:
+            continue
+        new = spare.pop(index)
+        insort(spare, old)
+        placed[place] = (new, unit)
+        load_of[unit] += new.tokens - old.tokens
+
+
+def _tokens(candidate: Candidate) -> int:
+    return candidate.tokens
