@@ -96,9 +96,12 @@ def real_protocol(workload: str, model: str, scheduler: str, sizes: tuple[int, i
 
 
 def real_workload(workload: str, model: str) -> str:
-    """Lengths as run: answers forced in three workloads (the scripts), by model in the fourth (their reports)."""
+    """Lengths as run: answers forced in two workloads (the scripts), by model in a third (their reports).
+
+    WildChat's answers are the data set's, cut at 256 tokens, as the workload itself has them.
+    """
     sharegpt = "sharegpt-qwen3-30b" if model == "qwen3-30b-a3b" else "sharegpt-qwen3-8b"
-    forced = {name: f"{name}-forced" for name in ("longbench", "numinamath", "wildchat")} | {"sharegpt": sharegpt}
+    forced = {name: f"{name}-forced" for name in ("longbench", "numinamath")} | {"sharegpt": sharegpt}
     return f"{REFERENCE}workloads/{forced[workload]}.toml" if workload in forced else workload
 
 

@@ -27,9 +27,9 @@ _NOTES = (
     "concurrency 2048.",
     "Ours: engine sim, each scheduler at its published best token budget B and batch size N (tables 14, 15); --grid "
     "searches them instead. Lengths drawn from profiles fitted to table 9, not from the data sets.",
-    "Run as `ebbench fidelity` does, by what the authors' scripts and reports say (ebbench/analysis/protocols.py): 20"
-    " warm-up requests first, answers forced to the scripts' limits (LongBench 20, NuminaMath 4,000, WildChat 256 "
-    "tokens), ShareGPT's of 360 tokens on average, 292 for Qwen3-30B-A3B; EB without the memory-safe batch; no "
+    "Run as `ebbench fidelity` does, by what the authors' scripts and reports say (ebbench/analysis/protocols.py): 20 "
+    "warm-up requests first, answers forced to the scripts' limits (LongBench 20, NuminaMath 4,000 tokens), ShareGPT's "
+    "of 360 tokens on average, 292 for Qwen3-30B-A3B, WildChat's at most 256; EB without the memory-safe batch; no "
     "asynchronous scheduling. The published rates fit these lengths by Little's law, and not the means of table 9 "
     "(NuminaMath v1 on RTX PRO 6000: 256 sequences / (0.73 requests/s x 81.75 ms) = 4,290 tokens). --outputs profile "
     "takes table 9.",
