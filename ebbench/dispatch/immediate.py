@@ -42,9 +42,12 @@ class LeastOutstanding:
 
     def __call__(self, ask: Ask, units: Sequence[Unit]) -> Unit:
         """The least loaded unit."""
-        fewest = min(unit.open_requests for unit in units)
-        equal = [place for place, unit in enumerate(units) if unit.open_requests == fewest]
-        place = next((place for place in equal if place >= self._turn), equal[0])
+        loads = [unit.open_requests for unit in units]
+        fewest = min(loads)
+        try:
+            place = loads.index(fewest, self._turn)
+        except ValueError:
+            place = loads.index(fewest)
         self._turn = place + 1
         return units[place]
 

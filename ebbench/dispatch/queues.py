@@ -37,7 +37,7 @@ class CycleQueue:
         self._cycle = 0
         self._pending: list[Held] = []  # a heap, as the next
         self._new: list[Held] = []
-        self._held: dict[int, Held] = {}
+        self._held: OrderedDict[int, Held] = OrderedDict()  # whose oldest costs nothing to find, unlike a dict's
         self.tokens = 0  # prompt tokens of all that is held
         # Pending requests, oldest first, with the cycle before the first one they missed.
         self._joined: OrderedDict[int, int] = OrderedDict()
@@ -70,6 +70,16 @@ class CycleQueue:
     def oldest(self, count: int) -> list[Held]:
         """Those that came first, in order of arrival. They stay, unless :meth:`withdraw` takes them out."""
         return list(islice(self._held.values(), count))
+
+    def drain(self) -> list[Ask]:
+        """Remove and return all, in order of arrival."""
+        asks = [held.ask for held in self._held.values()]
+        self._held.clear()
+        self._new.clear()
+        self._pending.clear()
+        self._joined.clear()
+        self.tokens = 0
+        return asks
 
     def leave_over(self, popped: Iterable[Held]) -> None:
         """Requests that were popped and found no place are new no more."""

@@ -129,12 +129,9 @@ class StaggeredDispatcher:
 
     def _dispatch_at_once(self) -> list[Order]:
         units = self.fleet.candidates
-        orders: list[Order] = []
-        while self._queue and units:
-            (held,) = self._queue.oldest(1)
-            self._queue.withdraw(held.ask.key)
-            orders.append(self._send(held.ask, self._immediate(held.ask, units).index))
-        return orders
+        if not self._queue or not units:
+            return []
+        return [self._send(ask, self._immediate(ask, units).index) for ask in self._queue.drain()]
 
     def _cycles(self, now_ns: int) -> list[Order]:
         for instance in self._ready.expired(self.interval.mean_ns, now_ns):
