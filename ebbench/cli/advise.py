@@ -113,6 +113,8 @@ def _tuned(found: Advice, store: CellStore, *, workers: int | None, quiet: bool)
 
 def _print(found: Advice) -> None:
     from rich.console import Console
+    from rich.padding import Padding
+    from rich.text import Text
 
     from ebbench.render import advice as words
 
@@ -128,7 +130,7 @@ def _print(found: Advice) -> None:
     ):
         console.print(f"\n{title}", style="bold")
         for line in lines:
-            console.print(f"  {line}", markup=False)
+            console.print(Padding(Text(line), (0, 0, 0, 2)))
     console.print(f"\n{words.agreement(found)}", markup=False)
 
 

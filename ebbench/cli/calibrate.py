@@ -159,16 +159,16 @@ def _print(measured: Measured, profile: Path, check: Check | None) -> None:
     cal = measured.calibration
     typer.echo(f"{measured.steps} steps measured")
     typer.echo(
-        f"prefill  {cal.alpha_p * 1e3:.3f} ms + {cal.beta_p * 1e6:.2f} us a token   R2 {measured.prefill_r2:.4f}"
+        f"prefill  {cal.alpha_p * 1e3:.3f} ms + {cal.beta_p * 1e6:.2f} µs a token   R2 {measured.prefill_r2:.4f}"
     )
     typer.echo(
-        f"decode   {cal.alpha_d * 1e3:.3f} ms + {cal.beta_d * 1e6:.2f} us a sequence   R2 {measured.decode_r2:.4f}"
+        f"decode   {cal.alpha_d * 1e3:.3f} ms + {cal.beta_d * 1e6:.2f} µs a sequence   R2 {measured.decode_r2:.4f}"
     )
     if cal.mixed is None:
         typer.echo("mixed    no polynomial with positive costs fits; policies use the measured grid")
     else:
         a, b, c = (v * 1e6 for v in (cal.mixed.a, cal.mixed.b, cal.mixed.c))
-        typer.echo(f"mixed    {a:.2f} + {b:.2f} r + {c:.2f} r^2 us a token   R2 {measured.mixed_r2:.4f}")
+        typer.echo(f"mixed    {a:.2f} + {b:.2f} r + {c:.2f} r^2 µs a token   R2 {measured.mixed_r2:.4f}")
     if check is not None:
         typer.echo(
             f"check    {check.requests} other requests: {check.measured_tokens_per_s:.0f} tokens/s measured, "

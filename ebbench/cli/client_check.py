@@ -66,7 +66,7 @@ def _print(rungs: list[Rung]) -> None:
         table.add_row(
             f"{r.streams:,}",
             f"{r.tokens_per_s:,.0f}",
-            f"{r.cpu_us_per_token:.1f} us",
+            f"{r.cpu_us_per_token:.1f} µs",
             *(f"{v:.2f} ms" for v in (r.send_lag_ms, r.loop_lag_ms, r.ttft_error_p50_ms, r.ttft_error_ms)),
             f"{r.server_late_ms:.2f} ms",
             "trustworthy" if r.trustworthy else r.reason,

@@ -65,7 +65,7 @@ def page(facts: DeviceFacts) -> Iterator[RenderableType]:
 
 
 def _step_table(facts: DeviceFacts) -> Table:
-    table = _table("step", "tokens", "of them decodes", "ms", "us/token", "against its parts run apart", right=1)
+    table = _table("step", "tokens", "of them decodes", "ms", "µs/token", "against its parts run apart", right=1)
     table.title = f"Step times; each decode holds {facts.context_tokens} tokens of KV"
     table.title_justify = "left"
     for row in facts.steps:
@@ -95,9 +95,9 @@ def curve_lines(curve: MarginalCurve) -> Iterator[Text]:
         line.append(bar[:mark], style="green")
         line.append("│", style="bold")
         line.append(bar[mark + 1 :], style="red")
-        line.append(f" {cost * 1e6:4.0f} us")
+        line.append(f" {cost * 1e6:4.0f} µs")
         yield line
-    yield Text(f"  │ one more token in a pure decode step: {curve.decode_s * 1e6:.0f} us")
+    yield Text(f"  │ one more token in a pure decode step: {curve.decode_s * 1e6:.0f} µs")
     yield Text("  " + crossover_words(curve), style="bold")
 
 
@@ -120,15 +120,15 @@ def draw(facts: DeviceFacts, path: Path) -> None:
         raise UsageError("--plot needs the extra 'plots': pip install 'ebbench[plots]'") from None
     curve = facts.curve
     rows = [
-        {"decode share r": share, "us per token": cost * 1e6, "step": "mixed"}
+        {"decode share r": share, "µs per token": cost * 1e6, "step": "mixed"}
         for share, cost in zip(curve.shares, curve.mixed_s, strict=True)
     ]
-    rows += [{"decode share r": r, "us per token": curve.decode_s * 1e6, "step": "pure decode"} for r in (0.0, 1.0)]
+    rows += [{"decode share r": r, "µs per token": curve.decode_s * 1e6, "step": "pure decode"} for r in (0.0, 1.0)]
     title = f"{facts.profile.gpu}, {facts.device.model}, {curve.context_tokens} tokens of KV a decode"
     chart = (
         altair.Chart(altair.InlineData(values=rows), title=title)
         .mark_line()
-        .encode(x="decode share r:Q", y="us per token:Q", color="step:N")
+        .encode(x="decode share r:Q", y="µs per token:Q", color="step:N")
         .properties(width=420, height=260)
     )
     chart.save(str(path))

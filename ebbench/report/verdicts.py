@@ -52,8 +52,9 @@ def _cells(entry: Judged) -> list[str]:
 
 def _legend(verdict: Verdict) -> str:
     return (
-        f"{len(verdict.pairs)} pairs; worse by: geometric mean over the pairs, negative is better; p: exact sign-flip, "
-        f"Holm-adjusted. Minimum detectable loss (failed with 80 % probability) and margin: {detectable(verdict)}."
+        f"{len(verdict.pairs)} pairs; worse by: latency over the baseline's, baseline's rate over the candidate's, "
+        f"geometric mean over the pairs, negative is better; p: exact sign-flip, Holm-adjusted. "
+        f"Minimum detectable loss (failed with 80 % probability) and margin: {detectable(verdict)}."
     )
 
 
