@@ -13,6 +13,7 @@ from vllm_eb.signals import PassClock, Signal, SignalPublisher, endpoint_of_rank
 
 zmq = pytest.importorskip("zmq")
 WAIT_MS = 5000
+STUCK = 40_000
 
 
 class Kept:
@@ -82,23 +83,23 @@ def subscriber() -> Iterator[Any]:
     context.destroy(linger=0)
 
 
+def meet(publisher: SignalPublisher, subscriber: Any) -> None:
+    """Connect. An XPUB would say when the subscription has arrived; a PUB is asked until something does."""
+    subscriber.connect(publisher.endpoint)
+    subscriber.setsockopt(zmq.RCVTIMEO, 20)
+    for _ in range(WAIT_MS // 20):
+        publisher.publish(Signal(1, -1, 0, 0, 0, 0, False, False))
+        if next_step(subscriber) is not None:
+            break
+    subscriber.setsockopt(zmq.RCVTIMEO, WAIT_MS)
+
+
 def test_signals_arrive_in_order_over_a_socket(tmp_path: Path, subscriber: Any) -> None:
     endpoint = f"ipc://{tmp_path}/s"
     publisher = SignalPublisher(endpoint, rank=1)
     assert publisher.endpoint == f"{endpoint}.1"
-    # An XPUB would say when the subscription has arrived; a PUB is asked until something does.
-    subscriber.connect(publisher.endpoint)
-    subscriber.setsockopt(zmq.RCVTIMEO, 20)
     sent = [Signal(1, step, 1000 + step, step, 2, 3, True, False) for step in range(20)]
-    hello = Signal(1, -1, 0, 0, 0, 0, False, False)
-    for _ in range(WAIT_MS // 20):
-        publisher.publish(hello)
-        try:
-            subscriber.recv()
-            break
-        except zmq.Again:
-            continue
-    subscriber.setsockopt(zmq.RCVTIMEO, WAIT_MS)
+    meet(publisher, subscriber)
     for signal in sent:
         publisher.publish(signal)
     received = []
@@ -112,11 +113,26 @@ def test_signals_arrive_in_order_over_a_socket(tmp_path: Path, subscriber: Any) 
 
 def test_publishing_to_nobody_and_to_a_stuck_subscriber_never_waits(tmp_path: Path, subscriber: Any) -> None:
     publisher = SignalPublisher(f"ipc://{tmp_path}/s")
-    subscriber.setsockopt(zmq.RCVHWM, 1)
-    subscriber.connect(publisher.endpoint)
-    for step in range(5000):  # more than both queues hold; a publisher that waited would never end
+    for step in range(50):  # nobody is there
         publisher.publish(Signal(0, step, 1, 1, 0, 0, False, False))
+    subscriber.setsockopt(zmq.RCVHWM, 1)
+    meet(publisher, subscriber)
+    for step in range(100, STUCK):  # more than the queues hold; a publisher that waited would never end
+        publisher.publish(Signal(0, step, 1, 1, 0, 0, False, False))
+    subscriber.setsockopt(zmq.RCVTIMEO, 200)
+    steps = [step for step in iter(lambda: next_step(subscriber), None) if step >= 0]
     publisher.close()
+    # What the queues held arrives, in order and once; the rest was dropped, and so was what nobody was there for.
+    assert steps == sorted(set(steps))
+    assert 0 < len(steps) < STUCK - 100
+    assert steps[0] == 100
+
+
+def next_step(subscriber: Any) -> int | None:
+    try:
+        return msgspec.msgpack.decode(subscriber.recv(), type=Signal).step_id
+    except zmq.Again:
+        return None
 
 
 @pytest.mark.parametrize(
