@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ebbench.cli import load_flags as load
 from ebbench.cli.options import GoodputCommand
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ def advise(
     workload: Annotated[str, typer.Argument(help="A workload, trace:FILE or the path of a TOML file.")],
     device: Annotated[str, typer.Option("--device", help="GPU, see `ebbench devices list`.")] = "rtx-pro-6000",
     model: Annotated[str, typer.Option("--model", help="Model name or config.json.")] = "qwen3-8b",
-    scenario: Annotated[str | None, typer.Option("--scenario", "-s", help="When requests come.")] = None,
+    scenario: load.Scenario = None,
     goodput: Annotated[
         list[str] | None, typer.Option("--goodput", help="Targets in ms: ttft:10000 tpot:100. Goodput then decides.")
     ] = None,
@@ -29,22 +30,16 @@ def advise(
     ] = None,
     seeds: Annotated[int, typer.Option("--seeds", help="Plans each candidate is run on.")] = 5,
     num_prompts: Annotated[int, typer.Option("--num-prompts", "-n", help="Requests a run.")] = 3000,
-    max_concurrency: Annotated[
-        int | None, typer.Option("--max-concurrency", "-c", help="Requests open at a time.")
-    ] = None,
-    request_rate: Annotated[float | None, typer.Option("--request-rate", help="Requests/s, open loop.")] = None,
-    saturation_rate: Annotated[
-        float | None, typer.Option("--saturation-rate", help="Requests/s, for phases given as a share.")
-    ] = None,
-    speed: Annotated[float | None, typer.Option("--speed", help="Time factor of a trace.")] = None,
-    source: Annotated[str, typer.Option("--source", help="auto, hub, profile or file:PATH.")] = "profile",
-    input_len: Annotated[int | None, typer.Option("--input-len", help="Mean prompt tokens.")] = None,
-    output_len: Annotated[int | None, typer.Option("--output-len", help="Mean answer tokens.")] = None,
-    length_distribution: Annotated[
-        str | None, typer.Option("--length-distribution", help="uniform, geometric, gamma:SHAPE or fixed.")
-    ] = None,
-    max_num_seqs: Annotated[int, typer.Option("--max-num-seqs", help="N, sequences in a batch.")] = 1024,
-    max_num_batched_tokens: Annotated[int, typer.Option("--max-num-batched-tokens", help="B, token budget.")] = 8192,
+    max_concurrency: load.MaxConcurrency = None,
+    request_rate: load.RequestRate = None,
+    saturation_rate: load.SaturationRate = None,
+    speed: load.Speed = None,
+    source: load.Source = "profile",
+    input_len: load.InputLen = None,
+    output_len: load.OutputLen = None,
+    length_distribution: load.LengthDistribution = None,
+    max_num_seqs: load.MaxNumSeqs = 1024,
+    max_num_batched_tokens: load.MaxNumBatchedTokens = 8192,
     crossover: Annotated[bool, typer.Option("--crossover/--no-crossover", help="Also look for the crossovers.")] = True,
     tune: Annotated[bool, typer.Option("--tune", help="Also try other N and B with the chosen policy.")] = False,
     runs: Annotated[Path, typer.Option("--runs", help="Where runs are kept.")] = Path("runs/advise"),

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
+from ebbench.cli.options import opt
 from ebbench.errors import UsageError
 
 if TYPE_CHECKING:
@@ -16,10 +16,7 @@ if TYPE_CHECKING:
 _PANEL = "Client (with a server's URL)"
 
 
-def _opt(*names: str, help: str) -> typer.models.OptionInfo:
-    option: typer.models.OptionInfo = typer.Option(*names, help=help, rich_help_panel=_PANEL)
-    return option
-
+_opt = partial(opt, panel=_PANEL)
 
 Endpoint = Annotated[str | None, _opt("--endpoint", help="completions (default) or chat.")]
 Workers = Annotated[int | None, _opt("--workers", help="Client processes. Default: one for 512 open requests.")]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
+from ebbench.cli.options import opt
 from ebbench.errors import UsageError
 
 if TYPE_CHECKING:
@@ -17,10 +17,7 @@ if TYPE_CHECKING:
 _PANEL = "Several instances"
 
 
-def _opt(*names: str, help: str) -> typer.models.OptionInfo:
-    option: typer.models.OptionInfo = typer.Option(*names, help=help, rich_help_panel=_PANEL)
-    return option
-
+_opt = partial(opt, panel=_PANEL)
 
 Topology = Annotated[
     str | None, _opt("--topology", help="dp=4, 2p2d, tp=4,dp=8,ep=32, ... or a TOML file with a \\[topology] table.")

@@ -7,16 +7,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ebbench.cli import paper_flags as paper
+from ebbench.cli.options import opt
+
 if TYPE_CHECKING:
     from ebbench.papers.store import CellStore
     from ebbench.papers.table import Wish
-
-_CHOICE, _RUNS, _OUTPUT = "What to run", "Runs", "Output"
-
-
-def _opt(*names: str, help: str, panel: str) -> typer.models.OptionInfo:
-    option: typer.models.OptionInfo = typer.Option(*names, help=help, rich_help_panel=panel)
-    return option
 
 
 def figures(
@@ -24,26 +20,25 @@ def figures(
         str, typer.Argument(help="list, figure1, 3, 4, 5, 6, 11, 12; timeline or slo for runs of your own.")
     ] = "list",
     paths: Annotated[list[Path] | None, typer.Argument(help="Runs, for timeline and slo.")] = None,
-    run: Annotated[bool, _opt("--run", help="Make the runs that are missing.", panel=_RUNS)] = False,
-    runs: Annotated[Path, _opt("--runs", help="Where runs are kept.", panel=_RUNS)] = Path("runs/papers"),
-    workers: Annotated[int | None, _opt("--workers", help="Processes; default: one a core.", panel=_RUNS)] = None,
-    device: Annotated[list[str] | None, _opt("--device", help="Repeat for several.", panel=_CHOICE)] = None,
-    model: Annotated[list[str] | None, _opt("--model", help="Repeat for several.", panel=_CHOICE)] = None,
-    workload: Annotated[list[str] | None, _opt("--workload", help="Repeat for several.", panel=_CHOICE)] = None,
-    num_prompts: Annotated[
-        int | None,
-        _opt("--num-prompts", "-n", help="Fewer requests a run than the paper's, for a quick look.", panel=_CHOICE),
-    ] = None,
-    seeds: Annotated[int, _opt("--seeds", help="Runs a point, for figure 12 (at least 3).", panel=_CHOICE)] = 3,
+    run: paper.Run = False,
+    runs: paper.Runs = Path("runs/papers"),
+    workers: paper.Workers = None,
+    device: paper.Device = None,
+    model: paper.Model = None,
+    workload: paper.Workload = None,
+    num_prompts: paper.NumPrompts = None,
+    seeds: Annotated[int, opt("--seeds", help="Runs a point, for figure 12 (at least 3).", panel=paper.CHOICE)] = 3,
     outputs: Annotated[
-        str, _opt("--outputs", help="forced or profile, see `ebbench tables`.", panel=_CHOICE)
+        str, opt("--outputs", help="forced or profile, see `ebbench tables`.", panel=paper.CHOICE)
     ] = "forced",
     source: Annotated[
-        str, _opt("--source", help="Lengths of figure 11: profile, hub or auto.", panel=_CHOICE)
+        str, opt("--source", help="Lengths of figure 11: profile, hub or auto.", panel=paper.CHOICE)
     ] = "profile",
-    formats: Annotated[str, _opt("--format", "-f", help="Any of pdf,svg,png.", panel=_OUTPUT)] = "pdf,svg,png",
-    output_dir: Annotated[Path, _opt("--output-dir", "-o", help="Where figures go.", panel=_OUTPUT)] = Path("figures"),
-    quiet: Annotated[bool, _opt("--quiet", "-q", help="No progress.", panel=_OUTPUT)] = False,
+    formats: Annotated[str, opt("--format", "-f", help="Any of pdf,svg,png.", panel=paper.OUTPUT)] = "pdf,svg,png",
+    output_dir: Annotated[Path, opt("--output-dir", "-o", help="Where figures go.", panel=paper.OUTPUT)] = Path(
+        "figures"
+    ),
+    quiet: paper.Quiet = False,
 ) -> None:
     """Draw a published figure with ours in it, or the timeline of a run: mode, k*, N*, crossover, queue, KV."""
     from ebbench.errors import UnknownNameError

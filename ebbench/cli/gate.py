@@ -10,17 +10,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ebbench.cli.options import opt
 from ebbench.errors import UsageError
 
 if TYPE_CHECKING:
     from ebbench.analysis.gate import Rules, Verdict
 
 _JUDGE, _MEASURE, _OUTPUT, _OTHER = "Judging", "Measuring interleaved", "Output", "Other uses"
-
-
-def _opt(*names: str, help: str, panel: str) -> typer.models.OptionInfo:
-    option: typer.models.OptionInfo = typer.Option(*names, help=help, rich_help_panel=panel)
-    return option
 
 
 def gate(
@@ -33,39 +29,39 @@ def gate(
     ] = None,
     margin: Annotated[
         list[str] | None,
-        _opt("--margin", help="Loss that matters, percent: 3, or ttft:10. Repeatable. Default 3.", panel=_JUDGE),
+        opt("--margin", help="Loss that matters, percent: 3, or ttft:10. Repeatable. Default 3.", panel=_JUDGE),
     ] = None,
-    alpha: Annotated[float, _opt("--alpha", help="False alarms accepted, as a share.", panel=_JUDGE)] = 0.05,
+    alpha: Annotated[float, opt("--alpha", help="False alarms accepted, as a share.", panel=_JUDGE)] = 0.05,
     allow: Annotated[
         list[str] | None,
-        _opt("--allow", help="Environment key that may differ, e.g. vllm. Repeatable.", panel=_JUDGE),
+        opt("--allow", help="Environment key that may differ, e.g. vllm. Repeatable.", panel=_JUDGE),
     ] = None,
     pairs: Annotated[
-        int | None, _opt("--pairs", help="Measure so many pairs first, in ABBA order.", panel=_MEASURE)
+        int | None, opt("--pairs", help="Measure so many pairs first, in ABBA order.", panel=_MEASURE)
     ] = None,
     baseline_command: Annotated[
         str | None,
-        _opt("--baseline-command", help="Command with {out} and {seed}; run without a shell.", panel=_MEASURE),
+        opt("--baseline-command", help="Command with {out} and {seed}; run without a shell.", panel=_MEASURE),
     ] = None,
     candidate_command: Annotated[
-        str | None, _opt("--candidate-command", help="Likewise, for the candidate.", panel=_MEASURE)
+        str | None, opt("--candidate-command", help="Likewise, for the candidate.", panel=_MEASURE)
     ] = None,
-    seed: Annotated[int, _opt("--seed", help="Seed of the first pair.", panel=_MEASURE)] = 0,
-    junit: Annotated[Path | None, _opt("--junit", help="Write JUnit XML.", panel=_OUTPUT)] = None,
+    seed: Annotated[int, opt("--seed", help="Seed of the first pair.", panel=_MEASURE)] = 0,
+    junit: Annotated[Path | None, opt("--junit", help="Write JUnit XML.", panel=_OUTPUT)] = None,
     summary: Annotated[
         Path | None,
-        _opt("--summary", help="Append Markdown; default: $GITHUB_STEP_SUMMARY where set.", panel=_OUTPUT),
+        opt("--summary", help="Append Markdown; default: $GITHUB_STEP_SUMMARY where set.", panel=_OUTPUT),
     ] = None,
-    as_json: Annotated[bool, _opt("--json", help="One JSON object on stdout.", panel=_OUTPUT)] = False,
+    as_json: Annotated[bool, opt("--json", help="One JSON object on stdout.", panel=_OUTPUT)] = False,
     save_baseline: Annotated[
-        Path | None, _opt("--save-baseline", help="Store the runs named as the baseline.", panel=_OTHER)
+        Path | None, opt("--save-baseline", help="Store the runs named as the baseline.", panel=_OTHER)
     ] = None,
     self_test: Annotated[
-        bool, _opt("--self-test", help="Measure the gate's own false alarms and power.", panel=_OTHER)
+        bool, opt("--self-test", help="Measure the gate's own false alarms and power.", panel=_OTHER)
     ] = False,
-    trials: Annotated[int, _opt("--trials", help="A/A trials of the self-test.", panel=_OTHER)] = 1_000,
-    workers: Annotated[int | None, _opt("--workers", help="Processes of the self-test.", panel=_OTHER)] = None,
-    report: Annotated[Path | None, _opt("--report", help="Write the self-test as Markdown.", panel=_OTHER)] = None,
+    trials: Annotated[int, opt("--trials", help="A/A trials of the self-test.", panel=_OTHER)] = 1_000,
+    workers: Annotated[int | None, opt("--workers", help="Processes of the self-test.", panel=_OTHER)] = None,
+    report: Annotated[Path | None, opt("--report", help="Write the self-test as Markdown.", panel=_OTHER)] = None,
 ) -> None:
     """Judge paired runs: exit 0 pass, 1 regression, 5 inconclusive, 3 not comparable.
 

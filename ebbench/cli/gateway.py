@@ -6,21 +6,18 @@ from typing import Annotated
 
 import typer
 
+from ebbench.cli.options import opt
+
 _UPSTREAMS, _DISPATCH, _SERVER = "Upstreams", "Dispatch", "Gateway"
-
-
-def _opt(*names: str, help: str, panel: str) -> typer.models.OptionInfo:
-    option: typer.models.OptionInfo = typer.Option(*names, help=help, rich_help_panel=panel)
-    return option
 
 
 def gateway(
     upstream: Annotated[
-        list[str], _opt("--upstream", "-u", help="Base URL of a server; repeat for each.", panel=_UPSTREAMS)
+        list[str], opt("--upstream", "-u", help="Base URL of a server; repeat for each.", panel=_UPSTREAMS)
     ],
     dispatch: Annotated[
         str,
-        _opt(
+        opt(
             "--dispatch",
             help="round-robin, least-outstanding, power-of-two, prefix-affine, iqr or sbs\\[:key=value,...].",
             panel=_DISPATCH,
@@ -28,40 +25,40 @@ def gateway(
     ] = "least-outstanding",
     signals: Annotated[
         list[str] | None,
-        _opt(
+        opt(
             "--signals",
             help="ZeroMQ endpoint of an upstream's plugin (tcp://HOST:PORT), in the order of --upstream.",
             panel=_UPSTREAMS,
         ),
     ] = None,
     dp_ranks: Annotated[
-        int, _opt("--dp-ranks", help="Data-parallel ranks in each upstream, chosen per request.", panel=_UPSTREAMS)
+        int, opt("--dp-ranks", help="Data-parallel ranks in each upstream, chosen per request.", panel=_UPSTREAMS)
     ] = 1,
     chunk_tokens: Annotated[
-        int, _opt("--chunk-tokens", help="The servers' --max-num-batched-tokens.", panel=_DISPATCH)
+        int, opt("--chunk-tokens", help="The servers' --max-num-batched-tokens.", panel=_DISPATCH)
     ] = 8192,
     network_ms: Annotated[
-        float, _opt("--network-ms", help="Time of the way to a server and back.", panel=_DISPATCH)
+        float, opt("--network-ms", help="Time of the way to a server and back.", panel=_DISPATCH)
     ] = 1.0,
-    max_queue: Annotated[int, _opt("--max-queue", help="Requests held back before 429.", panel=_DISPATCH)] = 10_000,
+    max_queue: Annotated[int, opt("--max-queue", help="Requests held back before 429.", panel=_DISPATCH)] = 10_000,
     max_wait: Annotated[
-        float, _opt("--max-wait", help="Seconds a request is held before 503.", panel=_DISPATCH)
+        float, opt("--max-wait", help="Seconds a request is held before 503.", panel=_DISPATCH)
     ] = 120.0,
     host: Annotated[
         str,
-        _opt("--host", help="Address to listen on; default: this machine only.", panel=_SERVER),
+        opt("--host", help="Address to listen on; default: this machine only.", panel=_SERVER),
     ] = "127.0.0.1",
-    port: Annotated[int, _opt("--port", help="TCP port; 0 takes a free one.", panel=_SERVER)] = 8080,
+    port: Annotated[int, opt("--port", help="TCP port; 0 takes a free one.", panel=_SERVER)] = 8080,
     health_interval: Annotated[
-        float, _opt("--health-interval", help="Seconds between health checks.", panel=_UPSTREAMS)
+        float, opt("--health-interval", help="Seconds between health checks.", panel=_UPSTREAMS)
     ] = 2.0,
     eject_after: Annotated[
-        int, _opt("--eject-after", help="Failed checks in a row that take an upstream out.", panel=_UPSTREAMS)
+        int, opt("--eject-after", help="Failed checks in a row that take an upstream out.", panel=_UPSTREAMS)
     ] = 2,
     return_after: Annotated[
-        int, _opt("--return-after", help="Good checks in a row that bring it back.", panel=_UPSTREAMS)
+        int, opt("--return-after", help="Good checks in a row that bring it back.", panel=_UPSTREAMS)
     ] = 1,
-    drain: Annotated[float, _opt("--drain", help="Seconds open requests may take at the end.", panel=_SERVER)] = 30.0,
+    drain: Annotated[float, opt("--drain", help="Seconds open requests may take at the end.", panel=_SERVER)] = 30.0,
 ) -> None:
     """One front door for several servers of one model.
 

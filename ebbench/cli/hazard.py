@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ebbench.cli import load_flags as load
+
 if TYPE_CHECKING:
     from ebbench.analysis.hazard_tests import Hazard
     from ebbench.analysis.hazard_tests_source import Lengths
@@ -22,16 +24,14 @@ def hazard(
     what: Annotated[
         str, typer.Argument(help="A workload, trace:FILE, a run directory, or a file with one output length a line.")
     ] = "",
-    source: Annotated[str, typer.Option("--source", help="auto, hub, profile or file:PATH.")] = "auto",
+    source: load.Source = "auto",
     num_prompts: Annotated[int | None, typer.Option("--num-prompts", "-n", help="Requests to look at.")] = None,
     seed: Annotated[int, typer.Option("--seed", help="Same seed, same sample.")] = 0,
-    output_len: Annotated[int | None, typer.Option("--output-len", help="Mean answer tokens.")] = None,
-    length_distribution: Annotated[
-        str | None, typer.Option("--length-distribution", help="uniform, geometric, gamma:SHAPE or fixed.")
-    ] = None,
+    output_len: load.OutputLen = None,
+    length_distribution: load.LengthDistribution = None,
     device: Annotated[str, typer.Option("--device", help="Costs behind the threshold.")] = "rtx-pro-6000",
     model: Annotated[str, typer.Option("--model", help="Costs behind the threshold.")] = "qwen3-8b",
-    max_num_seqs: Annotated[int, typer.Option("--max-num-seqs", help="N, sequences in a batch.")] = 1024,
+    max_num_seqs: load.MaxNumSeqs = 1024,
     plot: Annotated[Path | None, typer.Option("--plot", help="Draw to FILE.pdf, .svg or .png.")] = None,
     experiment: Annotated[
         str, typer.Option("--experiment", help="ifr (appendix E.3) or sensitivity (E.5), instead of a workload.")

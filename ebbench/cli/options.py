@@ -1,4 +1,4 @@
-"""Option parsing that several commands share."""
+"""What the options of several commands share: how one is declared, and ``--goodput`` with several pairs."""
 
 from __future__ import annotations
 
@@ -6,10 +6,17 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+import typer
 from typer.core import TyperCommand
 
 # A workload may follow the pairs: trace:FILE is none of them.
 _PAIR = re.compile(r"^(?!trace:)[a-z0-9_]+:[^/]*$", re.IGNORECASE)
+
+
+def opt(*names: str, help: str, panel: str) -> typer.models.OptionInfo:
+    """An option under a heading of ``--help``."""
+    option: typer.models.OptionInfo = typer.Option(*names, help=help, rich_help_panel=panel)
+    return option
 
 
 class GoodputCommand(TyperCommand):

@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ebbench.cli import paper_flags as paper
+from ebbench.cli.options import opt
+
 if TYPE_CHECKING:
     from ebbench.analysis.paper_tables import Document
     from ebbench.papers.cells import Cell
@@ -17,57 +20,58 @@ if TYPE_CHECKING:
     from ebbench.papers.table import PaperTable, Wish
 
 FORMATS = ("rich", "markdown", "latex", "html", "csv")
-_CHOICE, _RUNS, _OUTPUT = "What to run", "Runs", "Output"
-
-
-def _opt(*names: str, help: str, panel: str) -> typer.models.OptionInfo:
-    option: typer.models.OptionInfo = typer.Option(*names, help=help, rich_help_panel=panel)
-    return option
 
 
 def tables(
     name: Annotated[
         str, typer.Argument(help="list, table2, table3, ..., deferred-1; phases or slo for runs of your own (--from).")
     ] = "list",
-    run: Annotated[bool, _opt("--run", help="Make the runs that are missing.", panel=_RUNS)] = False,
-    runs: Annotated[Path, _opt("--runs", help="Where runs are kept.", panel=_RUNS)] = Path("runs/papers"),
+    run: paper.Run = False,
+    runs: paper.Runs = Path("runs/papers"),
     stored: Annotated[
         list[Path] | None,
-        _opt(
-            "--from", help="Your own runs: taken for the cells whose plan, policy and settings they share.", panel=_RUNS
+        opt(
+            "--from",
+            help="Your own runs: taken for the cells whose plan, policy and settings they share.",
+            panel=paper.RUNS,
         ),
     ] = None,
-    workers: Annotated[int | None, _opt("--workers", help="Processes; default: one a core.", panel=_RUNS)] = None,
-    device: Annotated[list[str] | None, _opt("--device", help="Repeat for several.", panel=_CHOICE)] = None,
-    model: Annotated[list[str] | None, _opt("--model", help="Repeat for several.", panel=_CHOICE)] = None,
-    workload: Annotated[list[str] | None, _opt("--workload", help="Repeat for several.", panel=_CHOICE)] = None,
+    workers: paper.Workers = None,
+    device: paper.Device = None,
+    model: paper.Model = None,
+    workload: paper.Workload = None,
     policy: Annotated[
-        list[str] | None, _opt("--policy", "-p", help="Further policies beside the table's own.", panel=_CHOICE)
+        list[str] | None, opt("--policy", "-p", help="Further policies beside the table's own.", panel=paper.CHOICE)
     ] = None,
-    num_prompts: Annotated[
-        int | None,
-        _opt("--num-prompts", "-n", help="Fewer requests a run than the paper's, for a quick look.", panel=_CHOICE),
-    ] = None,
-    seeds: Annotated[int, _opt("--seeds", help="Runs a cell, for the threshold tables.", panel=_CHOICE)] = 1,
+    num_prompts: paper.NumPrompts = None,
+    seeds: Annotated[int, opt("--seeds", help="Runs a cell, for the threshold tables.", panel=paper.CHOICE)] = 1,
     grid: Annotated[
         bool,
-        _opt(
-            "--grid", help="Search each scheduler's best B and N instead of taking the published ones.", panel=_CHOICE
+        opt(
+            "--grid",
+            help="Search each scheduler's best B and N instead of taking the published ones.",
+            panel=paper.CHOICE,
         ),
     ] = False,
     outputs: Annotated[
         str,
-        _opt("--outputs", help="forced (answers as long as the scripts' limits) or profile (table 9).", panel=_CHOICE),
+        opt(
+            "--outputs",
+            help="forced (answers as long as the scripts' limits) or profile (table 9).",
+            panel=paper.CHOICE,
+        ),
     ] = "forced",
     source: Annotated[
-        str, _opt("--source", help="Lengths of table 9: profile, hub or auto.", panel=_CHOICE)
+        str, opt("--source", help="Lengths of table 9: profile, hub or auto.", panel=paper.CHOICE)
     ] = "profile",
-    ttft: Annotated[str, _opt("--ttft", help="TTFT targets in s, as 2,5,10.", panel=_CHOICE)] = "",
-    tpot: Annotated[str, _opt("--tpot", help="TPOT targets in ms, as 50,100.", panel=_CHOICE)] = "",
-    by_phase: Annotated[bool, _opt("--by-phase", help="SLO surfaces for each phase too.", panel=_CHOICE)] = False,
-    style: Annotated[str, _opt("--format", "-f", help="rich, markdown, latex, html or csv.", panel=_OUTPUT)] = "rich",
-    output: Annotated[Path | None, _opt("--output", "-o", help="Write to this file.", panel=_OUTPUT)] = None,
-    quiet: Annotated[bool, _opt("--quiet", "-q", help="No progress.", panel=_OUTPUT)] = False,
+    ttft: Annotated[str, opt("--ttft", help="TTFT targets in s, as 2,5,10.", panel=paper.CHOICE)] = "",
+    tpot: Annotated[str, opt("--tpot", help="TPOT targets in ms, as 50,100.", panel=paper.CHOICE)] = "",
+    by_phase: Annotated[bool, opt("--by-phase", help="SLO surfaces for each phase too.", panel=paper.CHOICE)] = False,
+    style: Annotated[
+        str, opt("--format", "-f", help="rich, markdown, latex, html or csv.", panel=paper.OUTPUT)
+    ] = "rich",
+    output: Annotated[Path | None, opt("--output", "-o", help="Write to this file.", panel=paper.OUTPUT)] = None,
+    quiet: paper.Quiet = False,
 ) -> None:
     """Show a published table with what this program measures beside it: published, ours, difference.
 

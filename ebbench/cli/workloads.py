@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ebbench.cli import load_flags as load
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -42,17 +44,13 @@ def list_all(as_json: Annotated[bool, _JSON] = False) -> None:
 @app.command("show")
 def show(
     name: Annotated[str, typer.Argument(help="A workload, trace:FILE or the path of a TOML file.")],
-    source: Annotated[str, typer.Option("--source", help="auto, hub, profile or file:PATH.")] = "auto",
+    source: load.Source = "auto",
     num_prompts: Annotated[int | None, typer.Option("--num-prompts", "-n", help="Sessions to sample.")] = None,
     seed: Annotated[int, typer.Option("--seed", help="Same seed, same sample.")] = 0,
-    input_len: Annotated[int | None, typer.Option("--input-len", help="Mean prompt tokens.")] = None,
-    output_len: Annotated[int | None, typer.Option("--output-len", help="Mean answer tokens.")] = None,
-    length_distribution: Annotated[
-        str | None, typer.Option("--length-distribution", help="uniform, geometric, gamma:SHAPE or fixed.")
-    ] = None,
-    tokenizer: Annotated[
-        str | None, typer.Option("--tokenizer", help="Counts the tokens of texts; default: estimated.")
-    ] = None,
+    input_len: load.InputLen = None,
+    output_len: load.OutputLen = None,
+    length_distribution: load.LengthDistribution = None,
+    tokenizer: load.Tokenizer = None,
     as_json: Annotated[bool, _JSON] = False,
 ) -> None:
     """Sample a workload and show its lengths, its decode share r and where they come from."""

@@ -1,0 +1,63 @@
+"""Options that say what is asked and when, and the scheduler's limits, as the commands that make plans take them.
+
+None is the default of what the option sets; where commands differ, the default is theirs.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from ebbench.cli.options import opt
+
+WORKLOAD, LOAD, ENGINE = "Workload", "Load", "Engine"
+
+NumPrompts = Annotated[
+    int | None,
+    opt("--num-prompts", "-n", help="Requests to plan. Default: 4,000, or what the scenario says.", panel=WORKLOAD),
+]
+Seed = Annotated[int, opt("--seed", help="Same seed, same plan, byte for byte.", panel=WORKLOAD)]
+Source = Annotated[str, opt("--source", help="auto, hub, profile or file:PATH.", panel=WORKLOAD)]
+Tokenizer = Annotated[
+    str | None, opt("--tokenizer", help="Counts the tokens of texts; default: estimated.", panel=WORKLOAD)
+]
+InputLen = Annotated[int | None, opt("--input-len", help="Mean prompt tokens.", panel=WORKLOAD)]
+OutputLen = Annotated[int | None, opt("--output-len", help="Mean answer tokens.", panel=WORKLOAD)]
+LengthDistribution = Annotated[
+    str | None, opt("--length-distribution", help="uniform, geometric, gamma:SHAPE or fixed.", panel=WORKLOAD)
+]
+DropTooLong = Annotated[bool, opt("--drop-too-long", help="Drop requests over --max-model-len.", panel=WORKLOAD)]
+
+Scenario = Annotated[str | None, opt("--scenario", "-s", help="When requests come: a name or a TOML file.", panel=LOAD)]
+MaxConcurrency = Annotated[int | None, opt("--max-concurrency", "-c", help="Requests open at a time.", panel=LOAD)]
+RequestRate = Annotated[float | None, opt("--request-rate", help="Requests/s, open loop.", panel=LOAD)]
+Burstiness = Annotated[
+    float | None, opt("--burstiness", help="Shape of gamma gaps: 1 is Poisson, less is burstier.", panel=LOAD)
+]
+SaturationRate = Annotated[
+    float | None,
+    opt("--saturation-rate", help="Measured saturation in requests/s, for phases given as a share.", panel=LOAD),
+]
+Speed = Annotated[float | None, opt("--speed", help="Time factor of a trace: 2 is twice as fast.", panel=LOAD)]
+Warmup = Annotated[
+    int,
+    opt(
+        "--warmup", "--num-warmups", help="Requests before the start, of the plan's lengths; not recorded.", panel=LOAD
+    ),
+]
+Repeats = Annotated[int, opt("--repeats", help="Runs a policy, seeds S, S+1, ...", panel=LOAD)]
+
+MaxNumSeqs = Annotated[int, opt("--max-num-seqs", help="N, sequences in a batch.", panel=ENGINE)]
+MaxNumBatchedTokens = Annotated[int, opt("--max-num-batched-tokens", help="B, token budget of a step.", panel=ENGINE)]
+MaxModelLen = Annotated[
+    int | None, opt("--max-model-len", help="Longest prompt plus answer. Default: 40,960 tokens.", panel=ENGINE)
+]
+NumKvBlocks = Annotated[
+    int | None, opt("--num-kv-blocks", help="KV blocks of 16 tokens; default: what the device holds.", panel=ENGINE)
+]
+NoPrefixCaching = Annotated[bool, opt("--no-prefix-caching", help="Do not reuse KV of shared prefixes.", panel=ENGINE)]
+NoAsyncScheduling = Annotated[
+    bool, opt("--no-async-scheduling", help="Schedule a step only when the last has ended.", panel=ENGINE)
+]
+EnforceEager = Annotated[
+    bool, opt("--enforce-eager", help="No CUDA graphs: every layer is launched by the host.", panel=ENGINE)
+]

@@ -1,0 +1,22 @@
+"""Options that ``ebbench tables`` and ``ebbench figures`` share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from ebbench.cli.options import opt
+
+CHOICE, RUNS, OUTPUT = "What to run", "Runs", "Output"
+
+Run = Annotated[bool, opt("--run", help="Make the runs that are missing.", panel=RUNS)]
+Runs = Annotated[Path, opt("--runs", help="Where runs are kept.", panel=RUNS)]
+Workers = Annotated[int | None, opt("--workers", help="Processes; default: one a core.", panel=RUNS)]
+Device = Annotated[list[str] | None, opt("--device", help="Repeat for several.", panel=CHOICE)]
+Model = Annotated[list[str] | None, opt("--model", help="Repeat for several.", panel=CHOICE)]
+Workload = Annotated[list[str] | None, opt("--workload", help="Repeat for several.", panel=CHOICE)]
+NumPrompts = Annotated[
+    int | None,
+    opt("--num-prompts", "-n", help="Fewer requests a run than the paper's, for a quick look.", panel=CHOICE),
+]
+Quiet = Annotated[bool, opt("--quiet", "-q", help="No progress.", panel=OUTPUT)]
