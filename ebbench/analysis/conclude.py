@@ -10,6 +10,7 @@ from ebbench.analysis.distribution import samples_needed
 from ebbench.analysis.metrics import Metrics, measure
 from ebbench.analysis.slo import Slo
 from ebbench.analysis.steady import steady_windows
+from ebbench.analysis.summary import Summary, summary_of
 from ebbench.analysis.validity import Conditions, invalid_reasons
 from ebbench.devices.base import Device
 from ebbench.engines.base import EngineOptions, EngineResult
@@ -65,9 +66,14 @@ def begin(writer: RunWriter, setting: Setting) -> None:
 
 def conclude(writer: RunWriter, setting: Setting, result: EngineResult) -> Run:
     """Judge a result and store it with its plan. Raises RunError when it cannot be written."""
+    return conclude_with_summary(writer, setting, result)[0]
+
+
+def conclude_with_summary(writer: RunWriter, setting: Setting, result: EngineResult) -> tuple[Run, Summary]:
+    """As :func:`conclude`; the summary comes from the metrics that the verdict needs anyway."""
     columns = RequestColumns.of(result.requests)
     windows = steady_windows(columns, phase_facts(setting.plan))
-    metrics = measure(columns, windows=windows)
+    metrics = measure(columns, slo=setting.slo, windows=windows)
     clock = setting.kind_of_time
     paced = clock == "real" and (setting.plan.closed_loop or setting.plan.max_concurrency is None)
     conditions = Conditions(interrupted=result.interrupted, paced_sends=paced)
@@ -84,7 +90,8 @@ def conclude(writer: RunWriter, setting: Setting, result: EngineResult) -> Run:
     }
     if result.server_metrics is not None and result.server_metrics.num_rows:
         tables["server_metrics"] = result.server_metrics
-    return writer.finish(manifest, tables)
+    run = writer.finish(manifest, tables)
+    return run, summary_of(run, metrics, setting.slo)
 
 
 def _manifest(

@@ -62,6 +62,11 @@ def summarise(run: Run, slo: Slo | None = None) -> Summary:
     return _Summariser(run, slo).whole()
 
 
+def summary_of(run: Run, metrics: Metrics, slo: Slo) -> Summary:
+    """The summary of a whole run whose ``metrics`` are known, goodput by ``slo`` among them."""
+    return _summary(run, metrics, slo)
+
+
 def summarise_phases(run: Run, slo: Slo | None = None) -> tuple[Summary, ...]:
     """One summary per phase, in order of their first request."""
     return _Summariser(run, slo).phases()
@@ -75,7 +80,7 @@ class _Summariser:
         self.windows = steady_windows(self.columns, run.manifest.phases)
 
     def whole(self) -> Summary:
-        return self._summary(measure(self.columns, slo=self.slo, windows=self.windows))
+        return summary_of(self.run, measure(self.columns, slo=self.slo, windows=self.windows), self.slo)
 
     def phases(self) -> tuple[Summary, ...]:
         names = list(dict.fromkeys(self.columns.phase.tolist()))
@@ -84,29 +89,30 @@ class _Summariser:
     def _phase(self, name: str) -> Summary:
         windows = [window for window in self.windows if window.phase == name]
         rows = self.columns.phase == name
-        return self._summary(measure(self.columns, rows=rows, slo=self.slo, windows=windows), name)
+        return _summary(self.run, measure(self.columns, rows=rows, slo=self.slo, windows=windows), self.slo, name)
 
-    def _summary(self, metrics: Metrics, phase: str = "") -> Summary:
-        manifest = self.run.manifest
-        return Summary(
-            policy=manifest.policy,
-            engine=manifest.engine,
-            device=manifest.device,
-            model=manifest.model,
-            workload=manifest.workload,
-            scenario=manifest.scenario,
-            source=manifest.source,
-            seed=manifest.seed,
-            run_dir=str(self.run.path),
-            valid=manifest.valid,
-            reasons=manifest.reasons,
-            interrupted=manifest.interrupted,
-            warnings=manifest.warnings,
-            slo=self.slo,
-            metrics=metrics,
-            open_loop=not manifest.phases,
-            phase=phase,
-        )
+
+def _summary(run: Run, metrics: Metrics, slo: Slo, phase: str = "") -> Summary:
+    manifest = run.manifest
+    return Summary(
+        policy=manifest.policy,
+        engine=manifest.engine,
+        device=manifest.device,
+        model=manifest.model,
+        workload=manifest.workload,
+        scenario=manifest.scenario,
+        source=manifest.source,
+        seed=manifest.seed,
+        run_dir=str(run.path),
+        valid=manifest.valid,
+        reasons=manifest.reasons,
+        interrupted=manifest.interrupted,
+        warnings=manifest.warnings,
+        slo=slo,
+        metrics=metrics,
+        open_loop=not manifest.phases,
+        phase=phase,
+    )
 
 
 def metrics_dict(metrics: Metrics) -> dict[str, Any]:

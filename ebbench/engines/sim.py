@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 from ebbench.devices.base import Device
 from ebbench.engines.base import EngineOptions, EngineResult, Observer, Progress
@@ -15,7 +18,7 @@ from ebbench.simulation.loop import EventLoop
 from ebbench.simulation.state import RequestState
 from ebbench.simulation.step import SchedulerLimits
 from ebbench.simulation.streams import StreamKv, streams_take_turns
-from ebbench.simulation.tables import StepLog, decisions_table, requests_table, steps_table
+from ebbench.simulation.tables import NoLog, StepLog, decisions_table, requests_table, steps_table
 from ebbench.simulation.warmup import Beginning, at_beginning, records_after, steps_after, with_warmup, without_warmup
 from vllm_eb.controller import Controller, Record
 from vllm_eb.policy import PolicySpec
@@ -28,20 +31,48 @@ class SimEngine:
 
     name = "sim"
 
+    def __init__(self, *, requests_only: bool = False) -> None:
+        """``requests_only``: tables of steps and decisions come out empty, for who wants the metrics alone."""
+        self._requests_only = requests_only
+
     def run(
         self, plan: Plan, policy: PolicySpec, device: Device, options: EngineOptions, observer: Observer | None = None
     ) -> EngineResult:
         """Run to the end of the plan. Raises UsageError for a request that can never fit, RunError on a deadlock."""
         total = num_kv_blocks(device, options)
         check_fits(plan, options, total)
-        if not options.enable_prefix_caching:
-            return _simulate(plan, policy, device, options, observer, _counting(total))
-        if streams_take_turns(plan):
-            try:
-                return _simulate(plan, policy, device, options, observer, _by_stream(total, options))
-            except IdentityNeeded:
-                pass  # a prompt shorter than what its session left in the cache: exactness needs block identities
-        return _simulate(plan, policy, device, options, observer, _by_identity(total, options))
+        job = _Job(plan, policy, device, options, observer, self._requests_only)
+        with collector_paused():
+            if not options.enable_prefix_caching:
+                return _simulate(job, _counting(total))
+            if streams_take_turns(plan):
+                try:
+                    return _simulate(job, _by_stream(total, options))
+                except IdentityNeeded:
+                    pass  # a prompt shorter than what its session left in the cache: exactness needs block identities
+            return _simulate(job, _by_identity(total, options))
+
+
+@dataclass(frozen=True)
+class _Job:
+    plan: Plan
+    policy: PolicySpec
+    device: Device
+    options: EngineOptions
+    observer: Observer | None
+    requests_only: bool
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """No search for garbage in cycles: a simulation makes none, and each search walks through a device's tables."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def _counting(total_blocks: int) -> Callable[[RequestState], KvBlocks]:
@@ -86,15 +117,9 @@ def check_fits(plan: Plan, options: EngineOptions, total_blocks: int) -> None:
         )
 
 
-def _simulate(
-    plan: Plan,
-    policy: PolicySpec,
-    device: Device,
-    options: EngineOptions,
-    observer: Observer | None,
-    make_kv: Callable[[RequestState], KvBlocks],
-) -> EngineResult:
-    state, log = RequestState(with_warmup(plan, options.warmup)), StepLog()
+def _simulate(job: _Job, make_kv: Callable[[RequestState], KvBlocks]) -> EngineResult:
+    plan, policy, device, options = job.plan, job.policy, job.device, job.options
+    state, log = RequestState(with_warmup(plan, options.warmup)), NoLog() if job.requests_only else StepLog()
     kv = make_kv(state)
     limits = SchedulerLimits(
         options.max_num_seqs,
@@ -112,7 +137,7 @@ def _simulate(
         plan,
         state,
         [instance],
-        tick=_ticker(plan, policy, state, instance, observer),
+        tick=_ticker(plan, policy, state, instance, job.observer),
         warmup=options.warmup,
         begin=at_beginning(beginning, log.steps, controller),
     )
@@ -123,7 +148,7 @@ def _simulate(
         interrupted = True
     if not interrupted and loop.ended < state.count:
         raise RunError(f"{state.count - loop.ended} of {state.count} requests never ended: the scheduler is stuck")
-    records: list[Record] = controller.drain_records() if controller is not None else []
+    records: list[Record] = [] if controller is None or job.requests_only else controller.drain_records()
     request_ids = plan.table["request_id"].combine_chunks()
     return EngineResult(
         requests=requests_table(plan, without_warmup(state, plan, beginning)),

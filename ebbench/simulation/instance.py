@@ -19,7 +19,7 @@ from ebbench.devices.base import CostModel, StepShape
 from ebbench.simulation.kv import KvBlocks
 from ebbench.simulation.scheduling import Scheduler
 from ebbench.simulation.state import Ints, RequestState
-from ebbench.simulation.step import NO_ROWS, NS_PER_S, SchedulerLimits, Step, StepSink
+from ebbench.simulation.step import NS_PER_S, SchedulerLimits, Step, StepSink
 from vllm_eb.controller import Controller
 
 SHORTEST_COAST = 2  # steps; one alone is made as fast the ordinary way
@@ -145,7 +145,7 @@ class Instance(Scheduler):
         state, rows, block_size = self._state, self.running, self._limits.block_size
         seqs, computed = len(rows), state.computed[rows]
         growing = np.bincount(-computed % block_size, minlength=block_size).tolist()  # blocks needed, by step
-        kv_tokens, ones = int(np.add.reduce(computed)), np.ones(seqs, np.int64)
+        kv_tokens, ones = int(np.add.reduce(computed)), self._ones[:seqs]
         before, wake_ns, made = len(self._queue), now_ns, 0
         while made < most and wake_ns < until_ns and growing[made % block_size] <= self._kv.free:
             step = Step(wake_ns, rows=rows, tokens=ones, sampled=rows, decode_seqs=seqs)
@@ -170,7 +170,7 @@ class Instance(Scheduler):
         state, rows = self._state, self.running
         if self._prefilling or self._stale or self._inbox or not self._kv.countable or not len(rows):
             return 0
-        if len(rows) > self._limits.max_num_batched_tokens or any(step.empty for step in self._queue):
+        if len(rows) > self._limits.max_num_batched_tokens or (self._queue and self._queue[0].empty):
             return 0
         if self._controller is None:
             if self._admissible(self._limits.max_num_seqs):
@@ -202,19 +202,22 @@ class Instance(Scheduler):
         before = state.computed[rows]
         after = before + step.tokens
         state.computed[rows] = after
+        if not self._prefilling:
+            step.sampled, step.decode_seqs = rows, len(rows)
+            state.target[rows] += 1
+            self._time(step, StepShape((), len(rows), int(np.add.reduce(after)), len(rows)))
+            return
         complete = after == state.target[rows]
         step.sampled = rows if np.count_nonzero(complete) == len(rows) else rows[complete]
         state.target[step.sampled] += 1
-        prefill = np.flatnonzero(state.partial[rows]) if self._prefilling else NO_ROWS
-        if len(prefill):
-            chunks = tuple(zip(step.tokens[prefill].tolist(), before[prefill].tolist(), strict=True))
-            step.prefill_tokens = int(step.tokens[prefill].sum())
-            step.decode_seqs = len(rows) - len(prefill)
-            decode_kv = int(after.sum()) - int(after[prefill].sum())
-            state.partial[rows[prefill]] = ~complete[prefill]
-            self._prefilling -= int(np.count_nonzero(complete[prefill]))
-        else:
-            chunks, step.decode_seqs, decode_kv = (), len(rows), int(np.add.reduce(after))
+        prefill = state.partial[rows].nonzero()[0]
+        chunks = tuple(zip(step.tokens[prefill].tolist(), before[prefill].tolist(), strict=True))
+        step.prefill_tokens = int(np.add.reduce(step.tokens[prefill]))
+        step.decode_seqs = len(rows) - len(prefill)
+        decode_kv = int(np.add.reduce(after)) - int(np.add.reduce(after[prefill])) if step.decode_seqs else 0
+        finished = complete[prefill]
+        state.partial[rows[prefill]] = ~finished
+        self._prefilling -= int(np.count_nonzero(finished))
         self._time(step, StepShape(chunks, step.decode_seqs, decode_kv, len(step.sampled)))
 
     def _time(self, step: Step, shape: StepShape) -> None:
@@ -239,8 +242,9 @@ class Instance(Scheduler):
             sampled = self._drain_stale(step)
         slots = state.next_slot[sampled]
         state.token_ns[slots] = step.end_ns
-        state.next_slot[sampled] = slots + 1
-        finished = slots + 1 == state.end_slot[sampled]
+        slots += 1
+        state.next_slot[sampled] = slots
+        finished = slots == state.end_slot[sampled]
         if not np.count_nonzero(finished):
             return []
         ended: list[int] = sampled[finished].tolist()

@@ -30,6 +30,7 @@ class Scheduler:
         self._seen_ns: dict[int, int] = {}  # when the scheduler first saw a request
         self.waiting: deque[int] = deque()
         self.running: Ints = NO_ROWS
+        self._ones: Ints = np.ones(limits.max_num_seqs, np.int64)
         self._prefilling = 0  # of the running, those with a prompt still to compute: most steps have none
         self._queue: deque[Step] = deque()  # steps that are out
         self._stale: dict[int, bool] = {}  # preempted with a step in flight: does that step sample for it?
@@ -133,6 +134,8 @@ class Scheduler:
         step.rows, step.tokens = rows, tokens
 
     def _schedule_running(self, step: Step, candidates: Ints, threshold: int) -> tuple[Ints, Ints, int]:
+        if not self._prefilling and (decodes := self._decode_all(candidates)) is not None:
+            return decodes, self._ones[: len(decodes)], self._limits.max_num_batched_tokens - len(decodes)
         state, budget = self._state, self._limits.max_num_batched_tokens
         computed = state.computed[candidates]
         tokens = state.target[candidates] - computed
@@ -161,13 +164,36 @@ class Scheduler:
                 self._kv.publish(row, known)
         return candidates, tokens, budget - int(np.add.reduce(tokens))
 
+    def _decode_all(self, rows: Ints) -> Ints | None:
+        """Blocks for one token each of ``rows``, none of which has prompt tokens left; returns those that get one.
+
+        They are the ones whose last token is not in flight. None, with nothing done, where budget or blocks are short:
+        that takes the long way.
+        """
+        state, block_size = self._state, self._limits.block_size
+        computed = state.computed[rows]
+        due = computed < state.last[rows]
+        if np.count_nonzero(due) < len(rows):
+            rows, computed = rows[due], computed[due]
+        growing = rows[computed // block_size == state.held_blocks[rows]]
+        if len(rows) > self._limits.max_num_batched_tokens or len(growing) > self._kv.free:
+            return None
+        if len(growing):
+            self._take(growing, self._ones[: len(growing)])
+        return rows
+
     def _grow(self, rows: Ints, need: Ints) -> None:
         """Give each row the blocks it needs; the caller has checked that they are there."""
-        growing = np.flatnonzero(need)
+        growing = need.nonzero()[0]
         if len(growing):
-            rows, blocks = rows[growing], need[growing]
+            self._take(rows[growing], need[growing])
+
+    def _take(self, rows: Ints, blocks: Ints) -> None:
+        if self._kv.countable:
+            self._kv.take(int(np.add.reduce(blocks)))
+        else:
             self._kv.allocate(rows.tolist(), blocks.tolist())
-            self._state.held_blocks[rows] += blocks
+        self._state.held_blocks[rows] += blocks
 
     def _grow_preempting(self, step: Step, candidates: Ints, need: Ints) -> int:
         """Give blocks in order and, where they run out, preempt from the end; returns how many candidates remain.

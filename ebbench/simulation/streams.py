@@ -12,8 +12,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-import numpy as np
-
 from ebbench.records.plan import Plan
 from ebbench.simulation.kv import IdentityNeeded
 from ebbench.simulation.state import RequestState
@@ -61,7 +59,7 @@ class StreamKv:
 
     def allocate(self, rows: Sequence[int], blocks: Sequence[int]) -> None:
         """See KvBlocks."""
-        self.take(int(np.add.reduce(blocks)))
+        self.take(sum(blocks))
 
     def take(self, count: int) -> None:
         """See KvBlocks."""

@@ -26,6 +26,13 @@ class StepLog:
         self.steps.append((instance, step))
 
 
+class NoLog(StepLog):
+    """Keeps nothing."""
+
+    def step(self, instance: int, step: Step) -> None:
+        """Forget the step."""
+
+
 def steps_table(
     steps: Sequence[tuple[int, Step]], request_ids: pa.Array, kv_blocks_total: int | Sequence[int]
 ) -> pa.Table:

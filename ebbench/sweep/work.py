@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import platform
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 import pyarrow as pa
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from ebbench.devices.base import Device
     from ebbench.records.manifest import Manifest
     from ebbench.records.plan import Plan
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -53,24 +56,27 @@ def work(task: Task) -> Outcome:
         summary, error = None, str(problem)
     except Exception as problem:  # a fault of ours or of an engine: this cell fails, the rest goes on
         summary, error = None, f"{type(problem).__name__}: {problem}"
+    gc.collect()  # a simulation's objects refer to each other; quick, since plans and devices are frozen
     return Outcome(task.key, summary, error, time.monotonic() - started, f"{platform.node()}:{os.getpid()}")
 
 
 def _summary(task: Task) -> dict[str, Any]:
-    from ebbench.analysis.conclude import Setting, conclude
+    from ebbench.analysis.conclude import Setting, conclude_with_summary
     from ebbench.analysis.slo import parse_slo
-    from ebbench.analysis.summary import summarise
     from ebbench.engines import select_engine
     from ebbench.engines.checks import check_fits, check_options
+    from ebbench.engines.sim import SimEngine
     from ebbench.records.manifest import wall_clock_ns
     from vllm_eb.policy import parse_policy
 
     settings = task.settings
     policy, options = parse_policy(settings.policy), settings.options
     check_options(options, [policy])
-    plan, device = _plan(_hashable(settings.plan_settings())), _device(*_device_key(settings))
+    plan, device = _plan(_hashable(settings.plan_settings())), _device(settings)
     check_fits(plan, device, options)
     engine, _ = select_engine(settings.engine)
+    if task.run_dir is None and isinstance(engine, SimEngine):
+        engine = SimEngine(requests_only=True)
     with _writer(task.run_dir) as writer:
         anchor = wall_clock_ns()
         result = engine.run(plan, policy, device, options, None)
@@ -83,8 +89,8 @@ def _summary(task: Task) -> dict[str, Any]:
             anchor,
             slo=parse_slo([settings.goodput] if settings.goodput else []),
         )
-        run = conclude(writer, setting, result)
-    return summarise(run).to_dict() | {"plan_hash": run.manifest.plan_hash, "git_commit": run.manifest.git_commit}
+        run, summary = conclude_with_summary(writer, setting, result)
+    return summary.to_dict() | {"plan_hash": run.manifest.plan_hash, "git_commit": run.manifest.git_commit}
 
 
 def _hashable(settings: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
@@ -96,26 +102,42 @@ def _plan(settings: tuple[tuple[str, Any], ...]) -> Plan:
     from ebbench.workloads import build_plan
 
     arguments = dict(settings)
-    return build_plan(arguments.pop("workload"), arguments.pop("scenario"), **arguments)
+    return _frozen(build_plan(arguments.pop("workload"), arguments.pop("scenario"), **arguments))
 
 
-def _device_key(settings: Settings) -> tuple[Any, ...]:
-    return (
-        settings.device, settings.model, settings.cost, settings.gpu_memory_utilization, settings.max_num_seqs,
-        settings.max_num_batched_tokens, settings.async_scheduling, settings.enforce_eager,
-    )  # fmt: skip
+_loaded: dict[tuple[Any, ...], Device] = {}
+KEPT_DEVICES = 8  # some 15 MB each
 
 
-@lru_cache(maxsize=32)  # some 15 MB each: enough for the sizes and budgets of one GPU and model
-def _device(
-    name: str, model: str, cost: str, memory: float, seqs: int, tokens: int, asynchronous: bool, eager: bool
-) -> Device:
+def _device(settings: Settings) -> Device:
+    """The cell's device. Memory, batch size and budget only size its KV cache, so its tables are loaded once."""
     from ebbench.devices import load_device
+    from ebbench.devices.profiles import find_model, find_profile, kv_capacity_tokens
 
-    return load_device(
-        name, model, cost=cost, gpu_memory_utilization=memory, max_num_seqs=seqs, max_num_batched_tokens=tokens,
-        async_scheduling=asynchronous, eager=eager,
-    )  # fmt: skip
+    sizes: dict[str, Any] = {
+        "gpu_memory_utilization": settings.gpu_memory_utilization,
+        "max_num_seqs": settings.max_num_seqs,
+        "max_num_batched_tokens": settings.max_num_batched_tokens,
+    }
+    how: dict[str, Any] = {
+        "cost": settings.cost,
+        "async_scheduling": settings.async_scheduling,
+        "eager": settings.enforce_eager,
+    }
+    key = (settings.device, settings.model, *how.values())
+    if (kept := _loaded.get(key)) is not None:
+        capacity = kv_capacity_tokens(find_profile(settings.device), find_model(settings.model), **sizes)
+        return replace(kept, kv_capacity_tokens=capacity)
+    while len(_loaded) >= KEPT_DEVICES:
+        del _loaded[next(iter(_loaded))]
+    _loaded[key] = _frozen(load_device(settings.device, settings.model, **sizes, **how))
+    return _loaded[key]
+
+
+def _frozen(kept: T) -> T:
+    """``kept``, hidden from the garbage collector, which would walk through it after every cell."""
+    gc.freeze()
+    return kept
 
 
 def _writer(run_dir: Path | None) -> RunWriter:
