@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
@@ -15,6 +17,7 @@ from ebbench.analysis.slo import Slo
 from ebbench.analysis.statistics import Interval
 from ebbench.cli.main import app
 from ebbench.papers.advice import choose, default_policies, relative_gain
+from ebbench.render import advice as words
 from vllm_eb.calibration import Calibration, MixedCost
 
 COSTS = Calibration(5e-3, 5e-5, 1e-2, 1e-4, mixed=MixedCost(6e-5, 2e-4, 1e-5))
@@ -122,6 +125,30 @@ def test_the_command_says_what_to_run_and_why(runs: Path) -> None:
     for word in ("Parameters", "Theory", "Simulation", "Theory and simulation"):
         assert word in done.output
     assert "2 seeds" in done.output
+
+
+def advice_of(theory: float | None, eb: float) -> Any:
+    """As much of an Advice as its agreement rests on: EB over v1 in theory and in simulation, as shares."""
+    scores = [SimpleNamespace(policy=name, tokens_per_s=rate) for name, rate in (("v1", 100.0), ("eb", 100 * (1 + eb)))]
+    return SimpleNamespace(scores=scores, theory=SimpleNamespace(gain=theory, exclusive=(theory or 1) > 0))
+
+
+@pytest.mark.parametrize(
+    ("theory", "eb", "verdict", "explained"),
+    [
+        (0.40, 0.38, "agree that exclusive batches win: EB over v1 in tokens/s is +38.0 %", False),
+        (0.90, 0.01, "agree that exclusive batches win: EB over v1 in tokens/s is +1.0 % in simulation", True),
+        (-0.20, -0.18, "agree that mixed batches win", False),
+        (0.40, -0.10, "disagree, and the simulation", False),
+        (None, 0.10, "is +10.0 % in simulation.", False),
+    ],
+)  # fmt: skip
+def test_agreement_says_which_mode_and_why_the_gains_differ(
+    theory: float | None, eb: float, verdict: str, explained: bool
+) -> None:
+    line = words.agreement(advice_of(theory, eb))
+    assert verdict in line
+    assert ("fills up and drains" in line) == explained
 
 
 def test_its_json_holds_theory_and_simulation(runs: Path) -> None:

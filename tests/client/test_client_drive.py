@@ -157,14 +157,14 @@ def _workers() -> list[int]:
 
 
 def _while_running(
-    server: FakeServerProcess, options: ClientOptions, act: Callable[[], None], **plan: int
+    server: FakeServerProcess, options: ClientOptions, act: Callable[[], None], *, answers: int = 1, **plan: int
 ) -> DriveResult:
-    """Drive in a thread of its own and ``act`` once the server has answered something."""
+    """Drive in a thread of its own and ``act`` once the server has given so many answers."""
     results: list[DriveResult] = []
     body = threading.Thread(target=lambda: results.append(drive(server.url, plan_of(**plan), options, environ={})))
     body.start()
     deadline = time.monotonic() + 30
-    while not server.ledger() and time.monotonic() < deadline:
+    while len(server.ledger()) < answers and time.monotonic() < deadline:
         time.sleep(0.05)
     act()
     body.join(timeout=60)
@@ -201,7 +201,8 @@ def test_a_killed_worker_loses_its_requests_and_nobody_elses() -> None:
 
     options = ClientOptions(workers=2, metrics_interval_s=None)
     with FakeServerProcess(FakeConfig(ttft_ms=20, itl_ms=20)) as server:
-        result = _while_running(server, options, kill_one, sessions=60, output_tokens=30, concurrency=8)
+        # After as many answers as are open at a time, each worker has begun with its share.
+        result = _while_running(server, options, kill_one, answers=8, sessions=60, output_tokens=30, concurrency=8)
     statuses = column(result, "status")
     assert len(statuses) == 60
     assert {"failed", "never_sent"} <= set(statuses) <= {"ok", "failed", "cancelled", "never_sent"}
