@@ -40,6 +40,15 @@ class PassCost:
             self._overhead_tokens = self._fit()
         return self._overhead_tokens
 
+    def duration_ns(self, tokens: int) -> float | None:
+        """How long a pass with ``tokens`` on its fullest unit takes; None before there is anything to tell it by."""
+        count = len(self._passes)
+        if count < LEAST_PASSES:
+            return None
+        mean_tokens = sum(known for known, _ in self._passes) / count
+        mean_ns = sum(duration_ns for _, duration_ns in self._passes) / count
+        return mean_ns * (self.overhead_tokens + tokens) / (self.overhead_tokens + mean_tokens)
+
     def _fit(self) -> float:
         count = len(self._passes)
         if count < LEAST_PASSES:

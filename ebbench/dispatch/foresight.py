@@ -11,7 +11,8 @@ Four cases in which waiting gains nothing:
   generating. What reaches it in time shares that pass; what does not, waits for the next one.
 
 What is sent on the signal of such an instance comes too late if the way takes any time. It is therefore sent ahead:
-when ``lookahead`` of a mean forward time has passed since the last signal, less the time of the way.
+when ``lookahead`` of the time that its pass is expected to take has passed since the last signal, less the time of the
+way.
 """
 
 from __future__ import annotations
@@ -72,11 +73,11 @@ class GoingOn:
         """Whether what is sent on a signal still reaches the pass that begins then."""
         return self._network_ns == 0
 
-    def signalled(self, instance: int, generates: bool, mean_ns: float, now_ns: int) -> None:
-        """The instance has ended a pass and goes on."""
+    def signalled(self, instance: int, generates: bool, pass_ns: float, now_ns: int) -> None:
+        """The instance has ended a pass and goes on with one that should take ``pass_ns``."""
         ahead_ns = 0
         if not generates and not self.in_time:
-            ahead_ns = max(0, round(self._lookahead * mean_ns) - self._network_ns)
+            ahead_ns = max(0, round(self._lookahead * pass_ns) - self._network_ns)
         self._opens_ns[instance] = now_ns + ahead_ns
 
     def __contains__(self, instance: int) -> bool:

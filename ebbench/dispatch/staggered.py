@@ -91,10 +91,19 @@ class StaggeredDispatcher:
         if not signal.goes_on:
             self._going_on.forget(signal.instance)
             return
-        self._going_on.signalled(signal.instance, signal.generates, self.interval.mean_ns, now_ns)
+        self._going_on.signalled(signal.instance, signal.generates, self._next_pass_ns(signal.instance), now_ns)
         if not self._going_on.in_time:
             self._ready.dispatched(signal.instance, now_ns)
             self.fleet.begin_pass(signal.instance, self.settings.chunk_tokens)
+
+    def _next_pass_ns(self, instance: int) -> float:
+        """How long the pass will take that the instance begins now, on what it has queued."""
+        queued = max(unit.queued_tokens for unit in self.fleet.instances[instance])
+        tokens = min(self.settings.chunk_tokens, queued)
+        known_ns = self._cost.duration_ns(tokens) if queued else None
+        if queued and not self._going_on.in_time:
+            self._cost.planned(instance, tokens)
+        return self.interval.mean_ns if known_ns is None else known_ns
 
     def prefilled(self, key: int, now_ns: int) -> None:
         """See Dispatcher."""
@@ -189,8 +198,11 @@ class StaggeredDispatcher:
         return going_on | idle if self._waiting_is_vain(now_ns) else going_on
 
     def _waiting_is_vain(self, now_ns: int) -> bool:
-        """Whether the interval would bring an idle instance nothing: a full batch is there, or hardly anyone comes."""
-        return self._full_batches() >= 1 or self._arrivals.light(self.interval.interval_ns, now_ns)
+        """Whether the interval would bring an idle instance nothing: a full batch is there, or hardly anyone comes, or
+        all are idle, so that there is no cadence to keep."""
+        if self._full_batches() >= 1 or self.fleet.active <= self.fleet.idle:
+            return True
+        return self._arrivals.light(self.interval.interval_ns, now_ns)
 
     def _full_batches(self) -> float:
         """How often an instance's chunks could be filled with what is waiting."""
@@ -236,8 +248,9 @@ class StaggeredDispatcher:
         orders = [self._send(ask, unit) for ask, unit in chosen]
         if orders:
             fullest = max(unit.backlog_tokens for unit in self.fleet.instances[instance])
-            alone = not any(backlog.values()) and instance not in self._going_on
-            self._cost.planned(instance, min(self.settings.chunk_tokens, fullest) if alone else None)
+            alone = not any(backlog.values())
+            if instance not in self._going_on:
+                self._cost.planned(instance, min(self.settings.chunk_tokens, fullest) if alone else None)
         return orders
 
     def _pack(self, available: dict[int, int]) -> list[Order]:

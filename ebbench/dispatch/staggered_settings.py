@@ -19,7 +19,8 @@ class StaggeredSettings:
     the instance has capacity. ``cache_aware``: count uncached tokens only. ``cycle_limit``: refuse a request that was
     left over in more cycles (None: never). ``chunk_tokens``: prompt tokens a unit computes in one pass. ``sizing``:
     weigh the length of the next pass; without cached prefixes only, and ``overdraw`` and ``aged_cycles`` then do not
-    matter. ``patience``: one that has waited for so many mean passes goes first (None: never).
+    matter. ``patience``: one that has waited for so many mean passes goes first (None: never). ``lookahead``: share of
+    the expected pass after which a batch is sent ahead to an instance that goes on.
     """
 
     chunk_tokens: int
@@ -34,7 +35,7 @@ class StaggeredSettings:
     overdraw: Overdraw = "auto"
     cache_aware: bool = False
     bypass: bool = True
-    lookahead: float = 0.75
+    lookahead: float = 0.9
     aged_cycles: int | None = 4
     cycle_limit: int | None = None
     checks: Checks = field(default_factory=Checks)

@@ -18,7 +18,7 @@ AS_PUBLISHED = "sbs:bypass=off,sizing=off,overdraw=on,aged_cycles=off"
 """Algorithms 1 and 2 to the letter: no fallback under light load, chunks overdrawn, longest first whatever waits."""
 IMMEDIATE = ("round-robin", "least-outstanding")
 DISPATCH = (*IMMEDIATE, AS_PUBLISHED, "sbs")
-SHARES = (0.025, 0.05, 0.1, 0.15, 0.2, 0.25, *(round(0.3 + 0.025 * i, 3) for i in range(29)))
+SHARES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.925, 0.95, 0.975, 1.0)
 """Offered load, as a share of what the pool computes with full chunks."""
 
 
