@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,11 +24,12 @@ CPU_KV_GIB = "2"
 
 @dataclass
 class SteppedVllm:
-    """A vLLM engine that advances one step a call."""
+    """A vLLM engine that advances one step a call. ``clock`` gives seconds; a real GPU's steps need the wall's."""
 
     engine: Any
     sampling: Any
     kv_tokens: int
+    clock: Callable[[], float] = time.perf_counter
     _count: int = 0
 
     def add(self, prompt_tokens: int, output_tokens: int) -> str:
@@ -43,9 +44,9 @@ class SteppedVllm:
 
     def step_s(self) -> tuple[float, list[str]]:
         """Seconds of the next step, and the requests that ended with it."""
-        start = time.perf_counter()
+        start = self.clock()
         outputs = self.engine.step()
-        seconds = time.perf_counter() - start
+        seconds = self.clock() - start
         return seconds, [output.request_id for output in outputs if output.finished]
 
     def clear(self, names: Sequence[str]) -> None:
@@ -140,7 +141,7 @@ def _median(times: list[float]) -> float:
 def run_closed_loop(vllm: SteppedVllm, lengths: Sequence[tuple[int, int]], concurrency: int) -> float:
     """Seconds to serve requests of these (prompt, output) lengths, ``concurrency`` at a time."""
     waiting = list(reversed(lengths))
-    start_s = time.perf_counter()
+    start_s = vllm.clock()
     for _ in range(min(concurrency, len(waiting))):
         vllm.add(*waiting.pop())
     while vllm.engine.has_unfinished_requests():
@@ -148,4 +149,4 @@ def run_closed_loop(vllm: SteppedVllm, lengths: Sequence[tuple[int, int]], concu
         for _ in ended:
             if waiting:
                 vllm.add(*waiting.pop())
-    return time.perf_counter() - start_s
+    return vllm.clock() - start_s

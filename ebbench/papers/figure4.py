@@ -27,9 +27,11 @@ def _bars(
     """Bars of ours by policy, with a black tick where a published value exists."""
     alt = altair()
     names = [_TITLES[policy] for policy in POLICIES]
-    scheme = alt.Scale(domain=[*names, "published"], range=[*(POLICY_COLOURS[policy] for policy in POLICIES), BLACK])
+    colours = [POLICY_COLOURS[policy] for policy in POLICIES]
     ours = [row for row in data if row["source"] == "ours" and row["value"] is not None]
     published = [row for row in data if row["source"] == "published" and row["value"] is not None]
+    marks = ["published"] if published else []
+    scheme = alt.Scale(domain=[*names, *marks], range=[*colours, BLACK][: len(names) + len(marks)])
     known = [row["value"] for row in (*ours, *published)]
     floor = min(known, default=1.0) / 2
     scale = alt.Scale(type="log", domainMin=floor, nice=False) if log else alt.Scale()
