@@ -18,6 +18,8 @@ from typing import Protocol, cast
 import httptools
 import httpx
 
+from ebbench.connections import Address, Connections, Wire
+
 IDLE_LIMIT_NS = 2_000_000_000  # below the 5 s after which common servers close an idle connection
 _CONNECTS_AT_ONCE = 64
 _RESERVE = 16  # idle connections; a request that must first open one is sent up to 20 ms later in a busy loop
@@ -46,22 +48,19 @@ class Pool:
     """
 
     def __init__(self, template: httpx.Request, tls: ssl.SSLContext | None, connect_timeout_s: float) -> None:
-        self._url, self._tls, self._connect_timeout_s = template.url, tls, connect_timeout_s
+        self._connections = Connections(
+            Address.of(template.url), _Wire, tls=tls, connect_timeout_s=connect_timeout_s, idle_limit_ns=IDLE_LIMIT_NS
+        )
         lines = [b"%b %b HTTP/1.1" % (template.method.encode(), template.url.raw_path)]
         lines += [b"%b: %b" % h for h in template.headers.raw if h[0].lower() != b"content-length"]
         self._head = b"\r\n".join(lines)
-        self._idle: list[_Wire] = []
-        self._reserve = 0
-        self._refill: asyncio.Task[None] | None = None
 
     async def send(self, request_id: str, body: bytes, tap: Tap) -> Exchange:
         """Send one request; returns once the response headers are there. Raises httpx's transport errors."""
-        wire = self._reusable()
-        if len(self._idle) < self._reserve and self._refill is None:
-            self._refill = asyncio.create_task(self._open_reserve())
+        wire = self._connections.take()
         tap.sent(time.monotonic_ns())
         if wire is None:
-            wire = await self._connect()
+            wire = await self._connections.connect()
         try:
             data = b"%b\r\nx-request-id: %b\r\ncontent-length: %d\r\n\r\n%b" % (
                 self._head, request_id.encode(), len(body), body,
@@ -75,106 +74,45 @@ class Pool:
 
     async def prepare(self, connections: int, *, reserve: bool) -> None:
         """Open connections ahead of a start, as far as the server lets it; ``reserve`` keeps some ready ever after."""
-        self._reserve = _RESERVE if reserve else 0
+        self._connections.reserve = _RESERVE if reserve else 0
         gate = asyncio.Semaphore(_CONNECTS_AT_ONCE)
 
         async def one() -> None:
             async with gate:
-                self.release(await self._connect())
+                self._connections.give(await self._connections.connect())
 
         await asyncio.gather(*(one() for _ in range(connections)), return_exceptions=True)
 
-    async def _open_reserve(self) -> None:
-        try:
-            while len(self._idle) < self._reserve:
-                self.release(await self._connect())
-        except httpx.HTTPError:
-            pass  # the request that needs a connection will say so
-        finally:
-            self._refill = None
-
-    def release(self, wire: _Wire) -> None:
-        """Take back a connection whose exchange is complete."""
-        wire.idle_since_ns = time.monotonic_ns()
-        self._idle.append(wire)
-
     def close(self) -> None:
         """Close the idle connections."""
-        self._reserve = 0
-        if self._refill is not None:
-            self._refill.cancel()
-        for wire in self._idle:
-            wire.abort()
-        self._idle.clear()
-
-    def _reusable(self) -> _Wire | None:
-        """The connection used last: the others may grow old and are dropped then."""
-        while self._idle:
-            wire = self._idle.pop()
-            if wire.usable and time.monotonic_ns() - wire.idle_since_ns < IDLE_LIMIT_NS:
-                return wire
-            wire.abort()
-        return None
-
-    async def _connect(self) -> _Wire:
-        url, loop = self._url, asyncio.get_running_loop()
-        secure = url.scheme == "https"
-        try:
-            async with asyncio.timeout(self._connect_timeout_s):
-                _, wire = await loop.create_connection(
-                    lambda: _Wire(self),
-                    url.host,
-                    url.port or (443 if secure else 80),
-                    ssl=self._tls if secure else None,
-                    server_hostname=url.host if secure else None,
-                )
-        except TimeoutError:
-            raise httpx.ConnectTimeout(f"no connection within {self._connect_timeout_s:g} s") from None
-        except (OSError, ssl.SSLError) as error:
-            raise httpx.ConnectError(str(error)) from error
-        return wire
+        self._connections.close()
 
 
-class _Wire(asyncio.Protocol):
+class _Wire(Wire):
     """One connection, with at most one exchange at a time."""
 
-    def __init__(self, pool: Pool) -> None:
-        self.idle_since_ns = 0
-        self._pool = pool
-        self._transport: asyncio.Transport | None = None
-
-    @property
-    def usable(self) -> bool:
-        """Whether the connection is open."""
-        return self._transport is not None and not self._transport.is_closing()
+    def __init__(self, connections: Connections[_Wire]) -> None:
+        super().__init__()
+        self._connections = connections
 
     def begin(self, data: bytes, tap: Tap) -> Exchange:
         """Send a request."""
-        if self._transport is None:
+        if self.transport is None:
             raise httpx.ConnectError("the connection was closed at once")
         exchange = Exchange(self, tap)
         # The exchange itself receives from now on: one call less for every read.
-        self._transport.set_protocol(exchange)
-        self._transport.write(data)
+        self.transport.set_protocol(exchange)
+        self.transport.write(data)
         return exchange
 
     def complete(self, keep_alive: bool) -> None:
         """The exchange is over; keep the connection if the server does."""
-        if self._transport is not None:
-            self._transport.set_protocol(self)
+        if self.transport is not None:
+            self.transport.set_protocol(self)
         if keep_alive and self.usable:
-            self._pool.release(self)
+            self._connections.give(self)
         else:
             self.abort()
-
-    def abort(self) -> None:
-        """Close at once."""
-        if self._transport is not None:
-            self._transport.abort()
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Called by the loop."""
-        self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
         """Called by the loop: bytes nobody asked for."""
@@ -186,7 +124,7 @@ class _Wire(asyncio.Protocol):
 
     def gone(self) -> None:
         """The connection is no more."""
-        self._transport = None
+        self.transport = None
 
 
 class Exchange(asyncio.Protocol):

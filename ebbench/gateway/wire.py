@@ -9,25 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-import time
-from collections import deque
 from collections.abc import AsyncIterator
-from typing import NamedTuple, cast
 
 import httptools
 import httpx
 
-_IDLE_LIMIT_S = 4.0  # below the 5 s after which uvicorn closes an idle connection
+from ebbench.connections import Address, Connections, Wire
+
+_IDLE_LIMIT_NS = 4_000_000_000  # below the 5 s after which uvicorn closes an idle connection
 _RESERVE = 8  # connections to each server that are open before anyone needs them
 _PAUSE_BYTES = 1 << 20  # a client that reads slowly must not fill the gateway's memory
-
-
-class _Address(NamedTuple):
-    """Where a connection goes."""
-
-    host: str
-    port: int
-    secure: bool
 
 
 class StreamTransport(httpx.AsyncBaseTransport):
@@ -36,9 +27,7 @@ class StreamTransport(httpx.AsyncBaseTransport):
     def __init__(self, connect_timeout_s: float) -> None:
         self._connect_timeout_s = connect_timeout_s
         self._tls: ssl.SSLContext | None = None
-        self._idle: dict[_Address, deque[_Wire]] = {}
-        self._refills: dict[_Address, asyncio.Task[None]] = {}
-        self._closed = False
+        self._servers: dict[Address, Connections[_Wire]] = {}
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         """Send; returns when the response's headers are there. Raises httpx's transport errors.
@@ -47,11 +36,13 @@ class StreamTransport(httpx.AsyncBaseTransport):
         """
         body = await request.aread()
         while True:
-            wire, kept = await self._wire(request)
+            connections = self._connections(Address.of(request.url))
+            kept = connections.take()
+            wire = kept or await connections.connect()
             try:
                 return await wire.exchange(request, body)
             except httpx.RemoteProtocolError:
-                if not (kept and wire.untouched):
+                if kept is None or not wire.untouched:
                     raise
             except BaseException:
                 wire.abort()
@@ -59,119 +50,58 @@ class StreamTransport(httpx.AsyncBaseTransport):
 
     async def aclose(self) -> None:
         """Close the kept connections."""
-        self._closed = True
-        for task in self._refills.values():
-            task.cancel()
-        for wires in self._idle.values():
-            for wire in wires:
-                wire.abort()
-        self._idle.clear()
+        for connections in self._servers.values():
+            connections.close()
 
-    async def _wire(self, request: httpx.Request) -> tuple[_Wire, bool]:
-        url = request.url
-        secure = url.scheme == "https"
-        address = _Address(url.host, url.port or (443 if secure else 80), secure)
-        kept = self._idle.setdefault(address, deque())
-        found = None
-        while kept and found is None:
-            wire = kept.pop()
-            if wire.fresh:
-                found = wire
-            else:
-                wire.abort()
-        if len(kept) < _RESERVE and address not in self._refills:
-            self._refills[address] = asyncio.create_task(self._refill(address, kept))
-        if found is not None:
-            return found, True
-        return await self._connect(address, kept), False
-
-    async def _refill(self, address: _Address, kept: deque[_Wire]) -> None:
-        """Open connections ahead of need: one opened in a busy loop makes its request wait for milliseconds."""
-        try:
-            while kept and not kept[0].fresh:
-                kept.popleft().abort()
-            while len(kept) < _RESERVE and not self._closed:
-                wire = await self._connect(address, kept)
-                wire.idle_since_s = time.monotonic()
-                kept.appendleft(wire)
-        except httpx.TransportError:
-            pass  # a request that needs a connection will say so
-        finally:
-            self._refills.pop(address, None)
-
-    async def _connect(self, address: _Address, kept: deque[_Wire]) -> _Wire:
-        if address.secure and self._tls is None:
-            self._tls = httpx.create_ssl_context()
-        try:
-            async with asyncio.timeout(self._connect_timeout_s):
-                _, wire = await asyncio.get_running_loop().create_connection(
-                    lambda: _Wire(kept),
-                    address.host,
-                    address.port,
-                    ssl=self._tls if address.secure else None,
-                    server_hostname=address.host if address.secure else None,
-                )
-        except TimeoutError:
-            raise httpx.ConnectTimeout(f"no connection within {self._connect_timeout_s:g} s") from None
-        except (OSError, ssl.SSLError) as error:
-            raise httpx.ConnectError(str(error)) from error
-        return wire
+    def _connections(self, address: Address) -> Connections[_Wire]:
+        found = self._servers.get(address)
+        if found is None:
+            if address.secure and self._tls is None:
+                self._tls = httpx.create_ssl_context()
+            found = self._servers[address] = Connections(
+                address,
+                _Wire,
+                tls=self._tls,
+                connect_timeout_s=self._connect_timeout_s,
+                idle_limit_ns=_IDLE_LIMIT_NS,
+                reserve=_RESERVE,
+            )
+        return found
 
 
-class _Wire(asyncio.Protocol):
+class _Wire(Wire):
     """One connection; one exchange at a time."""
 
-    def __init__(self, kept: deque[_Wire]) -> None:
-        self._kept = kept
-        self._transport: asyncio.Transport | None = None
+    def __init__(self, connections: Connections[_Wire]) -> None:
+        super().__init__()
+        self._connections = connections
         self._reply: _Reply | None = None
-        self.idle_since_s = 0.0
         self.untouched = True
-
-    @property
-    def open(self) -> bool:
-        """Whether it can be used."""
-        return self._transport is not None and not self._transport.is_closing()
-
-    @property
-    def fresh(self) -> bool:
-        """Whether it can be used, and the server will not be about to close it."""
-        return self.open and time.monotonic() - self.idle_since_s < _IDLE_LIMIT_S
 
     async def exchange(self, request: httpx.Request, body: bytes) -> httpx.Response:
         """Send the request and wait for the head of the response."""
-        if self._transport is None:
+        if self.transport is None:
             raise httpx.RemoteProtocolError("the connection was closed at once")
         self.untouched = True
         reply = self._reply = _Reply(self)
         lines = [b"%b %b HTTP/1.1" % (request.method.encode(), request.url.raw_path)]
         lines += [b"%b: %b" % header for header in request.headers.raw]
-        self._transport.write(b"\r\n".join(lines) + b"\r\n\r\n" + body)
+        self.transport.write(b"\r\n".join(lines) + b"\r\n\r\n" + body)
         await reply.head
         return httpx.Response(reply.status, headers=reply.headers, stream=reply, request=request)
 
     def complete(self, keep_alive: bool) -> None:
         """The exchange is over."""
         self._reply = None
-        if keep_alive and self.open:
-            self.idle_since_s = time.monotonic()
-            self._kept.append(self)
+        if keep_alive and self.usable:
+            self._connections.give(self)
         else:
             self.abort()
 
-    def abort(self) -> None:
-        """Close at once."""
-        if self._transport is not None:
-            self._transport.abort()
-
     def reading(self, wanted: bool) -> None:
         """Take more from the server, or let it wait."""
-        if self._transport is not None and self.open:
-            (self._transport.resume_reading if wanted else self._transport.pause_reading)()
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Called by the loop."""
-        self._transport = cast(asyncio.Transport, transport)
+        if self.transport is not None and self.usable:
+            (self.transport.resume_reading if wanted else self.transport.pause_reading)()
 
     def data_received(self, data: bytes) -> None:
         """Called by the loop."""
@@ -183,7 +113,7 @@ class _Wire(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Called by the loop."""
-        self._transport = None
+        self.transport = None
         reply, self._reply = self._reply, None
         if reply is not None:
             reply.lost(exc)

@@ -1,0 +1,138 @@
+"""Connections to one HTTP server: opened, kept while idle, and some opened ahead of need.
+
+The load generator and the gateway speak over them with protocols of their own. A connection opened in a busy loop makes
+its request wait for milliseconds, hence the reserve. Errors are httpx's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Generic, NamedTuple, TypeVar, cast
+
+import httpx
+
+
+class Wire(asyncio.Protocol):
+    """A connection, as far as keeping it goes."""
+
+    def __init__(self) -> None:
+        self.idle_since_ns = 0
+        self.transport: asyncio.Transport | None = None
+
+    @property
+    def usable(self) -> bool:
+        """Whether the connection is open."""
+        return self.transport is not None and not self.transport.is_closing()
+
+    def abort(self) -> None:
+        """Close at once."""
+        if self.transport is not None:
+            self.transport.abort()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Called by the loop."""
+        self.transport = cast(asyncio.Transport, transport)
+
+
+class Address(NamedTuple):
+    """Where connections go."""
+
+    host: str
+    port: int
+    secure: bool
+
+    @classmethod
+    def of(cls, url: httpx.URL) -> Address:
+        """The server of a URL."""
+        secure = url.scheme == "https"
+        return cls(url.host, url.port or (443 if secure else 80), secure)
+
+
+W = TypeVar("W", bound=Wire)
+
+
+class Connections(Generic[W]):
+    """Keep-alive connections to one server, without limit in number.
+
+    ``make`` builds the protocol of a connection, ``idle_limit_ns`` is the age at which an idle one is dropped, and
+    ``reserve`` (may be changed) how many idle ones are kept ready once requests come.
+    """
+
+    def __init__(
+        self,
+        address: Address,
+        make: Callable[[Connections[W]], W],
+        *,
+        tls: ssl.SSLContext | None,
+        connect_timeout_s: float,
+        idle_limit_ns: int,
+        reserve: int = 0,
+    ) -> None:
+        self.reserve = reserve
+        self.refill: asyncio.Task[None] | None = None
+        self._address, self._make, self._tls = address, make, tls
+        self._connect_timeout_s, self._idle_limit_ns = connect_timeout_s, idle_limit_ns
+        self._idle: deque[W] = deque()  # the one used last on the right
+
+    def take(self) -> W | None:
+        """The connection used last, if one is fresh: the others may grow old and are dropped then."""
+        found = None
+        while self._idle and found is None:
+            wire = self._idle.pop()
+            if self._fresh(wire):
+                found = wire
+            else:
+                wire.abort()
+        if len(self._idle) < self.reserve and self.refill is None:
+            self.refill = asyncio.create_task(self._open_reserve())
+        return found
+
+    def give(self, wire: W) -> None:
+        """Keep a connection that is idle."""
+        wire.idle_since_ns = time.monotonic_ns()
+        self._idle.append(wire)
+
+    async def connect(self) -> W:
+        """A new connection. Raises ConnectTimeout, ConnectError."""
+        secure = self._address.secure
+        try:
+            async with asyncio.timeout(self._connect_timeout_s):
+                _, wire = await asyncio.get_running_loop().create_connection(
+                    lambda: self._make(self),
+                    self._address.host,
+                    self._address.port,
+                    ssl=self._tls if secure else None,
+                    server_hostname=self._address.host if secure else None,
+                )
+        except TimeoutError:
+            raise httpx.ConnectTimeout(f"no connection within {self._connect_timeout_s:g} s") from None
+        except (OSError, ssl.SSLError) as error:
+            raise httpx.ConnectError(str(error)) from error
+        return wire
+
+    def close(self) -> None:
+        """Close the idle connections and open no more ahead."""
+        self.reserve = 0
+        if self.refill is not None:
+            self.refill.cancel()
+        for wire in self._idle:
+            wire.abort()
+        self._idle.clear()
+
+    def _fresh(self, wire: W) -> bool:
+        return wire.usable and time.monotonic_ns() - wire.idle_since_ns < self._idle_limit_ns
+
+    async def _open_reserve(self) -> None:
+        try:
+            while self._idle and not self._fresh(self._idle[0]):
+                self._idle.popleft().abort()
+            while len(self._idle) < self.reserve:
+                self.give(await self.connect())
+        except httpx.TransportError:
+            pass  # a request that needs a connection will say so
+        finally:
+            self.refill = None
