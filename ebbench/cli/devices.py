@@ -44,18 +44,20 @@ def show(
     name: Annotated[str, typer.Argument(help="A device: rtx-pro-6000, h200, ..., or a profile in TOML.")],
     model: Annotated[str, typer.Option("--model", "-m", help="A model name or a config.json.")] = "qwen3-8b",
     cost: Annotated[str, typer.Option(help="Cost model: auto, table, linear or roofline.")] = "auto",
-    context: Annotated[int, typer.Option(min=1, help="KV tokens that each decode holds.")] = 512,
-    max_num_seqs: Annotated[int | None, typer.Option(min=1, help="Sizes the KV cache.")] = None,
-    max_num_batched_tokens: Annotated[int | None, typer.Option(min=1, help="Sizes the KV cache.")] = None,
+    context: Annotated[int, typer.Option(help="KV tokens that each decode holds.")] = 512,
+    max_num_seqs: Annotated[int | None, typer.Option(help="Sizes the KV cache.")] = None,
+    max_num_batched_tokens: Annotated[int | None, typer.Option(help="Sizes the KV cache.")] = None,
     async_scheduling: Annotated[bool, typer.Option(help="Host work beside the GPU's, or before it.")] = True,
     enforce_eager: Annotated[bool, typer.Option("--enforce-eager", help="Without CUDA graphs.")] = False,
     plot: Annotated[Path | None, typer.Option(help="Also draw the curves: .svg, .png or .html.")] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Show step times, the crossover, KV capacity and where the numbers come from."""
+    from ebbench.cli.preflight import check_counts
     from ebbench.devices.describe import describe
     from ebbench.devices.loader import load_device
 
+    check_counts(context=context, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
     device = load_device(
         name,
         model,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import re
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -56,6 +57,7 @@ COMMANDS: dict[str, Entry] = {
 }
 
 INTERRUPTED = 130
+_WITHIN_PARAGRAPH = re.compile(r"(?<!\n)\n(?!\n)")
 
 
 class CommandTable(TyperGroup):
@@ -137,9 +139,18 @@ def load_command(name: str) -> Any:
     module, _, attribute = entry.target.partition(":")
     found = getattr(importlib.import_module(module), attribute)
     command: Any = typer.main.get_command(found if isinstance(found, typer.Typer) else _single(found, name))
+    _flow(command)
     command.name, command.short_help = name, entry.help
     command.rich_help_panel = entry.panel
     return command
+
+
+def _flow(command: Any) -> None:
+    """Paragraphs of help fill the terminal's width, whatever the lines of the docstring; for subcommands too."""
+    if command.help:
+        command.help = _WITHIN_PARAGRAPH.sub(" ", command.help)
+    for sub in getattr(command, "commands", {}).values():
+        _flow(sub)
 
 
 def _single(function: Callable[..., None], name: str) -> typer.Typer:

@@ -51,7 +51,7 @@ def serve(
     ] = 1.0,
     print_only: Annotated[bool, typer.Option("--print", help="Print the plain vllm line and stop.")] = False,
 ) -> None:
-    """Serve MODEL with vLLM, scheduled by POLICY. Everything after ``--`` goes to vLLM as it is.
+    """Serve MODEL with vLLM, scheduled by POLICY. Everything after `--` goes to vLLM as it is.
 
     Prints the equivalent `vllm serve` line first: that line is all there is to it.
     """

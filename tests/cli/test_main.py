@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 from collections.abc import Callable
@@ -177,3 +178,13 @@ def test_every_policy_setting_is_explained() -> None:
     from vllm_eb.policy import PolicySpec
 
     assert {f.name for f in fields(PolicySpec)} - {"kind"} <= set(_SETTINGS)
+
+
+def test_help_fills_the_width_whatever_the_lines_of_the_docstring() -> None:
+    for words in (("compare",), ("theory", "deferred")):
+        done = CliRunner().invoke(main.app, [*words, "--help"], env={"COLUMNS": "300", "TERMINAL_WIDTH": "300"})
+        head = done.output.partition("╭")[0].splitlines()
+        paragraphs = [line for line in head if line.strip()]
+        # Paragraphs are apart by an empty line each, so no two lines with text follow one another.
+        assert len(paragraphs) > 1
+        assert all(not (a.strip() and b.strip()) for a, b in itertools.pairwise(head))
