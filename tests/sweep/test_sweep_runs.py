@@ -16,7 +16,10 @@ import pytest
 from sweep_data import TINY, invoke, spec_file
 from sweep_jobs import deadly
 
+from ebbench.analysis.summary import summarise
+from ebbench.devices import load_device
 from ebbench.records.run import Run
+from ebbench.sweep import work as work_module
 from ebbench.sweep.drive import run_sweep
 from ebbench.sweep.executors import ATTEMPTS, Processes
 from ebbench.sweep.settings import Settings
@@ -109,6 +112,33 @@ def test_a_damaged_result_is_named(tiny: Path, tmp_path: Path) -> None:
     done = invoke("sweep", tiny / "spec.toml", "-o", tmp_path / "out", "-q")
     assert done.exit_code == 3
     assert f"{victim.name}: not a stored cell" in done.stderr
+
+
+def test_a_summary_alone_is_the_summary_of_the_run_kept(tmp_path: Path) -> None:
+    settings = Settings(
+        workload="balanced", source="profile", num_prompts=700, input_len=32, output_len=8, max_concurrency=64,
+        policy="ebplus", goodput="ttft:500",
+    )  # fmt: skip
+    alone, kept = work(Task("a", settings)).summary, work(Task("b", settings, tmp_path / "run")).summary
+    assert alone is not None
+    assert kept is not None
+    assert alone["request_goodput"] > 0
+    assert dict(alone) | {"run_dir": ""} == dict(kept) | {"run_dir": ""}
+    again = summarise(Run.load(tmp_path / "run")).to_dict()
+    assert again == {name: kept[name] for name in again}
+
+
+def test_cells_share_a_devices_tables_but_not_its_memory() -> None:
+    first = Settings(workload="balanced", max_num_seqs=64, gpu_memory_utilization=0.5)
+    second = Settings(workload="balanced", max_num_seqs=2048, max_num_batched_tokens=16384)
+    devices = [work_module._device(settings) for settings in (first, second)]
+    assert devices[0].cost is devices[1].cost
+    for settings, device in zip((first, second), devices, strict=True):
+        fresh = load_device(
+            settings.device, settings.model, gpu_memory_utilization=settings.gpu_memory_utilization,
+            max_num_seqs=settings.max_num_seqs, max_num_batched_tokens=settings.max_num_batched_tokens,
+        )  # fmt: skip
+        assert device == fresh
 
 
 def test_a_cell_that_fails_is_reported_and_the_rest_goes_on(tmp_path: Path) -> None:

@@ -1,0 +1,44 @@
+"""CPU seconds of a sweep's cells, and what the whole sweep would take.
+
+    python tests/benchmarks/bench_sweep.py [SPEC] [EVERY]
+
+Runs every EVERY-th cell of SPEC (the paper's grid, every 37th) in this process, all that a worker does included, and
+prints CPU seconds by workload and the estimate for all cells. CPU time, because machines are shared; a machine that is
+busy inflates it too. No figure here is a test.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import defaultdict
+from pathlib import Path
+
+from ebbench.sweep.settings import with_absolute_paths
+from ebbench.sweep.spec import load_sweep
+from ebbench.sweep.work import Task, work
+
+GRID = Path(__file__).parents[2] / "reports" / "sweeps" / "paper-grid.toml"
+
+
+def main() -> None:
+    """Measure and print."""
+    spec = Path(sys.argv[1]) if len(sys.argv) > 1 else GRID
+    every = int(sys.argv[2]) if len(sys.argv) > 2 else 37
+    cells = load_sweep(spec).cells
+    spent: dict[str, list[float]] = defaultdict(list)
+    for cell in cells[every // 2 :: every]:
+        start_s = time.process_time()
+        outcome = work(Task(cell.key, with_absolute_paths(cell.settings)))
+        if outcome.error:
+            sys.exit(f"{cell.key}: {outcome.error}")
+        spent[cell.settings.workload].append(time.process_time() - start_s)
+    print(f"{'workload':14} {'cells':>6} {'CPU s/cell':>11} {'max':>7}")
+    for workload, seconds in spent.items():
+        print(f"{workload:14} {len(seconds):6} {sum(seconds) / len(seconds):11.2f} {max(seconds):7.2f}")
+    every_s = [second for seconds in spent.values() for second in seconds]
+    print(f"all {len(cells)} cells: about {sum(every_s) / len(every_s) * len(cells) / 60:.1f} CPU-minutes")
+
+
+if __name__ == "__main__":
+    main()
