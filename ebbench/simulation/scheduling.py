@@ -289,6 +289,6 @@ class Scheduler:
             state.cached_tokens[row] = cached_tokens
         if self._controller is not None:
             if first:
-                self._controller.on_prompt(int(state.prompt[row]))
+                self._controller.on_prompt(int(state.prompt[row]), cached_tokens)
             else:
                 self._controller.on_resume()

@@ -50,15 +50,17 @@ class AdaptiveThreshold:
         self.theta0 = self.theta
         self.n_limit = max_num_seqs
         self.mu_l, self.mu_o = INITIAL_MU_L, INITIAL_MU_O
+        self.mu_new = INITIAL_MU_L  # prompt tokens that were not in the prefix cache
         self._prompts = self._batches = 0
         self._batch_count = self._batch_tokens = 0
         self._updates = 0
         self._last_n_update_s = float("-inf")
 
-    def on_prompt(self, input_tokens: int) -> None:
-        """A prompt of that many tokens was admitted for the first time."""
+    def on_prompt(self, input_tokens: int, cached_tokens: int = 0) -> None:
+        """A prompt of that many tokens, so many of them cached, was admitted for the first time."""
         weight = MU_L_WEIGHT if self._prompts else 1.0
         self.mu_l += weight * (input_tokens - self.mu_l)
+        self.mu_new += weight * (input_tokens - cached_tokens - self.mu_new)
         self._prompts += 1
 
     def on_finish(self, output_tokens: int) -> None:

@@ -8,21 +8,24 @@ all intermediate values.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from vllm_eb.adaptive import AdaptiveThreshold
 from vllm_eb.calibration import Calibration
-from vllm_eb.marginal import HUGE_TOKENS, MarginalRefill
+from vllm_eb.marginal import HUGE_TOKENS, MarginalRefill, Refill
 from vllm_eb.modes import Mode, ModeSelector
 from vllm_eb.policy import PolicySpec
 from vllm_eb.service import AnswerLength, ServiceLevel
 
 Phase = Literal["prefill", "decode", "mixed"]
 
-# The marginal policy learns from preemptions how many sequences fit: fewer after one, more after each quiet update.
-FIT_DECREASE, FIT_INCREASE = 0.95, 1.02
+# The marginal policy learns from preemptions how much KV to leave free for running sequences to grow into: more after
+# one, less with each answer that ends. Shares of a mean answer for each running sequence; the second is divided by
+# their number, so that a batch of ten recovers as fast, in its own time, as one of a thousand.
+RESERVE_INCREASE, RESERVE_DECREASE = 0.03, 0.06
 ALLOWED_EVERY = 16  # decisions between two looks at how many sequences the TPOT target allows
 GATE_MARGIN, GATE_RESERVE, GATE_MIN, GATE_MAX = 0.5, 0.0, 0.05, 0.6  # appendix D.6
 
@@ -103,9 +106,9 @@ class Controller:
         self._answers = AnswerLength(self._adaptive.mu_o, spec.window)
         self._decisions = 0
         if spec.kind == "marginal":
-            self._marginal = MarginalRefill(self._costs, calibration.alpha_d, may_mix=spec.mix)
+            self._marginal = MarginalRefill(self._costs, may_mix=spec.mix)
         self._seqs_allowed = self._allowed()
-        self._seqs_that_fit = float(max_num_seqs)
+        self._reserve_share, self._admitted_since_raise, self._active = 0.0, 0, 1
         self._mode: Mode = "eb" if spec.kind in ("v0", "deferred", "eb", "marginal") else "mb"
         self._phase: Phase = "decode" if self._mode == "eb" else "mixed"
         self._quota = self._admitted = 0
@@ -121,19 +124,22 @@ class Controller:
         """Say how to learn the output tokens so far of every running request (for the censored estimator)."""
         self._running_ages = running_ages
 
-    def on_prompt(self, input_tokens: int) -> None:
-        """A request was admitted for the first time. Its prompt has that many tokens."""
-        self._adaptive.on_prompt(input_tokens)
+    def on_prompt(self, input_tokens: int, cached_tokens: int = 0) -> None:
+        """A request was admitted for the first time: tokens of its prompt, and how many of them need no computing."""
+        self._adaptive.on_prompt(input_tokens, cached_tokens)
         self._admitted += 1
+        self._admitted_since_raise += 1
 
     def on_resume(self) -> None:
         """A preempted request was admitted again."""
         self._admitted += 1
+        self._admitted_since_raise += 1
 
     def on_finish(self, output_tokens: int) -> None:
         """A request ended by itself. Aborted requests are not reported."""
         self._adaptive.on_finish(output_tokens)
         self._answers.ended()
+        self._reserve_share = max(self._reserve_share - RESERVE_DECREASE / self._active, 0.0)
 
     def drain_records(self) -> list[Record]:
         """Records since the last call."""
@@ -204,12 +210,19 @@ class Controller:
         return min(max(expected_share + GATE_RESERVE, GATE_MIN), GATE_MAX)
 
     def _idle(self, view: View) -> int:
-        return self._limit() - view.decoding - view.prefilling
+        slots = self._limit() - view.decoding - view.prefilling
+        return slots if self._marginal is None else min(slots, math.ceil(self._prompts_that_fit(view)))
 
     def _limit(self) -> int:
         if self._marginal is not None:
-            return min(self._seqs_allowed, int(self._seqs_that_fit))
+            return self._seqs_allowed
         return self._adaptive.n_limit if self._adaptive.online else self._max_num_seqs
+
+    def _limit_at(self, view: View | None) -> int:
+        """The batch limit in force: under the marginal policy what memory has room for, too."""
+        if self._marginal is None or view is None:
+            return self._limit()
+        return view.decoding + view.prefilling + max(self._idle(view), 0)
 
     def _k(self) -> int | None:
         if self._spec.kind == "marginal":
@@ -224,11 +237,11 @@ class Controller:
         limit = self._max_num_seqs
         if view is not None and self._phase != "decode":
             active = view.decoding + view.prefilling
-            limit = self._limit()
+            limit = self._limit_at(view)
             if self._phase == "prefill":
                 limit = min(limit, active + self._quota - self._admitted)
             limit = max(limit, active)
-        return Decision(self._phase, self._mode, limit, self._k(), self._limit())
+        return Decision(self._phase, self._mode, limit, self._k(), self._limit_at(view))
 
     def _enter(self, phase: Phase, view: View, reason: str) -> None:
         self._phase = phase
@@ -250,39 +263,76 @@ class Controller:
         if self._marginal is None:
             return self._max_num_seqs
         return self._service.seqs_allowed(
-            self._costs, self._marginal.per_token_s, self._adaptive.mu_l, self._answers.mean, self._max_num_seqs
+            self._costs,
+            self._marginal.per_token_s,
+            mu_l=self._adaptive.mu_l,
+            mu_new=self._adaptive.mu_new,
+            mu_o=self._answers.mean,
+            at_most=self._max_num_seqs,
         )
 
     def _decide_by_margin(self, view: View, marginal: MarginalRefill) -> Decision:
-        self._answers.decoded(view.decoding)
         self._decisions += 1
         if self._service.tpot_s is not None and self._decisions % ALLOWED_EVERY == 0:
             self._seqs_allowed = self._allowed()
-        if view.preempted:
-            self._seqs_that_fit = max(FIT_DECREASE * (view.decoding + view.prefilling), 1.0)
+        self._active = max(view.decoding + view.prefilling, 1)
+        if view.preempted and self._admitted_since_raise:
+            self._reserve_share = min(self._reserve_share + RESERVE_INCREASE, 1.0)
+            self._admitted_since_raise = 0
         if self._phase == "prefill" and self._refilling(view):
             return self._decision(view)
         refill = max(min(view.waiting, self._idle(view)), 0)
-        active = view.decoding + view.prefilling
-        used_tokens = (self._num_blocks - view.free_blocks) * self._block_size
+        context_tokens = self._mean_context(view)
         choice = marginal.choose(
             decoding=view.decoding,
-            context_tokens=used_tokens / active if active else 0.0,
-            refill_tokens=min((refill + view.prefilling) * self._adaptive.mu_l, HUGE_TOKENS),
+            context_tokens=context_tokens,
+            refill=self._refill_now(view, refill),
             must=view.prefilling > 0 or (refill > 0 and self._service.refill_due(view.oldest_wait_s)),
         )
         blocked, self._blocked = self._blocked and view.decoding > 0, False
         way = "decode" if blocked else choice.way
-        if way == "decode":
-            marginal.decoded(view.decoding)
-        else:
+        if way != "decode":
             marginal.refilled()
+        if way != "prefill":
+            marginal.decoded(view.decoding, context_tokens)
+            self._answers.decoded(view.decoding)
         if way != self._phase:
             self._phase, self._mode = way, "mb" if way == "mixed" else "eb"
             self._quota, self._admitted = refill, 0
             values = {"overhead_exclusive_s": choice.overhead_exclusive_s, "overhead_mixed_s": choice.overhead_mixed_s}
             self._record("phase", view, f"{refill} slots to refill" if refill else "nothing to refill", values)
         return self._decision(view)
+
+    def _mean_context(self, view: View) -> float:
+        """KV tokens of a running sequence."""
+        active = view.decoding + view.prefilling
+        return (self._num_blocks - view.free_blocks) * self._block_size / active if active else 0.0
+
+    def _prompts_that_fit(self, view: View) -> float:
+        """Mean prompts that KV has room for: now, with a reserve for each running sequence, and at half the answers.
+
+        The second keeps a young batch, whose answers all still have to grow, from being filled with as many as fit
+        today. Sequences are at least half an answer old on average when their number is steady (renewal theory), so it
+        never binds there. Prefixes held in common make contexts smaller than prompts.
+        """
+        active, answer = view.decoding + view.prefilling, self._answers.mean
+        reserve_tokens = self._reserve_share * answer
+        free_tokens = view.free_blocks * self._block_size - reserve_tokens * active
+        fit_now = max(free_tokens, 0.0) / (self._adaptive.mu_l + reserve_tokens)
+        if not active:
+            return fit_now
+        grown_tokens = min(self._adaptive.mu_l, self._mean_context(view)) + answer / 2
+        return min(fit_now, max(self._capacity_tokens / grown_tokens - active, 0.0))
+
+    def _refill_now(self, view: View, slots: int) -> Refill:
+        """What ``slots`` prompts come to."""
+        return Refill(
+            seqs=slots,
+            prompt_tokens=self._adaptive.mu_new,
+            half_computed=view.prefilling,
+            queued=view.waiting > slots,
+            hazard=1.0 / self._answers.mean,
+        )
 
     # Parameters and mode.
 
@@ -303,7 +353,6 @@ class Controller:
             )
         if self._selector is not None:
             self._evaluate(view)
-        self._seqs_that_fit = min(self._seqs_that_fit * FIT_INCREASE, float(self._max_num_seqs))
         self._seqs_allowed = self._allowed()
 
     def _evaluate(self, view: View) -> None:
@@ -347,7 +396,7 @@ class Controller:
             "waiting": view.waiting,
             "idle": max(self._idle(view), 0),
             "k": self._k(),
-            "n_limit": self._limit(),
+            "n_limit": self._limit_at(view),
             "theta": self._theta(),
             "theta0": adaptive.theta0 if adaptive.online else None,
             "mu_l": adaptive.mu_l,

@@ -1,23 +1,25 @@
 """Refill when one more decode step would cost more than refilling now, in whichever way is cheaper.
 
-A cycle of exclusive batching pays a fixed overhead for its refill and one, ``alpha_d``, for each decode step; the more
-sequences share a step, the less each of its tokens pays. What is paid per token is least when the refill comes as soon
-as the next step's overhead per token reaches the average of the cycle so far (the marginal value theorem of optimal
-foraging, Charnov 1976)::
+A cycle of exclusive batching is one refill and the decode steps after it. A decode step costs ``D(n)``, less per token
+the more sequences share it; the refill costs ``P`` beyond its prompts' share of a large prefill. What is paid per token
+is least when the refill comes as soon as the next step would cost more per token than the cycle so far (the marginal
+value theorem of optimal foraging, Charnov 1976)::
 
-    alpha_d / n  >=  (refill overhead + alpha_d * steps) / tokens decoded in the cycle
+    (D(n) + what P grows by meanwhile) / n  >=  (P + sum of D) / tokens decoded in the cycle
 
-With a constant hazard the fluid limit of this rule is Prop. 3.1's equation for theta0. It needs no hazard: the batch's
-own decline is watched instead of predicted, so it holds for any distribution of lengths and at once after a shift.
+With a constant hazard, linear costs and a fixed P the fluid limit of this rule is Prop. 3.1's equation for theta0. It
+needs no hazard: the batch's own decline is watched instead of predicted, so it holds for any distribution of lengths
+and at once after a shift.
 
-The refill's overhead is what it costs beyond its prompt tokens' share of a large prefill. Exclusive: the prefill step
-alone. Mixed: what the step beside the decodes takes longer. Measured costs at the current batch and context decide;
-where mixing costs less than nothing (the prefill hides behind decodes bound by memory), the refill comes at once, as in
-vLLM v1.
+Exclusive, P is the prefill step alone; mixed, what the step beside the decodes takes longer. Which way is cheaper
+depends on how many slots a refill fills, and each way has its own best number: exclusive refills pay in bulk, mixed
+ones at once. So as long as requests queue, the ways are compared at their best (:meth:`MarginalRefill._plan`), by
+measured costs at the current batch and context; where the queue is what limits a refill, at what is there.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -27,6 +29,34 @@ Way = Literal["decode", "prefill", "mixed"]
 
 # Where a prefill's cost is taken to be proportional to its tokens.
 LARGE_TOKENS, HUGE_TOKENS = 4096, 8192
+PLAN_EVERY = 16  # choices between two comparisons of the ways at their best
+MOST_REFILLED = 0.8  # of the batch, in that comparison
+
+
+@dataclass(frozen=True)
+class Refill:
+    """What could go in now.
+
+    ``seqs`` requests with ``prompt_tokens`` to compute each, beside ``half_computed`` ones that lack as many.
+    ``queued``: more wait than can go in, so every answer that ends lets one more in; ``hazard`` says how many end, per
+    sequence and step.
+    """
+
+    seqs: float
+    prompt_tokens: float
+    half_computed: int = 0
+    queued: bool = False
+    hazard: float = 0.0
+
+    @property
+    def tokens(self) -> float:
+        """Prompt tokens of a refill now."""
+        return min((self.seqs + self.half_computed) * self.prompt_tokens, HUGE_TOKENS)
+
+    def tokens_after_step(self, decoding: int) -> float:
+        """Prompt tokens of a refill one decode step later."""
+        more = decoding * self.hazard * self.prompt_tokens if self.queued else 0.0
+        return min(self.tokens + more, HUGE_TOKENS)
 
 
 @dataclass(frozen=True)
@@ -39,39 +69,82 @@ class Choice:
 
 
 class MarginalRefill:
-    """Watches one cycle at a time: decode steps since the last refill and the tokens they made."""
+    """Watches one cycle at a time: its decode steps since the last refill, their time and the tokens they made."""
 
-    def __init__(self, costs: StepCosts, alpha_d: float, *, may_mix: bool) -> None:
-        self._costs, self._alpha_d, self._may_mix = costs, alpha_d, may_mix
+    def __init__(self, costs: StepCosts, *, may_mix: bool) -> None:
+        self._costs, self._may_mix = costs, may_mix
         self.per_token_s = (costs.prefill_s(HUGE_TOKENS) - costs.prefill_s(LARGE_TOKENS)) / (HUGE_TOKENS - LARGE_TOKENS)
-        self._steps = self._tokens = 0
+        self._tokens, self._decode_s = 0, 0.0
+        # One context for the whole cycle: that contexts grow costs the same whenever the refill comes.
+        self._context_tokens: float | None = None
+        self._choices = 0
+        self._planned: Way = "prefill"
 
-    def decoded(self, seqs: int) -> None:
-        """A decode step of that many sequences is about to run."""
-        self._steps += 1
+    def decoded(self, seqs: int, context_tokens: float) -> None:
+        """A step that decodes that many sequences is about to run."""
+        if self._context_tokens is None:
+            self._context_tokens = context_tokens
         self._tokens += seqs
+        self._decode_s += self._costs.decode_s(seqs, self._context_tokens)
 
     def refilled(self) -> None:
         """A refill begins: a new cycle."""
-        self._steps = self._tokens = 0
+        self._tokens, self._decode_s, self._context_tokens = 0, 0.0, None
 
-    def choose(self, *, decoding: int, context_tokens: float, refill_tokens: float, must: bool) -> Choice:
-        """The next step, with ``refill_tokens`` of prompts ready to go in (0: none).
-
-        ``must``: half-computed prompts wait to be finished, so only the way is open, not the moment.
-        """
-        if refill_tokens <= 0:
+    def choose(self, *, decoding: int, context_tokens: float, refill: Refill, must: bool) -> Choice:
+        """The next step. ``must``: the refill is due for other reasons, so only the way is open, not the moment."""
+        if refill.tokens <= 0:
             return Choice("decode")
         if decoding == 0:
             return Choice("prefill")
-        exclusive, mixed = self._overheads(decoding, context_tokens, refill_tokens)
-        way: Way = "mixed" if self._may_mix and mixed < exclusive else "prefill"
-        overhead = min(exclusive, mixed) if self._may_mix else exclusive
-        due = self._tokens * self._alpha_d >= decoding * (overhead + self._alpha_d * self._steps)
-        return Choice(way if due or must else "decode", exclusive, mixed)
+        exclusive = self._exclusive_s(refill.tokens)
+        mixed = self._mixed_s(refill.tokens, decoding, context_tokens)
+        way = self._way(decoding, context_tokens, refill, mixed < exclusive)
+        overhead = mixed if way == "mixed" else exclusive
+        due = must or self._due(way, overhead, decoding, context_tokens, refill)
+        return Choice(way if due else "decode", exclusive, mixed)
 
-    def _overheads(self, decoding: int, context_tokens: float, refill_tokens: float) -> tuple[float, float]:
-        costs, share = self._costs, self.per_token_s * refill_tokens
-        exclusive = costs.prefill_s(refill_tokens) - share
-        beside = costs.mixed_s(refill_tokens, decoding, context_tokens) - costs.decode_s(decoding, context_tokens)
-        return max(exclusive, 0.0), beside - share
+    def _due(self, way: Way, overhead_s: float, decoding: int, context_tokens: float, refill: Refill) -> bool:
+        later = refill.tokens_after_step(decoding)
+        growth = 0.0
+        if later > refill.tokens:
+            grown = self._mixed_s(later, decoding, context_tokens) if way == "mixed" else self._exclusive_s(later)
+            growth = grown - overhead_s
+        context = context_tokens if self._context_tokens is None else self._context_tokens
+        next_s = self._costs.decode_s(decoding, context) + growth
+        return self._tokens * next_s >= decoding * (overhead_s + self._decode_s)
+
+    def _way(self, decoding: int, context_tokens: float, refill: Refill, mixed_is_cheaper_now: bool) -> Way:
+        if not self._may_mix:
+            return "prefill"
+        if not refill.queued or refill.hazard <= 0.0:
+            return "mixed" if mixed_is_cheaper_now else "prefill"
+        if self._choices % PLAN_EVERY == 0:
+            self._planned = self._plan(decoding + refill.seqs, context_tokens, refill)
+        self._choices += 1
+        return self._planned
+
+    def _plan(self, batch: float, context_tokens: float, refill: Refill) -> Way:
+        """The way whose best cycle costs least per token, with ``batch`` sequences after each refill."""
+
+        def per_token_s(overhead_s: float, seqs: int) -> float:
+            # A batch that declines from N to N-k under a constant hazard h takes ln(N/(N-k))/h steps, makes k/h tokens.
+            steps = math.log(batch / (batch - seqs)) / refill.hazard
+            tokens = seqs / refill.hazard
+            return (overhead_s + steps * self._costs.decode_s(tokens / steps, context_tokens)) / tokens
+
+        best: dict[Way, float] = {"prefill": math.inf, "mixed": math.inf}
+        seqs = 1
+        while seqs <= max(MOST_REFILLED * batch, 1) and seqs < batch:
+            tokens = seqs * refill.prompt_tokens
+            best["prefill"] = min(best["prefill"], per_token_s(self._exclusive_s(tokens), seqs))
+            best["mixed"] = min(best["mixed"], per_token_s(self._mixed_s(tokens, batch - seqs, context_tokens), seqs))
+            seqs *= 2
+        return "mixed" if best["mixed"] < best["prefill"] else "prefill"
+
+    def _exclusive_s(self, tokens: float) -> float:
+        return self._costs.prefill_s(tokens) - self.per_token_s * tokens
+
+    def _mixed_s(self, tokens: float, decoding: float, context_tokens: float) -> float:
+        beside = self._costs.mixed_s(tokens, decoding, context_tokens) - self._costs.decode_s(decoding, context_tokens)
+        return beside - self.per_token_s * tokens

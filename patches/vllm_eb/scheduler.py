@@ -184,7 +184,8 @@ class _Phases(Scheduler):  # type: ignore[misc]
 
     def _note_admissions(self, output: Any) -> list[str]:
         """Tell the controller who was admitted; returns their ids."""
-        admitted = [new.req_id for new in output.scheduled_new_reqs]
+        cached = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+        admitted = list(cached)
         if resumed := output.scheduled_cached_reqs.resumed_req_ids:  # a set; the order of admission is elsewhere
             both = resumed.union(admitted)
             admitted = [request_id for request_id in output.num_scheduled_tokens if request_id in both]
@@ -197,7 +198,7 @@ class _Phases(Scheduler):  # type: ignore[misc]
             if request.num_preemptions:
                 self.controller.on_resume()
             else:
-                self.controller.on_prompt(request.num_prompt_tokens)
+                self.controller.on_prompt(request.num_prompt_tokens, cached.get(request_id, 0))
         return admitted
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:

@@ -54,15 +54,18 @@ class ServiceLevel:
         """Whether waiting requests are told apart by their age."""
         return self.ttft_s is not None
 
-    def seqs_allowed(self, costs: StepCosts, per_token_s: float, mu_l: float, mu_o: float, at_most: int) -> int:
+    def seqs_allowed(
+        self, costs: StepCosts, per_token_s: float, *, mu_l: float, mu_new: float, mu_o: float, at_most: int
+    ) -> int:
         """Largest batch whose time per output token, its share of prefills included, stays within the target.
 
-        ``at_most`` when there is no target, or when not even one sequence could meet it.
+        Mean tokens: ``mu_l`` of a prompt, ``mu_new`` of it to compute, ``mu_o`` of an answer. ``at_most`` when there
+        is no target, or when not even one sequence could meet it.
         """
         if self.tpot_s is None:
             return at_most
         context = mu_l + mu_o / 2
-        prompt_s_per_token = mu_l * per_token_s / mu_o
+        prompt_s_per_token = mu_new * per_token_s / mu_o
 
         def meets(seqs: int) -> bool:
             assert self.tpot_s is not None

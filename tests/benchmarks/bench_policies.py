@@ -53,11 +53,12 @@ class Setting:
 def settings(traces: Path | None) -> list[Setting]:
     """The settings; trace ones only when the files are there."""
     made = [
-        Setting("c=32", {**LENGTHS, "num_prompts": 1000, "max_concurrency": 32}),
-        Setting("c=512", {**LENGTHS, "num_prompts": 3000, "max_concurrency": 512}),
+        Setting("c=32", {**LENGTHS, "num_prompts": 4000, "max_concurrency": 32}),
+        Setting("c=512", {**LENGTHS, "num_prompts": 4000, "max_concurrency": 512}),
         Setting("c=2048", {**LENGTHS, "num_prompts": 4000, "max_concurrency": 2048}),
     ]
-    counts = {"sharegpt": 4000, "longbench": 1000, "numinamath": 1000, "wildchat": 300}
+    # The paper's counts: its concurrency of 2,048 fills nothing with fewer.
+    counts = {"sharegpt": 4000, "longbench": 4000, "numinamath": 4000, "wildchat": 3000}
     for name, count in counts.items():
         made.append(
             Setting(name, {"workload": name, "source": "profile", "num_prompts": count, "max_concurrency": 2048})
@@ -66,8 +67,7 @@ def settings(traces: Path | None) -> list[Setting]:
         made.append(Setting(name, {"workload": "balanced", "scenario": name}, LARGE))
     for name in ("ramp", "bursts-gamma", "bursts-on-off"):
         made.append(Setting(name, {**LENGTHS, "scenario": name, "num_prompts": 2000}, open_loop=True))
-    # Mooncake's prompts are ten times as long, so fewer of them.
-    for name, count in (("AzureLLMInferenceTrace_conv.csv", 1000), ("mooncake_conversation_trace.jsonl", 150)):
+    for name, count in (("AzureLLMInferenceTrace_conv.csv", 2000), ("mooncake_conversation_trace.jsonl", 1000)):
         if traces is not None and (traces / name).is_file():
             plan = {"workload": f"trace:{traces / name}", "num_prompts": count, "drop_too_long": True}
             made.append(Setting(name.split("_")[0].removesuffix("Trace"), plan))

@@ -12,12 +12,20 @@ from hypothesis import strategies as st
 from vllm_eb.calibration import Calibration, MixedCost, calibration_from_json, calibration_to_json
 from vllm_eb.controller import Controller, View
 from vllm_eb.costs import CostGrid, CostGridError, LinearCosts
-from vllm_eb.marginal import MarginalRefill
+from vllm_eb.marginal import MarginalRefill, Refill
 from vllm_eb.policy import parse_policy
 from vllm_eb.service import TPOT_SHARE, AnswerLength, ServiceLevel
 from vllm_eb.theory import base_threshold
 
 LINEAR = LinearCosts(alpha_p=5e-3, beta_p=5e-5, alpha_d=1e-2, beta_d=1e-4, alpha_mb=5e-3)
+FLAT_THEN_LINEAR = CostGrid(
+    tokens=(1, 1024, 8192),
+    seqs=(1, 1001),
+    contexts=(1, 1000),
+    prefill=(2e-2, 2e-2, 2e-2 + 7168 * 5e-5),
+    decode=((1e-2, 1e-2), (2e-2, 2e-2)),
+    mixed=(((1.0, 1.0), (1.0, 1.0)),) * 3,
+)
 
 
 @given(st.floats(2e-4, 5e-2), st.floats(1e-4, 0.3))
@@ -25,66 +33,104 @@ LINEAR = LinearCosts(alpha_p=5e-3, beta_p=5e-5, alpha_d=1e-2, beta_d=1e-4, alpha
 def test_under_a_constant_hazard_it_refills_where_prop_3_1_says(p0: float, alpha_p: float) -> None:
     """In the fluid limit, n(t) = N exp(-p0 t), the rule's moment is theta0 N idle slots."""
     batch, alpha_d = 10_000_000, 1e-2
-    costs = replace(LINEAR, alpha_p=alpha_p)
     theta0 = base_threshold(p0, alpha_p, alpha_d)
-    rule = MarginalRefill(costs, alpha_d, may_mix=False)
+    rule = MarginalRefill(replace(LINEAR, alpha_p=alpha_p), may_mix=False)
     active, step = batch, 0
-    while rule.choose(decoding=active, context_tokens=0, refill_tokens=4096, must=False).way == "decode":
-        rule.decoded(active)
+    while way(rule, active, Refill(8, 512.0)) == "decode":
+        rule.decoded(active, 0.0)
         step += 1
         active = round(batch * math.exp(-p0 * step))
     # It acts on whole steps, so it may be late by about one step's departures.
     assert theta0 - p0 <= 1 - active / batch <= theta0 + 2 * p0 + 1e-4
 
 
-@given(st.lists(st.integers(1, 50), min_size=3, max_size=40), st.floats(1e-3, 0.2))
+@given(
+    st.lists(st.integers(1, 50), min_size=3, max_size=40),
+    st.floats(1e-3, 0.2),
+    st.floats(0.0, 1e-3),
+)
 @settings(max_examples=100, deadline=None)
-def test_for_any_decline_no_other_moment_pays_less_per_token(departures: list[int], alpha_p: float) -> None:
-    alpha_d = 1e-2
+def test_for_any_decline_no_other_moment_pays_less_per_token(
+    departures: list[int], alpha_p: float, beta_d: float
+) -> None:
+    """A refill that costs the same whenever it comes; decode steps that cost less the fewer sequences share them."""
+    costs = replace(LINEAR, alpha_p=alpha_p, beta_d=beta_d)
     sizes = [sum(departures) + 1]
     for leaving in departures:
         sizes.append(sizes[-1] - leaving)
-    rule = MarginalRefill(replace(LINEAR, alpha_p=alpha_p), alpha_d, may_mix=False)
+    rule = MarginalRefill(costs, may_mix=False)
     stopped = len(sizes)
     for index, active in enumerate(sizes):
-        if rule.choose(decoding=active, context_tokens=0, refill_tokens=4096, must=False).way != "decode":
+        if way(rule, active, Refill(8, 512.0)) != "decode":
             stopped = index
             break
-        rule.decoded(active)
+        rule.decoded(active, 0.0)
 
-    def overhead_per_token(steps: int) -> float:
-        return (alpha_p + alpha_d * steps) / sum(sizes[:steps])
+    def paid_per_token(steps: int) -> float:
+        return (alpha_p + sum(costs.decode_s(n, 0) for n in sizes[:steps])) / sum(sizes[:steps])
 
-    best = min(overhead_per_token(steps) for steps in range(1, len(sizes) + 1))
-    assert overhead_per_token(stopped) == pytest.approx(best, rel=1e-9)
+    best = min(paid_per_token(steps) for steps in range(1, len(sizes) + 1))
+    assert paid_per_token(stopped) == pytest.approx(best, rel=1e-9)
+
+
+def test_a_refill_that_gets_cheaper_in_bulk_waits_for_more() -> None:
+    """Up to 1,024 prompt tokens a prefill costs 20 ms whatever it holds, so every slot more comes free."""
+    few = Refill(1, 128.0, queued=True, hazard=0.01)
+    patient, hasty = (MarginalRefill(FLAT_THEN_LINEAR, may_mix=False) for _ in range(2))
+    for rule in (patient, hasty):
+        for seqs in (100, 99, 98, 97):
+            rule.decoded(seqs, 100.0)
+    moments = {
+        name: next(
+            step
+            for step in range(200)
+            if way(rule, max(96 - step, 1), replace(few, seqs=5 + step, queued=queued), 100.0) == "prefill"
+            or rule.decoded(max(96 - step, 1), 100.0)
+        )
+        for name, rule, queued in (("patient", patient, True), ("hasty", hasty, False))
+    }
+    assert moments["patient"] > moments["hasty"]
 
 
 def test_where_mixing_hides_the_prefill_it_mixes_at_once_and_where_it_hurts_it_waits() -> None:
     kind = replace(LINEAR, mixed_a=5e-5, mixed_b=0.0)
     dear = replace(LINEAR, mixed_a=6e-5, mixed_b=2e-4)
-    for costs, expected in ((kind, "mixed"), (dear, "decode")):
-        rule = MarginalRefill(costs, costs.alpha_d, may_mix=True)
-        rule.decoded(500)
-        choice = rule.choose(decoding=500, context_tokens=300, refill_tokens=512, must=False)
-        assert choice.way == expected
-    assert (
-        MarginalRefill(kind, 1e-2, may_mix=False)
-        .choose(decoding=500, context_tokens=300, refill_tokens=512, must=True)
-        .way
-        == "prefill"
-    )
+    for refill in (Refill(1, 512.0), Refill(1, 512.0, queued=True, hazard=0.01)):
+        for costs, expected in ((kind, "mixed"), (dear, "decode")):
+            rule = MarginalRefill(costs, may_mix=True)
+            rule.decoded(500, 300.0)
+            assert way(rule, 500, refill, 300.0) == expected
+    rule = MarginalRefill(kind, may_mix=False)
+    assert rule.choose(decoding=500, context_tokens=300, refill=Refill(1, 512.0), must=True).way == "prefill"
+
+
+def test_ways_are_compared_at_their_best_not_at_what_happens_to_be_idle() -> None:
+    """One prompt is cheaper beside the decodes than alone, thirty are cheaper alone: with a queue, thirty count."""
+    costs = replace(LINEAR, alpha_p=3e-2, alpha_d=3e-2, alpha_mb=3e-2, mixed_a=6e-5, mixed_b=4e-5)
+    rule = MarginalRefill(costs, may_mix=True)
+    now = rule.choose(decoding=500, context_tokens=300, refill=Refill(1, 512.0), must=True)
+    assert now.way == "mixed"
+    assert now.overhead_mixed_s is not None
+    assert now.overhead_exclusive_s is not None
+    assert now.overhead_mixed_s < now.overhead_exclusive_s
+    queued = rule.choose(decoding=500, context_tokens=300, refill=Refill(1, 512.0, 0, True, 0.004), must=True)
+    assert queued.way == "prefill"
 
 
 def test_with_nothing_to_refill_it_decodes_and_with_nothing_decoding_it_prefills() -> None:
-    rule = MarginalRefill(LINEAR, LINEAR.alpha_d, may_mix=True)
-    assert rule.choose(decoding=5, context_tokens=10, refill_tokens=0, must=False).way == "decode"
-    assert rule.choose(decoding=0, context_tokens=0, refill_tokens=1, must=False).way == "prefill"
+    rule = MarginalRefill(LINEAR, may_mix=True)
+    assert way(rule, 5, Refill(0, 100.0), 10.0) == "decode"
+    assert way(rule, 0, Refill(1, 1.0)) == "prefill"
+
+
+def way(rule: MarginalRefill, decoding: int, refill: Refill, context_tokens: float = 0.0) -> str:
+    return rule.choose(decoding=decoding, context_tokens=context_tokens, refill=refill, must=False).way
 
 
 GRID = CostGrid(
     tokens=(100, 200),
     seqs=(1, 11),
-    contexts=(0, 1000),
+    contexts=(1, 1001),
     prefill=(1.0, 2.0),
     decode=((1.0, 2.0), (3.0, 4.0)),
     mixed=(((2.0, 3.0), (4.0, 5.0)), ((3.0, 4.0), (5.0, 6.0))),
@@ -95,8 +141,8 @@ def test_a_grid_is_linear_between_and_beyond_its_points() -> None:
     assert GRID.prefill_s(150) == pytest.approx(1.5)
     assert GRID.prefill_s(400) == pytest.approx(4.0)
     assert GRID.prefill_s(1) == 1.0
-    assert GRID.decode_s(6, 500) == pytest.approx(2.5)
-    assert GRID.mixed_s(150, 6, 500) == pytest.approx(4.0)
+    assert GRID.decode_s(6, 501) == pytest.approx(2.5)
+    assert GRID.mixed_s(150, 6, 501) == pytest.approx(4.0)
 
 
 def test_a_calibration_with_a_grid_survives_json() -> None:
@@ -122,14 +168,16 @@ def test_a_grid_with_holes_is_refused(change: dict[str, object], says: str) -> N
 
 def test_a_tpot_target_bounds_the_batch_just_enough() -> None:
     level = ServiceLevel(tpot_s=0.05)
-    found = level.seqs_allowed(LINEAR, 5e-5, mu_l=100, mu_o=200, at_most=1000)
+    found = level.seqs_allowed(LINEAR, 5e-5, mu_l=100, mu_new=100, mu_o=200, at_most=1000)
 
     def time_s(seqs: int) -> float:
         return LINEAR.decode_s(seqs, 200) + seqs * 100 * 5e-5 / 200
 
     assert time_s(found) <= TPOT_SHARE * 0.05 < time_s(found + 1)
-    assert ServiceLevel(tpot_s=1e-3).seqs_allowed(LINEAR, 5e-5, 100, 200, 1000) == 1000  # out of reach: no bound
-    assert ServiceLevel().seqs_allowed(LINEAR, 5e-5, 100, 200, 1000) == 1000
+    assert (
+        ServiceLevel(tpot_s=1e-3).seqs_allowed(LINEAR, 5e-5, mu_l=100, mu_new=100, mu_o=200, at_most=1000) == 1000
+    )  # out of reach: no bound
+    assert ServiceLevel().seqs_allowed(LINEAR, 5e-5, mu_l=100, mu_new=100, mu_o=200, at_most=1000) == 1000
 
 
 def controller(policy: str) -> Controller:
@@ -147,16 +195,61 @@ def test_a_request_about_to_miss_its_target_makes_the_refill_due() -> None:
     assert made.decide(view(decoding=90, waiting=5, oldest_wait_s=7.0)).phase == "prefill"
 
 
-def test_after_a_preemption_fewer_are_let_in_and_more_again_with_time() -> None:
-    made = controller("marginal:mix=off,update_every=10")
-    assert made.decide(view(decoding=80, waiting=50)).n_limit == 100
-    after = made.decide(view(decoding=80, waiting=50, preempted=1)).n_limit
-    assert after == 76
-    for _ in range(3):
-        for _ in range(10):
-            made.on_finish(100)
-        made.decide(view(decoding=76, waiting=50))
-    assert made.decide(view(decoding=76, waiting=50)).n_limit > after
+def test_after_a_preemption_room_is_left_to_grow_and_less_again_with_time() -> None:
+    made = controller("marginal:mix=off")
+    for _ in range(100):
+        made.on_prompt(100)
+    full = view(decoding=80, waiting=50, free_blocks=200)
+    before = made.decide(full).n_limit
+    assert 80 < before <= 100
+    for _ in range(8):
+        made.on_prompt(100)
+        after = made.decide(replace(full, preempted=1)).n_limit
+    assert after < before
+    for _ in range(1000):
+        made.on_finish(100)
+    assert made.decide(full).n_limit > after
+
+
+def test_one_wave_of_preemptions_counts_once() -> None:
+    """Who is preempted while nobody was let in was let in before the reserve was raised."""
+    made, again = controller("marginal:mix=off"), controller("marginal:mix=off")
+    for each in (made, again):
+        each.on_prompt(100)
+        each.decide(view(decoding=80, waiting=50, preempted=1))
+    for _ in range(20):
+        made.decide(view(decoding=80, waiting=50))
+        again.decide(view(decoding=80, waiting=50, preempted=1))
+    state = view(decoding=10, waiting=50, free_blocks=300)
+    assert 10 < made.decide(state).n_limit < 100
+    assert again.decide(state).n_limit == made.decide(state).n_limit
+
+
+def test_a_young_batch_is_not_filled_with_as_many_as_fit_before_their_answers_grow() -> None:
+    made = controller("marginal:mix=off")
+    for _ in range(200):
+        made.on_prompt(16)
+    for _ in range(2000):
+        made.on_finish(400)
+        made.decide(view(decoding=40, waiting=0, free_blocks=100))
+        for _ in range(9):
+            made.decide(view(decoding=40, waiting=0, free_blocks=100))
+    # 16,000 tokens of KV hold 1,000 such prompts today, and 16000 / (16 + 400 / 2) = 74 of them half answered.
+    young = view(decoding=50, waiting=100, free_blocks=950)
+    assert 70 <= made.decide(young).n_limit <= 78
+
+
+def test_cached_prompt_tokens_are_not_counted_as_work() -> None:
+    """With 900 of 1,000 tokens cached a refill is a tenth of the work; here that decides between now and later."""
+    limits = {}
+    for cached in (0, 9_000):
+        made = controller("marginal:mix=off")
+        for _ in range(200):
+            made.on_prompt(10_000, cached)
+        now = made._refill_now(view(decoding=50, waiting=10), 2)
+        limits[cached] = now.tokens
+    assert limits[9_000] == pytest.approx(2_000, rel=0.01)
+    assert limits[0] == pytest.approx(8192)
 
 
 def test_long_answers_are_recognised_before_the_first_has_ended() -> None:
