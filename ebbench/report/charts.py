@@ -113,7 +113,7 @@ def _modes(alt: Any) -> Any:
     names = (
         alt.Chart(alt.NamedData("phases"))
         .mark_text(align="left", baseline="middle", dx=4, fontWeight="bold", limit=alt.expr("datum.room"), color="#000")
-        .encode(x="t:Q", y=alt.value(18), text="label:N")
+        .encode(x="t:Q", y=alt.value(18), text="shown:N")
     )
     return _panel(alt, "mode of the scheduler", 36, spans.add_params(brush), window, names)
 

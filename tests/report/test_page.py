@@ -161,7 +161,10 @@ def test_phases_of_the_scenario_are_marked_in_the_timeline(page_file: Path, runs
         timeline = page.query_selector("[data-chart=timeline]")
         columns = timeline.evaluate(DASHED)
         label = page.evaluate("document.querySelector('#run').selectedOptions[0].text")
-        starts = [phase["t"] for phase in timeline_of(Run.load(runs / label)).phases]
+        phases = timeline_of(Run.load(runs / label)).phases
+        starts = [phase["t"] for phase in phases]
+        told = page.inner_text("#about-phases")
+        assert all(f"{phase['label']} ({phase['t']:.1f} s)" in told for phase in phases)
         assert len(columns) == len(starts) == 3
         measured = (columns[1] - columns[0]) / (columns[2] - columns[0])
         assert measured == pytest.approx((starts[1] - starts[0]) / (starts[2] - starts[0]), abs=0.02)

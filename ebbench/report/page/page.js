@@ -73,7 +73,8 @@
     });
     data.phases = data.phases.map((phase, i) => {
       const until = i + 1 < data.phases.length ? data.phases[i + 1].t : end;
-      return { ...phase, room: Math.max(((until - phase.t) / end) * width - 8, 1) };
+      const room = ((until - phase.t) / end) * width - 8;
+      return { ...phase, room, shown: room > 24 ? phase.label : "" };
     });
   };
 
@@ -204,6 +205,10 @@
     phaseSelect.closest("label").hidden = phases.length < 2;
     document.getElementById("about-steps").textContent = run.steps_left_out
       ? `Only the first steps are kept here; ${run.steps_left_out.toLocaleString("en")} later ones are left out.`
+      : "";
+    const starts = run.phases.map((phase) => `${phase.label} (${phase.t.toFixed(1)} s)`).join(", ");
+    document.getElementById("about-phases").textContent = starts
+      ? `Dashed lines mark where a phase of the scenario begins to be served: ${starts}.`
       : "";
     document.getElementById("single-steps").hidden = !Object.keys(run.steps).length;
     describeZoom();
