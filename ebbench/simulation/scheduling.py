@@ -27,7 +27,7 @@ class Scheduler:
     ) -> None:
         self._state, self._limits, self._kv, self._controller = state, limits, kv, controller
         self._inbox: deque[int] = deque()
-        self._seen_ns: dict[int, int] = {}  # when the scheduler first saw a request
+        self._seen_ns: Ints = np.zeros(state.count, np.int64)  # when the scheduler first saw a request
         self.waiting: deque[int] = deque()
         self.running: Ints = NO_ROWS
         self._ones: Ints = np.ones(limits.max_num_seqs, np.int64)
@@ -40,8 +40,7 @@ class Scheduler:
 
     def _take_in(self, now_ns: int) -> None:
         """What has arrived joins the queue."""
-        for row in self._inbox:
-            self._seen_ns[row] = now_ns
+        self._seen_ns[list(self._inbox)] = now_ns
         self.waiting.extend(self._inbox)
         self._inbox.clear()
 
@@ -104,12 +103,14 @@ class Scheduler:
         """Requests too late for their target go behind the others; returns the wait of the first one that is not."""
         limit_s = controller.expire_before_s(now_ns / NS_PER_S)
         limit_ns = -1.0 if limit_s is None else limit_s * NS_PER_S
-        state = self._state
-        started = [row for row in self.waiting if state.scheduled_ns[row] != UNSET]
-        fresh = [row for row in self.waiting if state.scheduled_ns[row] == UNSET]
-        in_time = [row for row in fresh if self._seen_ns[row] >= limit_ns]
-        self.waiting = deque(started + in_time + [row for row in fresh if self._seen_ns[row] < limit_ns])
-        return (now_ns - self._seen_ns[in_time[0]]) / NS_PER_S if in_time else 0.0
+        rows = np.fromiter(self.waiting, np.int64, len(self.waiting))
+        seen_ns = self._seen_ns[rows]
+        fresh = self._state.scheduled_ns[rows] == UNSET
+        late = fresh & (seen_ns < limit_ns)
+        in_time = np.flatnonzero(fresh & ~late)
+        place = np.argsort(np.where(late, 2, fresh), kind="stable")  # started ones, then those in time, then the others
+        self.waiting = deque(rows[place].tolist())
+        return (now_ns - int(seen_ns[in_time[0]])) / NS_PER_S if len(in_time) else 0.0
 
     def _follow(self, step: Step, decision: Decision, prefilling: int) -> None:
         step.mode, step.k, step.n_limit = decision.mode, decision.k, decision.n_limit
