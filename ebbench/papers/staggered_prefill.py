@@ -207,7 +207,8 @@ def _table1_document(wish: Wish, store: CellStore) -> Document:
         "the highest load that keeps the mean TTFT. 'QPS vs off' of ours is against the better immediate policy.",
         "Where ours differs: staggering fills all chunks, but there is little left to fill. At the published mean TTFT "
         "of two to three passes immediate dispatch keeps a queue in front of every unit, which fills the chunks by "
-        "itself; what staggering brings is time to first token (figure 6). The paper's baseline leaves half of its chunks empty at the same TTFT; why "
+        "itself; what staggering brings is time to first token (figure 6). The paper's baseline leaves half of its "
+        "chunks empty at the same TTFT; why "
         "its requests then wait so long it does not say. QPS with batching on agree at equal utilisation by "
         "construction, since the time of a pass was deduced from those rows; those of the baseline do not: with "
         "half-empty chunks the fullest unit still sets the pace, while its 57 and 70 QPS need passes that grow with "
