@@ -43,11 +43,14 @@ class ArrivalRate:
 
 
 class Generation:
-    """Whether the instances generate answers: any of them did in the last ``window`` passes of each."""
+    """Whether the instances generate answers: any of them did in the last ``window`` passes of each.
 
-    def __init__(self, window: int) -> None:
+    ``expected`` is what is taken to be so until signals say otherwise.
+    """
+
+    def __init__(self, window: int, *, expected: bool = False) -> None:
         self._window = window
-        self._passes_since: int | None = None  # None: never
+        self._passes_since: int | None = 0 if expected else None  # None: never
 
     def signalled(self, generates: bool) -> None:
         """A pass has ended."""

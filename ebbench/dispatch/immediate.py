@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -95,18 +95,20 @@ class PrefixAffine:
         return self._balance(ask, [unit for unit, hit in zip(units, hits, strict=True) if hit == best])
 
 
-@dataclass
-class ImmediateDispatcher:
-    """Sends every request at once, to the unit ``choose`` picks. Without an active unit requests wait."""
+class UntimedDispatcher(ABC):
+    """Places everyone who waits as soon as an instance is active; without one, requests wait."""
 
-    fleet: Fleet
-    choose: Choose
-    wants_prefix: bool = False
-    wants_signals: bool = False
-    wants_units: bool = False
+    wants_prefix = False
+    wants_signals = False
+    wants_units = False
 
-    def __post_init__(self) -> None:
+    def __init__(self, fleet: Fleet) -> None:
+        self.fleet = fleet
         self._held: dict[int, Ask] = {}
+
+    @abstractmethod
+    def _place(self, asks: Sequence[Ask]) -> list[Order]:
+        """Send each of ``asks`` to a unit of the fleet."""
 
     @property
     def waiting(self) -> int:
@@ -119,14 +121,9 @@ class ImmediateDispatcher:
 
     def poll(self, now_ns: int) -> list[Order]:
         """See Dispatcher."""
-        units = self.fleet.candidates
-        if not self._held or not units:
+        if not self._held or not self.fleet.candidates:
             return []
-        orders = []
-        for ask in self._held.values():
-            unit = self.choose(ask, units)
-            self.fleet.send(ask, unit)
-            orders.append(Order(ask.key, unit.index))
+        orders = self._place(list(self._held.values()))
         self._held.clear()
         return orders
 
@@ -153,3 +150,19 @@ class ImmediateDispatcher:
     def topology(self, active: Iterable[int], now_ns: int) -> None:
         """See Dispatcher."""
         self.fleet.set_active(active)
+
+
+class ImmediateDispatcher(UntimedDispatcher):
+    """Sends one request after the other, each to the unit ``choose`` picks."""
+
+    def __init__(self, fleet: Fleet, choose: Choose, *, wants_prefix: bool = False) -> None:
+        super().__init__(fleet)
+        self.choose, self.wants_prefix = choose, wants_prefix
+
+    def _place(self, asks: Sequence[Ask]) -> list[Order]:
+        orders = []
+        for ask in asks:
+            unit = self.choose(ask, self.fleet.candidates)
+            self.fleet.send(ask, unit)
+            orders.append(Order(ask.key, unit.index))
+        return orders

@@ -83,11 +83,13 @@ def make_dispatcher(
     network_ns: int = 0,
     default_forward_ns: int = 50_000_000,
     seed: int = 0,
+    generates: bool = False,
 ) -> Dispatcher:
     """Build the dispatcher over ``fleet``.
 
     ``chunk_tokens``: prompt tokens a unit computes in one pass; ``network_ns``: the estimate L_net of the way there;
-    ``default_forward_ns``: the forward time assumed before the first is measured; ``seed`` of random choices.
+    ``default_forward_ns``: the forward time assumed before the first is measured; ``seed`` of random choices;
+    ``generates``: the instances compute prompts and answers both (they are no prefill pool).
     """
     given = dict(spec.settings)
     if spec.kind == "sbs":
@@ -96,7 +98,7 @@ def make_dispatcher(
         )
         if settings.cache_aware:
             fleet.memory = PrefixMemory(len(fleet.units))
-        return StaggeredDispatcher(fleet, settings)
+        return StaggeredDispatcher(fleet, settings, generates=generates)
     if spec.kind == "iqr":
         return DecodeDispatcher(fleet, given.get("multiplier", 1.5))
     if spec.kind == "prefix-affine":

@@ -38,7 +38,8 @@ class StaggeredDispatcher:
 
     wants_signals = True
 
-    def __init__(self, fleet: Fleet, settings: StaggeredSettings) -> None:
+    def __init__(self, fleet: Fleet, settings: StaggeredSettings, *, generates: bool = False) -> None:
+        """``generates``: the instances are taken to generate answers, too, until their signals say otherwise."""
         self.fleet, self.settings = fleet, settings
         self.wants_prefix = settings.cache_aware
         self.interval = AdaptiveInterval(
@@ -48,7 +49,7 @@ class StaggeredDispatcher:
         self._queue = CycleQueue(longest_first=settings.packing, aged_cycles=settings.aged_cycles)
         self._sizing = settings.packing and settings.sizing and not settings.cache_aware
         self._cost = PassCost(settings.chunk_tokens, settings.window)
-        self._generation = Generation(settings.window)
+        self._generation = Generation(settings.window, expected=generates)
         self._immediate = LeastOutstanding() if fleet.memory is None else PrefixAffine(fleet.memory)
         self._arrivals = ArrivalRate()
         self._going_on = GoingOn(settings.network_ns, settings.lookahead)

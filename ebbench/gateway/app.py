@@ -40,6 +40,7 @@ class Gateway:
             fleet,
             chunk_tokens=settings.chunk_tokens,
             network_ns=round(settings.network_ms * 1e6),
+            generates=True,  # whole engines stand behind it
         )
         self.metrics = GatewayMetrics()
         self.desk = Desk(self.dispatcher, settings.max_queue)

@@ -106,6 +106,7 @@ def build_stage(
         network_ns=2 * spec.network_ns,
         default_forward_ns=_first_guess_ns(spec),
         seed=seed,
+        generates=spec.kind == "replicas",
     )
     prefixes = prefix_reader(plan) if dispatcher.wants_prefix else None
     node_of_unit = [unit // spec.pool.dp for unit in range(len(units))]

@@ -142,7 +142,7 @@ def test_waiting_is_half_a_pass_immediately_and_an_nth_of_it_staggered(dispatch:
 
 
 def test_staggered_flow_control_fails_requests_with_429_and_goes_on() -> None:
-    result = run("dp=1", plan([(2000, 1)] * 30, [0.0] * 30), "sbs:cycle_limit=3")
+    result = run("dp=1", plan([(2000, 1)] * 30, [0.0] * 30), "sbs:cycle_limit=3,bypass=off")
     status = result.requests["status"].to_pylist()
     refused = result.requests.filter(np.array(status) == "failed")
     assert 0 < refused.num_rows < 30
