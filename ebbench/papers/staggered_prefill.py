@@ -39,7 +39,7 @@ _VARIANTS_NOTE = (
 INSTANCES = (1, 2, 4, 8, 16, 32)
 PASS_S = 0.1
 ARRIVALS_A_TURN = 10  # in T/N: a pass without work is then rare enough (e^-10)
-_WAITING_DISPATCH = {"immediate": "round-robin", "staggered": "sbs:bypass=off"}
+_WAITING_DISPATCH = {"immediate": "round-robin", "staggered": "sbs:bypass=off,sizing=off"}
 
 
 def _waiting_cell(wish: Wish, instances: int, dispatch: str) -> ClusterCell:
@@ -76,7 +76,8 @@ def _waiting_document(wish: Wish, store: CellStore) -> Document:
     notes = (
         f"Published: {STAGGERED_PAPER}, section 3.2: T/2 immediately, T/(2N) staggered; formulas, not measurements.",
         f"Ours: waiting before a pass of T = {1e3 * PASS_S:g} ms, Poisson arrivals, {ARRIVALS_A_TURN} in T/N on "
-        "average, so that all instances are busy all the time; immediate is round-robin, staggered is sbs:bypass=off.",
+        "average, so that all instances are busy all the time; immediate is round-robin, staggered is "
+        f"{_WAITING_DISPATCH['staggered']}.",
         *pending(store, _waiting_cells(wish)),
     )
     return Document("sbs-waiting", "Waiting: T/2 against T/(2N)", (Section("", columns, tuple(rows)),), notes)
