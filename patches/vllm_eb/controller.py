@@ -294,7 +294,7 @@ class Controller:
         if way != "decode":
             marginal.refilled()
         if way != "prefill":
-            marginal.decoded(view.decoding, context_tokens)
+            marginal.decoded(view.decoding, context_tokens, refill if way == "decode" else 0)
             self._answers.decoded(view.decoding)
         if way != self._phase:
             self._phase, self._mode = way, "mb" if way == "mixed" else "eb"

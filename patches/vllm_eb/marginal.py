@@ -1,15 +1,20 @@
 """Refill when one more decode step would cost more than refilling now, in whichever way is cheaper.
 
-A cycle of exclusive batching is one refill and the decode steps after it. A decode step costs ``D(n)``, less per token
-the more sequences share it; the refill costs ``P`` beyond its prompts' share of a large prefill. What is paid per token
-is least when the refill comes as soon as the next step would cost more per token than the cycle so far (the marginal
-value theorem of optimal foraging, Charnov 1976)::
+A decode step costs ``D(n)``, less per token the more sequences share it, so waiting with a refill wastes something. A
+refill wastes its fixed cost ``P``, what it costs beyond its prompts' share of a large prefill. The sum of the two is
+least when the refill comes as soon as as much has been wasted by waiting as it will cost. Waiting is measured twice:
 
-    (D(n) + what P grows by meanwhile) / n  >=  (P + sum of D) / tokens decoded in the cycle
+- against the batch of each step so far: the tokens since the last refill at today's price, ``D(n)/n``, less what they
+  cost. The moment is where the next step would cost more per token than the cycle so far (the marginal value theorem of
+  optimal foraging, Charnov 1976), which is best for any way in which a batch declines, if the next ones do the same.
+- against the ``w`` requests that were left out: in each step, what their tokens cost at that step's price less what
+  they would have added, ``w D(n)/n - (D(n+w) - D(n))``. The moment is that of the economic order quantity (Harris
+  1913). It sees arrivals: a batch that grows, or stays, does not decline, and still someone waits.
 
-With a constant hazard, linear costs and a fixed P the fluid limit of this rule is Prop. 3.1's equation for theta0. It
-needs no hazard: the batch's own decline is watched instead of predicted, so it holds for any distribution of lengths
-and at once after a shift.
+With linear costs and a constant hazard, ``n = N exp(-p0 s)`` and ``w = N - n`` after s steps, both come to ``alpha_d
+((e^(p0 s) - 1)/p0 - s)`` and the moment is theta0 of Prop. 3.1 exactly. Elsewhere the larger one counts. No hazard is
+needed: who ends and who arrives is watched instead of predicted, so the rule holds for any lengths, and at once after a
+shift.
 
 Exclusive, P is the prefill step alone; mixed, what the step beside the decodes takes longer. Which way is cheaper
 depends on how many slots a refill fills, and each way has its own best number: exclusive refills pay in bulk, mixed
@@ -38,8 +43,7 @@ class Refill:
     """What could go in now.
 
     ``seqs`` requests with ``prompt_tokens`` to compute each, beside ``half_computed`` ones that lack as many.
-    ``queued``: more wait than can go in, so every answer that ends lets one more in; ``hazard`` says how many end, per
-    sequence and step.
+    ``queued``: more wait than can go in; ``hazard`` says how many answers end, per sequence and step.
     """
 
     seqs: float
@@ -53,11 +57,6 @@ class Refill:
         """Prompt tokens of a refill now."""
         return min((self.seqs + self.half_computed) * self.prompt_tokens, HUGE_TOKENS)
 
-    def tokens_after_step(self, decoding: int) -> float:
-        """Prompt tokens of a refill one decode step later."""
-        more = decoding * self.hazard * self.prompt_tokens if self.queued else 0.0
-        return min(self.tokens + more, HUGE_TOKENS)
-
 
 @dataclass(frozen=True)
 class Choice:
@@ -69,27 +68,33 @@ class Choice:
 
 
 class MarginalRefill:
-    """Watches one cycle at a time: its decode steps since the last refill, their time and the tokens they made."""
+    """Watches one cycle at a time: its decode steps since the last refill, and what they have wasted."""
 
     def __init__(self, costs: StepCosts, *, may_mix: bool) -> None:
         self._costs, self._may_mix = costs, may_mix
         self.per_token_s = (costs.prefill_s(HUGE_TOKENS) - costs.prefill_s(LARGE_TOKENS)) / (HUGE_TOKENS - LARGE_TOKENS)
-        self._tokens, self._decode_s = 0, 0.0
+        self._left_out_s = self._decode_s = 0.0
+        self._tokens = 0
         # One context for the whole cycle: that contexts grow costs the same whenever the refill comes.
         self._context_tokens: float | None = None
         self._choices = 0
         self._planned: Way = "prefill"
 
-    def decoded(self, seqs: int, context_tokens: float) -> None:
-        """A step that decodes that many sequences is about to run."""
+    def decoded(self, seqs: int, context_tokens: float, left_out: float) -> None:
+        """A step that decodes ``seqs`` sequences is about to run, without ``left_out`` requests that could be in it."""
         if self._context_tokens is None:
             self._context_tokens = context_tokens
         self._tokens += seqs
         self._decode_s += self._costs.decode_s(seqs, self._context_tokens)
+        if left_out > 0 and seqs > 0:
+            alone_s = self._costs.decode_s(seqs, context_tokens)
+            together_s = self._costs.decode_s(seqs + left_out, context_tokens)
+            self._left_out_s += max(alone_s * (1 + left_out / seqs) - together_s, 0.0)
 
     def refilled(self) -> None:
         """A refill begins: a new cycle."""
-        self._tokens, self._decode_s, self._context_tokens = 0, 0.0, None
+        self._left_out_s = self._decode_s = 0.0
+        self._tokens, self._context_tokens = 0, None
 
     def choose(self, *, decoding: int, context_tokens: float, refill: Refill, must: bool) -> Choice:
         """The next step. ``must``: the refill is due for other reasons, so only the way is open, not the moment."""
@@ -101,18 +106,21 @@ class MarginalRefill:
         mixed = self._mixed_s(refill.tokens, decoding, context_tokens)
         way = self._way(decoding, context_tokens, refill, mixed < exclusive)
         overhead = mixed if way == "mixed" else exclusive
-        due = must or self._due(way, overhead, decoding, context_tokens, refill)
+        fixed_s = overhead - self._in_bulk_s(way, overhead, decoding, context_tokens, refill)
+        due = must or self._wasted_s(decoding, context_tokens) >= fixed_s
         return Choice(way if due else "decode", exclusive, mixed)
 
-    def _due(self, way: Way, overhead_s: float, decoding: int, context_tokens: float, refill: Refill) -> bool:
-        later = refill.tokens_after_step(decoding)
-        growth = 0.0
-        if later > refill.tokens:
-            grown = self._mixed_s(later, decoding, context_tokens) if way == "mixed" else self._exclusive_s(later)
-            growth = grown - overhead_s
+    def _wasted_s(self, decoding: int, context_tokens: float) -> float:
+        """What waiting has wasted since the last refill, seen from the batch before and from those left out."""
         context = context_tokens if self._context_tokens is None else self._context_tokens
-        next_s = self._costs.decode_s(decoding, context) + growth
-        return self._tokens * next_s >= decoding * (overhead_s + self._decode_s)
+        declined_s = self._tokens * self._costs.decode_s(decoding, context) / decoding - self._decode_s
+        return max(declined_s, self._left_out_s)
+
+    def _in_bulk_s(self, way: Way, overhead_s: float, decoding: int, context_tokens: float, refill: Refill) -> float:
+        """The part of the overhead that grows with the refill, by what one more prompt would add: no fixed cost."""
+        tokens = refill.tokens + refill.prompt_tokens
+        grown_s = self._mixed_s(tokens, decoding, context_tokens) if way == "mixed" else self._exclusive_s(tokens)
+        return (grown_s - overhead_s) * refill.tokens / refill.prompt_tokens
 
     def _way(self, decoding: int, context_tokens: float, refill: Refill, mixed_is_cheaper_now: bool) -> Way:
         if not self._may_mix:

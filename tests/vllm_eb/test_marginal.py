@@ -28,16 +28,16 @@ FLAT_THEN_LINEAR = CostGrid(
 )
 
 
-@given(st.floats(2e-4, 5e-2), st.floats(1e-4, 0.3))
-@settings(max_examples=60, deadline=None)
-def test_under_a_constant_hazard_it_refills_where_prop_3_1_says(p0: float, alpha_p: float) -> None:
-    """In the fluid limit, n(t) = N exp(-p0 t), the rule's moment is theta0 N idle slots."""
+@given(st.floats(2e-4, 5e-2), st.floats(1e-4, 0.3), st.booleans())
+@settings(max_examples=60)
+def test_under_a_constant_hazard_it_refills_where_prop_3_1_says(p0: float, alpha_p: float, queue: bool) -> None:
+    """In the fluid limit, n(t) = N exp(-p0 t), the rule's moment is theta0 N idle slots, by either measure of waste."""
     batch, alpha_d = 10_000_000, 1e-2
     theta0 = base_threshold(p0, alpha_p, alpha_d)
     rule = MarginalRefill(replace(LINEAR, alpha_p=alpha_p), may_mix=False)
     active, step = batch, 0
     while way(rule, active, Refill(8, 512.0)) == "decode":
-        rule.decoded(active, 0.0)
+        rule.decoded(active, 0.0, batch - active if queue else 0)
         step += 1
         active = round(batch * math.exp(-p0 * step))
     # It acts on whole steps, so it may be late by about one step's departures.
@@ -49,7 +49,7 @@ def test_under_a_constant_hazard_it_refills_where_prop_3_1_says(p0: float, alpha
     st.floats(1e-3, 0.2),
     st.floats(0.0, 1e-3),
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_for_any_decline_no_other_moment_pays_less_per_token(
     departures: list[int], alpha_p: float, beta_d: float
 ) -> None:
@@ -64,7 +64,7 @@ def test_for_any_decline_no_other_moment_pays_less_per_token(
         if way(rule, active, Refill(8, 512.0)) != "decode":
             stopped = index
             break
-        rule.decoded(active, 0.0)
+        rule.decoded(active, 0.0, 0)
 
     def paid_per_token(steps: int) -> float:
         return (alpha_p + sum(costs.decode_s(n, 0) for n in sizes[:steps])) / sum(sizes[:steps])
@@ -73,23 +73,32 @@ def test_for_any_decline_no_other_moment_pays_less_per_token(
     assert paid_per_token(stopped) == pytest.approx(best, rel=1e-9)
 
 
-def test_a_refill_that_gets_cheaper_in_bulk_waits_for_more() -> None:
-    """Up to 1,024 prompt tokens a prefill costs 20 ms whatever it holds, so every slot more comes free."""
-    few = Refill(1, 128.0, queued=True, hazard=0.01)
-    patient, hasty = (MarginalRefill(FLAT_THEN_LINEAR, may_mix=False) for _ in range(2))
-    for rule in (patient, hasty):
-        for seqs in (100, 99, 98, 97):
-            rule.decoded(seqs, 100.0)
-    moments = {
-        name: next(
-            step
-            for step in range(200)
-            if way(rule, max(96 - step, 1), replace(few, seqs=5 + step, queued=queued), 100.0) == "prefill"
-            or rule.decoded(max(96 - step, 1), 100.0)
-        )
-        for name, rule, queued in (("patient", patient, True), ("hasty", hasty, False))
-    }
-    assert moments["patient"] > moments["hasty"]
+@given(st.integers(1, 50), st.integers(20, 500))
+@settings(max_examples=50)
+def test_whoever_waits_beside_a_batch_that_does_not_shrink_is_let_in_when_waiting_has_cost_a_refill(
+    waiting: int, decoding: int
+) -> None:
+    rule = MarginalRefill(LINEAR, may_mix=False)
+    steps = 0
+    while way(rule, decoding, Refill(waiting, 512.0)) == "decode":
+        rule.decoded(decoding, 0.0, waiting)
+        steps += 1
+    wasted_a_step_s = LINEAR.alpha_d * waiting / decoding  # the share of the step that they would have carried
+    assert (steps - 1) * wasted_a_step_s < LINEAR.alpha_p * (1 + 1e-9)
+    assert steps * wasted_a_step_s >= LINEAR.alpha_p * (1 - 1e-9)
+
+
+def test_what_gets_cheaper_in_bulk_is_no_reason_to_refill() -> None:
+    """Up to 1,024 prompt tokens a prefill costs 20 ms whatever it holds: that is its fixed cost, how full it may be."""
+    for prompts in (1, 7):
+        rule = MarginalRefill(FLAT_THEN_LINEAR, may_mix=False)
+        steps = 0
+        while way(rule, 100, Refill(prompts, 128.0), 100.0) == "decode":
+            rule.decoded(100, 100.0, 10)
+            steps += 1
+        wasted_a_step_s = FLAT_THEN_LINEAR.decode_s(100, 100) * 1.1 - FLAT_THEN_LINEAR.decode_s(110, 100)
+        assert (steps - 1) * wasted_a_step_s < 20e-3 * (1 + 1e-9)
+        assert steps * wasted_a_step_s >= 20e-3 * (1 - 1e-9)
 
 
 def test_where_mixing_hides_the_prefill_it_mixes_at_once_and_where_it_hurts_it_waits() -> None:
@@ -98,7 +107,7 @@ def test_where_mixing_hides_the_prefill_it_mixes_at_once_and_where_it_hurts_it_w
     for refill in (Refill(1, 512.0), Refill(1, 512.0, queued=True, hazard=0.01)):
         for costs, expected in ((kind, "mixed"), (dear, "decode")):
             rule = MarginalRefill(costs, may_mix=True)
-            rule.decoded(500, 300.0)
+            rule.decoded(500, 300.0, 1)
             assert way(rule, 500, refill, 300.0) == expected
     rule = MarginalRefill(kind, may_mix=False)
     assert rule.choose(decoding=500, context_tokens=300, refill=Refill(1, 512.0), must=True).way == "prefill"
