@@ -141,7 +141,8 @@ def _document(wish: Wish, store: CellStore) -> Document:
         f"{SATURATED:,} requests.",
         "Immediate dispatch is to the instance with the fewest open requests. Instances that serve prompts and answers "
         "pass after pass never stand still, so there is no wait on the device to save; the staggered dispatcher takes "
-        "them to generate until their signals say otherwise and sends requests out at once, as immediate dispatch does.",
+        "them to generate until their signals say otherwise and sends requests out at once, as immediate dispatch "
+        "does.",
         *_answer(wish, store),
         *pending(store, _cells(wish)),
     )
