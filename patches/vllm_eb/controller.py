@@ -18,14 +18,11 @@ from vllm_eb.calibration import Calibration
 from vllm_eb.marginal import HUGE_TOKENS, MarginalRefill, Refill
 from vllm_eb.modes import Mode, ModeSelector
 from vllm_eb.policy import PolicySpec
+from vllm_eb.room import KvRoom
 from vllm_eb.service import AnswerLength, ServiceLevel
 
 Phase = Literal["prefill", "decode", "mixed"]
 
-# The marginal policy learns from preemptions how much KV to leave free for running sequences to grow into: more after
-# one, less with each answer that ends. Shares of a mean answer for each running sequence; the second is divided by
-# their number, so that a batch of ten recovers as fast, in its own time, as one of a thousand.
-RESERVE_INCREASE, RESERVE_DECREASE = 0.03, 0.06
 ALLOWED_EVERY = 16  # decisions between two looks at how many sequences the TPOT target allows
 GATE_MARGIN, GATE_RESERVE, GATE_MIN, GATE_MAX = 0.5, 0.0, 0.05, 0.6  # appendix D.6
 
@@ -108,7 +105,7 @@ class Controller:
         if spec.kind == "marginal":
             self._marginal = MarginalRefill(self._costs, may_mix=spec.mix)
         self._seqs_allowed = self._allowed()
-        self._reserve_share, self._admitted_since_raise, self._active = 0.0, 0, 1
+        self._room = KvRoom(self._capacity_tokens)
         self._mode: Mode = "eb" if spec.kind in ("v0", "deferred", "eb", "marginal") else "mb"
         self._phase: Phase = "decode" if self._mode == "eb" else "mixed"
         self._quota = self._admitted = 0
@@ -128,18 +125,18 @@ class Controller:
         """A request was admitted for the first time: tokens of its prompt, and how many of them need no computing."""
         self._adaptive.on_prompt(input_tokens, cached_tokens)
         self._admitted += 1
-        self._admitted_since_raise += 1
+        self._room.admitted()
 
     def on_resume(self) -> None:
         """A preempted request was admitted again."""
         self._admitted += 1
-        self._admitted_since_raise += 1
+        self._room.admitted()
 
     def on_finish(self, output_tokens: int) -> None:
         """A request ended by itself. Aborted requests are not reported."""
         self._adaptive.on_finish(output_tokens)
         self._answers.ended()
-        self._reserve_share = max(self._reserve_share - RESERVE_DECREASE / self._active, 0.0)
+        self._room.ended()
 
     def drain_records(self) -> list[Record]:
         """Records since the last call."""
@@ -275,10 +272,7 @@ class Controller:
         self._decisions += 1
         if self._service.tpot_s is not None and self._decisions % ALLOWED_EVERY == 0:
             self._seqs_allowed = self._allowed()
-        self._active = max(view.decoding + view.prefilling, 1)
-        if view.preempted and self._admitted_since_raise:
-            self._reserve_share = min(self._reserve_share + RESERVE_INCREASE, 1.0)
-            self._admitted_since_raise = 0
+        self._room.observe(view.decoding + view.prefilling, view.preempted)
         if self._phase == "prefill" and self._refilling(view):
             return self._decision(view)
         refill = max(min(view.waiting, self._idle(view)), 0)
@@ -309,26 +303,20 @@ class Controller:
         return (self._num_blocks - view.free_blocks) * self._block_size / active if active else 0.0
 
     def _prompts_that_fit(self, view: View) -> float:
-        """Mean prompts that KV has room for: now, with a reserve for each running sequence, and at half the answers.
-
-        The second keeps a young batch, whose answers all still have to grow, from being filled with as many as fit
-        today. Sequences are at least half an answer old on average when their number is steady (renewal theory), so it
-        never binds there. Prefixes held in common make contexts smaller than prompts.
-        """
-        active, answer = view.decoding + view.prefilling, self._answers.mean
-        reserve_tokens = self._reserve_share * answer
-        free_tokens = view.free_blocks * self._block_size - reserve_tokens * active
-        fit_now = max(free_tokens, 0.0) / (self._adaptive.mu_l + reserve_tokens)
-        if not active:
-            return fit_now
-        grown_tokens = min(self._adaptive.mu_l, self._mean_context(view)) + answer / 2
-        return min(fit_now, max(self._capacity_tokens / grown_tokens - active, 0.0))
+        """Mean prompts that KV has room for."""
+        return self._room.prompts(
+            active=view.decoding + view.prefilling,
+            free_tokens=view.free_blocks * self._block_size,
+            context_tokens=self._mean_context(view),
+            prompt_tokens=self._adaptive.mu_l,
+            answer_tokens=self._answers.mean,
+        )
 
     def _refill_now(self, view: View, slots: int) -> Refill:
         """What ``slots`` prompts come to."""
         return Refill(
             seqs=slots,
-            prompt_tokens=self._adaptive.mu_new,
+            prompt_tokens=max(self._adaptive.mu_new, 1.0),  # KV delivered whole leaves nothing to compute
             half_computed=view.prefilling,
             queued=view.waiting > slots,
             hazard=1.0 / self._answers.mean,
