@@ -4,7 +4,7 @@ One closed-loop plan holds all probes. A probe of ``x`` prompt tokens is a lone 
 of ``n`` decodes at context ``c`` is ``n`` requests decoding together. A mixed probe lets lone prompts of ``x`` tokens
 join ``n`` decodes one after the other. Single requests in between drain the engine. What a probe cost is read from
 the engine's step records: this calibrates engines in virtual time (sim, emulated), where a request is there the moment
-its slot is free. A real vLLM is stepped by hand instead (:mod:`ebbench.analysis.calibrate_vllm`).
+its slot is free. A real vLLM is stepped by hand instead (:mod:`ebbench.analysis.calibrate_rounds`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Key = tuple[int, int, int]  # prompt tokens, decoding sequences, context; 0 mean
 
 @dataclass(frozen=True)
 class ProbeGrid:
-    """What to measure, and how often: ``repeats`` steps a point, of which the median counts."""
+    """What to measure, and how often: ``repeats`` steps a point."""
 
     tokens: tuple[int, ...]
     seqs: tuple[int, ...]
@@ -45,6 +45,11 @@ class ProbeGrid:
         """Steps measured in all."""
         decodes = len(self.seqs) * len(self.contexts)
         return self.repeats * (len(self.tokens) + decodes * (1 + len(self.tokens)))
+
+    @property
+    def probes(self) -> int:
+        """Probes of a round: each size of a lone prompt, and each batch of decodes with the prompts that join it."""
+        return len(self.tokens) + len(self.seqs) * len(self.contexts)
 
     @property
     def budget_tokens(self) -> int:
@@ -86,13 +91,18 @@ class ProbeGrid:
 
 @dataclass(frozen=True)
 class Measured:
-    """A calibration with its grid, and how well the linear fits describe it (R squared)."""
+    """A calibration with its grid, and how well the linear fits describe its step times (R squared).
+
+    ``request_s``: what a request costs beside its steps. ``drift``: time of the slowest round over the fastest's.
+    """
 
     calibration: Calibration
     prefill_r2: float
     decode_r2: float
     mixed_r2: float | None
     steps: int
+    request_s: float = 0.0
+    drift: float = 1.0
 
 
 def calibrate(
@@ -229,26 +239,32 @@ def cost_grid(grid: ProbeGrid, seconds: Mapping[Key, float]) -> CostGrid:
 
 
 def _rising(times: npt.NDArray[np.float64]) -> Any:
-    """More work never takes less time: what a noisy machine says otherwise is lifted to its smaller neighbour."""
+    """More work never takes less time; where a noisy machine says otherwise, neighbours meet in the middle.
+
+    The middle of the smallest rising surface above and the largest below: lifting alone would make noise cost time.
+    """
+    above, below = times, times
     for axis in range(times.ndim):
-        times = np.maximum.accumulate(times, axis=axis)
-    return _tuples(times.tolist())
+        above = np.maximum.accumulate(above, axis=axis)
+        below = np.flip(np.minimum.accumulate(np.flip(below, axis), axis=axis), axis)
+    return _tuples(((above + below) / 2.0).tolist())
 
 
 def _tuples(value: Any) -> Any:
     return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
-def fit(grid: CostGrid, source: str, steps: int) -> Measured:
-    """The linear controller model: alpha and beta of prefill and decode, beta_mb(r) over every mixed point."""
+def fit(grid: CostGrid, source: str, steps: int, *, request_s: float = 0.0, drift: float = 1.0) -> Measured:
+    """The linear controller model: alpha and beta of prefill, decode and mixed steps, beta_mb(r) over every point."""
     alpha_p, beta_p, prefill_r2 = _line(grid.tokens, grid.prefill)
     every = [(n, t) for n, row in zip(grid.seqs, grid.decode, strict=True) for t in row]
     alpha_d, beta_d, decode_r2 = _line([n for n, _ in every], [t for _, t in every])
-    mixed, mixed_r2 = _mixed(grid, alpha_p)
+    alpha_mb, mixed, mixed_r2 = _mixed(grid, alpha_p)
     calibration = Calibration(
-        alpha_p=alpha_p, beta_p=beta_p, alpha_d=alpha_d, beta_d=beta_d, mixed=mixed, source=source, grid=grid
-    )
-    return Measured(calibration, prefill_r2, decode_r2, mixed_r2, steps)
+        alpha_p=alpha_p, beta_p=beta_p, alpha_d=alpha_d, beta_d=beta_d, mixed=mixed, alpha_mb=alpha_mb,
+        source=source, grid=grid,
+    )  # fmt: skip
+    return Measured(calibration, prefill_r2, decode_r2, mixed_r2, steps, request_s, drift)
 
 
 def _line(x: Any, y: Any) -> tuple[float, float, float]:
@@ -258,21 +274,28 @@ def _line(x: Any, y: Any) -> tuple[float, float, float]:
     return alpha, beta, r_squared(y, [alpha + beta * v for v in x])
 
 
-def _mixed(grid: CostGrid, alpha_p: float) -> tuple[MixedCost | None, float | None]:
-    """beta_mb(r) = a + b r + c r^2 by least squares on seconds per token; None where it would turn negative."""
-    points = [
-        (n / (x + n), max(t - alpha_p, 0.0) / (x + n))
-        for x, rows in zip(grid.tokens, grid.mixed, strict=True)
-        for n, row in zip(grid.seqs, rows, strict=True)
-        for t in row
-    ]
-    shares, costs = (np.array(values) for values in zip(*points, strict=True))
-    c, b, a = (float(v) for v in np.polyfit(shares, costs, 2))
-    try:
-        mixed = MixedCost(a, b, c)
-    except CalibrationError:
-        return None, None
-    return mixed, r_squared(costs, [mixed.at(r) for r in shares])
+def _mixed(grid: CostGrid, alpha_p: float) -> tuple[float | None, MixedCost | None, float | None]:
+    """A mixed step of x prompt tokens and n decodes: alpha_mb + (x + n)(a + b r + c r^2), r = n / (x + n).
+
+    Least squares of relative errors, so that short steps count as much as long ones. Where that gives a negative cost
+    alpha_mb is alpha_p (None, the authors' default); Nones where it still does.
+    """
+    shape = [(x + n, n / (x + n)) for x in grid.tokens for n in grid.seqs for _ in grid.contexts]
+    tokens, shares = np.array(shape).T
+    times = np.array(grid.mixed).ravel()
+    terms = np.stack([np.ones_like(tokens), tokens, tokens * shares, tokens * shares**2])
+    for fixed in (0, 1):
+        known = alpha_p if fixed else 0.0
+        found = np.linalg.lstsq((terms[fixed:] / times).T, (times - known) / times, rcond=None)[0]
+        alpha, (a, b, c) = (known if fixed else float(found[0])), (float(v) for v in found[-3:])
+        try:
+            mixed = MixedCost(a, b, c)
+        except CalibrationError:
+            continue
+        if alpha >= 0.0:
+            fitted = alpha + tokens * np.array([mixed.at(r) for r in shares])
+            return None if fixed else alpha, mixed, r_squared(times, fitted)
+    return None, None, None
 
 
 def r_squared(y: Any, fitted: Any) -> float:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+
+import pyarrow.compute as pc
 
 from ebbench.analysis.calibrate import Measured, ProbeGrid
 from ebbench.analysis.calibrate_vllm import SteppedVllm, run_closed_loop
@@ -14,7 +16,7 @@ from ebbench.devices.base import Device
 from ebbench.devices.geometry import ModelGeometry
 from ebbench.devices.gridcost import GridCost
 from ebbench.devices.profiles import FORMAT, find_model
-from ebbench.engines.base import Engine, EngineResult
+from ebbench.engines.base import Engine, EngineOptions, EngineResult
 from ebbench.engines.sim import SimEngine
 from ebbench.errors import DataError, UsageError
 from ebbench.records.plan import Plan
@@ -25,11 +27,15 @@ from vllm_eb.policy import parse_policy
 
 @dataclass(frozen=True)
 class Check:
-    """Throughput of the same requests, measured on the engine and predicted from the measured step times."""
+    """Throughput of the same requests, measured on the engine and predicted from the measured step times.
+
+    ``measured_range``: the slowest and the fastest run, where there were several.
+    """
 
     requests: int
     measured_tokens_per_s: float
     predicted_tokens_per_s: float
+    measured_range: tuple[float, float] | None = None
 
     @property
     def error(self) -> float:
@@ -42,28 +48,60 @@ def check_prediction(engine: Engine, device: Device, measured: Measured, grid: P
     plan = _check_plan(grid, requests)
     real = engine.run(plan, parse_policy("v1"), device, grid.options, None)
     blocks = int(real.steps["kv_blocks_total"][0].as_py())
-    predicted = _predict(plan, device, measured, grid, blocks * grid.options.block_size, async_scheduling=True)
-    return Check(requests, _tokens_per_s(real), predicted)
+    options = replace(grid.options, num_kv_blocks=blocks)
+    return Check(requests, _tokens_per_s(real), predict(plan, device, measured, options))
 
 
-def check_stepped(vllm: SteppedVllm, device: Device, measured: Measured, grid: ProbeGrid, requests: int) -> Check:
-    """The same with a real vLLM stepped in this process."""
-    plan = _check_plan(grid, requests)
-    lengths = list(zip(plan.table["input_tokens"].to_pylist(), plan.table["output_tokens"].to_pylist(), strict=True))
-    seconds = run_closed_loop(vllm, lengths, plan.phases[0].max_concurrency)
-    predicted = _predict(plan, device, measured, grid, vllm.kv_tokens, async_scheduling=False)
-    return Check(requests, sum(map(sum, lengths)) / seconds, predicted)
+@dataclass
+class SteppedRuns:
+    """One plan, served again and again by a real vLLM stepped in this process: in the pauses between its probes.
+
+    So probes and runs meet the same machine, fast or slow. No probe has these lengths or this concurrency, and no fit
+    sees these seconds. ``every``: how many pauses until the next run.
+    """
+
+    vllm: SteppedVllm
+    plan: Plan
+    every: int = 1
+    seconds: list[float] = field(default_factory=list)
+    _pauses: int = 0
+
+    @classmethod
+    def beside(cls, grid: ProbeGrid, vllm: SteppedVllm, requests: int) -> SteppedRuns:
+        """Requests of lengths within the grid, at a concurrency between its batches; once a round."""
+        return cls(vllm, _check_plan(grid, requests), every=grid.probes)
+
+    def pause(self) -> None:
+        """Called after each probe."""
+        self._pauses += 1
+        if self._pauses % self.every == 0:
+            self.run()
+
+    def run(self) -> None:
+        """Serve the plan once."""
+        lengths = self.plan.table.select(["input_tokens", "output_tokens"]).to_pydict().values()
+        concurrency = self.plan.phases[0].max_concurrency
+        self.seconds.append(run_closed_loop(self.vllm, list(zip(*lengths, strict=True)), concurrency))
+
+    def check(self, device: Device, measured: Measured, grid: ProbeGrid) -> Check:
+        """What was measured, over all runs, beside what the simulator says."""
+        tokens = sum(pc.sum(self.plan.table[name]).as_py() for name in ("input_tokens", "output_tokens"))
+        options = replace(grid.options, num_kv_blocks=self.vllm.kv_tokens // 16, async_scheduling=False)
+        return Check(
+            len(self.plan),
+            tokens * len(self.seconds) / sum(self.seconds),
+            predict(self.plan, device, measured, options),
+            (tokens / max(self.seconds), tokens / min(self.seconds)),
+        )
 
 
-def _predict(
-    plan: Plan, device: Device, measured: Measured, grid: ProbeGrid, kv_tokens: int, *, async_scheduling: bool
-) -> float:
+def predict(plan: Plan, device: Device, measured: Measured, options: EngineOptions) -> float:
     """Tokens/s of the plan on the simulator, its step times those just measured."""
     if measured.calibration.grid is None:
         raise DataError("the calibration holds no grid to predict from")
-    cost = GridCost(measured.calibration.grid)
+    cost = GridCost(measured.calibration.grid, measured.request_s)
+    kv_tokens = (options.num_kv_blocks or 0) * options.block_size
     twin = replace(device, cost=cost, kv_capacity_tokens=kv_tokens, calibration=measured.calibration)
-    options = replace(grid.options, num_kv_blocks=kv_tokens // 16, async_scheduling=async_scheduling)
     return _tokens_per_s(SimEngine().run(plan, parse_policy("v1"), twin, options, None))
 
 
@@ -121,6 +159,15 @@ def _profile_text(measured: Measured, device: Device, model: str) -> str:
         f'{_quoted(model)} = "calibration.json"',
         "",
     ]
+    if measured.request_s:
+        lines += [
+            f"[host.{_quoted(geometry.name)}]",
+            "step_s = 0  # what the host does in a step is in the measured steps",
+            "sequence_s = 0",
+            f"request_s = {measured.request_s:.4g}",
+            'source = "measured: taking a request in and forgetting it, beside its steps"',
+            "",
+        ]
     return "\n".join(lines)
 
 

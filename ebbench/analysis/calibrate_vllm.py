@@ -1,21 +1,22 @@
 """Step times of a real vLLM in this process: every step is asked for and timed by hand, no server between.
 
 Over HTTP a step's composition hangs on when a request arrives; here it is exact. The time of a step is that of
-``LLMEngine.step``: scheduling, model, sampling and output together.
+``LLMEngine.step``: scheduling, model, sampling and output together. What is measured with it, and in which order, is
+:mod:`ebbench.analysis.calibrate_rounds`.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ebbench.analysis.calibrate import Key, ProbeGrid
+from ebbench.analysis.calibrate import ProbeGrid
 from ebbench.errors import RunError, UsageError
 
 FIRST_TOKEN, TOKENS = 3, 200  # prompt tokens are drawn from this range, which every vocabulary has
@@ -54,6 +55,11 @@ class SteppedVllm:
         self.engine.abort_request(list(names))
         while self.engine.has_unfinished_requests():
             self.engine.step()
+        self.settle_s()
+
+    def settle_s(self) -> float:
+        """Seconds of a step without requests, in which the engine forgets those that have just ended."""
+        return self.step_s()[0]
 
 
 def start(model: str, grid: ProbeGrid) -> SteppedVllm:
@@ -88,56 +94,6 @@ def start(model: str, grid: ProbeGrid) -> SteppedVllm:
     return SteppedVllm(engine, SamplingParams, int(cache.num_gpu_blocks or 0) * int(cache.block_size))
 
 
-def measure_steps(vllm: SteppedVllm, grid: ProbeGrid) -> Mapping[Key, float]:
-    """Median seconds of every point of the grid."""
-    _warm_up(vllm, grid)
-    found = {(x, 0, 0): _median(_prefills(vllm, x, grid.repeats)) for x in grid.tokens}
-    for n in grid.seqs:
-        for c in grid.contexts:
-            found |= _with_decodes(vllm, grid, n, c)
-    return found
-
-
-def _warm_up(vllm: SteppedVllm, grid: ProbeGrid) -> None:
-    for x in (grid.tokens[0], grid.tokens[-1]):
-        _prefills(vllm, x, 2)
-    names = [vllm.add(grid.contexts[0], 8) for _ in range(grid.seqs[-1])]
-    vllm.clear(names)
-
-
-def _prefills(vllm: SteppedVllm, tokens: int, repeats: int) -> list[float]:
-    times = []
-    for _ in range(repeats):
-        vllm.add(tokens, 1)
-        times.append(vllm.step_s()[0])
-    return times
-
-
-def _with_decodes(vllm: SteppedVllm, grid: ProbeGrid, seqs: int, context: int) -> dict[Key, float]:
-    """``seqs`` decodes alone, then joined by one prompt at a time; the context drifts by a few tokens meanwhile."""
-    steps = grid.repeats * (2 * len(grid.tokens) + 1)
-    filling = grid.filling_steps(seqs, context)
-    names = [vllm.add(max(context - (steps + filling) // 2, 1), 2 * (steps + filling)) for _ in range(seqs)]
-    for _ in range(filling):
-        vllm.step_s()
-    found = {(0, seqs, context): _median([vllm.step_s()[0] for _ in range(grid.repeats)])}
-    for tokens in grid.tokens:
-        found[tokens, seqs, context] = _median(list(_joined(vllm, tokens, grid.repeats)))
-    vllm.clear(names)
-    return found
-
-
-def _joined(vllm: SteppedVllm, tokens: int, repeats: int) -> Iterator[float]:
-    for _ in range(repeats):
-        vllm.add(tokens, 1)
-        yield vllm.step_s()[0]
-        vllm.step_s()
-
-
-def _median(times: list[float]) -> float:
-    return float(np.median(times))
-
-
 def run_closed_loop(vllm: SteppedVllm, lengths: Sequence[tuple[int, int]], concurrency: int) -> float:
     """Seconds to serve requests of these (prompt, output) lengths, ``concurrency`` at a time."""
     waiting = list(reversed(lengths))
@@ -149,4 +105,6 @@ def run_closed_loop(vllm: SteppedVllm, lengths: Sequence[tuple[int, int]], concu
         for _ in ended:
             if waiting:
                 vllm.add(*waiting.pop())
-    return vllm.clock() - start_s
+    seconds = vllm.clock() - start_s
+    vllm.settle_s()
+    return seconds

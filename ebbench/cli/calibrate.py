@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 LARGE = ("256,1024,4096", "16,128,512", "128,1024")
 SMALL = ("32,128,512", "1,8,32", "32,256")
+STEADY = 1.1  # a machine whose rounds differ by no more keeps its speed
 
 
 def calibrate(
@@ -27,7 +28,7 @@ def calibrate(
     tokens: Annotated[str | None, typer.Option(help="Prompt tokens of a step, e.g. 256,1024,4096.")] = None,
     seqs: Annotated[str | None, typer.Option(help="Decoding sequences of a step, e.g. 16,128,512.")] = None,
     contexts: Annotated[str | None, typer.Option(help="KV tokens a decode holds, e.g. 128,1024.")] = None,
-    repeats: Annotated[int, typer.Option(min=2, help="Steps measured a point; the median counts.")] = 8,
+    repeats: Annotated[int, typer.Option(min=2, help="Rounds; each measures every point once.")] = 8,
     check: Annotated[int, typer.Option(min=0, help="Requests of the out-of-sample check; 0 leaves it out.")] = 64,
     output_dir: Annotated[Path, typer.Option(help="Where profile and calibration are written.")] = Path("calibration"),
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
@@ -129,16 +130,25 @@ def _measure_vllm(
 ) -> tuple[Measured, Device, Check | None]:
     """Calibrate a real vLLM on this machine."""
     from ebbench.analysis.calibrate import cost_grid, fit
-    from ebbench.analysis.calibrate_check import check_stepped
-    from ebbench.analysis.calibrate_vllm import measure_steps, start
+    from ebbench.analysis.calibrate_check import SteppedRuns
+    from ebbench.analysis.calibrate_rounds import measure_steps
+    from ebbench.analysis.calibrate_vllm import start
     from ebbench.cli.server import unknown_device
 
     target = unknown_device(device or _gpu_name() or "this-cpu", model)
     typer.echo(f"loading {model} into vLLM on {target.name} ...", err=True)
     vllm = start(model, grid)
     grid = _fitting(grid, vllm.kv_tokens)
-    measured = fit(cost_grid(grid, measure_steps(vllm, grid)), _source(model, target.name, engine), grid.points)
-    return measured, target, check_stepped(vllm, target, measured, grid, check) if check else None
+    runs = SteppedRuns.beside(grid, vllm, check) if check else None
+    probed = measure_steps(vllm, grid, runs.pause if runs else None)
+    measured = fit(
+        cost_grid(grid, probed.seconds),
+        _source(model, target.name, engine),
+        grid.points,
+        request_s=probed.request_s,
+        drift=probed.drift,
+    )
+    return measured, target, runs.check(target, measured, grid) if runs else None
 
 
 def _document(measured: Measured, profile: Path, check: Check | None) -> dict[str, object]:
@@ -150,6 +160,8 @@ def _document(measured: Measured, profile: Path, check: Check | None) -> dict[st
         "decode_r2": measured.decode_r2,
         "mixed_r2": measured.mixed_r2,
         "steps": measured.steps,
+        "request_s": measured.request_s,
+        "drift": measured.drift,
         "profile": str(profile),
         "check": None if check is None else asdict(check),
     }
@@ -168,10 +180,24 @@ def _print(measured: Measured, profile: Path, check: Check | None) -> None:
         typer.echo("mixed    no polynomial with positive costs fits; policies use the measured grid")
     else:
         a, b, c = (v * 1e6 for v in (cal.mixed.a, cal.mixed.b, cal.mixed.c))
-        typer.echo(f"mixed    {a:.2f} + {b:.2f} r + {c:.2f} r^2 µs a token   R2 {measured.mixed_r2:.4f}")
-    if check is not None:
+        alpha_ms = (cal.alpha_p if cal.alpha_mb is None else cal.alpha_mb) * 1e3
         typer.echo(
-            f"check    {check.requests} other requests: {check.measured_tokens_per_s:.0f} tokens/s measured, "
+            f"mixed    {alpha_ms:.3f} ms + {a:.2f} + {b:.2f} r + {c:.2f} r^2 µs a token   R2 {measured.mixed_r2:.4f}"
+        )
+    if measured.request_s:
+        typer.echo(f"request  {measured.request_s * 1e3:.3f} ms beside its steps")
+    if measured.drift > STEADY:
+        typer.echo(
+            f"drift    the slowest round took {measured.drift:.2f} times the fastest: this machine does not keep its "
+            "speed, and a run at another time may differ by as much",
+            err=True,
+        )
+    if check is not None:
+        found = ""
+        if check.measured_range is not None:
+            found = " ({:.0f} to {:.0f})".format(*check.measured_range)
+        typer.echo(
+            f"check    {check.requests} other requests: {check.measured_tokens_per_s:.0f} tokens/s measured{found}, "
             f"{check.predicted_tokens_per_s:.0f} predicted ({check.error:+.1%})"
         )
     typer.echo(f"wrote {profile}: use it with --device {profile}")

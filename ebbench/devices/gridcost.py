@@ -13,23 +13,28 @@ from vllm_eb.costs import CostGrid
 
 @dataclass(frozen=True)
 class GridCost:
-    """Step time read off a measured grid: linear between its points, continued beyond, never below its parts."""
+    """Step time read off a measured grid: linear between its points, continued beyond, never below its parts.
+
+    ``request_s`` is added for every prompt that a step completes: what a request costs beside its steps.
+    """
 
     grid: CostGrid
+    request_s: float = 0.0
 
     def step_s(self, shape: StepShape) -> float:
         """Seconds of one step; prompts count by their tokens together, decodes by number and mean context."""
+        seqs = shape.decode_seqs
+        beside = self.request_s * (shape.sampled_seqs - seqs)
         tokens = 0
         for chunk, _ in shape.prefill:
             tokens += chunk
-        seqs = shape.decode_seqs
         if not seqs:
-            return self.grid.prefill_s(tokens)
+            return self.grid.prefill_s(tokens) + beside
         context = shape.decode_kv_tokens / seqs
         decode = self.grid.decode_s(seqs, context)
         if not tokens:
             return decode
-        return max(self.grid.mixed_s(tokens, seqs, context), decode, self.grid.prefill_s(tokens))
+        return max(self.grid.mixed_s(tokens, seqs, context), decode, self.grid.prefill_s(tokens)) + beside
 
 
 def measured_calibration(path: Path) -> Calibration:

@@ -72,7 +72,7 @@ def load_device(
     published = measured or published_calibration(profile, geometry)
     constants = host or profile.host.get(geometry.name) or profile.host.get("default") or DEFAULT_HOST
     built = (
-        _grid(profile, measured)
+        _grid(profile, measured, profile.host.get(geometry.name))
         if measured is not None and cost == "auto"
         else _build(cost, profile, geometry, published, constants, Serving(async_scheduling, eager))
     )
@@ -97,9 +97,10 @@ def _measured(profile: DeviceProfile, model: str, geometry: ModelGeometry) -> Ca
     return None
 
 
-def _grid(profile: DeviceProfile, calibration: Calibration) -> Built:
+def _grid(profile: DeviceProfile, calibration: Calibration, host: HostCosts | None) -> Built:
     assert calibration.grid is not None  # measured_calibration refuses one without
-    return Built(GridCost(calibration.grid), f"step times measured: {calibration.source or profile.provenance}", ())
+    cost = GridCost(calibration.grid, host.request_s if host is not None else 0.0)
+    return Built(cost, f"step times measured: {calibration.source or profile.provenance}", ())
 
 
 def _build(

@@ -21,12 +21,14 @@ class HostCosts:
     """The free constants of a device and model (at most three), with where each value comes from.
 
     ``mixed_excess`` scales the part of a mixed attention call that exceeds its pure parts; 1 is as profiled.
+    ``request_s`` is no free constant: `ebbench calibrate` measures it, beside a grid of step times.
     """
 
     step_s: float
     sequence_s: float
     mixed_excess: float = 1.0
     source: str = "default, not fitted"
+    request_s: float = 0.0
 
 
 @dataclass(frozen=True)

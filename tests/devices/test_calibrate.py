@@ -199,3 +199,19 @@ def test_a_grid_that_fits_is_kept_and_one_that_cannot_fit_is_refused() -> None:
     assert GRID.fitting(GRID.kv_tokens(64) - 1).seqs == (2, 16)
     with pytest.raises(UsageError, match="16 sequences of 512 tokens need room for"):
         GRID.fitting(GRID.kv_tokens(16) - 1)
+
+
+def test_a_mixed_step_has_a_fixed_cost_of_its_own() -> None:
+    """On a small machine a mixed step costs the host more than a lone prompt's; that is not the tokens' fault."""
+    tokens, seqs, contexts = (32, 128, 512), (1, 8, 32), (32, 256)
+    grid = CostGrid(
+        tokens, seqs, contexts,
+        tuple(2e-3 + 5e-5 * x for x in tokens),
+        tuple((3e-3 + 1e-4 * n,) * 2 for n in seqs),
+        tuple(tuple((3.5e-3 + (5e-5 + 6e-5 * (n / (n + x))) * (n + x),) * 2 for n in seqs) for x in tokens),
+    )  # fmt: skip
+    measured = fit(grid, "made up", 1)
+    cal = measured.calibration
+    assert cal.mixed is not None
+    assert (cal.alpha_mb, cal.mixed.a, cal.mixed.b) == pytest.approx((3.5e-3, 5e-5, 6e-5))
+    assert measured.mixed_r2 == pytest.approx(1.0)
