@@ -177,7 +177,7 @@ class Instance(Scheduler):
                 return 0
         elif self._controller.orders_queue:
             return 0
-        return int(np.minimum.reduce(state.last[rows] - state.computed[rows]))
+        return int(np.minimum.reduce(state.last.take(rows) - state.computed.take(rows)))
 
     def _deliver(self, rows: Ints, before: int, count: int) -> None:
         """Deliver the tokens of the ``count`` oldest steps: ``before`` of any kind, then decodes of ``rows``."""
@@ -199,7 +199,7 @@ class Instance(Scheduler):
     def _run(self, step: Step) -> None:
         """Advance the scheduled requests, time the step on the device and hand it to the sink."""
         state, rows = self._state, step.rows
-        before = state.computed[rows]
+        before = state.computed.take(rows)
         after = before + step.tokens
         state.computed[rows] = after
         if not self._prefilling:
@@ -207,10 +207,10 @@ class Instance(Scheduler):
             state.target[rows] += 1
             self._time(step, StepShape((), len(rows), int(np.add.reduce(after)), len(rows)))
             return
-        complete = after == state.target[rows]
+        complete = after == state.target.take(rows)
         step.sampled = rows if np.count_nonzero(complete) == len(rows) else rows[complete]
         state.target[step.sampled] += 1
-        prefill = state.partial[rows].nonzero()[0]
+        prefill = state.partial.take(rows).nonzero()[0]
         chunks = tuple(zip(step.tokens[prefill].tolist(), before[prefill].tolist(), strict=True))
         step.prefill_tokens = int(np.add.reduce(step.tokens[prefill]))
         step.decode_seqs = len(rows) - len(prefill)
@@ -240,17 +240,17 @@ class Instance(Scheduler):
         state, sampled = self._state, step.sampled
         if self._stale:
             sampled = self._drain_stale(step)
-        slots = state.next_slot[sampled]
+        slots = state.next_slot.take(sampled)
         state.token_ns[slots] = step.end_ns
         slots += 1
         state.next_slot[sampled] = slots
-        finished = slots == state.end_slot[sampled]
+        finished = slots == state.end_slot.take(sampled)
         if not np.count_nonzero(finished):
             return []
         ended: list[int] = sampled[finished].tolist()
         for row in ended:
             self._finish(row, step.end_ns)
-        self.running = self.running[~state.done[self.running]]
+        self.running = self.running[~state.done.take(self.running)]
         return ended
 
     def _drain_stale(self, step: Step) -> Ints:

@@ -24,7 +24,7 @@ from vllm_eb.policy import parse_policy
 RUNS = 7
 DEVICES = (
     ("rtx-pro-6000", "qwen3-8b", "linear"), ("rtx-pro-6000", "qwen3-8b", "auto"), ("h200", "qwen3-8b", "auto"),
-    ("h200", "qwen3-30b-a3b", "auto"),
+    ("h200", "qwen3-30b-a3b", "auto"), ("l40s", "llama-3.1-8b", "auto"),
 )  # fmt: skip
 POLICIES = ("v1", "v0", "deferred:k=32", "eb:theta=0.7", "eb", "ebplus")
 
