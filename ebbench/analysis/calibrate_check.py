@@ -99,7 +99,7 @@ def predict(plan: Plan, device: Device, measured: Measured, options: EngineOptio
     """Tokens/s of the plan on the simulator, its step times those just measured."""
     if measured.calibration.grid is None:
         raise DataError("the calibration holds no grid to predict from")
-    cost = GridCost(measured.calibration.grid, measured.request_s)
+    cost = GridCost.measured(measured.calibration.grid, measured.request_s)
     kv_tokens = (options.num_kv_blocks or 0) * options.block_size
     twin = replace(device, cost=cost, kv_capacity_tokens=kv_tokens, calibration=measured.calibration)
     return _tokens_per_s(SimEngine().run(plan, parse_policy("v1"), twin, options, None))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+
+import numpy as np
 
 from ebbench.devices.base import StepShape
 from ebbench.errors import InputFileError
@@ -15,19 +17,38 @@ from vllm_eb.costs import CostGrid
 class GridCost:
     """Step time read off a measured grid: linear between its points, continued beyond, never below its parts.
 
-    ``request_s`` is added for every prompt that a step completes: what a request costs beside its steps.
+    The grid was measured with one prompt a step. What grows with the square of a prompt's length, its attention, is
+    taken out of ``grid`` and put back prompt by prompt (``square_s`` a pair of tokens): 512 tokens in four prompts cost
+    less than in one. ``request_s`` is what a request costs beside its steps, added for every prompt a step completes.
     """
 
     grid: CostGrid
     request_s: float = 0.0
+    square_s: float = 0.0
+
+    @classmethod
+    def measured(cls, grid: CostGrid, request_s: float = 0.0) -> GridCost:
+        """From a grid as `ebbench calibrate` writes it."""
+        square_s = _square_s(grid)
+        if square_s:
+            grid = replace(
+                grid,
+                prefill=tuple(t - square_s * x * x for x, t in zip(grid.tokens, grid.prefill, strict=True)),
+                mixed=tuple(
+                    tuple(tuple(t - square_s * x * x for t in row) for row in rows)
+                    for x, rows in zip(grid.tokens, grid.mixed, strict=True)
+                ),
+            )
+        return cls(grid, request_s, square_s)
 
     def step_s(self, shape: StepShape) -> float:
         """Seconds of one step; prompts count by their tokens together, decodes by number and mean context."""
         seqs = shape.decode_seqs
-        beside = self.request_s * (shape.sampled_seqs - seqs)
-        tokens = 0
-        for chunk, _ in shape.prefill:
+        tokens = squares = 0
+        for chunk, before in shape.prefill:
             tokens += chunk
+            squares += chunk * (chunk + 2 * before)
+        beside = self.request_s * (shape.sampled_seqs - seqs) + self.square_s * squares
         if not seqs:
             return self.grid.prefill_s(tokens) + beside
         context = shape.decode_kv_tokens / seqs
@@ -35,6 +56,22 @@ class GridCost:
         if not tokens:
             return decode
         return max(self.grid.mixed_s(tokens, seqs, context), decode, self.grid.prefill_s(tokens)) + beside
+
+
+def _square_s(grid: CostGrid) -> float:
+    """Seconds a pair of tokens: the curvature that step times over prompt tokens have in common, by least squares.
+
+    0 with two sizes, where it is negative, or where taking it out would leave less time for more tokens: noise.
+    """
+    tokens = np.array(grid.tokens, float)
+    if len(tokens) < 3:
+        return 0.0
+    columns = np.column_stack([grid.prefill, np.array(grid.mixed).reshape(len(tokens), -1)])
+    line = np.polynomial.polynomial.polyfit(tokens, tokens**2, 1)
+    bend = tokens**2 - np.polynomial.polynomial.polyval(tokens, line)  # of x^2, what no line explains
+    square_s = float((bend @ columns).mean() / (bend @ tokens**2))
+    rest = columns - square_s * tokens[:, None] ** 2
+    return square_s if square_s > 0.0 and (rest[0] > 0.0).all() and (np.diff(rest, axis=0) >= 0.0).all() else 0.0
 
 
 def measured_calibration(path: Path) -> Calibration:

@@ -99,7 +99,7 @@ def _measured(profile: DeviceProfile, model: str, geometry: ModelGeometry) -> Ca
 
 def _grid(profile: DeviceProfile, calibration: Calibration, host: HostCosts | None) -> Built:
     assert calibration.grid is not None  # measured_calibration refuses one without
-    cost = GridCost(calibration.grid, host.request_s if host is not None else 0.0)
+    cost = GridCost.measured(calibration.grid, host.request_s if host is not None else 0.0)
     return Built(cost, f"step times measured: {calibration.source or profile.provenance}", ())
 
 

@@ -129,13 +129,31 @@ def test_a_stall_is_left_out_and_a_slow_step_counts() -> None:
 
 def test_requests_are_charged_once_each_when_their_prompt_is_complete() -> None:
     grid = cost_grid(GRID, dict.fromkeys(_keys(), 1.0))
-    plain, charged = GridCost(grid), GridCost(grid, 0.25)
+    plain, charged = GridCost.measured(grid), GridCost.measured(grid, 0.25)
     for shape, completed in (
         (StepShape((), 8, 800, 8), 0),
         (StepShape(((64, 0), (64, 0)), 0, 0, 2), 2),
         (StepShape(((64, 0), (64, 0)), 8, 800, 9), 1),  # the second prompt goes on in the next step
     ):
         assert charged.step_s(shape) == pytest.approx(plain.step_s(shape) + 0.25 * completed)
+
+
+def test_attention_counts_prompt_by_prompt_and_with_what_it_looks_back_on() -> None:
+    """Measured with one prompt a step: a + b x + q x^2. Several prompts have several small squares, not a large one."""
+    a, b, q = 2e-3, 4e-5, 1e-8
+    grid = cost_grid(GRID, {(x, n, c): a + b * x + q * x * x + 1e-4 * n for x, n, c in _keys()})
+    cost = GridCost.measured(grid)
+    assert cost.square_s == pytest.approx(q)
+    lone, several = StepShape(((400, 0),), 8, 800, 9), StepShape(((100, 0),) * 4, 8, 800, 12)
+    assert cost.step_s(lone) == pytest.approx(a + b * 400 + q * 400**2 + 8e-4)
+    assert cost.step_s(several) == pytest.approx(a + b * 400 + 4 * q * 100**2 + 8e-4)
+    halves = cost.step_s(StepShape(((200, 0),), 0, 0, 0)) + cost.step_s(StepShape(((200, 200),), 0, 0, 1))
+    assert halves == pytest.approx(2 * a + b * 400 + q * 400**2)
+
+
+def test_a_grid_that_bends_the_other_way_is_taken_as_it_is() -> None:
+    grid = cost_grid(GRID, {(x, n, c): 1e-3 * (1 + x + n) ** 0.5 for x, n, c in _keys()})
+    assert GridCost.measured(grid) == GridCost(grid)
 
 
 def test_noise_is_neither_lifted_nor_lowered() -> None:
