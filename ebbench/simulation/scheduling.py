@@ -103,17 +103,16 @@ class Scheduler:
         )
 
     def _order_queue(self, now_ns: int, controller: Controller) -> float:
-        """Requests too late for their target go behind the others; returns the wait of the first one that is not."""
-        limit_s = controller.expire_before_s(now_ns / NS_PER_S)
-        limit_ns = -1.0 if limit_s is None else limit_s * NS_PER_S
-        rows = np.fromiter(self.waiting, np.int64, len(self.waiting))
-        seen_ns = self._seen_ns[rows]
-        fresh = self._state.scheduled_ns[rows] == UNSET
-        late = fresh & (seen_ns < limit_ns)
-        in_time = np.flatnonzero(fresh & ~late)
-        place = np.argsort(np.where(late, 2, fresh), kind="stable")  # started ones, then those in time, then the others
-        self.waiting = deque(rows[place].tolist())
-        return (now_ns - int(seen_ns[in_time[0]])) / NS_PER_S if len(in_time) else 0.0
+        """Let the policy order the queue when it is due; returns how long the oldest punctual request has waited."""
+        now_s = now_ns / NS_PER_S
+        if controller.queue.due(now_s):
+            rows = np.fromiter(self.waiting, np.int64, len(self.waiting))
+            fresh = self._state.scheduled_ns[rows] == UNSET
+            started, rows = rows[~fresh], rows[fresh]
+            seen_s = (self._seen_ns[rows] / NS_PER_S).tolist()
+            places = controller.queue_order(now_s, seen_s, self._state.prompt[rows].tolist())
+            self.waiting = deque([*started.tolist(), *rows[places].tolist()])
+        return controller.queue.oldest_wait_s(now_s)
 
     def _follow(self, step: Step, decision: Decision, prefilling: int) -> None:
         step.mode, step.k, step.n_limit = decision.mode, decision.k, decision.n_limit

@@ -18,8 +18,9 @@ from vllm_eb.calibration import Calibration
 from vllm_eb.marginal import HUGE_TOKENS, MarginalRefill, Refill
 from vllm_eb.modes import Mode, ModeSelector
 from vllm_eb.policy import PolicySpec
+from vllm_eb.queueing import Places, PunctualQueue, Work
 from vllm_eb.room import KvRoom
-from vllm_eb.service import AnswerLength, ServiceLevel
+from vllm_eb.service import AnswerLength, ServiceLevel, TokenDebt
 
 Phase = Literal["prefill", "decode", "mixed"]
 
@@ -33,8 +34,8 @@ class View:
 
     ``decoding``: running sequences whose prompt is computed, those whose last token is in flight included;
     ``prefilling``: running sequences with prompt tokens left; ``waiting``: queued ones, preempted ones included.
-    Blocks are KV blocks; ``free_blocks`` counts cached but unreferenced ones as free. ``oldest_wait_s``: how long the
-    request next in line has waited if it was never started; asked for only where ``Controller.orders_queue``.
+    Blocks are KV blocks; ``free_blocks`` counts cached but unreferenced ones as free. ``oldest_wait_s``: what
+    ``Controller.queue`` says of it; asked for only where ``Controller.orders_queue``.
     ``preempted``: requests preempted since the last view.
     """
 
@@ -102,9 +103,12 @@ class Controller:
         self._service = ServiceLevel(spec.ttft, spec.tpot)
         self._answers = AnswerLength(self._adaptive.mu_o, spec.window)
         self._decisions = 0
+        self.queue = PunctualQueue(spec.ttft or 0.0)
+        self._debt = TokenDebt(spec.tpot)
         if spec.kind == "marginal":
             self._marginal = MarginalRefill(self._costs, may_mix=spec.mix)
-        self._seqs_allowed = self._allowed()
+        self._seqs_allowed, self._tpot_in_reach, self._batch = max_num_seqs, True, max_num_seqs
+        self._plan_batch()
         self._room = KvRoom(self._capacity_tokens)
         self._mode: Mode = "eb" if spec.kind in ("v0", "deferred", "eb", "marginal") else "mb"
         self._phase: Phase = "decode" if self._mode == "eb" else "mixed"
@@ -126,6 +130,7 @@ class Controller:
         self._adaptive.on_prompt(input_tokens, cached_tokens)
         self._admitted += 1
         self._room.admitted()
+        self.queue.admitted(input_tokens)
 
     def on_resume(self) -> None:
         """A preempted request was admitted again."""
@@ -248,18 +253,28 @@ class Controller:
 
     @property
     def orders_queue(self) -> bool:
-        """Whether waiting requests that came too early to meet their target go behind the others."""
+        """Whether requests that were never started are to be put into the order of :meth:`queue_order`."""
         return self._service.orders_queue
 
-    def expire_before_s(self, now_s: float) -> float | None:
-        """Never-started requests that came before this moment go behind the others; None: order as it is."""
-        return self._service.expire_before_s(now_s, self._costs.prefill_s(HUGE_TOKENS))
+    def queue_order(self, now_s: float, seen_s: Sequence[float], prompt_tokens: Sequence[int]) -> Places:
+        """The places of never-started requests in their new order; to be asked when ``queue`` says it is due.
 
-    def _allowed(self) -> int:
-        """Sequences that the TPOT target allows at the lengths seen so far."""
+        ``seen_s``: when each came, in the order of the queue; ``prompt_tokens``: its prompt's length.
+        """
+        assert self._marginal is not None
+        mu_l, mu_o, batch = self._adaptive.mu_l, self._answers.mean, self._batch
+        work = Work(
+            prompt_token_s=self._marginal.per_token_s * self._adaptive.mu_new / mu_l,
+            answer_s=mu_o * self._costs.decode_s(batch, mu_l + mu_o / 2) / batch,
+            lead_s=self._costs.prefill_s(HUGE_TOKENS),
+        )
+        return self.queue.order(now_s, seen_s, prompt_tokens, work)
+
+    def _plan_batch(self) -> None:
+        """Take how many sequences the TPOT target allows at the lengths seen so far."""
         if self._marginal is None:
-            return self._max_num_seqs
-        return self._service.seqs_allowed(
+            return
+        allowed = self._service.seqs_allowed(
             self._costs,
             self._marginal.per_token_s,
             mu_l=self._adaptive.mu_l,
@@ -267,15 +282,14 @@ class Controller:
             mu_o=self._answers.mean,
             at_most=self._max_num_seqs,
         )
+        self._tpot_in_reach, self._seqs_allowed = allowed > 0, allowed or self._max_num_seqs
 
     def _decide_by_margin(self, view: View, marginal: MarginalRefill) -> Decision:
-        self._decisions += 1
-        if self._service.tpot_s is not None and self._decisions % ALLOWED_EVERY == 0:
-            self._seqs_allowed = self._allowed()
-        self._room.observe(view.decoding + view.prefilling, view.preempted)
-        if self._phase == "prefill" and self._refilling(view):
+        self._watch(view)
+        if self._phase == "prefill" and self._refilling(view) and not self._debt.too_much:
             return self._decision(view)
         refill = max(min(view.waiting, self._idle(view)), 0)
+        self._batch = max(view.decoding + view.prefilling + refill, 1)
         context_tokens = self._mean_context(view)
         choice = marginal.choose(
             decoding=view.decoding,
@@ -283,8 +297,9 @@ class Controller:
             refill=self._refill_now(view, refill),
             must=view.prefilling > 0 or (refill > 0 and self._service.refill_due(view.oldest_wait_s)),
         )
-        blocked, self._blocked = self._blocked and view.decoding > 0, False
-        way = "decode" if blocked else choice.way
+        held_back = view.decoding > 0 and (self._blocked or self._debt.too_much)
+        self._blocked = False
+        way = "decode" if held_back else choice.way
         if way != "decode":
             marginal.refilled()
         if way != "prefill":
@@ -294,8 +309,27 @@ class Controller:
             self._phase, self._mode = way, "mb" if way == "mixed" else "eb"
             self._quota, self._admitted = refill, 0
             values = {"overhead_exclusive_s": choice.overhead_exclusive_s, "overhead_mixed_s": choice.overhead_mixed_s}
-            self._record("phase", view, f"{refill} slots to refill" if refill else "nothing to refill", values)
+            self._record("phase", view, self._why(refill), values)
         return self._decision(view)
+
+    def _watch(self, view: View) -> None:
+        """Keep what the targets and the room are judged by."""
+        self._decisions += 1
+        if self._service.tpot_s is not None and self._decisions % ALLOWED_EVERY == 0:
+            self._plan_batch()
+        self._room.observe(view.decoding + view.prefilling, view.preempted)
+        self._debt.observe(
+            view.now_s,
+            decoding=view.decoding,
+            stepped=self._phase != "prefill",
+            answer_tokens=self._answers.mean,
+            in_reach=self._tpot_in_reach,
+        )
+
+    def _why(self, refill: int) -> str:
+        if self._debt.too_much:
+            return "answers are behind their target"
+        return f"{refill} slots to refill" if refill else "nothing to refill"
 
     def _mean_context(self, view: View) -> float:
         """KV tokens of a running sequence."""
@@ -341,7 +375,7 @@ class Controller:
             )
         if self._selector is not None:
             self._evaluate(view)
-        self._seqs_allowed = self._allowed()
+        self._plan_batch()
 
     def _evaluate(self, view: View) -> None:
         assert self._selector is not None

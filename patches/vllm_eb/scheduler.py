@@ -130,23 +130,20 @@ class _Phases(Scheduler):  # type: ignore[misc]
             self._seen_s[request.request_id] = self._clock()
 
     def _order_queue(self, controller: Controller | None) -> float:
-        """Requests too late for their target go behind the others; returns the wait of the first one that is not."""
+        """Let the policy order the queue when it is due; returns how long the oldest punctual request has waited."""
         assert controller is not None
         assert self._seen_s is not None
         now_s = self._clock()
-        limit_s = controller.expire_before_s(now_s)
-        started: list[Request] = []
-        in_time: list[Request] = []
-        late: list[Request] = []
-        for request in self.waiting:
-            if request.num_preemptions or request.request_id not in self._seen_s:
-                started.append(request)
-            else:
-                punctual = limit_s is None or self._seen_s[request.request_id] >= limit_s
-                (in_time if punctual else late).append(request)
-        if late:
-            compat.reorder(self.waiting, [*started, *in_time, *late])
-        return now_s - self._seen_s[in_time[0].request_id] if in_time else 0.0
+        if controller.queue.due(now_s):
+            started: list[Request] = []
+            fresh: list[Request] = []
+            for request in self.waiting:
+                new = not request.num_preemptions and request.request_id in self._seen_s
+                (fresh if new else started).append(request)
+            seen_s = [self._seen_s[request.request_id] for request in fresh]
+            places = controller.queue_order(now_s, seen_s, [request.num_prompt_tokens for request in fresh])
+            compat.reorder(self.waiting, [*started, *(fresh[place] for place in places.tolist())])
+        return controller.queue.oldest_wait_s(now_s)
 
     def _under(self, decision: Decision, view: View, args: Any, kwargs: Any) -> Any:
         self.last_decision = decision

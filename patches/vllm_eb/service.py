@@ -14,32 +14,49 @@ from vllm_eb.costs import StepCosts
 TPOT_SHARE = 0.85  # of the target is planned for: single requests scatter around the mean
 TTFT_SHARE = 0.6  # of the target may pass before a waiting request makes a refill due
 PRIOR_ANSWERS = 4.0  # what is assumed of the length of answers weighs like so many ended ones
+DEBT_PAID = 0.95  # of the target is what a token may take
+# Shares of a mean answer's time at the target: when prompts have to wait, when they may come again, what is given up.
+DEBT_HIGH, DEBT_LOW, DEBT_FORGOTTEN = 0.025, 0.0125, 0.25
 
 
 class AnswerLength:
-    """Mean tokens of an answer: tokens made over answers ended, both fading by halves every ``window`` answers.
+    """Mean tokens of an answer: tokens made over answers ended, the longer of a long and a short memory.
 
     The maximum-likelihood mean under a constant hazard with censored observations. It needs no ended answer to learn
     that answers are long: what still runs counts at once, so the first seconds of a burst are not planned by a guess.
+    The short memory (a quarter) sees after a shift to longer answers that they do not end. Answers taken for too long
+    leave a few slots empty, answers taken for too short are preempted and computed again: so the longer one counts.
     """
 
     def __init__(self, prior_tokens: float, window: int) -> None:
-        self._tokens, self._ended, self._window = PRIOR_ANSWERS * prior_tokens, PRIOR_ANSWERS, window
+        self._memories = (_FadingMean(prior_tokens, window), _FadingMean(prior_tokens, max(window // 4, 1)))
 
     @property
     def mean(self) -> float:
         """Tokens."""
-        return self._tokens / self._ended
+        return max(memory.tokens / memory.ended for memory in self._memories)
 
     def decoded(self, seqs: int) -> None:
         """A step makes one token for each of that many sequences."""
-        self._tokens += seqs
+        for memory in self._memories:
+            memory.tokens += seqs
 
     def ended(self) -> None:
         """An answer ended by itself."""
-        self._ended += 1.0
-        if self._ended > 2 * self._window:
-            self._tokens, self._ended = self._tokens / 2, self._ended / 2
+        for memory in self._memories:
+            memory.end()
+
+
+class _FadingMean:
+    """Tokens and ended answers, both halved whenever there are twice ``window`` answers."""
+
+    def __init__(self, prior_tokens: float, window: int) -> None:
+        self.tokens, self.ended, self._window = PRIOR_ANSWERS * prior_tokens, PRIOR_ANSWERS, window
+
+    def end(self) -> None:
+        self.ended += 1.0
+        if self.ended > 2 * self._window:
+            self.tokens, self.ended = self.tokens / 2, self.ended / 2
 
 
 @dataclass(frozen=True)
@@ -60,7 +77,7 @@ class ServiceLevel:
         """Largest batch whose time per output token, its share of prefills included, stays within the target.
 
         Mean tokens: ``mu_l`` of a prompt, ``mu_new`` of it to compute, ``mu_o`` of an answer. ``at_most`` when there
-        is no target, or when not even one sequence could meet it.
+        is no target; 0 when not even one sequence could meet it.
         """
         if self.tpot_s is None:
             return at_most
@@ -71,18 +88,49 @@ class ServiceLevel:
             assert self.tpot_s is not None
             return costs.decode_s(seqs, context) + seqs * prompt_s_per_token <= TPOT_SHARE * self.tpot_s
 
-        if meets(at_most) or not meets(1):
+        if meets(at_most):
             return at_most
-        low, high = 1, at_most
+        low, high = 0, at_most
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (middle, high) if meets(middle) else (low, middle)
         return low
 
-    def expire_before_s(self, now_s: float, prefill_s: float) -> float | None:
-        """Requests that came before this moment cannot get their first token in time any more."""
-        return None if self.ttft_s is None else now_s + prefill_s - self.ttft_s
-
     def refill_due(self, oldest_wait_s: float) -> bool:
         """Whether the oldest request that can still make it should not wait longer."""
         return self.ttft_s is not None and oldest_wait_s >= TTFT_SHARE * self.ttft_s
+
+
+class TokenDebt:
+    """How far running answers are behind their TPOT target: time adds to it, every token pays some of it back.
+
+    The batch that :meth:`ServiceLevel.seqs_allowed` finds meets the target on average; this keeps prompts from coming
+    all at once, in a burst or one after the other, which those who have just begun would pay for. Never below zero:
+    what old answers have saved is of no use to young ones. Never above a quarter of a mean answer: who is further
+    behind than that has missed the target, and waiting for it would help nobody.
+    """
+
+    def __init__(self, tpot_s: float | None) -> None:
+        self._tpot_s = tpot_s
+        self._debt_s = self._last_s = 0.0
+        self._too_much = False
+
+    @property
+    def too_much(self) -> bool:
+        """Whether prompts should wait."""
+        return self._too_much
+
+    def observe(self, now_s: float, *, decoding: int, stepped: bool, answer_tokens: float, in_reach: bool) -> None:
+        """It is ``now_s``. ``stepped``: each of the ``decoding`` sequences was given a token since the last call.
+
+        ``answer_tokens``: of a mean answer; ``in_reach``: whether the target can be met at all.
+        """
+        passed_s, self._last_s = now_s - self._last_s, now_s
+        if self._tpot_s is None or not decoding or not in_reach:
+            self._debt_s, self._too_much = 0.0, False
+            return
+        allowance_s = answer_tokens * self._tpot_s
+        paid_s = DEBT_PAID * self._tpot_s if stepped else 0.0
+        self._debt_s = min(max(self._debt_s + passed_s - paid_s, 0.0), DEBT_FORGOTTEN * allowance_s)
+        # Two marks, so that refills come in bulk.
+        self._too_much = self._debt_s >= (DEBT_LOW if self._too_much else DEBT_HIGH) * allowance_s

@@ -7,13 +7,14 @@ from collections import Counter
 import pytest
 from hypothesis import given, settings
 
+from ebbench.engines.base import EngineOptions
 from ebbench.simulation.instance import Instance
 from ebbench.simulation.kv import CachingKv
 from ebbench.simulation.loop import EventLoop
 from ebbench.simulation.state import RequestState
 from ebbench.simulation.step import SchedulerLimits
 from ebbench.simulation.tables import StepLog
-from tests.simulation.worlds import MARGINAL, World, device, worlds
+from tests.simulation.worlds import MARGINAL, World, device, plan, worlds
 
 
 @given(worlds())
@@ -141,9 +142,6 @@ def test_s9_closed_loop_keeps_its_concurrency(world: World) -> None:
 @pytest.mark.parametrize("policy", ["eb:update_every=4,min_samples=3", "v1"])
 @pytest.mark.parametrize("caching", [True, False])
 def test_s10_prefix_cache_is_used_by_follow_up_turns_only_when_on(policy: str, caching: bool) -> None:
-    from ebbench.engines.base import EngineOptions
-    from tests.simulation.worlds import plan
-
     world = World(
         plan([(40, 24)] * 12, turns=3, concurrency=2),
         policy,
@@ -154,3 +152,12 @@ def test_s10_prefix_cache_is_used_by_follow_up_turns_only_when_on(policy: str, c
         by_turn.setdefault(request["turn"], set()).add(request["cached_tokens"])
     # History of a second turn: 64 tokens, of which 63 have KV, so three full blocks of 16; of a third: 127, so seven.
     assert by_turn == ({0: {0}, 1: {48}, 2: {112}} if caching else {0: {0}, 1: {0}, 2: {0}})
+
+
+def test_under_overload_a_late_request_is_served_before_all_the_punctual_ones_that_keep_coming() -> None:
+    """A closed loop that replaces every ended request by a new one, which is punctual: those at the start grow old."""
+    lengths = [(64, 16)] * 3000
+    options = EngineOptions(max_num_seqs=8, max_num_batched_tokens=512, block_size=16, num_kv_blocks=400)
+    result = World(plan(lengths, concurrency=60), "marginal:ttft=0.4,tpot=0.05,mix=off", options).run()
+    first_ns = [request["first_token_ns"] for request in result.requests.to_pylist()]
+    assert max(first_ns[:60]) < sorted(first_ns)[len(first_ns) * 9 // 10]

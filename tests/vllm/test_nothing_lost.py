@@ -26,6 +26,7 @@ POLICIES = (
     "v0", "deferred:k=2", "deferred:k=7", "eb:theta=0.05", "eb:theta=0.95", f"eb:{ONLINE}",
     f"ebplus:margin=-1,{ONLINE}",
     f"ebplus:{ONLINE}", "marginal:update_every=3,min_samples=2",
+    "marginal:update_every=3,min_samples=2,ttft=0.05,tpot=0.012",
 )  # fmt: skip
 BLOCK, MAX_STEPS_A_TOKEN = 4, 12
 
@@ -52,15 +53,16 @@ def scenes(draw: st.DrawFn) -> Scene:
     requests = draw(st.lists(lengths, min_size=1, max_size=30))
     seqs = draw(st.integers(1, 24))
     turns = st.integers(0, 120)
+    policy = draw(st.sampled_from(POLICIES))
     return Scene(
-        policy=draw(st.sampled_from(POLICIES)),
+        policy=policy,
         requests=requests,
         spare_blocks=draw(st.integers(0, 6)),
         seqs=seqs,
         budget=draw(st.integers(seqs, 64)),
         asynchronous=draw(st.booleans()),
         caching=draw(st.booleans()),
-        priorities=draw(st.booleans()),
+        priorities="ttft" not in policy and draw(st.booleans()),  # both order the queue
         aborts=draw(st.dictionaries(turns, st.integers(0, len(requests) - 1), max_size=6)),
         pauses=draw(st.dictionaries(turns, st.integers(1, 20), max_size=2)),
     )

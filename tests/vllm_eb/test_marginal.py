@@ -14,7 +14,7 @@ from vllm_eb.controller import Controller, View
 from vllm_eb.costs import CostGrid, CostGridError, LinearCosts
 from vllm_eb.marginal import MarginalRefill, Refill
 from vllm_eb.policy import parse_policy
-from vllm_eb.service import TPOT_SHARE, AnswerLength, ServiceLevel
+from vllm_eb.service import DEBT_FORGOTTEN, TPOT_SHARE, AnswerLength, ServiceLevel, TokenDebt
 from vllm_eb.theory import base_threshold
 
 LINEAR = LinearCosts(alpha_p=5e-3, beta_p=5e-5, alpha_d=1e-2, beta_d=1e-4, alpha_mb=5e-3)
@@ -184,8 +184,8 @@ def test_a_tpot_target_bounds_the_batch_just_enough() -> None:
 
     assert time_s(found) <= TPOT_SHARE * 0.05 < time_s(found + 1)
     assert (
-        ServiceLevel(tpot_s=1e-3).seqs_allowed(LINEAR, 5e-5, mu_l=100, mu_new=100, mu_o=200, at_most=1000) == 1000
-    )  # out of reach: no bound
+        ServiceLevel(tpot_s=1e-3).seqs_allowed(LINEAR, 5e-5, mu_l=100, mu_new=100, mu_o=200, at_most=1000) == 0
+    )  # out of reach
     assert ServiceLevel().seqs_allowed(LINEAR, 5e-5, mu_l=100, mu_new=100, mu_o=200, at_most=1000) == 1000
 
 
@@ -275,6 +275,62 @@ def test_the_mean_answer_converges_and_follows_a_change() -> None:
             length.decoded(expected)
             length.ended()
         assert abs(length.mean / expected - 1) < 0.1
+
+
+def test_after_a_shift_to_longer_answers_the_short_memory_counts() -> None:
+    length = AnswerLength(prior_tokens=100, window=500)
+    for _ in range(2000):
+        length.decoded(30)
+        length.ended()
+    assert length.mean == pytest.approx(30, rel=0.1)
+    for _ in range(400):
+        length.decoded(300)  # 400 tokens each, and none of them has ended
+    assert length.mean > 400
+
+
+def debt_after(steps: list[tuple[float, bool]], *, in_reach: bool = True, decoding: int = 10) -> TokenDebt:
+    """Steps of so many seconds, that give a token or none, with a target of 0.1 s and answers of 200 tokens."""
+    debt, now_s = TokenDebt(0.1), 0.0
+    debt.observe(now_s, decoding=0, stepped=False, answer_tokens=200, in_reach=in_reach)
+    for length_s, stepped in steps:
+        now_s += length_s
+        debt.observe(now_s, decoding=decoding, stepped=stepped, answer_tokens=200, in_reach=in_reach)
+    return debt
+
+
+def test_prompts_wait_while_answers_are_behind_their_target_and_come_again_when_they_have_caught_up() -> None:
+    behind = [(1.0, False)]
+    assert debt_after(behind).too_much
+    assert debt_after([*behind, *[(0.05, True)] * 5]).too_much
+    assert not debt_after([*behind, *[(0.05, True)] * 20]).too_much
+    assert not debt_after([(0.05, True)] * 1000 + [(0.4, False)]).too_much
+    # What was saved before does not count.
+    assert debt_after([(0.05, True)] * 1000 + behind).too_much
+
+
+def test_nothing_waits_for_a_target_out_of_reach_or_for_answers_that_have_missed_it_long_ago() -> None:
+    assert not debt_after([(1.0, False)] * 9, in_reach=False).too_much
+    assert not debt_after([(1.0, False)] * 9, decoding=0).too_much
+    most_s = DEBT_FORGOTTEN * 200 * 0.1
+    assert not debt_after([(1000.0, False), *[(0.045, True)] * math.ceil(most_s / 0.05)]).too_much
+
+
+def test_a_refill_pauses_for_answers_that_fall_behind_and_goes_on() -> None:
+    made = controller("marginal:tpot=0.1,mix=off")
+    made.decide(view(decoding=0, waiting=90))
+    phases = [made.decide(view(now_s=0.2 * step, decoding=20, waiting=70)).phase for step in range(1, 9)]
+    assert phases[0] == "prefill"
+    assert "decode" in phases
+    later = [made.decide(view(now_s=2 + 0.02 * step, decoding=20, waiting=70)).phase for step in range(40)]
+    assert "prefill" in later
+
+
+def test_with_a_target_out_of_reach_the_batch_is_not_bounded_by_it() -> None:
+    made = controller("marginal:tpot=0.001,mix=off")
+    assert (
+        made.decide(view(decoding=0, waiting=90)).n_limit
+        == controller("marginal:mix=off").decide(view(decoding=0, waiting=90)).n_limit
+    )
 
 
 def test_a_burst_of_long_answers_is_admitted_whole_where_decodes_alone_meet_the_target() -> None:

@@ -1,0 +1,96 @@
+"""The order of a queue with a target for the first token: fewest late, nothing lost, nobody forever."""
+
+from __future__ import annotations
+
+import math
+from itertools import combinations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_eb.queueing import ORDER_EVERY, PATIENCE, TURN_EVERY, PunctualQueue, Work, punctual
+
+TENTHS = st.integers(0, 100).map(lambda tenths: tenths / 10)
+JOBS = st.lists(st.tuples(TENTHS, st.integers(1, 40).map(lambda tenths: tenths / 10)), min_size=1, max_size=9)
+WORK = Work(prompt_token_s=1e-3, answer_s=0.1, lead_s=0.0)
+
+
+def feasible(jobs: list[tuple[float, float]], answer_s: float) -> bool:
+    """Whether all meet their deadlines, served one after the other in the order of these."""
+    ends_s = 0.0
+    for slack_s, prompt_s in jobs:
+        if ends_s + prompt_s > slack_s + 1e-9:
+            return False
+        ends_s += prompt_s + answer_s
+    return True
+
+
+@given(JOBS, st.sampled_from([0.0, 0.5]))
+@settings(max_examples=200)
+def test_no_choice_lets_fewer_be_late(jobs: list[tuple[float, float]], answer_s: float) -> None:
+    jobs = sorted(jobs)
+    kept = punctual(np.array([j[0] for j in jobs]), np.array([j[1] for j in jobs]) - 1e-12, answer_s)
+    chosen = [job for job, keep in zip(jobs, kept, strict=True) if keep]
+    assert feasible(chosen, answer_s)
+    more = combinations(jobs, len(chosen) + 1)
+    assert not any(feasible([(slack - 1e-6, prompt) for slack, prompt in picked], answer_s) for picked in more)
+
+
+def ordered(ages_s: list[float], tokens: list[int], ttft_s: float = 10.0, now_s: float = 100.0) -> list[int]:
+    places: list[int] = PunctualQueue(ttft_s).order(now_s, [now_s - age for age in ages_s], tokens, WORK).tolist()
+    return places
+
+
+@given(st.lists(st.tuples(st.floats(0.0, 30.0), st.integers(1, 20_000)), max_size=60))
+@settings(max_examples=100)
+def test_every_place_is_kept_once_and_late_ones_come_last(requests: list[tuple[float, int]]) -> None:
+    ages_s, tokens = [age for age, _ in requests], [count for _, count in requests]
+    places = ordered(ages_s, tokens)
+    assert sorted(places) == list(range(len(requests)))
+    late = [tokens[p] * WORK.prompt_token_s > 10.0 - ages_s[p] + 1e-6 for p in places]
+    assert late == sorted(late)
+
+
+def test_where_all_can_be_in_time_they_come_in_their_order() -> None:
+    assert ordered([0.5, 3.0, 1.0], [900, 100, 500]) == [1, 2, 0]
+
+
+def test_the_longest_is_given_up_where_not_all_can_be_in_time_and_goes_before_those_too_late() -> None:
+    # Four seconds each, and nine for the first: with it, one of them is in time; without it, two are.
+    assert ordered([1.0, 1.0, 1.0, 12.0], [9_000, 4_000, 4_000, 100]) == [1, 2, 0, 3]
+
+
+def test_the_wait_of_the_oldest_punctual_request_is_told_until_the_next_ordering() -> None:
+    queue = PunctualQueue(10.0)
+    assert queue.due(0.0)
+    queue.order(100.0, [70.0, 96.0, 98.0], [100, 100, 100], WORK)
+    assert queue.oldest_wait_s(100.1) == pytest.approx(4.1)
+    assert not queue.due(100.0 + 0.9 * ORDER_EVERY * 10.0)
+    assert queue.due(100.0 + 1.1 * ORDER_EVERY * 10.0)
+    queue.order(101.0, [70.0], [100], WORK)
+    assert queue.oldest_wait_s(101.0) == 0.0
+
+
+@given(st.integers(1, 30), st.integers(100, 900), st.integers(900, 9_000))
+@settings(max_examples=30)
+def test_under_an_overload_that_never_ends_everyone_is_let_in_at_last(old: int, short: int, long: int) -> None:
+    """As many punctual requests come as are let in; only turns reach the old ones, one for so much other work."""
+    queue, ttft_s, step_s = PunctualQueue(1.0), 1.0, 0.05
+    waiting = [(0.0, long)] * old
+    needed = old * (TURN_EVERY * long / short + 3) + PATIENCE * ttft_s / step_s
+    for step in range(math.ceil(needed)):
+        now_s = step * step_s
+        waiting.append((now_s, short))
+        places = queue.order(now_s, [seen for seen, _ in waiting], [tokens for _, tokens in waiting], WORK)
+        waiting = [waiting[place] for place in places]
+        queue.admitted(waiting.pop(0)[1])
+    assert not any(tokens == long and seen == 0.0 for seen, tokens in waiting)
+
+
+def test_before_their_patience_is_over_late_ones_get_no_turn() -> None:
+    queue = PunctualQueue(1.0)
+    queue.admitted(10**9)
+    assert queue.order(PATIENCE - 0.1, [0.0, PATIENCE - 0.2], [100, 100], WORK).tolist() == [1, 0]
+    assert queue.order(PATIENCE + 0.1, [0.0, PATIENCE], [100, 100], WORK).tolist() == [0, 1]
