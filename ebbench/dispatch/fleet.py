@@ -15,7 +15,8 @@ class Unit:
     """One DP unit as the dispatcher believes it to be.
 
     ``open_requests`` is B and ``kv_tokens`` is K of Algorithm 3. ``in_flight_tokens`` is U: prompt tokens sent and not
-    acknowledged; ``queued_tokens`` is R: the backlog on the device, from its last report.
+    acknowledged; ``queued_tokens`` is R: the backlog on the device, from its last report. ``begun_tokens`` of U are in
+    the pass that runs.
     """
 
     index: int
@@ -24,13 +25,14 @@ class Unit:
     kv_tokens: int = 0
     in_flight_tokens: int = 0
     queued_tokens: int = 0
+    begun_tokens: int = 0
     sent: int = 0
     unacknowledged: deque[tuple[int, int]] = field(default_factory=deque)  # (number of the request here, its key)
 
     @property
     def backlog_tokens(self) -> int:
-        """U + R: prompt tokens that will be computed before anything sent now."""
-        return self.in_flight_tokens + self.queued_tokens
+        """U + R: prompt tokens that will be computed before anything sent now, those of the pass that runs left out."""
+        return max(0, self.in_flight_tokens - self.begun_tokens) + self.queued_tokens
 
 
 class Fleet:
@@ -60,6 +62,11 @@ class Fleet:
         self.active = set(active)
         self.candidates = self._spread()
 
+    @property
+    def open_requests(self) -> int:
+        """Requests sent that have not ended, on all units."""
+        return len(self._open)
+
     def send(self, ask: Ask, unit: Unit) -> None:
         """``ask`` goes to ``unit``."""
         uncached = ask.tokens - (self.memory.hit_tokens(ask, unit.index) if self.memory is not None else 0)
@@ -82,6 +89,7 @@ class Fleet:
             waiting = unit.unacknowledged
             while waiting and waiting[0][0] <= said.received:
                 self._uncount(unit, waiting.popleft()[1])
+            unit.begun_tokens = 0
             unit.queued_tokens = said.queued_tokens
             unit.kv_tokens = said.kv_tokens + self._unseen_kv(unit)
 
@@ -114,12 +122,17 @@ class Fleet:
         for unit in self.instances[instance]:
             unit.queued_tokens = max(0, unit.queued_tokens - chunk_tokens)
 
+    def begin_sent(self, instance: int, chunk_tokens: int) -> None:
+        """The instance has begun a pass on what was sent to it and it has not reported yet."""
+        for unit in self.instances[instance]:
+            unit.begun_tokens = min(chunk_tokens, unit.in_flight_tokens)
+
     def forget_backlog(self, instance: int) -> None:
         """Take everything sent to the instance as computed (the watchdog's state reset)."""
         for unit in self.instances[instance]:
             while unit.unacknowledged:
                 self._uncount(unit, unit.unacknowledged.popleft()[1])
-            unit.queued_tokens = 0
+            unit.queued_tokens = unit.begun_tokens = 0
 
     def _spread(self) -> list[Unit]:
         """Units of active instances, neighbours on different instances, so that taking turns spreads over them."""

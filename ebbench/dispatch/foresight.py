@@ -1,9 +1,11 @@
 """When the staggered dispatcher need not wait for its interval. None of this is in the paper.
 
-Four cases in which waiting gains nothing:
+Five cases in which waiting gains nothing:
 
 - hardly anyone comes: fewer than two arrivals are expected in an interval, so no batch would form. An idle instance is
   then served at once; under light load the policy becomes immediate dispatch to an idle instance.
+- one instance is all there is and hardly anyone comes: nobody to take turns with, nobody to choose from. Requests then
+  go out at once.
 - a full batch is there already.
 - the instances *generate answers*: their passes are short and one follows the other, so there is no wait on the device
   to save, and a queue of their own is what policies such as EB decide by. Requests then go out at once.
@@ -12,7 +14,7 @@ Four cases in which waiting gains nothing:
 
 What is sent on the signal of such an instance comes too late if the way takes any time. It is therefore sent ahead:
 when ``lookahead`` of the time that its pass is expected to take has passed since the last signal, less the time of the
-way.
+way. Whoever comes after that and before the pass begins may still join, where the pass gains by it.
 """
 
 from __future__ import annotations
@@ -22,6 +24,8 @@ from collections.abc import Set as AbstractSet
 
 LIGHT_ARRIVALS = 2.0
 """With fewer arrivals expected in an interval there is no batch to wait for."""
+LIGHT_ARRIVALS_ALONE = 3.0
+"""The same where one instance is all there is: choosing who shares a pass gains nothing below."""
 ARRIVALS_KEPT = 64
 
 
@@ -35,11 +39,11 @@ class ArrivalRate:
         """One more."""
         self._times_ns.append(now_ns)
 
-    def light(self, interval_ns: float, now_ns: int) -> bool:
-        """Whether fewer than two are expected in an interval. Nothing known yet counts as light."""
+    def light(self, interval_ns: float, now_ns: int, arrivals: float = LIGHT_ARRIVALS) -> bool:
+        """Whether fewer than ``arrivals`` are expected in an interval. Nothing known yet counts as light."""
         if not self._times_ns:
             return True
-        return len(self._times_ns) * interval_ns < LIGHT_ARRIVALS * (now_ns - self._times_ns[0])
+        return len(self._times_ns) * interval_ns < arrivals * (now_ns - self._times_ns[0])
 
 
 class Generation:
@@ -82,6 +86,10 @@ class GoingOn:
         if not generates and not self.in_time:
             ahead_ns = max(0, round(self._lookahead * pass_ns) - self._network_ns)
         self._opens_ns[instance] = now_ns + ahead_ns
+
+    def begins(self, instance: int, pass_ns: float, now_ns: int) -> None:
+        """A batch was sent that takes more than one pass, the first of which should take ``pass_ns``."""
+        self._opens_ns[instance] = now_ns + round(self._lookahead * pass_ns)
 
     def __contains__(self, instance: int) -> bool:
         return instance in self._opens_ns

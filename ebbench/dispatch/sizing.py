@@ -36,11 +36,12 @@ class Candidate(NamedTuple):
 
 class PassModel(NamedTuple):
     """``overhead_tokens``: what a pass costs whatever is in it, in tokens of its fullest unit; ``token_worth``: what a
-    token counts beside the requests."""
+    token counts beside the requests; ``overdraw``: in a full pass, prompts may run over the ends of chunks."""
 
     chunk_tokens: int
     overhead_tokens: float
     token_worth: float = 0.0
+    overdraw: bool = False
 
 
 class _Filled(NamedTuple):
@@ -61,10 +62,13 @@ def candidates(
     return found
 
 
-def choose_pass(waiting: Sequence[Candidate], backlog: Mapping[int, int], model: PassModel) -> list[tuple[Ask, int]]:
+def choose_pass(
+    waiting: Sequence[Candidate], backlog: Mapping[int, int], model: PassModel, *, gainful: bool = False
+) -> list[tuple[Ask, int]]:
     """(request, unit) for one pass of an instance; ``backlog``: tokens each unit has to compute before.
 
-    Prompts longer than the chunk go only to units with nothing else to do. Empty when nothing fits.
+    Prompts longer than the chunk go only to units with nothing else to do. Empty when nothing fits, and, if they are to
+    be ``gainful``, when the pass is worth no more for its time with them than without.
     """
     if not waiting:
         return []
@@ -74,7 +78,7 @@ def choose_pass(waiting: Sequence[Candidate], backlog: Mapping[int, int], model:
     shortest = min(chunk, max(committed, wanted))
     by_density = sorted(waiting, key=lambda c: (not c.urgent, -c.worth / c.tokens))
     lengths = {round(shortest * (chunk / shortest) ** (i / LENGTHS)) for i in range(LENGTHS + 1)}
-    best = _Filled(0.0, [])
+    best = _fill((), backlog, committed, model) if gainful else _Filled(0.0, [])
     for length in sorted(lengths):
         filled = _fill(by_density, backlog, length, model)
         if filled.placed and filled.rate > best.rate:
@@ -99,8 +103,28 @@ def _fill(by_density: Sequence[Candidate], backlog: Mapping[int, int], length: i
     _close_gaps(placed, load_of, by_density, length)
     fullest = max(min(chunk, load) for load in load_of.values())
     worth = sum(c.worth * min(1.0, chunk / c.tokens) for c, _ in placed)
+    if model.overdraw and length >= chunk:
+        worth += _overdraw(placed, load_of, by_density, chunk)
     worth += sum(min(1.0, chunk / b) + model.token_worth * min(b, chunk) for b in backlog.values() if b > 0)
     return _Filled(worth / (model.overhead_tokens + fullest), placed)
+
+
+def _overdraw(
+    placed: list[tuple[Candidate, int]], load_of: dict[int, int], waiting: Sequence[Candidate], chunk: int
+) -> float:
+    """Fill what is left of the chunks with prompts that run over their ends, in order of arrival; returns the worth."""
+    taken = {candidate.order for candidate, _ in placed}
+    spare = sorted((c for c in waiting if c.order not in taken), key=lambda c: c.order, reverse=True)
+    worth = 0.0
+    for unit in sorted(load_of, key=load_of.__getitem__):
+        gap = chunk - load_of[unit]
+        if gap <= 0 or not spare:
+            break
+        candidate = spare.pop()
+        placed.append((candidate, unit))
+        load_of[unit] += candidate.tokens
+        worth += candidate.worth * min(1.0, gap / candidate.tokens)
+    return worth
 
 
 def _pick(by_density: Sequence[Candidate], backlog: Mapping[int, int], length: int, chunk: int) -> list[Candidate]:

@@ -15,22 +15,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Set as AbstractSet
 
-from ebbench.dispatch.allocate import ChunkPacking, no_hit
 from ebbench.dispatch.base import Ask, EndForward, Order
 from ebbench.dispatch.cost import PassCost
+from ebbench.dispatch.filling import Filling
 from ebbench.dispatch.fleet import Fleet, Unit
-from ebbench.dispatch.foresight import ArrivalRate, Generation, GoingOn
+from ebbench.dispatch.foresight import LIGHT_ARRIVALS_ALONE, ArrivalRate, Generation, GoingOn
 from ebbench.dispatch.immediate import LeastOutstanding, PrefixAffine
 from ebbench.dispatch.interval import AdaptiveInterval
-from ebbench.dispatch.queues import CycleQueue, Held
+from ebbench.dispatch.queues import CycleQueue
 from ebbench.dispatch.readiness import Readiness
-from ebbench.dispatch.sizing import CANDIDATES_A_UNIT, PassModel, candidates, choose_pass
 from ebbench.dispatch.staggered_settings import StaggeredSettings
-
-BACKLOG_BATCHES = 2.0
-"""With so many full batches waiting, filling every chunk matters more than leaving no remainders (overdraw auto)."""
-MISFITS = 32
-"""A cycle ends when so many requests have found no place; the rest is taken to find none either."""
 
 
 class StaggeredDispatcher:
@@ -47,7 +41,7 @@ class StaggeredDispatcher:
         )
         self._ready = Readiness(len(fleet.instances), settings.checks)
         self._queue = CycleQueue(longest_first=settings.packing, aged_cycles=settings.aged_cycles)
-        self._sizing = settings.packing and settings.sizing and not settings.cache_aware
+        self._filling = Filling(fleet, self._queue, settings)
         self._cost = PassCost(settings.chunk_tokens, settings.window)
         self._generation = Generation(settings.window, expected=generates)
         self._immediate = LeastOutstanding() if fleet.memory is None else PrefixAffine(fleet.memory)
@@ -56,8 +50,8 @@ class StaggeredDispatcher:
         self._last_ns: int | None = None
         self._counted_ns: int | None = None
         self._turn = 0
-        self._next_unit = 0
         self._full: set[int] = set()  # instances without capacity, until something happens there
+        self._ahead: set[int] = set()  # a batch is on its way to their next pass; whoever comes now may still join it
 
     @property
     def waiting(self) -> int:
@@ -68,6 +62,7 @@ class StaggeredDispatcher:
         """See Dispatcher."""
         self._queue.add(ask, now_ns)
         self._arrivals.note(now_ns)
+        self._full -= self._ahead
 
     @property
     def wants_units(self) -> bool:
@@ -89,6 +84,7 @@ class StaggeredDispatcher:
             self.interval.end_forward(signal.duration_ns)
         self._ready.free(signal.instance)
         self._full.discard(signal.instance)
+        self._ahead.discard(signal.instance)
         if not signal.goes_on:
             self._going_on.forget(signal.instance)
             return
@@ -128,8 +124,8 @@ class StaggeredDispatcher:
 
     def poll(self, now_ns: int) -> list[Order]:
         """Carry out every cycle that is due; dispatch at once while the instances generate."""
-        if self._at_once:
-            return self._dispatch_at_once()
+        if self._at_once or self._alone_and_light(now_ns):
+            return self._dispatch_at_once(now_ns)
         orders = self._cycles(now_ns) if self._queue else []
         if self._going_on.in_time:
             for instance in self._going_on.open_to(now_ns):
@@ -137,11 +133,30 @@ class StaggeredDispatcher:
             self._going_on.end_of_moment()
         return orders
 
-    def _dispatch_at_once(self) -> list[Order]:
+    def _alone_and_light(self, now_ns: int) -> bool:
+        """One instance, and hardly anyone comes: there is nobody to take turns with, and nothing to choose from."""
+        if not self.settings.bypass or len(self.fleet.active) != 1:
+            return False
+        if len(self._queue) + self.fleet.open_requests >= LIGHT_ARRIVALS_ALONE * len(self.fleet.candidates):
+            return False
+        return self._arrivals.light(self.interval.interval_ns, now_ns, LIGHT_ARRIVALS_ALONE)
+
+    def _dispatch_at_once(self, now_ns: int) -> list[Order]:
         units = self.fleet.candidates
         if not self._queue or not units:
             return []
-        return [self._send(ask, self._immediate(ask, units).index) for ask in self._queue.drain()]
+        instances = () if self._at_once else self.fleet.active
+        busy = {instance: bool(self._fullest(instance)) for instance in instances}
+        orders = [self._filling.send(ask, self._immediate(ask, units).index) for ask in self._queue.drain()]
+        for instance in instances:
+            self._sent(instance, now_ns, busy[instance])
+        return orders
+
+    def _sent(self, instance: int, now_ns: int, busy: bool) -> None:
+        """A batch is on its way to ``instance``; ``busy``: it will find others there."""
+        if self._filling.sizing and instance not in self._going_on:
+            self._cost.planned(instance, None if busy else min(self.settings.chunk_tokens, self._fullest(instance)))
+        self._ready.dispatched(instance, now_ns)
 
     def _cycles(self, now_ns: int) -> list[Order]:
         for instance in self._ready.expired(self.interval.mean_ns, now_ns):
@@ -181,6 +196,7 @@ class StaggeredDispatcher:
         self._going_on.forget(instance)
         self.fleet.forget_backlog(instance)
         self._full.discard(instance)
+        self._ahead.discard(instance)
 
     def _due_ns(self) -> int:
         if self._last_ns is None or not self.settings.interval:
@@ -201,99 +217,45 @@ class StaggeredDispatcher:
     def _waiting_is_vain(self, now_ns: int) -> bool:
         """Whether the interval would bring an idle instance nothing: a full batch is there, or hardly anyone comes, or
         all are idle, so that there is no cadence to keep."""
-        if self._full_batches() >= 1 or self.fleet.active <= self.fleet.idle:
+        if self._filling.full_batches >= 1 or self.fleet.active <= self.fleet.idle:
             return True
         return self._arrivals.light(self.interval.interval_ns, now_ns)
 
-    def _full_batches(self) -> float:
-        """How often an instance's chunks could be filled with what is waiting."""
-        units = len(self.fleet.units) / len(self.fleet.instances)
-        return self._queue.tokens / (units * self.settings.chunk_tokens)
-
-    def _by_turn(self, instance: int) -> tuple[bool, int]:
-        return instance < self._turn, instance
+    def _by_turn(self, instance: int) -> tuple[bool, bool, int]:
+        """Those that would start at once before those that are busy and go on."""
+        return instance in self._going_on, instance < self._turn, instance
 
     def _cycle(self, instance: int, now_ns: int) -> list[Order]:
         """Send what is to go to ``instance``; what is left over waits one cycle more."""
-        units = self.fleet.instances[instance]
-        backlog = {unit.index: unit.backlog_tokens for unit in units}
-        available = {index: self.settings.chunk_tokens - tokens for index, tokens in backlog.items()}
-        orders: list[Order] = []
-        if max(available.values()) > 0:
-            if self._sizing:
-                orders = self._best_pass(instance, backlog, now_ns)
-            else:
-                orders = self._pack(available) if self.settings.packing else self._in_turn_over(available)
-        if orders:
-            self._ready.dispatched(instance, now_ns)
-            self._going_on.forget(instance)
+        joining = instance in self._ahead
+        busy = bool(self._fullest(instance))
+        orders = self._filling.batch(
+            instance, now_ns, self.interval.mean_ns, self._cost.overhead_tokens, gainful=joining
+        )
+        if not orders:
+            self._full.add(instance)
+        elif not joining:
+            self._sent(instance, now_ns, busy)
             self._last_ns = now_ns
             self._turn = instance + 1
-        else:
+            self._pass_to_come(instance, now_ns)
+        return orders
+
+    def _fullest(self, instance: int) -> int:
+        return max(unit.backlog_tokens for unit in self.fleet.instances[instance])
+
+    def _pass_to_come(self, instance: int, now_ns: int) -> None:
+        """Whether more may be sent before the instance is heard of again: to share the pass that the batch sent now is
+        in, or the one that must follow on it."""
+        if not self._filling.sizing or self._going_on.in_time:
+            self._going_on.forget(instance)
+        elif instance in self._going_on:
+            self._ahead.add(instance)
             self._full.add(instance)
-        return orders
-
-    def _best_pass(self, instance: int, backlog: dict[int, int], now_ns: int) -> list[Order]:
-        """The pass that is worth most for its time, of those who came first."""
-        held = self._queue.oldest(CANDIDATES_A_UNIT * len(backlog))
-        # A token is worth as much as a request of mean length, times the square of the batches that are waiting.
-        token_worth = self._full_batches() ** 2 * len(self._queue) / max(1, self._queue.tokens)
-        chosen = choose_pass(
-            candidates([(h.ask, h.since_ns) for h in held], now_ns, self.interval.mean_ns, token_worth,
-                       self.settings.patience),
-            backlog,
-            PassModel(self.settings.chunk_tokens, self._cost.overhead_tokens, token_worth),
-        )  # fmt: skip
-        for ask, _ in chosen:
-            self._queue.withdraw(ask.key)
-        orders = [self._send(ask, unit) for ask, unit in chosen]
-        if orders:
-            fullest = max(unit.backlog_tokens for unit in self.fleet.instances[instance])
-            alone = not any(backlog.values())
-            if instance not in self._going_on:
-                self._cost.planned(instance, min(self.settings.chunk_tokens, fullest) if alone else None)
-        return orders
-
-    def _pack(self, available: dict[int, int]) -> list[Order]:
-        """Algorithm 2."""
-        memory = self.fleet.memory
-        hit = memory.hit_tokens if self.settings.cache_aware and memory is not None else no_hit
-        packing = ChunkPacking(available, hit, None if self._overdraw() else self.settings.chunk_tokens)
-        orders: list[Order] = []
-        passed_over: list[Held] = []
-        while self._queue and not packing.full and len(passed_over) < MISFITS:
-            held = self._queue.pop()
-            unit = packing.place(held.ask)
-            if unit is None:
-                passed_over.append(held)
-            else:
-                orders.append(self._send(held.ask, unit))
-        self._queue.leave_over(passed_over)
-        return orders
-
-    def _overdraw(self) -> bool:
-        """Whether prompts may run over the end of a chunk."""
-        if self.settings.overdraw == "auto":
-            return self._full_batches() >= BACKLOG_BATCHES
-        return self.settings.overdraw == "on"
-
-    def _in_turn_over(self, available: dict[int, int]) -> list[Order]:
-        """Without Algorithm 2: by arrival, to the units in turn, skipping those without capacity."""
-        orders: list[Order] = []
-        while self._queue:
-            open_units = [unit for unit, capacity in available.items() if capacity > 0]
-            if not open_units:
-                break
-            unit = open_units[self._next_unit % len(open_units)]
-            self._next_unit += 1
-            ask = self._queue.pop().ask
-            available[unit] -= ask.tokens
-            orders.append(self._send(ask, unit))
-        return orders
-
-    def _send(self, ask: Ask, unit: int) -> Order:
-        self.fleet.send(ask, self.fleet.units[unit])
-        return Order(ask.key, unit)
+        elif self._fullest(instance) > self.settings.chunk_tokens:
+            pass_ns = self._cost.duration_ns(self.settings.chunk_tokens)
+            self._going_on.begins(instance, self.interval.mean_ns if pass_ns is None else pass_ns, now_ns)
+            self.fleet.begin_sent(instance, self.settings.chunk_tokens)
 
     def _leave_over(self, now_ns: int) -> list[Order]:
         """Overload detection (phase 3): a cycle ends for those left; refuse whoever has seen too many.

@@ -31,7 +31,7 @@ class StaggeredSettings:
     interval: bool = True
     packing: bool = True
     sizing: bool = True
-    patience: float | None = 16
+    patience: float | None = 2
     overdraw: Overdraw = "auto"
     cache_aware: bool = False
     bypass: bool = True

@@ -13,6 +13,7 @@ from ebbench.papers.lengths import TABLE9
 from ebbench.papers.long_context import LONG_CONTEXT
 from ebbench.papers.staggered_ablation import ABLATION
 from ebbench.papers.staggered_decode import FIGURE7
+from ebbench.papers.staggered_pools import POOLS
 from ebbench.papers.staggered_prefill import FIGURE6, TABLE1, WAITING
 from ebbench.papers.table import PaperTable
 from ebbench.papers.table2 import TABLE2
@@ -22,7 +23,7 @@ from ebbench.papers.thresholds import TABLE10, TABLE11
 
 TABLES: tuple[PaperTable, ...] = (
     TABLE2, TABLE3, TABLE9, TABLE10, TABLE11, TABLE13, TABLE14, TABLE15, TABLE16, TABLE18, TABLE19,
-    TABLE20, LONG_CONTEXT, DEFERRED, E3, E5, WAITING, FIGURE6, TABLE1, ABLATION, FIGURE7, COMPOSITION,
+    TABLE20, LONG_CONTEXT, DEFERRED, E3, E5, WAITING, FIGURE6, TABLE1, ABLATION, POOLS, FIGURE7, COMPOSITION,
 )  # fmt: skip
 
 

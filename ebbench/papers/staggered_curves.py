@@ -10,6 +10,7 @@ from ebbench.papers.cells import settings
 from ebbench.papers.cluster_cells import DEEPSEEK, TOPOLOGIES, ClusterCell, deepseek_unit
 from ebbench.papers.store import CellStore
 from ebbench.papers.table import Wish
+from ebbench.simulation.topology import parse_topology
 
 STAGGERED_PAPER = "Tian et al., Staggered Batch Scheduling, 2025"
 REQUESTS = 12_000
@@ -45,18 +46,19 @@ def _pass_s(chunk: int) -> float:
 LONG_16K = Setup("3K-64K prompts, chunk 16K", "paper:long-prompts", 6700, 16384, 0.8 * _pass_s(16384) / _pass_s(3072))
 
 
-def capacity_rps(setup: Setup) -> float:
+def capacity_rps(setup: Setup, topology: str = "3p") -> float:
     """Requests a second of the pool with full chunks and no waiting."""
-    return TOPOLOGIES["3p"].pools[0].units * setup.chunk / _pass_s(setup.chunk) / setup.mean_tokens
+    spec = TOPOLOGIES.get(topology) or parse_topology(topology)
+    return spec.pools[0].units * setup.chunk / _pass_s(setup.chunk) / setup.mean_tokens
 
 
-def prefill_cell(wish: Wish, setup: Setup, dispatch: str, share: float) -> ClusterCell:
+def prefill_cell(wish: Wish, setup: Setup, dispatch: str, share: float, topology: str = "3p") -> ClusterCell:
     """One load under one dispatch policy."""
-    rate = round(share * capacity_rps(setup), 3)
+    rate = round(share * capacity_rps(setup, topology), 3)
     return ClusterCell(
         setup.workload, "v1", DEEPSEEK, "deepseek-v3", 1024, setup.chunk, scenario="poisson",
         settings=settings(num_prompts=wish.num_prompts or REQUESTS, request_rate=rate, max_model_len=70_000),
-        topology="3p", dispatch=dispatch, network_ms=NETWORK_MS, async_scheduling=False, max_model_len=70_000,
+        topology=topology, dispatch=dispatch, network_ms=NETWORK_MS, async_scheduling=False, max_model_len=70_000,
     )  # fmt: skip
 
 

@@ -106,7 +106,8 @@ def build_stage(
         network_ns=2 * spec.network_ns,
         default_forward_ns=_first_guess_ns(spec),
         seed=seed,
-        generates=spec.kind == "replicas",
+        # Whole engines that are asked for nothing but first tokens are a prefill pool by use.
+        generates=spec.kind == "replicas" and bool((state.max_output > 1).any()),
     )
     prefixes = prefix_reader(plan) if dispatcher.wants_prefix else None
     node_of_unit = [unit // spec.pool.dp for unit in range(len(units))]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 
+import msgspec
 import numpy as np
 import pytest
 from cluster_worlds import FixedAndToken, device, ns, plan, pools, run
@@ -139,6 +140,42 @@ def test_waiting_is_half_a_pass_immediately_and_an_nth_of_it_staggered(dispatch:
     waited_s = (ns(result, "first_token_ns") - ns(result, "intended_ns")) / 1e9 - pass_s
     steady = waited_s[count // 4 :]
     assert steady.mean() == pytest.approx(wait_share * pass_s, rel=0.12)
+
+
+def _pool_ttft_s(topology: str, dispatch: str, rate: float) -> tuple[float, float]:
+    """Mean and p99 of a prefill pool whose prompts are lognormal, chunks of 2,048, 0.5 ms each way."""
+    rng = np.random.default_rng(1)
+    arrivals = np.cumsum(rng.exponential(1 / rate, 1500))
+    lengths = [(int(n), 1) for n in np.clip(rng.lognormal(6.5, 1.0, 1500), 20, 8000)]
+    spec = msgspec.structs.replace(parse_topology(topology), network_ms=0.5)
+    on = device(FixedAndToken(0.03, 1e-4))
+    result = run(spec, plan(lengths, arrivals.tolist()), dispatch, on=on, max_num_batched_tokens=2048)
+    ttft_s = (ns(result, "first_token_ns") - ns(result, "sent_ns")) / 1e9
+    return float(ttft_s.mean()), float(np.quantile(ttft_s, 0.99))
+
+
+@pytest.mark.parametrize("topology", ["dp=1", "dp=4", "tp=1,dp=4,ep=4"])
+@pytest.mark.parametrize("load", [0.03, 0.2, 0.5, 0.8, 0.95])
+def test_staggered_dispatch_to_a_prefill_pool_is_never_worse_than_immediate(topology: str, load: float) -> None:
+    units = 1 if topology == "dp=1" else 4
+    rate = load * units * 2048 / (0.03 + 0.2048) / 980
+    immediate = [_pool_ttft_s(topology, name, rate) for name in ("round-robin", "least-outstanding")]
+    mean_s, p99_s = _pool_ttft_s(topology, "sbs", rate)
+    assert mean_s <= min(mean for mean, _ in immediate) * 1.002  # the way there and back counts, 1 ms in all
+    assert p99_s <= min(p99 for _, p99 in immediate) * 1.3
+
+
+def test_alone_and_under_a_light_load_staggered_dispatch_is_immediate_dispatch() -> None:
+    for topology in ("dp=1", "tp=1,dp=4,ep=4"):
+        assert _pool_ttft_s(topology, "sbs", 0.02) == _pool_ttft_s(topology, "least-outstanding", 0.02)
+
+
+def test_a_pool_that_is_asked_for_first_tokens_only_is_staggered_from_the_start() -> None:
+    arrivals = [0.0, 0.01, 0.02, 0.03]
+    held = run("dp=1", plan([(1500, 1)] * 4, arrivals), "sbs")
+    at_once = run("dp=1", plan([(1500, 2)] * 4, arrivals), "sbs")  # whole engines, taken to generate
+    assert held.facts["dispatch_wait_ms"] > 0
+    assert at_once.facts["dispatch_wait_ms"] == 0
 
 
 def test_staggered_flow_control_fails_requests_with_429_and_goes_on() -> None:
