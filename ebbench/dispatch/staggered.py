@@ -134,8 +134,8 @@ class StaggeredDispatcher:
         return orders
 
     def _alone_and_light(self, now_ns: int) -> bool:
-        """One instance, and hardly anyone comes: there is nobody to take turns with, and nothing to choose from."""
-        if not self.settings.bypass or len(self.fleet.active) != 1:
+        """One instance of several units, and hardly anyone comes: nobody to take turns with, nothing to choose from."""
+        if not self.settings.bypass or len(self.fleet.active) != 1 or len(self.fleet.candidates) == 1:
             return False
         if len(self._queue) + self.fleet.open_requests >= LIGHT_ARRIVALS_ALONE * len(self.fleet.candidates):
             return False
@@ -252,10 +252,21 @@ class StaggeredDispatcher:
         elif instance in self._going_on:
             self._ahead.add(instance)
             self._full.add(instance)
-        elif self._fullest(instance) > self.settings.chunk_tokens:
-            pass_ns = self._cost.duration_ns(self.settings.chunk_tokens)
+        else:
+            self._foresee_end(instance, now_ns)
+
+    def _foresee_end(self, instance: int, now_ns: int) -> None:
+        """Let the next batch leave ahead of the end of the pass that begins now: where a prompt takes several passes, or
+        where no other instance could take what is waiting."""
+        fullest, chunk = self._fullest(instance), self.settings.chunk_tokens
+        pass_ns = self._cost.duration_ns(min(fullest, chunk))
+        if fullest > chunk:
             self._going_on.begins(instance, self.interval.mean_ns if pass_ns is None else pass_ns, now_ns)
-            self.fleet.begin_sent(instance, self.settings.chunk_tokens)
+        elif pass_ns is not None and self.settings.bypass and len(self.fleet.active) == 1:
+            self._going_on.begins(instance, pass_ns, now_ns)
+        else:
+            return
+        self.fleet.begin_sent(instance, chunk)
 
     def _leave_over(self, now_ns: int) -> list[Order]:
         """Overload detection (phase 3): a cycle ends for those left; refuse whoever has seen too many.
