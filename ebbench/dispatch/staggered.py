@@ -256,8 +256,8 @@ class StaggeredDispatcher:
             self._foresee_end(instance, now_ns)
 
     def _foresee_end(self, instance: int, now_ns: int) -> None:
-        """Let the next batch leave ahead of the end of the pass that begins now: where a prompt takes several passes, or
-        where no other instance could take what is waiting."""
+        """Let the next batch leave ahead of the end of the pass that begins now: where a prompt takes several passes,
+        or where no other instance could take what is waiting."""
         fullest, chunk = self._fullest(instance), self.settings.chunk_tokens
         pass_ns = self._cost.duration_ns(min(fullest, chunk))
         if fullest > chunk:
