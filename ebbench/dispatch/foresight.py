@@ -26,7 +26,8 @@ LIGHT_ARRIVALS = 2.0
 """With fewer arrivals expected in an interval there is no batch to wait for."""
 LIGHT_ARRIVALS_ALONE = 3.0
 """The same where one instance is all there is: choosing who shares a pass gains nothing below."""
-ARRIVALS_KEPT = 64
+ARRIVALS_KEPT, LEAST_ARRIVALS = 64, 8
+"""How many are remembered; with fewer nothing is known of their rate."""
 
 
 class ArrivalRate:
@@ -41,7 +42,7 @@ class ArrivalRate:
 
     def light(self, interval_ns: float, now_ns: int, arrivals: float = LIGHT_ARRIVALS) -> bool:
         """Whether fewer than ``arrivals`` are expected in an interval. Nothing known yet counts as light."""
-        if not self._times_ns:
+        if len(self._times_ns) < LEAST_ARRIVALS:
             return True
         return len(self._times_ns) * interval_ns < arrivals * (now_ns - self._times_ns[0])
 

@@ -162,9 +162,17 @@ def test_bypass_serves_an_idle_instance_at_once_under_light_load(bypass: bool) -
     assert sbs.poll(4010 * MS) == ([Order(2, 0)] if bypass else [])
 
 
+def many_come(sbs: StaggeredDispatcher) -> None:
+    """Eight arrivals at time 0 that were withdrawn: a rate is known."""
+    for key in range(100, 108):
+        sbs.arrive(ask(key), 0)
+        sbs.withdraw(key)
+
+
 @pytest.mark.parametrize("ended", [False, True])
 def test_under_load_an_idle_instance_waits_for_the_interval_unless_all_are_idle(ended: bool) -> None:
     sbs = staggered(2, bypass=True)
+    many_come(sbs)
     for key in range(8):
         sbs.arrive(ask(key), key * MS)
         assert sbs.poll(key * MS) == ([Order(0, 0)] if key == 0 else [])
@@ -175,6 +183,7 @@ def test_under_load_an_idle_instance_waits_for_the_interval_unless_all_are_idle(
 
 def test_a_full_batch_does_not_wait_for_the_interval() -> None:
     sbs = staggered(2, bypass=True)
+    many_come(sbs)
     sbs.arrive(ask(0), 0)
     sbs.poll(0)
     for key in range(1, 11):
