@@ -28,7 +28,8 @@ from ebbench.simulation.step import SchedulerLimits
 from ebbench.simulation.tables import decisions_table, requests_table, steps_table
 from ebbench.simulation.topology import DECODE_UTILIZATION, PREFILL_UTILIZATION, PoolSpec, TopologySpec
 from ebbench.simulation.transfer import Link, ReceiveStore, TransferFabric
-from vllm_eb.controller import Controller, Record
+from vllm_eb.controller import Controller
+from vllm_eb.decisions import Record
 from vllm_eb.policy import PolicySpec
 
 KEEP_ROWS_UP_TO = 20_000_000

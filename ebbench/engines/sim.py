@@ -20,7 +20,8 @@ from ebbench.simulation.step import SchedulerLimits
 from ebbench.simulation.streams import StreamKv, streams_take_turns
 from ebbench.simulation.tables import NoLog, StepLog, decisions_table, requests_table, steps_table
 from ebbench.simulation.warmup import Beginning, at_beginning, records_after, steps_after, with_warmup, without_warmup
-from vllm_eb.controller import Controller, Record
+from vllm_eb.controller import Controller
+from vllm_eb.decisions import Record
 from vllm_eb.policy import PolicySpec
 
 PROGRESS_INTERVAL_S = 0.1

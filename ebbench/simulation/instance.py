@@ -1,8 +1,8 @@
 """One engine instance: vLLM v1's engine loop (0.32) in virtual time.
 
 ``wake`` does what the engine core does between two blocking waits and returns when it wants to be woken next; the
-event loop owns the clock. What a step holds is the scheduler's (:mod:`ebbench.simulation.scheduling`), how long it
-lasts the device's cost model.
+event loop owns the clock. What a step holds is the scheduler's (:mod:`ebbench.simulation.scheduling`) under its policy
+(:mod:`ebbench.simulation.phases`), how long it lasts the device's cost model.
 
 Asynchronous scheduling is vLLM's: up to two steps are out at a time, so step n+1 is scheduled before the completions
 of step n are known and a freed slot is seen one step late. A step that could schedule nothing takes no time but, as in
@@ -17,7 +17,7 @@ import numpy as np
 
 from ebbench.devices.base import CostModel, StepShape
 from ebbench.simulation.kv import KvBlocks
-from ebbench.simulation.scheduling import Scheduler
+from ebbench.simulation.phases import PhasedScheduler
 from ebbench.simulation.state import Ints, RequestState
 from ebbench.simulation.step import NS_PER_S, SchedulerLimits, Step, StepSink
 from vllm_eb.controller import Controller
@@ -25,7 +25,7 @@ from vllm_eb.controller import Controller
 SHORTEST_COAST = 2  # steps; one alone is made as fast the ordinary way
 
 
-class Instance(Scheduler):
+class Instance(PhasedScheduler):
     """A scheduler with its engine loop and its device."""
 
     def __init__(

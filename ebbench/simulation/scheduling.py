@@ -1,7 +1,7 @@
 """vLLM v1's scheduler (0.32): what one step holds.
 
-Rules that are not written here: which phase a step belongs to, that is the policy core (:mod:`vllm_eb.controller`).
-When steps are made and what becomes of them is :mod:`ebbench.simulation.instance`.
+Rules that are not written here: which phase a step belongs to, that is the policy core's, asked in
+:mod:`ebbench.simulation.phases`. When steps are made and what becomes of them is :mod:`ebbench.simulation.instance`.
 
 Steps are made tens of thousands of times a second, so the arrays are counted and summed by the plain functions
 (``np.count_nonzero``, ``np.add.reduce``): the methods ``any``, ``all`` and ``sum`` cost several times as much here.
@@ -16,17 +16,14 @@ import numpy as np
 
 from ebbench.simulation.kv import KvBlocks
 from ebbench.simulation.state import UNSET, Ints, RequestState
-from ebbench.simulation.step import NO_ROWS, NS_PER_S, SchedulerLimits, Step
-from vllm_eb.controller import Controller, Decision, View
+from ebbench.simulation.step import NO_ROWS, SchedulerLimits, Step
 
 
 class Scheduler:
     """The queues of one instance, and the step they make."""
 
-    def __init__(
-        self, state: RequestState, limits: SchedulerLimits, kv: KvBlocks, controller: Controller | None
-    ) -> None:
-        self._state, self._limits, self._kv, self._controller = state, limits, kv, controller
+    def __init__(self, state: RequestState, limits: SchedulerLimits, kv: KvBlocks) -> None:
+        self._state, self._limits, self._kv = state, limits, kv
         self._inbox: deque[int] = deque()
         self._seen_ns: Ints = np.zeros(state.count, np.int64)  # when the scheduler first saw a request
         self.waiting: deque[int] = deque()
@@ -35,9 +32,6 @@ class Scheduler:
         self._prefilling = 0  # of the running, those with a prompt still to compute: most steps have none
         self._queue: deque[Step] = deque()  # steps that are out
         self._stale: dict[int, bool] = {}  # preempted with a step in flight: does that step sample for it?
-        self._steps = 0
-        self._preempted = 0  # in the last scheduling step
-        self._decided: Decision | None = None  # the policy's answer for the next step, where it was asked already
 
     def _take_in(self, now_ns: int) -> None:
         """What has arrived joins the queue."""
@@ -46,38 +40,6 @@ class Scheduler:
         self._seen_ns[list(self._inbox)] = now_ns
         self.waiting.extend(self._inbox)
         self._inbox.clear()
-
-    def _assemble(self, now_ns: int) -> Step:
-        """The next step, empty where nothing can be scheduled."""
-        step = Step(now_ns)
-        if self._controller is None:
-            self._fill(step, self.running, admit=True, running_limit=self._limits.max_num_seqs)
-        else:
-            self._ask_policy(step, self._controller)
-        return step
-
-    def _ask_policy(self, step: Step, controller: Controller) -> None:
-        prefilling = self._prefilling
-        view = self._view(step, controller)
-        decision = self._decided or controller.decide(view)
-        self._decided = None
-        self._follow(step, decision, prefilling)
-        self._preempted = len(step.preempted)
-        if decision.phase == "prefill" and step.empty:
-            controller.prefill_blocked(view)
-
-    def _may_decode(self, step: Step, controller: Controller) -> bool:
-        """Ask the policy; True where the step is to hold the running requests, all of them decoding, and no other.
-
-        Otherwise the answer is kept for the step that the ordinary way will make at this very moment.
-        """
-        decision = self._decided or controller.decide(self._view(step, controller))
-        if decision.phase == "prefill" or (decision.phase == "mixed" and self._admissible(decision.running_limit)):
-            self._decided = decision
-            return False
-        self._decided, self._preempted = None, 0
-        step.mode, step.k, step.n_limit = decision.mode, decision.k, decision.n_limit
-        return True
 
     def _admissible(self, running_limit: int) -> bool:
         """Whether the first of the waiting requests could join the running ones."""
@@ -88,40 +50,6 @@ class Scheduler:
         hits = self._kv.lookup(row, known)
         needed = -(-known // self._limits.block_size) - len(hits) + self._kv.evictable(hits)
         return needed <= self._kv.free
-
-    def _view(self, step: Step, controller: Controller) -> View:
-        prefilling = self._prefilling
-        return View(
-            now_s=step.scheduled_ns / NS_PER_S,
-            step_id=self._steps,
-            decoding=len(self.running) - prefilling,
-            prefilling=prefilling,
-            waiting=len(self.waiting),
-            free_blocks=self._kv.free,
-            preempted=self._preempted,
-            oldest_wait_s=self._order_queue(step.scheduled_ns, controller) if controller.orders_queue else 0.0,
-        )
-
-    def _order_queue(self, now_ns: int, controller: Controller) -> float:
-        """Let the policy order the queue when it is due; returns how long the oldest punctual request has waited."""
-        now_s = now_ns / NS_PER_S
-        if controller.queue.due(now_s):
-            rows = np.fromiter(self.waiting, np.int64, len(self.waiting))
-            fresh = self._state.scheduled_ns[rows] == UNSET
-            started, rows = rows[~fresh], rows[fresh]
-            seen_s = (self._seen_ns[rows] / NS_PER_S).tolist()
-            places = controller.queue_order(now_s, seen_s, self._state.prompt[rows].tolist())
-            self.waiting = deque([*started.tolist(), *rows[places].tolist()])
-        return controller.queue.oldest_wait_s(now_s)
-
-    def _follow(self, step: Step, decision: Decision, prefilling: int) -> None:
-        step.mode, step.k, step.n_limit = decision.mode, decision.k, decision.n_limit
-        candidates = self.running
-        if decision.phase == "prefill":
-            candidates = candidates[self._state.partial[candidates]] if prefilling else NO_ROWS
-        elif decision.phase == "decode" and prefilling:
-            candidates = candidates[~self._state.partial[candidates]]
-        self._fill(step, candidates, admit=decision.phase != "decode", running_limit=decision.running_limit)
 
     def _fill(self, step: Step, candidates: Ints, *, admit: bool, running_limit: int) -> None:
         """vLLM's ``schedule()`` with the running requests outside ``candidates`` set aside."""
@@ -300,13 +228,6 @@ class Scheduler:
         return 0
 
     def _note_admission(self, row: int, cached_tokens: int, now_ns: int) -> None:
-        state = self._state
-        first = state.scheduled_ns[row] == UNSET
-        if first:
-            state.scheduled_ns[row] = now_ns
-            state.cached_tokens[row] = cached_tokens
-        if self._controller is not None:
-            if first:
-                self._controller.on_prompt(int(state.prompt[row]), cached_tokens)
-            else:
-                self._controller.on_resume()
+        if self._state.scheduled_ns[row] == UNSET:
+            self._state.scheduled_ns[row] = now_ns
+            self._state.cached_tokens[row] = cached_tokens

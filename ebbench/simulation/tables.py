@@ -12,7 +12,7 @@ from ebbench.records.plan import Plan
 from ebbench.records.schema import DECISIONS, REQUESTS, STEPS
 from ebbench.simulation.state import UNSET, RequestState
 from ebbench.simulation.step import Step
-from vllm_eb.controller import Record
+from vllm_eb.decisions import Record
 
 
 class StepLog:

@@ -17,7 +17,8 @@ from ebbench.records.plan import Plan
 from ebbench.records.schema import PLAN
 from ebbench.simulation.state import UNSET, Ints, RequestState
 from ebbench.simulation.step import Step
-from vllm_eb.controller import Controller, Record
+from vllm_eb.controller import Controller
+from vllm_eb.decisions import Record
 
 _TIMES = ("intended_ns", "sent_ns", "scheduled_ns", "end_ns")
 _COUNTS = ("preemptions", "cached_tokens", "next_slot")

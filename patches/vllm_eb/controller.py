@@ -10,71 +10,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 from vllm_eb.adaptive import AdaptiveThreshold
 from vllm_eb.calibration import Calibration
-from vllm_eb.marginal import HUGE_TOKENS, MarginalRefill, Refill
+from vllm_eb.decisions import Decision, Phase, Record, View
+from vllm_eb.marginal_policy import MarginalPolicy
 from vllm_eb.modes import Mode, ModeSelector
 from vllm_eb.policy import PolicySpec
-from vllm_eb.queueing import Places, PunctualQueue, Work
-from vllm_eb.room import KvRoom
-from vllm_eb.service import AnswerLength, ServiceLevel, TokenDebt
+from vllm_eb.queueing import Places, PunctualQueue
 
-Phase = Literal["prefill", "decode", "mixed"]
-
-ALLOWED_EVERY = 16  # decisions between two looks at how many sequences the TPOT target allows
 GATE_MARGIN, GATE_RESERVE, GATE_MIN, GATE_MAX = 0.5, 0.0, 0.05, 0.6  # appendix D.6
-
-
-@dataclass(frozen=True, slots=True)
-class View:
-    """What the scheduler sees at the start of a step.
-
-    ``decoding``: running sequences whose prompt is computed, those whose last token is in flight included;
-    ``prefilling``: running sequences with prompt tokens left; ``waiting``: queued ones, preempted ones included.
-    Blocks are KV blocks; ``free_blocks`` counts cached but unreferenced ones as free. ``oldest_wait_s``: what
-    ``Controller.queue`` says of it; asked for only where ``Controller.orders_queue``.
-    ``preempted``: requests preempted since the last view.
-    """
-
-    now_s: float
-    step_id: int
-    decoding: int
-    prefilling: int
-    waiting: int
-    free_blocks: int
-    oldest_wait_s: float = 0.0
-    preempted: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """What the next step may contain.
-
-    ``prefill``: prefilling and newly admitted sequences only, at most ``running_limit`` running in all; ``decode``:
-    decoding sequences only, nothing admitted; ``mixed``: vLLM's own rules, limit untouched.
-    """
-
-    phase: Phase
-    mode: Mode
-    running_limit: int
-    k: int | None
-    n_limit: int
-
-
-@dataclass(frozen=True)
-class Record:
-    """One row of decisions.parquet; names as in the schema, None where a value does not apply."""
-
-    time_s: float
-    step_id: int
-    kind: Literal["phase", "update", "mode"]
-    reason: str
-    mode: Mode
-    phase: Phase
-    values: dict[str, float | int | None]
 
 
 def _no_ages() -> Sequence[int]:
@@ -94,22 +40,21 @@ class Controller:
         num_blocks: int,
     ) -> None:
         self._spec = spec
-        self._max_num_seqs, self._num_blocks, self._block_size = max_num_seqs, num_blocks, block_size
+        self._max_num_seqs, self._num_blocks = max_num_seqs, num_blocks
         self._capacity_tokens = block_size * num_blocks
         self._running_ages: Callable[[], Sequence[int]] = _no_ages
         self._adaptive = AdaptiveThreshold(spec, calibration, max_num_seqs, self._capacity_tokens)
         self._selector = ModeSelector(calibration, spec.margin, max_num_seqs) if spec.kind == "ebplus" else None
-        self._marginal, self._costs = None, calibration.costs
-        self._service = ServiceLevel(spec.ttft, spec.tpot)
-        self._answers = AnswerLength(self._adaptive.mu_o, spec.window)
-        self._decisions = 0
-        self.queue = PunctualQueue(spec.ttft or 0.0)
-        self._debt = TokenDebt(spec.tpot)
+        self._marginal: MarginalPolicy | None = None
         if spec.kind == "marginal":
-            self._marginal = MarginalRefill(self._costs, may_mix=spec.mix)
-        self._seqs_allowed, self._tpot_in_reach, self._batch = max_num_seqs, True, max_num_seqs
-        self._plan_batch()
-        self._room = KvRoom(self._capacity_tokens)
+            self._marginal = MarginalPolicy(
+                spec,
+                calibration.costs,
+                self._adaptive,
+                max_num_seqs=max_num_seqs,
+                block_size=block_size,
+                num_blocks=num_blocks,
+            )
         self._mode: Mode = "eb" if spec.kind in ("v0", "deferred", "eb", "marginal") else "mb"
         self._phase: Phase = "decode" if self._mode == "eb" else "mixed"
         self._quota = self._admitted = 0
@@ -129,19 +74,20 @@ class Controller:
         """A request was admitted for the first time: tokens of its prompt, and how many of them need no computing."""
         self._adaptive.on_prompt(input_tokens, cached_tokens)
         self._admitted += 1
-        self._room.admitted()
-        self.queue.admitted(input_tokens)
+        if self._marginal is not None:
+            self._marginal.on_prompt(input_tokens)
 
     def on_resume(self) -> None:
         """A preempted request was admitted again."""
         self._admitted += 1
-        self._room.admitted()
+        if self._marginal is not None:
+            self._marginal.on_resume()
 
     def on_finish(self, output_tokens: int) -> None:
         """A request ended by itself. Aborted requests are not reported."""
         self._adaptive.on_finish(output_tokens)
-        self._answers.ended()
-        self._room.ended()
+        if self._marginal is not None:
+            self._marginal.on_finish()
 
     def drain_records(self) -> list[Record]:
         """Records since the last call."""
@@ -213,11 +159,11 @@ class Controller:
 
     def _idle(self, view: View) -> int:
         slots = self._limit() - view.decoding - view.prefilling
-        return slots if self._marginal is None else min(slots, math.ceil(self._prompts_that_fit(view)))
+        return slots if self._marginal is None else min(slots, math.ceil(self._marginal.prompts_that_fit(view)))
 
     def _limit(self) -> int:
         if self._marginal is not None:
-            return self._seqs_allowed
+            return self._marginal.seqs_allowed
         return self._adaptive.n_limit if self._adaptive.online else self._max_num_seqs
 
     def _limit_at(self, view: View | None) -> int:
@@ -254,7 +200,13 @@ class Controller:
     @property
     def orders_queue(self) -> bool:
         """Whether requests that were never started are to be put into the order of :meth:`queue_order`."""
-        return self._service.orders_queue
+        return self._marginal is not None and self._marginal.orders_queue
+
+    @property
+    def queue(self) -> PunctualQueue:
+        """When the queue is to be ordered, and how long its oldest punctual request has waited."""
+        assert self._marginal is not None
+        return self._marginal.queue
 
     def queue_order(self, now_s: float, seen_s: Sequence[float], prompt_tokens: Sequence[int]) -> Places:
         """The places of never-started requests in their new order; to be asked when ``queue`` says it is due.
@@ -262,99 +214,21 @@ class Controller:
         ``seen_s``: when each came, in the order of the queue; ``prompt_tokens``: its prompt's length.
         """
         assert self._marginal is not None
-        mu_l, mu_o, batch = self._adaptive.mu_l, self._answers.mean, self._batch
-        work = Work(
-            prompt_token_s=self._marginal.per_token_s * self._adaptive.mu_new / mu_l,
-            answer_s=mu_o * self._costs.decode_s(batch, mu_l + mu_o / 2) / batch,
-            lead_s=self._costs.prefill_s(HUGE_TOKENS),
-        )
-        return self.queue.order(now_s, seen_s, prompt_tokens, work)
+        return self._marginal.queue_order(now_s, seen_s, prompt_tokens)
 
-    def _plan_batch(self) -> None:
-        """Take how many sequences the TPOT target allows at the lengths seen so far."""
-        if self._marginal is None:
-            return
-        allowed = self._service.seqs_allowed(
-            self._costs,
-            self._marginal.per_token_s,
-            mu_l=self._adaptive.mu_l,
-            mu_new=self._adaptive.mu_new,
-            mu_o=self._answers.mean,
-            at_most=self._max_num_seqs,
-        )
-        self._tpot_in_reach, self._seqs_allowed = allowed > 0, allowed or self._max_num_seqs
-
-    def _decide_by_margin(self, view: View, marginal: MarginalRefill) -> Decision:
-        self._watch(view)
-        if self._phase == "prefill" and self._refilling(view) and not self._debt.too_much:
+    def _decide_by_margin(self, view: View, marginal: MarginalPolicy) -> Decision:
+        marginal.observe(view, stepped=self._phase != "prefill")
+        if self._phase == "prefill" and self._refilling(view) and not marginal.answers_behind:
             return self._decision(view)
         refill = max(min(view.waiting, self._idle(view)), 0)
-        self._batch = max(view.decoding + view.prefilling + refill, 1)
-        context_tokens = self._mean_context(view)
-        choice = marginal.choose(
-            decoding=view.decoding,
-            context_tokens=context_tokens,
-            refill=self._refill_now(view, refill),
-            must=view.prefilling > 0 or (refill > 0 and self._service.refill_due(view.oldest_wait_s)),
-        )
-        held_back = view.decoding > 0 and (self._blocked or self._debt.too_much)
+        choice = marginal.choose(view, refill, blocked=self._blocked)
         self._blocked = False
-        way = "decode" if held_back else choice.way
-        if way != "decode":
-            marginal.refilled()
-        if way != "prefill":
-            marginal.decoded(view.decoding, context_tokens, refill if way == "decode" else 0)
-            self._answers.decoded(view.decoding)
-        if way != self._phase:
-            self._phase, self._mode = way, "mb" if way == "mixed" else "eb"
+        if choice.way != self._phase:
+            self._phase, self._mode = choice.way, "mb" if choice.way == "mixed" else "eb"
             self._quota, self._admitted = refill, 0
             values = {"overhead_exclusive_s": choice.overhead_exclusive_s, "overhead_mixed_s": choice.overhead_mixed_s}
-            self._record("phase", view, self._why(refill), values)
+            self._record("phase", view, marginal.why(refill), values)
         return self._decision(view)
-
-    def _watch(self, view: View) -> None:
-        """Keep what the targets and the room are judged by."""
-        self._decisions += 1
-        if self._service.tpot_s is not None and self._decisions % ALLOWED_EVERY == 0:
-            self._plan_batch()
-        self._room.observe(view.decoding + view.prefilling, view.preempted)
-        self._debt.observe(
-            view.now_s,
-            decoding=view.decoding,
-            stepped=self._phase != "prefill",
-            answer_tokens=self._answers.mean,
-            in_reach=self._tpot_in_reach,
-        )
-
-    def _why(self, refill: int) -> str:
-        if self._debt.too_much:
-            return "answers are behind their target"
-        return f"{refill} slots to refill" if refill else "nothing to refill"
-
-    def _mean_context(self, view: View) -> float:
-        """KV tokens of a running sequence."""
-        active = view.decoding + view.prefilling
-        return (self._num_blocks - view.free_blocks) * self._block_size / active if active else 0.0
-
-    def _prompts_that_fit(self, view: View) -> float:
-        """Mean prompts that KV has room for."""
-        return self._room.prompts(
-            active=view.decoding + view.prefilling,
-            free_tokens=view.free_blocks * self._block_size,
-            context_tokens=self._mean_context(view),
-            prompt_tokens=self._adaptive.mu_l,
-            answer_tokens=self._answers.mean,
-        )
-
-    def _refill_now(self, view: View, slots: int) -> Refill:
-        """What ``slots`` prompts come to."""
-        return Refill(
-            seqs=slots,
-            prompt_tokens=max(self._adaptive.mu_new, 1.0),  # KV delivered whole leaves nothing to compute
-            half_computed=view.prefilling,
-            queued=view.waiting > slots,
-            hazard=1.0 / self._answers.mean,
-        )
 
     # Parameters and mode.
 
@@ -375,7 +249,8 @@ class Controller:
             )
         if self._selector is not None:
             self._evaluate(view)
-        self._plan_batch()
+        if self._marginal is not None:
+            self._marginal.plan_batch()
 
     def _evaluate(self, view: View) -> None:
         assert self._selector is not None

@@ -25,7 +25,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from vllm_eb.controller import Record
+from vllm_eb.decisions import Record
 
 SHARD_STEPS = 4096
 FLUSH_EVERY_S = 0.5

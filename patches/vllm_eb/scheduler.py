@@ -27,7 +27,8 @@ from vllm.v1.request import Request, RequestStatus
 
 from vllm_eb import compat
 from vllm_eb.config import PluginConfig, parse_config
-from vllm_eb.controller import Controller, Decision, View
+from vllm_eb.controller import Controller
+from vllm_eb.decisions import Decision, View
 from vllm_eb.recorder import Recorder, StepRecord
 from vllm_eb.signals import PassClock, SignalPublisher
 

@@ -10,7 +10,7 @@ import pytest
 from ebbench.engines.recorded import joined_requests, planned_name, read_recording
 from ebbench.errors import DataError
 from ebbench.records.schema import DECISIONS, REQUESTS, STEPS
-from vllm_eb.controller import Record
+from vllm_eb.decisions import Record
 from vllm_eb.recorder import Recorder, StepRecord
 
 

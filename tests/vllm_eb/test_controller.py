@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_eb.calibration import Calibration, MixedCost
-from vllm_eb.controller import Controller, View
+from vllm_eb.controller import Controller
+from vllm_eb.decisions import View
 from vllm_eb.policy import parse_policy
 
 CALIBRATION = Calibration(

@@ -9,10 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vllm_eb.adaptive import AdaptiveThreshold
 from vllm_eb.calibration import Calibration, MixedCost, calibration_from_json, calibration_to_json
-from vllm_eb.controller import Controller, View
+from vllm_eb.controller import Controller
 from vllm_eb.costs import CostGrid, CostGridError, LinearCosts
+from vllm_eb.decisions import View
 from vllm_eb.marginal import MarginalRefill, Refill
+from vllm_eb.marginal_policy import MarginalPolicy
 from vllm_eb.policy import parse_policy
 from vllm_eb.service import DEBT_FORGOTTEN, TPOT_SHARE, AnswerLength, ServiceLevel, TokenDebt
 from vllm_eb.theory import base_threshold
@@ -251,12 +254,13 @@ def test_a_young_batch_is_not_filled_with_as_many_as_fit_before_their_answers_gr
 def test_cached_prompt_tokens_are_not_counted_as_work() -> None:
     """With 900 of 1,000 tokens cached a refill is a tenth of the work; here that decides between now and later."""
     limits = {}
+    spec, calibration = parse_policy("marginal:mix=off"), Calibration(5e-3, 5e-5, 1e-2, 1e-4)
     for cached in (0, 9_000):
-        made = controller("marginal:mix=off")
+        lengths = AdaptiveThreshold(spec, calibration, 100, 16_000)
         for _ in range(200):
-            made.on_prompt(10_000, cached)
-        now = made._refill_now(view(decoding=50, waiting=10), 2)
-        limits[cached] = now.tokens
+            lengths.on_prompt(10_000, cached)
+        made = MarginalPolicy(spec, LINEAR, lengths, max_num_seqs=100, block_size=16, num_blocks=1000)
+        limits[cached] = made.refill_now(view(decoding=50, waiting=10), 2).tokens
     assert limits[9_000] == pytest.approx(2_000, rel=0.01)
     assert limits[0] == pytest.approx(8192)
 

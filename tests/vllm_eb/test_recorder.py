@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from vllm_eb import recorder
-from vllm_eb.controller import Record
+from vllm_eb.decisions import Record
 from vllm_eb.recorder import Recorder, StepRecord, read_frames
 
 

@@ -1,0 +1,59 @@
+"""What the policy core is shown, what it answers, and what it leaves on record."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from vllm_eb.modes import Mode
+
+Phase = Literal["prefill", "decode", "mixed"]
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What the scheduler sees at the start of a step.
+
+    ``decoding``: running sequences whose prompt is computed, those whose last token is in flight included;
+    ``prefilling``: running sequences with prompt tokens left; ``waiting``: queued ones, preempted ones included.
+    Blocks are KV blocks; ``free_blocks`` counts cached but unreferenced ones as free. ``oldest_wait_s``: what
+    ``Controller.queue`` says of it; asked for only where ``Controller.orders_queue``.
+    ``preempted``: requests preempted since the last view.
+    """
+
+    now_s: float
+    step_id: int
+    decoding: int
+    prefilling: int
+    waiting: int
+    free_blocks: int
+    oldest_wait_s: float = 0.0
+    preempted: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What the next step may contain.
+
+    ``prefill``: prefilling and newly admitted sequences only, at most ``running_limit`` running in all; ``decode``:
+    decoding sequences only, nothing admitted; ``mixed``: vLLM's own rules, limit untouched.
+    """
+
+    phase: Phase
+    mode: Mode
+    running_limit: int
+    k: int | None
+    n_limit: int
+
+
+@dataclass(frozen=True)
+class Record:
+    """One row of decisions.parquet; names as in the schema, None where a value does not apply."""
+
+    time_s: float
+    step_id: int
+    kind: Literal["phase", "update", "mode"]
+    reason: str
+    mode: Mode
+    phase: Phase
+    values: dict[str, float | int | None]

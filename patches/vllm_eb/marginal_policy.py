@@ -1,0 +1,157 @@
+"""The marginal policy put together from its parts; the phases it leads to are the controller's.
+
+When to refill and in which way is :mod:`vllm_eb.marginal`, for how many KV has room :mod:`vllm_eb.room`, what targets
+ask for :mod:`vllm_eb.service`, in which order requests wait :mod:`vllm_eb.queueing`. What is kept here is what these
+are asked with: lengths, contexts and batches as seen so far.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from vllm_eb.adaptive import AdaptiveThreshold
+from vllm_eb.costs import StepCosts
+from vllm_eb.decisions import View
+from vllm_eb.marginal import HUGE_TOKENS, Choice, MarginalRefill, Refill
+from vllm_eb.policy import PolicySpec
+from vllm_eb.queueing import Places, PunctualQueue, Work
+from vllm_eb.room import KvRoom
+from vllm_eb.service import AnswerLength, ServiceLevel, TokenDebt
+
+ALLOWED_EVERY = 16  # decisions between two looks at how many sequences the TPOT target allows
+
+
+class MarginalPolicy:
+    """What the next step should be under measured costs, targets and the room there is; ``lengths`` is only read."""
+
+    def __init__(
+        self,
+        spec: PolicySpec,
+        costs: StepCosts,
+        lengths: AdaptiveThreshold,
+        *,
+        max_num_seqs: int,
+        block_size: int,
+        num_blocks: int,
+    ) -> None:
+        self._costs, self._lengths = costs, lengths
+        self._max_num_seqs, self._num_blocks, self._block_size = max_num_seqs, num_blocks, block_size
+        self._refills = MarginalRefill(costs, may_mix=spec.mix)
+        self._service, self._debt = ServiceLevel(spec.ttft, spec.tpot), TokenDebt(spec.tpot)
+        self._answers = AnswerLength(lengths.mu_o, spec.window)
+        self._room = KvRoom(block_size * num_blocks)
+        self.queue = PunctualQueue(spec.ttft or 0.0)
+        self.seqs_allowed, self._tpot_in_reach, self._batch = max_num_seqs, True, max_num_seqs
+        self._decisions = 0
+        self.plan_batch()
+
+    @property
+    def orders_queue(self) -> bool:
+        """Whether requests that were never started are to be put into the order of :meth:`queue_order`."""
+        return self._service.orders_queue
+
+    @property
+    def answers_behind(self) -> bool:
+        """Whether prompts should wait for answers that are behind their target."""
+        return self._debt.too_much
+
+    def on_prompt(self, input_tokens: int) -> None:
+        """A request was admitted for the first time, with a prompt of that many tokens."""
+        self._room.admitted()
+        self.queue.admitted(input_tokens)
+
+    def on_resume(self) -> None:
+        """A preempted request was admitted again."""
+        self._room.admitted()
+
+    def on_finish(self) -> None:
+        """A request ended by itself."""
+        self._answers.ended()
+        self._room.ended()
+
+    def observe(self, view: View, *, stepped: bool) -> None:
+        """Keep what the targets and the room are judged by. ``stepped``: the last step decoded."""
+        self._decisions += 1
+        if self._service.tpot_s is not None and self._decisions % ALLOWED_EVERY == 0:
+            self.plan_batch()
+        self._room.observe(view.decoding + view.prefilling, view.preempted)
+        self._debt.observe(
+            view.now_s,
+            decoding=view.decoding,
+            stepped=stepped,
+            answer_tokens=self._answers.mean,
+            in_reach=self._tpot_in_reach,
+        )
+
+    def choose(self, view: View, refill: int, *, blocked: bool) -> Choice:
+        """The next step, where ``refill`` requests could join. ``blocked``: the last prefill found no KV blocks."""
+        self._batch = max(view.decoding + view.prefilling + refill, 1)
+        context_tokens = self._mean_context(view)
+        choice = self._refills.choose(
+            decoding=view.decoding,
+            context_tokens=context_tokens,
+            refill=self.refill_now(view, refill),
+            must=view.prefilling > 0 or (refill > 0 and self._service.refill_due(view.oldest_wait_s)),
+        )
+        if view.decoding > 0 and (blocked or self.answers_behind):
+            choice = replace(choice, way="decode")
+        if choice.way != "decode":
+            self._refills.refilled()
+        if choice.way != "prefill":
+            self._refills.decoded(view.decoding, context_tokens, refill if choice.way == "decode" else 0)
+            self._answers.decoded(view.decoding)
+        return choice
+
+    def why(self, refill: int) -> str:
+        """The reason for the last choice, in words."""
+        if self.answers_behind:
+            return "answers are behind their target"
+        return f"{refill} slots to refill" if refill else "nothing to refill"
+
+    def refill_now(self, view: View, slots: int) -> Refill:
+        """What ``slots`` prompts come to."""
+        return Refill(
+            seqs=slots,
+            prompt_tokens=max(self._lengths.mu_new, 1.0),  # KV delivered whole leaves nothing to compute
+            half_computed=view.prefilling,
+            queued=view.waiting > slots,
+            hazard=1.0 / self._answers.mean,
+        )
+
+    def plan_batch(self) -> None:
+        """Take how many sequences the TPOT target allows at the lengths seen so far."""
+        allowed = self._service.seqs_allowed(
+            self._costs,
+            self._refills.per_token_s,
+            mu_l=self._lengths.mu_l,
+            mu_new=self._lengths.mu_new,
+            mu_o=self._answers.mean,
+            at_most=self._max_num_seqs,
+        )
+        self._tpot_in_reach, self.seqs_allowed = allowed > 0, allowed or self._max_num_seqs
+
+    def prompts_that_fit(self, view: View) -> float:
+        """Mean prompts that KV has room for."""
+        return self._room.prompts(
+            active=view.decoding + view.prefilling,
+            free_tokens=view.free_blocks * self._block_size,
+            context_tokens=self._mean_context(view),
+            prompt_tokens=self._lengths.mu_l,
+            answer_tokens=self._answers.mean,
+        )
+
+    def queue_order(self, now_s: float, seen_s: Sequence[float], prompt_tokens: Sequence[int]) -> Places:
+        """The places of never-started requests in their new order; arguments as of ``Controller.queue_order``."""
+        mu_l, mu_o, batch = self._lengths.mu_l, self._answers.mean, self._batch
+        work = Work(
+            prompt_token_s=self._refills.per_token_s * self._lengths.mu_new / mu_l,
+            answer_s=mu_o * self._costs.decode_s(batch, mu_l + mu_o / 2) / batch,
+            lead_s=self._costs.prefill_s(HUGE_TOKENS),
+        )
+        return self.queue.order(now_s, seen_s, prompt_tokens, work)
+
+    def _mean_context(self, view: View) -> float:
+        """KV tokens of a running sequence."""
+        active = view.decoding + view.prefilling
+        return (self._num_blocks - view.free_blocks) * self._block_size / active if active else 0.0
