@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -23,15 +24,18 @@ POLICIES = (
     "v0",
     "eb:update_every=6,min_samples=4,memory_safe=false,kv_gate=false",
     "ebplus:margin=-1,update_every=3,min_samples=3,memory_safe=false,kv_gate=false",
+    "marginal:update_every=6,min_samples=4",
+    "marginal:ttft=0.2,tpot=0.02,update_every=6,min_samples=4",  # orders the queue, holds prompts back
 )
 
 
 @dataclass(frozen=True)
 class Served:
-    """Answers by request, how often KV pressure preempted, and what the controller decided."""
+    """Answers by request, how often KV pressure preempted or the queue was reordered, what the controller decided."""
 
     answers: dict[str, tuple[int, ...]]
     preemptions: int
+    reorderings: int
     phases: tuple[str, ...]
     modes: tuple[str, ...]
 
@@ -64,7 +68,7 @@ def serve(folder: Path, policy: str) -> Served:
         )
     )  # fmt: skip
     scheduler = engine.engine_core.engine_core.scheduler
-    counted = _count_preemptions(scheduler)
+    counted = _count(scheduler)
     left = list(enumerate(prompts()))
     answers: dict[str, tuple[int, ...]] = {}
     open_requests: dict[str, int] = {}  # id -> tokens after which it is aborted, 0: never
@@ -91,19 +95,32 @@ def serve(folder: Path, policy: str) -> Served:
     return Served(
         answers,
         counted["preemptions"],
+        counted["reorderings"],
         tuple(r.phase for r in records),
         tuple(r.mode for r in records if r.kind == "mode"),
     )
 
 
-def _count_preemptions(scheduler: Any) -> dict[str, int]:
-    counted, preempt = {"preemptions": 0}, scheduler._preempt_request
+def _count(scheduler: Any) -> Counter[str]:
+    """Count preemptions, and orderings of the queue that changed it."""
+    counted: Counter[str] = Counter()
+    preempt = scheduler._preempt_request
 
-    def counting(*args: Any, **kwargs: Any) -> Any:
+    def preempting(*args: Any, **kwargs: Any) -> Any:
         counted["preemptions"] += 1
         return preempt(*args, **kwargs)
 
-    scheduler._preempt_request = counting
+    scheduler._preempt_request = preempting
+    controller = getattr(scheduler, "controller", None)
+    if controller is not None:
+        order = controller.queue_order
+
+        def ordering(*args: Any) -> Any:
+            places = order(*args)
+            counted["reorderings"] += places.tolist() != sorted(places.tolist())
+            return places
+
+        controller.queue_order = ordering
     return counted
 
 
@@ -133,9 +150,12 @@ def test_nothing_was_cut_but_the_aborted(served: dict[str, Served]) -> None:
 
 
 def test_the_runs_were_hard_enough(served: dict[str, Served]) -> None:
-    """Preemption, phase switches and mode switches did happen; else the identity would prove little."""
-    for policy, result in served.items():
-        assert result.preemptions > 0, policy
+    """Preemption, switches of phase and mode and a new order did happen; else the identity would prove little."""
+    for policy in POLICIES[:4]:  # marginal leaves room for answers to grow into
+        assert served[policy].preemptions > 0, policy
+    for policy in POLICIES[4:]:
+        assert len(set(served[policy].phases)) > 1, policy
+    assert served[POLICIES[5]].reorderings > 0
     assert {"prefill", "decode"} <= set(served[POLICIES[2]].phases)
     modes = served[POLICIES[3]].modes
     assert sum(a != b for a, b in pairwise(modes)) >= 2
