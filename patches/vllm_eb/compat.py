@@ -1,10 +1,10 @@
 """Everything that differs between vLLM versions, and what the plugin cannot be combined with.
 
-| | 0.25 | 0.32 |
-|---|---|---|
-| limit of running requests, read on admission | ``max_num_running_reqs`` | ``max_num_active_reqs`` |
-| requests admitted while paused | none | those that hold KV blocks |
-| ``long_prefill_token_threshold`` (vLLM's own affair) | holds for everyone | not for a request that is alone |
+| | 0.25.1 to 0.29 | 0.31 | 0.32 |
+|---|---|---|---|
+| limit of running requests, read on admission | ``max_num_running_reqs`` | ``max_num_active_reqs`` | as 0.31 |
+| requests admitted while paused | none | none | those that hold KV blocks |
+| ``long_prefill_token_threshold`` (vLLM's own affair) | holds for everyone | not for a request alone | as 0.31 |
 """
 
 from __future__ import annotations
