@@ -44,6 +44,8 @@ class StaggeredDispatcher:
         self._filling = Filling(fleet, self._queue, settings)
         self._cost = PassCost(settings.chunk_tokens, settings.window)
         self._generation = Generation(settings.window, expected=generates)
+        self._at_once = False  # requests go out as they come: the instances generate
+        self._note_generation()
         self._immediate = LeastOutstanding() if fleet.memory is None else PrefixAffine(fleet.memory)
         self._arrivals = ArrivalRate()
         self._going_on = GoingOn(settings.network_ns, settings.lookahead)
@@ -61,21 +63,22 @@ class StaggeredDispatcher:
     def arrive(self, ask: Ask, now_ns: int) -> None:
         """See Dispatcher."""
         self._queue.add(ask, now_ns)
-        self._arrivals.note(now_ns)
-        self._full -= self._ahead
+        if not self._at_once:
+            self._arrivals.note(now_ns)
+            self._full -= self._ahead
 
     @property
     def wants_units(self) -> bool:
         """See Dispatcher: requests that go out at once are counted by their ends."""
         return not self._at_once
 
-    @property
-    def _at_once(self) -> bool:
-        return self.settings.bypass and self._generation.seen(len(self.fleet.active))
+    def _note_generation(self) -> None:
+        self._at_once = self.settings.bypass and self._generation.seen(len(self.fleet.active))
 
     def end_forward(self, signal: EndForward, now_ns: int) -> None:
         """The fast path: acknowledge, measure, mark ready."""
         self._generation.signalled(signal.generates)
+        self._note_generation()
         if self._at_once:
             return
         self.fleet.report(signal)
@@ -121,10 +124,13 @@ class StaggeredDispatcher:
         for instance in self.fleet.active - before:
             self._reset(instance)
         self.interval.topology(len(self.fleet.active))
+        self._note_generation()
 
     def poll(self, now_ns: int) -> list[Order]:
         """Carry out every cycle that is due; dispatch at once while the instances generate."""
-        if self._at_once or self._alone_and_light(now_ns):
+        if self._at_once:
+            return self._dispatch_at_once(now_ns) if self._queue else []
+        if self._alone_and_light(now_ns):
             return self._dispatch_at_once(now_ns)
         orders = self._cycles(now_ns) if self._queue else []
         if self._going_on.in_time:
@@ -147,7 +153,11 @@ class StaggeredDispatcher:
             return []
         instances = () if self._at_once else self.fleet.active
         busy = {instance: bool(self._fullest(instance)) for instance in instances}
-        orders = [self._filling.send(ask, self._immediate(ask, units).index) for ask in self._queue.drain()]
+        orders = []
+        for ask in self._queue.drain():
+            unit = self._immediate(ask, units)
+            self.fleet.send(ask, unit)
+            orders.append(Order(ask.key, unit.index))
         for instance in instances:
             self._sent(instance, now_ns, busy[instance])
         return orders
