@@ -97,6 +97,9 @@ def read_profile(path: Path) -> DeviceProfile:
         raise InputFileError(path, "host must be a table of models")
     host = {model: _host(path, model, values) for model, values in hosts.items()}
     raw["measured"] = _measured(path, raw.get("measured", {}))
+    for model, costs in host.items():
+        if costs.request_s and not raw["measured"]:
+            raise InputFileError(path, f"field host.{model}.request_s belongs to measured step times; none are named")
     names = raw.pop("calibration_names", [])
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise InputFileError(path, f"field calibration_names must be a list of names, not {names!r}")

@@ -38,16 +38,15 @@ class Filling:
             return self._best_pass(backlog, now_ns, mean_pass_ns, overhead_tokens, gainful)
         return self._pack(available) if self._settings.packing else self._in_turn_over(available)
 
-    def send(self, ask: Ask, unit: int) -> Order:
-        """``ask`` goes to ``unit``."""
-        self._fleet.send(ask, self._fleet.units[unit])
-        return Order(ask.key, unit)
-
     @property
     def full_batches(self) -> float:
         """How often an instance's chunks could be filled with what is waiting."""
         units = len(self._fleet.units) / len(self._fleet.instances)
         return self._queue.tokens / (units * self._settings.chunk_tokens)
+
+    def _send(self, ask: Ask, unit: int) -> Order:
+        self._fleet.send(ask, self._fleet.units[unit])
+        return Order(ask.key, unit)
 
     def _best_pass(
         self, backlog: dict[int, int], now_ns: int, mean_pass_ns: float, overhead_tokens: float, gainful: bool
@@ -64,7 +63,7 @@ class Filling:
         )
         for ask, _ in chosen:
             self._queue.withdraw(ask.key)
-        return [self.send(ask, unit) for ask, unit in chosen]
+        return [self._send(ask, unit) for ask, unit in chosen]
 
     def _pack(self, available: dict[int, int]) -> list[Order]:
         """Algorithm 2."""
@@ -79,7 +78,7 @@ class Filling:
             if unit is None:
                 passed_over.append(held)
             else:
-                orders.append(self.send(held.ask, unit))
+                orders.append(self._send(held.ask, unit))
         self._queue.leave_over(passed_over)
         return orders
 
@@ -101,5 +100,5 @@ class Filling:
             self._next_unit += 1
             ask = self._queue.pop().ask
             available[unit] -= ask.tokens
-            orders.append(self.send(ask, unit))
+            orders.append(self._send(ask, unit))
         return orders

@@ -25,7 +25,8 @@ from collections.abc import Set as AbstractSet
 LIGHT_ARRIVALS = 2.0
 """With fewer arrivals expected in an interval there is no batch to wait for."""
 LIGHT_ARRIVALS_ALONE = 3.0
-"""The same where one instance is all there is: choosing who shares a pass gains nothing below."""
+"""The same where one instance is all there is, and how many may be open on each of its units: choosing who shares a
+pass gains nothing below."""
 ARRIVALS_KEPT, LEAST_ARRIVALS = 64, 8
 """How many are remembered; with fewer nothing is known of their rate."""
 

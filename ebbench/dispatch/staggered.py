@@ -7,7 +7,7 @@ turn to the next that is.
 Not in the paper: where waiting for the interval gains nothing it is left out (``bypass``, see
 :mod:`ebbench.dispatch.foresight`); who goes and where is decided by what each length of the next pass would be worth
 (``sizing``, see :mod:`ebbench.dispatch.sizing`). Without ``sizing`` it is Algorithm 2, except that a prompt that fits
-into a chunk goes only where it fits (``overdraw`` off).
+into a chunk goes only where it fits, unless much is waiting (``overdraw``). Both are :mod:`ebbench.dispatch.filling`.
 """
 
 from __future__ import annotations

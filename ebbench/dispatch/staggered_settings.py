@@ -18,9 +18,10 @@ class StaggeredSettings:
     ``interval``: wait for the interval at all. ``packing``: Algorithm 2; off: in order of arrival, units in turn, while
     the instance has capacity. ``cache_aware``: count uncached tokens only. ``cycle_limit``: refuse a request that was
     left over in more cycles (None: never). ``chunk_tokens``: prompt tokens a unit computes in one pass. ``sizing``:
-    weigh the length of the next pass; without cached prefixes only, and ``overdraw`` and ``aged_cycles`` then do not
-    matter. ``patience``: one that has waited for so many mean passes goes first (None: never). ``lookahead``: share of
-    the expected pass after which a batch is sent ahead to an instance that goes on.
+    weigh the length of the next pass; without cached prefixes only, and ``aged_cycles`` then does not matter.
+    ``overdraw``: prompts may run over the end of a chunk; auto: under backlog only. ``patience``: one that has waited
+    for so many mean passes goes first (None: never). ``lookahead``: share of the expected pass after which a batch is
+    sent ahead to an instance that goes on.
     """
 
     chunk_tokens: int

@@ -84,14 +84,20 @@ def test_a_point_that_was_never_measured_is_named() -> None:
         cost_grid(GRID, {})
 
 
-def test_linear_fit_recovers_a_linear_machine() -> None:
-    tokens, seqs, contexts = (100, 200, 400), (10, 20, 40), (50, 100)
-    grid = CostGrid(
-        tokens, seqs, contexts,
+def linear_machine(
+    tokens: tuple[int, ...], seqs: tuple[int, ...], decode_s: float, mixed_s: float, a: float, b: float
+) -> CostGrid:
+    """2 ms + 50 us a prompt token; ``decode_s`` + 0.1 ms a sequence; ``mixed_s`` + (a + b r) a token of mixed steps."""
+    return CostGrid(
+        tokens, seqs, (50, 100),
         tuple(2e-3 + 5e-5 * x for x in tokens),
-        tuple((8e-3 + 1e-4 * n,) * 2 for n in seqs),
-        tuple(tuple((2e-3 + (6e-5 + 1e-4 * (n / (n + x))) * (n + x),) * 2 for n in seqs) for x in tokens),
+        tuple((decode_s + 1e-4 * n,) * 2 for n in seqs),
+        tuple(tuple((mixed_s + (a + b * (n / (n + x))) * (n + x),) * 2 for n in seqs) for x in tokens),
     )  # fmt: skip
+
+
+def test_linear_fit_recovers_a_linear_machine() -> None:
+    grid = linear_machine((100, 200, 400), (10, 20, 40), decode_s=8e-3, mixed_s=2e-3, a=6e-5, b=1e-4)
     measured = fit(grid, "made up", 1)
     cal = measured.calibration
     assert (cal.alpha_p, cal.beta_p) == pytest.approx((2e-3, 5e-5))
@@ -203,13 +209,7 @@ def test_a_grid_that_fits_is_kept_and_one_that_cannot_fit_is_refused() -> None:
 
 def test_a_mixed_step_has_a_fixed_cost_of_its_own() -> None:
     """On a small machine a mixed step costs the host more than a lone prompt's; that is not the tokens' fault."""
-    tokens, seqs, contexts = (32, 128, 512), (1, 8, 32), (32, 256)
-    grid = CostGrid(
-        tokens, seqs, contexts,
-        tuple(2e-3 + 5e-5 * x for x in tokens),
-        tuple((3e-3 + 1e-4 * n,) * 2 for n in seqs),
-        tuple(tuple((3.5e-3 + (5e-5 + 6e-5 * (n / (n + x))) * (n + x),) * 2 for n in seqs) for x in tokens),
-    )  # fmt: skip
+    grid = linear_machine((32, 128, 512), (1, 8, 32), decode_s=3e-3, mixed_s=3.5e-3, a=5e-5, b=6e-5)
     measured = fit(grid, "made up", 1)
     cal = measured.calibration
     assert cal.mixed is not None
