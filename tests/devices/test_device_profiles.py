@@ -46,7 +46,7 @@ def test_a_profile_from_a_file_is_a_device(tmp_path: Path) -> None:
         ("2e14", "2e14\nhost.default = {step_s = -1e-3, sequence_s = 0}", "host.default.step_s"),
         ("2e14", "2e14\nhost.default = {step_ms = 1, sequence_s = 0}", "host.default.step_ms"),
         ("2e14", "2e14\nhost.default = {step_s = 1e-3}", "host.default.sequence_s is missing"),
-        ("2e14", "2e14\nhost.default = {step_s = 0, sequence_s = 0, request_s = 1}", "host.default.request_s belongs to"),
+        ("2e14", "2e14\nhost.default = {step_s = 0, sequence_s = 0, request_s = 1}", "default.request_s belongs to"),
         ("2e14", "2e14\nmax_num_seqs = 10.5", "max_num_seqs must be a whole number"),
         ("2e14", "2e14\ncalibration_names = 3", "calibration_names must be a list of names"),
         ("2e14", '2e14\nmixed_from = "rtx-4080"', "mixed_from: unknown device 'rtx-4080'"),
