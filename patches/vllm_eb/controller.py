@@ -44,7 +44,9 @@ class Controller:
         self._capacity_tokens = block_size * num_blocks
         self._running_ages: Callable[[], Sequence[int]] = _no_ages
         self._adaptive = AdaptiveThreshold(spec, calibration, max_num_seqs, self._capacity_tokens)
-        self._selector = ModeSelector(calibration, spec.margin, max_num_seqs) if spec.kind == "ebplus" else None
+        self._selector: ModeSelector | None = None
+        if spec.kind == "ebplus":
+            self._selector = ModeSelector(calibration, spec.margin, spec.sticky, max_num_seqs)
         self._marginal: MarginalPolicy | None = None
         if spec.kind == "marginal":
             self._marginal = MarginalPolicy(

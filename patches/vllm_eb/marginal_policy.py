@@ -16,7 +16,7 @@ from vllm_eb.decisions import View
 from vllm_eb.marginal import HUGE_TOKENS, Choice, MarginalRefill, Refill
 from vllm_eb.policy import PolicySpec
 from vllm_eb.queueing import Places, PunctualQueue, Work
-from vllm_eb.room import KvRoom
+from vllm_eb.room import KvRoom, paying_steps, prompts_that_pay
 from vllm_eb.service import AnswerLength, ServiceLevel, TokenDebt
 
 ALLOWED_EVERY = 16  # decisions between two looks at how many sequences the TPOT target allows
@@ -132,14 +132,27 @@ class MarginalPolicy:
         self._tpot_in_reach, self.seqs_allowed = allowed > 0, allowed or self._max_num_seqs
 
     def prompts_that_fit(self, view: View) -> float:
-        """Mean prompts that KV has room for."""
-        return self._room.prompts(
-            active=view.decoding + view.prefilling,
-            free_tokens=view.free_blocks * self._block_size,
-            context_tokens=self._mean_context(view),
-            prompt_tokens=self._lengths.mu_l,
+        """Mean prompts that KV has room for: without preemptions or, where nobody's latency counts, paying for them."""
+        active, free_tokens = view.decoding + view.prefilling, view.free_blocks * self._block_size
+        context_tokens, prompt_tokens = self._mean_context(view), self._lengths.mu_l
+        fit = self._room.prompts(
+            active=active,
+            free_tokens=free_tokens,
+            context_tokens=context_tokens,
+            prompt_tokens=prompt_tokens,
             answer_tokens=self._answers.mean,
         )
+        if not active or fit >= self._max_num_seqs - active or self._service.has_targets:
+            return fit
+        steps = paying_steps(
+            self._costs,
+            self._refills.per_token_s,
+            active=active,
+            context_tokens=context_tokens,
+            prompt_tokens=prompt_tokens,
+        )
+        paid = prompts_that_pay(steps, active=active, free_tokens=free_tokens, prompt_tokens=prompt_tokens)
+        return max(fit, paid)
 
     def queue_order(self, now_s: float, seen_s: Sequence[float], prompt_tokens: Sequence[int]) -> Places:
         """The places of never-started requests in their new order; arguments as of ``Controller.queue_order``."""

@@ -12,7 +12,6 @@ Mode = Literal["eb", "mb"]
 
 COOLDOWN_EVALUATIONS = 3
 MIN_ACTIVE_SEQS = 16.0
-STICKY_FACTOR = 3.0  # leaving EB needs a lead that many times larger than entering it
 # N_obs follows a filling batch fast and a draining one slowly, so that the dip at the end of each decode phase
 # does not look like light traffic.
 RISE_WEIGHT, FALL_WEIGHT = 0.3, 0.05
@@ -31,10 +30,10 @@ class Evaluation:
 
 
 class ModeSelector:
-    """Holds the mode, the smoothed occupancy and the cooldown."""
+    """Holds the mode, the smoothed occupancy and the cooldown. ``margin`` and ``sticky`` as of PolicySpec."""
 
-    def __init__(self, calibration: Calibration, margin: float | None, max_num_seqs: int) -> None:
-        self._calibration = calibration
+    def __init__(self, calibration: Calibration, margin: float | None, sticky: float, max_num_seqs: int) -> None:
+        self._calibration, self._sticky = calibration, sticky
         self._margin = calibration.margin if margin is None else margin
         self.mode: Mode = "mb"
         self.n_obs = float(max_num_seqs)
@@ -55,9 +54,10 @@ class ModeSelector:
             return self._stay(sides, "cooldown after a switch")
         if self.mode == "mb" and sides.advantage > self._margin:
             return self._switch(sides, "eb", "mixing costs more than exclusive phases")
-        if self.mode == "eb" and sides.advantage < -STICKY_FACTOR * self._margin:
+        # A negative margin favours exclusive batches: it lets them in early and lets them go late, too.
+        if self.mode == "eb" and sides.advantage < -self._sticky * abs(self._margin):
             return self._switch(sides, "mb", "exclusive phases cost more than mixing")
-        return self._stay(sides, "within the margin" if abs(sides.advantage) <= self._margin else "mode confirmed")
+        return self._stay(sides, "within the margin" if abs(sides.advantage) <= abs(self._margin) else "mode confirmed")
 
     def _stay(self, sides: Crossover | None, reason: str) -> Evaluation:
         return Evaluation(sides, self.n_obs, self._margin, self.mode, False, reason)

@@ -5,6 +5,7 @@ Further settings follow as ``key=value`` pairs, e.g. ``ebplus:margin=1e-5,estima
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Literal
@@ -24,13 +25,15 @@ class PolicySpec:
     """One scheduling policy with its settings (defaults: theory.md sections 5, 7 and 8).
 
     ``k`` and ``theta`` fix the threshold (slots, share of N); both None means: computed online (Algorithm 1).
-    ``margin`` is EB+'s priority margin delta in s/token; None takes the device's published default.
+    ``margin`` is EB+'s priority margin delta in s/token; None takes the device's published default. It leaves
+    exclusive batches when they lag by ``sticky`` times its size (with -1 and a negative margin: at every chance).
     """
 
     kind: Kind
     k: int | None = None
     theta: float | None = None
     margin: float | None = None
+    sticky: float = 3.0
     estimator: Estimator = "published"
     window: int = 500  # W, completions kept by the estimator
     update_every: int = 100  # M, completions between updates
@@ -118,7 +121,7 @@ def _flag(text: str) -> bool:
 
 
 _PARSERS: Mapping[str, Callable[[str], object]] = {
-    "k": int, "theta": float, "margin": float, "window": int, "update_every": int, "min_samples": int,
+    "k": int, "theta": float, "margin": float, "sticky": float, "window": int, "update_every": int, "min_samples": int,
     "initial_theta": float, "theta_min": float, "epsilon": float, "kv_gate": _flag, "memory_safe": _flag,
     "mix": _flag, "ttft": float, "tpot": float,
     "estimator": _choice("published", "censored"), "memory_form": _choice("code", "paper"),
@@ -152,6 +155,10 @@ def _checked(spec: PolicySpec) -> PolicySpec:
             raise PolicyError(f"{key} must lie strictly between 0 and 1, not {value}")
     if spec.theta_min > THETA_MAX:
         raise PolicyError(f"theta_min must be at most {THETA_MAX}, the highest threshold, not {spec.theta_min}")
+    for key in ("margin", "sticky"):
+        value = getattr(spec, key)
+        if value is not None and not math.isfinite(value):
+            raise PolicyError(f"{key} must be a finite number, not {value}")
     for key in ("window", "update_every", "min_samples"):
         if getattr(spec, key) < 1:
             raise PolicyError(f"{key} must be at least 1, not {getattr(spec, key)}")

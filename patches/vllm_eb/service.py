@@ -67,6 +67,11 @@ class ServiceLevel:
     tpot_s: float | None = None
 
     @property
+    def has_targets(self) -> bool:
+        """Whether anybody's latency counts."""
+        return self.ttft_s is not None or self.tpot_s is not None
+
+    @property
     def orders_queue(self) -> bool:
         """Whether waiting requests are told apart by their age."""
         return self.ttft_s is not None

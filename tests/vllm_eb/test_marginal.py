@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from vllm_eb.adaptive import AdaptiveThreshold
@@ -17,6 +17,7 @@ from vllm_eb.decisions import View
 from vllm_eb.marginal import MarginalRefill, Refill
 from vllm_eb.marginal_policy import MarginalPolicy
 from vllm_eb.policy import parse_policy
+from vllm_eb.room import PAID_OVER, paying_steps, prompts_that_pay
 from vllm_eb.service import DEBT_FORGOTTEN, TPOT_SHARE, AnswerLength, ServiceLevel, TokenDebt
 from vllm_eb.theory import base_threshold
 
@@ -237,18 +238,55 @@ def test_one_wave_of_preemptions_counts_once() -> None:
     assert again.decide(state).n_limit == made.decide(state).n_limit
 
 
-def test_a_young_batch_is_not_filled_with_as_many_as_fit_before_their_answers_grow() -> None:
-    made = controller("marginal:mix=off")
+def young_batch(policy: str) -> tuple[Controller, View]:
+    """50 of 100 sequences run, all just begun: 16 prompt tokens each and 400 to be made."""
+    made = controller(policy)
     for _ in range(200):
         made.on_prompt(16)
     for _ in range(2000):
         made.on_finish(400)
-        made.decide(view(decoding=40, waiting=0, free_blocks=100))
-        for _ in range(9):
+        for _ in range(10):
             made.decide(view(decoding=40, waiting=0, free_blocks=100))
+    return made, view(decoding=50, waiting=100, free_blocks=950)
+
+
+def test_where_latency_counts_a_young_batch_is_not_filled_with_as_many_as_fit_before_their_answers_grow() -> None:
     # 16,000 tokens of KV hold 1,000 such prompts today, and 16000 / (16 + 400 / 2) = 74 of them half answered.
-    young = view(decoding=50, waiting=100, free_blocks=950)
+    made, young = young_batch("marginal:mix=off,ttft=1000")
     assert 70 <= made.decide(young).n_limit <= 78
+
+
+def test_where_only_throughput_counts_it_is_filled_as_prompts_are_cheap_to_compute_again() -> None:
+    made, young = young_batch("marginal:mix=off")
+    assert made.decide(young).n_limit == 100
+
+
+@given(
+    alpha_d=st.floats(0, 0.1), beta_d=st.floats(0, 1e-3), beta_p=st.floats(1e-6, 1e-3),
+    active=st.integers(1, 2000), prompt=st.floats(1, 10_000),
+)  # fmt: skip
+def test_a_sequence_has_paid_for_its_second_prefill_when_its_tokens_were_that_much_cheaper(
+    alpha_d: float, beta_d: float, beta_p: float, active: int, prompt: float
+) -> None:
+    """With linear costs one more sequence saves alpha_d / n a token, whatever it costs itself."""
+    assume(abs(alpha_d / active - beta_p) > 1e-6 * (alpha_d / active + beta_d))  # else rounding decides
+    costs = LinearCosts(1e-3, beta_p, alpha_d, beta_d, 1e-3)
+    steps = paying_steps(costs, beta_p, active=active, context_tokens=100, prompt_tokens=prompt)
+    if math.isfinite(steps):
+        assert steps * alpha_d / active == pytest.approx(beta_p * (prompt + steps), rel=1e-3)
+    else:
+        assert alpha_d / active <= beta_p
+
+
+@given(
+    steps=st.one_of(st.just(math.inf), st.floats(0, 1e6)), active=st.integers(1, 2000),
+    free=st.integers(0, 1_000_000), prompt=st.floats(1, 10_000),
+)  # fmt: skip
+def test_those_let_in_as_they_pay_can_all_stay_that_long(steps: float, active: int, free: int, prompt: float) -> None:
+    more = prompts_that_pay(steps, active=active, free_tokens=free, prompt_tokens=prompt)
+    assert more >= 0.0
+    if more > 0.0:
+        assert more * prompt + (active + more) * PAID_OVER * steps <= free * (1 + 1e-9)
 
 
 def test_cached_prompt_tokens_are_not_counted_as_work() -> None:

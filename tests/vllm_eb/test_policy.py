@@ -49,6 +49,8 @@ def test_any_settings_round_trip(theta: float, window: int, margin: float) -> No
         ("eb:estimator=best", "one of published, censored"),
         ("eb:window=0", "at least 1"),
         ("eb:theta_min=0.9", "at most 0.8"),
+        ("ebplus:margin=nan", "finite number"),
+        ("ebplus:sticky=inf", "finite number"),
     ],
 )
 def test_what_makes_no_sense_is_refused_with_the_remedy(text: str, says: str) -> None:

@@ -1,0 +1,79 @@
+"""EB+'s choice between mixed and exclusive batches."""
+
+from __future__ import annotations
+
+import math
+
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.optimize import brentq
+
+from vllm_eb.calibration import Calibration, MixedCost
+from vllm_eb.modes import COOLDOWN_EVALUATIONS, MIN_ACTIVE_SEQS, ModeSelector
+from vllm_eb.theory import crossover
+
+MEANS = {"mu_l": 512.0, "mu_o": 256.0, "theta0": 0.2}
+SEQS = 512
+STICKY = 3.0
+
+
+def calibrated(mixed_s: float) -> Calibration:
+    """Mixed batches cost ``mixed_s`` per token at every share."""
+    return Calibration(0.004, 5e-5, 0.01, 1e-4, MixedCost(mixed_s, 0.0, 0.0))
+
+
+def selector(mixed_s: float, margin: float, sticky: float = STICKY) -> ModeSelector:
+    """A selector with SEQS sequences active."""
+    return ModeSelector(calibrated(mixed_s), margin, sticky, SEQS)
+
+
+@given(mixed_s=st.floats(0.0, 5e-4), margin=st.floats(-3e-4, 3e-4))
+def test_under_steady_traffic_it_switches_at_most_once(mixed_s: float, margin: float) -> None:
+    """Whatever the margin's sign: what lets exclusive batches in does not throw them out again."""
+    chosen = selector(mixed_s, margin)
+    evaluations = [chosen.evaluate(**MEANS) for _ in range(30)]
+    assert sum(e.switched for e in evaluations) <= 1
+    first = evaluations[0].crossover
+    assert first is not None
+    assert (chosen.mode == "eb") == (first.advantage > margin)
+
+
+@given(margin=st.floats(1e-6, 5e-5), favours_exclusive=st.booleans())
+def test_leaves_exclusive_batches_only_at_three_margins(margin: float, favours_exclusive: bool) -> None:
+    """Entered with a clear lead, it stays for a lag just under three margins and leaves for one just over."""
+    mixed = 3e-4
+    for share, left in ((0.99, False), (1.01, True)):
+        chosen = selector(mixed, -margin if favours_exclusive else margin)
+        assert chosen.evaluate(**MEANS).switched
+        for _ in range(COOLDOWN_EVALUATIONS):
+            assert not chosen.evaluate(**MEANS).switched
+        lagging = MEANS | {"theta0": _threshold_that_lags(mixed, share * STICKY * margin)}
+        assert chosen.evaluate(**lagging).switched == left
+
+
+def _threshold_that_lags(mixed_s: float, lag_s: float) -> float:
+    """The theta0 at which exclusive batches fall ``lag_s`` per token behind: a low one pays alpha_p often."""
+    calibration = calibrated(mixed_s)
+    lengths = {name: MEANS[name] for name in ("mu_l", "mu_o")}
+
+    def lead(log_theta: float) -> float:
+        return crossover(calibration, **lengths, n_obs=SEQS, theta0=math.exp(log_theta)).advantage + lag_s
+
+    return math.exp(brentq(lead, math.log(1e-9), math.log(0.5), xtol=1e-14))
+
+
+@given(mixed_s=st.floats(0.0, 5e-4))
+def test_a_stickiness_below_nothing_makes_it_change_at_every_chance(mixed_s: float) -> None:
+    """What the tests of switching rely on."""
+    chosen = selector(mixed_s, margin=-1.0, sticky=-1.0)
+    switched = [chosen.evaluate(**MEANS).switched for _ in range(3 * (COOLDOWN_EVALUATIONS + 1))]
+    assert switched == ([True] + [False] * COOLDOWN_EVALUATIONS) * 3
+
+
+def test_decides_nothing_with_few_sequences() -> None:
+    chosen = selector(1e-3, 1e-5)
+    for _ in range(500):
+        chosen.observe(int(MIN_ACTIVE_SEQS) - 1)
+    assert not chosen.evaluate(**MEANS).switched
+    assert chosen.evaluate(**MEANS).crossover is None
+    assert chosen.mode == "mb"
