@@ -18,6 +18,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from ebbench.devices.base import Device
+from ebbench.devices.fit import fixed_and_each
 from ebbench.engines.base import Engine, EngineOptions, Observer
 from ebbench.errors import DataError, UsageError
 from ebbench.records.plan import ClosedPhase, Plan
@@ -268,9 +269,8 @@ def fit(grid: CostGrid, source: str, steps: int, *, request_s: float = 0.0, drif
 
 
 def _line(x: Any, y: Any) -> tuple[float, float, float]:
-    """Intercept, slope and R squared; neither of the first two below zero."""
-    slope, intercept = np.polyfit(x, y, 1)
-    alpha, beta = max(float(intercept), 0.0), max(float(slope), 0.0)
+    """Fixed cost, cost of each, and R squared."""
+    alpha, beta = fixed_and_each(x, y)
     return alpha, beta, r_squared(y, [alpha + beta * v for v in x])
 
 

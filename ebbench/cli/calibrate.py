@@ -168,6 +168,8 @@ def _document(measured: Measured, profile: Path, check: Check | None) -> dict[st
 
 
 def _print(measured: Measured, profile: Path, check: Check | None) -> None:
+    from ebbench.devices.fit import LEAST_FIXED_S
+
     cal = measured.calibration
     typer.echo(f"{measured.steps} steps measured")
     typer.echo(
@@ -186,6 +188,12 @@ def _print(measured: Measured, profile: Path, check: Check | None) -> None:
         )
     if measured.request_s:
         typer.echo(f"request  {measured.request_s * 1e3:.3f} ms beside its steps")
+    if cal.alpha_d <= LEAST_FIXED_S:
+        typer.echo(
+            "decode   no fixed cost shows through the noise: thresholds computed from this profile mean little; "
+            "measure again with more --repeats or a wider range of --seqs",
+            err=True,
+        )
     if measured.drift > STEADY:
         typer.echo(
             f"drift    the slowest round took {measured.drift:.2f} times the fastest: this machine does not keep its "

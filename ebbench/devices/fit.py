@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from ebbench.devices.base import CostModel, StepShape
@@ -13,6 +15,7 @@ DECODE_SEQS = (16, 32, 64, 128, 256, 384, 512, 768, 1024)
 DECODE_CONTEXT_TOKENS = 512
 MIXED_TOKENS = 2048
 MIXED_SHARES = (0.1, 0.25, 0.5, 0.75, 0.9)
+LEAST_FIXED_S = 1e-6
 
 
 def prefill_shape(tokens: int, context: int = 0) -> StepShape:
@@ -33,9 +36,11 @@ def mixed_shape(tokens: int, share: float, context: int) -> StepShape:
 
 def fit_calibration(cost: CostModel, source: str, margin: float) -> Calibration:
     """Least squares of step times over the authors' grid, and beta_mb(r) from mixed steps of 2,048 tokens."""
-    alpha_p, beta_p = _line(PREFILL_TOKENS, [cost.step_s(prefill_shape(x)) for x in PREFILL_TOKENS])
+    prefill_s = [cost.step_s(prefill_shape(x)) for x in PREFILL_TOKENS]
+    alpha_p, beta_p = fixed_and_each(PREFILL_TOKENS, prefill_s)
     context = DECODE_CONTEXT_TOKENS
-    alpha_d, beta_d = _line(DECODE_SEQS, [cost.step_s(decode_shape(n, context)) for n in DECODE_SEQS])
+    decode_s = [cost.step_s(decode_shape(n, context)) for n in DECODE_SEQS]
+    alpha_d, beta_d = fixed_and_each(DECODE_SEQS, decode_s)
     per_token = [(cost.step_s(mixed_shape(MIXED_TOKENS, r, context)) - alpha_p) / MIXED_TOKENS for r in MIXED_SHARES]
     c, b, a = (float(v) for v in np.polyfit(MIXED_SHARES, per_token, 2))
     return Calibration(
@@ -73,13 +78,21 @@ def cost_grid(cost: CostModel) -> CostGrid:
     )
 
 
-def _line(x: tuple[int, ...], y: list[float]) -> tuple[float, float]:
-    """Intercept and slope; a negative intercept (superlinear prefill) is lifted to 1 us.
+def fixed_and_each(counts: Sequence[float], times_s: Sequence[float]) -> tuple[float, float]:
+    """Fixed cost and cost of each (token, sequence), both in s: least squares, neither below zero.
 
-    A model too small to load the device has a flat cost, whose slope is zero but for rounding.
+    Of absolute errors, as the authors have it. Of relative ones the short steps would decide, which load the weights
+    whatever is in them: on L40S that gives a prefill 9.6 ms of fixed cost, but refills are long enough to have none,
+    and EB at the threshold it leads to is up to 9 % slower. The fixed cost is at least LEAST_FIXED_S: without one of a
+    decode step no threshold is defined.
     """
-    slope, intercept = np.polyfit(x, y, 1)
-    return max(float(intercept), 1e-6), max(float(slope), 0.0)
+    x, y = np.asarray(counts, float), np.asarray(times_s, float)
+    each, fixed = (float(v) for v in np.polyfit(x, y, 1))
+    if fixed < 0.0:
+        fixed, each = 0.0, float(x @ y / (x @ x))
+    elif each < 0.0:
+        fixed, each = float(y.mean()), 0.0
+    return max(fixed, LEAST_FIXED_S), each
 
 
 def _mixed(a: float, b: float, c: float) -> MixedCost | None:

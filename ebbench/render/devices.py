@@ -12,7 +12,7 @@ from rich.text import Text
 
 from ebbench.devices.describe import UTILIZATION, DeviceFacts
 from ebbench.devices.marginal import MarginalCurve
-from ebbench.errors import UsageError
+from ebbench.errors import RunError, UsageError
 
 BAR_CELLS = 44
 PLOT_SUFFIXES = (".svg", ".png", ".html", ".json")
@@ -131,7 +131,10 @@ def draw(facts: DeviceFacts, path: Path) -> None:
         .encode(x="decode share r:Q", y="µs per token:Q", color="step:N")
         .properties(width=420, height=260)
     )
-    chart.save(str(path))
+    try:
+        chart.save(str(path))
+    except OSError as error:
+        raise RunError(f"cannot write {path}: {error.strerror or error}") from None
 
 
 def _table(*columns: str, right: int = 2) -> Table:
