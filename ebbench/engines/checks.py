@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -17,9 +18,9 @@ from vllm_eb.policy import PolicySpec
 def check_counts(**counts: int | float | None) -> None:
     """Raise UsageError for a count or factor that must be positive and is not; None passes."""
     for name, value in counts.items():
-        if value is not None and not value > 0:
+        if value is not None and not 0 < value < inf:
             option = "--" + name.replace("_", "-")
-            least = "at least 1" if isinstance(value, int) else "more than 0"
+            least = "at least 1" if isinstance(value, int) else "more than 0" if value != inf else "a finite number"
             raise UsageError(f"{option} must be {least}, not {value}")
 
 

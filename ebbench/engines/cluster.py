@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
+from ebbench.collector import collector_paused
 from ebbench.devices.base import Device
 from ebbench.dispatch import DispatchSpec
 from ebbench.engines.base import EngineOptions, EngineResult, Observer, Progress
-from ebbench.engines.sim import PROGRESS_INTERVAL_S, check_fits, make_controller, shares_content
-from ebbench.errors import RunError, UsageError
+from ebbench.engines.simulated import (
+    check_all_ended,
+    check_fits,
+    make_controller,
+    num_kv_blocks,
+    run_through,
+    scheduler_limits,
+    snapshot,
+    ticker,
+)
+from ebbench.errors import UsageError
 from ebbench.records.plan import Plan
 from ebbench.simulation.assemble import StagePlan, Wiring, build_stage
 from ebbench.simulation.cluster import Cluster, Outcome
@@ -24,16 +33,12 @@ from ebbench.simulation.parallel import UnitDevice, unit_device
 from ebbench.simulation.pools import DecodeInstance, PrefillInstance
 from ebbench.simulation.stage import Stage
 from ebbench.simulation.state import UNSET, RequestState
-from ebbench.simulation.step import SchedulerLimits
 from ebbench.simulation.tables import decisions_table, requests_table, steps_table
 from ebbench.simulation.topology import DECODE_UTILIZATION, PREFILL_UTILIZATION, PoolSpec, TopologySpec
 from ebbench.simulation.transfer import Link, ReceiveStore, TransferFabric
 from vllm_eb.controller import Controller
 from vllm_eb.decisions import Record
 from vllm_eb.policy import PolicySpec
-
-KEEP_ROWS_UP_TO = 20_000_000
-"""Request ids of every step are kept for runs of up to so many scheduled tokens or sequences; beyond, memory counts."""
 
 
 @dataclass(frozen=True)
@@ -64,12 +69,13 @@ class ClusterEngine:
         if options.warmup:
             raise UsageError("--warmup is for one instance; a simulated cluster has none: leave out --topology or it")
         simulation = _Simulation(self, plan, policy, device, options, observer)
-        if options.enable_prefix_caching and not shares_content(plan):
-            try:
-                return simulation.run(identity=False)
-            except IdentityNeeded:
-                pass  # as in the sim engine: someone was preempted, so block identities count
-        return simulation.run(identity=options.enable_prefix_caching)
+        with collector_paused():
+            if options.enable_prefix_caching and not _shares_content(plan):
+                try:
+                    return simulation.run(identity=False)
+                except IdentityNeeded:
+                    pass  # as in the sim engine: someone was preempted, so block identities count
+            return simulation.run(identity=options.enable_prefix_caching)
 
 
 @dataclass
@@ -93,15 +99,10 @@ class _Simulation:
             front, controllers = self._stage("replicas", 0, topology.replicas, unit, state, wiring, identity)
             cluster = Cluster(self.plan, front, network_ns=self._network_ns, tick=None)
         wiring.cluster = cluster
-        cluster.tick = self._ticker(cluster)
-        interrupted = False
-        try:
-            cluster.run()
-        except KeyboardInterrupt:
-            interrupted = True
-        if not interrupted and cluster.outcome.dead is None and cluster.ended < len(self.plan):
-            left = len(self.plan) - cluster.ended
-            raise RunError(f"{left} of {len(self.plan)} requests never ended: the cluster is stuck")
+        cluster.tick = ticker(self.observer, partial(self._show, cluster))
+        interrupted = run_through(cluster)
+        if not interrupted and cluster.outcome.dead is None:
+            check_all_ended(cluster.ended, len(self.plan), "cluster")
         return self._result(cluster, wiring, controllers, interrupted)
 
     @property
@@ -130,20 +131,14 @@ class _Simulation:
         identity: bool,
     ) -> tuple[Stage, list[Controller]]:
         options = self._pool_options(pool)
-        blocks = options.num_kv_blocks or unit.device.kv_capacity_tokens // options.block_size
+        blocks = num_kv_blocks(unit.device, options)
         check_fits(self.plan, options, blocks)
         spec = StagePlan(
             kind=kind,
             index=index,
             pool=pool,
             unit=unit,
-            limits=SchedulerLimits(
-                options.max_num_seqs,
-                options.max_num_batched_tokens,
-                options.block_size,
-                options.long_prefill_token_threshold,
-                options.async_scheduling,
-            ),
+            limits=scheduler_limits(options),
             kv_blocks=blocks,
             identity=identity,
             caching=options.enable_prefix_caching,
@@ -181,36 +176,17 @@ class _Simulation:
         handover = Handover(before, after, sources, targets, fabric, spec, per_token)
         return Cluster(self.plan, front, back, handover, network_ns=self._network_ns)
 
-    def _ticker(self, cluster: Cluster) -> Callable[[int], None] | None:
-        observer = self.observer
-        if observer is None:
-            return None
-        last_s = time.perf_counter()
-        state = cluster.last.state
-
-        def tick(now_ns: int) -> None:
-            nonlocal last_s
-            wall_s = time.perf_counter()
-            if wall_s - last_s < PROGRESS_INTERVAL_S:
-                return
-            last_s = wall_s
-            outputs = int((state.next_slot - state.first_slot).sum())
-            units = [unit for stage in cluster.stages for unit in stage.units]
-            observer.update(
-                Progress(
-                    policy=self.policy.name,
-                    completed=cluster.ended,
-                    planned=len(self.plan),
-                    output_tokens=outputs,
-                    total_tokens=outputs + int(state.prompt[state.done].sum()),
-                    time_s=now_ns / 1e9,
-                    mode=units[0].mode,
-                    running=sum(len(unit.running) for unit in units),
-                    waiting=sum(len(unit.waiting) for unit in units) + cluster.front.dispatcher.waiting,
-                )
-            )
-
-        return tick
+    def _show(self, cluster: Cluster, now_ns: int) -> Progress:
+        units = [unit for stage in cluster.stages for unit in stage.units]
+        return snapshot(
+            self.policy,
+            self.plan,
+            cluster.last.state,
+            units,
+            now_ns,
+            completed=cluster.ended,
+            undispatched=cluster.front.dispatcher.waiting,
+        )
 
     def _result(
         self, cluster: Cluster, wiring: Wiring, controllers: list[Controller], interrupted: bool
@@ -252,6 +228,12 @@ class _Simulation:
                 "receive_store_peak_gb": max(store.peak_bytes for store in fabric.stores) / 1e9,
             }
         return facts
+
+
+def _shares_content(plan: Plan) -> bool:
+    """Whether requests of the plan have prompt prefixes in common."""
+    table = plan.table
+    return table["hash_ids"].null_count < len(plan) or len(table["content"].unique()) < len(plan)
 
 
 def _one_token(plan: Plan) -> Plan:

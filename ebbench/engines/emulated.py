@@ -16,20 +16,18 @@ When nothing is scheduled, nothing is in flight and nothing is released by now, 
 
 from __future__ import annotations
 
-import gc
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
+from ebbench.collector import collector_paused
 from ebbench.devices.base import Device
 from ebbench.engines.base import EngineOptions, EngineResult, Observer, Progress
 from ebbench.engines.emulated_clients import VirtualClients
-from ebbench.engines.sim import num_kv_blocks
+from ebbench.engines.simulated import num_kv_blocks
 from ebbench.errors import RunError, UsageError
 from ebbench.records.content import token_ids
 from ebbench.records.plan import Plan
@@ -70,7 +68,7 @@ class EmulatedEngine:
         if self._shortcuts:
             run.take_shortcuts()
         self.prepare(run.core)
-        with _no_garbage_collection():
+        with collector_paused():
             interrupted = run.to_the_end(observer)
         return run.result(interrupted)
 
@@ -275,15 +273,3 @@ def plugin_settings(policy: PolicySpec, device: Device) -> tuple[str | None, dic
     if policy.kind == "v1":
         return None, {}
     return plugin.SCHEDULER, plugin.additional_config(policy, device.calibration)
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """The core makes millions of short-lived objects without cycles; scanning them takes a third of the time."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()

@@ -6,7 +6,7 @@ The only contact with vLLM's data is :class:`StepReader`: from a SchedulerOutput
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,9 +17,6 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 
 from ebbench.devices.base import CostModel, StepShape
-
-TokenSource = Callable[[str, int], int]
-"""Token at a position of a request's stream, prompt included."""
 
 
 @dataclass(frozen=True)

@@ -139,6 +139,9 @@ class Instance(PhasedScheduler):
         That is a last token to schedule, an arrival, KV blocks running out or a policy that wants something else. The
         arrays are brought up to date once for all of the steps. False: not one such step, nothing was done.
         """
+        kv = self._counted
+        if kv is None:
+            return False
         most = self._can_coast()
         if most < SHORTEST_COAST:
             return False
@@ -147,11 +150,11 @@ class Instance(PhasedScheduler):
         growing = np.bincount(-computed % block_size, minlength=block_size).tolist()  # blocks needed, by step
         kv_tokens, ones = int(np.add.reduce(computed)), self._ones[:seqs]
         before, wake_ns, made = len(self._queue), now_ns, 0
-        while made < most and wake_ns < until_ns and growing[made % block_size] <= self._kv.free:
+        while made < most and wake_ns < until_ns and growing[made % block_size] <= kv.free:
             step = Step(wake_ns, rows=rows, tokens=ones, sampled=rows, decode_seqs=seqs)
             if self._controller is not None and not self._may_decode(step, self._controller):
                 break
-            self._kv.take(growing[made % block_size])
+            kv.take(growing[made % block_size])
             made += 1
             kv_tokens += seqs
             self._time(step, StepShape((), seqs, kv_tokens, seqs))
@@ -168,7 +171,7 @@ class Instance(PhasedScheduler):
     def _can_coast(self) -> int:
         """How many steps the running requests can decode with nobody joining or leaving; 0: none."""
         state, rows = self._state, self.running
-        if self._prefilling or self._stale or self._inbox or not self._kv.countable or not len(rows):
+        if self._prefilling or self._stale or self._inbox or not len(rows):
             return 0
         if len(rows) > self._limits.max_num_batched_tokens or (self._queue and self._queue[0].empty):
             return 0

@@ -3,6 +3,9 @@
 ``CountingKv`` knows only how many blocks are free; exact as long as no cached block can be hit. ``CachingKv`` knows
 each block: its content, its references and its place in the eviction queue. Between them, ``StreamKv``
 (:mod:`ebbench.simulation.streams`) knows how much is cached of each request or session.
+
+All three give blocks to named requests (``KvBlocks``). To the two that count, one block is as good as another, so they
+also give so many blocks to nobody in particular (``CountedKv``), which is what makes long decodes cheap to simulate.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from itertools import islice
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from ebbench.simulation.state import RequestState
 
@@ -24,11 +27,6 @@ class KvBlocks(Protocol):
 
     free: int
     total: int
-    countable: bool  # whether it is all the same which request a block is taken for
-
-    def take(self, count: int) -> None:
-        """Take so many blocks; only where ``countable``. The caller has checked that they are there."""
-        ...
 
     def lookup(self, row: int, known_tokens: int) -> Sequence[int]:
         """Cached blocks that form the longest prefix of the request, its last token always left to compute."""
@@ -55,10 +53,17 @@ class KvBlocks(Protocol):
         ...
 
 
+@runtime_checkable
+class CountedKv(KvBlocks, Protocol):
+    """A KV manager to which it is all the same which request a block is taken for."""
+
+    def take(self, count: int) -> None:
+        """Take so many blocks. The caller has checked that they are there."""
+        ...
+
+
 class CountingKv:
     """Block counts only. With prefix caching on, a release before the end raises IdentityNeeded."""
-
-    countable = True
 
     def __init__(self, state: RequestState, total: int, *, caching: bool) -> None:
         self.total = self.free = total
@@ -105,8 +110,6 @@ class CachingKv:
     A block that is hit while free leaves its place in the queue behind, and ``_left`` counts such places. They are
     always ahead of the block's own place: only a block that caches something can be hit, and it goes to the tail.
     """
-
-    countable = False
 
     def __init__(self, state: RequestState, total: int, block_size: int) -> None:
         self.total = self.free = total
@@ -177,10 +180,6 @@ class CachingKv:
             elif holder != block:
                 by_key[key] = [holder, block]
         self._published[row] = full
-
-    def take(self, count: int) -> None:
-        """Not without saying for whom."""
-        raise NotImplementedError
 
     def release(self, row: int, known_tokens: int) -> None:
         """See KvBlocks."""

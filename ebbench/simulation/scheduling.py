@@ -14,7 +14,7 @@ from collections import deque
 
 import numpy as np
 
-from ebbench.simulation.kv import KvBlocks
+from ebbench.simulation.kv import CountedKv, KvBlocks
 from ebbench.simulation.state import UNSET, Ints, RequestState
 from ebbench.simulation.step import NO_ROWS, SchedulerLimits, Step
 
@@ -24,6 +24,7 @@ class Scheduler:
 
     def __init__(self, state: RequestState, limits: SchedulerLimits, kv: KvBlocks) -> None:
         self._state, self._limits, self._kv = state, limits, kv
+        self._counted = kv if isinstance(kv, CountedKv) else None  # the same manager, where counts are enough
         self._inbox: deque[int] = deque()
         self._seen_ns: Ints = np.zeros(state.count, np.int64)  # when the scheduler first saw a request
         self.waiting: deque[int] = deque()
@@ -122,8 +123,8 @@ class Scheduler:
             self._take(rows[growing], need[growing])
 
     def _take(self, rows: Ints, blocks: Ints) -> None:
-        if self._kv.countable:
-            self._kv.take(int(np.add.reduce(blocks)))
+        if self._counted is not None:
+            self._counted.take(int(np.add.reduce(blocks)))
         else:
             self._kv.allocate(rows.tolist(), blocks.tolist())
         self._state.held_blocks[rows] += blocks
@@ -139,8 +140,8 @@ class Scheduler:
             fit = min(int(upto.searchsorted(taken + self._kv.free, side="right")), kept)
             if fit > done:
                 blocks = int(upto[fit - 1])
-                if self._kv.countable:
-                    self._kv.take(blocks - taken)
+                if self._counted is not None:
+                    self._counted.take(blocks - taken)
                 else:
                     growing = done + need[done:fit].nonzero()[0]
                     self._kv.allocate(candidates[growing].tolist(), need[growing].tolist())
@@ -184,7 +185,7 @@ class Scheduler:
         rows: list[int] = []
         tokens: list[int] = []
         skipped: list[int] = []
-        running, countable = len(self.running), kv.countable
+        running, counted = len(self.running), self._counted
         while budget > 0 and self.waiting and running + len(rows) < running_limit:
             row = self.waiting[0]
             if row in self._stale:
@@ -202,16 +203,16 @@ class Scheduler:
                 break
             self.waiting.popleft()
             need = -(-(cached + chunk) // block_size) - len(hits)
-            if hits or not countable:
+            if hits or counted is None:
                 kv.adopt(row, hits)
-            if countable:
-                kv.take(need)
+            if counted is not None:
+                counted.take(need)
             else:
                 kv.allocate((row,), (need,))
             state.held_blocks[row] = len(hits) + need
             state.computed[row] = cached
             self._note_admission(row, cached, now_ns)
-            if not countable:
+            if counted is None:
                 kv.publish(row, cached + chunk)
             state.partial[row] = True
             rows.append(row)

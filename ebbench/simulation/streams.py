@@ -29,8 +29,6 @@ class CachedRun:
 class StreamKv:
     """Counts free blocks and, of each content stream, cached ones. Raises IdentityNeeded where that is not exact."""
 
-    countable = True
-
     def __init__(self, state: RequestState, total: int, block_size: int) -> None:
         self.total = self.free = total
         self._content, self._held, self._block_size = state.content, state.held_blocks, block_size
@@ -62,7 +60,7 @@ class StreamKv:
         self.take(sum(blocks))
 
     def take(self, count: int) -> None:
-        """See KvBlocks."""
+        """See CountedKv."""
         self.free -= count
         if count <= self._blank:
             self._blank -= count

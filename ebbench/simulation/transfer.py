@@ -79,7 +79,6 @@ class TransferFabric:
         self._order = 0
         self.transfers = 0
         self.bytes = 0.0
-        self.busy_ns = 0
 
     def offer(self, row: int, source: int, target: int, size_bytes: float, now_ns: int) -> list[Transfer]:
         """The KV of ``row`` is ready to go; returns what starts now. Raises StoreFullError."""
@@ -123,5 +122,4 @@ class TransferFabric:
         duration_ns = self._link.duration_ns(size_bytes)
         self.transfers += 1
         self.bytes += size_bytes
-        self.busy_ns += duration_ns
         return [Transfer(row, source, target, now_ns + duration_ns)]

@@ -1,0 +1,133 @@
+"""What simulating one instance and simulating a cluster of them have in common."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from ebbench.devices.base import Device
+from ebbench.engines.base import EngineOptions, Observer, Progress
+from ebbench.errors import RunError, UsageError
+from ebbench.records.plan import Plan
+from ebbench.simulation.instance import Instance
+from ebbench.simulation.state import RequestState
+from ebbench.simulation.step import SchedulerLimits
+from vllm_eb.controller import Controller
+from vllm_eb.policy import PolicySpec
+
+PROGRESS_INTERVAL_S = 0.1
+
+
+class Simulation(Protocol):
+    """An event loop over a plan. A KeyboardInterrupt of ``run`` leaves a consistent state behind."""
+
+    def run(self) -> None:
+        """Run to the end of the plan."""
+        ...
+
+
+def run_through(simulation: Simulation) -> bool:
+    """Run to the end of the plan. Returns whether the user interrupted it."""
+    try:
+        simulation.run()
+    except KeyboardInterrupt:
+        return True
+    return False
+
+
+def check_all_ended(ended: int, requests: int, what: str) -> None:
+    """Raise RunError where requests are left over: ``what`` is in a deadlock."""
+    if ended < requests:
+        raise RunError(f"{requests - ended} of {requests} requests never ended: the {what} is stuck")
+
+
+def num_kv_blocks(device: Device, options: EngineOptions) -> int:
+    """KV blocks of an instance: as asked for, or what the device's capacity holds."""
+    return options.num_kv_blocks or device.kv_capacity_tokens // options.block_size
+
+
+def scheduler_limits(options: EngineOptions) -> SchedulerLimits:
+    """Those of the options that bound what a scheduling step may hold."""
+    return SchedulerLimits(
+        options.max_num_seqs,
+        options.max_num_batched_tokens,
+        options.block_size,
+        options.long_prefill_token_threshold,
+        options.async_scheduling,
+    )
+
+
+def make_controller(policy: PolicySpec, device: Device, options: EngineOptions, total_blocks: int) -> Controller | None:
+    """The policy of one instance; None is vLLM's own scheduling."""
+    if policy.kind == "v1":
+        return None
+    return Controller(
+        policy,
+        device.calibration,
+        max_num_seqs=options.max_num_seqs,
+        block_size=options.block_size,
+        num_blocks=total_blocks,
+    )
+
+
+def check_fits(plan: Plan, options: EngineOptions, total_blocks: int) -> None:
+    """Raise UsageError for an empty plan, or a request that ``total_blocks`` KV blocks can never hold."""
+    state = RequestState(plan)
+    if not len(plan):
+        raise UsageError("the plan holds no requests; raise --num-prompts")
+    tokens = state.last + 1
+    worst = int(tokens.argmax())
+    if int(tokens[worst]) > options.max_model_len:
+        raise UsageError(
+            f"request {plan.table['request_id'][worst]} has {tokens[worst]} tokens, more than --max-model-len "
+            f"{options.max_model_len}; raise it or pass --drop-too-long"
+        )
+    if -(-int(state.last[worst]) // options.block_size) > total_blocks:
+        raise UsageError(
+            f"request {plan.table['request_id'][worst]} has {tokens[worst]} tokens and can never fit in "
+            f"{total_blocks} KV blocks of {options.block_size}; use a larger device or --num-kv-blocks"
+        )
+
+
+def snapshot(
+    policy: PolicySpec,
+    plan: Plan,
+    state: RequestState,
+    units: Sequence[Instance],
+    now_ns: int,
+    *,
+    completed: int,
+    undispatched: int = 0,
+) -> Progress:
+    """How far a simulation is. ``state`` is that of the requests' answers; warm-up requests lie behind the plan's."""
+    own = slice(len(plan))
+    outputs = int((state.next_slot[own] - state.first_slot[own]).sum())
+    return Progress(
+        policy=policy.name,
+        completed=completed,
+        planned=len(plan),
+        output_tokens=outputs,
+        total_tokens=outputs + int(state.prompt[own][state.done[own]].sum()),
+        time_s=now_ns / 1e9,
+        mode=units[0].mode,
+        running=sum(len(unit.running) for unit in units),
+        waiting=sum(len(unit.waiting) for unit in units) + undispatched,
+    )
+
+
+def ticker(observer: Observer | None, show: Callable[[int], Progress]) -> Callable[[int], None] | None:
+    """A callback for an event loop that shows progress a few times per second of wall time; None: nobody looks."""
+    if observer is None:
+        return None
+    last_s = time.perf_counter()
+
+    def tick(now_ns: int) -> None:
+        nonlocal last_s
+        wall_s = time.perf_counter()
+        if wall_s - last_s < PROGRESS_INTERVAL_S:
+            return
+        last_s = wall_s
+        observer.update(show(now_ns))
+
+    return tick
