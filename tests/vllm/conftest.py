@@ -1,7 +1,11 @@
-"""Everything here needs vLLM; without it the folder is skipped."""
+"""Everything here needs vLLM; without it the folder is skipped.
+
+It is looked for, not imported: that takes longer than most tests, and every run of pytest collects this folder.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from pathlib import Path
 
@@ -12,7 +16,8 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # engines of these tests live in the test process
 
-pytest.importorskip("vllm")
+if importlib.util.find_spec("vllm") is None:
+    pytest.skip("vLLM is not installed", allow_module_level=True)
 
 
 @pytest.fixture(scope="session")

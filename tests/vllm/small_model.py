@@ -5,10 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import torch
-from safetensors.torch import save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
 VOCABULARY = 512
 HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM, MLP = 64, 2, 2, 1, 32, 128
 MAX_POSITIONS = 2048
@@ -48,6 +44,9 @@ def _write_config(folder: Path) -> None:
 
 
 def _write_weights(folder: Path, seed: int) -> None:
+    import torch  # here, so that collecting tests does not wait for it
+    from safetensors.torch import save_file
+
     generator = torch.Generator().manual_seed(seed)
 
     def random(*shape: int, scale: float = 1.0) -> torch.Tensor:
@@ -78,6 +77,8 @@ def _write_weights(folder: Path, seed: int) -> None:
 
 
 def _write_tokenizer(folder: Path) -> None:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
     words = ["<bos>", "<eos>", "<unk>"] + [f"w{number}" for number in range(3, VOCABULARY)]
     tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()

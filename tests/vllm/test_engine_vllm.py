@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import statistics
 import subprocess
 import sys
 from collections import Counter
@@ -44,9 +45,10 @@ def server_processes(model: Path) -> list[int]:
 
 def test_two_policies_with_real_tokens_from_the_command_line(small_model_folder: Path, tmp_path: Path) -> None:
     command = [
-        str(Path(sys.executable).with_name("ebbench")), "run", "sharegpt", "--source", "profile", "--engine", "vllm",
-        "--model", str(small_model_folder), "--policy", "v1", "--policy", "ebplus", "--num-prompts", "24",
-        "--max-concurrency", "6", "--max-model-len", "1024", "--drop-too-long", "--json", "-o", str(tmp_path / "runs"),
+        str(Path(sys.executable).with_name("ebbench")), "run", "balanced", "--input-len", "60", "--output-len", "20",
+        "--engine", "vllm", "--model", str(small_model_folder), "--policy", "v1", "--policy", "ebplus",
+        "--num-prompts", "24", "--max-concurrency", "6", "--max-model-len", "1024", "--json",
+        "-o", str(tmp_path / "runs"),
     ]  # fmt: skip
     environment = dict(os.environ)
     environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
@@ -86,8 +88,8 @@ def test_an_emulated_device_serves_through_the_api_server(emulated_run) -> None:
     steps = emulated_run.steps.to_pylist()
     assert {step["phase"] for step in steps} == {"prefill", "decode"}
     assert all(step["kv_blocks_total"] == 300 for step in steps)
-    # Twice the time of an H200 step, which is some milliseconds.
-    assert min(step["end_ns"] - step["start_ns"] for step in steps) > 5e6
+    # Twice the time of an H200 step, which is some milliseconds; one that caught up with a busy machine may be shorter.
+    assert statistics.median(step["end_ns"] - step["start_ns"] for step in steps) > 5e6
 
 
 def test_step_records_join_the_requests(emulated_run) -> None:  # type: ignore[no-untyped-def]
