@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 _NEVER = 1 << 30
 
@@ -17,3 +19,18 @@ def no_full_collections() -> None:
     gc.freeze()
     young, middle, _ = gc.get_threshold()
     gc.set_threshold(young, middle, _NEVER)
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """No search for garbage in cycles: a simulation makes none, and each search walks through a device's tables.
+
+    With vLLM's core in the loop, which makes millions of short-lived objects, searching took a third of the time.
+    """
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()

@@ -10,7 +10,7 @@
     |- RunError                  exit 4   the run failed or is INVALID
     `- InterruptedRunError       exit 130 interrupted by the user; what was measured is kept
 
-Exit codes 1 (regression) and 5 (inconclusive) belong to the gate's verdict and are no errors.
+Exit codes 1 (regression) and 5 (inconclusive) belong to the gate's verdict and are no errors; 141 is a closed pipe.
 """
 
 from __future__ import annotations

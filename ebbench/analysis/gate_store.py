@@ -75,7 +75,7 @@ def _read(path: Path) -> list[Unit]:
     table = files.read_table(path)
     lacking = [name for name in BASELINES.names if name not in table.column_names]
     if lacking:
-        raise DataError(f"{path}: lacks the columns {', '.join(lacking)}; not a baseline of ebbench?")
+        raise DataError(f"{path}: lacks {files.some_columns(lacking)}; not a baseline of ebbench?")
     return [_unit(row) for row in table.to_pylist()]
 
 

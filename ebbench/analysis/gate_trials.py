@@ -14,6 +14,8 @@ A slow-down multiplies the candidate's step times. The plan is new in every pair
 from __future__ import annotations
 
 import math
+import signal
+import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
@@ -108,7 +110,7 @@ def run_self_test(
     slowed = [Design(NOISES[0], slowdown, pairs, rules) for slowdown in SLOWDOWNS]
     with _pool(workers) as pool:
         tallies = [
-            _tally(pool, design, count, seed + 1_000_000 * index, workers)
+            _tally(pool, design, count, seed + 1_000_000 * index)
             for index, (design, count) in enumerate(
                 [(design, trials) for design in equal] + [(design, power_trials) for design in slowed]
             )
@@ -171,14 +173,12 @@ def _device() -> Device:
     return load_device("rtx-pro-6000", "qwen3-8b", max_num_seqs=32, max_num_batched_tokens=2048)
 
 
-def _tally(pool: ProcessPoolExecutor | None, design: Design, count: int, seed: int, workers: int) -> Tally:
+def _tally(pool: ProcessPoolExecutor | None, design: Design, count: int, seed: int) -> Tally:
     seeds = range(seed, seed + count)
     if pool is None:
         outcomes = [trial(design, each) for each in seeds]
     else:
-        outcomes = list(
-            pool.map(_trial_of, [(design, each) for each in seeds], chunksize=max(1, count // (8 * workers)))
-        )
+        outcomes = list(pool.map(_trial_of, [(design, each) for each in seeds]))
     return Tally(design, outcomes.count("fail"), outcomes.count("pass"), outcomes.count("inconclusive"))
 
 
@@ -192,7 +192,24 @@ def _pool(workers: int) -> Iterator[ProcessPoolExecutor | None]:
         yield None
         return
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        yield pool
+        _begin(pool, workers)
+        try:
+            yield pool
+        except KeyboardInterrupt:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _begin(pool: ProcessPoolExecutor, workers: int) -> None:
+    """Start the workers deaf to Ctrl-C, which is the parent's business: they inherit it before they import anything."""
+    if threading.current_thread() is not threading.main_thread():
+        return  # signals are the main thread's
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        for _ in range(workers):
+            pool.submit(int)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def false_alarms(tallies: Sequence[Tally]) -> float:

@@ -108,14 +108,6 @@ def mean_known(values: Iterable[Value]) -> float | None:
     return sum(known) / len(known) if known else None
 
 
-def column_index(section: Section, group: str, name: str) -> int:
-    """Where a column stands. Raises KeyError."""
-    for index, column in enumerate(section.columns):
-        if (column.group, column.name) == (group, name):
-            return index
-    raise KeyError(f"{group}/{name}")
-
-
 def average_row(section_rows: Sequence[tuple[Value, ...]], columns: Sequence[Column], label: str) -> tuple[Value, ...]:
     """A last row with the means of the relative columns only: means of unlike rates say nothing."""
     cells: list[Value] = []

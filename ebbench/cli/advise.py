@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -83,7 +84,7 @@ def advise(
 
 
 def _make(question: Question, store: CellStore, *, crossover: bool, workers: int | None, quiet: bool) -> None:
-    from ebbench.cli.tables import with_progress
+    from ebbench.cli.make_runs import with_progress
     from ebbench.papers.advice import concurrency_cells, load_of, main_cells, mix_cells
 
     with_progress("candidates", main_cells(question), store, whole=bool(question.slo), workers=workers, quiet=quiet)
@@ -97,7 +98,7 @@ def _make(question: Question, store: CellStore, *, crossover: bool, workers: int
 def _tuned(found: Advice, store: CellStore, *, workers: int | None, quiet: bool) -> Advice:
     from dataclasses import replace
 
-    from ebbench.cli.tables import with_progress
+    from ebbench.cli.make_runs import with_progress
     from ebbench.papers.advice import tune, tuning_cells
 
     question, policy = found.question, found.chosen.policy
@@ -118,15 +119,22 @@ def _print(found: Advice) -> None:
     console.print(f"{question.workload}, {question.model} on {question.device}", style="bold", markup=False)
     for index, line in enumerate(words.headline(found)):
         console.print(line, style="bold green" if not index else None, markup=False)
-    for title, lines in (
-        ("Parameters", words.parameters(found)),
-        ("Theory", words.theory_lines(found)),
-        ("Simulation", words.simulation_lines(found)),
-    ):
-        console.print(f"\n{title}", style="bold")
+
+    def section(title: str, lines: Sequence[str]) -> None:
+        console.print(f"\n{title}", style="bold", markup=False)
         for line in lines:
             console.print(Padding(Text(line), (0, 0, 0, 2)))
-    console.print(f"\n{words.agreement(found)}", markup=False)
+
+    section("Parameters", words.parameters(found))
+    section(f"Simulation, which decides (means over {question.seeds} seeds)", [])
+    console.print(words.candidates(found))
+    for table, crossing in words.probes(found):
+        console.print()
+        console.print(table)
+        console.print(crossing, markup=False)
+    agreement = words.agreement(found)
+    section("Theory", [*words.theory_lines(found), *([agreement] if agreement else [])])
+    section("Keep in mind", words.limits_of_it(found))
 
 
 def _as_dict(found: Advice) -> dict[str, Any]:

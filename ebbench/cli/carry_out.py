@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,7 +14,7 @@ from ebbench.cli.cluster_flags import ClusterAsked, with_cluster
 from ebbench.cli.preflight import check_counts, check_fits, check_options, is_server
 from ebbench.cli.server import POLICY_IS_A_LABEL, for_server, journalled, unknown_device, with_client, with_ramp
 from ebbench.errors import EbbenchError, InterruptedRunError, RunError, UsageError
-from ebbench.records.manifest import wall_clock_ns
+from ebbench.records.manifest import RunWarning, wall_clock_ns
 from ebbench.records.run import RunWriter, default_run_dir, slug, unused
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from ebbench.analysis.explain import Story
     from ebbench.analysis.slo import Slo
     from ebbench.analysis.summary import Summary
+    from ebbench.cli.client_flags import ClientFlags
     from ebbench.devices.base import Device
     from ebbench.engines.base import Engine, EngineOptions, EngineResult, Progress
     from ebbench.records.plan import Plan
@@ -50,10 +51,9 @@ class Asked:
     output_dir: Path | None
     quiet: bool
     default_policies: bool
-    client: Mapping[str, object] = field(default_factory=dict)  # options of the load generator that were given
-    ramp_up_s: float | None = None
-    save_as_vllm: Path | None = None
-    cluster: ClusterAsked = ClusterAsked()  # noqa: RUF009 - frozen
+    save_as_vllm: Path | None
+    client: ClientFlags
+    cluster: ClusterAsked
 
 
 @dataclass
@@ -81,7 +81,7 @@ def carry_out(asked: Asked, *, as_json: bool) -> None:
         for offset in range(asked.repeats):
             if offset:
                 plan = _build_plan(asked, asked.seed + offset, device, messages)
-            ramped, ramping = with_ramp(plan, engine, asked.ramp_up_s)
+            ramped, ramping = with_ramp(plan, engine, asked.client.ramp_up_s)
             for spec in _order(asked.policies, offset):
                 _run_one(asked, ramped, spec, device, ramping, messages, done)
                 if done.interrupted:
@@ -108,6 +108,8 @@ def _check(asked: Asked) -> None:
         )
     if asked.save_as_vllm is not None and len(asked.policies) * asked.repeats > 1:
         raise UsageError("--save-as-vllm writes one run; give one --policy and no --repeats")
+    if asked.save_as_vllm is not None and (asked.save_as_vllm.is_dir() or not asked.save_as_vllm.parent.is_dir()):
+        raise UsageError(f"--save-as-vllm {asked.save_as_vllm}: give a file in a directory that exists")
     if asked.output_dir is not None and asked.output_dir.exists():
         raise UsageError(f"output directory {asked.output_dir} exists; give another --output-dir or remove it")
 
@@ -143,7 +145,7 @@ def _choose_engine(asked: Asked) -> tuple[Engine, str]:
     elif engine.name == "vllm" and asked.model is not None:
         engine = replace(engine, model=asked.model)  # type: ignore[type-var]
     engine, several = with_cluster(engine, asked.cluster, asked.scenario)
-    return with_client(engine, asked.client), f"{sentence}; {several}" if several else sentence
+    return with_client(engine, asked.client.settings()), f"{sentence}; {several}" if several else sentence
 
 
 def _build_plan(asked: Asked, seed: int, device: Device, messages: Console) -> Plan:
@@ -193,7 +195,7 @@ def _run_one(
         wall_clock_ns(),
         slo=asked.slo,
         device_known=not is_server(asked.engine),
-        warnings=(POLICY_IS_A_LABEL,) if is_server(asked.engine) else (),
+        warnings=(POLICY_IS_A_LABEL,) if is_server(asked.engine) else _never_waits(spec, plan, asked.options),
     )
     with RunWriter.create(_run_dir(asked, spec, seed)) as writer:
         if setting.kind_of_time == "real":
@@ -213,6 +215,21 @@ def _run_one(
     if len(phases) > 1:
         done.phases += phases
     done.interrupted = result.interrupted
+
+
+def _never_waits(spec: PolicySpec, plan: Plan, options: EngineOptions) -> tuple[RunWarning, ...]:
+    """``deferred`` counts idle slots of all there are; where the load never fills them it is v0."""
+    open_at_most = max((phase.max_concurrency for phase in plan.phases), default=0)
+    if spec.kind != "deferred" or spec.k is None or not 0 < open_at_most <= options.max_num_seqs - spec.k:
+        return ()
+    return (
+        RunWarning(
+            "k-always-met",
+            f"At most {open_at_most:,} requests are open, so {options.max_num_seqs - open_at_most:,} of "
+            f"{options.max_num_seqs:,} slots are always idle and k={spec.k} never makes it wait: it runs as v0 does.",
+            f"Give --max-num-seqs {open_at_most} to have it wait for {spec.k} departures.",
+        ),
+    )
 
 
 def _last_snapshot(spec: PolicySpec, plan: Plan, result: EngineResult) -> Progress:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import asdict
+from math import inf
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -28,7 +29,7 @@ def client_check(
     from ebbench.client.check import LADDER, climb
     from ebbench.errors import UsageError
 
-    if rate <= 0 or seconds <= 0 or max_streams < 1:
+    if not (0 < rate < inf and 0 < seconds < inf and max_streams >= 1):
         raise UsageError("--rate, --seconds and --max-streams must be positive")
     ladder = sorted({n for n in LADDER if n < max_streams} | {max_streams})
     rungs = []

@@ -1,10 +1,10 @@
-"""Options of the load generator, as the commands that measure a server take them; None is the default."""
+"""Options of the load generator, as ``ebbench run`` takes them when it measures a server."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from ebbench.cli.options import opt
@@ -18,45 +18,66 @@ _PANEL = "Client (with a server's URL)"
 
 _opt = partial(opt, panel=_PANEL)
 
-Endpoint = Annotated[str | None, _opt("--endpoint", help="completions (default) or chat.")]
-Workers = Annotated[int | None, _opt("--workers", help="Client processes. Default: one for 512 open requests.")]
-RampUp = Annotated[float | None, _opt("--ramp-up", help="Seconds over which the load grows to its full size.")]
-ConnectTimeout = Annotated[float | None, _opt("--connect-timeout", help="Seconds to connect. Default: 10.")]
-IdleTimeout = Annotated[
-    float | None, _opt("--idle-timeout", help="Seconds to wait for the first and each further byte. Default: 300.")
-]
-TotalTimeout = Annotated[float | None, _opt("--total-timeout", help="Seconds for a whole request. Default: 3,600.")]
-ReadyTimeout = Annotated[
-    float | None,
-    _opt("--ready-timeout", "--ready-check-timeout-sec", help="Seconds to wait for the server. Default: 5."),
-]
-IgnoreEos = Annotated[
-    bool | None,
-    _opt("--ignore-eos/--no-ignore-eos", help="Ask for exactly the planned tokens (default), or let answers end."),
-]
-Temperature = Annotated[float | None, _opt("--temperature", help="Sampling temperature. Default: 0.")]
-ExtraBody = Annotated[str | None, _opt("--extra-body", help="JSON object merged into every request body.")]
-Header = Annotated[list[str] | None, _opt("--header", help="KEY=VALUE, sent with every request; may be repeated.")]
-VocabSize = Annotated[int | None, _opt("--vocab-size", help="Bound of synthetic token ids. Default: 30,000.")]
-ResetPrefixCache = Annotated[
-    bool | None,
-    _opt("--reset-prefix-cache/--keep-prefix-cache", help="Empty the server's prefix cache before the run (default)."),
-]
-Insecure = Annotated[bool | None, _opt("--insecure", help="Do not verify TLS certificates.")]
-SaveAsVllm = Annotated[
-    Path | None, _opt("--save-as-vllm", help="Write the result also as `vllm bench serve` does (JSON).")
-]
+
+@dataclass(frozen=True)
+class ClientFlags:
+    """What was asked of the load generator; None where nothing was."""
+
+    ramp_up_s: Annotated[
+        float | None, _opt("--ramp-up", help="Seconds over which the load grows to its full size.")
+    ] = None
+    endpoint: Annotated[str | None, _opt("--endpoint", help="completions (default) or chat.")] = None
+    workers: Annotated[
+        int | None,
+        _opt("--workers", help="Client processes. Default: one for 512 open requests."),
+    ] = None
+    connect_timeout_s: Annotated[
+        float | None,
+        _opt("--connect-timeout", help="Seconds to connect. Default: 10."),
+    ] = None
+    idle_timeout_s: Annotated[
+        float | None, _opt("--idle-timeout", help="Seconds to wait for the first and each further byte. Default: 300.")
+    ] = None
+    total_timeout_s: Annotated[
+        float | None, _opt("--total-timeout", help="Seconds for a whole request. Default: 3,600.")
+    ] = None
+    ready_timeout_s: Annotated[
+        float | None,
+        _opt("--ready-timeout", "--ready-check-timeout-sec", help="Seconds to wait for the server. Default: 5."),
+    ] = None
+    ignore_eos: Annotated[
+        bool | None,
+        _opt("--ignore-eos/--no-ignore-eos", help="Ask for exactly the planned tokens (default), or let answers end."),
+    ] = None
+    temperature: Annotated[float | None, _opt("--temperature", help="Sampling temperature. Default: 0.")] = None
+    extra_body: Annotated[str | None, _opt("--extra-body", help="JSON object merged into every request body.")] = None
+    header: Annotated[
+        list[str] | None, _opt("--header", help="KEY=VALUE, sent with every request; may be repeated.")
+    ] = None
+    vocab_size: Annotated[
+        int | None,
+        _opt("--vocab-size", help="Bound of synthetic token ids. Default: 30,000."),
+    ] = None
+    reset_prefix_cache: Annotated[
+        bool | None,
+        _opt(
+            "--reset-prefix-cache/--keep-prefix-cache", help="Empty the server's prefix cache before the run (default)."
+        ),
+    ] = None
+    insecure: Annotated[bool | None, _opt("--insecure", help="Do not verify TLS certificates.")] = None
+
+    def settings(self) -> dict[str, Any]:
+        """Those that the load generator takes; a ramp is made of the plan."""
+        return {name: value for name, value in vars(self).items() if name != "ramp_up_s"}
 
 
 def client_options(base: ClientOptions, settings: Mapping[str, Any]) -> ClientOptions:
     """``base`` with the flags that were given (those not None). Raises UsageError."""
-    from dataclasses import replace
-
     given = {name: value for name, value in settings.items() if value is not None}
     if "extra_body" in given:
         given["extra_body"] = _json_object(given["extra_body"])
-    if "headers" in given:
-        given["headers"] = _headers(given["headers"])
+    if "header" in given:
+        given["headers"] = _headers(given.pop("header"))
     if given.pop("insecure", False):
         given["verify_tls"] = False
     return replace(base, **given)

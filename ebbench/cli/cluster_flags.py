@@ -19,32 +19,29 @@ _PANEL = "Several instances"
 
 _opt = partial(opt, panel=_PANEL)
 
-Topology = Annotated[
-    str | None, _opt("--topology", help="dp=4, 2p2d, tp=4,dp=8,ep=32, ... or a TOML file with a \\[topology] table.")
-]
-Dispatch = Annotated[
-    str | None,
-    _opt(
-        "--dispatch",
-        help="round-robin, least-outstanding (default), power-of-two, prefix-affine, iqr or sbs\\[:key=value,...].",
-    ),
-]
-DecodeDispatch = Annotated[
-    str | None, _opt("--decode-dispatch", help="The same in front of the decode pool. Default: iqr with sbs.")
-]
-Replicas = Annotated[
-    int | None, _opt("--replicas", help="Engines behind a dispatcher: vLLM servers and the gateway, or simulated ones.")
-]
-
 
 @dataclass(frozen=True)
 class ClusterAsked:
     """What was asked for; None where nothing was."""
 
-    topology: str | None = None
-    dispatch: str | None = None
-    decode_dispatch: str | None = None
-    replicas: int | None = None
+    topology: Annotated[
+        str | None,
+        _opt("--topology", help="dp=4, 2p2d, tp=4,dp=8,ep=32, ... or a TOML file with a \\[topology] table."),
+    ] = None
+    dispatch: Annotated[
+        str | None,
+        _opt(
+            "--dispatch",
+            help="round-robin, least-outstanding (default), power-of-two, prefix-affine, iqr or sbs\\[:key=value,...].",
+        ),
+    ] = None
+    decode_dispatch: Annotated[
+        str | None, _opt("--decode-dispatch", help="The same in front of the decode pool. Default: iqr with sbs.")
+    ] = None
+    replicas: Annotated[
+        int | None,
+        _opt("--replicas", help="Engines behind a dispatcher: vLLM servers and the gateway, or simulated ones."),
+    ] = None
 
 
 def with_cluster(engine: Engine, asked: ClusterAsked, scenario: str | None) -> tuple[Engine, str]:

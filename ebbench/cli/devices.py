@@ -8,15 +8,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ebbench.cli.options import Command
+
 if TYPE_CHECKING:
     from ebbench.devices.describe import DeviceFacts
 
-app = typer.Typer(no_args_is_help=True, help="On what it can run: GPUs, models and step times.")
+app = typer.Typer(no_args_is_help=True, add_completion=False, help="On what it can run: GPUs, models and step times.")
 
 JsonFlag = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
 
 
-@app.command("list")
+@app.command("list", cls=Command)
 def list_command(as_json: JsonFlag = False) -> None:
     """List the devices and the models that come with the program."""
     from ebbench.devices.describe import device_rows, model_rows
@@ -39,7 +41,7 @@ def list_command(as_json: JsonFlag = False) -> None:
     )
 
 
-@app.command("show")
+@app.command("show", cls=Command)
 def show(
     name: Annotated[str, typer.Argument(help="A device: rtx-pro-6000, h200, ..., or a profile in TOML.")],
     model: Annotated[str, typer.Option("--model", "-m", help="A model name or a config.json.")] = "qwen3-8b",

@@ -41,7 +41,6 @@ def figures(
     quiet: paper.Quiet = False,
 ) -> None:
     """Draw a published figure with ours in it, or the timeline of a run: mode, k*, N*, crossover, queue, KV."""
-    from ebbench.errors import UnknownNameError
     from ebbench.papers.store import CellStore
     from ebbench.papers.table import Wish
 
@@ -52,11 +51,9 @@ def figures(
     if name in ("timeline", "slo"):
         _of_runs(name, paths or [], output_dir, chosen)
         return
-    if outputs not in ("forced", "profile"):
-        raise UnknownNameError("kind of output lengths", outputs, ("forced", "profile"))
     wish = Wish(
         tuple(device or ()), tuple(model or ()), tuple(workload or ()), num_prompts=num_prompts, seeds=seeds,
-        outputs=outputs, source=source,  # type: ignore[arg-type]
+        outputs=paper.outputs(outputs), source=source,
     )  # fmt: skip
     _draw(name, wish, CellStore(runs), output_dir, chosen, run=run, workers=workers, quiet=quiet)
 
@@ -88,7 +85,7 @@ def _draw(
     figure = find_figure(name)
     cells = figure.cells(wish)
     if run:
-        from ebbench.cli.tables import make_runs
+        from ebbench.cli.make_runs import make_runs
 
         make_runs(figure, wish, store, workers=workers, quiet=quiet)
     missing = len(store.missing(cells))

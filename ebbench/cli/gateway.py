@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated
 
 import typer
 
-from ebbench.cli.options import opt
+from ebbench.cli.options import grouped, opt
 
 _UPSTREAMS, _DISPATCH, _SERVER = "Upstreams", "Dispatch", "Gateway"
 
 
-def gateway(
-    upstream: Annotated[
+@dataclass(frozen=True)
+class GatewayFlags:
+    """The gateway's settings, under their names there (:class:`ebbench.gateway.settings.GatewaySettings`)."""
+
+    upstreams: Annotated[
         list[str], opt("--upstream", "-u", help="Base URL of a server; repeat for each.", panel=_UPSTREAMS)
-    ],
+    ]
     dispatch: Annotated[
         str,
         opt(
@@ -22,7 +26,7 @@ def gateway(
             help="round-robin, least-outstanding, power-of-two, prefix-affine, iqr or sbs\\[:key=value,...].",
             panel=_DISPATCH,
         ),
-    ] = "least-outstanding",
+    ] = "least-outstanding"
     signals: Annotated[
         list[str] | None,
         opt(
@@ -30,36 +34,41 @@ def gateway(
             help="ZeroMQ endpoint of an upstream's plugin (tcp://HOST:PORT), in the order of --upstream.",
             panel=_UPSTREAMS,
         ),
-    ] = None,
+    ] = None
     dp_ranks: Annotated[
         int, opt("--dp-ranks", help="Data-parallel ranks in each upstream, chosen per request.", panel=_UPSTREAMS)
-    ] = 1,
+    ] = 1
     chunk_tokens: Annotated[
         int, opt("--chunk-tokens", help="The servers' --max-num-batched-tokens.", panel=_DISPATCH)
-    ] = 8192,
+    ] = 8192
     network_ms: Annotated[
-        float, opt("--network-ms", help="Time of the way to a server and back.", panel=_DISPATCH)
-    ] = 1.0,
-    max_queue: Annotated[int, opt("--max-queue", help="Requests held back before 429.", panel=_DISPATCH)] = 10_000,
-    max_wait: Annotated[
-        float, opt("--max-wait", help="Seconds a request is held before 503.", panel=_DISPATCH)
-    ] = 120.0,
+        float,
+        opt("--network-ms", help="Time of the way to a server and back.", panel=_DISPATCH),
+    ] = 1.0
+    max_queue: Annotated[int, opt("--max-queue", help="Requests held back before 429.", panel=_DISPATCH)] = 10_000
+    max_wait_s: Annotated[
+        float,
+        opt("--max-wait", help="Seconds a request is held before 503.", panel=_DISPATCH),
+    ] = 120.0
     host: Annotated[
         str,
         opt("--host", help="Address to listen on; default: this machine only.", panel=_SERVER),
-    ] = "127.0.0.1",
-    port: Annotated[int, opt("--port", help="TCP port; 0 takes a free one.", panel=_SERVER)] = 8080,
-    health_interval: Annotated[
+    ] = "127.0.0.1"
+    port: Annotated[int, opt("--port", help="TCP port; 0 takes a free one.", panel=_SERVER)] = 8080
+    health_interval_s: Annotated[
         float, opt("--health-interval", help="Seconds between health checks.", panel=_UPSTREAMS)
-    ] = 2.0,
+    ] = 2.0
     eject_after: Annotated[
         int, opt("--eject-after", help="Failed checks in a row that take an upstream out.", panel=_UPSTREAMS)
-    ] = 2,
+    ] = 2
     return_after: Annotated[
         int, opt("--return-after", help="Good checks in a row that bring it back.", panel=_UPSTREAMS)
-    ] = 1,
-    drain: Annotated[float, opt("--drain", help="Seconds open requests may take at the end.", panel=_SERVER)] = 30.0,
-) -> None:
+    ] = 1
+    drain_s: Annotated[float, opt("--drain", help="Seconds open requests may take at the end.", panel=_SERVER)] = 30.0
+
+
+@grouped
+def gateway(flags: GatewayFlags) -> None:
     """One front door for several servers of one model.
 
     Streams pass through as they come. A server that dies takes only the answers it had begun with it; what it had not
@@ -76,26 +85,11 @@ def gateway(
     from ebbench.gateway.serve import serve
     from ebbench.gateway.settings import GatewaySettings
 
-    settings = GatewaySettings(
-        upstreams=tuple(upstream),
-        dispatch=dispatch,
-        host=host,
-        port=port,
-        dp_ranks=dp_ranks,
-        signals=tuple(signals or ()),
-        chunk_tokens=chunk_tokens,
-        network_ms=network_ms,
-        max_queue=max_queue,
-        max_wait_s=max_wait,
-        health_interval_s=health_interval,
-        eject_after=eject_after,
-        return_after=return_after,
-        drain_s=drain,
-    )
-    text = f"{len(upstream)} upstreams, dispatch {dispatch}; Ctrl-C ends it"
+    given = vars(flags) | {"upstreams": tuple(flags.upstreams), "signals": tuple(flags.signals or ())}
+    text = f"{len(flags.upstreams)} upstreams, dispatch {flags.dispatch}; Ctrl-C ends it"
 
     def ready(bound: int) -> None:
         no_full_collections()
-        typer.echo(f"http://{host}:{bound} is ready: {text}", err=True)
+        typer.echo(f"http://{flags.host}:{bound} is ready: {text}", err=True)
 
-    serve(settings, ready)
+    serve(GatewaySettings(**given), ready)

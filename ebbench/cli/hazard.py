@@ -71,7 +71,8 @@ def hazard(
 
 
 def _experiment(name: str, runs: Path, num_prompts: int | None, *, run: bool) -> None:
-    from ebbench.cli.tables import make_runs, rendered
+    from ebbench.cli.make_runs import make_runs
+    from ebbench.cli.tables import rendered
     from ebbench.errors import UnknownNameError
     from ebbench.papers.registry import find_table
     from ebbench.papers.store import CellStore

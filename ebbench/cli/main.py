@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from ebbench.cli.options import Command, ShownWhole
 from ebbench.errors import EbbenchError
 
 
@@ -57,10 +58,12 @@ COMMANDS: dict[str, Entry] = {
 }
 
 INTERRUPTED = 130
+HUNG_UP = 141
+"""Whoever read the output closed it (``| head``): what a shell reports of programs that SIGPIPE ends."""
 _WITHIN_PARAGRAPH = re.compile(r"(?<!\n)\n(?!\n)")
 
 
-class CommandTable(TyperGroup):
+class CommandTable(ShownWhole, TyperGroup):
     """A group whose commands are placeholders until one is called."""
 
     def list_commands(self, ctx: Any) -> list[str]:
@@ -156,7 +159,7 @@ def _flow(command: Any) -> None:
 def _single(function: Callable[..., None], name: str) -> typer.Typer:
     """An application of one command. A function may name its click class in ``command_class``."""
     single = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
-    command_class: type[TyperCommand] = getattr(function, "command_class", TyperCommand)
+    command_class: type[TyperCommand] = getattr(function, "command_class", Command)
     single.command(name, cls=command_class, context_settings={"help_option_names": ["-h", "--help"]})(function)
     return single
 
@@ -177,6 +180,11 @@ def _exit_code(call: Callable[[], Any]) -> int:
         if not type(error).__module__.startswith("vllm_eb"):
             raise
         return _complain(str(error), 2)
+    except OSError as error:
+        return _complain(_system_message(error), EbbenchError.exit_code)
+    except SystemExit as stop:
+        # Typer and rich leave a closed pipe with 1, which is the gate's code for a regression.
+        raise SystemExit(HUNG_UP if stop.code == 1 else stop.code) from None
     except Exception as error:
         # click's usage errors; typer carries click under one of two names, so they are known by what they offer.
         if not hasattr(error, "format_message"):
@@ -185,7 +193,15 @@ def _exit_code(call: Callable[[], Any]) -> int:
             error.show()  # type: ignore[attr-defined]
             return 2
         return _complain(_usage_message(error), int(getattr(error, "exit_code", 2)))
+    if result == INTERRUPTED:  # typer turns Ctrl-C into this code, and says nothing
+        return _complain("interrupted", INTERRUPTED)
     return result if isinstance(result, int) else 0
+
+
+def _system_message(error: OSError) -> str:
+    """What the operating system refused: the file, where there is one, and why."""
+    why = error.strerror or str(error) or type(error).__name__
+    return f"{error.filename}: {why}" if error.filename else why
 
 
 def _usage_message(error: Any) -> str:

@@ -1,13 +1,16 @@
-"""What the options of several commands share: how one is declared, and ``--goodput`` with several pairs."""
+"""What the commands share: how options are declared, grouped and shown in help; ``--goodput`` with several pairs."""
 
 from __future__ import annotations
 
+import copy
+import inspect
 import re
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import MISSING, fields, is_dataclass
+from typing import Any, get_type_hints
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperOption
 
 # A workload may follow the pairs: trace:FILE is none of them.
 _PAIR = re.compile(r"^(?!trace:)[a-z0-9_]+:[^/]*$", re.IGNORECASE)
@@ -19,7 +22,92 @@ def opt(*names: str, help: str, panel: str) -> typer.models.OptionInfo:
     return option
 
 
-class GoodputCommand(TyperCommand):
+def grouped(command: Callable[..., None]) -> Callable[..., None]:
+    """A command that takes dataclasses of options, as typer wants it: with one parameter for each of their fields.
+
+    Fields are declared as typer's parameters are, ``name: Annotated[type, opt(...)] = default``, and keep their order.
+    """
+    hints = get_type_hints(command, include_extras=True)
+    groups = {name: kind for name, kind in hints.items() if isinstance(kind, type) and is_dataclass(kind)}
+    parameters = [
+        parameter
+        for own in inspect.signature(command).parameters.values()
+        for parameter in (
+            _parameters(groups[own.name]) if own.name in groups else [own.replace(annotation=hints[own.name])]
+        )
+    ]
+
+    def call(**given: Any) -> None:
+        made = {
+            name: group(**{field.name: given.pop(field.name) for field in fields(group)})
+            for name, group in groups.items()
+        }
+        command(**made, **given)
+
+    flat: Any = call
+    flat.__name__, flat.__doc__ = command.__name__, command.__doc__
+    flat.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    flat.__signature__ = inspect.Signature(
+        [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in parameters]
+    )
+    return call
+
+
+def _parameters(group: type) -> list[inspect.Parameter]:
+    hints = get_type_hints(group, include_extras=True)
+    return [
+        inspect.Parameter(
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=inspect.Parameter.empty if field.default is MISSING else field.default,
+            annotation=hints[field.name],
+        )
+        for field in fields(group)
+    ]
+
+
+class ShownWhole:
+    """Mixed into a command: its help cuts no option's name, however narrow the terminal.
+
+    Typer sets positive and negative names apart in columns that rich cuts; here they share one, and wrap between names.
+    """
+
+    params: list[Any]
+    add_help_option: bool
+    get_params: Callable[[Any], list[Any]]
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Show a copy whose options are written for reading; what is parsed stays as it is."""
+        shown = copy.copy(self)
+        shown.params = [_readable(param) for param in self.get_params(ctx)]
+        shown.add_help_option = False  # it is among them
+        super(ShownWhole, shown).format_help(ctx, formatter)  # type: ignore[misc]
+
+
+class Command(ShownWhole, TyperCommand):
+    """A command of this program."""
+
+
+def _readable(option: Any) -> Any:
+    if not isinstance(option, TyperOption):
+        return option
+    shown = copy.copy(option)
+    names = [*option.opts, *option.secondary_opts]
+    shown.opts = [", ".join(name for name in names if name.startswith("--"))]
+    shown.opts += [name for name in names if not name.startswith("--")]
+    if option.secondary_opts:
+        shown.secondary_opts = []
+        if option.default is not None:  # else typer would say True or False
+            given = option.opts if option.default else option.secondary_opts
+            shown.show_default = given[0].lstrip("-")
+    if shown.is_flag:
+        shown.metavar = ""  # takes no value
+    elif shown.multiple and shown.metavar is None:
+        shown.metavar = "<str>..."
+    return shown
+
+
+class GoodputCommand(Command):
     """Accepts ``--goodput ttft:500 tpot:50`` as well as one ``--goodput`` for each."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, get_args
 
 from ebbench.cli.options import opt
+
+if TYPE_CHECKING:
+    from ebbench.papers.table import Outputs
 
 CHOICE, RUNS, OUTPUT = "What to run", "Runs", "Output"
 
@@ -20,3 +23,14 @@ NumPrompts = Annotated[
     opt("--num-prompts", "-n", help="Fewer requests a run than the paper's, for a quick look.", panel=CHOICE),
 ]
 Quiet = Annotated[bool, opt("--quiet", "-q", help="No progress.", panel=OUTPUT)]
+
+
+def outputs(kind: str) -> Outputs:
+    """The value of ``--outputs``. Raises UnknownNameError."""
+    from ebbench.errors import UnknownNameError
+    from ebbench.papers.table import Outputs
+
+    for known in get_args(Outputs):
+        if kind == known:
+            return known  # type: ignore[no-any-return]
+    raise UnknownNameError("kind of output lengths", kind, get_args(Outputs))

@@ -8,14 +8,18 @@ from typing import Annotated
 
 import typer
 
+from ebbench.cli.options import Command
 from vllm_eb.policy import PolicySpec, descriptions, parse_policy
 
-app = typer.Typer(no_args_is_help=True, help="How it can be scheduled: policies and their settings.")
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, help="How it can be scheduled: policies and their settings."
+)
 
 _SETTINGS = {
     "k": "idle slots at which to refill; fixes the threshold",
     "theta": "share of N idle at which to refill; fixes the threshold",
     "margin": "EB+'s lead in s/token before it changes mode; the device's published value if not given",
+    "sticky": "margins that exclusive batches must lag by before EB+ leaves them",
     "estimator": "of the completion hazard: published, or censored (also uses running requests)",
     "window": "completions that the estimator remembers",
     "update_every": "completions between updates",
@@ -32,7 +36,7 @@ _SETTINGS = {
 }
 
 
-@app.command("list")
+@app.command("list", cls=Command)
 def list_policies(as_json: Annotated[bool, typer.Option("--json", help="One JSON list on stdout.")] = False) -> None:
     """List the policies."""
     if as_json:
@@ -51,7 +55,7 @@ def list_policies(as_json: Annotated[bool, typer.Option("--json", help="One JSON
     console.print("Settings follow the name: eb:theta=0.5, ebplus:margin=1e-5,estimator=censored", markup=False)
 
 
-@app.command("show")
+@app.command("show", cls=Command)
 def show_policy(
     name: Annotated[str, typer.Argument(help="A policy, with settings or without: ebplus:margin=1e-5")],
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,

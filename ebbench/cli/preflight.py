@@ -27,9 +27,23 @@ def parse_policies(names: Sequence[str]) -> list[PolicySpec]:
     for name in names:
         kind = name.strip().partition(":")[0]
         if kind not in descriptions():
+            if "," in kind:
+                raise UsageError(f"policy {kind!r}: give each policy its own --policy")
             raise UnknownNameError("policy", kind, descriptions())
         spec = parse_policy(name)
+        _check_seconds(spec)
         if spec in specs:
             raise UsageError(f"policy {spec.name} is given twice; give each policy once, --repeats repeats it")
         specs.append(spec)
     return specs
+
+
+def _check_seconds(spec: PolicySpec) -> None:
+    """A policy's targets are in seconds, --goodput's limits in milliseconds: refuse what is surely the other unit."""
+    for key, most in (("ttft", 3600), ("tpot", 5)):
+        given = getattr(spec, key)
+        if given is not None and given >= most:
+            raise UsageError(
+                f"policy {spec.name}: {key}={given:g} is in seconds, and {most:,} s or more is no target; "
+                f"for {given:g} ms write {key}={given / 1000:g}"
+            )

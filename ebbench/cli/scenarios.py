@@ -7,15 +7,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ebbench.cli.options import Command
+
 if TYPE_CHECKING:
     from ebbench.traffic.spec import Phase, ScenarioSpec
 
-app = typer.Typer(no_args_is_help=True, help="When it can be asked: traffic patterns, your own TOML files.")
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, help="When it can be asked: traffic patterns, your own TOML files."
+)
 
 _JSON = typer.Option("--json", help="One JSON document on stdout, nothing else.")
 
 
-@app.command("list")
+@app.command("list", cls=Command)
 def list_all(as_json: Annotated[bool, _JSON] = False) -> None:
     """List the scenarios."""
     from ebbench.workloads import list_scenarios, load_scenario
@@ -37,7 +41,7 @@ def list_all(as_json: Annotated[bool, _JSON] = False) -> None:
     Console(highlight=False).print(table)
 
 
-@app.command("show")
+@app.command("show", cls=Command)
 def show(
     name: Annotated[str, typer.Argument(help="A scenario or the path of a TOML file.")],
     request_rate: Annotated[

@@ -90,6 +90,8 @@ def _costs(policy: PolicySpec, path: Path | None, device: str | None, model: str
             calibration_from_json(path.read_text(encoding="utf-8"))
         except OSError as error:
             raise InputFileError(path, f"cannot be read ({error.strerror})") from None
+        except UnicodeDecodeError:
+            raise InputFileError(path, "is not UTF-8 text") from None
         except CalibrationError as error:
             raise InputFileError(path, str(error)) from None
         return path.resolve()

@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ebbench.cli.options import GoodputCommand
+
+if TYPE_CHECKING:
+    from ebbench.errors import DataError
+    from ebbench.records.run import Run
 
 
 def show(
@@ -19,17 +23,16 @@ def show(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON list on stdout, one entry a run.")] = False,
 ) -> None:
-    """Print stored runs again: table, winner, reasons and warnings."""
+    """Print stored runs again: table, winner, reasons and warnings. Damaged ones are named and left out (exit 3)."""
     from ebbench.analysis.slo import parse_slo
     from ebbench.analysis.summary import summarise
-    from ebbench.records.run import Run, find_runs
 
     slo = parse_slo(goodput) if goodput else None
-    loaded = [Run.load(path) for path in find_runs(runs)]
+    loaded, damaged = _load(runs)
     summaries = [summarise(run, slo) for run in loaded]
     if as_json:
         sys.stdout.write(json.dumps([s.to_dict() for s in summaries], indent=2, allow_nan=False) + "\n")
-        return
+        return _finish(damaged)
     from rich.console import Console
 
     from ebbench.analysis.compare import differing, group_by_policy
@@ -47,6 +50,30 @@ def show(
     phases = [summary for parts in per_run if len(parts) > 1 for summary in parts]
     groups = group_by_policy(summaries, [explain(run) for run in loaded])
     print_report(Console(highlight=False), groups, phases)
+    return _finish(damaged)
+
+
+def _load(paths: list[Path]) -> tuple[list[Run], list[DataError]]:
+    """The runs that are whole, and what is wrong with the others. Raises DataError if none is whole."""
+    from ebbench.errors import DataError
+    from ebbench.records.run import Run, find_runs
+
+    loaded, damaged = [], []
+    for path in find_runs(paths):
+        try:
+            loaded.append(Run.load(path))
+        except DataError as error:
+            damaged.append(error)
+    if damaged and not loaded:
+        raise damaged[0]
+    return loaded, damaged
+
+
+def _finish(damaged: list[DataError]) -> None:
+    for error in damaged:
+        typer.echo(f"left out: {error}", err=True)
+    if damaged:
+        raise typer.Exit(damaged[0].exit_code)
 
 
 show.command_class = GoodputCommand  # type: ignore[attr-defined]

@@ -3,31 +3,28 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ebbench.cli import paper_flags as paper
-from ebbench.cli.options import opt
+from ebbench.cli.options import grouped, opt
 
 if TYPE_CHECKING:
     from ebbench.analysis.paper_tables import Document
-    from ebbench.papers.cells import Cell
-    from ebbench.papers.figure import PaperFigure
-    from ebbench.papers.store import CellStore
-    from ebbench.papers.table import PaperTable, Wish
+    from ebbench.papers.table import Wish
 
 FORMATS = ("rich", "markdown", "latex", "html", "csv")
 
 
-def tables(
-    name: Annotated[
-        str, typer.Argument(help="list, table2, table3, ..., deferred-1; phases or slo for runs of your own (--from).")
-    ] = "list",
-    run: paper.Run = False,
-    runs: paper.Runs = Path("runs/papers"),
+@dataclass(frozen=True)
+class RunsFlags:
+    """Where the table's runs come from."""
+
+    run: paper.Run = False
+    runs: paper.Runs = Path("runs/papers")
     stored: Annotated[
         list[Path] | None,
         opt(
@@ -35,16 +32,22 @@ def tables(
             help="Your own runs: taken for the cells whose plan, policy and settings they share.",
             panel=paper.RUNS,
         ),
-    ] = None,
-    workers: paper.Workers = None,
-    device: paper.Device = None,
-    model: paper.Model = None,
-    workload: paper.Workload = None,
+    ] = None
+    workers: paper.Workers = None
+
+
+@dataclass(frozen=True)
+class ChoiceFlags:
+    """What the table holds, over its own protocol."""
+
+    device: paper.Device = None
+    model: paper.Model = None
+    workload: paper.Workload = None
     policy: Annotated[
         list[str] | None, opt("--policy", "-p", help="Further policies beside the table's own.", panel=paper.CHOICE)
-    ] = None,
-    num_prompts: paper.NumPrompts = None,
-    seeds: Annotated[int, opt("--seeds", help="Runs a cell, for the threshold tables.", panel=paper.CHOICE)] = 1,
+    ] = None
+    num_prompts: paper.NumPrompts = None
+    seeds: Annotated[int, opt("--seeds", help="Runs a cell, for the threshold tables.", panel=paper.CHOICE)] = 1
     grid: Annotated[
         bool,
         opt(
@@ -52,7 +55,7 @@ def tables(
             help="Search each scheduler's best B and N instead of taking the published ones.",
             panel=paper.CHOICE,
         ),
-    ] = False,
+    ] = False
     outputs: Annotated[
         str,
         opt(
@@ -60,42 +63,69 @@ def tables(
             help="forced (answers as long as the scripts' limits) or profile (table 9).",
             panel=paper.CHOICE,
         ),
-    ] = "forced",
-    source: Annotated[
-        str, opt("--source", help="Lengths of table 9: profile, hub or auto.", panel=paper.CHOICE)
-    ] = "profile",
-    ttft: Annotated[str, opt("--ttft", help="TTFT targets in s, as 2,5,10.", panel=paper.CHOICE)] = "",
-    tpot: Annotated[str, opt("--tpot", help="TPOT targets in ms, as 50,100.", panel=paper.CHOICE)] = "",
-    by_phase: Annotated[bool, opt("--by-phase", help="SLO surfaces for each phase too.", panel=paper.CHOICE)] = False,
-    style: Annotated[
-        str, opt("--format", "-f", help="rich, markdown, latex, html or csv.", panel=paper.OUTPUT)
-    ] = "rich",
-    output: Annotated[Path | None, opt("--output", "-o", help="Write to this file.", panel=paper.OUTPUT)] = None,
-    quiet: paper.Quiet = False,
+    ] = "forced"
+    source: Annotated[str, opt("--source", help="Lengths of table 9: profile, hub or auto.", panel=paper.CHOICE)] = (
+        "profile"
+    )
+    ttft: Annotated[str, opt("--ttft", help="TTFT targets in s, as 2,5,10.", panel=paper.CHOICE)] = ""
+    tpot: Annotated[str, opt("--tpot", help="TPOT targets in ms, as 50,100.", panel=paper.CHOICE)] = ""
+    by_phase: Annotated[bool, opt("--by-phase", help="SLO surfaces for each phase too.", panel=paper.CHOICE)] = False
+
+    def wish(self) -> Wish:
+        """For the papers' tables. Raises UnknownNameError, UsageError."""
+        from ebbench.cli.preflight import check_counts
+        from ebbench.papers.table import Wish
+
+        check_counts(seeds=self.seeds, num_prompts=self.num_prompts)
+        return Wish(
+            tuple(self.device or ()),
+            tuple(self.model or ()),
+            tuple(self.workload or ()),
+            _policies(self.policy or []),
+            self.num_prompts,
+            self.seeds,
+            self.grid,
+            paper.outputs(self.outputs),
+            self.source,
+            ttft_s=_numbers(self.ttft, "--ttft"),
+            tpot_ms=_numbers(self.tpot, "--tpot"),
+        )
+
+
+@dataclass(frozen=True)
+class OutputFlags:
+    """What becomes of the table."""
+
+    style: Annotated[str, opt("--format", "-f", help="rich, markdown, latex, html or csv.", panel=paper.OUTPUT)] = (
+        "rich"
+    )
+    output: Annotated[Path | None, opt("--output", "-o", help="Write to this file.", panel=paper.OUTPUT)] = None
+    quiet: paper.Quiet = False
+
+
+@grouped
+def tables(
+    runs: RunsFlags,
+    choice: ChoiceFlags,
+    output: OutputFlags,
+    name: Annotated[
+        str, typer.Argument(help="list, table2, table3, ..., deferred-1; phases or slo for runs of your own (--from).")
+    ] = "list",
 ) -> None:
     """Show a published table with what this program measures beside it: published, ours, difference.
 
     Cells come from stored runs; --run makes those that are missing and keeps them for the next time.
     """
     from ebbench.errors import UnknownNameError
-    from ebbench.papers.table import Wish
 
-    if style not in FORMATS:
-        raise UnknownNameError("format", style, FORMATS)
+    if output.style not in FORMATS:
+        raise UnknownNameError("format", output.style, FORMATS)
     if name == "list":
         _list()
-        return
-    targets = {"ttft_s": _numbers(ttft, "--ttft"), "tpot_ms": _numbers(tpot, "--tpot")}
-    if name in ("phases", "slo"):
-        _emit(_of_runs(name, stored or [], targets, by_phase), style, output)
-        return
-    if outputs not in ("forced", "profile"):
-        raise UnknownNameError("kind of output lengths", outputs, ("forced", "profile"))
-    wish = Wish(
-        tuple(device or ()), tuple(model or ()), tuple(workload or ()), _policies(policy or []), num_prompts, seeds,
-        grid, outputs, source, **targets,  # type: ignore[arg-type]
-    )  # fmt: skip
-    _emit(_table(name, wish, runs, stored or [], run=run, workers=workers, quiet=quiet), style, output)
+    elif name in ("phases", "slo"):
+        _emit(_of_runs(name, runs.stored or [], choice), output)
+    else:
+        _emit(_table(name, choice.wish(), runs, quiet=output.quiet), output)
 
 
 def _list() -> None:
@@ -122,69 +152,30 @@ def _numbers(text: str, option: str) -> tuple[float, ...]:
         raise UsageError(f"{option} {text!r} is no list of numbers; write 2,5,10") from None
 
 
-def _of_runs(name: str, paths: list[Path], targets: dict[str, tuple[float, ...]], by_phase: bool) -> Document:
+def _of_runs(name: str, paths: list[Path], choice: ChoiceFlags) -> Document:
     from ebbench.analysis.phases import attainment_document, load_runs, phases_document
     from ebbench.errors import UsageError
     from ebbench.papers.goodput import TPOT_MS, TTFT_S
 
+    ttft_s, tpot_ms = _numbers(choice.ttft, "--ttft") or TTFT_S, _numbers(choice.tpot, "--tpot") or TPOT_MS
     if not paths:
         raise UsageError(f"`ebbench tables {name}` needs runs: give one or more with --from")
     loaded = load_runs(paths)
     if name == "phases":
         return phases_document(loaded)
-    ttft_ms = [1e3 * value for value in targets["ttft_s"] or TTFT_S]
-    return attainment_document(loaded, ttft_ms, targets["tpot_ms"] or TPOT_MS, by_phase=by_phase)
+    return attainment_document(loaded, [1e3 * value for value in ttft_s], tpot_ms, by_phase=choice.by_phase)
 
 
-def _table(
-    name: str, wish: Wish, root: Path, stored: list[Path], *, run: bool, workers: int | None, quiet: bool
-) -> Document:
-    from dataclasses import replace
-
+def _table(name: str, wish: Wish, runs: RunsFlags, *, quiet: bool) -> Document:
+    from ebbench.cli.make_runs import make_runs
     from ebbench.papers.registry import find_table
     from ebbench.papers.store import CellStore
 
     table = find_table(name)
-    store = CellStore(root, stored)
-    if run:
-        make_runs(table, wish, store, workers=workers, quiet=quiet)
+    store = CellStore(runs.runs, runs.stored or [])
+    if runs.run:
+        make_runs(table, wish, store, workers=runs.workers, quiet=quiet)
     return replace(table.document(wish, store), command=_command())
-
-
-def make_runs(
-    table: PaperTable | PaperFigure, wish: Wish, store: CellStore, *, workers: int | None, quiet: bool
-) -> None:
-    """Make the missing runs of a table or figure, with a progress line on stderr."""
-    with_progress(table.name, table.cells(wish), store, whole=table.whole, workers=workers, quiet=quiet)
-
-
-def with_progress(
-    label: str, cells: Sequence[Cell], store: CellStore, *, whole: bool, workers: int | None, quiet: bool
-) -> None:
-    """Make those of ``cells`` that the store lacks, with a progress line on stderr."""
-    missing = store.missing(cells, whole=whole)
-    if not missing:
-        return
-    from rich.console import Console
-    from rich.progress import Progress
-
-    from ebbench.errors import InterruptedRunError
-    from ebbench.papers.execute import run_missing
-
-    with Progress(console=Console(stderr=True), transient=True, disable=quiet) as bar:
-        task = bar.add_task(f"{label}: {len(missing)} runs", total=len(missing))
-
-        def done(_cell: Cell) -> None:
-            bar.advance(task)
-
-        try:
-            run_missing(missing, store, workers=workers, whole=whole, done=done)
-        except KeyboardInterrupt:
-            left = len(store.missing(missing, whole=whole))
-            raise InterruptedRunError(
-                f"interrupted; {len(missing) - left} finished runs are kept in {store.root}, the same command goes on "
-                f"with the other {left}"
-            ) from None
 
 
 _PRIVATE = ("-o", "--output", "--runs", "--workers")
@@ -205,15 +196,15 @@ def _command() -> str:
     return shlex.join(["ebbench", *words])
 
 
-def _emit(document: Document, style: str, output: Path | None) -> None:
-    text = rendered(document, style, width=None if output is None else 200)
-    if output is None:
+def _emit(document: Document, wanted: OutputFlags) -> None:
+    text = rendered(document, wanted.style, width=None if wanted.output is None else 200)
+    if wanted.output is None:
         sys.stdout.write(text)
         return
     from ebbench.records.files import write_bytes
 
-    output.parent.mkdir(parents=True, exist_ok=True)
-    write_bytes(text.encode(), output)
+    wanted.output.parent.mkdir(parents=True, exist_ok=True)
+    write_bytes(text.encode(), wanted.output)
 
 
 def rendered(document: Document, style: str, *, width: int | None = None) -> str:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ebbench.cli.options import Command
 from ebbench.errors import InputFileError, UsageError
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ _MEANING: Mapping[str, str] = {
 }
 
 
-@app.command()
+@app.command(cls=Command)
 def threshold(
     p0: P0,
     alpha_p: AlphaP,
@@ -112,7 +113,7 @@ def threshold(
     _show("Switching threshold", values, as_json)
 
 
-@app.command()
+@app.command(cls=Command)
 def memory(
     capacity: Annotated[float, typer.Option("--capacity", help="KV cache, tokens.")],
     mu_l: MuL,
@@ -143,7 +144,7 @@ def memory(
     _show("Memory-safe batch", values, as_json)
 
 
-@app.command()
+@app.command(cls=Command)
 def crossover(
     mu_l: MuL,
     mu_o: Annotated[float, typer.Option("--mu-o", help="Mean output length, tokens.")],
@@ -190,7 +191,7 @@ def crossover(
     _show("EB/MB crossover", values, as_json)
 
 
-@app.command()
+@app.command(cls=Command)
 def deferred(
     batch_limit: Annotated[int, typer.Option("--batch-limit", "--c", help="C, requests in the batch.")],
     alpha: Annotated[float, typer.Option("--alpha", help="Probability that a request ends at a token.")],

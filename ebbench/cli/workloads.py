@@ -8,16 +8,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ebbench.cli import load_flags as load
+from ebbench.cli.options import Command
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-app = typer.Typer(no_args_is_help=True, help="What can be asked: workloads, traces, your own TOML files.")
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, help="What can be asked: workloads, traces, your own TOML files."
+)
 
 _JSON = typer.Option("--json", help="One JSON document on stdout, nothing else.")
 
 
-@app.command("list")
+@app.command("list", cls=Command)
 def list_all(as_json: Annotated[bool, _JSON] = False) -> None:
     """List the workloads."""
     from ebbench.workloads import list_workloads, load_workload
@@ -41,7 +44,7 @@ def list_all(as_json: Annotated[bool, _JSON] = False) -> None:
     Console(highlight=False).print(table)
 
 
-@app.command("show")
+@app.command("show", cls=Command)
 def show(
     name: Annotated[str, typer.Argument(help="A workload, trace:FILE or the path of a TOML file.")],
     source: load.Source = "auto",

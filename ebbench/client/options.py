@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any, Literal
 
 from ebbench.errors import UsageError
@@ -58,11 +59,11 @@ class ClientOptions:
         if self.endpoint not in ("completions", "chat"):
             raise UsageError(f"--endpoint must be completions or chat, not {self.endpoint!r}")
         for name in ("connect_timeout_s", "idle_timeout_s", "total_timeout_s"):
-            if getattr(self, name) <= 0:
+            if not 0 < getattr(self, name) < inf:
                 raise UsageError(f"--{name.removesuffix('_s').replace('_', '-')} must be positive")
         for name in ("warmup", "ready_timeout_s", "slot_spacing_s"):
-            if getattr(self, name) < 0:
-                raise UsageError(f"--{name.removesuffix('_s').replace('_', '-')} must not be negative")
+            if not 0 <= getattr(self, name) < inf:
+                raise UsageError(f"--{name.removesuffix('_s').replace('_', '-')} must be 0 or more")
         if self.workers is not None and self.workers < 0:
             raise UsageError("--workers must not be negative")
         if any(set("\r\n") & set(f"{name}{value}") for name, value in self.headers.items()):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 
 from ebbench.errors import UsageError
 from ebbench.fakeserver.faults import Fault
@@ -27,7 +28,7 @@ class FakeConfig:
     keep_ledger: bool = True
 
     def __post_init__(self) -> None:
-        if self.ttft_ms < 0 or self.itl_ms < 0:
-            raise UsageError("--ttft-ms and --itl-ms must not be negative")
+        if not (0 <= self.ttft_ms < inf and 0 <= self.itl_ms < inf):
+            raise UsageError(f"--ttft-ms and --itl-ms must be 0 or more, not {self.ttft_ms} and {self.itl_ms}")
         if not 0 <= self.port <= 65535:
             raise UsageError(f"--port must lie between 0 and 65535, not {self.port}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from urllib.parse import urlsplit
 
 import msgspec
@@ -61,16 +62,12 @@ class GatewaySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
         for name in ("dp_ranks", "chunk_tokens", "max_queue", "eject_after", "return_after"):
             if getattr(self, name) < 1:
                 raise UsageError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(self, name)}")
-        for name in (
-            "health_interval_s",
-            "health_timeout_s",
-            "connect_timeout_s",
-            "start_timeout_s",
-            "max_body_mb",
-            "max_wait_s",
-        ):
-            if not getattr(self, name) > 0:
-                raise UsageError(f"{name} must be more than 0, not {getattr(self, name)}")
+        for name in _POSITIVE:
+            if not 0 < getattr(self, name) < inf:
+                raise UsageError(f"{_option(name)} must be more than 0, not {getattr(self, name)}")
+        for name in ("network_ms", "drain_s"):
+            if not 0 <= getattr(self, name) < inf:
+                raise UsageError(f"{_option(name)} must be 0 or more, not {getattr(self, name)}")
         if not 0 <= self.port <= 65535:
             raise UsageError(f"--port must lie between 0 and 65535, not {self.port}")
         for endpoint in self.signals:
@@ -80,3 +77,8 @@ class GatewaySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
                 raise UsageError(f"--signals: {error}") from None
         parse_dispatch(self.dispatch)
         return self
+
+
+def _option(name: str) -> str:
+    """The command's option for a setting: its unit is in the help."""
+    return f"--{name.removesuffix('_s').replace('_', '-')}"

@@ -193,14 +193,32 @@ def relative_gain(ours: Sequence[float], base: Sequence[float] | None) -> Interv
 
 
 def choose(scores: Sequence[Score]) -> tuple[Score, str]:
-    """The simplest policy that is as good as the best: not behind by more than TIE, or not surely so."""
+    """The simplest policy that is as good as the best: not behind by more than TIE, or not surely so.
+
+    Where v1 is surely behind, a policy that may be no better than v1 is not advised in place of one that surely is.
+    """
     best = scores[0]
     equal = [one for one in scores if one is best or _ties(one)]
+    if all(one.policy != BASELINE for one in equal) and (sure := [one for one in equal if _ahead(one)]):
+        unsure = [one.policy for one in equal if one not in sure]
+        chosen = min(sure, key=lambda one: _rank(one.policy))
+        if unsure:
+            reason = f"it is surely ahead of {BASELINE}; {_listed(unsure)} may be as good, less certainly"
+            return chosen, reason
     chosen = min(equal, key=lambda one: _rank(one.policy))
     if len(equal) == 1:
         return chosen, "it is ahead of every other candidate by more than chance and half a per cent"
-    names = ", ".join(one.policy for one in equal)
-    return chosen, f"{names} are equal within chance or half a per cent, and it is the simplest of them"
+    others = [one.policy for one in equal if one is not chosen]
+    verb = "are" if len(others) > 1 else "is"
+    return chosen, f"{_listed(others)} {verb} equal to it within chance or half a per cent, and it is the simplest"
+
+
+def _listed(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:-1])} and {names[-1]}" if len(names) > 1 else names[0]
+
+
+def _ahead(one: Score) -> bool:
+    return one.gain is not None and one.gain.low > 0
 
 
 def _ties(one: Score) -> bool:

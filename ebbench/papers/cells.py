@@ -25,7 +25,9 @@ Setting = tuple[str, str | int | float]
 VARIANT = "paper:"
 LINEAR = "linear:"
 _VARIANTS = Path(__file__).resolve().parent / "staggered"
-_CODE = ("simulation", "devices", "workloads", "traffic", "engines/sim.py", "analysis/metrics.py")
+_CODE = (
+    "simulation", "devices", "workloads", "traffic", "engines/sim.py", "engines/simulated.py", "analysis/metrics.py",
+)  # fmt: skip
 _SUFFIXES = frozenset({".py", ".toml", ".csv", ".parquet"})
 
 

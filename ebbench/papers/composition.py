@@ -37,10 +37,6 @@ def capacity_rps(device: str, model: str, workload: str) -> float:
     return INSTANCES / (costs.beta_p * inputs + outputs * (costs.alpha_d / batch + costs.beta_d))
 
 
-def _model(wish: Wish) -> str:
-    return wish.models[0] if wish.models else "qwen3-8b"
-
-
 def _cell(wish: Wish, device: str, workload: str, load: float | None, policy: str, dispatch: str) -> Cell:
     """One run; ``load`` None is a closed loop that keeps every instance full."""
     count = wish.num_prompts or (4000 if load is not None else 12_000)
@@ -48,9 +44,9 @@ def _cell(wish: Wish, device: str, workload: str, load: float | None, policy: st
     if load is None:
         plan["max_concurrency"] = SATURATED
     else:
-        plan["request_rate"] = round(load * capacity_rps(device, _model(wish), workload), 3)
+        plan["request_rate"] = round(load * capacity_rps(device, wish.model(), workload), 3)
     return ClusterCell(
-        workload, policy, device, _model(wish), SEQS, BUDGET, scenario=None if load is None else "poisson",
+        workload, policy, device, wish.model(), SEQS, BUDGET, scenario=None if load is None else "poisson",
         settings=settings(**plan), topology=TOPOLOGY, dispatch=DISPATCH[dispatch], network_ms=0.5,
     )  # fmt: skip
 

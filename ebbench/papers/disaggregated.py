@@ -36,7 +36,7 @@ class Choice(NamedTuple):
 
 
 def _cell(wish: Wish, device: str, choice: Choice, count: int, concurrency: int, workload: str, **plan: int) -> Cell:
-    model = wish.models[0] if wish.models else "qwen3-8b"
+    model = wish.model()
     return ClusterCell(
         workload, choice.policy, device, model, SEQS, BUDGET,
         settings=settings(num_prompts=wish.num_prompts or count, max_concurrency=concurrency, **plan),

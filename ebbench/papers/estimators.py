@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 import pyarrow.compute as pc
 
@@ -22,13 +20,6 @@ DRAWS = 200  # windows looked at
 ESTIMATORS = ("published", "censored")
 MEAN_OUTPUTS = (256, 1024)
 _BATCH, _MEAN_INPUT = 512, 128
-
-
-class Truth(NamedTuple):
-    """A length distribution with constant hazard ``p0``."""
-
-    name: str
-    p0: float
 
 
 # E.3: constant against rising hazard.
@@ -64,8 +55,8 @@ def _section_ifr(wish: Wish, store: CellStore, title: str, *, slow: bool) -> Sec
 
 
 def _service_cell(wish: Wish, estimator: str, mean: int) -> Cell:
-    device = wish.devices[0] if wish.devices else "rtx-pro-6000"
-    model = wish.models[0] if wish.models else "qwen3-8b"
+    device = wish.device()
+    model = wish.model()
     policy = "eb" if estimator == "published" else f"eb:estimator={estimator}"
     return sweep_cell(
         device, model, policy, _BATCH, 0, num_prompts=wish.num_prompts or 4000,

@@ -139,7 +139,7 @@ def _check_panel(model: str, device: str) -> Any:
 
 def _chart(wish: Wish, store: CellStore) -> Any:
     alt = altair()
-    model = wish.models[0] if wish.models else "qwen3-4b"
+    model = wish.model("qwen3-4b")
     devices = wish.devices or ("rtx-pro-6000", "h200")
     times = alt.hconcat(*(_time_panel(device, model) for device in devices))
     marginal = alt.hconcat(*(_marginal_panel(device, model) for device in devices))

@@ -10,7 +10,7 @@ from ebbench.papers.cells import Cell
 from ebbench.papers.figure import PaperFigure
 from ebbench.papers.store import CellStore
 from ebbench.papers.table import Wish, figure
-from ebbench.papers.thresholds import SLOW, both_devices, chosen_model, sweep_cell
+from ebbench.papers.thresholds import SLOW, both_devices, sweep_cell
 from ebbench.render.figures import BLUE, VERMILION, altair, colour, dash, values
 
 SHAPES = {1: "constant hazard (gamma, shape 1)", 8: "rising hazard (gamma, shape 8)"}
@@ -22,7 +22,7 @@ COSTS = ("device's cost model", SLOW)
 
 def _cell(wish: Wish, device: str, shape: int, theta: float, seed: int) -> Cell:
     return sweep_cell(
-        device, chosen_model(wish), f"eb:theta={theta}", BATCH, seed, num_prompts=wish.num_prompts or 4000,
+        device, wish.model(), f"eb:theta={theta}", BATCH, seed, num_prompts=wish.num_prompts or 4000,
         input_len=MEAN_INPUT, output_len=MEAN_OUTPUT, length_distribution=f"gamma:{shape}",
     )  # fmt: skip
 

@@ -20,14 +20,10 @@ _NAMES = ("fixed k", "controller (eb)", "mixed (v1)")
 _COLOURS = (BLACK, VERMILION, BLUE)
 
 
-def _device(wish: Wish, default: str) -> str:
-    return wish.devices[0] if wish.devices else default
-
-
 def _cell3(wish: Wish, workload: str, policy: str) -> Cell:
-    model, weight = wish.models[0] if wish.models else "qwen3-8b", WORKLOADS[workload]
+    model, weight = wish.model(), WORKLOADS[workload]
     protocol = figure3_protocol(workload, policy)
-    return protocol_cells(protocol, _device(wish, "h200"), model, wish.num_prompts, weight)[0]
+    return protocol_cells(protocol, wish.device("h200"), model, wish.num_prompts, weight)[0]
 
 
 def _k(step: int) -> int:
@@ -88,7 +84,7 @@ def _panel3(data: list[dict[str, Any]], title: str, y_title: str | None, *, last
 
 def _chart3(wish: Wish, store: CellStore) -> Any:
     alt = altair()
-    ours_only = _device(wish, "h200") != "h200"
+    ours_only = wish.device("h200") != "h200"
     lines = []
     for key, column, y_title in (
         ("total_token_throughput", "throughput_tok_s", "tokens/s"), ("mean_tpot_ms", "tpot_mean_ms", "mean TPOT, ms"),
@@ -100,7 +96,7 @@ def _chart3(wish: Wish, store: CellStore) -> Any:
             title = SYNTHETIC[workload] if top else ""
             panels.append(_panel3(data, title, y_title if workload == "decode-heavy" else None, last=not top))
         lines.append(alt.hconcat(*panels))
-    title = f"{gpu_title(_device(wish, 'h200'))}, N = {BATCH}, geometric lengths"
+    title = f"{gpu_title(wish.device('h200'))}, N = {BATCH}, geometric lengths"
     return alt.vconcat(*lines, title=title)
 
 

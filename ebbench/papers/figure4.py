@@ -68,7 +68,7 @@ _METRICS4 = (
 
 def _cell4(wish: Wish, device: str, workload: str, policy: str) -> Cell:
     tokens, seqs = best_config(device, policy, workload, "qwen3-8b")
-    model = wish.models[0] if wish.models else "qwen3-8b"
+    model = wish.model()
     return real_cell(wish, device, model, workload, policy, (seqs, tokens))
 
 
@@ -152,7 +152,7 @@ def _chart5(wish: Wish, store: CellStore) -> Any:
 
 
 def _cell6(wish: Wish, model: str, policy: str) -> Cell:
-    device = wish.devices[0] if wish.devices else "rtx-pro-6000"
+    device = wish.device()
     tokens, seqs = best_config(device, policy, "wildchat", "qwen3-8b")
     return real_cell(wish, device, model, "wildchat", policy, (seqs, tokens), weight=20)
 

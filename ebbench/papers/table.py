@@ -33,6 +33,14 @@ class Wish:
     ttft_s: tuple[float, ...] = ()
     tpot_ms: tuple[float, ...] = ()
 
+    def device(self, default: str = "rtx-pro-6000") -> str:
+        """The one device of an experiment that takes one."""
+        return self.devices[0] if self.devices else default
+
+    def model(self, default: str = "qwen3-8b") -> str:
+        """The one model of an experiment that takes one."""
+        return self.models[0] if self.models else default
+
 
 @dataclass(frozen=True)
 class PaperTable:

@@ -11,7 +11,7 @@ from ebbench.papers.published import EB_PAPER
 from ebbench.papers.published import rows as published_rows
 from ebbench.papers.store import CellStore
 from ebbench.papers.table import PaperTable, Wish, mean_figure, pending
-from ebbench.papers.thresholds import BUDGET, REFILL_NOTE, SLOW, both_devices, chosen_model, sweep_cell
+from ebbench.papers.thresholds import BUDGET, REFILL_NOTE, SLOW, both_devices, sweep_cell
 
 THETAS = tuple(round(0.1 * i, 1) for i in range(1, 10))
 GAMMA: Mapping[str, Any] = {"input_len": 128, "output_len": 512, "length_distribution": "gamma:4"}
@@ -36,7 +36,7 @@ def _cells(wish: Wish) -> list[Cell]:
 
 
 def _repeats(wish: Wish, device: str, name: str, policy: str) -> list[Cell]:
-    model, count = chosen_model(wish), wish.num_prompts or 3000
+    model, count = wish.model(), wish.num_prompts or 3000
     if name == "Gamma":
         return [sweep_cell(device, model, policy, BATCH, s, num_prompts=count, **GAMMA) for s in range(wish.seeds)]
     plan = settings(num_prompts=count)

@@ -45,20 +45,10 @@ def sweep_cell(
     return Cell("balanced", policy, device, model, batch, budget, seed=seed, settings=settings(**plan), warmup=warmup)
 
 
-def chosen_device(wish: Wish, default: str) -> str:
-    """The device asked for."""
-    return wish.devices[0] if wish.devices else default
-
-
-def chosen_model(wish: Wish) -> str:
-    """The model asked for."""
-    return wish.models[0] if wish.models else "qwen3-8b"
-
-
 def both_devices(wish: Wish, default: str) -> tuple[str, str]:
     """The device itself, and its linear costs with the implied cost of a refill."""
-    device = chosen_device(wish, default)
-    return device, slow_refill(device, chosen_model(wish))
+    device = wish.device(default)
+    return device, slow_refill(device, wish.model())
 
 
 def theta_k(batch: int, step: int) -> int:
@@ -82,7 +72,7 @@ def _cells10(wish: Wish) -> list[Cell]:
 
 def _repeats10(wish: Wish, device: str, output: int, batch: int, step: int) -> list[Cell]:
     plan = {"input_len": TABLE10_INPUT, "output_len": output, "num_prompts": wish.num_prompts or COUNTED}
-    policy, model = f"eb:k={theta_k(batch, step)}", chosen_model(wish)
+    policy, model = f"eb:k={theta_k(batch, step)}", wish.model()
     return [
         sweep_cell(device, model, policy, batch, seed, warmup=SYNTHETIC_WARMUP, length_distribution="geometric", **plan)
         for seed in range(wish.seeds)
@@ -120,7 +110,7 @@ def _document10(wish: Wish, store: CellStore) -> Document:
     from ebbench.devices import load_device
 
     device, slow = both_devices(wish, "h200")
-    costs = load_device(device, chosen_model(wish)).calibration
+    costs = load_device(device, wish.model()).calibration
     rows = []
     for output in MEAN_OUTPUTS:
         theory = [base_threshold(1 / output, alpha_p, costs.alpha_d) for alpha_p in (costs.alpha_p, REFILL_S)]
@@ -155,7 +145,7 @@ def _repeats11(wish: Wish, device: str, k: int, input_len: int) -> list[Cell]:
     return [
         sweep_cell(
             device,
-            chosen_model(wish),
+            wish.model(),
             f"eb:k={k}",
             K_BATCH,
             seed,

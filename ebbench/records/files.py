@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 
 from ebbench.errors import DataError, RunError
 
+_NAMED = 3
 ROW_GROUP_ROWS = 1 << 18
 # Columns with few distinct values; the rest is stored plain, which is faster to write.
 _DICTIONARY = frozenset(
@@ -22,6 +23,12 @@ _DICTIONARY = frozenset(
         "itl_ns.list.element",
     }
 )  # fmt: skip
+
+
+def some_columns(names: Sequence[str]) -> str:
+    """``the columns a, b, c and 4 more``: a line that says enough of a table of another kind."""
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return f"the columns {', '.join(names[:_NAMED])}{more}"
 
 
 def write_table(table: pa.Table, path: Path) -> None:

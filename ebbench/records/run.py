@@ -234,6 +234,6 @@ def _check_table(path: Path, schema: pa.Schema | None, rows: int | None) -> None
     found, count = files.read_footer(path)
     lacking = [column.name for column in schema or () if column.name not in found.names]
     if lacking:
-        raise DataError(f"{path}: lacks the columns {', '.join(lacking)}; not written by ebbench?")
+        raise DataError(f"{path}: lacks {files.some_columns(lacking)}; not written by ebbench?")
     if rows is not None and rows != count:
         raise DataError(f"{path}: {count} rows where the manifest says {rows}; the file was replaced or damaged")

@@ -1,16 +1,22 @@
-"""Advice in plain words: lines of text, no markup."""
+"""Advice in plain words and small tables; lines of text carry no markup."""
 
 from __future__ import annotations
 
 import math
 from typing import TYPE_CHECKING
 
-from ebbench.render.numbers import change, count, duration_ms, percent, rate
+from rich.table import Table
+from rich.text import Text
+
+from ebbench.analysis.compare import TIE
+from ebbench.render.numbers import DASH, change, count, duration_ms, percent, rate
+from ebbench.render.tables import framed
 
 if TYPE_CHECKING:
     from ebbench.analysis.advise_answer import Advice, Probe, Score
     from ebbench.analysis.statistics import Interval
 
+_FULL_BATCH = "Theory is of a batch that stays full; a simulated run also fills up and drains."
 FAR_APART = 0.1
 """From this difference of the two gains on, as a share, a reader is told why they differ."""
 
@@ -25,8 +31,8 @@ def headline(advice: Advice) -> list[str]:
     if chosen.attainment is not None:
         lines.append(f"{percent(chosen.attainment)} of the requests meet {question.slo} (ms).")
     lines.append(
-        f"Expect about {rate(chosen.tokens_per_s)} tokens/s, median TTFT {duration_ms(chosen.ttft_ms)}, median TPOT "
-        f"{duration_ms(chosen.tpot_ms)}."
+        f"Expect about {rate(chosen.tokens_per_s)} tokens/s (prompts and answers), median TTFT "
+        f"{duration_ms(chosen.ttft_ms)}, median TPOT {duration_ms(chosen.tpot_ms)}."
     )
     return lines
 
@@ -58,7 +64,8 @@ def theory_lines(advice: Advice) -> list[str]:
     theory, load = advice.theory, advice.load
     sides = theory.sides
     lines = [
-        f"lengths: mean {load.mu_l:,.0f} in, {load.mu_o:,.0f} out, decode share r = {sides.r:.2f}; "
+        f"lengths from {advice.question.plan.get('source') or 'the plan'}: mean {load.mu_l:,.0f} in, "
+        f"{load.mu_o:,.0f} out, decode share r = {sides.r:.2f}; "
         f"{load.concurrency:,} requests open at most, {theory.n:,} of them in the batch",
         f"mixing costs {1e6 * sides.lhs:+.1f} µs a token and saves {1e6 * sides.rhs:.1f} µs of fixed costs: "
         f"{'exclusive' if theory.exclusive else 'mixed'} batches win"
@@ -83,15 +90,68 @@ def _theory_concurrency(crossing: float | None, lhs: float) -> str:
     return f"exclusive batches win from about {crossing:,.0f} sequences in the batch on"
 
 
-def simulation_lines(advice: Advice) -> list[str]:
-    """Every candidate, then the crossovers."""
-    lines = [_score_line(score, advice) for score in advice.scores]
+def candidates(advice: Advice) -> Table:
+    """One row a candidate, best first: what decides, its gain over v1 with the interval below, latencies."""
+    limits = bool(advice.question.slo)
+    table = framed()
+    table.add_column("policy", max_width=18, overflow="fold")
+    headers = ["tokens/s", *(["goodput\nreq/s", "SLO\nmet"] if limits else [])]
+    headers += [f"{'goodput' if limits else 'tokens/s'} over v1\n(95 % interval)", "TTFT\nmedian", "TPOT\nmedian"]
+    for header in headers:
+        table.add_column(header, justify="right", no_wrap=True)
+    for score in advice.scores:
+        cells = [rate(score.tokens_per_s)]
+        if score.attainment is not None:
+            cells += [rate(score.objective), percent(score.attainment)]
+        cells += [_gain_cell(score), duration_ms(score.ttft_ms), duration_ms(score.tpot_ms)]
+        table.add_row(Text(score.policy), *cells, style="bold" if score.policy == advice.chosen.policy else None)
+    return table
+
+
+def _gain_cell(score: Score) -> str:
+    if score.gain is None or score.policy == "v1":
+        return DASH
+    if not math.isfinite(score.gain.high):
+        return f"{change(score.gain.mean)}\n(one seed)"
+    return f"{change(score.gain.mean)}\n({change(score.gain.low)[:-2]} to {change(score.gain.high)})"
+
+
+def probes(advice: Advice) -> list[tuple[Table, str]]:
+    """EB over v1 along concurrency and along decode share, each with a line on where they cross."""
+    found = []
     if advice.concurrency is not None:
-        lines.append("EB over v1 by concurrency: " + _probe_text(advice.concurrency, "{:.0f}"))
-        lines.append(_crossing_text(advice.concurrency, "concurrency", "{:,.0f}"))
+        table = _probe_table("requests open", advice.concurrency, "{:.0f}")
+        found.append((table, _crossing_text(advice.concurrency, "requests open", "{:,.0f}")))
     if advice.mix is not None:
-        lines.append("EB over v1 by decode share r: " + _probe_text(advice.mix, "{:g}"))
-        lines.append(_crossing_text(advice.mix, "decode share", "{:.2f}"))
+        table = _probe_table("decode share r", advice.mix, "{:g}")
+        found.append((table, _crossing_text(advice.mix, "decode share", "{:.2f}")))
+    return found
+
+
+def _probe_table(what: str, probe: Probe, x_format: str) -> Table:
+    table = framed()
+    table.add_column(what)
+    for x in probe.x:
+        table.add_column(x_format.format(x), justify="right", no_wrap=True)
+    table.add_row("EB over v1", *(f"{100 * gain:+.0f} %" for gain in probe.gain))
+    return table
+
+
+def limits_of_it(advice: Advice) -> list[str]:
+    """What the advice rests on and a reader has to know."""
+    question, load = advice.question, advice.load
+    lines = []
+    asked = question.plan.get("num_prompts")
+    if isinstance(asked, int) and asked < load.concurrency:
+        lines.append(
+            f"{asked:,} requests never hold open the {load.concurrency:,} that the load allows: the candidates ran "
+            "while the batch filled and drained, and that hides what they differ in. Ask with --num-prompts "
+            f"{3 * load.concurrency}, or with your own --max-concurrency."
+        )
+    lines.append(
+        f"Simulated on a model of the device; `ebbench devices show {question.device} --model {question.model}` says "
+        "where its step times come from. Measure on your GPU before you switch production over."
+    )
     return lines
 
 
@@ -103,6 +163,12 @@ def agreement(advice: Advice) -> str:
     simulated = scores["eb"].tokens_per_s / scores["v1"].tokens_per_s - 1
     theory = advice.theory.gain
     winner = "exclusive" if advice.theory.exclusive else "mixed"
+    if abs(simulated) < TIE:
+        expected = "" if theory is None else f" ({change(theory)} for EB over v1 in tokens/s)"
+        return (
+            f"Theory expects {winner} batches to win{expected}; in simulation EB and v1 are equal "
+            f"({change(simulated)}). {_FULL_BATCH}"
+        )
     same = (simulated > 0) == advice.theory.exclusive
     verdict = (
         f"agree that {winner} batches win"
@@ -114,7 +180,7 @@ def agreement(advice: Advice) -> str:
         return f"{line}."
     line += f" and {change(theory)} in theory."
     if same and abs(theory - simulated) > FAR_APART:
-        line += " Theory is of a batch that stays full; a simulated run also fills up and drains."
+        line += f" {_FULL_BATCH}"
     return line
 
 
@@ -123,20 +189,6 @@ def interval(gain: Interval, seeds: int) -> str:
     if not math.isfinite(gain.high):
         return f"{change(gain.mean)} (one seed, no interval)"
     return f"{change(gain.mean)} (95 % interval {change(gain.low)} to {change(gain.high)}, {seeds} seeds)"
-
-
-def _score_line(score: Score, advice: Advice) -> str:
-    parts = [f"{score.policy}: {rate(score.tokens_per_s)} tokens/s"]
-    if score.attainment is not None:
-        parts.append(f"{rate(score.objective)} requests/s within the SLO ({percent(score.attainment)})")
-    if score.gain is not None and score.policy != "v1":
-        parts.append(f"{interval(score.gain, advice.question.seeds)} over v1")
-    parts.append(f"TTFT {duration_ms(score.ttft_ms)}, TPOT {duration_ms(score.tpot_ms)}")
-    return "; ".join(parts)
-
-
-def _probe_text(probe: Probe, x_format: str) -> str:
-    return ", ".join(f"{x_format.format(x)}: {change(gain)}" for x, gain in zip(probe.x, probe.gain, strict=True))
 
 
 def _crossing_text(probe: Probe, what: str, x_format: str) -> str:

@@ -27,7 +27,7 @@ def render(groups: Sequence[Group], phases: Sequence[Summary], *, width: int) ->
     if phases:
         parts += [Text(), tables.phase_table(phases)]
     parts += [Text(), *_paragraphs(words.verdict(groups), "bold green"), *_stories(groups)]
-    parts += _notes("Keep in mind", [*words.missing(groups), *words.caveats(groups)])
+    parts += _notes("Keep in mind", [*words.missing(groups), *words.doubts(groups), *words.caveats(groups)])
     parts += _notes("Stored in", [s.run_dir for group in groups for s in group.summaries])
     return Stack(*parts)
 

@@ -55,7 +55,7 @@ _SLO_COLUMNS = (
 def comparison_table(groups: Sequence[Group], *, width: int, title: str = "") -> Table:
     """One row a policy. Throughput is that of the whole run, compared with the baseline's."""
     baseline = baseline_of(groups)
-    table = _table(title)
+    table = framed(title)
     table.add_column("policy", max_width=POLICY_WIDTH, overflow="fold")
     table.add_column("out tok/s\nwhole", justify="right", no_wrap=True)
     several = len(groups) > 1
@@ -76,7 +76,7 @@ def comparison_table(groups: Sequence[Group], *, width: int, title: str = "") ->
 
 def phase_table(phases: Sequence[Summary]) -> Table:
     """One row a phase and policy. ``phases`` holds a summary for each phase of each run."""
-    table = _table("By phase")
+    table = framed("By phase")
     table.add_column("phase", max_width=POLICY_WIDTH, overflow="fold")
     table.add_column("policy", max_width=POLICY_WIDTH, overflow="fold")
     columns = [_Column("out tok/s\nwhole", output_throughput, numbers.rate)]
@@ -94,7 +94,8 @@ def phase_table(phases: Sequence[Summary]) -> Table:
     return table
 
 
-def _table(title: str) -> Table:
+def framed(title: str = "") -> Table:
+    """An empty table as all of them look."""
     return Table(
         title=title or None,
         title_justify="left",

@@ -22,6 +22,7 @@ from ebbench.analysis.explain import CrossoverFacts, DecisionFacts, Spread, Step
 from ebbench.analysis.summary import Summary
 from ebbench.render.numbers import change, count, duration_ms, micros, percent, rate, spark
 
+_BY_SHARE = ("eb", "ebplus")
 NEGLIGIBLE = 0.001
 """Kinds of steps with a smaller share of the time are not worth a reader's attention."""
 
@@ -144,7 +145,7 @@ def why(story: Story) -> list[str]:
         if 0 < story.steps.eb_share < 1:
             lines.append(_modes(story.steps, story.decisions))
     if story.decisions is not None:
-        lines += _decisions(story.decisions)
+        lines += _decisions(story.decisions, story.policy)
     return lines
 
 
@@ -173,10 +174,10 @@ def _modes(facts: StepFacts, decisions: DecisionFacts | None) -> str:
     return f"{line}. Over time {spark(facts.eb_timeline)} (high = exclusive)."
 
 
-def _decisions(facts: DecisionFacts) -> list[str]:
+def _decisions(facts: DecisionFacts, policy: str) -> list[str]:
     lines = []
     if facts.k is not None and facts.n_limit is not None and facts.theta is not None:
-        lines.append(_threshold(facts, facts.k, facts.n_limit, facts.theta))
+        lines.append(_threshold(facts, facts.k, facts.n_limit, facts.theta, policy.partition(":")[0]))
     if facts.crossover is not None:
         lines.append(_crossover(facts.crossover))
     elif facts.evaluations:
@@ -184,10 +185,19 @@ def _decisions(facts: DecisionFacts) -> list[str]:
     return lines
 
 
-def _threshold(facts: DecisionFacts, k: Spread, n_limit: Spread, theta: Spread) -> str:
+def _threshold(facts: DecisionFacts, k: Spread, n_limit: Spread, theta: Spread, kind: str) -> str:
+    """When decoding gives way to prompts; ``eb`` goes by shares, so that it refills batches that are never full too."""
+    star = "*" if facts.updates else ""
+    slots = f"k{star} = {_value(k)} of N{star} = {_value(n_limit)} slots"
+    if kind in _BY_SHARE:
+        share = theta.median if facts.updates else k.median / max(n_limit.median, 1)
+        line = f"Refill: when the requests waiting are {100 * share:.0f} % of the batch they would join ({slots}"
+    else:
+        line = f"Refill: when {slots} are idle"
     if not facts.updates:
-        return f"Refill: when k = {_value(k)} of N = {_value(n_limit)} slots are idle, fixed."
-    line = f"Refill: when k* = {_value(k)} of N* = {_value(n_limit)} slots are idle (theta* = {theta.median:.2f}"
+        return f"{line}), fixed." if kind in _BY_SHARE else f"{line}, fixed."
+    line += "; " if kind in _BY_SHARE else " ("
+    line += f"theta* = {theta.median:.2f}"
     if facts.theta0 is not None and facts.p0 is not None:
         line += f", theta0 = {facts.theta0.median:.2f}, completion hazard p0 = {facts.p0.median:.2g} a step"
     times = "once" if facts.updates == 1 else f"{facts.updates} times"
@@ -243,6 +253,29 @@ def accounting(summary: Summary) -> str | None:
     if not missed:
         return None
     return f"{count(summary.metrics.completed)} of {count(summary.metrics.planned)} completed; {', '.join(missed)}."
+
+
+def doubts(groups: Sequence[Group]) -> list[str]:
+    """What this comparison by itself does not settle: the run's ends against its middle, and chance."""
+    baseline = baseline_of(groups)
+    others = [group for group in groups if group is not baseline]
+    lines = [line for group in others if (line := _ends_decide(group, baseline))]
+    if others and all(len(group.summaries) == 1 for group in groups):
+        lines.append("One seed each: `--repeats 8`, then `ebbench compare`, tells a gain from chance.")
+    return lines
+
+
+def _ends_decide(group: Group, baseline: Group) -> str | None:
+    """Where the whole run and its steady window prefer different policies, clearly both."""
+    whole, steady = gain(group, baseline), gain(group, baseline, steady_throughput)
+    if whole is None or steady is None or min(abs(whole.mean), abs(steady.mean)) < TIE:
+        return None
+    if (whole.mean > 0) == (steady.mean > 0):
+        return None
+    return (
+        f"{group.policy}: {change(whole.mean)} over the whole run but {change(steady.mean)} while it is steady. "
+        "Filling and draining decide this run; a longer one (--num-prompts) says what lasts."
+    )
 
 
 def caveats(groups: Sequence[Group]) -> list[str]:

@@ -15,11 +15,10 @@ from ebbench.records.run import SCHEMAS, Run
 from ebbench.records.schema import SERVER_METRICS
 
 TABLES = {**SCHEMAS, "server_metrics": SERVER_METRICS}
-VIEWS = ("runs", *TABLES)
 
 
 def connect(runs: Sequence[Run], *, summaries: bool = True) -> Any:
-    """A connection with the views of VIEWS; in each, ``run`` is the run's directory.
+    """A connection with a view ``runs`` and one for each of TABLES; in each, ``run`` is the run's directory.
 
     ``summaries`` False leaves the figures out of ``runs``, which spares reading every request. The database is in
     memory and reaches nothing but the files of these runs.

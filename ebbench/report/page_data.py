@@ -63,7 +63,7 @@ def page_of(runs: Sequence[Run], *, title: str = "", slo: Slo | None = None, ext
         title=title or f"{first.workload} on {first.device}",
         subtitle=f"{first.model} on {first.device}, engine {first.engine} {clock}. {words.lengths(summaries)}",
         verdict=tuple(words.verdict(groups)),
-        warnings=(*notes, *words.missing(groups), *words.caveats(groups)),
+        warnings=(*notes, *words.missing(groups), *words.doubts(groups), *words.caveats(groups)),
         tables=(comparison_table(summaries, labels), *extra, *([by_phase] if by_phase else [])),
         stories=_stories(groups),
         environment=environment_tables(labels, runs),

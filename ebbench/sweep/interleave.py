@@ -72,4 +72,4 @@ def _carry_out(argv: list[str]) -> None:
         raise UsageError(f"cannot start {argv[0]!r}: {error.strerror or error}") from None
     if done.returncode:
         tail = " / ".join(done.stderr.strip().splitlines()[-_KEPT_LINES:])
-        raise RunError(f"{shlex.join(argv)} ended with exit code {done.returncode}: {tail}")
+        raise RunError(f"{shlex.join(argv)} ended with exit code {done.returncode}: {tail or 'it said nothing'}")

@@ -62,11 +62,6 @@ class Sweep:
     cells: tuple[Cell, ...]
     keep_runs: bool
 
-    @property
-    def schedulers(self) -> tuple[str, ...]:
-        """Policies in the order of the file."""
-        return tuple(dict.fromkeys(cell.settings.policy for cell in self.cells))
-
 
 def load_sweep(path: Path) -> Sweep:
     """Read and lay out a spec. Raises InputFileError, UsageError or UnknownNameError, with what to write instead."""

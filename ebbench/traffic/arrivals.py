@@ -74,11 +74,6 @@ class Curve:
         return out
 
 
-def ramp(start: float, end: float, duration_s: float) -> Curve:
-    """A line from ``start`` to ``end`` (relative rates) over the whole of ``duration_s``."""
-    return Curve((start, end), duration_s, linear=True)
-
-
 def arrival_times(
     process: Process,
     rate_per_s: float,

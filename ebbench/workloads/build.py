@@ -20,6 +20,9 @@ from ebbench.workloads.profile import draw_requests
 from ebbench.workloads.requests import Floats, Int64s, Requests
 from ebbench.workloads.spec import Profile
 
+LONGEST_S = 1e8
+"""Three years: beyond it nothing is measured, and times in nanoseconds come near what 64 bits hold."""
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -38,6 +41,9 @@ def assemble(
     requests, kept, warnings = _within(requests, limits)
     phase = phase[kept]
     arrival_s = None if arrival_s is None else arrival_s[kept]
+    if arrival_s is not None and arrival_s.size and arrival_s.max() > LONGEST_S:
+        years = float(arrival_s.max()) / (365 * 86_400)
+        raise UsageError(f"the last request would come after {years:,.0f} years; give a higher rate (requests/s)")
     sizes = np.bincount(phase, minlength=len(schedule.names))
     table = _table(requests, schedule.names, phase, arrival_s, seed)
     phases = closed_phases(schedule, [int(size) for size in sizes]) if arrival_s is None else ()

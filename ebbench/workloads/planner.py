@@ -100,6 +100,8 @@ def _check(wish: Wish, scenario: ScenarioSpec, trace: bool) -> None:
 
 def _from_workload(wish: Wish, scenario: ScenarioSpec) -> tuple[Requests, Schedule]:
     workload = load_workload(wish.workload)
+    if wish.tokenizer is not None and workload.records is None:
+        raise UsageError(f"--tokenizer counts the tokens of texts; workload {workload.name!r} has none, leave it out")
     default = workload.num_prompts
     schedule = make_schedule(scenario, wish.load, wish.num_prompts, default, wish.seed)
     if scenario.own_lengths:
@@ -112,6 +114,8 @@ def _from_workload(wish: Wish, scenario: ScenarioSpec) -> tuple[Requests, Schedu
 
 
 def _from_trace(wish: Wish, scenario: ScenarioSpec) -> tuple[Requests, Schedule]:
+    if wish.workload == _TRACE:
+        raise UsageError("trace: names no file; write trace:FILE")
     requests = read_trace(Path(wish.workload.removeprefix(_TRACE)).expanduser())
     if scenario.loop == "trace":
         return _replay(wish, scenario, requests)

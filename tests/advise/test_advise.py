@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -78,7 +79,19 @@ def test_of_equals_the_simplest_is_chosen() -> None:
     scores = [score("eb", 100.2, 0, 0), score("ebplus", 100.1, -0.01, 0.008), score("v1", 90, -0.12, -0.08)]
     chosen, reason = choose(scores)
     assert chosen.policy == "ebplus"
-    assert "eb, ebplus are equal" in reason
+    assert reason == "eb is equal to it within chance or half a per cent, and it is the simplest"
+
+
+def test_what_may_be_no_better_than_v1_is_not_advised_where_something_surely_is() -> None:
+    sure = replace(score("marginal", 115, 0, 0), gain=Interval(0.15, 0.14, 0.16))
+    noisy = replace(score("ebplus", 100, -0.3, 0.1), gain=Interval(0.0, -0.15, 0.16))
+    behind = score("v1", 100, -0.14, -0.12)
+    chosen, reason = choose([sure, noisy, behind])
+    assert chosen.policy == "marginal"
+    assert reason == "it is surely ahead of v1; ebplus may be as good, less certainly"
+    # As sure and as good: the simpler one.
+    also = replace(score("ebplus", 114.8, -0.01, 0.005), gain=Interval(0.148, 0.13, 0.16))
+    assert choose([sure, also, behind])[0].policy == "ebplus"
 
 
 def test_one_seed_gives_no_certainty_but_half_a_per_cent() -> None:
@@ -122,9 +135,27 @@ def test_the_command_says_what_to_run_and_why(runs: Path) -> None:
     done = invoke("advise", *SMALL, "--runs", str(runs))
     assert done.exit_code == 0, done.output
     assert done.output.count("Run ") == 1
-    for word in ("Parameters", "Theory", "Simulation", "Theory and simulation"):
+    for word in ("Parameters", "Theory", "Simulation, which decides", "Keep in mind", "devices show rtx-pro-6000"):
         assert word in done.output
     assert "2 seeds" in done.output
+    assert "never hold open" not in done.output
+
+
+def test_too_few_requests_to_fill_the_load_are_said(runs: Path) -> None:
+    few = [*SMALL]
+    few[few.index("-n") + 1] = "40"
+    said = " ".join(invoke("advise", *few, "--runs", str(runs)).output.split())
+    assert "40 requests never hold open the 64 that the load allows" in said
+    assert "--num-prompts 192" in said
+
+
+def test_the_tables_fit_80_columns(runs: Path) -> None:
+    args = ["advise", *SMALL, "--runs", str(runs), "--goodput", "ttft:300", "tpot:40"]
+    done = CliRunner().invoke(app, args, env={"COLUMNS": "80"})
+    assert done.exit_code == 0, done.output
+    assert "…" not in done.output
+    assert "marginal:ttft=0.3," in done.output
+    assert max(map(len, done.output.splitlines())) <= 80
 
 
 def advice_of(theory: float | None, eb: float) -> Any:
@@ -136,6 +167,7 @@ def advice_of(theory: float | None, eb: float) -> Any:
 @pytest.mark.parametrize(
     ("theory", "eb", "verdict", "explained"),
     [
+        (0.90, 0.001, "expects exclusive batches to win (+90.0 % for EB over v1 in tokens/s); in simulation", True),
         (0.40, 0.38, "agree that exclusive batches win: EB over v1 in tokens/s is +38.0 %", False),
         (0.90, 0.01, "agree that exclusive batches win: EB over v1 in tokens/s is +1.0 % in simulation", True),
         (-0.20, -0.18, "agree that mixed batches win", False),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -60,9 +61,35 @@ def test_every_error_is_one_line_and_its_exit_code(
     assert (done.exit_code, done.stderr, done.stdout) == (code, "error: do this\n", "")
 
 
-def test_an_interrupt_outside_a_run_is_130(cli: CliRunner, command: Callable[[BaseException], None]) -> None:
+def test_an_interrupt_outside_a_run_is_130_and_said(cli: CliRunner, command: Callable[[BaseException], None]) -> None:
     command(KeyboardInterrupt())
-    assert cli.invoke(main.app, ["show"]).exit_code == 130
+    done = cli.invoke(main.app, ["show"])
+    assert (done.exit_code, done.stderr) == (130, "error: interrupted\n")
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (FileNotFoundError(2, "No such file or directory", "a/b.png"), "error: a/b.png: No such file or directory\n"),
+        (OSError(28, "No space left on device"), "error: No space left on device\n"),
+    ],
+)
+def test_what_the_system_refuses_is_one_line(
+    cli: CliRunner, command: Callable[[BaseException], None], error: OSError, line: str
+) -> None:
+    command(error)
+    done = cli.invoke(main.app, ["show"])
+    assert (done.exit_code, done.stderr) == (4, line)
+
+
+def test_a_reader_that_hangs_up_is_no_regression() -> None:
+    """`ebbench gate ... | head` must not end with the gate's 1."""
+    read, write = os.pipe()
+    os.close(read)
+    code = "from ebbench.cli.main import run\nimport sys\nsys.argv = ['ebbench', 'policies', 'list']\nrun()"
+    done = subprocess.run([sys.executable, "-c", code], stdout=write, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (141, "")
 
 
 def test_a_fault_of_ours_is_not_dressed_up(cli: CliRunner, command: Callable[[BaseException], None]) -> None:

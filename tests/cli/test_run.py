@@ -275,6 +275,21 @@ def test_show_refuses_what_is_no_run(engine: MadeEngine, tmp_path: Path) -> None
     assert "manifest.json: missing; not a run directory" in done.stderr
 
 
+def test_show_names_a_damaged_run_and_prints_the_others(engine: MadeEngine) -> None:
+    invoke("run", "made-up", "-o", "out", "-p", "v1", "-p", "ebplus")
+    Path("out/v1/steps.parquet").write_bytes(b"half a fi")
+    done = invoke("show", "out")
+    assert done.exit_code == 3
+    assert "left out: out/v1/steps.parquet" in done.stderr
+    assert "ebplus" in done.stdout
+    as_json = invoke("show", "out", "--json")
+    assert as_json.exit_code == 3
+    assert [s["policy"] for s in json.loads(as_json.stdout)] == ["ebplus"]
+    Path("out/ebplus/manifest.json").unlink()
+    Path("out/ebplus/requests.parquet").unlink()
+    assert invoke("show", "out/v1", "out/ebplus").exit_code == 3
+
+
 def test_a_server_runs_one_policy_as_a_label(engine: MadeEngine) -> None:
     url = "http://127.0.0.1:9"
     done = invoke("run", "made-up", "--engine", url, "-p", "v1", "-p", "eb")
@@ -310,7 +325,8 @@ class TestOnTheSimulator:
         )  # fmt: skip
         assert done.exit_code == 0, done.output
         assert "lengths from profile" in done.stdout
-        assert "Refill: when k*" in done.stdout
+        assert "Refill: when the requests waiting are" in done.stdout
+        assert "k* = " in done.stdout
         assert done.stdout.count("Time: ") == 3
 
     def test_the_same_command_gives_the_same_numbers(self) -> None:

@@ -30,7 +30,7 @@ def some_plan(seed: int, count: int = 40, rate: float | None = 60.0):  # type: i
 
 
 @pytest.mark.parametrize(("policy", "rate", "kv", "asynchronous"), list(itertools.product(
-    ("v1", "eb:k=3", "ebplus:margin=-1,update_every=10,min_samples=8,window=40"), (None, 60.0), (40, 4000),
+    ("v1", "eb:k=3", "ebplus:margin=-1,sticky=-1,update_every=10,min_samples=8,window=40"), (None, 60.0), (40, 4000),
     (True, False),
 )))  # fmt: skip
 def test_one_replica_is_the_sim_engine_row_by_row(policy: str, rate: float | None, kv: int, asynchronous: bool) -> None:

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from ebbench.analysis.compare import Group, group_by_policy
 from ebbench.analysis.conclude import Setting, conclude
-from ebbench.analysis.explain import CrossoverFacts, DecisionFacts, Story, explain
+from ebbench.analysis.explain import CrossoverFacts, DecisionFacts, Spread, Story, explain
 from ebbench.analysis.metrics import SteadyRates
 from ebbench.analysis.slo import Slo
 from ebbench.analysis.summary import summarise
@@ -227,3 +227,34 @@ def test_on_a_terminal_the_line_is_live_and_quiet_shows_nothing() -> None:
     with live.reporter(silent, "eb", 4000, quiet=True) as reporter:
         reporter.update(SNAPSHOT)
     assert silent.file.getvalue() == ""  # type: ignore[attr-defined]
+
+
+def facts_of(k: float, n: float, updates: int) -> DecisionFacts:
+    k_spread, n_spread, theta = Spread(k, k, k), Spread(n, n, n), Spread(k / n, k / n, k / n)
+    return DecisionFacts(updates, k_spread, n_spread, theta, theta, theta, None, None, 0, "", ())
+
+
+@pytest.mark.parametrize(
+    ("policy", "updates", "line"),
+    [
+        ("eb", 3, "when the requests waiting are 25 % of the batch they would join (k* = 8 of N* = 32 slots; theta*"),
+        (
+            "eb:k=8",
+            0,
+            "when the requests waiting are 25 % of the batch they would join (k = 8 of N = 32 slots), fixed.",
+        ),
+        ("deferred:k=8", 0, "when k = 8 of N = 32 slots are idle, fixed."),
+    ],
+)
+def test_refills_are_told_as_each_policy_decides_them(policy: str, updates: int, line: str) -> None:
+    [told] = words.why(Story(policy, None, facts_of(8, 32, updates)))
+    assert told.startswith(f"Refill: {line}")
+
+
+def test_where_the_ends_of_a_run_decide_it_a_reader_is_told(tmp_path: Path) -> None:
+    v1, eb = made_groups(tmp_path, "v1", "eb", gaps={"v1": 10, "eb": 20})  # eb is slower over the whole run
+    told = words.doubts([with_steady(v1, 1000), with_steady(eb, 1100)])
+    assert told[0].startswith("eb: -50.0 % over the whole run but +10.0 % while it is steady.")
+    assert told[1].startswith("One seed each")
+    assert len(words.doubts([with_steady(v1, 1000), with_steady(eb, 600)])) == 1
+    assert words.doubts([v1]) == []

@@ -20,7 +20,7 @@ from vllm_eb.policy import parse_policy
 CALIBRATION = Calibration(
     alpha_p=5e-3, beta_p=5e-5, alpha_d=1e-2, beta_d=1e-4, mixed=MixedCost(6e-5, 2e-4, 1e-5), margin=1e-5
 )
-EAGER = "ebplus:margin=-1e-3,update_every=4,min_samples=3,window=20"
+EAGER = "ebplus:margin=-1,sticky=-1,update_every=4,min_samples=3,window=20"
 SHY = "ebplus:update_every=4,min_samples=3,window=20,margin=1e-5"
 MARGINAL = ("marginal", "marginal:mix=off", "marginal:ttft=1,tpot=0.02,update_every=4")
 POLICIES = (

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ebbench.traffic.arrivals import Curve, arrival_times, dispersion, ramp
+from ebbench.traffic.arrivals import Curve, arrival_times, dispersion
 from ebbench.traffic.substreams import substream
 
 SEEDS = st.integers(0, 2**32)
@@ -46,7 +46,7 @@ def test_on_off_sends_only_in_the_on_phases_and_keeps_the_mean():
 
 def test_ramp_rises_in_a_line():
     n, rate = 100_000, 100.0
-    times = arrival_times("constant", rate, substream(0, "x"), n, curve=ramp(0.2, 1.8, n / rate))
+    times = arrival_times("constant", rate, substream(0, "x"), n, curve=Curve((0.2, 1.8), n / rate, linear=True))
     assert times[-1] == pytest.approx(n / rate)
     counts = np.histogram(times, bins=10, range=(0, n / rate))[0]
     middles = np.arange(0.05, 1.0, 0.1)

@@ -1,0 +1,48 @@
+"""Making the runs that a table, a figure or an answer lacks, with a progress line on stderr."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ebbench.papers.cells import Cell
+    from ebbench.papers.figure import PaperFigure
+    from ebbench.papers.store import CellStore
+    from ebbench.papers.table import PaperTable, Wish
+
+
+def make_runs(
+    table: PaperTable | PaperFigure, wish: Wish, store: CellStore, *, workers: int | None, quiet: bool
+) -> None:
+    """Make the missing runs of a table or figure, with a progress line on stderr."""
+    with_progress(table.name, table.cells(wish), store, whole=table.whole, workers=workers, quiet=quiet)
+
+
+def with_progress(
+    label: str, cells: Sequence[Cell], store: CellStore, *, whole: bool, workers: int | None, quiet: bool
+) -> None:
+    """Make those of ``cells`` that the store lacks, with a progress line on stderr."""
+    missing = store.missing(cells, whole=whole)
+    if not missing:
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from ebbench.errors import InterruptedRunError
+    from ebbench.papers.execute import run_missing
+
+    with Progress(console=Console(stderr=True), transient=True, disable=quiet) as bar:
+        task = bar.add_task(f"{label}: {len(missing)} runs", total=len(missing))
+
+        def done(_cell: Cell) -> None:
+            bar.advance(task)
+
+        try:
+            run_missing(missing, store, workers=workers, whole=whole, done=done)
+        except KeyboardInterrupt:
+            left = len(store.missing(missing, whole=whole))
+            raise InterruptedRunError(
+                f"interrupted; {len(missing) - left} finished runs are kept in {store.root}, the same command goes on "
+                f"with the other {left}"
+            ) from None

@@ -1,0 +1,122 @@
+"""Options of ``ebbench run``, a dataclass for each heading of its help; client and cluster have their own modules."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from ebbench.cli import load_flags as load
+from ebbench.cli.options import opt
+
+if TYPE_CHECKING:
+    from ebbench.engines.base import EngineOptions
+
+_OUTPUT = "Output"
+
+
+@dataclass(frozen=True)
+class EngineFlags:
+    """What runs, on what, and the limits of its scheduler."""
+
+    policy: Annotated[
+        list[str] | None,
+        opt(
+            "--policy",
+            "-p",
+            help="A policy; repeat for several on the same plan. Default: v1 and ebplus.",
+            panel=load.ENGINE,
+        ),
+    ] = None
+    engine: Annotated[str, opt("--engine", help="auto, sim, emulated, vllm or a server's URL.", panel=load.ENGINE)] = (
+        "auto"
+    )
+    device: Annotated[
+        str | None, opt("--device", help="See `ebbench devices list`. Default: rtx-pro-6000.", panel=load.ENGINE)
+    ] = None
+    model: Annotated[
+        str | None,
+        opt("--model", help="Name, or path of a Hugging Face config.json. Default: qwen3-8b.", panel=load.ENGINE),
+    ] = None
+    max_num_seqs: load.MaxNumSeqs = 1024
+    max_num_batched_tokens: load.MaxNumBatchedTokens = 8192
+    max_model_len: load.MaxModelLen = None
+    num_kv_blocks: load.NumKvBlocks = None
+    no_prefix_caching: load.NoPrefixCaching = False
+    no_async_scheduling: load.NoAsyncScheduling = False
+    enforce_eager: load.EnforceEager = False
+
+    def options(self, warmup: int) -> EngineOptions:
+        """The engine's options, with so many warm-up requests."""
+        from ebbench.engines.base import EngineOptions
+
+        return EngineOptions(
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_model_len=EngineOptions.max_model_len if self.max_model_len is None else self.max_model_len,
+            num_kv_blocks=self.num_kv_blocks,
+            enable_prefix_caching=not self.no_prefix_caching,
+            async_scheduling=not self.no_async_scheduling,
+            enforce_eager=self.enforce_eager,
+            warmup=warmup,
+        )
+
+
+@dataclass(frozen=True)
+class LoadFlags:
+    """When requests come, how often the whole is repeated."""
+
+    scenario: load.Scenario = None
+    max_concurrency: load.MaxConcurrency = None
+    request_rate: load.RequestRate = None
+    burstiness: load.Burstiness = None
+    saturation_rate: load.SaturationRate = None
+    warmup: load.Warmup = 0
+    repeats: load.Repeats = 1
+    speed: load.Speed = None
+
+    def scenario_of(self, workload: str) -> str | None:
+        """The scenario asked for, or what the other options mean, read as `vllm bench serve` reads them."""
+        if self.scenario is None and self.request_rate is not None and not workload.startswith("trace:"):
+            return "poisson" if self.burstiness is None else "gamma"
+        return self.scenario
+
+
+@dataclass(frozen=True)
+class WorkloadFlags:
+    """What is asked."""
+
+    num_prompts: load.NumPrompts = None
+    seed: load.Seed = 0
+    source: load.Source = "auto"
+    tokenizer: load.Tokenizer = None
+    input_len: load.InputLen = None
+    output_len: load.OutputLen = None
+    length_distribution: load.LengthDistribution = None
+    drop_too_long: load.DropTooLong = False
+
+
+@dataclass(frozen=True)
+class OutputFlags:
+    """What becomes of the results."""
+
+    goodput: Annotated[
+        list[str] | None,
+        opt("--goodput", help="Limits in ms: ttft:500 tpot:50 e2el:5000.", panel=_OUTPUT),
+    ] = None
+    output_dir: Annotated[
+        Path | None, opt("--output-dir", "-o", help="Where to store; must not exist.", panel=_OUTPUT)
+    ] = None
+    save_as_vllm: Annotated[
+        Path | None,
+        opt("--save-as-vllm", help="Write the result also as `vllm bench serve` does (JSON).", panel=_OUTPUT),
+    ] = None
+    as_json: Annotated[bool, opt("--json", help="One JSON list on stdout, nothing else.", panel=_OUTPUT)] = False
+    quiet: Annotated[bool, opt("--quiet", "-q", help="No progress.", panel=_OUTPUT)] = False
+
+
+def plan_settings(requests: WorkloadFlags, load: LoadFlags, max_model_len: int | None) -> dict[str, object]:
+    """What a plan is built from besides workload, scenario and seed."""
+    of_requests = {name: value for name, value in vars(requests).items() if name != "seed"}
+    of_load = ("max_concurrency", "request_rate", "burstiness", "saturation_rate", "speed")
+    return of_requests | {name: getattr(load, name) for name in of_load} | {"max_model_len": max_model_len}

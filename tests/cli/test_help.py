@@ -1,0 +1,69 @@
+"""``--help`` of every command in a terminal of 80 columns: nothing a reader has to type is cut."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from ebbench.cli import main
+
+WIDTH = 80
+
+
+def commands(words: tuple[str, ...], command: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """A command and its subcommands, with the words that call them."""
+    yield words, command
+    for name, sub in getattr(command, "commands", {}).items():
+        yield from commands((*words, name), sub)
+
+
+EVERY = [
+    pair
+    for name, entry in main.COMMANDS.items()
+    if main._installed(entry)
+    for pair in commands((name,), main.load_command(name))
+]
+
+
+def shown(words: tuple[str, ...]) -> str:
+    done = CliRunner().invoke(main.app, [*words, "--help"], env={"COLUMNS": str(WIDTH), "TERMINAL_WIDTH": None})
+    assert done.exit_code == 0, done.output
+    return re.sub(r"\x1b\[[0-9;]*m", "", done.stdout)  # some CI services force colours
+
+
+@pytest.mark.parametrize(("words", "command"), EVERY, ids=[" ".join(words) for words, _ in EVERY])
+def test_every_option_name_is_whole_at_80_columns(words: tuple[str, ...], command: Any) -> None:
+    page = shown(words)
+    assert max(map(len, page.splitlines())) <= WIDTH
+    assert "…" not in page
+    whole = set(re.findall(r"(?<![\w-])-{1,2}[a-z][\w-]*", page))
+    for param in command.params:
+        if param.param_type_name == "option" and not param.hidden:
+            assert {*param.opts, *param.secondary_opts} <= whole, param.name
+
+
+def test_names_of_the_program_itself_are_whole() -> None:
+    page = shown(())
+    assert "…" not in page
+    assert all(f"│ {name} " in page for name in main.COMMANDS)
+
+
+def test_a_flag_shows_no_value_and_its_default_by_name() -> None:
+    page = shown(("devices", "show"))
+    assert "<bool>" not in page
+    assert re.search(r"--enforce-eager +Without CUDA graphs", page)
+    assert "[default: (async-scheduling)]" in page
+
+
+def test_help_changes_nothing_that_is_parsed() -> None:
+    command = main.load_command("run")
+    before = {param.name: (list(param.opts), list(param.secondary_opts)) for param in command.params}
+    assert CliRunner().invoke(main.app, ["run", "--help"]).exit_code == 0
+    with command.make_context("run", ["sharegpt", "--keep-prefix-cache", "--ready-check-timeout-sec", "3"]) as context:
+        assert context.params["reset_prefix_cache"] is False
+        assert context.params["ready_timeout_s"] == 3
+    assert {param.name: (list(param.opts), list(param.secondary_opts)) for param in command.params} == before

@@ -1,0 +1,65 @@
+"""Wrong command lines of ``ebbench run``: one line that names the cause and the way out, exit code 2."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from ebbench.cli import main
+
+SERVER = ("--engine", "http://127.0.0.1:1")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--request-rate", "1e-9"), "the last request would come after 355 years; give a higher rate"),
+        (("--request-rate", "nan"), "--request-rate must be more than 0, not nan"),
+        (("--request-rate", "inf"), "--request-rate must be a finite number, not inf"),
+        (("--policy", "marginal:tpot=50"), "for 50 ms write tpot=0.05"),
+        (("--policy", "marginal:ttft=10000"), "for 10000 ms write ttft=10"),
+        (("--policy", "v1,eb"), "give each policy its own --policy"),
+        (("--tokenizer", "some/name"), "workload 'balanced' has none, leave it out"),
+        (("--save-as-vllm", "/no/such/place.json", "-p", "v1"), "give a file in a directory that exists"),
+        ((*SERVER, "--ready-timeout", "nan"), "--ready-timeout must be 0 or more"),
+        ((*SERVER, "--idle-timeout", "inf"), "--idle-timeout must be positive"),
+    ],
+)
+def test_refused_before_anything_runs(
+    options: tuple[str, ...], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(main.app, ["run", "balanced", "-n", "20", "-c", "4", *options])
+    assert done.exit_code == 2
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_trace_needs_a_file() -> None:
+    done = CliRunner().invoke(main.app, ["run", "trace:"])
+    assert (done.exit_code, done.stderr) == (2, "error: trace: names no file; write trace:FILE\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("fake-server", "--ttft-ms", "nan"), "--ttft-ms and --itl-ms must be 0 or more, not nan"),
+        (("gateway", "-u", "http://127.0.0.1:1", "--network-ms", "nan"), "--network-ms must be 0 or more, not nan"),
+        (("gateway", "-u", "http://127.0.0.1:1", "--health-interval", "0"), "--health-interval must be more than 0"),
+        (("client-check", "--rate", "nan"), "--rate, --seconds and --max-streams must be positive"),
+        (("tables", "table3", "--seeds", "0", "--run"), "--seeds must be at least 1, not 0"),
+        (("serve", "m", "--print", "--calibration", "BINARY"), "is not UTF-8 text"),
+    ],
+)
+def test_other_commands_refuse_too(
+    words: tuple[str, ...], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("BINARY").write_bytes(b"\xff\xfe")
+    done = CliRunner().invoke(main.app, list(words))
+    assert done.exit_code == 2, done.output
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1
