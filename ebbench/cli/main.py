@@ -132,7 +132,7 @@ def _about(
 
 
 def run() -> None:
-    """Console entry of the distribution."""
+    """Run the command line of this process."""
     app(prog_name="ebbench")
 
 

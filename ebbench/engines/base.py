@@ -50,6 +50,8 @@ class Progress:
     failures: Mapping[str, int] = field(default_factory=dict)
     ttft_ms: float | None = None
     tpot_ms: float | None = None
+    # What the engine waits for before the first request, which ``time_s`` is then the time of.
+    waiting_for: str = ""
 
 
 class Observer(Protocol):

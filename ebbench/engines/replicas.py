@@ -28,6 +28,7 @@ from ebbench.engines.vllm import (
     recording_of,
     server_environment,
     stored_calibration,
+    told,
 )
 from ebbench.engines.vllm_command import Serving, executable_line, plain_line
 from ebbench.engines.vllm_server import ServerProcess, free_port
@@ -60,7 +61,7 @@ class ReplicatedVllmEngine(VllmEngine):
             servings = self._servings(policy, device, options, records, logs)
             servers = self._start(servings, logs, stack)
             for server, record in zip(servers, records, strict=True):
-                server.wait_ready(self.ready_timeout_s)
+                server.wait_ready(self.ready_timeout_s, told(observer, policy, plan, server.log))
                 if record is not None:
                     prove_policy(record, policy, server)
             gateway = stack.enter_context(GatewayProcess(self._gateway(servings, options)))

@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from ebbench.client import ClientOptions, DriveResult
 from ebbench.devices.base import Device
-from ebbench.engines.base import EngineOptions, EngineResult, Observer
+from ebbench.engines.base import EngineOptions, EngineResult, Observer, Progress
 from ebbench.engines.endpoint import drive, warmed
 from ebbench.engines.recorded import Recording, joined_requests, planned_name, read_recording
 from ebbench.engines.vllm_command import Emulation, Serving, cpu_build, executable_line, plain_line, plugin_roots
@@ -69,7 +69,7 @@ class VllmEngine:
             serving = self.serving(policy, stored_calibration(device, log.parent), options, record, device.model)
             url = f"http://{serving.host}:{serving.port}"
             with ServerProcess(executable_line(serving), url, log, server_environment()) as server:
-                server.wait_ready(self.ready_timeout_s)
+                server.wait_ready(self.ready_timeout_s, told(observer, policy, plan, log))
                 if record is not None:
                     prove_policy(record, policy, server)
                 try:
@@ -148,6 +148,17 @@ def _config(folder: Path | None) -> Mapping[str, object]:
 def _position_limit(folder: Path | None) -> int | None:
     limit = _config(folder).get("max_position_embeddings")
     return limit if isinstance(limit, int) else None
+
+
+def told(observer: Observer | None, policy: PolicySpec, plan: Plan, log: Path) -> Callable[[float], None]:
+    """Tells ``observer`` for how long a server has been starting, and where it says what it does meanwhile."""
+
+    def tell(waited_s: float) -> None:
+        if observer is not None:
+            reason = f"the server to start, log {log}"
+            observer.update(Progress(policy.name, 0, len(plan), 0, 0, waited_s, "", 0, 0, waiting_for=reason))
+
+    return tell
 
 
 def server_environment() -> dict[str, str]:

@@ -8,7 +8,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -54,11 +54,15 @@ class ServerProcess:
         assert self._process is not None
         return self._process.pid
 
-    def wait_ready(self, timeout_s: float) -> None:
-        """Return once /health answers 200. Raises RunError with the end of the log when that does not happen."""
-        deadline = time.monotonic() + timeout_s
-        while time.monotonic() < deadline:
+    def wait_ready(self, timeout_s: float, waiting: Callable[[float], None] = lambda _waited_s: None) -> None:
+        """Return once /health answers 200; ``waiting`` is told now and then for how many seconds it has not.
+
+        Raises RunError with the end of the log when that does not happen.
+        """
+        began = time.monotonic()
+        while (waited_s := time.monotonic() - began) < timeout_s:
             self.check_alive("did not come up")
+            waiting(waited_s)
             try:
                 if httpx.get(f"{self.url}/health", timeout=2.0).status_code == 200:
                     return

@@ -12,6 +12,7 @@ from rich.progress import Progress as Bars
 from ebbench.engines.base import Progress
 from ebbench.render.numbers import count, duration_ms, rate
 
+STILL_WAITING_S = 60.0
 MODES = {"eb": "exclusive", "mb": "mixed"}
 
 
@@ -52,15 +53,20 @@ class Silent:
 
 
 class Plain:
-    """One line at the start and one at the end."""
+    """One line at the start and one at the end; one a minute while the engine is not ready."""
 
     def __init__(self, console: Console, label: str, planned: int) -> None:
         self._console, self._label, self._planned = console, label, planned
         self._last: Progress | None = None
+        self._said_s = 0.0
 
     def update(self, progress: Progress) -> None:
         """Keep the snapshot for the last line."""
-        self._last = progress
+        if not progress.waiting_for:
+            self._last = progress
+        elif progress.time_s >= self._said_s + STILL_WAITING_S:
+            self._said_s = progress.time_s
+            self._say(f"{self._label}: {describe(progress)}")
 
     def __enter__(self) -> Plain:
         self._say(f"{self._label}: {count(self._planned)} requests")
@@ -105,6 +111,8 @@ class Live:
 
 def describe(progress: Progress) -> str:
     """A snapshot in words: ``1,204/4,000  9,512 tok/s  exclusive  at 31.2 s``."""
+    if progress.waiting_for:
+        return f"waiting for {progress.waiting_for} ({progress.time_s:.0f} s)"
     speed = progress.output_tokens / progress.time_s if progress.time_s > 0 else None
     parts = [
         f"{count(progress.completed)}/{count(progress.planned)}",

@@ -67,6 +67,21 @@ def test_an_interrupt_outside_a_run_is_130_and_said(cli: CliRunner, command: Cal
     assert (done.exit_code, done.stderr) == (130, "error: interrupted\n")
 
 
+def test_an_interrupt_while_the_command_line_loads_is_no_traceback() -> None:
+    code = "import builtins, signal\nloading = builtins.__import__\n" \
+           "def press(name, *rest):\n" \
+           "    if name == 'typer':\n        signal.raise_signal(signal.SIGINT)\n" \
+           "    return loading(name, *rest)\n" \
+           "builtins.__import__ = press\nfrom ebbench.__main__ import run\nrun()"  # fmt: skip
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "error: interrupted\n")
+
+
+def test_the_package_runs_as_a_module() -> None:
+    done = subprocess.run([sys.executable, "-m", "ebbench", "--version"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.split()[0]) == (0, "ebbench")
+
+
 @pytest.mark.parametrize(
     ("error", "line"),
     [

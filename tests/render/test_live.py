@@ -1,0 +1,43 @@
+"""What a progress line says where stderr is no terminal."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+from rich.console import Console
+
+from ebbench.engines.base import Progress
+from ebbench.engines.vllm import told
+from ebbench.records.plan import Plan
+from ebbench.render.live import reporter
+from ebbench.workloads import build_plan
+from vllm_eb.policy import parse_policy
+
+
+def said(plan: Plan, waited_s: list[float]) -> list[str]:
+    """The lines of a run whose server was asked for after these times, and then served two requests."""
+    console = Console(file=io.StringIO(), width=40)
+    with reporter(console, "eb", len(plan)) as observer:
+        tell = told(observer, parse_policy("eb"), plan, Path("/tmp/server.log"))
+        for moment_s in waited_s:
+            tell(moment_s)
+        observer.update(Progress("eb", 2, len(plan), 80, 100, 4.0, "eb", 0, 0))
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue().splitlines()
+
+
+def test_a_server_that_takes_minutes_is_waited_for_aloud() -> None:
+    plan = build_plan("balanced", None, seed=0, num_prompts=2)
+    first, *waiting, last = said(plan, [0.3 * step for step in range(500)])  # 150 s
+    assert first == "eb: 2 requests"
+    assert waiting == [
+        "eb: waiting for the server to start, log /tmp/server.log (60 s)",
+        "eb: waiting for the server to start, log /tmp/server.log (120 s)",
+    ]
+    assert last == "eb: 2/2  20 tok/s  exclusive  at 4.00 s"
+
+
+def test_a_server_that_is_up_soon_is_not_worth_a_line() -> None:
+    plan = build_plan("balanced", None, seed=0, num_prompts=2)
+    assert said(plan, [0.0, 17.0, 59.0]) == ["eb: 2 requests", "eb: 2/2  20 tok/s  exclusive  at 4.00 s"]
