@@ -106,4 +106,6 @@ def ranked(groups: Sequence[Group], figure: Figure = output_throughput) -> list[
 def differing(summaries: Sequence[Summary]) -> list[str]:
     """Names of the settings, other than the policy, in which the runs differ: they are not one comparison."""
     names = ("engine", "device", "model", "workload", "scenario", "source")
-    return [name for name in names if len({getattr(summary, name) for summary in summaries}) > 1]
+    found = [name for name in names if len({getattr(summary, name) for summary in summaries}) > 1]
+    plans = {(summary.seed, summary.plan_hash) for summary in summaries}
+    return [*found, "plan"] if len(plans) > len({seed for seed, _ in plans}) else found

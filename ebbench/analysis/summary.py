@@ -39,6 +39,7 @@ class Summary:
     metrics: Metrics
     open_loop: bool = False  # requests come by the clock, whether or not earlier ones have ended
     phase: str = ""
+    plan_hash: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """Flat JSON object: identity, counts, rates, ``{mean,median,std,p90,p95,p99}_{ttft,tpot,itl,e2el}_ms``."""
@@ -112,6 +113,7 @@ def _summary(run: Run, metrics: Metrics, slo: Slo, phase: str = "") -> Summary:
         metrics=metrics,
         open_loop=not manifest.phases,
         phase=phase,
+        plan_hash=manifest.plan_hash,
     )
 
 

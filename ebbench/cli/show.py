@@ -35,17 +35,11 @@ def show(
         return _finish(damaged)
     from rich.console import Console
 
-    from ebbench.analysis.compare import differing, group_by_policy
+    from ebbench.analysis.compare import group_by_policy
     from ebbench.analysis.explain import explain
     from ebbench.analysis.summary import summarise_phases
     from ebbench.render.report import print_report
 
-    unequal = differing(summaries)
-    plans = {(run.manifest.seed, run.manifest.plan_hash) for run in loaded}
-    if len(plans) > len({seed for seed, _ in plans}):
-        unequal.append("plan")
-    if unequal:
-        typer.echo(f"note: these runs differ in {', '.join(unequal)}, so their figures do not compare", err=True)
     per_run = [summarise_phases(run, slo) for run in loaded]
     phases = [summary for parts in per_run if len(parts) > 1 for summary in parts]
     groups = group_by_policy(summaries, [explain(run) for run in loaded])

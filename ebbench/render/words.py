@@ -12,6 +12,7 @@ from ebbench.analysis.compare import (
     Gain,
     Group,
     baseline_of,
+    differing,
     gain,
     output_throughput,
     ranked,
@@ -31,7 +32,10 @@ def verdict(groups: Sequence[Group]) -> list[str]:
     """Who wins, by how much over the baseline, and what that does to latency.
 
     Goodput decides where limits were given, latency where all policies carry what arrives, else output throughput.
+    Nobody wins where runs differ in more than their policies.
     """
+    if unequal := differing([summary for group in groups for summary in group.summaries]):
+        return [f"No winner: these runs differ in {', '.join(unequal)}, so their figures do not compare."]
     order = ranked(groups)
     if not order:
         return ["No policy completed a request, so there is nothing to compare."]

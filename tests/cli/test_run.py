@@ -259,12 +259,15 @@ def test_show_json_and_other_limits(engine: MadeEngine) -> None:
     assert {s["policy"]: s["slo_attainment"] for s in summaries} == {"v1": 0.0, "ebplus": 1.0}
 
 
-def test_show_says_when_runs_do_not_compare(engine: MadeEngine) -> None:
+def test_show_names_no_winner_of_runs_that_do_not_compare(engine: MadeEngine) -> None:
     invoke("run", "made-up", "-p", "v1", "-o", "a", "-n", "50")
     invoke("run", "made-up", "-p", "ebplus", "-o", "b", "-n", "60")
     done = invoke("show", "a", "b")
     assert done.exit_code == 0
-    assert "differ in plan" in done.stderr
+    assert "No winner: these runs differ in plan, so their figures do not compare." in " ".join(done.stdout.split())
+    assert "wins" not in done.stdout
+    invoke("report", "a", "b", "-o", "r.html")
+    assert "No winner: these runs differ in plan" in Path("r.html").read_text()
 
 
 def test_show_refuses_what_is_no_run(engine: MadeEngine, tmp_path: Path) -> None:
