@@ -136,7 +136,8 @@ def _measure_vllm(
     from ebbench.cli.server import unknown_device
 
     target = unknown_device(device or _gpu_name() or "this-cpu", model)
-    typer.echo(f"loading {model} into vLLM on {target.name} ...", err=True)
+    fetched = "" if Path(model).exists() else ", fetched from the hub where it is not in the cache"
+    typer.echo(f"loading {model} into vLLM on {target.name}{fetched} ...", err=True)
     vllm = start(model, grid)
     grid = _fitting(grid, vllm.kv_tokens)
     runs = SteppedRuns.beside(grid, vllm, check) if check else None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -18,6 +19,9 @@ from ebbench.sweep.work import Outcome, Task, work
 RETRIES = 5
 """How often Ray may run a cell again after its worker or node died."""
 _PER_CPU = 3  # tasks in flight per CPU of the cluster: enough to keep it busy, few enough to stop quickly
+
+
+CONNECT_S = 5.0
 
 
 class RayCluster:
@@ -55,7 +59,9 @@ class RayCluster:
         if self._ray.is_initialized():
             return False
         options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
-        if self._address is None:
+        if self._address is not None:
+            _somebody_listens(self._address)
+        else:
             options |= {"include_dashboard": False, "num_cpus": self._workers}
         try:
             self._ray.init(address=self._address, **options)
@@ -95,3 +101,13 @@ class RayCluster:
             why = f"lost on the cluster after {RETRIES} retries ({type(error).__name__}: {line})"
             return Outcome(task.key, None, why, 0.0, "")
         return outcome
+
+
+def _somebody_listens(address: str) -> None:
+    """Raise RunError when nobody does: Ray would go on trying for minutes, and say nothing."""
+    host, _, port = address.rpartition(":")
+    if host and "/" not in host and port.isdigit():  # not auto, not a URL of Ray's own
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
+        except (OSError, OverflowError) as error:
+            raise RunError(f"no Ray cluster at {address}: {error}") from None

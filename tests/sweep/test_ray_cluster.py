@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import socket
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,6 +39,19 @@ def cluster() -> Iterator[object]:
     yield made
     ray.shutdown()
     made.shutdown()
+
+
+def test_an_address_where_nobody_listens_is_said_at_once(tmp_path: Path) -> None:
+    """In a process of its own: this one may be in a cluster already."""
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{nobody.getsockname()[1]}"
+        done = subprocess.run(
+            [sys.executable, "-m", "ebbench", "sweep", spec_file(tmp_path, TINY), "--executor", "ray", "--ray-address",
+             address, "--output-dir", tmp_path / "out"],
+            capture_output=True, text=True, timeout=50, check=False,
+        )  # fmt: skip
+    assert (done.returncode, done.stderr.splitlines()[-1][:40]) == (4, f"error: no Ray cluster at {address}"[:40])
 
 
 def test_cells_run_on_the_cluster_through_the_command(cluster: object, tmp_path: Path) -> None:
