@@ -7,6 +7,7 @@ are asked with: lengths, contexts and batches as seen so far.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -16,10 +17,11 @@ from vllm_eb.decisions import View
 from vllm_eb.marginal import HUGE_TOKENS, Choice, MarginalRefill, Refill
 from vllm_eb.policy import PolicySpec
 from vllm_eb.queueing import Places, PunctualQueue, Work
-from vllm_eb.room import KvRoom, paying_steps, prompts_that_pay
+from vllm_eb.room import PAID_OVER, KvRoom, paying_steps, prompts_that_stay
 from vllm_eb.service import AnswerLength, ServiceLevel, TokenDebt
 
 ALLOWED_EVERY = 16  # decisions between two looks at how many sequences the TPOT target allows
+SHORTEST_STAY = 0.02  # of a mean answer: who would be preempted sooner is not let in, whatever is late
 
 
 class MarginalPolicy:
@@ -132,7 +134,11 @@ class MarginalPolicy:
         self._tpot_in_reach, self.seqs_allowed = allowed > 0, allowed or self._max_num_seqs
 
     def prompts_that_fit(self, view: View) -> float:
-        """Mean prompts that KV has room for: without preemptions or, where nobody's latency counts, paying for them."""
+        """Mean prompts that KV has room for without preemptions, and more where preemptions pay or save a first token.
+
+        They pay in throughput, where nobody's latency counts; they save a first token that is nearly late, as long as
+        answers can pause and be in time.
+        """
         active, free_tokens = view.decoding + view.prefilling, view.free_blocks * self._block_size
         context_tokens, prompt_tokens = self._mean_context(view), self._lengths.mu_l
         fit = self._room.prompts(
@@ -142,17 +148,35 @@ class MarginalPolicy:
             prompt_tokens=prompt_tokens,
             answer_tokens=self._answers.mean,
         )
-        if not active or fit >= self._max_num_seqs - active or self._service.has_targets:
+        if not active or fit >= self._max_num_seqs - active:
             return fit
-        steps = paying_steps(
+        if not self._service.has_targets:
+            steps = PAID_OVER * paying_steps(
+                self._costs,
+                self._refills.per_token_s,
+                active=active,
+                context_tokens=context_tokens,
+                prompt_tokens=prompt_tokens,
+            )
+            surplus = math.inf
+        elif self._service.refill_due(view.oldest_wait_s):
+            steps = SHORTEST_STAY * self._answers.mean
+            surplus = self._may_pause(active + fit)
+        else:
+            return fit
+        stay = prompts_that_stay(steps, active=active, free_tokens=free_tokens, prompt_tokens=prompt_tokens)
+        return max(fit, min(stay, fit + surplus))
+
+    def _may_pause(self, seqs: float) -> float:
+        """How many beside ``seqs`` sequences may be preempted."""
+        return seqs * self._service.may_pause(
             self._costs,
             self._refills.per_token_s,
-            active=active,
-            context_tokens=context_tokens,
-            prompt_tokens=prompt_tokens,
+            seqs,
+            mu_l=self._lengths.mu_l,
+            mu_new=self._lengths.mu_new,
+            mu_o=self._answers.mean,
         )
-        paid = prompts_that_pay(steps, active=active, free_tokens=free_tokens, prompt_tokens=prompt_tokens)
-        return max(fit, paid)
 
     def queue_order(self, now_s: float, seen_s: Sequence[float], prompt_tokens: Sequence[int]) -> Places:
         """The places of never-started requests in their new order; arguments as of ``Controller.queue_order``."""

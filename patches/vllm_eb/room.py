@@ -4,6 +4,7 @@ Too many let in are preempted later and computed again; too few leave the batch 
 seen, keep answers from being preempted at all: a reserve for each running sequence that preemptions raise, and the
 batch that fits when answers are half done. Where answers are long and decode steps cost much whoever is in them, a
 sequence pays for its second prefill long before it is preempted: there only so much is left free as it needs for that.
+And where a first token would come too late, while answers can pause and keep their time per token, less is left free.
 """
 
 from __future__ import annotations
@@ -36,12 +37,11 @@ def paying_steps(
     return per_token_s * prompt_tokens / saved_s if saved_s > 0.0 else math.inf
 
 
-def prompts_that_pay(steps: float, *, active: int, free_tokens: int, prompt_tokens: float) -> float:
-    """Mean prompts that can stay for PAID_OVER times ``steps`` (of :func:`paying_steps`) before KV runs out."""
+def prompts_that_stay(steps: float, *, active: int, free_tokens: int, prompt_tokens: float) -> float:
+    """Mean prompts that can stay for so many decode ``steps`` before KV runs out."""
     if not math.isfinite(steps):
         return 0.0
-    stay = PAID_OVER * steps
-    return max(free_tokens - stay * active, 0.0) / (prompt_tokens + stay)
+    return max(free_tokens - steps * active, 0.0) / (prompt_tokens + steps)
 
 
 class KvRoom:

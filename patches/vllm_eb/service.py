@@ -7,12 +7,14 @@ still meet it gives most of them their target; the others are served when there 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from vllm_eb.costs import StepCosts
 
 TPOT_SHARE = 0.85  # of the target is planned for: single requests scatter around the mean
 TTFT_SHARE = 0.6  # of the target may pass before a waiting request makes a refill due
+PAUSE_SHARE = 0.7  # of the TPOT target is what tokens and pauses together may take where answers are to be preempted
 PRIOR_ANSWERS = 4.0  # what is assumed of the length of answers weighs like so many ended ones
 DEBT_PAID = 0.95  # of the target is what a token may take
 # Shares of a mean answer's time at the target: when prompts have to wait, when they may come again, what is given up.
@@ -86,12 +88,11 @@ class ServiceLevel:
         """
         if self.tpot_s is None:
             return at_most
-        context = mu_l + mu_o / 2
-        prompt_s_per_token = mu_new * per_token_s / mu_o
 
         def meets(seqs: int) -> bool:
             assert self.tpot_s is not None
-            return costs.decode_s(seqs, context) + seqs * prompt_s_per_token <= TPOT_SHARE * self.tpot_s
+            token_s = _token_s(costs, per_token_s, seqs, mu_l=mu_l, mu_new=mu_new, mu_o=mu_o)
+            return token_s <= TPOT_SHARE * self.tpot_s
 
         if meets(at_most):
             return at_most
@@ -101,9 +102,28 @@ class ServiceLevel:
             low, high = (middle, high) if meets(middle) else (low, middle)
         return low
 
+    def may_pause(
+        self, costs: StepCosts, per_token_s: float, seqs: float, *, mu_l: float, mu_new: float, mu_o: float
+    ) -> float:
+        """Sequences for each of ``seqs`` that may be preempted and still meet the TPOT target; lengths as above.
+
+        While the n others end and grow at the same rate, what gets free are their prompts, n mu_l tokens in the time
+        of a mean answer. p preempted sequences, each half an answer old, are thus all back after p (mu_l + mu_o / 2) /
+        (n mu_l) of that time, which is to be what their tokens leave of the target. Infinite without a target.
+        """
+        token_s = _token_s(costs, per_token_s, seqs, mu_l=mu_l, mu_new=mu_new, mu_o=mu_o)
+        if self.tpot_s is None or token_s == 0.0:
+            return math.inf
+        return max(PAUSE_SHARE * self.tpot_s / token_s - 1.0, 0.0) * mu_l / (mu_l + mu_o / 2)
+
     def refill_due(self, oldest_wait_s: float) -> bool:
         """Whether the oldest request that can still make it should not wait longer."""
         return self.ttft_s is not None and oldest_wait_s >= TTFT_SHARE * self.ttft_s
+
+
+def _token_s(costs: StepCosts, per_token_s: float, seqs: float, *, mu_l: float, mu_new: float, mu_o: float) -> float:
+    """Time per output token of ``seqs`` sequences, their share of prefills included."""
+    return costs.decode_s(seqs, mu_l + mu_o / 2) + seqs * mu_new * per_token_s / mu_o
 
 
 class TokenDebt:

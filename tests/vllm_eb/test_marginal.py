@@ -17,8 +17,8 @@ from vllm_eb.decisions import View
 from vllm_eb.marginal import MarginalRefill, Refill
 from vllm_eb.marginal_policy import MarginalPolicy
 from vllm_eb.policy import parse_policy
-from vllm_eb.room import PAID_OVER, paying_steps, prompts_that_pay
-from vllm_eb.service import DEBT_FORGOTTEN, TPOT_SHARE, AnswerLength, ServiceLevel, TokenDebt
+from vllm_eb.room import PAID_OVER, paying_steps, prompts_that_stay
+from vllm_eb.service import DEBT_FORGOTTEN, PAUSE_SHARE, TPOT_SHARE, AnswerLength, ServiceLevel, TokenDebt
 from vllm_eb.theory import base_threshold
 
 LINEAR = LinearCosts(alpha_p=5e-3, beta_p=5e-5, alpha_d=1e-2, beta_d=1e-4, alpha_mb=5e-3)
@@ -261,6 +261,38 @@ def test_where_only_throughput_counts_it_is_filled_as_prompts_are_cheap_to_compu
     assert made.decide(young).n_limit == 100
 
 
+@pytest.mark.parametrize(
+    ("targets", "wait_s", "least", "most"),
+    [
+        ("ttft=10,tpot=1", 1.0, 70, 78),  # nobody is nearly late
+        ("ttft=10,tpot=1", 7.0, 100, 100),  # tokens take 20 ms of a second
+        ("ttft=10,tpot=0.024", 7.0, 70, 78),  # answers cannot pause
+        ("ttft=10", 7.0, 100, 100),
+        ("tpot=1", 7.0, 70, 78),
+    ],
+)
+def test_a_first_token_that_is_nearly_late_lets_in_as_many_more_as_answers_can_pause(
+    targets: str, wait_s: float, least: int, most: int
+) -> None:
+    made, young = young_batch(f"marginal:mix=off,{targets}")
+    assert least <= made.decide(replace(young, oldest_wait_s=wait_s)).n_limit <= most
+
+
+@given(
+    seqs=st.integers(1, 2000), target_s=st.floats(1e-3, 1.0), mu_l=st.floats(1, 10_000), mu_o=st.floats(1, 10_000),
+    cached=st.floats(0, 1),
+)  # fmt: skip
+def test_tokens_and_the_longest_pause_together_take_the_planned_share_of_the_target(
+    seqs: int, target_s: float, mu_l: float, mu_o: float, cached: float
+) -> None:
+    lengths = {"mu_l": mu_l, "mu_new": max(mu_l * cached, 1.0), "mu_o": mu_o}
+    paused = seqs * ServiceLevel(10.0, target_s).may_pause(LINEAR, LINEAR.beta_p, seqs, **lengths)
+    token_s = LINEAR.decode_s(seqs, mu_l + mu_o / 2) + seqs * lengths["mu_new"] * LINEAR.beta_p / mu_o
+    answer_s = mu_o * token_s
+    pause_s = paused * (mu_l + mu_o / 2) / (seqs * mu_l) * answer_s
+    assert answer_s + pause_s == pytest.approx(max(PAUSE_SHARE * target_s * mu_o, answer_s))
+
+
 @given(
     alpha_d=st.floats(0, 0.1), beta_d=st.floats(0, 1e-3), beta_p=st.floats(1e-6, 1e-3),
     active=st.integers(1, 2000), prompt=st.floats(1, 10_000),
@@ -283,7 +315,7 @@ def test_a_sequence_has_paid_for_its_second_prefill_when_its_tokens_were_that_mu
     free=st.integers(0, 1_000_000), prompt=st.floats(1, 10_000),
 )  # fmt: skip
 def test_those_let_in_as_they_pay_can_all_stay_that_long(steps: float, active: int, free: int, prompt: float) -> None:
-    more = prompts_that_pay(steps, active=active, free_tokens=free, prompt_tokens=prompt)
+    more = prompts_that_stay(PAID_OVER * steps, active=active, free_tokens=free, prompt_tokens=prompt)
     assert more >= 0.0
     if more > 0.0:
         assert more * prompt + (active + more) * PAID_OVER * steps <= free * (1 + 1e-9)
