@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 
 import typer
 
-TESTED = ("0.25.1", "0.32.0")
+TESTED = ("0.25.1", "0.33.0")
 _IMPORT_TIMEOUT_S = 120.0
 State = Literal["ok", "warn", "missing"]
 

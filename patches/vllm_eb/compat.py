@@ -1,10 +1,11 @@
 """Everything that differs between vLLM versions, and what the plugin cannot be combined with.
 
-| | 0.25.1 to 0.29 | 0.31 | 0.32 |
+| | 0.25.1 to 0.29 | 0.31 | 0.32, 0.33 |
 |---|---|---|---|
 | limit of running requests, read on admission | ``max_num_running_reqs`` | ``max_num_active_reqs`` | as 0.31 |
 | requests admitted while paused | none | none | those that hold KV blocks |
 | ``long_prefill_token_threshold`` (vLLM's own affair) | holds for everyone | not for a request alone | as 0.31 |
+| ``prefill_schedule_interval`` above 1, refused here | data parallel ranks | as 0.29 | 0.33: every engine |
 """
 
 from __future__ import annotations
@@ -59,9 +60,14 @@ def refuse_reordering(scheduler: Any, wanted: bool) -> None:
         )
 
 
-def refuse_unsupported(vllm_config: Any) -> None:
-    """Raise ConfigError for settings under which exclusive phases would be wrong or meaningless."""
-    for found, what in _problems(vllm_config):
+def refuse_unsupported(vllm_config: Any, *, only_records: bool = False) -> None:
+    """Raise ConfigError for settings under which exclusive phases would be wrong or meaningless.
+
+    ``only_records``: vLLM's own rules decide, so those may be any.
+    """
+    interval = getattr(vllm_config.scheduler_config, "prefill_schedule_interval", 1)
+    held = (interval > 1 and not only_records, "--prefill-schedule-interval (vLLM, too, would say when prompts come)")
+    for found, what in (held, *_problems(vllm_config)):
         if found:
             raise ConfigError(
                 f"vllm_eb cannot be combined with {what}: switch that off, or leave --scheduler-cls out (policy v1)"

@@ -44,7 +44,7 @@ class _Phases(Scheduler):  # type: ignore[misc]
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         config = parse_config(vllm_config.additional_config)
-        compat.refuse_unsupported(vllm_config)
+        compat.refuse_unsupported(vllm_config, only_records=config.policy.kind == "v1")
         super().__init__(vllm_config, *args, **kwargs)
         self._limit_name = compat.limit_name(self)
         self._total_blocks = compat.usable_blocks(self)

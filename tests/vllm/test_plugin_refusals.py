@@ -46,6 +46,7 @@ def test_wrong_settings_stop_the_engine_with_a_clear_message(config: dict[str, A
         ("parallel_config", "pipeline_parallel_size", 2, "pipeline parallelism"),
         ("", "kv_transfer_config", object(), "a KV connector"),
         ("model_config", "runner_type", "pooling", "pooling models"),
+        ("scheduler_config", "prefill_schedule_interval", 4, "--prefill-schedule-interval"),
     ],
 )
 def test_what_cannot_be_combined_is_refused(section: str, setting: str, value: object, named: str) -> None:
@@ -58,12 +59,15 @@ def test_what_cannot_be_combined_is_refused(section: str, setting: str, value: o
         kv_transfer_config=None,
         ec_transfer_config=None,
         parallel_config=SimpleNamespace(pipeline_parallel_size=1),
+        scheduler_config=SimpleNamespace(prefill_schedule_interval=1),
         model_config=SimpleNamespace(runner_type="generate", is_diffusion=False, is_encoder_decoder=False),
     )
     refuse_unsupported(config)
     setattr(getattr(config, section) if section else config, setting, value)
     with pytest.raises(ConfigError, match=named):
         refuse_unsupported(config)
+    if named.startswith("--"):
+        refuse_unsupported(config, only_records=True)
 
 
 def test_the_scheduler_is_the_one_for_the_engines_mode() -> None:
