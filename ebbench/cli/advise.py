@@ -27,7 +27,8 @@ def advise(
         list[str] | None, typer.Option("--goodput", help="Targets in ms: ttft:10000 tpot:100. Goodput then decides.")
     ] = None,
     policy: Annotated[
-        list[str] | None, typer.Option("--policy", "-p", help="Candidates instead of v1, eb, ebplus, marginal.")
+        list[str] | None,
+        typer.Option("--policy", "-p", help="Instead of v1, cadence, eb, ebplus, marginal."),
     ] = None,
     seeds: Annotated[int, typer.Option("--seeds", help="Plans each candidate is run on.")] = 5,
     num_prompts: Annotated[int, typer.Option("--num-prompts", "-n", help="Requests a run.")] = 3000,

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields
 from typing import Annotated
 
 import typer
 
 from ebbench.cli.options import Command
-from vllm_eb.policy import PolicySpec, descriptions, parse_policy
+from vllm_eb.policy import PolicySpec, descriptions, parse_policy, takes
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, help="How it can be scheduled: policies and their settings."
@@ -18,6 +17,7 @@ app = typer.Typer(
 _SETTINGS = {
     "k": "idle slots at which to refill; fixes the threshold",
     "theta": "share of N idle at which to refill; fixes the threshold",
+    "every": "steps from one that computes prompts to the next",
     "margin": "EB+'s lead in s/token before it changes mode; the device's published value if not given",
     "sticky": "margins that exclusive batches must lag by before EB+ leaves them",
     "estimator": "of the completion hazard: published, or censored (also uses running requests)",
@@ -62,18 +62,16 @@ def show_policy(
 ) -> None:
     """Show what a policy does and every setting it takes."""
     spec = _named(name)
-    settings = {f.name: getattr(spec, f.name) for f in fields(spec) if f.name != "kind"}
+    settings = {name: getattr(spec, name) for name in takes(spec.kind)}
     if as_json:
         typer.echo(json.dumps({"name": spec.name, "description": descriptions()[spec.kind], "settings": settings}))
         return
     typer.echo(f"{spec.name}: {descriptions()[spec.kind]}")
-    if spec.kind == "v1":
-        return
     for key, value in settings.items():
         shown = "not set" if value is None else str(value).lower() if isinstance(value, bool) else value
         typer.echo(f"  {key:14} {shown!s:10} {_SETTINGS.get(key, '')}".rstrip())
 
 
 def _named(name: str) -> PolicySpec:
-    """Parse a policy; the bare name of one that needs a threshold is enough to read about it."""
-    return parse_policy("deferred:k=32" if name == "deferred" else name)
+    """Parse a policy; the bare name of one that needs a number is enough to read about it."""
+    return parse_policy({"deferred": "deferred:k=32", "cadence": "cadence:every=8"}.get(name, name))

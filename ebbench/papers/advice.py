@@ -18,19 +18,20 @@ from ebbench.papers.store import CellStore
 from ebbench.workloads import load_scenario
 
 BASELINE = "v1"
+CADENCE = "cadence:every=16"  # where it helps at all, 8 to 32 differ by little
 TIE = 0.005
 CONCURRENCIES = (16, 32, 64, 128, 256, 512, 1024, 2048)
 SHARES = (0.1, 0.25, 0.5, 0.75, 0.9)
 PROBE_PROMPTS = 1200
 # Of two that are as good, the one that differs less from what vLLM does by itself.
-SIMPLEST_FIRST = ("v1", "ebplus", "marginal", "eb", "v0")
+SIMPLEST_FIRST = ("v1", "cadence", "ebplus", "marginal", "eb", "v0")
 
 
 def default_policies(slo: Slo) -> tuple[str, ...]:
     """The candidates; with TTFT or TPOT targets the SLO-aware policy is given them."""
     targets = [f"{name}={limit / 1e3:g}" for name, limit in slo.limits().items() if name in ("ttft", "tpot")]
     aware = "marginal:" + ",".join(targets) if targets else "marginal"
-    return tuple(dict.fromkeys((BASELINE, "eb", "ebplus", "marginal", aware)))
+    return tuple(dict.fromkeys((BASELINE, CADENCE, "eb", "ebplus", "marginal", aware)))
 
 
 def main_cells(question: Question) -> list[Cell]:

@@ -11,6 +11,7 @@ from rich.text import Text
 from ebbench.analysis.compare import TIE
 from ebbench.render.numbers import DASH, change, count, duration_ms, percent, rate
 from ebbench.render.tables import framed
+from vllm_eb.policy import parse_policy
 
 if TYPE_CHECKING:
     from ebbench.analysis.advise_answer import Advice, Probe, Score
@@ -56,6 +57,8 @@ def parameters(advice: Advice) -> list[str]:
             f"theta* = {theory.threshold.theta_star:.3f}, N* = {theory.n_star:,} and k* = {theory.k_star:,} idle slots "
             "before a refill."
         )
+    if every := parse_policy(advice.chosen.policy).every:
+        lines.append(f"From vLLM 0.33 on --prefill-schedule-interval {every} does it without the plugin.")
     return lines
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 from vllm_eb.adaptive import AdaptiveThreshold
+from vllm_eb.cadence import Cadence
 from vllm_eb.calibration import Calibration
 from vllm_eb.decisions import Decision, Phase, Record, View
 from vllm_eb.marginal_policy import MarginalPolicy
@@ -47,6 +48,7 @@ class Controller:
         self._selector: ModeSelector | None = None
         if spec.kind == "ebplus":
             self._selector = ModeSelector(calibration, spec.margin, spec.sticky, max_num_seqs)
+        self._cadence = Cadence(spec.every) if spec.every is not None else None
         self._marginal: MarginalPolicy | None = None
         if spec.kind == "marginal":
             self._marginal = MarginalPolicy(
@@ -76,12 +78,16 @@ class Controller:
         """A request was admitted for the first time: tokens of its prompt, and how many of them need no computing."""
         self._adaptive.on_prompt(input_tokens, cached_tokens)
         self._admitted += 1
+        if self._cadence is not None:
+            self._cadence.on_admission(to_compute=cached_tokens < input_tokens - 1)
         if self._marginal is not None:
             self._marginal.on_prompt(input_tokens)
 
     def on_resume(self) -> None:
         """A preempted request was admitted again."""
         self._admitted += 1
+        if self._cadence is not None:
+            self._cadence.on_admission(to_compute=True)
         if self._marginal is not None:
             self._marginal.on_resume()
 
@@ -104,6 +110,8 @@ class Controller:
             self._update(view)
         if self._marginal is not None:
             return self._decide_by_margin(view, self._marginal)
+        if self._cadence is not None:
+            return self._decide_by_cadence(view, self._cadence)
         if self._mode == "mb":
             return self._decision()
         refilled = self._phase == "prefill" and not self._refilling(view)
@@ -175,7 +183,7 @@ class Controller:
         return view.decoding + view.prefilling + max(self._idle(view), 0)
 
     def _k(self) -> int | None:
-        if self._spec.kind == "marginal":
+        if self._spec.kind in ("marginal", "cadence"):
             return None
         if self._spec.kind == "v0":
             return 1
@@ -231,6 +239,13 @@ class Controller:
             values = {"overhead_exclusive_s": choice.overhead_exclusive_s, "overhead_mixed_s": choice.overhead_mixed_s}
             self._record("phase", view, marginal.why(refill), values)
         return self._decision(view)
+
+    def _decide_by_cadence(self, view: View, cadence: Cadence) -> Decision:
+        held = cadence.hold(view)
+        phase: Phase = "decode" if held else "mixed"
+        if phase != self._phase:
+            self._enter(phase, view, "the interval is not over" if held else "prompts may come")
+        return self._decision()
 
     # Parameters and mode.
 

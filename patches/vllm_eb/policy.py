@@ -12,7 +12,7 @@ from typing import Literal
 
 THETA_MIN, THETA_MAX = 0.01, 0.80  # the authors' clip of the online threshold
 
-Kind = Literal["v0", "v1", "deferred", "eb", "ebplus", "marginal"]
+Kind = Literal["v0", "v1", "cadence", "deferred", "eb", "ebplus", "marginal"]
 Estimator = Literal["published", "censored"]
 
 
@@ -25,13 +25,15 @@ class PolicySpec:
     """One scheduling policy with its settings (defaults: theory.md sections 5, 7 and 8).
 
     ``k`` and ``theta`` fix the threshold (slots, share of N); both None means: computed online (Algorithm 1).
-    ``margin`` is EB+'s priority margin delta in s/token; None takes the device's published default. It leaves
-    exclusive batches when they lag by ``sticky`` times its size (with -1 and a negative margin: at every chance).
+    ``every`` is cadence's interval in steps. ``margin`` is EB+'s priority margin delta in s/token; None takes the
+    device's published default. It leaves exclusive batches when they lag by ``sticky`` times its size (with -1 and a
+    negative margin: at every chance).
     """
 
     kind: Kind
     k: int | None = None
     theta: float | None = None
+    every: int | None = None
     margin: float | None = None
     sticky: float = 3.0
     estimator: Estimator = "published"
@@ -63,12 +65,33 @@ class PolicySpec:
 _DESCRIPTIONS: Mapping[str, str] = {
     "v0": "exclusive batches, refill as soon as one slot is free (vLLM v0's rule)",
     "v1": "mixed batches: vLLM v1, untouched",
+    "cadence": "mixed batches, prompts only in every Nth step (vLLM 0.33's --prefill-schedule-interval); every=N",
     "deferred": "exclusive batches, refill after K departures (Mohanty et al., EuroMLSys 2025); needs k=K",
     "eb": "exclusive batches, k* and N* computed online (Zhang et al., ICML 2026); k= or theta= fixes it",
     "ebplus": "switches online between mixed and exclusive batches at the predicted crossover",
     "marginal": "refills when one more decode step would cost more, mixed or exclusive as measured costs say; "
     "ttft= and tpot= (seconds) are met first",
 }
+
+
+_ESTIMATED = (
+    "estimator", "window", "update_every", "min_samples", "initial_theta", "theta_min", "epsilon", "kv_gate",
+    "memory_safe", "memory_form",
+)  # fmt: skip
+_TAKES: Mapping[str, tuple[str, ...]] = {
+    "v0": (),
+    "v1": (),
+    "cadence": ("every",),
+    "deferred": ("k",),
+    "eb": ("k", "theta", *_ESTIMATED),
+    "ebplus": ("margin", "sticky", *_ESTIMATED),
+    "marginal": ("mix", "ttft", "tpot", "window", "update_every", "min_samples"),
+}
+
+
+def takes(kind: str) -> tuple[str, ...]:
+    """Names of the settings that a policy of this kind heeds."""
+    return _TAKES[kind]
 
 
 def descriptions() -> Mapping[str, str]:
@@ -96,9 +119,10 @@ def policy_from_mapping(settings: Mapping[str, object]) -> PolicySpec:
 
 def _with_setting(spec: PolicySpec, pair: str) -> PolicySpec:
     key, eq, value = pair.partition("=")
-    known = {f.name for f in fields(spec)} - {"kind"}
-    if not eq or key not in known:
-        raise PolicyError(f"policy {spec.kind}: {pair!r} is not key=value with a key of {', '.join(sorted(known))}")
+    if not eq or key not in _PARSERS:
+        keys = takes(spec.kind)
+        remedy = f"is not key=value with a key of {', '.join(keys)}" if keys else "is too much: it takes no settings"
+        raise PolicyError(f"policy {spec.kind}: {pair!r} {remedy}")
     try:
         return replace(spec, **{key: _PARSERS[key](value)})  # type: ignore[arg-type]
     except ValueError as error:
@@ -121,9 +145,9 @@ def _flag(text: str) -> bool:
 
 
 _PARSERS: Mapping[str, Callable[[str], object]] = {
-    "k": int, "theta": float, "margin": float, "sticky": float, "window": int, "update_every": int, "min_samples": int,
-    "initial_theta": float, "theta_min": float, "epsilon": float, "kv_gate": _flag, "memory_safe": _flag,
-    "mix": _flag, "ttft": float, "tpot": float,
+    "k": int, "theta": float, "every": int, "margin": float, "sticky": float, "window": int, "update_every": int,
+    "min_samples": int, "initial_theta": float, "theta_min": float, "epsilon": float, "kv_gate": _flag,
+    "memory_safe": _flag, "mix": _flag, "ttft": float, "tpot": float,
     "estimator": _choice("published", "censored"), "memory_form": _choice("code", "paper"),
 }  # fmt: skip
 
@@ -133,6 +157,8 @@ def _text(value: object) -> str:
 
 
 def _checked(spec: PolicySpec) -> PolicySpec:
+    if spec.kind == "cadence" and spec.every is None:
+        raise PolicyError("policy cadence needs its interval in steps: write cadence:every=8")
     if spec.kind == "deferred" and spec.k is None:
         raise PolicyError("policy deferred needs its threshold: write deferred:k=32")
     if spec.kind not in ("deferred", "eb") and (spec.k is not None or spec.theta is not None):
@@ -141,12 +167,12 @@ def _checked(spec: PolicySpec) -> PolicySpec:
         raise PolicyError("policy deferred takes k=, not theta=")
     if spec.k is not None and spec.theta is not None:
         raise PolicyError("give k or theta, not both")
-    if spec.k is not None and spec.k < 1:
-        raise PolicyError(f"k must be at least 1, not {spec.k}")
+    _refuse_ignored(spec)
+    for key in ("k", "every"):
+        if getattr(spec, key) is not None and getattr(spec, key) < 1:
+            raise PolicyError(f"{key} must be at least 1, not {getattr(spec, key)}")
     for key in ("ttft", "tpot"):
         value = getattr(spec, key)
-        if value is not None and spec.kind != "marginal":
-            raise PolicyError(f"policy {spec.kind} knows no targets; use marginal:{key}={value}")
         if value is not None and not 0 < value < float("inf"):
             raise PolicyError(f"{key} must be a positive number of seconds, not {value}")
     for key in ("theta", "initial_theta", "theta_min", "epsilon"):
@@ -163,3 +189,14 @@ def _checked(spec: PolicySpec) -> PolicySpec:
         if getattr(spec, key) < 1:
             raise PolicyError(f"{key} must be at least 1, not {getattr(spec, key)}")
     return spec
+
+
+def _refuse_ignored(spec: PolicySpec) -> None:
+    """Raise PolicyError for a setting that this kind would not heed."""
+    default, keys = PolicySpec(spec.kind), takes(spec.kind)
+    for key in _PARSERS:
+        if key in keys or getattr(spec, key) == getattr(default, key):
+            continue
+        others = ", ".join(kind for kind, theirs in _TAKES.items() if key in theirs)
+        it = f"it takes {', '.join(keys)}" if keys else "it takes no settings"
+        raise PolicyError(f"policy {spec.kind} does nothing with {key}=, which is for {others}; {it}")

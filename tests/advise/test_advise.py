@@ -112,7 +112,7 @@ def test_gains_are_paired() -> None:
 
 
 def test_targets_are_handed_to_the_policy_that_takes_them() -> None:
-    assert default_policies(Slo()) == ("v1", "eb", "ebplus", "marginal")
+    assert default_policies(Slo()) == ("v1", "cadence:every=16", "eb", "ebplus", "marginal")
     assert default_policies(Slo(ttft=10_000, tpot=100))[-1] == "marginal:ttft=10,tpot=0.1"
 
 
@@ -139,6 +139,14 @@ def test_the_command_says_what_to_run_and_why(runs: Path) -> None:
         assert word in done.output
     assert "2 seeds" in done.output
     assert "never hold open" not in done.output
+
+
+def test_what_vllm_can_do_by_itself_is_told() -> None:
+    question = SimpleNamespace(max_num_seqs=8, max_num_batched_tokens=64)
+    for policy, told in (("cadence:every=4", True), ("marginal", False)):
+        chosen = SimpleNamespace(policy=policy)
+        lines = words.parameters(SimpleNamespace(question=question, theory=None, tuning=None, chosen=chosen))  # type: ignore[arg-type]
+        assert any("--prefill-schedule-interval 4" in line for line in lines) == told
 
 
 def test_too_few_requests_to_fill_the_load_are_said(runs: Path) -> None:

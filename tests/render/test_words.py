@@ -13,7 +13,7 @@ from rich.console import Console
 
 from ebbench.analysis.compare import Group, group_by_policy
 from ebbench.analysis.conclude import Setting, conclude
-from ebbench.analysis.explain import CrossoverFacts, DecisionFacts, Spread, Story, explain
+from ebbench.analysis.explain import CrossoverFacts, DecisionFacts, Spread, StepFacts, Story, explain
 from ebbench.analysis.metrics import SteadyRates
 from ebbench.analysis.slo import Slo
 from ebbench.analysis.summary import summarise
@@ -175,6 +175,12 @@ def test_invalid_runs_are_marked_in_table_and_words(tmp_path: Path) -> None:
 def test_a_crossover_never_evaluated_is_explained() -> None:
     facts = DecisionFacts(0, None, None, None, None, None, None, None, 2, "fewer than 16 active sequences", ())
     assert words.why(Story("ebplus", None, facts)) == ["Crossover: never evaluated (fewer than 16 active sequences)."]
+
+
+def test_an_interval_that_was_never_kept_is_told() -> None:
+    steps = StepFacts(3, {}, 0.0, (), 0.5, 0)
+    assert "Interval: never kept." in words.why(Story("cadence:every=8", steps, None))[-1]
+    assert "Interval" not in words.why(Story("v1", steps, None))[-1]
 
 
 def test_both_sides_decide_the_words() -> None:

@@ -27,6 +27,7 @@ POLICIES = (
     *MARGINAL,
     "v1",
     "v0",
+    "cadence:every=3",
     "deferred:k=3",
     "eb:theta=0.5",
     "eb:k=2",

@@ -110,7 +110,8 @@ def _random_policy(rng: random.Random) -> str:
     margin = rng.choice([1e-6, 1e-5, -1e-5, -1])
     return rng.choice(
         [
-            "v1", "v0", f"deferred:k={rng.randint(1, 24)}", f"eb:k={rng.randint(1, 24)}",
+            "v1", "v0", f"cadence:every={rng.randint(1, 9)}", f"deferred:k={rng.randint(1, 24)}",
+            f"eb:k={rng.randint(1, 24)}",
             f"eb:theta={rng.uniform(0.02, 0.95):.2f}", f"eb:{online}", f"eb:estimator=censored,{online}",
             f"eb:memory_form=paper,{online}", f"ebplus:{online}", f"ebplus:margin={margin},{online}",
             f"marginal:{online}", f"marginal:mix=off,{online}", f"marginal:ttft={rng.choice([0.05, 0.5])},{online}",

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.vllm
 
 ONLINE = "update_every=3,min_samples=2,window=20"
 POLICIES = (
-    "v0", "deferred:k=2", "deferred:k=7", "eb:theta=0.05", "eb:theta=0.95", f"eb:{ONLINE}",
+    "v0", "cadence:every=4", "deferred:k=2", "deferred:k=7", "eb:theta=0.05", "eb:theta=0.95", f"eb:{ONLINE}",
     f"ebplus:margin=-1,sticky=-1,{ONLINE}",
     f"ebplus:{ONLINE}", "marginal:update_every=3,min_samples=2",
     "marginal:update_every=3,min_samples=2,ttft=0.05,tpot=0.012",

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+from dataclasses import fields
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_eb.policy import PolicyError, descriptions, parse_policy, policy_from_mapping
+from vllm_eb.policy import PolicyError, PolicySpec, descriptions, parse_policy, policy_from_mapping, takes
 
 
 @pytest.mark.parametrize(
@@ -27,9 +29,10 @@ def test_names_are_canonical_and_round_trip(text: str, name: str) -> None:
 
 @given(st.floats(min_value=1e-6, max_value=0.999), st.integers(1, 10_000), st.floats(-1e-2, 1e-2))
 def test_any_settings_round_trip(theta: float, window: int, margin: float) -> None:
-    spec = parse_policy(f"eb:theta={theta},window={window},margin={margin}")
-    assert (spec.theta, spec.window, spec.margin) == (theta, window, margin)
-    assert parse_policy(spec.name) == spec
+    fixed, switching = parse_policy(f"eb:theta={theta},window={window}"), parse_policy(f"ebplus:margin={margin}")
+    assert (fixed.theta, fixed.window, switching.margin) == (theta, window, margin)
+    assert parse_policy(fixed.name) == fixed
+    assert parse_policy(switching.name) == switching
 
 
 @pytest.mark.parametrize(
@@ -45,6 +48,10 @@ def test_any_settings_round_trip(theta: float, window: int, margin: float) -> No
         ("v1:k=3", "takes no fixed threshold"),
         ("ebplus:theta=0.4", "takes no fixed threshold"),
         ("eb:thta=0.2", "key=value"),
+        ("v1:thta=0.2", "takes no settings"),
+        ("v0:window=3", "v0 does nothing with window=, which is for eb, ebplus, marginal; it takes no settings"),
+        ("eb:margin=1e-5", "margin=, which is for ebplus; it takes k, theta"),
+        ("ebplus:ttft=3", "ttft=, which is for marginal"),
         ("eb:kv_gate=maybe", "true or false"),
         ("eb:estimator=best", "one of published, censored"),
         ("eb:window=0", "at least 1"),
@@ -64,3 +71,5 @@ def test_a_mapping_means_the_same_as_the_text() -> None:
 
 def test_every_kind_is_described() -> None:
     assert set(descriptions()) >= {"v0", "v1", "deferred", "eb", "ebplus"}
+    for kind in descriptions():
+        assert {f.name for f in fields(PolicySpec)} >= set(takes(kind))
