@@ -6,14 +6,13 @@ import json
 import os
 import signal
 import statistics
-import subprocess
-import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from emulation import DEVICE, Traffic, make_plan
+from whole_command import ebbench
 
 from ebbench.client import ClientOptions
 from ebbench.engines.base import EngineOptions
@@ -44,15 +43,11 @@ def server_processes(model: Path) -> list[int]:
 
 
 def test_two_policies_with_real_tokens_from_the_command_line(small_model_folder: Path, tmp_path: Path) -> None:
-    command = [
-        str(Path(sys.executable).with_name("ebbench")), "run", "balanced", "--input-len", "60", "--output-len", "20",
-        "--engine", "vllm", "--model", str(small_model_folder), "--policy", "v1", "--policy", "ebplus",
-        "--num-prompts", "24", "--max-concurrency", "6", "--max-model-len", "1024", "--json",
-        "-o", str(tmp_path / "runs"),
-    ]  # fmt: skip
-    environment = dict(os.environ)
-    environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=560, check=False)
+    done = ebbench(
+        "run", "balanced", "--input-len", 60, "--output-len", 20, "--engine", "vllm", "--model", small_model_folder,
+        "--policy", "v1", "--policy", "ebplus", "--num-prompts", 24, "--max-concurrency", 6, "--max-model-len", 1024,
+        "--json", "-o", tmp_path / "runs",
+    )  # fmt: skip
     summaries = {summary["policy"]: summary for summary in json.loads(done.stdout)}
     assert set(summaries) == {"v1", "ebplus"}, done.stderr
     for summary in summaries.values():

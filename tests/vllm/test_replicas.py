@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from whole_command import ebbench
 
 from ebbench.records.run import Run
 
@@ -17,14 +15,11 @@ pytestmark = pytest.mark.vllm
 
 def test_two_servers_behind_the_gateway_with_signals(small_model_folder: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    command = [
-        str(Path(sys.executable).with_name("ebbench")), "run", "balanced", "--input-len", "60", "--output-len", "12",
-        "--engine", "vllm", "--replicas", "2", "--dispatch", "sbs", "--model", str(small_model_folder),
-        "--policy", "eb:k=3", "--num-prompts", "30", "--max-concurrency", "10", "--max-model-len", "1024", "--json",
-        "-o", str(folder),
-    ]  # fmt: skip
-    environment = {name: os.environ[name] for name in os.environ if name != "VLLM_ENABLE_V1_MULTIPROCESSING"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=560, check=False)
+    done = ebbench(
+        "run", "balanced", "--input-len", 60, "--output-len", 12, "--engine", "vllm", "--replicas", 2,
+        "--dispatch", "sbs", "--model", small_model_folder, "--policy", "eb:k=3", "--num-prompts", 30,
+        "--max-concurrency", 10, "--max-model-len", 1024, "--json", "-o", folder,
+    )  # fmt: skip
     assert "2 servers behind a gateway, dispatch sbs" in done.stderr
     (summary,) = json.loads(done.stdout)
     assert summary["failed"] == 0
