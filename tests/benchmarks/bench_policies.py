@@ -29,7 +29,10 @@ TTFT_S, TPOT_S = 10.0, 0.1
 SETTLED_AFTER = 100
 STAYS_EXCLUSIVE = "ebplus:margin=-1"  # from the first 100 answers on
 SLO = f"marginal:ttft={TTFT_S:g},tpot={TPOT_S:g}"
-POLICIES = ("v1", "eb", "ebplus", "ebplus:estimator=censored", STAYS_EXCLUSIVE, "marginal:mix=off", "marginal", SLO)
+POLICIES = (
+    "v1", "eb", "ebplus", "ebplus:estimator=censored", STAYS_EXCLUSIVE, "cadence:every=8", "cadence:every=32",
+    "marginal:mix=off", "marginal", SLO,
+)  # fmt: skip
 TARGETS = (
     ("rtx-pro-6000", "qwen3-8b"),
     ("h200", "qwen3-8b"),

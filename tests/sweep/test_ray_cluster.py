@@ -49,7 +49,7 @@ def test_an_address_where_nobody_listens_is_said_at_once(tmp_path: Path) -> None
         done = subprocess.run(
             [sys.executable, "-m", "ebbench", "sweep", spec_file(tmp_path, TINY), "--executor", "ray", "--ray-address",
              address, "--output-dir", tmp_path / "out"],
-            capture_output=True, text=True, timeout=50, check=False,
+            capture_output=True, text=True, timeout=200, check=False,
         )  # fmt: skip
     assert (done.returncode, done.stderr.splitlines()[-1][:40]) == (4, f"error: no Ray cluster at {address}"[:40])
 
