@@ -5,6 +5,7 @@ What depends on the data is the page's: the axis of time, the ticks of the logar
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from ebbench.render.figures import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILION, altair
@@ -20,22 +21,26 @@ LATENCIES = {
 }
 _MS = "datum.value < 1000 ? format(datum.value, ',~r') + ' ms' : format(datum.value / 1000, ',~r') + ' s'"
 """Labels of an axis in ms: 20 ms, 1.5 s."""
+_SYMBOL_PX, _CHARACTER_PX = 32.0, 6.0
 
 
-def specs() -> dict[str, dict[str, Any]]:
-    """Vega-Lite specifications by chart name."""
-    charts = {f"cdf_{name}": _cdf(name, title) for name, title in LATENCIES.items()}
+def specs(policies: Sequence[str] = ()) -> dict[str, dict[str, Any]]:
+    """Vega-Lite specifications by chart name, with legends that hold the names of ``policies``."""
+    longest = max(map(len, policies), default=0)
+    charts = {f"cdf_{name}": _cdf(name, title, longest) for name, title in LATENCIES.items()}
     charts |= {"timeline": _timeline(), "steps": _steps(), "surface": _surface()}
     return {name: chart.to_dict(validate=False) | {"background": None} for name, chart in charts.items()}
 
 
-def _cdf(name: str, title: str) -> Any:
+def _cdf(name: str, title: str, longest_name: int) -> Any:
     alt = altair()
+    columns = alt.ExprRef(f"max(1, floor(width / {_SYMBOL_PX + _CHARACTER_PX * longest_name:g}))")
+    legend = alt.Legend(orient="top", symbolLimit=0, labelLimit=240, columns=columns)
     picked = alt.selection_point(fields=["policy"], bind="legend", name=f"picked_{name}")
     base = alt.Chart(alt.NamedData(f"cdf_{name}")).encode(
         x=alt.X("ms:Q", title=title, scale=alt.Scale(type="log", nice=False), axis=_ms_axis(alt)),
         y=alt.Y("share:Q", title="share of samples", axis=alt.Axis(format="%"), scale=alt.Scale(domain=[0, 1])),
-        color=alt.Color("policy:N", title=None, legend=alt.Legend(orient="top", symbolLimit=0, labelLimit=240)),
+        color=alt.Color("policy:N", title=None, legend=legend),
         detail="run:N",
     )
     lines = base.mark_line(clip=True, strokeWidth=1.6).encode(

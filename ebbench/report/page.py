@@ -29,7 +29,7 @@ def render(page: Page) -> str:
         page=asdict(page),
         charts=[f"cdf_{name}" for name in LATENCIES],
         data={
-            "specs": specs(),
+            "specs": specs(page.policies),
             "shared": page.shared,
             "runs": page.runs,
             "labels": page.labels,

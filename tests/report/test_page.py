@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from pathlib import Path
@@ -315,3 +316,12 @@ def test_bad_usage(runs: Path, tmp_path: Path) -> None:
         done = invoke("report", *arguments)
         assert (done.exit_code, done.stderr.count("\n")) == (code, 1)
         assert message in done.stderr
+
+
+def test_a_legend_has_as_many_columns_as_its_names_leave_room_for() -> None:
+    def pixels_a_name(*policies: str) -> float:
+        text = json.dumps(specs(policies)["cdf_ttft"])
+        [found] = {float(px) for px in re.findall(r"floor\(width / ([0-9.]+)\)", text)}
+        return found
+
+    assert pixels_a_name("v1", "eb") < pixels_a_name("v1", "cadence:every=16") < 240
