@@ -10,9 +10,11 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +31,7 @@ PAGES = (
     "cluster", "emulator",
 )  # fmt: skip
 _BLOCK = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_CROWDED = re.compile("client fell behind its schedule|event loop stalled")
 _SHELL = re.compile(r"[|&;<>$()]")
 
 
@@ -73,14 +76,27 @@ def run(block: Block) -> None:
     """Run a block: plain `ebbench` lines in this process, which is quicker; the rest in a shell."""
     plain = all(line.startswith("ebbench ") and not _SHELL.search(line) for line in _without_quotes(block))
     if not plain:
-        done = subprocess.run(
-            ["bash", "-euo", "pipefail", "-c", block.text], capture_output=True, text=True, timeout=300, check=False
-        )
-        assert done.returncode == 0, f"{block.text}\n{done.stdout}\n{done.stderr}"
+        status, said = _in_a_shell(block.text)
+        # A machine that stalls makes a measurement INVALID, as the page says; the command did what it should.
+        assert status == 0 or (status == 4 and _CROWDED.search(said)), f"{block.text}\n{said}"
         return
     for line in block.commands:
         done = CliRunner().invoke(main.app, shlex.split(line)[1:])
         assert done.exit_code == 0, f"{line}\n{done.output}"
+
+
+def _in_a_shell(text: str) -> tuple[int, str]:
+    """Exit status and all output; what the block left running is ended."""
+    command = ["bash", "-euo", "pipefail", "-c", text]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    ) as process:
+        try:
+            said, _ = process.communicate(timeout=300)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGTERM)
+    return process.returncode, said
 
 
 def _without_quotes(block: Block) -> list[str]:
