@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ebbench.cli.options import Command
-from vllm_eb.policy import PolicySpec, descriptions, parse_policy, takes
+from vllm_eb.policy import PolicySpec, descriptions, example, parse_policy, takes
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, help="How it can be scheduled: policies and their settings."
@@ -74,4 +74,4 @@ def show_policy(
 
 def _named(name: str) -> PolicySpec:
     """Parse a policy; the bare name of one that needs a number is enough to read about it."""
-    return parse_policy({"deferred": "deferred:k=32", "cadence": "cadence:every=8"}.get(name, name))
+    return parse_policy(example(name))

@@ -54,7 +54,7 @@ class ServerProcess:
         assert self._process is not None
         return self._process.pid
 
-    def wait_ready(self, timeout_s: float, waiting: Callable[[float], None] = lambda _waited_s: None) -> None:
+    def wait_ready(self, timeout_s: float, waiting: Callable[[float], None]) -> None:
         """Return once /health answers 200; ``waiting`` is told now and then for how many seconds it has not.
 
         Raises RunError with the end of the log when that does not happen.

@@ -150,10 +150,10 @@ def why(story: Story) -> list[str]:
             lines.append(_modes(story.steps, story.decisions))
     if story.decisions is not None:
         lines += _decisions(story.decisions, story.policy)
-    elif story.steps is not None and story.policy.startswith("cadence"):
+    elif story.steps is not None and story.policy.partition(":")[0] == "cadence":
         lines.append(
-            "Interval: never kept. Requests still waited after every step that could take some, as the batch or the "
-            "memory was full; vLLM then lets prompts into every step, as v1 does."
+            "Interval: no prompt was held back, so this is v1. While requests wait for a slot or for memory, prompts "
+            "may come in every step; that is vLLM's rule."
         )
     return lines
 

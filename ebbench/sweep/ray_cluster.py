@@ -19,9 +19,8 @@ from ebbench.sweep.work import Outcome, Task, work
 RETRIES = 5
 """How often Ray may run a cell again after its worker or node died."""
 _PER_CPU = 3  # tasks in flight per CPU of the cluster: enough to keep it busy, few enough to stop quickly
-
-
 CONNECT_S = 5.0
+"""How long an address may take to accept a connection."""
 
 
 class RayCluster:

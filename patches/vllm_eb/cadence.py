@@ -19,10 +19,15 @@ class Cadence:
         self._open: View | None = None  # what that step saw, while what it did is not known yet
         self._admitted = self._computed = 0  # since then; the latter without those whose prompts were cached
 
-    def on_admission(self, *, to_compute: bool) -> None:
-        """A request was admitted. ``to_compute``: its prompt is more than one token beyond what was cached."""
+    def on_prompt(self, input_tokens: int, cached_tokens: int) -> None:
+        """A request was admitted for the first time: tokens of its prompt, and how many of them need no computing."""
         self._admitted += 1
-        self._computed += to_compute
+        self._computed += cached_tokens < input_tokens - 1  # the last token is computed in any case
+
+    def on_resume(self) -> None:
+        """A preempted request was admitted again."""
+        self._admitted += 1
+        self._computed += 1
 
     def hold(self, view: View) -> bool:
         """Whether the next step decodes only."""

@@ -79,7 +79,7 @@ class Controller:
         self._adaptive.on_prompt(input_tokens, cached_tokens)
         self._admitted += 1
         if self._cadence is not None:
-            self._cadence.on_admission(to_compute=cached_tokens < input_tokens - 1)
+            self._cadence.on_prompt(input_tokens, cached_tokens)
         if self._marginal is not None:
             self._marginal.on_prompt(input_tokens)
 
@@ -87,7 +87,7 @@ class Controller:
         """A preempted request was admitted again."""
         self._admitted += 1
         if self._cadence is not None:
-            self._cadence.on_admission(to_compute=True)
+            self._cadence.on_resume()
         if self._marginal is not None:
             self._marginal.on_resume()
 

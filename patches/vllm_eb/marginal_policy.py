@@ -17,11 +17,10 @@ from vllm_eb.decisions import View
 from vllm_eb.marginal import HUGE_TOKENS, Choice, MarginalRefill, Refill
 from vllm_eb.policy import PolicySpec
 from vllm_eb.queueing import Places, PunctualQueue, Work
-from vllm_eb.room import PAID_OVER, KvRoom, paying_steps, prompts_that_stay
+from vllm_eb.room import PAID_OVER, SHORTEST_STAY, KvRoom, paying_steps, prompts_that_stay
 from vllm_eb.service import AnswerLength, ServiceLevel, TokenDebt
 
 ALLOWED_EVERY = 16  # decisions between two looks at how many sequences the TPOT target allows
-SHORTEST_STAY = 0.02  # of a mean answer: who would be preempted sooner is not let in, whatever is late
 
 
 class MarginalPolicy:

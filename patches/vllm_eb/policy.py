@@ -89,6 +89,15 @@ _TAKES: Mapping[str, tuple[str, ...]] = {
 }
 
 
+_NEEDS: Mapping[str, tuple[str, int]] = {"deferred": ("k", 32), "cadence": ("every", 8)}
+"""Settings without which a kind means nothing, and a number to begin with."""
+
+
+def example(kind: str) -> str:
+    """A policy of this kind with what it needs."""
+    return "{}:{}={}".format(kind, *_NEEDS[kind]) if kind in _NEEDS else kind
+
+
 def takes(kind: str) -> tuple[str, ...]:
     """Names of the settings that a policy of this kind heeds."""
     return _TAKES[kind]
@@ -157,17 +166,11 @@ def _text(value: object) -> str:
 
 
 def _checked(spec: PolicySpec) -> PolicySpec:
-    if spec.kind == "cadence" and spec.every is None:
-        raise PolicyError("policy cadence needs its interval in steps: write cadence:every=8")
-    if spec.kind == "deferred" and spec.k is None:
-        raise PolicyError("policy deferred needs its threshold: write deferred:k=32")
-    if spec.kind not in ("deferred", "eb") and (spec.k is not None or spec.theta is not None):
-        raise PolicyError(f"policy {spec.kind} takes no fixed threshold; use eb:k=... or eb:theta=...")
-    if spec.kind == "deferred" and spec.theta is not None:
-        raise PolicyError("policy deferred takes k=, not theta=")
+    if (needed := _NEEDS.get(spec.kind)) is not None and getattr(spec, needed[0]) is None:
+        raise PolicyError(f"policy {spec.kind} needs {needed[0]}=: write {example(spec.kind)}")
+    _refuse_ignored(spec)
     if spec.k is not None and spec.theta is not None:
         raise PolicyError("give k or theta, not both")
-    _refuse_ignored(spec)
     for key in ("k", "every"):
         if getattr(spec, key) is not None and getattr(spec, key) < 1:
             raise PolicyError(f"{key} must be at least 1, not {getattr(spec, key)}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import pairwise
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,7 +12,7 @@ from vllm_eb.cadence import Cadence
 from vllm_eb.calibration import Calibration
 from vllm_eb.controller import Controller
 from vllm_eb.decisions import View
-from vllm_eb.policy import PolicyError, parse_policy
+from vllm_eb.policy import parse_policy
 
 
 def served(every: int, arrivals: list[int], slots: int) -> Iterator[tuple[bool, int]]:
@@ -24,7 +23,7 @@ def served(every: int, arrivals: list[int], slots: int) -> Iterator[tuple[bool, 
         before = waiting
         held = cadence.hold(View(0.0, step, running, 0, waiting, 1000))
         for _ in range(0 if held else min(waiting, slots - running)):
-            cadence.on_admission(to_compute=True)
+            cadence.on_prompt(100, 0)
             running, waiting = running + 1, waiting - 1
         yield held, before
 
@@ -61,9 +60,9 @@ def test_without_answers_to_hold_up_prompts_come_at_once() -> None:
 def test_prompts_found_in_the_cache_do_not_begin_an_interval() -> None:
     cadence = Cadence(8)
     assert not cadence.hold(View(0.0, 0, 5, 0, 1, 1000))
-    cadence.on_admission(to_compute=False)
+    cadence.on_prompt(100, 99)
     assert not cadence.hold(View(0.0, 1, 6, 0, 1, 1000))
-    cadence.on_admission(to_compute=True)
+    cadence.on_prompt(100, 98)
     assert cadence.hold(View(0.0, 2, 7, 0, 1, 1000))
 
 
@@ -91,18 +90,3 @@ def test_the_controller_lets_vllm_mix_or_only_decode() -> None:
         assert (decision.mode, decision.running_limit, decision.k) == ("mb", 9, None)
     assert phases == ["mixed", "decode", "decode", "mixed", "decode", "decode", "mixed"]
     assert [record.phase for record in made.drain_records()] == ["decode", "mixed", "decode", "mixed"]
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("cadence", "write cadence:every=8"),
-        ("cadence:every=0", "every must be at least 1"),
-        ("cadence:every=2.5", "every='2.5' is not valid"),
-        ("eb:every=4", "every=, which is for cadence"),
-        ("cadence:every=4,k=2", "takes no fixed threshold"),
-    ],
-)
-def test_what_it_takes(text: str, message: str) -> None:
-    with pytest.raises(PolicyError, match=message):
-        parse_policy(text)
