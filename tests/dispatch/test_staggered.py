@@ -245,6 +245,15 @@ def test_withdrawn_requests_are_never_sent() -> None:
     assert sbs.waiting == 0
 
 
+def random_end(rng: random.Random, instance: int, units: int, received: list[int]) -> EndForward:
+    """The end of a forward pass, with any state of its units."""
+    reports = tuple(
+        UnitReport(u, received[u], rng.choice((0, 0, 500)), rng.randrange(5000))
+        for u in range(instance * units, (instance + 1) * units)
+    )
+    return EndForward(instance, rng.randrange(MS, 20 * MS), rng.random() < 0.5, rng.random() < 0.3, reports)
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     seed=st.integers(0, 10**6),
@@ -290,14 +299,7 @@ def test_every_request_is_ordered_exactly_once_whatever_happens(
             arrived.add(key)
             key += 1
         elif event < 0.7:
-            instance = rng.randrange(instances)
-            reports = tuple(
-                UnitReport(u, received[u], rng.choice((0, 0, 500)), rng.randrange(5000))
-                for u in range(instance * units, (instance + 1) * units)
-            )
-            dispatcher.end_forward(
-                EndForward(instance, rng.randrange(MS, 20 * MS), rng.random() < 0.5, rng.random() < 0.3, reports), now
-            )
+            dispatcher.end_forward(random_end(rng, rng.randrange(instances), units, received), now)
         elif event < 0.9 and placed:
             gone = rng.choice(sorted(placed))
             dispatcher.prefilled(gone, now)
@@ -324,9 +326,7 @@ def test_every_request_is_ordered_exactly_once_whatever_happens(
     assert arrived == set(placed) | refused | withdrawn
     for open_key in placed:
         dispatcher.ended(open_key, now)
-    for unit in fleet.units:
-        assert unit.open_requests == 0
-        assert unit.in_flight_tokens == 0
+    assert all(unit.open_requests == unit.in_flight_tokens == 0 for unit in fleet.units)
     assert fleet.idle == set(range(instances))
 
 

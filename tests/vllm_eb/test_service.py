@@ -1,0 +1,97 @@
+"""Targets of the marginal policy: how many sequences they allow, who may pause, how long answers are, who is behind."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_eb.costs import LinearCosts
+from vllm_eb.service import DEBT_FORGOTTEN, PAUSE_SHARE, TPOT_SHARE, AnswerLength, ServiceLevel, TokenDebt
+
+LINEAR = LinearCosts(alpha_p=5e-3, beta_p=5e-5, alpha_d=1e-2, beta_d=1e-4, alpha_mb=5e-3)
+
+
+def test_a_tpot_target_bounds_the_batch_just_enough() -> None:
+    level = ServiceLevel(tpot_s=0.05)
+    found = level.seqs_allowed(LINEAR, 5e-5, mu_l=100, mu_new=100, mu_o=200, at_most=1000)
+
+    def time_s(seqs: int) -> float:
+        return LINEAR.decode_s(seqs, 200) + seqs * 100 * 5e-5 / 200
+
+    assert time_s(found) <= TPOT_SHARE * 0.05 < time_s(found + 1)
+    assert (
+        ServiceLevel(tpot_s=1e-3).seqs_allowed(LINEAR, 5e-5, mu_l=100, mu_new=100, mu_o=200, at_most=1000) == 0
+    )  # out of reach
+    assert ServiceLevel().seqs_allowed(LINEAR, 5e-5, mu_l=100, mu_new=100, mu_o=200, at_most=1000) == 1000
+
+
+@given(
+    seqs=st.integers(1, 2000), target_s=st.floats(1e-3, 1.0), mu_l=st.floats(1, 10_000), mu_o=st.floats(1, 10_000),
+    cached=st.floats(0, 1),
+)  # fmt: skip
+def test_tokens_and_the_longest_pause_together_take_the_planned_share_of_the_target(
+    seqs: int, target_s: float, mu_l: float, mu_o: float, cached: float
+) -> None:
+    lengths = {"mu_l": mu_l, "mu_new": max(mu_l * cached, 1.0), "mu_o": mu_o}
+    paused = seqs * ServiceLevel(10.0, target_s).may_pause(LINEAR, LINEAR.beta_p, seqs, **lengths)
+    token_s = LINEAR.decode_s(seqs, mu_l + mu_o / 2) + seqs * lengths["mu_new"] * LINEAR.beta_p / mu_o
+    answer_s = mu_o * token_s
+    pause_s = paused * (mu_l + mu_o / 2) / (seqs * mu_l) * answer_s
+    assert answer_s + pause_s == pytest.approx(max(PAUSE_SHARE * target_s * mu_o, answer_s))
+
+
+def test_long_answers_are_recognised_before_the_first_has_ended() -> None:
+    length = AnswerLength(prior_tokens=100, window=500)
+    for _ in range(50):
+        length.decoded(500)
+    assert length.mean > 50 * 500 / 10  # 25,000 tokens and none has ended
+
+
+def test_the_mean_answer_converges_and_follows_a_change() -> None:
+    length = AnswerLength(prior_tokens=100, window=100)
+    for expected in (30, 400, 30):
+        for _ in range(1200):
+            length.decoded(expected)
+            length.ended()
+        assert abs(length.mean / expected - 1) < 0.1
+
+
+def test_after_a_shift_to_longer_answers_the_short_memory_counts() -> None:
+    length = AnswerLength(prior_tokens=100, window=500)
+    for _ in range(2000):
+        length.decoded(30)
+        length.ended()
+    assert length.mean == pytest.approx(30, rel=0.1)
+    for _ in range(400):
+        length.decoded(300)  # 400 tokens each, and none of them has ended
+    assert length.mean > 400
+
+
+def debt_after(steps: list[tuple[float, bool]], *, in_reach: bool = True, decoding: int = 10) -> TokenDebt:
+    """Steps of so many seconds, that give a token or none, with a target of 0.1 s and answers of 200 tokens."""
+    debt, now_s = TokenDebt(0.1), 0.0
+    debt.observe(now_s, decoding=0, stepped=False, answer_tokens=200, in_reach=in_reach)
+    for length_s, stepped in steps:
+        now_s += length_s
+        debt.observe(now_s, decoding=decoding, stepped=stepped, answer_tokens=200, in_reach=in_reach)
+    return debt
+
+
+def test_prompts_wait_while_answers_are_behind_their_target_and_come_again_when_they_have_caught_up() -> None:
+    behind = [(1.0, False)]
+    assert debt_after(behind).too_much
+    assert debt_after([*behind, *[(0.05, True)] * 5]).too_much
+    assert not debt_after([*behind, *[(0.05, True)] * 20]).too_much
+    assert not debt_after([(0.05, True)] * 1000 + [(0.4, False)]).too_much
+    # What was saved before does not count.
+    assert debt_after([(0.05, True)] * 1000 + behind).too_much
+
+
+def test_nothing_waits_for_a_target_out_of_reach_or_for_answers_that_have_missed_it_long_ago() -> None:
+    assert not debt_after([(1.0, False)] * 9, in_reach=False).too_much
+    assert not debt_after([(1.0, False)] * 9, decoding=0).too_much
+    most_s = DEBT_FORGOTTEN * 200 * 0.1
+    assert not debt_after([(1000.0, False), *[(0.045, True)] * math.ceil(most_s / 0.05)]).too_much
