@@ -5,45 +5,72 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ebbench.cli import load_flags as load
-from ebbench.cli.options import GoodputCommand
+from ebbench.cli.options import GoodputCommand, grouped
 
 if TYPE_CHECKING:
     from ebbench.analysis.advise_answer import Advice, Question
     from ebbench.papers.store import CellStore
 
 
-def advise(
-    workload: Annotated[str, typer.Argument(help="A workload, trace:FILE or the path of a TOML file.")],
-    device: Annotated[str, typer.Option("--device", help="GPU, see `ebbench devices list`.")] = "rtx-pro-6000",
-    model: Annotated[str, typer.Option("--model", help="Model name or config.json.")] = "qwen3-8b",
-    scenario: load.Scenario = None,
+@dataclass(frozen=True)
+class TrafficFlags:
+    """What is asked, and when."""
+
+    scenario: load.Scenario = None
+    num_prompts: Annotated[int, typer.Option("--num-prompts", "-n", help="Requests a run.")] = 3000
+    max_concurrency: load.MaxConcurrency = None
+    request_rate: load.RequestRate = None
+    saturation_rate: load.SaturationRate = None
+    speed: load.Speed = None
+    source: load.Source = "profile"
+    input_len: load.InputLen = None
+    output_len: load.OutputLen = None
+    length_distribution: load.LengthDistribution = None
+
+    def plan(self, workload: str) -> dict[str, str | int | float | None]:
+        """What a plan is built from besides workload, scenario and seed."""
+        given = {name: value for name, value in vars(self).items() if name != "scenario"}
+        return given | ({"source": "auto"} if workload.startswith("trace:") else {})
+
+
+@dataclass(frozen=True)
+class ServerFlags:
+    """What it is to run on, and the limits of its scheduler."""
+
+    device: Annotated[str, typer.Option("--device", help="GPU, see `ebbench devices list`.")] = "rtx-pro-6000"
+    model: Annotated[str, typer.Option("--model", help="Model name or config.json.")] = "qwen3-8b"
+    max_num_seqs: load.MaxNumSeqs = 1024
+    max_num_batched_tokens: load.MaxNumBatchedTokens = 8192
+
+
+@dataclass(frozen=True)
+class SearchFlags:
+    """Between what, by what, and how thoroughly."""
+
     goodput: Annotated[
         list[str] | None, typer.Option("--goodput", help="Targets in ms: ttft:10000 tpot:100. Goodput then decides.")
-    ] = None,
+    ] = None
     policy: Annotated[
-        list[str] | None,
-        typer.Option("--policy", "-p", help="Instead of v1, cadence, eb, ebplus, marginal."),
-    ] = None,
-    seeds: Annotated[int, typer.Option("--seeds", help="Plans each candidate is run on.")] = 5,
-    num_prompts: Annotated[int, typer.Option("--num-prompts", "-n", help="Requests a run.")] = 3000,
-    max_concurrency: load.MaxConcurrency = None,
-    request_rate: load.RequestRate = None,
-    saturation_rate: load.SaturationRate = None,
-    speed: load.Speed = None,
-    source: load.Source = "profile",
-    input_len: load.InputLen = None,
-    output_len: load.OutputLen = None,
-    length_distribution: load.LengthDistribution = None,
-    max_num_seqs: load.MaxNumSeqs = 1024,
-    max_num_batched_tokens: load.MaxNumBatchedTokens = 8192,
-    crossover: Annotated[bool, typer.Option("--crossover/--no-crossover", help="Also look for the crossovers.")] = True,
-    tune: Annotated[bool, typer.Option("--tune", help="Also try other N and B with the chosen policy.")] = False,
+        list[str] | None, typer.Option("--policy", "-p", help="Instead of v1, cadence, eb, ebplus, marginal.")
+    ] = None
+    seeds: Annotated[int, typer.Option("--seeds", help="Plans each candidate is run on.")] = 5
+    crossover: Annotated[bool, typer.Option("--crossover/--no-crossover", help="Also look for the crossovers.")] = True
+    tune: Annotated[bool, typer.Option("--tune", help="Also try other N and B with the chosen policy.")] = False
+
+
+@grouped
+def advise(
+    workload: Annotated[str, typer.Argument(help="A workload, trace:FILE or the path of a TOML file.")],
+    server: ServerFlags,
+    search: SearchFlags,
+    traffic: TrafficFlags,
     runs: Annotated[Path, typer.Option("--runs", help="Where runs are kept.")] = Path("runs/advise"),
     workers: Annotated[int | None, typer.Option("--workers", help="Processes; default: one a core.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
@@ -53,35 +80,47 @@ def advise(
 
     Theory (the papers' formulas) and simulation stand side by side; the simulation decides.
     """
-    from ebbench.analysis.advise_answer import Question
-    from ebbench.analysis.slo import parse_slo
-    from ebbench.cli.preflight import check_counts, parse_policies
     from ebbench.papers.advice import advise as answer
-    from ebbench.papers.advice import default_policies
     from ebbench.papers.store import CellStore
 
-    check_counts(seeds=seeds, num_prompts=num_prompts, max_concurrency=max_concurrency, request_rate=request_rate,
-                 max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)  # fmt: skip
-    slo = parse_slo(goodput or ())
-    policies = tuple(spec.name for spec in parse_policies(policy)) if policy else default_policies(slo)
-    plan: dict[str, str | int | float | None] = {
-        "num_prompts": num_prompts, "max_concurrency": max_concurrency, "request_rate": request_rate,
-        "saturation_rate": saturation_rate, "speed": speed,
-        "source": "auto" if workload.startswith("trace:") else source,
-        "input_len": input_len, "output_len": output_len, "length_distribution": length_distribution,
-    }  # fmt: skip
-    question = Question(
-        workload, device, model, scenario, plan, max_num_seqs, max_num_batched_tokens, seeds, slo, policies
-    )
-    store = CellStore(runs)
-    _make(question, store, crossover=crossover, workers=workers, quiet=quiet)
-    found = answer(question, store, with_crossover=crossover)
-    if tune:
+    question, store = _question(workload, server, search, traffic), CellStore(runs)
+    _make(question, store, crossover=search.crossover, workers=workers, quiet=quiet)
+    found = answer(question, store, with_crossover=search.crossover)
+    if search.tune:
         found = _tuned(found, store, workers=workers, quiet=quiet)
     if as_json:
         sys.stdout.write(json.dumps(_as_dict(found), indent=2) + "\n")
     else:
         _print(found)
+
+
+def _question(workload: str, server: ServerFlags, search: SearchFlags, traffic: TrafficFlags) -> Question:
+    from ebbench.analysis.advise_answer import Question
+    from ebbench.analysis.slo import parse_slo
+    from ebbench.cli.preflight import check_counts, parse_policies
+    from ebbench.papers.advice import default_policies
+
+    check_counts(
+        seeds=search.seeds,
+        num_prompts=traffic.num_prompts,
+        max_concurrency=traffic.max_concurrency,
+        request_rate=traffic.request_rate,
+        max_num_seqs=server.max_num_seqs,
+        max_num_batched_tokens=server.max_num_batched_tokens,
+    )
+    slo = parse_slo(search.goodput or ())
+    return Question(
+        workload,
+        server.device,
+        server.model,
+        traffic.scenario,
+        traffic.plan(workload),
+        server.max_num_seqs,
+        server.max_num_batched_tokens,
+        search.seeds,
+        slo,
+        tuple(spec.name for spec in parse_policies(search.policy)) if search.policy else default_policies(slo),
+    )
 
 
 def _make(question: Question, store: CellStore, *, crossover: bool, workers: int | None, quiet: bool) -> None:

@@ -274,10 +274,8 @@ def test_every_request_is_ordered_exactly_once_whatever_happens(
     fleet = Fleet([units] * instances)
     dispatcher = make_dispatcher(parse_dispatch(spec), fleet, chunk_tokens=2000, default_forward_ns=10 * MS)
     now, key = 0, 0
-    arrived: set[int] = set()
+    arrived, refused, withdrawn = set[int](), set[int](), set[int]()
     placed: dict[int, int] = {}
-    refused: set[int] = set()
-    withdrawn: set[int] = set()
     received = [0] * (units * instances)
     active = set(range(instances))
 
