@@ -32,7 +32,8 @@ def sweep(
     ] = None,
     executor: Annotated[str, typer.Option("--executor", help="process or ray.")] = "process",
     ray_address: Annotated[
-        str | None, typer.Option("--ray-address", help="auto or HOST:PORT; default: a cluster on this machine.")
+        str | None,
+        typer.Option("--ray-address", help="auto or HOST:PORT; default: RAY_ADDRESS, else a cluster of its own here."),
     ] = None,
     gpus_per_cell: Annotated[
         float | None, typer.Option("--gpus-per-cell", help="With ray; default 1 for engine vllm, else 0.")

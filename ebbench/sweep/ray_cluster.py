@@ -24,7 +24,8 @@ CONNECT_S = 5.0
 
 
 class RayCluster:
-    """Runs tasks on the cluster at ``address``: ``auto``, ``HOST:PORT``, or None for one on this machine.
+    """Runs tasks on the cluster at ``address``: ``auto``, ``HOST:PORT``, or None for the one RAY_ADDRESS names, else
+    one of its own on this machine.
 
     ``gpus`` is the share of a GPU each cell holds: 1 for the vllm engine, so that every cell has a GPU to itself.
     """
@@ -42,7 +43,9 @@ class RayCluster:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         self._ray = need("ray", "sweep", "--executor ray")
-        self._address, self.gpus, self._workers, self._job = address, gpus, workers, job
+        # Left to itself, Ray joins whatever cluster was last started on this machine, another user's too.
+        self._address = address or os.environ.get("RAY_ADDRESS") or "local"
+        self.gpus, self._workers, self._job = gpus, workers, job
 
     def outcomes(self, tasks: Sequence[Task]) -> Iterator[Outcome]:
         """Run the tasks. Raises RunError when the cluster cannot be reached or has no room for a cell."""
@@ -58,14 +61,14 @@ class RayCluster:
         if self._ray.is_initialized():
             return False
         options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
-        if self._address is not None:
-            _somebody_listens(self._address)
-        else:
+        if self._address == "local":
             options |= {"include_dashboard": False, "num_cpus": self._workers}
+        else:
+            _somebody_listens(self._address)
         try:
             self._ray.init(address=self._address, **options)
         except (ConnectionError, RuntimeError, ValueError) as error:
-            where = self._address or "this machine"
+            where = "this machine" if self._address == "local" else self._address
             raise RunError(f"no Ray cluster at {where}: {str(error).splitlines()[0]}") from None
         return True
 

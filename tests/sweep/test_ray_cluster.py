@@ -41,17 +41,33 @@ def cluster() -> Iterator[object]:
     made.shutdown()
 
 
-def test_an_address_where_nobody_listens_is_said_at_once(tmp_path: Path) -> None:
-    """In a process of its own: this one may be in a cluster already."""
+def sweep_apart(tmp_path: Path, *more: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A sweep in a process of its own: this one may be in a cluster already."""
+    spec, output = spec_file(tmp_path, TINY), tmp_path / "out"
+    return subprocess.run(
+        [sys.executable, "-m", "ebbench", "sweep", spec, "--executor", "ray", "--output-dir", output, "--json", *more],
+        capture_output=True, text=True, timeout=200, check=False, env=os.environ | environment,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("way", ["option", "environment"])
+def test_an_address_where_nobody_listens_is_said_at_once(way: str, tmp_path: Path) -> None:
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{nobody.getsockname()[1]}"
-        done = subprocess.run(
-            [sys.executable, "-m", "ebbench", "sweep", spec_file(tmp_path, TINY), "--executor", "ray", "--ray-address",
-             address, "--output-dir", tmp_path / "out"],
-            capture_output=True, text=True, timeout=200, check=False,
-        )  # fmt: skip
+        if way == "option":
+            done = sweep_apart(tmp_path, "--ray-address", address)
+        else:
+            done = sweep_apart(tmp_path, RAY_ADDRESS=address)
     assert (done.returncode, done.stderr.splitlines()[-1][:40]) == (4, f"error: no Ray cluster at {address}"[:40])
+
+
+def test_without_an_address_a_cluster_of_somebody_else_is_left_alone(cluster: object, tmp_path: Path) -> None:
+    """Ray itself would join it, and refuse a number of workers there."""
+    done = sweep_apart(tmp_path, "--workers", "1", RAY_ADDRESS="")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["finished"] == 4
+    assert {job["DriverPid"] for job in ray._private.state.jobs()} == {os.getpid()}
 
 
 def test_cells_run_on_the_cluster_through_the_command(cluster: object, tmp_path: Path) -> None:
