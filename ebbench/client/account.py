@@ -10,6 +10,7 @@ import httpx
 
 from ebbench.client.answer import Answer
 
+_GIVEN_UP = frozenset({"abort", "error"})  # finish reasons of a server that gave an answer up
 BODY_LIMIT = 4096  # characters of an error body that are kept
 
 
@@ -35,7 +36,7 @@ def settle(answer: Answer, planned_tokens: int, exact: bool) -> Settled:
 
     ``exact``: the end-of-sequence token was ignored, so any other number of tokens than planned is a failure.
     Usage decides the number of tokens. A stream without finish reason is truncated, that is failed, and so is an
-    answer without tokens, or one whose number of tokens nobody reports.
+    answer that the server gave up, one without tokens, or one whose number of tokens nobody reports.
     """
     count = answer.usage.completion_tokens if answer.usage is not None else None
     error_class, body = answer.error_class, answer.error_body
@@ -54,6 +55,9 @@ def _fault(answer: Answer, count: int | None, planned_tokens: int, exact: bool) 
     """What is wrong with a stream that brought no error of its own; None if nothing."""
     if answer.finish_reason is None:
         return "truncated", f"the stream ended without a finish reason after {len(answer.times_ns)} messages"
+    if answer.finish_reason in _GIVEN_UP:
+        ended = f"the server ended the answer with finish reason '{answer.finish_reason}'"
+        return "aborted", f"{ended} after {len(answer.times_ns)} messages"
     if count is None:
         return "no_usage", "the server reported no usage: the number of tokens is unknown"
     if count == 0 or not answer.times_ns:

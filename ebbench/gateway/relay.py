@@ -15,6 +15,7 @@ import msgspec
 
 from ebbench.dispatch import EndForward
 from ebbench.gateway.desk import Desk, RefusedError
+from ebbench.gateway.events import WholeLines
 from ebbench.gateway.metrics import GatewayMetrics
 from ebbench.gateway.prompts import read_ask
 from ebbench.gateway.settings import GatewaySettings
@@ -174,6 +175,7 @@ class Relay:
         await send({"type": "http.response.start", "status": response.status_code, "headers": headers})
         stream = cast(AsyncIterator[bytes], response.stream)
         outcome = "ok" if response.status_code < 400 else f"http_{response.status_code}"
+        lines = WholeLines() if _carries_events(response) else None
         first = True
         try:
             async for data in stream:
@@ -182,12 +184,16 @@ class Relay:
                     self._desk.first_token(key)
                 if self._infer:
                     self._note_message(upstream)
-                await send({"type": "http.response.body", "body": data, "more_body": True})
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+                passed = data if lines is None else lines.feed(data)
+                if passed:
+                    await send({"type": "http.response.body", "body": passed, "more_body": True})
+            rest = b"" if lines is None else lines.rest()
+            await send({"type": "http.response.body", "body": rest, "more_body": False})
         except httpx.TransportError as error:
             outcome = "broken"
             self._upstreams.broke(upstream)
-            await self._break_off(response, upstream, error, send)
+            if lines is not None:
+                await _break_off(upstream, error, send)
         except asyncio.CancelledError:
             outcome = "abandoned"
             raise
@@ -195,18 +201,26 @@ class Relay:
             self._metrics.answers.labels(upstream.url, outcome).inc()
             await response.aclose()
 
-    async def _break_off(self, response: httpx.Response, upstream: Upstream, error: Exception, send: Send) -> None:
-        """Tell the client of a stream why it ends; the missing end of the body tells everyone else."""
-        if response.headers.get("content-type", "").startswith("text/event-stream"):
-            frame = error_body(f"upstream {upstream.url} broke off: {error}", 502)
-            data = b"data: " + frame + b"\n\n"
-            await send({"type": "http.response.body", "body": data, "more_body": True})
-
     def _note_message(self, upstream: Upstream) -> None:
         duration_ns = upstream.bursts.message(time.monotonic_ns())
         if duration_ns is not None:
             self._metrics.passes.labels(upstream.url).inc()
             self._desk.end_forward(EndForward(upstream.index, duration_ns, goes_on=True, generates=True))
+
+
+def _carries_events(response: httpx.Response) -> bool:
+    """Whether the body is an event stream that something can be added to."""
+    headers = response.headers
+    fixed = "content-length" in headers or "content-encoding" in headers
+    return headers.get("content-type", "").startswith("text/event-stream") and not fixed
+
+
+async def _break_off(upstream: Upstream, error: Exception, send: Send) -> None:
+    """Tell the client of a stream why it ends; the missing end of the body tells everyone else."""
+    frame = error_body(f"upstream {upstream.url} broke off: {error}", 502)
+    # A line that was whole, or too long to be held, may be with the client without the blank line that ends its event.
+    data = b"\n\ndata: " + frame + b"\n\n"
+    await send({"type": "http.response.body", "body": data, "more_body": True})
 
 
 def error_body(message: str, status: int) -> bytes:

@@ -83,7 +83,7 @@ class _Wire(Wire):
         if self.transport is None:
             raise httpx.RemoteProtocolError("the connection was closed at once")
         self.untouched = True
-        reply = self._reply = _Reply(self)
+        reply = self._reply = _Reply(self, bodyless=request.method == "HEAD")
         lines = [b"%b %b HTTP/1.1" % (request.method.encode(), request.url.raw_path)]
         lines += [b"%b: %b" % header for header in request.headers.raw]
         self.transport.write(b"\r\n".join(lines) + b"\r\n\r\n" + body)
@@ -120,13 +120,16 @@ class _Wire(Wire):
 
 
 class _Reply(httpx.AsyncByteStream):
-    """A response as it comes; iterating gives what came since the last time, undivided."""
+    """A response as it comes; iterating gives what came since the last time, undivided.
 
-    def __init__(self, wire: _Wire) -> None:
+    ``bodyless``: it ends with its headers, whatever they say of a body, as the answer to a HEAD request does.
+    """
+
+    def __init__(self, wire: _Wire, *, bodyless: bool) -> None:
         self.head: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.status = 0
         self.headers: list[tuple[bytes, bytes]] = []
-        self._wire = wire
+        self._wire, self._bodyless = wire, bodyless
         self._parser = httptools.HttpResponseParser(self)
         self._parts: list[bytes] = []
         self._size = 0
@@ -191,11 +194,16 @@ class _Reply(httpx.AsyncByteStream):
             self.headers = []
         elif not self.head.done():
             self.head.set_result(None)
+            if self._bodyless:
+                # The parser cannot be told and waits for a body: neither it nor the connection is used again.
+                self._complete = True
+                self._wire.complete(keep_alive=False)
 
     def on_body(self, data: bytes) -> None:
         """Called by the parser."""
-        self._parts.append(data)
-        self._size += len(data)
+        if not self._complete:
+            self._parts.append(data)
+            self._size += len(data)
 
     def on_message_complete(self) -> None:
         """Called by the parser."""

@@ -32,8 +32,6 @@ class BarrierUnit(Instance):
             return None
         self.needed_s = 0.0
         step = self._schedule(now_ns)
-        if step.empty and self._controller is not None and not step.preempted:
-            step = self._schedule(now_ns)  # the policy may do better at once, as in Instance.wake
         return None if step.empty else step
 
     def start(self, step: Step, start_ns: int, end_ns: int) -> None:

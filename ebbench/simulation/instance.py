@@ -116,8 +116,8 @@ class Instance(PhasedScheduler):
                 step = self._schedule(now_ns)
                 self._queue.append(step)
                 if step.empty and all(queued.empty for queued in self._queue):
-                    # Nothing in flight and nothing scheduled. The policy may do better at once (a prefill without
-                    # KV blocks is followed by a decode); after that only an arrival can help.
+                    # Nothing in flight and nothing scheduled. A prompt that preempted itself fits now; after that
+                    # only an arrival can help.
                     self._queue.clear()
                     fruitless += 1
                     if fruitless > 1:

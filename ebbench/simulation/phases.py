@@ -45,9 +45,11 @@ class PhasedScheduler(Scheduler):
         decision = self._decided or controller.decide(view)
         self._decided = None
         self._follow(step, decision, prefilling)
-        self._preempted = len(step.preempted)
         if decision.phase == "prefill" and step.empty:
             controller.prefill_blocked(view)
+            if view.decoding and not step.preempted:
+                self._follow(step, controller.decide(view), prefilling)
+        self._preempted = len(step.preempted)
 
     def _follow(self, step: Step, decision: Decision, prefilling: int) -> None:
         step.mode, step.k, step.n_limit = decision.mode, decision.k, decision.n_limit

@@ -64,7 +64,7 @@ class AdaptiveThreshold:
         self._prompts += 1
 
     def on_finish(self, output_tokens: int) -> None:
-        """A request ended by itself after that many output tokens (aborted ones say nothing about lengths)."""
+        """A request left its slot after that many output tokens: what refills wait for, whatever the reason."""
         self._hazard.observe(output_tokens)
         self._batch_count += 1
         self._batch_tokens += output_tokens

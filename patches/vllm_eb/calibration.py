@@ -86,6 +86,8 @@ class Calibration:
     def __post_init__(self) -> None:
         for name in ("alpha_p", "beta_p", "alpha_d", "beta_d"):
             _cost(name, getattr(self, name))
+        if self.alpha_d == 0.0:
+            raise CalibrationError("alpha_d must be above 0: thresholds are ratios to a decode step's fixed cost")
         if self.alpha_mb is not None:
             _cost("alpha_mb", self.alpha_mb)
         _number("margin", self.margin)

@@ -6,6 +6,8 @@
 | requests admitted while paused | none | none | those that hold KV blocks |
 | ``long_prefill_token_threshold`` (vLLM's own affair) | holds for everyone | not for a request alone | as 0.31 |
 | ``prefill_schedule_interval`` above 1, refused here | data parallel ranks | as 0.29 | 0.33: every engine |
+| LoRA (a request waits for its adapter) | refused: cannot be told | as 0.32 | one can say so on admission |
+| requests that ask for nothing yet | ``skipped_waiting`` | ``deferred_waiting`` | as 0.31 |
 """
 
 from __future__ import annotations
@@ -24,10 +26,24 @@ def limit_name(scheduler: Any) -> str:
 def waiting(scheduler: Any) -> int:
     """Requests that could be admitted, preempted ones included.
 
-    Streaming sessions that wait for their user hold KV blocks and a place in the queue, but ask for nothing.
+    Streaming sessions that wait for their user hold KV blocks and a place in the queue, but ask for nothing; nor do
+    answers whose grammar is still being compiled.
     """
     queued: int = scheduler.get_request_counts()[1]
-    return queued - getattr(scheduler, "num_waiting_for_streaming_input", 0)
+    put_off = scheduler.deferred_waiting if hasattr(scheduler, "deferred_waiting") else scheduler.skipped_waiting
+    return queued - idle_sessions(scheduler) - sum(map(_lacks_grammar, put_off))
+
+
+def idle_sessions(scheduler: Any) -> int:
+    """Streaming sessions that wait for their user: not running, but vLLM counts them against the limit."""
+    return int(scheduler.num_waiting_for_streaming_input)
+
+
+def _lacks_grammar(request: Any) -> bool:
+    if request.status.name != "WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR":
+        return False
+    wanted = request.structured_output_request
+    return wanted is None or wanted.grammar is None
 
 
 def paused(scheduler: Any) -> bool:
@@ -60,18 +76,34 @@ def refuse_reordering(scheduler: Any, wanted: bool) -> None:
         )
 
 
-def refuse_unsupported(vllm_config: Any, *, only_records: bool = False) -> None:
+def asks_on_admission(scheduler: type) -> bool:
+    """Whether a subclass can say of a request that it has to wait."""
+    return hasattr(scheduler, "_handle_blocked_waiting_request")
+
+
+def refuse_unsupported(vllm_config: Any, *, only_records: bool = False, holds_adapters: bool = True) -> None:
     """Raise ConfigError for settings under which exclusive phases would be wrong or meaningless.
 
-    ``only_records``: vLLM's own rules decide, so those may be any.
+    ``only_records``: vLLM's own rules decide, so those may be any. ``holds_adapters``: see :func:`asks_on_admission`.
     """
-    interval = getattr(vllm_config.scheduler_config, "prefill_schedule_interval", 1)
-    held = (interval > 1 and not only_records, "--prefill-schedule-interval (vLLM, too, would say when prompts come)")
-    for found, what in (held, *_problems(vllm_config)):
+    problems = _problems(vllm_config)
+    if not only_records:
+        problems += _problems_of_phases(vllm_config, holds_adapters)
+    for found, what in problems:
         if found:
             raise ConfigError(
                 f"vllm_eb cannot be combined with {what}: switch that off, or leave --scheduler-cls out (policy v1)"
             )
+
+
+def _problems_of_phases(config: Any, holds_adapters: bool) -> list[tuple[bool, str]]:
+    scheduling = config.scheduler_config
+    interval, watermark = getattr(scheduling, "prefill_schedule_interval", 1), getattr(scheduling, "watermark", 0.0)
+    return [
+        (interval > 1, "--prefill-schedule-interval (vLLM, too, would say when prompts come)"),
+        (watermark > 0, "--watermark (with decodes set aside, vLLM would take the engine for empty and ignore it)"),
+        (config.lora_config is not None and not holds_adapters, "LoRA on vLLM before 0.31"),
+    ]
 
 
 def _problems(config: Any) -> list[tuple[bool, str]]:

@@ -5,9 +5,10 @@
     --additional-config '{"vllm_eb": {"policy": "ebplus", "calibration": "/etc/gpu.json", "record": "/var/log/eb"}}'
 
 ``policy``: a policy string, or a mapping with ``kind`` and its settings. ``calibration``: the cost coefficients, inline
-or as the path of a JSON file; the policies ``eb`` (without a fixed k or theta) and ``ebplus`` need them. ``record``: a
-directory for step and decision records; absent means no recording. ``signals``: a ZeroMQ endpoint (tcp://HOST:PORT)
-on which the end of every forward pass is published, for ``ebbench gateway --signals``; rank r adds r to the port.
+or as the path of a JSON file; the policies ``eb`` (without a fixed k or theta), ``ebplus`` and ``marginal`` need them.
+``record``: a directory for step and decision records, of rank r above 0 in its folder ``rank-r``; absent means no
+recording. ``signals``: a ZeroMQ endpoint (tcp://HOST:PORT) on which the end of every forward pass is published, for
+``ebbench gateway --signals``; rank r adds r to the port.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ class Controller:
             self._marginal.on_resume()
 
     def on_finish(self, output_tokens: int) -> None:
-        """A request ended by itself. Aborted requests are not reported."""
+        """A request left its slot after that many output tokens, one or more, by itself or aborted."""
         self._adaptive.on_finish(output_tokens)
         if self._marginal is not None:
             self._marginal.on_finish()
@@ -127,7 +127,7 @@ class Controller:
         return self._decision(view)
 
     def prefill_blocked(self, view: View) -> None:
-        """The prefill step just decided on could schedule nothing: the next one decodes, completions free blocks."""
+        """The prefill step just decided on could schedule nothing: ask again, for completions free blocks."""
         self._blocked = True
         self._enter("decode", view, "no KV blocks for a prefill")
 
@@ -168,7 +168,8 @@ class Controller:
         return min(max(expected_share + GATE_RESERVE, GATE_MIN), GATE_MAX)
 
     def _idle(self, view: View) -> int:
-        slots = self._limit() - view.decoding - view.prefilling
+        active = view.decoding + view.prefilling
+        slots = min(self._limit(), self._max_num_seqs - view.idle_sessions) - active
         return slots if self._marginal is None else min(slots, math.ceil(self._marginal.prompts_that_fit(view)))
 
     def _limit(self) -> int:

@@ -18,7 +18,8 @@ class View:
     ``prefilling``: running sequences with prompt tokens left; ``waiting``: queued ones, preempted ones included.
     Blocks are KV blocks; ``free_blocks`` counts cached but unreferenced ones as free. ``oldest_wait_s``: what
     ``Controller.queue`` says of it; asked for only where ``Controller.orders_queue``.
-    ``preempted``: requests preempted since the last view.
+    ``preempted``: requests preempted since the last view. ``idle_sessions``: streaming sessions between two turns; they
+    keep their slots.
     """
 
     now_s: float
@@ -29,6 +30,7 @@ class View:
     free_blocks: int
     oldest_wait_s: float = 0.0
     preempted: int = 0
+    idle_sessions: int = 0
 
 
 @dataclass(frozen=True, slots=True)

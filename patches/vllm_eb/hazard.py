@@ -95,8 +95,8 @@ class CensoredHazard:
     Between two calls of ``estimate`` the requests that made their t-th token number
     ``#(completed, O >= t) + #(running now, age >= t) - #(running before, age >= t)``; no identities are needed. Events
     over that exposure are unbiased at every t, whatever the arrivals do (delayed entry and right censoring).
-    The window reaches back to the newest call that leaves at least ``window`` completions. An aborted request counts
-    for nothing after it, but what it generated before the window's start is missed: many aborts raise the estimate.
+    The window reaches back to the newest call that leaves at least ``window`` completions. A request that leaves
+    without having been observed counts for nothing after it, but what it generated before the window's start is missed.
     """
 
     def __init__(self, window: int = 500, min_samples: int = 30) -> None:

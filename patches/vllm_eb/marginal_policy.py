@@ -67,7 +67,7 @@ class MarginalPolicy:
         self._room.admitted()
 
     def on_finish(self) -> None:
-        """A request ended by itself."""
+        """A request left its slot."""
         self._answers.ended()
         self._room.ended()
 

@@ -13,6 +13,7 @@ frame after a kill. Frames are lists whose first item says what they are; all ti
 
 from __future__ import annotations
 
+import logging
 import os
 import queue
 import struct
@@ -30,6 +31,7 @@ from vllm_eb.decisions import Record
 SHARD_STEPS = 4096
 FLUSH_EVERY_S = 0.5
 _LENGTH = struct.Struct("<I")
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -99,6 +101,7 @@ class Recorder:
                     last_flush = time.monotonic()
         except OSError as error:  # disk full: serving goes on, the record ends here
             self.failure = error
+            logger.error("vllm_eb: the record in %s ends here: %s", self._folder, error)
         finally:
             if self._file is not None:
                 self._file.close()
@@ -147,6 +150,11 @@ class Recorder:
     def _flush(self) -> None:
         if self._file is not None:
             self._file.flush()
+
+
+def folder_of_rank(folder: Path, rank: int) -> Path:
+    """Where data-parallel rank ``rank`` records: ranks share their settings, but number their steps each from 0."""
+    return folder if rank == 0 else folder / f"rank-{rank}"
 
 
 def _next_shard(folder: Path) -> int:

@@ -59,7 +59,7 @@ class KvRoom:
         self._admitted_since_raise = True
 
     def ended(self) -> None:
-        """An answer ended by itself: the reserve shrinks."""
+        """An answer ended: the reserve shrinks."""
         self._reserve_share = max(self._reserve_share - RESERVE_DECREASE / self._active, 0.0)
 
     def observe(self, active: int, preempted: int) -> None:

@@ -8,9 +8,9 @@ prefill  only requests with prompt tokens left are in ``running``; the limit is 
 decode   only decoders are in ``running``; the limit equals their number, so nothing is admitted
 mixed    nothing is touched
 
-Requests set aside keep their KV blocks and their place. A prefill step for which there are no KV blocks comes out
-empty, and the next one decodes. The rules of admission, chunking, prefix caching and preemption are vLLM's and are not
-repeated here.
+Requests set aside keep their KV blocks and their place. Where a prefill step comes out empty, as there are no KV blocks
+for it, a decode step takes its place. The rules of admission, chunking, prefix caching and preemption are vLLM's and
+are not repeated here.
 """
 
 from __future__ import annotations
@@ -29,12 +29,18 @@ from vllm_eb import compat
 from vllm_eb.config import PluginConfig, parse_config
 from vllm_eb.controller import Controller
 from vllm_eb.decisions import Decision, View
-from vllm_eb.recorder import Recorder, StepRecord
+from vllm_eb.recorder import Recorder, StepRecord, folder_of_rank
 from vllm_eb.signals import PassClock, SignalPublisher
 
 logger = init_logger(__name__)
 
-_OWN_ENDS = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
+# Stop strings are found by vLLM's front end, which then aborts; and a client that leaves frees its slot as well.
+_ENDS = (
+    RequestStatus.FINISHED_STOPPED,
+    RequestStatus.FINISHED_LENGTH_CAPPED,
+    RequestStatus.FINISHED_REPETITION,
+    RequestStatus.FINISHED_ABORTED,
+)
 
 
 class _Phases(Scheduler):  # type: ignore[misc]
@@ -44,12 +50,17 @@ class _Phases(Scheduler):  # type: ignore[misc]
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         config = parse_config(vllm_config.additional_config)
-        compat.refuse_unsupported(vllm_config, only_records=config.policy.kind == "v1")
+        compat.refuse_unsupported(
+            vllm_config,
+            only_records=config.policy.kind == "v1",
+            holds_adapters=compat.asks_on_admission(Scheduler),
+        )
         super().__init__(vllm_config, *args, **kwargs)
         self._limit_name = compat.limit_name(self)
         self._total_blocks = compat.usable_blocks(self)
         self._clock: Callable[[], float] = time.monotonic
         self._prefilling: list[Request] = []  # running requests with prompt tokens left, in running order
+        self._set_aside: list[Request] = []  # from the step being scheduled; others may be among them
         self._steps = 0
         self._preempted = 0  # in the last step
         self._in_flight: deque[tuple[Any, StepRecord]] = deque()
@@ -59,8 +70,9 @@ class _Phases(Scheduler):  # type: ignore[misc]
         # When each request came, where the policy orders the queue by it.
         self._seen_s: dict[str, float] | None = {} if self.controller and self.controller.orders_queue else None
         compat.refuse_reordering(self, self._seen_s is not None)
-        self._recorder = self._make_recorder(config)
-        self._passes = _make_passes(config, vllm_config.parallel_config)
+        rank = int(getattr(vllm_config.parallel_config, "data_parallel_rank", 0) or 0)
+        self._recorder = self._make_recorder(config, rank)
+        self._passes = _make_passes(config, rank)
         kind = "asynchronous" if isinstance(self, AsyncScheduler) else "synchronous"
         logger.info(
             "vllm_eb schedules: policy %s, %d KV blocks, %s scheduling", config.policy.name, self._total_blocks, kind
@@ -79,10 +91,11 @@ class _Phases(Scheduler):  # type: ignore[misc]
         controller.follow_ages(lambda: [request.num_output_tokens for request in self.running])
         return controller
 
-    def _make_recorder(self, config: PluginConfig) -> Recorder | None:
+    def _make_recorder(self, config: PluginConfig, rank: int) -> Recorder | None:
         if config.record is None:
             return None
-        return Recorder(config.record, {"policy": config.policy.name, "kv_blocks_total": self._total_blocks})
+        folder = folder_of_rank(config.record, rank)
+        return Recorder(folder, {"policy": config.policy.name, "kv_blocks_total": self._total_blocks})
 
     def use_clock(self, now_s: Callable[[], float]) -> None:
         """Take time from elsewhere (virtual time)."""
@@ -120,11 +133,14 @@ class _Phases(Scheduler):  # type: ignore[misc]
             free_blocks=compat.free_blocks(self),
             oldest_wait_s=self._order_queue(self.controller) if self._seen_s is not None else 0.0,
             preempted=self._preempted,
+            idle_sessions=compat.idle_sessions(self),
         )
 
     def add_request(self, request: Request) -> None:
         """vLLM's own; notes when the request came, where the policy has a target for the first token."""
         super().add_request(request)
+        if request.request_id not in self.requests:  # it was the end of a streaming session
+            return
         if self._passes is not None:
             self._passes.received += 1
         if self._seen_s is not None:
@@ -156,8 +172,11 @@ class _Phases(Scheduler):  # type: ignore[misc]
             return self._decode_step(args, kwargs)
         output = self._partial_step(list(self._prefilling), decision.running_limit - view.decoding, args, kwargs)
         if not output.total_num_scheduled_tokens and self.controller is not None:
-            # An empty step costs no time: the engine core asks again at once, or when the step in flight has ended.
             self.controller.prefill_blocked(view)
+            if view.decoding and not output.preempted_req_ids:
+                # vLLM would take an empty step for one in flight, and sleep after it.
+                instead = self._under(self.controller.decide(view), view, args, kwargs)
+                return _with_news(instead, output)
         return output
 
     def _decode_step(self, args: Any, kwargs: Any) -> Any:
@@ -172,13 +191,24 @@ class _Phases(Scheduler):  # type: ignore[misc]
         everyone, shown = self.running, len(visible)
         usual_limit = getattr(self, self._limit_name)
         self.running = visible
-        setattr(self, self._limit_name, limit)
+        setattr(self, self._limit_name, min(limit + compat.idle_sessions(self), usual_limit))
+        if visible is not everyone:
+            self._set_aside = everyone
         try:
             return super().schedule(*args, **kwargs)
         finally:
             setattr(self, self._limit_name, usual_limit)
+            self._set_aside = []
             if visible is not everyone:
                 self.running = _merged(everyone, self.running, shown)
+
+    def _handle_blocked_waiting_request(self, request: Request) -> bool:
+        """vLLM's own, of a request about to be admitted; and whether its LoRA adapter fits beside those set aside."""
+        ready: bool = super()._handle_blocked_waiting_request(request)
+        if not ready or self.lora_config is None or request.lora_request is None or not self._set_aside:
+            return ready
+        running = {r.lora_request.lora_int_id for r in (*self._set_aside, *self.running) if r.lora_request}
+        return request.lora_request.lora_int_id in running or len(running) < self.lora_config.max_loras
 
     def _note_admissions(self, output: Any) -> list[str]:
         """Tell the controller who was admitted; returns their ids."""
@@ -200,7 +230,7 @@ class _Phases(Scheduler):  # type: ignore[misc]
         return admitted
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
-        if self.controller is not None and request.status in _OWN_ENDS:
+        if self.controller is not None and request.status in _ENDS and request.num_output_tokens:
             self.controller.on_finish(request.num_output_tokens)
         if self._seen_s is not None:
             self._seen_s.pop(request.request_id, None)
@@ -263,11 +293,17 @@ class _Phases(Scheduler):  # type: ignore[misc]
         super().shutdown()
 
 
-def _make_passes(config: PluginConfig, parallel: Any) -> PassClock | None:
+def _make_passes(config: PluginConfig, rank: int) -> PassClock | None:
     if config.signals is None:
         return None
-    rank = int(getattr(parallel, "data_parallel_rank", 0) or 0)
     return PassClock(SignalPublisher(config.signals, rank), rank)
+
+
+def _with_news(output: Any, empty: Any) -> Any:
+    """``output`` with what workers were to be told by an ``empty`` one before it."""
+    output.finished_req_ids |= empty.finished_req_ids
+    output.free_encoder_mm_hashes = [*empty.free_encoder_mm_hashes, *output.free_encoder_mm_hashes]
+    return output
 
 
 def _merged(everyone: list[Request], after: list[Request], shown: int) -> list[Request]:

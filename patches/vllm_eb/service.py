@@ -44,7 +44,7 @@ class AnswerLength:
             memory.tokens += seqs
 
     def ended(self) -> None:
-        """An answer ended by itself."""
+        """An answer ended."""
         for memory in self._memories:
             memory.end()
 

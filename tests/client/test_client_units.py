@@ -106,6 +106,26 @@ def test_an_error_at_the_top_level_of_a_message_is_an_error() -> None:
     assert harmless.error_class is None
 
 
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("usage", ['{"prompt_tokens":5,"completion_tokens":1}', "null"])
+@pytest.mark.parametrize("reason", ["abort", "error"])
+def test_an_answer_the_server_gave_up_is_failed(reason: str, usage: str, exact: bool) -> None:
+    answer = Answer(chat=False, keep_text=False)
+    choice = f'{{"text":"a","finish_reason":"{reason}"}}'
+    answer.feed(f'data: {{"choices":[{choice}],"usage":{usage}}}\n\ndata: [DONE]\n\n'.encode(), 1)
+    verdict = settle(answer, 1, exact)
+    assert (verdict.status, verdict.error_class) == ("failed", "aborted")
+    assert verdict.error_body == f"the server ended the answer with finish reason '{reason}' after 1 messages"
+
+
+@pytest.mark.parametrize("reason", ["stop", "length", "tool_calls"])
+def test_any_other_finish_reason_is_an_end(reason: str) -> None:
+    answer = Answer(chat=False, keep_text=False)
+    answer.feed(b'data: {"choices":[{"text":"a","finish_reason":"%b"}]}\n\n' % reason.encode(), 1)
+    answer.feed(b'data: {"usage":{"completion_tokens":1}}\n\n', 2)
+    assert settle(answer, 5, exact=False).status == "ok"
+
+
 @pytest.mark.parametrize(
     ("times", "empty", "count", "expected", "bundled"),
     [

@@ -47,6 +47,7 @@ def test_wrong_settings_stop_the_engine_with_a_clear_message(config: dict[str, A
         ("", "kv_transfer_config", object(), "a KV connector"),
         ("model_config", "runner_type", "pooling", "pooling models"),
         ("scheduler_config", "prefill_schedule_interval", 4, "--prefill-schedule-interval"),
+        ("scheduler_config", "watermark", 0.01, "--watermark"),
     ],
 )
 def test_what_cannot_be_combined_is_refused(section: str, setting: str, value: object, named: str) -> None:
@@ -58,8 +59,9 @@ def test_what_cannot_be_combined_is_refused(section: str, setting: str, value: o
         speculative_config=None,
         kv_transfer_config=None,
         ec_transfer_config=None,
+        lora_config=None,
         parallel_config=SimpleNamespace(pipeline_parallel_size=1),
-        scheduler_config=SimpleNamespace(prefill_schedule_interval=1),
+        scheduler_config=SimpleNamespace(prefill_schedule_interval=1, watermark=0.0),
         model_config=SimpleNamespace(runner_type="generate", is_diffusion=False, is_encoder_decoder=False),
     )
     refuse_unsupported(config)

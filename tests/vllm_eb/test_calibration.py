@@ -31,7 +31,7 @@ calibrations = st.builds(
     Calibration,
     costs,
     costs,
-    costs,
+    st.floats(0.0, 10.0, exclude_min=True),
     costs,
     mixed=st.none() | mixed_costs,
     alpha_mb=st.none() | costs,
@@ -43,6 +43,12 @@ calibrations = st.builds(
 @given(calibrations)
 def test_json_round_trip(calibration: Calibration) -> None:
     assert calibration_from_json(calibration_to_json(calibration)) == calibration
+
+
+def test_a_decode_step_costs_something_whatever_is_in_it() -> None:
+    """Thresholds are ratios to it."""
+    with pytest.raises(CalibrationError, match="alpha_d must be above 0"):
+        Calibration(alpha_p=0.1, beta_p=0.1, alpha_d=0.0, beta_d=0.1)
 
 
 @pytest.mark.parametrize("bad", [-1e-9, math.nan, math.inf, "0.1", None, True])

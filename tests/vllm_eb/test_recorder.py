@@ -8,7 +8,7 @@ import pytest
 
 from vllm_eb import recorder
 from vllm_eb.decisions import Record
-from vllm_eb.recorder import Recorder, StepRecord, read_frames
+from vllm_eb.recorder import Recorder, StepRecord, folder_of_rank, read_frames
 
 
 def step(number: int, scheduled: dict[str, int], prefill_tokens: int = 0) -> StepRecord:
@@ -103,3 +103,23 @@ def test_a_full_disk_ends_the_record_not_the_engine(tmp_path: Path) -> None:
     writer.close()
     writer.step(step(1, {"p": 1}))
     assert writer.failure is not None
+
+
+def test_ranks_that_share_their_settings_record_apart(tmp_path: Path) -> None:
+    writers = [Recorder(folder_of_rank(tmp_path, rank), {"rank": rank}) for rank in range(3)]
+    for rank, writer in enumerate(writers):
+        writer.step(step(rank, {"p": 1}))
+        writer.close()
+    heads = [frames(folder_of_rank(tmp_path, rank))[0] for rank in range(3)]
+    assert [head[1]["rank"] for head in heads] == [0, 1, 2]  # type: ignore[index]
+    assert folder_of_rank(tmp_path, 0) == tmp_path
+
+
+def test_a_record_that_ends_early_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    writer = Recorder(tmp_path, {})
+    (tmp_path / "000001.msgpack").write_bytes(b"of somebody else")
+    for number in range(recorder.SHARD_STEPS + 1):
+        writer.step(step(number, {"p": 1}))
+    writer.close()
+    assert writer.failure is not None
+    assert "the record in" in caplog.text

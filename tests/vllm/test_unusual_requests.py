@@ -1,0 +1,227 @@
+"""Requests that are more than a prompt and a length: adapters, grammars, streaming sessions, stop strings.
+
+Driven through the real engine core on the emulated device; vLLM's own scheduler (``stock``) is the measure.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from emulation import CALIBRATION, TestCost
+
+from ebbench.engines.base import EngineOptions
+from vllm_eb.config import SCHEDULER, additional_config
+from vllm_eb.policy import parse_policy
+
+pytestmark = pytest.mark.vllm
+
+PHASED = ("v0", "deferred:k=2", "eb:theta=0.3", "ebplus:margin=-1,sticky=-1,update_every=2,min_samples=2", "marginal")
+POLICIES = (*PHASED, "cadence:every=4", "stock")
+
+
+@dataclass
+class Engine:
+    """The real core under a policy; ``outputs`` is what every schedule() came to."""
+
+    policy: str
+    blocks: int = 400
+    seqs: int = 16
+    budget: int = 200
+    asynchronous: bool = True
+    outputs: list[Any] = field(default_factory=list)
+    idle_decoders: int = 0  # schedule() calls that came out empty beside decoding requests
+    tokens: Counter[str] = field(default_factory=Counter)
+    ended: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        from ebbench.engines.emulated_core import VirtualClock, build_core
+
+        options = EngineOptions(
+            max_num_seqs=self.seqs, max_num_batched_tokens=self.budget, block_size=4, enable_prefix_caching=False,
+            async_scheduling=self.asynchronous,
+        )  # fmt: skip
+        plugin = self.policy != "stock"
+        config = additional_config(parse_policy(self.policy), CALIBRATION) if plugin else {}
+        self.core: Any = build_core(self.blocks, options, SCHEDULER if plugin else None, config)
+        self.scheduler = self.core.scheduler
+        self.clock, self.streams = VirtualClock(), dict[str, list[int]]()
+        self.core.model_executor.attach(self.clock, TestCost(), self.streams)
+        self.core.model_executor.on_step = self.core.model_executor.on_preempted = lambda *_: None
+        if plugin:
+            self.scheduler.use_clock(self.clock.now_s)
+        self._schedule, self.scheduler.schedule = self.scheduler.schedule, self._watched
+        # Grammars and their masks are not what is looked at.
+        self.scheduler.structured_output_manager.accept_tokens = lambda *_: True
+        self.scheduler.get_grammar_bitmask = lambda *_: None
+
+    def _watched(self, *args: Any, **kwargs: Any) -> Any:
+        decoding = any(not request.is_prefill_chunk for request in self.scheduler.running)
+        output = self._schedule(*args, **kwargs)
+        self.outputs.append(output)
+        self.idle_decoders += decoding and not output.total_num_scheduled_tokens
+        return output
+
+    def make(self, name: str, prompt: int, output: int, **more: Any) -> Any:
+        from ebbench.engines.emulated_core import make_request
+
+        self.streams[name] = [(len(self.streams) + place) % 250 for place in range(prompt + output)]
+        request = make_request(self.core, name, self.streams[name][:prompt], output)
+        for key, value in more.items():
+            setattr(request, key, value)
+        return request
+
+    def add(self, name: str, prompt: int, output: int, **more: Any) -> Any:
+        request = self.make(name, prompt, output, **more)
+        self.core.add_request(request)
+        return request
+
+    def turn(self) -> None:
+        if not (self.scheduler.has_requests() or self.core.batch_queue):
+            return
+        for batch in (self.core.step_fn()[0] or {}).values():
+            for output in batch.outputs:
+                self.tokens[output.request_id] += len(output.new_token_ids)
+                if output.finish_reason is not None:
+                    self.ended.add(output.request_id)
+
+    def run(self, turns: int) -> int:
+        """Turns until no request is left, at most ``turns``."""
+        for done in range(turns):
+            if not self.scheduler.requests and not self.core.batch_queue:
+                return done
+            self.turn()
+        return turns
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_no_step_holds_more_adapters_than_the_device_has_slots_for(policy: str, asynchronous: bool) -> None:
+    engine = Engine(policy, asynchronous=asynchronous, budget=64, seqs=8)
+    engine.scheduler.lora_config = SimpleNamespace(max_loras=2)
+    adapters = [SimpleNamespace(lora_int_id=number, lora_name=f"a{number}", lora_path="/x") for number in (1, 2, 3)]
+    named: dict[str, int] = {}
+    for number in range(18):
+        adapter = adapters[number % 3]
+        named[f"r{number}"] = adapter.lora_int_id
+        engine.add(f"r{number}", 20, 5 + 3 * number, lora_request=adapter)
+    engine.run(4000)
+    assert engine.ended == set(named)
+    assert max(len({named[name] for name in output.num_scheduled_tokens}) for output in engine.outputs) == 2
+
+
+def grammar_pending(engine: Engine) -> SimpleNamespace:
+    """Add a request that waits for its grammar; setting ``grammar`` of what is returned makes it ready."""
+    from vllm.v1.request import RequestStatus
+
+    wanted = SimpleNamespace(grammar=None)
+    request = engine.make("g", 20, 5, structured_output_request=wanted)
+    request.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+    engine.scheduler.add_request(request)
+    return wanted
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_grammar_being_compiled_holds_nobody_up_and_is_served_once_ready(policy: str) -> None:
+    engine = Engine(policy)
+    wanted = grammar_pending(engine)
+    for number in range(4):
+        engine.add(f"r{number}", 20, 100)
+    for _ in range(60):
+        engine.turn()
+    assert min(engine.tokens[f"r{number}"] for number in range(4)) > 40
+    assert engine.idle_decoders == 0
+    wanted.grammar = object()
+    engine.run(1000)
+    assert engine.ended == {"g", "r0", "r1", "r2", "r3"}
+
+
+def test_cadence_keeps_its_interval_beside_a_request_that_cannot_start() -> None:
+    engine = Engine("cadence:every=8", asynchronous=False)
+    grammar_pending(engine)
+    for turn in range(64):
+        if turn % 3 == 0:
+            engine.add(f"r{turn}", 20, 30)
+        engine.turn()
+    prefills = [
+        place for place, output in enumerate(engine.outputs) if any(n > 1 for n in output.num_scheduled_tokens.values())
+    ]
+    assert prefills == list(range(0, 64, 8))
+
+
+@pytest.mark.parametrize("sessions", [1, 3])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_streaming_sessions_between_two_turns_leave_room_for_others(policy: str, sessions: int) -> None:
+    engine = Engine(policy, seqs=4)
+    for number in range(sessions):
+        engine.add(f"s{number}", 20, 5, resumable=True)
+    for _ in range(60):
+        engine.turn()
+    assert engine.scheduler.num_waiting_for_streaming_input == sessions
+    for number in range(3):
+        engine.add(f"r{number}", 20, 5)
+    for _ in range(80):
+        engine.turn()
+    assert engine.ended >= {"r0", "r1", "r2"}
+
+
+def test_the_end_of_a_streaming_session_leaves_nothing_behind() -> None:
+    engine = Engine("marginal:ttft=1")
+    for number in range(5):
+        engine.add(f"s{number}", 20, 5, resumable=True)
+        for _ in range(30):
+            engine.turn()
+        end = engine.make(f"s{number}", 1, 1)
+        end.resumable = False
+        engine.core.add_request(end)
+        engine.run(10)
+    assert not engine.scheduler.requests
+    assert engine.scheduler._seen_s == {}
+
+
+@pytest.mark.parametrize("policy", PHASED)
+def test_with_the_kv_cache_full_decodes_go_on_in_every_step(policy: str) -> None:
+    """An empty step beside running requests costs the engine its overlap and a millisecond."""
+    engine = Engine(policy, blocks=120)
+    for number in range(40):
+        engine.add(f"r{number}", 60, 100)
+    engine.run(6000)
+    assert len(engine.ended) == 40
+    assert engine.idle_decoders <= 3 * sum(bool(output.preempted_req_ids) for output in engine.outputs) + 8
+    assert sum(not output.total_num_scheduled_tokens for output in engine.outputs) < 0.05 * len(engine.outputs)
+
+
+def clients(policy: str, requests: int, *, stopped: bool) -> tuple[Engine, float]:
+    """48 clients whose answers have 20 tokens, by their length or by a stop string, which is the front end's abort.
+
+    Returns the engine and its requests per second in the second half.
+    """
+    engine = Engine(policy, blocks=1600, seqs=64, budget=512)
+    waiting: set[str] = set()
+    sent = gone = 0
+    half_s = 0.0
+    while gone < requests:
+        while len(waiting) < 48:
+            waiting.add(f"r{sent}")
+            engine.add(f"r{sent}", 30, 200 if stopped else 20)
+            sent += 1
+        engine.turn()
+        stop = {name for name in waiting if stopped and engine.tokens[name] >= 20}
+        engine.core.abort_requests(sorted(stop))
+        before, waiting = gone, waiting - stop - engine.ended
+        gone = sent - len(waiting)
+        if before < requests // 2 <= gone:
+            half_s = engine.clock.now_s()
+    return engine, requests / 2 / (engine.clock.now_s() - half_s)
+
+
+@pytest.mark.parametrize("policy", ["eb", "marginal", "marginal:tpot=0.05"])
+def test_answers_ended_by_a_stop_string_are_learned_from(policy: str) -> None:
+    _, by_length = clients(policy, 1500, stopped=False)
+    engine, by_stop = clients(policy, 1500, stopped=True)
+    assert by_stop > 0.9 * by_length  # a stopped one is decoded a step or two further
+    lengths = [record.values["mu_o"] for record in engine.scheduler.controller.drain_records()]
+    assert lengths[-1] == pytest.approx(20, rel=0.2)
