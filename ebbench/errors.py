@@ -18,12 +18,23 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 
 class EbbenchError(Exception):
     """Base of every error shown to the user as one line."""
 
     exit_code = 4
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # As Python does it, a worker's error is made anew from its message alone, which other arguments do not survive.
+        return _remade, (type(self), self.args, self.__dict__)
+
+
+def _remade(kind: type[EbbenchError], args: tuple[Any, ...], state: dict[str, Any]) -> EbbenchError:
+    error = kind.__new__(kind, *args)
+    error.__dict__.update(state)
+    return error
 
 
 class UsageError(EbbenchError):

@@ -28,13 +28,18 @@ _SHARES = tuple(round(0.02 * i, 2) for i in range(1, 50))
 
 @dataclass(frozen=True)
 class Load:
-    """Lengths in tokens, linear hazard, and how many sequences the traffic keeps open at most."""
+    """Lengths in tokens and where they are from, linear hazard, and how many requests the traffic keeps open.
+
+    ``concurrency``: at most in a closed loop, on average in an open one.
+    """
 
     mu_l: float
     mu_o: float
     p0: float
     eta: float
     concurrency: int
+    open_loop: bool = False
+    source: str = "the plan"
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,10 @@ from ebbench.analysis.statistics import Interval
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked. ``slo`` empty: throughput decides; else goodput."""
+    """What is asked. ``slo`` empty: throughput decides; else goodput. ``plan``: what plans are built from besides.
+
+    ``seeds_alike``: more seeds were asked for, but every seed gives the same plan.
+    """
 
     workload: str
     device: str
@@ -24,6 +27,7 @@ class Question:
     seeds: int
     slo: Slo
     policies: tuple[str, ...]
+    seeds_alike: bool = False
 
 
 @dataclass(frozen=True)
@@ -65,7 +69,7 @@ class Tuning:
 
 @dataclass(frozen=True)
 class Advice:
-    """The answer; ``scores`` best first."""
+    """The answer; ``scores`` best first, ``notes`` what the plan's builder has to say."""
 
     question: Question
     load: Load
@@ -76,3 +80,4 @@ class Advice:
     concurrency: Probe | None
     mix: Probe | None
     tuning: Tuning | None = None
+    notes: tuple[str, ...] = ()

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
 
+from ebbench.analysis.environment import differing_names
 from ebbench.analysis.explain import Story
 from ebbench.analysis.metrics import Metrics
 from ebbench.analysis.summary import Summary
@@ -35,9 +36,20 @@ class Group:
         return fmean(values) if values else None
 
     def spread(self, figure: Figure) -> float | None:
-        """Sample standard deviation over the runs; None for a single one."""
+        """Sample standard deviation over the runs; None for a single one and for copies."""
         values = self.values(figure)
-        return stdev(values) if values and len(values) > 1 else None
+        return stdev(values) if values and len(values) > 1 and not self.copies else None
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        """One a run."""
+        return tuple(summary.seed for summary in self.summaries)
+
+    @property
+    def copies(self) -> bool:
+        """Whether several runs agree in every figure, as repeats in virtual time do where the seed decides nothing."""
+        first, *others = self.summaries
+        return bool(others) and all(other.metrics == first.metrics for other in others)
 
     @property
     def valid(self) -> bool:
@@ -54,15 +66,17 @@ class Gain:
 
 
 def group_by_policy(summaries: Sequence[Summary], stories: Sequence[Story]) -> tuple[Group, ...]:
-    """Groups in the order in which policies first appear."""
+    """Groups in the order in which policies first appear. Stories, where given, are in the order of the summaries."""
     policies = dict.fromkeys(summary.policy for summary in summaries)
-    return tuple(
-        Group(
-            policy,
-            tuple(summary for summary in summaries if summary.policy == policy),
-            tuple(story for story in stories if story.policy == policy),
-        )
-        for policy in policies
+    return tuple(_group(policy, summaries, stories) for policy in policies)
+
+
+def _group(policy: str, summaries: Sequence[Summary], stories: Sequence[Story]) -> Group:
+    own = [summary for summary in summaries if summary.policy == policy]
+    told = [story for story in stories if story.policy == policy]
+    order = sorted(range(len(own)), key=lambda place: own[place].seed)
+    return Group(
+        policy, tuple(own[place] for place in order), tuple(told[place] for place in order if place < len(told))
     )
 
 
@@ -91,10 +105,11 @@ def gain(group: Group, baseline: Group, figure: Figure = output_throughput) -> G
     ours, theirs = group.values(figure), baseline.values(figure)
     if not ours or not theirs or min(theirs) <= 0:
         return None
-    if len(ours) != len(theirs):
+    if group.seeds != baseline.seeds:
         return Gain(fmean(ours) / fmean(theirs) - 1, None)
     ratios = [a / b - 1 for a, b in zip(ours, theirs, strict=True)]
-    return Gain(fmean(ratios), stdev(ratios) if len(ratios) > 1 else None)
+    measured = len(ratios) > 1 and not (group.copies and baseline.copies)
+    return Gain(fmean(ratios), stdev(ratios) if measured else None)
 
 
 def ranked(groups: Sequence[Group], figure: Figure = output_throughput) -> list[Group]:
@@ -105,7 +120,18 @@ def ranked(groups: Sequence[Group], figure: Figure = output_throughput) -> list[
 
 def differing(summaries: Sequence[Summary]) -> list[str]:
     """Names of the settings, other than the policy, in which the runs differ: they are not one comparison."""
-    names = ("engine", "device", "model", "workload", "scenario", "source")
-    found = [name for name in names if len({getattr(summary, name) for summary in summaries}) > 1]
-    plans = {(summary.seed, summary.plan_hash) for summary in summaries}
-    return [*found, "plan"] if len(plans) > len({seed for seed, _ in plans}) else found
+    found = differing_names([summary.environment for summary in summaries])
+    if len({summary.slo for summary in summaries if summary.slo}) > 1:
+        found.append("limits (--goodput gives all runs the same)")
+    return found + _differing_plans(summaries)
+
+
+def _differing_plans(summaries: Sequence[Summary]) -> list[str]:
+    """Every policy must have answered the same plans, one a seed."""
+    plans: dict[str, set[tuple[int, str]]] = {}
+    for summary in summaries:
+        plans.setdefault(summary.policy, set()).add((summary.seed, summary.plan_hash))
+    several = len({frozenset(seed for seed, _ in held) for held in plans.values()}) > 1
+    found = set().union(*plans.values())
+    mixed = len(found) > len({seed for seed, _ in found})
+    return ["seeds"] * several + ["plan"] * mixed

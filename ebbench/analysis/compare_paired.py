@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ebbench.analysis.gate import GATED, Pair, pair_units
-from ebbench.analysis.gate_units import FIGURES, Unit, differences, load_units
+from ebbench.analysis.environment import differences
+from ebbench.analysis.gate import GATED, Pair, losses_of, measured_somewhere, pair_units
+from ebbench.analysis.gate_units import FIGURES, Unit, load_units
 from ebbench.analysis.statistics import detectable_loss, holm, paired_t, sign_flip_p
 from ebbench.errors import DataError, UnknownNameError
 
@@ -34,11 +36,13 @@ class Contrast:
 
 @dataclass(frozen=True)
 class Contestant:
-    """A policy with its figures against the baseline; ``pairs`` are those it was compared on."""
+    """A policy with its figures against the baseline; ``pairs`` are those it was compared on, ``skipped`` the figures
+    that only some runs have or that do not compare, with the reason."""
 
     label: str
     pairs: tuple[Pair, ...]
     contrasts: tuple[Contrast, ...]
+    skipped: Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -68,9 +72,17 @@ def _merged(found: Mapping[tuple[str, int], list[Unit]], paths: Sequence[Path]) 
     for (policy, place), units in found.items():
         held = groups.get(policy, [])
         repeated = {unit.plan_hash for unit in held} & {unit.plan_hash for unit in units}
-        label = policy if not repeated else f"{policy} ({paths[place].name})"
+        label = policy if not repeated else _label(policy, paths[place], groups)
         groups.setdefault(label, []).extend(units)
     return groups
+
+
+def _label(policy: str, path: Path, taken: Collection[str]) -> str:
+    """The policy with as much of the path's end as tells it apart; with a number where the path is named again."""
+    parts = path.resolve().parts
+    ends = ["/".join(parts[-length:]) for length in range(1, len(parts) + 1)]
+    numbered = (f"{ends[0]}, {number}" for number in itertools.count(2))
+    return next(label for end in itertools.chain(ends, numbered) if (label := f"{policy} ({end})") not in taken)
 
 
 def compare(
@@ -104,15 +116,14 @@ def _why_alone(groups: Mapping[str, Sequence[Unit]], allowed: Sequence[str]) -> 
 
 
 def _contestant(label: str, pairs: Sequence[Pair]) -> Contestant:
-    contrasts = [contrast for figure in FIGURES if (contrast := _contrast(figure, pairs)) is not None]
-    return Contestant(label, tuple(pairs), tuple(contrasts))
+    found = {figure: losses_of(figure, pairs) for figure in FIGURES if measured_somewhere(figure, pairs)}
+    skipped = {figure: losses for figure, losses in found.items() if isinstance(losses, str)}
+    contrasts = tuple(_contrast(figure, pairs) for figure in found if figure not in skipped)
+    return Contestant(label, tuple(pairs), contrasts, skipped)
 
 
-def _contrast(figure: str, pairs: Sequence[Pair]) -> Contrast | None:
-    values = [(pair.baseline.figures.get(figure), pair.candidate.figures.get(figure)) for pair in pairs]
-    known = [(before, after) for before, after in values if before and after]
-    if len(known) < len(values) or (figure == "request_goodput" and len({p.baseline.slo for p in pairs}) > 1):
-        return None
+def _contrast(figure: str, pairs: Sequence[Pair]) -> Contrast:
+    known = _values(figure, pairs)
     logs = [math.log(after / before) for before, after in known]
     several = len(logs) > 1
     interval = paired_t(logs)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
+
+import pyarrow.compute as pc
 
 from ebbench.analysis.columns import RequestColumns
 from ebbench.analysis.distribution import samples_needed
@@ -138,7 +141,7 @@ def _warnings(setting: Setting, result: EngineResult, metrics: Metrics) -> tuple
         *_of("device", setting.device.warnings),
         *_of("engine", result.warnings),
         *setting.warnings,
-        *_measurement_warnings(metrics),
+        *_measurement_warnings(setting.plan, metrics),
     ]
     return tuple(dict.fromkeys(found))
 
@@ -147,7 +150,7 @@ def _of(code: str, messages: Iterable[str]) -> list[RunWarning]:
     return [RunWarning(code, message) for message in messages]
 
 
-def _measurement_warnings(metrics: Metrics) -> list[RunWarning]:
+def _measurement_warnings(plan: Plan, metrics: Metrics) -> list[RunWarning]:
     found = []
     needed = samples_needed(0.99)
     if 0 < metrics.completed < needed:
@@ -155,7 +158,7 @@ def _measurement_warnings(metrics: Metrics) -> list[RunWarning]:
             RunWarning(
                 "few-requests",
                 f"{metrics.completed} completed requests are too few for a 99th percentile, so it is left out.",
-                f"Use --num-prompts {needed} or more.",
+                _enough(plan, needed),
             )
         )
     if metrics.completed and metrics.steady is None:
@@ -176,3 +179,11 @@ def _measurement_warnings(metrics: Metrics) -> list[RunWarning]:
             )
         )
     return found
+
+
+def _enough(plan: Plan, requests: int) -> str:
+    """What to ask for so that a plan like this one has so many requests: --num-prompts counts sessions."""
+    if str(plan.facts.get("workload", "")).startswith("trace:") and plan.facts.get("source") != "scenario":
+        return f"The trace has to give {requests} requests or more."
+    sessions = pc.count_distinct(plan.table["session"]).as_py()
+    return f"Use --num-prompts {math.ceil(requests * sessions / len(plan))} or more."

@@ -186,11 +186,10 @@ def _crossover(modes: pa.Table) -> CrossoverFacts | None:
 
 
 def _switches(modes: pa.Table) -> tuple[Switch, ...]:
-    """Changes of mode between evaluations; EB+ starts in mixed mode."""
-    found, before = [], "mb"
-    rows = modes.select(["time_ns", "mode", "reason"]).to_pylist()
-    for row in rows:
-        if row["mode"] != before:
+    """Changes of mode between evaluations of one instance, of all instances in order of time; EB+ starts mixed."""
+    found, before = [], dict[int, str]()
+    for row in modes.select(["time_ns", "instance", "mode", "reason"]).to_pylist():
+        if row["mode"] != before.get(row["instance"], "mb"):
             found.append(Switch(row["time_ns"] / 1e9, row["mode"], row["reason"]))
-        before = row["mode"]
-    return tuple(found)
+        before[row["instance"]] = row["mode"]
+    return tuple(sorted(found, key=lambda switch: switch.time_s))

@@ -2,7 +2,8 @@
 
 - FAIL: for some gated figure the Holm-adjusted sign-flip p is at most alpha and the estimated loss reaches the margin
 - PASS: for every gated figure the upper bound of the paired t interval lies below the margin
-- INCONCLUSIVE: neither, or fewer pairs than the test needs to be able to fail
+- INCONCLUSIVE: neither, or fewer pairs than the test needs to be able to fail, or a gated figure that only some runs
+  have
 
 Losses are log ratios, positive when the candidate is worse, so 3 % of throughput less and 3 % of latency more are
 the same size. Tail latencies and goodput are advisory: shown with the same statistics, never decisive.
@@ -12,17 +13,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from ebbench.analysis.gate_units import (
-    FIGURES,
-    HIGHER_IS_BETTER,
-    LABELS,
-    Unit,
-    differences,
-    require_one_environment,
-)
+from ebbench.analysis.environment import differences
+from ebbench.analysis.gate_units import FIGURES, HIGHER_IS_BETTER, LABELS, Unit, require_one_environment
 from ebbench.analysis.statistics import Interval, detectable_loss, holm, paired_t, sign_flip_p
 from ebbench.errors import DataError, UsageError
 
@@ -30,7 +25,11 @@ Outcome = Literal["pass", "fail", "inconclusive"]
 GATED = ("output_throughput", "median_ttft_ms", "median_tpot_ms")
 MIN_PAIRS = 6
 """Least pairs: with three gated figures, Holm's first step asks for p <= 0.05 / 3, and 6 is the first n with
-2**-n below that."""
+2**-n below that. A smaller alpha asks for more."""
+COPIES = (
+    "pair(s) left out as copies: in virtual time, plans of the same lengths and arrivals give the same figures "
+    "whatever their seed; take another trace or other requests to measure more"
+)
 
 
 @dataclass(frozen=True)
@@ -53,10 +52,17 @@ DEFAULT_RULES = Rules()
 
 @dataclass(frozen=True)
 class Pair:
-    """Baseline and candidate on the same plan."""
+    """Baseline and candidate on the same plan. ``copies`` counts other pairs that were left out as copies of it."""
 
     baseline: Unit
     candidate: Unit
+    copies: int = field(default=0, kw_only=True)
+
+    @property
+    def question(self) -> tuple[object, ...]:
+        """What was asked and what came out; equal in virtual time: the pair was not measured again."""
+        figures = (*self.baseline.figures.values(), *self.candidate.figures.values())
+        return (self.candidate.lengths or self.candidate.plan_hash, *figures)
 
 
 @dataclass(frozen=True)
@@ -95,7 +101,8 @@ def pair_units(baseline: Sequence[Unit], candidate: Sequence[Unit], allowed: Seq
     """Pair units of the same plan, in order of time where a plan was run several times.
 
     Raises DataError when the sides differ in environment or plans, or when one side mixes several. Runs beyond the
-    shorter side are left out; so are repeats of one plan in virtual time, which are copies, not measurements.
+    shorter side are left out; so are repeats in virtual time, which are copies, not measurements: of one plan, and of
+    plans that differ only in what their tokens are where that changed no figure.
     """
     require_one_environment(baseline, allowed, "baseline")
     require_one_environment(candidate, allowed, "candidate")
@@ -104,7 +111,20 @@ def pair_units(baseline: Sequence[Unit], candidate: Sequence[Unit], allowed: Seq
         raise DataError(f"baseline and candidate are not comparable: {'; '.join(found)}")
     ours, theirs = _by_plan(baseline), _by_plan(candidate)
     _require_same_plans(ours, theirs)
-    return [Pair(b, c) for plan in ours for b, c in zip(ours[plan], theirs[plan], strict=False)]
+    return _measured([Pair(b, c) for plan in ours for b, c in zip(ours[plan], theirs[plan], strict=False)])
+
+
+def _measured(pairs: Sequence[Pair]) -> list[Pair]:
+    """One pair for all that are copies of each other."""
+    kept: list[Pair] = []
+    known: dict[tuple[object, ...], int] = {}
+    for pair in pairs:
+        place = known.setdefault(pair.question, len(kept))
+        if place == len(kept) or not pair.candidate.virtual:
+            kept.append(pair)
+        else:
+            kept[place] = replace(kept[place], copies=kept[place].copies + 1)
+    return kept
 
 
 def _by_plan(units: Sequence[Unit]) -> dict[str, list[Unit]]:
@@ -135,7 +155,7 @@ def judge(pairs: Sequence[Pair], rules: Rules = DEFAULT_RULES, *, with_detectabl
     _check(rules)
     losses, skipped = {}, {}
     for figure in FIGURES:
-        found = _losses(figure, pairs)
+        found = losses_of(figure, pairs)
         if isinstance(found, str):
             skipped[figure] = found
         else:
@@ -144,7 +164,8 @@ def judge(pairs: Sequence[Pair], rules: Rules = DEFAULT_RULES, *, with_detectabl
     adjusted = dict(zip(gated, holm([sign_flip_p(losses[figure]) for figure in gated]), strict=True))
     level = rules.alpha / max(len(gated), 1) if with_detectable else None
     judged = tuple(_judged(figure, losses[figure], pairs, adjusted.get(figure), level, rules) for figure in losses)
-    outcome, reason = _conclude([entry for entry in judged if entry.gated], len(pairs), rules)
+    partial = [figure for figure in GATED if figure in skipped and measured_somewhere(figure, pairs)]
+    outcome, reason = _conclude([entry for entry in judged if entry.gated], partial, len(pairs), rules)
     return Verdict(outcome, reason, judged, skipped, tuple(pairs), rules, _notes(pairs))
 
 
@@ -158,7 +179,13 @@ def _check(rules: Rules) -> None:
         raise UsageError(f"at least 2 pairs are needed, not {rules.min_pairs}")
 
 
-def _losses(figure: str, pairs: Sequence[Pair]) -> tuple[float, ...] | str:
+def measured_somewhere(figure: str, pairs: Sequence[Pair]) -> bool:
+    """Whether any run has the figure."""
+    units = (unit for pair in pairs for unit in (pair.baseline, pair.candidate))
+    return any(unit.figures.get(figure) is not None for unit in units)
+
+
+def losses_of(figure: str, pairs: Sequence[Pair]) -> tuple[float, ...] | str:
     """Log ratios, positive for worse; or why there are none."""
     if (
         figure == "request_goodput"
@@ -213,11 +240,12 @@ def _outcome(interval: Interval, p_adjusted: float, margin: float, alpha: float)
     return "pass" if interval.high < margin else "inconclusive"
 
 
-def _conclude(gated: Sequence[Judged], pairs: int, rules: Rules) -> tuple[Outcome, str]:
+def _conclude(gated: Sequence[Judged], partial: Sequence[str], pairs: int, rules: Rules) -> tuple[Outcome, str]:
     if not gated:
         return "inconclusive", "no gated figure is defined in every run"
-    if pairs < rules.min_pairs:
-        return "inconclusive", f"{pairs} pair(s) where the test needs {rules.min_pairs}; measure more"
+    needed = max(rules.min_pairs, math.ceil(math.log2(len(gated) / rules.alpha)))
+    if pairs < needed:
+        return "inconclusive", f"{pairs} pair(s) where the test needs {needed}; measure more"
     failed = [entry for entry in gated if entry.outcome == "fail"]
     if failed:
         return "fail", "; ".join(f"{LABELS[entry.figure]} is {entry.loss:.1%} worse" for entry in failed)
@@ -228,6 +256,9 @@ def _conclude(gated: Sequence[Judged], pairs: int, rules: Rules) -> tuple[Outcom
             for entry in open_ones
         )
         return "inconclusive", f"{bounds}; more pairs narrow this"
+    if partial:
+        names = ", ".join(LABELS[figure] for figure in partial)
+        return "inconclusive", f"{names} cannot be judged, since some runs have no value or zero; measure those again"
     worst = max(entry.high for entry in gated)
     return "pass", f"no gated figure is worse by more than {max(worst, 0.0):.1%} (95 % confidence)"
 
@@ -237,6 +268,11 @@ def _notes(pairs: Sequence[Pair]) -> tuple[str, ...]:
     policies = dict.fromkeys(unit.policy for pair in pairs for unit in (pair.baseline, pair.candidate))
     if len(policies) > 1:
         notes.append(f"the sides differ in policy: {' against '.join(policies)}")
+    apart = [text for pair in pairs for text in differences(pair.baseline.environment, pair.candidate.environment)]
+    if apart:
+        notes.append(f"the sides differ, as allowed, in {'; '.join(dict.fromkeys(apart))}")
+    if copies := sum(pair.copies for pair in pairs):
+        notes.append(f"{copies} {COPIES}")
     real = [pair for pair in pairs if not pair.baseline.virtual]
     if real and not _interleaved(real):
         notes.append(

@@ -1,7 +1,7 @@
 """The units of a paired comparison: one finished run each, reduced to its environment and its figures.
 
-What must agree between the two sides is the *environment* (where it ran and what was asked of it); what may differ
-is the thing under test: the policy, ebbench and the plugin themselves, and the time of day.
+What must agree between the two sides is the *environment* (:mod:`environment`); what may differ is the thing under
+test: the policy, ebbench and the plugin themselves, and the time of day.
 """
 
 from __future__ import annotations
@@ -11,21 +11,14 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+import pyarrow as pa
+
+from ebbench.analysis.environment import ENVIRONMENT, UNKNOWN, differences, load_of
 from ebbench.analysis.metrics import Metrics
 from ebbench.analysis.summary import summarise
-from ebbench.errors import DataError, UnknownNameError
-from ebbench.records.manifest import Manifest
+from ebbench.errors import DataError
 from ebbench.records.run import Run, find_runs
-
-ENVIRONMENT = (
-    "engine", "device", "driver", "vllm", "model", "workload", "scenario", "source", "options",
-)  # fmt: skip
-"""Names of what must agree. ``options`` are the scheduler settings; they decide the configuration hash."""
-
-LATER_OPTIONS = {"enforce_eager": False, "warmup": 0}
-"""Options that older runs did not record, and what they ran with: at that value they are no part of a comparison."""
 
 FIGURES = (
     "output_throughput", "median_ttft_ms", "median_tpot_ms", "p99_ttft_ms", "p99_tpot_ms", "request_goodput",
@@ -38,13 +31,18 @@ LABELS = {
     "p99_tpot_ms": "TPOT p99",
     "request_goodput": "goodput",
 }
+LENGTHS = ("session", "turn", "phase", "arrival_ns", "input_tokens", "output_tokens")
+"""Columns of a plan that decide when its requests come and how long they are."""
 HIGHER_IS_BETTER = frozenset({"output_throughput", "request_goodput"})
-UNKNOWN = ""
 
 
 @dataclass(frozen=True)
 class Unit:
-    """One restart of a real engine, or one seeded simulation. A figure is None where undefined."""
+    """One restart of a real engine, or one seeded simulation. A figure is None where undefined.
+
+    ``load`` is how many sessions came how fast; ``lengths`` identifies the plan's lengths and arrivals, all that a
+    plan is in virtual time, and is empty elsewhere. A stored baseline may have neither.
+    """
 
     environment: Mapping[str, str]
     policy: str
@@ -55,6 +53,8 @@ class Unit:
     run: str
     figures: Mapping[str, float | None]
     slo: str = ""
+    load: str = ""
+    lengths: str = ""
 
     @property
     def configuration_hash(self) -> str:
@@ -81,7 +81,7 @@ def unit_of(run: Run) -> Unit:
         raise DataError(f"{run.path}: INVALID run ({'; '.join(manifest.reasons)}); measure it again")
     summary = summarise(run)
     return Unit(
-        environment=environment_of(manifest),
+        environment=summary.environment,
         policy=manifest.policy,
         plan_hash=manifest.plan_hash,
         seed=manifest.seed,
@@ -90,7 +90,18 @@ def unit_of(run: Run) -> Unit:
         run=str(run.path),
         figures=figures_of(summary.metrics),
         slo=str(summary.slo),
+        load=load_of(manifest),
+        lengths=lengths_hash(run) if manifest.clock == "virtual" else "",
     )
+
+
+def lengths_hash(run: Run) -> str:
+    """Plans that agree in it differ at most in what their tokens are. Raises DataError for a damaged plan."""
+    table = run.table("plan", LENGTHS).replace_schema_metadata(None).combine_chunks()
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema) as stream:
+        stream.write_table(table)
+    return hashlib.sha256(sink.getvalue()).hexdigest()[:12]
 
 
 def figures_of(metrics: Metrics) -> dict[str, float | None]:
@@ -103,64 +114,6 @@ def figures_of(metrics: Metrics) -> dict[str, float | None]:
         "p99_tpot_ms": metrics.tpot.p99,
         "request_goodput": metrics.request_goodput,
     }
-
-
-def environment_of(manifest: Manifest) -> dict[str, str]:
-    """What must agree, as text; what a run does not record is empty and agrees only with empty."""
-    return {
-        "engine": manifest.engine,
-        "device": manifest.device,
-        "driver": _recorded(manifest, "driver"),
-        "vllm": _recorded(manifest, "vllm"),
-        "model": manifest.model,
-        "workload": manifest.workload,
-        "scenario": manifest.scenario,
-        "source": manifest.source,
-        "options": json.dumps(_compared(manifest.options), sort_keys=True),
-    }
-
-
-def _compared(options: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in options.items() if LATER_OPTIONS.get(name, UNKNOWN) != value}
-
-
-def _recorded(manifest: Manifest, name: str) -> str:
-    """A version the engine recorded, among the versions or the facts."""
-    found: Any = manifest.versions.get(name) or manifest.facts.get(name) or manifest.facts.get(f"{name}_version")
-    return str(found) if found else UNKNOWN
-
-
-def differences(one: Mapping[str, str], other: Mapping[str, str], allowed: Sequence[str] = ()) -> list[str]:
-    """Every key in which two environments differ, as ``device: h200 against l40s``; options one by one."""
-    found = []
-    for name in ENVIRONMENT:
-        ours, theirs = one.get(name, UNKNOWN), other.get(name, UNKNOWN)
-        if ours == theirs or name in allowed:
-            continue
-        found += _options(ours, theirs) if name == "options" else [f"{name}: {_shown(ours)} against {_shown(theirs)}"]
-    return found
-
-
-def _options(ours: str, theirs: str) -> list[str]:
-    one, other = (json.loads(text) if text else {} for text in (ours, theirs))
-    names = sorted(set(one) | set(other))
-    return [
-        f"options.{name}: {one.get(name)} against {other.get(name)}"
-        for name in names
-        if one.get(name) != other.get(name)
-    ]
-
-
-def _shown(value: str) -> str:
-    return value or "not recorded"
-
-
-def check_allowed(names: Sequence[str]) -> tuple[str, ...]:
-    """Raise UnknownNameError for a name that is not of ENVIRONMENT."""
-    for name in names:
-        if name not in ENVIRONMENT:
-            raise UnknownNameError("environment key", name, ENVIRONMENT)
-    return tuple(names)
 
 
 def require_one_environment(units: Sequence[Unit], allowed: Sequence[str], side: str) -> None:

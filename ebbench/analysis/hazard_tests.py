@@ -63,7 +63,8 @@ class Hazard:
 
     ``survivors[i]`` requests have at least ``t[i]`` tokens. Points above ``t_reliable``, the 95th percentile or the
     limit, rest on few requests or none. ``limit``: where answers are cut, with ``censored_samples`` of them; None:
-    nowhere. The published estimator takes answers that were cut for complete, as it does in service.
+    nowhere. The published estimator takes answers that were cut for complete, as it does in service. Where all
+    answers are equally long, there are neither tests nor fits.
     """
 
     t: npt.NDArray[np.int64]
@@ -79,6 +80,15 @@ class Hazard:
     published: HazardEstimate | None
     censored: HazardEstimate | None
 
+    @property
+    def untested(self) -> str | None:
+        """Why there are no tests; None where there are."""
+        if self.tests is not None:
+            return None
+        if self.std == 0:
+            return f"every answer has {self.t[-1]:,} tokens: there is no trend to test and no hazard to fit"
+        return "too few different lengths to test for a trend"
+
     def binned(self, bins: int = 40) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
         """Middles and hazards per token of equal bins over the reliable range: completions over tokens at risk."""
         inside = self.t <= self.t_reliable
@@ -92,6 +102,7 @@ class Hazard:
 def analyse_lengths(lengths: npt.ArrayLike) -> Hazard:
     """Everything about the hazard of output lengths (tokens, at least one of them)."""
     outputs = np.asarray(lengths, np.int64)
+    varied = np.ptp(outputs) > 0
     ended, cut, limit = split_at_limit(outputs)
     t, h, survivors = empirical_hazard(ended, cut)
     return Hazard(
@@ -105,8 +116,8 @@ def analyse_lengths(lengths: npt.ArrayLike) -> Hazard:
         mean=float(outputs.mean()),
         std=float(outputs.std()),
         tests=trend_tests(outputs),
-        published=_fit(SlidingHazard(window=len(outputs)), outputs, outputs[:0]),
-        censored=_fit(CensoredHazard(window=len(outputs)), ended, cut),
+        published=_fit(SlidingHazard(window=len(outputs)), outputs, outputs[:0]) if varied else None,
+        censored=_fit(CensoredHazard(window=len(outputs)), ended, cut) if varied else None,
     )
 
 
@@ -120,8 +131,10 @@ def split_at_limit(outputs: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64
 
 
 def trend_tests(lengths: npt.ArrayLike) -> TrendTests | None:
-    """The two tests; None where h(t) has too few points. Raises EbbenchError without the extra."""
+    """The two tests; None where all lengths are one or points are few. Raises EbbenchError without the extra."""
     outputs = np.asarray(lengths, np.int64)
+    if np.ptp(outputs) == 0:  # zero before that length and one there: no trend, however many zeros
+        return None
     ended, cut, limit = split_at_limit(outputs)
     t, h, survivors = empirical_hazard(ended, cut)
     last = _reliable(outputs, limit)

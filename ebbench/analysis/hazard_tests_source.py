@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,16 +32,26 @@ def read_lengths(
     Further arguments are those of build_plan. Raises UsageError, InputFileError, DataError.
     """
     path = Path(what).expanduser()
+    chosen = {"source": None if source == "auto" else source, "num_prompts": num_prompts, "seed": seed or None, **plan}
     if (path / MANIFEST).exists():
+        _refuse(chosen, f"{path} is a run")
         return _of_run(path)
     if path.is_dir():
         raise DataError(f"{path}: holds no {MANIFEST}; give one run directory")
     if path.is_file() and path.suffix != ".toml":
         numbers = _numbers(path)
         if numbers is not None:
+            _refuse(chosen, f"{path} is a list of lengths")
             return Lengths(numbers, None, path.name, f"file:{path}")
         what = f"trace:{path}"
     return _of_plan(what, source, num_prompts, seed, plan)
+
+
+def _refuse(chosen: Mapping[str, str | int | None], owner: str) -> None:
+    """Raise UsageError for what would be passed over: finished answers are taken as they are, all of them."""
+    given = ["--" + name.replace("_", "-") for name, value in chosen.items() if value is not None]
+    if given:
+        raise UsageError(f"{owner} and is taken whole; leave out {', '.join(given)}")
 
 
 def _of_run(path: Path) -> Lengths:
@@ -56,15 +67,7 @@ def _of_run(path: Path) -> Lengths:
 def _of_plan(what: str, source: str, num_prompts: int | None, seed: int, plan: dict[str, str | int | None]) -> Lengths:
     from ebbench.workloads import build_plan
 
-    trace = what.startswith("trace:")
-    built = build_plan(
-        what,
-        num_prompts=num_prompts,
-        seed=seed,
-        source="auto" if trace else source,
-        with_text=False,
-        **plan,  # type: ignore[arg-type]
-    )
+    built = build_plan(what, num_prompts=num_prompts, seed=seed, source=source, with_text=False, **plan)  # type: ignore[arg-type]
     outputs = built.table["output_tokens"].to_numpy().astype(np.int64)
     mean_input = float(built.table["input_tokens"].to_numpy().mean())
     return Lengths(outputs, mean_input, what, str(built.facts.get("source", "")))

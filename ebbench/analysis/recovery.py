@@ -118,13 +118,15 @@ def token_times(columns: RequestColumns) -> tuple[npt.NDArray[np.float64], npt.N
 
 
 def mode_changes(run: Run) -> npt.NDArray[np.float64]:
-    """Moments (s) at which the scheduling mode changed, from the step table; empty where none was recorded."""
-    steps = run.table("steps", ["start_ns", "mode"])
+    """Moments (s) at which any instance changed its scheduling mode, from the step table; empty without steps."""
+    steps = run.table("steps", ["start_ns", "mode", "instance"])
     if steps.num_rows < 2:
         return np.zeros(0)
-    mode = steps["mode"].to_numpy(zero_copy_only=False)
-    changed = np.flatnonzero(mode[1:] != mode[:-1]) + 1
-    return np.asarray(steps["start_ns"].to_numpy()[changed] / 1e9)
+    instance = steps["instance"].to_numpy()
+    order = np.argsort(instance, kind="stable")  # each instance's steps in their order
+    mode, owner = steps["mode"].to_numpy(zero_copy_only=False)[order], instance[order]
+    changed = np.flatnonzero((mode[1:] != mode[:-1]) & (owner[1:] == owner[:-1])) + 1
+    return np.sort(steps["start_ns"].to_numpy()[order][changed] / 1e9)
 
 
 def _recovery(

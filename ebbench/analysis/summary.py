@@ -6,11 +6,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ebbench.analysis.columns import NEEDED, RequestColumns
 from ebbench.analysis.distribution import Distribution
+from ebbench.analysis.environment import environment_of
 from ebbench.analysis.metrics import LATENCIES, Metrics, measure
 from ebbench.analysis.slo import Slo, slo_from_limits
 from ebbench.analysis.steady import steady_windows
@@ -40,6 +41,7 @@ class Summary:
     open_loop: bool = False  # requests come by the clock, whether or not earlier ones have ended
     phase: str = ""
     plan_hash: str = ""
+    environment: Mapping[str, str] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """Flat JSON object: identity, counts, rates, ``{mean,median,std,p90,p95,p99}_{ttft,tpot,itl,e2el}_ms``."""
@@ -114,6 +116,7 @@ def _summary(run: Run, metrics: Metrics, slo: Slo, phase: str = "") -> Summary:
         open_loop=not manifest.phases,
         phase=phase,
         plan_hash=manifest.plan_hash,
+        environment=environment_of(manifest),
     )
 
 

@@ -14,6 +14,8 @@ import pyarrow.compute as pc
 from ebbench.analysis.columns import MISSING, STATUSES, RequestColumns
 from ebbench.analysis.metrics import Metrics
 
+FOLLOWER = "earlier_turn_failed"
+"""Error class of a turn that was never sent because one before it failed: lost as surely as that one."""
 LAG_FLOOR_MS = 10.0
 LAG_SHARE_OF_TTFT = 0.05
 
@@ -38,7 +40,7 @@ def invalid_reasons(
     """Every reason why the run is INVALID; empty for a valid one."""
     reasons = [
         *_accounting(requests, plan, columns),
-        *_failures(metrics, conditions.failure_limit),
+        *_failures(requests, metrics, conditions.failure_limit),
         *(_lateness(columns, metrics) if conditions.paced_sends else []),
     ]
     if conditions.interrupted:
@@ -79,14 +81,16 @@ def _inconsistent(columns: RequestColumns) -> list[str]:
     return reasons
 
 
-def _failures(metrics: Metrics, limit: float) -> list[str]:
+def _failures(requests: pa.Table, metrics: Metrics, limit: float) -> list[str]:
     if not metrics.planned:
         return ["no request was planned"]
-    failed = metrics.counts["failed"] + metrics.counts["timed_out"]
+    followers = pc.sum(pc.equal(requests.column("error_class"), FOLLOWER)).as_py() or 0
+    failed = metrics.counts["failed"] + metrics.counts["timed_out"] + followers
     if failed == metrics.planned:
         return ["every request failed"]
     if failed > limit * metrics.planned:
-        return [f"{failed} of {metrics.planned} requests failed or timed out, more than {limit:.0%}"]
+        ways = "failed, timed out or came after a turn that did" if followers else "failed or timed out"
+        return [f"{failed} of {metrics.planned} requests {ways}, more than {limit:.0%}"]
     return []
 
 

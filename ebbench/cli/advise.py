@@ -13,6 +13,7 @@ import typer
 
 from ebbench.cli import load_flags as load
 from ebbench.cli.options import GoodputCommand, grouped
+from ebbench.traffic.choice import scenario_meant
 
 if TYPE_CHECKING:
     from ebbench.analysis.advise_answer import Advice, Question
@@ -33,9 +34,14 @@ class TrafficFlags:
     input_len: load.InputLen = None
     output_len: load.OutputLen = None
     length_distribution: load.LengthDistribution = None
+    drop_too_long: load.DropTooLong = False
+
+    def scenario_of(self, workload: str) -> str | None:
+        """As `ebbench run` reads these options."""
+        return scenario_meant(workload, self.scenario, self.request_rate, None)
 
     def plan(self, workload: str) -> dict[str, str | int | float | None]:
-        """What a plan is built from besides workload, scenario and seed."""
+        """What a plan is built from besides workload, scenario, seed and the longest that fits."""
         given = {name: value for name, value in vars(self).items() if name != "scenario"}
         return given | ({"source": "auto"} if workload.startswith("trace:") else {})
 
@@ -48,6 +54,14 @@ class ServerFlags:
     model: Annotated[str, typer.Option("--model", help="Model name or config.json.")] = "qwen3-8b"
     max_num_seqs: load.MaxNumSeqs = 1024
     max_num_batched_tokens: load.MaxNumBatchedTokens = 8192
+    max_model_len: load.MaxModelLen = None
+
+    @property
+    def longest(self) -> int:
+        """Prompt plus answer in tokens."""
+        from ebbench.engines.base import EngineOptions
+
+        return EngineOptions.max_model_len if self.max_model_len is None else self.max_model_len
 
 
 @dataclass(frozen=True)
@@ -99,37 +113,38 @@ def _question(workload: str, server: ServerFlags, search: SearchFlags, traffic: 
     from ebbench.analysis.slo import parse_slo
     from ebbench.cli.preflight import check_counts, parse_policies
     from ebbench.papers.advice import default_policies
+    from ebbench.papers.advice_candidates import checked
 
     check_counts(
         seeds=search.seeds,
         num_prompts=traffic.num_prompts,
         max_concurrency=traffic.max_concurrency,
         request_rate=traffic.request_rate,
-        max_num_seqs=server.max_num_seqs,
-        max_num_batched_tokens=server.max_num_batched_tokens,
     )
     slo = parse_slo(search.goodput or ())
-    return Question(
+    question = Question(
         workload,
         server.device,
         server.model,
-        traffic.scenario,
-        traffic.plan(workload),
+        traffic.scenario_of(workload),
+        traffic.plan(workload) | {"max_model_len": server.longest},
         server.max_num_seqs,
         server.max_num_batched_tokens,
         search.seeds,
         slo,
         tuple(spec.name for spec in parse_policies(search.policy)) if search.policy else default_policies(slo),
     )
+    return checked(question)
 
 
 def _make(question: Question, store: CellStore, *, crossover: bool, workers: int | None, quiet: bool) -> None:
     from ebbench.cli.make_runs import with_progress
-    from ebbench.papers.advice import concurrency_cells, load_of, main_cells, mix_cells
+    from ebbench.papers.advice import concurrency_cells, mix_cells
+    from ebbench.papers.advice_candidates import load_of, main_cells
 
     with_progress("candidates", main_cells(question), store, whole=bool(question.slo), workers=workers, quiet=quiet)
     if crossover:
-        load = load_of(question)
+        load = load_of(question, store)
         pairs = [*concurrency_cells(question, load).values(), *mix_cells(question, load).values()]
         cells = [cell for pair in pairs for cell in pair]
         with_progress("crossovers", cells, store, whole=False, workers=workers, quiet=quiet)
@@ -166,7 +181,8 @@ def _print(found: Advice) -> None:
             console.print(Padding(Text(line), (0, 0, 0, 2)))
 
     section("Parameters", words.parameters(found))
-    section(f"Simulation, which decides (means over {question.seeds} seeds)", [])
+    how_many = f"means over {question.seeds} seeds" if question.seeds > 1 else "one seed"
+    section(f"Simulation, which decides ({how_many})", [])
     console.print(words.candidates(found))
     for table, crossing in words.probes(found):
         console.print()
@@ -195,6 +211,8 @@ def _as_dict(found: Advice) -> dict[str, Any]:
         "max_num_seqs": found.question.max_num_seqs,
         "max_num_batched_tokens": found.question.max_num_batched_tokens,
         "seeds": found.question.seeds,
+        "seeds_alike": found.question.seeds_alike,
+        "notes": list(found.notes),
     }
 
 

@@ -26,7 +26,7 @@ def compare(
     anything at 5 %, several policies one or two more.
     """
     from ebbench.analysis import compare_paired
-    from ebbench.analysis.gate_units import check_allowed
+    from ebbench.analysis.environment import check_allowed
     from ebbench.report import comparison
 
     allowed = check_allowed(allow or ())

@@ -9,13 +9,18 @@ import typer
 
 from ebbench.cli import paper_flags as paper
 from ebbench.cli.options import opt
+from ebbench.cli.unread import refuse_unread
 
 if TYPE_CHECKING:
+    from ebbench.papers.figure import PaperFigure
     from ebbench.papers.store import CellStore
     from ebbench.papers.table import Wish
 
+_CHOICES = ("device", "model", "workload", "num_prompts", "seeds", "outputs", "source")
+
 
 def figures(
+    context: typer.Context,
     name: Annotated[
         str, typer.Argument(help="list, figure1, 3, 4, 5, 6, 11, 12; timeline or slo for runs of your own.")
     ] = "list",
@@ -27,7 +32,9 @@ def figures(
     model: paper.Model = None,
     workload: paper.Workload = None,
     num_prompts: paper.NumPrompts = None,
-    seeds: Annotated[int, opt("--seeds", help="Runs a point, for figure 12 (at least 3).", panel=paper.CHOICE)] = 3,
+    seeds: Annotated[
+        int | None, opt("--seeds", help="Runs a point, for figure 12: 3 (default) or more.", panel=paper.CHOICE)
+    ] = None,
     outputs: Annotated[
         str, opt("--outputs", help="forced or profile, see `ebbench tables`.", panel=paper.CHOICE)
     ] = "forced",
@@ -41,21 +48,43 @@ def figures(
     quiet: paper.Quiet = False,
 ) -> None:
     """Draw a published figure with ours in it, or the timeline of a run: mode, k*, N*, crossover, queue, KV."""
+    from ebbench.cli.preflight import check_counts
+    from ebbench.papers.figures import OF_RUNS, find_figure
     from ebbench.papers.store import CellStore
     from ebbench.papers.table import Wish
 
-    chosen = [part.strip() for part in formats.split(",") if part.strip()]
     if name == "list":
+        refuse_unread(context, ("run", "paths", *_CHOICES), (), "without a figure's name `ebbench figures`")
         _list()
         return
-    if name in ("timeline", "slo"):
+    chosen = _formats(formats)
+    if name in OF_RUNS:
+        refuse_unread(context, ("run", *_CHOICES), (), f"`ebbench figures {name}`")
         _of_runs(name, paths or [], output_dir, chosen)
         return
+    figure = find_figure(name)
+    check_counts(seeds=seeds, num_prompts=num_prompts)
+    refuse_unread(context, ("paths", *_CHOICES), figure.reads, figure.name)
     wish = Wish(
         tuple(device or ()), tuple(model or ()), tuple(workload or ()), num_prompts=num_prompts, seeds=seeds,
         outputs=paper.outputs(outputs), source=source,
     )  # fmt: skip
-    _draw(name, wish, CellStore(runs), output_dir, chosen, run=run, workers=workers, quiet=quiet)
+    wish.check_names(figure.workloads)
+    _draw(figure, wish, CellStore(runs), output_dir, chosen, run=run, workers=workers, quiet=quiet)
+
+
+def _formats(text: str) -> list[str]:
+    """The formats to write, each known. Raises UsageError, UnknownNameError."""
+    from ebbench.errors import UnknownNameError, UsageError
+    from ebbench.render.figures import FORMATS
+
+    chosen = [part.strip() for part in text.split(",") if part.strip()]
+    if not chosen:
+        raise UsageError(f"--format names no format; write any of {','.join(FORMATS)}")
+    for wanted in chosen:
+        if wanted not in FORMATS:
+            raise UnknownNameError("figure format", wanted, FORMATS)
+    return chosen
 
 
 def _list() -> None:
@@ -68,7 +97,7 @@ def _list() -> None:
 
 
 def _draw(
-    name: str,
+    figure: PaperFigure,
     wish: Wish,
     store: CellStore,
     folder: Path,
@@ -79,10 +108,8 @@ def _draw(
     quiet: bool,
 ) -> None:
     from ebbench.errors import DataError
-    from ebbench.papers.figures import find_figure
     from ebbench.render.figures import save
 
-    figure = find_figure(name)
     cells = figure.cells(wish)
     if run:
         from ebbench.cli.make_runs import make_runs

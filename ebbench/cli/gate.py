@@ -129,13 +129,15 @@ def gate(
 
 
 def _judge(baseline: Path, candidate: Path, rules: Rules, allow: list[str]) -> Verdict:
+    from ebbench.analysis.environment import check_allowed
     from ebbench.analysis.gate import judge, pair_units
     from ebbench.analysis.gate_store import stored_units
-    from ebbench.analysis.gate_units import check_allowed, load_units
+    from ebbench.analysis.gate_units import load_units
 
     allowed = check_allowed(allow)
     after = load_units([candidate])
-    before = stored_units(baseline, after[0], allowed) if baseline.suffix == ".parquet" else load_units([baseline])
+    stored = baseline.is_file() or baseline.suffix == ".parquet"
+    before = stored_units(baseline, after, allowed) if stored else load_units([baseline])
     return judge(pair_units(before, after, allowed), rules)
 
 

@@ -10,22 +10,29 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ebbench.cli import load_flags as load
+from ebbench.cli.unread import refuse_unread
 
 if TYPE_CHECKING:
     from ebbench.analysis.hazard_tests import Hazard
     from ebbench.analysis.hazard_tests_source import Lengths
+    from ebbench.papers.table import PaperTable
     from vllm_eb.hazard import HazardEstimate
     from vllm_eb.theory import Threshold
 
 EXPERIMENTS = {"ifr": "e3", "sensitivity": "e5"}
+_OF_LENGTHS = (
+    "what", "source", "seed", "output_len", "length_distribution", "device", "model", "max_num_seqs", "plot", "as_json",
+)  # fmt: skip
+_OF_EXPERIMENTS = ("run", "runs")
 
 
 def hazard(
+    context: typer.Context,
     what: Annotated[
         str, typer.Argument(help="A workload, trace:FILE, a run directory, or a file with one output length a line.")
     ] = "",
     source: load.Source = "auto",
-    num_prompts: Annotated[int | None, typer.Option("--num-prompts", "-n", help="Requests to look at.")] = None,
+    num_prompts: Annotated[int | None, typer.Option("--num-prompts", "-n", help="Sessions to look at.")] = None,
     seed: Annotated[int, typer.Option("--seed", help="Same seed, same sample.")] = 0,
     output_len: load.OutputLen = None,
     length_distribution: load.LengthDistribution = None,
@@ -41,11 +48,16 @@ def hazard(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
     """The empirical completion hazard, tests of its trend (Mann-Kendall, regression), the fit p0 + eta t, a plot."""
+    from ebbench.cli.preflight import check_counts
     from ebbench.errors import UsageError
 
+    check_counts(num_prompts=num_prompts, output_len=output_len, max_num_seqs=max_num_seqs)
     if experiment:
-        _experiment(experiment, runs, num_prompts, run=run)
+        table = _table(experiment)
+        refuse_unread(context, _OF_LENGTHS, (), f"--experiment {experiment} (`ebbench tables {table.name}`)")
+        _experiment(table, runs, num_prompts, run=run)
         return
+    refuse_unread(context, _OF_EXPERIMENTS, (), "without --experiment this command")
     if not what:
         raise UsageError("say of what: a workload, trace:FILE, a run directory, or --experiment ifr")
     from ebbench.analysis.hazard_tests import analyse_lengths
@@ -70,17 +82,22 @@ def hazard(
         typer.echo(f"drawn to {plot}")
 
 
-def _experiment(name: str, runs: Path, num_prompts: int | None, *, run: bool) -> None:
-    from ebbench.cli.make_runs import make_runs
-    from ebbench.cli.tables import rendered
+def _table(experiment: str) -> PaperTable:
     from ebbench.errors import UnknownNameError
     from ebbench.papers.registry import find_table
+
+    if experiment not in EXPERIMENTS:
+        raise UnknownNameError("experiment", experiment, EXPERIMENTS)
+    return find_table(EXPERIMENTS[experiment])
+
+
+def _experiment(table: PaperTable, runs: Path, num_prompts: int | None, *, run: bool) -> None:
+    from ebbench.cli.make_runs import make_runs
+    from ebbench.cli.tables import rendered
     from ebbench.papers.store import CellStore
     from ebbench.papers.table import Wish
 
-    if name not in EXPERIMENTS:
-        raise UnknownNameError("experiment", name, EXPERIMENTS)
-    table, store, wish = find_table(EXPERIMENTS[name]), CellStore(runs), Wish(num_prompts=num_prompts)
+    store, wish = CellStore(runs), Wish(num_prompts=num_prompts)
     if run:
         make_runs(table, wish, store, workers=None, quiet=False)
     sys.stdout.write(rendered(table.document(wish, store), "rich"))
@@ -110,6 +127,7 @@ def _as_dict(lengths: Lengths, found: Hazard, thresholds: dict[str, Threshold | 
         "limit": found.limit,
         "censored_samples": found.censored_samples,
         "t_reliable": found.t_reliable,
+        "untested": found.untested,
         "tests": None if found.tests is None else asdict(found.tests) | {"verdict": found.tests.verdict},
         "fits": {name: None if fit is None else asdict(fit) for name, fit in fits.items()},
         "thresholds": {name: None if one is None else asdict(one) for name, one in thresholds.items()},
@@ -136,13 +154,15 @@ def _print(lengths: Lengths, found: Hazard, thresholds: dict[str, Threshold | No
     console.print(_profile(found), markup=False)
     tests = found.tests
     if tests is None:
-        console.print("too few different lengths to test for a trend")
+        console.print(found.untested)
     else:
         console.print(f"trend of h(t) for t up to {tests.t_max:,} (95th percentile or limit), {tests.points:,} points:")
         console.print(f"  Mann-Kendall: tau {tests.tau:+.3f}, p {_p(tests.mann_kendall_p)}")
         console.print(f"  regression: slope {tests.slope:+.3g} per token², p {_p(tests.regression_p)}, "
                       f"R² {tests.r_squared:.3f}")  # fmt: skip
         console.print(f"  {tests.verdict}", style="bold")
+    if not any(thresholds.values()):
+        return
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     for column in ("fit h(t) = p0 + eta t", "p0", "eta", "theta0", "delta", "theta*"):
         table.add_column(column, justify="left" if column.startswith("fit") else "right")

@@ -13,7 +13,12 @@ WORKLOAD, LOAD, ENGINE = "Workload", "Load", "Engine"
 
 NumPrompts = Annotated[
     int | None,
-    opt("--num-prompts", "-n", help="Requests to plan. Default: 4,000, or what the scenario says.", panel=WORKLOAD),
+    opt(
+        "--num-prompts",
+        "-n",
+        help="Sessions to plan: single requests or conversations. Default: what scenario, workload or trace hold.",
+        panel=WORKLOAD,
+    ),
 ]
 Seed = Annotated[int, opt("--seed", help="Same seed, same plan, byte for byte.", panel=WORKLOAD)]
 Source = Annotated[str, opt("--source", help="auto, hub, profile or file:PATH.", panel=WORKLOAD)]
@@ -28,14 +33,14 @@ LengthDistribution = Annotated[
 DropTooLong = Annotated[bool, opt("--drop-too-long", help="Drop requests over --max-model-len.", panel=WORKLOAD)]
 
 Scenario = Annotated[str | None, opt("--scenario", "-s", help="When requests come: a name or a TOML file.", panel=LOAD)]
-MaxConcurrency = Annotated[int | None, opt("--max-concurrency", "-c", help="Requests open at a time.", panel=LOAD)]
-RequestRate = Annotated[float | None, opt("--request-rate", help="Requests/s, open loop.", panel=LOAD)]
+MaxConcurrency = Annotated[int | None, opt("--max-concurrency", "-c", help="Sessions open at a time.", panel=LOAD)]
+RequestRate = Annotated[float | None, opt("--request-rate", help="Sessions/s, open loop.", panel=LOAD)]
 Burstiness = Annotated[
     float | None, opt("--burstiness", help="Shape of gamma gaps: 1 is Poisson, less is burstier.", panel=LOAD)
 ]
 SaturationRate = Annotated[
     float | None,
-    opt("--saturation-rate", help="Measured saturation in requests/s, for phases given as a share.", panel=LOAD),
+    opt("--saturation-rate", help="Measured saturation in sessions/s, for phases given as a share.", panel=LOAD),
 ]
 Speed = Annotated[float | None, opt("--speed", help="Time factor of a trace: 2 is twice as fast.", panel=LOAD)]
 Warmup = Annotated[

@@ -176,10 +176,8 @@ def _exit_code(call: Callable[[], Any]) -> int:
         return _complain(str(error), error.exit_code)
     except (KeyboardInterrupt, typer.Abort):
         return _complain("interrupted", INTERRUPTED)
-    except ValueError as error:
-        if not type(error).__module__.startswith("vllm_eb"):
-            raise
-        return _complain(str(error), 2)
+    except UnicodeEncodeError as error:
+        return _complain(_encoding_message(error), EbbenchError.exit_code)
     except OSError as error:
         return _complain(_system_message(error), EbbenchError.exit_code)
     except SystemExit as stop:
@@ -187,8 +185,10 @@ def _exit_code(call: Callable[[], Any]) -> int:
         raise SystemExit(HUNG_UP if stop.code == 1 else stop.code) from None
     except Exception as error:
         # click's usage errors; typer carries click under one of two names, so they are known by what they offer.
+        if type(error).__module__.startswith("vllm_eb") and isinstance(error, ValueError):
+            return _complain(str(error), 2)
         if not hasattr(error, "format_message"):
-            raise
+            return _crashed()
         if type(error).__name__ == "NoArgsIsHelpError":
             error.show()  # type: ignore[attr-defined]
             return 2
@@ -196,6 +196,21 @@ def _exit_code(call: Callable[[], Any]) -> int:
     if result == INTERRUPTED:  # typer turns Ctrl-C into this code, and says nothing
         return _complain("interrupted", INTERRUPTED)
     return result if isinstance(result, int) else 0
+
+
+def _crashed() -> int:
+    """A fault of ours, shown whole. Python would exit with 1, which is the gate's code for a regression."""
+    import traceback
+
+    traceback.print_exc()
+    return EbbenchError.exit_code
+
+
+def _encoding_message(error: UnicodeEncodeError) -> str:
+    text = error.object[error.start : error.end]
+    if any("\ud800" <= letter <= "\udfff" for letter in text):  # how Python holds bytes of a path that are not UTF-8
+        return f"{error.object!a}: not UTF-8; rename the file or directory"
+    return f"the output's encoding, {error.encoding}, has no {text!a}; set PYTHONIOENCODING=utf-8"
 
 
 def _system_message(error: OSError) -> str:

@@ -60,9 +60,9 @@ def show_policy(
     name: Annotated[str, typer.Argument(help="A policy, with settings or without: ebplus:margin=1e-5")],
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
-    """Show what a policy does and every setting it takes."""
+    """Show what a policy does and every setting it heeds."""
     spec = _named(name)
-    settings = {name: getattr(spec, name) for name in takes(spec.kind)}
+    settings = {name: getattr(spec, name) for name in takes(spec)}
     if as_json:
         typer.echo(json.dumps({"name": spec.name, "description": descriptions()[spec.kind], "settings": settings}))
         return

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from decimal import Decimal
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -14,6 +15,7 @@ from ebbench.errors import UnknownNameError
 
 if TYPE_CHECKING:
     import pyarrow as pa
+    from rich.console import Console
 
 FORMATS = ("table", "csv", "json", "parquet")
 
@@ -39,7 +41,24 @@ def query(
         raise UsageError("--format parquet needs --output FILE")
     found = database.load(runs or [Path("runs")])
     answer = database.query(database.connect(found, summaries="runs" in sql.lower()), sql)
-    _give(answer, form, output)
+    _give(_apart(answer), form, output)
+
+
+def _apart(answer: pa.Table) -> pa.Table:
+    """The answer with every column under a name of its own: ``a``, ``a_1``, ..."""
+    names: list[str] = []
+    taken = set(answer.column_names)
+    for name in answer.column_names:
+        names.append(_free(name, taken) if name in names else name)
+        taken.add(names[-1])
+    return answer.rename_columns(names)
+
+
+def _free(name: str, taken: set[str]) -> str:
+    number = 1
+    while f"{name}_{number}" in taken:
+        number += 1
+    return f"{name}_{number}"
 
 
 def _give(answer: pa.Table, form: str, output: Path | None) -> None:
@@ -47,19 +66,31 @@ def _give(answer: pa.Table, form: str, output: Path | None) -> None:
 
     if form == "parquet" and output is not None:
         files.write_table(answer, output)
-        return
-    if form == "table" and output is None:
+    elif output is not None:
+        files.write_bytes(_text_of(answer, form).encode(), output)
+    elif form == "table":
         _print(answer)
-        return
-    text = _json(answer) if form == "json" else _csv(answer)
-    if output is None:
-        sys.stdout.write(text)
     else:
-        files.write_bytes(text.encode(), output)
+        sys.stdout.write(_text_of(answer, form))
+
+
+def _text_of(answer: pa.Table, form: str) -> str:
+    return {"json": _json, "csv": _csv, "table": _table}[form](answer)
 
 
 def _json(answer: pa.Table) -> str:
-    return json.dumps(answer.to_pylist(), indent=2, default=_plain) + "\n"
+    return json.dumps(_finite(answer.to_pylist()), indent=2, default=_plain, allow_nan=False) + "\n"
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN and no infinity; these become null, in lists and structs too."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {name: _finite(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(inner) for inner in value]
+    return value
 
 
 def _plain(value: object) -> object:
@@ -80,21 +111,30 @@ def _csv(answer: pa.Table) -> str:
     return text.getvalue()
 
 
+_FILE_WIDTH = 100_000  # a file has no width; no line is broken
+
 _LEAST_WIDTH = 9  # a column narrower than this cannot be read; rows are then shown one below the other
 
 
-def _print(answer: pa.Table) -> None:
+def _table(answer: pa.Table) -> str:
+    import io
+
+    from rich.console import Console
+
+    text = io.StringIO()
+    _print(answer, Console(file=text, width=_FILE_WIDTH, color_system=None, highlight=False))
+    return "".join(f"{line.rstrip()}\n" for line in text.getvalue().splitlines())
+
+
+def _print(answer: pa.Table, console: Console | None = None) -> None:
     from rich import box
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
-    console = Console(highlight=False)
+    console = console or Console(highlight=False)
     if answer.num_columns * _LEAST_WIDTH > console.width:
-        for number, row in enumerate(answer.to_pylist(), start=1):
-            console.print(f"row {number}", style="bold")
-            for name, value in row.items():
-                console.print(f"  {escape(name)}: {escape(_text(value))}", soft_wrap=True)
+        _print_rows(answer, console)
         return
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
     for field in answer.schema:
@@ -103,6 +143,15 @@ def _print(answer: pa.Table) -> None:
     for row in answer.to_pylist():
         table.add_row(*(escape(_text(value)) for value in row.values()))
     console.print(table)
+
+
+def _print_rows(answer: pa.Table, console: Console) -> None:
+    from rich.markup import escape
+
+    for number, row in enumerate(answer.to_pylist(), start=1):
+        console.print(f"row {number}", style="bold")
+        for name, value in row.items():
+            console.print(f"  {escape(name)}: {escape(_text(value))}", soft_wrap=True)
 
 
 def _text(value: object) -> str:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from ebbench.cli import load_flags as load
 from ebbench.cli.options import opt
+from ebbench.traffic.choice import scenario_meant
 
 if TYPE_CHECKING:
     from ebbench.engines.base import EngineOptions
@@ -77,9 +78,7 @@ class LoadFlags:
 
     def scenario_of(self, workload: str) -> str | None:
         """The scenario asked for, or what the other options mean, read as `vllm bench serve` reads them."""
-        if self.scenario is None and self.request_rate is not None and not workload.startswith("trace:"):
-            return "poisson" if self.burstiness is None else "gamma"
-        return self.scenario
+        return scenario_meant(workload, self.scenario, self.request_rate, self.burstiness)
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ebbench.cli import load_flags as load
 from ebbench.cli.options import Command
+from ebbench.errors import UsageError
 
 if TYPE_CHECKING:
+    from ebbench.traffic.schedule import Load
     from ebbench.traffic.spec import Phase, ScenarioSpec
 
 app = typer.Typer(
@@ -47,40 +50,46 @@ def show(
     request_rate: Annotated[
         float | None, typer.Option("--request-rate", help="Sessions/s; shows the arrivals of an open loop.")
     ] = None,
+    saturation_rate: load.SaturationRate = None,
     num_prompts: Annotated[int | None, typer.Option("--num-prompts", "-n", help="Sessions to lay out.")] = None,
     seed: Annotated[int, typer.Option("--seed", help="Same seed, same arrivals.")] = 0,
     as_json: Annotated[bool, _JSON] = False,
 ) -> None:
-    """Show a scenario's phases and, with a rate, the arrivals it makes."""
-    from ebbench.workloads import load_scenario
-
-    spec = load_scenario(name)
-    found = _described(spec)
-    if spec.loop == "open" and request_rate is not None:
-        found["arrivals"] = _arrivals(name, request_rate, num_prompts, seed)
-    if as_json:
-        typer.echo(json.dumps(found))
-        return
-    _print(spec, found)
-
-
-def _described(spec: ScenarioSpec) -> dict[str, Any]:
+    """Show a scenario's phases; with a rate or a number of sessions, as they are under it, and the arrivals."""
     import msgspec
 
-    found: dict[str, Any] = msgspec.to_builtins(spec)
-    return found
+    from ebbench.traffic.schedule import Load
+    from ebbench.workloads import load_scenario
+
+    spec, arrivals = load_scenario(name), None
+    asked = Load(request_rate=request_rate, saturation_rate=saturation_rate)
+    if asked != Load() or num_prompts is not None:
+        spec, arrivals = _laid_out(name, spec, asked, num_prompts, seed)
+    if as_json:
+        found: dict[str, Any] = msgspec.to_builtins(spec)
+        typer.echo(json.dumps(found | ({"arrivals": arrivals} if arrivals else {})))
+        return
+    _print(spec, arrivals)
 
 
-def _arrivals(name: str, request_rate: float, num_prompts: int | None, seed: int) -> dict[str, float]:
+def _laid_out(
+    name: str, spec: ScenarioSpec, asked: Load, num_prompts: int | None, seed: int
+) -> tuple[ScenarioSpec, dict[str, float] | None]:
+    """The scenario as a run would have it, and the arrivals of an open loop. Refuses what a run refuses."""
+    from ebbench.traffic.schedule import under
     from ebbench.workloads import build_plan
     from ebbench.workloads.statistics import describe
 
-    plan = build_plan("balanced", name, request_rate=request_rate, num_prompts=num_prompts, seed=seed)
-    arrivals: dict[str, float] = describe(plan)["arrivals"]
-    return arrivals
+    if spec.loop == "trace":
+        raise UsageError(f"scenario {spec.name!r} replays recorded times; see `ebbench workloads show trace:FILE`")
+    plan = build_plan(
+        "balanced", name, request_rate=asked.request_rate, saturation_rate=asked.saturation_rate,
+        num_prompts=num_prompts, seed=seed,
+    )  # fmt: skip
+    return under(spec, asked, num_prompts, seed), describe(plan).get("arrivals")
 
 
-def _print(spec: ScenarioSpec, found: dict[str, Any]) -> None:
+def _print(spec: ScenarioSpec, arrivals: dict[str, float] | None) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -98,10 +107,10 @@ def _print(spec: ScenarioSpec, found: dict[str, Any]) -> None:
         for phase in spec.phases:
             table.add_row(phase.name, _size(phase), _load(phase), _lengths(phase))
         console.print(table)
-    if "arrivals" in found:
+    if arrivals is not None:
         from ebbench.cli.workloads import arrival_line
 
-        console.print(arrival_line(found["arrivals"]))
+        console.print(arrival_line(arrivals))
 
 
 def _size(phase: Phase) -> str:

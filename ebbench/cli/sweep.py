@@ -83,6 +83,7 @@ def sweep(
 
 def _dry_run(grid: Sweep, store: Store, output: Console, *, as_json: bool) -> None:
     from ebbench.sweep import show
+    from ebbench.sweep.checks import problem_of
     from ebbench.sweep.drive import missing
 
     todo = missing(grid, store)
@@ -90,7 +91,10 @@ def _dry_run(grid: Sweep, store: Store, output: Console, *, as_json: bool) -> No
         output.print(show.dry_run(grid, todo))
         return
     open_keys = {cell.key for cell in todo}
-    cells = [{"key": cell.key, "finished": cell.key not in open_keys} for cell in grid.cells]
+    cells = [
+        {"key": cell.key, "finished": cell.key not in open_keys, "problem": problem_of(cell.settings) or None}
+        for cell in grid.cells
+    ]
     sys.stdout.write(json.dumps({"name": grid.name, "cells": cells, "axes": list(grid.axes)}, indent=2) + "\n")
 
 

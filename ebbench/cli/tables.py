@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,10 +11,11 @@ import typer
 
 from ebbench.cli import paper_flags as paper
 from ebbench.cli.options import grouped, opt
+from ebbench.cli.unread import refuse_unread
 
 if TYPE_CHECKING:
     from ebbench.analysis.paper_tables import Document
-    from ebbench.papers.table import Wish
+    from ebbench.papers.table import PaperTable, Wish
 
 FORMATS = ("rich", "markdown", "latex", "html", "csv")
 
@@ -47,7 +48,14 @@ class ChoiceFlags:
         list[str] | None, opt("--policy", "-p", help="Further policies beside the table's own.", panel=paper.CHOICE)
     ] = None
     num_prompts: paper.NumPrompts = None
-    seeds: Annotated[int, opt("--seeds", help="Runs a cell, for the threshold tables.", panel=paper.CHOICE)] = 1
+    seeds: Annotated[
+        int | None,
+        opt(
+            "--seeds",
+            help="Runs a cell, for tables 10, 11, 13 and e3. Default: 1; e3 takes 3 or more.",
+            panel=paper.CHOICE,
+        ),
+    ] = None
     grid: Annotated[
         bool,
         opt(
@@ -92,6 +100,9 @@ class ChoiceFlags:
         )
 
 
+_CHOICES = tuple(field.name for field in fields(ChoiceFlags))
+
+
 @dataclass(frozen=True)
 class OutputFlags:
     """What becomes of the table."""
@@ -105,6 +116,7 @@ class OutputFlags:
 
 @grouped
 def tables(
+    context: typer.Context,
     runs: RunsFlags,
     choice: ChoiceFlags,
     output: OutputFlags,
@@ -117,15 +129,21 @@ def tables(
     Cells come from stored runs; --run makes those that are missing and keeps them for the next time.
     """
     from ebbench.errors import UnknownNameError
+    from ebbench.papers.registry import OF_RUNS, find_table
 
     if output.style not in FORMATS:
         raise UnknownNameError("format", output.style, FORMATS)
     if name == "list":
+        refuse_unread(context, ("run", *_CHOICES), (), "without a table's name `ebbench tables`")
         _list()
-    elif name in ("phases", "slo"):
+    elif name in OF_RUNS:
+        refuse_unread(context, ("run", *_CHOICES), OF_RUNS[name], f"`ebbench tables {name}`")
         _emit(_of_runs(name, runs.stored or [], choice), output)
     else:
-        _emit(_table(name, choice.wish(), runs, quiet=output.quiet), output)
+        table, wish = find_table(name), choice.wish()
+        refuse_unread(context, _CHOICES, table.reads, table.name)
+        wish.check_names(table.workloads)
+        _emit(_filled(table, wish, runs, quiet=output.quiet), output)
 
 
 def _list() -> None:
@@ -166,12 +184,10 @@ def _of_runs(name: str, paths: list[Path], choice: ChoiceFlags) -> Document:
     return attainment_document(loaded, [1e3 * value for value in ttft_s], tpot_ms, by_phase=choice.by_phase)
 
 
-def _table(name: str, wish: Wish, runs: RunsFlags, *, quiet: bool) -> Document:
+def _filled(table: PaperTable, wish: Wish, runs: RunsFlags, *, quiet: bool) -> Document:
     from ebbench.cli.make_runs import make_runs
-    from ebbench.papers.registry import find_table
     from ebbench.papers.store import CellStore
 
-    table = find_table(name)
     store = CellStore(runs.runs, runs.stored or [])
     if runs.run:
         make_runs(table, wish, store, workers=runs.workers, quiet=quiet)

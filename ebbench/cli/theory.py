@@ -5,6 +5,7 @@ Options and JSON keys are the symbols of the papers spelled out. Times are in se
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -63,7 +64,7 @@ _MEANING: Mapping[str, str] = {
     "throughput_k1": "when refilling after every departure, requests/s",
     "gain": "throughput over throughput_k1, less one",
     "k_star_approximation": "best K of the paper's approximation",
-    "throughput_approximation": "what the approximation promises there, requests/s",
+    "throughput_approximation": "what the approximation promises there, requests/s (none: no bound)",
     "k": "threshold asked for",
     "throughput_k": "at that threshold, requests/s",
 }
@@ -221,6 +222,8 @@ def deferred(
     exact, rough = exact_chain(costs), approximate_chain(costs)
     best = exact.best_k
     at_best, at_one = float(exact.throughput[best - 1]), float(exact.throughput[0])
+    promised = float(rough.throughput[rough.best_k - 1])
+    bounded = math.isfinite(promised)  # without any cost but the last decode step's, which it leaves out, it is not
     values: dict[str, Value] = {
         "k_star": best,
         "throughput": at_best,
@@ -228,8 +231,8 @@ def deferred(
         "e_x_s": float(exact.e_x_s[best - 1]),
         "throughput_k1": at_one,
         "gain": at_best / at_one - 1.0,
-        "k_star_approximation": rough.best_k,
-        "throughput_approximation": float(rough.throughput[rough.best_k - 1]),
+        "k_star_approximation": rough.best_k if bounded else None,
+        "throughput_approximation": promised if bounded else None,
     }
     if k is not None:
         values |= {"k": k, "throughput_k": float(exact.throughput[k - 1])}

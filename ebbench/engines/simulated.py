@@ -86,7 +86,8 @@ def check_fits(plan: Plan, options: EngineOptions, total_blocks: int) -> None:
     if -(-int(state.last[worst]) // options.block_size) > total_blocks:
         raise UsageError(
             f"request {plan.table['request_id'][worst]} has {tokens[worst]} tokens and can never fit in "
-            f"{total_blocks} KV blocks of {options.block_size}; use a larger device or --num-kv-blocks"
+            f"{total_blocks} KV blocks of {options.block_size}; use a larger device, or drop longer ones with "
+            f"--max-model-len {total_blocks * options.block_size} --drop-too-long"
         )
 
 

@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
 from ebbench.analysis.advise import Load, predict, sign_changes
 from ebbench.analysis.advise_answer import Advice, Probe, Question, Score, Tuning
-from ebbench.analysis.hazard_tests import analyse_lengths
+from ebbench.analysis.advise_choice import BASELINE, choose, relative_gain
 from ebbench.analysis.slo import Slo
-from ebbench.analysis.statistics import Interval, paired_t
 from ebbench.analysis.summary import summarise
-from ebbench.errors import UsageError
+from ebbench.papers.advice_candidates import candidate, figure, load_of, main_cells
 from ebbench.papers.cells import Cell, settings
 from ebbench.papers.store import CellStore
 from ebbench.workloads import load_scenario
+from vllm_eb.policy import parse_policy
 
-BASELINE = "v1"
 CADENCE = "cadence:every=16"  # where it helps at all, 8 to 32 differ by little
-TIE = 0.005
 CONCURRENCIES = (16, 32, 64, 128, 256, 512, 1024, 2048)
 SHARES = (0.1, 0.25, 0.5, 0.75, 0.9)
 PROBE_PROMPTS = 1200
-# Of two that are as good, the one that differs less from what vLLM does by itself.
-SIMPLEST_FIRST = ("v1", "cadence", "ebplus", "marginal", "eb", "v0")
 
 
 def default_policies(slo: Slo) -> tuple[str, ...]:
@@ -34,36 +30,13 @@ def default_policies(slo: Slo) -> tuple[str, ...]:
     return tuple(dict.fromkeys((BASELINE, CADENCE, "eb", "ebplus", "marginal", aware)))
 
 
-def main_cells(question: Question) -> list[Cell]:
-    """Every policy on every seed's plan."""
-    return [_cell(question, policy, seed) for seed in range(question.seeds) for policy in question.policies]
-
-
-def _cell(question: Question, policy: str, seed: int) -> Cell:
-    return Cell(
-        question.workload, policy, question.device, question.model, question.max_num_seqs,
-        question.max_num_batched_tokens, question.scenario, settings(**question.plan), seed, weight=2.0,
-    )  # fmt: skip
-
-
-def load_of(question: Question) -> Load:
-    """Lengths and hazard of the first plan. Raises what build_plan raises."""
-    plan = _cell(question, BASELINE, 0).plan()
-    outputs = plan.table["output_tokens"].to_numpy()
-    hazard = analyse_lengths(outputs)
-    mu_o, mu_l = float(outputs.mean()), float(plan.table["input_tokens"].to_numpy().mean())
-    fit = hazard.censored
-    limits = [phase.max_concurrency for phase in plan.phases]
-    concurrency = max(limits, default=plan.max_concurrency or len(plan))
-    return Load(mu_l, mu_o, fit.p0 if fit else 1 / mu_o, fit.eta if fit else 0.0, int(concurrency))
-
-
 def concurrency_cells(question: Question, load: Load) -> dict[float, tuple[Cell, Cell]]:
     """v1 and EB at each concurrency, closed loop, the workload's lengths (or the means a scenario brings)."""
     lengths: dict[str, int] = {}
     if question.scenario is not None and load_scenario(question.scenario).own_lengths:
         lengths = {"input_len": max(1, round(load.mu_l)), "output_len": max(1, round(load.mu_o))}
-    levels = [c for c in CONCURRENCIES if c <= 2 * question.max_num_seqs]
+    most = max(2 * question.max_num_seqs, CONCURRENCIES[1])  # two points at least
+    levels = [c for c in CONCURRENCIES if c <= most]
     return {c: _pair(question, {"max_concurrency": c}, lengths) for c in levels}
 
 
@@ -78,7 +51,8 @@ def mix_cells(question: Question, load: Load) -> dict[float, tuple[Cell, Cell]]:
 
 
 def _pair(question: Question, traffic: dict[str, int], lengths: dict[str, int]) -> tuple[Cell, Cell]:
-    own = {} if lengths else {k: v for k, v in question.plan.items() if k in _LENGTH_KEYS}
+    kept = _LIMIT_KEYS if lengths else (*_LIMIT_KEYS, *_LENGTH_KEYS)
+    own = {k: v for k, v in question.plan.items() if k in kept}
     workload = "balanced" if lengths else question.workload
     # Enough for the load to stand at its level for a while before it drains.
     plan = settings(num_prompts=max(PROBE_PROMPTS, 3 * traffic["max_concurrency"]), **own, **lengths, **traffic)
@@ -91,16 +65,17 @@ def _pair(question: Question, traffic: dict[str, int], lengths: dict[str, int]) 
 
 
 _LENGTH_KEYS = ("source", "input_len", "output_len", "length_distribution", "tokenizer")
-
+_LIMIT_KEYS = ("max_model_len", "drop_too_long")
 
 BUDGETS = (4096, 8192, 16384)
 BATCHES = (256, 512, 1024, 2048)
 
 
 def tuning_cells(question: Question, policy: str) -> list[Cell]:
-    """The chosen policy at other budgets and batch sizes, first seed; its own settings among them."""
-    own = _cell(question, policy, 0)
-    pairs = [(b, n) for b in BUDGETS for n in BATCHES]
+    """The chosen policy at other budgets and batch sizes it can have, first seed; its own settings among them."""
+    own = candidate(question, policy, 0)
+    least = parse_policy(policy).k or 0  # idle slots it waits for
+    pairs = [(b, n) for b in BUDGETS for n in BATCHES if n >= least]
     return [own, *(replace(own, max_num_batched_tokens=b, max_num_seqs=n) for b, n in pairs)]
 
 
@@ -117,7 +92,7 @@ def probe(pairs: Mapping[float, tuple[Cell, Cell]], store: CellStore, *, log: bo
     """EB's gain in total tokens/s over a sweep. Raises UsageError when a run is missing."""
     x, gains = [], []
     for at, (v1, eb) in sorted(pairs.items()):
-        rates = [_figure(store, cell, "total_token_throughput") for cell in (v1, eb)]
+        rates = [figure(store, cell, "total_token_throughput") for cell in (v1, eb)]
         x.append(float(at))
         gains.append(rates[1] / rates[0] - 1)
     scale = [math.log(value) for value in x] if log else x
@@ -125,17 +100,9 @@ def probe(pairs: Mapping[float, tuple[Cell, Cell]], store: CellStore, *, log: bo
     return Probe(tuple(x), tuple(gains), crossings)
 
 
-def _figure(store: CellStore, cell: Cell, key: str) -> float:
-    found = store.get(cell)
-    value = None if found is None else found.get(key)
-    if value is None:
-        raise UsageError(f"the run of {cell.policy} gave no {key}; use more requests (--num-prompts)")
-    return value
-
-
 def advise(question: Question, store: CellStore, *, with_crossover: bool) -> Advice:
     """Put stored runs and theory together; the runs must be there. Raises UsageError, TheoryError."""
-    load = load_of(question)
+    load = load_of(question, store)
     device = main_cells(question)[0].load_device()
     theory = predict(load, device.calibration, device.kv_capacity_tokens, question.max_num_seqs)
     scores = score(question, store)
@@ -144,13 +111,14 @@ def advise(question: Question, store: CellStore, *, with_crossover: bool) -> Adv
         question, load, theory, scores, chosen, reason,
         probe(concurrency_cells(question, load), store, log=True) if with_crossover else None,
         probe(mix_cells(question, load), store, log=False) if with_crossover else None,
+        notes=candidate(question, BASELINE, 0).plan().warnings,
     )  # fmt: skip
 
 
 def score(question: Question, store: CellStore) -> tuple[Score, ...]:
     """Scores of all policies, best objective first."""
     values = {
-        policy: [_objective(question, store, _cell(question, policy, seed)) for seed in range(question.seeds)]
+        policy: [_objective(question, store, candidate(question, policy, seed)) for seed in range(question.seeds)]
         for policy in question.policies
     }
     best = max(values, key=lambda policy: sum(values[policy]))
@@ -160,7 +128,7 @@ def score(question: Question, store: CellStore) -> tuple[Score, ...]:
 
 def _objective(question: Question, store: CellStore, cell: Cell) -> float:
     if not question.slo:
-        return _figure(store, cell, "total_token_throughput")
+        return figure(store, cell, "total_token_throughput")
     found = store.get(cell)
     assert found is not None  # the caller made the runs
     return summarise(found.run, question.slo).metrics.request_goodput or 0.0
@@ -168,10 +136,10 @@ def _objective(question: Question, store: CellStore, cell: Cell) -> float:
 
 def _score(question: Question, store: CellStore, policy: str, values: Mapping[str, list[float]], best: str) -> Score:
     own = values[policy]
-    cells = [_cell(question, policy, seed) for seed in range(question.seeds)]
+    cells = [candidate(question, policy, seed) for seed in range(question.seeds)]
 
     def mean(key: str) -> float:
-        return sum(_figure(store, cell, key) for cell in cells) / len(cells)
+        return sum(figure(store, cell, key) for cell in cells) / len(cells)
 
     attainment = None
     if question.slo:
@@ -183,51 +151,3 @@ def _score(question: Question, store: CellStore, policy: str, values: Mapping[st
         relative_gain(own, values[best]), attainment, mean("median_ttft_ms"), mean("median_tpot_ms"),
         mean("total_token_throughput"),
     )  # fmt: skip
-
-
-def relative_gain(ours: Sequence[float], base: Sequence[float] | None) -> Interval | None:
-    """Mean relative gain with its paired 95 % t interval, from the logs of the ratios; None where undefined."""
-    if base is None or min(base) <= 0 or min(ours) <= 0:
-        return None
-    found = paired_t([math.log(a / b) for a, b in zip(ours, base, strict=True)])
-    return Interval(*(math.expm1(value) for value in (found.mean, found.low, found.high)))
-
-
-def choose(scores: Sequence[Score]) -> tuple[Score, str]:
-    """The simplest policy that is as good as the best: not behind by more than TIE, or not surely so.
-
-    Where v1 is surely behind, a policy that may be no better than v1 is not advised in place of one that surely is.
-    """
-    best = scores[0]
-    equal = [one for one in scores if one is best or _ties(one)]
-    if all(one.policy != BASELINE for one in equal) and (sure := [one for one in equal if _ahead(one)]):
-        unsure = [one.policy for one in equal if one not in sure]
-        chosen = min(sure, key=lambda one: _rank(one.policy))
-        if unsure:
-            reason = f"it is surely ahead of {BASELINE}; {_listed(unsure)} may be as good, less certainly"
-            return chosen, reason
-    chosen = min(equal, key=lambda one: _rank(one.policy))
-    if len(equal) == 1:
-        return chosen, "it is ahead of every other candidate by more than chance and half a per cent"
-    others = [one.policy for one in equal if one is not chosen]
-    verb = "are" if len(others) > 1 else "is"
-    return chosen, f"{_listed(others)} {verb} equal to it within chance or half a per cent, and it is the simplest"
-
-
-def _listed(names: Sequence[str]) -> str:
-    return f"{', '.join(names[:-1])} and {names[-1]}" if len(names) > 1 else names[0]
-
-
-def _ahead(one: Score) -> bool:
-    return one.gain is not None and one.gain.low > 0
-
-
-def _ties(one: Score) -> bool:
-    behind = one.behind_best
-    return behind is not None and (behind.mean >= -TIE or (math.isfinite(behind.high) and behind.high >= 0))
-
-
-def _rank(policy: str) -> int:
-    kind = policy.partition(":")[0]
-    order = SIMPLEST_FIRST.index(kind) if kind in SIMPLEST_FIRST else len(SIMPLEST_FIRST)
-    return 10 * order + (":" in policy)

@@ -24,6 +24,7 @@ from vllm_eb.calibration import Calibration
 Setting = tuple[str, str | int | float]
 VARIANT = "paper:"
 LINEAR = "linear:"
+_OF_FILES = ("trace:", "file:")
 _VARIANTS = Path(__file__).resolve().parent / "staggered"
 _CODE = (
     "simulation", "devices", "workloads", "traffic", "engines/sim.py", "engines/simulated.py", "analysis/metrics.py",
@@ -58,10 +59,12 @@ class Cell:
 
     @property
     def options(self) -> EngineOptions:
-        """Scheduler settings."""
+        """Scheduler settings; a length limit that the plan keeps is the server's too."""
+        limit = dict(self.settings).get("max_model_len", EngineOptions.max_model_len)
         return EngineOptions(
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
+            max_model_len=int(limit),
             enable_prefix_caching=self.prefix_caching,
             async_scheduling=self.async_scheduling,
             warmup=self.warmup,
@@ -70,7 +73,9 @@ class Cell:
     def key(self) -> str:
         """Sixteen hex digits over the cell, the files it names and the code that computes it."""
         identity = {name: value for name, value in asdict(self).items() if name != "weight"}
-        files = [_content(name) for name in (self.workload, self.scenario or "") if name.endswith(".toml")]
+        source = str(dict(self.settings).get("source", ""))
+        named = (self.workload, self.scenario or "", self.model, source)
+        files = [_content(name) for name in named if name.startswith(_OF_FILES) or name.endswith((".toml", ".json"))]
         text = json.dumps([identity, files, code_fingerprint()], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -169,5 +174,5 @@ def code_fingerprint() -> str:
 
 
 def _content(name: str) -> str:
-    path = Path(name).expanduser()
+    path = Path(name.removeprefix("trace:").removeprefix("file:")).expanduser()
     return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""

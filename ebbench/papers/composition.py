@@ -147,4 +147,7 @@ def _document(wish: Wish, store: CellStore) -> Document:
     return Document("cluster-policies", "EB+ and staggered dispatch together", sections, notes)
 
 
-COMPOSITION = PaperTable("cluster-policies", "EB+ and staggered dispatch together", _cells, _document, whole=False)
+COMPOSITION = PaperTable(
+    "cluster-policies", "EB+ and staggered dispatch together", _cells, _document,
+    ("device", "model", "workload", "num_prompts"), whole=False, workloads=tuple(_WORKLOADS),
+)  # fmt: skip

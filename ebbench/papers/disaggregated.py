@@ -266,5 +266,6 @@ def _verdicts(wish: Wish, store: CellStore) -> Sequence[str]:
     return said
 
 
-TABLE19 = PaperTable("table19", "two GPUs: DP=2 against 1P+1D", _cells19, _document19, whole=False)
-TABLE20 = PaperTable("table20", "four GPUs: DP=4 against three splits", _cells20, _document20, whole=False)
+_READS = ("device", "model", "num_prompts")
+TABLE19 = PaperTable("table19", "two GPUs: DP=2 against 1P+1D", _cells19, _document19, _READS, whole=False)
+TABLE20 = PaperTable("table20", "four GPUs: DP=4 against three splits", _cells20, _document20, _READS, whole=False)

@@ -7,7 +7,7 @@ import pyarrow.compute as pc
 
 from ebbench.analysis.paper_tables import Column, Document, Section, Value, labels
 from ebbench.papers.cells import Cell
-from ebbench.papers.figure12 import COSTS, SHAPES, THETAS, figure12_cells, sweep12
+from ebbench.papers.figure12 import COSTS, FIGURE12, SHAPES, THETAS, figure12_cells, sweep12
 from ebbench.papers.published import EB_PAPER
 from ebbench.papers.store import CellStore, Measured
 from ebbench.papers.table import PaperTable, Wish, pending
@@ -141,5 +141,10 @@ def _updates(found: Measured | None) -> list[float]:
     return [float(value) for value in updates.to_pylist()]
 
 
-E3 = PaperTable("e3", "rising against constant hazard (E.3)", figure12_cells, _document_ifr, whole=False)
-E5 = PaperTable("e5", "how far the hazard estimate is off (E.5)", _cells_sensitivity, _document_sensitivity)
+E3 = PaperTable(
+    "e3", "rising against constant hazard (E.3)", figure12_cells, _document_ifr, FIGURE12.reads, whole=False
+)
+E5 = PaperTable(
+    "e5", "how far the hazard estimate is off (E.5)", _cells_sensitivity, _document_sensitivity,
+    ("device", "model", "num_prompts"),
+)  # fmt: skip

@@ -11,14 +11,19 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from pathlib import Path
 
 from ebbench.analysis.conclude import Setting, conclude
-from ebbench.papers.cells import Cell
+from ebbench.analysis.protocols import located
+from ebbench.engines.checks import check_counts
+from ebbench.errors import RunError
+from ebbench.papers.cells import Cell, workload_path
 from ebbench.papers.store import CellStore, keep, measured_from_run, settle
 from ebbench.records.manifest import wall_clock_ns
 from ebbench.records.run import RunWriter
+from ebbench.workloads import load_scenario, load_workload
 from vllm_eb.policy import parse_policy
 
 Done = Callable[[Cell], None]
@@ -30,11 +35,14 @@ def run_missing(
 ) -> int:
     """Run the cells that the store lacks; returns how many. ``whole`` keeps the run directories, not figures alone.
 
-    Raises what the first failing cell raises; cells finished before it, or before an interruption, are kept.
+    Raises UsageError for names that do not exist, before anything runs, and what the first failing cell raises; cells
+    finished before it, or before an interruption, are kept.
     """
+    check_counts(workers=workers)
     todo = store.missing(cells, whole=whole)
     if not todo:
         return 0
+    _check_names(todo)
     store.root.mkdir(parents=True, exist_ok=True)
     _clear_remains(store.root)
     count = min(workers or os.cpu_count() or 1, len(todo))
@@ -55,6 +63,17 @@ def run_missing(
                 worker.terminate()
             raise
     return len(todo)
+
+
+def _check_names(cells: Sequence[Cell]) -> None:
+    """A name that does not exist is refused before the first run, not after hours of them."""
+    for cell in {(cell.device, cell.model): cell for cell in cells}.values():
+        cell.load_device()
+    for name in dict.fromkeys(workload_path(cell.workload) for cell in cells):
+        if not name.startswith("trace:"):
+            load_workload(name)
+    for name in dict.fromkeys(located(cell.scenario) for cell in cells if cell.scenario is not None):
+        load_scenario(name)
 
 
 def _clear_remains(root: Path) -> None:
@@ -103,7 +122,13 @@ def _collect(futures: set[Future[Cell]], done: Done | None) -> None:
     while futures:
         finished, futures = wait(futures, return_when=FIRST_COMPLETED)
         for future in finished:
-            _finish(future.result(), done)
+            try:
+                cell = future.result()
+            except BrokenProcessPool:
+                raise RunError(
+                    "a worker was killed, perhaps for lack of memory; finished runs are kept: try fewer --workers"
+                ) from None
+            _finish(cell, done)
 
 
 def _finish(cell: Cell, done: Done | None) -> None:

@@ -13,14 +13,19 @@ from ebbench.papers.table import Wish
 
 @dataclass(frozen=True)
 class PaperFigure:
-    """One published figure. ``chart`` returns an altair chart; ``caption`` says what is ours and what is not."""
+    """One published figure. ``chart`` returns an altair chart; ``caption`` says what is ours and what is not.
+
+    ``reads`` and ``workloads`` are those of a PaperTable, for the options of ``ebbench figures``.
+    """
 
     name: str
     title: str
     cells: Callable[[Wish], list[Cell]]
     chart: Callable[[Wish, CellStore], Any]
     caption: str
+    reads: tuple[str, ...]
     whole: bool = True
+    workloads: tuple[str, ...] = ()
 
 
 def no_cells(_wish: Wish) -> list[Cell]:

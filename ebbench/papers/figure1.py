@@ -157,4 +157,5 @@ FIGURE1 = PaperFigure(
     "Ours: the devices' cost models, decodes with 512 tokens of context. Grey: the decode share at which the paper "
     "sees a token of a mixed batch become dearer than one of a pure decode batch (20 % and 80 %). Bottom: 127 "
     "published step times of Qwen3-4B (eb-vllm; GPU not named there, H200 by its slope) against ours.",
+    ("device", "model"),
 )

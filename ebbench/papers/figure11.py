@@ -90,4 +90,5 @@ FIGURE11 = PaperFigure(
     "Ours, from length profiles fitted to table 9 (--source hub reads the data sets). Dashed: the mean. Hazard up to "
     "the 95th percentile, in bins. Answers cut at a limit (the last bar) are censored, not ended; the published "
     "estimator takes them for ended, which tilts its line.",
+    ("workload", "num_prompts", "source"),
 )

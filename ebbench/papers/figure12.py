@@ -28,7 +28,7 @@ def _cell(wish: Wish, device: str, shape: int, theta: float, seed: int) -> Cell:
 
 
 def _seeds(wish: Wish) -> range:
-    return range(max(wish.seeds, 3))
+    return wish.seed_range(3)
 
 
 def figure12_cells(wish: Wish) -> list[Cell]:
@@ -98,5 +98,6 @@ FIGURE12 = PaperFigure(
     f"Ours: Qwen3-8B on H200, mean input {MEAN_INPUT}, mean output {MEAN_OUTPUT}, N = {BATCH}; band: 95 % t interval "
     f"over the seeds; '{SLOW}': see tables 10 and 11. The paper's shape, means and optima are not legible in our copy; "
     "it reports that the optimum moves up under a rising hazard.",
+    ("device", "model", "num_prompts", "seeds"),
     whole=False,
 )

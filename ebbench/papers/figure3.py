@@ -107,5 +107,6 @@ FIGURE3 = PaperFigure(
     _chart3,
     "Solid: ours (engine sim, run as `ebbench fidelity` does: N = 1024, B as published, 100 warm-up requests). Dashed "
     "with crosses: published (eb-vllm); its fixed-k points were read off a figure by the authors.",
+    ("device", "model", "num_prompts"),
     whole=False,
 )

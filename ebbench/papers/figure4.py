@@ -187,6 +187,7 @@ FIGURE4 = PaperFigure(
     _chart4,
     "Bars: ours, each scheduler at its published best B and N (table 16; v0 takes EB's). Black: published (eb-vllm), "
     "read off a bar chart by the authors.",
+    ("device", "model", "num_prompts"),
 )
 FIGURE5 = PaperFigure(
     "figure5",
@@ -194,6 +195,7 @@ FIGURE5 = PaperFigure(
     _cells5,
     _chart5,
     "Bars: ours, the runs of table 2. Black: published (eb-vllm), read off log-scale bars by the authors: approximate.",
+    ("device", "model", "workload", "num_prompts", "outputs"),
 )
 FIGURE6 = PaperFigure(
     "figure6",
@@ -202,4 +204,5 @@ FIGURE6 = PaperFigure(
     _chart6,
     "Ours, at the best B and N published for Qwen3-8B. The paper gives ranges only: EB(k*) 8 to 17 % more requests/s "
     "and 17 to 47 % less TPOT than v1.",
+    ("device", "model", "num_prompts", "outputs"),
 )

@@ -13,10 +13,14 @@ from ebbench.papers.figure12 import FIGURE12
 FIGURES: tuple[PaperFigure, ...] = (FIGURE1, FIGURE3, FIGURE4, FIGURE5, FIGURE6, FIGURE11, FIGURE12)
 
 
+OF_RUNS = ("timeline", "slo")
+"""Figures of runs of the user's own."""
+
+
 def find_figure(name: str) -> PaperFigure:
     """A figure by name: ``figure3``, ``figure-3``, ``fig3`` or ``3``. Raises UnknownNameError."""
     wanted = name.lower().replace("-", "").replace("_", "").removeprefix("figure").removeprefix("fig")
     for figure in FIGURES:
         if figure.name.removeprefix("figure") == wanted:
             return figure
-    raise UnknownNameError("figure", name, [*(figure.name for figure in FIGURES), "timeline"])
+    raise UnknownNameError("figure", name, [*(figure.name for figure in FIGURES), *OF_RUNS])

@@ -151,16 +151,18 @@ def _synthetic_document(wish: Wish, store: CellStore) -> Document:
     return Document("table16", "Table 16: best configuration on synthetic workloads", tuple(sections), notes)
 
 
+_READS = ("model", "workload", "num_prompts", "outputs")
 TABLE14 = PaperTable(
     "table14", "grid search on RTX PRO 6000: best configuration, sensitivity",
     lambda wish: _real_cells("rtx-pro-6000", wish),
-    lambda wish, store: _real_document(14, "rtx-pro-6000", wish, store), whole=False,
+    lambda wish, store: _real_document(14, "rtx-pro-6000", wish, store), _READS, whole=False,
 )  # fmt: skip
 TABLE15 = PaperTable(
     "table15", "grid search on H200: best configuration, sensitivity",
     lambda wish: _real_cells("h200", wish),
-    lambda wish, store: _real_document(15, "h200", wish, store), whole=False,
+    lambda wish, store: _real_document(15, "h200", wish, store), _READS, whole=False,
 )  # fmt: skip
 TABLE16 = PaperTable(
-    "table16", "grid search on synthetic workloads", _synthetic_cells, _synthetic_document, whole=False
-)
+    "table16", "grid search on synthetic workloads", _synthetic_cells, _synthetic_document,
+    ("device", "workload", "num_prompts"), whole=False, workloads=tuple(SYNTHETIC),
+)  # fmt: skip

@@ -59,4 +59,4 @@ def _document(wish: Wish, store: CellStore) -> Document:
     return Document("table9", "Table 9: workload lengths in tokens", (Section("", columns, tuple(rows)),), notes)
 
 
-TABLE9 = PaperTable("table9", "workload lengths", _cells, _document)
+TABLE9 = PaperTable("table9", "workload lengths", _cells, _document, ("workload", "num_prompts", "source"))

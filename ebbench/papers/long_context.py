@@ -135,4 +135,7 @@ def _findings(sections: tuple[Section, ...]) -> tuple[str, ...]:
     return tuple(said)
 
 
-LONG_CONTEXT = PaperTable("long-context", "128K in, 64 out", _cells, _document, whole=False, aliases=("table6", "6"))
+LONG_CONTEXT = PaperTable(
+    "long-context", "128K in, 64 out", _cells, _document, ("device", "model", "num_prompts"), whole=False,
+    aliases=("table6", "6"),
+)  # fmt: skip

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from ebbench.errors import UnknownNameError
 from ebbench.papers.composition import COMPOSITION
 from ebbench.papers.deferred import DEFERRED
@@ -27,6 +29,10 @@ TABLES: tuple[PaperTable, ...] = (
 )  # fmt: skip
 
 
+OF_RUNS: Mapping[str, tuple[str, ...]] = {"phases": (), "slo": ("ttft", "tpot", "by_phase")}
+"""Tables of runs of the user's own, and the options they read."""
+
+
 def find_table(name: str) -> PaperTable:
     """A table by name: ``table3``, ``table-3`` or ``3``. Raises UnknownNameError."""
     wanted = name.lower().replace("-", "").replace("_", "").replace(" ", "")
@@ -34,4 +40,4 @@ def find_table(name: str) -> PaperTable:
         known = {table.name, table.name.removeprefix("table"), *table.aliases}
         if wanted in {one.replace("-", "") for one in known}:
             return table
-    raise UnknownNameError("table", name, [table.name for table in TABLES])
+    raise UnknownNameError("table", name, [*(table.name for table in TABLES), *OF_RUNS])

@@ -55,4 +55,6 @@ def _document(wish: Wish, store: CellStore) -> Document:
     return Document("sbs-ablation", "Parts of staggered dispatch, one at a time", sections, notes)
 
 
-ABLATION = PaperTable("sbs-ablation", "parts of staggered dispatch, one at a time", _cells, _document, whole=False)
+ABLATION = PaperTable(
+    "sbs-ablation", "parts of staggered dispatch, one at a time", _cells, _document, ("num_prompts",), whole=False
+)

@@ -89,4 +89,4 @@ def _document(wish: Wish, store: CellStore) -> Document:
     return Document("sbs-figure7", "Figure 7: KV over decode units, and decode throughput", sections, notes)
 
 
-FIGURE7 = PaperTable("sbs-figure7", "spread of KV over decode units", _cells, _document, whole=False)
+FIGURE7 = PaperTable("sbs-figure7", "spread of KV over decode units", _cells, _document, ("num_prompts",), whole=False)

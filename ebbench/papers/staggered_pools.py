@@ -97,5 +97,6 @@ def _document(wish: Wish, store: CellStore) -> Document:
 
 
 POOLS = PaperTable(
-    "sbs-pools", "staggered against immediate dispatch, pools of all sizes", _cells, _document, whole=False
-)
+    "sbs-pools", "staggered against immediate dispatch, pools of all sizes", _cells, _document, ("num_prompts",),
+    whole=False,
+)  # fmt: skip

@@ -220,10 +220,13 @@ def _table1_document(wish: Wish, store: CellStore) -> Document:
     return Document("sbs-table1", "Table 1: chunk utilisation and capacity", sections, notes)
 
 
-WAITING = PaperTable("sbs-waiting", "waiting of T/2 against T/(2N)", _waiting_cells, _waiting_document, whole=False)
+_READS = ("num_prompts",)
+WAITING = PaperTable(
+    "sbs-waiting", "waiting of T/2 against T/(2N)", _waiting_cells, _waiting_document, _READS, whole=False
+)
 FIGURE6 = PaperTable(
-    "sbs-figure6", "TTFT over the load of a prefill pool", _figure6_cells, _figure6_document, whole=False
+    "sbs-figure6", "TTFT over the load of a prefill pool", _figure6_cells, _figure6_document, _READS, whole=False
 )
 TABLE1 = PaperTable(
-    "sbs-table1", "chunk utilisation and QPS at a fixed TTFT", _table1_cells, _table1_document, whole=False
+    "sbs-table1", "chunk utilisation and QPS at a fixed TTFT", _table1_cells, _table1_document, _READS, whole=False
 )

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from ebbench.analysis.paper_tables import Document
+from ebbench.errors import UnknownNameError, UsageError
 from ebbench.papers.cells import Cell
 from ebbench.papers.store import CellStore, Measured
 
@@ -26,7 +27,7 @@ class Wish:
     workloads: tuple[str, ...] = ()
     policies: tuple[str, ...] = ()
     num_prompts: int | None = None
-    seeds: int = 1
+    seeds: int | None = None
     grid: bool = False
     outputs: Outputs = "forced"
     source: str = "profile"
@@ -34,24 +35,57 @@ class Wish:
     tpot_ms: tuple[float, ...] = ()
 
     def device(self, default: str = "rtx-pro-6000") -> str:
-        """The one device of an experiment that takes one."""
-        return self.devices[0] if self.devices else default
+        """The one device of an experiment that takes one. Raises UsageError where several were given."""
+        return _one("--device", self.devices, default)
 
     def model(self, default: str = "qwen3-8b") -> str:
-        """The one model of an experiment that takes one."""
-        return self.models[0] if self.models else default
+        """The one model of an experiment that takes one. Raises UsageError where several were given."""
+        return _one("--model", self.models, default)
+
+    def seed_range(self, least: int = 1) -> range:
+        """Seeds of an experiment that repeats its runs, ``least`` times or more. Raises UsageError for fewer."""
+        if self.seeds is not None and self.seeds < least:
+            raise UsageError(f"--seeds must be at least {least} here, for an interval over the runs, not {self.seeds}")
+        return range(self.seeds or least)
+
+    def check_names(self, workloads: Collection[str] = ()) -> None:
+        """Raise UsageError for a device, model or workload that does not exist, or is none of ``workloads``."""
+        from ebbench.devices.profiles import find_model, find_profile
+        from ebbench.workloads import load_workload
+
+        for device in self.devices:
+            find_profile(device)
+        for model in self.models:
+            find_model(model)
+        for workload in self.workloads:
+            if workloads and workload not in workloads:
+                raise UnknownNameError("workload of this experiment", workload, workloads)
+            if not workload.startswith("trace:"):  # whose file is read when the runs are made
+                load_workload(workload)
+
+
+def _one(option: str, names: Sequence[str], default: str) -> str:
+    if len(names) > 1:
+        raise UsageError(f"this experiment takes one {option}, not {' and '.join(names)}")
+    return names[0] if names else default
 
 
 @dataclass(frozen=True)
 class PaperTable:
-    """One published table. ``whole``: keep the run directories of its cells, not their figures alone."""
+    """One published table. ``whole``: keep the run directories of its cells, not their figures alone.
+
+    ``reads``: the options of ``ebbench tables`` that its cells or its document depend on, as parameters are named.
+    ``workloads``: the only ones it knows; empty: any.
+    """
 
     name: str
     title: str
     cells: Callable[[Wish], list[Cell]]
     document: Callable[[Wish, CellStore], Document]
+    reads: tuple[str, ...]
     whole: bool = True
     aliases: tuple[str, ...] = field(default=())
+    workloads: tuple[str, ...] = ()
 
 
 def figure(store: CellStore, cell: Cell, key: str, scale: float = 1.0) -> float | None:

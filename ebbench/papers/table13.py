@@ -38,9 +38,9 @@ def _cells(wish: Wish) -> list[Cell]:
 def _repeats(wish: Wish, device: str, name: str, policy: str) -> list[Cell]:
     model, count = wish.model(), wish.num_prompts or 3000
     if name == "Gamma":
-        return [sweep_cell(device, model, policy, BATCH, s, num_prompts=count, **GAMMA) for s in range(wish.seeds)]
+        return [sweep_cell(device, model, policy, BATCH, s, num_prompts=count, **GAMMA) for s in wish.seed_range()]
     plan = settings(num_prompts=count)
-    return [Cell("sharegpt", policy, device, model, BATCH, BUDGET, settings=plan, seed=s) for s in range(wish.seeds)]
+    return [Cell("sharegpt", policy, device, model, BATCH, BUDGET, settings=plan, seed=s) for s in wish.seed_range()]
 
 
 def _columns() -> tuple[Column, ...]:
@@ -102,4 +102,7 @@ def _document(wish: Wish, store: CellStore) -> Document:
     return Document("table13", "Table 13: sensitivity to the threshold", sections, notes)
 
 
-TABLE13 = PaperTable("table13", "throughput over theta and the online controller", _cells, _document, whole=False)
+TABLE13 = PaperTable(
+    "table13", "throughput over theta and the online controller", _cells, _document,
+    ("device", "model", "policy", "num_prompts", "seeds"), whole=False,
+)  # fmt: skip

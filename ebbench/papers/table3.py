@@ -155,4 +155,6 @@ def _document(wish: Wish, store: CellStore) -> Document:
     return Document("table3", "Table 3: traffic levels and moving traffic", tuple(sections), notes)
 
 
-TABLE3 = PaperTable("table3", "traffic levels and moving traffic", _cells, _document)
+TABLE3 = PaperTable(
+    "table3", "traffic levels and moving traffic", _cells, _document, ("device", "model", "policy", "num_prompts")
+)

@@ -23,6 +23,9 @@ from ebbench.records.schema import PLAN
 SCHEMA_VERSION = 1
 """Raised when a reader of the old form would misread the new one; added fields do not raise it."""
 
+LIMITS = ("ttft", "tpot", "e2el")
+"""What ``slo`` may limit."""
+
 Clock = Literal["virtual", "real"]
 
 
@@ -98,9 +101,13 @@ def decode_manifest(content: bytes, path: Path) -> Manifest:
         version = msgspec.json.decode(content, type=_Versioned).schema_version
         if version > SCHEMA_VERSION:
             raise DataError(f"{path}: written by a newer ebbench (schema {version}); update ebbench to read it")
-        return msgspec.json.decode(content, type=Manifest)
+        manifest = msgspec.json.decode(content, type=Manifest)
     except msgspec.MsgspecError as error:
         raise DataError(f"{path}: not a manifest ({error})") from None
+    unknown = [name for name in manifest.slo if name not in LIMITS]
+    if unknown:
+        raise DataError(f"{path}: unknown limit {unknown[0]!r} in slo; it can limit {', '.join(LIMITS)}")
+    return manifest
 
 
 class _Versioned(msgspec.Struct):

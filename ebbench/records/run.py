@@ -235,5 +235,20 @@ def _check_table(path: Path, schema: pa.Schema | None, rows: int | None) -> None
     lacking = [column.name for column in schema or () if column.name not in found.names]
     if lacking:
         raise DataError(f"{path}: lacks {files.some_columns(lacking)}; not written by ebbench?")
+    for column in schema or ():
+        stored = found.field(column.name).type
+        if _kind(stored) != _kind(column.type):
+            raise DataError(f"{path}: column {column.name} is {stored} where ebbench stores {column.type}; rewritten?")
     if rows is not None and rows != count:
         raise DataError(f"{path}: {count} rows where the manifest says {rows}; the file was replaced or damaged")
+
+
+def _kind(stored: pa.DataType) -> str:
+    """What a column's values are, whatever their width: other tools write other widths, and all of them read."""
+    if pa.types.is_list(stored) or pa.types.is_large_list(stored):
+        return f"list of {_kind(stored.value_type)}"
+    if pa.types.is_integer(stored):
+        return "integer"
+    if pa.types.is_floating(stored):
+        return "float"
+    return "string" if pa.types.is_large_string(stored) else str(stored)

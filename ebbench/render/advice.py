@@ -67,9 +67,9 @@ def theory_lines(advice: Advice) -> list[str]:
     theory, load = advice.theory, advice.load
     sides = theory.sides
     lines = [
-        f"lengths from {advice.question.plan.get('source') or 'the plan'}: mean {load.mu_l:,.0f} in, "
-        f"{load.mu_o:,.0f} out, decode share r = {sides.r:.2f}; "
-        f"{load.concurrency:,} requests open at most, {theory.n:,} of them in the batch",
+        f"lengths from {load.source}: mean {load.mu_l:,.0f} in, {load.mu_o:,.0f} out, "
+        f"decode share r = {sides.r:.2f}; {load.concurrency:,} requests open "
+        f"{'on average' if load.open_loop else 'at most'}, {theory.n:,} of them in the batch",
         f"mixing costs {1e6 * sides.lhs:+.1f} µs a token and saves {1e6 * sides.rhs:.1f} µs of fixed costs: "
         f"{'exclusive' if theory.exclusive else 'mixed'} batches win"
         + (f" (EB over MB {change(theory.gain)})" if theory.gain is not None else ""),
@@ -143,7 +143,12 @@ def _probe_table(what: str, probe: Probe, x_format: str) -> Table:
 def limits_of_it(advice: Advice) -> list[str]:
     """What the advice rests on and a reader has to know."""
     question, load = advice.question, advice.load
-    lines = []
+    lines = [f"{note[:1].upper()}{note[1:]}." for note in advice.notes]
+    if question.seeds_alike:
+        lines.append(
+            "Every seed gives the same requests at the same times, as a replayed trace does, so each candidate was run "
+            "once: there is no interval, and chance is not ruled out."
+        )
     asked = question.plan.get("num_prompts")
     if isinstance(asked, int) and asked < load.concurrency:
         lines.append(

@@ -141,5 +141,6 @@ def _table(*columns: str, right: int = 2) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     for index, column in enumerate(columns):
         numeric = index >= right and column not in ("mixed attention", "GPU")
-        table.add_column(column, justify="right" if numeric else "left", no_wrap=index == 0)
+        # A name that is cut cannot be typed: it goes on in the next line.
+        table.add_column(column, justify="right" if numeric else "left", no_wrap=index == 0, overflow="fold")
     return table

@@ -38,12 +38,22 @@ def print_report(console: Console, groups: Sequence[Group], phases: Sequence[Sum
 
 
 def _legend(groups: Sequence[Group]) -> str:
-    repeats = len(groups[0].summaries)
-    over = f"mean ± standard deviation over {repeats} seeds; " if repeats > 1 else ""
     return (
-        f"{over}whole: first intended start to last completion; steady: while the load is at its target; "
+        f"{_repeats(groups)}whole: first intended start to last completion; steady: while the load is at its target; "
         "TTFT and E2EL count from the intended start; –: undefined or too few samples."
     )
+
+
+def _repeats(groups: Sequence[Group]) -> str:
+    """What the means are over; runs of one seed are not several seeds."""
+    first = groups[0]
+    runs = len(first.summaries)
+    if runs < 2:
+        return ""
+    if all(group.copies for group in groups):
+        return f"{runs} repeats that agree in every figure: no spread; "
+    over = "seeds" if len(set(first.seeds)) == runs else "runs"
+    return f"mean ± standard deviation over {runs} {over}; "
 
 
 def _paragraphs(lines: Sequence[str], style_of_first: str) -> list[Text]:

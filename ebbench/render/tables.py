@@ -12,6 +12,7 @@ from rich.text import Text
 from ebbench.analysis.compare import (
     Group,
     baseline_of,
+    differing,
     gain,
     group_by_policy,
     output_throughput,
@@ -116,7 +117,11 @@ def _chosen_columns(groups: Sequence[Group], width: int) -> list[_Column]:
 
 
 def _best(groups: Sequence[Group]) -> Group | None:
-    """The policy with the most goodput where limits were given, else with the most output throughput."""
+    """The policy with the most goodput where limits were given, else with the most output throughput; none where runs
+    do not compare."""
+    summaries = [summary for group in groups for summary in group.summaries]
+    if differing(summaries) or not all(summary.valid for summary in summaries):
+        return None
     order = ranked(groups, request_goodput) or ranked(groups)
     return order[0] if len(order) > 1 else None
 

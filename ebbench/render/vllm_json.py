@@ -59,17 +59,23 @@ def save_vllm_result(run: Run, summary: Summary, path: Path) -> None:
 def _lists(requests: pa.Table) -> dict[str, list[Any]]:
     columns = {name: requests.column(name).to_pylist() for name in requests.column_names}
     intended, first = columns["intended_ns"], columns["first_token_ns"]
+    itl = columns["itl_ns"]
     ok = [status == "ok" for status in columns["status"]]
     texts = columns.get("text", [None] * len(ok))
     return {
         "input_lens": columns["input_tokens"],
         "output_lens": [n or 0 if good else 0 for n, good in zip(columns["output_tokens"], ok, strict=True)],
-        "ttfts": [_seconds(f - i) if good else 0.0 for f, i, good in zip(first, intended, ok, strict=True)],
-        "itls": [[_seconds(g) for g in gaps] if good else [] for gaps, good in zip(columns["itl_ns"], ok, strict=True)],
+        "ttfts": [_ttft(*row) for row in zip(ok, intended, first, strict=True)],
+        "itls": [[_seconds(g) for g in gaps or ()] if good else [] for gaps, good in zip(itl, ok, strict=True)],
         "start_times": [None if i is None else _seconds(i) for i in intended],
         "generated_texts": [text or "" for text in texts],
         "errors": [_error(*pair) for pair in zip(columns["error_class"], columns["error_body"], strict=True)],
     }
+
+
+def _ttft(ok: bool, intended: int | None, first: int | None) -> float:
+    """0 where there is none; a server may call a request finished whose first token was never seen."""
+    return _seconds(first - intended) if ok and intended is not None and first is not None else 0.0
 
 
 def _error(error_class: str | None, body: str | None) -> str:

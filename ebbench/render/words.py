@@ -5,7 +5,7 @@ Pure functions from data to lines of text; no markup, so that a hostile name can
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ebbench.analysis.compare import (
     TIE,
@@ -34,22 +34,27 @@ def verdict(groups: Sequence[Group]) -> list[str]:
     Goodput decides where limits were given, latency where all policies carry what arrives, else output throughput.
     Nobody wins where runs differ in more than their policies.
     """
-    if unequal := differing([summary for group in groups for summary in group.summaries]):
+    summaries = [summary for group in groups for summary in group.summaries]
+    if unequal := differing(summaries):
         return [f"No winner: these runs differ in {', '.join(unequal)}, so their figures do not compare."]
     order = ranked(groups)
-    if not order:
+    if not any(summary.metrics.completed for summary in summaries):
         return ["No policy completed a request, so there is nothing to compare."]
-    if len(groups) == 1:
+    if len(groups) > 1 and (invalid := _invalid(groups)):
+        return [f"No winner: {invalid}, and an INVALID run is never compared."]
+    if len(groups) == 1 and order:
         return [f"{order[0].policy}: {rate(order[0].mean(output_throughput))} output tokens/s over the whole run."]
+    if len(order) < len(groups):
+        return [f"No winner: {_unfinished(groups)}, so there is no figure to compare."]
     if by_goodput := _within_limits(groups):
         return [*by_goodput, *_limits(groups)]
     if all(summary.open_loop for group in order for summary in group.summaries) and _keep_up(order):
         return [*_fastest(order), *_limits(groups)]
     baseline, best = baseline_of(groups), order[0]
-    reference = baseline if best is not baseline else order[1] if len(order) > 1 else baseline
+    reference = baseline if best is not baseline else order[1]
     lead = gain(best, reference)
-    if best is reference or lead is None:
-        return [f"Only {best.policy} completed requests."]
+    if lead is None:
+        return [f"No winner: {reference.policy} put out nothing in some run."]
     if lead.mean < TIE:
         tie = f"No winner: {best.policy} and {reference.policy} differ by {percent(lead.mean)}."
         return [tie, *_runners_up(order), *_limits(groups)]
@@ -59,6 +64,26 @@ def verdict(groups: Sequence[Group]) -> list[str]:
         f"({rate(reference.mean(output_throughput))}){_steady(best, reference)}."
     ]
     return [*lines, *_runners_up(order), _latencies(best, reference), *_limits(groups)]
+
+
+def _invalid(groups: Sequence[Group]) -> str:
+    """Which policies have INVALID runs, with the seeds where others of theirs are valid."""
+    return _named(groups, lambda summary: not summary.valid, "INVALID")
+
+
+def _unfinished(groups: Sequence[Group]) -> str:
+    """Which policies completed nothing, with the seeds where other runs of theirs did."""
+    return _named(groups, lambda summary: output_throughput(summary.metrics) is None, "without a completed request")
+
+
+def _named(groups: Sequence[Group], apart: Callable[[Summary], bool], word: str) -> str:
+    found = []
+    for group in groups:
+        seeds = [str(summary.seed) for summary in group.summaries if apart(summary)]
+        if seeds:
+            of = "" if len(seeds) == len(group.seeds) else f" (seed {', '.join(seeds)})"
+            found.append(f"{group.policy}{of}")
+    return f"{' and '.join(found)} {'is' if len(found) == 1 else 'are'} {word}" if found else ""
 
 
 def _keep_up(order: Sequence[Group]) -> bool:
@@ -87,9 +112,10 @@ def _fastest(order: Sequence[Group]) -> list[str]:
 
 def _limits(groups: Sequence[Group]) -> list[str]:
     """How many requests met the limits, per policy; nothing where none were given."""
-    slo = groups[0].summaries[0].slo
-    if not slo:
+    given = {summary.slo for group in groups for summary in group.summaries}
+    if len(given) > 1 or not any(given):
         return []
+    [slo] = given
     met = [f"{group.policy} {percent(group.mean(lambda m: m.slo_attainment))}" for group in groups]
     return [f"Requests within {slo} ms: {', '.join(met)}."]
 
@@ -186,7 +212,7 @@ def _modes(facts: StepFacts, decisions: DecisionFacts | None) -> str:
 def _decisions(facts: DecisionFacts, policy: str) -> list[str]:
     lines = []
     if facts.k is not None and facts.n_limit is not None and facts.theta is not None:
-        lines.append(_threshold(facts, facts.k, facts.n_limit, facts.theta, policy.partition(":")[0]))
+        lines.append(_threshold(facts, facts.k, facts.n_limit, facts.theta, policy))
     if facts.crossover is not None:
         lines.append(_crossover(facts.crossover))
     elif facts.evaluations:
@@ -194,9 +220,9 @@ def _decisions(facts: DecisionFacts, policy: str) -> list[str]:
     return lines
 
 
-def _threshold(facts: DecisionFacts, k: Spread, n_limit: Spread, theta: Spread, kind: str) -> str:
+def _threshold(facts: DecisionFacts, k: Spread, n_limit: Spread, theta: Spread, policy: str) -> str:
     """When decoding gives way to prompts; ``eb`` goes by shares, so that it refills batches that are never full too."""
-    star = "*" if facts.updates else ""
+    kind, star = policy.partition(":")[0], "*" if facts.updates else ""
     slots = f"k{star} = {_value(k)} of N{star} = {_value(n_limit)} slots"
     if kind in _BY_SHARE:
         share = theta.median if facts.updates else k.median / max(n_limit.median, 1)
@@ -204,13 +230,21 @@ def _threshold(facts: DecisionFacts, k: Spread, n_limit: Spread, theta: Spread, 
     else:
         line = f"Refill: when {slots} are idle"
     if not facts.updates:
-        return f"{line}), fixed." if kind in _BY_SHARE else f"{line}, fixed."
+        return f"{line}{')' if kind in _BY_SHARE else ''}, {_unchanged(policy)}."
     line += "; " if kind in _BY_SHARE else " ("
     line += f"theta* = {theta.median:.2f}"
     if facts.theta0 is not None and facts.p0 is not None:
         line += f", theta0 = {facts.theta0.median:.2f}, completion hazard p0 = {facts.p0.median:.2g} a step"
     times = "once" if facts.updates == 1 else f"{facts.updates} times"
     return f"{line}), recomputed {times}."
+
+
+def _unchanged(policy: str) -> str:
+    """Why a threshold was never recomputed."""
+    kind, _, settings = policy.partition(":")
+    if kind not in _BY_SHARE or any(one.strip().startswith(("k=", "theta=")) for one in settings.split(",")):
+        return "fixed"
+    return "the starting value: the run ended before the first update"
 
 
 def _crossover(sides: CrossoverFacts) -> str:

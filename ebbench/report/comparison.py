@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ebbench.analysis.compare_paired import ALPHA, Comparison, Contestant, Contrast, pairs_needed
+from ebbench.analysis.gate import COPIES
 from ebbench.analysis.gate_units import HIGHER_IS_BETTER, LABELS
 from ebbench.render import numbers
 from ebbench.report import page_tables
@@ -80,13 +81,27 @@ def verdict(contrast: Contrast) -> str:
 def _legend(comparison: Comparison) -> str:
     pairs = max(len(contestant.pairs) for contestant in comparison.contestants)
     text = f"{pairs} {'pair' if pairs == 1 else 'pairs'} by plan; change: geometric mean over the pairs"
+    text += "".join(f"; {line}" for line in _left_out(comparison))
     needed = pairs_needed(comparison)
+    if copies := max(sum(pair.copies for pair in contestant.pairs) for contestant in comparison.contestants):
+        text += f"; {copies} {COPIES}"
+        if pairs < needed:
+            return f"{text}. {pairs} {'pair says' if pairs == 1 else 'pairs say'} nothing about chance."
     if pairs < 2:
         return f"{text}. One pair says nothing about chance: use --repeats {needed} or more."
     text += "; p: exact sign-flip, two-sided, Holm over throughput and medians of all policies"
     if pairs < needed:
         return f"{text}. With {pairs} pairs no difference can be shown at all: use --repeats {needed} or more."
     return f"{text}. Minimum detectable change: {'; '.join(_detectable_of(c) for c in comparison.contestants)}."
+
+
+def _left_out(comparison: Comparison) -> list[str]:
+    """Figures that were not compared, and why."""
+    return [
+        f"{LABELS[figure]} left out for {each.label}: {why}"
+        for each in comparison.contestants
+        for figure, why in each.skipped.items()
+    ]
 
 
 def _detectable_of(contestant: Contestant) -> str:
@@ -135,6 +150,8 @@ def to_json(comparison: Comparison) -> dict[str, Any]:
                     for pair in contestant.pairs
                 ],
                 "figures": [asdict(contrast) | {"verdict": verdict(contrast)} for contrast in contestant.contrasts],
+                "skipped": dict(contestant.skipped),
+                "copies": sum(pair.copies for pair in contestant.pairs),
             }
             for contestant in comparison.contestants
         ],

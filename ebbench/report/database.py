@@ -8,7 +8,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from ebbench.analysis.summary import summarise
+from ebbench.analysis.summary import metrics_dict, summarise
 from ebbench.errors import DataError, UsageError
 from ebbench.extras import need
 from ebbench.records.run import SCHEMAS, Run
@@ -28,16 +28,19 @@ def connect(runs: Sequence[Run], *, summaries: bool = True) -> Any:
     connection.register("_runs", _overview(runs, summaries=summaries))
     connection.execute("create view runs as select * from _runs")
     for name, schema in TABLES.items():
-        paths = [str(path) for run in runs if (path := run.path / f"{name}.parquet").exists()]
+        # With the directory as ``runs`` has it in front, "." too, so that what is left of it joins.
+        paths = [f"{run.path}/{name}.parquet" for run in runs if (run.path / f"{name}.parquet").exists()]
         if not paths:  # no server was read in any of these runs
             empty = pa.schema([pa.field("run", pa.string()), *schema]).empty_table()
             connection.register(f"_{name}", empty)
             connection.execute(f"create view {name} as select * from _{name}")
             continue
-        relation = connection.read_parquet(paths, filename=True, union_by_name=True)
+        relation = connection.read_parquet([_unglobbed(path) for path in paths], filename=True, union_by_name=True)
         tail = len(f"/{name}.parquet")
         relation.project(f"left(filename, len(filename) - {tail}) as run, * exclude (filename)").create_view(name)
-    connection.execute(f"set allowed_directories = {_literals(str(run.path) for run in runs)}")
+    directories = [str(run.path) for run in runs]  # the database asks for a path as it was given, then as found
+    allowed = dict.fromkeys([*directories, *map(_unglobbed, directories)])
+    connection.execute(f"set allowed_directories = {_literals(allowed)}")
     connection.execute("set enable_external_access = false")
     connection.execute("set lock_configuration = true")
     return connection
@@ -65,27 +68,48 @@ def _told(error: Exception) -> str:
 
 
 def _overview(runs: Sequence[Run], *, summaries: bool) -> pa.Table:
-    rows = [_row(run, summaries=summaries) for run in runs]
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    return pa.table({name: pa.array([row.get(name) for row in rows], from_pandas=True) for name in names})
+    rows = [_row(run) for run in runs]
+    figures = [_figures(run) for run in runs] if summaries else []
+    told = {name: _column([row.get(name) for row in rows]) for name in _names(rows)}
+    measured = {name: _numbers([row.get(name) for row in figures]) for name in _names(figures) if name not in told}
+    return pa.table(told | measured)
 
 
-def _row(run: Run, *, summaries: bool) -> dict[str, Any]:
+def _names(rows: Sequence[dict[str, Any]]) -> list[str]:
+    return list(dict.fromkeys(name for row in rows for name in row))
+
+
+def _row(run: Run) -> dict[str, Any]:
     m = run.manifest
     row: dict[str, Any] = {
         "run": str(run.path), "created": m.created, "workload": m.workload, "scenario": m.scenario, "source": m.source,
         "seed": m.seed, "policy": m.policy, "engine": m.engine, "clock": m.clock, "device": m.device, "model": m.model,
         "plan_hash": m.plan_hash, "git_commit": m.git_commit, "valid": m.valid, "interrupted": m.interrupted,
     }  # fmt: skip
-    row |= {name: value for name, value in m.options.items() if isinstance(value, str | int | float | bool)}
-    if summaries:
-        figures = summarise(run).to_dict()
-        row |= {name: value for name, value in figures.items() if _is_figure(name, value) and name not in row}
-    return row
+    return row | {name: value for name, value in m.options.items() if isinstance(value, str | int | float | bool)}
 
 
-def _is_figure(name: str, value: object) -> bool:
-    return (value is None and name.endswith("_ms")) or (isinstance(value, int | float) and not isinstance(value, bool))
+def _figures(run: Run) -> dict[str, Any]:
+    return {name: value for name, value in metrics_dict(summarise(run).metrics).items() if name != "steady"}
+
+
+def _column(values: list[Any]) -> pa.Array:
+    """Options of different runs may be of different types; they are compared as text then."""
+    try:
+        return pa.array(values, from_pandas=True)
+    except pa.ArrowException:
+        return pa.array([None if value is None else str(value) for value in values], pa.string())
+
+
+def _numbers(values: list[int | float | None]) -> pa.Array:
+    """Counts stay whole; any other figure is a double, though no run may have it."""
+    counts = all(isinstance(value, int) for value in values)
+    return pa.array(values, pa.int64() if counts else pa.float64(), from_pandas=True)
+
+
+def _unglobbed(path: str) -> str:
+    """The path for a reader that takes ``[``, ``*`` and ``?`` for a pattern."""
+    return "".join(f"[{letter}]" if letter in "[*?" else letter for letter in path)
 
 
 def _literals(paths: Any) -> str:

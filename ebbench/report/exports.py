@@ -33,11 +33,24 @@ def _documents(
     runs: Sequence[Run], directory: Path, ending: str, convert: Callable[[Run], dict[str, Any]]
 ) -> list[Path]:
     written = []
-    for run in runs:
-        path = directory / f"{_unique(run, runs)}.{ending}"
+    for name, run in zip(_names(runs), runs, strict=True):
+        path = directory / f"{name}.{ending}"
         files.write_bytes(json.dumps(convert(run), indent=2, allow_nan=False).encode() + b"\n", path)
         written.append(path)
     return written
+
+
+def _names(runs: Sequence[Run]) -> list[str]:
+    """One name a run, no two equal: the directory's, with its parent's or a number where another run has the same."""
+    names: list[str] = []
+    for run in runs:
+        wanted = candidate = _unique(run, runs)
+        number = 1
+        while candidate in names:
+            number += 1
+            candidate = f"{wanted}-{number}"
+        names.append(candidate)
+    return names
 
 
 def _unique(run: Run, runs: Sequence[Run]) -> str:

@@ -9,18 +9,23 @@ import hashlib
 import json
 from collections.abc import Mapping
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow.compute as pc
 
 from ebbench import __version__
 from ebbench.analysis.columns import NEEDED, RequestColumns
 from ebbench.analysis.summary import Summary
+from ebbench.errors import UsageError
 from ebbench.records.run import Run
+from ebbench.simulation.topology import PoolSpec, TopologySpec, parse_topology
 
 VERSION = "0.2"
 _LABEL = "engine-0"
+_UNKNOWN = 0
+"""Accelerators of what is not known; llm-d writes the same, for a report must have the field."""
 _PERCENTILES = {
     "p0p1": 0.1, "p1": 1, "p5": 5, "p10": 10, "p25": 25, "p50": 50, "p75": 75, "p90": 90, "p95": 95, "p99": 99,
     "p99p9": 99.9,
@@ -30,15 +35,15 @@ _PERCENTILES = {
 def llm_d_report(run: Run, summary: Summary) -> dict[str, Any]:
     """The report of one run. Raises DataError when a file of the run is damaged."""
     columns = RequestColumns.of(run.table("requests", NEEDED))
+    parts = _parts(run)
+    used = [{"component_label": part.label, "aggregate": use} for part in parts if (use := _engine_use(run, part))]
     return {
         "version": VERSION,
         "run": _run(run, summary),
-        "scenario": {"stack": [_engine(run)], "load": _load(run, columns)},
+        "scenario": {"stack": [_engine(run, part) for part in parts], "load": _load(run, columns)},
         "results": {
             "request_performance": {"aggregate": _aggregate(summary, columns)},
-            "observability": {"components": [{"component_label": _LABEL, "aggregate": aggregate}]}
-            if (aggregate := _engine_use(run))
-            else {},
+            "observability": {"components": used} if used else {},
         },
     }
 
@@ -57,11 +62,56 @@ def _run(run: Run, summary: Summary) -> dict[str, Any]:
     }
 
 
-def _engine(run: Run) -> dict[str, Any]:
+class _Part(NamedTuple):
+    """Equal instances of what was measured. ``gpus`` counts one instance's; ``units`` None: every step is theirs."""
+
+    label: str
+    role: str
+    replicas: int
+    gpus: int
+    parallelism: dict[str, int]
+    units: range | None = None
+
+
+def _parts(run: Run) -> list[_Part]:
     m = run.manifest
+    if m.engine == "endpoint":
+        return [_Part(_LABEL, "replica", 1, _UNKNOWN, {})]
+    if "topology" not in m.facts:
+        return [_part(_LABEL, "replica", PoolSpec(instances=int(m.facts.get("replicas", 1))))]
+    topology = _topology(m.facts)
+    if topology is None:
+        return [_Part(_LABEL, "replica", 1, int(m.facts.get("gpus", _UNKNOWN)), {})]
+    if topology.prefill is None or topology.decode is None:
+        return [_part(_LABEL, "replica", pool) for pool in topology.pools]
+    first = topology.prefill.units  # the steps count the units of the prefill side first
+    return [
+        _part("prefill-0", "prefill", topology.prefill, range(first)),
+        _part("decode-0", "decode", topology.decode, range(first, first + topology.decode.units)),
+    ]
+
+
+def _part(label: str, role: str, pool: PoolSpec, units: range | None = None) -> _Part:
+    parallelism = {"tp": pool.tp, "dp": pool.dp, "ep": pool.ep}
+    return _Part(label, role, pool.instances, pool.tp * pool.dp, parallelism, units)
+
+
+def _topology(facts: Mapping[str, Any]) -> TopologySpec | None:
+    """The topology, where its label says all of it; a file may have given it a name of its own."""
+    label = str(facts["topology"])
+    try:
+        found = None if label.endswith(".toml") else parse_topology(label)
+    except UsageError:
+        return None
+    return found if found is not None and found.gpus == facts.get("gpus") else None
+
+
+def _engine(run: Run, part: _Part) -> dict[str, Any]:
+    m = run.manifest
+    facts = {name: m.facts[name] for name in ("topology", "gpus", "dispatch") if name in m.facts}
     return {
         "metadata": {
-            "label": _LABEL,
+            "label": part.label,
             "cfg_id": _hash([m.options, m.policy, m.device, m.model]),
             "description": m.device_provenance or f"engine {m.engine}",
         },
@@ -69,13 +119,13 @@ def _engine(run: Run) -> dict[str, Any]:
             "kind": "inference_engine",
             "tool": "vllm" if m.engine in ("vllm", "emulated") else f"ebbench-{m.engine}",
             "tool_version": str(m.versions.get("vllm") or m.facts.get("vllm_version") or m.versions.get("ebbench", "")),
-            "role": "replica",
-            "replicas": 1,
+            "role": part.role,
+            "replicas": part.replicas,
             "model": {"name": m.model},
-            "accelerator": {"model": m.device, "count": 1, "parallelism": {"tp": 1}},
+            "accelerator": {"model": m.device, "count": part.gpus, "parallelism": part.parallelism},
         },
         "native": {"args": {f"--{name.replace('_', '-')}": value for name, value in m.options.items()},
-                   "config": {"scheduling_policy": m.policy}},
+                   "config": {"scheduling_policy": m.policy} | facts},
     }  # fmt: skip
 
 
@@ -147,11 +197,15 @@ def _aggregate(summary: Summary, columns: RequestColumns) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _engine_use(run: Run) -> dict[str, Any]:
-    steps = run.table("steps", ["kv_blocks_used", "kv_blocks_total", "running", "waiting"])
+def _engine_use(run: Run, part: _Part) -> dict[str, Any]:
+    names = ["kv_blocks_used", "kv_blocks_total", "running", "waiting"]
+    steps = run.table("steps", ["instance", *names])
+    if part.units is not None:
+        numbers = steps["instance"]
+        steps = steps.filter(pc.and_(pc.greater_equal(numbers, part.units.start), pc.less(numbers, part.units.stop)))
     if not steps.num_rows:
         return {}
-    used, total, running, waiting = (steps[name].to_numpy() for name in steps.column_names)
+    used, total, running, waiting = (steps[name].to_numpy() for name in names)
     return _without_none({
         "kv_cache_usage": _statistics("percent", 100 * used / np.maximum(total, 1)),
         "running_requests": _statistics("count", running),

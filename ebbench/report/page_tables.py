@@ -81,7 +81,7 @@ def comparison_table(summaries: Sequence[Summary], labels: Sequence[str]) -> Tab
         "Output tokens/s: first intended start to last completion; steady: while the load is at its target. TTFT and "
         "E2EL count from the intended start; – is undefined or too few samples"
     )
-    note += f"; limits {summaries[0].slo} ms." if limits else "."
+    note += f"{_limits_told(summaries)}."
     return Table("Comparison", headers, tuple(rows), note)
 
 
@@ -114,6 +114,13 @@ def phases_table(phases: Sequence[Sequence[Summary]], labels: Sequence[str]) -> 
 
 def _limits(summaries: Sequence[Summary]) -> tuple[_Figure, ...]:
     return _LIMITS if any(summary.slo for summary in summaries) else ()
+
+
+def _limits_told(summaries: Sequence[Summary]) -> str:
+    given = {summary.slo for summary in summaries if summary.slo}
+    if len(given) > 1:
+        return "; limits differ between the runs, so goodput and SLO met do not compare (--goodput gives all the same)"
+    return f"; limits {given.pop()} ms" if given else ""
 
 
 def _completed(metrics: Metrics) -> Cell:

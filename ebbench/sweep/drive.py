@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,10 +111,7 @@ def _fresh(run_dir: Path) -> Path:
     return run_dir
 
 
-def summary_lines(failed: Sequence[Finished], limit: int = 5) -> list[str]:
-    """What failed and why, equal errors together."""
-    reasons: dict[str, int] = {}
-    for entry in failed:
-        reasons[entry.error] = reasons.get(entry.error, 0) + 1
-    lines = [f"{count} cell(s): {reason}" for reason, count in sorted(reasons.items(), key=lambda item: -item[1])]
+def summary_lines(errors: Iterable[str], limit: int = 5) -> list[str]:
+    """Why cells fail, equal errors together, the most frequent first."""
+    lines = [f"{count} cell(s): {error}" for error, count in Counter(errors).most_common()]
     return lines[:limit] + ([f"and {len(lines) - limit} other errors"] if len(lines) > limit else [])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
@@ -12,6 +12,7 @@ from ebbench.sweep.settings import Settings
 from ebbench.sweep.store import Finished
 
 METRIC = "request_throughput"
+_BASELINE = "v1"
 _CONFIGURATION = ("policy", "max_num_batched_tokens", "max_num_seqs", "seed")
 
 
@@ -29,7 +30,7 @@ class Finding:
 def findings(entries: Sequence[Finished], axes: Sequence[str], metric: str = METRIC) -> list[Finding]:
     """One entry per setting and policy, in the order of the grid. INVALID cells are counted and left out.
 
-    ``gain`` is the best throughput over that of v1's best (of the first policy's where v1 is not there), less one.
+    ``gain`` is the best throughput over that of :func:`baseline_of`'s best in the same setting, less one.
     """
     others = tuple(name for name in axes if name not in _CONFIGURATION)
     groups: dict[tuple[tuple[Any, ...], str], list[Finished]] = {}
@@ -42,7 +43,20 @@ def findings(entries: Sequence[Finished], axes: Sequence[str], metric: str = MET
         for best, invalid in [_sensitivity(members, metric)]
         if best is not None
     ]
-    return [_with_gain(finding, found) for finding in found]
+    baseline = baseline_of(found)
+    bests = {one.setting: one.sensitivity.best for one in found if one.policy == baseline}
+    return [
+        replace(one, gain=one.sensitivity.best / bests[one.setting] - 1)
+        if one.setting in bests and one.policy != baseline
+        else one
+        for one in found
+    ]
+
+
+def baseline_of(found: Sequence[Finding]) -> str:
+    """The policy the others are held against: v1, without it the grid's first."""
+    policies = [finding.policy for finding in found]
+    return policies[0] if policies and _BASELINE not in policies else _BASELINE
 
 
 def _sensitivity(members: Sequence[Finished], metric: str) -> tuple[Sensitivity | None, int]:
@@ -60,10 +74,3 @@ def _sensitivity(members: Sequence[Finished], metric: str) -> tuple[Sensitivity 
 
 def _configuration(settings: Settings) -> tuple[int, int]:
     return settings.max_num_batched_tokens, settings.max_num_seqs
-
-
-def _with_gain(finding: Finding, found: Sequence[Finding]) -> Finding:
-    rivals = [other for other in found if other.setting == finding.setting]
-    baseline = next((other for other in rivals if other.policy == "v1"), rivals[0])
-    gain = None if baseline.policy == finding.policy else finding.sensitivity.best / baseline.sensitivity.best - 1
-    return Finding(finding.setting, finding.policy, finding.sensitivity, gain, finding.invalid)

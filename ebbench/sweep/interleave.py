@@ -58,11 +58,16 @@ def measure_pairs(baseline: Side, candidate: Side, *, pairs: int, first_seed: in
         side = sides[which]
         label = f"pair {pair + 1} of {pairs}, {('baseline', 'candidate')[which]}"
         out = side.directory / f"pair-{pair:03d}"
-        if (out / MANIFEST).exists():
+        if _measured(out):
             say(f"{label}: measured before")
             continue
         say(label)
         _carry_out(side.argv(unused(out), first_seed + pair))
+
+
+def _measured(out: Path) -> bool:
+    """Whether a run of the pair is there; one measured after another was cut off has a number behind its name."""
+    return any((run / MANIFEST).exists() for run in (out, *out.parent.glob(f"{out.name}-*")))
 
 
 def _carry_out(argv: list[str]) -> None:

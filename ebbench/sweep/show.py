@@ -17,8 +17,9 @@ from rich.table import Table
 from rich.text import Text
 
 from ebbench.render import numbers
+from ebbench.sweep.checks import problem_of
 from ebbench.sweep.drive import Progress, Result, summary_lines
-from ebbench.sweep.findings import Finding
+from ebbench.sweep.findings import Finding, baseline_of
 from ebbench.sweep.spec import Cell, Sweep
 
 LINES_EVERY_S = 10.0
@@ -76,6 +77,9 @@ def dry_run(sweep: Sweep, todo: Sequence[Cell]) -> RenderableType:
         values = dict.fromkeys(str(getattr(cell.settings, name)) for cell in sweep.cells)
         lines.append(f"  {name}: {', '.join(values)}")
     lines += [f"  {name}: {_values(sweep, name)}" for name in _SHARED if name not in sweep.axes]
+    problems = [problem for cell in sweep.cells if (problem := problem_of(cell.settings))]
+    if problems:
+        lines += ["these cannot run:", *(f"  {line}" for line in summary_lines(problems))]
     return Stack(*(Text(line) for line in lines))
 
 
@@ -104,7 +108,7 @@ def console_report(result: Result, found: Sequence[Finding], metric: str) -> Ren
         parts += [
             Text(),
             Text("Failed", style="bold red"),
-            *(Text(f"  {line}") for line in summary_lines(result.failed)),
+            *(Text(f"  {line}") for line in summary_lines(entry.error for entry in result.failed)),
         ]
     timing = f"{p.done} cells in {p.elapsed_s:,.1f} s ({p.cells_per_s:.2f} cells/s)" if p.done else "no new cell"
     parts += [Text(), Text(f"{timing}, {p.kept} from before; table: {result.results}")]
@@ -122,14 +126,18 @@ def findings_parts(found: Sequence[Finding], metric: str) -> list[RenderableType
     """A table a setting, one row a scheduler; all have the same columns, so only the first shows their names."""
     settings = list(dict.fromkeys(finding.setting for finding in found))
     width = max((len(finding.policy) for finding in found), default=0)
+    headers = _headers(metric, baseline_of(found))
     parts: list[RenderableType] = []
     for place, setting in enumerate(settings):
         if setting:
-            parts += [Text(), Text(", ".join(str(value) for _, value in setting), style="bold")]
+            parts += [Text(), Text(", ".join(f"{name}={value}" for name, value in setting), style="bold")]
         table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, show_header=not place, header_style="dim")
         table.add_column("policy", min_width=min(max(width, 6), 22), max_width=22, overflow="fold")
-        for header in ("best B", "best N", _UNITS.get(metric, metric), "vs v1", "CV", "range", "B-Sens", "N-Sens"):
-            table.add_column(header, justify="right", no_wrap=True, min_width=_WIDTHS.get(header, 7))
+        for header, least in headers.items():
+            wide = min(max(least, len(header)), 12)  # a longer one names a policy
+            table.add_column(
+                header, justify="right", overflow="fold", no_wrap=len(header) <= wide, min_width=wide, max_width=wide
+            )
         for finding in found:
             if finding.setting == setting:
                 table.add_row(finding.policy, *_figures(finding))
@@ -137,7 +145,12 @@ def findings_parts(found: Sequence[Finding], metric: str) -> list[RenderableType
     return parts
 
 
-_WIDTHS = {"vs v1": 8, "range": 5}
+def _headers(metric: str, baseline: str) -> dict[str, int]:
+    """The columns of figures and how wide their figures are."""
+    figures = {"best B": 7, "best N": 7, _UNITS.get(metric, metric): 7, f"vs {baseline}": 8}
+    return figures | {"CV": 7, "range": 5, "B-Sens": 7, "N-Sens": 7}
+
+
 _UNITS = {"request_throughput": "req/s", "output_throughput": "out tok/s", "total_token_throughput": "tok/s"}
 
 
@@ -170,6 +183,7 @@ def to_json(result: Result, found: Sequence[Finding], metric: str) -> dict[str, 
         "interrupted": result.interrupted,
         "results": str(result.results),
         "metric": metric,
+        "baseline": baseline_of(found),
         "findings": [
             dict(f.setting) | {"policy": f.policy, "gain": f.gain, "invalid": f.invalid} | asdict(f.sensitivity)
             for f in found

@@ -11,8 +11,10 @@ from typing import Any
 
 import msgspec
 
-from ebbench.errors import InputFileError, UnknownNameError, UsageError
+from ebbench.errors import InputFileError, UnknownNameError
+from ebbench.sweep.checks import check_cells
 from ebbench.sweep.settings import Settings, cell_key
+from ebbench.traffic.choice import scenario_meant
 from ebbench.workloads.strict_toml import load_toml
 from vllm_eb.policy import PolicyError, descriptions, parse_policy
 
@@ -67,14 +69,14 @@ def load_sweep(path: Path) -> Sweep:
     """Read and lay out a spec. Raises InputFileError, UsageError or UnknownNameError, with what to write instead."""
     file = load_toml(path, _File)
     lists = {f.name: values for f in _FIELDS if (values := getattr(file.grid, f.name)) is not msgspec.UNSET}
-    common = _given(file.common)
+    common = _given(path, file.common)
     _check_file(path, file, lists, common)
     if file.repeats > 1:
         seeds = lists.get("seed", [common.pop("seed", 0)])
         lists["seed"] = [seed + offset for seed in seeds for offset in range(file.repeats)]
     lists["policy"] = [_policy(path, name) for name in lists.get("policy", [common.pop("policy", "v1")])]
     cells = _cells(path, lists, common, _overrides(path, file, lists))
-    check_names(cells)
+    check_cells([cell.settings for cell in cells])
     axes = tuple(name for name, values in lists.items() if len(values) > 1)
     return Sweep(file.name, file.description, axes, cells, file.keep_runs)
 
@@ -108,8 +110,9 @@ def _policy(path: Path, name: str) -> str:
         raise InputFileError(path, str(error)) from None
 
 
-def _given(table: Any) -> dict[str, Any]:
-    return {f.name: value for f in _FIELDS if (value := getattr(table, f.name)) is not msgspec.UNSET}
+def _given(path: Path, table: Any) -> dict[str, Any]:
+    given = {f.name: value for f in _FIELDS if (value := getattr(table, f.name)) is not msgspec.UNSET}
+    return given | ({"policy": _policy(path, given["policy"])} if "policy" in given else {})
 
 
 _Overrides = list[tuple[dict[str, Any], dict[str, Any]]]
@@ -117,7 +120,7 @@ _Overrides = list[tuple[dict[str, Any], dict[str, Any]]]
 
 def _overrides(path: Path, file: Any, lists: dict[str, list[Any]]) -> _Overrides:
     """Pairs of what a cell must have and what it then gets. Axes stay as the grid lists them."""
-    found = [(_given(override.when), _given(override.set)) for override in file.overrides]
+    found = [(_given(path, override.when), _given(path, override.set)) for override in file.overrides]
     for when, change in found:
         if not when or not change:
             raise InputFileError(path, "an override needs both `when` and `set`")
@@ -127,11 +130,23 @@ def _overrides(path: Path, file: Any, lists: dict[str, list[Any]]) -> _Overrides
     return found
 
 
-def _overridden(settings: Settings, overrides: _Overrides) -> Settings:
+def _overridden(path: Path, cells: list[Settings], overrides: _Overrides) -> list[Settings]:
+    """The cells with each override applied in turn. Raises InputFileError for one that matches no cell."""
     for when, change in overrides:
-        if all(getattr(settings, name) == value for name, value in when.items()):
-            settings = msgspec.structs.replace(settings, **change)
-    return settings
+        chosen = [all(getattr(cell, name) == value for name, value in when.items()) for cell in cells]
+        if not any(chosen):
+            wanted = ", ".join(f"{name} = {value!r}" for name, value in when.items())
+            raise InputFileError(path, f"an override is for {wanted}, which no cell has; write values of the grid")
+        cells = [
+            msgspec.structs.replace(cell, **change) if hit else cell for cell, hit in zip(cells, chosen, strict=True)
+        ]
+    return cells
+
+
+def _with_scenario(cell: Settings) -> Settings:
+    """Where no scenario is named, the one that a rate means."""
+    scenario = scenario_meant(cell.workload, cell.scenario, cell.request_rate, cell.burstiness)
+    return msgspec.structs.replace(cell, scenario=scenario)
 
 
 def _cells(path: Path, lists: dict[str, list[Any]], common: dict[str, Any], overrides: _Overrides) -> tuple[Cell, ...]:
@@ -142,44 +157,14 @@ def _cells(path: Path, lists: dict[str, list[Any]], common: dict[str, Any], over
         count *= len(lists[name])
     if count > MAX_CELLS:
         raise InputFileError(path, f"the grid has {count:,} cells, more than {MAX_CELLS:,}; split it")
-    settings = [
-        _overridden(Settings(**common, **dict(zip(order, values, strict=True))), overrides)
+    grid = [
+        Settings(**common, **dict(zip(order, values, strict=True)))
         for values in itertools.product(*(lists[name] for name in order))
     ]
     keyed: dict[str, Settings] = {}
-    for each in settings:
+    for each in map(_with_scenario, _overridden(path, grid, overrides)):
         keyed.setdefault(cell_key(each), each)
     return tuple(Cell(key, each) for key, each in keyed.items())
 
 
 _SLOW = ("workload", "scenario", "seed", "num_prompts", "source", "max_concurrency", "request_rate", "model", "device")
-
-
-def check_names(cells: tuple[Cell, ...]) -> None:
-    """Refuse workloads, scenarios, devices, models and engines that do not exist, before anything runs."""
-    from ebbench.devices.profiles import find_model, find_profile
-    from ebbench.engines import ENGINES
-    from ebbench.traffic.spec import load_scenario
-    from ebbench.workloads.spec import load_workload
-
-    for value in _values(cells, "workload"):
-        if value.startswith("trace:"):
-            if not Path(value.removeprefix("trace:")).expanduser().is_file():
-                raise UsageError(f"{value}: no such file")
-        else:
-            load_workload(value)
-    for value in _values(cells, "scenario"):
-        if value is not None:
-            load_scenario(value)
-    for value in _values(cells, "engine"):
-        if value not in ENGINES and not value.startswith(("http://", "https://")):
-            raise UnknownNameError("engine", value, ENGINES)
-    if not all(value.startswith("http") for value in _values(cells, "engine")):
-        for value in _values(cells, "device"):
-            find_profile(value)
-        for value in _values(cells, "model"):
-            find_model(value)
-
-
-def _values(cells: tuple[Cell, ...], name: str) -> list[Any]:
-    return list(dict.fromkeys(getattr(cell.settings, name) for cell in cells))

@@ -17,6 +17,9 @@ from ebbench.traffic.substreams import substream
 
 Floats = npt.NDArray[np.float64]
 
+MOST_SESSIONS = 10_000_000
+"""As many as phases of a stated length may hold where no number of prompts is asked for: more do not fit in memory."""
+
 
 @dataclass(frozen=True)
 class Load:
@@ -97,11 +100,15 @@ def _open(spec: ScenarioSpec, load: Load, total: int | None, default_total: int,
     phases = _with_burstiness(spec, load.burstiness)
     timed = any(phase.duration_s is not None for phase in phases)
     sizes = _sizes(phases, None if timed else total, default_total)
-    start, pieces = 0.0, []
+    start, pieces = 0.0, list[Floats]()
     for index, phase in enumerate(phases):
-        times, start = _phase_times(spec, phase, load, sizes[index], start, substream(seed, f"arrivals/{index}"))
+        wanted = None if total is None else total - sum(map(len, pieces))
+        rng = substream(seed, f"arrivals/{index}")
+        times, start = _phase_times(phase, phase_rate(spec, phase, load), sizes[index], wanted, start, rng)
         pieces.append(times)
     arrival_s = np.concatenate(pieces)[:total]
+    if not len(arrival_s):
+        raise UsageError(f"nobody arrives in {start:g} s at this rate; raise --request-rate or duration_s")
     names = tuple(phase.name for phase in spec.phases)
     return Schedule(names, _cut([len(piece) for piece in pieces], len(arrival_s)), arrival_s=arrival_s)
 
@@ -121,18 +128,26 @@ def _cut(sizes: Sequence[int], total: int) -> tuple[int, ...]:
 
 
 def _phase_times(
-    spec: ScenarioSpec, phase: Phase, load: Load, size: int, start_s: float, rng: np.random.Generator
+    phase: Phase, rate: float, size: int, wanted: int | None, start_s: float, rng: np.random.Generator
 ) -> tuple[Floats, float]:
-    """Arrivals of one phase and the moment it ends."""
-    rate = phase_rate(spec, phase, load)
+    """Arrivals of one phase, in a timed one no more than ``wanted``, and the moment it ends."""
     if phase.duration_s is None:
         times = _draw(phase, rate, size, size / rate, rng)
         return start_s + times, start_s + (float(times[-1]) if size else 0.0)
-    # Ten standard deviations above the expected count, then cut: enough for any burstiness in use.
-    expected = rate * phase.duration_s
-    size = int(expected + 10 * np.sqrt(expected / min(1.0, phase.burstiness)) + 10)
-    times = _draw(phase, rate, size, phase.duration_s, rng)
+    times = _draw(phase, rate, _enough(phase, rate * phase.duration_s, wanted), phase.duration_s, rng)
     return start_s + times[times < phase.duration_s], start_s + phase.duration_s
+
+
+def _enough(phase: Phase, expected: float, wanted: int | None) -> int:
+    """How many arrivals to draw for a timed phase, which are then cut at its end."""
+    # Ten standard deviations above the expected count: enough for any burstiness in use.
+    enough = expected + 10 * np.sqrt(expected / min(1.0, phase.burstiness)) + 10
+    if wanted is None and enough > MOST_SESSIONS:
+        raise UsageError(
+            f"phase {phase.name!r} would have some {expected:,.3g} arrivals, more than {MOST_SESSIONS:,}; "
+            "give --num-prompts, or a lower rate"
+        )
+    return int(enough if wanted is None else min(enough, wanted))
 
 
 def _draw(phase: Phase, rate: float, size: int, length_s: float, rng: np.random.Generator) -> Floats:
@@ -142,6 +157,27 @@ def _draw(phase: Phase, rate: float, size: int, length_s: float, rng: np.random.
         linear = phase.curve.shape == "lines"
         curve = Curve(phase.curve.levels, phase.curve.period_s or max(length_s, 1e-9), linear)
     return arrival_times(phase.process, rate, rng, size, burstiness=phase.burstiness, curve=curve)
+
+
+def under(spec: ScenarioSpec, load: Load, total: int | None, seed: int) -> ScenarioSpec:
+    """The scenario with the rates of its phases, and the sessions of each where ``total`` says how many there are.
+
+    Raises UsageError when nothing says a rate.
+    """
+    phases = list(spec.phases)
+    if spec.loop == "open":
+        phases = [
+            msgspec.structs.replace(phase, rate=phase_rate(spec, phase, load), share=None, level=1.0)
+            for phase in phases
+        ]
+    if total is not None:
+        sizes = make_schedule(spec, load, total, total, seed).sizes
+        phases = [_sized(phase, size) for phase, size in zip(phases, sizes, strict=True) if size]
+    return msgspec.structs.replace(spec, phases=tuple(phases))
+
+
+def _sized(phase: Phase, size: int) -> Phase:
+    return phase if phase.duration_s is not None else msgspec.structs.replace(phase, requests=size)
 
 
 def phase_rate(spec: ScenarioSpec, phase: Phase, load: Load) -> float:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from typing import Literal
 
 import msgspec
@@ -11,7 +13,7 @@ from ebbench.simulation.topology import TopologySpec
 from ebbench.traffic.arrivals import Process
 from ebbench.workloads.lengths import LengthSpec
 from ebbench.workloads.spec import resolve
-from ebbench.workloads.strict_toml import load_toml
+from ebbench.workloads.strict_toml import given_of, load_toml, not_positive
 
 
 class CurveSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -27,10 +29,9 @@ class CurveSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     def __post_init__(self) -> None:
         if len(self.levels) < 2:
             raise ValueError("a curve needs at least two levels")
-        if min(self.levels) < 0 or max(self.levels) <= 0:
-            raise ValueError("curve levels must not be negative, and not all zero")
-        if self.period_s is not None and not self.period_s > 0:
-            raise ValueError("period_s must be positive")
+        if not all(0 <= level < math.inf for level in self.levels) or not any(self.levels):
+            raise ValueError("curve levels must be finite, not negative, and not all zero")
+        _refuse([not_positive("period_s", self.period_s)])
 
 
 class Phase(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -39,7 +40,7 @@ class Phase(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     ``requests`` sessions, or as many as arrive in ``duration_s`` (open loop only), or all when neither is given
     and there is one phase. The rate in sessions/s is ``--request-rate`` times ``level`` where that option is
     given, else ``rate``, else ``share`` times the saturation rate. ``burstiness`` is the shape of gamma gaps
-    (below 1: burstier than Poisson). ``input`` and ``output`` replace the workload's lengths in this phase.
+    (below 1: burstier than Poisson). ``input`` and ``output`` replace the workload's lengths, in all phases or none.
     """
 
     name: str
@@ -56,12 +57,12 @@ class Phase(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     output: LengthSpec | None = None
 
     def __post_init__(self) -> None:
-        for key in ("requests", "duration_s", "max_concurrency", "rate", "share", "level", "burstiness"):
-            value = getattr(self, key)
-            if value is not None and not value > 0:
-                raise ValueError(f"{key} must be positive, not {value:g}")
+        numbers = ("requests", "duration_s", "max_concurrency", "rate", "share", "level", "burstiness")
+        _refuse(not_positive(key, getattr(self, key)) for key in numbers)
         if self.requests is not None and self.duration_s is not None:
             raise ValueError("a phase has requests or duration_s, not both")
+        if self.rate is not None and self.share is not None:
+            raise ValueError("a phase has rate or share, not both")
         if (self.input is None) != (self.output is None):
             raise ValueError("a phase that brings its own lengths needs both input and output")
 
@@ -75,10 +76,9 @@ class Replay(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     repeat: int = 1
 
     def __post_init__(self) -> None:
-        if not self.speed > 0 or not self.repeat >= 1 or not self.start_s >= 0:
-            raise ValueError("a replay needs speed > 0, repeat >= 1 and start_s >= 0")
-        if self.duration_s is not None and not self.duration_s > 0:
-            raise ValueError("duration_s must be positive")
+        if not 0 < self.speed < math.inf or not self.repeat >= 1 or not 0 <= self.start_s < math.inf:
+            raise ValueError("a replay needs speed > 0, repeat >= 1 and start_s >= 0, all of them finite")
+        _refuse([not_positive("duration_s", self.duration_s)])
 
 
 class ScenarioSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -113,6 +113,10 @@ def _problem(spec: ScenarioSpec) -> str:
         return "needs at least one [[phases]] table"
     if spec.replay is not None:
         return "[replay] belongs to loop = 'trace'"
+    if spec.loop == "closed" and spec.max_concurrency is not None:
+        return "max_concurrency of a closed loop stands in its phases"
+    if not spec.own_lengths and any(phase.input is not None for phase in spec.phases):
+        return "either all phases bring their own input and output lengths, or none does"
     for phase in spec.phases:
         label = f"phase {phase.name!r}"
         if len(spec.phases) > 1 and phase.requests is None and phase.duration_s is None:
@@ -121,7 +125,17 @@ def _problem(spec: ScenarioSpec) -> str:
             return f"{label} of a closed loop needs max_concurrency, and neither process nor duration_s"
         if spec.loop == "open" and (phase.process is None or phase.max_concurrency):
             return f"{label} of an open loop needs process; its cap is the scenario's max_concurrency"
+        if spec.loop == "closed" and (idle := given_of(phase, ("rate", "share", "level", "burstiness", "curve"))):
+            return f"{label} of a closed loop takes no {idle[0]}: a request is sent when one ends; leave it out"
+        if phase.process != "gamma" and given_of(phase, ("burstiness",)):
+            return f"{label}: burstiness shapes gamma gaps; write process = 'gamma', or leave it out"
     return ""
+
+
+def _refuse(problems: Iterable[str]) -> None:
+    """Raise ValueError for the first that is not empty."""
+    for problem in filter(None, problems):
+        raise ValueError(problem)
 
 
 def list_scenarios() -> list[str]:

@@ -43,7 +43,8 @@ def assemble(
     arrival_s = None if arrival_s is None else arrival_s[kept]
     if arrival_s is not None and arrival_s.size and arrival_s.max() > LONGEST_S:
         years = float(arrival_s.max()) / (365 * 86_400)
-        raise UsageError(f"the last request would come after {years:,.0f} years; give a higher rate (requests/s)")
+        faster = "--speed" if facts["loop"] == "trace" else "rate (requests/s)"
+        raise UsageError(f"the last request would come after {years:,.0f} years; give a higher {faster}")
     sizes = np.bincount(phase, minlength=len(schedule.names))
     table = _table(requests, schedule.names, phase, arrival_s, seed)
     phases = closed_phases(schedule, [int(size) for size in sizes]) if arrival_s is None else ()

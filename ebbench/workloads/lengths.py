@@ -10,6 +10,10 @@ import numpy.typing as npt
 
 from ebbench.errors import UsageError
 from ebbench.workloads.fit import fit_censored
+from ebbench.workloads.strict_toml import given_of, not_positive
+
+LONGEST = np.iinfo(np.int32).max
+"""Tokens of a length as plans hold them."""
 
 Family = Literal["uniform", "geometric", "gamma", "lognormal", "fixed"]
 Lengths = npt.NDArray[np.int32]
@@ -22,7 +26,7 @@ class LengthSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     ``offset + family(mean - offset, std)``. ``max`` censors: longer draws become ``max``. With
     ``statistics = "censored"`` mean and std are those *after* censoring and the family is fitted to give them;
     with ``"raw"`` they are those before. ``spread`` is the half-width of ``uniform`` as a share of the mean.
-    ``std`` may be left out for ``gamma`` when ``shape`` is given.
+    ``std`` may be left out for ``gamma`` when ``shape`` is given. A key that the family does not use is refused.
     """
 
     family: Family
@@ -42,7 +46,7 @@ class LengthSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     def draw(self, rng: np.random.Generator, n: int) -> Lengths:
         """Draw ``n`` lengths in tokens."""
         raw = _DRAW[self.family](self, rng, n) + self.offset
-        upper = np.iinfo(np.int32).max if self.max is None else self.max
+        upper = LONGEST if self.max is None else min(self.max, LONGEST)
         lengths: Lengths = np.clip(np.rint(raw), 1, upper).astype(np.int32)
         return lengths
 
@@ -54,9 +58,25 @@ class LengthSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         return f"{self.family}({', '.join(parts)})"
 
 
+_USES: dict[Family, tuple[str, ...]] = {
+    "fixed": (),
+    "uniform": ("spread", "offset"),
+    "geometric": ("offset",),
+    "gamma": ("std", "shape", "offset", "statistics"),
+    "lognormal": ("std", "offset", "statistics"),
+}
+_OPTIONAL = ("std", "shape", "spread", "offset", "statistics")
+
+
 def _problem(spec: LengthSpec) -> str:
-    if not spec.mean >= 1:
-        return f"mean must be at least 1 token, not {spec.mean:g}"
+    idle = given_of(spec, (key for key in _OPTIONAL if key not in _USES[spec.family]))
+    if idle:
+        takes = ", ".join(("mean", *_USES[spec.family], "max"))
+        return f"{idle[0]} does nothing in family '{spec.family}', which takes {takes}; leave it out"
+    if spec.statistics == "censored" and spec.max is None:
+        return "statistics 'censored' needs max, where lengths are cut"
+    if not 1 <= spec.mean <= LONGEST:
+        return f"mean must be at least 1 token and at most {LONGEST:,}, not {spec.mean:g}"
     if spec.family == "gamma" and (spec.std is None) == (spec.shape is None):
         return "a gamma distribution needs either std or shape"
     if spec.family == "lognormal" and spec.std is None:
@@ -66,9 +86,8 @@ def _problem(spec: LengthSpec) -> str:
     if not 0 <= spec.offset < spec.mean:
         return f"offset must lie in [0, mean), not {spec.offset}"
     for name in ("std", "shape", "max"):
-        value = getattr(spec, name)
-        if value is not None and not value > 0:
-            return f"{name} must be positive, not {value:g}"
+        if problem := not_positive(name, getattr(spec, name)):
+            return problem
     return ""
 
 

@@ -17,6 +17,7 @@ from ebbench.workloads.lengths import length_spec
 from ebbench.workloads.requests import Requests
 from ebbench.workloads.sources import Ask, gather
 from ebbench.workloads.spec import Profile, WorkloadSpec, load_workload
+from ebbench.workloads.strict_toml import not_positive
 from ebbench.workloads.trace import read_trace, replayed
 
 _TRACE = "trace:"
@@ -46,9 +47,8 @@ class Wish:
 
     def __post_init__(self) -> None:
         for key in _POSITIVE:
-            value = getattr(self, key)
-            if value is not None and not 0 < value < float("inf"):
-                raise UsageError(f"{key.replace('_', ' ')} must be positive, not {value:g}")
+            if problem := not_positive(key.replace("_", " "), getattr(self, key)):
+                raise UsageError(problem)
         if self.seed < 0:
             raise UsageError(f"seed must be 0 or more, not {self.seed}")
 
@@ -73,16 +73,22 @@ def make_plan(wish: Wish) -> Plan:
     """Build the plan. Raises UsageError, InputFileError, RunError."""
     trace = wish.workload.startswith(_TRACE)
     scenario = load_scenario(wish.scenario or ("trace" if trace else "saturated"))
-    _check(wish, scenario, trace)
-    requests, schedule = _from_trace(wish, scenario) if trace else _from_workload(wish, scenario)
+    workload = None if trace else load_workload(wish.workload)
+    _check(wish, scenario, workload)
+    requests, schedule = _from_trace(wish, scenario) if workload is None else _from_workload(wish, scenario, workload)
     cap = wish.max_concurrency or scenario.max_concurrency
     limits = Limits(wish.max_model_len, wish.drop_too_long)
     facts = _facts(wish, scenario, requests)
     return assemble(requests, schedule, limits, cap=cap, seed=wish.seed, facts=facts)
 
 
-def _check(wish: Wish, scenario: ScenarioSpec, trace: bool) -> None:
-    """Refuse what would otherwise be ignored without a word."""
+def _check(wish: Wish, scenario: ScenarioSpec, workload: WorkloadSpec | None) -> None:
+    """Refuse what would otherwise be ignored without a word. ``workload`` None: a trace."""
+    _check_times(wish, scenario, trace=workload is None)
+    _check_requests(wish, scenario, workload)
+
+
+def _check_times(wish: Wish, scenario: ScenarioSpec, *, trace: bool) -> None:
     if scenario.loop == "trace" and not trace:
         raise UsageError(f"scenario {scenario.name!r} replays recorded times; it needs a workload trace:FILE")
     if scenario.loop == "trace" and wish.request_rate is not None:
@@ -91,17 +97,39 @@ def _check(wish: Wish, scenario: ScenarioSpec, trace: bool) -> None:
         raise UsageError(f"burstiness shapes the gaps of gamma arrivals; scenario {scenario.name!r} has none")
     if scenario.loop != "trace" and wish.speed not in (None, 1.0):
         raise UsageError(f"speed scales recorded times; scenario {scenario.name!r} has none")
+    if wish.saturation_rate is not None and wish.request_rate is not None:
+        raise UsageError("--request-rate and --saturation-rate both set the rate; leave one of them out")
+    if wish.saturation_rate is not None and all(phase.share is None for phase in scenario.phases):
+        raise UsageError(f"scenario {scenario.name!r} has no share of saturation; leave out --saturation-rate")
+
+
+def _check_requests(wish: Wish, scenario: ScenarioSpec, workload: WorkloadSpec | None) -> None:
+    trace = workload is None
     if wish.lengths_set and (trace or scenario.own_lengths):
         owner = "a trace" if trace else f"scenario {scenario.name!r}"
         raise UsageError(f"{owner} brings its own lengths; leave out --input-len, --output-len and the distribution")
     if trace and wish.source not in ("auto", f"file:{wish.workload.removeprefix(_TRACE)}"):
         raise UsageError(f"a trace is its own source; leave out --source {wish.source}")
+    if not trace and scenario.own_lengths and wish.source not in ("auto", "profile"):
+        raise UsageError(f"scenario {scenario.name!r} brings its own lengths; leave out --source {wish.source}")
+    if wish.tokenizer is not None and (textless := _textless(wish, scenario, workload)):
+        raise UsageError(f"--tokenizer counts the tokens of texts; {textless} has none, leave it out")
 
 
-def _from_workload(wish: Wish, scenario: ScenarioSpec) -> tuple[Requests, Schedule]:
-    workload = load_workload(wish.workload)
-    if wish.tokenizer is not None and workload.records is None:
-        raise UsageError(f"--tokenizer counts the tokens of texts; workload {workload.name!r} has none, leave it out")
+def _textless(wish: Wish, scenario: ScenarioSpec, workload: WorkloadSpec | None) -> str:
+    """What gives the requests, where that has no texts; empty where texts are read."""
+    if scenario.own_lengths:
+        return f"scenario {scenario.name!r}"
+    if workload is None:
+        return "a trace"
+    if workload.records is None:
+        return f"workload {workload.name!r}"
+    if wish.source == "profile":
+        return "--source profile"
+    return "a plan with lengths set by options" if wish.lengths_set else ""
+
+
+def _from_workload(wish: Wish, scenario: ScenarioSpec, workload: WorkloadSpec) -> tuple[Requests, Schedule]:
     default = workload.num_prompts
     schedule = make_schedule(scenario, wish.load, wish.num_prompts, default, wish.seed)
     if scenario.own_lengths:

@@ -7,7 +7,7 @@ from typing import Literal
 
 import msgspec
 
-from ebbench.errors import UnknownNameError
+from ebbench.errors import UnknownNameError, UsageError
 from ebbench.resources import bundled_dir
 from ebbench.workloads.lengths import LengthSpec
 from ebbench.workloads.strict_toml import load_toml
@@ -98,7 +98,13 @@ def list_workloads() -> list[str]:
 
 def load_workload(name_or_path: str) -> WorkloadSpec:
     """Load a bundled workload by name, or a user's file by path. Raises UsageError."""
-    return load_toml(resolve(name_or_path, "workloads", list_workloads()), WorkloadSpec)
+    known = list_workloads()
+    if name_or_path not in known and not name_or_path.endswith(".toml") and Path(name_or_path).expanduser().is_file():
+        raise UsageError(
+            f"{name_or_path} is a file; write trace:{name_or_path} to replay it, or give it to the workload whose "
+            f"records it holds: --source file:{name_or_path}"
+        )
+    return load_toml(resolve(name_or_path, "workloads", known), WorkloadSpec)
 
 
 def resolve(name_or_path: str, directory: str, known: list[str]) -> Path:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import math
 import re
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -14,6 +15,20 @@ import msgspec
 from ebbench.errors import InputFileError
 
 T = TypeVar("T", bound=msgspec.Struct)
+
+
+def not_positive(name: str, value: float | None) -> str:
+    """What is wrong with a value that must be positive and finite; empty where nothing is. None is no value."""
+    if value is None or 0 < value < math.inf:
+        return ""
+    return f"{name} must be {'finite' if value == math.inf else 'positive'}, not {value:g}"
+
+
+def given_of(table: msgspec.Struct, keys: Iterable[str]) -> list[str]:
+    """Those of ``keys`` that do not have their default."""
+    defaults = {field.name: field.default for field in msgspec.structs.fields(table)}
+    return [key for key in keys if getattr(table, key) != defaults[key]]
+
 
 _UNKNOWN = re.compile(r"unknown field `(?P<key>[^`]*)`(?: - at `(?P<where>[^`]*)`)?")
 _LINE = re.compile(r"at line (\d+)")

@@ -78,6 +78,8 @@ _ESTIMATED = (
     "estimator", "window", "update_every", "min_samples", "initial_theta", "theta_min", "epsilon", "kv_gate",
     "memory_safe", "memory_form",
 )  # fmt: skip
+_FOLLOWED = ("update_every", "kv_gate")  # the KV gate goes by answer lengths, whatever sets the threshold
+_OF_THE_BOUND = ("epsilon", "memory_form")
 _TAKES: Mapping[str, tuple[str, ...]] = {
     "v0": (),
     "v1": (),
@@ -85,7 +87,7 @@ _TAKES: Mapping[str, tuple[str, ...]] = {
     "deferred": ("k",),
     "eb": ("k", "theta", *_ESTIMATED),
     "ebplus": ("margin", "sticky", *_ESTIMATED),
-    "marginal": ("mix", "ttft", "tpot", "window", "update_every", "min_samples"),
+    "marginal": ("mix", "ttft", "tpot", "window", "update_every"),
 }
 
 
@@ -98,9 +100,20 @@ def example(kind: str) -> str:
     return "{}:{}={}".format(kind, *_NEEDS[kind]) if kind in _NEEDS else kind
 
 
-def takes(kind: str) -> tuple[str, ...]:
-    """Names of the settings that a policy of this kind heeds."""
-    return _TAKES[kind]
+def takes(spec: PolicySpec) -> tuple[str, ...]:
+    """Names of the settings that this policy heeds."""
+    idle = _without_effect(spec)
+    return tuple(key for key in _TAKES[spec.kind] if key not in idle)
+
+
+def _without_effect(spec: PolicySpec) -> Mapping[str, str]:
+    """Settings that another one leaves nothing to do, with that other one."""
+    idle = dict.fromkeys(_OF_THE_BOUND, "memory_safe=false") if not spec.memory_safe else {}
+    fixed = next((key for key in ("k", "theta") if getattr(spec, key) is not None), None)
+    if fixed is not None:
+        others = {"k", "theta", *_ESTIMATED} - {fixed, *_FOLLOWED}
+        idle |= dict.fromkeys(others, f"{fixed}={getattr(spec, fixed)}")
+    return idle
 
 
 def descriptions() -> Mapping[str, str]:
@@ -129,7 +142,7 @@ def policy_from_mapping(settings: Mapping[str, object]) -> PolicySpec:
 def _with_setting(spec: PolicySpec, pair: str) -> PolicySpec:
     key, eq, value = pair.partition("=")
     if not eq or key not in _PARSERS:
-        keys = takes(spec.kind)
+        keys = takes(spec)
         remedy = f"is not key=value with a key of {', '.join(keys)}" if keys else "is too much: it takes no settings"
         raise PolicyError(f"policy {spec.kind}: {pair!r} {remedy}")
     try:
@@ -171,6 +184,7 @@ def _checked(spec: PolicySpec) -> PolicySpec:
     _refuse_ignored(spec)
     if spec.k is not None and spec.theta is not None:
         raise PolicyError("give k or theta, not both")
+    _refuse_idle(spec)
     for key in ("k", "every"):
         if getattr(spec, key) is not None and getattr(spec, key) < 1:
             raise PolicyError(f"{key} must be at least 1, not {getattr(spec, key)}")
@@ -196,10 +210,25 @@ def _checked(spec: PolicySpec) -> PolicySpec:
 
 def _refuse_ignored(spec: PolicySpec) -> None:
     """Raise PolicyError for a setting that this kind would not heed."""
-    default, keys = PolicySpec(spec.kind), takes(spec.kind)
-    for key in _PARSERS:
-        if key in keys or getattr(spec, key) == getattr(default, key):
+    keys = _TAKES[spec.kind]
+    for key in _set(spec):
+        if key in keys:
             continue
         others = ", ".join(kind for kind, theirs in _TAKES.items() if key in theirs)
         it = f"it takes {', '.join(keys)}" if keys else "it takes no settings"
         raise PolicyError(f"policy {spec.kind} does nothing with {key}=, which is for {others}; {it}")
+
+
+def _refuse_idle(spec: PolicySpec) -> None:
+    """Raise PolicyError for a setting of this kind that another one leaves nothing to do."""
+    idle = _without_effect(spec)
+    for key in _set(spec):
+        if key in idle:
+            it = f"there it takes {', '.join(takes(spec))}"
+            raise PolicyError(f"policy {spec.kind} does nothing with {key}= beside {idle[key]}; {it}")
+
+
+def _set(spec: PolicySpec) -> list[str]:
+    """Settings that differ from their default."""
+    default = PolicySpec(spec.kind)
+    return [key for key in _PARSERS if getattr(spec, key) != getattr(default, key)]

@@ -1,9 +1,8 @@
-"""Advice: theory's crossovers where they are known, choices with their uncertainty, the command in words."""
+"""Advice: theory's crossovers where they are known, the candidates' runs, the command in words."""
 
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,21 +12,19 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from ebbench.analysis.advise import Load, predict, sign_changes, with_mix
-from ebbench.analysis.advise_answer import Score
+from ebbench.analysis.advise_answer import Question
 from ebbench.analysis.slo import Slo
-from ebbench.analysis.statistics import Interval
 from ebbench.cli.main import app
-from ebbench.papers.advice import choose, default_policies, relative_gain
+from ebbench.papers.advice import concurrency_cells, default_policies, tuning_cells
+from ebbench.papers.advice_candidates import alike
+from ebbench.records.manifest import plan_hash
+from ebbench.records.plan import ClosedPhase, Plan
 from ebbench.render import advice as words
+from ebbench.workloads import build_plan
 from vllm_eb.calibration import Calibration, MixedCost
 
 COSTS = Calibration(5e-3, 5e-5, 1e-2, 1e-4, mixed=MixedCost(6e-5, 2e-4, 1e-5))
 LOAD = Load(mu_l=512, mu_o=256, p0=1 / 256, eta=0.0, concurrency=2048)
-
-
-def score(policy: str, objective: float, low: float, high: float) -> Score:
-    behind = Interval((low + high) / 2, low, high)
-    return Score(policy, objective, (objective,), None, behind, None, 1.0, 1.0, objective)
 
 
 def test_the_predicted_crossover_is_where_the_sides_meet() -> None:
@@ -67,48 +64,6 @@ def test_without_a_mixed_cost_mixing_is_taken_to_cost_nothing_more() -> None:
 def test_sign_changes_are_interpolated() -> None:
     assert sign_changes([0, 1, 2, 3], [-1, 1, 1, -3]) == pytest.approx((0.5, 2.25))
     assert sign_changes([0, 1], [1, 2]) == ()
-
-
-def test_a_clear_winner_is_chosen() -> None:
-    chosen, reason = choose([score("eb", 110, 0, 0), score("v1", 100, -0.10, -0.08)])
-    assert chosen.policy == "eb"
-    assert "ahead of every other" in reason
-
-
-def test_of_equals_the_simplest_is_chosen() -> None:
-    scores = [score("eb", 100.2, 0, 0), score("ebplus", 100.1, -0.01, 0.008), score("v1", 90, -0.12, -0.08)]
-    chosen, reason = choose(scores)
-    assert chosen.policy == "ebplus"
-    assert reason == "eb is equal to it within chance or half a per cent, and it is the simplest"
-
-
-def test_what_may_be_no_better_than_v1_is_not_advised_where_something_surely_is() -> None:
-    sure = replace(score("marginal", 115, 0, 0), gain=Interval(0.15, 0.14, 0.16))
-    noisy = replace(score("ebplus", 100, -0.3, 0.1), gain=Interval(0.0, -0.15, 0.16))
-    behind = score("v1", 100, -0.14, -0.12)
-    chosen, reason = choose([sure, noisy, behind])
-    assert chosen.policy == "marginal"
-    assert reason == "it is surely ahead of v1; ebplus may be as good, less certainly"
-    # As sure and as good: the simpler one.
-    also = replace(score("ebplus", 114.8, -0.01, 0.005), gain=Interval(0.148, 0.13, 0.16))
-    assert choose([sure, also, behind])[0].policy == "ebplus"
-
-
-def test_one_seed_gives_no_certainty_but_half_a_per_cent() -> None:
-    """Without an interval only a difference within half a per cent counts as none."""
-    one = Score("v1", 90, (90,), None, Interval(-0.1, -1.0, math.inf), None, 1, 1, 90)
-    chosen, _ = choose([score("eb", 100, 0, 0), one])
-    assert chosen.policy == "eb"
-
-
-def test_gains_are_paired() -> None:
-    """Seeds differ by a factor of two, the gain is 10 % in each: the interval must be narrow."""
-    found = relative_gain([110, 220, 440.0], [100, 200, 400.0])
-    assert found is not None
-    assert found.mean == pytest.approx(0.1)
-    assert found.high - found.low < 1e-9
-    assert relative_gain([1.0], None) is None
-    assert relative_gain([1.0], [0.0]) is None
 
 
 def test_targets_are_handed_to_the_policy_that_takes_them() -> None:
@@ -217,10 +172,124 @@ def test_tuning_tries_other_settings_with_the_chosen_policy(runs: Path) -> None:
     assert found["tuning"]["gain"] >= 0.0
 
 
+QUICK = ("--input-len", "200", "--output-len", "60", "-n", "60", "--no-crossover", "--workers", "1", "-q")
+
+
+def quick(runs: Path, *args: str) -> dict[str, Any]:
+    """The answer to a question about v1 and EB that takes few requests."""
+    done = invoke(
+        "advise", *args, "-p", "v1", "-p", "eb", "--no-crossover", "--workers", "1", "--runs", str(runs), "--json"
+    )
+    assert done.exit_code == 0, done.output
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> str:
+    """Forty requests, four a second, of growing length."""
+    path = tmp_path / "trace.csv"
+    rows = [f"2023-11-16 18:17:{i // 4:02d}.{i % 4 * 25}00000,{100 + 10 * i},{10 + i}" for i in range(40)]
+    path.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]) + "\n")
+    return f"trace:{path}"
+
+
+def test_a_replayed_trace_is_one_run_however_many_seeds(runs: Path, trace: str) -> None:
+    """Its plans differ in nothing that a simulation sees; copies would make an interval without width."""
+    found = quick(runs, trace, "--seeds", "3")
+    assert (found["seeds"], found["seeds_alike"]) == (1, True)
+    assert all(len(row["values"]) == 1 for row in found["scores"])
+    assert "by more than chance" not in found["reason"]
+    said = " ".join(
+        invoke("advise", trace, *QUICK[4:], "--seeds", "3", "-p", "v1", "-p", "eb", "--runs", str(runs)).output.split()
+    )
+    assert "Every seed gives the same requests at the same times" in said
+    assert "which decides (one seed)" in said
+    assert "lengths from file:/" in said
+
+
+def test_seeds_that_differ_in_anything_stay_several(runs: Path, trace: str) -> None:
+    found = quick(runs, trace, "--seeds", "2", "-n", "30", "-s", "poisson", "--request-rate", "20")
+    assert (found["seeds"], found["seeds_alike"]) == (2, False)
+
+
+def test_plans_are_alike_when_only_the_seed_of_their_contents_differs() -> None:
+    def plan(seed: int, distribution: str = "fixed") -> Plan:
+        return build_plan(
+            "balanced", num_prompts=9, source="profile", seed=seed, max_concurrency=4, length_distribution=distribution
+        )
+
+    assert alike(plan(0), plan(1))
+    assert plan_hash(plan(0)) != plan_hash(plan(1))
+    assert not alike(plan(0), plan(0, "uniform"))
+    assert not alike(plan(0), replace(plan(0), phases=(ClosedPhase("saturated", 9, 5),)))
+    mixed = plan(0).table["content"].to_pylist()
+    mixed[1] = mixed[0]  # two requests that share their prompt
+    table = plan(0).table
+    at = table.schema.get_field_index("content")
+    assert not alike(plan(0), replace(plan(0), table=table.set_column(at, table.schema.field(at), [mixed])))
+
+
+def test_one_seed_claims_no_more_than_it_shows(runs: Path) -> None:
+    assert "(one seed" in quick(runs, "balanced", *QUICK[:6], "-c", "16", "--seeds", "1")["reason"]
+
+
+def test_targets_nobody_meets_decide_nothing(runs: Path) -> None:
+    load = ("balanced", *QUICK[:6], "-c", "16", "--seeds", "2")
+    found = quick(runs, *load, "--goodput", "ttft:1", "tpot:1")
+    assert found["policy"] == "v1"
+    assert found["reason"].startswith("no request met the targets under any candidate")
+
+
+def test_the_load_of_an_open_loop_is_what_its_run_had_open(runs: Path) -> None:
+    """Requests that come by the clock are not all there at once."""
+    found = quick(runs, "balanced", *QUICK[:6], "--request-rate", "10", "--seeds", "1")
+    v1 = next(row for row in found["scores"] if row["policy"] == "v1")
+    stay_s = (v1["ttft_ms"] + 60 * v1["tpot_ms"]) / 1e3
+    assert found["load"]["concurrency"] == pytest.approx(10 * stay_s, rel=0.3)
+    assert found["load"]["open_loop"]
+    capped = quick(runs, "balanced", *QUICK[:6], "--request-rate", "10", "-c", "3", "--seeds", "1")
+    assert capped["load"]["concurrency"] == 3
+
+
+def test_a_rate_alone_means_poisson_arrivals_as_in_run(runs: Path) -> None:
+    load = ("balanced", *QUICK[:6], "--request-rate", "10", "-c", "32", "--seeds", "1")
+    assert quick(runs, *load)["scores"] == quick(runs, *load, "-s", "poisson")["scores"]
+
+
+def test_longer_requests_are_dropped_when_asked(runs: Path) -> None:
+    load = ("balanced", *QUICK[:6], "-c", "16", "--seeds", "1", "--max-model-len", "260")
+    found = quick(runs, *load, "--drop-too-long")
+    assert found["load"]["mu_l"] < 200
+    (note,) = found["notes"]
+    assert "of 60 requests longer than max_model_len 260 were dropped" in note
+    refused = invoke("advise", *load, "--runs", str(runs))
+    assert (refused.exit_code, "drop them with --drop-too-long" in refused.stderr) == (2, True)
+
+
+def test_a_small_batch_still_has_two_points_to_compare() -> None:
+    question = Question("balanced", "h200", "qwen3-8b", None, {"num_prompts": 9}, 4, 64, 1, Slo(), ("v1",))
+    assert sorted(concurrency_cells(question, LOAD)) == [16, 32]
+
+
+def test_tuning_leaves_out_batches_the_threshold_does_not_fit() -> None:
+    question = Question("balanced", "h200", "qwen3-8b", None, {"num_prompts": 9}, 1024, 8192, 1, Slo(), ("v1",))
+    assert {cell.max_num_seqs for cell in tuning_cells(question, "eb:k=600")} == {1024, 2048}
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
         (("sharegtp",), "did you mean 'sharegpt'"),
+        (("balanced", "--device", "h20"), "did you mean 'h200'"),
+        (("balanced", "--model", "qwen3-8"), "did you mean 'qwen3-8b'"),
+        (("balanced", "-s", "poison"), "did you mean 'poisson'"),
+        (("balanced", "--source", "profil"), "did you mean 'profile'"),
+        (("trace:nowhere.csv",), "nowhere.csv: cannot be read: No such file"),
+        (("balanced", "--max-num-batched-tokens", "512"), "512 is below --max-num-seqs 1024, which vLLM refuses"),
+        (("balanced", "-p", "eb:k=2000"), "k exceeds --max-num-seqs 1024"),
+        (("balanced", "--max-num-seqs", "0"), "--max-num-seqs must be at least 1"),
+        (("balanced", "--input-len", "39000"), "drop them with --drop-too-long"),
         (("balanced", "--seeds", "0"), "--seeds must be at least 1"),
         (("balanced", "--goodput", "ttf:5"), "did you mean ttft"),
         (("balanced", "-p", "ebb"), "did you mean 'eb'"),
@@ -228,5 +297,6 @@ def test_tuning_tries_other_settings_with_the_chosen_policy(runs: Path) -> None:
 )
 def test_mistakes_are_answered_with_the_remedy(args: tuple[str, ...], message: str, tmp_path: Path) -> None:
     done = invoke("advise", *args, "--runs", str(tmp_path), "-q", "-n", "20", "--no-crossover", "--workers", "1")
-    assert done.exit_code != 0
+    assert done.exit_code == 2
     assert message in " ".join((done.output, str(done.exception)))
+    assert not list(tmp_path.iterdir()), "nothing has been run"

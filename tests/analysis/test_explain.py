@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from made_runs import MadeEngine, device_of, plan_of
 from ebbench.analysis.compare import Group, baseline_of, differing, gain, group_by_policy, ranked
 from ebbench.analysis.conclude import Setting, conclude
 from ebbench.analysis.explain import Story, explain
+from ebbench.analysis.slo import Slo
 from ebbench.analysis.summary import Summary, summarise
 from ebbench.engines.base import EngineOptions, EngineResult
 from ebbench.records.run import Run, RunWriter
@@ -90,5 +92,56 @@ def test_settings_that_differ_are_named(tmp_path: Path) -> None:
     from dataclasses import replace
 
     summary: Any = summarise(made(tmp_path / "r", "v1"))
+
+    def moved(**changes: str) -> Summary:
+        return replace(summary, environment=dict(summary.environment) | changes)  # type: ignore[no-any-return]
+
     assert differing([summary, replace(summary, policy="eb")]) == []
-    assert differing([summary, replace(summary, device="other", scenario="s")]) == ["device", "scenario"]
+    assert differing([summary, moved(device="other", scenario="s")]) == ["device", "scenario"]
+    options = json.loads(summary.environment["options"]) | {"max_num_seqs": 7, "topology": "dp=2"}
+    assert differing([summary, moved(options=json.dumps(options))]) == ["max_num_seqs", "topology"]
+    limited = replace(summary, slo=Slo(ttft=100))
+    assert differing([limited, summary]) == []
+    assert differing([limited, replace(summary, slo=Slo(ttft=200))]) == ["limits (--goodput gives all runs the same)"]
+
+
+def test_policies_must_have_answered_the_same_plans(tmp_path: Path) -> None:
+    from dataclasses import replace
+
+    summary: Any = summarise(made(tmp_path / "r", "v1"))
+    other = replace(summary, policy="v0", seed=2, plan_hash="another")
+    assert differing([summary, other]) == ["seeds"]
+    assert differing([summary, replace(other, seed=summary.seed)]) == ["plan"]
+    assert differing([summary, replace(other, policy="v1")]) == []
+
+
+def test_runs_are_in_the_order_of_their_seeds(tmp_path: Path) -> None:
+    (v1, told), (eb, _) = group(tmp_path, "v1", 20, 10), group(tmp_path, "eb", 10, 10)
+    both = group_by_policy([*reversed(v1), *eb], list(reversed(told)))
+    assert both[0].seeds == both[1].seeds == (0, 1)
+    assert both[0].stories == tuple(told)
+    found = gain(both[1], both[0])
+    assert found is not None
+    assert found.mean == pytest.approx(0.5)  # twice as fast with seed 0, equal with seed 1
+
+
+def test_copies_have_no_spread(tmp_path: Path) -> None:
+    v1, eb = groups(tmp_path, v1=(20, 20), eb=(10, 20))
+    assert (v1.copies, eb.copies) == (True, False)
+    assert v1.spread(lambda m: m.output_throughput) is None
+    assert eb.spread(lambda m: m.output_throughput)
+
+
+def test_every_instance_switches_by_itself(tmp_path: Path) -> None:
+    """Two instances, each exclusive from its second evaluation on, told in turns."""
+    mode = {"step_id": 0, "kind": "mode", "phase": "decode", "reason": "r"}
+    rows = [mode | {"time_ns": t, "instance": t % 2, "mode": "mb" if t < 2 else "eb"} for t in range(6)]
+    empty: dict[str, Any] = {field.name: None for field in DECISIONS}
+    decisions = pa.Table.from_pylist([empty | row for row in rows], schema=DECISIONS)
+    one_only = decisions.set_column(
+        decisions.column_names.index("mode"), DECISIONS.field("mode"), [["mb", "mb", "mb", "eb", "mb", "eb"]]
+    )
+    for table, times in ((decisions, [2, 3]), (one_only, [3])):
+        facts = explain(made(tmp_path / str(len(times)), "ebplus", decisions=table)).decisions
+        assert facts is not None
+        assert [round(switch.time_s * 1e9) for switch in facts.switches] == times

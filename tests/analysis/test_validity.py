@@ -127,6 +127,21 @@ def test_the_manifest_says_what_was_run(tmp_path: Path) -> None:
     assert (manifest.valid, manifest.clock) == (True, "virtual")
 
 
+def test_a_larger_plan_is_asked_for_in_its_own_unit(tmp_path: Path) -> None:
+    """662 requests for a 99th percentile: as many sessions where each has one, fewer conversations, a longer trace."""
+
+    def remedy(name: str, plan: Plan) -> str:
+        [warning] = [w for w in store(tmp_path / name, plan, run_made(plan)).manifest.warnings if w.code != "plan"]
+        return warning.remedy
+
+    single = plan_of(30)
+    assert remedy("single", single) == "Use --num-prompts 662 or more."
+    turns = single.table.set_column(1, "session", pa.array([i // 10 for i in range(30)]))
+    assert remedy("turns", replace(single, table=turns)) == "Use --num-prompts 67 or more."
+    trace = replace(single, facts={**single.facts, "workload": "trace:some.csv"})
+    assert remedy("trace", trace) == "The trace has to give 662 requests or more."
+
+
 def test_the_lag_rule_holds_for_real_clocks_only(tmp_path: Path) -> None:
     plan = plan_of(30)
     result = run_made(plan)
@@ -181,3 +196,15 @@ def test_what_only_the_engine_knows_is_kept(tmp_path: Path) -> None:
     (tmp_path / "run" / "server_metrics.parquet").write_bytes(b"x")
     with pytest.raises(DataError, match=r"server_metrics\.parquet: not a readable Parquet file"):
         Run.load(tmp_path / "run")
+
+
+def test_turns_lost_with_an_earlier_one_count_as_failed() -> None:
+    lost = [request(i, status="never_sent", error_class="earlier_turn_failed", sent_ns=None) for i in (98, 99)]
+    assert reasons([*many(97), request(97, status="failed"), *lost]) == (
+        "3 of 100 requests failed, timed out or came after a turn that did, more than 1%",
+    )
+    left = [request(i, status="never_sent", error_class="not_released", sent_ns=None) for i in (98, 99)]
+    assert reasons([*many(97), request(97, status="failed"), *left]) == ()
+    assert reasons([request(0, status="failed"), request(1, **(lost[0] | {"request_id": "r-1"}))]) == (
+        "every request failed",
+    )

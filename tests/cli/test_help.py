@@ -67,3 +67,11 @@ def test_help_changes_nothing_that_is_parsed() -> None:
         assert context.params["reset_prefix_cache"] is False
         assert context.params["ready_timeout_s"] == 3
     assert {param.name: (list(param.opts), list(param.secondary_opts)) for param in command.params} == before
+
+
+def test_what_is_counted_in_sessions_is_called_so() -> None:
+    """A conversation is one session of several requests; how many there are by default depends on the workload."""
+    page = re.sub(r"[│\s]+", " ", shown(("run",)))
+    assert re.search(r"--num-prompts -n <int> Sessions to plan", page)
+    assert re.search(r"--request-rate <float> Sessions/s", page)
+    assert "4,000" not in page

@@ -107,10 +107,40 @@ def test_a_reader_that_hangs_up_is_no_regression() -> None:
     assert (done.returncode, done.stderr) == (141, "")
 
 
-def test_a_fault_of_ours_is_not_dressed_up(cli: CliRunner, command: Callable[[BaseException], None]) -> None:
-    command(ValueError("a bug"))
+@pytest.mark.parametrize("error", [ValueError("a bug"), TypeError("a bug"), MemoryError("a bug")])
+def test_a_fault_of_ours_is_shown_whole_and_is_no_regression(
+    cli: CliRunner, command: Callable[[BaseException], None], error: Exception
+) -> None:
+    command(error)
     done = cli.invoke(main.app, ["show"])
-    assert isinstance(done.exception, ValueError)
+    assert done.exit_code == 4
+    assert done.stderr.startswith("Traceback")
+    assert done.stderr.endswith(f"{type(error).__name__}: a bug\n")
+
+
+def test_a_crashed_process_exits_with_4() -> None:
+    code = "import ebbench.cli.show as module\nmodule.show = lambda: 1 / 0\n" \
+           "import sys\nsys.argv = ['ebbench', 'show']\nfrom ebbench.__main__ import run\nrun()"  # fmt: skip
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (4, "")
+    assert done.stderr.endswith("ZeroDivisionError: division by zero\n")
+
+
+@pytest.mark.parametrize(
+    ("encoding", "text", "line"),
+    [
+        ("utf-8", "p/bad\udcff/v1", "error: 'p/bad\\udcff/v1': not UTF-8; rename the file or directory\n"),
+        ("ascii", "\u2013", "error: the output's encoding, ascii, has no '\\u2013'; set PYTHONIOENCODING=utf-8\n"),
+    ],
+)
+def test_text_that_cannot_be_written_is_one_line(
+    cli: CliRunner, command: Callable[[BaseException], None], encoding: str, text: str, line: str
+) -> None:
+    with pytest.raises(UnicodeEncodeError) as raised:
+        text.encode(encoding)
+    command(raised.value)
+    done = cli.invoke(main.app, ["show"])
+    assert (done.exit_code, done.stderr) == (4, line)
 
 
 @pytest.mark.parametrize(
@@ -207,6 +237,8 @@ def test_policies(cli: CliRunner) -> None:
     shown = cli.invoke(main.app, ["policies", "show", "eb:theta=0.5"]).stdout
     assert "theta" in shown
     assert "0.5" in shown
+    assert "initial_theta" not in shown, "heeded without a threshold of its own only"
+    assert "initial_theta" in cli.invoke(main.app, ["policies", "show", "eb"]).stdout
     assert cli.invoke(main.app, ["policies", "show", "deferred"]).exit_code == 0
     wrong = cli.invoke(main.app, ["policies", "show", "eb+"])
     assert wrong.exit_code == 2

@@ -144,5 +144,14 @@ def test_help_shows_an_example(command: str) -> None:
     assert f"ebbench theory {command}" in " ".join(output(f"{command} --help").split())
 
 
+def test_what_has_no_finite_value_is_left_out() -> None:
+    """Every request ends at its first token, which the approximation takes no step for: free of cost, no bound."""
+    command = "deferred --batch-limit 10 --alpha 1 --c-p 0 --c-d 0.04"
+    found = values(command)
+    assert (found["k_star_approximation"], found["throughput_approximation"]) == (None, None)
+    assert found["throughput"] == pytest.approx(250)
+    assert "inf" not in output(command)
+
+
 def test_a_missing_option_is_bad_usage() -> None:
     assert CliRunner().invoke(app, ["threshold", "--p0", "0.1"]).exit_code == 2

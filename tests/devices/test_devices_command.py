@@ -25,6 +25,14 @@ def test_list_names_every_device_and_model() -> None:
     assert "rtx-pro-6000" in invoke("list")
 
 
+def test_no_name_is_cut_in_a_pipe() -> None:
+    """Where it does not fit it goes on in the next line, so letters are counted column by column."""
+    done = CliRunner().invoke(app, ["devices", "list"], env={"COLUMNS": "80"})
+    assert "…" not in done.stdout
+    column = "".join(line[28:44].strip() for line in done.stdout.splitlines())
+    assert all(row["hf_id"] in column for row in json.loads(invoke("list", "--json"))["models"])
+
+
 def test_show_tells_steps_capacity_crossover_and_sources() -> None:
     text = " ".join(invoke("show", "rtx-pro-6000", "--model", "qwen3-8b").split())
     for words in (

@@ -177,3 +177,27 @@ def test_the_command_draws_and_says_what_is_missing(run: Run, tmp_path: Path) ->
     assert "30 of 30 runs of figure3 are not stored" in missing.output
     assert invoke("figures", "timeline").exit_code == 2
     assert "timeline" in invoke("figures").output
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("3", "--device", "nosuch"), "unknown device 'nosuch'"),
+        (("3", "--workload", "balanced"), "figure3 does nothing with --workload; it takes --device, --model"),
+        (("3", "some/run"), "figure3 does nothing with PATHS"),
+        (("3", "--num-prompts", "0"), "--num-prompts must be at least 1"),
+        (("12", "--seeds", "1"), "--seeds must be at least 3 here"),
+        (("99",), "figure6, slo, timeline"),
+        (("timeline", "RUN", "--format", ""), "write any of pdf,svg,png"),
+        (("timeline", "RUN", "--format", "jpg"), "unknown figure format 'jpg'"),
+        (("timeline", "RUN", "--device", "h200"), "`ebbench figures timeline` does nothing with --device"),
+    ],
+)
+def test_mistakes_are_told_before_anything_is_drawn(
+    args: tuple[str, ...], message: str, run: Run, tmp_path: Path
+) -> None:
+    given = [str(run.path) if arg == "RUN" else arg for arg in args]
+    done = invoke("figures", *given, "--runs", str(tmp_path / "none"), "-o", str(tmp_path / "drawn"))
+    assert done.exit_code == 2
+    assert message in done.output
+    assert not (tmp_path / "drawn").exists()

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from typer.testing import CliRunner, Result
 
-from ebbench.analysis.gate_units import ENVIRONMENT, FIGURES, Unit
+from ebbench.analysis.environment import ENVIRONMENT
+from ebbench.analysis.gate_units import FIGURES, Unit
 from ebbench.cli.main import app
 
 SMALL = (

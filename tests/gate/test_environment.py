@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 from gate_data import SMALL, invoke
 
-from ebbench.analysis.gate_units import environment_of
+from ebbench.analysis.environment import differences, environment_of, load_of
 from ebbench.engines import machine
 from ebbench.engines.machine import Gpu
 from ebbench.engines.versions import engine_versions
@@ -36,3 +37,26 @@ def test_the_emulated_engine_names_its_vllm(tmp_path: Path) -> None:
     done = invoke(*arguments)
     assert done.exit_code == 0, done.output
     assert environment_of(Run.load(tmp_path / "run").manifest)["vllm"] == engine_versions("emulated")["vllm"]
+
+
+def test_several_engines_are_another_environment_and_one_engine_is_as_before(measured: Path) -> None:
+    manifest = Run.load(measured / "v1" / "v1-seed0").manifest
+    alone = environment_of(manifest)
+    assert "topology" not in alone["options"]
+
+    def joined(**facts: str) -> dict[str, str]:
+        return environment_of(msgspec.structs.replace(manifest, facts=manifest.facts | facts))
+
+    two, four = joined(topology="dp=2", dispatch="round-robin"), joined(topology="dp=4", dispatch="round-robin")
+    assert differences(two, four) == ["options.topology: dp=2 against dp=4"]
+    assert differences(four, joined(topology="dp=4", dispatch="sbs")) == ["options.dispatch: round-robin against sbs"]
+    assert differences(alone, two)
+    assert joined(dispatch_wait_ms="3") == alone  # measured, not asked for
+
+
+def test_the_load_is_how_many_sessions_come_how_fast(measured: Path) -> None:
+    manifest = Run.load(measured / "v1" / "v1-seed0").manifest
+    assert load_of(manifest) == "64 sessions at concurrency 16"
+    facts = manifest.facts | {"request_rate": 2.5}
+    opened = msgspec.structs.replace(manifest, phases=(), max_concurrency=8, facts=facts)
+    assert load_of(opened) == "64 sessions, rate 2.5, concurrency cap 8"

@@ -13,6 +13,7 @@ from ebbench.analysis.gate_margins import parse_margins
 from ebbench.analysis.gate_store import save_baseline, stored_units
 from ebbench.analysis.gate_units import Unit
 from ebbench.errors import DataError, UnknownNameError, UsageError
+from ebbench.records import files
 
 SAME = [0.0] * 6
 NOISE = [0.004, -0.003, 0.002, -0.005, 0.001, -0.002]
@@ -173,28 +174,108 @@ def test_a_stored_baseline_is_found_by_its_environment(tmp_path: Path) -> None:
     assert save_baseline(side(SAME), path) == 6
     assert save_baseline(other, path) == 12
     assert save_baseline(side(NOISE), path) == 12  # replaces its own rows only
-    assert stored_units(path, unit()) == side(NOISE)
-    assert stored_units(path, other[0]) == other
-    assert judge(pair_units(stored_units(path, unit()), side(NOISE))).outcome == "pass"
+    assert stored_units(path, [unit()]) == side(NOISE)
+    assert stored_units(path, other) == other
+    assert judge(pair_units(stored_units(path, [unit()]), side(NOISE))).outcome == "pass"
 
 
 def test_a_missing_baseline_never_passes(tmp_path: Path) -> None:
     path = tmp_path / "baselines.parquet"
     with pytest.raises(DataError, match="no such baseline; store one with"):
-        stored_units(path, unit())
+        stored_units(path, [unit()])
     save_baseline(side(SAME), path)
     moved = replace(unit(), environment=dict(unit().environment) | {"device": "l40s"})
     with pytest.raises(DataError, match="no baseline for this environment; the nearest differs in device: h200"):
-        stored_units(path, moved)
+        stored_units(path, [moved])
     path.write_bytes(b"not parquet")
     with pytest.raises(DataError, match="not a readable Parquet file"):
-        stored_units(path, unit())
+        stored_units(path, [unit()])
 
 
 def test_a_candidate_of_another_policy_takes_the_only_baseline_there_is(tmp_path: Path) -> None:
     path = tmp_path / "baselines.parquet"
     save_baseline(side(SAME), path)
-    assert {u.policy for u in stored_units(path, unit(policy="eb"))} == {"v1"}
+    assert {u.policy for u in stored_units(path, [unit(policy="eb")])} == {"v1"}
     save_baseline(side(SAME, policy="v0"), path)
     with pytest.raises(DataError, match="no baseline of policy eb, only of v1, v0"):
-        stored_units(path, unit(policy="eb"))
+        stored_units(path, [unit(policy="eb")])
+
+
+def test_a_gated_figure_that_only_some_runs_have_keeps_the_gate_open() -> None:
+    """It was measured, so that a pass would overlook it; a figure no run has is no part of the question."""
+    for missing in (None, 0.0):
+        found = judge(pair_units(side(SAME), [*side(SAME[1:]), stripped(unit(5), missing)]))
+        assert found.outcome == "inconclusive"
+        assert "TPOT median cannot be judged" in found.reason
+    none = [stripped(u, None) for u in side(SAME)]
+    assert judge(pair_units(none, none)).outcome == "pass"
+    slower = [stripped(unit(0, tokens=1.0), None), *side([0.5] * 6)[1:]]
+    assert judge(pair_units(side(SAME), slower)).outcome == "fail"
+
+
+def stripped(one: Unit, tpot: float | None) -> Unit:
+    return replace(one, figures=one.figures | {"median_tpot_ms": tpot})
+
+
+def test_a_smaller_alpha_needs_more_pairs() -> None:
+    rules = Rules(alpha=0.01)
+    found = judge(pair_units(side([0.0] * 8), side([0.5] * 8)), rules)
+    assert "8 pair(s) where the test needs 9" in found.reason
+    assert judge(pair_units(side([0.0] * 9), side([0.5] * 9)), rules).outcome == "fail"
+
+
+def test_seeds_that_change_no_figure_in_virtual_time_are_copies() -> None:
+    """A replayed trace: the plans differ in what their tokens are, hence in their hash."""
+    copies = [replace(unit(seed, virtual=True), lengths="equal") for seed in range(8)]
+    (pair,) = pair_units(copies, copies)
+    assert pair.copies == 7
+    assert "7 pair(s) left out as copies" in judge([pair]).notes[0]
+    real = [replace(u, virtual=False) for u in copies]
+    assert len(pair_units(real, real)) == 8
+    others = [replace(u, lengths=f"{u.seed}") for u in copies]
+    assert len(pair_units(others, others)) == 8
+    random = [replace(u, figures=u.figures | {"median_ttft_ms": 100.0 + u.seed}) for u in copies]
+    assert len(pair_units(copies, random)) == 8
+
+
+def test_the_candidates_own_environment_comes_before_one_that_is_allowed(tmp_path: Path) -> None:
+    path = tmp_path / "baselines.parquet"
+    old, newer, own = (side(NOISE, anchor_unix_ns=t, environment=vllm(v)) for t, v in ((1, "1"), (3, "3"), (2, "2")))
+    for units in (old, newer, own):
+        save_baseline(units, path)
+    assert stored_units(path, side(SAME, environment=vllm("2")), ["vllm"]) == own
+    candidate = side(SAME, environment=vllm("4"))
+    found = stored_units(path, candidate, ["vllm"])
+    assert found == newer
+    notes = judge(pair_units(found, candidate, ["vllm"])).notes
+    assert "the sides differ, as allowed, in vllm: 3 against 4" in notes
+
+
+def vllm(version: str) -> dict[str, str]:
+    return dict(unit().environment) | {"vllm": version}
+
+
+def test_a_baseline_of_another_load_is_kept_and_never_taken(tmp_path: Path) -> None:
+    path = tmp_path / "baselines.parquet"
+    small, large = (
+        side(SAME, load="60 sessions"),
+        [replace(u, plan_hash="n400") for u in side(SAME, load="400 sessions")],
+    )
+    assert save_baseline(small, path) == 6
+    assert save_baseline(large, path) == 12
+    assert save_baseline(large, path) == 12
+    assert stored_units(path, small) == small
+    with pytest.raises(DataError, match="no baseline of 8 sessions, only of 60 sessions; 400 sessions; store one"):
+        stored_units(path, side(SAME, load="8 sessions"))
+
+
+def test_baselines_stored_without_a_load_still_serve(tmp_path: Path) -> None:
+    path = tmp_path / "baselines.parquet"
+    save_baseline(side(SAME), path)
+    files.write_table(files.read_table(path).drop_columns(["load"]), path)
+    known = side(NOISE, load="60 sessions")
+    assert stored_units(path, known) == side(SAME)
+    other = [replace(u, plan_hash=f"n400-{u.seed}", load="400 sessions") for u in known]
+    assert save_baseline(other, path) == 12  # other plans: the old rows stay
+    assert save_baseline(known, path) == 12  # their plans again: the old rows go
+    assert stored_units(path, known) == known

@@ -250,3 +250,73 @@ def test_a_missing_library_is_one_line_with_the_command(measured: Path, monkeypa
     done = invoke("gate", measured / "v1", measured / "copy")
     assert done.exit_code == 4
     assert done.stderr.endswith("a paired comparison needs scipy; install it with: pip install 'ebbench[analysis]'\n")
+
+
+def test_a_baseline_may_have_any_name(measured: Path, tmp_path: Path) -> None:
+    assert invoke("gate", "--save-baseline", tmp_path / "main", measured / "v1").exit_code == 0
+    done = invoke("gate", tmp_path / "main", measured / "copy")
+    assert done.exit_code == 0, done.output
+
+
+def test_a_pair_measured_after_one_was_cut_off_is_not_measured_again(measured: Path, tmp_path: Path) -> None:
+    for name in "ab":
+        (tmp_path / name / "pair-000").mkdir(parents=True)
+        shutil.copytree(measured / "v1" / "v1-seed0", tmp_path / name / "pair-000-2")
+    command = "no-such-program {out}"
+    done = invoke(
+        "gate", tmp_path / "a", tmp_path / "b", "--pairs", 1, "--baseline-command", command, "--candidate-command",
+        command,
+    )  # fmt: skip
+    assert done.exit_code == 5, done.output
+    assert done.stderr.count("measured before") == 2
+
+
+def test_compare_tells_three_runs_of_one_name_apart(measured: Path, tmp_path: Path) -> None:
+    for name in "abc":
+        shutil.copytree(measured / "v1" / "v1-seed0", tmp_path / name / "run")
+    done = invoke("compare", *(tmp_path / name / "run" for name in "abc"), "--json")
+    labels = [each["policy"] for each in json.loads(done.stdout)["contestants"]]
+    assert labels == ["v1 (run)", "v1 (c/run)"]
+    again = invoke("compare", *[tmp_path / "a" / "run"] * 3, "--json")
+    numbered = {each["policy"] for each in json.loads(again.stdout)["contestants"]}
+    assert len(numbered) == 2
+
+
+def test_compare_says_which_figures_it_left_out(measured: Path, tmp_path: Path) -> None:
+    def limited(name: str, *limits: str) -> Path:
+        invoke(*SMALL, "--policy", name, "--goodput", *limits, "-o", tmp_path / f"{name}-{limits[0]}")
+        return tmp_path / f"{name}-{limits[0]}"
+
+    v1, v0 = limited("v1", "ttft:10000"), limited("v0", "ttft:20000")
+    text = " ".join(invoke("compare", v1, v0).stdout.split())
+    assert "goodput left out for v0: the runs were given different limits" in text
+    unmet = limited("v0", "ttft:0.001")
+    invoke(*SMALL, "--policy", "v1", "--goodput", "ttft:0.001", "-o", tmp_path / "strict")
+    done = invoke("compare", unmet, tmp_path / "strict", "--json")
+    (found,) = json.loads(done.stdout)["contestants"]
+    assert found["skipped"] == {"request_goodput": "zero in some run"}
+
+
+def test_compare_of_a_replayed_trace_counts_its_copies_once(tmp_path: Path) -> None:
+    trace = Path(__file__).parents[1] / "data" / "mooncake.jsonl"
+    done = invoke("run", f"trace:{trace}", "-p", "v1", "-p", "v0", "--repeats", 3, "-q", "-o", tmp_path / "out")
+    assert done.exit_code == 0, done.output
+    assert "no spread" in done.stdout
+    found = invoke("compare", tmp_path / "out")
+    text = " ".join(found.stdout.split())
+    assert "1 pair by plan" in text
+    assert "2 pair(s) left out as copies" in text
+    (contestant,) = json.loads(invoke("compare", tmp_path / "out", "--json").stdout)["contestants"]
+    assert contestant["copies"] == 2
+    assert all(figure["p"] is None for figure in contestant["figures"])
+
+
+def test_another_number_of_engines_is_another_environment(tmp_path: Path) -> None:
+    for name in ("dp=2", "dp=4"):
+        done = invoke(*SMALL, "--policy", "v1", "--topology", name, "-o", tmp_path / name)
+        assert done.exit_code == 0, done.output
+    done = invoke("gate", tmp_path / "dp=2", tmp_path / "dp=4")
+    assert done.exit_code == 3
+    assert "options.topology: dp=2 against dp=4" in done.stderr
+    shown = invoke("show", tmp_path / "dp=2", tmp_path / "dp=4").stdout
+    assert "No winner: these runs differ in topology" in " ".join(shown.split())

@@ -14,11 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made_runs import MadeEngine, device_of, plan_of
 
+from ebbench.analysis.slo import METRICS
 from ebbench.engines.base import EngineOptions, EngineResult
 from ebbench.errors import DataError, RunError, UsageError
 from ebbench.records import files
 from ebbench.records.journal import Journal
 from ebbench.records.manifest import (
+    LIMITS,
     SCHEMA_VERSION,
     Manifest,
     RunWarning,
@@ -154,6 +156,47 @@ def test_a_replaced_table_is_found_out(tmp_path: Path, result: EngineResult) -> 
     files.write_table(pa.table({"x": [1]}), tmp_path / "run" / "requests.parquet")
     with pytest.raises(DataError, match=r"requests\.parquet: lacks the columns request_id"):
         Run.load(tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("name", "column", "values"),
+    [
+        ("requests", "first_token_ns", pa.array(["x"] * 30)),
+        ("requests", "itl_ns", pa.array([5] * 30)),
+        ("requests", "status", pa.array([1] * 30)),
+        ("plan", "input_tokens", pa.array([0.5] * 30)),
+        ("requests", "itl_ns", pa.array([["x"]] * 30)),
+    ],
+)
+def test_a_column_of_another_type_is_named(
+    tmp_path: Path, result: EngineResult, name: str, column: str, values: pa.Array
+) -> None:
+    stored(tmp_path / "run", result)
+    table = tables(result)[name]
+    changed = table.set_column(table.column_names.index(column), column, values)
+    files.write_table(changed, tmp_path / "run" / f"{name}.parquet")
+    with pytest.raises(DataError, match=rf"{name}\.parquet: column {column} is .* where ebbench stores "):
+        Run.load(tmp_path / "run")
+
+
+def test_other_tools_widths_are_no_other_types(tmp_path: Path, result: EngineResult) -> None:
+    stored(tmp_path / "run", result)
+    wide = result.requests.cast(
+        pa.schema(
+            pa.field(f.name, {pa.int32(): pa.int64(), pa.string(): pa.large_string()}.get(f.type, f.type))
+            for f in result.requests.schema
+        )
+    )
+    files.write_table(wide, tmp_path / "run" / "requests.parquet")
+    assert Run.load(tmp_path / "run").requests["session"].type == pa.int64()
+
+
+def test_an_unknown_limit_is_named(tmp_path: Path) -> None:
+    content = json.loads(encode_manifest(manifest()))
+    content["slo"] = {"ttft": 5.0, "itl": 1.0}
+    with pytest.raises(DataError, match=r"manifest\.json: unknown limit 'itl' in slo; it can limit ttft, tpot, e2el"):
+        decode_manifest(json.dumps(content).encode(), tmp_path / "manifest.json")
+    assert LIMITS == METRICS
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"{}", b'{"schema_version": "one"}', b"\xff\xfe"])

@@ -250,6 +250,17 @@ def facts_of(k: float, n: float, updates: int) -> DecisionFacts:
             "when the requests waiting are 25 % of the batch they would join (k = 8 of N = 32 slots), fixed.",
         ),
         ("deferred:k=8", 0, "when k = 8 of N = 32 slots are idle, fixed."),
+        (
+            "eb:theta=0.25",
+            0,
+            "when the requests waiting are 25 % of the batch they would join (k = 8 of N = 32 slots), fixed.",
+        ),
+        (
+            "eb:theta_min=0.2",
+            0,
+            "when the requests waiting are 25 % of the batch they would join (k = 8 of N = 32 "
+            "slots), the starting value: the run ended before the first update.",
+        ),
     ],
 )
 def test_refills_are_told_as_each_policy_decides_them(policy: str, updates: int, line: str) -> None:
@@ -264,3 +275,45 @@ def test_where_the_ends_of_a_run_decide_it_a_reader_is_told(tmp_path: Path) -> N
     assert told[1].startswith("One seed each")
     assert len(words.doubts([with_steady(v1, 1000), with_steady(eb, 600)])) == 1
     assert words.doubts([v1]) == []
+
+
+def without_output(group: Group, *, valid: bool = True) -> Group:
+    """Its first run completed nothing."""
+    first, *others = group.summaries
+    nothing = replace(first.metrics, completed=0, output_throughput=None, steady=None)
+    return replace(group, summaries=(replace(first, metrics=nothing, valid=valid), *others))
+
+
+def test_where_only_one_policy_completed_anything_there_is_no_winner(tmp_path: Path) -> None:
+    v1, eb = as_open_loop(made_groups(tmp_path, "v1", "eb"))
+    [line] = words.verdict([with_steady(v1, 1000), without_output(eb)])
+    assert line == "No winner: eb is without a completed request, so there is no figure to compare."
+    seeds = [replace(g, summaries=(*g.summaries, replace(g.summaries[0], seed=1))) for g in (eb, v1)]
+    [line] = words.verdict([without_output(seeds[0]), seeds[1]])
+    assert line.startswith("No winner: eb (seed 0) is without a completed request")
+
+
+def test_an_invalid_run_is_never_compared(tmp_path: Path) -> None:
+    v1, eb = made_groups(tmp_path, "v1", "eb")
+    broken = replace(v1, summaries=tuple(replace(s, valid=False) for s in v1.summaries))
+    assert words.verdict([broken, eb]) == ["No winner: v1 is INVALID, and an INVALID run is never compared."]
+    assert words.verdict([broken])[0].startswith("v1: ")
+
+
+def test_different_limits_have_no_winner_and_no_line_of_limits(tmp_path: Path) -> None:
+    v1, eb = (with_goodput(g, 5) for g in made_groups(tmp_path, "v1", "eb"))
+    other = replace(eb, summaries=tuple(replace(s, slo=Slo(tpot=99)) for s in eb.summaries))
+    [line] = words.verdict([v1, other])
+    assert line.startswith("No winner: these runs differ in limits (--goodput")
+    unlimited = replace(eb, summaries=tuple(replace(s, slo=Slo()) for s in eb.summaries))
+    assert not any("Requests within" in line for line in words.verdict([v1, unlimited]))
+
+
+def test_runs_of_one_seed_are_not_called_seeds(tmp_path: Path) -> None:
+    [group] = made_groups(tmp_path, "v1")
+    [summary] = group.summaries
+    slower = replace(summary, metrics=replace(summary.metrics, output_throughput=1.0))
+    shown = printed((replace(group, summaries=(summary, slower)),), 120)
+    assert "over 2 runs" in shown
+    shown = printed((replace(group, summaries=(summary, replace(summary, seed=1))),), 120)
+    assert "2 repeats that agree in every figure: no spread" in shown

@@ -5,17 +5,24 @@ from __future__ import annotations
 import csv
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import msgspec
+import pyarrow as pa
 import pytest
 import yaml
 from report_data import invoke, rewrite
 
-from ebbench.analysis.gate_units import unit_of
+from ebbench.analysis import history
+from ebbench.analysis.gate_units import FIGURES, unit_of
 from ebbench.analysis.history import series_of
 from ebbench.analysis.summary import summarise
 from ebbench.errors import DataError
 from ebbench.records.run import Run
+from ebbench.render.vllm_json import vllm_result
+from ebbench.report.llm_d import llm_d_report
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +54,70 @@ def test_llm_ds_own_reader_accepts_the_report(exported: Path, runs: Path) -> Non
         assert engine.standardized.accelerator.model == Run.load(runs / name).manifest.device
 
 
+def stack_of(run: Path, **changes: object) -> list[dict[str, object]]:
+    """What llm-d is told of the instances of a run with these fields in its manifest."""
+    rewrite(run, **changes)
+    loaded = Run.load(run)
+    document = llm_d_report(loaded, summarise(loaded))
+    told = {part["component_label"] for part in document["results"]["observability"]["components"]}
+    stack = document["scenario"]["stack"]
+    assert told <= {component["metadata"]["label"] for component in stack}
+    if schema := _schema():
+        schema.BenchmarkReportV02(**json.loads(json.dumps(document)))
+    return [component["standardized"] for component in stack]
+
+
+def _schema() -> Any:
+    try:
+        from llmd_benchmark_report import schema_v0_2
+    except ImportError:
+        return None
+    return schema_v0_2
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, [("replica", 1, 1, {"tp": 1, "dp": 1, "ep": 1})]),
+        ({"facts": {"topology": "dp=4", "gpus": 4}}, [("replica", 4, 1, {"tp": 1, "dp": 1, "ep": 1})]),
+        ({"facts": {"topology": "dp=2,tp=4", "gpus": 8}}, [("replica", 2, 4, {"tp": 4, "dp": 1, "ep": 1})]),
+        ({"facts": {"topology": "tp=4,dp=8,ep=32", "gpus": 32}}, [("replica", 1, 32, {"tp": 4, "dp": 8, "ep": 32})]),
+        (
+            {"facts": {"topology": "1p2d,tp=2", "gpus": 6}},
+            [("prefill", 1, 2, {"tp": 2, "dp": 1, "ep": 1}), ("decode", 2, 2, {"tp": 2, "dp": 1, "ep": 1})],
+        ),
+        ({"facts": {"topology": "ours", "gpus": 3}}, [("replica", 1, 3, {})]),
+        ({"facts": {"topology": "dp=4", "gpus": 3}}, [("replica", 1, 3, {})]),
+        ({"facts": {"topology": "gone.toml", "gpus": 3}}, [("replica", 1, 3, {})]),
+        ({"facts": {"replicas": 3}, "engine": "vllm"}, [("replica", 3, 1, {"tp": 1, "dp": 1, "ep": 1})]),
+        ({"engine": "endpoint"}, [("replica", 1, 0, {})]),
+    ],
+)
+def test_llm_d_is_told_of_the_instances_there_were(
+    runs: Path, tmp_path: Path, changes: dict[str, object], expected: list[tuple[object, ...]]
+) -> None:
+    shutil.copytree(runs / "v1", tmp_path / "v1")
+    found: list[Any] = stack_of(tmp_path / "v1", **changes)
+    shapes = [(part["role"], part["replicas"], part["accelerator"]["count"]) for part in found]
+    assert shapes == [shape[:3] for shape in expected]
+    assert [part["accelerator"]["parallelism"] for part in found] == [shape[3] for shape in expected]
+
+
+def test_the_sides_of_a_cluster_are_measured_apart(tmp_path: Path) -> None:
+    done = invoke(
+        "run", "balanced", "--source", "profile", "-n", "24", "-c", "8", "--engine", "sim", "--topology", "1p2d",
+        "-p", "v1", "-q", "-o", tmp_path / "run",
+    )  # fmt: skip
+    assert done.exit_code == 0, done.output
+    run = Run.load(tmp_path / "run")
+    parts = llm_d_report(run, summarise(run))["results"]["observability"]["components"]
+    assert [part["component_label"] for part in parts] == ["prefill-0", "decode-0"]
+    steps = run.steps.to_pylist()
+    for part, here in zip(parts, (lambda n: n == 0, lambda n: n > 0), strict=True):
+        running = [step["running"] for step in steps if here(step["instance"])]
+        assert part["aggregate"]["running_requests"]["mean"] == pytest.approx(sum(running) / len(running))
+
+
 def test_runs_of_one_question_share_the_experiment_id(exported: Path) -> None:
     documents = [json.loads((exported / f"{name}.llm-d.json").read_text()) for name in ("v1", "ebplus")]
     assert documents[0]["run"]["eid"] == documents[1]["run"]["eid"]
@@ -59,6 +130,29 @@ def test_vllms_result_json(exported: Path, runs: Path) -> None:
     assert document["completed"] == metrics.completed == len(document["ttfts"])
     assert document["output_throughput"] == metrics.output_throughput
     assert [len(gaps) + 1 for gaps in document["itls"]] == document["output_lens"]
+
+
+def test_a_finished_request_without_its_times_does_not_stop_the_export(runs: Path) -> None:
+    """What the rules of validity foresee: a server says ok, and no token was seen."""
+    run = Run.load(runs / "v1")
+    rows = run.requests.to_pylist()
+    rows[0] |= {"first_token_ns": None, "itl_ns": None, "output_tokens": None}
+    rows[1] |= {"intended_ns": None}
+    changed = Run(run.path, run.manifest, {"requests": pa.Table.from_pylist(rows, schema=run.requests.schema)})
+    document = vllm_result(changed, summarise(changed))
+    assert document["ttfts"][:2] == [0.0, 0.0]
+    assert (document["itls"][0], document["output_lens"][0]) == ([], 0)
+    assert document["ttfts"][2:] == vllm_result(run, summarise(run))["ttfts"][2:]
+
+
+def test_no_export_overwrites_another(runs: Path, tmp_path: Path) -> None:
+    for parent in ("x", "y"):
+        shutil.copytree(runs / "v1", tmp_path / parent / "r" / "v1")
+    target = tmp_path / "out"
+    for _ in range(2):  # a second export of the same runs replaces the first
+        done = invoke("report", tmp_path / "x/r/v1", tmp_path / "y/r/v1", "--export", "vllm", "-o", target)
+        assert done.exit_code == 0, done.output
+        assert sorted(path.name for path in target.iterdir()) == ["r-v1-2.vllm.json", "r-v1.vllm.json"]
 
 
 def test_otava_gets_one_series_per_policy_and_environment(exported: Path, runs: Path) -> None:
@@ -86,6 +180,45 @@ def test_history_has_a_row_a_commit_in_order_of_time(runs: Path, tmp_path: Path)
         ("a", "2", "1970-01-01T00:00:01+00:00"),
         ("b", "1", "1970-01-01T00:00:03+00:00"),
     ]
-    assert series.name == f"v1-{unit_of(loaded[0]).configuration_hash}"
+    assert {row["environment"] for row in rows} == {unit_of(loaded[0]).configuration_hash}
+    assert series.name.startswith("v1-")
     with pytest.raises(DataError, match="no valid run"):
         series_of(loaded[3:])
+
+
+def test_a_row_never_mixes_loads_or_limits(runs: Path, tmp_path: Path) -> None:
+    facts = Run.load(runs / "v1").manifest.facts
+    for name, changes in {
+        "same": {"seed": 1},
+        "larger": {"facts": facts | {"sessions": 4_000}},
+        "faster": {"facts": facts | {"request_rate": 9.0}},
+        "capped": {"max_concurrency": 7},
+        "limits": {"slo": {"ttft": 1.0}},
+    }.items():
+        shutil.copytree(runs / "v1", tmp_path / name)
+        rewrite(tmp_path / name, **({"phases": ()} | changes))
+    found = series_of([Run.load(path) for path in sorted(tmp_path.iterdir())])
+    assert len({series.name for series in found}) == len(found) == 5
+    assert all(len(series.csv.splitlines()) == 2 for series in found)
+
+
+def test_a_history_keeps_zeros_and_leaves_unknown_cells_empty(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    units = [
+        replace(unit_of(Run.load(runs / "v1")), anchor_unix_ns=place, figures=figures)
+        for place, figures in enumerate(
+            [
+                dict.fromkeys(FIGURES) | {"output_throughput": 5.0, "request_goodput": 2.0, "p99_ttft_ms": 3.0},
+                dict.fromkeys(FIGURES) | {"output_throughput": 4.0, "request_goodput": 0.0},
+            ]
+        )
+    ]
+    runs_of_two_commits = [
+        replace(loaded, manifest=msgspec.structs.replace(loaded.manifest, git_commit=commit))
+        for loaded, commit in ((Run.load(runs / "v1"), commit) for commit in "ab")
+    ]
+    monkeypatch.setattr(history, "unit_of", lambda run: units["ab".index(run.manifest.git_commit)])
+    (series,) = series_of(runs_of_two_commits)
+    rows = list(csv.DictReader(series.csv.splitlines()))
+    assert [row["request_goodput"] for row in rows] == ["2", "0"]
+    assert [row["p99_ttft_ms"] for row in rows] == ["3", ""]
+    assert set(series.figures) == {"output_throughput", "request_goodput"}  # otava reads numbers only

@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 from report_data import INK, browser_page, invoke, rewrite
 
+from ebbench.analysis.slo import Slo
 from ebbench.analysis.summary import summarise
 from ebbench.records.run import Run
 from ebbench.render import numbers
 from ebbench.render.timeline import timeline_of
 from ebbench.report import page as page_module
 from ebbench.report.charts import specs
+from ebbench.report.page_tables import comparison_table
 
 HOSTILE = "</script><script>alert('x')</script><img src=x onerror=alert(1)>\"'{{7*7}}&amp;`$"
 
@@ -55,6 +57,16 @@ def test_the_numbers_are_those_of_the_runs(page_file: Path, runs: Path) -> None:
         assert Run.load(runs / "v1").manifest.plan_hash[:16] in body
         for warning in Run.load(runs / "v1").manifest.warnings:
             assert warning.message in body
+
+
+def test_limits_that_differ_are_not_told_as_one(runs: Path) -> None:
+    def note(*limits: float) -> str:
+        names = ("v1", "eb")
+        pairs = zip(names, limits, strict=True)
+        return comparison_table([summarise(Run.load(runs / n), Slo(ttft=ms)) for n, ms in pairs], names).note
+
+    assert note(5, 5).endswith("; limits ttft:5 ms.")
+    assert "limits differ between the runs" in note(5, 6)
 
 
 def test_tables_sort_by_value_both_ways(page_file: Path) -> None:

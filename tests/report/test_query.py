@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import re
 import shutil
@@ -10,7 +11,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from report_data import invoke
+from report_data import invoke, rewrite
 
 from ebbench.analysis.gate_store import BASELINES
 from ebbench.analysis.summary import summarise
@@ -73,6 +74,68 @@ def test_formats(runs: Path, tmp_path: Path) -> None:
     assert pq.read_table(tmp_path / "answer.parquet")["policy"].to_pylist() == ["eb", "ebplus", "v1"]
 
 
+def test_columns_of_one_name_are_told_apart_in_every_format(runs: Path, tmp_path: Path) -> None:
+    sql = "select 1 as a, 2 as a, 3 as a_1, 4 as a"
+    assert answer(runs, sql) == [{"a": 1, "a_2": 2, "a_1": 3, "a_3": 4}]
+    assert invoke("query", sql, "-r", runs, "-f", "csv").stdout == "a,a_2,a_1,a_3\n1,2,3,4\n"
+    shown = invoke("query", sql, "-r", runs).stdout.splitlines()
+    assert (shown[0].split(), shown[2].split()) == (["a", "a_2", "a_1", "a_3"], ["1", "2", "3", "4"])
+    invoke("query", sql, "-r", runs, "-f", "parquet", "-o", tmp_path / "answer.parquet")
+    assert pq.read_table(tmp_path / "answer.parquet").column_names == ["a", "a_2", "a_1", "a_3"]
+
+
+def test_a_join_of_all_columns_keeps_values_under_their_names(runs: Path) -> None:
+    done = invoke("query", "select * from requests join runs using (run) limit 1", "-r", runs, "-f", "csv")
+    names, values = csv.reader(done.stdout.splitlines())
+    assert len(names) == len(values) == len(set(names))
+    assert {"cached_tokens", "cached_tokens_1", "preemptions", "preemptions_1"} <= set(names)
+    assert dict(zip(names, values, strict=True))["policy"] in ("v1", "eb", "ebplus")
+
+
+def test_json_has_no_nan_and_no_infinity(runs: Path) -> None:
+    sql = "select 1.0 / 0 as x, 'nan'::double as y, [1.5, -1.0 / 0] as z, {'a': 'nan'::double} as s, 0.5::double as w"
+    done = invoke("query", sql, "-r", runs, "-f", "json")
+
+    def refused(name: str) -> None:
+        raise AssertionError(f"{name} is not JSON")
+
+    (row,) = json.loads(done.stdout, parse_constant=refused)
+    assert row == {"x": None, "y": None, "z": [1.5, None], "s": {"a": None}, "w": 0.5}
+
+
+def test_a_table_in_a_file_is_the_table(runs: Path, tmp_path: Path) -> None:
+    sql = "select policy, 1.5 as number, repeat('long ', 60) as words from runs order by policy"
+    done = invoke("query", sql, "-r", runs, "-f", "table", "-o", tmp_path / "answer.txt")
+    assert (done.exit_code, done.stdout) == (0, "")
+    head, rule, *rows = (tmp_path / "answer.txt").read_text(encoding="utf-8").splitlines()
+    assert head.split() == ["policy", "number", "words"]
+    assert set(rule) == {"─"}
+    assert [row.split()[:3] for row in rows] == [[name, "1.5", "long"] for name in ("eb", "ebplus", "v1")]
+    assert "\x1b" not in "".join([head, rule, *rows])
+
+
+def test_figures_that_no_run_has_are_null_columns(runs: Path, tmp_path: Path) -> None:
+    shutil.copytree(runs / "v1", tmp_path / "v1")
+    rewrite(tmp_path / "v1", slo={})
+    requests = pq.read_table(tmp_path / "v1" / "requests.parquet")
+    failed = pa.array(["failed"] * requests.num_rows)
+    place = requests.column_names.index("status")
+    pq.write_table(requests.set_column(place, "status", failed), tmp_path / "v1" / "requests.parquet")
+    (row,) = answer(tmp_path, "select output_throughput, slo_attainment, request_goodput, completed from runs")
+    assert row == {"output_throughput": None, "slo_attainment": None, "request_goodput": None, "completed": 0}
+    (row,) = answer(tmp_path, "select typeof(slo_attainment) as a, typeof(completed) as b from runs")
+    assert row == {"a": "DOUBLE", "b": "BIGINT"}
+    assert "goodput_slo_ms" not in answer(tmp_path, "select * from runs")[0]
+
+
+def test_options_of_several_types_become_text(runs: Path, tmp_path: Path) -> None:
+    for name, value in (("a", 5), ("b", "auto")):
+        shutil.copytree(runs / "v1", tmp_path / name)
+        rewrite(tmp_path / name, options={"setting": value})
+    found = answer(tmp_path, "select setting from runs order by run")
+    assert [row["setting"] for row in found] == ["5", "auto"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
@@ -108,6 +171,20 @@ def test_hostile_directory_names(runs: Path, tmp_path: Path) -> None:
     shutil.copytree(runs / "v1", odd / "v1")
     (row,) = answer(odd, "select run, policy from runs join (select distinct run from requests) using (run)")
     assert row == {"run": str(odd / "v1"), "policy": "v1"}
+
+
+@pytest.mark.parametrize("name", ["a[1]", "a*", "a?b", "[a", "a]"])
+def test_directory_names_are_no_patterns(runs: Path, tmp_path: Path, name: str) -> None:
+    for place, source in ((name, "v1"), ("a1", "eb"), ("axb", "ebplus")):
+        shutil.copytree(runs / source, tmp_path / place / "run")
+    (row,) = answer(tmp_path / name, "select run, count(*) as n from steps join runs using (run) group by run")
+    assert row == {"run": str(tmp_path / name / "run"), "n": Run.load(runs / "v1").steps.num_rows}
+
+
+def test_views_join_inside_a_run_directory(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(runs / "v1")
+    (row,) = answer(Path(), "select run, policy from runs join (select distinct run from requests) using (run)")
+    assert row == {"run": ".", "policy": "v1"}
 
 
 def test_notebooks_open_runs_directly(runs: Path) -> None:

@@ -22,9 +22,10 @@ from ebbench.records.run import Run
 from ebbench.sweep import work as work_module
 from ebbench.sweep.drive import run_sweep
 from ebbench.sweep.executors import ATTEMPTS, Processes
+from ebbench.sweep.findings import baseline_of, findings
 from ebbench.sweep.settings import Settings
 from ebbench.sweep.spec import load_sweep
-from ebbench.sweep.store import SCHEMA, Store
+from ebbench.sweep.store import SCHEMA, Finished, Store
 from ebbench.sweep.work import Task, work
 
 
@@ -66,6 +67,18 @@ def test_a_cell_is_what_run_gives(tiny: Path, tmp_path: Path) -> None:
         assert row[figure] == summary[figure]
 
 
+def test_a_cell_with_a_rate_is_what_run_gives(tmp_path: Path) -> None:
+    text = TINY.replace("max_concurrency = 16", "request_rate = 40").replace("repeats = 2", "keep_runs = true")
+    assert invoke("sweep", spec_file(tmp_path, text), "-o", tmp_path / "out", "-q", "--workers", 1).exit_code == 0
+    done = invoke(
+        "run", "balanced", "--source", "profile", "-n", 40, "--input-len", 32, "--output-len", 8, "--request-rate", 40,
+        "--max-num-seqs", 16, "-p", "v1", "-q", "--engine", "sim", "-o", tmp_path / "run",
+    )  # fmt: skip
+    assert done.exit_code == 0
+    hashes = set(pq.read_table(tmp_path / "out" / "results.parquet")["plan_hash"].to_pylist())
+    assert hashes == {Run.load(tmp_path / "run").manifest.plan_hash}
+
+
 def test_findings_name_the_best_configuration(tiny: Path) -> None:
     done = invoke("sweep", tiny / "spec.toml", "--output-dir", tiny / "out", "--json", "-q")
     document = json.loads(done.stdout)
@@ -86,6 +99,33 @@ def test_findings_name_the_best_configuration(tiny: Path) -> None:
         assert finding["range_ratio"] == pytest.approx(max(means.values()) / min(means.values()))
         assert finding["n_sens"] is None  # one batch size only
     assert "best B" in (tiny / "shown.txt").read_text()
+
+
+def test_findings_name_the_policy_they_are_against_and_the_setting(tmp_path: Path) -> None:
+    text = TINY.replace("max_concurrency = 16\n", "").replace("repeats = 2\n", "")
+    spec = spec_file(tmp_path, text.replace('"v1", "eb"]', '"eb", "ebplus"]\nmax_concurrency = [4, 8]'))
+    shown = invoke("sweep", spec, "-o", tmp_path / "out", "--workers", 1).stdout
+    assert "vs eb " in shown
+    assert "vs v1" not in shown
+    assert [line for line in shown.splitlines() if "=" in line] == ["max_concurrency=4", "max_concurrency=8"]
+    document = json.loads(invoke("sweep", spec, "-o", tmp_path / "out", "--json", "-q").stdout)
+    assert document["baseline"] == "eb"
+    best = {(f["max_concurrency"], f["policy"]): f["best"] for f in document["findings"]}
+    for finding in document["findings"]:
+        setting, policy = finding["max_concurrency"], finding["policy"]
+        gain = None if policy == "eb" else pytest.approx(best[setting, policy] / best[setting, "eb"] - 1)
+        assert finding["gain"] == gain
+
+
+def test_there_is_one_baseline_and_no_gain_where_it_is_missing() -> None:
+    def cell(policy: str, concurrency: int, throughput: float) -> Finished:
+        settings = Settings(workload="balanced", policy=policy, max_concurrency=concurrency)
+        return Finished(key="", settings=settings, summary={"valid": True, "request_throughput": throughput})
+
+    cells = [cell("eb", 4, 2.0), cell("ebplus", 4, 3.0), cell("eb", 8, 5.0), cell("v1", 8, 4.0)]
+    found = findings(cells, ("policy", "max_concurrency"))
+    assert baseline_of(found) == "v1"
+    assert [finding.gain for finding in found] == [None, None, 0.25, None]
 
 
 def test_nothing_is_run_twice(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,43 @@ def test_overrides_change_the_cells_they_name(tmp_path: Path) -> None:
     assert found == {("v1", 16, 40), ("eb", 8, 20)}
 
 
+def test_overrides_know_every_spelling_of_a_policy(tmp_path: Path) -> None:
+    text = TINY.replace('"eb"', '"eb:theta=0.50"')
+    text += '[[overrides]]\nwhen = { policy = "eb: theta=0.5" }\nset = { num_prompts = 20 }\n'
+    text += "[[overrides]]\nwhen = { num_prompts = 20 }\nset = { num_prompts = 30 }\n"
+    found = {(c.settings.policy, c.settings.num_prompts) for c in load_sweep(spec_file(tmp_path, text)).cells}
+    assert found == {("v1", 40), ("eb:theta=0.5", 30)}
+
+
+def test_an_override_sets_a_policy_in_any_spelling(tmp_path: Path) -> None:
+    text = TINY.replace('policy = ["v1", "eb"]', 'workload = ["balanced", "sharegpt"]')
+    text = text.replace('workload = "balanced"\n', "")
+    text += '[[overrides]]\nwhen = { workload = "sharegpt" }\nset = { policy = "eb: theta=0.50" }\n'
+    assert {c.settings.policy for c in load_sweep(spec_file(tmp_path, text)).cells} == {"v1", "eb:theta=0.5"}
+
+
+@pytest.mark.parametrize(
+    ("keys", "scenario"),
+    [
+        ("request_rate = 5", "poisson"),
+        ("request_rate = 5\nburstiness = 0.5", "gamma"),
+        ('request_rate = 5\nscenario = "constant"', "constant"),
+        ("", None),
+    ],
+)
+def test_a_rate_means_the_scenario_that_run_takes(tmp_path: Path, keys: str, scenario: str | None) -> None:
+    cells = load_sweep(spec_file(tmp_path, TINY + keys)).cells
+    assert {cell.settings.scenario for cell in cells} == {scenario}
+
+
+def test_a_dry_run_says_which_cells_cannot_run(tmp_path: Path) -> None:
+    spec = spec_file(tmp_path, TINY.replace("[common]", "max_num_batched_tokens = [8, 64]\n[common]"))
+    shown = " ".join(invoke("sweep", spec, "--dry-run").stdout.split())
+    assert "these cannot run: 4 cell(s): --max-num-batched-tokens 8 is below --max-num-seqs 16" in shown
+    cells = json.loads(invoke("sweep", spec, "--dry-run", "--json").stdout)["cells"]
+    assert sorted(cell["problem"] is None for cell in cells) == [False] * 4 + [True] * 4
+
+
 def test_a_dry_run_shows_what_overrides_change(tmp_path: Path) -> None:
     text = TINY + '[[overrides]]\nwhen = { policy = "eb" }\nset = { num_prompts = 20 }\n'
     shown = invoke("sweep", spec_file(tmp_path, text), "--dry-run").stdout
@@ -107,6 +145,19 @@ def test_a_dry_run_shows_what_overrides_change(tmp_path: Path) -> None:
             "the grid varies",
         ),
         (("repeats = 2", "repeats = 2\n[[overrides]]\nwen = { seed = 1 }"), "did you mean 'when'"),
+        (
+            ("repeats = 2", 'repeats = 2\n[[overrides]]\nwhen = { policy = "ebplus" }\nset = { num_prompts = 9 }'),
+            "an override is for policy = 'ebplus', which no cell has",
+        ),
+        (
+            ("repeats = 2", 'repeats = 2\n[[overrides]]\nwhen = { policy = "ebb" }\nset = { num_prompts = 9 }'),
+            "unknown policy 'ebb'",
+        ),
+        (
+            ("[common]", "[common]\nmax_num_batched_tokens = 8"),
+            "no cell of the grid can run: --max-num-batched-tokens 8",
+        ),
+        (("[common]", '[common]\ngoodput = "foo:500"'), "--goodput: unknown metric 'foo'"),
         (('name = "tiny"', "name = "), "not valid TOML"),
         (("[grid]", "[grid]\nseed = [" + ",".join(map(str, range(600_000))) + "]"), "more than 1,000,000"),
     ],

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,10 +13,10 @@ import pytest
 
 from ebbench.engines.base import EngineResult
 from ebbench.engines.sim import SimEngine
-from ebbench.errors import DataError
+from ebbench.errors import DataError, EbbenchError, InputFileError, RunError, UnknownNameError, UsageError
 from ebbench.papers import cells as cells_module
 from ebbench.papers.cells import Cell, settings
-from ebbench.papers.execute import run_missing
+from ebbench.papers.execute import _collect, run_missing
 from ebbench.papers.store import CELL, CellStore
 from ebbench.records.run import Run
 
@@ -57,6 +59,15 @@ def test_a_changed_scenario_file_is_another_question(shift_cell: Cell, shift_fil
     assert shift_cell.key() == before
 
 
+def test_a_changed_trace_is_another_question(tmp_path: Path, small_cell: Cell) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text("one")
+    asked = replace(small_cell, workload=f"trace:{path}"), replace(small_cell, settings=settings(source=f"file:{path}"))
+    before = [cell.key() for cell in asked]
+    path.write_text("two")
+    assert not {cell.key() for cell in asked} & set(before)
+
+
 def test_a_stored_cell_is_a_run_like_any_other(store: CellStore, small_cell: Cell) -> None:
     found = store.get(small_cell)
     assert found is not None
@@ -89,6 +100,57 @@ def test_a_pool_gives_what_one_process_gives(tmp_path: Path, small_cell: Cell) -
         assert ours is not None
         assert theirs is not None
         assert {**ours.figures, "run_dir": ""} == {**theirs.figures, "run_dir": ""}
+
+
+def every_kind(kind: type[EbbenchError] = EbbenchError) -> list[type[EbbenchError]]:
+    return [kind, *(one for sub in kind.__subclasses__() for one in every_kind(sub))]
+
+
+@pytest.mark.parametrize("kind", every_kind(), ids=lambda kind: kind.__name__)
+def test_every_error_survives_the_way_out_of_a_worker(kind: type[EbbenchError]) -> None:
+    own = {UnknownNameError: ("device", "h20", ["h200"]), InputFileError: ("a.csv", "is empty", 3)}
+    error = kind(*own.get(kind, ("why it failed",)))  # type: ignore[arg-type]
+    back = pickle.loads(pickle.dumps(error))
+    assert type(back) is kind
+    assert (str(back), back.args, vars(back)) == (str(error), error.args, vars(error))
+    assert back.exit_code == error.exit_code
+
+
+def test_a_pool_says_what_one_process_says(tmp_path: Path, small_cell: Cell) -> None:
+    wrong = replace(small_cell, settings=settings(num_prompts=4, source="profil"))
+    for workers in (1, 2):
+        with pytest.raises(UnknownNameError, match="did you mean 'profile'"):
+            run_missing([wrong, replace(wrong, seed=1)], CellStore(tmp_path), workers=workers)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"device": "h20"}, {"model": "qwen3"}, {"workload": "balance"}, {"scenario": "poison"}], ids=str
+)
+def test_an_unknown_name_is_refused_before_the_first_run(
+    tmp_path: Path, small_cell: Cell, wrong: dict[str, str]
+) -> None:
+    cells = [small_cell, replace(small_cell, **wrong, weight=0.1)]  # type: ignore[arg-type]
+    with pytest.raises(UnknownNameError):
+        run_missing(cells, CellStore(tmp_path), workers=1)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("workers", [0, -1])
+def test_no_workers_are_refused(tmp_path: Path, small_cell: Cell, workers: int) -> None:
+    with pytest.raises(UsageError, match=f"--workers must be at least 1, not {workers}"):
+        run_missing([small_cell], CellStore(tmp_path), workers=workers)
+
+
+def test_a_request_that_never_fits_is_told_how_to_leave_out(tmp_path: Path, small_cell: Cell) -> None:
+    tiny = replace(small_cell, device="linear:0.001,0.00001,0.001,0.00001,480")
+    with pytest.raises(UsageError, match=r"can never fit .* drop longer ones with --max-model-len 480 --drop-too-long"):
+        run_missing([tiny], CellStore(tmp_path), workers=1)
+    fitting = settings(num_prompts=40, output_len=20, max_model_len=480, drop_too_long=True)
+    assert run_missing([replace(tiny, settings=fitting)], CellStore(tmp_path), workers=1, whole=False) == 1
+
+
+def test_a_limit_of_the_plan_is_the_servers(small_cell: Cell) -> None:
+    assert replace(small_cell, settings=settings(max_model_len=70_000)).options.max_model_len == 70_000
 
 
 def test_half_a_run_is_no_answer(tmp_path: Path, small_cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,3 +205,8 @@ def test_cell_json_says_what_it_answers(store: CellStore, small_cell: Cell) -> N
     content = json.loads((found.path / CELL).read_text())
     assert content["cell"]["policy"] == "v1"
     assert content["code"] == cells_module.code_fingerprint()
+
+
+def test_a_killed_worker_is_one_line() -> None:
+    with ProcessPoolExecutor(1) as pool, pytest.raises(RunError, match="a worker was killed"):
+        _collect({pool.submit(os._exit, 9)}, None)

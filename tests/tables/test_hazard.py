@@ -95,6 +95,44 @@ def test_a_bad_line_is_named(tmp_path: Path) -> None:
         read_lengths(str(path))
 
 
+def test_answers_of_one_length_have_no_trend_and_no_fit() -> None:
+    found = analyse_lengths([512] * 50)
+    assert (found.tests, found.published, found.censored) == (None, None, None)
+    said = invoke("hazard", "balanced", "--length-distribution", "fixed", "-n", "50")
+    assert "every answer has 512 tokens: there is no trend to test and no hazard to fit" in said.output
+    assert "theta*" not in said.output
+    assert analyse_lengths([3, 3, 4]).untested == "too few different lengths to test for a trend"
+
+
+def test_what_finished_answers_would_not_heed_is_refused(tmp_path: Path, shift_run: Measured) -> None:
+    numbers = tmp_path / "lengths.txt"
+    numbers.write_text("5\n7\n9\n")
+    for option in ({"num_prompts": 2}, {"source": "hub"}, {"seed": 3}, {"output_len": 9}):
+        for what in (numbers, shift_run.path):
+            with pytest.raises(UsageError, match=f"leave out --{next(iter(option)).replace('_', '-')}"):
+                read_lengths(str(what), **option)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="a trace is its own source; leave out --source profile"):
+        read_lengths(str(DATA / "azure.csv"), source="profile")
+    assert len(read_lengths(str(DATA / "azure.csv"), num_prompts=2).output_tokens) == 2
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("balanced", "-n", "0"), "--num-prompts must be at least 1"),
+        (("balanced", "--max-num-seqs", "0"), "--max-num-seqs must be at least 1"),
+        (("balanced", "--run"), "without --experiment this command does nothing with --run"),
+        (("--experiment", "ifr", "--json"), "--experiment ifr (`ebbench tables e3`) does nothing with --json"),
+        (("--experiment", "ifr", "--plot", "a.svg"), "does nothing with --plot"),
+        (("balanced", "--experiment", "ifr"), "does nothing with WHAT"),
+    ],
+)
+def test_options_that_would_do_nothing_are_refused(args: tuple[str, ...], message: str, tmp_path: Path) -> None:
+    done = invoke("hazard", *args)
+    assert done.exit_code == 2
+    assert message in done.output
+
+
 def test_the_command_says_it_in_words_and_in_json(tmp_path: Path) -> None:
     args = ("hazard", "sharegpt", "--source", "profile", "-n", "1500")
     said = invoke(*args)

@@ -10,7 +10,7 @@ import pytest
 
 from ebbench.analysis.columns import RequestColumns
 from ebbench.analysis.phases import attainment_document, phases_document
-from ebbench.analysis.recovery import recoveries, served_spans, token_times, ttft_recovery
+from ebbench.analysis.recovery import mode_changes, recoveries, served_spans, token_times, ttft_recovery
 from ebbench.papers.store import Measured
 from ebbench.records.schema import REQUESTS
 
@@ -35,14 +35,16 @@ def rows(starts_s: np.ndarray, phase: str, *, ttft_s: np.ndarray | float = 0.0, 
 
 
 class Made:
-    """Stands for a run: a request table and no steps."""
+    """Stands for a run: a request table and the steps given."""
 
-    def __init__(self, made: list[dict[str, Any]]) -> None:
+    def __init__(self, made: list[dict[str, Any]], **steps: list[Any]) -> None:
+        self.steps = steps
         self.requests = pa.Table.from_pylist(made, schema=REQUESTS)
 
     def table(self, name: str, columns: list[str] | None = None) -> pa.Table:
         if name == "steps":
-            return pa.table({"start_ns": pa.array([], pa.int64()), "mode": pa.array([], pa.string())})
+            types = {"start_ns": pa.int64(), "mode": pa.string(), "instance": pa.int32()}
+            return pa.table({column: pa.array(self.steps.get(column, []), kind) for column, kind in types.items()})
         return self.requests if columns is None else self.requests.select(list(columns))
 
 
@@ -107,3 +109,10 @@ def test_attainment_of_runs_by_phase(shift_run: Measured) -> None:
     document = attainment_document([shift_run.run], [1000.0], [50.0], by_phase=True)
     assert len(document.sections) == 3
     assert all(0 <= float(section.rows[0][1]) <= 100 for section in document.sections)  # type: ignore[arg-type]
+
+
+def test_modes_change_by_instance() -> None:
+    """Two instances in turns, one exclusive throughout, the other from 4 s on: one change, not seven."""
+    modes = ["eb", "mb", "eb", "mb", "eb", "eb", "eb", "eb"]
+    run = Made([], start_ns=[place * S for place in range(8)], mode=modes, instance=[0, 1] * 4)
+    assert mode_changes(run).tolist() == [5.0]  # type: ignore[arg-type]

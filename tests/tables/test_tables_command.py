@@ -10,8 +10,11 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from ebbench.cli.main import app
+from ebbench.papers.figure import PaperFigure
+from ebbench.papers.figures import FIGURES
 from ebbench.papers.registry import TABLES
 from ebbench.papers.store import CellStore, Measured
+from ebbench.papers.table import PaperTable, Wish
 
 SMALL = ("--device", "h200", "--num-prompts", "60", "--workers", "1", "-q")
 
@@ -84,12 +87,53 @@ def test_a_table_reads_the_users_own_runs(made: Path, tmp_path: Path) -> None:
         (("tables", "phases"), "needs runs"),
         (("tables", "18", "--ttft", "two"), "no list of numbers"),
         (("tables", "3", "--device", "h2000", "--run"), "did you mean 'h200'"),
+        (("tables", "3", "--device", "h2000"), "did you mean 'h200'"),
+        (("tables", "3", "--model", "qwen3-9b"), "unknown model 'qwen3-9b'"),
+        (("tables", "3", "--workload", "nosuch"), "table3 does nothing with --workload; it takes --device, --model"),
+        (("tables", "3", "--source", "profile"), "table3 does nothing with --source"),
+        (("tables", "2", "--workload", "nosuch"), "unknown workload 'nosuch'"),
+        (("tables", "cluster-policies", "--workload", "sharegpt"), "known: balanced, decode-heavy, prefill-heavy"),
+        (("tables", "13", "--device", "h200", "--device", "l40s"), "takes one --device, not h200 and l40s"),
+        (("tables", "e3", "--seeds", "1"), "--seeds must be at least 3 here"),
+        (("tables", "phases", "--ttft", "2"), "`ebbench tables phases` does nothing with --ttft; leave it out"),
+        (("tables", "slo", "--run"), "does nothing with --run; it takes --ttft, --tpot, --by-phase"),
+        (("tables", "--seeds", "2"), "without a table's name `ebbench tables` does nothing with --seeds"),
+        (("tables", "99"), "slo, table10"),
     ],
 )
 def test_mistakes_are_answered_with_the_remedy(args: tuple[str, ...], message: str, tmp_path: Path) -> None:
     done = invoke(*args, "--runs", str(tmp_path))
     assert done.exit_code != 0
     assert message in " ".join((done.output, str(done.exception)))
+
+
+class Watched(Wish):
+    """A wish that notes which of its fields are read."""
+
+    def __getattribute__(self, name: str) -> object:
+        seen: set[str] = object.__getattribute__(self, "__dict__").setdefault("seen", set())
+        seen.add(name)
+        return object.__getattribute__(self, name)
+
+
+FIELDS = {
+    "devices": "device", "models": "model", "workloads": "workload", "policies": "policy", "num_prompts": "num_prompts",
+    "seeds": "seeds", "grid": "grid", "outputs": "outputs", "source": "source", "ttft_s": "ttft", "tpot_ms": "tpot",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("table", [*TABLES, *FIGURES], ids=lambda table: table.name)
+def test_what_is_declared_is_what_is_read(table: PaperTable | PaperFigure, tmp_path: Path) -> None:
+    wish, store = Watched(num_prompts=50, outputs="profile"), CellStore(tmp_path)
+    table.cells(wish)
+    if isinstance(table, PaperTable):
+        table.document(wish, store)
+    else:
+        pytest.importorskip("altair")
+        pytest.importorskip("vl_convert")
+        table.chart(wish, store)
+    read = {FIELDS[name] for name in wish.__dict__["seen"] & set(FIELDS)}
+    assert set(table.reads) == read
 
 
 def test_a_stored_cell_survives_a_second_process_finishing_first(made: Path) -> None:

@@ -77,6 +77,14 @@ def test_num_prompts_cuts_timed_phases_at_the_end():
     assert cut.table["arrival_ns"].equals(whole.table["arrival_ns"].slice(0, 700))
 
 
+def test_num_prompts_bounds_what_is_drawn_at_any_rate():
+    whole = build_plan("balanced", "saturation-steps", request_rate=100, seed=2)
+    cut = build_plan("balanced", "saturation-steps", request_rate=100, seed=2, num_prompts=4000)
+    assert cut.table["arrival_ns"].equals(whole.table["arrival_ns"].slice(0, 4000))
+    assert cut.table["phase"].equals(whole.table["phase"].slice(0, 4000))
+    assert len(build_plan("balanced", "saturation-steps", request_rate=1e300, num_prompts=20)) == 20
+
+
 def test_arrivals_do_not_depend_on_contents():
     one = build_plan("balanced", "poisson", request_rate=10, num_prompts=300, seed=1)
     other = build_plan("decode-heavy", "poisson", request_rate=10, num_prompts=300, seed=1)
@@ -116,6 +124,13 @@ def test_closed_loop_with_the_callers_concurrency():
         ({"scenario": "poisson", "request_rate": 3, "speed": 2}, "speed scales recorded times"),
         ({"scenario": "poisson", "request_rate": -1}, "request rate must be positive"),
         ({"scenario": "poisson", "request_rate": float("nan")}, "request rate must be positive"),
+        ({"scenario": "gamma", "request_rate": 3, "burstiness": float("inf")}, "burstiness must be finite, not inf"),
+        ({"saturation_rate": 5}, "no share of saturation; leave out --saturation-rate"),
+        ({"scenario": "poisson", "request_rate": 3, "saturation_rate": 5}, "both set the rate"),
+        ({"scenario": "distribution-shift", "source": "file:/x.json"}, "leave out --source file:/x.json"),
+        ({"scenario": "distribution-shift", "tokenizer": "words"}, "'distribution-shift' has none, leave it out"),
+        ({"scenario": "saturation-steps", "request_rate": 1e-6}, "nobody arrives in 300 s at this rate; raise --req"),
+        ({"scenario": "saturation-steps", "request_rate": 1e9}, "3e\\+10 arrivals, more than 10,000,000; give --num"),
         ({"num_prompts": 0}, "num prompts must be positive"),
         ({"seed": -1}, "seed must be 0 or more"),
     ],
@@ -176,10 +191,48 @@ requests = 30
         ("", "needs at least one"),
         ('[[phases]\nname="a"', "is not valid TOML"),
         ('[[phases]]\nname="a"\nmax_concurrency="x"', "Expected `int"),
+        ('[[phases]]\nname="a"\nmax_concurrency=2\nrate=3', "'a' of a closed loop takes no rate"),
+        ('[[phases]]\nname="a"\nmax_concurrency=2\nlevel=2', "takes no level"),
+        ('[[phases]]\nname="a"\nmax_concurrency=2\nburstiness=0.5', "takes no burstiness"),
+        ('[[phases]]\nname="a"\nmax_concurrency=2\nshare=0.5', "takes no share"),
+        ('[[phases]]\nname="a"\nmax_concurrency=2\ncurve={levels=[1, 2]}', "takes no curve"),
+        ('max_concurrency=2\n[[phases]]\nname="a"\nmax_concurrency=2', "closed loop stands in its phases"),
+        (
+            '[[phases]]\nname="a"\nmax_concurrency=2\nrequests=3\n[[phases]]\nname="b"\nmax_concurrency=2\nrequests=3\n'
+            'input={family="fixed", mean=3}\noutput={family="fixed", mean=3}',
+            "either all phases bring their own",
+        ),
     ],
 )
 def test_bad_scenario_files_are_refused_in_one_line(tmp_path, body, message):
-    path = own(tmp_path, f'name = "mine"\ndescription = "x"\nloop = "closed"\n{body}\n')
+    refused(tmp_path, "closed", body, message)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("rate=3\nburstiness=0.2", "burstiness shapes gamma gaps; write process = 'gamma'"),
+        ("rate=3\nshare=0.5", "rate or share, not both"),
+        ("rate=inf", "rate must be finite, not inf"),
+        ("rate=3\nduration_s=inf", "duration_s must be finite, not inf"),
+        ("rate=nan", "rate must be positive, not nan"),
+        ("rate=3\ncurve={levels=[1, inf]}", "curve levels must be finite"),
+        ("rate=3\ncurve={levels=[1, nan]}", "curve levels must be finite"),
+        ("rate=3\ncurve={levels=[0, 0]}", "not all zero"),
+        ("rate=3\ncurve={levels=[1, 2], period_s=inf}", "period_s must be finite, not inf"),
+    ],
+)
+def test_bad_open_phases_are_refused_in_one_line(tmp_path, body, message):
+    refused(tmp_path, "open", f'[[phases]]\nname="a"\nprocess="poisson"\n{body}', message)
+
+
+@pytest.mark.parametrize("key", ["speed", "start_s", "duration_s"])
+def test_a_replay_is_finite(tmp_path, key):
+    refused(tmp_path, "trace", f"[replay]\n{key}=inf", "finite")
+
+
+def refused(tmp_path, loop, body, message):
+    path = own(tmp_path, f'name = "mine"\ndescription = "x"\nloop = "{loop}"\n{body}\n')
     with pytest.raises(InputFileError, match=message.replace("`", "'")) as caught:
         load_scenario(path)
     assert "\n" not in str(caught.value)

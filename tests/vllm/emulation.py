@@ -107,6 +107,7 @@ def random_case(seed: int) -> tuple[Plan, str, EngineOptions]:
 
 def _random_policy(rng: random.Random) -> str:
     online = f"update_every={rng.randint(1, 20)},min_samples={rng.randint(1, 20)},window={rng.randint(10, 60)}"
+    seen = f"update_every={rng.randint(1, 20)},window={rng.randint(10, 60)}"
     margin = rng.choice([1e-6, 1e-5, -1e-5, -1])
     return rng.choice(
         [
@@ -114,8 +115,8 @@ def _random_policy(rng: random.Random) -> str:
             f"eb:k={rng.randint(1, 24)}",
             f"eb:theta={rng.uniform(0.02, 0.95):.2f}", f"eb:{online}", f"eb:estimator=censored,{online}",
             f"eb:memory_form=paper,{online}", f"ebplus:{online}", f"ebplus:margin={margin},{online}",
-            f"marginal:{online}", f"marginal:mix=off,{online}", f"marginal:ttft={rng.choice([0.05, 0.5])},{online}",
-            f"marginal:tpot={rng.choice([0.004, 0.05])},{online}",
+            f"marginal:{seen}", f"marginal:mix=off,{seen}", f"marginal:ttft={rng.choice([0.05, 0.5])},{seen}",
+            f"marginal:tpot={rng.choice([0.004, 0.05])},{seen}",
         ]
     )  # fmt: skip
 

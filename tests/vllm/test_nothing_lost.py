@@ -25,8 +25,8 @@ ONLINE = "update_every=3,min_samples=2,window=20"
 POLICIES = (
     "v0", "cadence:every=4", "deferred:k=2", "deferred:k=7", "eb:theta=0.05", "eb:theta=0.95", f"eb:{ONLINE}",
     f"ebplus:margin=-1,sticky=-1,{ONLINE}",
-    f"ebplus:{ONLINE}", "marginal:update_every=3,min_samples=2",
-    "marginal:update_every=3,min_samples=2,ttft=0.05,tpot=0.012",
+    f"ebplus:{ONLINE}", "marginal:update_every=3",
+    "marginal:update_every=3,ttft=0.05,tpot=0.012",
 )  # fmt: skip
 BLOCK, MAX_STEPS_A_TOKEN = 4, 12
 

@@ -12,10 +12,11 @@ from ebbench.engines.base import EngineOptions
 pytestmark = pytest.mark.vllm
 
 ONLINE = "update_every=10,min_samples=8,window=40"
+FOLLOWED = "update_every=10,window=40"
 POLICIES = (
     "v1", "v0", "cadence:every=5", "deferred:k=5", "eb:k=9", "eb:theta=0.4", f"eb:{ONLINE}",
     f"ebplus:margin=-1,sticky=-1,{ONLINE}", f"ebplus:{ONLINE}",
-    f"marginal:{ONLINE}", f"marginal:ttft=0.2,tpot=0.01,{ONLINE}",
+    f"marginal:{FOLLOWED}", f"marginal:ttft=0.2,tpot=0.01,{FOLLOWED}",
 )  # fmt: skip
 KV = {"tight": 34, "loose": 4000}
 BUDGET = {"small": 48, "large": 4096}

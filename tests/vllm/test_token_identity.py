@@ -24,8 +24,8 @@ POLICIES = (
     "v0",
     "eb:update_every=6,min_samples=4,memory_safe=false,kv_gate=false",
     "ebplus:margin=-1,sticky=-1,update_every=3,min_samples=3,memory_safe=false,kv_gate=false",
-    "marginal:update_every=6,min_samples=4",
-    "marginal:ttft=0.2,tpot=0.02,update_every=6,min_samples=4",  # orders the queue, holds prompts back
+    "marginal:update_every=6",
+    "marginal:ttft=0.2,tpot=0.02,update_every=6",  # orders the queue, holds prompts back
     "cadence:every=4",
 )
 

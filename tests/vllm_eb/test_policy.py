@@ -1,11 +1,14 @@
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vllm_eb.calibration import Calibration
+from vllm_eb.controller import Controller
+from vllm_eb.decisions import View
 from vllm_eb.policy import PolicyError, PolicySpec, descriptions, parse_policy, policy_from_mapping, takes
 
 
@@ -29,8 +32,8 @@ def test_names_are_canonical_and_round_trip(text: str, name: str) -> None:
 
 @given(st.floats(min_value=1e-6, max_value=0.999), st.integers(1, 10_000), st.floats(-1e-2, 1e-2))
 def test_any_settings_round_trip(theta: float, window: int, margin: float) -> None:
-    fixed, switching = parse_policy(f"eb:theta={theta},window={window}"), parse_policy(f"ebplus:margin={margin}")
-    assert (fixed.theta, fixed.window, switching.margin) == (theta, window, margin)
+    fixed, switching = parse_policy(f"eb:theta={theta}"), parse_policy(f"ebplus:margin={margin},window={window}")
+    assert (fixed.theta, switching.window, switching.margin) == (theta, window, margin)
     assert parse_policy(fixed.name) == fixed
     assert parse_policy(switching.name) == switching
 
@@ -45,6 +48,9 @@ def test_any_settings_round_trip(theta: float, window: int, margin: float) -> No
         ("eb:theta=0", "strictly between 0 and 1"),
         ("eb:theta=x", "not valid"),
         ("eb:k=3,theta=0.2", "not both"),
+        ("eb:theta=0.3,min_samples=1", "min_samples= beside theta=0.3; there it takes theta, update_every, kv_gate"),
+        ("eb:k=8,initial_theta=0.9", "initial_theta= beside k=8; there it takes k, update_every, kv_gate"),
+        ("eb:epsilon=0.5,memory_safe=off", "epsilon= beside memory_safe=false; there it takes k, theta, estimator"),
         ("v1:k=3", "v1 does nothing with k=, which is for deferred, eb; it takes no settings"),
         ("ebplus:theta=0.4", "ebplus does nothing with theta=, which is for eb; it takes margin"),
         ("deferred:k=3,theta=0.4", "deferred does nothing with theta=, which is for eb; it takes k"),
@@ -78,4 +84,30 @@ def test_a_mapping_means_the_same_as_the_text() -> None:
 def test_every_kind_is_described() -> None:
     assert set(descriptions()) >= {"v0", "v1", "deferred", "eb", "ebplus"}
     for kind in descriptions():
-        assert {f.name for f in fields(PolicySpec)} >= set(takes(kind))
+        assert {f.name for f in fields(PolicySpec)} >= set(takes(PolicySpec(kind)))
+
+
+CHANGED = {
+    "theta": 0.6, "estimator": "censored", "window": 20, "update_every": 7, "min_samples": 200, "initial_theta": 0.4,
+    "theta_min": 0.5, "epsilon": 0.4, "kv_gate": False, "memory_safe": False, "memory_form": "paper",
+}  # fmt: skip
+
+
+def told(spec: PolicySpec) -> list[object]:
+    """What a controller decides and records over a made-up course of events."""
+    made = Controller(spec, Calibration(0.005, 1e-5, 0.02, 1e-5), max_num_seqs=50, block_size=16, num_blocks=400)
+    made.follow_ages(lambda: [500] * 20)
+    found: list[object] = []
+    for step in range(600):
+        made.on_prompt(100)
+        made.on_finish(40 + 7 * step % 90)
+        found.append(made.decide(View(step, step, step % 50, 0, waiting=9, free_blocks=37 * step % 399)))
+    return found + made.drain_records()
+
+
+@pytest.mark.parametrize("policy", ["eb", "eb:theta=0.3", "eb:memory_safe=false"])
+def test_just_what_is_taken_is_heeded(policy: str) -> None:
+    spec = parse_policy(policy)
+    heeded = {key for key, value in CHANGED.items() if told(replace(spec, **{key: value})) != told(spec)}
+    idle = {key for key, value in CHANGED.items() if getattr(spec, key) == value}
+    assert heeded == (set(takes(spec)) & set(CHANGED)) - idle

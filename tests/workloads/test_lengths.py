@@ -108,7 +108,7 @@ def test_uniform_is_within_half_of_the_mean():
     assert (lengths.min(), lengths.max()) == (64, 192)
 
 
-@pytest.mark.parametrize("text", ["gauss", "gamma", "gamma:x", "gamma:-1", "uniform:3", "fixed:2"])
+@pytest.mark.parametrize("text", ["gauss", "gamma", "gamma:x", "gamma:-1", "gamma:inf", "uniform:3", "fixed:2"])
 def test_unknown_distributions_are_refused(text):
     with pytest.raises(UsageError, match="length distribution"):
         length_spec(10, text)
@@ -122,14 +122,38 @@ def test_unknown_distributions_are_refused(text):
         {"family": "lognormal", "mean": 10},
         {"family": "uniform", "mean": 0},
         {"family": "uniform", "mean": 10, "spread": 1.5},
-        {"family": "fixed", "mean": 10, "offset": 10},
+        {"family": "uniform", "mean": 10, "offset": 10},
         {"family": "fixed", "mean": 10, "max": 0},
         {"family": "fixed", "mean": float("nan")},
+        {"family": "fixed", "mean": float("inf")},
+        {"family": "gamma", "mean": 10, "std": float("inf")},
+        {"family": "gamma", "mean": 10, "shape": float("inf")},
+        {"family": "lognormal", "mean": 10, "std": float("inf")},
+        {"family": "gamma", "mean": 10, "std": 5, "statistics": "censored"},
     ],
 )
 def test_impossible_specs_are_refused(settings_):
     with pytest.raises(ValueError, match=r"must|needs"):
         LengthSpec(**settings_)
+
+
+@pytest.mark.parametrize(
+    ("family", "key", "value"),
+    [
+        ("uniform", "std", 1200),
+        ("uniform", "shape", 2),
+        ("geometric", "std", 3),
+        ("geometric", "spread", 0.2),
+        ("gamma", "spread", 0.2),
+        ("lognormal", "shape", 2),
+        ("fixed", "std", 3),
+        ("fixed", "offset", 3),
+        ("uniform", "statistics", "censored"),
+    ],
+)
+def test_a_key_the_family_does_not_use_is_refused(family, key, value):
+    with pytest.raises(ValueError, match=f"{key} does nothing in family '{family}', which takes mean, .*leave it out"):
+        LengthSpec(family=family, mean=900, max=8192, **{key: value})
 
 
 @given(st.integers(1, 20), st.integers(0, 20), st.floats(0, 1))

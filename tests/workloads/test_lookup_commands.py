@@ -4,8 +4,8 @@ import pytest
 from typer.testing import CliRunner
 
 from ebbench.cli import scenarios, workloads
-from ebbench.errors import UnknownNameError
-from ebbench.workloads import list_scenarios, list_workloads
+from ebbench.errors import UnknownNameError, UsageError
+from ebbench.workloads import list_scenarios, list_workloads, load_scenario
 
 
 def call(app, *arguments):
@@ -47,7 +47,9 @@ def test_show_conversations_and_traces(data):
 @pytest.mark.parametrize("name", list_scenarios())
 def test_show_every_scenario(name):
     assert json.loads(call(scenarios.app, "show", name, "--json"))["name"] == name
-    assert name in call(scenarios.app, "show", name, "--request-rate", "20")
+    assert name in call(scenarios.app, "show", name)
+    if load_scenario(name).loop == "open":
+        assert name in call(scenarios.app, "show", name, "--request-rate", "20")
 
 
 def test_show_scenario_says_phases_and_arrivals():
@@ -56,6 +58,67 @@ def test_show_scenario_says_phases_and_arrivals():
     assert "uniform(mean 512)" in text
     found = json.loads(call(scenarios.app, "show", "constant", "--request-rate", "8", "--json"))
     assert found["arrivals"]["sessions_per_s"] == pytest.approx(8)
+
+
+LUNCH = """
+name = "lunch"
+description = "x"
+loop = "open"
+[[phases]]
+name = "morning"
+duration_s = 20
+process = "poisson"
+rate = 4
+[[phases]]
+name = "lunch"
+duration_s = 20
+process = "gamma"
+burstiness = 0.5
+rate = 12
+level = 2
+"""
+
+
+@pytest.fixture
+def lunch(tmp_path):
+    path = tmp_path / "lunch.toml"
+    path.write_text(LUNCH)
+    return str(path)
+
+
+def test_show_scenario_says_the_rates_that_hold(lunch):
+    assert "poisson at 4 sessions/s" in call(scenarios.app, "show", lunch)
+    text = call(scenarios.app, "show", lunch, "--request-rate", "3")
+    assert "poisson at 3 sessions/s" in text
+    assert "gamma (burstiness 0.5) at 6 sessions/s" in text
+    found = json.loads(call(scenarios.app, "show", lunch, "--request-rate", "3", "--json"))
+    assert [phase["rate"] for phase in found["phases"]] == [3, 6]
+    found = json.loads(call(scenarios.app, "show", "saturation-steps", "--saturation-rate", "10", "--json"))
+    assert [phase["rate"] for phase in found["phases"]] == [5, 8, 9.5, 12, 5]
+
+
+def test_show_scenario_lays_out_the_sessions_asked_for(lunch):
+    found = json.loads(call(scenarios.app, "show", "distribution-shift", "-n", "7", "--json"))
+    assert [phase["requests"] for phase in found["phases"]] == [3, 2, 2]
+    found = json.loads(call(scenarios.app, "show", lunch, "-n", "3", "--json"))
+    assert [phase["name"] for phase in found["phases"]] == ["morning"]
+    assert found["arrivals"]["duration_s"] < 20
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("saturated", "--request-rate", "5"), "takes no request rate"),
+        (("saturated", "--saturation-rate", "5"), "leave out --saturation-rate"),
+        (("poisson", "-n", "50"), "give --request-rate"),
+        (("trace", "-n", "50"), "workloads show trace:FILE"),
+        (("LUNCH", "--request-rate", "0.0001"), "nobody arrives in 40 s at this rate; raise --request-rate or dur"),
+    ],
+)
+def test_show_scenario_refuses_what_run_refuses(lunch, arguments, message):
+    words = [lunch if word == "LUNCH" else word for word in arguments]
+    with pytest.raises(UsageError, match=message):
+        CliRunner().invoke(scenarios.app, ["show", *words], catch_exceptions=False)
 
 
 def test_unknown_names_are_errors_of_ebbench():

@@ -148,6 +148,15 @@ def test_unknown_workload_suggests():
         build_plan("qqq")
 
 
+def test_a_file_given_as_a_workload_is_told_how_to_be_read(tmp_path):
+    path = tmp_path / "conversation.jsonl"
+    path.write_text("{}")
+    with pytest.raises(UsageError, match=f"write trace:{path} to replay it, .* --source file:{path}"):
+        build_plan(str(path))
+    with pytest.raises(UnknownNameError):
+        build_plan(str(tmp_path))
+
+
 MINE = """
 name = "mine"
 description = "x"

@@ -132,6 +132,8 @@ def test_auto_falls_back_when_the_data_set_has_changed(monkeypatch):
         ("balanced", {"source": "hub"}, r"has no \[records\]"),
         ("balanced", {"source": "file:x"}, r"has no \[records\]"),
         ("sharegpt", {"source": "file:x", "output_len": 9}, "lengths cannot be set"),
+        ("sharegpt", {"source": "profile", "tokenizer": "words"}, "--source profile has none, leave it out"),
+        ("sharegpt", {"output_len": 9, "tokenizer": "words"}, "lengths set by options has none, leave it out"),
     ],
 )
 def test_sources_that_do_not_apply(workload, arguments, message):

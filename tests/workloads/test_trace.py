@@ -137,6 +137,9 @@ def test_bad_lines_are_named(tmp_path, content, line, message):
         ({"input_len": 3}, "a trace brings its own lengths"),
         ({"source": "hub"}, "its own source"),
         ({"speed": 0}, "speed must be positive"),
+        ({"speed": 1e-12}, "give a higher --speed"),
+        ({"tokenizer": "words"}, "a trace has none, leave it out"),
+        ({"saturation_rate": 5}, "leave out --saturation-rate"),
     ],
 )
 def test_what_a_trace_does_not_take(data, arguments, message):

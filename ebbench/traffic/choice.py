@@ -1,0 +1,12 @@
+"""Which scenario is meant where none is named: the rule of every command that takes a load."""
+
+from __future__ import annotations
+
+
+def scenario_meant(
+    workload: str, scenario: str | None, request_rate: float | None, burstiness: float | None
+) -> str | None:
+    """The scenario asked for, or what the other options mean, read as `vllm bench serve` reads them."""
+    if scenario is None and request_rate is not None and not workload.startswith("trace:"):
+        return "poisson" if burstiness is None else "gamma"
+    return scenario

@@ -1,0 +1,100 @@
+"""Choices with their uncertainty: nothing is claimed that the runs do not show."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from ebbench.analysis.advise_answer import Score
+from ebbench.analysis.advise_choice import choose, relative_gain
+from ebbench.analysis.statistics import Interval
+
+
+def score(policy: str, objective: float, low: float, high: float) -> Score:
+    behind = Interval((low + high) / 2, low, high)
+    return Score(policy, objective, (objective, objective), None, behind, None, 1.0, 1.0, objective)
+
+
+def one_seed(policy: str, objective: float, best: float) -> Score:
+    return of_runs(policy, (objective,), (best,))
+
+
+def of_runs(policy: str, values: tuple[float, ...], best: tuple[float, ...]) -> Score:
+    """As the command makes it: a run in which nothing met the targets leaves the gain undefined."""
+    mean = sum(values) / len(values)
+    return Score(policy, mean, values, None, relative_gain(values, best), None, 1.0, 1.0, mean)
+
+
+def test_a_clear_winner_is_chosen() -> None:
+    chosen, reason = choose([score("eb", 110, 0, 0), score("v1", 100, -0.10, -0.08)])
+    assert chosen.policy == "eb"
+    assert "ahead of every other" in reason
+
+
+def test_of_equals_the_simplest_is_chosen() -> None:
+    scores = [score("eb", 100.2, 0, 0), score("ebplus", 100.1, -0.01, 0.008), score("v1", 90, -0.12, -0.08)]
+    chosen, reason = choose(scores)
+    assert chosen.policy == "ebplus"
+    assert reason == "eb is equal to it within chance or half a per cent, and it is the simplest"
+
+
+def test_what_may_be_no_better_than_v1_is_not_advised_where_something_surely_is() -> None:
+    sure = replace(score("marginal", 115, 0, 0), gain=Interval(0.15, 0.14, 0.16))
+    noisy = replace(score("ebplus", 100, -0.3, 0.1), gain=Interval(0.0, -0.15, 0.16))
+    behind = score("v1", 100, -0.14, -0.12)
+    chosen, reason = choose([sure, noisy, behind])
+    assert chosen.policy == "marginal"
+    assert reason == "it is surely ahead of v1; ebplus may be as good, less certainly"
+    # As sure and as good: the simpler one.
+    also = replace(score("ebplus", 114.8, -0.01, 0.005), gain=Interval(0.148, 0.13, 0.16))
+    assert choose([sure, also, behind])[0].policy == "ebplus"
+
+
+def test_one_seed_gives_no_certainty_but_half_a_per_cent() -> None:
+    """Without an interval only a difference within half a per cent counts as none."""
+    one = one_seed("v1", 90, 100)
+    chosen, reason = choose([one_seed("eb", 100, 100), one])
+    assert chosen.policy == "eb"
+    assert reason == ("it is ahead of every other candidate by 11.1 % or more (one seed: chance is not ruled out)")
+    chosen, reason = choose([one_seed("eb", 100, 100), one_seed("v1", 99.7, 100)])
+    assert chosen.policy == "v1"
+    assert reason == "eb is equal to it within half a per cent (one seed), and it is the simplest"
+
+
+def test_gains_are_paired() -> None:
+    """Seeds differ by a factor of two, the gain is 10 % in each: the interval must be narrow."""
+    found = relative_gain([110, 220, 440.0], [100, 200, 400.0])
+    assert found is not None
+    assert found.mean == pytest.approx(0.1)
+    assert found.high - found.low < 1e-9
+    assert relative_gain([1.0], None) is None
+    assert relative_gain([1.0], [0.0]) is None
+
+
+def test_where_no_request_meets_the_targets_nobody_is_ahead() -> None:
+    nothing = (0.0, 0.0, 0.0)
+    chosen, reason = choose([of_runs("eb", nothing, nothing), of_runs("v1", nothing, nothing)])
+    assert chosen.policy == "v1"
+    assert reason == (
+        "no request met the targets under any candidate, so they decide nothing, and it is the simplest; "
+        "loosen --goodput or ask with less traffic"
+    )
+
+
+@pytest.mark.parametrize(
+    ("v1", "chosen", "reason"),
+    [
+        ((4.0, 0.0), "eb", "it is ahead of every other candidate by 50.0 % or more (in some runs no request met"),
+        ((0.0, 0.0), "eb", "it is the only candidate under which a request met the targets (in some runs no"),
+        ((6.0, 0.0), "v1", "eb is equal to it within chance or half a per cent, and it is the simplest"),
+    ],
+)
+def test_what_has_no_ratio_is_compared_as_it_is(v1: tuple[float, ...], chosen: str, reason: str) -> None:
+    best = (6.0, 0.0)
+    found, why = choose([of_runs("eb", best, best), of_runs("v1", v1, best)])
+    assert (found.policy, why.startswith(reason)) == (chosen, True), why
+
+
+def test_a_single_candidate_is_ahead_of_nobody() -> None:
+    assert choose([of_runs("eb", (1.0, 2.0), (1.0, 2.0))])[1] == "it is the only candidate"
