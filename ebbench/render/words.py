@@ -5,6 +5,7 @@ Pure functions from data to lines of text; no markup, so that a hostile name can
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 
 from ebbench.analysis.compare import (
@@ -24,6 +25,7 @@ from ebbench.analysis.summary import Summary
 from ebbench.render.numbers import change, count, duration_ms, micros, percent, rate, spark
 
 _BY_SHARE = ("eb", "ebplus")
+_NUMBER = re.compile(r"\d+(?:,\d{3})*(?:\.\d+)?")
 NEGLIGIBLE = 0.001
 """Kinds of steps with a smaller share of the time are not worth a reader's attention."""
 
@@ -322,19 +324,32 @@ def _ends_decide(group: Group, baseline: Group) -> str | None:
 
 
 def caveats(groups: Sequence[Group]) -> list[str]:
-    """Every warning, named after its policy unless all runs share it, and every reason for INVALID."""
+    """Every warning, named after its policy unless all runs share it, and every reason for INVALID.
+
+    Warnings that differ in their numbers alone are one, with the range of each number.
+    """
     summaries = [summary for group in groups for summary in group.summaries]
-    owners: dict[str, list[str]] = {}
-    for summary in summaries:
-        for warning in dict.fromkeys(str(warning) for warning in summary.warnings):
-            owners.setdefault(warning, []).append(summary.policy)
-    lines = [
-        text if len(policies) == len(summaries) else f"{', '.join(dict.fromkeys(policies))}: {text}"
-        for text, policies in owners.items()
-    ]
+    alike: dict[str, list[tuple[str, int]]] = {}
+    for place, summary in enumerate(summaries):
+        for warning in summary.warnings:
+            alike.setdefault(_NUMBER.sub("#", str(warning)), []).append((str(warning), place))
+    lines = []
+    for told in alike.values():
+        places = {place for _, place in told}
+        policies = dict.fromkeys(summaries[place].policy for place in sorted(places))
+        owner = "" if len(places) == len(summaries) else f"{', '.join(policies)}: "
+        lines.append(owner + _ranged([text for text, _ in told]))
     invalid = [
         f"INVALID {summary.policy} (seed {summary.seed}): {'; '.join(summary.reasons)}."
         for summary in summaries
         if not summary.valid
     ]
     return invalid + lines
+
+
+def _ranged(texts: Sequence[str]) -> str:
+    """One text for several that differ in numbers alone: "44 to 49" for 44, 47 and 49."""
+    columns = zip(*(_NUMBER.findall(text) for text in texts), strict=True)
+    ends = [sorted(set(column), key=lambda number: float(number.replace(",", ""))) for column in columns]
+    numbers = iter(found[0] if len(found) == 1 else f"{found[0]} to {found[-1]}" for found in ends)
+    return _NUMBER.sub(lambda _: next(numbers), texts[0])

@@ -165,6 +165,29 @@ def test_shared_warnings_are_said_once_and_others_name_their_policy(tmp_path: Pa
     assert "eb: Odd. Look." in lines
 
 
+def test_warnings_that_differ_in_numbers_alone_are_one_with_their_range(tmp_path: Path) -> None:
+    from ebbench.records.manifest import RunWarning
+
+    [group] = made_groups(tmp_path, "v1")
+    [summary] = group.summaries
+    shares = {"v1": (47, 9, 44), "v0": (49,)}
+    groups = [
+        replace(
+            group,
+            policy=policy,
+            summaries=tuple(
+                replace(summary, policy=policy, warnings=(RunWarning("s", f"Only {n}% of 1,000 are steady."),))
+                for n in values
+            ),
+        )
+        for policy, values in shares.items()
+    ]
+    assert words.caveats(groups) == ["Only 9 to 49% of 1,000 are steady."]
+    assert words.caveats([replace(groups[0], summaries=(*groups[0].summaries, summary))])[0].startswith(
+        "v1: Only 9 to 47%"
+    )
+
+
 def test_invalid_runs_are_marked_in_table_and_words(tmp_path: Path) -> None:
     groups = made_groups(tmp_path, "v1", "eb", fail_from=30)
     shown = printed(groups, 100)
