@@ -13,9 +13,8 @@ import pyarrow.compute as pc
 
 from ebbench.analysis.columns import MISSING, STATUSES, RequestColumns
 from ebbench.analysis.metrics import Metrics
+from ebbench.records.schema import EARLIER_TURN_FAILED
 
-FOLLOWER = "earlier_turn_failed"
-"""Error class of a turn that was never sent because one before it failed: lost as surely as that one."""
 LAG_FLOOR_MS = 10.0
 LAG_SHARE_OF_TTFT = 0.05
 
@@ -84,7 +83,7 @@ def _inconsistent(columns: RequestColumns) -> list[str]:
 def _failures(requests: pa.Table, metrics: Metrics, limit: float) -> list[str]:
     if not metrics.planned:
         return ["no request was planned"]
-    followers = pc.sum(pc.equal(requests.column("error_class"), FOLLOWER)).as_py() or 0
+    followers = pc.sum(pc.equal(requests.column("error_class"), EARLIER_TURN_FAILED)).as_py() or 0
     failed = metrics.counts["failed"] + metrics.counts["timed_out"] + followers
     if failed == metrics.planned:
         return ["every request failed"]

@@ -28,6 +28,7 @@ from ebbench.client.messages import (
 from ebbench.client.options import redacted, secrets
 from ebbench.client.pacing import NEVER, Arrivals
 from ebbench.client.wire import IDLE_LIMIT_NS
+from ebbench.records.schema import EARLIER_TURN_FAILED
 
 _REPORT_EVERY_S = 0.25
 _MOST_AHEAD = 512  # connections a worker opens before the start of an open loop
@@ -193,7 +194,7 @@ class Worker:
             self._records.append(record)
             self._tokens += record.output_tokens or 0
             if record.status != "ok":
-                self._leave(rows[position + 1 :], "earlier_turn_failed")
+                self._leave(rows[position + 1 :], EARLIER_TURN_FAILED)
                 return answer.end_ns
             if turn.prompt is not None and answer.text is not None:
                 said, history = turn.prompt, [*history, (turn.prompt, answer.text)]

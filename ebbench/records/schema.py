@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import pyarrow as pa
 
+EARLIER_TURN_FAILED = "earlier_turn_failed"
+"""``error_class`` of a turn that was never sent because one before it failed."""
+
 PLAN = pa.schema(
     [
         pa.field("request_id", pa.string(), nullable=False),

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import time
+from collections import Counter
 
 import httpx
 import pytest
@@ -74,12 +75,10 @@ def test_no_request_is_lost_while_upstreams_are_killed_and_return(dispatch: str)
     config = FakeConfig(ttft_ms=60, itl_ms=5)
     first, second = FakeServerProcess(config).__enter__(), FakeServerProcess(config).__enter__()
     answers: dict[int, tuple[str, bytes]] = {}
-    ledgers: dict[str, int] = {}
+    ledgers: Counter[str] = Counter()
 
     def account(server: FakeServerProcess) -> None:
-        for entry in server.ledger():
-            if entry.outcome == "length":
-                ledgers[entry.request_id] = ledgers.get(entry.request_id, 0) + 1
+        ledgers.update(entry.request_id for entry in server.ledger() if entry.outcome == "length")
 
     try:
         with front(first.url, second.url, dispatch=dispatch) as gateway:

@@ -9,6 +9,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import create_autospec
 
 import pytest
 from emulation import CALIBRATION, TestCost
@@ -131,6 +132,8 @@ def grammar_pending(engine: Engine) -> SimpleNamespace:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_grammar_being_compiled_holds_nobody_up_and_is_served_once_ready(policy: str) -> None:
+    from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
+
     engine = Engine(policy)
     wanted = grammar_pending(engine)
     for number in range(4):
@@ -139,7 +142,7 @@ def test_a_grammar_being_compiled_holds_nobody_up_and_is_served_once_ready(polic
         engine.turn()
     assert min(engine.tokens[f"r{number}"] for number in range(4)) > 40
     assert engine.idle_decoders == 0
-    wanted.grammar = SimpleNamespace(accept_tokens=lambda *_: True)
+    wanted.grammar = create_autospec(StructuredOutputGrammar, instance=True)
     engine.run(1000)
     assert engine.ended == {"g", "r0", "r1", "r2", "r3"}
 
