@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from vllm_eb.calibration import Calibration
+
+if TYPE_CHECKING:
+    from ebbench.devices.geometry import ModelGeometry
+    from ebbench.devices.profiles import DeviceProfile
 
 
 class StepShape(NamedTuple):
@@ -33,7 +37,11 @@ class CostModel(Protocol):
 
 @dataclass(frozen=True)
 class Device:
-    """A GPU (or CPU) holding a model, as an engine sees it."""
+    """A GPU (or CPU) holding a model, as an engine sees it.
+
+    ``profile`` and ``geometry`` are what the cost model was built from; None for a device made by hand. A topology of
+    several GPUs per unit needs them, and must not look them up again by name: a model read from a config.json has none.
+    """
 
     name: str
     model: str
@@ -42,3 +50,5 @@ class Device:
     calibration: Calibration
     provenance: str
     warnings: tuple[str, ...] = field(default=())
+    profile: DeviceProfile | None = None
+    geometry: ModelGeometry | None = None

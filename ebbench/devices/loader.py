@@ -86,6 +86,8 @@ def load_device(
         calibration=measured or _calibration(built, published, profile.margin_s_per_token),
         provenance=built.provenance,
         warnings=built.warnings,
+        profile=profile,
+        geometry=geometry,
     )
 
 

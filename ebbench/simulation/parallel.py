@@ -11,9 +11,10 @@ from dataclasses import dataclass, replace
 
 from ebbench.devices.base import CostModel, Device, StepShape
 from ebbench.devices.geometry import ModelGeometry
-from ebbench.devices.profiles import DeviceProfile, activation_reserve_bytes, find_model, find_profile
+from ebbench.devices.profiles import DeviceProfile, activation_reserve_bytes
+from ebbench.devices.roofline import RooflineCost
 from ebbench.devices.table import TableCost
-from ebbench.errors import UnknownNameError, UsageError
+from ebbench.errors import UsageError
 from ebbench.simulation.topology import PREFILL_UTILIZATION, PoolSpec
 
 # Bytes/s one way between two GPUs of a server, as NCCL gets them: NVLink 4 and 5 at about 80 % of the data sheet,
@@ -65,11 +66,12 @@ def unit_device(
 ) -> UnitDevice:
     """The unit of ``pool`` on GPUs like ``device``. Raises UsageError where the shape cannot be had."""
     utilization = pool.gpu_memory_utilization or default_utilization
-    try:
-        profile, model = find_profile(device.name), find_model(device.model)
-    except (UnknownNameError, OSError):
-        return _without_profile(device)
+    profile, model = device.profile, device.geometry
+    if profile is None or model is None:
+        return _made_by_hand(device)
     _check(pool, model)
+    if pool.tp > 1 or pool.ep > 1:
+        _check_divisible(device)
     spare = profile.memory_bytes * (1 - utilization) * pool.tp
     link = _LINKS.get(profile.name, _OTHER_LINK)
     if pool.tp == 1 and pool.ep == 1:
@@ -91,9 +93,19 @@ def unit_device(
     return UnitDevice(replace(device, cost=cost, kv_capacity_tokens=capacity), spare, link, model.kv_bytes_per_token)
 
 
-def _without_profile(device: Device) -> UnitDevice:
-    """A device made by hand stands for a whole unit, however many GPUs that is."""
+def _made_by_hand(device: Device) -> UnitDevice:
+    """A device that was not loaded stands for a whole unit, however many GPUs that is."""
     return UnitDevice(device, 0.0, _OTHER_LINK, None)
+
+
+def _check_divisible(device: Device) -> None:
+    """Raise UsageError for a cost model measured on one whole GPU: what of it divides among GPUs is not known."""
+    if not isinstance(device.cost, TableCost | RooflineCost):
+        raise UsageError(
+            f"step times of {device.model} on {device.name} were measured on one GPU ({device.provenance}) and "
+            "cannot be divided among several; leave tp and ep out of the topology, or use a device with kernel tables "
+            "(`ebbench devices list`)"
+        )
 
 
 def _check(pool: PoolSpec, model: ModelGeometry) -> None:
