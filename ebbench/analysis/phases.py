@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from ebbench.analysis.paper_tables import Column, Document, Section, Value, labels
+from ebbench.analysis.documents import Column, Document, Section, Value, labels
 from ebbench.analysis.recovery import Recovery, recoveries
 from ebbench.analysis.slo import Slo
 from ebbench.analysis.slo_surface import run_surfaces

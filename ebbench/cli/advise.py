@@ -16,7 +16,7 @@ from ebbench.cli.options import GoodputCommand, grouped
 from ebbench.traffic.choice import scenario_meant
 
 if TYPE_CHECKING:
-    from ebbench.analysis.advise_answer import Advice, Question
+    from ebbench.advice.answer import Advice, Question
     from ebbench.papers.store import CellStore
 
 
@@ -94,7 +94,7 @@ def advise(
 
     Theory (the papers' formulas) and simulation stand side by side; the simulation decides.
     """
-    from ebbench.papers.advice import advise as answer
+    from ebbench.advice.simulate import advise as answer
     from ebbench.papers.store import CellStore
 
     question, store = _question(workload, server, search, traffic), CellStore(runs)
@@ -109,11 +109,11 @@ def advise(
 
 
 def _question(workload: str, server: ServerFlags, search: SearchFlags, traffic: TrafficFlags) -> Question:
-    from ebbench.analysis.advise_answer import Question
+    from ebbench.advice.answer import Question
+    from ebbench.advice.candidates import checked
+    from ebbench.advice.simulate import default_policies
     from ebbench.analysis.slo import parse_slo
     from ebbench.cli.preflight import check_counts, parse_policies
-    from ebbench.papers.advice import default_policies
-    from ebbench.papers.advice_candidates import checked
 
     check_counts(
         seeds=search.seeds,
@@ -138,9 +138,9 @@ def _question(workload: str, server: ServerFlags, search: SearchFlags, traffic: 
 
 
 def _make(question: Question, store: CellStore, *, crossover: bool, workers: int | None, quiet: bool) -> None:
+    from ebbench.advice.candidates import load_of, main_cells
+    from ebbench.advice.simulate import concurrency_cells, mix_cells
     from ebbench.cli.make_runs import with_progress
-    from ebbench.papers.advice import concurrency_cells, mix_cells
-    from ebbench.papers.advice_candidates import load_of, main_cells
 
     with_progress("candidates", main_cells(question), store, whole=bool(question.slo), workers=workers, quiet=quiet)
     if crossover:
@@ -153,8 +153,8 @@ def _make(question: Question, store: CellStore, *, crossover: bool, workers: int
 def _tuned(found: Advice, store: CellStore, *, workers: int | None, quiet: bool) -> Advice:
     from dataclasses import replace
 
+    from ebbench.advice.simulate import tune, tuning_cells
     from ebbench.cli.make_runs import with_progress
-    from ebbench.papers.advice import tune, tuning_cells
 
     question, policy = found.question, found.chosen.policy
     cells = tuning_cells(question, policy)
@@ -167,7 +167,7 @@ def _print(found: Advice) -> None:
     from rich.padding import Padding
     from rich.text import Text
 
-    from ebbench.render import advice as words
+    from ebbench.advice import words
 
     console = Console(highlight=False)
     question = found.question

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from ebbench.analysis.calibrate import Measured, ProbeGrid
-    from ebbench.analysis.calibrate_check import Check
+    from ebbench.calibration.check import Check
+    from ebbench.calibration.measure import Measured, ProbeGrid
     from ebbench.devices.base import Device
 
 LARGE = ("256,1024,4096", "16,128,512", "128,1024")
@@ -37,8 +37,8 @@ def calibrate(
 
     Afterwards: ebbench run ... --device OUTPUT_DIR/profile.toml --model MODEL
     """
-    from ebbench.analysis.calibrate import ProbeGrid
-    from ebbench.analysis.calibrate_check import write_profile
+    from ebbench.calibration.check import write_profile
+    from ebbench.calibration.measure import ProbeGrid
 
     default = SMALL if engine == "vllm" and not _gpu_name() else LARGE
     grid = ProbeGrid(
@@ -103,8 +103,8 @@ def _measure_virtual(
     engine: str, device: str | None, model: str, grid: ProbeGrid, check: int
 ) -> tuple[Measured, Device, Check | None]:
     """Calibrate an engine in virtual time on an emulated device."""
-    from ebbench.analysis.calibrate import calibrate as measure
-    from ebbench.analysis.calibrate_check import check_prediction
+    from ebbench.calibration.check import check_prediction
+    from ebbench.calibration.measure import calibrate as measure
     from ebbench.devices import load_device
     from ebbench.engines import select_engine
     from ebbench.errors import UnknownNameError
@@ -129,10 +129,10 @@ def _measure_vllm(
     engine: str, device: str | None, model: str, grid: ProbeGrid, check: int
 ) -> tuple[Measured, Device, Check | None]:
     """Calibrate a real vLLM on this machine."""
-    from ebbench.analysis.calibrate import cost_grid, fit
-    from ebbench.analysis.calibrate_check import SteppedRuns
-    from ebbench.analysis.calibrate_rounds import measure_steps
-    from ebbench.analysis.calibrate_vllm import start
+    from ebbench.calibration.check import SteppedRuns
+    from ebbench.calibration.measure import cost_grid, fit
+    from ebbench.calibration.rounds import measure_steps
+    from ebbench.calibration.vllm_steps import start
     from ebbench.cli.server import unknown_device
 
     target = unknown_device(device or _gpu_name() or "this-cpu", model)

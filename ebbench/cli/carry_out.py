@@ -207,7 +207,7 @@ def _run_one(
         stored = conclude(writer, setting, result)
     done.summaries.append(summarise(stored))
     if asked.save_as_vllm is not None:
-        from ebbench.render.vllm_json import save_vllm_result
+        from ebbench.export.vllm_json import save_vllm_result
 
         save_vllm_result(stored, done.summaries[-1], asked.save_as_vllm)
     done.stories.append(explain(stored))
@@ -255,7 +255,7 @@ def _run_dir(asked: Asked, spec: PolicySpec, seed: int) -> Path:
 
 
 def _show(asked: Asked, done: _Done, *, as_json: bool) -> None:
-    from ebbench.analysis.compare import group_by_policy
+    from ebbench.analysis.compare.policies import group_by_policy
 
     order = {spec.name: index for index, spec in enumerate(asked.policies)}
     summaries = sorted(done.summaries, key=lambda summary: (order[summary.policy], summary.seed))

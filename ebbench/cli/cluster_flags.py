@@ -10,9 +10,9 @@ from ebbench.cli.options import opt
 from ebbench.errors import UsageError
 
 if TYPE_CHECKING:
+    from ebbench.config.topology import TopologySpec
     from ebbench.dispatch import DispatchSpec
     from ebbench.engines.base import Engine
-    from ebbench.simulation.topology import TopologySpec
 
 _PANEL = "Several instances"
 
@@ -108,13 +108,13 @@ def _topology(asked: ClusterAsked, scenario: str | None) -> TopologySpec | None:
 
         wanted = load_scenario(scenario).topology
     if isinstance(wanted, str):
-        from ebbench.simulation.topology import parse_topology
+        from ebbench.config.topology import parse_topology
 
         return parse_topology(wanted)
     return wanted
 
 
 def _replicas(count: int) -> TopologySpec:
-    from ebbench.simulation.topology import PoolSpec, TopologySpec
+    from ebbench.config.topology import PoolSpec, TopologySpec
 
     return TopologySpec(replicas=PoolSpec(instances=count))

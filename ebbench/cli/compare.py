@@ -25,7 +25,7 @@ def compare(
     Runs of different plans or devices are refused. Two policies need `ebbench run --repeats 7` or more to show
     anything at 5 %, several policies one or two more.
     """
-    from ebbench.analysis import compare_paired
+    from ebbench.analysis.compare import paired as compare_paired
     from ebbench.analysis.environment import check_allowed
     from ebbench.report import comparison
 

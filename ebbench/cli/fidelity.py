@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from ebbench.analysis.fidelity import Cell
+    from ebbench.papers.fidelity.scores import Cell
 
 REPEATED = "table 3"  # its comparisons are decided by less than single runs scatter, and its runs are short
 GROUPS = ("replay", "calibration", "table 3", "table 2 and figure 5", "figure 3", "table 13")
@@ -36,7 +36,7 @@ def fidelity(
     if fit is not None:
         _fit(fit, seed)
         return
-    from ebbench.analysis.fidelity_report import all_scores, write_report
+    from ebbench.papers.fidelity.report import all_scores, write_report
 
     cells = _collect(_chosen(only), seed, repeats)
     files = write_report(cells, out, repeats)
@@ -65,8 +65,8 @@ def _chosen(only: list[str] | None) -> tuple[str, ...]:
 
 
 def _collect(groups: tuple[str, ...], seed: int, repeats: int) -> list[Cell]:
-    from ebbench.analysis.fidelity_cases import all_cases
-    from ebbench.analysis.fidelity_runs import calibration_cells, replay_cells, run_cases
+    from ebbench.papers.fidelity.cases import all_cases
+    from ebbench.papers.fidelity.runs import calibration_cells, replay_cells, run_cases
 
     cells: list[Cell] = []
     if "replay" in groups:
@@ -94,9 +94,9 @@ def _progress(total: int) -> Callable[[str], None]:
 
 
 def _fit(device: str, seed: int) -> None:
-    from ebbench.analysis.fidelity_cases import DEVICES
-    from ebbench.analysis.fidelity_fit import fit_host
     from ebbench.errors import UnknownNameError
+    from ebbench.papers.fidelity.cases import DEVICES
+    from ebbench.papers.fidelity.fit import fit_host
 
     if device not in DEVICES.values():
         raise UnknownNameError("device with published rows to fit on", device, DEVICES.values())

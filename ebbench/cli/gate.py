@@ -15,7 +15,7 @@ from ebbench.cli.options import grouped, opt
 from ebbench.errors import UsageError
 
 if TYPE_CHECKING:
-    from ebbench.analysis.gate import Rules, Verdict
+    from ebbench.analysis.gate.verdict import Rules, Verdict
 
 _JUDGE, _MEASURE, _OUTPUT, _OTHER = "Judging", "Measuring interleaved", "Output", "Other uses"
 
@@ -36,8 +36,8 @@ class JudgeFlags:
 
     def rules(self) -> Rules:
         """Raises UsageError."""
-        from ebbench.analysis.gate import Rules
-        from ebbench.analysis.gate_margins import parse_margins
+        from ebbench.analysis.gate.margins import parse_margins
+        from ebbench.analysis.gate.verdict import Rules
 
         default, single = parse_margins(self.margin or ())
         return Rules(default_margin=default, margin=single, alpha=self.alpha)
@@ -130,9 +130,9 @@ def gate(
 
 def _judge(baseline: Path, candidate: Path, rules: Rules, allow: list[str]) -> Verdict:
     from ebbench.analysis.environment import check_allowed
-    from ebbench.analysis.gate import judge, pair_units
-    from ebbench.analysis.gate_store import stored_units
-    from ebbench.analysis.gate_units import load_units
+    from ebbench.analysis.gate.baselines import stored_units
+    from ebbench.analysis.gate.units import load_units
+    from ebbench.analysis.gate.verdict import judge, pair_units
 
     allowed = check_allowed(allow)
     after = load_units([candidate])
@@ -142,7 +142,7 @@ def _judge(baseline: Path, candidate: Path, rules: Rules, allow: list[str]) -> V
 
 
 def _measure(baseline: Path, candidate: Path, wanted: MeasureFlags) -> None:
-    from ebbench.sweep.interleave import Side, measure_pairs
+    from ebbench.analysis.gate.interleave import Side, measure_pairs
 
     if wanted.pairs is None or wanted.baseline_command is None or wanted.candidate_command is None:
         raise UsageError("measuring needs all of --pairs, --baseline-command and --candidate-command")
@@ -174,8 +174,8 @@ def _tell(verdict: Verdict, wanted: OutputFlags) -> int:
 
 
 def _save(runs: list[Path], path: Path) -> None:
-    from ebbench.analysis.gate_store import save_baseline
-    from ebbench.analysis.gate_units import load_units
+    from ebbench.analysis.gate.baselines import save_baseline
+    from ebbench.analysis.gate.units import load_units
 
     if not runs:
         raise UsageError("--save-baseline needs the runs to store")
@@ -185,7 +185,7 @@ def _save(runs: list[Path], path: Path) -> None:
 
 
 def _self_test(rules: Rules, wanted: OtherFlags) -> None:
-    from ebbench.analysis.gate_trials import run_self_test
+    from ebbench.analysis.gate.self_test import run_self_test
     from ebbench.report.selftest import markdown
 
     trials, report = wanted.trials, wanted.report

@@ -13,8 +13,8 @@ from ebbench.cli import load_flags as load
 from ebbench.cli.unread import refuse_unread
 
 if TYPE_CHECKING:
-    from ebbench.analysis.hazard_tests import Hazard
-    from ebbench.analysis.hazard_tests_source import Lengths
+    from ebbench.hazard.lengths import Lengths
+    from ebbench.hazard.trend import Hazard
     from ebbench.papers.table import PaperTable
     from vllm_eb.hazard import HazardEstimate
     from vllm_eb.theory import Threshold
@@ -60,8 +60,8 @@ def hazard(
     refuse_unread(context, _OF_EXPERIMENTS, (), "without --experiment this command")
     if not what:
         raise UsageError("say of what: a workload, trace:FILE, a run directory, or --experiment ifr")
-    from ebbench.analysis.hazard_tests import analyse_lengths
-    from ebbench.analysis.hazard_tests_source import read_lengths
+    from ebbench.hazard.lengths import read_lengths
+    from ebbench.hazard.trend import analyse_lengths
 
     lengths = read_lengths(
         what, source=source, num_prompts=num_prompts, seed=seed, output_len=output_len,
@@ -190,7 +190,7 @@ def _p(value: float) -> str:
 
 def _plot(found: Hazard, name: str, path: Path) -> None:
     from ebbench.errors import UsageError
-    from ebbench.papers.figure11 import hazard_panels
+    from ebbench.papers.eb.figure11 import hazard_panels
     from ebbench.render.figures import FORMATS, save
 
     suffix = path.suffix.removeprefix(".")

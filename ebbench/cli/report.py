@@ -64,8 +64,8 @@ def _page(runs: Sequence[Run], target: Path, title: str, slo: Slo | None) -> Non
 
 def _paired(runs: Sequence[Run]) -> tuple[list[Table], list[str]]:
     """The paired comparison, where there is one; why not, where runs of several policies do not compare."""
-    from ebbench.analysis import compare_paired
-    from ebbench.analysis.gate_units import unit_of
+    from ebbench.analysis.compare import paired as compare_paired
+    from ebbench.analysis.gate.units import unit_of
     from ebbench.report.comparison import table
 
     if len({run.manifest.policy for run in runs}) < 2:
@@ -83,8 +83,8 @@ def _paired(runs: Sequence[Run]) -> tuple[list[Table], list[str]]:
 
 
 def _export(kinds: Sequence[str], runs: Sequence[Run], directory: Path) -> None:
-    from ebbench.report.exports import EXPORTS
-    from ebbench.report.exports import export as write
+    from ebbench.export.files import EXPORTS
+    from ebbench.export.files import export as write
 
     for kind in kinds:
         if kind not in EXPORTS:

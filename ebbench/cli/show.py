@@ -35,7 +35,7 @@ def show(
         return _finish(damaged)
     from rich.console import Console
 
-    from ebbench.analysis.compare import group_by_policy
+    from ebbench.analysis.compare.policies import group_by_policy
     from ebbench.analysis.explain import explain
     from ebbench.analysis.summary import summarise_phases
     from ebbench.render.report import print_report

@@ -14,7 +14,7 @@ from ebbench.cli.options import grouped, opt
 from ebbench.cli.unread import refuse_unread
 
 if TYPE_CHECKING:
-    from ebbench.analysis.paper_tables import Document
+    from ebbench.analysis.documents import Document
     from ebbench.papers.table import PaperTable, Wish
 
 FORMATS = ("rich", "markdown", "latex", "html", "csv")
@@ -173,7 +173,7 @@ def _numbers(text: str, option: str) -> tuple[float, ...]:
 def _of_runs(name: str, paths: list[Path], choice: ChoiceFlags) -> Document:
     from ebbench.analysis.phases import attainment_document, load_runs, phases_document
     from ebbench.errors import UsageError
-    from ebbench.papers.goodput import TPOT_MS, TTFT_S
+    from ebbench.papers.eb.table18 import TPOT_MS, TTFT_S
 
     ttft_s, tpot_ms = _numbers(choice.ttft, "--ttft") or TTFT_S, _numbers(choice.tpot, "--tpot") or TPOT_MS
     if not paths:
@@ -226,14 +226,14 @@ def _emit(document: Document, wanted: OutputFlags) -> None:
 def rendered(document: Document, style: str, *, width: int | None = None) -> str:
     """The document as text in one of FORMATS."""
     if style == "markdown":
-        from ebbench.render.markdown import as_markdown
+        from ebbench.export.markdown import as_markdown
 
         return as_markdown(document)
     if style == "latex":
-        from ebbench.render.latex import as_latex
+        from ebbench.export.latex import as_latex
 
         return as_latex(document)
-    from ebbench.render import paper_tables
+    from ebbench.render import documents as paper_tables
 
     if style == "html":
         return paper_tables.as_html(document)

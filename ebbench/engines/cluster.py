@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from ebbench.collector import collector_paused
+from ebbench.config.topology import DECODE_UTILIZATION, PREFILL_UTILIZATION, PoolSpec, TopologySpec
 from ebbench.devices.base import Device
 from ebbench.dispatch import DispatchSpec
 from ebbench.engines.base import EngineOptions, EngineResult, Observer, Progress
@@ -34,7 +35,6 @@ from ebbench.simulation.pools import DecodeInstance, PrefillInstance
 from ebbench.simulation.stage import Stage
 from ebbench.simulation.state import UNSET, RequestState
 from ebbench.simulation.tables import decisions_table, requests_table, steps_table
-from ebbench.simulation.topology import DECODE_UTILIZATION, PREFILL_UTILIZATION, PoolSpec, TopologySpec
 from ebbench.simulation.transfer import Link, ReceiveStore, TransferFabric
 from vllm_eb.controller import Controller
 from vllm_eb.decisions import Record

@@ -11,11 +11,11 @@ from typing import Any
 
 import ebbench
 import vllm_eb
-from ebbench.analysis.protocols import ASYNC_SCHEDULING, Protocol, build, located
 from ebbench.devices.base import Device
 from ebbench.devices.linear import LinearCost
 from ebbench.engines.base import Engine, EngineOptions, EngineResult
 from ebbench.engines.sim import SimEngine
+from ebbench.papers.protocols import ASYNC_SCHEDULING, Protocol, build, located
 from ebbench.records.plan import Plan
 from ebbench.records.run import slug
 from ebbench.resources import bundled_dir

@@ -13,12 +13,12 @@ import numpy as np
 import numpy.typing as npt
 
 import ebbench
+from ebbench.config.topology import PoolSpec, TopologySpec, TransferSpec, parse_topology
 from ebbench.devices.base import Device, StepShape
 from ebbench.dispatch import parse_dispatch
 from ebbench.engines.base import EngineOptions, EngineResult
 from ebbench.engines.cluster import ClusterEngine
 from ebbench.papers.cells import Cell
-from ebbench.simulation.topology import PoolSpec, TopologySpec, TransferSpec, parse_topology
 from vllm_eb.calibration import Calibration
 
 DEEPSEEK = "deepseek-v3-on-h800"

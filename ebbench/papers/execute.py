@@ -16,10 +16,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from ebbench.analysis.conclude import Setting, conclude
-from ebbench.analysis.protocols import located
 from ebbench.engines.checks import check_counts
 from ebbench.errors import RunError
 from ebbench.papers.cells import Cell, workload_path
+from ebbench.papers.protocols import located
 from ebbench.papers.store import CellStore, keep, measured_from_run, settle
 from ebbench.records.manifest import wall_clock_ns
 from ebbench.records.run import RunWriter

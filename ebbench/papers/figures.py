@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from ebbench.errors import UnknownNameError
+from ebbench.papers.eb.figure01 import FIGURE1
+from ebbench.papers.eb.figure03 import FIGURE3
+from ebbench.papers.eb.figure04_06 import FIGURE4, FIGURE5, FIGURE6
+from ebbench.papers.eb.figure11 import FIGURE11
+from ebbench.papers.eb.figure12 import FIGURE12
 from ebbench.papers.figure import PaperFigure
-from ebbench.papers.figure1 import FIGURE1
-from ebbench.papers.figure3 import FIGURE3
-from ebbench.papers.figure4 import FIGURE4, FIGURE5, FIGURE6
-from ebbench.papers.figure11 import FIGURE11
-from ebbench.papers.figure12 import FIGURE12
 
 FIGURES: tuple[PaperFigure, ...] = (FIGURE1, FIGURE3, FIGURE4, FIGURE5, FIGURE6, FIGURE11, FIGURE12)
 

@@ -5,23 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ebbench.errors import UnknownNameError
-from ebbench.papers.composition import COMPOSITION
-from ebbench.papers.deferred import DEFERRED
-from ebbench.papers.disaggregated import TABLE19, TABLE20
-from ebbench.papers.estimators import E3, E5
-from ebbench.papers.goodput import TABLE18
-from ebbench.papers.grid import TABLE14, TABLE15, TABLE16
-from ebbench.papers.lengths import TABLE9
-from ebbench.papers.long_context import LONG_CONTEXT
-from ebbench.papers.staggered_ablation import ABLATION
-from ebbench.papers.staggered_decode import FIGURE7
-from ebbench.papers.staggered_pools import POOLS
-from ebbench.papers.staggered_prefill import FIGURE6, TABLE1, WAITING
+from ebbench.papers.deferred.table01 import DEFERRED
+from ebbench.papers.eb.appendix_e import E3, E5
+from ebbench.papers.eb.long_context import LONG_CONTEXT
+from ebbench.papers.eb.table02 import TABLE2
+from ebbench.papers.eb.table03 import TABLE3
+from ebbench.papers.eb.table09 import TABLE9
+from ebbench.papers.eb.table10_11 import TABLE10, TABLE11
+from ebbench.papers.eb.table13 import TABLE13
+from ebbench.papers.eb.table14_16 import TABLE14, TABLE15, TABLE16
+from ebbench.papers.eb.table18 import TABLE18
+from ebbench.papers.eb.table19_20 import TABLE19, TABLE20
+from ebbench.papers.staggered.ablation import ABLATION
+from ebbench.papers.staggered.composition import COMPOSITION
+from ebbench.papers.staggered.figure06_table01 import FIGURE6, TABLE1, WAITING
+from ebbench.papers.staggered.figure07 import FIGURE7
+from ebbench.papers.staggered.pools import POOLS
 from ebbench.papers.table import PaperTable
-from ebbench.papers.table2 import TABLE2
-from ebbench.papers.table3 import TABLE3
-from ebbench.papers.table13 import TABLE13
-from ebbench.papers.thresholds import TABLE10, TABLE11
 
 TABLES: tuple[PaperTable, ...] = (
     TABLE2, TABLE3, TABLE9, TABLE10, TABLE11, TABLE13, TABLE14, TABLE15, TABLE16, TABLE18, TABLE19,

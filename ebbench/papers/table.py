@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ebbench.analysis.paper_tables import Document
+from ebbench.analysis.documents import Document
 from ebbench.errors import UnknownNameError, UsageError
 from ebbench.papers.cells import Cell
 from ebbench.papers.store import CellStore, Measured

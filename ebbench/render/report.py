@@ -9,7 +9,7 @@ from rich.console import Group as Stack
 from rich.padding import Padding
 from rich.text import Text
 
-from ebbench.analysis.compare import Group
+from ebbench.analysis.compare.policies import Group
 from ebbench.analysis.summary import Summary
 from ebbench.render import tables, words
 

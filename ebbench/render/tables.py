@@ -9,7 +9,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from ebbench.analysis.compare import (
+from ebbench.analysis.compare.policies import (
     Group,
     baseline_of,
     differing,

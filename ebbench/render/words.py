@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 
-from ebbench.analysis.compare import (
+from ebbench.analysis.compare.policies import (
     TIE,
     Gain,
     Group,

@@ -10,9 +10,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ebbench.analysis.compare_paired import ALPHA, Comparison, Contestant, Contrast, pairs_needed
-from ebbench.analysis.gate import COPIES
-from ebbench.analysis.gate_units import HIGHER_IS_BETTER, LABELS
+from ebbench.analysis.compare.paired import ALPHA, Comparison, Contestant, Contrast, pairs_needed
+from ebbench.analysis.gate.units import HIGHER_IS_BETTER, LABELS
+from ebbench.analysis.gate.verdict import COPIES
 from ebbench.render import numbers
 from ebbench.report import page_tables
 

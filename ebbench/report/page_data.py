@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ebbench.analysis.columns import NEEDED, RequestColumns
-from ebbench.analysis.compare import Group, baseline_of, group_by_policy
+from ebbench.analysis.compare.policies import Group, baseline_of, group_by_policy
 from ebbench.analysis.explain import explain
 from ebbench.analysis.slo import Slo
 from ebbench.analysis.slo_surface import latencies_ms, run_surfaces

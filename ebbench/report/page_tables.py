@@ -6,7 +6,13 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ebbench.analysis.compare import baseline_of, group_by_policy, output_throughput, request_goodput, steady_throughput
+from ebbench.analysis.compare.policies import (
+    baseline_of,
+    group_by_policy,
+    output_throughput,
+    request_goodput,
+    steady_throughput,
+)
 from ebbench.analysis.metrics import Metrics
 from ebbench.analysis.summary import Summary
 from ebbench.records.run import Run

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ebbench import __version__
-from ebbench.analysis import gate_trials
-from ebbench.analysis.gate_trials import SelfTest, Tally
+from ebbench.analysis.gate import self_test as gate_trials
+from ebbench.analysis.gate.self_test import SelfTest, Tally
 
 
 def markdown(done: SelfTest) -> str:

@@ -14,8 +14,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ebbench.analysis.gate import Judged, Outcome, Verdict
-from ebbench.analysis.gate_units import LABELS
+from ebbench.analysis.gate.units import LABELS
+from ebbench.analysis.gate.verdict import Judged, Outcome, Verdict
 from ebbench.render import numbers
 
 WORDS: dict[Outcome, str] = {"pass": "PASS", "fail": "FAIL", "inconclusive": "INCONCLUSIVE"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from ebbench.config.topology import PoolSpec
 from ebbench.devices.base import StepShape
 from ebbench.dispatch import DispatchSpec, Fleet, make_dispatcher
 from ebbench.records.plan import Plan
@@ -18,7 +19,6 @@ from ebbench.simulation.stage import Node, Stage, prefix_reader
 from ebbench.simulation.state import RequestState
 from ebbench.simulation.step import SchedulerLimits, Step
 from ebbench.simulation.tables import StepLog
-from ebbench.simulation.topology import PoolSpec
 from vllm_eb.controller import Controller
 
 MakeController = Callable[[int], Controller | None]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from ebbench.config.topology import TransferSpec
 from ebbench.simulation.pools import DecodeInstance, PrefillInstance
 from ebbench.simulation.state import RequestState
-from ebbench.simulation.topology import TransferSpec
 from ebbench.simulation.transfer import ReceiveStore, Transfer, TransferFabric
 
 

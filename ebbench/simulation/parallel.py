@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from ebbench.config.topology import PREFILL_UTILIZATION, PoolSpec
 from ebbench.devices.base import CostModel, Device, StepShape
 from ebbench.devices.geometry import ModelGeometry
 from ebbench.devices.profiles import DeviceProfile, activation_reserve_bytes
 from ebbench.devices.roofline import RooflineCost
 from ebbench.devices.table import TableCost
 from ebbench.errors import UsageError
-from ebbench.simulation.topology import PREFILL_UTILIZATION, PoolSpec
 
 # Bytes/s one way between two GPUs of a server, as NCCL gets them: NVLink 4 and 5 at about 80 % of the data sheet,
 # PCIe 4 and 5 x16 at about 70 %.

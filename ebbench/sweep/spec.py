@@ -11,11 +11,11 @@ from typing import Any
 
 import msgspec
 
+from ebbench.config.strict_toml import load_toml
 from ebbench.errors import InputFileError, UnknownNameError
 from ebbench.sweep.checks import check_cells
 from ebbench.sweep.settings import Settings, cell_key
 from ebbench.traffic.choice import scenario_meant
-from ebbench.workloads.strict_toml import load_toml
 from vllm_eb.policy import PolicyError, descriptions, parse_policy
 
 MAX_CELLS = 1_000_000

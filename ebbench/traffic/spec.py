@@ -8,12 +8,12 @@ from typing import Literal
 
 import msgspec
 
+from ebbench.config.strict_toml import given_of, load_toml, not_positive
+from ebbench.config.topology import TopologySpec
 from ebbench.resources import bundled_dir
-from ebbench.simulation.topology import TopologySpec
 from ebbench.traffic.arrivals import Process
 from ebbench.workloads.lengths import LengthSpec
 from ebbench.workloads.spec import resolve
-from ebbench.workloads.strict_toml import given_of, load_toml, not_positive
 
 
 class CurveSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -8,9 +8,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from ebbench.config.strict_toml import given_of, not_positive
 from ebbench.errors import UsageError
 from ebbench.workloads.fit import fit_censored
-from ebbench.workloads.strict_toml import given_of, not_positive
 
 LONGEST = np.iinfo(np.int32).max
 """Tokens of a length as plans hold them."""

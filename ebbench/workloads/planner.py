@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from ebbench.config.strict_toml import not_positive
 from ebbench.errors import UsageError
 from ebbench.records.plan import Plan
 from ebbench.traffic.schedule import Load, Schedule, make_schedule
@@ -17,7 +18,6 @@ from ebbench.workloads.lengths import length_spec
 from ebbench.workloads.requests import Requests
 from ebbench.workloads.sources import Ask, gather
 from ebbench.workloads.spec import Profile, WorkloadSpec, load_workload
-from ebbench.workloads.strict_toml import not_positive
 from ebbench.workloads.trace import read_trace, replayed
 
 _TRACE = "trace:"

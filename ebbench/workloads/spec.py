@@ -7,10 +7,10 @@ from typing import Literal
 
 import msgspec
 
+from ebbench.config.strict_toml import load_toml
 from ebbench.errors import UnknownNameError, UsageError
 from ebbench.resources import bundled_dir
 from ebbench.workloads.lengths import LengthSpec
-from ebbench.workloads.strict_toml import load_toml
 
 Schema = Literal["sharegpt", "longbench", "numinamath", "wildchat"]
 

@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from ebbench.analysis.advise import Load, predict, sign_changes, with_mix
-from ebbench.analysis.advise_answer import Question
+from ebbench.advice import words
+from ebbench.advice.answer import Question
+from ebbench.advice.candidates import alike
+from ebbench.advice.simulate import concurrency_cells, default_policies, tuning_cells
+from ebbench.advice.theory import Load, predict, sign_changes, with_mix
 from ebbench.analysis.slo import Slo
 from ebbench.cli.main import app
-from ebbench.papers.advice import concurrency_cells, default_policies, tuning_cells
-from ebbench.papers.advice_candidates import alike
 from ebbench.records.manifest import plan_hash
 from ebbench.records.plan import ClosedPhase, Plan
-from ebbench.render import advice as words
 from ebbench.workloads import build_plan
 from vllm_eb.calibration import Calibration, MixedCost
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from ebbench.analysis.advise_answer import Score
-from ebbench.analysis.advise_choice import choose, relative_gain
+from ebbench.advice.answer import Score
+from ebbench.advice.choice import choose, relative_gain
 from ebbench.analysis.statistics import Interval
 
 

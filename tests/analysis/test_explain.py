@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 from made_runs import MadeEngine, device_of, plan_of
 
-from ebbench.analysis.compare import Group, baseline_of, differing, gain, group_by_policy, ranked
+from ebbench.analysis.compare.policies import Group, baseline_of, differing, gain, group_by_policy, ranked
 from ebbench.analysis.conclude import Setting, conclude
 from ebbench.analysis.explain import Story, explain
 from ebbench.analysis.slo import Slo

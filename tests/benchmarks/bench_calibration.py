@@ -26,12 +26,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "vllm"))
 
 import small_model
 
-from ebbench.analysis.calibrate import ProbeGrid, cost_grid, fit
-from ebbench.analysis.calibrate_check import SteppedRuns, write_profile
-from ebbench.analysis.calibrate_rounds import measure_steps
-from ebbench.analysis.calibrate_vllm import start
 from ebbench.analysis.columns import RequestColumns
 from ebbench.analysis.metrics import measure
+from ebbench.calibration.check import SteppedRuns, write_profile
+from ebbench.calibration.measure import ProbeGrid, cost_grid, fit
+from ebbench.calibration.rounds import measure_steps
+from ebbench.calibration.vllm_steps import start
 from ebbench.cli.server import unknown_device
 from ebbench.devices import load_device
 from ebbench.engines.base import EngineOptions

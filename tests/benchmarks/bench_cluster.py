@@ -12,11 +12,11 @@ import gc
 import sys
 import time
 
+from ebbench.config.topology import parse_topology
 from ebbench.devices import load_device
 from ebbench.dispatch import parse_dispatch
 from ebbench.engines.base import EngineOptions
 from ebbench.engines.cluster import ClusterEngine
-from ebbench.simulation.topology import parse_topology
 from ebbench.workloads import build_plan
 from vllm_eb.policy import parse_policy
 

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from ebbench.config.topology import PoolSpec, TopologySpec, TransferSpec, parse_topology
 from ebbench.devices.base import Device, StepShape
 from ebbench.dispatch import parse_dispatch
 from ebbench.engines.base import EngineOptions, EngineResult
 from ebbench.engines.cluster import ClusterEngine
 from ebbench.records.plan import ClosedPhase, Plan
 from ebbench.records.schema import PLAN
-from ebbench.simulation.topology import PoolSpec, TopologySpec, TransferSpec, parse_topology
 from vllm_eb.calibration import Calibration
 from vllm_eb.policy import parse_policy
 

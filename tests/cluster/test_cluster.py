@@ -12,10 +12,10 @@ from cluster_worlds import FixedAndToken, device, ns, plan, pools, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ebbench.config.topology import PoolSpec, TopologySpec, parse_topology
 from ebbench.engines.base import EngineOptions
 from ebbench.engines.sim import SimEngine
 from ebbench.errors import UsageError
-from ebbench.simulation.topology import PoolSpec, TopologySpec, parse_topology
 from vllm_eb.policy import parse_policy
 
 DISPATCH = ("round-robin", "least-outstanding", "power-of-two", "prefix-affine", "iqr", "sbs", "sbs:bypass=off")

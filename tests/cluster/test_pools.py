@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from cluster_worlds import FixedAndToken, device, ns, plan, pools, run
 
+from ebbench.config.topology import PoolSpec, TopologySpec
 from ebbench.errors import UsageError
-from ebbench.simulation.topology import PoolSpec, TopologySpec
 from ebbench.simulation.transfer import Link, ReceiveStore, StoreFullError, TransferFabric
 
 MS = 1_000_000

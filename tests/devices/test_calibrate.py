@@ -12,7 +12,7 @@ import pyarrow as pa
 import pytest
 from typer.testing import CliRunner
 
-from ebbench.analysis.calibrate import ProbeGrid, calibrate, cost_grid, fit, probe_plan, r_squared, step_medians
+from ebbench.calibration.measure import ProbeGrid, calibrate, cost_grid, fit, probe_plan, r_squared, step_medians
 from ebbench.cli.main import app
 from ebbench.devices import StepShape, load_device
 from ebbench.devices.gridcost import GridCost, measured_calibration

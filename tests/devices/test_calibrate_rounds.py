@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ebbench.analysis.calibrate import ProbeGrid, cost_grid, fit
-from ebbench.analysis.calibrate_check import SteppedRuns, write_profile
-from ebbench.analysis.calibrate_rounds import Probed, measure_steps, summarise, without_stalls
-from ebbench.analysis.calibrate_vllm import SteppedVllm
+from ebbench.calibration.check import SteppedRuns, write_profile
+from ebbench.calibration.measure import ProbeGrid, cost_grid, fit
+from ebbench.calibration.rounds import Probed, measure_steps, summarise, without_stalls
+from ebbench.calibration.vllm_steps import SteppedVllm
 from ebbench.cli.server import unknown_device
 from ebbench.devices import StepShape, load_device
 from ebbench.devices.gridcost import GridCost

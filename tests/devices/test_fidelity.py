@@ -10,14 +10,14 @@ import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
-from ebbench.analysis.fidelity import REPLAY_TARGETS, Cell, comparisons, replay_scores, scores
-from ebbench.analysis.fidelity_cases import FIT_ROWS, Case, all_cases, table3
-from ebbench.analysis.fidelity_fit import _gauss_newton
-from ebbench.analysis.fidelity_report import all_scores, write_report
-from ebbench.analysis.fidelity_runs import calibration_cells, replay_cells, run_cases
-from ebbench.analysis.protocols import build
 from ebbench.cli.main import app
 from ebbench.devices.profiles import find_profile, list_devices
+from ebbench.papers.fidelity.cases import FIT_ROWS, Case, all_cases, table3
+from ebbench.papers.fidelity.fit import _gauss_newton
+from ebbench.papers.fidelity.report import all_scores, write_report
+from ebbench.papers.fidelity.runs import calibration_cells, replay_cells, run_cases
+from ebbench.papers.fidelity.scores import REPLAY_TARGETS, Cell, comparisons, replay_scores, scores
+from ebbench.papers.protocols import build
 from vllm_eb.calibration import default_margin
 
 

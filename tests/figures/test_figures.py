@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner, Result
 
-from ebbench.analysis.hazard_tests import analyse_lengths
 from ebbench.cli.main import app
 from ebbench.errors import DataError, UnknownNameError
+from ebbench.hazard.trend import analyse_lengths
 from ebbench.papers.cells import Cell, settings
+from ebbench.papers.eb.figure01 import step_ms
+from ebbench.papers.eb.figure11 import hazard_panels
+from ebbench.papers.eb.figure12 import sweep12
 from ebbench.papers.execute import run_missing
-from ebbench.papers.figure1 import step_ms
-from ebbench.papers.figure11 import hazard_panels
-from ebbench.papers.figure12 import sweep12
 from ebbench.papers.figures import FIGURES, find_figure
 from ebbench.papers.store import CellStore
 from ebbench.papers.table import Wish

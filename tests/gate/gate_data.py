@@ -8,7 +8,7 @@ from dataclasses import replace
 from typer.testing import CliRunner, Result
 
 from ebbench.analysis.environment import ENVIRONMENT
-from ebbench.analysis.gate_units import FIGURES, Unit
+from ebbench.analysis.gate.units import FIGURES, Unit
 from ebbench.cli.main import app
 
 SMALL = (

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from gate_data import side, unit
 
-from ebbench.analysis.gate import Rules, judge, pair_units
-from ebbench.analysis.gate_margins import parse_margins
-from ebbench.analysis.gate_store import save_baseline, stored_units
-from ebbench.analysis.gate_units import Unit
+from ebbench.analysis.gate.baselines import save_baseline, stored_units
+from ebbench.analysis.gate.margins import parse_margins
+from ebbench.analysis.gate.units import Unit
+from ebbench.analysis.gate.verdict import Rules, judge, pair_units
 from ebbench.errors import DataError, UnknownNameError, UsageError
 from ebbench.records import files
 

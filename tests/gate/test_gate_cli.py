@@ -13,9 +13,9 @@ import msgspec
 import pytest
 from gate_data import SMALL, invoke
 
+from ebbench.analysis.gate.interleave import abba
 from ebbench.records import files
 from ebbench.records.run import MANIFEST, Run
-from ebbench.sweep.interleave import abba
 
 
 @pytest.fixture(autouse=True)

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from gate_data import invoke
 
-from ebbench.analysis import gate_trials
-from ebbench.analysis.gate import Rules
-from ebbench.analysis.gate_trials import Design, Noise, trial
+from ebbench.analysis.gate import self_test as gate_trials
+from ebbench.analysis.gate.self_test import Design, Noise, trial
+from ebbench.analysis.gate.verdict import Rules
 from ebbench.report.selftest import wilson
 
 REPORT = Path(__file__).resolve().parents[2] / "reports" / "gate.md"

@@ -11,7 +11,7 @@ import pytest
 from made_runs import MadeEngine, device_of, plan_of
 from rich.console import Console
 
-from ebbench.analysis.compare import Group, group_by_policy
+from ebbench.analysis.compare.policies import Group, group_by_policy
 from ebbench.analysis.conclude import Setting, conclude
 from ebbench.analysis.explain import CrossoverFacts, DecisionFacts, Spread, StepFacts, Story, explain
 from ebbench.analysis.metrics import SteadyRates

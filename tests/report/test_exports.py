@@ -15,14 +15,14 @@ import pytest
 import yaml
 from report_data import invoke, rewrite
 
-from ebbench.analysis import history
-from ebbench.analysis.gate_units import FIGURES, unit_of
-from ebbench.analysis.history import series_of
+from ebbench.analysis.gate.units import FIGURES, unit_of
 from ebbench.analysis.summary import summarise
 from ebbench.errors import DataError
+from ebbench.export import otava as history
+from ebbench.export.llm_d import llm_d_report
+from ebbench.export.otava import series_of
+from ebbench.export.vllm_json import vllm_result
 from ebbench.records.run import Run
-from ebbench.render.vllm_json import vllm_result
-from ebbench.report.llm_d import llm_d_report
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 from report_data import invoke, rewrite
 
-from ebbench.analysis.gate_store import BASELINES
+from ebbench.analysis.gate.baselines import BASELINES
 from ebbench.analysis.summary import summarise
 from ebbench.records.run import SCHEMAS, Run
 from ebbench.records.schema import SERVER_METRICS

@@ -16,8 +16,8 @@ from ebbench.cli.main import app
 from ebbench.engines.base import EngineResult
 from ebbench.papers.cells import Cell, settings
 from ebbench.papers.cluster_cells import DEEPSEEK, ClusterCell, cluster_figures, deepseek_unit
-from ebbench.papers.disaggregated import explained
-from ebbench.papers.staggered_curves import SHARES, SHORT_3K, Curve, capacity_rps, prefill_cell
+from ebbench.papers.eb.table19_20 import explained
+from ebbench.papers.staggered.curves import SHARES, SHORT_3K, Curve, capacity_rps, prefill_cell
 from ebbench.papers.store import CellStore, Measured
 from ebbench.papers.table import Wish
 from ebbench.records.schema import DECISIONS, REQUESTS, STEPS

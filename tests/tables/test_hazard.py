@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner, Result
 
-from ebbench.analysis.hazard_tests import analyse_lengths, trend_tests
-from ebbench.analysis.hazard_tests_source import read_lengths
 from ebbench.cli.main import app
 from ebbench.errors import InputFileError, UsageError
+from ebbench.hazard.lengths import read_lengths
+from ebbench.hazard.trend import analyse_lengths, trend_tests
 from ebbench.papers.store import Measured
 
 DATA = Path(__file__).resolve().parents[1] / "data"

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from ebbench.analysis.fidelity_cases import all_cases
-from ebbench.analysis.protocols import ASYNC_SCHEDULING
-from ebbench.papers.deferred import implied_constants
+from ebbench.papers.deferred.table01 import implied_constants
+from ebbench.papers.eb.table02 import table2_cell
+from ebbench.papers.eb.table03 import TRAFFIC, table3_cells
+from ebbench.papers.fidelity.cases import all_cases
+from ebbench.papers.protocols import ASYNC_SCHEDULING
 from ebbench.papers.published import best_config, pick, rows
 from ebbench.papers.registry import TABLES, find_table
 from ebbench.papers.table import Wish
-from ebbench.papers.table2 import table2_cell
-from ebbench.papers.table3 import TRAFFIC, table3_cells
 from vllm_eb.deferred import DeferredModel, exact_chain
 
 

@@ -13,10 +13,10 @@ from shutil import which
 import pytest
 from rich.console import Console
 
-from ebbench.analysis.paper_tables import Column, Document, Section, compared, comparison, labels, number
-from ebbench.render.latex import as_latex, escaped
-from ebbench.render.markdown import as_markdown
-from ebbench.render.paper_tables import as_csv, as_html, as_rich
+from ebbench.analysis.documents import Column, Document, Section, compared, comparison, labels, number
+from ebbench.export.latex import as_latex, escaped
+from ebbench.export.markdown import as_markdown
+from ebbench.render.documents import as_csv, as_html, as_rich
 
 NASTY = "a_b & 50% </script> | $x$"
 

@@ -1,0 +1,95 @@
+"""The candidates of a question as runs: checked before the first is made, and the load they carry."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+
+from ebbench.advice.answer import Question
+from ebbench.advice.choice import BASELINE
+from ebbench.advice.theory import Load
+from ebbench.engines.checks import check_fits, check_options
+from ebbench.errors import UsageError
+from ebbench.hazard.trend import analyse_lengths
+from ebbench.papers.cells import Cell, settings
+from ebbench.papers.store import CellStore
+from ebbench.records.plan import Plan
+from vllm_eb.policy import parse_policy
+
+
+def main_cells(question: Question) -> list[Cell]:
+    """Every policy on every seed's plan."""
+    return [candidate(question, policy, seed) for seed in range(question.seeds) for policy in question.policies]
+
+
+def candidate(question: Question, policy: str, seed: int) -> Cell:
+    """One policy on one seed's plan."""
+    return Cell(
+        question.workload, policy, question.device, question.model, question.max_num_seqs,
+        question.max_num_batched_tokens, question.scenario, settings(**question.plan), seed, weight=2.0,
+    )  # fmt: skip
+
+
+def checked(question: Question) -> Question:
+    """The question, sure to be one that can be run, and of one seed where every seed gives the same plan.
+
+    Raises UsageError for names, scheduler settings and requests with which a run could not be carried out, and what
+    build_plan raises.
+    """
+    first = candidate(question, BASELINE, 0)
+    check_options(first.options, [parse_policy(policy) for policy in question.policies])
+    device = first.load_device()
+    plans = [candidate(question, BASELINE, seed).plan() for seed in range(min(question.seeds, 2))]
+    for plan in plans:
+        check_fits(plan, device, first.options)
+    if len(plans) == 2 and alike(*plans):
+        return replace(question, seeds=1, seeds_alike=True)
+    return question
+
+
+def alike(one: Plan, other: Plan) -> bool:
+    """Whether two plans ask the same at the same times, so that simulating them gives the same run twice."""
+    if (one.phases, one.max_concurrency) != (other.phases, other.max_concurrency) or len(one) != len(other):
+        return False
+    asked = ["session", "turn", "phase", "arrival_ns", "input_tokens", "output_tokens", "hash_ids"]
+    same: bool = one.table.select(asked).equals(other.table.select(asked))
+    return same and bool((_streams(one) == _streams(other)).all())
+
+
+def _streams(plan: Plan) -> npt.NDArray[np.int64]:
+    """Content streams counted from the first: seeds only move them, so that none is cached from another seed."""
+    content = plan.table["content"].to_numpy()
+    return np.asarray(content - content[:1], np.int64)
+
+
+def load_of(question: Question, store: CellStore) -> Load:
+    """Lengths and hazard of the first plan, and how many requests are open. Raises what build_plan raises."""
+    plan = candidate(question, BASELINE, 0).plan()
+    outputs = plan.table["output_tokens"].to_numpy()
+    fit = analyse_lengths(outputs).censored
+    mu_o, mu_l = float(outputs.mean()), float(plan.table["input_tokens"].to_numpy().mean())
+    concurrency = max(phase.max_concurrency for phase in plan.phases) if plan.closed_loop else _seen(question, store)
+    return Load(
+        mu_l, mu_o, fit.p0 if fit else 1 / mu_o, fit.eta if fit else 0.0,
+        min(concurrency, plan.max_concurrency or concurrency), open_loop=not plan.closed_loop,
+        source=str(plan.facts.get("source", "the plan")),
+    )  # fmt: skip
+
+
+def _seen(question: Question, store: CellStore) -> int:
+    """Requests open on average in the candidates' runs, under v1 if it is one of them: rate times stay (Little)."""
+    policy = BASELINE if BASELINE in question.policies else question.policies[0]
+    cells = [candidate(question, policy, seed) for seed in range(question.seeds)]
+    means = [figure(store, cell, "request_throughput") * figure(store, cell, "mean_e2el_ms") / 1e3 for cell in cells]
+    return max(1, round(sum(means) / len(means)))
+
+
+def figure(store: CellStore, cell: Cell, key: str) -> float:
+    """A figure of a run that has been made. Raises UsageError where it is undefined."""
+    found = store.get(cell)
+    value = None if found is None else found.get(key)
+    if value is None:
+        raise UsageError(f"the run of {cell.policy} gave no {key}; use more requests (--num-prompts)")
+    return value

@@ -1,0 +1,95 @@
+"""Which of the candidates to advise, and why: in words that claim no more than the runs show."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from ebbench.advice.answer import Score
+from ebbench.analysis.statistics import Interval, paired_t
+
+BASELINE = "v1"
+TIE = 0.005
+# Of two that are as good, the one that differs less from what vLLM does by itself.
+SIMPLEST_FIRST = ("v1", "cadence", "ebplus", "marginal", "eb", "v0")
+
+
+def relative_gain(ours: Sequence[float], base: Sequence[float] | None) -> Interval | None:
+    """Mean relative gain with its paired 95 % t interval, from the logs of the ratios; None where undefined."""
+    if base is None or min(base) <= 0 or min(ours) <= 0:
+        return None
+    found = paired_t([math.log(a / b) for a, b in zip(ours, base, strict=True)])
+    return Interval(*(math.expm1(value) for value in (found.mean, found.low, found.high)))
+
+
+def choose(scores: Sequence[Score]) -> tuple[Score, str]:
+    """The simplest policy that is as good as the best: not behind by more than TIE, or not surely so.
+
+    Where v1 is surely behind, a policy that may be no better than v1 is not advised in place of one that surely is.
+    """
+    best = scores[0]
+    if best.objective <= 0:
+        reason = "no request met the targets under any candidate, so they decide nothing, and it is the simplest"
+        return _simplest(scores), f"{reason}; loosen --goodput or ask with less traffic"
+    equal = [one for one in scores if one is best or _ties(one, best)]
+    if all(one.policy != BASELINE for one in equal) and (sure := [one for one in equal if _ahead(one)]):
+        unsure = [one.policy for one in equal if one not in sure]
+        if unsure:
+            reason = f"it is surely ahead of {BASELINE}; {_listed(unsure)} may be as good, less certainly"
+            return _simplest(sure), reason
+    chosen = _simplest(equal)
+    return chosen, _winner(scores) if len(equal) == 1 else _among([one for one in equal if one is not chosen])
+
+
+def _winner(scores: Sequence[Score]) -> str:
+    """Why the first, which nothing equals."""
+    best, *others = scores
+    if not others:
+        return "it is the only candidate"
+    if all(_surely_behind(one) for one in others):
+        return "it is ahead of every other candidate by more than chance and half a per cent"
+    doubt = f"{_why_unsure(best)}: chance is not ruled out"
+    second = others[0].objective
+    if second <= 0:
+        return f"it is the only candidate under which a request met the targets ({doubt})"
+    return f"it is ahead of every other candidate by {100 * (best.objective / second - 1):.1f} % or more ({doubt})"
+
+
+def _among(others: Sequence[Score]) -> str:
+    """Why the simplest, which ``others`` equal."""
+    verb = "are" if len(others) > 1 else "is"
+    within = "chance or half a per cent" if len(others[0].values) > 1 else "half a per cent (one seed)"
+    return f"{_listed([one.policy for one in others])} {verb} equal to it within {within}, and it is the simplest"
+
+
+def _why_unsure(score: Score) -> str:
+    return "one seed" if len(score.values) == 1 else "in some runs no request met the targets"
+
+
+def _listed(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:-1])} and {names[-1]}" if len(names) > 1 else names[0]
+
+
+def _ahead(one: Score) -> bool:
+    return one.gain is not None and one.gain.low > 0
+
+
+def _surely_behind(one: Score) -> bool:
+    return one.behind_best is not None and one.behind_best.high < 0
+
+
+def _ties(one: Score, best: Score) -> bool:
+    behind = one.behind_best
+    if behind is None:  # a run in which no request met the targets has no ratio
+        return one.objective >= (1 - TIE) * best.objective
+    return behind.mean >= -TIE or (math.isfinite(behind.high) and behind.high >= 0)
+
+
+def _simplest(scores: Sequence[Score]) -> Score:
+    return min(scores, key=lambda one: _rank(one.policy))
+
+
+def _rank(policy: str) -> int:
+    kind = policy.partition(":")[0]
+    order = SIMPLEST_FIRST.index(kind) if kind in SIMPLEST_FIRST else len(SIMPLEST_FIRST)
+    return 10 * order + (":" in policy)

@@ -1,0 +1,153 @@
+"""What to run: candidate policies simulated on the same plans over several seeds, beside what theory says."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+
+from ebbench.advice.answer import Advice, Probe, Question, Score, Tuning
+from ebbench.advice.candidates import candidate, figure, load_of, main_cells
+from ebbench.advice.choice import BASELINE, choose, relative_gain
+from ebbench.advice.theory import Load, predict, sign_changes
+from ebbench.analysis.slo import Slo
+from ebbench.analysis.summary import summarise
+from ebbench.papers.cells import Cell, settings
+from ebbench.papers.store import CellStore
+from ebbench.workloads import load_scenario
+from vllm_eb.policy import parse_policy
+
+CADENCE = "cadence:every=16"  # where it helps at all, 8 to 32 differ by little
+CONCURRENCIES = (16, 32, 64, 128, 256, 512, 1024, 2048)
+SHARES = (0.1, 0.25, 0.5, 0.75, 0.9)
+PROBE_PROMPTS = 1200
+
+
+def default_policies(slo: Slo) -> tuple[str, ...]:
+    """The candidates; with TTFT or TPOT targets the SLO-aware policy is given them."""
+    targets = [f"{name}={limit / 1e3:g}" for name, limit in slo.limits().items() if name in ("ttft", "tpot")]
+    aware = "marginal:" + ",".join(targets) if targets else "marginal"
+    return tuple(dict.fromkeys((BASELINE, CADENCE, "eb", "ebplus", "marginal", aware)))
+
+
+def concurrency_cells(question: Question, load: Load) -> dict[float, tuple[Cell, Cell]]:
+    """v1 and EB at each concurrency, closed loop, the workload's lengths (or the means a scenario brings)."""
+    lengths: dict[str, int] = {}
+    if question.scenario is not None and load_scenario(question.scenario).own_lengths:
+        lengths = {"input_len": max(1, round(load.mu_l)), "output_len": max(1, round(load.mu_o))}
+    most = max(2 * question.max_num_seqs, CONCURRENCIES[1])  # two points at least
+    levels = [c for c in CONCURRENCIES if c <= most]
+    return {c: _pair(question, {"max_concurrency": c}, lengths) for c in levels}
+
+
+def mix_cells(question: Question, load: Load) -> dict[float, tuple[Cell, Cell]]:
+    """v1 and EB at each decode share, tokens a request as now, uniform lengths, at the load's concurrency."""
+    total = load.mu_l + load.mu_o
+    pairs = {}
+    for r in SHARES:
+        lengths = {"input_len": max(1, round((1 - r) * total)), "output_len": max(1, round(r * total))}
+        pairs[r] = _pair(question, {"max_concurrency": min(load.concurrency, 2048)}, lengths)
+    return pairs
+
+
+def _pair(question: Question, traffic: dict[str, int], lengths: dict[str, int]) -> tuple[Cell, Cell]:
+    kept = _LIMIT_KEYS if lengths else (*_LIMIT_KEYS, *_LENGTH_KEYS)
+    own = {k: v for k, v in question.plan.items() if k in kept}
+    workload = "balanced" if lengths else question.workload
+    # Enough for the load to stand at its level for a while before it drains.
+    plan = settings(num_prompts=max(PROBE_PROMPTS, 3 * traffic["max_concurrency"]), **own, **lengths, **traffic)
+    v1, eb = (
+        Cell(workload, policy, question.device, question.model, question.max_num_seqs,
+             question.max_num_batched_tokens, "saturated", plan, 0)
+        for policy in (BASELINE, "eb")
+    )  # fmt: skip
+    return v1, eb
+
+
+_LENGTH_KEYS = ("source", "input_len", "output_len", "length_distribution", "tokenizer")
+_LIMIT_KEYS = ("max_model_len", "drop_too_long")
+
+BUDGETS = (4096, 8192, 16384)
+BATCHES = (256, 512, 1024, 2048)
+
+
+def tuning_cells(question: Question, policy: str) -> list[Cell]:
+    """The chosen policy at other budgets and batch sizes it can have, first seed; its own settings among them."""
+    own = candidate(question, policy, 0)
+    least = parse_policy(policy).k or 0  # idle slots it waits for
+    pairs = [(b, n) for b in BUDGETS for n in BATCHES if n >= least]
+    return [own, *(replace(own, max_num_batched_tokens=b, max_num_seqs=n) for b, n in pairs)]
+
+
+def tune(question: Question, policy: str, store: CellStore) -> Tuning:
+    """The best of the tuning cells, which must have been run. Raises UsageError."""
+    cells = list(dict.fromkeys(tuning_cells(question, policy)))
+    values = [_objective(question, store, cell) for cell in cells]
+    best = max(range(len(cells)), key=values.__getitem__)
+    gain = values[best] / values[0] - 1 if values[0] else 0.0
+    return Tuning(len(cells), cells[best].max_num_batched_tokens, cells[best].max_num_seqs, gain)
+
+
+def probe(pairs: Mapping[float, tuple[Cell, Cell]], store: CellStore, *, log: bool) -> Probe:
+    """EB's gain in total tokens/s over a sweep. Raises UsageError when a run is missing."""
+    x, gains = [], []
+    for at, (v1, eb) in sorted(pairs.items()):
+        rates = [figure(store, cell, "total_token_throughput") for cell in (v1, eb)]
+        x.append(float(at))
+        gains.append(rates[1] / rates[0] - 1)
+    scale = [math.log(value) for value in x] if log else x
+    crossings = tuple(math.exp(value) if log else value for value in sign_changes(scale, gains))
+    return Probe(tuple(x), tuple(gains), crossings)
+
+
+def advise(question: Question, store: CellStore, *, with_crossover: bool) -> Advice:
+    """Put stored runs and theory together; the runs must be there. Raises UsageError, TheoryError."""
+    load = load_of(question, store)
+    device = main_cells(question)[0].load_device()
+    theory = predict(load, device.calibration, device.kv_capacity_tokens, question.max_num_seqs)
+    scores = score(question, store)
+    chosen, reason = choose(scores)
+    return Advice(
+        question, load, theory, scores, chosen, reason,
+        probe(concurrency_cells(question, load), store, log=True) if with_crossover else None,
+        probe(mix_cells(question, load), store, log=False) if with_crossover else None,
+        notes=candidate(question, BASELINE, 0).plan().warnings,
+    )  # fmt: skip
+
+
+def score(question: Question, store: CellStore) -> tuple[Score, ...]:
+    """Scores of all policies, best objective first."""
+    values = {
+        policy: [_objective(question, store, candidate(question, policy, seed)) for seed in range(question.seeds)]
+        for policy in question.policies
+    }
+    best = max(values, key=lambda policy: sum(values[policy]))
+    scores = [_score(question, store, policy, values, best) for policy in question.policies]
+    return tuple(sorted(scores, key=lambda one: -one.objective))
+
+
+def _objective(question: Question, store: CellStore, cell: Cell) -> float:
+    if not question.slo:
+        return figure(store, cell, "total_token_throughput")
+    found = store.get(cell)
+    assert found is not None  # the caller made the runs
+    return summarise(found.run, question.slo).metrics.request_goodput or 0.0
+
+
+def _score(question: Question, store: CellStore, policy: str, values: Mapping[str, list[float]], best: str) -> Score:
+    own = values[policy]
+    cells = [candidate(question, policy, seed) for seed in range(question.seeds)]
+
+    def mean(key: str) -> float:
+        return sum(figure(store, cell, key) for cell in cells) / len(cells)
+
+    attainment = None
+    if question.slo:
+        shares = [summarise(found.run, question.slo).metrics.slo_attainment or 0.0
+                  for cell in cells if (found := store.get(cell)) is not None]  # fmt: skip
+        attainment = sum(shares) / len(shares)
+    return Score(
+        policy, sum(own) / len(own), tuple(own), relative_gain(own, values.get(BASELINE)),
+        relative_gain(own, values[best]), attainment, mean("median_ttft_ms"), mean("median_tpot_ms"),
+        mean("total_token_throughput"),
+    )  # fmt: skip

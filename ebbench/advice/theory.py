@@ -1,0 +1,133 @@
+"""What theory says about a workload on a device: threshold, batch, throughputs, and where EB and MB cross.
+
+Pure: lengths and coefficients in, predictions out (theory.md sections 2 to 4 and 8). What simulation says stands in
+:mod:`ebbench.advice.simulate`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from vllm_eb.calibration import Calibration
+from vllm_eb.memory import memory_safe_batch
+from vllm_eb.theory import (
+    Crossover,
+    Threshold,
+    base_threshold,
+    crossover,
+    eb_throughput,
+    mb_throughput,
+    optimal_threshold,
+)  # fmt: skip
+
+THETA_MIN, THETA_MAX = 0.01, 0.80  # as the controller clips
+EPSILON = 0.01
+_SHARES = tuple(round(0.02 * i, 2) for i in range(1, 50))
+
+
+@dataclass(frozen=True)
+class Load:
+    """Lengths in tokens and where they are from, linear hazard, and how many requests the traffic keeps open.
+
+    ``concurrency``: at most in a closed loop, on average in an open one.
+    """
+
+    mu_l: float
+    mu_o: float
+    p0: float
+    eta: float
+    concurrency: int
+    open_loop: bool = False
+    source: str = "the plan"
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Theory's answer. ``n`` is the batch the comparison is made at; throughputs in requests/s.
+
+    ``concurrency_crossover``: the number of sequences from which exclusive batching wins (None: none, 0: always).
+    ``mix_crossovers``: decode shares r at which the better mode changes at this ``n`` and these tokens a request.
+    """
+
+    threshold: Threshold
+    n_star: int
+    n: int
+    k_star: int
+    eb_rps: float
+    mb_rps: float | None
+    sides: Crossover
+    margin: float
+    concurrency_crossover: float | None
+    mix_crossovers: tuple[float, ...]
+
+    @property
+    def exclusive(self) -> bool:
+        """Whether exclusive batching is predicted to win (eq. 8 without its priority margin)."""
+        return self.sides.eb_wins()
+
+    @property
+    def gain(self) -> float | None:
+        """Predicted throughput of EB over MB, as a share; None without a measured mixed cost."""
+        return None if not self.mb_rps else self.eb_rps / self.mb_rps - 1
+
+
+def predict(load: Load, calibration: Calibration, capacity_tokens: int, max_num_seqs: int) -> Prediction:
+    """Evaluate the formulas. Raises TheoryError for lengths or costs without meaning."""
+    found = optimal_threshold(
+        load.p0, calibration.alpha_p, calibration.alpha_d, eta=load.eta, beta_d=calibration.beta_d, n=max_num_seqs
+    )
+    theta = min(max(found.theta_star, THETA_MIN), THETA_MAX)
+    n_star = min(memory_safe_batch(capacity_tokens, load.mu_l, load.p0, theta, EPSILON), max_num_seqs)
+    n = max(1, min(n_star, load.concurrency))
+    theta0 = max(found.theta0, THETA_MIN)
+    sides = crossover(calibration, mu_l=load.mu_l, mu_o=load.mu_o, n_obs=n, theta0=theta0)
+    mean_hazard = 1 / load.mu_o
+    return Prediction(
+        threshold=found,
+        n_star=n_star,
+        n=n,
+        k_star=max(1, int(theta * n_star)),
+        eb_rps=eb_throughput(calibration, theta=theta0, n=n, p0=mean_hazard, mu_l=load.mu_l),
+        mb_rps=None if calibration.mixed is None else mb_throughput(calibration, n=n, mu_l=load.mu_l, mu_o=load.mu_o),
+        sides=sides,
+        margin=calibration.margin,
+        concurrency_crossover=_concurrency_crossover(sides, n),
+        mix_crossovers=_mix_crossovers(load, calibration, n),
+    )
+
+
+def _concurrency_crossover(sides: Crossover, n: int) -> float | None:
+    """The right side falls as 1/N, the left does not depend on N: they meet at ``n*rhs/lhs``."""
+    if sides.rhs <= 0:
+        return 0.0 if sides.lhs >= 0 else None
+    return n * sides.rhs / sides.lhs if sides.lhs > 0 else None
+
+
+def _mix_crossovers(load: Load, calibration: Calibration, n: int) -> tuple[float, ...]:
+    """Decode shares at which ``lhs - rhs`` changes sign, prompt plus answer kept at its present length."""
+    total = load.mu_l + load.mu_o
+
+    def advantage(r: float) -> float:
+        mu_o = max(r * total, 1.0)
+        theta0 = max(base_threshold(min(1.0, 1 / mu_o), calibration.alpha_p, calibration.alpha_d), THETA_MIN)
+        return crossover(calibration, mu_l=total - mu_o, mu_o=mu_o, n_obs=n, theta0=theta0).advantage
+
+    return sign_changes(_SHARES, [advantage(r) for r in _SHARES])
+
+
+def sign_changes(x: Sequence[float], y: Sequence[float]) -> tuple[float, ...]:
+    """Where ``y`` over ``x`` changes sign, interpolated linearly."""
+    found = []
+    for i in range(1, len(x)):
+        a, b = y[i - 1], y[i]
+        if a * b < 0:
+            found.append(x[i - 1] + (x[i] - x[i - 1]) * a / (a - b))
+    return tuple(found)
+
+
+def with_mix(load: Load, r: float) -> Load:
+    """The same tokens a request at another decode share."""
+    total = load.mu_l + load.mu_o
+    mu_o = max(1.0, r * total)
+    return replace(load, mu_l=max(1.0, total - mu_o), mu_o=mu_o, p0=min(1.0, 1 / mu_o), eta=0.0)

@@ -1,0 +1,207 @@
+"""Advice in plain words and small tables; lines of text carry no markup."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+from rich.text import Text
+
+from ebbench.analysis.compare.policies import TIE
+from ebbench.render.numbers import DASH, change, count, duration_ms, percent, rate
+from ebbench.render.tables import framed
+from vllm_eb.policy import parse_policy
+
+if TYPE_CHECKING:
+    from ebbench.advice.answer import Advice, Probe, Score
+    from ebbench.analysis.statistics import Interval
+
+_FULL_BATCH = "Theory is of a batch that stays full; a simulated run also fills up and drains."
+FAR_APART = 0.1
+"""From this difference of the two gains on, as a share, a reader is told why they differ."""
+
+
+def headline(advice: Advice) -> list[str]:
+    """What to run and what it brings."""
+    chosen, question = advice.chosen, advice.question
+    lines = [f"Run {chosen.policy}: {advice.reason}."]
+    if chosen.gain is not None and chosen.policy != "v1":
+        what = "requests/s within the SLO" if question.slo else "tokens/s"
+        lines.append(f"Expected: {interval(chosen.gain, question.seeds)} {what} over v1.")
+    if chosen.attainment is not None:
+        lines.append(f"{percent(chosen.attainment)} of the requests meet {question.slo} (ms).")
+    lines.append(
+        f"Expect about {rate(chosen.tokens_per_s)} tokens/s (prompts and answers), median TTFT "
+        f"{duration_ms(chosen.ttft_ms)}, median TPOT {duration_ms(chosen.tpot_ms)}."
+    )
+    return lines
+
+
+def parameters(advice: Advice) -> list[str]:
+    """Settings of the server and what the controller will arrive at."""
+    question, theory = advice.question, advice.theory
+    lines = [
+        f"Server: --max-num-seqs {question.max_num_seqs} --max-num-batched-tokens {question.max_num_batched_tokens}",
+    ]
+    found = advice.tuning
+    if found is not None:
+        lines.append(
+            f"Of {found.tried} settings tried with {advice.chosen.policy}, --max-num-seqs {found.max_num_seqs} "
+            f"--max-num-batched-tokens {found.max_num_batched_tokens} is best: {change(found.gain)} over the above "
+            "(one seed)."
+        )
+    if advice.chosen.policy.partition(":")[0] in ("eb", "ebplus"):
+        lines.append(
+            "The controller sets k and N itself; for this workload theory gives "
+            f"theta* = {theory.threshold.theta_star:.3f}, N* = {theory.n_star:,} and k* = {theory.k_star:,} idle slots "
+            "before a refill."
+        )
+    if every := parse_policy(advice.chosen.policy).every:
+        lines.append(f"From vLLM 0.33 on --prefill-schedule-interval {every} does it without the plugin.")
+    return lines
+
+
+def theory_lines(advice: Advice) -> list[str]:
+    """Both sides of the crossover, and where they meet."""
+    theory, load = advice.theory, advice.load
+    sides = theory.sides
+    lines = [
+        f"lengths from {load.source}: mean {load.mu_l:,.0f} in, {load.mu_o:,.0f} out, "
+        f"decode share r = {sides.r:.2f}; {load.concurrency:,} requests open "
+        f"{'on average' if load.open_loop else 'at most'}, {theory.n:,} of them in the batch",
+        f"mixing costs {1e6 * sides.lhs:+.1f} µs a token and saves {1e6 * sides.rhs:.1f} µs of fixed costs: "
+        f"{'exclusive' if theory.exclusive else 'mixed'} batches win"
+        + (f" (EB over MB {change(theory.gain)})" if theory.gain is not None else ""),
+        _theory_concurrency(theory.concurrency_crossover, theory.sides.lhs),
+    ]
+    if theory.mix_crossovers:
+        shares = ", ".join(f"{share:.2f}" for share in theory.mix_crossovers)
+        lines.append(
+            f"at this batch and {load.mu_l + load.mu_o:,.0f} tokens a request the better mode changes at r = {shares}"
+        )
+    else:
+        lines.append("no other mix of prompt and answer changes that at this batch")
+    return lines
+
+
+def _theory_concurrency(crossing: float | None, lhs: float) -> str:
+    if crossing is None:
+        return "mixed batches win at any concurrency: mixing costs nothing here" if lhs <= 0 else "no crossover"
+    if crossing <= 1:
+        return "exclusive batches win at any concurrency"
+    return f"exclusive batches win from about {crossing:,.0f} sequences in the batch on"
+
+
+def candidates(advice: Advice) -> Table:
+    """One row a candidate, best first: what decides, its gain over v1 with the interval below, latencies."""
+    limits = bool(advice.question.slo)
+    table = framed()
+    table.add_column("policy", max_width=18, overflow="fold")
+    headers = ["tokens/s", *(["goodput\nreq/s", "SLO\nmet"] if limits else [])]
+    headers += [f"{'goodput' if limits else 'tokens/s'} over v1\n(95 % interval)", "TTFT\nmedian", "TPOT\nmedian"]
+    for header in headers:
+        table.add_column(header, justify="right", no_wrap=True)
+    for score in advice.scores:
+        cells = [rate(score.tokens_per_s)]
+        if score.attainment is not None:
+            cells += [rate(score.objective), percent(score.attainment)]
+        cells += [_gain_cell(score), duration_ms(score.ttft_ms), duration_ms(score.tpot_ms)]
+        table.add_row(Text(score.policy), *cells, style="bold" if score.policy == advice.chosen.policy else None)
+    return table
+
+
+def _gain_cell(score: Score) -> str:
+    if score.gain is None or score.policy == "v1":
+        return DASH
+    if not math.isfinite(score.gain.high):
+        return f"{change(score.gain.mean)}\n(one seed)"
+    return f"{change(score.gain.mean)}\n({change(score.gain.low)[:-2]} to {change(score.gain.high)})"
+
+
+def probes(advice: Advice) -> list[tuple[Table, str]]:
+    """EB over v1 along concurrency and along decode share, each with a line on where they cross."""
+    found = []
+    if advice.concurrency is not None:
+        table = _probe_table("requests open", advice.concurrency, "{:.0f}")
+        found.append((table, _crossing_text(advice.concurrency, "requests open", "{:,.0f}")))
+    if advice.mix is not None:
+        table = _probe_table("decode share r", advice.mix, "{:g}")
+        found.append((table, _crossing_text(advice.mix, "decode share", "{:.2f}")))
+    return found
+
+
+def _probe_table(what: str, probe: Probe, x_format: str) -> Table:
+    table = framed()
+    table.add_column(what)
+    for x in probe.x:
+        table.add_column(x_format.format(x), justify="right", no_wrap=True)
+    table.add_row("EB over v1", *(f"{100 * gain:+.0f} %" for gain in probe.gain))
+    return table
+
+
+def limits_of_it(advice: Advice) -> list[str]:
+    """What the advice rests on and a reader has to know."""
+    question, load = advice.question, advice.load
+    lines = [f"{note[:1].upper()}{note[1:]}." for note in advice.notes]
+    if question.seeds_alike:
+        lines.append(
+            "Every seed gives the same requests at the same times, as a replayed trace does, so each candidate was run "
+            "once: there is no interval, and chance is not ruled out."
+        )
+    asked = question.plan.get("num_prompts")
+    if isinstance(asked, int) and asked < load.concurrency:
+        lines.append(
+            f"{asked:,} requests never hold open the {load.concurrency:,} that the load allows: the candidates ran "
+            "while the batch filled and drained, and that hides what they differ in. Ask with --num-prompts "
+            f"{3 * load.concurrency}, or with your own --max-concurrency."
+        )
+    lines.append(
+        f"Simulated on a model of the device; `ebbench devices show {question.device} --model {question.model}` says "
+        "where its step times come from. Measure on your GPU before you switch production over."
+    )
+    return lines
+
+
+def agreement(advice: Advice) -> str:
+    """Whether theory and simulation prefer the same mode."""
+    scores = {score.policy: score for score in advice.scores}
+    if "eb" not in scores or "v1" not in scores:
+        return ""
+    simulated = scores["eb"].tokens_per_s / scores["v1"].tokens_per_s - 1
+    theory = advice.theory.gain
+    winner = "exclusive" if advice.theory.exclusive else "mixed"
+    if abs(simulated) < TIE:
+        expected = "" if theory is None else f" ({change(theory)} for EB over v1 in tokens/s)"
+        return (
+            f"Theory expects {winner} batches to win{expected}; in simulation EB and v1 are equal "
+            f"({change(simulated)}). {_FULL_BATCH}"
+        )
+    same = (simulated > 0) == advice.theory.exclusive
+    verdict = (
+        f"agree that {winner} batches win"
+        if same
+        else "disagree, and the simulation, which knows context lengths and KV memory, decides"
+    )
+    line = f"Theory and simulation {verdict}: EB over v1 in tokens/s is {change(simulated)} in simulation"
+    if theory is None:
+        return f"{line}."
+    line += f" and {change(theory)} in theory."
+    if same and abs(theory - simulated) > FAR_APART:
+        line += f" {_FULL_BATCH}"
+    return line
+
+
+def interval(gain: Interval, seeds: int) -> str:
+    """``+56.1 % (95 % interval +53.0 % to +59.2 %, 5 seeds)``."""
+    if not math.isfinite(gain.high):
+        return f"{change(gain.mean)} (one seed, no interval)"
+    return f"{change(gain.mean)} (95 % interval {change(gain.low)} to {change(gain.high)}, {seeds} seeds)"
+
+
+def _crossing_text(probe: Probe, what: str, x_format: str) -> str:
+    if not probe.crossings:
+        winner = "EB" if probe.gain[-1] > 0 else "v1"
+        return f"no crossover in {what} in this range: {winner} is ahead throughout"
+    where = ", ".join(x_format.format(value) for value in probe.crossings)
+    return f"crossover in {what} at about {where} (interpolated between {count(len(probe.x))} points, one seed)"

@@ -1,0 +1,181 @@
+"""Runs side by side, paired by plan: how much better or worse each policy is than the baseline, and how surely."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ebbench.analysis.environment import differences
+from ebbench.analysis.gate.units import FIGURES, Unit, load_units
+from ebbench.analysis.gate.verdict import GATED, Pair, losses_of, measured_somewhere, pair_units
+from ebbench.analysis.statistics import detectable_loss, holm, paired_t, sign_flip_p
+from ebbench.errors import DataError, UnknownNameError
+
+ALPHA = 0.05
+
+
+@dataclass(frozen=True)
+class Contrast:
+    """One figure of one policy against the baseline's. ``change``, ``low``, ``high``, ``detectable`` are shares;
+    ``p_adjusted`` is two-sided, Holm-adjusted over the decisive figures of all policies; None for the advisory ones and
+    with a single pair."""
+
+    figure: str
+    baseline: float
+    value: float
+    change: float
+    low: float | None
+    high: float | None
+    p: float | None
+    p_adjusted: float | None
+    detectable: float | None
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """A policy with its figures against the baseline; ``pairs`` are those it was compared on, ``skipped`` the figures
+    that only some runs have or that do not compare, with the reason."""
+
+    label: str
+    pairs: tuple[Pair, ...]
+    contrasts: tuple[Contrast, ...]
+    skipped: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The baseline, its runs, and everyone else."""
+
+    baseline: str
+    units: tuple[Unit, ...]
+    contestants: tuple[Contestant, ...]
+
+
+def load_groups(paths: Sequence[Path]) -> dict[str, list[Unit]]:
+    """Units by policy, in the order given; a policy named by several arguments is one group per argument.
+
+    Raises DataError when a run is missing, damaged or INVALID.
+    """
+    found: dict[tuple[str, int], list[Unit]] = {}
+    for place, path in enumerate(paths):
+        for unit in load_units([path]):
+            found.setdefault((unit.policy, place), []).append(unit)
+    return _merged(found, paths)
+
+
+def _merged(found: Mapping[tuple[str, int], list[Unit]], paths: Sequence[Path]) -> dict[str, list[Unit]]:
+    """Arguments that bring different plans of one policy are one group; the same plan twice makes two groups."""
+    groups: dict[str, list[Unit]] = {}
+    for (policy, place), units in found.items():
+        held = groups.get(policy, [])
+        repeated = {unit.plan_hash for unit in held} & {unit.plan_hash for unit in units}
+        label = policy if not repeated else _label(policy, paths[place], groups)
+        groups.setdefault(label, []).extend(units)
+    return groups
+
+
+def _label(policy: str, path: Path, taken: Collection[str]) -> str:
+    """The policy with as much of the path's end as tells it apart; with a number where the path is named again."""
+    parts = path.resolve().parts
+    ends = ["/".join(parts[-length:]) for length in range(1, len(parts) + 1)]
+    numbered = (f"{ends[0]}, {number}" for number in itertools.count(2))
+    return next(label for end in itertools.chain(ends, numbered) if (label := f"{policy} ({end})") not in taken)
+
+
+def compare(
+    groups: Mapping[str, Sequence[Unit]], baseline: str | None = None, allowed: Sequence[str] = ()
+) -> Comparison:
+    """Compare every group with the baseline (default: ``v1``, else the first).
+
+    Raises DataError when fewer than two groups are there or the runs differ in environment or plan, naming the
+    keys; UnknownNameError for a baseline that is not among the groups.
+    """
+    if len(groups) < 2:
+        raise DataError(_why_alone(groups, allowed))
+    chosen = baseline or ("v1" if "v1" in groups else next(iter(groups)))
+    if chosen not in groups:
+        raise UnknownNameError("baseline", chosen, groups)
+    others = {label: units for label, units in groups.items() if label != chosen}
+    found = [_contestant(label, pair_units(groups[chosen], units, allowed)) for label, units in others.items()]
+    return Comparison(chosen, tuple(groups[chosen]), tuple(_adjusted(found)))
+
+
+def _why_alone(groups: Mapping[str, Sequence[Unit]], allowed: Sequence[str]) -> str:
+    """Why there is nothing to compare: runs of one policy differ in environment or plan, or there is only one."""
+    only, units = next(iter(groups.items()), ("nothing", ()))
+    for unit in units[1:]:
+        found = differences(units[0].environment, unit.environment, allowed)
+        if found:
+            return f"{units[0].run} and {unit.run} are not comparable: {'; '.join(found)}"
+    several = len({unit.plan_hash for unit in units}) > 1
+    plans = f", whose {len(units)} runs have different plans (plan: seeds or requests differ)" if several else ""
+    return f"a comparison needs runs of two policies or more on the same plans; found only {only}{plans}"
+
+
+def _contestant(label: str, pairs: Sequence[Pair]) -> Contestant:
+    found = {figure: losses_of(figure, pairs) for figure in FIGURES if measured_somewhere(figure, pairs)}
+    skipped = {figure: losses for figure, losses in found.items() if isinstance(losses, str)}
+    contrasts = tuple(_contrast(figure, pairs) for figure in found if figure not in skipped)
+    return Contestant(label, tuple(pairs), contrasts, skipped)
+
+
+def _contrast(figure: str, pairs: Sequence[Pair]) -> Contrast:
+    known = _values(figure, pairs)
+    logs = [math.log(after / before) for before, after in known]
+    several = len(logs) > 1
+    interval = paired_t(logs)
+    return Contrast(
+        figure=figure,
+        baseline=math.exp(math.fsum(math.log(before) for before, _ in known) / len(known)),
+        value=math.exp(math.fsum(math.log(after) for _, after in known) / len(known)),
+        change=math.expm1(interval.mean),
+        low=math.expm1(interval.low) if several else None,
+        high=math.expm1(interval.high) if several else None,
+        p=min(1.0, 2 * min(sign_flip_p(logs), sign_flip_p([-x for x in logs]))) if several else None,
+        p_adjusted=None,
+        detectable=None,
+    )
+
+
+def _adjusted(contestants: Sequence[Contestant]) -> list[Contestant]:
+    """Holm over every figure of every contestant, and what the comparison could have detected at that level."""
+    tested = [(c, k) for c in contestants for k in c.contrasts if _decisive(k)]
+    adjusted = iter(holm([contrast.p for _, contrast in tested if contrast.p is not None]))
+    level = ALPHA / 2 / max(len(tested), 1)
+    return [
+        replace(
+            contestant,
+            contrasts=tuple(
+                _with_level(contrast, contestant.pairs, next(adjusted), level) if _decisive(contrast) else contrast
+                for contrast in contestant.contrasts
+            ),
+        )
+        for contestant in contestants
+    ]
+
+
+def _decisive(contrast: Contrast) -> bool:
+    """Throughput and median latencies; tails and goodput are shown beside them, as in the gate."""
+    return contrast.p is not None and contrast.figure in GATED
+
+
+def pairs_needed(comparison: Comparison) -> int:
+    """Pairs from which on the comparison can show anything: 2**(1-n) times its tests must fall to ALPHA."""
+    tests = sum(contrast.figure in GATED for c in comparison.contestants for contrast in c.contrasts)
+    return 1 + math.ceil(math.log2(max(tests, 1) / ALPHA))
+
+
+def _with_level(contrast: Contrast, pairs: Sequence[Pair], p_adjusted: float, level: float) -> Contrast:
+    logs = [math.log(after / before) for before, after in _values(contrast.figure, pairs)]
+    mean = math.fsum(logs) / len(logs)
+    spread = math.sqrt(math.fsum((x - mean) ** 2 for x in logs) / (len(logs) - 1))
+    smallest = detectable_loss(spread, len(logs), alpha=level)
+    return replace(contrast, p_adjusted=p_adjusted, detectable=None if smallest is None else math.expm1(smallest))
+
+
+def _values(figure: str, pairs: Sequence[Pair]) -> list[tuple[float, float]]:
+    found = [(pair.baseline.figures[figure], pair.candidate.figures[figure]) for pair in pairs]
+    return [(before, after) for before, after in found if before and after]

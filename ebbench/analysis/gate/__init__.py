@@ -1,0 +1,1 @@
+"""The regression gate: paired units, verdict, baselines, self-test."""

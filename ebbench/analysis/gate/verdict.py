@@ -1,0 +1,304 @@
+"""The regression gate: pass, fail or inconclusive, from paired units.
+
+- FAIL: for some gated figure the Holm-adjusted sign-flip p is at most alpha and the estimated loss reaches the margin
+- PASS: for every gated figure the upper bound of the paired t interval lies below the margin
+- INCONCLUSIVE: neither, or fewer pairs than the test needs to be able to fail, or a gated figure that only some runs
+  have
+
+Losses are log ratios, positive when the candidate is worse, so 3 % of throughput less and 3 % of latency more are
+the same size. Tail latencies and goodput are advisory: shown with the same statistics, never decisive.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from ebbench.analysis.environment import differences
+from ebbench.analysis.gate.units import FIGURES, HIGHER_IS_BETTER, LABELS, Unit, require_one_environment
+from ebbench.analysis.statistics import Interval, detectable_loss, holm, paired_t, sign_flip_p
+from ebbench.errors import DataError, UsageError
+
+Outcome = Literal["pass", "fail", "inconclusive"]
+GATED = ("output_throughput", "median_ttft_ms", "median_tpot_ms")
+MIN_PAIRS = 6
+"""Least pairs: with three gated figures, Holm's first step asks for p <= 0.05 / 3, and 6 is the first n with
+2**-n below that. A smaller alpha asks for more."""
+COPIES = (
+    "pair(s) left out as copies: in virtual time, plans of the same lengths and arrivals give the same figures "
+    "whatever their seed; take another trace or other requests to measure more"
+)
+
+
+@dataclass(frozen=True)
+class Rules:
+    """``margin`` maps a figure to the loss that matters (0.03 is 3 %); ``default_margin`` is for the others."""
+
+    default_margin: float = 0.03
+    margin: Mapping[str, float] = field(default_factory=dict)
+    alpha: float = 0.05
+    confidence: float = 0.95
+    min_pairs: int = MIN_PAIRS
+
+    def margin_of(self, figure: str) -> float:
+        """The margin of a figure as a share."""
+        return self.margin.get(figure, self.default_margin)
+
+
+DEFAULT_RULES = Rules()
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Baseline and candidate on the same plan. ``copies`` counts other pairs that were left out as copies of it."""
+
+    baseline: Unit
+    candidate: Unit
+    copies: int = field(default=0, kw_only=True)
+
+    @property
+    def question(self) -> tuple[object, ...]:
+        """What was asked and what came out; equal in virtual time: the pair was not measured again."""
+        figures = (*self.baseline.figures.values(), *self.candidate.figures.values())
+        return (self.candidate.lengths or self.candidate.plan_hash, *figures)
+
+
+@dataclass(frozen=True)
+class Judged:
+    """One figure. ``loss``, ``low``, ``high`` and ``detectable`` are shares (0.05: the candidate is 5 % worse)."""
+
+    figure: str
+    gated: bool
+    baseline: float
+    candidate: float
+    losses: tuple[float, ...]
+    loss: float
+    low: float
+    high: float
+    p: float
+    p_adjusted: float
+    margin: float
+    detectable: float | None
+    outcome: Outcome
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The gate's answer and everything it rests on. ``skipped`` says which figures could not be judged, and why."""
+
+    outcome: Outcome
+    reason: str
+    judged: tuple[Judged, ...]
+    skipped: Mapping[str, str]
+    pairs: tuple[Pair, ...]
+    rules: Rules
+    notes: tuple[str, ...] = ()
+
+
+def pair_units(baseline: Sequence[Unit], candidate: Sequence[Unit], allowed: Sequence[str] = ()) -> list[Pair]:
+    """Pair units of the same plan, in order of time where a plan was run several times.
+
+    Raises DataError when the sides differ in environment or plans, or when one side mixes several. Runs beyond the
+    shorter side are left out; so are repeats in virtual time, which are copies, not measurements: of one plan, and of
+    plans that differ only in what their tokens are where that changed no figure.
+    """
+    require_one_environment(baseline, allowed, "baseline")
+    require_one_environment(candidate, allowed, "candidate")
+    found = differences(baseline[0].environment, candidate[0].environment, allowed)
+    if found:
+        raise DataError(f"baseline and candidate are not comparable: {'; '.join(found)}")
+    ours, theirs = _by_plan(baseline), _by_plan(candidate)
+    _require_same_plans(ours, theirs)
+    return _measured([Pair(b, c) for plan in ours for b, c in zip(ours[plan], theirs[plan], strict=False)])
+
+
+def _measured(pairs: Sequence[Pair]) -> list[Pair]:
+    """One pair for all that are copies of each other."""
+    kept: list[Pair] = []
+    known: dict[tuple[object, ...], int] = {}
+    for pair in pairs:
+        place = known.setdefault(pair.question, len(kept))
+        if place == len(kept) or not pair.candidate.virtual:
+            kept.append(pair)
+        else:
+            kept[place] = replace(kept[place], copies=kept[place].copies + 1)
+    return kept
+
+
+def _by_plan(units: Sequence[Unit]) -> dict[str, list[Unit]]:
+    plans: dict[str, list[Unit]] = {}
+    for unit in sorted(units, key=lambda unit: (unit.seed, unit.anchor_unix_ns)):
+        held = plans.setdefault(unit.plan_hash, [])
+        if not (unit.virtual and held):
+            held.append(unit)
+    return plans
+
+
+def _require_same_plans(ours: Mapping[str, Sequence[Unit]], theirs: Mapping[str, Sequence[Unit]]) -> None:
+    for one, other, side in ((ours, theirs, "candidate"), (theirs, ours, "baseline")):
+        lonely = [units[0] for plan, units in one.items() if plan not in other]
+        if lonely:
+            seeds = ", ".join(str(unit.seed) for unit in lonely[:5])
+            raise DataError(
+                f"plan: {len(lonely)} plan(s) (seed {seeds}) have no run of the same plan in the {side}; "
+                "measure both sides with the same seeds, requests and traffic"
+            )
+
+
+def judge(pairs: Sequence[Pair], rules: Rules = DEFAULT_RULES, *, with_detectable: bool = True) -> Verdict:
+    """Judge paired units. Raises UsageError for rules that cannot work.
+
+    ``with_detectable`` False leaves the minimum detectable effects out; the verdict does not depend on them.
+    """
+    _check(rules)
+    losses, skipped = {}, {}
+    for figure in FIGURES:
+        found = losses_of(figure, pairs)
+        if isinstance(found, str):
+            skipped[figure] = found
+        else:
+            losses[figure] = found
+    gated = [figure for figure in GATED if figure in losses]
+    adjusted = dict(zip(gated, holm([sign_flip_p(losses[figure]) for figure in gated]), strict=True))
+    level = rules.alpha / max(len(gated), 1) if with_detectable else None
+    judged = tuple(_judged(figure, losses[figure], pairs, adjusted.get(figure), level, rules) for figure in losses)
+    partial = [figure for figure in GATED if figure in skipped and measured_somewhere(figure, pairs)]
+    outcome, reason = _conclude([entry for entry in judged if entry.gated], partial, len(pairs), rules)
+    return Verdict(outcome, reason, judged, skipped, tuple(pairs), rules, _notes(pairs))
+
+
+def _check(rules: Rules) -> None:
+    for margin in (rules.default_margin, *rules.margin.values()):
+        if not 0 < margin < 1:
+            raise UsageError(f"a margin must lie between 0 and 100 %, not {100 * margin:g}")
+    if not 0 < rules.alpha < 0.5:
+        raise UsageError(f"alpha must lie between 0 and 0.5, not {rules.alpha:g}")
+    if rules.min_pairs < 2:
+        raise UsageError(f"at least 2 pairs are needed, not {rules.min_pairs}")
+
+
+def measured_somewhere(figure: str, pairs: Sequence[Pair]) -> bool:
+    """Whether any run has the figure."""
+    units = (unit for pair in pairs for unit in (pair.baseline, pair.candidate))
+    return any(unit.figures.get(figure) is not None for unit in units)
+
+
+def losses_of(figure: str, pairs: Sequence[Pair]) -> tuple[float, ...] | str:
+    """Log ratios, positive for worse; or why there are none."""
+    if (
+        figure == "request_goodput"
+        and len({unit.slo for pair in pairs for unit in (pair.baseline, pair.candidate)}) > 1
+    ):
+        return "the runs were given different limits"
+    found = []
+    for pair in pairs:
+        before, after = pair.baseline.figures.get(figure), pair.candidate.figures.get(figure)
+        if before is None or after is None:
+            return "too few samples in some run, or no limits given"
+        if before <= 0 or after <= 0:
+            return "zero in some run"
+        found.append(math.log(before / after) if figure in HIGHER_IS_BETTER else math.log(after / before))
+    return tuple(found)
+
+
+def _judged(
+    figure: str,
+    losses: tuple[float, ...],
+    pairs: Sequence[Pair],
+    p_adjusted: float | None,
+    level: float | None,
+    rules: Rules,
+) -> Judged:
+    interval, p = paired_t(losses, rules.confidence), sign_flip_p(losses)
+    gated, margin = p_adjusted is not None, rules.margin_of(figure)
+    adjusted = p if p_adjusted is None else p_adjusted
+    detectable = None
+    if level is not None:
+        detectable = detectable_loss(_spread(losses), len(losses), alpha=level, margin=math.log1p(margin))
+    return Judged(
+        figure=figure,
+        gated=gated,
+        baseline=_typical([pair.baseline.figures[figure] for pair in pairs]),
+        candidate=_typical([pair.candidate.figures[figure] for pair in pairs]),
+        losses=losses,
+        loss=math.expm1(interval.mean),
+        low=_share(interval.low),
+        high=_share(interval.high),
+        p=p,
+        p_adjusted=adjusted,
+        margin=margin,
+        detectable=None if detectable is None else math.expm1(detectable),
+        outcome=_outcome(interval, adjusted, math.log1p(margin), rules.alpha),
+    )
+
+
+def _outcome(interval: Interval, p_adjusted: float, margin: float, alpha: float) -> Outcome:
+    if p_adjusted <= alpha and interval.mean >= margin:
+        return "fail"
+    return "pass" if interval.high < margin else "inconclusive"
+
+
+def _conclude(gated: Sequence[Judged], partial: Sequence[str], pairs: int, rules: Rules) -> tuple[Outcome, str]:
+    if not gated:
+        return "inconclusive", "no gated figure is defined in every run"
+    needed = max(rules.min_pairs, math.ceil(math.log2(len(gated) / rules.alpha)))
+    if pairs < needed:
+        return "inconclusive", f"{pairs} pair(s) where the test needs {needed}; measure more"
+    failed = [entry for entry in gated if entry.outcome == "fail"]
+    if failed:
+        return "fail", "; ".join(f"{LABELS[entry.figure]} is {entry.loss:.1%} worse" for entry in failed)
+    open_ones = [entry for entry in gated if entry.outcome == "inconclusive"]
+    if open_ones:
+        bounds = "; ".join(
+            f"{LABELS[entry.figure]} may be up to {entry.high:.1%} worse (margin {entry.margin:.1%})"
+            for entry in open_ones
+        )
+        return "inconclusive", f"{bounds}; more pairs narrow this"
+    if partial:
+        names = ", ".join(LABELS[figure] for figure in partial)
+        return "inconclusive", f"{names} cannot be judged, since some runs have no value or zero; measure those again"
+    worst = max(entry.high for entry in gated)
+    return "pass", f"no gated figure is worse by more than {max(worst, 0.0):.1%} (95 % confidence)"
+
+
+def _notes(pairs: Sequence[Pair]) -> tuple[str, ...]:
+    notes = []
+    policies = dict.fromkeys(unit.policy for pair in pairs for unit in (pair.baseline, pair.candidate))
+    if len(policies) > 1:
+        notes.append(f"the sides differ in policy: {' against '.join(policies)}")
+    apart = [text for pair in pairs for text in differences(pair.baseline.environment, pair.candidate.environment)]
+    if apart:
+        notes.append(f"the sides differ, as allowed, in {'; '.join(dict.fromkeys(apart))}")
+    if copies := sum(pair.copies for pair in pairs):
+        notes.append(f"{copies} {COPIES}")
+    real = [pair for pair in pairs if not pair.baseline.virtual]
+    if real and not _interleaved(real):
+        notes.append(
+            "the two sides were not measured interleaved, so a drift of the machine counts as a difference; "
+            "use --pairs with --baseline-command and --candidate-command"
+        )
+    return tuple(notes)
+
+
+def _interleaved(pairs: Sequence[Pair]) -> bool:
+    """Whether the sides alternate in time: neither is all before the other."""
+    before = [pair.baseline.anchor_unix_ns for pair in pairs]
+    after = [pair.candidate.anchor_unix_ns for pair in pairs]
+    return len(pairs) < 2 or not (max(before) < min(after) or max(after) < min(before))
+
+
+def _spread(losses: Sequence[float]) -> float:
+    mean = math.fsum(losses) / len(losses)
+    return math.sqrt(math.fsum((x - mean) ** 2 for x in losses) / (len(losses) - 1)) if len(losses) > 1 else 0.0
+
+
+def _typical(values: Sequence[float | None]) -> float:
+    """Geometric mean, which the mean log ratio belongs to."""
+    known = [math.log(value) for value in values if value]
+    return math.exp(math.fsum(known) / len(known))
+
+
+def _share(log_loss: float) -> float:
+    return math.expm1(min(log_loss, 700.0)) if math.isfinite(log_loss) else log_loss

@@ -1,0 +1,182 @@
+"""What follows a calibration: a profile on disk, and a prediction held against a run it has never seen."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pyarrow.compute as pc
+
+from ebbench.analysis.columns import RequestColumns
+from ebbench.analysis.metrics import measure
+from ebbench.calibration.measure import Measured, ProbeGrid
+from ebbench.calibration.vllm_steps import SteppedVllm, run_closed_loop
+from ebbench.devices.base import Device
+from ebbench.devices.geometry import ModelGeometry
+from ebbench.devices.gridcost import GridCost
+from ebbench.devices.profiles import FORMAT, find_model
+from ebbench.engines.base import Engine, EngineOptions, EngineResult
+from ebbench.engines.sim import SimEngine
+from ebbench.errors import DataError, UsageError
+from ebbench.records.plan import Plan
+from ebbench.workloads import build_plan
+from vllm_eb.calibration import calibration_to_json
+from vllm_eb.policy import parse_policy
+
+
+@dataclass(frozen=True)
+class Check:
+    """Throughput of the same requests, measured on the engine and predicted from the measured step times.
+
+    ``measured_range``: the slowest and the fastest run, where there were several.
+    """
+
+    requests: int
+    measured_tokens_per_s: float
+    predicted_tokens_per_s: float
+    measured_range: tuple[float, float] | None = None
+
+    @property
+    def error(self) -> float:
+        """Relative error of the prediction."""
+        return self.predicted_tokens_per_s / self.measured_tokens_per_s - 1.0
+
+
+def check_prediction(engine: Engine, device: Device, measured: Measured, grid: ProbeGrid, requests: int) -> Check:
+    """Run requests of other lengths on the engine and on the simulator with the measured device."""
+    plan = _check_plan(grid, requests)
+    real = engine.run(plan, parse_policy("v1"), device, grid.options, None)
+    blocks = int(real.steps["kv_blocks_total"][0].as_py())
+    options = replace(grid.options, num_kv_blocks=blocks)
+    return Check(requests, _tokens_per_s(real), predict(plan, device, measured, options))
+
+
+@dataclass
+class SteppedRuns:
+    """One plan, served again and again by a real vLLM stepped in this process: in the pauses between its probes.
+
+    So probes and runs meet the same machine, fast or slow. No probe has these lengths or this concurrency, and no fit
+    sees these seconds. ``every``: how many pauses until the next run.
+    """
+
+    vllm: SteppedVllm
+    plan: Plan
+    every: int = 1
+    seconds: list[float] = field(default_factory=list)
+    _pauses: int = 0
+
+    @classmethod
+    def beside(cls, grid: ProbeGrid, vllm: SteppedVllm, requests: int) -> SteppedRuns:
+        """Requests of lengths within the grid, at a concurrency between its batches; once a round."""
+        return cls(vllm, _check_plan(grid, requests), every=grid.probes)
+
+    def pause(self) -> None:
+        """Called after each probe."""
+        self._pauses += 1
+        if self._pauses % self.every == 0:
+            self.run()
+
+    def run(self) -> None:
+        """Serve the plan once."""
+        lengths = self.plan.table.select(["input_tokens", "output_tokens"]).to_pydict().values()
+        concurrency = self.plan.phases[0].max_concurrency
+        self.seconds.append(run_closed_loop(self.vllm, list(zip(*lengths, strict=True)), concurrency))
+
+    def check(self, device: Device, measured: Measured, grid: ProbeGrid) -> Check:
+        """What was measured, over all runs, beside what the simulator says."""
+        tokens = sum(pc.sum(self.plan.table[name]).as_py() for name in ("input_tokens", "output_tokens"))
+        options = replace(grid.options, num_kv_blocks=self.vllm.kv_tokens // 16, async_scheduling=False)
+        return Check(
+            len(self.plan),
+            tokens * len(self.seconds) / sum(self.seconds),
+            predict(self.plan, device, measured, options),
+            (tokens / max(self.seconds), tokens / min(self.seconds)),
+        )
+
+
+def predict(plan: Plan, device: Device, measured: Measured, options: EngineOptions) -> float:
+    """Tokens/s of the plan on the simulator, its step times those just measured."""
+    if measured.calibration.grid is None:
+        raise DataError("the calibration holds no grid to predict from")
+    cost = GridCost.measured(measured.calibration.grid, measured.request_s)
+    kv_tokens = (options.num_kv_blocks or 0) * options.block_size
+    twin = replace(device, cost=cost, kv_capacity_tokens=kv_tokens, calibration=measured.calibration)
+    return _tokens_per_s(SimEngine().run(plan, parse_policy("v1"), twin, options, None))
+
+
+def _check_plan(grid: ProbeGrid, requests: int) -> Plan:
+    """Lengths in the middle of what was measured, at half the largest batch."""
+    return build_plan(
+        "balanced",
+        num_prompts=requests,
+        seed=11,
+        source="profile",
+        max_concurrency=max(grid.seqs[-1] // 2, 2),
+        input_len=max(grid.tokens[-1] // 4, 4),
+        output_len=max(grid.contexts[-1] // 4, 8),
+    )
+
+
+def _tokens_per_s(result: EngineResult) -> float:
+    rate = measure(RequestColumns.of(result.requests)).total_token_throughput
+    if rate is None:
+        raise DataError("no request of the check completed")
+    return rate
+
+
+def write_profile(measured: Measured, device: Device, model: str, folder: Path) -> Path:
+    """Write calibration.json and the profile.toml that names it. Raises UsageError when the profile exists."""
+    path = folder / "profile.toml"
+    if path.exists():
+        raise UsageError(f"{path} exists; choose another --output-dir or remove it")
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "calibration.json").write_text(calibration_to_json(measured.calibration), encoding="utf-8")
+    path.write_text(_profile_text(measured, device, model), encoding="utf-8")
+    return path
+
+
+def _profile_text(measured: Measured, device: Device, model: str) -> str:
+    """A profile whose rates are those the measured steps imply: they only matter to models not measured."""
+    geometry = find_model(model)
+    cal = measured.calibration
+    flops = 2.0 * geometry.params / max(cal.beta_p, 1e-9)
+    bandwidth = geometry.weight_bytes / max(cal.alpha_d, 1e-6)
+    lines = [
+        "# Written by `ebbench calibrate`. Rates are what the measured steps imply, not a data sheet's.",
+        f"format = {FORMAT}",
+        f"name = {_quoted(device.name)}",
+        f"gpu = {_quoted(device.name)}",
+        f"memory_bytes = {_memory_bytes(device, geometry)}",
+        f"bandwidth_bytes_per_s = {bandwidth:.4g}",
+        f"bf16_flops_per_s = {flops:.4g}",
+        "max_num_seqs = 256",
+        "max_num_batched_tokens = 2048",
+        "sampler_bytes_per_logit = 11.0",
+        f"provenance = {_quoted(cal.source)}",
+        "",
+        "[measured]",
+        f'{_quoted(model)} = "calibration.json"',
+        "",
+    ]
+    if measured.request_s:
+        lines += [
+            f"[host.{_quoted(geometry.name)}]",
+            "step_s = 0  # what the host does in a step is in the measured steps",
+            "sequence_s = 0",
+            f"request_s = {measured.request_s:.4g}",
+            'source = "measured: taking a request in and forgetting it, beside its steps"',
+            "",
+        ]
+    return "\n".join(lines)
+
+
+def _memory_bytes(device: Device, geometry: ModelGeometry) -> int:
+    """The machine's memory; for an emulated device what its KV cache and weights need."""
+    if device.kv_capacity_tokens:
+        return int((geometry.weight_bytes + device.kv_capacity_tokens * geometry.kv_bytes_per_token) / 0.9) + 2**31
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _quoted(text: str) -> str:
+    return '"' + text.replace("\\", "/").replace('"', "'") + '"'

@@ -1,0 +1,306 @@
+"""Measure step times on an engine by running requests whose steps have known shapes, and fit the controller's model.
+
+One closed-loop plan holds all probes. A probe of ``x`` prompt tokens is a lone request with one output token. A probe
+of ``n`` decodes at context ``c`` is ``n`` requests decoding together. A mixed probe lets lone prompts of ``x`` tokens
+join ``n`` decodes one after the other. Single requests in between drain the engine. What a probe cost is read from
+the engine's step records: this calibrates engines in virtual time (sim, emulated), where a request is there the moment
+its slot is free. A real vLLM is stepped by hand instead (:mod:`ebbench.calibration.rounds`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from ebbench.devices.base import Device
+from ebbench.devices.fit import fixed_and_each
+from ebbench.engines.base import Engine, EngineOptions, Observer
+from ebbench.errors import DataError, UsageError
+from ebbench.records.plan import ClosedPhase, Plan
+from ebbench.records.schema import PLAN
+from vllm_eb.calibration import Calibration, CalibrationError, MixedCost
+from vllm_eb.costs import CostGrid
+from vllm_eb.policy import parse_policy
+
+NS_PER_S = 1e9
+KV_BLOCK_TOKENS = 16
+Key = tuple[int, int, int]  # prompt tokens, decoding sequences, context; 0 means none
+
+
+@dataclass(frozen=True)
+class ProbeGrid:
+    """What to measure, and how often: ``repeats`` steps a point."""
+
+    tokens: tuple[int, ...]
+    seqs: tuple[int, ...]
+    contexts: tuple[int, ...]
+    repeats: int = 8
+
+    @property
+    def points(self) -> int:
+        """Steps measured in all."""
+        decodes = len(self.seqs) * len(self.contexts)
+        return self.repeats * (len(self.tokens) + decodes * (1 + len(self.tokens)))
+
+    @property
+    def probes(self) -> int:
+        """Probes of a round: each size of a lone prompt, and each batch of decodes with the prompts that join it."""
+        return len(self.tokens) + len(self.seqs) * len(self.contexts)
+
+    @property
+    def budget_tokens(self) -> int:
+        """Tokens a step may hold: the longest prompt beside the largest batch."""
+        return self.tokens[-1] + self.seqs[-1] + 1
+
+    def filling_steps(self, seqs: int, context: int) -> int:
+        """Steps until ``seqs`` prompts of ``context`` tokens are all computed, with some to spare."""
+        return -(-seqs * context // self.tokens[-1]) + 4
+
+    def kv_tokens(self, seqs: int) -> int:
+        """KV tokens that ``seqs`` decodes at the longest context need by the end of their probes, a prompt beside."""
+        steps = self.filling_steps(seqs, self.contexts[-1]) + 2 * self.repeats * (2 * len(self.tokens) + 1)
+        return seqs * (self.contexts[-1] + steps + KV_BLOCK_TOKENS) + self.tokens[-1]
+
+    def fitting(self, capacity_tokens: int) -> ProbeGrid:
+        """The grid without batches that the KV cache cannot hold. Raises UsageError when fewer than two are left."""
+        seqs = tuple(n for n in self.seqs if self.kv_tokens(n) <= capacity_tokens)
+        if len(seqs) < 2:
+            needed = self.kv_tokens(self.seqs[1])
+            raise UsageError(
+                f"{self.seqs[1]} sequences of {self.contexts[-1]:,} tokens need room for {needed:,} tokens, "
+                f"there is room for {capacity_tokens:,}; choose smaller --seqs or --contexts"
+            )
+        return replace(self, seqs=seqs)
+
+    @property
+    def options(self) -> EngineOptions:
+        """Engine settings under which every probe is one step. Prefix caching off: each prompt is computed."""
+        filling = self.filling_steps(self.seqs[-1], self.contexts[-1])
+        longest = max(self.tokens[-1], self.contexts[-1] + filling + 2 * self.repeats * (2 * len(self.tokens) + 1))
+        return EngineOptions(
+            max_num_seqs=self.seqs[-1] + 1,
+            max_num_batched_tokens=self.budget_tokens,
+            max_model_len=longest + 64,
+            enable_prefix_caching=False,
+        )
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A calibration with its grid, and how well the linear fits describe its step times (R squared).
+
+    ``request_s``: what a request costs beside its steps. ``drift``: time of the slowest round over the fastest's.
+    """
+
+    calibration: Calibration
+    prefill_r2: float
+    decode_r2: float
+    mixed_r2: float | None
+    steps: int
+    request_s: float = 0.0
+    drift: float = 1.0
+
+
+def calibrate(
+    engine: Engine, device: Device, grid: ProbeGrid, source: str, observer: Observer | None = None
+) -> Measured:
+    """Run the probes and fit. Raises DataError when the engine recorded too few steps of some shape."""
+    plan, shapes = probe_plan(grid)
+    result = engine.run(plan, parse_policy("v1"), device, grid.options, observer)
+    seconds = step_medians(result.steps, shapes)
+    return fit(cost_grid(grid, seconds), source, result.steps.num_rows)
+
+
+# --- probes ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Probe:
+    key: Key
+    requests: tuple[tuple[int, int], ...]  # prompt tokens, output tokens
+    concurrency: int
+
+
+def probe_plan(grid: ProbeGrid) -> tuple[Plan, Mapping[str, Key]]:
+    """The plan, and which probe each request belongs to."""
+    probes = list(_probes(grid))
+    columns: dict[str, list[Any]] = {"request_id": [], "phase": [], "input_tokens": [], "output_tokens": []}
+    shapes: dict[str, Key] = {}
+    phases = []
+    for number, probe in enumerate(probes):
+        for inputs, outputs in probe.requests:
+            name = f"c{len(columns['request_id']):06d}"
+            shapes[name] = probe.key
+            columns["request_id"].append(name)
+            columns["phase"].append(f"probe-{number}")
+            columns["input_tokens"].append(inputs)
+            columns["output_tokens"].append(outputs)
+        phases.append(ClosedPhase(f"probe-{number}", len(probe.requests), probe.concurrency))
+    n = len(columns["request_id"])
+    table = pa.table(
+        {
+            **columns,
+            "session": np.arange(n),
+            "turn": np.zeros(n, np.int32),
+            "arrival_ns": pa.nulls(n, pa.int64()),
+            "content": np.arange(n) + 1,
+            "hash_ids": pa.nulls(n, PLAN.field("hash_ids").type),
+            "prompt": pa.nulls(n, pa.string()),
+        }
+    )
+    return Plan(table.select(PLAN.names).cast(PLAN), tuple(phases), {"workload": "calibration probes"}), shapes
+
+
+def _probes(grid: ProbeGrid) -> Iterator[_Probe]:
+    r = grid.repeats
+    for x in grid.tokens:
+        yield _Probe((x, 0, 0), ((x, 1),) * r, 1)
+    drain = _Probe((0, 0, 0), ((grid.tokens[0], 1),), 1)
+    for n in grid.seqs:
+        for c in grid.contexts:
+            filling = grid.filling_steps(n, c)
+            yield drain
+            outputs = filling + 2 * r
+            yield _Probe((0, n, c), ((max(c - outputs // 2, 1), outputs),) * n, n)
+            for x in grid.tokens:
+                yield drain
+                # The decodes outlast the prompts, which join them one at a time.
+                outputs = filling + 4 * r
+                decodes = ((max(c - outputs // 2, 1), outputs),) * n
+                yield _Probe((x, n, c), decodes + ((x, 1),) * (filling + 2 * r), n + 1)
+    yield drain
+
+
+def step_medians(steps: pa.Table, shapes: Mapping[str, Key]) -> dict[Key, float]:
+    """Median seconds of the steps of each probe's exact shape.
+
+    Between steps of one probe the time counts from one end to the next, so the host's share is in it; a lone
+    prompt has no neighbour and gets the host's typical share added.
+    """
+    rows = steps.select(["instance", "start_ns", "end_ns", "prefill_tokens", "decode_seqs", "request_ids"]).to_pylist()
+    rows.sort(key=lambda row: row["end_ns"])
+    found: dict[Key, list[float]] = {}
+    gaps: list[float] = []
+    before: dict[str, Any] | None = None
+    for row in rows:
+        key = _shape(row, shapes)
+        alone = (row["end_ns"] - row["start_ns"]) / NS_PER_S
+        if key is not None:
+            since = None if before is None else (row["end_ns"] - before["end_ns"]) / NS_PER_S
+            if key[1] and before is not None and since is not None and _shares(row, before):
+                gaps.append(max(since - alone, 0.0))
+                found.setdefault(key, []).append(max(since, alone))
+            elif not key[1]:
+                found.setdefault(key, []).append(alone)
+        before = row
+    host = float(np.median(gaps)) if gaps else 0.0
+    return {key: float(np.median(times)) + (0.0 if key[1] else host) for key, times in found.items()}
+
+
+def _shape(row: Mapping[str, Any], shapes: Mapping[str, Key]) -> Key | None:
+    """The probe this step measures, None for a step of another shape (filling, draining)."""
+    if not row["request_ids"]:
+        return None
+    keys = {shapes.get(name) for name in row["request_ids"]}
+    key = keys.pop()
+    if keys or key is None or key == (0, 0, 0):
+        return None
+    same = (row["prefill_tokens"], row["decode_seqs"]) == key[:2]
+    return key if same else None
+
+
+def _shares(row: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
+    return bool(set(row["request_ids"]) & set(before["request_ids"]))
+
+
+# --- from medians to a calibration -------------------------------------------------------------------------------
+
+
+def cost_grid(grid: ProbeGrid, seconds: Mapping[Key, float]) -> CostGrid:
+    """Lay the medians out as a grid. Raises DataError for a point that was never measured."""
+
+    def at(*key: int) -> float:
+        if key not in seconds:
+            x, n, c = key
+            raise DataError(
+                f"no step of {x} prompt tokens and {n} decodes at context {c} was recorded; raise --repeats, or leave "
+                "this size out"
+            )
+        return seconds[key]  # type: ignore[index]
+
+    prefill = np.array([at(x, 0, 0) for x in grid.tokens])
+    decode = np.array([[at(0, n, c) for c in grid.contexts] for n in grid.seqs])
+    mixed = np.array([[[at(x, n, c) for c in grid.contexts] for n in grid.seqs] for x in grid.tokens])
+    return CostGrid(grid.tokens, grid.seqs, grid.contexts, _rising(prefill), _rising(decode), _rising(mixed))
+
+
+def _rising(times: npt.NDArray[np.float64]) -> Any:
+    """More work never takes less time; where a noisy machine says otherwise, neighbours meet in the middle.
+
+    The middle of the smallest rising surface above and the largest below: lifting alone would make noise cost time.
+    """
+    above, below = times, times
+    for axis in range(times.ndim):
+        above = np.maximum.accumulate(above, axis=axis)
+        below = np.flip(np.minimum.accumulate(np.flip(below, axis), axis=axis), axis)
+    return _tuples(((above + below) / 2.0).tolist())
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+
+
+def fit(grid: CostGrid, source: str, steps: int, *, request_s: float = 0.0, drift: float = 1.0) -> Measured:
+    """The linear controller model: alpha and beta of prefill, decode and mixed steps, beta_mb(r) over every point."""
+    alpha_p, beta_p, prefill_r2 = _line(grid.tokens, grid.prefill)
+    every = [(n, t) for n, row in zip(grid.seqs, grid.decode, strict=True) for t in row]
+    alpha_d, beta_d, decode_r2 = _line([n for n, _ in every], [t for _, t in every])
+    alpha_mb, mixed, mixed_r2 = _mixed(grid, alpha_p)
+    calibration = Calibration(
+        alpha_p=alpha_p, beta_p=beta_p, alpha_d=alpha_d, beta_d=beta_d, mixed=mixed, alpha_mb=alpha_mb,
+        source=source, grid=grid,
+    )  # fmt: skip
+    return Measured(calibration, prefill_r2, decode_r2, mixed_r2, steps, request_s, drift)
+
+
+def _line(x: Any, y: Any) -> tuple[float, float, float]:
+    """Fixed cost, cost of each, and R squared."""
+    alpha, beta = fixed_and_each(x, y)
+    return alpha, beta, r_squared(y, [alpha + beta * v for v in x])
+
+
+def _mixed(grid: CostGrid, alpha_p: float) -> tuple[float | None, MixedCost | None, float | None]:
+    """A mixed step of x prompt tokens and n decodes: alpha_mb + (x + n)(a + b r + c r^2), r = n / (x + n).
+
+    Least squares of relative errors, so that short steps count as much as long ones. Where that gives a negative cost
+    alpha_mb is alpha_p (None, the authors' default); Nones where it still does.
+    """
+    shape = [(x + n, n / (x + n)) for x in grid.tokens for n in grid.seqs for _ in grid.contexts]
+    tokens, shares = np.array(shape).T
+    times = np.array(grid.mixed).ravel()
+    terms = np.stack([np.ones_like(tokens), tokens, tokens * shares, tokens * shares**2])
+    for fixed in (0, 1):
+        known = alpha_p if fixed else 0.0
+        found = np.linalg.lstsq((terms[fixed:] / times).T, (times - known) / times, rcond=None)[0]
+        alpha, (a, b, c) = (known if fixed else float(found[0])), (float(v) for v in found[-3:])
+        try:
+            mixed = MixedCost(a, b, c)
+        except CalibrationError:
+            continue
+        if alpha >= 0.0:
+            fitted = alpha + tokens * np.array([mixed.at(r) for r in shares])
+            return None if fixed else alpha, mixed, r_squared(times, fitted)
+    return None, None, None
+
+
+def r_squared(y: Any, fitted: Any) -> float:
+    """Share of the variance explained; 1 where there is none to explain."""
+    values: npt.NDArray[np.float64] = np.asarray(y, float)
+    total = float(((values - values.mean()) ** 2).sum())
+    left = float(((values - np.asarray(fitted, float)) ** 2).sum())
+    return 1.0 - left / total if total > 0 else 1.0

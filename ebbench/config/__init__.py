@@ -1,0 +1,1 @@
+"""Settings as users write them: strict TOML and topologies."""

@@ -1,0 +1,195 @@
+"""Topologies: how many engine instances there are, of what kind, and how they are joined.
+
+Written short (``dp=4``, ``2p2d``, ``tp=4,dp=8,ep=32``, ``3p1d,tp=4,dp=8,ep=32``) or as a ``[topology]`` table::
+
+    [topology]
+    network_ms = 0.5                  # one way between dispatcher and instance
+    replicas = { instances = 4 }      # data-parallel replicas; or a prefill and a decode pool:
+    prefill = { instances = 3, tp = 4, dp = 8, ep = 32 }
+    decode = { instances = 1, dp = 32, ep = 32, gpu_memory_utilization = 0.7 }
+    transfer = { bandwidth_gb_per_s = 45, backpressure = true }
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from ebbench.errors import UsageError
+
+EXAMPLES = "dp=4, 1p3d, 2p2d, 3p1d or tp=4,dp=8,ep=32"
+
+# vLLM's example of P2P NCCL transfer starts prefill servers with 0.9 and decode servers with 0.7 of the GPU's memory:
+# the rest receives KV (docs/design/p2p_nccl_connector.md).
+PREFILL_UTILIZATION, DECODE_UTILIZATION = 0.9, 0.7
+
+_POOLS = re.compile(r"^(\d+)p(\d+)d$", re.IGNORECASE)
+
+
+class PoolSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Equal instances. An instance is ``dp`` units of ``tp`` GPUs.
+
+    With ``dp`` above 1 its units share expert layers (``ep``) and therefore wait for each other in every step.
+    ``max_num_seqs`` and ``max_num_batched_tokens`` replace the run's, per unit.
+    """
+
+    instances: int = 1
+    tp: int = 1
+    dp: int = 1
+    ep: int = 1
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    gpu_memory_utilization: float | None = None
+
+    def __post_init__(self) -> None:
+        for key in ("instances", "tp", "dp", "ep", "max_num_seqs", "max_num_batched_tokens"):
+            value = getattr(self, key)
+            if value is not None and value < 1:
+                raise ValueError(f"{key} must be at least 1, not {value}")
+        if self.ep not in (1, self.tp * self.dp):
+            raise ValueError(f"ep must be tp x dp = {self.tp * self.dp} (or left out), not {self.ep}")
+        if self.dp > 1 and self.ep == 1:
+            raise ValueError(
+                "dp units of one instance share its experts: set ep = tp x dp, or use instances for replicas"
+            )
+        if self.gpu_memory_utilization is not None and not 0 < self.gpu_memory_utilization <= 1:
+            raise ValueError(f"gpu_memory_utilization must lie in (0, 1], not {self.gpu_memory_utilization:g}")
+
+    @property
+    def units(self) -> int:
+        """DP units of all instances."""
+        return self.instances * self.dp
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of all instances."""
+        return self.units * self.tp
+
+
+class TransferSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How KV goes from a prefill to a decode instance. Defaults are those of vLLM's P2P NCCL connector.
+
+    ``bandwidth_gb_per_s``: one way, per instance; None: by the GPU's interconnect. ``store_gb``: memory a decode unit
+    has for received KV; None: what ``gpu_memory_utilization`` leaves of its GPUs. ``held_until``: the received copy is
+    given up when the request has finished (vLLM) or once its KV is in the cache (``admission``). Without
+    ``backpressure`` a full store is an out-of-memory failure; with it, transfers wait, and the prefill side's blocks
+    stay pinned. ``first_token``: which side answers with it. ``kv_bytes_per_token``: for models of unknown geometry.
+    """
+
+    bandwidth_gb_per_s: float | None = None
+    latency_ms: float = 1.0
+    store_gb: float | None = None
+    held_until: Literal["finish", "admission"] = "finish"
+    backpressure: bool = False
+    first_token: Literal["decode", "prefill"] = "decode"
+    kv_bytes_per_token: int | None = None
+
+    def __post_init__(self) -> None:
+        for key in ("bandwidth_gb_per_s", "store_gb", "kv_bytes_per_token"):
+            value = getattr(self, key)
+            if value is not None and not value > 0:
+                raise ValueError(f"{key} must be positive, not {value:g}")
+        if self.latency_ms < 0:
+            raise ValueError("latency_ms must not be negative")
+
+
+class TopologySpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Either ``replicas`` or both ``prefill`` and ``decode``. ``network_ms``: one way, dispatcher to instance."""
+
+    name: str = ""
+    replicas: PoolSpec | None = None
+    prefill: PoolSpec | None = None
+    decode: PoolSpec | None = None
+    transfer: TransferSpec = msgspec.field(default_factory=TransferSpec)
+    network_ms: float = 0.0
+
+    def __post_init__(self) -> None:
+        if (self.prefill is None) != (self.decode is None):
+            raise ValueError("a topology with pools needs both prefill and decode")
+        if (self.replicas is None) == (self.prefill is None):
+            raise ValueError("a topology has either replicas, or prefill and decode")
+        if self.network_ms < 0:
+            raise ValueError("network_ms must not be negative")
+
+    @property
+    def disaggregated(self) -> bool:
+        """Whether prefill and decode run on different instances."""
+        return self.prefill is not None
+
+    @property
+    def pools(self) -> tuple[PoolSpec, ...]:
+        """The pools, the one that requests reach first in front."""
+        return tuple(pool for pool in (self.replicas, self.prefill, self.decode) if pool is not None)
+
+    @property
+    def gpus(self) -> int:
+        """GPUs in all."""
+        return sum(pool.gpus for pool in self.pools)
+
+    @property
+    def label(self) -> str:
+        """The name, or the short form."""
+        return self.name or _short(self)
+
+
+class _File(msgspec.Struct, frozen=True):
+    topology: TopologySpec
+
+
+def parse_topology(text: str) -> TopologySpec:
+    """Read a short form, or the ``[topology]`` table of a TOML file. Raises UsageError saying what would do."""
+    if text.endswith(".toml"):
+        from ebbench.config.strict_toml import load_toml
+
+        return load_toml(Path(text), _File).topology
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    pools = _POOLS.match(parts[0]) if parts else None
+    sizes = _sizes(text, parts[1:] if pools else parts)
+    try:
+        if pools:
+            if "instances" in sizes:
+                raise ValueError(f"{parts[0]} says the instances already")
+            shape = {key: sizes[key] for key in ("tp", "dp", "ep") if key in sizes}
+            return TopologySpec(
+                prefill=PoolSpec(instances=int(pools[1]), **shape), decode=PoolSpec(instances=int(pools[2]), **shape)
+            )
+        return TopologySpec(replicas=_replicas(sizes))
+    except ValueError as error:
+        raise UsageError(f"topology {text!r}: {error}") from None
+
+
+def _replicas(sizes: dict[str, int]) -> PoolSpec:
+    """Without experts in common, data parallelism means replicas."""
+    if "ep" in sizes:
+        return PoolSpec(**sizes)
+    instances = sizes.get("instances", 1) * sizes.get("dp", 1)
+    return PoolSpec(instances=instances, tp=sizes.get("tp", 1))
+
+
+def _sizes(text: str, parts: list[str]) -> dict[str, int]:
+    sizes: dict[str, int] = {}
+    for part in parts:
+        key, equals, value = part.partition("=")
+        if key not in ("instances", "tp", "dp", "ep") or not equals or not value.isdigit():
+            raise UsageError(f"unknown topology {text!r}; write for example {EXAMPLES}, or name a TOML file")
+        sizes[key] = int(value)
+    if not text.strip():
+        raise UsageError(f"the topology is empty; write for example {EXAMPLES}")
+    return sizes
+
+
+def _short(spec: TopologySpec) -> str:
+    if spec.prefill is not None and spec.decode is not None:
+        shape = _shape(spec.prefill)
+        return f"{spec.prefill.instances}p{spec.decode.instances}d" + (f",{shape}" if shape else "")
+    pool = spec.replicas or PoolSpec()
+    if pool.ep > 1:
+        return (f"instances={pool.instances}," if pool.instances > 1 else "") + _shape(pool)
+    return f"dp={pool.instances}" + (f",tp={pool.tp}" if pool.tp > 1 else "")
+
+
+def _shape(pool: PoolSpec) -> str:
+    return ",".join(f"{key}={getattr(pool, key)}" for key in ("tp", "dp", "ep") if getattr(pool, key) > 1)

@@ -1,0 +1,1 @@
+"""Runs and documents in the formats of other tools."""

@@ -1,0 +1,42 @@
+"""Documents as GitHub Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ebbench.analysis.documents import Column, Document, Section
+from ebbench.render.documents import cells
+
+
+def as_markdown(document: Document) -> str:
+    """A heading, the reproducing command, one table a section, the notes."""
+    parts = [f"# {_plain(document.title)}", ""]
+    if document.command:
+        parts += ["```", document.command, "```", ""]
+    for section in document.sections:
+        parts += [*_table(section), ""]
+    parts += [f"- {_plain(note)}" for note in document.notes]
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def _table(section: Section) -> list[str]:
+    lines = [f"## {_plain(section.title)}", ""] if section.title else []
+    lines.append(_line(_header(column) for column in section.columns))
+    lines.append(_line("---" if column.kind == "label" else "---:" for column in section.columns))
+    for shown in cells(section):
+        marked = zip(shown, section.columns, strict=True)
+        lines.append(_line(f"**{cell}**" if column.ours and cell != "–" else cell for cell, column in marked))
+    return lines
+
+
+def _header(column: Column) -> str:
+    return f"{column.group} {column.name}".strip()
+
+
+def _line(values: Iterable[str]) -> str:
+    return "| " + " | ".join(value if value.startswith("---") else _plain(value) for value in values) + " |"
+
+
+def _plain(value: str) -> str:
+    """No pipe may end a cell and no angle bracket may start an element."""
+    return value.replace("|", "\\|").replace("<", "&lt;").replace("\n", " ")

@@ -1,0 +1,129 @@
+"""Runs over time as CSV, one row a commit, in the form change-point tools read (Apache Otava).
+
+A series is one policy in one environment, under one load and one set of limits: only its rows are comparable. Several
+runs of one commit (seeds, restarts) are one row, their geometric mean, at the time of the first; a cell is empty where
+some run has no such figure.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import io
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from ebbench.analysis.gate.units import FIGURES, HIGHER_IS_BETTER, Unit, unit_of
+from ebbench.errors import DataError
+from ebbench.records.run import Run, slug
+
+TIME, ATTRIBUTES = "time", ("commit", "policy", "environment", "load", "limits", "seeds", "runs")
+
+
+@dataclass(frozen=True)
+class Series:
+    """One CSV: its name (a safe file stem), the figures that every row has, its text."""
+
+    name: str
+    figures: tuple[str, ...]
+    csv: str
+
+
+@dataclass(frozen=True, order=True)
+class _Kind:
+    """What all rows of a series share."""
+
+    policy: str
+    environment: str
+    load: str
+    limits: str
+
+    @property
+    def name(self) -> str:
+        """A safe file stem of its own."""
+        shared = "\n".join((self.environment, self.load, self.limits))
+        return f"{slug(self.policy)}-{hashlib.sha256(shared.encode()).hexdigest()[:12]}"
+
+
+def series_of(runs: Sequence[Run]) -> list[Series]:
+    """One series a policy, environment, load and set of limits, rows in order of time. INVALID runs are left out.
+
+    Raises DataError when nothing is left.
+    """
+    groups: dict[_Kind, list[tuple[str, Unit]]] = {}
+    for run in runs:
+        if run.manifest.valid:
+            unit = unit_of(run)
+            kind = _Kind(unit.policy, unit.configuration_hash, unit.load, unit.slo)
+            groups.setdefault(kind, []).append((_commit(run), unit))
+    if not groups:
+        raise DataError("no valid run to make a history of")
+    return [_series(kind, groups[kind]) for kind in sorted(groups)]
+
+
+def _commit(run: Run) -> str:
+    return run.manifest.git_commit or f"ebbench-{run.manifest.versions.get('ebbench', '')}"
+
+
+def _series(kind: _Kind, members: Sequence[tuple[str, Unit]]) -> Series:
+    rows: dict[str, list[Unit]] = {}
+    for commit, unit in sorted(members, key=lambda member: member[1].anchor_unix_ns):
+        rows.setdefault(commit, []).append(unit)
+    means = {name: [_geometric_mean(units, name) for units in rows.values()] for name in FIGURES}
+    shown = {name: column for name, column in means.items() if any(value is not None for value in column)}
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow([TIME, *ATTRIBUTES, *shown])
+    for place, (commit, units) in enumerate(rows.items()):
+        values = [_cell(column[place]) for column in shown.values()]
+        writer.writerow([_when(units), commit, *_attributes(kind, units), *values])
+    whole = tuple(name for name, column in shown.items() if None not in column)
+    return Series(kind.name, whole, text.getvalue())
+
+
+def _when(units: Sequence[Unit]) -> str:
+    earliest = min(unit.anchor_unix_ns for unit in units)
+    return datetime.fromtimestamp(earliest / 1e9, UTC).isoformat(timespec="seconds")
+
+
+def _attributes(kind: _Kind, units: Sequence[Unit]) -> list[str]:
+    """The values of ATTRIBUTES after the commit."""
+    seeds = " ".join(str(seed) for seed in sorted({unit.seed for unit in units}))
+    return [kind.policy, kind.environment, kind.load, kind.limits, seeds, str(len(units))]
+
+
+def _cell(value: float | None) -> str:
+    return "" if value is None else f"{value:.6g}"
+
+
+def _geometric_mean(units: Sequence[Unit], name: str) -> float | None:
+    """None where some unit has no such figure; 0 where some unit has 0."""
+    values = [value for unit in units if (value := unit.figures[name]) is not None]
+    if len(values) < len(units):
+        return None
+    return math.exp(math.fsum(map(math.log, values)) / len(values)) if all(values) else 0.0
+
+
+def otava_config(series: Sequence[Series]) -> str:
+    """The configuration that tells Otava about the CSV files beside it, without columns that have empty cells: it takes
+    numbers only."""
+    lines = ["tests:"]
+    for each in series:
+        lines += [
+            f"  {each.name}:",
+            "    type: csv",
+            f"    file: {each.name}.csv",
+            f"    time_column: {TIME}",
+            f"    attributes: [{', '.join(ATTRIBUTES)}]",
+            "    metrics:",
+        ]
+        for name in each.figures:
+            lines += [f"      {name}:", f"        column: {name}", f"        direction: {_direction(name)}"]
+        lines += ["    csv_options:", "      delimiter: ','", "      quote_char: '\"'"]
+    return "\n".join(lines) + "\n"
+
+
+def _direction(name: str) -> int:
+    return 1 if name in HIGHER_IS_BETTER else -1

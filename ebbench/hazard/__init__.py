@@ -1,0 +1,1 @@
+"""Completion hazards: lengths from any source, and tests for a rising trend."""

@@ -1,0 +1,1 @@
+"""Tables of Mohanty et al. (EuroMLSys 2025)."""

@@ -1,0 +1,112 @@
+"""Figures 3 and 12 of the EB paper: throughput over fixed thresholds, and the online controller."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ebbench.papers.cells import Cell, protocol_cells
+from ebbench.papers.figure import PaperFigure
+from ebbench.papers.protocols import FIGURE3_SEQS, figure3_protocol, fixed_threshold
+from ebbench.papers.published import SYNTHETIC, gpu_title, rows
+from ebbench.papers.store import CellStore
+from ebbench.papers.table import Wish, figure
+from ebbench.render.figures import BLACK, BLUE, VERMILION, altair, colour, values
+
+BATCH = FIGURE3_SEQS
+FRACTIONS = tuple(range(1, 9))
+WORKLOADS = {"decode-heavy": 8.0, "balanced": 4.0, "prefill-heavy": 1.0}  # and how long they take
+_PUBLISHED = {"decode-heavy": "decode_heavy", "balanced": "balanced", "prefill-heavy": "prefill_heavy"}
+_NAMES = ("fixed k", "controller (eb)", "mixed (v1)")
+_COLOURS = (BLACK, VERMILION, BLUE)
+
+
+def _cell3(wish: Wish, workload: str, policy: str) -> Cell:
+    model, weight = wish.model(), WORKLOADS[workload]
+    protocol = figure3_protocol(workload, policy)
+    return protocol_cells(protocol, wish.device("h200"), model, wish.num_prompts, weight)[0]
+
+
+def _k(step: int) -> int:
+    return BATCH * step // len(FRACTIONS)
+
+
+def _cells3(wish: Wish) -> list[Cell]:
+    policies = [*(fixed_threshold(_k(step)) for step in FRACTIONS), "eb", "v1"]
+    return [_cell3(wish, workload, policy) for workload in WORKLOADS for policy in policies]
+
+
+def _points3(wish: Wish, store: CellStore, workload: str, key: str) -> list[dict[str, Any]]:
+    found = []
+    for step in FRACTIONS:
+        value = figure(store, _cell3(wish, workload, fixed_threshold(_k(step))), key)
+        if value is not None:
+            found.append({"k": _k(step), "value": value, "series": "fixed k", "source": "ours"})
+    for policy, name in (("eb", _NAMES[1]), ("v1", _NAMES[2])):
+        value = figure(store, _cell3(wish, workload, policy), key)
+        found += [
+            {"k": k, "value": value, "series": name, "source": "ours"} for k in (_k(1), BATCH) if value is not None
+        ]
+    return found
+
+
+def _published3(workload: str, column: str) -> list[dict[str, Any]]:
+    found = []
+    names = {"ours": _NAMES[1], "v1": _NAMES[2]}
+    for row in rows("figure3_validation_grid", "eb_vllm"):
+        if row["workload"] != _PUBLISHED[workload] or not row[column]:
+            continue
+        value = float(row[column])
+        if row["method"] == "fixed_k":
+            found.append({"k": int(row["k"]), "value": value, "series": "fixed k", "source": "published"})
+        elif row["method"] in names:
+            series = names[row["method"]]
+            found += [{"k": k, "value": value, "series": series, "source": "published"} for k in (_k(1), BATCH)]
+    return found
+
+
+def _panel3(data: list[dict[str, Any]], title: str, y_title: str | None, *, last: bool) -> Any:
+    alt = altair()
+    axis = alt.Axis(title="threshold k" if last else None, labels=last)
+    base = alt.Chart(values(data)).encode(
+        x=alt.X("k:Q", scale=alt.Scale(domain=[0, BATCH]), axis=axis),
+        y=alt.Y("value:Q", title=y_title, scale=alt.Scale(zero=False)),
+        color=colour(_NAMES, _COLOURS),
+    )
+    sources = alt.StrokeDash(
+        "source:N", scale=alt.Scale(domain=["ours", "published"], range=[[1, 0], [3, 3]]), title=None
+    )
+    lines = base.mark_line(strokeWidth=1.8).encode(strokeDash=sources)
+    fixed = alt.datum.series == "fixed k"
+    shape = alt.Shape("source:N", scale=alt.Scale(domain=["ours", "published"], range=["circle", "cross"]), title=None)
+    points = base.mark_point(size=36, filled=True).encode(shape=shape).transform_filter(fixed)
+    return alt.layer(lines, points).properties(width=190, height=150, title=title)
+
+
+def _chart3(wish: Wish, store: CellStore) -> Any:
+    alt = altair()
+    ours_only = wish.device("h200") != "h200"
+    lines = []
+    for key, column, y_title in (
+        ("total_token_throughput", "throughput_tok_s", "tokens/s"), ("mean_tpot_ms", "tpot_mean_ms", "mean TPOT, ms"),
+    ):  # fmt: skip
+        panels = []
+        for workload in WORKLOADS:
+            data = _points3(wish, store, workload, key) + ([] if ours_only else _published3(workload, column))
+            top = key == "total_token_throughput"
+            title = SYNTHETIC[workload] if top else ""
+            panels.append(_panel3(data, title, y_title if workload == "decode-heavy" else None, last=not top))
+        lines.append(alt.hconcat(*panels))
+    title = f"{gpu_title(wish.device('h200'))}, N = {BATCH}, geometric lengths"
+    return alt.vconcat(*lines, title=title)
+
+
+FIGURE3 = PaperFigure(
+    "figure3",
+    "throughput and TPOT over fixed k, the controller and v1",
+    _cells3,
+    _chart3,
+    "Solid: ours (engine sim, run as `ebbench fidelity` does: N = 1024, B as published, 100 warm-up requests). Dashed "
+    "with crosses: published (eb-vllm); its fixed-k points were read off a figure by the authors.",
+    ("device", "model", "num_prompts"),
+    whole=False,
+)

@@ -1,0 +1,160 @@
+"""Table 3 of the EB paper: three traffic levels and two shifts, throughput, TTFT and TPOT."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+from typing import NamedTuple
+
+from ebbench.analysis.documents import Column, Document, Section, Value, compared, comparison, labels, relative
+from ebbench.papers.cells import Cell, protocol_cells
+from ebbench.papers.protocols import MEAN_OUTPUT, table3_protocol
+from ebbench.papers.published import EB_PAPER, GPUS, gpu_title, pick
+from ebbench.papers.store import CellStore
+from ebbench.papers.table import PaperTable, Wish, mean_figure, pending
+from vllm_eb.deferred import DeferredModel, exact_chain
+
+
+class Traffic(NamedTuple):
+    """One row group: its title, and how long its runs take beside the others'."""
+
+    title: str
+    weight: float
+
+
+TRAFFIC: Mapping[str, Traffic] = {
+    "c=32": Traffic("c = 32", 8.0),
+    "c=512": Traffic("c = 512", 1.0),
+    "c=2048": Traffic("c = 2048", 2.0),
+    "distribution_shift": Traffic("distribution shift", 6.0),
+    "concurrency_shift": Traffic("concurrency shift", 2.0),
+}
+PUBLISHED_POLICIES = ("v1", "eb", "ebplus")
+_METRICS = (
+    ("total_tokens_per_s", "tokens/s", "total_token_throughput", 1.0),
+    ("ttft_s", "TTFT s", "mean_ttft_ms", 1e-3),
+    ("tpot_ms", "TPOT ms", "mean_tpot_ms", 1.0),
+)
+_NOTES = (
+    f"Published: {EB_PAPER}, table 3. Tokens/s count prompts and answers over the whole run; TTFT and TPOT are means.",
+    "Ours: engine sim, run as `ebbench fidelity` does, by what the authors' scripts say "
+    "(ebbench/papers/protocols.py). Traffic levels: mean 512 in, 256 out, 100 warm-up requests that count nowhere, "
+    "then 4,000; B = 14336, N = 1024; EB with a floor of 0.7 under its threshold at c = 512 and 2048. Distribution "
+    "shift: 6,000 requests of three kinds in mixed order, the floor for EB and EB+. Concurrency shift: five runs of "
+    "2,000, means over them. Shifts have no warm-up, B = 18432, N = 2048. No asynchronous scheduling, as in the "
+    "authors' vLLM.",
+    "deferred refills after K departures, K the best of the exact chain of Mohanty et al. for these costs; the paper "
+    "has no such column, nor one for v0.",
+)
+
+
+@cache
+def deferred_policy(device: str, model: str, max_num_seqs: int) -> str:
+    """``deferred:k=K`` with the K that the exact chain finds best at the device's costs and mean answer length."""
+    from ebbench.devices import load_device
+
+    costs = load_device(device, model).calibration
+    chain = exact_chain(DeferredModel(max_num_seqs, 1 / MEAN_OUTPUT, costs.alpha_p, costs.alpha_d))
+    return f"deferred:k={chain.best_k}"
+
+
+def table3_cells(wish: Wish, device: str, model: str, name: str, policy: str) -> tuple[Cell, ...]:
+    """The runs behind one row and policy; their figures' mean is what the table shows."""
+    protocol = table3_protocol(name, policy)
+    if policy == "deferred":
+        protocol = replace(protocol, policy=deferred_policy(device, model, protocol.max_num_seqs))
+    return protocol_cells(protocol, device, model, wish.num_prompts, TRAFFIC[name].weight)
+
+
+def _models(wish: Wish) -> tuple[str, ...]:
+    return wish.models or ("qwen3-8b",)
+
+
+def _devices(wish: Wish) -> tuple[str, ...]:
+    return wish.devices or tuple(GPUS)
+
+
+def _further(wish: Wish) -> tuple[str, ...]:
+    """Policies of which nothing was published."""
+    return tuple(dict.fromkeys(("v0", "deferred", *(p for p in wish.policies if p not in PUBLISHED_POLICIES))))
+
+
+def _cells(wish: Wish) -> list[Cell]:
+    return [
+        cell
+        for device in _devices(wish)
+        for model in _models(wish)
+        for name in TRAFFIC
+        for policy in (*PUBLISHED_POLICIES, *_further(wish))
+        for cell in table3_cells(wish, device, model, name, policy)
+    ]
+
+
+def _mean(wish: Wish, store: CellStore, of: tuple[str, str, str, str], key: str, scale: float = 1.0) -> float | None:
+    value = mean_figure(store, table3_cells(wish, *of), key)
+    return None if value is None else value * scale
+
+
+def _section(wish: Wish, store: CellStore, device: str, model: str) -> Section:
+    columns = labels("scenario", "metric")
+    for policy in PUBLISHED_POLICIES:
+        columns += compared(policy)
+    columns += tuple(Column("ours", group=policy, ours=True) for policy in _further(wish))
+    rows: list[tuple[Value, ...]] = []
+    for name, traffic in TRAFFIC.items():
+        for metric, title, key, scale in _METRICS:
+            row: list[Value] = [traffic.title, title]
+            for policy in PUBLISHED_POLICIES:
+                ours = _mean(wish, store, (device, model, name, policy), key, scale)
+                row += comparison(_published(device, model, name, metric, policy), ours)
+            for policy in _further(wish):
+                row.append(_mean(wish, store, (device, model, name, policy), key, scale))
+            rows.append(tuple(row))
+    return Section(f"{gpu_title(device)}, {model}", columns, tuple(rows))
+
+
+def _published(device: str, model: str, name: str, metric: str, policy: str) -> float | None:
+    if model != "qwen3-8b":
+        return None
+    where = {"scenario": name, "metric": metric, "gpu": gpu_title(device)}
+    return pick("table3_traffic_and_nonstationary", policy, **where)
+
+
+def _gains(wish: Wish, store: CellStore, device: str, model: str) -> Section:
+    """How the policies stand to each other: what a reader of the table wants to know."""
+    pairs = (("eb", "v1"), ("ebplus", "v1"), ("ebplus", "better of v1, eb"))
+    columns = labels("scenario")
+    for policy, base in pairs:
+        group = f"{policy} vs {base}"
+        columns += (Column("published", "change", group), Column("ours", "change", group, True))
+    rows = []
+    for name, traffic in TRAFFIC.items():
+        published = {p: _published(device, model, name, "total_tokens_per_s", p) for p in PUBLISHED_POLICIES}
+        ours = {p: _mean(wish, store, (device, model, name, p), "total_token_throughput") for p in PUBLISHED_POLICIES}
+        row: list[Value] = [traffic.title]
+        for policy, base in pairs:
+            row += [_gain(published, policy, base), _gain(ours, policy, base)]
+        rows.append(tuple(row))
+    return Section(f"{gpu_title(device)}, {model}: throughput of one policy over another", columns, tuple(rows))
+
+
+def _gain(rates: Mapping[str, float | None], policy: str, base: str) -> float | None:
+    if base in rates:
+        return relative(rates[policy], rates[base])
+    both = [rate for rate in (rates["v1"], rates["eb"]) if rate is not None]
+    return relative(rates[policy], max(both)) if len(both) == 2 else None
+
+
+def _document(wish: Wish, store: CellStore) -> Document:
+    sections: list[Section] = []
+    for device in _devices(wish):
+        for model in _models(wish):
+            sections += [_section(wish, store, device, model), _gains(wish, store, device, model)]
+    notes = (*_NOTES, *pending(store, _cells(wish)))
+    return Document("table3", "Table 3: traffic levels and moving traffic", tuple(sections), notes)
+
+
+TABLE3 = PaperTable(
+    "table3", "traffic levels and moving traffic", _cells, _document, ("device", "model", "policy", "num_prompts")
+)

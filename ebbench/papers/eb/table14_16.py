@@ -1,0 +1,168 @@
+"""Tables 14 to 16: the grid over token budget B and batch size N, its best cell and its sensitivity metrics."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from ebbench.analysis.documents import Column, Document, Section, Value, comparison, labels
+from ebbench.analysis.sensitivity import Sensitivity, sensitivity
+from ebbench.papers.cells import Cell, protocol_cells
+from ebbench.papers.protocols import SYNTHETIC_WARMUP, real_protocol
+from ebbench.papers.published import (
+    EB_PAPER,
+    GPUS,
+    MODELS,
+    SYNTHETIC,
+    WORKLOADS,
+    gpu_title,
+    model_title,
+    pick,
+)  # fmt: skip
+from ebbench.papers.store import CellStore
+from ebbench.papers.table import PaperTable, Wish, figure, pending
+
+BUDGETS = (4096, 8192, 10240, 14336, 16384, 18432)
+BATCHES = (256, 512, 1024, 1536, 2048)
+SCHEDULERS = ("v0", "v1", "eb")
+# The reference table's names, ours, and what ours is multiplied by.
+_METRICS = (
+    ("max_num_batched_tokens", "best_budget", 1.0), ("max_num_seqs", "best_size", 1.0), ("cv_percent", "cv", 100.0),
+    ("range_ratio", "range_ratio", 1.0), ("b_sens_percent", "b_sens", 100.0), ("n_sens_percent", "n_sens", 100.0),
+)  # fmt: skip
+_TITLES = ("B", "N", "CV %", "range", "B-Sens %", "N-Sens %")
+_SENSITIVITY = "table14_15_best_config_and_sensitivity"
+
+
+def grid_cells(cell: Cell) -> list[Cell]:
+    """The cell at every (B, N) of the published grid."""
+    return [replace(cell, max_num_batched_tokens=b, max_num_seqs=n) for b in BUDGETS for n in BATCHES]
+
+
+def real_cell(
+    wish: Wish, device: str, model: str, workload: str, policy: str, sizes: tuple[int, int], weight: float = 1.0
+) -> Cell:
+    """A run of tables 2 and 14 to 16 at ``sizes`` (N, B), as the authors made it or with the lengths of table 9."""
+    protocol = real_protocol(workload, model, policy, sizes)
+    if workload in SYNTHETIC:
+        protocol = replace(protocol, policy=policy, warmup=SYNTHETIC_WARMUP)
+    elif wish.outputs != "forced":
+        protocol = replace(protocol, plan={**protocol.plan, "workload": workload})
+    return protocol_cells(protocol, device, model, wish.num_prompts, weight)[0]
+
+
+def grid_rates(store: CellStore, cell: Cell, key: str = "request_throughput") -> dict[tuple[int, int], float]:
+    """Known throughputs over the grid."""
+    rates = {}
+    for one in grid_cells(cell):
+        rate = figure(store, one, key)
+        if rate is not None:
+            rates[one.max_num_batched_tokens, one.max_num_seqs] = rate
+    return rates
+
+
+def best_of_grid(store: CellStore, cell: Cell) -> float | None:
+    """Best throughput over a complete grid, None while cells are missing."""
+    rates = grid_rates(store, cell)
+    return max(rates.values()) if len(rates) == len(BUDGETS) * len(BATCHES) else None
+
+
+def _base(wish: Wish, device: str, model: str, workload: str, scheduler: str) -> Cell:
+    return real_cell(wish, device, model, workload, scheduler, (256, 4096))
+
+
+def _found(wish: Wish, store: CellStore, *key: str) -> Sensitivity | None:
+    rates = grid_rates(store, _base(wish, *key))
+    return sensitivity(rates) if len(rates) == len(BUDGETS) * len(BATCHES) else None
+
+
+def _real_cells(device: str, wish: Wish) -> list[Cell]:
+    """The grids asked for; without --model and --workload only Qwen3-8B on ShareGPT, since the whole is 1,080 runs."""
+    models, workloads = wish.models or ("qwen3-8b",), wish.workloads or ("sharegpt",)
+    bases = [_base(wish, device, m, w, s) for m in models for w in workloads for s in SCHEDULERS]
+    return [cell for base in bases for cell in grid_cells(base)]
+
+
+def _real_document(number: int, device: str, wish: Wish, store: CellStore) -> Document:
+    columns = labels("workload", "model", "scheduler")
+    for title in _TITLES:
+        columns += (Column("published", group=title), Column("ours", group=title, ours=True))
+    rows = []
+    for workload in wish.workloads or tuple(WORKLOADS):
+        for model in wish.models or tuple(MODELS):
+            for scheduler in SCHEDULERS:
+                found = _found(wish, store, device, model, workload, scheduler)
+                where = {"gpu": GPUS[device], "workload": WORKLOADS.get(workload, workload),
+                         "model": model_title(model), "scheduler": scheduler}  # fmt: skip
+                row: list[Value] = [where["workload"], where["model"], scheduler]
+                for metric, name, scale in _METRICS:
+                    published = pick(_SENSITIVITY, "value", metric=metric, **where)
+                    row += comparison(published, _value(found, name, scale))[:2]
+                rows.append(tuple(row))
+    notes = (
+        f"Published: {EB_PAPER}, table {number}. Grid: B in {BUDGETS}, N in {BATCHES}; best by requests/s.",
+        "CV: standard deviation over mean of all 30; range: best over worst; B-Sens: mean over N of the CV across B; "
+        "N-Sens: mean over B of the CV across N.",
+        *pending(store, _real_cells(device, wish)),
+    )
+    title = f"Table {number}: best configuration and sensitivity on {gpu_title(device)}"
+    return Document(f"table{number}", title, (Section("", columns, tuple(rows)),), notes)
+
+
+def _value(found: Sensitivity | None, name: str, scale: float = 1.0) -> float | None:
+    value = None if found is None else getattr(found, name)
+    return None if value is None else value * scale
+
+
+_SYNTHETIC_SCHEDULERS = ("v1", "eb")
+
+
+def _synthetic_cells(wish: Wish) -> list[Cell]:
+    devices, workloads = wish.devices or ("rtx-pro-6000",), wish.workloads or tuple(SYNTHETIC)
+    bases = [_base(wish, d, "qwen3-8b", w, s) for d in devices for w in workloads for s in _SYNTHETIC_SCHEDULERS]
+    return [cell for base in bases for cell in grid_cells(base)]
+
+
+def _synthetic_document(wish: Wish, store: CellStore) -> Document:
+    columns = labels("workload", "scheduler")
+    columns += (
+        Column("published", group="B"), Column("ours", group="B", ours=True),
+        Column("published", group="N"), Column("ours", group="N", ours=True),
+        Column("loss at published", "change", "ours"),
+    )  # fmt: skip
+    sections = []
+    for device, prefix in (("rtx-pro-6000", "rtxpro6000"), ("h200", "h200")):
+        rows = []
+        for workload in wish.workloads or tuple(SYNTHETIC):
+            for scheduler in _SYNTHETIC_SCHEDULERS:
+                where = {"workload": SYNTHETIC.get(workload, workload), "scheduler": scheduler}
+                b, n = (pick("table16_synthetic_best_config", f"{prefix}_{w}", **where) for w in ("tokens", "seqs"))
+                found = _found(wish, store, device, "qwen3-8b", workload, scheduler)
+                rates = grid_rates(store, _base(wish, device, "qwen3-8b", workload, scheduler))
+                there = rates.get((int(b or 0), int(n or 0)), math.nan)
+                loss = None if found is None or math.isnan(there) else there / found.best - 1
+                best = _value(found, "best_budget"), _value(found, "best_size")
+                rows.append((where["workload"], scheduler, b, best[0], n, best[1], loss))
+        sections.append(Section(gpu_title(device), columns, tuple(rows)))
+    notes = (
+        f"Published: {EB_PAPER}, table 16. Loss: our requests/s at the published (B, N) against our best.",
+        *pending(store, _synthetic_cells(wish)),
+    )
+    return Document("table16", "Table 16: best configuration on synthetic workloads", tuple(sections), notes)
+
+
+_READS = ("model", "workload", "num_prompts", "outputs")
+TABLE14 = PaperTable(
+    "table14", "grid search on RTX PRO 6000: best configuration, sensitivity",
+    lambda wish: _real_cells("rtx-pro-6000", wish),
+    lambda wish, store: _real_document(14, "rtx-pro-6000", wish, store), _READS, whole=False,
+)  # fmt: skip
+TABLE15 = PaperTable(
+    "table15", "grid search on H200: best configuration, sensitivity",
+    lambda wish: _real_cells("h200", wish),
+    lambda wish, store: _real_document(15, "h200", wish, store), _READS, whole=False,
+)  # fmt: skip
+TABLE16 = PaperTable(
+    "table16", "grid search on synthetic workloads", _synthetic_cells, _synthetic_document,
+    ("device", "workload", "num_prompts"), whole=False, workloads=tuple(SYNTHETIC),
+)  # fmt: skip

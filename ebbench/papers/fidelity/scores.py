@@ -1,0 +1,150 @@
+"""Fidelity of emulated devices: published cells beside ours, and scores against the project's targets.
+
+Pure: what is measured comes in as :class:`Cell` objects (see :mod:`ebbench.papers.fidelity.runs`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from statistics import median
+
+THROUGHPUT = ("tokens_per_s", "requests_per_s")
+SCHEDULERS = ("v1", "eb", "ebplus")  # compared with each other; fixed thresholds are not
+GAP = 0.02  # published differences below this say nothing about who wins
+GAIN_POINTS = 0.05
+
+Key = tuple[str, str, str, str]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One published number and ours. ``scheduler`` is the policy that stands for the published one.
+
+    ``fitted`` cells belong to rows that constants were fitted on; ``scored`` is False where the published value
+    is doubtful or comes from another code base (``note`` says why).
+    """
+
+    source: str
+    device: str
+    model: str
+    case: str
+    scheduler: str
+    metric: str
+    published: float
+    ours: float
+    fitted: bool = False
+    scored: bool = True
+    note: str = ""
+
+    @property
+    def error(self) -> float:
+        """Relative error, ours against published."""
+        return self.ours / self.published - 1.0
+
+    @property
+    def row(self) -> Key:
+        """Cells of one row differ in scheduler and metric only."""
+        return (self.source, self.device, self.model, self.case)
+
+
+@dataclass(frozen=True)
+class Score:
+    """One target: what was reached, whether that is enough, over how many cells or comparisons."""
+
+    name: str
+    target: str
+    reached: float
+    count: int
+    met: bool
+    unit: str = "share"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two schedulers in one row, by throughput."""
+
+    row: Key
+    first: str
+    second: str
+    published_gain: float  # second over first
+    our_gain: float
+    fitted: bool
+
+    @property
+    def decided(self) -> bool:
+        """Whether the published gap is large enough to name a winner."""
+        return abs(self.published_gain) > GAP
+
+    @property
+    def same_winner(self) -> bool:
+        """Whether ours has the same sign."""
+        return (self.published_gain > 0) == (self.our_gain > 0)
+
+
+def comparisons(cells: Iterable[Cell]) -> list[Comparison]:
+    """Every pair of v1, EB and EB+ within a row, by throughput; v1 is always the first of its pairs."""
+    rows: dict[Key, dict[str, Cell]] = {}
+    for cell in cells:
+        if cell.metric in THROUGHPUT and cell.scored and cell.scheduler in SCHEDULERS:
+            rows.setdefault(cell.row, {})[cell.scheduler] = cell
+    found = []
+    for row, by_scheduler in rows.items():
+        names = sorted(by_scheduler, key=lambda name: (name != "v1", name))
+        for one, two in combinations(names, 2):
+            first, second = by_scheduler[one], by_scheduler[two]
+            found.append(
+                Comparison(
+                    row,
+                    one,
+                    two,
+                    second.published / first.published - 1.0,
+                    second.ours / first.ours - 1.0,
+                    first.fitted or second.fitted,
+                )
+            )
+    return found
+
+
+def scores(cells: Sequence[Cell]) -> list[Score]:
+    """The three targets for throughput, over all scored cells given."""
+    pairs = comparisons(cells)
+    decided = [pair for pair in pairs if pair.decided]
+    gains = [pair for pair in pairs if pair.first == "v1"]
+    close = [abs(pair.our_gain - pair.published_gain) <= GAIN_POINTS for pair in gains]
+    errors = [abs(cell.error) for cell in cells if cell.scored and cell.metric in THROUGHPUT]
+    found = []
+    if decided:
+        share = sum(pair.same_winner for pair in decided) / len(decided)
+        found.append(
+            Score(
+                "same winner where the published gap exceeds 2 %", "at least 95 %", share, len(decided), share >= 0.95
+            )
+        )
+    if gains:
+        share = sum(close) / len(gains)
+        found.append(Score("gain over v1 within 5 points", "at least 80 %", share, len(gains), share >= 0.80))
+    if errors:
+        middle = median(errors)
+        found.append(Score("median error of throughput", "at most 10 %", middle, len(errors), middle <= 0.10))
+    return found
+
+
+# Targets of the replayed real run: metric -> largest relative error.
+REPLAY_TARGETS = {"tpot_mean_ms": 0.01, "e2el_mean_s": 0.02, "ttft_mean_s": 0.05, "ttft_p99_s": 0.05}
+
+
+def replay_scores(cells: Iterable[Cell]) -> list[Score]:
+    """The targets of the replayed real run, one a metric."""
+    return [
+        Score(
+            f"replayed run, {cell.metric}",
+            f"within {REPLAY_TARGETS[cell.metric]:.0%}",
+            abs(cell.error),
+            1,
+            abs(cell.error) <= REPLAY_TARGETS[cell.metric],
+        )
+        for cell in cells
+        if cell.metric in REPLAY_TARGETS and cell.scored
+    ]

@@ -1,0 +1,97 @@
+"""Prefill pools of the staggered paper over the load: the runs, and what lies between two of them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from ebbench.config.topology import parse_topology
+from ebbench.papers.cells import settings
+from ebbench.papers.cluster_cells import DEEPSEEK, TOPOLOGIES, ClusterCell, deepseek_unit
+from ebbench.papers.store import CellStore
+from ebbench.papers.table import Wish
+
+STAGGERED_PAPER = "Tian et al., Staggered Batch Scheduling, 2025"
+REQUESTS = 12_000
+NETWORK_MS = 0.5
+AS_PUBLISHED = "sbs:bypass=off,sizing=off,overdraw=on,aged_cycles=off"
+"""Algorithms 1 and 2 to the letter: no fallback under light load, chunks overdrawn, longest first whatever waits."""
+IMMEDIATE = ("round-robin", "least-outstanding")
+DISPATCH = (*IMMEDIATE, AS_PUBLISHED, "sbs")
+SHARES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.925, 0.95, 0.975, 1.0)
+"""Offered load, as a share of what the pool computes with full chunks."""
+
+
+class Setup(NamedTuple):
+    """Prompts, chunk and the TTFT that a load may cost."""
+
+    title: str
+    workload: str
+    mean_tokens: float
+    chunk: int
+    ttft_limit_s: float
+
+
+SHORT_3K = Setup("0-3K prompts, chunk 3K", "paper:short-prompts", 1000, 3072, 0.8)
+SHORT_5K = Setup("0-3K prompts, chunk 5K", "paper:short-prompts", 1000, 5120, 1.0)
+
+
+def _pass_s(chunk: int) -> float:
+    linear = deepseek_unit().calibration
+    return linear.alpha_p + linear.beta_p * chunk
+
+
+# No limit is published for long prompts: as many full passes as table 1 allows at a chunk of 3K.
+LONG_16K = Setup("3K-64K prompts, chunk 16K", "paper:long-prompts", 6700, 16384, 0.8 * _pass_s(16384) / _pass_s(3072))
+
+
+def capacity_rps(setup: Setup, topology: str = "3p") -> float:
+    """Requests a second of the pool with full chunks and no waiting."""
+    spec = TOPOLOGIES.get(topology) or parse_topology(topology)
+    return spec.pools[0].units * setup.chunk / _pass_s(setup.chunk) / setup.mean_tokens
+
+
+def prefill_cell(wish: Wish, setup: Setup, dispatch: str, share: float, topology: str = "3p") -> ClusterCell:
+    """One load under one dispatch policy."""
+    rate = round(share * capacity_rps(setup, topology), 3)
+    return ClusterCell(
+        setup.workload, "v1", DEEPSEEK, "deepseek-v3", 1024, setup.chunk, scenario="poisson",
+        settings=settings(num_prompts=wish.num_prompts or REQUESTS, request_rate=rate, max_model_len=70_000),
+        topology=topology, dispatch=dispatch, network_ms=NETWORK_MS, async_scheduling=False, max_model_len=70_000,
+    )  # fmt: skip
+
+
+def prefill_cells(wish: Wish, setup: Setup) -> list[ClusterCell]:
+    """All loads under all policies."""
+    return [prefill_cell(wish, setup, dispatch, share) for dispatch in DISPATCH for share in SHARES]
+
+
+class Curve:
+    """Figures of one policy over the load, straight lines between the runs."""
+
+    def __init__(self, wish: Wish, store: CellStore, setup: Setup, dispatch: str) -> None:
+        found = [(share, store.get(prefill_cell(wish, setup, dispatch, share))) for share in SHARES]
+        self._known = [(share, measured) for share, measured in found if measured is not None]
+        self.complete = len(self._known) == len(SHARES)
+
+    def at(self, key: str, share: float, scale: float = 1.0) -> float | None:
+        """One figure at a load; None where runs are missing or the load is beyond them."""
+        if not self.complete or not SHARES[0] <= share <= SHARES[-1]:
+            return None
+        values = [measured.get(key, scale) for _, measured in self._known]
+        if any(value is None for value in values):
+            return None
+        return float(np.interp(share, SHARES, [float(value or 0) for value in values]))
+
+    def peak(self, ttft_limit_s: float) -> float | None:
+        """The highest load whose mean TTFT stays within the limit."""
+        if not self.complete:
+            return None
+        ttft_s = [measured.get("mean_ttft_ms", 1e-3) or 0.0 for _, measured in self._known]
+        over = next((i for i, value in enumerate(ttft_s) if value > ttft_limit_s), None)
+        if over is None or over == 0:
+            return None
+        below, above = ttft_s[over - 1], ttft_s[over]
+        part = (ttft_limit_s - below) / (above - below)
+        return SHARES[over - 1] + part * (SHARES[over] - SHARES[over - 1])

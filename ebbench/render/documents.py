@@ -1,0 +1,164 @@
+"""Documents as rich tables, HTML and CSV. Markdown and LaTeX have modules of their own."""
+
+from __future__ import annotations
+
+import csv
+import html
+import io
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import Literal
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from ebbench.analysis.documents import Column, Document, Section, Value, text
+
+
+def as_rich(document: Document, width: int = 100) -> RenderableType:
+    """Tables for a terminal of ``width`` characters, our own measurements in bold.
+
+    A section too wide is shown in pieces, one under the other, each with the labels of the rows.
+    """
+    parts: list[RenderableType] = [Text(document.title, style="bold")]
+    for section in document.sections:
+        for piece in _pieces(section, width):
+            parts += [Text(), _rich_table(piece)]
+    if document.notes:
+        parts.append(Text())
+    parts += [Text(f"- {note}", style="dim") for note in document.notes]
+    return Group(*parts)
+
+
+def _pieces(section: Section, width: int) -> Iterator[Section]:
+    """Sections that fit: neighbouring groups of columns go together as long as there is room."""
+    sizes = [_natural_width(section, index) for index in range(len(section.columns))]
+    labels = range(_labels(section.columns))
+    taken = list(labels)
+    at = len(labels)
+    for count in _unbroken(section.columns[len(labels) :]):
+        group = list(range(at, at + count))
+        at += count
+        if len(taken) > len(labels) and sum(sizes[i] for i in taken + group) > width:
+            yield _part(section, taken)
+            taken = list(labels)
+        taken += group
+    yield _part(section, taken)
+
+
+def _unbroken(columns: Sequence[Column]) -> list[int]:
+    """Lengths of the runs of columns that stay together: a named group, or a column without one."""
+    return [one for name, count in grouped(columns) for one in ([count] if name else [1] * count)]
+
+
+def _part(section: Section, columns: Sequence[int]) -> Section:
+    rows = tuple(tuple(row[i] for i in columns) for row in section.rows)
+    return Section(section.title, tuple(section.columns[i] for i in columns), rows)
+
+
+def _natural_width(section: Section, index: int) -> int:
+    column = section.columns[index]
+    shown = [text(row[index], column) for row in section.rows]
+    return 2 + max(len(word) for word in (column.name, column.group, *shown))
+
+
+def _rich_table(section: Section) -> Table:
+    table = Table(
+        title=section.title or None, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0), pad_edge=False, show_edge=False,
+    )  # fmt: skip
+    for column in section.columns:
+        header = f"{column.group}\n{column.name}" if column.group else column.name
+        style = "bold" if column.ours else None
+        justify: Literal["left", "right"] = "left" if column.kind == "label" else "right"
+        table.add_column(header, justify=justify, style=style, no_wrap=True)
+    for shown in cells(section):
+        table.add_row(*(Text(cell) for cell in shown))
+    return table
+
+
+def cells(section: Section) -> Iterator[list[str]]:
+    """Rows as texts; a label that repeats the one above it is left out where everything before it repeats too."""
+    before: tuple[Value, ...] | None = None
+    for row in section.rows:
+        shown = [text(value, column) for value, column in zip(row, section.columns, strict=True)]
+        if before is not None:
+            for index, column in enumerate(section.columns):
+                if column.kind != "label" or row[index] != before[index] or index + 1 >= _labels(section.columns):
+                    break
+                shown[index] = ""
+        before = row
+        yield shown
+
+
+def _labels(columns: Sequence[Column]) -> int:
+    """Number of leading label columns; the last of them is always shown."""
+    return next((i for i, column in enumerate(columns) if column.kind != "label"), len(columns))
+
+
+def grouped(columns: Sequence[Column]) -> list[tuple[str, int]]:
+    """Neighbouring columns of one group: its name and how many they are."""
+    return [(name, len(list(members))) for name, members in groupby(columns, key=lambda column: column.group)]
+
+
+def as_csv(document: Document) -> str:
+    """One CSV: the section in the first column, values as numbers; a relative difference is a fraction.
+
+    Sections of one document that have other columns follow after an empty line with a header of their own.
+    """
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    header: list[str] | None = None
+    for section in document.sections:
+        names = ["section", *(_csv_name(column) for column in section.columns)]
+        if names != header:
+            if header is not None:
+                out.write("\n")
+            writer.writerow(names)
+            header = names
+        for row in section.rows:
+            writer.writerow([section.title, *("" if value is None else value for value in row)])
+    return out.getvalue()
+
+
+def _csv_name(column: Column) -> str:
+    name = f"{column.group} {column.name}" if column.group else column.name
+    return name.strip().lower().replace(" ", "_")
+
+
+def as_html(document: Document) -> str:
+    """A fragment: a heading, one table a section, the notes. Every text is escaped."""
+    parts = [f"<h2>{html.escape(document.title)}</h2>"]
+    for section in document.sections:
+        parts.append(_html_table(section))
+    if document.notes:
+        items = "".join(f"<li>{html.escape(note)}</li>" for note in document.notes)
+        parts.append(f"<ul>{items}</ul>")
+    return "\n".join(parts) + "\n"
+
+
+def _html_table(section: Section) -> str:
+    rows = ["<table>"]
+    if section.title:
+        rows.append(f"<caption>{html.escape(section.title)}</caption>")
+    rows.append("<thead>")
+    groups = grouped(section.columns)
+    if any(name for name, _ in groups):
+        spans = "".join(f'<th colspan="{count}">{html.escape(name)}</th>' for name, count in groups)
+        rows.append(f"<tr>{spans}</tr>")
+    rows.append("<tr>" + "".join(f"<th>{html.escape(column.name)}</th>" for column in section.columns) + "</tr>")
+    rows.append("</thead><tbody>")
+    for row in section.rows:
+        filled = zip(row, section.columns, strict=True)
+        rows.append("<tr>" + "".join(_html_cell(value, column) for value, column in filled) + "</tr>")
+    rows.append("</tbody></table>")
+    return "\n".join(rows)
+
+
+def _html_cell(value: Value, column: Column) -> str:
+    shown = html.escape(text(value, column))
+    if column.kind == "label":
+        return f'<th scope="row">{shown}</th>'
+    return f"<td><b>{shown}</b></td>" if column.ours else f"<td>{shown}</td>"
