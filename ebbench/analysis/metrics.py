@@ -81,7 +81,7 @@ def measure(
     ok = chosen & columns.ok
     duration_s = _duration_s(columns, chosen, ok)
     tokens_in, tokens_out = int(columns.input_tokens[ok].sum()), int(columns.output_tokens[ok].sum())
-    met = int(_meets(columns, ok, slo).sum()) if slo else None
+    met = int(meets(columns, ok, slo).sum()) if slo else None
     planned = int(chosen.sum())
     sent = chosen & (columns.sent != MISSING) & (columns.intended != MISSING)
     return Metrics(
@@ -125,7 +125,7 @@ def _tpot_ns(columns: RequestColumns, rows: Mask) -> npt.NDArray[np.float64]:
     return np.asarray(span / (columns.output_tokens[rows] - 1), np.float64)
 
 
-def _meets(columns: RequestColumns, ok: Mask, slo: Slo) -> Mask:
+def meets(columns: RequestColumns, ok: Mask, slo: Slo) -> Mask:
     """Requests that completed and met every limit; one whose TPOT is undefined does not meet a TPOT limit."""
     met = ok.copy()
     if slo.ttft is not None:

@@ -15,7 +15,7 @@ from ebbench.cli.preflight import check_counts, check_fits, check_options, is_se
 from ebbench.cli.server import POLICY_IS_A_LABEL, for_server, journalled, unknown_device, with_client, with_ramp
 from ebbench.errors import EbbenchError, InterruptedRunError, RunError, UsageError
 from ebbench.records.manifest import RunWarning, wall_clock_ns
-from ebbench.records.run import RunWriter, default_run_dir, slug, unused
+from ebbench.records.run import Run, RunWriter, default_run_dir, slug, unused
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -72,15 +72,15 @@ def carry_out(asked: Asked, *, as_json: bool) -> None:
 
     messages = Console(stderr=True, highlight=False)
     _check(asked)
-    device = _load_device(asked)
-    engine, sentence = _choose_engine(asked)
-    plan = _build_plan(asked, asked.seed, device, messages)
+    device = device_of(asked)
+    engine, sentence = engine_of(asked)
+    plan = plan_of(asked, asked.seed, device, messages)
     _announce(asked, sentence, messages)
     done = _Done()
     try:
         for offset in range(asked.repeats):
             if offset:
-                plan = _build_plan(asked, asked.seed + offset, device, messages)
+                plan = plan_of(asked, asked.seed + offset, device, messages)
             ramped, ramping = with_ramp(plan, engine, asked.client.ramp_up_s)
             for spec in _order(asked.policies, offset):
                 _run_one(asked, ramped, spec, device, ramping, messages, done)
@@ -114,7 +114,7 @@ def _check(asked: Asked) -> None:
         raise UsageError(f"output directory {asked.output_dir} exists; give another --output-dir or remove it")
 
 
-def _load_device(asked: Asked) -> Device:
+def device_of(asked: Asked) -> Device:
     from ebbench.devices import load_device
 
     if is_server(asked.engine):
@@ -136,7 +136,7 @@ def _local_device(engine: str) -> str | None:
     return local_device() if engine in ("auto", "vllm") else None
 
 
-def _choose_engine(asked: Asked) -> tuple[Engine, str]:
+def engine_of(asked: Asked) -> tuple[Engine, str]:
     from ebbench.engines import select_engine
 
     engine, sentence = select_engine(asked.engine)
@@ -148,7 +148,7 @@ def _choose_engine(asked: Asked) -> tuple[Engine, str]:
     return with_client(engine, asked.client.settings()), f"{sentence}; {several}" if several else sentence
 
 
-def _build_plan(asked: Asked, seed: int, device: Device, messages: Console) -> Plan:
+def plan_of(asked: Asked, seed: int, device: Device, messages: Console) -> Plan:
     from rich.markup import escape
 
     from ebbench.workloads import build_plan
@@ -179,13 +179,38 @@ def _order(policies: list[PolicySpec], repeat: int) -> Iterator[PolicySpec]:
 def _run_one(
     asked: Asked, plan: Plan, spec: PolicySpec, device: Device, engine: Engine, messages: Console, done: _Done
 ) -> None:
-    from ebbench.analysis.conclude import Setting, begin, conclude
     from ebbench.analysis.explain import explain
     from ebbench.analysis.summary import summarise, summarise_phases
-    from ebbench.render.live import reporter
 
     seed = int(plan.facts.get("seed", asked.seed))
     label = spec.name if asked.repeats == 1 else f"{spec.name} seed {seed}"
+    stored = measure(asked, plan, spec, device, engine, messages, _run_dir(asked, spec, seed), label)
+    done.summaries.append(summarise(stored))
+    if asked.save_as_vllm is not None:
+        from ebbench.export.vllm_json import save_vllm_result
+
+        save_vllm_result(stored, done.summaries[-1], asked.save_as_vllm)
+    done.stories.append(explain(stored))
+    phases = summarise_phases(stored)
+    if len(phases) > 1:
+        done.phases += phases
+    done.interrupted = stored.manifest.interrupted
+
+
+def measure(
+    asked: Asked,
+    plan: Plan,
+    spec: PolicySpec,
+    device: Device,
+    engine: Engine,
+    messages: Console,
+    run_dir: Path,
+    label: str,
+) -> Run:
+    """Run one plan under one policy and store it in ``run_dir``, with a progress line called ``label``."""
+    from ebbench.analysis.conclude import Setting, begin, conclude
+    from ebbench.render.live import reporter
+
     setting = Setting(
         plan,
         spec,
@@ -197,24 +222,14 @@ def _run_one(
         device_known=not is_server(asked.engine),
         warnings=(POLICY_IS_A_LABEL,) if is_server(asked.engine) else _never_waits(spec, plan, asked.options),
     )
-    with RunWriter.create(_run_dir(asked, spec, seed)) as writer:
+    with RunWriter.create(run_dir) as writer:
         if setting.kind_of_time == "real":
             begin(writer, setting)
             engine = journalled(engine, writer)
         with reporter(messages, label, len(plan), quiet=asked.quiet) as observer:
             result = engine.run(plan, spec, device, asked.options, observer)
             observer.update(_last_snapshot(spec, plan, result))
-        stored = conclude(writer, setting, result)
-    done.summaries.append(summarise(stored))
-    if asked.save_as_vllm is not None:
-        from ebbench.export.vllm_json import save_vllm_result
-
-        save_vllm_result(stored, done.summaries[-1], asked.save_as_vllm)
-    done.stories.append(explain(stored))
-    phases = summarise_phases(stored)
-    if len(phases) > 1:
-        done.phases += phases
-    done.interrupted = result.interrupted
+        return conclude(writer, setting, result)
 
 
 def _never_waits(spec: PolicySpec, plan: Plan, options: EngineOptions) -> tuple[RunWarning, ...]:
