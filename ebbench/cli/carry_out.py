@@ -115,6 +115,7 @@ def _check(asked: Asked) -> None:
 
 
 def device_of(asked: Asked) -> Device:
+    """The device that the command line names, or a placeholder for a server."""
     from ebbench.devices import load_device
 
     if is_server(asked.engine):
@@ -137,6 +138,7 @@ def _local_device(engine: str) -> str | None:
 
 
 def engine_of(asked: Asked) -> tuple[Engine, str]:
+    """The engine with its settings, and the sentence that names it."""
     from ebbench.engines import select_engine
 
     engine, sentence = select_engine(asked.engine)
@@ -149,6 +151,7 @@ def engine_of(asked: Asked) -> tuple[Engine, str]:
 
 
 def plan_of(asked: Asked, seed: int, device: Device, messages: Console) -> Plan:
+    """The requests of one seed. Raises UsageError for a request that can never fit."""
     from rich.markup import escape
 
     from ebbench.workloads import build_plan
