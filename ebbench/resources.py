@@ -14,3 +14,14 @@ def bundled_dir(name: str) -> Path:
         return packed
     checkout = {"reference": "reports/reference"}.get(name, name)
     return _PACKAGE.parent / checkout
+
+
+REFERENCE = "reference:"
+"""Goes before the path of a file that comes with ebbench: workloads and scenarios as published runs had them."""
+
+
+def located(name: str) -> Path:
+    """The file that ``reference:PATH`` or a path of the user's own names."""
+    if name.startswith(REFERENCE):
+        return bundled_dir("reference") / name.removeprefix(REFERENCE)
+    return Path(name).expanduser()

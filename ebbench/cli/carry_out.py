@@ -160,7 +160,7 @@ def plan_of(asked: Asked, seed: int, device: Device, messages: Console) -> Plan:
     if messages.is_terminal and not asked.quiet:
         reading = messages.status(f"reading {escape(asked.workload)}")  # a data set may take seconds
     with reading:
-        plan = build_plan(asked.workload, asked.scenario, seed=seed, **asked.plan_settings)  # type: ignore[arg-type]
+        plan = build_plan(asked.workload, asked.scenario, seed=seed, **asked.plan_settings)
     if not is_server(asked.engine) and asked.cluster.topology is None:  # several GPUs hold more; the engine checks
         check_fits(plan, device, asked.options)
     return plan

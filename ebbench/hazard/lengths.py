@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -64,10 +65,10 @@ def _of_run(path: Path) -> Lengths:
     return Lengths(outputs, float(pc.mean(done["input_tokens"]).as_py()), path.name, f"run:{path}")
 
 
-def _of_plan(what: str, source: str, num_prompts: int | None, seed: int, plan: dict[str, str | int | None]) -> Lengths:
+def _of_plan(what: str, source: str, num_prompts: int | None, seed: int, plan: dict[str, Any]) -> Lengths:
     from ebbench.workloads import build_plan
 
-    built = build_plan(what, num_prompts=num_prompts, seed=seed, source=source, with_text=False, **plan)  # type: ignore[arg-type]
+    built = build_plan(what, num_prompts=num_prompts, seed=seed, source=source, with_text=False, **plan)
     outputs = built.table["output_tokens"].to_numpy().astype(np.int64)
     mean_input = float(built.table["input_tokens"].to_numpy().mean())
     return Lengths(outputs, mean_input, what, str(built.facts.get("source", "")))

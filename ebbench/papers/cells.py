@@ -15,17 +15,15 @@ from ebbench.devices.base import Device
 from ebbench.devices.linear import LinearCost
 from ebbench.engines.base import Engine, EngineOptions, EngineResult
 from ebbench.engines.sim import SimEngine
-from ebbench.papers.protocols import ASYNC_SCHEDULING, Protocol, build, located
+from ebbench.papers.protocols import ASYNC_SCHEDULING, Protocol, build
 from ebbench.records.plan import Plan
 from ebbench.records.run import slug
 from ebbench.resources import bundled_dir
 from vllm_eb.calibration import Calibration
 
 Setting = tuple[str, str | int | float]
-VARIANT = "paper:"
 LINEAR = "linear:"
 _OF_FILES = ("trace:", "file:")
-_VARIANTS = Path(__file__).resolve().parent / "staggered"
 _CODE = (
     "simulation", "devices", "workloads", "traffic", "engines/sim.py", "engines/simulated.py", "analysis/metrics.py",
 )  # fmt: skip
@@ -34,9 +32,8 @@ _SUFFIXES = frozenset({".py", ".toml", ".csv", ".parquet"})
 
 @dataclass(frozen=True)
 class Cell:
-    """One run. ``workload`` and ``scenario`` are names, paths or ``reference:PATH`` (as a published run had it), the
-    workload also ``paper:NAME`` (a variant that comes with this package); ``device`` a name or
-    ``linear:alpha_p,beta_p,alpha_d,beta_d,KV`` (a linear cost model in seconds, and its KV tokens).
+    """One run. ``workload`` and ``scenario`` are names, paths or ``reference:PATH`` (as a published run had it);
+    ``device`` a name or ``linear:alpha_p,beta_p,alpha_d,beta_d,KV`` (linear costs in seconds, and KV tokens).
 
     ``settings`` are further arguments of build_plan, sorted by name. ``shuffle`` mixes the order of the requests.
     ``weight`` orders the work (longest first) and is no part of the identity.
@@ -123,19 +120,12 @@ def protocol_cells(
     return tuple(cells)
 
 
-def workload_path(name: str) -> str:
-    """What build_plan understands for a cell's workload."""
-    if name.startswith(VARIANT):
-        return str(_VARIANTS / f"{name.removeprefix(VARIANT)}.toml")
-    return located(name)
-
-
 @cache
 def _plan(workload: str, scenario: str | None, chosen: tuple[Setting, ...], seed: int, shuffle: bool) -> Plan:
     arguments: dict[str, Any] = {"source": "profile", **dict(chosen)}
     if workload.startswith("trace:"):
         arguments["source"] = "auto"
-    arguments |= {"workload": workload_path(workload), "scenario": scenario}
+    arguments |= {"workload": workload, "scenario": scenario}
     return build(arguments, seed, shuffle=shuffle)
 
 
@@ -163,7 +153,7 @@ def code_fingerprint() -> str:
     package = Path(ebbench.__file__).resolve().parent
     roots = [package / part for part in _CODE]
     roots += [Path(vllm_eb.__file__).resolve().parent, bundled_dir("workloads"), bundled_dir("scenarios")]
-    roots += [bundled_dir("reference") / folder for folder in ("workloads", "scenarios")] + [_VARIANTS]
+    roots += [bundled_dir("reference") / folder for folder in ("workloads", "scenarios")]
     digest = hashlib.sha256()
     for root in roots:
         for path in sorted(root.rglob("*")) if root.is_dir() else [root]:

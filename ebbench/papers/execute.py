@@ -18,8 +18,7 @@ from pathlib import Path
 from ebbench.analysis.conclude import Setting, conclude
 from ebbench.engines.checks import check_counts
 from ebbench.errors import RunError
-from ebbench.papers.cells import Cell, workload_path
-from ebbench.papers.protocols import located
+from ebbench.papers.cells import Cell
 from ebbench.papers.store import CellStore, keep, measured_from_run, settle
 from ebbench.records.manifest import wall_clock_ns
 from ebbench.records.run import RunWriter
@@ -69,10 +68,10 @@ def _check_names(cells: Sequence[Cell]) -> None:
     """A name that does not exist is refused before the first run, not after hours of them."""
     for cell in {(cell.device, cell.model): cell for cell in cells}.values():
         cell.load_device()
-    for name in dict.fromkeys(workload_path(cell.workload) for cell in cells):
+    for name in dict.fromkeys(cell.workload for cell in cells):
         if not name.startswith("trace:"):
             load_workload(name)
-    for name in dict.fromkeys(located(cell.scenario) for cell in cells if cell.scenario is not None):
+    for name in dict.fromkeys(cell.scenario for cell in cells if cell.scenario is not None):
         load_scenario(name)
 
 

@@ -26,16 +26,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from ebbench.records.plan import Plan
-from ebbench.resources import bundled_dir
+from ebbench.resources import REFERENCE
 
-REFERENCE = "reference:"
 ASYNC_SCHEDULING = False
 SYNTHETIC_WARMUP, REAL_WARMUP = 100, 20
 PAPER_THETA_FLOOR = 0.7
@@ -123,21 +121,12 @@ def fixed_threshold(k: int) -> str:
     return f"eb:theta={min(k / FIGURE3_SEQS, 0.99):.4g}"
 
 
-def located(name: str) -> str:
-    """The path behind ``reference:PATH``; any other name as it is."""
-    if not name.startswith(REFERENCE):
-        return name
-    return str(Path(bundled_dir("reference")) / name.removeprefix(REFERENCE))
-
-
 def build(plan: Mapping[str, Any], seed: int, *, shuffle: bool = False) -> Plan:
     """The request plan of a protocol's arguments. Raises what build_plan raises."""
     from ebbench.workloads import build_plan
 
     arguments = dict(plan)
-    workload, scenario = located(arguments.pop("workload")), arguments.pop("scenario", None)
-    scenario = None if scenario is None else located(scenario)
-    found = build_plan(workload, scenario, seed=seed, with_text=False, **arguments)
+    found = build_plan(seed=seed, with_text=False, **arguments)
     return shuffled(found, seed) if shuffle else found
 
 

@@ -9,7 +9,7 @@ import msgspec
 
 from ebbench.config.strict_toml import load_toml
 from ebbench.errors import UnknownNameError, UsageError
-from ebbench.resources import bundled_dir
+from ebbench.resources import bundled_dir, located
 from ebbench.workloads.lengths import LengthSpec
 
 Schema = Literal["sharegpt", "longbench", "numinamath", "wildchat"]
@@ -108,9 +108,9 @@ def load_workload(name_or_path: str) -> WorkloadSpec:
 
 
 def resolve(name_or_path: str, directory: str, known: list[str]) -> Path:
-    """Path of a bundled file or of the user's own ``.toml``. Raises UnknownNameError."""
+    """Path of a bundled file, of ``reference:PATH`` or of the user's own ``.toml``. Raises UnknownNameError."""
     if name_or_path.endswith(".toml"):
-        return Path(name_or_path).expanduser()
+        return located(name_or_path)
     if name_or_path not in known:
         more = ["trace:FILE"] if directory == "workloads" else []
         raise UnknownNameError(directory.removesuffix("s"), name_or_path, [*known, *more])

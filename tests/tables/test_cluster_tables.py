@@ -23,7 +23,7 @@ from ebbench.papers.table import Wish
 from ebbench.records.schema import DECISIONS, REQUESTS, STEPS
 
 CELL = ClusterCell(
-    "paper:short-prompts", "v1", DEEPSEEK, "deepseek-v3", 64, 3072, scenario="poisson",
+    "reference:workloads/short-prompts.toml", "v1", DEEPSEEK, "deepseek-v3", 64, 3072, scenario="poisson",
     settings=settings(num_prompts=60, request_rate=50.0), topology="3p", async_scheduling=False,
 )  # fmt: skip
 
@@ -52,7 +52,7 @@ def test_prompts_are_as_long_as_published() -> None:
     assert tokens.mean() == pytest.approx(1000, rel=0.05)
     long = replace(
         CELL,
-        workload="paper:long-prompts",
+        workload="reference:workloads/long-prompts.toml",
         settings=settings(num_prompts=4000, request_rate=50.0, max_model_len=70_000),
     )
     tokens = np.asarray(long.plan().table["input_tokens"])

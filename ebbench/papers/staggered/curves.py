@@ -33,8 +33,8 @@ class Setup(NamedTuple):
     ttft_limit_s: float
 
 
-SHORT_3K = Setup("0-3K prompts, chunk 3K", "paper:short-prompts", 1000, 3072, 0.8)
-SHORT_5K = Setup("0-3K prompts, chunk 5K", "paper:short-prompts", 1000, 5120, 1.0)
+SHORT_3K = Setup("0-3K prompts, chunk 3K", "reference:workloads/short-prompts.toml", 1000, 3072, 0.8)
+SHORT_5K = Setup("0-3K prompts, chunk 5K", "reference:workloads/short-prompts.toml", 1000, 5120, 1.0)
 
 
 def _pass_s(chunk: int) -> float:
@@ -43,7 +43,13 @@ def _pass_s(chunk: int) -> float:
 
 
 # No limit is published for long prompts: as many full passes as table 1 allows at a chunk of 3K.
-LONG_16K = Setup("3K-64K prompts, chunk 16K", "paper:long-prompts", 6700, 16384, 0.8 * _pass_s(16384) / _pass_s(3072))
+LONG_16K = Setup(
+    "3K-64K prompts, chunk 16K",
+    "reference:workloads/long-prompts.toml",
+    6700,
+    16384,
+    0.8 * _pass_s(16384) / _pass_s(3072),
+)
 
 
 def capacity_rps(setup: Setup, topology: str = "3p") -> float:

@@ -13,7 +13,7 @@ BATCH = 35  # sequences a decode unit, published
 CHUNK = 16384
 _WORKLOADS = {
     "geometric": ("balanced", {"input_len": 1000, "output_len": 1500, "length_distribution": "geometric"}),
-    "heavy-tailed": ("paper:heavy-tailed-chat", {}),
+    "heavy-tailed": ("reference:workloads/heavy-tailed-chat.toml", {}),
 }
 _DISPATCH = {
     "round-robin": "immediate",

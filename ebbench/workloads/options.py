@@ -1,0 +1,73 @@
+"""What a request plan is built from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ebbench.config.strict_toml import not_positive
+from ebbench.errors import UsageError
+
+if TYPE_CHECKING:
+    from ebbench.traffic.schedule import Load
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """Everything a plan depends on: the same options give the same plan byte for byte.
+
+    ``workload``: a bundled name, ``trace:FILE``, ``reference:PATH`` (a workload as a published run had it) or the path
+    of a TOML file. ``scenario``: likewise; None means ``trace`` for traces and ``saturated`` otherwise.
+    ``num_prompts``: sessions (a conversation is one session); None takes what the scenario or the workload asks.
+    ``source``: ``auto``, ``hub``, ``file:PATH`` or ``profile``. ``max_concurrency``: open sessions; rates in sessions/s
+    (``saturation_rate`` is what shares in a scenario refer to); lengths in tokens. ``burstiness``: shape of gamma gaps,
+    1 is Poisson, less is burstier. ``speed`` divides a trace's times. ``max_model_len``: longest prompt plus answer in
+    tokens (None: no limit); longer requests are refused, or left out with ``drop_too_long``. ``tokenizer`` (a name or
+    folder) counts the tokens of text; None estimates them from characters. ``with_text`` False leaves out the prompts'
+    text, which simulated engines do not read.
+
+    Raises UsageError for a value that cannot be.
+    """
+
+    workload: str
+    scenario: str | None = None
+    num_prompts: int | None = None
+    seed: int = 0
+    source: str = "auto"
+    max_concurrency: int | None = None
+    request_rate: float | None = None
+    saturation_rate: float | None = None
+    burstiness: float | None = None
+    input_len: int | None = None
+    output_len: int | None = None
+    length_distribution: str | None = None
+    speed: float | None = None
+    max_model_len: int | None = None
+    drop_too_long: bool = False
+    tokenizer: str | None = None
+    with_text: bool = True
+
+    def __post_init__(self) -> None:
+        for key in _POSITIVE:
+            if problem := not_positive(key.replace("_", " "), getattr(self, key)):
+                raise UsageError(problem)
+        if self.seed < 0:
+            raise UsageError(f"seed must be 0 or more, not {self.seed}")
+
+    @property
+    def lengths_set(self) -> bool:
+        """Whether the caller set lengths."""
+        return not (self.input_len is None and self.output_len is None and self.length_distribution is None)
+
+    @property
+    def load(self) -> Load:
+        """The part that sets the load."""
+        from ebbench.traffic.schedule import Load
+
+        return Load(self.max_concurrency, self.request_rate, self.saturation_rate, self.burstiness)
+
+
+_POSITIVE = (
+    "num_prompts", "max_concurrency", "request_rate", "saturation_rate", "burstiness", "input_len", "output_len",
+    "speed", "max_model_len",
+)  # fmt: skip
