@@ -15,6 +15,7 @@ from ebbench.analysis.summary import summarise
 from ebbench.papers.cells import Cell, settings
 from ebbench.papers.store import CellStore
 from ebbench.workloads import load_scenario
+from ebbench.workloads.trace import time_note
 from vllm_eb.policy import parse_policy
 
 CADENCE = "cadence:every=16"  # where it helps at all, 8 to 32 differ by little
@@ -102,7 +103,7 @@ def probe(pairs: Mapping[float, tuple[Cell, Cell]], store: CellStore, *, log: bo
 
 def advise(question: Question, store: CellStore, *, with_crossover: bool) -> Advice:
     """Put stored runs and theory together; the runs must be there. Raises UsageError, TheoryError."""
-    load = load_of(question, store)
+    load, plan = load_of(question, store), candidate(question, BASELINE, 0).plan()
     device = main_cells(question)[0].load_device()
     theory = predict(load, device.calibration, device.kv_capacity_tokens, question.max_num_seqs)
     scores = score(question, store)
@@ -111,7 +112,7 @@ def advise(question: Question, store: CellStore, *, with_crossover: bool) -> Adv
         question, load, theory, scores, chosen, reason,
         probe(concurrency_cells(question, load), store, log=True) if with_crossover else None,
         probe(mix_cells(question, load), store, log=False) if with_crossover else None,
-        notes=candidate(question, BASELINE, 0).plan().warnings,
+        notes=(*plan.warnings, *filter(None, [time_note(plan.facts)])),
     )  # fmt: skip
 
 

@@ -30,6 +30,7 @@ class TrafficFlags:
     request_rate: load.RequestRate = None
     saturation_rate: load.SaturationRate = None
     speed: load.Speed = None
+    time_unit: load.TimeUnit = None
     source: load.Source = "profile"
     input_len: load.InputLen = None
     output_len: load.OutputLen = None

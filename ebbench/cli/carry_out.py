@@ -75,7 +75,7 @@ def carry_out(asked: Asked, *, as_json: bool) -> None:
     device = device_of(asked)
     engine, sentence = engine_of(asked)
     plan = plan_of(asked, asked.seed, device, messages)
-    _announce(asked, sentence, messages)
+    _announce(asked, sentence, plan, messages)
     done = _Done()
     try:
         for offset in range(asked.repeats):
@@ -166,10 +166,14 @@ def plan_of(asked: Asked, seed: int, device: Device, messages: Console) -> Plan:
     return plan
 
 
-def _announce(asked: Asked, sentence: str, messages: Console) -> None:
+def _announce(asked: Asked, sentence: str, plan: Plan, messages: Console) -> None:
+    from ebbench.workloads.trace import time_note
+
     if asked.quiet:
         return
     messages.print(sentence, markup=False, soft_wrap=True)
+    if note := time_note(plan.facts):
+        messages.print(note, markup=False, soft_wrap=True)
     if asked.default_policies and not is_server(asked.engine):
         messages.print("No --policy given: running ebplus, and v1 as its baseline.", markup=False, soft_wrap=True)
 

@@ -43,6 +43,14 @@ SaturationRate = Annotated[
     opt("--saturation-rate", help="Measured saturation in sessions/s, for phases given as a share.", panel=LOAD),
 ]
 Speed = Annotated[float | None, opt("--speed", help="Time factor of a trace: 2 is twice as fast.", panel=LOAD)]
+TimeUnit = Annotated[
+    str | None,
+    opt(
+        "--time-unit",
+        help="Of a trace's times: s, ms, us or ns. Default: told from the file, or asked for.",
+        panel=LOAD,
+    ),
+]
 Warmup = Annotated[
     int,
     opt(

@@ -75,6 +75,7 @@ class LoadFlags:
     warmup: load.Warmup = 0
     repeats: load.Repeats = 1
     speed: load.Speed = None
+    time_unit: load.TimeUnit = None
 
     def scenario_of(self, workload: str) -> str | None:
         """The scenario asked for, or what the other options mean, read as `vllm bench serve` reads them."""
@@ -117,5 +118,5 @@ class OutputFlags:
 def plan_settings(requests: WorkloadFlags, load: LoadFlags, max_model_len: int | None) -> dict[str, object]:
     """What a plan is built from besides workload, scenario and seed."""
     of_requests = {name: value for name, value in vars(requests).items() if name != "seed"}
-    of_load = ("max_concurrency", "request_rate", "burstiness", "saturation_rate", "speed")
+    of_load = ("max_concurrency", "request_rate", "burstiness", "saturation_rate", "speed", "time_unit")
     return of_requests | {name: getattr(load, name) for name in of_load} | {"max_model_len": max_model_len}

@@ -52,6 +52,7 @@ def sweep(
 
     from ebbench.records.run import slug
     from ebbench.sweep import show
+    from ebbench.sweep.checks import trace_notes
     from ebbench.sweep.drive import run_sweep
     from ebbench.sweep.findings import findings
     from ebbench.sweep.spec import load_sweep
@@ -62,6 +63,9 @@ def sweep(
     grid = load_sweep(spec)
     store = Store(output_dir or Path("sweeps") / slug(grid.name))
     output = Console(highlight=False)
+    if not quiet:
+        for note in trace_notes([cell.settings for cell in grid.cells]):
+            Console(stderr=True, highlight=False).print(note, markup=False, soft_wrap=True)
     if dry_run:
         _dry_run(grid, store, output, as_json=as_json)
         return

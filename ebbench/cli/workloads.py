@@ -54,6 +54,7 @@ def show(
     output_len: load.OutputLen = None,
     length_distribution: load.LengthDistribution = None,
     tokenizer: load.Tokenizer = None,
+    time_unit: load.TimeUnit = None,
     as_json: Annotated[bool, _JSON] = False,
 ) -> None:
     """Sample a workload and show its lengths, its decode share r and where they come from."""
@@ -62,7 +63,7 @@ def show(
 
     plan = build_plan(
         name, num_prompts=num_prompts, seed=seed, source=source, input_len=input_len, output_len=output_len,
-        length_distribution=length_distribution, tokenizer=tokenizer, with_text=False,
+        length_distribution=length_distribution, tokenizer=tokenizer, time_unit=time_unit, with_text=False,
     )  # fmt: skip
     found = {**describe(plan), "facts": dict(plan.facts), "warnings": list(plan.warnings)}
     if as_json:
@@ -73,6 +74,8 @@ def show(
 
 def _print(name: str, found: dict[str, Any]) -> None:
     from rich.console import Console
+
+    from ebbench.workloads.trace import time_note
 
     facts = found["facts"]
     console = Console(highlight=False)
@@ -87,6 +90,8 @@ def _print(name: str, found: dict[str, Any]) -> None:
         table.add_row(title, *(f"{found[key][column]:,.0f}" for column in columns))
     console.print(table)
     console.print(f"decode share r = mu_o/(mu_l+mu_o) = {found['decode_share']:.3f}")
+    if note := time_note(facts):
+        console.print(note, markup=False)
     if "arrivals" in found:
         console.print(arrival_line(found["arrivals"]))
     for warning in found["warnings"]:

@@ -68,7 +68,9 @@ def _of_run(path: Path) -> Lengths:
 def _of_plan(what: str, source: str, num_prompts: int | None, seed: int, plan: dict[str, Any]) -> Lengths:
     from ebbench.workloads import build_plan
 
-    built = build_plan(what, num_prompts=num_prompts, seed=seed, source=source, with_text=False, **plan)
+    # Lengths alone are asked for: as a closed loop, which needs no times of a trace.
+    scenario = "saturated" if what.startswith("trace:") else None
+    built = build_plan(what, scenario, num_prompts=num_prompts, seed=seed, source=source, with_text=False, **plan)
     outputs = built.table["output_tokens"].to_numpy().astype(np.int64)
     mean_input = float(built.table["input_tokens"].to_numpy().mean())
     return Lengths(outputs, mean_input, what, str(built.facts.get("source", "")))

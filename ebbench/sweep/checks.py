@@ -52,6 +52,7 @@ def _check_names(cells: Sequence[Settings]) -> None:
     for value in _values(cells, "scenario"):
         if value is not None:
             load_scenario(value)
+    trace_notes(cells)
     for value in _values(cells, "goodput"):
         parse_slo([value])
     for value in _values(cells, "engine"):
@@ -62,6 +63,26 @@ def _check_names(cells: Sequence[Settings]) -> None:
             find_profile(value)
         for value in _values(cells, "model"):
             find_model(value)
+
+
+def trace_notes(cells: Sequence[Settings]) -> list[str]:
+    """How the times of each replayed trace are read. Raises UsageError where that cannot be told."""
+    from ebbench.traffic.spec import load_scenario
+
+    replayed = dict.fromkeys(
+        (cell.workload, cell.time_unit)
+        for cell in cells
+        if cell.workload.startswith("trace:")
+        and (cell.scenario is None or load_scenario(cell.scenario).loop == "trace")
+    )
+    return [_trace_note(workload.removeprefix("trace:"), unit) for workload, unit in replayed]
+
+
+@lru_cache(maxsize=64)
+def _trace_note(path: str, time_unit: str | None) -> str:
+    from ebbench.workloads.trace import read_trace, time_note
+
+    return time_note(read_trace(Path(path).expanduser()).timed(time_unit).facts)
 
 
 def _values(cells: Sequence[Settings], name: str) -> list[Any]:

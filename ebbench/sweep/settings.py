@@ -37,6 +37,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     output_len: int | None = None
     length_distribution: str | None = None
     speed: float | None = None
+    time_unit: str | None = None
     tokenizer: str | None = None
     drop_too_long: bool = False
     max_num_seqs: int = EngineOptions.max_num_seqs
@@ -66,7 +67,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 _PLAN = (
     "workload", "scenario", "num_prompts", "seed", "source", "max_concurrency", "request_rate", "burstiness",
-    "input_len", "output_len", "length_distribution", "speed", "tokenizer", "drop_too_long", "max_model_len",
+    "input_len", "output_len", "length_distribution", "speed", "time_unit", "tokenizer", "drop_too_long",
+    "max_model_len",
 )  # fmt: skip
 FILES = ("workload", "scenario", "source", "model", "device", "tokenizer")
 """Settings that may name a file of the user's, whose content then counts."""

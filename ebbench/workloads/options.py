@@ -6,10 +6,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ebbench.config.strict_toml import not_positive
-from ebbench.errors import UsageError
+from ebbench.errors import UnknownNameError, UsageError
 
 if TYPE_CHECKING:
     from ebbench.traffic.schedule import Load
+
+
+TIME_UNITS = {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9}
+"""The units that a trace's times may have, and how many of each make a second."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +25,8 @@ class PlanOptions:
     ``num_prompts``: sessions (a conversation is one session); None takes what the scenario or the workload asks.
     ``source``: ``auto``, ``hub``, ``file:PATH`` or ``profile``. ``max_concurrency``: open sessions; rates in sessions/s
     (``saturation_rate`` is what shares in a scenario refer to); lengths in tokens. ``burstiness``: shape of gamma gaps,
-    1 is Poisson, less is burstier. ``speed`` divides a trace's times. ``max_model_len``: longest prompt plus answer in
+    1 is Poisson, less is burstier. ``speed`` divides a trace's times, which are in ``time_unit`` (s, ms, us or ns;
+    None: told by the rule of :mod:`ebbench.workloads.trace_times`). ``max_model_len``: longest prompt plus answer in
     tokens (None: no limit); longer requests are refused, or left out with ``drop_too_long``. ``tokenizer`` (a name or
     folder) counts the tokens of text; None estimates them from characters. ``with_text`` False leaves out the prompts'
     text, which simulated engines do not read.
@@ -42,6 +47,7 @@ class PlanOptions:
     output_len: int | None = None
     length_distribution: str | None = None
     speed: float | None = None
+    time_unit: str | None = None
     max_model_len: int | None = None
     drop_too_long: bool = False
     tokenizer: str | None = None
@@ -53,6 +59,8 @@ class PlanOptions:
                 raise UsageError(problem)
         if self.seed < 0:
             raise UsageError(f"seed must be 0 or more, not {self.seed}")
+        if self.time_unit is not None and self.time_unit not in TIME_UNITS:
+            raise UnknownNameError("time unit", self.time_unit, TIME_UNITS)
 
     @property
     def lengths_set(self) -> bool:

@@ -53,6 +53,9 @@ def _check_times(options: PlanOptions, scenario: ScenarioSpec, *, trace: bool) -
         raise UsageError(f"burstiness shapes the gaps of gamma arrivals; scenario {scenario.name!r} has none")
     if scenario.loop != "trace" and options.speed not in (None, 1.0):
         raise UsageError(f"speed scales recorded times; scenario {scenario.name!r} has none")
+    if scenario.loop != "trace" and options.time_unit is not None:
+        problem = f"--time-unit is for recorded times; scenario {scenario.name!r} does not use them, leave it out"
+        raise UsageError(problem)
     if options.saturation_rate is not None and options.request_rate is not None:
         raise UsageError("--request-rate and --saturation-rate both set the rate; leave one of them out")
     if options.saturation_rate is not None and all(phase.share is None for phase in scenario.phases):
@@ -100,9 +103,10 @@ def _from_workload(options: PlanOptions, scenario: ScenarioSpec, workload: Workl
 def _from_trace(options: PlanOptions, scenario: ScenarioSpec) -> tuple[Requests, Schedule]:
     if options.workload == _TRACE:
         raise UsageError("trace: names no file; write trace:FILE")
-    requests = read_trace(Path(options.workload.removeprefix(_TRACE)).expanduser())
+    trace = read_trace(Path(options.workload.removeprefix(_TRACE)).expanduser())
     if scenario.loop == "trace":
-        return _replay(options, scenario, requests)
+        return _replay(options, scenario, trace.timed(options.time_unit))
+    requests = trace.requests
     if scenario.own_lengths:
         schedule = make_schedule(scenario, options.load, options.num_prompts, requests.sessions, options.seed)
         return phase_requests(scenario, schedule.sizes, options.seed), schedule

@@ -1,145 +1,109 @@
-"""Recorded traffic: Azure's CSV and Mooncake's JSON lines, the format seen from the first line."""
+"""Recorded traffic: a trace file read, and the part of it that a scenario replays."""
 
 from __future__ import annotations
 
-import datetime as dt
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-import msgspec
 import numpy as np
 import pyarrow as pa
 
 from ebbench.errors import InputFileError, UsageError
 from ebbench.traffic.spec import Replay
-from ebbench.workloads.arrow import int_lists, ints
-from ebbench.workloads.requests import Floats, Requests, single_turn
-
-AZURE_HEADER = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
-BLOCK_TOKENS = 512  # tokens behind one hash id in Mooncake's traces
-_LARGEST = np.iinfo(np.int32).max
-
-
-class MooncakeRow(msgspec.Struct, frozen=True):
-    """One line: milliseconds, tokens, and the identities of the prompt's blocks of 512 tokens."""
-
-    timestamp: float
-    input_length: int
-    output_length: int
-    hash_ids: list[int] | None = None
+from ebbench.workloads.arrow import int_lists
+from ebbench.workloads.requests import Requests, single_turn
+from ebbench.workloads.trace_formats import Line, TraceFormat, format_of
+from ebbench.workloads.trace_times import (
+    NAMES,
+    Stamps,
+    collect_stamps,
+    read_time_unit,
+    seconds_since_first,
+    short_number,
+)
 
 
-def read_trace(path: Path) -> Requests:
-    """All requests of a trace in order of time, ``arrival_s`` counted from the first. Raises InputFileError."""
+@dataclass(frozen=True)
+class Trace:
+    """A trace file: its requests in order of time, without arrivals, and their times as written."""
+
+    path: Path
+    requests: Requests
+    stamps: Stamps
+    format: TraceFormat
+
+    def timed(self, time_unit: str | None = None) -> Requests:
+        """The requests with ``arrival_s`` counted from the first, and how the times were read among their facts.
+
+        ``time_unit``: what ``--time-unit`` said, None where nothing. Raises UsageError where the unit cannot be told.
+        """
+        try:
+            reading = read_time_unit(self.stamps, time_unit, whole_numbers_are=self.format.whole_numbers_are)
+        except UsageError as error:
+            raise UsageError(f"{self.path}: {error}") from None
+        arrival_s = seconds_since_first(self.stamps, reading)
+        span_s = float(arrival_s.max())
+        facts = {
+            **self.requests.facts,
+            "time_unit": reading.unit,
+            "time_unit_reason": reading.reason,
+            "trace_requests": len(arrival_s),
+            "trace_span_s": span_s,
+            "trace_requests_per_s": (len(arrival_s) - 1) / span_s if span_s else None,
+        }
+        return replace(self.requests, arrival_s=arrival_s, facts=facts)
+
+
+def read_trace(path: Path) -> Trace:
+    """All requests of a trace; those of one moment keep the order of the file. Raises InputFileError."""
+    lines = _lines(path)
+    if not lines:
+        raise InputFileError(path, "is empty; expected an Azure CSV or Mooncake JSON lines")
+    found = format_of(path, lines[0])
+    rows = list(found.read(path, lines))
+    if not rows:
+        raise InputFileError(path, "holds no requests")
+    try:
+        stamps = collect_stamps([row.stamp for row in rows])
+    except ValueError as error:
+        raise InputFileError(path, str(error)) from None
+    order = np.argsort(stamps.offsets, kind="stable")
+    rows = [rows[index] for index in order]
+    hash_ids = [row.hash_ids for row in rows]
+    requests = single_turn(
+        np.array([row.input_tokens for row in rows], np.int32),
+        np.array([row.output_tokens for row in rows], np.int32),
+        hash_ids=int_lists(hash_ids) if any(one is not None for one in hash_ids) else None,
+        facts={"source": f"file:{path}", "source_reason": found.name},
+    )
+    return Trace(path, requests, replace(stamps, offsets=stamps.offsets[order]), found)
+
+
+def _lines(path: Path) -> list[Line]:
+    """The lines that are not empty. Raises InputFileError."""
     try:
         lines = path.read_text(encoding="utf-8-sig").splitlines()
     except OSError as error:
         raise InputFileError(path, f"cannot be read: {error.strerror or error}") from None
     except UnicodeDecodeError as error:
         raise InputFileError(path, f"is not UTF-8 text ({error.reason})") from None
-    first = next((number for number, line in enumerate(lines) if line.strip()), None)
-    if first is None:
-        raise InputFileError(path, "is empty; expected an Azure CSV or Mooncake JSON lines")
-    if lines[first].lstrip().startswith("{"):
-        requests, kind = _mooncake(path, lines), "Mooncake JSON lines"
-    elif _columns(lines[first])[:3] == list(AZURE_HEADER):
-        requests, kind = _azure(path, lines, first), "Azure CSV"
-    else:
-        raise InputFileError(
-            path,
-            f"is no trace: expected the header {','.join(AZURE_HEADER)} (Azure) or JSON lines with timestamp, "
-            "input_length and output_length (Mooncake)",
-            first + 1,
-        )
-    return replace(_in_order(requests), facts={"source": f"file:{path}", "source_reason": kind})
+    return [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
 
 
-def _columns(line: str) -> list[str]:
-    return [cell.strip().strip('"') for cell in line.split(",")]
-
-
-def _azure(path: Path, lines: list[str], header: int) -> Requests:
-    seconds, inputs, outputs = [], [], []
-    for number, line in enumerate(lines[header + 1 :], start=header + 2):
-        if not line.strip():
-            continue
-        cells = _columns(line)
-        try:
-            stamp, context, generated = cells[0], int(cells[1]), int(cells[2])
-            seconds.append(_seconds(stamp))
-        except (ValueError, IndexError):
-            problem = f"expected time, context tokens and generated tokens, found {line.strip()[:80]!r}"
-            raise InputFileError(path, problem, number) from None
-        _check_lengths(path, number, context, generated)
-        inputs.append(context)
-        outputs.append(generated)
-    return _requests(path, np.array(seconds), inputs, outputs)
-
-
-def _seconds(stamp: str) -> float:
-    """Seconds of ``2023-11-16 18:17:03.9799600`` (any number of decimals, with or without a zone)."""
-    whole, _, rest = stamp.partition(".")
-    digits = rest[: len(rest) - len(rest.lstrip("0123456789"))]
-    moment = dt.datetime.fromisoformat(whole + rest[len(digits) :])
-    if moment.tzinfo is None:
-        moment = moment.replace(tzinfo=dt.UTC)
-    return moment.timestamp() + (float(f"0.{digits}") if digits else 0.0)
-
-
-def _mooncake(path: Path, lines: list[str]) -> Requests:
-    decoder = msgspec.json.Decoder(MooncakeRow)
-    rows = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            row = decoder.decode(line)
-        except (msgspec.DecodeError, msgspec.ValidationError) as error:
-            problem = str(error).replace("`", "'")
-            raise InputFileError(
-                path, f"{problem}; expected timestamp, input_length, output_length and optional hash_ids", number
-            ) from None
-        _check_lengths(path, number, row.input_length, row.output_length)
-        if row.hash_ids and len(row.hash_ids) > -(-row.input_length // BLOCK_TOKENS):
-            problem = f"{len(row.hash_ids)} hash_ids are too many for {row.input_length} tokens in blocks of 512"
-            raise InputFileError(path, problem, number)
-        rows.append(row)
-    requests = _requests(
-        path,
-        np.array([row.timestamp for row in rows]) / 1e3,
-        [row.input_length for row in rows],
-        [row.output_length for row in rows],
-    )
-    return replace(requests, hash_ids=int_lists([row.hash_ids for row in rows]))
-
-
-def _check_lengths(path: Path, line: int, input_tokens: int, output_tokens: int) -> None:
-    if not (1 <= input_tokens <= _LARGEST and 1 <= output_tokens <= _LARGEST):
-        problem = f"lengths must be 1 token or more, not {input_tokens} and {output_tokens}"
-        raise InputFileError(path, problem, line)
-
-
-def _requests(path: Path, seconds: Floats, inputs: list[int], outputs: list[int]) -> Requests:
-    if not len(seconds):
-        raise InputFileError(path, "holds no requests")
-    return single_turn(
-        np.array(inputs, np.int32), np.array(outputs, np.int32), arrival_s=seconds - float(seconds.min())
-    )
-
-
-def _in_order(requests: Requests) -> Requests:
-    """Requests by time; those of one moment keep the order of the file."""
-    assert requests.arrival_s is not None  # every trace has times
-    order = np.argsort(requests.arrival_s, kind="stable")
-    if (np.diff(order) == 1).all():
-        return requests
-    return replace(
-        requests,
-        input_tokens=requests.input_tokens[order],
-        output_tokens=requests.output_tokens[order],
-        hash_ids=None if requests.hash_ids is None else requests.hash_ids.take(ints(order, pa.int64())),
-        arrival_s=requests.arrival_s[order],
-    )
+def time_note(facts: Mapping[str, Any]) -> str:
+    """How a replayed trace's times were read, with the rate and span that follow; empty where none was replayed."""
+    unit = facts.get("time_unit")
+    if unit is None:
+        return ""
+    rate = facts["trace_requests_per_s"]
+    what = f"{facts['trace_requests']:,} requests over {short_number(facts['trace_span_s'])} s"
+    rated = f", {short_number(rate)} per second" if rate is not None else ""
+    speed = facts.get("speed", 1.0)
+    scaled = "" if speed == 1.0 else f"; replayed {speed:g} times as fast"
+    name = Path(str(facts["source"]).removeprefix("file:")).name
+    return f"trace {name}: {what}{rated}; its times are read as {NAMES[unit]} ({facts['time_unit_reason']}){scaled}"
 
 
 def replayed(requests: Requests, replay: Replay) -> Requests:
