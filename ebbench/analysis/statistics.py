@@ -152,4 +152,4 @@ def _significant(trials: Floats, alpha: float) -> npt.NDArray[np.bool_]:
 
 
 def _stats() -> Any:
-    return need("scipy.stats", "analysis", "a paired comparison")
+    return need("scipy.stats", "a paired comparison")

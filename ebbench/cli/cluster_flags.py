@@ -92,7 +92,7 @@ def _servers(
     if asked.decode_dispatch is not None:
         raise UsageError("--decode-dispatch is for simulated decode pools (--engine sim); leave it out")
     for module in ("starlette", "uvicorn"):
-        need(module, "gateway", "several servers behind a gateway")
+        need(module, "several servers behind a gateway", "gateway")
     from ebbench.engines.replicas import ReplicatedVllmEngine
 
     count = asked.replicas or 1

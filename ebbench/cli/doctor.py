@@ -1,4 +1,4 @@
-"""``ebbench doctor``: what is installed, which engines can run here, what to do about what is missing."""
+"""``ebbench doctor``: what is installed, which engines and extras are here, what to do about what is missing."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ import platform
 import subprocess
 import sys
 from dataclasses import asdict, dataclass
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 TESTED = ("0.25.1", "0.33.0")
 _IMPORT_TIMEOUT_S = 120.0
@@ -34,17 +37,38 @@ def doctor(
 ) -> None:
     """Look at this machine: what is installed, which engines can run, what to do about what is missing."""
     findings = examine(quick=quick)
+    extras = optional()
     engines = runnable(findings)
     if as_json:
-        typer.echo(json.dumps({"findings": [asdict(f) for f in findings], "engines": engines}, indent=2))
+        document = {
+            "findings": [asdict(finding) for finding in findings],
+            "extras": [asdict(finding) for finding in extras],
+            "engines": engines,
+        }
+        typer.echo(json.dumps(document, indent=2))
         return
-    _print(findings, engines)
+    _print(findings, extras, engines)
 
 
 def examine(*, quick: bool) -> list[Finding]:
     """All findings, in the order in which they are shown."""
     vllm = _vllm(quick=quick)
-    return [_python(), _ebbench(), vllm, *_companions(vllm), _plugin(), *_gpus()]
+    return [_python(), _ebbench(), _libraries(), vllm, *_companions(vllm), _plugin(), *_gpus()]
+
+
+def optional() -> list[Finding]:
+    """One finding per extra: what it is for, what it lacks here, and the command that installs it."""
+    from ebbench.extras import EXTRAS
+
+    findings = []
+    for extra in EXTRAS.values():
+        missing = extra.missing()
+        if missing:
+            detail = f"{extra.purpose}; missing here: {', '.join(missing)}"
+            findings.append(Finding(extra.name, "missing", detail, extra.command))
+        else:
+            findings.append(Finding(extra.name, "ok", extra.purpose))
+    return findings
 
 
 def runnable(findings: list[Finding]) -> dict[str, str]:
@@ -69,6 +93,17 @@ def _ebbench() -> Finding:
     from ebbench import __version__
 
     return Finding("ebbench", "ok", __version__)
+
+
+def _libraries() -> Finding:
+    """Whether the libraries that every installation of ebbench has are here."""
+    from ebbench.extras import own_distributions
+
+    own = own_distributions()
+    missing = [name for name in own if _version(name) is None]
+    if missing:
+        return Finding("libraries", "warn", f"missing: {', '.join(missing)}", "pip install ebbench")
+    return Finding("libraries", "ok", f"all {len(own)} that ebbench needs without an extra")
 
 
 def _version(*names: str) -> tuple[str, str] | None:
@@ -170,19 +205,26 @@ def _gpus() -> list[Finding]:
     return findings
 
 
-def _print(findings: list[Finding], engines: dict[str, str]) -> None:
+def _print(findings: list[Finding], extras: list[Finding], engines: dict[str, str]) -> None:
     from rich.console import Console
+
+    console = Console(highlight=False)
+    console.print(_table(findings))
+    console.print("\nEngines")
+    console.print(_table([Finding(name, "ok", answer) for name, answer in engines.items()], marked=False))
+    console.print("\nExtras: libraries that only some commands need")
+    console.print(_table(extras))
+
+
+def _table(findings: list[Finding], *, marked: bool = True) -> Table:
+    """One row per finding; ``marked`` puts its state in front."""
+    from rich.markup import escape
     from rich.table import Table
 
     marks = {"ok": "[green]ok[/green]", "warn": "[yellow]look[/yellow]", "missing": "[dim]none[/dim]"}
-    console = Console(highlight=False)
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, show_header=False)
     for finding in findings:
-        text = finding.detail + (f"\n[dim]-> {finding.remedy}[/dim]" if finding.remedy else "")
-        table.add_row(marks[finding.state], finding.what, text.replace("[gpu]", r"\[gpu]").replace("[cpu]", r"\[cpu]"))
-    console.print(table)
-    console.print()
-    engine_table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, show_header=False)
-    for name, answer in engines.items():
-        engine_table.add_row("engine", name, answer)
-    console.print(engine_table)
+        remedy = f"\n[dim]-> {escape(finding.remedy)}[/dim]" if finding.remedy else ""
+        row = (finding.what, escape(finding.detail) + remedy)
+        table.add_row(marks[finding.state], *row) if marked else table.add_row(*row)
+    return table

@@ -80,7 +80,7 @@ def gateway(flags: GatewayFlags) -> None:
     from ebbench.extras import need
 
     for module in ("starlette", "uvicorn"):
-        need(module, "gateway", "ebbench gateway")
+        need(module, "ebbench gateway", "gateway")
     from ebbench.collector import no_full_collections
     from ebbench.gateway.serve import serve
     from ebbench.gateway.settings import GatewaySettings

@@ -18,8 +18,8 @@ class SignalSubscriber:
     """Listens to every rank of every upstream and hands their signals on."""
 
     def __init__(self, settings: GatewaySettings, on_signal: Callable[[EndForward], None]) -> None:
-        self._zmq = need("zmq", "gateway", "signals of the plugin")
-        need("zmq.asyncio", "gateway", "signals of the plugin")
+        self._zmq = need("zmq", "signals of the plugin", "gateway")
+        need("zmq.asyncio", "signals of the plugin", "gateway")
         self._on_signal = on_signal
         self._ranks = settings.dp_ranks
         self._addresses = [

@@ -2,7 +2,7 @@
 
 Both tests look at ``h(t)`` up to the 95th percentile of the lengths, as the paper does: Mann-Kendall (no trend
 against a monotone one) and a linear regression (slope zero against not zero). The tests come from ``pymannkendall``
-and ``scipy``, extra ``analysis``.
+and ``scipy``.
 
 Where more than one answer in a hundred has the greatest length of all, that length is a limit and not an end: these
 answers are right-censored, they count as survivors there and not as completions.
@@ -131,7 +131,7 @@ def split_at_limit(outputs: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64
 
 
 def trend_tests(lengths: npt.ArrayLike) -> TrendTests | None:
-    """The two tests; None where all lengths are one or points are few. Raises EbbenchError without the extra."""
+    """The two tests; None where all lengths are one or points are few. Raises EbbenchError without scipy."""
     outputs = np.asarray(lengths, np.int64)
     if np.ptp(outputs) == 0:  # zero before that length and one there: no trend, however many zeros
         return None
@@ -172,5 +172,5 @@ def _fit(
 
 def _tests() -> tuple[Any, Any]:
     purpose = "testing a hazard for a trend"
-    kendall = need("pymannkendall", "analysis", purpose)
-    return kendall.original_test, need("scipy.stats", "analysis", purpose).linregress
+    kendall = need("pymannkendall", purpose)
+    return kendall.original_test, need("scipy.stats", purpose).linregress

@@ -111,14 +111,12 @@ def crossover_words(curve: MarginalCurve) -> str:
 
 
 def draw(facts: DeviceFacts, path: Path) -> None:
-    """Write the curves as a picture. Raises UsageError for an unknown suffix or a missing extra."""
+    """Write the curves as a picture. Raises UsageError for an unknown suffix."""
     if path.suffix not in PLOT_SUFFIXES:
         raise UsageError(f"--plot {path}: write one of {', '.join(PLOT_SUFFIXES)}")
-    try:
-        import altair
-    except ImportError:
-        raise UsageError("--plot needs the extra 'plots': pip install 'ebbench[plots]'") from None
-    curve = facts.curve
+    from ebbench.render.figures import altair
+
+    alt, curve = altair(), facts.curve
     rows = [
         {"decode share r": share, "µs per token": cost * 1e6, "step": "mixed"}
         for share, cost in zip(curve.shares, curve.mixed_s, strict=True)
@@ -126,7 +124,7 @@ def draw(facts: DeviceFacts, path: Path) -> None:
     rows += [{"decode share r": r, "µs per token": curve.decode_s * 1e6, "step": "pure decode"} for r in (0.0, 1.0)]
     title = f"{facts.profile.gpu}, {facts.device.model}, {curve.context_tokens} tokens of KV a decode"
     chart = (
-        altair.Chart(altair.InlineData(values=rows), title=title)
+        alt.Chart(alt.InlineData(values=rows), title=title)
         .mark_line()
         .encode(x="decode share r:Q", y="µs per token:Q", color="step:N")
         .properties(width=420, height=260)

@@ -1,6 +1,6 @@
 """How figures look: readable in print, safe for the colour-blind (Okabe and Ito), saved as PDF, SVG and PNG.
 
-A figure is ``{name: function -> altair chart}`` elsewhere; this module holds what they share. Extra ``plots``.
+A figure is ``{name: function -> altair chart}`` elsewhere; this module holds what they share.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ DASHES = ([1, 0], [6, 3], [2, 2], [8, 3, 2, 3], [4, 2], [1, 3])
 
 
 def altair() -> Any:
-    """The plotting library. Raises EbbenchError with the remedy when the extra is not installed."""
-    need("vl_convert", "plots", "drawing figures")
-    alt = need("altair", "plots", "drawing figures")
+    """The plotting library. Raises EbbenchError with the remedy when it is not installed."""
+    need("vl_convert", "drawing figures")
+    alt = need("altair", "drawing figures")
     alt.data_transformers.disable_max_rows()
     return alt
 

@@ -23,7 +23,7 @@ def connect(runs: Sequence[Run], *, summaries: bool = True) -> Any:
     ``summaries`` False leaves the figures out of ``runs``, which spares reading every request. The database is in
     memory and reaches nothing but the files of these runs.
     """
-    duckdb = need("duckdb", "analysis", "ebbench query")
+    duckdb = need("duckdb", "ebbench query")
     connection = duckdb.connect(config={"autoinstall_known_extensions": "false", "autoload_known_extensions": "false"})
     connection.register("_runs", _overview(runs, summaries=summaries))
     connection.execute("create view runs as select * from _runs")
@@ -48,7 +48,7 @@ def connect(runs: Sequence[Run], *, summaries: bool = True) -> Any:
 
 def query(connection: Any, sql: str) -> pa.Table:
     """The answer to one statement. Raises UsageError with the database's own words when it cannot be given."""
-    duckdb = need("duckdb", "analysis", "ebbench query")
+    duckdb = need("duckdb", "ebbench query")
     try:
         statements = connection.extract_statements(sql)
         if len(statements) != 1 or statements[0].type.name not in ("SELECT", "EXPLAIN"):

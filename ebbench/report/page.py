@@ -20,7 +20,7 @@ _PARTS = Path(__file__).parent / "page"
 
 def render(page: Page) -> str:
     """The file's text. Names are escaped in HTML and in JSON; the policy in it lets only these scripts run."""
-    jinja2 = need("jinja2", "report", "the HTML report")
+    jinja2 = need("jinja2", "the HTML report")
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_PARTS), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
@@ -46,7 +46,7 @@ def render(page: Page) -> str:
 @cache
 def library() -> str:
     """Vega, Vega-Lite and Vega-Embed in one script, safe inside a script element."""
-    bundle: str = need("vl_convert", "report", "the HTML report").javascript_bundle()
+    bundle: str = need("vl_convert", "the HTML report").javascript_bundle()
     return bundle.replace("</script", "<\\/script").replace("<!--", "<\\!--")
 
 

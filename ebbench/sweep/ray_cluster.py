@@ -42,7 +42,7 @@ class RayCluster:
             raise UsageError(f"--gpus-per-cell must not be negative, not {gpus:g}")
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-        self._ray = need("ray", "sweep", "--executor ray")
+        self._ray = need("ray", "--executor ray", "sweep")
         # Left to itself, Ray joins whatever cluster was last started on this machine, another user's too.
         self._address = address or os.environ.get("RAY_ADDRESS") or "local"
         self.gpus, self._workers, self._job = gpus, workers, job

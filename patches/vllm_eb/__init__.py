@@ -3,5 +3,3 @@
 Everything but :mod:`vllm_eb.scheduler` and :mod:`vllm_eb.compat` is plain Python and numpy and imports
 neither vLLM nor ebbench, so the simulator and the real engine run the same policy code.
 """
-
-__version__ = "0.1.0"

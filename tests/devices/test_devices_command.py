@@ -57,8 +57,6 @@ def test_show_as_json_has_units_in_its_names() -> None:
 
 
 def test_show_draws_a_picture(tmp_path: Path) -> None:
-    pytest.importorskip("altair")
-    pytest.importorskip("vl_convert")
     path = tmp_path / "curve.svg"
     invoke("show", "l40s", "--model", "qwen3-4b", "--plot", str(path))
     assert path.read_text().startswith("<svg")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import altair as alt
 import numpy as np
 import pytest
 from typer.testing import CliRunner, Result
@@ -23,9 +24,6 @@ from ebbench.records.run import Run
 from ebbench.render.figures import POLICY_COLOURS, SERIES, save
 from ebbench.render.figures_slo import surface_chart
 from ebbench.render.timeline import BINS, timeline_chart, timeline_of
-
-alt = pytest.importorskip("altair")
-pytest.importorskip("vl_convert")
 
 
 def invoke(*args: str) -> Result:

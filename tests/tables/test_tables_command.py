@@ -129,8 +129,6 @@ def test_what_is_declared_is_what_is_read(table: PaperTable | PaperFigure, tmp_p
     if isinstance(table, PaperTable):
         table.document(wish, store)
     else:
-        pytest.importorskip("altair")
-        pytest.importorskip("vl_convert")
         table.chart(wish, store)
     read = {FIELDS[name] for name in wish.__dict__["seen"] & set(FIELDS)}
     assert set(table.reads) == read

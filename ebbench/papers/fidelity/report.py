@@ -86,7 +86,7 @@ What the paper leaves open was looked up in the authors' scripts and reports (we
 
 
 def write_report(cells: Sequence[Cell], out: Path, repeats: int = 1) -> list[Path]:
-    """Write report.md, cells.parquet and, with the extra ``plots``, pictures. Returns the files written.
+    """Write report.md, cells.parquet and pictures. Returns the files written.
 
     ``repeats`` is how many seeds our values of table 3 are means of.
     """
@@ -197,17 +197,15 @@ def _calibration_lines(cells: Sequence[Cell]) -> Iterator[str]:
 
 
 def _pictures(cells: Sequence[Cell], out: Path) -> list[Path]:
-    """Published against ours, one picture per metric; nothing without the extra ``plots``."""
-    try:
-        import altair
-    except ImportError:
-        return []
-    written = []
+    """Published against ours, one picture per metric."""
+    from ebbench.render.figures import altair
+
+    alt, written = altair(), []
     for name, metrics, title in PICTURES:
         rows = [_point(cell) for cell in cells if cell.metric in metrics and cell.scored]
         if rows:
             path = out / f"{name}.svg"
-            (_errors if name == "throughput" else _scatter)(altair, title, rows).save(str(path))
+            (_errors if name == "throughput" else _scatter)(alt, title, rows).save(str(path))
             written.append(path)
     return written
 
