@@ -133,7 +133,7 @@ def _measure_vllm(
     from ebbench.calibration.measure import cost_grid, fit
     from ebbench.calibration.rounds import measure_steps
     from ebbench.calibration.vllm_steps import start
-    from ebbench.cli.server import unknown_device
+    from ebbench.engines.setup import unknown_device
 
     target = unknown_device(device or _gpu_name() or "this-cpu", model)
     fetched = "" if Path(model).exists() else ", fetched from the hub where it is not in the cache"

@@ -6,13 +6,21 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ebbench.cli.cluster_flags import ClusterAsked, with_cluster
-from ebbench.cli.preflight import check_counts, check_fits, check_options, is_server
-from ebbench.cli.server import POLICY_IS_A_LABEL, for_server, journalled, unknown_device, with_client, with_ramp
+from ebbench.cli.cluster_flags import ClusterAsked
+from ebbench.cli.preflight import check_counts, check_fits, check_options
+from ebbench.engines.setup import (
+    POLICY_IS_A_LABEL,
+    EngineSetup,
+    is_server,
+    journalled,
+    make_engine,
+    unknown_device,
+    with_ramp,
+)
 from ebbench.errors import EbbenchError, InterruptedRunError, RunError, UsageError
 from ebbench.records.manifest import RunWarning, wall_clock_ns
 from ebbench.records.run import Run, RunWriter, default_run_dir, slug, unused
@@ -139,15 +147,18 @@ def _local_device(engine: str) -> str | None:
 
 def engine_of(asked: Asked) -> tuple[Engine, str]:
     """The engine with its settings, and the sentence that names it."""
-    from ebbench.engines import select_engine
-
-    engine, sentence = select_engine(asked.engine)
-    if is_server(asked.engine):
-        engine = for_server(engine, asked.model, asked.plan_settings)
-    elif engine.name == "vllm" and asked.model is not None:
-        engine = replace(engine, model=asked.model)  # type: ignore[type-var]
-    engine, several = with_cluster(engine, asked.cluster, asked.scenario)
-    return with_client(engine, asked.client.settings()), f"{sentence}; {several}" if several else sentence
+    limit = asked.plan_settings["max_model_len"]
+    return make_engine(
+        EngineSetup(
+            asked.engine,
+            asked.model,
+            asked.client.settings(),
+            asked.scenario,
+            max_model_len=limit if isinstance(limit, int) else None,
+            drop_too_long=bool(asked.plan_settings["drop_too_long"]),
+            **vars(asked.cluster),
+        )
+    )
 
 
 def plan_of(asked: Asked, seed: int, device: Device, messages: Console) -> Plan:

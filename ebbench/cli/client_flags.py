@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from ebbench.cli.options import opt
 from ebbench.errors import UsageError
-
-if TYPE_CHECKING:
-    from ebbench.client import ClientOptions
 
 _PANEL = "Client (with a server's URL)"
 
@@ -67,20 +64,18 @@ class ClientFlags:
     insecure: Annotated[bool | None, _opt("--insecure", help="Do not verify TLS certificates.")] = None
 
     def settings(self) -> dict[str, Any]:
-        """Those that the load generator takes; a ramp is made of the plan."""
-        return {name: value for name, value in vars(self).items() if name != "ramp_up_s"}
+        """Those given that the load generator takes, by the names of ClientOptions' fields. Raises UsageError.
 
-
-def client_options(base: ClientOptions, settings: Mapping[str, Any]) -> ClientOptions:
-    """``base`` with the flags that were given (those not None). Raises UsageError."""
-    given = {name: value for name, value in settings.items() if value is not None}
-    if "extra_body" in given:
-        given["extra_body"] = _json_object(given["extra_body"])
-    if "header" in given:
-        given["headers"] = _headers(given.pop("header"))
-    if given.pop("insecure", False):
-        given["verify_tls"] = False
-    return replace(base, **given)
+        A ramp is made of the plan.
+        """
+        given = {name: value for name, value in vars(self).items() if value is not None and name != "ramp_up_s"}
+        if "extra_body" in given:
+            given["extra_body"] = _json_object(given["extra_body"])
+        if "header" in given:
+            given["headers"] = _headers(given.pop("header"))
+        if "insecure" in given:
+            given["verify_tls"] = not given.pop("insecure")
+        return given
 
 
 def _json_object(text: str) -> dict[str, Any]:

@@ -5,15 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ebbench.engines.checks import check_counts, check_fits, check_options
+from ebbench.engines.setup import is_server
 from ebbench.errors import UnknownNameError, UsageError
 from vllm_eb.policy import PolicySpec, descriptions, parse_policy
 
 __all__ = ["check_counts", "check_fits", "check_options", "default_policies", "is_server", "parse_policies"]
-
-
-def is_server(engine: str) -> bool:
-    """Whether the engine is somebody's server, so that policies are labels."""
-    return engine.startswith(("http://", "https://"))
 
 
 def default_policies(engine: str) -> tuple[str, ...]:

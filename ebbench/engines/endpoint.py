@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import pyarrow as pa
 
@@ -46,16 +47,27 @@ def warmed(client: ClientOptions, options: EngineOptions) -> ClientOptions:
     return replace(client, warmup=options.warmup) if options.warmup else client
 
 
-@dataclass
-class EndpointEngine:
-    """Runs plans on the server at ``url``. The policy is a label: what runs there is the server's business.
+@dataclass(kw_only=True)
+class SendingEngine:
+    """What every engine has that sends requests to a server.
 
-    ``on_batch`` gets finished requests while the run goes on. Raises UsageError for what is no server's URL.
+    ``client``: the load generator's options. ``on_batch`` gets finished requests while the run goes on. ``log`` is
+    where the output of servers goes that the engine starts.
+    """
+
+    client: ClientOptions = field(default_factory=ClientOptions)
+    on_batch: Callable[[pa.Table], None] | None = None
+    log: Path | None = None
+
+
+@dataclass
+class EndpointEngine(SendingEngine):
+    """Runs plans on the server at ``url``. The policy is a label: the server schedules by its own settings.
+
+    Raises UsageError for what is not a server's URL.
     """
 
     url: str
-    options: ClientOptions = field(default_factory=ClientOptions)
-    on_batch: Callable[[pa.Table], None] | None = None
     name: str = "endpoint"
 
     def __post_init__(self) -> None:
@@ -65,7 +77,7 @@ class EndpointEngine:
         self, plan: Plan, policy: PolicySpec, device: Device, options: EngineOptions, observer: Observer | None
     ) -> EngineResult:
         """Carry out the plan. Raises UsageError, RunError; see :func:`drive`."""
-        client = warmed(self.options, options)
+        client = warmed(self.client, options)
         done = drive(self.url, plan, client, observer, label=policy.name, on_batch=self.on_batch)
         return EngineResult(
             requests=done.requests,

@@ -8,15 +8,13 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-
-import pyarrow as pa
 
 from ebbench.client import ClientOptions, DriveResult
 from ebbench.devices.base import Device
 from ebbench.engines.base import EngineOptions, EngineResult, Observer, Progress
-from ebbench.engines.endpoint import drive, warmed
+from ebbench.engines.endpoint import SendingEngine, drive, warmed
 from ebbench.engines.recorded import Recording, joined_requests, planned_name, read_recording
 from ebbench.engines.vllm_command import Emulation, Serving, cpu_build, executable_line, plain_line, plugin_roots
 from ebbench.engines.vllm_server import ServerProcess, free_port
@@ -36,7 +34,7 @@ RECORD_WAIT_S = 15.0
 
 
 @dataclass
-class VllmEngine:
+class VllmEngine(SendingEngine):
     """One server a run. ``model``: what to serve, a name or a folder; None: the device's model.
 
     ``serve_args`` go to ``vllm serve`` as they are. ``emulation`` puts an emulated device behind the server.
@@ -47,12 +45,9 @@ class VllmEngine:
 
     model: str | None = None
     serve_args: tuple[str, ...] = ()
-    client: ClientOptions = field(default_factory=ClientOptions)
     emulation: Emulation | None = None
     record_v1: bool = False
     ready_timeout_s: float = READY_TIMEOUT_S
-    log: Path | None = None
-    on_batch: Callable[[pa.Table], None] | None = None
     name: str = "vllm"
 
     def run(

@@ -32,9 +32,9 @@ from ebbench.calibration.check import SteppedRuns, write_profile
 from ebbench.calibration.measure import ProbeGrid, cost_grid, fit
 from ebbench.calibration.rounds import measure_steps
 from ebbench.calibration.vllm_steps import start
-from ebbench.cli.server import unknown_device
 from ebbench.devices import load_device
 from ebbench.engines.base import EngineOptions
+from ebbench.engines.setup import unknown_device
 from ebbench.engines.sim import SimEngine
 from ebbench.records.plan import Plan
 from ebbench.workloads import build_plan

@@ -12,9 +12,9 @@ from ebbench.calibration.check import SteppedRuns, write_profile
 from ebbench.calibration.measure import ProbeGrid, cost_grid, fit
 from ebbench.calibration.rounds import Probed, measure_steps, summarise, without_stalls
 from ebbench.calibration.vllm_steps import SteppedVllm
-from ebbench.cli.server import unknown_device
 from ebbench.devices import StepShape, load_device
 from ebbench.devices.gridcost import GridCost
+from ebbench.engines.setup import unknown_device
 
 GRID = ProbeGrid((32, 128, 512), (1, 8, 32), (32, 256), repeats=4)
 ADD_S, FORGET_S = 4e-4, 3e-4  # what the made-up engine takes for a request beside its steps

@@ -69,4 +69,4 @@ def test_in_the_emulated_vllm(plan: Plan) -> None:
 def test_over_http(plan: Plan) -> None:
     options = ClientOptions(workers=0, metrics_interval_s=None, idle_timeout_s=5.0)
     with FakeServerProcess(FakeConfig(ttft_ms=2, itl_ms=1)) as server:
-        check(EndpointEngine(server.url, options), plan)
+        check(EndpointEngine(server.url, client=options), plan)

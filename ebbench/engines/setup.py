@@ -1,0 +1,238 @@
+"""Engines made from what was asked of them: the one place that knows which settings each engine takes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any
+
+from ebbench.devices.base import Device, StepShape
+from ebbench.engines.base import Engine
+from ebbench.errors import UsageError
+from ebbench.records.manifest import RunWarning
+from vllm_eb.calibration import Calibration
+
+if TYPE_CHECKING:
+    from ebbench.client import ClientOptions
+    from ebbench.config.topology import TopologySpec
+    from ebbench.dispatch import DispatchSpec
+    from ebbench.records.plan import Plan
+    from ebbench.records.run import RunWriter
+
+POLICY_IS_A_LABEL = RunWarning(
+    "policy-is-a-label",
+    "The server schedules by its own settings; the policy is only the label of this run.",
+    "Give the policy it was started with as --policy.",
+)
+
+
+def is_server(engine: str) -> bool:
+    """Whether the engine is a server that ebbench does not start: it is measured as it is, and policies are labels."""
+    return engine.startswith(("http://", "https://"))
+
+
+class _NoCost:
+    """The cost model of a server, which is measured and not predicted."""
+
+    def step_s(self, shape: StepShape) -> float:
+        """Raise RuntimeError: engines that measure have no cost model."""
+        raise RuntimeError("a server has no cost model")
+
+
+def unknown_device(device: str | None, model: str | None) -> Device:
+    """A placeholder for the hardware behind an external server: it has the names given, and no cost model."""
+    nothing = Calibration(alpha_p=1.0, beta_p=1.0, alpha_d=1.0, beta_d=1.0, source="none: a server")
+    return Device(device or "unknown", model or "unknown", _NoCost(), 0, nothing, "a server, measured from outside")
+
+
+@dataclass(frozen=True)
+class EngineSetup:
+    """What is asked of an engine besides the scheduler's options; None where nothing is.
+
+    ``engine``: auto, sim, emulated, vllm or a server's URL. ``model``: what a server serves. ``client``: options of the
+    load generator that were set, by the names of ClientOptions' fields. ``scenario``: where a topology may stand too.
+    The others are those of :func:`with_cluster`. ``drop_too_long``: leave out requests beyond ``max_model_len`` tokens.
+    """
+
+    engine: str = "auto"
+    model: str | None = None
+    client: Mapping[str, Any] = field(default_factory=dict)
+    scenario: str | None = None
+    topology: TopologySpec | str | None = None
+    dispatch: str | None = None
+    decode_dispatch: str | None = None
+    replicas: int | None = None
+    max_model_len: int | None = None
+    drop_too_long: bool = False
+
+
+def make_engine(setup: EngineSetup) -> tuple[Engine, str]:
+    """The engine with its settings, and the sentence that names it.
+
+    Raises UsageError for a setting that the engine cannot honour.
+    """
+    from ebbench import engines
+
+    engine, sentence = engines.select_engine(setup.engine)
+    if is_server(setup.engine):
+        engine = _for_server(engine, setup)
+    elif engine.name == "vllm" and setup.model is not None:
+        engine = _serving(engine, setup.model)
+    engine, several = with_cluster(
+        engine,
+        setup.scenario,
+        topology=setup.topology,
+        dispatch=setup.dispatch,
+        decode_dispatch=setup.decode_dispatch,
+        replicas=setup.replicas,
+    )
+    if setup.client and (client := client_of(engine, setup.client)) is not None:
+        engine = with_client(engine, replace(client, **setup.client))
+    return engine, f"{sentence}; {several}" if several else sentence
+
+
+def _for_server(engine: Engine, setup: EngineSetup) -> Engine:
+    from ebbench.engines.endpoint import EndpointEngine
+
+    if not isinstance(engine, EndpointEngine):
+        return engine
+    client = replace(
+        engine.client, model=setup.model, max_model_len=setup.max_model_len, drop_too_long=setup.drop_too_long
+    )
+    return replace(engine, client=client)
+
+
+def _serving(engine: Engine, model: str) -> Engine:
+    from ebbench.engines.vllm import VllmEngine
+
+    return replace(engine, model=model) if isinstance(engine, VllmEngine) else engine
+
+
+def client_of(engine: Engine, given: Collection[str] = ()) -> ClientOptions | None:
+    """The load generator's options of an engine; None for one that sends no requests.
+
+    ``given``: names of load generator options that were set. Raises UsageError where there are some and the engine
+    sends no requests.
+    """
+    from ebbench.engines.endpoint import SendingEngine
+
+    if isinstance(engine, SendingEngine):
+        return engine.client
+    for name in given:
+        flag = _FLAGS.get(name, "--" + name.removesuffix("_s").replace("_", "-"))
+        raise UsageError(f"{flag} is about sending requests, which engine {engine.name} does not; give a server's URL")
+    return None
+
+
+_FLAGS = {"headers": "--header", "verify_tls": "--insecure"}
+
+
+def with_client(engine: Engine, client: ClientOptions) -> Engine:
+    """The engine with these load generator options; one that sends no requests is returned as it is."""
+    from ebbench.engines.endpoint import SendingEngine
+
+    return replace(engine, client=client) if isinstance(engine, SendingEngine) else engine
+
+
+def with_ramp(plan: Plan, engine: Engine, ramp_up_s: float | None) -> tuple[Plan, Engine]:
+    """Plan and engine with a ramp of so many seconds (None: no ramp). Raises UsageError where there can be none."""
+    from ebbench.client import ClientOptions
+    from ebbench.client.ramp import ramped
+
+    if ramp_up_s is None:
+        return plan, engine
+    client = client_of(engine)
+    if client is None and plan.closed_loop:
+        raise UsageError(f"--ramp-up of a closed loop needs a server; engine {engine.name} fills its slots at once")
+    plan, options = ramped(plan, client or ClientOptions(), ramp_up_s)
+    return plan, with_client(engine, options)
+
+
+def journalled(engine: Engine, writer: RunWriter) -> Engine:
+    """The engine storing finished requests as they come; one in virtual time is returned as it is."""
+    from ebbench.engines.endpoint import SendingEngine
+    from ebbench.records.journal import Journal
+
+    if not isinstance(engine, SendingEngine):
+        return engine
+    return replace(engine, on_batch=Journal(writer, "requests").add, log=writer.path / "server.log")
+
+
+def with_cluster(
+    engine: Engine,
+    scenario: str | None,
+    *,
+    topology: TopologySpec | str | None = None,
+    dispatch: str | None = None,
+    decode_dispatch: str | None = None,
+    replicas: int | None = None,
+) -> tuple[Engine, str]:
+    """The engine for several instances, and a sentence about them; the engine as it is where nothing was asked for.
+
+    A scenario file may bring a topology of its own; ``topology`` goes before it. Raises UsageError.
+    """
+    from ebbench.dispatch import parse_dispatch
+
+    spec = _topology(topology, scenario)
+    if replicas is not None and replicas < 1:
+        raise UsageError(f"--replicas must be at least 1, not {replicas}")
+    if spec is None and replicas is None:
+        if dispatch or decode_dispatch:
+            raise UsageError(
+                "--dispatch chooses among several instances: give --topology (for example dp=4) or --replicas"
+            )
+        return engine, ""
+    front = parse_dispatch(dispatch or "least-outstanding")
+    decode = parse_dispatch(decode_dispatch or ("iqr" if front.kind == "sbs" else "least-outstanding"))
+    if engine.name == "sim":
+        return _simulated(spec, replicas, front, decode)
+    if engine.name == "vllm":
+        if decode_dispatch is not None:
+            raise UsageError("--decode-dispatch is for simulated decode pools (--engine sim); leave it out")
+        return _servers(engine, spec, front, replicas or 1)
+    raise UsageError(
+        f"--topology is for engine sim and --replicas for sim and vllm, not {engine.name}; for servers of your own, "
+        "put `ebbench gateway` in front of them and give its URL as --engine"
+    )
+
+
+def _simulated(
+    spec: TopologySpec | None, replicas: int | None, front: DispatchSpec, decode: DispatchSpec
+) -> tuple[Engine, str]:
+    """Several simulated instances."""
+    from ebbench.config.topology import PoolSpec, TopologySpec
+    from ebbench.engines.cluster import ClusterEngine
+
+    if spec is None:
+        spec = TopologySpec(replicas=PoolSpec(instances=replicas or 1))
+    elif replicas is not None:
+        raise UsageError("--topology says how many instances there are; leave out --replicas")
+    words = f"{spec.label} ({spec.gpus} GPUs), dispatch {front.name}"
+    return ClusterEngine(spec, front, decode), words
+
+
+def _servers(engine: Engine, spec: TopologySpec | None, dispatch: DispatchSpec, count: int) -> tuple[Engine, str]:
+    """Several vLLM servers and the gateway in front of them."""
+    from ebbench.extras import need
+
+    if spec is not None:
+        raise UsageError(f"topology {spec.label} can only be simulated (--engine sim); for servers write --replicas N")
+    for module in ("starlette", "uvicorn"):
+        need(module, "several servers behind a gateway", "gateway")
+    from ebbench.engines.replicas import ReplicatedVllmEngine
+
+    words = f"{count} servers behind a gateway, dispatch {dispatch.name}"
+    given = {field.name: getattr(engine, field.name) for field in fields(engine) if field.init}  # type: ignore[arg-type]
+    return ReplicatedVllmEngine(**given, replicas=count, dispatch=dispatch.name), words
+
+
+def _topology(wanted: TopologySpec | str | None, scenario: str | None) -> TopologySpec | None:
+    if wanted is None and scenario is not None:
+        from ebbench.traffic.spec import load_scenario
+
+        wanted = load_scenario(scenario).topology
+    if isinstance(wanted, str):
+        from ebbench.config.topology import parse_topology
+
+        return parse_topology(wanted)
+    return wanted
