@@ -12,6 +12,7 @@ from typing import Any
 from ebbench.analysis.columns import NEEDED, RequestColumns
 from ebbench.analysis.distribution import Distribution
 from ebbench.analysis.environment import environment_of
+from ebbench.analysis.failures import FAILURE_COLUMNS, Failure, failures_of, merge_failures
 from ebbench.analysis.metrics import LATENCIES, Metrics, measure
 from ebbench.analysis.slo import Slo, slo_from_limits
 from ebbench.analysis.steady import steady_windows
@@ -42,6 +43,7 @@ class Summary:
     phase: str = ""
     plan_hash: str = ""
     environment: Mapping[str, str] = field(default_factory=dict)
+    failures: tuple[Failure, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Flat JSON object: identity, counts, rates, ``{mean,median,std,p90,p95,p99}_{ttft,tpot,itl,e2el}_ms``."""
@@ -54,6 +56,7 @@ class Summary:
             "reasons": list(self.reasons),
             "interrupted": self.interrupted,
             "warnings": [str(warning) for warning in self.warnings],
+            "failures": [asdict(failure) for failure in self.failures],
             "goodput_slo_ms": self.slo.limits() or None,
         }
         phase = {"phase": self.phase} if self.phase else {}
@@ -117,6 +120,7 @@ def _summary(run: Run, metrics: Metrics, slo: Slo, phase: str = "") -> Summary:
         phase=phase,
         plan_hash=manifest.plan_hash,
         environment=environment_of(manifest),
+        failures=failures_of(run.table("requests", FAILURE_COLUMNS), phase),
     )
 
 
@@ -167,12 +171,17 @@ def mean_over_repeats(summaries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "interrupted": any(summary["interrupted"] for summary in summaries),
         "warnings": list(warnings),
         "reasons": list(reasons),
+        "failures": [asdict(failure) for failure in merge_failures(_failures_in(summaries))],
         "steady": None,
         "seeds": [summary["seed"] for summary in summaries],
         "spread": spread,
         "repeats": [dict(summary) for summary in summaries],
     }
     return merged
+
+
+def _failures_in(summaries: Sequence[Mapping[str, Any]]) -> list[list[Failure]]:
+    return [[Failure(**failure) for failure in summary["failures"]] for summary in summaries]
 
 
 _AVERAGED = frozenset(

@@ -12,6 +12,7 @@ from rich.text import Text
 from ebbench.analysis.compare.policies import Group
 from ebbench.analysis.summary import Summary
 from ebbench.render import tables, words
+from ebbench.render.failures import failure_lines
 
 
 def render(groups: Sequence[Group], phases: Sequence[Summary], *, width: int) -> RenderableType:
@@ -27,6 +28,7 @@ def render(groups: Sequence[Group], phases: Sequence[Summary], *, width: int) ->
     if phases:
         parts += [Text(), tables.phase_table(phases)]
     parts += [Text(), *_paragraphs(words.verdict(groups), "bold green"), *_stories(groups)]
+    parts += _notes("Requests that did not complete", failure_lines([s for group in groups for s in group.summaries]))
     parts += _notes("Keep in mind", [*words.missing(groups), *words.doubts(groups), *words.caveats(groups)])
     parts += _notes("Stored in", [s.run_dir for group in groups for s in group.summaries])
     return Stack(*parts)

@@ -18,7 +18,7 @@ from ebbench.analysis.summary import Summary, summarise, summarise_phases
 from ebbench.records.run import Run
 from ebbench.render import words
 from ebbench.render.timeline import Timeline, timeline_of
-from ebbench.report.page_tables import Table, comparison_table, environment_tables, phases_table
+from ebbench.report.page_tables import Table, comparison_table, environment_tables, failures_tables, phases_table
 
 MAX_STEPS = 20_000
 """Steps of a run kept for the zoom; of longer runs the first so many, which the page says."""
@@ -64,7 +64,10 @@ def page_of(runs: Sequence[Run], *, title: str = "", slo: Slo | None = None, ext
         subtitle=f"{first.model} on {first.device}, engine {first.engine} {clock}. {words.lengths(summaries)}",
         verdict=tuple(words.verdict(groups)),
         warnings=(*notes, *words.missing(groups), *words.doubts(groups), *words.caveats(groups)),
-        tables=(comparison_table(summaries, labels), *extra, *([by_phase] if by_phase else [])),
+        tables=(
+            comparison_table(summaries, labels), *failures_tables(summaries, labels), *extra,
+            *([by_phase] if by_phase else []),
+        ),
         stories=_stories(groups),
         environment=environment_tables(labels, runs),
         labels=labels,

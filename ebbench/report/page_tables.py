@@ -146,6 +146,23 @@ def _against(summary: Summary, others: Sequence[Summary], baseline: str) -> Cell
     return Cell(numbers.change(ours / reference - 1), ours / reference - 1)
 
 
+def failures_tables(summaries: Sequence[Summary], labels: Sequence[str]) -> tuple[Table, ...]:
+    """One row per run, error class and cause of requests that did not complete; no table where all did."""
+    rows = [
+        (
+            Cell(label, label),
+            Cell(numbers.count(failure.count), failure.count),
+            Cell(failure.error_class, failure.error_class),
+            Cell(failure.example or numbers.DASH, failure.example),
+            Cell(failure.remedy or numbers.DASH, failure.remedy),
+        )
+        for label, summary in zip(labels, summaries, strict=True)
+        for failure in summary.failures
+    ]
+    headers = ("run", "requests", "error class", "example, in the server's words", "what to do")
+    return (Table("Requests that did not complete", headers, tuple(rows)),) if rows else ()
+
+
 def environment_tables(labels: Sequence[str], runs: Sequence[Run]) -> tuple[Table, ...]:
     """What all runs share, and one column a run for what they do not."""
     facts = [_facts(run) for run in runs]

@@ -1,0 +1,163 @@
+"""Why requests failed: how many of each kind, one example of the server's own words, and what to do about it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+import msgspec
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from ebbench.records.schema import EARLIER_TURN_FAILED
+
+FAILURE_COLUMNS = ("status", "phase", "error_class", "error_body")
+"""The columns of the requests table that :func:`failures_of` reads."""
+
+LONGEST_EXAMPLE = 200  # characters
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Requests that failed alike. ``example``: the most frequent message, shortened; empty where there was none.
+
+    ``remedy``: options or steps that may help; empty where none is known.
+    """
+
+    error_class: str
+    count: int
+    example: str
+    remedy: str
+
+    def __str__(self) -> str:
+        """``60 x error_frame: Token id 29783 is out of vocabulary -> give --vocab-size ...``."""
+        message = f"{self.count:,} x {self.error_class}" + (f": {self.example}" if self.example else "")
+        return f"{message} -> {self.remedy}" if self.remedy else message
+
+
+@dataclass(frozen=True)
+class _Cause:
+    """What is known of a cause: it is meant where both patterns are found (in the error class, in the message)."""
+
+    error_class: str
+    message: str
+    remedy: str
+
+    def explains(self, error_class: str, message: str) -> bool:
+        return bool(re.fullmatch(self.error_class, error_class) and re.search(self.message, message, re.IGNORECASE))
+
+
+_SERVER_LOG = "the server's log says why"
+_CAUSES = (
+    _Cause(".*", r"out of vocabulary|vocab(ulary)? size", "give --vocab-size, no larger than the model's vocabulary"),
+    _Cause(
+        ".*",
+        r"maximum (context|model) length|max_model_len|longer than the maximum|too long",
+        "give --max-model-len as the server has it, with --drop-too-long",
+    ),
+    _Cause("http_404", r"model", "give --model as the server's /v1/models names it"),
+    _Cause("http_40[45]", "", "another --endpoint (completions or chat), or another URL"),
+    _Cause("http_40[13]", "", "set EBBENCH_API_KEY (or OPENAI_API_KEY) to a key the server takes"),
+    _Cause("http_429", "", "a lower --request-rate or --max-concurrency"),
+    _Cause("http_503", "", "a lower load, or wait until the server is ready (--ready-timeout)"),
+    _Cause("http_4.*", r"chat template", "--endpoint completions: the model has no chat template"),
+    _Cause("http_4.*", "", "the server refuses what is asked: check --endpoint, --extra-body and --temperature"),
+    _Cause("http_5.*", "", _SERVER_LOG),
+    _Cause("connect_.*", r"certificate", "give the certificate authority with --ca-file, or in SSL_CERT_FILE"),
+    _Cause("connect_timeout", "", "a longer --connect-timeout, or a lower load"),
+    _Cause("connect_error", "", "check that the server runs at this URL"),
+    _Cause("(idle|first_token)_timeout", "", "a longer --idle-timeout, or a lower load"),
+    _Cause("total_timeout", "", "a longer --total-timeout, or a lower load"),
+    _Cause("no_usage", "", "the server must report usage in streams (stream_options.include_usage)"),
+    _Cause("short_output", "", "--no-ignore-eos, if the server cannot ignore the end-of-sequence token"),
+    _Cause("not_a_stream", "", "the server must stream its answers (text/event-stream)"),
+    _Cause("error_frame|aborted|truncated|connection_(reset|closed)", "", _SERVER_LOG),
+    _Cause(EARLIER_TURN_FAILED, "", "see the failures of the turns before them"),
+    _Cause("worker_lost", "", "a client process died: see whether memory ran out"),
+    _Cause("out_of_memory", "", "a device or topology with more memory, or smaller --max-num-seqs"),
+    _Cause("client_error", "", "a fault of ebbench: please report it with the command"),
+)
+
+
+def failures_of(requests: pa.Table, phase: str = "") -> tuple[Failure, ...]:
+    """Requests that did not complete, grouped by error class and cause, the most frequent first.
+
+    ``requests`` has FAILURE_COLUMNS; ``phase`` not empty: only its requests. Every request that is not ``ok`` is in
+    exactly one group, those without an error class under their status.
+    """
+    chosen = pc.not_equal(requests["status"], "ok")
+    if phase:
+        chosen = pc.and_(chosen, pc.equal(requests["phase"], phase))
+    failed = requests.select(list(FAILURE_COLUMNS)).filter(chosen)
+    if not failed.num_rows:
+        return ()
+    groups: dict[tuple[str, str], list[tuple[str, int]]] = {}
+    for error_class, message, count in _distinct(failed):
+        groups.setdefault((error_class, _remedy(error_class, message)), []).append((message, count))
+    found = [
+        Failure(error_class, sum(count for _, count in messages), _example(messages), remedy)
+        for (error_class, remedy), messages in groups.items()
+    ]
+    return _ordered(found)
+
+
+def merge_failures(several: Iterable[Sequence[Failure]]) -> tuple[Failure, ...]:
+    """The failures of several runs together; of alike ones the example that comes first."""
+    merged: dict[tuple[str, str], Failure] = {}
+    for failure in (failure for failures in several for failure in failures):
+        key = (failure.error_class, failure.remedy)
+        before = merged.get(key)
+        count, example = (before.count, before.example) if before else (0, "")
+        merged[key] = replace(failure, count=count + failure.count, example=example or failure.example)
+    return _ordered(merged.values())
+
+
+def _ordered(failures: Iterable[Failure]) -> tuple[Failure, ...]:
+    """The most frequent first; last what only follows from other failures."""
+
+    def place(failure: Failure) -> tuple[bool, int, str]:
+        return failure.error_class == EARLIER_TURN_FAILED, -failure.count, failure.error_class
+
+    return tuple(sorted(failures, key=place))
+
+
+def _distinct(failed: pa.Table) -> Iterator[tuple[str, str, int]]:
+    """Error class, message and how often, in order of first appearance."""
+    classes = pc.coalesce(failed["error_class"].cast(pa.string()), failed["status"].cast(pa.string()))
+    pairs = pa.table({"class": classes, "body": failed["error_body"].cast(pa.string())})
+    counted = pairs.group_by(["class", "body"], use_threads=False).aggregate([([], "count_all")])
+    for row in counted.to_pylist():
+        yield row["class"], _words(row["body"] or ""), row["count_all"]
+
+
+def _remedy(error_class: str, message: str) -> str:
+    return next((cause.remedy for cause in _CAUSES if cause.explains(error_class, message)), "")
+
+
+def _example(messages: Sequence[tuple[str, int]]) -> str:
+    """The most frequent message, of equals the first; on one line."""
+    counts: dict[str, int] = {}
+    for message, count in messages:
+        counts[message] = counts.get(message, 0) + count
+    example = max(counts, key=lambda message: (bool(message), counts[message]))
+    return example if len(example) <= LONGEST_EXAMPLE else f"{example[:LONGEST_EXAMPLE].rstrip()}…"
+
+
+def _words(body: str) -> str:
+    """The server's own words in an error body: OpenAI's ``error.message``, FastAPI's ``detail``, or the text itself."""
+    text = body.strip()
+    if text.startswith("{"):
+        with suppress(msgspec.DecodeError):  # cut at the limit of what is kept, or no JSON
+            text = _message_in(msgspec.json.decode(text)) or text
+    return " ".join(text.split())
+
+
+def _message_in(value: object) -> str:
+    """The message inside a decoded error; empty where none is known."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, dict):
+        return ""
+    return next((found for key in ("error", "message", "detail") if (found := _message_in(value.get(key)))), "")

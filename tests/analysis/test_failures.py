@@ -1,0 +1,123 @@
+"""The breakdown of requests that did not complete: every one is counted once, with the server's words and a remedy."""
+
+import json
+from collections import Counter
+
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ebbench.analysis.failures import LONGEST_EXAMPLE, failures_of, merge_failures
+from ebbench.analysis.summary import summarise
+from ebbench.cli.main import app
+from ebbench.fakeserver.config import FakeConfig
+from ebbench.fakeserver.faults import parse_fault
+from ebbench.fakeserver.process import FakeServerProcess
+from ebbench.records.run import Run
+from ebbench.render.failures import failure_lines
+from ebbench.report.page_data import page_of
+
+OUT_OF_VOCABULARY = '{"error": {"message": "Token id 29783 is out of vocabulary", "code": 400}}'
+
+
+def table(rows):
+    """Requests of (status, error class, error body)."""
+    return pa.table(
+        {
+            "status": pa.array([row[0] for row in rows], pa.string()),
+            "phase": pa.array(["main"] * len(rows), pa.string()),
+            "error_class": pa.array([row[1] for row in rows], pa.string()),
+            "error_body": pa.array([row[2] for row in rows], pa.string()),
+        }
+    )
+
+
+ROWS = st.lists(
+    st.tuples(
+        st.sampled_from(["ok", "failed", "timed_out", "cancelled", "never_sent"]),
+        st.sampled_from([None, "http_400", "error_frame", "idle_timeout", "earlier_turn_failed", "odd"]),
+        st.one_of(st.none(), st.sampled_from(["", OUT_OF_VOCABULARY, "{", '{"detail": []}']), st.text(max_size=300)),
+    ),
+    max_size=60,
+)
+
+
+@given(ROWS)
+def test_every_failed_request_is_counted_once(rows):
+    found = failures_of(table(rows))
+    by_class = Counter(error_class or status for status, error_class, _ in rows if status != "ok")
+    counted = Counter()
+    for failure in found:
+        counted[failure.error_class] += failure.count
+        assert "\n" not in failure.example
+        assert len(failure.example) <= LONGEST_EXAMPLE + 1
+    assert counted == by_class
+    twice = merge_failures([found, found])
+    assert [(f.error_class, f.count) for f in twice] == [(f.error_class, 2 * f.count) for f in found]
+
+
+def test_two_causes_under_one_class_are_told_apart():
+    rows = [("failed", "http_400", OUT_OF_VOCABULARY)] * 3 + [("ok", None, None)]
+    rows += [("failed", "http_400", '{"detail": "This model\'s maximum context length is 512 tokens"}')] * 2
+    one, other = failures_of(table(rows))
+    assert (one.count, one.example) == (3, "Token id 29783 is out of vocabulary")
+    assert "--vocab-size" in one.remedy
+    assert (other.count, other.example) == (2, "This model's maximum context length is 512 tokens")
+    assert "--max-model-len" in other.remedy
+
+
+@pytest.mark.parametrize(
+    ("error_class", "body", "remedy"),
+    [
+        ("http_404", "The model `x` does not exist.", "--model"),
+        ("http_404", "Not Found", "--endpoint"),
+        ("http_401", "Unauthorized", "EBBENCH_API_KEY"),
+        ("http_429", "slow down (Retry-After: 3)", "--request-rate"),
+        ("http_400", "no chat template is allowed", "--endpoint completions"),
+        ("connect_error", "[SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed", "--ca-file"),
+        ("connect_error", "All connection attempts failed", "server runs"),
+        ("idle_timeout", "nothing received for 2 s", "--idle-timeout"),
+        ("short_output", "3 tokens where 5 were asked for", "--no-ignore-eos"),
+        ("error_frame", "engine died", "log"),
+        ("something_new", "", ""),
+    ],
+)
+def test_remedies(error_class, body, remedy):
+    [failure] = failures_of(table([("failed", error_class, body)]))
+    assert remedy in failure.remedy
+    assert ("->" in str(failure)) == bool(remedy)
+
+
+def test_what_follows_from_other_failures_comes_last():
+    rows = [("never_sent", "earlier_turn_failed", None)] * 9 + [("failed", "error_frame", "engine died")]
+    assert [failure.error_class for failure in failures_of(table(rows))] == ["error_frame", "earlier_turn_failed"]
+
+
+def test_terminal_json_and_page_of_a_run_that_failed_in_part(tmp_path, capsys):
+    faults = (parse_fault("status:code=429,every=3"), parse_fault("error-frame:every=2,after=1"))
+    directory = tmp_path / "run"
+    arguments = ["-n", "12", "-c", "4", "--input-len", "20", "--output-len", "5", "--json", "-q"]
+    with FakeServerProcess(FakeConfig(ttft_ms=1, itl_ms=1, faults=faults)) as server:
+        arguments = ["run", "balanced", "--engine", server.url, *arguments, "--output-dir", str(directory)]
+        with pytest.raises(SystemExit) as ended:
+            app(arguments, standalone_mode=True)
+    assert ended.value.code == 4
+    [shown] = json.loads(capsys.readouterr().out)
+    assert [(failure["error_class"], failure["count"]) for failure in shown["failures"]] == [
+        ("error_frame", 4),
+        ("http_429", 4),
+    ]
+    run = Run.load(directory)
+    summary = summarise(run)
+    lines = failure_lines([summary])
+    assert lines == [str(failure) for failure in summary.failures]
+    assert "4 x error_frame: engine died ->" in lines[0]
+    [found] = [each for each in page_of([run]).tables if each.title == "Requests that did not complete"]
+    assert [[cell.text for cell in row][1:4] for row in found.rows] == [
+        ["4", "error_frame", "engine died"],
+        ["4", "http_429", "fault: status 429"],
+    ]
+    with pytest.raises(SystemExit):
+        app(["show", str(directory)], standalone_mode=True)
+    assert "4 x error_frame: engine died ->" in " ".join(capsys.readouterr().out.split())
