@@ -22,13 +22,17 @@ def fake_server(
         typer.Option("--fault", help="KIND[:key=value,...]; may be repeated. `--fault list` shows all."),
     ] = None,
     ledger: Annotated[
-        Path | None, typer.Option("--ledger", help="Write the ledger (JSON, one entry a request) here at the end.")
+        Path | None, typer.Option("--ledger", help="Write the ledger (JSON, one entry per request) here at the end.")
+    ] = None,
+    max_running: Annotated[
+        int | None, typer.Option("--max-running", help="Answers at the same time; further requests wait. Default: all.")
     ] = None,
     keep_ledger: Annotated[bool, typer.Option(help="Keep the ledger; without it memory stays constant.")] = True,
 ) -> None:
     """Serve /v1/completions and /v1/chat/completions with exact timing, and keep a ledger of every token sent.
 
-    Token i of an answer is sent --ttft-ms + i times --itl-ms after the request came in. The ledger (GET /ledger)
+    Token i of an answer is sent --ttft-ms + i times --itl-ms after the request came in, or after one of --max-running
+    slots was free. The ledger (GET /ledger)
     has the server's own times; a client's are checked against it. Runs until Ctrl-C. Example:
 
     ebbench fake-server --port 8000 --ttft-ms 50 --itl-ms 20 --fault reset:every=10,after=5
@@ -53,6 +57,7 @@ def fake_server(
         default_tokens=default_tokens,
         faults=tuple(parse_fault(text) for text in fault or ()),
         keep_ledger=keep_ledger,
+        max_running=max_running,
     )
     kept = run(config, lambda bound: typer.echo(f"http://127.0.0.1:{bound} is ready; Ctrl-C ends it", err=True))
     if ledger is not None:

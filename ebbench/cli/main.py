@@ -33,6 +33,7 @@ MEASURE, UNDERSTAND, LOOK_UP, SERVE = "Measure", "Understand", "Look up", "Serve
 COMMANDS: dict[str, Entry] = {
     "run": Entry("ebbench.cli.run:run", MEASURE, "Run a workload under one or more scheduling policies."),
     "show": Entry("ebbench.cli.show:show", MEASURE, "Show stored runs again."),
+    "capacity": Entry("ebbench.cli.capacity:capacity", MEASURE, "The highest load within latency limits."),
     "sweep": Entry("ebbench.cli.sweep:sweep", MEASURE, "Run a grid of settings, resumably."),
     "compare": Entry("ebbench.cli.compare:compare", MEASURE, "Compare runs, paired."),
     "gate": Entry("ebbench.cli.gate:gate", MEASURE, "Fail when a candidate is slower than its baseline."),

@@ -63,7 +63,7 @@ class Answer:
 
     def due_ns(self) -> int:
         """When the next message is due (monotonic ns)."""
-        return self._entry.received_ns + self._ttft_ns + self._sent * self._itl_ns
+        return self._entry.started_ns + self._ttft_ns + self._sent * self._itl_ns
 
     def act(self) -> int:
         """Send the next message. Returns when to act next, 0 for never."""

@@ -14,7 +14,8 @@ class FakeConfig:
     """Timing is exact by intent: token i of an answer is due ``ttft_ms + i * itl_ms`` after the request's receipt.
 
     ``default_tokens`` is the answer's length where the request sets none. ``host`` is loopback by default, and
-    ``port`` 0 takes a free one. ``keep_ledger`` off saves memory in endless runs.
+    ``port`` 0 takes a free one. ``keep_ledger`` off saves memory in endless runs. ``max_running``: answers that are
+    computed at the same time; further requests wait in their order, so the server's capacity is known.
     """
 
     ttft_ms: float = 20.0
@@ -26,9 +27,12 @@ class FakeConfig:
     default_tokens: int = 16
     faults: tuple[Fault, ...] = ()
     keep_ledger: bool = True
+    max_running: int | None = None
 
     def __post_init__(self) -> None:
         if not (0 <= self.ttft_ms < inf and 0 <= self.itl_ms < inf):
             raise UsageError(f"--ttft-ms and --itl-ms must be 0 or more, not {self.ttft_ms} and {self.itl_ms}")
+        if self.max_running is not None and self.max_running < 1:
+            raise UsageError(f"--max-running must be at least 1, not {self.max_running}")
         if not 0 <= self.port <= 65535:
             raise UsageError(f"--port must lie between 0 and 65535, not {self.port}")

@@ -13,6 +13,8 @@ import msgspec
 class Entry(msgspec.Struct):
     """What the server knows of one request. ``token_ns[i]`` is when token i was handed to the kernel.
 
+    ``started_ns``: when its answer was begun, after ``received_ns`` where it had to wait for a free slot.
+
     ``outcome`` is ``open`` until the answer is complete (``length`` or ``stop``), broken by a fault (the fault's
     kind) or given up by the client (``disconnected``).
     """
@@ -23,6 +25,7 @@ class Entry(msgspec.Struct):
     received_ns: int
     prompt_tokens: int
     max_tokens: int
+    started_ns: int = 0
     fault: str | None = None
     token_ns: list[int] = []
     late_ns: int = 0

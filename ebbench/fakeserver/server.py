@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import heapq
 import os
 import signal
 import time
@@ -34,6 +35,7 @@ class FakeServer:
         self._connections: set[Connection] = set()
         self._timing_ns = (round(config.ttft_ms * 1e6), round(config.itl_ms * 1e6))
         self._kill_after = min((f.after for f in config.faults if f.kind == "kill"), default=None)
+        self._slots_free_ns = [0] * (config.max_running or 0)  # a heap; empty without a limit
         self.ledger = Ledger(config.keep_ledger)
 
     def joined(self, connection: Connection) -> None:
@@ -88,10 +90,20 @@ class FakeServer:
             fault = Fault("status", code=400)
         if fault and self._refused(connection, entry, fault):
             return
+        entry.started_ns = self._start_ns(entry)
         if not request.stream:
             self._answer_whole(connection, path, entry)
             return
         self._stream(connection, path, entry, fault, request)
+
+    def _start_ns(self, entry: Entry) -> int:
+        """When a slot is free for the answer. It keeps its slot for its full length, even if it breaks off early."""
+        if not self._slots_free_ns:
+            return entry.received_ns
+        start_ns = max(entry.received_ns, self._slots_free_ns[0])
+        ttft_ns, itl_ns = self._timing_ns
+        heapq.heapreplace(self._slots_free_ns, start_ns + ttft_ns + (entry.max_tokens - 1) * itl_ns)
+        return start_ns
 
     def _stream(
         self, connection: Connection, path: str, entry: Entry, fault: Fault | None, request: GenerationRequest
@@ -127,7 +139,7 @@ class FakeServer:
         messages = Messages(f"cmpl-{entry.number}", self._config.model, path.endswith("chat/completions"), False)
         body = response(200, messages.whole(entry.max_tokens, "length", entry.prompt_tokens))
         ttft_ns, itl_ns = self._timing_ns
-        due_ns = entry.received_ns + ttft_ns + (entry.max_tokens - 1) * itl_ns
+        due_ns = entry.started_ns + ttft_ns + (entry.max_tokens - 1) * itl_ns
         self._wheel.enter(_Whole(connection, entry, self.ledger, body), due_ns)
 
     def ended(self) -> None:

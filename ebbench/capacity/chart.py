@@ -1,0 +1,69 @@
+"""Latency over load with the capacity marked, one colour per policy: what ``ebbench capacity --plot`` writes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ebbench.capacity.drive import Outcome
+from ebbench.capacity.limits import Limits
+from ebbench.errors import UsageError
+from ebbench.render import figures
+
+_PANELS = (("attainment", "requests within the limits (%)"), ("ttft", "median TTFT (ms)"), ("tpot", "median TPOT (ms)"))
+
+
+def save_curves(found: Mapping[str, Outcome], limits: Limits, by_concurrency: bool, path: Path) -> None:
+    """Write the chart; the suffix of ``path`` says the format. Raises UsageError for another suffix."""
+    check_suffix(path)
+    figures.save(curves(found, limits, by_concurrency), path.with_suffix(""), [path.suffix[1:]])
+
+
+def check_suffix(path: Path) -> None:
+    """Raise UsageError unless the path ends like a picture that can be written."""
+    if path.suffix[1:] not in figures.FORMATS:
+        raise UsageError(f"--plot {path}: the name must end in {', '.join('.' + name for name in figures.FORMATS)}")
+
+
+def curves(found: Mapping[str, Outcome], limits: Limits, by_concurrency: bool) -> Any:
+    """One panel per figure, one line per policy; a vertical rule at each capacity, dashed rules at the limits."""
+    alt = figures.altair()
+    names = list(found)
+    colours = [figures.SERIES[index % len(figures.SERIES)] for index in range(len(names))]
+    unit = "open sessions" if by_concurrency else "sessions per second"
+    bounds = {"attainment": 100 * limits.attainment, "ttft": limits.slo.ttft, "tpot": limits.slo.tpot}
+    capacities = [
+        {"series": name, "load": outcome.estimate.capacity}
+        for name, outcome in found.items()
+        if outcome.estimate.capacity is not None
+    ]
+    panels = []
+    for key, title in _PANELS:
+        x = alt.X("load:Q", title=f"load ({unit})", scale=alt.Scale(zero=False))
+        y = alt.Y("value:Q", title=title, scale=alt.Scale(zero=key == "attainment"))
+        colour = figures.colour(names, colours)
+        lines = alt.Chart(figures.values(_rows(found, key))).mark_line(point=True).encode(x=x, y=y, color=colour)
+        rule = alt.Chart(figures.values(capacities)).mark_rule(strokeWidth=1.5).encode(x="load:Q", color=colour)
+        layers = [lines, rule]
+        if (bound := bounds[key]) is not None:
+            limit = figures.values([{"value": bound}])
+            layers.append(alt.Chart(limit).mark_rule(strokeDash=[4, 3], color=figures.GREY).encode(y="value:Q"))
+        panels.append(alt.layer(*layers).properties(width=260, height=200))
+    return alt.hconcat(*panels)
+
+
+def _rows(found: Mapping[str, Outcome], key: str) -> list[dict[str, Any]]:
+    """One row per policy and load: the mean over the probes at that load, of those whose queue stayed bounded."""
+    rows = []
+    for name, outcome in found.items():
+        by_load: dict[float, list[float]] = {}
+        for reading in outcome.readings:
+            figure = {"attainment": 100 * reading.attainment, "ttft": reading.ttft_ms, "tpot": reading.tpot_ms}[key]
+            if reading.decides and not reading.probe.runaway and figure is not None:
+                by_load.setdefault(reading.probe.load, []).append(figure)
+        rows += [
+            {"series": name, "load": load, "value": sum(values) / len(values)}
+            for load, values in sorted(by_load.items())
+        ]
+    return rows

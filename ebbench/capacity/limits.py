@@ -1,0 +1,94 @@
+"""Limits that capacity must keep: ``ttft:2000`` for a share of the requests, ``ttft:p99:2000`` for a percentile."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ebbench.analysis.slo import METRICS, Slo, parse_slo, slo_from_limits
+from ebbench.capacity.search import Requirement
+from ebbench.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Tail:
+    """``share`` of the requests must have ``metric`` at or below ``limit_ms``."""
+
+    metric: str
+    share: float
+    limit_ms: float
+
+    @property
+    def slo(self) -> Slo:
+        """The limit alone."""
+        return slo_from_limits({self.metric: self.limit_ms})
+
+    def __str__(self) -> str:
+        return f"{self.metric}:p{100 * self.share:g}:{self.limit_ms:g}"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """``slo``: limits that ``attainment`` of the requests must meet all at once; ``tails``: percentiles beside them."""
+
+    slo: Slo
+    attainment: float
+    tails: tuple[Tail, ...] = ()
+
+    def requirements(self) -> tuple[Requirement, ...]:
+        """What the search looks for, in the order of :meth:`slos`."""
+        joint = (Requirement(" ".join(self.slo.limits()), self.attainment),) if self.slo else ()
+        return joint + tuple(Requirement(tail.metric, tail.share) for tail in self.tails)
+
+    def slos(self) -> tuple[Slo, ...]:
+        """One set of limits per requirement."""
+        return ((self.slo,) if self.slo else ()) + tuple(tail.slo for tail in self.tails)
+
+    def __str__(self) -> str:
+        joint = f"{self.slo} for {100 * self.attainment:g} % of the requests" if self.slo else ""
+        return ", ".join(part for part in (joint, *map(str, self.tails)) if part)
+
+
+def parse_limits(texts: Iterable[str], attainment: float) -> Limits:
+    """Parse ``metric:MS`` and ``metric:pNN:MS``, several per text if separated by spaces or commas.
+
+    Raises UsageError for an unknown metric, a percentile outside 1 to 99.9, no limit at all, or an attainment that is
+    not between 0 and 1 (exclusive): a share of 1 is decided by the single slowest request, whatever the load.
+    """
+    if not 0 < attainment < 1:
+        raise UsageError(f"--attainment is a share between 0 and 1, such as 0.95, not {attainment:g}")
+    joint: list[str] = []
+    tails: list[Tail] = []
+    for part in (part for text in texts for part in text.replace(",", " ").split()):
+        if part.count(":") == 2:
+            tails.append(_tail(part))
+        else:
+            joint.append(part)
+    slo = parse_slo(joint)
+    if not slo and not tails:
+        raise UsageError("capacity needs limits: give --goodput, for example --goodput ttft:2000 tpot:50")
+    if repeated := {str(tail) for tail in tails if tails.count(tail) > 1}:
+        raise UsageError(f"--goodput: {', '.join(sorted(repeated))} is given twice")
+    return Limits(slo, attainment, tuple(tails))
+
+
+def _tail(text: str) -> Tail:
+    metric, percentile, limit = text.split(":")
+    if metric not in METRICS:
+        parse_slo([f"{metric}:1"])  # refuses the name, with the nearest one
+    share = _number(percentile.removeprefix("p")) / 100
+    if not percentile.startswith("p") or not 0.01 <= share <= 0.999:
+        raise UsageError(f"--goodput: {text!r} needs a percentile from p1 to p99.9, e.g. {metric}:p99:2000")
+    limit_ms = _number(limit)
+    if not limit_ms > 0:
+        raise UsageError(f"--goodput: {text!r} needs a limit in milliseconds, e.g. {metric}:p99:2000")
+    return Tail(metric, share, limit_ms)
+
+
+def _number(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        return math.nan
+    return value if math.isfinite(value) else math.nan

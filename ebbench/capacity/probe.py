@@ -1,0 +1,201 @@
+"""From a finished run to a probe of the search: which requests count, how many met the limits, did the queue grow.
+
+Only requests that were sent in the steady window count. Its beginning leaves out the time in which the system fills;
+its end is moved forward by a 90th percentile of latency, so that no counted request is served while the system
+drains. Counted requests that failed have met nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from ebbench.analysis.columns import MISSING, Ints, Mask, RequestColumns
+from ebbench.analysis.metrics import meets
+from ebbench.analysis.slo import METRICS, slo_from_limits
+from ebbench.analysis.steady import Window, steady_windows
+from ebbench.capacity.limits import Limits
+from ebbench.capacity.search import Counts, Probe
+from ebbench.records.run import Run
+
+BATCHES = 20
+"""Parts of a run that its dispersion is estimated from."""
+FEWEST_PER_OPEN = 8
+"""Counted sessions per session open at a time: a shorter run is mostly filling and draining."""
+_GROWTH = 0.01
+_FULL = 0.98
+_MOST_FAILED = 0.01
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A probe and what else its run says. Latencies are medians in ms.
+
+    ``short``: too few sessions for the number that were open; the probe decides nothing. ``invalid``: reasons why the
+    run must not be believed although its requests did not fail, such as a client that was late; neither does this
+    probe decide anything, since it says nothing about the server. ``attainment`` is the share
+    of counted requests that met the joint limits (all of them, where only percentiles are limited).
+    ``shares``: the share that met each limit alone. ``memory_full``: share of the time with the KV cache full.
+    """
+
+    probe: Probe
+    run_dir: str
+    short: bool
+    invalid: str
+    mean_open: float
+    requests_per_session: float
+    attainment: float
+    shares: dict[str, float]
+    goodput_requests_per_s: float
+    goodput_tokens_per_s: float
+    output_tokens_per_s: float
+    ttft_ms: float | None
+    tpot_ms: float | None
+    memory_full: float
+
+    @property
+    def decides(self) -> bool:
+        """Whether the search may use the probe."""
+        return not self.short and not self.invalid
+
+
+def read_probe(run: Run, load: float, limits: Limits) -> Reading:
+    """Read a finished run. Raises DataError when its tables are damaged."""
+    columns = RequestColumns.of(run.requests)
+    windows = steady_windows(columns, run.manifest.phases)
+    counted, length_s = _counted(columns, windows)
+    mean_open = sum(window.target for window in windows) / len(windows) if windows else 0.0
+    sessions = len(np.unique(columns.session[counted])) if counted.any() else 0
+    open_loop = not run.manifest.phases
+    runaway = open_loop and _queue_grows(columns, windows)
+    served = _served_per_s(columns) if runaway else None
+    reasons = "" if run.manifest.valid else "; ".join(run.manifest.reasons)
+    failed = reasons if _failed_share(columns) > _MOST_FAILED else ""
+    met = [meets(columns, counted & columns.ok, slo) for slo in limits.slos()]
+    probe = Probe(
+        load, run.manifest.seed, tuple(_counts(columns, counted, mask) for mask in met), runaway, failed, served
+    )
+    good = np.logical_and.reduce(met)
+    tokens = columns.output_tokens
+    return Reading(
+        probe=probe,
+        run_dir=str(run.path),
+        invalid="" if failed else reasons,
+        short=not failed and not runaway and sessions < FEWEST_PER_OPEN * mean_open,
+        mean_open=mean_open,
+        requests_per_session=float(counted.sum()) / max(1, sessions),
+        attainment=float(good.sum() / max(1, counted.sum())),
+        shares=_shares(columns, counted, limits),
+        goodput_requests_per_s=_per_second(float(good.sum()), length_s),
+        goodput_tokens_per_s=_per_second(float(tokens[good].sum()), length_s),
+        output_tokens_per_s=_per_second(float(tokens[counted & columns.ok].sum()), length_s),
+        ttft_ms=_median_ms((columns.first_token - columns.intended)[counted & columns.ok]),
+        tpot_ms=_tpot_ms(columns, counted & columns.ok),
+        memory_full=_memory_full(run, windows),
+    )
+
+
+def _failed_share(columns: RequestColumns) -> float:
+    """Share of the requests that the server did not answer as asked."""
+    lost = (columns.status == "failed") | (columns.status == "timed_out")
+    return float(lost.mean()) if len(lost) else 0.0
+
+
+def _counted(columns: RequestColumns, windows: tuple[Window, ...]) -> tuple[Mask, float]:
+    """The requests that count, and how long they took to come, in seconds."""
+    nothing: Mask = np.zeros(len(columns.status), np.bool_)
+    if not windows:
+        return nothing, 0.0
+    start, end = windows[0].start_ns, windows[-1].end_ns
+    latency = (columns.last_token - columns.intended)[columns.ok]
+    drain = int(np.quantile(latency, 0.9)) if len(latency) else 0
+    last = max(end - drain, (start + end) // 2)
+    return (columns.intended > start) & (columns.intended <= last), (last - start) / 1e9
+
+
+def _counts(columns: RequestColumns, counted: Mask, met: Mask) -> Counts:
+    order = np.argsort(columns.intended[counted], kind="stable")
+    good = met[counted][order]
+    batches = tuple((int(part.sum()), len(part)) for part in np.array_split(good, BATCHES) if len(part))
+    return Counts(int(good.sum()), len(good), batches)
+
+
+def _shares(columns: RequestColumns, counted: Mask, limits: Limits) -> dict[str, float]:
+    """Share of the counted requests that met each limit by itself."""
+    singles = {name: slo_from_limits({name: value}) for name, value in limits.slo.limits().items()}
+    singles |= {str(tail): tail.slo for tail in limits.tails}
+    total = max(1, int(counted.sum()))
+    return {name: float(meets(columns, counted & columns.ok, slo).sum() / total) for name, slo in singles.items()}
+
+
+def _queue_grows(columns: RequestColumns, windows: tuple[Window, ...]) -> bool:
+    """Whether more sessions were open in the last quarter of the arrivals than in the second, beyond noise.
+
+    Growth is measured per arrival: a server that falls behind by 1 % of what arrives, plus three standard deviations
+    of a Poisson number of open sessions, does not keep up.
+    """
+    sent = columns.intended != MISSING
+    if not windows or sent.sum() < 8:
+        return False
+    arrivals = np.sort(columns.intended[sent])
+    ends = np.sort(np.where(columns.end == MISSING, np.iinfo(np.int64).max, columns.end)[sent])
+    edges = np.quantile(arrivals, [0.25, 0.5, 0.75, 1.0]).astype(np.int64)
+    second, last = _mean_open(arrivals, ends, edges[0], edges[1]), _mean_open(arrivals, ends, edges[2], edges[3])
+    between = len(arrivals) / 2
+    return last - second > _GROWTH * between + 3 * math.sqrt(max(second, 1.0))
+
+
+def _served_per_s(columns: RequestColumns) -> float:
+    """Sessions completed per second in the second half of the arrivals, when an overloaded system is full."""
+    sent = columns.intended != MISSING
+    arrivals = columns.intended[sent]
+    start, end = int(np.quantile(arrivals, 0.5)), int(arrivals.max())
+    _, which = np.unique(columns.session[sent], return_inverse=True)
+    last = np.full(which.max() + 1, np.iinfo(np.int64).min)
+    np.maximum.at(last, which, np.where(columns.end == MISSING, np.iinfo(np.int64).max, columns.end)[sent])
+    return float(((last > start) & (last <= end)).sum() / max(1, end - start) * 1e9)
+
+
+def _mean_open(arrivals: Ints, ends: Ints, start: int, end: int) -> float:
+    times = np.linspace(start, end, 64)
+    return float(np.mean(np.searchsorted(arrivals, times, "right") - np.searchsorted(ends, times, "right")))
+
+
+def _memory_full(run: Run, windows: tuple[Window, ...]) -> float:
+    """Share of the steady time in which the KV cache was full; 0 where the engine records no steps."""
+    steps = run.table("steps", ["start_ns", "end_ns", "kv_blocks_used", "kv_blocks_total"])
+    if not steps.num_rows or not windows:
+        return 0.0
+    start, end, used, total = (steps[name].to_numpy() for name in steps.column_names)
+    inside = (end > windows[0].start_ns) & (start < windows[-1].end_ns)
+    length = (end - start) * inside
+    return float((length * (used >= _FULL * total)).sum() / max(1, length.sum()))
+
+
+def _per_second(amount: float, length_s: float) -> float:
+    return amount / length_s if length_s > 0 else 0.0
+
+
+def _median_ms(values_ns: Ints) -> float | None:
+    return float(np.median(values_ns)) / 1e6 if len(values_ns) else None
+
+
+def _tpot_ms(columns: RequestColumns, rows: Mask) -> float | None:
+    rows = rows & (columns.output_tokens >= 2)
+    gaps = (columns.last_token - columns.first_token)[rows] / (columns.output_tokens[rows] - 1)
+    return float(np.median(gaps)) / 1e6 if len(gaps) else None
+
+
+def least_possible(columns: RequestColumns, metric: str, share: float) -> float | None:
+    """The limit in ms that ``share`` of the completed requests meet; None where the metric is undefined."""
+    assert metric in METRICS
+    ok = columns.ok
+    if metric == "tpot":
+        ok = ok & (columns.output_tokens >= 2)
+        values = (columns.last_token - columns.first_token)[ok] / (columns.output_tokens[ok] - 1)
+    else:
+        last = columns.first_token if metric == "ttft" else columns.last_token
+        values = (last - columns.intended)[ok].astype(np.float64)
+    return float(np.quantile(values, share, method="higher")) / 1e6 if len(values) else None

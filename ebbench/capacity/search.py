@@ -1,0 +1,347 @@
+"""Find the load at which requirements stop being met, from noisy probes.
+
+A probe runs one load with one seed and counts, per requirement, how many requests met it. The share that meets a
+requirement falls as the load grows. Capacity is the load at which the share equals the required one; of several
+requirements the one with the lowest capacity decides.
+
+The search has no state of its own: :func:`next_load` and :func:`estimate` are pure functions of the probes made so
+far, so a search that was stopped goes on from stored probes. It has three stages:
+
+1. Bracket: double or halve the load until one probe met every requirement and a higher one did not.
+2. Narrow: bisect the bracket, on a log scale, down to a ratio of ``NARROW``.
+3. Refine: probe on both sides of the estimated crossing, each time with a new seed, until the interval is as narrow
+   as asked. Where requests keep their limits up to the load at which the queue grows without bound, there is no
+   crossing to fit: capacity is then the rate at which an overloaded system completes sessions, so probes go above it.
+
+The estimate fits a logistic curve, share against log(load), to the probes near the crossing (quasi-binomial
+regression, Wedderburn 1974). Why this and not a bisection to the end: a bisection treats each noisy answer as true and
+has no interval; the fit uses how far each probe was above or below, and its residuals tell how noisy probes are.
+Requests of one run are not independent (they share a queue), so the variance is multiplied by the dispersion, the
+larger of two estimates: between probes, from the residuals, and within probes, from batches of consecutive requests.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from scipy import stats
+
+Floats = npt.NDArray[np.float64]
+
+NARROW = 1.15
+"""Ratio of the bracket's ends at which refining begins."""
+_NEAR = math.log(1.25)
+"""Probes this far from the crossing, in log(load), enter the fit; the logistic curve is a local approximation."""
+_FEWEST = 5
+"""Probes that a fit needs at least: two parameters and three residuals."""
+_CONFIDENCE = 0.95
+_OVERLOAD = 1.25
+"""Load of a probe that measures the rate at which an overloaded system completes sessions, over that rate."""
+_SURELY_OVER = 1.08
+"""A queue that grows at less than this much overload may have grown by chance."""
+_FLATTEST = -0.5
+"""Slopes of logit(share) over log(load) above this say nothing about where the crossing is."""
+
+
+@dataclass(frozen=True)
+class Requirement:
+    """``share`` of the requests must meet the limits called ``name`` (``ttft``, ``tpot``, ``ttft tpot``, ...)."""
+
+    name: str
+    share: float
+
+
+@dataclass(frozen=True)
+class Counts:
+    """How many of ``counted`` requests met a requirement; ``batches``: the same for consecutive parts of the run."""
+
+    met: int
+    counted: int
+    batches: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def share(self) -> float:
+        """Share of the counted requests that met the requirement; 0 where none was counted."""
+        return self.met / self.counted if self.counted else 0.0
+
+
+@dataclass(frozen=True)
+class Probe:
+    """One run at ``load`` (requests/s or concurrent sessions) with ``seed``; ``counts`` has one entry per requirement.
+
+    ``runaway``: the queue grew for as long as requests came, so the load is above capacity whatever the counts say;
+    ``served_per_s`` is then the rate at which sessions were completed.
+    ``failed``: requests failed or the run is INVALID; it is above capacity and enters no fit.
+    """
+
+    load: float
+    seed: int
+    counts: tuple[Counts, ...]
+    runaway: bool = False
+    failed: str = ""
+    served_per_s: float | None = None
+
+    def meets(self, requirements: Sequence[Requirement]) -> bool:
+        """Whether every requirement was met and the queue stayed bounded."""
+        enough = all(c.share >= r.share for c, r in zip(self.counts, requirements, strict=True))
+        return enough and not self.runaway and not self.failed
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Capacity with a 95 % interval. ``limited_by``: the requirement that decides, ``queue`` or ``errors``.
+
+    ``low`` and ``high`` are the bracket where probes are too few for a fit (``fitted`` is False). ``capacity`` is None
+    where no probed load met the requirements; ``high`` is infinite where every one did.
+    """
+
+    capacity: float | None
+    low: float
+    high: float
+    limited_by: str
+    fitted: bool
+
+    @property
+    def half_width(self) -> float:
+        """Half the interval as a share of the capacity; infinite where there is none."""
+        if self.capacity is None or not math.isfinite(self.high) or self.capacity <= 0:
+            return math.inf
+        return (self.high - self.low) / (2 * self.capacity)
+
+
+@dataclass(frozen=True)
+class Search:
+    """What is looked for: ``requirements``, the first load to try, precision, and whole numbers (``integer``)."""
+
+    requirements: tuple[Requirement, ...]
+    start: float
+    precision: float = 0.02
+    integer: bool = False
+    most: float = math.inf
+
+    def rounded(self, load: float) -> float:
+        """The load as it can be run."""
+        load = min(load, self.most)
+        return float(max(1, round(load))) if self.integer else load
+
+
+def next_load(search: Search, probes: Sequence[Probe]) -> float | None:
+    """The next load to probe, or None when the interval is as narrow as asked or nothing higher may be tried."""
+    if not probes:
+        return search.rounded(search.start)
+    low, high = bracket(search, probes)
+    if low is None:
+        return _lower(search, min(probe.load for probe in probes))
+    if high is None:
+        return None if low >= search.most else search.rounded(2 * low)
+    if search.integer and high - low <= 1 and len(probes) >= _FEWEST:
+        return None
+    if high / low > NARROW:
+        return _between(search, low, high, probes)
+    found = estimate(search, probes)
+    if found.fitted and found.half_width <= search.precision:
+        return None
+    if found.limited_by == "queue" and found.capacity is not None:
+        return search.rounded(_OVERLOAD * found.capacity)
+    return _refined(search, probes, found)
+
+
+def bracket(search: Search, probes: Sequence[Probe]) -> tuple[float | None, float | None]:
+    """The highest load that met the requirements below the lowest that did not, and that lowest.
+
+    Noise can put a failing probe below a passing one; loads are then judged by the majority of the probes up to them,
+    through isotonic regression of pass (1) and fail (0) over the load (pool adjacent violators).
+    """
+    loads = sorted({probe.load for probe in probes})
+    passed = [[float(p.meets(search.requirements)) for p in probes if p.load == load] for load in loads]
+    fitted = _falling([float(np.mean(group)) for group in passed], [len(group) for group in passed])
+    passing = [load for load, share in zip(loads, fitted, strict=True) if share >= 0.5]
+    failing = [load for load, share in zip(loads, fitted, strict=True) if share < 0.5]
+    return (max(passing) if passing else None), (min(failing) if failing else None)
+
+
+def estimate(search: Search, probes: Sequence[Probe]) -> Estimate:
+    """Capacity from all probes so far."""
+    if not probes:
+        return Estimate(None, 0.0, math.inf, "not reached", fitted=False)
+    low, high = bracket(search, probes)
+    if low is None:
+        return Estimate(None, 0.0, high or math.inf, _blame(search, probes), fitted=False)
+    if high is None:
+        return Estimate(low, low, math.inf, "not reached", fitted=False)
+    middle = math.sqrt(low * high)
+    found = [
+        crossing
+        for index, requirement in enumerate(search.requirements)
+        if (crossing := _crossing(requirement, index, probes, middle)) is not None
+    ]
+    hard = _hard_limit(probes, low, high)
+    if hard is not None:
+        found.append(hard)
+    if not found:
+        return Estimate(middle, low, high, _blame(search, probes), fitted=False)
+    return min(found, key=lambda crossing: crossing.capacity or math.inf)
+
+
+def _falling(values: list[float], weights: list[int]) -> list[float]:
+    """Weighted least-squares fit that never rises (pool adjacent violators)."""
+    blocks: list[list[float]] = []  # mean, weight, length
+    for value, weight in zip(values, weights, strict=True):
+        blocks.append([value, float(weight), 1.0])
+        while len(blocks) > 1 and blocks[-2][0] < blocks[-1][0]:
+            mean, heavy, length = blocks.pop()
+            before = blocks[-1]
+            before[0] = (before[0] * before[1] + mean * heavy) / (before[1] + heavy)
+            before[1] += heavy
+            before[2] += length
+    return [mean for mean, _, length in blocks for _ in range(int(length))]
+
+
+def _lower(search: Search, lowest: float) -> float | None:
+    if search.integer and lowest <= 1:
+        return None
+    return search.rounded(lowest / 2)
+
+
+def _between(search: Search, low: float, high: float, probes: Sequence[Probe]) -> float:
+    """A load inside the bracket: its middle on a log scale."""
+    middle = search.rounded(math.sqrt(low * high))
+    if search.integer and middle in (low, high):
+        return low if sum(p.load == low for p in probes) <= sum(p.load == high for p in probes) else high
+    return middle
+
+
+def _refined(search: Search, probes: Sequence[Probe], found: Estimate) -> float:
+    """Loads in turn below and above the crossing: two loads apart tell the slope, which the interval needs."""
+    assert found.capacity is not None
+    spread = min(max(search.precision, found.half_width / 2), math.log(NARROW) / 2)
+    side = 1 if len(probes) % 2 else -1
+    return search.rounded(found.capacity * math.exp(side * spread))
+
+
+def _blame(search: Search, probes: Sequence[Probe]) -> str:
+    """What the lowest failing probe failed."""
+    failing = [probe for probe in probes if not probe.meets(search.requirements)]
+    if not failing:
+        return "not reached"
+    probe = min(failing, key=lambda probe: probe.load)
+    if probe.failed:
+        return "errors"
+    short = [
+        (count.share - requirement.share, requirement.name)
+        for count, requirement in zip(probe.counts, search.requirements, strict=True)
+    ]
+    worst, name = min(short)
+    return name if worst < 0 else "queue"
+
+
+def _hard_limit(probes: Sequence[Probe], low: float, high: float) -> Estimate | None:
+    """Where the queue runs away or requests fail; None where neither was seen.
+
+    The rate at which overloaded probes completed sessions, with a t interval; the bracket while there are fewer than
+    three of them. Errors are a step, known only up to its bracket.
+    """
+    failed = [probe.load for probe in probes if probe.failed]
+    if failed and min(failed) <= high:
+        return Estimate(math.sqrt(low * high), low, high, "errors", fitted=False)
+    runaway = [probe for probe in probes if probe.runaway and probe.served_per_s]
+    rates = [p.served_per_s for p in runaway if p.served_per_s and p.load >= _SURELY_OVER * p.served_per_s]
+    if not rates:
+        return Estimate(math.sqrt(low * high), low, high, "queue", fitted=False) if runaway else None
+    mean = float(np.mean(rates))
+    if len(rates) < 3:
+        return Estimate(mean, min(low, *rates), max(high, *rates), "queue", fitted=False)
+    half = float(stats.t.ppf(0.5 + _CONFIDENCE / 2, len(rates) - 1) * np.std(rates, ddof=1) / math.sqrt(len(rates)))
+    return Estimate(mean, mean - half, mean + half, "queue", fitted=True)
+
+
+def _crossing(requirement: Requirement, index: int, probes: Sequence[Probe], middle: float) -> Estimate | None:
+    """Capacity under one requirement; None where the probes do not say: too few, or none above it."""
+    usable = [probe for probe in probes if not probe.failed and not probe.runaway and probe.counts[index].counted]
+    centre = math.log(middle)
+    for _ in range(3):  # the fit moves the centre, the centre chooses the probes of the fit
+        near = _nearest(usable, centre)
+        fit = _fit(near, index)
+        if fit is None or fit.slope > _FLATTEST:
+            return None
+        moved = (_logit(requirement.share) - fit.level) / fit.slope + fit.centre
+        if abs(moved - centre) < 1e-4:
+            break
+        centre = min(max(moved, centre - _NEAR), centre + _NEAR)
+    assert fit is not None
+    half = fit.half_width(moved)
+    return Estimate(math.exp(moved), math.exp(moved - half), math.exp(moved + half), requirement.name, fitted=True)
+
+
+def _nearest(probes: Sequence[Probe], centre: float) -> list[Probe]:
+    by_distance = sorted(probes, key=lambda probe: abs(math.log(probe.load) - centre))
+    near = [probe for probe in by_distance if abs(math.log(probe.load) - centre) <= _NEAR]
+    return near if len(near) >= _FEWEST else by_distance[:_FEWEST]
+
+
+@dataclass(frozen=True)
+class _Fit:
+    """logit(share) = level + slope * (log(load) - centre), with the covariance of level and slope."""
+
+    level: float
+    slope: float
+    centre: float
+    covariance: Floats
+    freedom: float
+
+    def half_width(self, x: float) -> float:
+        """Half the interval of the crossing at ``x``, in log(load): delta method with a t quantile."""
+        gradient = np.array([-1 / self.slope, -(x - self.centre) / self.slope])
+        variance = float(gradient @ self.covariance @ gradient)
+        return float(stats.t.ppf(0.5 + _CONFIDENCE / 2, self.freedom)) * math.sqrt(variance)
+
+
+def _fit(probes: Sequence[Probe], index: int) -> _Fit | None:
+    """Quasi-binomial logistic regression by iteratively reweighted least squares; None where it has no solution."""
+    if len(probes) < _FEWEST:
+        return None
+    x = np.log([probe.load for probe in probes])
+    if np.ptp(x) <= 0:
+        return None
+    centre = float(x.mean())
+    design = np.column_stack([np.ones(len(x)), x - centre])
+    counted = np.array([probe.counts[index].counted for probe in probes], float) + 1
+    met = np.array([probe.counts[index].met for probe in probes], float) + 0.5  # finite where all or none met it
+    share = met / counted
+    beta = np.linalg.lstsq(design, np.log(share / (1 - share)), rcond=None)[0]
+    for _ in range(50):
+        p = 1 / (1 + np.exp(-np.clip(design @ beta, -30, 30)))
+        weight = counted * p * (1 - p)
+        information = design.T @ (design * weight[:, None])
+        if np.linalg.cond(information) > 1e12:
+            return None
+        step = np.linalg.solve(information, design.T @ (met - counted * p))
+        beta = beta + np.clip(step, -5, 5)
+        if float(np.abs(step).max()) < 1e-9:
+            break
+    pearson = float((((met - counted * p) ** 2) / weight).sum())
+    freedom = len(x) - 2
+    dispersion = max(1.0, pearson / freedom, _within(probes, index))
+    return _Fit(float(beta[0]), float(beta[1]), centre, np.linalg.inv(information) * dispersion, freedom)
+
+
+def _within(probes: Sequence[Probe], index: int) -> float:
+    """Dispersion from batches of consecutive requests: variance of the batches' counts over the binomial one."""
+    observed, freedom = 0.0, 0
+    for probe in probes:
+        count = probe.counts[index]
+        batches = [(met, counted) for met, counted in count.batches if counted]
+        if len(batches) < 2 or not 0 < count.met < count.counted:
+            continue
+        p = count.share
+        observed += sum((met - counted * p) ** 2 / (counted * p * (1 - p)) for met, counted in batches)
+        freedom += len(batches) - 1
+    return observed / freedom if freedom else 1.0
+
+
+def _logit(share: float) -> float:
+    return math.log(share / (1 - share))

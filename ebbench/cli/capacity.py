@@ -1,0 +1,115 @@
+"""``ebbench capacity``: the highest load that keeps given latency limits, per policy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ebbench.cli import load_flags as load
+from ebbench.cli.client_flags import ClientFlags
+from ebbench.cli.cluster_flags import ClusterAsked
+from ebbench.cli.options import GoodputCommand, grouped, opt
+from ebbench.cli.run_flags import EngineFlags, LoadFlags, WorkloadFlags, plan_settings
+
+_LIMITS, _SEARCH, _OUTPUT = "Limits", "Search", "Output"
+
+
+@dataclass(frozen=True)
+class LimitFlags:
+    """What must hold at capacity."""
+
+    goodput: Annotated[
+        list[str] | None,
+        opt(
+            "--goodput",
+            help="Limits in ms: ttft:2000 tpot:50 e2el:9000, met by --attainment of the requests; or ttft:p99:2000.",
+            panel=_LIMITS,
+        ),
+    ] = None
+    attainment: Annotated[
+        float, opt("--attainment", help="Share of the requests that must meet the limits.", panel=_LIMITS)
+    ] = 0.95
+
+
+@dataclass(frozen=True)
+class SearchFlags:
+    """How capacity is searched for."""
+
+    by: Annotated[
+        str, opt("--by", help="rate (sessions/s, open loop) or concurrency (closed loop).", panel=_SEARCH)
+    ] = "rate"
+    scenario: Annotated[
+        str | None, opt("--scenario", "-s", help="Arrivals: poisson (default), gamma or constant.", panel=_SEARCH)
+    ] = None
+    burstiness: load.Burstiness = None
+    precision: Annotated[
+        float, opt("--precision", help="Stop when half the 95 % interval is this share.", panel=_SEARCH)
+    ] = 0.02
+    max_probes: Annotated[int, opt("--max-probes", help="Runs per policy at most.", panel=_SEARCH)] = 40
+    max_time: Annotated[
+        float | None, opt("--max-time", help="Seconds for the whole command at most.", panel=_SEARCH)
+    ] = None
+    warmup: load.Warmup = 0
+
+
+@dataclass(frozen=True)
+class CapacityOutput:
+    """What becomes of the results."""
+
+    output_dir: Annotated[
+        Path | None,
+        opt("--output-dir", "-o", help="Where probes are stored; the same directory goes on.", panel=_OUTPUT),
+    ] = None
+    plot: Annotated[
+        Path | None, opt("--plot", help="Write the latency-load curves to this .svg, .png or .pdf.", panel=_OUTPUT)
+    ] = None
+    as_json: Annotated[bool, opt("--json", help="One JSON list on stdout, nothing else.", panel=_OUTPUT)] = False
+    quiet: Annotated[bool, opt("--quiet", "-q", help="No progress.", panel=_OUTPUT)] = False
+
+
+@grouped
+def capacity(
+    workload: Annotated[str, typer.Argument(help="A workload (`ebbench workloads list`) or trace:FILE.")],
+    limits: LimitFlags,
+    search: SearchFlags,
+    engine: EngineFlags,
+    requests: WorkloadFlags,
+    output: CapacityOutput,
+    client: ClientFlags,
+    cluster: ClusterAsked,
+) -> None:
+    """Find the highest load at which requests keep their latency limits, per policy, with a 95 % interval.
+
+    Every probe is an ordinary run directory. A search that was stopped goes on with the same --output-dir.
+    """
+    from ebbench.cli.capacity_search import CapacityQuestion, search_all
+
+    settings = LoadFlags(scenario=search.scenario, burstiness=search.burstiness, warmup=search.warmup)
+    search_all(
+        CapacityQuestion(
+            workload=workload,
+            limits=limits.goodput or (),
+            attainment=limits.attainment,
+            by=search.by,
+            scenario=search.scenario or ("gamma" if search.burstiness is not None else "poisson"),
+            precision=search.precision,
+            max_probes=search.max_probes,
+            max_time_s=search.max_time,
+            seed=requests.seed,
+            plan_settings=plan_settings(requests, settings, engine.max_model_len),
+            engine=engine,
+            warmup=search.warmup,
+            client=client,
+            cluster=cluster,
+            output_dir=output.output_dir,
+            quiet=output.quiet,
+        ),
+        plot=output.plot,
+        as_json=output.as_json,
+    )
+
+
+capacity.command_class = GoodputCommand  # type: ignore[attr-defined]

@@ -1,0 +1,253 @@
+"""Carrying out ``ebbench capacity``: check, search for each policy, store probes, show."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ebbench.capacity.drive import Asked as SearchAsked
+from ebbench.capacity.drive import Budget, Outcome, search_capacity
+from ebbench.capacity.limits import Limits, parse_limits
+from ebbench.cli.carry_out import Asked, device_of, engine_of, measure, plan_of
+from ebbench.cli.preflight import check_counts, check_options, default_policies, is_server, parse_policies
+from ebbench.errors import InterruptedRunError, UsageError
+from ebbench.records import files
+from ebbench.records.run import MANIFEST, Run, default_run_dir, slug, unused
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ebbench.capacity.probe import Reading
+    from ebbench.capacity.search import Estimate
+    from ebbench.cli.client_flags import ClientFlags
+    from ebbench.cli.cluster_flags import ClusterAsked
+    from ebbench.cli.run_flags import EngineFlags
+    from ebbench.devices.base import Device
+    from ebbench.engines.base import Engine
+    from vllm_eb.policy import PolicySpec
+
+SETTINGS = "capacity.json"
+_FEWEST = {"virtual": 4000, "real": 300}
+_PROBE_S = {"virtual": 0.0, "real": 30.0}
+"""Fewest sessions per probe, and the least time over which they arrive: a server in real time costs minutes."""
+
+
+@dataclass(frozen=True)
+class CapacityQuestion:
+    """A command line of ``ebbench capacity``."""
+
+    workload: str
+    limits: Sequence[str]
+    attainment: float
+    by: str
+    scenario: str
+    precision: float
+    max_probes: int
+    max_time_s: float | None
+    seed: int
+    plan_settings: Mapping[str, object]
+    engine: EngineFlags
+    warmup: int
+    client: ClientFlags
+    cluster: ClusterAsked
+    output_dir: Path | None
+    quiet: bool
+
+    @property
+    def by_concurrency(self) -> bool:
+        """Whether the load is a number of open sessions rather than a rate."""
+        return self.by == "concurrency"
+
+
+def search_all(question: CapacityQuestion, *, plot: Path | None, as_json: bool) -> None:
+    """Search for every policy, store and show. Raises UsageError, RunError, InterruptedRunError."""
+    from rich.console import Console
+
+    from ebbench.capacity import chart, words
+
+    messages = Console(stderr=True, highlight=False)
+    limits = _checked(question)
+    if plot is not None:
+        chart.check_suffix(plot)
+    policies = parse_policies(question.engine.policy or default_policies(question.engine.engine))
+    asked = _template(question, limits, policies)
+    check_options(asked.options, policies)
+    device, (engine, sentence) = device_of(asked), engine_of(asked)
+    folder = _folder(question, limits)
+    if not question.quiet:
+        messages.print(sentence, markup=False, soft_wrap=True)
+        messages.print(words.announce(limits, question.by_concurrency), markup=False, soft_wrap=True)
+    budget = Budget(question.max_probes, question.max_time_s if question.max_time_s is not None else float("inf"))
+    found: dict[str, Outcome] = {}
+    try:
+        for spec in policies:
+            prober = _Prober(question, replace(asked, policies=[spec]), spec, device, engine, messages, folder)
+            found[spec.name] = _search(question, limits, prober, budget, messages)
+    except KeyboardInterrupt:
+        _show(found, limits, question, as_json=as_json, plot=plot)
+        raise InterruptedRunError(
+            f"interrupted; probes are kept in {folder}, the same command with --output-dir {folder} goes on"
+        ) from None
+    _show(found, limits, question, as_json=as_json, plot=plot)
+
+
+def _checked(question: CapacityQuestion) -> Limits:
+    if question.by not in ("rate", "concurrency"):
+        raise UsageError(f"--by is rate or concurrency, not {question.by!r}")
+    if question.by_concurrency and question.scenario != "poisson":
+        raise UsageError("--by concurrency is a closed loop: leave out --scenario and --burstiness")
+    check_counts(max_probes=question.max_probes, num_prompts=question.plan_settings["num_prompts"])  # type: ignore[arg-type]
+    if not 0 < question.precision < 0.5:
+        raise UsageError(f"--precision is a share between 0 and 0.5, such as 0.02, not {question.precision:g}")
+    if question.max_time_s is not None and not question.max_time_s > 0:
+        raise UsageError(f"--max-time must be positive, not {question.max_time_s:g}")
+    return parse_limits(question.limits, question.attainment)
+
+
+def _template(question: CapacityQuestion, limits: Limits, policies: list[PolicySpec]) -> Asked:
+    """A run's command line, of which each probe sets load, size and seed."""
+    flags = question.engine
+    if is_server(flags.engine) and len(policies) > 1:
+        raise UsageError("a server runs the one policy it was started with; give one --policy, as a label")
+    options = flags.options(question.warmup)
+    longest = flags.max_model_len if is_server(flags.engine) else options.max_model_len
+    return Asked(
+        workload=question.workload,
+        scenario=question.scenario,
+        seed=question.seed,
+        repeats=1,
+        plan_settings={**question.plan_settings, "max_model_len": longest},
+        policies=policies,
+        default_policies=not flags.policy,
+        engine=flags.engine,
+        device=flags.device,
+        model=flags.model,
+        options=options,
+        slo=limits.slo,
+        output_dir=None,
+        save_as_vllm=None,
+        quiet=True,
+        client=question.client,
+        cluster=question.cluster,
+    )
+
+
+def _folder(question: CapacityQuestion, limits: Limits) -> Path:
+    """Where probes go: a new directory, or the one of an earlier search with the same settings."""
+    flags = {name: value for name, value in vars(question.engine).items() if name != "policy"}
+    settings = {
+        "workload": question.workload, "limits": str(limits), "by": question.by, "scenario": question.scenario,
+        "seed": question.seed, "plan": dict(question.plan_settings), "engine": flags, "warmup": question.warmup,
+        "client": vars(question.client), "cluster": vars(question.cluster),
+    }  # fmt: skip
+    text = json.dumps(settings, indent=1, sort_keys=True, default=str).encode() + b"\n"
+    folder = question.output_dir or default_run_dir(question.workload, "capacity")
+    stored = folder / SETTINGS
+    if stored.exists():
+        if stored.read_bytes() != text:
+            raise UsageError(f"{folder} holds a search with other settings; give another --output-dir")
+        return folder
+    if folder.exists() and any(folder.iterdir()):
+        raise UsageError(f"output directory {folder} exists and holds no search; give another --output-dir")
+    folder.mkdir(parents=True, exist_ok=True)
+    files.write_bytes(text, stored)
+    return folder
+
+
+@dataclass(frozen=True)
+class _Prober:
+    """Makes the runs of one policy's search under ``folder``, and finds those of an earlier one."""
+
+    question: CapacityQuestion
+    asked: Asked
+    spec: PolicySpec
+    device: Device
+    engine: Engine
+    messages: Console
+    folder: Path
+
+    def alone(self, sessions: int) -> Run:
+        """Run sessions one at a time; the run of an earlier search stands."""
+        where = self.folder / f"{slug(self.spec.name)}-alone"
+        if (where / MANIFEST).exists() and (run := Run.load(where)).manifest.valid:
+            return run
+        settings = {"num_prompts": sessions, "max_concurrency": 1, "burstiness": None}
+        return self._run("saturated", settings, self.question.seed, unused(where))
+
+    def probe(self, load: float, sessions: int, seed: int) -> Run:
+        """Run sessions at a load."""
+        where = unused(self.folder / f"{slug(self.spec.name)}-{load:.6g}-seed{seed}")
+        if self.question.by_concurrency:
+            return self._run("saturated", {"num_prompts": sessions, "max_concurrency": int(load)}, seed, where)
+        return self._run(self.question.scenario, {"num_prompts": sessions, "request_rate": load}, seed, where)
+
+    def earlier(self) -> list[tuple[float, Run]]:
+        """Finished probes of a search that was stopped, in the order they were made."""
+        found = []
+        for manifest in self.folder.glob(f"{slug(self.spec.name)}-*-seed*/{MANIFEST}"):
+            run = Run.load(manifest.parent)
+            if run.manifest.policy == self.spec.name and not run.manifest.interrupted:
+                found.append((self._load_of(run), run))
+        return sorted(found, key=lambda pair: pair[1].manifest.anchor_unix_ns)
+
+    def _load_of(self, run: Run) -> float:
+        if self.question.by_concurrency:
+            return float(run.manifest.phases[0].max_concurrency)
+        return float(run.manifest.facts["request_rate"])
+
+    def _run(self, scenario: str, settings: Mapping[str, Any], seed: int, where: Path) -> Run:
+        asked = replace(
+            self.asked, scenario=scenario, plan_settings={**self.asked.plan_settings, **settings}, seed=seed
+        )
+        plan = plan_of(asked, seed, self.device, self.messages)
+        run = measure(asked, plan, self.spec, self.device, self.engine, self.messages, where, self.spec.name)
+        if run.manifest.interrupted:
+            raise KeyboardInterrupt
+        return run
+
+
+def _search(question: CapacityQuestion, limits: Limits, prober: _Prober, budget: Budget, messages: Console) -> Outcome:
+    from ebbench.capacity import words
+
+    kind = "virtual" if prober.engine.name in ("sim", "emulated") else "real"
+    given = question.plan_settings["num_prompts"]
+    asked = SearchAsked(
+        limits=limits,
+        by_concurrency=question.by_concurrency,
+        sessions=given if isinstance(given, int) else _FEWEST[kind],
+        seconds=_PROBE_S[kind],
+        precision=question.precision,
+        seed=question.seed,
+    )
+
+    def seen(reading: Reading, estimate: Estimate) -> None:
+        if not question.quiet:
+            line = words.progress(prober.spec.name, reading, estimate, question.by_concurrency)
+            messages.print(line, markup=False, soft_wrap=True)
+
+    return search_capacity(asked, prober, budget, prober.earlier(), seen)
+
+
+def _show(
+    found: Mapping[str, Outcome], limits: Limits, question: CapacityQuestion, *, as_json: bool, plot: Path | None
+) -> None:
+    from rich.console import Console
+
+    from ebbench.capacity import words
+
+    if plot is not None and found:
+        from ebbench.capacity.chart import save_curves
+
+        save_curves(found, limits, question.by_concurrency, plot)
+    if as_json:
+        rows = [words.as_dict(name, outcome, question.by_concurrency, limits) for name, outcome in found.items()]
+        sys.stdout.write(json.dumps(rows, indent=2, allow_nan=False) + "\n")
+    elif found:
+        console = Console(highlight=False)
+        console.print(words.table(found, question.by_concurrency))
+        for line in words.remarks(found, limits, question.by_concurrency):
+            console.print(line, markup=False, soft_wrap=True)

@@ -1,0 +1,119 @@
+"""The search against a queue whose capacity is known: Poisson arrivals, one server, fixed service times (M/D/1)."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ebbench.capacity.search import Counts, Estimate, Probe, Requirement, Search, bracket, estimate, next_load
+
+SERVICE_S, SHARE = 0.05, 0.95
+
+
+def wait_within(rate: float, limit_s: float) -> float:
+    """P(wait <= limit) in M/D/1 (Erlang 1909)."""
+    busy = rate * SERVICE_S
+    if busy >= 1:
+        return 0.0
+    terms = range(int(limit_s / SERVICE_S) + 1)
+    gaps = [rate * (j * SERVICE_S - limit_s) for j in terms]
+    return (1 - busy) * sum(gap**j / math.factorial(j) * math.exp(-gap) for j, gap in zip(terms, gaps, strict=True))
+
+
+def true_capacity(limit_s: float) -> float:
+    low, high = 1e-6, 1 / SERVICE_S
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if wait_within(middle, limit_s) >= SHARE else (low, middle)
+    return low
+
+
+def queue_probe(rate: float, seed: int, limit_s: float, customers: int = 5000) -> Probe:
+    rng = np.random.default_rng([seed, int(rate * 1e6)])
+    walk = np.concatenate([[0.0], np.cumsum(SERVICE_S - rng.exponential(1 / rate, customers - 1))])
+    met = (walk - np.minimum.accumulate(walk) <= limit_s)[customers // 10 :]
+    batches = tuple((int(part.sum()), len(part)) for part in np.array_split(met, 20))
+    return Probe(rate, seed, (Counts(int(met.sum()), len(met), batches),))
+
+
+def search_queue(trial: int, limit_s: float) -> Estimate:
+    search, probes = Search((Requirement("ttft", SHARE),), start=5.0), []
+    while len(probes) < 60 and (load := next_load(search, probes)) is not None:
+        probes.append(queue_probe(load, 1000 * trial + len(probes), limit_s))
+    return estimate(search, probes)
+
+
+@pytest.mark.parametrize("limit_s", [0.1, 0.3])
+def test_the_interval_covers_the_truth_and_the_estimate_is_close(limit_s: float) -> None:
+    truth = true_capacity(limit_s)
+    found = [search_queue(trial, limit_s) for trial in range(200)]
+    errors = [abs(each.capacity / truth - 1) for each in found if each.capacity is not None]
+    assert len(errors) == 200
+    assert float(np.median(errors)) < 0.01
+    assert sum(error <= 0.02 for error in errors) >= 180
+    assert sum(each.low <= truth <= each.high for each in found) >= 180
+
+
+def test_where_only_the_queue_limits_capacity_is_the_rate_of_an_overloaded_system() -> None:
+    """Every request meets its limit at any load; the queue runs away above 20/s and completes 20/s then."""
+    search, probes = Search((Requirement("tpot", SHARE),), start=3.0), []
+    rng = np.random.default_rng(1)
+    while (load := next_load(search, probes)) is not None:
+        over = load > 20
+        served = 20 * float(rng.normal(1, 0.02)) if over else None
+        probes.append(Probe(load, len(probes), (Counts(999, 1000),), runaway=over, served_per_s=served))
+        assert len(probes) < 40
+    found = estimate(search, probes)
+    assert found.limited_by == "queue"
+    assert found.capacity == pytest.approx(20, rel=0.03)
+    assert found.low <= 20 <= found.high
+
+
+def test_after_a_failed_probe_no_higher_load_is_tried() -> None:
+    """Requests fail from 13/s on: the load is doubled into it once, and then stays below."""
+    search, probes = Search((Requirement("ttft", SHARE),), start=1.0), []
+    while len(probes) < 20 and (load := next_load(search, probes)) is not None:
+        failed = "60 of 100 requests failed" if load > 13 else ""
+        probes.append(Probe(load, len(probes), (Counts(1000, 1000),), failed=failed))
+    first = next(index for index, probe in enumerate(probes) if probe.failed)
+    assert all(probe.load < probes[first].load for probe in probes[first + 1 :])
+    found = estimate(search, probes)
+    assert found.limited_by == "errors"
+    assert found.low <= 13 <= found.high
+
+
+def test_whole_loads_end_where_two_neighbours_are_told_apart() -> None:
+    search, probes = Search((Requirement("ttft", SHARE),), start=4.0, integer=True), []
+    while len(probes) < 40 and (load := next_load(search, probes)) is not None:
+        assert load == int(load)
+        probes.append(Probe(load, len(probes), (Counts(1000 if load <= 7 else 300, 1000),)))
+    found = estimate(search, probes)
+    assert found.capacity is not None
+    assert 7 <= found.capacity <= 8
+
+
+def test_no_load_is_ever_low_enough() -> None:
+    search = Search((Requirement("ttft", SHARE),), start=4.0, integer=True)
+    probes = [Probe(4.0, 0, (Counts(0, 100),)), Probe(2.0, 1, (Counts(0, 100),)), Probe(1.0, 2, (Counts(0, 100),))]
+    assert next_load(search, probes) is None
+    assert estimate(search, probes).capacity is None
+
+
+@given(
+    st.lists(st.tuples(st.floats(0.5, 50), st.integers(0, 100)), min_size=1, max_size=25),
+    st.floats(0.5, 0.99),
+)
+@settings(max_examples=300)
+def test_any_probes_give_an_ordered_bracket_and_a_next_load(pairs: list[tuple[float, int]], share: float) -> None:
+    search = Search((Requirement("ttft", share),), start=1.0)
+    probes = [Probe(load, seed, (Counts(met, 100),)) for seed, (load, met) in enumerate(pairs)]
+    low, high = bracket(search, probes)
+    assert low is None or high is None or low < high
+    found = estimate(search, probes)
+    assert found.capacity is None or found.low <= found.capacity <= found.high
+    load = next_load(search, probes)
+    assert load is None or (math.isfinite(load) and load > 0)
