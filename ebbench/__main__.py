@@ -1,6 +1,7 @@
 """The process: ``ebbench`` and ``python -m ebbench``.
 
-Little else is imported here, so that Ctrl-C ends in one line from the first moment on, while the command line loads.
+Little else is imported here, so that Ctrl-C, SIGTERM and SIGHUP end in one line from the first moment on,
+while the command line loads.
 """
 
 from __future__ import annotations
@@ -11,6 +12,9 @@ import sys
 def run() -> None:
     """Console entry of the distribution."""
     try:
+        from ebbench.termination import as_ctrl_c
+
+        as_ctrl_c()
         from ebbench.cli import main
     except KeyboardInterrupt:
         sys.stderr.write("error: interrupted\n")

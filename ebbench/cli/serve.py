@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ebbench.errors import InputFileError, UsageError
+from ebbench.errors import InputFileError, RunError, UsageError
 from ebbench.records.run import slug
 
 if TYPE_CHECKING:
     from vllm_eb.policy import PolicySpec
 
+GRACE_S = 30.0  # for vLLM to end when interrupted
 _COSTS, _EMULATION = "Costs (for eb and ebplus)", "Emulation"
 
 
@@ -55,6 +56,7 @@ def serve(
 
     Prints the equivalent `vllm serve` line first: that line is all there is to it.
     """
+    from ebbench.child import run_supervised
     from ebbench.engines.vllm_command import Emulation, Serving, executable_line, plain_line
     from vllm_eb.policy import parse_policy
 
@@ -75,9 +77,9 @@ def serve(
     typer.echo(plain_line(serving), err=not print_only)
     if print_only:
         return
-    command = executable_line(serving)
-    os.environ["PYTHONPATH"] = _python_path()
-    os.execv(command[0], command)
+    status, _ = run_supervised(executable_line(serving), GRACE_S, env={**os.environ, "PYTHONPATH": _python_path()})
+    if status:
+        raise RunError(f"the server ended with exit status {status}; its own words are above")
 
 
 def _costs(policy: PolicySpec, path: Path | None, device: str | None, model: str) -> Path | None:

@@ -10,9 +10,11 @@ import sys
 
 import uvloop
 
+from ebbench.child import end_with_parent
 from ebbench.client.process import work
 from ebbench.client.worker import Lines
 
 if __name__ == "__main__":
+    end_with_parent()
     control, bell, *others = (socket.socket(fileno=int(number)) for number in sys.argv[1:])
     uvloop.run(work(Lines(control, bell, tuple(others)), os.environ))

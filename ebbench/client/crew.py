@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from ebbench.child import child_command, child_environ
+from ebbench.child import Child, child_command, child_environ
 from ebbench.client.messages import Assignment, Batch, Begin, Farewell, FromParent, Ready, Stop, from_worker, send
 from ebbench.client.options import KEY_VARIABLES, ClientOptions
 from ebbench.client.process import work
@@ -39,7 +39,7 @@ class Crew:
     """All workers."""
 
     members: list[Member] = field(default_factory=list)
-    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    processes: list[Child] = field(default_factory=list)
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
 
     def tell(self, message: FromParent) -> None:
@@ -117,19 +117,13 @@ async def crew(assignment: Assignment, workers: int, environ: Mapping[str, str])
             end.close()
 
 
-def _started(lines: Lines, environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
+def _started(lines: Lines, environ: Mapping[str, str]) -> Child:
     """A worker process, in a process group of its own: what Ctrl-C means is the parent's to decide."""
     descriptors = [end.fileno() for end in (lines.control, lines.bell, *lines.other_bells)]
     command = child_command("ebbench.client", *map(str, descriptors))
     keys = {name: environ[name] for name in KEY_VARIABLES if name in environ}
     others = {name: value for name, value in os.environ.items() if name not in KEY_VARIABLES}
-    return subprocess.Popen(
-        command,
-        env=child_environ(others | keys),
-        pass_fds=descriptors,
-        process_group=0,
-        stdin=subprocess.DEVNULL,
-    )
+    return Child(command, env=child_environ(others | keys), pass_fds=descriptors, process_group=0)
 
 
 async def _dismiss(team: Crew) -> None:

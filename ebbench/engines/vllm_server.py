@@ -1,4 +1,4 @@
-"""A server process of our own: started in its own process group, waited for, stopped with everything it started."""
+"""A server process of our own: started under a supervisor, waited for, stopped with everything it started."""
 
 from __future__ import annotations
 
@@ -14,21 +14,22 @@ from types import TracebackType
 
 import httpx
 
+from ebbench.child import KILL_WAIT_S, Child, supervised
 from ebbench.errors import RunError
 
 POLL_S = 0.25
-TERM_WAIT_S = 15.0
+TERM_WAIT_S = 15.0  # for the server to end its own children in order
 TAIL_LINES = 15
 TAIL_BYTES = 65536
 
 
 class ServerProcess:
-    """Runs ``command`` and keeps its output in ``log``. Leaving the context stops the whole process group."""
+    """Runs ``command`` and keeps its output in ``log``. Leaving the context stops it and all it started."""
 
     def __init__(self, command: Sequence[str], url: str, log: Path, env: Mapping[str, str]) -> None:
         self.url, self.log = url, log
         self._command, self._env = list(command), dict(env)
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Child | None = None
 
     def __enter__(self) -> ServerProcess:
         """Start it."""
@@ -36,8 +37,8 @@ class ServerProcess:
         with self.log.open("wb") as output:
             output.write((" ".join(self._command) + "\n\n").encode())
             output.flush()
-            self._process = subprocess.Popen(
-                self._command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+            self._process = Child(
+                supervised(self._command, TERM_WAIT_S), stdout=output, stderr=subprocess.STDOUT,
                 env=self._env, start_new_session=True,
             )  # fmt: skip
         return self
@@ -86,28 +87,13 @@ class ServerProcess:
         return f"log {self.log}, its end:\n" + "\n".join(lines[-TAIL_LINES:])
 
     def stop(self) -> None:
-        """End it: ask the server, which ends its own children in order, then kill what is left of the group."""
+        """End it: the server is asked and ends its own children in order, then what is left is killed."""
         process, self._process = self._process, None
         if process is None:
             return
-        with contextlib.suppress(ProcessLookupError):
-            process.send_signal(signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(TERM_WAIT_S)
-        deadline = time.monotonic() + TERM_WAIT_S
-        while _group_alive(process.pid) and time.monotonic() < deadline:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.poll()
-            time.sleep(POLL_S / 5)
-
-
-def _group_alive(group: int) -> bool:
-    try:
-        os.killpg(group, 0)
-    except ProcessLookupError:
-        return False
-    return True
+        process.end(TERM_WAIT_S + KILL_WAIT_S)
+        with contextlib.suppress(ProcessLookupError):  # the group is empty, unless the supervisor itself was killed
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def free_port() -> int:

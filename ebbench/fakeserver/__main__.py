@@ -4,6 +4,7 @@ import sys
 
 import msgspec
 
+from ebbench.child import end_with_parent
 from ebbench.collector import no_full_collections
 from ebbench.fakeserver.config import FakeConfig
 from ebbench.fakeserver.server import run
@@ -15,4 +16,5 @@ def _announce(port: int) -> None:
 
 
 if __name__ == "__main__":
+    end_with_parent()
     run(msgspec.json.decode(sys.argv[1], type=FakeConfig), _announce)

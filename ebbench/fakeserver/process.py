@@ -8,11 +8,13 @@ import select
 import subprocess
 from types import TracebackType
 
-from ebbench.child import child_command, child_environ
+from ebbench.child import Child, child_command, child_environ
 from ebbench.errors import RunError
 from ebbench.fakeserver.config import FakeConfig
 from ebbench.fakeserver.ledger import Entry, decode
 from ebbench.fakeserver.server import encode_config
+
+STOP_WAIT_S = 5.0
 
 
 class FakeServerProcess:
@@ -24,14 +26,12 @@ class FakeServerProcess:
     def __init__(self, config: FakeConfig | None = None, ready_timeout_s: float = 20.0) -> None:
         self._config = config or FakeConfig()
         self._ready_timeout_s = ready_timeout_s
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: Child | None = None
         self.url = ""
 
     def __enter__(self) -> FakeServerProcess:
         command = child_command("ebbench.fakeserver", encode_config(self._config))
-        self.process = subprocess.Popen(
-            command, env=child_environ(os.environ), stdout=subprocess.PIPE, stderr=subprocess.PIPE
-        )
+        self.process = Child(command, env=child_environ(os.environ), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         assert self.process.stdout is not None
         ready, _, _ = select.select([self.process.stdout], [], [], self._ready_timeout_s)
         line = self.process.stdout.readline() if ready else b""
@@ -48,12 +48,8 @@ class FakeServerProcess:
     ) -> None:
         if self.process is None:
             return
-        self.process.terminate()
-        try:
-            self.process.communicate(timeout=5)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.communicate()
+        self.process.end(STOP_WAIT_S)
+        self.process.communicate()
 
     @property
     def pid(self) -> int:

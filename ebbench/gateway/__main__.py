@@ -4,6 +4,7 @@ import sys
 
 import msgspec
 
+from ebbench.child import end_with_parent
 from ebbench.collector import no_full_collections
 from ebbench.errors import EbbenchError
 from ebbench.gateway.serve import serve
@@ -16,6 +17,7 @@ def _announce(port: int) -> None:
 
 
 if __name__ == "__main__":
+    end_with_parent()
     try:
         serve(msgspec.json.decode(sys.argv[1], type=GatewaySettings), _announce)
     except EbbenchError as error:

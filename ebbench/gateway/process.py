@@ -9,7 +9,7 @@ from types import TracebackType
 
 import msgspec
 
-from ebbench.child import child_command, child_environ
+from ebbench.child import Child, child_command, child_environ
 from ebbench.errors import EbbenchError, RunError, UsageError
 from ebbench.gateway.settings import GatewaySettings
 
@@ -24,15 +24,13 @@ class GatewayProcess:
 
     def __init__(self, settings: GatewaySettings, ready_timeout_s: float = 30.0) -> None:
         self._settings, self._ready_timeout_s = settings, ready_timeout_s
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: Child | None = None
         self.url = ""
 
     def __enter__(self) -> GatewayProcess:
         settings = self._settings.checked()
         command = child_command("ebbench.gateway", msgspec.json.encode(settings).decode())
-        self.process = subprocess.Popen(
-            command, env=child_environ(os.environ), stdout=subprocess.PIPE, stderr=subprocess.PIPE
-        )
+        self.process = Child(command, env=child_environ(os.environ), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         assert self.process.stdout is not None
         ready, _, _ = select.select([self.process.stdout], [], [], self._ready_timeout_s)
         line = self.process.stdout.readline() if ready else b""
@@ -53,16 +51,12 @@ class GatewayProcess:
         return self.process.pid
 
     def stop(self) -> None:
-        """End it: politely, then not."""
+        """End it: ask, wait until open requests may have ended, then kill."""
         process, self.process = self.process, None
         if process is None:
             return
-        process.terminate()
-        try:
-            process.communicate(timeout=STOP_WAIT_S + self._settings.drain_s)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.communicate()
+        process.end(STOP_WAIT_S + self._settings.drain_s)
+        process.communicate()
 
     def _refusal(self) -> EbbenchError:
         process, self.process = self.process, None

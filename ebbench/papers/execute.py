@@ -5,9 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import shutil
-import signal
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -16,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ebbench.analysis.conclude import Setting, conclude
+from ebbench.child import begin_pool_worker
 from ebbench.engines.checks import check_counts
 from ebbench.errors import RunError
 from ebbench.papers.cells import Cell
@@ -52,7 +51,7 @@ def run_missing(
     # Fresh interpreters: forking a process that holds Arrow's threads can deadlock.
     context = multiprocessing.get_context("spawn")
     others = set(multiprocessing.active_children())
-    with ProcessPoolExecutor(count, mp_context=context, initializer=_begin_worker) as pool:
+    with ProcessPoolExecutor(count, mp_context=context, initializer=begin_pool_worker) as pool:
         futures = {pool.submit(run_cell, cell, store.root, whole) for cell in todo}
         try:
             _collect(futures, done)
@@ -80,19 +79,6 @@ def _clear_remains(root: Path) -> None:
     for path in root.glob(f"{_TEMPORARY}*"):
         if time.time() - path.stat().st_mtime > _REMAINS_S:
             shutil.rmtree(path, ignore_errors=True)
-
-
-def _begin_worker() -> None:
-    """Ctrl-C is the parent's business, and a worker does not outlive its parent."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_leave_with_parent, daemon=True).start()
-
-
-def _leave_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
 
 
 def run_cell(cell: Cell, root: Path, whole: bool = True) -> Cell:

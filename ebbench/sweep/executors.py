@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import os
-import signal
-import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
-from multiprocessing import get_context, parent_process
+from multiprocessing import get_context
 from typing import Protocol
 
+from ebbench.child import begin_pool_worker
 from ebbench.errors import UsageError
 from ebbench.sweep.work import Outcome, Task, work
 
@@ -57,7 +56,7 @@ class Processes:
         """Outcomes until a process dies. Returns the tasks that were running then, and those not yet started."""
         queue = list(reversed(tasks))
         running: dict[Future[Outcome], Task] = {}
-        pool = ProcessPoolExecutor(width, mp_context=get_context("spawn"), initializer=_settle_in)
+        pool = ProcessPoolExecutor(width, mp_context=get_context("spawn"), initializer=begin_pool_worker)
         try:
             while queue or running:
                 while queue and len(running) < width:
@@ -73,19 +72,6 @@ class Processes:
         finally:
             _stop(pool)
         return [], []
-
-
-def _settle_in() -> None:
-    """A worker leaves Ctrl-C to the parent, and ends when the parent is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _end_with_parent() -> None:
-    parent = parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
 
 
 def _stop(pool: ProcessPoolExecutor) -> None:

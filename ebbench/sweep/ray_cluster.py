@@ -15,6 +15,7 @@ from typing import Any
 from ebbench.errors import RunError, UsageError
 from ebbench.extras import need
 from ebbench.sweep.work import Outcome, Task, work
+from ebbench.termination import signals_kept
 
 RETRIES = 5
 """How often Ray may run a cell again after its worker or node died."""
@@ -66,7 +67,8 @@ class RayCluster:
         else:
             _somebody_listens(self._address)
         try:
-            self._ray.init(address=self._address, **options)
+            with signals_kept():  # Ray takes SIGTERM for itself and leaves by sys.exit, losing what was measured
+                self._ray.init(address=self._address, **options)
         except (ConnectionError, RuntimeError, ValueError) as error:
             where = "this machine" if self._address == "local" else self._address
             raise RunError(f"no Ray cluster at {where}: {str(error).splitlines()[0]}") from None

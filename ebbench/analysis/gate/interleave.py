@@ -12,9 +12,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from ebbench.child import run_supervised
 from ebbench.errors import RunError, UsageError
 from ebbench.records.run import MANIFEST, unused
 
+GRACE_S = 60.0
+"""How long an interrupted command may take to let its requests finish and to store what it measured."""
 _KEPT_LINES = 5
 
 
@@ -72,9 +75,9 @@ def _measured(out: Path) -> bool:
 
 def _carry_out(argv: list[str]) -> None:
     try:
-        done = subprocess.run(argv, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
+        status, said = run_supervised(argv, GRACE_S, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     except OSError as error:
         raise UsageError(f"cannot start {argv[0]!r}: {error.strerror or error}") from None
-    if done.returncode:
-        tail = " / ".join(done.stderr.strip().splitlines()[-_KEPT_LINES:])
-        raise RunError(f"{shlex.join(argv)} ended with exit code {done.returncode}: {tail or 'it said nothing'}")
+    if status:
+        tail = " / ".join(said.strip().splitlines()[-_KEPT_LINES:])
+        raise RunError(f"{shlex.join(argv)} ended with exit code {status}: {tail or 'it said nothing'}")

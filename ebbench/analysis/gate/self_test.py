@@ -29,6 +29,7 @@ from ebbench.analysis.columns import RequestColumns
 from ebbench.analysis.gate.units import Unit, figures_of
 from ebbench.analysis.gate.verdict import DEFAULT_RULES, Outcome, Pair, Rules, judge
 from ebbench.analysis.metrics import measure
+from ebbench.child import begin_pool_worker
 from ebbench.devices import load_device
 from ebbench.devices.base import CostModel, Device, StepShape
 from ebbench.engines.base import EngineOptions
@@ -191,7 +192,8 @@ def _pool(workers: int) -> Iterator[ProcessPoolExecutor | None]:
     if workers < 2:
         yield None
         return
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+    spawn = get_context("spawn")
+    with ProcessPoolExecutor(workers, mp_context=spawn, initializer=begin_pool_worker) as pool:
         _begin(pool, workers)
         try:
             yield pool

@@ -14,6 +14,7 @@ import pyarrow as pa
 
 from ebbench.analysis.columns import RequestColumns
 from ebbench.analysis.metrics import Metrics, measure
+from ebbench.child import begin_pool_worker
 from ebbench.devices import Device, load_device
 from ebbench.devices.fit import DECODE_CONTEXT_TOKENS, DECODE_SEQS, PREFILL_TOKENS, decode_shape, prefill_shape
 from ebbench.devices.linear import published_calibration
@@ -42,7 +43,7 @@ def run_cases(
     wanted = [(case, seed + i, host) for case in chosen for i in range(repeats)]
     if workers == 1:
         return _cells(chosen, (run_case(*one) for one in wanted), repeats, say)
-    with ProcessPoolExecutor(workers) as pool:
+    with ProcessPoolExecutor(workers, initializer=begin_pool_worker) as pool:
         return _cells(chosen, pool.map(_run_one, wanted), repeats, say)
 
 

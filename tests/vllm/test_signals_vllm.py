@@ -1,0 +1,89 @@
+"""A real vLLM and its engine core end with the command that started them, whichever way that one is ended."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import pytest
+
+from ebbench.records.run import Run
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "processes"))
+from process_tree import assert_gone, descendants, wait_until
+
+pytestmark = pytest.mark.vllm
+
+READY_S = 240.0
+WAYS = [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL]
+
+
+def begin(folder: Path, *words: object) -> subprocess.Popen[bytes]:
+    """A command as a user starts it: its engines in processes of their own."""
+    environment = {name: value for name, value in os.environ.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"}
+    command = [sys.executable, "-m", "ebbench", *map(str, words)]
+    with (folder / "said").open("wb") as said:
+        return subprocess.Popen(command, cwd=folder, env=environment, stdout=said, stderr=said, start_new_session=True)
+
+
+def end(process: subprocess.Popen[bytes], number: signal.Signals, least: int) -> int:
+    """Signal the command once it has started at least so many processes; its exit code, once they are gone."""
+    below = descendants(process.pid)
+    assert len(below) >= least, below
+    process.send_signal(number)
+    code = process.wait(90)
+    assert_gone(below, 60.0)
+    return code
+
+
+def answers(port: int) -> Callable[[], bool]:
+    """Whether a server answers there."""
+
+    def ask() -> bool:
+        try:
+            return httpx.get(f"http://127.0.0.1:{port}/health", timeout=2.0).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    return ask
+
+
+def free_port() -> int:
+    """A TCP port of this machine that nothing listens on at the moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.mark.parametrize("number", WAYS)
+def test_a_run_in_its_middle(small_model_folder: Path, tmp_path: Path, number: signal.Signals) -> None:
+    process = begin(
+        tmp_path, "run", "balanced", "--input-len", 60, "--output-len", 40, "--engine", "vllm",
+        "--model", small_model_folder, "--policy", "eb:k=2", "-n", 5000, "-c", 4, "--max-model-len", 1024, "-o", "out",
+    )  # fmt: skip
+    wait_until(lambda: list(tmp_path.glob("out/requests.part-*")), (tmp_path / "said").read_text(), READY_S)
+    code = end(process, number, least=4)  # supervisor, API server, engine core, client worker
+    if number == signal.SIGKILL:
+        return
+    assert code == 130, (tmp_path / "said").read_text()
+    statuses = Run.load(tmp_path / "out").requests.column("status").to_pylist()
+    assert len(statuses) == 5000
+    assert statuses.count("ok") > 0
+
+
+@pytest.mark.parametrize("number", WAYS)
+def test_a_server_for_others(small_model_folder: Path, tmp_path: Path, number: signal.Signals) -> None:
+    port = free_port()
+    process = begin(
+        tmp_path, "serve", small_model_folder, "--policy", "eb:k=2", "--port", port,
+        "--", "--enforce-eager", "--max-model-len", 1024,
+    )  # fmt: skip
+    wait_until(answers(port), (tmp_path / "said").read_text(), READY_S)
+    code = end(process, number, least=3)
+    assert code == (-signal.SIGKILL if number == signal.SIGKILL else 130), (tmp_path / "said").read_text()
