@@ -7,13 +7,40 @@ its request wait for milliseconds, hence the reserve. Errors are httpx's.
 from __future__ import annotations
 
 import asyncio
+import os
 import ssl
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Generic, NamedTuple, TypeVar, cast
 
 import httpx
+
+from ebbench.errors import UsageError
+
+CA_VARIABLES = ("SSL_CERT_FILE", "SSL_CERT_DIR")
+"""Environment variables that name certificate authorities to trust, the first before the second."""
+
+
+def tls_context(
+    verify: bool = True, ca_file: str | None = None, environ: Mapping[str, str] = os.environ
+) -> ssl.SSLContext:
+    """Which certificates to trust: those of ``ca_file`` (PEM), else of SSL_CERT_FILE or SSL_CERT_DIR, else the usual.
+
+    ``verify`` False trusts every server. Raises UsageError for a file without certificates.
+    """
+    if not verify:
+        return httpx.create_ssl_context(verify=False)
+    named = [("--ca-file", ca_file), *((name, environ.get(name)) for name in CA_VARIABLES)]
+    source, path = next(((name, value) for name, value in named if value), ("", ""))
+    if not path:
+        return httpx.create_ssl_context(trust_env=False)
+    try:
+        if source == "SSL_CERT_DIR":
+            return ssl.create_default_context(capath=path)
+        return ssl.create_default_context(cafile=path)
+    except OSError as error:  # ssl.SSLError too: no certificate in the file
+        raise UsageError(f"{source} {path}: no certificates in PEM form ({error.strerror or error})") from None
 
 
 class Wire(asyncio.Protocol):

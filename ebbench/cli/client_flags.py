@@ -61,6 +61,10 @@ class ClientFlags:
             "--reset-prefix-cache/--keep-prefix-cache", help="Empty the server's prefix cache before the run (default)."
         ),
     ] = None
+    ca_file: Annotated[
+        str | None,
+        _opt("--ca-file", help="Certificate authorities to trust (PEM). Default: SSL_CERT_FILE, else the usual ones."),
+    ] = None
     insecure: Annotated[bool | None, _opt("--insecure", help="Do not verify TLS certificates.")] = None
 
     def settings(self) -> dict[str, Any]:

@@ -12,7 +12,10 @@ def fake_server(
     port: Annotated[int, typer.Option("--port", help="TCP port on 127.0.0.1; 0 takes a free one.")] = 8000,
     ttft_ms: Annotated[float, typer.Option("--ttft-ms", help="Time to the first token.")] = 20.0,
     itl_ms: Annotated[float, typer.Option("--itl-ms", help="Time between tokens.")] = 10.0,
-    model: Annotated[str, typer.Option("--model", help="Name of the model served.")] = "fake-model",
+    model: Annotated[
+        list[str] | None,
+        typer.Option("--model", help="Name of the model served; may be repeated. Default: fake-model."),
+    ] = None,
     max_model_len: Annotated[
         int, typer.Option("--max-model-len", help="Longest prompt plus answer, tokens.")
     ] = 1_000_000,
@@ -20,6 +23,10 @@ def fake_server(
     fault: Annotated[
         list[str] | None,
         typer.Option("--fault", help="KIND[:key=value,...]; may be repeated. `--fault list` shows all."),
+    ] = None,
+    ssl_certfile: Annotated[str | None, typer.Option("--ssl-certfile", help="Serve https with this PEM file.")] = None,
+    ssl_keyfile: Annotated[
+        str | None, typer.Option("--ssl-keyfile", help="Its key, where that is not in the same file.")
     ] = None,
     ledger: Annotated[
         Path | None, typer.Option("--ledger", help="Write the ledger (JSON, one entry per request) here at the end.")
@@ -52,14 +59,18 @@ def fake_server(
         ttft_ms=ttft_ms,
         itl_ms=itl_ms,
         port=port,
-        model=model,
+        model=(model or ["fake-model"])[0],
+        further_models=tuple(model or ())[1:],
+        ssl_certfile=ssl_certfile,
+        ssl_keyfile=ssl_keyfile,
         max_model_len=max_model_len,
         default_tokens=default_tokens,
         faults=tuple(parse_fault(text) for text in fault or ()),
         keep_ledger=keep_ledger,
         max_running=max_running,
     )
-    kept = run(config, lambda bound: typer.echo(f"http://127.0.0.1:{bound} is ready; Ctrl-C ends it", err=True))
+    scheme = "http" if ssl_certfile is None else "https"
+    kept = run(config, lambda bound: typer.echo(f"{scheme}://127.0.0.1:{bound} is ready; Ctrl-C ends it", err=True))
     if ledger is not None:
         ledger.write_bytes(kept.encode())
     counts = f"{kept.received} requests, {kept.completed} complete answers, {kept.sent_tokens} tokens"

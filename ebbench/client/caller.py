@@ -12,6 +12,7 @@ from ebbench.client.account import BODY_LIMIT, transport_failure
 from ebbench.client.answer import Answer
 from ebbench.client.options import ClientOptions, api_key
 from ebbench.client.wire import Pool
+from ebbench.connections import tls_context
 
 
 class _Flight:
@@ -37,7 +38,7 @@ class Caller:
         self._options = options
         self._key = api_key(environ)
         self._target = url.rstrip("/") + path
-        tls = httpx.create_ssl_context(verify=options.verify_tls) if url.startswith("https:") else None
+        tls = tls_context(options.verify_tls, options.ca_file, environ) if url.startswith("https:") else None
         self._client = httpx.AsyncClient(
             verify=tls if tls is not None else False,
             headers=_headers(options, self._key),

@@ -17,6 +17,7 @@ from ebbench.client.messages import Assignment, Batch, Begin, Farewell, FromPare
 from ebbench.client.options import KEY_VARIABLES, ClientOptions
 from ebbench.client.process import work
 from ebbench.client.worker import Lines
+from ebbench.connections import CA_VARIABLES
 from ebbench.records.plan import Plan
 
 _SESSIONS_PER_WORKER = 512
@@ -121,8 +122,9 @@ def _started(lines: Lines, environ: Mapping[str, str]) -> Child:
     """A worker process, in a process group of its own: what Ctrl-C means is the parent's to decide."""
     descriptors = [end.fileno() for end in (lines.control, lines.bell, *lines.other_bells)]
     command = child_command("ebbench.client", *map(str, descriptors))
-    keys = {name: environ[name] for name in KEY_VARIABLES if name in environ}
-    others = {name: value for name, value in os.environ.items() if name not in KEY_VARIABLES}
+    given = (*KEY_VARIABLES, *CA_VARIABLES)
+    keys = {name: environ[name] for name in given if name in environ}
+    others = {name: value for name, value in os.environ.items() if name not in given}
     return Child(command, env=child_environ(others | keys), pass_fds=descriptors, process_group=0)
 
 

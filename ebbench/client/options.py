@@ -29,7 +29,8 @@ class ClientOptions:
     plan. ``id_prefix`` goes before each request id in ``x-request-id``; None makes one up, so that two clients
     never share ids. ``keep_text`` keeps the answers' text in memory. ``slot_spacing_s``: where
     a closed loop begins or raises its limit, the new slots open so far apart. ``transport`` "httpx" goes through
-    httpx's own transport (proxies from the environment) instead of the direct one.
+    httpx's own transport (proxies from the environment) instead of the direct one. ``ca_file`` (PEM) names the only
+    certificate authorities to trust; None: those of SSL_CERT_FILE or the usual ones.
     """
 
     model: str | None = None
@@ -54,6 +55,7 @@ class ClientOptions:
     slot_spacing_s: float = 0.0004
     transport: Literal["direct", "httpx"] = "direct"
     verify_tls: bool = True
+    ca_file: str | None = None
 
     def __post_init__(self) -> None:
         if self.endpoint not in ("completions", "chat"):

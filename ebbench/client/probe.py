@@ -6,13 +6,16 @@ import asyncio
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import httpx
 
 from ebbench.client.options import ClientOptions, api_key, redacted, secrets
+from ebbench.connections import tls_context
 from ebbench.errors import RunError, UsageError
 
 _ASK_TIMEOUT_S = 10.0
+_UNTRUSTED = "give its certificate authority with --ca-file FILE or in SSL_CERT_FILE, or do not verify: --insecure"
 
 
 @dataclass(frozen=True)
@@ -21,6 +24,14 @@ class Served:
 
     model: str
     max_model_len: int | None
+
+
+def _different(models: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """The names of the models, of several names of one model (vLLM's --served-model-name A B) the first."""
+    first: dict[tuple[Any, Any], str] = {}
+    for name, model in models.items():
+        first.setdefault((model.get("root") or name, model.get("parent")), name)
+    return list(first.values())
 
 
 class Probe:
@@ -34,7 +45,7 @@ class Probe:
             headers["authorization"] = f"Bearer {key}"
         self._client = httpx.AsyncClient(
             headers=headers, timeout=_ASK_TIMEOUT_S,
-            verify=options.verify_tls and url.startswith("https:"),
+            verify=tls_context(options.verify_tls, options.ca_file, environ) if url.startswith("https:") else False,
             trust_env=options.transport != "direct",
         )  # fmt: skip
 
@@ -72,6 +83,8 @@ class Probe:
             raise RunError(f"{self._url} serves no model")
         if asked is not None and asked not in models:
             raise UsageError(f"{self._url} does not serve {asked!r}; it serves {', '.join(sorted(models))}")
+        if asked is None and len(different := _different(models)) > 1:
+            raise UsageError(f"{self._url} serves several models: {', '.join(different)}; say which with --model")
         name = asked or next(iter(models))
         limit = self._options.max_model_len or models[name].get("max_model_len")
         return Served(name, limit if isinstance(limit, int) else None)
@@ -100,6 +113,8 @@ class Probe:
             except httpx.InvalidURL as error:
                 raise UsageError(f"{self._url}: {error}") from None
             except httpx.HTTPError as error:
+                if "CERTIFICATE_VERIFY_FAILED" in str(error):  # waiting does not help
+                    raise RunError(f"{self._url}: {error}; {_UNTRUSTED}") from None
                 return self._safe(str(error) or type(error).__name__)
             if response.status_code == 200:
                 return None

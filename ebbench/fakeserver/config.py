@@ -16,6 +16,8 @@ class FakeConfig:
     ``default_tokens`` is the answer's length where the request sets none. ``host`` is loopback by default, and
     ``port`` 0 takes a free one. ``keep_ledger`` off saves memory in endless runs. ``max_running``: answers that are
     computed at the same time; further requests wait in their order, so the server's capacity is known.
+    ``ssl_certfile`` and ``ssl_keyfile`` (PEM) make it https. ``further_models`` are served beside ``model`` and answer
+    alike.
     """
 
     ttft_ms: float = 20.0
@@ -28,6 +30,9 @@ class FakeConfig:
     faults: tuple[Fault, ...] = ()
     keep_ledger: bool = True
     max_running: int | None = None
+    ssl_certfile: str | None = None
+    ssl_keyfile: str | None = None
+    further_models: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not (0 <= self.ttft_ms < inf and 0 <= self.itl_ms < inf):
@@ -36,3 +41,5 @@ class FakeConfig:
             raise UsageError(f"--max-running must be at least 1, not {self.max_running}")
         if not 0 <= self.port <= 65535:
             raise UsageError(f"--port must lie between 0 and 65535, not {self.port}")
+        if self.ssl_keyfile is not None and self.ssl_certfile is None:
+            raise UsageError("--ssl-keyfile goes with --ssl-certfile, whose key it is")

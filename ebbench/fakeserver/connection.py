@@ -33,13 +33,16 @@ class Router(Protocol):
 
 
 class Connection(asyncio.Protocol):
-    """One client connection. Tokens are written straight to the socket, so that "sent" means sent."""
+    """One client connection. Tokens are written straight to the socket, so that "sent" means sent.
+
+    Under TLS they go through the transport, which encrypts them.
+    """
 
     def __init__(self, router: Router) -> None:
         self._router = router
         self._parser = httptools.HttpRequestParser(self)
         self._transport: asyncio.Transport | None = None
-        self._fd = -1
+        self._fd, self._encrypted = -1, False
         self._url, self._body = b"", bytearray()
         self._received_ns = 0
         self.headers: dict[str, str] = {}
@@ -51,6 +54,7 @@ class Connection(asyncio.Protocol):
         sock = transport.get_extra_info("socket")
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._transport, self._fd = cast(asyncio.Transport, transport), sock.fileno()
+        self._encrypted = transport.get_extra_info("sslcontext") is not None
         self._router.joined(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -102,7 +106,7 @@ class Connection(asyncio.Protocol):
     def _send(self, data: bytes) -> None:
         assert self._transport is not None
         written = 0
-        if self._transport.get_write_buffer_size() == 0:
+        if not self._encrypted and self._transport.get_write_buffer_size() == 0:
             # A broken connection is reported by the loop soon after, through connection_lost.
             with contextlib.suppress(OSError):
                 written = os.write(self._fd, data)

@@ -40,7 +40,8 @@ class FakeServerProcess:
             _, stderr = self.process.communicate()
             reason = stderr.decode(errors="replace").strip().splitlines()[-1:] or ["no answer in time"]
             raise RunError(f"the fake server did not start: {reason[0]}")
-        self.url = f"http://{self._config.host}:{int(line.split()[1])}"
+        scheme = "http" if self._config.ssl_certfile is None else "https"
+        self.url = f"{scheme}://{self._config.host}:{int(line.split()[1])}"
         return self
 
     def __exit__(

@@ -6,6 +6,7 @@ import asyncio
 import heapq
 import os
 import signal
+import ssl
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -13,7 +14,7 @@ from dataclasses import asdict
 import msgspec
 import uvloop
 
-from ebbench.errors import RunError
+from ebbench.errors import RunError, UsageError
 from ebbench.fakeserver.answer import Answer
 from ebbench.fakeserver.config import FakeConfig
 from ebbench.fakeserver.connection import Connection
@@ -153,8 +154,9 @@ class FakeServer:
         return response(200, b"") if ready else response(503, b"")
 
     def _models(self) -> bytes:
-        model = {"id": self._config.model, "object": "model", "max_model_len": self._config.max_model_len}
-        return response(200, msgspec.json.encode({"object": "list", "data": [model]}))
+        names = (self._config.model, *self._config.further_models)
+        models = [{"id": name, "object": "model", "max_model_len": self._config.max_model_len} for name in names]
+        return response(200, msgspec.json.encode({"object": "list", "data": models}))
 
     def _clear(self) -> bytes:
         self.ledger.clear()
@@ -214,12 +216,27 @@ class _Whole:
         return 0
 
 
+def _tls(config: FakeConfig) -> ssl.SSLContext | None:
+    """The certificate that the server shows; None for plain http. Raises UsageError where it cannot be read."""
+    if config.ssl_certfile is None:
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile)
+    except OSError as error:
+        problem = f"no certificate with its key in PEM form ({error.strerror or error})"
+        raise UsageError(f"--ssl-certfile {config.ssl_certfile}: {problem}") from None
+    return context
+
+
 async def serve(config: FakeConfig, on_ready: Callable[[int], None]) -> Ledger:
     """Serve until SIGINT or SIGTERM. ``on_ready`` gets the port. Raises RunError where it cannot bind."""
     loop = asyncio.get_running_loop()
     server = FakeServer(config, loop)
     try:
-        listener = await loop.create_server(lambda: Connection(server), config.host, config.port, backlog=8192)
+        listener = await loop.create_server(
+            lambda: Connection(server), config.host, config.port, backlog=8192, ssl=_tls(config)
+        )
     except OSError as error:
         raise RunError(
             f"cannot listen on {config.host}:{config.port}: {error.strerror}; choose another --port"

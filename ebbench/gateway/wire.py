@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator
 import httptools
 import httpx
 
-from ebbench.connections import Address, Connections, Wire
+from ebbench.connections import Address, Connections, Wire, tls_context
 
 _IDLE_LIMIT_NS = 4_000_000_000  # below the 5 s after which uvicorn closes an idle connection
 _RESERVE = 8  # connections to each server that are open before anyone needs them
@@ -57,7 +57,7 @@ class StreamTransport(httpx.AsyncBaseTransport):
         found = self._servers.get(address)
         if found is None:
             if address.secure and self._tls is None:
-                self._tls = httpx.create_ssl_context()
+                self._tls = tls_context()
             found = self._servers[address] = Connections(
                 address,
                 _Wire,
