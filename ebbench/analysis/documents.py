@@ -1,39 +1,67 @@
 """Tables as data: what every output format is rendered from.
 
-A document is a title, one or more sections (one a GPU, as a rule) and notes. Columns of a group stand together: the
-group is what is measured (a policy, say), the column one of published, ours and difference.
+A document is a title, one or more sections and notes. In tables of the papers a section is a GPU, in tables of runs
+one load in one environment. Columns of a group stand together: the group is what is measured (a policy, say), the
+column one of published, ours and difference.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-Value = str | float | int | None
+
+@dataclass(frozen=True)
+class Measured:
+    """A figure over one run or several. ``spread`` is the sample standard deviation over runs, None for a single one.
+
+    ``doubtful`` marks a percentile for which there were too few samples.
+    """
+
+    value: float | None
+    spread: float | None = None
+    doubtful: bool = False
+
+
+Value = str | float | int | None | Measured
 Kind = Literal["label", "number", "change", "points"]
+
+DOUBTFUL = "?"
+"""Stands behind a value that must not be relied on."""
 
 
 @dataclass(frozen=True)
 class Column:
     """One column. ``change`` is a relative difference (0.05 is 5 %), ``points`` a difference in percentage points.
 
-    ``ours`` marks what this program measured, so that a reader can tell it from what was published.
+    ``ours`` marks what this program measured, so that a reader can tell it from what was published. ``show`` turns a
+    number of this column into text; without it the kind decides. ``key`` is the column's name in CSV, by default its
+    heading. ``fold`` lets long labels take several lines, ``right`` sets labels flush right as numbers are.
     """
 
     name: str
     kind: Kind = "number"
     group: str = ""
     ours: bool = False
+    show: Callable[[float], str] | None = None
+    key: str = ""
+    fold: bool = False
+    right: bool = False
 
 
 @dataclass(frozen=True)
 class Section:
-    """Rows under one heading; a row has one value a column, None where nothing is known."""
+    """Rows under one heading; a row has one value per column, None where nothing is known.
+
+    ``best`` is the number of the row to emphasise; ``faulty`` are rows whose figures must not be relied on.
+    """
 
     title: str
     columns: tuple[Column, ...]
     rows: tuple[tuple[Value, ...], ...]
+    best: int | None = None
+    faulty: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         for row in self.rows:
@@ -81,12 +109,17 @@ def relative(value: float | None, base: float | None) -> float | None:
     return None if value is None or not base else value / base - 1
 
 
-def text(value: Value, column: Column) -> str:
-    """A value as a reader wants it; an en dash for what is not known."""
+def text(value: Value, column: Column, joint: str = " ") -> str:
+    """A value as a reader wants it; an en dash for what is not known. ``joint`` stands before a deviation."""
+    if isinstance(value, Measured):
+        shown = text(value.value, column) + (f" {DOUBTFUL}" if value.doubtful else "")
+        return shown if value.spread is None else f"{shown}{joint}±{text(value.spread, column).removeprefix('+')}"
     if value is None:
         return "–"
     if isinstance(value, str):
         return value
+    if column.show is not None:
+        return column.show(value)
     if column.kind == "change":
         return f"{100 * value:+.1f} %"
     if column.kind == "points":

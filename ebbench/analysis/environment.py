@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ebbench.analysis.load import Load
 from ebbench.errors import UnknownNameError
 from ebbench.records.manifest import Manifest
 
@@ -57,11 +58,23 @@ def load_of(manifest: Manifest) -> str:
     given = {
         "rate": facts.get("request_rate"),
         "saturation rate": facts.get("saturation_rate"),
+        "burstiness": facts.get("burstiness"),
         "speed": facts.get("speed"),
         "concurrency cap": manifest.max_concurrency,
     }
     shown = [f"{name} {value:g}" for name, value in given.items() if value is not None]
     return ", ".join([f"{facts.get('sessions') or manifest.rows.get('plan', 0)} sessions", *shown])
+
+
+def conditions_of(environment: Mapping[str, str], load: Load) -> dict[str, str]:
+    """Everything that the figures of a run depend on beside its policy and seed: name and text, options one by one.
+
+    Runs that agree in it asked the same question, so only these are averaged, and only these get gains.
+    """
+    found = {name: environment.get(name, UNKNOWN) for name in ENVIRONMENT if name != "options"}
+    options = environment.get("options", UNKNOWN)
+    named = {name: str(value) for name, value in (json.loads(options) if options else {}).items()}
+    return found | load.conditions() | named
 
 
 def differences(one: Mapping[str, str], other: Mapping[str, str], allowed: Sequence[str] = ()) -> list[str]:

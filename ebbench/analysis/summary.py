@@ -1,4 +1,4 @@
-"""The summary of a run: whose numbers these are, the numbers, and whether they may be believed.
+"""The summary of a run: what was measured, under which load, the figures, and whether they may be relied on.
 
 :meth:`Summary.to_dict` has the keys of ``vllm bench serve`` plus ebbench's own; null means undefined.
 """
@@ -11,13 +11,15 @@ from typing import Any
 
 from ebbench.analysis.columns import NEEDED, RequestColumns
 from ebbench.analysis.distribution import Distribution
-from ebbench.analysis.environment import environment_of
+from ebbench.analysis.environment import conditions_of, environment_of
 from ebbench.analysis.failures import FAILURE_COLUMNS, Failure, failures_of, merge_failures
+from ebbench.analysis.load import Load, Machine, load_of_run, machine_of_run
 from ebbench.analysis.metrics import LATENCIES, Metrics, measure
 from ebbench.analysis.slo import Slo, slo_from_limits
 from ebbench.analysis.steady import steady_windows
 from ebbench.records.manifest import RunWarning
 from ebbench.records.run import Run
+from vllm_eb.policy import PolicyError, parse_policy, takes
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,14 @@ class Summary:
     plan_hash: str = ""
     environment: Mapping[str, str] = field(default_factory=dict)
     failures: tuple[Failure, ...] = ()
+    load: Load = Load(0)  # noqa: RUF009 - frozen
+    machine: Machine = Machine()  # noqa: RUF009 - frozen
+    virtual: bool = False  # times are made up by a simulator, so that a run repeated is a copy
+
+    @property
+    def conditions(self) -> dict[str, str]:
+        """What its figures depend on beside policy and seed, as text by name."""
+        return conditions_of(self.environment, self.load)
 
     def to_dict(self) -> dict[str, Any]:
         """Flat JSON object: identity, counts, rates, ``{mean,median,std,p90,p95,p99}_{ttft,tpot,itl,e2el}_ms``."""
@@ -60,7 +70,32 @@ class Summary:
             "goodput_slo_ms": self.slo.limits() or None,
         }
         phase = {"phase": self.phase} if self.phase else {}
-        return identity | phase | metrics_dict(self.metrics) | verdict
+        return identity | phase | self.asked() | metrics_dict(self.metrics) | verdict
+
+    def asked(self) -> dict[str, Any]:
+        """The load, the machine and the policy's settings as flat JSON values; null is what was not recorded."""
+        return {
+            "load": str(self.load),
+            "sessions": self.load.sessions,
+            "request_rate": self.load.request_rate,
+            "burstiness": self.load.burstiness,
+            "max_concurrency": self.load.max_concurrency,
+            "gpus": self.machine.gpus,
+            "topology": self.machine.topology or None,
+            "dispatch": self.machine.dispatch or None,
+            "max_num_batched_tokens": self.machine.max_num_batched_tokens,
+            "max_num_seqs": self.machine.max_num_seqs,
+            "policy_settings": policy_settings(self.policy),
+        }
+
+
+def policy_settings(policy: str) -> dict[str, Any] | None:
+    """The settings in force under a policy, defaults included; None for a name that is no policy but a label."""
+    try:
+        spec = parse_policy(policy)
+    except PolicyError:
+        return None
+    return {name: getattr(spec, name) for name in takes(spec)}
 
 
 def summarise(run: Run, slo: Slo | None = None) -> Summary:
@@ -121,6 +156,9 @@ def _summary(run: Run, metrics: Metrics, slo: Slo, phase: str = "") -> Summary:
         plan_hash=manifest.plan_hash,
         environment=environment_of(manifest),
         failures=failures_of(run.table("requests", FAILURE_COLUMNS), phase),
+        load=load_of_run(manifest),
+        machine=machine_of_run(manifest),
+        virtual=manifest.clock == "virtual",
     )
 
 

@@ -204,11 +204,11 @@ def _run_one(
     label = spec.name if asked.repeats == 1 else f"{spec.name} seed {seed}"
     stored = measure(asked, plan, spec, device, engine, messages, _run_dir(asked, spec, seed), label)
     done.summaries.append(summarise(stored))
+    done.stories.append(explain(stored))
     if asked.save_as_vllm is not None:
         from ebbench.export.vllm_json import save_vllm_result
 
         save_vllm_result(stored, done.summaries[-1], asked.save_as_vllm)
-    done.stories.append(explain(stored))
     phases = summarise_phases(stored)
     if len(phases) > 1:
         done.phases += phases
@@ -288,25 +288,27 @@ def _run_dir(asked: Asked, spec: PolicySpec, seed: int) -> Path:
 
 
 def _show(asked: Asked, done: _Done, *, as_json: bool) -> None:
-    from ebbench.analysis.compare.policies import group_by_policy
+    from ebbench.analysis.compare.cases import cases_of
 
     order = {spec.name: index for index, spec in enumerate(asked.policies)}
-    summaries = sorted(done.summaries, key=lambda summary: (order[summary.policy], summary.seed))
-    stories = sorted(done.stories, key=lambda story: order[story.policy])
-    groups = group_by_policy(summaries, stories)
+    measured = list(zip(done.summaries, done.stories, strict=False))  # an interruption may fall between the two
+    measured.sort(key=lambda one: (order[one[0].policy], one[0].seed))
+    summaries, stories = [summary for summary, _ in measured], [story for _, story in measured]
+    phases = sorted(done.phases, key=lambda summary: (order[summary.policy], summary.seed))
+    cases = cases_of(summaries, stories, phases)
     if as_json:
         from ebbench.analysis.summary import mean_over_repeats
 
+        groups = sorted((group for case in cases for group in case.groups), key=lambda group: order[group.policy])
         rows = [[summary.to_dict() for summary in group.summaries] for group in groups]
         merged = [row[0] if asked.repeats == 1 else mean_over_repeats(row) for row in rows]
         sys.stdout.write(json.dumps(merged, indent=2, allow_nan=False) + "\n")
-    elif groups:
+    elif cases:
         from rich.console import Console
 
         from ebbench.render.report import print_report
 
-        phases = sorted(done.phases, key=lambda summary: (order[summary.policy], summary.seed))
-        print_report(Console(highlight=False), groups, phases)
+        print_report(Console(highlight=False), cases)
 
 
 def _verdict(done: _Done) -> None:

@@ -22,18 +22,19 @@ def compare(
 ) -> None:
     """Compare policies on the same plans: change, interval, p-value, smallest detectable change.
 
-    Runs of different plans or devices are refused. Two policies need `ebbench run --repeats 7` or more to show
-    anything at 5 %, several policies one or two more.
+    Each load and environment among the runs is a comparison of its own; different plans in one are refused. Two
+    policies need `ebbench run --repeats 7` or more to show anything at 5 %, several policies one or two more.
     """
     from ebbench.analysis.compare import paired as compare_paired
     from ebbench.analysis.environment import check_allowed
     from ebbench.report import comparison
 
     allowed = check_allowed(allow or ())
-    found = compare_paired.compare(compare_paired.load_groups(runs), baseline, allowed)
+    found = compare_paired.compare_cases(compare_paired.load_groups(runs), baseline, allowed)
     if as_json:
         sys.stdout.write(json.dumps(comparison.to_json(found), indent=2, allow_nan=False) + "\n")
         return
     from rich.console import Console
 
-    Console(highlight=False).print(comparison.console(found))
+    console = Console(highlight=False)
+    console.print(comparison.console(found, console.width))

@@ -65,21 +65,21 @@ def _page(runs: Sequence[Run], target: Path, title: str, slo: Slo | None) -> Non
 def _paired(runs: Sequence[Run]) -> tuple[list[Table], list[str]]:
     """The paired comparison, where there is one; why not, where runs of several policies do not compare."""
     from ebbench.analysis.compare import paired as compare_paired
-    from ebbench.analysis.gate.units import unit_of
-    from ebbench.report.comparison import table
+    from ebbench.analysis.gate.units import Unit, unit_of
+    from ebbench.report.comparison import left_out, tables
 
     if len({run.manifest.policy for run in runs}) < 2:
         return [], []
     try:
-        groups: dict[str, list[object]] = {}
+        groups: dict[str, list[Unit]] = {}
         for run in runs:
             groups.setdefault(run.manifest.policy, []).append(unit_of(run))
-        found = compare_paired.compare(groups)  # type: ignore[arg-type]
+        found = compare_paired.compare_cases(groups)
     except DataError as error:
         return [], [f"These runs do not compare: {error}"]
     except EbbenchError as error:
         return [], [f"Left out, the paired comparison: {error}"]
-    return ([table(found)] if max(len(c.pairs) for c in found.contestants) > 1 else []), []
+    return tables(found), left_out(found)
 
 
 def _export(kinds: Sequence[str], runs: Sequence[Run], directory: Path) -> None:

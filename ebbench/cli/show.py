@@ -21,9 +21,12 @@ def show(
     goodput: Annotated[
         list[str] | None, typer.Option("--goodput", help="Other limits in ms: ttft:500 tpot:50 e2el:5000.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON list on stdout, one entry a run.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON list on stdout, one entry per run.")] = False,
 ) -> None:
-    """Print stored runs again: table, winner, reasons and warnings. Damaged ones are named and left out (exit 3)."""
+    """Print stored runs again: tables, verdict, reasons and warnings. Damaged ones are named and left out (exit 3).
+
+    Runs of different load or environment are never averaged: each has a table of its own.
+    """
     from ebbench.analysis.slo import parse_slo
     from ebbench.analysis.summary import summarise
 
@@ -35,15 +38,15 @@ def show(
         return _finish(damaged)
     from rich.console import Console
 
-    from ebbench.analysis.compare.policies import group_by_policy
+    from ebbench.analysis.compare.cases import cases_of
     from ebbench.analysis.explain import explain
     from ebbench.analysis.summary import summarise_phases
     from ebbench.render.report import print_report
 
     per_run = [summarise_phases(run, slo) for run in loaded]
     phases = [summary for parts in per_run if len(parts) > 1 for summary in parts]
-    groups = group_by_policy(summaries, [explain(run) for run in loaded])
-    print_report(Console(highlight=False), groups, phases)
+    cases = cases_of(summaries, [explain(run) for run in loaded], phases)
+    print_report(Console(highlight=False), cases)
     return _finish(damaged)
 
 

@@ -166,13 +166,14 @@ class RunWriter:
 
 
 def find_runs(paths: Sequence[Path]) -> list[Path]:
-    """Run directories among ``paths``; a directory that holds run directories stands for these, in name order.
+    """Run directories among ``paths``; a directory that holds some, at any depth, stands for these, in name order.
 
-    Raises DataError for a path with no run in it.
+    A path with no run in it is returned as it is, for the reader of it to refuse.
     """
     found: list[Path] = []
     for path in paths:
-        inside = sorted(child.parent for child in path.glob(f"*/{MANIFEST}"))
+        manifests = {*path.glob(f"*/{MANIFEST}"), *path.glob(f"**/{MANIFEST}")}  # the first follows links, too
+        inside = sorted(manifest.parent for manifest in manifests)
         found += [path] if (path / MANIFEST).exists() or not inside else inside
     return found
 

@@ -6,6 +6,7 @@ import csv
 import html
 import io
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import groupby
 from typing import Literal
 
@@ -14,7 +15,10 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ebbench.analysis.documents import Column, Document, Section, Value, text
+from ebbench.analysis.documents import Column, Document, Measured, Section, Value, text
+
+LABEL_WIDTH = 22
+"""Labels longer than this are folded."""
 
 
 def as_rich(document: Document, width: int = 100) -> RenderableType:
@@ -24,12 +28,19 @@ def as_rich(document: Document, width: int = 100) -> RenderableType:
     """
     parts: list[RenderableType] = [Text(document.title, style="bold")]
     for section in document.sections:
-        for piece in _pieces(section, width):
-            parts += [Text(), _rich_table(piece)]
+        parts += [Text(), *section_tables(section, width)]
     if document.notes:
         parts.append(Text())
     parts += [Text(f"- {note}", style="dim") for note in document.notes]
     return Group(*parts)
+
+
+def section_tables(section: Section, width: int) -> list[RenderableType]:
+    """The section as one rich table, or as several where ``width`` characters do not hold all columns."""
+    parts: list[RenderableType] = []
+    for piece in _pieces(section, width):
+        parts += [Text(), _rich_table(piece)] if parts else [_rich_table(piece)]
+    return parts
 
 
 def _pieces(section: Section, width: int) -> Iterator[Section]:
@@ -55,35 +66,50 @@ def _unbroken(columns: Sequence[Column]) -> list[int]:
 
 def _part(section: Section, columns: Sequence[int]) -> Section:
     rows = tuple(tuple(row[i] for i in columns) for row in section.rows)
-    return Section(section.title, tuple(section.columns[i] for i in columns), rows)
+    title = section.title if _leading(columns) else ""
+    return replace(section, title=title, columns=tuple(section.columns[i] for i in columns), rows=rows)
+
+
+def _leading(columns: Sequence[int]) -> bool:
+    """Whether these columns are the first ones: only they stand under the section's title."""
+    return list(columns) == list(range(len(columns)))
 
 
 def _natural_width(section: Section, index: int) -> int:
+    """Characters that the column needs, with the space beside it."""
     column = section.columns[index]
-    shown = [text(row[index], column) for row in section.rows]
-    return 2 + max(len(word) for word in (column.name, column.group, *shown))
+    shown = [text(row[index], column, "\n") for row in section.rows]
+    widest = max(len(line) for word in (column.name, column.group, *shown) for line in (word.split("\n") or [""]))
+    return 2 + (min(widest, LABEL_WIDTH) if column.kind == "label" and column.fold else widest)
 
 
 def _rich_table(section: Section) -> Table:
     table = Table(
-        title=section.title or None, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0), pad_edge=False, show_edge=False,
+        title=Text(section.title) if section.title else None, title_justify="left", title_style="bold",
+        box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False,
     )  # fmt: skip
     for column in section.columns:
-        header = f"{column.group}\n{column.name}" if column.group else column.name
+        header = Text(f"{column.group}\n{column.name}" if column.group else column.name)
         style = "bold" if column.ours else None
-        justify: Literal["left", "right"] = "left" if column.kind == "label" else "right"
-        table.add_column(header, justify=justify, style=style, no_wrap=True)
-    for shown in cells(section):
-        table.add_row(*(Text(cell) for cell in shown))
+        if column.fold:
+            table.add_column(header, style=style, max_width=LABEL_WIDTH, overflow="fold")
+        else:
+            justify: Literal["left", "right"] = "left" if column.kind == "label" and not column.right else "right"
+            table.add_column(header, justify=justify, style=style, no_wrap=True)
+    for place, shown in enumerate(cells(section, "\n")):
+        style = "bold" if place == section.best else "red" if place in section.faulty else None
+        table.add_row(*(Text(cell) for cell in shown), style=style)
     return table
 
 
-def cells(section: Section) -> Iterator[list[str]]:
-    """Rows as texts; a label that repeats the one above it is left out where everything before it repeats too."""
+def cells(section: Section, joint: str = " ") -> Iterator[list[str]]:
+    """Rows as texts; a label that repeats the one above it is left out where everything before it repeats too.
+
+    ``joint`` stands between a mean and its deviation.
+    """
     before: tuple[Value, ...] | None = None
     for row in section.rows:
-        shown = [text(value, column) for value, column in zip(row, section.columns, strict=True)]
+        shown = [text(value, column, joint) for value, column in zip(row, section.columns, strict=True)]
         if before is not None:
             for index, column in enumerate(section.columns):
                 if column.kind != "label" or row[index] != before[index] or index + 1 >= _labels(section.columns):
@@ -106,26 +132,52 @@ def grouped(columns: Sequence[Column]) -> list[tuple[str, int]]:
 def as_csv(document: Document) -> str:
     """One CSV: the section in the first column, values as numbers; a relative difference is a fraction.
 
+    A figure over several runs has a second column for its deviation (``_std``), one with too few samples anywhere a
+    column that says which values are sound (``_sound``).
     Sections of one document that have other columns follow after an empty line with a header of their own.
     """
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     header: list[str] | None = None
     for section in document.sections:
-        names = ["section", *(_csv_name(column) for column in section.columns)]
+        kinds = [_csv_kinds(section, index) for index in range(len(section.columns))]
+        names = ["section", *(name + kind for name, own in _csv_names(section, kinds) for kind in own)]
         if names != header:
             if header is not None:
                 out.write("\n")
             writer.writerow(names)
             header = names
         for row in section.rows:
-            writer.writerow([section.title, *("" if value is None else value for value in row)])
+            filled = zip(row, kinds, strict=True)
+            writer.writerow([section.title, *(_csv_value(value, kind) for value, own in filled for kind in own)])
     return out.getvalue()
 
 
+def _csv_kinds(section: Section, index: int) -> list[str]:
+    """Endings of the names of the columns that this one becomes."""
+    figures = [row[index] for row in section.rows if isinstance(row[index], Measured)]
+    spread = any(isinstance(figure, Measured) and figure.spread is not None for figure in figures)
+    doubtful = any(isinstance(figure, Measured) and figure.doubtful for figure in figures)
+    return ["", *(["_std"] if spread else []), *(["_sound"] if doubtful else [])]
+
+
+def _csv_names(section: Section, kinds: Sequence[list[str]]) -> Iterator[tuple[str, list[str]]]:
+    return zip(map(_csv_name, section.columns), kinds, strict=True)
+
+
+def _csv_value(value: Value, kind: str) -> str | float:
+    if isinstance(value, Measured):
+        if kind == "_sound":
+            return "" if value.value is None else str(not value.doubtful).lower()
+        value = value.spread if kind == "_std" else value.value
+    elif kind:
+        return ""
+    return "" if value is None else value
+
+
 def _csv_name(column: Column) -> str:
-    name = f"{column.group} {column.name}" if column.group else column.name
-    return name.strip().lower().replace(" ", "_")
+    name = column.key or f"{column.group} {column.name}"
+    return "_".join(name.lower().split())
 
 
 def as_html(document: Document) -> str:

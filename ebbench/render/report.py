@@ -1,4 +1,4 @@
-"""What the user sees after a run: the table, the winner, the reasons, the caveats."""
+"""What the user sees of some runs: what was asked, the tables, who is ahead, the reasons, the caveats."""
 
 from __future__ import annotations
 
@@ -9,62 +9,57 @@ from rich.console import Group as Stack
 from rich.padding import Padding
 from rich.text import Text
 
-from ebbench.analysis.compare.policies import Group
-from ebbench.analysis.summary import Summary
-from ebbench.render import tables, words
+from ebbench.analysis.compare.cases import Case
+from ebbench.render import asked, tables, words
+from ebbench.render.documents import section_tables
 from ebbench.render.failures import failure_lines
 
 
-def render(groups: Sequence[Group], phases: Sequence[Summary], *, width: int) -> RenderableType:
-    """Everything about some runs. ``phases`` holds the phases of every run whose plan has several."""
-    first = groups[0].summaries[0]
-    parts: list[RenderableType] = [
-        Text(f"{first.model} on {first.device}, engine {first.engine}", style="bold"),
-        Text(words.lengths([summary for group in groups for summary in group.summaries])),
-        Text(),
-        tables.comparison_table(groups, width=width),
-        Text(_legend(groups), style="dim"),
-    ]
-    if phases:
-        parts += [Text(), tables.phase_table(phases)]
-    parts += [Text(), *_paragraphs(words.verdict(groups), "bold green"), *_stories(groups)]
-    parts += _notes("Requests that did not complete", failure_lines([s for group in groups for s in group.summaries]))
-    parts += _notes("Keep in mind", [*words.missing(groups), *words.doubts(groups), *words.caveats(groups)])
-    parts += _notes("Stored in", [s.run_dir for group in groups for s in group.summaries])
+def render(cases: Sequence[Case], *, width: int, all_percentiles: bool = False) -> RenderableType:
+    """Everything about the runs of ``cases``, for ``width`` characters."""
+    summaries = [summary for case in cases for summary in case.summaries]
+    document = tables.comparison(cases, all_percentiles=all_percentiles)
+    parts: list[RenderableType] = [Text(asked.machine(summaries), style="bold")]
+    parts += [Text(line) for line in asked.asked(summaries)]
+    for section in document.sections:
+        parts += [Text(), *section_tables(section, width)]
+    parts += [Text(note, style="dim") for note in document.notes]
+    for section in filter(None, map(tables.phases, cases)):
+        parts += [Text(), *section_tables(section, width)]
+    parts += _answers(cases)
+    groups = [group for case in cases for group in case.groups]
+    doubts = [line for case in cases for line in words.doubts(case.groups)]
+    parts += _notes("Requests that did not complete", failure_lines(summaries))
+    parts += _notes("Keep in mind", [*words.missing(groups), *dict.fromkeys(doubts), *words.caveats(groups)])
+    parts += _notes("Stored in", [summary.run_dir for summary in summaries])
     return Stack(*parts)
 
 
-def print_report(console: Console, groups: Sequence[Group], phases: Sequence[Summary] = ()) -> None:
+def print_report(console: Console, cases: Sequence[Case], *, all_percentiles: bool = False) -> None:
     """Print it at the console's width."""
-    console.print(render(groups, phases, width=console.width), soft_wrap=False)
+    console.print(render(cases, width=console.width, all_percentiles=all_percentiles), soft_wrap=False)
 
 
-def _legend(groups: Sequence[Group]) -> str:
-    return (
-        f"{_repeats(groups)}whole: first intended start to last completion; steady: while the load is at its target; "
-        "TTFT and E2EL count from the intended start; –: undefined or too few samples."
-    )
+def _answers(cases: Sequence[Case]) -> list[RenderableType]:
+    """Who is ahead in each case; the reasons too where there is one case only, which is what a reader can follow."""
+    found = words.verdicts(cases)
+    if len(cases) == 1:
+        [(_, lines, shown)] = found
+        return [Text(), *_paragraphs(lines, shown), *_stories(cases[0])]
+    parts: list[RenderableType] = [Text()]
+    for title, lines, _ in found:
+        parts += [Text(title, style="bold"), *map(_bullet, lines)] if title else map(Text, lines)
+    return [*parts, Text("For the reasons, show the runs of one load and environment alone.", style="dim")]
 
 
-def _repeats(groups: Sequence[Group]) -> str:
-    """What the means are over; runs of one seed are not several seeds."""
-    first = groups[0]
-    runs = len(first.summaries)
-    if runs < 2:
-        return ""
-    if all(group.copies for group in groups):
-        return f"{runs} repeats that agree in every figure: no spread; "
-    over = "seeds" if len(set(first.seeds)) == runs else "runs"
-    return f"mean ± standard deviation over {runs} {over}; "
+def _paragraphs(lines: Sequence[str], certain: bool) -> list[Text]:
+    first = "bold green" if certain else "bold"
+    return [Text(line, style=first if index == 0 else "") for index, line in enumerate(lines)]
 
 
-def _paragraphs(lines: Sequence[str], style_of_first: str) -> list[Text]:
-    return [Text(line, style=style_of_first if index == 0 else "") for index, line in enumerate(lines)]
-
-
-def _stories(groups: Sequence[Group]) -> list[RenderableType]:
+def _stories(case: Case) -> list[RenderableType]:
     parts: list[RenderableType] = []
-    for group in groups:
+    for group in case.groups:
         for story in group.stories[:1]:
             lines = words.why(story)
             if lines:

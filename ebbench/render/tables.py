@@ -1,4 +1,7 @@
-"""Summaries as rich tables. Pure: no reading, no printing; the width decides how much is shown."""
+"""Runs as tables: one section per load and environment, one row per policy. Every format is rendered from these.
+
+Pure functions from data to :class:`ebbench.analysis.documents.Document`; nothing is read or printed here.
+"""
 
 from __future__ import annotations
 
@@ -7,92 +10,235 @@ from dataclasses import dataclass
 
 from rich import box
 from rich.table import Table
-from rich.text import Text
 
+from ebbench.analysis.compare.cases import Case, by_phase
 from ebbench.analysis.compare.policies import (
+    Figure,
     Group,
     baseline_of,
     differing,
     gain,
-    group_by_policy,
     output_throughput,
     ranked,
     request_goodput,
     steady_throughput,
 )
+from ebbench.analysis.distribution import QUANTILES, Distribution
+from ebbench.analysis.documents import Column, Document, Measured, Section, Value
 from ebbench.analysis.metrics import Metrics
-from ebbench.analysis.summary import Summary
 from ebbench.render import numbers
 
-WIDE = 104
-POLICY_WIDTH = 22
+INVALID = " INVALID"
+COMPLETED = "completed"
+"""Heading of the column that is there where requests did not complete."""
 
 
 @dataclass(frozen=True)
-class _Column:
+class _Figure:
+    """A column of figures: its heading, its name in CSV, where the value comes from, how it is shown, and for which
+    groups it must not be relied on."""
+
     header: str
-    figure: Callable[[Metrics], float | None]
+    key: str
+    of: Figure
     show: Callable[[float | None], str]
-    wide: bool = False
+    doubtful: Callable[[Sequence[Group]], bool] = lambda _: False
+
+    def column(self) -> Column:
+        return Column(self.header, show=self.show, key=self.key)
+
+    def cell(self, group: Group) -> Value:
+        value = group.mean(self.of)
+        return Measured(value, group.spread(self.of), doubtful=value is not None and self.doubtful([group]))
 
 
-_COLUMNS = (
-    _Column("out tok/s\nsteady", steady_throughput, numbers.rate),
-    _Column("req/s\nwhole", lambda m: m.request_throughput, numbers.rate, wide=True),
-    _Column("TTFT\nmedian", lambda m: m.ttft.median, numbers.duration_ms),
-    _Column("TTFT\np99", lambda m: m.ttft.p99, numbers.duration_ms),
-    _Column("TPOT\nmedian", lambda m: m.tpot.median, numbers.duration_ms),
-    _Column("TPOT\np99", lambda m: m.tpot.p99, numbers.duration_ms),
-    _Column("ITL\np99", lambda m: m.itl.p99, numbers.duration_ms, wide=True),
-    _Column("E2EL\nmedian", lambda m: m.e2el.median, numbers.duration_ms, wide=True),
+_OUTPUT = _Figure("out tok/s\nwhole", "output_throughput", output_throughput, numbers.rate)
+_STEADY = _Figure("out tok/s\nsteady", "steady_output_throughput", steady_throughput, numbers.rate)
+_REQUESTS = _Figure("req/s\nwhole", "request_throughput", lambda m: m.request_throughput, numbers.rate)
+_LIMITS = (
+    _Figure("goodput\nreq/s", "request_goodput", request_goodput, numbers.rate),
+    _Figure("SLO\nmet", "slo_attainment", lambda m: m.slo_attainment, numbers.percent),
 )
-_PHASE_HEADERS = ("out tok/s\nsteady", "TTFT\nmedian", "TPOT\nmedian")
-_SLO_COLUMNS = (
-    _Column("goodput\nreq/s", request_goodput, numbers.rate),
-    _Column("SLO\nmet", lambda m: m.slo_attainment, numbers.percent),
-)
+_TAILS = ("ttft", "tpot", "itl", "e2el")
 
 
-def comparison_table(groups: Sequence[Group], *, width: int, title: str = "") -> Table:
-    """One row a policy. Throughput is that of the whole run, compared with the baseline's."""
+def comparison(cases: Sequence[Case], *, all_percentiles: bool = False) -> Document:
+    """The comparison of ``cases``: one section each. ``all_percentiles`` shows p90, p95 and p99 of every latency,
+    those with too few samples marked, instead of the highest sound one."""
+    sections = tuple(section(case.title, case.groups, all_percentiles=all_percentiles) for case in cases)
+    return Document("comparison", "Comparison", sections, notes=(legend(cases, all_percentiles=all_percentiles),))
+
+
+def section(title: str, groups: Sequence[Group], *, all_percentiles: bool = False) -> Section:
+    """One row per policy. Gains are those of output throughput of the whole run over the baseline's."""
     baseline = baseline_of(groups)
-    table = framed(title)
-    table.add_column("policy", max_width=POLICY_WIDTH, overflow="fold")
-    table.add_column("out tok/s\nwhole", justify="right", no_wrap=True)
-    several = len(groups) > 1
-    if several:
-        table.add_column(Text(f"vs\n{_short(baseline.policy)}"), justify="right", no_wrap=True)
-    columns = _chosen_columns(groups, width)
-    for column in columns:
-        table.add_column(column.header, justify="right", no_wrap=True)
+    figures = _figures(groups, all_percentiles=all_percentiles)
+    versus = [Column(f"vs\n{baseline.policy}", "change", key="gain")] if len(groups) > 1 else []
+    completed = any(_missing(group) for group in groups)
+    columns = (
+        Column("policy", "label", fold=True),
+        _OUTPUT.column(),
+        *versus,
+        *(figure.column() for figure in figures),
+        *([Column(COMPLETED, "label", right=True)] if completed else []),
+    )
+    rows = [
+        (
+            group.policy if group.valid else group.policy + INVALID,
+            _OUTPUT.cell(group),
+            *([_gain(group, baseline)] if versus else []),
+            *(figure.cell(group) for figure in figures),
+            *([_completed(group)] if completed else []),
+        )
+        for group in groups
+    ]
     best = _best(groups)
-    for group in groups:
-        cells: list[Text | str] = [_name(group), _cell(group, output_throughput, numbers.rate)]
-        if several:
-            cells.append(_gain_cell(group, baseline))
-        cells += [_cell(group, column.figure, column.show) for column in columns]
-        table.add_row(*cells, style="bold" if group is best else None)
-    return table
+    faulty = frozenset(place for place, group in enumerate(groups) if not group.valid)
+    return Section(title, columns, tuple(rows), None if best is None else list(groups).index(best), faulty)
 
 
-def phase_table(phases: Sequence[Summary]) -> Table:
-    """One row a phase and policy. ``phases`` holds a summary for each phase of each run."""
-    table = framed("By phase")
-    table.add_column("phase", max_width=POLICY_WIDTH, overflow="fold")
-    table.add_column("policy", max_width=POLICY_WIDTH, overflow="fold")
-    columns = [_Column("out tok/s\nwhole", output_throughput, numbers.rate)]
-    columns += [column for column in _COLUMNS if column.header in _PHASE_HEADERS]
-    for header in ("completed", *(column.header for column in columns), "vs\nfirst"):
-        table.add_column(header, justify="right", no_wrap=True)
-    for name in dict.fromkeys(summary.phase for summary in phases):
-        groups = group_by_policy([summary for summary in phases if summary.phase == name], [])
-        for group in groups:
-            cells = [_cell(group, lambda m: m.completed, numbers.count, spread=False)]
-            cells += [_cell(group, column.figure, column.show) for column in columns]
-            label = Text(name if group is groups[0] else "")
-            table.add_row(label, Text(group.policy), *cells, _gain_cell(group, groups[0]))
-        table.add_section()
-    return table
+def phases(case: Case) -> Section | None:
+    """One row per phase and policy; None where the plan has one phase. Gains are over the case's baseline."""
+    parts = by_phase(case)
+    if len(parts) < 2:
+        return None
+    everything = [group for _, groups in parts for group in groups]
+    figures = [*_figures(everything, all_percentiles=False)]
+    columns = (
+        Column("phase", "label", fold=True),
+        Column("policy", "label", fold=True),
+        _OUTPUT.column(),
+        Column(f"vs\n{case.baseline.policy}", "change", key="gain"),
+        *(figure.column() for figure in figures),
+    )
+    rows = tuple(
+        (name, group.policy, _OUTPUT.cell(group), _gain(group, baseline_of(groups)), *(f.cell(group) for f in figures))
+        for name, groups in parts
+        for group in groups
+    )
+    return Section(f"By phase{f': {case.title}' if case.title else ''}", columns, rows)
+
+
+def _figures(groups: Sequence[Group], *, all_percentiles: bool) -> list[_Figure]:
+    found = [_STEADY]
+    for name in ("ttft", "tpot"):
+        found += [_median(name), *_tails(groups, name, all_percentiles=all_percentiles)]
+    found += _tails(groups, "itl", all_percentiles=all_percentiles)
+    found.append(_median("e2el"))
+    if all_percentiles:
+        found += _tails(groups, "e2el", all_percentiles=True)
+    found.append(_REQUESTS)
+    if any(summary.slo for group in groups for summary in group.summaries):
+        found += _LIMITS
+    return found
+
+
+def _median(latency: str) -> _Figure:
+    return _Figure(
+        f"{latency.upper()}\nmedian", f"median_{latency}_ms", _statistic(latency, "median"), numbers.duration_ms
+    )
+
+
+def _tails(groups: Sequence[Group], latency: str, *, all_percentiles: bool) -> list[_Figure]:
+    """The highest percentile that every run has enough samples for; p99, a dash, where there is none."""
+    if not all_percentiles:
+        name = sound_percentile(groups, latency) or "p99"
+        return [_tail(latency, name, _statistic(latency, name))]
+    return [_tail(latency, name, _estimate(latency, name)) for name in QUANTILES]
+
+
+def _tail(latency: str, name: str, of: Figure) -> _Figure:
+    return _Figure(
+        f"{latency.upper()}\n{name}",
+        f"{name}_{latency}_ms",
+        of,
+        numbers.duration_ms,
+        lambda groups: _too_few(groups, latency, name),
+    )
+
+
+def sound_percentile(groups: Sequence[Group], latency: str) -> str | None:
+    """The highest of p90, p95 and p99 that all runs have enough samples for; runs without a sample do not count."""
+    names = [name for name in QUANTILES if not _too_few(groups, latency, name)]
+    return names[-1] if names else None
+
+
+def _too_few(groups: Sequence[Group], latency: str, name: str) -> bool:
+    found: list[Distribution] = [getattr(one.metrics, latency) for group in groups for one in group.summaries]
+    return any(one.count and getattr(one, name) is None for one in found) or not any(one.count for one in found)
+
+
+def _statistic(latency: str, name: str) -> Figure:
+    def value(metrics: Metrics) -> float | None:
+        found: float | None = getattr(getattr(metrics, latency), name)
+        return found
+
+    return value
+
+
+def _estimate(latency: str, name: str) -> Figure:
+    def value(metrics: Metrics) -> float | None:
+        distribution: Distribution = getattr(metrics, latency)
+        return distribution.estimate(name)
+
+    return value
+
+
+def _gain(group: Group, baseline: Group) -> Value:
+    found = None if group is baseline else gain(group, baseline)
+    return None if found is None else Measured(found.mean, found.spread)
+
+
+def _missing(group: Group) -> bool:
+    return any(summary.metrics.completed < summary.metrics.planned for summary in group.summaries)
+
+
+def _completed(group: Group) -> str:
+    done = sum(summary.metrics.completed for summary in group.summaries)
+    return f"{numbers.count(done)} of {numbers.count(sum(summary.metrics.planned for summary in group.summaries))}"
+
+
+def _best(groups: Sequence[Group]) -> Group | None:
+    """The policy with the most goodput where limits were given, else with the most output throughput; none where runs
+    do not compare."""
+    summaries = [summary for group in groups for summary in group.summaries]
+    if differing(summaries) or not all(summary.valid for summary in summaries):
+        return None
+    order = ranked(groups, request_goodput) or ranked(groups)
+    return order[0] if len(order) > 1 else None
+
+
+def legend(cases: Sequence[Case], *, all_percentiles: bool = False) -> str:
+    """What the columns mean, in one paragraph."""
+    parts = [
+        *_repeats(cases),
+        "whole: first intended start to last completion",
+        "steady: while the load is at its target",
+        "TTFT and E2EL count from the intended start",
+    ]
+    groups = [group for case in cases for group in case.groups]
+    lowered = [latency.upper() for latency in _TAILS[:3] if sound_percentile(groups, latency) != "p99"]
+    if all_percentiles:
+        parts.append("?: too few samples for this percentile, do not rely on it")
+    elif lowered:
+        parts.append(
+            f"{', '.join(lowered)}: the highest percentile that every run has samples enough for "
+            "(--all-percentiles shows the others)"
+        )
+    return f"{'; '.join([*parts, '–: undefined or too few samples'])}."
+
+
+def _repeats(cases: Sequence[Case]) -> list[str]:
+    """What the means are over; runs of one seed are not several seeds."""
+    several = [group for case in cases for group in case.groups if len(group.summaries) > 1]
+    if not several:
+        return []
+    runs = sorted({len(group.summaries) for group in several})
+    counted = str(runs[0]) if len(runs) == 1 else f"{runs[0]} to {runs[-1]}"
+    if all(group.copies for group in several):
+        return [f"{counted} repeats that agree in every figure: no spread"]
+    seeds = all(len(set(group.seeds)) == len(group.summaries) for group in several)
+    return [f"mean ± standard deviation over {counted} {'seeds' if seeds else 'runs'}"]
 
 
 def framed(title: str = "") -> Table:
@@ -106,54 +252,3 @@ def framed(title: str = "") -> Table:
         pad_edge=False,
         show_edge=False,
     )
-
-
-def _chosen_columns(groups: Sequence[Group], width: int) -> list[_Column]:
-    slo = any(summary.slo for group in groups for summary in group.summaries)
-    shown = [column for column in _COLUMNS if width >= WIDE or not column.wide]
-    if slo and width < WIDE:
-        shown = [column for column in shown if not column.header.endswith("p99")]
-    return shown + (list(_SLO_COLUMNS) if slo else [])
-
-
-def _best(groups: Sequence[Group]) -> Group | None:
-    """The policy with the most goodput where limits were given, else with the most output throughput; none where runs
-    do not compare."""
-    summaries = [summary for group in groups for summary in group.summaries]
-    if differing(summaries) or not all(summary.valid for summary in summaries):
-        return None
-    order = ranked(groups, request_goodput) or ranked(groups)
-    return order[0] if len(order) > 1 else None
-
-
-def _name(group: Group) -> Text:
-    text = Text(group.policy)
-    if not group.valid:
-        text.append(" INVALID", style="bold red")
-    return text
-
-
-def _cell(
-    group: Group,
-    figure: Callable[[Metrics], float | None],
-    show: Callable[[float | None], str],
-    *,
-    spread: bool = True,
-) -> str:
-    deviation = group.spread(figure) if spread else None
-    shown = show(group.mean(figure))
-    return shown if deviation is None else f"{shown}\n±{show(deviation)}"
-
-
-def _gain_cell(group: Group, baseline: Group) -> str:
-    if group is baseline:
-        return numbers.DASH
-    found = gain(group, baseline)
-    if found is None:
-        return numbers.DASH
-    shown = numbers.change(found.mean)
-    return shown if found.spread is None else f"{shown}\n±{numbers.percent(found.spread)}"
-
-
-def _short(policy: str) -> str:
-    return policy if len(policy) <= 10 else policy[:9] + "…"

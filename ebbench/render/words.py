@@ -1,4 +1,7 @@
-"""Summaries and stories in plain words: who wins, by how much, why, and what to keep in mind.
+"""Summaries and stories in plain words: which policy is ahead, by how much, how surely, why, and what to keep in mind.
+
+A policy *wins* where the difference is shown (:mod:`ebbench.analysis.compare.certainty`), else it *is ahead*. ``show``,
+the page and ``compare`` take these words from here.
 
 Pure functions from data to lines of text; no markup, so that a hostile name cannot style anything.
 """
@@ -8,8 +11,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 
+from ebbench.analysis.compare.cases import Case
+from ebbench.analysis.compare.certainty import ALPHA, log_ratios, p_of, pairs_needed, tests_of
 from ebbench.analysis.compare.policies import (
     TIE,
+    Figure,
     Gain,
     Group,
     baseline_of,
@@ -21,6 +27,7 @@ from ebbench.analysis.compare.policies import (
     steady_throughput,
 )
 from ebbench.analysis.explain import CrossoverFacts, DecisionFacts, Spread, StepFacts, Story
+from ebbench.analysis.metrics import Metrics
 from ebbench.analysis.summary import Summary
 from ebbench.render.numbers import change, count, duration_ms, micros, percent, rate, spark
 
@@ -30,11 +37,22 @@ NEGLIGIBLE = 0.001
 """Kinds of steps with a smaller share of the time are not worth a reader's attention."""
 
 
+def verdicts(cases: Sequence[Case]) -> list[tuple[str, list[str], bool]]:
+    """For each case its title, its verdict, and whether that is a difference that is shown.
+
+    One sentence for all where no case has a second policy.
+    """
+    if len(cases) > 1 and all(len(case.groups) == 1 for case in cases):
+        named = ", ".join(cases[0].apart)
+        return [("", [f"No winner: these runs differ in {named}, so their figures do not compare."], False)]
+    return [(case.title, verdict(case.groups), certain(case.groups)) for case in cases]
+
+
 def verdict(groups: Sequence[Group]) -> list[str]:
-    """Who wins, by how much over the baseline, and what that does to latency.
+    """Which policy wins or is ahead, by how much over the baseline, how surely, and what that does to latency.
 
     Goodput decides where limits were given, latency where all policies carry what arrives, else output throughput.
-    Nobody wins where runs differ in more than their policies.
+    There is no winner where runs differ in more than their policies.
     """
     summaries = [summary for group in groups for summary in group.summaries]
     if unequal := differing(summaries):
@@ -61,11 +79,35 @@ def verdict(groups: Sequence[Group]) -> list[str]:
         tie = f"No winner: {best.policy} and {reference.policy} differ by {percent(lead.mean)}."
         return [tie, *_runners_up(order), *_limits(groups)]
     lines = [
-        f"{best.policy} wins: {rate(best.mean(output_throughput))} output tokens/s over the whole run, "
-        f"{change(lead.mean)}{_uncertainty(lead)} over {reference.policy} "
+        f"{_leads(groups, best, reference, output_throughput)}: {rate(best.mean(output_throughput))} output tokens/s "
+        f"over the whole run, {change(lead.mean)}{_uncertainty(lead)} over {reference.policy} "
         f"({rate(reference.mean(output_throughput))}){_steady(best, reference)}."
     ]
     return [*lines, *_runners_up(order), _latencies(best, reference), *_limits(groups)]
+
+
+def certain(groups: Sequence[Group]) -> bool:
+    """Whether the verdict on these policies is a difference that is shown."""
+    return f" {WINS}: " in verdict(groups)[0]
+
+
+WINS, AHEAD = "wins", "is ahead"
+
+
+def _leads(groups: Sequence[Group], best: Group, reference: Group, figure: Figure) -> str:
+    """``ebplus wins`` where that is shown, else ``ebplus is ahead``."""
+    return f"{best.policy} {WINS if is_shown(groups, best, reference, figure) else AHEAD}"
+
+
+def is_shown(groups: Sequence[Group], best: Group, reference: Group, figure: Figure) -> bool:
+    """Whether the difference between two policies, one of them the baseline, is more than chance explains."""
+    p = _p(groups, best, reference, figure)
+    return p is not None and p <= ALPHA
+
+
+def _p(groups: Sequence[Group], best: Group, reference: Group, figure: Figure) -> float | None:
+    compared = best if reference is baseline_of(groups) else reference
+    return p_of(groups, compared.policy, figure)
 
 
 def _invalid(groups: Sequence[Group]) -> str:
@@ -95,19 +137,26 @@ def _keep_up(order: Sequence[Group]) -> bool:
     return len(known) == len(rates) and max(known) / min(known) - 1 < TIE
 
 
+def _request_time(metrics: Metrics) -> float | None:
+    """Median end-to-end latency in ms."""
+    return metrics.e2el.median
+
+
 def _fastest(order: Sequence[Group]) -> list[str]:
     def latency(group: Group) -> float:
-        return group.mean(lambda m: m.e2el.median) or float("inf")
+        return group.mean(_request_time) or float("inf")
 
     by_latency = sorted(order, key=latency)
     best, others = by_latency[0], by_latency[1:]
+    baseline = baseline_of(order)
+    reference = baseline if best is not baseline else others[0]
     keeping_up = "All policies keep up with the arrivals, so throughput is equal and latency decides"
     if latency(others[0]) / latency(best) - 1 < TIE:
         return [f"No winner: {keeping_up[0].lower()}{keeping_up[1:]}, and that is equal too."]
     compared = ", ".join(f"{duration_ms(latency(group))} under {group.policy}" for group in others)
     return [
-        f"{best.policy} is fastest: a request takes {duration_ms(latency(best))} (median) against {compared}. "
-        f"{keeping_up}.",
+        f"{_leads(order, best, reference, _request_time)}: a request takes {duration_ms(latency(best))} (median) "
+        f"against {compared}. {keeping_up}.",
         _latencies(best, others[0]),
     ]
 
@@ -123,7 +172,7 @@ def _limits(groups: Sequence[Group]) -> list[str]:
 
 
 def _within_limits(groups: Sequence[Group]) -> list[str]:
-    """The winner by goodput; nothing without limits, where nobody met them, and where all do equally well."""
+    """The policy with most goodput; nothing without limits, where no request met them, and where all are equal."""
     order = ranked(groups, request_goodput)
     if len(order) < len(groups) or not order[0].mean(request_goodput):
         return []
@@ -136,7 +185,8 @@ def _within_limits(groups: Sequence[Group]) -> list[str]:
     theirs = f"{rate(reference.mean(request_goodput))}" + ("" if lead else f" under {reference.policy}")
     carried = ", ".join(f"{group.policy} {rate(group.mean(output_throughput))}" for group in order)
     return [
-        f"{best.policy} wins: {rate(best.mean(request_goodput))} requests/s within the limits{by} ({theirs}).",
+        f"{_leads(groups, best, reference, request_goodput)}: {rate(best.mean(request_goodput))} requests/s within "
+        f"the limits{by} ({theirs}).",
         f"Output tokens/s over the whole run: {carried}.",
         _latencies(best, reference),
     ]
@@ -265,25 +315,6 @@ def _value(spread: Spread) -> str:
     return f"{count(spread.median)} ({count(spread.low)}–{count(spread.high)})"
 
 
-def lengths(summaries: Sequence[Summary]) -> str:
-    """Where the request lengths came from, and how long they are in the first run."""
-    summary = summaries[0]
-    m = summary.metrics
-    line = f"Requests: {count(m.planned)} of {summary.workload}, lengths from {summary.source or 'the plan'}"
-    if m.completed:
-        mean_in, mean_out = m.total_input_tokens / m.completed, m.total_output_tokens / m.completed
-        line += f", mean {count(mean_in)} tokens in, {count(mean_out)} out"
-    return f"{line}; scenario {summary.scenario}, {_seeds(summaries)}."
-
-
-def _seeds(summaries: Sequence[Summary]) -> str:
-    seeds = sorted({summary.seed for summary in summaries})
-    if len(seeds) == 1:
-        return f"seed {seeds[0]}"
-    in_a_row = seeds == list(range(seeds[0], seeds[-1] + 1))
-    return f"seeds {seeds[0]}–{seeds[-1]}" if in_a_row else f"seeds {', '.join(map(str, seeds))}"
-
-
 def missing(groups: Sequence[Group]) -> list[str]:
     """What became of requests that did not complete, a line a run that has some."""
     found = [(summary, accounting(summary)) for group in groups for summary in group.summaries]
@@ -305,9 +336,35 @@ def doubts(groups: Sequence[Group]) -> list[str]:
     baseline = baseline_of(groups)
     others = [group for group in groups if group is not baseline]
     lines = [line for group in others if (line := _ends_decide(group, baseline))]
-    if others and all(len(group.summaries) == 1 for group in groups):
-        lines.append("One seed each: `--repeats 8`, then `ebbench compare`, tells a gain from chance.")
+    if others and not differing([summary for group in groups for summary in group.summaries]):
+        lines += _repeat(groups)
     return lines
+
+
+def _repeat(groups: Sequence[Group]) -> list[str]:
+    """How many repeats would tell a difference from chance; nothing where enough were made."""
+    summaries = [summary for group in groups for summary in group.summaries]
+    if not all(summary.valid and summary.metrics.completed for summary in summaries):
+        return []
+    needed, tests = pairs_needed(tests_of(groups)), tests_of(groups)
+    baseline = baseline_of(groups)
+    made = min(len(log_ratios(group, baseline, output_throughput) or ()) for group in groups if group is not baseline)
+    if made >= needed:
+        return []
+    if any(group.copies for group in groups) or all(one.load.replayed and one.virtual for one in summaries):
+        return [NO_CHANCE]
+    have = "One run of each policy does" if made < 2 else f"{made} pairs of runs do"
+    return [
+        f"{have} not tell a difference from chance; {needed} are the fewest that can ({tests} tests at "
+        f"{100 * ALPHA:g} %): `--repeats {needed}`."
+    ]
+
+
+NO_CHANCE = (
+    "Repeats with other seeds give the same figures here: lengths and arrivals are fixed (a replayed trace, fixed "
+    "lengths) and time is virtual, so nothing is left to chance. Another trace or other requests would say more."
+)
+"""What repeats can do where every seed gives the same run."""
 
 
 def _ends_decide(group: Group, baseline: Group) -> str | None:

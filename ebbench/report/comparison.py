@@ -1,66 +1,121 @@
-"""A paired comparison as console text and JSON."""
+"""Paired comparisons as a document (terminal, Markdown, CSV), as tables of the HTML page and as JSON."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from rich import box
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
-from ebbench.analysis.compare.paired import ALPHA, Comparison, Contestant, Contrast, pairs_needed
+from ebbench.analysis.compare.certainty import ALPHA
+from ebbench.analysis.compare.paired import Compared, Comparison, Contestant, Contrast, pairs_needed_by
+from ebbench.analysis.compare.policies import TIE
+from ebbench.analysis.documents import Column, Document, Section, Value
 from ebbench.analysis.gate.units import HIGHER_IS_BETTER, LABELS
 from ebbench.analysis.gate.verdict import COPIES
 from ebbench.render import numbers
+from ebbench.render.documents import section_tables
+from ebbench.render.words import AHEAD, WINS
 from ebbench.report import page_tables
 
-POLICY_WIDTH = 14
+BETTER, WORSE, UNDECIDED = "better", "worse", "undecided"
+"""A difference that is shown, either way, and one that chance may explain."""
 
 
-def console(comparison: Comparison) -> RenderableType:
-    """One row a policy and figure."""
-    first = comparison.units[0].environment
-    parts: list[RenderableType] = []
-    for contestant in comparison.contestants:
-        parts += [
-            Text(),
-            Text(f"{contestant.label} against {comparison.baseline}", style="bold"),
-            _console_table(contestant, comparison.baseline),
-        ]
-    head = f"{first['model']} on {first['device']}, engine {first['engine']}, {first['workload']} ({first['scenario']})"
-    return Group(
-        Text(head, style="bold"),
-        *parts,
-        Text(_legend(comparison), style="dim"),
+LOAD = ("sessions", "concurrency", "rate", "burstiness", "speed")
+"""What the heading says of the load, where all runs agree in it."""
+
+
+def document(compared: Compared) -> Document:
+    """One section per case and policy, one row per figure."""
+    sections = tuple(
+        _section(comparison, contestant) for comparison in compared.comparisons for contestant in comparison.contestants
     )
+    return Document("comparison", heading(compared), sections, notes(compared))
 
 
-def _console_table(contestant: Contestant, baseline: str) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
-    table.add_column("figure", no_wrap=True)
-    for policy in (baseline, contestant.label):
-        table.add_column(Text(policy), justify="right", max_width=POLICY_WIDTH, overflow="fold")
-    for header in ("change", "95 % interval", "p"):
-        table.add_column(header, justify="right", no_wrap=True)
-    table.add_column("", no_wrap=True)
-    for contrast in contestant.contrasts:
-        table.add_row(*_cells(contrast))
-    return table
+def console(compared: Compared, width: int) -> RenderableType:
+    """Everything for ``width`` characters."""
+    found = document(compared)
+    parts: list[RenderableType] = [Text(found.title, style="bold")]
+    shown = iter(found.sections)
+    alike = len({legend(comparison) for comparison in compared.comparisons}) == 1
+    for comparison in compared.comparisons:
+        for contestant in comparison.contestants:
+            parts += [Text(), *section_tables(next(shown), width), Text(answer(comparison, contestant))]
+        if not alike or comparison is compared.comparisons[-1]:
+            parts += [
+                *([Text()] if alike and len(compared.comparisons) > 1 else []),
+                Text(legend(comparison), style="dim"),
+            ]
+    return Group(*parts, *(Text(line) for line in left_out(compared)))
 
 
-def _cells(contrast: Contrast) -> list[str]:
+def notes(compared: Compared) -> tuple[str, ...]:
+    """Answers, legends and what was left out, as sentences."""
+    found = []
+    for comparison in compared.comparisons:
+        before = f"{comparison.title}: " if comparison.title else ""
+        found += [before + answer(comparison, contestant) for contestant in comparison.contestants]
+        found.append(before + legend(comparison))
+    return (*found, *left_out(compared))
+
+
+def left_out(compared: Compared) -> list[str]:
+    """Cases in which there is nothing to compare with."""
+    return [f"Not compared, {alone}." for alone in compared.alone]
+
+
+def heading(compared: Compared) -> str:
+    """What all comparisons have in common: model, device, engine, workload, load, the scheduler's limits."""
+    units = [unit for comparison in compared.comparisons for unit in comparison.units]
+    shared = {
+        name: text
+        for name, text in units[0].environment.items()
+        if all(unit.environment.get(name) == text for unit in units)
+    }
+    parts = [
+        f"{shared.get('model', 'several models')} on {shared.get('device', 'several devices')}",
+        f"engine {shared.get('engine', 'of several kinds')}",
+        f"{shared.get('workload', 'several workloads')} ({shared.get('scenario', 'several scenarios')})",
+    ]
+    load = [dict.fromkeys(unit.conditions.get(name) for unit in units) for name in LOAD]
+    parts += [text for found in load if len(found) == 1 for text in found if text]
+    options = json.loads(shared.get("options") or "{}")
+    named = {"B": options.get("max_num_batched_tokens"), "N": options.get("max_num_seqs")}
+    parts += [f"{name} = {value:,}" for name, value in named.items() if value is not None]
+    return ", ".join([*parts, *([f"topology {options['topology']}"] if "topology" in options else [])])
+
+
+def _section(comparison: Comparison, contestant: Contestant) -> Section:
+    columns = (
+        Column("figure", "label"),
+        Column(comparison.baseline, "label", key="baseline", right=True),
+        Column(contestant.label, "label", key="value", right=True),
+        Column("change", "change"),
+        Column("95 % interval", "label", right=True),
+        Column("p", show=lambda p: f"{p:.3f}"),
+        Column("verdict", "label"),
+    )
+    before = f"{comparison.title}: " if comparison.title else ""
+    rows = tuple(_row(contrast) for contrast in contestant.contrasts)
+    return Section(f"{before}{contestant.label} against {comparison.baseline}", columns, rows)
+
+
+def _row(contrast: Contrast) -> tuple[Value, ...]:
     show = numbers.duration_ms if contrast.figure.endswith("_ms") else numbers.rate
-    return [
+    return (
         LABELS[contrast.figure],
         show(contrast.baseline),
         show(contrast.value),
-        numbers.change(contrast.change),
+        contrast.change,
         _interval(contrast),
-        numbers.DASH if contrast.p_adjusted is None else f"{contrast.p_adjusted:.3f}",
+        contrast.p_adjusted,
         verdict(contrast),
-    ]
+    )
 
 
 def _interval(contrast: Contrast) -> str:
@@ -70,32 +125,50 @@ def _interval(contrast: Contrast) -> str:
 
 
 def verdict(contrast: Contrast) -> str:
-    """``better``, ``worse`` or ``not shown``; nothing without a test."""
+    """``better`` or ``worse`` where that is shown, ``undecided`` where not; nothing without a test."""
     if contrast.p_adjusted is None:
         return ""
     if contrast.p_adjusted > ALPHA or contrast.change == 0:
-        return "not shown"
-    return "better" if (contrast.change > 0) == (contrast.figure in HIGHER_IS_BETTER) else "worse"
+        return UNDECIDED
+    return BETTER if (contrast.change > 0) == (contrast.figure in HIGHER_IS_BETTER) else WORSE
 
 
-def _legend(comparison: Comparison) -> str:
+def answer(comparison: Comparison, contestant: Contestant) -> str:
+    """Who wins in output tokens/s where that is shown, who is ahead where it is not."""
+    found = next((each for each in contestant.contrasts if each.figure == "output_throughput"), None)
+    if found is None:
+        return f"{contestant.label} and {comparison.baseline} have no throughput to compare."
+    by = f"{numbers.change(found.change)} output tokens/s of {contestant.label} against {comparison.baseline}"
+    leader = contestant.label if found.change > 0 else comparison.baseline
+    said = verdict(found)
+    if said in (BETTER, WORSE):
+        return f"{leader} {WINS}: {by}, 95 % interval {_interval(found)}."
+    if abs(found.change) < TIE:
+        return f"No winner: {by}."
+    why = "one pair says nothing about chance" if not said else "which chance may explain"
+    return f"{leader} {AHEAD}: {by}; {why}."
+
+
+def legend(comparison: Comparison) -> str:
+    """How the figures were made, and what the comparison could have shown."""
     pairs = max(len(contestant.pairs) for contestant in comparison.contestants)
-    text = f"{pairs} {'pair' if pairs == 1 else 'pairs'} by plan; change: geometric mean over the pairs"
-    text += "".join(f"; {line}" for line in _left_out(comparison))
-    needed = pairs_needed(comparison)
+    counted = f"{pairs} {'pair' if pairs == 1 else 'pairs'}"
+    text = f"{counted} of runs on the same plan; change: geometric mean over the pairs"
+    text += "".join(f"; {line}" for line in _skipped(comparison))
+    needed = pairs_needed_by(comparison)
     if copies := max(sum(pair.copies for pair in contestant.pairs) for contestant in comparison.contestants):
         text += f"; {copies} {COPIES}"
         if pairs < needed:
-            return f"{text}. {pairs} {'pair says' if pairs == 1 else 'pairs say'} nothing about chance."
+            return f"{text}. {counted} {'says' if pairs == 1 else 'say'} nothing about chance."
     if pairs < 2:
         return f"{text}. One pair says nothing about chance: use --repeats {needed} or more."
-    text += "; p: exact sign-flip, two-sided, Holm over throughput and medians of all policies"
+    text += "; p: exact sign-flip test, two-sided, Holm-adjusted over throughput and medians of all policies"
     if pairs < needed:
-        return f"{text}. With {pairs} pairs no difference can be shown at all: use --repeats {needed} or more."
+        return f"{text}. {counted} cannot show any difference: use --repeats {needed} or more."
     return f"{text}. Minimum detectable change: {'; '.join(_detectable_of(c) for c in comparison.contestants)}."
 
 
-def _left_out(comparison: Comparison) -> list[str]:
+def _skipped(comparison: Comparison) -> list[str]:
     """Figures that were not compared, and why."""
     return [
         f"{LABELS[figure]} left out for {each.label}: {why}"
@@ -113,46 +186,45 @@ def _detectable_of(contestant: Contestant) -> str:
     return f"{contestant.label} {', '.join(known) or 'none'}"
 
 
-def table(comparison: Comparison) -> page_tables.Table:
-    """The comparison as a table of the HTML page."""
-    headers = ("policy", "figure", comparison.baseline, "this policy", "change", "95 % interval", "p", "")
-    rows = [
-        (page_tables.Cell(contestant.label, contestant.label), *_sortable(contrast))
-        for contestant in comparison.contestants
-        for contrast in contestant.contrasts
-    ]
-    return page_tables.Table(f"Paired with {comparison.baseline}", headers, tuple(rows), _legend(comparison))
+def tables(compared: Compared) -> list[page_tables.Table]:
+    """The comparisons with several pairs as tables of the HTML page."""
+    found = []
+    for comparison in compared.comparisons:
+        if max(len(contestant.pairs) for contestant in comparison.contestants) > 1:
+            sections = [_section(comparison, contestant) for contestant in comparison.contestants]
+            answers = [answer(comparison, contestant) for contestant in comparison.contestants]
+            found += [page_tables.of_section(section, f"Paired: {section.title}") for section in sections[:-1]]
+            note = " ".join([*answers, legend(comparison)])
+            found.append(page_tables.of_section(sections[-1], f"Paired: {sections[-1].title}", note))
+    return found
 
 
-def _sortable(contrast: Contrast) -> list[page_tables.Cell]:
-    values = (
-        contrast.figure,
-        contrast.baseline,
-        contrast.value,
-        contrast.change,
-        contrast.low,
-        contrast.p_adjusted,
-        "",
-    )
-    return [page_tables.Cell(text, value) for text, value in zip(_cells(contrast), values, strict=True)]
+def to_json(compared: Compared) -> dict[str, Any]:
+    """One JSON object: ``cases`` with a comparison each; of a single case also its keys at the top."""
+    cases = [_case_json(comparison) for comparison in compared.comparisons]
+    only = cases[0] if len(cases) == 1 else {}
+    return {**only, "cases": cases, "not_compared": list(compared.alone)}
 
 
-def to_json(comparison: Comparison) -> dict[str, Any]:
-    """One JSON object."""
+def _case_json(comparison: Comparison) -> dict[str, Any]:
     return {
+        "title": comparison.title,
         "baseline": comparison.baseline,
         "environment": dict(comparison.units[0].environment),
-        "contestants": [
-            {
-                "policy": contestant.label,
-                "pairs": [
-                    {"seed": pair.baseline.seed, "baseline": pair.baseline.run, "candidate": pair.candidate.run}
-                    for pair in contestant.pairs
-                ],
-                "figures": [asdict(contrast) | {"verdict": verdict(contrast)} for contrast in contestant.contrasts],
-                "skipped": dict(contestant.skipped),
-                "copies": sum(pair.copies for pair in contestant.pairs),
-            }
-            for contestant in comparison.contestants
+        "load": comparison.units[0].load,
+        "contestants": [_contestant_json(contestant) for contestant in comparison.contestants],
+    }
+
+
+def _contestant_json(contestant: Contestant) -> dict[str, Any]:
+    pairs: Sequence[Any] = contestant.pairs
+    return {
+        "policy": contestant.label,
+        "pairs": [
+            {"seed": pair.baseline.seed, "baseline": pair.baseline.run, "candidate": pair.candidate.run}
+            for pair in pairs
         ],
+        "figures": [asdict(contrast) | {"verdict": verdict(contrast)} for contrast in contestant.contrasts],
+        "skipped": dict(contestant.skipped),
+        "copies": sum(pair.copies for pair in pairs),
     }

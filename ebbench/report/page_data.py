@@ -10,15 +10,16 @@ import numpy as np
 import numpy.typing as npt
 
 from ebbench.analysis.columns import NEEDED, RequestColumns
-from ebbench.analysis.compare.policies import Group, baseline_of, group_by_policy
+from ebbench.analysis.compare.cases import Case, cases_of
+from ebbench.analysis.compare.policies import Group
 from ebbench.analysis.explain import explain
 from ebbench.analysis.slo import Slo
 from ebbench.analysis.slo_surface import latencies_ms, run_surfaces
 from ebbench.analysis.summary import Summary, summarise, summarise_phases
 from ebbench.records.run import Run
-from ebbench.render import words
+from ebbench.render import asked, words
 from ebbench.render.timeline import Timeline, timeline_of
-from ebbench.report.page_tables import Table, comparison_table, environment_tables, failures_tables, phases_table
+from ebbench.report.page_tables import Table, comparison_tables, environment_tables, failures_tables, phase_tables
 
 MAX_STEPS = 20_000
 """Steps of a run kept for the zoom; of longer runs the first so many, which the page says."""
@@ -31,11 +32,15 @@ Targets = tuple[list[float], list[float]]
 
 @dataclass(frozen=True)
 class Page:
-    """Everything on the page. ``shared`` feeds the charts of all runs, ``runs`` those of one run each."""
+    """Everything on the page. ``shared`` feeds the charts of all runs, ``runs`` those of one run each.
+
+    ``verdicts`` holds for each case its title, its sentences and whether the difference is shown; ``policies`` are the
+    names of the curves.
+    """
 
     title: str
-    subtitle: str
-    verdict: tuple[str, ...]
+    subtitle: tuple[str, ...]
+    verdicts: tuple[tuple[str, tuple[str, ...], bool], ...]
     warnings: tuple[str, ...]
     tables: tuple[Table, ...]
     stories: tuple[tuple[str, tuple[str, ...]], ...]
@@ -47,66 +52,80 @@ class Page:
 
 
 def page_of(runs: Sequence[Run], *, title: str = "", slo: Slo | None = None, extra: Sequence[Table] = (),
-            notes: Sequence[str] = ()) -> Page:  # fmt: skip
-    """Read everything the page needs. Raises DataError when a file of a run is damaged."""
-    summaries = [summarise(run, slo) for run in runs]
-    order = _baseline_first(summaries)
-    runs, summaries = [runs[place] for place in order], [summaries[place] for place in order]
-    stories = [explain(run) for run in runs]
-    groups = group_by_policy(summaries, stories)
-    labels = _labels(summaries)
-    first = summaries[0]
-    by_phase = phases_table([summarise_phases(run, slo) for run in runs], labels)
-    targets = _targets(runs, first.slo)
-    clock = "in virtual time" if runs[0].manifest.clock == "virtual" else "in real time"
+            notes: Sequence[str] = (), all_percentiles: bool = False) -> Page:  # fmt: skip
+    """Read everything the page needs. Raises DataError when a file of a run is damaged.
+
+    Runs are grouped as everywhere, by :func:`cases_of`: one table, one verdict and one curve per load and environment.
+    """
+    phases = [summary for run in runs for summary in _phases_of(run, slo)]
+    cases = cases_of([summarise(run, slo) for run in runs], [explain(run) for run in runs], phases)
+    by_directory = {str(run.path): run for run in runs}
+    summaries = [summary for case in cases for summary in case.summaries]
+    runs = [by_directory[summary.run_dir] for summary in summaries]
+    groups = [group for case in cases for group in case.groups]
+    series = [_series(case, group) for case in cases for group in case.groups for _ in group.summaries]
+    labels = _labels(series, summaries)
+    targets = _targets(runs, summaries[0].slo)
+    doubts = dict.fromkeys(line for case in cases for line in words.doubts(case.groups))
     return Page(
-        title=title or f"{first.workload} on {first.device}",
-        subtitle=f"{first.model} on {first.device}, engine {first.engine} {clock}. {words.lengths(summaries)}",
-        verdict=tuple(words.verdict(groups)),
-        warnings=(*notes, *words.missing(groups), *words.doubts(groups), *words.caveats(groups)),
+        title=title or _title(summaries),
+        subtitle=(asked.machine(summaries), *asked.asked(summaries)),
+        verdicts=tuple((title, tuple(lines), shown) for title, lines, shown in words.verdicts(cases)),
+        warnings=(*notes, *words.missing(groups), *doubts, *words.caveats(groups)),
         tables=(
-            comparison_table(summaries, labels), *failures_tables(summaries, labels), *extra,
-            *([by_phase] if by_phase else []),
+            *comparison_tables(cases, all_percentiles=all_percentiles), *failures_tables(summaries, labels), *extra,
+            *phase_tables(cases),
         ),
-        stories=_stories(groups),
+        stories=tuple(story for case in cases for story in _stories(case)),
         environment=environment_tables(labels, runs),
         labels=labels,
-        policies=tuple(group.policy for group in groups),
-        shared=_cdfs(labels, summaries, runs),
+        policies=tuple(dict.fromkeys(series)),
+        shared=_cdfs(labels, series, runs),
         runs=tuple(_run_data(run, targets) for run in runs),
     )  # fmt: skip
 
 
-def _baseline_first(summaries: Sequence[Summary]) -> list[int]:
-    """Places of the runs, the baseline's before the others."""
-    baseline = baseline_of(group_by_policy(summaries, [])).policy
-    return sorted(range(len(summaries)), key=lambda place: summaries[place].policy != baseline)
+def _phases_of(run: Run, slo: Slo | None) -> tuple[Summary, ...]:
+    """A summary per phase where the plan has several."""
+    found = summarise_phases(run, slo)
+    return found if len(found) > 1 else ()
 
 
-def _labels(summaries: Sequence[Summary]) -> tuple[str, ...]:
-    """The policy, with the seed where it ran several times, with a number where even that repeats."""
-    several = len({summary.policy for summary in summaries}) < len(summaries)
+def _title(summaries: Sequence[Summary]) -> str:
+    workloads = dict.fromkeys(summary.workload for summary in summaries)
+    devices = dict.fromkeys(summary.device for summary in summaries)
+    return f"{', '.join(workloads)} on {', '.join(devices)}"
+
+
+def _series(case: Case, group: Group) -> str:
+    """What the curves of a policy are called: with its load and environment where there are several."""
+    return f"{group.policy} ({case.title})" if case.title else group.policy
+
+
+def _labels(series: Sequence[str], summaries: Sequence[Summary]) -> tuple[str, ...]:
+    """The series, with the seed where it ran several times, with a number where even that repeats."""
+    several = len(set(series)) < len(series)
     labels: list[str] = []
-    for summary in summaries:
-        label = f"{summary.policy} seed {summary.seed}" if several else summary.policy
+    for name, summary in zip(series, summaries, strict=True):
+        label = f"{name} seed {summary.seed}" if several else name
         same = sum(known == label or known.startswith(f"{label} #") for known in labels)
         labels.append(f"{label} #{same + 1}" if same else label)
     return tuple(labels)
 
 
-def _stories(groups: Sequence[Group]) -> tuple[tuple[str, tuple[str, ...]], ...]:
+def _stories(case: Case) -> list[tuple[str, tuple[str, ...]]]:
     """Where the time went, told of the first run of each policy."""
     found = []
-    for group in groups:
+    for group in case.groups:
         seed = f" (seed {group.summaries[0].seed})" if len(group.summaries) > 1 else ""
         if lines := tuple(words.why(group.stories[0])):
-            found.append((f"{group.policy}{seed}", lines))
-    return tuple(found)
+            found.append((f"{_series(case, group)}{seed}", lines))
+    return found
 
 
-def _cdfs(labels: Sequence[str], summaries: Sequence[Summary], runs: Sequence[Run]) -> dict[str, list[Row]]:
+def _cdfs(labels: Sequence[str], series: Sequence[str], runs: Sequence[Run]) -> dict[str, list[Row]]:
     found: dict[str, list[Row]] = {f"cdf_{name}": [] for name in ("ttft", "tpot", "itl", "e2el")}
-    for label, summary, run in zip(labels, summaries, runs, strict=True):
+    for label, policy, run in zip(labels, series, runs, strict=True):
         columns = RequestColumns.of(run.table("requests", NEEDED))
         ok = columns.ok
         several = ok & (columns.output_tokens >= 2)
@@ -117,7 +136,7 @@ def _cdfs(labels: Sequence[str], summaries: Sequence[Summary], runs: Sequence[Ru
             "e2el": (columns.last_token - columns.intended)[ok],
         }
         for name, values in samples.items():
-            found[f"cdf_{name}"] += _cdf(label, summary.policy, values)
+            found[f"cdf_{name}"] += _cdf(label, policy, values)
     return found
 
 

@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from ebbench.analysis.compare.policies import (
-    baseline_of,
-    group_by_policy,
-    output_throughput,
-    request_goodput,
-    steady_throughput,
-)
-from ebbench.analysis.metrics import Metrics
+from ebbench.analysis.compare.cases import Case
+from ebbench.analysis.documents import Column, Measured, Section, Value, text
 from ebbench.analysis.summary import Summary
 from ebbench.records.run import Run
-from ebbench.render import numbers
+from ebbench.render import numbers, tables
 
 
 @dataclass(frozen=True)
@@ -38,112 +32,55 @@ class Table:
     note: str = ""
 
 
-@dataclass(frozen=True)
-class _Figure:
-    header: str
-    of: Callable[[Metrics], float | None]
-    show: Callable[[float | None], str]
-
-    def cell(self, metrics: Metrics) -> Cell:
-        value = self.of(metrics)
-        return Cell(self.show(value), value)
+def comparison_tables(cases: Sequence[Case], *, all_percentiles: bool = False) -> tuple[Table, ...]:
+    """One table per load and environment, with the rows and columns of the terminal's."""
+    document = tables.comparison(cases, all_percentiles=all_percentiles)
+    notes = " ".join((*document.notes, *_limits_told(cases)))
+    found = [of_section(section, _titled("Comparison", section.title)) for section in document.sections]
+    return (*found[:-1], replace(found[-1], note=notes))
 
 
-_OUTPUT = _Figure("output tokens/s", output_throughput, numbers.rate)
-_WHOLE = (
-    _Figure("steady tokens/s", steady_throughput, numbers.rate),
-    _Figure("requests/s", lambda m: m.request_throughput, numbers.rate),
-    _Figure("TTFT median", lambda m: m.ttft.median, numbers.duration_ms),
-    _Figure("TTFT p99", lambda m: m.ttft.p99, numbers.duration_ms),
-    _Figure("TPOT median", lambda m: m.tpot.median, numbers.duration_ms),
-    _Figure("TPOT p99", lambda m: m.tpot.p99, numbers.duration_ms),
-    _Figure("ITL p99", lambda m: m.itl.p99, numbers.duration_ms),
-    _Figure("E2EL median", lambda m: m.e2el.median, numbers.duration_ms),
-)
-_IN_PHASE = ("TTFT median", "TTFT p99", "TPOT median", "TPOT p99")
-_LIMITS = (
-    _Figure("goodput, requests/s", request_goodput, numbers.rate),
-    _Figure("SLO met", lambda m: m.slo_attainment, numbers.percent),
-)
-
-
-def comparison_table(summaries: Sequence[Summary], labels: Sequence[str]) -> Table:
-    """One row a run; the difference is to the baseline's run of the same seed."""
-    limits = _limits(summaries)
-    figures = (*_WHOLE, *limits)
-    baseline = baseline_of(group_by_policy(summaries, [])).policy
-    rows = [
-        (
-            Cell(label if summary.valid else f"{label} INVALID", label, strong=not summary.valid),
-            _completed(summary.metrics),
-            _OUTPUT.cell(summary.metrics),
-            _against(summary, summaries, baseline),
-            *(figure.cell(summary.metrics) for figure in figures),
-        )
-        for label, summary in zip(labels, summaries, strict=True)
-    ]
-    headers = ("run", "completed", _OUTPUT.header, f"vs {baseline}", *(figure.header for figure in figures))
-    note = (
-        "Output tokens/s: first intended start to last completion; steady: while the load is at its target. TTFT and "
-        "E2EL count from the intended start; – is undefined or too few samples"
-    )
-    note += f"{_limits_told(summaries)}."
-    return Table("Comparison", headers, tuple(rows), note)
-
-
-def phases_table(phases: Sequence[Sequence[Summary]], labels: Sequence[str]) -> Table | None:
-    """One row a phase and run; ``phases`` are those of each run. None where no run has several."""
-    if max(map(len, phases)) < 2:
-        return None
-    everything = [summary for of_run in phases for summary in of_run]
-    limits = _limits(everything)
-    figures = (*(figure for figure in _WHOLE if figure.header in _IN_PHASE), *limits)
-    baseline = baseline_of(group_by_policy(everything, [])).policy
-    order = {name: place for place, name in enumerate(dict.fromkeys(summary.phase for summary in everything))}
-    rows = [
-        (
-            Cell(summary.phase, order[summary.phase]),
-            Cell(label, label),
-            _completed(summary.metrics),
-            _OUTPUT.cell(summary.metrics),
-            _against(summary, [other for other in everything if other.phase == summary.phase], baseline),
-            *(figure.cell(summary.metrics) for figure in figures),
-        )
-        for label, of_run in zip(labels, phases, strict=True)
-        for summary in of_run
-    ]
-    rows.sort(key=lambda row: float(row[0].value or 0))
-    headers = ("phase", "run", "completed", _OUTPUT.header, f"vs {baseline}", *(figure.header for figure in figures))
+def phase_tables(cases: Sequence[Case]) -> tuple[Table, ...]:
+    """One table per case whose plan has several phases."""
     note = "A phase's output tokens/s: its requests' tokens, from its first intended start to its last completion."
-    return Table("By phase", headers, tuple(rows), note)
+    sections = filter(None, map(tables.phases, cases))
+    return tuple(of_section(section, section.title, note) for section in sections)
 
 
-def _limits(summaries: Sequence[Summary]) -> tuple[_Figure, ...]:
-    return _LIMITS if any(summary.slo for summary in summaries) else ()
+def _titled(what: str, title: str) -> str:
+    return f"{what}: {title}" if title else what
 
 
-def _limits_told(summaries: Sequence[Summary]) -> str:
-    given = {summary.slo for summary in summaries if summary.slo}
+def of_section(section: Section, title: str, note: str = "") -> Table:
+    """A section of a document as a sortable table."""
+    headers = tuple(column.name.replace("\n", " ") for column in section.columns)
+    rows = tuple(
+        tuple(
+            Cell(text(value, column), _sorted_by(value), strong=_stands_out(value, column, place in section.faulty))
+            for value, column in zip(row, section.columns, strict=True)
+        )
+        for place, row in enumerate(section.rows)
+    )
+    return Table(title, headers, rows, note)
+
+
+def _stands_out(value: Value, column: Column, faulty: bool) -> bool:
+    """Whether a cell is one a reader must not miss: an INVALID policy, requests that did not complete."""
+    if column.name == tables.COMPLETED:
+        done, _, planned = str(value).partition(" of ")
+        return done != planned
+    return faulty and column.kind == "label"
+
+
+def _sorted_by(value: Value) -> float | str | None:
+    return value.value if isinstance(value, Measured) else value
+
+
+def _limits_told(cases: Sequence[Case]) -> list[str]:
+    given = {summary.slo for case in cases for summary in case.summaries if summary.slo}
     if len(given) > 1:
-        return "; limits differ between the runs, so goodput and SLO met do not compare (--goodput gives all the same)"
-    return f"; limits {given.pop()} ms" if given else ""
-
-
-def _completed(metrics: Metrics) -> Cell:
-    text = numbers.count(metrics.completed)
-    if metrics.completed < metrics.planned:
-        text += f" of {numbers.count(metrics.planned)}"
-    return Cell(text, metrics.completed, strong=metrics.completed < metrics.planned)
-
-
-def _against(summary: Summary, others: Sequence[Summary], baseline: str) -> Cell:
-    """Change of output throughput to the baseline's run of the same seed; a dash where there is none."""
-    same = (other for other in others if (other.policy, other.seed) == (baseline, summary.seed))
-    reference = next((output_throughput(other.metrics) for other in same), None)
-    ours = output_throughput(summary.metrics)
-    if summary.policy == baseline or not ours or not reference:
-        return Cell(numbers.DASH)
-    return Cell(numbers.change(ours / reference - 1), ours / reference - 1)
+        return ["Limits differ between the runs, so goodput and SLO met do not compare (--goodput gives all the same)."]
+    return [f"Limits: {given.pop()} ms."] if given else []
 
 
 def failures_tables(summaries: Sequence[Summary], labels: Sequence[str]) -> tuple[Table, ...]:
@@ -164,15 +101,15 @@ def failures_tables(summaries: Sequence[Summary], labels: Sequence[str]) -> tupl
 
 
 def environment_tables(labels: Sequence[str], runs: Sequence[Run]) -> tuple[Table, ...]:
-    """What all runs share, and one column a run for what they do not."""
+    """What all runs share, and one column per run for what they do not."""
     facts = [_facts(run) for run in runs]
     rows = {name: [each.get(name, "") for each in facts] for each in facts for name in each}
     shared = {name: values[:1] for name, values in rows.items() if len(set(values)) == 1}
     own = {name: values for name, values in rows.items() if name not in shared}
-    tables = [Table("Environment", ("", "all runs" if len(runs) > 1 else labels[0]), _text_rows(shared))]
+    found = [Table("Environment", ("", "all runs" if len(runs) > 1 else labels[0]), _text_rows(shared))]
     if own:
-        tables.append(Table("Where the runs differ", ("", *labels), _text_rows(own)))
-    return tuple(tables)
+        found.append(Table("Where the runs differ", ("", *labels), _text_rows(own)))
+    return tuple(found)
 
 
 def _text_rows(rows: Mapping[str, Sequence[str]]) -> tuple[tuple[Cell, ...], ...]:

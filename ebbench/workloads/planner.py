@@ -10,7 +10,7 @@ import msgspec
 
 from ebbench.errors import UsageError
 from ebbench.records.plan import Plan
-from ebbench.traffic.schedule import Schedule, make_schedule
+from ebbench.traffic.schedule import Schedule, make_schedule, phase_rate
 from ebbench.traffic.spec import Replay, ScenarioSpec, load_scenario
 from ebbench.workloads.build import Limits, assemble, phase_requests
 from ebbench.workloads.lengths import length_spec
@@ -148,6 +148,25 @@ def _profile(options: PlanOptions, workload: WorkloadSpec) -> Profile:
     return profile
 
 
+def _arrivals(options: PlanOptions, scenario: ScenarioSpec) -> dict[str, Any]:
+    """Rates and burstiness in force, whether the caller or the scenario's file sets them."""
+    if scenario.loop != "open":
+        return {}
+    shapes = {phase.burstiness for phase in scenario.phases if phase.process == "gamma"}
+    found: dict[str, Any] = {}
+    if shapes:
+        found["burstiness"] = options.burstiness if options.burstiness is not None else min(shapes)
+    if not options.request_rate or len(scenario.phases) > 1:
+        found["phase_rates"] = {phase.name: phase_rate(scenario, phase, options.load) for phase in scenario.phases}
+    return found
+
+
+def _count_is_random(options: PlanOptions, scenario: ScenarioSpec) -> bool:
+    """Whether another seed may give another number of sessions."""
+    timed = scenario.loop == "open" and any(phase.duration_s is not None for phase in scenario.phases)
+    return (timed and options.num_prompts is None) or options.drop_too_long
+
+
 def _facts(options: PlanOptions, scenario: ScenarioSpec, requests: Requests) -> dict[str, Any]:
     """What the manifest should say beside the counts; only plain values."""
     own = {"source": "scenario", "source_reason": f"{scenario.name} brings its own lengths"}
@@ -158,5 +177,7 @@ def _facts(options: PlanOptions, scenario: ScenarioSpec, requests: Requests) -> 
         "seed": options.seed,
         **({"request_rate": options.request_rate} if options.request_rate else {}),
         **({"saturation_rate": options.saturation_rate} if options.saturation_rate else {}),
+        **_arrivals(options, scenario),
+        **({"sessions_by_seed": True} if _count_is_random(options, scenario) else {}),
         **(own if scenario.own_lengths else requests.facts),
     }

@@ -116,8 +116,8 @@ def test_policies_must_have_answered_the_same_plans(tmp_path: Path) -> None:
 
 
 def test_runs_are_in_the_order_of_their_seeds(tmp_path: Path) -> None:
-    (v1, told), (eb, _) = group(tmp_path, "v1", 20, 10), group(tmp_path, "eb", 10, 10)
-    both = group_by_policy([*reversed(v1), *eb], list(reversed(told)))
+    (v1, told), (eb, others) = group(tmp_path, "v1", 20, 10), group(tmp_path, "eb", 10, 10)
+    both = group_by_policy([*reversed(v1), *eb], [*reversed(told), *others])
     assert both[0].seeds == both[1].seeds == (0, 1)
     assert both[0].stories == tuple(told)
     found = gain(both[1], both[0])

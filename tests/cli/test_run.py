@@ -50,7 +50,7 @@ def test_a_run_ends_with_table_winner_reasons_and_caveats(engine: MadeEngine) ->
     done = invoke("run", "made-up", "--policy", "v1", "--policy", "ebplus")
     assert done.exit_code == 0, done.output
     text = " ".join(done.stdout.split())
-    assert "ebplus wins: 733 output tokens/s over the whole run, +100.0 % over v1 (366)" in text
+    assert "ebplus is ahead: 733 output tokens/s over the whole run, +100.0 % over v1 (366)" in text
     assert "Crossover: a token costs 40 µs more in a mixed batch (left side)" in text
     assert "exclusive ahead in 2 of 3 evaluations" in text
     assert "Mode: exclusive batches 80.0 % of the time" in text
@@ -250,7 +250,7 @@ def test_show_prints_the_same_from_the_directory_alone(engine: MadeEngine) -> No
     shown = invoke("show", "out/v1", "out/ebplus")
     assert shown.exit_code == 0
     assert shown.stdout == shown_first
-    assert invoke("show", "out").stdout.count("wins") == 1
+    assert invoke("show", "out").stdout.count("is ahead") == 1
 
 
 def test_show_json_and_other_limits(engine: MadeEngine) -> None:
@@ -264,10 +264,10 @@ def test_show_names_no_winner_of_runs_that_do_not_compare(engine: MadeEngine) ->
     invoke("run", "made-up", "-p", "ebplus", "-o", "b", "-n", "60")
     done = invoke("show", "a", "b")
     assert done.exit_code == 0
-    assert "No winner: these runs differ in plan, so their figures do not compare." in " ".join(done.stdout.split())
+    assert "No winner: these runs differ in sessions, so their figures do not compare." in " ".join(done.stdout.split())
     assert "wins" not in done.stdout
     invoke("report", "a", "b", "-o", "r.html")
-    assert "No winner: these runs differ in plan" in Path("r.html").read_text()
+    assert "No winner: these runs differ in sessions" in Path("r.html").read_text()
 
 
 def test_show_refuses_what_is_no_run(engine: MadeEngine, tmp_path: Path) -> None:

@@ -225,7 +225,7 @@ def test_compare_of_copies_shows_no_difference_and_labels_them_apart(measured: P
 def test_compare_of_single_runs_has_no_statistics(measured: Path) -> None:
     done = invoke("compare", measured / "v1" / "v1-seed0", measured / "v0" / "v0-seed0")
     assert done.exit_code == 0
-    assert "One pair says nothing about chance" in done.stdout
+    assert "One pair says nothing about chance" in " ".join(done.stdout.split())
 
 
 def test_compare_of_one_policy_names_what_differs(measured: Path, tmp_path: Path) -> None:
@@ -304,7 +304,7 @@ def test_compare_of_a_replayed_trace_counts_its_copies_once(tmp_path: Path) -> N
     assert "no spread" in done.stdout
     found = invoke("compare", tmp_path / "out")
     text = " ".join(found.stdout.split())
-    assert "1 pair by plan" in text
+    assert "1 pair of runs on the same plan" in text
     assert "2 pair(s) left out as copies" in text
     (contestant,) = json.loads(invoke("compare", tmp_path / "out", "--json").stdout)["contestants"]
     assert contestant["copies"] == 2

@@ -11,6 +11,7 @@ import pytest
 from made_runs import MadeEngine, device_of, plan_of
 from rich.console import Console
 
+from ebbench.analysis.compare.cases import cases_of
 from ebbench.analysis.compare.policies import Group, group_by_policy
 from ebbench.analysis.conclude import Setting, conclude
 from ebbench.analysis.explain import CrossoverFacts, DecisionFacts, Spread, StepFacts, Story, explain
@@ -19,7 +20,7 @@ from ebbench.analysis.slo import Slo
 from ebbench.analysis.summary import summarise
 from ebbench.engines.base import EngineOptions, Progress
 from ebbench.records.run import RunWriter
-from ebbench.render import live, numbers, words
+from ebbench.render import asked, live, numbers, words
 from ebbench.render.report import print_report
 from vllm_eb.policy import parse_policy
 
@@ -61,7 +62,7 @@ def made_groups(path: Path, *policies: str, gaps: dict[str, int] | None = None, 
 
 def test_the_winner_is_measured_against_v1(tmp_path: Path) -> None:
     lines = words.verdict(made_groups(tmp_path, "eb", "v1", "ebplus"))
-    assert lines[0].startswith("ebplus wins: ")
+    assert lines[0].startswith("ebplus is ahead: ")
     assert "+100.0 % over v1" in lines[0]
     assert lines[1] == "Against ebplus: eb -9.1 %, v1 -50.0 %."
     assert "time per token 10 ms (median) against 20 ms" in lines[2]
@@ -69,7 +70,7 @@ def test_the_winner_is_measured_against_v1(tmp_path: Path) -> None:
 
 def test_when_v1_wins_the_runner_up_is_the_measure(tmp_path: Path) -> None:
     lines = words.verdict(made_groups(tmp_path, "v1", "eb", "ebplus", gaps={"v1": 5}))
-    assert lines[0].startswith("v1 wins: ")
+    assert lines[0].startswith("v1 is ahead: ")
     assert "+100.0 % over ebplus" in lines[0]
 
 
@@ -89,10 +90,10 @@ def with_steady(group: Group, output_throughput: float) -> Group:
 def test_where_arrivals_set_the_throughput_latency_decides(tmp_path: Path) -> None:
     v1, eb = as_open_loop(made_groups(tmp_path, "v1", "eb", gaps={"v1": 10, "eb": 20}))
     lines = words.verdict([with_steady(v1, 1000), with_steady(eb, 1001)])
-    assert lines[0].startswith("v1 is fastest: a request takes 210 ms (median) against 420 ms under eb.")
+    assert lines[0].startswith("v1 is ahead: a request takes 210 ms (median) against 420 ms under eb.")
     assert "keep up with the arrivals" in lines[0]
     # An overloaded server does not keep up: throughput decides again.
-    assert words.verdict([with_steady(v1, 1000), with_steady(eb, 900)])[0].startswith("v1 wins")
+    assert words.verdict([with_steady(v1, 1000), with_steady(eb, 900)])[0].startswith("v1 is ahead")
     equal = as_open_loop(made_groups(tmp_path / "b", "v1", "eb", gaps={"v1": 10, "eb": 10}))
     assert words.verdict([with_steady(g, 10) for g in equal])[0].startswith("No winner: all policies keep up")
 
@@ -126,15 +127,15 @@ def with_goodput(group: Group, request_goodput: float) -> Group:
 def test_goodput_decides_where_limits_were_given(tmp_path: Path) -> None:
     v1, eb, ebplus = made_groups(tmp_path, "v1", "eb", "ebplus")
     lines = words.verdict([with_goodput(v1, 20), with_goodput(eb, 5), with_goodput(ebplus, 10)])
-    assert lines[0] == "v1 wins: 20 requests/s within the limits, +100.0 % over ebplus (10)."
+    assert lines[0] == "v1 is ahead: 20 requests/s within the limits, +100.0 % over ebplus (10)."
     assert lines[1].startswith("Output tokens/s over the whole run: v1 ")
     assert lines[-1].startswith("Requests within tpot:15 ms: v1 ")
     none = words.verdict([with_goodput(v1, 20), with_goodput(eb, 0)])
-    assert none[0] == "v1 wins: 20 requests/s within the limits (0 under eb)."
+    assert none[0] == "v1 is ahead: 20 requests/s within the limits (0 under eb)."
     # Where limits tell nothing apart, or nobody met them, throughput decides as before.
     for rates in ((7, 7), (0, 0)):
         assert words.verdict([with_goodput(g, r) for g, r in zip((v1, eb), rates, strict=True)])[0].startswith(
-            "eb wins"
+            "eb is ahead"
         )
 
 
@@ -142,7 +143,7 @@ def test_all_seeds_are_named(tmp_path: Path) -> None:
     [group] = made_groups(tmp_path, "v1")
     [summary] = group.summaries
     for seeds, shown in (((3,), "seed 3."), ((0, 1, 2), "seeds 0–2."), ((1, 5), "seeds 1, 5.")):
-        assert words.lengths([replace(summary, seed=seed) for seed in seeds]).endswith(shown)
+        assert asked.asked([replace(summary, seed=seed) for seed in seeds])[0].endswith(shown)
 
 
 def test_a_tie_has_no_winner(tmp_path: Path) -> None:
@@ -217,7 +218,9 @@ def test_both_sides_decide_the_words() -> None:
 
 def printed(groups: tuple[Group, ...], width: int) -> str:
     console = Console(file=io.StringIO(), width=width, highlight=False)
-    print_report(console, groups)
+    stories = [story for group in groups for story in group.stories]
+    summaries = [summary for group in groups for summary in group.summaries]
+    print_report(console, cases_of(summaries, stories if len(stories) == len(summaries) else ()))
     return console.file.getvalue()  # type: ignore[attr-defined,no-any-return]
 
 
@@ -295,7 +298,7 @@ def test_where_the_ends_of_a_run_decide_it_a_reader_is_told(tmp_path: Path) -> N
     v1, eb = made_groups(tmp_path, "v1", "eb", gaps={"v1": 10, "eb": 20})  # eb is slower over the whole run
     told = words.doubts([with_steady(v1, 1000), with_steady(eb, 1100)])
     assert told[0].startswith("eb: -50.0 % over the whole run but +10.0 % while it is steady.")
-    assert told[1].startswith("One seed each")
+    assert told[1].startswith("One run of each policy does not tell")
     assert len(words.doubts([with_steady(v1, 1000), with_steady(eb, 600)])) == 1
     assert words.doubts([v1]) == []
 

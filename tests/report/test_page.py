@@ -8,9 +8,11 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from report_data import INK, browser_page, invoke, rewrite
 
+from ebbench.analysis.compare.cases import cases_of
 from ebbench.analysis.slo import Slo
 from ebbench.analysis.summary import summarise
 from ebbench.records.run import Run
@@ -18,7 +20,7 @@ from ebbench.render import numbers
 from ebbench.render.timeline import timeline_of
 from ebbench.report import page as page_module
 from ebbench.report.charts import specs
-from ebbench.report.page_tables import comparison_table
+from ebbench.report.page_tables import comparison_tables
 
 HOSTILE = "</script><script>alert('x')</script><img src=x onerror=alert(1)>\"'{{7*7}}&amp;`$"
 
@@ -47,7 +49,7 @@ def test_the_numbers_are_those_of_the_runs(page_file: Path, runs: Path) -> None:
         shown = {row[0]: dict(zip(heads, row, strict=True)) for row in rows}
         for name in ("v1", "eb", "ebplus"):
             metrics = summarise(Run.load(runs / name)).metrics
-            assert shown[name]["output tokens/s"] == numbers.rate(metrics.output_throughput)
+            assert shown[name]["out tok/s whole"] == numbers.rate(metrics.output_throughput)
             assert shown[name]["E2EL median"] == numbers.duration_ms(metrics.e2el.median)
             assert shown[name]["TTFT median"] == numbers.duration_ms(metrics.ttft.median)
             assert shown[name]["SLO met"] == numbers.percent(metrics.slo_attainment)
@@ -63,16 +65,16 @@ def test_limits_that_differ_are_not_told_as_one(runs: Path) -> None:
     def note(*limits: float) -> str:
         names = ("v1", "eb")
         pairs = zip(names, limits, strict=True)
-        return comparison_table([summarise(Run.load(runs / n), Slo(ttft=ms)) for n, ms in pairs], names).note
+        return comparison_tables(cases_of([summarise(Run.load(runs / n), Slo(ttft=ms)) for n, ms in pairs]))[0].note
 
-    assert note(5, 5).endswith("; limits ttft:5 ms.")
-    assert "limits differ between the runs" in note(5, 6)
+    assert note(5, 5).endswith("Limits: ttft:5 ms.")
+    assert "Limits differ between the runs" in note(5, 6)
 
 
 def test_tables_sort_by_value_both_ways(page_file: Path) -> None:
     with browser_page(page_file) as page:
         heads = page.query_selector_all("section.numbers table >> nth=0 >> th button")
-        column = [head.inner_text() for head in heads].index("output tokens/s")
+        column = [head.inner_text() for head in heads].index("out tok/s whole")
         body = "document.querySelector('section.numbers table').tBodies[0]"
         script = f"[...{body}.rows].map(row => Number(row.cells[{column}].dataset.v))"
         orders = []
@@ -283,7 +285,7 @@ def test_repeats_get_a_paired_comparison(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     assert invoke("report", tmp_path / "out", "-o", tmp_path / "r.html").exit_code == 0
     text = (tmp_path / "r.html").read_text(encoding="utf-8")
-    assert "Paired with v1" in text
+    assert "Paired: v0 against v1" in text
     assert "v1 seed 0" in text
     assert "seeds 0–2" in text
     with browser_page(tmp_path / "r.html") as page:
@@ -295,8 +297,10 @@ def test_repeats_get_a_paired_comparison(tmp_path: Path) -> None:
         [summarise(Run.load(path)).metrics.output_throughput for path in sorted((tmp_path / "out").glob(f"{name}-*"))]
         for name in ("v1", "v0")
     ]
-    assert [row[3] for row in rows[:3]] == ["–"] * 3
-    assert [row[3] for row in rows[3:]] == [numbers.change(b / a - 1) for a, b in zip(*output, strict=True)]
+    gains = [b / a - 1 for a, b in zip(*output, strict=True)]
+    assert [row[0] for row in rows] == ["v1", "v0"]  # seeds are aggregated as on the terminal
+    assert rows[0][2] == "–"
+    assert rows[1][2] == f"{numbers.change(np.mean(gains))} ±{100 * np.std(gains, ddof=1):.1f} %"
 
 
 def test_requests_that_failed_are_told(runs: Path, tmp_path: Path) -> None:

@@ -1,20 +1,25 @@
-"""Runs side by side, paired by plan: how much better or worse each policy is than the baseline, and how surely."""
+"""Runs side by side, paired by plan: how much better or worse each policy is than the baseline, and how surely.
+
+Runs of different load or environment are different cases (:mod:`ebbench.analysis.compare.cases`), each a comparison of
+its own.
+"""
 
 from __future__ import annotations
 
 import itertools
+import json
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ebbench.analysis.compare.cases import partition
+from ebbench.analysis.compare.certainty import ALPHA, pairs_needed, two_sided_p
 from ebbench.analysis.environment import differences
 from ebbench.analysis.gate.units import FIGURES, Unit, load_units
 from ebbench.analysis.gate.verdict import GATED, Pair, losses_of, measured_somewhere, pair_units
-from ebbench.analysis.statistics import detectable_loss, holm, paired_t, sign_flip_p
+from ebbench.analysis.statistics import detectable_loss, holm, paired_t
 from ebbench.errors import DataError, UnknownNameError
-
-ALPHA = 0.05
 
 
 @dataclass(frozen=True)
@@ -47,11 +52,20 @@ class Contestant:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The baseline, its runs, and everyone else."""
+    """The baseline, its runs, and the other policies. ``title`` tells the case from others beside it."""
 
     baseline: str
     units: tuple[Unit, ...]
     contestants: tuple[Contestant, ...]
+    title: str = ""
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A comparison per load and environment; ``alone`` says which cases have no second policy or no baseline."""
+
+    comparisons: tuple[Comparison, ...]
+    alone: tuple[str, ...] = ()
 
 
 def load_groups(paths: Sequence[Path]) -> dict[str, list[Unit]]:
@@ -83,6 +97,36 @@ def _label(policy: str, path: Path, taken: Collection[str]) -> str:
     ends = ["/".join(parts[-length:]) for length in range(1, len(parts) + 1)]
     numbered = (f"{ends[0]}, {number}" for number in itertools.count(2))
     return next(label for end in itertools.chain(ends, numbered) if (label := f"{policy} ({end})") not in taken)
+
+
+def compare_cases(
+    groups: Mapping[str, Sequence[Unit]], baseline: str | None = None, allowed: Sequence[str] = ()
+) -> Compared:
+    """:func:`compare` for every load and environment among the units.
+
+    Raises DataError when no case has two policies, as :func:`compare` does of all units.
+    """
+    members = [(label, unit) for label, units in groups.items() for unit in units]
+    conditions = [_conditions(unit, allowed) for _, unit in members]
+    parts = partition(members, conditions, [(unit.seed, unit.plan_hash) for _, unit in members])
+    found, alone = [], []
+    for title, part in parts:
+        held: dict[str, list[Unit]] = {}
+        for label, unit in part:
+            held.setdefault(label, []).append(unit)
+        if len(held) < 2 or (baseline is not None and baseline in groups and baseline not in held):
+            alone.append(f"{title or 'these runs'}: only {', '.join(held)}")
+        else:
+            found.append(replace(compare(held, baseline, allowed), title=title))
+    if not found:
+        return Compared((compare(groups, baseline, allowed),))
+    return Compared(tuple(found), tuple(alone))
+
+
+def _conditions(unit: Unit, allowed: Sequence[str]) -> dict[str, str]:
+    options = json.loads(unit.environment.get("options") or "{}") if "options" in allowed else {}
+    given = unit.conditions or {**unit.environment, "load": unit.load}
+    return {name: text for name, text in given.items() if name not in allowed and name not in options}
 
 
 def compare(
@@ -134,7 +178,7 @@ def _contrast(figure: str, pairs: Sequence[Pair]) -> Contrast:
         change=math.expm1(interval.mean),
         low=math.expm1(interval.low) if several else None,
         high=math.expm1(interval.high) if several else None,
-        p=min(1.0, 2 * min(sign_flip_p(logs), sign_flip_p([-x for x in logs]))) if several else None,
+        p=two_sided_p(logs),
         p_adjusted=None,
         detectable=None,
     )
@@ -162,10 +206,10 @@ def _decisive(contrast: Contrast) -> bool:
     return contrast.p is not None and contrast.figure in GATED
 
 
-def pairs_needed(comparison: Comparison) -> int:
-    """Pairs from which on the comparison can show anything: 2**(1-n) times its tests must fall to ALPHA."""
+def pairs_needed_by(comparison: Comparison) -> int:
+    """Pairs from which on the comparison can show anything."""
     tests = sum(contrast.figure in GATED for c in comparison.contestants for contrast in c.contrasts)
-    return 1 + math.ceil(math.log2(max(tests, 1) / ALPHA))
+    return pairs_needed(tests)
 
 
 def _with_level(contrast: Contrast, pairs: Sequence[Pair], p_adjusted: float, level: float) -> Contrast:

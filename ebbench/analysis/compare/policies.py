@@ -1,4 +1,4 @@
-"""Runs of several policies side by side: means over seeds, gains over the baseline, the winner."""
+"""One comparison: the runs of one load in one environment, grouped by policy, with gains over the baseline."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TIE = 0.005
 
 @dataclass(frozen=True)
 class Group:
-    """All runs of one policy, one a seed, in the order of the seeds."""
+    """All runs of one policy, one per seed, in the order of the seeds. ``stories`` is empty or one per run."""
 
     policy: str
     summaries: tuple[Summary, ...]
@@ -42,7 +42,7 @@ class Group:
 
     @property
     def seeds(self) -> tuple[int, ...]:
-        """One a run."""
+        """One per run."""
         return tuple(summary.seed for summary in self.summaries)
 
     @property
@@ -59,25 +59,26 @@ class Group:
 
 @dataclass(frozen=True)
 class Gain:
-    """Relative difference to the baseline: mean over the seeds, paired by seed, and its spread."""
+    """Relative difference to the baseline: mean over the plans that both ran, and its standard deviation."""
 
     mean: float
     spread: float | None
 
 
-def group_by_policy(summaries: Sequence[Summary], stories: Sequence[Story]) -> tuple[Group, ...]:
-    """Groups in the order in which policies first appear. Stories, where given, are in the order of the summaries."""
+def group_by_policy(summaries: Sequence[Summary], stories: Sequence[Story] = ()) -> tuple[Group, ...]:
+    """Groups in the order in which policies first appear. ``stories`` is empty or has one entry per summary.
+
+    Whether the runs asked the same question is not looked at: :func:`ebbench.analysis.compare.cases.cases_of` does.
+    """
     policies = dict.fromkeys(summary.policy for summary in summaries)
     return tuple(_group(policy, summaries, stories) for policy in policies)
 
 
 def _group(policy: str, summaries: Sequence[Summary], stories: Sequence[Story]) -> Group:
-    own = [summary for summary in summaries if summary.policy == policy]
-    told = [story for story in stories if story.policy == policy]
-    order = sorted(range(len(own)), key=lambda place: own[place].seed)
-    return Group(
-        policy, tuple(own[place] for place in order), tuple(told[place] for place in order if place < len(told))
-    )
+    own = [place for place, summary in enumerate(summaries) if summary.policy == policy]
+    own.sort(key=lambda place: summaries[place].seed)
+    told = tuple(stories[place] for place in own) if stories else ()
+    return Group(policy, tuple(summaries[place] for place in own), told)
 
 
 def baseline_of(groups: Sequence[Group]) -> Group:
@@ -101,15 +102,31 @@ def steady_throughput(metrics: Metrics) -> float | None:
 
 
 def gain(group: Group, baseline: Group, figure: Figure = output_throughput) -> Gain | None:
-    """How much more ``group`` has of ``figure``, as a share of the baseline. None where undefined."""
-    ours, theirs = group.values(figure), baseline.values(figure)
-    if not ours or not theirs or min(theirs) <= 0:
+    """How much more ``group`` has of ``figure``, as a share of the baseline, over the plans that both ran.
+
+    None where an INVALID run is among them, where no plan is common to both, and where a figure is not defined.
+    """
+    if not (group.valid and baseline.valid):
         return None
-    if group.seeds != baseline.seeds:
-        return Gain(fmean(ours) / fmean(theirs) - 1, None)
-    ratios = [a / b - 1 for a, b in zip(ours, theirs, strict=True)]
+    pairs = paired_by_plan(group, baseline)
+    ours, theirs = [figure(one.metrics) for one, _ in pairs], [figure(other.metrics) for _, other in pairs]
+    if not pairs or None in ours or any(not value or value <= 0 for value in theirs):
+        return None
+    ratios = [a / b - 1 for a, b in zip(ours, theirs, strict=True)]  # type: ignore[operator]  # no None left
     measured = len(ratios) > 1 and not (group.copies and baseline.copies)
     return Gain(fmean(ratios), stdev(ratios) if measured else None)
+
+
+def paired_by_plan(group: Group, baseline: Group) -> list[tuple[Summary, Summary]]:
+    """Runs of one plan side by side, in the order of the group; a plan run several times gives several pairs."""
+    theirs: dict[str, list[Summary]] = {}
+    for summary in baseline.summaries:
+        theirs.setdefault(summary.plan_hash, []).append(summary)
+    pairs = []
+    for summary in group.summaries:
+        if waiting := theirs.get(summary.plan_hash):
+            pairs.append((summary, waiting.pop(0)))
+    return pairs
 
 
 def ranked(groups: Sequence[Group], figure: Figure = output_throughput) -> list[Group]:
@@ -127,7 +144,7 @@ def differing(summaries: Sequence[Summary]) -> list[str]:
 
 
 def _differing_plans(summaries: Sequence[Summary]) -> list[str]:
-    """Every policy must have answered the same plans, one a seed."""
+    """Every policy must have answered the same plans, one per seed."""
     plans: dict[str, set[tuple[int, str]]] = {}
     for summary in summaries:
         plans.setdefault(summary.policy, set()).add((summary.seed, summary.plan_hash))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pyarrow as pa
@@ -41,7 +41,8 @@ class Unit:
     """One restart of a real engine, or one seeded simulation. A figure is None where undefined.
 
     ``load`` is how many sessions came how fast; ``lengths`` identifies the plan's lengths and arrivals, all that a
-    plan is in virtual time, and is empty elsewhere. A stored baseline may have neither.
+    plan is in virtual time, and is empty elsewhere. A stored baseline may have neither. ``conditions`` is what the
+    figures depend on beside policy and seed, name by name; only runs that were just read have it.
     """
 
     environment: Mapping[str, str]
@@ -55,6 +56,7 @@ class Unit:
     slo: str = ""
     load: str = ""
     lengths: str = ""
+    conditions: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def configuration_hash(self) -> str:
@@ -91,6 +93,7 @@ def unit_of(run: Run) -> Unit:
         figures=figures_of(summary.metrics),
         slo=str(summary.slo),
         load=load_of(manifest),
+        conditions=summary.conditions,
         lengths=lengths_hash(run) if manifest.clock == "virtual" else "",
     )
 

@@ -1,0 +1,135 @@
+"""Which runs belong together: one case per load and environment. Every table, page and answer groups runs here.
+
+Runs of different rate, concurrency, device, topology, workload or scheduler settings answer different questions. They
+are never averaged, and a policy is only compared with the baseline of its own case.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from ebbench.analysis.compare.policies import Group, baseline_of, group_by_policy
+from ebbench.analysis.explain import Story
+from ebbench.analysis.summary import Summary
+
+T = TypeVar("T")
+
+NAMES: Mapping[str, str] = {
+    "max_num_seqs": "N =", "max_num_batched_tokens": "B =", "model": "", "device": "", "workload": "", "scenario": "",
+    "sessions": "", "concurrency": "", "rate": "", "saturation rate": "", "burstiness": "", "speed": "", "ramp-up": "",
+    "topology": "",
+}  # fmt: skip
+"""What stands before a value that tells cases apart; any other is named as it is stored."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """The runs of one load in one environment, one group per policy.
+
+    ``title`` says what sets the case apart from the others beside it and is empty for a single one, ``apart`` holds the
+    names of what does. ``phases`` holds a summary for each phase of each run whose plan has several.
+    """
+
+    title: str
+    groups: tuple[Group, ...]
+    phases: tuple[Summary, ...] = ()
+    apart: tuple[str, ...] = ()
+
+    @property
+    def baseline(self) -> Group:
+        """The policy that the others are compared with."""
+        return baseline_of(self.groups)
+
+    @property
+    def summaries(self) -> tuple[Summary, ...]:
+        """All runs, policy by policy."""
+        return tuple(summary for group in self.groups for summary in group.summaries)
+
+
+def cases_of(
+    summaries: Sequence[Summary], stories: Sequence[Story] = (), phases: Sequence[Summary] = ()
+) -> tuple[Case, ...]:
+    """Cases in the order in which their first runs come, in each the baseline in front of the other policies.
+
+    ``stories`` is empty or has one entry per summary.
+    """
+    held = partition(range(len(summaries)), [summary.conditions for summary in summaries],
+                     [(summary.seed, summary.plan_hash) for summary in summaries])  # fmt: skip
+    apart = telling([summaries[places[0]].conditions for _, places in held])
+    if len(held) > 1 and any("plan " in title for title, _ in held):
+        apart.append("plan")
+    cases = []
+    for title, places in held:
+        own = [summaries[place] for place in places]
+        directories = {summary.run_dir for summary in own}
+        groups = _baseline_first(group_by_policy(own, [stories[place] for place in places] if stories else ()))
+        cases.append(
+            Case(title, groups, tuple(phase for phase in phases if phase.run_dir in directories), tuple(apart))
+        )
+    return tuple(cases)
+
+
+def _baseline_first(groups: tuple[Group, ...]) -> tuple[Group, ...]:
+    baseline = baseline_of(groups)
+    return (baseline, *(group for group in groups if group is not baseline))
+
+
+def partition(
+    items: Sequence[T],
+    conditions: Sequence[Mapping[str, str]],
+    plans: Sequence[tuple[int, str]],
+    allowed: Sequence[str] = (),
+) -> list[tuple[str, list[T]]]:
+    """Split ``items`` into those that asked the same question, each with the words that tell it from the others.
+
+    ``conditions`` and ``plans`` (seed and hash) have one entry per item; ``allowed`` names conditions that may differ.
+    Where one seed gave several plans under the same recorded conditions, something that is not recorded differed, and
+    every plan stands alone.
+    """
+    compared = [{name: text for name, text in each.items() if name not in allowed} for each in conditions]
+    members: dict[tuple[tuple[str, str], ...], list[int]] = {}
+    for place, each in enumerate(compared):
+        members.setdefault(tuple(sorted(each.items())), []).append(place)
+    split = [part for places in members.values() for part in _by_plan(places, plans)]
+    split.sort(key=lambda part: part[0][0])
+    apart = telling([compared[places[0]] for places, _ in split])
+    return [
+        (_title(compared[places[0]], apart, plan if len(split) > 1 else ""), [items[place] for place in places])
+        for places, plan in split
+    ]
+
+
+def _by_plan(places: list[int], plans: Sequence[tuple[int, str]]) -> list[tuple[list[int], str]]:
+    """The places as they are, or where a seed has several plans one part per plan, with the plan's hash."""
+    if len({plans[place] for place in places}) == len({plans[place][0] for place in places}):
+        return [(places, "")]
+    parts: dict[str, list[int]] = {}
+    for place in places:
+        parts.setdefault(plans[place][1], []).append(place)
+    return [(own, plan[:8]) for plan, own in parts.items()]
+
+
+def telling(conditions: Sequence[Mapping[str, str]]) -> list[str]:
+    """Names of the conditions in which some cases differ."""
+    names = dict.fromkeys(name for each in conditions for name in each)
+    return [name for name in names if len({each.get(name, "") for each in conditions}) > 1]
+
+
+def _title(conditions: Mapping[str, str], apart: Sequence[str], plan: str) -> str:
+    words = [_worded(name, conditions.get(name, "")) for name in apart]
+    return ", ".join([*(word for word in words if word), *([f"plan {plan}"] if plan else [])])
+
+
+def _worded(name: str, text: str) -> str:
+    before = NAMES.get(name, name)
+    if not text or text == "None":
+        return "" if name in NAMES and not before else f"{name} not recorded"
+    return f"{before} {text}".strip()
+
+
+def by_phase(case: Case) -> list[tuple[str, tuple[Group, ...]]]:
+    """The phases of a case in the order in which they come, each with its groups."""
+    names = dict.fromkeys(summary.phase for summary in case.phases)
+    return [(name, group_by_policy([one for one in case.phases if one.phase == name])) for name in names]

@@ -1,0 +1,145 @@
+"""The load of a run: how many sessions came how fast, and what the machine and its scheduler were allowed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ebbench.records.manifest import Manifest, PhaseFact
+
+_ONE_DEVICE = frozenset({"sim", "emulated"})
+"""Engines that stand for one GPU unless the run says otherwise."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """What came and how fast. Rates are in sessions/s; None is what does not apply or was not recorded.
+
+    ``phases`` are the steps of a closed loop; ``max_concurrency`` is its only level, or the cap of an open loop.
+    ``rates`` are those of an open loop's phases, by name, where the scenario sets them. ``lengths`` says how long
+    prompts and answers are, as the workload describes it. ``replayed``: times and lengths are a trace's, whatever the
+    seed. ``sessions_by_seed``: another seed may give another number of sessions.
+    """
+
+    sessions: int
+    request_rate: float | None = None
+    saturation_rate: float | None = None
+    burstiness: float | None = None
+    speed: float | None = None
+    ramp_up_s: float | None = None
+    max_concurrency: int | None = None
+    phases: tuple[PhaseFact, ...] = ()
+    rates: tuple[tuple[str, float], ...] = ()
+    lengths: str = ""
+    replayed: bool = False
+    sessions_by_seed: bool = False
+
+    @property
+    def open_loop(self) -> bool:
+        """Whether requests come by the clock, whether or not earlier ones have ended."""
+        return not self.phases
+
+    def parts(self) -> dict[str, str]:
+        """The load in words, by what each part is called; parts that do not apply are left out."""
+        found = {"sessions": f"{self.sessions:,} sessions"}
+        if len(self.phases) > 1:
+            steps = " then ".join(f"{one.sessions:,} at {one.max_concurrency:,}" for one in self.phases)
+            found["concurrency"] = f"concurrency by phase: {steps}"
+        elif self.max_concurrency is not None:
+            what = "concurrency" if self.phases else "concurrency cap"
+            found["concurrency"] = f"{what} {self.max_concurrency:,}"
+        if self.request_rate is not None:
+            found["rate"] = f"rate {self.request_rate:g}/s"
+        elif self.rates:
+            found["rate"] = f"rate {' then '.join(f'{rate:g}/s' for _, rate in self.rates)}"
+        named = {
+            "saturation rate": self.saturation_rate,
+            "burstiness": self.burstiness,
+            "speed": None if self.speed == 1 else self.speed,
+        }
+        found |= {name: f"{name} {value:g}" for name, value in named.items() if value is not None}
+        if self.ramp_up_s:
+            found["ramp-up"] = f"ramp-up {self.ramp_up_s:g} s"
+        return found
+
+    def conditions(self) -> dict[str, str]:
+        """The parts in which runs must agree to be averaged, and the lengths."""
+        parts = self.parts()
+        if self.sessions_by_seed:
+            del parts["sessions"]
+        return parts | {"lengths": self.lengths}
+
+    def __str__(self) -> str:
+        return ", ".join(self.parts().values())
+
+
+def load_of_run(manifest: Manifest) -> Load:
+    """The load that a manifest records."""
+    facts = manifest.facts
+    levels = {phase.max_concurrency for phase in manifest.phases}
+    rates: Mapping[str, Any] = facts.get("phase_rates") or {}
+    return Load(
+        sessions=sum(phase.sessions for phase in manifest.phases)
+        or int(facts.get("sessions") or manifest.rows.get("plan", 0)),
+        request_rate=_number(facts.get("request_rate")),
+        saturation_rate=_number(facts.get("saturation_rate")),
+        burstiness=_number(facts.get("burstiness")),
+        speed=_number(facts.get("speed")),
+        ramp_up_s=_number(facts.get("ramp_up_s")),
+        max_concurrency=next(iter(levels)) if len(levels) == 1 else manifest.max_concurrency,
+        phases=manifest.phases,
+        rates=tuple((name, float(rate)) for name, rate in rates.items()),
+        lengths=_lengths(facts),
+        replayed=facts.get("loop") == "trace",
+        sessions_by_seed=bool(facts.get("sessions_by_seed")),
+    )
+
+
+@dataclass(frozen=True)
+class Machine:
+    """How many GPUs served and how they were joined, and the scheduler's limits; None is what was not recorded.
+
+    ``max_num_batched_tokens`` is B, ``max_num_seqs`` is N, per engine.
+    """
+
+    gpus: int | None = None
+    topology: str = ""
+    dispatch: str = ""
+    max_num_batched_tokens: int | None = None
+    max_num_seqs: int | None = None
+
+    def limits(self) -> str:
+        """``B = 8,192 tokens per step, N = 1,024 sequences``; empty where neither was recorded."""
+        found = []
+        if self.max_num_batched_tokens is not None:
+            found.append(f"B = {self.max_num_batched_tokens:,} tokens per step")
+        if self.max_num_seqs is not None:
+            found.append(f"N = {self.max_num_seqs:,} sequences")
+        return ", ".join(found)
+
+    def __str__(self) -> str:
+        count = "" if self.gpus is None else f"{self.gpus:,} GPU{'' if self.gpus == 1 else 's'}"
+        return ", ".join(part for part in (count, self.topology, self.dispatch) if part)
+
+
+def machine_of_run(manifest: Manifest) -> Machine:
+    """The machine that a manifest records. A server that was only asked says nothing of its limits."""
+    facts, options = manifest.facts, manifest.options
+    gpus = facts.get("gpus") or facts.get("replicas") or (1 if manifest.engine in _ONE_DEVICE else None)
+    return Machine(
+        gpus=None if gpus is None else int(gpus),
+        topology=str(facts.get("topology") or (f"dp={facts['replicas']}" if "replicas" in facts else "")),
+        dispatch=str(facts.get("dispatch") or ""),
+        max_num_batched_tokens=options.get("max_num_batched_tokens"),
+        max_num_seqs=options.get("max_num_seqs"),
+    )
+
+
+def _lengths(facts: Mapping[str, Any]) -> str:
+    ways = {"input_lengths": "in", "output_lengths": "out"}
+    return ", ".join(f"{facts[name]} {way}" for name, way in ways.items() if name in facts)
+
+
+def _number(value: Any) -> float | None:
+    return None if value is None else float(value)

@@ -1,0 +1,71 @@
+"""What some runs were asked, in words: machine, load, requests, limits. What differs is left to the tables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from ebbench.analysis.summary import Summary
+from ebbench.render.numbers import count
+
+
+def machine(summaries: Sequence[Summary]) -> str:
+    """``qwen3-8b on h200 (1 GPU), engine sim in virtual time``."""
+    model = _common(summaries, lambda s: s.model) or "several models"
+    device = _common(summaries, lambda s: s.device) or "several devices"
+    joined = _common(summaries, lambda s: str(s.machine))
+    where = f"{model} on {device}" + (f" ({joined})" if joined else "")
+    if device == UNKNOWN_DEVICE:
+        where = f"{model} on a server whose device is unknown"
+    engine = _common(summaries, lambda s: s.engine) or "several engines"
+    times = {summary.virtual for summary in summaries}
+    clock = "" if len(times) > 1 else " in virtual time" if times == {True} else ", real time"
+    served = "" if engine == "endpoint" else f", engine {engine}{clock}"
+    return f"{where}{served}"
+
+
+UNKNOWN_DEVICE = "unknown"
+"""What the device of somebody's server is stored as."""
+
+
+def asked(summaries: Sequence[Summary]) -> list[str]:
+    """Lines on the load, the requests and the scheduler's limits."""
+    return [line for line in (_load(summaries), requests(summaries), _limits(summaries)) if line]
+
+
+def _load(summaries: Sequence[Summary]) -> str:
+    scenario = _common(summaries, lambda s: s.scenario) or "several scenarios"
+    parts = [summary.load.parts() for summary in summaries]
+    shared = [text for name, text in parts[0].items() if all(each.get(name) == text for each in parts)]
+    return f"Load: {', '.join([*shared, f'scenario {scenario}'])}, {_seeds(summaries)}."
+
+
+def requests(summaries: Sequence[Summary]) -> str:
+    """Where the request lengths came from, and how long they are in the first run."""
+    summary = summaries[0]
+    m = summary.metrics
+    if _common(summaries, lambda s: s.workload) is None:
+        return ""
+    line = f"Requests: {count(m.planned)} of {summary.workload}, lengths from {summary.source or 'the plan'}"
+    if m.completed:
+        mean_in, mean_out = m.total_input_tokens / m.completed, m.total_output_tokens / m.completed
+        line += f", mean {count(mean_in)} tokens in, {count(mean_out)} out"
+    return f"{line}."
+
+
+def _limits(summaries: Sequence[Summary]) -> str:
+    shown = _common(summaries, lambda s: s.machine.limits())
+    return f"Scheduler: {shown}." if shown else ""
+
+
+def _seeds(summaries: Sequence[Summary]) -> str:
+    seeds = sorted({summary.seed for summary in summaries})
+    if len(seeds) == 1:
+        return f"seed {seeds[0]}"
+    in_a_row = seeds == list(range(seeds[0], seeds[-1] + 1))
+    return f"seeds {seeds[0]}–{seeds[-1]}" if in_a_row else f"seeds {', '.join(map(str, seeds))}"
+
+
+def _common(summaries: Sequence[Summary], of: Callable[[Summary], str]) -> str | None:
+    """What all runs share; None where they differ."""
+    found = {of(summary) for summary in summaries}
+    return found.pop() if len(found) == 1 else None
