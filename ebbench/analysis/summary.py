@@ -219,7 +219,7 @@ def mean_over_repeats(summaries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _failures_in(summaries: Sequence[Mapping[str, Any]]) -> list[list[Failure]]:
-    return [[Failure(**failure) for failure in summary["failures"]] for summary in summaries]
+    return [[Failure(**failure) for failure in summary.get("failures", ())] for summary in summaries]
 
 
 _AVERAGED = frozenset(
