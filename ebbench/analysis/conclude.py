@@ -6,10 +6,11 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 
+import msgspec
 import pyarrow.compute as pc
 
 from ebbench.analysis.columns import RequestColumns
-from ebbench.analysis.distribution import samples_needed
+from ebbench.analysis.distribution import QUANTILES, samples_needed
 from ebbench.analysis.metrics import Metrics, measure
 from ebbench.analysis.slo import Slo
 from ebbench.analysis.steady import steady_windows
@@ -18,6 +19,7 @@ from ebbench.analysis.validity import Conditions, invalid_reasons
 from ebbench.devices.base import Device
 from ebbench.engines.base import EngineOptions, EngineResult
 from ebbench.engines.versions import engine_versions
+from ebbench.errors import RunError
 from ebbench.records.manifest import (
     Clock,
     Manifest,
@@ -28,7 +30,7 @@ from ebbench.records.manifest import (
     software_versions,
 )
 from ebbench.records.plan import Plan
-from ebbench.records.run import Run, RunWriter
+from ebbench.records.run import NotStoredError, Run, RunWriter
 from ebbench.records.schema import DECISIONS, REQUESTS, STEPS
 from vllm_eb.policy import PolicySpec
 
@@ -68,7 +70,7 @@ def begin(writer: RunWriter, setting: Setting) -> None:
 
 
 def conclude(writer: RunWriter, setting: Setting, result: EngineResult) -> Run:
-    """Judge a result and store it with its plan. Raises RunError when it cannot be written."""
+    """Judge a result and store it with its plan. Raises NotStoredError, with the run, when it cannot be written."""
     return conclude_with_summary(writer, setting, result)[0]
 
 
@@ -79,7 +81,9 @@ def conclude_with_summary(writer: RunWriter, setting: Setting, result: EngineRes
     metrics = measure(columns, slo=setting.slo, windows=windows)
     clock = setting.kind_of_time
     paced = clock == "real" and (setting.plan.closed_loop or setting.plan.max_concurrency is None)
-    conditions = Conditions(interrupted=result.interrupted, paced_sends=paced)
+    conditions = Conditions(
+        interrupted=result.interrupted, paced_sends=paced, lag_limit_ms=result.facts.get("lag_limit_ms")
+    )
     reasons = (
         *invalid_reasons(result.requests, setting.plan.table, columns, metrics, conditions),
         *result.invalid,
@@ -93,7 +97,11 @@ def conclude_with_summary(writer: RunWriter, setting: Setting, result: EngineRes
     }
     if result.server_metrics is not None and result.server_metrics.num_rows:
         tables["server_metrics"] = result.server_metrics
-    run = writer.finish(manifest, tables)
+    try:
+        run = writer.finish(manifest, tables)
+    except RunError as error:
+        lost = msgspec.structs.replace(manifest, valid=False, reasons=(*reasons, f"not stored: {error}"))
+        raise NotStoredError(str(error), Run(writer.path, lost, tables)) from error
     return run, summary_of(run, metrics, setting.slo)
 
 
@@ -157,7 +165,8 @@ def _measurement_warnings(plan: Plan, metrics: Metrics) -> list[RunWarning]:
         found.append(
             RunWarning(
                 "few-requests",
-                f"{metrics.completed} completed requests are too few for a 99th percentile, so it is left out.",
+                f"{metrics.completed:,} completed requests are too few for p99, which takes {needed}: tables show "
+                f"{_instead(metrics.completed)}.",
                 _enough(plan, needed),
             )
         )
@@ -182,8 +191,17 @@ def _measurement_warnings(plan: Plan, metrics: Metrics) -> list[RunWarning]:
 
 
 def _enough(plan: Plan, requests: int) -> str:
-    """What to ask for so that a plan like this one has so many requests: --num-prompts counts sessions."""
+    """What to ask for so that a plan like this one has so many requests: --num-prompts counts conversations."""
     if str(plan.facts.get("workload", "")).startswith("trace:") and plan.facts.get("source") != "scenario":
-        return f"The trace has to give {requests} requests or more."
+        return f"p99 takes a trace of {requests} requests or more."
     sessions = pc.count_distinct(plan.table["session"]).as_py()
-    return f"Use --num-prompts {math.ceil(requests * sessions / len(plan))} or more."
+    asked = math.ceil(requests * sessions / len(plan))
+    if sessions == len(plan):
+        return f"Use --num-prompts {asked} or more."
+    return f"Use --num-prompts {asked} or more: that many conversations, {len(plan) / sessions:.1f} requests in each."
+
+
+def _instead(samples: int) -> str:
+    """The highest percentile that so many samples carry, in words."""
+    sound = [name for name, share in QUANTILES.items() if samples >= samples_needed(share)]
+    return f"{sound[-1]} instead" if sound else f"no percentile, since p90 takes {samples_needed(QUANTILES['p90'])}"

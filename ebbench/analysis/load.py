@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ebbench.records.manifest import Manifest, PhaseFact
+from vllm_eb.policy import PolicyError, parse_policy, takes
 
 _ONE_DEVICE = frozenset({"sim", "emulated"})
 """Engines that stand for one GPU unless the run says otherwise."""
@@ -121,6 +122,32 @@ class Machine:
     def __str__(self) -> str:
         count = "" if self.gpus is None else f"{self.gpus:,} GPU{'' if self.gpus == 1 else 's'}"
         return ", ".join(part for part in (count, self.topology, self.dispatch) if part)
+
+
+def asked_of(load: Load, machine: Machine, policy: str) -> dict[str, Any]:
+    """Load, machine and the policy's settings as flat values for JSON and SQL; None is what was not recorded."""
+    return {
+        "load": str(load),
+        "sessions": load.sessions,
+        "request_rate": load.request_rate,
+        "burstiness": load.burstiness,
+        "max_concurrency": load.max_concurrency,
+        "gpus": machine.gpus,
+        "topology": machine.topology or None,
+        "dispatch": machine.dispatch or None,
+        "max_num_batched_tokens": machine.max_num_batched_tokens,
+        "max_num_seqs": machine.max_num_seqs,
+        "policy_settings": policy_settings(policy),
+    }
+
+
+def policy_settings(policy: str) -> dict[str, Any] | None:
+    """The settings in force under a policy, defaults included; None for a name that is no policy but a label."""
+    try:
+        spec = parse_policy(policy)
+    except PolicyError:
+        return None
+    return {name: getattr(spec, name) for name in takes(spec)}
 
 
 def machine_of_run(manifest: Manifest) -> Machine:

@@ -10,16 +10,15 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ebbench.analysis.columns import NEEDED, RequestColumns
-from ebbench.analysis.distribution import Distribution
+from ebbench.analysis.distribution import QUANTILES, Distribution
 from ebbench.analysis.environment import conditions_of, environment_of
 from ebbench.analysis.failures import FAILURE_COLUMNS, Failure, failures_of, merge_failures
-from ebbench.analysis.load import Load, Machine, load_of_run, machine_of_run
+from ebbench.analysis.load import Load, Machine, asked_of, load_of_run, machine_of_run
 from ebbench.analysis.metrics import LATENCIES, Metrics, measure
 from ebbench.analysis.slo import Slo, slo_from_limits
 from ebbench.analysis.steady import steady_windows
 from ebbench.records.manifest import RunWarning
 from ebbench.records.run import Run
-from vllm_eb.policy import PolicyError, parse_policy, takes
 
 
 @dataclass(frozen=True)
@@ -55,8 +54,11 @@ class Summary:
         """What its figures depend on beside policy and seed, as text by name."""
         return conditions_of(self.environment, self.load)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Flat JSON object: identity, counts, rates, ``{mean,median,std,p90,p95,p99}_{ttft,tpot,itl,e2el}_ms``."""
+    def to_dict(self, *, all_percentiles: bool = False) -> dict[str, Any]:
+        """Flat JSON object: identity, counts, rates, ``{mean,median,std,p90,p95,p99}_{ttft,tpot,itl,e2el}_ms``.
+
+        ``all_percentiles`` adds ``unsound_percentiles``: those of too few samples, which are null elsewhere.
+        """
         identity = {
             name: getattr(self, name)
             for name in ("policy", "engine", "device", "model", "workload", "scenario", "source", "seed", "run_dir")
@@ -70,32 +72,15 @@ class Summary:
             "goodput_slo_ms": self.slo.limits() or None,
         }
         phase = {"phase": self.phase} if self.phase else {}
-        return identity | phase | self.asked() | metrics_dict(self.metrics) | verdict
-
-    def asked(self) -> dict[str, Any]:
-        """The load, the machine and the policy's settings as flat JSON values; null is what was not recorded."""
-        return {
-            "load": str(self.load),
-            "sessions": self.load.sessions,
-            "request_rate": self.load.request_rate,
-            "burstiness": self.load.burstiness,
-            "max_concurrency": self.load.max_concurrency,
-            "gpus": self.machine.gpus,
-            "topology": self.machine.topology or None,
-            "dispatch": self.machine.dispatch or None,
-            "max_num_batched_tokens": self.machine.max_num_batched_tokens,
-            "max_num_seqs": self.machine.max_num_seqs,
-            "policy_settings": policy_settings(self.policy),
-        }
-
-
-def policy_settings(policy: str) -> dict[str, Any] | None:
-    """The settings in force under a policy, defaults included; None for a name that is no policy but a label."""
-    try:
-        spec = parse_policy(policy)
-    except PolicyError:
-        return None
-    return {name: getattr(spec, name) for name in takes(spec)}
+        unsound = {"unsound_percentiles": unsound_percentiles(self.metrics)} if all_percentiles else {}
+        return (
+            identity
+            | phase
+            | asked_of(self.load, self.machine, self.policy)
+            | metrics_dict(self.metrics)
+            | unsound
+            | verdict
+        )
 
 
 def summarise(run: Run, slo: Slo | None = None) -> Summary:
@@ -160,6 +145,18 @@ def _summary(run: Run, metrics: Metrics, slo: Slo, phase: str = "") -> Summary:
         machine=machine_of_run(manifest),
         virtual=manifest.clock == "virtual",
     )
+
+
+def unsound_percentiles(metrics: Metrics) -> dict[str, float]:
+    """Percentiles that too few samples stand behind, by the names they have in :func:`metrics_dict`; ms."""
+    found = {}
+    for latency in (*LATENCIES, "ttft_from_send", "lag"):
+        distribution: Distribution = getattr(metrics, latency)
+        for name in QUANTILES:
+            estimate = distribution.estimate(name)
+            if estimate is not None and getattr(distribution, name) is None:
+                found[f"{name}_{latency}_ms"] = estimate
+    return found
 
 
 def metrics_dict(metrics: Metrics) -> dict[str, Any]:

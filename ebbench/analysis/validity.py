@@ -13,10 +13,8 @@ import pyarrow.compute as pc
 
 from ebbench.analysis.columns import MISSING, STATUSES, RequestColumns
 from ebbench.analysis.metrics import Metrics
+from ebbench.client.verdict import LAG_REMEDY, lag_limit_ms
 from ebbench.records.schema import EARLIER_TURN_FAILED
-
-LAG_FLOOR_MS = 10.0
-LAG_SHARE_OF_TTFT = 0.05
 
 
 @dataclass(frozen=True)
@@ -25,12 +23,14 @@ class Conditions:
 
     ``paced_sends``: sends follow a clock of their own, so that lateness is the client's fault; false in virtual
     time and where a concurrency cap makes requests wait. ``failure_limit`` is the share of planned requests that
-    may fail.
+    may fail, ``lag_limit_ms`` the p99 of lateness that is allowed; None: what :func:`lag_limit_ms` says of
+    the requests.
     """
 
     interrupted: bool = False
     paced_sends: bool = True
     failure_limit: float = 0.01
+    lag_limit_ms: float | None = None
 
 
 def invalid_reasons(
@@ -40,7 +40,7 @@ def invalid_reasons(
     reasons = [
         *_accounting(requests, plan, columns),
         *_failures(requests, metrics, conditions.failure_limit),
-        *(_lateness(columns, metrics) if conditions.paced_sends else []),
+        *(_lateness(requests, columns, conditions.lag_limit_ms) if conditions.paced_sends else []),
     ]
     if conditions.interrupted:
         reasons.append("interrupted before the plan was carried out")
@@ -93,13 +93,13 @@ def _failures(requests: pa.Table, metrics: Metrics, limit: float) -> list[str]:
     return []
 
 
-def _lateness(columns: RequestColumns, metrics: Metrics) -> list[str]:
-    """The client could not keep its schedule: p99 lag above 10 ms or 5 % of median TTFT, whichever is larger."""
+def _lateness(requests: pa.Table, columns: RequestColumns, asked_ms: float | None) -> list[str]:
+    """The client could not keep its schedule: its p99 lag is above the limit."""
     sent = (columns.sent != MISSING) & (columns.intended != MISSING)
-    if not sent.any() or metrics.ttft.median is None:
+    if not sent.any() or not columns.ok.any():
         return []
     p99_ms = float(np.percentile((columns.sent - columns.intended)[sent], 99)) / 1e6
-    limit_ms = max(LAG_FLOOR_MS, LAG_SHARE_OF_TTFT * metrics.ttft.median)
+    limit_ms = lag_limit_ms(requests, asked_ms)
     if p99_ms <= limit_ms:
         return []
-    return [f"the client fell behind its schedule: p99 lag {p99_ms:.1f} ms, limit {limit_ms:.1f} ms"]
+    return [f"the client fell behind its schedule: p99 lag {p99_ms:.1f} ms, limit {limit_ms:.4g} ms; {LAG_REMEDY}"]

@@ -23,7 +23,7 @@ from ebbench.engines.setup import (
 )
 from ebbench.errors import EbbenchError, InterruptedRunError, RunError, UsageError
 from ebbench.records.manifest import RunWarning, wall_clock_ns
-from ebbench.records.run import Run, RunWriter, default_run_dir, slug, unused
+from ebbench.records.run import NotStoredError, Run, RunWriter, default_run_dir, slug, unused
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -62,6 +62,7 @@ class Asked:
     save_as_vllm: Path | None
     client: ClientFlags
     cluster: ClusterAsked
+    all_percentiles: bool = False
 
 
 @dataclass
@@ -197,22 +198,32 @@ def _order(policies: list[PolicySpec], repeat: int) -> Iterator[PolicySpec]:
 def _run_one(
     asked: Asked, plan: Plan, spec: PolicySpec, device: Device, engine: Engine, messages: Console, done: _Done
 ) -> None:
-    from ebbench.analysis.explain import explain
-    from ebbench.analysis.summary import summarise, summarise_phases
-
     seed = int(plan.facts.get("seed", asked.seed))
     label = spec.name if asked.repeats == 1 else f"{spec.name} seed {seed}"
-    stored = measure(asked, plan, spec, device, engine, messages, _run_dir(asked, spec, seed), label)
-    done.summaries.append(summarise(stored))
-    done.stories.append(explain(stored))
+    try:
+        stored = measure(asked, plan, spec, device, engine, messages, _run_dir(asked, spec, seed), label)
+    except NotStoredError as error:
+        if error.run is not None:
+            _keep(error.run, done)  # what was measured is shown though the disk is full
+        raise
+    _keep(stored, done)
     if asked.save_as_vllm is not None:
         from ebbench.export.vllm_json import save_vllm_result
 
         save_vllm_result(stored, done.summaries[-1], asked.save_as_vllm)
-    phases = summarise_phases(stored)
+    done.interrupted = stored.manifest.interrupted
+
+
+def _keep(run: Run, done: _Done) -> None:
+    """Keep of a run what is shown at the end."""
+    from ebbench.analysis.explain import explain
+    from ebbench.analysis.summary import summarise, summarise_phases
+
+    done.summaries.append(summarise(run))
+    done.stories.append(explain(run))
+    phases = summarise_phases(run)
     if len(phases) > 1:
         done.phases += phases
-    done.interrupted = stored.manifest.interrupted
 
 
 def measure(
@@ -300,7 +311,7 @@ def _show(asked: Asked, done: _Done, *, as_json: bool) -> None:
         from ebbench.analysis.summary import mean_over_repeats
 
         groups = sorted((group for case in cases for group in case.groups), key=lambda group: order[group.policy])
-        rows = [[summary.to_dict() for summary in group.summaries] for group in groups]
+        rows = [[one.to_dict(all_percentiles=asked.all_percentiles) for one in group.summaries] for group in groups]
         merged = [row[0] if asked.repeats == 1 else mean_over_repeats(row) for row in rows]
         sys.stdout.write(json.dumps(merged, indent=2, allow_nan=False) + "\n")
     elif cases:
@@ -308,7 +319,7 @@ def _show(asked: Asked, done: _Done, *, as_json: bool) -> None:
 
         from ebbench.render.report import print_report
 
-        print_report(Console(highlight=False), cases)
+        print_report(Console(highlight=False), cases, all_percentiles=asked.all_percentiles)
 
 
 def _verdict(done: _Done) -> None:

@@ -65,6 +65,13 @@ class ClientFlags:
         str | None,
         _opt("--ca-file", help="Certificate authorities to trust (PEM). Default: SSL_CERT_FILE, else the usual ones."),
     ] = None
+    lag_limit_ms: Annotated[
+        float | None,
+        _opt(
+            "--lag-limit-ms",
+            help="Lag of the client (p99) beyond which the run is INVALID. Default: 10 or 5 % of the median TTFT.",
+        ),
+    ] = None
     insecure: Annotated[bool | None, _opt("--insecure", help="Do not verify TLS certificates.")] = None
 
     def settings(self) -> dict[str, Any]:

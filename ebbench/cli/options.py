@@ -7,7 +7,7 @@ import inspect
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, fields, is_dataclass
-from typing import Any, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 import typer
 from typer.core import TyperCommand, TyperOption
@@ -20,6 +20,10 @@ def opt(*names: str, help: str, panel: str) -> typer.models.OptionInfo:
     """An option under a heading of ``--help``."""
     option: typer.models.OptionInfo = typer.Option(*names, help=help, rich_help_panel=panel)
     return option
+
+
+ALL_PERCENTILES = "Show p90, p95 and p99 of every latency, marked ? where there were too few samples."
+AllPercentiles = Annotated[bool, typer.Option("--all-percentiles", help=ALL_PERCENTILES)]
 
 
 def grouped(command: Callable[..., None]) -> Callable[..., None]:

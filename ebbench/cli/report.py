@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ebbench.cli.options import GoodputCommand
+from ebbench.cli.options import AllPercentiles, GoodputCommand
 from ebbench.errors import DataError, EbbenchError, UnknownNameError, UsageError
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ def report(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="HTML file (default report.html) or directory of exports.")
     ] = None,
+    all_percentiles: AllPercentiles = False,
     title: Annotated[str, typer.Option("--title", help="Heading of the page.")] = "",
     goodput: Annotated[
         list[str] | None, typer.Option("--goodput", help="Other limits in ms: ttft:500 tpot:50 e2el:5000.")
@@ -50,15 +51,16 @@ def report(
     target = output or Path("report.html")
     if target.is_dir():
         raise UsageError(f"{target} is a directory; give a file, e.g. --output {target / 'report.html'}")
-    _page(loaded, target, title, slo)
+    _page(loaded, target, title, slo, all_percentiles=all_percentiles)
 
 
-def _page(runs: Sequence[Run], target: Path, title: str, slo: Slo | None) -> None:
+def _page(runs: Sequence[Run], target: Path, title: str, slo: Slo | None, *, all_percentiles: bool) -> None:
     from ebbench.report import page
     from ebbench.report.page_data import page_of
 
     extra, notes = _paired(runs)
-    page.write(page_of(runs, title=title, slo=slo, extra=extra, notes=notes), target)
+    found = page_of(runs, title=title, slo=slo, extra=extra, notes=notes, all_percentiles=all_percentiles)
+    page.write(found, target)
     typer.echo(f"wrote {target} ({target.stat().st_size / 1e6:.1f} MB, {len(runs)} run(s))", err=True)
 
 

@@ -47,6 +47,7 @@ def run(
         slo=parse_slo(output.goodput or ()),
         output_dir=output.output_dir,
         save_as_vllm=output.save_as_vllm,
+        all_percentiles=output.all_percentiles,
         quiet=output.quiet,
         client=client,
         cluster=cluster,

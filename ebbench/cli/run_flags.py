@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from ebbench.cli import load_flags as load
-from ebbench.cli.options import opt
+from ebbench.cli.options import ALL_PERCENTILES, opt
 from ebbench.traffic.choice import scenario_meant
 
 if TYPE_CHECKING:
@@ -111,6 +111,7 @@ class OutputFlags:
         Path | None,
         opt("--save-as-vllm", help="Write the result also as `vllm bench serve` does (JSON).", panel=_OUTPUT),
     ] = None
+    all_percentiles: Annotated[bool, opt("--all-percentiles", help=ALL_PERCENTILES, panel=_OUTPUT)] = False
     as_json: Annotated[bool, opt("--json", help="One JSON list on stdout, nothing else.", panel=_OUTPUT)] = False
     quiet: Annotated[bool, opt("--quiet", "-q", help="No progress.", panel=_OUTPUT)] = False
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ebbench.cli.options import GoodputCommand
+from ebbench.cli.options import AllPercentiles, GoodputCommand
 
 if TYPE_CHECKING:
     from ebbench.errors import DataError
@@ -21,6 +21,7 @@ def show(
     goodput: Annotated[
         list[str] | None, typer.Option("--goodput", help="Other limits in ms: ttft:500 tpot:50 e2el:5000.")
     ] = None,
+    all_percentiles: AllPercentiles = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON list on stdout, one entry per run.")] = False,
 ) -> None:
     """Print stored runs again: tables, verdict, reasons and warnings. Damaged ones are named and left out (exit 3).
@@ -34,7 +35,10 @@ def show(
     loaded, damaged = _load(runs)
     summaries = [summarise(run, slo) for run in loaded]
     if as_json:
-        sys.stdout.write(json.dumps([s.to_dict() for s in summaries], indent=2, allow_nan=False) + "\n")
+        sys.stdout.write(
+            json.dumps([s.to_dict(all_percentiles=all_percentiles) for s in summaries], indent=2, allow_nan=False)
+            + "\n"
+        )
         return _finish(damaged)
     from rich.console import Console
 
@@ -46,7 +50,7 @@ def show(
     per_run = [summarise_phases(run, slo) for run in loaded]
     phases = [summary for parts in per_run if len(parts) > 1 for summary in parts]
     cases = cases_of(summaries, [explain(run) for run in loaded], phases)
-    print_report(Console(highlight=False), cases)
+    print_report(Console(highlight=False), cases, all_percentiles=all_percentiles)
     return _finish(damaged)
 
 

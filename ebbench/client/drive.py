@@ -31,7 +31,7 @@ from ebbench.client.probe import Probe
 from ebbench.client.progress import Observer, Tally
 from ebbench.client.scrape import Scraper
 from ebbench.client.shared import SharedMemory, memory_folder
-from ebbench.client.verdict import client_warnings, invalid_reasons, loop_lag_p99_ms, send_lag_p99_ms
+from ebbench.client.verdict import client_warnings, invalid_reasons, lag_limit_ms, loop_lag_p99_ms, send_lag_p99_ms
 from ebbench.client.warmup import warm_up
 from ebbench.errors import UsageError
 from ebbench.records.plan import Plan
@@ -138,6 +138,7 @@ async def _drive(
                 await _run(team, book, tally, scraper)
             released = book.released
     requests = tally.complete(agenda, released, dropped)
+    limit_ms = lag_limit_ms(requests, options.lag_limit_ms)
     facts = {
         "server": url,
         "served_model": served.model,
@@ -146,6 +147,7 @@ async def _drive(
         "client_cpu_s": sum(m.farewell.cpu_s for m in team.members if m.farewell),
         "send_lag_p99_ms": send_lag_p99_ms(requests),
         "loop_lag_p99_ms": loop_lag_p99_ms(team.members),
+        "lag_limit_ms": limit_ms,
         "request_id_prefix": id_prefix,
         "prefix_cache_reset": cache_reset,
         "start_monotonic_ns": tally.start_ns,
@@ -154,7 +156,7 @@ async def _drive(
         requests=requests,
         warnings=client_warnings(requests, table, renamed, len(dropped)),
         server_metrics=scraper.table(tally.start_ns) if scraper else SERVER_METRICS.empty_table(),
-        invalid=invalid_reasons(requests, team.members),
+        invalid=invalid_reasons(limit_ms, team.members),
         interrupted=tally.interrupted,
         facts=facts,
     )

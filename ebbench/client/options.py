@@ -31,6 +31,7 @@ class ClientOptions:
     a closed loop begins or raises its limit, the new slots open so far apart. ``transport`` "httpx" goes through
     httpx's own transport (proxies from the environment) instead of the direct one. ``ca_file`` (PEM) names the only
     certificate authorities to trust; None: those of SSL_CERT_FILE or the usual ones.
+    ``lag_limit_ms``: p99 of the client's lag from which on a run is INVALID; None: 10 ms or 5 % of the median TTFT.
     """
 
     model: str | None = None
@@ -56,6 +57,7 @@ class ClientOptions:
     transport: Literal["direct", "httpx"] = "direct"
     verify_tls: bool = True
     ca_file: str | None = None
+    lag_limit_ms: float | None = None
 
     def __post_init__(self) -> None:
         if self.endpoint not in ("completions", "chat"):

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 import pyarrow as pa
@@ -82,6 +82,17 @@ class Run:
     def plan(self) -> pa.Table:
         """What was asked."""
         return self.table("plan")
+
+
+class NotStoredError(RunError):
+    """A run was measured but could not be written. ``run`` holds it in memory, INVALID for that reason."""
+
+    def __init__(self, message: str, run: Run | None = None) -> None:
+        super().__init__(message)
+        self.run = run
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (str(self),)  # a run in memory is not sent from a worker process to its parent
 
 
 class RunWriter:

@@ -217,7 +217,7 @@ def legend(cases: Sequence[Case], *, all_percentiles: bool = False) -> str:
         "TTFT and E2EL count from the intended start",
     ]
     groups = [group for case in cases for group in case.groups]
-    lowered = [latency.upper() for latency in _TAILS[:3] if sound_percentile(groups, latency) != "p99"]
+    lowered = [latency.upper() for latency in _TAILS[:3] if sound_percentile(groups, latency) in ("p90", "p95")]
     if all_percentiles:
         parts.append("?: too few samples for this percentile, do not rely on it")
     elif lowered:

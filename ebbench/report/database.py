@@ -1,13 +1,15 @@
-"""Stored runs as a DuckDB database: one view a table, one row a run in ``runs``."""
+"""Stored runs as a DuckDB database: one view per table, one row per run in ``runs``."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
+from ebbench.analysis.load import asked_of, load_of_run, machine_of_run
 from ebbench.analysis.summary import metrics_dict, summarise
 from ebbench.errors import DataError, UsageError
 from ebbench.extras import need
@@ -86,7 +88,10 @@ def _row(run: Run) -> dict[str, Any]:
         "seed": m.seed, "policy": m.policy, "engine": m.engine, "clock": m.clock, "device": m.device, "model": m.model,
         "plan_hash": m.plan_hash, "git_commit": m.git_commit, "valid": m.valid, "interrupted": m.interrupted,
     }  # fmt: skip
-    return row | {name: value for name, value in m.options.items() if isinstance(value, str | int | float | bool)}
+    asked = asked_of(load_of_run(m), machine_of_run(m), m.policy)
+    asked["policy_settings"] = None if asked["policy_settings"] is None else json.dumps(asked["policy_settings"])
+    options = {name: value for name, value in m.options.items() if isinstance(value, str | int | float | bool)}
+    return row | asked | options
 
 
 def _figures(run: Run) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from ebbench.analysis.compare.cases import Case
 from ebbench.analysis.documents import Column, Measured, Section, Value, text
+from ebbench.analysis.load import load_of_run, policy_settings
 from ebbench.analysis.summary import Summary
 from ebbench.records.run import Run
 from ebbench.render import numbers, tables
@@ -125,6 +126,8 @@ def _facts(run: Run) -> dict[str, str]:
         "KV capacity, tokens": numbers.count(m.kv_capacity_tokens), "plan": m.plan_hash[:16],
         "git commit": m.git_commit or "", "valid": "yes" if m.valid else f"no: {'; '.join(m.reasons)}",
     }  # fmt: skip
+    settings = policy_settings(m.policy)
+    plain |= {"load": str(load_of_run(m)), "policy settings": json.dumps(settings) if settings else ""}
     if m.calibration and "source" in m.calibration:
         plain["controller calibration"] = str(m.calibration["source"])
     versions = {f"version of {name}": version for name, version in m.versions.items()}

@@ -57,7 +57,7 @@ def test_a_run_ends_with_table_winner_reasons_and_caveats(engine: MadeEngine) ->
     assert "k* = 5 of N* = 8" in text
     assert "lengths from profile" in text
     assert "lengths are made up" in text
-    assert "too few for a 99th percentile" in text
+    assert "too few for p99, which takes 662" in text
     assert "engine: made up, asked for auto" in done.stderr
     assert "v1: 100/100" in done.stderr
 

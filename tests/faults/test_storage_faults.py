@@ -249,6 +249,9 @@ def test_13_a_disk_that_is_really_full(small_disk: Path) -> None:
     assert done.exit_code == 4
     assert "No space left on device" in done.stderr
     assert "Traceback" not in done.output
+    assert "INVALID v1 (seed 0): not stored" in " ".join(done.stdout.split())  # what was measured is shown
+    row = next(line for line in done.stdout.splitlines() if line.startswith("v1 INVALID"))
+    assert float(row.split()[2].replace(",", "")) > 0
     assert not (small_disk / "run" / MANIFEST).exists()
 
 

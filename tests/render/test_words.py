@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from made_runs import MadeEngine, device_of, plan_of
 from rich.console import Console
@@ -14,13 +15,16 @@ from rich.console import Console
 from ebbench.analysis.compare.cases import cases_of
 from ebbench.analysis.compare.policies import Group, group_by_policy
 from ebbench.analysis.conclude import Setting, conclude
+from ebbench.analysis.distribution import Distribution
+from ebbench.analysis.documents import text
 from ebbench.analysis.explain import CrossoverFacts, DecisionFacts, Spread, StepFacts, Story, explain
 from ebbench.analysis.metrics import SteadyRates
 from ebbench.analysis.slo import Slo
 from ebbench.analysis.summary import summarise
 from ebbench.engines.base import EngineOptions, Progress
 from ebbench.records.run import RunWriter
-from ebbench.render import asked, live, numbers, words
+from ebbench.render import asked, live, numbers, tables, words
+from ebbench.render.documents import as_csv
 from ebbench.render.report import print_report
 from vllm_eb.policy import parse_policy
 
@@ -224,13 +228,85 @@ def printed(groups: tuple[Group, ...], width: int) -> str:
     return console.file.getvalue()  # type: ignore[attr-defined,no-any-return]
 
 
-@pytest.mark.parametrize("width", [80, 104, 120, 200])
-def test_tables_keep_their_rows_whole(tmp_path: Path, width: int) -> None:
-    shown = printed(made_groups(tmp_path, "v1", "ebplus", "deferred:k=4"), width)
-    rows = [line for line in shown.splitlines() if line.startswith(("v1 ", "ebplus ", "deferred:k=4 "))]
-    assert len([row for row in rows if "ms" in row and "–" in row]) == 3
-    [header] = [line for line in shown.splitlines() if "TTFT  " in line]
-    assert ("E2EL" in header) == (width >= 104)
+POLICIES = ("v1", "ebplus", "deferred:k=4")
+
+
+@pytest.mark.parametrize("width", [60, 80, 104, 120, 200])
+@pytest.mark.parametrize("all_percentiles", [False, True])
+def test_every_column_is_shown_at_every_width_beside_its_policy(
+    tmp_path: Path, width: int, all_percentiles: bool
+) -> None:
+    from ebbench.render.documents import section_tables
+
+    cases = cases_of([summary for group in made_groups(tmp_path, *POLICIES) for summary in group.summaries])
+    [section] = tables.comparison(cases, all_percentiles=all_percentiles).sections
+    console = Console(file=io.StringIO(), width=width, highlight=False)
+    for part in section_tables(section, width):
+        console.print(part)
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert max(map(len, lines)) <= width
+    assert "…" not in "".join(lines)
+    rules = [place for place, line in enumerate(lines) if line.startswith("──")]
+    for place in rules:
+        assert [line.split()[0] for line in lines[place + 1 : place + 4]] == list(POLICIES)
+    heads = " ".join(word for place in rules for line in lines[place - 2 : place] for word in line.split()).split()
+    wanted = [word for column in section.columns[1:] for word in column.name.split()]
+    assert sorted(heads) == sorted([*wanted, *["policy"] * len(rules)])
+
+
+def test_of_too_few_samples_the_highest_sound_percentile_is_shown(tmp_path: Path) -> None:
+    [group] = made_groups(tmp_path, "v1")
+    assert tables.sound_percentile([group], "ttft") is None  # 40 requests
+    assert tables.sound_percentile([group], "itl") == "p99"
+    [summary] = group.summaries
+
+    def with_samples(count: int) -> Group:
+        ttft = Distribution.of_ns(np.arange(1, count + 1) * 1e6)
+        return replace(group, summaries=(replace(summary, metrics=replace(summary.metrics, ttft=ttft)),))
+
+    for count, name in ((63, None), (64, "p90"), (130, "p95"), (662, "p99")):
+        assert tables.sound_percentile([with_samples(count)], "ttft") == name
+    assert tables.sound_percentile([with_samples(64), with_samples(662)], "ttft") == "p90"  # one column, one percentile
+    shown = printed((with_samples(130),), 200)
+    assert "TTFT: the highest percentile" in " ".join(shown.split())
+    [header] = [line for line in shown.splitlines() if "TTFT" in line and "TPOT" in line and "ITL" in line]
+    column = header.rindex("TTFT") + len("TTFT")
+    below = shown.splitlines()[shown.splitlines().index(header) + 1]
+    assert below[:column].endswith("p95")
+
+
+def test_percentiles_of_too_few_samples_are_marked_where_asked_for(tmp_path: Path) -> None:
+    [group] = made_groups(tmp_path, "v1")
+    found = tables.comparison(cases_of(group.summaries), all_percentiles=True)
+    [section] = found.sections
+    marked = {
+        column.key: text(value, column).endswith(" ?")
+        for column, value in zip(section.columns, section.rows[0], strict=True)
+    }
+    assert marked["p99_ttft_ms"]
+    assert marked["p90_e2el_ms"]
+    assert not marked["p99_itl_ms"]
+    [summary] = group.summaries
+    told = summary.to_dict(all_percentiles=True)
+    assert told["p99_ttft_ms"] is None
+    assert told["unsound_percentiles"]["p99_ttft_ms"] == pytest.approx(summary.metrics.ttft.estimates[2])
+    assert "p99_itl_ms" not in told["unsound_percentiles"]
+    assert "unsound_percentiles" not in summary.to_dict()
+    row = as_csv(found).splitlines()
+    values = dict(zip(row[0].split(","), row[1].split(","), strict=True))
+    assert values["p99_ttft_ms_sound"] == "false"
+    assert float(values["p99_ttft_ms"]) == told["unsound_percentiles"]["p99_ttft_ms"]
+
+
+def test_deviations_are_columns_of_their_own_in_csv(tmp_path: Path) -> None:
+    [group] = made_groups(tmp_path, "v1")
+    [summary] = group.summaries
+    faster = replace(summary, seed=1, metrics=replace(summary.metrics, output_throughput=1.0))
+    row = as_csv(tables.comparison(cases_of([summary, faster]))).splitlines()
+    values = dict(zip(row[0].split(","), row[1].split(","), strict=True))
+    mean = (1 + (summary.metrics.output_throughput or 0)) / 2
+    assert float(values["output_throughput"]) == pytest.approx(mean)
+    assert float(values["output_throughput_std"]) == pytest.approx(abs(mean - 1) * 2**0.5)
 
 
 SNAPSHOT = Progress("eb", 1204, 4000, 95_120, 120_000, 10.0, "eb", 100, 3)

@@ -41,6 +41,15 @@ def test_figures_can_be_asked_for_in_sql(runs: Path) -> None:
     assert row == {"output_throughput": metrics.output_throughput, "median_ttft_ms": metrics.ttft.median}
 
 
+def test_the_load_the_machine_and_the_policys_settings_can_be_asked_for(runs: Path) -> None:
+    wanted = "load, sessions, max_concurrency, request_rate, gpus, topology, max_num_batched_tokens, max_num_seqs"
+    (row,) = answer(runs, f"select {wanted}, policy_settings from runs where policy = 'eb'")
+    told = summarise(Run.load(runs / "eb")).to_dict()
+    assert json.loads(str(row.pop("policy_settings"))) == told["policy_settings"] != {}
+    assert row == {name: told[name] for name in row}
+    assert row["sessions"] == 450
+
+
 @pytest.mark.parametrize("view", sorted(SCHEMAS))
 def test_every_table_is_a_view_with_the_run_in_front(runs: Path, view: str) -> None:
     rows = answer(runs, f"select run, count(*) as n from {view} group by run order by run")
