@@ -43,6 +43,8 @@ _OVERLOAD = 1.25
 """Load of a probe that measures the rate at which an overloaded system completes sessions, over that rate."""
 _SURELY_OVER = 1.08
 """A queue that grows at less than this much overload may have grown by chance."""
+_WIDEST = math.log(2)
+"""Half intervals wider than this, in log(load), say nothing either."""
 _FLATTEST = -0.5
 """Slopes of logit(share) over log(load) above this say nothing about where the crossing is."""
 
@@ -180,11 +182,17 @@ def estimate(search: Search, probes: Sequence[Probe]) -> Estimate:
         if (crossing := _crossing(requirement, index, probes, middle)) is not None
     ]
     hard = _hard_limit(probes, low, high)
-    if hard is not None:
+    if hard is not None and not _missed_below(search, probes, hard):
         found.append(hard)
     if not found:
         return Estimate(middle, low, high, _blame(search, probes), fitted=False)
     return min(found, key=lambda crossing: crossing.capacity or math.inf)
+
+
+def _missed_below(search: Search, probes: Sequence[Probe], hard: Estimate) -> bool:
+    """Whether requests missed their limits at a load below ``hard``, with a bounded queue: a limit then decides."""
+    bounded = [probe for probe in probes if not probe.runaway and not probe.failed]
+    return any(probe.load < (hard.capacity or math.inf) and not probe.meets(search.requirements) for probe in bounded)
 
 
 def _falling(values: list[float], weights: list[int]) -> list[float]:
@@ -274,6 +282,8 @@ def _crossing(requirement: Requirement, index: int, probes: Sequence[Probe], mid
         centre = min(max(moved, centre - _NEAR), centre + _NEAR)
     assert fit is not None
     half = fit.half_width(moved)
+    if half > _WIDEST:
+        return None
     return Estimate(math.exp(moved), math.exp(moved - half), math.exp(moved + half), requirement.name, fitted=True)
 
 

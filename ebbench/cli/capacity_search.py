@@ -85,7 +85,7 @@ def search_all(question: CapacityQuestion, *, plot: Path | None, as_json: bool) 
     found: dict[str, Outcome] = {}
     try:
         for spec in policies:
-            prober = _Prober(question, replace(asked, policies=[spec]), spec, device, engine, messages, folder)
+            prober = RunProber(question, replace(asked, policies=[spec]), spec, device, engine, messages, folder)
             found[spec.name] = _search(question, limits, prober, budget, messages)
     except KeyboardInterrupt:
         _show(found, limits, question, as_json=as_json, plot=plot)
@@ -159,7 +159,7 @@ def _folder(question: CapacityQuestion, limits: Limits) -> Path:
 
 
 @dataclass(frozen=True)
-class _Prober:
+class RunProber:
     """Makes the runs of one policy's search under ``folder``, and finds those of an earlier one."""
 
     question: CapacityQuestion
@@ -210,7 +210,9 @@ class _Prober:
         return run
 
 
-def _search(question: CapacityQuestion, limits: Limits, prober: _Prober, budget: Budget, messages: Console) -> Outcome:
+def _search(
+    question: CapacityQuestion, limits: Limits, prober: RunProber, budget: Budget, messages: Console
+) -> Outcome:
     from ebbench.capacity import words
 
     kind = "virtual" if prober.engine.name in ("sim", "emulated") else "real"
