@@ -25,7 +25,7 @@ from ebbench.analysis.statistics import Interval
 
 Floats = npt.NDArray[np.float64]
 
-RATES = (5.0, 20.0, 80.0, 320.0, 1280.0)
+RATES = (1.25, 5.0, 20.0, 80.0, 320.0, 1280.0)
 """Bets per unit of log loss. The best rate is loss / variance: 3 % with a spread of 2 % between pairs asks for 75, with
 0.5 % for 1,200, 10 % with a spread of 14 % for 5."""
 _STEPS = 60

@@ -23,6 +23,7 @@ EXACT_PAIRS = 14
 """Up to so many pairs every one of the 2**n sign patterns is counted; beyond, 99,999 drawn ones."""
 RESAMPLES = 99_999
 _MDE_DRAWS = 4_000
+_MOST_PAIRS = 1_000
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,20 @@ def holm(p_values: Sequence[float]) -> list[float]:
         floor = max(floor, min(1.0, (len(p_values) - rank) * p_values[index]))
         adjusted[index] = floor
     return adjusted
+
+
+def pairs_to_pass(spread: float, margin: float, *, confidence: float = 0.95, power: float = 0.8) -> int | None:
+    """Pairs after which equal sides have an interval below ``margin`` with probability ``power``; None: too many.
+
+    ``spread`` is the standard deviation of the pairs' losses; both in log units, the losses taken to be normal.
+    """
+    if spread <= 0:
+        return 2
+    for pairs in range(2, _MOST_PAIRS):
+        t = float(_stats().t.ppf((1 + confidence) / 2, pairs - 1)) + float(_stats().norm.ppf(power))
+        if t * spread <= margin * math.sqrt(pairs):
+            return pairs
+    return None
 
 
 def detectable_loss(

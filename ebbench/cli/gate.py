@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ebbench.cli.options import grouped, opt
-from ebbench.errors import UsageError
+from ebbench.errors import DataError, EbbenchError, RunError, UsageError
 
 if TYPE_CHECKING:
     from ebbench.analysis.gate.verdict import Rules, Verdict
@@ -28,28 +28,56 @@ class JudgeFlags:
         list[str] | None,
         opt("--margin", help="Loss that matters, percent: 3, or ttft:10. Repeatable. Default 3.", panel=_JUDGE),
     ] = None
+    metric: Annotated[
+        list[str] | None,
+        opt(
+            "--metric",
+            help="Figure to gate: throughput, requests, tokens, goodput, or ttft, tpot, itl, e2el (medians), "
+            "or one of these with -mean, -p90, -p95, -p99. Repeatable. Default throughput, ttft and tpot.",
+            panel=_JUDGE,
+        ),
+    ] = None
+    policy: Annotated[
+        list[str] | None,
+        opt("--policy", "-p", help="Policy to judge, of several; twice: baseline's, candidate's.", panel=_JUDGE),
+    ] = None
     alpha: Annotated[float, opt("--alpha", help="False alarms accepted, as a share.", panel=_JUDGE)] = 0.05
     allow: Annotated[
         list[str] | None,
         opt("--allow", help="Environment key that may differ, e.g. vllm. Repeatable.", panel=_JUDGE),
     ] = None
 
-    def rules(self) -> Rules:
+    def rules(self, *, sequential: bool) -> Rules:
         """Raises UsageError."""
-        from ebbench.analysis.gate.margins import parse_margins
-        from ebbench.analysis.gate.verdict import Rules
+        from ebbench.analysis.gate.margins import parse_figures, parse_margins
+        from ebbench.analysis.gate.verdict import GATED, Rules
 
         default, single = parse_margins(self.margin or ())
-        return Rules(default_margin=default, margin=single, alpha=self.alpha)
+        gated = parse_figures(self.metric or ()) or GATED
+        return Rules(default_margin=default, margin=single, alpha=self.alpha, gated=gated, sequential=sequential)
+
+    def policies(self) -> tuple[str | None, str | None]:
+        """The baseline's and the candidate's policy; None: whichever there is. Raises UsageError."""
+        names = self.policy or []
+        if len(names) > 2:
+            raise UsageError(f"--policy may be given twice, for the baseline and for the candidate, not {len(names)}x")
+        return (names[0], names[-1]) if names else (None, None)
 
 
 @dataclass(frozen=True)
 class MeasureFlags:
     """Pairs to measure first."""
 
-    pairs: Annotated[int | None, opt("--pairs", help="Measure so many pairs first, in ABBA order.", panel=_MEASURE)] = (
-        None
-    )
+    max_pairs: Annotated[
+        int | None,
+        opt(
+            "--max-pairs",
+            help="Measure pairs until the answer is known, so many at most; default 40. Without commands: judge the "
+            "runs there by the rule that holds at every look.",
+            panel=_MEASURE,
+        ),
+    ] = None
+    pairs: Annotated[int | None, opt("--pairs", help="Measure exactly so many pairs.", panel=_MEASURE)] = None
     baseline_command: Annotated[
         str | None,
         opt("--baseline-command", help="Command with {out} and {seed}; run without a shell.", panel=_MEASURE),
@@ -63,6 +91,21 @@ class MeasureFlags:
     def given(self) -> bool:
         """Whether anything is to be measured."""
         return self.pairs is not None or bool(self.baseline_command or self.candidate_command)
+
+    @property
+    def sequential(self) -> bool:
+        """Whether pairs are judged after each of them: what is measured here is, unless their number is fixed."""
+        return self.max_pairs is not None or (self.given and self.pairs is None)
+
+    def check(self) -> None:
+        """Raise UsageError for a combination that cannot work."""
+        if self.pairs is not None and self.max_pairs is not None:
+            raise UsageError("give --pairs (exactly so many) or --max-pairs (until the answer is known), not both")
+        for name, given in (("--pairs", self.pairs), ("--max-pairs", self.max_pairs)):
+            if given is not None and given < 1:
+                raise UsageError(f"{name} must be at least 1, not {given}")
+        if self.given and (self.baseline_command is None or self.candidate_command is None):
+            raise UsageError("measuring needs both --baseline-command and --candidate-command")
 
 
 @dataclass(frozen=True)
@@ -109,9 +152,10 @@ def gate(
     """Judge paired runs: exit 0 pass, 1 regression, 5 inconclusive, 3 not comparable.
 
     A pair is one restart of a real engine or one seed of a simulated one; at least six are needed. Measure them
-    with `ebbench run --repeats 6`, or let --pairs do it.
+    with `ebbench run --repeats 6`, or let --baseline-command and --candidate-command do it until the answer is known.
     """
-    rules = judging.rules()
+    measuring.check()
+    rules = judging.rules(sequential=measuring.sequential)
     if other.self_test:
         _self_test(rules, other)
         return
@@ -121,33 +165,67 @@ def gate(
         return
     if len(given) != 2:
         raise UsageError(f"gate needs two arguments, BASELINE and CANDIDATE, not {len(given)}")
-    baseline, candidate = given
-    if measuring.given:
-        _measure(baseline, candidate, measuring)
-    verdict = _judge(baseline, candidate, rules, judging.allow or [])
+    question = Question(given[0], given[1], rules, tuple(judging.allow or ()), judging.policies())
+    try:
+        if measuring.given:
+            _measure(question, measuring)
+        verdict = question.judged()
+    except (DataError, RunError) as error:
+        _tell_error(error, output)
+        raise
     raise typer.Exit(_tell(verdict, output))
 
 
-def _judge(baseline: Path, candidate: Path, rules: Rules, allow: list[str]) -> Verdict:
-    from ebbench.analysis.environment import check_allowed
-    from ebbench.analysis.gate.baselines import stored_units
-    from ebbench.analysis.gate.units import load_units
-    from ebbench.analysis.gate.verdict import judge, pair_units
+@dataclass(frozen=True)
+class Question:
+    """Two sides, what may differ between them, and the rules they are judged by."""
 
-    allowed = check_allowed(allow)
-    after = load_units([candidate])
-    stored = baseline.is_file() or baseline.suffix == ".parquet"
-    before = stored_units(baseline, after, allowed) if stored else load_units([baseline])
-    return judge(pair_units(before, after, allowed), rules)
+    baseline: Path
+    candidate: Path
+    rules: Rules
+    allow: tuple[str, ...] = ()
+    policies: tuple[str | None, str | None] = (None, None)
+
+    def judged(self, *, with_detectable: bool = True) -> Verdict:
+        """The verdict on the runs there are. Raises DataError, UnknownNameError."""
+        from ebbench.analysis.environment import check_allowed
+        from ebbench.analysis.gate.baselines import stored_units
+        from ebbench.analysis.gate.units import load_units, of_policy
+        from ebbench.analysis.gate.verdict import judge, pair_units
+
+        allowed = check_allowed(self.allow)
+        ours, theirs = self.policies
+        after = load_units([self.candidate])
+        if theirs is not None:
+            after = of_policy(after, theirs, "candidate")
+        stored = self.baseline.is_file() or self.baseline.suffix == ".parquet"
+        before = stored_units(self.baseline, after, allowed, ours) if stored else load_units([self.baseline])
+        if ours is not None:
+            before = of_policy(before, ours, "baseline")
+        return judge(pair_units(before, after, allowed), self.rules, with_detectable=with_detectable)
 
 
-def _measure(baseline: Path, candidate: Path, wanted: MeasureFlags) -> None:
+def _measure(question: Question, wanted: MeasureFlags) -> None:
+    """Measure pairs, each side by its command; until the answer is known unless their number is fixed."""
     from ebbench.analysis.gate.interleave import Side, measure_pairs
+    from ebbench.analysis.gate.verdict import MAX_PAIRS, pairs_needed
 
-    if wanted.pairs is None or wanted.baseline_command is None or wanted.candidate_command is None:
-        raise UsageError("measuring needs all of --pairs, --baseline-command and --candidate-command")
-    sides = Side(baseline, wanted.baseline_command), Side(candidate, wanted.candidate_command)
-    measure_pairs(*sides, pairs=wanted.pairs, first_seed=wanted.seed, say=_say)
+    rules = question.rules
+    least = pairs_needed(rules, len(rules.gated))
+
+    def decided(pairs: int) -> bool:
+        if not rules.sequential or pairs < least:
+            return False
+        verdict = question.judged(with_detectable=False)
+        _say(f"after {pairs} pairs: {verdict.outcome}" + ("" if verdict.outcome != "inconclusive" else ", going on"))
+        return verdict.outcome != "inconclusive"
+
+    sides = (
+        Side(question.baseline, wanted.baseline_command or ""),
+        Side(question.candidate, wanted.candidate_command or ""),
+    )
+    most = wanted.pairs or wanted.max_pairs or MAX_PAIRS
+    measure_pairs(*sides, pairs=most, first_seed=wanted.seed, say=_say, decided=decided)
 
 
 def _say(line: str) -> None:
@@ -157,20 +235,34 @@ def _say(line: str) -> None:
 def _tell(verdict: Verdict, wanted: OutputFlags) -> int:
     from rich.console import Console
 
-    from ebbench.records import files
     from ebbench.report import verdicts
 
     if wanted.as_json:
         sys.stdout.write(json.dumps(verdicts.to_json(verdict), indent=2, allow_nan=False) + "\n")
     else:
         Console(highlight=False).print(verdicts.console(verdict))
+    _write(verdicts.junit(verdict), verdicts.markdown(verdict), wanted)
+    return verdicts.EXIT_CODES[verdict.outcome]
+
+
+def _tell_error(error: EbbenchError, wanted: OutputFlags) -> None:
+    """What kept the gate from judging, in the files that a CI service reads."""
+    from ebbench.report import verdicts
+
+    _write(verdicts.junit_of_error(str(error)), verdicts.markdown_of_error(str(error), error.exit_code), wanted)
+
+
+def _write(junit: bytes, markdown: str, wanted: OutputFlags) -> None:
+    from ebbench.records import files
+
     if wanted.junit is not None:
-        files.write_bytes(verdicts.junit(verdict), wanted.junit)
+        wanted.junit.parent.mkdir(parents=True, exist_ok=True)
+        files.write_bytes(junit, wanted.junit)
     target = wanted.summary or (Path(given) if (given := os.environ.get("GITHUB_STEP_SUMMARY")) else None)
     if target is not None:
+        target.parent.mkdir(parents=True, exist_ok=True)
         with target.open("a", encoding="utf-8") as file:
-            file.write(verdicts.markdown(verdict))
-    return verdicts.EXIT_CODES[verdict.outcome]
+            file.write(markdown)
 
 
 def _save(runs: list[Path], path: Path) -> None:

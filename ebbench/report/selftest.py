@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+
+import numpy as np
 
 from ebbench import __version__
 from ebbench.analysis.gate import self_test as gate_trials
@@ -10,7 +13,7 @@ from ebbench.analysis.gate.self_test import SelfTest, Tally
 
 
 def markdown(done: SelfTest) -> str:
-    """False alarms by noise, power by slow-down, and how both were measured."""
+    """False alarms by noise, power by slow-down, both with fixed and sequential pairs, and how they were measured."""
     design = done.equal[0].design
     rules = design.rules
     worst = gate_trials.false_alarms(done.equal)
@@ -37,15 +40,66 @@ def markdown(done: SelfTest) -> str:
         f"A slow-down below the margin of {100 * rules.default_margin:g} % is allowed, so a failure there is no "
         "detection that was asked for; one above it that does not fail is inconclusive far more often than passed.",
         "",
+        *_sequential(done),
+        *_spreads(rules.default_margin),
     ]
     return "\n".join(lines)
 
 
-def _table(head: str, rows: Sequence[tuple[str, Tally]]) -> list[str]:
-    lines = [f"| {head} | trials | failed | passed | inconclusive |", "|---|---:|---:|---:|---:|"]
+def _sequential(done: SelfTest) -> list[str]:
+    """The same with pairs measured until the verdict is known."""
+    most = done.equal_sequential[0].design.pairs
+    worst = gate_trials.false_alarms(done.equal_sequential)
+    return [
+        "## Pairs until the answer is known",
+        "",
+        f"As `--max-pairs {most}` measures them: judged after every pair from the sixth on, by p-values and bounds "
+        "that hold at every look (ebbench/analysis/sequential.py). Pairs: median, in brackets the 90th percentile.",
+        "",
+        *_table("two equal sides", [(t.design.noise.name, t) for t in done.equal_sequential], pairs=True),
+        "",
+        f"Highest share of failures: {worst:.1%} (aim: at most 5 %).",
+        "",
+        *_table("slow-down", [(f"{t.design.slowdown:.0%}", t) for t in done.slowed_sequential], pairs=True),
+        "",
+    ]
+
+
+RATIOS = (0.25, 0.5, 1.0, 1.5, 2.0, 3.0)
+
+
+def _spreads(margin: float) -> list[str]:
+    """What another machine's noise asks for."""
+    rows = [
+        f"| {ratio:g} | {_count(median)} | {_count(upper)} |"
+        for ratio, median, upper in gate_trials.pairs_by_spread(RATIOS, margin=margin)
+    ]
+    return [
+        "## Pairs by the spread between them",
+        "",
+        f"How many pairs equal sides take to pass for one figure, by the standard deviation of the pairs' losses over "
+        f"the margin (drawn from a normal distribution; margin {100 * margin:g} %).",
+        "",
+        "| spread over margin | pairs, median | pairs, 90th percentile |",
+        "|---:|---:|---:|",
+        *rows,
+        "",
+    ]
+
+
+def _count(pairs: float) -> str:
+    return "more than 200" if math.isinf(pairs) else f"{pairs:g}"
+
+
+def _table(head: str, rows: Sequence[tuple[str, Tally]], *, pairs: bool = False) -> list[str]:
+    lines = [
+        f"| {head} | trials | failed | passed | inconclusive |" + (" pairs |" if pairs else ""),
+        "|---|---:|---:|---:|---:|" + ("---:|" if pairs else ""),
+    ]
     for name, tally in rows:
         shares = " | ".join(_share(count, tally.trials) for count in (tally.failed, tally.passed, tally.inconclusive))
-        lines.append(f"| {name} | {tally.trials} | {shares} |")
+        taken = [int(count) for count in np.quantile(tally.pairs, (0.5, 0.9), method="higher")] if pairs else []
+        lines.append(f"| {name} | {tally.trials} | {shares} |" + (f" {taken[0]} ({taken[1]}) |" if pairs else ""))
     return lines
 
 

@@ -51,9 +51,14 @@ def _cells(entry: Judged) -> list[str]:
 
 
 def _legend(verdict: Verdict) -> str:
-    return (
+    head = (
         f"{len(verdict.pairs)} pairs; worse by: latency over the baseline's, baseline's rate over the candidate's, "
-        f"geometric mean over the pairs, negative is better; p: exact sign-flip, Holm-adjusted. "
+        "geometric mean over the pairs, negative is better; "
+    )
+    if verdict.rules.sequential:
+        return f"{head}p and interval hold at every look (e-process), p Holm-adjusted. Margin: {_margins(verdict)}."
+    return (
+        f"{head}p: exact sign-flip, Holm-adjusted. "
         f"Minimum detectable loss (failed with 80 % probability) and margin: {detectable(verdict)}."
     )
 
@@ -66,6 +71,12 @@ def detectable(verdict: Verdict) -> str:
             smallest = "none" if entry.detectable is None else f"{100 * entry.detectable:.1f} %"
             parts.append(f"{LABELS[entry.figure]} {smallest} ({100 * entry.margin:g} %)")
     return ", ".join(parts) or "nothing is gated"
+
+
+def _margins(verdict: Verdict) -> str:
+    """Each gated figure's margin."""
+    gated = [entry for entry in verdict.judged if entry.gated]
+    return ", ".join(f"{LABELS[entry.figure]} {100 * entry.margin:g} %" for entry in gated) or "nothing is gated"
 
 
 def interval(entry: Judged) -> str:
@@ -88,6 +99,7 @@ def to_json(verdict: Verdict) -> dict[str, Any]:
         "outcome": verdict.outcome,
         "reason": verdict.reason,
         "exit_code": EXIT_CODES[verdict.outcome],
+        "sequential": verdict.rules.sequential,
         "pairs": [
             {"plan_hash": pair.baseline.plan_hash, "seed": pair.baseline.seed, "baseline": pair.baseline.run,
              "candidate": pair.candidate.run}
@@ -106,7 +118,7 @@ def _finite(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def junit(verdict: Verdict, name: str = "ebbench gate") -> bytes:
-    """JUnit XML: a test case a figure. Inconclusive counts as an error, since it must not pass."""
+    """JUnit XML: one test case per figure. Inconclusive counts as an error, since it must not pass."""
     gated = [entry for entry in verdict.judged if entry.gated]
     suite = Xml.Element("testsuite", name=_legal(name), tests=str(len(verdict.judged)))
     for entry in verdict.judged:
@@ -124,6 +136,18 @@ def junit(verdict: Verdict, name: str = "ebbench gate") -> bytes:
         suite.set("tests", str(len(verdict.judged) + 1))
     for tag, attribute in (("failure", "failures"), ("error", "errors"), ("skipped", "skipped")):
         suite.set(attribute, str(len(suite.findall(f"testcase/{tag}"))))
+    return _document(suite)
+
+
+def junit_of_error(message: str, name: str = "ebbench gate") -> bytes:
+    """JUnit XML of a gate that could not judge: one test case with an error."""
+    suite = Xml.Element("testsuite", name=_legal(name), tests="1", failures="0", errors="1", skipped="0")
+    case = Xml.SubElement(suite, "testcase", classname=_legal(name), name="gate")
+    Xml.SubElement(case, "error", message=_legal(message))
+    return _document(suite)
+
+
+def _document(suite: Xml.Element) -> bytes:
     root = Xml.Element("testsuites")
     root.append(suite)
     Xml.indent(root)
@@ -157,6 +181,11 @@ def markdown(verdict: Verdict) -> str:
     ]
     lines += ["", _legend(verdict), *(f"- {escape(line)}" for line in notes(verdict))]
     return "\n".join(lines) + "\n"
+
+
+def markdown_of_error(message: str, exit_code: int) -> str:
+    """A GitHub job summary of a gate that could not judge."""
+    return f"## ⛔ NOT JUDGED (exit code {exit_code})\n\n{escape(message)}\n"
 
 
 def markdown_table(judged: Sequence[Judged]) -> list[str]:

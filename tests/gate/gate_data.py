@@ -8,7 +8,7 @@ from dataclasses import replace
 from typer.testing import CliRunner, Result
 
 from ebbench.analysis.environment import ENVIRONMENT
-from ebbench.analysis.gate.units import FIGURES, Unit
+from ebbench.analysis.gate.units import MEASURED, Unit
 from ebbench.cli.main import app
 
 SMALL = (
@@ -26,7 +26,7 @@ def invoke(*args: object, env: dict[str, str] | None = None) -> Result:
 
 def unit(seed: int = 0, **changes: object) -> Unit:
     """A run of a real engine with round figures; ``tokens``, ``ttft`` and ``tpot`` change these."""
-    figures: dict[str, float | None] = dict.fromkeys(FIGURES)
+    figures: dict[str, float | None] = dict.fromkeys(MEASURED)
     figures |= {
         "output_throughput": float(changes.pop("tokens", 1_000.0)),  # type: ignore[arg-type]
         "median_ttft_ms": float(changes.pop("ttft", 100.0)),  # type: ignore[arg-type]

@@ -9,7 +9,7 @@ import pytest
 from gate_data import invoke
 
 from ebbench.analysis.gate import self_test as gate_trials
-from ebbench.analysis.gate.self_test import Design, Noise, trial
+from ebbench.analysis.gate.self_test import Design, Noise, Trial, trial
 from ebbench.analysis.gate.verdict import Rules
 from ebbench.report.selftest import wilson
 
@@ -18,8 +18,8 @@ REPORT = Path(__file__).resolve().parents[2] / "reports" / "gate.md"
 
 def test_equal_sides_seldom_fail_and_a_tenth_slower_always_does() -> None:
     noise = Noise("restarts")
-    equal = [trial(Design(noise, 0.0, 6), seed) for seed in range(25)]
-    slowed = [trial(Design(noise, 0.10, 6), seed) for seed in range(10)]
+    equal = [trial(Design(noise, 0.0, 6), seed).outcome for seed in range(25)]
+    slowed = [trial(Design(noise, 0.10, 6), seed).outcome for seed in range(10)]
     assert equal.count("fail") <= 4  # P(more | 5 %) < 1 %
     assert slowed == ["fail"] * 10
 
@@ -27,7 +27,7 @@ def test_equal_sides_seldom_fail_and_a_tenth_slower_always_does() -> None:
 def test_a_drift_of_the_machine_is_no_regression() -> None:
     """Half a percent a restart is 6 % over a comparison; in ABBA order it falls on both sides."""
     steady = Noise("drift", restart=0.002, step=0.01, drift=0.005)
-    assert "fail" not in [trial(Design(steady, 0.0, 6, Rules(default_margin=0.02)), seed) for seed in range(6)]
+    assert "fail" not in [trial(Design(steady, 0.0, 6, Rules(default_margin=0.02)), n).outcome for n in range(6)]
 
 
 def test_a_trial_is_its_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,13 +45,31 @@ class _Kept:
 
 def test_the_command_writes_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        gate_trials, "trial", lambda design, seed: "fail" if design.slowdown > seed % 100 / 1000 else "pass"
+        gate_trials, "trial", lambda design, seed: Trial("fail" if design.slowdown > seed % 100 / 1000 else "pass", 7)
     )
     done = invoke("gate", "--self-test", "--trials", 20, "--workers", 1, "--report", tmp_path / "deep" / "gate.md")
     assert done.exit_code == 0, done.output
     text = (tmp_path / "deep" / "gate.md").read_text()
     assert text.count("| 20 |") == len(gate_trials.NOISES)
-    assert text.count("| 4 |") == len(gate_trials.SLOWDOWNS)
+    assert text.count("| 4 |") == len(gate_trials.SLOWDOWNS) + len(gate_trials.NOISES)
+    assert text.count("| 7 (7) |") == len(gate_trials.NOISES) + len(gate_trials.SLOWDOWNS[2:])
+
+
+def test_sequential_trials_stop_when_the_answer_is_known() -> None:
+    rules = Rules(sequential=True)
+    quiet, loud = Noise("quiet", restart=0.001, step=0.005), Noise("loud", restart=0.08)
+    slowed = [trial(Design(quiet, 0.10, 12, rules), seed) for seed in range(3)]
+    assert {each.outcome for each in slowed} == {"fail"}
+    assert all(each.pairs <= 9 for each in slowed)
+    assert trial(Design(loud, 0.0, 7, rules), 1) == Trial("inconclusive", 7)
+
+
+def test_pairs_grow_with_the_spread_between_them() -> None:
+    rows = gate_trials.pairs_by_spread([0.3, 1.0, 2.0], draws=200)
+    medians = [median for _, median, _ in rows]
+    assert medians == sorted(medians)
+    assert medians[0] <= 7 < medians[2]
+    assert all(upper >= median for _, median, upper in rows)
 
 
 def test_the_published_report_keeps_its_promise() -> None:

@@ -1,4 +1,4 @@
-"""Baselines kept as Parquet: one row a unit, found by the hash of its environment."""
+"""Baselines kept as Parquet: one row per unit, found by the hash of its environment."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 
 from ebbench.analysis.environment import ENVIRONMENT, differences
-from ebbench.analysis.gate.units import FIGURES, Unit
+from ebbench.analysis.gate.units import FIGURES, MEASURED, Unit
 from ebbench.errors import DataError
 from ebbench.records import files
 
@@ -27,10 +27,11 @@ BASELINES = pa.schema(
         pa.field("slo", pa.string(), nullable=False),
         *(pa.field(name, pa.float64()) for name in FIGURES),
         pa.field("load", pa.string()),
+        *(pa.field(name, pa.float64()) for name in MEASURED if name not in FIGURES),
     ]
 )
-LATER = frozenset({"load"})
-"""Columns that older files lack: the load of their rows is unknown."""
+LATER = frozenset({"load", *MEASURED}) - frozenset(FIGURES)
+"""Columns that older files lack: the load of their rows is unknown, and these figures."""
 
 
 def save_baseline(units: Sequence[Unit], path: Path) -> int:
@@ -53,8 +54,10 @@ def _key(unit: Unit) -> tuple[str, str, str]:
     return unit.configuration_hash, unit.policy, unit.load
 
 
-def stored_units(path: Path, candidates: Sequence[Unit], allowed: Sequence[str] = ()) -> list[Unit]:
-    """The baseline for the candidates' environment and load; their own policy's, or the only one there is.
+def stored_units(
+    path: Path, candidates: Sequence[Unit], allowed: Sequence[str] = (), policy: str | None = None
+) -> list[Unit]:
+    """The baseline for the candidates' environment and load: of ``policy``, else of theirs or the only one there is.
 
     Where ``allowed`` makes several environments fit, the candidates' own comes first, then the newest. Raises
     DataError when there is none, naming the keys in which the nearest one differs: a missing baseline never passes.
@@ -67,10 +70,11 @@ def stored_units(path: Path, candidates: Sequence[Unit], allowed: Sequence[str] 
     if not loaded:
         found = "; ".join(dict.fromkeys(unit.load for unit in fitting))
         raise DataError(f"{path}: no baseline of {candidate.load}, only of {found}; store one with --save-baseline")
-    chosen = _of_one_environment([unit for unit in loaded if unit.policy == candidate.policy] or loaded, candidate)
+    wanted = policy or candidate.policy
+    chosen = _of_one_environment([unit for unit in loaded if unit.policy == wanted] or loaded, candidate)
     policies = dict.fromkeys(unit.policy for unit in chosen)
     if len(policies) > 1:
-        raise DataError(f"{path}: no baseline of policy {candidate.policy}, only of {', '.join(policies)}")
+        raise DataError(f"{path}: no baseline of policy {wanted}, only of {', '.join(policies)}")
     return chosen
 
 
@@ -117,7 +121,7 @@ _PLAIN = ("policy", "plan_hash", "seed", "virtual", "anchor_unix_ns", "run", "sl
 def _unit(row: dict[str, Any]) -> Unit:
     unit = Unit(
         environment={name: row[name] for name in ENVIRONMENT},
-        figures={name: row[name] for name in FIGURES},
+        figures={name: row.get(name) for name in MEASURED},
         load=row.get("load") or "",
         **{name: row[name] for name in _PLAIN},
     )

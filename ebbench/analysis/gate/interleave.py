@@ -1,4 +1,4 @@
-"""Measuring two sides back and forth: baseline, candidate, candidate, baseline, ... (ABBA).
+"""Measuring two sides in turns: baseline, candidate, candidate, baseline, ... (ABBA), pair by pair.
 
 Whatever drifts while measuring (temperature, clocks, a neighbour) then falls on both sides alike. A side is a
 command line that stores one run, so the two may be two installations, two branches or two settings.
@@ -46,26 +46,37 @@ def abba(pairs: int) -> Iterator[tuple[int, int]]:
             yield pair, side
 
 
-def measure_pairs(baseline: Side, candidate: Side, *, pairs: int, first_seed: int, say: Callable[[str], None]) -> None:
+def measure_pairs(
+    baseline: Side,
+    candidate: Side,
+    *,
+    pairs: int,
+    first_seed: int,
+    say: Callable[[str], None],
+    decided: Callable[[int], bool] = lambda _: False,
+) -> None:
     """Run both sides' commands, pair by pair; a pair that is there already is not measured again.
 
-    Raises UsageError for commands that cannot work, RunError when one fails.
+    ``decided`` is asked after every pair, with the number of pairs there are, and ends the measuring. Raises UsageError
+    for commands that cannot work, RunError when one fails.
     """
     if pairs < 1:
-        raise UsageError(f"--pairs must be at least 1, not {pairs}")
+        raise UsageError(f"at least 1 pair must be measured, not {pairs}")
     sides = (baseline, candidate)
     for side in sides:
         side.argv(side.directory, 0)
         side.directory.mkdir(parents=True, exist_ok=True)
-    for pair, which in abba(pairs):
+    for runs, (pair, which) in enumerate(abba(pairs), start=1):
         side = sides[which]
-        label = f"pair {pair + 1} of {pairs}, {('baseline', 'candidate')[which]}"
+        label = f"pair {pair + 1} of at most {pairs}, {('baseline', 'candidate')[which]}"
         out = side.directory / f"pair-{pair:03d}"
         if _measured(out):
             say(f"{label}: measured before")
-            continue
-        say(label)
-        _carry_out(side.argv(unused(out), first_seed + pair))
+        else:
+            say(label)
+            _run(side.argv(unused(out), first_seed + pair))
+        if runs % 2 == 0 and decided(pair + 1):
+            return
 
 
 def _measured(out: Path) -> bool:
@@ -73,7 +84,7 @@ def _measured(out: Path) -> bool:
     return any((run / MANIFEST).exists() for run in (out, *out.parent.glob(f"{out.name}-*")))
 
 
-def _carry_out(argv: list[str]) -> None:
+def _run(argv: list[str]) -> None:
     try:
         status, said = run_supervised(argv, GRACE_S, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     except OSError as error:

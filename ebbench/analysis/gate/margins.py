@@ -1,17 +1,23 @@
-"""Margins as a user writes them: ``3`` for every figure, ``ttft:10`` for one; percent."""
+"""Figures and margins as a user writes them: ``ttft-p99``; ``3`` for every figure, ``ttft:10`` for one; percent."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
+from ebbench.analysis.gate.units import NAMES
 from ebbench.errors import UnknownNameError, UsageError
 
 DEFAULT_PERCENT = 3.0
-NAMES = {
-    "throughput": "output_throughput",
-    "ttft": "median_ttft_ms",
-    "tpot": "median_tpot_ms",
-}
+
+
+def parse_figures(names: Iterable[str]) -> tuple[str, ...]:
+    """The columns of the figures named, in that order. Raises UnknownNameError."""
+    found: dict[str, None] = {}
+    for name in (part for text in names for part in text.replace(",", " ").split()):
+        if name not in NAMES:
+            raise UnknownNameError("figure", name, NAMES)
+        found[NAMES[name]] = None
+    return tuple(found)
 
 
 def parse_margins(texts: Iterable[str]) -> tuple[float, dict[str, float]]:
@@ -22,7 +28,7 @@ def parse_margins(texts: Iterable[str]) -> tuple[float, dict[str, float]]:
         if not colon:
             default = _percent(part, value)
         elif name not in NAMES:
-            raise UnknownNameError("gated figure", name, NAMES)
+            raise UnknownNameError("figure", name, NAMES)
         else:
             single[NAMES[name]] = _percent(part, value) / 100
     return default / 100, single

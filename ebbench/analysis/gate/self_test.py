@@ -8,11 +8,13 @@ are disturbed as a real machine's are:
 - the machine drifts over the session: ``drift`` per restart, linearly
 - now and then a step stalls: probability ``stall_share``, ten times its length
 
-A slow-down multiplies the candidate's step times. The plan is new in every pair, the same on both sides.
+A slow-down multiplies the candidate's step times. The plan is new in every pair, the same on both sides. Trials with
+sequential rules add pair after pair until the verdict is known, as ``ebbench gate --max-pairs`` does.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import signal
 import threading
@@ -27,8 +29,9 @@ import numpy as np
 
 from ebbench.analysis.columns import RequestColumns
 from ebbench.analysis.gate.units import Unit, figures_of
-from ebbench.analysis.gate.verdict import DEFAULT_RULES, Outcome, Pair, Rules, judge
+from ebbench.analysis.gate.verdict import DEFAULT_RULES, MAX_PAIRS, Outcome, Pair, Rules, judge, pairs_needed
 from ebbench.analysis.metrics import measure
+from ebbench.analysis.sequential import evidence
 from ebbench.child import begin_pool_worker
 from ebbench.devices import load_device
 from ebbench.devices.base import CostModel, Device, StepShape
@@ -38,7 +41,7 @@ from ebbench.workloads import build_plan
 from vllm_eb.policy import parse_policy
 
 OPTIONS = EngineOptions(max_num_seqs=32, max_num_batched_tokens=2048)
-REQUESTS, CONCURRENCY, INPUT_TOKENS, OUTPUT_TOKENS = 96, 32, 256, 16  # small: a trial is twelve runs
+REQUESTS, CONCURRENCY, INPUT_TOKENS, OUTPUT_TOKENS = 96, 32, 256, 16  # small: a trial is twelve runs or more
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,7 @@ SLOWDOWNS = (0.01, 0.02, 0.03, 0.04, 0.05, 0.07, 0.10)
 
 @dataclass(frozen=True)
 class Design:
-    """One kind of trial."""
+    """One kind of trial. ``pairs`` is their number, with sequential rules the most there may be."""
 
     noise: Noise
     slowdown: float
@@ -71,13 +74,22 @@ class Design:
 
 
 @dataclass(frozen=True)
+class Trial:
+    """The outcome of one comparison, and the pairs it took."""
+
+    outcome: Outcome
+    pairs: int
+
+
+@dataclass(frozen=True)
 class Tally:
-    """Outcomes of many trials of one design."""
+    """Outcomes of many trials of one design; ``pairs`` are those of each."""
 
     design: Design
     failed: int
     passed: int
     inconclusive: int
+    pairs: tuple[int, ...] = ()
 
     @property
     def trials(self) -> int:
@@ -91,10 +103,12 @@ class Tally:
 
 @dataclass(frozen=True)
 class SelfTest:
-    """Equal sides under each noise, and slow-downs under the first."""
+    """Equal sides under each noise, and slow-downs under the first; both with fixed and with sequential rules."""
 
     equal: tuple[Tally, ...]
     slowed: tuple[Tally, ...]
+    equal_sequential: tuple[Tally, ...] = ()
+    slowed_sequential: tuple[Tally, ...] = ()
 
 
 def run_self_test(
@@ -102,35 +116,69 @@ def run_self_test(
     trials: int = 1_000,
     power_trials: int = 200,
     pairs: int = 6,
+    max_pairs: int = MAX_PAIRS,
     rules: Rules = DEFAULT_RULES,
     workers: int = 1,
     seed: int = 0,
 ) -> SelfTest:
-    """Try the gate ``trials`` times per noise on equal sides, ``power_trials`` times per slow-down."""
-    equal = [Design(noise, 0.0, pairs, rules) for noise in NOISES]
-    slowed = [Design(NOISES[0], slowdown, pairs, rules) for slowdown in SLOWDOWNS]
+    """Try the gate ``trials`` times per noise on equal sides, ``power_trials`` times per slow-down.
+
+    Sequential trials take more pairs, so there are fewer: ``power_trials`` per noise, half as many per slow-down.
+    """
+    looked = replace(rules, sequential=True)
+    designs = [
+        [(Design(noise, 0.0, pairs, rules), trials) for noise in NOISES],
+        [(Design(NOISES[0], slowdown, pairs, rules), power_trials) for slowdown in SLOWDOWNS],
+        [(Design(noise, 0.0, max_pairs, looked), power_trials) for noise in NOISES],
+        [(Design(NOISES[0], slowdown, max_pairs, looked), max(power_trials // 2, 1)) for slowdown in SLOWDOWNS[2:]],
+    ]
     with _pool(workers) as pool:
-        tallies = [
-            _tally(pool, design, count, seed + 1_000_000 * index)
-            for index, (design, count) in enumerate(
-                [(design, trials) for design in equal] + [(design, power_trials) for design in slowed]
-            )
-        ]
-    return SelfTest(tuple(tallies[: len(equal)]), tuple(tallies[len(equal) :]))
+        seeds = itertools.count(seed, 1_000_000)
+        tallies = [tuple(_tally(pool, design, count, next(seeds)) for design, count in group) for group in designs]
+    return SelfTest(*tallies)
 
 
-def trial(design: Design, seed: int) -> Outcome:
+def trial(design: Design, seed: int) -> Trial:
     """One comparison from its seed."""
     drawn = np.random.default_rng(seed)
-    pairs = []
+    least = pairs_needed(design.rules, len(design.rules.gated)) if design.rules.sequential else design.pairs
+    pairs: list[Pair] = []
+    outcome: Outcome = "inconclusive"
     for index in range(design.pairs):
-        order = (0.0, design.slowdown) if index % 2 == 0 else (design.slowdown, 0.0)
-        sides = [
-            _restart(design.noise, slowdown, 2 * index + place, seed * 100 + index, drawn)
-            for place, slowdown in enumerate(order)
-        ]
-        pairs.append(Pair(*sides) if index % 2 == 0 else Pair(sides[1], sides[0]))
-    return judge(pairs, design.rules, with_detectable=False).outcome
+        pairs.append(_pair(design, index, seed, drawn))
+        if len(pairs) >= least:
+            outcome = judge(pairs, design.rules, with_detectable=False).outcome
+            if outcome != "inconclusive":
+                break
+    return Trial(outcome, len(pairs))
+
+
+def _pair(design: Design, index: int, seed: int, drawn: np.random.Generator) -> Pair:
+    """One restart of each side on a plan of their own, the candidate first in every second pair."""
+    order = (0.0, design.slowdown) if index % 2 == 0 else (design.slowdown, 0.0)
+    sides = [
+        _restart(design.noise, slowdown, 2 * index + place, seed * 100 + index, drawn)
+        for place, slowdown in enumerate(order)
+    ]
+    return Pair(*sides) if index % 2 == 0 else Pair(sides[1], sides[0])
+
+
+def pairs_by_spread(
+    ratios: Sequence[float], *, margin: float = 0.03, confidence: float = 0.95, draws: int = 1_000
+) -> list[tuple[float, float, float]]:
+    """For each spread of the pairs' losses over the margin: pairs until one figure of equal sides passes.
+
+    Rows of (ratio, median, 90th percentile), the losses drawn from a normal distribution; infinite beyond 200 pairs.
+    """
+    rows = []
+    limit, level = math.log1p(margin), (1 - confidence) / 2
+    for ratio in ratios:
+        losses = np.random.default_rng(7).normal(0.0, ratio * limit, (draws, 200))
+        known = [evidence(-each, -limit) >= 1 / level for each in losses]
+        counts = [float(np.argmax(each)) + 1 if each.any() else math.inf for each in known]
+        middle, upper = np.quantile(counts, (0.5, 0.9), method="higher")
+        rows.append((ratio, float(middle), float(upper)))
+    return rows
 
 
 def _restart(noise: Noise, slowdown: float, number: int, plan_seed: int, drawn: np.random.Generator) -> Unit:
@@ -177,13 +225,15 @@ def _device() -> Device:
 def _tally(pool: ProcessPoolExecutor | None, design: Design, count: int, seed: int) -> Tally:
     seeds = range(seed, seed + count)
     if pool is None:
-        outcomes = [trial(design, each) for each in seeds]
+        trials = [trial(design, each) for each in seeds]
     else:
-        outcomes = list(pool.map(_trial_of, [(design, each) for each in seeds]))
-    return Tally(design, outcomes.count("fail"), outcomes.count("pass"), outcomes.count("inconclusive"))
+        trials = list(pool.map(_trial_of, [(design, each) for each in seeds]))
+    outcomes = [each.outcome for each in trials]
+    pairs = tuple(each.pairs for each in trials)
+    return Tally(design, outcomes.count("fail"), outcomes.count("pass"), outcomes.count("inconclusive"), pairs)
 
 
-def _trial_of(task: tuple[Design, int]) -> Outcome:
+def _trial_of(task: tuple[Design, int]) -> Trial:
     return trial(*task)
 
 

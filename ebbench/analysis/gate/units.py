@@ -11,29 +11,43 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 
 import pyarrow as pa
 
 from ebbench.analysis.environment import ENVIRONMENT, UNKNOWN, differences, load_of
-from ebbench.analysis.metrics import Metrics
+from ebbench.analysis.metrics import LATENCIES, Metrics
 from ebbench.analysis.summary import summarise
-from ebbench.errors import DataError
+from ebbench.errors import DataError, UnknownNameError
 from ebbench.records.run import Run, find_runs
 
 FIGURES = (
     "output_throughput", "median_ttft_ms", "median_tpot_ms", "p99_ttft_ms", "p99_tpot_ms", "request_goodput",
 )  # fmt: skip
+"""What is always shown; gated are those that the rules name."""
+RATES = {
+    "throughput": "output_throughput",
+    "requests": "request_throughput",
+    "tokens": "total_token_throughput",
+    "goodput": "request_goodput",
+}
+STATISTICS = ("mean", "p90", "p95", "p99")
+NAMES: Mapping[str, str] = MappingProxyType(
+    RATES
+    | {latency: f"median_{latency}_ms" for latency in LATENCIES}
+    | {f"{latency}-{name}": f"{name}_{latency}_ms" for latency in LATENCIES for name in STATISTICS}
+)
+"""What users call a figure, and its column."""
+MEASURED = tuple(dict.fromkeys([*FIGURES, *NAMES.values()]))
 LABELS = {
     "output_throughput": "tokens/s",
-    "median_ttft_ms": "TTFT median",
-    "median_tpot_ms": "TPOT median",
-    "p99_ttft_ms": "TTFT p99",
-    "p99_tpot_ms": "TPOT p99",
+    "request_throughput": "requests/s",
+    "total_token_throughput": "tokens in and out/s",
     "request_goodput": "goodput",
-}
+} | {f"{name}_{latency}_ms": f"{latency.upper()} {name}" for latency in LATENCIES for name in ("median", *STATISTICS)}
 LENGTHS = ("session", "turn", "phase", "arrival_ns", "input_tokens", "output_tokens")
 """Columns of a plan that decide when its requests come and how long they are."""
-HIGHER_IS_BETTER = frozenset({"output_throughput", "request_goodput"})
+HIGHER_IS_BETTER = frozenset(RATES.values())
 
 
 @dataclass(frozen=True)
@@ -108,15 +122,23 @@ def lengths_hash(run: Run) -> str:
 
 
 def figures_of(metrics: Metrics) -> dict[str, float | None]:
-    """The figures of FIGURES: tokens/s, ms and requests/s."""
-    return {
-        "output_throughput": metrics.output_throughput,
-        "median_ttft_ms": metrics.ttft.median,
-        "median_tpot_ms": metrics.tpot.median,
-        "p99_ttft_ms": metrics.ttft.p99,
-        "p99_tpot_ms": metrics.tpot.p99,
-        "request_goodput": metrics.request_goodput,
+    """The figures of MEASURED: tokens/s, requests/s and ms."""
+    rates: dict[str, float | None] = {figure: getattr(metrics, figure) for figure in RATES.values()}
+    latencies = {
+        f"{name}_{latency}_ms": getattr(getattr(metrics, latency), name)
+        for latency in LATENCIES
+        for name in ("median", *STATISTICS)
     }
+    found = rates | latencies
+    return {figure: found[figure] for figure in MEASURED}
+
+
+def of_policy(units: Sequence[Unit], policy: str, side: str) -> list[Unit]:
+    """The units of one policy. Raises UnknownNameError when there is none, naming those there are."""
+    found = [unit for unit in units if unit.policy == policy]
+    if not found:
+        raise UnknownNameError(f"policy of the {side}", policy, dict.fromkeys(unit.policy for unit in units))
+    return found
 
 
 def require_one_environment(units: Sequence[Unit], allowed: Sequence[str], side: str) -> None:
@@ -127,6 +149,4 @@ def require_one_environment(units: Sequence[Unit], allowed: Sequence[str], side:
         if found:
             raise DataError(f"{side}: {first.run} and {unit.run} are not comparable ({'; '.join(found)})")
         if unit.policy != first.policy:
-            raise DataError(
-                f"{side} mixes the policies {first.policy} and {unit.policy}; name the runs of one policy only"
-            )
+            raise DataError(f"{side} mixes the policies {first.policy} and {unit.policy}; choose one with --policy")

@@ -1,12 +1,15 @@
 """The regression gate: pass, fail or inconclusive, from paired units.
 
-- FAIL: for some gated figure the Holm-adjusted sign-flip p is at most alpha and the estimated loss reaches the margin
-- PASS: for every gated figure the upper bound of the paired t interval lies below the margin
+- FAIL: for some gated figure the Holm-adjusted p is at most alpha and the estimated loss reaches the margin
+- PASS: for every gated figure the upper bound of the interval lies below the margin
 - INCONCLUSIVE: neither, or fewer pairs than the test needs to be able to fail, or a gated figure that only some runs
   have
 
+A fixed number of pairs is judged by the sign-flip test and the paired t interval (:mod:`statistics`); pairs measured
+until the answer is known by p-values and bounds that hold at every look (:mod:`sequential`).
+
 Losses are log ratios, positive when the candidate is worse, so 3 % of throughput less and 3 % of latency more are
-the same size. Tail latencies and goodput are advisory: shown with the same statistics, never decisive.
+the same size. Figures that are not gated are advisory: shown with the same statistics, never decisive.
 """
 
 from __future__ import annotations
@@ -17,12 +20,16 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from ebbench.analysis.environment import differences
-from ebbench.analysis.gate.units import FIGURES, HIGHER_IS_BETTER, LABELS, Unit, require_one_environment
-from ebbench.analysis.statistics import Interval, detectable_loss, holm, paired_t, sign_flip_p
+from ebbench.analysis.gate.units import FIGURES, HIGHER_IS_BETTER, LABELS, NAMES, Unit, require_one_environment
+from ebbench.analysis.sequential import anytime_p, confidence_sequence
+from ebbench.analysis.statistics import Interval, detectable_loss, holm, paired_t, pairs_to_pass, sign_flip_p
 from ebbench.errors import DataError, UsageError
 
 Outcome = Literal["pass", "fail", "inconclusive"]
 GATED = ("output_throughput", "median_ttft_ms", "median_tpot_ms")
+MAX_PAIRS = 40
+"""Pairs after which a sequential measurement ends without an answer, unless told otherwise. reports/gate.md: under the
+noise of its first row most comparisons of equal sides are decided by then."""
 MIN_PAIRS = 6
 """Least pairs: with three gated figures, Holm's first step asks for p <= 0.05 / 3, and 6 is the first n with
 2**-n below that. A smaller alpha asks for more."""
@@ -34,13 +41,18 @@ COPIES = (
 
 @dataclass(frozen=True)
 class Rules:
-    """``margin`` maps a figure to the loss that matters (0.03 is 3 %); ``default_margin`` is for the others."""
+    """``margin`` maps a figure to the loss that matters (0.03 is 3 %); ``default_margin`` is for the others.
+
+    ``gated`` are the figures that decide. ``sequential`` is for pairs that are judged after every one of them.
+    """
 
     default_margin: float = 0.03
     margin: Mapping[str, float] = field(default_factory=dict)
     alpha: float = 0.05
     confidence: float = 0.95
     min_pairs: int = MIN_PAIRS
+    gated: tuple[str, ...] = GATED
+    sequential: bool = False
 
     def margin_of(self, figure: str) -> float:
         """The margin of a figure as a share."""
@@ -154,22 +166,34 @@ def judge(pairs: Sequence[Pair], rules: Rules = DEFAULT_RULES, *, with_detectabl
     """
     _check(rules)
     losses, skipped = {}, {}
-    for figure in FIGURES:
+    for figure in dict.fromkeys([*rules.gated, *FIGURES]):
         found = losses_of(figure, pairs)
         if isinstance(found, str):
             skipped[figure] = found
         else:
             losses[figure] = found
-    gated = [figure for figure in GATED if figure in losses]
-    adjusted = dict(zip(gated, holm([sign_flip_p(losses[figure]) for figure in gated]), strict=True))
-    level = rules.alpha / max(len(gated), 1) if with_detectable else None
+    gated = [figure for figure in rules.gated if figure in losses]
+    adjusted = dict(zip(gated, holm([_p(losses[figure], rules) for figure in gated]), strict=True))
+    level = rules.alpha / max(len(gated), 1) if with_detectable and not rules.sequential else None
     judged = tuple(_judged(figure, losses[figure], pairs, adjusted.get(figure), level, rules) for figure in losses)
-    partial = [figure for figure in GATED if figure in skipped and measured_somewhere(figure, pairs)]
+    partial = [figure for figure in rules.gated if figure in skipped and _missed(figure, pairs, rules)]
     outcome, reason = _conclude([entry for entry in judged if entry.gated], partial, len(pairs), rules)
     return Verdict(outcome, reason, judged, skipped, tuple(pairs), rules, _notes(pairs))
 
 
+def _missed(figure: str, pairs: Sequence[Pair], rules: Rules) -> bool:
+    """Whether a gated figure that cannot be judged leaves the answer open: it was chosen, or some runs have it."""
+    return rules.gated != GATED or measured_somewhere(figure, pairs)
+
+
+def _p(losses: Sequence[float], rules: Rules) -> float:
+    return anytime_p(losses) if rules.sequential else sign_flip_p(losses)
+
+
 def _check(rules: Rules) -> None:
+    if unused := [figure for figure in rules.margin if figure not in rules.gated]:
+        names = ", ".join(name for name, figure in NAMES.items() if figure in unused)
+        raise UsageError(f"--margin names {names}, not gated here; add --metric for each, or leave the margin out")
     for margin in (rules.default_margin, *rules.margin.values()):
         if not 0 < margin < 1:
             raise UsageError(f"a margin must lie between 0 and 100 %, not {100 * margin:g}")
@@ -196,7 +220,7 @@ def losses_of(figure: str, pairs: Sequence[Pair]) -> tuple[float, ...] | str:
     for pair in pairs:
         before, after = pair.baseline.figures.get(figure), pair.candidate.figures.get(figure)
         if before is None or after is None:
-            return "too few samples in some run, or no limits given"
+            return "no limits given (--goodput)" if figure == "request_goodput" else "too few samples in some run"
         if before <= 0 or after <= 0:
             return "zero in some run"
         found.append(math.log(before / after) if figure in HIGHER_IS_BETTER else math.log(after / before))
@@ -211,7 +235,8 @@ def _judged(
     level: float | None,
     rules: Rules,
 ) -> Judged:
-    interval, p = paired_t(losses, rules.confidence), sign_flip_p(losses)
+    p = _p(losses, rules)
+    interval = (confidence_sequence if rules.sequential else paired_t)(losses, rules.confidence)
     gated, margin = p_adjusted is not None, rules.margin_of(figure)
     adjusted = p if p_adjusted is None else p_adjusted
     detectable = None
@@ -243,7 +268,7 @@ def _outcome(interval: Interval, p_adjusted: float, margin: float, alpha: float)
 def _conclude(gated: Sequence[Judged], partial: Sequence[str], pairs: int, rules: Rules) -> tuple[Outcome, str]:
     if not gated:
         return "inconclusive", "no gated figure is defined in every run"
-    needed = max(rules.min_pairs, math.ceil(math.log2(len(gated) / rules.alpha)))
+    needed = pairs_needed(rules, len(gated))
     if pairs < needed:
         return "inconclusive", f"{pairs} pair(s) where the test needs {needed}; measure more"
     failed = [entry for entry in gated if entry.outcome == "fail"]
@@ -255,12 +280,30 @@ def _conclude(gated: Sequence[Judged], partial: Sequence[str], pairs: int, rules
             f"{LABELS[entry.figure]} may be up to {entry.high:.1%} worse (margin {entry.margin:.1%})"
             for entry in open_ones
         )
-        return "inconclusive", f"{bounds}; more pairs narrow this"
+        return "inconclusive", f"{bounds}; {_more(open_ones, rules)}"
     if partial:
         names = ", ".join(LABELS[figure] for figure in partial)
-        return "inconclusive", f"{names} cannot be judged, since some runs have no value or zero; measure those again"
+        return "inconclusive", f"{names} cannot be judged, since some runs have no value or zero"
     worst = max(entry.high for entry in gated)
     return "pass", f"no gated figure is worse by more than {max(worst, 0.0):.1%} (95 % confidence)"
+
+
+def pairs_needed(rules: Rules, figures: int) -> int:
+    """The least number of pairs with which that many gated figures can fail."""
+    return max(rules.min_pairs, math.ceil(math.log2(figures / rules.alpha)))
+
+
+def _more(open_ones: Sequence[Judged], rules: Rules) -> str:
+    """How many pairs would answer, were the sides equal: seen from the spread of these."""
+    counts = [
+        pairs_to_pass(_spread(entry.losses), math.log1p(entry.margin), confidence=rules.confidence)
+        for entry in open_ones
+    ]
+    known = [count for count in counts if count is not None]
+    if len(known) < len(counts):
+        return "their spread is too large for this margin: measure longer runs or allow more with --margin"
+    least = max(*known, len(open_ones[0].losses) + 1)
+    return f"with this spread about {least} pairs show that equal sides are equal, or take longer runs"
 
 
 def _notes(pairs: Sequence[Pair]) -> tuple[str, ...]:
