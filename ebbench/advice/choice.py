@@ -7,11 +7,10 @@ from collections.abc import Sequence
 
 from ebbench.advice.answer import Score
 from ebbench.analysis.statistics import Interval, paired_t
+from vllm_eb.policy import policy_class
 
 BASELINE = "v1"
 TIE = 0.005
-# Of two that are as good, the one that differs less from what vLLM does by itself.
-SIMPLEST_FIRST = ("v1", "cadence", "ebplus", "marginal", "eb", "v0")
 
 
 def relative_gain(ours: Sequence[float], base: Sequence[float] | None) -> Interval | None:
@@ -89,7 +88,6 @@ def _simplest(scores: Sequence[Score]) -> Score:
     return min(scores, key=lambda one: _rank(one.policy))
 
 
-def _rank(policy: str) -> int:
-    kind = policy.partition(":")[0]
-    order = SIMPLEST_FIRST.index(kind) if kind in SIMPLEST_FIRST else len(SIMPLEST_FIRST)
-    return 10 * order + (":" in policy)
+def _rank(policy: str) -> tuple[int, bool]:
+    """Of two that are as good, the one that departs less from what vLLM does by itself, then the one as it comes."""
+    return policy_class(policy.partition(":")[0]).departure, ":" in policy

@@ -16,7 +16,7 @@ from ebbench.papers.cells import Cell, settings
 from ebbench.papers.store import CellStore
 from ebbench.workloads import load_scenario
 from ebbench.workloads.trace import time_note
-from vllm_eb.policy import parse_policy
+from vllm_eb.policy import least_seqs, parse_policy
 
 CADENCE = "cadence:every=16"  # where it helps at all, 8 to 32 differ by little
 CONCURRENCIES = (16, 32, 64, 128, 256, 512, 1024, 2048)
@@ -75,7 +75,7 @@ BATCHES = (256, 512, 1024, 2048)
 def tuning_cells(question: Question, policy: str) -> list[Cell]:
     """The chosen policy at other budgets and batch sizes it can have, first seed; its own settings among them."""
     own = candidate(question, policy, 0)
-    least = parse_policy(policy).k or 0  # idle slots it waits for
+    least = least_seqs(parse_policy(policy))
     pairs = [(b, n) for b in BUDGETS for n in BATCHES if n >= least]
     return [own, *(replace(own, max_num_batched_tokens=b, max_num_seqs=n) for b, n in pairs)]
 

@@ -51,14 +51,15 @@ def parameters(advice: Advice) -> list[str]:
             f"--max-num-batched-tokens {found.max_num_batched_tokens} is best: {change(found.gain)} over the above "
             "(one seed)."
         )
-    if advice.chosen.policy.partition(":")[0] in ("eb", "ebplus"):
+    policy = parse_policy(advice.chosen.policy)
+    if policy.adapts:
         lines.append(
             "The controller sets k and N itself; for this workload theory gives "
             f"theta* = {theory.threshold.theta_star:.3f}, N* = {theory.n_star:,} and k* = {theory.k_star:,} idle slots "
             "before a refill."
         )
-    if every := parse_policy(advice.chosen.policy).every:
-        lines.append(f"From vLLM 0.33 on --prefill-schedule-interval {every} does it without the plugin.")
+    if policy.vllm_option:
+        lines.append(policy.vllm_option)
     return lines
 
 

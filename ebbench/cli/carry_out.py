@@ -249,7 +249,7 @@ def measure(
         wall_clock_ns(),
         slo=asked.slo,
         device_known=not is_server(asked.engine),
-        warnings=(POLICY_IS_A_LABEL,) if is_server(asked.engine) else _never_waits(spec, plan, asked.options),
+        warnings=(POLICY_IS_A_LABEL,) if is_server(asked.engine) else _cautions(spec, plan, asked.options),
     )
     with RunWriter.create(run_dir) as writer:
         if setting.kind_of_time == "real":
@@ -261,19 +261,11 @@ def measure(
         return conclude(writer, setting, result)
 
 
-def _never_waits(spec: PolicySpec, plan: Plan, options: EngineOptions) -> tuple[RunWarning, ...]:
-    """``deferred`` counts idle slots of all there are; where the load never fills them it is v0."""
+def _cautions(spec: PolicySpec, plan: Plan, options: EngineOptions) -> tuple[RunWarning, ...]:
+    """What the policy itself warns of under this load."""
     open_at_most = max((phase.max_concurrency for phase in plan.phases), default=0)
-    if spec.kind != "deferred" or spec.k is None or not 0 < open_at_most <= options.max_num_seqs - spec.k:
-        return ()
-    return (
-        RunWarning(
-            "k-always-met",
-            f"At most {open_at_most:,} requests are open, so {options.max_num_seqs - open_at_most:,} of "
-            f"{options.max_num_seqs:,} slots are always idle and k={spec.k} never makes it wait: it runs as v0 does.",
-            f"Give --max-num-seqs {open_at_most} to have it wait for {spec.k} departures.",
-        ),
-    )
+    found = spec.caution(open_at_most, options.max_num_seqs)
+    return () if found is None else (RunWarning(*found),)
 
 
 def _last_snapshot(spec: PolicySpec, plan: Plan, result: EngineResult) -> Progress:

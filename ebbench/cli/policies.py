@@ -8,32 +8,12 @@ from typing import Annotated
 import typer
 
 from ebbench.cli.options import Command
-from vllm_eb.policy import PolicySpec, descriptions, example, parse_policy, takes
+from vllm_eb.policy import PolicySpec, descriptions, example, parse_policy, settings_of, takes
+from vllm_eb.settings import text_of
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, help="How it can be scheduled: policies and their settings."
 )
-
-_SETTINGS = {
-    "k": "idle slots at which to refill; fixes the threshold",
-    "theta": "share of N idle at which to refill; fixes the threshold",
-    "every": "steps from one that computes prompts to the next",
-    "margin": "EB+'s lead in s/token before it changes mode; the device's published value if not given",
-    "sticky": "margins that exclusive batches must lag by before EB+ leaves them",
-    "estimator": "of the completion hazard: published, or censored (also uses running requests)",
-    "window": "completions that the estimator remembers",
-    "update_every": "completions between updates",
-    "min_samples": "completions before the first update",
-    "initial_theta": "threshold until then",
-    "theta_min": "lowest threshold the online controller may choose",
-    "epsilon": "allowed probability that the KV cache overflows",
-    "kv_gate": "stay in decode while free KV memory is low",
-    "mix": "marginal may refill beside decodes where that costs less; off: exclusive batches only",
-    "ttft": "marginal's target for the first token in seconds: requests that can still meet it are served first",
-    "tpot": "marginal's target for the time per output token in seconds: bounds the batch",
-    "memory_safe": "bound N by the memory-safe batch",
-    "memory_form": "of that bound: code (published code) or paper",
-}
 
 
 @app.command("list", cls=Command)
@@ -60,18 +40,37 @@ def show_policy(
     name: Annotated[str, typer.Argument(help="A policy, with settings or without: ebplus:margin=1e-5")],
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
-    """Show what a policy does and every setting it heeds."""
+    """Show what a policy does and every setting that has an effect: its value, unit and range."""
     spec = _named(name)
-    settings = {name: getattr(spec, name) for name in takes(spec)}
+    known, shown = settings_of(type(spec)), takes(spec)
     if as_json:
-        typer.echo(json.dumps({"name": spec.name, "description": descriptions()[spec.kind], "settings": settings}))
+        typer.echo(
+            json.dumps(
+                {
+                    "name": spec.name,
+                    "description": spec.description,
+                    "settings": {key: getattr(spec, key) for key in shown},
+                    "units": {key: known[key].unit for key in shown if known[key].unit},
+                    "ranges": {key: known[key].values for key in shown},
+                }
+            )
+        )
         return
-    typer.echo(f"{spec.name}: {descriptions()[spec.kind]}")
-    for key, value in settings.items():
-        shown = "not set" if value is None else str(value).lower() if isinstance(value, bool) else value
-        typer.echo(f"  {key:14} {shown!s:10} {_SETTINGS.get(key, '')}".rstrip())
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    console.print(f"{spec.name}: {spec.description}", markup=False, soft_wrap=True)
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    for column in ("setting", "value", "unit", "range", "what it does"):
+        table.add_column(column, no_wrap=column in ("setting", "value", "unit"))
+    for key in shown:
+        value, about = getattr(spec, key), known[key]
+        table.add_row(key, "not set" if value is None else text_of(value), about.unit, about.values, about.help)
+    if shown:
+        console.print(table)
 
 
 def _named(name: str) -> PolicySpec:
     """Parse a policy; the bare name of one that needs a number is enough to read about it."""
-    return parse_policy(example(name))
+    return parse_policy(name if ":" in name else example(name))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from ebbench.engines.checks import check_counts, check_fits, check_options
 from ebbench.engines.setup import is_server
 from ebbench.errors import UnknownNameError, UsageError
-from vllm_eb.policy import PolicySpec, descriptions, parse_policy
+from vllm_eb.policy import PolicySpec, UnknownPolicyError, descriptions, parse_policy, settings_of
 
 __all__ = ["check_counts", "check_fits", "check_options", "default_policies", "is_server", "parse_policies"]
 
@@ -22,11 +22,12 @@ def parse_policies(names: Sequence[str]) -> list[PolicySpec]:
     specs: list[PolicySpec] = []
     for name in names:
         kind = name.strip().partition(":")[0]
-        if kind not in descriptions():
-            if "," in kind:
-                raise UsageError(f"policy {kind!r}: give each policy its own --policy")
-            raise UnknownNameError("policy", kind, descriptions())
-        spec = parse_policy(name)
+        if "," in kind:
+            raise UsageError(f"policy {kind!r}: give each policy its own --policy")
+        try:
+            spec = parse_policy(name)
+        except UnknownPolicyError:
+            raise UnknownNameError("policy", kind, descriptions()) from None
         _check_seconds(spec)
         if spec in specs:
             raise UsageError(f"policy {spec.name} is given twice; give each policy once, --repeats repeats it")
@@ -36,10 +37,10 @@ def parse_policies(names: Sequence[str]) -> list[PolicySpec]:
 
 def _check_seconds(spec: PolicySpec) -> None:
     """A policy's targets are in seconds, --goodput's limits in milliseconds: refuse what is surely the other unit."""
-    for key, most in (("ttft", 3600), ("tpot", 5)):
-        given = getattr(spec, key)
-        if given is not None and given >= most:
+    for key, about in settings_of(type(spec)).items():
+        given, most = getattr(spec, key), about.doubtful_from
+        if about.unit == "s" and given is not None and most is not None and given >= most:
             raise UsageError(
-                f"policy {spec.name}: {key}={given:g} is in seconds, and {most:,} s or more is no target; "
+                f"policy {spec.name}: {key}={given:g} is in seconds, and {most:,g} s or more is no target; "
                 f"for {given:g} ms write {key}={given / 1000:g}"
             )

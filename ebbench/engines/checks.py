@@ -12,7 +12,7 @@ from ebbench.devices.base import Device
 from ebbench.engines.base import EngineOptions
 from ebbench.errors import UsageError
 from ebbench.records.plan import Plan
-from vllm_eb.policy import PolicySpec
+from vllm_eb.policy import PolicySpec, least_seqs
 
 
 def check_counts(**counts: int | float | None) -> None:
@@ -42,7 +42,7 @@ def check_options(options: EngineOptions, policies: Sequence[PolicySpec]) -> Non
             "--max-num-seqs"
         )
     for spec in policies:
-        if spec.k is not None and spec.k > options.max_num_seqs:
+        if least_seqs(spec) > options.max_num_seqs:
             raise UsageError(
                 f"policy {spec.name}: k exceeds --max-num-seqs {options.max_num_seqs}, so it would wait for more "
                 f"idle slots than there are; use k={options.max_num_seqs} or less"

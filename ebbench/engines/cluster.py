@@ -61,7 +61,7 @@ class ClusterEngine:
 
         Raises UsageError for a request that can never fit or a policy that makes no sense here, RunError on a deadlock.
         """
-        if self.topology.disaggregated and policy.kind != "v1":
+        if self.topology.disaggregated and not policy.native:
             raise UsageError(
                 f"topology {self.topology.label} separates prefill from decode, so there is nothing for policy "
                 f"{policy.name} to decide; use --policy v1"

@@ -110,10 +110,13 @@ class _Run:
         self.core = core_module.build_core(self._blocks, options, *plugin_settings(policy, device))
         self._scheduler = self.core.scheduler
         self._pool = self._scheduler.kv_cache_manager.block_pool
-        if policy.kind != "v1":
+        if not policy.native:
             self._scheduler.use_clock(self._clock.now_s)
         self._beginning = Beginning(begun=not options.warmup)
-        begin = at_beginning(self._beginning, self._log.steps, getattr(self._scheduler, "controller", None))
+        controller = getattr(self._scheduler, "controller", None)
+        if controller is not None:
+            controller.keep_records()
+        begin = at_beginning(self._beginning, self._log.steps, controller)
         self._clients = VirtualClients(plan, self._state, options.warmup, begin)
         self._streams: dict[str, list[int]] = {}
         executor = self.core.model_executor
@@ -270,6 +273,6 @@ class _Run:
 
 def plugin_settings(policy: PolicySpec, device: Device) -> tuple[str | None, dict[str, object]]:
     """Scheduler class and additional_config for a policy; v1 is vLLM untouched."""
-    if policy.kind == "v1":
+    if policy.native:
         return None, {}
     return plugin.SCHEDULER, plugin.additional_config(policy, device.calibration)

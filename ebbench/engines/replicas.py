@@ -56,7 +56,7 @@ class ReplicatedVllmEngine(VllmEngine):
         """Run to the end of the plan. Raises what :meth:`VllmEngine.run` raises."""
         logs = Path(tempfile.mkdtemp(prefix="ebbench-vllm-"))  # stays there when the run fails
         with tempfile.TemporaryDirectory(prefix="ebbench-record-") as folder, ExitStack() as stack:
-            recorded = policy.kind != "v1" or self.record_v1
+            recorded = not policy.native or self.record_v1
             records = [Path(folder) / f"steps-{i}" if recorded else None for i in range(self.replicas)]
             servings = self._servings(policy, device, options, records, logs)
             servers = self._start(servings, logs, stack)

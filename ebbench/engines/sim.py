@@ -72,7 +72,7 @@ def _simulate(job: _Job, make_kv: Callable[[RequestState], KvBlocks]) -> EngineR
     plan, policy, device, options = job.plan, job.policy, job.device, job.options
     state, log = RequestState(with_warmup(plan, options.warmup)), NoLog() if job.requests_only else StepLog()
     kv = make_kv(state)
-    controller = make_controller(policy, device, options, kv.total)
+    controller = make_controller(policy, device, options, kv.total, keep_records=not job.requests_only)
     instance = Instance(state, scheduler_limits(options), device.cost, kv, controller, log)
     if controller is not None:
         controller.follow_ages(instance.running_ages)
@@ -92,7 +92,7 @@ def _simulate(job: _Job, make_kv: Callable[[RequestState], KvBlocks]) -> EngineR
     interrupted = run_through(loop)
     if not interrupted:
         check_all_ended(loop.ended, state.count, "scheduler")
-    records: list[Record] = [] if controller is None or job.requests_only else controller.drain_records()
+    records: list[Record] = [] if controller is None else controller.drain_records()
     request_ids = plan.table["request_id"].combine_chunks()
     return EngineResult(
         requests=requests_table(plan, without_warmup(state, plan, beginning)),

@@ -58,9 +58,11 @@ def scheduler_limits(options: EngineOptions) -> SchedulerLimits:
     )
 
 
-def make_controller(policy: PolicySpec, device: Device, options: EngineOptions, total_blocks: int) -> Controller | None:
-    """The policy of one instance; None is vLLM's own scheduling."""
-    if policy.kind == "v1":
+def make_controller(
+    policy: PolicySpec, device: Device, options: EngineOptions, total_blocks: int, *, keep_records: bool = True
+) -> Controller | None:
+    """The policy of one instance; None is vLLM's own scheduling. ``keep_records``: its decisions are read later."""
+    if policy.native:
         return None
     return Controller(
         policy,
@@ -68,6 +70,7 @@ def make_controller(policy: PolicySpec, device: Device, options: EngineOptions, 
         max_num_seqs=options.max_num_seqs,
         block_size=options.block_size,
         num_blocks=total_blocks,
+        keep_records=keep_records,
     )
 
 

@@ -60,7 +60,7 @@ class VllmEngine(SendingEngine):
         """
         log = Path(tempfile.mkdtemp(prefix="ebbench-vllm-")) / "server.log"  # stays there when the run fails
         with tempfile.TemporaryDirectory(prefix="ebbench-record-") as folder:
-            record = Path(folder) / "steps" if policy.kind != "v1" or self.record_v1 else None
+            record = Path(folder) / "steps" if not policy.native or self.record_v1 else None
             serving = self.serving(policy, stored_calibration(device, log.parent), options, record, device.model)
             url = f"http://{serving.host}:{serving.port}"
             with ServerProcess(executable_line(serving), url, log, server_environment()) as server:

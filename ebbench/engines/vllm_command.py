@@ -60,7 +60,7 @@ def serve_arguments(serving: Serving) -> list[str]:
     arguments = [serving.model, "--host", serving.host, "--port", str(serving.port)]
     config: dict[str, object] = {}
     # v1 is vLLM untouched, unless its steps are to be recorded.
-    if serving.policy.kind != "v1" or serving.record is not None or serving.signals is not None:
+    if not serving.policy.native or serving.record is not None or serving.signals is not None:
         config |= _plugin_config(serving)
         arguments += ["--scheduler-cls", plugin.SCHEDULER]
     if serving.emulation is not None:

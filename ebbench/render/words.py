@@ -30,8 +30,8 @@ from ebbench.analysis.explain import CrossoverFacts, DecisionFacts, Spread, Step
 from ebbench.analysis.metrics import Metrics
 from ebbench.analysis.summary import Summary
 from ebbench.render.numbers import change, count, duration_ms, micros, percent, rate, spark
+from vllm_eb.policy import known_policy
 
-_BY_SHARE = ("eb", "ebplus")
 _NUMBER = re.compile(r"\d+(?:,\d{3})*(?:\.\d+)?")
 NEGLIGIBLE = 0.001
 """Kinds of steps with a smaller share of the time are not worth a reader's attention."""
@@ -228,11 +228,8 @@ def why(story: Story) -> list[str]:
             lines.append(_modes(story.steps, story.decisions))
     if story.decisions is not None:
         lines += _decisions(story.decisions, story.policy)
-    elif story.steps is not None and story.policy.partition(":")[0] == "cadence":
-        lines.append(
-            "Interval: no prompt was held back, so this is v1. While requests wait for a slot or for memory, prompts "
-            "may come in every step; that is vLLM's rule."
-        )
+    elif story.steps is not None and (policy := known_policy(story.policy)) and policy.without_decisions:
+        lines.append(policy.without_decisions)
     return lines
 
 
@@ -273,30 +270,24 @@ def _decisions(facts: DecisionFacts, policy: str) -> list[str]:
 
 
 def _threshold(facts: DecisionFacts, k: Spread, n_limit: Spread, theta: Spread, policy: str) -> str:
-    """When decoding gives way to prompts; ``eb`` goes by shares, so that it refills batches that are never full too."""
-    kind, star = policy.partition(":")[0], "*" if facts.updates else ""
+    """When decoding gives way to prompts; by a share of the batch, so that batches that are never full refill too."""
+    spec, star = known_policy(policy), "*" if facts.updates else ""
+    by_share = spec is not None and spec.by_share
     slots = f"k{star} = {_value(k)} of N{star} = {_value(n_limit)} slots"
-    if kind in _BY_SHARE:
+    if by_share:
         share = theta.median if facts.updates else k.median / max(n_limit.median, 1)
         line = f"Refill: when the requests waiting are {100 * share:.0f} % of the batch they would join ({slots}"
     else:
         line = f"Refill: when {slots} are idle"
     if not facts.updates:
-        return f"{line}{')' if kind in _BY_SHARE else ''}, {_unchanged(policy)}."
-    line += "; " if kind in _BY_SHARE else " ("
+        unchanged = "the starting value: the run ended before the first update" if spec and spec.adapts else "fixed"
+        return f"{line}{')' if by_share else ''}, {unchanged}."
+    line += "; " if by_share else " ("
     line += f"theta* = {theta.median:.2f}"
     if facts.theta0 is not None and facts.p0 is not None:
         line += f", theta0 = {facts.theta0.median:.2f}, completion hazard p0 = {facts.p0.median:.2g} a step"
     times = "once" if facts.updates == 1 else f"{facts.updates} times"
     return f"{line}), recomputed {times}."
-
-
-def _unchanged(policy: str) -> str:
-    """Why a threshold was never recomputed."""
-    kind, _, settings = policy.partition(":")
-    if kind not in _BY_SHARE or any(one.strip().startswith(("k=", "theta=")) for one in settings.split(",")):
-        return "fixed"
-    return "the starting value: the run ended before the first update"
 
 
 def _crossover(sides: CrossoverFacts) -> str:

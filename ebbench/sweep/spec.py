@@ -16,7 +16,7 @@ from ebbench.errors import InputFileError, UnknownNameError
 from ebbench.sweep.checks import check_cells
 from ebbench.sweep.settings import Settings, cell_key
 from ebbench.traffic.choice import scenario_meant
-from vllm_eb.policy import PolicyError, descriptions, parse_policy
+from vllm_eb.policy import PolicyError, UnknownPolicyError, descriptions, parse_policy
 
 MAX_CELLS = 1_000_000
 _FIELDS = msgspec.structs.fields(Settings)
@@ -102,10 +102,10 @@ def _check_file(path: Path, file: Any, lists: dict[str, list[Any]], common: dict
 def _policy(path: Path, name: str) -> str:
     """The canonical name, so that two spellings of a policy are one cell."""
     kind = name.strip().partition(":")[0]
-    if kind not in descriptions():
-        raise UnknownNameError("policy", kind, descriptions())
     try:
         return parse_policy(name).name
+    except UnknownPolicyError:
+        raise UnknownNameError("policy", kind, descriptions()) from None
     except PolicyError as error:
         raise InputFileError(path, str(error)) from None
 

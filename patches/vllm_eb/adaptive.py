@@ -2,21 +2,61 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from vllm_eb.calibration import Calibration
 from vllm_eb.hazard import CensoredHazard, HazardEstimate, SlidingHazard
+from vllm_eb.lengths import Lengths
 from vllm_eb.memory import memory_safe_batch
-from vllm_eb.policy import THETA_MAX, THETA_MIN, PolicySpec
+from vllm_eb.policy import PolicySpec, setting
 from vllm_eb.theory import optimal_threshold
 
+THETA_MIN, THETA_MAX = 0.01, 0.80  # the authors' clip of the online threshold
 THETA_WEIGHT = 0.3  # of the new value
-MU_L_WEIGHT = 0.05  # per admitted prompt
-MU_O_WEIGHT = 0.2  # per update, of the mean over the completions since the last one
 N_UPDATE_INTERVAL_S = 2.0
-# Before anything was seen, as the authors' code assumes.
-INITIAL_MU_L, INITIAL_MU_O = 512.0, 100.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class EstimatingSpec(PolicySpec):
+    """A policy with Algorithm 1: settings of its estimates (W and M of the paper are window and update_every)."""
+
+    estimator: Literal["published", "censored"] = setting(
+        "published", "of the completion hazard: published, or censored (also uses running requests)"
+    )
+    window: int = setting(500, "completions that the estimator remembers", unit="requests", at_least=1)
+    update_every: int = setting(100, "completions between updates", unit="requests", at_least=1)
+    min_samples: int = setting(30, "completions before the first update", unit="requests", at_least=1)
+    initial_theta: float = setting(0.70, "threshold until then", unit="share", above=0, below=1)
+    theta_min: float = setting(
+        THETA_MIN, "lowest threshold the online controller may choose", unit="share", above=0, at_most=THETA_MAX
+    )
+    epsilon: float = setting(0.01, "allowed probability that the KV cache overflows", unit="share", above=0, below=1)
+    kv_gate: bool = setting(True, "stay in decode while free KV memory is low")
+    memory_safe: bool = setting(True, "bound N by the memory-safe batch")
+    memory_form: Literal["code", "paper"] = setting("code", "of that bound: code (published code) or paper")
+
+    by_share = True
+
+    @property
+    def completions_per_update(self) -> int:
+        """M."""
+        return self.update_every
+
+    @property
+    def needs_costs(self) -> bool:
+        """Thresholds come from fixed costs, the batch from lengths."""
+        return self.adapts
+
+    @property
+    def adapts(self) -> bool:
+        """Algorithm 1 runs."""
+        return True
+
+    def without_effect(self) -> Mapping[str, str]:
+        """The bound's settings have no effect without the bound."""
+        return {} if self.memory_safe else dict.fromkeys(("epsilon", "memory_form"), "memory_safe=false")
 
 
 @dataclass(frozen=True)
@@ -29,67 +69,36 @@ class Update:
     delta_theta: float
     theta: float
     n_limit: int
-    mu_l: float
-    mu_o: float
 
 
 class AdaptiveThreshold:
-    """Estimates ``p0, eta, mu_l, mu_o`` and derives ``theta`` (share of N) and ``n_limit`` (sequences).
+    """Estimates ``p0`` and ``eta`` and derives ``theta`` (share of N) and ``n_limit`` (sequences)."""
 
-    A fixed policy keeps its threshold; the length statistics are followed all the same, the KV gate needs them.
-    """
-
-    def __init__(self, spec: PolicySpec, calibration: Calibration, max_num_seqs: int, capacity_tokens: int) -> None:
-        self._spec, self._calibration = spec, calibration
+    def __init__(
+        self, spec: EstimatingSpec, calibration: Calibration, lengths: Lengths, max_num_seqs: int, capacity_tokens: int
+    ) -> None:
+        self._spec, self._calibration, self._lengths = spec, calibration, lengths
         self._max_num_seqs, self._capacity_tokens = max_num_seqs, capacity_tokens
         self._hazard = (SlidingHazard if spec.estimator == "published" else CensoredHazard)(
             window=spec.window, min_samples=spec.min_samples
         )
-        self.online = spec.kind == "ebplus" or (spec.kind == "eb" and spec.k is None and spec.theta is None)
-        self.theta = spec.initial_theta if spec.theta is None else spec.theta
-        self.theta0 = self.theta
+        self.theta = self.theta0 = spec.initial_theta
         self.n_limit = max_num_seqs
-        self.mu_l, self.mu_o = INITIAL_MU_L, INITIAL_MU_O
-        self.mu_new = INITIAL_MU_L  # prompt tokens that were not in the prefix cache
-        self._prompts = self._batches = 0
-        self._batch_count = self._batch_tokens = 0
         self._updates = 0
         self._last_n_update_s = float("-inf")
 
-    def on_prompt(self, input_tokens: int, cached_tokens: int = 0) -> None:
-        """A prompt of that many tokens, so many of them cached, was admitted for the first time."""
-        weight = MU_L_WEIGHT if self._prompts else 1.0
-        self.mu_l += weight * (input_tokens - self.mu_l)
-        self.mu_new += weight * (input_tokens - cached_tokens - self.mu_new)
-        self._prompts += 1
-
     def on_finish(self, output_tokens: int) -> None:
-        """A request left its slot after that many output tokens: what refills wait for, whatever the reason."""
+        """A request left its slot after that many output tokens."""
         self._hazard.observe(output_tokens)
-        self._batch_count += 1
-        self._batch_tokens += output_tokens
-
-    @property
-    def update_due(self) -> bool:
-        """Whether M completions have passed since the last update."""
-        return self._batch_count >= self._spec.update_every
 
     def update(self, now_s: float, running_ages: Callable[[], Sequence[int]]) -> Update | None:
-        """Run Algorithm 1 once. None while the policy is fixed or the window holds too few samples.
+        """Run Algorithm 1 once. None while the window holds too few samples.
 
         ``running_ages`` gives the output tokens of each running request so far; asked only by the censored estimator.
         """
-        weight = MU_O_WEIGHT if self._batches else 1.0
-        self.mu_o += weight * (self._batch_tokens / self._batch_count - self.mu_o)
-        self._batches += 1
-        self._batch_count = self._batch_tokens = 0
-        if not self.online:
-            return None
         ages = running_ages() if self._spec.estimator == "censored" else ()
         estimate = self._hazard.estimate(ages)
-        if estimate is None:
-            return None
-        return self._apply(estimate, now_s)
+        return None if estimate is None else self._apply(estimate, now_s)
 
     def _apply(self, estimate: HazardEstimate, now_s: float) -> Update:
         cal = self._calibration
@@ -104,7 +113,7 @@ class AdaptiveThreshold:
         if self._spec.memory_safe and now_s - self._last_n_update_s >= N_UPDATE_INTERVAL_S:
             safe = memory_safe_batch(
                 self._capacity_tokens,
-                self.mu_l,
+                self._lengths.mu_l,
                 estimate.p0,
                 self.theta,
                 self._spec.epsilon,
@@ -112,13 +121,4 @@ class AdaptiveThreshold:
             )
             self.n_limit = min(max(safe, 1), self._max_num_seqs)
             self._last_n_update_s = now_s
-        return Update(
-            estimate,
-            found.theta0,
-            found.zeta,
-            found.delta_theta,
-            self.theta,
-            self.n_limit,
-            self.mu_l,
-            self.mu_o,
-        )
+        return Update(estimate, found.theta0, found.zeta, found.delta_theta, self.theta, self.n_limit)

@@ -87,7 +87,7 @@ def additional_config(
 
 def needs_calibration(policy: PolicySpec) -> bool:
     """Whether the policy computes anything from costs."""
-    return policy.kind in ("ebplus", "marginal") or (policy.kind == "eb" and policy.k is None and policy.theta is None)
+    return policy.needs_costs
 
 
 def _policy(value: object) -> PolicySpec:

@@ -8,6 +8,7 @@ from typing import Literal
 from vllm_eb.modes import Mode
 
 Phase = Literal["prefill", "decode", "mixed"]
+RecordKind = Literal["phase", "update", "mode"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,7 @@ class Record:
 
     time_s: float
     step_id: int
-    kind: Literal["phase", "update", "mode"]
+    kind: RecordKind
     reason: str
     mode: Mode
     phase: Phase

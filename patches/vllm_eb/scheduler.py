@@ -52,7 +52,7 @@ class _Phases(Scheduler):  # type: ignore[misc]
         config = parse_config(vllm_config.additional_config)
         compat.refuse_unsupported(
             vllm_config,
-            only_records=config.policy.kind == "v1",
+            only_records=config.policy.native,
             holds_adapters=compat.asks_on_admission(Scheduler),
         )
         super().__init__(vllm_config, *args, **kwargs)
@@ -79,7 +79,7 @@ class _Phases(Scheduler):  # type: ignore[misc]
         )
 
     def _make_controller(self, config: PluginConfig) -> Controller | None:
-        if config.policy.kind == "v1":  # vLLM's own rules, recorded
+        if config.policy.native:  # vLLM's own rules, recorded
             return None
         controller = Controller(
             config.policy,
@@ -87,6 +87,7 @@ class _Phases(Scheduler):  # type: ignore[misc]
             max_num_seqs=getattr(self, self._limit_name),
             block_size=self.block_size,
             num_blocks=self._total_blocks,
+            keep_records=config.record is not None,
         )
         controller.follow_ages(lambda: [request.num_output_tokens for request in self.running])
         return controller

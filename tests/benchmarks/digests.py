@@ -25,12 +25,12 @@ from typing import Any
 import msgspec
 import pyarrow as pa
 
+from ebbench.config.topology import parse_topology
 from ebbench.devices import load_device
 from ebbench.dispatch import parse_dispatch
 from ebbench.engines.base import EngineOptions, EngineResult
 from ebbench.engines.cluster import ClusterEngine
 from ebbench.engines.sim import SimEngine
-from ebbench.simulation.topology import parse_topology
 from ebbench.workloads import build_plan
 from vllm_eb.policy import parse_policy
 

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from ebbench.cli import main
 from ebbench.cli.options import expand_goodput
 from ebbench.errors import DataError, EbbenchError, InterruptedRunError, RunError, UsageError
-from vllm_eb.policy import PolicyError, descriptions
+from vllm_eb.policy import PolicyError, descriptions, policy_types
 
 
 @pytest.fixture
@@ -245,13 +245,15 @@ def test_policies(cli: CliRunner) -> None:
     assert "unknown policy" in wrong.stderr
 
 
-def test_every_policy_setting_is_explained() -> None:
-    from dataclasses import fields
+def test_every_setting_of_a_policy_is_shown_with_its_range(cli: CliRunner) -> None:
+    from vllm_eb.policy import settings_of
 
-    from ebbench.cli.policies import _SETTINGS
-    from vllm_eb.policy import PolicySpec
-
-    assert {f.name for f in fields(PolicySpec)} - {"kind"} <= set(_SETTINGS)
+    for kind, made in policy_types().items():
+        shown = cli.invoke(main.app, ["policies", "show", kind], env={"COLUMNS": "300"}).stdout
+        for name, about in settings_of(made).items():
+            assert name in shown
+            assert about.values in shown
+            assert about.help in shown
 
 
 def test_help_fills_the_width_whatever_the_lines_of_the_docstring() -> None:

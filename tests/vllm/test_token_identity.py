@@ -114,6 +114,7 @@ def _count(scheduler: Any) -> Counter[str]:
     scheduler._preempt_request = preempting
     controller = getattr(scheduler, "controller", None)
     if controller is not None:
+        controller.keep_records()
         order = controller.queue_order
 
         def ordering(*args: Any) -> Any:

@@ -55,6 +55,8 @@ class Engine:
         self.core.model_executor.on_step = self.core.model_executor.on_preempted = lambda *_: None
         if plugin:
             self.scheduler.use_clock(self.clock.now_s)
+            if self.scheduler.controller is not None:
+                self.scheduler.controller.keep_records()
         self._schedule, self.scheduler.schedule = self.scheduler.schedule, self._watched
         # Grammars and their masks are not what is looked at.
         self.scheduler.structured_output_manager.accept_tokens = lambda *_: True

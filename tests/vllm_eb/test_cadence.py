@@ -8,10 +8,10 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_eb.cadence import Cadence
 from vllm_eb.calibration import Calibration
 from vllm_eb.controller import Controller
 from vllm_eb.decisions import View
+from vllm_eb.policies.cadence import Cadence
 from vllm_eb.policy import parse_policy
 
 
@@ -80,6 +80,7 @@ def test_the_controller_lets_vllm_mix_or_only_decode() -> None:
         max_num_seqs=9,
         block_size=16,
         num_blocks=99,
+        keep_records=True,
     )
     phases = []
     for step in range(7):

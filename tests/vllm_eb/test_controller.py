@@ -21,7 +21,12 @@ VIEW = View(now_s=0.0, step_id=0, decoding=0, prefilling=0, waiting=0, free_bloc
 
 def controller(policy: str, *, max_num_seqs: int = 100, num_blocks: int = 1000) -> Controller:
     return Controller(
-        parse_policy(policy), CALIBRATION, max_num_seqs=max_num_seqs, block_size=16, num_blocks=num_blocks
+        parse_policy(policy),
+        CALIBRATION,
+        max_num_seqs=max_num_seqs,
+        block_size=16,
+        num_blocks=num_blocks,
+        keep_records=True,
     )
 
 
@@ -165,7 +170,7 @@ def test_ebplus_stays_mixed_under_light_traffic() -> None:
 
 def test_without_a_measured_mixed_cost_the_left_side_is_zero() -> None:
     bare = replace(CALIBRATION, mixed=None)
-    made = Controller(parse_policy("ebplus"), bare, max_num_seqs=100, block_size=16, num_blocks=1000)
+    made = Controller(parse_policy("ebplus"), bare, max_num_seqs=100, block_size=16, num_blocks=1000, keep_records=True)
     feed(made, 100)
     made.decide(replace(VIEW, decoding=100))
     (record,) = [r for r in made.drain_records() if r.kind == "mode"]

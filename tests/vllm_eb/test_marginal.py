@@ -9,16 +9,17 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from vllm_eb.adaptive import AdaptiveThreshold
 from vllm_eb.calibration import Calibration, MixedCost, calibration_from_json, calibration_to_json
 from vllm_eb.controller import Controller
 from vllm_eb.costs import CostGrid, CostGridError, LinearCosts
 from vllm_eb.decisions import View
+from vllm_eb.lengths import Lengths
 from vllm_eb.marginal import MarginalRefill, Refill
-from vllm_eb.marginal_policy import MarginalPolicy
+from vllm_eb.policies.marginal import MarginalPolicy, MarginalSpec
 from vllm_eb.policy import parse_policy
 from vllm_eb.room import PAID_OVER, paying_steps, prompts_that_stay
 from vllm_eb.service import TPOT_SHARE
+from vllm_eb.strategy import EngineFacts
 from vllm_eb.theory import base_threshold
 
 LINEAR = LinearCosts(alpha_p=5e-3, beta_p=5e-5, alpha_d=1e-2, beta_d=1e-4, alpha_mb=5e-3)
@@ -295,12 +296,12 @@ def test_those_let_in_as_they_pay_can_all_stay_that_long(steps: float, active: i
 def test_cached_prompt_tokens_are_not_counted_as_work() -> None:
     """With 900 of 1,000 tokens cached a refill is a tenth of the work; here that decides between now and later."""
     limits = {}
-    spec, calibration = parse_policy("marginal:mix=off"), Calibration(5e-3, 5e-5, 1e-2, 1e-4)
+    engine = EngineFacts(Calibration(5e-3, 5e-5, 1e-2, 1e-4), max_num_seqs=100, block_size=16, num_blocks=1000)
     for cached in (0, 9_000):
-        lengths = AdaptiveThreshold(spec, calibration, 100, 16_000)
+        lengths = Lengths(100)
         for _ in range(200):
             lengths.on_prompt(10_000, cached)
-        made = MarginalPolicy(spec, LINEAR, lengths, max_num_seqs=100, block_size=16, num_blocks=1000)
+        made = MarginalPolicy(MarginalSpec(mix=False), engine, lengths)
         limits[cached] = made.refill_now(view(decoding=50, waiting=10), 2).tokens
     assert limits[9_000] == pytest.approx(2_000, rel=0.01)
     assert limits[0] == pytest.approx(8192)

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from dataclasses import fields, replace
+import copy
 
 import pytest
 from hypothesis import given
@@ -9,7 +9,17 @@ from hypothesis import strategies as st
 from vllm_eb.calibration import Calibration
 from vllm_eb.controller import Controller
 from vllm_eb.decisions import View
-from vllm_eb.policy import PolicyError, PolicySpec, descriptions, parse_policy, policy_from_mapping, takes
+from vllm_eb.policy import (
+    PolicyError,
+    PolicySpec,
+    descriptions,
+    example,
+    parse_policy,
+    policy_from_mapping,
+    policy_types,
+    settings_of,
+    takes,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -82,9 +92,16 @@ def test_a_mapping_means_the_same_as_the_text() -> None:
 
 
 def test_every_kind_is_described() -> None:
-    assert set(descriptions()) >= {"v0", "v1", "deferred", "eb", "ebplus"}
-    for kind in descriptions():
-        assert {f.name for f in fields(PolicySpec)} >= set(takes(PolicySpec(kind)))
+    assert set(descriptions()) >= {"v0", "v1", "cadence", "deferred", "eb", "ebplus", "marginal"}
+    for kind, made in policy_types().items():
+        assert made.kind == kind
+        assert set(takes(parse_policy(example(kind)))) == set(settings_of(made))
+        assert all(about.help and about.values for about in settings_of(made).values())
+
+
+def test_what_tells_policies_apart_in_reports_is_different_for_each() -> None:
+    for value in ("colour", "departure", "description"):
+        assert len({getattr(kind, value) for kind in policy_types().values()}) == len(policy_types())
 
 
 CHANGED = {
@@ -95,7 +112,9 @@ CHANGED = {
 
 def told(spec: PolicySpec) -> list[object]:
     """What a controller decides and records over a made-up course of events."""
-    made = Controller(spec, Calibration(0.005, 1e-5, 0.02, 1e-5), max_num_seqs=50, block_size=16, num_blocks=400)
+    made = Controller(
+        spec, Calibration(0.005, 1e-5, 0.02, 1e-5), max_num_seqs=50, block_size=16, num_blocks=400, keep_records=True
+    )
     made.follow_ages(lambda: [500] * 20)
     found: list[object] = []
     for step in range(600):
@@ -105,9 +124,16 @@ def told(spec: PolicySpec) -> list[object]:
     return found + made.drain_records()
 
 
+def unchecked(spec: PolicySpec, key: str, value: object) -> PolicySpec:
+    """A copy with another value, which need not make sense beside the others."""
+    made = copy.copy(spec)
+    object.__setattr__(made, key, value)
+    return made
+
+
 @pytest.mark.parametrize("policy", ["eb", "eb:theta=0.3", "eb:memory_safe=false"])
 def test_just_what_is_taken_is_heeded(policy: str) -> None:
     spec = parse_policy(policy)
-    heeded = {key for key, value in CHANGED.items() if told(replace(spec, **{key: value})) != told(spec)}
+    heeded = {key for key, value in CHANGED.items() if told(unchecked(spec, key, value)) != told(spec)}
     idle = {key for key, value in CHANGED.items() if getattr(spec, key) == value}
     assert heeded == (set(takes(spec)) & set(CHANGED)) - idle

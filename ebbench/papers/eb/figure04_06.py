@@ -12,7 +12,8 @@ from ebbench.papers.figure import PaperFigure
 from ebbench.papers.published import GPUS, SYNTHETIC, WORKLOADS, best_config, gpu_title, model_title, pick
 from ebbench.papers.store import CellStore
 from ebbench.papers.table import Wish, figure
-from ebbench.render.figures import BLACK, POLICY_COLOURS, altair, values
+from ebbench.render.figures import BLACK, altair, values
+from vllm_eb.policy import policy_class
 
 POLICIES = ("v0", "v1", "eb")
 _TITLES = {"v0": "v0", "v1": "v1", "eb": "EB(k*)"}
@@ -27,7 +28,7 @@ def _bars(
     """Bars of ours by policy, with a black tick where a published value exists."""
     alt = altair()
     names = [_TITLES[policy] for policy in POLICIES]
-    colours = [POLICY_COLOURS[policy] for policy in POLICIES]
+    colours = [policy_class(policy).colour for policy in POLICIES]
     ours = [row for row in data if row["source"] == "ours" and row["value"] is not None]
     published = [row for row in data if row["source"] == "published" and row["value"] is not None]
     marks = ["published"] if published else []

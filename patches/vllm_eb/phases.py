@@ -1,0 +1,126 @@
+"""The phase machine of exclusive batching: decode until a refill is due, then prefill until its quota is admitted."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from vllm_eb.decisions import Decision, Phase, View
+from vllm_eb.lengths import Lengths
+from vllm_eb.modes import Mode
+from vllm_eb.strategy import EngineFacts, StepChoice, Strategy, Values
+
+GATE_MARGIN, GATE_RESERVE, GATE_MIN, GATE_MAX = 0.5, 0.0, 0.05, 0.6  # appendix D.6
+
+Entered = Callable[[View, str, Values], None]
+
+
+class Phases:
+    """Phase and mode in force, the rest of a refill, the KV gate. ``entered`` is called after each change of phase."""
+
+    def __init__(self, engine: EngineFacts, strategy: Strategy, lengths: Lengths, entered: Entered) -> None:
+        self._engine, self._strategy, self._lengths, self._entered = engine, strategy, lengths, entered
+        self._max_num_seqs, self._num_blocks = engine.max_num_seqs, engine.num_blocks
+        self.mode: Mode = strategy.mode
+        self.phase: Phase = "decode" if self.mode == "eb" else "mixed"
+        self._quota = self._admitted = 0
+        self._blocked = False
+
+    def on_admission(self) -> None:
+        """A request was admitted, for the first time or again."""
+        self._admitted += 1
+
+    def take_blocked(self) -> bool:
+        """Whether the last prefill found no KV blocks; the answer is given once."""
+        blocked, self._blocked = self._blocked, False
+        return blocked
+
+    def block(self, view: View) -> None:
+        """The prefill step just decided on could schedule nothing: decode, for completions free blocks."""
+        self._blocked = True
+        self.enter("decode", view, "no KV blocks for a prefill")
+
+    def enter(self, phase: Phase, view: View, reason: str, values: Values | None = None) -> None:
+        """Change the phase."""
+        self.phase = phase
+        self._entered(view, reason, values or {})
+
+    def switch(self, mode: Mode, view: View) -> None:
+        """Change the mode. Requests in flight keep their KV and their place: half-computed prompts go first."""
+        self.mode = mode
+        self.phase = "mixed" if mode == "mb" else "prefill" if view.prefilling else "decode"
+        self._quota = self._admitted = 0
+
+    def follow(self, choice: StepChoice, view: View) -> None:
+        """Do as a strategy says that chooses every step."""
+        if choice.phase == self.phase:
+            return
+        self.mode = choice.mode
+        self._quota, self._admitted = choice.refill, 0
+        self.enter(choice.phase, view, choice.reason, choice.values)
+
+    def alternate(self, view: View) -> None:
+        """Go from decode to prefill when a refill is due, and back when it is complete."""
+        refilled = self.phase == "prefill" and not self.refilling(view)
+        if refilled:
+            self.enter("decode", view, "refill complete")
+        # A decode step follows a refill, unless all that was admitted has ended already.
+        if self.phase != "prefill" and not (refilled and view.decoding):
+            reason = None if self._blocked and view.decoding else self._refill_reason(view)
+            self._blocked = False
+            if reason is not None:
+                self._quota, self._admitted = self.refill(view), 0
+                self.enter("prefill", view, reason)
+
+    def refilling(self, view: View) -> bool:
+        """Whether the prefill phase in force has more to admit or to compute."""
+        return view.prefilling > 0 or (self._admitted < self._quota and view.waiting > 0 and self.idle(view) > 0)
+
+    def refill(self, view: View) -> int:
+        """How many waiting requests there are idle slots for."""
+        return max(min(view.waiting, self.idle(view)), 0)
+
+    def idle(self, view: View) -> int:
+        """Slots that could be filled; below 0 while more run than are allowed now."""
+        strategy = self._strategy
+        active = view.decoding + view.prefilling
+        slots = min(strategy.seqs_allowed, self._max_num_seqs - view.idle_sessions) - active
+        fit = strategy.prompts_that_fit(view)
+        return slots if fit == math.inf else min(slots, math.ceil(fit))
+
+    def batch_limit(self, view: View) -> int:
+        """The batch limit in force: where the strategy bounds memory, no more than there is room for."""
+        if not self._strategy.bounds_mixed:
+            return self._strategy.seqs_allowed
+        return view.decoding + view.prefilling + max(self.idle(view), 0)
+
+    def decision(self, view: View) -> Decision:
+        """The answer for the next step."""
+        limit, batch_limit = self._max_num_seqs, self.batch_limit(view)
+        if self.phase == "prefill" or (self.phase == "mixed" and self._strategy.bounds_mixed):
+            active = view.decoding + view.prefilling
+            limit = batch_limit
+            if self.phase == "prefill":
+                limit = min(limit, active + self._quota - self._admitted)
+            limit = max(limit, active)
+        return Decision(self.phase, self.mode, limit, self._strategy.slots, batch_limit)
+
+    def gate(self) -> float:
+        """The share of KV memory that must be free for a refill."""
+        limit = self._strategy.seqs_allowed
+        expected_share = limit * self._lengths.mu_o * GATE_MARGIN / self._engine.capacity_tokens
+        return min(max(expected_share + GATE_RESERVE, GATE_MIN), GATE_MAX)
+
+    def _refill_reason(self, view: View) -> str | None:
+        """Why to leave decode for prefill now; None to stay."""
+        if view.decoding == 0:
+            return "nothing is decoding" if view.prefilling or view.waiting else None
+        if view.prefilling:
+            return "prompts left half computed"
+        idle = self.idle(view)
+        refill = min(view.waiting, idle)
+        if refill < 1 or not self._strategy.refill_due(view, refill, idle):
+            return None
+        if self._strategy.gated and view.free_blocks / self._num_blocks <= self.gate():
+            return None
+        return f"{refill} slots to refill beside {view.decoding} decoding"

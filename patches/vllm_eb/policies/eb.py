@@ -1,0 +1,145 @@
+"""Exclusive batching with the threshold of Zhang et al. (ICML 2026), computed online by Algorithm 1 or fixed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from vllm_eb.adaptive import AdaptiveThreshold, EstimatingSpec, Update
+from vllm_eb.decisions import View
+from vllm_eb.lengths import Lengths
+from vllm_eb.policy import PolicyError, setting, settings_of
+from vllm_eb.strategy import Change, EngineFacts, Strategy, Values
+
+HEEDED_WHEN_FIXED = ("update_every", "kv_gate")  # the KV gate goes by answer lengths, whatever sets the threshold
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eb(EstimatingSpec):
+    """``k`` and ``theta`` fix the threshold (slots, share of N); without them it is computed online."""
+
+    description = "exclusive batches, k* and N* computed online (Zhang et al., ICML 2026); k= or theta= fixes it"
+    colour = "#D55E00"
+    departure = 40
+
+    k: int | None = setting(None, "idle slots at which to refill; fixes the threshold", unit="slots", at_least=1)
+    theta: float | None = setting(
+        None, "share of N idle at which to refill; fixes the threshold", unit="share", above=0, below=1
+    )
+
+    @property
+    def adapts(self) -> bool:
+        """Unless k or theta is fixed."""
+        return self.k is None and self.theta is None
+
+    def check(self) -> None:
+        """k and theta are two ways to say the same."""
+        if self.k is not None and self.theta is not None:
+            raise PolicyError("give k or theta, not both")
+
+    def without_effect(self) -> Mapping[str, str]:
+        """A fixed threshold leaves nothing to estimate."""
+        idle = dict(super().without_effect())
+        fixed = next((key for key in ("k", "theta") if getattr(self, key) is not None), None)
+        if fixed is not None:
+            others = {*settings_of(type(self))} - {fixed, *HEEDED_WHEN_FIXED}
+            idle |= dict.fromkeys(others, f"{fixed}={getattr(self, fixed)}")
+        return idle
+
+    def strategy(self, engine: EngineFacts, lengths: Lengths) -> Strategy:
+        """The online threshold, or a fixed one."""
+        if self.k is not None:
+            return FixedThreshold(engine, lengths, self.kv_gate, slots=min(self.k, engine.max_num_seqs))
+        if self.theta is not None:
+            slots = max(1, int(self.theta * engine.max_num_seqs))
+            return FixedThreshold(engine, lengths, self.kv_gate, slots=slots, theta=self.theta)
+        return OnlineThreshold(self, engine, lengths)
+
+
+class ShareThreshold(Strategy):
+    """Refills when those who could join are the share theta/(1 - theta) of those decoding, with theta = k/N.
+
+    That is as if k slots were idle, also when the queue is short.
+    """
+
+    def __init__(self, engine: EngineFacts, lengths: Lengths, gated: bool) -> None:
+        super().__init__(engine, lengths)
+        self.gated = gated
+
+    def refill_due(self, view: View, refill: int, idle: int) -> bool:
+        """Whether enough could join."""
+        slots = self.slots or 1
+        return refill * (self.seqs_allowed - slots) >= slots * view.decoding
+
+
+class FixedThreshold(ShareThreshold):
+    """A threshold that stays: ``slots`` of max_num_seqs, or the share ``theta`` of them."""
+
+    def __init__(
+        self, engine: EngineFacts, lengths: Lengths, gated: bool, *, slots: int, theta: float | None = None
+    ) -> None:
+        super().__init__(engine, lengths, gated)
+        self._slots, self._theta = slots, slots / engine.max_num_seqs if theta is None else theta
+
+    @property
+    def slots(self) -> int:
+        """k."""
+        return self._slots
+
+    @property
+    def theta(self) -> float:
+        """As given, or k/N."""
+        return self._theta
+
+
+class OnlineThreshold(ShareThreshold):
+    """Threshold and batch size by Algorithm 1."""
+
+    def __init__(self, spec: EstimatingSpec, engine: EngineFacts, lengths: Lengths) -> None:
+        super().__init__(engine, lengths, spec.kv_gate)
+        self._adaptive = AdaptiveThreshold(
+            spec, engine.calibration, lengths, engine.max_num_seqs, engine.capacity_tokens
+        )
+
+    @property
+    def seqs_allowed(self) -> int:
+        """N: the memory-safe batch."""
+        return self._adaptive.n_limit
+
+    @property
+    def slots(self) -> int:
+        """k."""
+        adaptive = self._adaptive
+        return max(1, int(adaptive.theta * adaptive.n_limit))
+
+    @property
+    def theta(self) -> float:
+        """As estimated."""
+        return self._adaptive.theta
+
+    @property
+    def facts(self) -> Values:
+        """The base threshold."""
+        return {"theta0": self._adaptive.theta0}
+
+    def on_finish(self, output_tokens: int) -> None:
+        """An answer length for the hazard."""
+        self._adaptive.on_finish(output_tokens)
+
+    def update(self, view: View, running_ages: Callable[[], Sequence[int]]) -> Sequence[Change]:
+        """One pass of Algorithm 1, once there are samples enough."""
+        update = self._adaptive.update(view.now_s, running_ages)
+        return () if update is None else (Change("update", "Algorithm 1", _values(update)),)
+
+
+def _values(update: Update) -> Values:
+    return {
+        "p0": update.estimate.p0,
+        "eta": update.estimate.eta,
+        "samples": update.estimate.samples,
+        "zeta": update.zeta,
+        "delta_theta": update.delta_theta,
+    }
+
+
+POLICY = Eb

@@ -1,0 +1,34 @@
+"""vLLM v0's rule: exclusive batches, refilled as soon as one slot is free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vllm_eb.lengths import Lengths
+from vllm_eb.policy import PolicySpec
+from vllm_eb.strategy import EngineFacts, Strategy
+
+
+@dataclass(frozen=True, kw_only=True)
+class V0(PolicySpec):
+    """No settings."""
+
+    description = "exclusive batches, refill as soon as one slot is free (vLLM v0's rule)"
+    colour = "#E69F00"
+    departure = 50
+
+    def strategy(self, engine: EngineFacts, lengths: Lengths) -> Strategy:
+        """A threshold of one slot."""
+        return OneSlot(engine, lengths)
+
+
+class OneSlot(Strategy):
+    """Every refill that is possible is due."""
+
+    @property
+    def slots(self) -> int:
+        """One."""
+        return 1
+
+
+POLICY = V0

@@ -1,0 +1,20 @@
+"""vLLM v1 as it is: mixed batches by vLLM's own rules."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vllm_eb.policy import PolicySpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class V1(PolicySpec):
+    """No settings, no controller."""
+
+    description = "mixed batches: vLLM v1, untouched"
+    colour = "#0072B2"
+    departure = 0
+    native = True
+
+
+POLICY = V1
