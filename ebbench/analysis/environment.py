@@ -18,8 +18,11 @@ ENVIRONMENT = (
 LATER_OPTIONS = {"enforce_eager": False, "warmup": 0}
 """Options that older runs did not record, and what they ran with: at that value they are no part of a comparison."""
 
-JOINED = ("topology", "replicas", "dispatch", "decode_dispatch")
-"""Facts of runs of several engines. A single engine has none of them, so its stored baselines keep their hash."""
+JOINED = ("topology", "replicas", "dispatch", "decode_dispatch", "vllm_options")
+"""Facts that count as options where a run has them: how several engines are joined, options passed to vLLM as they are.
+
+A single engine without such options has none of them, so its stored baselines keep their hash.
+"""
 
 UNKNOWN = ""
 

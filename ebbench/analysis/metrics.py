@@ -67,6 +67,7 @@ class Metrics:
     e2el: Distribution
     ttft_from_send: Distribution
     lag: Distribution = field(default=Distribution(0))
+    input_throughput: float | None = None
 
 
 def measure(
@@ -106,6 +107,7 @@ def measure(
         e2el=Distribution.of_ns((columns.last_token - columns.intended)[ok]),
         ttft_from_send=Distribution.of_ns((columns.first_token - columns.sent)[ok & sent]),
         lag=Distribution.of_ns((columns.sent - columns.intended)[sent]),
+        input_throughput=_rate(tokens_in, duration_s),
     )
 
 

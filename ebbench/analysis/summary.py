@@ -168,6 +168,7 @@ def metrics_dict(metrics: Metrics) -> dict[str, Any]:
         "total_output_tokens": metrics.total_output_tokens,
         "request_throughput": metrics.request_throughput,
         "output_throughput": metrics.output_throughput,
+        "input_throughput": metrics.input_throughput,
         "total_token_throughput": metrics.total_token_throughput,
         "request_goodput": metrics.request_goodput,
         "slo_attainment": metrics.slo_attainment,
@@ -220,7 +221,14 @@ def _failures_in(summaries: Sequence[Mapping[str, Any]]) -> list[list[Failure]]:
 
 
 _AVERAGED = frozenset(
-    {"duration", "slo_attainment", "request_throughput", "output_throughput", "total_token_throughput"}
+    {
+        "duration",
+        "slo_attainment",
+        "request_throughput",
+        "output_throughput",
+        "input_throughput",
+        "total_token_throughput",
+    }
     | {"request_goodput"}
     | {
         f"{statistic}_{name}_ms"

@@ -63,6 +63,7 @@ class Asked:
     client: ClientFlags
     cluster: ClusterAsked
     all_percentiles: bool = False
+    vllm_options: tuple[str, ...] = ()
 
 
 @dataclass
@@ -157,6 +158,7 @@ def engine_of(asked: Asked) -> tuple[Engine, str]:
             asked.scenario,
             max_model_len=limit if isinstance(limit, int) else None,
             drop_too_long=bool(asked.plan_settings["drop_too_long"]),
+            vllm_options=asked.vllm_options,
             **vars(asked.cluster),
         )
     )

@@ -21,10 +21,20 @@ def run(
     output: OutputFlags,
     client: ClientFlags,
     cluster: ClusterAsked,
+    vllm_options: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="-- VLLM_OPTIONS",
+            help="With --engine vllm, after --: options for `vllm serve`.",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Run a workload under one or more scheduling policies and say which is best, by how much and why.
 
     Every policy gets the same requests at the same intended times. Results are kept in run directories.
+
+    Options for vLLM go after --: `ebbench run sharegpt --engine vllm -- --quantization fp8`.
     """
     from ebbench.analysis.slo import parse_slo
     from ebbench.cli.carry_out import Asked, carry_out
@@ -51,6 +61,7 @@ def run(
         quiet=output.quiet,
         client=client,
         cluster=cluster,
+        vllm_options=tuple(vllm_options or ()),
     )
     carry_out(asked, as_json=output.as_json)
 

@@ -30,7 +30,7 @@ from ebbench.engines.vllm import (
     stored_calibration,
     told,
 )
-from ebbench.engines.vllm_command import Serving, executable_line, plain_line
+from ebbench.engines.vllm_command import Serving, executable_line
 from ebbench.engines.vllm_server import ServerProcess, free_port
 from ebbench.errors import RunError, UsageError
 from ebbench.gateway.process import GatewayProcess
@@ -82,8 +82,7 @@ class ReplicatedVllmEngine(VllmEngine):
         facts = {
             "replicas": self.replicas,
             "dispatch": self.dispatch,
-            "server_command": plain_line(servings[0]),
-            "server_log": str(self._keep(logs)),
+            **self.facts(servings[0], self._keep(logs)),
         }
         return engine_result(done, merged([r for r in recordings if r is not None]), facts, died)
 

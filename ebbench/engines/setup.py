@@ -52,6 +52,7 @@ class EngineSetup:
     ``engine``: auto, sim, emulated, vllm or a server's URL. ``model``: what a server serves. ``client``: options of the
     load generator that were set, by the names of ClientOptions' fields. ``scenario``: where a topology may stand too.
     The others are those of :func:`with_cluster`. ``drop_too_long``: leave out requests beyond ``max_model_len`` tokens.
+    ``vllm_options``: options for ``vllm serve`` that ebbench does not know, each a command-line word.
     """
 
     engine: str = "auto"
@@ -64,6 +65,7 @@ class EngineSetup:
     replicas: int | None = None
     max_model_len: int | None = None
     drop_too_long: bool = False
+    vllm_options: tuple[str, ...] = ()
 
 
 def make_engine(setup: EngineSetup) -> tuple[Engine, str]:
@@ -76,8 +78,7 @@ def make_engine(setup: EngineSetup) -> tuple[Engine, str]:
     engine, sentence = engines.select_engine(setup.engine)
     if is_server(setup.engine):
         engine = _for_server(engine, setup)
-    elif engine.name == "vllm" and setup.model is not None:
-        engine = _serving(engine, setup.model)
+    engine = _serving(engine, setup)
     engine, several = with_cluster(
         engine,
         setup.scenario,
@@ -102,10 +103,19 @@ def _for_server(engine: Engine, setup: EngineSetup) -> Engine:
     return replace(engine, client=client)
 
 
-def _serving(engine: Engine, model: str) -> Engine:
+def _serving(engine: Engine, setup: EngineSetup) -> Engine:
+    """A vLLM engine with its model and vLLM's own options; any other as it is."""
+    if engine.name != "vllm":
+        if setup.vllm_options:
+            given = " ".join(setup.vllm_options)
+            raise UsageError(f"what follows -- is for `vllm serve`, which engine {engine.name} does not start: {given}")
+        return engine
     from ebbench.engines.vllm import VllmEngine
+    from ebbench.engines.vllm_command import check_vllm_options
 
-    return replace(engine, model=model) if isinstance(engine, VllmEngine) else engine
+    assert isinstance(engine, VllmEngine)
+    check_vllm_options(setup.vllm_options)
+    return replace(engine, model=setup.model or engine.model, vllm_options=setup.vllm_options)
 
 
 def client_of(engine: Engine, given: Collection[str] = ()) -> ClientOptions | None:

@@ -35,16 +35,16 @@ RECORD_WAIT_S = 15.0
 
 @dataclass
 class VllmEngine(SendingEngine):
-    """One server a run. ``model``: what to serve, a name or a folder; None: the device's model.
+    """One server per run. ``model``: what to serve, a name or a folder; None: the device's model.
 
-    ``serve_args`` go to ``vllm serve`` as they are. ``emulation`` puts an emulated device behind the server.
-    ``record_v1`` runs v1 through the plugin as well, which then schedules nothing itself but records the steps;
-    without it v1 is vLLM untouched and has no steps. ``log`` is where the server's output goes after the run; that of a
-    server that failed stays in the temporary folder which the error names.
+    ``vllm_options`` go to ``vllm serve`` as they are and are part of what comparisons check. ``emulation`` puts an
+    emulated device behind the server. ``record_v1`` runs v1 through the plugin as well, which then schedules nothing
+    itself but records the steps; without it v1 is vLLM untouched and has no steps. ``log`` is where the server's output
+    goes after the run; that of a server that failed stays in the temporary folder which the error names.
     """
 
     model: str | None = None
-    serve_args: tuple[str, ...] = ()
+    vllm_options: tuple[str, ...] = ()
     emulation: Emulation | None = None
     record_v1: bool = False
     ready_timeout_s: float = READY_TIMEOUT_S
@@ -79,7 +79,12 @@ class VllmEngine(SendingEngine):
             recording = recording_of(record, plan, done)
         if self.log is not None:
             log = Path(shutil.move(log, self.log))
-        return engine_result(done, recording, {"server_command": plain_line(serving), "server_log": str(log)}, died)
+        return engine_result(done, recording, self.facts(serving, log), died)
+
+    def facts(self, serving: Serving, log: Path) -> dict[str, object]:
+        """How the server was started, for the manifest."""
+        options = {"vllm_options": list(self.vllm_options)} if self.vllm_options else {}
+        return {"server_command": plain_line(serving), "server_log": str(log), **options}
 
     def serving(
         self, policy: PolicySpec, calibration: Path, options: EngineOptions, record: Path | None, device_model: str
@@ -97,7 +102,7 @@ class VllmEngine(SendingEngine):
             options=options,
             max_model_len=min(options.max_model_len, limit) if limit else options.max_model_len,
             emulation=self.emulation,
-            extra=("--uvicorn-log-level", "warning", *_cpu_arguments(options), *self.serve_args),
+            extra=("--uvicorn-log-level", "warning", *_cpu_arguments(options), *self.vllm_options),
         )
 
     def client_for(self, model: str) -> ClientOptions:

@@ -55,6 +55,34 @@ class Serving:
     extra: Sequence[str] = ()
 
 
+SET_BY_EBBENCH = {
+    "--model": "--model", "--host": "", "--port": "", "--uvicorn-log-level": "", "--scheduler-cls": "--policy",
+    "--additional-config": "--policy", "--served-model-name": "--model", "--max-num-seqs": "--max-num-seqs",
+    "--max-num-batched-tokens": "--max-num-batched-tokens", "--max-model-len": "--max-model-len",
+    "--enable-prefix-caching": "--no-prefix-caching", "--no-enable-prefix-caching": "--no-prefix-caching",
+    "--async-scheduling": "--no-async-scheduling", "--no-async-scheduling": "--no-async-scheduling",
+    "--enforce-eager": "--enforce-eager", "--no-enforce-eager": "--enforce-eager",
+    "--num-gpu-blocks-override": "--num-kv-blocks",
+}  # fmt: skip
+"""Options of ``vllm serve`` that ebbench sets itself, and its own option for the same; empty: it has none."""
+
+
+def check_vllm_options(options: Sequence[str]) -> None:
+    """Raise UsageError for what must not be passed to ``vllm serve`` as it is: a run's record would not say it."""
+    if options and not options[0].startswith("-"):
+        raise UsageError(
+            f"unexpected argument {options[0]!r}; options for vLLM go after --, as in -- --quantization fp8"
+        )
+    for word in options:
+        name = word.partition("=")[0].replace("_", "-")
+        if name == "--api-key":
+            raise UsageError("a key on a command line is stored with the run; set VLLM_API_KEY and EBBENCH_API_KEY")
+        if word.startswith("--") and name in SET_BY_EBBENCH:
+            own = SET_BY_EBBENCH[name]
+            remedy = f"give {own} before the --" if own else "leave it out"
+            raise UsageError(f"{name} is set by ebbench itself; {remedy}")
+
+
 def serve_arguments(serving: Serving) -> list[str]:
     """Arguments after ``vllm serve``. Raises UsageError when the policy needs a calibration and has none."""
     arguments = [serving.model, "--host", serving.host, "--port", str(serving.port)]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
 from ebbench.analysis.summary import Summary
@@ -17,10 +19,11 @@ _LATENCIES = ("ttft", "tpot", "itl", "e2el")
 
 
 def vllm_result(run: Run, summary: Summary) -> dict[str, Any]:
-    """The result with that tool's keys; one entry a request in the lists, in plan order.
+    """The result with that tool's keys (vLLM 0.32) and no others; one entry per request in the lists, in plan order.
 
-    Latencies count from the intended start, as everywhere in ebbench; that tool counts from the send. Times of
-    requests are seconds from the run's start. A statistic that too few samples define is null.
+    Latencies count from the intended start, as everywhere in ebbench; that tool counts from the send. What a request
+    waited for a place under a cap on concurrency (``queue_times``, s) is therefore part of them. Times of requests are
+    seconds from the run's start. A statistic that too few samples define is null.
     """
     manifest, numbers = run.manifest, summary.to_dict()
     requests = run.requests
@@ -43,7 +46,9 @@ def vllm_result(run: Run, summary: Summary) -> dict[str, Any]:
     for key in ("duration", "total_input_tokens", "total_output_tokens", "request_throughput", "request_goodput",
                 "output_throughput", "total_token_throughput"):  # fmt: skip
         result[key] = numbers[key]
-    result |= _lists(requests)
+    lists = _lists(requests, capped=manifest.max_concurrency is not None)
+    result |= lists | _peaks(lists)
+    result["rtfx"] = 0.0  # seconds of audio per second; there is none
     result |= {f"{s}_{name}_ms": numbers[f"{s}_{name}_ms"] for name in _LATENCIES for s in _STATISTICS}
     return result
 
@@ -56,26 +61,51 @@ def save_vllm_result(run: Run, summary: Summary, path: Path) -> None:
         raise RunError(f"cannot write {path}: {error.strerror or error}") from error
 
 
-def _lists(requests: pa.Table) -> dict[str, list[Any]]:
+def _lists(requests: pa.Table, *, capped: bool) -> dict[str, list[Any]]:
+    """One entry per request. Only under a cap (``capped``) do requests wait before they are sent."""
     columns = {name: requests.column(name).to_pylist() for name in requests.column_names}
-    intended, first = columns["intended_ns"], columns["first_token_ns"]
-    itl = columns["itl_ns"]
+    intended, sent = columns["intended_ns"], columns["sent_ns"]
     ok = [status == "ok" for status in columns["status"]]
     texts = columns.get("text", [None] * len(ok))
     return {
-        "input_lens": columns["input_tokens"],
+        "input_lens": [n or 0 for n in columns["input_tokens"]],
         "output_lens": [n or 0 if good else 0 for n, good in zip(columns["output_tokens"], ok, strict=True)],
-        "ttfts": [_ttft(*row) for row in zip(ok, intended, first, strict=True)],
-        "itls": [[_seconds(g) for g in gaps or ()] if good else [] for gaps, good in zip(itl, ok, strict=True)],
-        "start_times": [None if i is None else _seconds(i) for i in intended],
+        "ttfts": [_since(*row) for row in zip(ok, intended, columns["first_token_ns"], strict=True)],
+        "itls": [
+            [_seconds(g) for g in gaps or ()] if good else [] for gaps, good in zip(columns["itl_ns"], ok, strict=True)
+        ],
+        "latencies": [_since(*row) for row in zip(ok, intended, columns["last_token_ns"], strict=True)],
+        "start_times": [_seconds(i or 0) for i in intended],
+        "queue_times": [_since(capped, *row) for row in zip(intended, sent, strict=True)],
         "generated_texts": [text or "" for text in texts],
         "errors": [_error(*pair) for pair in zip(columns["error_class"], columns["error_body"], strict=True)],
     }
 
 
-def _ttft(ok: bool, intended: int | None, first: int | None) -> float:
-    """0 where there is none; a server may call a request finished whose first token was never seen."""
-    return _seconds(first - intended) if ok and intended is not None and first is not None else 0.0
+def _peaks(lists: Mapping[str, list[Any]]) -> dict[str, float | int]:
+    """Most tokens out in one second, and most requests open in one, counted as that tool does: whole seconds from the
+    first start, a request open in each second that it touches."""
+    done = [row for row, latency in enumerate(lists["latencies"]) if latency > 0]
+    if not done:
+        return {"max_output_tokens_per_s": 0.0, "max_concurrent_requests": 0}
+    start_s = np.array([lists["start_times"][row] for row in done])
+    start_s -= start_s.min()
+    latency_s = np.array([lists["latencies"][row] for row in done])
+    gaps = [np.cumsum([lists["ttfts"][row], *lists["itls"][row]]) for row in done]
+    token_s = np.concatenate([start + times for start, times in zip(start_s, gaps, strict=True)])
+    opened, closed = start_s.astype(int), (start_s + latency_s).astype(int)
+    change = np.bincount(opened, minlength=closed.max() + 2)
+    change -= np.bincount(closed + 1, minlength=len(change))
+    return {
+        "max_output_tokens_per_s": float(np.bincount(token_s.astype(int)).max()),
+        "max_concurrent_requests": int(np.cumsum(change).max()),
+    }
+
+
+def _since(known: bool, start_ns: int | None, end_ns: int | None) -> float:
+    """Seconds between two moments; 0 where there are none: a server may call a request finished whose first token was
+    never seen."""
+    return _seconds(end_ns - start_ns) if known and start_ns is not None and end_ns is not None else 0.0
 
 
 def _error(error_class: str | None, body: str | None) -> str:

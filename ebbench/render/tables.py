@@ -55,6 +55,7 @@ class _Figure:
 _OUTPUT = _Figure("out tok/s\nwhole", "output_throughput", output_throughput, numbers.rate)
 _STEADY = _Figure("out tok/s\nsteady", "steady_output_throughput", steady_throughput, numbers.rate)
 _REQUESTS = _Figure("req/s\nwhole", "request_throughput", lambda m: m.request_throughput, numbers.rate)
+_INPUT = _Figure("in tok/s\nwhole", "input_throughput", lambda m: m.input_throughput, numbers.rate)
 _LIMITS = (
     _Figure("goodput\nreq/s", "request_goodput", request_goodput, numbers.rate),
     _Figure("SLO\nmet", "slo_attainment", lambda m: m.slo_attainment, numbers.percent),
@@ -127,7 +128,7 @@ def _figures(groups: Sequence[Group], *, all_percentiles: bool) -> list[_Figure]
     found.append(_median("e2el"))
     if all_percentiles:
         found += _tails(groups, "e2el", all_percentiles=True)
-    found.append(_REQUESTS)
+    found += [_INPUT, _REQUESTS]
     if any(summary.slo for group in groups for summary in group.summaries):
         found += _LIMITS
     return found

@@ -148,6 +148,7 @@ def test_metrics_agree_with_the_oracle(table: list[dict[str, Any]], slo: Slo, sp
         assert found.request_throughput == pytest.approx(found.completed / oracle.duration)
         total = (oracle.output + oracle.input) / oracle.duration
         assert found.total_token_throughput == pytest.approx(total)
+        assert found.input_throughput == pytest.approx(total - found.output_throughput)
         if slo:
             assert found.request_goodput == pytest.approx(oracle.met / oracle.duration)
         if windows:

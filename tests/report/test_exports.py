@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
+import importlib.util
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -130,6 +132,46 @@ def test_vllms_result_json(exported: Path, runs: Path) -> None:
     assert document["completed"] == metrics.completed == len(document["ttfts"])
     assert document["output_throughput"] == metrics.output_throughput
     assert [len(gaps) + 1 for gaps in document["itls"]] == document["output_lens"]
+
+
+def test_vllms_result_has_the_keys_that_vllm_writes(exported: Path) -> None:
+    """Read from vLLM's own source: what it writes always, and the statistics it writes for the metrics asked for."""
+    found = importlib.util.find_spec("vllm")
+    if found is None or found.origin is None:
+        pytest.skip("vLLM is not installed")
+    source = (Path(found.origin).parent / "benchmarks" / "serve.py").read_text()
+    generating = source[source.index("if isinstance(metrics, BenchmarkMetrics):\n        result = {") :]
+    always = set(re.findall(r'"(\w+)":', generating[: generating.index("}")]))
+    setup = source[source.index("# Setup\n") : source.index("# Merge with benchmark result")]
+    always |= set(re.findall(r'^    result_json\["(\w+)"\]', setup, re.MULTILINE))
+    statistics = {
+        f"{statistic}_{metric}_ms"
+        for statistic in ("mean", "median", "std", "p90", "p95", "p99")
+        for metric in ("ttft", "tpot", "itl", "e2el")
+    }
+    assert {"latencies", "queue_times", "rtfx", "max_concurrent_requests", "request_rate"} < always
+    assert set(json.loads((exported / "v1.vllm.json").read_text())) == always | statistics
+
+
+def test_vllms_lists_and_peaks(runs: Path) -> None:
+    """Two requests of two tokens in the first second, one of them into the second, one that failed."""
+    run = Run.load(runs / "v1")
+    rows = run.requests.slice(0, 3).to_pylist()
+    second = 1_000_000_000
+    times = {"status": "ok", "output_tokens": 2, "error_class": None, "error_body": None}
+    rows[0] |= times | {"intended_ns": 0, "sent_ns": second // 4, "first_token_ns": second // 2,
+                        "last_token_ns": 3 * second // 4, "itl_ns": [second // 4]}  # fmt: skip
+    rows[1] |= times | {"intended_ns": second // 2, "sent_ns": second // 2, "first_token_ns": 3 * second // 4,
+                        "last_token_ns": 3 * second // 2, "itl_ns": [3 * second // 4]}  # fmt: skip
+    rows[2] |= {"status": "failed", "error_class": "http_400", "error_body": "no"}
+    table = pa.Table.from_pylist(rows, schema=run.requests.schema)
+    changed = Run(run.path, msgspec.structs.replace(run.manifest, phases=(), max_concurrency=2), {"requests": table})
+    document = vllm_result(changed, summarise(changed))
+    assert document["latencies"] == [0.75, 1.0, 0.0]
+    assert document["ttfts"] == [0.5, 0.25, 0.0]
+    assert document["queue_times"][:2] == [0.25, 0.0]
+    assert document["errors"] == ["", "", "http_400: no"]
+    assert (document["max_output_tokens_per_s"], document["max_concurrent_requests"], document["rtfx"]) == (3.0, 2, 0.0)
 
 
 def test_a_finished_request_without_its_times_does_not_stop_the_export(runs: Path) -> None:

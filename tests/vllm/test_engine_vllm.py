@@ -102,7 +102,7 @@ def test_a_server_that_the_plugin_does_not_schedule_is_not_measured(small_model_
         model=str(small_model_folder),
         client=CLIENT,
         emulation=Emulation("h200", "qwen3-8b"),
-        serve_args=("--scheduler-cls", "vllm.v1.core.sched.scheduler.Scheduler"),
+        vllm_options=("--scheduler-cls", "vllm.v1.core.sched.scheduler.Scheduler"),
     )
     with pytest.raises(RunError, match="policy v0 is not what schedules it"):
         engine.run(make_plan(Traffic(sessions=2)), parse_policy("v0"), DEVICE, OPTIONS)
@@ -110,7 +110,7 @@ def test_a_server_that_the_plugin_does_not_schedule_is_not_measured(small_model_
 
 
 def test_a_server_that_dies_at_start_is_reported_with_the_end_of_its_log(small_model_folder: Path) -> None:
-    engine = VllmEngine(model=str(small_model_folder), client=CLIENT, serve_args=("--no-such-option",))
+    engine = VllmEngine(model=str(small_model_folder), client=CLIENT, vllm_options=("--no-such-option",))
     with pytest.raises(RunError, match=r"did not come up \(exit status 2\)(.|\n)*--no-such-option"):
         engine.run(make_plan(Traffic(sessions=2)), parse_policy("v0"), DEVICE, OPTIONS)
 

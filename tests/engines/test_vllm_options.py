@@ -1,0 +1,66 @@
+"""Options that `ebbench run --engine vllm -- ...` passes to vLLM: on its command line, in the run, in comparisons."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ebbench.analysis.environment import differences, environment_of
+from ebbench.cli.main import app
+from ebbench.engines.base import EngineOptions
+from ebbench.engines.setup import EngineSetup, make_engine
+from ebbench.engines.vllm import VllmEngine
+from ebbench.engines.vllm_command import check_vllm_options, plain_line
+from ebbench.errors import UsageError
+from ebbench.records.manifest import Manifest
+from vllm_eb.policy import parse_policy
+
+OPTIONS = ("--quantization", "fp8", "--kv-cache-dtype=fp8")
+
+
+def test_they_reach_the_command_line_and_the_run():
+    engine, _ = make_engine(EngineSetup("vllm", "org/model", vllm_options=OPTIONS))
+    assert isinstance(engine, VllmEngine)
+    serving = engine.serving(parse_policy("v1"), Path("costs"), EngineOptions(), None, "qwen3-8b")
+    assert plain_line(serving).endswith("--quantization fp8 --kv-cache-dtype=fp8")
+    assert engine.facts(serving, Path("log"))["vllm_options"] == list(OPTIONS)
+    assert "vllm_options" not in replace(engine, vllm_options=()).facts(serving, Path("log"))
+
+
+def test_several_servers_have_them_too():
+    engine, _ = make_engine(EngineSetup("vllm", "org/model", replicas=2, vllm_options=OPTIONS))
+    assert isinstance(engine, VllmEngine)
+    assert engine.vllm_options == OPTIONS
+
+
+def test_runs_that_differ_in_them_are_not_compared():
+    common = {"versions": {}, "anchor_unix_ns": 0, "workload": "w", "scenario": "s", "seed": 0, "source": "profile",
+              "plan_hash": "", "policy": "v1", "engine": "vllm", "device": "h200", "model": "m"}  # fmt: skip
+    plain = environment_of(Manifest(**common))
+    quantized = environment_of(Manifest(**common, facts={"vllm_options": ["--quantization", "fp8"]}))
+    assert differences(quantized, quantized) == []
+    assert differences(plain, quantized) == ["options.vllm_options: None against ['--quantization', 'fp8']"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--max-num-seqs", "9"), "give --max-num-seqs before the --"),
+        (("--max_num_seqs=9",), "give --max-num-seqs before the --"),
+        (("--seed", "1", "--scheduler-cls", "x"), "give --policy before the --"),
+        (("--port", "9"), "leave it out"),
+        (("--api-key", "sk"), "EBBENCH_API_KEY"),
+        (("sharegpt",), "unexpected argument 'sharegpt'"),
+    ],
+)
+def test_what_ebbench_sets_itself_is_refused(options, message):
+    with pytest.raises(UsageError, match=message):
+        check_vllm_options(options)
+
+
+@pytest.mark.parametrize("engine", ["sim", "http://127.0.0.1:9"])
+def test_only_a_vllm_that_is_started_takes_them(capsys, engine):
+    with pytest.raises(SystemExit) as ended:
+        app(["run", "balanced", "--engine", engine, "--", "--quantization", "fp8"], standalone_mode=True)
+    assert ended.value.code == 2
+    assert "--quantization fp8" in capsys.readouterr().err
