@@ -186,10 +186,23 @@ def _announce(asked: Asked, sentence: str, plan: Plan, messages: Console) -> Non
     if asked.quiet:
         return
     messages.print(sentence, markup=False, soft_wrap=True)
-    if note := time_note(plan.facts):
+    for note in filter(None, (time_note(plan.facts), _at_once(plan))):
         messages.print(note, markup=False, soft_wrap=True)
     if asked.default_policies and not is_server(asked.engine):
         messages.print("No --policy given: running ebplus, and v1 as its baseline.", markup=False, soft_wrap=True)
+
+
+def _at_once(plan: Plan) -> str:
+    """What an infinite request rate means for this plan; empty where there is none."""
+    if not plan.facts.get("all_at_once"):
+        return ""
+    sessions, open_at_most = int(plan.facts["sessions"]), max(phase.max_concurrency for phase in plan.phases)
+    if open_at_most < sessions:
+        return f"--request-rate inf: all {sessions:,} sessions wait for one of the {open_at_most:,} open at a time"
+    return (
+        f"--request-rate inf: all {sessions:,} sessions are released at once, as by `vllm bench serve`; TTFT counts "
+        "the wait in the server's queue (--max-concurrency limits how many are open)"
+    )
 
 
 def _order(policies: list[PolicySpec], repeat: int) -> Iterator[PolicySpec]:

@@ -34,7 +34,10 @@ DropTooLong = Annotated[bool, opt("--drop-too-long", help="Drop requests over --
 
 Scenario = Annotated[str | None, opt("--scenario", "-s", help="When requests come: a name or a TOML file.", panel=LOAD)]
 MaxConcurrency = Annotated[int | None, opt("--max-concurrency", "-c", help="Sessions open at a time.", panel=LOAD)]
-RequestRate = Annotated[float | None, opt("--request-rate", help="Sessions/s, open loop.", panel=LOAD)]
+RequestRate = Annotated[
+    float | None,
+    opt("--request-rate", help="Sessions/s, open loop; inf: all at once, or as --max-concurrency lets.", panel=LOAD),
+]
 Burstiness = Annotated[
     float | None, opt("--burstiness", help="Shape of gamma gaps: 1 is Poisson, less is burstier.", panel=LOAD)
 ]

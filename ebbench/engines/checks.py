@@ -16,8 +16,10 @@ from vllm_eb.policy import PolicySpec, least_seqs
 
 
 def check_counts(**counts: int | float | None) -> None:
-    """Raise UsageError for a count or factor that must be positive and is not; None passes."""
+    """Raise UsageError for a count or factor that must be positive and is not; None passes, and an infinite rate."""
     for name, value in counts.items():
+        if name == "request_rate" and value == inf:
+            continue
         if value is not None and not 0 < value < inf:
             option = "--" + name.replace("_", "-")
             least = "at least 1" if isinstance(value, int) else "more than 0" if value != inf else "a finite number"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from types import GenericAlias
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import msgspec
 
 from ebbench.config.strict_toml import load_toml
-from ebbench.errors import InputFileError, UnknownNameError
+from ebbench.errors import InputFileError, UnknownNameError, UsageError
 from ebbench.sweep.checks import check_cells
 from ebbench.sweep.settings import Settings, cell_key
 from ebbench.traffic.choice import scenario_meant
@@ -145,6 +146,8 @@ def _overridden(path: Path, cells: list[Settings], overrides: _Overrides) -> lis
 
 def _with_scenario(cell: Settings) -> Settings:
     """Where no scenario is named, the one that a rate means."""
+    if cell.request_rate == inf:
+        raise UsageError("request_rate = inf: write scenario = 'saturated' with a max_concurrency of all sessions")
     scenario = scenario_meant(cell.workload, cell.scenario, cell.request_rate, cell.burstiness)
     return msgspec.structs.replace(cell, scenario=scenario)
 

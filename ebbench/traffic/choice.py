@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from math import inf
+
 
 def scenario_meant(
     workload: str, scenario: str | None, request_rate: float | None, burstiness: float | None
 ) -> str | None:
-    """The scenario asked for, or what the other options mean, read as `vllm bench serve` reads them."""
+    """The scenario asked for, or what the other options mean, read as `vllm bench serve` reads them.
+
+    A rate of infinity releases everything at once, or as much as the cap on concurrency lets in: ``saturated``.
+    """
+    if scenario is None and request_rate == inf and not workload.startswith("trace:"):
+        return "saturated"
     if scenario is None and request_rate is not None and not workload.startswith("trace:"):
         return "poisson" if burstiness is None else "gamma"
     return scenario

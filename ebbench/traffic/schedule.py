@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -29,6 +30,11 @@ class Load:
     request_rate: float | None = None
     saturation_rate: float | None = None
     burstiness: float | None = None  # shape of gamma gaps
+
+    @property
+    def unlimited(self) -> bool:
+        """Whether sessions are to be released at once, as far as ``max_concurrency`` lets them."""
+        return self.request_rate == math.inf
 
 
 @dataclass(frozen=True)
@@ -82,7 +88,7 @@ def _sizes(phases: Sequence[Phase], total: int | None, default_total: int) -> li
 
 
 def _closed(spec: ScenarioSpec, load: Load, total: int | None, default_total: int) -> Schedule:
-    if load.request_rate is not None:
+    if load.request_rate is not None and not load.unlimited:
         raise UsageError(
             f"scenario {spec.name!r} is a closed loop and takes no request rate; use --scenario poisson, "
             "or --max-concurrency to change its load"
@@ -93,7 +99,12 @@ def _closed(spec: ScenarioSpec, load: Load, total: int | None, default_total: in
             raise UsageError(f"scenario {spec.name!r} sets the concurrency of each phase; leave out --max-concurrency")
         levels = [load.max_concurrency] * len(levels)
     names = tuple(phase.name for phase in spec.phases)
-    return Schedule(names, tuple(_sizes(spec.phases, total, default_total)), tuple(levels))
+    sizes = tuple(_sizes(spec.phases, total, default_total))
+    if load.unlimited and load.max_concurrency is None:
+        if len(sizes) > 1:
+            raise UsageError(f"scenario {spec.name!r} sets the concurrency of each phase; leave out --request-rate inf")
+        levels = [max(1, sum(sizes))]
+    return Schedule(names, sizes, tuple(levels))
 
 
 def _open(spec: ScenarioSpec, load: Load, total: int | None, default_total: int, seed: int) -> Schedule:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 from typing import TYPE_CHECKING
 
 from ebbench.config.strict_toml import not_positive
@@ -24,12 +25,13 @@ class PlanOptions:
     of a TOML file. ``scenario``: likewise; None means ``trace`` for traces and ``saturated`` otherwise.
     ``num_prompts``: sessions (a conversation is one session); None takes what the scenario or the workload asks.
     ``source``: ``auto``, ``hub``, ``file:PATH`` or ``profile``. ``max_concurrency``: open sessions; rates in sessions/s
-    (``saturation_rate`` is what shares in a scenario refer to); lengths in tokens. ``burstiness``: shape of gamma gaps,
-    1 is Poisson, less is burstier. ``speed`` divides a trace's times, which are in ``time_unit`` (s, ms, us or ns;
-    None: told by the rule of :mod:`ebbench.workloads.trace_times`). ``max_model_len``: longest prompt plus answer in
-    tokens (None: no limit); longer requests are refused, or left out with ``drop_too_long``. ``tokenizer`` (a name or
-    folder) counts the tokens of text; None estimates them from characters. ``with_text`` False leaves out the prompts'
-    text, which simulated engines do not read.
+    (``saturation_rate`` is what shares in a scenario refer to; a ``request_rate`` of infinity opens all sessions of a
+    closed loop at once); lengths in tokens. ``burstiness``: shape of gamma gaps, 1 is Poisson, less is burstier.
+    ``speed`` divides a trace's times, which are in ``time_unit`` (s, ms, us or ns; None: told by the rule of
+    :mod:`ebbench.workloads.trace_times`). ``max_model_len``: longest prompt plus answer in tokens (None: no limit);
+    longer requests are refused, or left out with ``drop_too_long``. ``tokenizer`` (a name or folder) counts the tokens
+    of text; None estimates them from characters. ``with_text`` False leaves out the prompts' text, which simulated
+    engines do not read.
 
     Raises UsageError for a value that cannot be.
     """
@@ -55,6 +57,8 @@ class PlanOptions:
 
     def __post_init__(self) -> None:
         for key in _POSITIVE:
+            if key == "request_rate" and self.request_rate == inf:
+                continue
             if problem := not_positive(key.replace("_", " "), getattr(self, key)):
                 raise UsageError(problem)
         if self.seed < 0:

@@ -49,6 +49,8 @@ def _check_times(options: PlanOptions, scenario: ScenarioSpec, *, trace: bool) -
         raise UsageError(f"scenario {scenario.name!r} replays recorded times; it needs a workload trace:FILE")
     if scenario.loop == "trace" and options.request_rate is not None:
         raise UsageError("a replayed trace has its own rate; use --speed, or --scenario poisson with its lengths")
+    if scenario.loop == "open" and options.load.unlimited:
+        raise UsageError(f"--request-rate inf releases all at once; leave out --scenario {scenario.name}")
     if scenario.loop != "open" and options.burstiness is not None:
         raise UsageError(f"burstiness shapes the gaps of gamma arrivals; scenario {scenario.name!r} has none")
     if scenario.loop != "trace" and options.speed not in (None, 1.0):
@@ -167,6 +169,12 @@ def _count_is_random(options: PlanOptions, scenario: ScenarioSpec) -> bool:
     return (timed and options.num_prompts is None) or options.drop_too_long
 
 
+def _rate_facts(options: PlanOptions) -> dict[str, Any]:
+    if options.load.unlimited:
+        return {"all_at_once": True}
+    return {"request_rate": options.request_rate} if options.request_rate else {}
+
+
 def _facts(options: PlanOptions, scenario: ScenarioSpec, requests: Requests) -> dict[str, Any]:
     """What the manifest should say beside the counts; only plain values."""
     own = {"source": "scenario", "source_reason": f"{scenario.name} brings its own lengths"}
@@ -175,7 +183,7 @@ def _facts(options: PlanOptions, scenario: ScenarioSpec, requests: Requests) -> 
         "scenario": scenario.name,
         "loop": scenario.loop,
         "seed": options.seed,
-        **({"request_rate": options.request_rate} if options.request_rate else {}),
+        **_rate_facts(options),
         **({"saturation_rate": options.saturation_rate} if options.saturation_rate else {}),
         **_arrivals(options, scenario),
         **({"sessions_by_seed": True} if _count_is_random(options, scenario) else {}),

@@ -1,10 +1,14 @@
+import math
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ebbench.cli.main import app
 from ebbench.errors import InputFileError, UnknownNameError, UsageError
 from ebbench.records.plan import ClosedPhase
+from ebbench.traffic.choice import scenario_meant
 from ebbench.traffic.schedule import Load, apportion, make_schedule
 from ebbench.workloads import build_plan, list_scenarios, load_scenario
 
@@ -259,3 +263,27 @@ def test_one_prompt_is_enough(scenario):
     plan = build_plan("balanced", scenario, num_prompts=1, request_rate=rate)
     assert len(plan) == 1
     assert sum(phase.sessions for phase in plan.phases) == (0 if rate else 1)
+
+
+def test_an_infinite_rate_opens_everything_at_once():
+    assert scenario_meant("balanced", None, math.inf, None) == "saturated"
+    plan = build_plan("balanced", "saturated", request_rate=math.inf, num_prompts=30)
+    assert [(phase.sessions, phase.max_concurrency) for phase in plan.phases] == [(30, 30)]
+    assert plan.facts["all_at_once"] is True
+    assert "request_rate" not in plan.facts
+    capped = build_plan("balanced", "saturated", request_rate=math.inf, num_prompts=30, max_concurrency=4)
+    assert capped.phases[0].max_concurrency == 4
+    assert capped.table.equals(plan.table)
+    with pytest.raises(UsageError, match="leave out --scenario poisson"):
+        build_plan("balanced", "poisson", request_rate=math.inf, num_prompts=30)
+    with pytest.raises(UsageError, match="leave out --request-rate inf"):
+        build_plan("balanced", "concurrency-shift", request_rate=math.inf)
+
+
+def test_runs_say_what_an_infinite_rate_means(capsys, tmp_path):
+    common = ["run", "balanced", "--engine", "sim", "-p", "v1", "-n", "8", "--request-rate", "inf", "--json"]
+    for more, said in (([], "all 8 sessions are released at once"), (["-c", "2"], "one of the 2 open at a time")):
+        with pytest.raises(SystemExit) as ended:
+            app([*common, *more, "-o", str(tmp_path / f"run{len(more)}")], standalone_mode=True)
+        assert not ended.value.code
+        assert said in capsys.readouterr().err
