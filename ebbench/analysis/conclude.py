@@ -112,7 +112,7 @@ def _manifest(
     reasons: tuple[str, ...],
     warnings: tuple[RunWarning, ...],
 ) -> Manifest:
-    plan, device = setting.plan, setting.device
+    plan, device = setting.plan, result.device or setting.device
     facts = {**plan.facts, **result.facts}
     return Manifest(
         versions=software_versions({**engine_versions(setting.engine), **setting.versions}),
@@ -146,7 +146,7 @@ def _manifest(
 def _warnings(setting: Setting, result: EngineResult, metrics: Metrics) -> tuple[RunWarning, ...]:
     found = [
         *_of("plan", setting.plan.warnings),
-        *_of("device", setting.device.warnings),
+        *_of("device", (result.device or setting.device).warnings),
         *_of("engine", result.warnings),
         *setting.warnings,
         *_measurement_warnings(setting.plan, metrics),

@@ -15,10 +15,10 @@ ENVIRONMENT = (
 )  # fmt: skip
 """Names of what must agree. ``options`` are the scheduler settings and, of several engines, how they are joined."""
 
-LATER_OPTIONS = {"enforce_eager": False, "warmup": 0}
+LATER_OPTIONS = {"enforce_eager": False, "warmup": 0, "quantization": None, "kv_cache_dtype": "auto"}
 """Options that older runs did not record, and what they ran with: at that value they are no part of a comparison."""
 
-JOINED = ("topology", "replicas", "dispatch", "decode_dispatch", "vllm_options")
+JOINED = ("topology", "link", "replicas", "dispatch", "decode_dispatch", "vllm_options")
 """Facts that count as options where a run has them: how several engines are joined, options passed to vLLM as they are.
 
 A single engine without such options has none of them, so its stored baselines keep their hash.

@@ -82,8 +82,8 @@ def carry_out(asked: Asked, *, as_json: bool) -> None:
 
     messages = Console(stderr=True, highlight=False)
     _check(asked)
-    device = device_of(asked)
     engine, sentence = engine_of(asked)
+    device = device_of(asked, engine)
     plan = plan_of(asked, asked.seed, device, messages)
     _announce(asked, sentence, plan, messages)
     done = _Done()
@@ -124,9 +124,15 @@ def _check(asked: Asked) -> None:
         raise UsageError(f"output directory {asked.output_dir} exists; give another --output-dir or remove it")
 
 
-def device_of(asked: Asked) -> Device:
-    """The device that the command line names, or a placeholder for a server."""
+def device_of(asked: Asked, engine: Engine) -> Device:
+    """The device that the command line names, or a placeholder for a server.
+
+    For a topology it is one unit of its first pool: the model may need more than one GPU.
+    """
     from ebbench.devices import load_device
+    from ebbench.devices.parallel import SINGLE
+    from ebbench.devices.units import shape_of
+    from ebbench.engines.cluster import ClusterEngine
 
     if is_server(asked.engine):
         return unknown_device(asked.device, asked.model)
@@ -137,6 +143,9 @@ def device_of(asked: Asked) -> Device:
         max_num_batched_tokens=asked.options.max_num_batched_tokens,
         async_scheduling=asked.options.async_scheduling,
         eager=asked.options.enforce_eager,
+        parallel=shape_of(engine.topology) if isinstance(engine, ClusterEngine) else SINGLE,
+        quantization=asked.options.quantization,
+        kv_cache_dtype=asked.options.kv_cache_dtype,
     )
 
 

@@ -22,6 +22,13 @@ class ClusterAsked:
         str | None,
         _opt("--topology", help="dp=4, 2p2d, tp=4,dp=8,ep=32, ... or a TOML file with a \\[topology] table."),
     ] = None
+    link: Annotated[
+        str | None,
+        _opt(
+            "--link",
+            help="Kind of link between the GPUs of a server: pcie, nvlink, ...; see `ebbench devices show`.",
+        ),
+    ] = None
     dispatch: Annotated[
         str | None,
         _opt(

@@ -74,6 +74,12 @@ NoPrefixCaching = Annotated[bool, opt("--no-prefix-caching", help="Do not reuse 
 NoAsyncScheduling = Annotated[
     bool, opt("--no-async-scheduling", help="Schedule a step only when the last has ended.", panel=ENGINE)
 ]
+Quantization = Annotated[
+    str | None, opt("--quantization", help="Weights in another type than the model's own: fp8.", panel=ENGINE)
+]
+KvCacheDtype = Annotated[
+    str, opt("--kv-cache-dtype", help="Type of the KV cache: auto (the model's own), bfloat16 or fp8.", panel=ENGINE)
+]
 EnforceEager = Annotated[
     bool, opt("--enforce-eager", help="No CUDA graphs: every layer is launched by the host.", panel=ENGINE)
 ]

@@ -46,6 +46,8 @@ class EngineFlags:
     no_prefix_caching: load.NoPrefixCaching = False
     no_async_scheduling: load.NoAsyncScheduling = False
     enforce_eager: load.EnforceEager = False
+    quantization: load.Quantization = None
+    kv_cache_dtype: load.KvCacheDtype = "auto"
 
     def options(self, warmup: int) -> EngineOptions:
         """The engine's options, with so many warm-up requests."""
@@ -60,6 +62,8 @@ class EngineFlags:
             async_scheduling=not self.no_async_scheduling,
             enforce_eager=self.enforce_eager,
             warmup=warmup,
+            quantization=self.quantization,
+            kv_cache_dtype=self.kv_cache_dtype,
         )
 
 

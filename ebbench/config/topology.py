@@ -4,6 +4,7 @@ Written short (``dp=4``, ``2p2d``, ``tp=4,dp=8,ep=32``, ``3p1d,tp=4,dp=8,ep=32``
 
     [topology]
     network_ms = 0.5                  # one way between dispatcher and instance
+    link = "pcie"                     # between the GPUs of a server; `ebbench devices show` names those of a device
     replicas = { instances = 4 }      # data-parallel replicas; or a prefill and a decode pool:
     prefill = { instances = 3, tp = 4, dp = 8, ep = 32 }
     decode = { instances = 1, dp = 32, ep = 32, gpu_memory_utilization = 0.7 }
@@ -20,6 +21,10 @@ import msgspec
 
 from ebbench.errors import UsageError
 
+PIPELINE = (
+    "pipeline parallelism is not modelled: no measured run with several stages is at hand to check the gaps between "
+    "stages and the transfer of activations against; use tp (inside a server) or dp"
+)
 EXAMPLES = "dp=4, 1p3d, 2p2d, 3p1d or tp=4,dp=8,ep=32"
 
 # vLLM's example of P2P NCCL transfer starts prefill servers with 0.9 and decode servers with 0.7 of the GPU's memory:
@@ -97,7 +102,10 @@ class TransferSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
 
 class TopologySpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Either ``replicas`` or both ``prefill`` and ``decode``. ``network_ms``: one way, dispatcher to instance."""
+    """Either ``replicas`` or both ``prefill`` and ``decode``. ``network_ms``: one way, dispatcher to instance.
+
+    ``link``: kind of link between the GPUs of a server, a name of the device's profile; "" is its usual one.
+    """
 
     name: str = ""
     replicas: PoolSpec | None = None
@@ -105,6 +113,7 @@ class TopologySpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     decode: PoolSpec | None = None
     transfer: TransferSpec = msgspec.field(default_factory=TransferSpec)
     network_ms: float = 0.0
+    link: str = ""
 
     def __post_init__(self) -> None:
         if (self.prefill is None) != (self.decode is None):
@@ -173,6 +182,8 @@ def _sizes(text: str, parts: list[str]) -> dict[str, int]:
     sizes: dict[str, int] = {}
     for part in parts:
         key, equals, value = part.partition("=")
+        if key in ("pp", "pipeline"):
+            raise UsageError(PIPELINE)
         if key not in ("instances", "tp", "dp", "ep") or not equals or not value.isdigit():
             raise UsageError(f"unknown topology {text!r}; write for example {EXAMPLES}, or name a TOML file")
         sizes[key] = int(value)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 from vllm_eb.calibration import Calibration
 
 if TYPE_CHECKING:
     from ebbench.devices.geometry import ModelGeometry
     from ebbench.devices.profiles import DeviceProfile
+    from ebbench.devices.request import DeviceRequest
 
 
 class StepShape(NamedTuple):
@@ -35,12 +37,22 @@ class CostModel(Protocol):
         ...
 
 
+@runtime_checkable
+class PassCost(CostModel, Protocol):
+    """A cost model that knows what one pass of several units takes whose experts are shared."""
+
+    def pass_s(self, shapes: Sequence[StepShape], units: int) -> float:
+        """Seconds of one pass of ``units`` units; ``shapes`` are those of the units that have work."""
+        ...
+
+
 @dataclass(frozen=True)
 class Device:
     """A GPU (or CPU) holding a model, as an engine sees it.
 
-    ``profile`` and ``geometry`` are what the cost model was built from; None for a device made by hand. A topology of
-    several GPUs per unit needs them, and must not look them up again by name: a model read from a config.json has none.
+    ``profile`` and ``geometry`` are what the cost model was built from and ``request`` what was asked for; None for a
+    device made by hand. A topology of several GPUs per unit needs them, and must not look them up again by name: a
+    model read from a config.json has none.
     """
 
     name: str
@@ -52,3 +64,4 @@ class Device:
     warnings: tuple[str, ...] = field(default=())
     profile: DeviceProfile | None = None
     geometry: ModelGeometry | None = None
+    request: DeviceRequest | None = None

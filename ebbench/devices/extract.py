@@ -1,7 +1,8 @@
 """Build the packaged kernel tables from their published sources: ``python -m ebbench.devices.extract --help``.
 
 Needs the extra ``tables`` (aiconfigurator-core) and a checkout of LLMServingSim's profiler output; neither is
-needed at run time. What is kept: bfloat16, one GPU, no sliding window, a thinned grid of sizes.
+needed at run time. What is kept: weights and KV cache in bfloat16 and FP8, no sliding window, a thinned grid of sizes,
+the geometries of the models served here and of their slices over 2, 4 and 8 GPUs, collectives inside one server.
 """
 
 from __future__ import annotations
@@ -24,9 +25,13 @@ AIC_SYSTEMS = {
     "l40s": "l40s",
     "h100": "h100_sxm",
     "h200": "h200_sxm",
+    "b200": "b200_sxm",
     "b300": "b300_sxm",
 }
 AIC_VLLM = "0.24.0"
+AIC_COLLECTIVES = (
+    f"aiconfigurator-core {AIC_VERSION}, all-reduce measured under vLLM, all-gather and reduce-scatter under NCCL"
+)
 SIM_MODELS = {
     ("rtx-pro-6000", "llama-3.1-8b", 32, 8, 128): "RTXPRO6000/meta-llama/Llama-3.1-8B",
     ("rtx-pro-6000", "qwen3-30b-a3b", 32, 4, 128): "RTXPRO6000/Qwen/Qwen3-30B-A3B-Instruct-2507",
@@ -35,19 +40,52 @@ SIM_MODELS = {
 }
 GEMM_TOKENS = (1, 8, 16, 32, 64, 96, 128, 192, 256, 512, 768, 1024, 1536, 2048, 3072, 4096, 8192, 16384, 32768)
 GEMM_MIN_SIZE = 512  # smaller projections do not occur in the models served here
+DTYPES = ("bfloat16", "fp8", "fp8_block")
+KV_DTYPES = ("bfloat16", "fp8")
 GEOMETRIES = tuple(
     (heads, kv, dim)
     for dim, kv, many in (
         (128, 8, (8, 16, 24, 32, 40, 48, 64)),
-        (128, 4, (16, 24, 32)),
-        (128, 2, (12, 16)),
+        (128, 4, (16, 20, 24, 32)),
+        (128, 2, (8, 10, 12, 16, 32)),
+        (128, 1, (4, 5, 8, 16)),
         (64, 8, (32, 64)),
+        (64, 4, (32,)),
         (64, 2, (16, 24)),
+        (64, 1, (8,)),
         (256, 1, (4, 8)),
         (256, 4, (16,)),
     )
     for heads in many
 )
+EXPERTS = {  # hidden, expert intermediate, experts, experts per token
+    (2048, 768, 128, 8): "qwen3-30b-a3b",
+    (4096, 1536, 128, 8): "qwen3-235b-a22b",
+    (4096, 14336, 8, 2): "mixtral-8x7b",
+    (2880, 2880, 128, 4): "gpt-oss-120b",
+}
+EXPERT_DTYPES = (*DTYPES, "w4a16_mxfp4")
+# Kind of link -> the all-reduce table measured over it, per device. The RTX PRO 6000 was measured in two boxes, whose
+# tables differ by a factor of 2.5 in bandwidth and 4 in latency: without and with peer access between its GPUs.
+COLLECTIVES = {
+    "rtx-pro-6000": {"pcie": "0.19.0", "pcie-peer": "0.24.0"},
+    "l40s": {"pcie": "0.14.0"},
+    "h100": {"nvlink": "0.24.0"},
+    "h200": {"nvlink": "0.24.0"},
+    "b200": {"nvlink": "0.24.0"},
+    "b300": {"nvlink": "0.24.0"},
+}
+# Kind of link and version of NCCL under which the other collectives were measured.
+NCCL = {
+    "rtx-pro-6000": ("pcie-peer", "2.29.2"),
+    "l40s": ("pcie", "2.27.3"),
+    "h100": ("nvlink", "2.29.2"),
+    "h200": ("nvlink", "2.29.2"),
+    "b200": ("nvlink", "2.29.2"),
+    "b300": ("nvlink", "2.29.2"),
+}
+GROUP_SIZES = (2, 4, 8)
+ELEMENT_BYTES = 2  # message_size counts bfloat16 elements
 MIXED_CHUNKS = (0, 16, 32, 64, 128, 256, 512, 1024, 2048)
 MIXED_CONTEXTS = (0, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
@@ -66,6 +104,7 @@ def main() -> None:
     _write(args.out, "decode", _decode(systems), aic, "Apache-2.0")
     _write(args.out, "prefill", _prefill(systems), aic, "Apache-2.0")
     _write(args.out, "moe", _moe(systems), aic, "Apache-2.0")
+    _write(args.out, "collective", _collectives(systems), AIC_COLLECTIVES, "Apache-2.0")
     _write(args.out, "layer", _layers(args.llmservingsim), sim, "MIT")
     _write(args.out, "mixed", _mixed(args.llmservingsim), sim, "MIT")
 
@@ -99,63 +138,80 @@ def _us(row: dict[str, object]) -> float:
 
 def _gemm(systems: Path) -> Iterator[tuple[object, ...]]:
     large = (pc.field("n") >= GEMM_MIN_SIZE) & (pc.field("k") >= GEMM_MIN_SIZE)
-    keep = (pc.field("gemm_dtype") == "bfloat16") & large & pc.field("m").isin(list(GEMM_TOKENS))
+    keep = pc.field("gemm_dtype").isin(list(DTYPES)) & large & pc.field("m").isin(list(GEMM_TOKENS))
     for device in AIC_SYSTEMS:
         for row in _aic_rows(systems, device, "gemm", "gemm", keep):
-            yield device, row["n"], row["k"], row["m"], _us(row)
+            yield device, row["gemm_dtype"], row["n"], row["k"], row["m"], _us(row)
 
 
 def _attention(systems: Path, name: str) -> Iterator[tuple[str, dict[str, object]]]:
-    plain = (pc.field("kv_cache_dtype") == "bfloat16") & (pc.field("window_size") == 0)
+    plain = pc.field("kv_cache_dtype").isin(list(KV_DTYPES)) & (pc.field("window_size") == 0)
     for device in AIC_SYSTEMS:
         for row in _aic_rows(systems, device, "attention", name, plain):
             if (row["num_heads"], row["num_key_value_heads"], row["head_dim"]) in GEOMETRIES:
                 yield device, row
 
 
+def _heads(row: dict[str, object]) -> tuple[object, ...]:
+    return row["kv_cache_dtype"], row["num_heads"], row["num_key_value_heads"], row["head_dim"]
+
+
 def _decode(systems: Path) -> Iterator[tuple[object, ...]]:
     for device, row in _attention(systems, "generation_attention"):
-        context = int(str(row["step"])) + 1
-        yield (
-            device,
-            row["num_heads"],
-            row["num_key_value_heads"],
-            row["head_dim"],
-            row["batch_size"],
-            context,
-            _us(row),
-        )
+        yield (device, *_heads(row), row["batch_size"], int(str(row["step"])) + 1, _us(row))
 
 
 def _prefill(systems: Path) -> Iterator[tuple[object, ...]]:
     for device, row in _attention(systems, "context_attention"):
         # Blackwell tables list one-token prompts under the decode kernel as well; the prefill kernel is meant.
         if "prefill" in str(row["kernel_source"]) or "flash_attn" in str(row["kernel_source"]):
-            yield (
-                device,
-                row["num_heads"],
-                row["num_key_value_heads"],
-                row["head_dim"],
-                row["batch_size"],
-                row["isl"],
-                _us(row),
-            )
+            yield (device, *_heads(row), row["batch_size"], row["isl"], _us(row))
 
 
 def _moe(systems: Path) -> Iterator[tuple[object, ...]]:
     keep = (
-        (pc.field("moe_dtype") == "bfloat16")
-        & (pc.field("moe_tp_size") == 1)
-        & (pc.field("moe_ep_size") == 1)
+        pc.field("moe_dtype").isin(list(EXPERT_DTYPES))
+        & pc.field("moe_tp_size").isin([1, *GROUP_SIZES])
+        & pc.field("moe_ep_size").isin([1, *GROUP_SIZES])
         & (pc.field("distribution") == "power_law_1.01")
     )
+    names = ("hidden_size", "inter_size", "num_experts", "topk", "moe_tp_size", "moe_ep_size", "num_tokens")
     for device in AIC_SYSTEMS:
         best: dict[tuple[object, ...], float] = {}
         for row in _aic_rows(systems, device, "moe", "moe", keep):
-            key = tuple(row[c] for c in ("hidden_size", "inter_size", "num_experts", "topk", "num_tokens"))
-            best[key] = min(best.get(key, float("inf")), _us(row))
+            if tuple(row[name] for name in names[:4]) in EXPERTS:
+                key = (row["moe_dtype"], *(row[name] for name in names))
+                best[key] = min(best.get(key, float("inf")), _us(row))
         for key, time_us in best.items():
             yield (device, *key, time_us)
+
+
+def _collectives(systems: Path) -> Iterator[tuple[object, ...]]:
+    """All-reduces as vLLM's server does them, all-gathers and reduce-scatters as NCCL does."""
+    for device, links in COLLECTIVES.items():
+        root = systems / AIC_SYSTEMS[device] / "comm"
+        for link, version in links.items():
+            for row in _all(root / "vllm" / version / "custom_allreduce_perf.parquet"):
+                mode = str(row["backend"]).removeprefix("vllm_")
+                yield (device, link, "all_reduce", mode, *_message(row))
+        link, version = NCCL[device]
+        found: dict[tuple[object, ...], list[float]] = {}
+        for row in _all(root / "nccl" / version / "nccl_perf.parquet"):
+            gpus, size, time_us = _message(row)
+            if row["nccl_dtype"] == "half" and row["op_name"] in ("all_gather", "reduce_scatter"):
+                found.setdefault((row["op_name"], "eager", gpus, size), []).append(time_us)
+        for key, times in found.items():
+            if key[2] in GROUP_SIZES:
+                yield device, link, *key, round(sum(times) / len(times), 3)
+
+
+def _all(path: Path) -> list[dict[str, object]]:
+    rows: list[dict[str, object]] = pq.read_table(path).to_pylist()
+    return rows
+
+
+def _message(row: dict[str, object]) -> tuple[int, int, float]:
+    return int(str(row["num_gpus"])), int(str(row["message_size"])) * ELEMENT_BYTES, _us(row)
 
 
 def _csv(path: Path) -> list[dict[str, str]]:
@@ -163,23 +219,35 @@ def _csv(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+def _tables(root: Path, folder: str) -> Iterator[tuple[int, Path]]:
+    for tp in (1, 2):
+        tables = root / folder / "bf16" / f"tp{tp}"
+        if tables.is_dir():
+            yield tp, tables
+
+
 def _layers(root: Path) -> Iterator[tuple[object, ...]]:
     for (device, model, *_), folder in SIM_MODELS.items():
-        tables = root / folder / "bf16" / "tp1"
-        for row in _csv(tables / "dense.csv"):
-            yield device, model, row["layer"], int(row["tokens"]), float(row["time_us"])
-        for row in _csv(tables / "per_sequence.csv"):
-            yield device, model, row["layer"], int(row["sequences"]), float(row["time_us"])
+        for tp, tables in _tables(root, folder):
+            for name, count in (("dense", "tokens"), ("per_sequence", "sequences")):
+                for row in _csv(tables / f"{name}.csv"):
+                    yield device, model, row["layer"], tp, int(row[count]), float(row["time_us"])
 
 
 def _mixed(root: Path) -> Iterator[tuple[object, ...]]:
+    """Joint attention, of slices too; a slice that is another model's whole geometry is that model's."""
+    whole = {(device, *heads) for device, _, *heads in SIM_MODELS}
     for (device, _, heads, kv_heads, head_dim), folder in SIM_MODELS.items():
-        for row in _csv(root / folder / "bf16" / "tp1" / "attention.csv"):
-            chunk, before, seqs, context = (
-                int(row[c]) for c in ("prefill_chunk", "kv_prefill", "n_decode", "kv_decode")
-            )
-            if chunk in MIXED_CHUNKS and before in MIXED_CONTEXTS and context in MIXED_CONTEXTS:
-                yield device, heads, kv_heads, head_dim, chunk, before, seqs, context, float(row["time_us"])
+        for tp, tables in _tables(root, folder):
+            geometry = (heads // tp, kv_heads // tp, head_dim)
+            if tp > 1 and (device, *geometry) in whole:
+                continue
+            for row in _csv(tables / "attention.csv"):
+                chunk, before, seqs, context = (
+                    int(row[c]) for c in ("prefill_chunk", "kv_prefill", "n_decode", "kv_decode")
+                )
+                if chunk in MIXED_CHUNKS and before in MIXED_CONTEXTS and context in MIXED_CONTEXTS:
+                    yield device, *geometry, chunk, before, seqs, context, float(row["time_us"])
 
 
 if __name__ == "__main__":

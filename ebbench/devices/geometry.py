@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ebbench.errors import InputFileError
+
+# Bits of one weight with its share of the scales: one per tensor (fp8), per 128 x 128 block, per 32 weights (mxfp4).
+WEIGHT_BITS = {"bfloat16": 16.0, "fp8": 8.0, "fp8_block": 8.0, "w4a16_mxfp4": 4.25}
+KV_DTYPES = ("auto", "bfloat16", "fp8")
 
 
 @dataclass(frozen=True)
 class ModelGeometry:
     """A dense or mixture-of-experts decoder. ``experts`` of 0 means dense; sizes are in elements.
 
-    ``sliding_layers`` of the ``layers`` keep only the last ``sliding_window`` tokens in attention.
+    ``sliding_layers`` of the ``layers`` keep only the last ``sliding_window`` tokens in attention. ``dtype_bytes`` is
+    that of activations, embeddings and language head. ``weight_dtype`` is that of the projections in the layers,
+    ``expert_dtype`` that of the experts ("" as the projections), ``kv_dtype`` that of the KV cache: names of
+    WEIGHT_BITS, bfloat16 standing for any 16-bit type.
     """
 
     name: str
@@ -36,6 +43,44 @@ class ModelGeometry:
     sliding_window: int = 0
     sliding_layers: int = 0
     dtype_bytes: int = 2
+    weight_dtype: str = "bfloat16"
+    expert_dtype: str = ""
+    kv_dtype: str = "bfloat16"
+
+    @property
+    def dtype_of_experts(self) -> str:
+        """Weights of the experts."""
+        return self.expert_dtype or self.weight_dtype
+
+    @property
+    def plain(self) -> bool:
+        """Whether weights and KV cache are in 16 bits."""
+        return self.dtype_of_experts == self.weight_dtype == self.kv_dtype == "bfloat16"
+
+    @property
+    def kv_dtype_bytes(self) -> float:
+        """Bytes of one element of the KV cache."""
+        return WEIGHT_BITS[self.kv_dtype] / 8
+
+    @property
+    def experts_bytes(self) -> float:
+        """Bytes of all experts of all layers."""
+        return self.layers * self.experts * self.expert_params * WEIGHT_BITS[self.dtype_of_experts] / 8
+
+    def sliced(self, tp: int) -> ModelGeometry:
+        """What one of ``tp`` GPUs holds: its heads, its part of the dense MLP and of the vocabulary.
+
+        The hidden size stays whole. So do the experts: tables have theirs by how they are divided. With fewer KV heads
+        than GPUs each head is kept more than once (vLLM).
+        """
+        return replace(
+            self,
+            heads=self.heads // tp,
+            kv_heads=max(self.kv_heads // tp, 1),
+            intermediate=-(-self.intermediate // tp),
+            shared_intermediate=-(-self.shared_intermediate // tp),
+            vocab=-(-self.vocab // tp),
+        )
 
     @property
     def qkv_width(self) -> int:
@@ -75,12 +120,17 @@ class ModelGeometry:
     @property
     def weight_bytes(self) -> int:
         """Bytes of the weights in memory."""
-        return self.params * self.dtype_bytes
+        embeddings = self.vocab * self.hidden * (1 if self.tied_embeddings else 2)
+        experts = self.layers * self.experts * self.expert_params
+        projections = self.params - embeddings - experts
+        return int(
+            embeddings * self.dtype_bytes + projections * WEIGHT_BITS[self.weight_dtype] / 8 + self.experts_bytes
+        )
 
     @property
     def kv_bytes_per_token(self) -> int:
         """Bytes of KV cache that one token takes in all layers (a hybrid cache frees more; see capacity)."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype_bytes
+        return int(2 * self.layers * self.kv_heads * self.head_dim * self.kv_dtype_bytes)
 
 
 _WITH_QK_NORM = ("qwen3", "gemma3", "olmo2")

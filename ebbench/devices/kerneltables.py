@@ -1,6 +1,7 @@
 """The packaged kernel tables: what a row means, and reading them with the checks a trusted table must pass.
 
-All times are microseconds of one call on one GPU in bfloat16. ``attention`` tables are per layer.
+All times are microseconds of one call on one GPU; attention is per layer. ``dtype`` is that of the weights,
+``kv_dtype`` that of the KV cache: bfloat16, fp8 (one scale per tensor) or fp8_block (one per 128 x 128 weights).
 """
 
 from __future__ import annotations
@@ -28,17 +29,25 @@ def _schema(*texts: str, counts: tuple[str, ...]) -> pa.Schema:
 _HEADS = ("heads", "kv_heads", "head_dim")
 SCHEMAS = {
     # A matrix product of (tokens x k) by (k x n).
-    "gemm": _schema("device", counts=("n", "k", "tokens")),
+    "gemm": _schema("device", "dtype", counts=("n", "k", "tokens")),
     # Attention of `seqs` one-token queries over `context` keys each.
-    "decode": _schema("device", counts=(*_HEADS, "seqs", "context")),
+    "decode": _schema("device", "kv_dtype", counts=(*_HEADS, "seqs", "context")),
     # Causal attention of `seqs` prompts of `chunk` tokens each, nothing cached.
-    "prefill": _schema("device", counts=(*_HEADS, "seqs", "chunk")),
-    # Fused experts of one layer.
-    "moe": _schema("device", counts=("hidden", "expert_intermediate", "experts", "experts_per_token", "tokens")),
-    # One layer's call by token count (per sequence for lm_head and sampler).
-    "layer": _schema("device", "model", "layer", counts=("tokens",)),
+    "prefill": _schema("device", "kv_dtype", counts=(*_HEADS, "seqs", "chunk")),
+    # Fused experts of one layer on one of `tp` GPUs that share every expert, or of `ep` GPUs that share them out;
+    # `tokens` are those of all GPUs.
+    "moe": _schema(
+        "device",
+        "dtype",
+        counts=("hidden", "expert_intermediate", "experts", "experts_per_token", "tp", "ep", "tokens"),
+    ),
+    # One layer's call by token count (per sequence for lm_head and sampler), its widths divided by `tp`.
+    "layer": _schema("device", "model", "layer", counts=("tp", "tokens")),
     # Joint attention of one prompt chunk (after `before` cached tokens) and `seqs` decodes; 0 means absent.
     "mixed": _schema("device", counts=(*_HEADS, "chunk", "before", "seqs", "context")),
+    # A collective among `gpus` GPUs of one server over one kind of link; `bytes` are those of the whole tensor.
+    # `mode` is graph (inside a CUDA graph) or eager.
+    "collective": _schema("device", "link", "operation", "mode", counts=("gpus", "bytes")),
 }
 
 

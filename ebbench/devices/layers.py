@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 
 from ebbench.devices.attention import Array
+from ebbench.devices.collectives import Collectives, choose_link
+from ebbench.devices.experts import expert_times
 from ebbench.devices.geometry import ModelGeometry
 from ebbench.devices.kerneltables import select
+from ebbench.devices.parallel import SINGLE, Parallel
 from ebbench.devices.profiles import DeviceProfile, find_model
-from ebbench.devices.roofline import BANDWIDTH_SHARE, COMPUTE_SHARE
+from ebbench.errors import UsageError
 
 US = 1e-6
 KERNEL_S = 2.5e-6  # a small element-wise kernel, whatever its size (LLMServingSim: 2.0 to 3.1 us on both GPUs)
@@ -18,31 +23,121 @@ SAMPLER_BYTES_PER_LOGIT = 10.0  # greedy: cast, log-probabilities, argmax (fits 
 SAMPLER_S = 10e-6
 MAX_TOKENS = 65_536
 MAX_SAMPLED = 8_192
+MIN_PRODUCTS = 1000  # rows of a usable grid; a few stray sizes are none
 _ROLES = {"qkv_proj": "qkv", "o_proj": "out", "gate_up_proj": "gate_up", "down_proj": "down"}
 
 Gemm = Callable[[int, int], tuple[Array, Array]]
 
 
-def step_arrays(profile: DeviceProfile, model: ModelGeometry) -> tuple[Array, Array, tuple[str, ...]] | None:
-    """Seconds of all layers by token count, of head and sampler by sampled sequences, and warnings.
+class StepArrays(NamedTuple):
+    """Seconds of a step on one GPU of an engine, attention apart.
 
-    None where the device has no tables of matrix products.
+    ``dense`` of all layers by the unit's tokens, collectives of its ``tp`` GPUs included; ``head`` by the unit's
+    sampled sequences. ``experts`` of all layers by the tokens of all units, with their exchange; None where a unit's
+    experts see its own tokens only and are part of ``dense``.
     """
-    gemm = _gemm_tables(profile.name) or _gemm_from_layers(profile.name)
-    if gemm is None:
+
+    dense: Array
+    head: Array
+    experts: Array | None
+    warnings: tuple[str, ...]
+    provenance: str  # of what joins the GPUs; "" for one GPU
+
+
+def step_arrays(
+    profile: DeviceProfile, model: ModelGeometry, shape: Parallel = SINGLE, *, eager: bool = False
+) -> StepArrays | None:
+    """Everything but attention, for one GPU of ``shape``; None where the device has no tables of matrix products.
+
+    Kernels are those of the slice that one GPU holds (:meth:`ModelGeometry.sliced`); sampling is of the whole
+    vocabulary. Raises UsageError for weights of a type that has no tables on this device.
+    """
+    part = model.sliced(shape.tp)
+    tables = _products(profile, model.weight_dtype)
+    if tables is None:
         return None
+    gemm, plain, warnings = tables
     tokens = np.arange(MAX_TOKENS + 1, dtype=float)
     layer = np.zeros(MAX_TOKENS + 1)
-    for n, k in _projections(model):
-        layer += _continued(tokens, *gemm(n, k))
-    warnings: tuple[str, ...] = ()
+    for n, k in _projections(part):
+        layer += _continued(tokens, *gemm(n, k)) * profile.gemm_factor
+    experts = None
     if model.experts:
-        experts, warnings = _experts(profile, model)
-        layer += _continued(tokens, *experts)
-    layer += _elementwise(profile, model, tokens)
-    dense = model.layers * layer + 3 * KERNEL_S
+        (points, times), unmeasured = expert_times(profile, model, shape)
+        experts = _continued(tokens, points, times)
+        warnings += unmeasured
+        if shape.dp == 1:
+            layer += experts
+    layer += _elementwise(profile, part, tokens)
+    joined = _joined(profile, model, shape, tokens, eager)
+    dense = model.layers * layer + 3 * KERNEL_S + joined.unit
     dense[0] = 0.0
-    return np.maximum.accumulate(dense), _head(profile, model, gemm), warnings
+    return StepArrays(
+        np.maximum.accumulate(dense),
+        _head(profile, model, part, plain) + joined.head,
+        model.layers * experts + joined.group if experts is not None and shape.dp > 1 else None,
+        (*warnings, *joined.warnings),
+        joined.provenance,
+    )
+
+
+class _Joined(NamedTuple):
+    """Collectives of a step: of a unit by its tokens, of all units by all tokens, of a unit by sampled sequences."""
+
+    unit: Array
+    group: Array
+    head: Array
+    warnings: tuple[str, ...]
+    provenance: str
+
+
+def _joined(profile: DeviceProfile, model: ModelGeometry, shape: Parallel, tokens: Array, eager: bool) -> _Joined:
+    """vLLM's collectives: one all-reduce after attention and one after the MLP of every layer, one after embedding.
+
+    Over units that share experts, an all-gather before and a reduce-scatter after the experts take the place of the
+    second. The logits of the vocabulary's slices are gathered for sampling.
+    """
+    token_bytes = float(model.hidden * model.dtype_bytes)
+    unit, group, head = np.zeros_like(tokens), np.zeros_like(tokens), np.zeros(MAX_SAMPLED + 1)
+    if shape.single:
+        return _Joined(unit, group, head, (), "")
+    link = choose_link(profile, shape.link)
+    said: list[Collectives] = []
+    shared = bool(model.experts) and shape.dp > 1
+    if shape.tp > 1:
+        within = Collectives(profile, link, shape.tp)
+        said.append(within)
+        count = model.layers * (1 if shared else 2) + 1
+        unit = count * within.all_reduce_s(tokens, token_bytes, eager=eager)
+        head = within.all_gather_s(np.arange(MAX_SAMPLED + 1, dtype=float), model.vocab * model.dtype_bytes)
+    if shared:
+        across = Collectives(profile, link, shape.gpus)
+        said.append(across)
+        group = model.layers * (across.all_gather_s(tokens, token_bytes) + across.reduce_scatter_s(tokens, token_bytes))
+    warnings = tuple(text for each in said for text in each.warnings)
+    return _Joined(unit, group, head, warnings, said[-1].provenance if said else "")
+
+
+def _products(profile: DeviceProfile, dtype: str) -> tuple[Gemm, Gemm, tuple[str, ...]] | None:
+    """Matrix products with weights of ``dtype``, the same in 16 bits, and warnings; None without any tables."""
+    plain = _gemm_tables(profile.name, "bfloat16") or _gemm_from_layers(profile.name)
+    if plain is None:
+        return None
+    if dtype == "bfloat16":
+        return plain, plain, ()
+    found = _gemm_tables(profile.name, dtype)
+    if found is not None:
+        return found, plain, ()
+    found = _gemm_tables(profile.name, "fp8")
+    if found is None:
+        raise UsageError(
+            f"no kernels with {dtype} weights were measured on {profile.name}; use the model in 16 bits, or a device "
+            "with FP8 tables (h100, h200, b200, b300, l40s, rtx-pro-6000)"
+        )
+    warning = (
+        f"{dtype} kernels were not measured on {profile.name}: those of FP8 with one scale per tensor stand for them"
+    )
+    return found, plain, (warning,)
 
 
 def _projections(model: ModelGeometry) -> list[tuple[int, int]]:
@@ -60,10 +155,11 @@ def _continued(x: Array, points: Array, times: Array) -> Array:
     return np.asarray(np.interp(x, points, times) + np.maximum(x - points[-1], 0.0) * slope)
 
 
-def _gemm_tables(device: str) -> Gemm | None:
+@cache
+def _gemm_tables(device: str, dtype: str) -> Gemm | None:
     """Matrix products from a grid of sizes: bilinear in the two widths at every measured token count."""
-    table = select("gemm", device=device).to_pydict()
-    if not table["n"]:
+    table = select("gemm", device=device, dtype=dtype).to_pydict()
+    if len(table["n"]) < MIN_PRODUCTS:
         return None
     widths = sorted(set(table["n"]))
     tokens = sorted(set(table["tokens"]))
@@ -100,7 +196,7 @@ def _bilinear(widths: list[int], plane: Array, n: int, k: int) -> float:
 
 def _gemm_from_layers(device: str) -> Gemm | None:
     """Matrix products of one profiled model, scaled by parameters to other shapes (a GPU without a size grid)."""
-    table = select("layer", device=device).to_pydict()
+    table = select("layer", device=device, tp=1).to_pydict()
     if not table["layer"]:
         return None
     reference = find_model(table["model"][0])
@@ -116,7 +212,7 @@ def _gemm_from_layers(device: str) -> Gemm | None:
 
 
 def _curve(device: str, model: str, layer: str) -> tuple[Array, Array]:
-    table = select("layer", device=device, model=model, layer=layer).to_pydict()
+    table = select("layer", device=device, model=model, layer=layer, tp=1).to_pydict()
     order = np.argsort(table["tokens"])
     return np.array(table["tokens"], dtype=float)[order], np.array(table["time_us"], dtype=float)[order] * US
 
@@ -165,36 +261,11 @@ def _small_width(name: str, layer: str) -> int:
     return model.intermediate if layer == "act_fn" else (model.heads + model.kv_heads) * model.head_dim
 
 
-def _head(profile: DeviceProfile, model: ModelGeometry, gemm: Gemm) -> Array:
+def _head(profile: DeviceProfile, model: ModelGeometry, part: ModelGeometry, gemm: Gemm) -> Array:
+    """The language head of the vocabulary's slice, and sampling from the whole."""
     sampled = np.arange(MAX_SAMPLED + 1, dtype=float)
-    product = _continued(sampled, *gemm(model.vocab, model.hidden))
+    product = _continued(sampled, *gemm(part.vocab, model.hidden)) * profile.gemm_factor
     sampler = SAMPLER_S + sampled * model.vocab * SAMPLER_BYTES_PER_LOGIT / profile.bandwidth_bytes_per_s
     head = product + sampler
     head[0] = 0.0
     return np.maximum.accumulate(head)
-
-
-def _experts(profile: DeviceProfile, model: ModelGeometry) -> tuple[tuple[Array, Array], tuple[str, ...]]:
-    """Fused experts by token count: the table of this very shape, else the roofline of the experts touched."""
-    table = select(
-        "moe",
-        device=profile.name,
-        hidden=model.hidden,
-        expert_intermediate=model.expert_intermediate,
-        experts=model.experts,
-        experts_per_token=model.experts_per_token,
-    ).to_pydict()
-    if table["tokens"]:
-        order = np.argsort(table["tokens"])
-        times = np.array(table["time_us"], dtype=float)[order] * US
-        return (np.array(table["tokens"], dtype=float)[order], times), ()
-    tokens = np.array([1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096, 16384, 65536], dtype=float)
-    share = model.experts_per_token / model.experts
-    touched = model.experts * (1.0 - (1.0 - share) ** tokens) * model.expert_params * model.dtype_bytes
-    work = 2.0 * tokens * model.experts_per_token * model.expert_params
-    times = np.maximum(
-        touched / (profile.bandwidth_bytes_per_s * BANDWIDTH_SHARE),
-        work / (profile.bf16_flops_per_s * COMPUTE_SHARE),
-    )
-    warning = f"experts of {model.name} were not profiled on {profile.name}: their time is a roofline estimate"
-    return (tokens, times), (warning,)

@@ -7,26 +7,22 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ebbench.devices.base import CostModel, Device
+from ebbench.devices.capacity import kv_capacity_tokens
 from ebbench.devices.fit import cost_grid, fit_calibration
 from ebbench.devices.geometry import ModelGeometry
 from ebbench.devices.gridcost import GridCost, measured_calibration
 from ebbench.devices.linear import SOURCE, LinearCost, published_calibration
-from ebbench.devices.profiles import DeviceProfile, HostCosts, find_model, find_profile, kv_capacity_tokens
-from ebbench.devices.roofline import roofline_cost
+from ebbench.devices.parallel import SINGLE, Parallel
+from ebbench.devices.profiles import DeviceProfile, HostCosts, find_model, find_profile
+from ebbench.devices.request import DeviceRequest, quantised
+from ebbench.devices.roofline import RooflineCost, roofline_cost
 from ebbench.devices.table import TableCost, table_cost
 from ebbench.errors import UnknownNameError, UsageError
 from vllm_eb.calibration import Calibration
 
 COSTS = ("auto", "table", "linear", "roofline")
-DEFAULT_HOST = HostCosts(step_s=2e-3, sequence_s=10e-6)
+DEFAULT_HOST = HostCosts(step_s=2e-3, sequence_s=10e-6, fitted=False)
 EAGER_UNKNOWN = "--enforce-eager changes nothing here: only kernel tables know what CUDA graphs save"
-
-
-class Serving(NamedTuple):
-    """How the server runs: host work beside the GPU's or before it, CUDA graphs or not."""
-
-    overlap: bool
-    eager: bool
 
 
 class Built(NamedTuple):
@@ -48,36 +44,54 @@ def load_device(
     async_scheduling: bool = True,
     eager: bool = False,
     host: HostCosts | None = None,
+    parallel: Parallel = SINGLE,
+    quantization: str | None = None,
+    kv_cache_dtype: str = "auto",
 ) -> Device:
-    """A GPU holding a model. ``cost`` is auto (the best there is), table, linear or roofline.
+    """A GPU holding a model, or one unit of several. ``cost`` is auto (the best there is), table, linear or roofline.
 
     ``async_scheduling`` is vLLM's (default since 0.14): host work runs beside the GPU's. ``eager`` is a server
-    without CUDA graphs. ``host`` replaces the profile's constants. The other settings only size the KV cache;
-    None is the profile's own value.
+    without CUDA graphs. ``host`` replaces the profile's constants. ``parallel`` is how GPUs share the model.
+    ``quantization`` and ``kv_cache_dtype`` are vLLM's (fp8). The other settings only size the KV cache; None is the
+    profile's own value.
 
-    Raises UnknownNameError for an unknown device, model or cost, UsageError when the model does not fit or
+    Raises UnknownNameError for an unknown device, model, cost, link or type, UsageError when the model does not fit or
     the cost model asked for does not exist for this pair.
     """
-    if cost not in COSTS:
-        raise UnknownNameError("cost model", cost, COSTS)
-    profile, geometry = find_profile(name), find_model(model)
-    capacity = kv_capacity_tokens(
-        profile,
-        geometry,
-        gpu_memory_utilization=gpu_memory_utilization,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-    )
-    measured = _measured(profile, model, geometry)
-    published = measured or published_calibration(profile, geometry)
-    constants = host or profile.host.get(geometry.name) or profile.host.get("default") or DEFAULT_HOST
+    return load(
+        DeviceRequest(
+            name, model, cost, gpu_memory_utilization, max_num_seqs, max_num_batched_tokens, async_scheduling, eager,
+            host, parallel, quantization, kv_cache_dtype,
+        )
+    )  # fmt: skip
+
+
+def load(request: DeviceRequest) -> Device:
+    """The device of a request; see :func:`load_device`."""
+    if request.cost not in COSTS:
+        raise UnknownNameError("cost model", request.cost, COSTS)
+    profile, named = find_profile(request.name), find_model(request.model)
+    geometry = quantised(named, request.quantization, request.kv_cache_dtype)
+    request.parallel.check(geometry)
+    capacity = _capacity(profile, geometry, request)
+    measured = _measured(profile, request.model, geometry)
+    if measured is not None and geometry != named:
+        raise UsageError(
+            f"step times of {geometry.name} on {profile.name} were measured with its own types; leave out "
+            "--quantization and --kv-cache-dtype, or calibrate with them"
+        )
+    if not request.parallel.single and (measured is not None or request.cost == "linear"):
+        raise UsageError(
+            f"step times of {geometry.name} on {profile.name} were measured on one GPU and cannot be divided among "
+            "several; leave tp and ep out of the topology, or use a device with kernel tables (`ebbench devices list`)"
+        )
+    published = measured or _published(profile, geometry, request.parallel)
+    constants = request.host or profile.host.get(geometry.name) or profile.host.get("default") or DEFAULT_HOST
     built = (
         _grid(profile, measured, profile.host.get(geometry.name))
-        if measured is not None and cost == "auto"
-        else _build(cost, profile, geometry, published, constants, Serving(async_scheduling, eager))
+        if measured is not None and request.cost == "auto"
+        else _build(request, profile, geometry, published, constants)
     )
-    if eager and not isinstance(built.cost, TableCost):
-        built = built._replace(warnings=(*built.warnings, EAGER_UNKNOWN))
     return Device(
         name=profile.name,
         model=geometry.name,
@@ -85,10 +99,48 @@ def load_device(
         kv_capacity_tokens=capacity,
         calibration=measured or _calibration(built, published, profile.margin_s_per_token),
         provenance=built.provenance,
-        warnings=built.warnings,
+        warnings=(*built.warnings, *_caveats(request, built, constants)),
         profile=profile,
         geometry=geometry,
+        request=request,
     )
+
+
+def resized(device: Device, request: DeviceRequest) -> Device:
+    """A loaded device with the memory, batch size and budget of ``request``: they only size its KV cache."""
+    assert device.profile is not None
+    assert device.geometry is not None
+    capacity = _capacity(device.profile, device.geometry, request)
+    return replace(device, kv_capacity_tokens=capacity, request=request)
+
+
+def _capacity(profile: DeviceProfile, model: ModelGeometry, request: DeviceRequest) -> int:
+    return kv_capacity_tokens(
+        profile,
+        model,
+        parallel=request.parallel,
+        gpu_memory_utilization=request.gpu_memory_utilization,
+        max_num_seqs=request.max_num_seqs,
+        max_num_batched_tokens=request.max_num_batched_tokens,
+    )
+
+
+def _published(profile: DeviceProfile, model: ModelGeometry, parallel: Parallel) -> Calibration | None:
+    """The authors' coefficients are of one GPU in 16 bits."""
+    return published_calibration(profile, model) if parallel.single and model.plain else None
+
+
+def _caveats(request: DeviceRequest, built: Built, host: HostCosts) -> tuple[str, ...]:
+    """What was asked for and changes nothing, and constants that nobody fitted."""
+    found: tuple[str, ...] = ()
+    if request.eager and not isinstance(built.cost, TableCost):
+        found += (EAGER_UNKNOWN,)
+    if isinstance(built.cost, TableCost | RooflineCost) and not host.fitted:
+        found += (
+            f"the host's time per step on {request.name} was never fitted: {host.step_s * 1e3:g} ms and "
+            f"{host.sequence_s * 1e6:g} us per sequence are taken",
+        )
+    return found
 
 
 def _measured(profile: DeviceProfile, model: str, geometry: ModelGeometry) -> Calibration | None:
@@ -106,15 +158,17 @@ def _grid(profile: DeviceProfile, calibration: Calibration, host: HostCosts | No
 
 
 def _build(
-    wanted: str,
+    request: DeviceRequest,
     profile: DeviceProfile,
     model: ModelGeometry,
     published: Calibration | None,
     host: HostCosts,
-    serving: Serving,
 ) -> Built:
+    wanted = request.cost
     if wanted in ("auto", "table"):
-        tables = table_cost(profile, model, host, overlap=serving.overlap, eager=serving.eager)
+        tables = table_cost(
+            profile, model, host, shape=request.parallel, overlap=request.async_scheduling, eager=request.eager
+        )
         if tables is not None:
             return Built(*tables)
         if wanted == "table":
@@ -125,7 +179,7 @@ def _build(
         raise UsageError(
             f"no linear calibration of {model.name} on {profile.name} is published; use cost auto or roofline"
         )
-    return _roofline(profile, model, host)
+    return _roofline(profile, model, host, request)
 
 
 def _calibration(built: Built, published: Calibration | None, margin: float) -> Calibration:
@@ -152,9 +206,16 @@ def _linear(profile: DeviceProfile, model: ModelGeometry, calibration: Calibrati
     return Built(LinearCost(calibration), f"linear coefficients: {SOURCE}", warnings)
 
 
-def _roofline(profile: DeviceProfile, model: ModelGeometry, host: HostCosts) -> Built:
+def _roofline(profile: DeviceProfile, model: ModelGeometry, host: HostCosts, request: DeviceRequest) -> Built:
+    if not request.parallel.single:
+        raise UsageError(
+            f"{profile.name} has no kernel tables; a roofline of {request.parallel.gpus} GPUs as one unit "
+            "was never checked against anything; leave tp and ep out of the topology, or use a device with tables "
+            "(`ebbench devices list`)"
+        )
     warning = (
         f"{model.name} on {profile.name}: step times come from data-sheet bandwidth and arithmetic rates "
         "(roofline); trust them to a factor, not to a percent"
     )
-    return Built(roofline_cost(profile, model, host), f"roofline of {profile.gpu}: {profile.provenance}", (warning,))
+    cost = roofline_cost(profile, model, host, overlap=request.async_scheduling)
+    return Built(cost, f"roofline of {profile.gpu}: {profile.provenance}", (warning,))

@@ -7,18 +7,19 @@ from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ebbench.devices.geometry import ModelGeometry, read_config
-from ebbench.errors import InputFileError, UnknownNameError, UsageError
+from ebbench.errors import InputFileError, UnknownNameError
 
 DATA = Path(__file__).parent / "data"
 FORMAT = 1
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class HostCosts:
-    """The free constants of a device and model (at most three), with where each value comes from.
+    """The free constants of a device and model (at most three), with where each value comes from and if it was fitted.
 
     ``mixed_excess`` scales the part of a mixed attention call that exceeds its pure parts; 1 is as profiled.
     ``request_s`` is no free constant: `ebbench calibrate` measures it, beside a grid of step times.
@@ -29,11 +30,28 @@ class HostCosts:
     mixed_excess: float = 1.0
     source: str = "default, not fitted"
     request_s: float = 0.0
+    fitted: bool = True
+
+
+@dataclass(frozen=True)
+class Link:
+    """How two GPUs of one server are joined: bytes per second one way, seconds of one small collective, and what it is.
+
+    Where kernel tables hold measured collectives over the link, they are used instead of both numbers.
+    """
+
+    bytes_per_s: float
+    latency_s: float = 10e-6
+    note: str = "not described"
 
 
 @dataclass(frozen=True)
 class DeviceProfile:
-    """One GPU: facts in SI units, its names in calibrations, kernel tables and fitted constants."""
+    """One GPU: facts in SI units, its names in calibrations, kernel tables and fitted constants.
+
+    ``links``: kinds of link between the GPUs of one server, the usual one first. ``gemm_factor``: matrix products of a
+    step against the same in the tables. ``short_name`` is what tables and pictures call it.
+    """
 
     name: str
     gpu: str
@@ -50,6 +68,9 @@ class DeviceProfile:
     mixed_from: str = ""
     mixed_note: str = "taken as the sum of its parts"
     host: Mapping[str, HostCosts] = field(default_factory=dict)
+    links: Mapping[str, Link] = field(default_factory=dict)
+    gemm_factor: float = 1.0
+    short_name: str = ""
 
 
 def list_devices() -> tuple[str, ...]:
@@ -91,11 +112,13 @@ def read_profile(path: Path) -> DeviceProfile:
     raw = _toml(path)
     if raw.pop("format", None) != FORMAT:
         raise InputFileError(path, f"format must be {FORMAT}; is this a device profile?")
-    hosts = raw.pop("host", {})
+    hosts, links = raw.pop("host", {}), raw.pop("links", {})
     _check_fields(path, "", raw, DeviceProfile)
     if not isinstance(hosts, dict):
         raise InputFileError(path, "host must be a table of models")
-    host = {model: _host(path, model, values) for model, values in hosts.items()}
+    if not isinstance(links, dict):
+        raise InputFileError(path, "links must be a table of links")
+    host = {model: _part(path, "host", model, values, HostCosts) for model, values in hosts.items()}
     raw["measured"] = _measured(path, raw.get("measured", {}))
     for model, costs in host.items():
         if costs.request_s and not raw["measured"]:
@@ -106,14 +129,20 @@ def read_profile(path: Path) -> DeviceProfile:
     lender = raw.get("mixed_from")
     if lender and lender not in list_devices():
         raise InputFileError(path, f"field mixed_from: {UnknownNameError('device', lender, list_devices())}")
-    return DeviceProfile(**raw, calibration_names=tuple(names), host=host)
+    return DeviceProfile(
+        **raw,
+        calibration_names=tuple(names),
+        host=host,
+        links={name: _part(path, "links", name, values, Link) for name, values in links.items()},
+    )
 
 
-def _host(path: Path, model: str, values: object) -> HostCosts:
+def _part(path: Path, table: str, name: str, values: object, cls: type[T]) -> T:
+    """One named table of ``table``, as ``cls``."""
     if not isinstance(values, dict):
-        raise InputFileError(path, f"host.{model} must be a table")
-    _check_fields(path, f"host.{model}.", values, HostCosts, may_be_zero=True)
-    return HostCosts(**values)
+        raise InputFileError(path, f"{table}.{name} must be a table")
+    _check_fields(path, f"{table}.{name}.", values, cls, may_be_zero=cls is HostCosts)
+    return cls(**values)
 
 
 def _measured(path: Path, raw: object) -> dict[str, str]:
@@ -160,55 +189,3 @@ def _check_number(path: Path, name: str, value: object, may_be_zero: bool) -> No
 def _models() -> Mapping[str, ModelGeometry]:
     raw = _toml(DATA / "models.toml")
     return {name: ModelGeometry(name=name, **values) for name, values in raw.items()}
-
-
-def kv_capacity_tokens(
-    profile: DeviceProfile,
-    model: ModelGeometry,
-    *,
-    gpu_memory_utilization: float = 0.9,
-    max_num_seqs: int | None = None,
-    max_num_batched_tokens: int | None = None,
-) -> int:
-    """KV tokens that fit beside the weights and the activations vLLM reserves at start-up, in blocks of 16.
-
-    The two limits of None are the profile's own (what a server on this GPU is usually started with).
-    Raises UsageError with the numbers when the model does not fit.
-    """
-    if not 0 < gpu_memory_utilization <= 1:
-        raise UsageError(f"gpu_memory_utilization must be above 0 and at most 1, not {gpu_memory_utilization}")
-    budget = profile.memory_bytes * gpu_memory_utilization
-    reserve = activation_reserve_bytes(profile, model, max_num_seqs, max_num_batched_tokens)
-    free = budget - model.weight_bytes - reserve
-    tokens = int(free // model.kv_bytes_per_token) // 16 * 16
-    if tokens < 16:
-        raise UsageError(
-            f"{model.name} does not fit on {profile.name}: weights {model.weight_bytes / 1e9:.1f} GB and "
-            f"activations {reserve / 1e9:.1f} GB against {budget / 1e9:.1f} GB "
-            f"({gpu_memory_utilization:.0%} of {profile.memory_bytes / 1e9:.1f} GB); "
-            "choose a smaller model or a larger device"
-        )
-    return tokens
-
-
-_CONTEXT_BYTES = 600_000_000  # CUDA context, libraries and workspaces
-
-
-def activation_reserve_bytes(
-    profile: DeviceProfile,
-    model: ModelGeometry,
-    max_num_seqs: int | None = None,
-    max_num_batched_tokens: int | None = None,
-) -> int:
-    """Bytes vLLM sets aside for activations, sampling and the CUDA context, estimated from the shapes.
-
-    Its start-up run samples ``max_num_seqs`` sequences with top-k and top-p on. The native sampler sorts: logits,
-    sorted copy, 64-bit indices, work space and probabilities are alive at once, 45 bytes a logit. This meets the KV
-    capacities behind the EB paper's runs on RTX PRO 6000 and H200 within 2 %. A fused sampler takes about 11, which
-    meets the measured RTX 4090 run.
-    """
-    seqs = profile.max_num_seqs if max_num_seqs is None else max_num_seqs
-    tokens = profile.max_num_batched_tokens if max_num_batched_tokens is None else max_num_batched_tokens
-    inner = model.experts_per_token * model.expert_intermediate if model.experts else model.intermediate
-    per_token = model.dtype_bytes * (3 * inner + model.qkv_width + 4 * model.hidden)
-    return int(_CONTEXT_BYTES + tokens * per_token + seqs * model.vocab * profile.sampler_bytes_per_logit)

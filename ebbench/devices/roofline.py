@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ebbench.devices.base import StepShape
-from ebbench.devices.geometry import ModelGeometry
+from ebbench.devices.geometry import WEIGHT_BITS, ModelGeometry
 from ebbench.devices.profiles import DeviceProfile, HostCosts
 
 # Shares of the data-sheet rates that large kernels reach; the profiled GPUs lie within 10 % of these.
@@ -23,10 +23,13 @@ class RooflineCost:
     head_params: float
     kv_bytes: float
     attention_flops: float  # per pair of a query and a key, all layers
-    dtype_bytes: int
+    dense_bytes: float  # of the dense parameters in memory
+    expert_bytes: float
+    head_bytes: float
     flops_per_s: float
     bytes_per_s: float
     host: HostCosts
+    overlap: bool = False  # asynchronous scheduling: the host's time shows only where it is the longer of the two
 
     def step_s(self, shape: StepShape) -> float:
         """Seconds of one step."""
@@ -39,20 +42,23 @@ class RooflineCost:
                 pairs * self.attention_flops / self.flops_per_s, context * self.kv_bytes / self.bytes_per_s
             )
         active = self.dense_params + self.expert_params * self.expert_share
-        touched = self.expert_params * (1.0 - (1.0 - self.expert_share) ** tokens)
+        touched = self.expert_bytes * (1.0 - (1.0 - self.expert_share) ** tokens)
         layers = max(
             2.0 * tokens * active / self.flops_per_s,
-            (self.dense_params + touched) * self.dtype_bytes / self.bytes_per_s,
+            (self.dense_bytes + touched) / self.bytes_per_s,
         )
         head = max(
             2.0 * shape.sampled_seqs * self.head_params / self.flops_per_s,
-            self.head_params * self.dtype_bytes / self.bytes_per_s if shape.sampled_seqs else 0.0,
+            self.head_bytes / self.bytes_per_s if shape.sampled_seqs else 0.0,
         )
         sequences = shape.decode_seqs + len(shape.prefill)
-        return self.host.step_s + self.host.sequence_s * sequences + layers + head + attention
+        host, gpu = self.host.step_s + self.host.sequence_s * sequences, layers + head + attention
+        return max(host, gpu) if self.overlap else host + gpu
 
 
-def roofline_cost(profile: DeviceProfile, model: ModelGeometry, host: HostCosts) -> RooflineCost:
+def roofline_cost(
+    profile: DeviceProfile, model: ModelGeometry, host: HostCosts, *, overlap: bool = False
+) -> RooflineCost:
     """Build the fallback from the profile's data-sheet rates and the model's shape."""
     experts = model.layers * model.experts * model.expert_params
     total = model.layers * (model.attention_params + model.mlp_params)
@@ -63,7 +69,10 @@ def roofline_cost(profile: DeviceProfile, model: ModelGeometry, host: HostCosts)
         head_params=model.vocab * model.hidden,
         kv_bytes=model.kv_bytes_per_token,
         attention_flops=4.0 * model.layers * model.heads * model.head_dim,
-        dtype_bytes=model.dtype_bytes,
+        dense_bytes=(total - experts) * WEIGHT_BITS[model.weight_dtype] / 8,
+        expert_bytes=model.experts_bytes,
+        head_bytes=model.vocab * model.hidden * model.dtype_bytes,
+        overlap=overlap,
         flops_per_s=profile.bf16_flops_per_s * COMPUTE_SHARE,
         bytes_per_s=profile.bandwidth_bytes_per_s * BANDWIDTH_SHARE,
         host=host,

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache
 
 import numpy as np
 
 from ebbench.devices.attention import MAX_CHUNK, TILE_ROWS, Array, AttentionTables, Grid, increasing
-from ebbench.devices.geometry import ModelGeometry
+from ebbench.devices.geometry import WEIGHT_BITS, ModelGeometry
 from ebbench.devices.kerneltables import select
 from ebbench.devices.profiles import DeviceProfile
+from ebbench.errors import UsageError
 
 US = 1e-6
 SEQS = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 4096)
@@ -48,6 +50,12 @@ class Surfaces:
             np.maximum(self.increment * queries, 0.0),
         )
 
+    def like(self, ours: Surfaces, theirs: Surfaces) -> Surfaces:
+        """This times ``ours`` over ``theirs``, entry by entry: another geometry or KV type by its own tables."""
+        ratio = {name: _ratio(getattr(ours, name), getattr(theirs, name)) for name in self.__dataclass_fields__}
+        ratio["increment"] = np.broadcast_to(ratio["decode"], self.increment.shape)
+        return Surfaces(**{name: getattr(self, name) * ratio[name] for name in self.__dataclass_fields__})
+
     def tables(self, mixed_excess: float, window: int = 0) -> AttentionTables:
         """Freeze, with the mixed excess (increment beyond the pure decode cost) scaled."""
         decode = increasing(self.decode, 0, 1)
@@ -70,38 +78,79 @@ class Surfaces:
         )
 
 
-def surfaces(profile: DeviceProfile, model: ModelGeometry) -> Surfaces | None:
-    """The best surfaces for a device and geometry, or None where the device has no attention tables.
+def _ratio(one: Array, other: Array) -> Array:
+    return np.divide(one, other, out=np.ones_like(one), where=other > 0)
+
+
+def surfaces(profile: DeviceProfile, model: ModelGeometry) -> tuple[Surfaces, tuple[str, ...]] | None:
+    """The best surfaces for a device and geometry, with warnings; None where the device has no attention tables.
 
     A device without joint tables may name one whose ratio of mixed to pure decode cost it borrows.
     """
-    own = _own_surfaces(profile.name, model, profile.bandwidth_bytes_per_s)
-    if own is None or not profile.mixed_from:
-        return own
-    lender = _own_surfaces(profile.mixed_from, model, profile.bandwidth_bytes_per_s)
+    found = _own_surfaces(profile.name, model, profile.bandwidth_bytes_per_s)
+    if found is None or not profile.mixed_from:
+        return found
+    own, warnings = found
+    lender = _own_surfaces(profile.mixed_from, replace(model, kv_dtype="bfloat16"), profile.bandwidth_bytes_per_s)
     if lender is None:
-        return own
-    return replace(own, increment=own.decode * (lender.increment / lender.decode))
+        return found
+    return replace(own, increment=own.decode * (lender[0].increment / lender[0].decode)), warnings
 
 
-def _own_surfaces(device: str, model: ModelGeometry, bandwidth: float) -> Surfaces | None:
+def _own_surfaces(device: str, model: ModelGeometry, bandwidth: float) -> tuple[Surfaces, tuple[str, ...]] | None:
+    """Measured, between two measured numbers of query heads, or the nearest geometry scaled, which is said."""
     wanted = (model.heads, model.kv_heads, model.head_dim)
-    available = _geometries(device)
+    joint = has_joint_tables(device)
+    available = _geometries(device, model.kv_dtype, joint)
     if not available:
         return None
+    kv = "bfloat16" if joint else model.kv_dtype
     same_keys = sorted(g for g in available if g[1:] == wanted[1:])
-    if wanted in available:
-        return _load(device, wanted, bandwidth)
     below = [g for g in same_keys if g[0] < wanted[0]]
     above = [g for g in same_keys if g[0] > wanted[0]]
-    if below and above:
+    warnings: tuple[str, ...] = ()
+    if wanted in available:
+        found = _load(device, wanted, kv, bandwidth)
+    elif below and above:
         low, high = below[-1], above[0]
         share = (wanted[0] - low[0]) / (high[0] - low[0])
-        return _load(device, low, bandwidth).blend(_load(device, high, bandwidth), share)
+        found = _load(device, low, kv, bandwidth).blend(_load(device, high, kv, bandwidth), share)
+    else:
+        found, warnings = _from_nearest(device, wanted, available, kv, bandwidth)
+    if kv != model.kv_dtype:
+        found = _with_kv_dtype(device, wanted, found, model.kv_dtype, bandwidth)
+    return found, warnings
+
+
+def _from_nearest(
+    device: str, wanted: Heads, available: list[Heads], kv: str, bandwidth: float
+) -> tuple[Surfaces, tuple[str, ...]]:
+    """The nearest geometry, scaled as the pure tables of both say, or where there are none by heads."""
     nearest = min(available, key=lambda g: _distance(g, wanted))
+    near = _load(device, nearest, kv, bandwidth)
+    pure = _geometries(device, kv, joint=False)
+    if has_joint_tables(device) and wanted in pure and nearest in pure:
+        ours, theirs = (_load_pure(device, g, kv, bandwidth) for g in (wanted, nearest))
+        return near.like(ours, theirs), ()
     queries = wanted[0] * wanted[2] / (nearest[0] * nearest[2])
     keys = wanted[1] * wanted[2] / (nearest[1] * nearest[2])
-    return _load(device, nearest, bandwidth).scaled(queries, keys)
+    heads = "{} query and {} KV heads of {}"
+    warning = (
+        f"attention of {heads.format(*wanted)} was not measured on {device}: that of {heads.format(*nearest)}, scaled"
+    )
+    return near.scaled(queries, keys), (warning,)
+
+
+def _with_kv_dtype(device: str, wanted: Heads, found: Surfaces, kv_dtype: str, bandwidth: float) -> Surfaces:
+    """Joint tables are of a 16-bit KV cache: scaled as the pure tables of the nearest geometry say."""
+    pure = [g for g in _geometries(device, kv_dtype, joint=False) if g in _geometries(device, "bfloat16", joint=False)]
+    if not pure:
+        raise UsageError(
+            f"attention over a KV cache in {kv_dtype} was not measured on {device}; leave the KV cache in 16 bits"
+        )
+    nearest = min(pure, key=lambda g: _distance(g, wanted))
+    ours, theirs = (_load_pure(device, nearest, kv, bandwidth) for kv in (kv_dtype, "bfloat16"))
+    return found.like(ours, theirs)
 
 
 def has_joint_tables(device: str) -> bool:
@@ -113,22 +162,31 @@ def _distance(a: Heads, b: Heads) -> float:
     return float(sum(abs(np.log(x / y)) for x, y in zip(a, b, strict=True)))
 
 
-def _geometries(device: str) -> list[Heads]:
-    kind = "mixed" if has_joint_tables(device) else "decode"
-    table = select(kind, device=device).select(["heads", "kv_heads", "head_dim"]).to_pydict()
+@cache
+def _geometries(device: str, kv_dtype: str, joint: bool) -> list[Heads]:
+    found = select("mixed", device=device) if joint else select("decode", device=device, kv_dtype=kv_dtype)
+    table = found.select(["heads", "kv_heads", "head_dim"]).to_pydict()
     return sorted(set(zip(table["heads"], table["kv_heads"], table["head_dim"], strict=True)))
 
 
-def _load(device: str, heads: Heads, bandwidth: float) -> Surfaces:
-    key_bytes = 4.0 * heads[1] * heads[2]  # K and V of one token, 16 bits each
-    key = {"heads": heads[0], "kv_heads": heads[1], "head_dim": heads[2]}
-    batched = _batched_prompts(device, key)
+def _load(device: str, heads: Heads, kv_dtype: str, bandwidth: float) -> Surfaces:
     if not has_joint_tables(device):
-        return _from_pure(device, key, batched, key_bytes / bandwidth)
-    return _from_joint(device, key, batched)
+        return _load_pure(device, heads, kv_dtype, bandwidth)
+    key = _key(heads)
+    return _from_joint(device, key, _batched_prompts(device, key | {"kv_dtype": "bfloat16"}))
 
 
-def _rows(kind: str, columns: tuple[str, ...], device: str, key: dict[str, int]) -> dict[tuple[int, ...], float]:
+def _load_pure(device: str, heads: Heads, kv_dtype: str, bandwidth: float) -> Surfaces:
+    key = _key(heads) | {"kv_dtype": kv_dtype}
+    key_bytes = 2.0 * heads[1] * heads[2] * WEIGHT_BITS[kv_dtype] / 8  # K and V of one token
+    return _from_pure(device, key, _batched_prompts(device, key), key_bytes / bandwidth)
+
+
+def _key(heads: Heads) -> dict[str, int | str]:
+    return {"heads": heads[0], "kv_heads": heads[1], "head_dim": heads[2]}
+
+
+def _rows(kind: str, columns: tuple[str, ...], device: str, key: dict[str, int | str]) -> dict[tuple[int, ...], float]:
     table = select(kind, device=device, **key).to_pydict()
     times = [t * US for t in table["time_us"]]
     return dict(zip(zip(*(table[c] for c in columns), strict=True), times, strict=True))
@@ -137,7 +195,7 @@ def _rows(kind: str, columns: tuple[str, ...], device: str, key: dict[str, int])
 # --- joint tables -----------------------------------------------------------------------------------------------
 
 
-def _from_joint(device: str, key: dict[str, int], batched: dict[tuple[int, ...], float]) -> Surfaces:
+def _from_joint(device: str, key: dict[str, int | str], batched: dict[tuple[int, ...], float]) -> Surfaces:
     rows = _rows("mixed", ("chunk", "before", "seqs", "context"), device, key)
     contexts = sorted({k for (_, _, s, k) in rows if s})
     lone = {(c, 0): rows[c, 0, 0, 0] for c in CHUNKS}
@@ -206,7 +264,7 @@ def _along(x: object, points: list[int], values: Array) -> Array:
 # --- prompts ----------------------------------------------------------------------------------------------------
 
 
-def _batched_prompts(device: str, key: dict[str, int]) -> dict[tuple[int, ...], float]:
+def _batched_prompts(device: str, key: dict[str, int | str]) -> dict[tuple[int, ...], float]:
     return _rows("prefill", ("seqs", "chunk"), device, key)
 
 
@@ -249,7 +307,9 @@ def _further_prompts(batched: dict[tuple[int, ...], float], first: Array, per_pa
 # --- pure tables only -------------------------------------------------------------------------------------------
 
 
-def _from_pure(device: str, key: dict[str, int], batched: dict[tuple[int, ...], float], stream_s: float) -> Surfaces:
+def _from_pure(
+    device: str, key: dict[str, int | str], batched: dict[tuple[int, ...], float], stream_s: float
+) -> Surfaces:
     """Decode and prompt tables only: the increment starts as twice the pure decode cost (see HostCosts.mixed_excess).
 
     These tables were measured with the same keys again and again, so small batches found them in the L2 cache. In

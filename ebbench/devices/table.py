@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ebbench.devices.attention import AttentionTables
 from ebbench.devices.base import StepShape
+from ebbench.devices.collectives import GRAPH_TOKENS
 from ebbench.devices.geometry import ModelGeometry
 from ebbench.devices.kerneltables import source
 from ebbench.devices.layers import MAX_SAMPLED, MAX_TOKENS, step_arrays
+from ebbench.devices.parallel import SINGLE, Parallel
 from ebbench.devices.profiles import DeviceProfile, HostCosts
 from ebbench.devices.surfaces import has_joint_tables, surfaces
 
@@ -19,11 +22,12 @@ EAGER_LAYER_S = 270e-6
 
 @dataclass(frozen=True)
 class TableCost:
-    """Step time from precomputed tables; a pure function of the shape, a few microseconds a call.
+    """Step time from precomputed tables; a pure function of the shape, a few microseconds per call.
 
     ``dense_s`` is indexed by tokens, ``head_s`` by sampled sequences. ``launch_s`` is the least time a step needs
     for launching its kernels (eager mode); 0 under CUDA graphs. ``overlap`` is asynchronous scheduling: the host
     prepares the next step while the GPU works, so its time shows only where it is the longer of the two.
+    ``experts_s``, by the tokens of all units, is there for a unit of an engine whose units share their experts.
     """
 
     dense_s: list[float]
@@ -35,19 +39,46 @@ class TableCost:
     host: HostCosts
     overlap: bool
     launch_s: float = 0.0
+    experts_s: list[float] | None = None
 
     def step_s(self, shape: StepShape) -> float:
         """Seconds from one step to the next: host and GPU one after the other, or overlapped."""
         host = self.host.step_s + self.host.sequence_s * (shape.decode_seqs + len(shape.prefill))
         gpu = self.gpu_s(shape)
+        if self.experts_s is not None:
+            gpu += self._experts_s(_tokens(shape))
         if gpu < self.launch_s:
             gpu = self.launch_s
         if self.overlap:
             return gpu if gpu > host else host
         return gpu + host
 
+    def pass_s(self, shapes: Sequence[StepShape], units: int) -> float:
+        """Seconds of one pass of an engine of ``units`` units; ``shapes`` are those of the units that have work.
+
+        Every unit waits for the one with most attention and dense work, then computes its experts for the tokens of
+        all. Units without work take part with one token. Where every batch fits a CUDA graph all are padded to the
+        largest (vLLM, v1/worker/dp_utils.py).
+        """
+        tokens = [_tokens(shape) for shape in shapes]
+        largest = max(tokens)
+        together = sum(tokens) + units - len(tokens)
+        if not self.launch_s and largest <= GRAPH_TOKENS:
+            together = units * largest
+        gpu = max(max(self.gpu_s(shape) for shape in shapes) + self._experts_s(together), self.launch_s)
+        sequences = max(shape.decode_seqs + len(shape.prefill) for shape in shapes)
+        host = self.host.step_s + self.host.sequence_s * sequences
+        return max(gpu, host) if self.overlap else gpu + host
+
+    def _experts_s(self, tokens: int) -> float:
+        if self.experts_s is None:
+            return 0.0
+        if tokens <= MAX_TOKENS:
+            return self.experts_s[tokens]
+        return self.experts_s[MAX_TOKENS] * (tokens / MAX_TOKENS)
+
     def gpu_s(self, shape: StepShape) -> float:
-        """Seconds of GPU work alone."""
+        """Seconds of GPU work alone, without experts that several units share."""
         prefill, seqs = shape.prefill, shape.decode_seqs
         tokens = seqs
         for chunk, _ in prefill:
@@ -61,18 +92,29 @@ class TableCost:
         return total
 
 
+def _tokens(shape: StepShape) -> int:
+    return shape.decode_seqs + sum(chunk for chunk, _ in shape.prefill)
+
+
 def table_cost(
-    profile: DeviceProfile, model: ModelGeometry, host: HostCosts, *, overlap: bool = True, eager: bool = False
+    profile: DeviceProfile,
+    model: ModelGeometry,
+    host: HostCosts,
+    *,
+    shape: Parallel = SINGLE,
+    overlap: bool = True,
+    eager: bool = False,
 ) -> tuple[TableCost, str, tuple[str, ...]] | None:
-    """Build the model, its provenance and warnings; None where the device has no kernel tables."""
-    arrays = step_arrays(profile, model)
-    raw = surfaces(profile, model)
-    if arrays is None or raw is None:
+    """Build the model of one unit, its provenance and warnings; None where the device has no kernel tables."""
+    arrays = step_arrays(profile, model, shape, eager=eager)
+    part = model.sliced(shape.tp)
+    found = surfaces(profile, part)
+    if arrays is None or found is None:
         return None
-    dense, head, warnings = arrays
+    raw, warnings = found
     cost = TableCost(
-        dense_s=dense.tolist(),
-        head_s=head.tolist(),
+        dense_s=arrays.dense.tolist(),
+        head_s=arrays.head.tolist(),
         full_layers=model.layers - model.sliding_layers,
         full=raw.tables(host.mixed_excess),
         sliding_layers=model.sliding_layers,
@@ -80,17 +122,20 @@ def table_cost(
         host=host,
         overlap=overlap,
         launch_s=EAGER_LAYER_S * model.layers if eager else 0.0,
+        experts_s=None if arrays.experts is None else arrays.experts.tolist(),
     )
-    return cost, _provenance(profile, host) + (f"; {_eager(cost)}" if eager else ""), warnings
+    parts = [_provenance(profile, model, host), arrays.provenance, _eager(cost) if eager else ""]
+    return cost, "; ".join(text for text in parts if text), (*arrays.warnings, *warnings)
 
 
 def _eager(cost: TableCost) -> str:
     return f"eager mode: a step's kernels take at least {cost.launch_s * 1e3:.1f} ms to launch"
 
 
-def _provenance(profile: DeviceProfile, host: HostCosts) -> str:
+def _provenance(profile: DeviceProfile, model: ModelGeometry, host: HostCosts) -> str:
     joint = has_joint_tables(profile.name)
     kinds = ("mixed", "layer") if profile.name == "rtx-4090" else ("gemm", "mixed" if joint else "decode")
     tables = "; ".join(dict.fromkeys(source(kind) for kind in kinds))
     mixed = "mixed attention measured" if joint else f"mixed attention: {profile.mixed_note}"
-    return f"kernel tables: {tables}; {mixed}; host constants: {host.source}"
+    types = "" if model.plain else f"; weights in {model.dtype_of_experts}, KV cache in {model.kv_dtype}"
+    return f"kernel tables: {tables}; {mixed}{types}; host constants: {host.source}"

@@ -19,6 +19,7 @@ class EngineOptions:
 
     ``num_kv_blocks`` of None means: from the device's KV capacity. ``long_prefill_token_threshold`` of 0 is off.
     ``enforce_eager``: no CUDA graphs. ``warmup``: requests of the plan's lengths that go first and are not recorded.
+    ``quantization`` and ``kv_cache_dtype``: types of weights and KV cache other than the model's own.
     """
 
     max_num_seqs: int = 1024
@@ -31,6 +32,8 @@ class EngineOptions:
     long_prefill_token_threshold: int = 0
     enforce_eager: bool = False
     warmup: int = 0
+    quantization: str | None = None
+    kv_cache_dtype: str = "auto"
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,8 @@ class EngineResult:
     """Tables in the schemas of :mod:`ebbench.records.schema`, and what the manifest should say.
 
     ``invalid``: reasons only the engine knows why the run must not be believed. ``facts`` join the plan's in the
-    manifest. ``server_metrics``: samples of the server's metrics page, where there is one.
+    manifest. ``server_metrics``: samples of the server's metrics page, where there is one. ``device``: what
+    one instance was taken to be, where that is not the single GPU it was given (a unit of several).
     """
 
     requests: pa.Table
@@ -78,6 +82,7 @@ class EngineResult:
     invalid: tuple[str, ...] = ()
     facts: Mapping[str, Any] = field(default_factory=dict)
     server_metrics: pa.Table | None = None
+    device: Device | None = None
 
 
 class Engine(Protocol):

@@ -12,6 +12,8 @@ import pyarrow as pa
 from ebbench.collector import collector_paused
 from ebbench.config.topology import DECODE_UTILIZATION, PREFILL_UTILIZATION, PoolSpec, TopologySpec
 from ebbench.devices.base import Device
+from ebbench.devices.collectives import choose_link
+from ebbench.devices.units import UnitDevice, unit_device
 from ebbench.dispatch import DispatchSpec
 from ebbench.engines.base import EngineOptions, EngineResult, Observer, Progress
 from ebbench.engines.simulated import (
@@ -30,7 +32,6 @@ from ebbench.simulation.assemble import StagePlan, Wiring, build_stage
 from ebbench.simulation.cluster import Cluster, Outcome
 from ebbench.simulation.handover import Handover
 from ebbench.simulation.kv import IdentityNeeded
-from ebbench.simulation.parallel import UnitDevice, unit_device
 from ebbench.simulation.pools import DecodeInstance, PrefillInstance
 from ebbench.simulation.stage import Stage
 from ebbench.simulation.state import UNSET, RequestState
@@ -86,6 +87,7 @@ class _Simulation:
     device: Device
     options: EngineOptions
     observer: Observer | None
+    units: list[Device] = field(default_factory=list)  # of each pool
 
     def run(self, *, identity: bool) -> EngineResult:
         topology, wiring = self.engine.topology, Wiring()
@@ -94,7 +96,7 @@ class _Simulation:
             cluster = self._pools(wiring, identity)
         else:
             assert topology.replicas is not None
-            unit = self._unit(topology.replicas, PREFILL_UTILIZATION)
+            unit = self._unit(topology.replicas, None)
             state = RequestState(self.plan)
             front, controllers = self._stage("replicas", 0, topology.replicas, unit, state, wiring, identity)
             cluster = Cluster(self.plan, front, network_ns=self._network_ns, tick=None)
@@ -109,9 +111,18 @@ class _Simulation:
     def _network_ns(self) -> int:
         return round(self.engine.topology.network_ms * 1e6)
 
-    def _unit(self, pool: PoolSpec, utilization: float) -> UnitDevice:
+    def _unit(self, pool: PoolSpec, utilization: float | None) -> UnitDevice:
         options = self._pool_options(pool)
-        return unit_device(self.device, pool, utilization, options.max_num_seqs, options.max_num_batched_tokens)
+        unit = unit_device(
+            self.device,
+            pool,
+            utilization,
+            options.max_num_seqs,
+            options.max_num_batched_tokens,
+            self.engine.topology.link,
+        )
+        self.units.append(unit.device)
+        return unit
 
     def _pool_options(self, pool: PoolSpec) -> EngineOptions:
         return replace(
@@ -164,6 +175,11 @@ class _Simulation:
                 f"the KV size of {self.device.model} is unknown; set transfer.kv_bytes_per_token in the topology file"
             )
         speed = spec.bandwidth_gb_per_s * 1e9 if spec.bandwidth_gb_per_s else sender.link_bytes_per_s
+        if speed is None:
+            raise UsageError(
+                f"how fast GPUs like {self.device.name} pass KV on is unknown: its profile names no link; set "
+                "transfer.bandwidth_gb_per_s in the topology file, or add [links.NAME] to the device file"
+            )
         store_bytes = spec.store_gb * 1e9 if spec.store_gb else receiver.spare_bytes or float("inf")
         fabric = TransferFabric(
             Link(speed, spec.latency_ms / 1e3),
@@ -175,6 +191,14 @@ class _Simulation:
         targets = [unit for unit in back.units if isinstance(unit, DecodeInstance)]
         handover = Handover(before, after, sources, targets, fabric, spec, per_token)
         return Cluster(self.plan, front, back, handover, network_ns=self._network_ns)
+
+    def _link(self) -> str:
+        """The kind of link that the times are those of; "" where nothing crosses one."""
+        request, profile = self.units[0].request, self.units[0].profile
+        several = self.engine.topology.disaggregated or (request is not None and not request.parallel.single)
+        if request is None or profile is None or not several or not profile.links:
+            return ""
+        return choose_link(profile, self.engine.topology.link)
 
     def _show(self, cluster: Cluster, now_ns: int) -> Progress:
         units = [unit for stage in cluster.stages for unit in stage.units]
@@ -206,6 +230,8 @@ class _Simulation:
             interrupted=interrupted,
             invalid=() if cluster.outcome.dead is None else (cluster.outcome.dead,),
             facts=self._facts(cluster),
+            warnings=tuple(dict.fromkeys(text for unit in self.units for text in unit.warnings)),
+            device=self.units[0],
         )
 
     def _facts(self, cluster: Cluster) -> dict[str, Any]:
@@ -213,6 +239,7 @@ class _Simulation:
         facts: dict[str, Any] = {
             "topology": topology.label,
             "gpus": topology.gpus,
+            **({"link": link} if (link := self._link()) else {}),
             "dispatch": self.engine.dispatch.name,
             "dispatch_wait_ms": _mean_ms(cluster.dispatched_ns - cluster.front.state.sent_ns, cluster.dispatched_ns),
             "device_wait_ms": _mean_ms(

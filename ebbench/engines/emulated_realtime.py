@@ -76,6 +76,8 @@ class EmulatedExecutor(StandInExecutor):
             max_num_seqs=self.scheduler_config.max_num_seqs,
             max_num_batched_tokens=self.scheduler_config.max_num_batched_tokens,
             eager=bool(settings.get("enforce_eager", False)),  # vLLM's own flag is always set without a GPU
+            quantization=settings.get("quantization"),
+            kv_cache_dtype=str(settings.get("kv_cache_dtype", "auto")),
         )
         self._cost, self._slow_motion = device.cost, emulation.slow_motion
         self._blocks = blocks or device.kv_capacity_tokens // self.cache_config.block_size
@@ -117,7 +119,17 @@ def read_settings(additional_config: object) -> tuple[Emulation, int | None]:
             f'the emulated executor needs --additional-config \'{{"{EMULATED_KEY}": {{"device": "h200", '
             '"model": "qwen3-8b"}}\''
         )
-    known = {"device", "model", "slow_motion", "cost", "kv_blocks", "async_scheduling", "enforce_eager"}
+    known = {
+        "device",
+        "model",
+        "slow_motion",
+        "cost",
+        "kv_blocks",
+        "async_scheduling",
+        "enforce_eager",
+        "quantization",
+        "kv_cache_dtype",
+    }
     unknown = set(settings) - known
     if unknown:
         raise UsageError(f"{EMULATED_KEY}: unknown setting {sorted(unknown)[0]!r}; known: {', '.join(sorted(known))}")

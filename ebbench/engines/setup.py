@@ -6,6 +6,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from ebbench.devices.base import Device, StepShape
 from ebbench.engines.base import Engine
 from ebbench.errors import UsageError
@@ -60,6 +62,7 @@ class EngineSetup:
     client: Mapping[str, Any] = field(default_factory=dict)
     scenario: str | None = None
     topology: TopologySpec | str | None = None
+    link: str | None = None
     dispatch: str | None = None
     decode_dispatch: str | None = None
     replicas: int | None = None
@@ -83,6 +86,7 @@ def make_engine(setup: EngineSetup) -> tuple[Engine, str]:
         engine,
         setup.scenario,
         topology=setup.topology,
+        link=setup.link,
         dispatch=setup.dispatch,
         decode_dispatch=setup.decode_dispatch,
         replicas=setup.replicas,
@@ -173,6 +177,7 @@ def with_cluster(
     scenario: str | None,
     *,
     topology: TopologySpec | str | None = None,
+    link: str | None = None,
     dispatch: str | None = None,
     decode_dispatch: str | None = None,
     replicas: int | None = None,
@@ -184,6 +189,10 @@ def with_cluster(
     from ebbench.dispatch import parse_dispatch
 
     spec = _topology(topology, scenario)
+    if link is not None and spec is None:
+        raise UsageError("--link joins the GPUs of a topology: give --topology (for example tp=2)")
+    if link is not None and spec is not None:
+        spec = msgspec.structs.replace(spec, link=link)
     if replicas is not None and replicas < 1:
         raise UsageError(f"--replicas must be at least 1, not {replicas}")
     if spec is None and replicas is None:

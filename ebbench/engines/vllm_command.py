@@ -110,6 +110,10 @@ def _emulated_config(emulation: Emulation, options: EngineOptions | None) -> dic
         settings["async_scheduling"] = options.async_scheduling
         if options.enforce_eager:
             settings["enforce_eager"] = True
+        if options.quantization is not None:
+            settings["quantization"] = options.quantization
+        if options.kv_cache_dtype != "auto":
+            settings["kv_cache_dtype"] = options.kv_cache_dtype
         if options.num_kv_blocks is not None:
             settings["kv_blocks"] = options.num_kv_blocks
     return settings
@@ -136,6 +140,10 @@ def _option_arguments(options: EngineOptions, emulated: bool) -> list[str]:
     ]  # fmt: skip
     if options.enforce_eager:
         arguments.append("--enforce-eager")
+    if options.quantization is not None and not emulated:
+        arguments += ["--quantization", options.quantization]
+    if options.kv_cache_dtype != "auto" and not emulated:
+        arguments += ["--kv-cache-dtype", options.kv_cache_dtype]
     if options.long_prefill_token_threshold:
         arguments += ["--long-prefill-token-threshold", str(options.long_prefill_token_threshold)]
     if emulated:

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 
 from ebbench.config.topology import PoolSpec
 from ebbench.devices.base import StepShape
+from ebbench.devices.units import UnitDevice
 from ebbench.dispatch import DispatchSpec, Fleet, make_dispatcher
 from ebbench.records.plan import Plan
 from ebbench.simulation.barrier import BarrierGroup, BarrierUnit
 from ebbench.simulation.cluster import Cluster
 from ebbench.simulation.instance import Instance
 from ebbench.simulation.kv import CachingKv, CountingKv, KvBlocks
-from ebbench.simulation.parallel import UnitDevice
 from ebbench.simulation.pools import BarrierDecode, BarrierPrefill, DecodeInstance, PrefillInstance
 from ebbench.simulation.stage import Node, Stage, prefix_reader
 from ebbench.simulation.state import RequestState

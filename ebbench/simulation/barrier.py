@@ -10,27 +10,32 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from ebbench.devices.base import StepShape
+from ebbench.devices.base import CostModel, PassCost, StepShape
 from ebbench.simulation.instance import Instance
 from ebbench.simulation.step import NS_PER_S, Step
 
 Pass = list[tuple["BarrierUnit", Step]]
+NOTHING = StepShape((), 0, 0, 0)
 
 
 class BarrierUnit(Instance):
     """An instance whose steps are timed by its group."""
 
-    needed_s = 0.0
+    shape = NOTHING
 
     def _time(self, step: Step, shape: StepShape) -> None:
-        self.needed_s = self._cost.step_s(shape)
+        self.shape = shape
+
+    @property
+    def cost(self) -> CostModel:
+        """What times the steps."""
+        return self._cost
 
     def schedule(self, now_ns: int) -> Step | None:
         """Take in what has arrived and schedule a step; None when there is nothing to schedule."""
         self._take_in(now_ns)
         if not len(self.running) and not self.waiting:
             return None
-        self.needed_s = 0.0
         step = self._schedule(now_ns)
         return None if step.empty else step
 
@@ -80,19 +85,24 @@ class BarrierGroup:
         self._blocked = True
         return self._passes[0][0], []
 
+    def _pass_s(self, shapes: list[StepShape]) -> float:
+        """Seconds of one pass: by the units' cost model where it knows, else as long as the slowest unit's step."""
+        cost = self.units[0].cost
+        if isinstance(cost, PassCost):
+            return cost.pass_s(shapes, len(self.units))
+        return max(cost.step_s(shape) for shape in shapes)
+
     def _schedule(self, now_ns: int) -> bool:
         """Schedule one pass of all units; False when none has anything to do."""
         steps: Pass = []
-        slowest_s = 0.0
         for unit in self.units:
             step = unit.schedule(now_ns)
             if step is not None:
                 steps.append((unit, step))
-                slowest_s = max(slowest_s, unit.needed_s)
         if not steps:
             return False
         start_ns = max(now_ns, self._device_free_ns)
-        end_ns = self._device_free_ns = start_ns + round(slowest_s * NS_PER_S)
+        end_ns = self._device_free_ns = start_ns + round(self._pass_s([unit.shape for unit, _ in steps]) * NS_PER_S)
         for unit, step in steps:
             unit.start(step, start_ns, end_ns)
         self._passes.append((end_ns, steps))

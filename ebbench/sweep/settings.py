@@ -50,6 +50,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     long_prefill_token_threshold: int = EngineOptions.long_prefill_token_threshold
     enforce_eager: bool = EngineOptions.enforce_eager
     warmup: int = EngineOptions.warmup
+    quantization: str | None = EngineOptions.quantization
+    kv_cache_dtype: str = EngineOptions.kv_cache_dtype
     gpu_memory_utilization: float = 0.9
     cost: str = "auto"
     goodput: str = ""

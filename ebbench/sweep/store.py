@@ -26,7 +26,8 @@ from ebbench.sweep.spec import Cell
 from ebbench.sweep.work import Outcome
 
 RESULTS = "results.parquet"
-TEXTS = frozenset({"workload", "policy", "engine", "device", "model", "scenario", "source", "length_distribution",
+TEXTS = frozenset({"quantization", "kv_cache_dtype",
+                   "workload", "policy", "engine", "device", "model", "scenario", "source", "length_distribution",
                    "tokenizer", "time_unit", "cost", "goodput"})  # fmt: skip
 FLAGS = frozenset({"drop_too_long", "enable_prefix_caching", "async_scheduling", "enforce_eager"})
 REALS = frozenset({"request_rate", "burstiness", "speed", "gpu_memory_utilization"})

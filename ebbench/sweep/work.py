@@ -21,6 +21,7 @@ from ebbench.sweep.settings import Settings
 
 if TYPE_CHECKING:
     from ebbench.devices.base import Device
+    from ebbench.devices.request import DeviceRequest
     from ebbench.records.manifest import Manifest
     from ebbench.records.plan import Plan
 
@@ -105,32 +106,33 @@ def _plan(settings: tuple[tuple[str, Any], ...]) -> Plan:
     return _frozen(build_plan(arguments.pop("workload"), arguments.pop("scenario"), **arguments))
 
 
-_loaded: dict[tuple[Any, ...], Device] = {}
+_loaded: dict[DeviceRequest, Device] = {}
 KEPT_DEVICES = 8  # some 15 MB each
 
 
 def _device(settings: Settings) -> Device:
     """The cell's device. Memory, batch size and budget only size its KV cache, so its tables are loaded once."""
-    from ebbench.devices import load_device
-    from ebbench.devices.profiles import find_model, find_profile, kv_capacity_tokens
+    from ebbench.devices.loader import load, resized
+    from ebbench.devices.request import DeviceRequest
 
-    sizes: dict[str, Any] = {
-        "gpu_memory_utilization": settings.gpu_memory_utilization,
-        "max_num_seqs": settings.max_num_seqs,
-        "max_num_batched_tokens": settings.max_num_batched_tokens,
-    }
-    how: dict[str, Any] = {
-        "cost": settings.cost,
-        "async_scheduling": settings.async_scheduling,
-        "eager": settings.enforce_eager,
-    }
-    key = (settings.device, settings.model, *how.values())
+    request = DeviceRequest(
+        settings.device,
+        settings.model,
+        settings.cost,
+        settings.gpu_memory_utilization,
+        settings.max_num_seqs,
+        settings.max_num_batched_tokens,
+        settings.async_scheduling,
+        settings.enforce_eager,
+        quantization=settings.quantization,
+        kv_cache_dtype=settings.kv_cache_dtype,
+    )
+    key = replace(request, gpu_memory_utilization=0.9, max_num_seqs=None, max_num_batched_tokens=None)
     if (kept := _loaded.get(key)) is not None:
-        capacity = kv_capacity_tokens(find_profile(settings.device), find_model(settings.model), **sizes)
-        return replace(kept, kv_capacity_tokens=capacity)
+        return resized(kept, request)
     while len(_loaded) >= KEPT_DEVICES:
         del _loaded[next(iter(_loaded))]
-    _loaded[key] = _frozen(load_device(settings.device, settings.model, **sizes, **how))
+    _loaded[key] = _frozen(load(request))
     return _loaded[key]
 
 

@@ -5,10 +5,18 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from cluster_worlds import plan, run
 
-from ebbench.devices import load_device
+from ebbench.config.topology import parse_topology
+from ebbench.devices import StepShape, load_device
+from ebbench.devices.base import PassCost
+from ebbench.devices.kerneltables import select
+from ebbench.devices.layers import _gemm_tables, _projections
+from ebbench.devices.parallel import Parallel
+from ebbench.devices.profiles import DATA, find_model, find_profile
+from ebbench.devices.table import TableCost
 from ebbench.errors import UsageError
 
 # Qwen3-8B, as its published config.json has it.
@@ -42,3 +50,98 @@ def test_step_times_measured_on_one_gpu_are_not_divided() -> None:
     linear = load_device("h200", "qwen3-8b", cost="linear")
     with pytest.raises(UsageError, match="cannot be divided among several"):
         run("tp=2", plan([(100, 4)], [0.0]), on=linear)
+
+
+def tp_shapes() -> list[StepShape]:
+    return [
+        StepShape(((512, 0),), 0, 0, 1),
+        StepShape(((2048, 0),), 0, 0, 1),
+        StepShape((), 32, 32 * 512, 32),
+        StepShape((), 128, 128 * 2048, 128),
+        StepShape(((1024, 1024),), 64, 64 * 1024, 65),
+    ]
+
+
+@pytest.mark.parametrize("tp", [2, 4, 8])
+def test_a_slice_takes_longer_than_its_share_and_less_than_the_whole(tp: int) -> None:
+    """Norms, sampling and the fixed parts of kernels do not divide; without collectives a slice is still faster."""
+    one = load_device("h100", "qwen3-8b").cost
+    several = load_device("h100", "qwen3-8b", parallel=Parallel(tp=tp)).cost
+    assert isinstance(one, TableCost)
+    assert isinstance(several, TableCost)
+    for shape in tp_shapes():
+        assert one.gpu_s(shape) / tp < several.gpu_s(shape) < one.gpu_s(shape)
+
+
+# LLMServingSim's own times of one GPU's slice over two, without collectives, against our slicing of the geometry.
+SLICED = [("llama-3.1-8b", 0.15), ("qwen3-32b", 0.15), ("qwen3-30b-a3b", 0.15)]
+
+
+@pytest.mark.parametrize(("name", "worst"), SLICED)
+def test_sliced_products_meet_those_measured_on_a_slice(name: str, worst: float) -> None:
+    """Attention apart, whose slices are measured tables themselves; the products of one layer at 64 to 2,048 tokens."""
+    profile, model = find_profile("rtx-pro-6000"), find_model(name)
+    part = model.sliced(2)
+    gemm = _gemm_tables("rtx-pro-6000", "bfloat16")
+    assert gemm is not None
+    layers = ("qkv_proj", "o_proj") if model.experts else ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
+    measured = {
+        (r["layer"], r["tokens"]): r["time_us"]
+        for r in select("layer", device=profile.name, model=name, tp=2).to_pylist()
+    }
+    for tokens in (64, 256, 1024, 2048):
+        theirs = sum(measured[layer, tokens] for layer in layers) * 1e-6
+        ours = sum(float(np.interp(tokens, *gemm(n, k))) for n, k in _projections(part))
+        assert ours == pytest.approx(theirs, rel=worst)
+
+
+def test_the_link_decides_what_a_collective_takes() -> None:
+    slow, fast = (
+        load_device("rtx-pro-6000", "qwen3-8b", parallel=Parallel(tp=2, link=link)) for link in ("pcie", "pcie-peer")
+    )
+    for shape in tp_shapes():
+        assert fast.cost.step_s(shape) < slow.cost.step_s(shape)
+    assert "link pcie (" in slow.provenance
+    assert "link pcie-peer (" in fast.provenance
+    assert load_device("rtx-pro-6000", "qwen3-8b", parallel=Parallel(tp=2)).cost == slow.cost
+
+
+def test_collectives_that_were_not_measured_are_a_formula_and_said() -> None:
+    device = load_device("rtx-pro-6000", "qwen3-8b", parallel=Parallel(tp=4))
+    assert any("were not measured" in warning and "15 GB/s" in warning for warning in device.warnings)
+
+
+def test_a_device_file_without_a_link_is_refused_where_something_crosses_one(tmp_path: Path) -> None:
+    text = (DATA / "profiles" / "h100.toml").read_text()
+    path = tmp_path / "mine.toml"
+    path.write_text(text[: text.index("[links.")])
+    on = load_device(str(path), "qwen3-8b")
+    with pytest.raises(UsageError, match=r"names no link.*\[links.pcie\]"):
+        run("tp=2", plan([(100, 4)], [0.0]), on=on)
+    with pytest.raises(UsageError, match="how fast GPUs like h100 pass KV on"):
+        run("1p1d", plan([(100, 4)], [0.0]), on=on)
+
+
+def test_pipeline_parallelism_is_refused_with_the_reason() -> None:
+    with pytest.raises(UsageError, match="pipeline parallelism is not modelled: no measured run"):
+        parse_topology("tp=2,pp=2")
+
+
+def test_a_pass_of_units_that_share_experts_computes_them_for_the_tokens_of_all() -> None:
+    """Largest unit's attention and dense part, then its share of the experts for all tokens, whoever they belong to."""
+    cost = load_device("h200", "qwen3-30b-a3b", parallel=Parallel(dp=2, ep=2)).cost
+    assert isinstance(cost, PassCost)
+    large, small = StepShape(((2048, 0),), 0, 0, 1), StepShape(((1024, 0),), 0, 0, 1)
+    assert cost.pass_s([large], 2) < cost.pass_s([large, small], 2) < cost.pass_s([large, large], 2)
+    decode = StepShape((), 64, 64 * 512, 64)  # inside a CUDA graph: a smaller batch is padded to the largest
+    assert cost.pass_s([decode, StepShape((), 8, 8 * 512, 8)], 2) == cost.pass_s([decode, decode], 2)
+
+
+def test_units_that_share_experts_are_slower_than_replicas_that_do_not_under_equal_load() -> None:
+    """Over two RTX PRO 6000 a published run of dp=2 with experts shared is slower per token than two replicas."""
+    requests = plan([(512, 32)] * 32, [0.0] * 32)
+    on = load_device("rtx-pro-6000", "qwen3-30b-a3b")
+    shared, apart = (
+        run(text, requests, on=on).requests["end_ns"].to_numpy().max() for text in ("tp=1,dp=2,ep=2", "dp=2")
+    )
+    assert shared > apart

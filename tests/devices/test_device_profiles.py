@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from ebbench.devices import load_device
-from ebbench.devices.profiles import find_model, find_profile, kv_capacity_tokens, list_devices, read_profile
+from ebbench.devices.capacity import kv_capacity_tokens
+from ebbench.devices.profiles import find_model, find_profile, list_devices, read_profile
 from ebbench.errors import InputFileError, UnknownNameError, UsageError
 
 GOOD = """

@@ -26,7 +26,7 @@ AS_PROFILED = HostCosts(0.0, 0.0, 1.0)
 def test_joint_tables_come_back_at_their_grid_points(device: str) -> None:
     raw = surfaces(find_profile(device), find_model("llama-3.1-8b"))
     assert raw is not None
-    tables = raw.tables(mixed_excess=1.0)
+    tables = raw[0].tables(mixed_excess=1.0)
     rows = select("mixed", device=device, heads=32, kv_heads=8).to_pylist()
     checked = 0
     for row in rows:
@@ -43,7 +43,7 @@ def test_mixed_attention_agrees_with_another_profile_beyond_the_table(device: st
     """512 requests, 51 to 204 of them prompts: far beyond 128 decodes and one chunk (eb-vllm's kernel sweep)."""
     raw = surfaces(find_profile(device), find_model("llama-3.1-8b"))
     assert raw is not None
-    tables = raw.tables(mixed_excess=1.0)
+    tables = raw[0].tables(mixed_excess=1.0)
     path = Path(__file__).parents[2] / "reports" / "reference" / "eb_vllm" / "attention_kernel_rtxpro6000.csv"
     errors = []
     for row in csv.DictReader(path.open(encoding="utf-8")):
@@ -98,7 +98,7 @@ def test_heads_between_two_profiled_geometries_lie_between_their_costs() -> None
     for name in ("qwen3-8b", "qwen3-14b", "qwen3-32b"):
         raw = surfaces(profile, find_model(name))
         assert raw is not None
-        costs.append(raw.tables(1.0).step_s(*step))
+        costs.append(raw[0].tables(1.0).step_s(*step))
     assert costs[0] < costs[1] < costs[2]
 
 
@@ -125,8 +125,8 @@ def test_packaged_tables_pass_their_own_checks(kind: str) -> None:
     [
         (lambda t: t.rename_columns([*t.column_names[:-1], "time_ms"]), "'time_ms' is unknown"),
         (lambda t: t.drop_columns(["tokens"]), "'tokens' is missing"),
-        (lambda t: t.set_column(4, "time_us", pa.array([-1.0] * t.num_rows, pa.float32())), "not positive"),
-        (lambda t: t.set_column(4, "time_us", pa.array([None] * t.num_rows, pa.float32())), "'time_us' has a hole"),
+        (lambda t: t.set_column(5, "time_us", pa.array([-1.0] * t.num_rows, pa.float32())), "not positive"),
+        (lambda t: t.set_column(5, "time_us", pa.array([None] * t.num_rows, pa.float32())), "'time_us' has a hole"),
     ],
 )
 def test_bad_tables_are_refused_with_the_column(tmp_path: Path, change, named: str) -> None:

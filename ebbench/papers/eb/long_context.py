@@ -6,6 +6,7 @@ from functools import cache
 
 from ebbench.analysis.documents import Column, Document, Section, Value, labels, relative
 from ebbench.config.topology import DECODE_UTILIZATION, PoolSpec
+from ebbench.devices.units import unit_device
 from ebbench.errors import UsageError
 from ebbench.papers.cells import Cell, settings
 from ebbench.papers.cluster_cells import ClusterCell
@@ -13,7 +14,6 @@ from ebbench.papers.eb.table19_20 import value_or_oom
 from ebbench.papers.published import EB_PAPER, GPUS, gpu_title, model_title
 from ebbench.papers.store import CellStore
 from ebbench.papers.table import PaperTable, Wish, pending
-from ebbench.simulation.parallel import unit_device
 
 INPUT, OUTPUT = 131_072, 64
 BUDGET, SEQS = 8192, 256

@@ -1,0 +1,103 @@
+"""What GPUs of one server take to exchange tensors: measured tables, or the formula of one link where there is none."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ebbench.devices.attention import Array
+from ebbench.devices.kerneltables import select, source
+from ebbench.devices.profiles import DeviceProfile, Link
+from ebbench.errors import UnknownNameError, UsageError
+
+GRAPH_TOKENS = 512  # vLLM captures CUDA graphs up to this many tokens per step; larger steps call collectives eagerly
+
+
+@dataclass(frozen=True)
+class Collectives:
+    """Seconds of a collective among ``gpus`` GPUs of ``profile`` over the link called ``link``."""
+
+    profile: DeviceProfile
+    link: str
+    gpus: int
+
+    @property
+    def _link(self) -> Link:
+        return self.profile.links[self.link]
+
+    @property
+    def measured(self) -> bool:
+        """Whether vLLM's all-reduce was measured on this device, link and number of GPUs."""
+        return self._points("all_reduce", "graph") is not None
+
+    @property
+    def provenance(self) -> str:
+        """The link, and where the times come from."""
+        if self.measured:
+            return f"link {self.link} ({self._link.note}): {source('collective')}"
+        return f"link {self.link} ({self._link.note}): {self._link.bytes_per_s / 1e9:g} GB/s, a formula"
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """A caveat where the times are a formula."""
+        if self.measured:
+            return ()
+        return (
+            f"collectives among {self.gpus} {self.profile.name} over {self.link} were not measured: their time is that "
+            f"of a ring at {self._link.bytes_per_s / 1e9:g} GB/s with {self._link.latency_s * 1e6:g} us of latency",
+        )
+
+    def all_reduce_s(self, tokens: Array, token_bytes: float, *, eager: bool = False) -> Array:
+        """Of ``tokens`` (an array of counts) of ``token_bytes`` each; 0 for none."""
+        return self._by_tokens("all_reduce", tokens, token_bytes, eager)
+
+    def all_gather_s(self, tokens: Array, token_bytes: float) -> Array:
+        """Every GPU ends with the ``tokens`` of all."""
+        return self._by_tokens("all_gather", tokens, token_bytes, True)
+
+    def reduce_scatter_s(self, tokens: Array, token_bytes: float) -> Array:
+        """Sums over GPUs of all ``tokens``, each GPU ending with its own."""
+        return self._by_tokens("reduce_scatter", tokens, token_bytes, True)
+
+    def _by_tokens(self, operation: str, tokens: Array, token_bytes: float, eager: bool) -> Array:
+        size = tokens * token_bytes
+        slow = self._seconds(operation, size, "eager")
+        if eager or operation != "all_reduce":
+            return slow
+        return np.where(tokens <= GRAPH_TOKENS, self._seconds(operation, size, "graph"), slow)
+
+    def _seconds(self, operation: str, size: Array, mode: str) -> Array:
+        """One call over ``size`` bytes."""
+        points = self._points(operation, mode)
+        if points is None and operation != "all_reduce":
+            return self._seconds("all_reduce", size / 2, mode)  # half an all-reduce crosses the link
+        if points is None:
+            share = 2 * (self.gpus - 1) / self.gpus
+            found = self._link.latency_s + share * size / self._link.bytes_per_s
+        else:
+            sizes, times = points
+            found = np.interp(size, sizes, times) * np.maximum(size / sizes[-1], 1.0)
+        return np.where(size > 0, found, 0.0)
+
+    def _points(self, operation: str, mode: str) -> tuple[Array, Array] | None:
+        table = select(
+            "collective", device=self.profile.name, link=self.link, operation=operation, mode=mode, gpus=self.gpus
+        ).to_pydict()
+        if not table["bytes"]:
+            return None
+        order = np.argsort(table["bytes"])
+        times = np.array(table["time_us"], dtype=float)[order] * 1e-6
+        return np.array(table["bytes"], dtype=float)[order], np.maximum.accumulate(times)
+
+
+def choose_link(profile: DeviceProfile, wanted: str = "") -> str:
+    """The link called ``wanted``, or the device's first. Raises UnknownNameError or UsageError saying what to write."""
+    if wanted and wanted not in profile.links:
+        raise UnknownNameError(f"link of {profile.name}", wanted, tuple(profile.links))
+    if not profile.links:
+        raise UsageError(
+            f"the profile of {profile.name} names no link between its GPUs; add one to the device file, for example "
+            '[links.pcie] with bytes_per_s = 25e9 and note = "PCIe 4 x16"'
+        )
+    return wanted or next(iter(profile.links))

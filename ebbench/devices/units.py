@@ -1,0 +1,68 @@
+"""A unit of several GPUs as a device of its own: its step times, KV capacity and memory, loaded as a single GPU is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from ebbench.config.topology import PoolSpec, TopologySpec
+from ebbench.devices.base import Device
+from ebbench.devices.collectives import choose_link
+from ebbench.devices.loader import load, resized
+from ebbench.devices.parallel import Parallel
+from ebbench.devices.request import DeviceRequest
+
+
+@dataclass(frozen=True)
+class UnitDevice:
+    """What one unit is: its ``device`` (cost and KV capacity of all its GPUs) and what KV transfers need to know.
+
+    ``spare_bytes``: memory of its GPUs that the engine was told not to use. ``link_bytes_per_s`` is None where the
+    device's profile names no link.
+    """
+
+    device: Device
+    spare_bytes: float
+    link_bytes_per_s: float | None
+    kv_bytes_per_token: int | None
+
+
+def unit_device(
+    device: Device, pool: PoolSpec, default_utilization: float | None, max_num_seqs: int, budget: int, link: str = ""
+) -> UnitDevice:
+    """The unit of ``pool`` on GPUs like ``device``, joined by ``link`` ("" is the device's usual one).
+
+    ``default_utilization`` of None is the share of memory the device was loaded with. Raises UsageError where the shape
+    cannot be had. A device made by hand stands for a whole unit, however many GPUs that is.
+    """
+    request, profile, model = device.request, device.profile, device.geometry
+    if request is None or profile is None or model is None:
+        return UnitDevice(device, 0.0, None, None)
+    utilization = pool.gpu_memory_utilization or default_utilization or request.gpu_memory_utilization
+    sized = replace(
+        request, gpu_memory_utilization=utilization, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget
+    )
+    shape = Parallel(pool.tp, pool.dp, pool.ep, link)
+    shape.check(model)
+    if link or not shape.single:
+        choose_link(profile, link)
+    if not shape.single and shape != request.parallel:
+        unit = _loaded(replace(sized, parallel=shape))
+    elif utilization != request.gpu_memory_utilization or not shape.single:
+        unit = resized(device, sized)
+    else:
+        unit = device
+    speed = profile.links[choose_link(profile, link)].bytes_per_s if profile.links else None
+    spare = profile.memory_bytes * (1 - utilization) * pool.tp
+    return UnitDevice(unit, spare, speed, model.kv_bytes_per_token)
+
+
+def shape_of(topology: TopologySpec) -> Parallel:
+    """How the GPUs of one instance of the first pool share the model."""
+    pool = topology.pools[0]
+    return Parallel(pool.tp, pool.dp, pool.ep, topology.link)
+
+
+@lru_cache(maxsize=8)
+def _loaded(request: DeviceRequest) -> Device:
+    return load(request)
