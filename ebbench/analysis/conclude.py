@@ -34,7 +34,7 @@ from ebbench.records.run import NotStoredError, Run, RunWriter
 from ebbench.records.schema import DECISIONS, REQUESTS, STEPS
 from vllm_eb.policy import PolicySpec
 
-_VIRTUAL_TIME = frozenset({"sim", "emulated"})
+VIRTUAL_TIME = frozenset({"sim", "emulated"})
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Setting:
     @property
     def kind_of_time(self) -> Clock:
         """Whether times are the machine's or made up."""
-        return self.clock or ("virtual" if self.engine in _VIRTUAL_TIME else "real")
+        return self.clock or ("virtual" if self.engine in VIRTUAL_TIME else "real")
 
 
 def begin(writer: RunWriter, setting: Setting) -> None:

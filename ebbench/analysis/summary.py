@@ -47,6 +47,7 @@ class Summary:
     failures: tuple[Failure, ...] = ()
     load: Load = Load(0)  # noqa: RUF009 - frozen
     machine: Machine = Machine()  # noqa: RUF009 - frozen
+    until_clear: bool = False  # one of repeats that were looked at after each
     virtual: bool = False  # times are made up by a simulator, so that a run repeated is a copy
 
     @property
@@ -143,6 +144,7 @@ def _summary(run: Run, metrics: Metrics, slo: Slo, phase: str = "") -> Summary:
         failures=failures_of(run.table("requests", FAILURE_COLUMNS), phase),
         load=load_of_run(manifest),
         machine=machine_of_run(manifest),
+        until_clear=bool(manifest.facts.get("until_clear")),
         virtual=manifest.clock == "virtual",
     )
 

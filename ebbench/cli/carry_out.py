@@ -6,12 +6,13 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ebbench.cli.cluster_flags import ClusterAsked
 from ebbench.cli.preflight import check_counts, check_fits, check_options
+from ebbench.cli.repeats import beforehand, why_stop
 from ebbench.engines.setup import (
     POLICY_IS_A_LABEL,
     EngineSetup,
@@ -64,6 +65,7 @@ class Asked:
     cluster: ClusterAsked
     all_percentiles: bool = False
     vllm_options: tuple[str, ...] = ()
+    until_clear: bool = False  # stop before ``repeats`` where more would say no more
 
 
 @dataclass
@@ -85,17 +87,23 @@ def carry_out(asked: Asked, *, as_json: bool) -> None:
     engine, sentence = engine_of(asked)
     device = device_of(asked, engine)
     plan = plan_of(asked, asked.seed, device, messages)
-    _announce(asked, sentence, plan, messages)
+    _announce(asked, engine, sentence, plan, messages)
     done = _Done()
     try:
         for offset in range(asked.repeats):
             if offset:
                 plan = plan_of(asked, asked.seed + offset, device, messages)
+            if asked.until_clear:
+                plan = replace(plan, facts={**plan.facts, "until_clear": True})
             ramped, ramping = with_ramp(plan, engine, asked.client.ramp_up_s)
             for spec in _order(asked.policies, offset):
                 _run_one(asked, ramped, spec, device, ramping, messages, done)
                 if done.interrupted:
                     raise KeyboardInterrupt
+            if asked.until_clear and (reason := why_stop(done.summaries)):
+                if not asked.quiet:
+                    messages.print(reason, markup=False, soft_wrap=True)
+                break
     except KeyboardInterrupt:
         done.interrupted = True
     except EbbenchError:
@@ -189,7 +197,8 @@ def plan_of(asked: Asked, seed: int, device: Device, messages: Console) -> Plan:
     return plan
 
 
-def _announce(asked: Asked, sentence: str, plan: Plan, messages: Console) -> None:
+def _announce(asked: Asked, engine: Engine, sentence: str, plan: Plan, messages: Console) -> None:
+    from ebbench.analysis.conclude import VIRTUAL_TIME
     from ebbench.workloads.trace import time_note
 
     if asked.quiet:
@@ -197,6 +206,12 @@ def _announce(asked: Asked, sentence: str, plan: Plan, messages: Console) -> Non
     messages.print(sentence, markup=False, soft_wrap=True)
     for note in filter(None, (time_note(plan.facts), _at_once(plan))):
         messages.print(note, markup=False, soft_wrap=True)
+    virtual = engine.name in VIRTUAL_TIME
+    said = beforehand(
+        plan.facts, asked.repeats, policies=len(asked.policies), until_clear=asked.until_clear, virtual=virtual
+    )
+    if said:
+        messages.print(said, markup=False, soft_wrap=True)
     if asked.default_policies and not is_server(asked.engine):
         messages.print("No --policy given: running ebplus, and v1 as its baseline.", markup=False, soft_wrap=True)
 

@@ -60,7 +60,15 @@ Warmup = Annotated[
         "--warmup", "--num-warmups", help="Requests before the start, of the plan's lengths; not recorded.", panel=LOAD
     ),
 ]
-Repeats = Annotated[int, opt("--repeats", help="Runs a policy, seeds S, S+1, ...", panel=LOAD)]
+Repeats = Annotated[
+    str,
+    opt(
+        "--repeats",
+        help="Runs per policy, seeds S, S+1, ...; auto: until it is clear which policy is better, or --max-repeats.",
+        panel=LOAD,
+    ),
+]
+MaxRepeats = Annotated[int, opt("--max-repeats", help="With --repeats auto: at most so many.", panel=LOAD)]
 
 MaxNumSeqs = Annotated[int, opt("--max-num-seqs", help="N, sequences in a batch.", panel=ENGINE)]
 MaxNumBatchedTokens = Annotated[int, opt("--max-num-batched-tokens", help="B, token budget of a step.", panel=ENGINE)]

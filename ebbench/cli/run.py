@@ -39,16 +39,20 @@ def run(
     from ebbench.analysis.slo import parse_slo
     from ebbench.cli.carry_out import Asked, carry_out
     from ebbench.cli.preflight import default_policies, is_server, parse_policies
+    from ebbench.cli.repeats import repeats_asked
 
     options = engine.options(load.warmup)
     longest = engine.max_model_len if is_server(engine.engine) else options.max_model_len  # a server has its own
+    policies = parse_policies(engine.policy or default_policies(engine.engine))
+    repeats, until_clear = repeats_asked(load.repeats, load.max_repeats, policies=len(policies))
     asked = Asked(
         workload=workload,
         scenario=load.scenario_of(workload),
         seed=requests.seed,
-        repeats=load.repeats,
+        repeats=repeats,
+        until_clear=until_clear,
         plan_settings=plan_settings(requests, load, longest),
-        policies=parse_policies(engine.policy or default_policies(engine.engine)),
+        policies=policies,
         default_policies=not engine.policy,
         engine=engine.engine,
         device=engine.device,

@@ -77,7 +77,8 @@ class LoadFlags:
     burstiness: load.Burstiness = None
     saturation_rate: load.SaturationRate = None
     warmup: load.Warmup = 0
-    repeats: load.Repeats = 1
+    repeats: load.Repeats = "1"
+    max_repeats: load.MaxRepeats = 30
     speed: load.Speed = None
     time_unit: load.TimeUnit = None
 

@@ -12,7 +12,16 @@ import re
 from collections.abc import Callable, Sequence
 
 from ebbench.analysis.compare.cases import Case
-from ebbench.analysis.compare.certainty import ALPHA, log_ratios, p_of, pairs_needed, tests_of
+from ebbench.analysis.compare.certainty import (
+    ALPHA,
+    deciding_figure,
+    log_ratios,
+    p_of,
+    pairs_for,
+    pairs_needed,
+    settled,
+    tests_of,
+)
 from ebbench.analysis.compare.policies import (
     TIE,
     Figure,
@@ -21,13 +30,14 @@ from ebbench.analysis.compare.policies import (
     baseline_of,
     differing,
     gain,
+    keep_up,
     output_throughput,
     ranked,
     request_goodput,
+    request_time,
     steady_throughput,
 )
 from ebbench.analysis.explain import CrossoverFacts, DecisionFacts, Spread, StepFacts, Story
-from ebbench.analysis.metrics import Metrics
 from ebbench.analysis.summary import Summary
 from ebbench.render.numbers import change, count, duration_ms, micros, percent, rate, spark
 from vllm_eb.policy import known_policy
@@ -68,7 +78,7 @@ def verdict(groups: Sequence[Group]) -> list[str]:
         return [f"No winner: {_unfinished(groups)}, so there is no figure to compare."]
     if by_goodput := _within_limits(groups):
         return [*by_goodput, *_limits(groups)]
-    if all(summary.open_loop for group in order for summary in group.summaries) and _keep_up(order):
+    if keep_up(order):
         return [*_fastest(order), *_limits(groups)]
     baseline, best = baseline_of(groups), order[0]
     reference = baseline if best is not baseline else order[1]
@@ -130,21 +140,9 @@ def _named(groups: Sequence[Group], apart: Callable[[Summary], bool], word: str)
     return f"{' and '.join(found)} {'is' if len(found) == 1 else 'are'} {word}" if found else ""
 
 
-def _keep_up(order: Sequence[Group]) -> bool:
-    """Whether all policies carry the same load in the steady window: in open loop the arrivals then set it."""
-    rates = [group.mean(steady_throughput) for group in order]
-    known = [value for value in rates if value]
-    return len(known) == len(rates) and max(known) / min(known) - 1 < TIE
-
-
-def _request_time(metrics: Metrics) -> float | None:
-    """Median end-to-end latency in ms."""
-    return metrics.e2el.median
-
-
 def _fastest(order: Sequence[Group]) -> list[str]:
     def latency(group: Group) -> float:
-        return group.mean(_request_time) or float("inf")
+        return group.mean(request_time) or float("inf")
 
     by_latency = sorted(order, key=latency)
     best, others = by_latency[0], by_latency[1:]
@@ -155,7 +153,7 @@ def _fastest(order: Sequence[Group]) -> list[str]:
         return [f"No winner: {keeping_up[0].lower()}{keeping_up[1:]}, and that is equal too."]
     compared = ", ".join(f"{duration_ms(latency(group))} under {group.policy}" for group in others)
     return [
-        f"{_leads(order, best, reference, _request_time)}: a request takes {duration_ms(latency(best))} (median) "
+        f"{_leads(order, best, reference, request_time)}: a request takes {duration_ms(latency(best))} (median) "
         f"against {compared}. {keeping_up}.",
         _latencies(best, others[0]),
     ]
@@ -239,7 +237,8 @@ def _time(facts: StepFacts) -> str:
     for name, kind in sorted(shown, key=lambda item: -item[1].share):
         holds = []
         if kind.mean_decode_seqs >= 0.5:
-            holds.append(f"{count(kind.mean_decode_seqs)} sequences decoding")
+            sequences = count(kind.mean_decode_seqs)
+            holds.append(f"{sequences} {'sequence' if sequences == '1' else 'sequences'} decoding")
         if kind.mean_prefill_tokens >= 0.5:
             holds.append(f"{count(kind.mean_prefill_tokens)} prompt tokens")
         load = f" with {' and '.join(holds)}" if holds else ""
@@ -333,24 +332,36 @@ def doubts(groups: Sequence[Group]) -> list[str]:
 
 
 def _repeat(groups: Sequence[Group]) -> list[str]:
-    """How many repeats would tell a difference from chance; nothing where enough were made."""
+    """How many repeats would tell a difference from chance; nothing where enough were made or nothing is to tell."""
     summaries = [summary for group in groups for summary in group.summaries]
     if not all(summary.valid and summary.metrics.completed for summary in summaries):
         return []
-    needed, tests = pairs_needed(tests_of(groups)), tests_of(groups)
-    baseline = baseline_of(groups)
-    made = min(len(log_ratios(group, baseline, output_throughput) or ()) for group in groups if group is not baseline)
-    if made >= needed:
-        return []
     if any(group.copies for group in groups) or all(one.load.replayed and one.virtual for one in summaries):
         return [NO_CHANCE]
-    have = "One run of each policy does" if made < 2 else f"{made} pairs of runs do"
+    if settled(groups):
+        return []
+    tests, figure, baseline = tests_of(groups), deciding_figure(groups), baseline_of(groups)
+    known = [log_ratios(group, baseline, figure) or [] for group in groups if group is not baseline]
+    made, fewest = min(map(len, known)), pairs_needed(tests)
+    if made < 2:
+        return [
+            f"One run of each policy does not tell a difference from chance. {fewest} pairs of runs are the fewest "
+            f"that can: `--repeats {fewest}`, or `--repeats auto` to measure until it is clear."
+        ]
+    asked = max((pairs_for(logs, tests) or fewest) for logs in known)
+    if asked > MOST_PAIRS:
+        return [
+            f"{made} pairs of runs do not tell the difference from chance; at its size and spread more than "
+            f"{MOST_PAIRS} would be needed, so take the policies as equal, or measure longer runs."
+        ]
     return [
-        f"{have} not tell a difference from chance; {needed} are the fewest that can ({tests} tests at "
-        f"{100 * ALPHA:g} %): `--repeats {needed}`."
+        f"{made} pairs of runs do not tell the difference from chance; at its size and spread about "
+        f"{max(asked, made + 1)} would: `--repeats {max(asked, made + 1)}`, or `--repeats auto`."
     ]
 
 
+MOST_PAIRS = 100
+"""More pairs than this are not suggested."""
 NO_CHANCE = (
     "Repeats with other seeds give the same figures here: lengths and arrivals are fixed (a replayed trace, fixed "
     "lengths) and time is virtual, so nothing is left to chance. Another trace or other requests would say more."

@@ -97,12 +97,16 @@ def _section(comparison: Comparison, contestant: Contestant) -> Section:
         Column(contestant.label, "label", key="value", right=True),
         Column("change", "change"),
         Column("95 % interval", "label", right=True),
-        Column("p", show=lambda p: f"{p:.3f}"),
+        Column("p", show=_p),
         Column("verdict", "label"),
     )
     before = f"{comparison.title}: " if comparison.title else ""
     rows = tuple(_row(contrast) for contrast in contestant.contrasts)
     return Section(f"{before}{contestant.label} against {comparison.baseline}", columns, rows)
+
+
+def _p(value: float) -> str:
+    return "<0.001" if value < 0.001 else f"{value:.3f}"
 
 
 def _row(contrast: Contrast) -> tuple[Value, ...]:
@@ -162,7 +166,9 @@ def legend(comparison: Comparison) -> str:
             return f"{text}. {counted} {'says' if pairs == 1 else 'say'} nothing about chance."
     if pairs < 2:
         return f"{text}. One pair says nothing about chance: use --repeats {needed} or more."
-    text += "; p: exact sign-flip test, two-sided, Holm-adjusted over throughput and medians of all policies"
+    sequential = any(unit.until_clear for unit in comparison.units)
+    test = "holds at every look, as these runs were made until it was clear" if sequential else "exact sign-flip test"
+    text += f"; p: {test}, two-sided, Holm-adjusted over throughput and medians of all policies"
     if pairs < needed:
         return f"{text}. {counted} cannot show any difference: use --repeats {needed} or more."
     return f"{text}. Minimum detectable change: {'; '.join(_detectable_of(c) for c in comparison.contestants)}."

@@ -3,16 +3,32 @@
 A difference is *shown* when the Holm-adjusted p-value of a two-sided sign-flip test over pairs of runs of the same plan
 is at most ALPHA. The tests of a comparison are throughput and the median latencies of every policy against the
 baseline. Copies (repeats in virtual time that agree in every figure) count once: they were not measured again.
+
+Runs made until it was clear (``--repeats auto``) were looked at after every pair. A test for one look would then find
+differences where there are none, so these runs get p-values that hold at every look
+(:mod:`ebbench.analysis.sequential`).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Mapping, Sequence
-from typing import TypeVar
+from statistics import NormalDist
+from typing import Literal, TypeVar
 
-from ebbench.analysis.compare.policies import Figure, Group, baseline_of, output_throughput, paired_by_plan
+from ebbench.analysis.compare.policies import (
+    TIE,
+    Figure,
+    Group,
+    baseline_of,
+    keep_up,
+    output_throughput,
+    paired_by_plan,
+    request_goodput,
+    request_time,
+)
 from ebbench.analysis.metrics import Metrics
+from ebbench.analysis.sequential import anytime_p_two_sided, confidence_sequence
 from ebbench.analysis.statistics import holm, sign_flip_p
 
 ALPHA = 0.05
@@ -28,16 +44,21 @@ TESTED: Mapping[str, Figure] = {
 Name = TypeVar("Name", bound=Hashable)
 
 
-def two_sided_p(logs: Sequence[float]) -> float | None:
-    """P-value of "the mean log ratio is zero"; None for a single pair, which says nothing about chance."""
+def two_sided_p(logs: Sequence[float], *, sequential: bool = False) -> float | None:
+    """P-value of "the mean log ratio is zero"; None for a single pair, which says nothing about chance.
+
+    ``sequential``: the pairs, in the order of measuring, were looked at after each.
+    """
     if len(logs) < 2:
         return None
+    if sequential:
+        return anytime_p_two_sided(logs)
     return min(1.0, 2 * min(sign_flip_p(logs), sign_flip_p([-value for value in logs])))
 
 
-def adjusted(tests: Mapping[Name, Sequence[float]]) -> dict[Name, float]:
+def adjusted(tests: Mapping[Name, Sequence[float]], *, sequential: bool = False) -> dict[Name, float]:
     """Holm-adjusted two-sided p-values of the log ratios of each test; tests with a single pair are left out."""
-    found = {name: p for name, logs in tests.items() if (p := two_sided_p(logs)) is not None}
+    found = {name: p for name, logs in tests.items() if (p := two_sided_p(logs, sequential=sequential)) is not None}
     return dict(zip(found, holm(list(found.values())), strict=True))
 
 
@@ -60,11 +81,68 @@ def p_of(groups: Sequence[Group], policy: str, figure: Figure) -> float | None:
     }
     name = next((name for name, tested in TESTED.items() if tested is figure), None)
     if name is not None:
-        return adjusted(tests).get((policy, name))
+        return adjusted(tests, sequential=in_sequence(groups)).get((policy, name))
     group = next(group for group in groups if group.policy == policy)
     logs = log_ratios(group, baseline_of(groups), figure)
-    p = None if logs is None else two_sided_p(logs)
+    p = None if logs is None else two_sided_p(logs, sequential=in_sequence(groups))
     return None if p is None else min(1.0, p * (len(tests) + 1))
+
+
+def in_sequence(groups: Sequence[Group]) -> bool:
+    """Whether any of the runs was made until it was clear."""
+    return any(summary.until_clear for group in groups for summary in group.summaries)
+
+
+def deciding_figure(groups: Sequence[Group]) -> Figure:
+    """What the policies are compared by: goodput where limits were given and met, request time where all of them keep
+    up with the arrivals, else output throughput."""
+    if all(group.mean(request_goodput) for group in groups):
+        return request_goodput
+    return request_time if keep_up(groups) else output_throughput
+
+
+Settled = Literal["", "shown", "equal", "copies"]
+
+
+def settled(groups: Sequence[Group]) -> Settled:
+    """Whether more pairs are of no use, and why: every policy's difference to the baseline is shown, or all of them lie
+    within TIE of it, or the runs are copies of each other; empty while the question is open."""
+    if any(group.copies for group in groups):
+        return "copies"
+    figure, baseline = deciding_figure(groups), baseline_of(groups)
+    reasons = {_settled(groups, group, figure) for group in _others(groups) if group is not baseline}
+    if not reasons or "" in reasons:
+        return ""
+    return "shown" if "shown" in reasons else "equal"
+
+
+def _settled(groups: Sequence[Group], group: Group, figure: Figure) -> Settled:
+    logs = log_ratios(group, baseline_of(groups), figure)
+    if logs is None or len(logs) < 2:
+        return ""
+    p = p_of(groups, group.policy, figure)
+    if p is not None and p <= ALPHA:
+        return "shown"
+    bounds = confidence_sequence(logs, 1 - ALPHA / (len(groups) - 1))
+    return "equal" if -math.log1p(TIE) < bounds.low and bounds.high < math.log1p(TIE) else ""
+
+
+def pairs_for(logs: Sequence[float], tests: int, power: float = 0.8) -> int | None:
+    """About how many pairs show a difference of the size seen, at the spread seen, with probability ``power``.
+
+    By the normal approximation, at the level that remains to each of so many tests; never fewer than any difference
+    takes. None where nothing is known of the spread or no difference was seen.
+    """
+    if len(logs) < 2 or not any(logs):
+        return None
+    mean = math.fsum(logs) / len(logs)
+    spread = math.sqrt(math.fsum((value - mean) ** 2 for value in logs) / (len(logs) - 1))
+    if not mean:
+        return None
+    normal = NormalDist()
+    level = normal.inv_cdf(1 - ALPHA / 2 / max(tests, 1))
+    many = ((level + normal.inv_cdf(power)) * spread / mean) ** 2 + level**2 / 2  # the second term: few pairs
+    return max(pairs_needed(tests), math.ceil(many))
 
 
 def tests_of(groups: Sequence[Group]) -> int:

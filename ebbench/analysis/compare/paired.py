@@ -18,6 +18,7 @@ from ebbench.analysis.compare.certainty import ALPHA, pairs_needed, two_sided_p
 from ebbench.analysis.environment import differences
 from ebbench.analysis.gate.units import FIGURES, Unit, load_units
 from ebbench.analysis.gate.verdict import GATED, Pair, losses_of, measured_somewhere, pair_units
+from ebbench.analysis.sequential import confidence_sequence
 from ebbench.analysis.statistics import detectable_loss, holm, paired_t
 from ebbench.errors import DataError, UnknownNameError
 
@@ -170,15 +171,16 @@ def _contrast(figure: str, pairs: Sequence[Pair]) -> Contrast:
     known = _values(figure, pairs)
     logs = [math.log(after / before) for before, after in known]
     several = len(logs) > 1
-    interval = paired_t(logs)
+    sequential = any(unit.until_clear for pair in pairs for unit in (pair.baseline, pair.candidate))
+    interval = confidence_sequence(logs) if sequential and several else paired_t(logs)
     return Contrast(
         figure=figure,
         baseline=math.exp(math.fsum(math.log(before) for before, _ in known) / len(known)),
         value=math.exp(math.fsum(math.log(after) for _, after in known) / len(known)),
         change=math.expm1(interval.mean),
-        low=math.expm1(interval.low) if several else None,
-        high=math.expm1(interval.high) if several else None,
-        p=two_sided_p(logs),
+        low=math.expm1(interval.low) if math.isfinite(interval.low) else None,
+        high=math.expm1(interval.high) if math.isfinite(interval.high) else None,
+        p=two_sided_p(logs, sequential=sequential),
         p_adjusted=None,
         detectable=None,
     )

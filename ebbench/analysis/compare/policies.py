@@ -96,6 +96,23 @@ def request_goodput(metrics: Metrics) -> float | None:
     return metrics.request_goodput
 
 
+def request_time(metrics: Metrics) -> float | None:
+    """Median end-to-end latency in ms."""
+    return metrics.e2el.median
+
+
+def keep_up(groups: Sequence[Group]) -> bool:
+    """Whether requests come by the clock and all policies carry the same load in the steady window.
+
+    The arrivals then set the throughput, so that latency decides.
+    """
+    if not all(summary.open_loop for group in groups for summary in group.summaries):
+        return False
+    rates = [group.mean(steady_throughput) for group in groups]
+    known = [value for value in rates if value]
+    return len(known) == len(rates) and max(known) / min(known) - 1 < TIE
+
+
 def steady_throughput(metrics: Metrics) -> float | None:
     """Output tokens/s inside the steady window."""
     return metrics.steady.output_throughput if metrics.steady else None

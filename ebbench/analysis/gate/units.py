@@ -56,7 +56,8 @@ class Unit:
 
     ``load`` is how many sessions came how fast; ``lengths`` identifies the plan's lengths and arrivals, all that a
     plan is in virtual time, and is empty elsewhere. A stored baseline may have neither. ``conditions`` is what the
-    figures depend on beside policy and seed, name by name; only runs that were just read have it.
+    figures depend on beside policy and seed, name by name; only runs that were just read have it. ``until_clear``: one
+    of repeats that were looked at after each.
     """
 
     environment: Mapping[str, str]
@@ -71,6 +72,7 @@ class Unit:
     load: str = ""
     lengths: str = ""
     conditions: Mapping[str, str] = field(default_factory=dict)
+    until_clear: bool = False
 
     @property
     def configuration_hash(self) -> str:
@@ -108,6 +110,7 @@ def unit_of(run: Run) -> Unit:
         slo=str(summary.slo),
         load=load_of(manifest),
         conditions=summary.conditions,
+        until_clear=summary.until_clear,
         lengths=lengths_hash(run) if manifest.clock == "virtual" else "",
     )
 

@@ -1,0 +1,77 @@
+"""``--repeats``: how many, what they can show, said before the first run, and when to stop with ``auto``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ebbench.errors import UsageError
+
+if TYPE_CHECKING:
+    from ebbench.analysis.summary import Summary
+
+AUTO = "auto"
+FEWEST = 2
+"""Repeats before which nothing is decided."""
+
+
+def repeats_asked(text: str, most: int, *, policies: int) -> tuple[int, bool]:
+    """How many repeats to make at most, and whether to stop when it is clear. Raises UsageError."""
+    if text.strip() == AUTO:
+        if policies < 2:
+            raise UsageError("--repeats auto stops when it is clear which policy is better; give two --policy or more")
+        if most < FEWEST:
+            raise UsageError(f"--max-repeats must be at least {FEWEST}, not {most}")
+        return most, True
+    try:
+        count = int(text)
+    except ValueError:
+        raise UsageError(f"--repeats takes a number or {AUTO}, not {text!r}") from None
+    if count < 1:
+        raise UsageError(f"--repeats must be at least 1, not {count}")
+    return count, False
+
+
+def beforehand(facts: Mapping[str, Any], repeats: int, *, policies: int, until_clear: bool, virtual: bool) -> str:
+    """What so many repeats can show, to be said before the first run; empty where there is nothing to say.
+
+    ``facts`` are the plan's; ``virtual``: times are made up, so that the same plan gives the same figures.
+    """
+    from ebbench.analysis.compare.certainty import TESTED, pairs_needed
+
+    if repeats < 2 or policies < 2:
+        return ""
+    if virtual and facts.get("loop") == "trace":
+        return "A replayed trace in virtual time: every repeat gives the same figures, so one is as good as many."
+    needed = pairs_needed(len(TESTED) * (policies - 1))
+    if until_clear:
+        return (
+            f"Repeating until it is clear which policy is better: {needed} repeats are the fewest that can show a "
+            f"difference, {repeats} the most (--max-repeats)."
+        )
+    if repeats < needed:
+        return (
+            f"{repeats} repeats cannot show a difference between {policies} policies; {needed} are the fewest that can."
+        )
+    return ""
+
+
+def why_stop(summaries: Sequence[Summary]) -> str:
+    """Why more repeats would say no more; empty while they would. All policies have run each plan so far."""
+    from ebbench.analysis.compare.certainty import settled
+    from ebbench.analysis.compare.policies import group_by_policy
+
+    if any(not summary.valid for summary in summaries):
+        return "Stopped: a run is INVALID, and more repeats do not mend that."
+    if all(summary.virtual and summary.load.replayed for summary in summaries):
+        return "Stopped after one repeat: a replayed trace in virtual time gives the same figures every time."
+    groups = group_by_policy(summaries)
+    count = len(groups[0].summaries)
+    if count < FEWEST:
+        return ""
+    return {
+        "": "",
+        "shown": f"Stopped after {count} repeats: it is clear.",
+        "equal": f"Stopped after {count} repeats: the policies are equal to within 0.5 %.",
+        "copies": f"Stopped after {count} repeats: they give the same figures, so nothing is left to chance.",
+    }[settled(groups)]
