@@ -133,9 +133,10 @@ def _measure_vllm(
     from ebbench.calibration.measure import cost_grid, fit
     from ebbench.calibration.rounds import measure_steps
     from ebbench.calibration.vllm_steps import start
+    from ebbench.engines.machine import machine_name
     from ebbench.engines.setup import unknown_device
 
-    target = unknown_device(device or _gpu_name() or "this-cpu", model)
+    target = unknown_device(device or machine_name(), model)
     fetched = "" if Path(model).exists() else ", fetched from the hub where it is not in the cache"
     typer.echo(f"loading {model} into vLLM on {target.name}{fetched} ...", err=True)
     vllm = start(model, grid)

@@ -134,6 +134,7 @@ def _template(question: CapacityQuestion, limits: Limits, policies: list[PolicyS
         quiet=True,
         client=question.client,
         cluster=question.cluster,
+        calibration=flags.calibration,
     )
 
 

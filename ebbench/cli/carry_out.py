@@ -66,6 +66,7 @@ class Asked:
     all_percentiles: bool = False
     vllm_options: tuple[str, ...] = ()
     until_clear: bool = False  # stop before ``repeats`` where more would say no more
+    calibration: Path | None = None
 
 
 @dataclass
@@ -133,9 +134,10 @@ def _check(asked: Asked) -> None:
 
 
 def device_of(asked: Asked, engine: Engine) -> Device:
-    """The device that the command line names, or a placeholder for a server.
+    """The device that the command line names; for vLLM this machine, and a placeholder for a server of others.
 
-    For a topology it is one unit of its first pool: the model may need more than one GPU.
+    For a topology it is one unit of its first pool: the model may need more than one GPU. Raises UsageError where a
+    policy needs costs that are not known.
     """
     from ebbench.devices import load_device
     from ebbench.devices.parallel import SINGLE
@@ -144,8 +146,19 @@ def device_of(asked: Asked, engine: Engine) -> Device:
 
     if is_server(asked.engine):
         return unknown_device(asked.device, asked.model)
+    if engine.name == "vllm":
+        from ebbench.engines.costs import local_hardware
+
+        model = asked.model or DEFAULT_MODEL
+        return local_hardware(
+            asked.policies, asked.options, model=model, device=asked.device, calibration=asked.calibration
+        )
+    if asked.calibration is not None:
+        raise UsageError(
+            "--calibration is for vLLM on this machine (--engine vllm); a simulated device is given with --device"
+        )
     return load_device(
-        asked.device or _local_device(asked.engine) or DEFAULT_DEVICE,
+        asked.device or DEFAULT_DEVICE,
         asked.model or DEFAULT_MODEL,
         max_num_seqs=asked.options.max_num_seqs,
         max_num_batched_tokens=asked.options.max_num_batched_tokens,
@@ -155,13 +168,6 @@ def device_of(asked: Asked, engine: Engine) -> Device:
         quantization=asked.options.quantization,
         kv_cache_dtype=asked.options.kv_cache_dtype,
     )
-
-
-def _local_device(engine: str) -> str | None:
-    """The GPU of this machine, for engines that may run on it."""
-    from ebbench.engines.machine import local_device
-
-    return local_device() if engine in ("auto", "vllm") else None
 
 
 def engine_of(asked: Asked) -> tuple[Engine, str]:

@@ -56,6 +56,7 @@ def run(
         default_policies=not engine.policy,
         engine=engine.engine,
         device=engine.device,
+        calibration=engine.calibration,
         model=engine.model,
         options=options,
         slo=parse_slo(output.goodput or ()),

@@ -33,7 +33,20 @@ class EngineFlags:
         "auto"
     )
     device: Annotated[
-        str | None, opt("--device", help="See `ebbench devices list`. Default: rtx-pro-6000.", panel=load.ENGINE)
+        str | None,
+        opt(
+            "--device",
+            help="See `ebbench devices list`. Default: rtx-pro-6000; for vllm, this machine.",
+            panel=load.ENGINE,
+        ),
+    ] = None
+    calibration: Annotated[
+        Path | None,
+        opt(
+            "--calibration",
+            help="Costs of this machine for eb, ebplus and marginal in engine vllm (`ebbench calibrate`).",
+            panel=load.ENGINE,
+        ),
     ] = None
     model: Annotated[
         str | None,

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from ebbench.errors import InputFileError, RunError, UsageError
-from ebbench.records.run import slug
-
-if TYPE_CHECKING:
-    from vllm_eb.policy import PolicySpec
+from ebbench.errors import RunError, UsageError
 
 GRACE_S = 30.0  # for vLLM to end when interrupted
 _COSTS, _EMULATION = "Costs (for eb and ebplus)", "Emulation"
@@ -54,18 +49,21 @@ def serve(
 ) -> None:
     """Serve MODEL with vLLM, scheduled by POLICY. Everything after `--` goes to vLLM as it is.
 
-    Prints the equivalent `vllm serve` line first: that line is all there is to it.
+    Prints the equivalent `vllm serve` line first. That line stands alone: its costs are in it, and where vLLM runs it
+    needs the plugin and nothing else of ebbench (`pip install vllm-eb`, see docs/deployment.md).
     """
     from ebbench.child import run_supervised
-    from ebbench.engines.vllm_command import Emulation, Serving, executable_line, plain_line
+    from ebbench.engines.costs import serving_costs
+    from ebbench.engines.vllm_command import Emulation, Serving, executable_line, hub_name, plain_line
     from vllm_eb.policy import parse_policy
 
     spec = parse_policy(policy)
-    gpu = device or emulate
     serving = Serving(
-        model=model,
+        model=model if Path(model).exists() else hub_name(model),
         policy=spec,
-        calibration=_costs(spec, calibration, gpu, device_model or model),
+        calibration=serving_costs(
+            [spec], calibration=calibration, device=device or emulate, model=device_model or model
+        ),
         host=host,
         port=port,
         record=record,
@@ -80,42 +78,6 @@ def serve(
     status, _ = run_supervised(executable_line(serving), GRACE_S, env={**os.environ, "PYTHONPATH": _python_path()})
     if status:
         raise RunError(f"the server ended with exit status {status}; its own words are above")
-
-
-def _costs(policy: PolicySpec, path: Path | None, device: str | None, model: str) -> Path | None:
-    """A file with the costs the policy computes from: the one given, or one made from a device profile."""
-    from vllm_eb.calibration import CalibrationError, calibration_from_json
-    from vllm_eb.config import needs_calibration
-
-    if path is not None:
-        try:
-            calibration_from_json(path.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise InputFileError(path, f"cannot be read ({error.strerror})") from None
-        except UnicodeDecodeError:
-            raise InputFileError(path, "is not UTF-8 text") from None
-        except CalibrationError as error:
-            raise InputFileError(path, str(error)) from None
-        return path.resolve()
-    if not needs_calibration(policy):
-        return None
-    from ebbench.engines.machine import local_device
-
-    device = device or local_device()
-    return _profile_costs(device, model) if device else None
-
-
-def _profile_costs(device: str, model: str) -> Path:
-    from ebbench.devices import load_device
-    from vllm_eb.calibration import calibration_to_json
-
-    loaded = load_device(device, model)
-    text = calibration_to_json(loaded.calibration)
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ebbench" / "calibrations"
-    cache.mkdir(parents=True, exist_ok=True)
-    path = cache / f"{slug(f'{loaded.name}-{loaded.model}')}-{hashlib.sha256(text.encode()).hexdigest()[:8]}.json"
-    path.write_text(text, encoding="utf-8")
-    return path
 
 
 def _python_path() -> str:

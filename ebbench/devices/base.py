@@ -53,6 +53,7 @@ class Device:
     ``profile`` and ``geometry`` are what the cost model was built from and ``request`` what was asked for; None for a
     device made by hand. A topology of several GPUs per unit needs them, and must not look them up again by name: a
     model read from a config.json has none.
+    ``costs_known`` False: ``calibration`` is a placeholder. ``kv_capacity_tokens`` 0: not known.
     """
 
     name: str
@@ -65,3 +66,4 @@ class Device:
     profile: DeviceProfile | None = None
     geometry: ModelGeometry | None = None
     request: DeviceRequest | None = None
+    costs_known: bool = True

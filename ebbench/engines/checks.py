@@ -58,6 +58,8 @@ def check_fits(plan: Plan, device: Device, options: EngineOptions) -> None:
     capacity = device.kv_capacity_tokens
     if options.num_kv_blocks is not None:
         capacity = options.num_kv_blocks * options.block_size
+    if not capacity:  # not known: the server says no itself
+        return
     total = pc.add(plan.table["input_tokens"].cast(pa.int64()), plan.table["output_tokens"])
     longest = int(pc.max(total).as_py())
     if longest <= capacity:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import platform
 import shutil
 import subprocess
 from dataclasses import dataclass
+from pathlib import Path
 
 from vllm_eb.calibration import device_key
 
@@ -50,6 +52,21 @@ def profile_of(gpu_name: str) -> str | None:
         if wanted in known:
             return name
     return None
+
+
+def machine_name() -> str:
+    """What runs things here: the first GPU as its driver names it, else the processor."""
+    gpus = visible_gpus()
+    return gpus[0].name if gpus else f"CPU ({_processor()})"
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return named[0] if named else platform.processor() or platform.machine()
 
 
 def local_device() -> str | None:

@@ -23,11 +23,11 @@ from ebbench.engines.vllm import (
     VllmEngine,
     await_records,
     engine_result,
+    known_costs,
     prove_policy,
     reason_of_death,
     recording_of,
     server_environment,
-    stored_calibration,
     told,
 )
 from ebbench.engines.vllm_command import Serving, executable_line
@@ -58,7 +58,7 @@ class ReplicatedVllmEngine(VllmEngine):
         with tempfile.TemporaryDirectory(prefix="ebbench-record-") as folder, ExitStack() as stack:
             recorded = not policy.native or self.record_v1
             records = [Path(folder) / f"steps-{i}" if recorded else None for i in range(self.replicas)]
-            servings = self._servings(policy, device, options, records, logs)
+            servings = self._servings(policy, device, options, records)
             servers = self._start(servings, logs, stack)
             for server, record in zip(servers, records, strict=True):
                 server.wait_ready(self.ready_timeout_s, told(observer, policy, plan, server.log))
@@ -92,9 +92,8 @@ class ReplicatedVllmEngine(VllmEngine):
         device: Device,
         options: EngineOptions,
         records: Sequence[Path | None],
-        logs: Path,
     ) -> list[Serving]:
-        calibration = stored_calibration(device, logs)
+        calibration = known_costs(device)
         signalled = self.dispatch.partition(":")[0] == "sbs"
         servings = []
         for record in records:

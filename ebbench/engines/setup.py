@@ -44,7 +44,15 @@ class _NoCost:
 def unknown_device(device: str | None, model: str | None) -> Device:
     """A placeholder for the hardware behind an external server: it has the names given, and no cost model."""
     nothing = Calibration(alpha_p=1.0, beta_p=1.0, alpha_d=1.0, beta_d=1.0, source="none: a server")
-    return Device(device or "unknown", model or "unknown", _NoCost(), 0, nothing, "a server, measured from outside")
+    return Device(
+        device or "unknown",
+        model or "unknown",
+        _NoCost(),
+        0,
+        nothing,
+        "a server, measured from outside",
+        costs_known=False,
+    )
 
 
 @dataclass(frozen=True)

@@ -16,12 +16,20 @@ from ebbench.devices.base import Device
 from ebbench.engines.base import EngineOptions, EngineResult, Observer, Progress
 from ebbench.engines.endpoint import SendingEngine, drive, warmed
 from ebbench.engines.recorded import Recording, joined_requests, planned_name, read_recording
-from ebbench.engines.vllm_command import Emulation, Serving, cpu_build, executable_line, plain_line, plugin_roots
+from ebbench.engines.vllm_command import (
+    Emulation,
+    Serving,
+    cpu_build,
+    executable_line,
+    hub_name,
+    plain_line,
+    plugin_roots,
+)
 from ebbench.engines.vllm_server import ServerProcess, free_port
 from ebbench.errors import DataError, RunError
 from ebbench.records.plan import Plan
 from ebbench.records.schema import DECISIONS, STEPS
-from vllm_eb.calibration import calibration_to_json
+from vllm_eb.calibration import Calibration
 from vllm_eb.policy import PolicySpec
 from vllm_eb.recorder import FLUSH_EVERY_S, read_frames
 
@@ -61,7 +69,7 @@ class VllmEngine(SendingEngine):
         log = Path(tempfile.mkdtemp(prefix="ebbench-vllm-")) / "server.log"  # stays there when the run fails
         with tempfile.TemporaryDirectory(prefix="ebbench-record-") as folder:
             record = Path(folder) / "steps" if not policy.native or self.record_v1 else None
-            serving = self.serving(policy, stored_calibration(device, log.parent), options, record, device.model)
+            serving = self.serving(policy, known_costs(device), options, record, device.model)
             url = f"http://{serving.host}:{serving.port}"
             with ServerProcess(executable_line(serving), url, log, server_environment()) as server:
                 server.wait_ready(self.ready_timeout_s, told(observer, policy, plan, log))
@@ -87,12 +95,18 @@ class VllmEngine(SendingEngine):
         return {"server_command": plain_line(serving), "server_log": str(log), **options}
 
     def serving(
-        self, policy: PolicySpec, calibration: Path, options: EngineOptions, record: Path | None, device_model: str
+        self,
+        policy: PolicySpec,
+        calibration: Calibration | None,
+        options: EngineOptions,
+        record: Path | None,
+        device_model: str,
     ) -> Serving:
         """What is served and how."""
         model = self.model or device_model
         folder = _model_folder(model)
         limit = _position_limit(folder)
+        model = model if folder else hub_name(model)
         return Serving(
             model=str(folder) if folder else model,
             policy=policy,
@@ -118,12 +132,10 @@ def _cpu_arguments(options: EngineOptions) -> tuple[str, ...]:
     return CPU_ARGUMENTS if cpu_build() and not options.enforce_eager else ()
 
 
-def stored_calibration(device: Device, folder: Path) -> Path:
-    """The calibration in a file beside the log: too long for a command line that people read."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "calibration.json"
-    path.write_text(calibration_to_json(device.calibration), encoding="utf-8")
-    return path
+def known_costs(device: Device) -> Calibration | None:
+    """What the controller computes from; None where nobody has measured it. It goes inline into the server's command,
+    so that the line which the run keeps can be used anywhere."""
+    return device.calibration if device.costs_known else None
 
 
 def _model_folder(model: str) -> Path | None:

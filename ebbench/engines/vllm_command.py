@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ebbench.engines.base import EngineOptions
-from ebbench.errors import UsageError
+from ebbench.errors import UnknownNameError, UsageError
 from vllm_eb import config as plugin
 from vllm_eb.calibration import Calibration
 from vllm_eb.policy import PolicySpec
@@ -151,6 +151,16 @@ def _option_arguments(options: EngineOptions, emulated: bool) -> list[str]:
     elif options.num_kv_blocks is not None:
         arguments += ["--num-gpu-blocks-override", str(options.num_kv_blocks + 1)]
     return arguments
+
+
+def hub_name(model: str) -> str:
+    """The name on the Hugging Face hub of a model that ebbench knows by a short one (``qwen3-8b``); others as given."""
+    from ebbench.devices.profiles import find_model
+
+    try:
+        return find_model(model).hf_id or model
+    except UnknownNameError:
+        return model
 
 
 def plain_line(serving: Serving) -> str:

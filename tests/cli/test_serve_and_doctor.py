@@ -12,15 +12,15 @@ from typer.testing import CliRunner
 from ebbench.cli import doctor
 from ebbench.cli.doctor import Finding, examine, runnable
 from ebbench.cli.main import app
+from ebbench.devices import load_device
 from ebbench.engines import machine
 from vllm_eb.calibration import calibration_from_json
 from vllm_eb.config import parse_config
 
 
 @pytest.fixture(autouse=True)
-def no_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "visible_gpus", lambda: ())
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 
 def line(*arguments: str) -> list[str]:
@@ -46,18 +46,22 @@ def test_v1_is_vllm_untouched() -> None:
     assert words == ["vllm", "serve", "Qwen/Qwen3-8B", "--host", "127.0.0.1", "--port", "8000"]
 
 
-def test_costs_come_from_the_device_profile_in_a_file() -> None:
-    words = line("Qwen/Qwen3-8B", "--device", "h200")
+def test_the_line_stands_alone() -> None:
+    """Costs are in it, not in a file of this machine, and they are those of the device."""
+    words = line("qwen3-8b", "--device", "h200")
     settings = json.loads(after(words, "--additional-config"))["vllm_eb"]
-    calibration = calibration_from_json(Path(settings["calibration"]).read_text(encoding="utf-8"))
     assert settings["policy"] == "ebplus"
-    assert calibration.alpha_d > 0
-    assert line("Qwen/Qwen3-8B", "--device", "h200") == words
+    expected = load_device("h200", "qwen3-8b").calibration
+    assert calibration_from_json(json.dumps(settings["calibration"])) == expected
+    assert parse_config({"vllm_eb": settings}).calibration == expected
+    assert words[2] == "Qwen/Qwen3-8B"
+    assert str(Path.home()) not in " ".join(words)
+    assert max(map(len, words)) < 32_000  # an argument may have 128 KiB
 
 
 def test_the_gpu_of_the_machine_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "visible_gpus", lambda: (machine.Gpu("NVIDIA H200", 143771, "570.1"),))
-    assert "h200" in after(line("Qwen/Qwen3-8B"), "--additional-config")
+    assert line("Qwen/Qwen3-8B") == line("Qwen/Qwen3-8B", "--device", "h200")
 
 
 def test_further_options_go_to_vllm() -> None:
@@ -74,7 +78,7 @@ def test_an_emulated_device() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["m"], "give --device, or --calibration FILE"),
+        (["m"], "give --calibration"),
         (["m", "--device", "h20"], "did you mean 'h200'"),
         (["m", "--calibration", "/nowhere.json"], "/nowhere.json: cannot be read"),
         (["m", "-p", "v0", "--slow-motion", "2"], "give --emulate GPU"),

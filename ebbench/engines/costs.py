@@ -1,0 +1,117 @@
+"""The step costs that the controller computes from, where vLLM runs on this machine's own hardware.
+
+They are measured here (``ebbench calibrate``), taken from a device profile, or not needed. They are never those of some
+other GPU unless that one was named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ebbench.devices.base import Device
+from ebbench.engines.base import EngineOptions
+from ebbench.errors import InputFileError, UnknownNameError, UsageError
+from vllm_eb.calibration import Calibration, CalibrationError, calibration_from_json
+from vllm_eb.config import needs_calibration
+from vllm_eb.policy import PolicySpec
+
+
+def read_calibration(path: Path) -> Calibration:
+    """A calibration file, as ``ebbench calibrate`` writes it. Raises InputFileError."""
+    try:
+        return calibration_from_json(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputFileError(path, f"cannot be read ({error.strerror})") from None
+    except UnicodeDecodeError:
+        raise InputFileError(path, "is not UTF-8 text") from None
+    except CalibrationError as error:
+        raise InputFileError(path, str(error)) from None
+
+
+def serving_costs(
+    policies: Sequence[PolicySpec],
+    options: EngineOptions | None = None,
+    *,
+    calibration: Path | None,
+    device: str | None,
+    model: str,
+) -> Calibration | None:
+    """The costs for a server of this machine: the file's, else those of the profile that was named or fits the GPU.
+
+    None where no policy computes anything from costs. Raises UsageError, with what to do, where a policy needs costs
+    and there are none.
+    """
+    if calibration is not None:
+        return read_calibration(calibration)
+    needing = [spec.name for spec in policies if needs_calibration(spec)]
+    if not needing:
+        return None
+    from ebbench.devices import load_device
+    from ebbench.engines.machine import local_device, machine_name
+
+    profile = device or local_device()
+    if profile is None:
+        raise UsageError(
+            f"policy {', '.join(needing)} computes from the step costs of the hardware, and {machine_name()} has no "
+            f"device profile: measure them (minutes) with `ebbench calibrate --model {model}` and give --calibration "
+            "calibration/calibration.json, or name a GPU like it with --device; v1, v0, deferred and a fixed k or "
+            "theta need no costs"
+        )
+    return load_device(profile, model, **_how(options)).calibration
+
+
+def _how(options: EngineOptions | None) -> dict[str, Any]:
+    """What a profile's costs and KV capacity depend on, as arguments of ``load_device``."""
+    if options is None:
+        return {}
+    return {
+        "max_num_seqs": options.max_num_seqs,
+        "max_num_batched_tokens": options.max_num_batched_tokens,
+        "async_scheduling": options.async_scheduling,
+        "eager": options.enforce_eager,
+        "quantization": options.quantization,
+        "kv_cache_dtype": options.kv_cache_dtype,
+    }
+
+
+def local_hardware(
+    policies: Sequence[PolicySpec],
+    options: EngineOptions,
+    *,
+    model: str,
+    device: str | None = None,
+    calibration: Path | None = None,
+) -> Device:
+    """This machine holding ``model``, under its own name, with the costs that the policies need.
+
+    A GPU that has a profile goes by the profile's name, and its KV capacity is known. Elsewhere vLLM alone knows what
+    fits. Raises what :func:`serving_costs` raises.
+    """
+    from ebbench.devices.profiles import find_profile
+    from ebbench.engines.machine import local_device, machine_name
+    from ebbench.engines.setup import unknown_device
+
+    costs = serving_costs(policies, options, calibration=calibration, device=device, model=model)
+    profile = local_device()
+    here = None if profile is None else _profiled(profile, model, options)
+    if here is None:
+        here = replace(unknown_device(machine_name(), model), provenance="this machine, measured")
+    if costs is None:
+        return here
+    warnings = here.warnings
+    if calibration is None and device is not None and (named := find_profile(device).name) != here.name:
+        warnings += (f"the policy computes from the costs of {named}, but runs on {here.name}",)
+    return replace(here, calibration=costs, costs_known=True, warnings=warnings)
+
+
+def _profiled(profile: str, model: str, options: EngineOptions) -> Device | None:
+    """The device of a profile; None where it does not know the model, which vLLM may serve all the same."""
+    from ebbench.devices import load_device
+
+    try:
+        return load_device(profile, model, **_how(options))
+    except UnknownNameError:
+        return None

@@ -1,0 +1,135 @@
+"""Whose step costs the controller gets where vLLM runs on this machine: never those of a GPU that nobody named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from ebbench.analysis.conclude import Setting, conclude
+from ebbench.cli.main import app
+from ebbench.devices import load_device
+from ebbench.engines import machine
+from ebbench.engines.base import EngineOptions
+from ebbench.engines.costs import local_hardware, serving_costs
+from ebbench.engines.sim import SimEngine
+from ebbench.engines.vllm_command import hub_name
+from ebbench.errors import InputFileError, UsageError
+from ebbench.records.run import RunWriter
+from ebbench.workloads import build_plan
+from vllm_eb.calibration import Calibration, calibration_to_json
+from vllm_eb.policy import parse_policy
+
+MEASURED = Calibration(alpha_p=0.002, beta_p=3e-5, alpha_d=0.01, beta_d=5e-5, source="measured here")
+NEEDS_COSTS = ["eb", "ebplus", "marginal"]
+NEEDS_NONE = ["v1", "v0", "deferred:k=4", "eb:k=2", "eb:theta=0.1", "cadence:every=4"]
+
+
+@pytest.fixture(params=["NVIDIA A100-SXM4-80GB", "NVIDIA L4", ""])
+def unprofiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A machine with hardware that has no profile; the name it goes by."""
+    gpus = (machine.Gpu(request.param, 81920, "580.1"),) if request.param else ()
+    monkeypatch.setattr(machine, "visible_gpus", lambda: gpus)
+    return request.param or "CPU"
+
+
+@pytest.fixture
+def calibration_file(tmp_path: Path) -> Path:
+    path = tmp_path / "calibration.json"
+    path.write_text(calibration_to_json(MEASURED), encoding="utf-8")
+    return path
+
+
+def here(*policies: str, **given: object):  # type: ignore[no-untyped-def]
+    specs = [parse_policy(policy) for policy in policies]
+    return local_hardware(specs, EngineOptions(), model="qwen3-8b", **given)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("policy", NEEDS_COSTS)
+def test_a_policy_that_needs_costs_is_refused_with_the_remedy(unprofiled: str, policy: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        here("v1", policy)
+    line = str(refused.value)
+    assert "\n" not in line
+    assert unprofiled in line
+    assert "ebbench calibrate --model qwen3-8b" in line
+    assert "--calibration" in line
+
+
+@pytest.mark.parametrize("policy", NEEDS_NONE)
+def test_others_run_as_they_are(unprofiled: str, policy: str) -> None:
+    device = here(policy)
+    assert device.name.startswith(unprofiled)
+    assert not device.costs_known
+
+
+def test_a_calibration_goes_before_any_profile(unprofiled: str, calibration_file: Path) -> None:
+    device = here("ebplus", calibration=calibration_file, device="h200")
+    assert device.calibration == MEASURED
+    assert device.costs_known
+    assert device.name.startswith(unprofiled)
+    assert not device.warnings
+
+
+def test_costs_of_another_gpu_are_said(unprofiled: str) -> None:
+    device = here("ebplus", device="h200")
+    assert device.calibration == load_device("h200", "qwen3-8b").calibration
+    assert device.name.startswith(unprofiled)
+    assert any("h200" in warning for warning in device.warnings)
+
+
+def test_a_gpu_with_a_profile_has_its_own_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "visible_gpus", lambda: (machine.Gpu("NVIDIA H200", 143771, "580.1"),))
+    device = here("ebplus")
+    assert device.name == "h200"
+    assert device.calibration == load_device("h200", "qwen3-8b").calibration
+    assert not device.warnings
+
+
+def test_a_model_without_geometry_runs_where_no_costs_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "visible_gpus", lambda: (machine.Gpu("NVIDIA H200", 143771, "580.1"),))
+    device = local_hardware([parse_policy("v1")], EngineOptions(), model="somebody/a-new-model")
+    assert (device.name, device.model, device.costs_known) == ("NVIDIA H200", "somebody/a-new-model", False)
+    with pytest.raises(UsageError, match="a-new-model"):
+        local_hardware([parse_policy("ebplus")], EngineOptions(), model="somebody/a-new-model")
+
+
+def test_what_is_not_known_is_not_stored(unprofiled: str, tmp_path: Path) -> None:
+    plan = build_plan("balanced", num_prompts=4, source="profile", max_concurrency=2, input_len=8, output_len=4)
+    result = SimEngine().run(plan, parse_policy("v1"), load_device("h200", "qwen3-8b"), EngineOptions(), None)
+    device = here("v1")
+    with RunWriter.create(tmp_path / "run") as writer:
+        setting = Setting(plan, parse_policy("v1"), "vllm", device, EngineOptions(), 0)
+        manifest = conclude(writer, setting, result).manifest
+    assert manifest.device.startswith(unprofiled)
+    assert (manifest.calibration, manifest.kv_capacity_tokens) == (None, None)
+    assert manifest.options["max_num_seqs"] == EngineOptions().max_num_seqs
+
+
+def test_the_command_refuses_before_it_starts_anything(unprofiled: str, tmp_path: Path) -> None:
+    words = ["run", "balanced", "--engine", "vllm", "-n", "10", "-o", str(tmp_path / "out")]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 2
+    assert "ebbench calibrate" in done.output
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_calibration_that_would_be_ignored_is_refused(calibration_file: Path) -> None:
+    done = CliRunner().invoke(app, ["run", "balanced", "--engine", "sim", "--calibration", str(calibration_file)])
+    assert done.exit_code == 2
+    assert "--engine vllm" in done.output
+
+
+@pytest.mark.parametrize("text", ["{", json.dumps({"alpha_p": 1.0})])
+def test_a_file_that_is_no_calibration(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "broken.json"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(InputFileError, match=r"broken\.json"):
+        serving_costs([parse_policy("ebplus")], calibration=path, device=None, model="qwen3-8b")
+
+
+def test_the_hub_knows_models_by_other_names() -> None:
+    assert hub_name("qwen3-8b") == "Qwen/Qwen3-8B"
+    assert hub_name("somebody/a-new-model") == "somebody/a-new-model"
