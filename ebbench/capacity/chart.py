@@ -9,7 +9,7 @@ from typing import Any
 from ebbench.capacity.drive import Outcome
 from ebbench.capacity.limits import Limits
 from ebbench.errors import UsageError
-from ebbench.render import figures
+from ebbench.render import figures, palette
 
 _PANELS = (("attainment", "requests within the limits (%)"), ("ttft", "median TTFT (ms)"), ("tpot", "median TPOT (ms)"))
 
@@ -30,7 +30,7 @@ def curves(found: Mapping[str, Outcome], limits: Limits, by_concurrency: bool) -
     """One panel per figure, one line per policy; a vertical rule at each capacity, dashed rules at the limits."""
     alt = figures.altair()
     names = list(found)
-    colours = [figures.SERIES[index % len(figures.SERIES)] for index in range(len(names))]
+    colours = palette.policy_colours(names)
     unit = "open sessions" if by_concurrency else "sessions per second"
     bounds = {"attainment": 100 * limits.attainment, "ttft": limits.slo.ttft, "tpot": limits.slo.tpot}
     capacities = [
@@ -48,7 +48,7 @@ def curves(found: Mapping[str, Outcome], limits: Limits, by_concurrency: bool) -
         layers = [lines, rule]
         if (bound := bounds[key]) is not None:
             limit = figures.values([{"value": bound}])
-            layers.append(alt.Chart(limit).mark_rule(strokeDash=[4, 3], color=figures.GREY).encode(y="value:Q"))
+            layers.append(alt.Chart(limit).mark_rule(strokeDash=[4, 3], color=palette.GREY).encode(y="value:Q"))
         panels.append(alt.layer(*layers).properties(width=260, height=200))
     return alt.hconcat(*panels)
 

@@ -1,4 +1,4 @@
-"""How figures look: readable in print, safe for the colour-blind (Okabe and Ito), saved as PDF, SVG and PNG.
+"""How figures look: readable in print, colours by :mod:`ebbench.render.palette`, saved as PDF, SVG and PNG.
 
 A figure is ``{name: function -> altair chart}`` elsewhere; this module holds what they share.
 """
@@ -15,12 +15,6 @@ from ebbench.extras import need
 FORMATS = ("pdf", "svg", "png")
 PNG_SCALE = 2.5
 
-# Okabe and Ito's palette; yellow is left out, it does not show on white paper.
-BLACK, ORANGE, SKY, GREEN, BLUE, VERMILION, PURPLE = (
-    "#000000", "#E69F00", "#56B4E9", "#009E73", "#0072B2", "#D55E00", "#CC79A7",
-)  # fmt: skip
-GREY = "#8A8A8A"
-SERIES = (BLUE, VERMILION, GREEN, ORANGE, PURPLE, SKY, BLACK)
 DASHES = ([1, 0], [6, 3], [2, 2], [8, 3, 2, 3], [4, 2], [1, 3])
 
 

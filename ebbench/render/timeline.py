@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,20 +13,8 @@ from ebbench.analysis.columns import NEEDED, RequestColumns
 from ebbench.analysis.recovery import served_spans, token_times
 from ebbench.errors import DataError
 from ebbench.records.run import Run
-from ebbench.render.figures import (
-    BLACK,
-    BLUE,
-    GREEN,
-    GREY,
-    ORANGE,
-    PURPLE,
-    SKY,
-    VERMILION,
-    altair,
-    colour,
-    dash,
-    values,
-)
+from ebbench.render import palette
+from ebbench.render.figures import altair, colour, dash, values
 
 BINS = 240
 WIDTH = 640
@@ -137,14 +126,13 @@ def _binned(series: str, times: npt.NDArray[np.float64], column: npt.NDArray[Any
 def timeline_chart(line: Timeline) -> Any:
     """The panels, one under the other."""
     alt = altair()
-    panels = [_mode_panel(line), _plain_panel(line, line.throughput, "tokens/s", BLACK)]
+    panels = [_mode_panel(line), _plain_panel(line, line.throughput, "tokens/s", palette.THROUGHPUT)]
     if line.sizes:
-        panels.append(_series_panel(line, line.sizes, "sequences", ("k*", "N*", "N_obs"), (VERMILION, BLUE, BLACK)))
+        panels.append(_series_panel(line, line.sizes, "sequences", palette.SIZES))
     if line.sides:
-        names = ("cost of mixing (left side)", "saving of mixing + margin (right side)")
-        panels.append(_series_panel(line, line.sides, "µs/token", names, (VERMILION, BLUE)))
-    panels.append(_series_panel(line, line.queue, "requests", ("waiting", "running"), (PURPLE, GREEN)))
-    panels.append(_plain_panel(line, line.kv, "KV used, %", ORANGE, last=True, domain=(0, 100)))
+        panels.append(_series_panel(line, line.sides, "µs/token", palette.SIDES))
+    panels.append(_series_panel(line, line.queue, "requests", palette.QUEUE))
+    panels.append(_plain_panel(line, line.kv, "KV used, %", palette.KV, last=True, domain=(0, 100)))
     return alt.vconcat(*panels, spacing=6, title=line.title).resolve_scale(
         color="independent", strokeDash="independent"
     )
@@ -162,12 +150,12 @@ def _boundaries(line: Timeline) -> list[Any]:
         return []
     alt = altair()
     data = values(line.phases)
-    return [alt.Chart(data).mark_rule(color=GREY, strokeDash=[3, 3]).encode(x="t:Q")]
+    return [alt.Chart(data).mark_rule(color=palette.BOUNDARY, strokeDash=[3, 3]).encode(x="t:Q")]
 
 
 def _mode_panel(line: Timeline) -> Any:
     alt = altair()
-    names, colours = ("exclusive", "mixed"), (VERMILION, SKY)
+    names, colours = list(palette.MODES), list(palette.MODES.values())
     bars = (
         alt.Chart(values(line.modes))
         .mark_rect(opacity=0.85)
@@ -193,10 +181,10 @@ def _plain_panel(
     return alt.layer(area, *_boundaries(line)).properties(width=WIDTH, height=85)
 
 
-def _series_panel(line: Timeline, rows: list[Row], title: str, names: tuple[str, ...], colours: tuple[str, ...]) -> Any:
+def _series_panel(line: Timeline, rows: list[Row], title: str, colours: Mapping[str, str]) -> Any:
     alt = altair()
-    present = [name for name in names if any(row["series"] == name for row in rows)]
-    shown = [tint for name, tint in zip(names, colours, strict=True) if name in present]
+    present = [name for name in colours if any(row["series"] == name for row in rows)]
+    shown = [colours[name] for name in present]
     lines = (
         alt.Chart(values(rows))
         .mark_line(strokeWidth=1.6, interpolate="step-after")

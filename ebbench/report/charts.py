@@ -5,14 +5,13 @@ What depends on the data is the page's: the axis of time, the ticks of the logar
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ebbench.render.figures import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILION, altair
+from ebbench.render import palette
+from ebbench.render.figures import altair
 
 HEIGHT = 110
-PHASES = {"prefill": ORANGE, "decode": BLUE, "mixed": PURPLE}
-MODES = {"exclusive": SKY, "mixed": PURPLE}
 LATENCIES = {
     "ttft": "time to first token (logarithmic)",
     "tpot": "time per output token (logarithmic)",
@@ -64,13 +63,12 @@ def _timeline() -> Any:
     alt = altair()
     panels = [
         _modes(alt),
-        _lines(alt, "throughput", "tokens/s, prompts and answers", {"": BLUE}),
-        _lines(alt, "queue", "requests", {"running": BLUE, "waiting": VERMILION}),
+        _lines(alt, "throughput", "tokens/s, prompts and answers", {"": palette.THROUGHPUT}),
+        _lines(alt, "queue", "requests", palette.QUEUE),
         _lines(alt, "sizes", "sequences: at most N*, refill at k* idle, N_obs seen",
-               {"N*": BLUE, "k*": VERMILION, "N_obs": GREEN}, step=True),
-        _lines(alt, "kv", "KV blocks used, %", {"": GREEN}),
-        _lines(alt, "sides", "crossover, µs a token",
-               {"cost of mixing (left side)": VERMILION, "saving of mixing + margin (right side)": BLUE}),
+               palette.SIZES, step=True),
+        _lines(alt, "kv", "KV blocks used, %", {"": palette.KV}),
+        _lines(alt, "sides", "crossover, µs per token", palette.SIDES),
     ]  # fmt: skip
     stacked = alt.vconcat(*panels, spacing=12).resolve_scale(color="independent", strokeDash="independent")
     return stacked.add_params(*_numbers(alt, "from_s", "to_s", "zoomed"))
@@ -85,7 +83,7 @@ def _panel(alt: Any, title: str, height: int, *layers: Any) -> Any:
     """Layers over one axis of time, with a line where a phase of the scenario begins to be served."""
     starts = (
         alt.Chart(alt.NamedData("phases"))
-        .mark_rule(strokeDash=[4, 3], color=GREY)
+        .mark_rule(strokeDash=[4, 3], color=palette.BOUNDARY)
         .encode(x="t:Q", tooltip=[alt.Tooltip("label:N", title="phase"), alt.Tooltip("t:Q", title="from s")])
     )
     return alt.layer(*layers, starts, title=_title(alt, title)).properties(height=height)
@@ -96,7 +94,7 @@ def _time(alt: Any, title: str | None = None) -> Any:
 
 
 def _modes(alt: Any) -> Any:
-    colours = alt.Scale(domain=list(MODES), range=list(MODES.values()))
+    colours = alt.Scale(domain=list(palette.MODES), range=list(palette.MODES.values()))
     spans = (
         alt.Chart(alt.NamedData("modes"))
         .mark_rect()
@@ -123,7 +121,7 @@ def _modes(alt: Any) -> Any:
     return _panel(alt, "mode of the scheduler", 36, spans.add_params(brush), window, names)
 
 
-def _lines(alt: Any, data: str, title: str, colours: dict[str, str], *, step: bool = False) -> Any:
+def _lines(alt: Any, data: str, title: str, colours: Mapping[str, str], *, step: bool = False) -> Any:
     single = len(colours) == 1
     tooltip = [alt.Tooltip("t:Q", title="s", format=",.2f"), alt.Tooltip("value:Q", format=",.4~r")]
     base = alt.Chart(alt.NamedData(data)).encode(
@@ -145,7 +143,7 @@ def _legend(alt: Any, **options: Any) -> Any:
 def _steps() -> Any:
     """Single steps of the time chosen: when, how long, of which kind."""
     alt = altair()
-    colours = alt.Scale(domain=list(PHASES), range=list(PHASES.values()))
+    colours = alt.Scale(domain=list(palette.STEPS), range=list(palette.STEPS.values()))
     chosen = alt.Scale(nice=False, zero=False, domainMin=alt.expr("from_s"), domainMax=alt.expr("to_s"))
     return (
         alt.Chart(alt.NamedData("steps"), title=_title(alt, "time of each step, ms"))

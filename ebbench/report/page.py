@@ -12,6 +12,8 @@ from typing import Any
 from ebbench import __version__
 from ebbench.errors import RunError
 from ebbench.extras import need
+from ebbench.render import palette
+from ebbench.render.palette import policy_colours
 from ebbench.report.charts import LATENCIES, specs
 from ebbench.report.page_data import Page
 
@@ -34,6 +36,8 @@ def render(page: Page) -> str:
             "runs": page.runs,
             "labels": page.labels,
             "policies": page.policies,
+            "colours": policy_colours(page.policies),
+            "on_dark": palette.ON_DARK,
         },
         style=(_PARTS / "page.css").read_text(encoding="utf-8"),
         scripts=scripts,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import Any
 
 import altair as alt
 import numpy as np
@@ -21,9 +23,12 @@ from ebbench.papers.figures import FIGURES, find_figure
 from ebbench.papers.store import CellStore
 from ebbench.papers.table import Wish
 from ebbench.records.run import Run
-from ebbench.render.figures import POLICY_COLOURS, SERIES, save
+from ebbench.render import palette
+from ebbench.render.figures import save
 from ebbench.render.figures_slo import surface_chart
 from ebbench.render.timeline import BINS, timeline_chart, timeline_of
+from ebbench.report.charts import specs
+from vllm_eb.policy import policy_types
 
 
 def invoke(*args: str) -> Result:
@@ -92,8 +97,44 @@ def test_attainment_is_drawn_for_every_phase(run: Run) -> None:
 
 def test_colours_are_told_apart_without_colour_vision() -> None:
     """Okabe and Ito's colours differ in lightness; no two series of one figure share one."""
-    assert len(set(SERIES)) == len(SERIES)
-    assert len(set(POLICY_COLOURS.values())) == len(POLICY_COLOURS)
+    assert len(set(palette.SERIES)) == len(palette.SERIES)
+    policies = list(policy_types())
+    assert len(set(palette.policy_colours(policies))) == len(policies)
+    names = ["v1", "eb:k=4", "eb:k=8", "my server", "ebplus (rate 5/s)", "ebplus (rate 9/s)"]
+    found = palette.policy_colours(names)
+    assert len(set(found)) == len(names)
+    assert (found[0], found[1], found[4]) == (palette.BLUE, palette.VERMILION, palette.GREEN)
+    assert len(palette.policy_colours([f"label {n}" for n in range(20)])) == 20
+
+
+def meanings(spec: Any) -> dict[str, set[str]]:
+    """Colours of all named series in a specification."""
+    found: dict[str, set[str]] = {}
+    if isinstance(spec, dict):
+        scale = spec.get("scale")
+        if isinstance(scale, dict) and str(scale.get("range", [""])[0]).startswith("#"):
+            for name, colour in zip(scale["domain"], scale["range"], strict=True):
+                found.setdefault(name, set()).add(colour)
+        spec = list(spec.values())
+    for part in spec if isinstance(spec, list) else []:
+        for name, colours in meanings(part).items():
+            found.setdefault(name, set()).update(colours)
+    return found
+
+
+def test_a_meaning_has_one_colour_in_figures_and_on_the_page(run: Run) -> None:
+    drawn = meanings([timeline_chart(timeline_of(run)).to_dict(), *specs().values()])
+    assert {"exclusive", "mixed", "prefill", "decode", "running", "waiting", "N*", "k*", "N_obs"} <= set(drawn)
+    assert {name: len(colours) for name, colours in drawn.items()} == dict.fromkeys(drawn, 1)
+    assert drawn["exclusive"] != drawn["mixed"]
+
+
+def test_colours_are_written_down_in_the_palette_only() -> None:
+    """Plain black, white and greys of the house style apart, no module names a colour of its own."""
+    for path in Path("ebbench").glob("**/*.py"):
+        if path.name not in ("palette.py", "figures.py"):
+            coloured = re.findall(r"#(?![0fF]{6})([0-9A-Fa-f]{6})\b", path.read_text(encoding="utf-8"))
+            assert not coloured, path
 
 
 def test_figure_1_takes_the_cost_models_step_times() -> None:

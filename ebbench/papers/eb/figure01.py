@@ -11,12 +11,14 @@ from ebbench.papers.figure import PaperFigure, no_cells
 from ebbench.papers.published import gpu_title, rows
 from ebbench.papers.store import CellStore
 from ebbench.papers.table import Wish
-from ebbench.render.figures import BLACK, BLUE, GREEN, GREY, ORANGE, SKY, VERMILION, altair, colour, dash, values
+from ebbench.render.figures import altair, colour, dash, values
+from ebbench.render.palette import BLACK, BLUE, GREY, ORANGE, SKY, STEPS, VERMILION
 
 CONTEXT_TOKENS = 512
 TOKENS = tuple(range(256, 4097, 256))
 SHARES = (0.0, 0.2, 0.5, 0.8, 1.0)
 _NAMES = ("prefill only", "20 % decode", "50 % decode", "80 % decode", "decode only")
+_BATCHES = {"mixed batch": STEPS["mixed"], "decode only": STEPS["decode"], "prefill only": STEPS["prefill"]}
 _COLOURS = (BLACK, SKY, BLUE, ORANGE, VERMILION)
 PUBLISHED_CROSSOVER = {"rtx-pro-6000": 0.20, "h200": 0.80}
 _WIDTH, _HEIGHT = 270, 180
@@ -69,7 +71,7 @@ def _marginal_panel(device: str, model: str) -> Any:
         {"value": 1e6 * curve.decode_s, "series": "decode only"},
         {"value": 1e6 * curve.prefill_s, "series": "prefill only"},
     ]
-    names, colours = ("mixed batch", "decode only", "prefill only"), (GREEN, VERMILION, BLACK)
+    names, colours = list(_BATCHES), list(_BATCHES.values())
     x = alt.X("r:Q", title="decode share r of the batch", scale=alt.Scale(domain=[0, 1]), axis=alt.Axis(format="%"))
     line = (
         alt.Chart(values([{**row, "series": "mixed batch"} for row in mixed]))
@@ -112,7 +114,7 @@ def _measured_rows(model: str, device: str) -> list[dict[str, Any]]:
 
 def _check_panel(model: str, device: str) -> Any:
     alt = altair()
-    names, colours = ("mixed batch", "decode only", "prefill only"), (GREEN, VERMILION, BLACK)
+    names, colours = list(_BATCHES), list(_BATCHES.values())
     found = _measured_rows(model, device)
     top = max(max(row["measured"], row["ours"]) for row in found)
     scale = alt.Scale(type="log", domain=[4, 1.1 * top], nice=False)

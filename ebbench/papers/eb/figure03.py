@@ -10,7 +10,8 @@ from ebbench.papers.protocols import FIGURE3_SEQS, figure3_protocol, fixed_thres
 from ebbench.papers.published import SYNTHETIC, gpu_title, rows
 from ebbench.papers.store import CellStore
 from ebbench.papers.table import Wish, figure
-from ebbench.render.figures import BLACK, BLUE, VERMILION, altair, colour, values
+from ebbench.render.figures import altair, colour, values
+from ebbench.render.palette import BLACK, BLUE, VERMILION
 
 BATCH = FIGURE3_SEQS
 FRACTIONS = tuple(range(1, 9))

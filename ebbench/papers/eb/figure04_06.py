@@ -12,7 +12,8 @@ from ebbench.papers.figure import PaperFigure
 from ebbench.papers.published import GPUS, SYNTHETIC, WORKLOADS, best_config, gpu_title, model_title, pick
 from ebbench.papers.store import CellStore
 from ebbench.papers.table import Wish, figure
-from ebbench.render.figures import BLACK, altair, values
+from ebbench.render.figures import altair, values
+from ebbench.render.palette import BLACK
 from vllm_eb.policy import policy_class
 
 POLICIES = ("v0", "v1", "eb")

@@ -11,7 +11,8 @@ from ebbench.papers.figure import PaperFigure, no_cells
 from ebbench.papers.published import WORKLOADS
 from ebbench.papers.store import CellStore
 from ebbench.papers.table import Wish
-from ebbench.render.figures import BLACK, BLUE, GREEN, VERMILION, altair, colour, dash, values
+from ebbench.render.figures import altair, colour, dash, values
+from ebbench.render.palette import BLACK, BLUE, GREEN, VERMILION
 
 _WIDTH, _HEIGHT = 250, 130
 _FITS = ("published estimator", "censored estimator")

@@ -11,7 +11,8 @@ from ebbench.papers.eb.table10_11 import SLOW, both_devices, sweep_cell
 from ebbench.papers.figure import PaperFigure
 from ebbench.papers.store import CellStore
 from ebbench.papers.table import Wish, figure
-from ebbench.render.figures import BLUE, VERMILION, altair, colour, dash, values
+from ebbench.render.figures import altair, colour, dash, values
+from ebbench.render.palette import BLUE, VERMILION
 
 SHAPES = {1: "constant hazard (gamma, shape 1)", 8: "rising hazard (gamma, shape 8)"}
 THETAS = tuple(round(0.05 * i, 2) for i in range(1, 20))

@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 
 from ebbench.devices.profiles import find_profile, list_devices
 from ebbench.papers.fidelity.scores import REPLAY_TARGETS, THROUGHPUT, Cell, Score, comparisons, replay_scores, scores
+from ebbench.render import palette
 
 INTRODUCTION = """# Fidelity: emulated devices against published measurements
 
@@ -235,7 +236,7 @@ def _scale(altair: Any, rows: Sequence[dict[str, Any]], names: Sequence[str]) ->
 def _marks(altair: Any, rows: list[dict[str, Any]], y: Any, x: Any) -> Any:
     shown = [name for name in SOURCES if any(row["source"] == name for row in rows)]
     others = sorted({row["source"] for row in rows} - set(SOURCES))
-    colours = {name: f"#{colour}" for name, colour in zip(SOURCES, PALETTE, strict=True)}
+    colours = dict(zip(SOURCES, PALETTE, strict=True))
     return (
         altair.Chart(altair.InlineData(values=rows))
         .mark_point(filled=True, size=55, opacity=0.75)
@@ -244,14 +245,14 @@ def _marks(altair: Any, rows: list[dict[str, Any]], y: Any, x: Any) -> Any:
             y=y,
             color=altair.Color(
                 "source:N",
-                scale=altair.Scale(domain=shown + others, range=[colours.get(n, "#666666") for n in shown + others]),
+                scale=altair.Scale(domain=shown + others, range=[colours.get(n, palette.GREY) for n in shown + others]),
             ),
             shape=altair.Shape("kind:N", scale=altair.Scale(domain=["predicted", "fitted"], range=["circle", "cross"])),
         )
     )
 
 
-PALETTE = ("0072b2", "d55e00", "009e73", "cc79a7", "000000")  # told apart by colour-blind readers too
+PALETTE = (palette.BLUE, palette.VERMILION, palette.GREEN, palette.PURPLE, palette.BLACK)
 
 
 def _scatter(altair: Any, title: str, rows: list[dict[str, Any]]) -> Any:

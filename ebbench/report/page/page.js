@@ -19,8 +19,8 @@
     ? root.dataset.theme === "dark"
     : window.matchMedia("(prefers-color-scheme: dark)").matches;
 
-  // Colours of single series that are too dark on the dark page.
-  const LIGHTER = { "#0072B2": "#4DA6E0", "#D55E00": "#F08A4B", "#009E73": "#3FC79A" };
+  // Colours that are too dark on the dark page have another there.
+  const shade = (colour) => (dark() ? page.on_dark[colour] ?? colour : colour);
 
   const config = () => {
     const text = dark() ? "#c9d1d9" : "#333a42";
@@ -30,11 +30,6 @@
       axis: { labelColor: text, titleColor: text, gridColor: line, domainColor: line, tickColor: line, titleFontWeight: "normal" },
       legend: { labelColor: text, titleColor: text, titleFontWeight: "normal" },
       title: { color: text },
-      range: {
-        category: dark()
-          ? ["#4da6e0", "#f08a4b", "#3fc79a", "#e38cc0", "#e69f00", "#9db4ff", "#b0b8c0"]
-          : ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#555555"],
-      },
     };
   };
 
@@ -80,7 +75,7 @@
 
   const specFor = (element) => {
     const text = JSON.stringify(page.specs[element.dataset.chart]);
-    const spec = JSON.parse(dark() ? text.replace(/#[0-9A-F]{6}/g, (colour) => LIGHTER[colour] ?? colour) : text);
+    const spec = JSON.parse(text.replace(/#[0-9A-F]{6}/g, shade));
     const data = datasets(element);
     if (spec.vconcat) fitPanels(spec, data, element);
     if (element.dataset.chart === "steps") spec.width = panelWidth(element);
@@ -90,7 +85,7 @@
       const ticks = ticksOf(data[spec.data.name].map((row) => row.ms));
       spec.layer.forEach((layer) => {
         layer.encoding.x.axis.values = ticks;
-        layer.encoding.color.scale = { domain: page.policies };
+        layer.encoding.color.scale = { domain: page.policies, range: page.colours.map(shade) };
       });
     }
     const names = [...new Set(named(spec))];
