@@ -7,7 +7,7 @@ JOBS ?= 2
 # A file's tests stay together, for they share what is dear to make; files in their order, the long ones not last.
 PYTEST = $(TEST)/bin/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: run dev setup test unit fast lint clean
+.PHONY: run dev setup test unit fast vllm coverage lint docs clean
 
 run: $(RUN)/.stamp
 	$(RUN)/bin/ebbench run sharegpt --policy v1 --policy eb --policy ebplus --device rtx-pro-6000 --model qwen3-8b
@@ -22,8 +22,14 @@ setup: $(TEST)/.stamp
 test:
 	$(MAKE) lint
 	$(MAKE) setup
-	$(MAKE) unit
+	$(MAKE) unit vllm
+
+vllm: $(TEST)/.stamp
 	$(PYTEST) -m vllm
+
+# Lines of both packages run by the tests without vLLM; commands in processes of their own are counted too.
+coverage: $(TEST)/.stamp-dev
+	$(PYTEST) -m "not vllm" --cov --cov-report=term:skip-covered
 
 unit: $(TEST)/.stamp-dev
 	$(PYTEST) -m "not vllm"
@@ -36,6 +42,15 @@ lint: $(TEST)/.stamp-dev
 	$(TEST)/bin/ruff format --check .
 	$(TEST)/bin/mypy
 	$(TEST)/bin/lint-imports
+
+# The documentation site, into site/. Strict: a link that leads nowhere ends it.
+docs: $(TEST)/.stamp-docs
+	$(TEST)/bin/mkdocs build --strict --quiet
+
+$(TEST)/.stamp-docs: pyproject.toml
+	test -d $(TEST) || $(PYTHON) -m venv $(TEST)
+	$(TEST)/bin/python -m pip install -q 'mkdocs-material>=9.5'
+	touch $@
 
 $(RUN)/.stamp: pyproject.toml
 	$(PYTHON) -m venv $(RUN)
@@ -62,4 +77,4 @@ $(TEST)/.stamp: $(TEST)/.stamp-dev
 	touch $@
 
 clean:
-	rm -rf $(RUN) $(TEST) runs
+	rm -rf $(RUN) $(TEST) runs site

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,9 +15,14 @@ import pytest
 import yaml
 from gate_data import SMALL, invoke
 
+from ebbench import __version__
+from ebbench.analysis.summary import summarise
+from ebbench.records.run import Run
+
 GITHUB = Path(__file__).resolve().parents[2] / ".github"
 ACTION = GITHUB / "actions" / "gate" / "action.yml"
 EXAMPLES = sorted((GITHUB / "workflow-examples").glob("*.yml"))
+WORKFLOWS = [*EXAMPLES, *sorted((GITHUB / "workflows").glob("*.yml"))]
 
 
 def step(document: dict[str, Any], name: str) -> dict[str, Any]:
@@ -44,17 +51,21 @@ def bash(script: str, place: Path, **environment: str) -> subprocess.CompletedPr
 def gate_step(place: Path, baseline: Path, candidate: Path, **changes: str) -> tuple[int, str, str]:
     """Run the action's step; returns its exit code, its output file and its stdout."""
     document = yaml.safe_load(ACTION.read_text())
-    (only,) = document["runs"]["steps"]
+    install, judge = document["runs"]["steps"]
     inputs = {name: value.get("default", "") for name, value in document["inputs"].items()}
     inputs |= {
         "baseline": str(baseline),
         "candidate": str(candidate),
         "ebbench": str(place / "bin" / "ebbench"),
     } | changes
-    environment = {name: inputs[value.split(".")[1].split(" ")[0]] for name, value in only["env"].items()}
     shim(place / "bin" / "ebbench")
-    output, summary = place / "output", place / "summary.md"
-    done = bash(only["run"], place, GITHUB_OUTPUT=str(output), GITHUB_STEP_SUMMARY=str(summary), **environment)
+    output, summary, installed = place / "output", place / "summary.md", place / "installed"
+    bash(install["run"], place, GITHUB_OUTPUT=str(installed), EBBENCH=inputs["ebbench"], SOURCE=str(place))
+    (line,) = installed.read_text().splitlines()
+    inputs["program"] = line.removeprefix("program=")
+    environment = {name: inputs[value.split()[1].split(".")[-1]] for name, value in judge["env"].items()}
+    done = bash(judge["run"], place, GITHUB_OUTPUT=str(output), GITHUB_STEP_SUMMARY=str(summary), **environment)
+    installed.unlink()
     return done.returncode, output.read_text(), summary.read_text() + done.stdout if summary.exists() else done.stdout
 
 
@@ -97,17 +108,46 @@ def test_names_cannot_inject_commands(measured: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "injected").exists()
 
 
-@pytest.mark.parametrize("path", [ACTION, *EXAMPLES], ids=lambda path: path.name)
+@pytest.mark.parametrize("path", [ACTION, *WORKFLOWS], ids=lambda path: path.name)
 def test_files_are_valid_and_never_paste_inputs_into_scripts(path: Path) -> None:
+    schema = "vendor.github-actions" if path == ACTION else "vendor.github-workflows"
+    checked = subprocess.run(
+        [sys.executable, "-m", "check_jsonschema", "--builtin-schema", schema, str(path)],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert checked.returncode == 0, checked.stdout
     document = yaml.safe_load(path.read_text())
-    steps = document["runs"]["steps"] if "runs" in document else step_list(document)
-    for each in steps:
-        assert "uses" in each or "run" in each
+    jobs = [document["runs"]] if "runs" in document else document["jobs"].values()
+    for each in (step for job in jobs for step in job["steps"]):
         assert "${{" not in each.get("run", "")
         if "run" in each:
             assert subprocess.run(["bash", "-n", "-c", each["run"]], check=False).returncode == 0
     if "runs" not in document:
         assert document["permissions"] == {"contents": "read"}
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+def test_examples_gate_the_users_code_with_a_fixed_ebbench(path: Path) -> None:
+    """The sides are the user's two branches; ebbench comes from its own repository at a version."""
+    steps = step_list(yaml.safe_load(path.read_text()))
+    checkouts = {each["with"]["path"]: each["with"] for each in steps if "checkout" in each.get("uses", "")}
+    assert set(checkouts) == {"baseline", "candidate", "ebbench"}
+    assert checkouts["ebbench"]["repository"].endswith("/ebbench")
+    assert checkouts["ebbench"]["ref"] == f"v{__version__}"
+    assert all("repository" not in checkouts[side] for side in ("baseline", "candidate"))
+
+
+def test_ci_runs_what_the_makefile_has() -> None:
+    document = yaml.safe_load((GITHUB / "workflows" / "ci.yml").read_text())
+    makefile = (GITHUB.parent / "Makefile").read_text()
+    targets = set(re.findall(r"^(\w+):", makefile, re.MULTILINE))
+    called = {
+        word for job in document["jobs"].values() for each in job["steps"]
+        for word in re.findall(r"^make (\w+)", each.get("run", ""), re.MULTILINE)
+    }  # fmt: skip
+    assert called == {"lint", "fast", "coverage", "vllm", "docs"} <= targets
+    declared = set(re.findall(r"Python :: (3\.\d+)", (GITHUB.parent / "pyproject.toml").read_text()))
+    assert set(document["jobs"]["fast"]["strategy"]["matrix"]["python"]) == declared
 
 
 def step_list(document: dict[str, Any]) -> list[dict[str, Any]]:
@@ -123,20 +163,84 @@ def test_the_emulated_example_measures_what_it_gates(tmp_path: Path) -> None:
     quick = document["env"] | {"ENGINE": "sim", "PROMPTS": "48", "CONCURRENCY": "16"}
     done = bash(step(document, "measure")["run"], tmp_path, **quick)
     assert done.returncode == 0, done.stderr
-    gate = step(document, "gate")
-    assert gate["uses"] == "./candidate/.github/actions/gate"
-    assert set(gate["with"]) <= set(yaml.safe_load(ACTION.read_text())["inputs"])
-    assert (tmp_path / gate["with"]["ebbench"]).exists()
-    code, output, _ = gate_step(tmp_path, tmp_path / gate["with"]["baseline"], tmp_path / gate["with"]["candidate"])
+    gate = gate_inputs(document)
+    assert (tmp_path / gate["ebbench"]).exists()
+    code, output, _ = gate_step(tmp_path, tmp_path / gate["baseline"], tmp_path / gate["candidate"])
     assert (code, output) == (0, "outcome=pass\n")
+
+
+def gate_inputs(document: dict[str, Any]) -> dict[str, str]:
+    """What the example gives the action, all of it inputs of the action."""
+    gate = step(document, "gate")
+    assert gate["uses"] == "./ebbench/.github/actions/gate"
+    assert set(gate["with"]) <= set(yaml.safe_load(ACTION.read_text())["inputs"])
+    return {name: str(value) for name, value in gate["with"].items()}
 
 
 def test_the_gpu_example_interleaves_two_installations(tmp_path: Path) -> None:
     document = yaml.safe_load((GITHUB / "workflow-examples" / "gate-gpu.yml").read_text())
     for side in ("baseline", "candidate"):
         shim(tmp_path / f"venv-{side}" / "bin" / "ebbench")
-    quick = document["env"] | {"ENGINE": "sim", "MODEL": "qwen3-8b", "PROMPTS": "32", "CONCURRENCY": "8", "PAIRS": "1"}
+    quick = document["env"] | {
+        "ENGINE": "sim", "MODEL": "qwen3-8b", "PROMPTS": "32", "CONCURRENCY": "8", "MAX_PAIRS": "1",
+    }  # fmt: skip
     done = bash(step(document, "measure in turns and gate")["run"], tmp_path, **quick)
     assert done.returncode == 5, done.stderr
     assert "1 pair(s) where the test needs 6" in done.stdout
     assert sorted(path.name for path in (tmp_path / "runs").glob("*/*")) == ["pair-000", "pair-000"]
+
+
+def test_the_server_example_starts_measures_and_stops_each_side(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The user's server is a server of known latencies here, twice as slow in the candidate's branch."""
+    document = yaml.safe_load((GITHUB / "workflow-examples" / "gate-server.yml").read_text())
+    shim(tmp_path / "venv-ebbench" / "bin" / "ebbench")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    for side, itl_ms in (("baseline", 4), ("candidate", 8)):
+        start = tmp_path / side / "start-server.sh"
+        start.parent.mkdir()
+        start.write_text(
+            f"#!/bin/sh\nexec {tmp_path}/venv-ebbench/bin/ebbench fake-server --port $PORT --itl-ms {itl_ms}\n"
+        )
+        start.chmod(0o755)
+    assert bash(step(document, "how one side is measured")["run"], tmp_path).returncode == 0
+    quick = document["env"] | {"PORT": str(port), "WORKLOAD": "balanced", "PROMPTS": "12", "CONCURRENCY": "4"}
+    for name, value in quick.items():
+        monkeypatch.setenv(name, value)
+    inputs = gate_inputs(document)
+    commands = {name: inputs[name] for name in ("baseline-command", "candidate-command", "margin")}
+    code, output, shown = gate_step(
+        tmp_path, tmp_path / "baseline-runs", tmp_path / "candidate-runs", **commands, **{"max-pairs": "2"}
+    )
+    assert (code, output) == (5, "outcome=inconclusive\n"), shown
+    runs = [Run.load(tmp_path / f"{side}-runs" / "pair-001") for side in ("baseline", "candidate")]
+    tpot = [summarise(run).metrics.tpot.median for run in runs]
+    assert tpot[0] is not None
+    assert tpot[1] is not None
+    assert tpot[1] > 1.5 * tpot[0]
+    with socket.socket() as gone:
+        assert gone.connect_ex(("127.0.0.1", port)) != 0, "a server was left running"
+
+
+def test_the_action_installs_itself_where_no_program_is_named(tmp_path: Path) -> None:
+    """pip is asked for the source the action lies in, at the version the workflow names."""
+    (install, _) = yaml.safe_load(ACTION.read_text())["runs"]["steps"]
+    assert install["env"]["SOURCE"] == "${{ github.action_path }}/../../.."
+    assert (ACTION.parent / ".." / ".." / ".." / "pyproject.toml").exists()
+    fake = tmp_path / "bin" / "python3"
+    fake.parent.mkdir()
+    fake.write_text(
+        '#!/bin/sh\nmkdir -p "$3/bin"; printf \'#!/bin/sh\\necho "$@" > %s/asked\\n\' "$PWD" '
+        '> "$3/bin/python"; chmod +x "$3/bin/python"\n'
+    )
+    fake.chmod(0o755)
+    done = bash(
+        install["run"], tmp_path, PATH=f"{fake.parent}:{os.environ['PATH']}", GITHUB_OUTPUT=str(tmp_path / "output"),
+        RUNNER_TEMP=str(tmp_path / "temp"), EBBENCH="", SOURCE="/checkout",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "asked").read_text().split()[-2:] == ["--quiet", "/checkout"]
+    assert (tmp_path / "output").read_text() == f"program={tmp_path}/temp/ebbench/bin/ebbench\n"
