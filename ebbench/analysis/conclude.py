@@ -17,7 +17,7 @@ from ebbench.analysis.steady import steady_windows
 from ebbench.analysis.summary import Summary, summary_of
 from ebbench.analysis.validity import Conditions, invalid_reasons
 from ebbench.devices.base import Device
-from ebbench.engines.base import EngineOptions, EngineResult
+from ebbench.engines.base import VIRTUAL_TIME, EngineOptions, EngineResult
 from ebbench.engines.versions import engine_versions
 from ebbench.errors import RunError
 from ebbench.records.manifest import (
@@ -33,8 +33,6 @@ from ebbench.records.plan import Plan
 from ebbench.records.run import NotStoredError, Run, RunWriter
 from ebbench.records.schema import DECISIONS, REQUESTS, STEPS
 from vllm_eb.policy import PolicySpec
-
-VIRTUAL_TIME = frozenset({"sim", "emulated"})
 
 
 @dataclass(frozen=True)
@@ -194,6 +192,8 @@ def _enough(plan: Plan, requests: int) -> str:
     """What to ask for so that a plan like this one has so many requests: --num-prompts counts conversations."""
     if str(plan.facts.get("workload", "")).startswith("trace:") and plan.facts.get("source") != "scenario":
         return f"p99 takes a trace of {requests} requests or more."
+    if (duration_s := plan.facts.get("duration_s")) is not None:
+        return f"Use --duration {math.ceil(requests * duration_s / len(plan))} or longer."
     sessions = pc.count_distinct(plan.table["session"]).as_py()
     asked = math.ceil(requests * sessions / len(plan))
     if sessions == len(plan):

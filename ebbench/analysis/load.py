@@ -21,6 +21,7 @@ class Load:
     ``rates`` are those of an open loop's phases, by name, where the scenario sets them. ``lengths`` says how long
     prompts and answers are, as the workload describes it. ``replayed``: times and lengths are a trace's, whatever the
     seed. ``sessions_by_seed``: another seed may give another number of sessions.
+    ``duration_s``: sessions were released for so long.
     """
 
     sessions: int
@@ -35,6 +36,7 @@ class Load:
     lengths: str = ""
     replayed: bool = False
     sessions_by_seed: bool = False
+    duration_s: float | None = None
 
     @property
     def open_loop(self) -> bool:
@@ -44,6 +46,10 @@ class Load:
     def parts(self) -> dict[str, str]:
         """The load in words, by what each part is called; parts that do not apply are left out."""
         found = {"sessions": f"{self.sessions:,} sessions"}
+        if self.duration_s is not None:
+            if self.phases:
+                found["sessions"] = f"at most {self.sessions:,} sessions"
+            found["duration"] = f"released for {self.duration_s:g} s"
         if len(self.phases) > 1:
             steps = " then ".join(f"{one.sessions:,} at {one.max_concurrency:,}" for one in self.phases)
             found["concurrency"] = f"concurrency by phase: {steps}"
@@ -94,6 +100,7 @@ def load_of_run(manifest: Manifest) -> Load:
         lengths=_lengths(facts),
         replayed=facts.get("loop") == "trace",
         sessions_by_seed=bool(facts.get("sessions_by_seed")),
+        duration_s=_number(facts.get("duration_s")),
     )
 
 

@@ -283,6 +283,7 @@ def measure(
 ) -> Run:
     """Run one plan under one policy and store it in ``run_dir``, with a progress line called ``label``."""
     from ebbench.analysis.conclude import Setting, begin, conclude
+    from ebbench.engines.duration import run_plan
     from ebbench.render.live import reporter
 
     setting = Setting(
@@ -301,9 +302,9 @@ def measure(
             begin(writer, setting)
             engine = journalled(engine, writer)
         with reporter(messages, label, len(plan), quiet=asked.quiet) as observer:
-            result = engine.run(plan, spec, device, asked.options, observer)
+            plan, result = run_plan(engine, plan, spec, device, asked.options, observer)
             observer.update(_last_snapshot(spec, plan, result))
-        return conclude(writer, setting, result)
+        return conclude(writer, replace(setting, plan=plan), result)
 
 
 def _cautions(spec: PolicySpec, plan: Plan, options: EngineOptions) -> tuple[RunWarning, ...]:

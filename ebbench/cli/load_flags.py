@@ -46,6 +46,10 @@ SaturationRate = Annotated[
     opt("--saturation-rate", help="Measured saturation in sessions/s, for phases given as a share.", panel=LOAD),
 ]
 Speed = Annotated[float | None, opt("--speed", help="Time factor of a trace: 2 is twice as fast.", panel=LOAD)]
+Duration = Annotated[
+    float | None,
+    opt("--duration", help="Seconds after which nothing more is released; what runs then ends.", panel=LOAD),
+]
 TimeUnit = Annotated[
     str | None,
     opt(

@@ -94,6 +94,7 @@ class LoadFlags:
     max_repeats: load.MaxRepeats = 30
     speed: load.Speed = None
     time_unit: load.TimeUnit = None
+    duration_s: load.Duration = None
 
     def scenario_of(self, workload: str) -> str | None:
         """The scenario asked for, or what the other options mean, read as `vllm bench serve` reads them."""
@@ -137,5 +138,5 @@ class OutputFlags:
 def plan_settings(requests: WorkloadFlags, load: LoadFlags, max_model_len: int | None) -> dict[str, object]:
     """What a plan is built from besides workload, scenario and seed."""
     of_requests = {name: value for name, value in vars(requests).items() if name != "seed"}
-    of_load = ("max_concurrency", "request_rate", "burstiness", "saturation_rate", "speed", "time_unit")
+    of_load = ("max_concurrency", "request_rate", "burstiness", "saturation_rate", "speed", "time_unit", "duration_s")
     return of_requests | {name: getattr(load, name) for name in of_load} | {"max_model_len": max_model_len}

@@ -11,6 +11,7 @@ from ebbench.client.pacing import NEVER, Arrivals, Slots
 
 # Places in the shared memory; the times of all ends follow.
 _NEXT, _OPEN, _ENDS, _STOPPED, _START, _UNOPENED, _OPENING, _USED, _HEADER = range(9)
+_NO_SESSION, _NO_TURN = 1, 2  # values of _STOPPED: what is released no more; 0 while everything is
 
 
 class SharedInts(Protocol):
@@ -57,8 +58,12 @@ class Book:
             self._change_limit(0, start_ns)
 
     def stop(self) -> None:
-        """Release nothing more."""
-        self.memory[_STOPPED] = 1
+        """Release nothing more, neither sessions nor further turns of those that are open."""
+        self.memory[_STOPPED] = _NO_TURN
+
+    def close(self) -> None:
+        """Release no further session; those that are open go on to their last turn."""
+        self.memory[_STOPPED] = max(self.memory[_STOPPED], _NO_SESSION)
 
     @property
     def start_ns(self) -> int:
@@ -67,8 +72,8 @@ class Book:
 
     @property
     def stopped(self) -> bool:
-        """Whether somebody said stop."""
-        return bool(self.memory[_STOPPED])
+        """Whether not even a further turn may be sent."""
+        return self.memory[_STOPPED] == _NO_TURN
 
     @property
     def released(self) -> int:
@@ -78,7 +83,7 @@ class Book:
     @property
     def finished(self) -> bool:
         """Whether nothing is left to release."""
-        return self.stopped or self.memory[_NEXT] >= self.sessions
+        return bool(self.memory[_STOPPED]) or self.memory[_NEXT] >= self.sessions
 
     def take(self) -> Release | None:
         """The next session, if it may start now."""

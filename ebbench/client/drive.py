@@ -25,7 +25,7 @@ from ebbench.client.book import Book
 from ebbench.client.crew import Crew, crew, workers_for
 from ebbench.client.interrupts import Interrupts
 from ebbench.client.limits import fitting
-from ebbench.client.messages import Assignment, book_path, plan_path
+from ebbench.client.messages import Assignment, Stop, book_path, plan_path
 from ebbench.client.options import ClientOptions, spacing_ns
 from ebbench.client.probe import Probe
 from ebbench.client.progress import Observer, Tally
@@ -135,7 +135,7 @@ async def _drive(
                 dropped=dropped,
             )
             async with crew(assignment, workers_for(plan, options), environ) as team:
-                await _run(team, book, tally, scraper)
+                await _run(team, book, tally, scraper, plan.release_for_s)
             released = book.released
     requests = tally.complete(agenda, released, dropped)
     limit_ms = lag_limit_ms(requests, options.lag_limit_ms)
@@ -162,8 +162,8 @@ async def _drive(
     )
 
 
-async def _run(team: Crew, book: Book, tally: Tally, scraper: Scraper | None) -> None:
-    """From "ready" to the last farewell."""
+async def _run(team: Crew, book: Book, tally: Tally, scraper: Scraper | None, release_for_s: float | None) -> None:
+    """From "ready" to the last farewell; ``release_for_s`` after the start nothing more is released."""
     await team.ready()
     scraping = asyncio.create_task(scraper.run()) if scraper else None
     with Interrupts(team) as interrupts:
@@ -171,11 +171,20 @@ async def _run(team: Crew, book: Book, tally: Tally, scraper: Scraper | None) ->
         tally.start_ns = start_ns
         book.begin(start_ns)
         team.begin(start_ns)
+        ending = None if release_for_s is None else asyncio.create_task(_stop_at(team, start_ns, release_for_s))
         await team.listen(tally.add)
+        if ending is not None:
+            ending.cancel()
     tally.interrupted = interrupts.count > 0
     if scraper is not None and scraping is not None:
         scraping.cancel()
         await scraper.once()
+
+
+async def _stop_at(team: Crew, start_ns: int, after_s: float) -> None:
+    """Have every worker release no further session from then on."""
+    await asyncio.sleep(after_s - (time.monotonic_ns() - start_ns) / 1e9)
+    team.tell(Stop(abort=False, finish_sessions=True))
 
 
 def _store(table: pa.Table, path: Path) -> None:

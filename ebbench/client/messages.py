@@ -68,9 +68,11 @@ class Begin(msgspec.Struct, tag="begin"):
 
 
 class Stop(msgspec.Struct, tag="stop"):
-    """Release nothing more; with ``abort`` also give up what is on its way."""
+    """Release nothing more; with ``abort`` also give up what is on its way, with ``finish_sessions`` go on with the
+    turns of sessions that are open."""
 
     abort: bool
+    finish_sessions: bool = False
 
 
 class Farewell(msgspec.Struct, tag="farewell"):

@@ -235,6 +235,10 @@ class Worker:
         """Obey the parent; without one there is nobody to work for."""
         while True:
             message = await from_parent(reader)
+            if isinstance(message, Stop) and message.finish_sessions:
+                self._book.close()
+                self._check_idle()
+                continue
             self._book.stop()
             if not isinstance(message, Stop) or message.abort:
                 self._caller.abort()

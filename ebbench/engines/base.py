@@ -36,6 +36,10 @@ class EngineOptions:
     kv_cache_dtype: str = "auto"
 
 
+VIRTUAL_TIME = frozenset({"sim", "emulated"})
+"""Names of the engines whose time is made up: the same plan gives the same run."""
+
+
 @dataclass(frozen=True)
 class Progress:
     """A snapshot for the live line."""

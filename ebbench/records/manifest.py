@@ -117,8 +117,10 @@ class _Versioned(msgspec.Struct):
 def plan_hash(plan: Plan) -> str:
     """SHA-256 over the plan table's Arrow bytes and its release rules, as hex.
 
-    The rules count because the same table released at another concurrency is another question.
+    The rules count because the same table released at another concurrency is another question. Of a plan that was cut
+    to what was released it is the hash of the whole: the question was the same.
     """
+    plan = plan.cut_from or plan
     columns = [field.name for field in PLAN if field.name in plan.table.column_names]
     table = plan.table.select(columns).replace_schema_metadata(None).combine_chunks()
     sink = _HashingSink()
@@ -126,6 +128,8 @@ def plan_hash(plan: Plan) -> str:
         stream.write_table(table)
     rules = [(phase.name, phase.sessions, phase.max_concurrency) for phase in plan.phases]
     sink.write(repr((rules, plan.max_concurrency)).encode())
+    if plan.release_for_s is not None:
+        sink.write(repr(plan.release_for_s).encode())
     return sink.digest.hexdigest()
 
 

@@ -29,6 +29,8 @@ class Plan:
     ``phases`` non-empty: closed loop. Empty: open loop, sessions start at their ``arrival_ns``; an optional
     ``max_concurrency`` then caps open sessions (a request over the cap waits, its intended start unchanged).
     ``facts`` goes into the manifest: workload, scenario, seed, source and anything worth knowing.
+    ``release_for_s``: in a closed loop no session is released after so many seconds; what runs then goes on to its end.
+    ``cut_from``: the plan as it was asked, where this one holds only what was released of it.
     """
 
     table: pa.Table
@@ -36,6 +38,8 @@ class Plan:
     facts: Mapping[str, Any]
     max_concurrency: int | None = None
     warnings: tuple[str, ...] = field(default=())
+    release_for_s: float | None = None
+    cut_from: Plan | None = None
 
     @property
     def closed_loop(self) -> bool:

@@ -38,6 +38,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     length_distribution: str | None = None
     speed: float | None = None
     time_unit: str | None = None
+    duration_s: float | None = None
     tokenizer: str | None = None
     drop_too_long: bool = False
     max_num_seqs: int = EngineOptions.max_num_seqs
@@ -69,7 +70,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 _PLAN = (
     "workload", "scenario", "num_prompts", "seed", "source", "max_concurrency", "request_rate", "burstiness",
-    "input_len", "output_len", "length_distribution", "speed", "time_unit", "tokenizer", "drop_too_long",
+    "input_len", "output_len", "length_distribution", "speed", "time_unit", "duration_s", "tokenizer",
+    "drop_too_long",
     "max_model_len",
 )  # fmt: skip
 FILES = ("workload", "scenario", "source", "model", "device", "tokenizer")

@@ -30,7 +30,7 @@ TEXTS = frozenset({"quantization", "kv_cache_dtype",
                    "workload", "policy", "engine", "device", "model", "scenario", "source", "length_distribution",
                    "tokenizer", "time_unit", "cost", "goodput"})  # fmt: skip
 FLAGS = frozenset({"drop_too_long", "enable_prefix_caching", "async_scheduling", "enforce_eager"})
-REALS = frozenset({"request_rate", "burstiness", "speed", "gpu_memory_utilization"})
+REALS = frozenset({"request_rate", "burstiness", "speed", "duration_s", "gpu_memory_utilization"})
 FIGURES = (
     "request_throughput", "output_throughput", "total_token_throughput", "request_goodput", "slo_attainment",
     "duration", "completed", "planned", "preemptions", "median_ttft_ms", "p99_ttft_ms", "median_tpot_ms",

@@ -66,6 +66,7 @@ def _summary(task: Task) -> dict[str, Any]:
     from ebbench.analysis.slo import parse_slo
     from ebbench.engines import select_engine
     from ebbench.engines.checks import check_fits, check_options
+    from ebbench.engines.duration import run_plan
     from ebbench.engines.sim import SimEngine
     from ebbench.records.manifest import wall_clock_ns
     from vllm_eb.policy import parse_policy
@@ -80,7 +81,7 @@ def _summary(task: Task) -> dict[str, Any]:
         engine = SimEngine(requests_only=True)
     with _writer(task.run_dir) as writer:
         anchor = wall_clock_ns()
-        result = engine.run(plan, policy, device, options, None)
+        plan, result = run_plan(engine, plan, policy, device, options, None)
         setting = Setting(
             plan,
             policy,

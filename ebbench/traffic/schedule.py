@@ -30,6 +30,7 @@ class Load:
     request_rate: float | None = None
     saturation_rate: float | None = None
     burstiness: float | None = None  # shape of gamma gaps
+    duration_s: float | None = None  # of an open loop: later arrivals are left out
 
     @property
     def unlimited(self) -> bool:
@@ -108,7 +109,7 @@ def _closed(spec: ScenarioSpec, load: Load, total: int | None, default_total: in
 
 
 def _open(spec: ScenarioSpec, load: Load, total: int | None, default_total: int, seed: int) -> Schedule:
-    phases = _with_burstiness(spec, load.burstiness)
+    phases = _lasting(_with_burstiness(spec, load.burstiness), load.duration_s, total)
     timed = any(phase.duration_s is not None for phase in phases)
     sizes = _sizes(phases, None if timed else total, default_total)
     start, pieces = 0.0, list[Floats]()
@@ -118,10 +119,19 @@ def _open(spec: ScenarioSpec, load: Load, total: int | None, default_total: int,
         times, start = _phase_times(phase, phase_rate(spec, phase, load), sizes[index], wanted, start, rng)
         pieces.append(times)
     arrival_s = np.concatenate(pieces)[:total]
+    if load.duration_s is not None:
+        arrival_s = arrival_s[arrival_s < load.duration_s]
     if not len(arrival_s):
         raise UsageError(f"nobody arrives in {start:g} s at this rate; raise --request-rate or duration_s")
     names = tuple(phase.name for phase in spec.phases)
     return Schedule(names, _cut([len(piece) for piece in pieces], len(arrival_s)), arrival_s=arrival_s)
+
+
+def _lasting(phases: tuple[Phase, ...], duration_s: float | None, total: int | None) -> tuple[Phase, ...]:
+    """A single phase without an end of its own lasts as long as is asked, however many sessions that takes."""
+    if duration_s is None or total is not None or len(phases) > 1 or phases[0].duration_s is not None:
+        return phases
+    return (msgspec.structs.replace(phases[0], duration_s=duration_s, requests=None),)
 
 
 def _with_burstiness(spec: ScenarioSpec, burstiness: float | None) -> tuple[Phase, ...]:

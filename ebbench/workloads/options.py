@@ -28,10 +28,10 @@ class PlanOptions:
     (``saturation_rate`` is what shares in a scenario refer to; a ``request_rate`` of infinity opens all sessions of a
     closed loop at once); lengths in tokens. ``burstiness``: shape of gamma gaps, 1 is Poisson, less is burstier.
     ``speed`` divides a trace's times, which are in ``time_unit`` (s, ms, us or ns; None: told by the rule of
-    :mod:`ebbench.workloads.trace_times`). ``max_model_len``: longest prompt plus answer in tokens (None: no limit);
-    longer requests are refused, or left out with ``drop_too_long``. ``tokenizer`` (a name or folder) counts the tokens
-    of text; None estimates them from characters. ``with_text`` False leaves out the prompts' text, which simulated
-    engines do not read.
+    :mod:`ebbench.workloads.trace_times`). ``duration_s``: sessions are released for so long. ``max_model_len``: longest
+    prompt plus answer in tokens (None: no limit); longer requests are refused, or left out with ``drop_too_long``.
+    ``tokenizer`` (a name or folder) counts the tokens of text; None estimates them from characters. ``with_text`` False
+    leaves out the prompts' text, which simulated engines do not read.
 
     Raises UsageError for a value that cannot be.
     """
@@ -50,6 +50,7 @@ class PlanOptions:
     length_distribution: str | None = None
     speed: float | None = None
     time_unit: str | None = None
+    duration_s: float | None = None
     max_model_len: int | None = None
     drop_too_long: bool = False
     tokenizer: str | None = None
@@ -76,10 +77,10 @@ class PlanOptions:
         """The part that sets the load."""
         from ebbench.traffic.schedule import Load
 
-        return Load(self.max_concurrency, self.request_rate, self.saturation_rate, self.burstiness)
+        return Load(self.max_concurrency, self.request_rate, self.saturation_rate, self.burstiness, self.duration_s)
 
 
 _POSITIVE = (
     "num_prompts", "max_concurrency", "request_rate", "saturation_rate", "burstiness", "input_len", "output_len",
-    "speed", "max_model_len",
+    "speed", "duration_s", "max_model_len",
 )  # fmt: skip

@@ -35,7 +35,8 @@ def make_plan(options: PlanOptions) -> Plan:
     cap = options.max_concurrency or scenario.max_concurrency
     limits = Limits(options.max_model_len, options.drop_too_long)
     facts = _facts(options, scenario, requests)
-    return assemble(requests, schedule, limits, cap=cap, seed=options.seed, facts=facts)
+    plan = assemble(requests, schedule, limits, cap=cap, seed=options.seed, facts=facts)
+    return replace(plan, release_for_s=options.duration_s) if plan.closed_loop else plan
 
 
 def _check(options: PlanOptions, scenario: ScenarioSpec, workload: WorkloadSpec | None) -> None:
@@ -131,6 +132,9 @@ def _replay(options: PlanOptions, scenario: ScenarioSpec, requests: Requests) ->
         note = f"the trace has {requests.sessions} requests to give, {options.num_prompts} were asked for"
         requests = replace(requests, warnings=(*requests.warnings, note))
     requests = _first(requests, options.num_prompts or requests.sessions)
+    if options.duration_s is not None:
+        assert requests.arrival_s is not None  # a replay has times
+        requests = requests.keep((requests.arrival_s < options.duration_s)[requests.session])
     return requests, Schedule((scenario.name,), (requests.sessions,), arrival_s=requests.arrival_s)
 
 
@@ -166,7 +170,8 @@ def _arrivals(options: PlanOptions, scenario: ScenarioSpec) -> dict[str, Any]:
 def _count_is_random(options: PlanOptions, scenario: ScenarioSpec) -> bool:
     """Whether another seed may give another number of sessions."""
     timed = scenario.loop == "open" and any(phase.duration_s is not None for phase in scenario.phases)
-    return (timed and options.num_prompts is None) or options.drop_too_long
+    limited = scenario.loop == "open" and options.duration_s is not None
+    return (timed and options.num_prompts is None) or limited or options.drop_too_long
 
 
 def _rate_facts(options: PlanOptions) -> dict[str, Any]:
@@ -184,6 +189,7 @@ def _facts(options: PlanOptions, scenario: ScenarioSpec, requests: Requests) -> 
         "loop": scenario.loop,
         "seed": options.seed,
         **_rate_facts(options),
+        **({"duration_s": options.duration_s} if options.duration_s else {}),
         **({"saturation_rate": options.saturation_rate} if options.saturation_rate else {}),
         **_arrivals(options, scenario),
         **({"sessions_by_seed": True} if _count_is_random(options, scenario) else {}),

@@ -1,0 +1,105 @@
+"""``--duration`` in a closed loop: no session is released after so many seconds, on any engine.
+
+How many sessions that are depends on how fast they end, so the plan holds more of them than are released. What is
+released becomes the run's plan; what it was cut from says which question was asked.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from ebbench.devices.base import Device
+from ebbench.engines.base import VIRTUAL_TIME, Engine, EngineOptions, EngineResult, Observer
+from ebbench.records.plan import Plan
+from vllm_eb.policy import PolicySpec
+
+
+def run_plan(
+    engine: Engine, plan: Plan, policy: PolicySpec, device: Device, options: EngineOptions, observer: Observer | None
+) -> tuple[Plan, EngineResult]:
+    """Run ``plan`` and return it with the result, or the part of it that was released in the time it has.
+
+    Raises what the engine raises.
+    """
+    if plan.release_for_s is None:
+        return plan, engine.run(plan, policy, device, options, observer)
+    if engine.name not in VIRTUAL_TIME:
+        result = engine.run(plan, policy, device, options, observer)
+        return (plan, result) if result.interrupted else _released(plan, result)
+    return _in_virtual_time(engine, plan, policy, device, options, observer)
+
+
+def _released(plan: Plan, result: EngineResult) -> tuple[Plan, EngineResult]:
+    """What the load generator released before it stopped."""
+    left = set(result.requests.filter(pc.equal(result.requests["error_class"], "not_released"))["session"].to_pylist())
+    order = _sessions_in_order(plan)
+    count = next((place for place, session in enumerate(order) if session in left), len(order))
+    if count == len(order):
+        return exhausted(plan, result)
+    part = _first_sessions(plan, order, count)
+    kept = pc.is_in(result.requests["request_id"], value_set=part.table["request_id"].combine_chunks())
+    return part, replace(result, requests=result.requests.filter(kept))
+
+
+def _in_virtual_time(
+    engine: Engine, plan: Plan, policy: PolicySpec, device: Device, options: EngineOptions, observer: Observer | None
+) -> tuple[Plan, EngineResult]:
+    """Run again with exactly the sessions that a longer run released in time.
+
+    Sessions are released in the order of the plan, and what happens up to a moment depends on nothing that is released
+    later. So the run of those sessions alone is the run that stops releasing then.
+    """
+    assert plan.release_for_s is not None  # the caller asked for it
+    order = _sessions_in_order(plan)
+    tried = min(len(order), 4 * max(phase.max_concurrency for phase in plan.phases))
+    while True:
+        part = _first_sessions(plan, order, tried)
+        result = engine.run(part, policy, device, options, None)
+        if result.interrupted:
+            return part, result
+        in_time = _released_before(result.requests, order[:tried], plan.release_for_s)
+        if in_time < tried:
+            break
+        if tried == len(order):
+            return exhausted(plan, engine.run(plan, policy, device, options, observer))
+        tried = min(len(order), 2 * tried)
+    part = _first_sessions(plan, order, in_time)
+    return part, engine.run(part, policy, device, options, observer)
+
+
+def _sessions_in_order(plan: Plan) -> list[int]:
+    """Sessions in the order in which they are released: that of their first rows."""
+    return list(dict.fromkeys(plan.table["session"].to_pylist()))
+
+
+def _released_before(requests: pa.Table, sessions: list[int], seconds: float) -> int:
+    """How many of these sessions began before so many seconds."""
+    begun = requests.filter(pc.less(requests["intended_ns"], round(seconds * 1e9)))
+    first = set(begun.filter(pc.equal(begun["turn"], 0))["session"].to_pylist())
+    return sum(session in first for session in sessions)
+
+
+def _first_sessions(plan: Plan, order: list[int], count: int) -> Plan:
+    chosen = pa.array(order[:count], plan.table.schema.field("session").type)
+    return part_of(plan, plan.table.filter(pc.is_in(plan.table["session"], value_set=chosen)))
+
+
+def part_of(plan: Plan, table: pa.Table) -> Plan:
+    """The plan with only the rows of ``table``: other sessions are not released. ``cut_from`` keeps the whole."""
+    sessions = np.unique(table["session"].to_numpy()).size
+    facts = {**plan.facts, "released_sessions": int(sessions), "released_requests": table.num_rows}
+    return replace(plan, table=table, facts=facts, cut_from=plan.cut_from or plan)
+
+
+def exhausted(plan: Plan, result: EngineResult) -> tuple[Plan, EngineResult]:
+    """All was released before the time was over, which is said."""
+    sessions = len(_sessions_in_order(plan))
+    note = (
+        f"All {sessions:,} sessions of the plan were released before --duration {plan.release_for_s:g} was over; "
+        "a larger --num-prompts fills it."
+    )
+    return plan, replace(result, warnings=(*result.warnings, note))
