@@ -204,7 +204,7 @@ def plan_of(asked: Asked, seed: int, device: Device, messages: Console) -> Plan:
 
 
 def _announce(asked: Asked, engine: Engine, sentence: str, plan: Plan, messages: Console) -> None:
-    from ebbench.analysis.conclude import VIRTUAL_TIME
+    from ebbench.engines.base import VIRTUAL_TIME
     from ebbench.workloads.trace import time_note
 
     if asked.quiet:
