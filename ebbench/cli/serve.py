@@ -50,7 +50,7 @@ def serve(
     """Serve MODEL with vLLM, scheduled by POLICY. Everything after `--` goes to vLLM as it is.
 
     Prints the equivalent `vllm serve` line first. That line stands alone: its costs are in it, and where vLLM runs it
-    needs the plugin and nothing else of ebbench (`pip install vllm-eb`, see docs/deployment.md).
+    needs the plugin and nothing else of ebbench (see docs/deployment.md).
     """
     from ebbench.child import run_supervised
     from ebbench.engines.costs import serving_costs

@@ -28,7 +28,8 @@ from vllm.v1.request import Request, RequestStatus
 from vllm_eb import compat
 from vllm_eb.config import PluginConfig, parse_config
 from vllm_eb.controller import Controller
-from vllm_eb.decisions import Decision, View
+from vllm_eb.decisions import Decision, Record, View
+from vllm_eb.metrics import FiguresWriter
 from vllm_eb.recorder import Recorder, StepRecord, folder_of_rank
 from vllm_eb.signals import PassClock, SignalPublisher
 
@@ -73,6 +74,7 @@ class _Phases(Scheduler):  # type: ignore[misc]
         rank = int(getattr(vllm_config.parallel_config, "data_parallel_rank", 0) or 0)
         self._recorder = self._make_recorder(config, rank)
         self._passes = _make_passes(config, rank)
+        self._figures = self._make_figures(vllm_config.instance_id, rank)
         kind = "asynchronous" if isinstance(self, AsyncScheduler) else "synchronous"
         logger.info(
             "vllm_eb schedules: policy %s, %d KV blocks, %s scheduling", config.policy.name, self._total_blocks, kind
@@ -97,6 +99,18 @@ class _Phases(Scheduler):  # type: ignore[misc]
             return None
         folder = folder_of_rank(config.record, rank)
         return Recorder(folder, {"policy": config.policy.name, "kv_blocks_total": self._total_blocks})
+
+    def _make_figures(self, instance: str, rank: int) -> FiguresWriter | None:
+        """What /metrics shows of the policy; nothing where vLLM keeps no statistics, or there is no policy."""
+        if not self.log_stats or self.controller is None:
+            return None
+        try:
+            figures = FiguresWriter(instance, rank, self.controller.mode)
+        except OSError as error:
+            logger.warning("vllm_eb: no policy figures in /metrics: %s", error)
+            return None
+        self.controller.keep_records()
+        return figures
 
     def use_clock(self, now_s: Callable[[], float]) -> None:
         """Take time from elsewhere (virtual time)."""
@@ -262,21 +276,28 @@ class _Phases(Scheduler):  # type: ignore[misc]
 
     def update_from_output(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         """vLLM's own, and the end of the step's record."""
-        if self._recorder is not None:
-            self._finish_record(scheduler_output)
+        if self._recorder is not None or self._figures is not None:
+            self._note_decisions(scheduler_output)
         if self._passes is not None:
             self._signal(self._passes, scheduler_output)
         return super().update_from_output(scheduler_output, *args, **kwargs)
 
-    def _finish_record(self, output: Any) -> None:
-        assert self._recorder is not None
+    def _note_decisions(self, output: Any) -> None:
+        """Pass on what the controller decided since the last step: into the record, and to /metrics."""
+        records = self.controller.drain_records() if self.controller is not None else []
+        if self._recorder is not None:
+            self._finish_record(self._recorder, output, records)
+        if self._figures is not None:
+            self._figures.update(self.last_decision, records)
+
+    def _finish_record(self, recorder: Recorder, output: Any, records: list[Record]) -> None:
         if self._in_flight and self._in_flight[0][0] is output:
             record = self._in_flight.popleft()[1]
             record.start_ns = max(self._device_free_ns, record.scheduled_ns)
             record.end_ns = self._device_free_ns = time.monotonic_ns()
-            self._recorder.step(record)
+            recorder.step(record)
         if self.controller is not None:
-            self._recorder.decisions(self.controller.drain_records())
+            recorder.decisions(records)
 
     def _signal(self, passes: PassClock, output: Any) -> None:
         """Tell the gateway that a pass has ended and what is still to be computed here."""
@@ -291,6 +312,8 @@ class _Phases(Scheduler):  # type: ignore[misc]
             self._passes.close()
         if self._recorder is not None:
             self._recorder.close()
+        if self._figures is not None:
+            self._figures.close()
         super().shutdown()
 
 

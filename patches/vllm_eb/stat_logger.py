@@ -1,0 +1,124 @@
+"""The plugin's lines in vLLM's own /metrics.
+
+vLLM finds this class by the entry point ``vllm.stat_logger_plugins`` of the installed package and makes it in the
+process that answers /metrics. It logs nothing: it registers a collector, which reads :mod:`vllm_eb.metrics` when
+Prometheus asks, so a server that is idle shows its last state.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
+
+from prometheus_client import REGISTRY
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
+from prometheus_client.registry import Collector
+from vllm.logger import init_logger
+from vllm.v1.metrics.loggers import StatLoggerBase
+
+from vllm_eb.config import KEY
+from vllm_eb.metrics import MODES, PHASES, Figures, read_figures
+
+logger = init_logger(__name__)
+
+_MODE_NAMES = {"mb": "mixed", "eb": "exclusive"}
+_LABELS = ("model_name", "engine")
+_GAUGES = {
+    "vllm_eb_refill_threshold_slots": ("k", "Idle slots that start a refill (k)."),
+    "vllm_eb_running_limit_requests": ("n_limit", "Requests that may run at once (N)."),
+    "vllm_eb_refill_threshold_share": ("theta", "The refill threshold as a share of the running limit (theta)."),
+}
+_COUNTERS = {
+    "vllm_eb_mode_switches": ("mode_switches", "Changes between mixed and exclusive batches."),
+    "vllm_eb_phase_switches": ("phase_switches", "Changes of what a step may contain."),
+    "vllm_eb_refills": ("refills", "Changes to a phase that lets prompts in."),
+}
+
+
+class PolicyCollector(Collector):
+    """Makes the plugin's metrics when asked, of all engine cores of one server on this machine."""
+
+    def __init__(self, instance: str, model_name: str, policy: str) -> None:
+        self._instance, self._model_name, self._policy = instance, model_name, policy
+
+    def describe(self) -> list[Metric]:
+        """Nothing beforehand: names are known when figures are there."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        """One sample per figure and engine core; a figure that the policy does not have has no sample."""
+        found = [((self._model_name, str(rank)), figures) for rank, figures in read_figures(self._instance)]
+        if not found:
+            return
+        info = InfoMetricFamily("vllm_eb", "The scheduling policy.", labels=_LABELS)
+        for labels, _ in found:
+            info.add_metric(labels, {"policy": self._policy})
+        yield info
+        yield _states("vllm_eb_mode", "Batches: mixed or exclusive (1: in force).", found, _modes)
+        yield _states("vllm_eb_phase", "What a step may contain (1: now).", found, _phases)
+        for name, (field, text) in _GAUGES.items():
+            yield _samples(GaugeMetricFamily(name, text, labels=_LABELS), field, found)
+        for name, (field, text) in _COUNTERS.items():
+            yield _samples(CounterMetricFamily(name, text, labels=_LABELS), field, found)
+
+
+_Found = list[tuple[tuple[str, str], Figures]]
+
+
+def _modes(figures: Figures) -> dict[str, bool]:
+    return {_MODE_NAMES[mode]: mode == figures.mode for mode in MODES}
+
+
+def _phases(figures: Figures) -> dict[str, bool]:
+    return {phase: phase == figures.phase for phase in PHASES}
+
+
+def _states(name: str, text: str, found: _Found, states: Any) -> Metric:
+    """One gauge per state, 1 for the one that holds."""
+    family = GaugeMetricFamily(name, text, labels=(*_LABELS, name.rpartition("_")[2]))
+    for labels, figures in found:
+        for state, holds in states(figures).items():
+            family.add_metric((*labels, state), float(holds))
+    return family
+
+
+def _samples(family: Any, field: str, found: _Found) -> Metric:
+    for labels, figures in found:
+        value = getattr(figures, field)
+        if value is not None:
+            family.add_metric(labels, float(value))
+    metric: Metric = family
+    return metric
+
+
+class PolicyStatLogger(StatLoggerBase):  # type: ignore[misc]
+    """vLLM makes one per engine core; the first registers the collector for all. Other schedulers get nothing."""
+
+    _registered: ClassVar[set[str]] = set()  # one per process, as the registry is
+
+    def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
+        settings = vllm_config.additional_config
+        policy = settings.get(KEY) if isinstance(settings, Mapping) else None
+        instance = vllm_config.instance_id
+        if not isinstance(policy, Mapping) or instance in self._registered:
+            return
+        if "PROMETHEUS_MULTIPROC_DIR" in os.environ:
+            logger.warning("vllm_eb: several API servers answer /metrics here, which then shows no policy figures")
+            return
+        self._registered.add(instance)
+        model_name = vllm_config.model_config.served_model_name
+        if isinstance(model_name, list):
+            model_name = model_name[0]
+        REGISTRY.register(PolicyCollector(instance, str(model_name), _policy_name(policy)))
+
+    def record(self, *_args: Any, **_kwargs: Any) -> None:
+        """Nothing: what is shown is read when it is asked for."""
+
+    def log_engine_initialized(self) -> None:
+        """Nothing to say."""
+
+
+def _policy_name(settings: Mapping[str, Any]) -> str:
+    named = settings.get("policy")
+    return str(named.get("kind") if isinstance(named, Mapping) else named)

