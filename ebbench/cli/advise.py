@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ebbench.cli import completion
 from ebbench.cli import load_flags as load
 from ebbench.cli.options import GoodputCommand, grouped
 from ebbench.traffic.choice import scenario_meant
@@ -51,8 +52,12 @@ class TrafficFlags:
 class ServerFlags:
     """What it is to run on, and the limits of its scheduler."""
 
-    device: Annotated[str, typer.Option("--device", help="GPU, see `ebbench devices list`.")] = "rtx-pro-6000"
-    model: Annotated[str, typer.Option("--model", help="Model name or config.json.")] = "qwen3-8b"
+    device: Annotated[
+        str, typer.Option("--device", help="GPU, see `ebbench devices list`.", autocompletion=completion.devices)
+    ] = "rtx-pro-6000"
+    model: Annotated[
+        str, typer.Option("--model", help="Model name or config.json.", autocompletion=completion.models)
+    ] = "qwen3-8b"
     max_num_seqs: load.MaxNumSeqs = 1024
     max_num_batched_tokens: load.MaxNumBatchedTokens = 8192
     max_model_len: load.MaxModelLen = None
@@ -73,7 +78,10 @@ class SearchFlags:
         list[str] | None, typer.Option("--goodput", help="Targets in ms: ttft:10000 tpot:100. Goodput then decides.")
     ] = None
     policy: Annotated[
-        list[str] | None, typer.Option("--policy", "-p", help="Instead of v1, cadence, eb, ebplus, marginal.")
+        list[str] | None,
+        typer.Option(
+            "--policy", "-p", help="Instead of v1, cadence, eb, ebplus, marginal.", autocompletion=completion.policies
+        ),
     ] = None
     seeds: Annotated[int, typer.Option("--seeds", help="Plans each candidate is run on.")] = 5
     crossover: Annotated[bool, typer.Option("--crossover/--no-crossover", help="Also look for the crossovers.")] = True
@@ -82,7 +90,10 @@ class SearchFlags:
 
 @grouped
 def advise(
-    workload: Annotated[str, typer.Argument(help="A workload, trace:FILE or the path of a TOML file.")],
+    workload: Annotated[
+        str,
+        typer.Argument(help="A workload, trace:FILE or the path of a TOML file.", autocompletion=completion.workloads),
+    ],
     server: ServerFlags,
     search: SearchFlags,
     traffic: TrafficFlags,

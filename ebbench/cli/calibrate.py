@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ebbench.cli import completion
+
 if TYPE_CHECKING:
     from ebbench.calibration.check import Check
     from ebbench.calibration.measure import Measured, ProbeGrid
@@ -20,7 +22,12 @@ STEADY = 1.1  # a machine whose rounds differ by no more keeps its speed
 
 
 def calibrate(
-    model: Annotated[str, typer.Option("--model", "-m", help="A model name, a folder or a config.json.")] = "qwen3-8b",
+    model: Annotated[
+        str,
+        typer.Option(
+            "--model", "-m", help="A model name, a folder or a config.json.", autocompletion=completion.models
+        ),
+    ] = "qwen3-8b",
     engine: Annotated[str, typer.Option(help="What to measure: sim, emulated or vllm.")] = "vllm",
     device: Annotated[
         str | None, typer.Option(help="sim, emulated: the device. vllm: a name for this machine.")

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from ebbench.cli import completion
 from ebbench.cli import load_flags as load
 from ebbench.cli.client_flags import ClientFlags
 from ebbench.cli.cluster_flags import ClusterAsked
@@ -72,7 +73,12 @@ class CapacityOutput:
 
 @grouped
 def capacity(
-    workload: Annotated[str, typer.Argument(help="A workload (`ebbench workloads list`) or trace:FILE.")],
+    workload: Annotated[
+        str,
+        typer.Argument(
+            help="A workload (`ebbench workloads list`) or trace:FILE.", autocompletion=completion.workloads
+        ),
+    ],
     limits: LimitFlags,
     search: SearchFlags,
     engine: EngineFlags,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ebbench.cli import completion
 from ebbench.cli.options import Command
 
 if TYPE_CHECKING:
@@ -43,8 +44,15 @@ def list_command(as_json: JsonFlag = False) -> None:
 
 @app.command("show", cls=Command)
 def show(
-    name: Annotated[str, typer.Argument(help="A device: rtx-pro-6000, h200, ..., or a profile in TOML.")],
-    model: Annotated[str, typer.Option("--model", "-m", help="A model name or a config.json.")] = "qwen3-8b",
+    name: Annotated[
+        str,
+        typer.Argument(
+            help="A device: rtx-pro-6000, h200, ..., or a profile in TOML.", autocompletion=completion.devices
+        ),
+    ],
+    model: Annotated[
+        str, typer.Option("--model", "-m", help="A model name or a config.json.", autocompletion=completion.models)
+    ] = "qwen3-8b",
     cost: Annotated[str, typer.Option(help="Cost model: auto, table, linear or roofline.")] = "auto",
     context: Annotated[int, typer.Option(help="KV tokens that each decode holds.")] = 512,
     max_num_seqs: Annotated[int | None, typer.Option(help="Sizes the KV cache.")] = None,

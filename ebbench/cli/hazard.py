@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ebbench.cli import completion
 from ebbench.cli import load_flags as load
 from ebbench.cli.unread import refuse_unread
 
@@ -36,8 +37,12 @@ def hazard(
     seed: Annotated[int, typer.Option("--seed", help="Same seed, same sample.")] = 0,
     output_len: load.OutputLen = None,
     length_distribution: load.LengthDistribution = None,
-    device: Annotated[str, typer.Option("--device", help="Costs behind the threshold.")] = "rtx-pro-6000",
-    model: Annotated[str, typer.Option("--model", help="Costs behind the threshold.")] = "qwen3-8b",
+    device: Annotated[
+        str, typer.Option("--device", help="Costs behind the threshold.", autocompletion=completion.devices)
+    ] = "rtx-pro-6000",
+    model: Annotated[
+        str, typer.Option("--model", help="Costs behind the threshold.", autocompletion=completion.models)
+    ] = "qwen3-8b",
     max_num_seqs: load.MaxNumSeqs = 1024,
     plot: Annotated[Path | None, typer.Option("--plot", help="Draw to FILE.pdf, .svg or .png.")] = None,
     experiment: Annotated[

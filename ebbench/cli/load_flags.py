@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
+from ebbench.cli import completion
 from ebbench.cli.options import opt
 
 WORKLOAD, LOAD, ENGINE = "Workload", "Load", "Engine"
@@ -32,7 +33,12 @@ LengthDistribution = Annotated[
 ]
 DropTooLong = Annotated[bool, opt("--drop-too-long", help="Drop requests over --max-model-len.", panel=WORKLOAD)]
 
-Scenario = Annotated[str | None, opt("--scenario", "-s", help="When requests come: a name or a TOML file.", panel=LOAD)]
+Scenario = Annotated[
+    str | None,
+    opt(
+        "--scenario", "-s", help="When requests come: a name or a TOML file.", panel=LOAD, complete=completion.scenarios
+    ),
+]
 MaxConcurrency = Annotated[int | None, opt("--max-concurrency", "-c", help="Sessions open at a time.", panel=LOAD)]
 RequestRate = Annotated[
     float | None,

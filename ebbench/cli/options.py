@@ -16,9 +16,9 @@ from typer.core import TyperCommand, TyperOption
 _PAIR = re.compile(r"^(?!trace:)[a-z0-9_]+:[^/]*$", re.IGNORECASE)
 
 
-def opt(*names: str, help: str, panel: str) -> typer.models.OptionInfo:
-    """An option under a heading of ``--help``."""
-    option: typer.models.OptionInfo = typer.Option(*names, help=help, rich_help_panel=panel)
+def opt(*names: str, help: str, panel: str, complete: Callable[[str], Any] | None = None) -> typer.models.OptionInfo:
+    """An option under a heading of ``--help``; ``complete`` gives the names that the shell offers for its value."""
+    option: typer.models.OptionInfo = typer.Option(*names, help=help, rich_help_panel=panel, autocompletion=complete)
     return option
 
 

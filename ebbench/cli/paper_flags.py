@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, get_args
 
+from ebbench.cli import completion
 from ebbench.cli.options import opt
 
 if TYPE_CHECKING:
@@ -15,9 +16,15 @@ CHOICE, RUNS, OUTPUT = "What to run", "Runs", "Output"
 Run = Annotated[bool, opt("--run", help="Make the runs that are missing.", panel=RUNS)]
 Runs = Annotated[Path, opt("--runs", help="Where runs are kept.", panel=RUNS)]
 Workers = Annotated[int | None, opt("--workers", help="Processes; default: one a core.", panel=RUNS)]
-Device = Annotated[list[str] | None, opt("--device", help="Repeat for several.", panel=CHOICE)]
-Model = Annotated[list[str] | None, opt("--model", help="Repeat for several.", panel=CHOICE)]
-Workload = Annotated[list[str] | None, opt("--workload", help="Repeat for several.", panel=CHOICE)]
+Device = Annotated[
+    list[str] | None, opt("--device", help="Repeat for several.", panel=CHOICE, complete=completion.devices)
+]
+Model = Annotated[
+    list[str] | None, opt("--model", help="Repeat for several.", panel=CHOICE, complete=completion.models)
+]
+Workload = Annotated[
+    list[str] | None, opt("--workload", help="Repeat for several.", panel=CHOICE, complete=completion.workloads)
+]
 NumPrompts = Annotated[
     int | None,
     opt("--num-prompts", "-n", help="Fewer requests a run than the paper's, for a quick look.", panel=CHOICE),

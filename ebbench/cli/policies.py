@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from ebbench.cli import completion
 from ebbench.cli.options import Command
 from vllm_eb.policy import PolicySpec, descriptions, example, parse_policy, settings_of, takes
 from vllm_eb.settings import text_of
@@ -37,7 +38,12 @@ def list_policies(as_json: Annotated[bool, typer.Option("--json", help="One JSON
 
 @app.command("show", cls=Command)
 def show_policy(
-    name: Annotated[str, typer.Argument(help="A policy, with settings or without: ebplus:margin=1e-5")],
+    name: Annotated[
+        str,
+        typer.Argument(
+            help="A policy, with settings or without: ebplus:margin=1e-5", autocompletion=completion.policies
+        ),
+    ],
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
     """Show what a policy does and every setting that has an effect: its value, unit and range."""

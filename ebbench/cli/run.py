@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from ebbench.cli import completion
 from ebbench.cli.client_flags import ClientFlags
 from ebbench.cli.cluster_flags import ClusterAsked
 from ebbench.cli.options import GoodputCommand, grouped
@@ -14,7 +15,12 @@ from ebbench.cli.run_flags import EngineFlags, LoadFlags, OutputFlags, WorkloadF
 
 @grouped
 def run(
-    workload: Annotated[str, typer.Argument(help="A workload (`ebbench workloads list`) or trace:FILE.")],
+    workload: Annotated[
+        str,
+        typer.Argument(
+            help="A workload (`ebbench workloads list`) or trace:FILE.", autocompletion=completion.workloads
+        ),
+    ],
     engine: EngineFlags,
     load: LoadFlags,
     requests: WorkloadFlags,

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+from ebbench.cli import completion
 from ebbench.cli import load_flags as load
 from ebbench.cli.options import ALL_PERCENTILES, opt
 from ebbench.traffic.choice import scenario_meant
@@ -27,17 +28,25 @@ class EngineFlags:
             "-p",
             help="A policy; repeat for several on the same plan. Default: v1 and ebplus.",
             panel=load.ENGINE,
+            complete=completion.policies,
         ),
     ] = None
-    engine: Annotated[str, opt("--engine", help="auto, sim, emulated, vllm or a server's URL.", panel=load.ENGINE)] = (
-        "auto"
-    )
+    engine: Annotated[
+        str,
+        opt(
+            "--engine",
+            help="auto, sim, emulated, vllm or a server's URL.",
+            panel=load.ENGINE,
+            complete=completion.engines,
+        ),
+    ] = "auto"
     device: Annotated[
         str | None,
         opt(
             "--device",
             help="See `ebbench devices list`. Default: rtx-pro-6000; for vllm, this machine.",
             panel=load.ENGINE,
+            complete=completion.devices,
         ),
     ] = None
     calibration: Annotated[
@@ -50,7 +59,12 @@ class EngineFlags:
     ] = None
     model: Annotated[
         str | None,
-        opt("--model", help="Name, or path of a Hugging Face config.json. Default: qwen3-8b.", panel=load.ENGINE),
+        opt(
+            "--model",
+            help="Name, or path of a Hugging Face config.json. Default: qwen3-8b.",
+            panel=load.ENGINE,
+            complete=completion.models,
+        ),
     ] = None
     max_num_seqs: load.MaxNumSeqs = 1024
     max_num_batched_tokens: load.MaxNumBatchedTokens = 8192

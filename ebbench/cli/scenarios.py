@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ebbench.cli import completion
 from ebbench.cli import load_flags as load
 from ebbench.cli.options import Command
 from ebbench.errors import UsageError
@@ -46,7 +47,9 @@ def list_all(as_json: Annotated[bool, _JSON] = False) -> None:
 
 @app.command("show", cls=Command)
 def show(
-    name: Annotated[str, typer.Argument(help="A scenario or the path of a TOML file.")],
+    name: Annotated[
+        str, typer.Argument(help="A scenario or the path of a TOML file.", autocompletion=completion.scenarios)
+    ],
     request_rate: Annotated[
         float | None, typer.Option("--request-rate", help="Sessions/s; shows the arrivals of an open loop.")
     ] = None,

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from ebbench.cli import completion
 from ebbench.errors import RunError, UsageError
 
 GRACE_S = 30.0  # for vLLM to end when interrupted
@@ -19,11 +20,16 @@ def serve(
     vllm_options: Annotated[
         list[str] | None, typer.Argument(help="After --: options for vLLM itself.", show_default=False)
     ] = None,
-    policy: Annotated[str, typer.Option("--policy", "-p", help="See `ebbench policies list`.")] = "ebplus",
+    policy: Annotated[
+        str, typer.Option("--policy", "-p", help="See `ebbench policies list`.", autocompletion=completion.policies)
+    ] = "ebplus",
     device: Annotated[
         str | None,
         typer.Option(
-            "--device", help="The GPU, see `ebbench devices list`; default: this machine's.", rich_help_panel=_COSTS
+            "--device",
+            help="The GPU, see `ebbench devices list`; default: this machine's.",
+            rich_help_panel=_COSTS,
+            autocompletion=completion.devices,
         ),
     ] = None,
     device_model: Annotated[

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ebbench.cli import completion
 from ebbench.cli import paper_flags as paper
 from ebbench.cli.options import grouped, opt
 from ebbench.cli.unread import refuse_unread
@@ -45,7 +46,14 @@ class ChoiceFlags:
     model: paper.Model = None
     workload: paper.Workload = None
     policy: Annotated[
-        list[str] | None, opt("--policy", "-p", help="Further policies beside the table's own.", panel=paper.CHOICE)
+        list[str] | None,
+        opt(
+            "--policy",
+            "-p",
+            help="Further policies beside the table's own.",
+            panel=paper.CHOICE,
+            complete=completion.policies,
+        ),
     ] = None
     num_prompts: paper.NumPrompts = None
     seeds: Annotated[

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ebbench.cli import completion
 from ebbench.cli import load_flags as load
 from ebbench.cli.options import Command
 
@@ -46,7 +47,10 @@ def list_all(as_json: Annotated[bool, _JSON] = False) -> None:
 
 @app.command("show", cls=Command)
 def show(
-    name: Annotated[str, typer.Argument(help="A workload, trace:FILE or the path of a TOML file.")],
+    name: Annotated[
+        str,
+        typer.Argument(help="A workload, trace:FILE or the path of a TOML file.", autocompletion=completion.workloads),
+    ],
     source: load.Source = "auto",
     num_prompts: Annotated[int | None, typer.Option("--num-prompts", "-n", help="Sessions to sample.")] = None,
     seed: Annotated[int, typer.Option("--seed", help="Same seed, same sample.")] = 0,

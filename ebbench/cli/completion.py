@@ -1,0 +1,55 @@
+"""What the shell offers when the tab key is pressed: names of workloads, scenarios, policies, devices and models.
+
+Every key press starts the program, so these read names of files and import nothing heavy. Where nothing fits, the shell
+offers files.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+from ebbench.resources import bundled_dir
+
+_DEVICES = Path(__file__).resolve().parents[1] / "devices" / "data"
+ENGINES = ("auto", "sim", "emulated", "vllm", "http://")
+
+
+def workloads(incomplete: str) -> list[str]:
+    """Bundled workloads, and the beginning of a trace."""
+    return _beginning(incomplete, [*_stems(bundled_dir("workloads")), "trace:"])
+
+
+def scenarios(incomplete: str) -> list[str]:
+    """Bundled scenarios."""
+    return _beginning(incomplete, _stems(bundled_dir("scenarios")))
+
+
+def policies(incomplete: str) -> list[tuple[str, str]]:
+    """Policies with what they do."""
+    from vllm_eb.policy import descriptions
+
+    return [(name, text) for name, text in descriptions().items() if name.startswith(incomplete)]
+
+
+def engines(incomplete: str) -> list[str]:
+    """Engines, and the beginning of a server's URL."""
+    return _beginning(incomplete, ENGINES)
+
+
+def devices(incomplete: str) -> list[str]:
+    """Devices with a profile."""
+    return _beginning(incomplete, _stems(_DEVICES / "profiles"))
+
+
+def models(incomplete: str) -> list[str]:
+    """Models whose geometry is known."""
+    return _beginning(incomplete, sorted(tomllib.loads((_DEVICES / "models.toml").read_text(encoding="utf-8"))))
+
+
+def _stems(directory: Path) -> list[str]:
+    return sorted(path.stem for path in directory.glob("*.toml"))
+
+
+def _beginning(incomplete: str, names: list[str] | tuple[str, ...]) -> list[str]:
+    return [name for name in names if name.startswith(incomplete)]

@@ -1,0 +1,60 @@
+"""Shell completion: names that exist are offered, by the program as the shell calls it, without heavy imports."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from ebbench.cli import completion
+from ebbench.devices.profiles import list_devices, list_models
+from ebbench.workloads import list_scenarios, list_workloads
+from vllm_eb.policy import descriptions
+
+
+def test_every_name_is_offered():
+    assert completion.workloads("") == [*list_workloads(), "trace:"]
+    assert completion.scenarios("") == list_scenarios()
+    assert completion.devices("") == list(list_devices())
+    assert completion.models("") == list(list_models())
+    assert [name for name, _ in completion.policies("")] == list(descriptions())
+    for offered in (completion.workloads, completion.scenarios, completion.devices, completion.models):
+        name = str(offered("")[0])
+        assert name in offered(name[:2])
+        assert offered("no such beginning") == []
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("ebbench run sha", {"sharegpt"}),
+        ("ebbench run sharegpt --policy eb", {"eb", "ebplus"}),
+        ("ebbench run sharegpt --scenario sat", {"saturated", "saturation-steps"}),
+        ("ebbench run sharegpt --device h1", {"h100"}),
+        ("ebbench advise sharegpt --model qwen3-8", {"qwen3-8b"}),
+        ("ebbench workloads show bal", {"balanced"}),
+        ("ebbench devices show h2", {"h200"}),
+        ("ebbench scenarios show pois", {"poisson"}),
+    ],
+)
+def test_as_the_shell_calls_it(line, expected):
+    words = line.split(" ")
+    environ = {
+        **os.environ,
+        "_EBBENCH_COMPLETE": "complete_bash",
+        "COMP_WORDS": line,
+        "COMP_CWORD": str(len(words) - 1),
+    }
+    shown = subprocess.run([sys.executable, "-m", "ebbench"], env=environ, capture_output=True, text=True, check=False)
+    assert set(shown.stdout.split()) == expected, shown.stderr
+
+
+@pytest.mark.parametrize("offered", ["workloads", "scenarios", "devices", "models", "engines", "policies"])
+def test_names_are_found_without_heavy_imports(offered):
+    heavy = ["pyarrow", "httpx", "rich", "scipy", *([] if offered == "policies" else ["numpy"])]
+    code = (
+        f"import sys\nfrom ebbench.cli import completion\ncompletion.{offered}('')\n"
+        f"print([name for name in {heavy} if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
