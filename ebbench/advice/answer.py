@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from ebbench.advice.theory import Load, Prediction
 from ebbench.analysis.slo import Slo
@@ -21,7 +22,7 @@ class Question:
     device: str
     model: str
     scenario: str | None
-    plan: Mapping[str, str | int | float | None]
+    plan: Mapping[str, Any]
     max_num_seqs: int
     max_num_batched_tokens: int
     seeds: int

@@ -13,9 +13,10 @@ from ebbench.advice.theory import Load
 from ebbench.engines.checks import check_fits, check_options
 from ebbench.errors import UsageError
 from ebbench.hazard.trend import analyse_lengths
-from ebbench.papers.cells import Cell, settings
-from ebbench.papers.store import CellStore
 from ebbench.records.plan import Plan
+from ebbench.runs.cell import Cell, simulated
+from ebbench.runs.make import device_of, plan_of
+from ebbench.runs.store import RunStore
 from vllm_eb.policy import parse_policy
 
 
@@ -26,9 +27,9 @@ def main_cells(question: Question) -> list[Cell]:
 
 def candidate(question: Question, policy: str, seed: int) -> Cell:
     """One policy on one seed's plan."""
-    return Cell(
+    return simulated(
         question.workload, policy, question.device, question.model, question.max_num_seqs,
-        question.max_num_batched_tokens, question.scenario, settings(**question.plan), seed, weight=2.0,
+        question.max_num_batched_tokens, question.scenario, weight=2.0, seed=seed, **question.plan,
     )  # fmt: skip
 
 
@@ -40,8 +41,8 @@ def checked(question: Question) -> Question:
     """
     first = candidate(question, BASELINE, 0)
     check_options(first.options, [parse_policy(policy) for policy in question.policies])
-    device = first.load_device()
-    plans = [candidate(question, BASELINE, seed).plan() for seed in range(min(question.seeds, 2))]
+    device = device_of(first)
+    plans = [plan_of(candidate(question, BASELINE, seed)) for seed in range(min(question.seeds, 2))]
     for plan in plans:
         check_fits(plan, device, first.options)
     if len(plans) == 2 and alike(*plans):
@@ -64,9 +65,9 @@ def _streams(plan: Plan) -> npt.NDArray[np.int64]:
     return np.asarray(content - content[:1], np.int64)
 
 
-def load_of(question: Question, store: CellStore) -> Load:
+def load_of(question: Question, store: RunStore) -> Load:
     """Lengths and hazard of the first plan, and how many requests are open. Raises what build_plan raises."""
-    plan = candidate(question, BASELINE, 0).plan()
+    plan = plan_of(candidate(question, BASELINE, 0))
     outputs = plan.table["output_tokens"].to_numpy()
     fit = analyse_lengths(outputs).censored
     mu_o, mu_l = float(outputs.mean()), float(plan.table["input_tokens"].to_numpy().mean())
@@ -78,7 +79,7 @@ def load_of(question: Question, store: CellStore) -> Load:
     )  # fmt: skip
 
 
-def _seen(question: Question, store: CellStore) -> int:
+def _seen(question: Question, store: RunStore) -> int:
     """Requests open on average in the candidates' runs, under v1 if it is one of them: rate times stay (Little)."""
     policy = BASELINE if BASELINE in question.policies else question.policies[0]
     cells = [candidate(question, policy, seed) for seed in range(question.seeds)]
@@ -86,7 +87,7 @@ def _seen(question: Question, store: CellStore) -> int:
     return max(1, round(sum(means) / len(means)))
 
 
-def figure(store: CellStore, cell: Cell, key: str) -> float:
+def figure(store: RunStore, cell: Cell, key: str) -> float:
     """A figure of a run that has been made. Raises UsageError where it is undefined."""
     found = store.get(cell)
     value = None if found is None else found.get(key)

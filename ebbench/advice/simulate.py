@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
+from typing import Any
 
 from ebbench.advice.answer import Advice, Probe, Question, Score, Tuning
 from ebbench.advice.candidates import candidate, figure, load_of, main_cells
@@ -12,8 +12,9 @@ from ebbench.advice.choice import BASELINE, choose, relative_gain
 from ebbench.advice.theory import Load, predict, sign_changes
 from ebbench.analysis.slo import Slo
 from ebbench.analysis.summary import summarise
-from ebbench.papers.cells import Cell, settings
-from ebbench.papers.store import CellStore
+from ebbench.runs.cell import Cell, simulated
+from ebbench.runs.make import device_of, plan_of
+from ebbench.runs.store import RunStore
 from ebbench.workloads import load_scenario
 from ebbench.workloads.trace import time_note
 from vllm_eb.policy import least_seqs, parse_policy
@@ -56,10 +57,12 @@ def _pair(question: Question, traffic: dict[str, int], lengths: dict[str, int]) 
     own = {k: v for k, v in question.plan.items() if k in kept}
     workload = "balanced" if lengths else question.workload
     # Enough for the load to stand at its level for a while before it drains.
-    plan = settings(num_prompts=max(PROBE_PROMPTS, 3 * traffic["max_concurrency"]), **own, **lengths, **traffic)
+    plan: dict[str, Any] = {
+        "num_prompts": max(PROBE_PROMPTS, 3 * traffic["max_concurrency"]), **own, **lengths, **traffic
+    }  # fmt: skip
     v1, eb = (
-        Cell(workload, policy, question.device, question.model, question.max_num_seqs,
-             question.max_num_batched_tokens, "saturated", plan, 0)
+        simulated(workload, policy, question.device, question.model, question.max_num_seqs,
+                  question.max_num_batched_tokens, "saturated", **plan)
         for policy in (BASELINE, "eb")
     )  # fmt: skip
     return v1, eb
@@ -77,19 +80,19 @@ def tuning_cells(question: Question, policy: str) -> list[Cell]:
     own = candidate(question, policy, 0)
     least = least_seqs(parse_policy(policy))
     pairs = [(b, n) for b in BUDGETS for n in BATCHES if n >= least]
-    return [own, *(replace(own, max_num_batched_tokens=b, max_num_seqs=n) for b, n in pairs)]
+    return [own, *(own.changed(max_num_batched_tokens=b, max_num_seqs=n) for b, n in pairs)]
 
 
-def tune(question: Question, policy: str, store: CellStore) -> Tuning:
+def tune(question: Question, policy: str, store: RunStore) -> Tuning:
     """The best of the tuning cells, which must have been run. Raises UsageError."""
     cells = list(dict.fromkeys(tuning_cells(question, policy)))
     values = [_objective(question, store, cell) for cell in cells]
     best = max(range(len(cells)), key=values.__getitem__)
     gain = values[best] / values[0] - 1 if values[0] else 0.0
-    return Tuning(len(cells), cells[best].max_num_batched_tokens, cells[best].max_num_seqs, gain)
+    return Tuning(len(cells), cells[best].options.max_num_batched_tokens, cells[best].options.max_num_seqs, gain)
 
 
-def probe(pairs: Mapping[float, tuple[Cell, Cell]], store: CellStore, *, log: bool) -> Probe:
+def probe(pairs: Mapping[float, tuple[Cell, Cell]], store: RunStore, *, log: bool) -> Probe:
     """EB's gain in total tokens/s over a sweep. Raises UsageError when a run is missing."""
     x, gains = [], []
     for at, (v1, eb) in sorted(pairs.items()):
@@ -101,10 +104,10 @@ def probe(pairs: Mapping[float, tuple[Cell, Cell]], store: CellStore, *, log: bo
     return Probe(tuple(x), tuple(gains), crossings)
 
 
-def advise(question: Question, store: CellStore, *, with_crossover: bool) -> Advice:
+def advise(question: Question, store: RunStore, *, with_crossover: bool) -> Advice:
     """Put stored runs and theory together; the runs must be there. Raises UsageError, TheoryError."""
-    load, plan = load_of(question, store), candidate(question, BASELINE, 0).plan()
-    device = main_cells(question)[0].load_device()
+    load, plan = load_of(question, store), plan_of(candidate(question, BASELINE, 0))
+    device = device_of(main_cells(question)[0])
     theory = predict(load, device.calibration, device.kv_capacity_tokens, question.max_num_seqs)
     scores = score(question, store)
     chosen, reason = choose(scores)
@@ -116,7 +119,7 @@ def advise(question: Question, store: CellStore, *, with_crossover: bool) -> Adv
     )  # fmt: skip
 
 
-def score(question: Question, store: CellStore) -> tuple[Score, ...]:
+def score(question: Question, store: RunStore) -> tuple[Score, ...]:
     """Scores of all policies, best objective first."""
     values = {
         policy: [_objective(question, store, candidate(question, policy, seed)) for seed in range(question.seeds)]
@@ -127,7 +130,7 @@ def score(question: Question, store: CellStore) -> tuple[Score, ...]:
     return tuple(sorted(scores, key=lambda one: -one.objective))
 
 
-def _objective(question: Question, store: CellStore, cell: Cell) -> float:
+def _objective(question: Question, store: RunStore, cell: Cell) -> float:
     if not question.slo:
         return figure(store, cell, "total_token_throughput")
     found = store.get(cell)
@@ -135,7 +138,7 @@ def _objective(question: Question, store: CellStore, cell: Cell) -> float:
     return summarise(found.run, question.slo).metrics.request_goodput or 0.0
 
 
-def _score(question: Question, store: CellStore, policy: str, values: Mapping[str, list[float]], best: str) -> Score:
+def _score(question: Question, store: RunStore, policy: str, values: Mapping[str, list[float]], best: str) -> Score:
     own = values[policy]
     cells = [candidate(question, policy, seed) for seed in range(question.seeds)]
 

@@ -18,7 +18,7 @@ from ebbench.traffic.choice import scenario_meant
 
 if TYPE_CHECKING:
     from ebbench.advice.answer import Advice, Question
-    from ebbench.papers.store import CellStore
+    from ebbench.runs.store import RunStore
 
 
 @dataclass(frozen=True)
@@ -107,9 +107,9 @@ def advise(
     Theory (the papers' formulas) and simulation stand side by side; the simulation decides.
     """
     from ebbench.advice.simulate import advise as answer
-    from ebbench.papers.store import CellStore
+    from ebbench.runs.store import RunStore
 
-    question, store = _question(workload, server, search, traffic), CellStore(runs)
+    question, store = _question(workload, server, search, traffic), RunStore(runs)
     _make(question, store, crossover=search.crossover, workers=workers, quiet=quiet)
     found = answer(question, store, with_crossover=search.crossover)
     if search.tune:
@@ -149,7 +149,7 @@ def _question(workload: str, server: ServerFlags, search: SearchFlags, traffic: 
     return checked(question)
 
 
-def _make(question: Question, store: CellStore, *, crossover: bool, workers: int | None, quiet: bool) -> None:
+def _make(question: Question, store: RunStore, *, crossover: bool, workers: int | None, quiet: bool) -> None:
     from ebbench.advice.candidates import load_of, main_cells
     from ebbench.advice.simulate import concurrency_cells, mix_cells
     from ebbench.cli.make_runs import with_progress
@@ -162,7 +162,7 @@ def _make(question: Question, store: CellStore, *, crossover: bool, workers: int
         with_progress("crossovers", cells, store, whole=False, workers=workers, quiet=quiet)
 
 
-def _tuned(found: Advice, store: CellStore, *, workers: int | None, quiet: bool) -> Advice:
+def _tuned(found: Advice, store: RunStore, *, workers: int | None, quiet: bool) -> Advice:
     from dataclasses import replace
 
     from ebbench.advice.simulate import tune, tuning_cells

@@ -13,8 +13,8 @@ from ebbench.cli.unread import refuse_unread
 
 if TYPE_CHECKING:
     from ebbench.papers.figure import PaperFigure
-    from ebbench.papers.store import CellStore
     from ebbench.papers.table import Wish
+    from ebbench.runs.store import RunStore
 
 _CHOICES = ("device", "model", "workload", "num_prompts", "seeds", "outputs", "source")
 
@@ -50,8 +50,8 @@ def figures(
     """Draw a published figure with ours in it, or the timeline of a run: mode, k*, N*, crossover, queue, KV."""
     from ebbench.cli.preflight import check_counts
     from ebbench.papers.figures import OF_RUNS, find_figure
-    from ebbench.papers.store import CellStore
     from ebbench.papers.table import Wish
+    from ebbench.runs.store import RunStore
 
     if name == "list":
         refuse_unread(context, ("run", "paths", *_CHOICES), (), "without a figure's name `ebbench figures`")
@@ -70,7 +70,7 @@ def figures(
         outputs=paper.outputs(outputs), source=source,
     )  # fmt: skip
     wish.check_names(figure.workloads)
-    _draw(figure, wish, CellStore(runs), output_dir, chosen, run=run, workers=workers, quiet=quiet)
+    _draw(figure, wish, RunStore(runs), output_dir, chosen, run=run, workers=workers, quiet=quiet)
 
 
 def _formats(text: str) -> list[str]:
@@ -99,7 +99,7 @@ def _list() -> None:
 def _draw(
     figure: PaperFigure,
     wish: Wish,
-    store: CellStore,
+    store: RunStore,
     folder: Path,
     formats: list[str],
     *,

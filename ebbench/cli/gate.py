@@ -277,14 +277,18 @@ def _save(runs: list[Path], path: Path) -> None:
 
 
 def _self_test(rules: Rules, wanted: OtherFlags) -> None:
-    from ebbench.analysis.gate.self_test import run_self_test
+    from ebbench.analysis.gate.self_test import run_self_test, run_trial
     from ebbench.report.selftest import markdown
+    from ebbench.runs.pool import pool_of, values
 
     trials, report = wanted.trials, wanted.report
     if trials < 20:
         raise UsageError(f"--trials must be at least 20, not {trials}")
-    workers = wanted.workers or os.cpu_count() or 1
-    text = markdown(run_self_test(trials=trials, power_trials=max(trials // 5, 4), rules=rules, workers=workers))
+    pool = pool_of(wanted.workers, trials)
+    found = run_self_test(
+        trials=trials, power_trials=max(trials // 5, 4), rules=rules, tried=lambda tasks: values(pool, run_trial, tasks)
+    )
+    text = markdown(found)
     if report is not None:
         report.parent.mkdir(parents=True, exist_ok=True)
         report.write_text(text, encoding="utf-8")

@@ -99,10 +99,10 @@ def _table(experiment: str) -> PaperTable:
 def _experiment(table: PaperTable, runs: Path, num_prompts: int | None, *, run: bool) -> None:
     from ebbench.cli.make_runs import make_runs
     from ebbench.cli.tables import rendered
-    from ebbench.papers.store import CellStore
     from ebbench.papers.table import Wish
+    from ebbench.runs.store import RunStore
 
-    store, wish = CellStore(runs), Wish(num_prompts=num_prompts)
+    store, wish = RunStore(runs), Wish(num_prompts=num_prompts)
     if run:
         make_runs(table, wish, store, workers=None, quiet=False)
     sys.stdout.write(rendered(table.document(wish, store), "rich"))

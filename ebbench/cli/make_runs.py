@@ -6,21 +6,21 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ebbench.papers.cells import Cell
     from ebbench.papers.figure import PaperFigure
-    from ebbench.papers.store import CellStore
     from ebbench.papers.table import PaperTable, Wish
+    from ebbench.runs.cell import Cell
+    from ebbench.runs.store import RunStore
 
 
 def make_runs(
-    table: PaperTable | PaperFigure, wish: Wish, store: CellStore, *, workers: int | None, quiet: bool
+    table: PaperTable | PaperFigure, wish: Wish, store: RunStore, *, workers: int | None, quiet: bool
 ) -> None:
     """Make the missing runs of a table or figure, with a progress line on stderr."""
     with_progress(table.name, table.cells(wish), store, whole=table.whole, workers=workers, quiet=quiet)
 
 
 def with_progress(
-    label: str, cells: Sequence[Cell], store: CellStore, *, whole: bool, workers: int | None, quiet: bool
+    label: str, cells: Sequence[Cell], store: RunStore, *, whole: bool, workers: int | None, quiet: bool
 ) -> None:
     """Make those of ``cells`` that the store lacks, with a progress line on stderr."""
     missing = store.missing(cells, whole=whole)
@@ -30,7 +30,7 @@ def with_progress(
     from rich.progress import Progress
 
     from ebbench.errors import InterruptedRunError
-    from ebbench.papers.execute import run_missing
+    from ebbench.runs.drive import run_missing
 
     with Progress(console=Console(stderr=True), transient=True, disable=quiet) as bar:
         task = bar.add_task(f"{label}: {len(missing)} runs", total=len(missing))

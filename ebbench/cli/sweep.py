@@ -14,9 +14,9 @@ from ebbench.errors import InterruptedRunError, RunError, UnknownNameError, Usag
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ebbench.sweep.executors import Executor
+    from ebbench.runs.pool import Pool
     from ebbench.sweep.spec import Sweep
-    from ebbench.sweep.store import Store
+    from ebbench.sweep.store import SweepStore
 
 EXECUTORS = ("process", "ray")
 METRICS = ("request_throughput", "output_throughput", "total_token_throughput")
@@ -28,7 +28,11 @@ def sweep(
         Path | None, typer.Option("--output-dir", "-o", help="Results; default sweeps/NAME. Reused to resume.")
     ] = None,
     workers: Annotated[
-        int | None, typer.Option("--workers", help="Cells at a time. Default: one a CPU; one for engine vllm.")
+        int | None,
+        typer.Option(
+            "--workers",
+            help="Cells at a time; always one on a server's URL. Default: one per CPU.",
+        ),
     ] = None,
     executor: Annotated[str, typer.Option("--executor", help="process or ray.")] = "process",
     ray_address: Annotated[
@@ -46,7 +50,7 @@ def sweep(
     """Run every combination of a grid and say which configuration is best for each scheduler.
 
     A sweep that was stopped or killed goes on where it was: finished cells are never run twice. A cell that fails
-    is reported and the rest goes on; the next call tries it again.
+    is reported and the rest goes on; the next call tries it again. Cells on a server's URL run one at a time.
     """
     from rich.console import Console
 
@@ -56,20 +60,20 @@ def sweep(
     from ebbench.sweep.drive import run_sweep
     from ebbench.sweep.findings import findings
     from ebbench.sweep.spec import load_sweep
-    from ebbench.sweep.store import Store
+    from ebbench.sweep.store import SweepStore
 
     if metric not in METRICS:
         raise UnknownNameError("metric", metric, METRICS)
     grid = load_sweep(spec)
-    store = Store(output_dir or Path("sweeps") / slug(grid.name))
+    store = SweepStore(output_dir or Path("sweeps") / slug(grid.name))
     output = Console(highlight=False)
     if not quiet:
-        for note in trace_notes([cell.settings for cell in grid.cells]):
+        for note in trace_notes(grid.cells):
             Console(stderr=True, highlight=False).print(note, markup=False, soft_wrap=True)
     if dry_run:
         _dry_run(grid, store, output, as_json=as_json)
         return
-    chosen = executor_of(executor, grid, workers, ray_address, gpus_per_cell)
+    chosen = pool_of(executor, grid, workers, ray_address, gpus_per_cell)
     with show.progress_on(Console(stderr=True, highlight=False), quiet=quiet) as report:
         result = run_sweep(grid, store, chosen, spec=spec.read_bytes(), report=report)
     found = findings(result.finished, grid.axes, metric)
@@ -83,9 +87,11 @@ def sweep(
         raise RunError(
             f"{len(result.failed)} of {len(grid.cells)} cells failed; their errors are in {store.directory}/failed"
         )
+    if result.invalid:
+        raise RunError(f"{len(result.invalid)} of {len(grid.cells)} cells are INVALID; they are named above")
 
 
-def _dry_run(grid: Sweep, store: Store, output: Console, *, as_json: bool) -> None:
+def _dry_run(grid: Sweep, store: SweepStore, output: Console, *, as_json: bool) -> None:
     from ebbench.sweep import show
     from ebbench.sweep.checks import problem_of
     from ebbench.sweep.drive import missing
@@ -94,20 +100,19 @@ def _dry_run(grid: Sweep, store: Store, output: Console, *, as_json: bool) -> No
     if not as_json:
         output.print(show.dry_run(grid, todo))
         return
-    open_keys = {cell.key for cell in todo}
+    left = set(todo)
     cells = [
-        {"key": cell.key, "finished": cell.key not in open_keys, "problem": problem_of(cell.settings) or None}
-        for cell in grid.cells
+        {"key": cell.key(), "finished": cell not in left, "problem": problem_of(cell) or None} for cell in grid.cells
     ]
     sys.stdout.write(json.dumps({"name": grid.name, "cells": cells, "axes": list(grid.axes)}, indent=2) + "\n")
 
 
-def executor_of(name: str, grid: Sweep, workers: int | None, address: str | None, gpus: float | None) -> Executor:
-    """The executor asked for. The vllm engine gets a GPU a cell on a cluster, and one cell at a time here."""
-    from ebbench.sweep.executors import Processes
-    from ebbench.sweep.ray_cluster import RayCluster
+def pool_of(name: str, grid: Sweep, workers: int | None, address: str | None, gpus: float | None) -> Pool:
+    """The pool asked for. The vllm engine gets a GPU per cell on a cluster, and one cell at a time here."""
+    from ebbench.runs.pool import Processes
+    from ebbench.runs.ray_pool import RayCluster
 
-    real = any(cell.settings.engine in ("vllm", "auto") for cell in grid.cells)
+    real = any(cell.engine in ("vllm", "auto") for cell in grid.cells)
     if name == "ray":
         return RayCluster(address, gpus=(1.0 if real else 0.0) if gpus is None else gpus, workers=workers)
     if name != "process":

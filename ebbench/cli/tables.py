@@ -194,9 +194,9 @@ def _of_runs(name: str, paths: list[Path], choice: ChoiceFlags) -> Document:
 
 def _filled(table: PaperTable, wish: Wish, runs: RunsFlags, *, quiet: bool) -> Document:
     from ebbench.cli.make_runs import make_runs
-    from ebbench.papers.store import CellStore
+    from ebbench.runs.store import RunStore
 
-    store = CellStore(runs.runs, runs.stored or [])
+    store = RunStore(runs.runs, runs.stored or [])
     if runs.run:
         make_runs(table, wish, store, workers=runs.workers, quiet=quiet)
     return replace(table.document(wish, store), command=_command())

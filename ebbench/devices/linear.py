@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from ebbench.devices.base import StepShape
+from ebbench.devices.base import Device, StepShape
 from ebbench.devices.geometry import ModelGeometry
 from ebbench.devices.profiles import DATA, DeviceProfile
+from ebbench.errors import UsageError
 from vllm_eb.calibration import Calibration, MixedCost
 
 SOURCE = "weifang231/eb-vllm (Apache-2.0), calibration of Zhang et al., ICML 2026"
@@ -23,13 +24,16 @@ class LinearCost:
 
     A mixed step is never taken to be cheaper than either of its parts alone: the fitted polynomial dips below
     them for a few decodes with a very short chunk, outside the range it was fitted on. Without a measured
-    mixed cost the parts add up, with the fixed cost paid once.
+    mixed cost the parts add up, with the fixed cost paid once. ``kv_token_s``: seconds per KV token that a decode
+    step reads; with it, a unit of separated pools is meant, whose decode steps cost nothing for the last prompt token
+    of a request that joins.
     """
 
     calibration: Calibration
+    kv_token_s: float = 0.0
 
     def step_s(self, shape: StepShape) -> float:
-        """Seconds of one step; context lengths do not enter (theory.md section 1)."""
+        """Seconds of one step; context lengths enter by ``kv_token_s`` alone (docs/theory.md)."""
         cal = self.calibration
         tokens = 0
         for chunk, _ in shape.prefill:
@@ -37,14 +41,35 @@ class LinearCost:
         n = shape.decode_seqs
         if not n:
             return cal.alpha_p + cal.beta_p * tokens
-        if not tokens:
-            return cal.alpha_d + cal.beta_d * n
+        if not tokens or self.kv_token_s:
+            return cal.alpha_d + cal.beta_d * n + self.kv_token_s * shape.decode_kv_tokens
         if cal.mixed is None:
             return max(cal.alpha_p, cal.alpha_d) + cal.beta_p * tokens + cal.beta_d * n
         total = tokens + n
         alpha = cal.alpha_p if cal.alpha_mb is None else cal.alpha_mb
         mixed = alpha + cal.mixed.at(n / total) * total
         return max(mixed, cal.alpha_p + cal.beta_p * tokens, cal.alpha_d + cal.beta_d * n)
+
+
+GIVEN = "linear:"
+"""Begins the name of a device that is given by its constants."""
+
+
+def given_device(name: str, model: str) -> Device:
+    """A device given as ``linear:alpha_p,beta_p,alpha_d,beta_d,KV[,kv_token]``: seconds, KV tokens, s per KV token.
+
+    Raises UsageError for anything else.
+    """
+    try:
+        values = [float(value) for value in name.removeprefix(GIVEN).split(",")]
+        alpha_p, beta_p, alpha_d, beta_d, kv_tokens, kv_token_s = [*values, 0.0] if len(values) == 5 else values
+    except ValueError:
+        raise UsageError(
+            f"device {name!r} is not {GIVEN}alpha_p,beta_p,alpha_d,beta_d,KV with five or six numbers"
+        ) from None
+    costs = Calibration(alpha_p, beta_p, alpha_d, beta_d)
+    cost = LinearCost(costs, kv_token_s)
+    return Device("linear", model, cost, int(kv_tokens), costs, "linear cost model, constants as given")
 
 
 def published_calibration(profile: DeviceProfile, model: ModelGeometry) -> Calibration | None:

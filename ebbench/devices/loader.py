@@ -11,7 +11,7 @@ from ebbench.devices.capacity import kv_capacity_tokens
 from ebbench.devices.fit import cost_grid, fit_calibration
 from ebbench.devices.geometry import ModelGeometry
 from ebbench.devices.gridcost import GridCost, measured_calibration
-from ebbench.devices.linear import SOURCE, LinearCost, published_calibration
+from ebbench.devices.linear import GIVEN, SOURCE, LinearCost, given_device, published_calibration
 from ebbench.devices.parallel import SINGLE, Parallel
 from ebbench.devices.profiles import DeviceProfile, HostCosts, find_model, find_profile
 from ebbench.devices.request import DeviceRequest, quantised
@@ -67,9 +67,11 @@ def load_device(
 
 
 def load(request: DeviceRequest) -> Device:
-    """The device of a request; see :func:`load_device`."""
+    """The device of a request, or one given by its constants (``linear.given_device``); see :func:`load_device`."""
     if request.cost not in COSTS:
         raise UnknownNameError("cost model", request.cost, COSTS)
+    if request.name.startswith(GIVEN):
+        return given_device(request.name, request.model)
     profile, named = find_profile(request.name), find_model(request.model)
     geometry = quantised(named, request.quantization, request.kv_cache_dtype)
     request.parallel.check(geometry)

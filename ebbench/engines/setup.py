@@ -158,11 +158,11 @@ def with_client(engine: Engine, client: ClientOptions) -> Engine:
 
 def with_ramp(plan: Plan, engine: Engine, ramp_up_s: float | None) -> tuple[Plan, Engine]:
     """Plan and engine with a ramp of so many seconds (None: no ramp). Raises UsageError where there can be none."""
+    if ramp_up_s is None:
+        return plan, engine
     from ebbench.client import ClientOptions
     from ebbench.client.ramp import ramped
 
-    if ramp_up_s is None:
-        return plan, engine
     client = client_of(engine)
     if client is None and plan.closed_loop:
         raise UsageError(f"--ramp-up of a closed loop needs a server; engine {engine.name} fills its slots at once")
@@ -196,11 +196,7 @@ def with_cluster(
     """
     from ebbench.dispatch import parse_dispatch
 
-    spec = _topology(topology, scenario)
-    if link is not None and spec is None:
-        raise UsageError("--link joins the GPUs of a topology: give --topology (for example tp=2)")
-    if link is not None and spec is not None:
-        spec = msgspec.structs.replace(spec, link=link)
+    spec = topology_of(topology, scenario, link)
     if replicas is not None and replicas < 1:
         raise UsageError(f"--replicas must be at least 1, not {replicas}")
     if spec is None and replicas is None:
@@ -253,7 +249,8 @@ def _servers(engine: Engine, spec: TopologySpec | None, dispatch: DispatchSpec, 
     return ReplicatedVllmEngine(**given, replicas=count, dispatch=dispatch.name), words
 
 
-def _topology(wanted: TopologySpec | str | None, scenario: str | None) -> TopologySpec | None:
+def topology_of(wanted: TopologySpec | str | None, scenario: str | None, link: str | None) -> TopologySpec | None:
+    """The topology asked for, else the scenario's own, with the link asked for. Raises UsageError."""
     if wanted is None and scenario is not None:
         from ebbench.traffic.spec import load_scenario
 
@@ -261,5 +258,9 @@ def _topology(wanted: TopologySpec | str | None, scenario: str | None) -> Topolo
     if isinstance(wanted, str):
         from ebbench.config.topology import parse_topology
 
-        return parse_topology(wanted)
-    return wanted
+        wanted = parse_topology(wanted)
+    if link is None:
+        return wanted
+    if wanted is None:
+        raise UsageError("--link joins the GPUs of a topology: give --topology (for example tp=2)")
+    return msgspec.structs.replace(wanted, link=link)

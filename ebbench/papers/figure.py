@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ebbench.papers.cells import Cell
-from ebbench.papers.store import CellStore
 from ebbench.papers.table import Wish
+from ebbench.runs.cell import Cell
+from ebbench.runs.store import RunStore
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class PaperFigure:
     name: str
     title: str
     cells: Callable[[Wish], list[Cell]]
-    chart: Callable[[Wish, CellStore], Any]
+    chart: Callable[[Wish, RunStore], Any]
     caption: str
     reads: tuple[str, ...]
     whole: bool = True

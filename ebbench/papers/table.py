@@ -8,8 +8,8 @@ from typing import Literal
 
 from ebbench.analysis.documents import Document
 from ebbench.errors import UnknownNameError, UsageError
-from ebbench.papers.cells import Cell
-from ebbench.papers.store import CellStore, Measured
+from ebbench.runs.cell import Cell
+from ebbench.runs.store import Measured, RunStore
 
 Outputs = Literal["forced", "profile"]
 
@@ -81,32 +81,32 @@ class PaperTable:
     name: str
     title: str
     cells: Callable[[Wish], list[Cell]]
-    document: Callable[[Wish, CellStore], Document]
+    document: Callable[[Wish, RunStore], Document]
     reads: tuple[str, ...]
     whole: bool = True
     aliases: tuple[str, ...] = field(default=())
     workloads: tuple[str, ...] = ()
 
 
-def figure(store: CellStore, cell: Cell, key: str, scale: float = 1.0) -> float | None:
+def figure(store: RunStore, cell: Cell, key: str, scale: float = 1.0) -> float | None:
     """One figure of a cell, None while it has not been run."""
     found = store.get(cell)
     return None if found is None else found.get(key, scale)
 
 
-def mean_figure(store: CellStore, cells: Sequence[Cell], key: str) -> float | None:
+def mean_figure(store: RunStore, cells: Sequence[Cell], key: str) -> float | None:
     """Mean over cells that differ in their seed; None unless all have been run."""
     values = [figure(store, cell, key) for cell in cells]
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known and len(known) == len(values) else None
 
 
-def measured(store: CellStore, cell: Cell) -> Measured | None:
+def measured(store: RunStore, cell: Cell) -> Measured | None:
     """The cell's result, None while it has not been run."""
     return store.get(cell)
 
 
-def pending(store: CellStore, cells: Sequence[Cell]) -> tuple[str, ...]:
+def pending(store: RunStore, cells: Sequence[Cell]) -> tuple[str, ...]:
     """A note that says how many cells are still to be run; empty when none is."""
     absent = len(store.missing(cells))
     if not absent:

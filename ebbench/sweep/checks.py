@@ -9,20 +9,37 @@ from typing import Any
 
 from ebbench.engines.base import EngineOptions
 from ebbench.engines.checks import check_options
+from ebbench.engines.setup import is_server, make_engine
 from ebbench.errors import UnknownNameError, UsageError
-from ebbench.sweep.settings import Settings
+from ebbench.runs.cell import Cell
+from ebbench.runs.make import setup_of
 from vllm_eb.policy import parse_policy
 
 
-def check_cells(cells: Sequence[Settings]) -> None:
-    """Refuse names that do not exist, and a grid none of whose cells can run. Raises UsageError."""
+def check_cells(cells: Sequence[Cell]) -> None:
+    """Refuse names that do not exist, settings that an engine cannot honour, and a grid none of whose cells can run.
+
+    Raises UsageError.
+    """
     _check_names(cells)
+    _check_labels(cells)
     problems = [problem_of(cell) for cell in cells]
     if all(problems):
         raise UsageError(f"no cell of the grid can run: {problems[0]}")
+    _check_engines(cells)
 
 
-def problem_of(cell: Settings) -> str:
+def _check_labels(cells: Sequence[Cell]) -> None:
+    """A server runs the one policy it was started with."""
+    policies: dict[str, str] = {}
+    for cell in cells:
+        if is_server(cell.engine) and policies.setdefault(cell.engine, cell.policy) != cell.policy:
+            raise UsageError(
+                f"the server at {cell.engine} runs the one policy it was started with; give one policy, as a label"
+            )
+
+
+def problem_of(cell: Cell) -> str:
     """Why no engine can work with a cell's scheduler settings; empty where one can."""
     return _problem(cell.options, cell.policy)
 
@@ -36,44 +53,56 @@ def _problem(options: EngineOptions, policy: str) -> str:
     return ""
 
 
-def _check_names(cells: Sequence[Settings]) -> None:
+def _check_engines(cells: Sequence[Cell]) -> None:
+    """Make every engine once, which refuses what it cannot honour."""
+    for setup in {str(setup_of(cell)): setup_of(cell) for cell in cells}.values():
+        make_engine(setup)
+    for cell in cells:
+        if cell.ramp_up_s is not None and not cell.real_time and not cell.plan.request_rate:
+            raise UsageError("ramp_up_s of a closed loop needs a server; leave it out, or give a request_rate")
+
+
+def _check_names(cells: Sequence[Cell]) -> None:
     from ebbench.analysis.slo import parse_slo
+    from ebbench.devices import load_device
     from ebbench.devices.profiles import find_model, find_profile
     from ebbench.engines import ENGINES
     from ebbench.traffic.spec import load_scenario
     from ebbench.workloads.spec import load_workload
 
-    for value in _values(cells, "workload"):
-        if value.startswith("trace:"):
-            if not Path(value.removeprefix("trace:")).expanduser().is_file():
-                raise UsageError(f"{value}: no such file")
+    for name in _values([cell.plan for cell in cells], "workload"):
+        if name.startswith("trace:"):
+            if not Path(name.removeprefix("trace:")).expanduser().is_file():
+                raise UsageError(f"{name}: no such file")
         else:
-            load_workload(value)
-    for value in _values(cells, "scenario"):
-        if value is not None:
-            load_scenario(value)
+            load_workload(name)
+    for name in _values([cell.plan for cell in cells], "scenario"):
+        load_scenario(name)
     trace_notes(cells)
-    for value in _values(cells, "goodput"):
-        parse_slo([value])
-    for value in _values(cells, "engine"):
-        if value not in ENGINES and not value.startswith(("http://", "https://")):
-            raise UnknownNameError("engine", value, ENGINES)
-    if not all(value.startswith("http") for value in _values(cells, "engine")):
-        for value in _values(cells, "device"):
-            find_profile(value)
-        for value in _values(cells, "model"):
-            find_model(value)
+    for limits in _values(cells, "goodput"):
+        parse_slo([limits])
+    for engine in _values(cells, "engine"):
+        if engine not in ENGINES and not is_server(engine):
+            raise UnknownNameError("engine", engine, ENGINES)
+    own = [cell for cell in cells if not is_server(cell.engine)]
+    for device in _values(own, "device"):
+        if device.startswith("linear:"):
+            load_device(device, "given")
+        else:
+            find_profile(device)
+    for model in _values(own, "model"):
+        find_model(model)
 
 
-def trace_notes(cells: Sequence[Settings]) -> list[str]:
+def trace_notes(cells: Sequence[Cell]) -> list[str]:
     """How the times of each replayed trace are read. Raises UsageError where that cannot be told."""
     from ebbench.traffic.spec import load_scenario
 
     replayed = dict.fromkeys(
-        (cell.workload, cell.time_unit)
-        for cell in cells
-        if cell.workload.startswith("trace:")
-        and (cell.scenario is None or load_scenario(cell.scenario).loop == "trace")
+        (plan.workload, plan.time_unit)
+        for plan in (cell.plan for cell in cells)
+        if plan.workload.startswith("trace:")
+        and (plan.scenario is None or load_scenario(plan.scenario).loop == "trace")
     )
     return [_trace_note(workload.removeprefix("trace:"), unit) for workload, unit in replayed]
 
@@ -85,5 +114,5 @@ def _trace_note(path: str, time_unit: str | None) -> str:
     return time_note(read_trace(Path(path).expanduser()).timed(time_unit).facts)
 
 
-def _values(cells: Sequence[Settings], name: str) -> list[Any]:
-    return list(dict.fromkeys(getattr(cell, name) for cell in cells))
+def _values(owners: Sequence[Any], name: str) -> list[Any]:
+    return list(dict.fromkeys(value for one in owners if (value := getattr(one, name))))

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
-from contextlib import closing
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ebbench.errors import UsageError
-from ebbench.sweep.executors import Executor
-from ebbench.sweep.settings import with_absolute_paths
-from ebbench.sweep.spec import Cell, Sweep
-from ebbench.sweep.store import Finished, Store
-from ebbench.sweep.work import Task
+from ebbench.engines.setup import is_server
+from ebbench.errors import EbbenchError
+from ebbench.runs.cell import Cell
+from ebbench.runs.drive import Job, run_cells
+from ebbench.runs.make import Made, make
+from ebbench.runs.pool import InProcess, Outcome, Pool
+from ebbench.runs.store import Measured
+from ebbench.sweep.spec import Sweep
+from ebbench.sweep.store import Finished, SweepStore
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a sweep is. ``kept`` cells were there before; ``elapsed_s`` of this call."""
+    """How far a sweep is. ``kept`` cells were there before; ``done`` and ``failed`` in ``elapsed_s`` of this call."""
 
     cells: int
     kept: int
@@ -39,79 +41,104 @@ class Progress:
 
 
 @dataclass(frozen=True)
+class Failed:
+    """A cell that could not be run, and why."""
+
+    cell: Cell
+    error: EbbenchError
+
+
+@dataclass(frozen=True)
 class Result:
     """Where a sweep stands: finished cells in the order of the grid, failed ones, and how this call went."""
 
     sweep: Sweep
     finished: tuple[Finished, ...]
-    failed: tuple[Finished, ...]
+    failed: tuple[Failed, ...]
     progress: Progress
     interrupted: bool
     results: Path
 
+    @property
+    def invalid(self) -> tuple[Finished, ...]:
+        """Finished cells whose runs must not be believed."""
+        return tuple(entry for entry in self.finished if not entry.measured.valid)
+
+
+class _Counts:
+    """What has become of the cells of this call."""
+
+    def __init__(self, sweep: Sweep, todo: int) -> None:
+        self._cells, self._todo, self._started = len(sweep.cells), todo, time.monotonic()
+        self.done = 0
+        self.failed: list[Failed] = []
+
+    def progress(self) -> Progress:
+        """How far the sweep is now."""
+        kept = self._cells - self._todo
+        return Progress(self._cells, kept, self.done, len(self.failed), time.monotonic() - self._started)
+
 
 def run_sweep(
-    sweep: Sweep, store: Store, executor: Executor, *, spec: bytes, report: Callable[[Progress], None]
+    sweep: Sweep,
+    store: SweepStore,
+    pool: Pool,
+    *,
+    spec: bytes,
+    report: Callable[[Progress], None],
+    job: Job = make,
 ) -> Result:
     """Run what is missing. Ctrl-C ends it early with ``interrupted``; nothing finished is lost.
 
-    Raises RunError when results cannot be stored, DataError when stored ones are damaged.
+    Cells on servers that ebbench does not start run one at a time, after the others. Raises RunError when results
+    cannot be stored, DataError when stored ones are damaged.
     """
     store.open(spec)
     todo = missing(sweep, store)
-    started = time.monotonic()
-    kept, done, interrupted = len(sweep.cells) - len(todo), 0, False
-    failed: list[Finished] = []
-    cells = {cell.key: cell for cell in todo}
+    counts, interrupted = _Counts(sweep, len(todo)), False
 
-    def progress() -> Progress:
-        return Progress(len(sweep.cells), kept, done, len(failed), time.monotonic() - started)
+    def stored(cell: Cell, result: Measured | EbbenchError, outcome: Outcome[Made]) -> None:
+        if isinstance(result, EbbenchError):
+            store.failed(cell, result, outcome.seconds)
+            counts.failed.append(Failed(cell, result))
+        else:
+            store.succeeded(cell)
+            counts.done += 1
+        report(counts.progress())
 
-    report(progress())
+    report(counts.progress())
+    on_servers = [cell for cell in todo if is_server(cell.engine)]
+    others = [cell for cell in todo if not is_server(cell.engine)]
     try:
-        with closing(executor.outcomes([_task(cell, sweep, store) for cell in todo])) as outcomes:  # type: ignore[type-var]
-            for outcome in outcomes:
-                entry = store.record(cells[outcome.key], outcome)
-                if entry.summary is None:
-                    failed.append(entry)
-                else:
-                    done += 1
-                report(progress())
+        for cells, chosen in ((others, pool), (on_servers, InProcess())):
+            if cells:
+                run_cells(cells, store.runs, chosen, whole=sweep.keep_runs, stored=stored, job=job)
     except KeyboardInterrupt:
         interrupted = True
-    finished = store.load(sweep.cells)
-    ordered = tuple(finished[cell.key] for cell in sweep.cells if cell.key in finished)
-    return Result(sweep, ordered, tuple(failed), progress(), interrupted, store.write_results(ordered))
+    finished = tuple(store.load(sweep.cells))
+    results = store.write_results(finished)
+    return Result(sweep, finished, tuple(counts.failed), counts.progress(), interrupted, results)
 
 
-def missing(sweep: Sweep, store: Store) -> list[Cell]:
+def missing(sweep: Sweep, store: SweepStore) -> list[Cell]:
     """Cells that are not there yet, in the order of the grid."""
-    there = store.finished_keys()
-    return [cell for cell in sweep.cells if cell.key not in there]
-
-
-def _task(cell: Cell, sweep: Sweep, store: Store) -> Task:
-    run_dir = None
-    if sweep.keep_runs:
-        run_dir = _fresh(store.run_dir(cell.key).resolve())
-    return Task(cell.key, with_absolute_paths(cell.settings), run_dir)
-
-
-def _fresh(run_dir: Path) -> Path:
-    """The directory of a cell that did not finish is a leftover; it is set aside, not deleted."""
-    if not run_dir.exists():
-        return run_dir
-    number = 1
-    while (aside := run_dir.with_name(f"{run_dir.name}.unfinished-{number}")).exists():
-        number += 1
-    try:
-        run_dir.rename(aside)
-    except OSError as error:
-        raise UsageError(f"{run_dir} is in the way and cannot be moved: {error.strerror or error}") from None
-    return run_dir
+    absent = set(store.runs.missing(sweep.cells, whole=sweep.keep_runs))
+    return [cell for cell in sweep.cells if cell in absent]
 
 
 def summary_lines(errors: Iterable[str], limit: int = 5) -> list[str]:
     """Why cells fail, equal errors together, the most frequent first."""
     lines = [f"{count} cell(s): {error}" for error, count in Counter(errors).most_common()]
     return lines[:limit] + ([f"and {len(lines) - limit} other errors"] if len(lines) > limit else [])
+
+
+def named(cells: Sequence[Finished], axes: Sequence[str]) -> list[tuple[str, str]]:
+    """Finished cells in words, each with the reasons why it is INVALID."""
+    from ebbench.runs.settings import plain, settings_of
+
+    found = []
+    for entry in cells:
+        settings = settings_of(entry.cell)
+        where = ", ".join(f"{name}={plain(settings[name])}" for name in axes) or "the only cell"
+        found.append((where, "; ".join(entry.measured.figures.get("reasons") or ())))
+    return found

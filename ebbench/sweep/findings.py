@@ -8,7 +8,8 @@ from statistics import fmean
 from typing import Any
 
 from ebbench.analysis.sensitivity import Sensitivity, sensitivity
-from ebbench.sweep.settings import Settings
+from ebbench.runs.cell import Cell
+from ebbench.runs.settings import plain, settings_of
 from ebbench.sweep.store import Finished
 
 METRIC = "request_throughput"
@@ -35,8 +36,9 @@ def findings(entries: Sequence[Finished], axes: Sequence[str], metric: str = MET
     others = tuple(name for name in axes if name not in _CONFIGURATION)
     groups: dict[tuple[tuple[Any, ...], str], list[Finished]] = {}
     for entry in entries:
-        setting = tuple(getattr(entry.settings, name) for name in others)
-        groups.setdefault((setting, entry.settings.policy), []).append(entry)
+        settings = settings_of(entry.cell)
+        setting = tuple(plain(settings[name]) for name in others)
+        groups.setdefault((setting, entry.cell.policy), []).append(entry)
     found = [
         Finding(tuple(zip(others, setting, strict=True)), policy, best, None, invalid)
         for (setting, policy), members in groups.items()
@@ -63,14 +65,13 @@ def _sensitivity(members: Sequence[Finished], metric: str) -> tuple[Sensitivity 
     cells: dict[tuple[int, int], list[float]] = {}
     invalid = 0
     for entry in members:
-        summary = entry.summary or {}
-        value = summary.get(metric)
-        if not summary.get("valid") or value is None:
+        value = entry.measured.figures.get(metric)
+        if not entry.measured.valid or value is None:
             invalid += 1
             continue
-        cells.setdefault(_configuration(entry.settings), []).append(float(value))
+        cells.setdefault(_configuration(entry.cell), []).append(float(value))
     return (sensitivity({pair: fmean(values) for pair, values in cells.items()}) if cells else None), invalid
 
 
-def _configuration(settings: Settings) -> tuple[int, int]:
-    return settings.max_num_batched_tokens, settings.max_num_seqs
+def _configuration(cell: Cell) -> tuple[int, int]:
+    return cell.options.max_num_batched_tokens, cell.options.max_num_seqs

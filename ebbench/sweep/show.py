@@ -17,10 +17,12 @@ from rich.table import Table
 from rich.text import Text
 
 from ebbench.render import numbers
+from ebbench.runs.cell import Cell
+from ebbench.runs.settings import plain, settings_of
 from ebbench.sweep.checks import problem_of
-from ebbench.sweep.drive import Progress, Result, summary_lines
+from ebbench.sweep.drive import Progress, Result, named, summary_lines
 from ebbench.sweep.findings import Finding, baseline_of
-from ebbench.sweep.spec import Cell, Sweep
+from ebbench.sweep.spec import Sweep
 
 LINES_EVERY_S = 10.0
 
@@ -74,10 +76,10 @@ def dry_run(sweep: Sweep, todo: Sequence[Cell]) -> RenderableType:
     """What would be run, without running it."""
     lines = [f"{sweep.name}: {len(sweep.cells)} cells, {len(todo)} to run, {len(sweep.cells) - len(todo)} finished"]
     for name in sweep.axes:
-        values = dict.fromkeys(str(getattr(cell.settings, name)) for cell in sweep.cells)
+        values = dict.fromkeys(str(plain(settings_of(cell)[name])) for cell in sweep.cells)
         lines.append(f"  {name}: {', '.join(values)}")
     lines += [f"  {name}: {_values(sweep, name)}" for name in _SHARED if name not in sweep.axes]
-    problems = [problem for cell in sweep.cells if (problem := problem_of(cell.settings))]
+    problems = [problem for cell in sweep.cells if (problem := problem_of(cell))]
     if problems:
         lines += ["these cannot run:", *(f"  {line}" for line in summary_lines(problems))]
     return Stack(*(Text(line) for line in lines))
@@ -88,7 +90,7 @@ _SHARED = ("workload", "engine", "device", "model", "scenario", "num_prompts", "
 
 
 def _values(sweep: Sweep, name: str) -> str:
-    found = Counter(getattr(cell.settings, name) for cell in sweep.cells)
+    found = Counter(plain(settings_of(cell)[name]) for cell in sweep.cells)
     if len(found) == 1:
         return str(next(iter(found)) or "default")
     return ", ".join(f"{value or 'default'} ({count} cells)" for value, count in found.items())
@@ -108,17 +110,29 @@ def console_report(result: Result, found: Sequence[Finding], metric: str) -> Ren
         parts += [
             Text(),
             Text("Failed", style="bold red"),
-            *(Text(f"  {line}") for line in summary_lines(entry.error for entry in result.failed)),
+            *(Text(f"  {line}") for line in summary_lines(str(entry.error) for entry in result.failed)),
         ]
+    if result.invalid:
+        parts += [Text(), Text("INVALID, left out above", style="bold red"), *_invalid_lines(result)]
     timing = f"{p.done} cells in {p.elapsed_s:,.1f} s ({p.cells_per_s:.2f} cells/s)" if p.done else "no new cell"
     parts += [Text(), Text(f"{timing}, {p.kept} from before; table: {result.results}")]
     return Stack(*parts)
 
 
+SHOWN_INVALID = 20
+
+
+def _invalid_lines(result: Result) -> list[Text]:
+    lines = [Text(f"  {where}: {why}") for where, why in named(result.invalid, result.sweep.axes)]
+    more = len(lines) - SHOWN_INVALID
+    return lines[:SHOWN_INVALID] + ([Text(f"  and {more} more, see `valid` in {result.results}")] if more > 0 else [])
+
+
 def _heading(sweep: Sweep) -> str:
     """The sweep's name and what all its cells share of what a reader asks first."""
-    first = sweep.cells[0].settings
-    shared = [str(getattr(first, name)) for name in ("workload", "model", "device", "engine") if name not in sweep.axes]
+    first = settings_of(sweep.cells[0])
+    names = [name for name in ("workload", "model", "device", "engine") if name not in sweep.axes and first[name]]
+    shared = [str(first[name]) for name in names]
     return f"{sweep.name}: {', '.join(shared)}" if shared else sweep.name
 
 
@@ -177,7 +191,11 @@ def to_json(result: Result, found: Sequence[Finding], metric: str) -> dict[str, 
         "cells": result.progress.cells,
         "finished": len(result.finished),
         "from_before": result.progress.kept,
-        "failed": [{"key": e.key, "error": e.error} for e in result.failed],
+        "failed": [{"key": e.cell.key(), "error": str(e.error)} for e in result.failed],
+        "invalid": [
+            {"key": entry.cell.key(), "cell": where, "reasons": why}
+            for entry, (where, why) in zip(result.invalid, named(result.invalid, result.sweep.axes), strict=True)
+        ],
         "elapsed_s": result.progress.elapsed_s,
         "cells_per_s": result.progress.cells_per_s,
         "interrupted": result.interrupted,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from dataclasses import dataclass
-from math import inf
 from pathlib import Path
 from types import GenericAlias
 from typing import Any
@@ -13,22 +12,24 @@ from typing import Any
 import msgspec
 
 from ebbench.config.strict_toml import load_toml
-from ebbench.errors import InputFileError, UnknownNameError, UsageError
+from ebbench.errors import InputFileError, UnknownNameError
+from ebbench.runs.cell import Cell
+from ebbench.runs.settings import cell_of, known_settings
 from ebbench.sweep.checks import check_cells
-from ebbench.sweep.settings import Settings, cell_key
-from ebbench.traffic.choice import scenario_meant
 from vllm_eb.policy import PolicyError, UnknownPolicyError, descriptions, parse_policy
 
 MAX_CELLS = 1_000_000
-_FIELDS = msgspec.structs.fields(Settings)
+_SETTINGS = known_settings()
 
 # The two tables of the file know exactly the settings of a cell: single values and lists of them.
 _Common: Any = msgspec.defstruct(
-    "Common", [(f.name, f.type | msgspec.UnsetType, msgspec.UNSET) for f in _FIELDS], forbid_unknown_fields=True
+    "Common",
+    [(one.name, one.kind | msgspec.UnsetType, msgspec.UNSET) for one in _SETTINGS.values()],
+    forbid_unknown_fields=True,
 )
 _Grid: Any = msgspec.defstruct(
     "Grid",
-    [(f.name, GenericAlias(list, (f.type,)) | msgspec.UnsetType, msgspec.UNSET) for f in _FIELDS],
+    [(one.name, GenericAlias(list, (one.kind,)) | msgspec.UnsetType, msgspec.UNSET) for one in _SETTINGS.values()],
     forbid_unknown_fields=True,
 )
 _Override: Any = msgspec.defstruct("Override", [("when", _Common), ("set", _Common)], forbid_unknown_fields=True)
@@ -48,14 +49,6 @@ _File: Any = msgspec.defstruct(
 
 
 @dataclass(frozen=True)
-class Cell:
-    """One run to make, under the key of its content."""
-
-    key: str
-    settings: Settings
-
-
-@dataclass(frozen=True)
 class Sweep:
     """A grid laid out. ``axes`` are the settings that vary, the seed among them only if listed or repeated."""
 
@@ -69,7 +62,7 @@ class Sweep:
 def load_sweep(path: Path) -> Sweep:
     """Read and lay out a spec. Raises InputFileError, UsageError or UnknownNameError, with what to write instead."""
     file = load_toml(path, _File)
-    lists = {f.name: values for f in _FIELDS if (values := getattr(file.grid, f.name)) is not msgspec.UNSET}
+    lists = {f.name: values for f in _SETTINGS.values() if (values := getattr(file.grid, f.name)) is not msgspec.UNSET}
     common = _given(path, file.common)
     _check_file(path, file, lists, common)
     if file.repeats > 1:
@@ -77,7 +70,7 @@ def load_sweep(path: Path) -> Sweep:
         lists["seed"] = [seed + offset for seed in seeds for offset in range(file.repeats)]
     lists["policy"] = [_policy(path, name) for name in lists.get("policy", [common.pop("policy", "v1")])]
     cells = _cells(path, lists, common, _overrides(path, file, lists))
-    check_cells([cell.settings for cell in cells])
+    check_cells(cells)
     axes = tuple(name for name, values in lists.items() if len(values) > 1)
     return Sweep(file.name, file.description, axes, cells, file.keep_runs)
 
@@ -89,9 +82,9 @@ def _check_file(path: Path, file: Any, lists: dict[str, list[Any]], common: dict
     for name, values in lists.items():
         if not values:
             raise InputFileError(path, f"grid.{name} is an empty list; give it a value or leave it out")
-        value, times = Counter(values).most_common(1)[0]
+        value, times = Counter(map(repr, values)).most_common(1)[0]
         if times > 1:
-            raise InputFileError(path, f"grid.{name} lists {value!r} twice")
+            raise InputFileError(path, f"grid.{name} lists {value} twice")
     if file.repeats < 1:
         raise InputFileError(path, f"repeats must be at least 1, not {file.repeats}")
     if not file.name.strip():
@@ -112,7 +105,7 @@ def _policy(path: Path, name: str) -> str:
 
 
 def _given(path: Path, table: Any) -> dict[str, Any]:
-    given = {f.name: value for f in _FIELDS if (value := getattr(table, f.name)) is not msgspec.UNSET}
+    given = {f.name: value for f in _SETTINGS.values() if (value := getattr(table, f.name)) is not msgspec.UNSET}
     return given | ({"policy": _policy(path, given["policy"])} if "policy" in given else {})
 
 
@@ -131,25 +124,18 @@ def _overrides(path: Path, file: Any, lists: dict[str, list[Any]]) -> _Overrides
     return found
 
 
-def _overridden(path: Path, cells: list[Settings], overrides: _Overrides) -> list[Settings]:
-    """The cells with each override applied in turn. Raises InputFileError for one that matches no cell."""
+def _overridden(path: Path, grid: list[dict[str, Any]], overrides: _Overrides) -> list[dict[str, Any]]:
+    """The settings with each override applied in turn. Raises InputFileError for one that matches no cell."""
     for when, change in overrides:
-        chosen = [all(getattr(cell, name) == value for name, value in when.items()) for cell in cells]
+        chosen = [
+            all(settings.get(name, _SETTINGS[name].default) == value for name, value in when.items())
+            for settings in grid
+        ]
         if not any(chosen):
             wanted = ", ".join(f"{name} = {value!r}" for name, value in when.items())
             raise InputFileError(path, f"an override is for {wanted}, which no cell has; write values of the grid")
-        cells = [
-            msgspec.structs.replace(cell, **change) if hit else cell for cell, hit in zip(cells, chosen, strict=True)
-        ]
-    return cells
-
-
-def _with_scenario(cell: Settings) -> Settings:
-    """Where no scenario is named, the one that a rate means."""
-    if cell.request_rate == inf:
-        raise UsageError("request_rate = inf: write scenario = 'saturated' with a max_concurrency of all sessions")
-    scenario = scenario_meant(cell.workload, cell.scenario, cell.request_rate, cell.burstiness)
-    return msgspec.structs.replace(cell, scenario=scenario)
+        grid = [settings | change if hit else settings for settings, hit in zip(grid, chosen, strict=True)]
+    return grid
 
 
 def _cells(path: Path, lists: dict[str, list[Any]], common: dict[str, Any], overrides: _Overrides) -> tuple[Cell, ...]:
@@ -161,13 +147,10 @@ def _cells(path: Path, lists: dict[str, list[Any]], common: dict[str, Any], over
     if count > MAX_CELLS:
         raise InputFileError(path, f"the grid has {count:,} cells, more than {MAX_CELLS:,}; split it")
     grid = [
-        Settings(**common, **dict(zip(order, values, strict=True)))
-        for values in itertools.product(*(lists[name] for name in order))
+        common | dict(zip(order, values, strict=True)) for values in itertools.product(*(lists[name] for name in order))
     ]
-    keyed: dict[str, Settings] = {}
-    for each in map(_with_scenario, _overridden(path, grid, overrides)):
-        keyed.setdefault(cell_key(each), each)
-    return tuple(Cell(key, each) for key, each in keyed.items())
+    cells = map(cell_of, _overridden(path, grid, overrides))
+    return tuple(dict.fromkeys(cells))
 
 
 _SLOW = ("workload", "scenario", "seed", "num_prompts", "source", "max_concurrency", "request_rate", "model", "device")

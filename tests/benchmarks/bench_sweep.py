@@ -14,9 +14,9 @@ import time
 from collections import defaultdict
 from pathlib import Path
 
-from ebbench.sweep.settings import with_absolute_paths
+from ebbench.runs.make import Task, make
+from ebbench.runs.pool import attempt
 from ebbench.sweep.spec import load_sweep
-from ebbench.sweep.work import Task, work
 
 GRID = Path(__file__).parents[2] / "reports" / "sweeps" / "paper-grid.toml"
 
@@ -29,10 +29,10 @@ def main() -> None:
     spent: dict[str, list[float]] = defaultdict(list)
     for cell in cells[every // 2 :: every]:
         start_s = time.process_time()
-        outcome = work(Task(cell.key, with_absolute_paths(cell.settings)))
+        outcome = attempt(make, Task(cell))
         if outcome.error:
-            sys.exit(f"{cell.key}: {outcome.error}")
-        spent[cell.settings.workload].append(time.process_time() - start_s)
+            sys.exit(f"{cell.directory_name()}: {outcome.error}")
+        spent[cell.plan.workload].append(time.process_time() - start_s)
     print(f"{'workload':14} {'cells':>6} {'CPU s/cell':>11} {'max':>7}")
     for workload, seconds in spent.items():
         print(f"{workload:14} {len(seconds):6} {sum(seconds) / len(seconds):11.2f} {max(seconds):7.2f}")

@@ -14,13 +14,10 @@ from typer.testing import CliRunner, Result
 from ebbench.cli.main import app
 from ebbench.errors import DataError, UnknownNameError
 from ebbench.hazard.trend import analyse_lengths
-from ebbench.papers.cells import Cell, settings
 from ebbench.papers.eb.figure01 import step_ms
 from ebbench.papers.eb.figure11 import hazard_panels
 from ebbench.papers.eb.figure12 import sweep12
-from ebbench.papers.execute import run_missing
 from ebbench.papers.figures import FIGURES, find_figure
-from ebbench.papers.store import CellStore
 from ebbench.papers.table import Wish
 from ebbench.records.run import Run
 from ebbench.render import palette
@@ -28,6 +25,9 @@ from ebbench.render.figures import save
 from ebbench.render.figures_slo import surface_chart
 from ebbench.render.timeline import BINS, timeline_chart, timeline_of
 from ebbench.report.charts import specs
+from ebbench.runs.cell import simulated
+from ebbench.runs.drive import run_missing
+from ebbench.runs.store import RunStore
 from vllm_eb.policy import policy_types
 
 
@@ -38,9 +38,8 @@ def invoke(*args: str) -> Result:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """EB+ through a change of concurrency, long enough for its controller to update."""
-    store = CellStore(tmp_path_factory.mktemp("cells"))
-    cell = Cell("balanced", "ebplus", "rtx-pro-6000", "qwen3-8b", 256, 4096, "concurrency-shift",
-                settings(num_prompts=900))  # fmt: skip
+    store = RunStore(tmp_path_factory.mktemp("cells"))
+    cell = simulated("balanced", "ebplus", "rtx-pro-6000", "qwen3-8b", 256, 4096, "concurrency-shift", num_prompts=900)
     run_missing([cell], store, workers=1)
     found = store.get(cell)
     assert found is not None
@@ -159,14 +158,14 @@ def test_a_figure_is_found_by_several_spellings() -> None:
 @pytest.mark.parametrize("figure", FIGURES, ids=lambda figure: figure.name)
 def test_every_figure_can_be_drawn_from_nothing(figure, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     """Without stored runs the chart holds the published values alone; its structure must be sound all the same."""
-    chart = figure.chart(Wish(num_prompts=300), CellStore(tmp_path))
+    chart = figure.chart(Wish(num_prompts=300), RunStore(tmp_path))
     assert chart.to_dict()["$schema"].startswith("https://vega.github.io/schema/vega-lite")
 
 
 def test_bars_of_figure_4_hold_published_values_and_ours(tmp_path: Path) -> None:
     figure, wish = find_figure("4"), Wish(devices=("h200",), num_prompts=50)
-    store = CellStore(tmp_path)
-    cells = [cell for cell in figure.cells(wish) if cell.workload == "balanced"]
+    store = RunStore(tmp_path)
+    cells = [cell for cell in figure.cells(wish) if cell.plan.workload == "balanced"]
     run_missing(cells, store, workers=1, whole=False)
     spec = figure.chart(wish, store).to_dict()
     rows = [row for data in spec["datasets"].values() for row in data] if "datasets" in spec else _inline(spec)
@@ -187,8 +186,12 @@ def _inline(node: object) -> list[dict]:  # type: ignore[type-arg]
 
 
 def test_figure_12_averages_over_its_seeds(tmp_path: Path) -> None:
-    wish, store = Wish(num_prompts=40), CellStore(tmp_path)
-    cells = [c for c in find_figure("12").cells(wish) if c.policy == "eb:theta=0.5" and "gamma:8" in str(c.settings)]
+    wish, store = Wish(num_prompts=40), RunStore(tmp_path)
+    cells = [
+        c
+        for c in find_figure("12").cells(wish)
+        if c.policy == "eb:theta=0.5" and c.plan.length_distribution == "gamma:8"
+    ]
     cells = [cell for cell in cells if cell.device == "h200"]
     assert len(cells) == 3
     run_missing(cells, store, workers=1, whole=False)

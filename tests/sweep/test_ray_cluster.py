@@ -14,11 +14,11 @@ import pytest
 from sweep_data import TINY, invoke, spec_file
 from sweep_jobs import slow
 
-from ebbench.cli.sweep import executor_of
+from ebbench.cli.sweep import pool_of
+from ebbench.runs.ray_pool import RayCluster
 from ebbench.sweep.drive import Progress, run_sweep
-from ebbench.sweep.ray_cluster import RayCluster
 from ebbench.sweep.spec import load_sweep
-from ebbench.sweep.store import Store
+from ebbench.sweep.store import SweepStore
 
 ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.slow
@@ -76,10 +76,9 @@ def test_cells_run_on_the_cluster_through_the_command(cluster: object, tmp_path:
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout)["finished"] == 4
     invoke("sweep", spec, "--output-dir", tmp_path / "here", "--workers", 1, "--json")
-    here, there = (Store(tmp_path / name).load(load_sweep(spec).cells) for name in ("here", "ray"))
-    assert {key: entry.summary["output_throughput"] for key, entry in here.items()} == {
-        key: entry.summary["output_throughput"] for key, entry in there.items()
-    }
+    here, there = (SweepStore(tmp_path / name).load(load_sweep(spec).cells) for name in ("here", "ray"))
+    rates = [{e.cell: e.measured.figures["output_throughput"] for e in entries} for entries in (here, there)]
+    assert rates[0] == rates[1]
 
 
 def test_a_lost_node_costs_no_finished_cell(cluster: object, tmp_path: Path) -> None:
@@ -88,16 +87,16 @@ def test_a_lost_node_costs_no_finished_cell(cluster: object, tmp_path: Path) -> 
     notes.mkdir()
     text = TINY.replace("repeats = 2", "repeats = 12").replace('policy = ["v1", "eb"]', 'policy = ["v1"]')
     spec = spec_file(tmp_path, text + f'tokenizer = "{notes}"\n')
-    sweep, store = load_sweep(spec), Store(tmp_path / "out")
+    sweep, store = load_sweep(spec), SweepStore(tmp_path / "out")
     lost: list[int] = []
 
     def report(progress: Progress) -> None:
         if progress.done == 4 and not lost:
-            before = {path.stem: path.read_text() for path in (tmp_path / "out" / "cells").glob("*.json")}
+            before = list((tmp_path / "out" / "cells").glob("*/cell.json"))
             cluster.remove_node(cluster.nodes.pop(), allow_graceful=False)  # type: ignore[attr-defined]
             lost.append(len(before))
 
-    result = run_sweep(sweep, store, RayCluster(gpus=1.0, job=slow), spec=spec.read_bytes(), report=report)
+    result = run_sweep(sweep, store, RayCluster(gpus=1.0), spec=spec.read_bytes(), report=report, job=slow)
     assert lost == [4]
     assert (len(result.finished), len(result.failed)) == (12, 0)
     executions = [len(path.read_text().splitlines()) for path in notes.iterdir()]
@@ -108,11 +107,11 @@ def test_a_lost_node_costs_no_finished_cell(cluster: object, tmp_path: Path) -> 
 @pytest.mark.parametrize(("engine", "gpus"), [("vllm", 1.0), ("sim", 0.0)])
 def test_cells_of_the_vllm_engine_get_a_gpu_each(engine: str, gpus: float, tmp_path: Path) -> None:
     sweep = load_sweep(spec_file(tmp_path, TINY + f'engine = "{engine}"\n'))
-    chosen = executor_of("ray", sweep, None, None, None)
+    chosen = pool_of("ray", sweep, None, None, None)
     assert isinstance(chosen, RayCluster)
     assert chosen.gpus == gpus
-    assert executor_of("ray", sweep, None, None, 0.5).gpus == 0.5  # type: ignore[attr-defined]
-    here = executor_of("process", sweep, None, None, None)
+    assert pool_of("ray", sweep, None, None, 0.5).gpus == 0.5  # type: ignore[attr-defined]
+    here = pool_of("process", sweep, None, None, None)
     assert (here.workers == 1) == (engine == "vllm" or len(os.sched_getaffinity(0)) == 1)  # type: ignore[attr-defined]
 
 
@@ -121,4 +120,4 @@ def test_more_gpus_than_there_are_is_said_at_once(cluster: object, tmp_path: Pat
     from ebbench.errors import RunError
 
     with pytest.raises(RunError, match=r"no node with 64 GPU\(s\)"):
-        run_sweep(sweep, Store(tmp_path / "out"), RayCluster(gpus=64), spec=b"", report=lambda progress: None)
+        run_sweep(sweep, SweepStore(tmp_path / "out"), RayCluster(gpus=64), spec=b"", report=lambda progress: None)

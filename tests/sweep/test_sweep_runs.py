@@ -19,14 +19,14 @@ from sweep_jobs import deadly
 from ebbench.analysis.summary import summarise
 from ebbench.devices import load_device
 from ebbench.records.run import Run
-from ebbench.sweep import work as work_module
+from ebbench.runs.make import Task, device_of, make
+from ebbench.runs.pool import ATTEMPTS, Processes, attempt
+from ebbench.runs.settings import cell_of
+from ebbench.runs.store import Measured
 from ebbench.sweep.drive import run_sweep
-from ebbench.sweep.executors import ATTEMPTS, Processes
 from ebbench.sweep.findings import baseline_of, findings
-from ebbench.sweep.settings import Settings
 from ebbench.sweep.spec import load_sweep
-from ebbench.sweep.store import SCHEMA, Finished, Store
-from ebbench.sweep.work import Task, work
+from ebbench.sweep.store import SCHEMA, Finished, SweepStore
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def test_results_are_one_table_in_the_order_of_the_grid(tiny: Path) -> None:
     table = pq.read_table(tiny / "out" / "results.parquet")
     assert table.schema.equals(SCHEMA)
     cells = load_sweep(tiny / "spec.toml").cells
-    assert table["key"].to_pylist() == [cell.key for cell in cells]
+    assert table["key"].to_pylist() == [cell.key() for cell in cells]
     assert table["completed"].to_pylist() == [40.0] * 8
     assert set(table["valid"].to_pylist()) == {True}
     rows = table.to_pylist()
@@ -119,8 +119,8 @@ def test_findings_name_the_policy_they_are_against_and_the_setting(tmp_path: Pat
 
 def test_there_is_one_baseline_and_no_gain_where_it_is_missing() -> None:
     def cell(policy: str, concurrency: int, throughput: float) -> Finished:
-        settings = Settings(workload="balanced", policy=policy, max_concurrency=concurrency)
-        return Finished(key="", settings=settings, summary={"valid": True, "request_throughput": throughput})
+        made = cell_of({"workload": "balanced", "policy": policy, "max_concurrency": concurrency})
+        return Finished(made, Measured({"valid": True, "request_throughput": throughput}, (), Path()))
 
     cells = [cell("eb", 4, 2.0), cell("ebplus", 4, 3.0), cell("eb", 8, 5.0), cell("v1", 8, 4.0)]
     found = findings(cells, ("policy", "max_concurrency"))
@@ -129,9 +129,9 @@ def test_there_is_one_baseline_and_no_gain_where_it_is_missing() -> None:
 
 
 def test_nothing_is_run_twice(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stamps = {path: path.stat().st_mtime_ns for path in (tiny / "out" / "cells").iterdir()}
+    stamps = {path: path.stat().st_mtime_ns for path in (tiny / "out" / "cells").glob("*/cell.json")}
     assert invoke("sweep", tiny / "spec.toml", "--output-dir", tiny / "out", "-q").exit_code == 0
-    assert stamps == {path: path.stat().st_mtime_ns for path in (tiny / "out" / "cells").iterdir()}
+    assert stamps == {path: path.stat().st_mtime_ns for path in (tiny / "out" / "cells").glob("*/cell.json")}
 
 
 def test_a_wider_grid_runs_only_what_is_new(tiny: Path, tmp_path: Path) -> None:
@@ -147,21 +147,19 @@ def test_a_wider_grid_runs_only_what_is_new(tiny: Path, tmp_path: Path) -> None:
 
 def test_a_damaged_result_is_named(tiny: Path, tmp_path: Path) -> None:
     shutil.copytree(tiny / "out", tmp_path / "out")
-    victim = next((tmp_path / "out" / "cells").iterdir())
+    victim = next((tmp_path / "out" / "cells").glob("*/cell.json"))
     victim.write_bytes(b"{")
     done = invoke("sweep", tiny / "spec.toml", "-o", tmp_path / "out", "-q")
     assert done.exit_code == 3
-    assert f"{victim.name}: not a stored cell" in done.stderr
+    assert f"{victim}: damaged" in done.stderr
 
 
 def test_a_summary_alone_is_the_summary_of_the_run_kept(tmp_path: Path) -> None:
-    settings = Settings(
-        workload="balanced", source="profile", num_prompts=700, input_len=32, output_len=8, max_concurrency=64,
-        policy="ebplus", goodput="ttft:500",
+    cell = cell_of(
+        {"workload": "balanced", "source": "profile", "num_prompts": 700, "input_len": 32, "output_len": 8,
+         "max_concurrency": 64, "policy": "ebplus", "goodput": "ttft:500"}
     )  # fmt: skip
-    alone, kept = work(Task("a", settings)).summary, work(Task("b", settings, tmp_path / "run")).summary
-    assert alone is not None
-    assert kept is not None
+    alone, kept = make(Task(cell)).figures, make(Task(cell, tmp_path / "run")).figures
     assert alone["request_goodput"] > 0
     assert dict(alone) | {"run_dir": ""} == dict(kept) | {"run_dir": ""}
     again = summarise(Run.load(tmp_path / "run")).to_dict()
@@ -169,14 +167,14 @@ def test_a_summary_alone_is_the_summary_of_the_run_kept(tmp_path: Path) -> None:
 
 
 def test_cells_share_a_devices_tables_but_not_its_memory() -> None:
-    first = Settings(workload="balanced", max_num_seqs=64, gpu_memory_utilization=0.5)
-    second = Settings(workload="balanced", max_num_seqs=2048, max_num_batched_tokens=16384)
-    devices = [work_module._device(settings) for settings in (first, second)]
+    first = cell_of({"workload": "balanced", "max_num_seqs": 64, "gpu_memory_utilization": 0.5})
+    second = cell_of({"workload": "balanced", "max_num_seqs": 2048, "max_num_batched_tokens": 16384})
+    devices = [device_of(cell) for cell in (first, second)]
     assert devices[0].cost is devices[1].cost
-    for settings, device in zip((first, second), devices, strict=True):
+    for cell, device in zip((first, second), devices, strict=True):
         fresh = load_device(
-            settings.device, settings.model, gpu_memory_utilization=settings.gpu_memory_utilization,
-            max_num_seqs=settings.max_num_seqs, max_num_batched_tokens=settings.max_num_batched_tokens,
+            str(cell.device), str(cell.model), gpu_memory_utilization=cell.gpu_memory_utilization,
+            max_num_seqs=cell.options.max_num_seqs, max_num_batched_tokens=cell.options.max_num_batched_tokens,
         )  # fmt: skip
         assert device == fresh
 
@@ -187,7 +185,8 @@ def test_a_cell_that_fails_is_reported_and_the_rest_goes_on(tmp_path: Path) -> N
     assert done.exit_code == 4
     assert "4 of 8 cells failed" in done.stderr
     assert "4 cell(s): --max-num-batched-tokens 8 is below --max-num-seqs 16" in " ".join(done.stdout.split())
-    assert len(list((tmp_path / "out" / "cells").iterdir())) == len(list((tmp_path / "out" / "failed").iterdir())) == 4
+    assert len(list((tmp_path / "out" / "cells").glob("*/cell.json"))) == 4
+    assert len(list((tmp_path / "out" / "failed").iterdir())) == 4
 
 
 def test_a_fault_inside_an_engine_is_that_cells_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,9 +196,9 @@ def test_a_fault_inside_an_engine_is_that_cells_alone(monkeypatch: pytest.Monkey
         raise ZeroDivisionError("a bug")
 
     monkeypatch.setattr(ebbench.engines, "select_engine", broken)
-    outcome = work(Task("k", Settings(workload="balanced", source="profile", num_prompts=5)))
-    assert outcome.summary is None
-    assert outcome.error == "ZeroDivisionError: a bug"
+    outcome = attempt(make, Task(cell_of({"workload": "balanced", "source": "profile", "num_prompts": 5})))
+    assert outcome.value is None
+    assert str(outcome.error).startswith("ZeroDivisionError: a bug (test_sweep_runs.py:")
 
 
 def test_a_cell_that_kills_its_process_fails_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,12 +208,12 @@ def test_a_cell_that_kills_its_process_fails_alone(tmp_path: Path, monkeypatch: 
     text = TINY.replace("repeats = 2", "repeats = 6").replace('"v1", "eb"', '"v1"') + f'tokenizer = "{notes}"\n'
     spec = spec_file(tmp_path, text)
     result = run_sweep(
-        load_sweep(spec), Store(tmp_path / "out"), Processes(2, job=deadly), spec=b"", report=lambda progress: None
+        load_sweep(spec), SweepStore(tmp_path / "out"), Processes(2), spec=b"", report=lambda progress: None, job=deadly
     )
-    assert sorted(entry.settings.seed for entry in result.finished) == [0, 1, 3, 4, 5]
+    assert sorted(entry.cell.plan.seed for entry in result.finished) == [0, 1, 3, 4, 5]
     (failed,) = result.failed
-    assert failed.settings.seed == 2
-    assert f"died {ATTEMPTS} times" in failed.error
+    assert failed.cell.plan.seed == 2
+    assert f"died {ATTEMPTS} times" in str(failed.error)
 
 
 def test_a_killed_sweep_goes_on_where_it_was(tmp_path: Path) -> None:
@@ -225,16 +224,16 @@ def test_a_killed_sweep_goes_on_where_it_was(tmp_path: Path) -> None:
     command = [sys.executable, "-c", code, "sweep", str(spec), "-o", str(out), "--workers", "1", "-q"]
     process = subprocess.Popen(command, start_new_session=True)
     deadline = time.monotonic() + 60
-    while len(list(out.glob("cells/*.json"))) < 3 and time.monotonic() < deadline:
+    while len(list(out.glob("cells/*/cell.json"))) < 3 and time.monotonic() < deadline:
         time.sleep(0.02)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    before = {path.name: path.read_bytes() for path in out.glob("cells/*.json")}
+    before = {path.parent.name: path.read_bytes() for path in out.glob("cells/*/cell.json")}
     assert 3 <= len(before) < 40
     assert _gone(process.pid), "worker processes outlive the sweep"
     again = json.loads(invoke("sweep", spec, "-o", out, "--json", "-q", "--workers", 1).stdout)
     assert (again["from_before"], again["finished"]) == (len(before), 40)
-    assert before == {name: (out / "cells" / name).read_bytes() for name in before}
+    assert before == {name: (out / "cells" / name / "cell.json").read_bytes() for name in before}
 
 
 def _gone(session: int) -> bool:
@@ -261,25 +260,23 @@ def test_ctrl_c_keeps_what_is_finished(tmp_path: Path) -> None:
     command = [sys.executable, "-c", code, "sweep", str(spec), "-o", str(out), "--workers", "1", "-q"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 60
-    while not list(out.glob("cells/*.json")) and time.monotonic() < deadline:
+    while not list(out.glob("cells/*/cell.json")) and time.monotonic() < deadline:
         time.sleep(0.02)
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130
-    kept = len(list(out.glob("cells/*.json")))
+    kept = len(list(out.glob("cells/*/cell.json")))
     assert f"interrupted; {kept} of 40 cells are finished" in errors
     assert pq.read_table(out / "results.parquet").num_rows == kept
 
 
-def test_runs_are_kept_on_request_and_leftovers_set_aside(tmp_path: Path) -> None:
+def test_runs_are_kept_on_request(tmp_path: Path) -> None:
     text = TINY.replace("repeats = 2", "repeats = 1\nkeep_runs = true")
     spec, out = spec_file(tmp_path, text), tmp_path / "out"
-    first = load_sweep(spec).cells[0]
-    (out / "runs" / first.key).mkdir(parents=True)
     assert invoke("sweep", spec, "-o", out, "-q", "--workers", 1).exit_code == 0
     for cell in load_sweep(spec).cells:
-        assert Run.load(out / "runs" / cell.key).manifest.policy == cell.settings.policy
-    assert (out / "runs" / f"{first.key}.unfinished-1").is_dir()
+        assert Run.load(out / "cells" / cell.directory_name()).manifest.policy == cell.policy
+    assert not list((out / "cells").glob(".cell-*"))
 
 
 @pytest.mark.parametrize(

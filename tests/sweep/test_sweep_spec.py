@@ -9,7 +9,7 @@ import pytest
 from sweep_data import TINY, invoke, spec_file
 
 from ebbench.errors import EbbenchError, InputFileError
-from ebbench.sweep.settings import Settings, cell_key, with_absolute_paths
+from ebbench.runs.settings import cell_of
 from ebbench.sweep.spec import load_sweep
 
 REPORTS = Path(__file__).resolve().parents[2] / "reports" / "sweeps"
@@ -18,26 +18,26 @@ REPORTS = Path(__file__).resolve().parents[2] / "reports" / "sweeps"
 def test_every_combination_is_a_cell_and_repeats_are_seeds(tmp_path: Path) -> None:
     text = TINY.replace("[common]", "max_num_batched_tokens = [256, 512, 1024]\nseed = [10, 20]\n[common]")
     sweep = load_sweep(spec_file(tmp_path, text))
-    settings = {(c.settings.policy, c.settings.max_num_batched_tokens, c.settings.seed) for c in sweep.cells}
+    settings = {(c.policy, c.options.max_num_batched_tokens, c.plan.seed) for c in sweep.cells}
     assert settings == {(p, b, s) for p in ("v1", "eb") for b in (256, 512, 1024) for s in (10, 11, 20, 21)}
-    assert len(sweep.cells) == len({cell.key for cell in sweep.cells}) == 24
+    assert len(sweep.cells) == len({cell.key() for cell in sweep.cells}) == 24
     assert set(sweep.axes) == {"policy", "max_num_batched_tokens", "seed"}
-    assert {cell.settings.num_prompts for cell in sweep.cells} == {40}
+    assert {cell.plan.num_prompts for cell in sweep.cells} == {40}
 
 
 def test_cells_of_one_plan_are_neighbours(tmp_path: Path) -> None:
     sweep = load_sweep(spec_file(tmp_path, TINY))
-    assert [cell.settings.seed for cell in sweep.cells] == [0, 0, 1, 1]
+    assert [cell.plan.seed for cell in sweep.cells] == [0, 0, 1, 1]
 
 
 def test_the_papers_grid_has_1440_cells() -> None:
     sweep = load_sweep(REPORTS / "paper-grid.toml")
     assert len(sweep.cells) == 1440
-    asked = {(cell.settings.workload == "wildchat", cell.settings.num_prompts) for cell in sweep.cells}
+    asked = {(cell.plan.workload == "wildchat", cell.plan.num_prompts) for cell in sweep.cells}
     assert asked == {(False, 4000), (True, 430)}  # conversations of 9.3 requests
     sample = load_sweep(REPORTS / "paper-grid-sample.toml")
     assert len(sample.cells) == 192
-    assert {cell.key for cell in sample.cells} < {cell.key for cell in sweep.cells}
+    assert {cell.key() for cell in sample.cells} < {cell.key() for cell in sweep.cells}
 
 
 def test_two_spellings_of_a_policy_are_one_cell(tmp_path: Path) -> None:
@@ -46,30 +46,30 @@ def test_two_spellings_of_a_policy_are_one_cell(tmp_path: Path) -> None:
 
 
 def test_a_key_is_the_content_of_settings_and_files(tmp_path: Path) -> None:
-    settings = Settings(workload="balanced")
-    assert cell_key(settings) == cell_key(Settings(workload="balanced", policy="v1"))
-    assert cell_key(settings) != cell_key(Settings(workload="balanced", seed=1))
+    cell = cell_of({"workload": "balanced"})
+    assert cell.key() == cell_of({"workload": "balanced", "policy": "v1"}).key()
+    assert cell.key() != cell_of({"workload": "balanced", "seed": 1}).key()
     trace = tmp_path / "trace.jsonl"
     trace.write_text('{"timestamp": 0, "input_length": 5, "output_length": 5}\n')
-    traced = Settings(workload=f"trace:{trace}")
-    before = cell_key(traced)
-    assert cell_key(traced) == before
+    traced = cell_of({"workload": f"trace:{trace}"})
+    before = traced.key()
+    assert traced.key() == before
     trace.write_text('{"timestamp": 0, "input_length": 6, "output_length": 5}\n')
-    assert cell_key(traced) != before
+    assert traced.key() != before
 
 
 def test_files_are_named_absolutely_for_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "trace.jsonl").write_text("{}")
     monkeypatch.chdir(tmp_path)
-    moved = with_absolute_paths(Settings(workload="trace:trace.jsonl", model="qwen3-8b"))
-    assert moved.workload == f"trace:{tmp_path / 'trace.jsonl'}"
+    moved = cell_of({"workload": "trace:trace.jsonl", "model": "qwen3-8b"}).with_absolute_paths()
+    assert moved.plan.workload == f"trace:{tmp_path / 'trace.jsonl'}"
     assert moved.model == "qwen3-8b"
 
 
 def test_overrides_change_the_cells_they_name(tmp_path: Path) -> None:
     text = TINY + '[[overrides]]\nwhen = { policy = "eb" }\nset = { max_num_seqs = 8, num_prompts = 20 }\n'
     cells = load_sweep(spec_file(tmp_path, text)).cells
-    found = {(c.settings.policy, c.settings.max_num_seqs, c.settings.num_prompts) for c in cells}
+    found = {(c.policy, c.options.max_num_seqs, c.plan.num_prompts) for c in cells}
     assert found == {("v1", 16, 40), ("eb", 8, 20)}
 
 
@@ -77,7 +77,7 @@ def test_overrides_know_every_spelling_of_a_policy(tmp_path: Path) -> None:
     text = TINY.replace('"eb"', '"eb:theta=0.50"')
     text += '[[overrides]]\nwhen = { policy = "eb: theta=0.5" }\nset = { num_prompts = 20 }\n'
     text += "[[overrides]]\nwhen = { num_prompts = 20 }\nset = { num_prompts = 30 }\n"
-    found = {(c.settings.policy, c.settings.num_prompts) for c in load_sweep(spec_file(tmp_path, text)).cells}
+    found = {(c.policy, c.plan.num_prompts) for c in load_sweep(spec_file(tmp_path, text)).cells}
     assert found == {("v1", 40), ("eb:theta=0.5", 30)}
 
 
@@ -85,7 +85,7 @@ def test_an_override_sets_a_policy_in_any_spelling(tmp_path: Path) -> None:
     text = TINY.replace('policy = ["v1", "eb"]', 'workload = ["balanced", "sharegpt"]')
     text = text.replace('workload = "balanced"\n', "")
     text += '[[overrides]]\nwhen = { workload = "sharegpt" }\nset = { policy = "eb: theta=0.50" }\n'
-    assert {c.settings.policy for c in load_sweep(spec_file(tmp_path, text)).cells} == {"v1", "eb:theta=0.5"}
+    assert {c.policy for c in load_sweep(spec_file(tmp_path, text)).cells} == {"v1", "eb:theta=0.5"}
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_an_override_sets_a_policy_in_any_spelling(tmp_path: Path) -> None:
 )
 def test_a_rate_means_the_scenario_that_run_takes(tmp_path: Path, keys: str, scenario: str | None) -> None:
     cells = load_sweep(spec_file(tmp_path, TINY + keys)).cells
-    assert {cell.settings.scenario for cell in cells} == {scenario}
+    assert {cell.plan.scenario for cell in cells} == {scenario}
 
 
 def test_a_dry_run_says_which_cells_cannot_run(tmp_path: Path) -> None:

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from ebbench.papers.cells import Cell, settings
-from ebbench.papers.execute import run_missing
-from ebbench.papers.store import CellStore, Measured
+from ebbench.runs.cell import Cell, simulated
+from ebbench.runs.drive import run_missing
+from ebbench.runs.store import Measured, RunStore
 
 SHIFT = """
 name = "small-shift"
@@ -41,24 +41,24 @@ def shift_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def shift_cell(shift_file: Path) -> Cell:
-    return Cell("balanced", "eb", "rtx-pro-6000", "qwen3-8b", 64, 2048, str(shift_file))
+    return simulated("balanced", "eb", "rtx-pro-6000", "qwen3-8b", 64, 2048, str(shift_file))
 
 
 @pytest.fixture(scope="session")
 def small_cell() -> Cell:
-    return Cell("balanced", "v1", "h200", "qwen3-8b", 64, 2048, settings=settings(num_prompts=40, output_len=20))
+    return simulated("balanced", "v1", "h200", "qwen3-8b", 64, 2048, num_prompts=40, output_len=20)
 
 
 @pytest.fixture(scope="session")
-def store(tmp_path_factory: pytest.TempPathFactory, shift_cell: Cell, small_cell: Cell) -> CellStore:
+def store(tmp_path_factory: pytest.TempPathFactory, shift_cell: Cell, small_cell: Cell) -> RunStore:
     """A store that holds both cells."""
-    made = CellStore(tmp_path_factory.mktemp("cells"))
+    made = RunStore(tmp_path_factory.mktemp("cells"))
     run_missing([shift_cell, small_cell], made, workers=1)
     return made
 
 
 @pytest.fixture(scope="session")
-def shift_run(store: CellStore, shift_cell: Cell) -> Measured:
+def shift_run(store: RunStore, shift_cell: Cell) -> Measured:
     found = store.get(shift_cell)
     assert found is not None
     return found

@@ -5,24 +5,24 @@ from __future__ import annotations
 import json
 import os
 import pickle
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from ebbench.devices.profiles import HostCosts
 from ebbench.engines.base import EngineResult
 from ebbench.engines.sim import SimEngine
-from ebbench.errors import DataError, EbbenchError, InputFileError, RunError, UnknownNameError, UsageError
-from ebbench.papers import cells as cells_module
-from ebbench.papers.cells import Cell, settings
-from ebbench.papers.execute import _collect, run_missing
-from ebbench.papers.store import CELL, CellStore
+from ebbench.errors import DataError, EbbenchError, InputFileError, UnknownNameError, UsageError
 from ebbench.records.run import Run
+from ebbench.runs import cell as cell_module
+from ebbench.runs.cell import Cell
+from ebbench.runs.drive import run_missing
+from ebbench.runs.store import CELL, RunStore
 
 
-def test_a_second_call_runs_nothing(store: CellStore, small_cell: Cell, shift_cell: Cell) -> None:
-    again = CellStore(store.root)
+def test_a_second_call_runs_nothing(store: RunStore, small_cell: Cell, shift_cell: Cell) -> None:
+    again = RunStore(store.root)
     assert run_missing([small_cell, shift_cell], again, workers=1) == 0
     assert again.get(small_cell) is not None
 
@@ -30,13 +30,14 @@ def test_a_second_call_runs_nothing(store: CellStore, small_cell: Cell, shift_ce
 @pytest.mark.parametrize(
     "change",
     [
-        {"seed": 1}, {"policy": "eb"}, {"device": "l40s"}, {"max_num_seqs": 65},
-        {"settings": settings(num_prompts=41, output_len=20)}, {"prefix_caching": False},
+        {"seed": 1}, {"policy": "eb"}, {"device": "l40s"}, {"max_num_seqs": 65}, {"num_prompts": 41},
+        {"enable_prefix_caching": False}, {"cost": "roofline"}, {"goodput": "ttft:500"}, {"shuffle": True},
+        {"host": HostCosts(1e-3, 1e-5)}, {"gpu_memory_utilization": 0.5}, {"topology": "dp=2"},
     ],
     ids=lambda change: next(iter(change)),
 )  # fmt: skip
 def test_any_other_question_has_another_key(small_cell: Cell, change: dict[str, object]) -> None:
-    assert replace(small_cell, **change).key() != small_cell.key()  # type: ignore[arg-type]
+    assert small_cell.changed(**change).key() != small_cell.key()
 
 
 def test_the_order_of_work_is_no_part_of_the_question(small_cell: Cell) -> None:
@@ -45,7 +46,7 @@ def test_the_order_of_work_is_no_part_of_the_question(small_cell: Cell) -> None:
 
 def test_changed_code_is_another_question(small_cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
     before = small_cell.key()
-    monkeypatch.setattr(cells_module, "code_fingerprint", lambda: "other code")
+    monkeypatch.setattr(cell_module, "code_fingerprint", lambda engine: "other code")
     assert small_cell.key() != before
 
 
@@ -62,13 +63,13 @@ def test_a_changed_scenario_file_is_another_question(shift_cell: Cell, shift_fil
 def test_a_changed_trace_is_another_question(tmp_path: Path, small_cell: Cell) -> None:
     path = tmp_path / "trace.csv"
     path.write_text("one")
-    asked = replace(small_cell, workload=f"trace:{path}"), replace(small_cell, settings=settings(source=f"file:{path}"))
+    asked = small_cell.changed(workload=f"trace:{path}"), small_cell.changed(source=f"file:{path}")
     before = [cell.key() for cell in asked]
     path.write_text("two")
     assert not {cell.key() for cell in asked} & set(before)
 
 
-def test_a_stored_cell_is_a_run_like_any_other(store: CellStore, small_cell: Cell) -> None:
+def test_a_stored_cell_is_a_run_like_any_other(store: RunStore, small_cell: Cell) -> None:
     found = store.get(small_cell)
     assert found is not None
     run = Run.load(found.path)
@@ -78,7 +79,7 @@ def test_a_stored_cell_is_a_run_like_any_other(store: CellStore, small_cell: Cel
 
 
 def test_figures_alone_can_be_kept(tmp_path: Path, small_cell: Cell) -> None:
-    store = CellStore(tmp_path)
+    store = RunStore(tmp_path)
     run_missing([small_cell], store, workers=1, whole=False)
     found = store.get(small_cell)
     assert found is not None
@@ -92,11 +93,11 @@ def test_figures_alone_can_be_kept(tmp_path: Path, small_cell: Cell) -> None:
 
 
 def test_a_pool_gives_what_one_process_gives(tmp_path: Path, small_cell: Cell) -> None:
-    cells = [small_cell, replace(small_cell, seed=1)]
-    run_missing(cells, CellStore(tmp_path / "one"), workers=1, whole=False)
-    run_missing(cells, CellStore(tmp_path / "two"), workers=2, whole=False)
+    cells = [small_cell, small_cell.changed(seed=1)]
+    run_missing(cells, RunStore(tmp_path / "one"), workers=1, whole=False)
+    run_missing(cells, RunStore(tmp_path / "two"), workers=2, whole=False)
     for cell in cells:
-        ours, theirs = CellStore(tmp_path / "one").get(cell), CellStore(tmp_path / "two").get(cell)
+        ours, theirs = RunStore(tmp_path / "one").get(cell), RunStore(tmp_path / "two").get(cell)
         assert ours is not None
         assert theirs is not None
         assert {**ours.figures, "run_dir": ""} == {**theirs.figures, "run_dir": ""}
@@ -117,10 +118,10 @@ def test_every_error_survives_the_way_out_of_a_worker(kind: type[EbbenchError]) 
 
 
 def test_a_pool_says_what_one_process_says(tmp_path: Path, small_cell: Cell) -> None:
-    wrong = replace(small_cell, settings=settings(num_prompts=4, source="profil"))
+    wrong = small_cell.changed(num_prompts=4, source="profil")
     for workers in (1, 2):
         with pytest.raises(UnknownNameError, match="did you mean 'profile'"):
-            run_missing([wrong, replace(wrong, seed=1)], CellStore(tmp_path), workers=workers)
+            run_missing([wrong, wrong.changed(seed=1)], RunStore(tmp_path), workers=workers)
 
 
 @pytest.mark.parametrize(
@@ -129,28 +130,28 @@ def test_a_pool_says_what_one_process_says(tmp_path: Path, small_cell: Cell) -> 
 def test_an_unknown_name_is_refused_before_the_first_run(
     tmp_path: Path, small_cell: Cell, wrong: dict[str, str]
 ) -> None:
-    cells = [small_cell, replace(small_cell, **wrong, weight=0.1)]  # type: ignore[arg-type]
+    cells = [small_cell, small_cell.changed(**wrong, weight=0.1)]
     with pytest.raises(UnknownNameError):
-        run_missing(cells, CellStore(tmp_path), workers=1)
+        run_missing(cells, RunStore(tmp_path), workers=1)
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("workers", [0, -1])
 def test_no_workers_are_refused(tmp_path: Path, small_cell: Cell, workers: int) -> None:
     with pytest.raises(UsageError, match=f"--workers must be at least 1, not {workers}"):
-        run_missing([small_cell], CellStore(tmp_path), workers=workers)
+        run_missing([small_cell], RunStore(tmp_path), workers=workers)
 
 
 def test_a_request_that_never_fits_is_told_how_to_leave_out(tmp_path: Path, small_cell: Cell) -> None:
     tiny = replace(small_cell, device="linear:0.001,0.00001,0.001,0.00001,480")
-    with pytest.raises(UsageError, match=r"can never fit .* drop longer ones with --max-model-len 480 --drop-too-long"):
-        run_missing([tiny], CellStore(tmp_path), workers=1)
-    fitting = settings(num_prompts=40, output_len=20, max_model_len=480, drop_too_long=True)
-    assert run_missing([replace(tiny, settings=fitting)], CellStore(tmp_path), workers=1, whole=False) == 1
+    with pytest.raises(UsageError, match=r"can never run; drop longer ones with --max-model-len 480 --drop-too-long"):
+        run_missing([tiny], RunStore(tmp_path), workers=1)
+    fitting = tiny.changed(max_model_len=480, drop_too_long=True)
+    assert run_missing([fitting], RunStore(tmp_path), workers=1, whole=False) == 1
 
 
 def test_a_limit_of_the_plan_is_the_servers(small_cell: Cell) -> None:
-    assert replace(small_cell, settings=settings(max_model_len=70_000)).options.max_model_len == 70_000
+    assert small_cell.changed(max_model_len=70_000).options.max_model_len == 70_000
 
 
 def test_half_a_run_is_no_answer(tmp_path: Path, small_cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,7 +162,7 @@ def test_half_a_run_is_no_answer(tmp_path: Path, small_cell: Cell, monkeypatch: 
         return replace(whole(self, *args), interrupted=True)  # type: ignore[arg-type]
 
     monkeypatch.setattr(SimEngine, "run", cut_off)
-    store = CellStore(tmp_path)
+    store = RunStore(tmp_path)
     with pytest.raises(KeyboardInterrupt):
         run_missing([small_cell], store, workers=1)
     assert store.get(small_cell) is None
@@ -173,7 +174,7 @@ def test_remains_of_killed_workers_are_cleared(tmp_path: Path, small_cell: Cell)
     for path in (old, new):
         path.mkdir()
     os.utime(old, (0, 0))
-    run_missing([small_cell], CellStore(tmp_path), workers=1, whole=False)
+    run_missing([small_cell], RunStore(tmp_path), workers=1, whole=False)
     assert not old.exists()
     assert new.exists(), "another process may be at work in it"
 
@@ -183,30 +184,25 @@ def test_a_damaged_cell_is_named(tmp_path: Path, small_cell: Cell) -> None:
     directory.mkdir()
     (directory / CELL).write_text("{")
     with pytest.raises(DataError, match=small_cell.directory_name()):
-        CellStore(tmp_path).get(small_cell)
+        RunStore(tmp_path).get(small_cell)
 
 
 def test_a_run_of_the_users_own_answers_the_cell_it_shares_a_plan_with(
-    store: CellStore, small_cell: Cell, tmp_path: Path
+    store: RunStore, small_cell: Cell, tmp_path: Path
 ) -> None:
     found = store.get(small_cell)
     assert found is not None
-    adopting = CellStore(tmp_path, adopted=[found.path])
+    adopting = RunStore(tmp_path, adopted=[found.path])
     taken = adopting.get(small_cell)
     assert taken is not None
     assert taken.path == found.path
-    assert adopting.get(replace(small_cell, seed=1)) is None, "another seed is another plan"
-    assert adopting.get(replace(small_cell, max_num_seqs=32)) is None
+    assert adopting.get(small_cell.changed(seed=1)) is None, "another seed is another plan"
+    assert adopting.get(small_cell.changed(max_num_seqs=32)) is None
 
 
-def test_cell_json_says_what_it_answers(store: CellStore, small_cell: Cell) -> None:
+def test_cell_json_says_what_it_answers(store: RunStore, small_cell: Cell) -> None:
     found = store.get(small_cell)
     assert found is not None
     content = json.loads((found.path / CELL).read_text())
     assert content["cell"]["policy"] == "v1"
-    assert content["code"] == cells_module.code_fingerprint()
-
-
-def test_a_killed_worker_is_one_line() -> None:
-    with ProcessPoolExecutor(1) as pool, pytest.raises(RunError, match="a worker was killed"):
-        _collect({pool.submit(os._exit, 9)}, None)
+    assert content["key"] == small_cell.key()

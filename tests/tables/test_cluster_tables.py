@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,59 +11,55 @@ import pyarrow as pa
 import pytest
 from typer.testing import CliRunner
 
+from ebbench.analysis.pools import pool_figures
 from ebbench.cli.main import app
 from ebbench.engines.base import EngineResult
-from ebbench.papers.cells import Cell, settings
-from ebbench.papers.cluster_cells import DEEPSEEK, ClusterCell, cluster_figures, deepseek_unit
 from ebbench.papers.eb.table19_20 import explained
 from ebbench.papers.staggered.curves import SHARES, SHORT_3K, Curve, capacity_rps, prefill_cell
-from ebbench.papers.store import CellStore, Measured
+from ebbench.papers.staggered.deployment import MODEL, UNIT, deployed, pass_s
 from ebbench.papers.table import Wish
 from ebbench.records.schema import DECISIONS, REQUESTS, STEPS
+from ebbench.runs.cell import Cell, simulated
+from ebbench.runs.make import plan_of
+from ebbench.runs.store import Measured, RunStore
 
-CELL = ClusterCell(
-    "reference:workloads/short-prompts.toml", "v1", DEEPSEEK, "deepseek-v3", 64, 3072, scenario="poisson",
-    settings=settings(num_prompts=60, request_rate=50.0), topology="3p", async_scheduling=False,
+CELL = simulated(
+    "reference:workloads/short-prompts.toml", "v1", UNIT, MODEL, 64, 3072, scenario="poisson", num_prompts=60,
+    request_rate=50.0, topology=deployed("3p"), async_scheduling=False,
 )  # fmt: skip
 
 
 @pytest.mark.parametrize(
     "change",
-    [{"topology": "3p1d-deepseek"}, {"dispatch": "sbs"}, {"decode_dispatch": "iqr"}, {"network_ms": 1.0},
+    [{"topology": deployed("3p1d-deepseek")}, {"dispatch": "sbs"}, {"decode_dispatch": "iqr"},
+     {"topology": deployed("3p", network_ms=1.0)},
      {"async_scheduling": True}, {"max_model_len": 1000}, {"policy": "eb"}],
     ids=lambda change: next(iter(change)),
 )  # fmt: skip
 def test_any_other_cluster_has_another_key(change: dict[str, object]) -> None:
-    assert replace(CELL, **change).key() != CELL.key()  # type: ignore[arg-type]
+    assert CELL.changed(**change).key() != CELL.key()
 
 
 def test_a_single_run_does_not_stand_for_a_cluster(tmp_path: Path) -> None:
-    store = CellStore(tmp_path)
+    store = RunStore(tmp_path)
     store._adopted = {("x", "v1", "h200", "qwen3-8b", 1, 1): tmp_path}  # whatever was adopted is not even looked at
     assert store.get(CELL) is None
 
 
 def test_prompts_are_as_long_as_published() -> None:
-    tokens = np.asarray(
-        replace(CELL, settings=settings(num_prompts=4000, request_rate=50.0)).plan().table["input_tokens"]
-    )
+    tokens = np.asarray(plan_of(CELL.changed(num_prompts=4000)).table["input_tokens"])
     assert tokens.max() <= 3072
     assert tokens.mean() == pytest.approx(1000, rel=0.05)
-    long = replace(
-        CELL,
-        workload="reference:workloads/long-prompts.toml",
-        settings=settings(num_prompts=4000, request_rate=50.0, max_model_len=70_000),
-    )
-    tokens = np.asarray(long.plan().table["input_tokens"])
+    long = CELL.changed(workload="reference:workloads/long-prompts.toml", num_prompts=4000, max_model_len=70_000)
+    tokens = np.asarray(plan_of(long).table["input_tokens"])
     assert tokens.min() >= 3072
     assert tokens.max() <= 65_536
     assert tokens.mean() == pytest.approx(6700, rel=0.06)
 
 
 def test_the_unit_reproduces_the_passes_that_table_1_implies() -> None:
-    cost = deepseek_unit().calibration
     for chunk, qps, use in ((3072, 70.0, 0.887), (5120, 79.0, 0.88)):
-        assert cost.alpha_p + cost.beta_p * chunk == pytest.approx(8 * chunk * use / (1000 * qps), rel=0.01)
+        assert pass_s(chunk) == pytest.approx(8 * chunk * use / (1000 * qps), rel=0.01)
 
 
 def result(steps: list[dict[str, object]], sent_ns: list[int]) -> EngineResult:
@@ -80,7 +75,6 @@ def result(steps: list[dict[str, object]], sent_ns: list[int]) -> EngineResult:
 
 def test_figures_of_a_group_are_counted_per_pass() -> None:
     """Two units of one instance; three passes of a second, of which the first is not counted; the third one-sided."""
-    cell = replace(CELL, topology="dp=2,ep=2", max_num_batched_tokens=1000)
 
     def step(unit: int, start_s: float, tokens: int, decodes: int, blocks: int) -> dict[str, object]:
         start = round(start_s * 1e9)
@@ -94,7 +88,7 @@ def test_figures_of_a_group_are_counted_per_pass() -> None:
         step(1, 2, 500, 1, 30),
         step(0, 4, 200, 0, 20),
     ]
-    found = cluster_figures(result(steps, [0, 6 * 10**9]), cell)
+    found = pool_figures(result(steps, [0, 6 * 10**9]), deployed("dp=2,ep=2"), 1000)
     assert found["dispatch_wait_ms"] == 3.0
     assert found["front_busy"] == pytest.approx(2 / 4)  # two passes of a second between 2 s and 6 s
     assert found["front_chunk_utilisation"] == pytest.approx(1700 / 4000)
@@ -105,12 +99,12 @@ def test_figures_of_a_group_are_counted_per_pass() -> None:
     assert found["front_decode_batch"] == pytest.approx(4 / 4)
 
 
-class Made(CellStore):
+class Made(RunStore):
     """Answers every cell of a curve with TTFT = 1 s times the share of capacity."""
 
     def get(self, cell: Cell) -> Measured | None:
-        rate = dict(cell.settings)["request_rate"]
-        assert isinstance(rate, float)
+        rate = cell.plan.request_rate
+        assert rate is not None
         return Measured({"mean_ttft_ms": 1e3 * rate / capacity_rps(SHORT_3K)}, (), self.root)
 
 
@@ -120,7 +114,7 @@ def test_curves_are_straight_between_two_loads_and_know_their_peak(tmp_path: Pat
     assert curve.peak(0.8) == pytest.approx(0.8, abs=1e-4)
     assert curve.peak(SHARES[-1] + 0.1) is None
     assert curve.at("mean_ttft_ms", 1.5) is None
-    assert Curve(Wish(), CellStore(tmp_path / "none"), SHORT_3K, "sbs").peak(0.8) is None
+    assert Curve(Wish(), RunStore(tmp_path / "none"), SHORT_3K, "sbs").peak(0.8) is None
     assert prefill_cell(Wish(), SHORT_3K, "sbs", 0.5).key() != prefill_cell(Wish(), SHORT_3K, "sbs", 0.525).key()
 
 

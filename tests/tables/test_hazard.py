@@ -13,7 +13,7 @@ from ebbench.cli.main import app
 from ebbench.errors import InputFileError, UsageError
 from ebbench.hazard.lengths import read_lengths
 from ebbench.hazard.trend import analyse_lengths, trend_tests
-from ebbench.papers.store import Measured
+from ebbench.runs.store import Measured
 
 DATA = Path(__file__).resolve().parents[1] / "data"
 

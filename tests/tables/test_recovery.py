@@ -11,8 +11,8 @@ import pytest
 from ebbench.analysis.columns import RequestColumns
 from ebbench.analysis.phases import attainment_document, phases_document
 from ebbench.analysis.recovery import mode_changes, recoveries, served_spans, token_times, ttft_recovery
-from ebbench.papers.store import Measured
 from ebbench.records.schema import REQUESTS
+from ebbench.runs.store import Measured
 
 S = 1_000_000_000
 

@@ -10,7 +10,7 @@ from ebbench.analysis.metrics import measure
 from ebbench.analysis.slo import Slo
 from ebbench.analysis.slo_surface import run_surfaces, surface
 from ebbench.errors import UsageError
-from ebbench.papers.store import Measured
+from ebbench.runs.store import Measured
 
 TTFT_MS = (20.0, 60.0, 200.0, 5000.0)
 TPOT_MS = (5.0, 12.0, 30.0)

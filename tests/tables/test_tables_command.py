@@ -13,8 +13,8 @@ from ebbench.cli.main import app
 from ebbench.papers.figure import PaperFigure
 from ebbench.papers.figures import FIGURES
 from ebbench.papers.registry import TABLES
-from ebbench.papers.store import CellStore, Measured
 from ebbench.papers.table import PaperTable, Wish
+from ebbench.runs.store import Measured, RunStore
 
 SMALL = ("--device", "h200", "--num-prompts", "60", "--workers", "1", "-q")
 
@@ -124,7 +124,7 @@ FIELDS = {
 
 @pytest.mark.parametrize("table", [*TABLES, *FIGURES], ids=lambda table: table.name)
 def test_what_is_declared_is_what_is_read(table: PaperTable | PaperFigure, tmp_path: Path) -> None:
-    wish, store = Watched(num_prompts=50, outputs="profile"), CellStore(tmp_path)
+    wish, store = Watched(num_prompts=50, outputs="profile"), RunStore(tmp_path)
     table.cells(wish)
     if isinstance(table, PaperTable):
         table.document(wish, store)
@@ -135,5 +135,5 @@ def test_what_is_declared_is_what_is_read(table: PaperTable | PaperFigure, tmp_p
 
 
 def test_a_stored_cell_survives_a_second_process_finishing_first(made: Path) -> None:
-    assert CellStore(made).root.exists()
+    assert RunStore(made).root.exists()
     assert not list(made.glob(".cell-*")), "no unfinished directory is left"

@@ -16,14 +16,9 @@ from __future__ import annotations
 
 import itertools
 import math
-import signal
-import threading
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from multiprocessing import get_context
 
 import numpy as np
 
@@ -32,7 +27,6 @@ from ebbench.analysis.gate.units import Unit, figures_of
 from ebbench.analysis.gate.verdict import DEFAULT_RULES, MAX_PAIRS, Outcome, Pair, Rules, judge, pairs_needed
 from ebbench.analysis.metrics import measure
 from ebbench.analysis.sequential import evidence
-from ebbench.child import begin_pool_worker
 from ebbench.devices import load_device
 from ebbench.devices.base import CostModel, Device, StepShape
 from ebbench.engines.base import EngineOptions
@@ -118,13 +112,15 @@ def run_self_test(
     pairs: int = 6,
     max_pairs: int = MAX_PAIRS,
     rules: Rules = DEFAULT_RULES,
-    workers: int = 1,
     seed: int = 0,
+    tried: Try | None = None,
 ) -> SelfTest:
     """Try the gate ``trials`` times per noise on equal sides, ``power_trials`` times per slow-down.
 
     Sequential trials take more pairs, so there are fewer: ``power_trials`` per noise, half as many per slow-down.
+    ``tried`` gives the results of trials, in any order; by default one after another in this process.
     """
+    tried = tried or one_by_one
     looked = replace(rules, sequential=True)
     designs = [
         [(Design(noise, 0.0, pairs, rules), trials) for noise in NOISES],
@@ -132,10 +128,23 @@ def run_self_test(
         [(Design(noise, 0.0, max_pairs, looked), power_trials) for noise in NOISES],
         [(Design(NOISES[0], slowdown, max_pairs, looked), max(power_trials // 2, 1)) for slowdown in SLOWDOWNS[2:]],
     ]
-    with _pool(workers) as pool:
-        seeds = itertools.count(seed, 1_000_000)
-        tallies = [tuple(_tally(pool, design, count, next(seeds)) for design, count in group) for group in designs]
+    seeds = itertools.count(seed, 1_000_000)
+    tallies = [tuple(_tally(tried, design, count, next(seeds)) for design, count in group) for group in designs]
     return SelfTest(*tallies)
+
+
+Task = tuple[Design, int]
+Try = Callable[[Sequence[Task]], Iterable[Trial]]
+
+
+def run_trial(task: Task) -> Trial:
+    """The trial of a design from a seed; what a pool of processes runs."""
+    return trial(*task)
+
+
+def one_by_one(tasks: Sequence[Task]) -> Iterable[Trial]:
+    """Trials in this process."""
+    return map(run_trial, tasks)
 
 
 def trial(design: Design, seed: int) -> Trial:
@@ -222,46 +231,11 @@ def _device() -> Device:
     return load_device("rtx-pro-6000", "qwen3-8b", max_num_seqs=32, max_num_batched_tokens=2048)
 
 
-def _tally(pool: ProcessPoolExecutor | None, design: Design, count: int, seed: int) -> Tally:
-    seeds = range(seed, seed + count)
-    if pool is None:
-        trials = [trial(design, each) for each in seeds]
-    else:
-        trials = list(pool.map(_trial_of, [(design, each) for each in seeds]))
+def _tally(tried: Try, design: Design, count: int, seed: int) -> Tally:
+    trials = list(tried([(design, each) for each in range(seed, seed + count)]))
     outcomes = [each.outcome for each in trials]
     pairs = tuple(each.pairs for each in trials)
     return Tally(design, outcomes.count("fail"), outcomes.count("pass"), outcomes.count("inconclusive"), pairs)
-
-
-def _trial_of(task: tuple[Design, int]) -> Trial:
-    return trial(*task)
-
-
-@contextmanager
-def _pool(workers: int) -> Iterator[ProcessPoolExecutor | None]:
-    if workers < 2:
-        yield None
-        return
-    spawn = get_context("spawn")
-    with ProcessPoolExecutor(workers, mp_context=spawn, initializer=begin_pool_worker) as pool:
-        _begin(pool, workers)
-        try:
-            yield pool
-        except KeyboardInterrupt:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
-
-
-def _begin(pool: ProcessPoolExecutor, workers: int) -> None:
-    """Start the workers deaf to Ctrl-C, which is the parent's business: they inherit it before they import anything."""
-    if threading.current_thread() is not threading.main_thread():
-        return  # signals are the main thread's
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        for _ in range(workers):
-            pool.submit(int)
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def false_alarms(tallies: Sequence[Tally]) -> float:

@@ -14,10 +14,11 @@ import numpy as np
 import pyarrow.compute as pc
 
 from ebbench.analysis.documents import Column, Document, Section, Value, comparison, labels
-from ebbench.papers.cells import LINEAR, Cell, settings
+from ebbench.devices.linear import GIVEN
 from ebbench.papers.published import DEFERRED_PAPER, rows
-from ebbench.papers.store import CellStore, Measured
 from ebbench.papers.table import PaperTable, Wish, pending
+from ebbench.runs.cell import Cell, simulated
+from ebbench.runs.store import Measured, RunStore
 from vllm_eb.deferred import DeferredModel, exact_chain
 
 MEAN_INPUT, MEAN_OUTPUT = 285, 201
@@ -63,13 +64,12 @@ def k_values(limit: int) -> list[int]:
 def _cell(wish: Wish, row: Mapping[str, str], distribution: str, k: int) -> Cell:
     cost, limit = implied_constants(row), int(row["batch_limit"])
     values = (cost.c_p, cost.prompt_s / MEAN_INPUT, cost.c_d, cost.t_d)
-    device = LINEAR + ",".join(f"{value:.6g}" for value in values) + f",{_KV_TOKENS}"
-    plan = settings(
-        num_prompts=wish.num_prompts or 4000, max_concurrency=3 * limit, input_len=MEAN_INPUT, output_len=MEAN_OUTPUT,
-        length_distribution=distribution,
-    )  # fmt: skip
+    device = GIVEN + ",".join(f"{value:.6g}" for value in values) + f",{_KV_TOKENS}"
     policy = "v0" if k == 1 else f"deferred:k={k}"
-    return Cell("balanced", policy, device, f"{row['model']} on A100", limit, _BUDGET, settings=plan)
+    return simulated(
+        "balanced", policy, device, f"{row['model']} on A100", limit, _BUDGET, num_prompts=wish.num_prompts or 4000,
+        max_concurrency=3 * limit, input_len=MEAN_INPUT, output_len=MEAN_OUTPUT, length_distribution=distribution,
+    )  # fmt: skip
 
 
 def _cells(wish: Wish) -> list[Cell]:
@@ -96,7 +96,7 @@ def _normalised_s(found: Measured) -> tuple[float, float]:
     return float(per_token.mean()), float(np.percentile(per_token, 95))
 
 
-def _row(wish: Wish, store: CellStore, row: Mapping[str, str], distribution: str) -> list[tuple[Value, ...]]:
+def _row(wish: Wish, store: RunStore, row: Mapping[str, str], distribution: str) -> list[tuple[Value, ...]]:
     limit, cost = int(row["batch_limit"]), implied_constants(row)
     found = {k: store.get(_cell(wish, row, distribution, k)) for k in k_values(limit)}
     known = {k: one for k, one in found.items() if one is not None}
@@ -131,7 +131,7 @@ def _percent(value: float | None, base: float | None) -> float | None:
     return None if value is None or not base else 100 * (value / base - 1)
 
 
-def _document(wish: Wish, store: CellStore) -> Document:
+def _document(wish: Wish, store: RunStore) -> Document:
     columns = (*labels("model", "metric"), Column("published"), Column("ours", ours=True), Column("diff", "change"))
     sections = []
     for distribution, title in DISTRIBUTIONS.items():

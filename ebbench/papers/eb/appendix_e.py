@@ -6,12 +6,12 @@ import numpy as np
 import pyarrow.compute as pc
 
 from ebbench.analysis.documents import Column, Document, Section, Value, labels
-from ebbench.papers.cells import Cell
 from ebbench.papers.eb.figure12 import COSTS, FIGURE12, SHAPES, THETAS, figure12_cells, sweep12
 from ebbench.papers.eb.table10_11 import sweep_cell
 from ebbench.papers.published import EB_PAPER
-from ebbench.papers.store import CellStore, Measured
 from ebbench.papers.table import PaperTable, Wish, pending
+from ebbench.runs.cell import Cell
+from ebbench.runs.store import Measured, RunStore
 from vllm_eb.hazard import CensoredHazard, HazardEstimate, SlidingHazard
 from vllm_eb.theory import base_threshold
 
@@ -25,7 +25,7 @@ _BATCH, _MEAN_INPUT = 512, 128
 # E.3: constant against rising hazard.
 
 
-def _document_ifr(wish: Wish, store: CellStore) -> Document:
+def _document_ifr(wish: Wish, store: RunStore) -> Document:
     sections = tuple(_section_ifr(wish, store, name, slow=bool(index)) for index, name in enumerate(COSTS))
     notes = (
         f"The experiment of {EB_PAPER}, E.3: same mean length, hazard constant or rising; figure12 draws it. Mean over "
@@ -35,7 +35,7 @@ def _document_ifr(wish: Wish, store: CellStore) -> Document:
     return Document("e3", "E.3: thresholds under a constant and a rising hazard", sections, notes)
 
 
-def _section_ifr(wish: Wish, store: CellStore, title: str, *, slow: bool) -> Section:
+def _section_ifr(wish: Wish, store: RunStore, title: str, *, slow: bool) -> Section:
     columns = labels("theta")
     for name in SHAPES.values():
         columns += (Column("tokens/s", group=name, ours=True), Column("% of best", group=name))
@@ -68,10 +68,10 @@ def _cells_sensitivity(wish: Wish) -> list[Cell]:
     return [_service_cell(wish, estimator, mean) for estimator in ESTIMATORS for mean in MEAN_OUTPUTS]
 
 
-def _document_sensitivity(wish: Wish, store: CellStore) -> Document:
-    from ebbench.devices import load_device
+def _document_sensitivity(wish: Wish, store: RunStore) -> Document:
+    from ebbench.runs.make import device_of
 
-    costs = load_device(_service_cell(wish, "published", 256).device, "qwen3-8b").calibration
+    costs = device_of(_service_cell(wish, "published", 256)).calibration
     ratio = (costs.alpha_p, costs.alpha_d)
     notes = (
         f"After {EB_PAPER}, E.5, which sweeps theta (table13) and gives the estimator's error on two workloads.",
@@ -123,7 +123,7 @@ def _estimate(estimator: str, lengths: np.ndarray) -> HazardEstimate | None:
     return one.estimate()
 
 
-def _service_section(wish: Wish, store: CellStore, costs: tuple[float, float]) -> Section:
+def _service_section(wish: Wish, store: RunStore, costs: tuple[float, float]) -> Section:
     rows = []
     for mean in MEAN_OUTPUTS:
         for estimator in ESTIMATORS:

@@ -9,10 +9,10 @@ from ebbench.devices.fit import decode_shape, mixed_shape, prefill_shape
 from ebbench.devices.marginal import marginal_curve
 from ebbench.papers.figure import PaperFigure, no_cells
 from ebbench.papers.published import gpu_title, rows
-from ebbench.papers.store import CellStore
 from ebbench.papers.table import Wish
 from ebbench.render.figures import altair, colour, dash, values
 from ebbench.render.palette import BLACK, BLUE, GREY, ORANGE, SKY, STEPS, VERMILION
+from ebbench.runs.store import RunStore
 
 CONTEXT_TOKENS = 512
 TOKENS = tuple(range(256, 4097, 256))
@@ -139,7 +139,7 @@ def _check_panel(model: str, device: str) -> Any:
     )
 
 
-def _chart(wish: Wish, store: CellStore) -> Any:
+def _chart(wish: Wish, store: RunStore) -> Any:
     alt = altair()
     model = wish.model("qwen3-4b")
     devices = wish.devices or ("rtx-pro-6000", "h200")

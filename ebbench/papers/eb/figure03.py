@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from ebbench.papers.cells import Cell, protocol_cells
+from ebbench.papers.cells import protocol_cells
 from ebbench.papers.figure import PaperFigure
 from ebbench.papers.protocols import FIGURE3_SEQS, figure3_protocol, fixed_threshold
 from ebbench.papers.published import SYNTHETIC, gpu_title, rows
-from ebbench.papers.store import CellStore
 from ebbench.papers.table import Wish, figure
 from ebbench.render.figures import altair, colour, values
 from ebbench.render.palette import BLACK, BLUE, VERMILION
+from ebbench.runs.cell import Cell
+from ebbench.runs.store import RunStore
 
 BATCH = FIGURE3_SEQS
 FRACTIONS = tuple(range(1, 9))
@@ -36,7 +37,7 @@ def _cells3(wish: Wish) -> list[Cell]:
     return [_cell3(wish, workload, policy) for workload in WORKLOADS for policy in policies]
 
 
-def _points3(wish: Wish, store: CellStore, workload: str, key: str) -> list[dict[str, Any]]:
+def _points3(wish: Wish, store: RunStore, workload: str, key: str) -> list[dict[str, Any]]:
     found = []
     for step in FRACTIONS:
         value = figure(store, _cell3(wish, workload, fixed_threshold(_k(step))), key)
@@ -83,7 +84,7 @@ def _panel3(data: list[dict[str, Any]], title: str, y_title: str | None, *, last
     return alt.layer(lines, points).properties(width=190, height=150, title=title)
 
 
-def _chart3(wish: Wish, store: CellStore) -> Any:
+def _chart3(wish: Wish, store: RunStore) -> Any:
     alt = altair()
     ours_only = wish.device("h200") != "h200"
     lines = []

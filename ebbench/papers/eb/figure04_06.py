@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ebbench.papers.cells import Cell
 from ebbench.papers.eb.table02 import table2_cell
 from ebbench.papers.eb.table14_16 import real_cell
 from ebbench.papers.figure import PaperFigure
 from ebbench.papers.published import GPUS, SYNTHETIC, WORKLOADS, best_config, gpu_title, model_title, pick
-from ebbench.papers.store import CellStore
 from ebbench.papers.table import Wish, figure
 from ebbench.render.figures import altair, values
 from ebbench.render.palette import BLACK
+from ebbench.runs.cell import Cell
+from ebbench.runs.store import RunStore
 from vllm_eb.policy import policy_class
 
 POLICIES = ("v0", "v1", "eb")
@@ -78,7 +78,7 @@ def _cells4(wish: Wish) -> list[Cell]:
     return [_cell4(wish, d, w, p) for d in wish.devices or tuple(GPUS) for w in SYNTHETIC for p in POLICIES]
 
 
-def _rows4(wish: Wish, store: CellStore, device: str, key: str, column: str, scale: float) -> list[Row]:
+def _rows4(wish: Wish, store: RunStore, device: str, key: str, column: str, scale: float) -> list[Row]:
     found: list[Row] = []
     for workload, title in SYNTHETIC.items():
         for policy in POLICIES:
@@ -91,7 +91,7 @@ def _rows4(wish: Wish, store: CellStore, device: str, key: str, column: str, sca
     return found
 
 
-def _chart4(wish: Wish, store: CellStore) -> Any:
+def _chart4(wish: Wish, store: RunStore) -> Any:
     alt = altair()
     lines = []
     for device in wish.devices or tuple(GPUS):
@@ -120,7 +120,7 @@ def _cells5(wish: Wish) -> list[Cell]:
     ]
 
 
-def _rows5(wish: Wish, store: CellStore, device: str, model: str, metric: tuple[str, str, str, float]) -> list[Row]:
+def _rows5(wish: Wish, store: RunStore, device: str, model: str, metric: tuple[str, str, str, float]) -> list[Row]:
     key, column, _, scale = metric
     found: list[Row] = []
     for workload in wish.workloads or tuple(WORKLOADS):
@@ -135,7 +135,7 @@ def _rows5(wish: Wish, store: CellStore, device: str, model: str, metric: tuple[
     return found
 
 
-def _chart5(wish: Wish, store: CellStore) -> Any:
+def _chart5(wish: Wish, store: RunStore) -> Any:
     alt = altair()
     order = [WORKLOADS.get(workload, workload) for workload in wish.workloads or tuple(WORKLOADS)]
     lines = []
@@ -163,7 +163,7 @@ def _cells6(wish: Wish) -> list[Cell]:
     return [_cell6(wish, model, policy) for model in wish.models or MODELS6 for policy in POLICIES]
 
 
-def _chart6(wish: Wish, store: CellStore) -> Any:
+def _chart6(wish: Wish, store: RunStore) -> Any:
     alt = altair()
     models = wish.models or MODELS6
     panels = []

@@ -9,10 +9,10 @@ import numpy as np
 from ebbench.hazard.trend import Hazard, analyse_lengths
 from ebbench.papers.figure import PaperFigure, no_cells
 from ebbench.papers.published import WORKLOADS
-from ebbench.papers.store import CellStore
 from ebbench.papers.table import Wish
 from ebbench.render.figures import altair, colour, dash, values
 from ebbench.render.palette import BLACK, BLUE, GREEN, VERMILION
+from ebbench.runs.store import RunStore
 
 _WIDTH, _HEIGHT = 250, 130
 _FITS = ("published estimator", "censored estimator")
@@ -70,7 +70,7 @@ def _hazard(hazard: Hazard) -> Any:
     return lines.properties(width=_WIDTH, height=_HEIGHT)
 
 
-def _chart(wish: Wish, store: CellStore) -> Any:
+def _chart(wish: Wish, store: RunStore) -> Any:
     from ebbench.workloads import build_plan
 
     alt = altair()

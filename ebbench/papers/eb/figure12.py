@@ -6,13 +6,13 @@ from statistics import fmean
 from typing import Any
 
 from ebbench.analysis.statistics import paired_t
-from ebbench.papers.cells import Cell
 from ebbench.papers.eb.table10_11 import SLOW, both_devices, sweep_cell
 from ebbench.papers.figure import PaperFigure
-from ebbench.papers.store import CellStore
 from ebbench.papers.table import Wish, figure
 from ebbench.render.figures import altair, colour, dash, values
 from ebbench.render.palette import BLUE, VERMILION
+from ebbench.runs.cell import Cell
+from ebbench.runs.store import RunStore
 
 SHAPES = {1: "constant hazard (gamma, shape 1)", 8: "rising hazard (gamma, shape 8)"}
 THETAS = tuple(round(0.05 * i, 2) for i in range(1, 20))
@@ -40,7 +40,7 @@ def figure12_cells(wish: Wish) -> list[Cell]:
     ]
 
 
-def sweep12(wish: Wish, store: CellStore, shape: int, *, slow: bool) -> list[dict[str, float]]:
+def sweep12(wish: Wish, store: RunStore, shape: int, *, slow: bool) -> list[dict[str, float]]:
     """Mean tokens/s over theta with its 95 % t interval over the seeds; thetas not run are left out."""
     device = both_devices(wish, "h200")[slow]
     found = []
@@ -62,7 +62,7 @@ def best_and_near(data: list[dict[str, float]]) -> tuple[float, float, float] | 
     return next(row["theta"] for row in data if row["value"] == top), min(near), max(near)
 
 
-def _panel(wish: Wish, store: CellStore, shape: int) -> Any:
+def _panel(wish: Wish, store: RunStore, shape: int) -> Any:
     alt = altair()
     curves = {name: sweep12(wish, store, shape, slow=name == SLOW) for name in COSTS}
     rows = [{**row, "series": name} for name, data in curves.items() for row in data]
@@ -86,7 +86,7 @@ def _panel(wish: Wish, store: CellStore, shape: int) -> Any:
     return alt.layer(*layers).properties(width=290, height=190, title=SHAPES[shape])
 
 
-def _chart(wish: Wish, store: CellStore) -> Any:
+def _chart(wish: Wish, store: RunStore) -> Any:
     alt = altair()
     return alt.hconcat(*(_panel(wish, store, shape) for shape in SHAPES)).resolve_scale(y="shared")
 

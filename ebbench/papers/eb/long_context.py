@@ -8,12 +8,11 @@ from ebbench.analysis.documents import Column, Document, Section, Value, labels,
 from ebbench.config.topology import DECODE_UTILIZATION, PoolSpec
 from ebbench.devices.units import unit_device
 from ebbench.errors import UsageError
-from ebbench.papers.cells import Cell, settings
-from ebbench.papers.cluster_cells import ClusterCell
 from ebbench.papers.eb.table19_20 import value_or_oom
 from ebbench.papers.published import EB_PAPER, GPUS, gpu_title, model_title
-from ebbench.papers.store import CellStore
 from ebbench.papers.table import PaperTable, Wish, pending
+from ebbench.runs.cell import Cell, simulated
+from ebbench.runs.store import RunStore
 
 INPUT, OUTPUT = 131_072, 64
 BUDGET, SEQS = 8192, 256
@@ -59,13 +58,10 @@ def _cell(wish: Wish, device: str, model: str, kind: str) -> Cell | None:
     topology, policy = _KINDS[kind]
     if topology == "1p1d" and not _fits_decode(device, model):
         return None
-    return ClusterCell(
-        "balanced", policy, device, model, SEQS, BUDGET,
-        settings=settings(
-            num_prompts=wish.num_prompts or 120, max_concurrency=2 * held, input_len=INPUT, output_len=OUTPUT,
-            length_distribution="fixed", max_model_len=INPUT + OUTPUT,
-        ),
-        topology=topology, max_model_len=INPUT + OUTPUT,
+    return simulated(
+        "balanced", policy, device, model, SEQS, BUDGET, topology=topology, num_prompts=wish.num_prompts or 120,
+        max_concurrency=2 * held, input_len=INPUT, output_len=OUTPUT, length_distribution="fixed",
+        max_model_len=INPUT + OUTPUT,
     )  # fmt: skip
 
 
@@ -78,7 +74,7 @@ def _cells(wish: Wish) -> list[Cell]:
     return [cell for cell in found if cell is not None]
 
 
-def _section(wish: Wish, store: CellStore, device: str) -> Section:
+def _section(wish: Wish, store: RunStore, device: str) -> Section:
     columns = (*labels("model"), Column("requests a GPU"))
     for name in _METRICS:
         columns += tuple(Column(kind, group=name, ours=True) for kind in _KINDS)
@@ -103,7 +99,7 @@ def _change(value: Value, base: Value) -> float | None:
     return relative(value, base) if isinstance(value, float) and isinstance(base, float) else None
 
 
-def _document(wish: Wish, store: CellStore) -> Document:
+def _document(wish: Wish, store: RunStore) -> Document:
     sections = tuple(_section(wish, store, device) for device in dict.fromkeys(d for d, _ in _pairs(wish)))
     notes = (
         f"Published: {EB_PAPER}, appendix A.1, table 6: at 128K in and 64 out EB has more throughput than v1 on all of "

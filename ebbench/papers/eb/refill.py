@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from ebbench.papers.cells import LINEAR
+from ebbench.devices.linear import GIVEN
 
 REFILL_S = 0.14
 
@@ -25,4 +25,4 @@ def slow_refill(device: str, model: str) -> str:
     loaded = load_device(device, model)
     costs = loaded.calibration
     values = (REFILL_S, costs.beta_p, costs.alpha_d, costs.beta_d)
-    return LINEAR + ",".join(f"{value:.6g}" for value in values) + f",{loaded.kv_capacity_tokens}"
+    return GIVEN + ",".join(f"{value:.6g}" for value in values) + f",{loaded.kv_capacity_tokens}"

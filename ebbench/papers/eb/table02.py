@@ -13,11 +13,11 @@ from ebbench.analysis.documents import (
     labels,
     relative,
 )  # fmt: skip
-from ebbench.papers.cells import Cell
 from ebbench.papers.eb.table14_16 import best_of_grid, grid_cells, real_cell
 from ebbench.papers.published import EB_PAPER, GPUS, MODELS, WORKLOADS, best_config, gpu_title, model_title, pick
-from ebbench.papers.store import CellStore
 from ebbench.papers.table import PaperTable, Wish, figure, pending
+from ebbench.runs.cell import Cell
+from ebbench.runs.store import RunStore
 
 POLICIES = ("v0", "v1", "eb")
 _MODELS = ("qwen3-8b", "qwen3-30b-a3b")
@@ -61,13 +61,13 @@ def _cells(wish: Wish) -> list[Cell]:
     return [one for cell in base for one in grid_cells(cell)] if wish.grid else base
 
 
-def _rate(wish: Wish, store: CellStore, cell: Cell) -> float | None:
+def _rate(wish: Wish, store: RunStore, cell: Cell) -> float | None:
     if wish.grid:
         return best_of_grid(store, cell)
     return figure(store, cell, "request_throughput")
 
 
-def _row(wish: Wish, store: CellStore, device: str, model: str, workload: str) -> tuple[Value, ...]:
+def _row(wish: Wish, store: RunStore, device: str, model: str, workload: str) -> tuple[Value, ...]:
     where = {"gpu": gpu_title(device), "model": MODELS.get(model, model), "workload": WORKLOADS.get(workload, workload)}
     row: list[Value] = [model_title(model), where["workload"]]
     ours = {p: _rate(wish, store, table2_cell(wish, device, model, workload, p)) for p in _policies(wish)}
@@ -89,7 +89,7 @@ def _columns(wish: Wish) -> tuple[Column, ...]:
     return (*columns, Column("published", "change", "eb vs v1"), Column("ours", "change", "eb vs v1", True))
 
 
-def _document(wish: Wish, store: CellStore) -> Document:
+def _document(wish: Wish, store: RunStore) -> Document:
     sections = []
     columns = _columns(wish)
     for device in _devices(wish):

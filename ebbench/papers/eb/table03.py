@@ -8,11 +8,12 @@ from functools import cache
 from typing import NamedTuple
 
 from ebbench.analysis.documents import Column, Document, Section, Value, compared, comparison, labels, relative
-from ebbench.papers.cells import Cell, protocol_cells
+from ebbench.papers.cells import protocol_cells
 from ebbench.papers.protocols import MEAN_OUTPUT, table3_protocol
 from ebbench.papers.published import EB_PAPER, GPUS, gpu_title, pick
-from ebbench.papers.store import CellStore
 from ebbench.papers.table import PaperTable, Wish, mean_figure, pending
+from ebbench.runs.cell import Cell
+from ebbench.runs.store import RunStore
 from vllm_eb.deferred import DeferredModel, exact_chain
 
 
@@ -91,12 +92,12 @@ def _cells(wish: Wish) -> list[Cell]:
     ]
 
 
-def _mean(wish: Wish, store: CellStore, of: tuple[str, str, str, str], key: str, scale: float = 1.0) -> float | None:
+def _mean(wish: Wish, store: RunStore, of: tuple[str, str, str, str], key: str, scale: float = 1.0) -> float | None:
     value = mean_figure(store, table3_cells(wish, *of), key)
     return None if value is None else value * scale
 
 
-def _section(wish: Wish, store: CellStore, device: str, model: str) -> Section:
+def _section(wish: Wish, store: RunStore, device: str, model: str) -> Section:
     columns = labels("scenario", "metric")
     for policy in PUBLISHED_POLICIES:
         columns += compared(policy)
@@ -121,7 +122,7 @@ def _published(device: str, model: str, name: str, metric: str, policy: str) -> 
     return pick("table3_traffic_and_nonstationary", policy, **where)
 
 
-def _gains(wish: Wish, store: CellStore, device: str, model: str) -> Section:
+def _gains(wish: Wish, store: RunStore, device: str, model: str) -> Section:
     """How the policies stand to each other: what a reader of the table wants to know."""
     pairs = (("eb", "v1"), ("ebplus", "v1"), ("ebplus", "better of v1, eb"))
     columns = labels("scenario")
@@ -146,7 +147,7 @@ def _gain(rates: Mapping[str, float | None], policy: str, base: str) -> float | 
     return relative(rates[policy], max(both)) if len(both) == 2 else None
 
 
-def _document(wish: Wish, store: CellStore) -> Document:
+def _document(wish: Wish, store: RunStore) -> Document:
     sections: list[Section] = []
     for device in _devices(wish):
         for model in _models(wish):

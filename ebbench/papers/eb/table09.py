@@ -6,10 +6,10 @@ import numpy as np
 
 from ebbench.analysis.documents import Column, Document, Section, Value, compared, comparison, labels
 from ebbench.hazard.trend import trend_tests
-from ebbench.papers.cells import Cell
 from ebbench.papers.published import EB_PAPER, WORKLOADS, pick
-from ebbench.papers.store import CellStore
 from ebbench.papers.table import PaperTable, Wish
+from ebbench.runs.cell import Cell
+from ebbench.runs.store import RunStore
 
 _FIELDS = (("samples", "samples"), ("input_mean", "input mean"), ("output_mean", "output mean"),
            ("output_std", "output std"))  # fmt: skip
@@ -36,7 +36,7 @@ def _lengths(wish: Wish, workload: str) -> tuple[dict[str, float], str, str]:
     return figures, rising, str(plan.facts.get("source", ""))
 
 
-def _document(wish: Wish, store: CellStore) -> Document:
+def _document(wish: Wish, store: RunStore) -> Document:
     columns = labels("workload", "source")
     for _, title in _FIELDS:
         columns += compared(title)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ebbench.analysis.documents import Column, Document, Section, Value, labels, relative
-from ebbench.papers.cells import Cell, settings
 from ebbench.papers.eb.refill import REFILL_S, slow_refill
 from ebbench.papers.protocols import SYNTHETIC_WARMUP
 from ebbench.papers.published import EB_PAPER, pick
-from ebbench.papers.store import CellStore
 from ebbench.papers.table import PaperTable, Wish, mean_figure, pending
+from ebbench.runs.cell import Cell, simulated
+from ebbench.runs.store import RunStore
 from vllm_eb.theory import base_threshold
 
 BATCHES = (64, 128, 256, 512)
@@ -39,10 +41,10 @@ def sweep_cell(
     *,
     budget: int = BUDGET,
     warmup: int = 0,
-    **plan: int | str,
+    **plan: Any,
 ) -> Cell:
     """A saturated run with lengths of its own, for threshold sweeps."""
-    return Cell("balanced", policy, device, model, batch, budget, seed=seed, settings=settings(**plan), warmup=warmup)
+    return simulated("balanced", policy, device, model, batch, budget, seed=seed, warmup=warmup, **plan)
 
 
 def both_devices(wish: Wish, default: str) -> tuple[str, str]:
@@ -79,7 +81,7 @@ def _repeats10(wish: Wish, device: str, output: int, batch: int, step: int) -> l
     ]
 
 
-def _best10(wish: Wish, store: CellStore, device: str, output: int, batch: int) -> tuple[float | None, str]:
+def _best10(wish: Wish, store: RunStore, device: str, output: int, batch: int) -> tuple[float | None, str]:
     """Best theta of the sweep and the range of thetas within 1 % of it."""
     rates = {}
     for step in range(1, THETA_STEPS):
@@ -106,7 +108,7 @@ def _columns10() -> tuple[Column, ...]:
     return columns
 
 
-def _document10(wish: Wish, store: CellStore) -> Document:
+def _document10(wish: Wish, store: RunStore) -> Document:
     from ebbench.devices import load_device
 
     device, slow = both_devices(wish, "h200")
@@ -158,7 +160,7 @@ def _repeats11(wish: Wish, device: str, k: int, input_len: int) -> list[Cell]:
     ]
 
 
-def _document11(wish: Wish, store: CellStore) -> Document:
+def _document11(wish: Wish, store: RunStore) -> Document:
     device, slow = both_devices(wish, "h200")
     columns = (*labels("k"), Column("theta"))
     for mean in K_INPUTS:

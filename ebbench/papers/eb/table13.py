@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ebbench.analysis.documents import Column, Document, Section, Value, labels
-from ebbench.papers.cells import Cell, settings
 from ebbench.papers.eb.table10_11 import BUDGET, REFILL_NOTE, SLOW, both_devices, sweep_cell
 from ebbench.papers.published import EB_PAPER
 from ebbench.papers.published import rows as published_rows
-from ebbench.papers.store import CellStore
 from ebbench.papers.table import PaperTable, Wish, mean_figure, pending
+from ebbench.runs.cell import Cell, simulated
+from ebbench.runs.store import RunStore
 
 THETAS = tuple(round(0.1 * i, 1) for i in range(1, 10))
 GAMMA: Mapping[str, Any] = {"input_len": 128, "output_len": 512, "length_distribution": "gamma:4"}
@@ -39,8 +39,10 @@ def _repeats(wish: Wish, device: str, name: str, policy: str) -> list[Cell]:
     model, count = wish.model(), wish.num_prompts or 3000
     if name == "Gamma":
         return [sweep_cell(device, model, policy, BATCH, s, num_prompts=count, **GAMMA) for s in wish.seed_range()]
-    plan = settings(num_prompts=count)
-    return [Cell("sharegpt", policy, device, model, BATCH, BUDGET, settings=plan, seed=s) for s in wish.seed_range()]
+    return [
+        simulated("sharegpt", policy, device, model, BATCH, BUDGET, num_prompts=count, seed=seed)
+        for seed in wish.seed_range()
+    ]
 
 
 def _columns() -> tuple[Column, ...]:
@@ -54,7 +56,7 @@ def _columns() -> tuple[Column, ...]:
     return columns
 
 
-def _section(wish: Wish, store: CellStore, name: str) -> Section:
+def _section(wish: Wish, store: RunStore, name: str) -> Section:
     published: dict[str, float | None] = {
         row["theta"]: float(row["throughput_tokens_per_s"])
         for row in published_rows("table13_theta_sweep_tokens_per_s")
@@ -88,7 +90,7 @@ def _peak(values: Sequence[float | None]) -> float | None:
     return max(known) if len(known) == len(values) else None
 
 
-def _document(wish: Wish, store: CellStore) -> Document:
+def _document(wish: Wish, store: RunStore) -> Document:
     sections = tuple(_section(wish, store, name) for name in _WORKLOADS)
     notes = (
         f"Published: {EB_PAPER}, table 13 (E.5): tokens/s over fixed theta, and the online controller; Qwen3-8B on RTX "

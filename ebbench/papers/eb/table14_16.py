@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ebbench.analysis.documents import Column, Document, Section, Value, comparison, labels
 from ebbench.analysis.sensitivity import Sensitivity, sensitivity
-from ebbench.papers.cells import Cell, protocol_cells
+from ebbench.papers.cells import protocol_cells
 from ebbench.papers.protocols import SYNTHETIC_WARMUP, real_protocol
 from ebbench.papers.published import (
     EB_PAPER,
@@ -19,8 +19,9 @@ from ebbench.papers.published import (
     model_title,
     pick,
 )  # fmt: skip
-from ebbench.papers.store import CellStore
 from ebbench.papers.table import PaperTable, Wish, figure, pending
+from ebbench.runs.cell import Cell
+from ebbench.runs.store import RunStore
 
 BUDGETS = (4096, 8192, 10240, 14336, 16384, 18432)
 BATCHES = (256, 512, 1024, 1536, 2048)
@@ -36,7 +37,7 @@ _SENSITIVITY = "table14_15_best_config_and_sensitivity"
 
 def grid_cells(cell: Cell) -> list[Cell]:
     """The cell at every (B, N) of the published grid."""
-    return [replace(cell, max_num_batched_tokens=b, max_num_seqs=n) for b in BUDGETS for n in BATCHES]
+    return [cell.changed(max_num_batched_tokens=b, max_num_seqs=n) for b in BUDGETS for n in BATCHES]
 
 
 def real_cell(
@@ -51,17 +52,17 @@ def real_cell(
     return protocol_cells(protocol, device, model, wish.num_prompts, weight)[0]
 
 
-def grid_rates(store: CellStore, cell: Cell, key: str = "request_throughput") -> dict[tuple[int, int], float]:
+def grid_rates(store: RunStore, cell: Cell, key: str = "request_throughput") -> dict[tuple[int, int], float]:
     """Known throughputs over the grid."""
     rates = {}
     for one in grid_cells(cell):
         rate = figure(store, one, key)
         if rate is not None:
-            rates[one.max_num_batched_tokens, one.max_num_seqs] = rate
+            rates[one.options.max_num_batched_tokens, one.options.max_num_seqs] = rate
     return rates
 
 
-def best_of_grid(store: CellStore, cell: Cell) -> float | None:
+def best_of_grid(store: RunStore, cell: Cell) -> float | None:
     """Best throughput over a complete grid, None while cells are missing."""
     rates = grid_rates(store, cell)
     return max(rates.values()) if len(rates) == len(BUDGETS) * len(BATCHES) else None
@@ -71,7 +72,7 @@ def _base(wish: Wish, device: str, model: str, workload: str, scheduler: str) ->
     return real_cell(wish, device, model, workload, scheduler, (256, 4096))
 
 
-def _found(wish: Wish, store: CellStore, *key: str) -> Sensitivity | None:
+def _found(wish: Wish, store: RunStore, *key: str) -> Sensitivity | None:
     rates = grid_rates(store, _base(wish, *key))
     return sensitivity(rates) if len(rates) == len(BUDGETS) * len(BATCHES) else None
 
@@ -83,7 +84,7 @@ def _real_cells(device: str, wish: Wish) -> list[Cell]:
     return [cell for base in bases for cell in grid_cells(base)]
 
 
-def _real_document(number: int, device: str, wish: Wish, store: CellStore) -> Document:
+def _real_document(number: int, device: str, wish: Wish, store: RunStore) -> Document:
     columns = labels("workload", "model", "scheduler")
     for title in _TITLES:
         columns += (Column("published", group=title), Column("ours", group=title, ours=True))
@@ -123,7 +124,7 @@ def _synthetic_cells(wish: Wish) -> list[Cell]:
     return [cell for base in bases for cell in grid_cells(base)]
 
 
-def _synthetic_document(wish: Wish, store: CellStore) -> Document:
+def _synthetic_document(wish: Wish, store: RunStore) -> Document:
     columns = labels("workload", "scheduler")
     columns += (
         Column("published", group="B"), Column("ours", group="B", ours=True),

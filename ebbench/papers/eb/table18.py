@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from ebbench.analysis.documents import Column, Document, Section, Value, compared, comparison, labels
 from ebbench.analysis.slo_surface import Surface, run_surfaces
-from ebbench.papers.cells import Cell
 from ebbench.papers.eb.table03 import table3_cells
 from ebbench.papers.published import EB_PAPER, gpu_title, pick
-from ebbench.papers.store import CellStore
 from ebbench.papers.table import PaperTable, Wish, pending
+from ebbench.runs.cell import Cell
+from ebbench.runs.store import RunStore
 
 TTFT_S = (2.0, 5.0, 10.0)
 TPOT_MS = (50.0, 100.0)
@@ -42,7 +42,7 @@ def _cells(wish: Wish) -> list[Cell]:
     return [_cell(wish, d, m, p) for d in _devices(wish) for m in _models(wish) for p in _policies(wish)]
 
 
-def _surface(store: CellStore, cell: Cell, ttft_ms: list[float], tpot_ms: list[float]) -> Surface | None:
+def _surface(store: RunStore, cell: Cell, ttft_ms: list[float], tpot_ms: list[float]) -> Surface | None:
     found = store.get(cell)
     return None if found is None else run_surfaces(found.run, ttft_ms, tpot_ms)[0]
 
@@ -56,7 +56,7 @@ def _published(wish: Wish, row: int, column: int, policy: str, device: str, mode
     return pick("table18_goodput_percent", policy, **where)
 
 
-def _section(wish: Wish, store: CellStore, device: str, model: str) -> Section:
+def _section(wish: Wish, store: RunStore, device: str, model: str) -> Section:
     ttft_s, tpot_ms = sorted(wish.ttft_s or TTFT_S), sorted(wish.tpot_ms or TPOT_MS)
     columns = labels("TTFT ≤", "TPOT ≤")
     surfaces = {}
@@ -75,7 +75,7 @@ def _section(wish: Wish, store: CellStore, device: str, model: str) -> Section:
     return Section(f"{gpu_title(device)}, {model}", columns, tuple(rows))
 
 
-def _document(wish: Wish, store: CellStore) -> Document:
+def _document(wish: Wish, store: RunStore) -> Document:
     sections = [_section(wish, store, device, model) for device in _devices(wish) for model in _models(wish)]
     notes = (*_NOTES, *pending(store, _cells(wish)))
     return Document("table18", "Table 18: SLO attainment in per cent", tuple(sections), notes)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ebbench.analysis.documents import Column, Document, Section, Value, compared, comparison, labels, relative
-from ebbench.papers.cells import Cell, settings
-from ebbench.papers.cluster_cells import ClusterCell
 from ebbench.papers.protocols import MEAN_INPUT, MEAN_OUTPUT
 from ebbench.papers.published import EB_PAPER, GPUS, SYNTHETIC, gpu_title, pick
-from ebbench.papers.store import CellStore, Measured
+from ebbench.papers.staggered.deployment import deployed
 from ebbench.papers.table import PaperTable, Wish, pending
+from ebbench.runs.cell import Cell, simulated
+from ebbench.runs.store import Measured, RunStore
 
 BUDGET, SEQS = 14336, 1024
 _RATE = "total_token_throughput"
@@ -35,12 +35,11 @@ class Choice(NamedTuple):
     policy: str
 
 
-def _cell(wish: Wish, device: str, choice: Choice, count: int, concurrency: int, workload: str, **plan: int) -> Cell:
+def _cell(wish: Wish, device: str, choice: Choice, count: int, concurrency: int, workload: str, **plan: Any) -> Cell:
     model = wish.model()
-    return ClusterCell(
-        workload, choice.policy, device, model, SEQS, BUDGET,
-        settings=settings(num_prompts=wish.num_prompts or count, max_concurrency=concurrency, **plan),
-        topology=choice.topology, weight=float(concurrency),
+    return simulated(
+        workload, choice.policy, device, model, SEQS, BUDGET, topology=deployed(choice.topology),
+        weight=float(concurrency), num_prompts=wish.num_prompts or count, max_concurrency=concurrency, **plan,
     )  # fmt: skip
 
 
@@ -76,7 +75,7 @@ def _cells19(wish: Wish) -> list[Cell]:
     return [_cell19(wish, device, name, c) for device in _devices(wish) for name in _TWO for c in CONCURRENCY19]
 
 
-def _section19(wish: Wish, store: CellStore, device: str) -> Section:
+def _section19(wish: Wish, store: RunStore, device: str) -> Section:
     columns = labels("c", "metric")
     for choice in _TWO.values():
         columns += compared(choice.title)
@@ -96,7 +95,7 @@ def _section19(wish: Wish, store: CellStore, device: str) -> Section:
     return Section(gpu_title(device), columns, tuple(rows))
 
 
-def _document19(wish: Wish, store: CellStore) -> Document:
+def _document19(wish: Wish, store: RunStore) -> Document:
     deaths = []
     for device in _devices(wish):
         for concurrency in CONCURRENCY19:
@@ -148,7 +147,7 @@ def _cells20(wish: Wish) -> list[Cell]:
     ]
 
 
-def _section20(wish: Wish, store: CellStore, device: str) -> Section:
+def _section20(wish: Wish, store: RunStore, device: str) -> Section:
     columns = (
         *labels("mix", "c"),
         *(Column(choice.title, group="tokens/s", ours=True) for choice in _FOUR),
@@ -225,7 +224,7 @@ def _ttft(measured: Measured) -> float:
     return measured.get("mean_ttft_ms", 1e-3) or 0.0
 
 
-def _document20(wish: Wish, store: CellStore) -> Document:
+def _document20(wish: Wish, store: RunStore) -> Document:
     notes = (
         f"Published: {EB_PAPER}, table 20 (F.4); of it only the text survived in our copy: on RTX PRO 6000, at one "
         "concurrency, prefill-heavy favours 2P+2D, balanced 1P+3D, decode-heavy EB+; EB+ is best or near-best in 7 "
@@ -245,7 +244,7 @@ def _document20(wish: Wish, store: CellStore) -> Document:
     return Document("table20", "Table 20: four GPUs, DP=4 against three splits", sections, notes)
 
 
-def _verdicts(wish: Wish, store: CellStore) -> Sequence[str]:
+def _verdicts(wish: Wish, store: RunStore) -> Sequence[str]:
     said = []
     for device in _devices(wish):
         near = total = 0

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from ebbench.analysis.documents import Column, Document, Section, Value, labels, relative
-from ebbench.papers.cells import Cell
-from ebbench.papers.cluster_cells import ClusterCell
 from ebbench.papers.staggered.curves import AS_PUBLISHED, IMMEDIATE, LONG_16K, SHORT_3K, Setup, prefill_cell
-from ebbench.papers.store import CellStore
 from ebbench.papers.table import PaperTable, Wish, figure, pending
+from ebbench.runs.cell import Cell
+from ebbench.runs.store import RunStore
 
 SHARE = 0.76
 """Of what the pool computes with full chunks; the peak of figure 6 lies at 0.95."""
@@ -17,7 +16,7 @@ _PARTS = ("sbs", "sbs:sizing=off", "sbs:bypass=off", "sbs:interval=off", "sbs:ad
 _FIGURES = (("mean_ttft_ms", "mean"), ("median_ttft_ms", "median"), ("p99_ttft_ms", "p99"))
 
 
-def _cell(wish: Wish, setup: Setup, dispatch: str) -> ClusterCell:
+def _cell(wish: Wish, setup: Setup, dispatch: str) -> Cell:
     return prefill_cell(wish, setup, dispatch, SHARE)
 
 
@@ -25,7 +24,7 @@ def _cells(wish: Wish) -> list[Cell]:
     return [_cell(wish, setup, dispatch) for setup in _SETUPS for dispatch in (*IMMEDIATE, *_PARTS)]
 
 
-def _section(wish: Wish, store: CellStore, setup: Setup) -> Section:
+def _section(wish: Wish, store: RunStore, setup: Setup) -> Section:
     columns = (
         *labels("dispatch"),
         *(Column(title, group="TTFT s", ours=True) for _, title in _FIGURES),
@@ -45,7 +44,7 @@ def _section(wish: Wish, store: CellStore, setup: Setup) -> Section:
     return Section(setup.title, columns, tuple(rows))
 
 
-def _document(wish: Wish, store: CellStore) -> Document:
+def _document(wish: Wish, store: RunStore) -> Document:
     notes = (
         f"Setup of `sbs-figure6`, one load: {SHARE:g} of what the pool computes with full chunks, about 80 % of the "
         "peak of figure 6. Each line switches one part of 'sbs' off; the last is Algorithms 1 and 2 to the letter.",

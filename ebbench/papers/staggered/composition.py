@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 from ebbench.analysis.documents import Column, Document, Section, Value, labels, relative
-from ebbench.papers.cells import Cell, settings
-from ebbench.papers.cluster_cells import ClusterCell
 from ebbench.papers.published import GPUS, gpu_title
-from ebbench.papers.store import CellStore
+from ebbench.papers.staggered.deployment import deployed
 from ebbench.papers.table import PaperTable, Wish, figure, pending
+from ebbench.runs.cell import Cell, simulated
+from ebbench.runs.store import RunStore
 
 TOPOLOGY, INSTANCES = "dp=4", 4
 BUDGET, SEQS = 8192, 1024
@@ -40,14 +41,15 @@ def capacity_rps(device: str, model: str, workload: str) -> float:
 def _cell(wish: Wish, device: str, workload: str, load: float | None, policy: str, dispatch: str) -> Cell:
     """One run; ``load`` None is a closed loop that keeps every instance full."""
     count = wish.num_prompts or (4000 if load is not None else 12_000)
-    plan: dict[str, int | float] = {"num_prompts": count}
+    plan: dict[str, Any] = {"num_prompts": count}
     if load is None:
         plan["max_concurrency"] = SATURATED
     else:
         plan["request_rate"] = round(load * capacity_rps(device, wish.model(), workload), 3)
-    return ClusterCell(
+    return simulated(
         workload, policy, device, wish.model(), SEQS, BUDGET, scenario=None if load is None else "poisson",
-        settings=settings(**plan), topology=TOPOLOGY, dispatch=DISPATCH[dispatch], network_ms=0.5,
+        topology=deployed(TOPOLOGY, network_ms=0.5), dispatch=DISPATCH[dispatch],
+        decode_dispatch="least-outstanding", **plan,
     )  # fmt: skip
 
 
@@ -60,7 +62,7 @@ def _cells(wish: Wish) -> list[Cell]:
     return [_cell(wish, *row, policy, dispatch) for row in _rows(wish) for policy in POLICIES for dispatch in DISPATCH]
 
 
-def _section(wish: Wish, store: CellStore, device: str, workload: str) -> Section:
+def _section(wish: Wish, store: RunStore, device: str, workload: str) -> Section:
     columns = (*labels("load", "policy"),)
     for name in _METRICS:
         columns += (
@@ -80,11 +82,11 @@ def _section(wish: Wish, store: CellStore, device: str, workload: str) -> Sectio
     return Section(f"{gpu_title(device)}, {workload}", columns, tuple(rows))
 
 
-def _ttft(wish: Wish, store: CellStore, row: tuple[str, str, float | None], policy: str, dispatch: str) -> float | None:
+def _ttft(wish: Wish, store: RunStore, row: tuple[str, str, float | None], policy: str, dispatch: str) -> float | None:
     return figure(store, _cell(wish, *row, policy, dispatch), "mean_ttft_ms")
 
 
-def _rate(wish: Wish, store: CellStore, row: tuple[str, str, float | None], policy: str, dispatch: str) -> float | None:
+def _rate(wish: Wish, store: RunStore, row: tuple[str, str, float | None], policy: str, dispatch: str) -> float | None:
     return figure(store, _cell(wish, *row, policy, dispatch), "total_token_throughput")
 
 
@@ -93,7 +95,7 @@ def _mean(values: list[float | None]) -> str:
     return f"{100 * sum(known) / len(known):+.1f} %" if known else "–"
 
 
-def _answer(wish: Wish, store: CellStore) -> tuple[str, ...]:
+def _answer(wish: Wish, store: RunStore) -> tuple[str, ...]:
     """What staggering does to each policy and what each policy does under each dispatch, averaged over settings."""
     rows = _rows(wish)
     if store.missing(_cells(wish)):
@@ -129,7 +131,7 @@ def _answer(wish: Wish, store: CellStore) -> tuple[str, ...]:
     )
 
 
-def _document(wish: Wish, store: CellStore) -> Document:
+def _document(wish: Wish, store: RunStore) -> Document:
     notes = (
         f"Nothing is published on this. Ours: Qwen3-8B, {TOPOLOGY}, N = {SEQS}, B = {BUDGET}, 0.5 ms each way; Poisson "
         f"arrivals, {wish.num_prompts or 4000:,} requests; load as a share of what the linear costs give with 256 "

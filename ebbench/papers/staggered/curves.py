@@ -6,11 +6,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ebbench.config.topology import parse_topology
-from ebbench.papers.cells import settings
-from ebbench.papers.cluster_cells import DEEPSEEK, TOPOLOGIES, ClusterCell, deepseek_unit
-from ebbench.papers.store import CellStore
+from ebbench.papers.staggered.deployment import MODEL, UNIT, deployed, pass_s
 from ebbench.papers.table import Wish
+from ebbench.runs.cell import Cell, simulated
+from ebbench.runs.store import RunStore
 
 STAGGERED_PAPER = "Tian et al., Staggered Batch Scheduling, 2025"
 REQUESTS = 12_000
@@ -37,38 +36,32 @@ SHORT_3K = Setup("0-3K prompts, chunk 3K", "reference:workloads/short-prompts.to
 SHORT_5K = Setup("0-3K prompts, chunk 5K", "reference:workloads/short-prompts.toml", 1000, 5120, 1.0)
 
 
-def _pass_s(chunk: int) -> float:
-    linear = deepseek_unit().calibration
-    return linear.alpha_p + linear.beta_p * chunk
-
-
 # No limit is published for long prompts: as many full passes as table 1 allows at a chunk of 3K.
 LONG_16K = Setup(
     "3K-64K prompts, chunk 16K",
     "reference:workloads/long-prompts.toml",
     6700,
     16384,
-    0.8 * _pass_s(16384) / _pass_s(3072),
+    0.8 * pass_s(16384) / pass_s(3072),
 )
 
 
 def capacity_rps(setup: Setup, topology: str = "3p") -> float:
     """Requests a second of the pool with full chunks and no waiting."""
-    spec = TOPOLOGIES.get(topology) or parse_topology(topology)
-    return spec.pools[0].units * setup.chunk / _pass_s(setup.chunk) / setup.mean_tokens
+    return deployed(topology).pools[0].units * setup.chunk / pass_s(setup.chunk) / setup.mean_tokens
 
 
-def prefill_cell(wish: Wish, setup: Setup, dispatch: str, share: float, topology: str = "3p") -> ClusterCell:
+def prefill_cell(wish: Wish, setup: Setup, dispatch: str, share: float, topology: str = "3p") -> Cell:
     """One load under one dispatch policy."""
     rate = round(share * capacity_rps(setup, topology), 3)
-    return ClusterCell(
-        setup.workload, "v1", DEEPSEEK, "deepseek-v3", 1024, setup.chunk, scenario="poisson",
-        settings=settings(num_prompts=wish.num_prompts or REQUESTS, request_rate=rate, max_model_len=70_000),
-        topology=topology, dispatch=dispatch, network_ms=NETWORK_MS, async_scheduling=False, max_model_len=70_000,
+    return simulated(
+        setup.workload, "v1", UNIT, MODEL, 1024, setup.chunk, scenario="poisson",
+        topology=deployed(topology, NETWORK_MS), dispatch=dispatch, decode_dispatch="least-outstanding",
+        async_scheduling=False, num_prompts=wish.num_prompts or REQUESTS, request_rate=rate, max_model_len=70_000,
     )  # fmt: skip
 
 
-def prefill_cells(wish: Wish, setup: Setup) -> list[ClusterCell]:
+def prefill_cells(wish: Wish, setup: Setup) -> list[Cell]:
     """All loads under all policies."""
     return [prefill_cell(wish, setup, dispatch, share) for dispatch in DISPATCH for share in SHARES]
 
@@ -76,7 +69,7 @@ def prefill_cells(wish: Wish, setup: Setup) -> list[ClusterCell]:
 class Curve:
     """Figures of one policy over the load, straight lines between the runs."""
 
-    def __init__(self, wish: Wish, store: CellStore, setup: Setup, dispatch: str) -> None:
+    def __init__(self, wish: Wish, store: RunStore, setup: Setup, dispatch: str) -> None:
         found = [(share, store.get(prefill_cell(wish, setup, dispatch, share))) for share in SHARES]
         self._known = [(share, measured) for share, measured in found if measured is not None]
         self.complete = len(self._known) == len(SHARES)

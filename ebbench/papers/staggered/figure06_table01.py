@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from ebbench.analysis.documents import Column, Document, Section, Value, compared, comparison, labels, relative
-from ebbench.papers.cells import Cell, settings
-from ebbench.papers.cluster_cells import ClusterCell
 from ebbench.papers.staggered.curves import (
     AS_PUBLISHED,
     DISPATCH,
@@ -19,8 +17,9 @@ from ebbench.papers.staggered.curves import (
     capacity_rps,
     prefill_cells,
 )
-from ebbench.papers.store import CellStore
 from ebbench.papers.table import PaperTable, Wish, figure, pending
+from ebbench.runs.cell import Cell, simulated
+from ebbench.runs.store import RunStore
 
 _SETUP_NOTE = (
     "Ours: 3 prefill instances of 8 units (TP 4, DP 8, EP 32) with a barrier, 0.5 ms each way, Poisson arrivals, "
@@ -42,15 +41,13 @@ ARRIVALS_A_TURN = 10  # in T/N: a pass without work is then rare enough (e^-10)
 _WAITING_DISPATCH = {"immediate": "round-robin", "staggered": "sbs:bypass=off,sizing=off"}
 
 
-def _waiting_cell(wish: Wish, instances: int, dispatch: str) -> ClusterCell:
+def _waiting_cell(wish: Wish, instances: int, dispatch: str) -> Cell:
     rate = ARRIVALS_A_TURN * instances / PASS_S
     count = wish.num_prompts or max(4000, 1000 * instances)
-    return ClusterCell(
+    return simulated(
         "balanced", "v1", f"linear:{PASS_S},0,{PASS_S},0,4000000", "fixed-time", 1024, 65536, scenario="poisson",
-        settings=settings(
-            num_prompts=count, request_rate=rate, input_len=10, output_len=1, length_distribution="fixed"
-        ),
         topology=f"dp={instances}", dispatch=dispatch, async_scheduling=False, weight=float(instances),
+        num_prompts=count, request_rate=rate, input_len=10, output_len=1, length_distribution="fixed",
     )  # fmt: skip
 
 
@@ -58,7 +55,7 @@ def _waiting_cells(wish: Wish) -> list[Cell]:
     return [_waiting_cell(wish, n, dispatch) for n in INSTANCES for dispatch in _WAITING_DISPATCH.values()]
 
 
-def _waiting_document(wish: Wish, store: CellStore) -> Document:
+def _waiting_document(wish: Wish, store: RunStore) -> Document:
     columns = labels("instances N")
     for name in _WAITING_DISPATCH:
         columns += (
@@ -105,7 +102,7 @@ def _best(values: list[float | None]) -> float | None:
     return min(known) if len(known) == len(values) else None
 
 
-def _figure6_section(wish: Wish, store: CellStore, setup: Setup) -> Section:
+def _figure6_section(wish: Wish, store: RunStore, setup: Setup) -> Section:
     curves = {dispatch: Curve(wish, store, setup, dispatch) for dispatch in DISPATCH}
     peak = _base_peak(curves, setup)
     columns = (
@@ -129,7 +126,7 @@ def _figure6_section(wish: Wish, store: CellStore, setup: Setup) -> Section:
     return Section(f"{setup.title}; peak: mean TTFT of {setup.ttft_limit_s:.2f} s", columns, tuple(rows))
 
 
-def _figure6_document(wish: Wish, store: CellStore) -> Document:
+def _figure6_document(wish: Wish, store: RunStore) -> Document:
     sections = tuple(_figure6_section(wish, store, setup) for setup in _FIGURE6)
     notes = (
         f"Published: {STAGGERED_PAPER}, figure 6: no numbers but the text's 'up to a 40 % reduction in TTFT at sub-80 "
@@ -175,7 +172,7 @@ def _table1_cells(wish: Wish) -> list[Cell]:
     return [cell for setup, _ in _TABLE1 for cell in prefill_cells(wish, setup)]
 
 
-def _table1_section(wish: Wish, store: CellStore, setup: Setup, published: dict[str, tuple[float, float]]) -> Section:
+def _table1_section(wish: Wish, store: RunStore, setup: Setup, published: dict[str, tuple[float, float]]) -> Section:
     columns = (
         *labels("batching", "dispatch"),
         *compared("QPS an instance"),
@@ -198,7 +195,7 @@ def _table1_section(wish: Wish, store: CellStore, setup: Setup, published: dict[
     return Section(f"{setup.title}, mean TTFT {setup.ttft_limit_s:g} s", columns, tuple(rows))
 
 
-def _table1_document(wish: Wish, store: CellStore) -> Document:
+def _table1_document(wish: Wish, store: RunStore) -> Document:
     sections = tuple(_table1_section(wish, store, setup, published) for setup, published in _TABLE1)
     notes = (
         f"Published: {STAGGERED_PAPER}, table 1. Its QPS are taken as those of one prefill instance: with three, a "

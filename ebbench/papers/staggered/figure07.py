@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ebbench.analysis.documents import Column, Document, Section, Value, labels, relative
-from ebbench.papers.cells import Cell, settings
-from ebbench.papers.cluster_cells import DEEPSEEK, TOPOLOGIES, ClusterCell
 from ebbench.papers.staggered.curves import STAGGERED_PAPER
-from ebbench.papers.store import CellStore
+from ebbench.papers.staggered.deployment import MODEL, TOPOLOGIES, UNIT, deployed
 from ebbench.papers.table import PaperTable, Wish, figure, pending
+from ebbench.runs.cell import Cell, simulated
+from ebbench.runs.store import RunStore
 
 BATCH = 35  # sequences a decode unit, published
 CHUNK = 16384
-_WORKLOADS = {
+_WORKLOADS: dict[str, tuple[str, dict[str, Any]]] = {
     "geometric": ("balanced", {"input_len": 1000, "output_len": 1500, "length_distribution": "geometric"}),
     "heavy-tailed": ("reference:workloads/heavy-tailed-chat.toml", {}),
 }
@@ -25,17 +27,14 @@ _BASE = "round-robin"
 _PUBLISHED = {"round-robin": (40_000.0, 130_000.0, 150_000.0), "iqr": (60_000.0, 100_000.0, None)}
 
 
-def _cell(wish: Wish, lengths: str, dispatch: str) -> ClusterCell:
+def _cell(wish: Wish, lengths: str, dispatch: str) -> Cell:
     workload, plan = _WORKLOADS[lengths]
     decode = TOPOLOGIES["3p1d-deepseek"].decode
     assert decode is not None
-    return ClusterCell(
-        workload, "v1", DEEPSEEK, "deepseek-v3", 256, CHUNK,
-        settings=settings(
-            num_prompts=wish.num_prompts or 6000, max_concurrency=BATCH * decode.units, max_model_len=50_000, **plan  # type: ignore[arg-type]
-        ),
-        topology="3p1d-deepseek", dispatch="sbs", decode_dispatch=dispatch, network_ms=0.5, async_scheduling=False,
-        max_model_len=50_000,
+    return simulated(
+        workload, "v1", UNIT, MODEL, 256, CHUNK, topology=deployed("3p1d-deepseek", network_ms=0.5), dispatch="sbs",
+        decode_dispatch=dispatch, async_scheduling=False, num_prompts=wish.num_prompts or 6000,
+        max_concurrency=BATCH * decode.units, max_model_len=50_000, **plan,
     )  # fmt: skip
 
 
@@ -43,7 +42,7 @@ def _cells(wish: Wish) -> list[Cell]:
     return [_cell(wish, lengths, dispatch) for lengths in _WORKLOADS for dispatch in _DISPATCH]
 
 
-def _section(wish: Wish, store: CellStore, lengths: str) -> Section:
+def _section(wish: Wish, store: RunStore, lengths: str) -> Section:
     columns = (
         *labels("decode dispatch", "kind"),
         *(Column(name, group="published, KV tokens") for name in ("-1 sigma", "+1 sigma", "peak")),
@@ -69,7 +68,7 @@ def _section(wish: Wish, store: CellStore, lengths: str) -> Section:
     return Section(f"{lengths} lengths", columns, tuple(rows))
 
 
-def _document(wish: Wish, store: CellStore) -> Document:
+def _document(wish: Wish, store: RunStore) -> Document:
     notes = (
         f"Published: {STAGGERED_PAPER}, section 5.2.2 and figure 7: 32 decode units, about 35 sequences and 2.5K "
         "tokens each; the band of one standard deviation falls from 40k-130k to 60k-100k KV tokens (its text says -40 "
@@ -78,7 +77,7 @@ def _document(wish: Wish, store: CellStore) -> Document:
         "Ours: 3P1D, decode instance of 32 units (TP 1, DP 32, EP 32) with a barrier, closed loop of 35 x 32 requests, "
         "mean 1,000 in and 1,500 out; sigma is the deviation over the 32 units at one pass, averaged over time. A pass "
         "takes 30 ms + 0.15 ms a sequence + 50 ns a KV token of the slowest unit: estimates from the hardware, see "
-        "ebbench/papers/cluster_cells.py.",
+        "ebbench/papers/staggered/deployment.py.",
         "Where ours differs: with KV at 70 KB a token (MLA) 45k tokens are 2 ms of a pass of some 40 ms, so balance in "
         "KV alone cannot bring 15 %; the rest of the gain comes from equal numbers of sequences. An answer's length is "
         "not known when it is placed, and sequences stay where they are, so sigma cannot fall below what lengths do by "

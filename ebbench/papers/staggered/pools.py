@@ -6,11 +6,10 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from ebbench.analysis.documents import Column, Document, Section, Value, labels, relative
-from ebbench.papers.cells import Cell
-from ebbench.papers.cluster_cells import ClusterCell
 from ebbench.papers.staggered.curves import IMMEDIATE, LONG_16K, SHORT_3K, Setup, capacity_rps, prefill_cell
-from ebbench.papers.store import CellStore
 from ebbench.papers.table import PaperTable, Wish, figure, pending
+from ebbench.runs.cell import Cell
+from ebbench.runs.store import RunStore
 
 LOADS = (0.05, 0.1, 0.15, 0.2, 0.4, 0.6, 0.8, 0.95)
 """Shares of what the pool computes with full chunks; its peak in the sense of figure 6 lies near 0.95."""
@@ -32,7 +31,7 @@ _POOLS = tuple(
 )
 
 
-def _cell(wish: Wish, setup: Setup, pool: _Pool, dispatch: str, load: float) -> ClusterCell:
+def _cell(wish: Wish, setup: Setup, pool: _Pool, dispatch: str, load: float) -> Cell:
     smaller = wish if wish.num_prompts else replace(wish, num_prompts=REQUESTS)
     return prefill_cell(smaller, setup, dispatch, load, pool.topology)
 
@@ -44,7 +43,7 @@ def _cells(wish: Wish) -> list[Cell]:
     ]  # fmt: skip
 
 
-def _section(wish: Wish, store: CellStore, setup: Setup) -> Section:
+def _section(wish: Wish, store: RunStore, setup: Setup) -> Section:
     columns = (
         *labels("instances of units", "load"), Column("req/s"),
         Column("better immediate", group="TTFT mean, s", ours=True), Column("sbs", group="TTFT mean, s", ours=True),
@@ -84,7 +83,7 @@ def _title(section: Section, index: int) -> str:
     return next(str(row[0]) for row in reversed(section.rows[: index + 1]) if row[0])
 
 
-def _document(wish: Wish, store: CellStore) -> Document:
+def _document(wish: Wish, store: RunStore) -> Document:
     sections = tuple(_section(wish, store, setup) for setup in _SETUPS)
     notes = (
         "Setup of `sbs-figure6` with pools of other sizes; loads are shares of what the pool computes with full "

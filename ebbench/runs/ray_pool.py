@@ -1,6 +1,6 @@
-"""Cells as tasks of a Ray cluster. Summaries come back to the driver, which alone stores them.
+"""Jobs as tasks of a Ray cluster. Results come back to the driver, which alone stores them.
 
-A summary is small enough to travel inside Ray's own messages, so losing a node loses no finished cell; what ran on
+A result is small enough to travel inside Ray's own messages, so losing a node loses no finished job; what ran on
 that node is run again elsewhere by Ray.
 """
 
@@ -10,25 +10,29 @@ import logging
 import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from ebbench.errors import RunError, UsageError
 from ebbench.extras import need
-from ebbench.sweep.work import Outcome, Task, work
+from ebbench.runs.pool import Outcome, attempt
 from ebbench.termination import signals_kept
 
+T = TypeVar("T")
+R = TypeVar("R")
+
 RETRIES = 5
-"""How often Ray may run a cell again after its worker or node died."""
+"""How often Ray may run a job again after its worker or node died."""
 _PER_CPU = 3  # tasks in flight per CPU of the cluster: enough to keep it busy, few enough to stop quickly
 CONNECT_S = 5.0
 """How long an address may take to accept a connection."""
 
 
 class RayCluster:
-    """Runs tasks on the cluster at ``address``: ``auto``, ``HOST:PORT``, or None for the one RAY_ADDRESS names, else
+    """Runs jobs on the cluster at ``address``: ``auto``, ``HOST:PORT``, or None for the one RAY_ADDRESS names, else
     one of its own on this machine.
 
-    ``gpus`` is the share of a GPU each cell holds: 1 for the vllm engine, so that every cell has a GPU to itself.
+    ``gpus`` is the share of a GPU each job holds: 1 for the vllm engine, so that every cell has a GPU to itself.
+    ``workers``: jobs at a time; None: as many as the cluster has room for.
     """
 
     def __init__(
@@ -37,7 +41,6 @@ class RayCluster:
         *,
         gpus: float = 0.0,
         workers: int | None = None,
-        job: Callable[[Task], Outcome] = work,
     ) -> None:
         if gpus < 0:
             raise UsageError(f"--gpus-per-cell must not be negative, not {gpus:g}")
@@ -46,13 +49,13 @@ class RayCluster:
         self._ray = need("ray", "--executor ray", "sweep")
         # Left to itself, Ray joins whatever cluster was last started on this machine, another user's too.
         self._address = address or os.environ.get("RAY_ADDRESS") or "local"
-        self.gpus, self._workers, self._job = gpus, workers, job
+        self.gpus, self.workers = gpus, workers
 
-    def outcomes(self, tasks: Sequence[Task]) -> Iterator[Outcome]:
-        """Run the tasks. Raises RunError when the cluster cannot be reached or has no room for a cell."""
+    def outcomes(self, job: Callable[[T], R], tasks: Sequence[T]) -> Iterator[tuple[T, Outcome[R]]]:
+        """Run the jobs. Raises RunError when the cluster cannot be reached or has no room for a job."""
         ours = self._connect()
         try:
-            yield from self._run(tasks)
+            yield from self._run(job, tasks)
         finally:
             if ours:
                 self._ray.shutdown()
@@ -63,9 +66,9 @@ class RayCluster:
             return False
         options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
         if self._address == "local":
-            options |= {"include_dashboard": False, "num_cpus": self._workers}
+            options |= {"include_dashboard": False, "num_cpus": self.workers}
         else:
-            _somebody_listens(self._address)
+            _check_listening(self._address)
         try:
             with signals_kept():  # Ray takes SIGTERM for itself and leaves by sys.exit, losing what was measured
                 self._ray.init(address=self._address, **options)
@@ -74,41 +77,41 @@ class RayCluster:
             raise RunError(f"no Ray cluster at {where}: {str(error).splitlines()[0]}") from None
         return True
 
-    def _run(self, tasks: Sequence[Task]) -> Iterator[Outcome]:
+    def _run(self, job: Callable[[T], R], tasks: Sequence[T]) -> Iterator[tuple[T, Outcome[R]]]:
         if self.gpus and self._ray.cluster_resources().get("GPU", 0) < self.gpus:
             raise RunError(f"the cluster has no node with {self.gpus:g} GPU(s); start one with ray start --num-gpus")
-        remote = self._ray.remote(num_cpus=1, num_gpus=self.gpus, max_retries=RETRIES)(self._job)
+        remote = self._ray.remote(num_cpus=1, num_gpus=self.gpus, max_retries=RETRIES)(attempt)
         queue = list(reversed(tasks))
-        running: dict[Any, Task] = {}
+        running: dict[Any, T] = {}
         try:
             while queue or running:
                 while queue and len(running) < self._room():
                     task = queue.pop()
-                    running[remote.remote(task)] = task
+                    running[remote.remote(job, task)] = task
                 done, _ = self._ray.wait(list(running), num_returns=1)
                 for reference in done:
-                    yield self._outcome(reference, running.pop(reference))
+                    yield running.pop(reference), self._outcome(reference)
         finally:
             for reference in running:
                 self._ray.cancel(reference, force=True)
 
     def _room(self) -> int:
-        if self._workers is not None:
-            return self._workers
+        if self.workers is not None:
+            return self.workers
         return max(1, _PER_CPU * int(self._ray.cluster_resources().get("CPU", 1)))
 
-    def _outcome(self, reference: Any, task: Task) -> Outcome:
+    def _outcome(self, reference: Any) -> Outcome[Any]:
         try:
-            outcome: Outcome = self._ray.get(reference)
+            outcome: Outcome[Any] = self._ray.get(reference)
         except self._ray.exceptions.RayError as error:
             line = (str(error).strip().splitlines() or [""])[0]
             why = f"lost on the cluster after {RETRIES} retries ({type(error).__name__}: {line})"
-            return Outcome(task.key, None, why, 0.0, "")
+            return Outcome(None, RunError(why))
         return outcome
 
 
-def _somebody_listens(address: str) -> None:
-    """Raise RunError when nobody does: Ray would go on trying for minutes, and say nothing."""
+def _check_listening(address: str) -> None:
+    """Raise RunError where nothing accepts a connection: Ray would try for minutes without a message."""
     host, _, port = address.rpartition(":")
     if host and "/" not in host and port.isdigit():  # not auto, not a URL of Ray's own
         try:

@@ -1,0 +1,1 @@
+"""Many runs: what a run is, its key, the pools that make runs, and the directory that keeps them."""

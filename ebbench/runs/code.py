@@ -1,0 +1,208 @@
+"""The fingerprint of the code and data that compute a result.
+
+A stored result is valid as long as nothing that determines it has changed. The files are found by following the import
+statements (those inside functions too) from the modules that compute a result; the data files that come with ebbench
+are added. The hash and the imports of a file are cached under its path, size and time of change, so that a
+fingerprint costs a few milliseconds while nothing changes.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import json
+import os
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from ebbench.resources import bundled_dir
+
+MAKE = "ebbench.runs.make"
+ENGINE_MODULES: Mapping[str, tuple[str, ...]] = {
+    "sim": ("ebbench.engines.sim", "ebbench.engines.cluster"),
+    # vLLM loads the scheduler by its name, so no import statement of ebbench leads to it.
+    "emulated": ("ebbench.engines.emulated", "ebbench.engines.emulated_core", "vllm_eb.scheduler"),
+    "vllm": ("ebbench.engines.vllm", "ebbench.engines.replicas", "vllm_eb.scheduler"),
+    "endpoint": ("ebbench.engines.endpoint",),
+}
+"""Where each engine's code begins."""
+CHOOSERS = frozenset({"ebbench.engines", "ebbench.engines.setup"})
+"""Modules that choose an engine by its name: they import every engine, of which a cell uses one."""
+SETTLED_NS = 2_000_000_000
+"""A file changed later than this before it is read may change again within the resolution of its time stamp."""
+
+
+@dataclass(frozen=True)
+class Tree:
+    """Where the code and the data lie: top-level packages by name, and directories of data files."""
+
+    packages: Mapping[str, Path]
+    data: tuple[Path, ...]
+
+    def file_of(self, module: str) -> tuple[str, os.stat_result] | None:
+        """The source file of a module of these packages and its status; None for any other name."""
+        top, *rest = module.split(".")
+        if top not in self.packages:
+            return None
+        path = os.path.join(self.packages[top], *rest)  # noqa: PTH118  as strings: hundreds of files in milliseconds
+        for candidate in (f"{path}.py", f"{path}/__init__.py"):
+            try:
+                return candidate, os.stat(candidate)  # noqa: PTH116
+            except OSError:
+                continue
+        return None
+
+    def data_files(self) -> Iterator[tuple[str, str, os.stat_result]]:
+        """Every data file: its name from its directory on, its path, its status; in a fixed order."""
+        for folder in self.data:
+            waiting = [str(folder)]
+            found = []
+            while waiting:
+                for entry in os.scandir(waiting.pop()):
+                    if entry.is_dir():
+                        waiting.append(entry.path)
+                    else:
+                        found.append((entry.path, entry.stat()))
+            for path, stat in sorted(found, key=lambda one: one[0]):
+                yield f"{folder.name}{path.removeprefix(str(folder))}", path, stat
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """What is known of a file: its hash and the modules it imports."""
+
+    digest: str
+    imports: tuple[str, ...] = ()
+
+
+@dataclass
+class FileCache:
+    """Hashes and imports of files, by path, size and time of change; stored in ``path`` (None: kept in memory)."""
+
+    path: Path | None = None
+    _known: dict[str, list[Any]] = field(default_factory=dict)
+    _changed: bool = False
+
+    def __post_init__(self) -> None:
+        if self.path is not None:
+            with suppress(OSError, ValueError):
+                self._known = json.loads(self.path.read_bytes())
+
+    def facts(self, path: str, stat: os.stat_result, module: str = "") -> _Facts:
+        """Hash of a file and, for the source of ``module``, what it imports."""
+        stamp = [stat.st_mtime_ns, stat.st_size, module]
+        known = self._known.get(path)
+        if known is not None and known[:3] == stamp:
+            return _Facts(known[3], tuple(known[4]))
+        content = Path(path).read_bytes()
+        imports = imported_modules(content, module, is_package=path.endswith("__init__.py")) if module else []
+        found = _Facts(hashlib.sha256(content).hexdigest(), tuple(imports))
+        if time.time_ns() - stat.st_mtime_ns > SETTLED_NS:
+            self._known[path] = [*stamp, found.digest, list(imports)]
+            self._changed = True
+        return found
+
+    def save(self) -> None:
+        """Store what is known; a directory that cannot be written costs only time."""
+        if self.path is None or not self._changed:
+            return
+        with suppress(OSError):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            handle, name = tempfile.mkstemp(dir=self.path.parent)
+            with os.fdopen(handle, "w") as file:
+                json.dump(self._known, file)
+            Path(name).replace(self.path)
+            self._changed = False
+
+
+def imported_modules(source: bytes, module: str, *, is_package: bool = False) -> list[str]:
+    """Modules that a source file imports when it is run, in functions too; imports for type checkers are left out."""
+    found: list[str] = []
+    package = module if is_package else module.rpartition(".")[0]
+    waiting: list[ast.AST] = [ast.parse(source)]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            parent = package.rsplit(".", node.level - 1)[0] if node.level > 1 else package
+            base = node.module or ""
+            if node.level:
+                base = f"{parent}.{base}" if base else parent
+            found += [base, *(f"{base}.{alias.name}" for alias in node.names)]
+        elif isinstance(node, ast.If) and _for_type_checkers(node.test):
+            waiting += node.orelse
+        else:
+            waiting += ast.iter_child_nodes(node)
+    return sorted(set(found))
+
+
+def _for_type_checkers(test: ast.expr) -> bool:
+    return (isinstance(test, ast.Name) and test.id == "TYPE_CHECKING") or (
+        isinstance(test, ast.Attribute) and test.attr == "TYPE_CHECKING"
+    )
+
+
+def source_files(tree: Tree, entries: Sequence[str], known: FileCache) -> dict[str, tuple[Path, str]]:
+    """Every module of the tree that the entries import, directly or not, with its file and the file's hash."""
+    files: dict[str, tuple[Path, str]] = {}
+    seen, plain = set(entries), set[str]()
+    waiting = list(entries)
+    while waiting:
+        module = waiting.pop()
+        if module.rpartition(".")[0] in plain or (found := tree.file_of(module)) is None:
+            continue  # a name in a module
+        path, stat = found
+        if not path.endswith("__init__.py"):
+            plain.add(module)
+        facts = known.facts(path, stat, module)
+        files[module] = (Path(path), facts.digest)
+        parents = (module.rpartition(".")[0],) if "." in module else ()
+        # Names are taken from the end: a module comes before the names in it.
+        for name in (*([] if module in CHOOSERS else reversed(facts.imports)), *parents):
+            if name not in seen and name.partition(".")[0] in tree.packages:
+                seen.add(name)
+                waiting.append(name)
+    return files
+
+
+def fingerprint(tree: Tree, entries: Sequence[str], known: FileCache) -> str:
+    """Sixteen hex digits over the sources that the entries reach and the data files."""
+    digest = hashlib.sha256()
+    for module, (_, content) in sorted(source_files(tree, entries, known).items()):
+        digest.update(f"{module} {content}\n".encode())
+    for name, path, stat in tree.data_files():
+        digest.update(f"{name} {known.facts(path, stat).digest}\n".encode())
+    return digest.hexdigest()[:16]
+
+
+@cache
+def code_fingerprint(engine: str) -> str:
+    """The fingerprint of what computes a result with an engine of ENGINE_MODULES, once per process."""
+    known = FileCache(_cache_file())
+    found = fingerprint(installed_tree(), (MAKE, *ENGINE_MODULES[engine]), known)
+    known.save()
+    return found
+
+
+def installed_tree() -> Tree:
+    """The code that runs in this process, and the data it reads."""
+    import ebbench
+    import vllm_eb
+
+    package = Path(ebbench.__file__).resolve().parent
+    return Tree(
+        {"ebbench": package, "vllm_eb": Path(vllm_eb.__file__).resolve().parent},
+        (package / "devices" / "data", *(bundled_dir(name) for name in ("workloads", "scenarios", "reference"))),
+    )
+
+
+def _cache_file() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "ebbench" / "code.json"

@@ -1,0 +1,92 @@
+"""Making the runs that a store lacks: each is stored as soon as it is there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ebbench.engines.setup import is_server
+from ebbench.errors import EbbenchError
+from ebbench.runs.cell import Cell
+from ebbench.runs.make import Made, Task, device_of, make
+from ebbench.runs.pool import InProcess, Outcome, Pool, pool_of
+from ebbench.runs.store import Measured, RunStore
+from ebbench.workloads import load_scenario, load_workload
+
+Stored = Callable[[Cell, Measured | EbbenchError, Outcome[Made]], None]
+"""Called after every cell with its result or its error."""
+Job = Callable[[Task], Made]
+
+
+def run_missing(
+    cells: Sequence[Cell],
+    store: RunStore,
+    *,
+    workers: int | None = None,
+    whole: bool = True,
+    done: Callable[[Cell], None] | None = None,
+) -> int:
+    """Run the cells that the store lacks; returns how many. ``whole`` keeps the run directories, not figures alone.
+
+    Raises UsageError for names that do not exist, before anything runs, and what the first failing cell raises; cells
+    finished before it, or before an interruption, are kept.
+    """
+    todo = store.missing(cells, whole=whole)
+    pool = pool_of(workers, len(todo)) if not any(cell.real_time for cell in todo) else InProcess()
+    if not todo:
+        return 0
+    check_names(todo)
+
+    def stored(cell: Cell, result: Measured | EbbenchError, _outcome: Outcome[Made]) -> None:
+        if isinstance(result, EbbenchError):
+            raise result
+        if done is not None:
+            done(cell)
+
+    run_cells(todo, store, pool, whole=whole, stored=stored)
+    return len(todo)
+
+
+def run_cells(
+    cells: Sequence[Cell], store: RunStore, pool: Pool, *, whole: bool, stored: Stored, job: Job = make
+) -> None:
+    """Run cells and keep each result at once. What ``stored`` raises ends it, as an interruption does.
+
+    Raises RunError when results cannot be stored.
+    """
+    store.open()
+    tasks = {}
+    for cell in cells:
+        directory = store.temporary(cell).resolve() if whole else None
+        tasks[Task(cell.with_absolute_paths(), directory)] = cell
+    under_way: dict[Cell, Path] = {cell: task.directory for task, cell in tasks.items() if task.directory is not None}
+    try:
+        outcomes: Any = pool.outcomes(job, list(tasks))
+        with closing(outcomes):
+            for task, outcome in outcomes:
+                cell = tasks[task]
+                result: Measured | EbbenchError
+                if outcome.error is not None:
+                    result = outcome.error
+                else:
+                    result = store.keep(cell, outcome, task.directory)
+                    under_way.pop(cell, None)
+                stored(cell, result, outcome)
+    finally:
+        for directory in under_way.values():
+            if directory.exists():
+                store.abandon(directory)
+
+
+def check_names(cells: Sequence[Cell]) -> None:
+    """Refuse names that do not exist before the first run, not after hours of them. Raises UsageError."""
+    for cell in {(is_server(cell.engine), cell.device, cell.model, cell.cost): cell for cell in cells}.values():
+        device_of(replace(cell, host=None))
+    for name in dict.fromkeys(cell.plan.workload for cell in cells):
+        if not name.startswith("trace:"):
+            load_workload(name)
+    for name in dict.fromkeys(cell.plan.scenario for cell in cells if cell.plan.scenario is not None):
+        load_scenario(name)

@@ -1,0 +1,232 @@
+"""Making one run: from a cell to its figures, in the process that calls."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+
+from ebbench.analysis.conclude import Setting, begin, conclude_with_summary
+from ebbench.analysis.pools import pool_figures
+from ebbench.analysis.slo import parse_slo
+from ebbench.analysis.summary import metrics_dict, summarise_phases
+from ebbench.devices.base import Device
+from ebbench.devices.loader import load, resized
+from ebbench.devices.parallel import SINGLE
+from ebbench.devices.request import DeviceRequest
+from ebbench.devices.units import shape_of
+from ebbench.engines.checks import check_fits, check_options
+from ebbench.engines.duration import run_plan
+from ebbench.engines.setup import (
+    POLICY_IS_A_LABEL,
+    EngineSetup,
+    is_server,
+    journalled,
+    make_engine,
+    topology_of,
+    unknown_device,
+    with_ramp,
+)
+from ebbench.engines.sim import SimEngine
+from ebbench.errors import UsageError
+from ebbench.records.manifest import wall_clock_ns
+from ebbench.records.plan import Plan
+from ebbench.records.run import Run, RunWriter
+from ebbench.runs.cell import DEFAULT_DEVICE, DEFAULT_MODEL, Cell
+from ebbench.workloads.options import PlanOptions
+from ebbench.workloads.planner import make_plan
+from vllm_eb.policy import PolicySpec, parse_policy
+
+if TYPE_CHECKING:
+    from ebbench.engines.base import Engine
+    from ebbench.records.manifest import Manifest
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Task:
+    """A cell to run. ``directory``: where the whole run is stored; None keeps its figures alone."""
+
+    cell: Cell
+    directory: Path | None = None
+
+
+@dataclass(frozen=True)
+class Made:
+    """The result of a cell: its figures under the keys of a summary, and those of each phase if it has several."""
+
+    figures: Mapping[str, Any]
+    phases: tuple[Mapping[str, Any], ...] = ()
+
+
+def make(task: Task) -> Made:
+    """Run a cell. Raises UsageError, RunError; KeyboardInterrupt where the run was interrupted."""
+    cell = task.cell
+    policy, server = parse_policy(cell.policy), is_server(cell.engine)
+    check_options(cell.options, [policy])
+    plan, device = plan_of(cell), device_of(cell)
+    engine, _ = make_engine(setup_of(cell))
+    if not server and cell.topology is None:
+        check_fits(plan, device, cell.options)
+    plan, engine = with_ramp(plan, engine, cell.ramp_up_s)
+    if task.directory is None and isinstance(engine, SimEngine):
+        engine = SimEngine(requests_only=True)
+    with _writer(task.directory) as writer:
+        made = _measured(cell, plan, policy, device, engine, writer)
+    gc.collect()  # a simulation's objects refer to each other; quick, since plans and devices are frozen
+    return made
+
+
+def _measured(cell: Cell, plan: Plan, policy: PolicySpec, device: Device, engine: Engine, writer: RunWriter) -> Made:
+    server, anchor_ns = is_server(cell.engine), wall_clock_ns()
+    setting = Setting(
+        plan,
+        policy,
+        engine.name,
+        device,
+        cell.options,
+        anchor_ns,
+        slo=parse_slo([cell.goodput] if cell.goodput else []),
+        device_known=not server,
+        warnings=(POLICY_IS_A_LABEL,) if server else (),
+    )
+    if setting.kind_of_time == "real" and not isinstance(writer, _InMemory):
+        begin(writer, setting)
+        engine = journalled(engine, writer)
+    planned, result = run_plan(engine, plan, policy, device, cell.options, None)
+    setting = replace(setting, plan=planned)
+    if result.interrupted:
+        raise KeyboardInterrupt  # the engine hands back what there is; part of a run does not answer the cell
+    run, summary = conclude_with_summary(writer, setting, result)
+    phases = summarise_phases(run) if _several_phases(planned) else ()
+    figures = summary.to_dict() | {"plan_hash": run.manifest.plan_hash, "git_commit": run.manifest.git_commit}
+    if "topology" in result.facts and (spec := getattr(engine, "topology", None)) is not None:
+        figures |= pool_figures(result, spec, cell.options.max_num_batched_tokens)
+    parts = [{"phase": part.phase, **metrics_dict(part.metrics)} for part in phases] if len(phases) > 1 else []
+    return Made(figures, tuple(parts))
+
+
+def _several_phases(plan: Plan) -> bool:
+    return len(plan.table["phase"].unique()) > 1
+
+
+def setup_of(cell: Cell) -> EngineSetup:
+    """What the cell asks of its engine."""
+    return EngineSetup(
+        cell.engine,
+        cell.model,
+        dict(cell.client),
+        cell.plan.scenario,
+        cell.topology,
+        cell.link,
+        cell.dispatch,
+        cell.decode_dispatch,
+        cell.replicas,
+        cell.plan.max_model_len,
+        cell.plan.drop_too_long,
+        cell.vllm_options,
+    )
+
+
+def plan_of(cell: Cell) -> Plan:
+    """The requests of a cell. Raises what the planner raises."""
+    return _plan(cell.plan, cell.shuffle)
+
+
+@lru_cache(maxsize=4)
+def _plan(options: PlanOptions, shuffle: bool) -> Plan:
+    plan = make_plan(options)
+    return _frozen(shuffled(plan, options.seed) if shuffle else plan)
+
+
+def shuffled(plan: Plan, seed: int) -> Plan:
+    """The same requests in another order: lengths and contents move, arrival times stay."""
+    order = pa.array(np.random.default_rng(seed).permutation(plan.table.num_rows))
+    table = plan.table
+    for name in ("input_tokens", "output_tokens", "content"):
+        at = table.schema.get_field_index(name)
+        table = table.set_column(at, table.schema.field(at), table[name].take(order))
+    return replace(plan, table=table)
+
+
+_loaded: dict[DeviceRequest, Device] = {}
+KEPT_DEVICES = 8  # some 15 MB each
+
+
+def device_of(cell: Cell) -> Device:
+    """The cell's device, its KV cache sized for the scheduler's options; a placeholder for an external server.
+
+    For a topology it is one unit of its first pool. Memory, batch size and budget only size the KV cache, so tables are
+    loaded once. Raises UsageError.
+    """
+    if is_server(cell.engine):
+        return unknown_device(cell.device, cell.model)
+    name, model = cell.device or DEFAULT_DEVICE, cell.model or DEFAULT_MODEL
+    if cell.real_time and _engine_name(cell.engine) == "vllm":
+        from ebbench.engines.costs import local_hardware
+
+        policies = [parse_policy(cell.policy)]
+        calibration = None if cell.calibration is None else Path(cell.calibration)
+        return local_hardware(policies, cell.options, model=model, device=cell.device, calibration=calibration)
+    if cell.calibration is not None:
+        raise UsageError("calibration is for vLLM on this machine (engine vllm); a simulated device is named: device")
+    topology = topology_of(cell.topology, cell.plan.scenario, cell.link)
+    options = cell.options
+    request = DeviceRequest(
+        name,
+        model,
+        cell.cost,
+        cell.gpu_memory_utilization,
+        options.max_num_seqs,
+        options.max_num_batched_tokens,
+        options.async_scheduling,
+        options.enforce_eager,
+        cell.host,
+        SINGLE if topology is None else shape_of(topology),
+        quantization=options.quantization,
+        kv_cache_dtype=options.kv_cache_dtype,
+    )
+    key = replace(request, gpu_memory_utilization=0.9, max_num_seqs=None, max_num_batched_tokens=None)
+    if (kept := _loaded.get(key)) is not None:
+        return kept if kept.profile is None else resized(kept, request)
+    while len(_loaded) >= KEPT_DEVICES:
+        del _loaded[next(iter(_loaded))]
+    _loaded[key] = _frozen(load(request))
+    return _loaded[key]
+
+
+def _engine_name(engine: str) -> str:
+    from ebbench.engines import select_engine
+
+    return select_engine(engine)[0].name
+
+
+def _frozen(kept: T) -> T:
+    """``kept``, hidden from the garbage collector, which would walk through it after every cell."""
+    gc.freeze()
+    return kept
+
+
+def _writer(directory: Path | None) -> RunWriter:
+    return _InMemory(Path()) if directory is None else RunWriter.create(directory)
+
+
+class _InMemory(RunWriter):
+    """Stores nothing; the run lives as long as its summary takes."""
+
+    def finish(self, manifest: Manifest, tables: Mapping[str, pa.Table] | None = None) -> Run:
+        """The run with its tables in memory."""
+        held = dict(tables or {})
+        rows = {name: table.num_rows for name, table in held.items()}
+        return Run(self.path, msgspec.structs.replace(manifest, rows=rows), held)
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing to clean up."""

@@ -1,0 +1,160 @@
+"""Where jobs run: in this process, or in processes of this machine. Results come as they are finished, in any order.
+
+A pool runs any function of one argument that can be pickled; ``ray_pool`` does the same on a Ray cluster.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import signal
+import time
+import traceback
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar
+
+from ebbench.child import begin_pool_worker
+from ebbench.engines.checks import check_counts
+from ebbench.errors import EbbenchError, RunError
+
+T = TypeVar("T")
+R = TypeVar("R")
+ATTEMPTS = 3
+"""How often a job may take its worker process down before it counts as failed."""
+
+
+@dataclass(frozen=True)
+class Outcome(Generic[R]):
+    """What became of one job: its value, or its error. ``seconds`` of wall time; ``worker``: host and process id."""
+
+    value: R | None
+    error: EbbenchError | None = None
+    seconds: float = 0.0
+    worker: str = ""
+
+
+class Pool(Protocol):
+    """Runs jobs. Leaving the iteration early stops what is still running."""
+
+    def outcomes(self, job: Callable[[T], R], tasks: Sequence[T]) -> Iterator[tuple[T, Outcome[R]]]:
+        """Each task with what became of it, as they finish; an exception of the job becomes the outcome's error."""
+        ...
+
+
+def attempt(job: Callable[[T], R], task: T) -> Outcome[R]:
+    """One job in this process. A fault of ours or of an engine becomes a RunError that says where it happened."""
+    started = time.monotonic()
+    value: R | None = None
+    error: EbbenchError | None = None
+    try:
+        value = job(task)
+    except EbbenchError as problem:
+        error = problem
+    except Exception as problem:
+        last = traceback.extract_tb(problem.__traceback__)[-1]
+        error = RunError(f"{type(problem).__name__}: {problem} ({Path(last.filename).name}:{last.lineno})")
+    return Outcome(value, error, time.monotonic() - started, f"{platform.node()}:{os.getpid()}")
+
+
+class InProcess:
+    """One job after another in this process: for one job, and for jobs that start servers or load them."""
+
+    workers = 1
+
+    def outcomes(self, job: Callable[[T], R], tasks: Sequence[T]) -> Iterator[tuple[T, Outcome[R]]]:
+        """Run the jobs in the order given."""
+        for task in tasks:
+            yield task, attempt(job, task)
+
+
+class Processes:
+    """A pool of fresh processes on this machine; forking a process that holds Arrow's threads can deadlock.
+
+    A process that dies fails no job but its own: the jobs that ran at that time are tried again, one at a time.
+    """
+
+    def __init__(self, workers: int | None = None) -> None:
+        check_counts(workers=workers)
+        self.workers = workers or len(os.sched_getaffinity(0))
+
+    def outcomes(self, job: Callable[[T], R], tasks: Sequence[T]) -> Iterator[tuple[T, Outcome[R]]]:
+        """Run the jobs."""
+        waiting, suspects = list(range(len(tasks))), list[int]()
+        died = [0] * len(tasks)
+        while waiting or suspects:
+            if suspects:
+                running, _ = yield from self._until_crash(job, tasks, [suspects.pop(0)], 1)
+            else:
+                running, waiting = yield from self._until_crash(job, tasks, waiting, self.workers)
+            for index in running:
+                died[index] += 1
+                if died[index] < ATTEMPTS:
+                    suspects.append(index)
+                else:
+                    why = f"the worker process died {ATTEMPTS} times running it (killed, or out of memory?)"
+                    yield tasks[index], Outcome(None, RunError(f"{why}; finished runs are kept: try fewer --workers"))
+
+    def _until_crash(
+        self, job: Callable[[T], R], tasks: Sequence[T], chosen: list[int], width: int
+    ) -> Generator[tuple[T, Outcome[R]], None, tuple[list[int], list[int]]]:
+        """Outcomes until a process dies. Returns the jobs that were running then, and those not yet started."""
+        queue = list(reversed(chosen))
+        running: dict[Future[Outcome[R]], int] = {}
+        pool = ProcessPoolExecutor(width, mp_context=get_context("spawn"), initializer=begin_pool_worker)
+        try:
+            while queue or running:
+                while queue and len(running) < width:
+                    with _interrupts_held():
+                        future = pool.submit(attempt, job, tasks[queue[-1]])
+                    running[future] = queue.pop()
+                done, _ = wait(running, return_when=FIRST_COMPLETED)
+                for future in done:
+                    outcome = future.result()
+                    yield tasks[running.pop(future)], outcome
+        except BrokenProcessPool:
+            return list(running.values()), list(reversed(queue))
+        finally:
+            _stop(pool)
+        return [], []
+
+
+@contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Ctrl-C waits for the end of the block; processes started in it do not receive Ctrl-C at all."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGHUP})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _stop(pool: ProcessPoolExecutor) -> None:
+    """End the workers now: an abandoned job is not waited for."""
+    processes: list[Any] = list((getattr(pool, "_processes", None) or {}).values())
+    pool.shutdown(wait=False, cancel_futures=True)
+    for process in processes:
+        with suppress(OSError, AttributeError):
+            process.terminate()
+
+
+def pool_of(workers: int | None, jobs: int) -> Pool:
+    """A pool for so many jobs that need only a core each; one worker or one job runs in this process."""
+    check_counts(workers=workers)
+    count = min(workers or len(os.sched_getaffinity(0)), jobs)
+    return InProcess() if count <= 1 else Processes(count)
+
+
+def values(pool: Pool, job: Callable[[T], R], tasks: Sequence[T]) -> Iterator[R]:
+    """The values of jobs, as they finish. Raises the first error."""
+    outcomes: Any = pool.outcomes(job, tasks)
+    with closing(outcomes):
+        for _, outcome in outcomes:
+            if outcome.error is not None:
+                raise outcome.error
+            yield outcome.value

@@ -1,0 +1,194 @@
+"""Where results are kept: one directory per cell, named by its key, so that many runs can be killed at any moment.
+
+::
+
+    ROOT/<name>-<key>/cell.json     the cell, its figures; written last, so a directory with it is complete
+    ROOT/<name>-<key>/...           the run's tables and manifest, where whole runs were asked for
+    ROOT/unfinished/...             runs on real servers that were cut off; ``ebbench recover`` rebuilds them
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ebbench.analysis.summary import metrics_dict, summarise, summarise_phases
+from ebbench.errors import DataError, RunError
+from ebbench.records import files
+from ebbench.records.manifest import plan_hash
+from ebbench.records.run import MANIFEST, PARTIAL, Run, find_runs, unused
+from ebbench.runs.cell import Cell
+from ebbench.runs.make import Made, plan_of
+from ebbench.runs.pool import Outcome
+
+CELL, UNFINISHED = "cell.json", "unfinished"
+_TEMPORARY, _LEFT_BEHIND_S = ".cell-", 3600.0
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Figures of a finished cell under the keys of a summary, of each of its phases too, and where its run lies.
+
+    ``seconds`` of wall time that making it took; ``worker``: host and process id.
+    """
+
+    figures: Mapping[str, Any]
+    phases: tuple[Mapping[str, Any], ...]
+    path: Path
+    seconds: float = 0.0
+    worker: str = ""
+
+    def get(self, key: str, scale: float = 1.0) -> float | None:
+        """One figure, times ``scale``; None where it is undefined."""
+        value = self.figures.get(key)
+        return None if value is None else float(value) * scale
+
+    @property
+    def valid(self) -> bool:
+        """Whether the run may be believed."""
+        return bool(self.figures.get("valid", True))
+
+    @property
+    def run(self) -> Run:
+        """The stored run. Raises DataError when only its figures were kept."""
+        if not (self.path / MANIFEST).exists():
+            raise DataError(f"{self.path}: only the figures of this run were kept; delete it and run it again")
+        return Run.load(self.path)
+
+
+class RunStore:
+    """Cells under one directory. ``adopted`` are runs of the user's own that stand for the cells they answer."""
+
+    def __init__(self, root: Path, adopted: Iterable[Path] = ()) -> None:
+        self.root = root
+        self._adopted = _adopt(list(adopted))
+        self._known: dict[Cell, Measured] = {}
+
+    def get(self, cell: Cell) -> Measured | None:
+        """What is known of a cell; None when it has not been run with this version of the code."""
+        if cell not in self._known:
+            found = self._own_run(cell) or _read(self.root / cell.directory_name())
+            if found is None:
+                return None
+            self._known[cell] = found
+        return self._known[cell]
+
+    def missing(self, cells: Iterable[Cell], *, whole: bool = False) -> list[Cell]:
+        """Cells yet to be run, each once, longest first. ``whole``: also those of which only figures were kept.
+
+        A run in real time that came out INVALID is to be measured again; a simulated one would come out the same.
+        """
+        absent = [cell for cell in dict.fromkeys(cells) if not self._has(cell, whole)]
+        return sorted(absent, key=lambda cell: -cell.weight)
+
+    def _has(self, cell: Cell, whole: bool) -> bool:
+        found = self.get(cell)
+        if found is None or (cell.real_time and not found.valid):
+            return False
+        return not whole or (found.path / MANIFEST).exists()
+
+    def open(self) -> None:
+        """Make the directory, and clear what killed processes left in it. Raises RunError when that cannot be."""
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise RunError(f"cannot make {error.filename or self.root}: {error.strerror or error}") from error
+        for path in self.root.glob(f"{_TEMPORARY}*"):
+            if time.time() - path.stat().st_mtime > _LEFT_BEHIND_S:
+                self.abandon(path)
+
+    def temporary(self, cell: Cell) -> Path:
+        """A name for the directory of a run that is under way; hidden, and not made yet."""
+        return unused(self.root / f"{_TEMPORARY}{cell.key()}")
+
+    def abandon(self, directory: Path) -> None:
+        """Give up the directory of a run that was not finished; one of a real server keeps what was measured."""
+        if (directory / PARTIAL).exists():
+            kept = unused(self.root / UNFINISHED / directory.name.removeprefix(_TEMPORARY))
+            kept.parent.mkdir(exist_ok=True)
+            directory.rename(kept)
+        else:
+            shutil.rmtree(directory, ignore_errors=True)
+
+    def keep(self, cell: Cell, outcome: Outcome[Made], directory: Path | None = None) -> Measured:
+        """Store a result, with the run in ``directory`` if there is one. Raises RunError when the disk is full."""
+        made = outcome.value
+        assert made is not None
+        final = self.root / cell.directory_name()
+        figures = dict(made.figures) | ({"run_dir": str(final)} if directory is not None else {})
+        found = Measured(figures, made.phases, final, outcome.seconds, outcome.worker)
+        try:
+            working = directory or Path(tempfile.mkdtemp(prefix=_TEMPORARY, dir=self.root))
+            content = {
+                "key": cell.key(), "cell": _stored(cell), "figures": figures, "phases": list(made.phases),
+                "seconds": outcome.seconds, "worker": outcome.worker,
+            }  # fmt: skip
+            files.write_bytes(msgspec.json.format(msgspec.json.encode(content), indent=1) + b"\n", working / CELL)
+            _settle(working, final, replace_it=cell.real_time)
+        except OSError as error:
+            raise RunError(f"cannot store {final}: {error.strerror or error}") from error
+        self._known[cell] = found
+        return found
+
+    def _own_run(self, cell: Cell) -> Measured | None:
+        if not self._adopted or cell.topology is not None:  # runs of several instances are not told apart here
+            return None
+        options = cell.options
+        identity = (plan_hash(plan_of(cell)), cell.policy, cell.device, cell.model)
+        how = (options.max_num_seqs, options.max_num_batched_tokens, options.warmup, options.async_scheduling)
+        path = self._adopted.get((*identity, *how))
+        return None if path is None else measured_from_run(path)
+
+
+def measured_from_run(path: Path) -> Measured:
+    """Figures of a stored run. Raises DataError."""
+    run = Run.load(path)
+    phases = summarise_phases(run)
+    parts = [{"phase": part.phase, **metrics_dict(part.metrics)} for part in phases] if len(phases) > 1 else []
+    return Measured(summarise(run).to_dict(), tuple(parts), path)
+
+
+def _stored(cell: Cell) -> Any:
+    """The cell as it is written: values of headers are left out, since they may be secret."""
+    shown = tuple((name, list(value) if name == "headers" else value) for name, value in cell.client)
+    return asdict(replace(cell, client=shown, topology=None)) | {"topology": msgspec.to_builtins(cell.topology)}
+
+
+def _settle(working: Path, final: Path, *, replace_it: bool) -> None:
+    """Give a finished cell its name. One that another process finished meanwhile stays, if it holds as much."""
+    holds_as_much = (final / MANIFEST).exists() or not (working / MANIFEST).exists()
+    if (final / CELL).exists() and holds_as_much and not replace_it:
+        shutil.rmtree(working)
+        return
+    if final.exists():
+        shutil.rmtree(final)
+    working.rename(final)
+
+
+def _read(directory: Path) -> Measured | None:
+    path = directory / CELL
+    try:
+        content = msgspec.json.decode(path.read_bytes())
+        return Measured(content["figures"], tuple(content["phases"]), directory, content["seconds"], content["worker"])
+    except FileNotFoundError:
+        return None
+    except (OSError, msgspec.MsgspecError, KeyError, TypeError) as error:
+        raise DataError(f"{path}: damaged ({error}); delete the directory to run the cell again") from None
+
+
+def _adopt(paths: list[Path]) -> dict[tuple[Any, ...], Path]:
+    """Runs by what identifies a cell of one simulated instance."""
+    found = {}
+    for path in find_runs(paths):
+        manifest = Run.load(path).manifest
+        sizes = (int(manifest.options.get(name, 0)) for name in ("max_num_seqs", "max_num_batched_tokens"))
+        how = int(manifest.options.get("warmup", 0)), bool(manifest.options.get("async_scheduling", True))
+        found[manifest.plan_hash, manifest.policy, manifest.device, manifest.model, *sizes, *how] = path
+    return found

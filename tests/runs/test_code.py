@@ -1,0 +1,123 @@
+"""The key of a cell changes with every file that determines its result, and with no other."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ebbench.runs import code
+from ebbench.runs.code import ENGINE_MODULES, MAKE, FileCache, Tree, fingerprint, imported_modules, source_files
+
+ROOT = Path(__file__).resolve().parents[2]
+ENTRIES = (MAKE, *ENGINE_MODULES["sim"])
+USED = """
+import json, sys
+from pathlib import Path
+opened = set()
+sys.addaudithook(lambda event, args: opened.add(str(args[0])) if event == "open" and isinstance(args[0], str) else None)
+from ebbench.runs.make import Task, make
+from ebbench.runs.cell import simulated
+for policy, more in (("marginal", {}), ("v1", {"topology": "1p1d"}), ("v1", {"topology": "dp=2", "dispatch": "sbs"})):
+    make(Task(simulated("sharegpt", policy, "h200", "qwen3-8b", 64, 2048, num_prompts=40, max_concurrency=8, **more)))
+modules = {str(Path(m.__file__).resolve()) for m in list(sys.modules.values()) if getattr(m, "__file__", None)}
+print(json.dumps(sorted(modules | opened)))
+"""
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Tree:
+    """A copy of the code and its data, all files with an old time stamp."""
+    top = tmp_path_factory.mktemp("tree")
+    ignored = shutil.ignore_patterns("__pycache__")
+    for name in ("ebbench", "patches/vllm_eb", "workloads", "scenarios", "reports/reference"):
+        shutil.copytree(ROOT / name, top / name, ignore=ignored)
+    for path in top.rglob("*"):
+        os.utime(path, (1e9, 1e9))
+    data = (top / "ebbench/devices/data", top / "workloads", top / "scenarios", top / "reports/reference")
+    return Tree({"ebbench": top / "ebbench", "vllm_eb": top / "patches/vllm_eb"}, data)
+
+
+def determining(tree: Tree) -> list[Path]:
+    data = [path for folder in tree.data for path in folder.rglob("*") if path.is_file()]
+    return [*(path for path, _ in source_files(tree, ENTRIES, FileCache()).values()), *data]
+
+
+def test_every_file_that_a_run_uses_is_part_of_the_fingerprint(tree: Tree) -> None:
+    """Oracle: what Python imported and opened in a process of its own."""
+    done = subprocess.run([sys.executable, "-c", USED], capture_output=True, text=True, check=True, cwd=ROOT)
+    ours = [path for path in json.loads(done.stdout) if path.startswith(f"{ROOT}/") and "__pycache__" not in path]
+    kinds = (".py", ".toml", ".csv", ".parquet")
+    used = {str(Path(path).relative_to(ROOT)) for path in ours if Path(path).suffix in kinds}
+    top = tree.packages["ebbench"].parent
+    covered = {str(path.relative_to(top)) for path in determining(tree)}
+    assert len(used) > 100
+    assert used <= covered
+
+
+def test_a_changed_byte_in_any_determining_file_changes_it(tree: Tree) -> None:
+    known = FileCache()
+    before = fingerprint(tree, ENTRIES, known)
+    assert before == fingerprint(tree, ENTRIES, FileCache())
+    for path in determining(tree):
+        content = path.read_bytes()
+        path.write_bytes(content + (b"#" if path.suffix == ".py" else b"\n"))
+        assert fingerprint(tree, ENTRIES, known) != before, path
+        path.write_bytes(content)
+        os.utime(path, (1e9, 1e9))
+    assert fingerprint(tree, ENTRIES, known) == before
+
+
+@pytest.mark.parametrize(
+    "name", ["render/tables.py", "cli/run.py", "report/page.py", "papers/published.py", "client/sse.py"]
+)
+def test_files_that_determine_no_simulated_result_leave_it(tree: Tree, name: str) -> None:
+    before = fingerprint(tree, ENTRIES, FileCache())
+    path = tree.packages["ebbench"] / name
+    content = path.read_bytes()
+    path.write_bytes(content + b"#")
+    assert fingerprint(tree, ENTRIES, FileCache()) == before
+    path.write_bytes(content)
+
+
+def test_what_a_client_measures_depends_on_the_client(tree: Tree) -> None:
+    files = source_files(tree, (MAKE, *ENGINE_MODULES["endpoint"]), FileCache())
+    assert {"ebbench.client.sse", "ebbench.client.worker"} <= set(files)
+    assert "vllm_eb.scheduler" in source_files(tree, (MAKE, *ENGINE_MODULES["emulated"]), FileCache())
+
+
+def test_imports_in_functions_count_and_those_for_type_checkers_do_not() -> None:
+    source = b"""
+from typing import TYPE_CHECKING
+import a.b
+if TYPE_CHECKING:
+    import never
+else:
+    import other
+def f():
+    from . import near
+    from ..up import name
+"""
+    found = imported_modules(source, "top.package.module")
+    assert {"a.b", "other", "top.package.near", "top.up.name", "top.up"} <= set(found)
+    assert "never" not in found
+    assert "top.package.sub.near" in imported_modules(b"from . import near", "top.package.sub", is_package=True)
+
+
+def test_a_cache_on_disk_is_used_and_a_damaged_one_is_not(
+    tree: Tree, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "cache" / "code.json"
+    cold = FileCache(path)
+    before = fingerprint(tree, ENTRIES, cold)
+    cold.save()
+    with monkeypatch.context() as patch:
+        patch.setattr(code, "imported_modules", lambda *args, **kwargs: pytest.fail("read again"))
+        assert fingerprint(tree, ENTRIES, FileCache(path)) == before
+    path.write_text("{")
+    assert fingerprint(tree, ENTRIES, FileCache(path)) == before
