@@ -9,6 +9,8 @@ from typing import Annotated
 
 import typer
 
+from ebbench.cli.formats import Format, check_format, written
+
 
 def compare(
     runs: Annotated[list[Path], typer.Argument(help="Run directories, or directories that hold some.")],
@@ -18,6 +20,7 @@ def compare(
     allow: Annotated[
         list[str] | None, typer.Option("--allow", help="Environment key that may differ. Repeatable.")
     ] = None,
+    style: Format = "table",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
     """Compare policies on the same plans: change, interval, p-value, smallest detectable change.
@@ -29,10 +32,15 @@ def compare(
     from ebbench.analysis.environment import check_allowed
     from ebbench.report import comparison
 
+    check_format(style, as_json=as_json)
     allowed = check_allowed(allow or ())
     found = compare_paired.compare_cases(compare_paired.load_groups(runs), baseline, allowed)
     if as_json:
         sys.stdout.write(json.dumps(comparison.to_json(found), indent=2, allow_nan=False) + "\n")
+        return
+    if style != "table":
+        found_as = comparison.plain if style == "csv" else comparison.document
+        sys.stdout.write(written(found_as(found), style))
         return
     from rich.console import Console
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ebbench.cli.formats import Format, check_format, written
 from ebbench.cli.options import AllPercentiles, GoodputCommand
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ def show(
         list[str] | None, typer.Option("--goodput", help="Other limits in ms: ttft:500 tpot:50 e2el:5000.")
     ] = None,
     all_percentiles: AllPercentiles = False,
+    style: Format = "table",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON list on stdout, one entry per run.")] = False,
 ) -> None:
     """Print stored runs again: tables, verdict, reasons and warnings. Damaged ones are named and left out (exit 3).
@@ -31,6 +33,7 @@ def show(
     from ebbench.analysis.slo import parse_slo
     from ebbench.analysis.summary import summarise
 
+    check_format(style, as_json=as_json)
     slo = parse_slo(goodput) if goodput else None
     loaded, damaged = _load(runs)
     summaries = [summarise(run, slo) for run in loaded]
@@ -45,12 +48,15 @@ def show(
     from ebbench.analysis.compare.cases import cases_of
     from ebbench.analysis.explain import explain
     from ebbench.analysis.summary import summarise_phases
-    from ebbench.render.report import print_report
+    from ebbench.render import report
 
     per_run = [summarise_phases(run, slo) for run in loaded]
     phases = [summary for parts in per_run if len(parts) > 1 for summary in parts]
     cases = cases_of(summaries, [explain(run) for run in loaded], phases)
-    print_report(Console(highlight=False), cases, all_percentiles=all_percentiles)
+    if style == "table":
+        report.print_report(Console(highlight=False), cases, all_percentiles=all_percentiles)
+    else:
+        sys.stdout.write(written(report.document(cases, all_percentiles=all_percentiles), style))
     return _finish(damaged)
 
 

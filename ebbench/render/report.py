@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from rich.console import Console, RenderableType
 from rich.console import Group as Stack
@@ -10,6 +11,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from ebbench.analysis.compare.cases import Case
+from ebbench.analysis.documents import Document
 from ebbench.render import asked, tables, words
 from ebbench.render.documents import section_tables
 from ebbench.render.failures import failure_lines
@@ -33,6 +35,25 @@ def render(cases: Sequence[Case], *, width: int, all_percentiles: bool = False) 
     parts += _notes("Keep in mind", [*words.missing(groups), *dict.fromkeys(doubts), *words.caveats(groups)])
     parts += _notes("Stored in", [summary.run_dir for summary in summaries])
     return Stack(*parts)
+
+
+def document(cases: Sequence[Case], *, all_percentiles: bool = False) -> Document:
+    """The same as a document, for Markdown and CSV: the tables, and everything else as notes."""
+    summaries = [summary for case in cases for summary in case.summaries]
+    groups = [group for case in cases for group in case.groups]
+    compared = tables.comparison(cases, all_percentiles=all_percentiles)
+    doubts = [line for case in cases for line in words.doubts(case.groups)]
+    notes = [
+        *asked.asked(summaries),
+        *compared.notes,
+        *(f"{title}: {line}" if title else line for title, lines, _ in words.verdicts(cases) for line in lines),
+        *(f"Did not complete: {line}" for line in failure_lines(summaries)),
+        *words.missing(groups),
+        *dict.fromkeys(doubts),
+        *words.caveats(groups),
+    ]
+    phases = tuple(filter(None, map(tables.phases, cases)))
+    return replace(compared, title=asked.machine(summaries), sections=(*compared.sections, *phases), notes=tuple(notes))
 
 
 def print_report(console: Console, cases: Sequence[Case], *, all_percentiles: bool = False) -> None:

@@ -37,6 +37,26 @@ def document(compared: Compared) -> Document:
     return Document("comparison", heading(compared), sections, notes(compared))
 
 
+def plain(compared: Compared) -> Document:
+    """The comparisons for a spreadsheet: every figure by its name in JSON, as a number in its own unit."""
+    labels = ("figure", "baseline", "policy")
+    figures = ("baseline_value", "value", "change", "change_low", "change_high", "p_adjusted")
+    columns = (*(Column(name, "label") for name in labels), *map(Column, figures), Column("verdict", "label"))
+    sections = []
+    for comparison in compared.comparisons:
+        for contestant in comparison.contestants:
+            rows = tuple(
+                (
+                    *(contrast.figure, comparison.baseline, contestant.label),
+                    *(contrast.baseline, contrast.value, contrast.change, contrast.low, contrast.high),
+                    *(contrast.p_adjusted, verdict(contrast)),
+                )
+                for contrast in contestant.contrasts
+            )
+            sections.append(Section(comparison.title, columns, rows))
+    return Document("comparison", heading(compared), tuple(sections))
+
+
 def console(compared: Compared, width: int) -> RenderableType:
     """Everything for ``width`` characters."""
     found = document(compared)
