@@ -1,11 +1,21 @@
-"""Documents as LaTeX with booktabs rules: ``\\input`` them into a paper that loads ``booktabs``."""
+"""Documents as LaTeX with booktabs rules: ``\\input`` them into a paper that loads ``booktabs`` and ``graphicx``.
+
+Every table fits a page of the standard classes. What has too many columns becomes several tables, each with the labels
+of the rows, and what has too many rows likewise; a table still a little too wide is scaled to the width of the text.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 from ebbench.analysis.documents import Document, Section
-from ebbench.render.documents import cells, grouped
+from ebbench.render.documents import cells, grouped, pieces
+
+WIDTH = 88
+"""Characters per row of a table: at most about 1.3 times what fits, so that scaled text stays above 6.5 points."""
+ROWS = 38
+"""Rows that fit a page below a caption."""
 
 _SPECIAL = {
     "\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{", "}": r"\}",
@@ -16,10 +26,23 @@ _SPECIAL = {
 
 
 def as_latex(document: Document) -> str:
-    """One ``table`` environment a section; the command and the notes stand as comments above the first."""
-    comments = [f"% {line}" for line in (document.command, *document.notes) if line]
-    tables = [_table(document, section, index) for index, section in enumerate(document.sections)]
+    """One ``table`` environment per section, or several; the command and the notes are comments above the first."""
+    comments = [f"% {line}" for line in (NEEDS, document.command, *document.notes) if line]
+    parts = [part for section in document.sections for part in _parts(section)]
+    tables = [_table(document, part, index, continued) for index, (part, continued) in enumerate(parts)]
     return "\n".join([*comments, *tables]) + "\n"
+
+
+NEEDS = "needs \\usepackage{booktabs,graphicx}"
+
+
+def _parts(section: Section) -> Iterator[tuple[Section, bool]]:
+    """Sections that fit a page, and whether each goes on with the one before."""
+    continued = False
+    for piece in pieces(section, WIDTH):
+        for start in range(0, max(len(piece.rows), 1), ROWS):
+            yield replace(piece, title=section.title, rows=piece.rows[start : start + ROWS]), continued
+            continued = True
 
 
 def escaped(value: str) -> str:
@@ -27,14 +50,15 @@ def escaped(value: str) -> str:
     return "".join(_SPECIAL.get(character, character) for character in value)
 
 
-def _table(document: Document, section: Section, index: int) -> str:
-    caption = document.title + (f": {section.title}" if section.title else "")
+def _table(document: Document, section: Section, index: int, continued: bool) -> str:
+    caption = document.title + (f": {section.title}" if section.title else "") + (" (continued)" if continued else "")
     alignment = "".join("l" if column.kind == "label" else "r" for column in section.columns)
     lines = [
         r"\begin{table}",
-        r"\centering\small",
+        r"\centering\small\setlength{\tabcolsep}{4pt}",
         rf"\caption{{{escaped(caption)}}}",
         rf"\label{{tab:{document.name}{'' if index == 0 else f'-{index + 1}'}}}",
+        r"\resizebox{\ifdim\width>\linewidth\linewidth\else\width\fi}{!}{%",
         rf"\begin{{tabular}}{{{alignment}}}",
         r"\toprule",
         *_group_header(section),
@@ -42,7 +66,7 @@ def _table(document: Document, section: Section, index: int) -> str:
         r"\midrule",
         *(_row(shown) for shown in cells(section)),
         r"\bottomrule",
-        r"\end{tabular}",
+        r"\end{tabular}}",
         r"\end{table}",
     ]
     return "\n".join(lines)

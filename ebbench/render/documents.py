@@ -38,12 +38,12 @@ def as_rich(document: Document, width: int = 100) -> RenderableType:
 def section_tables(section: Section, width: int) -> list[RenderableType]:
     """The section as one rich table, or as several where ``width`` characters do not hold all columns."""
     parts: list[RenderableType] = []
-    for piece in _pieces(section, width):
+    for piece in pieces(section, width):
         parts += [Text(), _rich_table(piece)] if parts else [_rich_table(piece)]
     return parts
 
 
-def _pieces(section: Section, width: int) -> Iterator[Section]:
+def pieces(section: Section, width: int) -> Iterator[Section]:
     """Sections that fit: neighbouring groups of columns go together as long as there is room."""
     sizes = [_natural_width(section, index) for index in range(len(section.columns))]
     labels = range(_labels(section.columns))

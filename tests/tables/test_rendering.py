@@ -107,10 +107,41 @@ def test_latex_escapes_every_special_character() -> None:
 
 @pytest.mark.skipif(which("pdflatex") is None, reason="no LaTeX here")
 def test_latex_compiles(tmp_path: Path) -> None:
-    source = r"\documentclass{article}\usepackage{booktabs}\begin{document}" + as_latex(document()) + r"\end{document}"
-    (tmp_path / "t.tex").write_text(source)
+    assert "Overfull" not in latex_log(tmp_path, as_latex(document()))
+
+
+def latex_log(folder: Path, body: str) -> str:
+    source = r"\documentclass{article}\usepackage{booktabs,graphicx}\begin{document}" + body + r"\end{document}"
+    (folder / "t.tex").write_text(source)
     command = ["pdflatex", "-interaction=nonstopmode", "-halt-on-error", "t.tex"]
-    assert subprocess.run(command, cwd=tmp_path, capture_output=True, timeout=60).returncode == 0
+    assert subprocess.run(command, cwd=folder, capture_output=True, timeout=60).returncode == 0
+    return (folder / "t.log").read_text(encoding="latin-1")
+
+
+def large_document(policies: int, rows: int) -> Document:
+    columns = (*labels("name"), *(column for i in range(policies) for column in compared(f"policy-{i}")))
+    row = ("row", *(value for i in range(policies) for value in comparison(1000.0 * (i + 1), 1100.0 * (i + 1))))
+    return Document("w", "Large", (Section("", columns, (row,) * rows),))
+
+
+def test_latex_divides_what_is_too_wide_or_too_long_and_loses_nothing() -> None:
+    text = as_latex(large_document(9, 100))
+    tables = text.split(r"\begin{table}")[1:]
+    assert len(tables) > 3
+    assert text.count("(continued)") == len(tables) - 1
+    assert len(re.findall(r"\\label{([^}]*)}", text)) == len(set(re.findall(r"\\label{([^}]*)}", text)))
+    for policy in range(9):
+        held = sum(table.count(f"{1000 * (policy + 1):,}") for table in tables)
+        assert held >= 100
+        assert all(f"policy-{policy}" not in table or "row &" in table for table in tables)
+
+
+@pytest.mark.skipif(which("pdflatex") is None, reason="no LaTeX here")
+@pytest.mark.parametrize(("policies", "rows"), [(9, 3), (1, 100), (5, 60)])
+def test_latex_tables_fit_a_page(tmp_path: Path, policies: int, rows: int) -> None:
+    log = latex_log(tmp_path, as_latex(large_document(policies, rows)))
+    assert "Overfull" not in log
+    assert "Float too large" not in log
 
 
 @pytest.mark.parametrize("width", [50, 70, 100, 200])
