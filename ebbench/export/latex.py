@@ -12,8 +12,8 @@ from dataclasses import replace
 from ebbench.analysis.documents import Document, Section
 from ebbench.render.documents import cells, grouped, pieces
 
-WIDTH = 88
-"""Characters per row of a table: at most about 1.3 times what fits, so that scaled text stays above 6.5 points."""
+WIDTH = 100
+"""Characters per row of a table: at most about 1.3 times what fits, so that scaled text keeps 7 points."""
 ROWS = 38
 """Rows that fit a page below a caption."""
 
