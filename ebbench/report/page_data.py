@@ -35,7 +35,7 @@ class Page:
     """Everything on the page. ``shared`` feeds the charts of all runs, ``runs`` those of one run each.
 
     ``verdicts`` holds for each case its title, its sentences and whether the difference is shown; ``policies`` are the
-    names of the curves.
+    names of the curves, ``cases`` the titles among which a reader chooses whose curves are shown.
     """
 
     title: str
@@ -47,6 +47,7 @@ class Page:
     environment: tuple[Table, ...]
     labels: tuple[str, ...]
     policies: tuple[str, ...]
+    cases: tuple[str, ...]
     shared: dict[str, list[Row]]
     runs: tuple[dict[str, Any], ...]
 
@@ -63,8 +64,9 @@ def page_of(runs: Sequence[Run], *, title: str = "", slo: Slo | None = None, ext
     summaries = [summary for case in cases for summary in case.summaries]
     runs = [by_directory[summary.run_dir] for summary in summaries]
     groups = [group for case in cases for group in case.groups]
-    series = [_series(case, group) for case in cases for group in case.groups for _ in group.summaries]
-    labels = _labels(series, summaries)
+    placed = [(place, group) for place, case in enumerate(cases) for group in case.groups]
+    curves = [(place, group.policy) for place, group in placed for _ in group.summaries]
+    labels = _labels([_series(cases[place], group) for place, group in placed for _ in group.summaries], summaries)
     targets = _targets(runs, summaries[0].slo)
     doubts = dict.fromkeys(line for case in cases for line in words.doubts(case.groups))
     return Page(
@@ -79,8 +81,9 @@ def page_of(runs: Sequence[Run], *, title: str = "", slo: Slo | None = None, ext
         stories=tuple(story for case in cases for story in _stories(case)),
         environment=environment_tables(labels, runs),
         labels=labels,
-        policies=tuple(dict.fromkeys(series)),
-        shared=_cdfs(labels, series, runs),
+        policies=tuple(dict.fromkeys(group.policy for group in groups)),
+        cases=tuple(case.title for case in cases),
+        shared=_cdfs(labels, curves, runs),
         runs=tuple(_run_data(run, targets) for run in runs),
     )  # fmt: skip
 
@@ -98,7 +101,7 @@ def _title(summaries: Sequence[Summary]) -> str:
 
 
 def _series(case: Case, group: Group) -> str:
-    """What the curves of a policy are called: with its load and environment where there are several."""
+    """What the runs of a policy are called: with load and environment where there are several."""
     return f"{group.policy} ({case.title})" if case.title else group.policy
 
 
@@ -123,9 +126,10 @@ def _stories(case: Case) -> list[tuple[str, tuple[str, ...]]]:
     return found
 
 
-def _cdfs(labels: Sequence[str], series: Sequence[str], runs: Sequence[Run]) -> dict[str, list[Row]]:
+def _cdfs(labels: Sequence[str], curves: Sequence[tuple[int, str]], runs: Sequence[Run]) -> dict[str, list[Row]]:
+    """Points of the curves by chart; ``curves`` holds the number of the case and the policy of each run."""
     found: dict[str, list[Row]] = {f"cdf_{name}": [] for name in ("ttft", "tpot", "itl", "e2el")}
-    for label, policy, run in zip(labels, series, runs, strict=True):
+    for label, (case, policy), run in zip(labels, curves, runs, strict=True):
         columns = RequestColumns.of(run.table("requests", NEEDED))
         ok = columns.ok
         several = ok & (columns.output_tokens >= 2)
@@ -136,16 +140,16 @@ def _cdfs(labels: Sequence[str], series: Sequence[str], runs: Sequence[Run]) -> 
             "e2el": (columns.last_token - columns.intended)[ok],
         }
         for name, values in samples.items():
-            found[f"cdf_{name}"] += _cdf(label, policy, values)
+            found[f"cdf_{name}"] += _cdf(label, case, policy, values)
     return found
 
 
-def _cdf(label: str, policy: str, ns: npt.NDArray[Any]) -> list[Row]:
+def _cdf(label: str, case: int, policy: str, ns: npt.NDArray[Any]) -> list[Row]:
     if not len(ns):
         return []
     points = np.quantile(ns, _QUANTILES) / 1e6
     return [
-        {"run": label, "policy": policy, "ms": _short(x), "share": _short(q)}
+        {"run": label, "case": case, "policy": policy, "ms": _short(x), "share": _short(q)}
         for x, q in zip(points, _QUANTILES, strict=True)
         if x > 0  # the axis is logarithmic; tokens that came in one message have gaps of zero
     ]

@@ -57,7 +57,11 @@ def of_section(section: Section, title: str, note: str = "") -> Table:
     headers = tuple(column.name.replace("\n", " ") for column in section.columns)
     rows = tuple(
         tuple(
-            Cell(text(value, column), _sorted_by(value), strong=_stands_out(value, column, place in section.faulty))
+            Cell(
+                text(value, column),
+                None if column.right else _sorted_by(value),
+                strong=_stands_out(value, column, place in section.faulty),
+            )
             for value, column in zip(row, section.columns, strict=True)
         )
         for place, row in enumerate(section.rows)

@@ -341,3 +341,29 @@ def test_a_legend_has_as_many_columns_as_its_names_leave_room_for() -> None:
         return found
 
     assert pixels_a_name("v1", "eb") < pixels_a_name("v1", "cadence:every=16") < 240
+
+
+def test_each_load_and_environment_has_its_table_its_verdict_and_its_curves(tmp_path: Path) -> None:
+    for rate in (2, 4):
+        done = invoke(
+            "run", "balanced", "--source", "profile", "-n", "30", "--request-rate", rate, "--input-len", "32",
+            "--output-len", "8", "-p", "v1", "-p", "v0", "-q", "--engine", "sim", "-o", tmp_path / "runs" / str(rate),
+        )  # fmt: skip
+        assert done.exit_code == 0, done.output
+    assert invoke("report", tmp_path / "runs", "-o", tmp_path / "r.html").exit_code == 0
+    with browser_page(tmp_path / "r.html") as page:
+        titles = [title.inner_text() for title in page.query_selector_all("section.numbers h2")]
+        assert titles == ["Comparison: rate 2/s", "Comparison: rate 4/s"]
+        assert [head.inner_text() for head in page.query_selector_all(".verdict h3")] == ["rate 2/s", "rate 4/s"]
+        for table in page.query_selector_all("section.numbers table"):
+            assert [row.query_selector("td").inner_text() for row in table.query_selector_all("tbody tr")] == [
+                "v1",
+                "v0",
+            ]
+        assert [option.inner_text() for option in page.query_selector_all("#case option")] == ["rate 2/s", "rate 4/s"]
+        before = page.query_selector("[data-chart=cdf_e2el] canvas").screenshot()
+        page.select_option("#case", "1")
+        page.wait_for_timeout(2_000)
+        assert page.query_selector("[data-chart=cdf_e2el] canvas").screenshot() != before
+        assert page.evaluate("[...document.querySelectorAll('.chart')].every(e => e.dataset.state === 'drawn')")
+        assert [line for line in page.heard if "error" in line] == []

@@ -4,6 +4,7 @@
   const root = document.documentElement;
   const runSelects = [...document.querySelectorAll("select.run")];
   const phaseSelect = document.getElementById("phase");
+  const caseSelect = document.getElementById("case"); // there where runs of several loads or environments are shown
   const charts = [...document.querySelectorAll(".chart")];
   const drawn = new Map();
   let chosen = 0; // the run shown
@@ -34,7 +35,10 @@
   };
 
   const datasets = (element) => {
-    if (element.dataset.of !== "run") return page.shared;
+    if (element.dataset.of !== "run") {
+      const rows = page.shared[element.dataset.chart];
+      return { [element.dataset.chart]: rows.filter((row) => !caseSelect || row.case === Number(caseSelect.value)) };
+    }
     const run = page.runs[chosen];
     return { ...run, steps: rowsOf(run.steps), window: [{}] };
   };
@@ -213,6 +217,7 @@
     chooseRun(Number(select.value));
     drawAll((each) => each.dataset.of === "run");
   }));
+  if (caseSelect) caseSelect.addEventListener("change", () => drawAll((each) => each.dataset.of !== "run"));
   phaseSelect.addEventListener("change", () => drawAll((each) => each.dataset.chart === "surface"));
 
   // A shade on the right says that a table goes on there.
