@@ -14,7 +14,18 @@ if TYPE_CHECKING:
     from ebbench.papers.fidelity.scores import Cell
 
 REPEATED = "table 3"  # its comparisons are decided by less than single runs scatter, and its runs are short
-GROUPS = ("replay", "calibration", "table 3", "table 2 and figure 5", "figure 3", "table 13")
+GROUPS = (
+    "replay",
+    "calibration",
+    "table 3",
+    "table 2 and figure 5",
+    "figure 3",
+    "table 13",
+    "table 17",
+    "table 19",
+    "table 20",
+    "silicon",
+)
 
 
 def fidelity(
@@ -22,6 +33,9 @@ def fidelity(
         "reports/fidelity"
     ),
     only: Annotated[list[str] | None, typer.Option(help=f"Only these groups: {', '.join(GROUPS)}. Repeatable.")] = None,
+    against: Annotated[
+        Path, typer.Option(help="Folder of the last committed report: what got worse since is said.")
+    ] = Path("reports/fidelity"),
     fit: Annotated[
         str | None, typer.Option(help="Instead: fit this device's three constants and print them for its profile.")
     ] = None,
@@ -36,11 +50,15 @@ def fidelity(
     if fit is not None:
         _fit(fit, seed)
         return
-    from ebbench.papers.fidelity.report import all_scores, write_report
+    from ebbench.papers.fidelity import scoreboard
+    from ebbench.papers.fidelity.report import BOARD, all_scores, write_report
 
+    before = scoreboard.load(against / BOARD)
     cells = _collect(_chosen(only), seed, repeats)
-    files = write_report(cells, out, repeats)
+    files = write_report(cells, out, repeats, before)
     found = all_scores(cells)
+    for text in scoreboard.losses(scoreboard.scoreboard(cells), before):
+        typer.echo(f"worse than in {against}: {text}", err=True)
     if as_json:
         typer.echo(
             json.dumps(

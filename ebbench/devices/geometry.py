@@ -22,7 +22,7 @@ class ModelGeometry:
     ``sliding_layers`` of the ``layers`` keep only the last ``sliding_window`` tokens in attention. ``dtype_bytes`` is
     that of activations, embeddings and language head. ``weight_dtype`` is that of the projections in the layers,
     ``expert_dtype`` that of the experts ("" as the projections), ``kv_dtype`` that of the KV cache: names of
-    WEIGHT_BITS, bfloat16 standing for any 16-bit type.
+    WEIGHT_BITS, bfloat16 standing for any 16-bit type. ``note`` says what of the model is simplified.
     """
 
     name: str
@@ -46,6 +46,7 @@ class ModelGeometry:
     weight_dtype: str = "bfloat16"
     expert_dtype: str = ""
     kv_dtype: str = "bfloat16"
+    note: str = ""
 
     @property
     def dtype_of_experts(self) -> str:
@@ -149,17 +150,24 @@ def read_config(path: Path) -> ModelGeometry:
     if not isinstance(raw, dict):
         raise InputFileError(path, "is not a JSON object")
     nested = raw.get("text_config")
-    return _from_config(path, nested if isinstance(nested, dict) else raw)
+    return _from_config(
+        path, {"quantization_config": raw.get("quantization_config"), **nested} if isinstance(nested, dict) else raw
+    )
 
 
 def _from_config(path: Path, raw: Mapping[str, Any]) -> ModelGeometry:
     for key, what in _REFUSED.items():
         if raw.get(key):
             raise InputFileError(path, f"{key} means {what}, which has no cost model here")
+    kinds = raw.get("layer_types")
+    for kind in kinds if isinstance(kinds, list) else ():
+        if kind not in ("full_attention", "sliding_attention"):
+            raise InputFileError(path, f"layer_types has {kind!r}, which has no cost model here")
     heads, hidden = _count(path, raw, "num_attention_heads"), _count(path, raw, "hidden_size")
     layers = _count(path, raw, "num_hidden_layers")
     experts = _count(path, raw, "num_experts", "num_local_experts", "n_routed_experts", default=0)
     window, sliding = _sliding(raw, layers)
+    weights, experts_in, kv = _quantised(path, raw.get("quantization_config"))
     name = str(raw.get("_name_or_path") or path.parent.name or path.stem)
     return ModelGeometry(
         name=name,
@@ -174,12 +182,16 @@ def _from_config(path: Path, raw: Mapping[str, Any]) -> ModelGeometry:
         tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
         qk_norm=str(raw.get("model_type", "")).startswith(_WITH_QK_NORM),
         experts=experts,
-        experts_per_token=_count(path, raw, "num_experts_per_tok") if experts else 0,
+        experts_per_token=_count(path, raw, "num_experts_per_tok", "experts_per_token") if experts else 0,
         expert_intermediate=_count(path, raw, "moe_intermediate_size", "intermediate_size") if experts else 0,
         shared_intermediate=_count(path, raw, "shared_expert_intermediate_size", default=0) if experts else 0,
         sliding_window=window,
         sliding_layers=sliding,
         dtype_bytes=_dtype(path, raw),
+        weight_dtype=weights,
+        expert_dtype=experts_in if experts else "",
+        kv_dtype=kv,
+        note=_simplified(raw),
     )
 
 
@@ -206,6 +218,36 @@ def _sliding(raw: Mapping[str, Any], layers: int) -> tuple[int, int]:
     pattern = raw.get("sliding_window_pattern")
     full = layers // pattern if isinstance(pattern, int) and pattern > 0 else 0
     return window, layers - full
+
+
+def _quantised(path: Path, config: object) -> tuple[str, str, str]:
+    """Types of projections, experts ("" as projections) and KV cache. Raises InputFileError for what has no tables."""
+    if not config:
+        return "bfloat16", "", "bfloat16"
+    if not isinstance(config, dict):
+        raise InputFileError(path, "quantization_config must be an object")
+    method = str(config.get("quant_method") or config.get("quant_algo") or "").lower()
+    scheme = config.get("kv_cache_scheme")
+    kv = "fp8" if scheme and ("8" in str(scheme)) else "bfloat16"
+    if method == "mxfp4":
+        return "bfloat16", "w4a16_mxfp4", kv
+    groups = config.get("config_groups")
+    weights = [group.get("weights") or {} for group in groups.values()] if isinstance(groups, dict) else []
+    grouped = bool(weights) and all(one.get("num_bits") == 8 and one.get("type") == "float" for one in weights)
+    if method == "fp8" or (grouped and method in ("compressed-tensors", "modelopt", "")):
+        return ("fp8_block" if config.get("weight_block_size") else "fp8"), "", kv
+    raise InputFileError(
+        path, f"quantization_config {method or 'without quant_method'!r} has no tables; fp8 and mxfp4 have"
+    )
+
+
+def _simplified(raw: Mapping[str, Any]) -> str:
+    """What the geometry leaves out, for a caveat; "" for nothing."""
+    dense = raw.get("mlp_only_layers") or raw.get("first_k_dense_replace")
+    every = raw.get("decoder_sparse_step") or raw.get("moe_layer_freq") or 1
+    if dense or (isinstance(every, int) and every > 1):
+        return "some of its layers have no experts; all are taken to have them"
+    return ""
 
 
 def _dtype(path: Path, raw: Mapping[str, Any]) -> int:

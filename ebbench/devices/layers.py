@@ -15,6 +15,7 @@ from ebbench.devices.geometry import ModelGeometry
 from ebbench.devices.kerneltables import select
 from ebbench.devices.parallel import SINGLE, Parallel
 from ebbench.devices.profiles import DeviceProfile, find_model
+from ebbench.devices.roofline import COMPUTE_SHARE
 from ebbench.errors import UsageError
 
 US = 1e-6
@@ -23,6 +24,7 @@ SAMPLER_BYTES_PER_LOGIT = 10.0  # greedy: cast, log-probabilities, argmax (fits 
 SAMPLER_S = 10e-6
 MAX_TOKENS = 65_536
 MAX_SAMPLED = 8_192
+GRID_MIN_SIZE = 512  # the smallest width in the tables of products
 MIN_PRODUCTS = 1000  # rows of a usable grid; a few stray sizes are none
 _ROLES = {"qkv_proj": "qkv", "o_proj": "out", "gate_up_proj": "gate_up", "down_proj": "down"}
 
@@ -60,11 +62,12 @@ def step_arrays(
     tokens = np.arange(MAX_TOKENS + 1, dtype=float)
     layer = np.zeros(MAX_TOKENS + 1)
     for n, k in _projections(part):
-        layer += _continued(tokens, *gemm(n, k)) * profile.gemm_factor
+        layer += _sustained(profile, _continued(tokens, *gemm(n, k)), tokens * (2.0 * n * k), model.weight_dtype)
     experts = None
     if model.experts:
         (points, times), unmeasured = expert_times(profile, model, shape)
-        experts = _continued(tokens, points, times)
+        each = 2.0 * model.experts_per_token * model.expert_params / max(shape.ep, shape.tp)
+        experts = _sustained(profile, _continued(tokens, points, times), tokens * each, model.dtype_of_experts)
         warnings += unmeasured
         if shape.dp == 1:
             layer += experts
@@ -125,10 +128,16 @@ def _products(profile: DeviceProfile, dtype: str) -> tuple[Gemm, Gemm, tuple[str
         return None
     if dtype == "bfloat16":
         return plain, plain, ()
-    found = _gemm_tables(profile.name, dtype)
+    found, tensor = _gemm_tables(profile.name, dtype), _gemm_tables(profile.name, "fp8")
+    if found is not None and tensor is not None and dtype == "fp8_block":
+        said = (
+            f"FP8 products with one scale per block were timed with their launch on {profile.name}, which CUDA graphs "
+            "hide: the launch is taken out, and none is faster than with one scale per tensor"
+        )
+        return _without_launch(found, tensor), plain, (said,)
     if found is not None:
         return found, plain, ()
-    found = _gemm_tables(profile.name, "fp8")
+    found = tensor
     if found is None:
         raise UsageError(
             f"no kernels with {dtype} weights were measured on {profile.name}; use the model in 16 bits, or a device "
@@ -138,6 +147,17 @@ def _products(profile: DeviceProfile, dtype: str) -> tuple[Gemm, Gemm, tuple[str
         f"{dtype} kernels were not measured on {profile.name}: those of FP8 with one scale per tensor stand for them"
     )
     return found, plain, (warning,)
+
+
+def _sustained(profile: DeviceProfile, times: Array, operations: Array, dtype: str) -> Array:
+    """Products under sustained load: arithmetic takes ``gemm_factor`` times what the tables' short bursts took.
+
+    Only the arithmetic: reading weights does not slow down when the clock does. The tables were timed call by call.
+    """
+    if profile.gemm_factor == 1.0:
+        return times
+    rate = profile.bf16_flops_per_s * COMPUTE_SHARE * (1.0 if dtype == "bfloat16" else 2.0)
+    return times + (profile.gemm_factor - 1.0) * np.minimum(operations / rate, times)
 
 
 def _projections(model: ModelGeometry) -> list[tuple[int, int]]:
@@ -169,10 +189,24 @@ def _gemm_tables(device: str, dtype: str) -> Gemm | None:
     for n, k, count, time in zip(table["n"], table["k"], table["tokens"], table["time_us"], strict=True):
         grid[at_token[count], place[n], place[k]] = time * US
     _fill_corner(grid, widths)
+    if dtype != "bfloat16":
+        # Single calls in these tables took far too long; more tokens never take less, so the lower envelope holds.
+        grid = np.minimum.accumulate(grid[::-1], axis=0)[::-1]
 
     def gemm(n: int, k: int) -> tuple[Array, Array]:
         rows = np.array([_bilinear(widths, plane, n, k) for plane in grid])
         return np.array(tokens, dtype=float), rows
+
+    return gemm
+
+
+def _without_launch(block: Gemm, tensor: Gemm) -> Gemm:
+    """Block-scaled products less the time of a call that does next to nothing, at least those with one scale."""
+    launch = float(block(GRID_MIN_SIZE, GRID_MIN_SIZE)[1].min())
+
+    def gemm(n: int, k: int) -> tuple[Array, Array]:
+        points, times = block(n, k)
+        return points, np.maximum(times - launch, np.interp(points, *tensor(n, k)))
 
     return gemm
 
@@ -264,7 +298,8 @@ def _small_width(name: str, layer: str) -> int:
 def _head(profile: DeviceProfile, model: ModelGeometry, part: ModelGeometry, gemm: Gemm) -> Array:
     """The language head of the vocabulary's slice, and sampling from the whole."""
     sampled = np.arange(MAX_SAMPLED + 1, dtype=float)
-    product = _continued(sampled, *gemm(part.vocab, model.hidden)) * profile.gemm_factor
+    product = _continued(sampled, *gemm(part.vocab, model.hidden))
+    product = _sustained(profile, product, sampled * (2.0 * part.vocab * model.hidden), "bfloat16")
     sampler = SAMPLER_S + sampled * model.vocab * SAMPLER_BYTES_PER_LOGIT / profile.bandwidth_bytes_per_s
     head = product + sampler
     head[0] = 0.0

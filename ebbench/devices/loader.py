@@ -101,7 +101,7 @@ def load(request: DeviceRequest) -> Device:
         kv_capacity_tokens=capacity,
         calibration=measured or _calibration(built, published, profile.margin_s_per_token),
         provenance=built.provenance,
-        warnings=(*built.warnings, *_caveats(request, built, constants)),
+        warnings=(*built.warnings, *_caveats(request, geometry, built, constants)),
         profile=profile,
         geometry=geometry,
         request=request,
@@ -132,9 +132,9 @@ def _published(profile: DeviceProfile, model: ModelGeometry, parallel: Parallel)
     return published_calibration(profile, model) if parallel.single and model.plain else None
 
 
-def _caveats(request: DeviceRequest, built: Built, host: HostCosts) -> tuple[str, ...]:
+def _caveats(request: DeviceRequest, model: ModelGeometry, built: Built, host: HostCosts) -> tuple[str, ...]:
     """What was asked for and changes nothing, and constants that nobody fitted."""
-    found: tuple[str, ...] = ()
+    found: tuple[str, ...] = (f"{model.name}: {model.note}",) if model.note else ()
     if request.eager and not isinstance(built.cost, TableCost):
         found += (EAGER_UNKNOWN,)
     if isinstance(built.cost, TableCost | RooflineCost) and not host.fitted:

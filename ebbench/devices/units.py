@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from ebbench.config.topology import PoolSpec, TopologySpec
-from ebbench.devices.base import Device
+from ebbench.devices.base import CostModel, Device, StepShape
 from ebbench.devices.collectives import choose_link
 from ebbench.devices.loader import load, resized
 from ebbench.devices.parallel import Parallel
@@ -61,6 +61,26 @@ def shape_of(topology: TopologySpec) -> Parallel:
     """How the GPUs of one instance of the first pool share the model."""
     pool = topology.pools[0]
     return Parallel(pool.tp, pool.dp, pool.ep, topology.link)
+
+
+@dataclass(frozen=True)
+class SavingCost:
+    """Steps of a prefill instance: those of any instance, and ``prompt_s`` for saving the KV of each prompt."""
+
+    base: CostModel
+    prompt_s: float
+
+    def step_s(self, shape: StepShape) -> float:
+        """Seconds of one step."""
+        return self.base.step_s(shape) + self.prompt_s * len(shape.prefill)
+
+
+def saving_kv(unit: UnitDevice, ms_per_layer: float) -> UnitDevice:
+    """The unit as a prefill instance; one made by hand, whose layers are not known, is returned as it is."""
+    if unit.device.geometry is None or not ms_per_layer:
+        return unit
+    cost = SavingCost(unit.device.cost, unit.device.geometry.layers * ms_per_layer * 1e-3)
+    return replace(unit, device=replace(unit.device, cost=cost))
 
 
 @lru_cache(maxsize=8)

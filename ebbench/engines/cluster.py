@@ -13,7 +13,7 @@ from ebbench.collector import collector_paused
 from ebbench.config.topology import DECODE_UTILIZATION, PREFILL_UTILIZATION, PoolSpec, TopologySpec
 from ebbench.devices.base import Device
 from ebbench.devices.collectives import choose_link
-from ebbench.devices.units import UnitDevice, unit_device
+from ebbench.devices.units import UnitDevice, saving_kv, unit_device
 from ebbench.dispatch import DispatchSpec
 from ebbench.engines.base import EngineOptions, EngineResult, Observer, Progress
 from ebbench.engines.simulated import (
@@ -165,7 +165,7 @@ class _Simulation:
         assert topology.decode is not None
         spec = topology.transfer
         before, after = RequestState(_one_token(self.plan)), RequestState(self.plan)
-        sender = self._unit(topology.prefill, PREFILL_UTILIZATION)
+        sender = saving_kv(self._unit(topology.prefill, PREFILL_UTILIZATION), spec.save_ms_per_layer)
         receiver = self._unit(topology.decode, DECODE_UTILIZATION)
         front, _ = self._stage("prefill", 0, topology.prefill, sender, before, wiring, identity)
         back, _ = self._stage("decode", 1, topology.decode, receiver, after, wiring, identity)

@@ -9,6 +9,7 @@ from ebbench.config.topology import DECODE_UTILIZATION, PoolSpec
 from ebbench.devices.units import unit_device
 from ebbench.errors import UsageError
 from ebbench.papers.eb.table19_20 import value_or_oom
+from ebbench.papers.protocols import ASYNC_SCHEDULING
 from ebbench.papers.published import EB_PAPER, GPUS, gpu_title, model_title
 from ebbench.papers.table import PaperTable, Wish, pending
 from ebbench.runs.cell import Cell, simulated
@@ -61,7 +62,7 @@ def _cell(wish: Wish, device: str, model: str, kind: str) -> Cell | None:
     return simulated(
         "balanced", policy, device, model, SEQS, BUDGET, topology=topology, num_prompts=wish.num_prompts or 120,
         max_concurrency=2 * held, input_len=INPUT, output_len=OUTPUT, length_distribution="fixed",
-        max_model_len=INPUT + OUTPUT,
+        max_model_len=INPUT + OUTPUT, async_scheduling=ASYNC_SCHEDULING,
     )  # fmt: skip
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ebbench.analysis.documents import Column, Document, Section, Value, compared, comparison, labels, relative
-from ebbench.papers.protocols import MEAN_INPUT, MEAN_OUTPUT
+from ebbench.papers.protocols import ASYNC_SCHEDULING, MEAN_INPUT, MEAN_OUTPUT
 from ebbench.papers.published import EB_PAPER, GPUS, SYNTHETIC, gpu_title, pick
 from ebbench.papers.staggered.deployment import deployed
 from ebbench.papers.table import PaperTable, Wish, pending
@@ -39,7 +39,8 @@ def _cell(wish: Wish, device: str, choice: Choice, count: int, concurrency: int,
     model = wish.model()
     return simulated(
         workload, choice.policy, device, model, SEQS, BUDGET, topology=deployed(choice.topology),
-        weight=float(concurrency), num_prompts=wish.num_prompts or count, max_concurrency=concurrency, **plan,
+        weight=float(concurrency), num_prompts=wish.num_prompts or count, max_concurrency=concurrency,
+        async_scheduling=ASYNC_SCHEDULING, **plan,
     )  # fmt: skip
 
 

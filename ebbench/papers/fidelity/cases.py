@@ -38,7 +38,7 @@ class Published:
 
 @dataclass(frozen=True)
 class Case:
-    """One run to repeat, and what it gave."""
+    """One run to repeat, and what it gave. ``topology`` of "" is one GPU; ``quantization`` as vLLM names it."""
 
     name: str
     device: str
@@ -48,11 +48,15 @@ class Case:
     published: tuple[Published, ...]
     fitted: bool = False
     group: str = ""
+    topology: str = ""
+    quantization: str | None = None
 
 
 def all_cases() -> list[Case]:
     """Every case of the papers' tables and figures that a simulated device can repeat."""
-    return [*table3(), *real_workloads(), *figure3(), *table13()]
+    from ebbench.papers.fidelity.cases_servers import server_cases
+
+    return [*table3(), *real_workloads(), *figure3(), *table13(), *server_cases()]
 
 
 def table3() -> Iterator[Case]:
@@ -76,7 +80,7 @@ def real_workloads() -> Iterator[Case]:
     Left out: v0, which was measured on a separate code base, and Gemma-3-1B-IT, of which table 2 has no
     throughput and figure 5's source marks its own readings as doubtful.
     """
-    best = _best_settings()
+    best = best_settings()
     latency = {(r["gpu"], r["model"], r["workload"], r["method"]): r for r in _rows("eb_vllm/figure5_latency.csv")}
     for row in _rows("paper_tables/table2_throughput_rps.csv"):
         key = (row["gpu"], row["model"], row["workload"])
@@ -96,7 +100,8 @@ def real_workloads() -> Iterator[Case]:
             )  # fmt: skip
 
 
-def _best_settings() -> dict[tuple[str, str, str, str], tuple[int, int]]:
+def best_settings() -> dict[tuple[str, str, str, str], tuple[int, int]]:
+    """(max_num_seqs, max_num_batched_tokens) of tables 14 and 15, by GPU, model, workload and scheduler."""
     found: dict[tuple[str, str, str, str], dict[str, int]] = {}
     for row in _rows("paper_tables/table14_15_best_config_and_sensitivity.csv"):
         if row["metric"].startswith("max_num_"):
@@ -143,7 +148,7 @@ def table13() -> Iterator[Case]:
 
     Its Gamma workload is left out: the parameters did not survive.
     """
-    base = real_protocol("sharegpt", "qwen3-8b", "eb", _best_settings()["RTX PRO 6000", "Qwen3-8B", "ShareGPT", "eb"])
+    base = real_protocol("sharegpt", "qwen3-8b", "eb", best_settings()["RTX PRO 6000", "Qwen3-8B", "ShareGPT", "eb"])
     for row in _rows("paper_tables/table13_theta_sweep_tokens_per_s.csv"):
         if row["workload"] != "ShareGPT":
             continue

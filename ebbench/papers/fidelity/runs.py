@@ -15,11 +15,15 @@ import pyarrow as pa
 from ebbench.analysis.columns import RequestColumns
 from ebbench.analysis.metrics import Metrics, measure
 from ebbench.child import begin_pool_worker
+from ebbench.config.topology import parse_topology
 from ebbench.devices import Device, load_device
 from ebbench.devices.fit import DECODE_CONTEXT_TOKENS, DECODE_SEQS, PREFILL_TOKENS, decode_shape, prefill_shape
 from ebbench.devices.linear import published_calibration
+from ebbench.devices.parallel import SINGLE, Parallel
 from ebbench.devices.profiles import HostCosts, find_model, find_profile, list_models
-from ebbench.engines.base import EngineOptions
+from ebbench.devices.units import shape_of
+from ebbench.engines.base import Engine, EngineOptions
+from ebbench.engines.cluster import ClusterEngine
 from ebbench.engines.sim import SimEngine
 from ebbench.papers.fidelity.cases import Case, reference_rows
 from ebbench.papers.fidelity.scores import Cell
@@ -29,6 +33,8 @@ from ebbench.records.schema import PLAN
 from vllm_eb.policy import parse_policy
 
 Say = Callable[[str], None]
+METRICS = ("tokens_per_s", "requests_per_s", "ttft_mean_s", "tpot_mean_ms", "tpot_p99_ms")
+DIED = "our run ended in an out-of-memory error of the receiving store, the published one did not"
 REPLAY = "llmservingsim/rtx4090_llama31_8b.csv"
 
 
@@ -60,7 +66,8 @@ def _cells(cases: Iterable[Case], results: Iterable[dict[str, float]], repeats: 
         cells += [
             Cell(
                 number.source, case.device, case.model, case.name, case.scheduler, number.metric, number.value,
-                ours[number.metric], case.fitted, number.scored, number.note,
+                ours[number.metric], case.fitted, number.scored and ours[number.metric] == ours[number.metric],
+                number.note if ours[number.metric] == ours[number.metric] else DIED,
             )
             for number in case.published
         ]  # fmt: skip
@@ -75,22 +82,31 @@ def run_case(case: Case, seed: int, host: HostCosts | None = None) -> dict[str, 
     return {name: float(np.mean([run[name] for run in runs])) for name in runs[0]}
 
 
-def _simulate(case: Case, plan: Mapping[str, Any], seed: int, host: HostCosts | None) -> Metrics:
+def _simulate(case: Case, plan: Mapping[str, Any], seed: int, host: HostCosts | None) -> Metrics | None:
+    """What one run gave; None where it ended in a full KV store."""
     how = case.protocol
-    device = _device(case.device, case.model, how.max_num_seqs, how.max_num_batched_tokens, host)
+    topology = parse_topology(case.topology) if case.topology else None
+    shape = SINGLE if topology is None else shape_of(topology)
+    device = _device(
+        case.device, case.model, how.max_num_seqs, how.max_num_batched_tokens, host, shape, case.quantization
+    )
     options = EngineOptions(
         how.max_num_seqs, how.max_num_batched_tokens, async_scheduling=ASYNC_SCHEDULING, warmup=how.warmup
     )
     built = _plan(json.dumps(plan, sort_keys=True), seed, how.shuffle)
-    result = SimEngine().run(built, parse_policy(how.policy), device, options, None)
-    return measure(RequestColumns.of(result.requests))
+    engine: Engine = SimEngine() if topology is None else ClusterEngine(topology)
+    result = engine.run(built, parse_policy(how.policy), device, options, None)
+    return None if result.invalid else measure(RequestColumns.of(result.requests))
 
 
 @lru_cache(maxsize=64)
-def _device(name: str, model: str, seqs: int, tokens: int, host: HostCosts | None) -> Device:
+def _device(
+    name: str, model: str, seqs: int, tokens: int, host: HostCosts | None, shape: Parallel, quantization: str | None
+) -> Device:
     return load_device(
-        name, model, max_num_seqs=seqs, max_num_batched_tokens=tokens, async_scheduling=ASYNC_SCHEDULING, host=host
-    )
+        name, model, max_num_seqs=seqs, max_num_batched_tokens=tokens, async_scheduling=ASYNC_SCHEDULING, host=host,
+        parallel=shape, quantization=quantization,
+    )  # fmt: skip
 
 
 @lru_cache(maxsize=8)
@@ -98,10 +114,14 @@ def _plan(arguments: str, seed: int, shuffle: bool) -> Plan:
     return build(json.loads(arguments), seed, shuffle=shuffle)
 
 
-def _values(metrics: Metrics) -> Mapping[str, float]:
+def _values(metrics: Metrics | None) -> Mapping[str, float]:
+    """Figures by name, not a number where there are none."""
+
     def scaled(value: float | None, factor: float) -> float:
         return float("nan") if value is None else value * factor
 
+    if metrics is None:
+        return dict.fromkeys(METRICS, float("nan"))
     return {
         "tokens_per_s": scaled(metrics.total_token_throughput, 1.0),
         "requests_per_s": scaled(metrics.request_throughput, 1.0),

@@ -1,0 +1,126 @@
+"""Published measurements of several GPUs, of FP8, and of Gemma, as cases."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ebbench.papers.fidelity.cases import DEVICES, Case, Published, best_settings, reference_rows
+from ebbench.papers.protocols import MEAN_INPUT, MEAN_OUTPUT, Protocol, real_protocol
+from ebbench.resources import REFERENCE
+
+SILICON = "silicon/vllm_dense.csv"
+SILICON_DEVICES = {"h100_sxm": "h100", "h200_sxm": "h200"}
+SILICON_MODELS = {"Qwen/Qwen3-32B": "qwen3-32b", "meta-llama/Llama-3.1-70B": "llama-3.1-70b"}
+SILICON_FITTED = ("h100", "qwen3-32b", "4", "1024")  # the points that the host constants of the H100 are fitted on
+SILICON_BUDGET, SILICON_SEQS = 8192, 256  # vLLM's defaults for a server on these GPUs; the engine arguments are unknown
+ROUNDS = 4  # requests per open one
+TTFT_NOTE = "TTFT is defined differently by source"
+POOL_BUDGET, POOL_SEQS = 14336, 1024
+TABLE19 = {"v1_dp2": ("dp=2", "v1"), "ebplus_dp2": ("dp=2", "ebplus"), "disagg_1p1d": ("1p1d", "v1")}
+TABLE20 = {
+    "v1_dp4": ("dp=4", "v1"), "ebplus_dp4": ("dp=4", "ebplus"),
+    "1p3d": ("1p3d", "v1"), "2p2d": ("2p2d", "v1"), "3p1d": ("3p1d", "v1"),
+}  # fmt: skip
+_METRICS = {  # the reference tables' name of a figure: ours, and its unit in ours
+    "total_tokens_per_s": ("tokens_per_s", 1.0),
+    "ttft_s": ("ttft_mean_s", 1.0),
+    "ttft_ms": ("ttft_mean_s", 1e-3),
+    "tpot_ms": ("tpot_mean_ms", 1.0),
+}
+
+
+def server_cases() -> list[Case]:
+    """All of them."""
+    return [*silicon(), *table17(), *table19(), *table20()]
+
+
+def silicon() -> Iterator[Case]:
+    """vLLM servers over 1 to 8 GPUs: Qwen3-32B in 16 bits, Llama-3.1-70B in FP8 (aiconfigurator-core's sample).
+
+    Left out: 24 FP8 points of Qwen3-32B and Llama-3.1-8B. At their concurrency and latencies the prompts alone would
+    take more time than there is (for Llama-3.1-8B on one H200 95,000 prompt tokens/s, 1.5 of 2.0 PFLOP/s, beside
+    decoding), so they are not closed loops of one engine.
+    """
+    for row in reference_rows(SILICON):
+        if row["model"] not in SILICON_MODELS or (row["precision"] == "fp8") != (row["model"].endswith("70B")):
+            continue
+        device, model, tp = SILICON_DEVICES[row["gpu"]], SILICON_MODELS[row["model"]], row["tp"]
+        inputs, outputs, concurrency = row["input_tokens"], row["output_tokens"], int(row["concurrency"])
+        fp8 = row["precision"] == "fp8"
+        source = f"silicon, {'FP8' if fp8 else '16 bits'}, tp={tp}"
+        fitted = (device, model, tp, inputs) == SILICON_FITTED
+        plan: dict[str, str | int] = {
+            "workload": f"{REFERENCE}workloads/silicon-{inputs}-{outputs}.toml",
+            "num_prompts": max(ROUNDS * concurrency, 32),
+            "max_concurrency": concurrency,
+        }
+        yield Case(
+            f"{inputs} in, {outputs} out, c={concurrency}", device, model, "v1",
+            Protocol("v1", plan, SILICON_SEQS, SILICON_BUDGET, warmup=0),
+            (
+                Published("tpot_mean_ms", float(row["tpot_ms"]), source),
+                Published("ttft_mean_s", float(row["ttft_ms"]) / 1e3, source, False, TTFT_NOTE),
+            ),
+            fitted=fitted, group="silicon", topology=f"tp={tp}", quantization="fp8" if fp8 else None,
+        )  # fmt: skip
+
+
+def table17() -> Iterator[Case]:
+    """Gemma-3-1B-IT on real workloads (table 17); v0 was measured on another code base."""
+    best = best_settings()
+    for row in reference_rows("paper_tables/table17_gemma_rps.csv"):
+        if row["workload"] == "wildchat":
+            continue  # message lengths were not published
+        for scheduler in ("v1", "eb"):
+            title = {"sharegpt": "ShareGPT", "longbench": "LongBench", "numinamath": "NuminaMath"}[row["workload"]]
+            sizes = best[row["gpu"], "Gemma-3-1B-IT", title, scheduler]
+            yield Case(
+                title, DEVICES[row["gpu"]], "gemma-3-1b-it", scheduler,
+                real_protocol(row["workload"], "gemma-3-1b-it", scheduler, sizes),
+                (Published("requests_per_s", float(row[scheduler]), "table 17"),), group="table 17",
+            )  # fmt: skip
+
+
+def table19() -> Iterator[Case]:
+    """Two GPUs: replicas and one prefill with one decode server (table 19)."""
+    cells: dict[tuple[str, str, str], list[Published]] = {}
+    for row in reference_rows("paper_tables/table19_two_gpu.csv"):
+        for setting in TABLE19:
+            if row[setting]:
+                number = _published(row["metric"], row[setting], "table 19")
+                cells.setdefault((row["gpu"], row["concurrency"], setting), []).append(number)
+    for (gpu, concurrency, setting), published in cells.items():
+        topology, policy = TABLE19[setting]
+        plan: dict[str, str | int] = {
+            "workload": "balanced", "input_len": MEAN_INPUT, "output_len": MEAN_OUTPUT, "num_prompts": 4000,
+            "max_concurrency": int(concurrency),
+        }  # fmt: skip
+        yield Case(
+            f"c={concurrency}", DEVICES[gpu], "qwen3-8b", setting,
+            Protocol(policy, plan, POOL_SEQS, POOL_BUDGET, warmup=0), tuple(published), group="table 19",
+            topology=topology,
+        )  # fmt: skip
+
+
+def _published(metric: str, value: str, source: str) -> Published:
+    name, scale = _METRICS[metric]
+    return Published(name, float(value) * scale, source)
+
+
+def table20() -> Iterator[Case]:
+    """Four GPUs: replicas and three splits (table 20). Where the published run was out of memory there is no case."""
+    cells: dict[tuple[str, str, str, str], list[Published]] = {}
+    for row in reference_rows("paper_tables/table20_four_gpus.csv"):
+        if row["value"]:
+            number = _published(row["metric"], row["value"], "table 20")
+            cells.setdefault((row["gpu"], row["workload"], row["concurrency"], row["setting"]), []).append(number)
+    for (gpu, workload, concurrency, setting), published in cells.items():
+        topology, policy = TABLE20[setting]
+        plan: dict[str, str | int] = {
+            "workload": workload, "num_prompts": 2000, "max_concurrency": int(concurrency)
+        }  # fmt: skip
+        yield Case(
+            f"{workload}, c={concurrency}", DEVICES[gpu], "qwen3-8b", setting,
+            Protocol(policy, plan, POOL_SEQS, POOL_BUDGET, warmup=0), tuple(published), group="table 20",
+            topology=topology,
+        )  # fmt: skip

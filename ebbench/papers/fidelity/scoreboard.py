@@ -1,0 +1,106 @@
+"""The front table of the fidelity report: one row per source and device, compared with the last committed table."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+
+from ebbench.papers.fidelity.cases_servers import TTFT_NOTE
+from ebbench.papers.fidelity.scores import THROUGHPUT, Cell, comparisons
+
+WORSE_POINTS = 0.01  # a median this much worse than the committed one is a loss of accuracy
+FIGURES = {"TPOT": ("tpot_mean_ms",), "TTFT": ("ttft_mean_s",), "throughput": THROUGHPUT, "step time": ("step_ms",)}
+
+
+@dataclass(frozen=True)
+class Row:
+    """Errors of one source on one device: median and 90th percentile of their size, as shares, per figure.
+
+    ``direction``: of the pairs of schedulers that the source tells apart, the share with the same winner; None: none.
+    ``fitted``: cells of the source that constants were fitted on; they do not count in the errors.
+    """
+
+    source: str
+    device: str
+    count: int
+    fitted: int
+    errors: Mapping[str, tuple[float, float]]
+    direction: float | None
+
+    @property
+    def key(self) -> str:
+        """What names the row in the committed file."""
+        return f"{self.source} | {self.device}"
+
+
+def scoreboard(cells: Sequence[Cell]) -> list[Row]:
+    """One row per source and device, in the order of the cells."""
+    return [
+        _row(source, device, [cell for cell in cells if (cell.source, cell.device) == (source, device)])
+        for source, device in dict.fromkeys((cell.source, cell.device) for cell in cells)
+    ]
+
+
+def _row(source: str, device: str, cells: list[Cell]) -> Row:
+    predicted = [cell for cell in cells if not cell.fitted]
+    errors = {}
+    for name, metrics in FIGURES.items():
+        # A definition that differs by source (TTFT of silicon) is shown and says so; doubtful values are not.
+        chosen = [cell for cell in predicted if cell.metric in metrics and (cell.scored or cell.note == TTFT_NOTE)]
+        if sizes := [abs(cell.error) for cell in chosen]:
+            errors[name] = (float(median(sizes)), float(np.percentile(sizes, 90)))
+    decided = [pair for pair in comparisons(predicted) if pair.decided]
+    right = sum(pair.same_winner for pair in decided) / len(decided) if decided else None
+    return Row(source, device, len(predicted), len(cells) - len(predicted), errors, right)
+
+
+def lines(rows: Iterable[Row], before: Mapping[str, Row]) -> Iterator[str]:
+    """The table in Markdown; medians that differ from the committed ones have those in brackets."""
+    yield "| source | device | cells | fitted | " + " | ".join(FIGURES) + " | direction right |"
+    yield "|---|---|---:|---:|" + "---:|" * len(FIGURES) + "---:|"
+    for row in rows:
+        old = before.get(row.key)
+        figures = [_figure(row.errors.get(name), old.errors.get(name) if old else None) for name in FIGURES]
+        direction = "" if row.direction is None else f"{row.direction:.0%}"
+        yield f"| {row.source} | {row.device} | {row.count} | {row.fitted} | {' | '.join(figures)} | {direction} |"
+
+
+def _figure(now: tuple[float, float] | None, before: tuple[float, float] | None) -> str:
+    if now is None:
+        return ""
+    changed = before is not None and abs(now[0] - before[0]) >= 0.0005
+    was = f" (was {before[0]:.1%})" if changed and before is not None else ""
+    return f"{now[0]:.1%}{was}, {now[1]:.1%}"
+
+
+def losses(rows: Iterable[Row], before: Mapping[str, Row]) -> list[str]:
+    """What got worse by more than WORSE_POINTS, in words."""
+    said = []
+    for row in rows:
+        old = before.get(row.key)
+        for name, (now, _) in row.errors.items() if old else ():
+            was = old.errors.get(name) if old else None
+            if was is not None and now > was[0] + WORSE_POINTS:
+                said.append(f"{row.source} on {row.device}: median error of {name} {now:.1%}, was {was[0]:.1%}")
+    return said
+
+
+def save(rows: Iterable[Row], path: Path) -> None:
+    """Write the rows to be compared with later."""
+    path.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n", encoding="utf-8")
+
+
+def load(path: Path) -> dict[str, Row]:
+    """The rows of a committed file by their key; none where there is no file."""
+    if not path.is_file():
+        return {}
+    rows = [
+        Row(**{**raw, "errors": {name: tuple(pair) for name, pair in raw["errors"].items()}})
+        for raw in json.loads(path.read_text(encoding="utf-8"))
+    ]
+    return {row.key: row for row in rows}

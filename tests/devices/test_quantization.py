@@ -1,0 +1,117 @@
+"""Weights and KV cache in FP8: what a config.json says, what the command line asks for, memory and step times."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ebbench.devices import load_device
+from ebbench.devices.fit import decode_shape, prefill_shape
+from ebbench.devices.geometry import read_config
+from ebbench.devices.parallel import Parallel
+from ebbench.devices.profiles import find_model
+from ebbench.errors import InputFileError, UnknownNameError, UsageError
+
+QWEN3_8B = {
+    "model_type": "qwen3", "num_hidden_layers": 36, "hidden_size": 4096, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 12288, "vocab_size": 151936,
+    "torch_dtype": "bfloat16",
+}  # fmt: skip
+GROUPS = {"group_0": {"weights": {"num_bits": 8, "type": "float"}, "input_activations": {"num_bits": 8}}}
+
+
+def written(folder: Path, **changes: object) -> Path:
+    path = folder / "config.json"
+    path.write_text(json.dumps(QWEN3_8B | changes))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("config", "weights", "kv"),
+    [
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "fp8_block", "bfloat16"),
+        ({"quant_method": "fp8", "activation_scheme": "static"}, "fp8", "bfloat16"),
+        ({"quant_method": "compressed-tensors", "config_groups": GROUPS}, "fp8", "bfloat16"),
+        ({"quant_algo": "FP8", "config_groups": GROUPS, "kv_cache_scheme": "FP8"}, "fp8", "fp8"),
+        (None, "bfloat16", "bfloat16"),
+    ],
+)
+def test_a_config_says_the_types_of_weights_and_kv_cache(tmp_path: Path, config, weights: str, kv: str) -> None:
+    model = read_config(written(tmp_path, quantization_config=config))
+    assert (model.weight_dtype, model.kv_dtype) == (weights, kv)
+
+
+@pytest.mark.parametrize("config", [{"quant_method": "awq", "bits": 4}, {"quant_method": "gptq"}, {"bits": 4}])
+def test_a_quantisation_without_tables_is_refused(tmp_path: Path, config: dict[str, object]) -> None:
+    with pytest.raises(InputFileError, match=r"quantization_config .* has no tables; fp8 and mxfp4 have"):
+        read_config(written(tmp_path, quantization_config=config))
+
+
+def test_layers_without_a_cost_model_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputFileError, match="layer_types has 'linear_attention'"):
+        read_config(written(tmp_path, layer_types=["linear_attention"] * 27 + ["full_attention"] * 9))
+
+
+def test_fp8_halves_projections_and_keys_and_leaves_embeddings() -> None:
+    whole = load_device("h200", "qwen3-8b").geometry
+    halved = load_device("h200", "qwen3-8b", quantization="fp8", kv_cache_dtype="fp8").geometry
+    assert whole is not None
+    assert halved is not None
+    embeddings = 2 * 2 * whole.vocab * whole.hidden
+    assert halved.weight_bytes - embeddings == pytest.approx((whole.weight_bytes - embeddings) / 2)
+    assert halved.kv_bytes_per_token * 2 == whole.kv_bytes_per_token
+
+
+@pytest.mark.parametrize("device", ["h100", "h200", "b200", "b300", "l40s", "rtx-pro-6000"])
+def test_fp8_is_faster_and_holds_more_on_every_device_that_has_its_tables(device: str) -> None:
+    plain = load_device(device, "llama-3.1-8b")
+    fp8 = load_device(device, "llama-3.1-8b", quantization="fp8", kv_cache_dtype="fp8")
+    assert fp8.kv_capacity_tokens > 2 * plain.kv_capacity_tokens
+    assert fp8.cost.step_s(prefill_shape(4096)) < plain.cost.step_s(prefill_shape(4096))
+    assert fp8.cost.step_s(decode_shape(64, 2048)) < plain.cost.step_s(decode_shape(64, 2048))
+    assert fp8.cost.step_s(decode_shape(64, 2048)) < 1.02 * plain.cost.step_s(decode_shape(64, 2048))
+    assert "weights in fp8, KV cache in fp8" in fp8.provenance
+
+
+def test_a_device_without_fp8_tables_refuses_it() -> None:
+    with pytest.raises(UsageError, match="no kernels with fp8 weights were measured on rtx-4090"):
+        load_device("rtx-4090", "llama-3.1-8b", quantization="fp8")
+
+
+def test_what_cannot_be_quantised_so_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnknownNameError, match="awq"):
+        load_device("h200", "qwen3-8b", quantization="awq")
+    with pytest.raises(UnknownNameError, match="fp4"):
+        load_device("h200", "qwen3-8b", kv_cache_dtype="fp4")
+    with pytest.raises(UsageError, match="are in w4a16_mxfp4 already"):
+        load_device("b200", "gpt-oss-120b", quantization="fp8")
+
+
+def test_block_scales_that_were_not_measured_are_said(tmp_path: Path) -> None:
+    path = written(tmp_path, quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
+    assert any("timed with their launch" in text for text in load_device("h200", str(path)).warnings)
+    assert any("one scale per tensor" in text for text in load_device("rtx-pro-6000", str(path)).warnings)
+
+
+def test_the_published_calibration_of_16_bits_is_not_taken_for_fp8() -> None:
+    assert "weifang231" in load_device("h200", "qwen3-8b").calibration.source
+    assert "weifang231" not in load_device("h200", "qwen3-8b", quantization="fp8").calibration.source
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters_b"),
+    [
+        ("llama-3.1-70b", 70.6), ("qwen2.5-7b", 7.6), ("qwen3-235b-a22b", 235.0), ("mistral-nemo", 12.2),
+        ("gpt-oss-120b", 116.8),
+    ],
+)  # fmt: skip
+def test_models_have_the_number_of_parameters_that_they_are_named_after(name: str, parameters_b: float) -> None:
+    assert find_model(name).params / 1e9 == pytest.approx(parameters_b, rel=0.01)
+
+
+def test_a_model_that_needs_several_gpus_loads_on_them() -> None:
+    with pytest.raises(UsageError, match="more GPUs with --topology tp=N"):
+        load_device("h100", "llama-3.1-70b")
+    assert load_device("h100", "llama-3.1-70b", parallel=Parallel(tp=4)).kv_capacity_tokens > 100_000

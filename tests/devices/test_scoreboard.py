@@ -1,0 +1,64 @@
+"""The fidelity report's front table, and a small part of it held against targets: a loss of accuracy fails."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from statistics import median
+
+import pytest
+
+from ebbench.papers.fidelity import scoreboard
+from ebbench.papers.fidelity.cases_servers import server_cases, silicon
+from ebbench.papers.fidelity.report import BOARD
+from ebbench.papers.fidelity.runs import replay_cells, run_cases
+from ebbench.papers.fidelity.scores import Cell
+
+COMMITTED = Path(__file__).parents[2] / "reports" / "fidelity" / BOARD
+
+
+def made(ours: float, fitted: bool = False, metric: str = "tpot_mean_ms", scheduler: str = "v1") -> Cell:
+    return Cell("source", "gpu", "model", "case", scheduler, metric, 100.0, ours, fitted=fitted)
+
+
+def test_a_row_has_median_and_90th_percentile_of_what_was_not_fitted() -> None:
+    (row,) = scoreboard.scoreboard([made(90.0), made(102.0), made(104.0), made(200.0, fitted=True)])
+    assert row.errors["TPOT"] == pytest.approx((0.04, 0.088))
+    assert (row.count, row.fitted, row.direction) == (3, 1, None)
+
+
+def test_direction_is_right_where_the_same_scheduler_wins() -> None:
+    cells = [made(100.0, metric="tokens_per_s"), made(90.0, metric="tokens_per_s", scheduler="eb")]
+    published = [Cell(**{**vars(cells[0]), "published": 100.0}), Cell(**{**vars(cells[1]), "published": 120.0})]
+    assert scoreboard.scoreboard(published)[0].direction == 0.0
+
+
+def test_what_got_worse_is_said_and_what_got_better_is_not(tmp_path: Path) -> None:
+    scoreboard.save(scoreboard.scoreboard([made(102.0)]), tmp_path / BOARD)
+    before = scoreboard.load(tmp_path / BOARD)
+    assert scoreboard.losses(scoreboard.scoreboard([made(105.0)]), before) == [
+        "source on gpu: median error of TPOT 5.0%, was 2.0%"
+    ]
+    assert not scoreboard.losses(scoreboard.scoreboard([made(101.0)]), before)
+    assert "5.0% (was 2.0%)" in "\n".join(scoreboard.lines(scoreboard.scoreboard([made(105.0)]), before))
+
+
+def test_every_server_case_can_be_loaded_and_has_its_reference_data() -> None:
+    cases = server_cases()
+    assert sum(case.group == "silicon" for case in cases) == 195
+    assert {case.group for case in cases} == {"silicon", "table 17", "table 19", "table 20"}
+    assert sum(case.fitted for case in cases) == 15
+
+
+@pytest.mark.parametrize("tp", [2, 4, 8])
+def test_a_part_of_the_silicon_points_stays_within_the_target(tp: int) -> None:
+    """Qwen3-32B in 16 bits on H100, 16 and 64 open requests, 512 tokens out: the median TPOT is within 6 %."""
+    wanted = ("512 out, c=16", "512 out, c=64")
+    chosen = [c for c in silicon() if c.topology == f"tp={tp}" and c.quantization is None and c.name.endswith(wanted)]
+    cells = [cell for cell in run_cases(chosen, 0, lambda _: None) if cell.scored]
+    assert len(cells) == 4
+    assert median(abs(cell.error) for cell in cells) < 0.06
+
+
+def test_the_replayed_run_is_no_worse_than_committed() -> None:
+    rows = scoreboard.scoreboard(replay_cells())
+    assert not scoreboard.losses(rows, scoreboard.load(COMMITTED))
