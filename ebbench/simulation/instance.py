@@ -67,17 +67,6 @@ class Instance(PhasedScheduler):
         """Whether another step is out after the oldest."""
         return len(self._queue) > 1
 
-    @property
-    def generates(self) -> bool:
-        """Whether a running request with its prompt computed has tokens left to schedule."""
-        state, running = self._state, self.running
-        if not len(running):
-            return False
-        first = running[0]  # nearly always tells
-        if not state.partial[first] and state.computed[first] < state.last[first]:
-            return True
-        return bool(((state.computed[running] < state.last[running]) & ~state.partial[running]).any())
-
     def queued_tokens(self) -> int:
         """Prompt tokens it has received and not scheduled."""
         state = self._state

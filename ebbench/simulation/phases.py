@@ -47,7 +47,7 @@ class PhasedScheduler(Scheduler):
         self._follow(step, decision, prefilling)
         if decision.phase == "prefill" and step.empty:
             controller.prefill_blocked(view)
-            if view.decoding and not step.preempted:
+            if view.decodes and not step.preempted:
                 self._follow(step, controller.decide(view), prefilling)
         self._preempted = len(step.preempted)
 
@@ -73,6 +73,17 @@ class PhasedScheduler(Scheduler):
         step.mode, step.k, step.n_limit = decision.mode, decision.k, decision.n_limit
         return True
 
+    @property
+    def generates(self) -> bool:
+        """Whether a running request with its prompt computed has tokens left to schedule."""
+        state, running = self._state, self.running
+        if not len(running):
+            return False
+        first = running[0]  # nearly always tells
+        if not state.partial[first] and state.computed[first] < state.last[first]:
+            return True
+        return bool(((state.computed[running] < state.last[running]) & ~state.partial[running]).any())
+
     def _view(self, step: Step, controller: Controller) -> View:
         prefilling = self._prefilling
         return View(
@@ -83,6 +94,7 @@ class PhasedScheduler(Scheduler):
             waiting=len(self.waiting),
             free_blocks=self._kv.free,
             preempted=self._preempted,
+            last_tokens_out=not self.generates,
             oldest_wait_s=self._order_queue(step.scheduled_ns, controller) if controller.orders_queue else 0.0,
         )
 

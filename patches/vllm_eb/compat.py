@@ -46,6 +46,15 @@ def _lacks_grammar(request: Any) -> bool:
     return wanted is None or wanted.grammar is None
 
 
+def needs_no_step(request: Any, max_model_len: int) -> bool:
+    """Whether a decoding request has its last token in flight already, so that vLLM schedules it no more."""
+    out: int = request.num_output_placeholders
+    if not out:
+        return False
+    most: int = min(request.num_prompt_tokens + request.max_tokens, max_model_len + 1)
+    return bool(request.num_computed_tokens + 2 - out >= most)
+
+
 def paused(scheduler: Any) -> bool:
     """Whether the operator has paused admissions."""
     state = scheduler.pause_state

@@ -87,6 +87,7 @@ class Controller:
         self._strategy.observe(view)
         if self._lengths.update_due:
             self._update(view)
+        phases.extend(view)
         choice = self._strategy.choose(view, phases)
         if choice is not None:
             phases.follow(choice, view)

@@ -20,7 +20,8 @@ class View:
     Blocks are KV blocks; ``free_blocks`` counts cached but unreferenced ones as free. ``oldest_wait_s``: what
     ``Controller.queue`` says of it; asked for only where ``Controller.orders_queue``.
     ``preempted``: requests preempted since the last view. ``idle_sessions``: streaming sessions between two turns; they
-    keep their slots.
+    keep their slots. ``last_tokens_out``: every decoding sequence has its last token in flight (with asynchronous
+    scheduling), so none of them needs another step.
     """
 
     now_s: float
@@ -32,6 +33,12 @@ class View:
     oldest_wait_s: float = 0.0
     preempted: int = 0
     idle_sessions: int = 0
+    last_tokens_out: bool = False
+
+    @property
+    def decodes(self) -> bool:
+        """Whether a decode step would hold anything."""
+        return self.decoding > 0 and not self.last_tokens_out
 
 
 @dataclass(frozen=True, slots=True)

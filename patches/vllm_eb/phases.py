@@ -59,14 +59,19 @@ class Phases:
         self._quota, self._admitted = choice.refill, 0
         self.enter(choice.phase, view, choice.reason, choice.values)
 
+    def extend(self, view: View) -> None:
+        """While a prefill keeps no sequence from decoding, it may admit whatever there is a slot for."""
+        if self.phase == "prefill" and not view.decodes:
+            self._quota = max(self._quota, self._admitted + self.refill(view))
+
     def alternate(self, view: View) -> None:
         """Go from decode to prefill when a refill is due, and back when it is complete."""
         refilled = self.phase == "prefill" and not self.refilling(view)
         if refilled:
             self.enter("decode", view, "refill complete")
         # A decode step follows a refill, unless all that was admitted has ended already.
-        if self.phase != "prefill" and not (refilled and view.decoding):
-            reason = None if self._blocked and view.decoding else self._refill_reason(view)
+        if self.phase != "prefill" and not (refilled and view.decodes):
+            reason = None if self._blocked and view.decodes else self._refill_reason(view)
             self._blocked = False
             if reason is not None:
                 self._quota, self._admitted = self.refill(view), 0
@@ -115,6 +120,8 @@ class Phases:
         """Why to leave decode for prefill now; None to stay."""
         if view.decoding == 0:
             return "nothing is decoding" if view.prefilling or view.waiting else None
+        if view.last_tokens_out:
+            return "every answer has its last token in flight" if view.prefilling or self.refill(view) else None
         if view.prefilling:
             return "prompts left half computed"
         idle = self.idle(view)

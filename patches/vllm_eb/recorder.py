@@ -30,6 +30,7 @@ from vllm_eb.decisions import Record
 
 SHARD_STEPS = 4096
 FLUSH_EVERY_S = 0.5
+MOST_QUEUED = 20_000  # steps and groups of decisions; some minutes of a busy server, some 100 MB at 1,000 sequences
 _LENGTH = struct.Struct("<I")
 logger = logging.getLogger(__name__)
 
@@ -67,17 +68,29 @@ class Recorder:
         self._numbers: dict[str, int] = {}
         self._steps = 0
         self.failure: OSError | None = None
+        self.dropped = 0
         self._open()
         self._thread.start()
 
     def step(self, record: StepRecord) -> None:
         """Queue one finished step."""
-        self._queue.put(record)
+        self._put(record)
 
     def decisions(self, records: Sequence[Record]) -> None:
         """Queue decision records."""
         if records:
-            self._queue.put(records)
+            self._put(records)
+
+    def _put(self, item: StepRecord | Sequence[Record]) -> None:
+        """Queue an item, unless the disk is so far behind that memory would run out, or has failed."""
+        if self.failure is not None:
+            return
+        if self._queue.qsize() < MOST_QUEUED:
+            self._queue.put(item)
+            return
+        if not self.dropped:
+            logger.error("vllm_eb: the disk of %s is too slow for the record: steps are missing from it", self._folder)
+        self.dropped += 1
 
     def close(self) -> None:
         """Write what is queued; at most 10 s."""

@@ -15,6 +15,7 @@ are not repeated here.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
 from collections.abc import Callable
@@ -44,6 +45,10 @@ _ENDS = (
 )
 
 
+class _NothingScheduledError(Exception):
+    """The step being scheduled would hold nothing, and another one can take its place."""
+
+
 class _Phases(Scheduler):  # type: ignore[misc]
     """The plugin proper, to be mixed into vLLM's asynchronous or plain scheduler."""
 
@@ -64,6 +69,8 @@ class _Phases(Scheduler):  # type: ignore[misc]
         self._set_aside: list[Request] = []  # from the step being scheduled; others may be among them
         self._steps = 0
         self._preempted = 0  # in the last step
+        self._preempted_now = 0  # in the step being scheduled
+        self._may_give_up = False  # whether the step being scheduled need not be made if it holds nothing
         self._in_flight: deque[tuple[Any, StepRecord]] = deque()
         self._device_free_ns = 0
         self.last_decision: Decision | None = None
@@ -121,6 +128,7 @@ class _Phases(Scheduler):  # type: ignore[misc]
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """vLLM's ``schedule()`` under the controller's decision."""
         view = self._view()
+        self._preempted_now = 0
         before = self._prefilling
         if self.controller is None or view.decoding + view.prefilling + view.waiting == 0:
             output = super().schedule(*args, **kwargs)
@@ -149,7 +157,12 @@ class _Phases(Scheduler):  # type: ignore[misc]
             oldest_wait_s=self._order_queue(self.controller) if self._seen_s is not None else 0.0,
             preempted=self._preempted,
             idle_sessions=compat.idle_sessions(self),
+            last_tokens_out=self._last_tokens_out(),
         )
+
+    def _last_tokens_out(self) -> bool:
+        """Whether no decoding request needs another step; the first one nearly always tells."""
+        return all(r.is_prefill_chunk or compat.needs_no_step(r, self.max_model_len) for r in self.running)
 
     def add_request(self, request: Request) -> None:
         """vLLM's own; notes when the request came, where the policy has a target for the first token."""
@@ -185,14 +198,46 @@ class _Phases(Scheduler):  # type: ignore[misc]
             return self._partial_step(self.running, decision.running_limit, args, kwargs)
         if decision.phase == "decode":
             return self._decode_step(args, kwargs)
-        output = self._partial_step(list(self._prefilling), decision.running_limit - view.decoding, args, kwargs)
-        if not output.total_num_scheduled_tokens and self.controller is not None:
+        return self._prefill_step(decision, view, args, kwargs)
+
+    def _prefill_step(self, decision: Decision, view: View, args: Any, kwargs: Any) -> Any:
+        """A prefill; where no request can be scheduled for want of KV blocks, a decode step in its place.
+
+        vLLM would take an empty step for one in flight, and sleep after it.
+        """
+        assert self.controller is not None
+        output = None
+        self._may_give_up = view.decodes
+        with contextlib.suppress(_NothingScheduledError):
+            output = self._partial_step(list(self._prefilling), decision.running_limit - view.decoding, args, kwargs)
+        self._may_give_up = False
+        if output is None:
             self.controller.prefill_blocked(view)
-            if view.decoding and not output.preempted_req_ids:
-                # vLLM would take an empty step for one in flight, and sleep after it.
-                instead = self._under(self.controller.decide(view), view, args, kwargs)
-                return _with_news(instead, output)
+            return self._under(self.controller.decide(view), view, args, kwargs)
+        if not output.total_num_scheduled_tokens:
+            self.controller.prefill_blocked(view)
         return output
+
+    def _make_cached_request_data(
+        self, running: Any, resumed: Any, num_scheduled_tokens: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """vLLM's own; a step that may be given up and holds nothing ends here."""
+        self.give_up_if_empty(num_scheduled_tokens)
+        return super()._make_cached_request_data(running, resumed, num_scheduled_tokens, *args, **kwargs)
+
+    def give_up_if_empty(self, num_scheduled_tokens: Any) -> None:
+        """End a step that holds nothing, if another one can take its place.
+
+        To be called where ``schedule()`` has chosen the step and has not yet taken anything out of a queue of events:
+        so whatever was to go out with this step goes out with the next one, by construction.
+        """
+        if self._may_give_up and not num_scheduled_tokens and not self._preempted_now:
+            raise _NothingScheduledError
+
+    def _preempt_request(self, *args: Any, **kwargs: Any) -> Any:
+        """vLLM's own, counted."""
+        self._preempted_now += 1
+        return super()._preempt_request(*args, **kwargs)
 
     def _decode_step(self, args: Any, kwargs: Any) -> Any:
         visible = self.running
@@ -321,13 +366,6 @@ def _make_passes(config: PluginConfig, rank: int) -> PassClock | None:
     if config.signals is None:
         return None
     return PassClock(SignalPublisher(config.signals, rank), rank)
-
-
-def _with_news(output: Any, empty: Any) -> Any:
-    """``output`` with what workers were to be told by an ``empty`` one before it."""
-    output.finished_req_ids |= empty.finished_req_ids
-    output.free_encoder_mm_hashes = [*empty.free_encoder_mm_hashes, *output.free_encoder_mm_hashes]
-    return output
 
 
 def _merged(everyone: list[Request], after: list[Request], shown: int) -> list[Request]:

@@ -5,100 +5,15 @@ Driven through the real engine core on the emulated device; vLLM's own scheduler
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import create_autospec
 
 import pytest
-from emulation import CALIBRATION, TestCost
+from core_engine import PHASED, POLICIES, Engine
 
-from ebbench.engines.base import EngineOptions
 from vllm_eb import compat
-from vllm_eb.config import SCHEDULER, additional_config
-from vllm_eb.policy import parse_policy
 
 pytestmark = pytest.mark.vllm
-
-PHASED = ("v0", "deferred:k=2", "eb:theta=0.3", "ebplus:margin=-1,sticky=-1,update_every=2,min_samples=2", "marginal")
-POLICIES = (*PHASED, "cadence:every=4", "stock")
-
-
-@dataclass
-class Engine:
-    """The real core under a policy; ``outputs`` is what every schedule() came to."""
-
-    policy: str
-    blocks: int = 400
-    seqs: int = 16
-    budget: int = 200
-    asynchronous: bool = True
-    outputs: list[Any] = field(default_factory=list)
-    idle_decoders: int = 0  # schedule() calls that came out empty beside decoding requests
-    tokens: Counter[str] = field(default_factory=Counter)
-    ended: set[str] = field(default_factory=set)
-
-    def __post_init__(self) -> None:
-        from ebbench.engines.emulated_core import VirtualClock, build_core
-
-        options = EngineOptions(
-            max_num_seqs=self.seqs, max_num_batched_tokens=self.budget, block_size=4, enable_prefix_caching=False,
-            async_scheduling=self.asynchronous,
-        )  # fmt: skip
-        plugin = self.policy != "stock"
-        config = additional_config(parse_policy(self.policy), CALIBRATION) if plugin else {}
-        self.core: Any = build_core(self.blocks, options, SCHEDULER if plugin else None, config)
-        self.scheduler = self.core.scheduler
-        self.clock, self.streams = VirtualClock(), dict[str, list[int]]()
-        self.core.model_executor.attach(self.clock, TestCost(), self.streams)
-        self.core.model_executor.on_step = self.core.model_executor.on_preempted = lambda *_: None
-        if plugin:
-            self.scheduler.use_clock(self.clock.now_s)
-            if self.scheduler.controller is not None:
-                self.scheduler.controller.keep_records()
-        self._schedule, self.scheduler.schedule = self.scheduler.schedule, self._watched
-        # Grammars and their masks are not what is looked at.
-        self.scheduler.structured_output_manager.accept_tokens = lambda *_: True
-        self.scheduler.get_grammar_bitmask = lambda *_: None
-
-    def _watched(self, *args: Any, **kwargs: Any) -> Any:
-        decoding = any(not request.is_prefill_chunk for request in self.scheduler.running)
-        output = self._schedule(*args, **kwargs)
-        self.outputs.append(output)
-        self.idle_decoders += decoding and not output.total_num_scheduled_tokens
-        return output
-
-    def make(self, name: str, prompt: int, output: int, **more: Any) -> Any:
-        from ebbench.engines.emulated_core import make_request
-
-        self.streams[name] = [(len(self.streams) + place) % 250 for place in range(prompt + output)]
-        request = make_request(self.core, name, self.streams[name][:prompt], output)
-        for key, value in more.items():
-            setattr(request, key, value)
-        return request
-
-    def add(self, name: str, prompt: int, output: int, **more: Any) -> Any:
-        request = self.make(name, prompt, output, **more)
-        self.core.add_request(request)
-        return request
-
-    def turn(self) -> None:
-        if not (self.scheduler.has_requests() or self.core.batch_queue):
-            return
-        for batch in (self.core.step_fn()[0] or {}).values():
-            for output in batch.outputs:
-                self.tokens[output.request_id] += len(output.new_token_ids)
-                if output.finish_reason is not None:
-                    self.ended.add(output.request_id)
-
-    def run(self, turns: int) -> int:
-        """Turns until no request is left, at most ``turns``."""
-        for done in range(turns):
-            if not self.scheduler.requests and not self.core.batch_queue:
-                return done
-            self.turn()
-        return turns
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])

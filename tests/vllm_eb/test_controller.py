@@ -40,6 +40,37 @@ def phase(made: Controller, **counts: float) -> str:
     return made.decide(replace(VIEW, **counts)).phase  # type: ignore[arg-type]
 
 
+def test_records_are_kept_only_where_they_are_read() -> None:
+    """With the KV cache full every step would leave two; a server that records nothing must not gather them."""
+    for keep in (False, True):
+        made = Controller(
+            parse_policy("v0"), CALIBRATION, max_num_seqs=100, block_size=16, num_blocks=1000, keep_records=keep
+        )
+        view = replace(VIEW, decoding=10, waiting=90)
+        for _ in range(50):
+            if made.decide(view).phase == "prefill":
+                made.prefill_blocked(view)
+        assert len(made.drain_records()) == (50 if keep else 0)
+    made = controller("v0")
+    made.decide(replace(VIEW, decoding=10, waiting=90))
+    assert made.drain_records()
+    assert made.drain_records() == []
+
+
+@pytest.mark.parametrize("policy", ["v0", "deferred:k=30", "eb:theta=0.6", "eb", "marginal", "cadence:every=9"])
+def test_answers_whose_last_token_is_in_flight_hold_no_prompt_back(policy: str) -> None:
+    made = controller(policy, num_blocks=10_000)
+    made.decide(replace(VIEW, waiting=20, free_blocks=9_000))
+    for _ in range(20):
+        made.on_prompt(10)
+    out = replace(VIEW, decoding=20, waiting=50, free_blocks=9_000, step_id=1, last_tokens_out=True)
+    decision = made.decide(out)
+    assert decision.phase in ("prefill", "mixed")
+    assert decision.running_limit == 70 if decision.phase == "prefill" else decision.running_limit > 20
+    full = replace(out, decoding=100)
+    assert controller(policy).decide(full).phase in ("decode", "mixed"), "there is no slot for a prompt"
+
+
 def test_v0_refills_for_one_free_slot() -> None:
     made = controller("v0")
     assert phase(made, decoding=100, waiting=5) == "decode"

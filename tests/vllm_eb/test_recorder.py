@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -123,3 +124,25 @@ def test_a_record_that_ends_early_says_so(tmp_path: Path, caplog: pytest.LogCapt
     writer.close()
     assert writer.failure is not None
     assert "the record in" in caplog.text
+
+
+def test_where_the_disk_is_too_slow_steps_are_dropped_and_counted_instead_of_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(recorder, "MOST_QUEUED", 10)
+    hold, write = threading.Event(), Recorder._write_item
+
+    def slow(self: Recorder, item: object) -> None:
+        hold.wait()
+        write(self, item)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Recorder, "_write_item", slow)
+    writer = Recorder(tmp_path, {"policy": "eb"})
+    for number in range(100):
+        writer.step(step(number, {"p": 1}))
+    assert writer.dropped >= 89  # one is being written
+    hold.set()
+    writer.close()
+    steps = [frame for frame in frames(tmp_path) if frame[0] == "step"]
+    assert len(steps) == 100 - writer.dropped
+    assert sum("too slow" in record.message for record in caplog.records) == 1

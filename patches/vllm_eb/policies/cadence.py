@@ -87,7 +87,7 @@ class Cadence:
         """Whether the next step decodes only."""
         self._take_note(view)
         waits = view.step_id - self._last_prefill_step < self._every
-        held = waits and view.decoding > 0 and not self._backed_up
+        held = waits and view.decodes and not self._backed_up
         self._open = None if held else view
         self._admitted = self._computed = 0
         return held

@@ -141,12 +141,12 @@ class MarginalPolicy(Strategy):
         self._batch = max(view.decoding + view.prefilling + refill, 1)
         context_tokens = self._mean_context(view)
         choice = self._refills.choose(
-            decoding=view.decoding,
+            decoding=view.decoding if view.decodes else 0,
             context_tokens=context_tokens,
             refill=self.refill_now(view, refill),
             must=view.prefilling > 0 or (refill > 0 and self._service.refill_due(view.oldest_wait_s)),
         )
-        if view.decoding > 0 and (blocked or self.answers_behind):
+        if view.decodes and (blocked or self.answers_behind):
             choice = replace(choice, way="decode")
         if choice.way != "decode":
             self._refills.refilled()
