@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ebbench.capacity.choose import Choice
 from ebbench.capacity.drive import Outcome
 from ebbench.capacity.limits import Limits
 from ebbench.errors import UsageError
@@ -67,3 +68,29 @@ def _rows(found: Mapping[str, Outcome], key: str) -> list[dict[str, Any]]:
             for load, values in sorted(by_load.items())
         ]
     return rows
+
+
+def save_frontier(found: Choice, priced: bool, path: Path) -> None:
+    """Write cost (or GPUs) over median TPOT, one point per deployment, those on the frontier filled."""
+    check_suffix(path)
+    alt = figures.altair()
+    rows = [
+        {
+            "series": each.deployment.candidate.device,
+            "tpot": each.deployment.reading.tpot_ms,
+            "cost": each.cost,
+            "frontier": each.frontier,
+        }
+        for each in found.found
+        if each.deployment.reading is not None and each.deployment.reading.tpot_ms is not None
+    ]
+    names = list(dict.fromkeys(str(row["series"]) for row in rows))
+    colours = [figures.SERIES[index % len(figures.SERIES)] for index in range(len(names))]
+    base = alt.Chart(figures.values(rows)).encode(
+        x=alt.X("tpot:Q", title="median TPOT (ms)", scale=alt.Scale(zero=False)),
+        y=alt.Y("cost:Q", title="cost per hour" if priced else "GPUs", scale=alt.Scale(zero=False)),
+        color=figures.colour(names, colours),
+    )
+    points = base.mark_point(size=70).encode(fillOpacity=alt.condition("datum.frontier", alt.value(1), alt.value(0)))
+    line = base.transform_filter("datum.frontier").mark_line(strokeDash=[4, 3]).encode(color=alt.value(figures.GREY))
+    figures.save(alt.layer(line, points).properties(width=420, height=280), path.with_suffix(""), [path.suffix[1:]])

@@ -8,9 +8,11 @@ drains. Counted requests that failed have met nothing.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import pyarrow as pa
 
 from ebbench.analysis.columns import MISSING, Ints, Mask, RequestColumns
 from ebbench.analysis.metrics import meets
@@ -18,6 +20,7 @@ from ebbench.analysis.slo import METRICS, slo_from_limits
 from ebbench.analysis.steady import Window, steady_windows
 from ebbench.capacity.limits import Limits
 from ebbench.capacity.search import Counts, Probe
+from ebbench.records.manifest import PhaseFact
 from ebbench.records.run import Run
 
 BATCHES = 20
@@ -26,6 +29,7 @@ FEWEST_PER_OPEN = 8
 """Counted sessions per session open at a time: a shorter run is mostly filling and draining."""
 _GROWTH = 0.01
 _FULL = 0.98
+_STEP_COLUMNS = ["start_ns", "end_ns", "kv_blocks_used", "kv_blocks_total"]
 _MOST_FAILED = 0.01
 
 
@@ -35,9 +39,10 @@ class Reading:
 
     ``short``: too few sessions for the number that were open; the probe decides nothing. ``invalid``: reasons why the
     run must not be believed although its requests did not fail, such as a client that was late; neither does this
-    probe decide anything, since it says nothing about the server. ``attainment`` is the share
-    of counted requests that met the joint limits (all of them, where only percentiles are limited).
-    ``shares``: the share that met each limit alone. ``memory_full``: share of the time with the KV cache full.
+    probe decide anything, since it says nothing about the server. ``attainment`` is the share of counted requests that
+    met the joint limits (all of them, where only percentiles are limited). ``completed_sessions_per_s`` counts those
+    that ended in the steady window. ``shares``: the share that met each limit alone. ``memory_full``: share of the
+    time with the KV cache full.
     """
 
     probe: Probe
@@ -46,6 +51,7 @@ class Reading:
     invalid: str
     mean_open: float
     requests_per_session: float
+    completed_sessions_per_s: float
     attainment: float
     shares: dict[str, float]
     goodput_requests_per_s: float
@@ -63,37 +69,53 @@ class Reading:
 
 def read_probe(run: Run, load: float, limits: Limits) -> Reading:
     """Read a finished run. Raises DataError when its tables are damaged."""
+    manifest = run.manifest
+    steps = run.table("steps", _STEP_COLUMNS)
+    reasons = "" if manifest.valid else "; ".join(manifest.reasons)
+    measured = Measured(run.requests, steps, manifest.phases, manifest.seed, reasons, str(run.path))
+    return read_measured(measured, load, limits)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a probe is read from: tables of one run, its closed-loop phases (none: open loop), reasons if INVALID."""
+
+    requests: pa.Table
+    steps: pa.Table
+    phases: Sequence[PhaseFact]
+    seed: int
+    reasons: str = ""
+    run_dir: str = ""
+
+
+def read_measured(run: Measured, load: float, limits: Limits) -> Reading:
+    """Read the tables of one run at ``load``."""
     columns = RequestColumns.of(run.requests)
-    windows = steady_windows(columns, run.manifest.phases)
+    windows = steady_windows(columns, run.phases)
     counted, length_s = _counted(columns, windows)
     mean_open = sum(window.target for window in windows) / len(windows) if windows else 0.0
     sessions = len(np.unique(columns.session[counted])) if counted.any() else 0
-    open_loop = not run.manifest.phases
-    runaway = open_loop and _queue_grows(columns, windows)
-    served = _served_per_s(columns) if runaway else None
-    reasons = "" if run.manifest.valid else "; ".join(run.manifest.reasons)
-    failed = reasons if _failed_share(columns) > _MOST_FAILED else ""
+    runaway = not run.phases and _queue_grows(columns, windows)
+    failed = run.reasons if _failed_share(columns) > _MOST_FAILED else ""
     met = [meets(columns, counted & columns.ok, slo) for slo in limits.slos()]
-    probe = Probe(
-        load, run.manifest.seed, tuple(_counts(columns, counted, mask) for mask in met), runaway, failed, served
-    )
-    good = np.logical_and.reduce(met)
-    tokens = columns.output_tokens
+    counts = tuple(_counts(columns, counted, mask) for mask in met)
+    good, ok, tokens = np.logical_and.reduce(met), counted & columns.ok, columns.output_tokens
     return Reading(
-        probe=probe,
-        run_dir=str(run.path),
-        invalid="" if failed else reasons,
+        probe=Probe(load, run.seed, counts, runaway, failed, _served_per_s(columns) if runaway else None),
+        run_dir=run.run_dir,
         short=not failed and not runaway and sessions < FEWEST_PER_OPEN * mean_open,
+        invalid="" if failed else run.reasons,
         mean_open=mean_open,
         requests_per_session=float(counted.sum()) / max(1, sessions),
+        completed_sessions_per_s=_completed_per_s(columns, windows),
         attainment=float(good.sum() / max(1, counted.sum())),
         shares=_shares(columns, counted, limits),
         goodput_requests_per_s=_per_second(float(good.sum()), length_s),
         goodput_tokens_per_s=_per_second(float(tokens[good].sum()), length_s),
-        output_tokens_per_s=_per_second(float(tokens[counted & columns.ok].sum()), length_s),
-        ttft_ms=_median_ms((columns.first_token - columns.intended)[counted & columns.ok]),
-        tpot_ms=_tpot_ms(columns, counted & columns.ok),
-        memory_full=_memory_full(run, windows),
+        output_tokens_per_s=_per_second(float(tokens[ok].sum()), length_s),
+        ttft_ms=_median_ms((columns.first_token - columns.intended)[ok]),
+        tpot_ms=_tpot_ms(columns, ok),
+        memory_full=_memory_full(run.steps, windows),
     )
 
 
@@ -158,17 +180,28 @@ def _served_per_s(columns: RequestColumns) -> float:
     return float(((last > start) & (last <= end)).sum() / max(1, end - start) * 1e9)
 
 
+def _completed_per_s(columns: RequestColumns, windows: tuple[Window, ...]) -> float:
+    """Sessions per second whose last request ended in the steady windows."""
+    length_s = sum(window.duration_s for window in windows)
+    if length_s <= 0:
+        return 0.0
+    _, which = np.unique(columns.session, return_inverse=True)
+    last = np.full(which.max() + 1, np.iinfo(np.int64).min)
+    np.maximum.at(last, which, np.where(columns.end == MISSING, np.iinfo(np.int64).max, columns.end))
+    ended = sum(int(((last > window.start_ns) & (last <= window.end_ns)).sum()) for window in windows)
+    return ended / length_s
+
+
 def _mean_open(arrivals: Ints, ends: Ints, start: int, end: int) -> float:
     times = np.linspace(start, end, 64)
     return float(np.mean(np.searchsorted(arrivals, times, "right") - np.searchsorted(ends, times, "right")))
 
 
-def _memory_full(run: Run, windows: tuple[Window, ...]) -> float:
+def _memory_full(steps: pa.Table, windows: tuple[Window, ...]) -> float:
     """Share of the steady time in which the KV cache was full; 0 where the engine records no steps."""
-    steps = run.table("steps", ["start_ns", "end_ns", "kv_blocks_used", "kv_blocks_total"])
     if not steps.num_rows or not windows:
         return 0.0
-    start, end, used, total = (steps[name].to_numpy() for name in steps.column_names)
+    start, end, used, total = (steps[name].to_numpy() for name in _STEP_COLUMNS)
     inside = (end > windows[0].start_ns) & (start < windows[-1].end_ns)
     length = (end - start) * inside
     return float((length * (used >= _FULL * total)).sum() / max(1, length.sum()))

@@ -34,6 +34,7 @@ COMMANDS: dict[str, Entry] = {
     "run": Entry("ebbench.cli.run:run", MEASURE, "Run a workload under one or more scheduling policies."),
     "show": Entry("ebbench.cli.show:show", MEASURE, "Show stored runs again."),
     "capacity": Entry("ebbench.cli.capacity:capacity", MEASURE, "The highest load within latency limits."),
+    "plan": Entry("ebbench.cli.plan:plan", UNDERSTAND, "How many GPUs a request rate needs, and which."),
     "sweep": Entry("ebbench.cli.sweep:sweep", MEASURE, "Run a grid of settings, resumably."),
     "compare": Entry("ebbench.cli.compare:compare", MEASURE, "Compare runs, paired."),
     "gate": Entry("ebbench.cli.gate:gate", MEASURE, "Fail when a candidate is slower than its baseline."),

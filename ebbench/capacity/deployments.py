@@ -1,0 +1,240 @@
+"""The cheapest deployment that carries a request rate within latency limits, by simulation.
+
+A candidate is a device, a tensor-parallel size, a policy and the scheduler's limits. Each is simulated as one instance:
+
+1. Saturated, without limits: the rate of sessions that one instance completes when it is never idle. No load within
+   limits completes more, so ``rate / saturated`` instances, rounded up, is a lower bound on the number needed.
+2. At ``rate / replicas``, for more and more replicas, until the limits are met; never above the saturated rate, at
+   which a queue grows too slowly for a short run to show it. Candidates are taken in the order of
+   their lower bound on cost; one whose bound is above the cost of a deployment found already cannot be cheaper and is
+   left out. The saturated rate is measured with noise, so it is taken ``HEADROOM`` higher.
+3. The best are simulated whole, replicas behind a dispatcher, at the rate asked for, at 120 % of it, and with one
+   replica lost. Where the whole misses the limits at the rate, it gets one replica more.
+
+One replica's share of a Poisson stream is taken to be Poisson at ``rate / replicas``, as random dispatch makes it. A
+dispatcher that knows the replicas' loads does better; step 3 shows by how much.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ebbench.capacity.drive import ALONE_SESSIONS
+from ebbench.capacity.limits import Limits
+from ebbench.capacity.probe import Measured, Reading, read_measured
+from ebbench.config.topology import PoolSpec, TopologySpec
+from ebbench.devices import load_device
+from ebbench.engines.base import EngineOptions
+from ebbench.engines.setup import EngineSetup, make_engine
+from ebbench.errors import UsageError
+from ebbench.records.manifest import phase_facts
+from ebbench.records.plan import Plan
+from ebbench.workloads import build_plan
+from vllm_eb.policy import parse_policy
+
+HEADROOM = 1.05
+_MOST_REPLICAS = 512
+_MOST_MORE = 3
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One instance of a deployment: ``tp`` GPUs of ``device`` under ``policy``."""
+
+    device: str
+    tp: int
+    policy: str
+    max_num_batched_tokens: int
+    max_num_seqs: int
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a candidate is to carry. ``plan`` holds the other arguments of build_plan; ``sessions``: fewest per run."""
+
+    candidate: Candidate
+    model: str
+    workload: str
+    scenario: str
+    plan: Mapping[str, Any]
+    limits: Limits
+    rate: float
+    sessions: int
+    seed: int
+    max_model_len: int
+
+
+@dataclass(frozen=True)
+class Bound:
+    """``saturated_per_s``: sessions/s of one instance that is never idle. ``refused``: why it cannot run at all."""
+
+    candidate: Candidate
+    saturated_per_s: float = 0.0
+    refused: str = ""
+
+    def fewest(self, rate: float) -> int:
+        """A lower bound on the number of replicas, noise allowed for."""
+        return max(1, math.ceil(rate / (HEADROOM * self.saturated_per_s)))
+
+    def first(self, rate: float) -> int:
+        """The first number of replicas to try: none is loaded above its saturated rate."""
+        return max(1, math.ceil(rate / self.saturated_per_s))
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """``replicas`` instances that keep the limits; ``reading`` is one instance at its share of the rate.
+
+    ``replicas`` 0: no number of replicas keeps them, or not within the cost of a cheaper one; ``refused`` says which.
+    """
+
+    candidate: Candidate
+    replicas: int
+    reading: Reading | None = None
+    refused: str = ""
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of all replicas."""
+        return self.replicas * self.candidate.tp
+
+
+@dataclass(frozen=True)
+class Level:
+    """The whole deployment at one load. ``overloaded``: the queue grew for as long as requests came, so that the share
+    within the limits says nothing: it falls with the length of the run."""
+
+    attainment: float
+    overloaded: bool
+
+
+@dataclass(frozen=True)
+class Stress:
+    """The whole deployment simulated at the rate, at 120 % of it, and at the rate with one replica lost.
+
+    ``one_lost`` is None for a single replica. ``ttft_ms``, ``tpot_ms``: medians at the rate.
+    """
+
+    at_rate: Level
+    at_120_percent: Level
+    one_lost: Level | None
+    ttft_ms: float | None
+    tpot_ms: float | None
+
+
+def bound(task: Task) -> Bound:
+    """Saturated rate of one instance, or why it cannot run (the model does not fit, a refused setting)."""
+    candidate = task.candidate
+    try:
+        concurrency = 2 * candidate.max_num_seqs
+        plan = _plan(task, "saturated", 3 * concurrency, max_concurrency=concurrency)
+        reading = _run(task, plan, float(concurrency))
+    except UsageError as error:
+        return Bound(candidate, refused=str(error))
+    return Bound(candidate, reading.completed_sessions_per_s)
+
+
+def size(task: Task, fewest: int, most: int) -> Deployment:
+    """The smallest number of replicas, from ``fewest`` to ``most``, whose instances keep the limits."""
+    candidate = task.candidate
+    if refusal := _alone(task):
+        return Deployment(candidate, 0, refused=refusal)
+    failed, passed, found = fewest - 1, 0, None
+    replicas = fewest
+    while replicas <= min(most, _MOST_REPLICAS):
+        reading = _share(task, replicas)
+        if reading.probe.meets(task.limits.requirements()):
+            passed, found = replicas, reading
+            break
+        failed, replicas = replicas, max(replicas + 1, math.ceil(1.25 * replicas))
+    if not passed:
+        return Deployment(candidate, 0, refused="needs more than the cheapest deployment found")
+    while passed - failed > 1:
+        middle = (passed + failed) // 2
+        reading = _share(task, middle)
+        if reading.probe.meets(task.limits.requirements()):
+            passed, found = middle, reading
+        else:
+            failed = middle
+    return Deployment(candidate, passed, found)
+
+
+def stress(task: Task, replicas: int) -> tuple[int, Stress]:
+    """Simulate the whole deployment behind a dispatcher that sends each request to the least loaded replica.
+
+    Returns the replicas that keep the limits, ``replicas`` or a few more, and what their simulation showed.
+    """
+    whole = _whole(task, replicas, 1.0)
+    for _ in range(_MOST_MORE):
+        if whole.probe.meets(task.limits.requirements()):
+            break
+        replicas += 1
+        whole = _whole(task, replicas, 1.0)
+    lost = _whole(task, replicas - 1, 1.0) if replicas > 1 else None
+    return replicas, Stress(
+        at_rate=_level(whole),
+        at_120_percent=_level(_whole(task, replicas, 1.2)),
+        one_lost=None if lost is None else _level(lost),
+        ttft_ms=whole.ttft_ms,
+        tpot_ms=whole.tpot_ms,
+    )
+
+
+def _level(reading: Reading) -> Level:
+    return Level(reading.attainment, reading.probe.runaway)
+
+
+def _alone(task: Task) -> str:
+    """Why requests miss the limits even one at a time; empty where they meet them."""
+    reading = _run(task, _plan(task, "saturated", ALONE_SESSIONS, max_concurrency=1), 1.0)
+    requirements = zip(task.limits.requirements(), reading.probe.counts, strict=True)
+    missed = [f"{each.name} {100 * count.share:.0f} %" for each, count in requirements if count.share < each.share]
+    return f"misses the limits even one request at a time ({', '.join(missed)})" if missed else ""
+
+
+def _share(task: Task, replicas: int) -> Reading:
+    """One instance at its share of the rate."""
+    return _long_enough(task, task.rate / replicas, task.sessions, 1)
+
+
+def _whole(task: Task, replicas: int, factor: float) -> Reading:
+    return _long_enough(task, factor * task.rate, task.sessions * replicas, replicas)
+
+
+def _long_enough(task: Task, rate: float, sessions: int, replicas: int) -> Reading:
+    """A run with more and more sessions, until they suffice for the number that is open."""
+    most = 16 * sessions
+    while True:
+        reading = _run(task, _plan(task, task.scenario, sessions, request_rate=rate), rate, replicas)
+        if not reading.short or sessions >= most:
+            return reading
+        sessions *= 2
+
+
+def _plan(task: Task, scenario: str, sessions: int, **load: float) -> Plan:
+    options = {**task.plan, "num_prompts": sessions, "max_model_len": task.max_model_len, **load}
+    return build_plan(task.workload, scenario, seed=task.seed, **options)
+
+
+def _run(task: Task, plan: Plan, load: float, replicas: int = 1) -> Reading:
+    candidate = task.candidate
+    options = EngineOptions(
+        max_num_seqs=candidate.max_num_seqs,
+        max_num_batched_tokens=candidate.max_num_batched_tokens,
+        max_model_len=task.max_model_len,
+    )
+    device = load_device(
+        candidate.device,
+        task.model,
+        max_num_seqs=options.max_num_seqs,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+    )
+    setup = EngineSetup(engine="sim")
+    if candidate.tp > 1 or replicas > 1:
+        setup = replace(setup, topology=TopologySpec(replicas=PoolSpec(instances=replicas, tp=candidate.tp)))
+    engine, _ = make_engine(setup)
+    result = engine.run(plan, parse_policy(candidate.policy), device, options, None)
+    return read_measured(Measured(result.requests, result.steps, phase_facts(plan), task.seed), load, task.limits)

@@ -1,0 +1,146 @@
+"""The result of ``ebbench plan`` as a table, as sentences and as JSON."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from rich.table import Table
+
+from ebbench.capacity.choose import WITHIN, Choice, Costed
+from ebbench.capacity.deployments import Level, Task
+from ebbench.render import numbers
+from ebbench.render.tables import framed
+
+
+def parts(found: Choice, task: Task, prices: Mapping[str, float]) -> list[Table | str]:
+    """What is printed, in order."""
+    lines: list[Table | str] = [
+        f"{task.model}, {task.workload}: {task.rate:g} sessions/s within {task.limits}. Simulated on device models; "
+        "reports/fidelity/ says how far each can be trusted."
+    ]
+    if found.found:
+        lines += [_table(found, prices), *_remarks(found, task, prices)]
+    else:
+        lines.append("No candidate carries this rate within the limits.")
+    lines += [f"{count} x {reason}" for reason, count in Counter(reason for _, reason in found.refused).most_common(6)]
+    if found.pruned:
+        lines.append(
+            f"{len(found.pruned)} candidates left out: even at their saturated rate, which no load within limits "
+            f"exceeds, or as sized, they cost more than {WITHIN:g} times the cheapest."
+        )
+    return lines
+
+
+def _table(found: Choice, prices: Mapping[str, float]) -> Table:
+    candidates = [each.deployment.candidate for each in found.found]
+    limits = len({(candidate.max_num_batched_tokens, candidate.max_num_seqs) for candidate in candidates}) > 1
+    table = framed()
+    table.add_column("device", no_wrap=True)
+    table.add_column("tp", justify="right", no_wrap=True)
+    table.add_column("policy", overflow="fold", min_width=8)
+    headers = [*(("B", "N") if limits else ()), "", "GPUs", *(("cost\nper h",) if prices else ())]
+    for header in (*headers, "TTFT\nmedian", "TPOT\nmedian", "met at\nrate", "at\n120 %", "one\nlost"):
+        table.add_column(header, justify="right", no_wrap=True)
+    for each, candidate in zip(found.found, candidates, strict=True):
+        sizes = (f"{candidate.max_num_batched_tokens:,}", f"{candidate.max_num_seqs:,}") if limits else ()
+        table.add_row(
+            ("* " if each.frontier else "  ") + candidate.device,
+            str(candidate.tp),
+            candidate.policy,
+            *sizes,
+            f"x {each.deployment.replicas}",
+            str(each.deployment.gpus),
+            *((f"{each.cost:.2f}",) if prices else ()),
+            *_measured(each),
+            style="bold" if each is found.found[0] else None,
+        )
+    return table
+
+
+def _measured(each: Costed) -> tuple[str, ...]:
+    """TTFT, TPOT and shares within the limits: of the whole deployment where it was simulated, else of one replica."""
+    if each.stress is not None:
+        found = each.stress
+        latencies = numbers.duration_ms(found.ttft_ms), numbers.duration_ms(found.tpot_ms)
+        return *latencies, _level(found.at_rate), _level(found.at_120_percent), _level(found.one_lost)
+    reading = each.deployment.reading
+    if reading is None:
+        return (numbers.DASH,) * 5
+    latencies = numbers.duration_ms(reading.ttft_ms), numbers.duration_ms(reading.tpot_ms)
+    return *latencies, f"{100 * reading.attainment:.0f} %", numbers.DASH, numbers.DASH
+
+
+def _level(level: Level | None) -> str:
+    if level is None:
+        return numbers.DASH
+    return "over" if level.overloaded else f"{100 * level.attainment:.0f} %"
+
+
+def _remarks(found: Choice, task: Task, prices: Mapping[str, float]) -> list[str]:
+    best = found.found[0]
+    candidate = best.deployment.candidate
+    lines = [
+        "*: no other deployment shown costs no more and is as fast per token. met: share of requests within the "
+        "limits; of the best three, with all replicas simulated behind a least-outstanding dispatcher, else of one "
+        "replica. over: the queue grows for as long as requests come.",
+        f"B = {candidate.max_num_batched_tokens:,} tokens per step, N = {candidate.max_num_seqs:,} sequences, where "
+        "the table does not say.",
+        f"Cheapest: {best.deployment.replicas} x {candidate.device} tp={candidate.tp} under {candidate.policy}, "
+        f"{best.deployment.gpus} GPUs"
+        + (f", {_per_million(best, prices):.3g} per million output tokens, " if prices else "")
+        + (f"{1000 * best.cost / 3600 / _requests_per_s(best, task):.3g} per 1,000 requests." if prices else "."),
+    ]
+    return lines
+
+
+def _requests_per_s(each: Costed, task: Task) -> float:
+    reading = each.deployment.reading
+    return task.rate * (reading.requests_per_session if reading else 1.0)
+
+
+def _output_tokens_per_s(each: Costed) -> float:
+    reading = each.deployment.reading
+    return each.deployment.replicas * reading.output_tokens_per_s if reading else 0.0
+
+
+def _per_million(each: Costed, prices: Mapping[str, float]) -> float | None:
+    tokens = _output_tokens_per_s(each)
+    return each.cost / 3600 / tokens * 1e6 if prices and tokens else None
+
+
+def as_dict(found: Choice, task: Task, prices: Mapping[str, float]) -> dict[str, Any]:
+    """One object: what was asked, the deployments from cheapest to dearest, what was refused and left out and why."""
+    return {
+        "workload": task.workload,
+        "model": task.model,
+        "request_rate": task.rate,
+        "limits": str(task.limits),
+        "prices_per_gpu_hour": dict(prices) or None,
+        "deployments": [_deployment(each, task, prices) for each in found.found],
+        "refused": [{**vars(candidate), "reason": reason} for candidate, reason in found.refused],
+        "left_out": [vars(candidate) for candidate in found.pruned],
+    }
+
+
+def _deployment(each: Costed, task: Task, prices: Mapping[str, float]) -> dict[str, Any]:
+    reading, stress = each.deployment.reading, each.stress
+    tpot_ms = reading.tpot_ms if reading else None
+    return {
+        **vars(each.deployment.candidate),
+        "replicas": each.deployment.replicas,
+        "gpus": each.deployment.gpus,
+        "cost_per_hour": each.cost if prices else None,
+        "cost_per_million_output_tokens": _per_million(each, prices),
+        "cost_per_1000_requests": 1000 * each.cost / 3600 / _requests_per_s(each, task) if prices else None,
+        "median_ttft_ms": reading.ttft_ms if reading else None,
+        "median_tpot_ms": tpot_ms,
+        "tokens_per_s_per_user": 1000 / tpot_ms if tpot_ms else None,
+        "tokens_per_s_per_gpu": _output_tokens_per_s(each) / each.deployment.gpus,
+        "attainment": reading.attainment if reading else None,
+        "whole": vars(stress.at_rate) if stress else None,
+        "whole_at_120_percent": vars(stress.at_120_percent) if stress else None,
+        "whole_one_replica_lost": vars(stress.one_lost) if stress and stress.one_lost else None,
+        "on_frontier": each.frontier,
+    }

@@ -1,0 +1,128 @@
+"""``ebbench plan``: which deployment carries a request rate within latency limits at the least cost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ebbench.cli import load_flags as load
+from ebbench.cli.options import GoodputCommand, grouped, opt
+
+_LIMITS, _CHOICE, _OUTPUT = "Limits", "Candidates", "Output"
+
+
+@dataclass(frozen=True)
+class TargetFlags:
+    """What the deployment must carry, within which limits."""
+
+    request_rate: Annotated[float, opt("--request-rate", help="Sessions/s to carry.", panel=_LIMITS)]
+    goodput: Annotated[
+        list[str] | None,
+        opt("--goodput", help="Limits in ms: ttft:2000 tpot:50, or percentiles: ttft:p99:2000.", panel=_LIMITS),
+    ] = None
+    attainment: Annotated[
+        float, opt("--attainment", help="Share of the requests that must meet the limits.", panel=_LIMITS)
+    ] = 0.95
+    scenario: Annotated[str, opt("--scenario", "-s", help="Arrivals: poisson, gamma, constant.", panel=_LIMITS)] = (
+        "poisson"
+    )
+
+
+@dataclass(frozen=True)
+class RequestFlags:
+    """What is asked."""
+
+    seed: load.Seed = 0
+    source: load.Source = "auto"
+    tokenizer: load.Tokenizer = None
+    input_len: load.InputLen = None
+    output_len: load.OutputLen = None
+    length_distribution: load.LengthDistribution = None
+    drop_too_long: load.DropTooLong = False
+
+
+@dataclass(frozen=True)
+class ChoiceFlags:
+    """Among what is chosen."""
+
+    device: Annotated[
+        list[str] | None, opt("--device", help="GPUs to choose from; repeat. Default: all with data.", panel=_CHOICE)
+    ] = None
+    model: Annotated[str, opt("--model", help="Name, or path of a config.json.", panel=_CHOICE)] = "qwen3-8b"
+    tp: Annotated[list[int] | None, opt("--tp", help="GPUs per instance; repeat. Default: 1 2 4 8.", panel=_CHOICE)] = (
+        None
+    )
+    policy: Annotated[
+        list[str] | None, opt("--policy", "-p", help="Repeat. Default: v1, ebplus, marginal.", panel=_CHOICE)
+    ] = None
+    max_num_batched_tokens: Annotated[
+        list[int] | None, opt("--max-num-batched-tokens", help="B; repeat. Default: 8192.", panel=_CHOICE)
+    ] = None
+    max_num_seqs: Annotated[
+        list[int] | None, opt("--max-num-seqs", help="N; repeat. Default: 1024.", panel=_CHOICE)
+    ] = None
+    max_model_len: load.MaxModelLen = None
+    price: Annotated[
+        list[str] | None,
+        opt("--price", help="Per GPU-hour: h200=3.5, or a TOML file. Default: the fewest GPUs.", panel=_CHOICE),
+    ] = None
+
+
+@dataclass(frozen=True)
+class PlanOutput:
+    """What becomes of the result."""
+
+    workers: Annotated[int | None, opt("--workers", help="Processes. Default: one per core.", panel=_OUTPUT)] = None
+    plot: Annotated[Path | None, opt("--plot", help="Write cost over TPOT to .svg, .png or .pdf.", panel=_OUTPUT)] = (
+        None
+    )
+    as_json: Annotated[bool, opt("--json", help="One JSON object on stdout, nothing else.", panel=_OUTPUT)] = False
+    quiet: Annotated[bool, opt("--quiet", "-q", help="No progress.", panel=_OUTPUT)] = False
+
+
+@grouped
+def plan(
+    workload: Annotated[str, typer.Argument(help="A workload (`ebbench workloads list`) or trace:FILE.")],
+    target: TargetFlags,
+    requests: RequestFlags,
+    choice: ChoiceFlags,
+    output: PlanOutput,
+) -> None:
+    """Find the devices, tensor parallelism, replicas and policy that carry a rate within limits, by simulation.
+
+    Costs are your prices per GPU-hour; without --price the number of GPUs decides.
+    """
+    import json
+    import sys
+
+    from rich.console import Console
+
+    from ebbench.capacity import chart, plan_words
+    from ebbench.capacity.choose import choose
+    from ebbench.capacity.prices import check_prices, parse_prices
+    from ebbench.cli.plan_tasks import tasks_of
+    from ebbench.runs.pool import pool_of
+
+    if output.plot is not None:
+        chart.check_suffix(output.plot)
+    tasks = tasks_of(workload, target, requests, choice)
+    prices = parse_prices(choice.price or ())
+    check_prices(prices, dict.fromkeys(task.candidate.device for task in tasks))
+    pool = pool_of(output.workers, len(tasks))
+    messages = Console(stderr=True, highlight=False)
+    with messages.status("") as status:
+        found = choose(tasks, prices, pool, (lambda _text: None) if output.quiet else status.update)
+    if output.plot is not None and found.found:
+        chart.save_frontier(found, bool(prices), output.plot)
+    if output.as_json:
+        sys.stdout.write(json.dumps(plan_words.as_dict(found, tasks[0], prices), indent=2, allow_nan=False) + "\n")
+        return
+    console = Console(highlight=False)
+    for part in plan_words.parts(found, tasks[0], prices):
+        console.print(part, markup=False, soft_wrap=isinstance(part, str))
+
+
+plan.command_class = GoodputCommand  # type: ignore[attr-defined]

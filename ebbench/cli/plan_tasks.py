@@ -1,0 +1,55 @@
+"""From the options of ``ebbench plan`` to the candidates that are simulated; names are checked before anything runs."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import TYPE_CHECKING
+
+from ebbench.capacity.deployments import Candidate, Task
+from ebbench.capacity.limits import parse_limits
+from ebbench.cli.preflight import check_counts, parse_policies
+from ebbench.devices.profiles import find_model, find_profile, list_devices
+from ebbench.engines.base import EngineOptions
+from ebbench.errors import UsageError
+
+if TYPE_CHECKING:
+    from ebbench.cli.plan import ChoiceFlags, RequestFlags, TargetFlags
+
+DEFAULT_TP = (1, 2, 4, 8)
+DEFAULT_POLICIES = ("v1", "ebplus", "marginal")
+_SESSIONS = 2000
+
+
+def tasks_of(workload: str, target: TargetFlags, requests: RequestFlags, choice: ChoiceFlags) -> list[Task]:
+    """One task per candidate. Raises UsageError for names, numbers and limits that cannot be meant."""
+    check_counts(request_rate=target.request_rate)
+    limits = parse_limits(target.goodput or (), target.attainment)
+    find_model(choice.model)
+    policies = [spec.name for spec in parse_policies(choice.policy or DEFAULT_POLICIES)]
+    sizes = choice.tp or DEFAULT_TP
+    for size in sizes:
+        if size < 1:
+            raise UsageError(f"--tp must be at least 1, not {size}")
+    devices = choice.device or list_devices()
+    for device in devices:
+        find_profile(device)
+    settings = {name: value for name, value in vars(requests).items() if name != "seed"}
+    if workload.startswith("trace:"):
+        settings |= {"source": "auto"}
+    longest = EngineOptions.max_model_len if choice.max_model_len is None else choice.max_model_len
+    budgets, seqs = choice.max_num_batched_tokens or (8192,), choice.max_num_seqs or (1024,)
+    return [
+        Task(
+            candidate=Candidate(device, tp, policy, budget, most),
+            model=choice.model,
+            workload=workload,
+            scenario=target.scenario,
+            plan=settings,
+            limits=limits,
+            rate=target.request_rate,
+            sessions=_SESSIONS,
+            seed=requests.seed,
+            max_model_len=longest,
+        )
+        for device, tp, policy, budget, most in product(devices, sizes, policies, budgets, seqs)
+    ]

@@ -1,0 +1,120 @@
+"""``ebbench plan``: the cheapest deployment is the one that trying all of them finds."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from ebbench.capacity.choose import WITHIN, choose
+from ebbench.capacity.deployments import Bound, Candidate, Task, bound, size
+from ebbench.capacity.limits import parse_limits
+from ebbench.capacity.prices import check_prices, parse_prices
+from ebbench.cli.main import app
+from ebbench.errors import InputFileError, UsageError
+from ebbench.runs.pool import InProcess
+
+LIMITS = parse_limits(["ttft:1500 tpot:40"], 0.95)
+PRICES = {"h200": 3.5, "l40s": 0.9, "rtx-4090": 0.4}
+
+
+def task(device: str, *, rate: float = 12.0, tp: int = 1, policy: str = "v1", limits: str = "") -> Task:
+    return Task(
+        candidate=Candidate(device, tp, policy, 8192, 32),
+        model="qwen3-8b",
+        workload="sharegpt",
+        scenario="poisson",
+        plan={"source": "profile"},
+        limits=parse_limits([limits], 0.95) if limits else LIMITS,
+        rate=rate,
+        sessions=300,
+        seed=0,
+        max_model_len=8192,
+    )
+
+
+TASKS = [task(device) for device in PRICES] + [task("h200", tp=2)]
+
+
+def test_what_was_left_out_costs_more_than_what_was_found() -> None:
+    found = choose(TASKS, PRICES, InProcess())
+    assert len(found.found) + len(found.refused) + len(found.pruned) == len(TASKS)
+    costs = {}
+    for each in TASKS:
+        replicas = size(each, bound(each).first(each.rate), 200).replicas
+        costs[each.candidate] = replicas * PRICES[each.candidate.device] if replicas else float("inf")
+    assert found.pruned
+    assert min(costs.values()) == min(costs[each.deployment.candidate] for each in found.found)
+    assert all(costs[candidate] > WITHIN * min(costs.values()) for candidate in found.pruned)
+
+
+def test_the_saturated_rate_bounds_what_any_load_within_limits_completes() -> None:
+    each = task("l40s")
+    most = bound(each).saturated_per_s
+    fewest = bound(each).fewest(each.rate)
+    deployment = size(each, 1, 200)
+    assert deployment.replicas >= fewest
+    assert deployment.reading is not None
+    assert deployment.reading.completed_sessions_per_s <= 1.05 * most
+
+
+def test_a_lower_bound_counts_whole_replicas() -> None:
+    at = Bound(Candidate("h200", 1, "v1", 8192, 64), saturated_per_s=10.0)
+    assert (at.fewest(10.0), at.fewest(10.6), at.first(10.1), at.first(10.0)) == (1, 2, 2, 1)
+
+
+def test_limits_missed_by_a_lone_request_refuse_the_candidate() -> None:
+    deployment = size(task("l40s", limits="tpot:3"), 1, 100)
+    assert deployment.replicas == 0
+    assert "even one request at a time" in deployment.refused
+
+
+def test_a_model_that_does_not_fit_is_refused_with_the_reason() -> None:
+    found = bound(replace(task("rtx-4090"), model="qwen3-32b"))
+    assert found.refused
+
+
+@pytest.mark.parametrize("text", ["h200=-1", "h200=0", "h200=nan", "h200=inf", "h200=", "no-such-file.toml"])
+def test_a_price_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(UsageError):
+        parse_prices([text])
+
+
+def test_prices_come_from_files_and_options(tmp_path: Path) -> None:
+    path = tmp_path / "prices.toml"
+    path.write_text('currency = "EUR"\nas_of = "2026-11-01"\n[gpu_hour]\nh200 = 3.5\nl40s = 0.9\n')
+    assert parse_prices([str(path), "l40s=1.1"]) == {"h200": 3.5, "l40s": 1.1}
+    path.write_text("[gpu_hour]\nh200 = -3.5\n")
+    with pytest.raises(InputFileError, match="h200"):
+        parse_prices([str(path)])
+    path.write_text("[gpu_hours]\nh200 = 3.5\n")
+    with pytest.raises(InputFileError, match="gpu_hour"):
+        parse_prices([str(path)])
+
+
+def test_costs_compare_only_where_all_devices_have_a_price() -> None:
+    check_prices({}, ["h200", "l40s"])
+    with pytest.raises(UsageError, match="l40s"):
+        check_prices({"h200": 3.5}, ["h200", "l40s"])
+
+
+def test_the_command_prints_one_object() -> None:
+    options = "--source profile --request-rate 12 --goodput ttft:1500 tpot:40 --device h200 --device l40s --tp 1"
+    more = "--policy v1 --max-num-seqs 32 --price h200=3.5 --price l40s=0.9 --workers 1 -q --json"
+    done = CliRunner().invoke(app, ["plan", "sharegpt", *options.split(), *more.split()])
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    first = found["deployments"][0]
+    assert first["cost_per_hour"] == min(each["cost_per_hour"] for each in found["deployments"])
+    assert first["gpus"] == first["tp"] * first["replicas"]
+    assert first["cost_per_1000_requests"] == pytest.approx(1000 * first["cost_per_hour"] / 3600 / 12, rel=1e-6)
+
+
+def test_a_mistyped_device_is_refused_before_anything_runs() -> None:
+    options = "--request-rate 20 --goodput ttft:1500 --device h20"
+    done = CliRunner().invoke(app, ["plan", "sharegpt", *options.split()])
+    assert done.exit_code == 2
+    assert "h200" in done.output
