@@ -85,12 +85,12 @@ def save_frontier(found: Choice, priced: bool, path: Path) -> None:
         if each.deployment.reading is not None and each.deployment.reading.tpot_ms is not None
     ]
     names = list(dict.fromkeys(str(row["series"]) for row in rows))
-    colours = [figures.SERIES[index % len(figures.SERIES)] for index in range(len(names))]
+    colours = [palette.SERIES[index % len(palette.SERIES)] for index in range(len(names))]
     base = alt.Chart(figures.values(rows)).encode(
         x=alt.X("tpot:Q", title="median TPOT (ms)", scale=alt.Scale(zero=False)),
         y=alt.Y("cost:Q", title="cost per hour" if priced else "GPUs", scale=alt.Scale(zero=False)),
         color=figures.colour(names, colours),
     )
     points = base.mark_point(size=70).encode(fillOpacity=alt.condition("datum.frontier", alt.value(1), alt.value(0)))
-    line = base.transform_filter("datum.frontier").mark_line(strokeDash=[4, 3]).encode(color=alt.value(figures.GREY))
+    line = base.transform_filter("datum.frontier").mark_line(strokeDash=[4, 3]).encode(color=alt.value(palette.GREY))
     figures.save(alt.layer(line, points).properties(width=420, height=280), path.with_suffix(""), [path.suffix[1:]])
