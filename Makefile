@@ -7,7 +7,7 @@ JOBS ?= 2
 # A file's tests stay together, for they share what is dear to make; files in their order, the long ones not last.
 PYTEST = $(TEST)/bin/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: run dev setup test unit fast vllm coverage lint docs clean
+.PHONY: run dev setup test unit fast vllm coverage lint docs picture clean
 
 run: $(RUN)/.stamp
 	$(RUN)/bin/ebbench run sharegpt --policy v1 --policy eb --policy ebplus --device rtx-pro-6000 --model qwen3-8b
@@ -44,13 +44,12 @@ lint: $(TEST)/.stamp-dev
 	$(TEST)/bin/lint-imports
 
 # The documentation site, into site/. Strict: a link that leads nowhere ends it.
-docs: $(TEST)/.stamp-docs
-	$(TEST)/bin/mkdocs build --strict --quiet
+docs: $(TEST)/.stamp-dev
+	NO_MKDOCS_2_WARNING=1 $(TEST)/bin/mkdocs build --strict --quiet
 
-$(TEST)/.stamp-docs: pyproject.toml
-	test -d $(TEST) || $(PYTHON) -m venv $(TEST)
-	$(TEST)/bin/python -m pip install -q 'mkdocs-material>=9.5'
-	touch $@
+# The pictures of the README, from runs made now; needs Chromium.
+picture: $(TEST)/.stamp-dev
+	$(TEST)/bin/python docs/pictures/make.py
 
 $(RUN)/.stamp: pyproject.toml
 	$(PYTHON) -m venv $(RUN)

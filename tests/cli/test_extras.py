@@ -19,7 +19,7 @@ from ebbench.errors import EbbenchError
 from ebbench.extras import EXTRAS, Extra, need
 
 PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-FOR_DEVELOPERS = {"dev", "docs"}
+FOR_DEVELOPERS = {"dev"}
 
 
 def names(requirements: list[str]) -> list[str]:

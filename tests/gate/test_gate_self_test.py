@@ -10,7 +10,7 @@ from gate_data import invoke
 
 from ebbench.analysis.gate import self_test as gate_trials
 from ebbench.analysis.gate.self_test import Design, Noise, Trial, trial
-from ebbench.analysis.gate.verdict import Rules
+from ebbench.analysis.gate.verdict import MAX_PAIRS, Rules
 from ebbench.report.selftest import wilson
 
 REPORT = Path(__file__).resolve().parents[2] / "reports" / "gate.md"
@@ -51,7 +51,7 @@ def test_the_command_writes_the_report(tmp_path: Path, monkeypatch: pytest.Monke
     assert done.exit_code == 0, done.output
     text = (tmp_path / "deep" / "gate.md").read_text()
     assert text.count("| 20 |") == len(gate_trials.NOISES)
-    assert text.count("| 4 |") == len(gate_trials.SLOWDOWNS) + len(gate_trials.NOISES)
+    assert text.count("| 4 |") == len(gate_trials.SLOWDOWNS)
     assert text.count("| 7 (7) |") == len(gate_trials.NOISES) + len(gate_trials.SLOWDOWNS[2:])
 
 
@@ -82,3 +82,22 @@ def test_the_published_report_keeps_its_promise() -> None:
 def test_wilson_bounds_against_a_known_value() -> None:
     assert wilson(0, 10) == pytest.approx((0.0, 0.2775), abs=1e-4)
     assert wilson(5, 10) == pytest.approx((0.2366, 0.7634), abs=1e-4)
+
+
+def test_the_page_on_the_gate_quotes_the_report() -> None:
+    """Shares and pairs of its tables, and the range that six pairs leave open."""
+    page = (REPORT.parents[1] / "docs" / "ci-gate.md").read_text(encoding="utf-8")
+    report = REPORT.read_text(encoding="utf-8")
+    share = r"([\d.]+%)"
+    row = rf"^\| (?:equal; )?([^|]+?)(?: slower)? \| {share} \| {share} \| {share} \| (\d+), (\d+) \|$"
+    rows = re.findall(row, page, re.MULTILINE)
+    assert len(rows) >= len(gate_trials.NOISES) + 3
+    sequential = report.split("## Pairs until the answer is known")[1]
+    for name, failed, passed, inconclusive, median, upper in rows:
+        (line,) = re.findall(rf"^\| {re.escape(name)} \|.*$", sequential, re.MULTILINE)
+        assert [part.split(" (")[0] for part in line.split(" | ")[2:5]] == [failed, passed, inconclusive]
+        assert line.endswith(f"| {median} ({upper}) |")
+    open_share = re.findall(r"([\d.]+)% \([^)]*\) \|$", report.split("## Power")[0], re.MULTILINE)
+    low, high = min(map(float, open_share)), max(map(float, open_share))
+    assert f"{low:.0f} to {high:.0f} % of" in " ".join(page.split())
+    assert f"`--max-pairs` ({MAX_PAIRS})" in page

@@ -117,7 +117,7 @@ def run_self_test(
 ) -> SelfTest:
     """Try the gate ``trials`` times per noise on equal sides, ``power_trials`` times per slow-down.
 
-    Sequential trials take more pairs, so there are fewer: ``power_trials`` per noise, half as many per slow-down.
+    Sequential trials take more pairs, so there are fewer: half of ``power_trials`` per noise, a fifth per slow-down.
     ``tried`` gives the results of trials, in any order; by default one after another in this process.
     """
     tried = tried or one_by_one
@@ -125,8 +125,8 @@ def run_self_test(
     designs = [
         [(Design(noise, 0.0, pairs, rules), trials) for noise in NOISES],
         [(Design(NOISES[0], slowdown, pairs, rules), power_trials) for slowdown in SLOWDOWNS],
-        [(Design(noise, 0.0, max_pairs, looked), power_trials) for noise in NOISES],
-        [(Design(NOISES[0], slowdown, max_pairs, looked), max(power_trials // 2, 1)) for slowdown in SLOWDOWNS[2:]],
+        [(Design(noise, 0.0, max_pairs, looked), max(power_trials // 2, 1)) for noise in NOISES],
+        [(Design(NOISES[0], slowdown, max_pairs, looked), max(power_trials // 5, 1)) for slowdown in SLOWDOWNS[2:]],
     ]
     seeds = itertools.count(seed, 1_000_000)
     tallies = [tuple(_tally(tried, design, count, next(seeds)) for design, count in group) for group in designs]
