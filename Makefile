@@ -45,7 +45,7 @@ lint: $(TEST)/.stamp-dev
 
 # The documentation site, into site/. Strict: a link that leads nowhere ends it.
 docs: $(TEST)/.stamp-dev
-	NO_MKDOCS_2_WARNING=1 $(TEST)/bin/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(TEST)/bin/mkdocs build --strict
 
 # The pictures of the README, from runs made now; needs Chromium.
 picture: $(TEST)/.stamp-dev
