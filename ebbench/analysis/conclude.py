@@ -173,7 +173,7 @@ def _measurement_warnings(plan: Plan, metrics: Metrics) -> list[RunWarning]:
             RunWarning(
                 "no-steady-window",
                 "The load never reached 95 % of its target, so there is no steady throughput.",
-                "Use more requests or a lower concurrency.",
+                _longer(plan, "Use more requests or a lower concurrency."),
             )
         )
     elif metrics.steady is not None and metrics.steady.share < 0.5:
@@ -182,15 +182,25 @@ def _measurement_warnings(plan: Plan, metrics: Metrics) -> list[RunWarning]:
                 "short-steady-window",
                 f"Only {metrics.steady.share:.0%} of the run is steady; warm-up and drain weigh on the whole-run "
                 "throughput.",
-                "Use more requests.",
+                _longer(plan, "Use more requests."),
             )
         )
     return found
 
 
+def _replayed(plan: Plan) -> bool:
+    """Whether requests come as a trace has them, so that options cannot give more."""
+    return str(plan.facts.get("workload", "")).startswith("trace:") and plan.facts.get("source") != "scenario"
+
+
+def _longer(plan: Plan, advice: str) -> str:
+    """The advice, for a trace in a way that can be followed."""
+    return "A longer part of a trace, or a longer trace, would help." if _replayed(plan) else advice
+
+
 def _enough(plan: Plan, requests: int) -> str:
     """What to ask for so that a plan like this one has so many requests: --num-prompts counts conversations."""
-    if str(plan.facts.get("workload", "")).startswith("trace:") and plan.facts.get("source") != "scenario":
+    if _replayed(plan):
         return f"p99 takes a trace of {requests} requests or more."
     if (duration_s := plan.facts.get("duration_s")) is not None:
         return f"Use --duration {math.ceil(requests * duration_s / len(plan))} or longer."

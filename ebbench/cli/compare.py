@@ -26,7 +26,8 @@ def compare(
     """Compare policies on the same plans: change, interval, p-value, smallest detectable change.
 
     Each load and environment among the runs is a comparison of its own; different plans in one are refused. Two
-    policies need `ebbench run --repeats 7` or more to show anything at 5 %, several policies one or two more.
+    policies need `ebbench run --repeats 7` or more to show anything at 5 % (a two-sided test; the gate's is one-sided
+    and takes six), several policies one or two more.
     """
     from ebbench.analysis.compare import paired as compare_paired
     from ebbench.analysis.environment import check_allowed

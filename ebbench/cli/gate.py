@@ -151,8 +151,9 @@ def gate(
 ) -> None:
     """Judge paired runs: exit 0 pass, 1 regression, 5 inconclusive, 3 not comparable.
 
-    A pair is one restart of a real engine or one seed of a simulated one; at least six are needed. Measure them
-    with `ebbench run --repeats 6`, or let --baseline-command and --candidate-command do it until the answer is known.
+    A pair is one restart of a real engine or one seed of a simulated one; at least six are needed (a one-sided
+    test; `compare` is two-sided and takes seven). Measure them with `ebbench run --repeats 6`, or let --baseline-
+    command and --candidate-command do it until the answer is known.
     """
     measuring.check()
     rules = judging.rules(sequential=measuring.sequential)

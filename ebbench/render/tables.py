@@ -52,10 +52,10 @@ class _Figure:
         return Measured(value, group.spread(self.of), doubtful=value is not None and self.doubtful([group]))
 
 
-_OUTPUT = _Figure("out tok/s\nwhole", "output_throughput", output_throughput, numbers.rate)
+_OUTPUT = _Figure("out tok/s\nwhole run", "output_throughput", output_throughput, numbers.rate)
 _STEADY = _Figure("out tok/s\nsteady", "steady_output_throughput", steady_throughput, numbers.rate)
-_REQUESTS = _Figure("req/s\nwhole", "request_throughput", lambda m: m.request_throughput, numbers.rate)
-_INPUT = _Figure("in tok/s\nwhole", "input_throughput", lambda m: m.input_throughput, numbers.rate)
+_REQUESTS = _Figure("req/s\nwhole run", "request_throughput", lambda m: m.request_throughput, numbers.rate)
+_INPUT = _Figure("in tok/s\nwhole run", "input_throughput", lambda m: m.input_throughput, numbers.rate)
 _LIMITS = (
     _Figure("goodput\nreq/s", "request_goodput", request_goodput, numbers.rate),
     _Figure("SLO\nmet", "slo_attainment", lambda m: m.slo_attainment, numbers.percent),
@@ -213,8 +213,8 @@ def legend(cases: Sequence[Case], *, all_percentiles: bool = False) -> str:
     """What the columns mean, in one paragraph."""
     parts = [
         *_repeats(cases),
-        "whole: first intended start to last completion",
-        "steady: while the load is at its target",
+        "whole run: first intended start to last completion",
+        "steady: only while the load is at its target",
         "TTFT and E2EL count from the intended start",
     ]
     groups = [group for case in cases for group in case.groups]

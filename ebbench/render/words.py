@@ -376,9 +376,10 @@ def _ends_decide(group: Group, baseline: Group) -> str | None:
         return None
     if (whole.mean > 0) == (steady.mean > 0):
         return None
+    longer = "" if group.summaries[0].load.replayed else " (--num-prompts)"
     return (
         f"{group.policy}: {change(whole.mean)} over the whole run but {change(steady.mean)} while it is steady. "
-        "Filling and draining decide this run; a longer one (--num-prompts) says what lasts."
+        f"Filling and draining decide this run; a longer one{longer} says what lasts."
     )
 
 

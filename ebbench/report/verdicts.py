@@ -19,6 +19,8 @@ from ebbench.analysis.gate.verdict import Judged, Outcome, Verdict
 from ebbench.render import numbers
 
 WORDS: dict[Outcome, str] = {"pass": "PASS", "fail": "FAIL", "inconclusive": "INCONCLUSIVE"}
+_ROWS: dict[Outcome, str] = {"pass": "inside margin", "fail": "worse", "inconclusive": "undecided"}
+"""What a single figure shows; PASS and FAIL are words for the gate as a whole."""
 EXIT_CODES: dict[Outcome, int] = {"pass": 0, "fail": 1, "inconclusive": 5}
 _STYLES: dict[Outcome, str] = {"pass": "green", "fail": "bold red", "inconclusive": "yellow"}
 _ILLEGAL = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
@@ -46,7 +48,7 @@ def _cells(entry: Judged) -> list[str]:
         _percent(entry.loss),
         interval(entry),
         f"{entry.p_adjusted:.3f}",
-        WORDS[entry.outcome].lower() if entry.gated else "advisory",
+        _ROWS[entry.outcome] if entry.gated else "advisory",
     ]
 
 

@@ -117,7 +117,8 @@ def _from_trace(options: PlanOptions, scenario: ScenarioSpec) -> tuple[Requests,
     schedule = make_schedule(scenario, options.load, options.num_prompts, requests.sessions, options.seed)
     if requests.sessions < schedule.sessions:
         have = requests.sessions
-        note = f"the trace has {have} requests to give, {schedule.sessions} were asked for"
+        asker = "--num-prompts asks" if options.num_prompts is not None else f"scenario {scenario.name} asks"
+        note = f"the trace holds {have:,} requests where {asker} for {schedule.sessions:,}: {have:,} are sent"
         requests = replace(requests, warnings=(*requests.warnings, note))
         schedule = make_schedule(scenario, options.load, have, have, options.seed)
     return _first(requests, schedule.sessions), schedule
@@ -129,7 +130,10 @@ def _replay(options: PlanOptions, scenario: ScenarioSpec, requests: Requests) ->
         replay = msgspec.structs.replace(replay, speed=options.speed)
     requests = replayed(requests, replay)
     if options.num_prompts is not None and options.num_prompts > requests.sessions:
-        note = f"the trace has {requests.sessions} requests to give, {options.num_prompts} were asked for"
+        have = requests.sessions
+        note = (
+            f"the trace holds {have:,} requests where --num-prompts asks for {options.num_prompts:,}: {have:,} are sent"
+        )
         requests = replace(requests, warnings=(*requests.warnings, note))
     requests = _first(requests, options.num_prompts or requests.sessions)
     if options.duration_s is not None:

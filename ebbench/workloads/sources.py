@@ -185,5 +185,9 @@ def _counted(requests: Requests, counter: TokenCounter) -> Requests:
 def _described(requests: Requests, source: str, reason: str, ask: Ask) -> Requests:
     warnings = requests.warnings
     if requests.sessions < ask.sessions:
-        warnings = (*warnings, f"{source} has {requests.sessions} sessions to give, {ask.sessions} were asked for")
+        have = requests.sessions
+        warnings = (
+            *warnings,
+            f"{source} holds {have:,} sessions where the plan takes {ask.sessions:,}: {have:,} are sent",
+        )
     return replace(requests, facts={"source": source, "source_reason": reason, **requests.facts}, warnings=warnings)

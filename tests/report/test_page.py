@@ -49,7 +49,7 @@ def test_the_numbers_are_those_of_the_runs(page_file: Path, runs: Path) -> None:
         shown = {row[0]: dict(zip(heads, row, strict=True)) for row in rows}
         for name in ("v1", "eb", "ebplus"):
             metrics = summarise(Run.load(runs / name)).metrics
-            assert shown[name]["out tok/s whole"] == numbers.rate(metrics.output_throughput)
+            assert shown[name]["out tok/s whole run"] == numbers.rate(metrics.output_throughput)
             assert shown[name]["E2EL median"] == numbers.duration_ms(metrics.e2el.median)
             assert shown[name]["TTFT median"] == numbers.duration_ms(metrics.ttft.median)
             assert shown[name]["SLO met"] == numbers.percent(metrics.slo_attainment)
@@ -74,7 +74,7 @@ def test_limits_that_differ_are_not_told_as_one(runs: Path) -> None:
 def test_tables_sort_by_value_both_ways(page_file: Path) -> None:
     with browser_page(page_file) as page:
         heads = page.query_selector_all("section.numbers table >> nth=0 >> th button")
-        column = [head.inner_text() for head in heads].index("out tok/s whole")
+        column = [head.inner_text() for head in heads].index("out tok/s whole run")
         body = "document.querySelector('section.numbers table').tBodies[0]"
         script = f"[...{body}.rows].map(row => Number(row.cells[{column}].dataset.v))"
         orders = []

@@ -100,7 +100,7 @@ def test_a_data_set_smaller_than_asked_is_taken_whole_and_remembered(ask):
     with MiniHub({"anon8231489123/ShareGPT_Vicuna_unfiltered": {SHAREGPT_FILE: sharegpt(7)}}) as hub:
         first, again = ask(hub.endpoint, wish, wish)
     assert len(first["table"]) == len(again["table"]) == 7
-    assert any("has 7 sessions to give, 100 were asked for" in warning for warning in first["warnings"])
+    assert any("holds 7 sessions where the plan takes 100" in warning for warning in first["warnings"])
     assert "read before" in again["facts"]["source_reason"]
 
 

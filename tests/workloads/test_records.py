@@ -133,7 +133,7 @@ def test_facts_and_warnings_say_how_tokens_were_counted(data):
 def test_fewer_records_than_phases_ask_for(data):
     plan = plan_of(data, "sharegpt", scenario="saturated", num_prompts=1000)
     assert plan.phases[0].sessions == len(plan) < 1000
-    assert any(f"has {len(plan)} sessions to give, 1000 were asked for" in text for text in plan.warnings)
+    assert any(f"holds {len(plan)} sessions where the plan takes 1,000" in text for text in plan.warnings)
 
 
 BROKEN = {

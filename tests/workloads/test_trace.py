@@ -49,7 +49,7 @@ def test_speed_cap_and_number(data):
     assert plan.facts["speed"] == 4
     plan = build_plan(path, num_prompts=30)
     assert len(plan) == 4
-    assert plan.warnings == ("the trace has 4 requests to give, 30 were asked for",)
+    assert plan.warnings == ("the trace holds 4 requests where --num-prompts asks for 30: 4 are sent",)
 
 
 def test_unordered_rows_are_put_in_order(tmp_path):
