@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 
 from ebbench.analysis.columns import MISSING, STATUSES, RequestColumns
 from ebbench.analysis.metrics import Metrics
-from ebbench.client.verdict import LAG_REMEDY, lag_limit_ms
+from ebbench.records.lateness import LAG_REMEDY, lag_limit_ms
 from ebbench.records.schema import EARLIER_TURN_FAILED
 
 

@@ -11,8 +11,8 @@ import pyarrow as pa
 
 from ebbench.client.drive import DriveResult, drive
 from ebbench.client.options import ClientOptions
-from ebbench.client.verdict import LAG_FLOOR_MS
 from ebbench.fakeserver import Entry, FakeConfig, FakeServerProcess
+from ebbench.records.lateness import LAG_FLOOR_MS
 from ebbench.records.plan import ClosedPhase, Plan
 from ebbench.records.schema import PLAN
 

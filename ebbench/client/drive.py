@@ -31,9 +31,10 @@ from ebbench.client.probe import Probe
 from ebbench.client.progress import Observer, Tally
 from ebbench.client.scrape import Scraper
 from ebbench.client.shared import SharedMemory, memory_folder
-from ebbench.client.verdict import client_warnings, invalid_reasons, lag_limit_ms, loop_lag_p99_ms, send_lag_p99_ms
+from ebbench.client.verdict import client_warnings, invalid_reasons, loop_lag_p99_ms, send_lag_p99_ms
 from ebbench.client.warmup import warm_up
 from ebbench.errors import UsageError
+from ebbench.records.lateness import lag_limit_ms
 from ebbench.records.plan import Plan
 from ebbench.records.schema import SERVER_METRICS
 

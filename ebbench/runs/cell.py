@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import lru_cache
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -202,7 +203,11 @@ def _named(cell: Cell) -> Mapping[str, str | None]:
 
 
 def _files(cell: Cell) -> dict[str, str]:
-    return {name: _digest(path) for name, value in _named(cell).items() if (path := _file(value)) is not None}
+    found = {name: _digest(path) for name, value in _named(cell).items() if (path := _file(value)) is not None}
+    module = cell.policy.partition(":")[0]
+    if "." in module and (spec := find_spec(module)) is not None and spec.origin is not None:  # the user's own policy
+        found["policy"] = _digest(Path(spec.origin))
+    return found
 
 
 def _file(value: str | None) -> Path | None:

@@ -23,7 +23,8 @@ from typing import Any
 
 from ebbench.resources import bundled_dir
 
-MAKE = "ebbench.runs.make"
+MAKE = ("ebbench.runs.make", "vllm_eb.policies")
+"""Where the making of a run begins; policies are loaded by their names."""
 ENGINE_MODULES: Mapping[str, tuple[str, ...]] = {
     "sim": ("ebbench.engines.sim", "ebbench.engines.cluster"),
     # vLLM loads the scheduler by its name, so no import statement of ebbench leads to it.
@@ -34,6 +35,8 @@ ENGINE_MODULES: Mapping[str, tuple[str, ...]] = {
 """Where each engine's code begins."""
 CHOOSERS = frozenset({"ebbench.engines", "ebbench.engines.setup"})
 """Modules that choose an engine by its name: they import every engine, of which a cell uses one."""
+LOADED_BY_NAME = frozenset({"vllm_eb.policies"})
+"""Packages whose modules are all loaded, without an import statement for each."""
 SETTLED_NS = 2_000_000_000
 """A file changed later than this before it is read may change again within the resolution of its time stamp."""
 
@@ -164,6 +167,10 @@ def source_files(tree: Tree, entries: Sequence[str], known: FileCache) -> dict[s
         facts = known.facts(path, stat, module)
         files[module] = (Path(path), facts.digest)
         parents = (module.rpartition(".")[0],) if "." in module else ()
+        if module in LOADED_BY_NAME:
+            inside = (f"{module}.{one.stem}" for one in sorted(Path(path).parent.glob("[!_]*.py")))
+            waiting += [name for name in inside if name not in seen]
+            seen.update(waiting)
         # Names are taken from the end: a module comes before the names in it.
         for name in (*([] if module in CHOOSERS else reversed(facts.imports)), *parents):
             if name not in seen and name.partition(".")[0] in tree.packages:
@@ -186,7 +193,7 @@ def fingerprint(tree: Tree, entries: Sequence[str], known: FileCache) -> str:
 def code_fingerprint(engine: str) -> str:
     """The fingerprint of what computes a result with an engine of ENGINE_MODULES, once per process."""
     known = FileCache(_cache_file())
-    found = fingerprint(installed_tree(), (MAKE, *ENGINE_MODULES[engine]), known)
+    found = fingerprint(installed_tree(), (*MAKE, *ENGINE_MODULES[engine]), known)
     known.save()
     return found
 

@@ -15,7 +15,7 @@ from ebbench.runs import code
 from ebbench.runs.code import ENGINE_MODULES, MAKE, FileCache, Tree, fingerprint, imported_modules, source_files
 
 ROOT = Path(__file__).resolve().parents[2]
-ENTRIES = (MAKE, *ENGINE_MODULES["sim"])
+ENTRIES = (*MAKE, *ENGINE_MODULES["sim"])
 USED = """
 import json, sys
 from pathlib import Path
@@ -86,9 +86,9 @@ def test_files_that_determine_no_simulated_result_leave_it(tree: Tree, name: str
 
 
 def test_what_a_client_measures_depends_on_the_client(tree: Tree) -> None:
-    files = source_files(tree, (MAKE, *ENGINE_MODULES["endpoint"]), FileCache())
+    files = source_files(tree, (*MAKE, *ENGINE_MODULES["endpoint"]), FileCache())
     assert {"ebbench.client.sse", "ebbench.client.worker"} <= set(files)
-    assert "vllm_eb.scheduler" in source_files(tree, (MAKE, *ENGINE_MODULES["emulated"]), FileCache())
+    assert "vllm_eb.scheduler" in source_files(tree, (*MAKE, *ENGINE_MODULES["emulated"]), FileCache())
 
 
 def test_imports_in_functions_count_and_those_for_type_checkers_do_not() -> None:
