@@ -142,7 +142,7 @@ def device_of(asked: Asked, engine: Engine) -> Device:
     from ebbench.devices import load_device
     from ebbench.devices.parallel import SINGLE
     from ebbench.devices.units import shape_of
-    from ebbench.engines.cluster import ClusterEngine
+    from ebbench.engines.sim import SimEngine
 
     if is_server(asked.engine):
         return unknown_device(asked.device, asked.model)
@@ -157,6 +157,7 @@ def device_of(asked: Asked, engine: Engine) -> Device:
         raise UsageError(
             "--calibration is for vLLM on this machine (--engine vllm); a simulated device is given with --device"
         )
+    topology = engine.topology if isinstance(engine, SimEngine) else None
     return load_device(
         asked.device or DEFAULT_DEVICE,
         asked.model or DEFAULT_MODEL,
@@ -164,7 +165,7 @@ def device_of(asked: Asked, engine: Engine) -> Device:
         max_num_batched_tokens=asked.options.max_num_batched_tokens,
         async_scheduling=asked.options.async_scheduling,
         eager=asked.options.enforce_eager,
-        parallel=shape_of(engine.topology) if isinstance(engine, ClusterEngine) else SINGLE,
+        parallel=shape_of(topology) if topology is not None else SINGLE,
         quantization=asked.options.quantization,
         kv_cache_dtype=asked.options.kv_cache_dtype,
     )

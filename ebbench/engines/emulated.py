@@ -116,7 +116,7 @@ class _Run:
         controller = getattr(self._scheduler, "controller", None)
         if controller is not None:
             controller.keep_records()
-        begin = at_beginning(self._beginning, self._log.steps, controller)
+        begin = at_beginning(self._beginning, self._log.steps, [] if controller is None else [controller])
         self._clients = VirtualClients(plan, self._state, options.warmup, begin)
         self._streams: dict[str, list[int]] = {}
         executor = self.core.model_executor
@@ -266,7 +266,7 @@ class _Run:
         return EngineResult(
             requests=requests_table(self._plan, without_warmup(self._state, self._plan, self._beginning)),
             steps=steps_table(steps_after(self._log.steps, self._beginning), ids, self._blocks),
-            decisions=decisions_table([(0, record) for record in records_after(records, self._beginning)]),
+            decisions=decisions_table(records_after([(0, record) for record in records], self._beginning)),
             interrupted=interrupted,
         )
 

@@ -224,14 +224,14 @@ def _simulated(
 ) -> tuple[Engine, str]:
     """Several simulated instances."""
     from ebbench.config.topology import PoolSpec, TopologySpec
-    from ebbench.engines.cluster import ClusterEngine
+    from ebbench.engines.sim import SimEngine
 
     if spec is None:
         spec = TopologySpec(replicas=PoolSpec(instances=replicas or 1))
     elif replicas is not None:
         raise UsageError("--topology says how many instances there are; leave out --replicas")
     words = f"{spec.label} ({spec.gpus} GPUs), dispatch {front.name}"
-    return ClusterEngine(spec, front, decode), words
+    return SimEngine(spec, front, decode), words
 
 
 def _servers(engine: Engine, spec: TopologySpec | None, dispatch: DispatchSpec, count: int) -> tuple[Engine, str]:

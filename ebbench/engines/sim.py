@@ -1,14 +1,23 @@
-"""The ``sim`` engine: vLLM's scheduling rules and the policies on an emulated device, in virtual time."""
+"""The ``sim`` engine: vLLM's scheduling rules and the policies on emulated devices, in virtual time.
+
+One instance, or a topology of several behind a dispatcher: replicas, DP+EP units, prefill and decode pools.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
 
 from ebbench.collector import collector_paused
+from ebbench.config.topology import DECODE_UTILIZATION, PREFILL_UTILIZATION, PoolSpec, TopologySpec
 from ebbench.devices.base import Device
-from ebbench.engines.base import EngineOptions, EngineResult, Observer, Progress
+from ebbench.devices.collectives import choose_link
+from ebbench.devices.units import UnitDevice, saving_kv, unit_device
+from ebbench.dispatch import DispatchSpec
+from ebbench.engines.base import EngineOptions, EngineResult, Observer
 from ebbench.engines.simulated import (
     check_all_ended,
     check_fits,
@@ -19,84 +28,318 @@ from ebbench.engines.simulated import (
     snapshot,
     ticker,
 )
+from ebbench.errors import UsageError
 from ebbench.records.plan import Plan
-from ebbench.simulation.instance import Instance
-from ebbench.simulation.kv import CachingKv, CountingKv, IdentityNeeded, KvBlocks
-from ebbench.simulation.loop import EventLoop
-from ebbench.simulation.state import RequestState
+from ebbench.simulation.kv import CachingKv, CountingKv, IdentityNeeded
+from ebbench.simulation.loop import EventLoop, Outcome
+from ebbench.simulation.stage import MakeKv, Stage, StageSpec, build_stage
+from ebbench.simulation.state import UNSET, RequestState
 from ebbench.simulation.streams import StreamKv, streams_take_turns
 from ebbench.simulation.tables import NoLog, StepLog, decisions_table, requests_table, steps_table
+from ebbench.simulation.transfer import Handover, Link, ReceiveStore, TransferFabric
 from ebbench.simulation.warmup import Beginning, at_beginning, records_after, steps_after, with_warmup, without_warmup
-from vllm_eb.decisions import Record
+from vllm_eb.controller import Controller
 from vllm_eb.policy import PolicySpec
 
+LEAST_OUTSTANDING = DispatchSpec("least-outstanding")
 
+
+@dataclass(frozen=True)
 class SimEngine:
-    """Runs a plan in virtual time; seconds of wall time for minutes of traffic."""
+    """Runs a plan in virtual time; seconds of wall time for minutes of traffic.
 
-    name = "sim"
+    ``topology`` None: one instance. ``dispatch`` is in front of the first pool, ``decode_dispatch`` in front of the
+    decode pool. Each instance schedules by the run's policy; instances of separated pools by vLLM's own rules, since
+    their phases are apart already. ``requests_only``: tables of steps and decisions come out empty, for callers that
+    want the metrics alone.
+    """
 
-    def __init__(self, *, requests_only: bool = False) -> None:
-        """``requests_only``: tables of steps and decisions come out empty, for who wants the metrics alone."""
-        self._requests_only = requests_only
+    topology: TopologySpec | None = None
+    dispatch: DispatchSpec = LEAST_OUTSTANDING
+    decode_dispatch: DispatchSpec = LEAST_OUTSTANDING
+    requests_only: bool = False
+    name: str = "sim"
 
     def run(
         self, plan: Plan, policy: PolicySpec, device: Device, options: EngineOptions, observer: Observer | None = None
     ) -> EngineResult:
-        """Run to the end of the plan. Raises UsageError for a request that can never fit, RunError on a deadlock."""
-        total = num_kv_blocks(device, options)
-        check_fits(plan, options, total)
-        job = _Job(plan, policy, device, options, observer, self._requests_only)
+        """Run to the end of the plan, or to the death of a decode instance (the result then is invalid).
+
+        Raises UsageError for a request that can never fit or a policy that makes no sense here, RunError on a deadlock.
+        """
+        if self.topology is not None and self.topology.disaggregated and not policy.native:
+            raise UsageError(
+                f"topology {self.topology.label} separates prefill from decode, so there is nothing for policy "
+                f"{policy.name} to decide; use --policy v1"
+            )
         with collector_paused():
-            if not options.enable_prefix_caching:
-                return _simulate(job, partial(CountingKv, total=total, caching=False))
-            if streams_take_turns(plan):
+            for make_kv in _kv_managers(plan, options):
                 try:
-                    return _simulate(job, partial(StreamKv, total=total, block_size=options.block_size))
+                    return _Simulation(self, plan, policy, device, options, make_kv).run(observer)
                 except IdentityNeeded:
-                    pass  # a prompt shorter than what its session left in the cache: exactness needs block identities
-            return _simulate(job, partial(CachingKv, total=total, block_size=options.block_size))
+                    pass  # a prompt shorter than what its session left in the cache: blocks need identities
+        raise AssertionError("blocks with identities are always exact")
 
 
-@dataclass(frozen=True)
-class _Job:
-    plan: Plan
-    policy: PolicySpec
-    device: Device
-    options: EngineOptions
-    observer: Observer | None
-    requests_only: bool
+def _kv_managers(plan: Plan, options: EngineOptions) -> list[MakeKv]:
+    """The quickest KV manager that may be exact for the plan, then one that is."""
+
+    def counting(state: RequestState, total: int) -> CountingKv:
+        return CountingKv(state, total, caching=False)
+
+    def by_stream(state: RequestState, total: int) -> StreamKv:
+        return StreamKv(state, total, options.block_size)
+
+    def by_identity(state: RequestState, total: int) -> CachingKv:
+        return CachingKv(state, total, options.block_size)
+
+    if not options.enable_prefix_caching:
+        return [counting]
+    return [by_stream, by_identity] if streams_take_turns(plan) else [by_identity]
 
 
-def _simulate(job: _Job, make_kv: Callable[[RequestState], KvBlocks]) -> EngineResult:
-    plan, policy, device, options = job.plan, job.policy, job.device, job.options
-    state, log = RequestState(with_warmup(plan, options.warmup)), NoLog() if job.requests_only else StepLog()
-    kv = make_kv(state)
-    controller = make_controller(policy, device, options, kv.total, keep_records=not job.requests_only)
-    instance = Instance(state, scheduler_limits(options), device.cost, kv, controller, log)
-    if controller is not None:
-        controller.follow_ages(instance.running_ages)
-    beginning = Beginning(begun=not options.warmup)
+class _Simulation:
+    """One run. Its front stage answers, or computes prompts for the back stage."""
 
-    def show(now_ns: int) -> Progress:
-        return snapshot(policy, plan, state, [instance], now_ns, completed=int(state.done[: len(plan)].sum()))
+    def __init__(
+        self,
+        engine: SimEngine,
+        plan: Plan,
+        policy: PolicySpec,
+        device: Device,
+        options: EngineOptions,
+        make_kv: MakeKv,
+    ) -> None:
+        self._engine, self._plan, self._policy = engine, plan, policy
+        self._device, self._options, self._make_kv = device, options, make_kv
+        self._whole = with_warmup(plan, options.warmup)
+        self._log = NoLog() if engine.requests_only else StepLog()
+        self._beginning = Beginning(begun=not options.warmup)
+        self._controllers: list[Controller] = []
+        self._kv_totals: list[int] = []  # by unit, all stages
+        self._units: list[Device] = []  # of each pool of a topology
+        topology = engine.topology
+        stages = self._pools(topology) if topology is not None and topology.disaggregated else self._replicas(topology)
+        self._loop = EventLoop(
+            plan,
+            *stages,
+            network_ns=self._network_ns,
+            warmup=options.warmup,
+            begin=self._begin,
+        )
 
-    loop = EventLoop(
-        plan,
-        state,
-        [instance],
-        tick=ticker(job.observer, show),
-        warmup=options.warmup,
-        begin=at_beginning(beginning, log.steps, controller),
-    )
-    interrupted = run_through(loop)
-    if not interrupted:
-        check_all_ended(loop.ended, state.count, "scheduler")
-    records: list[Record] = [] if controller is None else controller.drain_records()
-    request_ids = plan.table["request_id"].combine_chunks()
-    return EngineResult(
-        requests=requests_table(plan, without_warmup(state, plan, beginning)),
-        steps=steps_table(steps_after(log.steps, beginning), request_ids, kv.total),
-        decisions=decisions_table([(0, record) for record in records_after(records, beginning)]),
-        interrupted=interrupted,
-    )
+    def run(self, observer: Observer | None) -> EngineResult:
+        """Run to the end, and make the tables."""
+        loop = self._loop
+        units = [unit for stage in loop.stages for unit in stage.units]
+        dispatcher = loop.front.dispatcher
+        loop.tick = ticker(
+            observer,
+            lambda now_ns: snapshot(
+                self._policy, self._plan, loop.last.state, units, now_ns, dispatcher.waiting if dispatcher else 0
+            ),
+        )
+        interrupted = run_through(loop)
+        if not interrupted and loop.outcome.dead is None:
+            check_all_ended(loop.ended, len(self._whole), "scheduler" if len(units) == 1 else "cluster")
+        return self._result(interrupted)
+
+    def _begin(self, now_ns: int) -> None:
+        """The warm-up is over: what it left on record is not the plan's."""
+        at_beginning(self._beginning, self._log.steps, self._controllers)(now_ns)
+        if self._loop.handover is not None:
+            self._loop.handover.fabric.forget_totals()
+
+    # What is simulated.
+
+    @property
+    def _network_ns(self) -> int:
+        topology = self._engine.topology
+        return 0 if topology is None else round(topology.network_ms * 1e6)
+
+    def _replicas(self, topology: TopologySpec | None) -> tuple[Stage]:
+        state = RequestState(self._whole)
+        if topology is None:
+            return (self._stage(PoolSpec(), self._device, state, None),)
+        assert topology.replicas is not None
+        unit = self._unit(topology.replicas, None, topology.link)
+        # Whole engines that are asked for nothing but first tokens are a prefill pool by use.
+        generates = bool((state.max_output > 1).any())
+        return (self._stage(topology.replicas, unit.device, state, self._engine.dispatch, generates=generates),)
+
+    def _pools(self, topology: TopologySpec) -> tuple[Stage, Stage, Handover]:
+        assert topology.prefill is not None
+        assert topology.decode is not None
+        spec = topology.transfer
+        before, after = RequestState(_one_token(self._whole)), RequestState(self._whole)
+        sender = saving_kv(self._unit(topology.prefill, PREFILL_UTILIZATION, topology.link), spec.save_ms_per_layer)
+        receiver = self._unit(topology.decode, DECODE_UTILIZATION, topology.link)
+        dispatch, decode_dispatch = self._engine.dispatch, self._engine.decode_dispatch
+        front = self._stage(topology.prefill, sender.device, before, dispatch, prefill_only=True, generates=False)
+        back = self._stage(topology.decode, receiver.device, after, decode_dispatch, generates=False)
+        per_token = spec.kv_bytes_per_token or receiver.kv_bytes_per_token
+        if per_token is None:
+            raise UsageError(
+                f"the KV size of {self._device.model} is unknown; set transfer.kv_bytes_per_token in the topology file"
+            )
+        speed = spec.bandwidth_gb_per_s * 1e9 if spec.bandwidth_gb_per_s else sender.link_bytes_per_s
+        if speed is None:
+            raise UsageError(
+                f"how fast GPUs like {self._device.name} pass KV on is unknown: its profile names no link; set "
+                "transfer.bandwidth_gb_per_s in the topology file, or add [links.NAME] to the device file"
+            )
+        store_bytes = spec.store_gb * 1e9 if spec.store_gb else receiver.spare_bytes or float("inf")
+        fabric = TransferFabric(
+            Link(speed, spec.latency_ms / 1e3),
+            len(front.units),
+            [ReceiveStore(store_bytes) for _ in back.units],
+            backpressure=spec.backpressure,
+        )
+        sources, targets = ([unit.scheduler for unit in stage.units] for stage in (front, back))
+        return front, back, Handover(before, after, sources, targets, fabric, spec, per_token)
+
+    def _unit(self, pool: PoolSpec, utilization: float | None, link: str) -> UnitDevice:
+        options = self._pool_options(pool)
+        unit = unit_device(self._device, pool, utilization, options.max_num_seqs, options.max_num_batched_tokens, link)
+        self._units.append(unit.device)
+        return unit
+
+    def _pool_options(self, pool: PoolSpec) -> EngineOptions:
+        return replace(
+            self._options,
+            max_num_seqs=pool.max_num_seqs or self._options.max_num_seqs,
+            max_num_batched_tokens=pool.max_num_batched_tokens or self._options.max_num_batched_tokens,
+        )
+
+    def _stage(
+        self,
+        pool: PoolSpec,
+        device: Device,
+        state: RequestState,
+        dispatch: DispatchSpec | None,
+        *,
+        prefill_only: bool = False,
+        generates: bool = True,
+    ) -> Stage:
+        """``device`` is that of one unit of ``pool``."""
+        options = self._pool_options(pool)
+        blocks = num_kv_blocks(device, options)
+        check_fits(self._plan, options, blocks)
+        spec = StageSpec(
+            pool=pool,
+            cost=device.cost,
+            limits=scheduler_limits(options),
+            kv_blocks=blocks,
+            make_kv=self._make_kv,
+            make_controller=lambda total: make_controller(
+                self._policy, device, options, total, keep_records=not self._engine.requests_only
+            ),
+            dispatch=dispatch,
+            prefill_only=prefill_only,
+            generates=generates,
+            network_ns=self._network_ns,
+            first_unit=len(self._kv_totals),
+        )
+        self._kv_totals += [blocks] * pool.units
+        stage, controllers = build_stage(self._whole, state, spec, self._log, seed=int(self._plan.facts.get("seed", 0)))
+        self._controllers += controllers
+        return stage
+
+    # What came of it.
+
+    def _result(self, interrupted: bool) -> EngineResult:
+        loop, topology = self._loop, self._engine.topology
+        records = [
+            (unit, record) for unit, controller in enumerate(self._controllers) for record in controller.drain_records()
+        ]
+        records.sort(key=lambda item: item[1].time_s)
+        steps = steps_after(self._log.steps, self._beginning)
+        if len(self._kv_totals) > 1:  # a unit that coasts makes its steps ahead of the others'
+            steps = sorted(steps, key=lambda item: item[1].scheduled_ns)
+        return EngineResult(
+            requests=self._requests(),
+            steps=steps_table(
+                steps,
+                self._plan.table["request_id"].combine_chunks(),
+                self._kv_totals,
+            ),
+            decisions=decisions_table(records_after(records, self._beginning)),
+            interrupted=interrupted,
+            invalid=() if loop.outcome.dead is None else (loop.outcome.dead,),
+            facts={} if topology is None else self._facts(topology),
+            warnings=tuple(dict.fromkeys(text for unit in self._units for text in unit.warnings)),
+            device=self._units[0] if self._units else None,
+        )
+
+    def _requests(self) -> pa.Table:
+        loop, count = self._loop, len(self._plan)
+        state, first = loop.last.state, loop.front.state
+        state.scheduled_ns, state.cached_tokens = first.scheduled_ns, first.cached_tokens
+        requests = requests_table(self._plan, without_warmup(state, self._plan, self._beginning))
+        requests = _with_failures(requests, loop.outcome)
+        if self._engine.topology is None:
+            return requests
+        units = loop.unit_of[:count]
+        workers = pa.array(units.astype(np.int32), mask=units == UNSET)
+        return requests.set_column(requests.column_names.index("worker"), "worker", workers)
+
+    def _link(self, topology: TopologySpec) -> str:
+        """The kind of link that the times are those of; "" where nothing crosses one."""
+        request, profile = self._units[0].request, self._units[0].profile
+        several = topology.disaggregated or (request is not None and not request.parallel.single)
+        if request is None or profile is None or not several or not profile.links:
+            return ""
+        return choose_link(profile, topology.link)
+
+    def _facts(self, topology: TopologySpec) -> dict[str, Any]:
+        loop, own = self._loop, slice(len(self._plan))
+        dispatched_ns, scheduled_ns = loop.dispatched_ns[own], loop.front.state.scheduled_ns[own]
+        facts: dict[str, Any] = {
+            "topology": topology.label,
+            "gpus": topology.gpus,
+            **({"link": link} if (link := self._link(topology)) else {}),
+            "dispatch": self._engine.dispatch.name,
+            "dispatch_wait_ms": _mean_ms(dispatched_ns - loop.front.state.sent_ns[own], dispatched_ns),
+            "device_wait_ms": _mean_ms(scheduled_ns - dispatched_ns, scheduled_ns),
+        }
+        if loop.handover is not None:
+            fabric = loop.handover.fabric
+            facts |= {
+                "decode_dispatch": self._engine.decode_dispatch.name,
+                "transfers": fabric.transfers,
+                "transfer_gb": fabric.bytes / 1e9,
+                "receive_store_peak_gb": max(store.peak_bytes for store in fabric.stores) / 1e9,
+            }
+        return facts
+
+
+def _one_token(plan: Plan) -> Plan:
+    """The plan as the prefill side sees it."""
+    index = plan.table.column_names.index("output_tokens")
+    ones = pa.array(np.ones(len(plan), np.int32))
+    return replace(plan, table=plan.table.set_column(index, plan.table.schema.field(index), ones))
+
+
+def _with_failures(requests: pa.Table, outcome: Outcome) -> pa.Table:
+    """``requests`` with what failed; warm-up requests, rows behind the plan's, are left out."""
+    if not outcome.failed:
+        return requests
+    columns = {
+        name: requests[name].to_pylist()
+        for name in ("status", "finish_reason", "error_class", "error_body", "http_status")
+    }
+    for row, (kind, message, status) in outcome.failed.items():
+        if row < requests.num_rows:
+            columns["status"][row], columns["finish_reason"][row] = "failed", None
+            columns["error_class"][row], columns["error_body"][row], columns["http_status"][row] = kind, message, status
+    for name, values in columns.items():
+        index = requests.column_names.index(name)
+        requests = requests.set_column(
+            index, requests.schema.field(index), pa.array(values, requests.schema.field(index).type)
+        )
+    return requests
+
+
+def _mean_ms(spans_ns: np.ndarray, known: np.ndarray) -> float | None:
+    valid = spans_ns[known != UNSET]
+    return float(valid.mean()) / 1e6 if len(valid) else None

@@ -1,4 +1,4 @@
-"""What simulating one instance and simulating a cluster of them have in common."""
+"""Around a simulation: from engine options to its parts, progress while it runs, what is refused."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from ebbench.devices.base import Device
 from ebbench.engines.base import EngineOptions, Observer, Progress
 from ebbench.errors import RunError, UsageError
 from ebbench.records.plan import Plan
-from ebbench.simulation.instance import Instance
-from ebbench.simulation.state import RequestState
+from ebbench.simulation.engine import Unit
+from ebbench.simulation.state import UNSET, RequestState
 from ebbench.simulation.step import SchedulerLimits
 from vllm_eb.controller import Controller
 from vllm_eb.policy import PolicySpec
@@ -95,33 +95,26 @@ def check_fits(plan: Plan, options: EngineOptions, total_blocks: int) -> None:
 
 
 def snapshot(
-    policy: PolicySpec,
-    plan: Plan,
-    state: RequestState,
-    units: Sequence[Instance],
-    now_ns: int,
-    *,
-    completed: int,
-    undispatched: int = 0,
+    policy: PolicySpec, plan: Plan, state: RequestState, units: Sequence[Unit], now_ns: int, undispatched: int = 0
 ) -> Progress:
     """How far a simulation is. ``state`` is that of the requests' answers; warm-up requests lie behind the plan's."""
     own = slice(len(plan))
     outputs = int((state.next_slot[own] - state.first_slot[own]).sum())
     return Progress(
         policy=policy.name,
-        completed=completed,
+        completed=int((state.end_ns[own] != UNSET).sum()),
         planned=len(plan),
         output_tokens=outputs,
         total_tokens=outputs + int(state.prompt[own][state.done[own]].sum()),
         time_s=now_ns / 1e9,
-        mode=units[0].mode,
-        running=sum(len(unit.running) for unit in units),
-        waiting=sum(len(unit.waiting) for unit in units) + undispatched,
+        mode=units[0].gate.mode,
+        running=sum(len(unit.scheduler.running) for unit in units),
+        waiting=sum(len(unit.scheduler.waiting) for unit in units) + undispatched,
     )
 
 
 def ticker(observer: Observer | None, show: Callable[[int], Progress]) -> Callable[[int], None] | None:
-    """A callback for an event loop that shows progress a few times per second of wall time; None: nobody looks."""
+    """What an event loop calls to show progress a few times per second of wall time; None: there is no observer."""
     if observer is None:
         return None
     last_s = time.perf_counter()

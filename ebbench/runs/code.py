@@ -26,7 +26,7 @@ from ebbench.resources import bundled_dir
 MAKE = ("ebbench.runs.make", "vllm_eb.policies")
 """Where the making of a run begins; policies are loaded by their names."""
 ENGINE_MODULES: Mapping[str, tuple[str, ...]] = {
-    "sim": ("ebbench.engines.sim", "ebbench.engines.cluster"),
+    "sim": ("ebbench.engines.sim",),
     # vLLM loads the scheduler by its name, so no import statement of ebbench leads to it.
     "emulated": ("ebbench.engines.emulated", "ebbench.engines.emulated_core", "vllm_eb.scheduler"),
     "vllm": ("ebbench.engines.vllm", "ebbench.engines.replicas", "vllm_eb.scheduler"),

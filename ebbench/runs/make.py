@@ -77,8 +77,8 @@ def make(task: Task) -> Made:
     if not server and cell.topology is None:
         check_fits(plan, device, cell.options)
     plan, engine = with_ramp(plan, engine, cell.ramp_up_s)
-    if task.directory is None and isinstance(engine, SimEngine):
-        engine = SimEngine(requests_only=True)
+    if task.directory is None and isinstance(engine, SimEngine) and engine.topology is None:
+        engine = replace(engine, requests_only=True)
     with _writer(task.directory) as writer:
         made = _measured(cell, plan, policy, device, engine, writer)
     gc.collect()  # a simulation's objects refer to each other; quick, since plans and devices are frozen

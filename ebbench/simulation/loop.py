@@ -1,75 +1,112 @@
-"""The event loop: one virtual clock for any number of instances.
+"""The event loop: one virtual clock for clients, dispatchers, engines and KV transfers.
 
 Events at the same nanosecond are taken in the order of their priority, then in the order they were made:
 
-    0  ARRIVAL  a session's first request reaches the front door
-    1  WAKE     an instance's oldest step has ended, or an arrival wakes it
+    0  ARRIVAL   a session's first request reaches the front door
+    1  DELIVERY  a dispatched request reaches its unit
+    2  TRANSFER  the KV of a request has arrived at its decode unit
+    3  PASS      a forward pass has ended: the engine signals
+    4  SIGNAL    the signal reaches the dispatcher
+    5  NOTICE    the dispatcher learns which requests have ended
+    6  TIMER     the dispatcher asked to be polled
+    7  WAKE      an engine's oldest step has ended, or an arrival wakes it
+
+A signal comes before its engine wakes. Without network delay a dispatcher can therefore still hand a batch to the step
+that is scheduled at this very moment; with a delay of ``network_ns`` each way it cannot.
+
+One engine alone is the same thing without dispatcher and network.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
+from ebbench.dispatch.base import Order
 from ebbench.records.plan import Plan
-from ebbench.simulation.instance import Instance
+from ebbench.simulation.engine import OnPass
 from ebbench.simulation.releases import Releases
-from ebbench.simulation.state import RequestState
+from ebbench.simulation.stage import Stage
+from ebbench.simulation.state import UNSET
+from ebbench.simulation.transfer import Handover, StoreFullError, Transfer
 
-ARRIVAL, WAKE = 0, 1
+ARRIVAL, DELIVERY, TRANSFER, PASS, SIGNAL, NOTICE, TIMER, WAKE = range(8)
 NEVER_NS = 1 << 62
+FRONT, BACK = 0, 1
 
-Dispatch = Callable[[int], int]
-Tick = Callable[[int], None]
+AtTime = Callable[[int], None]
+"""Called with the time of the clock, in ns."""
 
 
-def to_first(_row: int) -> int:
-    """Dispatch everything to the only instance."""
-    return 0
+@dataclass
+class Outcome:
+    """What the tables do not show. ``failed``: row to (class, message, HTTP status)."""
+
+    failed: dict[int, tuple[str, str, int | None]] = field(default_factory=dict)
+    dead: str | None = None  # why the run ended before its time
 
 
 class EventLoop:
-    """Runs a plan on instances until every request has ended."""
+    """Runs a plan on a front stage, and on a back stage if prefill and decode are apart."""
 
     def __init__(
         self,
         plan: Plan,
-        state: RequestState,
-        instances: Sequence[Instance],
+        front: Stage,
+        back: Stage | None = None,
+        handover: Handover | None = None,
         *,
-        dispatch: Dispatch = to_first,
-        tick: Tick | None = None,
+        network_ns: int = 0,
         warmup: int = 0,
-        begin: Tick | None = None,
+        begin: AtTime | None = None,
     ) -> None:
         """``warmup``: requests before the plan; ``begin`` is called when they have ended, before the plan's first."""
-        self._state, self._instances, self._dispatch, self._tick = state, instances, dispatch, tick
-        self._plan, self._begin, self._warming = plan, begin, warmup > 0
-        self._releases = Releases(plan, warmup)
-        self._heap: list[tuple[int, int, int, int]] = []
-        self._sequence = 0
-        self._woken = [False] * len(instances)
+        self.front, self.back, self.handover = front, back, handover
+        self.stages = [front] if back is None else [front, back]
+        self.last = self.stages[-1]
+        self.tick: AtTime | None = None  # called after every event
+        self.dispatched_ns = np.full(len(plan) + warmup, UNSET, np.int64)
+        self.unit_of = np.full(len(plan) + warmup, UNSET, np.int64)
         self.now_ns = 0
         self.ended = 0  # warm-up requests included
+        self.outcome = Outcome()
+        self._plan, self._begin, self._warming = plan, begin, warmup > 0
+        self._network_ns = network_ns
+        self._releases = Releases(plan, warmup)
+        # Times at which something may arrive at an engine, and times at which engines go on by themselves.
+        self._events: list[tuple[int, int, int, Any]] = []
+        self._wakes: list[tuple[int, int, int, Any]] = []
+        self._sequence = 0
+        self._place: dict[int, int] = {}  # decode unit of a request whose KV is on its way
+        if handover is not None:
+            handover.start = self._transfer_started
+        self._follow_passes()
 
     def run(self) -> None:
-        """Run to the end. A KeyboardInterrupt leaves a consistent state behind."""
-        if not self._warming:
-            self._schedule_arrivals()
-        for row in self._releases.start():
-            self._send(row, 0, 0)
-        while self._heap:
-            self.now_ns, kind, _, subject = heapq.heappop(self._heap)
-            if kind == ARRIVAL:
-                self._state.intended_ns[subject] = self.now_ns
-                for row in self._releases.arrived(subject):
-                    self._send(row, self.now_ns, self.now_ns)
-            else:
-                self._wake(subject)
-            if self._tick is not None:
-                self._tick(self.now_ns)
+        """Run to the end, or until a decode unit has died. A KeyboardInterrupt leaves a consistent state behind."""
+        handlers: tuple[Callable[[Any], None], ...] = (
+            self._arrival, self._delivery, self._arrived_kv, self._pass, self._signal, self._notice, self._timer,
+            self._wake,
+        )  # fmt: skip
+        events, wakes, pop = self._events, self._wakes, heapq.heappop
+        try:
+            if not self._warming:
+                self._schedule_arrivals()
+            self._submit(self._releases.start(), 0)
+            while events or wakes:
+                heap = wakes if not events or (wakes and wakes[0] < events[0]) else events
+                self.now_ns, kind, _, subject = pop(heap)
+                handlers[kind](subject)
+                if self.tick is not None:
+                    self.tick(self.now_ns)
+        except StoreFullError as full:
+            self._died(full)
+
+    # Requests coming in and going out.
 
     def _schedule_arrivals(self) -> None:
         if self._plan.closed_loop:
@@ -84,38 +121,216 @@ class EventLoop:
             self._begin(self.now_ns)
         self._schedule_arrivals()
 
-    def _wake(self, index: int) -> None:
-        instance = self._instances[index]  # stays marked as woken, so that what it is sent meanwhile wakes it no more
+    def _arrival(self, row: int) -> None:
+        self.front.state.intended_ns[row] = self.last.state.intended_ns[row] = self.now_ns
+        self._submit(self._releases.arrived(row), self.now_ns)
+
+    def _submit(self, rows: list[int], intended_ns: int) -> None:
+        """Requests are sent: they reach the front dispatcher, or the only unit."""
+        if not rows:
+            return
+        for stage in self.stages:
+            state = stage.state
+            for row in rows:
+                if state.intended_ns[row] < 0:
+                    state.intended_ns[row] = intended_ns
+                state.sent_ns[row] = self.now_ns
+        dispatcher = self.front.dispatcher
+        if dispatcher is None:
+            self._deliver(FRONT, 0, rows)
+            return
+        for row in rows:
+            dispatcher.arrive(self.front.ask(row), self.now_ns)
+        self._poll(FRONT)
+
+    def _poll(self, index: int) -> None:
+        """Carry out what a dispatcher orders, and remember when it wants to be asked again."""
+        stage = self.stages[index]
+        if stage.dispatcher is None:
+            return
+        for order in stage.dispatcher.poll(self.now_ns):
+            self._follow_order(index, order)
+        next_ns = stage.dispatcher.next_ns(self.now_ns)
+        if next_ns is not None and (stage.timer_ns is None or next_ns < stage.timer_ns):
+            stage.timer_ns = next_ns
+            self._push(next_ns, TIMER, index)
+
+    def _timer(self, index: int) -> None:
+        stage = self.stages[index]
+        if stage.timer_ns == self.now_ns:  # others were overtaken by an earlier one
+            stage.timer_ns = None
+            self._poll(index)
+
+    def _follow_order(self, index: int, order: Order) -> None:
+        row, unit = order
+        if unit is None:
+            self._refused(row)
+        elif index == BACK:
+            self._place[row] = unit
+        else:
+            self.dispatched_ns[row], self.unit_of[row] = self.now_ns, unit
+            if self._network_ns:
+                self._push(self.now_ns + self._network_ns, DELIVERY, (row, unit))
+            else:
+                self._delivery((row, unit))
+
+    def _delivery(self, subject: tuple[int, int]) -> None:
+        row, unit = subject
+        self._deliver(FRONT, unit, (row,))
+
+    def _deliver(self, index: int, unit: int, rows: Sequence[int]) -> None:
+        """Requests reach their unit."""
+        stage = self.stages[index]
+        scheduler = stage.units[unit].scheduler
+        for row in rows:
+            scheduler.add(row)
+        stage.received[unit] += len(rows)
+        self._wake_if_idle(index, stage.engine_of_unit[unit])
+
+    def _refused(self, row: int) -> None:
+        self.outcome.failed[row] = ("http_429", "flow control: waited too many dispatch cycles", 429)
+        self.last.state.end_ns[row] = self.now_ns
+        self._gone([row])
+
+    def _gone(self, rows: list[int]) -> None:
+        """Requests are over, well or not: send what their ends release."""
+        released: list[int] = []
+        for row in rows:
+            self.ended += 1
+            released += self._releases.ended(row)
+            if self._warming and self._releases.begun:
+                self._end_warmup()
+        self._submit(released, self.now_ns)
+
+    # Engines.
+
+    def _wake_if_idle(self, index: int, engine: int) -> None:
+        stage = self.stages[index]
+        if stage.engines[engine].idle and not stage.woken[engine]:
+            self._push_wake(self.now_ns, index, engine)
+
+    def _push_wake(self, time_ns: int, index: int, engine: int) -> None:
+        self.stages[index].woken[engine] = True
+        self._sequence += 1
+        heapq.heappush(self._wakes, (time_ns, WAKE, self._sequence, (index, engine)))
+
+    def _quiet_until_ns(self) -> int:
+        """Before this time nothing arrives at the engine that is being woken, whatever the other engines do."""
+        until_ns = self._events[0][0] if self._events else NEVER_NS
+        if self._wakes and (self.back is not None or self._releases.by_completions):
+            return min(until_ns, self._wakes[0][0])
+        return until_ns
+
+    def _wake(self, subject: tuple[int, int]) -> None:
+        index, place = subject
+        stage = self.stages[index]
+        engine = stage.engines[place]  # stays marked as woken, so that what it is sent meanwhile wakes it no more
         while True:
-            again_ns, ended = instance.wake(self.now_ns, self._heap[0][0] if self._heap else NEVER_NS)
-            for row in ended:
-                self.ended += 1
-                following = self._releases.ended(row)
-                if self._warming and self._releases.begun:
-                    self._end_warmup()
-                for released in following:
-                    self._send(released, self.now_ns, self.now_ns)
+            again_ns, ended = engine.wake(self.now_ns, self._quiet_until_ns())
             if not ended:
                 break
-        self._woken[index] = False
+            if self._network_ns and index == FRONT:
+                self._push(self.now_ns + self._network_ns, NOTICE, (index, ended))
+            else:
+                self._notice((index, ended))
+            if index == FRONT and self.handover is not None:
+                self._hand_over(ended)
+            else:
+                self._finished(ended)
+        stage.woken[place] = False
         if again_ns is not None:
-            self._push_wake(again_ns, index)
+            self._push_wake(again_ns, index, place)
 
-    def _send(self, row: int, intended_ns: int, now_ns: int) -> None:
-        state = self._state
-        if state.intended_ns[row] < 0:
-            state.intended_ns[row] = intended_ns
-        state.sent_ns[row] = now_ns
-        index = self._dispatch(row)
-        instance = self._instances[index]
-        instance.add(row)
-        if instance.idle and not self._woken[index]:
-            self._push_wake(now_ns, index)
+    def _notice(self, subject: tuple[int, list[int]]) -> None:
+        index, rows = subject
+        dispatcher = self.stages[index].dispatcher
+        if dispatcher is None:
+            return
+        for row in rows:
+            dispatcher.ended(row, self.now_ns)
+        self._poll(index)
 
-    def _push_wake(self, time_ns: int, index: int) -> None:
-        self._woken[index] = True
-        self._push(time_ns, WAKE, index)
+    def _finished(self, rows: list[int]) -> None:
+        if self.handover is not None:
+            for row in rows:
+                self._start_all(self.handover.finished(row, self.now_ns))
+        self._gone(rows)
 
-    def _push(self, time_ns: int, kind: int, subject: int) -> None:
+    # Signals of the ends of passes, for dispatchers that want them.
+
+    def _follow_passes(self) -> None:
+        for index, stage in enumerate(self.stages):
+            if stage.dispatcher is not None and stage.dispatcher.wants_signals:
+                for place, engine in enumerate(stage.engines):
+                    engine.on_pass = self._signaller(index, place)
+
+    def _signaller(self, index: int, engine: int) -> OnPass:
+        def on_pass(start_ns: int, end_ns: int) -> None:
+            self._push(end_ns, PASS, (index, engine, end_ns - start_ns))
+
+        return on_pass
+
+    def _pass(self, subject: tuple[int, int, int]) -> None:
+        index, engine, duration_ns = subject
+        signal = self.stages[index].report(engine, duration_ns)
+        if self._network_ns:
+            self._push(self.now_ns + self._network_ns, SIGNAL, (index, signal))
+        else:
+            self._signal((index, signal))
+
+    def _signal(self, subject: tuple[int, Any]) -> None:
+        index, signal = subject
+        dispatcher = self.stages[index].dispatcher
+        assert dispatcher is not None
+        dispatcher.end_forward(signal, self.now_ns)
+        self._poll(index)
+
+    # From prefill to decode.
+
+    def _hand_over(self, rows: list[int]) -> None:
+        """Prompts computed in one pass are placed together, then their KV is sent."""
+        assert self.back is not None
+        assert self.back.dispatcher is not None
+        assert self.handover is not None
+        over = [row for row in rows if self.handover.prefilled(row, int(self.unit_of[row]), self.now_ns)]
+        for row in over:
+            self.back.dispatcher.arrive(self.back.ask(row), self.now_ns)
+        self._poll(BACK)
+        for row in over:
+            self._start_all(self.handover.send(row, int(self.unit_of[row]), self._place.pop(row), self.now_ns))
+        if len(over) < len(rows):  # a single token was asked for: nothing to decode
+            decoding = set(over)
+            self._gone([row for row in rows if row not in decoding])
+
+    def _start_all(self, transfers: list[Transfer]) -> None:
+        for transfer in transfers:
+            self._transfer_started(transfer)
+
+    def _transfer_started(self, transfer: Transfer) -> None:
+        self._push(transfer.end_ns, TRANSFER, transfer)
+
+    def _arrived_kv(self, transfer: Transfer) -> None:
+        assert self.back is not None
+        assert self.handover is not None
+        self._start_all(self.handover.arrived(transfer, self.now_ns))
+        self.back.received[transfer.target] += 1
+        self._wake_if_idle(FRONT, self.front.engine_of_unit[transfer.source])  # its blocks are free again
+        self._wake_if_idle(BACK, self.back.engine_of_unit[transfer.target])
+
+    def _died(self, full: StoreFullError) -> None:
+        """A decode unit ran out of memory: what was on it is lost, and the run ends."""
+        assert self.handover is not None
+        gib = 2**30
+        self.outcome.dead = (
+            f"decode unit {full.unit} ran out of memory at {self.now_ns / 1e9:.2f} s: {full.held_bytes / gib:.1f} GiB "
+            f"of received KV held, {full.size_bytes / gib:.2f} GiB more to come, room for "
+            f"{full.capacity_bytes / gib:.1f} GiB; "
+            "lower the concurrency, add decode instances or turn backpressure on"
+        )
+        for row in self.handover.on_target(full.unit):
+            self.outcome.failed[row] = ("out_of_memory", self.outcome.dead, None)
+            self.last.state.end_ns[row] = self.now_ns
+
+    def _push(self, time_ns: int, kind: int, subject: Any) -> None:
         self._sequence += 1
-        heapq.heappush(self._heap, (time_ns, kind, self._sequence, subject))
+        heapq.heappush(self._events, (time_ns, kind, self._sequence, subject))

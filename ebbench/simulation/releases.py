@@ -28,6 +28,7 @@ class Releases:
         same = sessions[order][1:] == sessions[order][:-1]
         self._next_turn = np.full(len(plan), -1, np.int64)
         self._next_turn[order[:-1][same]] = order[1:][same]
+        self._takes_turns = bool(same.any())
         starts = np.ones(len(plan), np.bool_)
         starts[order[1:][same]] = False
         self.first_rows: list[int] = np.flatnonzero(starts).tolist()
@@ -43,6 +44,11 @@ class Releases:
     def begun(self) -> bool:
         """Whether the warm-up is over, so that the plan's clock runs."""
         return not self._warming
+
+    @property
+    def by_completions(self) -> bool:
+        """Whether the end of a request may release another one."""
+        return self._takes_turns or bool(self._queue) or not self.begun
 
     def start(self) -> list[int]:
         """Rows sent at time zero: those of the warm-up that may be open at a time, else those of a closed loop."""

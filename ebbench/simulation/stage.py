@@ -1,76 +1,135 @@
-"""A pool of instances behind one dispatcher, as the cluster's clock sees it."""
+"""A pool of equal engines behind one dispatcher, and how it is built from its description."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
 
+from ebbench.config.topology import PoolSpec
+from ebbench.devices.base import CostModel, StepShape
+from ebbench.dispatch import DispatchSpec, Fleet, make_dispatcher
 from ebbench.dispatch.base import Ask, Dispatcher, EndForward, UnitReport
 from ebbench.dispatch.prefix import BLOCK_TOKENS
 from ebbench.records.plan import Plan
-from ebbench.simulation.instance import Instance
+from ebbench.simulation.engine import EngineLoop, Unit
+from ebbench.simulation.kv import KvBlocks
+from ebbench.simulation.scheduler import Scheduler
 from ebbench.simulation.state import RequestState
+from ebbench.simulation.step import SchedulerLimits, StepSink
+from vllm_eb.controller import Controller
 
-
-class Node(Protocol):
-    """What the clock wakes: a single instance, or a group of units with a barrier."""
-
-    @property
-    def idle(self) -> bool:
-        """Whether a new arrival must wake it."""
-        ...
-
-    def wake(self, now_ns: int) -> tuple[int | None, list[int]]:
-        """Go on at ``now_ns``; returns when to be woken again, and the rows that ended."""
-        ...
+MakeController = Callable[[int], Controller | None]
+"""From the number of KV blocks of a unit to its policy; None is vLLM's own scheduling."""
+MakeKv = Callable[[RequestState, int], KvBlocks]
+"""From the requests and the number of KV blocks of a unit to its KV manager."""
 
 
 @dataclass
 class Stage:
-    """Units, the nodes they belong to, and the dispatcher in front of them.
+    """Engines and the dispatcher in front of them; None sends everything to the only unit.
 
     ``prefixes`` names the leading blocks of a request's prompt, None where the dispatcher does not look at them.
+    ``received`` counts the requests each unit has received; ``timer_ns`` is when the dispatcher wants to be polled.
     """
 
     state: RequestState
-    units: list[Instance]
-    nodes: list[Node]
-    node_of_unit: list[int]
-    dispatcher: Dispatcher
-    block_size: int
+    engines: list[EngineLoop]
+    dispatcher: Dispatcher | None = None
     prefixes: Callable[[int], tuple[int, ...]] | None = None
     timer_ns: int | None = None
+    units: list[Unit] = field(init=False)
+    engine_of_unit: list[int] = field(init=False)
+    units_of_engine: list[list[int]] = field(init=False)
     woken: list[bool] = field(init=False)
     received: list[int] = field(init=False)
-    units_of_node: list[list[int]] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.woken = [False] * len(self.nodes)
+        self.units = [unit for engine in self.engines for unit in engine.units]
+        self.engine_of_unit = [place for place, engine in enumerate(self.engines) for _ in engine.units]
+        self.units_of_engine = [[] for _ in self.engines]
+        for unit, place in enumerate(self.engine_of_unit):
+            self.units_of_engine[place].append(unit)
+        self.woken = [False] * len(self.engines)
         self.received = [0] * len(self.units)
-        self.units_of_node = [[] for _ in self.nodes]
-        for unit, node in enumerate(self.node_of_unit):
-            self.units_of_node[node].append(unit)
 
     def ask(self, row: int) -> Ask:
         """The request as the dispatcher may see it: its answer's length is not known beforehand."""
         tokens = int(self.state.prompt[row])
         return Ask(row, tokens, tokens, self.prefixes(row) if self.prefixes is not None else ())
 
-    def report(self, node: int, duration_ns: int) -> EndForward:
-        """What the node would signal now."""
-        units = self.units_of_node[node]
-        generates = any(self.units[unit].generates for unit in units)
-        if generates and not self.dispatcher.wants_units:
-            return EndForward(node, duration_ns, goes_on=True, generates=True)
+    def report(self, engine: int, duration_ns: int) -> EndForward:
+        """What the engine signals now, at the end of a pass of that duration."""
+        schedulers = [unit.scheduler for unit in self.engines[engine].units]
+        generates = any(scheduler.generates for scheduler in schedulers)
+        if generates and self.dispatcher is not None and not self.dispatcher.wants_units:
+            return EndForward(engine, duration_ns, goes_on=True, generates=True)
         reports = []
         goes_on = generates
-        for unit in units:
-            instance = self.units[unit]
-            queued = instance.queued_tokens()
-            goes_on = goes_on or queued > 0 or instance.busy
-            reports.append(UnitReport(unit, self.received[unit], queued, instance.kv_blocks_used * self.block_size))
-        return EndForward(node, duration_ns, goes_on, generates, tuple(reports))
+        for unit, scheduler in zip(self.units_of_engine[engine], schedulers, strict=True):
+            queued = scheduler.queued_tokens()
+            goes_on = goes_on or queued > 0 or self.engines[engine].busy
+            kv_tokens = scheduler.kv_blocks_used * scheduler.limits.block_size
+            reports.append(UnitReport(unit, self.received[unit], queued, kv_tokens))
+        return EndForward(engine, duration_ns, goes_on, generates, tuple(reports))
+
+
+@dataclass(frozen=True)
+class StageSpec:
+    """Everything one stage is made of.
+
+    ``cost`` is that of one unit. ``dispatch`` None: there is one unit, and nothing to choose. ``prefill_only``: it
+    computes prompts whose KV is then transferred. ``generates``: it is asked for more than first tokens.
+    ``first_unit``: number of its first unit among those of all stages.
+    """
+
+    pool: PoolSpec
+    cost: CostModel
+    limits: SchedulerLimits
+    kv_blocks: int
+    make_kv: MakeKv
+    make_controller: MakeController
+    dispatch: DispatchSpec | None = None
+    prefill_only: bool = False
+    generates: bool = True
+    network_ns: int = 0
+    first_unit: int = 0
+
+
+def build_stage(
+    plan: Plan, state: RequestState, spec: StageSpec, sink: StepSink, seed: int
+) -> tuple[Stage, list[Controller]]:
+    """Make the engines of one stage and their dispatcher; also returns the controllers, by unit."""
+    units: list[Unit] = []
+    controllers: list[Controller] = []
+    for number in range(spec.pool.units):
+        kv = spec.make_kv(state, spec.kv_blocks)
+        scheduler = Scheduler(state, spec.limits, kv, keep_finished=spec.prefill_only)
+        controller = spec.make_controller(spec.kv_blocks)
+        if controller is not None:
+            controllers.append(controller)
+        units.append(Unit.of(spec.first_unit + number, scheduler, controller))
+    size = spec.pool.dp
+    engines = [
+        EngineLoop(units[size * place : size * (place + 1)], spec.cost, sink) for place in range(spec.pool.instances)
+    ]
+    if spec.dispatch is None:
+        return Stage(state, engines), controllers
+    dispatcher = make_dispatcher(
+        spec.dispatch,
+        Fleet([size] * spec.pool.instances),
+        chunk_tokens=spec.limits.max_num_batched_tokens,
+        network_ns=2 * spec.network_ns,
+        default_forward_ns=_first_guess_ns(spec),
+        seed=seed,
+        generates=spec.generates,
+    )
+    return Stage(state, engines, dispatcher, prefix_reader(plan) if dispatcher.wants_prefix else None), controllers
+
+
+def _first_guess_ns(spec: StageSpec) -> int:
+    """Forward time before the first is measured (the paper takes it from offline tests): a full chunk."""
+    chunk = spec.limits.max_num_batched_tokens
+    return round(spec.cost.step_s(StepShape(((chunk, 0),), 0, 0, 1)) * 1e9)
 
 
 def prefix_reader(plan: Plan) -> Callable[[int], tuple[int, ...]]:

@@ -24,7 +24,7 @@ class SchedulerLimits:
     async_scheduling: bool
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Step:
     """A scheduled step. ``rows`` and ``tokens`` in scheduling order; ``sampled`` rows get a token at ``end_ns``."""
 

@@ -1,15 +1,24 @@
-"""KV transfer between pools: links of limited bandwidth, and the memory that receives.
+"""From prefill to decode: links of limited bandwidth, the memory that receives, and the requests that change sides.
 
-A link carries one request's KV after the other, in the order the prompts were finished; a transfer takes the sender's
-way out and the receiver's way in. The received copy takes memory outside the receiver's KV cache. vLLM's P2P NCCL
-connector keeps it until the request has finished and has no way to refuse more, so an overloaded decode instance runs
-out of memory; with backpressure transfers wait for room instead.
+A prefill unit runs requests of one output token and keeps the KV blocks of a computed prompt until they have been
+transferred. A link carries the KV of one request at a time, in the order the prompts were finished; a transfer takes
+the sender's outgoing and the receiver's incoming direction. A decode unit admits a request whose KV was delivered
+without computing its prompt again; a preempted request has lost that KV and computes it.
+
+The received copy takes memory outside the receiver's KV cache. vLLM's P2P NCCL connector keeps it until the request has
+finished and has no way to refuse more, so an overloaded decode instance runs out of memory; with backpressure,
+transfers wait for room instead.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+
+from ebbench.config.topology import TransferSpec
+from ebbench.simulation.scheduler import Scheduler
+from ebbench.simulation.state import RequestState
 
 
 @dataclass(frozen=True)
@@ -80,6 +89,12 @@ class TransferFabric:
         self.transfers = 0
         self.bytes = 0.0
 
+    def forget_totals(self) -> None:
+        """Count transfers, their bytes and the peaks of the stores from now on."""
+        self.transfers, self.bytes = 0, 0.0
+        for store in self.stores:
+            store.peak_bytes = store.held_bytes
+
     def offer(self, row: int, source: int, target: int, size_bytes: float, now_ns: int) -> list[Transfer]:
         """The KV of ``row`` is ready to go; returns what starts now. Raises StoreFullError."""
         self._order += 1
@@ -123,3 +138,92 @@ class TransferFabric:
         self.transfers += 1
         self.bytes += size_bytes
         return [Transfer(row, source, target, now_ns + duration_ns)]
+
+
+class Handover:
+    """Joins the prefill and the decode stage. Row i of ``before`` and of ``after`` is the same request.
+
+    ``sources`` and ``targets`` are the schedulers of the two stages, by unit; ``start`` is called with every transfer
+    that begins while a request is admitted (set it before the run).
+    """
+
+    def __init__(
+        self,
+        before: RequestState,
+        after: RequestState,
+        sources: Sequence[Scheduler],
+        targets: Sequence[Scheduler],
+        fabric: TransferFabric,
+        spec: TransferSpec,
+        kv_bytes_per_token: float,
+    ) -> None:
+        self._before, self._after = before, after
+        self._sources, self._targets, self.fabric = sources, targets, fabric
+        self._from_prefill = spec.first_token == "prefill"
+        self._kv_bytes = kv_bytes_per_token
+        self._target_of: dict[int, int] = {}
+        self.start: Callable[[Transfer], None] | None = None
+        if spec.held_until == "admission":
+            for index, target in enumerate(targets):
+                target.listeners.append(_ReleaseAtAdmission(self, index))
+
+    def on_target(self, unit: int) -> list[int]:
+        """Requests sent to a decode unit and not finished."""
+        return [row for row, target in self._target_of.items() if target == unit]
+
+    def prefilled(self, row: int, source: int, now_ns: int) -> bool:
+        """The prompt of ``row`` is computed on ``source``. False when that was all that was asked for."""
+        after = self._after
+        if not self._from_prefill:
+            return True
+        slot = int(after.first_slot[row])
+        after.token_ns[slot] = now_ns
+        after.next_slot[row] = slot + 1
+        after.target[row] += 1
+        if after.max_output[row] > 1:
+            return True
+        after.done[row] = True
+        after.end_ns[row] = now_ns
+        self._sources[source].free_finished(row)
+        return False
+
+    def send(self, row: int, source: int, target: int, now_ns: int) -> list[Transfer]:
+        """The KV of ``row`` is ready to go; returns the transfers that start now."""
+        self._target_of[row] = target
+        size_bytes = float(self._before.prompt[row]) * self._kv_bytes
+        return self.fabric.offer(row, source, target, size_bytes, now_ns)
+
+    def arrived(self, transfer: Transfer, now_ns: int) -> list[Transfer]:
+        """The KV is there: the sender's blocks are free, the request may be decoded, the next transfers start."""
+        row, target = transfer.row, self._targets[transfer.target]
+        self._sources[transfer.source].free_finished(row)
+        # With the first token still to come, the last prompt token is computed again to get it.
+        target.delivered[row] = int(self._before.prompt[row]) - (0 if self._from_prefill else 1)
+        target.add(row)
+        return self.fabric.ended(transfer, now_ns)
+
+    def finished(self, row: int, now_ns: int) -> list[Transfer]:
+        """The request has ended; returns transfers that its memory made room for."""
+        target = self._target_of.pop(row, None)
+        return [] if target is None else self.fabric.release(row, target, now_ns)
+
+    def release_copy(self, row: int, target: int, now_ns: int) -> None:
+        """Give up the received copy of ``row`` before it has finished."""
+        for transfer in self.fabric.release(row, target, now_ns):
+            if self.start is not None:
+                self.start(transfer)
+
+
+@dataclass(frozen=True)
+class _ReleaseAtAdmission:
+    """Listens to the scheduler of a decode unit: from its admission on, a request's KV is in the cache."""
+
+    handover: Handover
+    target: int
+
+    def admitted(self, row: int, cached_tokens: int, now_ns: int, *, first: bool) -> None:
+        """See SchedulerListener."""
+        self.handover.release_copy(row, self.target, now_ns)
+
+    def finished(self, row: int) -> None:
+        """Nothing to do: the copy was given up long before."""

@@ -7,8 +7,9 @@ run their rows come after the plan's, whose row numbers stay what they are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pyarrow as pa
@@ -26,21 +27,26 @@ _COUNTS = ("preemptions", "cached_tokens", "next_slot")
 
 @dataclass
 class Beginning:
-    """When the plan began on the engine's clock, and after how many steps; ``begun`` False: not yet."""
+    """When the plan began on the engine's clock, and after how many steps, in all and by instance.
+
+    ``begun`` False: not yet.
+    """
 
     begun: bool
     time_ns: int = 0
     steps: int = 0
+    steps_of: Counter[int] = field(default_factory=Counter)
 
 
 def at_beginning(
-    beginning: Beginning, steps: Sequence[tuple[int, Step]], controller: Controller | None
+    beginning: Beginning, steps: Sequence[tuple[int, Step]], controllers: Iterable[Controller]
 ) -> Callable[[int], None]:
     """What to call with the time at which the plan begins: notes it, and forgets the records of the warm-up."""
 
     def begin(now_ns: int) -> None:
         beginning.begun, beginning.time_ns, beginning.steps = True, now_ns, len(steps)
-        if controller is not None:
+        beginning.steps_of = Counter(instance for instance, _ in steps)
+        for controller in controllers:
             controller.drain_records()
 
     return begin
@@ -98,11 +104,12 @@ def steps_after(steps: list[tuple[int, Step]], beginning: Beginning) -> list[tup
     return kept
 
 
-def records_after(records: Sequence[Record], beginning: Beginning) -> list[Record]:
-    """Records of the plan on its own clock and in its own count of steps."""
+def records_after(records: Sequence[tuple[int, Record]], beginning: Beginning) -> list[tuple[int, Record]]:
+    """Records of the plan, with their instances, on its own clock and in its own count of steps."""
     if not beginning.begun:
         return []
-    begin_s = beginning.time_ns / 1e9
+    begin_s, before = beginning.time_ns / 1e9, beginning.steps_of
     return [
-        replace(record, time_s=record.time_s - begin_s, step_id=record.step_id - beginning.steps) for record in records
+        (instance, replace(record, time_s=record.time_s - begin_s, step_id=record.step_id - before[instance]))
+        for instance, record in records
     ]

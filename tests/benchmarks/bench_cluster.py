@@ -16,7 +16,7 @@ from ebbench.config.topology import parse_topology
 from ebbench.devices import load_device
 from ebbench.dispatch import parse_dispatch
 from ebbench.engines.base import EngineOptions
-from ebbench.engines.cluster import ClusterEngine
+from ebbench.engines.sim import SimEngine
 from ebbench.workloads import build_plan
 from vllm_eb.policy import parse_policy
 
@@ -29,7 +29,7 @@ def measure(instances: int, workload: str, policy: str, dispatch: str, repeats: 
     plan = build_plan(
         workload, num_prompts=4000 * instances, seed=0, max_concurrency=2048 * instances, source="profile"
     )
-    engine = ClusterEngine(parse_topology(f"dp={instances}"), parse_dispatch(dispatch))
+    engine = SimEngine(parse_topology(f"dp={instances}"), parse_dispatch(dispatch))
     best = (0.0, 0.0)
     for _ in range(repeats):
         gc.collect()

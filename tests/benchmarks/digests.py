@@ -29,7 +29,6 @@ from ebbench.config.topology import parse_topology
 from ebbench.devices import load_device
 from ebbench.dispatch import parse_dispatch
 from ebbench.engines.base import EngineOptions, EngineResult
-from ebbench.engines.cluster import ClusterEngine
 from ebbench.engines.sim import SimEngine
 from ebbench.workloads import build_plan
 from vllm_eb.policy import parse_policy
@@ -122,7 +121,7 @@ class Case:
         policy = parse_policy(self.policy)
         if self.topology is None:
             return SimEngine().run(plan, policy, device, options, None)
-        engine = ClusterEngine(parse_topology(self.topology), parse_dispatch(self.dispatch))
+        engine = SimEngine(parse_topology(self.topology), parse_dispatch(self.dispatch))
         return engine.run(plan, policy, device, options, None)
 
 

@@ -13,7 +13,7 @@ from ebbench.config.topology import PoolSpec, TopologySpec, TransferSpec, parse_
 from ebbench.devices.base import Device, StepShape
 from ebbench.dispatch import parse_dispatch
 from ebbench.engines.base import EngineOptions, EngineResult
-from ebbench.engines.cluster import ClusterEngine
+from ebbench.engines.sim import SimEngine
 from ebbench.records.plan import ClosedPhase, Plan
 from ebbench.records.schema import PLAN
 from vllm_eb.calibration import Calibration
@@ -74,7 +74,7 @@ def run(
 ) -> EngineResult:
     """Run a plan on a cluster."""
     spec = parse_topology(topology) if isinstance(topology, str) else topology
-    engine = ClusterEngine(spec, parse_dispatch(dispatch), parse_dispatch(decode_dispatch))
+    engine = SimEngine(spec, parse_dispatch(dispatch), parse_dispatch(decode_dispatch))
     settings = {"max_num_seqs": 64, "max_num_batched_tokens": 2048, "async_scheduling": False} | options
     return engine.run(requests, parse_policy(policy), on or device(), EngineOptions(**settings))
 

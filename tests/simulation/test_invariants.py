@@ -8,9 +8,11 @@ import pytest
 from hypothesis import given, settings
 
 from ebbench.engines.base import EngineOptions
-from ebbench.simulation.instance import Instance
+from ebbench.simulation.engine import EngineLoop, Unit
 from ebbench.simulation.kv import CachingKv
 from ebbench.simulation.loop import EventLoop
+from ebbench.simulation.scheduler import Scheduler
+from ebbench.simulation.stage import Stage
 from ebbench.simulation.state import RequestState
 from ebbench.simulation.step import SchedulerLimits
 from ebbench.simulation.tables import StepLog
@@ -58,13 +60,14 @@ def test_s3_kv_blocks_are_conserved(world: World) -> None:
     limits = SchedulerLimits(
         world.options.max_num_seqs, world.options.max_num_batched_tokens, world.options.block_size, 0, True
     )
-    instance = Instance(state, limits, device().cost, kv, None, StepLog())
-    EventLoop(world.plan, state, [instance]).run()
+    scheduler = Scheduler(state, limits, kv)
+    engine = EngineLoop([Unit.of(0, scheduler, None)], device().cost, StepLog())
+    EventLoop(world.plan, Stage(state, [engine])).run()
     assert kv.free == kv.total
     assert sorted(kv.free_queue()) == list(range(blocks))
     assert not state.held_blocks.any()
-    assert not instance.waiting
-    assert not len(instance.running)
+    assert not scheduler.waiting
+    assert not len(scheduler.running)
 
 
 @given(worlds())

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 
 from ebbench.engines import sim
 from ebbench.engines.base import EngineOptions, EngineResult
-from ebbench.simulation import instance
-from ebbench.simulation.instance import Instance
+from ebbench.simulation import coasting
+from ebbench.simulation.gate import OpenGate, PolicyGate
 from ebbench.simulation.kv import CachingKv
+from ebbench.simulation.step import Step
 from tests.simulation.worlds import World, plan, worlds
 
 NEVER = 1 << 60
@@ -24,14 +28,24 @@ def equal(first: EngineResult, second: EngineResult) -> bool:
     return all(getattr(first, name).equals(getattr(second, name)) for name in ("requests", "steps", "decisions"))
 
 
+def noted(ordinary: Callable[[Any, Step], None], times_ns: list[int]) -> Callable[[Any, Step], None]:
+    """``Gate.fill`` that keeps the times at which it was called."""
+
+    def fill(self: Any, step: Step) -> None:
+        times_ns.append(step.scheduled_ns)
+        ordinary(self, step)
+
+    return fill
+
+
 @given(worlds())
 @settings(max_examples=150, deadline=None)
 def test_coasting_makes_the_same_steps(world: World) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(instance, "SHORTEST_COAST", 1)
-        coasting = world.run()
-        patch.setattr(instance, "SHORTEST_COAST", NEVER)
-        assert equal(coasting, world.run())
+        patch.setattr(coasting, "SHORTEST_RUN", 1)
+        in_one_go = world.run()
+        patch.setattr(coasting, "SHORTEST_RUN", NEVER)
+        assert equal(in_one_go, world.run())
 
 
 @given(worlds())
@@ -45,9 +59,9 @@ def test_counting_by_stream_equals_blocks_with_identities(world: World) -> None:
 
 @pytest.mark.parametrize("policy", ["v1", "v0", "eb:k=2", "ebplus:update_every=4,min_samples=3"])
 def test_most_steps_of_long_answers_are_coasted(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-    ordinary = Instance._assemble
-    monkeypatch.setattr(Instance, "_assemble", lambda self, now_ns: asked.append(now_ns) or ordinary(self, now_ns))
+    asked: list[int] = []
+    for kind in (OpenGate, PolicyGate):
+        monkeypatch.setattr(kind, "fill", noted(kind.fill, asked))
     options = EngineOptions(max_num_seqs=4, max_num_batched_tokens=64, num_kv_blocks=1000)
     steps = World(plan([(20, 200)] * 8, concurrency=4), policy, options).run().steps.num_rows
     assert len(asked) < steps / 4

@@ -83,13 +83,13 @@ def test_as_many_warmup_requests_at_once_as_the_first_phase_allows(concurrency: 
 
 
 def test_an_interruption_during_the_warmup_leaves_no_request_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ebbench.simulation.instance import Instance
+    from ebbench.simulation.scheduler import Scheduler
 
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
     plan = worlds.plan(LENGTHS, concurrency=20)
-    monkeypatch.setattr(Instance, "_finish", interrupted)
+    monkeypatch.setattr(Scheduler, "deliver", interrupted)
     result = run(plan, LEARNS, 25)
     assert result.interrupted
     assert set(result.requests["status"].to_pylist()) == {"never_sent"}

@@ -1,0 +1,69 @@
+"""Coasting: decode steps in a row between which nothing can happen, made without asking the scheduler each time.
+
+Every such step holds exactly the running requests. A run of them ends before a request has its last token, before KV
+blocks run out, and where the caller knows of something else (an arrival, a policy that wants a prefill). The arrays are
+brought up to date once for all of the steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from ebbench.devices.base import StepShape
+from ebbench.simulation.gate import Gate
+from ebbench.simulation.scheduler import Scheduler
+from ebbench.simulation.state import Ints
+from ebbench.simulation.step import Step
+
+SHORTEST_RUN = 2  # steps; one alone is made as fast the ordinary way
+
+RunStep = Callable[[Step, StepShape], None]
+"""Times a scheduled step on the device and records it."""
+
+
+def coast(scheduler: Scheduler, gate: Gate, run_step: RunStep, now_ns: int, until_ns: int) -> bool:
+    """Make decode steps of the running requests, the first now, all of them scheduled before ``until_ns``.
+
+    Each is scheduled when the step so many places ahead of it ends as there are steps in flight now; the same number
+    is in flight afterwards, the tokens of the others are delivered. False: not one step, and nothing has changed.
+    """
+    kv, rows, block_size = scheduler.counted, scheduler.running, scheduler.limits.block_size
+    if kv is None or not scheduler.only_decodes or len(rows) > scheduler.limits.max_num_batched_tokens:
+        return False
+    in_flight = scheduler.in_flight
+    if (in_flight and in_flight[0].end_ns >= until_ns) or not gate.may_coast():  # one step alone would fit
+        return False
+    computed = scheduler.state.computed.take(rows)
+    most = int(np.minimum.reduce(scheduler.state.last.take(rows) - computed))
+    if most < SHORTEST_RUN:
+        return False
+    seqs, ones = len(rows), scheduler.ones[: len(rows)]
+    growing = np.bincount(-computed % block_size, minlength=block_size).tolist()  # KV blocks needed, by step
+    kv_tokens, before, made, wake_ns = int(np.add.reduce(computed)), len(in_flight), 0, now_ns
+    while made < most and wake_ns < until_ns and growing[made % block_size] <= kv.free:
+        step = Step(wake_ns, rows=rows, tokens=ones, sampled=rows, decode_seqs=seqs)
+        if not gate.admits_decode(step):
+            break
+        kv.take(growing[made % block_size])
+        made += 1
+        kv_tokens += seqs
+        scheduler.steps += 1
+        run_step(step, StepShape((), seqs, kv_tokens, seqs))
+        in_flight.append(step)
+        wake_ns = in_flight[made - 1].end_ns
+    if made:
+        _commit(scheduler, rows, computed + made, made)
+        for _ in range(min(before, made - 1)):
+            scheduler.deliver()
+        scheduler.deliver_decodes(rows, max(made - 1 - before, 0))
+    return made > 0
+
+
+def _commit(scheduler: Scheduler, rows: Ints, computed: Ints, made: int) -> None:
+    """Count the tokens of all steps as scheduled."""
+    state = scheduler.state
+    state.computed[rows] = computed
+    state.target[rows] += made
+    state.held_blocks[rows] = -(-computed // scheduler.limits.block_size)

@@ -1,0 +1,213 @@
+"""vLLM v1's engine loop (0.32) in virtual time: when steps are made, how long they take, what becomes of them.
+
+One loop drives one unit, or several units in lockstep: the units of one DP+EP instance exchange tokens in the expert
+layers, so no unit can go on before all have come as far, and a step lasts as long as its slowest unit (Tian et al.
+2025, section 3.3). Each unit has its own scheduler, KV cache and policy; a unit with nothing to do takes part with an
+empty batch.
+
+:meth:`EngineLoop.wake` does what vLLM's engine core does between two blocking waits and returns when it wants to be
+woken next; the event loop (:mod:`ebbench.simulation.loop`) owns the clock.
+
+Asynchronous scheduling is vLLM's: up to two steps are out at a time, so step n+1 is scheduled before the completions
+of step n are known, and a freed slot is seen one step late. A step that could schedule nothing takes no time but, as in
+vLLM, a place in the queue of two.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ebbench.devices.base import CostModel, PassCost, StepShape
+from ebbench.simulation.coasting import coast
+from ebbench.simulation.gate import Gate, gate_for
+from ebbench.simulation.scheduler import Scheduler
+from ebbench.simulation.step import NS_PER_S, Step, StepSink
+from vllm_eb.controller import Controller
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One scheduler with its policy. ``index`` counts the units of all stages."""
+
+    index: int
+    scheduler: Scheduler
+    gate: Gate
+
+    @staticmethod
+    def of(index: int, scheduler: Scheduler, controller: Controller | None) -> Unit:
+        """A unit under the policy of ``controller``; None is vLLM's own scheduling."""
+        return Unit(index, scheduler, gate_for(scheduler, controller))
+
+
+class StepTimer:
+    """The device of one engine, which runs one step after the other."""
+
+    def __init__(self) -> None:
+        self._free_ns = 0
+
+    def run(self, scheduled_ns: int, duration_s: float) -> tuple[int, int]:
+        """Start and end, in ns, of a step scheduled now."""
+        start_ns = max(scheduled_ns, self._free_ns)
+        self._free_ns = start_ns + round(duration_s * NS_PER_S)
+        return start_ns, self._free_ns
+
+
+@dataclass(slots=True)
+class Pass:
+    """The steps that all units make together, one per unit that has something to do."""
+
+    end_ns: int
+    steps: list[Step]
+
+
+OnPass = Callable[[int, int], None]
+"""Called with the start and the end, in ns, of every pass when it is scheduled."""
+
+
+class EngineLoop:
+    """One engine instance: units, the device that times their steps, and the steps that are out."""
+
+    def __init__(self, units: Sequence[Unit], cost: CostModel, sink: StepSink) -> None:
+        """``cost`` is that of one unit; a PassCost also knows what a pass of several takes."""
+        self.units = units
+        self.on_pass: OnPass | None = None
+        self._cost, self._sink = cost, sink
+        self._alone = units[0] if len(units) == 1 else None
+        self._timer = StepTimer()
+        self._depth = 2 if units[0].scheduler.limits.async_scheduling else 1
+        self._passes: deque[Pass] = deque()
+        self._blocked = False
+
+    @property
+    def idle(self) -> bool:
+        """Whether a new arrival must wake it."""
+        return not self._blocked
+
+    @property
+    def busy(self) -> bool:
+        """Whether a unit has another step out after the oldest; a lone unit's empty step counts, as it does in vLLM."""
+        if len(self.units) == 1:
+            return len(self._passes) > 1
+        return any(len(unit.scheduler.in_flight) > 1 for unit in self.units)
+
+    def wake(self, now_ns: int, until_ns: int = 0) -> tuple[int | None, list[int]]:
+        """Take up the loop at ``now_ns``. Returns when to be woken again (None: on arrival) and the rows that ended.
+
+        The caller passes on the ended rows and wakes the loop again at the same time before anything later happens, so
+        that requests released by a completion are there for the next scheduling step. Before ``until_ns`` nothing will
+        arrive, so steps up to then may be made at once.
+        """
+        if self._blocked:
+            self._blocked = False
+            ended = self._deliver(self._passes.popleft())
+            if ended:
+                return now_ns, ended
+        if until_ns > now_ns and len(self._passes) == self._depth - 1 and self._coast(now_ns, until_ns):
+            self._blocked = True
+            return self._passes[0].end_ns, []
+        fruitless = 0
+        while True:
+            if self._take_arrivals(now_ns):
+                self._passes.append(self._schedule(now_ns))
+                if not any(queued.steps for queued in self._passes):
+                    # Nothing in flight and nothing scheduled. A prompt that preempted itself fits now; after that
+                    # only an arrival can help.
+                    self._passes.clear()
+                    fruitless += 1
+                    if fruitless > 1:
+                        return None, []
+                    continue
+                if len(self._passes) < self._depth:
+                    continue
+            elif not self._passes:
+                return None, []
+            if not self._passes[0].steps:
+                self._passes.popleft()
+                continue
+            self._blocked = True
+            return self._passes[0].end_ns, []
+
+    def _take_arrivals(self, now_ns: int) -> bool:
+        """Let every unit see what has arrived; returns whether any of them has a request."""
+        found = False
+        for unit in self.units:
+            unit.scheduler.take_arrivals(now_ns)
+            found = found or unit.scheduler.has_requests
+        return found
+
+    def _schedule(self, now_ns: int) -> Pass:
+        """Schedule one pass. It has no steps, and takes no time, where no unit could schedule anything."""
+        if self._alone is not None:
+            step = Step(now_ns)
+            self._alone.gate.fill(step)
+            if step.empty:
+                return Pass(now_ns, [])
+            self._run_alone(step, self._alone.scheduler.advance(step))
+            if self.on_pass is not None:
+                self.on_pass(step.start_ns, step.end_ns)
+            return Pass(step.end_ns, [step])
+        return self._schedule_together(now_ns)
+
+    def _schedule_together(self, now_ns: int) -> Pass:
+        steps: list[tuple[Unit, Step]] = []
+        shapes: list[StepShape] = []
+        for unit in self.units:
+            step = Step(now_ns)
+            if unit.scheduler.has_requests:
+                unit.gate.fill(step)
+            if not step.empty:
+                shapes.append(unit.scheduler.advance(step))
+                steps.append((unit, step))
+        if not steps:
+            return Pass(now_ns, [])
+        start_ns, end_ns = self._timer.run(now_ns, self._pass_s(shapes))
+        for unit, step in steps:
+            step.start_ns, step.end_ns = start_ns, end_ns
+            self._record(unit, step)
+        if self.on_pass is not None:
+            self.on_pass(start_ns, end_ns)
+        return Pass(end_ns, [step for _, step in steps])
+
+    def _pass_s(self, shapes: Sequence[StepShape]) -> float:
+        """Seconds of one pass: by the cost model where it knows, else as long as the slowest unit's step."""
+        if isinstance(self._cost, PassCost):
+            return self._cost.pass_s(shapes, len(self.units))
+        return max(self._cost.step_s(shape) for shape in shapes)
+
+    def _run_alone(self, step: Step, shape: StepShape) -> None:
+        """Time a step of the only unit and record it."""
+        assert self._alone is not None
+        step.start_ns, step.end_ns = self._timer.run(step.scheduled_ns, self._cost.step_s(shape))
+        self._record(self._alone, step)
+
+    def _record(self, unit: Unit, step: Step) -> None:
+        scheduler = unit.scheduler
+        step.kv_blocks_used = scheduler.kv.total - scheduler.kv.free
+        step.waiting, step.running = len(scheduler.waiting), len(scheduler.running)
+        self._sink.step(unit.index, step)
+
+    def _deliver(self, ended_pass: Pass) -> list[int]:
+        """Hand out the tokens of a pass; returns the rows that ended, by unit and in scheduling order."""
+        if self._alone is not None:
+            return self._alone.scheduler.deliver()
+        ended: list[int] = []
+        for unit in self.units:
+            if unit.scheduler.in_flight and unit.scheduler.in_flight[0] in ended_pass.steps:
+                ended += unit.scheduler.deliver()
+        return ended
+
+    def _coast(self, now_ns: int, until_ns: int) -> bool:
+        """Make decode steps of the running requests up to ``until_ns``, as long as nothing else is to be done.
+
+        False: not one such step was made, and nothing has changed. Only an engine of one unit coasts, and only where
+        nobody is to be told of the end of each pass.
+        """
+        unit = self._alone
+        if unit is None or self.on_pass is not None or (self._passes and not self._passes[0].steps):
+            return False
+        if not coast(unit.scheduler, unit.gate, self._run_alone, now_ns, until_ns):
+            return False
+        self._passes = deque(Pass(step.end_ns, [step]) for step in unit.scheduler.in_flight)
+        return True

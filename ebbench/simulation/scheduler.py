@@ -1,0 +1,394 @@
+"""vLLM v1's scheduler (0.32): the requests and the KV blocks of one unit, and which of them one step holds.
+
+The rules of ``schedule()`` and ``update_from_output()``: order, chunking, token budget, admission, preemption. Which
+phase a step belongs to is decided in :mod:`ebbench.simulation.gate`; when steps are made and how long they take, in
+:mod:`ebbench.simulation.engine`.
+
+Steps are made tens of thousands of times per second, so the arrays are counted and summed by the plain functions
+(``np.count_nonzero``, ``np.add.reduce``): the methods ``any``, ``all`` and ``sum`` cost several times as much here.
+``a.take(rows)`` costs half of ``a[rows]``.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from ebbench.devices.base import StepShape
+from ebbench.simulation.kv import CountedKv, KvBlocks
+from ebbench.simulation.state import UNSET, Ints, RequestState
+from ebbench.simulation.step import NO_ROWS, SchedulerLimits, Step
+
+
+class SchedulerListener(Protocol):
+    """Is called when requests are admitted and when they finish."""
+
+    def admitted(self, row: int, cached_tokens: int, now_ns: int, *, first: bool) -> None:
+        """A request got its slot; ``first`` False: again, after a preemption. ``cached_tokens`` need no computing."""
+        ...
+
+    def finished(self, row: int) -> None:
+        """A request has all its tokens."""
+        ...
+
+
+class Scheduler:
+    """Waiting and running requests of one unit.
+
+    Requests enter by :meth:`add` and are seen when :meth:`take_arrivals` is called. A step is made in three parts:
+    :meth:`fill` chooses its requests, :meth:`advance` counts their tokens as scheduled, :meth:`deliver` hands out the
+    sampled tokens when the step has ended. ``in_flight`` are the steps between the last two, oldest first.
+
+    ``delivered`` maps a request whose KV was computed elsewhere to the number of tokens it covers; a preemption loses
+    it. With ``keep_finished`` the blocks of a finished request stay taken until :meth:`free_finished`.
+    """
+
+    def __init__(
+        self, state: RequestState, limits: SchedulerLimits, kv: KvBlocks, *, keep_finished: bool = False
+    ) -> None:
+        self.state, self.limits, self.kv = state, limits, kv
+        self.listeners: list[SchedulerListener] = []
+        self.counted = kv if isinstance(kv, CountedKv) else None  # the same manager, where counts are enough
+        self.delivered: dict[int, int] = {}
+        self.seen_ns: Ints = np.zeros(state.count, np.int64)  # when the scheduler first saw a request
+        self.waiting: deque[int] = deque()
+        self.running: Ints = NO_ROWS
+        self.in_flight: deque[Step] = deque()
+        self.prefilling = 0  # running requests with a prompt still to compute: in most steps there are none
+        self.steps = 0  # scheduled so far
+        self.ones: Ints = np.ones(limits.max_num_seqs, np.int64)
+        self._arrived: deque[int] = deque()
+        self._keep_finished = keep_finished
+        self._stale: dict[int, bool] = {}  # preempted with a step in flight: does that step sample a token for it?
+
+    # What it holds.
+
+    @property
+    def has_requests(self) -> bool:
+        """Whether a request is running or waiting; arrivals not taken yet do not count."""
+        return bool(self.waiting) or len(self.running) > 0
+
+    @property
+    def only_decodes(self) -> bool:
+        """Whether there is nothing but decoding requests to think of: no prompt, no arrival, no preemption pending."""
+        return not self.prefilling and not self._stale and not self._arrived and len(self.running) > 0
+
+    @property
+    def kv_blocks_used(self) -> int:
+        """KV blocks that hold something still in use."""
+        return self.kv.total - self.kv.free
+
+    @property
+    def generates(self) -> bool:
+        """Whether a running request with its prompt computed has tokens left to schedule."""
+        state, running = self.state, self.running
+        if not len(running):
+            return False
+        first = running[0]  # nearly always tells
+        if not state.partial[first] and state.computed[first] < state.last[first]:
+            return True
+        return bool(((state.computed[running] < state.last[running]) & ~state.partial[running]).any())
+
+    def queued_tokens(self) -> int:
+        """Prompt tokens received and not scheduled, those whose KV was delivered left out."""
+        state = self.state
+        partial = self.running[state.partial[self.running]]
+        queued = int((state.target[partial] - state.computed[partial]).sum()) if len(partial) else 0
+        for rows in (self.waiting, self._arrived):
+            if rows:
+                queued += int(state.target[np.fromiter(rows, np.int64, len(rows))].sum())
+                queued -= sum(self.delivered.get(row, 0) for row in rows) if self.delivered else 0
+        return queued
+
+    def running_ages(self) -> Sequence[int]:
+        """Output tokens so far of every running request."""
+        ages: list[int] = self.state.outputs(self.running).tolist()
+        return ages
+
+    def admissible(self, running_limit: int) -> bool:
+        """Whether the first waiting request could join the running ones now."""
+        if not self.waiting or len(self.running) >= running_limit:
+            return False
+        row = self.waiting[0]
+        known = int(self.state.target[row])
+        hits = self.kv.lookup(row, known)
+        needed = -(-known // self.limits.block_size) - len(hits) + self.kv.evictable(hits)
+        return needed <= self.kv.free
+
+    # Requests coming in.
+
+    def add(self, row: int) -> None:
+        """A request has arrived."""
+        self._arrived.append(row)
+
+    def take_arrivals(self, now_ns: int) -> None:
+        """Move what has arrived into the waiting queue."""
+        if not self._arrived:
+            return
+        self.seen_ns[list(self._arrived)] = now_ns
+        self.waiting.extend(self._arrived)
+        self._arrived.clear()
+
+    # One step.
+
+    def fill(self, step: Step, candidates: Ints, *, admit: bool, running_limit: int) -> None:
+        """vLLM's ``schedule()`` with the running requests outside ``candidates`` set aside."""
+        threshold = self.limits.long_prefill_token_threshold
+        if threshold and len(candidates) + len(self.waiting) <= 1:
+            threshold = 0
+        rows, tokens, budget = self._schedule_running(step, candidates, threshold)
+        if admit and not step.preempted and self.waiting:
+            new_rows, new_tokens = self._admit(step.scheduled_ns, budget, threshold, running_limit)
+            if new_rows:
+                rows = np.concatenate([rows, np.array(new_rows, np.int64)])
+                tokens = np.concatenate([tokens, np.array(new_tokens, np.int64)])
+        step.rows, step.tokens = rows, tokens
+
+    def _schedule_running(self, step: Step, candidates: Ints, threshold: int) -> tuple[Ints, Ints, int]:
+        if not len(candidates):
+            return NO_ROWS, NO_ROWS, self.limits.max_num_batched_tokens
+        if not self.prefilling and (decodes := self._decode_all(candidates)) is not None:
+            return decodes, self.ones[: len(decodes)], self.limits.max_num_batched_tokens - len(decodes)
+        state, budget = self.state, self.limits.max_num_batched_tokens
+        computed = state.computed.take(candidates)
+        tokens = state.target.take(candidates) - computed
+        tokens[computed >= state.last.take(candidates)] = 0  # the last token is in flight: no further step is needed
+        if threshold:
+            np.minimum(tokens, threshold, out=tokens)
+        if np.add.reduce(tokens) > budget:
+            before = np.cumsum(tokens) - tokens
+            tokens = np.clip(budget - before, 0, tokens)
+        block_size = self.limits.block_size
+        need = (computed + tokens + (block_size - 1)) // block_size - state.held_blocks.take(candidates)
+        np.maximum(need, 0, out=need)
+        if np.add.reduce(need) <= self.kv.free:
+            self._grow(candidates, need)
+        else:
+            kept = self._grow_preempting(step, candidates, need)
+            candidates, tokens = candidates[:kept], tokens[:kept]
+        if np.count_nonzero(tokens) < len(tokens):
+            scheduled = tokens > 0
+            candidates, tokens = candidates[scheduled], tokens[scheduled]
+        if self.prefilling:
+            # Findable from now on, also for requests admitted in this very step.
+            partial = state.partial[candidates]
+            after = state.computed[candidates[partial]] + tokens[partial]
+            for row, known in zip(candidates[partial].tolist(), after.tolist(), strict=True):
+                self.kv.publish(row, known)
+        return candidates, tokens, budget - int(np.add.reduce(tokens))
+
+    def _decode_all(self, rows: Ints) -> Ints | None:
+        """Blocks for one token each of ``rows``, none of which has prompt tokens left; returns those that get one.
+
+        They are the ones whose last token is not in flight. None, with nothing done, where budget or blocks are short:
+        that takes the long way.
+        """
+        state, block_size = self.state, self.limits.block_size
+        computed = state.computed.take(rows)
+        due = computed < state.last.take(rows)
+        if np.count_nonzero(due) < len(rows):
+            rows, computed = rows[due], computed[due]
+        growing = rows[computed // block_size == state.held_blocks.take(rows)]
+        if len(rows) > self.limits.max_num_batched_tokens or len(growing) > self.kv.free:
+            return None
+        if len(growing):
+            self._take(growing, self.ones[: len(growing)])
+        return rows
+
+    def _grow(self, rows: Ints, need: Ints) -> None:
+        """Give each row the blocks it needs; the caller has checked that they are there."""
+        growing = need.nonzero()[0]
+        if len(growing):
+            self._take(rows[growing], need[growing])
+
+    def _take(self, rows: Ints, blocks: Ints) -> None:
+        if self.counted is not None:
+            self.counted.take(int(np.add.reduce(blocks)))
+        else:
+            self.kv.allocate(rows.tolist(), blocks.tolist())
+        self.state.held_blocks[rows] += blocks
+
+    def _grow_preempting(self, step: Step, candidates: Ints, need: Ints) -> int:
+        """Give blocks in order and, where they run out, preempt from the end; returns how many candidates remain.
+
+        In turns, as vLLM does: what an earlier request takes is taken before a later one's blocks come free.
+        """
+        done, kept, taken = 0, len(candidates), 0
+        upto = np.cumsum(need)
+        while True:
+            fit = min(int(upto.searchsorted(taken + self.kv.free, side="right")), kept)
+            if fit > done:
+                blocks = int(upto[fit - 1])
+                if self.counted is not None:
+                    self.counted.take(blocks - taken)
+                else:
+                    growing = done + need[done:fit].nonzero()[0]
+                    self.kv.allocate(candidates[growing].tolist(), need[growing].tolist())
+                done, taken = fit, blocks
+            if done >= kept:
+                break
+            kept -= 1
+            self._preempt(step, int(candidates[kept]))
+            if kept == done:
+                break
+        self.state.held_blocks[candidates[:kept]] += need[:kept]
+        victims = np.zeros(self.state.count, np.bool_)
+        victims[step.preempted] = True
+        self.running = self.running[~victims[self.running]]
+        return kept
+
+    def _preempt(self, step: Step, row: int) -> None:
+        state = self.state
+        self.delivered.pop(row, None)
+        in_flight = next((queued for queued in self.in_flight if row in queued.rows), None)
+        samples = in_flight is not None and (in_flight.sampled is in_flight.rows or row in in_flight.sampled)
+        if in_flight is not None:
+            self._stale[row] = samples
+        known = int(state.target[row]) - samples
+        # vLLM publishes blocks up to the tokens it knew when it scheduled the step in flight.
+        known_then = known - (in_flight is not None and self._got_token_since(row, in_flight.scheduled_ns))
+        self.kv.release(row, min(int(state.computed[row]), known_then))
+        state.target[row], state.computed[row], state.held_blocks[row] = known, 0, 0
+        self.prefilling -= int(state.partial[row])
+        state.partial[row] = False
+        state.preemptions[row] += 1
+        self.waiting.appendleft(row)
+        step.preempted.append(row)
+
+    def _got_token_since(self, row: int, time_ns: int) -> bool:
+        """Whether a token of the row was delivered after a scheduling step at that time."""
+        slot = int(self.state.next_slot[row])
+        return slot > self.state.first_slot[row] and bool(self.state.token_ns[slot - 1] > time_ns)
+
+    def _admit(self, now_ns: int, budget: int, threshold: int, running_limit: int) -> tuple[list[int], list[int]]:
+        state, kv, block_size = self.state, self.kv, self.limits.block_size
+        rows: list[int] = []
+        tokens: list[int] = []
+        skipped: list[int] = []
+        running, counted = len(self.running), self.counted
+        while budget > 0 and self.waiting and running + len(rows) < running_limit:
+            row = self.waiting[0]
+            if row in self._stale:
+                skipped.append(self.waiting.popleft())
+                continue
+            known = int(state.target[row])
+            hits = kv.lookup(row, known)
+            cached = max(len(hits) * block_size, self.delivered.get(row, 0))
+            chunk = known - cached
+            if 0 < threshold < chunk:
+                chunk = threshold
+            chunk = min(chunk, budget)
+            pinned = kv.evictable(hits) if hits else 0
+            if -(-known // block_size) - len(hits) + pinned > kv.free:
+                break
+            self.waiting.popleft()
+            need = -(-(cached + chunk) // block_size) - len(hits)
+            if hits or counted is None:
+                kv.adopt(row, hits)
+            if counted is not None:
+                counted.take(need)
+            else:
+                kv.allocate((row,), (need,))
+            state.held_blocks[row] = len(hits) + need
+            state.computed[row] = cached
+            self._note_admission(row, cached, now_ns)
+            if counted is None:
+                kv.publish(row, cached + chunk)
+            state.partial[row] = True
+            rows.append(row)
+            tokens.append(chunk)
+            budget -= chunk
+        self.waiting.extendleft(reversed(skipped))
+        if rows:
+            self.prefilling += len(rows)
+            self.running = np.concatenate([self.running, np.array(rows, np.int64)])
+        return rows, tokens
+
+    def _note_admission(self, row: int, cached_tokens: int, now_ns: int) -> None:
+        first = bool(self.state.scheduled_ns[row] == UNSET)
+        if first:
+            self.state.scheduled_ns[row] = now_ns
+            self.state.cached_tokens[row] = cached_tokens
+        for listener in self.listeners:
+            listener.admitted(row, cached_tokens, now_ns, first=first)
+
+    def advance(self, step: Step) -> StepShape:
+        """Count the tokens of a filled step as scheduled; returns what the device has to compute."""
+        state, rows = self.state, step.rows
+        self.steps += 1
+        self.in_flight.append(step)
+        before = state.computed.take(rows)
+        after = before + step.tokens
+        state.computed[rows] = after
+        if not self.prefilling:
+            step.sampled, step.decode_seqs = rows, len(rows)
+            state.target[rows] += 1
+            return StepShape((), len(rows), int(np.add.reduce(after)), len(rows))
+        complete = after == state.target.take(rows)
+        step.sampled = rows if np.count_nonzero(complete) == len(rows) else rows[complete]
+        state.target[step.sampled] += 1
+        prefill = state.partial.take(rows).nonzero()[0]
+        chunks = tuple(zip(step.tokens[prefill].tolist(), before[prefill].tolist(), strict=True))
+        step.prefill_tokens = int(np.add.reduce(step.tokens[prefill]))
+        step.decode_seqs = len(rows) - len(prefill)
+        decode_kv = int(np.add.reduce(after)) - int(np.add.reduce(after[prefill])) if step.decode_seqs else 0
+        finished = complete[prefill]
+        state.partial[rows[prefill]] = ~finished
+        self.prefilling -= int(np.count_nonzero(finished))
+        return StepShape(chunks, step.decode_seqs, decode_kv, len(step.sampled))
+
+    def deliver(self) -> list[int]:
+        """The oldest step in flight has ended: hand out its tokens. Returns the rows it finished, in order."""
+        step = self.in_flight.popleft()
+        state, sampled = self.state, step.sampled
+        if self._stale:
+            self._drain_stale(step)
+        slots = state.next_slot.take(sampled)
+        state.token_ns[slots] = step.end_ns
+        slots += 1
+        state.next_slot[sampled] = slots
+        finished = slots == state.end_slot.take(sampled)
+        if not np.count_nonzero(finished):
+            return []
+        ended: list[int] = sampled[finished].tolist()
+        for row in ended:
+            self._finish(row, step.end_ns)
+        self.running = self.running[~state.done.take(self.running)]
+        return ended
+
+    def deliver_decodes(self, rows: Ints, count: int) -> None:
+        """The ``count`` oldest steps in flight, all of them decodes of ``rows``, have ended and finish no request."""
+        if not count:
+            return
+        state = self.state
+        ends_ns = [self.in_flight.popleft().end_ns for _ in range(count)]
+        slots = state.next_slot[rows]
+        state.token_ns[slots[:, None] + np.arange(count)] = ends_ns
+        state.next_slot[rows] = slots + count
+
+    def _drain_stale(self, step: Step) -> None:
+        """A preempted request still gets the token of the step that was in flight."""
+        for row in [row for row in self._stale if row in step.rows]:
+            if self._stale.pop(row):
+                self.state.target[row] += 1
+
+    def _finish(self, row: int, now_ns: int) -> None:
+        state = self.state
+        state.done[row] = True
+        if not state.held_blocks[row]:
+            self.waiting.remove(row)  # ended by the token in flight when it was preempted
+        elif not self._keep_finished:
+            self.free_finished(row)
+        state.end_ns[row] = now_ns
+        for listener in self.listeners:
+            listener.finished(row)
+
+    def free_finished(self, row: int) -> None:
+        """Give the blocks of a finished request back; none are left after the first call."""
+        state = self.state
+        if state.held_blocks[row]:
+            self.kv.release(row, int(state.last[row]))
+            state.held_blocks[row] = 0
