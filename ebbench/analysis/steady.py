@@ -69,6 +69,18 @@ def steady_windows(columns: RequestColumns, phases: Sequence[PhaseFact]) -> tupl
     return _open_loop(columns, load)
 
 
+def completed_sessions_per_s(columns: RequestColumns, windows: Sequence[Window]) -> float:
+    """Sessions per second whose last request ended in the steady windows."""
+    length_s = sum(window.duration_s for window in windows)
+    if length_s <= 0:
+        return 0.0
+    _, which = np.unique(columns.session, return_inverse=True)
+    last = np.full(which.max() + 1, np.iinfo(np.int64).min)
+    np.maximum.at(last, which, np.where(columns.end == MISSING, np.iinfo(np.int64).max, columns.end))
+    ended = sum(int(((last > window.start_ns) & (last <= window.end_ns)).sum()) for window in windows)
+    return ended / length_s
+
+
 def _load(columns: RequestColumns) -> _Load:
     started = columns.intended != MISSING
     session, intended, end = columns.session[started], columns.intended[started], columns.end[started]

@@ -17,7 +17,7 @@ import pyarrow as pa
 from ebbench.analysis.columns import MISSING, Ints, Mask, RequestColumns
 from ebbench.analysis.metrics import meets
 from ebbench.analysis.slo import METRICS, slo_from_limits
-from ebbench.analysis.steady import Window, steady_windows
+from ebbench.analysis.steady import Window, completed_sessions_per_s, steady_windows
 from ebbench.capacity.limits import Limits
 from ebbench.capacity.search import Counts, Probe
 from ebbench.records.manifest import PhaseFact
@@ -107,7 +107,7 @@ def read_measured(run: Measured, load: float, limits: Limits) -> Reading:
         invalid="" if failed else run.reasons,
         mean_open=mean_open,
         requests_per_session=float(counted.sum()) / max(1, sessions),
-        completed_sessions_per_s=_completed_per_s(columns, windows),
+        completed_sessions_per_s=completed_sessions_per_s(columns, windows),
         attainment=float(good.sum() / max(1, counted.sum())),
         shares=_shares(columns, counted, limits),
         goodput_requests_per_s=_per_second(float(good.sum()), length_s),
@@ -178,18 +178,6 @@ def _served_per_s(columns: RequestColumns) -> float:
     last = np.full(which.max() + 1, np.iinfo(np.int64).min)
     np.maximum.at(last, which, np.where(columns.end == MISSING, np.iinfo(np.int64).max, columns.end)[sent])
     return float(((last > start) & (last <= end)).sum() / max(1, end - start) * 1e9)
-
-
-def _completed_per_s(columns: RequestColumns, windows: tuple[Window, ...]) -> float:
-    """Sessions per second whose last request ended in the steady windows."""
-    length_s = sum(window.duration_s for window in windows)
-    if length_s <= 0:
-        return 0.0
-    _, which = np.unique(columns.session, return_inverse=True)
-    last = np.full(which.max() + 1, np.iinfo(np.int64).min)
-    np.maximum.at(last, which, np.where(columns.end == MISSING, np.iinfo(np.int64).max, columns.end))
-    ended = sum(int(((last > window.start_ns) & (last <= window.end_ns)).sum()) for window in windows)
-    return ended / length_s
 
 
 def _mean_open(arrivals: Ints, ends: Ints, start: int, end: int) -> float:

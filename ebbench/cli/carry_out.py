@@ -87,6 +87,7 @@ def carry_out(asked: Asked, *, as_json: bool) -> None:
     _check(asked)
     engine, sentence = engine_of(asked)
     device = device_of(asked, engine)
+    asked = _saturated(asked, engine, device, messages)
     plan = plan_of(asked, asked.seed, device, messages)
     _announce(asked, engine, sentence, plan, messages)
     done = _Done()
@@ -131,6 +132,18 @@ def _check(asked: Asked) -> None:
         raise UsageError(f"--save-as-vllm {asked.save_as_vllm}: give a file in a directory that exists")
     if asked.output_dir is not None and asked.output_dir.exists():
         raise UsageError(f"output directory {asked.output_dir} exists; give another --output-dir or remove it")
+
+
+def _saturated(asked: Asked, engine: Engine, device: Device, messages: Console) -> Asked:
+    """The command line with the saturated rate measured, where the scenario needs one and none was given."""
+    from ebbench.cli.saturation import needs_saturation, with_saturation
+
+    if not needs_saturation(asked, engine):
+        return asked
+    asked, sentence = with_saturation(asked, engine, device)
+    if not asked.quiet:
+        messages.print(sentence, markup=False, soft_wrap=True)
+    return asked
 
 
 def device_of(asked: Asked, engine: Engine) -> Device:

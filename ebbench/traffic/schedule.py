@@ -212,6 +212,6 @@ def phase_rate(spec: ScenarioSpec, phase: Phase, load: Load) -> float:
     if load.saturation_rate is None:
         raise UsageError(
             f"scenario {spec.name!r} gives its rates as shares of saturation: give --saturation-rate "
-            "(requests per second measured with --scenario saturated), or --request-rate"
+            "(sessions per second, measured with --scenario saturated or `ebbench capacity`), or --request-rate"
         )
     return phase.share * load.saturation_rate

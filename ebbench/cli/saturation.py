@@ -1,0 +1,69 @@
+"""The saturated rate that scenarios with shares refer to, measured in virtual time where it was not given."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from ebbench.cli.carry_out import Asked
+    from ebbench.config.topology import TopologySpec
+    from ebbench.devices.base import Device
+    from ebbench.engines.base import Engine
+
+
+def needs_saturation(asked: Asked, engine: Engine) -> bool:
+    """Whether the scenario's rates are shares of a saturated rate that was not given, on an engine in virtual time.
+
+    In real time a saturated server is a measurement of minutes that the user should decide on: there the rate has to
+    be given, as ``ebbench capacity`` or a saturated run finds it.
+    """
+    from ebbench.engines.base import VIRTUAL_TIME
+    from ebbench.traffic.spec import load_scenario
+
+    given = [asked.plan_settings[name] for name in ("request_rate", "saturation_rate")]
+    if engine.name not in VIRTUAL_TIME or asked.scenario is None or any(value is not None for value in given):
+        return False
+    phases = load_scenario(asked.scenario).phases
+    return any(phase.share is not None and phase.rate is None for phase in phases)
+
+
+def _units(topology: TopologySpec) -> int:
+    """Scheduling units that hold sequences: those that generate."""
+    pool = topology.decode or topology.replicas
+    assert pool is not None  # a topology has either
+    return pool.units
+
+
+def with_saturation(asked: Asked, engine: Engine, device: Device) -> tuple[Asked, str]:
+    """The command line with the measured rate, and a sentence about it.
+
+    The first policy is measured, for all policies get the same plan: a closed loop with twice the sequences that fit
+    into a batch, three times as many sessions; the rate is that of completions in the steady window.
+    """
+    from ebbench.analysis.columns import RequestColumns
+    from ebbench.analysis.steady import completed_sessions_per_s, steady_windows
+    from ebbench.engines.cluster import ClusterEngine
+    from ebbench.records.manifest import phase_facts
+    from ebbench.workloads import build_plan
+
+    concurrency = 2 * asked.options.max_num_seqs * (_units(engine.topology) if isinstance(engine, ClusterEngine) else 1)
+    of_load = ("request_rate", "burstiness", "speed", "time_unit", "duration_s", "saturation_rate")
+    settings = {
+        **asked.plan_settings,
+        **dict.fromkeys(of_load),
+        "max_concurrency": concurrency,
+        "num_prompts": 3 * concurrency,
+    }
+    plan = build_plan(asked.workload, "saturated", seed=asked.seed, **settings)
+    result = engine.run(plan, asked.policies[0], device, replace(asked.options, warmup=0), None)
+    columns = RequestColumns.of(result.requests)
+    rate = completed_sessions_per_s(columns, steady_windows(columns, phase_facts(plan)))
+    rate = float(np.format_float_positional(rate, precision=4, fractional=False)) if rate else rate
+    sentence = (
+        f"saturation measured: {rate:g} sessions/s under {asked.policies[0].name} (closed loop of {concurrency:,} "
+        "sessions); --saturation-rate sets another"
+    )
+    return replace(asked, plan_settings={**asked.plan_settings, "saturation_rate": rate}), sentence
