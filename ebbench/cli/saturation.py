@@ -45,11 +45,12 @@ def with_saturation(asked: Asked, engine: Engine, device: Device) -> tuple[Asked
     """
     from ebbench.analysis.columns import RequestColumns
     from ebbench.analysis.steady import completed_sessions_per_s, steady_windows
-    from ebbench.engines.cluster import ClusterEngine
+    from ebbench.engines.sim import SimEngine
     from ebbench.records.manifest import phase_facts
     from ebbench.workloads import build_plan
 
-    concurrency = 2 * asked.options.max_num_seqs * (_units(engine.topology) if isinstance(engine, ClusterEngine) else 1)
+    topology = engine.topology if isinstance(engine, SimEngine) else None
+    concurrency = 2 * asked.options.max_num_seqs * (_units(topology) if topology is not None else 1)
     of_load = ("request_rate", "burstiness", "speed", "time_unit", "duration_s", "saturation_rate")
     settings = {
         **asked.plan_settings,

@@ -23,7 +23,6 @@ from ebbench.devices.parallel import SINGLE, Parallel
 from ebbench.devices.profiles import HostCosts, find_model, find_profile, list_models
 from ebbench.devices.units import shape_of
 from ebbench.engines.base import Engine, EngineOptions
-from ebbench.engines.cluster import ClusterEngine
 from ebbench.engines.sim import SimEngine
 from ebbench.papers.fidelity.cases import Case, reference_rows
 from ebbench.papers.fidelity.scores import Cell
@@ -94,7 +93,7 @@ def _simulate(case: Case, plan: Mapping[str, Any], seed: int, host: HostCosts | 
         how.max_num_seqs, how.max_num_batched_tokens, async_scheduling=ASYNC_SCHEDULING, warmup=how.warmup
     )
     built = _plan(json.dumps(plan, sort_keys=True), seed, how.shuffle)
-    engine: Engine = SimEngine() if topology is None else ClusterEngine(topology)
+    engine: Engine = SimEngine(topology)
     result = engine.run(built, parse_policy(how.policy), device, options, None)
     return None if result.invalid else measure(RequestColumns.of(result.requests))
 
