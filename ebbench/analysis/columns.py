@@ -26,7 +26,7 @@ NEEDED = (
 
 @dataclass(frozen=True)
 class RequestColumns:
-    """One entry a planned request; times in ns from the run's start, ``MISSING`` for null.
+    """One entry per planned request; times in ns from the run's start, ``MISSING`` for null.
 
     ``gaps_ns`` holds the inter-token gaps of all requests one after the other, ``gap_counts`` how many each has.
     """

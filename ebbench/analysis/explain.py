@@ -94,7 +94,7 @@ class DecisionFacts:
 
 
 @dataclass(frozen=True)
-class Story:
+class Explanation:
     """What the tables say about one run; parts are None where nothing was recorded."""
 
     policy: str
@@ -102,10 +102,10 @@ class Story:
     decisions: DecisionFacts | None
 
 
-def explain(run: Run) -> Story:
-    """Read the story of a run. Raises DataError when a table is damaged."""
+def explain(run: Run) -> Explanation:
+    """Read the explanation of a run. Raises DataError when a table is damaged."""
     steps = run.table("steps", _STEP_COLUMNS)
-    return Story(
+    return Explanation(
         policy=run.manifest.policy,
         steps=_step_facts(steps) if steps.num_rows else None,
         decisions=_decision_facts(run.decisions) if run.table("decisions", ["kind"]).num_rows else None,

@@ -23,7 +23,7 @@ _NOTES = (
 
 
 def phases_document(runs: Sequence[Run], slo: Slo | None = None) -> Document:
-    """One section a run, one row a phase. ``slo`` None takes the limits of each run. Raises DataError."""
+    """One section per run, one row per phase. ``slo`` None takes the limits of each run. Raises DataError."""
     sections = tuple(_section(run, slo) for run in runs)
     return Document("phases", "By phase", sections, _NOTES)
 
@@ -69,7 +69,7 @@ def _row(summary: Summary, recovery: Recovery | None, with_slo: bool) -> tuple[V
 def attainment_document(
     runs: Sequence[Run], ttft_ms: Sequence[float], tpot_ms: Sequence[float], *, by_phase: bool = False
 ) -> Document:
-    """Attainment surfaces of stored runs in per cent, one section a run and phase. Raises UsageError, DataError."""
+    """Attainment surfaces of stored runs in per cent, one section per run and phase. Raises UsageError, DataError."""
     sections = []
     for run in runs:
         for surface in run_surfaces(run, ttft_ms, tpot_ms, by_phase=by_phase):

@@ -98,7 +98,7 @@ def _joined(name: str, paths: Sequence[Path], damaged: list[Path], *, skip: bool
 
 
 def _once(requests: pa.Table) -> pa.Table:
-    """One row a request: the last one, should a request have been stored twice."""
+    """One row per request: the last one, should a request have been stored twice."""
     if pc.count_distinct(requests["request_id"]).as_py() == requests.num_rows:
         return requests
     last = {request: row for row, request in enumerate(requests["request_id"].to_pylist())}

@@ -54,7 +54,7 @@ class Recovery:
 
 
 def recoveries(run: Run) -> tuple[Recovery, ...]:
-    """One entry a phase, in the order served. Raises DataError on damaged files."""
+    """One entry per phase, in the order served. Raises DataError on damaged files."""
     columns = RequestColumns.of(run.table("requests", NEEDED))
     spans = served_spans(columns)
     if not spans:

@@ -59,7 +59,7 @@ class _Load:
 
 
 def steady_windows(columns: RequestColumns, phases: Sequence[PhaseFact]) -> tuple[Window, ...]:
-    """Windows in time order, one a phase at most; empty when the load never got there. ``phases`` empty: open loop."""
+    """Windows in time order, at most one per phase; none when the load never got there. No ``phases``: open loop."""
     started = columns.intended != MISSING
     if not started.any():
         return ()

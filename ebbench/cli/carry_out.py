@@ -29,7 +29,7 @@ from ebbench.records.run import NotStoredError, Run, RunWriter, default_run_dir,
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ebbench.analysis.explain import Story
+    from ebbench.analysis.explain import Explanation
     from ebbench.analysis.slo import Slo
     from ebbench.analysis.summary import Summary
     from ebbench.cli.client_flags import ClientFlags
@@ -74,7 +74,7 @@ class _Done:
     """What has been measured so far; it outlives an interruption."""
 
     summaries: list[Summary] = field(default_factory=list)
-    stories: list[Story] = field(default_factory=list)
+    explanations: list[Explanation] = field(default_factory=list)
     phases: list[Summary] = field(default_factory=list)
     interrupted: bool = False
 
@@ -279,7 +279,7 @@ def _keep(run: Run, done: _Done) -> None:
     from ebbench.analysis.summary import summarise, summarise_phases
 
     done.summaries.append(summarise(run))
-    done.stories.append(explain(run))
+    done.explanations.append(explain(run))
     phases = summarise_phases(run)
     if len(phases) > 1:
         done.phases += phases
@@ -354,11 +354,11 @@ def _show(asked: Asked, done: _Done, *, as_json: bool) -> None:
     from ebbench.analysis.compare.cases import cases_of
 
     order = {spec.name: index for index, spec in enumerate(asked.policies)}
-    measured = list(zip(done.summaries, done.stories, strict=False))  # an interruption may fall between the two
+    measured = list(zip(done.summaries, done.explanations, strict=False))  # an interruption may fall between the two
     measured.sort(key=lambda one: (order[one[0].policy], one[0].seed))
-    summaries, stories = [summary for summary, _ in measured], [story for _, story in measured]
+    summaries, explanations = [summary for summary, _ in measured], [explanation for _, explanation in measured]
     phases = sorted(done.phases, key=lambda summary: (order[summary.policy], summary.seed))
-    cases = cases_of(summaries, stories, phases)
+    cases = cases_of(summaries, explanations, phases)
     if as_json:
         from ebbench.analysis.summary import mean_over_repeats
 

@@ -9,7 +9,7 @@ from ebbench.render.documents import cells
 
 
 def as_markdown(document: Document) -> str:
-    """A heading, the reproducing command, one table a section, the notes."""
+    """A heading, the reproducing command, one table per section, the notes."""
     parts = [f"# {_plain(document.title)}", ""]
     if document.command:
         parts += ["```", document.command, "```", ""]

@@ -1,4 +1,4 @@
-"""Runs over time as CSV, one row a commit, in the form change-point tools read (Apache Otava).
+"""Runs over time as CSV, one row per commit, in the form change-point tools read (Apache Otava).
 
 A series is one policy in one environment, under one load and one set of limits: only its rows are comparable. Several
 runs of one commit (seeds, restarts) are one row, their geometric mean, at the time of the first; a cell is empty where

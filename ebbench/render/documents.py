@@ -181,7 +181,7 @@ def _csv_name(column: Column) -> str:
 
 
 def as_html(document: Document) -> str:
-    """A fragment: a heading, one table a section, the notes. Every text is escaped."""
+    """A fragment: a heading, one table per section, the notes. Every text is escaped."""
     parts = [f"<h2>{html.escape(document.title)}</h2>"]
     for section in document.sections:
         parts.append(_html_table(section))

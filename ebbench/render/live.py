@@ -1,4 +1,4 @@
-"""The progress line: one a policy, on stderr; plain text where stderr is no terminal."""
+"""The progress line: one per policy, on stderr; plain text where stderr is no terminal."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Silent:
 
 
 class Plain:
-    """One line at the start and one at the end; one a minute while the engine is not ready."""
+    """One line at the start and one at the end; one per minute while the engine is not ready."""
 
     def __init__(self, console: Console, label: str, planned: int) -> None:
         self._console, self._label, self._planned = console, label, planned

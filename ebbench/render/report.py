@@ -66,7 +66,7 @@ def _answers(cases: Sequence[Case]) -> list[RenderableType]:
     found = words.verdicts(cases)
     if len(cases) == 1:
         [(_, lines, shown)] = found
-        return [Text(), *_paragraphs(lines, shown), *_stories(cases[0])]
+        return [Text(), *_paragraphs(lines, shown), *_explanations(cases[0])]
     parts: list[RenderableType] = [Text()]
     for title, lines, _ in found:
         parts += [Text(title, style="bold"), *map(_bullet, lines)] if title else map(Text, lines)
@@ -78,11 +78,11 @@ def _paragraphs(lines: Sequence[str], certain: bool) -> list[Text]:
     return [Text(line, style=first if index == 0 else "") for index, line in enumerate(lines)]
 
 
-def _stories(case: Case) -> list[RenderableType]:
+def _explanations(case: Case) -> list[RenderableType]:
     parts: list[RenderableType] = []
     for group in case.groups:
-        for story in group.stories[:1]:
-            lines = words.why(story)
+        for explanation in group.explanations[:1]:
+            lines = words.why(explanation)
             if lines:
                 note = f" (seed {group.summaries[0].seed})" if len(group.summaries) > 1 else ""
                 parts.append(Text(f"{group.policy}{note}", style="bold"))

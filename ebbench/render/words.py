@@ -1,4 +1,4 @@
-"""Summaries and stories in plain words: which policy is ahead, by how much, how surely, why, and what to keep in mind.
+"""Results in plain words: which policy is ahead, by how much, how surely, why, and what to keep in mind.
 
 A policy *wins* where the difference is shown (:mod:`ebbench.analysis.compare.certainty`), else it *is ahead*. ``show``,
 the page and ``compare`` take these words from here.
@@ -37,7 +37,7 @@ from ebbench.analysis.compare.policies import (
     request_time,
     steady_throughput,
 )
-from ebbench.analysis.explain import CrossoverFacts, DecisionFacts, Spread, StepFacts, Story
+from ebbench.analysis.explain import CrossoverFacts, DecisionFacts, Explanation, Spread, StepFacts
 from ebbench.analysis.summary import Summary
 from ebbench.render.numbers import change, count, duration_ms, micros, percent, rate, spark
 from vllm_eb.policy import known_policy
@@ -217,16 +217,16 @@ def _latencies(best: Group, reference: Group) -> str:
     return f"Latency beside {reference.policy}: first token after {pair('ttft')}, time per token {pair('tpot')}."
 
 
-def why(story: Story) -> list[str]:
+def why(explanation: Explanation) -> list[str]:
     """Where one run's time went and what its controller decided; empty when nothing was recorded."""
     lines = []
-    if story.steps is not None:
-        lines.append(_time(story.steps))
-        if 0 < story.steps.eb_share < 1:
-            lines.append(_modes(story.steps, story.decisions))
-    if story.decisions is not None:
-        lines += _decisions(story.decisions, story.policy)
-    elif story.steps is not None and (policy := known_policy(story.policy)) and policy.without_decisions:
+    if explanation.steps is not None:
+        lines.append(_time(explanation.steps))
+        if 0 < explanation.steps.eb_share < 1:
+            lines.append(_modes(explanation.steps, explanation.decisions))
+    if explanation.decisions is not None:
+        lines += _decisions(explanation.decisions, explanation.policy)
+    elif explanation.steps is not None and (policy := known_policy(explanation.policy)) and policy.without_decisions:
         lines.append(policy.without_decisions)
     return lines
 
@@ -306,7 +306,7 @@ def _value(spread: Spread) -> str:
 
 
 def missing(groups: Sequence[Group]) -> list[str]:
-    """What became of requests that did not complete, a line a run that has some."""
+    """What became of requests that did not complete, one line per run that has some."""
     found = [(summary, accounting(summary)) for group in groups for summary in group.summaries]
     return [f"{summary.policy}: {line}" for summary, line in found if line]
 

@@ -43,7 +43,7 @@ class Page:
     verdicts: tuple[tuple[str, tuple[str, ...], bool], ...]
     warnings: tuple[str, ...]
     tables: tuple[Table, ...]
-    stories: tuple[tuple[str, tuple[str, ...]], ...]
+    explanations: tuple[tuple[str, tuple[str, ...]], ...]
     environment: tuple[Table, ...]
     labels: tuple[str, ...]
     policies: tuple[str, ...]
@@ -78,7 +78,7 @@ def page_of(runs: Sequence[Run], *, title: str = "", slo: Slo | None = None, ext
             *comparison_tables(cases, all_percentiles=all_percentiles), *failures_tables(summaries, labels), *extra,
             *phase_tables(cases),
         ),
-        stories=tuple(story for case in cases for story in _stories(case)),
+        explanations=tuple(explanation for case in cases for explanation in _explanations(case)),
         environment=environment_tables(labels, runs),
         labels=labels,
         policies=tuple(dict.fromkeys(group.policy for group in groups)),
@@ -116,12 +116,12 @@ def _labels(series: Sequence[str], summaries: Sequence[Summary]) -> tuple[str, .
     return tuple(labels)
 
 
-def _stories(case: Case) -> list[tuple[str, tuple[str, ...]]]:
+def _explanations(case: Case) -> list[tuple[str, tuple[str, ...]]]:
     """Where the time went, told of the first run of each policy."""
     found = []
     for group in case.groups:
         seed = f" (seed {group.summaries[0].seed})" if len(group.summaries) > 1 else ""
-        if lines := tuple(words.why(group.stories[0])):
+        if lines := tuple(words.why(group.explanations[0])):
             found.append((f"{_series(case, group)}{seed}", lines))
     return found
 

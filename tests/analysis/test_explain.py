@@ -1,4 +1,4 @@
-"""Stories read from step and decision tables, and comparisons of policies."""
+"""Explanations read from step and decision tables, and comparisons of policies."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from made_runs import MadeEngine, device_of, plan_of
 
 from ebbench.analysis.compare.policies import Group, baseline_of, differing, gain, group_by_policy, ranked
 from ebbench.analysis.conclude import Setting, conclude
-from ebbench.analysis.explain import Story, explain
+from ebbench.analysis.explain import Explanation, explain
 from ebbench.analysis.slo import Slo
 from ebbench.analysis.summary import Summary, summarise
 from ebbench.engines.base import EngineOptions, EngineResult
@@ -33,8 +33,8 @@ def made(path: Path, policy: str, *, seed: int = 0, gap_ms: int | None = None, *
 
 
 def test_time_by_phase_and_mode(tmp_path: Path) -> None:
-    story = explain(made(tmp_path / "r", "ebplus"))
-    facts = story.steps
+    explanation = explain(made(tmp_path / "r", "ebplus"))
+    facts = explanation.steps
     assert facts is not None
     assert facts.kinds["decode"].share == pytest.approx(0.8)
     assert facts.kinds["prefill"].mean_prefill_tokens == 2000
@@ -60,10 +60,10 @@ def test_what_the_controller_saw(tmp_path: Path) -> None:
 
 def test_a_run_without_steps_and_decisions_tells_nothing(tmp_path: Path) -> None:
     run = made(tmp_path / "r", "v1", steps=STEPS.empty_table(), decisions=DECISIONS.empty_table())
-    assert explain(run) == Story("v1", None, None)
+    assert explain(run) == Explanation("v1", None, None)
 
 
-def group(tmp_path: Path, policy: str, *gaps_ms: int) -> tuple[list[Summary], list[Story]]:
+def group(tmp_path: Path, policy: str, *gaps_ms: int) -> tuple[list[Summary], list[Explanation]]:
     runs = [made(tmp_path / f"{policy}-{i}", policy, seed=i, gap_ms=gap) for i, gap in enumerate(gaps_ms)]
     return [summarise(run) for run in runs], [explain(run) for run in runs]
 
@@ -119,7 +119,7 @@ def test_runs_are_in_the_order_of_their_seeds(tmp_path: Path) -> None:
     (v1, told), (eb, others) = group(tmp_path, "v1", 20, 10), group(tmp_path, "eb", 10, 10)
     both = group_by_policy([*reversed(v1), *eb], [*reversed(told), *others])
     assert both[0].seeds == both[1].seeds == (0, 1)
-    assert both[0].stories == tuple(told)
+    assert both[0].explanations == tuple(told)
     found = gain(both[1], both[0])
     assert found is not None
     assert found.mean == pytest.approx(0.5)  # twice as fast with seed 0, equal with seed 1

@@ -17,7 +17,7 @@ from ebbench.analysis.compare.policies import Group, group_by_policy
 from ebbench.analysis.conclude import Setting, conclude
 from ebbench.analysis.distribution import Distribution
 from ebbench.analysis.documents import text
-from ebbench.analysis.explain import CrossoverFacts, DecisionFacts, Spread, StepFacts, Story, explain
+from ebbench.analysis.explain import CrossoverFacts, DecisionFacts, Explanation, Spread, StepFacts, explain
 from ebbench.analysis.metrics import SteadyRates
 from ebbench.analysis.slo import Slo
 from ebbench.analysis.summary import summarise
@@ -52,7 +52,7 @@ def test_other_numbers() -> None:
 
 
 def made_groups(path: Path, *policies: str, gaps: dict[str, int] | None = None, **faults: Any) -> tuple[Group, ...]:
-    summaries, stories = [], []
+    summaries, explanations = [], []
     for policy in policies:
         engine, plan, spec = MadeEngine(**faults), plan_of(40), parse_policy(policy)
         engine.GAP_MS = engine.GAP_MS | (gaps or {})
@@ -60,8 +60,8 @@ def made_groups(path: Path, *policies: str, gaps: dict[str, int] | None = None, 
         with RunWriter.create(path / policy.replace(":", "-")) as writer:
             run = conclude(writer, Setting(plan, spec, "sim", device_of(), EngineOptions(), 1), result)
         summaries.append(summarise(run))
-        stories.append(explain(run))
-    return group_by_policy(summaries, stories)
+        explanations.append(explain(run))
+    return group_by_policy(summaries, explanations)
 
 
 def test_the_winner_is_measured_against_v1(tmp_path: Path) -> None:
@@ -202,19 +202,24 @@ def test_invalid_runs_are_marked_in_table_and_words(tmp_path: Path) -> None:
 
 def test_a_crossover_never_evaluated_is_explained() -> None:
     facts = DecisionFacts(0, None, None, None, None, None, None, None, 2, "fewer than 16 active sequences", ())
-    assert words.why(Story("ebplus", None, facts)) == ["Crossover: never evaluated (fewer than 16 active sequences)."]
+    assert words.why(Explanation("ebplus", None, facts)) == [
+        "Crossover: never evaluated (fewer than 16 active sequences)."
+    ]
 
 
 def test_an_interval_that_was_never_kept_is_told() -> None:
     steps = StepFacts(3, {}, 0.0, (), 0.5, 0)
-    assert "Interval: no prompt was held back, so this is v1." in words.why(Story("cadence:every=8", steps, None))[-1]
-    assert "Interval" not in words.why(Story("v1", steps, None))[-1]
+    assert (
+        "Interval: no prompt was held back, so this is v1."
+        in words.why(Explanation("cadence:every=8", steps, None))[-1]
+    )
+    assert "Interval" not in words.why(Explanation("v1", steps, None))[-1]
 
 
 def test_both_sides_decide_the_words() -> None:
     sides = CrossoverFacts(9, 0, 1e-5, 2e-5, 1e-6, 0.5, 300)
     facts = DecisionFacts(0, None, None, None, None, None, None, sides, 9, "", ())
-    [line] = words.why(Story("ebplus", None, facts))
+    [line] = words.why(Explanation("ebplus", None, facts))
     assert "10 µs more in a mixed batch" in line
     assert ": mixed batches, at 300 active sequences" in line
     assert "exclusive ahead in 0 of 9" in line
@@ -222,9 +227,9 @@ def test_both_sides_decide_the_words() -> None:
 
 def printed(groups: tuple[Group, ...], width: int) -> str:
     console = Console(file=io.StringIO(), width=width, highlight=False)
-    stories = [story for group in groups for story in group.stories]
+    explanations = [explanation for group in groups for explanation in group.explanations]
     summaries = [summary for group in groups for summary in group.summaries]
-    print_report(console, cases_of(summaries, stories if len(stories) == len(summaries) else ()))
+    print_report(console, cases_of(summaries, explanations if len(explanations) == len(summaries) else ()))
     return console.file.getvalue()  # type: ignore[attr-defined,no-any-return]
 
 
@@ -366,7 +371,7 @@ def facts_of(k: float, n: float, updates: int) -> DecisionFacts:
     ],
 )
 def test_refills_are_told_as_each_policy_decides_them(policy: str, updates: int, line: str) -> None:
-    [told] = words.why(Story(policy, None, facts_of(8, 32, updates)))
+    [told] = words.why(Explanation(policy, None, facts_of(8, 32, updates)))
     assert told.startswith(f"Refill: {line}")
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from ebbench.analysis.compare.policies import Group, baseline_of, group_by_policy
-from ebbench.analysis.explain import Story
+from ebbench.analysis.explain import Explanation
 from ebbench.analysis.summary import Summary
 
 T = TypeVar("T")
@@ -49,11 +49,11 @@ class Case:
 
 
 def cases_of(
-    summaries: Sequence[Summary], stories: Sequence[Story] = (), phases: Sequence[Summary] = ()
+    summaries: Sequence[Summary], explanations: Sequence[Explanation] = (), phases: Sequence[Summary] = ()
 ) -> tuple[Case, ...]:
     """Cases in the order in which their first runs come, in each the baseline in front of the other policies.
 
-    ``stories`` is empty or has one entry per summary.
+    ``explanations`` is empty or has one entry per summary.
     """
     held = partition(range(len(summaries)), [summary.conditions for summary in summaries],
                      [(summary.seed, summary.plan_hash) for summary in summaries])  # fmt: skip
@@ -64,7 +64,9 @@ def cases_of(
     for title, places in held:
         own = [summaries[place] for place in places]
         directories = {summary.run_dir for summary in own}
-        groups = _baseline_first(group_by_policy(own, [stories[place] for place in places] if stories else ()))
+        groups = _baseline_first(
+            group_by_policy(own, [explanations[place] for place in places] if explanations else ())
+        )
         cases.append(
             Case(title, groups, tuple(phase for phase in phases if phase.run_dir in directories), tuple(apart))
         )
@@ -94,11 +96,8 @@ def partition(
         members.setdefault(tuple(sorted(each.items())), []).append(place)
     split = [part for places in members.values() for part in _by_plan(places, plans)]
     split.sort(key=lambda part: part[0][0])
-    apart = telling([compared[places[0]] for places, _ in split])
-    return [
-        (_title(compared[places[0]], apart, plan if len(split) > 1 else ""), [items[place] for place in places])
-        for places, plan in split
-    ]
+    titles = _titles([(compared[places[0]], plan) for places, plan in split])
+    return [(title, [items[place] for place in places]) for title, (places, _) in zip(titles, split, strict=True)]
 
 
 def _by_plan(places: list[int], plans: Sequence[tuple[int, str]]) -> list[tuple[list[int], str]]:
@@ -117,16 +116,28 @@ def telling(conditions: Sequence[Mapping[str, str]]) -> list[str]:
     return [name for name in names if len({each.get(name, "") for each in conditions}) > 1]
 
 
-def _title(conditions: Mapping[str, str], apart: Sequence[str], plan: str) -> str:
-    words = [_worded(name, conditions.get(name, "")) for name in apart]
+def _titles(cases: Sequence[tuple[Mapping[str, str], str]]) -> list[str]:
+    """What tells each case, given by its conditions and its plan, from the others. What a case has no value for is left
+    out where the titles stay distinct without it."""
+    if len(cases) < 2:
+        return [""] * len(cases)
+    apart = telling([conditions for conditions, _ in cases])
+    for complete in (False, True):
+        titles = [_title(conditions, apart, plan, complete=complete) for conditions, plan in cases]
+        if all(titles) and len(set(titles)) == len(titles):
+            break
+    return titles
+
+
+def _title(conditions: Mapping[str, str], apart: Sequence[str], plan: str, *, complete: bool) -> str:
+    words = [_worded(name, conditions.get(name, ""), complete=complete) for name in apart]
     return ", ".join([*(word for word in words if word), *([f"plan {plan}"] if plan else [])])
 
 
-def _worded(name: str, text: str) -> str:
-    before = NAMES.get(name, name)
+def _worded(name: str, text: str, *, complete: bool) -> str:
     if not text or text == "None":
-        return "" if name in NAMES and not before else f"{name} not recorded"
-    return f"{before} {text}".strip()
+        return f"{name} not recorded" if complete else ""
+    return f"{NAMES.get(name, name)} {text}".strip()
 
 
 def by_phase(case: Case) -> list[tuple[str, tuple[Group, ...]]]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import fmean, stdev
 
 from ebbench.analysis.environment import differing_names
-from ebbench.analysis.explain import Story
+from ebbench.analysis.explain import Explanation
 from ebbench.analysis.metrics import Metrics
 from ebbench.analysis.summary import Summary
 
@@ -19,11 +19,11 @@ TIE = 0.005
 
 @dataclass(frozen=True)
 class Group:
-    """All runs of one policy, one per seed, in the order of the seeds. ``stories`` is empty or one per run."""
+    """All runs of one policy, one per seed, in the order of the seeds. ``explanations`` is empty or one per run."""
 
     policy: str
     summaries: tuple[Summary, ...]
-    stories: tuple[Story, ...]
+    explanations: tuple[Explanation, ...]
 
     def values(self, figure: Figure) -> list[float] | None:
         """A figure of every run; None when one run has none."""
@@ -65,19 +65,19 @@ class Gain:
     spread: float | None
 
 
-def group_by_policy(summaries: Sequence[Summary], stories: Sequence[Story] = ()) -> tuple[Group, ...]:
-    """Groups in the order in which policies first appear. ``stories`` is empty or has one entry per summary.
+def group_by_policy(summaries: Sequence[Summary], explanations: Sequence[Explanation] = ()) -> tuple[Group, ...]:
+    """Groups in the order in which policies first appear. ``explanations`` is empty or has one entry per summary.
 
     Whether the runs asked the same question is not looked at: :func:`ebbench.analysis.compare.cases.cases_of` does.
     """
     policies = dict.fromkeys(summary.policy for summary in summaries)
-    return tuple(_group(policy, summaries, stories) for policy in policies)
+    return tuple(_group(policy, summaries, explanations) for policy in policies)
 
 
-def _group(policy: str, summaries: Sequence[Summary], stories: Sequence[Story]) -> Group:
+def _group(policy: str, summaries: Sequence[Summary], explanations: Sequence[Explanation]) -> Group:
     own = [place for place, summary in enumerate(summaries) if summary.policy == policy]
     own.sort(key=lambda place: summaries[place].seed)
-    told = tuple(stories[place] for place in own) if stories else ()
+    told = tuple(explanations[place] for place in own) if explanations else ()
     return Group(policy, tuple(summaries[place] for place in own), told)
 
 
