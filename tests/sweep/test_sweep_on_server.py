@@ -17,14 +17,14 @@ from ebbench.fakeserver import FakeConfig, FakeServerProcess, parse_fault
 TEXT = (
     TINY.replace('policy = ["v1", "eb"]', "max_concurrency = [1, 2]")
     .replace("max_concurrency = 16\n", "")
-    .replace("num_prompts = 40", "num_prompts = 6")
+    .replace("num_prompts = 40", "num_prompts = 10")
     + "warmup = 2\nworkers = 1\nlag_limit_ms = 5000\n"
 )
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[FakeServerProcess]:
-    with FakeServerProcess(FakeConfig(ttft_ms=5, itl_ms=1)) as running:
+    with FakeServerProcess(FakeConfig(ttft_ms=20, itl_ms=20)) as running:
         yield running
 
 
@@ -45,11 +45,11 @@ def test_cells_run_one_at_a_time_each_with_warmup_and_reset(server: FakeServerPr
     assert done.exit_code == 0, done.output
     assert resets(server) == 4
     entries = ledger(server)
-    assert len(entries) == 4 * 8, "six requests and two of warm-up per cell"
+    assert len(entries) == 4 * 12, "ten requests and two of warm-up per cell"
     spans = sorted((entry["received_ns"], entry["done_ns"]) for entry in entries)
-    for first in range(0, 32, 8):
-        cell = spans[first : first + 8]
-        assert first + 8 == 32 or max(done for _, done in cell) < spans[first + 8][0], "cells overlap"
+    for first in range(0, 48, 12):
+        cell = spans[first : first + 12]
+        assert first + 12 == 48 or max(done for _, done in cell) < spans[first + 12][0], "cells overlap"
     rows = pq.read_table(tmp_path / "out" / "results.parquet").to_pylist()
     assert {(row["engine"], row["vocab_size"], row["extra_body"]) for row in rows} == {
         (server.url, 500, '{"top_p": 0.5}')
