@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 if TYPE_CHECKING:
     from ebbench.papers.fidelity.scores import Cell
+    from ebbench.runs.cell import Cell as Run
 
 REPEATED = "table 3"  # its comparisons are decided by less than single runs scatter, and its runs are short
 GROUPS = (
@@ -41,6 +41,10 @@ def fidelity(
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="First seed of the request plans.")] = 0,
     repeats: Annotated[int, typer.Option(min=1, help="Seeds of table 3, whose means count.")] = 3,
+    runs: Annotated[Path, typer.Option("--runs", help="Where runs are kept; `ebbench tables` shares them.")] = Path(
+        "runs/papers"
+    ),
+    workers: Annotated[int | None, typer.Option("--workers", help="Processes; default: one per core.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Scores as one JSON document on stdout.")] = False,
 ) -> None:
     """Hold emulated devices against published measurements: every cell, ours and theirs.
@@ -54,7 +58,7 @@ def fidelity(
     from ebbench.papers.fidelity.report import BOARD, all_scores, write_report
 
     before = scoreboard.load(against / BOARD)
-    cells = _collect(_chosen(only), seed, repeats)
+    cells = _collect(_chosen(only), seed, repeats, runs, workers)
     files = write_report(cells, out, repeats, before)
     found = all_scores(cells)
     for text in scoreboard.losses(scoreboard.scoreboard(cells), before):
@@ -82,19 +86,29 @@ def _chosen(only: list[str] | None) -> tuple[str, ...]:
     return tuple(only) if only else GROUPS
 
 
-def _collect(groups: tuple[str, ...], seed: int, repeats: int) -> list[Cell]:
+def _collect(groups: tuple[str, ...], seed: int, repeats: int, runs: Path, workers: int | None) -> list[Cell]:
+    from ebbench.cli.make_runs import with_progress
     from ebbench.papers.fidelity.cases import all_cases
-    from ebbench.papers.fidelity.runs import calibration_cells, replay_cells, run_cases
+    from ebbench.papers.fidelity.runs import calibration_cells, cells_of, replay_cells, runs_of
+    from ebbench.runs.store import RunStore
 
     cells: list[Cell] = []
     if "replay" in groups:
         cells += replay_cells()
     cases = [case for case in all_cases() if case.group in groups]
     say = _progress(len(cases))
-    workers = min(len(os.sched_getaffinity(0)), 8)
-    for repeated, runs in ((True, repeats), (False, 1)):
+    store = RunStore(runs)
+
+    def figures(run: Run) -> Mapping[str, Any]:
+        found = store.get(run)
+        assert found is not None  # it has just been made
+        return found.figures
+
+    for repeated, count in ((True, repeats), (False, 1)):
         chosen = [case for case in cases if (case.group == REPEATED) is repeated]
-        cells += run_cases(chosen, seed, say, repeats=runs, workers=workers)
+        wanted = runs_of(chosen, seed, count)
+        with_progress("published runs", wanted, store, whole=False, workers=workers, quiet=False)
+        cells += cells_of(chosen, figures, say, seed, count)
     if "calibration" in groups:
         cells += calibration_cells()
     return cells

@@ -25,13 +25,8 @@ Protocol facts (the authors' published scripts, code and reports, weifang231/eb-
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
-import numpy as np
-import pyarrow as pa
-
-from ebbench.records.plan import Plan
 from ebbench.resources import REFERENCE
 
 ASYNC_SCHEDULING = False
@@ -119,22 +114,3 @@ def figure3_protocol(workload: str, policy: str, *, uniform: bool = False) -> Pr
 def fixed_threshold(k: int) -> str:
     """Figure 3's policy for a fixed k: the scripts pass it as the share k / N, below 1."""
     return f"eb:theta={min(k / FIGURE3_SEQS, 0.99):.4g}"
-
-
-def build(plan: Mapping[str, Any], seed: int, *, shuffle: bool = False) -> Plan:
-    """The request plan of a protocol's arguments. Raises what build_plan raises."""
-    from ebbench.workloads import build_plan
-
-    arguments = dict(plan)
-    found = build_plan(seed=seed, with_text=False, **arguments)
-    return shuffled(found, seed) if shuffle else found
-
-
-def shuffled(plan: Plan, seed: int) -> Plan:
-    """The same requests in another order: what is asked moves, when it is asked stays."""
-    order = pa.array(np.random.default_rng(seed).permutation(plan.table.num_rows))
-    table = plan.table
-    for name in ("input_tokens", "output_tokens", "content"):
-        at = table.schema.get_field_index(name)
-        table = table.set_column(at, table.schema.field(at), table[name].take(order))
-    return replace(plan, table=table)

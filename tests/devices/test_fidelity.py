@@ -15,9 +15,9 @@ from ebbench.devices.profiles import find_profile, list_devices
 from ebbench.papers.fidelity.cases import FIT_ROWS, Case, all_cases, table3
 from ebbench.papers.fidelity.fit import _gauss_newton
 from ebbench.papers.fidelity.report import all_scores, write_report
-from ebbench.papers.fidelity.runs import calibration_cells, replay_cells, run_cases
+from ebbench.papers.fidelity.runs import calibration_cells, case_runs, replay_cells, run_cases
 from ebbench.papers.fidelity.scores import REPLAY_TARGETS, Cell, comparisons, replay_scores, scores
-from ebbench.papers.protocols import build
+from ebbench.runs.make import plan_of
 from vllm_eb.calibration import default_margin
 
 
@@ -67,7 +67,8 @@ def test_only_two_rows_of_table_3_and_one_column_of_silicon_are_fitted_on() -> N
 
 def test_the_distribution_shift_is_the_published_mixture_in_another_order() -> None:
     case = next(c for c in table3() if c.name == "distribution_shift")
-    ordered, mixed = (build(case.protocol.plan, 0, shuffle=shuffle).table for shuffle in (False, True))
+    (run,) = case_runs(case, 0)
+    ordered, mixed = (plan_of(replace(run, shuffle=shuffle)).table for shuffle in (False, True))
     assert case.protocol.shuffle
     lengths = [
         list(zip(t["input_tokens"].to_pylist(), t["output_tokens"].to_pylist(), strict=True)) for t in (ordered, mixed)
@@ -168,7 +169,9 @@ def test_report_names_what_is_fitted_and_keeps_every_cell(tmp_path: Path) -> Non
 
 def test_command_writes_a_report_and_one_json_document(tmp_path: Path) -> None:
     result = CliRunner().invoke(
-        app, ["fidelity", "--only", "replay", "--out", str(tmp_path), "--json"], catch_exceptions=False
+        app,
+        ["fidelity", "--only", "replay", "--out", str(tmp_path), "--runs", str(tmp_path / "runs"), "--json"],
+        catch_exceptions=False,
     )
     assert result.exit_code == 0
     scores_read = json.loads(result.stdout)

@@ -16,6 +16,8 @@ from ebbench.papers.fidelity import scoreboard
 from ebbench.papers.fidelity.scores import REPLAY_TARGETS, THROUGHPUT, Cell, Score, comparisons, replay_scores, scores
 from ebbench.render import palette
 
+NOTES = "What the protocol is taken to be, and why figures miss where they do: [notes](notes.md), written by hand."
+
 INTRODUCTION = """# Fidelity: emulated devices against published measurements
 
 Written by `ebbench fidelity`. Every number measured by others stands beside ours. *Fitted* cells belong to rows that a
@@ -23,68 +25,6 @@ constant was fitted on; everything else is *predicted*. *Unscored* cells carry a
 {runs}
 Sources: Zhang et al., ICML 2026 (tables 2, 3, 13, 17, 19, 20; figures 3 and 5; calibrations, weifang231/eb-vllm),
 casys-kaist/LLMServingSim (the RTX 4090 run) and aiconfigurator-core (silicon). What a device is made of is in `NOTICE`.
-"""
-
-EXPLANATIONS = """## What the protocol is taken to be
-
-What the paper leaves open was looked up in the authors' scripts and reports (weifang231/eb-vllm), not in its cells:
-
-- **Warm-up.** 100 requests before every synthetic run and 20 before every real one, with the plan's lengths, drained,
-  and in no figure, as the scripts' `--num-warmups` beside `--num-prompts 4000` says; none before the shifts
-  (`--num-warmups 0`). The controller keeps what it learnt. `vllm bench serve` repeats its first prompt instead.
-- **Distribution shift.** `run_distribution_shift.sh` sets a floor of 0.7 under the threshold, for EB and EB+. Prompts
-  are cut to their mean, answers lie within 25 % of it. The client shuffles a data set unless told not to, and is not
-  told: the three "phases" were served as one mixture.
-- **EB at c = 512 and 2048.** The same floor, *inferred*: TTFT and TPOT at c = 512, a fitted row, are those of 0.7 on
-  both GPUs; Algorithm 1 alone gives 0.34 and 0.20. The memory-safe batch stays on. EB at c = 32 and all of EB+
-  show no floor.
-- **EB+'s margin on RTX PRO 6000** is 1e-5 s/token as on H200, *inferred*: the gap of eq. 8 is 6e-5 at table 3's lengths
-  (beta_mb.csv), so that with the general default of 1e-4 EB+ could not have left mixed batching, as it did.
-- **ShareGPT.** Answers of 360 tokens (Qwen3-8B) and 292 (Qwen3-30B-A3B): what the authors' reports give for the runs
-  printed. The 30B cells for RTX PRO 6000 are taken to be like those for H200.
-- **Memory-safe batch off in table 2**, as in its scripts: with it, NuminaMath on Qwen3-30B-A3B would reach 0.30
-  requests/s on RTX PRO 6000 where 0.48 are printed.
-
-## Where it misses, and why
-
-- **What the constants are fitted to.** Throughput and TPOT of v1 (c = 32, 512) and EB (c = 512) alike. An earlier
-  version took TPOT of v1 only: 81.5 % of predicted gains were then within 5 points and 77.1 % of all, and the RTX PRO
-  6000 came out with 6.3 us of host time a sequence where the H200 has 13. With EB's TPOT, whose decode steps hold no
-  prompts, both GPUs agree (13.3 and 13.4 us, the same software), and the predicted rows gain most. Throughput alone
-  fits its own rows exactly and predicts worse (70.4 and 74.3 %).
-- **v1 at c = 512, RTX PRO 6000 (a fitted row), and both gains over it.** The printed TTFT and TPOT mean 9,130 tokens/s
-  with 512 requests in flight; 8,330 are printed. In the other rows at c = 32 and 512 the two agree within 4 %. Ours
-  lies between, so gains come out 11 to 12 points low. No device can meet both numbers. With EB at c = 32 (below) these
-  are the three gains that the fitted rows miss.
-- **EB+ over EB, distribution shift on H200**: the one winner that is wrong (+2.0 % in print). All three schedulers come
-  out within 2 % of each other here, and single seeds put EB+ anywhere from 2 % below EB to 2 % above.
-- **EB at c = 32.** The printed TTFT (0.09 s, 0.06 s) is that of a refill at every free slot. The published rule waits
-  for `min(q, N-n)/n >= theta/(1-theta)`. The cells for H200 come from a rerun with other scheduler code: an earlier
-  printing had 1.046 s and 8,609 tokens/s, and the same rerun has 0.93 s at c = 512 where the paper prints 4.6 s.
-- **ShareGPT is 3 to 36 % too fast, everywhere.** The printed cells do not fit together: v1 on RTX PRO 6000 (Qwen3-8B)
-  would hold 17.07 x 360 x 0.275 s = 1,690 sequences where N is 1,536. The authors' own rerun of v1 on H200 gave 47.7
-  requests/s instead of 41.9. Likely, but not tested: an API server in Python that streams 12,000 to 14,000 tokens/s to
-  2,048 connections, which is not modelled here. EB on RTX PRO 6000 holds 1,000 sequences in ours and 650 by the printed
-  numbers, so that its gain is three times too high.
-- **Qwen3-30B-A3B** is 8 to 19 % off on LongBench, in opposite directions on the two GPUs. Its constants are those of
-  Qwen3-8B: table 3 has no row of it to fit on.
-- **NuminaMath, Qwen3-30B-A3B on H200.** EB loses 8 % in print and 3 % here; the authors needed a floor that they chose
-  by workload (0.7) to get it that far.
-- **WildChat (table 2, figure 5).** Message lengths were not published, and the authors' client gives a request up after
-  120 s. Not scored.
-- **Figure 3, EB's point.** Stated for geometric answers, but its p99 TPOT (58, 103, 262 ms) is that of uniform answers,
-  which reproduce it (rows `..., uniform`). With geometric answers no policy comes near: some requests are preempted.
-  Its lead over v1 and over the fixed thresholds is then one between workloads. The authors' rerun of v1 gave 11,200
-  tokens/s (decode-heavy) where 13,974 are printed; ours gives 11,570.
-- **Figure 3, latencies of fixed thresholds** were read off log-scale charts by the authors.
-- **Latencies of the shifts.** Means over phases of unequal length; how they were weighted is not published.
-- **Table 13.** Neither B nor N was published: only the shape can be compared.
-- **TTFT at low load.** Ours has no HTTP server, tokenizer or client in it: 20 ms are missing at c = 32.
-- **Long prompts on H200 (LongBench).** Matrix products in the kernel tables are faster than in the authors' own
-  calibration: short bursts run at higher clocks than a server under load. The arithmetic of products is therefore taken
-  to be 1.10 times as slow (`gemm_factor` of the profile).
-- **Prefill calibrations on RTX PRO 6000** are 18 % above the tables for the same reason, yet LongBench, which is
-  nearly pure prefill, comes out within 5 % for Qwen3-8B: the calibration measured single prompts on an idle GPU.
 """
 
 
@@ -150,7 +90,7 @@ def _markdown(cells: Sequence[Cell], files: Iterable[Path], repeats: int, front:
     for file in files:
         if file.suffix == ".svg":
             yield f"\n![{file.stem}]({file.name})"
-    yield "\n" + EXPLANATIONS
+    yield f"\n{NOTES}\n"
     for source in dict.fromkeys(cell.source for cell in cells):
         yield f"\n## {source}\n"
         chosen = [cell for cell in cells if cell.source == source]

@@ -2,37 +2,32 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ProcessPoolExecutor
-from functools import lru_cache
-from itertools import islice
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from ebbench.analysis.columns import RequestColumns
-from ebbench.analysis.metrics import Metrics, measure
-from ebbench.child import begin_pool_worker
 from ebbench.config.topology import parse_topology
-from ebbench.devices import Device, load_device
+from ebbench.devices import load_device
 from ebbench.devices.fit import DECODE_CONTEXT_TOKENS, DECODE_SEQS, PREFILL_TOKENS, decode_shape, prefill_shape
 from ebbench.devices.linear import published_calibration
-from ebbench.devices.parallel import SINGLE, Parallel
 from ebbench.devices.profiles import HostCosts, find_model, find_profile, list_models
-from ebbench.devices.units import shape_of
-from ebbench.engines.base import Engine, EngineOptions
+from ebbench.engines.base import EngineOptions
 from ebbench.engines.sim import SimEngine
+from ebbench.errors import RunError
+from ebbench.papers.cells import protocol_cells
 from ebbench.papers.fidelity.cases import Case, reference_rows
 from ebbench.papers.fidelity.scores import Cell
-from ebbench.papers.protocols import ASYNC_SCHEDULING, build
 from ebbench.records.plan import Plan
 from ebbench.records.schema import PLAN
+from ebbench.runs.cell import Cell as Run
+from ebbench.runs.make import Task, make
+from ebbench.runs.pool import pool_of
 from vllm_eb.policy import parse_policy
 
 Say = Callable[[str], None]
-METRICS = ("tokens_per_s", "requests_per_s", "ttft_mean_s", "tpot_mean_ms", "tpot_p99_ms")
 DIED = "our run ended in an out-of-memory error of the receiving store, the published one did not"
 REPLAY = "llmservingsim/rtx4090_llama31_8b.csv"
 
@@ -40,28 +35,45 @@ REPLAY = "llmservingsim/rtx4090_llama31_8b.csv"
 def run_cases(
     cases: Iterable[Case], seed: int, say: Say, host: HostCosts | None = None, *, repeats: int = 1, workers: int = 1
 ) -> list[Cell]:
-    """Run every case and return its cells: means over ``repeats`` seeds from ``seed`` on.
+    """Run every case and return its cells: means over ``repeats`` seeds from ``seed`` on. Nothing is stored.
 
     ``host`` replaces the profiles' constants. ``workers`` are processes; what comes out is the same.
     """
     chosen = list(cases)
-    wanted = [(case, seed + i, host) for case in chosen for i in range(repeats)]
-    if workers == 1:
-        return _cells(chosen, (run_case(*one) for one in wanted), repeats, say)
-    with ProcessPoolExecutor(workers, initializer=begin_pool_worker) as pool:
-        return _cells(chosen, pool.map(_run_one, wanted), repeats, say)
+    tasks = [Task(run) for run in runs_of(chosen, seed, repeats, host)]
+    made: dict[Run, Mapping[str, Any]] = {}
+    for task, outcome in pool_of(workers, len(tasks)).outcomes(make, tasks):
+        if outcome.error is not None or outcome.value is None:
+            raise outcome.error or RunError("a run gave no result")
+        made[task.cell] = outcome.value.figures
+    return cells_of(chosen, made.__getitem__, say, seed, repeats, host)
 
 
-def _run_one(wanted: tuple[Case, int, HostCosts | None]) -> dict[str, float]:
-    return run_case(*wanted)
+def runs_of(cases: Iterable[Case], seed: int, repeats: int = 1, host: HostCosts | None = None) -> list[Run]:
+    """The runs behind cases, those that ``ebbench tables`` makes for the same figures."""
+    return [run for case in cases for i in range(repeats) for run in case_runs(case, seed + i, host)]
 
 
-def _cells(cases: Iterable[Case], results: Iterable[dict[str, float]], repeats: int, say: Say) -> list[Cell]:
-    found = iter(results)
+def case_runs(case: Case, seed: int, host: HostCosts | None = None) -> tuple[Run, ...]:
+    """One run, or one per concurrency, whose figures are averaged."""
+    topology = parse_topology(case.topology) if case.topology else None
+    runs = protocol_cells(case.protocol, case.device, case.model, seed=seed)
+    return tuple(run.changed(host=host, topology=topology, quantization=case.quantization) for run in runs)
+
+
+def cells_of(
+    cases: Iterable[Case],
+    figures: Callable[[Run], Mapping[str, Any]],
+    say: Say,
+    seed: int,
+    repeats: int = 1,
+    host: HostCosts | None = None,
+) -> list[Cell]:
+    """The cells of cases whose runs have been made. ``figures`` gives those of a run under a summary's keys."""
     cells: list[Cell] = []
     for case in cases:
-        runs = list(islice(found, repeats))
-        ours = {name: float(np.mean([run[name] for run in runs])) for name in runs[0]}
+        seeds = [[_values(figures(run)) for run in case_runs(case, seed + i, host)] for i in range(repeats)]
+        ours = {name: float(np.mean([np.mean([run[name] for run in runs]) for runs in seeds])) for name in METRICS}
         cells += [
             Cell(
                 number.source, case.device, case.model, case.name, case.scheduler, number.metric, number.value,
@@ -75,59 +87,23 @@ def _cells(cases: Iterable[Case], results: Iterable[dict[str, float]], repeats: 
     return cells
 
 
-def run_case(case: Case, seed: int, host: HostCosts | None = None) -> dict[str, float]:
-    """One case: one simulation, or one per concurrency and their mean. Keys carry their units."""
-    runs = [_values(_simulate(case, plan, seed, host)) for plan in case.protocol.plans()]
-    return {name: float(np.mean([run[name] for run in runs])) for name in runs[0]}
+_KEYS = {
+    "tokens_per_s": ("total_token_throughput", 1.0),
+    "requests_per_s": ("request_throughput", 1.0),
+    "ttft_mean_s": ("mean_ttft_ms", 1e-3),
+    "tpot_mean_ms": ("mean_tpot_ms", 1.0),
+    "tpot_p99_ms": ("p99_tpot_ms", 1.0),
+}
+METRICS = tuple(_KEYS)
 
 
-def _simulate(case: Case, plan: Mapping[str, Any], seed: int, host: HostCosts | None) -> Metrics | None:
-    """What one run gave; None where it ended in a full KV store."""
-    how = case.protocol
-    topology = parse_topology(case.topology) if case.topology else None
-    shape = SINGLE if topology is None else shape_of(topology)
-    device = _device(
-        case.device, case.model, how.max_num_seqs, how.max_num_batched_tokens, host, shape, case.quantization
-    )
-    options = EngineOptions(
-        how.max_num_seqs, how.max_num_batched_tokens, async_scheduling=ASYNC_SCHEDULING, warmup=how.warmup
-    )
-    built = _plan(json.dumps(plan, sort_keys=True), seed, how.shuffle)
-    engine: Engine = SimEngine(topology)
-    result = engine.run(built, parse_policy(how.policy), device, options, None)
-    return None if result.invalid else measure(RequestColumns.of(result.requests))
-
-
-@lru_cache(maxsize=64)
-def _device(
-    name: str, model: str, seqs: int, tokens: int, host: HostCosts | None, shape: Parallel, quantization: str | None
-) -> Device:
-    return load_device(
-        name, model, max_num_seqs=seqs, max_num_batched_tokens=tokens, async_scheduling=ASYNC_SCHEDULING, host=host,
-        parallel=shape, quantization=quantization,
-    )  # fmt: skip
-
-
-@lru_cache(maxsize=8)
-def _plan(arguments: str, seed: int, shuffle: bool) -> Plan:
-    return build(json.loads(arguments), seed, shuffle=shuffle)
-
-
-def _values(metrics: Metrics | None) -> Mapping[str, float]:
-    """Figures by name, not a number where there are none."""
-
-    def scaled(value: float | None, factor: float) -> float:
-        return float("nan") if value is None else value * factor
-
-    if metrics is None:
-        return dict.fromkeys(METRICS, float("nan"))
-    return {
-        "tokens_per_s": scaled(metrics.total_token_throughput, 1.0),
-        "requests_per_s": scaled(metrics.request_throughput, 1.0),
-        "ttft_mean_s": scaled(metrics.ttft.mean, 1e-3),
-        "tpot_mean_ms": scaled(metrics.tpot.mean, 1.0),
-        "tpot_p99_ms": scaled(metrics.tpot.p99, 1.0),
-    }
+def _values(figures: Mapping[str, Any]) -> Mapping[str, float]:
+    """Figures by name, not a number where there are none, or where the run ended in a full KV store."""
+    found = {}
+    for name, (key, scale) in _KEYS.items():
+        value = None if figures.get("dead") else figures.get(key)
+        found[name] = float("nan") if value is None else float(value) * scale
+    return found
 
 
 # --- the real run, replayed ------------------------------------------------------------------------------------
