@@ -59,6 +59,10 @@ def show(
     max_num_batched_tokens: Annotated[int | None, typer.Option(help="Sizes the KV cache.")] = None,
     async_scheduling: Annotated[bool, typer.Option(help="Host work beside the GPU's, or before it.")] = True,
     enforce_eager: Annotated[bool, typer.Option("--enforce-eager", help="Without CUDA graphs.")] = False,
+    tp: Annotated[int, typer.Option(help="GPUs that share the model by tensor parallelism.")] = 1,
+    link: Annotated[str, typer.Option(help="Kind of link between them. Default: the device's usual one.")] = "",
+    quantization: Annotated[str | None, typer.Option(help="Weights in another type than the model's own: fp8.")] = None,
+    kv_cache_dtype: Annotated[str, typer.Option(help="KV cache: auto (the model's own), bfloat16 or fp8.")] = "auto",
     plot: Annotated[Path | None, typer.Option(help="Also draw the curves: .svg, .png or .html.")] = None,
     as_json: JsonFlag = False,
 ) -> None:
@@ -66,8 +70,9 @@ def show(
     from ebbench.cli.preflight import check_counts
     from ebbench.devices.describe import describe
     from ebbench.devices.loader import load_device
+    from ebbench.devices.parallel import Parallel
 
-    check_counts(context=context, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
+    check_counts(tp=tp, context=context, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
     device = load_device(
         name,
         model,
@@ -76,8 +81,11 @@ def show(
         max_num_batched_tokens=max_num_batched_tokens,
         async_scheduling=async_scheduling,
         eager=enforce_eager,
+        parallel=Parallel(tp=tp, link=link),
+        quantization=quantization,
+        kv_cache_dtype=kv_cache_dtype,
     )
-    facts = describe(device, name, model, context)
+    facts = describe(device, context)
     if as_json:
         typer.echo(json.dumps(facts.to_dict()))
     else:

@@ -6,9 +6,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ebbench.devices.base import Device
+from ebbench.devices.capacity import weight_bytes_per_gpu
 from ebbench.devices.fit import decode_shape, mixed_shape, prefill_shape
 from ebbench.devices.geometry import ModelGeometry
 from ebbench.devices.marginal import MarginalCurve, marginal_curve
+from ebbench.devices.parallel import Parallel
 from ebbench.devices.profiles import DeviceProfile, find_model, find_profile, list_devices, list_models
 
 UTILIZATION = 0.9  # vLLM's default gpu_memory_utilization, which load_device assumes too
@@ -36,19 +38,26 @@ class DeviceFacts:
     device: Device
     profile: DeviceProfile
     model: ModelGeometry
+    parallel: Parallel
     context_tokens: int
     steps: tuple[StepTime, ...]
     curve: MarginalCurve
 
     @property
     def kv_cache_bytes(self) -> int:
-        """The KV cache."""
-        return self.device.kv_capacity_tokens * self.model.kv_bytes_per_token
+        """The KV cache of one GPU."""
+        heads = min(self.parallel.tp, self.model.kv_heads)
+        return self.device.kv_capacity_tokens * self.model.kv_bytes_per_token // heads
+
+    @property
+    def gpu_weight_bytes(self) -> int:
+        """The weights on one GPU."""
+        return int(weight_bytes_per_gpu(self.model, self.parallel))
 
     @property
     def reserve_bytes(self) -> int:
         """What vLLM keeps for activations, sampling and the CUDA context: the usable memory's remainder."""
-        return int(self.profile.memory_bytes * UTILIZATION) - self.model.weight_bytes - self.kv_cache_bytes
+        return int(self.profile.memory_bytes * UTILIZATION) - self.gpu_weight_bytes - self.kv_cache_bytes
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON object, units in the names."""
@@ -59,6 +68,10 @@ class DeviceFacts:
             "model": self.device.model,
             "memory_bytes": self.profile.memory_bytes,
             "weight_bytes": self.model.weight_bytes,
+            "tp": self.parallel.tp,
+            "links": {name: asdict(link) for name, link in self.profile.links.items()},
+            "weight_dtype": self.model.weight_dtype,
+            "kv_dtype": self.model.kv_dtype,
             "kv_bytes_per_token": self.model.kv_bytes_per_token,
             "reserve_bytes": self.reserve_bytes,
             "kv_capacity_tokens": self.device.kv_capacity_tokens,
@@ -72,12 +85,16 @@ class DeviceFacts:
         }
 
 
-def describe(device: Device, name: str, model: str, context_tokens: int) -> DeviceFacts:
-    """Evaluate the cost model where a reader wants to know it. ``name`` and ``model`` are what was asked for."""
+def describe(device: Device, context_tokens: int) -> DeviceFacts:
+    """Evaluate the cost model of a loaded device where a reader wants to know it."""
+    assert device.profile is not None
+    assert device.geometry is not None
+    assert device.request is not None
     return DeviceFacts(
         device,
-        find_profile(name),
-        find_model(model),
+        device.profile,
+        device.geometry,
+        device.request.parallel,
         context_tokens,
         tuple(_steps(device, context_tokens)),
         marginal_curve(device.cost, context_tokens),

@@ -11,6 +11,7 @@ from ebbench.devices.capacity import kv_capacity_tokens
 from ebbench.devices.fit import cost_grid, fit_calibration
 from ebbench.devices.geometry import ModelGeometry
 from ebbench.devices.gridcost import GridCost, measured_calibration
+from ebbench.devices.layers import MAX_TOKENS
 from ebbench.devices.linear import GIVEN, SOURCE, LinearCost, given_device, published_calibration
 from ebbench.devices.parallel import SINGLE, Parallel
 from ebbench.devices.profiles import DeviceProfile, HostCosts, find_model, find_profile
@@ -70,6 +71,11 @@ def load(request: DeviceRequest) -> Device:
     """The device of a request, or one given by its constants (``linear.given_device``); see :func:`load_device`."""
     if request.cost not in COSTS:
         raise UnknownNameError("cost model", request.cost, COSTS)
+    if (request.max_num_batched_tokens or 0) > MAX_TOKENS:
+        raise UsageError(
+            f"step times end at {MAX_TOKENS:,} tokens per step; lower --max-num-batched-tokens "
+            f"{request.max_num_batched_tokens}"
+        )
     if request.name.startswith(GIVEN):
         return given_device(request.name, request.model)
     profile, named = find_profile(request.name), find_model(request.model)

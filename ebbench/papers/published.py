@@ -7,12 +7,13 @@ from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
+from ebbench.devices.profiles import find_profile, list_devices
 from ebbench.resources import bundled_dir
 
 EB_PAPER = "Zhang et al., Threshold-Based Exclusive Batching for LLM Inference, ICML 2026"
 DEFERRED_PAPER = "Mohanty et al., Deferred prefill for throughput maximization in LLM inference, EuroMLSys 2025"
 
-GPUS: Mapping[str, str] = {"rtx-pro-6000": "RTX PRO 6000", "h200": "H200"}
+GPUS: Mapping[str, str] = {name: find_profile(name).short_name for name in ("rtx-pro-6000", "h200")}
 MODELS: Mapping[str, str] = {
     "qwen3-8b": "Qwen3-8B", "qwen3-30b-a3b": "Qwen3-30B-A3B", "gemma-3-1b-it": "Gemma-3-1B-IT",
 }  # fmt: skip
@@ -34,7 +35,7 @@ def rows(name: str, folder: str = "paper_tables") -> tuple[Mapping[str, str], ..
 
 def gpu_title(device: str) -> str:
     """The papers' name of a device, or its own."""
-    return GPUS.get(device, device)
+    return (find_profile(device).short_name or device) if device in list_devices() else device
 
 
 def model_title(model: str) -> str:

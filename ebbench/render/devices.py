@@ -47,9 +47,12 @@ def listing(devices: Sequence[dict[str, Any]], models: Sequence[dict[str, Any]])
 def page(facts: DeviceFacts) -> Iterator[RenderableType]:
     """The parts of ``ebbench devices show``, top to bottom."""
     device, model = facts.device, facts.model
-    yield Text(f"{facts.profile.gpu} holding {model.hf_id}", style="bold")
+    gpus = f"{facts.parallel.gpus} x " if not facts.parallel.single else ""
+    yield Text(f"{gpus}{facts.profile.gpu} holding {model.hf_id}", style="bold")
+    each = " of each" if gpus else ""
     yield (
-        f"{UTILIZATION:.0%} of {facts.profile.memory_bytes / 1e9:.1f} GB: weights {model.weight_bytes / 1e9:.1f} GB, "
+        f"{UTILIZATION:.0%} of {facts.profile.memory_bytes / 1e9:.1f} GB{each}: weights "
+        f"{facts.gpu_weight_bytes / 1e9:.1f} GB, "
         f"activations and sampling {facts.reserve_bytes / 1e9:.1f} GB, KV cache {facts.kv_cache_bytes / 1e9:.1f} GB "
         f"at {model.kv_bytes_per_token / 1e3:.0f} kB a token: room for {device.kv_capacity_tokens:,} tokens"
     )
@@ -58,6 +61,9 @@ def page(facts: DeviceFacts) -> Iterator[RenderableType]:
     yield ""
     yield from curve_lines(facts.curve)
     yield ""
+    if facts.profile.links:
+        known = "; ".join(f"{name} ({link.note})" for name, link in facts.profile.links.items())
+        yield Text(f"links between GPUs, the usual one first: {known}", style="dim")
     yield Text(f"step times: {device.provenance}", style="dim")
     yield Text(f"controller: {device.calibration.source}", style="dim")
     for warning in device.warnings:

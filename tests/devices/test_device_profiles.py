@@ -86,6 +86,22 @@ def test_capacity_meets_the_measured_ones() -> None:
         assert ours == pytest.approx(measured, rel=0.02)
 
 
+def test_a_budget_beyond_the_tables_is_refused() -> None:
+    with pytest.raises(UsageError, match="step times end at 65,536 tokens per step"):
+        load_device("h200", "qwen3-8b", max_num_batched_tokens=65_537)
+
+
+def test_constants_that_nobody_fitted_and_scaled_attention_are_caveats(tmp_path: Path) -> None:
+    assert any("was never fitted" in text for text in load_device("l40s", "qwen3-8b").warnings)
+    assert not load_device("h200", "qwen3-8b").warnings
+    odd = tmp_path / "config.json"
+    odd.write_text(
+        '{"model_type": "llama", "num_hidden_layers": 8, "hidden_size": 2048, "num_attention_heads": 18,'
+        '"num_key_value_heads": 6, "head_dim": 96, "intermediate_size": 4096, "vocab_size": 32000}'
+    )
+    assert any("attention of 18 query and 6 KV heads" in text for text in load_device("h200", str(odd)).warnings)
+
+
 def test_every_profile_loads_and_its_lender_exists() -> None:
     for name in list_devices():
         profile = find_profile(name)

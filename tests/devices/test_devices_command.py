@@ -76,3 +76,21 @@ def test_bad_usage_is_one_clear_error(arguments: list[str], kind: type[EbbenchEr
     result = CliRunner().invoke(app, ["devices", "show", *arguments], standalone_mode=False)
     assert isinstance(result.exception, kind)
     assert "\n" not in str(result.exception)
+
+
+def test_show_is_of_one_gpu_of_several_and_names_the_links() -> None:
+    from typer.testing import CliRunner
+
+    from ebbench.cli.main import app
+
+    shown = [
+        json.loads(CliRunner().invoke(app, ["devices", "show", "rtx-pro-6000", "--json", *more]).stdout)
+        for more in ([], ["--tp", "2"], ["--tp", "2", "--link", "pcie-peer"], ["--quantization", "fp8"])
+    ]
+    alone, shared, peers, fp8 = shown
+    assert list(alone["links"]) == ["pcie", "pcie-peer"]
+    assert alone["steps"][0]["step_s"] > shared["steps"][0]["step_s"] > peers["steps"][0]["step_s"]
+    assert shared["kv_capacity_tokens"] > 2 * alone["kv_capacity_tokens"]
+    assert fp8["weight_bytes"] < 0.6 * alone["weight_bytes"]
+    for facts in shown:  # what is not weights or KV cache is reserved, on every GPU alike
+        assert facts["reserve_bytes"] == pytest.approx(alone["reserve_bytes"], rel=0.02)

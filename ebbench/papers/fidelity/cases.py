@@ -17,9 +17,10 @@ from ebbench.papers.protocols import (
     real_protocol,
     table3_protocol,
 )
+from ebbench.papers.published import GPUS
 from ebbench.resources import bundled_dir
 
-DEVICES = {"RTX PRO 6000": "rtx-pro-6000", "H200": "h200"}
+DEVICES = {title: name for name, title in GPUS.items()}
 MODELS = {"Qwen3-8B": "qwen3-8b", "Qwen3-30B-A3B": "qwen3-30b-a3b"}
 FIT_ROWS = ("c=32", "c=512")
 CLIENT_LIMIT = "the authors' client gave requests up after 120 s, and message lengths were not published"
