@@ -43,7 +43,7 @@ def concurrency_cells(question: Question, load: Load) -> dict[float, tuple[Cell,
 
 
 def mix_cells(question: Question, load: Load) -> dict[float, tuple[Cell, Cell]]:
-    """v1 and EB at each decode share, tokens a request as now, uniform lengths, at the load's concurrency."""
+    """v1 and EB at each decode share, tokens per request as now, uniform lengths, at the load's concurrency."""
     total = load.mu_l + load.mu_o
     pairs = {}
     for r in SHARES:

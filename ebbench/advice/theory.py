@@ -47,7 +47,7 @@ class Prediction:
     """Theory's answer. ``n`` is the batch the comparison is made at; throughputs in requests/s.
 
     ``concurrency_crossover``: the number of sequences from which exclusive batching wins (None: none, 0: always).
-    ``mix_crossovers``: decode shares r at which the better mode changes at this ``n`` and these tokens a request.
+    ``mix_crossovers``: decode shares r at which the better mode changes at this ``n`` and these tokens per request.
     """
 
     threshold: Threshold
@@ -127,7 +127,7 @@ def sign_changes(x: Sequence[float], y: Sequence[float]) -> tuple[float, ...]:
 
 
 def with_mix(load: Load, r: float) -> Load:
-    """The same tokens a request at another decode share."""
+    """The same tokens per request at another decode share."""
     total = load.mu_l + load.mu_o
     mu_o = max(1.0, r * total)
     return replace(load, mu_l=max(1.0, total - mu_o), mu_o=mu_o, p0=min(1.0, 1 / mu_o), eta=0.0)

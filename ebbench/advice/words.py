@@ -71,7 +71,7 @@ def theory_lines(advice: Advice) -> list[str]:
         f"lengths from {load.source}: mean {load.mu_l:,.0f} in, {load.mu_o:,.0f} out, "
         f"decode share r = {sides.r:.2f}; {load.concurrency:,} requests open "
         f"{'on average' if load.open_loop else 'at most'}, {theory.n:,} of them in the batch",
-        f"mixing costs {1e6 * sides.lhs:+.1f} µs a token and saves {1e6 * sides.rhs:.1f} µs of fixed costs: "
+        f"mixing costs {1e6 * sides.lhs:+.1f} µs per token and saves {1e6 * sides.rhs:.1f} µs of fixed costs: "
         f"{'exclusive' if theory.exclusive else 'mixed'} batches win"
         + (f" (EB over MB {change(theory.gain)})" if theory.gain is not None else ""),
         _theory_concurrency(theory.concurrency_crossover, theory.sides.lhs),
@@ -79,7 +79,7 @@ def theory_lines(advice: Advice) -> list[str]:
     if theory.mix_crossovers:
         shares = ", ".join(f"{share:.2f}" for share in theory.mix_crossovers)
         lines.append(
-            f"at this batch and {load.mu_l + load.mu_o:,.0f} tokens a request the better mode changes at r = {shares}"
+            f"at this batch and {load.mu_l + load.mu_o:,.0f} tokens per request the better mode changes at r = {shares}"
         )
     else:
         lines.append("no other mix of prompt and answer changes that at this batch")

@@ -39,7 +39,8 @@ from vllm_eb.policy import PolicySpec
 class Setting:
     """Everything that a result came from. ``anchor_unix_ns`` is the wall clock at the run's time 0.
 
-    ``device_known`` False: the engine is somebody's server; its device and options are not ours to state.
+    ``device_known`` False: the engine is a server started elsewhere, so that its device and options are
+    not known.
     """
 
     plan: Plan
@@ -56,7 +57,7 @@ class Setting:
 
     @property
     def kind_of_time(self) -> Clock:
-        """Whether times are the machine's or made up."""
+        """Whether times were measured (real) or simulated (virtual)."""
         return self.clock or ("virtual" if self.engine in VIRTUAL_TIME else "real")
 
 
@@ -194,7 +195,7 @@ def _replayed(plan: Plan) -> bool:
 
 
 def _longer(plan: Plan, advice: str) -> str:
-    """The advice, for a trace in a way that can be followed."""
+    """The advice; another one for a trace, whose length no option changes."""
     return "A longer part of a trace, or a longer trace, would help." if _replayed(plan) else advice
 
 

@@ -23,7 +23,7 @@ _STATISTICS = ("mean", "median", "std", *QUANTILES)
 
 @cache
 def samples_needed(quantile: float, confidence: float = 0.99) -> int:
-    """Smallest n with at least two of n samples beyond ``quantile`` at ``confidence`` (both in (0, 1))."""
+    """Smallest number of samples n of which at least two lie beyond ``quantile`` at ``confidence`` (both in (0, 1))."""
     n = 2
     while quantile**n + n * (1 - quantile) * quantile ** (n - 1) > 1 - confidence:
         n += 1

@@ -1,6 +1,6 @@
 """Why a run came out as it did: where its time went, and what the controller saw and decided.
 
-Reads only the step and decision tables. Everything is optional: a server that records no steps explains nothing.
+Reads only the step and decision tables. Everything is optional: where no steps were recorded, there is no explanation.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _STEP_COLUMNS = (
 
 @dataclass(frozen=True)
 class StepKind:
-    """Steps of one phase: how many, their share of all step time, and what a mean one holds."""
+    """Steps of one phase: how many, their share of all step time, and the mean prompt tokens and sequences in them."""
 
     steps: int
     share: float

@@ -1,4 +1,4 @@
-"""The load of a run: how many sessions came how fast, and what the machine and its scheduler were allowed."""
+"""The load of a run: how many sessions came how fast, and on how many GPUs and with which limits of the scheduler."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ class _Passes:
         }
 
     def decode_rate(self) -> float:
-        """Tokens generated a second."""
+        """Tokens generated per second."""
         return float(self.decodes[self.steady].sum()) / self._span_s
 
     def decode_batch(self) -> float | None:

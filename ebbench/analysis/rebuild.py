@@ -1,6 +1,6 @@
 """Rebuilding a run that was cut off: the shards it left, its plan, and the manifest it began with.
 
-What is rebuilt is honest about itself: it is interrupted and INVALID, and every planned request without a record is
+A rebuilt run is marked as interrupted and INVALID, and every planned request without a record is
 there as cancelled, error class ``not_recorded``.
 """
 
@@ -121,8 +121,8 @@ def _complete(recorded: pa.Table, plan: pa.Table) -> pa.Table:
     rows = pa.table([given.get(f.name, pa.nulls(count, f.type)) for f in REQUESTS], schema=REQUESTS)
     whole = pa.concat_tables([recorded, rows], promote_options="default").combine_chunks()
     order = pc.index_in(plan["request_id"], value_set=whole["request_id"].combine_chunks())
-    strangers = pc.invert(pc.is_in(whole["request_id"], value_set=plan["request_id"].combine_chunks()))
-    return pa.concat_tables([whole.take(order), whole.filter(strangers)])
+    unplanned = pc.invert(pc.is_in(whole["request_id"], value_set=plan["request_id"].combine_chunks()))
+    return pa.concat_tables([whole.take(order), whole.filter(unplanned)])
 
 
 def _judged(manifest: Manifest, tables: dict[str, pa.Table], recorded: int, damaged: Sequence[Path]) -> Manifest:

@@ -1,4 +1,4 @@
-"""Attainment over a grid of TTFT and TPOT targets: which promises a run would have kept.
+"""Attainment over a grid of TTFT and TPOT targets: which targets a run would have met.
 
 The share of *planned* requests that completed and met both targets, as in :mod:`ebbench.analysis.metrics`: a failed
 request meets nothing, nor does one whose TPOT is undefined (fewer than two tokens).

@@ -1,4 +1,4 @@
-"""Whether a run may be believed: reasons that make it INVALID, each one sentence.
+"""Whether the figures of a run may be relied on: reasons that make it INVALID, each one sentence.
 
 An INVALID run is still written and shown; it is never gated or compared as a result.
 """
@@ -55,9 +55,9 @@ def _accounting(requests: pa.Table, plan: pa.Table, columns: RequestColumns) -> 
     repeated = requests.num_rows - pc.count_distinct(answered).as_py()
     if repeated:
         reasons.append(f"{repeated} request ids accounted for more than once")
-    strangers = pc.sum(pc.invert(pc.is_in(answered, value_set=asked.combine_chunks()))).as_py() or 0
-    if strangers:
-        reasons.append(f"{strangers} requests accounted for that were never planned")
+    unplanned = pc.sum(pc.invert(pc.is_in(answered, value_set=asked.combine_chunks()))).as_py() or 0
+    if unplanned:
+        reasons.append(f"{unplanned} requests accounted for that were never planned")
     unknown = sorted(set(columns.status.tolist()) - set(STATUSES))
     if unknown:
         reasons.append(f"unknown request status {', '.join(unknown)}")

@@ -24,7 +24,7 @@ def machine(summaries: Sequence[Summary]) -> str:
 
 
 UNKNOWN_DEVICE = "unknown"
-"""What the device of somebody's server is stored as."""
+"""The device name that is stored for a server of which nothing is known."""
 
 
 def asked(summaries: Sequence[Summary]) -> list[str]:

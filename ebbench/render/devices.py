@@ -54,7 +54,7 @@ def page(facts: DeviceFacts) -> Iterator[RenderableType]:
         f"{UTILIZATION:.0%} of {facts.profile.memory_bytes / 1e9:.1f} GB{each}: weights "
         f"{facts.gpu_weight_bytes / 1e9:.1f} GB, "
         f"activations and sampling {facts.reserve_bytes / 1e9:.1f} GB, KV cache {facts.kv_cache_bytes / 1e9:.1f} GB "
-        f"at {model.kv_bytes_per_token / 1e3:.0f} kB a token: room for {device.kv_capacity_tokens:,} tokens"
+        f"at {model.kv_bytes_per_token / 1e3:.0f} kB per token: room for {device.kv_capacity_tokens:,} tokens"
     )
     yield ""
     yield _step_table(facts)

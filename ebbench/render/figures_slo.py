@@ -1,4 +1,4 @@
-"""Attainment of a run as a heat map over TTFT and TPOT targets, one panel a phase."""
+"""Attainment of a run as a heat map over TTFT and TPOT targets, one panel per phase."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the user sees of some runs: what was asked, the tables, who is ahead, the reasons, the caveats."""
+"""What the user sees of some runs: what was asked, the tables, which policy is ahead, the reasons, the caveats."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def print_report(console: Console, cases: Sequence[Case], *, all_percentiles: bo
 
 
 def _answers(cases: Sequence[Case]) -> list[RenderableType]:
-    """Who is ahead in each case; the reasons too where there is one case only, which is what a reader can follow."""
+    """Which policy is ahead in each case; with one case only, the reasons as well."""
     found = words.verdicts(cases)
     if len(cases) == 1:
         [(_, lines, shown)] = found

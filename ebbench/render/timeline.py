@@ -1,4 +1,4 @@
-"""The timeline of a run: what the scheduler did, what it believed and what came of it, on one axis of time."""
+"""The timeline of a run: mode, estimates, throughput, queue and memory on one axis of time."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Timeline:
 
 
 def timeline_of(run: Run) -> Timeline:
-    """Read a run. Raises DataError when it recorded no steps: a server that is not ours shows none."""
+    """Read a run. Raises DataError when it recorded no steps, as runs against a server do not."""
     steps = run.table("steps", _STEP_COLUMNS)
     if not steps.num_rows:
         raise DataError(f"{run.path}: recorded no engine steps, so there is no timeline; use engine sim or emulated")
@@ -96,7 +96,7 @@ def _sizes(run: Run, times: npt.NDArray[np.float64], held: dict[str, npt.NDArray
 
 
 def _sides(run: Run) -> list[Row]:
-    """Both sides of eq. 8 in microseconds a token at each evaluation."""
+    """Both sides of eq. 8 in microseconds per token at each evaluation."""
     table = run.table("decisions", ["time_ns", "lhs", "rhs", "margin"]).drop_null()
     if not table.num_rows:
         return []

@@ -284,7 +284,7 @@ def _threshold(facts: DecisionFacts, k: Spread, n_limit: Spread, theta: Spread, 
     line += "; " if by_share else " ("
     line += f"theta* = {theta.median:.2f}"
     if facts.theta0 is not None and facts.p0 is not None:
-        line += f", theta0 = {facts.theta0.median:.2f}, completion hazard p0 = {facts.p0.median:.2g} a step"
+        line += f", theta0 = {facts.theta0.median:.2f}, completion hazard p0 = {facts.p0.median:.2g} per step"
     times = "once" if facts.updates == 1 else f"{facts.updates} times"
     return f"{line}), recomputed {times}."
 

@@ -1,1 +1,1 @@
-"""What leaves the program: verdicts for CI, the HTML report, exports to other tools' formats, runs as a database."""
+"""Results for other readers: verdicts for CI, the HTML report, exports to other tools' formats, runs as a database."""

@@ -50,7 +50,7 @@ def _cdf(name: str, title: str, longest_name: int) -> Any:
 
 
 def _hover(base: Any, tooltip: list[Any]) -> Any:
-    """Unseen points that tell their values: a line has one tooltip for all its length."""
+    """Invisible points that carry the tooltips: a line would have a single one for all its length."""
     return base.mark_point(opacity=0, filled=True, size=90, clip=True).encode(tooltip=tooltip)
 
 

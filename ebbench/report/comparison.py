@@ -158,7 +158,7 @@ def verdict(contrast: Contrast) -> str:
 
 
 def answer(comparison: Comparison, contestant: Contestant) -> str:
-    """Who wins in output tokens/s where that is shown, who is ahead where it is not."""
+    """Which policy wins in output tokens/s where that is shown, which is ahead where it is not."""
     found = next((each for each in contestant.contrasts if each.figure == "output_throughput"), None)
     if found is None:
         return f"{contestant.label} and {comparison.baseline} have no throughput to compare."

@@ -117,7 +117,7 @@ def _labels(series: Sequence[str], summaries: Sequence[Summary]) -> tuple[str, .
 
 
 def _explanations(case: Case) -> list[tuple[str, tuple[str, ...]]]:
-    """Where the time went, told of the first run of each policy."""
+    """Where the time went in the first run of each policy."""
     found = []
     for group in case.groups:
         seed = f" (seed {group.summaries[0].seed})" if len(group.summaries) > 1 else ""
