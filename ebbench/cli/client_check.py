@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from ebbench.client.check import Rung
+    from ebbench.client.check import LoadLevel
 
 
 def client_check(
@@ -26,35 +26,35 @@ def client_check(
     Prints lag, CPU per streamed token and the error of TTFT against the server's own times. The fake server
     shares the machine, so against a remote server the client reaches at least this far.
     """
-    from ebbench.client.check import LADDER, climb
+    from ebbench.client.check import LEVELS, measure_levels
     from ebbench.errors import UsageError
 
     if not (0 < rate < inf and 0 < seconds < inf and max_streams >= 1):
         raise UsageError("--rate, --seconds and --max-streams must be positive")
-    ladder = sorted({n for n in LADDER if n < max_streams} | {max_streams})
-    rungs = []
-    for rung in climb(rate, seconds, workers, ladder):
-        rungs.append(rung)
+    streams = sorted({n for n in LEVELS if n < max_streams} | {max_streams})
+    levels = []
+    for level in measure_levels(rate, seconds, workers, streams):
+        levels.append(level)
         if not as_json:
-            typer.echo(_progress(rung), err=True)
+            typer.echo(_progress(level), err=True)
     if as_json:
-        document = {"rungs": [asdict(r) for r in rungs], "trustworthy_up_to": _limit(rungs)}
+        document = {"rungs": [asdict(r) for r in levels], "trustworthy_up_to": _limit(levels)}
         sys.stdout.write(json.dumps(document, indent=2) + "\n")
     else:
-        _print(rungs)
+        _print(levels)
 
 
-def _progress(rung: Rung) -> str:
-    return f"{rung.streams} streams: {'kept' if rung.trustworthy else 'not kept'}"
+def _progress(level: LoadLevel) -> str:
+    return f"{level.streams} streams: {'kept' if level.trustworthy else 'not kept'}"
 
 
-def _limit(rungs: list[Rung]) -> dict[str, float] | None:
+def _limit(levels: list[LoadLevel]) -> dict[str, float] | None:
     """The largest load that was borne."""
-    borne = [r for r in rungs if r.trustworthy]
+    borne = [r for r in levels if r.trustworthy]
     return {"streams": borne[-1].streams, "tokens_per_s": borne[-1].tokens_per_s} if borne else None
 
 
-def _print(rungs: list[Rung]) -> None:
+def _print(levels: list[LoadLevel]) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -63,7 +63,7 @@ def _print(rungs: list[Rung]) -> None:
     for heading in headings:
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("verdict")
-    for r in rungs:
+    for r in levels:
         table.add_row(
             f"{r.streams:,}",
             f"{r.tokens_per_s:,.0f}",
@@ -77,13 +77,13 @@ def _print(rungs: list[Rung]) -> None:
         console = Console(highlight=False, width=200)  # a file has no width; cut nothing off
     console.print(table, markup=False)
     console.print("Lags, errors and lateness are 99th percentiles unless marked.", markup=False)
-    limit = _limit(rungs)
+    limit = _limit(levels)
     if limit is None:
         console.print("The client is not trustworthy at any load tried; is the machine busy?", markup=False)
-    elif rungs[-1].trustworthy:
+    elif levels[-1].trustworthy:
         load = f"{limit['streams']:,} streams ({limit['tokens_per_s']:,.0f} tokens/s)"
         console.print(f"Trustworthy up to at least {load}, the largest load tried.", markup=False)
     else:
         load = f"{limit['streams']:,} streams ({limit['tokens_per_s']:,.0f} tokens/s)"
-        who = "the fake server was late too" if rungs[-1].server_late_ms > 10 else "the client was the limit"
-        console.print(f"Trustworthy up to {load}; at {rungs[-1].streams:,} streams {who}.", markup=False)
+        who = "the fake server was late too" if levels[-1].server_late_ms > 10 else "the client was the limit"
+        console.print(f"Trustworthy up to {load}; at {levels[-1].streams:,} streams {who}.", markup=False)

@@ -1,7 +1,8 @@
-"""``python -m ebbench.client CONTROL BELL [OTHER_BELL ...]``: a worker process.
+"""``python -m ebbench.client CONTROL WAKE_UP [OTHER_WAKE_UP ...]``: a worker process.
 
-The arguments are socket descriptors it inherits; everything else comes over the control socket. A process of our
-own making, not multiprocessing's, so that the caller's main module is not imported again and nothing is pickled.
+The arguments are socket descriptors that it inherits; everything else comes over the control socket. The process is
+started without multiprocessing, so that the main module of the calling program is not imported again and nothing is
+pickled.
 """
 
 import os
@@ -11,10 +12,10 @@ import sys
 import uvloop
 
 from ebbench.child import end_with_parent
-from ebbench.client.process import work
-from ebbench.client.worker import Lines
+from ebbench.client.worker import WorkerSockets
+from ebbench.client.worker_process import run_worker
 
 if __name__ == "__main__":
     end_with_parent()
-    control, bell, *others = (socket.socket(fileno=int(number)) for number in sys.argv[1:])
-    uvloop.run(work(Lines(control, bell, tuple(others)), os.environ))
+    control, wake_up, *others = (socket.socket(fileno=int(number)) for number in sys.argv[1:])
+    uvloop.run(run_worker(WorkerSockets(control, wake_up, tuple(others)), os.environ))

@@ -16,14 +16,14 @@ from ebbench.records.lateness import LAG_FLOOR_MS
 from ebbench.records.plan import ClosedPhase, Plan
 from ebbench.records.schema import PLAN
 
-LADDER = (32, 64, 128, 256, 512, 1024, 2048)
+LEVELS = (32, 64, 128, 256, 512, 1024, 2048)
 _TTFT_MS = 50.0
 _PROMPT_TOKENS = 128
 
 
 @dataclass(frozen=True)
-class Rung:
-    """One load and how the client bore it. Lags and errors in ms, at the 99th percentile unless named p50.
+class LoadLevel:
+    """One load, and what it cost the client. Lags and errors in ms, at the 99th percentile unless named p50.
 
     ``ttft_error``: the client's TTFT from the actual send minus the server's own. ``server_late``: how late the
     fake server itself was; where that is large the server, not the client, is the limit.
@@ -42,23 +42,23 @@ class Rung:
     reason: str
 
 
-def climb(
+def measure_levels(
     rate: float,
     seconds: float,
     workers: int | None,
-    ladder: Sequence[int] = LADDER,
-) -> Iterator[Rung]:
-    """Try one number of streams after the other, each at ``rate`` tokens/s, until one is not borne.
+    streams_to_try: Sequence[int] = LEVELS,
+) -> Iterator[LoadLevel]:
+    """Try one number of streams after the other, each at ``rate`` tokens/s, until the client falls behind.
 
-    A rung lasts about ``seconds`` and ends the climb when it is not trustworthy.
+    A level lasts about ``seconds``; the first that is not trustworthy is the last.
     """
-    for streams in ladder:
+    for streams in streams_to_try:
         with FakeServerProcess(FakeConfig(ttft_ms=_TTFT_MS, itl_ms=1000.0 / rate)) as server:
             options = ClientOptions(workers=workers, metrics_interval_s=None, id_prefix="", reset_prefix_cache=False)
             result = drive(server.url, steady_plan(streams, rate, seconds), options)
-            rung = judge(streams, result, server.ledger())
-        yield rung
-        if not rung.trustworthy:
+            level = judge(streams, result, server.ledger())
+        yield level
+        if not level.trustworthy:
             return
 
 
@@ -80,7 +80,7 @@ def steady_plan(streams: int, rate: float, seconds: float) -> Plan:
     return Plan(pa.table(columns, schema=PLAN), (ClosedPhase("check", requests, streams),), {})
 
 
-def judge(streams: int, result: DriveResult, ledger: Sequence[Entry]) -> Rung:
+def judge(streams: int, result: DriveResult, ledger: Sequence[Entry]) -> LoadLevel:
     """Hold a run against the server's ledger."""
     errors_ms = ttft_errors_ms(result.requests, ledger)
     tokens = sum(entry.tokens for entry in ledger)
@@ -93,7 +93,7 @@ def judge(streams: int, result: DriveResult, ledger: Sequence[Entry]) -> Rung:
         reason = f"requests went out late: p99 {send_lag_ms:.1f} ms"
     else:
         reason = "; ".join(result.invalid)
-    return Rung(
+    return LoadLevel(
         streams=streams,
         tokens_per_s=tokens / duration_s,
         cpu_us_per_token=float(result.facts["client_cpu_s"]) / max(1, tokens) * 1e6,

@@ -1,7 +1,7 @@
 """Send a plan to a server and bring back what happened: the load generator's one entry point.
 
-:func:`drive` reads as a table of contents of a run. What :class:`~ebbench.client.options.ClientOptions` accepts
-is documented there; everything that is asked and when comes from the plan.
+What :class:`~ebbench.client.options.ClientOptions` accepts
+is documented there; what is asked and when comes from the plan.
 """
 
 from __future__ import annotations
@@ -20,29 +20,28 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 import uvloop
 
-from ebbench.client.agenda import make_agenda, unique_ids
-from ebbench.client.book import Book
-from ebbench.client.crew import Crew, crew, workers_for
 from ebbench.client.interrupts import Interrupts
-from ebbench.client.limits import fitting
-from ebbench.client.messages import Assignment, Stop, book_path, plan_path
+from ebbench.client.messages import Assignment, Stop, plan_path, schedule_path
 from ebbench.client.options import ClientOptions, spacing_ns
 from ebbench.client.probe import Probe
 from ebbench.client.progress import Observer, Tally
+from ebbench.client.release_schedule import ReleaseSchedule
 from ebbench.client.scrape import Scraper
+from ebbench.client.session_plan import fitting, plan_sessions, unique_ids
 from ebbench.client.shared import SharedMemory, memory_folder
 from ebbench.client.verdict import client_warnings, invalid_reasons, loop_lag_p99_ms, send_lag_p99_ms
 from ebbench.client.warmup import warm_up
+from ebbench.client.worker_pool import WorkerPool, worker_pool, workers_for
 from ebbench.errors import UsageError
 from ebbench.records.lateness import lag_limit_ms
 from ebbench.records.plan import Plan
 from ebbench.records.schema import SERVER_METRICS
 
-_LEAD_NS = 100_000_000  # between "all are ready" and the start, so that every worker hears of it in time
+_LEAD_NS = 100_000_000  # between "all are ready" and the start, so that the message reaches every worker in time
 
 
 class DriveResult(NamedTuple):
-    """What came of a plan. The first three are the measurements, the rest is what to think of them.
+    """The result of a plan: the measurements, and what qualifies them.
 
     ``requests``: one row for each planned request, in plan order (schema REQUESTS; a column ``text`` with
     ``keep_text``). ``server_metrics``: schema SERVER_METRICS, empty where the server has none. ``invalid``:
@@ -108,7 +107,7 @@ async def _drive(
     environ: Mapping[str, str],
 ) -> DriveResult:
     table, renamed = unique_ids(plan.table)
-    agenda = make_agenda(table, plan.phases, plan.max_concurrency, spacing_ns(options))
+    session_plan = plan_sessions(table, plan.phases, plan.max_concurrency, spacing_ns(options))
     id_prefix = options.id_prefix if options.id_prefix is not None else f"{secrets.token_hex(4)}-"
     async with Probe(url, options, environ) as probe:
         await probe.ready()
@@ -120,9 +119,11 @@ async def _drive(
         scraper = Scraper(probe, options.metrics_interval_s) if options.metrics_interval_s else None
         with tempfile.TemporaryDirectory(prefix="ebbench-", dir=memory_folder()) as folder:
             _store(table, plan_path(folder))
-            memory = SharedMemory.create(book_path(folder), Book.size(agenda.sessions))
-            # Nobody takes the lock here: the book is written to before the start and read after the end.
-            book = Book(memory, contextlib.nullcontext(), agenda.sessions, agenda.slots, agenda.arrivals)
+            memory = SharedMemory.create(schedule_path(folder), ReleaseSchedule.size(session_plan.sessions))
+            # No lock is needed here: the schedule is written to before the start and read after the end.
+            schedule = ReleaseSchedule(
+                memory, contextlib.nullcontext(), session_plan.sessions, session_plan.slots, session_plan.arrivals
+            )
             assignment = Assignment(
                 worker=0,
                 workers=0,
@@ -135,19 +136,19 @@ async def _drive(
                 max_concurrency=plan.max_concurrency,
                 dropped=dropped,
             )
-            async with crew(assignment, workers_for(plan, options), environ) as team:
-                await _run(team, book, tally, scraper, plan.release_for_s)
-            released = book.released
-    requests = tally.complete(agenda, released, dropped)
+            async with worker_pool(assignment, workers_for(plan, options), environ) as pool:
+                await _run(pool, schedule, tally, scraper, plan.release_for_s)
+            released = schedule.released
+    requests = tally.complete(session_plan, released, dropped)
     limit_ms = lag_limit_ms(requests, options.lag_limit_ms)
     facts = {
         "server": url,
         "served_model": served.model,
-        "client_workers": len(team.members),
+        "client_workers": len(pool.handles),
         "client_transport": options.transport,
-        "client_cpu_s": sum(m.farewell.cpu_s for m in team.members if m.farewell),
+        "client_cpu_s": sum(handle.done.cpu_s for handle in pool.handles if handle.done),
         "send_lag_p99_ms": send_lag_p99_ms(requests),
-        "loop_lag_p99_ms": loop_lag_p99_ms(team.members),
+        "loop_lag_p99_ms": loop_lag_p99_ms(pool.handles),
         "lag_limit_ms": limit_ms,
         "request_id_prefix": id_prefix,
         "prefix_cache_reset": cache_reset,
@@ -157,23 +158,25 @@ async def _drive(
         requests=requests,
         warnings=client_warnings(requests, table, renamed, len(dropped)),
         server_metrics=scraper.table(tally.start_ns) if scraper else SERVER_METRICS.empty_table(),
-        invalid=invalid_reasons(limit_ms, team.members),
+        invalid=invalid_reasons(limit_ms, pool.handles),
         interrupted=tally.interrupted,
         facts=facts,
     )
 
 
-async def _run(team: Crew, book: Book, tally: Tally, scraper: Scraper | None, release_for_s: float | None) -> None:
-    """From "ready" to the last farewell; ``release_for_s`` after the start nothing more is released."""
-    await team.ready()
+async def _run(
+    pool: WorkerPool, schedule: ReleaseSchedule, tally: Tally, scraper: Scraper | None, release_for_s: float | None
+) -> None:
+    """From the first "ready" to the end of the last worker; after ``release_for_s`` no session is released."""
+    await pool.ready()
     scraping = asyncio.create_task(scraper.run()) if scraper else None
-    with Interrupts(team) as interrupts:
+    with Interrupts(pool) as interrupts:
         start_ns = time.monotonic_ns() + _LEAD_NS
         tally.start_ns = start_ns
-        book.begin(start_ns)
-        team.begin(start_ns)
-        ending = None if release_for_s is None else asyncio.create_task(_stop_at(team, start_ns, release_for_s))
-        await team.listen(tally.add)
+        schedule.begin(start_ns)
+        pool.begin(start_ns)
+        ending = None if release_for_s is None else asyncio.create_task(_stop_at(pool, start_ns, release_for_s))
+        await pool.listen(tally.add)
         if ending is not None:
             ending.cancel()
     tally.interrupted = interrupts.count > 0
@@ -182,10 +185,10 @@ async def _run(team: Crew, book: Book, tally: Tally, scraper: Scraper | None, re
         await scraper.once()
 
 
-async def _stop_at(team: Crew, start_ns: int, after_s: float) -> None:
+async def _stop_at(pool: WorkerPool, start_ns: int, after_s: float) -> None:
     """Have every worker release no further session from then on."""
     await asyncio.sleep(after_s - (time.monotonic_ns() - start_ns) / 1e9)
-    team.tell(Stop(abort=False, finish_sessions=True))
+    pool.send_all(Stop(abort=False, finish_sessions=True))
 
 
 def _store(table: pa.Table, path: Path) -> None:

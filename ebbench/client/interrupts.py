@@ -7,15 +7,15 @@ import signal
 import threading
 from types import TracebackType
 
-from ebbench.client.crew import Crew
 from ebbench.client.messages import Stop
+from ebbench.client.worker_pool import WorkerPool
 
 
 class Interrupts:
     """Handles SIGINT for as long as it is entered; ``count`` says how many came."""
 
-    def __init__(self, team: Crew) -> None:
-        self._team = team
+    def __init__(self, pool: WorkerPool) -> None:
+        self._pool = pool
         self._active = threading.current_thread() is threading.main_thread()
         self.count = 0
 
@@ -32,4 +32,4 @@ class Interrupts:
 
     def _on_interrupt(self) -> None:
         self.count += 1
-        self._team.tell(Stop(abort=self.count > 1))
+        self._pool.send_all(Stop(abort=self.count > 1))

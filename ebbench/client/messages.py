@@ -1,4 +1,4 @@
-"""What worker and parent tell each other, framed on a socket: four bytes of length, then MessagePack."""
+"""The messages between worker and parent, framed on a socket: four bytes of length, then MessagePack."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ebbench.records.plan import ClosedPhase
 
 
 class Record(msgspec.Struct, tag="record", array_like=True, gc=False):
-    """The account of one request. Times are monotonic ns, 0 for never; ``token_ns`` holds int64 in bytes."""
+    """What happened to one request. Times are monotonic ns, 0 for never; ``token_ns`` holds int64 in bytes."""
 
     row: int
     worker: int
@@ -35,7 +35,7 @@ class Record(msgspec.Struct, tag="record", array_like=True, gc=False):
 
 
 class Batch(msgspec.Struct, tag="batch"):
-    """Some finished requests, and where the worker stands. ``ttft_ns`` and ``tpot_ns`` are of this batch."""
+    """Requests that finished since the last batch, and how many are open; ``tokens``: output tokens so far."""
 
     records: list[Record]
     open_requests: int
@@ -47,7 +47,7 @@ class Ready(msgspec.Struct, tag="ready"):
 
 
 class Assignment(msgspec.Struct, tag="assignment"):
-    """All a worker needs to know. ``folder`` holds the files named below."""
+    """Everything that a worker needs. ``folder`` holds the files named below."""
 
     worker: int
     workers: int
@@ -68,14 +68,14 @@ class Begin(msgspec.Struct, tag="begin"):
 
 
 class Stop(msgspec.Struct, tag="stop"):
-    """Release nothing more; with ``abort`` also give up what is on its way, with ``finish_sessions`` go on with the
+    """Release nothing more; with ``abort`` also give up open requests, with ``finish_sessions`` go on with the
     turns of sessions that are open."""
 
     abort: bool
     finish_sessions: bool = False
 
 
-class Farewell(msgspec.Struct, tag="farewell"):
+class WorkerDone(msgspec.Struct, tag="done"):
     """The worker is done. ``late_ns`` (int64 in bytes): how late each tick of its loop was. ``cpu_s``: CPU
     time since the start."""
 
@@ -84,7 +84,7 @@ class Farewell(msgspec.Struct, tag="farewell"):
     error: str | None = None
 
 
-FromWorker = Batch | Ready | Farewell
+FromWorker = Batch | Ready | WorkerDone
 FromParent = Assignment | Begin | Stop
 _PARENT = msgspec.msgpack.Decoder(FromParent)
 _WORKER = msgspec.msgpack.Decoder(FromWorker)
@@ -95,13 +95,13 @@ def plan_path(folder: Path | str) -> Path:
     return Path(folder) / "plan.arrow"
 
 
-def book_path(folder: Path | str) -> Path:
-    """The shared book's integers."""
-    return Path(folder) / "book"
+def schedule_path(folder: Path | str) -> Path:
+    """The shared schedule's integers."""
+    return Path(folder) / "schedule"
 
 
 def lock_path(folder: Path | str) -> Path:
-    """The shared book's lock."""
+    """The shared schedule's lock."""
     return Path(folder) / "lock"
 
 

@@ -11,10 +11,10 @@ from typing import Protocol
 import numpy as np
 import pyarrow as pa
 
-from ebbench.client.agenda import Agenda
-from ebbench.client.crew import Member
 from ebbench.client.messages import Batch, Record
+from ebbench.client.session_plan import SessionPlan
 from ebbench.client.table import requests_table
+from ebbench.client.worker_pool import WorkerHandle
 
 _RECENT = 500  # requests behind the running medians
 
@@ -63,21 +63,21 @@ class Tally:
         self.start_ns = 0
         self.interrupted = False
 
-    def add(self, member: Member, batch: Batch) -> None:
+    def add(self, handle: WorkerHandle, batch: Batch) -> None:
         """Take a worker's report."""
-        self._open[member.number] = batch.open_requests
+        self._open[handle.number] = batch.open_requests
         self._keep(batch.records)
         if self._observer is not None:
             self._observer.update(self._snapshot())
 
-    def complete(self, agenda: Agenda, released: int, dropped: frozenset[int]) -> pa.Table:
-        """All requests in plan order; those nobody reported are accounted for by how far the release had come.
+    def complete(self, session_plan: SessionPlan, released: int, dropped: frozenset[int]) -> pa.Table:
+        """All requests in plan order; those without a record are filled in by how far the release had come.
 
         A request of a released session without a record was lost with its worker.
         """
         missing = []
-        for session in range(agenda.sessions):
-            for row in agenda.turns(session):
+        for session in range(session_plan.sessions):
+            for row in session_plan.turns(session):
                 if self._seen[row]:
                     continue
                 lost = session < released and row not in dropped

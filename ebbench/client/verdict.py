@@ -8,18 +8,16 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ebbench.client.crew import Member
 from ebbench.client.lag import lag_percentile_ns
+from ebbench.client.worker_pool import WorkerHandle
 from ebbench.records.lateness import LAG_REMEDY
 
 _OTHER_TOKENIZER = 0.02  # share by which prompt counts may differ for special tokens and the like
 
 
-def loop_lag_p99_ms(members: Sequence[Member]) -> float:
+def loop_lag_p99_ms(handles: Sequence[WorkerHandle]) -> float:
     """The 99th percentile of the loop's lateness at the worst worker."""
-    lags = [
-        lag_percentile_ns(np.frombuffer(m.farewell.late_ns, np.int64), 0.99) for m in members if m.farewell is not None
-    ]
+    lags = [lag_percentile_ns(np.frombuffer(m.done.late_ns, np.int64), 0.99) for m in handles if m.done is not None]
     return max(lags, default=0.0) / 1e6
 
 
@@ -29,19 +27,19 @@ def send_lag_p99_ms(requests: pa.Table) -> float:
     return float(pc.quantile(lag_ns, 0.99)[0].as_py() or 0.0) / 1e6
 
 
-def invalid_reasons(limit_ms: float, members: Sequence[Member]) -> tuple[str, ...]:
+def invalid_reasons(limit_ms: float, handles: Sequence[WorkerHandle]) -> tuple[str, ...]:
     """Reasons that do not follow from the requests table: a stalled loop, a worker that died."""
     reasons = []
-    lag_ms = loop_lag_p99_ms(members)
+    lag_ms = loop_lag_p99_ms(handles)
     if lag_ms > limit_ms:
         reasons.append(
             f"the client's event loop stalled: p99 lag {lag_ms:.1f} ms, limit {limit_ms:.4g} ms; {LAG_REMEDY}"
         )
-    for member in members:
-        if member.farewell is None:
-            reasons.append(f"client worker {member.number} died; its requests are lost")
-        elif member.farewell.error is not None:
-            reasons.append(f"client worker {member.number} failed: {member.farewell.error}")
+    for handle in handles:
+        if handle.done is None:
+            reasons.append(f"client worker {handle.number} died; its requests are lost")
+        elif handle.done.error is not None:
+            reasons.append(f"client worker {handle.number} failed: {handle.done.error}")
     return tuple(reasons)
 
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 
 from ebbench.client.answer import Answer
 from ebbench.client.bodies import Bodies, Turn
-from ebbench.client.caller import Caller
 from ebbench.client.options import ClientOptions, redacted, secrets
+from ebbench.client.request_sender import RequestSender
 from ebbench.errors import RunError
 from ebbench.records.plan import Plan
 
@@ -21,12 +21,12 @@ async def warm_up(url: str, model: str, plan: Plan, options: ClientOptions, envi
         return
     bodies = Bodies(model, options)
     gate = asyncio.Semaphore(_AT_ONCE)
-    async with Caller(url, bodies.path, options, environ) as caller:
+    async with RequestSender(url, bodies.path, options, environ) as sender:
 
         async def one(number: int) -> Answer:
             answer = Answer(options.endpoint == "chat", keep_text=False)
             async with gate:
-                await caller.ask(f"warmup-{number}", bodies.build(_turn(plan, number)), answer)
+                await sender.send(f"warmup-{number}", bodies.build(_turn(plan, number)), answer)
             return answer
 
         answers = await asyncio.gather(*(one(number) for number in range(options.warmup)))

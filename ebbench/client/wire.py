@@ -3,7 +3,7 @@
 httpx's own transport and httpx-aiohttp wake a task for every read and pass the bytes through several
 asynchronous generators; that costs more than everything else a load generator does per token, and an httpx
 request costs 0.2 ms to build and send (measured in docs/client.md). Here httptools parses in the loop's read
-callback, the body of an event stream goes to the request's tap in the same call, and a request is the constant
+callback, the body of an event stream goes to the request's receiver in the same call, and a request is the constant
 head httpx built once plus an id and a length. Errors are httpx's.
 """
 
@@ -25,7 +25,7 @@ _CONNECTS_AT_ONCE = 64
 _RESERVE = 16  # idle connections; a request that must first open one is sent up to 20 ms later in a busy loop
 
 
-class Tap(Protocol):
+class AnswerReceiver(Protocol):
     """Receives the events of one exchange, each with its time (monotonic ns), inside the read callback."""
 
     def sent(self, now_ns: int) -> None:
@@ -55,17 +55,17 @@ class Pool:
         lines += [b"%b: %b" % h for h in template.headers.raw if h[0].lower() != b"content-length"]
         self._head = b"\r\n".join(lines)
 
-    async def send(self, request_id: str, body: bytes, tap: Tap) -> Exchange:
+    async def send(self, request_id: str, body: bytes, receiver: AnswerReceiver) -> Exchange:
         """Send one request; returns once the response headers are there. Raises httpx's transport errors."""
         wire = self._connections.take()
-        tap.sent(time.monotonic_ns())
+        receiver.sent(time.monotonic_ns())
         if wire is None:
             wire = await self._connections.connect()
         try:
             data = b"%b\r\nx-request-id: %b\r\ncontent-length: %d\r\n\r\n%b" % (
                 self._head, request_id.encode(), len(body), body,
             )  # fmt: skip
-            exchange = wire.begin(data, tap)
+            exchange = wire.begin(data, receiver)
             await exchange.headers_complete
         except BaseException:
             wire.abort()
@@ -95,11 +95,11 @@ class _Wire(Wire):
         super().__init__()
         self._connections = connections
 
-    def begin(self, data: bytes, tap: Tap) -> Exchange:
+    def begin(self, data: bytes, receiver: AnswerReceiver) -> Exchange:
         """Send a request."""
         if self.transport is None:
             raise httpx.ConnectError("the connection was closed at once")
-        exchange = Exchange(self, tap)
+        exchange = Exchange(self, receiver)
         # The exchange itself receives from now on: one call less for every read.
         self.transport.set_protocol(exchange)
         self.transport.write(data)
@@ -115,7 +115,7 @@ class _Wire(Wire):
             self.abort()
 
     def data_received(self, data: bytes) -> None:
-        """Called by the loop: bytes nobody asked for."""
+        """Called by the loop: bytes without a request."""
         self.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -130,7 +130,7 @@ class _Wire(Wire):
 class Exchange(asyncio.Protocol):
     """One request and its response; receives the parser's callbacks."""
 
-    def __init__(self, wire: _Wire, tap: Tap) -> None:
+    def __init__(self, wire: _Wire, receiver: AnswerReceiver) -> None:
         loop = asyncio.get_running_loop()
         self.headers_complete: Awaitable[None] = loop.create_future()
         self.status = 0
@@ -138,18 +138,18 @@ class Exchange(asyncio.Protocol):
         self._end: asyncio.Future[None] = loop.create_future()
         self._start = cast("asyncio.Future[None]", self.headers_complete)
         self._parts: list[bytes] = []
-        self._wire, self._tap, self._feed = wire, tap, tap.feed
+        self._wire, self._receiver, self._feed = wire, receiver, receiver.feed
         self._parser = httptools.HttpResponseParser(self)
         self._tapped = False
         self._now_ns = 0
 
     @property
     def streaming(self) -> bool:
-        """Whether the response is a 200 event stream, whose body the tap gets."""
+        """Whether the response is a 200 event stream, whose body the receiver gets."""
         return self._tapped
 
     async def body(self) -> bytes:
-        """The body as far as the tap did not take it, once it is complete. Raises httpx's transport errors."""
+        """The body as far as the receiver did not take it, once it is complete. Raises httpx's transport errors."""
         await self._end
         return b"".join(self._parts)
 
@@ -192,7 +192,7 @@ class Exchange(asyncio.Protocol):
             self.headers = {}
             return
         self._tapped = self.status == 200 and self.headers.get(b"content-type", b"").startswith(b"text/event-stream")
-        self._tap.head(self.status, self._now_ns)
+        self._receiver.head(self.status, self._now_ns)
         if not self._start.done():
             self._start.set_result(None)
 

@@ -1,4 +1,4 @@
-"""A worker: releases sessions by the shared book, sends their requests, reports what came of them."""
+"""A worker: releases sessions by the shared schedule, sends their requests, reports what came of them."""
 
 from __future__ import annotations
 
@@ -11,12 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ebbench.alarm import Alarm
-from ebbench.client.account import settle
-from ebbench.client.agenda import Agenda
 from ebbench.client.answer import Answer
 from ebbench.client.bodies import Bodies, Turn
-from ebbench.client.book import Book
-from ebbench.client.caller import Caller
+from ebbench.client.classify import classify
 from ebbench.client.messages import (
     Assignment,
     Batch,
@@ -27,6 +24,9 @@ from ebbench.client.messages import (
 )
 from ebbench.client.options import redacted, secrets
 from ebbench.client.pacing import NEVER, Arrivals
+from ebbench.client.release_schedule import ReleaseSchedule
+from ebbench.client.request_sender import RequestSender
+from ebbench.client.session_plan import SessionPlan
 from ebbench.client.wire import IDLE_LIMIT_NS
 from ebbench.records.schema import EARLIER_TURN_FAILED
 
@@ -35,12 +35,12 @@ _MOST_AHEAD = 512  # connections a worker opens before the start of an open loop
 
 
 @dataclass(frozen=True)
-class Lines:
-    """A worker's sockets: to the parent, the bell others ring, and theirs."""
+class WorkerSockets:
+    """A worker's sockets: to the parent, one through which other workers wake it, and those that wake the others."""
 
     control: socket.socket
-    bell: socket.socket
-    other_bells: tuple[socket.socket, ...]
+    wake_up: socket.socket
+    other_wake_ups: tuple[socket.socket, ...]
 
 
 class Worker:
@@ -49,16 +49,16 @@ class Worker:
     def __init__(
         self,
         assignment: Assignment,
-        agenda: Agenda,
-        book: Book,
+        session_plan: SessionPlan,
+        schedule: ReleaseSchedule,
         bodies: Bodies,
-        caller: Caller,
-        lines: Lines,
+        sender: RequestSender,
+        sockets: WorkerSockets,
         writer: asyncio.StreamWriter,
         environ: Mapping[str, str],
     ) -> None:
-        self._assignment, self._agenda, self._book, self._bodies = assignment, agenda, book, bodies
-        self._caller, self._lines, self._writer = caller, lines, writer
+        self._assignment, self._session_plan, self._schedule, self._bodies = assignment, session_plan, schedule, bodies
+        self._sender, self._sockets, self._writer = sender, sockets, writer
         self._secrets = secrets(assignment.options, environ)
         self._loop = asyncio.get_running_loop()
         self._alarm = Alarm(self._loop, self._on_alarm)
@@ -71,14 +71,14 @@ class Worker:
 
     async def run(self, reader: asyncio.StreamReader) -> None:
         """Run to the end of the plan, or until the parent says stop."""
-        self._loop.add_reader(self._lines.bell.fileno(), self._on_bell)
+        self._loop.add_reader(self._sockets.wake_up.fileno(), self._on_wake_up)
         listener = asyncio.create_task(self._listen(reader))
         reporter = asyncio.create_task(self._report_regularly())
         try:
-            self._alarm.set(self._book.start_ns)
+            self._alarm.set(self._schedule.start_ns)
             await self._idle.wait()
         finally:
-            self._loop.remove_reader(self._lines.bell.fileno())
+            self._loop.remove_reader(self._sockets.wake_up.fileno())
             listener.cancel()
             reporter.cancel()
             self._alarm.close()
@@ -88,65 +88,65 @@ class Worker:
 
     def first_sends(self) -> int:
         """How many connections the start will need: this worker's share of the slots, or of the first arrivals."""
-        if self._agenda.arrivals is not None:
-            soon = bisect_right(self._agenda.arrivals.arrival_ns, IDLE_LIMIT_NS)
+        if self._session_plan.arrivals is not None:
+            soon = bisect_right(self._session_plan.arrivals.arrival_ns, IDLE_LIMIT_NS)
             return min(-(-soon // self._assignment.workers), _MOST_AHEAD)
-        share = self._book.share(self._assignment.workers)
-        return self._agenda.sessions if share is None else min(share, self._agenda.sessions)
+        share = self._schedule.share(self._assignment.workers)
+        return self._session_plan.sessions if share is None else min(share, self._session_plan.sessions)
 
     @property
     def open_loop(self) -> bool:
         """Whether requests come by the clock, however many are on their way."""
-        return self._agenda.arrivals is not None
+        return self._session_plan.arrivals is not None
 
     def _on_alarm(self) -> None:
         """The start, a session's arrival, or a slot that opens."""
-        if self._agenda.arrivals is None:
+        if self._session_plan.arrivals is None:
             self._fill()
         else:
-            self._arrive(self._agenda.arrivals)
+            self._arrive(self._session_plan.arrivals)
 
     def _arrive(self, arrivals: Arrivals) -> None:
         """Open loop: each session of this worker's that is due releases one session; then wait for the next."""
-        elapsed_ns = time.monotonic_ns() - self._book.start_ns
+        elapsed_ns = time.monotonic_ns() - self._schedule.start_ns
         wait_ns = arrivals.wait_ns(elapsed_ns, self._own_next)
         while wait_ns == 0:
             self._own_next += self._assignment.workers
             self._take()
             wait_ns = arrivals.wait_ns(elapsed_ns, self._own_next)
-        if wait_ns != NEVER and not self._book.finished:
-            self._alarm.set(self._book.start_ns + elapsed_ns + wait_ns)
+        if wait_ns != NEVER and not self._schedule.finished:
+            self._alarm.set(self._schedule.start_ns + elapsed_ns + wait_ns)
         self._check_idle()
 
-    def _on_bell(self) -> None:
+    def _on_wake_up(self) -> None:
         with contextlib.suppress(BlockingIOError):
-            while self._lines.bell.recv(64):
+            while self._sockets.wake_up.recv(64):
                 pass
         self._fill()
 
     def _fill(self, changed: bool = False) -> None:
-        """Take sessions up to this worker's share of the slots; tell the others if anything changed for them."""
-        if self._agenda.arrivals is None:
-            share = self._book.share(self._assignment.workers)
+        """Take sessions up to this worker's share of the slots; wake the other workers if anything changed for them."""
+        if self._session_plan.arrivals is None:
+            share = self._schedule.share(self._assignment.workers)
             while share is None or len(self._open) < share:
                 if not self._take():
-                    due_ns = self._book.due_ns()
+                    due_ns = self._schedule.due_ns()
                     if due_ns is not None:
                         self._alarm.set(due_ns)
                     break
-                changed, share = True, self._book.share(self._assignment.workers)
-        closed = self._agenda.arrivals is None
-        if changed and (self._book.finished or (closed and self._book.due_ns() is not None)):
-            self._ring()
+                changed, share = True, self._schedule.share(self._assignment.workers)
+        closed = self._session_plan.arrivals is None
+        if changed and (self._schedule.finished or (closed and self._schedule.due_ns() is not None)):
+            self._wake_others()
         self._check_idle()
 
-    def _ring(self) -> None:
-        for bell in self._lines.other_bells:
-            with contextlib.suppress(OSError):  # full: it has been rung already; closed: nobody is there
-                bell.send(b"!")
+    def _wake_others(self) -> None:
+        for wake_up in self._sockets.other_wake_ups:
+            with contextlib.suppress(OSError):  # full: it will wake anyway; closed: that worker has ended
+                wake_up.send(b"!")
 
     def _take(self) -> bool:
-        release = self._book.take()
+        release = self._schedule.take()
         if release is None:
             return False
         task = self._loop.create_task(self._session(*release))
@@ -154,8 +154,8 @@ class Worker:
         return True
 
     def _check_idle(self) -> None:
-        own_done = self._agenda.arrivals is None or self._own_next >= self._agenda.sessions
-        if not self._open and (self._book.stopped or (self._book.finished and own_done)):
+        own_done = self._session_plan.arrivals is None or self._own_next >= self._session_plan.sessions
+        if not self._open and (self._schedule.stopped or (self._schedule.finished and own_done)):
             self._idle.set()
 
     async def _session(self, session: int, intended_ns: int) -> None:
@@ -164,14 +164,14 @@ class Worker:
         assert task is not None
         ended_ns = intended_ns
         try:
-            ended_ns = await self._turns(self._agenda.turns(session), intended_ns)
-        except Exception as error:  # a fault of ours: end the run, loudly
+            ended_ns = await self._turns(self._session_plan.turns(session), intended_ns)
+        except Exception as error:  # a fault of the client: the run ends with this error
             self._failure = self._failure or error
-            self._book.stop()
+            self._schedule.stop()
         self._open.discard(task)
-        self._book.end(ended_ns)
+        self._schedule.end(ended_ns)
         # The slot just freed is taken here; further ones, if the limit rose, are shared out.
-        if self._agenda.arrivals is None or self._assignment.max_concurrency is not None:
+        if self._session_plan.arrivals is None or self._assignment.max_concurrency is not None:
             self._take()
         self._fill(changed=True)
 
@@ -179,35 +179,35 @@ class Worker:
         history: list[tuple[str, str]] = []
         said = ""
         for position, row in enumerate(rows):
-            if self._book.stopped:
-                self._leave(rows[position:], "not_released")
+            if self._schedule.stopped:
+                self._never_sent(rows[position:], "not_released")
                 return intended_ns
             if row in self._assignment.dropped:
                 continue  # the parent accounts for it
-            turn = self._agenda.turn(row)
+            turn = self._session_plan.turn(row)
             whole = turn.prompt is not None and turn.prompt.startswith(said)
             keep_text = self._assignment.options.keep_text or (turn.prompt is not None and len(rows) > 1)
             body = self._bodies.build(turn, () if whole else history)
             answer = Answer(self._assignment.options.endpoint == "chat", keep_text)
-            await self._caller.ask(self._assignment.id_prefix + turn.request_id, body, answer)
-            record = self._settled(turn, intended_ns, answer)
+            await self._sender.send(self._assignment.id_prefix + turn.request_id, body, answer)
+            record = self._record_of(turn, intended_ns, answer)
             self._records.append(record)
             self._tokens += record.output_tokens or 0
             if record.status != "ok":
-                self._leave(rows[position + 1 :], EARLIER_TURN_FAILED)
+                self._never_sent(rows[position + 1 :], EARLIER_TURN_FAILED)
                 return answer.end_ns
             if turn.prompt is not None and answer.text is not None:
                 said, history = turn.prompt, [*history, (turn.prompt, answer.text)]
             intended_ns = answer.end_ns
         return intended_ns
 
-    def _leave(self, rows: Sequence[int], reason: str) -> None:
-        """Turns whose session ended before them."""
+    def _never_sent(self, rows: Sequence[int], reason: str) -> None:
+        """Record turns that were not sent because their session had ended."""
         for row in rows:
             self._records.append(Record(row, self._assignment.worker, "never_sent", error_class=reason))
 
-    def _settled(self, turn: Turn, intended_ns: int, answer: Answer) -> Record:
-        verdict = settle(answer, turn.output_tokens, self._assignment.options.ignore_eos)
+    def _record_of(self, turn: Turn, intended_ns: int, answer: Answer) -> Record:
+        verdict = classify(answer, turn.output_tokens, self._assignment.options.ignore_eos)
         usage = answer.usage
         details = usage.prompt_tokens_details or {} if usage is not None else {}
         body = verdict.error_body
@@ -232,16 +232,16 @@ class Worker:
         )
 
     async def _listen(self, reader: asyncio.StreamReader) -> None:
-        """Obey the parent; without one there is nobody to work for."""
+        """Do what the parent says. Without a parent (None) everything is given up."""
         while True:
             message = await from_parent(reader)
             if isinstance(message, Stop) and message.finish_sessions:
-                self._book.close()
+                self._schedule.close()
                 self._check_idle()
                 continue
-            self._book.stop()
+            self._schedule.stop()
             if not isinstance(message, Stop) or message.abort:
-                self._caller.abort()
+                self._sender.abort()
             self._check_idle()
             if message is None:
                 return
@@ -253,4 +253,4 @@ class Worker:
 
     def _report(self) -> None:
         records, self._records = self._records, []
-        send(self._writer, Batch(records, self._caller.in_flight, self._tokens))
+        send(self._writer, Batch(records, self._sender.in_flight, self._tokens))

@@ -16,7 +16,7 @@ from starlette.routing import Route
 from ebbench.dispatch import Fleet, make_dispatcher, parse_dispatch
 from ebbench.dispatch.staggered import StaggeredDispatcher
 from ebbench.errors import UsageError
-from ebbench.gateway.desk import Desk
+from ebbench.gateway.dispatch_queue import DispatchQueue
 from ebbench.gateway.metrics import GatewayMetrics
 from ebbench.gateway.relay import Relay
 from ebbench.gateway.settings import GatewaySettings
@@ -43,15 +43,15 @@ class Gateway:
             generates=True,  # whole engines stand behind it
         )
         self.metrics = GatewayMetrics()
-        self.desk = Desk(self.dispatcher, settings.max_queue)
-        self.upstreams = Upstreams(settings, self.desk.topology)
+        self.queue = DispatchQueue(self.dispatcher, settings.max_queue)
+        self.upstreams = Upstreams(settings, self.queue.topology)
         self.transport = StreamTransport(settings.connect_timeout_s)
         signalled = bool(settings.signals) and self.dispatcher.wants_signals
         self.subscriber = SignalSubscriber(settings, self._signalled) if signalled else None
         self.relay = Relay(
             settings,
             self.upstreams,
-            self.desk,
+            self.queue,
             self.transport,
             self.metrics,
             infer=self.dispatcher.wants_signals and not signalled,
@@ -69,7 +69,7 @@ class Gateway:
             await self.subscriber.close()
         await self.upstreams.close()
         await self.transport.aclose()
-        self.desk.close()
+        self.queue.close()
 
     def metrics_page(self) -> bytes:
         """The metrics, gauges brought up to date."""
@@ -77,7 +77,7 @@ class Gateway:
             self.metrics.open.labels(upstream.url).set(upstream.open_requests)
             self.metrics.active.labels(upstream.url).set(upstream.state == "active")
             self.metrics.ejections.labels(upstream.url).set(upstream.ejections)
-        self.metrics.waiting.set(self.desk.waiting)
+        self.metrics.waiting.set(self.queue.waiting)
         if isinstance(self.dispatcher, StaggeredDispatcher):
             self.metrics.interval.set(self.dispatcher.interval.interval_ns / 1e9)
             self.metrics.forward.set(self.dispatcher.interval.mean_ns / 1e9)
@@ -88,7 +88,7 @@ class Gateway:
         return {
             "model": self.upstreams.model,
             "dispatch": self.settings.dispatch,
-            "waiting": self.desk.waiting,
+            "waiting": self.queue.waiting,
             "upstreams": [
                 {"url": u.url, "state": u.state, "open": u.open_requests, "ejections": u.ejections}
                 for u in self.upstreams.all
@@ -97,7 +97,7 @@ class Gateway:
 
     def _signalled(self, signal: Any) -> None:
         self.metrics.passes.labels(self.upstreams.all[signal.instance].url).inc()
-        self.desk.end_forward(signal)
+        self.queue.end_forward(signal)
 
 
 def make_app(gateway: Gateway) -> Starlette:

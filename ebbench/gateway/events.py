@@ -1,4 +1,4 @@
-"""Streams of events on their way through: whole lines only, so that a torn event reaches nobody."""
+"""Relayed event streams: whole lines only, so that no client sees part of an event."""
 
 from __future__ import annotations
 

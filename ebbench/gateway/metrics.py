@@ -29,7 +29,7 @@ class GatewayMetrics:
             registry=self._registry,
         )  # fmt: skip
         self.wait = Histogram(
-            "ebbench_gateway_dispatch_wait_seconds", "Time requests wait for a place.", buckets=_WAIT_BUCKETS,
+            "ebbench_gateway_dispatch_wait_seconds", "Time requests wait for an upstream.", buckets=_WAIT_BUCKETS,
             registry=self._registry,
         )  # fmt: skip
         self.passes = Counter(
@@ -39,7 +39,7 @@ class GatewayMetrics:
         self.open = self._gauge("open_requests", "Requests open, by upstream.", ["upstream"])
         self.active = self._gauge("upstream_active", "1 if the upstream takes requests.", ["upstream"])
         self.ejections = self._gauge("upstream_ejections", "Times the upstream was taken out.", ["upstream"])
-        self.waiting = self._gauge("waiting", "Requests without a place.", [])
+        self.waiting = self._gauge("waiting", "Requests waiting for an upstream.", [])
         self.interval = self._gauge("dispatch_interval_seconds", "Interval of Algorithm 1.", [])
         self.forward = self._gauge("forward_seconds", "Mean duration of a forward pass.", [])
 

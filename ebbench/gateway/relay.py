@@ -1,4 +1,4 @@
-"""One request through the gateway: a place, an upstream, and every byte of the answer as it comes."""
+"""One request through the gateway: it is assigned an upstream, and every byte of the answer is relayed as it comes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import httpx
 import msgspec
 
 from ebbench.dispatch import EndForward
-from ebbench.gateway.desk import Desk, RefusedError
+from ebbench.gateway.dispatch_queue import DispatchQueue, RefusedError
 from ebbench.gateway.events import WholeLines
 from ebbench.gateway.metrics import GatewayMetrics
 from ebbench.gateway.prompts import read_ask
@@ -34,7 +34,7 @@ ID_HEADER = b"x-request-id"
 
 
 class _ClientLeftError(Exception):
-    """The client is gone; nobody waits for an answer."""
+    """The client has closed its connection."""
 
 
 @dataclass
@@ -57,13 +57,13 @@ class Relay:
         self,
         settings: GatewaySettings,
         upstreams: Upstreams,
-        desk: Desk,
+        queue: DispatchQueue,
         transport: httpx.AsyncBaseTransport,
         metrics: GatewayMetrics,
         *,
         infer: bool,
     ) -> None:
-        self._settings, self._upstreams, self._desk = settings, upstreams, desk
+        self._settings, self._upstreams, self._queue = settings, upstreams, queue
         self._transport, self._metrics, self._infer = transport, metrics, infer
         self._keys = itertools.count()
         self._attempts = 2 * len(upstreams.all)
@@ -120,11 +120,11 @@ class Relay:
         """Until it is answered. An upstream that gave no byte of an answer is not the end: another one is asked."""
         while True:
             key = next(self._keys)
-            ask = read_ask(key, request.body, prefix=self._desk.dispatcher.wants_prefix)
+            ask = read_ask(key, request.body, prefix=self._queue.dispatcher.wants_prefix)
             began_s = time.monotonic()
             try:
                 async with asyncio.timeout(self._settings.max_wait_s):
-                    unit = await self._desk.place(ask)
+                    unit = await self._queue.assign(ask)
             except RefusedError as error:
                 await refuse(send, 429, str(error), self._metrics, error.retry_after_s)
                 return
@@ -158,7 +158,7 @@ class Relay:
             upstream.open_requests -= 1
             if not upstream.open_requests:
                 upstream.bursts.idle()
-            self._desk.ended(key)
+            self._queue.ended(key)
 
     def _outgoing(self, request: _Request, upstream: Upstream, unit: int) -> httpx.Request:
         headers = request.headers
@@ -181,7 +181,7 @@ class Relay:
             async for data in stream:
                 if first:
                     first = False
-                    self._desk.first_token(key)
+                    self._queue.first_token(key)
                 if self._infer:
                     self._note_message(upstream)
                 passed = data if lines is None else lines.feed(data)
@@ -205,7 +205,7 @@ class Relay:
         duration_ns = upstream.bursts.message(time.monotonic_ns())
         if duration_ns is not None:
             self._metrics.passes.labels(upstream.url).inc()
-            self._desk.end_forward(EndForward(upstream.index, duration_ns, goes_on=True, generates=True))
+            self._queue.end_forward(EndForward(upstream.index, duration_ns, goes_on=True, generates=True))
 
 
 def _carries_events(response: httpx.Response) -> bool:
@@ -216,7 +216,7 @@ def _carries_events(response: httpx.Response) -> bool:
 
 
 async def _break_off(upstream: Upstream, error: Exception, send: Send) -> None:
-    """Tell the client of a stream why it ends; the missing end of the body tells everyone else."""
+    """Send the client of a stream why it ends; the body stays unfinished, which any client notices."""
     frame = error_body(f"upstream {upstream.url} broke off: {error}", 502)
     # A line that was whole, or too long to be held, may be with the client without the blank line that ends its event.
     data = b"\n\ndata: " + frame + b"\n\n"

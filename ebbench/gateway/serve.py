@@ -13,7 +13,7 @@ from ebbench.gateway.settings import GatewaySettings
 
 
 def serve(settings: GatewaySettings, on_ready: Callable[[int], None]) -> None:
-    """Check the upstreams, then serve until told to stop (SIGTERM, SIGINT); ``on_ready`` gets the port.
+    """Check the upstreams, then serve until SIGTERM or SIGINT; ``on_ready`` gets the port.
 
     Raises UsageError and RunError before anything is served. Open requests may end within ``drain_s``.
     """

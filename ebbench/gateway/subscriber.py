@@ -54,7 +54,7 @@ class SignalSubscriber:
             try:
                 signal = decoder.decode(data)
             except msgspec.MsgspecError:
-                continue  # somebody else publishes there; health checks are the judge of an upstream
+                continue  # another program publishes there; health checks decide whether an upstream works
             report = UnitReport(unit, signal.received, signal.queued_tokens, signal.kv_tokens)
             self._on_signal(
                 EndForward(unit // self._ranks, signal.duration_ns, signal.goes_on, signal.generates, (report,))

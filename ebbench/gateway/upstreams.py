@@ -32,7 +32,7 @@ class Upstream:
 
 
 class Upstreams:
-    """All servers. ``on_change`` hears which take requests whenever that changes."""
+    """All servers. ``on_change`` is called with those that take requests, whenever that changes."""
 
     def __init__(self, settings: GatewaySettings, on_change: Callable[[set[int]], None]) -> None:
         self._settings, self._on_change = settings, on_change
@@ -67,7 +67,7 @@ class Upstreams:
         await self._client.aclose()
 
     def failed(self, upstream: Upstream) -> None:
-        """A request found nobody there: out at once, the health check brings it back."""
+        """A request could not reach it: it takes no more until a health check succeeds."""
         upstream.good = 0
         if upstream.state == "active":
             self._eject(upstream)

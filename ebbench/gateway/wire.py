@@ -107,7 +107,7 @@ class _Wire(Wire):
         """Called by the loop."""
         self.untouched = False
         if self._reply is None:
-            self.abort()  # bytes nobody asked for
+            self.abort()  # bytes without a request
         else:
             self._reply.received(data)
 
@@ -195,7 +195,7 @@ class _Reply(httpx.AsyncByteStream):
         elif not self.head.done():
             self.head.set_result(None)
             if self._bodyless:
-                # The parser cannot be told and waits for a body: neither it nor the connection is used again.
+                # The parser does not know and waits for a body: neither it nor the connection is used again.
                 self._complete = True
                 self._wire.complete(keep_alive=False)
 
@@ -220,7 +220,7 @@ class _Reply(httpx.AsyncByteStream):
         self._error = error
         if not self.head.done():
             self.head.set_exception(error)
-            self.head.exception()  # marks it as seen, should nobody wait any more
+            self.head.exception()  # marks it as seen, in case nothing waits for it any more
 
     def _wake(self) -> None:
         waiter, self._waiter = self._waiter, None

@@ -1,4 +1,4 @@
-"""The pure parts of the client: parsing, accounting, pacing, the shared book."""
+"""The pure parts of the client: parsing, accounting, pacing, the shared schedule."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from client_runs import plan_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ebbench.client.account import settle, token_times
-from ebbench.client.agenda import make_agenda, unique_ids
 from ebbench.client.answer import Answer
 from ebbench.client.bodies import Bodies, Turn
-from ebbench.client.book import Book
+from ebbench.client.classify import classify, token_times
 from ebbench.client.lag import lag_percentile_ns
 from ebbench.client.options import ClientOptions, api_key
 from ebbench.client.pacing import NEVER, Arrivals, Slots
 from ebbench.client.ramp import ramped, slow_start_ns
+from ebbench.client.release_schedule import ReleaseSchedule
 from ebbench.client.scrape import parse
+from ebbench.client.session_plan import plan_sessions, unique_ids
 from ebbench.client.sse import SseSplitter
 from ebbench.errors import UsageError
 from ebbench.fakeserver.wire import Messages
@@ -58,7 +58,7 @@ def test_any_split_of_the_bytes_gives_the_same_answer(line_end: str, data: st.Da
     assert answer.finish_reason == "length"
     assert answer.done
     assert len(answer.times_ns) == 3
-    assert settle(answer, 3, exact=True).status == "ok"
+    assert classify(answer, 3, exact=True).status == "ok"
 
 
 @pytest.mark.parametrize("line_end", ["\n", "\r\n", "\r"])
@@ -86,7 +86,7 @@ def test_a_chat_stream_counts_content_not_the_role() -> None:
         answer.feed(data, now)
     answer.feed(messages.usage(4, 2), 9)
     assert list(answer.times_ns) == [2, 3]
-    assert settle(answer, 5, exact=False).output_tokens == 2
+    assert classify(answer, 5, exact=False).output_tokens == 2
 
 
 def test_reasoning_counts_as_output() -> None:
@@ -113,7 +113,7 @@ def test_an_answer_the_server_gave_up_is_failed(reason: str, usage: str, exact: 
     answer = Answer(chat=False, keep_text=False)
     choice = f'{{"text":"a","finish_reason":"{reason}"}}'
     answer.feed(f'data: {{"choices":[{choice}],"usage":{usage}}}\n\ndata: [DONE]\n\n'.encode(), 1)
-    verdict = settle(answer, 1, exact)
+    verdict = classify(answer, 1, exact)
     assert (verdict.status, verdict.error_class) == ("failed", "aborted")
     assert verdict.error_body == f"the server ended the answer with finish reason '{reason}' after 1 messages"
 
@@ -123,7 +123,7 @@ def test_any_other_finish_reason_is_an_end(reason: str) -> None:
     answer = Answer(chat=False, keep_text=False)
     answer.feed(b'data: {"choices":[{"text":"a","finish_reason":"%b"}]}\n\n' % reason.encode(), 1)
     answer.feed(b'data: {"usage":{"completion_tokens":1}}\n\n', 2)
-    assert settle(answer, 5, exact=False).status == "ok"
+    assert classify(answer, 5, exact=False).status == "ok"
 
 
 @pytest.mark.parametrize(
@@ -165,28 +165,30 @@ def test_a_wait_is_the_time_until_the_next_arrival() -> None:
     assert arrivals.wait_ns(100, 3) == 0
 
 
-def _book(sessions: int, slots: Slots, arrivals: Arrivals | None = None) -> Book:
-    book = Book([0] * Book.size(sessions), contextlib.nullcontext(), sessions, slots, arrivals)
-    book.begin(1000)
-    return book
+def _schedule(sessions: int, slots: Slots, arrivals: Arrivals | None = None) -> ReleaseSchedule:
+    schedule = ReleaseSchedule(
+        [0] * ReleaseSchedule.size(sessions), contextlib.nullcontext(), sessions, slots, arrivals
+    )
+    schedule.begin(1000)
+    return schedule
 
 
 @given(
     sizes=st.lists(st.tuples(st.integers(1, 8), st.integers(1, 6)), min_size=1, max_size=4),
     order=st.randoms(use_true_random=False),
 )
-def test_the_book_keeps_order_and_limits_and_dates_a_release_by_its_slot(
+def test_the_schedule_keeps_order_and_limits_and_dates_a_release_by_its_slot(
     sizes: list[tuple[int, int]], order: object
 ) -> None:
     phases = [ClosedPhase(str(i), n, limit) for i, (n, limit) in enumerate(sizes)]
     limit_of = [p.max_concurrency for p in phases for _ in range(p.sessions)]
-    book = _book(len(limit_of), Slots.of_phases(phases))
+    schedule = _schedule(len(limit_of), Slots.of_phases(phases))
     open_sessions: list[int] = []
     released: list[int] = []
     intended: list[int] = []
     now = 2000
     while True:
-        while (release := book.take()) is not None:
+        while (release := schedule.take()) is not None:
             assert release.session == len(released)
             assert len(open_sessions) < limit_of[release.session]
             open_sessions.append(release.session)
@@ -195,10 +197,10 @@ def test_the_book_keeps_order_and_limits_and_dates_a_release_by_its_slot(
         if not open_sessions:
             break
         # No slot may stay empty while a session waits for it.
-        assert book.finished or len(open_sessions) >= limit_of[len(released)]
+        assert schedule.finished or len(open_sessions) >= limit_of[len(released)]
         open_sessions.pop(order.randrange(len(open_sessions)))  # type: ignore[attr-defined]
         now += 7
-        book.end(now)
+        schedule.end(now)
     assert released == list(range(len(limit_of)))
     assert intended == sorted(intended)
     assert all(time == 1000 or (time - 2000) % 7 == 0 for time in intended)
@@ -207,45 +209,45 @@ def test_the_book_keeps_order_and_limits_and_dates_a_release_by_its_slot(
 
 def test_new_slots_open_one_after_the_other_and_freed_ones_do_not_wait_for_them() -> None:
     slots = Slots.of_phases([ClosedPhase("a", 6, 4), ClosedPhase("b", 9, 5)], spacing_ns=10)
-    book = _book(15, slots)
-    assert [book.take(), book.take()] == [(0, 1000), (1, 1010)]
-    book.end(1015)
-    assert [book.take() for _ in range(4)] == [(2, 1015), (3, 1020), (4, 1030), None]
-    book.end(1100)
+    schedule = _schedule(15, slots)
+    assert [schedule.take(), schedule.take()] == [(0, 1000), (1, 1010)]
+    schedule.end(1015)
+    assert [schedule.take() for _ in range(4)] == [(2, 1015), (3, 1020), (4, 1030), None]
+    schedule.end(1100)
     # The first session of phase b finds a fifth slot, opened when its predecessor was released.
-    assert [book.take() for _ in range(3)] == [(5, 1100), (6, 1100), None]
+    assert [schedule.take() for _ in range(3)] == [(5, 1100), (6, 1100), None]
 
 
 def test_a_lower_limit_lets_slots_lapse() -> None:
-    book = _book(9, Slots.of_phases([ClosedPhase("a", 3, 3), ClosedPhase("b", 6, 1)]))
-    assert [book.take() for _ in range(4)] == [(0, 1000), (1, 1000), (2, 1000), None]
-    book.end(2000)
-    book.end(3000)
-    assert book.take() is None
-    book.end(4000)
-    assert [book.take(), book.take()] == [(3, 4000), None]
+    schedule = _schedule(9, Slots.of_phases([ClosedPhase("a", 3, 3), ClosedPhase("b", 6, 1)]))
+    assert [schedule.take() for _ in range(4)] == [(0, 1000), (1, 1000), (2, 1000), None]
+    schedule.end(2000)
+    schedule.end(3000)
+    assert schedule.take() is None
+    schedule.end(4000)
+    assert [schedule.take(), schedule.take()] == [(3, 4000), None]
 
 
 def test_the_slot_that_became_free_first_is_filled_first() -> None:
-    book = _book(5, Slots.constant(2))
-    assert [book.take(), book.take(), book.take()] == [(0, 1000), (1, 1000), None]
-    book.end(5000)
-    book.end(6000)
-    assert [book.take(), book.take(), book.take()] == [(2, 5000), (3, 6000), None]
-    book.stop()
-    book.end(7000)
-    assert book.take() is None
-    assert book.finished
+    schedule = _schedule(5, Slots.constant(2))
+    assert [schedule.take(), schedule.take(), schedule.take()] == [(0, 1000), (1, 1000), None]
+    schedule.end(5000)
+    schedule.end(6000)
+    assert [schedule.take(), schedule.take(), schedule.take()] == [(2, 5000), (3, 6000), None]
+    schedule.stop()
+    schedule.end(7000)
+    assert schedule.take() is None
+    assert schedule.finished
 
 
 def test_an_open_loop_dates_a_release_by_its_arrival_even_when_it_had_to_wait() -> None:
-    book = _book(3, Slots.constant(1), Arrivals([5, 6, 10**18]))
-    assert book.take() == (0, 1005)
-    assert book.take() is None  # due, but over the limit
-    book.end(9000)
-    assert book.take() == (1, 1006)
-    book.end(9500)
-    assert book.take() is None  # not due
+    schedule = _schedule(3, Slots.constant(1), Arrivals([5, 6, 10**18]))
+    assert schedule.take() == (0, 1005)
+    assert schedule.take() is None  # due, but over the limit
+    schedule.end(9000)
+    assert schedule.take() == (1, 1006)
+    schedule.end(9500)
+    assert schedule.take() is None  # not due
 
 
 def test_lag_is_weighted_by_the_time_it_lasts() -> None:
@@ -302,21 +304,21 @@ def test_equal_hash_ids_give_equal_chunks_and_others_do_not() -> None:
 def test_sessions_are_grouped_by_first_appearance_and_turns_ordered() -> None:
     plan = plan_of(3, turns=2)
     shuffled = plan.table.take(pa.array([3, 0, 5, 2, 1, 4]))
-    agenda = make_agenda(shuffled, plan.phases, None)
-    ids = [[agenda.turn(row).request_id for row in agenda.turns(s)] for s in range(agenda.sessions)]
+    session_plan = plan_sessions(shuffled, plan.phases, None)
+    ids = [[session_plan.turn(row).request_id for row in session_plan.turns(s)] for s in range(session_plan.sessions)]
     assert ids == [["r2", "r3"], ["r0", "r1"], ["r4", "r5"]]
 
 
 def test_open_loop_sessions_are_released_in_the_order_of_arrival() -> None:
     plan = plan_of(3, arrivals_ms=[30, 10, 20], concurrency=None)
-    agenda = make_agenda(plan.table, (), None)
-    assert [agenda.turn(agenda.turns(s)[0]).request_id for s in range(3)] == ["r1", "r2", "r0"]
-    assert agenda.arrivals is not None
-    assert list(agenda.arrivals.arrival_ns) == [10_000_000, 20_000_000, 30_000_000]
+    session_plan = plan_sessions(plan.table, (), None)
+    assert [session_plan.turn(session_plan.turns(s)[0]).request_id for s in range(3)] == ["r1", "r2", "r0"]
+    assert session_plan.arrivals is not None
+    assert list(session_plan.arrivals.arrival_ns) == [10_000_000, 20_000_000, 30_000_000]
     with pytest.raises(UsageError, match="arrival time"):
-        make_agenda(plan_of(2).table, (), None)
+        plan_sessions(plan_of(2).table, (), None)
     with pytest.raises(UsageError, match="no requests"):
-        make_agenda(plan.table.slice(0, 0), (), None)
+        plan_sessions(plan.table.slice(0, 0), (), None)
 
 
 @given(st.lists(st.sampled_from(["a", "b", "a#2", "a#3"]), min_size=1, max_size=12))

@@ -1,4 +1,4 @@
-"""One request to the server, with its timeouts; no retry, ever."""
+"""Sending requests to the server, with their timeouts. A request is never sent twice."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from collections.abc import Mapping
 
 import httpx
 
-from ebbench.client.account import BODY_LIMIT, transport_failure
 from ebbench.client.answer import Answer
+from ebbench.client.classify import BODY_LIMIT, transport_failure
 from ebbench.client.options import ClientOptions, api_key
 from ebbench.client.wire import Pool
 from ebbench.connections import tls_context
 
 
-class _Flight:
-    """A request on its way, and why it was ended early, if it was."""
+class _OpenRequest:
+    """A request that is open, and why the client ended it, if it did."""
 
     __slots__ = ("answer", "task", "verdict")
 
@@ -31,7 +31,7 @@ class _Flight:
             self.task.cancel()
 
 
-class Caller:
+class RequestSender:
     """Sends requests to one server. Use as an asynchronous context manager."""
 
     def __init__(self, url: str, path: str, options: ClientOptions, environ: Mapping[str, str]) -> None:
@@ -50,10 +50,10 @@ class Caller:
         if options.transport == "direct":
             template = self._client.build_request("POST", self._target)
             self._pool = Pool(template, tls, options.connect_timeout_s)
-        self._flights: set[_Flight] = set()
+        self._requests: set[_OpenRequest] = set()
         self._sweeper: asyncio.Task[None] | None = None
 
-    async def __aenter__(self) -> Caller:
+    async def __aenter__(self) -> RequestSender:
         self._sweeper = asyncio.create_task(self._sweep())
         return self
 
@@ -66,8 +66,8 @@ class Caller:
 
     @property
     def in_flight(self) -> int:
-        """Requests on their way."""
-        return len(self._flights)
+        """Requests that are open."""
+        return len(self._requests)
 
     async def prepare(self, connections: int, *, reserve: bool) -> None:
         """Open connections ahead of the start, and from then on ahead of need if ``reserve``, where that can be."""
@@ -75,30 +75,30 @@ class Caller:
             await self._pool.prepare(connections, reserve=reserve)
 
     def abort(self) -> None:
-        """End all requests on their way."""
-        for flight in list(self._flights):
-            flight.end("interrupted", "aborted by the user")
+        """End all open requests."""
+        for request in list(self._requests):
+            request.end("interrupted", "aborted by the user")
 
-    async def ask(self, request_id: str, body: bytes, answer: Answer) -> None:
+    async def send(self, request_id: str, body: bytes, answer: Answer) -> None:
         """Send one request and read its answer to the end; whatever goes wrong is noted in ``answer``."""
         task = asyncio.current_task()
         assert task is not None, "requests run in tasks"
-        flight = _Flight(answer, task)
-        self._flights.add(flight)
+        request = _OpenRequest(answer, task)
+        self._requests.add(request)
         try:
             if self._pool is not None:
                 await self._direct(self._pool, request_id, body, answer)
             else:
                 await self._httpx(request_id, body, answer)
         except asyncio.CancelledError:
-            if flight.verdict is None:
+            if request.verdict is None:
                 raise
             task.uncancel()
-            answer.fail(*flight.verdict)
+            answer.fail(*request.verdict)
         except httpx.HTTPError as error:
             answer.fail(transport_failure(error), str(error) or type(error).__name__)
         finally:
-            self._flights.discard(flight)
+            self._requests.discard(request)
             # A complete answer ended with its last byte, a broken one when that was noticed.
             complete = answer.error_class is None and answer.last_ns
             answer.end_ns = answer.last_ns if complete else time.monotonic_ns()
@@ -138,15 +138,15 @@ class Caller:
         while True:
             await asyncio.sleep(pause_s)
             now_ns = time.monotonic_ns()
-            for flight in list(self._flights):
-                answer = flight.answer
+            for request in list(self._requests):
+                answer = request.answer
                 if not answer.sent_ns:
                     continue
                 if now_ns - answer.sent_ns > total_ns:
-                    flight.end("total_timeout", f"not complete after {self._options.total_timeout_s:g} s")
+                    request.end("total_timeout", f"not complete after {self._options.total_timeout_s:g} s")
                 elif now_ns - answer.last_ns > idle_ns:
                     kind = "idle_timeout" if answer.times_ns else "first_token_timeout"
-                    flight.end(kind, f"nothing received for {self._options.idle_timeout_s:g} s")
+                    request.end(kind, f"nothing received for {self._options.idle_timeout_s:g} s")
 
 
 def _refused(answer: Answer, status: int, body: bytes, retry_after: str | None) -> None:

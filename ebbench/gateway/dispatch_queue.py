@@ -1,4 +1,4 @@
-"""The dispatcher at work: requests wait here for their place, events and the clock move it on."""
+"""Requests wait here until the dispatcher assigns them to a unit; events and the clock drive it."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from ebbench.dispatch import Ask, Dispatcher, EndForward
 
 
 class RefusedError(Exception):
-    """No place: ``retry_after_s`` says when to come back."""
+    """The request is refused; the client may try again after ``retry_after_s``."""
 
     def __init__(self, reason: str, retry_after_s: int) -> None:
         super().__init__(reason)
         self.retry_after_s = retry_after_s
 
 
-class Desk:
-    """Places requests. All of it runs on one event loop."""
+class DispatchQueue:
+    """Assigns requests to units. Runs on one event loop."""
 
     def __init__(self, dispatcher: Dispatcher, max_queue: int) -> None:
         self.dispatcher = dispatcher
         self._max_queue = max_queue
-        self._places: dict[int, asyncio.Future[int]] = {}
+        self._waiting: dict[int, asyncio.Future[int]] = {}
         self._alarm = Alarm(asyncio.get_running_loop(), self._poll)
-        self._done_in_s = 1.0  # smoothed time from place to end, for Retry-After
-        self._placed_ns: dict[int, int] = {}
+        self._done_in_s = 1.0  # smoothed time from assignment to end, for Retry-After
+        self._assigned_ns: dict[int, int] = {}
         self.refused = 0
 
     def close(self) -> None:
@@ -36,27 +36,27 @@ class Desk:
 
     @property
     def waiting(self) -> int:
-        """Requests without a place."""
-        return len(self._places)
+        """Requests that no unit has been assigned to."""
+        return len(self._waiting)
 
-    async def place(self, ask: Ask) -> int:
-        """The unit ``ask`` goes to, once it has one. Raises RefusedError. A caller that is cancelled withdraws."""
-        if len(self._places) >= self._max_queue:
-            raise self._refusal(f"{len(self._places)} requests are waiting already")
+    async def assign(self, ask: Ask) -> int:
+        """The unit that ``ask`` is assigned to, once there is one. Raises RefusedError. Cancelling withdraws it."""
+        if len(self._waiting) >= self._max_queue:
+            raise self._refusal(f"{len(self._waiting)} requests are waiting already")
         now_ns = time.monotonic_ns()
         self.dispatcher.arrive(ask, now_ns)
         future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._places[ask.key] = future
+        self._waiting[ask.key] = future
         self._poll()
         try:
             unit = future.result() if future.done() else await future
         except asyncio.CancelledError:
-            if self._places.pop(ask.key, None) is not None:
+            if self._waiting.pop(ask.key, None) is not None:
                 self.dispatcher.withdraw(ask.key)
             elif not future.cancelled() and future.exception() is None:
-                self.ended(ask.key)  # placed and given up in the same moment
+                self.ended(ask.key)  # assigned and cancelled in the same moment
             raise
-        self._placed_ns[ask.key] = time.monotonic_ns()
+        self._assigned_ns[ask.key] = time.monotonic_ns()
         return unit
 
     def first_token(self, key: int) -> None:
@@ -67,8 +67,8 @@ class Desk:
     def ended(self, key: int) -> None:
         """The request has left its unit."""
         now_ns = time.monotonic_ns()
-        placed_ns = self._placed_ns.pop(key, now_ns)
-        self._done_in_s += 0.05 * ((now_ns - placed_ns) / 1e9 - self._done_in_s)
+        assigned_ns = self._assigned_ns.pop(key, now_ns)
+        self._done_in_s += 0.05 * ((now_ns - assigned_ns) / 1e9 - self._done_in_s)
         self.dispatcher.ended(key, now_ns)
         self._poll()
 
@@ -85,7 +85,7 @@ class Desk:
     def _poll(self) -> None:
         now_ns = time.monotonic_ns()
         for order in self.dispatcher.poll(now_ns):
-            future = self._places.pop(order.key, None)
+            future = self._waiting.pop(order.key, None)
             if future is None or future.done():
                 if order.unit is not None:
                     self.dispatcher.ended(order.key, now_ns)
@@ -93,7 +93,7 @@ class Desk:
                 future.set_exception(self._refusal("waited too many dispatch cycles; the servers are overloaded"))
             else:
                 future.set_result(order.unit)
-        if self._places:
+        if self._waiting:
             due_ns = self.dispatcher.next_ns(now_ns)
             if due_ns is not None:
                 self._alarm.set(due_ns)

@@ -1,4 +1,4 @@
-"""The one schedule all workers share: who releases which session next, and when it was meant to start."""
+"""The schedule that all workers share: which session is released next, and when it was meant to start."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class Release(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Book:
-    """Releases sessions in plan order, whichever worker asks, as soon as each is due.
+class ReleaseSchedule:
+    """Releases sessions in plan order to the workers that ask, each as soon as it is due.
 
     ``memory`` is shared between the workers and holds the state; ``lock`` guards it. The intended start is the
     arrival time (open loop) or the moment the slot became free (closed loop: ``arrivals`` None), never the
-    moment somebody got round to asking. In a closed loop, slots come from two queues, those opened by a rise of
+    moment at which a worker asked. In a closed loop, slots come from two queues, those opened by a rise of
     the limit and those freed by ends, and each session takes the slot that was there first; a fall of the limit
     uses up slots without a session.
     """

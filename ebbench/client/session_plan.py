@@ -1,4 +1,4 @@
-"""A plan as the workers use it: sessions in release order, turns read lazily from Arrow."""
+"""A plan as the workers use it: sessions in release order, turns read lazily from Arrow; what cannot be sent."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ebbench.records.plan import ClosedPhase
 
 
 @dataclass(frozen=True)
-class Agenda:
+class SessionPlan:
     """Session i is ``rows[starts[i]:starts[i + 1]]`` of the table, its turns in order."""
 
     columns: Mapping[str, Sequence[Any]]
@@ -58,9 +58,9 @@ _LARGE = ("hash_ids", "prompt")
 _TURN_COLUMNS = ("request_id", "turn", "input_tokens", "output_tokens", "content", "hash_ids", "prompt")
 
 
-def make_agenda(
+def plan_sessions(
     table: pa.Table, phases: Sequence[ClosedPhase], max_concurrency: int | None, spacing_ns: int = 0
-) -> Agenda:
+) -> SessionPlan:
     """Order a plan's rows by session; closed-loop slots open ``spacing_ns`` apart. Raises UsageError."""
     table = table.combine_chunks()
     rows, starts = _grouped(table)
@@ -68,7 +68,7 @@ def make_agenda(
         name: _Lazy(table.column(name)) if name in _LARGE else table.column(name).to_pylist() for name in _TURN_COLUMNS
     }
     if phases:
-        return Agenda(columns, rows, starts, Slots.of_phases(phases, spacing_ns), None)
+        return SessionPlan(columns, rows, starts, Slots.of_phases(phases, spacing_ns), None)
     first = table.column("arrival_ns").take(pa.array([rows[s] for s in starts[:-1]]))
     if first.null_count:
         raise UsageError("an open-loop plan needs an arrival time for each session")
@@ -78,7 +78,7 @@ def make_agenda(
     if np.any(np.diff(arrival_ns) < 0):
         rows, starts = _reordered(rows, starts, order.tolist())
     arrivals = Arrivals(arrival_ns[order].tolist())
-    return Agenda(columns, rows, starts, Slots.constant(max_concurrency), arrivals)
+    return SessionPlan(columns, rows, starts, Slots.constant(max_concurrency), arrivals)
 
 
 def unique_ids(table: pa.Table) -> tuple[pa.Table, int]:
@@ -100,6 +100,28 @@ def unique_ids(table: pa.Table) -> tuple[pa.Table, int]:
     index = table.schema.get_field_index("request_id")
     changed = sum(a != b for a, b in zip(ids, unique, strict=True))
     return table.set_column(index, table.schema.field(index), pa.array(unique, pa.string())), changed
+
+
+def fitting(table: pa.Table, max_model_len: int | None, drop_too_long: bool) -> frozenset[int]:
+    """Rows to leave out because prompt and answer exceed ``max_model_len`` tokens (None: no limit known).
+
+    Raises UsageError where there are such rows and they are not to be dropped, or where nothing is left.
+    """
+    if max_model_len is None:
+        return frozenset()
+    total = table.column("input_tokens").to_numpy() + table.column("output_tokens").to_numpy()
+    rows = np.flatnonzero(total > max_model_len)
+    if rows.size == 0:
+        return frozenset()
+    if not drop_too_long:
+        name = table.column("request_id")[int(rows[0])].as_py()
+        raise UsageError(
+            f"{rows.size} of {table.num_rows} requests exceed the server's max_model_len {max_model_len} "
+            f"(first: {name}, {total[rows[0]]} tokens); shorten them or drop them with --drop-too-long"
+        )
+    if rows.size == table.num_rows:
+        raise UsageError(f"every request exceeds the server's max_model_len {max_model_len}; shorten them")
+    return frozenset(rows.tolist())
 
 
 def _grouped(table: pa.Table) -> tuple[list[int], list[int]]:

@@ -1,4 +1,4 @@
-"""How one answer is accounted for: pure rules from what was received to what is recorded (metrics.md)."""
+"""Whether an answer is complete, failed, timed out or cancelled: pure rules on what was received."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class TokenTimes(NamedTuple):
     bundled: int
 
 
-class Settled(NamedTuple):
-    """The verdict on one answer. ``output_tokens`` is None where the server did not report it."""
+class Classified(NamedTuple):
+    """Status and error of one answer. ``output_tokens`` is None where the server did not report it."""
 
     status: str
     error_class: str | None
@@ -31,12 +31,12 @@ class Settled(NamedTuple):
     tokens: TokenTimes
 
 
-def settle(answer: Answer, planned_tokens: int, exact: bool) -> Settled:
+def classify(answer: Answer, planned_tokens: int, exact: bool) -> Classified:
     """Classify a response that was read to its end (or to its failure).
 
     ``exact``: the end-of-sequence token was ignored, so any other number of tokens than planned is a failure.
     Usage decides the number of tokens. A stream without finish reason is truncated, that is failed, and so is an
-    answer that the server gave up, one without tokens, or one whose number of tokens nobody reports.
+    answer that the server gave up, one without tokens, or one without a reported number of tokens.
     """
     count = answer.usage.completion_tokens if answer.usage is not None else None
     error_class, body = answer.error_class, answer.error_body
@@ -44,11 +44,11 @@ def settle(answer: Answer, planned_tokens: int, exact: bool) -> Settled:
         error_class, body = _fault(answer, count, planned_tokens, exact)
     tokens = token_times(answer.times_ns, answer.empty, count)
     if error_class is None:
-        return Settled("ok", None, None, count, tokens)
+        return Classified("ok", None, None, count, tokens)
     status = "timed_out" if error_class.endswith("_timeout") else "failed"
     if error_class == "interrupted":
         status = "cancelled"
-    return Settled(status, error_class, body[:BODY_LIMIT] or None, count, tokens)
+    return Classified(status, error_class, body[:BODY_LIMIT] or None, count, tokens)
 
 
 def _fault(answer: Answer, count: int | None, planned_tokens: int, exact: bool) -> tuple[str | None, str]:

@@ -1,4 +1,4 @@
-"""One worker's life: assignment, preparation, work, farewell."""
+"""What a worker process does: read its assignment, prepare, send its part of the requests, report that it is done."""
 
 from __future__ import annotations
 
@@ -10,55 +10,55 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from ebbench.client.agenda import make_agenda
 from ebbench.client.bodies import Bodies
-from ebbench.client.book import Book
-from ebbench.client.caller import Caller
 from ebbench.client.lag import LagMonitor
 from ebbench.client.messages import (
     Assignment,
     Begin,
-    Farewell,
     Ready,
-    book_path,
+    WorkerDone,
     from_parent,
     lock_path,
     plan_path,
+    schedule_path,
     send,
 )
 from ebbench.client.options import spacing_ns
+from ebbench.client.release_schedule import ReleaseSchedule
+from ebbench.client.request_sender import RequestSender
+from ebbench.client.session_plan import plan_sessions
 from ebbench.client.shared import FileLock, SharedMemory
-from ebbench.client.worker import Lines, Worker
+from ebbench.client.worker import Worker, WorkerSockets
 from ebbench.collector import no_full_collections
 
 
-async def work(lines: Lines, environ: Mapping[str, str]) -> None:
-    """Carry out one worker's part of a plan, then say farewell."""
-    reader, writer = await asyncio.open_connection(sock=lines.control)
+async def run_worker(sockets: WorkerSockets, environ: Mapping[str, str]) -> None:
+    """Send one worker's part of a plan, then report :class:`WorkerDone`."""
+    reader, writer = await asyncio.open_connection(sock=sockets.control)
     assignment = await from_parent(reader)
     if not isinstance(assignment, Assignment):
         writer.close()
         return
     error, late_ns, cpu_s = None, b"", 0.0
     try:
-        late_ns, cpu_s = await _carry_out(assignment, lines, environ, reader, writer)
+        late_ns, cpu_s = await _send_part(assignment, sockets, environ, reader, writer)
     except Exception as problem:
         error = f"{type(problem).__name__}: {problem}"
-    send(writer, Farewell(late_ns, cpu_s, error))
+    send(writer, WorkerDone(late_ns, cpu_s, error))
     with contextlib.suppress(ConnectionError):
         await writer.drain()
     writer.close()
 
 
-async def _carry_out(
+async def _send_part(
     assignment: Assignment,
-    lines: Lines,
+    sockets: WorkerSockets,
     environ: Mapping[str, str],
     reader: asyncio.StreamReader,
     writer: asyncio.StreamWriter,
 ) -> tuple[bytes, float]:
-    """The work itself. Returns the lateness of the loop's ticks and the CPU seconds since the start."""
-    agenda = make_agenda(
+    """Send the requests. Returns the lateness of the loop's ticks and the CPU seconds since the start."""
+    session_plan = plan_sessions(
         _mapped(plan_path(assignment.folder)),
         assignment.phases,
         assignment.max_concurrency,
@@ -67,10 +67,16 @@ async def _carry_out(
     bodies = Bodies(assignment.model, assignment.options)
     lock = FileLock(lock_path(assignment.folder))
     try:
-        book = Book(SharedMemory(book_path(assignment.folder)), lock, agenda.sessions, agenda.slots, agenda.arrivals)
-        async with Caller(assignment.url, bodies.path, assignment.options, environ) as caller:
-            worker = Worker(assignment, agenda, book, bodies, caller, lines, writer, environ)
-            await caller.prepare(worker.first_sends(), reserve=worker.open_loop)
+        schedule = ReleaseSchedule(
+            SharedMemory(schedule_path(assignment.folder)),
+            lock,
+            session_plan.sessions,
+            session_plan.slots,
+            session_plan.arrivals,
+        )
+        async with RequestSender(assignment.url, bodies.path, assignment.options, environ) as sender:
+            worker = Worker(assignment, session_plan, schedule, bodies, sender, sockets, writer, environ)
+            await sender.prepare(worker.first_sends(), reserve=worker.open_loop)
             no_full_collections()
             send(writer, Ready())
             if not isinstance(await from_parent(reader), Begin):
