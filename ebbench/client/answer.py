@@ -61,7 +61,7 @@ class Answer:
     """What is known of one answer. All times are monotonic ns; 0 means: not yet.
 
     ``times_ns`` has one entry per message that may carry tokens; ``empty`` the positions of those without text
-    (a token may have none, a closing message has no token: usage tells which, see :mod:`ebbench.client.account`).
+    (a token may have none, a closing message has no token: usage tells which, see :mod:`ebbench.client.classify`).
     """
 
     __slots__ = (
