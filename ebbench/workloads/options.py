@@ -60,7 +60,7 @@ class PlanOptions:
         for key in _POSITIVE:
             if key == "request_rate" and self.request_rate == inf:
                 continue
-            if problem := not_positive(key.replace("_", " "), getattr(self, key)):
+            if problem := not_positive(key.removesuffix("_s").replace("_", " "), getattr(self, key)):
                 raise UsageError(problem)
         if self.seed < 0:
             raise UsageError(f"seed must be 0 or more, not {self.seed}")

@@ -49,7 +49,9 @@ def _check_times(options: PlanOptions, scenario: ScenarioSpec, *, trace: bool) -
     if scenario.loop == "trace" and not trace:
         raise UsageError(f"scenario {scenario.name!r} replays recorded times; it needs a workload trace:FILE")
     if scenario.loop == "trace" and options.request_rate is not None:
-        raise UsageError("a replayed trace has its own rate; use --speed, or --scenario poisson with its lengths")
+        raise UsageError(
+            "a replayed trace has its own rate; use --speed, or --scenario poisson (saturated for inf) with its lengths"
+        )
     if scenario.loop == "open" and options.load.unlimited:
         raise UsageError(f"--request-rate inf releases all at once; leave out --scenario {scenario.name}")
     if scenario.loop != "open" and options.burstiness is not None:
