@@ -1,6 +1,6 @@
 """What theory says about a workload on a device: threshold, batch, throughputs, and where EB and MB cross.
 
-Pure: lengths and coefficients in, predictions out (theory.md sections 2 to 4 and 8). What simulation says stands in
+Pure: lengths and coefficients in, predictions out (docs/theory.md). What simulation says stands in
 :mod:`ebbench.advice.simulate`.
 """
 

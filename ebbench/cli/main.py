@@ -60,6 +60,8 @@ COMMANDS: dict[str, Entry] = {
 }
 
 INTERRUPTED = 130
+CLICK_ERROR: Any = typer.BadParameter.__mro__[2]
+"""The base class of click's errors. Typer carries click under one of two names, so it is taken from typer."""
 HUNG_UP = 141
 """Whoever read the output closed it (``| head``): what a shell reports of programs that SIGPIPE ends."""
 _WITHIN_PARAGRAPH = re.compile(r"(?<!\n)\n(?!\n)")
@@ -186,18 +188,24 @@ def _exit_code(call: Callable[[], Any]) -> int:
         # Typer and rich leave a closed pipe with 1, which is the gate's code for a regression.
         raise SystemExit(HUNG_UP if stop.code == 1 else stop.code) from None
     except Exception as error:
-        # click's usage errors; typer carries click under one of two names, so they are known by what they offer.
-        if type(error).__module__.startswith("vllm_eb") and isinstance(error, ValueError):
-            return _complain(str(error), 2)
-        if not hasattr(error, "format_message"):
-            return _crashed()
-        if type(error).__name__ == "NoArgsIsHelpError":
-            error.show()  # type: ignore[attr-defined]
-            return 2
-        return _complain(_usage_message(error), int(getattr(error, "exit_code", 2)))
+        return _exit_code_of(error)
     if result == INTERRUPTED:  # typer turns Ctrl-C into this code, and says nothing
         return _complain("interrupted", INTERRUPTED)
     return result if isinstance(result, int) else 0
+
+
+def _exit_code_of(error: Exception) -> int:
+    """The exit code of an error that is not ours, said on stderr."""
+    from vllm_eb.errors import GivenValueError
+
+    if isinstance(error, GivenValueError):
+        return _complain(str(error), 2)
+    if not isinstance(error, CLICK_ERROR):
+        return _crashed()
+    if isinstance(error, sys.modules[CLICK_ERROR.__module__].NoArgsIsHelpError):
+        error.show()
+        return 2
+    return _complain(_usage_message(error), int(error.exit_code))
 
 
 def _crashed() -> int:

@@ -28,7 +28,7 @@ PIPELINE = (
 EXAMPLES = "dp=4, 1p3d, 2p2d, 3p1d or tp=4,dp=8,ep=32"
 
 # vLLM's example of P2P NCCL transfer starts prefill servers with 0.9 and decode servers with 0.7 of the GPU's memory:
-# the rest receives KV (docs/design/p2p_nccl_connector.md).
+# the rest receives KV (vLLM's docs/design/p2p_nccl_connector.md).
 PREFILL_UTILIZATION, DECODE_UTILIZATION = 0.9, 0.7
 
 _POOLS = re.compile(r"^(\d+)p(\d+)d$", re.IGNORECASE)

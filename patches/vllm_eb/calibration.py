@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_eb.costs import CostGrid, CostGridError, LinearCosts, StepCosts
+from vllm_eb.errors import GivenValueError
 
 DEFAULT_MARGIN = 1e-4  # EB+'s priority margin of the authors, s/token
 # Where beta_mb(r) is measured the margin "should match the observed magnitude" (appendix A.4): 1e-5 on H200. For RTX
@@ -20,7 +21,7 @@ DEFAULT_MARGIN = 1e-4  # EB+'s priority margin of the authors, s/token
 DEVICE_MARGINS: Mapping[str, float] = {"h200": 1e-5, "rtxpro6000": 1e-5}
 
 
-class CalibrationError(ValueError):
+class CalibrationError(GivenValueError):
     """A calibration that cannot be used; the message names the field, and the file and line where there is one."""
 
 

@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from vllm_eb.calibration import Calibration, CalibrationError, calibration_from_json
+from vllm_eb.errors import GivenValueError
 from vllm_eb.policy import PolicyError, PolicySpec, parse_policy, policy_from_mapping
 from vllm_eb.signals import endpoint_of_rank
 
@@ -31,7 +32,7 @@ _FIELDS = ("policy", "calibration", "record", "signals")
 _UNUSED = Calibration(alpha_p=0.0, beta_p=0.0, alpha_d=1.0, beta_d=0.0, source="not used by this policy")
 
 
-class ConfigError(ValueError):
+class ConfigError(GivenValueError):
     """Settings that cannot be used; the message says what to write instead."""
 
 

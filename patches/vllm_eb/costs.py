@@ -14,8 +14,10 @@ from itertools import pairwise
 from numbers import Integral
 from typing import Protocol
 
+from vllm_eb.errors import GivenValueError
 
-class CostGridError(ValueError):
+
+class CostGridError(GivenValueError):
     """A grid that is not ordered, has holes or times that are not positive; the message names the field."""
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from vllm_eb.errors import GivenValueError
 from vllm_eb.settings import Setting, SettingError, check_value, parse_value, setting, text_of
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ __all__ = [
 ]  # fmt: skip
 
 
-class PolicyError(ValueError):
+class PolicyError(GivenValueError):
     """A policy string that cannot be understood; the message says what to write instead."""
 
 

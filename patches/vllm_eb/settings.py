@@ -7,10 +7,12 @@ import types
 from dataclasses import MISSING, Field, dataclass, field, replace
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from vllm_eb.errors import GivenValueError
+
 REQUIRED = object()
 
 
-class SettingError(ValueError):
+class SettingError(GivenValueError):
     """A value out of range; the message names the setting."""
 
 

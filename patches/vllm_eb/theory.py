@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass
 
 from vllm_eb.calibration import Calibration
+from vllm_eb.errors import GivenValueError
 
 DELTA_CAP = 5.0  # the authors keep the hazard correction within five times theta0
 _BELOW_ONE = math.nextafter(1.0, 0.0)
@@ -18,7 +19,7 @@ _SERIES_LIMIT = 1.0  # below this, expm1(y) - y loses digits and its power serie
 _SERIES_TERMS = 18  # 1/20! is far below double precision at y = 1
 
 
-class TheoryError(ValueError):
+class TheoryError(GivenValueError):
     """A parameter outside the range in which a formula has a meaning; the message names it."""
 
 

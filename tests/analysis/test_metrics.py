@@ -1,4 +1,4 @@
-"""Metrics against a slow oracle that follows design/metrics.md sentence by sentence, in plain Python."""
+"""Metrics against a slow oracle that follows docs/metrics.md sentence by sentence, in plain Python."""
 
 from __future__ import annotations
 

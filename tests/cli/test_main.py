@@ -264,3 +264,19 @@ def test_help_fills_the_width_whatever_the_lines_of_the_docstring() -> None:
         # Paragraphs are apart by an empty line each, so no two lines with text follow one another.
         assert len(paragraphs) > 1
         assert all(not (a.strip() and b.strip()) for a, b in itertools.pairwise(head))
+
+
+def test_an_error_of_the_plugin_is_known_by_its_class(capsys: pytest.CaptureFixture[str]) -> None:
+    from vllm_eb.errors import GivenValueError
+
+    class OwnPolicyError(GivenValueError):
+        """As a policy in a module of the user's may define it."""
+
+    cases = ((OwnPolicyError("no such k"), 2, "error: no such k"), (ValueError("a bug"), 4, "Traceback"))
+    for error, code, said in cases:
+
+        def broken(raised: Exception = error) -> None:
+            raise raised
+
+        assert main._exit_code(broken) == code
+        assert said in capsys.readouterr().err

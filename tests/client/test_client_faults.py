@@ -1,4 +1,4 @@
-"""The faults of quality.md that concern the client, against real sockets."""
+"""Faults of servers and connections that the client must survive, against real sockets."""
 
 from __future__ import annotations
 
