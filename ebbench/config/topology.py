@@ -1,6 +1,7 @@
 """Topologies: how many engine instances there are, of what kind, and how they are joined.
 
-Written short (``dp=4``, ``2p2d``, ``tp=4,dp=8,ep=32``, ``3p1d,tp=4,dp=8,ep=32``) or as a ``[topology]`` table::
+Written short (``dp=4`` or ``replicas=4``, ``2p2d``, ``tp=4,dp=8,ep=32``, ``3p1d,tp=4,dp=8,ep=32``) or as a table
+``[topology]``::
 
     [topology]
     network_ms = 0.5                  # one way between dispatcher and instance
@@ -189,6 +190,7 @@ def _sizes(text: str, parts: list[str]) -> dict[str, int]:
         key, equals, value = part.partition("=")
         if key in ("pp", "pipeline"):
             raise UsageError(PIPELINE)
+        key = "instances" if key == "replicas" else key
         if key not in ("instances", "tp", "dp", "ep") or not equals or not value.isdigit():
             raise UsageError(f"unknown topology {text!r}; write for example {EXAMPLES}, or name a TOML file")
         sizes[key] = int(value)

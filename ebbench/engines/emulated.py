@@ -64,9 +64,7 @@ class EmulatedEngine:
             raise RunError(
                 f"engine emulated needs vLLM, and importing it failed ({error}); see: ebbench doctor"
             ) from None
-        run = _Run(emulated_core, plan, policy, device, options)
-        if self._shortcuts:
-            run.take_shortcuts()
+        run = _Run(emulated_core, plan, policy, device, options, shortcuts=self._shortcuts)
         self.prepare(run.core)
         with collector_paused():
             interrupted = run.to_the_end(observer)
@@ -99,7 +97,14 @@ class _Run:
     """State of one run."""
 
     def __init__(
-        self, core_module: Any, plan: Plan, policy: PolicySpec, device: Device, options: EngineOptions
+        self,
+        core_module: Any,
+        plan: Plan,
+        policy: PolicySpec,
+        device: Device,
+        options: EngineOptions,
+        *,
+        shortcuts: bool,
     ) -> None:
         self._make_request, self._vocab = core_module.make_request, core_module.vocabulary(options.block_size)
         self._plan, self._policy = plan, policy
@@ -107,7 +112,13 @@ class _Run:
         everyone = with_warmup(plan, options.warmup)
         self._state, self._log = RequestState(everyone), StepLog()
         self._clock = core_module.VirtualClock()
-        self.core = core_module.build_core(self._blocks, options, *plugin_settings(policy, device))
+        self._streams: dict[str, list[int]] = {}
+        scheduler, additional = plugin_settings(policy, device)
+        self.core = (
+            self._core_with_shortcuts(core_module, policy, options, additional)
+            if shortcuts
+            else (core_module.build_core(self._blocks, options, scheduler, additional))
+        )
         self._scheduler = self.core.scheduler
         self._pool = self._scheduler.kv_cache_manager.block_pool
         if not policy.native:
@@ -118,7 +129,6 @@ class _Run:
             controller.keep_records()
         begin = at_beginning(self._beginning, self._log.steps, [] if controller is None else [controller])
         self._clients = VirtualClients(plan, self._state, options.warmup, begin)
-        self._streams: dict[str, list[int]] = {}
         executor = self.core.model_executor
         executor.attach(self._clock, device.cost, self._streams)
         executor.on_step, executor.on_preempted = self._on_step, self._on_preempted
@@ -129,14 +139,22 @@ class _Run:
         self._ones: Ints = np.ones(options.max_num_seqs, np.int64)
         self._completed = self._output_tokens = self._total_tokens = self._fruitless = 0
 
-    def take_shortcuts(self) -> None:
-        """Leave out calls that find nothing to do."""
-        from ebbench.engines.emulated_dozing import let_decodes_doze
+    def _core_with_shortcuts(
+        self, core_module: Any, policy: PolicySpec, options: EngineOptions, additional: dict[str, object]
+    ) -> Any:
+        """A core that leaves out calls that find nothing to do."""
+        from ebbench.engines.emulated_dozing import begin_dozing, dozing_class, supported
         from ebbench.engines.emulated_shortcuts import PlainRequest, take_shortcuts
 
-        take_shortcuts(self.core)
-        let_decodes_doze(self.core, self._streams)
+        scheduler: str | type | None = None if policy.native else plugin.SCHEDULER
+        if supported():
+            scheduler = dozing_class(plugin=not policy.native, async_scheduling=options.async_scheduling)
+        core = core_module.build_core(self._blocks, options, scheduler, additional)
+        take_shortcuts(core)
+        if supported():
+            begin_dozing(core, self._streams)
         self._make_request = partial(self._make_request, kind=PlainRequest)
+        return core
 
     def to_the_end(self, observer: Observer | None) -> bool:
         """Drive the core until every request has ended. Returns whether the user interrupted it."""

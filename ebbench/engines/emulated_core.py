@@ -104,7 +104,7 @@ class VirtualExecutor(StandInExecutor):
 def build_core(
     blocks: int,
     options: EngineOptions,
-    scheduler_cls: str | None,
+    scheduler_cls: str | type | None,
     additional_config: dict[str, Any],
     **further: Any,
 ) -> EngineCore:

@@ -200,17 +200,23 @@ def supported() -> bool:
     return set(Request.__init__.__code__.co_names) >= _COUNTERS
 
 
-def let_decodes_doze(core: Any, tokens_of: Mapping[str, Sequence[int]]) -> None:
-    """Install on a core whose requests are PlainRequests. Does nothing on a vLLM without the counters it keeps."""
-    if not supported():
-        return
-    scheduler = core.scheduler
-    manager = scheduler.kv_cache_manager
+def dozing_class(*, plugin: bool, async_scheduling: bool) -> type:
+    """The scheduler class to make the core with: the plugin's or vLLM's own, in which decodes can sleep.
+
+    The mixin must stand between the plugin and vLLM: the plugin's ``super().schedule()`` has to reach it.
+    """
+    vllms = AsyncScheduler if async_scheduling else Scheduler
+    dozing = type("DozingScheduler", (DozingMixin, vllms), {})
+    if not plugin:
+        return dozing
+    from vllm_eb.scheduler import EBScheduler, EBSyncScheduler
+
+    own = EBScheduler if async_scheduling else EBSyncScheduler
+    return type(own.__name__, (own, dozing), {})
+
+
+def begin_dozing(core: Any, tokens_of: Mapping[str, Sequence[int]]) -> None:
+    """Let decodes sleep on a core made with :func:`dozing_class`, whose requests are PlainRequests."""
+    manager = core.scheduler.kv_cache_manager
     (group,) = manager.coordinator.single_type_managers
-    own = type(scheduler)
-    vllms = AsyncScheduler if isinstance(scheduler, AsyncScheduler) else Scheduler
-    if own is vllms:  # an object can only become one of a class that begins with its own
-        own = type(vllms.__name__, (vllms,), {})
-    below = type("DozingScheduler", (DozingMixin, vllms), {})
-    scheduler.__class__ = type(own.__name__, (own, below), {})
-    scheduler.begin_dozing(tokens_of, group.block_size, manager.enable_caching, group)
+    core.scheduler.begin_dozing(tokens_of, group.block_size, manager.enable_caching, group)

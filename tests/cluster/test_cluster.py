@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 
 import msgspec
 import numpy as np
@@ -16,6 +17,8 @@ from ebbench.config.topology import PoolSpec, TopologySpec, parse_topology
 from ebbench.engines.base import EngineOptions
 from ebbench.engines.sim import SimEngine
 from ebbench.errors import UsageError
+from ebbench.simulation import coasting
+from ebbench.simulation.gate import OpenGate
 from vllm_eb.policy import parse_policy
 
 DISPATCH = ("round-robin", "least-outstanding", "power-of-two", "prefix-affine", "iqr", "sbs", "sbs:bypass=off")
@@ -234,3 +237,69 @@ def test_ctrl_c_keeps_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None
     status = result.requests["status"].to_pylist()
     assert 0 < status.count("ok") < 40
     assert status.count("ok") + status.count("cancelled") + status.count("never_sent") == 40
+
+
+@pytest.mark.parametrize("topology", ["replicas=2", "tp=1,dp=2,ep=2", "pools"])
+@pytest.mark.parametrize("rate", [None, 40.0])
+def test_warmup_requests_of_a_topology_leave_no_trace(topology: str, rate: float | None) -> None:
+    requests = some_plan(5, rate=rate)
+    spec = pools(1, 1) if topology == "pools" else topology
+    on = device(FixedAndToken(3e-3, 2e-5, 4e-5))
+    # An even number, so that round robin ends where it began.
+    cold, warm = (run(spec, requests, on=on, policy="v1", warmup=count) for count in (0, 16))
+    assert warm.requests.drop_columns("worker").equals(cold.requests.drop_columns("worker"))
+    order = [("scheduled_ns", "ascending"), ("instance", "ascending"), ("start_ns", "ascending")]
+    first, second = (result.steps.drop_columns("step_id").sort_by(order) for result in (cold, warm))
+    assert first.equals(second)
+    assert warm.facts.get("transfers") == cold.facts.get("transfers")
+
+
+def test_each_instance_of_a_topology_learns_from_the_warmup() -> None:
+    learns = "eb:update_every=4,min_samples=3"
+    result = run("replicas=2", some_plan(6, rate=None), policy=learns, warmup=60)
+    for instance in (0, 1):
+        updates = [row for row in result.decisions.to_pylist() if row["kind"] == "update"]
+        first = next(row for row in updates if row["instance"] == instance)
+        assert first["samples"] > 10
+        assert first["time_ns"] >= 0
+        assert first["step_id"] >= 0
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    topology=st.sampled_from(["dp=3", "pools"]),
+    policy=st.sampled_from(["v1", "eb:k=2"]),
+    rate=st.sampled_from([None, 5.0, 60.0]),
+    asynchronous=st.booleans(),
+)
+def test_coasting_makes_the_same_steps_on_several_instances(  # type: ignore[no-untyped-def]
+    seed, topology, policy, rate, asynchronous
+) -> None:
+    spec = pools(1, 2) if topology == "pools" else topology
+    settings = {"async_scheduling": asynchronous, "policy": "v1" if topology == "pools" else policy}
+    settings["on"] = device(FixedAndToken(3e-3, 2e-5, 4e-5))
+    with pytest.MonkeyPatch.context() as patch:
+        coasted = run(spec, some_plan(seed, rate=rate), "least-outstanding", **settings)
+        patch.setattr(coasting, "SHORTEST_RUN", 1 << 60)
+        one_by_one = run(spec, some_plan(seed, rate=rate), "least-outstanding", **settings)
+    assert coasted.requests.equals(one_by_one.requests)
+    assert coasted.decisions.equals(one_by_one.decisions)
+    order = [("scheduled_ns", "ascending"), ("instance", "ascending"), ("start_ns", "ascending")]
+    first, second = (result.steps.drop_columns("step_id").sort_by(order) for result in (coasted, one_by_one))
+    assert first.equals(second)
+
+
+def test_replicas_coast_between_arrivals(monkeypatch: pytest.MonkeyPatch) -> None:
+    filled: list[int] = []
+    ordinary = OpenGate.fill
+    monkeypatch.setattr(OpenGate, "fill", lambda self, step: filled.append(1) or ordinary(self, step))
+    steps = run("dp=3", plan([(20, 200)] * 9, [i * 1.0 for i in range(9)])).steps.num_rows
+    assert len(filled) < steps / 4
+
+
+def test_pools_keep_the_arrival_as_intended_time_where_a_cap_holds_sessions_back() -> None:
+    requests = replace(plan([(50, 5)] * 6, [i * 0.01 for i in range(6)]), max_concurrency=1)
+    result = run(pools(1, 1), requests)
+    assert ns(result, "intended_ns").tolist() == [i * 10 * MS for i in range(6)]
+    assert (ns(result, "sent_ns")[1:] > ns(result, "intended_ns")[1:]).all()

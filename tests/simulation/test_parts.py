@@ -1,0 +1,126 @@
+"""The simulator's parts, each alone: scheduler, gates, step timer, engine loop."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ebbench.devices.base import StepShape
+from ebbench.simulation.engine import EngineLoop, StepTimer, Unit
+from ebbench.simulation.gate import OpenGate
+from ebbench.simulation.kv import CountingKv
+from ebbench.simulation.scheduler import Scheduler
+from ebbench.simulation.state import RequestState
+from ebbench.simulation.step import SchedulerLimits, Step
+from ebbench.simulation.tables import StepLog
+from tests.simulation.worlds import plan
+
+MS = 1_000_000
+
+
+class Heard:
+    """Keeps what a scheduler says of its requests."""
+
+    def __init__(self) -> None:
+        self.admissions: list[tuple[int, bool]] = []
+        self.ends: list[int] = []
+
+    def admitted(self, row: int, cached_tokens: int, now_ns: int, *, first: bool) -> None:
+        self.admissions.append((row, first))
+
+    def finished(self, row: int) -> None:
+        self.ends.append(row)
+
+
+class TenPerToken:
+    """10 ms per scheduled token."""
+
+    def step_s(self, shape: StepShape) -> float:
+        return 0.01 * (sum(tokens for tokens, _ in shape.prefill) + shape.decode_seqs)
+
+
+def scheduler(
+    lengths: list[tuple[int, int]], blocks: int = 100, budget: int = 32, *, keep_finished: bool = False
+) -> Scheduler:
+    state = RequestState(plan(lengths, concurrency=8))
+    limits = SchedulerLimits(4, budget, 16, 0, async_scheduling=False)
+    return Scheduler(state, limits, CountingKv(state, blocks, caching=False), keep_finished=keep_finished)
+
+
+def step_of(made: Scheduler, now_ns: int) -> Step:
+    step = Step(now_ns)
+    OpenGate(made).fill(step)
+    made.advance(step)
+    step.end_ns = now_ns + MS
+    return step
+
+
+def test_a_scheduler_chunks_prompts_by_its_budget_and_hands_out_tokens_when_a_step_ends() -> None:
+    made, heard = scheduler([(40, 2), (10, 1)]), Heard()
+    made.listeners.append(heard)
+    for row in (0, 1):
+        made.add(row)
+    assert not made.has_requests
+    made.take_arrivals(5)
+    first = step_of(made, 5)
+    assert (first.rows.tolist(), first.tokens.tolist(), first.sampled.tolist()) == ([0], [32], [])
+    assert made.deliver() == []
+    second = step_of(made, 5 + MS)
+    assert (second.rows.tolist(), second.tokens.tolist(), second.sampled.tolist()) == ([0, 1], [8, 10], [0, 1])
+    assert made.deliver() == [1]
+    assert made.state.token_ns.tolist() == [5 + 2 * MS, -1, 5 + 2 * MS]
+    step_of(made, 5 + 2 * MS)
+    assert made.deliver() == [0]
+    assert heard.admissions == [(0, True), (1, True)]
+    assert heard.ends == [1, 0]
+    assert made.kv_blocks_used == 0
+
+
+def test_blocks_of_finished_requests_stay_taken_where_they_are_still_to_be_transferred() -> None:
+    made = scheduler([(20, 1)], keep_finished=True)
+    made.add(0)
+    made.take_arrivals(0)
+    step_of(made, 0)
+    assert made.deliver() == [0]
+    assert made.kv_blocks_used == 2
+    made.free_finished(0)
+    made.free_finished(0)
+    assert made.kv_blocks_used == 0
+
+
+def test_delivered_kv_is_not_computed_again_until_a_preemption_loses_it() -> None:
+    made = scheduler([(31, 40), (31, 40)], blocks=5)
+    for row in (0, 1):
+        made.delivered[row] = 30
+        made.add(row)
+    made.take_arrivals(0)
+    assert made.queued_tokens() == 2
+    assert step_of(made, 0).tokens.tolist() == [1, 1]
+    now_ns, preempted = 0, False
+    while not preempted:
+        made.deliver()
+        now_ns += MS
+        preempted = bool(step_of(made, now_ns).preempted)
+    assert made.delivered == {0: 30}
+
+
+def test_a_device_runs_one_step_after_the_other() -> None:
+    timer = StepTimer()
+    assert timer.run(0, 0.01) == (0, 10 * MS)
+    assert timer.run(5 * MS, 0.01) == (10 * MS, 20 * MS)
+    assert timer.run(50 * MS, 0.01) == (50 * MS, 60 * MS)
+
+
+def test_units_in_lockstep_take_as_long_as_the_slowest_and_idle_ones_make_no_step() -> None:
+    state = RequestState(plan([(3, 1), (7, 1)], concurrency=8))
+    limits = SchedulerLimits(4, 32, 16, 0, async_scheduling=False)
+    units = [Unit.of(i, Scheduler(state, limits, CountingKv(state, 10, caching=False)), None) for i in range(3)]
+    log = StepLog()
+    engine = EngineLoop(units, TenPerToken(), log)
+    units[0].scheduler.add(0)
+    units[2].scheduler.add(1)
+    assert engine.wake(0) == (70 * MS, [])
+    assert engine.wake(70 * MS) == (70 * MS, [0, 1])
+    assert engine.wake(70 * MS) == (None, [])
+    assert [(unit, step.start_ns, step.end_ns) for unit, step in log.steps] == [(0, 0, 70 * MS), (2, 0, 70 * MS)]
+    assert engine.idle
+    assert np.array_equal(state.token_ns, [70 * MS, 70 * MS])
