@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
+from ebbench.analysis.gate.verdict import Rules, pairs_needed
 from ebbench.analysis.statistics import detectable_loss, holm, paired_t, sign_flip_p, sign_flip_ps
 
 losses = st.lists(st.floats(-1, 1, allow_nan=False).filter(lambda x: abs(x) > 1e-6 or x == 0), min_size=1, max_size=9)
@@ -49,7 +50,11 @@ def test_all_losses_above_zero_give_the_smallest_p_and_equal_ones_give_one() -> 
 
 
 def test_six_is_the_first_number_of_pairs_that_can_fail_three_figures() -> None:
-    assert 3 * 2.0**-5 > 0.05 >= 3 * 2.0**-6
+    losses = [0.05, 0.06, 0.04, 0.05, 0.06, 0.04]
+    for pairs, fails in ((5, False), (6, True)):
+        adjusted = holm([sign_flip_p(losses[:pairs])] * 3)
+        assert (max(adjusted) <= 0.05) == fails
+        assert (pairs_needed(Rules(min_pairs=2), 3) <= pairs) == fails
 
 
 @pytest.mark.parametrize("draw", ["normal", "standard_t", "exponential"])

@@ -148,8 +148,13 @@ def test_data_parallel_ranks_are_chosen_by_header() -> None:
 
 
 def test_prefix_caches_are_reset_everywhere(servers) -> None:  # type: ignore[no-untyped-def]
+    def resets() -> list[float]:
+        return [_metric(server.url, 'fake:cache_resets_total{model_name="fake-model"}') for server in servers]
+
+    before = resets()
     with gateway(*(s.url for s in servers)) as front:
         assert httpx.post(front.url + "/reset_prefix_cache", trust_env=False).status_code == 200
+    assert resets() == [count + 1 for count in before]
 
 
 def test_metrics_count_what_happened(servers) -> None:  # type: ignore[no-untyped-def]

@@ -18,8 +18,10 @@ from ebbench.papers.eb.table19_20 import explained
 from ebbench.papers.staggered.curves import SHARES, SHORT_3K, Curve, capacity_rps, prefill_cell
 from ebbench.papers.staggered.deployment import MODEL, UNIT, deployed, pass_s
 from ebbench.papers.table import Wish
+from ebbench.records.manifest import plan_hash
 from ebbench.records.schema import DECISIONS, REQUESTS, STEPS
 from ebbench.runs.cell import Cell, simulated
+from ebbench.runs.drive import run_missing
 from ebbench.runs.make import plan_of
 from ebbench.runs.store import Measured, RunStore
 
@@ -41,9 +43,19 @@ def test_any_other_cluster_has_another_key(change: dict[str, object]) -> None:
 
 
 def test_a_single_run_does_not_stand_for_a_cluster(tmp_path: Path) -> None:
-    store = RunStore(tmp_path)
-    store._adopted = {("x", "v1", "h200", "qwen3-8b", 1, 1): tmp_path}  # whatever was adopted is not even looked at
-    assert store.get(CELL) is None
+    """The user's own run answers a cell of one instance, and not one that differs only in its topology."""
+    several = CELL.changed(device="h200", model="qwen3-8b")
+    single = several.changed(topology=None)
+    assert plan_hash(plan_of(single)) == plan_hash(plan_of(several))
+    own = RunStore(tmp_path / "own")
+    run_missing([single], own, whole=True, workers=1)
+    found = own.get(single)
+    assert found is not None
+    store = RunStore(tmp_path / "store", adopted=[found.path])
+    adopted = store.get(single)
+    assert adopted is not None
+    assert adopted.path == found.path
+    assert store.get(several) is None
 
 
 def test_prompts_are_as_long_as_published() -> None:
