@@ -108,7 +108,8 @@ def load_of_run(manifest: Manifest) -> Load:
 class Machine:
     """How many GPUs served and how they were joined, and the scheduler's limits; None is what was not recorded.
 
-    ``max_num_batched_tokens`` is B, ``max_num_seqs`` is N, per engine.
+    ``max_num_batched_tokens`` is B, ``max_num_seqs`` is N, per engine. ``link`` joins the GPUs of one engine. ``types``
+    says of weights and KV cache what is not the model's own.
     """
 
     gpus: int | None = None
@@ -116,6 +117,8 @@ class Machine:
     dispatch: str = ""
     max_num_batched_tokens: int | None = None
     max_num_seqs: int | None = None
+    link: str = ""
+    types: str = ""
 
     def limits(self) -> str:
         """``B = 8,192 tokens per step, N = 1,024 sequences``; empty where neither was recorded."""
@@ -128,7 +131,8 @@ class Machine:
 
     def __str__(self) -> str:
         count = "" if self.gpus is None else f"{self.gpus:,} GPU{'' if self.gpus == 1 else 's'}"
-        return ", ".join(part for part in (count, self.topology, self.dispatch) if part)
+        topology = f"{self.topology} over {self.link}" if self.link else self.topology
+        return ", ".join(part for part in (count, topology, self.types, self.dispatch) if part)
 
 
 def asked_of(load: Load, machine: Machine, policy: str) -> dict[str, Any]:
@@ -167,7 +171,16 @@ def machine_of_run(manifest: Manifest) -> Machine:
         dispatch=str(facts.get("dispatch") or ""),
         max_num_batched_tokens=options.get("max_num_batched_tokens"),
         max_num_seqs=options.get("max_num_seqs"),
+        link=str(facts.get("link") or ""),
+        types=_types(options),
     )
+
+
+def _types(options: Mapping[str, Any]) -> str:
+    """``weights in fp8, KV cache in fp8``, as far as asked for."""
+    kv = options.get("kv_cache_dtype") or "auto"
+    asked = {"weights": options.get("quantization"), "KV cache": None if kv == "auto" else kv}
+    return ", ".join(f"{what} in {dtype}" for what, dtype in asked.items() if dtype)
 
 
 def _lengths(facts: Mapping[str, Any]) -> str:

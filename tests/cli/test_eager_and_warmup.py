@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from ebbench.analysis.environment import LATER_OPTIONS, differences, environment_of
+from ebbench.analysis.load import machine_of_run
 from ebbench.cli.main import app
 from ebbench.devices import load_device
 from ebbench.devices.base import StepShape
@@ -76,3 +77,22 @@ def test_show_knows_eager_mode() -> None:
         return float(json.loads(said)["steps"][0]["step_s"])
 
     assert decode_s("--enforce-eager") > decode_s()
+
+
+def test_types_and_link_are_in_the_manifest_the_header_and_the_provenance(tmp_path: Path) -> None:
+    fp8 = run(tmp_path / "fp8", "--topology", "tp=2", "--quantization", "fp8", "--kv-cache-dtype", "fp8")
+    assert fp8.manifest.facts["link"] == "nvlink"
+    assert "link nvlink (NVLink 4" in fp8.manifest.device_provenance
+    assert str(machine_of_run(fp8.manifest)).startswith(
+        "2 GPUs, dp=1,tp=2 over nvlink, weights in fp8, KV cache in fp8"
+    )
+    plain = run(tmp_path / "plain", "--topology", "tp=2")
+    assert plain.manifest.kv_capacity_tokens * 2 < fp8.manifest.kv_capacity_tokens
+    told = differences(environment_of(plain.manifest), environment_of(fp8.manifest))
+    assert "options.quantization: None against fp8" in told
+
+
+def test_a_vllm_server_is_started_with_the_types_asked_for() -> None:
+    options = EngineOptions(quantization="fp8", kv_cache_dtype="fp8")
+    line = " ".join(serve_arguments(Serving("model", parse_policy("v1"), options=options)))
+    assert "--quantization fp8 --kv-cache-dtype fp8" in line

@@ -35,7 +35,8 @@ FRONT = """## All sources
 
 Median and 90th percentile of the size of the error, per source and device, over the cells that no constant was fitted
 on. In brackets: the median of the last committed table, where it differs. *Direction right*: of the pairs of schedulers
-that the source tells apart by more than 2 %, those with the same winner. The engine arguments behind *silicon*
+that the source tells apart by more than 2 %, those with the same winner; of tables 19 and 20, the cases with the same
+fastest setting. The engine arguments behind *silicon*
 (aiconfigurator-core's `silicon_sample.csv`) are unknown, and its TTFT is defined differently by source: TPOT counts.
 """
 

@@ -11,7 +11,7 @@ from statistics import median
 import numpy as np
 
 from ebbench.papers.fidelity.cases_servers import TTFT_NOTE
-from ebbench.papers.fidelity.scores import THROUGHPUT, Cell, comparisons
+from ebbench.papers.fidelity.scores import SCHEDULERS, THROUGHPUT, Cell, comparisons
 
 WORSE_POINTS = 0.01  # a median this much worse than the committed one is a loss of accuracy
 FIGURES = {"TPOT": ("tpot_mean_ms",), "TTFT": ("ttft_mean_s",), "throughput": THROUGHPUT, "step time": ("step_ms",)}
@@ -21,7 +21,8 @@ FIGURES = {"TPOT": ("tpot_mean_ms",), "TTFT": ("ttft_mean_s",), "throughput": TH
 class Row:
     """Errors of one source on one device: median and 90th percentile of their size, as shares, per figure.
 
-    ``direction``: of the pairs of schedulers that the source tells apart, the share with the same winner; None: none.
+    ``direction``: of the pairs of schedulers that the source tells apart, the share with the same winner; of other
+    settings, the share of cases with the same fastest; None where there is nothing to compare.
     ``fitted``: cells of the source that constants were fitted on; they do not count in the errors.
     """
 
@@ -54,9 +55,22 @@ def _row(source: str, device: str, cells: list[Cell]) -> Row:
         chosen = [cell for cell in predicted if cell.metric in metrics and (cell.scored or cell.note == TTFT_NOTE)]
         if sizes := [abs(cell.error) for cell in chosen]:
             errors[name] = (float(median(sizes)), float(np.percentile(sizes, 90)))
-    decided = [pair for pair in comparisons(predicted) if pair.decided]
-    right = sum(pair.same_winner for pair in decided) / len(decided) if decided else None
-    return Row(source, device, len(predicted), len(cells) - len(predicted), errors, right)
+    right = [pair.same_winner for pair in comparisons(predicted) if pair.decided] or _winners(predicted)
+    direction = sum(right) / len(right) if right else None
+    return Row(source, device, len(predicted), len(cells) - len(predicted), errors, direction)
+
+
+def _winners(cells: Iterable[Cell]) -> list[bool]:
+    """Of settings other than the papers' schedulers (tables 19 and 20): whether the fastest of a case is the same."""
+    cases: dict[tuple[str, ...], list[Cell]] = {}
+    for cell in cells:
+        if cell.metric in THROUGHPUT and cell.scored and cell.scheduler not in SCHEDULERS:
+            cases.setdefault(cell.row, []).append(cell)
+    return [
+        max(case, key=lambda cell: cell.published) is max(case, key=lambda cell: cell.ours)
+        for case in cases.values()
+        if len(case) > 1
+    ]
 
 
 def lines(rows: Iterable[Row], before: Mapping[str, Row]) -> Iterator[str]:
