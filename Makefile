@@ -7,7 +7,7 @@ JOBS ?= 2
 # A file's tests stay together, for they share what is dear to make; files in their order, the long ones not last.
 PYTEST = $(TEST)/bin/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: run dev setup test unit fast vllm coverage lint docs picture clean
+.PHONY: run dev setup test unit fast vllm coverage lint docs picture clean fuzz
 
 run: $(RUN)/.stamp
 	$(RUN)/bin/ebbench run sharegpt --policy v1 --policy eb --policy ebplus --device rtx-pro-6000 --model qwen3-8b
@@ -74,6 +74,11 @@ $(TEST)/.stamp: $(TEST)/.stamp-dev
 	$(TEST)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
 	$(COMPILE)
 	touch $@
+
+# Nightly: random scenes through vLLM's real scheduler under every policy (make fuzz SCENES=2000).
+SCENES ?= 1000
+fuzz: $(TEST)/.stamp
+	PYTHONPATH=.:patches $(TEST)/bin/python tests/vllm/scenes.py --scenes $(SCENES)
 
 clean:
 	rm -rf $(RUN) $(TEST) runs site

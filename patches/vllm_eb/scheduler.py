@@ -21,12 +21,14 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+import vllm
 from vllm.logger import init_logger
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
-from vllm_eb import compat
+from vllm_eb import compat, guard
 from vllm_eb.config import PluginConfig, parse_config
 from vllm_eb.controller import Controller
 from vllm_eb.decisions import Decision, Record, View
@@ -61,7 +63,9 @@ class _Phases(Scheduler):  # type: ignore[misc]
             only_records=config.policy.native,
             holds_adapters=compat.asks_on_admission(Scheduler),
         )
+        guard.check_classes(Scheduler, Request, SchedulerOutput, vllm.__version__)
         super().__init__(vllm_config, *args, **kwargs)
+        guard.check_scheduler(self, vllm.__version__)
         self._limit_name = compat.limit_name(self)
         self._total_blocks = compat.usable_blocks(self)
         self._clock: Callable[[], float] = time.monotonic

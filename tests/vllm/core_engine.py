@@ -25,6 +25,9 @@ class Engine:
     seqs: int = 16
     budget: int = 200
     asynchronous: bool = True
+    block_size: int = 4
+    caching: bool = False
+    further: dict[str, Any] = field(default_factory=dict)  # EngineArgs
     outputs: list[Any] = field(default_factory=list)
     idle_decoders: int = 0  # schedule() calls that came out empty beside decoding requests
     tokens: Counter[str] = field(default_factory=Counter)
@@ -34,12 +37,13 @@ class Engine:
         from ebbench.engines.emulated_core import VirtualClock, build_core
 
         options = EngineOptions(
-            max_num_seqs=self.seqs, max_num_batched_tokens=self.budget, block_size=4, enable_prefix_caching=False,
+            max_num_seqs=self.seqs, max_num_batched_tokens=self.budget, block_size=self.block_size,
+            enable_prefix_caching=self.caching,
             async_scheduling=self.asynchronous,
         )  # fmt: skip
         plugin = self.policy != "stock"
         config = additional_config(parse_policy(self.policy), CALIBRATION) if plugin else {}
-        self.core: Any = build_core(self.blocks, options, SCHEDULER if plugin else None, config)
+        self.core: Any = build_core(self.blocks, options, SCHEDULER if plugin else None, config, **self.further)
         self.scheduler = self.core.scheduler
         self.clock, self.streams = VirtualClock(), dict[str, list[int]]()
         self.core.model_executor.attach(self.clock, TestCost(), self.streams)
