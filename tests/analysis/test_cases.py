@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from made_runs import MadeEngine, device_of, plan_of
 
 from ebbench.analysis.compare.cases import cases_of, partition
 from ebbench.analysis.compare.certainty import ALPHA, log_ratios, p_of, pairs_needed
@@ -20,6 +19,7 @@ from ebbench.analysis.load import load_of_run
 from ebbench.analysis.summary import Summary, summarise
 from ebbench.engines.base import EngineOptions
 from ebbench.records.run import RunWriter
+from tests.analysis.made_runs import MadeEngine, device_of, plan_of
 from vllm_eb.policy import parse_policy
 
 

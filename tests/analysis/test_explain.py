@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from made_runs import MadeEngine, device_of, plan_of
 
 from ebbench.analysis.compare.policies import Group, baseline_of, differing, gain, group_by_policy, ranked
 from ebbench.analysis.conclude import Setting, conclude
@@ -19,6 +18,7 @@ from ebbench.analysis.summary import Summary, summarise
 from ebbench.engines.base import EngineOptions, EngineResult
 from ebbench.records.run import Run, RunWriter
 from ebbench.records.schema import DECISIONS, STEPS
+from tests.analysis.made_runs import MadeEngine, device_of, plan_of
 from vllm_eb.policy import parse_policy
 
 

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from made_runs import MS, request, requests_table
 
 from ebbench.analysis.columns import RequestColumns
 from ebbench.analysis.distribution import Distribution, samples_needed
@@ -18,6 +17,7 @@ from ebbench.analysis.metrics import Metrics, measure
 from ebbench.analysis.slo import Slo
 from ebbench.analysis.steady import Window, steady_windows
 from ebbench.records.manifest import PhaseFact
+from tests.analysis.made_runs import MS, request, requests_table
 
 TIMES = st.integers(0, 2_000 * MS)
 STATUSES = st.sampled_from(["ok"] * 6 + ["failed", "timed_out", "cancelled", "never_sent"])

@@ -8,7 +8,6 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from made_runs import MS, MadeEngine, device_of, plan_of, request, requests_table
 
 from ebbench.analysis.columns import RequestColumns
 from ebbench.analysis.conclude import Setting, conclude
@@ -20,6 +19,7 @@ from ebbench.engines.base import EngineOptions, EngineResult
 from ebbench.errors import DataError
 from ebbench.records.plan import ClosedPhase, Plan
 from ebbench.records.run import Run, RunWriter
+from tests.analysis.made_runs import MS, MadeEngine, device_of, plan_of, request, requests_table
 from vllm_eb.policy import parse_policy
 
 

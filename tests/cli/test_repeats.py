@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from made_runs import MadeEngine, device_of, plan_of
 from typer.testing import CliRunner, Result
 
 import ebbench.devices
@@ -21,6 +20,7 @@ from ebbench.cli.main import app
 from ebbench.cli.repeats import beforehand, why_stop
 from ebbench.records.plan import Plan
 from ebbench.records.run import Run, find_runs
+from tests.analysis.made_runs import MadeEngine, device_of, plan_of
 
 
 def invoke(*args: str) -> Result:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from made_runs import MadeEngine, device_of, plan_of
 from typer.testing import CliRunner, Result
 
 import ebbench.devices
@@ -17,6 +16,7 @@ from ebbench.cli.main import app
 from ebbench.errors import RunError
 from ebbench.records.plan import ClosedPhase, Plan
 from ebbench.records.run import Run
+from tests.analysis.made_runs import MadeEngine, device_of, plan_of
 
 VLLM_KEYS = [
     "completed", "failed", "duration", "total_input_tokens", "total_output_tokens", "request_throughput",

@@ -12,7 +12,6 @@ import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from made_runs import MadeEngine, device_of, plan_of
 
 from ebbench.analysis.slo import METRICS
 from ebbench.engines.base import EngineOptions, EngineResult
@@ -31,6 +30,7 @@ from ebbench.records.manifest import (
 )
 from ebbench.records.plan import ClosedPhase, Plan
 from ebbench.records.run import Run, RunWriter, default_run_dir, find_runs, slug, unused
+from tests.analysis.made_runs import MadeEngine, device_of, plan_of
 from vllm_eb.policy import parse_policy
 
 

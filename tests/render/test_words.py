@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from made_runs import MadeEngine, device_of, plan_of
 from rich.console import Console
 
 from ebbench.analysis.compare.cases import cases_of
@@ -26,6 +25,7 @@ from ebbench.records.run import RunWriter
 from ebbench.render import asked, live, numbers, tables, words
 from ebbench.render.documents import as_csv
 from ebbench.render.report import print_report
+from tests.analysis.made_runs import MadeEngine, device_of, plan_of
 from vllm_eb.policy import parse_policy
 
 
