@@ -13,18 +13,21 @@ _TERMINALS = (0, 1, 2)
 
 
 def as_ctrl_c() -> None:
-    """Turn SIGTERM and SIGHUP into SIGINT, for which every command has its way. For the main thread of a command.
+    """Have SIGTERM and SIGHUP do what SIGINT does at that moment. For the main thread of a command.
 
     A signal that this process was started to ignore stays ignored (``nohup``).
     """
     terminals = [number for number in _TERMINALS if _is_terminal(number)]
 
-    def turn(number: int, _frame: FrameType | None) -> None:
+    def turn(_number: int, frame: FrameType | None) -> None:
         for descriptor in terminals:
             if not _is_terminal(descriptor):  # hung up; writing to it would fail, in the middle of storing a run
                 _silence(descriptor)
-        if callable(signal.getsignal(signal.SIGINT)):
-            signal.raise_signal(signal.SIGINT)
+        handler = signal.getsignal(signal.SIGINT)
+        if callable(handler):
+            # Called, not raised as a signal: uvloop would count a signal raised inside a handler twice, and twice means
+            # to give up running requests.
+            handler(signal.SIGINT, frame)
         else:  # started in the background by a shell, which has it ignore SIGINT
             raise KeyboardInterrupt
 

@@ -42,7 +42,8 @@ def calibrate(
 ) -> None:
     """Measure alpha, beta and the mixed cost of this machine (or an emulated one) and write them as a device.
 
-    Afterwards: ebbench run ... --device OUTPUT_DIR/profile.toml --model MODEL
+    Afterwards: ebbench run ... --engine sim --device OUTPUT_DIR/profile.toml --model MODEL, or on the machine itself
+    ebbench run ... --engine vllm --calibration OUTPUT_DIR/calibration.json --model MODEL
     """
     from ebbench.calibration.check import write_profile
     from ebbench.calibration.measure import ProbeGrid
@@ -217,4 +218,7 @@ def _print(measured: Measured, profile: Path, check: Check | None) -> None:
             f"check    {check.requests} other requests: {check.measured_tokens_per_s:.0f} tokens/s measured{found}, "
             f"{check.predicted_tokens_per_s:.0f} predicted ({check.error:+.1%})"
         )
-    typer.echo(f"wrote {profile}: use it with --device {profile}")
+    costs = profile.with_name("calibration.json")
+    typer.echo(
+        f"wrote {profile}: simulate this machine with --device {profile}, serve on it with --calibration {costs}"
+    )

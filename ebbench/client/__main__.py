@@ -6,6 +6,7 @@ pickled.
 """
 
 import os
+import signal
 import socket
 import sys
 
@@ -17,5 +18,7 @@ from ebbench.client.worker_process import run_worker
 
 if __name__ == "__main__":
     end_with_parent()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # some senders mean all processes; the parent says what follows
     control, wake_up, *others = (socket.socket(fileno=int(number)) for number in sys.argv[1:])
     uvloop.run(run_worker(WorkerSockets(control, wake_up, tuple(others)), os.environ))

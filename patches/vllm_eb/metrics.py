@@ -55,11 +55,12 @@ class Figures:
 class FiguresWriter:
     """The scheduler's side, for data-parallel rank ``rank`` of engine ``instance``, which begins in ``mode``.
 
-    Raises OSError when the file cannot be made. :meth:`close` removes it; so does the next reader when its writer was
-    killed.
+    Raises OSError when the file cannot be made. :meth:`close` removes it. That of an engine that was killed, or that
+    vLLM did not let shut down, is removed when the next one starts.
     """
 
     def __init__(self, instance: str, rank: int, mode: Mode, folder: Path | None = None) -> None:
+        _remove_left_behind(_folder(folder))
         self._path = _folder(folder) / f"{_stem(instance)}{rank}-{os.getpid()}"
         self._numbers = _mapped(self._path, create=True)
         self._numbers[:] = math.nan
@@ -94,8 +95,6 @@ def read_figures(instance: str, folder: Path | None = None) -> Iterator[tuple[in
     for path in sorted(_folder(folder).glob(f"{_stem(instance)}*-*")):
         rank, _, writer = path.name.removeprefix(_stem(instance)).partition("-")
         if not _alive(int(writer)):
-            with contextlib.suppress(OSError):
-                path.unlink()
             continue
         try:
             numbers = _mapped(path, create=False)
@@ -120,6 +119,15 @@ def _figures(numbers: npt.NDArray[np.float64]) -> Figures:
         phase_switches=int(numbers[_PHASE_SWITCHES]),
         refills=int(numbers[_REFILLS]),
     )
+
+
+def _remove_left_behind(folder: Path) -> None:
+    """Remove files of this user's engines that are gone."""
+    for path in folder.glob(f"vllm_eb-{os.getuid()}-*"):
+        writer = path.name.rpartition("-")[2]
+        if writer.isdigit() and not _alive(int(writer)):
+            with contextlib.suppress(OSError):
+                path.unlink()
 
 
 def _or_nan(value: float | int | None) -> float:

