@@ -167,13 +167,13 @@ def test_the_fake_server_writes_its_ledger(tmp_path: Path, number: signal.Signal
 def test_a_sweep_keeps_finished_cells_and_leaves_no_process(tmp_path: Path, number: signal.Signals) -> None:
     (tmp_path / "sweep.toml").write_text(SWEEP)
     process = begin(tmp_path, "sweep", "sweep.toml", "-o", "out", "--workers", 2, "-q")
-    wait_until(lambda: len(list(tmp_path.glob("out/cells/*.json"))) >= 2, "no cell was finished", 60.0)
+    wait_until(lambda: len(list(tmp_path.glob("out/cells/*/cell.json"))) >= 2, "no cell was finished", 60.0)
     below = descendants(process.pid)
     assert len(below) >= 2
     process.send_signal(number)
     code, _, stderr = ended(process, below)
     assert code == (-signal.SIGKILL if number == signal.SIGKILL else 130), stderr
-    assert 2 <= len(list(tmp_path.glob("out/cells/*.json"))) < 80
+    assert 2 <= len(list(tmp_path.glob("out/cells/*/cell.json"))) < 80
 
 
 @pytest.mark.parametrize("number", [*AS_CTRL_C, signal.SIGKILL])
