@@ -51,21 +51,30 @@ def check_options(options: EngineOptions, policies: Sequence[PolicySpec]) -> Non
             )
 
 
+def num_kv_blocks(device: Device, options: EngineOptions) -> int:
+    """KV blocks of an instance: as asked for, or what the device's capacity holds."""
+    return options.num_kv_blocks or device.kv_capacity_tokens // options.block_size
+
+
 def check_fits(plan: Plan, device: Device, options: EngineOptions) -> None:
-    """Raise UsageError when a request can never fit in the KV cache, naming the longest one."""
+    """Raise UsageError for an empty plan, and for a request that can never run on an instance, naming the longest one.
+
+    ``device`` is that of one instance.
+    """
     if not len(plan):
         raise UsageError("the plan holds no request; raise --num-prompts or choose another workload")
-    capacity = device.kv_capacity_tokens
-    if options.num_kv_blocks is not None:
-        capacity = options.num_kv_blocks * options.block_size
-    if not capacity:  # not known: the server says no itself
-        return
     total = pc.add(plan.table["input_tokens"].cast(pa.int64()), plan.table["output_tokens"])
     longest = int(pc.max(total).as_py())
+    request = plan.table["request_id"][int(pc.index(total, longest).as_py())].as_py()
+    if longest > options.max_model_len:
+        raise UsageError(
+            f"request {request} has {longest:,} tokens, more than --max-model-len {options.max_model_len}; raise it or "
+            "pass --drop-too-long"
+        )
+    capacity = num_kv_blocks(device, options) * options.block_size
     if longest <= capacity:
         return
     where = "--num-kv-blocks" if options.num_kv_blocks is not None else f"{device.model} on {device.name}"
-    request = plan.table["request_id"][int(pc.index(total, longest).as_py())].as_py()
     raise UsageError(
         f"request {request} needs {longest:,} KV tokens but {where} holds {capacity:,}, so it can never run; drop "
         f"longer ones with --max-model-len {capacity} --drop-too-long"

@@ -26,9 +26,9 @@ import pyarrow as pa
 from ebbench.collector import collector_paused
 from ebbench.devices.base import Device
 from ebbench.engines.base import EngineOptions, EngineResult, Observer, Progress
+from ebbench.engines.checks import check_fits, check_options, num_kv_blocks
 from ebbench.engines.emulated_clients import VirtualClients
-from ebbench.engines.simulated import num_kv_blocks
-from ebbench.errors import RunError, UsageError
+from ebbench.errors import RunError
 from ebbench.records.content import token_ids
 from ebbench.records.plan import Plan
 from ebbench.simulation.state import UNSET, Ints, RequestState
@@ -57,7 +57,8 @@ class EmulatedEngine:
 
         Raises UsageError for a plan that cannot fit, RunError when vLLM is missing or stops making progress.
         """
-        check_fits(plan, options, num_kv_blocks(device, options))
+        check_options(options, [policy])
+        check_fits(plan, device, options)
         try:
             from ebbench.engines import emulated_core
         except ImportError as error:
@@ -72,25 +73,6 @@ class EmulatedEngine:
 
     def prepare(self, core: Any) -> None:
         """Called with the engine core before the first step; for measurements and experiments."""
-
-
-def check_fits(plan: Plan, options: EngineOptions, blocks: int) -> None:
-    """Refuse what vLLM would refuse or never finish. Raises UsageError."""
-    if not len(plan):
-        raise UsageError("the plan holds no requests; raise --num-prompts")
-    if options.max_num_batched_tokens < options.max_num_seqs:
-        raise UsageError(
-            f"--max-num-batched-tokens {options.max_num_batched_tokens} is below --max-num-seqs "
-            f"{options.max_num_seqs}: vLLM refuses that; raise the one or lower the other"
-        )
-    limit = min(options.max_model_len, blocks * options.block_size)
-    tokens = np.asarray(plan.table["input_tokens"]) + np.asarray(plan.table["output_tokens"])
-    too_long = int((tokens > limit).sum())
-    if too_long:
-        raise UsageError(
-            f"{too_long} requests are longer than {limit} tokens (max_model_len {options.max_model_len}, KV capacity "
-            f"{blocks * options.block_size}); raise the limit or pass --drop-too-long"
-        )
 
 
 class _Run:

@@ -18,11 +18,10 @@ from ebbench.devices.collectives import choose_link
 from ebbench.devices.units import UnitDevice, saving_kv, unit_device
 from ebbench.dispatch import DispatchSpec
 from ebbench.engines.base import EngineOptions, EngineResult, Observer
+from ebbench.engines.checks import check_fits, num_kv_blocks
 from ebbench.engines.simulated import (
     check_all_ended,
-    check_fits,
     make_controller,
-    num_kv_blocks,
     run_through,
     scheduler_limits,
     snapshot,
@@ -224,7 +223,7 @@ class _Simulation:
         """``device`` is that of one unit of ``pool``."""
         options = self._pool_options(pool)
         blocks = num_kv_blocks(device, options)
-        check_fits(self._plan, options, blocks)
+        check_fits(self._plan, device, options)
         spec = StageSpec(
             pool=pool,
             cost=device.cost,

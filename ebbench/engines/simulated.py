@@ -8,7 +8,7 @@ from typing import Protocol
 
 from ebbench.devices.base import Device
 from ebbench.engines.base import EngineOptions, Observer, Progress
-from ebbench.errors import RunError, UsageError
+from ebbench.errors import RunError
 from ebbench.records.plan import Plan
 from ebbench.simulation.engine import Unit
 from ebbench.simulation.state import UNSET, RequestState
@@ -42,11 +42,6 @@ def check_all_ended(ended: int, requests: int, what: str) -> None:
         raise RunError(f"{requests - ended} of {requests} requests never ended: the {what} is stuck")
 
 
-def num_kv_blocks(device: Device, options: EngineOptions) -> int:
-    """KV blocks of an instance: as asked for, or what the device's capacity holds."""
-    return options.num_kv_blocks or device.kv_capacity_tokens // options.block_size
-
-
 def scheduler_limits(options: EngineOptions) -> SchedulerLimits:
     """Those of the options that bound what a scheduling step may hold."""
     return SchedulerLimits(
@@ -72,26 +67,6 @@ def make_controller(
         num_blocks=total_blocks,
         keep_records=keep_records,
     )
-
-
-def check_fits(plan: Plan, options: EngineOptions, total_blocks: int) -> None:
-    """Raise UsageError for an empty plan, or a request that ``total_blocks`` KV blocks can never hold."""
-    state = RequestState(plan)
-    if not len(plan):
-        raise UsageError("the plan holds no requests; raise --num-prompts")
-    tokens = state.last + 1
-    worst = int(tokens.argmax())
-    if int(tokens[worst]) > options.max_model_len:
-        raise UsageError(
-            f"request {plan.table['request_id'][worst]} has {tokens[worst]} tokens, more than --max-model-len "
-            f"{options.max_model_len}; raise it or pass --drop-too-long"
-        )
-    if -(-int(state.last[worst]) // options.block_size) > total_blocks:
-        raise UsageError(
-            f"request {plan.table['request_id'][worst]} has {tokens[worst]} tokens and can never fit in "
-            f"{total_blocks} KV blocks of {options.block_size}; use a larger device, or drop longer ones with "
-            f"--max-model-len {total_blocks * options.block_size} --drop-too-long"
-        )
 
 
 def snapshot(

@@ -34,7 +34,7 @@ ENGINE_MODULES: Mapping[str, tuple[str, ...]] = {
 }
 """Where each engine's code begins."""
 CHOOSERS = frozenset({"ebbench.engines", "ebbench.engines.setup"})
-"""Modules that choose an engine by its name: they import every engine, of which a cell uses one."""
+"""Modules that choose an engine by its name: their functions import every engine, of which a cell uses one."""
 LOADED_BY_NAME = frozenset({"vllm_eb.policies"})
 """Packages whose modules are all loaded, without an import statement for each."""
 SETTLED_NS = 2_000_000_000
@@ -104,7 +104,7 @@ class FileCache:
         if known is not None and known[:3] == stamp:
             return _Facts(known[3], tuple(known[4]))
         content = Path(path).read_bytes()
-        imports = imported_modules(content, module, is_package=path.endswith("__init__.py")) if module else []
+        imports = imports_of(content, module, path) if module else []
         found = _Facts(hashlib.sha256(content).hexdigest(), tuple(imports))
         if time.time_ns() - stat.st_mtime_ns > SETTLED_NS:
             self._known[path] = [*stamp, found.digest, list(imports)]
@@ -124,7 +124,13 @@ class FileCache:
             self._changed = False
 
 
-def imported_modules(source: bytes, module: str, *, is_package: bool = False) -> list[str]:
+def imports_of(source: bytes, module: str, path: str) -> list[str]:
+    """What counts of the imports of a module: all of them, or those at its top where it chooses an engine."""
+    is_package = path.endswith("__init__.py")
+    return imported_modules(source, module, is_package=is_package, in_functions=module not in CHOOSERS)
+
+
+def imported_modules(source: bytes, module: str, *, is_package: bool = False, in_functions: bool = True) -> list[str]:
     """Modules that a source file imports when it is run, in functions too; imports for type checkers are left out."""
     found: list[str] = []
     package = module if is_package else module.rpartition(".")[0]
@@ -139,6 +145,8 @@ def imported_modules(source: bytes, module: str, *, is_package: bool = False) ->
             if node.level:
                 base = f"{parent}.{base}" if base else parent
             found += [base, *(f"{base}.{alias.name}" for alias in node.names)]
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not in_functions:
+            continue
         elif isinstance(node, ast.If) and _for_type_checkers(node.test):
             waiting += node.orelse
         else:
@@ -172,7 +180,7 @@ def source_files(tree: Tree, entries: Sequence[str], known: FileCache) -> dict[s
             waiting += [name for name in inside if name not in seen]
             seen.update(waiting)
         # Names are taken from the end: a module comes before the names in it.
-        for name in (*([] if module in CHOOSERS else reversed(facts.imports)), *parents):
+        for name in (*reversed(facts.imports), *parents):
             if name not in seen and name.partition(".")[0] in tree.packages:
                 seen.add(name)
                 waiting.append(name)

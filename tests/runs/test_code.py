@@ -106,6 +106,7 @@ def f():
     found = imported_modules(source, "top.package.module")
     assert {"a.b", "other", "top.package.near", "top.up.name", "top.up"} <= set(found)
     assert "never" not in found
+    assert not {"top.up", "top.package.near"} & set(imported_modules(source, "top.package.module", in_functions=False))
     assert "top.package.sub.near" in imported_modules(b"from . import near", "top.package.sub", is_package=True)
 
 

@@ -78,7 +78,7 @@ def test_the_clock_is_virtual_and_causal() -> None:
 
 def test_a_request_that_can_never_fit_is_refused_before_anything_runs() -> None:
     plan = make_plan(Traffic(max_input=2000, seed=2))
-    with pytest.raises(UsageError, match="longer than 640 tokens"):
+    with pytest.raises(UsageError, match="--max-model-len"):
         run_emulated(plan, "v1", DEVICE, OPTIONS)
 
 
