@@ -39,14 +39,14 @@ def coast(scheduler: Scheduler, gate: Gate, run_step: RunStep, now_ns: int, unti
     most = int(np.minimum.reduce(scheduler.state.last.take(rows) - computed))
     if most < SHORTEST_RUN:
         return False
-    seqs, ones = len(rows), scheduler.ones[: len(rows)]
+    seqs, ones, asks, take = len(rows), scheduler.ones[: len(rows)], gate.asks_each_step, kv.take
     growing = np.bincount(-computed % block_size, minlength=block_size).tolist()  # KV blocks needed, by step
     kv_tokens, before, made, wake_ns = int(np.add.reduce(computed)), len(in_flight), 0, now_ns
     while made < most and wake_ns < until_ns and growing[made % block_size] <= kv.free:
         step = Step(wake_ns, rows=rows, tokens=ones, sampled=rows, decode_seqs=seqs)
-        if not gate.admits_decode(step):
+        if asks and not gate.admits_decode(step):
             break
-        kv.take(growing[made % block_size])
+        take(growing[made % block_size])
         made += 1
         kv_tokens += seqs
         scheduler.steps += 1

@@ -49,9 +49,11 @@ class StepTimer:
 
     def run(self, scheduled_ns: int, duration_s: float) -> tuple[int, int]:
         """Start and end, in ns, of a step scheduled now."""
-        start_ns = max(scheduled_ns, self._free_ns)
-        self._free_ns = start_ns + round(duration_s * NS_PER_S)
-        return start_ns, self._free_ns
+        start_ns = self._free_ns
+        if scheduled_ns > start_ns:
+            start_ns = scheduled_ns
+        self._free_ns = end_ns = start_ns + round(duration_s * NS_PER_S)
+        return start_ns, end_ns
 
 
 @dataclass(slots=True)
@@ -75,6 +77,7 @@ class EngineLoop:
         self.on_pass: OnPass | None = None
         self._cost, self._sink = cost, sink
         self._alone = units[0] if len(units) == 1 else None
+        self._first, self._scheduler = units[0].index, units[0].scheduler
         self._timer = StepTimer()
         self._depth = 2 if units[0].scheduler.limits.async_scheduling else 1
         self._passes: deque[Pass] = deque()
@@ -111,7 +114,7 @@ class EngineLoop:
         while True:
             if self._take_arrivals(now_ns):
                 self._passes.append(self._schedule(now_ns))
-                if not any(queued.steps for queued in self._passes):
+                if not self._passes[-1].steps and not any(queued.steps for queued in self._passes):
                     # Nothing in flight and nothing scheduled. A prompt that preempted itself fits now; after that
                     # only an arrival can help.
                     self._passes.clear()
@@ -131,6 +134,9 @@ class EngineLoop:
 
     def _take_arrivals(self, now_ns: int) -> bool:
         """Let every unit see what has arrived; returns whether any of them has a request."""
+        if self._alone is not None:
+            self._scheduler.take_arrivals(now_ns)
+            return bool(self._scheduler.waiting) or len(self._scheduler.running) > 0
         found = False
         for unit in self.units:
             unit.scheduler.take_arrivals(now_ns)
@@ -177,10 +183,12 @@ class EngineLoop:
         return max(self._cost.step_s(shape) for shape in shapes)
 
     def _run_alone(self, step: Step, shape: StepShape) -> None:
-        """Time a step of the only unit and record it."""
-        assert self._alone is not None
+        """Time a step of the only unit and record it. Called for every step, so it does by itself what _record does."""
+        scheduler, sink = self._scheduler, self._sink
         step.start_ns, step.end_ns = self._timer.run(step.scheduled_ns, self._cost.step_s(shape))
-        self._record(self._alone, step)
+        step.kv_blocks_used = scheduler.kv.total - scheduler.kv.free
+        step.waiting, step.running = len(scheduler.waiting), len(scheduler.running)
+        sink.step(self._first, step)
 
     def _record(self, unit: Unit, step: Step) -> None:
         scheduler = unit.scheduler
@@ -191,7 +199,7 @@ class EngineLoop:
     def _deliver(self, ended_pass: Pass) -> list[int]:
         """Hand out the tokens of a pass; returns the rows that ended, by unit and in scheduling order."""
         if self._alone is not None:
-            return self._alone.scheduler.deliver()
+            return self._scheduler.deliver()
         ended: list[int] = []
         for unit in self.units:
             if unit.scheduler.in_flight and unit.scheduler.in_flight[0] in ended_pass.steps:

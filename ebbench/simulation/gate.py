@@ -30,6 +30,11 @@ class Gate(Protocol):
         """Fill ``step``; it stays empty where nothing can be scheduled."""
         ...
 
+    @property
+    def asks_each_step(self) -> bool:
+        """Whether :meth:`admits_decode` must be asked for every step; where not, :meth:`may_coast` has said it all."""
+        ...
+
     def may_coast(self) -> bool:
         """Whether the coming steps may be decode steps of exactly the running requests."""
         ...
@@ -48,6 +53,7 @@ class OpenGate:
     """vLLM's own scheduling: a step holds whatever fits."""
 
     mode = "mb"
+    asks_each_step = False  # blocks and slots only become fewer while nothing but decodes runs
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -62,12 +68,14 @@ class OpenGate:
         return not self._scheduler.admissible(self._limit)
 
     def admits_decode(self, step: Step) -> bool:
-        """See Gate: what :meth:`may_coast` said still holds, since blocks and slots only become fewer."""
+        """See Gate: always."""
         return True
 
 
 class PolicyGate:
     """Asks a controller what each step may hold, and tells it of requests admitted and finished."""
+
+    asks_each_step = True
 
     def __init__(self, scheduler: Scheduler, controller: Controller) -> None:
         self._scheduler, self._controller = scheduler, controller

@@ -229,7 +229,9 @@ class EventLoop:
             again_ns, ended = engine.wake(self.now_ns, self._quiet_until_ns())
             if not ended:
                 break
-            if self._network_ns and index == FRONT:
+            if stage.dispatcher is None:
+                pass
+            elif self._network_ns and index == FRONT:
                 self._push(self.now_ns + self._network_ns, NOTICE, (index, ended))
             else:
                 self._notice((index, ended))
