@@ -14,6 +14,7 @@ import math
 import os
 import re
 import tempfile
+import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,6 +64,7 @@ class FiguresWriter:
         _remove_left_behind(_folder(folder))
         self._path = _folder(folder) / f"{_stem(instance)}{rank}-{os.getpid()}"
         self._numbers = _mapped(self._path, create=True)
+        self._remove = weakref.finalize(self, _remove_file, self._path)  # schedulers are not always shut down
         self._numbers[:] = math.nan
         self._numbers[_MODE_SWITCHES:] = 0.0
         self._mode = mode
@@ -86,8 +88,7 @@ class FiguresWriter:
 
     def close(self) -> None:
         """Remove the file; may be called twice."""
-        with contextlib.suppress(OSError):
-            self._path.unlink()
+        self._remove()
 
 
 def read_figures(instance: str, folder: Path | None = None) -> Iterator[tuple[int, Figures]]:
@@ -121,13 +122,17 @@ def _figures(numbers: npt.NDArray[np.float64]) -> Figures:
     )
 
 
+def _remove_file(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        path.unlink()
+
+
 def _remove_left_behind(folder: Path) -> None:
     """Remove files of this user's engines that are gone."""
     for path in folder.glob(f"vllm_eb-{os.getuid()}-*"):
         writer = path.name.rpartition("-")[2]
         if writer.isdigit() and not _alive(int(writer)):
-            with contextlib.suppress(OSError):
-                path.unlink()
+            _remove_file(path)
 
 
 def _or_nan(value: float | int | None) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import stat
@@ -62,7 +63,7 @@ def test_ranks_of_one_server_are_shown_together(tmp_path: Path) -> None:
 def test_what_a_killed_engine_left_is_removed(tmp_path: Path) -> None:
     code = (
         "import os, sys; from pathlib import Path; from vllm_eb.metrics import FiguresWriter; "
-        "FiguresWriter('17', 0, 'eb', Path(sys.argv[1])); os._exit(9)"
+        "writer = FiguresWriter('17', 0, 'eb', Path(sys.argv[1])); os._exit(9)"
     )
     subprocess.run([sys.executable, "-c", code, tmp_path], check=False)
     assert len(list(tmp_path.iterdir())) == 1
@@ -70,6 +71,15 @@ def test_what_a_killed_engine_left_is_removed(tmp_path: Path) -> None:
     writer = FiguresWriter("18", 0, "eb", tmp_path)
     assert len(list(tmp_path.iterdir())) == 1
     writer.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_scheduler_that_is_forgotten_leaves_no_file(tmp_path: Path) -> None:
+    """Engines in this process are often dropped without being shut down."""
+    writer = FiguresWriter("17", 0, "eb", tmp_path)
+    assert len(list(tmp_path.iterdir())) == 1
+    del writer
+    gc.collect()
     assert not list(tmp_path.iterdir())
 
 
