@@ -117,16 +117,15 @@ def _for_server(engine: Engine, setup: EngineSetup) -> Engine:
 
 def _serving(engine: Engine, setup: EngineSetup) -> Engine:
     """A vLLM engine with its model and vLLM's own options; any other as it is."""
+    if engine.name != "vllm" and not setup.vllm_options:
+        return engine
+    from ebbench.engines.vllm import VllmEngine
     from ebbench.engines.vllm_command import check_vllm_options
 
     if engine.name != "vllm":
-        if setup.vllm_options:
-            check_vllm_options(setup.vllm_options)
-            given = " ".join(setup.vllm_options)
-            raise UsageError(f"what follows -- is for `vllm serve`, which engine {engine.name} does not start: {given}")
-        return engine
-    from ebbench.engines.vllm import VllmEngine
-
+        check_vllm_options(setup.vllm_options)
+        given = " ".join(setup.vllm_options)
+        raise UsageError(f"what follows -- is for `vllm serve`, which engine {engine.name} does not start: {given}")
     assert isinstance(engine, VllmEngine)
     check_vllm_options(setup.vllm_options)
     return replace(engine, model=setup.model or engine.model, vllm_options=setup.vllm_options)
