@@ -34,7 +34,7 @@ Key = tuple[int, int, int]  # prompt tokens, decoding sequences, context; 0 mean
 
 @dataclass(frozen=True)
 class ProbeGrid:
-    """What to measure, and how often: ``repeats`` steps a point."""
+    """What to measure, and how often: ``repeats`` steps per point."""
 
     tokens: tuple[int, ...]
     seqs: tuple[int, ...]

@@ -26,7 +26,7 @@ class TrafficFlags:
     """What is asked, and when."""
 
     scenario: load.Scenario = None
-    num_prompts: Annotated[int, typer.Option("--num-prompts", "-n", help="Requests a run.")] = 3000
+    num_prompts: Annotated[int, typer.Option("--num-prompts", "-n", help="Requests per run.")] = 3000
     max_concurrency: load.MaxConcurrency = None
     request_rate: load.RequestRate = None
     saturation_rate: load.SaturationRate = None

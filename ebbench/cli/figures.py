@@ -33,7 +33,7 @@ def figures(
     workload: paper.Workload = None,
     num_prompts: paper.NumPrompts = None,
     seeds: Annotated[
-        int | None, opt("--seeds", help="Runs a point, for figure 12: 3 (default) or more.", panel=paper.CHOICE)
+        int | None, opt("--seeds", help="Runs per point, for figure 12: 3 (default) or more.", panel=paper.CHOICE)
     ] = None,
     outputs: Annotated[
         str, opt("--outputs", help="forced or profile, see `ebbench tables`.", panel=paper.CHOICE)

@@ -30,7 +30,7 @@ _OF_EXPERIMENTS = ("run", "runs")
 def hazard(
     context: typer.Context,
     what: Annotated[
-        str, typer.Argument(help="A workload, trace:FILE, a run directory, or a file with one output length a line.")
+        str, typer.Argument(help="A workload, trace:FILE, a run directory, or a file with one output length per line.")
     ] = "",
     source: load.Source = "auto",
     num_prompts: Annotated[int | None, typer.Option("--num-prompts", "-n", help="Sessions to look at.")] = None,

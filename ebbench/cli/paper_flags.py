@@ -27,7 +27,7 @@ Workload = Annotated[
 ]
 NumPrompts = Annotated[
     int | None,
-    opt("--num-prompts", "-n", help="Fewer requests a run than the paper's, for a quick look.", panel=CHOICE),
+    opt("--num-prompts", "-n", help="Fewer requests per run than the paper's, for a quick look.", panel=CHOICE),
 ]
 Quiet = Annotated[bool, opt("--quiet", "-q", help="No progress.", panel=OUTPUT)]
 

@@ -60,7 +60,7 @@ class ChoiceFlags:
         int | None,
         opt(
             "--seeds",
-            help="Runs a cell, for tables 10, 11, 13 and e3. Default: 1; e3 takes 3 or more.",
+            help="Runs per cell, for tables 10, 11, 13 and e3. Default: 1; e3 takes 3 or more.",
             panel=paper.CHOICE,
         ),
     ] = None

@@ -17,7 +17,7 @@ from vllm_eb.costs import CostGrid
 class GridCost:
     """Step time read off a measured grid: linear between its points, continued beyond, never below its parts.
 
-    The grid was measured with one prompt a step. What grows with the square of a prompt's length, its attention, is
+    The grid was measured with one prompt per step. What grows with the square of a prompt's length, its attention, is
     taken out of ``grid`` and put back prompt by prompt (``square_s`` a pair of tokens): 512 tokens in four prompts cost
     less than in one. ``request_s`` is what a request costs beside its steps, added for every prompt a step completes.
     """

@@ -87,7 +87,7 @@ def choose_pass(
 
 
 def _fill(by_density: Sequence[Candidate], backlog: Mapping[int, int], length: int, model: PassModel) -> _Filled:
-    """A pass of ``length`` tokens a unit: the densest that fit, longest to the emptiest unit, gaps then closed."""
+    """A pass of ``length`` tokens per unit: the densest that fit, longest to the emptiest unit, gaps then closed."""
     chunk = model.chunk_tokens
     picked = sorted(_pick(by_density, backlog, length, chunk), key=lambda c: (-c.tokens, c.order))
     loads = [(tokens, unit) for unit, tokens in backlog.items()]
@@ -128,7 +128,7 @@ def _overdraw(
 
 
 def _pick(by_density: Sequence[Candidate], backlog: Mapping[int, int], length: int, chunk: int) -> list[Candidate]:
-    """Those worth most a token whose tokens together fill the units up to ``length``."""
+    """Those worth most per token whose tokens together fill the units up to ``length``."""
     room = sum(max(0, length - tokens) for tokens in backlog.values())
     picked = []
     for candidate in by_density:

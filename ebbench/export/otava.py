@@ -48,7 +48,7 @@ class _Kind:
 
 
 def series_of(runs: Sequence[Run]) -> list[Series]:
-    """One series a policy, environment, load and set of limits, rows in order of time. INVALID runs are left out.
+    """One series per policy, environment, load and set of limits, rows in order of time. INVALID runs are left out.
 
     Raises DataError when nothing is left.
     """

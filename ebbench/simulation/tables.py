@@ -36,7 +36,7 @@ class NoLog(StepLog):
 def steps_table(
     steps: Sequence[tuple[int, Step]], request_ids: pa.Array, kv_blocks_total: int | Sequence[int]
 ) -> pa.Table:
-    """STEPS, one row a step in the order they ran. ``kv_blocks_total``: of every instance, or one by one."""
+    """STEPS, one row per step in the order they ran. ``kv_blocks_total``: of every instance, or one by one."""
     totals = kv_blocks_total if not isinstance(kv_blocks_total, int) else None
     rows = [step.rows for _, step in steps]
     offsets = np.concatenate([[0], np.cumsum([len(r) for r in rows])]).astype(np.int32)
@@ -87,7 +87,7 @@ def phase_of(step: Step) -> str:
 
 
 def decisions_table(records: Sequence[tuple[int, Record]]) -> pa.Table:
-    """DECISIONS, one row a record."""
+    """DECISIONS, one row per record."""
     rows = [
         {
             "time_ns": round(record.time_s * 1e9),

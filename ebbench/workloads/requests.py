@@ -1,4 +1,4 @@
-"""Requests before they are given times: columns of equal length, one row a turn, sessions contiguous."""
+"""Requests before they are given times: columns of equal length, one row per turn, sessions contiguous."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Requests:
 
 
 def single_turn(input_tokens: Int32s, output_tokens: Int32s, **more: Any) -> Requests:
-    """One request a session."""
+    """One request per session."""
     n = len(input_tokens)
     return Requests(np.arange(n), np.zeros(n, np.int32), input_tokens, output_tokens, **more)
 
@@ -67,7 +67,7 @@ def single_turn(input_tokens: Int32s, output_tokens: Int32s, **more: Any) -> Req
 def with_history(rounds: Int64s, message_tokens: Int32s, output_tokens: Int32s) -> Requests:
     """Multi-turn requests: each prompt is all messages and answers before it, then the new message.
 
-    ``rounds`` per session; the other arrays hold one entry a turn, sessions one after the other.
+    ``rounds`` per session; the other arrays hold one entry per turn, sessions one after the other.
     """
     session = np.repeat(np.arange(len(rounds)), rounds)
     starts = np.concatenate([[0], np.cumsum(rounds)[:-1]]).astype(np.int64)

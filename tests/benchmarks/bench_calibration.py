@@ -62,8 +62,8 @@ def main(folder: Path, *, cpu_seconds: bool) -> None:
         drift=probed.drift,
     )  # fmt: skip
     cal = measured.calibration
-    print(f"prefill {cal.alpha_p * 1e3:.2f} ms + {cal.beta_p * 1e6:.1f} us a token, R2 {measured.prefill_r2:.3f}")
-    print(f"decode {cal.alpha_d * 1e3:.2f} ms + {cal.beta_d * 1e6:.1f} us a sequence, R2 {measured.decode_r2:.3f}")
+    print(f"prefill {cal.alpha_p * 1e3:.2f} ms + {cal.beta_p * 1e6:.1f} us per token, R2 {measured.prefill_r2:.3f}")
+    print(f"decode {cal.alpha_d * 1e3:.2f} ms + {cal.beta_d * 1e6:.1f} us per sequence, R2 {measured.decode_r2:.3f}")
     print(f"mixed R2 {measured.mixed_r2:.3f}, request {measured.request_s * 1e3:.2f} ms, drift {measured.drift:.2f}")
     profile = write_profile(measured, unknown_device("this-cpu", model), model, folder / "profile")
     device = load_device(str(profile), model)

@@ -3,7 +3,7 @@
     python tests/benchmarks/bench_cluster.py [INSTANCES ...]
 
 Prints, for every number of instances, requests per second of CPU time (the fastest of three runs) and steps per
-second, closed loop at 2,048 requests an instance, the project's default load. No figure here is a test.
+second, closed loop at 2,048 requests per instance, the project's default load. No figure here is a test.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ def main() -> None:
                 before_s = cpu_s(gateway.pid)
                 through = on_the_way_ms(gateway.url, (one, two), plan, args.workers)
                 spent_us = (cpu_s(gateway.pid) - before_s) * 1e6
-                print(f"gateway's CPU time: {spent_us / args.requests / args.tokens:.1f} us a message")
+                print(f"gateway's CPU time: {spent_us / args.requests / args.tokens:.1f} us per message")
                 for label, spent in (("direct", direct), ("gateway", through)):
                     q = [np.percentile(spent, p) for p in (50, 90, 99, 100)]
                     print(f"{label:14} " + " ".join(f"{value:8.3f}" for value in q))

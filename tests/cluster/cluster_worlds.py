@@ -55,7 +55,7 @@ def plan(lengths: Sequence[tuple[int, int]], arrivals_s: Sequence[float] | None 
 
 
 def pools(prefill: int, decode: int, **transfer: Any) -> TopologySpec:
-    """Prefill and decode instances of one unit each, KV of 1,000 bytes a token."""
+    """Prefill and decode instances of one unit each, KV of 1,000 bytes per token."""
     settings = {"bandwidth_gb_per_s": 1.0, "latency_ms": 0.0, "kv_bytes_per_token": 1000} | transfer
     return TopologySpec(
         prefill=PoolSpec(instances=prefill), decode=PoolSpec(instances=decode), transfer=TransferSpec(**settings)

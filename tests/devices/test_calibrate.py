@@ -87,7 +87,7 @@ def test_a_point_that_was_never_measured_is_named() -> None:
 def linear_machine(
     tokens: tuple[int, ...], seqs: tuple[int, ...], decode_s: float, mixed_s: float, a: float, b: float
 ) -> CostGrid:
-    """2 ms + 50 us a prompt token; ``decode_s`` + 0.1 ms a sequence; ``mixed_s`` + (a + b r) a token of mixed steps."""
+    """2 ms + 50 us per prompt token; ``decode_s`` + 0.1 ms per sequence; ``mixed_s`` + (a + b r) per token if mixed."""
     return CostGrid(
         tokens, seqs, (50, 100),
         tuple(2e-3 + 5e-5 * x for x in tokens),

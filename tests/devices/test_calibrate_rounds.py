@@ -30,7 +30,7 @@ class Request:
 
 @dataclass
 class MadeUpEngine:
-    """Steps of 2 ms, 50 us a prompt token, 0.1 ms a decode; times ``speed``. Budget as the grid asks."""
+    """Steps of 2 ms, 50 us per prompt token, 0.1 ms per decode; times ``speed``. Budget as the grid asks."""
 
     now_s: float = 0.0
     speed: float = 1.0

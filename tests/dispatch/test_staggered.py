@@ -345,7 +345,7 @@ def test_signals_alone_keep_the_loop_going_when_ends_are_reported_late() -> None
 
 
 def test_a_batch_is_sent_ahead_by_the_length_of_the_pass_that_runs() -> None:
-    """Passes take 10 ms + 0.1 ms a token: one of 200 tokens is three quarters over after 22.5 ms."""
+    """Passes take 10 ms + 0.1 ms per token: one of 200 tokens is three quarters over after 22.5 ms."""
     for queued, opens_ms in ((200, 22.5), (1000, 82.5)):
         sbs = staggered(1, bypass=True, sizing=True, lookahead=0.75, network_ns=1)
         for key in range(10):

@@ -12,7 +12,7 @@ from ebbench.workloads import build_plan
 
 @pytest.fixture
 def trace(tmp_path: Path) -> str:
-    """One request a second for half an hour, its answer as long as its minute."""
+    """One request per second for half an hour, its answer as long as its minute."""
     lines = ["TIMESTAMP,ContextTokens,GeneratedTokens"]
     lines += [f"2023-11-16 18:{s // 60:02d}:{s % 60:02d}.0000000,100,{1 + s // 60}" for s in range(1800)]
     path = tmp_path / "azure.csv"

@@ -152,7 +152,7 @@ def _constants_text(row: Mapping[str, str]) -> str:
     cost = implied_constants(row)
     milliseconds = (f"{1e3 * value:.3g}" for value in (cost.c_p, cost.c_d, cost.prompt_s, cost.t_d))
     c_p, c_d, prompt, t_d = milliseconds
-    return f"{row['model']}: c_p {c_p} ms, c_d {c_d} ms, {prompt} ms a prompt, t_d {t_d} ms"
+    return f"{row['model']}: c_p {c_p} ms, c_d {c_d} ms, {prompt} ms per prompt, t_d {t_d} ms"
 
 
 DEFERRED = PaperTable(

@@ -76,7 +76,7 @@ def _cells(wish: Wish) -> list[Cell]:
 
 
 def _section(wish: Wish, store: RunStore, device: str) -> Section:
-    columns = (*labels("model"), Column("requests a GPU"))
+    columns = (*labels("model"), Column("requests per GPU"))
     for name in _METRICS:
         columns += tuple(Column(kind, group=name, ours=True) for kind in _KINDS)
     columns += (Column("eb vs v1", "change", ours=True), Column("ebplus vs v1", "change", ours=True))

@@ -52,8 +52,8 @@ def _document(wish: Wish, store: RunStore) -> Document:
     notes = (
         f"Published: {EB_PAPER}, table 9; all four workloads are reported as IFR (increasing failure rate). Samples "
         "are conversations for WildChat; its input mean is per turn with history here and not published.",
-        "WildChat's published output mean of 310 is above the limit of 256 tokens a turn, so it is that of the answers "
-        "before the cut; ours is after it. IFR here: both tests of `ebbench hazard` reject no trend at 5 %.",
+        "WildChat's published output mean of 310 is above the limit of 256 tokens per turn, so it is that of the "
+        "answers before the cut; ours is after it. IFR here: both tests of `ebbench hazard` reject no trend at 5 %.",
         "--source hub reads the data sets instead of the fitted profiles.",
     )
     return Document("table9", "Table 9: workload lengths in tokens", (Section("", columns, tuple(rows)),), notes)

@@ -231,10 +231,10 @@ def _document20(wish: Wish, store: RunStore) -> Document:
         "concurrency, prefill-heavy favours 2P+2D, balanced 1P+3D, decode-heavy EB+; EB+ is best or near-best in 7 "
         "of 9 settings and has a lower TTFT than every split; 3P+1D runs out of memory on prefill-heavy at one "
         "concurrency and on balanced at a higher one.",
-        f"Ours: Qwen3-8B, 2,000 requests a setting, lengths of the synthetic mixes, B = {BUDGET}, N = {SEQS}.",
+        f"Ours: Qwen3-8B, 2,000 requests per setting, lengths of the synthetic mixes, B = {BUDGET}, N = {SEQS}.",
         "Where ours agrees: prefill-heavy favours 2P+2D at c = 128 on both GPUs; 3P+1D fails on prefill-heavy first "
         "and on balanced at a higher concurrency, never on decode-heavy; the wrong split costs up to 71 %. Where it "
-        "differs: on RTX PRO 6000 our v1 loses less to interference at 32 to 128 requests a GPU than the published "
+        "differs: on RTX PRO 6000 our v1 loses less to interference at 32 to 128 requests per GPU than the published "
         "one, so DP=4 under v1 wins where the paper has 1P+3D (balanced) and EB+ (decode-heavy), and EB+, which goes "
         "exclusive there, is within 2 % of the best in fewer settings.",
         _POOLS_NOTE,

@@ -29,7 +29,7 @@ _METRICS = {
 
 @cache
 def capacity_rps(device: str, model: str, workload: str) -> float:
-    """Requests a second of all instances by the linear costs, prompts and answers one after the other, 256 a batch."""
+    """Requests per second of all instances by the linear costs: prompts, then answers in batches of 256."""
     from ebbench.devices import load_device
 
     costs = load_device(device, model).calibration

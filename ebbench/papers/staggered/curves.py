@@ -47,7 +47,7 @@ LONG_16K = Setup(
 
 
 def capacity_rps(setup: Setup, topology: str = "3p") -> float:
-    """Requests a second of the pool with full chunks and no waiting."""
+    """Requests per second of the pool with full chunks and no waiting."""
     return deployed(topology).pools[0].units * setup.chunk / pass_s(setup.chunk) / setup.mean_tokens
 
 

@@ -23,9 +23,9 @@ from ebbench.runs.store import RunStore
 
 _SETUP_NOTE = (
     "Ours: 3 prefill instances of 8 units (TP 4, DP 8, EP 32) with a barrier, 0.5 ms each way, Poisson arrivals, "
-    f"{REQUESTS:,} requests a run, scheduling not asynchronous, as the paper's gated batches. Answers have one token, "
-    "so the decode pool of 3P1D, which does not touch TTFT, has nothing to do. Passes take 94 ms + 71 us a token of "
-    "the fullest unit, deduced from table 1's throughputs. Values between two loads are interpolated."
+    f"{REQUESTS:,} requests per run, scheduling not asynchronous, as the paper's gated batches. Answers have one "
+    "token, so the decode pool of 3P1D, which does not touch TTFT, has nothing to do. Passes take 94 ms + 71 us per "
+    "token of the fullest unit, deduced from table 1's throughputs. Values between two loads are interpolated."
 )
 _VARIANTS_NOTE = (
     f"'{AS_PUBLISHED}' is Algorithms 1 and 2 to the letter; 'sbs', the default, serves idle instances at once when "
@@ -210,7 +210,7 @@ def _table1_document(wish: Wish, store: RunStore) -> Document:
         "its requests then wait so long it does not say. QPS with batching on agree at equal utilisation by "
         "construction, since the time of a pass was deduced from those rows; those of the baseline do not: with "
         "half-empty chunks the fullest unit still sets the pace, while its 57 and 70 QPS need passes that grow with "
-        "the tokens of all units together (0.10 s + 10 us a token fits all four rows).",
+        "the tokens of all units together (0.10 s + 10 us per token fits all four rows).",
         _VARIANTS_NOTE,
         *pending(store, _table1_cells(wish)),
     )

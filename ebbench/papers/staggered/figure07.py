@@ -76,12 +76,12 @@ def _document(wish: Wish, store: RunStore) -> Document:
         "round-robin is assumed.",
         "Ours: 3P1D, decode instance of 32 units (TP 1, DP 32, EP 32) with a barrier, closed loop of 35 x 32 requests, "
         "mean 1,000 in and 1,500 out; sigma is the deviation over the 32 units at one pass, averaged over time. A pass "
-        "takes 30 ms + 0.15 ms a sequence + 50 ns a KV token of the slowest unit: estimates from the hardware, see "
+        "takes 30 ms + 0.15 ms per sequence + 50 ns per KV token of the slowest unit: estimates from the hardware, see "
         "ebbench/papers/staggered/deployment.py.",
-        "Where ours differs: with KV at 70 KB a token (MLA) 45k tokens are 2 ms of a pass of some 40 ms, so balance in "
-        "KV alone cannot bring 15 %; the rest of the gain comes from equal numbers of sequences. An answer's length is "
-        "not known when it is placed, and sequences stay where they are, so sigma cannot fall below what lengths do by "
-        "themselves: sqrt(35) times their deviation.",
+        "Where ours differs: with KV at 70 KB per token (MLA) 45k tokens are 2 ms of a pass of some 40 ms, so balance "
+        "in KV alone cannot bring 15 %; the rest of the gain comes from equal numbers of sequences. An answer's length "
+        "is not known when it is placed, and sequences stay where they are, so sigma cannot fall below what lengths do "
+        "by themselves: sqrt(35) times their deviation.",
         *pending(store, _cells(wish)),
     )
     sections = tuple(_section(wish, store, lengths) for lengths in _WORKLOADS)
