@@ -130,8 +130,12 @@ class RunStore:
                 "key": cell.key(), "cell": _stored(cell), "figures": figures, "phases": list(made.phases),
                 "seconds": outcome.seconds, "worker": outcome.worker,
             }  # fmt: skip
-            files.write_bytes(msgspec.json.format(msgspec.json.encode(content), indent=1) + b"\n", working / CELL)
-            _settle(working, final, replace_it=cell.real_time)
+            try:
+                files.write_bytes(msgspec.json.format(msgspec.json.encode(content), indent=1) + b"\n", working / CELL)
+                _settle(working, final, replace_it=cell.real_time)
+            except BaseException:  # an interruption too: what has no name yet is not kept
+                shutil.rmtree(working, ignore_errors=True)
+                raise
         except OSError as error:
             raise RunError(f"cannot store {final}: {error.strerror or error}") from error
         self._known[cell] = found

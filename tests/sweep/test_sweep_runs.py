@@ -224,11 +224,11 @@ def test_a_killed_sweep_goes_on_where_it_was(tmp_path: Path) -> None:
     command = [sys.executable, "-c", code, "sweep", str(spec), "-o", str(out), "--workers", "1", "-q"]
     process = subprocess.Popen(command, start_new_session=True)
     deadline = time.monotonic() + 60
-    while len(list(out.glob("cells/*/cell.json"))) < 3 and time.monotonic() < deadline:
+    while len(list(out.glob("cells/[!.]*/cell.json"))) < 3 and time.monotonic() < deadline:
         time.sleep(0.02)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    before = {path.parent.name: path.read_bytes() for path in out.glob("cells/*/cell.json")}
+    before = {path.parent.name: path.read_bytes() for path in out.glob("cells/[!.]*/cell.json")}
     assert 3 <= len(before) < 40
     assert _gone(process.pid), "worker processes outlive the sweep"
     again = json.loads(invoke("sweep", spec, "-o", out, "--json", "-q", "--workers", 1).stdout)
@@ -260,12 +260,12 @@ def test_ctrl_c_keeps_what_is_finished(tmp_path: Path) -> None:
     command = [sys.executable, "-c", code, "sweep", str(spec), "-o", str(out), "--workers", "1", "-q"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 60
-    while not list(out.glob("cells/*/cell.json")) and time.monotonic() < deadline:
+    while not list(out.glob("cells/[!.]*/cell.json")) and time.monotonic() < deadline:
         time.sleep(0.02)
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130
-    kept = len(list(out.glob("cells/*/cell.json")))
+    kept = len(list(out.glob("cells/[!.]*/cell.json")))
     assert f"interrupted; {kept} of 40 cells are finished" in errors
     assert pq.read_table(out / "results.parquet").num_rows == kept
 
