@@ -109,8 +109,8 @@ class RunStore:
         return unused(self.root / f"{_TEMPORARY}{cell.key()}")
 
     def abandon(self, directory: Path) -> None:
-        """Give up the directory of a run that was not finished; one of a real server keeps what was measured."""
-        if (directory / PARTIAL).exists():
+        """Give up the directory of a run that was not finished; what was measured stays."""
+        if (directory / PARTIAL).exists() or (directory / MANIFEST).exists():
             kept = unused(self.root / UNFINISHED / directory.name.removeprefix(_TEMPORARY))
             kept.parent.mkdir(exist_ok=True)
             directory.rename(kept)
@@ -133,8 +133,9 @@ class RunStore:
             try:
                 files.write_bytes(msgspec.json.format(msgspec.json.encode(content), indent=1) + b"\n", working / CELL)
                 _settle(working, final, replace_it=cell.real_time)
-            except BaseException:  # an interruption too: what has no name yet is not kept
-                shutil.rmtree(working, ignore_errors=True)
+            except BaseException:  # an interruption too: figures without a name are not kept, a measured run is
+                if directory is None:
+                    shutil.rmtree(working, ignore_errors=True)
                 raise
         except OSError as error:
             raise RunError(f"cannot store {final}: {error.strerror or error}") from error
