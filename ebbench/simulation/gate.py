@@ -117,7 +117,7 @@ class PolicyGate:
 
     def admits_decode(self, step: Step) -> bool:
         """See Gate. A decision for anything else is kept for :meth:`fill`, which is called next, at the same time."""
-        decision = self._decided or self._controller.decide(self._view(step))
+        decision = self._decided or self._controller.decide(self._view(step, coasting=True))
         if decision.phase == "prefill" or (
             decision.phase == "mixed" and self._scheduler.admissible(decision.running_limit)
         ):
@@ -138,7 +138,8 @@ class PolicyGate:
         """See SchedulerListener."""
         self._controller.on_finish(int(self._scheduler.state.max_output[row]))
 
-    def _view(self, step: Step) -> View:
+    def _view(self, step: Step, *, coasting: bool = False) -> View:
+        """What the policy is shown. ``coasting``: every running request has tokens left, so none is looked at."""
         scheduler, controller = self._scheduler, self._controller
         prefilling = scheduler.prefilling
         return View(
@@ -149,7 +150,7 @@ class PolicyGate:
             waiting=len(scheduler.waiting),
             free_blocks=scheduler.kv.free,
             preempted=self._preempted,
-            last_tokens_out=not scheduler.generates,
+            last_tokens_out=not coasting and not scheduler.generates,
             oldest_wait_s=self._order_queue(step.scheduled_ns) if controller.orders_queue else 0.0,
         )
 

@@ -87,7 +87,8 @@ class Controller:
         self._strategy.observe(view)
         if self._lengths.update_due:
             self._update(view)
-        phases.extend(view)
+        if phases.phase == "prefill":
+            phases.extend(view)
         choice = self._strategy.choose(view, phases)
         if choice is not None:
             phases.follow(choice, view)

@@ -60,8 +60,8 @@ class Phases:
         self.enter(choice.phase, view, choice.reason, choice.values)
 
     def extend(self, view: View) -> None:
-        """While a prefill keeps no sequence from decoding, it may admit whatever there is a slot for."""
-        if self.phase == "prefill" and not view.decodes:
+        """In a prefill: while it keeps no sequence from decoding, it may admit whatever there is a slot for."""
+        if not view.decodes:
             self._quota = max(self._quota, self._admitted + self.refill(view))
 
     def alternate(self, view: View) -> None:
