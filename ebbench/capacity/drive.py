@@ -60,7 +60,7 @@ class Budget:
 
 
 @dataclass(frozen=True)
-class Asked:
+class SearchConfig:
     """One search. ``sessions``: fewest per probe. ``seconds``: least time over which sessions arrive."""
 
     limits: Limits
@@ -109,7 +109,7 @@ class Outcome:
 
 
 def search_capacity(
-    asked: Asked,
+    config: SearchConfig,
     prober: Prober,
     budget: Budget,
     earlier: Sequence[tuple[float, Run]] = (),
@@ -119,16 +119,16 @@ def search_capacity(
 
     Raises UsageError when requests miss the limits even alone, RunError when runs cannot be carried out.
     """
-    alone = _measure_alone(asked, prober)
-    first = _first_load(asked, alone)
-    search = Search(asked.limits.requirements(), first, asked.precision, asked.by_concurrency, asked.most)
-    readings = [read_probe(run, load, asked.limits) for load, run in earlier]
+    alone = _measure_alone(config, prober)
+    first = _first_load(config, alone)
+    search = Search(config.limits.requirements(), first, config.precision, config.by_concurrency, config.most)
+    readings = [read_probe(run, load, config.limits) for load, run in earlier]
     stopped = ""
     while (load := next_load(search, _decided(readings))) is not None:
         if stopped := budget.spent(len(readings)) or _given_up(readings):
             break
-        run = prober.probe(load, _sessions(asked, readings, load), asked.seed + len(readings))
-        readings.append(read_probe(run, load, asked.limits))
+        run = prober.probe(load, _sessions(config, readings, load), config.seed + len(readings))
+        readings.append(read_probe(run, load, config.limits))
         seen(readings[-1], estimate(search, _decided(readings)))
     decided = _decided(readings)
     if not decided:
@@ -149,7 +149,7 @@ def _decided(readings: Sequence[Reading]) -> list[Probe]:
     return [reading.probe for reading in readings if reading.decides]
 
 
-def _measure_alone(asked: Asked, prober: Prober) -> Reading:
+def _measure_alone(config: SearchConfig, prober: Prober) -> Reading:
     """Requests one at a time. Raises UsageError when too few of them meet the limits."""
     for _ in range(_TRIES):
         run = prober.alone(ALONE_SESSIONS)
@@ -158,8 +158,8 @@ def _measure_alone(asked: Asked, prober: Prober) -> Reading:
     else:
         raise RunError(f"requests sent one at a time are INVALID: {'; '.join(run.manifest.reasons)}")
     columns = RequestColumns.of(run.requests)
-    reading = read_probe(run, 1.0, asked.limits)
-    requirements, slos = asked.limits.requirements(), asked.limits.slos()
+    reading = read_probe(run, 1.0, config.limits)
+    requirements, slos = config.limits.requirements(), config.limits.slos()
     for requirement, slo, count in zip(requirements, slos, reading.probe.counts, strict=True):
         if count.share >= requirement.share:
             continue
@@ -178,8 +178,8 @@ def _up(value_ms: float) -> str:
     return f"{math.ceil(value_ms * 10**digits) / 10**digits:g}"
 
 
-def _first_load(asked: Asked, alone: Reading) -> float:
-    if asked.by_concurrency:
+def _first_load(config: SearchConfig, alone: Reading) -> float:
+    if config.by_concurrency:
         return float(_FIRST_OPEN)
     columns = RequestColumns.of(Run.load(alone.run_dir).requests)
     ok = columns.ok
@@ -190,10 +190,10 @@ def _first_load(asked: Asked, alone: Reading) -> float:
     return _FIRST_OPEN / max(lasting_s, 1e-6)
 
 
-def _sessions(asked: Asked, readings: Sequence[Reading], load: float) -> int:
+def _sessions(config: SearchConfig, readings: Sequence[Reading], load: float) -> int:
     """Sessions of the next probe: enough for the number that will be open, by what nearby loads had open."""
-    fewest = max(asked.sessions, math.ceil(asked.seconds * load) if not asked.by_concurrency else 0)
-    if asked.by_concurrency:
+    fewest = max(config.sessions, math.ceil(config.seconds * load) if not config.by_concurrency else 0)
+    if config.by_concurrency:
         return min(max(fewest, math.ceil(2 * FEWEST_PER_OPEN * load)), _LONGEST * max(fewest, math.ceil(load)))
     near = [r.mean_open for r in readings if 0.7 <= r.probe.load / load <= 1.25 and not r.probe.runaway]
     wanted = math.ceil(1.5 * FEWEST_PER_OPEN * max(near, default=0.0))

@@ -179,12 +179,12 @@ def _print(found: Advice) -> None:
     from rich.padding import Padding
     from rich.text import Text
 
-    from ebbench.advice import words
+    from ebbench.advice import sentences
 
     console = Console(highlight=False)
     question = found.question
     console.print(f"{question.workload}, {question.model} on {question.device}", style="bold", markup=False)
-    for index, line in enumerate(words.headline(found)):
+    for index, line in enumerate(sentences.headline(found)):
         console.print(line, style="bold green" if not index else None, markup=False)
 
     def section(title: str, lines: Sequence[str]) -> None:
@@ -192,17 +192,17 @@ def _print(found: Advice) -> None:
         for line in lines:
             console.print(Padding(Text(line), (0, 0, 0, 2)))
 
-    section("Parameters", words.parameters(found))
+    section("Parameters", sentences.parameters(found))
     how_many = f"means over {question.seeds} seeds" if question.seeds > 1 else "one seed"
     section(f"Simulation, which decides ({how_many})", [])
-    console.print(words.candidates(found))
-    for table, crossing in words.probes(found):
+    console.print(sentences.candidates(found))
+    for table, crossing in sentences.probes(found):
         console.print()
         console.print(table)
         console.print(crossing, markup=False)
-    agreement = words.agreement(found)
-    section("Theory", [*words.theory_lines(found), *([agreement] if agreement else [])])
-    section("Keep in mind", words.limits_of_it(found))
+    agreement = sentences.agreement(found)
+    section("Theory", [*sentences.theory_lines(found), *([agreement] if agreement else [])])
+    section("Keep in mind", sentences.limits_of_it(found))
 
 
 def _as_dict(found: Advice) -> dict[str, Any]:

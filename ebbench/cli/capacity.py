@@ -11,7 +11,7 @@ import typer
 from ebbench.cli import completion
 from ebbench.cli import load_flags as load
 from ebbench.cli.client_flags import ClientFlags
-from ebbench.cli.cluster_flags import ClusterAsked
+from ebbench.cli.cluster_flags import ClusterOptions
 from ebbench.cli.options import GoodputCommand, grouped, opt
 from ebbench.cli.run_flags import EngineFlags, LoadFlags, WorkloadFlags, plan_settings
 
@@ -85,7 +85,7 @@ def capacity(
     requests: WorkloadFlags,
     output: CapacityOutput,
     client: ClientFlags,
-    cluster: ClusterAsked,
+    cluster: ClusterOptions,
 ) -> None:
     """Find the highest load at which requests keep their latency limits, per policy, with a 95 % interval.
 

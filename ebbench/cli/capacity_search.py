@@ -1,4 +1,4 @@
-"""Carrying out ``ebbench capacity``: check, search for each policy, store probes, show."""
+"""The steps of ``ebbench capacity``: check, search for each policy, store probes, show."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ebbench.capacity.drive import Asked as SearchAsked
-from ebbench.capacity.drive import Budget, Outcome, search_capacity
+from ebbench.capacity.drive import Budget, Outcome, SearchConfig, search_capacity
 from ebbench.capacity.limits import Limits, parse_limits
-from ebbench.cli.carry_out import Asked, device_of, engine_of, measure, plan_of
 from ebbench.cli.preflight import check_counts, check_options, default_policies, is_server, parse_policies
+from ebbench.cli.run_policies import RunConfig, device_of, engine_of, measure, plan_of
 from ebbench.errors import InterruptedRunError, UsageError
 from ebbench.records import files
 from ebbench.records.run import MANIFEST, Run, default_run_dir, slug, unused
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     from ebbench.capacity.probe import Reading
     from ebbench.capacity.search import Estimate
     from ebbench.cli.client_flags import ClientFlags
-    from ebbench.cli.cluster_flags import ClusterAsked
+    from ebbench.cli.cluster_flags import ClusterOptions
     from ebbench.cli.run_flags import EngineFlags
     from ebbench.devices.base import Device
     from ebbench.engines.base import Engine
@@ -53,7 +52,7 @@ class CapacityQuestion:
     engine: EngineFlags
     warmup: int
     client: ClientFlags
-    cluster: ClusterAsked
+    cluster: ClusterOptions
     output_dir: Path | None
     quiet: bool
 
@@ -67,26 +66,26 @@ def search_all(question: CapacityQuestion, *, plot: Path | None, as_json: bool) 
     """Search for every policy, store and show. Raises UsageError, RunError, InterruptedRunError."""
     from rich.console import Console
 
-    from ebbench.capacity import chart, words
+    from ebbench.capacity import chart, sentences
 
     messages = Console(stderr=True, highlight=False)
     limits = _checked(question)
     if plot is not None:
         chart.check_suffix(plot)
     policies = parse_policies(question.engine.policy or default_policies(question.engine.engine))
-    asked = _template(question, limits, policies)
-    check_options(asked.options, policies)
-    engine, sentence = engine_of(asked)
-    device = device_of(asked, engine)
+    config = _template(question, limits, policies)
+    check_options(config.options, policies)
+    engine, sentence = engine_of(config)
+    device = device_of(config, engine)
     folder = _folder(question, limits)
     if not question.quiet:
         messages.print(sentence, markup=False, soft_wrap=True)
-        messages.print(words.announce(limits, question.by_concurrency), markup=False, soft_wrap=True)
+        messages.print(sentences.announce(limits, question.by_concurrency), markup=False, soft_wrap=True)
     budget = Budget(question.max_probes, question.max_time_s if question.max_time_s is not None else float("inf"))
     found: dict[str, Outcome] = {}
     try:
         for spec in policies:
-            prober = RunProber(question, replace(asked, policies=[spec]), spec, device, engine, messages, folder)
+            prober = RunProber(question, replace(config, policies=[spec]), spec, device, engine, messages, folder)
             found[spec.name] = _search(question, limits, prober, budget, messages)
     except KeyboardInterrupt:
         _show(found, limits, question, as_json=as_json, plot=plot)
@@ -109,14 +108,14 @@ def _checked(question: CapacityQuestion) -> Limits:
     return parse_limits(question.limits, question.attainment)
 
 
-def _template(question: CapacityQuestion, limits: Limits, policies: list[PolicySpec]) -> Asked:
+def _template(question: CapacityQuestion, limits: Limits, policies: list[PolicySpec]) -> RunConfig:
     """A run's command line, of which each probe sets load, size and seed."""
     flags = question.engine
     if is_server(flags.engine) and len(policies) > 1:
         raise UsageError("a server runs the one policy it was started with; give one --policy, as a label")
     options = flags.options(question.warmup)
     longest = flags.max_model_len if is_server(flags.engine) else options.max_model_len
-    return Asked(
+    return RunConfig(
         workload=question.workload,
         scenario=question.scenario,
         seed=question.seed,
@@ -165,7 +164,7 @@ class RunProber:
     """Makes the runs of one policy's search under ``folder``, and finds those of an earlier one."""
 
     question: CapacityQuestion
-    asked: Asked
+    config: RunConfig
     spec: PolicySpec
     device: Device
     engine: Engine
@@ -202,11 +201,11 @@ class RunProber:
         return float(run.manifest.facts["request_rate"])
 
     def _run(self, scenario: str, settings: Mapping[str, Any], seed: int, where: Path) -> Run:
-        asked = replace(
-            self.asked, scenario=scenario, plan_settings={**self.asked.plan_settings, **settings}, seed=seed
+        config = replace(
+            self.config, scenario=scenario, plan_settings={**self.config.plan_settings, **settings}, seed=seed
         )
-        plan = plan_of(asked, seed, self.device, self.messages)
-        run = measure(asked, plan, self.spec, self.device, self.engine, self.messages, where, self.spec.name)
+        plan = plan_of(config, seed, self.device, self.messages)
+        run = measure(config, plan, self.spec, self.device, self.engine, self.messages, where, self.spec.name)
         if run.manifest.interrupted:
             raise KeyboardInterrupt
         return run
@@ -215,11 +214,11 @@ class RunProber:
 def _search(
     question: CapacityQuestion, limits: Limits, prober: RunProber, budget: Budget, messages: Console
 ) -> Outcome:
-    from ebbench.capacity import words
+    from ebbench.capacity import sentences
 
     kind = "virtual" if prober.engine.name in ("sim", "emulated") else "real"
     given = question.plan_settings["num_prompts"]
-    asked = SearchAsked(
+    config = SearchConfig(
         limits=limits,
         by_concurrency=question.by_concurrency,
         sessions=given if isinstance(given, int) else _FEWEST[kind],
@@ -230,10 +229,10 @@ def _search(
 
     def seen(reading: Reading, estimate: Estimate) -> None:
         if not question.quiet:
-            line = words.progress(prober.spec.name, reading, estimate, question.by_concurrency)
+            line = sentences.progress(prober.spec.name, reading, estimate, question.by_concurrency)
             messages.print(line, markup=False, soft_wrap=True)
 
-    return search_capacity(asked, prober, budget, prober.earlier(), seen)
+    return search_capacity(config, prober, budget, prober.earlier(), seen)
 
 
 def _show(
@@ -241,17 +240,17 @@ def _show(
 ) -> None:
     from rich.console import Console
 
-    from ebbench.capacity import words
+    from ebbench.capacity import sentences
 
     if plot is not None and found:
         from ebbench.capacity.chart import save_curves
 
         save_curves(found, limits, question.by_concurrency, plot)
     if as_json:
-        rows = [words.as_dict(name, outcome, question.by_concurrency, limits) for name, outcome in found.items()]
+        rows = [sentences.as_dict(name, outcome, question.by_concurrency, limits) for name, outcome in found.items()]
         sys.stdout.write(json.dumps(rows, indent=2, allow_nan=False) + "\n")
     elif found:
         console = Console(highlight=False)
-        console.print(words.table(found, question.by_concurrency))
-        for line in words.remarks(found, limits, question.by_concurrency):
+        console.print(sentences.table(found, question.by_concurrency))
+        for line in sentences.remarks(found, limits, question.by_concurrency):
             console.print(line, markup=False, soft_wrap=True)

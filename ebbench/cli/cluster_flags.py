@@ -15,8 +15,8 @@ _opt = partial(opt, panel=_PANEL)
 
 
 @dataclass(frozen=True)
-class ClusterAsked:
-    """What was asked for; None where nothing was. Its fields are what ``engines.setup.with_cluster`` takes."""
+class ClusterOptions:
+    """The options given; None where one was not. The fields are what ``engines.setup.with_cluster`` takes."""
 
     topology: Annotated[
         str | None,

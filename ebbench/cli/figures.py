@@ -9,11 +9,11 @@ import typer
 
 from ebbench.cli import paper_flags as paper
 from ebbench.cli.options import opt
-from ebbench.cli.unread import refuse_unread
+from ebbench.cli.unused_options import refuse_unused
 
 if TYPE_CHECKING:
     from ebbench.papers.figure import PaperFigure
-    from ebbench.papers.table import Wish
+    from ebbench.papers.table import PaperOptions
     from ebbench.runs.store import RunStore
 
 _CHOICES = ("device", "model", "workload", "num_prompts", "seeds", "outputs", "source")
@@ -50,27 +50,27 @@ def figures(
     """Draw a published figure with ours in it, or the timeline of a run: mode, k*, N*, crossover, queue, KV."""
     from ebbench.cli.preflight import check_counts
     from ebbench.papers.figures import OF_RUNS, find_figure
-    from ebbench.papers.table import Wish
+    from ebbench.papers.table import PaperOptions
     from ebbench.runs.store import RunStore
 
     if name == "list":
-        refuse_unread(context, ("run", "paths", *_CHOICES), (), "without a figure's name `ebbench figures`")
+        refuse_unused(context, ("run", "paths", *_CHOICES), (), "without a figure's name `ebbench figures`")
         _list()
         return
     chosen = _formats(formats)
     if name in OF_RUNS:
-        refuse_unread(context, ("run", *_CHOICES), (), f"`ebbench figures {name}`")
+        refuse_unused(context, ("run", *_CHOICES), (), f"`ebbench figures {name}`")
         _of_runs(name, paths or [], output_dir, chosen)
         return
     figure = find_figure(name)
     check_counts(seeds=seeds, num_prompts=num_prompts)
-    refuse_unread(context, ("paths", *_CHOICES), figure.reads, figure.name)
-    wish = Wish(
+    refuse_unused(context, ("paths", *_CHOICES), figure.reads, figure.name)
+    options = PaperOptions(
         tuple(device or ()), tuple(model or ()), tuple(workload or ()), num_prompts=num_prompts, seeds=seeds,
         outputs=paper.outputs(outputs), source=source,
     )  # fmt: skip
-    wish.check_names(figure.workloads)
-    _draw(figure, wish, RunStore(runs), output_dir, chosen, run=run, workers=workers, quiet=quiet)
+    options.check_names(figure.workloads)
+    _draw(figure, options, RunStore(runs), output_dir, chosen, run=run, workers=workers, quiet=quiet)
 
 
 def _formats(text: str) -> list[str]:
@@ -98,7 +98,7 @@ def _list() -> None:
 
 def _draw(
     figure: PaperFigure,
-    wish: Wish,
+    options: PaperOptions,
     store: RunStore,
     folder: Path,
     formats: list[str],
@@ -110,17 +110,17 @@ def _draw(
     from ebbench.errors import DataError
     from ebbench.render.figures import save
 
-    cells = figure.cells(wish)
+    cells = figure.cells(options)
     if run:
         from ebbench.cli.make_runs import make_runs
 
-        make_runs(figure, wish, store, workers=workers, quiet=quiet)
+        make_runs(figure, options, store, workers=workers, quiet=quiet)
     missing = len(store.missing(cells))
     if missing:
         raise DataError(
             f"{missing} of {len(set(cells))} runs of {figure.name} are not stored in {store.root}; add --run"
         )
-    for path in save(figure.chart(wish, store), folder / figure.name, formats):
+    for path in save(figure.chart(options, store), folder / figure.name, formats):
         typer.echo(str(path))
     typer.echo(figure.caption, err=True)
 

@@ -11,7 +11,7 @@ import typer
 
 from ebbench.cli import completion
 from ebbench.cli import load_flags as load
-from ebbench.cli.unread import refuse_unread
+from ebbench.cli.unused_options import refuse_unused
 
 if TYPE_CHECKING:
     from ebbench.hazard.lengths import Lengths
@@ -59,10 +59,10 @@ def hazard(
     check_counts(num_prompts=num_prompts, output_len=output_len, max_num_seqs=max_num_seqs)
     if experiment:
         table = _table(experiment)
-        refuse_unread(context, _OF_LENGTHS, (), f"--experiment {experiment} (`ebbench tables {table.name}`)")
+        refuse_unused(context, _OF_LENGTHS, (), f"--experiment {experiment} (`ebbench tables {table.name}`)")
         _experiment(table, runs, num_prompts, run=run)
         return
-    refuse_unread(context, _OF_EXPERIMENTS, (), "without --experiment this command")
+    refuse_unused(context, _OF_EXPERIMENTS, (), "without --experiment this command")
     if not what:
         raise UsageError("say of what: a workload, trace:FILE, a run directory, or --experiment ifr")
     from ebbench.hazard.lengths import read_lengths
@@ -99,13 +99,13 @@ def _table(experiment: str) -> PaperTable:
 def _experiment(table: PaperTable, runs: Path, num_prompts: int | None, *, run: bool) -> None:
     from ebbench.cli.make_runs import make_runs
     from ebbench.cli.tables import rendered
-    from ebbench.papers.table import Wish
+    from ebbench.papers.table import PaperOptions
     from ebbench.runs.store import RunStore
 
-    store, wish = RunStore(runs), Wish(num_prompts=num_prompts)
+    store, options = RunStore(runs), PaperOptions(num_prompts=num_prompts)
     if run:
-        make_runs(table, wish, store, workers=None, quiet=False)
-    sys.stdout.write(rendered(table.document(wish, store), "rich"))
+        make_runs(table, options, store, workers=None, quiet=False)
+    sys.stdout.write(rendered(table.document(options, store), "rich"))
 
 
 def _threshold(fit: HazardEstimate | None, device: str, model: str, max_num_seqs: int) -> Threshold | None:

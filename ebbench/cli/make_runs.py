@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ebbench.papers.figure import PaperFigure
-    from ebbench.papers.table import PaperTable, Wish
+    from ebbench.papers.table import PaperOptions, PaperTable
     from ebbench.runs.cell import Cell
     from ebbench.runs.store import RunStore
 
 
 def make_runs(
-    table: PaperTable | PaperFigure, wish: Wish, store: RunStore, *, workers: int | None, quiet: bool
+    table: PaperTable | PaperFigure, options: PaperOptions, store: RunStore, *, workers: int | None, quiet: bool
 ) -> None:
     """Make the missing runs of a table or figure, with a progress line on stderr."""
-    with_progress(table.name, table.cells(wish), store, whole=table.whole, workers=workers, quiet=quiet)
+    with_progress(table.name, table.cells(options), store, whole=table.whole, workers=workers, quiet=quiet)
 
 
 def with_progress(

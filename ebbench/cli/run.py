@@ -8,7 +8,7 @@ import typer
 
 from ebbench.cli import completion
 from ebbench.cli.client_flags import ClientFlags
-from ebbench.cli.cluster_flags import ClusterAsked
+from ebbench.cli.cluster_flags import ClusterOptions
 from ebbench.cli.options import GoodputCommand, grouped
 from ebbench.cli.run_flags import EngineFlags, LoadFlags, OutputFlags, WorkloadFlags, plan_settings
 
@@ -26,7 +26,7 @@ def run(
     requests: WorkloadFlags,
     output: OutputFlags,
     client: ClientFlags,
-    cluster: ClusterAsked,
+    cluster: ClusterOptions,
     vllm_options: Annotated[
         list[str] | None,
         typer.Argument(
@@ -43,15 +43,15 @@ def run(
     Options for vLLM go after --: `ebbench run sharegpt --engine vllm -- --quantization fp8`.
     """
     from ebbench.analysis.slo import parse_slo
-    from ebbench.cli.carry_out import Asked, carry_out
     from ebbench.cli.preflight import default_policies, is_server, parse_policies
     from ebbench.cli.repeats import repeats_asked
+    from ebbench.cli.run_policies import RunConfig, run_policies
 
     options = engine.options(load.warmup)
     longest = engine.max_model_len if is_server(engine.engine) else options.max_model_len  # a server has its own
     policies = parse_policies(engine.policy or default_policies(engine.engine))
     repeats, until_clear = repeats_asked(load.repeats, load.max_repeats, policies=len(policies))
-    asked = Asked(
+    config = RunConfig(
         workload=workload,
         scenario=load.scenario_of(workload),
         seed=requests.seed,
@@ -74,7 +74,7 @@ def run(
         cluster=cluster,
         vllm_options=tuple(vllm_options or ()),
     )
-    carry_out(asked, as_json=output.as_json)
+    run_policies(config, as_json=output.as_json)
 
 
 run.command_class = GoodputCommand  # type: ignore[attr-defined]

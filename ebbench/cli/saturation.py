@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from ebbench.cli.carry_out import Asked
+    from ebbench.cli.run_policies import RunConfig
     from ebbench.config.topology import TopologySpec
     from ebbench.devices.base import Device
     from ebbench.engines.base import Engine
 
 
-def needs_saturation(asked: Asked, engine: Engine) -> bool:
+def needs_saturation(config: RunConfig, engine: Engine) -> bool:
     """Whether the scenario's rates are shares of a saturated rate that was not given, on an engine in virtual time.
 
     In real time a saturated server is a measurement of minutes that the user should decide on: there the rate has to
@@ -23,10 +23,10 @@ def needs_saturation(asked: Asked, engine: Engine) -> bool:
     from ebbench.engines.base import VIRTUAL_TIME
     from ebbench.traffic.spec import load_scenario
 
-    given = [asked.plan_settings[name] for name in ("request_rate", "saturation_rate")]
-    if engine.name not in VIRTUAL_TIME or asked.scenario is None or any(value is not None for value in given):
+    given = [config.plan_settings[name] for name in ("request_rate", "saturation_rate")]
+    if engine.name not in VIRTUAL_TIME or config.scenario is None or any(value is not None for value in given):
         return False
-    phases = load_scenario(asked.scenario).phases
+    phases = load_scenario(config.scenario).phases
     return any(phase.share is not None and phase.rate is None for phase in phases)
 
 
@@ -37,7 +37,7 @@ def _units(topology: TopologySpec) -> int:
     return pool.units
 
 
-def with_saturation(asked: Asked, engine: Engine, device: Device) -> tuple[Asked, str]:
+def with_saturation(config: RunConfig, engine: Engine, device: Device) -> tuple[RunConfig, str]:
     """The command line with the measured rate, and a sentence about it.
 
     The first policy is measured, for all policies get the same plan: a closed loop with twice the sequences that fit
@@ -50,21 +50,21 @@ def with_saturation(asked: Asked, engine: Engine, device: Device) -> tuple[Asked
     from ebbench.workloads import build_plan
 
     topology = engine.topology if isinstance(engine, SimEngine) else None
-    concurrency = 2 * asked.options.max_num_seqs * (_units(topology) if topology is not None else 1)
+    concurrency = 2 * config.options.max_num_seqs * (_units(topology) if topology is not None else 1)
     of_load = ("request_rate", "burstiness", "speed", "time_unit", "duration_s", "saturation_rate")
     settings = {
-        **asked.plan_settings,
+        **config.plan_settings,
         **dict.fromkeys(of_load),
         "max_concurrency": concurrency,
         "num_prompts": 3 * concurrency,
     }
-    plan = build_plan(asked.workload, "saturated", seed=asked.seed, **settings)
-    result = engine.run(plan, asked.policies[0], device, replace(asked.options, warmup=0), None)
+    plan = build_plan(config.workload, "saturated", seed=config.seed, **settings)
+    result = engine.run(plan, config.policies[0], device, replace(config.options, warmup=0), None)
     columns = RequestColumns.of(result.requests)
     rate = completed_sessions_per_s(columns, steady_windows(columns, phase_facts(plan)))
     rate = float(np.format_float_positional(rate, precision=4, fractional=False)) if rate else rate
     sentence = (
-        f"saturation measured: {rate:g} sessions/s under {asked.policies[0].name} (closed loop of {concurrency:,} "
+        f"saturation measured: {rate:g} sessions/s under {config.policies[0].name} (closed loop of {concurrency:,} "
         "sessions); --saturation-rate sets another"
     )
-    return replace(asked, plan_settings={**asked.plan_settings, "saturation_rate": rate}), sentence
+    return replace(config, plan_settings={**config.plan_settings, "saturation_rate": rate}), sentence

@@ -12,11 +12,11 @@ import typer
 from ebbench.cli import completion
 from ebbench.cli import paper_flags as paper
 from ebbench.cli.options import grouped, opt
-from ebbench.cli.unread import refuse_unread
+from ebbench.cli.unused_options import refuse_unused
 
 if TYPE_CHECKING:
     from ebbench.analysis.documents import Document
-    from ebbench.papers.table import PaperTable, Wish
+    from ebbench.papers.table import PaperOptions, PaperTable
 
 FORMATS = ("rich", "markdown", "latex", "html", "csv")
 
@@ -87,13 +87,13 @@ class ChoiceFlags:
     tpot: Annotated[str, opt("--tpot", help="TPOT targets in ms, as 50,100.", panel=paper.CHOICE)] = ""
     by_phase: Annotated[bool, opt("--by-phase", help="SLO surfaces for each phase too.", panel=paper.CHOICE)] = False
 
-    def wish(self) -> Wish:
+    def options(self) -> PaperOptions:
         """For the papers' tables. Raises UnknownNameError, UsageError."""
         from ebbench.cli.preflight import check_counts
-        from ebbench.papers.table import Wish
+        from ebbench.papers.table import PaperOptions
 
         check_counts(seeds=self.seeds, num_prompts=self.num_prompts)
-        return Wish(
+        return PaperOptions(
             tuple(self.device or ()),
             tuple(self.model or ()),
             tuple(self.workload or ()),
@@ -142,16 +142,16 @@ def tables(
     if output.style not in FORMATS:
         raise UnknownNameError("format", output.style, FORMATS)
     if name == "list":
-        refuse_unread(context, ("run", *_CHOICES), (), "without a table's name `ebbench tables`")
+        refuse_unused(context, ("run", *_CHOICES), (), "without a table's name `ebbench tables`")
         _list()
     elif name in OF_RUNS:
-        refuse_unread(context, ("run", *_CHOICES), OF_RUNS[name], f"`ebbench tables {name}`")
+        refuse_unused(context, ("run", *_CHOICES), OF_RUNS[name], f"`ebbench tables {name}`")
         _emit(_of_runs(name, runs.stored or [], choice), output)
     else:
-        table, wish = find_table(name), choice.wish()
-        refuse_unread(context, _CHOICES, table.reads, table.name)
-        wish.check_names(table.workloads)
-        _emit(_filled(table, wish, runs, quiet=output.quiet), output)
+        table, options = find_table(name), choice.options()
+        refuse_unused(context, _CHOICES, table.reads, table.name)
+        options.check_names(table.workloads)
+        _emit(_filled(table, options, runs, quiet=output.quiet), output)
 
 
 def _list() -> None:
@@ -192,14 +192,14 @@ def _of_runs(name: str, paths: list[Path], choice: ChoiceFlags) -> Document:
     return attainment_document(loaded, [1e3 * value for value in ttft_s], tpot_ms, by_phase=choice.by_phase)
 
 
-def _filled(table: PaperTable, wish: Wish, runs: RunsFlags, *, quiet: bool) -> Document:
+def _filled(table: PaperTable, options: PaperOptions, runs: RunsFlags, *, quiet: bool) -> Document:
     from ebbench.cli.make_runs import make_runs
     from ebbench.runs.store import RunStore
 
     store = RunStore(runs.runs, runs.stored or [])
     if runs.run:
-        make_runs(table, wish, store, workers=runs.workers, quiet=quiet)
-    return replace(table.document(wish, store), command=_command())
+        make_runs(table, options, store, workers=runs.workers, quiet=quiet)
+    return replace(table.document(options, store), command=_command())
 
 
 _PRIVATE = ("-o", "--output", "--runs", "--workers")

@@ -5,12 +5,12 @@ clock) and answers with orders. See :mod:`ebbench.dispatch.base` for the interfa
 the names.
 """
 
-from ebbench.dispatch.base import Ask, Dispatcher, EndForward, Order, UnitReport
+from ebbench.dispatch.base import Dispatcher, DispatchRequest, EndForward, Order, UnitReport
 from ebbench.dispatch.fleet import Fleet, Unit
 from ebbench.dispatch.spec import DispatchSpec, dispatch_descriptions, make_dispatcher, parse_dispatch
 
 __all__ = [
-    "Ask",
+    "DispatchRequest",
     "DispatchSpec",
     "Dispatcher",
     "EndForward",

@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from ebbench.dispatch.base import Ask
+from ebbench.dispatch.base import DispatchRequest
 
-Hit = Callable[[Ask, int], int]
+Hit = Callable[[DispatchRequest, int], int]
 """Prompt tokens of a request that a unit has in its prefix cache."""
 
 
 class Allocation(NamedTuple):
     """``assigned``: (request, unit) in the order of assignment. ``left``: requests for the next cycle, in order."""
 
-    assigned: list[tuple[Ask, int]]
-    left: list[Ask]
+    assigned: list[tuple[DispatchRequest, int]]
+    left: list[DispatchRequest]
 
 
-def no_hit(_ask: Ask, _unit: int) -> int:
+def no_hit(_ask: DispatchRequest, _unit: int) -> int:
     """Basic mode: no unit knows any prefix."""
     return 0
 
@@ -36,8 +36,8 @@ class ChunkPacking:
         """Whether nothing can be placed any more; once so, it stays so."""
         return all(capacity <= 0 for capacity in self._capacity.values())
 
-    def place(self, ask: Ask) -> int | None:
-        """The unit that ``ask`` leaves the most capacity, None if that unit has none to begin with.
+    def place(self, request: DispatchRequest) -> int | None:
+        """The unit that ``request`` leaves the most capacity, None if that unit has none to begin with.
 
         A unit takes a request as long as its own C_avail is positive, so a long prompt may overdraw it and is then
         chunked over several passes. With ``whole_chunk``, not in the paper, only prompts longer than that may overdraw:
@@ -45,21 +45,21 @@ class ChunkPacking:
         """
         best, best_after = -1, 0
         for unit, capacity in self._capacity.items():
-            after = capacity - ask.tokens
+            after = capacity - request.tokens
             if self._hit is not None:
-                after += self._hit(ask, unit)
+                after += self._hit(request, unit)
             if best < 0 or after > best_after:
                 best, best_after = unit, after
         if best < 0 or self._capacity[best] <= 0:
             return None
-        if best_after < 0 and self._whole_chunk is not None and ask.tokens <= self._whole_chunk:
+        if best_after < 0 and self._whole_chunk is not None and request.tokens <= self._whole_chunk:
             return None
         self._capacity[best] = best_after
         return best
 
 
 def allocate_prefill(
-    pending: Sequence[Ask], new: Sequence[Ask], available: Mapping[int, int], hit: Hit = no_hit
+    pending: Sequence[DispatchRequest], new: Sequence[DispatchRequest], available: Mapping[int, int], hit: Hit = no_hit
 ) -> Allocation:
     """Algorithm 2, PBAA: pending before new, longest first, each to the unit it leaves the most capacity.
 
@@ -67,15 +67,15 @@ def allocate_prefill(
     Requests of equal length keep their order.
     """
     packing = ChunkPacking(available, hit)
-    assigned: list[tuple[Ask, int]] = []
-    left: list[Ask] = []
+    assigned: list[tuple[DispatchRequest, int]] = []
+    left: list[DispatchRequest] = []
     for queue in (pending, new):
-        for ask in sorted(queue, key=lambda a: -a.tokens):
-            unit = packing.place(ask)
+        for request in sorted(queue, key=lambda a: -a.tokens):
+            unit = packing.place(request)
             if unit is None:
-                left.append(ask)
+                left.append(request)
             else:
-                assigned.append((ask, unit))
+                assigned.append((request, unit))
     return Allocation(assigned, left)
 
 
@@ -86,7 +86,9 @@ class Load(NamedTuple):
     kv_tokens: int
 
 
-def allocate_decode(batch: Sequence[Ask], loads: Mapping[int, Load], multiplier: float = 1.5) -> list[tuple[Ask, int]]:
+def allocate_decode(
+    batch: Sequence[DispatchRequest], loads: Mapping[int, Load], multiplier: float = 1.5
+) -> list[tuple[DispatchRequest, int]]:
     """Algorithm 3: longest first; units with K above Q3 + multiplier*IQR are masked; then the least (B, K).
 
     Quartiles are linearly interpolated (numpy's default). ``multiplier`` infinite switches the mask off. If all were
@@ -94,13 +96,13 @@ def allocate_decode(batch: Sequence[Ask], loads: Mapping[int, Load], multiplier:
     """
     state = dict(sorted(loads.items()))
     assigned = []
-    for ask in sorted(batch, key=lambda a: -a.total_tokens):
+    for request in sorted(batch, key=lambda a: -a.total_tokens):
         bound = outlier_bound([load.kv_tokens for load in state.values()], multiplier)
         safe = [unit for unit, load in state.items() if load.kv_tokens <= bound] or list(state)
         chosen = min(safe, key=state.__getitem__)
         before = state[chosen]
-        state[chosen] = Load(before.requests + 1, before.kv_tokens + ask.total_tokens)
-        assigned.append((ask, chosen))
+        state[chosen] = Load(before.requests + 1, before.kv_tokens + request.total_tokens)
+        assigned.append((request, chosen))
     return assigned
 
 

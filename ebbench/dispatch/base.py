@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import NamedTuple, Protocol
 
 
-class Ask(NamedTuple):
+class DispatchRequest(NamedTuple):
     """A request as a dispatcher sees it.
 
     ``tokens``: prompt tokens, the length of Algorithm 2; ``total_tokens``: prompt and answer as far as known, the
@@ -65,14 +65,14 @@ class Dispatcher(Protocol):
     wants_signals: bool
     """Whether :meth:`end_forward` changes anything; callers may leave it out otherwise."""
     wants_prefix: bool
-    """Whether ``Ask.prefix`` is looked at."""
+    """Whether ``DispatchRequest.prefix`` is looked at."""
 
     @property
     def wants_units(self) -> bool:
         """Whether ``EndForward.units`` is looked at now; callers may leave it empty otherwise."""
         ...
 
-    def arrive(self, ask: Ask, now_ns: int) -> None:
+    def arrive(self, request: DispatchRequest, now_ns: int) -> None:
         """A request is at the front door."""
         ...
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ebbench.dispatch.allocate import Load, allocate_decode
-from ebbench.dispatch.base import Ask, Order
+from ebbench.dispatch.base import DispatchRequest, Order
 from ebbench.dispatch.fleet import Fleet
 from ebbench.dispatch.immediate import UntimedDispatcher
 
@@ -20,9 +20,9 @@ class DecodeDispatcher(UntimedDispatcher):
         super().__init__(fleet)
         self._multiplier = multiplier
 
-    def _place(self, asks: Sequence[Ask]) -> list[Order]:
+    def _place(self, requests: Sequence[DispatchRequest]) -> list[Order]:
         loads = {unit.index: Load(unit.open_requests, unit.kv_tokens) for unit in self.fleet.candidates}
-        placed = allocate_decode(asks, loads, self._multiplier)
-        for ask, unit in placed:
-            self.fleet.send(ask, self.fleet.units[unit])
-        return [Order(ask.key, unit) for ask, unit in placed]
+        placed = allocate_decode(requests, loads, self._multiplier)
+        for request, unit in placed:
+            self.fleet.send(request, self.fleet.units[unit])
+        return [Order(request.key, unit) for request, unit in placed]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ebbench.dispatch.allocate import ChunkPacking, no_hit
-from ebbench.dispatch.base import Ask, Order
+from ebbench.dispatch.base import DispatchRequest, Order
 from ebbench.dispatch.fleet import Fleet
 from ebbench.dispatch.queues import CycleQueue, Held
 from ebbench.dispatch.sizing import CANDIDATES_A_UNIT, PassModel, candidates, choose_pass
@@ -44,9 +44,9 @@ class Filling:
         units = len(self._fleet.units) / len(self._fleet.instances)
         return self._queue.tokens / (units * self._settings.chunk_tokens)
 
-    def _send(self, ask: Ask, unit: int) -> Order:
-        self._fleet.send(ask, self._fleet.units[unit])
-        return Order(ask.key, unit)
+    def _send(self, request: DispatchRequest, unit: int) -> Order:
+        self._fleet.send(request, self._fleet.units[unit])
+        return Order(request.key, unit)
 
     def _best_pass(
         self, backlog: dict[int, int], now_ns: int, mean_pass_ns: float, overhead_tokens: float, gainful: bool
@@ -56,14 +56,16 @@ class Filling:
         # A token is worth as much as a request of mean length, times the square of the batches that are waiting.
         token_worth = self.full_batches**2 * len(self._queue) / max(1, self._queue.tokens)
         chosen = choose_pass(
-            candidates([(h.ask, h.since_ns) for h in held], now_ns, mean_pass_ns, token_worth, self._settings.patience),
+            candidates(
+                [(h.request, h.since_ns) for h in held], now_ns, mean_pass_ns, token_worth, self._settings.patience
+            ),
             backlog,
             PassModel(self._settings.chunk_tokens, overhead_tokens, token_worth, self._overdraw()),
             gainful=gainful,
         )
-        for ask, _ in chosen:
-            self._queue.withdraw(ask.key)
-        return [self._send(ask, unit) for ask, unit in chosen]
+        for request, _ in chosen:
+            self._queue.withdraw(request.key)
+        return [self._send(request, unit) for request, unit in chosen]
 
     def _pack(self, available: dict[int, int]) -> list[Order]:
         """Algorithm 2."""
@@ -74,11 +76,11 @@ class Filling:
         passed_over: list[Held] = []
         while self._queue and not packing.full and len(passed_over) < MISFITS:
             held = self._queue.pop()
-            unit = packing.place(held.ask)
+            unit = packing.place(held.request)
             if unit is None:
                 passed_over.append(held)
             else:
-                orders.append(self._send(held.ask, unit))
+                orders.append(self._send(held.request, unit))
         self._queue.leave_over(passed_over)
         return orders
 
@@ -98,7 +100,7 @@ class Filling:
                 break
             unit = open_units[self._next_unit % len(open_units)]
             self._next_unit += 1
-            ask = self._queue.pop().ask
-            available[unit] -= ask.tokens
-            orders.append(self._send(ask, unit))
+            request = self._queue.pop().request
+            available[unit] -= request.tokens
+            orders.append(self._send(request, unit))
         return orders

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from ebbench.dispatch.base import Ask, EndForward
+from ebbench.dispatch.base import DispatchRequest, EndForward
 from ebbench.dispatch.prefix import PrefixMemory
 
 
@@ -54,7 +54,7 @@ class Fleet:
         self.candidates: list[Unit] = self._spread()
         self._open_on = [0] * len(self.instances)
         self.memory: PrefixMemory | None = None
-        self._open: dict[int, tuple[Unit, Ask, int]] = {}
+        self._open: dict[int, tuple[Unit, DispatchRequest, int]] = {}
         self._counted: dict[int, int] = {}  # prompt tokens still counted in U, by request
 
     def set_active(self, active: Iterable[int]) -> None:
@@ -67,20 +67,20 @@ class Fleet:
         """Requests sent that have not ended, on all units."""
         return len(self._open)
 
-    def send(self, ask: Ask, unit: Unit) -> None:
-        """``ask`` goes to ``unit``."""
-        uncached = ask.tokens - (self.memory.hit_tokens(ask, unit.index) if self.memory is not None else 0)
+    def send(self, request: DispatchRequest, unit: Unit) -> None:
+        """``request`` goes to ``unit``."""
+        uncached = request.tokens - (self.memory.hit_tokens(request, unit.index) if self.memory is not None else 0)
         unit.sent += 1
         unit.open_requests += 1
-        unit.kv_tokens += ask.total_tokens
+        unit.kv_tokens += request.total_tokens
         unit.in_flight_tokens += uncached
-        unit.unacknowledged.append((unit.sent, ask.key))
+        unit.unacknowledged.append((unit.sent, request.key))
         self._open_on[unit.instance] += 1
         self.idle.discard(unit.instance)
-        self._counted[ask.key] = uncached
-        self._open[ask.key] = (unit, ask, unit.sent)
+        self._counted[request.key] = uncached
+        self._open[request.key] = (unit, request, unit.sent)
         if self.memory is not None:
-            self.memory.note(ask, unit.index)
+            self.memory.note(request, unit.index)
 
     def report(self, signal: EndForward) -> None:
         """Take over what the units say about themselves: acknowledged tokens leave U, R and K are theirs."""
@@ -106,10 +106,10 @@ class Fleet:
         found = self._open.pop(key, None)
         if found is None:
             return None
-        unit, ask, _ = found
+        unit, request, _ = found
         self._uncount(unit, key)
         unit.open_requests -= 1
-        unit.kv_tokens = max(0, unit.kv_tokens - ask.total_tokens)
+        unit.kv_tokens = max(0, unit.kv_tokens - request.total_tokens)
         while unit.unacknowledged and unit.unacknowledged[0][1] not in self._counted:
             unit.unacknowledged.popleft()
         self._open_on[unit.instance] -= 1

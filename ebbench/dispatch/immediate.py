@@ -8,15 +8,15 @@ from typing import Protocol
 
 import numpy as np
 
-from ebbench.dispatch.base import Ask, EndForward, Order
+from ebbench.dispatch.base import DispatchRequest, EndForward, Order
 from ebbench.dispatch.fleet import Fleet, Unit
 from ebbench.dispatch.prefix import PrefixMemory
 
 
 class Choose(Protocol):
-    """Picks one of ``units`` (never empty) for ``ask``."""
+    """Picks one of ``units`` (never empty) for ``request``."""
 
-    def __call__(self, ask: Ask, units: Sequence[Unit]) -> Unit:
+    def __call__(self, request: DispatchRequest, units: Sequence[Unit]) -> Unit:
         """The unit."""
         ...
 
@@ -27,7 +27,7 @@ class RoundRobin:
     def __init__(self) -> None:
         self._turn = 0
 
-    def __call__(self, ask: Ask, units: Sequence[Unit]) -> Unit:
+    def __call__(self, request: DispatchRequest, units: Sequence[Unit]) -> Unit:
         """The next unit in turn."""
         chosen = units[self._turn % len(units)]
         self._turn += 1
@@ -40,7 +40,7 @@ class LeastOutstanding:
     def __init__(self) -> None:
         self._turn = 0
 
-    def __call__(self, ask: Ask, units: Sequence[Unit]) -> Unit:
+    def __call__(self, request: DispatchRequest, units: Sequence[Unit]) -> Unit:
         """The least loaded unit."""
         loads = [unit.open_requests for unit in units]
         fewest = min(loads)
@@ -58,7 +58,7 @@ class PowerOfTwo:
     def __init__(self, rng: np.random.Generator) -> None:
         self._rng = rng
 
-    def __call__(self, ask: Ask, units: Sequence[Unit]) -> Unit:
+    def __call__(self, request: DispatchRequest, units: Sequence[Unit]) -> Unit:
         """The better of two."""
         if len(units) == 1:
             return units[0]
@@ -82,17 +82,17 @@ class PrefixAffine:
     def __init__(self, memory: PrefixMemory, slack: int = 32) -> None:
         self._memory, self._slack, self._balance = memory, slack, LeastOutstanding()
 
-    def __call__(self, ask: Ask, units: Sequence[Unit]) -> Unit:
+    def __call__(self, request: DispatchRequest, units: Sequence[Unit]) -> Unit:
         """The best holder, else the least loaded unit."""
         loads = [unit.open_requests for unit in units]
         most, fewest = max(loads), min(loads)
-        if not ask.prefix or (most - fewest > self._slack and most > self.MAX_RATIO * fewest):
-            return self._balance(ask, units)
-        hits = [self._memory.hit_tokens(ask, unit.index) for unit in units]
+        if not request.prefix or (most - fewest > self._slack and most > self.MAX_RATIO * fewest):
+            return self._balance(request, units)
+        hits = [self._memory.hit_tokens(request, unit.index) for unit in units]
         best = max(hits)
-        if best < self.MIN_SHARE * ask.tokens:
-            return self._balance(ask, units)
-        return self._balance(ask, [unit for unit, hit in zip(units, hits, strict=True) if hit == best])
+        if best < self.MIN_SHARE * request.tokens:
+            return self._balance(request, units)
+        return self._balance(request, [unit for unit, hit in zip(units, hits, strict=True) if hit == best])
 
 
 class UntimedDispatcher(ABC):
@@ -104,20 +104,20 @@ class UntimedDispatcher(ABC):
 
     def __init__(self, fleet: Fleet) -> None:
         self.fleet = fleet
-        self._held: dict[int, Ask] = {}
+        self._held: dict[int, DispatchRequest] = {}
 
     @abstractmethod
-    def _place(self, asks: Sequence[Ask]) -> list[Order]:
-        """Send each of ``asks`` to a unit of the fleet."""
+    def _place(self, requests: Sequence[DispatchRequest]) -> list[Order]:
+        """Send each of ``requests`` to a unit of the fleet."""
 
     @property
     def waiting(self) -> int:
         """Requests held back, which happens only while no instance is active."""
         return len(self._held)
 
-    def arrive(self, ask: Ask, now_ns: int) -> None:
+    def arrive(self, request: DispatchRequest, now_ns: int) -> None:
         """See Dispatcher."""
-        self._held[ask.key] = ask
+        self._held[request.key] = request
 
     def poll(self, now_ns: int) -> list[Order]:
         """See Dispatcher."""
@@ -159,10 +159,10 @@ class ImmediateDispatcher(UntimedDispatcher):
         super().__init__(fleet)
         self.choose, self.wants_prefix = choose, wants_prefix
 
-    def _place(self, asks: Sequence[Ask]) -> list[Order]:
+    def _place(self, requests: Sequence[DispatchRequest]) -> list[Order]:
         orders = []
-        for ask in asks:
-            unit = self.choose(ask, self.fleet.candidates)
-            self.fleet.send(ask, unit)
-            orders.append(Order(ask.key, unit.index))
+        for request in requests:
+            unit = self.choose(request, self.fleet.candidates)
+            self.fleet.send(request, unit)
+            orders.append(Order(request.key, unit.index))
         return orders

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from ebbench.dispatch.base import Ask
+from ebbench.dispatch.base import DispatchRequest
 
 BLOCK_TOKENS = 512
 """Tokens a prefix hash stands for, Mooncake's unit."""
@@ -21,20 +21,20 @@ class PrefixMemory:
         self._blocks: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(units)]
         self._capacity, self._block_tokens = capacity_blocks, block_tokens
 
-    def hit_tokens(self, ask: Ask, unit: int) -> int:
+    def hit_tokens(self, request: DispatchRequest, unit: int) -> int:
         """Leading prompt tokens that ``unit`` has probably computed; the last token always remains to compute."""
         known = self._blocks[unit]
         count = 0
-        for block in ask.prefix:
+        for block in request.prefix:
             if block not in known:
                 break
             count += 1
-        return min(count * self._block_tokens, max(ask.tokens - 1, 0))
+        return min(count * self._block_tokens, max(request.tokens - 1, 0))
 
-    def note(self, ask: Ask, unit: int) -> None:
-        """``unit`` gets ``ask`` and will hold its prompt."""
+    def note(self, request: DispatchRequest, unit: int) -> None:
+        """``unit`` gets ``request`` and will hold its prompt."""
         known = self._blocks[unit]
-        for block in ask.prefix:
+        for block in request.prefix:
             known[block] = None
             known.move_to_end(block)
         while len(known) > self._capacity:

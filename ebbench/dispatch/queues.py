@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from itertools import islice
 from typing import NamedTuple
 
-from ebbench.dispatch.base import Ask
+from ebbench.dispatch.base import DispatchRequest
 
 SLACK = 64
 """Entries of requests that are gone and may stay in the heap before it is cleared."""
@@ -19,7 +19,7 @@ class Held(NamedTuple):
 
     rank: int
     order: int
-    ask: Ask
+    request: DispatchRequest
     since_ns: int = 0
 
 
@@ -46,12 +46,12 @@ class CycleQueue:
     def __len__(self) -> int:
         return len(self._held)
 
-    def add(self, ask: Ask, now_ns: int = 0) -> None:
+    def add(self, request: DispatchRequest, now_ns: int = 0) -> None:
         """A request that no cycle has seen yet."""
         self._order += 1
-        held = Held(-ask.tokens if self._longest_first else 0, self._order, ask, now_ns)
-        self._held[ask.key] = held
-        self.tokens += ask.tokens
+        held = Held(-request.tokens if self._longest_first else 0, self._order, request, now_ns)
+        self._held[request.key] = held
+        self.tokens += request.tokens
         heapq.heappush(self._new, held)
 
     def pop(self) -> Held:
@@ -62,8 +62,8 @@ class CycleQueue:
         for heap in (self._pending, self._new):
             while heap:
                 held = heapq.heappop(heap)
-                if self._held.get(held.ask.key) is held:  # else it was withdrawn
-                    self._remove(held.ask.key)
+                if self._held.get(held.request.key) is held:  # else it was withdrawn
+                    self._remove(held.request.key)
                     return held
         raise IndexError("the queue is empty")
 
@@ -71,22 +71,22 @@ class CycleQueue:
         """Those that came first, in order of arrival. They stay, unless :meth:`withdraw` takes them out."""
         return list(islice(self._held.values(), count))
 
-    def drain(self) -> list[Ask]:
+    def drain(self) -> list[DispatchRequest]:
         """Remove and return all, in order of arrival."""
-        asks = [held.ask for held in self._held.values()]
+        requests = [held.request for held in self._held.values()]
         self._held.clear()
         self._new.clear()
         self._pending.clear()
         self._joined.clear()
         self.tokens = 0
-        return asks
+        return requests
 
     def leave_over(self, popped: Iterable[Held]) -> None:
         """Requests that were popped and found no place are new no more."""
         for held in popped:
-            self._passed_over.add(held.ask.key)
-            self._held[held.ask.key] = held
-            self.tokens += held.ask.tokens
+            self._passed_over.add(held.request.key)
+            self._held[held.request.key] = held
+            self.tokens += held.request.tokens
             heapq.heappush(self._new, held)
 
     def withdraw(self, key: int) -> None:
@@ -98,25 +98,25 @@ class CycleQueue:
         """What is left becomes pending; with ``count`` the cycle counts against everyone's limit."""
         self._cycle += count
         for held in self._new:
-            key = held.ask.key
+            key = held.request.key
             if self._held.get(key) is held:
                 heapq.heappush(self._pending, held)
                 self._joined.setdefault(key, self._cycle - count)
         self._new = []
         if len(self._pending) > 2 * len(self._held) + SLACK:  # most of it was withdrawn
-            self._pending = [held for held in self._pending if self._held.get(held.ask.key) is held]
+            self._pending = [held for held in self._pending if self._held.get(held.request.key) is held]
             heapq.heapify(self._pending)
         self._passed_over.clear()
         self._forget_gone()
 
-    def overdue(self, limit: int | None) -> list[Ask]:
+    def overdue(self, limit: int | None) -> list[DispatchRequest]:
         """Remove and return the requests left over in more than ``limit`` cycles."""
-        found: list[Ask] = []
+        found: list[DispatchRequest] = []
         while limit is not None and self._joined:
             key, joined = next(iter(self._joined.items()))
             if self._cycle - joined <= limit:
                 break
-            found.append(self._remove(key).ask)
+            found.append(self._remove(key).request)
             self._forget_gone()
         return found
 
@@ -133,7 +133,7 @@ class CycleQueue:
 
     def _remove(self, key: int) -> Held:
         held = self._held.pop(key)
-        self.tokens -= held.ask.tokens
+        self.tokens -= held.request.tokens
         return held
 
     def _forget_gone(self) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from heapq import heapify, heapreplace
 from typing import NamedTuple
 
-from ebbench.dispatch.base import Ask
+from ebbench.dispatch.base import DispatchRequest
 
 LENGTHS = 12
 """Pass lengths that are weighed, in equal ratios from the shortest possible to a full chunk."""
@@ -30,7 +30,7 @@ class Candidate(NamedTuple):
     tokens: int
     order: int
     worth: float
-    ask: Ask
+    request: DispatchRequest
     urgent: bool = False
 
 
@@ -50,21 +50,25 @@ class _Filled(NamedTuple):
 
 
 def candidates(
-    held: Sequence[tuple[Ask, int]], now_ns: int, mean_pass_ns: float, token_worth: float, patience: float | None
+    held: Sequence[tuple[DispatchRequest, int]],
+    now_ns: int,
+    mean_pass_ns: float,
+    token_worth: float,
+    patience: float | None,
 ) -> list[Candidate]:
     """Candidates from (request, arrival in ns), oldest first; the first may be urgent."""
     found = []
-    for order, (ask, since_ns) in enumerate(held):
+    for order, (request, since_ns) in enumerate(held):
         waited = (now_ns - since_ns) / mean_pass_ns
-        tokens = max(1, ask.tokens)
+        tokens = max(1, request.tokens)
         urgent = order == 0 and patience is not None and waited > patience
-        found.append(Candidate(tokens, order, 1 + waited + token_worth * tokens, ask, urgent))
+        found.append(Candidate(tokens, order, 1 + waited + token_worth * tokens, request, urgent))
     return found
 
 
 def choose_pass(
     waiting: Sequence[Candidate], backlog: Mapping[int, int], model: PassModel, *, gainful: bool = False
-) -> list[tuple[Ask, int]]:
+) -> list[tuple[DispatchRequest, int]]:
     """(request, unit) for one pass of an instance; ``backlog``: tokens each unit has to compute before.
 
     Prompts longer than the chunk go only to units with nothing else to do. Empty when nothing fits, and, if they are to
@@ -83,7 +87,7 @@ def choose_pass(
         filled = _fill(by_density, backlog, length, model)
         if filled.placed and filled.rate > best.rate:
             best = filled
-    return [(candidate.ask, unit) for candidate, unit in best.placed]
+    return [(candidate.request, unit) for candidate, unit in best.placed]
 
 
 def _fill(by_density: Sequence[Candidate], backlog: Mapping[int, int], length: int, model: PassModel) -> _Filled:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Set as AbstractSet
 
-from ebbench.dispatch.base import Ask, EndForward, Order
+from ebbench.dispatch.base import DispatchRequest, EndForward, Order
 from ebbench.dispatch.cost import PassCost
 from ebbench.dispatch.filling import Filling
 from ebbench.dispatch.fleet import Fleet, Unit
@@ -60,9 +60,9 @@ class StaggeredDispatcher:
         """Requests held back."""
         return len(self._queue)
 
-    def arrive(self, ask: Ask, now_ns: int) -> None:
+    def arrive(self, request: DispatchRequest, now_ns: int) -> None:
         """See Dispatcher."""
-        self._queue.add(ask, now_ns)
+        self._queue.add(request, now_ns)
         if not self._at_once:
             self._arrivals.note(now_ns)
             self._full -= self._ahead
@@ -154,10 +154,10 @@ class StaggeredDispatcher:
         instances = () if self._at_once else self.fleet.active
         busy = {instance: bool(self._fullest(instance)) for instance in instances}
         orders = []
-        for ask in self._queue.drain():
-            unit = self._immediate(ask, units)
-            self.fleet.send(ask, unit)
-            orders.append(Order(ask.key, unit.index))
+        for request in self._queue.drain():
+            unit = self._immediate(request, units)
+            self.fleet.send(request, unit)
+            orders.append(Order(request.key, unit.index))
         for instance in instances:
             self._sent(instance, now_ns, busy[instance])
         return orders
@@ -288,4 +288,4 @@ class StaggeredDispatcher:
             return []
         self._counted_ns = now_ns
         self._queue.end_cycle(count=True)
-        return [Order(ask.key, None) for ask in self._queue.overdue(self.settings.cycle_limit)]
+        return [Order(request.key, None) for request in self._queue.overdue(self.settings.cycle_limit)]

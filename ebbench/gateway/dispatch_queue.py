@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable
 
 from ebbench.alarm import Alarm
-from ebbench.dispatch import Ask, Dispatcher, EndForward
+from ebbench.dispatch import Dispatcher, DispatchRequest, EndForward
 
 
 class RefusedError(Exception):
@@ -39,24 +39,24 @@ class DispatchQueue:
         """Requests that no unit has been assigned to."""
         return len(self._waiting)
 
-    async def assign(self, ask: Ask) -> int:
-        """The unit that ``ask`` is assigned to, once there is one. Raises RefusedError. Cancelling withdraws it."""
+    async def assign(self, request: DispatchRequest) -> int:
+        """The unit that ``request`` is assigned to, once there is one. Raises RefusedError. Cancelling withdraws it."""
         if len(self._waiting) >= self._max_queue:
             raise self._refusal(f"{len(self._waiting)} requests are waiting already")
         now_ns = time.monotonic_ns()
-        self.dispatcher.arrive(ask, now_ns)
+        self.dispatcher.arrive(request, now_ns)
         future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._waiting[ask.key] = future
+        self._waiting[request.key] = future
         self._poll()
         try:
             unit = future.result() if future.done() else await future
         except asyncio.CancelledError:
-            if self._waiting.pop(ask.key, None) is not None:
-                self.dispatcher.withdraw(ask.key)
+            if self._waiting.pop(request.key, None) is not None:
+                self.dispatcher.withdraw(request.key)
             elif not future.cancelled() and future.exception() is None:
-                self.ended(ask.key)  # assigned and cancelled in the same moment
+                self.ended(request.key)  # assigned and cancelled in the same moment
             raise
-        self._assigned_ns[ask.key] = time.monotonic_ns()
+        self._assigned_ns[request.key] = time.monotonic_ns()
         return unit
 
     def first_token(self, key: int) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from ebbench.dispatch.base import Ask
+from ebbench.dispatch.base import DispatchRequest
 from ebbench.dispatch.prefix import BLOCK_TOKENS
 
 BYTES_PER_TOKEN = 4.0
@@ -23,16 +23,16 @@ class _Body(msgspec.Struct):
 _DECODER = msgspec.json.Decoder(_Body)
 
 
-def read_ask(key: int, body: bytes, *, prefix: bool) -> Ask:
+def dispatch_request(key: int, body: bytes, *, prefix: bool) -> DispatchRequest:
     """The request as a dispatcher sees it. A body that is no JSON object counts as one token: the server refuses it."""
     try:
         found = _DECODER.decode(body)
     except msgspec.MsgspecError:
-        return Ask(key, 1, 1)
+        return DispatchRequest(key, 1, 1)
     raw = bytes(found.prompt) or bytes(found.messages)
     tokens = _tokens(raw)
     answer = found.max_completion_tokens or found.max_tokens or 0
-    return Ask(key, tokens, tokens + answer, _blocks(raw, tokens) if prefix else ())
+    return DispatchRequest(key, tokens, tokens + answer, _blocks(raw, tokens) if prefix else ())
 
 
 def _tokens(raw: bytes) -> int:

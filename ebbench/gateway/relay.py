@@ -17,7 +17,7 @@ from ebbench.dispatch import EndForward
 from ebbench.gateway.dispatch_queue import DispatchQueue, RefusedError
 from ebbench.gateway.events import WholeLines
 from ebbench.gateway.metrics import GatewayMetrics
-from ebbench.gateway.prompts import read_ask
+from ebbench.gateway.prompts import dispatch_request
 from ebbench.gateway.settings import GatewaySettings
 from ebbench.gateway.upstreams import Upstream, Upstreams
 
@@ -120,11 +120,11 @@ class Relay:
         """Until it is answered. An upstream that gave no byte of an answer is not the end: another one is asked."""
         while True:
             key = next(self._keys)
-            ask = read_ask(key, request.body, prefix=self._queue.dispatcher.wants_prefix)
+            to_dispatch = dispatch_request(key, request.body, prefix=self._queue.dispatcher.wants_prefix)
             began_s = time.monotonic()
             try:
                 async with asyncio.timeout(self._settings.max_wait_s):
-                    unit = await self._queue.assign(ask)
+                    unit = await self._queue.assign(to_dispatch)
             except RefusedError as error:
                 await refuse(send, 429, str(error), self._metrics, error.retry_after_s)
                 return

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ebbench.papers.table import Wish
+from ebbench.papers.table import PaperOptions
 from ebbench.runs.cell import Cell
 from ebbench.runs.store import RunStore
 
@@ -20,14 +20,14 @@ class PaperFigure:
 
     name: str
     title: str
-    cells: Callable[[Wish], list[Cell]]
-    chart: Callable[[Wish, RunStore], Any]
+    cells: Callable[[PaperOptions], list[Cell]]
+    chart: Callable[[PaperOptions, RunStore], Any]
     caption: str
     reads: tuple[str, ...]
     whole: bool = True
     workloads: tuple[str, ...] = ()
 
 
-def no_cells(_wish: Wish) -> list[Cell]:
+def no_cells(_wish: PaperOptions) -> list[Cell]:
     """For figures that need no run."""
     return []

@@ -15,8 +15,8 @@ Outputs = Literal["forced", "profile"]
 
 
 @dataclass(frozen=True)
-class Wish:
-    """What the caller set over a table's own protocol; empty means: as in the paper.
+class PaperOptions:
+    """Options that replace those of a table's own protocol; empty means: as in the paper.
 
     ``policies`` are measured besides the table's own. ``outputs``: answers forced to the length limit of the
     published scripts, or drawn from the workload's profile. ``ttft_s`` and ``tpot_ms`` are SLO targets.
@@ -80,8 +80,8 @@ class PaperTable:
 
     name: str
     title: str
-    cells: Callable[[Wish], list[Cell]]
-    document: Callable[[Wish, RunStore], Document]
+    cells: Callable[[PaperOptions], list[Cell]]
+    document: Callable[[PaperOptions, RunStore], Document]
     reads: tuple[str, ...]
     whole: bool = True
     aliases: tuple[str, ...] = field(default=())

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from ebbench.analysis.compare.cases import Case
 from ebbench.analysis.documents import Document
-from ebbench.render import asked, tables, words
+from ebbench.render import conditions, sentences, tables
 from ebbench.render.documents import section_tables
 from ebbench.render.failures import failure_lines
 
@@ -21,8 +21,8 @@ def render(cases: Sequence[Case], *, width: int, all_percentiles: bool = False) 
     """Everything about the runs of ``cases``, for ``width`` characters."""
     summaries = [summary for case in cases for summary in case.summaries]
     document = tables.comparison(cases, all_percentiles=all_percentiles)
-    parts: list[RenderableType] = [Text(asked.machine(summaries), style="bold")]
-    parts += [Text(line) for line in asked.asked(summaries)]
+    parts: list[RenderableType] = [Text(conditions.machine(summaries), style="bold")]
+    parts += [Text(line) for line in conditions.load_and_limits(summaries)]
     for section in document.sections:
         parts += [Text(), *section_tables(section, width)]
     parts += [Text(note, style="dim") for note in document.notes]
@@ -30,9 +30,9 @@ def render(cases: Sequence[Case], *, width: int, all_percentiles: bool = False) 
         parts += [Text(), *section_tables(section, width)]
     parts += _answers(cases)
     groups = [group for case in cases for group in case.groups]
-    doubts = [line for case in cases for line in words.doubts(case.groups)]
+    doubts = [line for case in cases for line in sentences.doubts(case.groups)]
     parts += _notes("Requests that did not complete", failure_lines(summaries))
-    parts += _notes("Keep in mind", [*words.missing(groups), *dict.fromkeys(doubts), *words.caveats(groups)])
+    parts += _notes("Keep in mind", [*sentences.missing(groups), *dict.fromkeys(doubts), *sentences.caveats(groups)])
     parts += _notes("Stored in", [summary.run_dir for summary in summaries])
     return Stack(*parts)
 
@@ -42,18 +42,20 @@ def document(cases: Sequence[Case], *, all_percentiles: bool = False) -> Documen
     summaries = [summary for case in cases for summary in case.summaries]
     groups = [group for case in cases for group in case.groups]
     compared = tables.comparison(cases, all_percentiles=all_percentiles)
-    doubts = [line for case in cases for line in words.doubts(case.groups)]
+    doubts = [line for case in cases for line in sentences.doubts(case.groups)]
     notes = [
-        *asked.asked(summaries),
+        *conditions.load_and_limits(summaries),
         *compared.notes,
-        *(f"{title}: {line}" if title else line for title, lines, _ in words.verdicts(cases) for line in lines),
+        *(f"{title}: {line}" if title else line for title, lines, _ in sentences.verdicts(cases) for line in lines),
         *(f"Did not complete: {line}" for line in failure_lines(summaries)),
-        *words.missing(groups),
+        *sentences.missing(groups),
         *dict.fromkeys(doubts),
-        *words.caveats(groups),
+        *sentences.caveats(groups),
     ]
     phases = tuple(filter(None, map(tables.phases, cases)))
-    return replace(compared, title=asked.machine(summaries), sections=(*compared.sections, *phases), notes=tuple(notes))
+    return replace(
+        compared, title=conditions.machine(summaries), sections=(*compared.sections, *phases), notes=tuple(notes)
+    )
 
 
 def print_report(console: Console, cases: Sequence[Case], *, all_percentiles: bool = False) -> None:
@@ -63,7 +65,7 @@ def print_report(console: Console, cases: Sequence[Case], *, all_percentiles: bo
 
 def _answers(cases: Sequence[Case]) -> list[RenderableType]:
     """Which policy is ahead in each case; with one case only, the reasons as well."""
-    found = words.verdicts(cases)
+    found = sentences.verdicts(cases)
     if len(cases) == 1:
         [(_, lines, shown)] = found
         return [Text(), *_paragraphs(lines, shown), *_explanations(cases[0])]
@@ -82,7 +84,7 @@ def _explanations(case: Case) -> list[RenderableType]:
     parts: list[RenderableType] = []
     for group in case.groups:
         for explanation in group.explanations[:1]:
-            lines = words.why(explanation)
+            lines = sentences.why(explanation)
             if lines:
                 note = f" (seed {group.summaries[0].seed})" if len(group.summaries) > 1 else ""
                 parts.append(Text(f"{group.policy}{note}", style="bold"))

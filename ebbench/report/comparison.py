@@ -18,7 +18,7 @@ from ebbench.analysis.gate.units import HIGHER_IS_BETTER, LABELS
 from ebbench.analysis.gate.verdict import COPIES
 from ebbench.render import numbers
 from ebbench.render.documents import section_tables
-from ebbench.render.words import AHEAD, WINS
+from ebbench.render.sentences import AHEAD, WINS
 from ebbench.report import page_tables
 
 BETTER, WORSE, UNDECIDED = "better", "worse", "undecided"

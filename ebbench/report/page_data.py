@@ -17,7 +17,7 @@ from ebbench.analysis.slo import Slo
 from ebbench.analysis.slo_surface import latencies_ms, run_surfaces
 from ebbench.analysis.summary import Summary, summarise, summarise_phases
 from ebbench.records.run import Run
-from ebbench.render import asked, words
+from ebbench.render import conditions, sentences
 from ebbench.render.timeline import Timeline, timeline_of
 from ebbench.report.page_tables import Table, comparison_tables, environment_tables, failures_tables, phase_tables
 
@@ -68,12 +68,12 @@ def page_of(runs: Sequence[Run], *, title: str = "", slo: Slo | None = None, ext
     curves = [(place, group.policy) for place, group in placed for _ in group.summaries]
     labels = _labels([_series(cases[place], group) for place, group in placed for _ in group.summaries], summaries)
     targets = _targets(runs, summaries[0].slo)
-    doubts = dict.fromkeys(line for case in cases for line in words.doubts(case.groups))
+    doubts = dict.fromkeys(line for case in cases for line in sentences.doubts(case.groups))
     return Page(
         title=title or _title(summaries),
-        subtitle=(asked.machine(summaries), *asked.asked(summaries)),
-        verdicts=tuple((title, tuple(lines), shown) for title, lines, shown in words.verdicts(cases)),
-        warnings=(*notes, *words.missing(groups), *doubts, *words.caveats(groups)),
+        subtitle=(conditions.machine(summaries), *conditions.load_and_limits(summaries)),
+        verdicts=tuple((title, tuple(lines), shown) for title, lines, shown in sentences.verdicts(cases)),
+        warnings=(*notes, *sentences.missing(groups), *doubts, *sentences.caveats(groups)),
         tables=(
             *comparison_tables(cases, all_percentiles=all_percentiles), *failures_tables(summaries, labels), *extra,
             *phase_tables(cases),
@@ -121,7 +121,7 @@ def _explanations(case: Case) -> list[tuple[str, tuple[str, ...]]]:
     found = []
     for group in case.groups:
         seed = f" (seed {group.summaries[0].seed})" if len(group.summaries) > 1 else ""
-        if lines := tuple(words.why(group.explanations[0])):
+        if lines := tuple(sentences.why(group.explanations[0])):
             found.append((f"{_series(case, group)}{seed}", lines))
     return found
 

@@ -140,7 +140,7 @@ class EventLoop:
             self._deliver(FRONT, 0, rows)
             return
         for row in rows:
-            dispatcher.arrive(self.front.ask(row), self.now_ns)
+            dispatcher.arrive(self.front.dispatch_request(row), self.now_ns)
         self._poll(FRONT)
 
     def _poll(self, index: int) -> None:
@@ -296,7 +296,7 @@ class EventLoop:
         assert self.handover is not None
         over = [row for row in rows if self.handover.prefilled(row, int(self.unit_of[row]), self.now_ns)]
         for row in over:
-            self.back.dispatcher.arrive(self.back.ask(row), self.now_ns)
+            self.back.dispatcher.arrive(self.back.dispatch_request(row), self.now_ns)
         self._poll(BACK)
         for row in over:
             self._start_all(self.handover.send(row, int(self.unit_of[row]), self._place.pop(row), self.now_ns))

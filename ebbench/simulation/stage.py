@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from ebbench.config.topology import PoolSpec
 from ebbench.devices.base import CostModel, StepShape
 from ebbench.dispatch import DispatchSpec, Fleet, make_dispatcher
-from ebbench.dispatch.base import Ask, Dispatcher, EndForward, UnitReport
+from ebbench.dispatch.base import Dispatcher, DispatchRequest, EndForward, UnitReport
 from ebbench.dispatch.prefix import BLOCK_TOKENS
 from ebbench.records.plan import Plan
 from ebbench.simulation.engine import EngineLoop, Unit
@@ -52,10 +52,10 @@ class Stage:
         self.woken = [False] * len(self.engines)
         self.received = [0] * len(self.units)
 
-    def ask(self, row: int) -> Ask:
+    def dispatch_request(self, row: int) -> DispatchRequest:
         """The request as the dispatcher may see it: its answer's length is not known beforehand."""
         tokens = int(self.state.prompt[row])
-        return Ask(row, tokens, tokens, self.prefixes(row) if self.prefixes is not None else ())
+        return DispatchRequest(row, tokens, tokens, self.prefixes(row) if self.prefixes is not None else ())
 
     def report(self, engine: int, duration_ns: int) -> EndForward:
         """What the engine signals now, at the end of a pass of that duration."""

@@ -16,7 +16,7 @@ from ebbench.workloads.build import Limits, assemble, phase_requests
 from ebbench.workloads.lengths import length_spec
 from ebbench.workloads.options import PlanOptions
 from ebbench.workloads.requests import Requests
-from ebbench.workloads.sources import Ask, gather
+from ebbench.workloads.sources import Selection, gather
 from ebbench.workloads.spec import Profile, WorkloadSpec, load_workload
 from ebbench.workloads.trace import read_trace, replayed
 
@@ -98,8 +98,8 @@ def _from_workload(options: PlanOptions, scenario: ScenarioSpec, workload: Workl
     schedule = make_schedule(scenario, options.load, options.num_prompts, default, options.seed)
     if scenario.own_lengths:
         return phase_requests(scenario, schedule.sizes, options.seed), schedule
-    ask = Ask(schedule.sessions, options.seed, options.lengths_set, options.tokenizer, options.with_text)
-    requests = gather(workload, _profile(options, workload), options.source, ask)
+    selection = Selection(schedule.sessions, options.seed, options.lengths_set, options.tokenizer, options.with_text)
+    requests = gather(workload, _profile(options, workload), options.source, selection)
     if requests.sessions < schedule.sessions:
         schedule = make_schedule(scenario, options.load, requests.sessions, default, options.seed)
     return requests, schedule

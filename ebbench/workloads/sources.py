@@ -22,8 +22,8 @@ from ebbench.workloads.tokens import TokenCounter, token_counter
 
 
 @dataclass(frozen=True)
-class Ask:
-    """What to gather: ``sessions`` sessions under ``seed``; ``lengths_set``: the caller replaced the lengths."""
+class Selection:
+    """Which requests to gather: ``sessions`` sessions under ``seed``. ``lengths_set``: the caller set the lengths."""
 
     sessions: int
     seed: int
@@ -32,26 +32,26 @@ class Ask:
     with_text: bool = True
 
 
-def gather(workload: WorkloadSpec, profile: Profile, source: str, ask: Ask) -> Requests:
+def gather(workload: WorkloadSpec, profile: Profile, source: str, selection: Selection) -> Requests:
     """Requests from ``source`` (auto, hub, file:PATH, profile), with facts saying which and why.
 
     Raises UsageError, InputFileError, RunError (a hub asked for by name that cannot be read).
     """
-    _check(workload, source, ask)
+    _check(workload, source, selection)
     if source.startswith("file:"):
-        return _from_file(workload, Path(source.removeprefix("file:")).expanduser(), ask)
+        return _from_file(workload, Path(source.removeprefix("file:")).expanduser(), selection)
     if source == "hub":
-        return _from_hub(workload, ask)
+        return _from_hub(workload, selection)
     if source == "profile":
-        return _from_profile(profile, ask, "asked for")
+        return _from_profile(profile, selection, "asked for")
     if workload.records is None:
-        return _from_profile(profile, ask, "synthetic workload")
-    if ask.lengths_set:
-        return _from_profile(profile, ask, "lengths were set")
-    return _from_either(workload, profile, ask)
+        return _from_profile(profile, selection, "synthetic workload")
+    if selection.lengths_set:
+        return _from_profile(profile, selection, "lengths were set")
+    return _from_either(workload, profile, selection)
 
 
-def _check(workload: WorkloadSpec, source: str, ask: Ask) -> None:
+def _check(workload: WorkloadSpec, source: str, selection: Selection) -> None:
     kind = "file" if source.startswith("file:") else source
     if kind not in ("auto", "hub", "file", "profile") or source == "file:":
         raise UnknownNameError("source", source, ["auto", "hub", "file:PATH", "profile"])
@@ -60,12 +60,12 @@ def _check(workload: WorkloadSpec, source: str, ask: Ask) -> None:
     if workload.records is None or (kind == "hub" and workload.hub is None):
         missing = "[records]" if workload.records is None else "[hub]"
         raise UsageError(f"workload {workload.name!r} has no {missing} in its file; leave out --source {source}")
-    if ask.lengths_set:
+    if selection.lengths_set:
         raise UsageError(f"lengths cannot be set for the records of --source {source}; leave one of them out")
 
 
-def _from_profile(profile: Profile, ask: Ask, reason: str, warnings: tuple[str, ...] = ()) -> Requests:
-    requests = draw_requests(profile, ask.sessions, ask.seed)
+def _from_profile(profile: Profile, selection: Selection, reason: str, warnings: tuple[str, ...] = ()) -> Requests:
+    requests = draw_requests(profile, selection.sessions, selection.seed)
     facts = {
         "source": "profile",
         "source_reason": reason,
@@ -75,64 +75,64 @@ def _from_profile(profile: Profile, ask: Ask, reason: str, warnings: tuple[str, 
     return replace(requests, facts=facts, warnings=warnings)
 
 
-def _from_file(workload: WorkloadSpec, path: Path, ask: Ask) -> Requests:
+def _from_file(workload: WorkloadSpec, path: Path, selection: Selection) -> Requests:
     assert workload.records is not None  # _check
     rules = workload.records
-    requests = _select(read_file(path, columns_of(rules.schema)), str(path), rules, ask).requests
+    requests = _select(read_file(path, columns_of(rules.schema)), str(path), rules, selection).requests
     if not len(requests):
         raise InputFileError(path, f"holds no {rules.schema} record that the selection rules of {workload.name} admit")
-    return _described(requests, f"file:{path}", "asked for", ask)
+    return _described(requests, f"file:{path}", "asked for", selection)
 
 
-def _from_hub(workload: WorkloadSpec, ask: Ask) -> Requests:
+def _from_hub(workload: WorkloadSpec, selection: Selection) -> Requests:
     try:
-        return _read_hub(workload, ask)
+        return _read_hub(workload, selection)
     except _UnreadableError as error:
         raise RunError(
             f"--source hub: {error}; use --source profile for lengths from published statistics, or file:PATH"
         ) from None
 
 
-def _from_either(workload: WorkloadSpec, profile: Profile, ask: Ask) -> Requests:
+def _from_either(workload: WorkloadSpec, profile: Profile, selection: Selection) -> Requests:
     if workload.hub is None:
-        return _from_profile(profile, ask, "the workload's file names no data set on the hub")
+        return _from_profile(profile, selection, "the workload's file names no data set on the hub")
     try:
-        return _read_hub(workload, ask)
+        return _read_hub(workload, selection)
     except _UnreadableError as error:
         warning = (
             f"lengths come from the published statistics of {workload.name}, not from the data set: {error} "
             "(--source profile says so without asking the hub)"
         )
-        return _from_profile(profile, ask, str(error), (warning,))
+        return _from_profile(profile, selection, str(error), (warning,))
 
 
 class _UnreadableError(EbbenchError):
     """The hub cannot serve the data set; the message is the reason."""
 
 
-def _read_hub(workload: WorkloadSpec, ask: Ask) -> Requests:
+def _read_hub(workload: WorkloadSpec, selection: Selection) -> Requests:
     assert workload.hub is not None  # _check
     assert workload.records is not None
     # The tokenizer is part of the key, since some rules admit records by their token counts.
-    key = f"{msgspec.json.encode(workload.records).decode()}|{ask.tokenizer}"
+    key = f"{msgspec.json.encode(workload.records).decode()}|{selection.tokenizer}"
     cache = hub_source.Cache(hub_source.cache_folder(), key, workload.hub)
-    kept = cache.find(ask.sessions)
+    kept = cache.find(selection.sessions)
     if kept is not None:
-        taken = _select(read_file(kept, ()), str(kept), workload.records, ask)
-        return _described(taken.requests, "hub", f"{workload.hub.dataset}, read before and kept in {kept}", ask)
+        taken = _select(read_file(kept, ()), str(kept), workload.records, selection)
+        return _described(taken.requests, "hub", f"{workload.hub.dataset}, read before and kept in {kept}", selection)
     reason = hub_source.why_unreachable(workload.hub)
     if reason is not None:
         raise _UnreadableError(reason)
-    taken = _stream_hub(workload, ask)
-    _keep(cache, taken, ask)
-    return _described(taken.requests, "hub", f"{workload.hub.dataset}, first records of the hub's files", ask)
+    taken = _stream_hub(workload, selection)
+    _keep(cache, taken, selection)
+    return _described(taken.requests, "hub", f"{workload.hub.dataset}, first records of the hub's files", selection)
 
 
-def _stream_hub(workload: WorkloadSpec, ask: Ask) -> _Taken:
+def _stream_hub(workload: WorkloadSpec, selection: Selection) -> _Taken:
     assert workload.hub is not None
     assert workload.records is not None
     try:
-        taken = _select(hub_source.stream(workload.hub), workload.hub.dataset, workload.records, ask)
+        taken = _select(hub_source.stream(workload.hub), workload.hub.dataset, workload.records, selection)
     except UsageError as error:
         raise _UnreadableError(f"the data set on the hub is not as expected: {error}") from None
     except Exception as error:  # datasets, huggingface_hub, fsspec, aiohttp, httpx: no common base
@@ -145,11 +145,11 @@ def _stream_hub(workload: WorkloadSpec, ask: Ask) -> _Taken:
     return taken
 
 
-def _keep(cache: hub_source.Cache, taken: _Taken, ask: Ask) -> None:
+def _keep(cache: hub_source.Cache, taken: _Taken, selection: Selection) -> None:
     """A cache that cannot be written costs time later, nothing now."""
-    complete = taken.requests.sessions < ask.sessions
+    complete = taken.requests.sessions < selection.sessions
     try:
-        cache.keep(taken.records, None if complete else ask.sessions)
+        cache.keep(taken.records, None if complete else selection.sessions)
     except OSError:
         return
 
@@ -162,7 +162,7 @@ class _Taken:
     records: list[Any] = field(default_factory=list)
 
 
-def _select(records: Iterable[Record], name: str, rules: Records, ask: Ask) -> _Taken:
+def _select(records: Iterable[Record], name: str, rules: Records, selection: Selection) -> _Taken:
     used: list[Any] = []
 
     def talks() -> Iterator[Conversation]:
@@ -172,9 +172,9 @@ def _select(records: Iterable[Record], name: str, rules: Records, ask: Ask) -> _
                 used.append(plain(record))
             yield from found
 
-    counter = token_counter(ask.tokenizer)
-    cut = substream(ask.seed, "content/cut")
-    requests = sample_requests(talks(), rules, counter, ask.sessions, cut, ask.with_text)
+    counter = token_counter(selection.tokenizer)
+    cut = substream(selection.seed, "content/cut")
+    requests = sample_requests(talks(), rules, counter, selection.sessions, cut, selection.with_text)
     return _Taken(_counted(requests, counter), used)
 
 
@@ -182,12 +182,12 @@ def _counted(requests: Requests, counter: TokenCounter) -> Requests:
     return replace(requests, facts={"token_counts": counter.description}, warnings=counter.warnings)
 
 
-def _described(requests: Requests, source: str, reason: str, ask: Ask) -> Requests:
+def _described(requests: Requests, source: str, reason: str, selection: Selection) -> Requests:
     warnings = requests.warnings
-    if requests.sessions < ask.sessions:
+    if requests.sessions < selection.sessions:
         have = requests.sessions
         warnings = (
             *warnings,
-            f"{source} holds {have:,} sessions where the plan takes {ask.sessions:,}: {have:,} are sent",
+            f"{source} holds {have:,} sessions where the plan takes {selection.sessions:,}: {have:,} are sent",
         )
     return replace(requests, facts={"source": source, "source_reason": reason, **requests.facts}, warnings=warnings)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from ebbench.advice import words
+from ebbench.advice import sentences
 from ebbench.advice.answer import Question
 from ebbench.advice.candidates import alike
 from ebbench.advice.simulate import concurrency_cells, default_policies, tuning_cells
@@ -100,7 +100,7 @@ def test_what_vllm_can_do_by_itself_is_told() -> None:
     question = SimpleNamespace(max_num_seqs=8, max_num_batched_tokens=64)
     for policy, told in (("cadence:every=4", True), ("marginal", False)):
         chosen = SimpleNamespace(policy=policy)
-        lines = words.parameters(SimpleNamespace(question=question, theory=None, tuning=None, chosen=chosen))  # type: ignore[arg-type]
+        lines = sentences.parameters(SimpleNamespace(question=question, theory=None, tuning=None, chosen=chosen))  # type: ignore[arg-type]
         assert any("--prefill-schedule-interval 4" in line for line in lines) == told
 
 
@@ -141,7 +141,7 @@ def advice_of(theory: float | None, eb: float) -> Any:
 def test_agreement_says_which_mode_and_why_the_gains_differ(
     theory: float | None, eb: float, verdict: str, explained: bool
 ) -> None:
-    line = words.agreement(advice_of(theory, eb))
+    line = sentences.agreement(advice_of(theory, eb))
     assert verdict in line
     assert ("fills up and drains" in line) == explained
 

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ebbench.dispatch import Ask
+from ebbench.dispatch import DispatchRequest
 from ebbench.dispatch.allocate import Load, allocate_decode, allocate_prefill, outlier_bound
 from ebbench.dispatch.interval import AdaptiveInterval
 
@@ -16,8 +16,8 @@ LENGTHS = st.lists(st.integers(1, 5000), max_size=12)
 CAPACITY = st.lists(st.integers(-2000, 4000), min_size=1, max_size=5)
 
 
-def asks(lengths: list[int], first: int = 0) -> list[Ask]:
-    return [Ask(first + i, length, length) for i, length in enumerate(lengths)]
+def requests(lengths: list[int], first: int = 0) -> list[DispatchRequest]:
+    return [DispatchRequest(first + i, length, length) for i, length in enumerate(lengths)]
 
 
 @given(
@@ -52,36 +52,38 @@ def test_interval_follows_the_topology_at_once_and_survives_an_empty_one() -> No
 def test_prefill_allocation_is_the_greedy_of_algorithm_2(
     pending: list[int], new: list[int], capacity: list[int]
 ) -> None:
-    old, fresh = asks(pending), asks(new, first=100)
+    old, fresh = requests(pending), requests(new, first=100)
     found = allocate_prefill(old, fresh, dict(enumerate(capacity)))
     left, expected, available = [], [], list(capacity)
     for queue in (old, fresh):
-        for ask in sorted(queue, key=lambda a: a.tokens, reverse=True):
-            best = max(range(len(available)), key=lambda d: (available[d] - ask.tokens, -d))
+        for request in sorted(queue, key=lambda a: a.tokens, reverse=True):
+            best = max(range(len(available)), key=lambda d: (available[d] - request.tokens, -d))
             if available[best] > 0:
-                expected.append((ask, best))
-                available[best] -= ask.tokens
+                expected.append((request, best))
+                available[best] -= request.tokens
             else:
-                left.append(ask)
+                left.append(request)
     assert found.assigned == expected
     assert found.left == left
 
 
 @given(LENGTHS, LENGTHS, CAPACITY)
 def test_prefill_allocation_loses_and_doubles_nothing(pending: list[int], new: list[int], capacity: list[int]) -> None:
-    everyone = asks(pending) + asks(new, first=100)
-    found = allocate_prefill(asks(pending), asks(new, first=100), dict(enumerate(capacity)))
-    assert sorted([ask for ask, _ in found.assigned] + found.left) == sorted(everyone)
+    everyone = requests(pending) + requests(new, first=100)
+    found = allocate_prefill(requests(pending), requests(new, first=100), dict(enumerate(capacity)))
+    assert sorted([request for request, _ in found.assigned] + found.left) == sorted(everyone)
     # A unit is given nothing once its capacity is used up, so at most its last request overdraws it.
     for unit, available in enumerate(capacity):
-        given_to = [ask.tokens for ask, place in found.assigned if place == unit]
+        given_to = [request.tokens for request, place in found.assigned if place == unit]
         assert not given_to or sum(given_to[:-1]) < available
 
 
 def test_cache_aware_allocation_counts_only_what_is_not_cached() -> None:
     hits = {(0, 1): 900}
-    found = allocate_prefill(asks([1000]), [], {0: 1000, 1: 600}, hit=lambda ask, unit: hits.get((ask.key, unit), 0))
-    assert found.assigned == [(Ask(0, 1000, 1000), 1)]  # 600 - 100 is more than 1000 - 1000
+    found = allocate_prefill(
+        requests([1000]), [], {0: 1000, 1: 600}, hit=lambda request, unit: hits.get((request.key, unit), 0)
+    )
+    assert found.assigned == [(DispatchRequest(0, 1000, 1000), 1)]  # 600 - 100 is more than 1000 - 1000
 
 
 @given(
@@ -93,14 +95,14 @@ def test_decode_allocation_masks_outliers_and_takes_the_least_batch_then_kv(
 ) -> None:
     state = [list(load) for load in loads]
     expected = []
-    for ask in sorted(asks(lengths), key=lambda a: a.total_tokens, reverse=True):
+    for request in sorted(requests(lengths), key=lambda a: a.total_tokens, reverse=True):
         q1, q3 = np.percentile([kv for _, kv in state], [25, 75])
         safe = [i for i, (_, kv) in enumerate(state) if kv <= q3 + 1.5 * (q3 - q1) + 1e-9] or list(range(len(state)))
         chosen = min(safe, key=lambda i: (state[i][0], state[i][1], i))
-        expected.append((ask, chosen))
+        expected.append((request, chosen))
         state[chosen][0] += 1
-        state[chosen][1] += ask.total_tokens
-    assert allocate_decode(asks(lengths), {i: Load(*load) for i, load in enumerate(loads)}) == expected
+        state[chosen][1] += request.total_tokens
+    assert allocate_decode(requests(lengths), {i: Load(*load) for i, load in enumerate(loads)}) == expected
 
 
 @given(st.lists(st.integers(0, 10**6), min_size=1, max_size=20))
@@ -111,6 +113,6 @@ def test_outlier_bound_is_numpys(kv: list[int]) -> None:
 
 def test_mask_off_leaves_the_least_batch() -> None:
     loads = {0: Load(0, 10**6), 1: Load(1, 10), 2: Load(1, 11), 3: Load(1, 12), 4: Load(1, 13)}
-    ask = asks([5])
-    assert allocate_decode(ask, loads)[0][1] == 1
-    assert allocate_decode(ask, loads, multiplier=math.inf)[0][1] == 0
+    request = requests([5])
+    assert allocate_decode(request, loads)[0][1] == 1
+    assert allocate_decode(request, loads, multiplier=math.inf)[0][1] == 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ebbench.dispatch import Ask, Fleet, make_dispatcher, parse_dispatch
+from ebbench.dispatch import DispatchRequest, Fleet, make_dispatcher, parse_dispatch
 from ebbench.dispatch.base import Order
 from ebbench.dispatch.prefix import BLOCK_TOKENS
 
@@ -14,7 +14,7 @@ def placed(name: str, instances: int, count: int, units: int = 1) -> list[int]:
     dispatcher = make_dispatcher(parse_dispatch(name), Fleet([units] * instances), chunk_tokens=100)
     found = []
     for key in range(count):
-        dispatcher.arrive(Ask(key, 10, 10), key)
+        dispatcher.arrive(DispatchRequest(key, 10, 10), key)
         found += [order.unit for order in dispatcher.poll(key)]
     return found  # type: ignore[return-value]
 
@@ -27,10 +27,10 @@ def test_round_robin_takes_turns_over_instances_first() -> None:
 def test_least_outstanding_prefers_who_has_finished() -> None:
     dispatcher = make_dispatcher(parse_dispatch("least-outstanding"), Fleet([1, 1, 1]), chunk_tokens=100)
     for key in range(3):
-        dispatcher.arrive(Ask(key, 10, 10), key)
+        dispatcher.arrive(DispatchRequest(key, 10, 10), key)
         dispatcher.poll(key)
     dispatcher.ended(1, 5)
-    dispatcher.arrive(Ask(9, 10, 10), 6)
+    dispatcher.arrive(DispatchRequest(9, 10, 10), 6)
     assert dispatcher.poll(6) == [Order(9, 1)]
 
 
@@ -47,15 +47,15 @@ def test_prefix_affine_returns_to_who_knows_the_prompt_unless_it_is_swamped() ->
     dispatcher = make_dispatcher(parse_dispatch("prefix-affine:slack=4"), fleet, chunk_tokens=100)
     prefix = (11, 12, 13)
     tokens = 4 * BLOCK_TOKENS
-    dispatcher.arrive(Ask(0, tokens, tokens, prefix), 0)
+    dispatcher.arrive(DispatchRequest(0, tokens, tokens, prefix), 0)
     [home] = dispatcher.poll(0)
-    dispatcher.arrive(Ask(1, tokens, tokens, (99, 98)), 1)
+    dispatcher.arrive(DispatchRequest(1, tokens, tokens, (99, 98)), 1)
     [other] = dispatcher.poll(1)
     assert other.unit != home.unit
     for key in range(2, 6):
-        dispatcher.arrive(Ask(key, tokens, tokens, prefix), key)
+        dispatcher.arrive(DispatchRequest(key, tokens, tokens, prefix), key)
         assert dispatcher.poll(key) == [Order(key, home.unit)]
-    dispatcher.arrive(Ask(6, tokens, tokens, prefix), 6)
+    dispatcher.arrive(DispatchRequest(6, tokens, tokens, prefix), 6)
     assert dispatcher.poll(6)[0].unit != home.unit  # five open there, none elsewhere: lopsided
 
 
@@ -63,7 +63,7 @@ def test_prefix_affine_returns_to_who_knows_the_prompt_unless_it_is_swamped() ->
 def test_nothing_is_sent_while_nobody_is_active(name: str) -> None:
     dispatcher = make_dispatcher(parse_dispatch(name), Fleet([1, 1]), chunk_tokens=100)
     dispatcher.topology([], 0)
-    dispatcher.arrive(Ask(0, 10, 10), 1)
+    dispatcher.arrive(DispatchRequest(0, 10, 10), 1)
     assert dispatcher.poll(1) == []
     dispatcher.topology([1], 2)
     assert dispatcher.poll(2) == [Order(0, 1)]

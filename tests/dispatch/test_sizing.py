@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ebbench.dispatch import Ask
+from ebbench.dispatch import DispatchRequest
 from ebbench.dispatch.cost import FIRST_GUESS, LEAST_PASSES, PassCost
 from ebbench.dispatch.sizing import PassModel, candidates, choose_pass
 
@@ -17,12 +17,12 @@ MODEL = PassModel(chunk_tokens=1000, overhead_tokens=100)
 
 
 def waiting(lengths: list[int], patience: float | None = None, now_ns: int = 0, token_worth: float = 0.0):  # type: ignore[no-untyped-def]
-    asks = [(Ask(i, tokens, tokens), 0) for i, tokens in enumerate(lengths)]
-    return candidates(asks, now_ns, 100 * MS, token_worth, patience)
+    requests = [(DispatchRequest(i, tokens, tokens), 0) for i, tokens in enumerate(lengths)]
+    return candidates(requests, now_ns, 100 * MS, token_worth, patience)
 
 
-def keys(chosen: list[tuple[Ask, int]]) -> set[int]:
-    return {ask.key for ask, _ in chosen}
+def keys(chosen: list[tuple[DispatchRequest, int]]) -> set[int]:
+    return {request.key for request, _ in chosen}
 
 
 def test_short_prompts_go_without_the_long_one_that_would_hold_them_up() -> None:
@@ -37,7 +37,9 @@ def test_prompts_of_a_kind_share_a_pass() -> None:
 
 def test_what_an_instance_has_to_do_anyway_is_filled_up() -> None:
     """Unit 0 goes on for 800 tokens: others may bring as much for nothing."""
-    assert [(ask.key, unit) for ask, unit in choose_pass(waiting([900, 800]), {0: 800, 1: 0}, MODEL)] == [(1, 1)]
+    assert [(request.key, unit) for request, unit in choose_pass(waiting([900, 800]), {0: 800, 1: 0}, MODEL)] == [
+        (1, 1)
+    ]
     assert choose_pass(waiting([800]), {0: 1000}, MODEL) == []
 
 
@@ -69,10 +71,10 @@ def test_nobody_is_sent_twice_and_only_long_prompts_overdraw(
     now_ns = 10**12 if late else 0
     chosen = choose_pass(waiting(lengths, 16, now_ns, token_worth), before, MODEL._replace(token_worth=token_worth))
     assert len(keys(chosen)) == len(chosen)
-    for ask, _ in chosen:
-        assert ask.tokens == lengths[ask.key]
+    for request, _ in chosen:
+        assert request.tokens == lengths[request.key]
     for unit, tokens in before.items():
-        sent = [ask.tokens for ask, place in chosen if place == unit]
+        sent = [request.tokens for request, place in chosen if place == unit]
         if sent:
             assert tokens + sum(sent) <= MODEL.chunk_tokens or (tokens == 0 and len(sent) == 1)
     if lengths and not any(backlog):

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ebbench.dispatch import Ask, EndForward, Fleet, Order, UnitReport, make_dispatcher, parse_dispatch
+from ebbench.dispatch import DispatchRequest, EndForward, Fleet, Order, UnitReport, make_dispatcher, parse_dispatch
 from ebbench.dispatch.readiness import Checks
 from ebbench.dispatch.staggered import StaggeredDispatcher
 from ebbench.dispatch.staggered_settings import StaggeredSettings
@@ -26,8 +26,8 @@ def staggered(
     return StaggeredDispatcher(Fleet([units] * instances), replace(base, **changes))  # type: ignore[arg-type]
 
 
-def ask(key: int, tokens: int = 100) -> Ask:
-    return Ask(key, tokens, tokens)
+def request(key: int, tokens: int = 100) -> DispatchRequest:
+    return DispatchRequest(key, tokens, tokens)
 
 
 def done(instance: int, unit: int, received: int, duration_ms: float = 100, queued: int = 0) -> EndForward:
@@ -36,13 +36,13 @@ def done(instance: int, unit: int, received: int, duration_ms: float = 100, queu
 
 def test_dispatch_needs_the_interval_and_a_ready_instance() -> None:
     sbs = staggered(2)
-    sbs.arrive(ask(0), 0)
+    sbs.arrive(request(0), 0)
     assert sbs.poll(0) == [Order(0, 0)]  # nothing was sent before: due, and instance 0 is ready
-    sbs.arrive(ask(1), 10 * MS)
+    sbs.arrive(request(1), 10 * MS)
     assert sbs.poll(10 * MS) == []
     assert sbs.next_ns(10 * MS) == 50 * MS  # I = 100 ms / 2
     assert sbs.poll(50 * MS) == [Order(1, 1)]
-    sbs.arrive(ask(2), 60 * MS)
+    sbs.arrive(request(2), 60 * MS)
     assert sbs.poll(100 * MS) == []  # the interval is over, but nobody has signalled
     sbs.end_forward(done(1, 1, 1), 110 * MS)
     assert sbs.poll(110 * MS) == [Order(2, 1)]
@@ -51,20 +51,20 @@ def test_dispatch_needs_the_interval_and_a_ready_instance() -> None:
 def test_a_batch_goes_to_one_instance_packed_over_its_units() -> None:
     sbs = staggered(2, units=2)
     for key, tokens in enumerate((100, 900, 300, 200)):
-        sbs.arrive(ask(key, tokens), 0)
+        sbs.arrive(request(key, tokens), 0)
     assert sbs.poll(0) == [Order(1, 0), Order(2, 1), Order(3, 1), Order(0, 1)]
 
 
 def test_capacity_counts_what_is_in_transit_and_what_is_queued() -> None:
     sbs = staggered(1, interval=False)
-    sbs.arrive(ask(0, 900), 0)
+    sbs.arrive(request(0, 900), 0)
     assert sbs.poll(0) == [Order(0, 0)]
     # Signalled before the request came: still in transit, 100 tokens are free; then queued, then gone.
     sbs.end_forward(done(0, 0, received=0), MS)
-    sbs.arrive(ask(1, 150), MS)
+    sbs.arrive(request(1, 150), MS)
     assert sbs.poll(MS) == [Order(1, 0)]
     sbs.end_forward(done(0, 0, received=2, queued=1050), 2 * MS)
-    sbs.arrive(ask(2, 10), 2 * MS)
+    sbs.arrive(request(2, 10), 2 * MS)
     assert sbs.poll(2 * MS) == []
     sbs.end_forward(done(0, 0, received=2), 3 * MS)
     assert sbs.poll(3 * MS) == [Order(2, 0)]
@@ -78,11 +78,11 @@ def generating(instance: int) -> EndForward:
 def test_instances_that_generate_are_sent_requests_at_once(bypass: bool, sent: list[Order]) -> None:
     """EB refills once its queue is worth it; a dispatcher that waits for an empty queue keeps it small for ever."""
     sbs = staggered(2, bypass=bypass)
-    sbs.arrive(ask(0, 1000), 0)
+    sbs.arrive(request(0, 1000), 0)
     assert sbs.poll(0) == [Order(0, 0)]
     sbs.end_forward(generating(0), 2 * MS)
-    sbs.arrive(ask(1, 1000), 3 * MS)
-    sbs.arrive(ask(2, 1000), 3 * MS)
+    sbs.arrive(request(1, 1000), 3 * MS)
+    sbs.arrive(request(2, 1000), 3 * MS)
     assert sbs.poll(3 * MS) == sent
     assert sbs.wants_units is not bypass
     assert (sbs.next_ns(3 * MS) is None) is bypass
@@ -95,52 +95,52 @@ def test_a_pool_that_generates_no_more_is_staggered_again() -> None:
         assert not sbs.wants_units
         sbs.end_forward(done(0, 0, received=0), passes * 100 * MS)
     assert sbs.wants_units
-    sbs.arrive(ask(0, 1000), 400 * MS)
+    sbs.arrive(request(0, 1000), 400 * MS)
     assert sbs.poll(400 * MS) == [Order(0, 0)]
-    sbs.arrive(ask(1, 1000), 401 * MS)
+    sbs.arrive(request(1, 1000), 401 * MS)
     assert sbs.poll(401 * MS) == []
 
 
 def test_left_over_requests_go_first_next_time() -> None:
     sbs = staggered(1, interval=False)
-    sbs.arrive(ask(0, 1000), 0)
-    sbs.arrive(ask(1, 400), 0)
+    sbs.arrive(request(0, 1000), 0)
+    sbs.arrive(request(1, 400), 0)
     assert sbs.poll(0) == [Order(0, 0)]
-    sbs.arrive(ask(2, 900), MS)
+    sbs.arrive(request(2, 900), MS)
     sbs.end_forward(done(0, 0, received=1), 100 * MS)
     assert sbs.poll(100 * MS) == [Order(1, 0), Order(2, 0)]
 
 
 def test_watchdog_frees_a_silent_instance_after_five_forward_times() -> None:
     sbs = staggered(1)
-    sbs.arrive(ask(0), 0)
+    sbs.arrive(request(0), 0)
     sbs.poll(0)
-    sbs.arrive(ask(1), MS)
+    sbs.arrive(request(1), MS)
     assert sbs.poll(499 * MS) == []
     assert sbs.next_ns(499 * MS) == 500 * MS
     assert sbs.poll(500 * MS) == [Order(1, 0)]
     assert sbs.watchdog_resets == 1
     blind = staggered(1, checks=Checks(watchdog=False))
-    blind.arrive(ask(0), 0)
+    blind.arrive(request(0), 0)
     blind.poll(0)
-    blind.arrive(ask(1), MS)
+    blind.arrive(request(1), MS)
     assert blind.poll(10_000 * MS) == []
 
 
 def test_zero_queue_makes_ready_without_a_signal() -> None:
     for zero_queue, expected in ((True, [Order(1, 0)]), (False, [])):
         sbs = staggered(1, checks=Checks(zero_queue=zero_queue))
-        sbs.arrive(ask(0), 0)
+        sbs.arrive(request(0), 0)
         sbs.poll(0)
         sbs.ended(0, 90 * MS)
-        sbs.arrive(ask(1), 91 * MS)
+        sbs.arrive(request(1), 91 * MS)
         assert sbs.poll(200 * MS) == expected
 
 
 def test_flow_control_refuses_after_the_limit_and_not_before() -> None:
     sbs = staggered(1, interval=False, cycle_limit=2, default_forward_ns=MS)
-    sbs.arrive(ask(0, 1000), 0)
-    sbs.arrive(ask(1, 1000), 0)
+    sbs.arrive(request(0, 1000), 0)
+    sbs.arrive(request(1, 1000), 0)
     assert sbs.poll(0) == [Order(0, 0)]
     orders = []
     for cycle in range(1, 4):
@@ -154,18 +154,18 @@ def test_flow_control_refuses_after_the_limit_and_not_before() -> None:
 def test_bypass_serves_an_idle_instance_at_once_under_light_load(bypass: bool) -> None:
     sbs = staggered(2, bypass=bypass)
     for key, now in ((0, 0), (1, 4000 * MS)):
-        sbs.arrive(ask(key), now)
+        sbs.arrive(request(key), now)
         assert sbs.poll(now) == [Order(key, key)]
         sbs.ended(key, now + 5 * MS)
     # 10 ms after the last dispatch the interval of 50 ms is not over, but one arrival in two seconds makes no batch.
-    sbs.arrive(ask(2), 4010 * MS)
+    sbs.arrive(request(2), 4010 * MS)
     assert sbs.poll(4010 * MS) == ([Order(2, 0)] if bypass else [])
 
 
 def many_come(sbs: StaggeredDispatcher) -> None:
     """Eight arrivals at time 0 that were withdrawn: a rate is known."""
     for key in range(100, 108):
-        sbs.arrive(ask(key), 0)
+        sbs.arrive(request(key), 0)
         sbs.withdraw(key)
 
 
@@ -174,7 +174,7 @@ def test_under_load_an_idle_instance_waits_for_the_interval_unless_all_are_idle(
     sbs = staggered(2, bypass=True)
     many_come(sbs)
     for key in range(8):
-        sbs.arrive(ask(key), key * MS)
+        sbs.arrive(request(key), key * MS)
         assert sbs.poll(key * MS) == ([Order(0, 0)] if key == 0 else [])
     if ended:
         sbs.ended(0, 9 * MS)
@@ -184,36 +184,36 @@ def test_under_load_an_idle_instance_waits_for_the_interval_unless_all_are_idle(
 def test_a_full_batch_does_not_wait_for_the_interval() -> None:
     sbs = staggered(2, bypass=True)
     many_come(sbs)
-    sbs.arrive(ask(0), 0)
+    sbs.arrive(request(0), 0)
     sbs.poll(0)
     for key in range(1, 11):
-        sbs.arrive(ask(key, 90), MS)
+        sbs.arrive(request(key, 90), MS)
     assert sbs.poll(MS) == []  # 900 tokens would not fill the chunk of 1,000
-    sbs.arrive(ask(11, 100), 2 * MS)
+    sbs.arrive(request(11, 100), 2 * MS)
     assert {order.unit for order in sbs.poll(2 * MS)} == {1}
 
 
 def test_without_overdraw_a_prompt_goes_only_where_it_fits() -> None:
     sbs = staggered(1, overdraw="off", interval=False)
-    sbs.arrive(ask(0, 700), 0)
-    sbs.arrive(ask(1, 400), 0)
+    sbs.arrive(request(0, 700), 0)
+    sbs.arrive(request(1, 400), 0)
     assert sbs.poll(0) == [Order(0, 0)]
     sbs.end_forward(done(0, 0, received=1), 100 * MS)
     assert sbs.poll(100 * MS) == [Order(1, 0)]
     long = staggered(1, overdraw="off", interval=False)
-    long.arrive(ask(0, 5000), 0)
+    long.arrive(request(0, 5000), 0)
     assert long.poll(0) == [Order(0, 0)]  # it fits nowhere: chunked over several passes
 
 
 @pytest.mark.parametrize(("aged", "served"), [(3, True), (None, False)])
 def test_aged_requests_are_not_overtaken_for_ever(aged: int | None, served: bool) -> None:
     sbs = staggered(1, aged_cycles=aged, interval=False, overdraw="off", default_forward_ns=MS)
-    sbs.arrive(ask(0, 500), 0)
+    sbs.arrive(request(0, 500), 0)
     sent = []
     for cycle in range(12):  # two full chunks come for each that goes, so longer ones are always left over
         now = cycle * 10 * MS
         for key in (2 * cycle + 1, 2 * cycle + 2):
-            sbs.arrive(ask(key, 1000), now)
+            sbs.arrive(request(key, 1000), now)
         sbs.end_forward(done(0, 0, received=len(sent), duration_ms=1), now)
         sent += sbs.poll(now)
     assert (Order(0, 0) in sent) is served
@@ -221,17 +221,17 @@ def test_aged_requests_are_not_overtaken_for_ever(aged: int | None, served: bool
 
 def test_topology_change_moves_the_interval_and_frees_who_returns() -> None:
     sbs = staggered(2)
-    sbs.arrive(ask(0), 0)
+    sbs.arrive(request(0), 0)
     assert sbs.poll(0) == [Order(0, 0)]
     sbs.topology([1], 10 * MS)
     assert sbs.interval.interval_ns == 100 * MS
-    sbs.arrive(ask(1), 10 * MS)
+    sbs.arrive(request(1), 10 * MS)
     assert sbs.poll(100 * MS) == [Order(1, 1)]
     sbs.topology([0, 1], 110 * MS)
-    sbs.arrive(ask(2), 110 * MS)
+    sbs.arrive(request(2), 110 * MS)
     assert sbs.poll(200 * MS) == [Order(2, 0)]
     sbs.topology([], 210 * MS)
-    sbs.arrive(ask(3), 210 * MS)
+    sbs.arrive(request(3), 210 * MS)
     assert sbs.poll(10_000 * MS) == []
     assert sbs.next_ns(10_000 * MS) is None
 
@@ -239,7 +239,7 @@ def test_topology_change_moves_the_interval_and_frees_who_returns() -> None:
 def test_withdrawn_requests_are_never_sent() -> None:
     sbs = staggered(1)
     for key in range(3):
-        sbs.arrive(ask(key), 0)
+        sbs.arrive(request(key), 0)
     sbs.withdraw(1)
     assert [order.key for order in sbs.poll(0)] == [0, 2]
     assert sbs.waiting == 0
@@ -293,7 +293,7 @@ def test_every_request_is_ordered_exactly_once_whatever_happens(
         now += rng.randrange(1, 4 * MS)
         event = rng.random()
         if event < 0.4:
-            dispatcher.arrive(Ask(key, rng.randrange(1, 3000), 3000, tuple(range(rng.randrange(4)))), now)
+            dispatcher.arrive(DispatchRequest(key, rng.randrange(1, 3000), 3000, tuple(range(rng.randrange(4)))), now)
             arrived.add(key)
             key += 1
         elif event < 0.7:
@@ -331,7 +331,7 @@ def test_every_request_is_ordered_exactly_once_whatever_happens(
 def test_signals_alone_keep_the_loop_going_when_ends_are_reported_late() -> None:
     sbs = staggered(2)
     for key in range(40):
-        sbs.arrive(ask(key, 500), 0)
+        sbs.arrive(request(key, 500), 0)
     now, sent = 0, 0
     received = [0, 0]
     while sent < 40:
@@ -350,16 +350,16 @@ def test_a_batch_is_sent_ahead_by_the_length_of_the_pass_that_runs() -> None:
         sbs = staggered(1, bypass=True, sizing=True, lookahead=0.75, network_ns=1)
         for key in range(10):
             tokens = 100 * (key + 1)
-            sbs.arrive(ask(key, tokens), key * 1000 * MS)
+            sbs.arrive(request(key, tokens), key * 1000 * MS)
             assert sbs.poll(key * 1000 * MS) == [Order(key, 0)]
             sbs.ended(key, key * 1000 * MS + 200 * MS)
             sbs.end_forward(done(0, 0, key + 1, duration_ms=10 + tokens / 10), key * 1000 * MS + 200 * MS)
-        sbs.arrive(ask(10, 1000 + queued), 19_000 * MS)
+        sbs.arrive(request(10, 1000 + queued), 19_000 * MS)
         assert sbs.poll(19_000 * MS) == [Order(10, 0)]
         report = (UnitReport(0, 11, queued, 0),)
         sbs.end_forward(EndForward(0, 110 * MS, goes_on=True, units=report), 20_000 * MS)
         for key in (11, 12):  # with the one that runs too many for a light load
-            sbs.arrive(ask(key, 100), 20_000 * MS)
+            sbs.arrive(request(key, 100), 20_000 * MS)
         assert sbs.poll(20_000 * MS) == []
         opens_ns = sbs.next_ns(20_000 * MS)
         assert opens_ns is not None

@@ -18,7 +18,7 @@ from ebbench.papers.eb.figure01 import step_ms
 from ebbench.papers.eb.figure11 import hazard_panels
 from ebbench.papers.eb.figure12 import sweep12
 from ebbench.papers.figures import FIGURES, find_figure
-from ebbench.papers.table import Wish
+from ebbench.papers.table import PaperOptions
 from ebbench.records.run import Run
 from ebbench.render import palette
 from ebbench.render.figures import save
@@ -158,16 +158,16 @@ def test_a_figure_is_found_by_several_spellings() -> None:
 @pytest.mark.parametrize("figure", FIGURES, ids=lambda figure: figure.name)
 def test_every_figure_can_be_drawn_from_nothing(figure, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     """Without stored runs the chart holds the published values alone; its structure must be sound all the same."""
-    chart = figure.chart(Wish(num_prompts=300), RunStore(tmp_path))
+    chart = figure.chart(PaperOptions(num_prompts=300), RunStore(tmp_path))
     assert chart.to_dict()["$schema"].startswith("https://vega.github.io/schema/vega-lite")
 
 
 def test_bars_of_figure_4_hold_published_values_and_ours(tmp_path: Path) -> None:
-    figure, wish = find_figure("4"), Wish(devices=("h200",), num_prompts=50)
+    figure, options = find_figure("4"), PaperOptions(devices=("h200",), num_prompts=50)
     store = RunStore(tmp_path)
-    cells = [cell for cell in figure.cells(wish) if cell.plan.workload == "balanced"]
+    cells = [cell for cell in figure.cells(options) if cell.plan.workload == "balanced"]
     run_missing(cells, store, workers=1, whole=False)
-    spec = figure.chart(wish, store).to_dict()
+    spec = figure.chart(options, store).to_dict()
     rows = [row for data in spec["datasets"].values() for row in data] if "datasets" in spec else _inline(spec)
     ours = [row for row in rows if row.get("source") == "ours"]
     published = [row for row in rows if row.get("source") == "published"]
@@ -186,16 +186,16 @@ def _inline(node: object) -> list[dict]:  # type: ignore[type-arg]
 
 
 def test_figure_12_averages_over_its_seeds(tmp_path: Path) -> None:
-    wish, store = Wish(num_prompts=40), RunStore(tmp_path)
+    options, store = PaperOptions(num_prompts=40), RunStore(tmp_path)
     cells = [
         c
-        for c in find_figure("12").cells(wish)
+        for c in find_figure("12").cells(options)
         if c.policy == "eb:theta=0.5" and c.plan.length_distribution == "gamma:8"
     ]
     cells = [cell for cell in cells if cell.device == "h200"]
     assert len(cells) == 3
     run_missing(cells, store, workers=1, whole=False)
-    (point,) = sweep12(wish, store, 8, slow=False)
+    (point,) = sweep12(options, store, 8, slow=False)
     rates = [store.get(cell).get("total_token_throughput") for cell in cells]  # type: ignore[union-attr]
     assert point["value"] == pytest.approx(np.mean(rates))
     assert point["low"] < min(rates) + (max(rates) - min(rates)) < point["high"] * 1.5

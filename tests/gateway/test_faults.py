@@ -46,7 +46,7 @@ def kill(server: FakeServerProcess) -> None:
     server.process.wait()
 
 
-async def ask(client: httpx.AsyncClient, url: str, number: int, answers: dict[int, tuple[str, bytes]]) -> None:
+async def request(client: httpx.AsyncClient, url: str, number: int, answers: dict[int, tuple[str, bytes]]) -> None:
     content = b""
     try:
         async with client.stream(
@@ -89,7 +89,7 @@ def test_no_request_is_lost_while_upstreams_are_killed_and_return(dispatch: str)
                 async with httpx.AsyncClient(timeout=60, trust_env=False) as client:
                     tasks = []
                     for number in range(240):
-                        tasks.append(asyncio.create_task(ask(client, gateway.url, number, answers)))
+                        tasks.append(asyncio.create_task(request(client, gateway.url, number, answers)))
                         await asyncio.sleep(0.01)
                         if number == 60:
                             await loop.run_in_executor(None, account, first)
@@ -140,7 +140,7 @@ def test_an_upstream_that_dies_mid_stream_fails_only_its_own_requests() -> None:
 
             async def traffic() -> None:
                 async with httpx.AsyncClient(timeout=30, trust_env=False) as client:
-                    tasks = [asyncio.create_task(ask(client, gateway.url, number, answers)) for number in range(10)]
+                    tasks = [asyncio.create_task(request(client, gateway.url, number, answers)) for number in range(10)]
                     await asyncio.sleep(0.25)
                     kill(doomed)
                     await asyncio.gather(*tasks)
@@ -178,7 +178,7 @@ def test_requests_wait_out_an_outage_of_everybody() -> None:
                 nonlocal server
                 async with httpx.AsyncClient(timeout=30, trust_env=False) as client:
                     kill(server)
-                    tasks = [asyncio.create_task(ask(client, gateway.url, number, answers)) for number in range(5)]
+                    tasks = [asyncio.create_task(request(client, gateway.url, number, answers)) for number in range(5)]
                     await asyncio.sleep(0.5)
                     assert answers == {}
                     health = await client.get(gateway.url + "/health")

@@ -37,7 +37,7 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
-async def ask(transport: StreamTransport, port: int) -> int:
+async def request(transport: StreamTransport, port: int) -> int:
     response = await transport.handle_async_request(httpx.Request("GET", f"http://127.0.0.1:{port}/"))
     await response.aread()
     return response.status_code
@@ -63,9 +63,9 @@ def scenario(play: Callable[[StreamTransport, Server, int], Awaitable[None]]) ->
 
 def test_spares_are_open_after_the_first_request_and_taken_by_the_next() -> None:
     async def play(transport: StreamTransport, server: Server, port: int) -> None:
-        assert await ask(transport, port) == 204
+        assert await request(transport, port) == 204
         await until(lambda: server.connections >= wire._RESERVE and not refilling(transport))
-        assert await asyncio.gather(*(ask(transport, port) for _ in range(wire._RESERVE))) == [204] * wire._RESERVE
+        assert await asyncio.gather(*(request(transport, port) for _ in range(wire._RESERVE))) == [204] * wire._RESERVE
         assert server.connections <= 1 + 2 * wire._RESERVE
 
     scenario(play)
@@ -73,13 +73,13 @@ def test_spares_are_open_after_the_first_request_and_taken_by_the_next() -> None
 
 def test_spares_that_the_server_closed_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     async def play(transport: StreamTransport, server: Server, port: int) -> None:
-        assert await ask(transport, port) == 204
+        assert await request(transport, port) == 204
         await until(lambda: server.connections >= wire._RESERVE and not refilling(transport))
         for writer in server.writers:
             writer.close()
         await asyncio.sleep(0.05)
         for _ in range(3):
-            assert await ask(transport, port) == 204
+            assert await request(transport, port) == 204
 
     scenario(play)
 
@@ -87,8 +87,8 @@ def test_spares_that_the_server_closed_are_not_used(monkeypatch: pytest.MonkeyPa
 def test_a_server_that_is_gone_fails_the_request_and_nothing_else() -> None:
     async def play(transport: StreamTransport, server: Server, port: int) -> None:
         with pytest.raises(httpx.ConnectError):
-            await ask(transport, 1)
-        assert await ask(transport, port) == 204
+            await request(transport, 1)
+        assert await request(transport, port) == 204
         await until(lambda: not refilling(transport))
 
     scenario(play)

@@ -22,7 +22,7 @@ from ebbench.analysis.slo import Slo
 from ebbench.analysis.summary import summarise
 from ebbench.engines.base import EngineOptions, Progress
 from ebbench.records.run import RunWriter
-from ebbench.render import asked, live, numbers, tables, words
+from ebbench.render import conditions, live, numbers, sentences, tables
 from ebbench.render.documents import as_csv
 from ebbench.render.report import print_report
 from tests.analysis.made_runs import MadeEngine, device_of, plan_of
@@ -65,7 +65,7 @@ def made_groups(path: Path, *policies: str, gaps: dict[str, int] | None = None, 
 
 
 def test_the_winner_is_measured_against_v1(tmp_path: Path) -> None:
-    lines = words.verdict(made_groups(tmp_path, "eb", "v1", "ebplus"))
+    lines = sentences.verdict(made_groups(tmp_path, "eb", "v1", "ebplus"))
     assert lines[0].startswith("ebplus is ahead: ")
     assert "+100.0 % over v1" in lines[0]
     assert lines[1] == "Against ebplus: eb -9.1 %, v1 -50.0 %."
@@ -73,7 +73,7 @@ def test_the_winner_is_measured_against_v1(tmp_path: Path) -> None:
 
 
 def test_when_v1_wins_the_runner_up_is_the_measure(tmp_path: Path) -> None:
-    lines = words.verdict(made_groups(tmp_path, "v1", "eb", "ebplus", gaps={"v1": 5}))
+    lines = sentences.verdict(made_groups(tmp_path, "v1", "eb", "ebplus", gaps={"v1": 5}))
     assert lines[0].startswith("v1 is ahead: ")
     assert "+100.0 % over ebplus" in lines[0]
 
@@ -93,13 +93,13 @@ def with_steady(group: Group, output_throughput: float) -> Group:
 
 def test_where_arrivals_set_the_throughput_latency_decides(tmp_path: Path) -> None:
     v1, eb = as_open_loop(made_groups(tmp_path, "v1", "eb", gaps={"v1": 10, "eb": 20}))
-    lines = words.verdict([with_steady(v1, 1000), with_steady(eb, 1001)])
+    lines = sentences.verdict([with_steady(v1, 1000), with_steady(eb, 1001)])
     assert lines[0].startswith("v1 is ahead: a request takes 210 ms (median) against 420 ms under eb.")
     assert "keep up with the arrivals" in lines[0]
     # An overloaded server does not keep up: throughput decides again.
-    assert words.verdict([with_steady(v1, 1000), with_steady(eb, 900)])[0].startswith("v1 is ahead")
+    assert sentences.verdict([with_steady(v1, 1000), with_steady(eb, 900)])[0].startswith("v1 is ahead")
     equal = as_open_loop(made_groups(tmp_path / "b", "v1", "eb", gaps={"v1": 10, "eb": 10}))
-    assert words.verdict([with_steady(g, 10) for g in equal])[0].startswith("No winner: all policies keep up")
+    assert sentences.verdict([with_steady(g, 10) for g in equal])[0].startswith("No winner: all policies keep up")
 
 
 def test_limits_given_are_answered(tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_limits_given_are_answered(tmp_path: Path) -> None:
         )
         for group in groups
     ]
-    assert words.verdict(asked)[-1] == "Requests within tpot:15 ms: v1 25.0 %, eb 100.0 %."
+    assert sentences.verdict(asked)[-1] == "Requests within tpot:15 ms: v1 25.0 %, eb 100.0 %."
 
 
 def with_goodput(group: Group, request_goodput: float) -> Group:
@@ -130,15 +130,15 @@ def with_goodput(group: Group, request_goodput: float) -> Group:
 
 def test_goodput_decides_where_limits_were_given(tmp_path: Path) -> None:
     v1, eb, ebplus = made_groups(tmp_path, "v1", "eb", "ebplus")
-    lines = words.verdict([with_goodput(v1, 20), with_goodput(eb, 5), with_goodput(ebplus, 10)])
+    lines = sentences.verdict([with_goodput(v1, 20), with_goodput(eb, 5), with_goodput(ebplus, 10)])
     assert lines[0] == "v1 is ahead: 20 requests/s within the limits, +100.0 % over ebplus (10)."
     assert lines[1].startswith("Output tokens/s over the whole run: v1 ")
     assert lines[-1].startswith("Requests within tpot:15 ms: v1 ")
-    none = words.verdict([with_goodput(v1, 20), with_goodput(eb, 0)])
+    none = sentences.verdict([with_goodput(v1, 20), with_goodput(eb, 0)])
     assert none[0] == "v1 is ahead: 20 requests/s within the limits (0 under eb)."
     # Where limits tell nothing apart, or nobody met them, throughput decides as before.
     for rates in ((7, 7), (0, 0)):
-        assert words.verdict([with_goodput(g, r) for g, r in zip((v1, eb), rates, strict=True)])[0].startswith(
+        assert sentences.verdict([with_goodput(g, r) for g, r in zip((v1, eb), rates, strict=True)])[0].startswith(
             "eb is ahead"
         )
 
@@ -147,17 +147,17 @@ def test_all_seeds_are_named(tmp_path: Path) -> None:
     [group] = made_groups(tmp_path, "v1")
     [summary] = group.summaries
     for seeds, shown in (((3,), "seed 3."), ((0, 1, 2), "seeds 0–2."), ((1, 5), "seeds 1, 5.")):
-        assert asked.asked([replace(summary, seed=seed) for seed in seeds])[0].endswith(shown)
+        assert conditions.load_and_limits([replace(summary, seed=seed) for seed in seeds])[0].endswith(shown)
 
 
 def test_a_tie_has_no_winner(tmp_path: Path) -> None:
-    lines = words.verdict(made_groups(tmp_path, "v1", "ebplus", gaps={"v1": 10}))
+    lines = sentences.verdict(made_groups(tmp_path, "v1", "ebplus", gaps={"v1": 10}))
     assert lines == ["No winner: v1 and ebplus differ by 0.0 %."]
 
 
 def test_a_single_policy_and_none_at_all(tmp_path: Path) -> None:
-    assert words.verdict(made_groups(tmp_path / "a", "v1"))[0].startswith("v1: 3")
-    assert words.verdict(made_groups(tmp_path / "b", "v1", "eb", fail_from=0))[0].startswith("No policy completed")
+    assert sentences.verdict(made_groups(tmp_path / "a", "v1"))[0].startswith("v1: 3")
+    assert sentences.verdict(made_groups(tmp_path / "b", "v1", "eb", fail_from=0))[0].startswith("No policy completed")
 
 
 def test_shared_warnings_are_said_once_and_others_name_their_policy(tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ def test_shared_warnings_are_said_once_and_others_name_their_policy(tmp_path: Pa
 
     first, second = made_groups(tmp_path, "v1", "eb")
     own = replace(second.summaries[0], warnings=(*second.summaries[0].warnings, RunWarning("x", "Odd.", "Look.")))
-    lines = words.caveats([first, replace(second, summaries=(own,))])
+    lines = sentences.caveats([first, replace(second, summaries=(own,))])
     assert lines.count("lengths are made up") == 1
     assert "eb: Odd. Look." in lines
 
@@ -187,8 +187,8 @@ def test_warnings_that_differ_in_numbers_alone_are_one_with_their_range(tmp_path
         )
         for policy, values in shares.items()
     ]
-    assert words.caveats(groups) == ["Only 9 to 49% of 1,000 are steady."]
-    assert words.caveats([replace(groups[0], summaries=(*groups[0].summaries, summary))])[0].startswith(
+    assert sentences.caveats(groups) == ["Only 9 to 49% of 1,000 are steady."]
+    assert sentences.caveats([replace(groups[0], summaries=(*groups[0].summaries, summary))])[0].startswith(
         "v1: Only 9 to 47%"
     )
 
@@ -202,7 +202,7 @@ def test_invalid_runs_are_marked_in_table_and_words(tmp_path: Path) -> None:
 
 def test_a_crossover_never_evaluated_is_explained() -> None:
     facts = DecisionFacts(0, None, None, None, None, None, None, None, 2, "fewer than 16 active sequences", ())
-    assert words.why(Explanation("ebplus", None, facts)) == [
+    assert sentences.why(Explanation("ebplus", None, facts)) == [
         "Crossover: never evaluated (fewer than 16 active sequences)."
     ]
 
@@ -211,15 +211,15 @@ def test_an_interval_that_was_never_kept_is_told() -> None:
     steps = StepFacts(3, {}, 0.0, (), 0.5, 0)
     assert (
         "Interval: no prompt was held back, so this is v1."
-        in words.why(Explanation("cadence:every=8", steps, None))[-1]
+        in sentences.why(Explanation("cadence:every=8", steps, None))[-1]
     )
-    assert "Interval" not in words.why(Explanation("v1", steps, None))[-1]
+    assert "Interval" not in sentences.why(Explanation("v1", steps, None))[-1]
 
 
 def test_both_sides_decide_the_words() -> None:
     sides = CrossoverFacts(9, 0, 1e-5, 2e-5, 1e-6, 0.5, 300)
     facts = DecisionFacts(0, None, None, None, None, None, None, sides, 9, "", ())
-    [line] = words.why(Explanation("ebplus", None, facts))
+    [line] = sentences.why(Explanation("ebplus", None, facts))
     assert "10 µs more in a mixed batch" in line
     assert ": mixed batches, at 300 active sequences" in line
     assert "exclusive ahead in 0 of 9" in line
@@ -371,17 +371,17 @@ def facts_of(k: float, n: float, updates: int) -> DecisionFacts:
     ],
 )
 def test_refills_are_told_as_each_policy_decides_them(policy: str, updates: int, line: str) -> None:
-    [told] = words.why(Explanation(policy, None, facts_of(8, 32, updates)))
+    [told] = sentences.why(Explanation(policy, None, facts_of(8, 32, updates)))
     assert told.startswith(f"Refill: {line}")
 
 
 def test_where_the_ends_of_a_run_decide_it_a_reader_is_told(tmp_path: Path) -> None:
     v1, eb = made_groups(tmp_path, "v1", "eb", gaps={"v1": 10, "eb": 20})  # eb is slower over the whole run
-    told = words.doubts([with_steady(v1, 1000), with_steady(eb, 1100)])
+    told = sentences.doubts([with_steady(v1, 1000), with_steady(eb, 1100)])
     assert told[0].startswith("eb: -50.0 % over the whole run but +10.0 % while it is steady.")
     assert told[1].startswith("One run of each policy does not tell")
-    assert len(words.doubts([with_steady(v1, 1000), with_steady(eb, 600)])) == 1
-    assert words.doubts([v1]) == []
+    assert len(sentences.doubts([with_steady(v1, 1000), with_steady(eb, 600)])) == 1
+    assert sentences.doubts([v1]) == []
 
 
 def without_output(group: Group, *, valid: bool = True) -> Group:
@@ -393,27 +393,27 @@ def without_output(group: Group, *, valid: bool = True) -> Group:
 
 def test_where_only_one_policy_completed_anything_there_is_no_winner(tmp_path: Path) -> None:
     v1, eb = as_open_loop(made_groups(tmp_path, "v1", "eb"))
-    [line] = words.verdict([with_steady(v1, 1000), without_output(eb)])
+    [line] = sentences.verdict([with_steady(v1, 1000), without_output(eb)])
     assert line == "No winner: eb is without a completed request, so there is no figure to compare."
     seeds = [replace(g, summaries=(*g.summaries, replace(g.summaries[0], seed=1))) for g in (eb, v1)]
-    [line] = words.verdict([without_output(seeds[0]), seeds[1]])
+    [line] = sentences.verdict([without_output(seeds[0]), seeds[1]])
     assert line.startswith("No winner: eb (seed 0) is without a completed request")
 
 
 def test_an_invalid_run_is_never_compared(tmp_path: Path) -> None:
     v1, eb = made_groups(tmp_path, "v1", "eb")
     broken = replace(v1, summaries=tuple(replace(s, valid=False) for s in v1.summaries))
-    assert words.verdict([broken, eb]) == ["No winner: v1 is INVALID, and an INVALID run is never compared."]
-    assert words.verdict([broken])[0].startswith("v1: ")
+    assert sentences.verdict([broken, eb]) == ["No winner: v1 is INVALID, and an INVALID run is never compared."]
+    assert sentences.verdict([broken])[0].startswith("v1: ")
 
 
 def test_different_limits_have_no_winner_and_no_line_of_limits(tmp_path: Path) -> None:
     v1, eb = (with_goodput(g, 5) for g in made_groups(tmp_path, "v1", "eb"))
     other = replace(eb, summaries=tuple(replace(s, slo=Slo(tpot=99)) for s in eb.summaries))
-    [line] = words.verdict([v1, other])
+    [line] = sentences.verdict([v1, other])
     assert line.startswith("No winner: these runs differ in limits (--goodput")
     unlimited = replace(eb, summaries=tuple(replace(s, slo=Slo()) for s in eb.summaries))
-    assert not any("Requests within" in line for line in words.verdict([v1, unlimited]))
+    assert not any("Requests within" in line for line in sentences.verdict([v1, unlimited]))
 
 
 def test_runs_of_one_seed_are_not_called_seeds(tmp_path: Path) -> None:

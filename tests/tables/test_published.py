@@ -12,7 +12,7 @@ from ebbench.papers.fidelity.cases import all_cases
 from ebbench.papers.protocols import ASYNC_SCHEDULING
 from ebbench.papers.published import best_config, pick, rows
 from ebbench.papers.registry import TABLES, find_table
-from ebbench.papers.table import Wish
+from ebbench.papers.table import PaperOptions
 from ebbench.runs.make import plan_of
 from vllm_eb.deferred import DeferredModel, exact_chain
 
@@ -47,9 +47,9 @@ def test_a_table_goes_by_several_spellings(name: str) -> None:
 def test_every_row_of_table_3_has_its_run() -> None:
     published = {row["scenario"] for row in rows("table3_traffic_and_nonstationary")}
     assert published == set(TRAFFIC)
-    cells = find_table("3").cells(Wish())
+    cells = find_table("3").cells(PaperOptions())
     assert len(set(cells)) == 90, "four scenarios of one run and one of five, five policies, two GPUs"
-    runs = table3_cells(Wish(), "h200", "qwen3-8b", "concurrency_shift", "v1")
+    runs = table3_cells(PaperOptions(), "h200", "qwen3-8b", "concurrency_shift", "v1")
     assert [plan_of(cell).phases[0].max_concurrency for cell in runs] == [32, 512, 1024, 256, 2048]
     assert sum(len(plan_of(cell)) for cell in runs) == 10_000
 
@@ -58,9 +58,9 @@ def test_tables_and_fidelity_make_the_same_runs() -> None:
     """One protocol a cell: the same plan, policy, settings and warm-up, whichever command asks."""
     for case in all_cases():
         if case.group == "table 3":
-            cells = table3_cells(Wish(), case.device, case.model, case.name, case.scheduler)
+            cells = table3_cells(PaperOptions(), case.device, case.model, case.name, case.scheduler)
         elif case.group == "table 2 and figure 5":
-            cells = (table2_cell(Wish(), case.device, case.model, case.name.lower(), case.scheduler),)
+            cells = (table2_cell(PaperOptions(), case.device, case.model, case.name.lower(), case.scheduler),)
         else:
             continue
         assert tuple(cells) == protocol_cells(case.protocol, case.device, case.model)

@@ -13,7 +13,7 @@ from ebbench.cli.main import app
 from ebbench.papers.figure import PaperFigure
 from ebbench.papers.figures import FIGURES
 from ebbench.papers.registry import TABLES
-from ebbench.papers.table import PaperTable, Wish
+from ebbench.papers.table import PaperOptions, PaperTable
 from ebbench.runs.store import Measured, RunStore
 
 SMALL = ("--device", "h200", "--num-prompts", "60", "--workers", "1", "-q")
@@ -107,8 +107,8 @@ def test_mistakes_are_answered_with_the_remedy(args: tuple[str, ...], message: s
     assert message in " ".join((done.output, str(done.exception)))
 
 
-class Watched(Wish):
-    """A wish that notes which of its fields are read."""
+class Watched(PaperOptions):
+    """Options that note which of its fields are read."""
 
     def __getattribute__(self, name: str) -> object:
         seen: set[str] = object.__getattribute__(self, "__dict__").setdefault("seen", set())
@@ -124,13 +124,13 @@ FIELDS = {
 
 @pytest.mark.parametrize("table", [*TABLES, *FIGURES], ids=lambda table: table.name)
 def test_what_is_declared_is_what_is_read(table: PaperTable | PaperFigure, tmp_path: Path) -> None:
-    wish, store = Watched(num_prompts=50, outputs="profile"), RunStore(tmp_path)
-    table.cells(wish)
+    options, store = Watched(num_prompts=50, outputs="profile"), RunStore(tmp_path)
+    table.cells(options)
     if isinstance(table, PaperTable):
-        table.document(wish, store)
+        table.document(options, store)
     else:
-        table.chart(wish, store)
-    read = {FIELDS[name] for name in wish.__dict__["seen"] & set(FIELDS)}
+        table.chart(options, store)
+    read = {FIELDS[name] for name in options.__dict__["seen"] & set(FIELDS)}
     assert set(table.reads) == read
 
 

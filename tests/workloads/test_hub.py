@@ -69,8 +69,8 @@ def parquet(records):
 def test_sharegpt_streams_only_the_first_records_of_a_json_array(ask):
     content = sharegpt(9000)
     with MiniHub({"anon8231489123/ShareGPT_Vicuna_unfiltered": {SHAREGPT_FILE: content}}) as hub:
-        wish = {"workload": "sharegpt", "num_prompts": 40}
-        first, again = ask(hub.endpoint, wish, {**wish, "num_prompts": 30})
+        options = {"workload": "sharegpt", "num_prompts": 40}
+        first, again = ask(hub.endpoint, options, {**options, "num_prompts": 30})
         requests = list(hub.requests)
     assert first["facts"]["source"] == "hub"
     assert [row["prompt"] for row in first["table"]] == [f"ask {i}" for i in range(40)]
@@ -83,22 +83,22 @@ def test_sharegpt_streams_only_the_first_records_of_a_json_array(ask):
 
 
 def test_what_was_kept_serves_when_the_hub_is_gone(ask):
-    wish = {"workload": "sharegpt", "num_prompts": 20, "source": "hub"}
+    options = {"workload": "sharegpt", "num_prompts": 20, "source": "hub"}
     with MiniHub({"anon8231489123/ShareGPT_Vicuna_unfiltered": {SHAREGPT_FILE: sharegpt(60)}}) as hub:
-        (online,) = ask(hub.endpoint, wish)
+        (online,) = ask(hub.endpoint, options)
         endpoint = hub.endpoint
-    offline, more = ask(endpoint, wish, {**wish, "num_prompts": 21})
+    offline, more = ask(endpoint, options, {**options, "num_prompts": 21})
     assert offline["table"] == online["table"]
     assert more["exit_code"] == 4
     assert "cannot be reached" in more["error"]
-    (forbidden,) = ask(endpoint, wish, HF_HUB_OFFLINE="1")
+    (forbidden,) = ask(endpoint, options, HF_HUB_OFFLINE="1")
     assert forbidden["table"] == online["table"]
 
 
 def test_a_data_set_smaller_than_asked_is_taken_whole_and_remembered(ask):
-    wish = {"workload": "sharegpt", "num_prompts": 100}
+    options = {"workload": "sharegpt", "num_prompts": 100}
     with MiniHub({"anon8231489123/ShareGPT_Vicuna_unfiltered": {SHAREGPT_FILE: sharegpt(7)}}) as hub:
-        first, again = ask(hub.endpoint, wish, wish)
+        first, again = ask(hub.endpoint, options, options)
     assert len(first["table"]) == len(again["table"]) == 7
     assert any("holds 7 sessions where the plan takes 100" in warning for warning in first["warnings"])
     assert "read before" in again["facts"]["source_reason"]

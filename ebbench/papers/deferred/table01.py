@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 from ebbench.analysis.documents import Column, Document, Section, Value, comparison, labels
 from ebbench.devices.linear import GIVEN
 from ebbench.papers.published import DEFERRED_PAPER, rows
-from ebbench.papers.table import PaperTable, Wish, pending
+from ebbench.papers.table import PaperOptions, PaperTable, pending
 from ebbench.runs.cell import Cell, simulated
 from ebbench.runs.store import Measured, RunStore
 from vllm_eb.deferred import DeferredModel, exact_chain
@@ -61,20 +61,20 @@ def k_values(limit: int) -> list[int]:
     return sorted({1, *(round(limit * share / 100) for share in range(2, 52, 3))})
 
 
-def _cell(wish: Wish, row: Mapping[str, str], distribution: str, k: int) -> Cell:
+def _cell(options: PaperOptions, row: Mapping[str, str], distribution: str, k: int) -> Cell:
     cost, limit = implied_constants(row), int(row["batch_limit"])
     values = (cost.c_p, cost.prompt_s / MEAN_INPUT, cost.c_d, cost.t_d)
     device = GIVEN + ",".join(f"{value:.6g}" for value in values) + f",{_KV_TOKENS}"
     policy = "v0" if k == 1 else f"deferred:k={k}"
     return simulated(
-        "balanced", policy, device, f"{row['model']} on A100", limit, _BUDGET, num_prompts=wish.num_prompts or 4000,
+        "balanced", policy, device, f"{row['model']} on A100", limit, _BUDGET, num_prompts=options.num_prompts or 4000,
         max_concurrency=3 * limit, input_len=MEAN_INPUT, output_len=MEAN_OUTPUT, length_distribution=distribution,
     )  # fmt: skip
 
 
-def _cells(wish: Wish) -> list[Cell]:
+def _cells(options: PaperOptions) -> list[Cell]:
     return [
-        _cell(wish, row, distribution, k)
+        _cell(options, row, distribution, k)
         for row in rows("deferred_table1")
         for distribution in DISTRIBUTIONS
         for k in k_values(int(row["batch_limit"]))
@@ -96,9 +96,9 @@ def _normalised_s(found: Measured) -> tuple[float, float]:
     return float(per_token.mean()), float(np.percentile(per_token, 95))
 
 
-def _row(wish: Wish, store: RunStore, row: Mapping[str, str], distribution: str) -> list[tuple[Value, ...]]:
+def _row(options: PaperOptions, store: RunStore, row: Mapping[str, str], distribution: str) -> list[tuple[Value, ...]]:
     limit, cost = int(row["batch_limit"]), implied_constants(row)
-    found = {k: store.get(_cell(wish, row, distribution, k)) for k in k_values(limit)}
+    found = {k: store.get(_cell(options, row, distribution, k)) for k in k_values(limit)}
     known = {k: one for k, one in found.items() if one is not None}
     rates = {k: _steady_rate(one) for k, one in known.items()}
     whole = len(known) == len(found)
@@ -131,11 +131,11 @@ def _percent(value: float | None, base: float | None) -> float | None:
     return None if value is None or not base else 100 * (value / base - 1)
 
 
-def _document(wish: Wish, store: RunStore) -> Document:
+def _document(options: PaperOptions, store: RunStore) -> Document:
     columns = (*labels("model", "metric"), Column("published"), Column("ours", ours=True), Column("diff", "change"))
     sections = []
     for distribution, title in DISTRIBUTIONS.items():
-        lines = [line for row in rows("deferred_table1") for line in _row(wish, store, row, distribution)]
+        lines = [line for row in rows("deferred_table1") for line in _row(options, store, row, distribution)]
         sections.append(Section(title, columns, tuple(lines)))
     facts = ", ".join(_constants_text(row) for row in rows("deferred_table1"))
     notes = (
@@ -143,7 +143,7 @@ def _document(wish: Wish, store: RunStore) -> Document:
         "The cost constants are not given as numbers. They are solved from the published numeric K* and the rates at "
         "K = 1 and at the best K, so these three agree by construction up to the distribution of lengths; the best K "
         f"of the simulation, the flatness around it and the times per token are predictions. Implied: {facts}.",
-        *pending(store, _cells(wish)),
+        *pending(store, _cells(options)),
     )
     return Document("deferred-1", "Deferred prefill, table 1: the best departure threshold", tuple(sections), notes)
 

@@ -9,7 +9,7 @@ from ebbench.analysis.documents import Column, Document, Section, Value, labels
 from ebbench.papers.eb.figure12 import COSTS, FIGURE12, SHAPES, THETAS, figure12_cells, sweep12
 from ebbench.papers.eb.table10_11 import sweep_cell
 from ebbench.papers.published import EB_PAPER
-from ebbench.papers.table import PaperTable, Wish, pending
+from ebbench.papers.table import PaperOptions, PaperTable, pending
 from ebbench.runs.cell import Cell
 from ebbench.runs.store import Measured, RunStore
 from vllm_eb.hazard import CensoredHazard, HazardEstimate, SlidingHazard
@@ -25,21 +25,23 @@ _BATCH, _MEAN_INPUT = 512, 128
 # E.3: constant against rising hazard.
 
 
-def _document_ifr(wish: Wish, store: RunStore) -> Document:
-    sections = tuple(_section_ifr(wish, store, name, slow=bool(index)) for index, name in enumerate(COSTS))
+def _document_ifr(options: PaperOptions, store: RunStore) -> Document:
+    sections = tuple(_section_ifr(options, store, name, slow=bool(index)) for index, name in enumerate(COSTS))
     notes = (
         f"The experiment of {EB_PAPER}, E.3: same mean length, hazard constant or rising; figure12 draws it. Mean over "
         "the seeds. The paper reports that the best threshold moves up under a rising hazard.",
-        *pending(store, figure12_cells(wish)),
+        *pending(store, figure12_cells(options)),
     )
     return Document("e3", "E.3: thresholds under a constant and a rising hazard", sections, notes)
 
 
-def _section_ifr(wish: Wish, store: RunStore, title: str, *, slow: bool) -> Section:
+def _section_ifr(options: PaperOptions, store: RunStore, title: str, *, slow: bool) -> Section:
     columns = labels("theta")
     for name in SHAPES.values():
         columns += (Column("tokens/s", group=name, ours=True), Column("% of best", group=name))
-    curves = {shape: {row["theta"]: row["value"] for row in sweep12(wish, store, shape, slow=slow)} for shape in SHAPES}
+    curves = {
+        shape: {row["theta"]: row["value"] for row in sweep12(options, store, shape, slow=slow)} for shape in SHAPES
+    }
     best = {shape: max(curve.values(), default=None) for shape, curve in curves.items()}
     rows = []
     for theta in THETAS:
@@ -54,33 +56,33 @@ def _section_ifr(wish: Wish, store: RunStore, title: str, *, slow: bool) -> Sect
 # E.5: the estimators against a known truth.
 
 
-def _service_cell(wish: Wish, estimator: str, mean: int) -> Cell:
-    device = wish.device()
-    model = wish.model()
+def _service_cell(options: PaperOptions, estimator: str, mean: int) -> Cell:
+    device = options.device()
+    model = options.model()
     policy = "eb" if estimator == "published" else f"eb:estimator={estimator}"
     return sweep_cell(
-        device, model, policy, _BATCH, 0, num_prompts=wish.num_prompts or 4000,
+        device, model, policy, _BATCH, 0, num_prompts=options.num_prompts or 4000,
         input_len=_MEAN_INPUT, output_len=mean, length_distribution="geometric",
     )  # fmt: skip
 
 
-def _cells_sensitivity(wish: Wish) -> list[Cell]:
-    return [_service_cell(wish, estimator, mean) for estimator in ESTIMATORS for mean in MEAN_OUTPUTS]
+def _cells_sensitivity(options: PaperOptions) -> list[Cell]:
+    return [_service_cell(options, estimator, mean) for estimator in ESTIMATORS for mean in MEAN_OUTPUTS]
 
 
-def _document_sensitivity(wish: Wish, store: RunStore) -> Document:
+def _document_sensitivity(options: PaperOptions, store: RunStore) -> Document:
     from ebbench.runs.make import device_of
 
-    costs = device_of(_service_cell(wish, "published", 256)).calibration
+    costs = device_of(_service_cell(options, "published", 256)).calibration
     ratio = (costs.alpha_p, costs.alpha_d)
     notes = (
         f"After {EB_PAPER}, E.5, which sweeps theta (table13) and gives the estimator's error on two workloads.",
         f"Windows: {DRAWS} windows of W complete answers, geometric lengths, p0 known exactly. In service: each update "
         f"of one run (N = {_BATCH}, 4,000 requests), where completions are no fair sample: short answers come first. "
         "theta0: Prop. 3.1 at RTX PRO 6000 costs; its error is about half that of p0, as theta0 goes like its root.",
-        *pending(store, _cells_sensitivity(wish)),
+        *pending(store, _cells_sensitivity(options)),
     )
-    sections = (_windows_section(ratio), _service_section(wish, store, ratio))
+    sections = (_windows_section(ratio), _service_section(options, store, ratio))
     return Document("e5", "E.5: how far the hazard estimate is off", sections, notes)
 
 
@@ -123,11 +125,11 @@ def _estimate(estimator: str, lengths: np.ndarray) -> HazardEstimate | None:
     return one.estimate()
 
 
-def _service_section(wish: Wish, store: RunStore, costs: tuple[float, float]) -> Section:
+def _service_section(options: PaperOptions, store: RunStore, costs: tuple[float, float]) -> Section:
     rows = []
     for mean in MEAN_OUTPUTS:
         for estimator in ESTIMATORS:
-            found = store.get(_service_cell(wish, estimator, mean))
+            found = store.get(_service_cell(options, estimator, mean))
             rows.append(_line((f"geometric, mean {mean}", estimator), 1 / mean, _updates(found), costs))
     return Section("in service", _columns("lengths", "estimator"), tuple(rows))
 

@@ -9,7 +9,7 @@ from ebbench.devices.fit import decode_shape, mixed_shape, prefill_shape
 from ebbench.devices.marginal import marginal_curve
 from ebbench.papers.figure import PaperFigure, no_cells
 from ebbench.papers.published import gpu_title, rows
-from ebbench.papers.table import Wish
+from ebbench.papers.table import PaperOptions
 from ebbench.render.figures import altair, colour, dash, values
 from ebbench.render.palette import BLACK, BLUE, GREY, ORANGE, SKY, STEPS, VERMILION
 from ebbench.runs.store import RunStore
@@ -139,10 +139,10 @@ def _check_panel(model: str, device: str) -> Any:
     )
 
 
-def _chart(wish: Wish, store: RunStore) -> Any:
+def _chart(options: PaperOptions, store: RunStore) -> Any:
     alt = altair()
-    model = wish.model("qwen3-4b")
-    devices = wish.devices or ("rtx-pro-6000", "h200")
+    model = options.model("qwen3-4b")
+    devices = options.devices or ("rtx-pro-6000", "h200")
     times = alt.hconcat(*(_time_panel(device, model) for device in devices))
     marginal = alt.hconcat(*(_marginal_panel(device, model) for device in devices))
     panels = [times, marginal]

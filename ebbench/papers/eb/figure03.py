@@ -8,7 +8,7 @@ from ebbench.papers.cells import protocol_cells
 from ebbench.papers.figure import PaperFigure
 from ebbench.papers.protocols import FIGURE3_SEQS, figure3_protocol, fixed_threshold
 from ebbench.papers.published import SYNTHETIC, gpu_title, rows
-from ebbench.papers.table import Wish, figure
+from ebbench.papers.table import PaperOptions, figure
 from ebbench.render.figures import altair, colour, values
 from ebbench.render.palette import BLACK, BLUE, VERMILION
 from ebbench.runs.cell import Cell
@@ -22,29 +22,29 @@ _NAMES = ("fixed k", "controller (eb)", "mixed (v1)")
 _COLOURS = (BLACK, VERMILION, BLUE)
 
 
-def _cell3(wish: Wish, workload: str, policy: str) -> Cell:
-    model, weight = wish.model(), WORKLOADS[workload]
+def _cell3(options: PaperOptions, workload: str, policy: str) -> Cell:
+    model, weight = options.model(), WORKLOADS[workload]
     protocol = figure3_protocol(workload, policy)
-    return protocol_cells(protocol, wish.device("h200"), model, wish.num_prompts, weight)[0]
+    return protocol_cells(protocol, options.device("h200"), model, options.num_prompts, weight)[0]
 
 
 def _k(step: int) -> int:
     return BATCH * step // len(FRACTIONS)
 
 
-def _cells3(wish: Wish) -> list[Cell]:
+def _cells3(options: PaperOptions) -> list[Cell]:
     policies = [*(fixed_threshold(_k(step)) for step in FRACTIONS), "eb", "v1"]
-    return [_cell3(wish, workload, policy) for workload in WORKLOADS for policy in policies]
+    return [_cell3(options, workload, policy) for workload in WORKLOADS for policy in policies]
 
 
-def _points3(wish: Wish, store: RunStore, workload: str, key: str) -> list[dict[str, Any]]:
+def _points3(options: PaperOptions, store: RunStore, workload: str, key: str) -> list[dict[str, Any]]:
     found = []
     for step in FRACTIONS:
-        value = figure(store, _cell3(wish, workload, fixed_threshold(_k(step))), key)
+        value = figure(store, _cell3(options, workload, fixed_threshold(_k(step))), key)
         if value is not None:
             found.append({"k": _k(step), "value": value, "series": "fixed k", "source": "ours"})
     for policy, name in (("eb", _NAMES[1]), ("v1", _NAMES[2])):
-        value = figure(store, _cell3(wish, workload, policy), key)
+        value = figure(store, _cell3(options, workload, policy), key)
         found += [
             {"k": k, "value": value, "series": name, "source": "ours"} for k in (_k(1), BATCH) if value is not None
         ]
@@ -84,21 +84,21 @@ def _panel3(data: list[dict[str, Any]], title: str, y_title: str | None, *, last
     return alt.layer(lines, points).properties(width=190, height=150, title=title)
 
 
-def _chart3(wish: Wish, store: RunStore) -> Any:
+def _chart3(options: PaperOptions, store: RunStore) -> Any:
     alt = altair()
-    ours_only = wish.device("h200") != "h200"
+    ours_only = options.device("h200") != "h200"
     lines = []
     for key, column, y_title in (
         ("total_token_throughput", "throughput_tok_s", "tokens/s"), ("mean_tpot_ms", "tpot_mean_ms", "mean TPOT, ms"),
     ):  # fmt: skip
         panels = []
         for workload in WORKLOADS:
-            data = _points3(wish, store, workload, key) + ([] if ours_only else _published3(workload, column))
+            data = _points3(options, store, workload, key) + ([] if ours_only else _published3(workload, column))
             top = key == "total_token_throughput"
             title = SYNTHETIC[workload] if top else ""
             panels.append(_panel3(data, title, y_title if workload == "decode-heavy" else None, last=not top))
         lines.append(alt.hconcat(*panels))
-    title = f"{gpu_title(wish.device('h200'))}, N = {BATCH}, geometric lengths"
+    title = f"{gpu_title(options.device('h200'))}, N = {BATCH}, geometric lengths"
     return alt.vconcat(*lines, title=title)
 
 

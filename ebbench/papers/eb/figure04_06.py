@@ -9,7 +9,7 @@ from ebbench.papers.eb.table02 import table2_cell
 from ebbench.papers.eb.table14_16 import real_cell
 from ebbench.papers.figure import PaperFigure
 from ebbench.papers.published import GPUS, SYNTHETIC, WORKLOADS, best_config, gpu_title, model_title, pick
-from ebbench.papers.table import Wish, figure
+from ebbench.papers.table import PaperOptions, figure
 from ebbench.render.figures import altair, values
 from ebbench.render.palette import BLACK
 from ebbench.runs.cell import Cell
@@ -68,35 +68,35 @@ _METRICS4 = (
 )
 
 
-def _cell4(wish: Wish, device: str, workload: str, policy: str) -> Cell:
+def _cell4(options: PaperOptions, device: str, workload: str, policy: str) -> Cell:
     tokens, seqs = best_config(device, policy, workload, "qwen3-8b")
-    model = wish.model()
-    return real_cell(wish, device, model, workload, policy, (seqs, tokens))
+    model = options.model()
+    return real_cell(options, device, model, workload, policy, (seqs, tokens))
 
 
-def _cells4(wish: Wish) -> list[Cell]:
-    return [_cell4(wish, d, w, p) for d in wish.devices or tuple(GPUS) for w in SYNTHETIC for p in POLICIES]
+def _cells4(options: PaperOptions) -> list[Cell]:
+    return [_cell4(options, d, w, p) for d in options.devices or tuple(GPUS) for w in SYNTHETIC for p in POLICIES]
 
 
-def _rows4(wish: Wish, store: RunStore, device: str, key: str, column: str, scale: float) -> list[Row]:
+def _rows4(options: PaperOptions, store: RunStore, device: str, key: str, column: str, scale: float) -> list[Row]:
     found: list[Row] = []
     for workload, title in SYNTHETIC.items():
         for policy in POLICIES:
             where = {"gpu": gpu_title(device), "workload": title, "method": _PUBLISHED_NAMES[policy]}
             base = {"x": title, "series": _TITLES[policy]}
-            ours = figure(store, _cell4(wish, device, workload, policy), key, scale)
+            ours = figure(store, _cell4(options, device, workload, policy), key, scale)
             found.append({**base, "source": "ours", "value": ours})
             published = pick("figure4_synthetic_e2e", column, "eb_vllm", **where)
             found.append({**base, "source": "published", "value": published})
     return found
 
 
-def _chart4(wish: Wish, store: RunStore) -> Any:
+def _chart4(options: PaperOptions, store: RunStore) -> Any:
     alt = altair()
     lines = []
-    for device in wish.devices or tuple(GPUS):
+    for device in options.devices or tuple(GPUS):
         panels = [
-            _bars(_rows4(wish, store, device, key, column, scale), list(SYNTHETIC.values()),
+            _bars(_rows4(options, store, device, key, column, scale), list(SYNTHETIC.values()),
                   gpu_title(device) if not lines_done else "", title, log=log, width=190)
             for lines_done, (key, column, title, scale, log) in enumerate(_METRICS4)
         ]  # fmt: skip
@@ -110,41 +110,43 @@ _METRICS5 = (("mean_ttft_ms", "ttft_s", "TTFT, s", 1e-3), ("mean_tpot_ms", "tpot
 _MODELS5 = ("qwen3-8b", "qwen3-30b-a3b")
 
 
-def _cells5(wish: Wish) -> list[Cell]:
+def _cells5(options: PaperOptions) -> list[Cell]:
     return [
-        table2_cell(wish, device, model, workload, policy)
-        for device in wish.devices or tuple(GPUS)
-        for model in wish.models or _MODELS5
-        for workload in wish.workloads or tuple(WORKLOADS)
+        table2_cell(options, device, model, workload, policy)
+        for device in options.devices or tuple(GPUS)
+        for model in options.models or _MODELS5
+        for workload in options.workloads or tuple(WORKLOADS)
         for policy in POLICIES
     ]
 
 
-def _rows5(wish: Wish, store: RunStore, device: str, model: str, metric: tuple[str, str, str, float]) -> list[Row]:
+def _rows5(
+    options: PaperOptions, store: RunStore, device: str, model: str, metric: tuple[str, str, str, float]
+) -> list[Row]:
     key, column, _, scale = metric
     found: list[Row] = []
-    for workload in wish.workloads or tuple(WORKLOADS):
+    for workload in options.workloads or tuple(WORKLOADS):
         title = WORKLOADS.get(workload, workload)
         for policy in POLICIES:
             where = {"gpu": gpu_title(device), "model": model_title(model), "workload": title,
                      "method": _PUBLISHED_NAMES[policy]}  # fmt: skip
             base = {"x": title, "series": _TITLES[policy]}
-            ours = figure(store, table2_cell(wish, device, model, workload, policy), key, scale)
+            ours = figure(store, table2_cell(options, device, model, workload, policy), key, scale)
             found.append({**base, "source": "ours", "value": ours})
             found.append({**base, "source": "published", "value": pick("figure5_latency", column, "eb_vllm", **where)})
     return found
 
 
-def _chart5(wish: Wish, store: RunStore) -> Any:
+def _chart5(options: PaperOptions, store: RunStore) -> Any:
     alt = altair()
-    order = [WORKLOADS.get(workload, workload) for workload in wish.workloads or tuple(WORKLOADS)]
+    order = [WORKLOADS.get(workload, workload) for workload in options.workloads or tuple(WORKLOADS)]
     lines = []
     for metric in _METRICS5:
-        for device in wish.devices or tuple(GPUS):
+        for device in options.devices or tuple(GPUS):
             panels = [
-                _bars(_rows5(wish, store, device, model, metric), order, f"{gpu_title(device)}, {model_title(model)}",
-                      metric[2], log=True, width=290)
-                for model in wish.models or _MODELS5
+                _bars(_rows5(options, store, device, model, metric), order,
+                      f"{gpu_title(device)}, {model_title(model)}", metric[2], log=True, width=290)
+                for model in options.models or _MODELS5
             ]  # fmt: skip
             lines.append(alt.hconcat(*panels))
     return alt.vconcat(*lines)
@@ -153,19 +155,19 @@ def _chart5(wish: Wish, store: RunStore) -> Any:
 # Figure 6: four more models.
 
 
-def _cell6(wish: Wish, model: str, policy: str) -> Cell:
-    device = wish.device()
+def _cell6(options: PaperOptions, model: str, policy: str) -> Cell:
+    device = options.device()
     tokens, seqs = best_config(device, policy, "wildchat", "qwen3-8b")
-    return real_cell(wish, device, model, "wildchat", policy, (seqs, tokens), weight=20)
+    return real_cell(options, device, model, "wildchat", policy, (seqs, tokens), weight=20)
 
 
-def _cells6(wish: Wish) -> list[Cell]:
-    return [_cell6(wish, model, policy) for model in wish.models or MODELS6 for policy in POLICIES]
+def _cells6(options: PaperOptions) -> list[Cell]:
+    return [_cell6(options, model, policy) for model in options.models or MODELS6 for policy in POLICIES]
 
 
-def _chart6(wish: Wish, store: RunStore) -> Any:
+def _chart6(options: PaperOptions, store: RunStore) -> Any:
     alt = altair()
-    models = wish.models or MODELS6
+    models = options.models or MODELS6
     panels = []
     for key, title in (("request_throughput", "requests/s"), ("mean_tpot_ms", "TPOT, ms")):
         data = [
@@ -173,7 +175,7 @@ def _chart6(wish: Wish, store: RunStore) -> Any:
                 "x": model,
                 "series": _TITLES[policy],
                 "source": "ours",
-                "value": figure(store, _cell6(wish, model, policy), key),
+                "value": figure(store, _cell6(options, model, policy), key),
             }
             for model in models
             for policy in POLICIES

@@ -9,7 +9,7 @@ import numpy as np
 from ebbench.hazard.trend import Hazard, analyse_lengths
 from ebbench.papers.figure import PaperFigure, no_cells
 from ebbench.papers.published import WORKLOADS
-from ebbench.papers.table import Wish
+from ebbench.papers.table import PaperOptions
 from ebbench.render.figures import altair, colour, dash, values
 from ebbench.render.palette import BLACK, BLUE, GREEN, VERMILION
 from ebbench.runs.store import RunStore
@@ -70,13 +70,13 @@ def _hazard(hazard: Hazard) -> Any:
     return lines.properties(width=_WIDTH, height=_HEIGHT)
 
 
-def _chart(wish: Wish, store: RunStore) -> Any:
+def _chart(options: PaperOptions, store: RunStore) -> Any:
     from ebbench.workloads import build_plan
 
     alt = altair()
     panels = []
-    for workload in wish.workloads or tuple(WORKLOADS):
-        plan = build_plan(workload, source=wish.source, num_prompts=wish.num_prompts, with_text=False)
+    for workload in options.workloads or tuple(WORKLOADS):
+        plan = build_plan(workload, source=options.source, num_prompts=options.num_prompts, with_text=False)
         hazard = analyse_lengths(plan.table["output_tokens"].to_numpy())
         panels.append(hazard_panels(hazard, WORKLOADS.get(workload, workload)))
     lines = [alt.hconcat(*panels[at : at + 2]) for at in range(0, len(panels), 2)]

@@ -8,7 +8,7 @@ from typing import Any
 from ebbench.analysis.statistics import paired_t
 from ebbench.papers.eb.table10_11 import SLOW, both_devices, sweep_cell
 from ebbench.papers.figure import PaperFigure
-from ebbench.papers.table import Wish, figure
+from ebbench.papers.table import PaperOptions, figure
 from ebbench.render.figures import altair, colour, dash, values
 from ebbench.render.palette import BLUE, VERMILION
 from ebbench.runs.cell import Cell
@@ -21,31 +21,37 @@ NEAR = 0.99
 COSTS = ("device's cost model", SLOW)
 
 
-def _cell(wish: Wish, device: str, shape: int, theta: float, seed: int) -> Cell:
+def _cell(options: PaperOptions, device: str, shape: int, theta: float, seed: int) -> Cell:
     return sweep_cell(
-        device, wish.model(), f"eb:theta={theta}", BATCH, seed, num_prompts=wish.num_prompts or 4000,
+        device, options.model(), f"eb:theta={theta}", BATCH, seed, num_prompts=options.num_prompts or 4000,
         input_len=MEAN_INPUT, output_len=MEAN_OUTPUT, length_distribution=f"gamma:{shape}",
     )  # fmt: skip
 
 
-def _seeds(wish: Wish) -> range:
-    return wish.seed_range(3)
+def _seeds(options: PaperOptions) -> range:
+    return options.seed_range(3)
 
 
-def figure12_cells(wish: Wish) -> list[Cell]:
+def figure12_cells(options: PaperOptions) -> list[Cell]:
     """The runs behind figure 12: both costs, every shape, theta and seed."""
-    devices = both_devices(wish, "h200")
+    devices = both_devices(options, "h200")
     return [
-        _cell(wish, d, shape, theta, s) for d in devices for shape in SHAPES for theta in THETAS for s in _seeds(wish)
+        _cell(options, d, shape, theta, s)
+        for d in devices
+        for shape in SHAPES
+        for theta in THETAS
+        for s in _seeds(options)
     ]
 
 
-def sweep12(wish: Wish, store: RunStore, shape: int, *, slow: bool) -> list[dict[str, float]]:
+def sweep12(options: PaperOptions, store: RunStore, shape: int, *, slow: bool) -> list[dict[str, float]]:
     """Mean tokens/s over theta with its 95 % t interval over the seeds; thetas not run are left out."""
-    device = both_devices(wish, "h200")[slow]
+    device = both_devices(options, "h200")[slow]
     found = []
     for theta in THETAS:
-        rates = [figure(store, _cell(wish, device, shape, theta, s), "total_token_throughput") for s in _seeds(wish)]
+        rates = [
+            figure(store, _cell(options, device, shape, theta, s), "total_token_throughput") for s in _seeds(options)
+        ]
         known = [rate for rate in rates if rate is not None]
         if len(known) == len(rates):
             interval = paired_t(known)
@@ -62,9 +68,9 @@ def best_and_near(data: list[dict[str, float]]) -> tuple[float, float, float] | 
     return next(row["theta"] for row in data if row["value"] == top), min(near), max(near)
 
 
-def _panel(wish: Wish, store: RunStore, shape: int) -> Any:
+def _panel(options: PaperOptions, store: RunStore, shape: int) -> Any:
     alt = altair()
-    curves = {name: sweep12(wish, store, shape, slow=name == SLOW) for name in COSTS}
+    curves = {name: sweep12(options, store, shape, slow=name == SLOW) for name in COSTS}
     rows = [{**row, "series": name} for name, data in curves.items() for row in data]
     base = alt.Chart(values(rows)).encode(
         x=alt.X("theta:Q", title="threshold θ = k/N", scale=alt.Scale(domain=[0, 1])),
@@ -86,9 +92,9 @@ def _panel(wish: Wish, store: RunStore, shape: int) -> Any:
     return alt.layer(*layers).properties(width=290, height=190, title=SHAPES[shape])
 
 
-def _chart(wish: Wish, store: RunStore) -> Any:
+def _chart(options: PaperOptions, store: RunStore) -> Any:
     alt = altair()
-    return alt.hconcat(*(_panel(wish, store, shape) for shape in SHAPES)).resolve_scale(y="shared")
+    return alt.hconcat(*(_panel(options, store, shape) for shape in SHAPES)).resolve_scale(y="shared")
 
 
 FIGURE12 = PaperFigure(

@@ -11,7 +11,7 @@ from ebbench.errors import UsageError
 from ebbench.papers.eb.table19_20 import value_or_oom
 from ebbench.papers.protocols import ASYNC_SCHEDULING
 from ebbench.papers.published import EB_PAPER, GPUS, gpu_title, model_title
-from ebbench.papers.table import PaperTable, Wish, pending
+from ebbench.papers.table import PaperOptions, PaperTable, pending
 from ebbench.runs.cell import Cell, simulated
 from ebbench.runs.store import RunStore
 
@@ -52,7 +52,7 @@ def _fits_decode(device: str, model: str) -> bool:
     return unit.device.kv_capacity_tokens >= INPUT + OUTPUT
 
 
-def _cell(wish: Wish, device: str, model: str, kind: str) -> Cell | None:
+def _cell(options: PaperOptions, device: str, model: str, kind: str) -> Cell | None:
     held = concurrency(device, model)
     if held is None:
         return None
@@ -60,33 +60,33 @@ def _cell(wish: Wish, device: str, model: str, kind: str) -> Cell | None:
     if topology == "1p1d" and not _fits_decode(device, model):
         return None
     return simulated(
-        "balanced", policy, device, model, SEQS, BUDGET, topology=topology, num_prompts=wish.num_prompts or 120,
+        "balanced", policy, device, model, SEQS, BUDGET, topology=topology, num_prompts=options.num_prompts or 120,
         max_concurrency=2 * held, input_len=INPUT, output_len=OUTPUT, length_distribution="fixed",
         max_model_len=INPUT + OUTPUT, async_scheduling=ASYNC_SCHEDULING,
     )  # fmt: skip
 
 
-def _pairs(wish: Wish) -> list[tuple[str, str]]:
-    return [(device, model) for device in wish.devices or tuple(GPUS) for model in wish.models or MODELS]
+def _pairs(options: PaperOptions) -> list[tuple[str, str]]:
+    return [(device, model) for device in options.devices or tuple(GPUS) for model in options.models or MODELS]
 
 
-def _cells(wish: Wish) -> list[Cell]:
-    found = [_cell(wish, device, model, kind) for device, model in _pairs(wish) for kind in _KINDS]
+def _cells(options: PaperOptions) -> list[Cell]:
+    found = [_cell(options, device, model, kind) for device, model in _pairs(options) for kind in _KINDS]
     return [cell for cell in found if cell is not None]
 
 
-def _section(wish: Wish, store: RunStore, device: str) -> Section:
+def _section(options: PaperOptions, store: RunStore, device: str) -> Section:
     columns = (*labels("model"), Column("requests per GPU"))
     for name in _METRICS:
         columns += tuple(Column(kind, group=name, ours=True) for kind in _KINDS)
     columns += (Column("eb vs v1", "change", ours=True), Column("ebplus vs v1", "change", ours=True))
     rows = []
-    for model in (model for where, model in _pairs(wish) if where == device):
+    for model in (model for where, model in _pairs(options) if where == device):
         row: list[Value] = [model_title(model), concurrency(device, model)]
         rates: dict[str, Value] = {}
         for name, (key, scale) in _METRICS.items():
             for kind in _KINDS:
-                cell = _cell(wish, device, model, kind)
+                cell = _cell(options, device, model, kind)
                 value = "does not fit" if cell is None else value_or_oom(store.get(cell), key, scale)
                 row.append(value)
                 if name == "out tok/s":
@@ -100,8 +100,8 @@ def _change(value: Value, base: Value) -> float | None:
     return relative(value, base) if isinstance(value, float) and isinstance(base, float) else None
 
 
-def _document(wish: Wish, store: RunStore) -> Document:
-    sections = tuple(_section(wish, store, device) for device in dict.fromkeys(d for d, _ in _pairs(wish)))
+def _document(options: PaperOptions, store: RunStore) -> Document:
+    sections = tuple(_section(options, store, device) for device in dict.fromkeys(d for d, _ in _pairs(options)))
     notes = (
         f"Published: {EB_PAPER}, appendix A.1, table 6: at 128K in and 64 out EB has more throughput than v1 on all of "
         "seven models on one 96 GB GPU; the numbers and the concurrency are not legible in our copy. Llama-3.2-1B and "
@@ -110,7 +110,7 @@ def _document(wish: Wish, store: RunStore) -> Document:
         "cache of both GPUs holds (per GPU in the table), 120 requests. DP=2 under three policies, and 1P+1D under v1.",
         "Steps of such lengths lie outside the measured kernel tables; attention is extrapolated in the context.",
         *_findings(sections),
-        *pending(store, _cells(wish)),
+        *pending(store, _cells(options)),
     )
     return Document("long-context", "128K in, 64 out", sections, notes)
 

@@ -15,7 +15,7 @@ from ebbench.analysis.documents import (
 )  # fmt: skip
 from ebbench.papers.eb.table14_16 import best_of_grid, grid_cells, real_cell
 from ebbench.papers.published import EB_PAPER, GPUS, MODELS, WORKLOADS, best_config, gpu_title, model_title, pick
-from ebbench.papers.table import PaperTable, Wish, figure, pending
+from ebbench.papers.table import PaperOptions, PaperTable, figure, pending
 from ebbench.runs.cell import Cell
 from ebbench.runs.store import RunStore
 
@@ -36,66 +36,66 @@ _NOTES = (
 )
 
 
-def _devices(wish: Wish) -> tuple[str, ...]:
-    return wish.devices or tuple(GPUS)
+def _devices(options: PaperOptions) -> tuple[str, ...]:
+    return options.devices or tuple(GPUS)
 
 
-def _policies(wish: Wish) -> tuple[str, ...]:
-    return (*POLICIES, *(policy for policy in wish.policies if policy not in POLICIES))
+def _policies(options: PaperOptions) -> tuple[str, ...]:
+    return (*POLICIES, *(policy for policy in options.policies if policy not in POLICIES))
 
 
-def table2_cell(wish: Wish, device: str, model: str, workload: str, policy: str) -> Cell:
+def table2_cell(options: PaperOptions, device: str, model: str, workload: str, policy: str) -> Cell:
     """The run behind one number, at the published best configuration."""
     tokens, seqs = best_config(device, policy, workload, model)
-    return real_cell(wish, device, model, workload, policy, (seqs, tokens), _WEIGHT.get(workload, 1.0))
+    return real_cell(options, device, model, workload, policy, (seqs, tokens), _WEIGHT.get(workload, 1.0))
 
 
-def _keys(wish: Wish, device: str) -> list[tuple[str, str, str]]:
-    models, workloads = wish.models or _MODELS, wish.workloads or tuple(WORKLOADS)
+def _keys(options: PaperOptions, device: str) -> list[tuple[str, str, str]]:
+    models, workloads = options.models or _MODELS, options.workloads or tuple(WORKLOADS)
     return [(device, model, workload) for model in models for workload in workloads]
 
 
-def _cells(wish: Wish) -> list[Cell]:
-    keys = [key for device in _devices(wish) for key in _keys(wish, device)]
-    base = [table2_cell(wish, *key, policy) for key in keys for policy in _policies(wish)]
-    return [one for cell in base for one in grid_cells(cell)] if wish.grid else base
+def _cells(options: PaperOptions) -> list[Cell]:
+    keys = [key for device in _devices(options) for key in _keys(options, device)]
+    base = [table2_cell(options, *key, policy) for key in keys for policy in _policies(options)]
+    return [one for cell in base for one in grid_cells(cell)] if options.grid else base
 
 
-def _rate(wish: Wish, store: RunStore, cell: Cell) -> float | None:
-    if wish.grid:
+def _rate(options: PaperOptions, store: RunStore, cell: Cell) -> float | None:
+    if options.grid:
         return best_of_grid(store, cell)
     return figure(store, cell, "request_throughput")
 
 
-def _row(wish: Wish, store: RunStore, device: str, model: str, workload: str) -> tuple[Value, ...]:
+def _row(options: PaperOptions, store: RunStore, device: str, model: str, workload: str) -> tuple[Value, ...]:
     where = {"gpu": gpu_title(device), "model": MODELS.get(model, model), "workload": WORKLOADS.get(workload, workload)}
     row: list[Value] = [model_title(model), where["workload"]]
-    ours = {p: _rate(wish, store, table2_cell(wish, device, model, workload, p)) for p in _policies(wish)}
+    ours = {p: _rate(options, store, table2_cell(options, device, model, workload, p)) for p in _policies(options)}
     published = {p: pick("table2_throughput_rps", f"{p}_rps", **where) for p in POLICIES}
     for policy in POLICIES:
         row += comparison(published[policy], ours[policy])
-    for policy in _policies(wish)[len(POLICIES) :]:
+    for policy in _policies(options)[len(POLICIES) :]:
         row += [ours[policy], relative(ours[policy], ours["v1"])]
     gains = relative(published["eb"], published["v1"]), relative(ours["eb"], ours["v1"])
     return (*row, *gains)
 
 
-def _columns(wish: Wish) -> tuple[Column, ...]:
+def _columns(options: PaperOptions) -> tuple[Column, ...]:
     columns = labels("model", "workload")
     for policy in POLICIES:
         columns += compared(policy)
-    for policy in _policies(wish)[len(POLICIES) :]:
+    for policy in _policies(options)[len(POLICIES) :]:
         columns += (Column("ours", group=policy, ours=True), Column("vs v1", "change", policy))
     return (*columns, Column("published", "change", "eb vs v1"), Column("ours", "change", "eb vs v1", True))
 
 
-def _document(wish: Wish, store: RunStore) -> Document:
+def _document(options: PaperOptions, store: RunStore) -> Document:
     sections = []
-    columns = _columns(wish)
-    for device in _devices(wish):
-        rows = [_row(wish, store, *key) for key in _keys(wish, device)]
+    columns = _columns(options)
+    for device in _devices(options):
+        rows = [_row(options, store, *key) for key in _keys(options, device)]
         sections.append(Section(gpu_title(device), columns, (*rows, average_row(rows, columns, "mean"))))
-    notes = (*_NOTES, *pending(store, _cells(wish)))
+    notes = (*_NOTES, *pending(store, _cells(options)))
     return Document("table2", "Table 2: requests/s on real workloads", tuple(sections), notes)
 
 

@@ -11,7 +11,7 @@ from ebbench.analysis.documents import Column, Document, Section, Value, compare
 from ebbench.papers.cells import protocol_cells
 from ebbench.papers.protocols import MEAN_OUTPUT, table3_protocol
 from ebbench.papers.published import EB_PAPER, GPUS, gpu_title, pick
-from ebbench.papers.table import PaperTable, Wish, mean_figure, pending
+from ebbench.papers.table import PaperOptions, PaperTable, mean_figure, pending
 from ebbench.runs.cell import Cell
 from ebbench.runs.store import RunStore
 from vllm_eb.deferred import DeferredModel, exact_chain
@@ -60,57 +60,59 @@ def deferred_policy(device: str, model: str, max_num_seqs: int) -> str:
     return f"deferred:k={chain.best_k}"
 
 
-def table3_cells(wish: Wish, device: str, model: str, name: str, policy: str) -> tuple[Cell, ...]:
+def table3_cells(options: PaperOptions, device: str, model: str, name: str, policy: str) -> tuple[Cell, ...]:
     """The runs behind one row and policy; their figures' mean is what the table shows."""
     protocol = table3_protocol(name, policy)
     if policy == "deferred":
         protocol = replace(protocol, policy=deferred_policy(device, model, protocol.max_num_seqs))
-    return protocol_cells(protocol, device, model, wish.num_prompts, TRAFFIC[name].weight)
+    return protocol_cells(protocol, device, model, options.num_prompts, TRAFFIC[name].weight)
 
 
-def _models(wish: Wish) -> tuple[str, ...]:
-    return wish.models or ("qwen3-8b",)
+def _models(options: PaperOptions) -> tuple[str, ...]:
+    return options.models or ("qwen3-8b",)
 
 
-def _devices(wish: Wish) -> tuple[str, ...]:
-    return wish.devices or tuple(GPUS)
+def _devices(options: PaperOptions) -> tuple[str, ...]:
+    return options.devices or tuple(GPUS)
 
 
-def _further(wish: Wish) -> tuple[str, ...]:
+def _further(options: PaperOptions) -> tuple[str, ...]:
     """Policies of which nothing was published."""
-    return tuple(dict.fromkeys(("v0", "deferred", *(p for p in wish.policies if p not in PUBLISHED_POLICIES))))
+    return tuple(dict.fromkeys(("v0", "deferred", *(p for p in options.policies if p not in PUBLISHED_POLICIES))))
 
 
-def _cells(wish: Wish) -> list[Cell]:
+def _cells(options: PaperOptions) -> list[Cell]:
     return [
         cell
-        for device in _devices(wish)
-        for model in _models(wish)
+        for device in _devices(options)
+        for model in _models(options)
         for name in TRAFFIC
-        for policy in (*PUBLISHED_POLICIES, *_further(wish))
-        for cell in table3_cells(wish, device, model, name, policy)
+        for policy in (*PUBLISHED_POLICIES, *_further(options))
+        for cell in table3_cells(options, device, model, name, policy)
     ]
 
 
-def _mean(wish: Wish, store: RunStore, of: tuple[str, str, str, str], key: str, scale: float = 1.0) -> float | None:
-    value = mean_figure(store, table3_cells(wish, *of), key)
+def _mean(
+    options: PaperOptions, store: RunStore, of: tuple[str, str, str, str], key: str, scale: float = 1.0
+) -> float | None:
+    value = mean_figure(store, table3_cells(options, *of), key)
     return None if value is None else value * scale
 
 
-def _section(wish: Wish, store: RunStore, device: str, model: str) -> Section:
+def _section(options: PaperOptions, store: RunStore, device: str, model: str) -> Section:
     columns = labels("scenario", "metric")
     for policy in PUBLISHED_POLICIES:
         columns += compared(policy)
-    columns += tuple(Column("ours", group=policy, ours=True) for policy in _further(wish))
+    columns += tuple(Column("ours", group=policy, ours=True) for policy in _further(options))
     rows: list[tuple[Value, ...]] = []
     for name, traffic in TRAFFIC.items():
         for metric, title, key, scale in _METRICS:
             row: list[Value] = [traffic.title, title]
             for policy in PUBLISHED_POLICIES:
-                ours = _mean(wish, store, (device, model, name, policy), key, scale)
+                ours = _mean(options, store, (device, model, name, policy), key, scale)
                 row += comparison(_published(device, model, name, metric, policy), ours)
-            for policy in _further(wish):
-                row.append(_mean(wish, store, (device, model, name, policy), key, scale))
+            for policy in _further(options):
+                row.append(_mean(options, store, (device, model, name, policy), key, scale))
             rows.append(tuple(row))
     return Section(f"{gpu_title(device)}, {model}", columns, tuple(rows))
 
@@ -122,7 +124,7 @@ def _published(device: str, model: str, name: str, metric: str, policy: str) -> 
     return pick("table3_traffic_and_nonstationary", policy, **where)
 
 
-def _gains(wish: Wish, store: RunStore, device: str, model: str) -> Section:
+def _gains(options: PaperOptions, store: RunStore, device: str, model: str) -> Section:
     """How the policies stand to each other: what a reader of the table wants to know."""
     pairs = (("eb", "v1"), ("ebplus", "v1"), ("ebplus", "better of v1, eb"))
     columns = labels("scenario")
@@ -132,7 +134,9 @@ def _gains(wish: Wish, store: RunStore, device: str, model: str) -> Section:
     rows = []
     for name, traffic in TRAFFIC.items():
         published = {p: _published(device, model, name, "total_tokens_per_s", p) for p in PUBLISHED_POLICIES}
-        ours = {p: _mean(wish, store, (device, model, name, p), "total_token_throughput") for p in PUBLISHED_POLICIES}
+        ours = {
+            p: _mean(options, store, (device, model, name, p), "total_token_throughput") for p in PUBLISHED_POLICIES
+        }
         row: list[Value] = [traffic.title]
         for policy, base in pairs:
             row += [_gain(published, policy, base), _gain(ours, policy, base)]
@@ -147,12 +151,12 @@ def _gain(rates: Mapping[str, float | None], policy: str, base: str) -> float | 
     return relative(rates[policy], max(both)) if len(both) == 2 else None
 
 
-def _document(wish: Wish, store: RunStore) -> Document:
+def _document(options: PaperOptions, store: RunStore) -> Document:
     sections: list[Section] = []
-    for device in _devices(wish):
-        for model in _models(wish):
-            sections += [_section(wish, store, device, model), _gains(wish, store, device, model)]
-    notes = (*_NOTES, *pending(store, _cells(wish)))
+    for device in _devices(options):
+        for model in _models(options):
+            sections += [_section(options, store, device, model), _gains(options, store, device, model)]
+    notes = (*_NOTES, *pending(store, _cells(options)))
     return Document("table3", "Table 3: traffic levels and moving traffic", tuple(sections), notes)
 
 

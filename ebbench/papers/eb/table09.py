@@ -7,7 +7,7 @@ import numpy as np
 from ebbench.analysis.documents import Column, Document, Section, Value, compared, comparison, labels
 from ebbench.hazard.trend import trend_tests
 from ebbench.papers.published import EB_PAPER, WORKLOADS, pick
-from ebbench.papers.table import PaperTable, Wish
+from ebbench.papers.table import PaperOptions, PaperTable
 from ebbench.runs.cell import Cell
 from ebbench.runs.store import RunStore
 
@@ -15,15 +15,15 @@ _FIELDS = (("samples", "samples"), ("input_mean", "input mean"), ("output_mean",
            ("output_std", "output std"))  # fmt: skip
 
 
-def _cells(wish: Wish) -> list[Cell]:
+def _cells(options: PaperOptions) -> list[Cell]:
     return []
 
 
-def _lengths(wish: Wish, workload: str) -> tuple[dict[str, float], str, str]:
+def _lengths(options: PaperOptions, workload: str) -> tuple[dict[str, float], str, str]:
     """Statistics of the workload as this program asks it, whether its hazard rises, and where it comes from."""
     from ebbench.workloads import build_plan
 
-    plan = build_plan(workload, source=wish.source, num_prompts=wish.num_prompts, with_text=False)
+    plan = build_plan(workload, source=options.source, num_prompts=options.num_prompts, with_text=False)
     inputs, outputs = (plan.table[name].to_numpy() for name in ("input_tokens", "output_tokens"))
     tests = trend_tests(outputs)
     figures = {
@@ -36,14 +36,14 @@ def _lengths(wish: Wish, workload: str) -> tuple[dict[str, float], str, str]:
     return figures, rising, str(plan.facts.get("source", ""))
 
 
-def _document(wish: Wish, store: RunStore) -> Document:
+def _document(options: PaperOptions, store: RunStore) -> Document:
     columns = labels("workload", "source")
     for _, title in _FIELDS:
         columns += compared(title)
     columns += (Column("ours", "label", "IFR"),)
     rows = []
-    for workload in wish.workloads or tuple(WORKLOADS):
-        figures, rising, source = _lengths(wish, workload)
+    for workload in options.workloads or tuple(WORKLOADS):
+        figures, rising, source = _lengths(options, workload)
         row: list[Value] = [WORKLOADS.get(workload, workload), source]
         for name, _ in _FIELDS:
             published = pick("table9_workload_lengths", name, workload=WORKLOADS.get(workload, workload))

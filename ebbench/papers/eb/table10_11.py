@@ -8,7 +8,7 @@ from ebbench.analysis.documents import Column, Document, Section, Value, labels,
 from ebbench.papers.eb.refill import REFILL_S, slow_refill
 from ebbench.papers.protocols import SYNTHETIC_WARMUP
 from ebbench.papers.published import EB_PAPER, pick
-from ebbench.papers.table import PaperTable, Wish, mean_figure, pending
+from ebbench.papers.table import PaperOptions, PaperTable, mean_figure, pending
 from ebbench.runs.cell import Cell, simulated
 from ebbench.runs.store import RunStore
 from vllm_eb.theory import base_threshold
@@ -47,10 +47,10 @@ def sweep_cell(
     return simulated("balanced", policy, device, model, batch, budget, seed=seed, warmup=warmup, **plan)
 
 
-def both_devices(wish: Wish, default: str) -> tuple[str, str]:
+def both_devices(options: PaperOptions, default: str) -> tuple[str, str]:
     """The device itself, and its linear costs with the implied cost of a refill."""
-    device = wish.device(default)
-    return device, slow_refill(device, wish.model())
+    device = options.device(default)
+    return device, slow_refill(device, options.model())
 
 
 def theta_k(batch: int, step: int) -> int:
@@ -61,31 +61,31 @@ def theta_k(batch: int, step: int) -> int:
 # Table 10: best theta over mean output length and batch size.
 
 
-def _cells10(wish: Wish) -> list[Cell]:
+def _cells10(options: PaperOptions) -> list[Cell]:
     return [
         cell
-        for device in both_devices(wish, "h200")
+        for device in both_devices(options, "h200")
         for output in MEAN_OUTPUTS
         for batch in BATCHES
         for step in range(1, THETA_STEPS)
-        for cell in _repeats10(wish, device, output, batch, step)
+        for cell in _repeats10(options, device, output, batch, step)
     ]
 
 
-def _repeats10(wish: Wish, device: str, output: int, batch: int, step: int) -> list[Cell]:
-    plan = {"input_len": TABLE10_INPUT, "output_len": output, "num_prompts": wish.num_prompts or COUNTED}
-    policy, model = f"eb:k={theta_k(batch, step)}", wish.model()
+def _repeats10(options: PaperOptions, device: str, output: int, batch: int, step: int) -> list[Cell]:
+    plan = {"input_len": TABLE10_INPUT, "output_len": output, "num_prompts": options.num_prompts or COUNTED}
+    policy, model = f"eb:k={theta_k(batch, step)}", options.model()
     return [
         sweep_cell(device, model, policy, batch, seed, warmup=SYNTHETIC_WARMUP, length_distribution="geometric", **plan)
-        for seed in wish.seed_range()
+        for seed in options.seed_range()
     ]
 
 
-def _best10(wish: Wish, store: RunStore, device: str, output: int, batch: int) -> tuple[float | None, str]:
+def _best10(options: PaperOptions, store: RunStore, device: str, output: int, batch: int) -> tuple[float | None, str]:
     """Best theta of the sweep and the range of thetas within 1 % of it."""
     rates = {}
     for step in range(1, THETA_STEPS):
-        rate = mean_figure(store, _repeats10(wish, device, output, batch, step), "request_throughput")
+        rate = mean_figure(store, _repeats10(options, device, output, batch, step), "request_throughput")
         if rate is not None:
             rates[theta_k(batch, step) / batch] = rate
     if len(rates) < THETA_STEPS - 1:
@@ -108,18 +108,18 @@ def _columns10() -> tuple[Column, ...]:
     return columns
 
 
-def _document10(wish: Wish, store: RunStore) -> Document:
+def _document10(options: PaperOptions, store: RunStore) -> Document:
     from ebbench.devices import load_device
 
-    device, slow = both_devices(wish, "h200")
-    costs = load_device(device, wish.model()).calibration
+    device, slow = both_devices(options, "h200")
+    costs = load_device(device, options.model()).calibration
     rows = []
     for output in MEAN_OUTPUTS:
         theory = [base_threshold(1 / output, alpha_p, costs.alpha_d) for alpha_p in (costs.alpha_p, REFILL_S)]
         row: list[Value] = [str(output), *theory]
         for batch in BATCHES:
-            best, _ = _best10(wish, store, device, output, batch)
-            slow_best, near = _best10(wish, store, slow, output, batch)
+            best, _ = _best10(options, store, device, output, batch)
+            slow_best, near = _best10(options, store, slow, output, batch)
             row += [pick("table10_best_theta", f"batch_{batch}", mu_o=str(output)), best, slow_best, near]
         rows.append(tuple(row))
     notes = (
@@ -129,7 +129,7 @@ def _document10(wish: Wish, store: RunStore) -> Document:
         REFILL_NOTE,
         "theta0: Prop. 3.1 at these costs. The optimum is flat, and flatter the longer the answers: 'within 1 %' gives "
         f"the thresholds whose throughput is within 1 % of the best under '{SLOW}'.",
-        *pending(store, _cells10(wish)),
+        *pending(store, _cells10(options)),
     )
     return Document("table10", "Table 10: best threshold theta", (Section("", _columns10(), tuple(rows)),), notes)
 
@@ -137,17 +137,17 @@ def _document10(wish: Wish, store: RunStore) -> Document:
 # Table 11: throughput over k for four input lengths.
 
 
-def _cells11(wish: Wish) -> list[Cell]:
-    devices = both_devices(wish, "h200")
-    return [c for d in devices for k in K_VALUES for mean in K_INPUTS for c in _repeats11(wish, d, k, mean)]
+def _cells11(options: PaperOptions) -> list[Cell]:
+    devices = both_devices(options, "h200")
+    return [c for d in devices for k in K_VALUES for mean in K_INPUTS for c in _repeats11(options, d, k, mean)]
 
 
-def _repeats11(wish: Wish, device: str, k: int, input_len: int) -> list[Cell]:
-    plan = {"num_prompts": wish.num_prompts or COUNTED, "input_len": input_len, "output_len": K_OUTPUT}
+def _repeats11(options: PaperOptions, device: str, k: int, input_len: int) -> list[Cell]:
+    plan = {"num_prompts": options.num_prompts or COUNTED, "input_len": input_len, "output_len": K_OUTPUT}
     return [
         sweep_cell(
             device,
-            wish.model(),
+            options.model(),
             f"eb:k={k}",
             K_BATCH,
             seed,
@@ -156,12 +156,12 @@ def _repeats11(wish: Wish, device: str, k: int, input_len: int) -> list[Cell]:
             length_distribution="uniform",
             **plan,
         )
-        for seed in wish.seed_range()
+        for seed in options.seed_range()
     ]
 
 
-def _document11(wish: Wish, store: RunStore) -> Document:
-    device, slow = both_devices(wish, "h200")
+def _document11(options: PaperOptions, store: RunStore) -> Document:
+    device, slow = both_devices(options, "h200")
     columns = (*labels("k"), Column("theta"))
     for mean in K_INPUTS:
         group = f"input {mean}"
@@ -177,7 +177,7 @@ def _document11(wish: Wish, store: RunStore) -> Document:
         for index, mean in enumerate(K_INPUTS):
             published = pick("table11_k_sweep_tokens_per_s", f"mu_l_{index + 1}", k=str(k))
             ours, implied = (
-                mean_figure(store, _repeats11(wish, d, k, mean), "output_throughput") for d in (device, slow)
+                mean_figure(store, _repeats11(options, d, k, mean), "output_throughput") for d in (device, slow)
             )
             row += [published, ours, implied, relative(implied, published)]
         rows.append(tuple(row))
@@ -187,7 +187,7 @@ def _document11(wish: Wish, store: RunStore) -> Document:
         f"{K_INPUTS}, uniform lengths and output tokens are those that fit best; geometric lengths, which the paper "
         "names, do not fit at k near N, where the batch would wait for its longest answer.",
         REFILL_NOTE + " diff: of the latter.",
-        *pending(store, _cells11(wish)),
+        *pending(store, _cells11(options)),
     )
     section = Section("output tokens/s", columns, (*rows, _best_k(rows)))
     return Document("table11", "Table 11: throughput over the threshold k", (section,), notes)

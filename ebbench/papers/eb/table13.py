@@ -9,7 +9,7 @@ from ebbench.analysis.documents import Column, Document, Section, Value, labels
 from ebbench.papers.eb.table10_11 import BUDGET, REFILL_NOTE, SLOW, both_devices, sweep_cell
 from ebbench.papers.published import EB_PAPER
 from ebbench.papers.published import rows as published_rows
-from ebbench.papers.table import PaperTable, Wish, mean_figure, pending
+from ebbench.papers.table import PaperOptions, PaperTable, mean_figure, pending
 from ebbench.runs.cell import Cell, simulated
 from ebbench.runs.store import RunStore
 
@@ -19,29 +19,29 @@ BATCH = 256
 _WORKLOADS = ("Gamma", "ShareGPT")
 
 
-def _named(wish: Wish) -> list[tuple[str, str]]:
+def _named(options: PaperOptions) -> list[tuple[str, str]]:
     named = [(str(theta), f"eb:theta={theta}") for theta in THETAS]
     named += [("adaptive", "eb"), ("adaptive, censored estimator", "eb:estimator=censored")]
-    return named + [(policy, policy) for policy in wish.policies]
+    return named + [(policy, policy) for policy in options.policies]
 
 
-def _cells(wish: Wish) -> list[Cell]:
+def _cells(options: PaperOptions) -> list[Cell]:
     return [
         cell
-        for device in both_devices(wish, "rtx-pro-6000")
+        for device in both_devices(options, "rtx-pro-6000")
         for name in _WORKLOADS
-        for _, policy in _named(wish)
-        for cell in _repeats(wish, device, name, policy)
+        for _, policy in _named(options)
+        for cell in _repeats(options, device, name, policy)
     ]
 
 
-def _repeats(wish: Wish, device: str, name: str, policy: str) -> list[Cell]:
-    model, count = wish.model(), wish.num_prompts or 3000
+def _repeats(options: PaperOptions, device: str, name: str, policy: str) -> list[Cell]:
+    model, count = options.model(), options.num_prompts or 3000
     if name == "Gamma":
-        return [sweep_cell(device, model, policy, BATCH, s, num_prompts=count, **GAMMA) for s in wish.seed_range()]
+        return [sweep_cell(device, model, policy, BATCH, s, num_prompts=count, **GAMMA) for s in options.seed_range()]
     return [
         simulated("sharegpt", policy, device, model, BATCH, BUDGET, num_prompts=count, seed=seed)
-        for seed in wish.seed_range()
+        for seed in options.seed_range()
     ]
 
 
@@ -56,19 +56,19 @@ def _columns() -> tuple[Column, ...]:
     return columns
 
 
-def _section(wish: Wish, store: RunStore, name: str) -> Section:
+def _section(options: PaperOptions, store: RunStore, name: str) -> Section:
     published: dict[str, float | None] = {
         row["theta"]: float(row["throughput_tokens_per_s"])
         for row in published_rows("table13_theta_sweep_tokens_per_s")
         if row["workload"] == name
     }
-    named = _named(wish)
+    named = _named(options)
     ours, slow = (
         {
-            label: mean_figure(store, _repeats(wish, d, name, policy), "total_token_throughput")
+            label: mean_figure(store, _repeats(options, d, name, policy), "total_token_throughput")
             for label, policy in named
         }
-        for d in both_devices(wish, "rtx-pro-6000")
+        for d in both_devices(options, "rtx-pro-6000")
     )
     rows = []
     for label, _ in named:
@@ -90,8 +90,8 @@ def _peak(values: Sequence[float | None]) -> float | None:
     return max(known) if len(known) == len(values) else None
 
 
-def _document(wish: Wish, store: RunStore) -> Document:
-    sections = tuple(_section(wish, store, name) for name in _WORKLOADS)
+def _document(options: PaperOptions, store: RunStore) -> Document:
+    sections = tuple(_section(options, store, name) for name in _WORKLOADS)
     notes = (
         f"Published: {EB_PAPER}, table 13 (E.5): tokens/s over fixed theta, and the online controller; Qwen3-8B on RTX "
         "PRO 6000, 3,000 requests.",
@@ -99,7 +99,7 @@ def _document(wish: Wish, store: RunStore) -> Document:
         f"answers gamma of shape 4 with means {GAMMA['input_len']} and {GAMMA['output_len']} are assumed; ShareGPT "
         "has its profile's lengths. Tokens/s count prompts and answers.",
         REFILL_NOTE,
-        *pending(store, _cells(wish)),
+        *pending(store, _cells(options)),
     )
     return Document("table13", "Table 13: sensitivity to the threshold", sections, notes)
 

@@ -19,7 +19,7 @@ from ebbench.papers.published import (
     model_title,
     pick,
 )  # fmt: skip
-from ebbench.papers.table import PaperTable, Wish, figure, pending
+from ebbench.papers.table import PaperOptions, PaperTable, figure, pending
 from ebbench.runs.cell import Cell
 from ebbench.runs.store import RunStore
 
@@ -41,15 +41,21 @@ def grid_cells(cell: Cell) -> list[Cell]:
 
 
 def real_cell(
-    wish: Wish, device: str, model: str, workload: str, policy: str, sizes: tuple[int, int], weight: float = 1.0
+    options: PaperOptions,
+    device: str,
+    model: str,
+    workload: str,
+    policy: str,
+    sizes: tuple[int, int],
+    weight: float = 1.0,
 ) -> Cell:
     """A run of tables 2 and 14 to 16 at ``sizes`` (N, B), as the authors made it or with the lengths of table 9."""
     protocol = real_protocol(workload, model, policy, sizes)
     if workload in SYNTHETIC:
         protocol = replace(protocol, policy=policy, warmup=SYNTHETIC_WARMUP)
-    elif wish.outputs != "forced":
+    elif options.outputs != "forced":
         protocol = replace(protocol, plan={**protocol.plan, "workload": workload})
-    return protocol_cells(protocol, device, model, wish.num_prompts, weight)[0]
+    return protocol_cells(protocol, device, model, options.num_prompts, weight)[0]
 
 
 def grid_rates(store: RunStore, cell: Cell, key: str = "request_throughput") -> dict[tuple[int, int], float]:
@@ -68,31 +74,31 @@ def best_of_grid(store: RunStore, cell: Cell) -> float | None:
     return max(rates.values()) if len(rates) == len(BUDGETS) * len(BATCHES) else None
 
 
-def _base(wish: Wish, device: str, model: str, workload: str, scheduler: str) -> Cell:
-    return real_cell(wish, device, model, workload, scheduler, (256, 4096))
+def _base(options: PaperOptions, device: str, model: str, workload: str, scheduler: str) -> Cell:
+    return real_cell(options, device, model, workload, scheduler, (256, 4096))
 
 
-def _found(wish: Wish, store: RunStore, *key: str) -> Sensitivity | None:
-    rates = grid_rates(store, _base(wish, *key))
+def _found(options: PaperOptions, store: RunStore, *key: str) -> Sensitivity | None:
+    rates = grid_rates(store, _base(options, *key))
     return sensitivity(rates) if len(rates) == len(BUDGETS) * len(BATCHES) else None
 
 
-def _real_cells(device: str, wish: Wish) -> list[Cell]:
+def _real_cells(device: str, options: PaperOptions) -> list[Cell]:
     """The grids asked for; without --model and --workload only Qwen3-8B on ShareGPT, since the whole is 1,080 runs."""
-    models, workloads = wish.models or ("qwen3-8b",), wish.workloads or ("sharegpt",)
-    bases = [_base(wish, device, m, w, s) for m in models for w in workloads for s in SCHEDULERS]
+    models, workloads = options.models or ("qwen3-8b",), options.workloads or ("sharegpt",)
+    bases = [_base(options, device, m, w, s) for m in models for w in workloads for s in SCHEDULERS]
     return [cell for base in bases for cell in grid_cells(base)]
 
 
-def _real_document(number: int, device: str, wish: Wish, store: RunStore) -> Document:
+def _real_document(number: int, device: str, options: PaperOptions, store: RunStore) -> Document:
     columns = labels("workload", "model", "scheduler")
     for title in _TITLES:
         columns += (Column("published", group=title), Column("ours", group=title, ours=True))
     rows = []
-    for workload in wish.workloads or tuple(WORKLOADS):
-        for model in wish.models or tuple(MODELS):
+    for workload in options.workloads or tuple(WORKLOADS):
+        for model in options.models or tuple(MODELS):
             for scheduler in SCHEDULERS:
-                found = _found(wish, store, device, model, workload, scheduler)
+                found = _found(options, store, device, model, workload, scheduler)
                 where = {"gpu": GPUS[device], "workload": WORKLOADS.get(workload, workload),
                          "model": model_title(model), "scheduler": scheduler}  # fmt: skip
                 row: list[Value] = [where["workload"], where["model"], scheduler]
@@ -104,7 +110,7 @@ def _real_document(number: int, device: str, wish: Wish, store: RunStore) -> Doc
         f"Published: {EB_PAPER}, table {number}. Grid: B in {BUDGETS}, N in {BATCHES}; best by requests/s.",
         "CV: standard deviation over mean of all 30; range: best over worst; B-Sens: mean over N of the CV across B; "
         "N-Sens: mean over B of the CV across N.",
-        *pending(store, _real_cells(device, wish)),
+        *pending(store, _real_cells(device, options)),
     )
     title = f"Table {number}: best configuration and sensitivity on {gpu_title(device)}"
     return Document(f"table{number}", title, (Section("", columns, tuple(rows)),), notes)
@@ -118,13 +124,13 @@ def _value(found: Sensitivity | None, name: str, scale: float = 1.0) -> float | 
 _SYNTHETIC_SCHEDULERS = ("v1", "eb")
 
 
-def _synthetic_cells(wish: Wish) -> list[Cell]:
-    devices, workloads = wish.devices or ("rtx-pro-6000",), wish.workloads or tuple(SYNTHETIC)
-    bases = [_base(wish, d, "qwen3-8b", w, s) for d in devices for w in workloads for s in _SYNTHETIC_SCHEDULERS]
+def _synthetic_cells(options: PaperOptions) -> list[Cell]:
+    devices, workloads = options.devices or ("rtx-pro-6000",), options.workloads or tuple(SYNTHETIC)
+    bases = [_base(options, d, "qwen3-8b", w, s) for d in devices for w in workloads for s in _SYNTHETIC_SCHEDULERS]
     return [cell for base in bases for cell in grid_cells(base)]
 
 
-def _synthetic_document(wish: Wish, store: RunStore) -> Document:
+def _synthetic_document(options: PaperOptions, store: RunStore) -> Document:
     columns = labels("workload", "scheduler")
     columns += (
         Column("published", group="B"), Column("ours", group="B", ours=True),
@@ -134,12 +140,12 @@ def _synthetic_document(wish: Wish, store: RunStore) -> Document:
     sections = []
     for device, prefix in (("rtx-pro-6000", "rtxpro6000"), ("h200", "h200")):
         rows = []
-        for workload in wish.workloads or tuple(SYNTHETIC):
+        for workload in options.workloads or tuple(SYNTHETIC):
             for scheduler in _SYNTHETIC_SCHEDULERS:
                 where = {"workload": SYNTHETIC.get(workload, workload), "scheduler": scheduler}
                 b, n = (pick("table16_synthetic_best_config", f"{prefix}_{w}", **where) for w in ("tokens", "seqs"))
-                found = _found(wish, store, device, "qwen3-8b", workload, scheduler)
-                rates = grid_rates(store, _base(wish, device, "qwen3-8b", workload, scheduler))
+                found = _found(options, store, device, "qwen3-8b", workload, scheduler)
+                rates = grid_rates(store, _base(options, device, "qwen3-8b", workload, scheduler))
                 there = rates.get((int(b or 0), int(n or 0)), math.nan)
                 loss = None if found is None or math.isnan(there) else there / found.best - 1
                 best = _value(found, "best_budget"), _value(found, "best_size")
@@ -147,7 +153,7 @@ def _synthetic_document(wish: Wish, store: RunStore) -> Document:
         sections.append(Section(gpu_title(device), columns, tuple(rows)))
     notes = (
         f"Published: {EB_PAPER}, table 16. Loss: our requests/s at the published (B, N) against our best.",
-        *pending(store, _synthetic_cells(wish)),
+        *pending(store, _synthetic_cells(options)),
     )
     return Document("table16", "Table 16: best configuration on synthetic workloads", tuple(sections), notes)
 
@@ -155,13 +161,13 @@ def _synthetic_document(wish: Wish, store: RunStore) -> Document:
 _READS = ("model", "workload", "num_prompts", "outputs")
 TABLE14 = PaperTable(
     "table14", "grid search on RTX PRO 6000: best configuration, sensitivity",
-    lambda wish: _real_cells("rtx-pro-6000", wish),
-    lambda wish, store: _real_document(14, "rtx-pro-6000", wish, store), _READS, whole=False,
+    lambda options: _real_cells("rtx-pro-6000", options),
+    lambda options, store: _real_document(14, "rtx-pro-6000", options, store), _READS, whole=False,
 )  # fmt: skip
 TABLE15 = PaperTable(
     "table15", "grid search on H200: best configuration, sensitivity",
-    lambda wish: _real_cells("h200", wish),
-    lambda wish, store: _real_document(15, "h200", wish, store), _READS, whole=False,
+    lambda options: _real_cells("h200", options),
+    lambda options, store: _real_document(15, "h200", options, store), _READS, whole=False,
 )  # fmt: skip
 TABLE16 = PaperTable(
     "table16", "grid search on synthetic workloads", _synthetic_cells, _synthetic_document,

@@ -6,7 +6,7 @@ from ebbench.analysis.documents import Column, Document, Section, Value, compare
 from ebbench.analysis.slo_surface import Surface, run_surfaces
 from ebbench.papers.eb.table03 import table3_cells
 from ebbench.papers.published import EB_PAPER, gpu_title, pick
-from ebbench.papers.table import PaperTable, Wish, pending
+from ebbench.papers.table import PaperOptions, PaperTable, pending
 from ebbench.runs.cell import Cell
 from ebbench.runs.store import RunStore
 
@@ -22,24 +22,24 @@ _NOTES = (
 )
 
 
-def _devices(wish: Wish) -> tuple[str, ...]:
-    return wish.devices or ("rtx-pro-6000",)
+def _devices(options: PaperOptions) -> tuple[str, ...]:
+    return options.devices or ("rtx-pro-6000",)
 
 
-def _policies(wish: Wish) -> tuple[str, ...]:
-    return tuple(dict.fromkeys((*_POLICIES, *wish.policies)))
+def _policies(options: PaperOptions) -> tuple[str, ...]:
+    return tuple(dict.fromkeys((*_POLICIES, *options.policies)))
 
 
-def _cell(wish: Wish, device: str, model: str, policy: str) -> Cell:
-    return table3_cells(wish, device, model, "c=512", policy)[0]
+def _cell(options: PaperOptions, device: str, model: str, policy: str) -> Cell:
+    return table3_cells(options, device, model, "c=512", policy)[0]
 
 
-def _models(wish: Wish) -> tuple[str, ...]:
-    return wish.models or ("qwen3-8b",)
+def _models(options: PaperOptions) -> tuple[str, ...]:
+    return options.models or ("qwen3-8b",)
 
 
-def _cells(wish: Wish) -> list[Cell]:
-    return [_cell(wish, d, m, p) for d in _devices(wish) for m in _models(wish) for p in _policies(wish)]
+def _cells(options: PaperOptions) -> list[Cell]:
+    return [_cell(options, d, m, p) for d in _devices(options) for m in _models(options) for p in _policies(options)]
 
 
 def _surface(store: RunStore, cell: Cell, ttft_ms: list[float], tpot_ms: list[float]) -> Surface | None:
@@ -47,37 +47,37 @@ def _surface(store: RunStore, cell: Cell, ttft_ms: list[float], tpot_ms: list[fl
     return None if found is None else run_surfaces(found.run, ttft_ms, tpot_ms)[0]
 
 
-def _published(wish: Wish, row: int, column: int, policy: str, device: str, model: str) -> float | None:
+def _published(options: PaperOptions, row: int, column: int, policy: str, device: str, model: str) -> float | None:
     """The published share in per cent, where row and column are those of the published grid."""
-    as_published = not wish.ttft_s and not wish.tpot_ms and device == "rtx-pro-6000" and model == "qwen3-8b"
+    as_published = not options.ttft_s and not options.tpot_ms and device == "rtx-pro-6000" and model == "qwen3-8b"
     if not as_published or policy not in _POLICIES:
         return None
     where = {"ttft_target": str(row + 1), "tpot_target_rank": _RANKS[column]}
     return pick("table18_goodput_percent", policy, **where)
 
 
-def _section(wish: Wish, store: RunStore, device: str, model: str) -> Section:
-    ttft_s, tpot_ms = sorted(wish.ttft_s or TTFT_S), sorted(wish.tpot_ms or TPOT_MS)
+def _section(options: PaperOptions, store: RunStore, device: str, model: str) -> Section:
+    ttft_s, tpot_ms = sorted(options.ttft_s or TTFT_S), sorted(options.tpot_ms or TPOT_MS)
     columns = labels("TTFT ≤", "TPOT ≤")
     surfaces = {}
-    for policy in _policies(wish):
+    for policy in _policies(options):
         columns += compared(policy, points=True) if policy in _POLICIES else (Column("ours", group=policy, ours=True),)
-        surfaces[policy] = _surface(store, _cell(wish, device, model, policy), [1e3 * t for t in ttft_s], tpot_ms)
+        surfaces[policy] = _surface(store, _cell(options, device, model, policy), [1e3 * t for t in ttft_s], tpot_ms)
     rows = []
     for i, ttft in enumerate(ttft_s):
         for j, tpot in enumerate(tpot_ms):
             row: list[Value] = [f"{ttft:g} s", f"{tpot:g} ms"]
             for policy, found in surfaces.items():
                 ours = None if found is None else 100 * found.attainment[i][j]
-                published = _published(wish, i, j, policy, device, model)
+                published = _published(options, i, j, policy, device, model)
                 row += comparison(published, ours, points=True) if policy in _POLICIES else (ours,)
             rows.append(tuple(row))
     return Section(f"{gpu_title(device)}, {model}", columns, tuple(rows))
 
 
-def _document(wish: Wish, store: RunStore) -> Document:
-    sections = [_section(wish, store, device, model) for device in _devices(wish) for model in _models(wish)]
-    notes = (*_NOTES, *pending(store, _cells(wish)))
+def _document(options: PaperOptions, store: RunStore) -> Document:
+    sections = [_section(options, store, device, model) for device in _devices(options) for model in _models(options)]
+    notes = (*_NOTES, *pending(store, _cells(options)))
     return Document("table18", "Table 18: SLO attainment in per cent", tuple(sections), notes)
 
 

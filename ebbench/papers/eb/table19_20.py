@@ -9,7 +9,7 @@ from ebbench.analysis.documents import Column, Document, Section, Value, compare
 from ebbench.papers.protocols import ASYNC_SCHEDULING, MEAN_INPUT, MEAN_OUTPUT
 from ebbench.papers.published import EB_PAPER, GPUS, SYNTHETIC, gpu_title, pick
 from ebbench.papers.staggered.deployment import deployed
-from ebbench.papers.table import PaperTable, Wish, pending
+from ebbench.papers.table import PaperOptions, PaperTable, pending
 from ebbench.runs.cell import Cell, simulated
 from ebbench.runs.store import Measured, RunStore
 
@@ -35,17 +35,19 @@ class Choice(NamedTuple):
     policy: str
 
 
-def _cell(wish: Wish, device: str, choice: Choice, count: int, concurrency: int, workload: str, **plan: Any) -> Cell:
-    model = wish.model()
+def _cell(
+    options: PaperOptions, device: str, choice: Choice, count: int, concurrency: int, workload: str, **plan: Any
+) -> Cell:
+    model = options.model()
     return simulated(
         workload, choice.policy, device, model, SEQS, BUDGET, topology=deployed(choice.topology),
-        weight=float(concurrency), num_prompts=wish.num_prompts or count, max_concurrency=concurrency,
+        weight=float(concurrency), num_prompts=options.num_prompts or count, max_concurrency=concurrency,
         async_scheduling=ASYNC_SCHEDULING, **plan,
     )  # fmt: skip
 
 
-def _devices(wish: Wish) -> tuple[str, ...]:
-    return wish.devices or tuple(GPUS)
+def _devices(options: PaperOptions) -> tuple[str, ...]:
+    return options.devices or tuple(GPUS)
 
 
 def value_or_oom(found: Measured | None, key: str, scale: float = 1.0) -> Value:
@@ -66,17 +68,17 @@ _TWO = {
 }
 
 
-def _cell19(wish: Wish, device: str, name: str, concurrency: int) -> Cell:
+def _cell19(options: PaperOptions, device: str, name: str, concurrency: int) -> Cell:
     return _cell(
-        wish, device, _TWO[name], 4000, concurrency, "balanced", input_len=MEAN_INPUT, output_len=MEAN_OUTPUT
+        options, device, _TWO[name], 4000, concurrency, "balanced", input_len=MEAN_INPUT, output_len=MEAN_OUTPUT
     )  # fmt: skip
 
 
-def _cells19(wish: Wish) -> list[Cell]:
-    return [_cell19(wish, device, name, c) for device in _devices(wish) for name in _TWO for c in CONCURRENCY19]
+def _cells19(options: PaperOptions) -> list[Cell]:
+    return [_cell19(options, device, name, c) for device in _devices(options) for name in _TWO for c in CONCURRENCY19]
 
 
-def _section19(wish: Wish, store: RunStore, device: str) -> Section:
+def _section19(options: PaperOptions, store: RunStore, device: str) -> Section:
     columns = labels("c", "metric")
     for choice in _TWO.values():
         columns += compared(choice.title)
@@ -85,7 +87,7 @@ def _section19(wish: Wish, store: RunStore, device: str) -> Section:
         for metric, title, key, scale in _METRICS:
             row: list[Value] = [str(concurrency), title]
             for name in _TWO:
-                ours = value_or_oom(store.get(_cell19(wish, device, name, concurrency)), key, scale)
+                ours = value_or_oom(store.get(_cell19(options, device, name, concurrency)), key, scale)
                 where = {"concurrency": str(concurrency), "metric": metric, "gpu": gpu_title(device)}
                 published = pick("table19_two_gpu", name, **where)
                 known = ours if isinstance(ours, float) else None
@@ -96,11 +98,11 @@ def _section19(wish: Wish, store: RunStore, device: str) -> Section:
     return Section(gpu_title(device), columns, tuple(rows))
 
 
-def _document19(wish: Wish, store: RunStore) -> Document:
+def _document19(options: PaperOptions, store: RunStore) -> Document:
     deaths = []
-    for device in _devices(wish):
+    for device in _devices(options):
         for concurrency in CONCURRENCY19:
-            found = store.get(_cell19(wish, device, "disagg_1p1d", concurrency))
+            found = store.get(_cell19(options, device, "disagg_1p1d", concurrency))
             if found is not None and found.figures.get("dead"):
                 deaths.append(f"{gpu_title(device)}, c = {concurrency}: {found.figures['dead']}.")
     notes = (
@@ -113,9 +115,9 @@ def _document19(wish: Wish, store: RunStore) -> Document:
         "once its request runs, so that only what waits for a place is held. (The connector can also move copies to "
         "the host's memory, which is not modelled.)",
         *deaths,
-        *pending(store, _cells19(wish)),
+        *pending(store, _cells19(options)),
     )
-    sections = tuple(_section19(wish, store, device) for device in _devices(wish))
+    sections = tuple(_section19(options, store, device) for device in _devices(options))
     return Document("table19", "Table 19: two GPUs, DP=2 against 1P+1D", sections, notes)
 
 
@@ -134,21 +136,21 @@ NEAR = 0.98
 STARVED = 0.9  # a prefill pool busy for less of the time waits for requests
 
 
-def _cell20(wish: Wish, device: str, choice: Choice, mix: str, concurrency: int) -> Cell:
-    return _cell(wish, device, choice, 2000, concurrency, mix)
+def _cell20(options: PaperOptions, device: str, choice: Choice, mix: str, concurrency: int) -> Cell:
+    return _cell(options, device, choice, 2000, concurrency, mix)
 
 
-def _cells20(wish: Wish) -> list[Cell]:
+def _cells20(options: PaperOptions) -> list[Cell]:
     return [
-        _cell20(wish, device, choice, mix, c)
-        for device in _devices(wish)
+        _cell20(options, device, choice, mix, c)
+        for device in _devices(options)
         for mix in _MIXES
         for c in CONCURRENCY20
         for choice in _FOUR
     ]
 
 
-def _section20(wish: Wish, store: RunStore, device: str) -> Section:
+def _section20(options: PaperOptions, store: RunStore, device: str) -> Section:
     columns = (
         *labels("mix", "c"),
         *(Column(choice.title, group="tokens/s", ours=True) for choice in _FOUR),
@@ -159,7 +161,7 @@ def _section20(wish: Wish, store: RunStore, device: str) -> Section:
     rows = []
     for mix in _MIXES:
         for concurrency in CONCURRENCY20:
-            found = {choice.title: store.get(_cell20(wish, device, choice, mix, concurrency)) for choice in _FOUR}
+            found = {choice.title: store.get(_cell20(options, device, choice, mix, concurrency)) for choice in _FOUR}
             rates = [value_or_oom(measured, _RATE) for measured in found.values()]
             ttft = [value_or_oom(measured, "mean_ttft_ms", 1e-3) for measured in found.values()]
             ranked = _ranked(found)
@@ -225,7 +227,7 @@ def _ttft(measured: Measured) -> float:
     return measured.get("mean_ttft_ms", 1e-3) or 0.0
 
 
-def _document20(wish: Wish, store: RunStore) -> Document:
+def _document20(options: PaperOptions, store: RunStore) -> Document:
     notes = (
         f"Published: {EB_PAPER}, table 20 (F.4); of it only the text survived in our copy: on RTX PRO 6000, at one "
         "concurrency, prefill-heavy favours 2P+2D, balanced 1P+3D, decode-heavy EB+; EB+ is best or near-best in 7 "
@@ -238,20 +240,20 @@ def _document20(wish: Wish, store: RunStore) -> Document:
         "one, so DP=4 under v1 wins where the paper has 1P+3D (balanced) and EB+ (decode-heavy), and EB+, which goes "
         "exclusive there, is within 2 % of the best in fewer settings.",
         _POOLS_NOTE,
-        *_verdicts(wish, store),
-        *pending(store, _cells20(wish)),
+        *_verdicts(options, store),
+        *pending(store, _cells20(options)),
     )
-    sections = tuple(_section20(wish, store, device) for device in _devices(wish))
+    sections = tuple(_section20(options, store, device) for device in _devices(options))
     return Document("table20", "Table 20: four GPUs, DP=4 against three splits", sections, notes)
 
 
-def _verdicts(wish: Wish, store: RunStore) -> Sequence[str]:
+def _verdicts(options: PaperOptions, store: RunStore) -> Sequence[str]:
     said = []
-    for device in _devices(wish):
+    for device in _devices(options):
         near = total = 0
         for mix in _MIXES:
             for concurrency in CONCURRENCY20:
-                found = {c.title: store.get(_cell20(wish, device, c, mix, concurrency)) for c in _FOUR}
+                found = {c.title: store.get(_cell20(options, device, c, mix, concurrency)) for c in _FOUR}
                 known = {title: measured for title, measured in found.items() if measured is not None}
                 if len(known) < len(_FOUR):
                     continue

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ebbench.analysis.documents import Column, Document, Section, Value, labels, relative
 from ebbench.papers.staggered.curves import AS_PUBLISHED, IMMEDIATE, LONG_16K, SHORT_3K, Setup, prefill_cell
-from ebbench.papers.table import PaperTable, Wish, figure, pending
+from ebbench.papers.table import PaperOptions, PaperTable, figure, pending
 from ebbench.runs.cell import Cell
 from ebbench.runs.store import RunStore
 
@@ -16,27 +16,27 @@ _PARTS = ("sbs", "sbs:sizing=off", "sbs:bypass=off", "sbs:interval=off", "sbs:ad
 _FIGURES = (("mean_ttft_ms", "mean"), ("median_ttft_ms", "median"), ("p99_ttft_ms", "p99"))
 
 
-def _cell(wish: Wish, setup: Setup, dispatch: str) -> Cell:
-    return prefill_cell(wish, setup, dispatch, SHARE)
+def _cell(options: PaperOptions, setup: Setup, dispatch: str) -> Cell:
+    return prefill_cell(options, setup, dispatch, SHARE)
 
 
-def _cells(wish: Wish) -> list[Cell]:
-    return [_cell(wish, setup, dispatch) for setup in _SETUPS for dispatch in (*IMMEDIATE, *_PARTS)]
+def _cells(options: PaperOptions) -> list[Cell]:
+    return [_cell(options, setup, dispatch) for setup in _SETUPS for dispatch in (*IMMEDIATE, *_PARTS)]
 
 
-def _section(wish: Wish, store: RunStore, setup: Setup) -> Section:
+def _section(options: PaperOptions, store: RunStore, setup: Setup) -> Section:
     columns = (
         *labels("dispatch"),
         *(Column(title, group="TTFT s", ours=True) for _, title in _FIGURES),
         Column("mean TTFT", "change", "vs better immediate", True),
         Column("chunk utilisation, %", ours=True),
     )
-    means = [figure(store, _cell(wish, setup, name), "mean_ttft_ms") for name in IMMEDIATE]
+    means = [figure(store, _cell(options, setup, name), "mean_ttft_ms") for name in IMMEDIATE]
     known = [value for value in means if value is not None]
     base = min(known) if len(known) == len(means) else None
     rows = []
     for dispatch in (*IMMEDIATE, *_PARTS):
-        cell = _cell(wish, setup, dispatch)
+        cell = _cell(options, setup, dispatch)
         row: list[Value] = [dispatch, *(figure(store, cell, key, 1e-3) for key, _ in _FIGURES)]
         row += [relative(figure(store, cell, "mean_ttft_ms"), base)]
         row += [figure(store, cell, "front_chunk_utilisation", 100)]
@@ -44,13 +44,13 @@ def _section(wish: Wish, store: RunStore, setup: Setup) -> Section:
     return Section(setup.title, columns, tuple(rows))
 
 
-def _document(wish: Wish, store: RunStore) -> Document:
+def _document(options: PaperOptions, store: RunStore) -> Document:
     notes = (
         f"Setup of `sbs-figure6`, one load: {SHARE:g} of what the pool computes with full chunks, about 80 % of the "
         "peak of figure 6. Each line switches one part of 'sbs' off; the last is Algorithms 1 and 2 to the letter.",
-        *pending(store, _cells(wish)),
+        *pending(store, _cells(options)),
     )
-    sections = tuple(_section(wish, store, setup) for setup in _SETUPS)
+    sections = tuple(_section(options, store, setup) for setup in _SETUPS)
     return Document("sbs-ablation", "Parts of staggered dispatch, one at a time", sections, notes)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from ebbench.analysis.documents import Column, Document, Section, Value, labels, relative
 from ebbench.papers.published import GPUS, gpu_title
 from ebbench.papers.staggered.deployment import deployed
-from ebbench.papers.table import PaperTable, Wish, figure, pending
+from ebbench.papers.table import PaperOptions, PaperTable, figure, pending
 from ebbench.runs.cell import Cell, simulated
 from ebbench.runs.store import RunStore
 
@@ -38,31 +38,33 @@ def capacity_rps(device: str, model: str, workload: str) -> float:
     return INSTANCES / (costs.beta_p * inputs + outputs * (costs.alpha_d / batch + costs.beta_d))
 
 
-def _cell(wish: Wish, device: str, workload: str, load: float | None, policy: str, dispatch: str) -> Cell:
+def _cell(options: PaperOptions, device: str, workload: str, load: float | None, policy: str, dispatch: str) -> Cell:
     """One run; ``load`` None is a closed loop that keeps every instance full."""
-    count = wish.num_prompts or (4000 if load is not None else 12_000)
+    count = options.num_prompts or (4000 if load is not None else 12_000)
     plan: dict[str, Any] = {"num_prompts": count}
     if load is None:
         plan["max_concurrency"] = SATURATED
     else:
-        plan["request_rate"] = round(load * capacity_rps(device, wish.model(), workload), 3)
+        plan["request_rate"] = round(load * capacity_rps(device, options.model(), workload), 3)
     return simulated(
-        workload, policy, device, wish.model(), SEQS, BUDGET, scenario=None if load is None else "poisson",
+        workload, policy, device, options.model(), SEQS, BUDGET, scenario=None if load is None else "poisson",
         topology=deployed(TOPOLOGY, network_ms=0.5), dispatch=DISPATCH[dispatch],
         decode_dispatch="least-outstanding", **plan,
     )  # fmt: skip
 
 
-def _rows(wish: Wish) -> list[tuple[str, str, float | None]]:
-    devices, workloads = wish.devices or tuple(GPUS), wish.workloads or tuple(_WORKLOADS)
+def _rows(options: PaperOptions) -> list[tuple[str, str, float | None]]:
+    devices, workloads = options.devices or tuple(GPUS), options.workloads or tuple(_WORKLOADS)
     return [(d, w, load) for d in devices for w in workloads for load in (*LOADS, None)]
 
 
-def _cells(wish: Wish) -> list[Cell]:
-    return [_cell(wish, *row, policy, dispatch) for row in _rows(wish) for policy in POLICIES for dispatch in DISPATCH]
+def _cells(options: PaperOptions) -> list[Cell]:
+    return [
+        _cell(options, *row, policy, dispatch) for row in _rows(options) for policy in POLICIES for dispatch in DISPATCH
+    ]
 
 
-def _section(wish: Wish, store: RunStore, device: str, workload: str) -> Section:
+def _section(options: PaperOptions, store: RunStore, device: str, workload: str) -> Section:
     columns = (*labels("load", "policy"),)
     for name in _METRICS:
         columns += (
@@ -75,19 +77,23 @@ def _section(wish: Wish, store: RunStore, device: str, workload: str) -> Section
             row: list[Value] = ["saturated" if load is None else f"{100 * load:.0f} %", policy]
             for key, scale in _METRICS.values():
                 immediate, staggered = (
-                    figure(store, _cell(wish, device, workload, load, policy, d), key, scale) for d in DISPATCH
+                    figure(store, _cell(options, device, workload, load, policy, d), key, scale) for d in DISPATCH
                 )
                 row += [immediate, staggered, relative(staggered, immediate)]
             rows.append(tuple(row))
     return Section(f"{gpu_title(device)}, {workload}", columns, tuple(rows))
 
 
-def _ttft(wish: Wish, store: RunStore, row: tuple[str, str, float | None], policy: str, dispatch: str) -> float | None:
-    return figure(store, _cell(wish, *row, policy, dispatch), "mean_ttft_ms")
+def _ttft(
+    options: PaperOptions, store: RunStore, row: tuple[str, str, float | None], policy: str, dispatch: str
+) -> float | None:
+    return figure(store, _cell(options, *row, policy, dispatch), "mean_ttft_ms")
 
 
-def _rate(wish: Wish, store: RunStore, row: tuple[str, str, float | None], policy: str, dispatch: str) -> float | None:
-    return figure(store, _cell(wish, *row, policy, dispatch), "total_token_throughput")
+def _rate(
+    options: PaperOptions, store: RunStore, row: tuple[str, str, float | None], policy: str, dispatch: str
+) -> float | None:
+    return figure(store, _cell(options, *row, policy, dispatch), "total_token_throughput")
 
 
 def _mean(values: list[float | None]) -> str:
@@ -95,29 +101,39 @@ def _mean(values: list[float | None]) -> str:
     return f"{100 * sum(known) / len(known):+.1f} %" if known else "–"
 
 
-def _answer(wish: Wish, store: RunStore) -> tuple[str, ...]:
+def _answer(options: PaperOptions, store: RunStore) -> tuple[str, ...]:
     """What staggering does to each policy and what each policy does under each dispatch, averaged over settings."""
-    rows = _rows(wish)
-    if store.missing(_cells(wish)):
+    rows = _rows(options)
+    if store.missing(_cells(options)):
         return ()
     below, full = [row for row in rows if row[2] is not None], [row for row in rows if row[2] is None]
     by_policy = {
         policy: _mean(
-            [relative(_ttft(wish, store, r, policy, "sbs"), _ttft(wish, store, r, policy, "immediate")) for r in below]
+            [
+                relative(_ttft(options, store, r, policy, "sbs"), _ttft(options, store, r, policy, "immediate"))
+                for r in below
+            ]
         )
         for policy in POLICIES
     }
     gain = {
         dispatch: _mean(
-            [relative(_rate(wish, store, r, "ebplus", dispatch), _rate(wish, store, r, "v1", dispatch)) for r in full]
+            [
+                relative(_rate(options, store, r, "ebplus", dispatch), _rate(options, store, r, "v1", dispatch))
+                for r in full
+            ]
         )
         for dispatch in DISPATCH
     }
     tokens = _mean(
-        [relative(_rate(wish, store, r, "ebplus", "sbs"), _rate(wish, store, r, "ebplus", "immediate")) for r in full]
+        [
+            relative(_rate(options, store, r, "ebplus", "sbs"), _rate(options, store, r, "ebplus", "immediate"))
+            for r in full
+        ]
     )
     kept = sum(
-        (_rate(wish, store, r, "ebplus", "sbs") or 0.0) >= 0.99 * (_rate(wish, store, r, "ebplus", "immediate") or 0.0)
+        (_rate(options, store, r, "ebplus", "sbs") or 0.0)
+        >= 0.99 * (_rate(options, store, r, "ebplus", "immediate") or 0.0)
         for r in rows
     )
     return (
@@ -131,21 +147,21 @@ def _answer(wish: Wish, store: RunStore) -> tuple[str, ...]:
     )
 
 
-def _document(wish: Wish, store: RunStore) -> Document:
+def _document(options: PaperOptions, store: RunStore) -> Document:
     notes = (
         f"Nothing is published on this. Ours: Qwen3-8B, {TOPOLOGY}, N = {SEQS}, B = {BUDGET}, 0.5 ms each way; Poisson "
-        f"arrivals, {wish.num_prompts or 4000:,} requests; load as a share of what the linear costs give with 256 "
+        f"arrivals, {options.num_prompts or 4000:,} requests; load as a share of what the linear costs give with 256 "
         "sequences a batch, which lies near but not at the measured saturation; saturated: a closed loop of "
         f"{SATURATED:,} requests.",
         "Immediate dispatch is to the instance with the fewest open requests. Instances that serve prompts and answers "
         "pass after pass never stand still, so there is no wait on the device to save; the staggered dispatcher takes "
         "them to generate until their signals say otherwise and sends requests out at once, as immediate dispatch "
         "does.",
-        *_answer(wish, store),
-        *pending(store, _cells(wish)),
+        *_answer(options, store),
+        *pending(store, _cells(options)),
     )
-    pairs = dict.fromkeys((device, workload) for device, workload, _ in _rows(wish))
-    sections = tuple(_section(wish, store, device, workload) for device, workload in pairs)
+    pairs = dict.fromkeys((device, workload) for device, workload, _ in _rows(options))
+    sections = tuple(_section(options, store, device, workload) for device, workload in pairs)
     return Document("cluster-policies", "EB+ and staggered dispatch together", sections, notes)
 
 

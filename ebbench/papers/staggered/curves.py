@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ebbench.papers.staggered.deployment import MODEL, UNIT, deployed, pass_s
-from ebbench.papers.table import Wish
+from ebbench.papers.table import PaperOptions
 from ebbench.runs.cell import Cell, simulated
 from ebbench.runs.store import RunStore
 
@@ -51,26 +51,26 @@ def capacity_rps(setup: Setup, topology: str = "3p") -> float:
     return deployed(topology).pools[0].units * setup.chunk / pass_s(setup.chunk) / setup.mean_tokens
 
 
-def prefill_cell(wish: Wish, setup: Setup, dispatch: str, share: float, topology: str = "3p") -> Cell:
+def prefill_cell(options: PaperOptions, setup: Setup, dispatch: str, share: float, topology: str = "3p") -> Cell:
     """One load under one dispatch policy."""
     rate = round(share * capacity_rps(setup, topology), 3)
     return simulated(
         setup.workload, "v1", UNIT, MODEL, 1024, setup.chunk, scenario="poisson",
         topology=deployed(topology, NETWORK_MS), dispatch=dispatch, decode_dispatch="least-outstanding",
-        async_scheduling=False, num_prompts=wish.num_prompts or REQUESTS, request_rate=rate, max_model_len=70_000,
+        async_scheduling=False, num_prompts=options.num_prompts or REQUESTS, request_rate=rate, max_model_len=70_000,
     )  # fmt: skip
 
 
-def prefill_cells(wish: Wish, setup: Setup) -> list[Cell]:
+def prefill_cells(options: PaperOptions, setup: Setup) -> list[Cell]:
     """All loads under all policies."""
-    return [prefill_cell(wish, setup, dispatch, share) for dispatch in DISPATCH for share in SHARES]
+    return [prefill_cell(options, setup, dispatch, share) for dispatch in DISPATCH for share in SHARES]
 
 
 class Curve:
     """Figures of one policy over the load, straight lines between the runs."""
 
-    def __init__(self, wish: Wish, store: RunStore, setup: Setup, dispatch: str) -> None:
-        found = [(share, store.get(prefill_cell(wish, setup, dispatch, share))) for share in SHARES]
+    def __init__(self, options: PaperOptions, store: RunStore, setup: Setup, dispatch: str) -> None:
+        found = [(share, store.get(prefill_cell(options, setup, dispatch, share))) for share in SHARES]
         self._known = [(share, measured) for share, measured in found if measured is not None]
         self.complete = len(self._known) == len(SHARES)
 

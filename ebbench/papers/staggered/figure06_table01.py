@@ -17,7 +17,7 @@ from ebbench.papers.staggered.curves import (
     capacity_rps,
     prefill_cells,
 )
-from ebbench.papers.table import PaperTable, Wish, figure, pending
+from ebbench.papers.table import PaperOptions, PaperTable, figure, pending
 from ebbench.runs.cell import Cell, simulated
 from ebbench.runs.store import RunStore
 
@@ -41,9 +41,9 @@ ARRIVALS_A_TURN = 10  # in T/N: a pass without work is then rare enough (e^-10)
 _WAITING_DISPATCH = {"immediate": "round-robin", "staggered": "sbs:bypass=off,sizing=off"}
 
 
-def _waiting_cell(wish: Wish, instances: int, dispatch: str) -> Cell:
+def _waiting_cell(options: PaperOptions, instances: int, dispatch: str) -> Cell:
     rate = ARRIVALS_A_TURN * instances / PASS_S
-    count = wish.num_prompts or max(4000, 1000 * instances)
+    count = options.num_prompts or max(4000, 1000 * instances)
     return simulated(
         "balanced", "v1", f"linear:{PASS_S},0,{PASS_S},0,4000000", "fixed-time", 1024, 65536, scenario="poisson",
         topology=f"dp={instances}", dispatch=dispatch, async_scheduling=False, weight=float(instances),
@@ -51,11 +51,11 @@ def _waiting_cell(wish: Wish, instances: int, dispatch: str) -> Cell:
     )  # fmt: skip
 
 
-def _waiting_cells(wish: Wish) -> list[Cell]:
-    return [_waiting_cell(wish, n, dispatch) for n in INSTANCES for dispatch in _WAITING_DISPATCH.values()]
+def _waiting_cells(options: PaperOptions) -> list[Cell]:
+    return [_waiting_cell(options, n, dispatch) for n in INSTANCES for dispatch in _WAITING_DISPATCH.values()]
 
 
-def _waiting_document(wish: Wish, store: RunStore) -> Document:
+def _waiting_document(options: PaperOptions, store: RunStore) -> Document:
     columns = labels("instances N")
     for name in _WAITING_DISPATCH:
         columns += (
@@ -67,7 +67,7 @@ def _waiting_document(wish: Wish, store: RunStore) -> Document:
     for n in INSTANCES:
         row: list[Value] = [str(n)]
         for dispatch, formula_s in zip(_WAITING_DISPATCH.values(), (PASS_S / 2, PASS_S / 2 / n), strict=True):
-            ttft_ms = figure(store, _waiting_cell(wish, n, dispatch), "mean_ttft_ms")
+            ttft_ms = figure(store, _waiting_cell(options, n, dispatch), "mean_ttft_ms")
             row += comparison(1e3 * formula_s, None if ttft_ms is None else ttft_ms - 1e3 * PASS_S)
         rows.append(tuple(row))
     notes = (
@@ -75,7 +75,7 @@ def _waiting_document(wish: Wish, store: RunStore) -> Document:
         f"Ours: waiting before a pass of T = {1e3 * PASS_S:g} ms, Poisson arrivals, {ARRIVALS_A_TURN} in T/N on "
         "average, so that all instances are busy all the time; immediate is round-robin, staggered is "
         f"{_WAITING_DISPATCH['staggered']}.",
-        *pending(store, _waiting_cells(wish)),
+        *pending(store, _waiting_cells(options)),
     )
     return Document("sbs-waiting", "Waiting: T/2 against T/(2N)", (Section("", columns, tuple(rows)),), notes)
 
@@ -86,8 +86,8 @@ LOADS = (0.1, 0.2, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 _FIGURE6 = (SHORT_3K, LONG_16K)
 
 
-def _figure6_cells(wish: Wish) -> list[Cell]:
-    return [cell for setup in _FIGURE6 for cell in prefill_cells(wish, setup)]
+def _figure6_cells(options: PaperOptions) -> list[Cell]:
+    return [cell for setup in _FIGURE6 for cell in prefill_cells(options, setup)]
 
 
 def _base_peak(curves: dict[str, Curve], setup: Setup) -> float | None:
@@ -102,8 +102,8 @@ def _best(values: list[float | None]) -> float | None:
     return min(known) if len(known) == len(values) else None
 
 
-def _figure6_section(wish: Wish, store: RunStore, setup: Setup) -> Section:
-    curves = {dispatch: Curve(wish, store, setup, dispatch) for dispatch in DISPATCH}
+def _figure6_section(options: PaperOptions, store: RunStore, setup: Setup) -> Section:
+    curves = {dispatch: Curve(options, store, setup, dispatch) for dispatch in DISPATCH}
     peak = _base_peak(curves, setup)
     columns = (
         *labels("load"), Column("req/s"),
@@ -126,8 +126,8 @@ def _figure6_section(wish: Wish, store: RunStore, setup: Setup) -> Section:
     return Section(f"{setup.title}; peak: mean TTFT of {setup.ttft_limit_s:.2f} s", columns, tuple(rows))
 
 
-def _figure6_document(wish: Wish, store: RunStore) -> Document:
-    sections = tuple(_figure6_section(wish, store, setup) for setup in _FIGURE6)
+def _figure6_document(options: PaperOptions, store: RunStore) -> Document:
+    sections = tuple(_figure6_section(options, store, setup) for setup in _FIGURE6)
     notes = (
         f"Published: {STAGGERED_PAPER}, figure 6: no numbers but the text's 'up to a 40 % reduction in TTFT at sub-80 "
         "% load levels', an advantage at every load from 40 to 100 % of the baseline's peak, and the abstract's 30-40 "
@@ -137,7 +137,7 @@ def _figure6_document(wish: Wish, store: RunStore) -> Document:
         "chunk of 3K, the same number of passes at 16K, where nothing is published.",
         _VARIANTS_NOTE,
         *_figure6_findings(sections),
-        *pending(store, _figure6_cells(wish)),
+        *pending(store, _figure6_cells(options)),
     )
     return Document("sbs-figure6", "Figure 6: time to first token over the load", sections, notes)
 
@@ -168,11 +168,13 @@ _TABLE1 = (
 _ROWS1 = (("off", IMMEDIATE[0]), ("off", IMMEDIATE[1]), ("on", AS_PUBLISHED), ("on", "sbs"))
 
 
-def _table1_cells(wish: Wish) -> list[Cell]:
-    return [cell for setup, _ in _TABLE1 for cell in prefill_cells(wish, setup)]
+def _table1_cells(options: PaperOptions) -> list[Cell]:
+    return [cell for setup, _ in _TABLE1 for cell in prefill_cells(options, setup)]
 
 
-def _table1_section(wish: Wish, store: RunStore, setup: Setup, published: dict[str, tuple[float, float]]) -> Section:
+def _table1_section(
+    options: PaperOptions, store: RunStore, setup: Setup, published: dict[str, tuple[float, float]]
+) -> Section:
     columns = (
         *labels("batching", "dispatch"),
         *compared("QPS an instance"),
@@ -180,7 +182,7 @@ def _table1_section(wish: Wish, store: RunStore, setup: Setup, published: dict[s
         Column("published", "change", "QPS vs off"),
         Column("ours", "change", "QPS vs off", True),
     )
-    curves = {dispatch: Curve(wish, store, setup, dispatch) for _, dispatch in _ROWS1}
+    curves = {dispatch: Curve(options, store, setup, dispatch) for _, dispatch in _ROWS1}
     base = _base_peak(curves, setup)
     rows = []
     for batching, dispatch in _ROWS1:
@@ -195,8 +197,8 @@ def _table1_section(wish: Wish, store: RunStore, setup: Setup, published: dict[s
     return Section(f"{setup.title}, mean TTFT {setup.ttft_limit_s:g} s", columns, tuple(rows))
 
 
-def _table1_document(wish: Wish, store: RunStore) -> Document:
-    sections = tuple(_table1_section(wish, store, setup, published) for setup, published in _TABLE1)
+def _table1_document(options: PaperOptions, store: RunStore) -> Document:
+    sections = tuple(_table1_section(options, store, setup, published) for setup, published in _TABLE1)
     notes = (
         f"Published: {STAGGERED_PAPER}, table 1. Its QPS are taken as those of one prefill instance: with three, a "
         "pass would last longer than the mean TTFT.",
@@ -212,7 +214,7 @@ def _table1_document(wish: Wish, store: RunStore) -> Document:
         "half-empty chunks the fullest unit still sets the pace, while its 57 and 70 QPS need passes that grow with "
         "the tokens of all units together (0.10 s + 10 us per token fits all four rows).",
         _VARIANTS_NOTE,
-        *pending(store, _table1_cells(wish)),
+        *pending(store, _table1_cells(options)),
     )
     return Document("sbs-table1", "Table 1: chunk utilisation and capacity", sections, notes)
 

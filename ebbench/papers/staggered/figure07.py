@@ -7,7 +7,7 @@ from typing import Any
 from ebbench.analysis.documents import Column, Document, Section, Value, labels, relative
 from ebbench.papers.staggered.curves import STAGGERED_PAPER
 from ebbench.papers.staggered.deployment import MODEL, TOPOLOGIES, UNIT, deployed
-from ebbench.papers.table import PaperTable, Wish, figure, pending
+from ebbench.papers.table import PaperOptions, PaperTable, figure, pending
 from ebbench.runs.cell import Cell, simulated
 from ebbench.runs.store import RunStore
 
@@ -27,22 +27,22 @@ _BASE = "round-robin"
 _PUBLISHED = {"round-robin": (40_000.0, 130_000.0, 150_000.0), "iqr": (60_000.0, 100_000.0, None)}
 
 
-def _cell(wish: Wish, lengths: str, dispatch: str) -> Cell:
+def _cell(options: PaperOptions, lengths: str, dispatch: str) -> Cell:
     workload, plan = _WORKLOADS[lengths]
     decode = TOPOLOGIES["3p1d-deepseek"].decode
     assert decode is not None
     return simulated(
         workload, "v1", UNIT, MODEL, 256, CHUNK, topology=deployed("3p1d-deepseek", network_ms=0.5), dispatch="sbs",
-        decode_dispatch=dispatch, async_scheduling=False, num_prompts=wish.num_prompts or 6000,
+        decode_dispatch=dispatch, async_scheduling=False, num_prompts=options.num_prompts or 6000,
         max_concurrency=BATCH * decode.units, max_model_len=50_000, **plan,
     )  # fmt: skip
 
 
-def _cells(wish: Wish) -> list[Cell]:
-    return [_cell(wish, lengths, dispatch) for lengths in _WORKLOADS for dispatch in _DISPATCH]
+def _cells(options: PaperOptions) -> list[Cell]:
+    return [_cell(options, lengths, dispatch) for lengths in _WORKLOADS for dispatch in _DISPATCH]
 
 
-def _section(wish: Wish, store: RunStore, lengths: str) -> Section:
+def _section(options: PaperOptions, store: RunStore, lengths: str) -> Section:
     columns = (
         *labels("decode dispatch", "kind"),
         *(Column(name, group="published, KV tokens") for name in ("-1 sigma", "+1 sigma", "peak")),
@@ -53,11 +53,11 @@ def _section(wish: Wish, store: RunStore, lengths: str) -> Section:
         Column("ours", group="TPOT ms", ours=True),
         Column("ours", group="sequences a unit", ours=True),
     )
-    base = _cell(wish, lengths, _BASE)
+    base = _cell(options, lengths, _BASE)
     base_sigma, base_rate = (figure(store, base, key) for key in ("decode_kv_std_tokens", "decode_decode_rate"))
     rows = []
     for dispatch, kind in _DISPATCH.items():
-        cell = _cell(wish, lengths, dispatch)
+        cell = _cell(options, lengths, dispatch)
         keys = ("kv_mean_tokens", "kv_std_tokens", "kv_peak_tokens", "decode_rate")
         mean, sigma, peak, rate = (figure(store, cell, f"decode_{key}") for key in keys)
         band = (None, None) if mean is None or sigma is None else (mean - sigma, mean + sigma)
@@ -68,7 +68,7 @@ def _section(wish: Wish, store: RunStore, lengths: str) -> Section:
     return Section(f"{lengths} lengths", columns, tuple(rows))
 
 
-def _document(wish: Wish, store: RunStore) -> Document:
+def _document(options: PaperOptions, store: RunStore) -> Document:
     notes = (
         f"Published: {STAGGERED_PAPER}, section 5.2.2 and figure 7: 32 decode units, about 35 sequences and 2.5K "
         "tokens each; the band of one standard deviation falls from 40k-130k to 60k-100k KV tokens (its text says -40 "
@@ -82,9 +82,9 @@ def _document(wish: Wish, store: RunStore) -> Document:
         "in KV alone cannot bring 15 %; the rest of the gain comes from equal numbers of sequences. An answer's length "
         "is not known when it is placed, and sequences stay where they are, so sigma cannot fall below what lengths do "
         "by themselves: sqrt(35) times their deviation.",
-        *pending(store, _cells(wish)),
+        *pending(store, _cells(options)),
     )
-    sections = tuple(_section(wish, store, lengths) for lengths in _WORKLOADS)
+    sections = tuple(_section(options, store, lengths) for lengths in _WORKLOADS)
     return Document("sbs-figure7", "Figure 7: KV over decode units, and decode throughput", sections, notes)
 
 

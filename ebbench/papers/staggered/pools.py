@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from ebbench.analysis.documents import Column, Document, Section, Value, labels, relative
 from ebbench.papers.staggered.curves import IMMEDIATE, LONG_16K, SHORT_3K, Setup, capacity_rps, prefill_cell
-from ebbench.papers.table import PaperTable, Wish, figure, pending
+from ebbench.papers.table import PaperOptions, PaperTable, figure, pending
 from ebbench.runs.cell import Cell
 from ebbench.runs.store import RunStore
 
@@ -31,19 +31,19 @@ _POOLS = tuple(
 )
 
 
-def _cell(wish: Wish, setup: Setup, pool: _Pool, dispatch: str, load: float) -> Cell:
-    smaller = wish if wish.num_prompts else replace(wish, num_prompts=REQUESTS)
+def _cell(options: PaperOptions, setup: Setup, pool: _Pool, dispatch: str, load: float) -> Cell:
+    smaller = options if options.num_prompts else replace(options, num_prompts=REQUESTS)
     return prefill_cell(smaller, setup, dispatch, load, pool.topology)
 
 
-def _cells(wish: Wish) -> list[Cell]:
+def _cells(options: PaperOptions) -> list[Cell]:
     return [
-        _cell(wish, setup, pool, dispatch, load)
+        _cell(options, setup, pool, dispatch, load)
         for setup in _SETUPS for pool in _POOLS for load in LOADS for dispatch in (*IMMEDIATE, "sbs")
     ]  # fmt: skip
 
 
-def _section(wish: Wish, store: RunStore, setup: Setup) -> Section:
+def _section(options: PaperOptions, store: RunStore, setup: Setup) -> Section:
     columns = (
         *labels("instances of units", "load"), Column("req/s"),
         Column("better immediate", group="TTFT mean, s", ours=True), Column("sbs", group="TTFT mean, s", ours=True),
@@ -57,10 +57,10 @@ def _section(wish: Wish, store: RunStore, setup: Setup) -> Section:
             title = pool.title if load == LOADS[0] else ""
             row: list[Value] = [title, f"{100 * load:.0f} %", load * capacity_rps(setup, pool.topology)]
             for key in ("mean_ttft_ms", "p99_ttft_ms"):
-                immediate = [figure(store, _cell(wish, setup, pool, name, load), key, 1e-3) for name in IMMEDIATE]
+                immediate = [figure(store, _cell(options, setup, pool, name, load), key, 1e-3) for name in IMMEDIATE]
                 known = [value for value in immediate if value is not None]
                 base = min(known) if len(known) == len(immediate) else None
-                ours = figure(store, _cell(wish, setup, pool, "sbs", load), key, 1e-3)
+                ours = figure(store, _cell(options, setup, pool, "sbs", load), key, 1e-3)
                 row += [base, ours, relative(ours, base)]
             rows.append(tuple(row))
     return Section(setup.title, columns, tuple(rows))
@@ -83,14 +83,14 @@ def _title(section: Section, index: int) -> str:
     return next(str(row[0]) for row in reversed(section.rows[: index + 1]) if row[0])
 
 
-def _document(wish: Wish, store: RunStore) -> Document:
-    sections = tuple(_section(wish, store, setup) for setup in _SETUPS)
+def _document(options: PaperOptions, store: RunStore) -> Document:
+    sections = tuple(_section(options, store, setup) for setup in _SETUPS)
     notes = (
         "Setup of `sbs-figure6` with pools of other sizes; loads are shares of what the pool computes with full "
         "chunks. The better immediate policy is chosen for each figure and load. One instance alone and few requests: "
         "`sbs` dispatches at once, which makes it least-outstanding.",
         *_findings(sections),
-        *pending(store, _cells(wish)),
+        *pending(store, _cells(options)),
     )
     return Document("sbs-pools", "Staggered dispatch in pools of all sizes", sections, notes)
 

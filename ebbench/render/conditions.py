@@ -1,4 +1,4 @@
-"""What some runs were asked, in words: machine, load, requests, limits. What differs is left to the tables."""
+"""The conditions that runs share, in sentences: machine, load, requests, limits. The tables show what differs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ UNKNOWN_DEVICE = "unknown"
 """The device name that is stored for a server of which nothing is known."""
 
 
-def asked(summaries: Sequence[Summary]) -> list[str]:
+def load_and_limits(summaries: Sequence[Summary]) -> list[str]:
     """Lines on the load, the requests and the scheduler's limits."""
     return [line for line in (_load(summaries), requests(summaries), _limits(summaries)) if line]
 

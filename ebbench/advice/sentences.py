@@ -1,4 +1,4 @@
-"""Advice in plain words and small tables; lines of text carry no markup."""
+"""Advice as sentences without markup and as small tables."""
 
 from __future__ import annotations
 

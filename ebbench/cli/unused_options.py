@@ -1,4 +1,4 @@
-"""Options that would do nothing are refused, not passed over."""
+"""Refuses options that would do nothing."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import typer
 from ebbench.errors import UsageError
 
 
-def refuse_unread(context: typer.Context, options: Iterable[str], reads: Collection[str], what: str) -> None:
-    """Raise UsageError for the first of ``options`` (names of parameters) that was given and ``what`` does not read."""
+def refuse_unused(context: typer.Context, options: Iterable[str], reads: Collection[str], what: str) -> None:
+    """Raise UsageError for the first of ``options`` (parameter names) that was given but not read by ``what``."""
     names = {param.name: _shown(param) for param in context.command.params}
     for option in options:
         source = context.get_parameter_source(option)

@@ -1,4 +1,4 @@
-"""Carrying out ``ebbench run``: check everything, run each policy on each plan, store, show, judge."""
+"""The steps of ``ebbench run``: check everything, run each policy on each plan, store, show, set the exit code."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ebbench.cli.cluster_flags import ClusterAsked
+from ebbench.cli.cluster_flags import ClusterOptions
 from ebbench.cli.preflight import check_counts, check_fits, check_options
 from ebbench.cli.repeats import beforehand, why_stop
 from ebbench.engines.setup import (
@@ -43,7 +43,7 @@ DEFAULT_DEVICE, DEFAULT_MODEL = "rtx-pro-6000", "qwen3-8b"
 
 
 @dataclass(frozen=True)
-class Asked:
+class RunConfig:
     """A checked command line."""
 
     workload: str
@@ -62,7 +62,7 @@ class Asked:
     default_policies: bool
     save_as_vllm: Path | None
     client: ClientFlags
-    cluster: ClusterAsked
+    cluster: ClusterOptions
     all_percentiles: bool = False
     vllm_options: tuple[str, ...] = ()
     until_clear: bool = False  # stop before ``repeats`` where more would say no more
@@ -79,74 +79,74 @@ class _Done:
     interrupted: bool = False
 
 
-def carry_out(asked: Asked, *, as_json: bool) -> None:
+def run_policies(config: RunConfig, *, as_json: bool) -> None:
     """Check, run, store and show. Raises UsageError, RunError, InterruptedRunError."""
     from rich.console import Console
 
     messages = Console(stderr=True, highlight=False)
-    _check(asked)
-    engine, sentence = engine_of(asked)
-    device = device_of(asked, engine)
-    asked = _saturated(asked, engine, device, messages)
-    plan = plan_of(asked, asked.seed, device, messages)
-    _announce(asked, engine, sentence, plan, messages)
+    _check(config)
+    engine, sentence = engine_of(config)
+    device = device_of(config, engine)
+    config = _saturated(config, engine, device, messages)
+    plan = plan_of(config, config.seed, device, messages)
+    _announce(config, engine, sentence, plan, messages)
     done = _Done()
     try:
-        for offset in range(asked.repeats):
+        for offset in range(config.repeats):
             if offset:
-                plan = plan_of(asked, asked.seed + offset, device, messages)
-            if asked.until_clear:
+                plan = plan_of(config, config.seed + offset, device, messages)
+            if config.until_clear:
                 plan = replace(plan, facts={**plan.facts, "until_clear": True})
-            ramped, ramping = with_ramp(plan, engine, asked.client.ramp_up_s)
-            for spec in _order(asked.policies, offset):
-                _run_one(asked, ramped, spec, device, ramping, messages, done)
+            ramped, ramping = with_ramp(plan, engine, config.client.ramp_up_s)
+            for spec in _order(config.policies, offset):
+                _run_one(config, ramped, spec, device, ramping, messages, done)
                 if done.interrupted:
                     raise KeyboardInterrupt
-            if asked.until_clear and (reason := why_stop(done.summaries)):
-                if not asked.quiet:
+            if config.until_clear and (reason := why_stop(done.summaries)):
+                if not config.quiet:
                     messages.print(reason, markup=False, soft_wrap=True)
                 break
     except KeyboardInterrupt:
         done.interrupted = True
     except EbbenchError:
-        _show(asked, done, as_json=as_json)  # what was measured before stays worth seeing
+        _show(config, done, as_json=as_json)  # what was measured before stays worth seeing
         raise
-    _show(asked, done, as_json=as_json)
+    _show(config, done, as_json=as_json)
     _verdict(done)
 
 
-def _check(asked: Asked) -> None:
+def _check(config: RunConfig) -> None:
     numbers = ("num_prompts", "max_concurrency", "request_rate", "input_len", "output_len", "speed")
     check_counts(
-        repeats=asked.repeats,
-        **{name: asked.plan_settings[name] for name in numbers},  # type: ignore[arg-type]
+        repeats=config.repeats,
+        **{name: config.plan_settings[name] for name in numbers},  # type: ignore[arg-type]
     )
-    check_options(asked.options, asked.policies)
-    if is_server(asked.engine) and len(asked.policies) > 1:
+    check_options(config.options, config.policies)
+    if is_server(config.engine) and len(config.policies) > 1:
         raise UsageError(
             "a server runs the one policy it was started with; give one --policy, as a label, and run once a server"
         )
-    if asked.save_as_vllm is not None and len(asked.policies) * asked.repeats > 1:
+    if config.save_as_vllm is not None and len(config.policies) * config.repeats > 1:
         raise UsageError("--save-as-vllm writes one run; give one --policy and no --repeats")
-    if asked.save_as_vllm is not None and (asked.save_as_vllm.is_dir() or not asked.save_as_vllm.parent.is_dir()):
-        raise UsageError(f"--save-as-vllm {asked.save_as_vllm}: give a file in a directory that exists")
-    if asked.output_dir is not None and asked.output_dir.exists():
-        raise UsageError(f"output directory {asked.output_dir} exists; give another --output-dir or remove it")
+    if config.save_as_vllm is not None and (config.save_as_vllm.is_dir() or not config.save_as_vllm.parent.is_dir()):
+        raise UsageError(f"--save-as-vllm {config.save_as_vllm}: give a file in a directory that exists")
+    if config.output_dir is not None and config.output_dir.exists():
+        raise UsageError(f"output directory {config.output_dir} exists; give another --output-dir or remove it")
 
 
-def _saturated(asked: Asked, engine: Engine, device: Device, messages: Console) -> Asked:
+def _saturated(config: RunConfig, engine: Engine, device: Device, messages: Console) -> RunConfig:
     """The command line with the saturated rate measured, where the scenario needs one and none was given."""
     from ebbench.cli.saturation import needs_saturation, with_saturation
 
-    if not needs_saturation(asked, engine):
-        return asked
-    asked, sentence = with_saturation(asked, engine, device)
-    if not asked.quiet:
+    if not needs_saturation(config, engine):
+        return config
+    config, sentence = with_saturation(config, engine, device)
+    if not config.quiet:
         messages.print(sentence, markup=False, soft_wrap=True)
-    return asked
+    return config
 
 
-def device_of(asked: Asked, engine: Engine) -> Device:
+def device_of(config: RunConfig, engine: Engine) -> Device:
     """The device that the command line names; for vLLM this machine, and a placeholder for a server of others.
 
     For a topology it is one unit of its first pool: the model may need more than one GPU. Raises UsageError where a
@@ -157,82 +157,82 @@ def device_of(asked: Asked, engine: Engine) -> Device:
     from ebbench.devices.units import shape_of
     from ebbench.engines.sim import SimEngine
 
-    if is_server(asked.engine):
-        return unknown_device(asked.device, asked.model)
+    if is_server(config.engine):
+        return unknown_device(config.device, config.model)
     if engine.name == "vllm":
         from ebbench.engines.costs import local_hardware
 
-        model = asked.model or DEFAULT_MODEL
+        model = config.model or DEFAULT_MODEL
         return local_hardware(
-            asked.policies, asked.options, model=model, device=asked.device, calibration=asked.calibration
+            config.policies, config.options, model=model, device=config.device, calibration=config.calibration
         )
-    if asked.calibration is not None:
+    if config.calibration is not None:
         raise UsageError(
             "--calibration is for vLLM on this machine (--engine vllm); a simulated device is given with --device"
         )
     topology = engine.topology if isinstance(engine, SimEngine) else None
     return load_device(
-        asked.device or DEFAULT_DEVICE,
-        asked.model or DEFAULT_MODEL,
-        max_num_seqs=asked.options.max_num_seqs,
-        max_num_batched_tokens=asked.options.max_num_batched_tokens,
-        async_scheduling=asked.options.async_scheduling,
-        eager=asked.options.enforce_eager,
+        config.device or DEFAULT_DEVICE,
+        config.model or DEFAULT_MODEL,
+        max_num_seqs=config.options.max_num_seqs,
+        max_num_batched_tokens=config.options.max_num_batched_tokens,
+        async_scheduling=config.options.async_scheduling,
+        eager=config.options.enforce_eager,
         parallel=shape_of(topology) if topology is not None else SINGLE,
-        quantization=asked.options.quantization,
-        kv_cache_dtype=asked.options.kv_cache_dtype,
+        quantization=config.options.quantization,
+        kv_cache_dtype=config.options.kv_cache_dtype,
     )
 
 
-def engine_of(asked: Asked) -> tuple[Engine, str]:
+def engine_of(config: RunConfig) -> tuple[Engine, str]:
     """The engine with its settings, and the sentence that names it."""
-    limit = asked.plan_settings["max_model_len"]
+    limit = config.plan_settings["max_model_len"]
     return make_engine(
         EngineSetup(
-            asked.engine,
-            asked.model,
-            asked.client.settings(),
-            asked.scenario,
+            config.engine,
+            config.model,
+            config.client.settings(),
+            config.scenario,
             max_model_len=limit if isinstance(limit, int) else None,
-            drop_too_long=bool(asked.plan_settings["drop_too_long"]),
-            vllm_options=asked.vllm_options,
-            **vars(asked.cluster),
+            drop_too_long=bool(config.plan_settings["drop_too_long"]),
+            vllm_options=config.vllm_options,
+            **vars(config.cluster),
         )
     )
 
 
-def plan_of(asked: Asked, seed: int, device: Device, messages: Console) -> Plan:
+def plan_of(config: RunConfig, seed: int, device: Device, messages: Console) -> Plan:
     """The requests of one seed. Raises UsageError for a request that can never fit."""
     from rich.markup import escape
 
     from ebbench.workloads import build_plan
 
     reading: AbstractContextManager[object] = nullcontext()
-    if messages.is_terminal and not asked.quiet:
-        reading = messages.status(f"reading {escape(asked.workload)}")  # a data set may take seconds
+    if messages.is_terminal and not config.quiet:
+        reading = messages.status(f"reading {escape(config.workload)}")  # a data set may take seconds
     with reading:
-        plan = build_plan(asked.workload, asked.scenario, seed=seed, **asked.plan_settings)
-    if not is_server(asked.engine) and asked.cluster.topology is None:  # several GPUs hold more; the engine checks
-        check_fits(plan, device, asked.options)
+        plan = build_plan(config.workload, config.scenario, seed=seed, **config.plan_settings)
+    if not is_server(config.engine) and config.cluster.topology is None:  # several GPUs hold more; the engine checks
+        check_fits(plan, device, config.options)
     return plan
 
 
-def _announce(asked: Asked, engine: Engine, sentence: str, plan: Plan, messages: Console) -> None:
+def _announce(config: RunConfig, engine: Engine, sentence: str, plan: Plan, messages: Console) -> None:
     from ebbench.engines.base import VIRTUAL_TIME
     from ebbench.workloads.trace import time_note
 
-    if asked.quiet:
+    if config.quiet:
         return
     messages.print(sentence, markup=False, soft_wrap=True)
     for note in filter(None, (time_note(plan.facts), _at_once(plan))):
         messages.print(note, markup=False, soft_wrap=True)
     virtual = engine.name in VIRTUAL_TIME
     said = beforehand(
-        plan.facts, asked.repeats, policies=len(asked.policies), until_clear=asked.until_clear, virtual=virtual
+        plan.facts, config.repeats, policies=len(config.policies), until_clear=config.until_clear, virtual=virtual
     )
     if said:
         messages.print(said, markup=False, soft_wrap=True)
-    if asked.default_policies and not is_server(asked.engine):
+    if config.default_policies and not is_server(config.engine):
         messages.print("No --policy given: running ebplus, and v1 as its baseline.", markup=False, soft_wrap=True)
 
 
@@ -255,21 +255,21 @@ def _order(policies: list[PolicySpec], repeat: int) -> Iterator[PolicySpec]:
 
 
 def _run_one(
-    asked: Asked, plan: Plan, spec: PolicySpec, device: Device, engine: Engine, messages: Console, done: _Done
+    config: RunConfig, plan: Plan, spec: PolicySpec, device: Device, engine: Engine, messages: Console, done: _Done
 ) -> None:
-    seed = int(plan.facts.get("seed", asked.seed))
-    label = spec.name if asked.repeats == 1 else f"{spec.name} seed {seed}"
+    seed = int(plan.facts.get("seed", config.seed))
+    label = spec.name if config.repeats == 1 else f"{spec.name} seed {seed}"
     try:
-        stored = measure(asked, plan, spec, device, engine, messages, _run_dir(asked, spec, seed), label)
+        stored = measure(config, plan, spec, device, engine, messages, _run_dir(config, spec, seed), label)
     except NotStoredError as error:
         if error.run is not None:
             _keep(error.run, done)  # what was measured is shown though the disk is full
         raise
     _keep(stored, done)
-    if asked.save_as_vllm is not None:
+    if config.save_as_vllm is not None:
         from ebbench.export.vllm_json import save_vllm_result
 
-        save_vllm_result(stored, done.summaries[-1], asked.save_as_vllm)
+        save_vllm_result(stored, done.summaries[-1], config.save_as_vllm)
     done.interrupted = stored.manifest.interrupted
 
 
@@ -286,7 +286,7 @@ def _keep(run: Run, done: _Done) -> None:
 
 
 def measure(
-    asked: Asked,
+    config: RunConfig,
     plan: Plan,
     spec: PolicySpec,
     device: Device,
@@ -305,18 +305,18 @@ def measure(
         spec,
         engine.name,
         device,
-        asked.options,
+        config.options,
         wall_clock_ns(),
-        slo=asked.slo,
-        device_known=not is_server(asked.engine),
-        warnings=(POLICY_IS_A_LABEL,) if is_server(asked.engine) else _cautions(spec, plan, asked.options),
+        slo=config.slo,
+        device_known=not is_server(config.engine),
+        warnings=(POLICY_IS_A_LABEL,) if is_server(config.engine) else _cautions(spec, plan, config.options),
     )
     with RunWriter.create(run_dir) as writer:
         if setting.kind_of_time == "real":
             begin(writer, setting)
             engine = journalled(engine, writer)
-        with reporter(messages, label, len(plan), quiet=asked.quiet) as observer:
-            plan, result = run_plan(engine, plan, spec, device, asked.options, observer)
+        with reporter(messages, label, len(plan), quiet=config.quiet) as observer:
+            plan, result = run_plan(engine, plan, spec, device, config.options, observer)
             observer.update(_last_snapshot(spec, plan, result))
         return conclude(writer, replace(setting, plan=plan), result)
 
@@ -341,19 +341,19 @@ def _last_snapshot(spec: PolicySpec, plan: Plan, result: EngineResult) -> Progre
     return Progress(spec.name, ok.num_rows, len(plan), outputs, prompts + outputs, end_ns / 1e9, mode, 0, 0)
 
 
-def _run_dir(asked: Asked, spec: PolicySpec, seed: int) -> Path:
-    name = spec.name if asked.repeats == 1 else f"{spec.name}-seed{seed}"
-    if asked.output_dir is None:
-        return default_run_dir(asked.workload, name)
-    if len(asked.policies) * asked.repeats == 1:
-        return asked.output_dir
-    return unused(asked.output_dir / slug(name))
+def _run_dir(config: RunConfig, spec: PolicySpec, seed: int) -> Path:
+    name = spec.name if config.repeats == 1 else f"{spec.name}-seed{seed}"
+    if config.output_dir is None:
+        return default_run_dir(config.workload, name)
+    if len(config.policies) * config.repeats == 1:
+        return config.output_dir
+    return unused(config.output_dir / slug(name))
 
 
-def _show(asked: Asked, done: _Done, *, as_json: bool) -> None:
+def _show(config: RunConfig, done: _Done, *, as_json: bool) -> None:
     from ebbench.analysis.compare.cases import cases_of
 
-    order = {spec.name: index for index, spec in enumerate(asked.policies)}
+    order = {spec.name: index for index, spec in enumerate(config.policies)}
     measured = list(zip(done.summaries, done.explanations, strict=False))  # an interruption may fall between the two
     measured.sort(key=lambda one: (order[one[0].policy], one[0].seed))
     summaries, explanations = [summary for summary, _ in measured], [explanation for _, explanation in measured]
@@ -363,15 +363,15 @@ def _show(asked: Asked, done: _Done, *, as_json: bool) -> None:
         from ebbench.analysis.summary import mean_over_repeats
 
         groups = sorted((group for case in cases for group in case.groups), key=lambda group: order[group.policy])
-        rows = [[one.to_dict(all_percentiles=asked.all_percentiles) for one in group.summaries] for group in groups]
-        merged = [row[0] if asked.repeats == 1 else mean_over_repeats(row) for row in rows]
+        rows = [[one.to_dict(all_percentiles=config.all_percentiles) for one in group.summaries] for group in groups]
+        merged = [row[0] if config.repeats == 1 else mean_over_repeats(row) for row in rows]
         sys.stdout.write(json.dumps(merged, indent=2, allow_nan=False) + "\n")
     elif cases:
         from rich.console import Console
 
         from ebbench.render.report import print_report
 
-        print_report(Console(highlight=False), cases, all_percentiles=asked.all_percentiles)
+        print_report(Console(highlight=False), cases, all_percentiles=config.all_percentiles)
 
 
 def _verdict(done: _Done) -> None:
