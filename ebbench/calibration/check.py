@@ -1,4 +1,4 @@
-"""What follows a calibration: a profile on disk, and a prediction held against a run it has never seen."""
+"""After a calibration: writing the profile, and comparing its prediction with a run that the fit did not use."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def check_prediction(engine: Engine, device: Device, measured: Measured, grid: P
 class SteppedRuns:
     """One plan, served again and again by a real vLLM stepped in this process: in the pauses between its probes.
 
-    So probes and runs meet the same machine, fast or slow. No probe has these lengths or this concurrency, and no fit
+    So drift of the machine affects probes and runs equally. No probe has these lengths or this concurrency, and no fit
     sees these seconds. ``every``: how many pauses until the next run.
     """
 

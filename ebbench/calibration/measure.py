@@ -240,7 +240,7 @@ def cost_grid(grid: ProbeGrid, seconds: Mapping[Key, float]) -> CostGrid:
 
 
 def _rising(times: npt.NDArray[np.float64]) -> Any:
-    """More work never takes less time; where a noisy machine says otherwise, neighbours meet in the middle.
+    """More work never takes less time; where noise says otherwise, neighbouring points are averaged.
 
     The middle of the smallest rising surface above and the largest below: lifting alone would make noise cost time.
     """

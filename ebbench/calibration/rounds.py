@@ -1,9 +1,9 @@
 """The probes of a real vLLM, in rounds: each round measures every point of the grid once, in an order of its own.
 
 A machine does not keep its speed: other work, clock rates and memory make the same step 10 to 30 % slower or faster
-for seconds at a time. Point after point, each in one block, would write that into the grid as if it were the shape's;
-over rounds every point sees the same weather. What predicts a run is the sum of its steps, so the mean counts, not the
-median; only stalls are left out.
+for seconds at a time. Measured in one block each, points would absorb such changes; with rounds, drift of the machine
+affects all points equally. A run's time is the sum of its steps, so the mean is taken, not the median; only stalls are
+left out.
 
 What a request costs beside its steps is measured apart: to be taken in before its prompt's step, and to be forgotten in
 the step after its last. In a profile that is ``request_s``.

@@ -1,6 +1,6 @@
-"""Step times of a real vLLM in this process: every step is asked for and timed by hand, no server between.
+"""Step times of a real vLLM in this process: each step is called and timed directly, without a server.
 
-Over HTTP a step's composition hangs on when a request arrives; here it is exact. The time of a step is that of
+Over HTTP a step's composition depends on when a request arrives; here it is exact. The time of a step is that of
 ``LLMEngine.step``: scheduling, model, sampling and output together. What is measured with it, and in which order, is
 :mod:`ebbench.calibration.rounds`.
 """
@@ -25,7 +25,7 @@ CPU_KV_GIB = "2"
 
 @dataclass
 class SteppedVllm:
-    """A vLLM engine that advances one step a call. ``clock`` gives seconds; a real GPU's steps need the wall's."""
+    """A vLLM engine that advances one step per call. ``clock`` gives seconds; a real GPU's steps need the wall's."""
 
     engine: Any
     sampling: Any

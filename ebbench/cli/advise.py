@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TrafficFlags:
-    """What is asked, and when."""
+    """Which requests are sent, and when."""
 
     scenario: load.Scenario = None
     num_prompts: Annotated[int, typer.Option("--num-prompts", "-n", help="Requests per run.")] = 3000
@@ -39,7 +39,7 @@ class TrafficFlags:
     drop_too_long: load.DropTooLong = False
 
     def scenario_of(self, workload: str) -> str | None:
-        """As `ebbench run` reads these options."""
+        """The scenario that `ebbench run` would take from these options."""
         return scenario_meant(workload, self.scenario, self.request_rate, None)
 
     def plan(self, workload: str) -> dict[str, str | int | float | None]:
@@ -50,7 +50,7 @@ class TrafficFlags:
 
 @dataclass(frozen=True)
 class ServerFlags:
-    """What it is to run on, and the limits of its scheduler."""
+    """The machine, and the limits of its scheduler."""
 
     device: Annotated[
         str, typer.Option("--device", help="GPU, see `ebbench devices list`.", autocompletion=completion.devices)
@@ -72,7 +72,7 @@ class ServerFlags:
 
 @dataclass(frozen=True)
 class SearchFlags:
-    """Between what, by what, and how thoroughly."""
+    """Candidates, the figure they are compared by, and the effort."""
 
     goodput: Annotated[
         list[str] | None, typer.Option("--goodput", help="Targets in ms: ttft:10000 tpot:100. Goodput then decides.")

@@ -91,7 +91,7 @@ def _gpu_name() -> str | None:
 
 
 def _fitting(grid: ProbeGrid, capacity_tokens: int) -> ProbeGrid:
-    """The grid without what the KV cache cannot hold, and a word about it."""
+    """The grid without the points that the KV cache cannot hold, and a message naming them."""
     found = grid.fitting(capacity_tokens)
     left_out = [str(n) for n in grid.seqs if n not in found.seqs]
     if left_out:

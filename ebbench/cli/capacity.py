@@ -20,7 +20,7 @@ _LIMITS, _SEARCH, _OUTPUT = "Limits", "Search", "Output"
 
 @dataclass(frozen=True)
 class LimitFlags:
-    """What must hold at capacity."""
+    """The limits that hold at capacity."""
 
     goodput: Annotated[
         list[str] | None,
@@ -58,7 +58,7 @@ class SearchFlags:
 
 @dataclass(frozen=True)
 class CapacityOutput:
-    """What becomes of the results."""
+    """Where results go, and in which form."""
 
     output_dir: Annotated[
         Path | None,

@@ -109,7 +109,7 @@ def _checked(question: CapacityQuestion) -> Limits:
 
 
 def _template(question: CapacityQuestion, limits: Limits, policies: list[PolicySpec]) -> RunConfig:
-    """A run's command line, of which each probe sets load, size and seed."""
+    """The configuration of a run; each probe replaces its load, size and seed."""
     flags = question.engine
     if is_server(flags.engine) and len(policies) > 1:
         raise UsageError("a server runs the one policy it was started with; give one --policy, as a label")

@@ -1,4 +1,4 @@
-"""``ebbench client-check``: how much load this machine's client can be trusted with."""
+"""``ebbench client-check``: how much load this machine's client can generate accurately."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def client_check(
     workers: Annotated[int | None, typer.Option("--workers", help="Client processes; default: by the load.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
 ) -> None:
-    """Drive a fake server on this machine with more and more streams, and say how far the client kept true.
+    """Drive a fake server on this machine with more and more streams, and say up to which load the client was accurate.
 
     Prints lag, CPU per streamed token and the error of TTFT against the server's own times. The fake server
-    shares the machine, so against a remote server the client reaches at least this far.
+    shares the machine, so against a remote server the client manages at least this load.
     """
     from ebbench.client.check import LEVELS, measure_levels
     from ebbench.errors import UsageError
@@ -49,7 +49,7 @@ def _progress(level: LoadLevel) -> str:
 
 
 def _limit(levels: list[LoadLevel]) -> dict[str, float] | None:
-    """The largest load that was borne."""
+    """The largest load at which the client was accurate."""
     borne = [r for r in levels if r.trustworthy]
     return {"streams": borne[-1].streams, "tokens_per_s": borne[-1].tokens_per_s} if borne else None
 

@@ -18,7 +18,7 @@ _opt = partial(opt, panel=_PANEL)
 
 @dataclass(frozen=True)
 class ClientFlags:
-    """What was asked of the load generator; None where nothing was."""
+    """Options of the load generator; None where one was not given."""
 
     ramp_up_s: Annotated[
         float | None, _opt("--ramp-up", help="Seconds over which the load grows to its full size.")
@@ -75,9 +75,9 @@ class ClientFlags:
     insecure: Annotated[bool | None, _opt("--insecure", help="Do not verify TLS certificates.")] = None
 
     def settings(self) -> dict[str, Any]:
-        """Those given that the load generator takes, by the names of ClientOptions' fields. Raises UsageError.
+        """The given options under the names of ClientOptions' fields. Raises UsageError.
 
-        A ramp is made of the plan.
+        The ramp is not among them: it is made by changing the plan.
         """
         given = {name: value for name, value in vars(self).items() if value is not None and name != "ramp_up_s"}
         if "extra_body" in given:

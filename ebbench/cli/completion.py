@@ -1,4 +1,4 @@
-"""What the shell offers when the tab key is pressed: names of workloads, scenarios, policies, devices and models.
+"""Shell completion: names of workloads, scenarios, policies, devices and models.
 
 Every key press starts the program, so these read names of files and import nothing heavy. Where nothing fits, the shell
 offers files.

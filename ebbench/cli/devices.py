@@ -1,4 +1,4 @@
-"""``ebbench devices list|show``: what can be run on, and what a step costs there."""
+"""``ebbench devices list|show``: the devices, and how long steps take on them."""
 
 from __future__ import annotations
 

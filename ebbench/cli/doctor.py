@@ -23,7 +23,7 @@ State = Literal["ok", "warn", "missing"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One line: what was looked at, how it stands, and what to do (empty: nothing)."""
+    """One line: what was checked, its state, and what to do (empty: nothing)."""
 
     what: str
     state: State
@@ -143,7 +143,7 @@ def _near(version: str) -> bool:
 
 
 def _import_problem(module: str) -> str | None:
-    """The last line of what importing says, in a process of its own."""
+    """The last line of the error that an import gives in a new process; None where it succeeds."""
     try:
         done = subprocess.run(
             [sys.executable, "-c", f"import {module}"],

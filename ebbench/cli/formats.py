@@ -1,4 +1,4 @@
-"""``--format`` of the commands that show tables of runs: for the terminal, for a Markdown page, for a spreadsheet."""
+"""``--format`` of the commands that show tables of runs: table, Markdown or CSV."""
 
 from __future__ import annotations
 

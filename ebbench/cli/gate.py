@@ -22,7 +22,7 @@ _JUDGE, _MEASURE, _OUTPUT, _OTHER = "Judging", "Measuring interleaved", "Output"
 
 @dataclass(frozen=True)
 class JudgeFlags:
-    """What counts as a regression."""
+    """The limits beyond which a change is a regression."""
 
     margin: Annotated[
         list[str] | None,
@@ -89,7 +89,7 @@ class MeasureFlags:
 
     @property
     def given(self) -> bool:
-        """Whether anything is to be measured."""
+        """Whether pairs are to be measured."""
         return self.pairs is not None or bool(self.baseline_command or self.candidate_command)
 
     @property
@@ -110,7 +110,7 @@ class MeasureFlags:
 
 @dataclass(frozen=True)
 class OutputFlags:
-    """Where the verdict goes besides the console."""
+    """Where the verdict is written besides the console."""
 
     junit: Annotated[Path | None, opt("--junit", help="Write JUnit XML.", panel=_OUTPUT)] = None
     summary: Annotated[
@@ -122,7 +122,7 @@ class OutputFlags:
 
 @dataclass(frozen=True)
 class OtherFlags:
-    """What is done instead of judging."""
+    """Actions that replace a verdict."""
 
     save_baseline: Annotated[
         Path | None, opt("--save-baseline", help="Store the runs named as the baseline.", panel=_OTHER)

@@ -69,11 +69,11 @@ class GatewayFlags:
 
 @grouped
 def gateway(flags: GatewayFlags) -> None:
-    """One front door for several servers of one model.
+    """One endpoint in front of several servers of one model.
 
-    Streams pass through as they come. A server that dies takes only the answers it had begun with it; what it had not
-    begun goes to another one. See /metrics for counts, /gateway for the state; POST /gateway/drain?upstream=URL sends a
-    server nothing new, /gateway/resume takes it back. Example:
+    Streams pass through as they come. When a server dies, only the answers it had begun are lost; requests
+    without an answer yet go to another server. See /metrics for counts, /gateway for the state; POST
+    /gateway/drain?upstream=URL sends a server nothing new, /gateway/resume takes it back. Example:
 
     ebbench gateway -u http://127.0.0.1:8001 -u http://127.0.0.1:8002 --dispatch sbs
     """

@@ -1,4 +1,4 @@
-"""Options that say what is asked and when, and the scheduler's limits, as the commands that make plans take them.
+"""Options that say which requests are sent and when, and the scheduler's limits, for all commands that make plans.
 
 None is the default of what the option sets; where commands differ, the default is theirs.
 """

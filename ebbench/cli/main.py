@@ -48,8 +48,8 @@ COMMANDS: dict[str, Entry] = {
     "figures": Entry("ebbench.cli.figures:figures", UNDERSTAND, "The papers' figures and run timelines."),
     "fidelity": Entry("ebbench.cli.fidelity:fidelity", UNDERSTAND, "Emulated devices against real measurements."),
     "calibrate": Entry("ebbench.cli.calibrate:calibrate", UNDERSTAND, "Measure a device's step times."),
-    "workloads": Entry("ebbench.cli.workloads:app", LOOK_UP, "What can be asked."),
-    "scenarios": Entry("ebbench.cli.scenarios:app", LOOK_UP, "When it can be asked."),
+    "workloads": Entry("ebbench.cli.workloads:app", LOOK_UP, "Workloads: what requests are sent."),
+    "scenarios": Entry("ebbench.cli.scenarios:app", LOOK_UP, "Scenarios: when requests arrive."),
     "policies": Entry("ebbench.cli.policies:app", LOOK_UP, "How it can be scheduled."),
     "devices": Entry("ebbench.cli.devices:app", LOOK_UP, "On what it can run."),
     "serve": Entry("ebbench.cli.serve:serve", SERVE, "Serve a model with vLLM under a policy."),
@@ -63,7 +63,7 @@ INTERRUPTED = 130
 CLICK_ERROR: Any = typer.BadParameter.__mro__[2]
 """The base class of click's errors. Typer carries click under one of two names, so it is taken from typer."""
 HUNG_UP = 141
-"""Whoever read the output closed it (``| head``): what a shell reports of programs that SIGPIPE ends."""
+"""The reader of the output closed it (``| head``): the exit code that a shell reports for SIGPIPE."""
 _WITHIN_PARAGRAPH = re.compile(r"(?<!\n)\n(?!\n)")
 
 
@@ -173,7 +173,7 @@ def _installed(entry: Entry) -> bool:
 
 
 def _exit_code(call: Callable[[], Any]) -> int:
-    """Run ``call`` and turn what it raises into an exit code, saying why on stderr."""
+    """Run ``call`` and turn an exception into an exit code; writes the message to stderr."""
     try:
         result = call()
     except EbbenchError as error:
@@ -195,7 +195,7 @@ def _exit_code(call: Callable[[], Any]) -> int:
 
 
 def _exit_code_of(error: Exception) -> int:
-    """The exit code of an error that is not ours, said on stderr."""
+    """The exit code of an error from outside ebbench; writes the message to stderr."""
     from vllm_eb.errors import GivenValueError
 
     if isinstance(error, GivenValueError):
@@ -209,7 +209,7 @@ def _exit_code_of(error: Exception) -> int:
 
 
 def _crashed() -> int:
-    """A fault of ours, shown whole. Python would exit with 1, which is the gate's code for a regression."""
+    """Show the traceback of a bug in ebbench. Python would exit with 1, which is the gate's code for a regression."""
     import traceback
 
     traceback.print_exc()
@@ -224,7 +224,7 @@ def _encoding_message(error: UnicodeEncodeError) -> str:
 
 
 def _system_message(error: OSError) -> str:
-    """What the operating system refused: the file, where there is one, and why."""
+    """The operating system's reason, with the file where there is one."""
     why = error.strerror or str(error) or type(error).__name__
     return f"{error.filename}: {why}" if error.filename else why
 

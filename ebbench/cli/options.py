@@ -1,4 +1,4 @@
-"""What the commands share: how options are declared, grouped and shown in help; ``--goodput`` with several pairs."""
+"""Declaring, grouping and showing options, for all commands; ``--goodput`` with several pairs."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _parameters(group: type) -> list[inspect.Parameter]:
 
 
 class ShownWhole:
-    """Mixed into a command: its help cuts no option's name, however narrow the terminal.
+    """Mixed into a command: its help never cuts an option's name, also in a narrow terminal.
 
     Typer sets positive and negative names apart in columns that rich cuts; here they share one, and wrap between names.
     """
@@ -81,7 +81,7 @@ class ShownWhole:
     get_params: Callable[[Any], list[Any]]
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Show a copy whose options are written for reading; what is parsed stays as it is."""
+        """Write help from a copy with readable option names; parsing is not affected."""
         shown = copy.copy(self)
         shown.params = [_readable(param) for param in self.get_params(ctx)]
         shown.add_help_option = False  # it is among them

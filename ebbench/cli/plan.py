@@ -33,7 +33,7 @@ class TargetFlags:
 
 @dataclass(frozen=True)
 class RequestFlags:
-    """What is asked."""
+    """Which requests are sent."""
 
     seed: load.Seed = 0
     source: load.Source = "auto"

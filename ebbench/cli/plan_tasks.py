@@ -1,4 +1,4 @@
-"""From the options of ``ebbench plan`` to the candidates that are simulated; names are checked before anything runs."""
+"""Turns the options of ``ebbench plan`` into candidates to simulate; checks names before anything runs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SESSIONS = 2000
 
 
 def tasks_of(workload: str, target: TargetFlags, requests: RequestFlags, choice: ChoiceFlags) -> list[Task]:
-    """One task per candidate. Raises UsageError for names, numbers and limits that cannot be meant."""
+    """One task per candidate. Raises UsageError for unknown names and impossible numbers or limits."""
     check_counts(request_rate=target.request_rate)
     limits = parse_limits(target.goodput or (), target.attainment)
     find_model(choice.model)

@@ -1,4 +1,4 @@
-"""Settings that cannot work are refused before anything runs or is written."""
+"""Checks of settings, made before anything runs or is written."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def parse_policies(names: Sequence[str]) -> list[PolicySpec]:
 
 
 def _check_seconds(spec: PolicySpec) -> None:
-    """A policy's targets are in seconds, --goodput's limits in milliseconds: refuse what is surely the other unit."""
+    """A policy's targets are in s, --goodput's limits in ms: refuse a value that must be in the other unit."""
     for key, about in settings_of(type(spec)).items():
         given, most = getattr(spec, key), about.doubtful_from
         if about.unit == "s" and given is not None and most is not None and given >= most:

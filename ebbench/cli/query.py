@@ -45,7 +45,7 @@ def query(
 
 
 def _apart(answer: pa.Table) -> pa.Table:
-    """The answer with every column under a name of its own: ``a``, ``a_1``, ..."""
+    """The result with unique column names: ``a``, ``a_1``, ..."""
     names: list[str] = []
     taken = set(answer.column_names)
     for name in answer.column_names:
@@ -94,7 +94,7 @@ def _finite(value: Any) -> Any:
 
 
 def _plain(value: object) -> object:
-    """Sums of integers come as decimals; whatever else JSON does not know becomes text."""
+    """A value for JSON: sums of integers arrive as decimals; other types that JSON lacks become text."""
     if isinstance(value, Decimal):
         return int(value) if value == int(value) else float(value)
     return str(value)

@@ -19,7 +19,7 @@ _OUTPUT = "Output"
 
 @dataclass(frozen=True)
 class EngineFlags:
-    """What runs, on what, and the limits of its scheduler."""
+    """Policies, engine, device, and the limits of the scheduler."""
 
     policy: Annotated[
         list[str] | None,
@@ -96,7 +96,7 @@ class EngineFlags:
 
 @dataclass(frozen=True)
 class LoadFlags:
-    """When requests come, how often the whole is repeated."""
+    """When requests arrive, and the number of repeats."""
 
     scenario: load.Scenario = None
     max_concurrency: load.MaxConcurrency = None
@@ -111,13 +111,13 @@ class LoadFlags:
     duration_s: load.Duration = None
 
     def scenario_of(self, workload: str) -> str | None:
-        """The scenario asked for, or what the other options mean, read as `vllm bench serve` reads them."""
+        """The given scenario, or the one that the other options imply by the rules of `vllm bench serve`."""
         return scenario_meant(workload, self.scenario, self.request_rate, self.burstiness)
 
 
 @dataclass(frozen=True)
 class WorkloadFlags:
-    """What is asked."""
+    """Which requests are sent."""
 
     num_prompts: load.NumPrompts = None
     seed: load.Seed = 0
@@ -131,7 +131,7 @@ class WorkloadFlags:
 
 @dataclass(frozen=True)
 class OutputFlags:
-    """What becomes of the results."""
+    """Where results go, and in which form."""
 
     goodput: Annotated[
         list[str] | None,

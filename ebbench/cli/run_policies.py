@@ -44,7 +44,7 @@ DEFAULT_DEVICE, DEFAULT_MODEL = "rtx-pro-6000", "qwen3-8b"
 
 @dataclass(frozen=True)
 class RunConfig:
-    """A checked command line."""
+    """Everything that ``ebbench run`` needs, from a checked command line."""
 
     workload: str
     scenario: str | None
@@ -71,7 +71,7 @@ class RunConfig:
 
 @dataclass
 class _Done:
-    """What has been measured so far; it outlives an interruption."""
+    """The results so far; kept when the command is interrupted."""
 
     summaries: list[Summary] = field(default_factory=list)
     explanations: list[Explanation] = field(default_factory=list)
@@ -109,7 +109,7 @@ def run_policies(config: RunConfig, *, as_json: bool) -> None:
     except KeyboardInterrupt:
         done.interrupted = True
     except EbbenchError:
-        _show(config, done, as_json=as_json)  # what was measured before stays worth seeing
+        _show(config, done, as_json=as_json)  # show what was measured before the error
         raise
     _show(config, done, as_json=as_json)
     _verdict(done)
@@ -135,7 +135,7 @@ def _check(config: RunConfig) -> None:
 
 
 def _saturated(config: RunConfig, engine: Engine, device: Device, messages: Console) -> RunConfig:
-    """The command line with the saturated rate measured, where the scenario needs one and none was given."""
+    """The configuration with the saturated rate, measured here if the scenario needs one and none was given."""
     from ebbench.cli.saturation import needs_saturation, with_saturation
 
     if not needs_saturation(config, engine):
@@ -147,7 +147,7 @@ def _saturated(config: RunConfig, engine: Engine, device: Device, messages: Cons
 
 
 def device_of(config: RunConfig, engine: Engine) -> Device:
-    """The device that the command line names; for vLLM this machine, and a placeholder for a server of others.
+    """The device of the command line; for vLLM this machine, for an external server a placeholder.
 
     For a topology it is one unit of its first pool: the model may need more than one GPU. Raises UsageError where a
     policy needs costs that are not known.
@@ -237,7 +237,7 @@ def _announce(config: RunConfig, engine: Engine, sentence: str, plan: Plan, mess
 
 
 def _at_once(plan: Plan) -> str:
-    """What an infinite request rate means for this plan; empty where there is none."""
+    """A note on what an infinite request rate does with this plan; empty for a finite rate."""
     if not plan.facts.get("all_at_once"):
         return ""
     sessions, open_at_most = int(plan.facts["sessions"]), max(phase.max_concurrency for phase in plan.phases)
@@ -263,7 +263,7 @@ def _run_one(
         stored = measure(config, plan, spec, device, engine, messages, _run_dir(config, spec, seed), label)
     except NotStoredError as error:
         if error.run is not None:
-            _keep(error.run, done)  # what was measured is shown though the disk is full
+            _keep(error.run, done)  # show the run although it could not be stored
         raise
     _keep(stored, done)
     if config.save_as_vllm is not None:
@@ -274,7 +274,7 @@ def _run_one(
 
 
 def _keep(run: Run, done: _Done) -> None:
-    """Keep of a run what is shown at the end."""
+    """Store in ``done`` what is shown at the end of the command."""
     from ebbench.analysis.explain import explain
     from ebbench.analysis.summary import summarise, summarise_phases
 
@@ -322,7 +322,7 @@ def measure(
 
 
 def _cautions(spec: PolicySpec, plan: Plan, options: EngineOptions) -> tuple[RunWarning, ...]:
-    """What the policy itself warns of under this load."""
+    """Warnings of the policy itself about this load."""
     open_at_most = max((phase.max_concurrency for phase in plan.phases), default=0)
     found = spec.caution(open_at_most, options.max_num_seqs)
     return () if found is None else (RunWarning(*found),)

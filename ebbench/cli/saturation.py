@@ -38,10 +38,10 @@ def _units(topology: TopologySpec) -> int:
 
 
 def with_saturation(config: RunConfig, engine: Engine, device: Device) -> tuple[RunConfig, str]:
-    """The command line with the measured rate, and a sentence about it.
+    """The configuration with the measured rate, and a message about it.
 
-    The first policy is measured, for all policies get the same plan: a closed loop with twice the sequences that fit
-    into a batch, three times as many sessions; the rate is that of completions in the steady window.
+    It is measured under the first policy, since all policies get the same plan: a closed loop with twice the sequences
+    that fit into a batch, three times as many sessions; the rate is that of completions in the steady window.
     """
     from ebbench.analysis.columns import RequestColumns
     from ebbench.analysis.steady import completed_sessions_per_s, steady_windows

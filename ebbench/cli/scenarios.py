@@ -1,4 +1,4 @@
-"""``ebbench scenarios list|show``: when it can be asked."""
+"""``ebbench scenarios list|show``: the traffic patterns, that is when requests arrive."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from ebbench.traffic.spec import Phase, ScenarioSpec
 
 app = typer.Typer(
-    no_args_is_help=True, add_completion=False, help="When it can be asked: traffic patterns, your own TOML files."
+    no_args_is_help=True,
+    add_completion=False,
+    help="Traffic patterns: when requests arrive. Bundled ones and your own TOML files.",
 )
 
 _JSON = typer.Option("--json", help="One JSON document on stdout, nothing else.")
@@ -78,7 +80,7 @@ def show(
 def _laid_out(
     name: str, spec: ScenarioSpec, asked: Load, num_prompts: int | None, seed: int
 ) -> tuple[ScenarioSpec, dict[str, float] | None]:
-    """The scenario as a run would have it, and the arrivals of an open loop. Refuses what a run refuses."""
+    """The scenario as a run would use it, and the arrivals of an open loop. Raises what a run would raise."""
     from ebbench.traffic.schedule import under
     from ebbench.workloads import build_plan
     from ebbench.workloads.statistics import describe

@@ -23,7 +23,7 @@ FORMATS = ("rich", "markdown", "latex", "html", "csv")
 
 @dataclass(frozen=True)
 class RunsFlags:
-    """Where the table's runs come from."""
+    """Where the runs of the table come from."""
 
     run: paper.Run = False
     runs: paper.Runs = Path("runs/papers")
@@ -40,7 +40,7 @@ class RunsFlags:
 
 @dataclass(frozen=True)
 class ChoiceFlags:
-    """What the table holds, over its own protocol."""
+    """Options that replace those of the table's protocol."""
 
     device: paper.Device = None
     model: paper.Model = None
@@ -113,7 +113,7 @@ _CHOICES = tuple(field.name for field in fields(ChoiceFlags))
 
 @dataclass(frozen=True)
 class OutputFlags:
-    """What becomes of the table."""
+    """Where the table goes, and in which form."""
 
     style: Annotated[str, opt("--format", "-f", help="rich, markdown, latex, html or csv.", panel=paper.OUTPUT)] = (
         "rich"

@@ -241,7 +241,7 @@ def deferred(
 
 @contextmanager
 def _usage_errors() -> Iterator[None]:
-    """What vllm_eb refuses, it refuses because of an option."""
+    """Turn errors of vllm_eb, which come from an option here, into UsageError."""
     from vllm_eb.calibration import CalibrationError
     from vllm_eb.theory import TheoryError
 

@@ -1,4 +1,4 @@
-"""``ebbench workloads list|show``: what can be asked."""
+"""``ebbench workloads list|show``: the workloads, that is what requests are sent."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 app = typer.Typer(
-    no_args_is_help=True, add_completion=False, help="What can be asked: workloads, traces, your own TOML files."
+    no_args_is_help=True,
+    add_completion=False,
+    help="Workloads: what requests are sent. Bundled ones, traces and your own TOML files.",
 )
 
 _JSON = typer.Option("--json", help="One JSON document on stdout, nothing else.")

@@ -1,4 +1,4 @@
-"""What a device is to the rest of the program: a cost model, a KV capacity and a controller calibration."""
+"""The interface of a device: a cost model, a KV capacity and a controller calibration."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ class StepTime:
 
 @dataclass(frozen=True)
 class DeviceFacts:
-    """Everything ``ebbench devices show`` says."""
+    """Everything that ``ebbench devices show`` prints."""
 
     device: Device
     profile: DeviceProfile
@@ -86,7 +86,7 @@ class DeviceFacts:
 
 
 def describe(device: Device, context_tokens: int) -> DeviceFacts:
-    """Evaluate the cost model of a loaded device where a reader wants to know it."""
+    """Evaluate the cost model of a loaded device at typical step shapes."""
     assert device.profile is not None
     assert device.geometry is not None
     assert device.request is not None

@@ -79,7 +79,7 @@ def cost_grid(cost: CostModel) -> CostGrid:
 
 
 def fixed_and_each(counts: Sequence[float], times_s: Sequence[float]) -> tuple[float, float]:
-    """Fixed cost and cost of each (token, sequence), both in s: least squares, neither below zero.
+    """Fixed cost and cost per token or sequence, both in s: least squares, neither below zero.
 
     Of absolute errors, as the authors have it. Of relative ones the short steps would decide, which load the weights
     whatever is in them: on L40S that gives a prefill 9.6 ms of fixed cost, but refills are long enough to have none,

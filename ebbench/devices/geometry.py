@@ -1,4 +1,4 @@
-"""Shape of a decoder-only transformer: what it weighs, what a token's KV costs, what one token computes."""
+"""Shape of a decoder-only transformer: bytes of its weights, bytes of KV per token, parameters used per token."""
 
 from __future__ import annotations
 

@@ -18,8 +18,9 @@ class GridCost:
     """Step time read off a measured grid: linear between its points, continued beyond, never below its parts.
 
     The grid was measured with one prompt per step. What grows with the square of a prompt's length, its attention, is
-    taken out of ``grid`` and put back prompt by prompt (``square_s`` a pair of tokens): 512 tokens in four prompts cost
-    less than in one. ``request_s`` is what a request costs beside its steps, added for every prompt a step completes.
+    taken out of ``grid`` and put back prompt by prompt (``square_s`` per pair of tokens): 512 tokens in four prompts
+    cost less than in one. ``request_s`` is what a request costs beside its steps, added for every prompt a step
+    completes.
     """
 
     grid: CostGrid
@@ -59,9 +60,9 @@ class GridCost:
 
 
 def _square_s(grid: CostGrid) -> float:
-    """Seconds a pair of tokens: the curvature that step times over prompt tokens have in common, by least squares.
+    """Seconds per pair of tokens: the curvature that step times over prompt tokens have in common, by least squares.
 
-    0 with two sizes, where it is negative, or where taking it out would leave less time for more tokens: noise.
+    0 with two sizes, where it is negative, or where removing it would make more tokens take less time: noise.
     """
     tokens = np.array(grid.tokens, float)
     if len(tokens) < 3:

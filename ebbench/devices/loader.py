@@ -1,4 +1,4 @@
-"""From two names to a Device: the best cost model there is, and what to know about it."""
+"""Loads a Device by the names of device and model: the best cost model available, its source and its warnings."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ EAGER_UNKNOWN = "--enforce-eager changes nothing here: only kernel tables know w
 
 
 class Built(NamedTuple):
-    """A cost model, where it comes from, and what to know about it."""
+    """A cost model, its source and its warnings."""
 
     cost: CostModel
     provenance: str
@@ -139,7 +139,7 @@ def _published(profile: DeviceProfile, model: ModelGeometry, parallel: Parallel)
 
 
 def _caveats(request: DeviceRequest, model: ModelGeometry, built: Built, host: HostCosts) -> tuple[str, ...]:
-    """What was asked for and changes nothing, and constants that nobody fitted."""
+    """Warnings about options without effect and about constants that were not fitted."""
     found: tuple[str, ...] = (f"{model.name}: {model.note}",) if model.note else ()
     if request.eager and not isinstance(built.cost, TableCost):
         found += (EAGER_UNKNOWN,)
@@ -191,7 +191,7 @@ def _build(
 
 
 def _calibration(built: Built, published: Calibration | None, margin: float) -> Calibration:
-    """What the controller believes: the published coefficients, completed or replaced by a fit to the cost model."""
+    """The controller's calibration: the published coefficients, completed or replaced by a fit to the cost model."""
     grid = cost_grid(built.cost)
     fitted = fit_calibration(built.cost, f"fitted to the {built.provenance}", margin)
     if published is None:

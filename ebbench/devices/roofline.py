@@ -1,4 +1,4 @@
-"""Step times from data-sheet rates alone: the fallback for a device or model nobody has profiled."""
+"""Step times from data-sheet rates alone: the fallback for a device or model without measurements."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def read_lengths(
 
 
 def _refuse(chosen: Mapping[str, str | int | None], owner: str) -> None:
-    """Raise UsageError for what would be passed over: finished answers are taken as they are, all of them."""
+    """Raise UsageError for options that have no effect on the answers of a stored run."""
     given = ["--" + name.replace("_", "-") for name, value in chosen.items() if value is not None]
     if given:
         raise UsageError(f"{owner} and is taken whole; leave out {', '.join(given)}")
@@ -77,7 +77,7 @@ def _of_plan(what: str, source: str, num_prompts: int | None, seed: int, plan: d
 
 
 def _numbers(path: Path) -> npt.NDArray[np.int64] | None:
-    """One length a line (an optional heading first); None when the file is something else. Raises InputFileError."""
+    """One length per line (an optional heading first); None when the file is something else. Raises InputFileError."""
     try:
         lines = [line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines()]
     except (OSError, UnicodeDecodeError) as error:

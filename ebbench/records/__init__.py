@@ -1,1 +1,1 @@
-"""What is stored: schemas, plans, manifests, the run directory."""
+"""Stored data: schemas, plans, manifests, the run directory."""

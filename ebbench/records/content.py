@@ -1,4 +1,4 @@
-"""What a prompt consists of: token ids as a pure function of content identity and position.
+"""Token ids of prompts, as a pure function of content identity and position.
 
 Every engine that needs real token ids calls :func:`token_ids`, so one plan means the same prompts, and the same
 shared prefixes, everywhere.

@@ -1,4 +1,4 @@
-"""Measurements stored while they come in, in shards large enough not to be felt."""
+"""Stores measurements during a run, in shards large enough not to slow it down."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ ROWS, INTERVAL_S = 5_000, 5.0
 class Journal:
     """Collects batches of one table and appends them as a shard when many or old enough.
 
-    A run that is killed loses at most the last ``interval_s`` seconds. What is held back when the run ends is
-    dropped: the engine's whole table takes the shards' place.
+    A run that is killed loses at most the last ``interval_s`` seconds. Rows not yet stored when the run
+    ends are dropped: the engine's whole table replaces the shards.
     """
 
     def __init__(self, writer: RunWriter, name: TableName, *, rows: int = ROWS, interval_s: float = INTERVAL_S) -> None:
@@ -32,7 +32,7 @@ class Journal:
             self.flush()
 
     def flush(self) -> None:
-        """Store what is held back."""
+        """Store the rows collected so far."""
         if self._held:
             self._writer.append(self._name, pa.concat_tables(self._held))
             self._held.clear()

@@ -1,4 +1,4 @@
-"""How late a load generator may send its requests before a run must not be believed."""
+"""The limit on how late a load generator may send requests; beyond it a run is INVALID."""
 
 from __future__ import annotations
 

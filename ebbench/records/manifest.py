@@ -1,4 +1,4 @@
-"""The manifest of a run: what was asked, of what, with which software, and how far to trust the numbers."""
+"""The manifest of a run: load, device, engine, software, and whether the numbers can be trusted."""
 
 from __future__ import annotations
 

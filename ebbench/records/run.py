@@ -65,22 +65,22 @@ class Run:
 
     @property
     def requests(self) -> pa.Table:
-        """One row a planned request."""
+        """One row per planned request."""
         return self.table("requests")
 
     @property
     def steps(self) -> pa.Table:
-        """One row an engine step."""
+        """One row per engine step."""
         return self.table("steps")
 
     @property
     def decisions(self) -> pa.Table:
-        """One row a scheduling decision worth recording."""
+        """One row per recorded scheduling decision."""
         return self.table("decisions")
 
     @property
     def plan(self) -> pa.Table:
-        """What was asked."""
+        """The planned requests."""
         return self.table("plan")
 
 

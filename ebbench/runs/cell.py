@@ -92,7 +92,7 @@ class Cell:
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
     def directory_name(self) -> str:
-        """A name a person can find it by, and the key."""
+        """A readable name and the key."""
         engine = "" if self.engine == "sim" else self.engine
         words = (engine, self.device or "", self.model or "", self.plan.scenario or "", self.plan.workload, self.policy)
         return f"{slug('-'.join(word for word in words if word))[:60].rstrip('-._')}-{self.key()}"

@@ -1,4 +1,4 @@
-"""Making the runs that a store lacks: each is stored as soon as it is there."""
+"""Makes the runs that a store lacks; each is stored as soon as it ends."""
 
 from __future__ import annotations
 

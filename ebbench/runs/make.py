@@ -119,7 +119,7 @@ def _several_phases(plan: Plan) -> bool:
 
 
 def setup_of(cell: Cell) -> EngineSetup:
-    """What the cell asks of its engine."""
+    """The settings of the cell's engine."""
     return EngineSetup(
         cell.engine,
         cell.model,

@@ -1,4 +1,4 @@
-"""Where jobs run: in this process, or in processes of this machine. Results come as they are finished, in any order.
+"""Pools that run jobs in this process or in processes of this machine. Results come in the order of completion.
 
 A pool runs any function of one argument that can be pickled; ``ray_pool`` does the same on a Ray cluster.
 """
@@ -31,7 +31,7 @@ ATTEMPTS = 3
 
 @dataclass(frozen=True)
 class Outcome(Generic[R]):
-    """What became of one job: its value, or its error. ``seconds`` of wall time; ``worker``: host and process id."""
+    """The value or the error of one job. ``seconds`` of wall time; ``worker``: host and process id."""
 
     value: R | None
     error: EbbenchError | None = None
@@ -43,12 +43,12 @@ class Pool(Protocol):
     """Runs jobs. Leaving the iteration early stops what is still running."""
 
     def outcomes(self, job: Callable[[T], R], tasks: Sequence[T]) -> Iterator[tuple[T, Outcome[R]]]:
-        """Each task with what became of it, as they finish; an exception of the job becomes the outcome's error."""
+        """Each job with its outcome, in the order of completion; an exception becomes the outcome's error."""
         ...
 
 
 def attempt(job: Callable[[T], R], task: T) -> Outcome[R]:
-    """One job in this process. A fault of ours or of an engine becomes a RunError that says where it happened."""
+    """One job in this process. An exception from ebbench or an engine becomes a RunError that names the place."""
     started = time.monotonic()
     value: R | None = None
     error: EbbenchError | None = None

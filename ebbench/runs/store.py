@@ -1,4 +1,4 @@
-"""Where results are kept: one directory per cell, named by its key, so that many runs can be killed at any moment.
+"""The store of results: one directory per cell, named by its key, so that a command can be killed at any moment.
 
 ::
 
@@ -52,7 +52,7 @@ class Measured:
 
     @property
     def valid(self) -> bool:
-        """Whether the run may be believed."""
+        """Whether the run is valid."""
         return bool(self.figures.get("valid", True))
 
     @property

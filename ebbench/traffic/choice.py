@@ -1,4 +1,4 @@
-"""Which scenario is meant where none is named: the rule of every command that takes a load."""
+"""The scenario that is used when none is named; one rule for all commands that take a load."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from math import inf
 def scenario_meant(
     workload: str, scenario: str | None, request_rate: float | None, burstiness: float | None
 ) -> str | None:
-    """The scenario asked for, or what the other options mean, read as `vllm bench serve` reads them.
+    """The given scenario, or the one that the other options imply by the rules of `vllm bench serve`.
 
     A rate of infinity releases everything at once, or as much as the cap on concurrency lets in: ``saturated``.
     """

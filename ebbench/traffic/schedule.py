@@ -1,4 +1,4 @@
-"""A scenario made concrete: which session belongs to which phase, and when it arrives."""
+"""Lays out a scenario: which session belongs to which phase, and when it arrives."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def _open(spec: ScenarioSpec, load: Load, total: int | None, default_total: int,
     if load.duration_s is not None:
         arrival_s = arrival_s[arrival_s < load.duration_s]
     if not len(arrival_s):
-        raise UsageError(f"nobody arrives in {start:g} s at this rate; raise --request-rate or duration_s")
+        raise UsageError(f"no session arrives in {start:g} s at this rate; raise --request-rate or duration_s")
     names = tuple(phase.name for phase in spec.phases)
     return Schedule(names, _cut([len(piece) for piece in pieces], len(arrival_s)), arrival_s=arrival_s)
 

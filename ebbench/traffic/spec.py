@@ -1,4 +1,4 @@
-"""Scenario files: when requests are asked. One TOML per traffic pattern; a user adds one without code."""
+"""Scenario files: when requests are sent. One TOML per traffic pattern; a user adds one without code."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Requests:
-    """What is asked. ``session`` counts from 0 and never decreases; ``turn`` counts from 0 inside a session.
+    """Requests without times. ``session`` counts from 0 and never decreases; ``turn`` counts from 0 inside a session.
 
     ``arrival_s`` (one per session, from the trace's start) only where the source knows it.
     """

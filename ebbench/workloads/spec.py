@@ -1,4 +1,4 @@
-"""Workload files: what is asked. One TOML per workload; a user adds one without code."""
+"""Workload files: which requests are sent. One TOML per workload; a user adds one without code."""
 
 from __future__ import annotations
 

@@ -133,7 +133,10 @@ def test_closed_loop_with_the_callers_concurrency():
         ({"scenario": "poisson", "request_rate": 3, "saturation_rate": 5}, "both set the rate"),
         ({"scenario": "distribution-shift", "source": "file:/x.json"}, "leave out --source file:/x.json"),
         ({"scenario": "distribution-shift", "tokenizer": "words"}, "'distribution-shift' has none, leave it out"),
-        ({"scenario": "saturation-steps", "request_rate": 1e-6}, "nobody arrives in 300 s at this rate; raise --req"),
+        (
+            {"scenario": "saturation-steps", "request_rate": 1e-6},
+            "no session arrives in 300 s at this rate; raise --req",
+        ),
         ({"scenario": "saturation-steps", "request_rate": 1e9}, "3e\\+10 arrivals, more than 10,000,000; give --num"),
         ({"num_prompts": 0}, "num prompts must be positive"),
         ({"seed": -1}, "seed must be 0 or more"),

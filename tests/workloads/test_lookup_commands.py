@@ -112,7 +112,7 @@ def test_show_scenario_lays_out_the_sessions_asked_for(lunch):
         (("saturated", "--saturation-rate", "5"), "leave out --saturation-rate"),
         (("poisson", "-n", "50"), "give --request-rate"),
         (("trace", "-n", "50"), "workloads show trace:FILE"),
-        (("LUNCH", "--request-rate", "0.0001"), "nobody arrives in 40 s at this rate; raise --request-rate or dur"),
+        (("LUNCH", "--request-rate", "0.0001"), "no session arrives in 40 s at this rate; raise --request-rate or dur"),
     ],
 )
 def test_show_scenario_refuses_what_run_refuses(lunch, arguments, message):
