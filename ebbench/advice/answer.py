@@ -1,4 +1,4 @@
-"""A question about scheduling and its answer, as data."""
+"""The question that ``ebbench advise`` answers, and the answer, as data."""
 
 from __future__ import annotations
 

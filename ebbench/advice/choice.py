@@ -1,4 +1,4 @@
-"""Which of the candidates to advise, and why: in words that claim no more than the runs show."""
+"""Which of the candidates to advise, and why: with reasons that claim no more than the runs show."""
 
 from __future__ import annotations
 

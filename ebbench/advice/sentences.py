@@ -23,7 +23,7 @@ FAR_APART = 0.1
 
 
 def headline(advice: Advice) -> list[str]:
-    """What to run and what it brings."""
+    """The advised policy and its expected gain."""
     chosen, question = advice.chosen, advice.question
     lines = [f"Run {chosen.policy}: {advice.reason}."]
     if chosen.gain is not None and chosen.policy != "v1":
@@ -95,7 +95,7 @@ def _theory_concurrency(crossing: float | None, lhs: float) -> str:
 
 
 def candidates(advice: Advice) -> Table:
-    """One row a candidate, best first: what decides, its gain over v1 with the interval below, latencies."""
+    """One row per candidate, best first: what decides, its gain over v1 with the interval below, latencies."""
     limits = bool(advice.question.slo)
     table = framed()
     table.add_column("policy", max_width=18, overflow="fold")
@@ -142,7 +142,7 @@ def _probe_table(what: str, probe: Probe, x_format: str) -> Table:
 
 
 def limits_of_it(advice: Advice) -> list[str]:
-    """What the advice rests on and a reader has to know."""
+    """Assumptions and limits of the advice."""
     question, load = advice.question, advice.load
     lines = [f"{note[:1].upper()}{note[1:]}." for note in advice.notes]
     if question.seeds_alike:

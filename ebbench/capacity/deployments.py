@@ -53,7 +53,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Task:
-    """What a candidate is to carry. ``plan`` holds the other arguments of build_plan; ``sessions``: fewest per run."""
+    """The load to be carried. ``plan`` holds the other arguments of build_plan; ``sessions``: fewest per run."""
 
     candidate: Candidate
     model: str

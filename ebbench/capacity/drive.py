@@ -1,7 +1,7 @@
 """Carry out a capacity search: probe, read, decide, until the answer is precise enough or the budget is spent.
 
-The search first measures requests alone. Limits that they miss with the whole device to themselves can be met under no
-load; that is said at once, with the least that could be met. Their latency also gives the first load to try.
+The search first measures requests alone. Limits that they miss even then cannot be met at any load; the search ends
+with an error that names the lowest limits that can be met. Their latency also gives the first load to try.
 
 Every probe is an ordinary run directory. A search that was stopped reads the directories it left and goes on.
 """

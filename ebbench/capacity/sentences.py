@@ -72,7 +72,7 @@ def table(found: Mapping[str, Outcome], by_concurrency: bool) -> Table:
 
 
 def remarks(found: Mapping[str, Outcome], limits: Limits, by_concurrency: bool) -> list[str]:
-    """What the table does not say: the curve, what stopped a search, which figures are whose."""
+    """What the table does not say: the curve, why a search stopped, which figures belong to which policy."""
     lines = [f"Latencies and goodput are those of the probe nearest to capacity. Limits: {limits}."]
     for policy, outcome in found.items():
         loads, bars = curve(outcome)

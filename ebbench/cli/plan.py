@@ -100,7 +100,7 @@ def plan(
 
     from rich.console import Console
 
-    from ebbench.capacity import chart, plan_words
+    from ebbench.capacity import chart, plan_sentences
     from ebbench.capacity.choose import choose
     from ebbench.capacity.prices import check_prices, parse_prices
     from ebbench.cli.plan_tasks import tasks_of
@@ -118,10 +118,10 @@ def plan(
     if output.plot is not None and found.found:
         chart.save_frontier(found, bool(prices), output.plot)
     if output.as_json:
-        sys.stdout.write(json.dumps(plan_words.as_dict(found, tasks[0], prices), indent=2, allow_nan=False) + "\n")
+        sys.stdout.write(json.dumps(plan_sentences.as_dict(found, tasks[0], prices), indent=2, allow_nan=False) + "\n")
         return
     console = Console(highlight=False)
-    for part in plan_words.parts(found, tasks[0], prices):
+    for part in plan_sentences.parts(found, tasks[0], prices):
         console.print(part, markup=False, soft_wrap=isinstance(part, str))
 
 

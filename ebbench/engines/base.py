@@ -37,12 +37,12 @@ class EngineOptions:
 
 
 VIRTUAL_TIME = frozenset({"sim", "emulated"})
-"""Names of the engines whose time is made up: the same plan gives the same run."""
+"""Names of the engines in virtual time: the same plan gives the same run."""
 
 
 @dataclass(frozen=True)
 class Progress:
-    """A snapshot for the live line."""
+    """A snapshot for the progress line."""
 
     policy: str
     completed: int
@@ -73,9 +73,9 @@ class Observer(Protocol):
 class EngineResult:
     """Tables in the schemas of :mod:`ebbench.records.schema`, and what the manifest should say.
 
-    ``invalid``: reasons only the engine knows why the run must not be believed. ``facts`` join the plan's in the
-    manifest. ``server_metrics``: samples of the server's metrics page, where there is one. ``device``: what
-    one instance was taken to be, where that is not the single GPU it was given (a unit of several).
+    ``invalid``: reasons, known to the engine alone, why the run is INVALID. ``facts`` join the plan's in the
+    manifest. ``server_metrics``: samples of the server's metrics page, where there is one. ``device``: the
+    device of one instance, where that is a unit of several GPUs and not the single GPU that was given.
     """
 
     requests: pa.Table

@@ -1,7 +1,7 @@
 """``--duration`` in a closed loop: no session is released after so many seconds, on any engine.
 
 How many sessions that are depends on how fast they end, so the plan holds more of them than are released. What is
-released becomes the run's plan; what it was cut from says which question was asked.
+released becomes the run's plan; the plan it was cut from is kept, so that runs of one question compare.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def part_of(plan: Plan, table: pa.Table) -> Plan:
 
 
 def exhausted(plan: Plan, result: EngineResult) -> tuple[Plan, EngineResult]:
-    """All was released before the time was over, which is said."""
+    """A warning for a run whose sessions were all released before the time was over."""
     sessions = len(_sessions_in_order(plan))
     note = (
         f"All {sessions:,} sessions of the plan were released before --duration {plan.release_for_s:g} was over; "

@@ -91,8 +91,8 @@ class _Run:
         self._make_request, self._vocab = core_module.make_request, core_module.vocabulary(options.block_size)
         self._plan, self._policy = plan, policy
         self._blocks = num_kv_blocks(device, options)
-        everyone = with_warmup(plan, options.warmup)
-        self._state, self._log = RequestState(everyone), StepLog()
+        whole = with_warmup(plan, options.warmup)
+        self._state, self._log = RequestState(whole), StepLog()
         self._clock = core_module.VirtualClock()
         self._streams: dict[str, list[int]] = {}
         scheduler, additional = plugin_settings(policy, device)
@@ -114,7 +114,7 @@ class _Run:
         executor = self.core.model_executor
         executor.attach(self._clock, device.cost, self._streams)
         executor.on_step, executor.on_preempted = self._on_step, self._on_preempted
-        self._ids: list[str] = everyone.table["request_id"].to_pylist()
+        self._ids: list[str] = whole.table["request_id"].to_pylist()
         self._row_of = {request_id: row for row, request_id in enumerate(self._ids)}
         self._last_ids: list[str] = []
         self._last_rows: Ints = np.zeros(0, np.int64)
@@ -125,16 +125,16 @@ class _Run:
         self, core_module: Any, policy: PolicySpec, options: EngineOptions, additional: dict[str, object]
     ) -> Any:
         """A core that leaves out calls that find nothing to do."""
-        from ebbench.engines.emulated_dozing import begin_dozing, dozing_class, supported
         from ebbench.engines.emulated_shortcuts import PlainRequest, take_shortcuts
+        from ebbench.engines.emulated_skipping import begin_skipping, skipping_class, supported
 
         scheduler: str | type | None = None if policy.native else plugin.SCHEDULER
         if supported():
-            scheduler = dozing_class(plugin=not policy.native, async_scheduling=options.async_scheduling)
+            scheduler = skipping_class(plugin=not policy.native, async_scheduling=options.async_scheduling)
         core = core_module.build_core(self._blocks, options, scheduler, additional)
         take_shortcuts(core)
         if supported():
-            begin_dozing(core, self._streams)
+            begin_skipping(core, self._streams)
         self._make_request = partial(self._make_request, kind=PlainRequest)
         return core
 

@@ -1,4 +1,4 @@
-"""The other side of the emulated engine: clients that send a plan's requests in virtual time."""
+"""Clients of the emulated engine: they send a plan's requests in virtual time."""
 
 from __future__ import annotations
 

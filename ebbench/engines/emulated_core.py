@@ -144,7 +144,7 @@ def build_core(
 
 @contextmanager
 def _no_heap_freeze() -> Iterator[None]:
-    """A server collects garbage at its start and freezes what is left; a run of a second has better things to do."""
+    """Leaves out the garbage collection and freeze of a server's start, which a run of a second does not need."""
     freeze = getattr(engine_core, "freeze_gc_heap", None)
     engine_core.freeze_gc_heap = lambda: None
     try:

@@ -36,10 +36,11 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Sleepers:
-    """Decodes left out of a SchedulerOutput (see :mod:`ebbench.engines.emulated_dozing`), one token each.
+class SkippedDecodes:
+    """Decodes left out of a SchedulerOutput (see :mod:`ebbench.engines.emulated_skipping`), one token each.
 
-    ``ids``: everyone in the step, in scheduling order; ``kv_tokens``: the sleepers' contexts at the end of the step.
+    ``ids``: all requests in the step, in scheduling order; ``kv_tokens``: contexts of the skipped at the end of the
+    step.
     """
 
     number: int
@@ -68,16 +69,16 @@ class StepReader:
             )
         else:
             step = self._general_step(scheduled)
-        sleepers: Sleepers | None = getattr(scheduled, "sleepers", None)
-        return step if sleepers is None else self._with_sleepers(step, sleepers, scheduled.num_scheduled_tokens)
+        skipped: SkippedDecodes | None = getattr(scheduled, "skipped", None)
+        return step if skipped is None else self._with_skipped(step, skipped, scheduled.num_scheduled_tokens)
 
-    def _with_sleepers(self, step: Step, sleepers: Sleepers, counts: dict[str, int]) -> Step:
+    def _with_skipped(self, step: Step, skipped: SkippedDecodes, counts: dict[str, int]) -> Step:
         shape = step.shape._replace(
-            decode_seqs=step.shape.decode_seqs + sleepers.count,
-            decode_kv_tokens=step.shape.decode_kv_tokens + sleepers.kv_tokens,
-            sampled_seqs=step.shape.sampled_seqs + sleepers.count,
+            decode_seqs=step.shape.decode_seqs + skipped.count,
+            decode_kv_tokens=step.shape.decode_kv_tokens + skipped.kv_tokens,
+            sampled_seqs=step.shape.sampled_seqs + skipped.count,
         )
-        ids = sleepers.ids
+        ids = skipped.ids
         return replace(
             step,
             shape=shape,
@@ -141,7 +142,7 @@ class StepReader:
 
 
 class StandInExecutor(Executor):  # type: ignore[misc]
-    """What every emulated device shares: no worker, no weights, KV memory as large as the block count asked for."""
+    """Base of the emulated devices: no worker, no weights, KV memory as large as the block count asked for."""
 
     supports_pp = False
 

@@ -2,9 +2,9 @@
 
 At 2,000 decoding sequences nine tenths of a run go into vLLM's own bookkeeping, most of it into finding out that a
 sequence that grows by one token needs no block, completes no block, has no block to publish and does not stop. The
-exits below ask exactly that first and leave everything else to vLLM; what is sent to workers and read by none is left
-out. They hold for one full-attention KV group and requests of forced length, without speculative decoding, which is
-what the emulated device declares; a test compares runs with and without them.
+exits below ask exactly that first and leave everything else to vLLM; data for workers, which the emulated device does
+not have, is left out. They hold for one full-attention KV group and requests of forced length, without speculative
+decoding, which is what the emulated device declares; a test compares runs with and without them.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from vllm.v1.request import Request, RequestStatus
 
 
 class PlainRequest(Request):  # type: ignore[misc]
-    """A text request that keeps its lengths instead of computing them at every question."""
+    """A text request that stores its lengths instead of computing them at every call."""
 
     use_structured_output = False
     num_encoder_inputs = 0
     has_encoder_inputs = False
     num_tokens = num_tokens_with_spec = num_output_tokens = 0
-    asleep = False
-    asleep_since = 0
+    skipped = False
+    skipped_since = 0
     take_events = take_prefill_stats = [].clear  # there are none: called without Python, returns None
 
     def __init__(self, **settings: Any) -> None:

@@ -1,4 +1,4 @@
-"""Engines made from what was asked of them: the one place that knows which settings each engine takes."""
+"""Makes engines from their settings; the one place that knows which settings each engine takes."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def unknown_device(device: str | None, model: str | None) -> Device:
 
 @dataclass(frozen=True)
 class EngineSetup:
-    """What is asked of an engine besides the scheduler's options; None where nothing is.
+    """Settings of an engine besides the scheduler's options; None where not given.
 
     ``engine``: auto, sim, emulated, vllm or a server's URL. ``model``: what a server serves. ``client``: options of the
     load generator that were set, by the names of ClientOptions' fields. ``scenario``: where a topology may stand too.

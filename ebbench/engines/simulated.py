@@ -1,4 +1,4 @@
-"""Around a simulation: from engine options to its parts, progress while it runs, what is refused."""
+"""Prepares a simulation from engine options, shows its progress, and checks that it ended."""
 
 from __future__ import annotations
 

@@ -133,8 +133,10 @@ def _cpu_arguments(options: EngineOptions) -> tuple[str, ...]:
 
 
 def known_costs(device: Device) -> Calibration | None:
-    """What the controller computes from; None where nobody has measured it. It goes inline into the server's command,
-    so that the line which the run keeps can be used anywhere."""
+    """The costs that the controller computes from; None where they were not measured.
+
+    They go inline into the server's command, so that the stored command line works on any machine.
+    """
     return device.calibration if device.costs_known else None
 
 
@@ -163,7 +165,7 @@ def _position_limit(folder: Path | None) -> int | None:
 
 
 def told(observer: Observer | None, policy: PolicySpec, plan: Plan, log: Path) -> Callable[[float], None]:
-    """Tells ``observer`` for how long a server has been starting, and where it says what it does meanwhile."""
+    """A callback that shows ``observer`` how long a server has been starting, and where its log is."""
 
     def tell(waited_s: float) -> None:
         if observer is not None:
@@ -234,7 +236,7 @@ def _in_group(pid: int, group: int) -> bool:
 
 
 def reason_of_death(server: ServerProcess) -> tuple[str, ...]:
-    """Why the run is worth nothing when the server ended by itself."""
+    """Why the run is INVALID when the server ended by itself."""
     try:
         server.check_alive("died during the run")
     except RunError as error:

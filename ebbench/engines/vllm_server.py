@@ -1,4 +1,4 @@
-"""A server process of our own: started under a supervisor, waited for, stopped with everything it started."""
+"""A server process started under a supervisor, awaited, and stopped with everything it started."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class ServerProcess:
         return self._process.pid
 
     def wait_ready(self, timeout_s: float, waiting: Callable[[float], None]) -> None:
-        """Return once /health answers 200; ``waiting`` is told now and then for how many seconds it has not.
+        """Return once /health answers 200; ``waiting`` is called at intervals with the seconds waited so far.
 
         Raises RunError with the end of the log when that does not happen.
         """
@@ -97,7 +97,7 @@ class ServerProcess:
 
 
 def free_port() -> int:
-    """A TCP port of 127.0.0.1 that nobody listens on at the moment."""
+    """A free TCP port of 127.0.0.1."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

@@ -41,18 +41,18 @@ class _Watched(EmulatedEngine):
 @pytest.mark.parametrize("async_scheduling", [True, False])
 @pytest.mark.parametrize("policy", ["v1", "eb:k=6", "ebplus", "ebplus:estimator=censored", "marginal", "deferred:k=5"])
 @pytest.mark.parametrize("blocks", [4000, 130])
-def test_sleeping_decodes_change_nothing(policy: str, async_scheduling: bool, blocks: int) -> None:
+def test_skipped_decodes_change_no_row(policy: str, async_scheduling: bool, blocks: int) -> None:
     plan = make_plan(Traffic(sessions=60, concurrency=40, max_input=90, max_output=150, seed=5))
     options = EngineOptions(
         max_num_seqs=24, max_num_batched_tokens=128, num_kv_blocks=blocks, async_scheduling=async_scheduling
     )
-    from ebbench.engines import emulated_dozing  # imports vLLM
+    from ebbench.engines import emulated_skipping  # imports vLLM
 
     engine = _Watched(shortcuts=True)
-    dozing = engine.run(plan, parse_policy(policy), DEVICE, options)
+    skipping = engine.run(plan, parse_policy(policy), DEVICE, options)
     plain = EmulatedEngine(shortcuts=False).run(plan, parse_policy(policy), DEVICE, options)
-    assert differences(dozing, plain) == []
-    assert not emulated_dozing.supported() or engine.scheduler._dozed > dozing.steps.num_rows // 4
+    assert differences(skipping, plain) == []
+    assert not emulated_skipping.supported() or engine.scheduler._skipped_steps > skipping.steps.num_rows // 4
 
 
 def test_a_follow_up_turn_finds_its_history_in_the_cache() -> None:

@@ -1,7 +1,7 @@
 """The cost of a refill that the papers' threshold tables imply, as a device.
 
 Table 11 of the EB paper (tokens/s over k at N = 128) shows how dear a refill was in the runs behind its appendix E:
-at k = 8 the server spends most of its time on something that happens once a refill. Fitted with the paper's own
+at k = 8 the server spends most of its time on something that happens once per refill. Fitted with the paper's own
 linear coefficients, that is 0.14 s (root mean square error of 7 to 10 % over the 16 points of each column),
 a hundred times the published alpha_p of 1.3 ms on H200. With it Prop. 3.1 gives thresholds of 0.2 to 0.5, which is
 where table 10 finds them; with the published alpha_p it gives 0.03 to 0.07. The cause is not known to us. The tables

@@ -77,7 +77,7 @@ def _devices(options: PaperOptions) -> tuple[str, ...]:
 
 
 def _further(options: PaperOptions) -> tuple[str, ...]:
-    """Policies of which nothing was published."""
+    """Policies without published figures."""
     return tuple(dict.fromkeys(("v0", "deferred", *(p for p in options.policies if p not in PUBLISHED_POLICIES))))
 
 

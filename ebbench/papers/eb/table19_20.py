@@ -173,7 +173,7 @@ def _section20(options: PaperOptions, store: RunStore, device: str) -> Section:
 
 
 def _ranked(found: Mapping[str, Measured | None]) -> list[tuple[str, float]]:
-    """Titles and rates of the runs that lived, best first."""
+    """Titles and rates of the runs that finished, best first."""
     rates = [
         (title, measured.get(_RATE))
         for title, measured in found.items()
@@ -183,10 +183,10 @@ def _ranked(found: Mapping[str, Measured | None]) -> list[tuple[str, float]]:
 
 
 def explained(found: Mapping[str, Measured]) -> str:
-    """Who won and why the others did not, from what the runs measured."""
+    """The fastest topology, and from the runs' figures why the others were slower."""
     ranked = _ranked(found)
     if not ranked:
-        return "nobody lived."
+        return "no topology finished."
     best, rate = ranked[0]
     said = [f"{best} with {rate:,.0f} tokens/s"]
     for title, other in ranked[1:]:
@@ -202,7 +202,7 @@ def _why_best(title: str, best: Measured) -> str:
 
 
 def _why(title: str, other: Measured, best: Measured) -> str:
-    """What held ``other`` back, where it shows."""
+    """Why ``other`` was slower, where the figures show it."""
     if not _is_pools(title):
         tpot, best_tpot = other.get("mean_tpot_ms") or 0.0, best.get("mean_tpot_ms") or 0.0
         if tpot > best_tpot:

@@ -12,7 +12,7 @@ from statistics import median
 
 THROUGHPUT = ("tokens_per_s", "requests_per_s")
 SCHEDULERS = ("v1", "eb", "ebplus")  # compared with each other; fixed thresholds are not
-GAP = 0.02  # published differences below this say nothing about who wins
+GAP = 0.02  # published differences below this do not decide which is faster
 GAIN_POINTS = 0.05
 
 Key = tuple[str, str, str, str]
@@ -136,7 +136,7 @@ REPLAY_TARGETS = {"tpot_mean_ms": 0.01, "e2el_mean_s": 0.02, "ttft_mean_s": 0.05
 
 
 def replay_scores(cells: Iterable[Cell]) -> list[Score]:
-    """The targets of the replayed real run, one a metric."""
+    """The targets of the replayed real run, one per metric."""
     return [
         Score(
             f"replayed run, {cell.metric}",

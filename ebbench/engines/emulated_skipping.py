@@ -1,0 +1,225 @@
+"""Skips sequences whose only work in a step is one more token.
+
+Between two block boundaries a decoding sequence takes one token per step: no block, nothing to publish, no decision.
+vLLM's loops still visit it twice per step, which is most of an emulated run. Here such sequences are taken out of the
+loops and counted into their limits. Their state is updated in one go before any other event: a block to allocate or to
+publish, the last token, too little memory for the step (which may preempt any sequence), a policy that shows only some
+of them. Every decision is still vLLM's own, over the same state; a test compares runs with and without skipping.
+
+Steps with skipped sequences are numbered. A skipped sequence keeps the number at which skipping began
+(``skipped_since``): ``_skipped_steps`` less that number is the steps it was scheduled in since then, ``_delivered``
+less that number the tokens it has received.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import Request
+
+from ebbench.engines.emulated_device import SkippedDecodes
+from ebbench.errors import RunError
+from vllm_eb import compat
+
+_COUNTERS = {"num_in_flight_tokens", "num_stale_output_tokens"}
+FEWEST_STEPS = 3  # below that, skipping costs more than it saves
+
+
+class SkippingMixin:
+    """Stands between the plugin's scheduler class and vLLM's, so that both see all running requests."""
+
+    running: list[Any]
+    max_num_scheduled_tokens: int
+    max_model_len: int
+
+    def begin_skipping(
+        self, tokens_of: Mapping[str, Sequence[int]], block_size: int, caching: bool, group: Any
+    ) -> None:
+        """``tokens_of``: the token stream of each request; ``group``: the manager of the only KV group."""
+        self._tokens_of, self._span, self._caching = tokens_of, block_size, caching
+        self._held, self._published = group.req_to_blocks, group.num_cached_block
+        self._placeholders = isinstance(self, AsyncScheduler)
+        self._limit_name = compat.limit_name(self)
+        self._skipped_count = self._hidden = self._skipped_steps = self._delivered = self._kv_base = 0
+        self._restore_at: defaultdict[int, list[Any]] = defaultdict(list)
+        self._late: defaultdict[int, list[tuple[str, int]]] = defaultdict(list)
+        if controller := getattr(self, "controller", None):
+            controller.follow_ages(self._ages)
+
+    def _ages(self) -> list[int]:
+        """Output tokens of every running request, skipped ones included."""
+        return [
+            request.num_output_tokens + (max(self._delivered - request.skipped_since, 0) if request.skipped else 0)
+            for request in self.running
+        ]
+
+    def get_request_counts(self) -> tuple[int, int]:
+        """vLLM's own counts, skipped sequences included."""
+        running, waiting = super().get_request_counts()  # type: ignore[misc]
+        return running + self._hidden, waiting
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        """vLLM's own ``schedule()`` without the skipped sequences."""
+        for request in self._restore_at.pop(self._skipped_steps, ()):
+            if request.skipped:
+                self._restore(request)
+        visible = self.running
+        visited = self._visited(visible) if self._skipped_count else visible
+        if len(visited) == len(visible):
+            output = super().schedule(*args, **kwargs)  # type: ignore[misc]
+        else:
+            output = self._schedule_visited(visible, visited, args, kwargs)
+        if output.total_num_scheduled_tokens:
+            self._skip_from_here(visited)
+        return output
+
+    def _visited(self, visible: list[Any]) -> list[Any]:
+        """The requests that vLLM has to visit in this step; all, restored, where skipped ones could be affected."""
+        visited, blocks, chunks = [], 0, False
+        for request in visible:
+            if not request.skipped:
+                visited.append(request)
+                if request.is_prefill_chunk:
+                    chunks = True
+                    blocks += (request.num_tokens - request.num_computed_tokens) // self._span + 2
+                elif not request.num_computed_tokens % self._span:
+                    blocks += 1
+            elif chunks:  # a prompt in front of a decode may leave it no budget
+                return self._restore_all(visible)
+        skipped = len(visible) - len(visited)
+        if skipped and (skipped < self._skipped_count or blocks > compat.free_blocks(self)):
+            return self._restore_all(visible)
+        if skipped and not visited:  # vLLM treats an empty engine differently
+            self._restore(visible[0])
+            return visible[:1]
+        return visited
+
+    def _restore_all(self, visible: list[Any]) -> list[Any]:
+        for requests in self._restore_at.values():
+            for request in requests:
+                if request.skipped:
+                    self._restore(request)
+        self._restore_at.clear()
+        return visible
+
+    def _schedule_visited(self, visible: list[Any], visited: list[Any], args: Any, kwargs: Any) -> Any:
+        hidden = self._hidden = len(visible) - len(visited)
+        limit, budget = getattr(self, self._limit_name), self.max_num_scheduled_tokens
+        self.running = visited.copy()
+        setattr(self, self._limit_name, limit - hidden)
+        self.max_num_scheduled_tokens = budget - hidden
+        try:
+            output = super().schedule(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            setattr(self, self._limit_name, limit)
+            self.max_num_scheduled_tokens = budget
+            self._hidden = 0
+            admitted = self.running[len(visited) :]
+            self.running = visible + admitted
+        if output.preempted_req_ids:
+            raise RunError("the emulated engine preempted while decodes were skipped; please report this")
+        self._skipped_steps += 1
+        scheduled = output.num_scheduled_tokens
+        ids = [r.request_id for r in visible if r.skipped or r.request_id in scheduled]
+        ids += [r.request_id for r in admitted]
+        output.total_num_scheduled_tokens += hidden
+        output.skipped = SkippedDecodes(self._skipped_steps, hidden, self._kv_base + hidden * self._skipped_steps, ids)
+        return output
+
+    def _skip_from_here(self, visited: list[Any]) -> None:
+        """Begin to skip those of ``visited`` that need only tokens for some steps. Called after scheduling them."""
+        span, published, caching, now = self._span, self._published, self._caching, self._skipped_steps
+        for request in visited:
+            computed = request.num_computed_tokens
+            steps = span - computed % span - 2
+            if steps < FEWEST_STEPS or request.is_prefill_chunk or request.num_stale_output_tokens:
+                continue
+            end = min(request.num_prompt_tokens + request.max_tokens, self.max_model_len)
+            steps = min(steps, end - computed - 3)
+            blocks = computed // span
+            if steps < FEWEST_STEPS or len(self._held[request.request_id]) <= blocks:
+                continue
+            if caching and (published.get(request.request_id, 0) != blocks or len(request.block_hashes) != blocks):
+                continue
+            request.skipped, request.skipped_since = True, now
+            self._skipped_count += 1
+            self._kv_base += computed - now
+            self._restore_at[now + steps].append(request)
+
+    def _restore(self, request: Any) -> None:
+        """Update the state of a skipped sequence and stop skipping it; tokens of steps still in flight follow later."""
+        since, computed = request.skipped_since, request.num_computed_tokens
+        scheduled = self._skipped_steps - since
+        delivered = max(self._delivered - since, 0)
+        pending = scheduled - delivered
+        stream, tokens = self._tokens_of[request.request_id], request._all_token_ids
+        if delivered:
+            new = stream[len(tokens) : len(tokens) + delivered]
+            tokens += new
+            request._output_token_ids += new
+            request.num_tokens = request.num_tokens_with_spec = len(tokens)
+            request.num_output_tokens = len(request._output_token_ids)
+        request.num_computed_tokens += scheduled
+        request.num_in_flight_tokens += pending
+        if self._placeholders:
+            request.num_output_placeholders += pending
+        for number in range(self._skipped_steps - pending + 1, self._skipped_steps + 1):
+            self._late[number].append((request.request_id, stream[computed + number - since]))
+        request.skipped = False
+        self._skipped_count -= 1
+        self._kv_base -= computed - since
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        """vLLM's own, over the sequences visited when the step was scheduled and those restored since."""
+        skipped: SkippedDecodes | None = getattr(scheduler_output, "skipped", None)
+        if skipped is not None:
+            self._delivered = skipped.number
+            if late := dict(self._late.pop(skipped.number, ())):
+                scheduled = scheduler_output.num_scheduled_tokens
+                scheduler_output.num_scheduled_tokens = {
+                    name: scheduled.get(name, 1) for name in skipped.ids if name in scheduled or name in late
+                }
+                model_runner_output = _with_late(model_runner_output, late)
+        return super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
+
+
+def _with_late(output: Any, late: dict[str, int]) -> Any:
+    ids = [*output.req_ids, *late]
+    return replace(
+        output,
+        req_ids=ids,
+        req_id_to_index=dict(zip(ids, range(len(ids)), strict=True)),
+        sampled_token_ids=[*output.sampled_token_ids, *([token] for token in late.values())],
+    )
+
+
+def supported() -> bool:
+    """Whether this vLLM keeps the counters that restoring a skipped sequence needs."""
+    return set(Request.__init__.__code__.co_names) >= _COUNTERS
+
+
+def skipping_class(*, plugin: bool, async_scheduling: bool) -> type:
+    """The scheduler class to make the core with: the plugin's or vLLM's own, able to skip decodes.
+
+    The mixin must stand between the plugin and vLLM: the plugin's ``super().schedule()`` has to reach it.
+    """
+    vllms = AsyncScheduler if async_scheduling else Scheduler
+    skipping = type("SkippingScheduler", (SkippingMixin, vllms), {})
+    if not plugin:
+        return skipping
+    from vllm_eb.scheduler import EBScheduler, EBSyncScheduler
+
+    own = EBScheduler if async_scheduling else EBSyncScheduler
+    return type(own.__name__, (own, skipping), {})
+
+
+def begin_skipping(core: Any, tokens_of: Mapping[str, Sequence[int]]) -> None:
+    """Skip decodes on a core made with :func:`skipping_class`, whose requests are PlainRequests."""
+    manager = core.scheduler.kv_cache_manager
+    (group,) = manager.coordinator.single_type_managers
+    core.scheduler.begin_skipping(tokens_of, group.block_size, manager.enable_caching, group)
