@@ -1,8 +1,8 @@
 """Statistics of pairs that hold however often they are looked at: measure one more pair, look, go on or stop.
 
-A fixed-n test (:mod:`statistics`) is exact for one look at n pairs. Who looks after every pair and stops at the first
-p below 5 % is wrong far more often than in 5 % of cases. Here the evidence against "the loss is symmetric about a value
-of at most ``bound``" is an e-process, a product that cannot grow in expectation while that is true::
+A fixed-n test (:mod:`statistics`) is exact for one look at n pairs. An experiment that tests after every pair and stops
+at the first p below 5 % is wrong far more often than in 5 % of cases. Here the evidence against "the loss is symmetric
+about a value of at most ``bound``" is an e-process, a product that cannot grow in expectation while that is true::
 
     E_n = mean over rates r of  prod_i (1 + tanh(r * (x_i - bound)))
 

@@ -1,7 +1,7 @@
 """Dispatch over several engines: pure policies that the simulator and the gateway share.
 
-A policy never reads a clock or a socket. It is told what happened and when (integer nanoseconds of any monotonic
-clock) and answers with orders. See :mod:`ebbench.dispatch.base` for the interface and :mod:`ebbench.dispatch.spec` for
+A policy never reads a clock or a socket. It receives events with their times (integer nanoseconds of any monotonic
+clock) and returns orders. See :mod:`ebbench.dispatch.base` for the interface and :mod:`ebbench.dispatch.spec` for
 the names.
 """
 

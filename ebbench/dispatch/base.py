@@ -1,4 +1,4 @@
-"""What a dispatcher is told and what it answers.
+"""The interface of a dispatcher: the events it receives and the orders it returns.
 
 Terms of Tian et al. (2025): an *instance* runs forward passes; a *DP unit* is the finest place a request can be sent
 to. A data-parallel replica is an instance of one unit; a DP+EP instance has several, which wait for each other in
@@ -73,7 +73,7 @@ class Dispatcher(Protocol):
         ...
 
     def arrive(self, request: DispatchRequest, now_ns: int) -> None:
-        """A request is at the front door."""
+        """A request has arrived."""
         ...
 
     def poll(self, now_ns: int) -> list[Order]:

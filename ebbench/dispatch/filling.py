@@ -1,4 +1,4 @@
-"""Who of the waiting requests goes to the units of one instance: by worth (``sizing``), by Algorithm 2, or in turn."""
+"""Chooses requests for the units of one instance: by worth (``sizing``), by Algorithm 2, or in turn."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Filling:
     def _best_pass(
         self, backlog: dict[int, int], now_ns: int, mean_pass_ns: float, overhead_tokens: float, gainful: bool
     ) -> list[Order]:
-        """The pass that is worth most for its time, of those who came first."""
+        """The pass that is worth most for its time, made of the oldest requests."""
         held = self._queue.oldest(CANDIDATES_A_UNIT * len(backlog))
         # A token is worth as much as a request of mean length, times the square of the batches that are waiting.
         token_worth = self.full_batches**2 * len(self._queue) / max(1, self._queue.tokens)

@@ -2,10 +2,10 @@
 
 Five cases in which waiting gains nothing:
 
-- hardly anyone comes: fewer than two arrivals are expected in an interval, so no batch would form. An idle instance is
-  then served at once; under light load the policy becomes immediate dispatch to an idle instance.
-- one instance is all there is and hardly anyone comes: nobody to take turns with, nobody to choose from. Requests then
-  go out at once.
+- light load: fewer than two arrivals are expected in an interval, so no batch would form. A request is then sent to an
+  idle instance at once; under light load the policy becomes immediate dispatch to an idle instance.
+- one instance under light load: there are no instances to alternate between and no requests to choose from. Requests
+  are then sent at once.
 - a full batch is there already.
 - the instances *generate answers*: their passes are short and one follows the other, so there is no wait on the device
   to save, and a queue of their own is what policies such as EB decide by. Requests then go out at once.
@@ -14,7 +14,7 @@ Five cases in which waiting gains nothing:
 
 What is sent on the signal of such an instance comes too late if the way takes any time. It is therefore sent ahead:
 when ``lookahead`` of the time that its pass is expected to take has passed since the last signal, less the time of the
-way. Whoever comes after that and before the pass begins may still join, where the pass gains by it.
+way. A request that comes after that and before the pass begins may still join, where the pass gains by it.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from collections.abc import Set as AbstractSet
 LIGHT_ARRIVALS = 2.0
 """With fewer arrivals expected in an interval there is no batch to wait for."""
 LIGHT_ARRIVALS_ALONE = 3.0
-"""The same where one instance is all there is, and how many may be open on each of its units: choosing who shares a
-pass gains nothing below."""
+"""The same for a single instance, and how many requests may be open on each of its units: with fewer, choosing which
+requests share a pass gains nothing."""
 ARRIVALS_KEPT, LEAST_ARRIVALS = 64, 8
-"""How many are remembered; with fewer nothing is known of their rate."""
+"""Arrivals kept, and the fewest from which a rate is computed."""
 
 
 class ArrivalRate:
@@ -38,7 +38,7 @@ class ArrivalRate:
         self._times_ns: deque[int] = deque(maxlen=ARRIVALS_KEPT)
 
     def note(self, now_ns: int) -> None:
-        """One more."""
+        """Count an arrival."""
         self._times_ns.append(now_ns)
 
     def light(self, interval_ns: float, now_ns: int, arrivals: float = LIGHT_ARRIVALS) -> bool:

@@ -96,7 +96,7 @@ class PrefixAffine:
 
 
 class UntimedDispatcher(ABC):
-    """Places everyone who waits as soon as an instance is active; without one, requests wait."""
+    """Places all waiting requests as soon as an instance is active; without one, requests wait."""
 
     wants_prefix = False
     wants_signals = False

@@ -1,6 +1,6 @@
 """An approximate memory of which unit has computed which prompt prefix.
 
-Units evict on their own and tell nobody, so the memory is bounded the same way: least recently used first. A hit it
+Units evict blocks without notice, so the memory is bounded the same way: least recently used first. A hit it
 promises may be gone; that costs time, never correctness.
 """
 

@@ -24,7 +24,7 @@ class Held(NamedTuple):
 
 
 class CycleQueue:
-    """A queue in the order of Algorithm 2 that costs O(log n) a request, however many are waiting.
+    """A queue in the order of Algorithm 2 that costs O(log n) per request, however many are waiting.
 
     ``longest_first`` off keeps the order of arrival. Among equally long requests the earlier goes first. Not in the
     paper: a request left over in ``aged_cycles`` cycles goes before all others, the longest waiting first; else short
@@ -95,7 +95,7 @@ class CycleQueue:
             self._remove(key)
 
     def end_cycle(self, *, count: bool) -> None:
-        """What is left becomes pending; with ``count`` the cycle counts against everyone's limit."""
+        """What is left becomes pending; with ``count`` the cycle counts against the limit of every request left."""
         self._cycle += count
         for held in self._new:
             key = held.request.key

@@ -1,8 +1,8 @@
-"""How long the next pass should be, and who goes into it. Not in the paper.
+"""Chooses the length of the next pass and the requests in it. Not in the paper.
 
-A pass of a DP+EP instance lasts as long as its fullest unit, so everybody in it pays for the longest prompt.
-Algorithm 2 fills every chunk, longest first: all passes then are long ones. Here every pass length is weighed: the
-worth of those who fit, over the time that the pass takes. What comes out are short passes of short prompts and long
+A pass of a DP+EP instance lasts as long as its fullest unit, so all its requests wait for the longest prompt.
+Algorithm 2 fills every chunk, longest first: all passes then are long. Here every pass length is valued: the
+worth of the requests that fit, over the time that the pass takes. The result is short passes of short prompts and long
 passes of long ones, each with units about equally full.
 
 A request is worth one, more the longer it waits (one for each mean pass), and, as requests pile up, the tokens it
@@ -21,7 +21,7 @@ from ebbench.dispatch.base import DispatchRequest
 LENGTHS = 12
 """Pass lengths that are weighed, in equal ratios from the shortest possible to a full chunk."""
 CANDIDATES_A_UNIT = 16
-"""Of those waiting the oldest are looked at, so many for each unit: bounds the work, and who can be overtaken."""
+"""This many of the oldest requests are considered per unit: bounds the work and how far requests are overtaken."""
 
 
 class Candidate(NamedTuple):
@@ -132,7 +132,7 @@ def _overdraw(
 
 
 def _pick(by_density: Sequence[Candidate], backlog: Mapping[int, int], length: int, chunk: int) -> list[Candidate]:
-    """Those worth most per token whose tokens together fill the units up to ``length``."""
+    """The requests worth most per token whose tokens together fill the units up to ``length``."""
     room = sum(max(0, length - tokens) for tokens in backlog.values())
     picked = []
     for candidate in by_density:

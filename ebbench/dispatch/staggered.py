@@ -5,7 +5,7 @@ gathered goes to the DP units of that one instance by Algorithm 2. Instances tak
 turn to the next that is.
 
 Not in the paper: where waiting for the interval gains nothing it is left out (``bypass``, see
-:mod:`ebbench.dispatch.foresight`); who goes and where is decided by what each length of the next pass would be worth
+:mod:`ebbench.dispatch.foresight`); requests and units are chosen by the value of each possible length of the next pass
 (``sizing``, see :mod:`ebbench.dispatch.sizing`). Without ``sizing`` it is Algorithm 2, except that a prompt that fits
 into a chunk goes only where it fits, unless much is waiting (``overdraw``). Both are :mod:`ebbench.dispatch.filling`.
 """
@@ -53,7 +53,7 @@ class StaggeredDispatcher:
         self._counted_ns: int | None = None
         self._turn = 0
         self._full: set[int] = set()  # instances without capacity, until something happens there
-        self._ahead: set[int] = set()  # a batch is on its way to their next pass; whoever comes now may still join it
+        self._ahead: set[int] = set()  # a batch is on its way to their next pass; later requests may still join it
 
     @property
     def waiting(self) -> int:
@@ -140,7 +140,7 @@ class StaggeredDispatcher:
         return orders
 
     def _alone_and_light(self, now_ns: int) -> bool:
-        """One instance of several units, and hardly anyone comes: nobody to take turns with, nothing to choose from."""
+        """One instance of several units under light load: no other instance, and too few requests to choose from."""
         if not self.settings.bypass or len(self.fleet.active) != 1 or len(self.fleet.candidates) == 1:
             return False
         if len(self._queue) + self.fleet.open_requests >= LIGHT_ARRIVALS_ALONE * len(self.fleet.candidates):
@@ -222,10 +222,10 @@ class StaggeredDispatcher:
             return self._ready.ready(active, idle) | going_on
         if not self.settings.bypass:
             return set()
-        return going_on | idle if self._waiting_is_vain(now_ns) else going_on
+        return going_on | idle if self._waiting_gains_nothing(now_ns) else going_on
 
-    def _waiting_is_vain(self, now_ns: int) -> bool:
-        """Whether the interval would bring an idle instance nothing: a full batch is there, or hardly anyone comes, or
+    def _waiting_gains_nothing(self, now_ns: int) -> bool:
+        """Whether the interval would bring an idle instance nothing: a full batch is there, or the load is light, or
         all are idle, so that there is no cadence to keep."""
         if self._filling.full_batches >= 1 or self.fleet.active <= self.fleet.idle:
             return True
@@ -279,7 +279,7 @@ class StaggeredDispatcher:
         self.fleet.begin_sent(instance, chunk)
 
     def _leave_over(self, now_ns: int) -> list[Order]:
-        """Overload detection (phase 3): a cycle ends for those left; refuse whoever has seen too many.
+        """Overload detection (phase 3): count the cycle for requests left over; refuse those with too many cycles.
 
         Several instances may be tried at one moment; a cycle counts once per interval.
         """

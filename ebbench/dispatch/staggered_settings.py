@@ -1,4 +1,4 @@
-"""What can be chosen about staggered dispatch."""
+"""Settings of staggered dispatch."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class SkippingMixin:
         self._tokens_of, self._span, self._caching = tokens_of, block_size, caching
         self._held, self._published = group.req_to_blocks, group.num_cached_block
         self._placeholders = isinstance(self, AsyncScheduler)
-        self._limit_name = compat.limit_name(self)
+        self._skip_limit_name = compat.limit_name(self)
         self._skipped_count = self._hidden = self._skipped_steps = self._delivered = self._kv_base = 0
         self._restore_at: defaultdict[int, list[Any]] = defaultdict(list)
         self._late: defaultdict[int, list[tuple[str, int]]] = defaultdict(list)
@@ -109,14 +109,14 @@ class SkippingMixin:
 
     def _schedule_visited(self, visible: list[Any], visited: list[Any], args: Any, kwargs: Any) -> Any:
         hidden = self._hidden = len(visible) - len(visited)
-        limit, budget = getattr(self, self._limit_name), self.max_num_scheduled_tokens
+        limit, budget = getattr(self, self._skip_limit_name), self.max_num_scheduled_tokens
         self.running = visited.copy()
-        setattr(self, self._limit_name, limit - hidden)
+        setattr(self, self._skip_limit_name, limit - hidden)
         self.max_num_scheduled_tokens = budget - hidden
         try:
             output = super().schedule(*args, **kwargs)  # type: ignore[misc]
         finally:
-            setattr(self, self._limit_name, limit)
+            setattr(self, self._skip_limit_name, limit)
             self.max_num_scheduled_tokens = budget
             self._hidden = 0
             admitted = self.running[len(visited) :]

@@ -17,7 +17,7 @@ import httpx
 from ebbench.connections import Address, Connections, Wire, tls_context
 
 _IDLE_LIMIT_NS = 4_000_000_000  # below the 5 s after which uvicorn closes an idle connection
-_RESERVE = 8  # connections to each server that are open before anyone needs them
+_RESERVE = 8  # connections to each server that are opened before requests need them
 _PAUSE_BYTES = 1 << 20  # a client that reads slowly must not fill the gateway's memory
 
 

@@ -210,7 +210,7 @@ class EngineLoop:
         """Make decode steps of the running requests up to ``until_ns``, as long as nothing else is to be done.
 
         False: not one such step was made, and nothing has changed. Only an engine of one unit coasts, and only where
-        nobody is to be told of the end of each pass.
+        the ends of passes have no listener.
         """
         unit = self._alone
         if unit is None or self.on_pass is not None or (self._passes and not self._passes[0].steps):

@@ -5,7 +5,7 @@ each block: its content, its references and its place in the eviction queue. Bet
 (:mod:`ebbench.simulation.streams`) knows how much is cached of each request or session.
 
 All three give blocks to named requests (``KvBlocks``). To the two that count, one block is as good as another, so they
-also give so many blocks to nobody in particular (``CountedKv``), which is what makes long decodes cheap to simulate.
+also count blocks without an owner (``CountedKv``), which makes long decodes cheap to simulate.
 """
 
 from __future__ import annotations
@@ -217,7 +217,7 @@ class CachingKv:
         self._by_key[key] = others if len(others) > 1 else others[0]
 
     def _dropped(self, blocks: Sequence[int]) -> list[int]:
-        """Those of ``blocks`` that nobody refers to any more."""
+        """Those of ``blocks`` without references."""
         references = self._references
         free = []
         for block in blocks:

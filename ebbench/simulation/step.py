@@ -1,4 +1,4 @@
-"""What a scheduling step is: its limits, what it held, who is told."""
+"""A scheduling step: its limits, its contents, and the listener of its events."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 Then a cached block can be found only by the request that was preempted, or by the next turn of its session, and what is
 cached of a content stream is always its beginning: blocks are given back with the stream's first block last in the
-eviction queue, and whoever comes for them takes all that are left. So each stream has one run of cached blocks in the
-queue, which evictions shorten from its end, and counts say everything that the identities of
+eviction queue, and the next request of the stream takes all that are left. So each stream has one run of cached blocks
+in the queue, which evictions shorten from its end, and counts say everything that the identities of
 :class:`ebbench.simulation.kv.CachingKv` would; tests hold the two equal.
 """
 
@@ -46,7 +46,7 @@ class StreamKv:
         return range(run.blocks)
 
     def evictable(self, hits: Sequence[int]) -> int:
-        """See KvBlocks: all of them, nobody else refers to them."""
+        """See KvBlocks: all of them, since no other request refers to them."""
         return len(hits)
 
     def adopt(self, row: int, hits: Sequence[int]) -> None:

@@ -4,9 +4,10 @@
 |---|---|---|---|
 | limit of running requests, read on admission | ``max_num_running_reqs`` | ``max_num_active_reqs`` | as 0.31 |
 | requests admitted while paused | none | none | those that hold KV blocks |
-| ``long_prefill_token_threshold`` (vLLM's own affair) | holds for everyone | not for a request alone | as 0.31 |
+| ``long_prefill_token_threshold`` (handled by vLLM) | for all requests | not for a request alone | as 0.31 |
 | ``prefill_schedule_interval`` above 1, refused here | data parallel ranks | as 0.29 | 0.33: every engine |
-| LoRA (a request waits for its adapter) | refused: cannot be told | as 0.32 | one can say so on admission |
+| LoRA (a request waits for its adapter) | refused: not visible on admission | as 0.32 | a subclass can check it on
+admission |
 | requests that ask for nothing yet | ``skipped_waiting`` | ``deferred_waiting`` | as 0.31 |
 """
 

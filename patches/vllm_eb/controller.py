@@ -2,9 +2,9 @@
 
 The simulator and the vLLM scheduler both call it once per scheduling step and tell it about admissions and
 completions; no scheduling rule is written anywhere else. It never reads a clock or a random number, so a run is a
-function of what it is told. What a policy wants comes from its :class:`~vllm_eb.strategy.Strategy`; phases, KV gate
+function of its inputs. What a policy wants comes from its :class:`~vllm_eb.strategy.Strategy`; phases, KV gate
 and records are the same for all. A record of every change of phase or mode and of every update, with all intermediate
-values, is kept where somebody reads it.
+values, is kept where the caller reads records.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def _no_ages() -> Sequence[int]:
 
 
 class Controller:
-    """Decides for one engine instance. ``keep_records``: somebody calls :meth:`drain_records` now and then."""
+    """Decides for one engine instance. ``keep_records``: the caller drains them (:meth:`drain_records`)."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Step times as a scheduler knows them: measured on a grid, or the linear model where nothing better was measured.
+"""Step times for the scheduler: measured on a grid, or the linear model where nothing better was measured.
 
 ``ebbench calibrate`` measures the grid on a real engine; for an emulated device it is read off the cost model. The
 policies that compare what a prefill costs alone and beside decodes need it; the published ones do not.

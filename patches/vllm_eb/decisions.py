@@ -1,4 +1,4 @@
-"""What the policy core is shown, what it answers, and what it leaves on record."""
+"""Data types of the policy core: its view of a step, its decision, its records."""
 
 from __future__ import annotations
 

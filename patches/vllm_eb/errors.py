@@ -1,4 +1,4 @@
-"""What every error of a setting that the user gave is: programs catch it by this class."""
+"""The base class of errors in settings that the user gave."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""At start: does this vLLM have what the plugin touches? If not, one sentence instead of a failure in the first step.
+"""Checks at start that this vLLM has what the plugin uses; raises an error before the first step if not.
 
-Most of it is private to vLLM and may change in any version; docs/vllm-internals.md lists it with the tests that notice.
+Most of it is private to vLLM and may change in any version; docs/vllm-internals.md lists it with its tests.
 """
 
 from __future__ import annotations

@@ -9,12 +9,12 @@ least when the refill comes as soon as as much has been wasted by waiting as it 
   optimal foraging, Charnov 1976), which is best for any way in which a batch declines, if the next ones do the same.
 - against the ``w`` requests that were left out: in each step, what their tokens cost at that step's price less what
   they would have added, ``w D(n)/n - (D(n+w) - D(n))``. The moment is that of the economic order quantity (Harris
-  1913). It sees arrivals: a batch that grows, or stays, does not decline, and still someone waits.
+  1913). It sees arrivals: a batch that grows, or stays, does not decline, and requests still wait.
 
 With linear costs and a constant hazard, ``n = N exp(-p0 s)`` and ``w = N - n`` after s steps, both come to ``alpha_d
 ((e^(p0 s) - 1)/p0 - s)`` and the moment is theta0 of Prop. 3.1 exactly. Elsewhere the larger one counts. No hazard is
-needed: who ends and who arrives is watched instead of predicted, so the rule holds for any lengths, and at once after a
-shift.
+needed: completions and arrivals are counted instead of predicted, so the rule holds for any lengths, and at once after
+a shift.
 
 Exclusive, P is the prefill step alone; mixed, what the step beside the decodes takes longer. Which way is cheaper
 depends on how many slots a refill fills, and each way has its own best number: exclusive refills pay in bulk, mixed

@@ -1,4 +1,4 @@
-"""What the policy does now, handed from the scheduler's process to the one that answers /metrics.
+"""Figures of the policy, passed from the scheduler's process to the one that answers /metrics.
 
 In vLLM the scheduler lives in the engine core's process and Prometheus asks the API server's. vLLM's own statistics go
 from one to the other in a structure with no room for more, so these go through a page of memory that both map: a file
@@ -152,7 +152,7 @@ def _stem(instance: str) -> str:
 
 
 def _mapped(path: Path, *, create: bool) -> npt.NDArray[np.float64]:
-    """The numbers of a file, shared with whoever maps it. Only this user can read or write a file made here."""
+    """The numbers of a file, shared by the processes that map it. Only this user can read or write a file made here."""
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL if create else os.O_RDONLY
     descriptor = os.open(path, flags | os.O_NOFOLLOW, 0o600)
     with os.fdopen(descriptor, "r+b" if create else "rb") as file:

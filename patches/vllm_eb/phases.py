@@ -52,7 +52,7 @@ class Phases:
         self._quota = self._admitted = 0
 
     def follow(self, choice: StepChoice, view: View) -> None:
-        """Do as a strategy says that chooses every step."""
+        """Follow a strategy that chooses every step."""
         if choice.phase == self.phase:
             return
         self.mode = choice.mode

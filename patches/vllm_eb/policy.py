@@ -211,7 +211,7 @@ def parse_policy(text: str) -> PolicySpec:
 
 
 def known_policy(text: str) -> PolicySpec | None:
-    """The policy of that name; None where it is only a label, as in a run against somebody's server."""
+    """The policy of that name; None where it is only a label, as in a run against an external server."""
     try:
         return parse_policy(text)
     except PolicyError:

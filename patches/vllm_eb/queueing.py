@@ -1,14 +1,15 @@
 """The order of waiting requests under a target for the first token (marginal policy).
 
-Under overload not everyone can get the first token in time, and first come, first served makes everyone late. Here the
-fewest are: requests join in the order of their deadlines, and whenever one would be late, the longest prompt of those
-that have joined is given up (Moore 1968, with Hodgson's rule; optimal for one machine when all have arrived). Behind
-the punctual ones come those given up, behind these the late ones, each in the order of arrival. All are weighed again
-each time, so whoever was given up by mistake returns, and whoever stays in the queue is served when there is room.
+Under overload not every request can get its first token in time, and first come, first served makes all of them late.
+This order makes the fewest late: requests join in the order of their deadlines, and whenever one would be late, the
+longest prompt of those that have joined is given up (Moore 1968, with Hodgson's rule; optimal for one machine when all
+have arrived). Behind the punctual ones come those given up, behind these the late ones, each in the order of arrival.
+All are weighed again each time, so a request given up by mistake returns, and one that stays in the queue is served
+when there is room.
 
-Under an overload that never ends there never is. So that nobody waits forever, the one that has waited longest, if for
-``PATIENCE`` times the target, goes first whenever prompts of ``TURN_EVERY`` times its tokens were let in since the last
-such turn: late ones get that share of the work at least.
+Under an overload that never ends there never is room. So that no request waits forever, the one that has waited
+longest, if for ``PATIENCE`` times the target, goes first whenever prompts of ``TURN_EVERY`` times its tokens were let
+in since the last such turn: late ones get that share of the work at least.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class PunctualQueue:
         self._turn = False
 
     def admitted(self, prompt_tokens: int) -> None:
-        """Someone was let in for the first time."""
+        """A request was admitted for the first time."""
         self._admitted_tokens += prompt_tokens
 
     def due(self, now_s: float) -> bool:
@@ -79,7 +80,7 @@ class PunctualQueue:
         return places
 
     def _turn_of_oldest(self, prompt_tokens: float) -> bool:
-        if self._turn and self._admitted_tokens:  # whoever was put first has been let in
+        if self._turn and self._admitted_tokens:  # the request put first has been admitted
             self._turn = False
         if not self._turn and self._admitted_tokens >= TURN_EVERY * prompt_tokens:
             self._turn, self._admitted_tokens = True, 0

@@ -2,7 +2,7 @@
 
 Too many let in are preempted later and computed again; too few leave the batch small. Two bounds, both from what was
 seen, keep answers from being preempted at all: a reserve for each running sequence that preemptions raise, and the
-batch that fits when answers are half done. Where answers are long and decode steps cost much whoever is in them, a
+batch that fits when answers are half done. Where answers are long and decode steps have a high fixed cost, a
 sequence pays for its second prefill long before it is preempted: there only so much is left free as it needs for that.
 And where a first token would come too late, while answers can pause and keep their time per token, less is left free.
 """
@@ -20,7 +20,7 @@ RESERVE_INCREASE, RESERVE_DECREASE = 0.03, 0.06
 # How many times over a sequence has to pay for its second prefill: those let in later shorten the stay of those let in
 # before. Between 1 and 10 throughput differs by less than 1 % (NuminaMath, Qwen3-30B-A3B).
 PAID_OVER = 3.0
-SHORTEST_STAY = 0.02  # of a mean answer: who would be preempted sooner is not let in, whoever is late
+SHORTEST_STAY = 0.02  # of a mean answer: a request that would be preempted sooner is not admitted, even if it is late
 STEEPER = 1.25  # what one more sequence costs is measured up to a batch this much larger
 
 
@@ -55,7 +55,7 @@ class KvRoom:
         self._active = 1
 
     def admitted(self) -> None:
-        """Someone was let in."""
+        """A request was admitted."""
         self._admitted_since_raise = True
 
     def ended(self) -> None:

@@ -252,19 +252,19 @@ class _Phases(Scheduler):  # type: ignore[misc]
 
     def _partial_step(self, visible: list[Request], limit: int, args: Any, kwargs: Any) -> Any:
         """``super().schedule()`` over some of the running requests, at most ``limit`` of them afterwards."""
-        everyone, shown = self.running, len(visible)
+        running, shown = self.running, len(visible)
         usual_limit = getattr(self, self._limit_name)
         self.running = visible
         setattr(self, self._limit_name, min(limit + compat.idle_sessions(self), usual_limit))
-        if visible is not everyone:
-            self._set_aside = everyone
+        if visible is not running:
+            self._set_aside = running
         try:
             return super().schedule(*args, **kwargs)
         finally:
             setattr(self, self._limit_name, usual_limit)
             self._set_aside = []
-            if visible is not everyone:
-                self.running = _merged(everyone, self.running, shown)
+            if visible is not running:
+                self.running = _merged(running, self.running, shown)
 
     def _handle_blocked_waiting_request(self, request: Request) -> bool:
         """vLLM's own, of a request about to be admitted; and whether its LoRA adapter fits beside those set aside."""
@@ -275,7 +275,7 @@ class _Phases(Scheduler):  # type: ignore[misc]
         return request.lora_request.lora_int_id in running or len(running) < self.lora_config.max_loras
 
     def _note_admissions(self, output: Any) -> list[str]:
-        """Tell the controller who was admitted; returns their ids."""
+        """Tell the controller which requests were admitted; returns their ids."""
         cached = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
         admitted = list(cached)
         if resumed := output.scheduled_cached_reqs.resumed_req_ids:  # a set; the order of admission is elsewhere
@@ -372,11 +372,11 @@ def _make_passes(config: PluginConfig, rank: int) -> PassClock | None:
     return PassClock(SignalPublisher(config.signals, rank), rank)
 
 
-def _merged(everyone: list[Request], after: list[Request], shown: int) -> list[Request]:
+def _merged(before: list[Request], after: list[Request], shown: int) -> list[Request]:
     """All running requests in order again: those set aside and those left in their places, new ones at the end."""
     if len(after) >= shown:  # vLLM admits nothing in a step in which it preempts
-        return everyone + after[shown:]
-    return [request for request in everyone if request.status == RequestStatus.RUNNING]
+        return before + after[shown:]
+    return [request for request in before if request.status == RequestStatus.RUNNING]
 
 
 class EBSyncScheduler(_Phases):

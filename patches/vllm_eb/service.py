@@ -70,7 +70,7 @@ class ServiceLevel:
 
     @property
     def has_targets(self) -> bool:
-        """Whether anybody's latency counts."""
+        """Whether there is a target."""
         return self.ttft_s is not None or self.tpot_s is not None
 
     @property
@@ -130,9 +130,9 @@ class TokenDebt:
     """How far running answers are behind their TPOT target: time adds to it, every token pays some of it back.
 
     The batch that :meth:`ServiceLevel.seqs_allowed` finds meets the target on average; this keeps prompts from coming
-    all at once, in a burst or one after the other, which those who have just begun would pay for. Never below zero:
-    what old answers have saved is of no use to young ones. Never above a quarter of a mean answer: who is further
-    behind than that has missed the target, and waiting for it would help nobody.
+    all at once, in a burst or one after the other, which would slow down answers that have just begun. Never below
+    zero: what old answers have saved does not help young ones. Never above a quarter of a mean answer: an answer
+    further behind has missed the target, and waiting for it would help no other.
     """
 
     def __init__(self, tpot_s: float | None) -> None:

@@ -1,8 +1,7 @@
 """EndForward signals: what a scheduler tells the gateway at the end of every forward pass (Tian et al. 2025, 4.1).
 
-Published over ZeroMQ (PUB), one message per pass, msgpack of :class:`Signal` as an array. Nobody needs to listen: a
-message without subscriber costs a few microseconds, and a slow subscriber loses messages instead of stopping the
-engine.
+Published over ZeroMQ (PUB), one message per pass, msgpack of :class:`Signal` as an array. A subscriber is not required:
+a message without one costs a few microseconds, and a slow subscriber loses messages instead of stopping the engine.
 """
 
 from __future__ import annotations

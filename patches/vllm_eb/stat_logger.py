@@ -43,7 +43,7 @@ class PolicyCollector(Collector):
         self._instance, self._model_name, self._policy = instance, model_name, policy
 
     def describe(self) -> list[Metric]:
-        """Nothing beforehand: names are known when figures are there."""
+        """No names in advance: they are known when figures exist."""
         return []
 
     def collect(self) -> Iterator[Metric]:
@@ -113,10 +113,10 @@ class PolicyStatLogger(StatLoggerBase):  # type: ignore[misc]
         REGISTRY.register(PolicyCollector(instance, str(model_name), _policy_name(policy)))
 
     def record(self, *_args: Any, **_kwargs: Any) -> None:
-        """Nothing: what is shown is read when it is asked for."""
+        """Does nothing: figures are read when Prometheus asks."""
 
     def log_engine_initialized(self) -> None:
-        """Nothing to say."""
+        """Does nothing."""
 
 
 def _policy_name(settings: Mapping[str, Any]) -> str:

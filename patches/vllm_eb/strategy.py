@@ -1,4 +1,4 @@
-"""What a policy answers to the controller: the base of every policy's decisions, with defaults for what it leaves open.
+"""The base class of policies' decisions, which the controller calls; with defaults for everything.
 
 The controller (:mod:`vllm_eb.controller`) keeps the phases, the KV gate and the records; it tells a strategy of
 admissions and completions and asks it for bounds and thresholds. Two ways to decide:

@@ -236,7 +236,7 @@ def _over_theta(alpha_p: float, theta0: float) -> float:
     if alpha_p == 0.0:
         return 0.0  # theta0 falls as sqrt(alpha_p), so the limit is zero
     if theta0 == 0.0:
-        raise TheoryError("theta0 must be above 0 while alpha_p is: a prefill for nobody would cost alpha_p")
+        raise TheoryError("theta0 must be above 0 while alpha_p is: a prefill of no request would cost alpha_p")
     return alpha_p / theta0
 
 

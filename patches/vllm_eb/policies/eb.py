@@ -57,7 +57,7 @@ class Eb(EstimatingSpec):
 
 
 class ShareThreshold(Strategy):
-    """Refills when those who could join are the share theta/(1 - theta) of those decoding, with theta = k/N.
+    """Refills when the requests that could join are the share theta/(1 - theta) of those decoding, with theta = k/N.
 
     That is as if k slots were idle, also when the queue is short.
     """

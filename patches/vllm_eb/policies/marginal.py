@@ -123,7 +123,7 @@ class MarginalPolicy(Strategy):
         )
 
     def _look(self, view: View, *, stepped: bool) -> None:
-        """Keep what the targets and the room are judged by. ``stepped``: the last step decoded."""
+        """Update what targets and KV room are computed from. ``stepped``: the last step decoded."""
         self._decisions += 1
         if self._service.tpot_s is not None and self._decisions % ALLOWED_EVERY == 0:
             self.plan_batch()
@@ -162,7 +162,7 @@ class MarginalPolicy(Strategy):
         return f"{refill} slots to refill" if refill else "nothing to refill"
 
     def refill_now(self, view: View, slots: int) -> Refill:
-        """What ``slots`` prompts come to."""
+        """A refill of ``slots`` prompts at the mean lengths."""
         return Refill(
             seqs=slots,
             prompt_tokens=max(self.lengths.mu_new, 1.0),  # KV delivered whole leaves nothing to compute
@@ -186,7 +186,7 @@ class MarginalPolicy(Strategy):
     def prompts_that_fit(self, view: View) -> float:
         """Mean prompts that KV has room for without preemptions, and more where preemptions pay or save a first token.
 
-        They pay in throughput, where nobody's latency counts; they save a first token that is nearly late, as long as
+        They pay in throughput where there is no latency target; they save a first token that is nearly late, as long as
         answers can pause and be in time.
         """
         active, free_tokens = view.decoding + view.prefilling, view.free_blocks * self.engine.block_size
