@@ -2,9 +2,9 @@
 PYTHON ?= python3
 RUN := .venv
 TEST := .venv-test
-# Files of tests side by side. More than two: mind the memory of vLLM servers, and that load generators want cores.
+# Test files run at the same time. Above two, vLLM servers need more memory and load generators more cores.
 JOBS ?= 2
-# A file's tests stay together, for they share what is dear to make; files in their order, the long ones not last.
+# Tests of a file run in one process, since they share costly fixtures; files in their order, the long ones not last.
 PYTEST = $(TEST)/bin/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: run dev setup test unit fast vllm coverage lint docs picture clean fuzz
@@ -17,8 +17,7 @@ dev: $(TEST)/.stamp-dev
 
 setup: $(TEST)/.stamp
 
-# Lint first, before vLLM is installed, and not beside the tests: load generators are tested there, on what may be two
-# cores.
+# Lint runs first, before vLLM is installed, and not beside the tests: these test load generators, perhaps on two cores.
 test:
 	$(MAKE) lint
 	$(MAKE) setup
@@ -43,7 +42,7 @@ lint: $(TEST)/.stamp-dev
 	$(TEST)/bin/mypy
 	$(TEST)/bin/lint-imports
 
-# The documentation site, into site/. Strict: a link that leads nowhere ends it.
+# The documentation site, into site/. Strict: a broken link is an error.
 docs: $(TEST)/.stamp-dev
 	NO_MKDOCS_2_WARNING=1 $(TEST)/bin/mkdocs build --strict
 
@@ -56,9 +55,9 @@ $(RUN)/.stamp: pyproject.toml
 	$(RUN)/bin/python -m pip install -q -e .
 	touch $@
 
-# Bytecode is compiled by all cores (pip: by one), and here, for PYTHONDONTWRITEBYTECODE, set in many containers, would
-# have every process compile its libraries anew: with vLLM that takes minutes, and servers were not up before tests gave
-# up on them. Some packages carry templates that do not compile.
+# Compiles bytecode on all cores (pip uses one). Without it, PYTHONDONTWRITEBYTECODE, which many containers set, makes
+# every process compile its libraries again: with vLLM that takes minutes, and tests time out before servers are ready.
+# Some packages contain templates that do not compile; their errors are ignored.
 COMPILE = $(TEST)/bin/python -m compileall -q -j 0 $(TEST)/lib >/dev/null || true
 
 $(TEST)/.stamp-dev: pyproject.toml

@@ -66,14 +66,14 @@ def child_command(module: str, *arguments: str) -> list[str]:
 def supervised(command: Sequence[str], grace_s: float) -> list[str]:
     """The command that runs another program under the supervisor.
 
-    Where the supervisor is told to end, the program gets SIGTERM and ``grace_s`` seconds; then it is killed with all of
+    When the supervisor gets SIGTERM, the program gets SIGTERM and ``grace_s`` seconds; then it is killed with all of
     its descendants. These are killed too when the program has ended by itself. The exit status is the program's.
     """
     return [sys.executable, "-I", "-S", str(SUPERVISOR), f"{grace_s:g}", *command]
 
 
 def run_supervised(command: Sequence[str], grace_s: float, **options: Any) -> tuple[int, str]:
-    """Run another program to its end; returns its exit status and what it said on stderr, where that is a pipe.
+    """Run another program to its end; returns its exit status and its stderr, where that is a pipe.
 
     ``options`` go to ``Popen``. A KeyboardInterrupt ends the program, which has ``grace_s`` seconds for it, and is
     raised again. Raises FileNotFoundError where there is no such program.
@@ -82,11 +82,11 @@ def run_supervised(command: Sequence[str], grace_s: float, **options: Any) -> tu
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), command[0])
     process = Child(supervised(command, grace_s), start_new_session=True, **options)
     try:
-        _, said = process.communicate()
+        _, errors = process.communicate()
     except KeyboardInterrupt:
         process.end(grace_s + KILL_WAIT_S)
         raise
-    return process.returncode, (said or b"").decode(errors="replace")
+    return process.returncode, (errors or b"").decode(errors="replace")
 
 
 def child_environ(environ: Mapping[str, str]) -> dict[str, str]:

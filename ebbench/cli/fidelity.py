@@ -34,7 +34,7 @@ def fidelity(
     ),
     only: Annotated[list[str] | None, typer.Option(help=f"Only these groups: {', '.join(GROUPS)}. Repeatable.")] = None,
     against: Annotated[
-        Path, typer.Option(help="Folder of the last committed report: what got worse since is said.")
+        Path, typer.Option(help="Folder of the last committed report: figures that got worse are printed.")
     ] = Path("reports/fidelity"),
     fit: Annotated[
         str | None, typer.Option(help="Instead: fit this device's three constants and print them for its profile.")

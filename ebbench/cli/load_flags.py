@@ -60,7 +60,7 @@ TimeUnit = Annotated[
     str | None,
     opt(
         "--time-unit",
-        help="Of a trace's times: s, ms, us or ns. Default: told from the file, or asked for.",
+        help="Unit of a trace's times: s, ms, us or ns. Default: read off the file; required where that is ambiguous.",
         panel=LOAD,
     ),
 ]

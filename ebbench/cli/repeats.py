@@ -1,4 +1,4 @@
-"""``--repeats``: how many, what they can show, said before the first run, and when to stop with ``auto``."""
+"""``--repeats``: their number, a note before the first run on what they can show, and when ``auto`` stops."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def repeats_asked(text: str, most: int, *, policies: int) -> tuple[int, bool]:
 
 
 def beforehand(facts: Mapping[str, Any], repeats: int, *, policies: int, until_clear: bool, virtual: bool) -> str:
-    """What so many repeats can show, to be said before the first run; empty where there is nothing to say.
+    """A note for before the first run on what so many repeats can show; empty where there is nothing to note.
 
     ``facts`` are the plan's; ``virtual``: times are made up, so that the same plan gives the same figures.
     """

@@ -227,11 +227,11 @@ def _announce(config: RunConfig, engine: Engine, sentence: str, plan: Plan, mess
     for note in filter(None, (time_note(plan.facts), _at_once(plan))):
         messages.print(note, markup=False, soft_wrap=True)
     virtual = engine.name in VIRTUAL_TIME
-    said = beforehand(
+    repeats_note = beforehand(
         plan.facts, config.repeats, policies=len(config.policies), until_clear=config.until_clear, virtual=virtual
     )
-    if said:
-        messages.print(said, markup=False, soft_wrap=True)
+    if repeats_note:
+        messages.print(repeats_note, markup=False, soft_wrap=True)
     if config.default_policies and not is_server(config.engine):
         messages.print("No --policy given: running ebplus, and v1 as its baseline.", markup=False, soft_wrap=True)
 

@@ -105,20 +105,20 @@ def _joined(profile: DeviceProfile, model: ModelGeometry, shape: Parallel, token
     if shape.single:
         return _Joined(unit, group, head, (), "")
     link = choose_link(profile, shape.link)
-    said: list[Collectives] = []
+    used: list[Collectives] = []
     shared = bool(model.experts) and shape.dp > 1
     if shape.tp > 1:
         within = Collectives(profile, link, shape.tp)
-        said.append(within)
+        used.append(within)
         count = model.layers * (1 if shared else 2) + 1
         unit = count * within.all_reduce_s(tokens, token_bytes, eager=eager)
         head = within.all_gather_s(np.arange(MAX_SAMPLED + 1, dtype=float), model.vocab * model.dtype_bytes)
     if shared:
         across = Collectives(profile, link, shape.gpus)
-        said.append(across)
+        used.append(across)
         group = model.layers * (across.all_gather_s(tokens, token_bytes) + across.reduce_scatter_s(tokens, token_bytes))
-    warnings = tuple(text for each in said for text in each.warnings)
-    return _Joined(unit, group, head, warnings, said[-1].provenance if said else "")
+    warnings = tuple(text for each in used for text in each.warnings)
+    return _Joined(unit, group, head, warnings, used[-1].provenance if used else "")
 
 
 def _products(profile: DeviceProfile, dtype: str) -> tuple[Gemm, Gemm, tuple[str, ...]] | None:
@@ -130,11 +130,11 @@ def _products(profile: DeviceProfile, dtype: str) -> tuple[Gemm, Gemm, tuple[str
         return plain, plain, ()
     found, tensor = _gemm_tables(profile.name, dtype), _gemm_tables(profile.name, "fp8")
     if found is not None and tensor is not None and dtype == "fp8_block":
-        said = (
+        note = (
             f"FP8 products with one scale per block were timed with their launch on {profile.name}, which CUDA graphs "
             "hide: the launch is taken out, and none is faster than with one scale per tensor"
         )
-        return _without_launch(found, tensor), plain, (said,)
+        return _without_launch(found, tensor), plain, (note,)
     if found is not None:
         return found, plain, ()
     found = tensor

@@ -98,7 +98,7 @@ def surfaces(profile: DeviceProfile, model: ModelGeometry) -> tuple[Surfaces, tu
 
 
 def _own_surfaces(device: str, model: ModelGeometry, bandwidth: float) -> tuple[Surfaces, tuple[str, ...]] | None:
-    """Measured, between two measured numbers of query heads, or the nearest geometry scaled, which is said."""
+    """Measured, between two measured numbers of query heads, or the nearest geometry scaled, with a warning."""
     wanted = (model.heads, model.kv_heads, model.head_dim)
     joint = has_joint_tables(device)
     available = _geometries(device, model.kv_dtype, joint)

@@ -17,7 +17,7 @@ from ebbench.devices.request import DeviceRequest
 class UnitDevice:
     """What one unit is: its ``device`` (cost and KV capacity of all its GPUs) and what KV transfers need to know.
 
-    ``spare_bytes``: memory of its GPUs that the engine was told not to use. ``link_bytes_per_s`` is None where the
+    ``spare_bytes``: memory of its GPUs that the engine may not use. ``link_bytes_per_s`` is None where the
     device's profile names no link.
     """
 

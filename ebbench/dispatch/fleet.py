@@ -84,14 +84,14 @@ class Fleet:
 
     def report(self, signal: EndForward) -> None:
         """Take over what the units say about themselves: acknowledged tokens leave U, R and K are theirs."""
-        for said in signal.units:
-            unit = self.units[said.unit]
+        for report in signal.units:
+            unit = self.units[report.unit]
             waiting = unit.unacknowledged
-            while waiting and waiting[0][0] <= said.received:
+            while waiting and waiting[0][0] <= report.received:
                 self._uncount(unit, waiting.popleft()[1])
             unit.begun_tokens = 0
-            unit.queued_tokens = said.queued_tokens
-            unit.kv_tokens = said.kv_tokens + self._unseen_kv(unit)
+            unit.queued_tokens = report.queued_tokens
+            unit.kv_tokens = report.kv_tokens + self._unseen_kv(unit)
 
     def prefilled(self, key: int) -> Unit | None:
         """The prompt of ``key`` is computed, whether or not its unit has said so. Returns where it is, if open."""

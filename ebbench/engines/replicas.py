@@ -28,7 +28,7 @@ from ebbench.engines.vllm import (
     reason_of_death,
     recording_of,
     server_environment,
-    told,
+    startup_progress,
 )
 from ebbench.engines.vllm_command import Serving, executable_line
 from ebbench.engines.vllm_server import ServerProcess, free_port
@@ -61,7 +61,7 @@ class ReplicatedVllmEngine(VllmEngine):
             servings = self._servings(policy, device, options, records)
             servers = self._start(servings, logs, stack)
             for server, record in zip(servers, records, strict=True):
-                server.wait_ready(self.ready_timeout_s, told(observer, policy, plan, server.log))
+                server.wait_ready(self.ready_timeout_s, startup_progress(observer, policy, plan, server.log))
                 if record is not None:
                     prove_policy(record, policy, server)
             gateway = stack.enter_context(GatewayProcess(self._gateway(servings, options)))

@@ -72,7 +72,7 @@ class VllmEngine(SendingEngine):
             serving = self.serving(policy, known_costs(device), options, record, device.model)
             url = f"http://{serving.host}:{serving.port}"
             with ServerProcess(executable_line(serving), url, log, server_environment()) as server:
-                server.wait_ready(self.ready_timeout_s, told(observer, policy, plan, log))
+                server.wait_ready(self.ready_timeout_s, startup_progress(observer, policy, plan, log))
                 if record is not None:
                     prove_policy(record, policy, server)
                 try:
@@ -164,7 +164,7 @@ def _position_limit(folder: Path | None) -> int | None:
     return limit if isinstance(limit, int) else None
 
 
-def told(observer: Observer | None, policy: PolicySpec, plan: Plan, log: Path) -> Callable[[float], None]:
+def startup_progress(observer: Observer | None, policy: PolicySpec, plan: Plan, log: Path) -> Callable[[float], None]:
     """A callback that shows ``observer`` how long a server has been starting, and where its log is."""
 
     def tell(waited_s: float) -> None:

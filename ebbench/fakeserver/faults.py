@@ -35,7 +35,7 @@ KINDS: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault and the requests it strikes: numbers (from 1), every n-th, a share, or all if nothing is said.
+    """One fault and the requests it strikes: numbers (from 1), every n-th, a share, or all by default.
 
     ``after`` counts tokens (completed answers for ``kill``).
     """

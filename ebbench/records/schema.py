@@ -107,7 +107,7 @@ DECISIONS = pa.schema(
     ]
 )  # fmt: skip
 
-# What a server's metrics page said, a row per change; only where a server was read.
+# Samples of a server's metrics page, one row per change; only where a server was read.
 SERVER_METRICS = pa.schema(
     [
         pa.field("time_ns", pa.int64(), nullable=False),

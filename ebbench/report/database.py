@@ -72,9 +72,9 @@ def _told(error: Exception) -> str:
 def _overview(runs: Sequence[Run], *, summaries: bool) -> pa.Table:
     rows = [_row(run) for run in runs]
     figures = [_figures(run) for run in runs] if summaries else []
-    told = {name: _column([row.get(name) for row in rows]) for name in _names(rows)}
-    measured = {name: _numbers([row.get(name) for row in figures]) for name in _names(figures) if name not in told}
-    return pa.table(told | measured)
+    described = {name: _column([row.get(name) for row in rows]) for name in _names(rows)}
+    measured = {name: _numbers([row.get(name) for row in figures]) for name in _names(figures) if name not in described}
+    return pa.table(described | measured)
 
 
 def _names(rows: Sequence[dict[str, Any]]) -> list[str]:

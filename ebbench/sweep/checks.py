@@ -1,4 +1,4 @@
-"""What is refused, or said, before a cell runs."""
+"""Checks and notes before a cell runs."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ class PlanOptions:
     ``source``: ``auto``, ``hub``, ``file:PATH`` or ``profile``. ``max_concurrency``: open sessions; rates in sessions/s
     (``saturation_rate`` is what shares in a scenario refer to; a ``request_rate`` of infinity opens all sessions of a
     closed loop at once); lengths in tokens. ``burstiness``: shape of gamma gaps, 1 is Poisson, less is burstier.
-    ``speed`` divides a trace's times, which are in ``time_unit`` (s, ms, us or ns; None: told by the rule of
+    ``speed`` divides a trace's times, which are in ``time_unit`` (s, ms, us or ns; None: by the rule of
     :mod:`ebbench.workloads.trace_times`). ``duration_s``: sessions are released for so long. ``max_model_len``: longest
     prompt plus answer in tokens (None: no limit); longer requests are refused, or left out with ``drop_too_long``.
     ``tokenizer`` (a name or folder) counts the tokens of text; None estimates them from characters. ``with_text`` False

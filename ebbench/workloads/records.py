@@ -1,4 +1,4 @@
-"""Records in the data sets' own schemas -> exchanges: what a user said and what was answered.
+"""Records in the data sets' own schemas -> exchanges: messages of a user with their answers.
 
 Selection rules: Zhang et al., ICML 2026, section 4.1 and appendix E.1, as stated in the workload files.
 """
@@ -64,18 +64,18 @@ class WildChat(msgspec.Struct, frozen=True):
     conversation: list[_Message]
 
 
-def _pairs(said: Iterable[tuple[str, str]], asker: str, answerer: str) -> Conversation:
+def _pairs(messages: Iterable[tuple[str, str]], asker: str, answerer: str) -> Conversation:
     """Neighbouring question and answer; empty ones are passed over, since an empty prompt cannot be sent."""
     return [
         Exchange(question, answer)
-        for (who, question), (then, answer) in pairwise(said)
-        if who == asker and then == answerer and question and answer
+        for (speaker, question), (then, answer) in pairwise(messages)
+        if speaker == asker and then == answerer and question and answer
     ]
 
 
 def _sharegpt(record: ShareGpt, _: Records) -> list[Conversation]:
-    said = ((turn.speaker, turn.value) for turn in record.conversations)
-    return [[pair] for pair in _pairs(said, "human", "gpt")]
+    messages = ((turn.speaker, turn.value) for turn in record.conversations)
+    return [[pair] for pair in _pairs(messages, "human", "gpt")]
 
 
 def _longbench(record: LongBench, _: Records) -> list[Conversation]:
@@ -88,8 +88,8 @@ def _numinamath(record: NuminaMath, rules: Records) -> list[Conversation]:
 
 
 def _wildchat(record: WildChat, rules: Records) -> list[Conversation]:
-    said = ((turn.role, turn.content or "") for turn in record.conversation)
-    rounds = _pairs(said, "user", "assistant")
+    messages = ((turn.role, turn.content or "") for turn in record.conversation)
+    rounds = _pairs(messages, "user", "assistant")
     return [rounds[: rules.rounds_max]] if len(rounds) >= (rules.rounds_min or 1) else []
 
 

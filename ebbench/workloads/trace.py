@@ -37,7 +37,7 @@ class Trace:
     def timed(self, time_unit: str | None = None) -> Requests:
         """The requests with ``arrival_s`` counted from the first, and how the times were read among their facts.
 
-        ``time_unit``: what ``--time-unit`` said, None where nothing. Raises UsageError where the unit cannot be told.
+        ``time_unit``: the value of ``--time-unit``, None if not given. Raises UsageError where the unit is ambiguous.
         """
         try:
             reading = read_time_unit(self.stamps, time_unit, whole_numbers_are=self.format.whole_numbers_are)

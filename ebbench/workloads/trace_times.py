@@ -111,8 +111,8 @@ class TimeReading:
 def read_time_unit(stamps: Stamps, asked: str | None = None, *, whole_numbers_are: str | None = None) -> TimeReading:
     """The unit of a trace's times, by the rule of this module.
 
-    ``asked``: what ``--time-unit`` said. ``whole_numbers_are``: the unit in which the trace's format writes whole
-    numbers, None where it writes none. Raises UsageError where the unit cannot be told.
+    ``asked``: the value of ``--time-unit``. ``whole_numbers_are``: the unit in which the trace's format writes whole
+    numbers, None where it writes none. Raises UsageError where the unit is ambiguous.
     """
     if stamps.iso:
         if asked is not None:

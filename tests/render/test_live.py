@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 
 from ebbench.engines.base import Progress
-from ebbench.engines.vllm import told
+from ebbench.engines.vllm import startup_progress
 from ebbench.records.plan import Plan
 from ebbench.render.live import reporter
 from ebbench.workloads import build_plan
@@ -19,7 +19,7 @@ def said(plan: Plan, waited_s: list[float]) -> list[str]:
     """The lines of a run whose server was asked for after these times, and then served two requests."""
     console = Console(file=io.StringIO(), width=40)
     with reporter(console, "eb", len(plan)) as observer:
-        tell = told(observer, parse_policy("eb"), plan, Path("/tmp/server.log"))
+        tell = startup_progress(observer, parse_policy("eb"), plan, Path("/tmp/server.log"))
         for moment_s in waited_s:
             tell(moment_s)
         observer.update(Progress("eb", 2, len(plan), 80, 100, 4.0, "eb", 0, 0))

@@ -77,8 +77,8 @@ def group_by_policy(summaries: Sequence[Summary], explanations: Sequence[Explana
 def _group(policy: str, summaries: Sequence[Summary], explanations: Sequence[Explanation]) -> Group:
     own = [place for place, summary in enumerate(summaries) if summary.policy == policy]
     own.sort(key=lambda place: summaries[place].seed)
-    told = tuple(explanations[place] for place in own) if explanations else ()
-    return Group(policy, tuple(summaries[place] for place in own), told)
+    explained = tuple(explanations[place] for place in own) if explanations else ()
+    return Group(policy, tuple(summaries[place] for place in own), explained)
 
 
 def baseline_of(groups: Sequence[Group]) -> Group:

@@ -117,19 +117,19 @@ def _document(options: PaperOptions, store: RunStore) -> Document:
 
 def _findings(sections: tuple[Section, ...]) -> tuple[str, ...]:
     """How often EB is ahead of v1, and by how much."""
-    said = []
+    remarks = []
     for section in sections:
         changes = [value for row in section.rows if isinstance(value := row[-2], float)]
         if changes:
             ahead = sum(change > 0 for change in changes)
-            said.append(
+            remarks.append(
                 f"{section.title}: EB has more throughput than v1 on {ahead} of {len(changes)} models, by "
                 f"{100 * min(changes):+.1f} to {100 * max(changes):+.1f} %. Exclusive steps halve the time per token, "
                 "which here is nearly all prompts of others, and double the wait for the first; prompts are almost all "
                 "of the work, so throughput hardly depends on how steps are put together. Pools halve it: the decode "
                 "GPU has next to nothing to do."
             )
-    return tuple(said)
+    return tuple(remarks)
 
 
 LONG_CONTEXT = PaperTable(

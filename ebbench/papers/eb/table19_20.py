@@ -188,11 +188,11 @@ def explained(found: Mapping[str, Measured]) -> str:
     if not ranked:
         return "no topology finished."
     best, rate = ranked[0]
-    said = [f"{best} with {rate:,.0f} tokens/s"]
+    remarks = [f"{best} with {rate:,.0f} tokens/s"]
     for title, other in ranked[1:]:
-        said.append(f"{title} {100 * (other / rate - 1):+.1f} %{_why(title, found[title], found[best])}")
-    said += [f"{title} ran out of memory" for title, measured in found.items() if measured.figures.get("dead")]
-    return f"{said[0]}{_why_best(best, found[best])}; {'; '.join(said[1:])}."
+        remarks.append(f"{title} {100 * (other / rate - 1):+.1f} %{_why(title, found[title], found[best])}")
+    remarks += [f"{title} ran out of memory" for title, measured in found.items() if measured.figures.get("dead")]
+    return f"{remarks[0]}{_why_best(best, found[best])}; {'; '.join(remarks[1:])}."
 
 
 def _why_best(title: str, best: Measured) -> str:
@@ -248,7 +248,7 @@ def _document20(options: PaperOptions, store: RunStore) -> Document:
 
 
 def _verdicts(options: PaperOptions, store: RunStore) -> Sequence[str]:
-    said = []
+    remarks = []
     for device in _devices(options):
         near = total = 0
         for mix in _MIXES:
@@ -260,12 +260,12 @@ def _verdicts(options: PaperOptions, store: RunStore) -> Sequence[str]:
                 total += 1
                 ranked = _ranked(known)
                 near += bool(ranked) and dict(ranked).get("EB+, DP=4", 0.0) >= NEAR * ranked[0][1]
-                said.append(f"{gpu_title(device)}, {SYNTHETIC[mix]}, c = {concurrency}: {explained(known)}")
+                remarks.append(f"{gpu_title(device)}, {SYNTHETIC[mix]}, c = {concurrency}: {explained(known)}")
         if total:
-            said.append(
+            remarks.append(
                 f"{gpu_title(device)}: EB+ is best or within {100 * (1 - NEAR):.0f} % of it in {near} of {total}."
             )
-    return said
+    return remarks
 
 
 _READS = ("device", "model", "num_prompts")

@@ -94,14 +94,14 @@ def _figure(now: tuple[float, float] | None, before: tuple[float, float] | None)
 
 def losses(rows: Iterable[Row], before: Mapping[str, Row]) -> list[str]:
     """What got worse by more than WORSE_POINTS, in words."""
-    said = []
+    remarks = []
     for row in rows:
         old = before.get(row.key)
         for name, (now, _) in row.errors.items() if old else ():
             was = old.errors.get(name) if old else None
             if was is not None and now > was[0] + WORSE_POINTS:
-                said.append(f"{row.source} on {row.device}: median error of {name} {now:.1%}, was {was[0]:.1%}")
-    return said
+                remarks.append(f"{row.source} on {row.device}: median error of {name} {now:.1%}, was {was[0]:.1%}")
+    return remarks
 
 
 def save(rows: Iterable[Row], path: Path) -> None:

@@ -143,7 +143,7 @@ def _figure6_document(options: PaperOptions, store: RunStore) -> Document:
 
 
 def _figure6_findings(sections: tuple[Section, ...]) -> tuple[str, ...]:
-    said = []
+    remarks = []
     for section in sections:
         changes = [(row[0], row[7]) for row in section.rows]
         known = [(load, value) for load, value in changes if isinstance(value, float)]
@@ -152,11 +152,11 @@ def _figure6_findings(sections: tuple[Section, ...]) -> tuple[str, ...]:
         worst, best = max(known, key=lambda item: item[1]), min(known, key=lambda item: item[1])
         at80 = dict(known)["80 %"]
         never = "never above" if worst[1] <= 0 else f"above at {worst[0]} ({100 * worst[1]:+.1f} %) and not below"
-        said.append(
+        remarks.append(
             f"{section.title.partition(';')[0]}: sbs is {never} immediate dispatch; {100 * at80:+.1f} % at 80 %, best "
             f"{100 * best[1]:+.1f} % at {best[0]}."
         )
-    return tuple(said)
+    return tuple(remarks)
 
 
 # Table 1: capacity at a fixed mean TTFT.
