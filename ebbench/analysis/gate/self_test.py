@@ -51,7 +51,7 @@ class Noise:
 
 NOISES = (
     Noise("restarts differ by 1 %, steps by 5 %"),
-    Noise("and the machine slows by 0.3 % a restart", drift=0.003),
+    Noise("and the machine slows by 0.3 % per restart", drift=0.003),
     Noise("and one step in 200 stalls tenfold", stall_share=0.005),
 )
 SLOWDOWNS = (0.01, 0.02, 0.03, 0.04, 0.05, 0.07, 0.10)
