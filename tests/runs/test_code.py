@@ -51,7 +51,9 @@ def determining(tree: Tree) -> list[Path]:
 def test_every_file_that_a_run_uses_is_part_of_the_fingerprint(tree: Tree) -> None:
     """Oracle: what Python imported and opened in a process of its own."""
     done = subprocess.run([sys.executable, "-c", USED], capture_output=True, text=True, check=True, cwd=ROOT)
-    ours = [path for path in json.loads(done.stdout) if path.startswith(f"{ROOT}/") and "__pycache__" not in path]
+    installed = ("__pycache__", "site-packages", f"{Path(sys.prefix).name}/")  # an environment may lie in the checkout
+    loaded = [path for path in json.loads(done.stdout) if path.startswith(f"{ROOT}/")]
+    ours = [path for path in loaded if not any(part in path.removeprefix(f"{ROOT}/") for part in installed)]
     kinds = (".py", ".toml", ".csv", ".parquet")
     used = {str(Path(path).relative_to(ROOT)) for path in ours if Path(path).suffix in kinds}
     top = tree.packages["ebbench"].parent
