@@ -58,7 +58,7 @@ def _started(command: list[str]) -> int:
     if program:
         return program
     try:
-        if _LINUX:  # should this process be killed outright, then the program at least dies with it
+        if _LINUX:  # if this process is killed with SIGKILL, the program is killed too
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
             if os.getppid() != supervisor:
                 os._exit(_CANNOT_START)

@@ -13,7 +13,7 @@ from ebbench.analysis.statistics import Interval
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked. ``slo`` empty: throughput decides; else goodput. ``plan``: what plans are built from besides.
+    """The question. ``slo`` empty: throughput decides; else goodput. ``plan``: what plans are built from besides.
 
     ``seeds_alike``: more seeds were asked for, but every seed gives the same plan.
     """
@@ -60,7 +60,7 @@ class Probe:
 
 @dataclass(frozen=True)
 class Tuning:
-    """The best of some (B, N) for the chosen policy, one seed, and its gain over the settings asked about."""
+    """The best of some (B, N) for the chosen policy, one seed, and its gain over the settings of the question."""
 
     tried: int
     max_num_batched_tokens: int

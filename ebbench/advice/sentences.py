@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _FULL_BATCH = "Theory is of a batch that stays full; a simulated run also fills up and drains."
 FAR_APART = 0.1
-"""From this difference of the two gains on, as a share, a reader is told why they differ."""
+"""From this difference of the two gains on, as a share, a sentence explains why they differ."""
 
 
 def headline(advice: Advice) -> list[str]:

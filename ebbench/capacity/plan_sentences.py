@@ -111,7 +111,7 @@ def _per_million(each: Costed, prices: Mapping[str, float]) -> float | None:
 
 
 def as_dict(found: Choice, task: Task, prices: Mapping[str, float]) -> dict[str, Any]:
-    """One object: what was asked, the deployments from cheapest to dearest, what was refused and left out and why."""
+    """One object: the question, the deployments from cheapest to dearest, and refused candidates with reasons."""
     return {
         "workload": task.workload,
         "model": task.model,

@@ -38,7 +38,7 @@ class Reading:
     """A probe and what else its run says. Latencies are medians in ms.
 
     ``short``: too few sessions for the number that were open; the probe decides nothing. ``invalid``: reasons why the
-    run must not be believed although its requests did not fail, such as a client that was late; neither does this
+    run is INVALID although its requests did not fail, such as a client that was late; neither does this
     probe decide anything, since it says nothing about the server. ``attainment`` is the share of counted requests that
     met the joint limits (all of them, where only percentiles are limited). ``completed_sessions_per_s`` counts those
     that ended in the steady window. ``shares``: the share that met each limit alone. ``memory_full``: share of the
@@ -120,7 +120,7 @@ def read_measured(run: Measured, load: float, limits: Limits) -> Reading:
 
 
 def _failed_share(columns: RequestColumns) -> float:
-    """Share of the requests that the server did not answer as asked."""
+    """Share of the requests that failed at the server."""
     lost = (columns.status == "failed") | (columns.status == "timed_out")
     return float(lost.mean()) if len(lost) else 0.0
 

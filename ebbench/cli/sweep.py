@@ -108,7 +108,7 @@ def _dry_run(grid: Sweep, store: SweepStore, output: Console, *, as_json: bool) 
 
 
 def pool_of(name: str, grid: Sweep, workers: int | None, address: str | None, gpus: float | None) -> Pool:
-    """The pool asked for. The vllm engine gets a GPU per cell on a cluster, and one cell at a time here."""
+    """The chosen pool. The vllm engine gets a GPU per cell on a cluster, and one cell at a time here."""
     from ebbench.runs.pool import Processes
     from ebbench.runs.ray_pool import RayCluster
 

@@ -52,7 +52,7 @@ def check_options(options: EngineOptions, policies: Sequence[PolicySpec]) -> Non
 
 
 def num_kv_blocks(device: Device, options: EngineOptions) -> int:
-    """KV blocks of an instance: as asked for, or what the device's capacity holds."""
+    """KV blocks of an instance: the given number, or what the device's capacity holds."""
     return options.num_kv_blocks or device.kv_capacity_tokens // options.block_size
 
 

@@ -99,7 +99,7 @@ def _step_row(values: Sequence[Any], names: Sequence[str], head: dict[str, Any],
 def planned_name(prefix: str, planned: Iterable[str]) -> Callable[[str], str]:
     """Undo what client and server put around a planned id: ``cmpl-<prefix><id>-0-<random>``.
 
-    Ids that belong to nobody in the plan (warm-up) are returned as they are.
+    Ids that are not in the plan (warm-up) are returned as they are.
     """
     known = set(planned)
 

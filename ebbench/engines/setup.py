@@ -191,7 +191,7 @@ def with_cluster(
     decode_dispatch: str | None = None,
     replicas: int | None = None,
 ) -> tuple[Engine, str]:
-    """The engine for several instances, and a sentence about them; the engine as it is where nothing was asked for.
+    """The engine for several instances, and a sentence about them; the engine as it is where no such option was given.
 
     A scenario file may bring a topology of its own; ``topology`` goes before it. Raises UsageError.
     """
@@ -251,7 +251,7 @@ def _servers(engine: Engine, spec: TopologySpec | None, dispatch: DispatchSpec, 
 
 
 def topology_of(wanted: TopologySpec | str | None, scenario: str | None, link: str | None) -> TopologySpec | None:
-    """The topology asked for, else the scenario's own, with the link asked for. Raises UsageError."""
+    """The given topology, else the scenario's own, with the given link. Raises UsageError."""
     if wanted is None and scenario is not None:
         from ebbench.traffic.spec import load_scenario
 

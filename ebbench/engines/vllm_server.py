@@ -87,7 +87,7 @@ class ServerProcess:
         return f"log {self.log}, its end:\n" + "\n".join(lines[-TAIL_LINES:])
 
     def stop(self) -> None:
-        """End it: the server is asked and ends its own children in order, then what is left is killed."""
+        """Stop it: SIGTERM lets the server end its own children in order; what is left is then killed."""
         process, self._process = self._process, None
         if process is None:
             return

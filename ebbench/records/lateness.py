@@ -11,7 +11,7 @@ LAG_REMEDY = "use more --workers or less load, or allow more with --lag-limit-ms
 
 
 def lag_limit_ms(requests: pa.Table, asked_ms: float | None = None) -> float:
-    """The lag p99 may reach: what was asked for, else 10 ms or 5 % of the median TTFT, whichever is larger."""
+    """The lag p99 may reach: the given limit, else 10 ms or 5 % of the median TTFT, whichever is larger."""
     if asked_ms is not None:
         return asked_ms
     done = requests.filter(pc.equal(requests.column("status"), "ok"))

@@ -95,7 +95,7 @@ def _check_names(cells: Sequence[Cell]) -> None:
 
 
 def trace_notes(cells: Sequence[Cell]) -> list[str]:
-    """How the times of each replayed trace are read. Raises UsageError where that cannot be told."""
+    """How the times of each replayed trace are read. Raises UsageError where that is ambiguous."""
     from ebbench.traffic.spec import load_scenario
 
     replayed = dict.fromkeys(

@@ -1,4 +1,4 @@
-"""Carrying out a sweep: what is there already stays, the rest is run, every finished cell is stored at once."""
+"""Runs a sweep: stored cells are kept, the missing ones are run, and each is stored as soon as it ends."""
 
 from __future__ import annotations
 
@@ -61,12 +61,12 @@ class Result:
 
     @property
     def invalid(self) -> tuple[Finished, ...]:
-        """Finished cells whose runs must not be believed."""
+        """Finished cells whose runs are INVALID."""
         return tuple(entry for entry in self.finished if not entry.measured.valid)
 
 
 class _Counts:
-    """What has become of the cells of this call."""
+    """Counts of the cells of this call, by outcome."""
 
     def __init__(self, sweep: Sweep, todo: int) -> None:
         self._cells, self._todo, self._started = len(sweep.cells), todo, time.monotonic()
@@ -121,7 +121,7 @@ def run_sweep(
 
 
 def missing(sweep: Sweep, store: SweepStore) -> list[Cell]:
-    """Cells that are not there yet, in the order of the grid."""
+    """Cells without a stored result, in the order of the grid."""
     absent = set(store.runs.missing(sweep.cells, whole=sweep.keep_runs))
     return [cell for cell in sweep.cells if cell in absent]
 
@@ -133,7 +133,7 @@ def summary_lines(errors: Iterable[str], limit: int = 5) -> list[str]:
 
 
 def named(cells: Sequence[Finished], axes: Sequence[str]) -> list[tuple[str, str]]:
-    """Finished cells in words, each with the reasons why it is INVALID."""
+    """Names of finished cells, each with the reasons why it is INVALID."""
     from ebbench.runs.settings import plain, settings_of
 
     found = []

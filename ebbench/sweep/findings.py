@@ -56,7 +56,7 @@ def findings(entries: Sequence[Finished], axes: Sequence[str], metric: str = MET
 
 
 def baseline_of(found: Sequence[Finding]) -> str:
-    """The policy the others are held against: v1, without it the grid's first."""
+    """The policy that the others are compared with: v1, without it the grid's first."""
     policies = [finding.policy for finding in found]
     return policies[0] if policies and _BASELINE not in policies else _BASELINE
 

@@ -37,7 +37,7 @@ class Report(Protocol):
 
 @contextmanager
 def progress_on(console: Console, *, quiet: bool) -> Iterator[Report]:
-    """A bar on a terminal; elsewhere a line now and then."""
+    """A bar on a terminal; elsewhere a line at intervals."""
     if quiet:
         yield lambda progress: None
     elif not console.is_terminal:
@@ -137,7 +137,7 @@ def _heading(sweep: Sweep) -> str:
 
 
 def findings_parts(found: Sequence[Finding], metric: str) -> list[RenderableType]:
-    """A table a setting, one row a scheduler; all have the same columns, so only the first shows their names."""
+    """One table per setting, one row per scheduler; all have the same columns, so only the first shows their names."""
     settings = list(dict.fromkeys(finding.setting for finding in found))
     width = max((len(finding.policy) for finding in found), default=0)
     headers = _headers(metric, baseline_of(found))

@@ -128,7 +128,7 @@ def _open(spec: ScenarioSpec, load: Load, total: int | None, default_total: int,
 
 
 def _lasting(phases: tuple[Phase, ...], duration_s: float | None, total: int | None) -> tuple[Phase, ...]:
-    """A single phase without an end of its own lasts as long as is asked, however many sessions that takes."""
+    """A single phase without an end of its own lasts as long as given, with as many sessions as that takes."""
     if duration_s is None or total is not None or len(phases) > 1 or phases[0].duration_s is not None:
         return phases
     return (msgspec.structs.replace(phases[0], duration_s=duration_s, requests=None),)

@@ -1,4 +1,4 @@
-"""What is asked and when: workloads x scenarios -> :class:`ebbench.records.plan.Plan`.
+"""Which requests are sent and when: workloads x scenarios -> :class:`ebbench.records.plan.Plan`.
 
 Heavy modules load inside :func:`build_plan`, so that importing this package is cheap.
 """

@@ -122,7 +122,7 @@ def _arrivals_ns(requests: Requests, arrival_s: Floats | None) -> pa.Array:
 
 
 def phase_requests(spec: ScenarioSpec, sizes: tuple[int, ...], seed: int) -> Requests:
-    """Requests of a scenario that brings its own lengths, one substream a phase."""
+    """Requests of a scenario that brings its own lengths, one substream per phase."""
     pieces = []
     for index, (phase, size) in enumerate(zip(spec.phases, sizes, strict=True)):
         assert phase.input is not None  # the caller asked spec.own_lengths

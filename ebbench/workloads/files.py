@@ -1,4 +1,4 @@
-"""Records of a data set out of JSON, JSONL or Parquet, one after the other, never more than is asked for."""
+"""Records of a data set from JSON, JSONL or Parquet, read one at a time and only as many as needed."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def make_plan(options: PlanOptions) -> Plan:
 
 
 def _check(options: PlanOptions, scenario: ScenarioSpec, workload: WorkloadSpec | None) -> None:
-    """Refuse what would otherwise be ignored without a word. ``workload`` None: a trace."""
+    """Refuse options that would have no effect. ``workload`` None: a trace."""
     _check_times(options, scenario, trace=workload is None)
     _check_requests(options, scenario, workload)
 
@@ -187,7 +187,7 @@ def _rate_facts(options: PlanOptions) -> dict[str, Any]:
 
 
 def _facts(options: PlanOptions, scenario: ScenarioSpec, requests: Requests) -> dict[str, Any]:
-    """What the manifest should say beside the counts; only plain values."""
+    """Facts for the manifest besides the counts; only plain values."""
     own = {"source": "scenario", "source_reason": f"{scenario.name} brings its own lengths"}
     return {
         "workload": options.workload,

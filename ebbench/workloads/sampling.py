@@ -121,7 +121,7 @@ def _requests(sample: _Sample, rules: Records, counter: TokenCounter, with_text:
 
 
 def _histories(sample: _Sample, output_tokens: Int32s, counter: TokenCounter) -> list[str]:
-    """Each turn's whole prompt: everything said before, answers cut to their output tokens, then the message."""
+    """Each turn's whole prompt: all earlier messages, answers cut to their output tokens, then the message."""
     prompts, row = [], 0
     for rounds in sample.rounds:
         history = ""

@@ -146,7 +146,7 @@ def _stream_hub(workload: WorkloadSpec, selection: Selection) -> _Taken:
 
 
 def _keep(cache: hub_source.Cache, taken: _Taken, selection: Selection) -> None:
-    """A cache that cannot be written costs time later, nothing now."""
+    """Store what was taken; a cache that cannot be written only costs time later."""
     complete = taken.requests.sessions < selection.sessions
     try:
         cache.keep(taken.records, None if complete else selection.sessions)

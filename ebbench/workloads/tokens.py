@@ -1,7 +1,7 @@
 """How many tokens a text has: from a tokenizer where one is given, else estimated from its UTF-8 bytes.
 
-The estimate is one token per four bytes, rounded up. English text comes close to four characters a token with
-the tokenizers in use today; scripts of three-byte characters close to one token a character and a third. It is
+The estimate is one token per four bytes, rounded up. English text comes close to four characters per token with
+the tokenizers in use today; scripts of three-byte characters close to one and a third characters per token. It is
 an estimate: the server's own ``usage`` decides in measurements.
 """
 

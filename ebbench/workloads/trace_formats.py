@@ -1,4 +1,4 @@
-"""The formats of recorded traffic: Azure's CSV and Mooncake's JSON lines, told apart by the file's first line.
+"""The formats of recorded traffic: Azure's CSV and Mooncake's JSON lines, recognised by the file's first line.
 
 A format turns its lines into a :class:`Recorded`. To add one, add a :class:`TraceFormat` to FORMATS; what its times
 mean is decided in :mod:`ebbench.workloads.trace_times`, the same for all.

@@ -114,7 +114,7 @@ class Controller:
         return self._strategy.queue
 
     def queue_order(self, now_s: float, seen_s: Sequence[float], prompt_tokens: Sequence[int]) -> Places:
-        """The places of never-started requests in their new order; to be asked when ``queue`` says it is due.
+        """The places of never-started requests in their new order; to be called when ``queue`` says it is due.
 
         ``seen_s``: when each came, in the order of the queue; ``prompt_tokens``: its prompt's length.
         """

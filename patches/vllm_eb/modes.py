@@ -19,7 +19,7 @@ RISE_WEIGHT, FALL_WEIGHT = 0.3, 0.05
 
 @dataclass(frozen=True)
 class Evaluation:
-    """One evaluation of the crossover: its two sides, what was asked of them and what came of it."""
+    """One evaluation of the crossover: its two sides, the margin asked of them and the result."""
 
     crossover: Crossover | None
     n_obs: float

@@ -51,13 +51,13 @@ class PolicySpec:
     description: ClassVar[str]
     """One line for ``ebbench policies list``."""
     colour: ClassVar[str] = "#000000"
-    """In figures: one of Okabe and Ito's colours, which can be told apart by the colour-blind."""
+    """In figures: one of Okabe and Ito's colours, which colour-blind readers can distinguish."""
     departure: ClassVar[int] = 99
     """How far it departs from vLLM's own scheduling; of two policies that are as good, the lower one is advised."""
     native: ClassVar[bool] = False
     """Whether vLLM schedules by itself, without a controller."""
     by_share: ClassVar[bool] = False
-    """Whether it refills at a share of the batch (told so in reports) instead of at a number of idle slots."""
+    """Whether it refills at a share of the batch (reports then say so) instead of at a number of idle slots."""
     without_decisions: ClassVar[str] = ""
     """A sentence for the report of a run in which it decided nothing."""
 

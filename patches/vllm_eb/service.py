@@ -75,7 +75,7 @@ class ServiceLevel:
 
     @property
     def orders_queue(self) -> bool:
-        """Whether waiting requests are told apart by their age."""
+        """Whether the queue is ordered by the age of its requests."""
         return self.ttft_s is not None
 
     def seqs_allowed(

@@ -1,4 +1,4 @@
-"""Write what :mod:`ebbench.papers.fidelity.runs` found: Markdown to read, Parquet to query, pictures to look at."""
+"""Writes the results of :mod:`ebbench.papers.fidelity.runs` as Markdown, Parquet and pictures."""
 
 from __future__ import annotations
 

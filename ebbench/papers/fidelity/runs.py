@@ -1,4 +1,4 @@
-"""Repeat published measurements on emulated devices and lay the numbers side by side."""
+"""Repeats published measurements on emulated devices and puts the numbers side by side."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ def _figure(now: tuple[float, float] | None, before: tuple[float, float] | None)
 
 
 def losses(rows: Iterable[Row], before: Mapping[str, Row]) -> list[str]:
-    """What got worse by more than WORSE_POINTS, in words."""
+    """One sentence per figure that got worse by more than WORSE_POINTS."""
     remarks = []
     for row in rows:
         old = before.get(row.key)
