@@ -19,7 +19,9 @@ def fake_server(
     max_model_len: Annotated[
         int, typer.Option("--max-model-len", help="Longest prompt plus answer, tokens.")
     ] = 1_000_000,
-    default_tokens: Annotated[int, typer.Option("--default-tokens", help="Answer length if none is asked for.")] = 16,
+    default_tokens: Annotated[
+        int, typer.Option("--default-tokens", help="Answer length in tokens where a request gives none.")
+    ] = 16,
     fault: Annotated[
         list[str] | None,
         typer.Option("--fault", help="KIND[:key=value,...]; may be repeated. `--fault list` shows all."),

@@ -15,7 +15,7 @@ FEWEST = 2
 """Repeats before which nothing is decided."""
 
 
-def repeats_asked(text: str, most: int, *, policies: int) -> tuple[int, bool]:
+def parse_repeats(text: str, most: int, *, policies: int) -> tuple[int, bool]:
     """How many repeats to make at most, and whether to stop when it is clear. Raises UsageError."""
     if text.strip() == AUTO:
         if policies < 2:

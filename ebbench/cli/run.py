@@ -44,13 +44,13 @@ def run(
     """
     from ebbench.analysis.slo import parse_slo
     from ebbench.cli.preflight import default_policies, is_server, parse_policies
-    from ebbench.cli.repeats import repeats_asked
+    from ebbench.cli.repeats import parse_repeats
     from ebbench.cli.run_policies import RunConfig, run_policies
 
     options = engine.options(load.warmup)
     longest = engine.max_model_len if is_server(engine.engine) else options.max_model_len  # a server has its own
     policies = parse_policies(engine.policy or default_policies(engine.engine))
-    repeats, until_clear = repeats_asked(load.repeats, load.max_repeats, policies=len(policies))
+    repeats, until_clear = parse_repeats(load.repeats, load.max_repeats, policies=len(policies))
     config = RunConfig(
         workload=workload,
         scenario=load.scenario_of(workload),

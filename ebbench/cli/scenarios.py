@@ -67,9 +67,9 @@ def show(
     from ebbench.workloads import load_scenario
 
     spec, arrivals = load_scenario(name), None
-    asked = Load(request_rate=request_rate, saturation_rate=saturation_rate)
-    if asked != Load() or num_prompts is not None:
-        spec, arrivals = _laid_out(name, spec, asked, num_prompts, seed)
+    given = Load(request_rate=request_rate, saturation_rate=saturation_rate)
+    if given != Load() or num_prompts is not None:
+        spec, arrivals = _laid_out(name, spec, given, num_prompts, seed)
     if as_json:
         found: dict[str, Any] = msgspec.to_builtins(spec)
         typer.echo(json.dumps(found | ({"arrivals": arrivals} if arrivals else {})))
@@ -78,7 +78,7 @@ def show(
 
 
 def _laid_out(
-    name: str, spec: ScenarioSpec, asked: Load, num_prompts: int | None, seed: int
+    name: str, spec: ScenarioSpec, given: Load, num_prompts: int | None, seed: int
 ) -> tuple[ScenarioSpec, dict[str, float] | None]:
     """The scenario as a run would use it, and the arrivals of an open loop. Raises what a run would raise."""
     from ebbench.traffic.schedule import under
@@ -88,10 +88,10 @@ def _laid_out(
     if spec.loop == "trace":
         raise UsageError(f"scenario {spec.name!r} replays recorded times; see `ebbench workloads show trace:FILE`")
     plan = build_plan(
-        "balanced", name, request_rate=asked.request_rate, saturation_rate=asked.saturation_rate,
+        "balanced", name, request_rate=given.request_rate, saturation_rate=given.saturation_rate,
         num_prompts=num_prompts, seed=seed,
     )  # fmt: skip
-    return under(spec, asked, num_prompts, seed), describe(plan).get("arrivals")
+    return under(spec, given, num_prompts, seed), describe(plan).get("arrivals")
 
 
 def _print(spec: ScenarioSpec, arrivals: dict[str, float] | None) -> None:

@@ -44,7 +44,7 @@ _MEANING: Mapping[str, str] = {
     "theta_star": "optimal threshold, share of N",
     "k_star": "switch to prefill when this many slots are idle",
     "slot_tokens": "D, expected KV tokens of a slot at decode start",
-    "n_star": "memory-safe batch in the form asked for",
+    "n_star": "memory-safe batch in the chosen form",
     "n_code": "memory-safe batch as in the authors' code",
     "n_paper": "memory-safe batch as in the paper (eq. 6)",
     "n_peak": "batch whose expected peak fits",
@@ -65,7 +65,7 @@ _MEANING: Mapping[str, str] = {
     "gain": "throughput over throughput_k1, less one",
     "k_star_approximation": "best K of the paper's approximation",
     "throughput_approximation": "what the approximation promises there, requests/s (none: no bound)",
-    "k": "threshold asked for",
+    "k": "the given threshold",
     "throughput_k": "at that threshold, requests/s",
 }
 

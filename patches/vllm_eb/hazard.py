@@ -164,7 +164,7 @@ def _mean_length(
 
 
 def _mean_residual(hazard: float, eta: float) -> float:
-    """Mean remaining tokens where the hazard stands at ``hazard`` and grows by ``eta`` a token (Mills ratio)."""
+    """Mean remaining tokens where the hazard stands at ``hazard`` and grows by ``eta`` per token (Mills ratio)."""
     x = hazard / math.sqrt(2.0 * eta) if eta > 0.0 else math.inf
     if x > 5.0:  # exp(x**2)*erfc(x) by its asymptotic series, good to 1 % from here on
         return (1.0 - 0.5 / (x * x)) / hazard

@@ -79,7 +79,7 @@ class KvRoom:
 
         The second keeps a young batch, whose answers all still have to grow, from being filled with as many as fit
         today. Sequences are at least half an answer old on average when their number is steady (renewal theory), so it
-        never binds there. Prefixes held in common make contexts (``context_tokens`` a sequence) smaller than prompts.
+        never binds there. Prefixes held in common make contexts (``context_tokens`` per sequence) smaller than prompts.
         """
         reserve_tokens = self._reserve_share * answer_tokens
         fit_now = max(free_tokens - reserve_tokens * active, 0.0) / (prompt_tokens + reserve_tokens)
