@@ -59,7 +59,8 @@ def num_kv_blocks(device: Device, options: EngineOptions) -> int:
 def check_fits(plan: Plan, device: Device, options: EngineOptions) -> None:
     """Raise UsageError for an empty plan, and for a request that can never run on an instance, naming the longest one.
 
-    ``device`` is that of one instance.
+    ``device`` is that of one instance. Where its KV capacity is unknown (0: hardware without a profile, on which vLLM
+    alone knows what fits) only ``max_model_len`` is checked.
     """
     if not len(plan):
         raise UsageError("the plan holds no request; raise --num-prompts or choose another workload")
@@ -71,6 +72,8 @@ def check_fits(plan: Plan, device: Device, options: EngineOptions) -> None:
             f"request {request} has {longest:,} tokens, more than --max-model-len {options.max_model_len}; raise it or "
             "pass --drop-too-long"
         )
+    if options.num_kv_blocks is None and not device.kv_capacity_tokens:
+        return
     capacity = num_kv_blocks(device, options) * options.block_size
     if longest <= capacity:
         return

@@ -42,6 +42,16 @@ def end(process: subprocess.Popen[bytes], number: signal.Signals, least: int) ->
     return code
 
 
+def started(process: subprocess.Popen[bytes], folder: Path, condition: Callable[[], object], problem: str) -> None:
+    """Wait until a command is as far as the test needs it; one that has ended will never be."""
+
+    def far_enough() -> bool:
+        assert process.poll() is None, (folder / "said").read_text()
+        return bool(condition())
+
+    wait_until(far_enough, problem, READY_S)
+
+
 def answers(port: int) -> Callable[[], bool]:
     """Whether a server answers there."""
 
@@ -67,7 +77,7 @@ def test_a_run_in_its_middle(small_model_folder: Path, tmp_path: Path, number: s
         tmp_path, "run", "balanced", "--input-len", 60, "--output-len", 40, "--engine", "vllm",
         "--model", small_model_folder, "--policy", "eb:k=2", "-n", 5000, "-c", 4, "--max-model-len", 1024, "-o", "out",
     )  # fmt: skip
-    wait_until(lambda: list(tmp_path.glob("out/requests.part-*")), "nothing was measured", READY_S)
+    started(process, tmp_path, lambda: list(tmp_path.glob("out/requests.part-*")), "nothing was measured")
     code = end(process, number, least=4)  # supervisor, API server, engine core, client worker
     if number == signal.SIGKILL:
         return
@@ -84,7 +94,7 @@ def test_a_server_for_others(small_model_folder: Path, tmp_path: Path, number: s
         tmp_path, "serve", small_model_folder, "--policy", "eb:k=2", "--port", port,
         "--", "--enforce-eager", "--max-model-len", 1024,
     )  # fmt: skip
-    wait_until(answers(port), "the server did not come up", READY_S)
+    started(process, tmp_path, answers(port), "the server did not come up")
     code = end(process, number, least=3)
     assert code == (-signal.SIGKILL if number == signal.SIGKILL else 130), (tmp_path / "said").read_text()
 
@@ -95,7 +105,7 @@ def test_several_servers_and_their_gateway(small_model_folder: Path, tmp_path: P
         tmp_path, "run", "balanced", "--input-len", 60, "--output-len", 40, "--engine", "vllm", "--replicas", 2,
         "--model", small_model_folder, "--policy", "eb:k=2", "-n", 5000, "-c", 4, "--max-model-len", 1024, "-o", "out",
     )  # fmt: skip
-    wait_until(lambda: list(tmp_path.glob("out/requests.part-*")), "nothing was measured", READY_S)
+    started(process, tmp_path, lambda: list(tmp_path.glob("out/requests.part-*")), "nothing was measured")
     code = end(process, number, least=8)  # twice supervisor, API server and engine core; gateway, client worker
     if number == signal.SIGTERM:
         assert code == 130, (tmp_path / "said").read_text()
