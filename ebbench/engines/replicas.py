@@ -72,7 +72,7 @@ class ReplicatedVllmEngine(VllmEngine):
                 for server in servers:
                     server.check_alive("died")
                 raise
-            died = tuple(reason for server in servers for reason in reason_of_death(server))
+            died = tuple(reason for server in servers for reason in reason_of_death(server, done))
             gateway.stop()
             if not died:
                 await_records(records)

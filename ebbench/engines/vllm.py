@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import pyarrow.compute as pc
+
 from ebbench.client import ClientOptions, DriveResult
 from ebbench.devices.base import Device
 from ebbench.engines.base import EngineOptions, EngineResult, Observer, Progress
@@ -38,6 +40,7 @@ READY_TIMEOUT_S = 900.0
 CPU_ARGUMENTS = ("--enforce-eager",)
 CPU_KV_SHARE = 4  # one part in so many of the free memory goes to the KV cache, whole GiB
 PROOF_TIMEOUT_S = 10.0
+DEATH_S = 10.0  # from the first failed request to the end of a server that died, at most
 RECORD_WAIT_S = 15.0
 
 
@@ -81,7 +84,7 @@ class VllmEngine(SendingEngine):
                 except RunError:
                     server.check_alive("died")
                     raise
-                died = reason_of_death(server)
+                died = reason_of_death(server, done)
                 if not died:
                     await_records([record])
             recording = recording_of(record, plan, done)
@@ -235,10 +238,14 @@ def _in_group(pid: int, group: int) -> bool:
         return False
 
 
-def reason_of_death(server: ServerProcess) -> tuple[str, ...]:
-    """Why the run is INVALID when the server ended by itself."""
+def reason_of_death(server: ServerProcess, done: DriveResult) -> tuple[str, ...]:
+    """Why the run is INVALID when the server ended by itself.
+
+    Requests fail before the server's process is seen to have ended: its supervisor first ends what the server started.
+    """
+    failed = pc.any(pc.equal(done.requests["status"], "failed")).as_py()
     try:
-        server.check_alive("died during the run")
+        server.check_alive("died during the run", DEATH_S if failed else 0.0)
     except RunError as error:
         return (str(error),)
     return ()

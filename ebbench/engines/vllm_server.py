@@ -72,9 +72,11 @@ class ServerProcess:
             time.sleep(POLL_S)
         raise RunError(f"the server was not ready after {timeout_s:g} s; {self.tail()}")
 
-    def check_alive(self, what: str) -> None:
-        """Raise RunError when the process has ended."""
+    def check_alive(self, what: str, patience_s: float = 0.0) -> None:
+        """Raise RunError when the process has ended, or ends within ``patience_s``."""
         assert self._process is not None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(patience_s)
         status = self._process.poll()
         if status is not None:
             raise RunError(f"the server {what} (exit status {status}); {self.tail()}")
