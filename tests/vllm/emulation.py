@@ -102,16 +102,16 @@ def random_case(seed: int) -> tuple[Plan, str, EngineOptions]:
         async_scheduling=rng.random() < 0.6,
         long_prefill_token_threshold=rng.choice([0, 0, 0, 7, 30]),
     )
-    return _varied(make_plan(traffic), traffic, rng), _random_policy(rng), options
+    return _varied(make_plan(traffic), traffic, rng), _random_policy(rng, seqs), options
 
 
-def _random_policy(rng: random.Random) -> str:
+def _random_policy(rng: random.Random, seqs: int) -> str:
     online = f"update_every={rng.randint(1, 20)},min_samples={rng.randint(1, 20)},window={rng.randint(10, 60)}"
     seen = f"update_every={rng.randint(1, 20)},window={rng.randint(10, 60)}"
     margin = rng.choice([1e-6, 1e-5, -1e-5, -1])
     return rng.choice(
         [
-            "v1", "v0", f"cadence:every={rng.randint(1, 9)}", f"deferred:k={rng.randint(1, 24)}",
+            "v1", "v0", f"cadence:every={rng.randint(1, 9)}", f"deferred:k={min(rng.randint(1, 24), seqs)}",
             f"eb:k={rng.randint(1, 24)}",
             f"eb:theta={rng.uniform(0.02, 0.95):.2f}", f"eb:{online}", f"eb:estimator=censored,{online}",
             f"eb:memory_form=paper,{online}", f"ebplus:{online}", f"ebplus:margin={margin},{online}",
