@@ -22,10 +22,6 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "vllm"))
-
-import small_model
-
 from ebbench.analysis.columns import RequestColumns
 from ebbench.analysis.metrics import measure
 from ebbench.calibration.check import SteppedRuns, write_profile
@@ -38,6 +34,7 @@ from ebbench.engines.setup import unknown_device
 from ebbench.engines.sim import SimEngine
 from ebbench.records.plan import Plan
 from ebbench.workloads import build_plan
+from tests.vllm import small_model
 from vllm_eb.policy import parse_policy
 
 GRID = ProbeGrid((32, 128, 512), (1, 8, 32), (32, 256), repeats=8)

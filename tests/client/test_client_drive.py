@@ -14,7 +14,6 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pytest
-from client_runs import column, plan_of, run
 
 from ebbench.client import ClientOptions, DriveResult, drive
 from ebbench.client.progress import Snapshot
@@ -23,6 +22,7 @@ from ebbench.fakeserver import Entry, FakeConfig, FakeServerProcess, parse_fault
 from ebbench.records.plan import ClosedPhase
 from ebbench.records.schema import REQUESTS
 from ebbench.workloads import build_plan
+from tests.client.client_runs import column, plan_of, run
 
 QUICK = FakeConfig(ttft_ms=2, itl_ms=1)
 

@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-from client_runs import column
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,6 +15,7 @@ from ebbench.fakeserver.config import FakeConfig
 from ebbench.fakeserver.process import FakeServerProcess
 from ebbench.records.manifest import plan_hash
 from ebbench.workloads import build_plan
+from tests.client.client_runs import column
 from vllm_eb.policy import parse_policy
 
 OPTIONS = EngineOptions(max_num_seqs=64, max_num_batched_tokens=512)

@@ -8,10 +8,10 @@ import time
 
 import pyarrow as pa
 import pytest
-from client_runs import column, plan_of, run
 
 from ebbench.errors import RunError, UsageError
 from ebbench.fakeserver import FakeConfig, FakeServerProcess, parse_fault
+from tests.client.client_runs import column, plan_of, run
 
 # fault, expected status, expected class, what the kept body must contain
 CASES = [

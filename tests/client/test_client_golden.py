@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from client_runs import column, plan_of, run
 
 from ebbench.fakeserver import FakeConfig, FakeServerProcess
+from tests.client.client_runs import column, plan_of, run
 
 
 @pytest.mark.parametrize("endpoint", ["completions", "chat"])

@@ -4,12 +4,12 @@ import os
 import subprocess
 
 import pytest
-from client_runs import column, plan_of, run
 
 from ebbench.client.probe import _different
 from ebbench.errors import RunError, UsageError
 from ebbench.fakeserver.config import FakeConfig
 from ebbench.fakeserver.process import FakeServerProcess
+from tests.client.client_runs import column, plan_of, run
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,6 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 import pytest
-from client_runs import plan_of
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -28,6 +27,7 @@ from ebbench.errors import UsageError
 from ebbench.fakeserver.wire import Messages
 from ebbench.records.content import CHUNK_TOKENS, token_ids
 from ebbench.records.plan import ClosedPhase
+from tests.client.client_runs import plan_of
 
 TEXT = "größe 漢字 🙂"
 

@@ -9,7 +9,6 @@ from dataclasses import replace
 import msgspec
 import numpy as np
 import pytest
-from cluster_worlds import FixedAndToken, device, ns, plan, pools, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,6 +18,7 @@ from ebbench.engines.sim import SimEngine
 from ebbench.errors import UsageError
 from ebbench.simulation import coasting
 from ebbench.simulation.gate import OpenGate
+from tests.cluster.cluster_worlds import FixedAndToken, device, ns, plan, pools, run
 from vllm_eb.policy import parse_policy
 
 DISPATCH = ("round-robin", "least-outstanding", "power-of-two", "prefix-affine", "iqr", "sbs", "sbs:bypass=off")

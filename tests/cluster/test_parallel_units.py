@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cluster_worlds import plan, run
 
 from ebbench.config.topology import parse_topology
 from ebbench.devices import StepShape, load_device
@@ -18,6 +17,7 @@ from ebbench.devices.parallel import Parallel
 from ebbench.devices.profiles import DATA, find_model, find_profile
 from ebbench.devices.table import TableCost
 from ebbench.errors import UsageError
+from tests.cluster.cluster_worlds import plan, run
 
 # Qwen3-8B, as its published config.json has it.
 CONFIG = {

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from cluster_worlds import FixedAndToken, device, ns, plan, pools, run
 
 from ebbench.config.topology import PoolSpec, TopologySpec
 from ebbench.errors import UsageError
 from ebbench.simulation.transfer import Link, ReceiveStore, StoreFullError, TransferFabric
+from tests.cluster.cluster_worlds import FixedAndToken, device, ns, plan, pools, run
 
 MS = 1_000_000
 

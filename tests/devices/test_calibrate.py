@@ -172,8 +172,7 @@ def test_a_damaged_calibration_is_refused_with_the_field(tmp_path: Path) -> None
 @pytest.mark.slow
 def test_a_real_vllm_is_calibrated_on_the_cpu(tmp_path: Path) -> None:
     """A process of its own: vLLM leaves threads and settings behind."""
-    sys.path.insert(0, str(Path(__file__).parents[1] / "vllm"))
-    from small_model import build
+    from tests.vllm.small_model import build
 
     model = build(tmp_path / "model")
     entry = "from ebbench.cli.main import run; run()"

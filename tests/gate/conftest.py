@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from gate_data import SMALL, invoke
+
+from tests.gate.gate_data import SMALL, invoke
 
 
 @pytest.fixture(scope="session")

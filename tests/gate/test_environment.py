@@ -6,13 +6,13 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from gate_data import SMALL, invoke
 
 from ebbench.analysis.environment import differences, environment_of, load_of
 from ebbench.engines import machine
 from ebbench.engines.machine import Gpu
 from ebbench.engines.versions import engine_versions
 from ebbench.records.run import Run
+from tests.gate.gate_data import SMALL, invoke
 
 
 def test_a_simulated_run_has_neither_vllm_nor_driver(measured: Path) -> None:

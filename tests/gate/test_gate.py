@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from gate_data import side, unit
 
 from ebbench.analysis.gate.baselines import save_baseline, stored_units
 from ebbench.analysis.gate.margins import parse_margins
@@ -14,6 +13,7 @@ from ebbench.analysis.gate.units import Unit
 from ebbench.analysis.gate.verdict import Rules, judge, pair_units
 from ebbench.errors import DataError, UnknownNameError, UsageError
 from ebbench.records import files
+from tests.gate.gate_data import side, unit
 
 SAME = [0.0] * 6
 NOISE = [0.004, -0.003, 0.002, -0.005, 0.001, -0.002]

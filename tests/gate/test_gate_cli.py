@@ -11,11 +11,11 @@ from xml.etree import ElementTree as Xml
 
 import msgspec
 import pytest
-from gate_data import SMALL, invoke
 
 from ebbench.analysis.gate.interleave import abba
 from ebbench.records import files
 from ebbench.records.run import MANIFEST, Run
+from tests.gate.gate_data import SMALL, invoke
 
 
 @pytest.fixture(autouse=True)

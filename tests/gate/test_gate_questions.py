@@ -8,12 +8,12 @@ from pathlib import Path
 from xml.etree import ElementTree as Xml
 
 import pytest
-from gate_data import SMALL, invoke, side
 
 from ebbench.analysis.gate.margins import parse_figures
 from ebbench.analysis.gate.units import LABELS, MEASURED, NAMES, Unit, load_units
 from ebbench.analysis.gate.verdict import GATED, Rules, judge, pair_units
 from ebbench.errors import UsageError
+from tests.gate.gate_data import SMALL, invoke, side
 
 NOISE = [0.004, -0.003, 0.002, -0.005, 0.001, -0.002, 0.003, -0.001, 0.002, -0.004]
 

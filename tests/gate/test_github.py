@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 import yaml
-from gate_data import SMALL, invoke
 
 from ebbench import __version__
 from ebbench.analysis.summary import summarise
 from ebbench.records.run import Run
+from tests.gate.gate_data import SMALL, invoke
 
 GITHUB = Path(__file__).resolve().parents[2] / ".github"
 ACTION = GITHUB / "actions" / "gate" / "action.yml"

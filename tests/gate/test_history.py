@@ -11,10 +11,10 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from gate_data import invoke
 
 from ebbench.records import files
 from ebbench.records.run import MANIFEST, Run
+from tests.gate.gate_data import invoke
 
 COMMITS, CHANGE = 24, 14
 

@@ -11,9 +11,9 @@ import time
 from pathlib import Path
 
 import pytest
-from process_tree import assert_gone, descendants, left_of, wait_until
 
 from ebbench.child import Child, child_environ, run_supervised, supervised
+from tests.processes.process_tree import assert_gone, descendants, left_of, wait_until
 
 # A program with a child in a session of its own, as servers have engines: killing its process group would miss it.
 WITH_GRANDCHILD = "setsid sleep 600 & touch started; wait"

@@ -12,11 +12,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from process_tree import Process, assert_gone, descendants, wait_until
 
 from ebbench.fakeserver.config import FakeConfig
 from ebbench.fakeserver.process import FakeServerProcess
 from ebbench.records.run import Run
+from tests.processes.process_tree import Process, assert_gone, descendants, wait_until
 
 COMMAND = [sys.executable, "-m", "ebbench"]
 AS_CTRL_C = [signal.SIGTERM, signal.SIGHUP]

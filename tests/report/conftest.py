@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from report_data import invoke
+
+from tests.report.report_data import invoke
 
 
 @pytest.fixture(scope="session")

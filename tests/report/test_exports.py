@@ -15,7 +15,6 @@ import msgspec
 import pyarrow as pa
 import pytest
 import yaml
-from report_data import invoke, rewrite
 
 from ebbench.analysis.gate.units import FIGURES, unit_of
 from ebbench.analysis.summary import summarise
@@ -25,6 +24,7 @@ from ebbench.export.llm_d import llm_d_report
 from ebbench.export.otava import series_of
 from ebbench.export.vllm_json import vllm_result
 from ebbench.records.run import Run
+from tests.report.report_data import invoke, rewrite
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from report_data import INK, browser_page, invoke, rewrite
 
 from ebbench.analysis.compare.cases import cases_of
 from ebbench.analysis.slo import Slo
@@ -21,6 +20,7 @@ from ebbench.render.timeline import timeline_of
 from ebbench.report import page as page_module
 from ebbench.report.charts import specs
 from ebbench.report.page_tables import comparison_tables
+from tests.report.report_data import INK, browser_page, invoke, rewrite
 
 HOSTILE = "</script><script>alert('x')</script><img src=x onerror=alert(1)>\"'{{7*7}}&amp;`$"
 

@@ -11,7 +11,6 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from report_data import invoke, rewrite
 
 from ebbench.analysis.gate.baselines import BASELINES
 from ebbench.analysis.summary import summarise
@@ -19,6 +18,7 @@ from ebbench.records.run import SCHEMAS, Run
 from ebbench.records.schema import SERVER_METRICS
 from ebbench.report.database import TABLES
 from ebbench.sweep.store import SCHEMA
+from tests.report.report_data import invoke, rewrite
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 

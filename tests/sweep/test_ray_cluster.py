@@ -11,14 +11,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from sweep_data import TINY, invoke, spec_file
-from sweep_jobs import slow
 
 from ebbench.cli.sweep import pool_of
 from ebbench.runs.ray_pool import RayCluster
 from ebbench.sweep.drive import Progress, run_sweep
 from ebbench.sweep.spec import load_sweep
 from ebbench.sweep.store import SweepStore
+from tests.sweep.sweep_data import TINY, invoke, spec_file
+from tests.sweep.sweep_jobs import slow
 
 ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.slow
@@ -30,7 +30,7 @@ def cluster() -> Iterator[object]:
     from ray.cluster_utils import Cluster
 
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))  # as this process, workers find `tests`
     prompt = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 500, "health_check_failure_threshold": 3}
     head = {"num_cpus": 0, "include_dashboard": False, "_system_config": prompt}
     made = Cluster(initialize_head=True, head_node_args=head)

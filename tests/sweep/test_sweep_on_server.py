@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from sweep_data import TINY, invoke, spec_file
 
 from ebbench.fakeserver import FakeConfig, FakeServerProcess, parse_fault
+from tests.sweep.sweep_data import TINY, invoke, spec_file
 
 TEXT = (
     TINY.replace('policy = ["v1", "eb"]', "max_concurrency = [1, 2]")

@@ -13,8 +13,6 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from sweep_data import TINY, invoke, spec_file
-from sweep_jobs import deadly
 
 from ebbench.analysis.summary import summarise
 from ebbench.devices import load_device
@@ -27,6 +25,8 @@ from ebbench.sweep.drive import run_sweep
 from ebbench.sweep.findings import baseline_of, findings
 from ebbench.sweep.spec import load_sweep
 from ebbench.sweep.store import SCHEMA, Finished, SweepStore
+from tests.sweep.sweep_data import TINY, invoke, spec_file
+from tests.sweep.sweep_jobs import deadly
 
 
 @pytest.fixture(scope="module")
@@ -201,8 +201,7 @@ def test_a_fault_inside_an_engine_is_that_cells_alone(monkeypatch: pytest.Monkey
     assert str(outcome.error).startswith("ZeroDivisionError: a bug (test_sweep_runs.py:")
 
 
-def test_a_cell_that_kills_its_process_fails_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), *sys.path]))
+def test_a_cell_that_kills_its_process_fails_alone(tmp_path: Path) -> None:
     notes = tmp_path / "notes"
     notes.mkdir()
     text = TINY.replace("repeats = 2", "repeats = 6").replace('"v1", "eb"', '"v1"') + f'tokenizer = "{notes}"\n'

@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
-from sweep_data import TINY, invoke, spec_file
 
 from ebbench.errors import EbbenchError, InputFileError
 from ebbench.runs.settings import cell_of
 from ebbench.sweep.spec import load_sweep
+from tests.sweep.sweep_data import TINY, invoke, spec_file
 
 REPORTS = Path(__file__).resolve().parents[2] / "reports" / "sweeps"
 

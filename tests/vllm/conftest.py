@@ -23,6 +23,6 @@ if importlib.util.find_spec("vllm") is None:
 @pytest.fixture(scope="session")
 def small_model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random-weight model with its tokenizer, the same every time."""
-    import small_model
+    from tests.vllm import small_model
 
     return small_model.build(tmp_path_factory.mktemp("model"))

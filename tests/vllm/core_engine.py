@@ -6,9 +6,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from emulation import CALIBRATION, TestCost
-
 from ebbench.engines.base import EngineOptions
+from tests.vllm.emulation import CALIBRATION, TestCost
 from vllm_eb.config import SCHEDULER, additional_config
 from vllm_eb.policy import parse_policy
 

@@ -15,16 +15,13 @@ import random
 import sys
 from collections import Counter
 from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import create_autospec
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parent))
 
-from core_engine import Engine
+from tests.vllm.core_engine import Engine
 
 PATIENCE = 3000  # turns until everything must have ended
 FUZZED = (

@@ -5,10 +5,10 @@ from __future__ import annotations
 from functools import partial
 
 import pytest
-from emulation import DEVICE, Traffic, make_plan
 
 from ebbench.engines.base import EngineOptions
 from ebbench.records.plan import Plan
+from tests.vllm.emulation import DEVICE, Traffic, make_plan
 from vllm_eb.policy import parse_policy
 
 pytestmark = pytest.mark.vllm

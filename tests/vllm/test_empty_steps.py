@@ -6,7 +6,8 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from core_engine import PHASED, POLICIES, Engine
+
+from tests.vllm.core_engine import PHASED, POLICIES, Engine
 
 pytestmark = pytest.mark.vllm
 

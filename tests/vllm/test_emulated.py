@@ -7,11 +7,11 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from emulation import DEVICE, Traffic, differences, make_plan, run_emulated
 
 from ebbench.engines.base import EngineOptions
 from ebbench.engines.emulated import EmulatedEngine
 from ebbench.errors import UsageError
+from tests.vllm.emulation import DEVICE, Traffic, differences, make_plan, run_emulated
 from vllm_eb.policy import parse_policy
 
 pytestmark = pytest.mark.vllm

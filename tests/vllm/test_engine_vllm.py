@@ -11,8 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from emulation import DEVICE, Traffic, make_plan
-from whole_command import ebbench
 
 from ebbench.client import ClientOptions
 from ebbench.engines.base import EngineOptions
@@ -21,6 +19,8 @@ from ebbench.engines.vllm import VllmEngine
 from ebbench.engines.vllm_command import Emulation
 from ebbench.errors import RunError
 from ebbench.records.run import Run
+from tests.vllm.emulation import DEVICE, Traffic, make_plan
+from tests.vllm.whole_command import ebbench
 from vllm_eb.policy import parse_policy
 
 pytestmark = pytest.mark.vllm

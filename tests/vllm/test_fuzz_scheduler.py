@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from scenes import FUZZED, ours
+
+from tests.vllm.scenes import FUZZED, ours
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from emulation import CALIBRATION, TestCost
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ebbench.engines.base import EngineOptions
+from tests.vllm.emulation import CALIBRATION, TestCost
 from vllm_eb.config import SCHEDULER, additional_config
 from vllm_eb.policy import parse_policy
 

@@ -13,10 +13,9 @@ from pathlib import Path
 
 import httpx
 import pytest
-from whole_command import ebbench
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "processes"))
-from process_tree import assert_gone, descendants, wait_until
+from tests.processes.process_tree import assert_gone, descendants, wait_until
+from tests.vllm.whole_command import ebbench
 
 pytestmark = pytest.mark.vllm
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from emulation import CALIBRATION
 
 from ebbench.engines.base import EngineOptions
+from tests.vllm.emulation import CALIBRATION
 from vllm_eb import guard
 from vllm_eb.config import SCHEDULER, ConfigError, additional_config
 from vllm_eb.policy import parse_policy

@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
-from whole_command import ebbench
 
 from ebbench.records.run import Run
+from tests.vllm.whole_command import ebbench
 
 pytestmark = pytest.mark.vllm
 

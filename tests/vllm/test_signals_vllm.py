@@ -14,9 +14,7 @@ import httpx
 import pytest
 
 from ebbench.records.run import Run
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "processes"))
-from process_tree import assert_gone, descendants, wait_until
+from tests.processes.process_tree import assert_gone, descendants, wait_until
 
 pytestmark = pytest.mark.vllm
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from emulation import DEVICE, Traffic, differences, make_plan, random_case, run_emulated, run_sim
 
 from ebbench.engines.base import EngineOptions
+from tests.vllm.emulation import DEVICE, Traffic, differences, make_plan, random_case, run_emulated, run_sim
 
 pytestmark = pytest.mark.vllm
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from emulation import CALIBRATION
-from small_model import VOCABULARY
 
+from tests.vllm.emulation import CALIBRATION
+from tests.vllm.small_model import VOCABULARY
 from vllm_eb.config import SCHEDULER, additional_config
 from vllm_eb.policy import parse_policy
 

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 from unittest.mock import create_autospec
 
 import pytest
-from core_engine import PHASED, POLICIES, Engine
 
+from tests.vllm.core_engine import PHASED, POLICIES, Engine
 from vllm_eb import compat
 
 pytestmark = pytest.mark.vllm

@@ -14,7 +14,8 @@ import zipfile
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from mini_hub import MiniHub
+
+from tests.workloads.mini_hub import MiniHub
 
 SHAREGPT_FILE = "ShareGPT_V3_unfiltered_cleaned_split.json"
 ASK = """
