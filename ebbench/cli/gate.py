@@ -287,7 +287,11 @@ def _self_test(rules: Rules, wanted: OtherFlags) -> None:
         raise UsageError(f"--trials must be at least 20, not {trials}")
     pool = pool_of(wanted.workers, trials)
     found = run_self_test(
-        trials=trials, power_trials=max(trials // 5, 4), rules=rules, tried=lambda tasks: values(pool, run_trial, tasks)
+        trials=trials,
+        power_trials=max(trials // 5, 4),
+        rules=rules,
+        tried=lambda tasks: values(pool, run_trial, tasks),
+        say=_say,
     )
     text = markdown(found)
     if report is not None:

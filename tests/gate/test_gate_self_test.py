@@ -52,6 +52,7 @@ def test_the_command_writes_the_report(tmp_path: Path, monkeypatch: pytest.Monke
     text = (tmp_path / "deep" / "gate.md").read_text()
     assert text.count("| 20 |") == len(gate_trials.NOISES)
     assert text.count("| 4 |") == len(gate_trials.SLOWDOWNS)
+    assert done.stderr.count(" failed, ") == text.count("%) |\n") + text.count("| 7 (7) |"), "per row"
     assert text.count("| 7 (7) |") == len(gate_trials.NOISES) + len(gate_trials.SLOWDOWNS[2:])
 
 

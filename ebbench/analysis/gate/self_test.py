@@ -31,6 +31,7 @@ from ebbench.devices import load_device
 from ebbench.devices.base import CostModel, Device, StepShape
 from ebbench.engines.base import EngineOptions
 from ebbench.engines.sim import SimEngine
+from ebbench.records.plan import Plan
 from ebbench.workloads import build_plan
 from vllm_eb.policy import parse_policy
 
@@ -65,6 +66,11 @@ class Design:
     slowdown: float
     pairs: int
     rules: Rules = DEFAULT_RULES
+
+    def __str__(self) -> str:
+        candidate = f"candidate {self.slowdown:.0%} slower" if self.slowdown else "equal sides"
+        pairs = f"at most {self.pairs}" if self.rules.sequential else f"{self.pairs}"
+        return f"{candidate}, {pairs} pairs, {self.noise.name}"
 
 
 @dataclass(frozen=True)
@@ -114,23 +120,31 @@ def run_self_test(
     rules: Rules = DEFAULT_RULES,
     seed: int = 0,
     tried: Try | None = None,
+    say: Callable[[str], None] = lambda line: None,
 ) -> SelfTest:
     """Try the gate ``trials`` times per noise on equal sides, ``power_trials`` times per slow-down.
 
-    Sequential trials take more pairs, so there are fewer: half of ``power_trials`` per noise, a fifth per slow-down.
-    ``tried`` gives the results of trials, in any order; by default one after another in this process.
+    Sequential trials take more pairs, so there are fewer: a quarter of ``trials`` per noise, a fifth of
+    ``power_trials`` per slow-down. ``tried`` gives the results of trials, in any order; by default one after another
+    in this process. ``say`` gets a line per design, as soon as its trials are done.
     """
     tried = tried or one_by_one
     looked = replace(rules, sequential=True)
     designs = [
         [(Design(noise, 0.0, pairs, rules), trials) for noise in NOISES],
         [(Design(NOISES[0], slowdown, pairs, rules), power_trials) for slowdown in SLOWDOWNS],
-        [(Design(noise, 0.0, max_pairs, looked), max(power_trials // 2, 1)) for noise in NOISES],
+        [(Design(noise, 0.0, max_pairs, looked), max(trials // 4, 1)) for noise in NOISES],
         [(Design(NOISES[0], slowdown, max_pairs, looked), max(power_trials // 5, 1)) for slowdown in SLOWDOWNS[2:]],
     ]
     seeds = itertools.count(seed, 1_000_000)
-    tallies = [tuple(_tally(tried, design, count, next(seeds)) for design, count in group) for group in designs]
-    return SelfTest(*tallies)
+    every, done = sum(len(group) for group in designs), itertools.count(1)
+
+    def tally(design: Design, count: int) -> Tally:
+        found = _tally(tried, design, count, next(seeds))
+        say(f"{next(done)} of {every}: {design}: {found.failed} of {count} failed, {found.passed} passed")
+        return found
+
+    return SelfTest(*(tuple(tally(design, count) for design, count in group) for group in designs))
 
 
 Task = tuple[Design, int]
@@ -164,10 +178,20 @@ def trial(design: Design, seed: int) -> Trial:
 
 def _pair(design: Design, index: int, seed: int, drawn: np.random.Generator) -> Pair:
     """One restart of each side on a plan of their own, the candidate first in every second pair."""
+    plan_seed = seed * 100 + index
+    plan = build_plan(
+        "balanced",
+        num_prompts=REQUESTS,
+        seed=plan_seed,
+        max_concurrency=CONCURRENCY,
+        input_len=INPUT_TOKENS,
+        output_len=OUTPUT_TOKENS,
+    )
     order = (0.0, design.slowdown) if index % 2 == 0 else (design.slowdown, 0.0)
+    figures = [_restart(design.noise, slowdown, 2 * index + place, plan, drawn) for place, slowdown in enumerate(order)]
     sides = [
-        _restart(design.noise, slowdown, 2 * index + place, seed * 100 + index, drawn)
-        for place, slowdown in enumerate(order)
+        Unit({}, "v1", str(plan_seed), plan_seed, False, 2 * index + place, "", found)
+        for place, found in enumerate(figures)
     ]
     return Pair(*sides) if index % 2 == 0 else Pair(sides[1], sides[0])
 
@@ -190,23 +214,17 @@ def pairs_by_spread(
     return rows
 
 
-def _restart(noise: Noise, slowdown: float, number: int, plan_seed: int, drawn: np.random.Generator) -> Unit:
+def _restart(
+    noise: Noise, slowdown: float, number: int, plan: Plan, drawn: np.random.Generator
+) -> dict[str, float | None]:
+    """The figures of one run of the plan on a server of this speed."""
     speed = math.exp(drawn.normal(0.0, noise.restart)) * (1 + noise.drift * number) * (1 + slowdown)
     device = _device()
     disturbed = replace(
         device, cost=_Disturbed(device.cost, speed, noise, np.random.default_rng(drawn.integers(2**63)))
     )
-    plan = build_plan(
-        "balanced",
-        num_prompts=REQUESTS,
-        seed=plan_seed,
-        max_concurrency=CONCURRENCY,
-        input_len=INPUT_TOKENS,
-        output_len=OUTPUT_TOKENS,
-    )
     result = SimEngine().run(plan, parse_policy("v1"), disturbed, OPTIONS)
-    figures = figures_of(measure(RequestColumns.of(result.requests)))
-    return Unit({}, "v1", str(plan_seed), plan_seed, False, number, "", figures)
+    return figures_of(measure(RequestColumns.of(result.requests)))
 
 
 class _Disturbed:
