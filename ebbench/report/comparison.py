@@ -15,7 +15,7 @@ from ebbench.analysis.compare.paired import Compared, Comparison, Contestant, Co
 from ebbench.analysis.compare.policies import TIE
 from ebbench.analysis.documents import Column, Document, Section, Value
 from ebbench.analysis.gate.units import HIGHER_IS_BETTER, LABELS
-from ebbench.analysis.gate.verdict import COPIES
+from ebbench.analysis.gate.verdict import COPIES, looked_at
 from ebbench.render import numbers
 from ebbench.render.documents import section_tables
 from ebbench.render.sentences import AHEAD, WINS
@@ -186,7 +186,7 @@ def legend(comparison: Comparison) -> str:
             return f"{text}. {counted} {'says' if pairs == 1 else 'say'} nothing about chance."
     if pairs < 2:
         return f"{text}. One pair says nothing about chance: use --repeats {needed} or more."
-    sequential = any(unit.until_clear for unit in comparison.units)
+    sequential = any(looked_at(contestant.pairs) for contestant in comparison.contestants)
     test = "holds at every look, as these runs were made until it was clear" if sequential else "exact sign-flip test"
     text += f"; p: {test}, two-sided, Holm-adjusted over throughput and medians of all policies"
     if pairs < needed:

@@ -238,6 +238,23 @@ def test_seeds_that_change_no_figure_in_virtual_time_are_copies() -> None:
     assert len(pair_units(copies, random)) == 8
 
 
+def test_runs_repeated_until_it_was_clear_are_judged_by_the_rule_for_that(tmp_path: Path) -> None:
+    """Six pairs that all lose fail the fixed test; looked at one by one they are one too few."""
+    losses = [0.10, 0.11, 0.12, 0.13, 0.14, 0.15]
+    fixed = judge(pair_units(side([0.0] * 6), side(losses)))
+    looked = judge(pair_units(side([0.0] * 6), side(losses, until_clear=True)))
+    assert (fixed.outcome, looked.outcome) == ("fail", "inconclusive")
+    assert looked.rules.sequential and not fixed.rules.sequential
+    assert any("--repeats auto" in note for note in looked.notes)
+    more = judge(pair_units(side([0.0] * 7), side([*losses, 0.16], until_clear=True)))
+    assert more.outcome == "fail"
+
+    save_baseline(side([0.0] * 6, until_clear=True), tmp_path / "stored.parquet")
+    candidates = side(losses)
+    stored = stored_units(tmp_path / "stored.parquet", candidates)
+    assert judge(pair_units(stored, candidates)).outcome == "inconclusive", "a stored baseline remembers it"
+
+
 def test_the_candidates_own_environment_comes_before_one_that_is_allowed(tmp_path: Path) -> None:
     path = tmp_path / "baselines.parquet"
     old, newer, own = (side(NOISE, anchor_unix_ns=t, environment=vllm(v)) for t, v in ((1, "1"), (3, "3"), (2, "2")))

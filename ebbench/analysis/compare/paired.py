@@ -17,7 +17,7 @@ from ebbench.analysis.compare.cases import partition
 from ebbench.analysis.compare.certainty import ALPHA, pairs_needed, two_sided_p
 from ebbench.analysis.environment import differences
 from ebbench.analysis.gate.units import FIGURES, Unit, load_units
-from ebbench.analysis.gate.verdict import GATED, Pair, losses_of, measured_somewhere, pair_units
+from ebbench.analysis.gate.verdict import GATED, Pair, looked_at, losses_of, measured_somewhere, pair_units
 from ebbench.analysis.sequential import confidence_sequence
 from ebbench.analysis.statistics import detectable_loss, holm, paired_t
 from ebbench.errors import DataError, UnknownNameError
@@ -171,7 +171,7 @@ def _contrast(figure: str, pairs: Sequence[Pair]) -> Contrast:
     known = _values(figure, pairs)
     logs = [math.log(after / before) for before, after in known]
     several = len(logs) > 1
-    sequential = any(unit.until_clear for pair in pairs for unit in (pair.baseline, pair.candidate))
+    sequential = looked_at(pairs)
     interval = confidence_sequence(logs) if sequential and several else paired_t(logs)
     return Contrast(
         figure=figure,

@@ -28,10 +28,11 @@ BASELINES = pa.schema(
         *(pa.field(name, pa.float64()) for name in FIGURES),
         pa.field("load", pa.string()),
         *(pa.field(name, pa.float64()) for name in MEASURED if name not in FIGURES),
+        pa.field("until_clear", pa.bool_()),
     ]
 )
-LATER = frozenset({"load", *MEASURED}) - frozenset(FIGURES)
-"""Columns that older files lack: the load of their rows is unknown, and these figures."""
+LATER = frozenset({"load", "until_clear", *MEASURED}) - frozenset(FIGURES)
+"""Columns that older files lack: the load of their rows is unknown, whether they were looked at, and these figures."""
 
 
 def save_baseline(units: Sequence[Unit], path: Path) -> int:
@@ -112,6 +113,7 @@ def _row(unit: Unit) -> dict[str, Any]:
         **{name: getattr(unit, name) for name in _PLAIN},
         **unit.figures,
         "load": unit.load,
+        "until_clear": unit.until_clear,
     }
 
 
@@ -123,6 +125,7 @@ def _unit(row: dict[str, Any]) -> Unit:
         environment={name: row[name] for name in ENVIRONMENT},
         figures={name: row.get(name) for name in MEASURED},
         load=row.get("load") or "",
+        until_clear=bool(row.get("until_clear")),
         **{name: row[name] for name in _PLAIN},
     )
     if unit.configuration_hash != row["configuration_hash"]:

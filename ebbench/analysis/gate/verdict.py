@@ -6,7 +6,8 @@
   have
 
 A fixed number of pairs is judged by the sign-flip test and the paired t interval (:mod:`statistics`); pairs measured
-until the answer is known by p-values and bounds that hold at every look (:mod:`sequential`).
+until the answer is known by p-values and bounds that hold at every look (:mod:`sequential`), and so are runs of
+``ebbench run --repeats auto``, which were made until it was clear.
 
 Losses are log ratios, positive when the candidate is worse, so 3 % of throughput less and 3 % of latency more are
 the same size. Figures that are not gated are advisory: shown with the same statistics, never decisive.
@@ -162,9 +163,11 @@ def _require_same_plans(ours: Mapping[str, Sequence[Unit]], theirs: Mapping[str,
 def judge(pairs: Sequence[Pair], rules: Rules = DEFAULT_RULES, *, with_detectable: bool = True) -> Verdict:
     """Judge paired units. Raises UsageError for rules that cannot work.
 
-    ``with_detectable`` False leaves the minimum detectable effects out; the verdict does not depend on them.
+    ``with_detectable`` False leaves the minimum detectable effects out; the verdict does not depend on them. Pairs
+    with a run whose repeats were looked at one by one are judged by the sequential rules, whatever ``rules`` say.
     """
     _check(rules)
+    rules = replace(rules, sequential=rules.sequential or looked_at(pairs))
     losses, skipped = {}, {}
     for figure in dict.fromkeys([*rules.gated, *FIGURES]):
         found = losses_of(figure, pairs)
@@ -179,6 +182,11 @@ def judge(pairs: Sequence[Pair], rules: Rules = DEFAULT_RULES, *, with_detectabl
     partial = [figure for figure in rules.gated if figure in skipped and _missed(figure, pairs, rules)]
     outcome, reason = _conclude([entry for entry in judged if entry.gated], partial, len(pairs), rules)
     return Verdict(outcome, reason, judged, skipped, tuple(pairs), rules, _notes(pairs))
+
+
+def looked_at(pairs: Sequence[Pair]) -> bool:
+    """Whether some run is one of repeats whose number depended on what they showed (``run --repeats auto``)."""
+    return any(unit.until_clear for pair in pairs for unit in (pair.baseline, pair.candidate))
 
 
 def _missed(figure: str, pairs: Sequence[Pair], rules: Rules) -> bool:
@@ -314,6 +322,8 @@ def _notes(pairs: Sequence[Pair]) -> tuple[str, ...]:
     apart = [text for pair in pairs for text in differences(pair.baseline.environment, pair.candidate.environment)]
     if apart:
         notes.append(f"the sides differ, as allowed, in {'; '.join(dict.fromkeys(apart))}")
+    if looked_at(pairs):
+        notes.append("these runs were repeated until it was clear (--repeats auto), so the test holds at every look")
     if copies := sum(pair.copies for pair in pairs):
         notes.append(f"{copies} {COPIES}")
     real = [pair for pair in pairs if not pair.baseline.virtual]
