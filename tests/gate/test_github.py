@@ -132,9 +132,21 @@ def test_examples_gate_the_users_code_with_a_fixed_ebbench(path: Path) -> None:
     steps = step_list(yaml.safe_load(path.read_text()))
     checkouts = {each["with"]["path"]: each["with"] for each in steps if "checkout" in each.get("uses", "")}
     assert set(checkouts) == {"baseline", "candidate", "ebbench"}
-    assert checkouts["ebbench"]["repository"].endswith("/ebbench")
-    assert checkouts["ebbench"]["ref"] == f"v{__version__}"
+    assert checkouts["ebbench"]["repository"] == "${{ env.EBBENCH_REPOSITORY }}"
+    assert checkouts["ebbench"]["ref"] == "${{ env.EBBENCH_REF }}"
+    assert yaml.safe_load(path.read_text())["env"]["EBBENCH_REF"] == f"v{__version__}"
     assert all("repository" not in checkouts[side] for side in ("baseline", "candidate"))
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+def test_an_example_that_was_only_copied_fails_first_and_names_its_variable(path: Path, tmp_path: Path) -> None:
+    """No address in it looks real and fails: the one that is missing is asked for before any checkout."""
+    document = yaml.safe_load(path.read_text())
+    assert document["env"]["EBBENCH_REPOSITORY"] == ""
+    check = step_list(document)[0]
+    unset, given = (bash(check["run"], tmp_path, EBBENCH_REPOSITORY=name) for name in ("", "someone/ebbench"))
+    assert (unset.returncode, given.returncode) == (1, 0)
+    assert "::error::set EBBENCH_REPOSITORY" in unset.stdout
 
 
 def test_ci_runs_what_the_makefile_has() -> None:
