@@ -14,6 +14,7 @@ from ebbench.analysis.compare.cases import Case
 from ebbench.analysis.documents import Document
 from ebbench.render import conditions, sentences, tables
 from ebbench.render.documents import section_tables
+from ebbench.render.doubts import doubts_of
 from ebbench.render.failures import failure_lines
 
 
@@ -30,9 +31,8 @@ def render(cases: Sequence[Case], *, width: int, all_percentiles: bool = False) 
         parts += [Text(), *section_tables(section, width)]
     parts += _answers(cases)
     groups = [group for case in cases for group in case.groups]
-    doubts = [line for case in cases for line in sentences.doubts(case.groups)]
     parts += _notes("Requests that did not complete", failure_lines(summaries))
-    parts += _notes("Keep in mind", [*sentences.missing(groups), *dict.fromkeys(doubts), *sentences.caveats(groups)])
+    parts += _notes("Keep in mind", [*sentences.missing(groups), *doubts_of(cases), *sentences.caveats(groups)])
     parts += _notes("Stored in", [summary.run_dir for summary in summaries])
     return Stack(*parts)
 
@@ -42,14 +42,13 @@ def document(cases: Sequence[Case], *, all_percentiles: bool = False) -> Documen
     summaries = [summary for case in cases for summary in case.summaries]
     groups = [group for case in cases for group in case.groups]
     compared = tables.comparison(cases, all_percentiles=all_percentiles)
-    doubts = [line for case in cases for line in sentences.doubts(case.groups)]
     notes = [
         *conditions.load_and_limits(summaries),
         *compared.notes,
         *(f"{title}: {line}" if title else line for title, lines, _ in sentences.verdicts(cases) for line in lines),
         *(f"Did not complete: {line}" for line in failure_lines(summaries)),
         *sentences.missing(groups),
-        *dict.fromkeys(doubts),
+        *doubts_of(cases),
         *sentences.caveats(groups),
     ]
     phases = tuple(filter(None, map(tables.phases, cases)))

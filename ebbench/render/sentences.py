@@ -14,13 +14,7 @@ from collections.abc import Callable, Sequence
 from ebbench.analysis.compare.cases import Case
 from ebbench.analysis.compare.certainty import (
     ALPHA,
-    deciding_figure,
-    log_ratios,
     p_of,
-    pairs_for,
-    pairs_needed,
-    settled,
-    tests_of,
 )
 from ebbench.analysis.compare.policies import (
     TIE,
@@ -148,9 +142,9 @@ def _fastest(order: Sequence[Group]) -> list[str]:
     best, others = by_latency[0], by_latency[1:]
     baseline = baseline_of(order)
     reference = baseline if best is not baseline else others[0]
-    keeping_up = "All policies keep up with the arrivals, so throughput is equal and latency decides"
+    keeping_up = "All policies keep up with the arrivals, so latency decides"
     if latency(others[0]) / latency(best) - 1 < TIE:
-        return [f"No winner: {keeping_up[0].lower()}{keeping_up[1:]}, and that is equal too."]
+        return [f"No winner: {keeping_up[0].lower()}{keeping_up[1:]}, and it is equal."]
     compared = ", ".join(f"{duration_ms(latency(group))} under {group.policy}" for group in others)
     return [
         f"{_leads(order, best, reference, request_time)}: a request takes {duration_ms(latency(best))} (median) "
@@ -319,68 +313,6 @@ def accounting(summary: Summary) -> str | None:
     if not missed:
         return None
     return f"{count(summary.metrics.completed)} of {count(summary.metrics.planned)} completed; {', '.join(missed)}."
-
-
-def doubts(groups: Sequence[Group]) -> list[str]:
-    """What this comparison by itself does not settle: the run's ends against its middle, and chance."""
-    baseline = baseline_of(groups)
-    others = [group for group in groups if group is not baseline]
-    lines = [line for group in others if (line := _ends_decide(group, baseline))]
-    if others and not differing([summary for group in groups for summary in group.summaries]):
-        lines += _repeat(groups)
-    return lines
-
-
-def _repeat(groups: Sequence[Group]) -> list[str]:
-    """How many repeats would tell a difference from chance; nothing where enough were made or nothing is to tell."""
-    summaries = [summary for group in groups for summary in group.summaries]
-    if not all(summary.valid and summary.metrics.completed for summary in summaries):
-        return []
-    if any(group.copies for group in groups) or all(one.load.replayed and one.virtual for one in summaries):
-        return [NO_CHANCE]
-    if settled(groups):
-        return []
-    tests, figure, baseline = tests_of(groups), deciding_figure(groups), baseline_of(groups)
-    known = [log_ratios(group, baseline, figure) or [] for group in groups if group is not baseline]
-    made, fewest = min(map(len, known)), pairs_needed(tests)
-    if made < 2:
-        return [
-            f"One run of each policy does not tell a difference from chance. {fewest} pairs of runs are the fewest "
-            f"that can: `--repeats {fewest}`, or `--repeats auto` to measure until it is clear."
-        ]
-    asked = max((pairs_for(logs, tests) or fewest) for logs in known)
-    if asked > MOST_PAIRS:
-        return [
-            f"{made} pairs of runs do not tell the difference from chance; at its size and spread more than "
-            f"{MOST_PAIRS} would be needed, so take the policies as equal, or measure longer runs."
-        ]
-    return [
-        f"{made} pairs of runs do not tell the difference from chance; at its size and spread about "
-        f"{max(asked, made + 1)} would: `--repeats {max(asked, made + 1)}`, or `--repeats auto`."
-    ]
-
-
-MOST_PAIRS = 100
-"""More pairs than this are not suggested."""
-NO_CHANCE = (
-    "Repeats with other seeds give the same figures here: lengths and arrivals are fixed (a replayed trace, fixed "
-    "lengths) and time is virtual, so nothing is left to chance. Another trace or other requests would say more."
-)
-"""What repeats can do where every seed gives the same run."""
-
-
-def _ends_decide(group: Group, baseline: Group) -> str | None:
-    """Where the whole run and its steady window prefer different policies, clearly both."""
-    whole, steady = gain(group, baseline), gain(group, baseline, steady_throughput)
-    if whole is None or steady is None or min(abs(whole.mean), abs(steady.mean)) < TIE:
-        return None
-    if (whole.mean > 0) == (steady.mean > 0):
-        return None
-    longer = "" if group.summaries[0].load.replayed else " (--num-prompts)"
-    return (
-        f"{group.policy}: {change(whole.mean)} over the whole run but {change(steady.mean)} while it is steady. "
-        f"Filling and draining decide this run; a longer one{longer} says what lasts."
-    )
 
 
 def caveats(groups: Sequence[Group]) -> list[str]:

@@ -11,11 +11,11 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from ebbench.analysis.compare.certainty import ALPHA
-from ebbench.analysis.compare.paired import Compared, Comparison, Contestant, Contrast, pairs_needed_by
+from ebbench.analysis.compare.paired import REQUEST_TIME, Compared, Comparison, Contestant, Contrast, pairs_needed_by
 from ebbench.analysis.compare.policies import TIE
 from ebbench.analysis.documents import Column, Document, Section, Value
 from ebbench.analysis.gate.units import HIGHER_IS_BETTER, LABELS
-from ebbench.analysis.gate.verdict import COPIES, looked_at
+from ebbench.analysis.gate.verdict import COPIES, GATED, looked_at
 from ebbench.render import numbers
 from ebbench.render.documents import section_tables
 from ebbench.render.sentences import AHEAD, WINS
@@ -158,19 +158,29 @@ def verdict(contrast: Contrast) -> str:
 
 
 def answer(comparison: Comparison, contestant: Contestant) -> str:
-    """Which policy wins in output tokens/s where that is shown, which is ahead where it is not."""
-    found = next((each for each in contestant.contrasts if each.figure == "output_throughput"), None)
+    """Which policy wins in the figure that decides where that is shown, which is ahead where it is not."""
+    found = next((each for each in contestant.contrasts if each.figure == contestant.deciding), None)
     if found is None:
         return f"{contestant.label} and {comparison.baseline} have no throughput to compare."
-    by = f"{numbers.change(found.change)} output tokens/s of {contestant.label} against {comparison.baseline}"
-    leader = contestant.label if found.change > 0 else comparison.baseline
+    by = f"{numbers.change(found.change)} {_named(found)} of {contestant.label} against {comparison.baseline}"
+    kept_up = " Both keep up with the arrivals, so latency decides." if found.figure == REQUEST_TIME else ""
+    higher = found.change > 0
+    leader = contestant.label if higher == (found.figure in HIGHER_IS_BETTER) else comparison.baseline
     said = verdict(found)
-    if said in (BETTER, WORSE):
-        return f"{leader} {WINS}: {by}, 95 % interval {_interval(found)}."
     if abs(found.change) < TIE:
-        return f"No winner: {by}."
+        return f"No winner: {by}.{kept_up}"
+    if said in (BETTER, WORSE):
+        return f"{leader} {WINS}: {by}, 95 % interval {_interval(found)}.{kept_up}"
     why = "one pair says nothing about chance" if not said else "which chance may explain"
-    return f"{leader} {AHEAD}: {by}; {why}."
+    return f"{leader} {AHEAD}: {by}; {why}.{kept_up}"
+
+
+def _named(contrast: Contrast) -> str:
+    return {
+        "output_throughput": "output tokens/s",
+        "request_goodput": "requests/s within the limits",
+        REQUEST_TIME: "time per request (median)",
+    }[contrast.figure]
 
 
 def legend(comparison: Comparison) -> str:
@@ -189,6 +199,8 @@ def legend(comparison: Comparison) -> str:
     sequential = any(looked_at(contestant.pairs) for contestant in comparison.contestants)
     test = "holds at every look, as these runs were made until it was clear" if sequential else "exact sign-flip test"
     text += f"; p: {test}, two-sided, Holm-adjusted over throughput and medians of all policies"
+    more = dict.fromkeys(c.deciding for c in comparison.contestants if c.deciding not in GATED)
+    text += "".join(f"; {LABELS[figure]} decides here and counts as one test more" for figure in more)
     if pairs < needed:
         return f"{text}. {counted} cannot show any difference: use --repeats {needed} or more."
     return f"{text}. Minimum detectable change: {'; '.join(_detectable_of(c) for c in comparison.contestants)}."

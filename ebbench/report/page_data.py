@@ -18,6 +18,7 @@ from ebbench.analysis.slo_surface import latencies_ms, run_surfaces
 from ebbench.analysis.summary import Summary, summarise, summarise_phases
 from ebbench.records.run import Run
 from ebbench.render import conditions, sentences
+from ebbench.render.doubts import doubts_of
 from ebbench.render.timeline import Timeline, timeline_of
 from ebbench.report.page_tables import Table, comparison_tables, environment_tables, failures_tables, phase_tables
 
@@ -68,12 +69,12 @@ def page_of(runs: Sequence[Run], *, title: str = "", slo: Slo | None = None, ext
     curves = [(place, group.policy) for place, group in placed for _ in group.summaries]
     labels = _labels([_series(cases[place], group) for place, group in placed for _ in group.summaries], summaries)
     targets = _targets(runs, summaries[0].slo)
-    doubts = dict.fromkeys(line for case in cases for line in sentences.doubts(case.groups))
+    doubtful = doubts_of(cases)
     return Page(
         title=title or _title(summaries),
         subtitle=(conditions.machine(summaries), *conditions.load_and_limits(summaries)),
         verdicts=tuple((title, tuple(lines), shown) for title, lines, shown in sentences.verdicts(cases)),
-        warnings=(*notes, *sentences.missing(groups), *doubts, *sentences.caveats(groups)),
+        warnings=(*notes, *sentences.missing(groups), *doubtful, *sentences.caveats(groups)),
         tables=(
             *comparison_tables(cases, all_percentiles=all_percentiles), *failures_tables(summaries, labels), *extra,
             *phase_tables(cases),

@@ -24,6 +24,7 @@ from ebbench.engines.base import EngineOptions, Progress
 from ebbench.records.run import RunWriter
 from ebbench.render import conditions, live, numbers, sentences, tables
 from ebbench.render.documents import as_csv
+from ebbench.render.doubts import doubts
 from ebbench.render.report import print_report
 from tests.analysis.made_runs import MadeEngine, device_of, plan_of
 from vllm_eb.policy import parse_policy
@@ -377,11 +378,11 @@ def test_refills_are_told_as_each_policy_decides_them(policy: str, updates: int,
 
 def test_where_the_ends_of_a_run_decide_it_a_reader_is_told(tmp_path: Path) -> None:
     v1, eb = made_groups(tmp_path, "v1", "eb", gaps={"v1": 10, "eb": 20})  # eb is slower over the whole run
-    told = sentences.doubts([with_steady(v1, 1000), with_steady(eb, 1100)])
+    told = doubts([with_steady(v1, 1000), with_steady(eb, 1100)])
     assert told[0].startswith("eb: -50.0 % over the whole run but +10.0 % while it is steady.")
     assert told[1].startswith("One run of each policy does not tell")
-    assert len(sentences.doubts([with_steady(v1, 1000), with_steady(eb, 600)])) == 1
-    assert sentences.doubts([v1]) == []
+    assert len(doubts([with_steady(v1, 1000), with_steady(eb, 600)])) == 1
+    assert doubts([v1]) == []
 
 
 def without_output(group: Group, *, valid: bool = True) -> Group:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from ebbench.analysis.compare.cases import partition
 from ebbench.analysis.compare.certainty import ALPHA, pairs_needed, two_sided_p
+from ebbench.analysis.compare.policies import TIE, alike
 from ebbench.analysis.environment import differences
 from ebbench.analysis.gate.units import FIGURES, Unit, load_units
 from ebbench.analysis.gate.verdict import GATED, Pair, looked_at, losses_of, measured_somewhere, pair_units
@@ -22,12 +23,15 @@ from ebbench.analysis.sequential import confidence_sequence
 from ebbench.analysis.statistics import detectable_loss, holm, paired_t
 from ebbench.errors import DataError, UnknownNameError
 
+THROUGHPUT, GOODPUT, REQUEST_TIME = "output_throughput", "request_goodput", "median_e2el_ms"
+"""Figures that can decide a comparison."""
+
 
 @dataclass(frozen=True)
 class Contrast:
     """One figure of one policy against the baseline's. ``change``, ``low``, ``high``, ``detectable`` are shares;
-    ``p_adjusted`` is two-sided, Holm-adjusted over the decisive figures of all policies; None for the advisory ones and
-    with a single pair."""
+    ``p_adjusted`` is two-sided, Holm-adjusted over throughput and medians of all policies (goodput and request time,
+    where they decide, are one test more); None for the advisory ones and with a single pair."""
 
     figure: str
     baseline: float
@@ -43,12 +47,14 @@ class Contrast:
 @dataclass(frozen=True)
 class Contestant:
     """A policy with its figures against the baseline; ``pairs`` are those it was compared on, ``skipped`` the figures
-    that only some runs have or that do not compare, with the reason."""
+    that only some runs have or that do not compare, with the reason. ``deciding`` is the figure that says which of the
+    two is better, by the rule that ``show`` has (:func:`ebbench.analysis.compare.certainty.deciding_figure`)."""
 
     label: str
     pairs: tuple[Pair, ...]
     contrasts: tuple[Contrast, ...]
     skipped: Mapping[str, str]
+    deciding: str = THROUGHPUT
 
 
 @dataclass(frozen=True)
@@ -163,8 +169,23 @@ def _why_alone(groups: Mapping[str, Sequence[Unit]], allowed: Sequence[str]) -> 
 def _contestant(label: str, pairs: Sequence[Pair]) -> Contestant:
     found = {figure: losses_of(figure, pairs) for figure in FIGURES if measured_somewhere(figure, pairs)}
     skipped = {figure: losses for figure, losses in found.items() if isinstance(losses, str)}
-    contrasts = tuple(_contrast(figure, pairs) for figure in found if figure not in skipped)
-    return Contestant(label, tuple(pairs), contrasts, skipped)
+    contrasts = [_contrast(figure, pairs) for figure in found if figure not in skipped]
+    deciding = _deciding(contrasts, pairs)
+    if deciding == REQUEST_TIME:
+        contrasts.append(_contrast(deciding, pairs))
+    return Contestant(label, tuple(pairs), tuple(contrasts), skipped, deciding)
+
+
+def _deciding(contrasts: Sequence[Contrast], pairs: Sequence[Pair]) -> str:
+    """Goodput where limits were given and it differs, request time where both keep up with the arrivals, else
+    throughput."""
+    if any(contrast.figure == GOODPUT and abs(contrast.change) >= TIE for contrast in contrasts):
+        return GOODPUT
+    sides = [[pair.baseline.steady_rate for pair in pairs], [pair.candidate.steady_rate for pair in pairs]]
+    known = [[rate for rate in side if rate is not None] for side in sides]
+    if all(len(side) == len(pairs) for side in known) and alike([math.fsum(side) / len(side) for side in known]):
+        return THROUGHPUT if isinstance(losses_of(REQUEST_TIME, pairs), str) else REQUEST_TIME
+    return THROUGHPUT
 
 
 def _contrast(figure: str, pairs: Sequence[Pair]) -> Contrast:
@@ -191,14 +212,16 @@ def _adjusted(contestants: Sequence[Contestant]) -> list[Contestant]:
     tested = [(c, k) for c in contestants for k in c.contrasts if _decisive(k)]
     adjusted = iter(holm([contrast.p for _, contrast in tested if contrast.p is not None]))
     level = ALPHA / 2 / max(len(tested), 1)
+
+    def leveled(contestant: Contestant, contrast: Contrast) -> Contrast:
+        if _decisive(contrast):
+            return _with_level(contrast, contestant.pairs, next(adjusted), level)
+        if contrast.figure == contestant.deciding and contrast.p is not None:
+            return replace(contrast, p_adjusted=min(1.0, contrast.p * (len(tested) + 1)))  # a test more: Bonferroni
+        return contrast
+
     return [
-        replace(
-            contestant,
-            contrasts=tuple(
-                _with_level(contrast, contestant.pairs, next(adjusted), level) if _decisive(contrast) else contrast
-                for contrast in contestant.contrasts
-            ),
-        )
+        replace(contestant, contrasts=tuple(leveled(contestant, contrast) for contrast in contestant.contrasts))
         for contestant in contestants
     ]
 

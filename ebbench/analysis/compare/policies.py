@@ -108,7 +108,11 @@ def keep_up(groups: Sequence[Group]) -> bool:
     """
     if not all(summary.open_loop for group in groups for summary in group.summaries):
         return False
-    rates = [group.mean(steady_throughput) for group in groups]
+    return alike([group.mean(steady_throughput) for group in groups])
+
+
+def alike(rates: Sequence[float | None]) -> bool:
+    """Whether all rates are known and within TIE of each other."""
     known = [value for value in rates if value]
     return len(known) == len(rates) and max(known) / min(known) - 1 < TIE
 

@@ -57,7 +57,8 @@ class Unit:
     ``load`` is how many sessions came how fast; ``lengths`` identifies the plan's lengths and arrivals, all that a
     plan is in virtual time, and is empty elsewhere. A stored baseline may have neither. ``conditions`` is what the
     figures depend on beside policy and seed, name by name; only runs that were just read have it. ``until_clear``: one
-    of repeats that were looked at after each.
+    of repeats that were looked at after each. ``steady_rate``: output tokens/s in the steady window, of runs just read
+    whose requests come by the clock.
     """
 
     environment: Mapping[str, str]
@@ -73,6 +74,7 @@ class Unit:
     lengths: str = ""
     conditions: Mapping[str, str] = field(default_factory=dict)
     until_clear: bool = False
+    steady_rate: float | None = None
 
     @property
     def configuration_hash(self) -> str:
@@ -98,6 +100,7 @@ def unit_of(run: Run) -> Unit:
     if not manifest.valid:
         raise DataError(f"{run.path}: INVALID run ({'; '.join(manifest.reasons)}); measure it again")
     summary = summarise(run)
+    steady = summary.metrics.steady
     return Unit(
         environment=summary.environment,
         policy=manifest.policy,
@@ -111,6 +114,7 @@ def unit_of(run: Run) -> Unit:
         load=load_of(manifest),
         conditions=summary.conditions,
         until_clear=summary.until_clear,
+        steady_rate=steady.output_throughput if summary.open_loop and steady else None,
         lengths=lengths_hash(run) if manifest.clock == "virtual" else "",
     )
 

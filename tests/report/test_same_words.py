@@ -1,0 +1,46 @@
+"""``show`` and ``compare`` decide by the same figure, and both say so in the same words."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from ebbench.analysis.compare.paired import compare
+from ebbench.report.comparison import answer
+from tests.gate.gate_data import invoke, side
+
+RUN = ("run", "sharegpt", "--source", "profile", "--device", "h200", "--model", "qwen3-8b", "--quiet")
+
+
+def told(*args: object) -> str:
+    """What a command prints, in one line."""
+    done = invoke(*args)
+    assert done.exit_code == 0, done.output
+    return " ".join(done.stdout.split())
+
+
+def test_where_all_keep_up_both_decide_by_the_time_of_a_request(tmp_path: Path) -> None:
+    told(*RUN, "-n", 150, "--request-rate", 16, "-p", "v1", "-p", "v0", "--repeats", 2, "-o", tmp_path / "runs")
+    shown, compared = told("show", tmp_path), told("compare", tmp_path)
+    assert re.search(r"v1 is ahead: a request takes .* latency decides", shown)
+    assert re.search(r"v1 is ahead: \+[\d.]+ % time per request .* latency decides", compared)
+    assert "E2EL median decides" in compared or "cannot show" in compared
+
+
+def test_a_difference_too_small_to_matter_has_no_winner_however_sure_it_is() -> None:
+    found = compare({"v1": side([0.0] * 8), "v0": [*side([0.001 + x / 10_000 for x in range(8)], policy="v0")]})
+    [contestant] = found.contestants
+    assert contestant.contrasts[0].p_adjusted == pytest.approx(0.0234, abs=1e-3)
+    assert answer(found, contestant).startswith("No winner: -0.1 %")
+
+
+def test_policies_that_do_the_same_are_not_to_be_repeated_and_cases_are_named(tmp_path: Path) -> None:
+    for rate, other in ((16, "v0"), (4, "ebplus")):
+        sides = ("-p", "v1", "-p", other)
+        told(*RUN, "-n", 60, "--request-rate", rate, *sides, "--repeats", 2, "-o", tmp_path / str(rate))
+    both = told("show", tmp_path)
+    assert "rate 4/s: The policies have the same figures in every pair" in both
+    assert re.search(r"rate 16/s: 2 pairs of runs do not tell", both)
+    assert "do not tell" not in told("show", tmp_path / "4")
