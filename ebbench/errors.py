@@ -15,10 +15,11 @@ Exit codes 1 (regression) and 5 (inconclusive) belong to the gate's verdict and 
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+from vllm_eb.errors import name_hint
 
 
 class EbbenchError(Exception):
@@ -48,9 +49,7 @@ class UnknownNameError(UsageError):
 
     def __init__(self, kind: str, name: str, known: Iterable[str]) -> None:
         choices = sorted(known)
-        near = difflib.get_close_matches(name, choices, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(choices)}"
-        super().__init__(f"unknown {kind} {name!r}; {hint}")
+        super().__init__(f"unknown {kind} {name!r}; {name_hint(name, choices)}")
         self.kind, self.name, self.known = kind, name, choices
 
 

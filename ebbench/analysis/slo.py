@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import difflib
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 
-from ebbench.errors import UsageError
+from ebbench.config.setting_strings import named_settings, setting, settings_of
 
 
 @dataclass(frozen=True)
 class Slo:
     """Upper limits in milliseconds; None means no limit. No limit at all means: goodput is not asked for."""
 
-    ttft: float | None = None
-    tpot: float | None = None
-    e2el: float | None = None
+    ttft: float | None = setting(None, "time to first token", unit="ms", above=0, example=500)
+    tpot: float | None = setting(None, "mean time per output token after the first", unit="ms", above=0, example=50)
+    e2el: float | None = setting(None, "from sending to the last token", unit="ms", above=0, example=5000)
 
     def limits(self) -> dict[str, float]:
         """The limits given, by metric."""
@@ -30,7 +28,7 @@ class Slo:
         return " ".join(f"{name}:{value:g}" for name, value in self.limits().items())
 
 
-METRICS = tuple(f.name for f in fields(Slo))
+METRICS = settings_of(Slo)
 
 
 def parse_slo(texts: Iterable[str]) -> Slo:
@@ -38,30 +36,9 @@ def parse_slo(texts: Iterable[str]) -> Slo:
 
     Raises UsageError for an unknown or repeated metric and for a limit that is not a positive number.
     """
-    limits: dict[str, float] = {}
-    for pair in (part for text in texts for part in text.replace(",", " ").split()):
-        name, value = _parse_pair(pair)
-        if name in limits:
-            raise UsageError(f"--goodput: {name} is given twice; give each metric one limit")
-        limits[name] = value
-    return slo_from_limits(limits)
+    return slo_from_limits(named_settings(" ".join(texts), METRICS, "--goodput", noun="metric", equals=":"))
 
 
 def slo_from_limits(limits: Mapping[str, float]) -> Slo:
     """The inverse of :meth:`Slo.limits`."""
     return Slo(**limits)
-
-
-def _parse_pair(pair: str) -> tuple[str, float]:
-    name, colon, text = pair.partition(":")
-    if name not in METRICS:
-        near = difflib.get_close_matches(name, METRICS, n=1, cutoff=0.4)
-        hint = f"did you mean {near[0]}?" if near else f"write one of {', '.join(METRICS)}"
-        raise UsageError(f"--goodput: unknown metric {name!r}; {hint}")
-    try:
-        value = float(text) if colon else math.nan
-    except ValueError:
-        value = math.nan
-    if not (math.isfinite(value) and value > 0):
-        raise UsageError(f"--goodput: {pair!r} needs a limit in milliseconds, e.g. {name}:500")
-    return name, value

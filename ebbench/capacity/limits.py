@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ebbench.analysis.slo import METRICS, Slo, parse_slo, slo_from_limits
 from ebbench.capacity.search import Requirement
+from ebbench.config.setting_strings import Setting, named_settings, pairs_of, value_of
 from ebbench.errors import UsageError
+
+PERCENTILE = Setting("share of the requests", unit="percent", at_least=1, at_most=99.9, example=99)
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ def parse_limits(texts: Iterable[str], attainment: float) -> Limits:
         raise UsageError(f"--attainment is a share between 0 and 1, such as 0.95, not {attainment:g}")
     joint: list[str] = []
     tails: list[Tail] = []
-    for part in (part for text in texts for part in text.replace(",", " ").split()):
+    for part in pairs_of(texts):
         if part.count(":") == 2:
             tails.append(_tail(part))
         else:
@@ -75,20 +77,8 @@ def parse_limits(texts: Iterable[str], attainment: float) -> Limits:
 
 def _tail(text: str) -> Tail:
     metric, percentile, limit = text.split(":")
-    if metric not in METRICS:
-        parse_slo([f"{metric}:1"])  # refuses the name, with the nearest one
-    share = _number(percentile.removeprefix("p")) / 100
-    if not percentile.startswith("p") or not 0.01 <= share <= 0.999:
-        raise UsageError(f"--goodput: {text!r} needs a percentile from p1 to p99.9, e.g. {metric}:p99:2000")
-    limit_ms = _number(limit)
-    if not limit_ms > 0:
-        raise UsageError(f"--goodput: {text!r} needs a limit in milliseconds, e.g. {metric}:p99:2000")
-    return Tail(metric, share, limit_ms)
-
-
-def _number(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        return math.nan
-    return value if math.isfinite(value) else math.nan
+    (limit_ms,) = named_settings(f"{metric}:{limit}", METRICS, "--goodput", noun="metric", equals=":").values()
+    if not percentile.startswith("p"):
+        raise UsageError(f"--goodput: {text!r} needs a percentile, e.g. {metric}:p99:{limit}")
+    percent = value_of("p", percentile.removeprefix("p"), PERCENTILE, f"--goodput: percentile of {text}", equals="")
+    return Tail(metric, percent / 100, limit_ms)

@@ -8,8 +8,11 @@ from pathlib import Path
 
 import msgspec
 
+from ebbench.config.setting_strings import Setting, value_of
 from ebbench.config.strict_toml import load_toml
 from ebbench.errors import InputFileError, UsageError
+
+PRICE = Setting("price per GPU-hour", unit="per GPU-hour", above=0, example=3.5)
 
 
 class PriceFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -29,7 +32,7 @@ def parse_prices(texts: Iterable[str]) -> dict[str, float]:
     for text in texts:
         name, equals, value = text.partition("=")
         if equals:
-            prices[name.strip()] = _positive(text, value)
+            prices[name.strip()] = value_of(name.strip(), value.strip(), PRICE, "--price")
         else:
             prices |= _read(Path(text))
     return prices
@@ -50,13 +53,3 @@ def _read(path: Path) -> dict[str, float]:
         if not (math.isfinite(value) and value > 0):
             raise InputFileError(path, f"gpu_hour.{name} must be a positive price, not {value:g}")
     return dict(found.gpu_hour)
-
-
-def _positive(text: str, value: str) -> float:
-    try:
-        price = float(value)
-    except ValueError:
-        price = math.nan
-    if not (math.isfinite(price) and price > 0):
-        raise UsageError(f"--price {text!r} needs a positive price per GPU-hour, such as h200=3.5")
-    return price

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
 import tomllib
@@ -13,6 +12,7 @@ from typing import Any, TypeVar, get_args
 import msgspec
 
 from ebbench.errors import InputFileError
+from vllm_eb.errors import name_hint
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -56,11 +56,9 @@ def _explained(path: Path, message: str, struct: type[msgspec.Struct]) -> InputF
     if match is None:
         return InputFileError(path, message.replace("`", "'").replace("$.", ""))
     key, where = match["key"], (match["where"] or "$").removeprefix("$").removeprefix(".")
-    known = sorted({field.encode_name for field in _fields_at(struct, where)})
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}"
+    known = {field.encode_name for field in _fields_at(struct, where)}
     table = f" in [{where}]" if where else ""
-    return InputFileError(path, f"unknown key {key!r}{table}; {hint}", _line_of(path, key))
+    return InputFileError(path, f"unknown key {key!r}{table}; {name_hint(key, known)}", _line_of(path, key))
 
 
 def _fields_at(struct: type[msgspec.Struct], where: str) -> tuple[msgspec.structs.FieldInfo, ...]:

@@ -20,6 +20,7 @@ from typing import Literal
 
 import msgspec
 
+from ebbench.config.setting_strings import Setting, named_settings, split_pairs
 from ebbench.errors import UsageError
 
 PIPELINE = (
@@ -32,6 +33,12 @@ EXAMPLES = "dp=4, 1p3d, 2p2d, 3p1d or tp=4,dp=8,ep=32"
 # the rest receives KV (vLLM's docs/design/p2p_nccl_connector.md).
 PREFILL_UTILIZATION, DECODE_UTILIZATION = 0.9, 0.7
 
+_SIZES = {
+    "instances": Setting("equal instances", at_least=1, kind=int, example=4),
+    "tp": Setting("GPUs of a unit", at_least=1, kind=int, example=4),
+    "dp": Setting("units of an instance with ep; without, replicas", at_least=1, kind=int, example=4),
+    "ep": Setting("GPUs that share the experts: tp x dp", at_least=1, kind=int, example=32),
+}
 _POOLS = re.compile(r"^(\d+)p(\d+)d$", re.IGNORECASE)
 
 
@@ -160,8 +167,10 @@ def parse_topology(text: str) -> TopologySpec:
         from ebbench.config.strict_toml import load_toml
 
         return load_toml(Path(text), _File).topology
-    parts = [part.strip() for part in text.split(",") if part.strip()]
-    pools = _POOLS.match(parts[0]) if parts else None
+    parts = split_pairs(text)
+    if not parts:
+        raise UsageError(f"the topology is empty; write for example {EXAMPLES}")
+    pools = _POOLS.match(parts[0])
     sizes = _sizes(text, parts[1:] if pools else parts)
     try:
         if pools:
@@ -185,18 +194,13 @@ def _replicas(sizes: dict[str, int]) -> PoolSpec:
 
 
 def _sizes(text: str, parts: list[str]) -> dict[str, int]:
-    sizes: dict[str, int] = {}
     for part in parts:
-        key, equals, value = part.partition("=")
+        key, equals, _ = part.partition("=")
         if key in ("pp", "pipeline"):
             raise UsageError(PIPELINE)
-        key = "instances" if key == "replicas" else key
-        if key not in ("instances", "tp", "dp", "ep") or not equals or not value.isdigit():
+        if not equals:
             raise UsageError(f"unknown topology {text!r}; write for example {EXAMPLES}, or name a TOML file")
-        sizes[key] = int(value)
-    if not text.strip():
-        raise UsageError(f"the topology is empty; write for example {EXAMPLES}")
-    return sizes
+    return named_settings(",".join(parts), _SIZES, f"topology {text!r}", aliases={"replicas": "instances"})
 
 
 def _short(spec: TopologySpec) -> str:

@@ -5,23 +5,37 @@ Settings follow the name, as with scheduling policies: ``sbs:packing=off,cycle_l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from ebbench.config.setting_strings import Setting, named_settings, settings_of, split_kind
 from ebbench.dispatch.base import Dispatcher
 from ebbench.dispatch.decode import DecodeDispatcher
 from ebbench.dispatch.fleet import Fleet
 from ebbench.dispatch.immediate import ImmediateDispatcher, LeastOutstanding, PowerOfTwo, PrefixAffine, RoundRobin
 from ebbench.dispatch.prefix import PrefixMemory
-from ebbench.dispatch.readiness import Checks
 from ebbench.dispatch.staggered import StaggeredDispatcher
-from ebbench.dispatch.staggered_settings import StaggeredSettings
-from ebbench.errors import UnknownNameError, UsageError
+from ebbench.dispatch.staggered_settings import OF_THE_CALLER, StaggeredSettings
+from ebbench.errors import UnknownNameError
 
 DEFAULT = "least-outstanding"
+SLACK = Setting(
+    "open requests by which a unit may exceed another before its cached prefix stops counting",
+    unit="requests",
+    at_least=1,
+    kind=int,
+    default=32,
+)
+MULTIPLIER = Setting(
+    "interquartile ranges above the third quartile from which a KV load is an outlier",
+    at_least=0,
+    infinite=True,
+    default=1.5,
+)
+
 
 _DESCRIPTIONS = {
     "round-robin": "one unit after the other",
@@ -55,24 +69,10 @@ def dispatch_descriptions() -> Mapping[str, str]:
 
 def parse_dispatch(text: str) -> DispatchSpec:
     """Parse ``NAME[:key=value,...]``. Raises UnknownNameError for a name or key, UsageError for a value."""
-    kind, _, rest = text.strip().partition(":")
+    kind, rest = split_kind(text)
     if kind not in _DESCRIPTIONS:
         raise UnknownNameError("dispatch policy", kind, _DESCRIPTIONS)
-    known = _SETTINGS.get(kind, {})
-    settings: dict[str, Any] = {}
-    for pair in filter(None, rest.split(",")):
-        key, equals, value = pair.partition("=")
-        if key not in known:
-            if not known:
-                raise UsageError(f"dispatch policy {kind} takes no settings; write just {kind}")
-            raise UnknownNameError(f"setting of dispatch policy {kind}", key, known)
-        try:
-            settings[key] = known[key](value)
-        except ValueError:
-            raise UsageError(f"dispatch policy {kind}: {key}={value!r} is not {_expected(known[key])}") from None
-        if not equals:
-            raise UsageError(f"dispatch policy {kind}: write {key}=VALUE")
-    return DispatchSpec(kind, tuple(sorted(settings.items())))
+    return DispatchSpec(kind, tuple(sorted(named_settings(rest, _SETTINGS.get(kind, {}), f"dispatch {kind}").items())))
 
 
 def make_dispatcher(
@@ -100,66 +100,23 @@ def make_dispatcher(
             fleet.memory = PrefixMemory(len(fleet.units))
         return StaggeredDispatcher(fleet, settings, generates=generates)
     if spec.kind == "iqr":
-        return DecodeDispatcher(fleet, given.get("multiplier", 1.5))
+        return DecodeDispatcher(fleet, given.get("multiplier", MULTIPLIER.default))
     if spec.kind == "prefix-affine":
         fleet.memory = PrefixMemory(len(fleet.units))
-        return ImmediateDispatcher(fleet, PrefixAffine(fleet.memory, given.get("slack", 32)), wants_prefix=True)
+        slack = given.get("slack", SLACK.default)
+        return ImmediateDispatcher(fleet, PrefixAffine(fleet.memory, slack), wants_prefix=True)
     if spec.kind == "power-of-two":
         return ImmediateDispatcher(fleet, PowerOfTwo(np.random.default_rng(seed)))
     return ImmediateDispatcher(fleet, RoundRobin() if spec.kind == "round-robin" else LeastOutstanding())
 
 
 def _staggered(given: dict[str, Any], base: StaggeredSettings) -> StaggeredSettings:
-    checks = Checks(**{key: given.pop(key) for key in ("zero_queue", "signal", "watchdog") if key in given})
     for key, name in (("forward_ms", "default_forward_ns"), ("network_ms", "network_ns")):
         if key in given:
             given[name] = round(given.pop(key) * 1e6)
     if "chunk" in given:
         given["chunk_tokens"] = given.pop("chunk")
-    return replace(base, checks=checks, **given)
-
-
-def _flag(text: str) -> bool:
-    values = {"on": True, "off": False, "true": True, "false": False}
-    if text not in values:
-        raise ValueError
-    return values[text]
-
-
-def _overdraw(text: str) -> str:
-    if text not in ("on", "off", "auto"):
-        raise ValueError
-    return text
-
-
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise ValueError
-    return value
-
-
-def _limit(text: str) -> int | None:
-    return None if text == "off" else _count(text)
-
-
-def _patience(text: str) -> float | None:
-    return None if text == "off" else _positive(text)
-
-
-def _positive(text: str) -> float:
-    value = float(text)
-    if not value >= 0:
-        raise ValueError
-    return value
-
-
-def _expected(reader: Callable[[str], Any]) -> str:
-    texts: dict[Callable[[str], Any], str] = {
-        _flag: "on or off", _count: "a whole number of at least 1", _limit: "a whole number of at least 1, or off",
-        _patience: "a number of at least 0, or off", _positive: "a number of at least 0", _overdraw: "on, off or auto",
-    }  # fmt: skip
-    return texts[reader]
+    return replace(base, **given)
 
 
 def _shown(value: Any) -> str:
@@ -168,16 +125,8 @@ def _shown(value: Any) -> str:
     return "off" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
 
-_SETTINGS: Mapping[str, Mapping[str, Callable[[str], Any]]] = {
-    "prefix-affine": {"slack": _count},
-    "iqr": {"multiplier": _positive},
-    "sbs": {
-        "chunk": _count, "window": _count, "network_ms": _positive, "forward_ms": _positive, "lookahead": _positive,
-        "patience": _patience,
-        "cycle_limit": _limit, "aged_cycles": _limit, "overdraw": _overdraw,
-        **dict.fromkeys(
-            ("adaptive", "interval", "packing", "sizing", "cache_aware", "bypass", "zero_queue", "signal", "watchdog"),
-            _flag,
-        ),
-    },
-}  # fmt: skip
+_SETTINGS: Mapping[str, Mapping[str, Setting]] = {
+    "prefix-affine": {"slack": SLACK},
+    "iqr": {"multiplier": MULTIPLIER},
+    "sbs": {**settings_of(StaggeredSettings), **OF_THE_CALLER},
+}

@@ -2,41 +2,69 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
+from ebbench.config.setting_strings import Setting, setting
 from ebbench.dispatch.readiness import Checks
-
-Overdraw = Literal["on", "off", "auto"]
 
 
 @dataclass(frozen=True)
 class StaggeredSettings:
-    """Every part can be switched off by itself.
+    """What the user may set, and what the caller says: chunk, network and first pass. Every part can be switched off.
 
-    ``adaptive``: Algorithm 1's interval; off: ``default_forward_ns`` stands for the mean forward time for good.
-    ``interval``: wait for the interval at all. ``packing``: Algorithm 2; off: in order of arrival, units in turn, while
-    the instance has capacity. ``cache_aware``: count uncached tokens only. ``cycle_limit``: refuse a request that was
-    left over in more cycles (None: never). ``chunk_tokens``: prompt tokens a unit computes in one pass. ``sizing``:
-    weigh the length of the next pass; without cached prefixes only, and ``aged_cycles`` then does not matter.
-    ``overdraw``: prompts may run over the end of a chunk; auto: under backlog only. ``patience``: one that has waited
-    for so many mean passes goes first (None: never). ``lookahead``: share of the expected pass after which a batch is
-    sent ahead to an instance that goes on.
+    ``chunk_tokens``: prompt tokens a unit computes in one pass. Without ``adaptive`` ``default_forward_ns`` stands for
+    the mean forward time throughout. With ``sizing``, which works without cached prefixes only, ``aged_cycles`` does
+    not matter.
     """
 
     chunk_tokens: int
-    window: int = 100
     network_ns: int = 0
     default_forward_ns: int = 50_000_000
-    adaptive: bool = True
-    interval: bool = True
-    packing: bool = True
-    sizing: bool = True
-    patience: float | None = 2
-    overdraw: Overdraw = "auto"
-    cache_aware: bool = False
-    bypass: bool = True
-    lookahead: float = 0.9
-    aged_cycles: int | None = 4
-    cycle_limit: int | None = None
-    checks: Checks = field(default_factory=Checks)
+    adaptive: bool = setting(True, "Algorithm 1: learn the interval from measured forward times")
+    interval: bool = setting(True, "wait for the interval before sending a batch")
+    packing: bool = setting(True, "Algorithm 2; off: in order of arrival, units in turn, while there is capacity")
+    sizing: bool = setting(True, "weigh the length of the next pass")
+    overdraw: Literal["on", "off", "auto"] = setting(
+        "auto", "prompts may run over the end of a chunk; auto: under backlog only"
+    )
+    cache_aware: bool = setting(False, "count only prompt tokens that are not cached")
+    bypass: bool = setting(True, "dispatch at once where holding back gains nothing")
+    window: int = setting(100, "passes that means are taken over", unit="passes", at_least=1)
+    patience: float | None = setting(
+        2,
+        "a request that waited for so many mean passes goes first",
+        unit="passes",
+        at_least=0,
+        infinite=True,
+        none="off",
+    )
+    lookahead: float = setting(
+        0.9,
+        "share of the expected pass after which a batch is sent ahead to a busy instance",
+        unit="share",
+        at_least=0,
+        infinite=True,
+    )
+    aged_cycles: int | None = setting(
+        4, "a request left over in more cycles is placed first", unit="cycles", at_least=1, none="off"
+    )
+    cycle_limit: int | None = setting(
+        None, "a request left over in more cycles is refused", unit="cycles", at_least=1, none="off"
+    )
+    zero_queue: bool = setting(True, "an instance with an empty queue is ready")
+    signal: bool = setting(True, "an instance is ready when its forward pass has ended")
+    watchdog: bool = setting(True, "an instance that is silent for too long is ready")
+
+    @property
+    def checks(self) -> Checks:
+        """The readiness checks that count."""
+        return Checks(self.zero_queue, self.signal, self.watchdog)
+
+
+OF_THE_CALLER = {
+    "chunk": Setting("prompt tokens that a unit computes in one pass", unit="tokens", at_least=1, kind=int),
+    "network_ms": Setting("one way from dispatcher to instance", unit="ms", at_least=0),
+    "forward_ms": Setting("forward time assumed before one is measured", unit="ms", at_least=0),
+}
+"""Settings that replace what the caller of :func:`ebbench.dispatch.make_dispatcher` says."""

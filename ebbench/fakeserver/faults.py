@@ -6,10 +6,10 @@ A fault is written ``KIND[:key=value,...]``, for example ``reset:every=10,after=
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from dataclasses import dataclass
 
-from ebbench.errors import UnknownNameError, UsageError
+from ebbench.config.setting_strings import named_settings, setting, settings_of, split_kind
+from ebbench.errors import UnknownNameError
 
 KINDS: Mapping[str, str] = {
     "kill": "the server process dies once `after` answers are complete",
@@ -41,15 +41,15 @@ class Fault:
     """
 
     kind: str
-    request: int | None = None
-    every: int | None = None
-    rate: float | None = None
-    after: int = 0
-    code: int = 503
-    retry_after: int | None = None
-    factor: float = 1.3
-    tokens: int = 4
-    ms: float = 0.0
+    request: int | None = setting(None, "the one request that is struck", at_least=1, example=3)
+    every: int | None = setting(None, "strike every n-th request", unit="requests", at_least=1, example=10)
+    rate: float | None = setting(None, "share of the requests that is struck", unit="share", at_least=0, at_most=1)
+    after: int = setting(0, "tokens sent before the fault; for kill: complete answers", at_least=-1, example=5)
+    code: int = setting(503, "status of the response", at_least=100, at_most=599)
+    retry_after: int | None = setting(None, "Retry-After header", unit="s", at_least=0)
+    factor: float = setting(1.3, "prompt tokens reported over prompt tokens sent", above=0)
+    tokens: int = setting(4, "tokens per message", at_least=1)
+    ms: float = setting(0.0, "how long /health answers 503", unit="ms", at_least=0)
 
     def strikes(self, number: int) -> bool:
         """Whether request ``number`` (from 1) is struck; the same answer each time."""
@@ -62,23 +62,10 @@ class Fault:
 
 def parse_fault(text: str) -> Fault:
     """Parse ``KIND[:key=value,...]``. Raises UsageError naming what is wrong."""
-    kind, _, rest = text.partition(":")
+    kind, rest = split_kind(text)
     if kind not in KINDS:
         raise UnknownNameError("fault", kind, KINDS)
-    fault = Fault(kind)
-    known = {f.name: f for f in fields(Fault) if f.name != "kind"}
-    for pair in filter(None, rest.split(",")):
-        key, _, value = pair.partition("=")
-        if key not in known:
-            raise UnknownNameError(f"setting of fault {kind}", key, known)
-        number: Any = float if "float" in str(known[key].type) else int
-        try:
-            fault = replace(fault, **{key: number(value)})
-        except ValueError:
-            raise UsageError(f"fault {kind}: {key}={value!r} is not a number") from None
-    if fault.every is not None and fault.every < 1:
-        raise UsageError(f"fault {kind}: every={fault.every} must be at least 1")
-    return fault
+    return Fault(kind, **named_settings(rest, settings_of(Fault), f"fault {kind}"))
 
 
 def pick(faults: Iterable[Fault], number: int) -> Fault | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import difflib
 import json
 import math
 import re
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_eb.costs import CostGrid, CostGridError, LinearCosts, StepCosts
-from vllm_eb.errors import GivenValueError
+from vllm_eb.errors import GivenValueError, name_hint
 
 DEFAULT_MARGIN = 1e-4  # EB+'s priority margin of the authors, s/token
 # Where beta_mb(r) is measured the margin "should match the observed magnitude" (appendix A.4): 1e-5 on H200. For RTX
@@ -236,9 +235,7 @@ def _known_fields(raw: object, cls: type, prefix: str) -> dict[str, Any]:
     names = {field.name for field in fields(cls)}
     for key in raw:
         if key not in names:
-            near = difflib.get_close_matches(key, names, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(sorted(names))}"
-            raise CalibrationError(f"unknown field {prefix}{key}; {hint}")
+            raise CalibrationError(f"unknown field {prefix}{key}; {name_hint(key, names)}")
     for field in fields(cls):
         if field.default is MISSING and field.name not in raw:
             raise CalibrationError(f"field {prefix}{field.name} is missing")

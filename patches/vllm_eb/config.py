@@ -13,14 +13,13 @@ recording. ``signals``: a ZeroMQ endpoint (tcp://HOST:PORT) on which the end of 
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from vllm_eb.calibration import Calibration, CalibrationError, calibration_from_json
-from vllm_eb.errors import GivenValueError
+from vllm_eb.errors import GivenValueError, name_hint
 from vllm_eb.policy import PolicyError, PolicySpec, parse_policy, policy_from_mapping
 from vllm_eb.signals import endpoint_of_rank
 
@@ -56,11 +55,7 @@ def parse_config(additional_config: object) -> PluginConfig:
         )
     for name in settings:
         if name not in _FIELDS:
-            near = difflib.get_close_matches(str(name), _FIELDS, n=1)
-            raise ConfigError(
-                f"{KEY}: unknown setting {name!r}; "
-                + (f"did you mean {near[0]!r}?" if near else f"known: {', '.join(_FIELDS)}")
-            )
+            raise ConfigError(f"{KEY}: unknown setting {name!r}; {name_hint(str(name), _FIELDS)}")
     policy = _policy(settings.get("policy"))
     return PluginConfig(
         policy,

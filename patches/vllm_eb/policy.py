@@ -8,15 +8,24 @@ their file name; any other importable module by its dotted name, for example ``m
 from __future__ import annotations
 
 import importlib
-import inspect
 import pkgutil
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-from vllm_eb.errors import GivenValueError
-from vllm_eb.settings import Setting, SettingError, check_value, parse_value, setting, text_of
+from vllm_eb.errors import GivenValueError, name_hint
+from vllm_eb.settings import (
+    Setting,
+    SettingError,
+    UnknownSettingError,
+    check_value,
+    read_settings,
+    setting,
+    settings_of,
+    split_kind,
+    text_of,
+)
 
 if TYPE_CHECKING:
     from vllm_eb.lengths import Lengths
@@ -125,18 +134,6 @@ class PolicySpec:
         return [name for name, about in settings_of(type(self)).items() if getattr(self, name) != about.default]
 
 
-_settings: dict[type[PolicySpec], Mapping[str, Setting]] = {}
-
-
-def settings_of(kind: type[PolicySpec]) -> Mapping[str, Setting]:
-    """The settings of a policy by name: its own first, then those it shares with others."""
-    if kind not in _settings:
-        made = {field.name: field for field in fields(kind)}
-        names = (name for owner in kind.__mro__ for name in inspect.get_annotations(owner) if name in made)
-        _settings[kind] = {name: Setting.of_field(made[name], kind) for name in dict.fromkeys(names)}
-    return _settings[kind]
-
-
 @lru_cache(maxsize=1)
 def policy_types() -> Mapping[str, type[PolicySpec]]:
     """The policies that come with the package, by name, in alphabetical order."""
@@ -157,13 +154,13 @@ def policy_class(kind: str) -> type[PolicySpec]:
     found = policy_types().get(kind)
     if found is not None:
         return found
-    if "." in kind:
+    if "." in kind and all(part.isidentifier() for part in kind.split(".")):
         try:
             return _policy_of(kind)
         except ImportError as error:
             raise PolicyError(f"policy {kind!r} cannot be imported: {error}") from None
     raise UnknownPolicyError(
-        f"unknown policy {kind!r}; known: {', '.join(policy_types())}, or the dotted name of a module of your own"
+        f"unknown policy {kind!r}; {name_hint(kind, policy_types())}; your own: its module's dotted name"
     )
 
 
@@ -192,18 +189,15 @@ def descriptions() -> Mapping[str, str]:
 
 def parse_policy(text: str) -> PolicySpec:
     """Parse ``NAME[:key=value,...]``. Raises PolicyError with the remedy."""
-    kind, _, rest = text.strip().partition(":")
+    kind, rest = split_kind(text)
     policy = policy_class(kind)
     known = settings_of(policy)
-    values: dict[str, Any] = {}
-    for pair in filter(None, (part.strip() for part in rest.split(","))):
-        key, eq, value = pair.partition("=")
-        if not eq or key not in known:
-            raise PolicyError(_not_a_setting(kind, pair, known))
-        try:
-            values[key] = parse_value(value, known[key])
-        except ValueError as error:
-            raise PolicyError(f"policy {kind}: {key}={value!r} is not valid ({error})") from None
+    try:
+        values = read_settings(rest, known, f"policy {kind}")
+    except UnknownSettingError as error:
+        raise PolicyError(_not_a_setting(kind, error, known)) from None
+    except SettingError as error:
+        raise PolicyError(str(error)) from None
     for key, about in known.items():
         if about.required and key not in values:
             raise PolicyError(f"policy {kind} needs {key}=: write {example(kind)}")
@@ -225,11 +219,9 @@ def policy_from_mapping(settings: Mapping[str, object]) -> PolicySpec:
     return parse_policy(f"{kind}:{pairs}")
 
 
-def _not_a_setting(kind: str, pair: str, known: Mapping[str, Setting]) -> str:
-    key, eq, _ = pair.partition("=")
-    others = ", ".join(name for name, other in policy_types().items() if key in settings_of(other)) if eq else ""
-    if others:
-        it = f"it takes {', '.join(known)}" if known else "it takes no settings"
-        return f"policy {kind} does nothing with {key}=, which is for {others}; {it}"
-    remedy = f"is not key=value with a key of {', '.join(known)}" if known else "is too much: it takes no settings"
-    return f"policy {kind}: {pair!r} {remedy}"
+def _not_a_setting(kind: str, error: UnknownSettingError, known: Mapping[str, Setting]) -> str:
+    others = ", ".join(name for name, other in policy_types().items() if error.name in settings_of(other))
+    if not others:
+        return str(error)
+    it = f"it takes {', '.join(known)}" if known else "it takes no settings"
+    return f"policy {kind} does nothing with {error.name}=, which is for {others}; {it}"

@@ -1,29 +1,56 @@
-"""Settings of policies: fields of a dataclass that know their range, their unit and what they are for."""
+"""Settings that a user writes as text: ``eb:theta=0.5``, ``sbs:packing=off``, ``reset:every=10``, ``ttft:500``.
+
+This is the one reader of such strings. A setting is a field of a frozen dataclass that knows its range, its unit and
+what it is for (:func:`setting`); :func:`read_settings` turns text into typed values in range, and its errors name the
+setting, what it takes and, for a mistyped name, the nearest one. It lives beside the policies, which a server loads
+without ebbench; ``ebbench.config.setting_strings`` gives it ebbench's error classes.
+
+Numbers are read by Python's ``int`` and ``float``. msgspec's lenient conversion would refuse ``.5``, ``+3``, ``1_000``
+and ``on``, all of which have been accepted so far.
+"""
 
 from __future__ import annotations
 
+import inspect
 import math
+import re
 import types
-from dataclasses import MISSING, Field, dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from vllm_eb.errors import GivenValueError
+from vllm_eb.errors import GivenValueError, name_hint
 
 REQUIRED = object()
+
+_TRUE, _FALSE = ("on", "true", "1"), ("off", "false", "0")
+_BETWEEN = re.compile(r"[,\s]+")
+_UNITS = {"s": "seconds", "ms": "milliseconds", "s/token": "seconds per token"}
 
 
 class SettingError(GivenValueError):
     """A value out of range; the message names the setting."""
 
 
+class UnknownSettingError(SettingError):
+    """A setting of a name that is not known; ``what`` says of what, ``name`` and ``known`` are the names."""
+
+    def __init__(self, of: str, name: str, known: Mapping[str, Setting], noun: str = "setting") -> None:
+        remedy = name_hint(name, known) if known else f"it takes no {noun}s"
+        self.what = f"{noun} of {of}"
+        super().__init__(f"unknown {self.what} {name!r}; {remedy}")
+        self.name, self.known = name, tuple(known)
+
+
 @dataclass(frozen=True)
 class Setting:
     """What is known of a setting.
 
-    ``kind``: int, float, bool or a tuple of the words it can be. ``unit``: ``slots`` (of max_num_seqs), ``s``,
-    ``s/token``, ``steps``, ``requests`` or ``share``; empty for a plain number. ``above`` and ``below`` are excluded,
-    ``at_least`` and ``at_most`` included. ``doubtful_from``: a value this large is surely in another unit.
-    ``example``: a value to begin with, of a setting that has no default.
+    ``kind``: int, float, bool or a tuple of the words it can be. ``unit``: ``slots`` (of max_num_seqs), ``s``, ``ms``,
+    ``s/token``, ``steps``, ``requests``, ``percent``, ``share`` and so on; empty for a plain number. ``above`` and
+    ``below`` are excluded, ``at_least`` and ``at_most`` included, infinity only where ``infinite``. ``none``: the word
+    for None. ``doubtful_from``: a value this large is surely in another unit.
+    ``example``: a value to begin with.
     """
 
     help: str
@@ -34,6 +61,8 @@ class Setting:
     below: float | None = None
     doubtful_from: float | None = None
     example: object = None
+    none: str = ""
+    infinite: bool = False
     default: object = REQUIRED
     kind: Any = float
 
@@ -63,6 +92,24 @@ class Setting:
         ]
         return " and ".join(parts) or "any number"
 
+    @property
+    def takes(self) -> str:
+        """What may be written, in words, with the unit."""
+        if self.kind is bool:
+            return "on or off"
+        if isinstance(self.kind, tuple):
+            return f"one of {', '.join(self.kind)}"
+        number = "a whole number" if self.kind is int else "a number"
+        bounds = "" if self.values == "any number" else f" {self.values}"
+        bounds = bounds.replace(" at least", " of at least", 1) if bounds.startswith(" at least") else bounds
+        unit = f" ({self.unit_in_words})" if self.unit else ""
+        return number + bounds + unit + (f", or {self.none}" if self.none else "")
+
+    @property
+    def unit_in_words(self) -> str:
+        """The unit for a sentence."""
+        return _UNITS.get(self.unit, self.unit)
+
     @classmethod
     def of_field(cls, made: Field[Any], owner: type) -> Setting:
         """What :func:`setting` noted at a dataclass field, with its type and default."""
@@ -80,15 +127,78 @@ def setting(default: Any = REQUIRED, help: str = "", **about: Any) -> Any:
     return field(metadata=noted) if default is REQUIRED else field(default=default, metadata=noted)
 
 
-def parse_value(text: str, about: Setting) -> object:
-    """Read a value. Raises ValueError saying what is expected."""
+_known: dict[type, Mapping[str, Setting]] = {}
+
+
+def settings_of(kind: type) -> Mapping[str, Setting]:
+    """The settings of a dataclass by name: its own first, then those it inherits. Other fields are left out."""
+    if kind not in _known:
+        made = {field.name: field for field in fields(kind) if "setting" in field.metadata}
+        names = (name for owner in kind.__mro__ for name in inspect.get_annotations(owner) if name in made)
+        _known[kind] = {name: Setting.of_field(made[name], kind) for name in dict.fromkeys(names)}
+    return _known[kind]
+
+
+def split_kind(text: str) -> tuple[str, str]:
+    """``eb:k=3`` as its kind and its settings."""
+    kind, _, rest = text.strip().partition(":")
+    return kind.strip(), rest
+
+
+def split_pairs(text: str) -> list[str]:
+    """The ``key=value`` pairs of a text, which commas or white space separate."""
+    return [part for part in _BETWEEN.split(text) if part]
+
+
+def read_settings(
+    text: str,
+    known: Mapping[str, Setting],
+    of: str,
+    *,
+    noun: str = "setting",
+    equals: str = "=",
+    aliases: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
+    """Read ``key=value`` pairs into typed values in range, in the order given.
+
+    ``of``: what they are settings of, and ``noun``: what a key is called, both for messages. ``aliases``: other names
+    of settings. Raises UnknownSettingError for a key that is not in ``known``, SettingError for one that is given twice
+    and for a value it does not take.
+    """
+    found: dict[str, Any] = {}
+    for pair in split_pairs(text):
+        written, given, value = pair.partition(equals)
+        key = (aliases or {}).get(written, written)
+        if key not in known:
+            raise UnknownSettingError(of, key, known, noun)
+        if key in found:
+            raise SettingError(f"{of}: {key} is given twice; give it once")
+        found[key] = read_value(key, value if given else "", known[key], of, equals=equals)
+    return found
+
+
+def read_value(name: str, text: str, about: Setting, of: str, *, equals: str = "=") -> Any:
+    """Read one value. Raises SettingError saying what the setting takes."""
+    try:
+        value = _typed(text, about)
+        check_value(name, value, about)
+    except ValueError:
+        example = "" if about.example is None else f", e.g. {name}{equals}{about.example}"
+        written = f"{name}{equals}{text}"
+        raise SettingError(f"{of}: {written!r} is not valid; write {about.takes}{example}") from None
+    return value
+
+
+def _typed(text: str, about: Setting) -> Any:
+    if about.none and text == about.none:
+        return None
     if about.kind is bool:
-        if text.lower() not in ("true", "false", "on", "off", "1", "0"):
-            raise ValueError("true or false")
-        return text.lower() in ("true", "on", "1")
+        if text.lower() not in _TRUE + _FALSE:
+            raise ValueError
+        return text.lower() in _TRUE
     if isinstance(about.kind, tuple):
         if text not in about.kind:
-            raise ValueError(f"one of {', '.join(about.kind)}")
+            raise ValueError
         return text
     return about.kind(text)
 
@@ -97,7 +207,7 @@ def check_value(name: str, value: Any, about: Setting) -> None:
     """Raise SettingError for a number out of range; None is always allowed where it is the default."""
     if value is None or isinstance(value, bool | str):
         return
-    if not math.isfinite(value):
+    if not math.isfinite(value) and not (about.infinite and value == math.inf):
         raise SettingError(f"{name} must be a finite number, not {value}")
     inside = (
         (about.at_least is None or value >= about.at_least)
@@ -107,12 +217,12 @@ def check_value(name: str, value: Any, about: Setting) -> None:
     )
     if not inside:
         verb = "lie" if about.above is not None and about.below is not None else "be"
-        unit = {"s": " seconds"}.get(about.unit, "")
+        unit = f" ({about.unit_in_words})" if about.unit else ""
         raise SettingError(f"{name} must {verb} {about.values}{unit}, not {value:g}")
 
 
 def text_of(value: object) -> str:
-    """A value as :func:`parse_value` reads it."""
+    """A value as :func:`read_value` reads it."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

@@ -20,7 +20,7 @@ def test_joint_limits_and_percentiles_become_requirements() -> None:
         ([], 0.95, "needs limits"),
         (["ttft:2000"], 1.0, "between 0 and 1"),
         (["ttft:2000"], 0.0, "between 0 and 1"),
-        (["ttf:p99:2000"], 0.95, "did you mean ttft"),
+        (["ttf:p99:2000"], 0.95, "did you mean 'ttft'"),
         (["ttft:99:2000"], 0.95, "percentile"),
         (["ttft:p100:2000"], 0.95, "percentile"),
         (["ttft:pnan:2000"], 0.95, "percentile"),

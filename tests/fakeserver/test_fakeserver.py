@@ -24,7 +24,7 @@ def test_faults_are_parsed_and_mistakes_explained() -> None:
         parse_fault("resett")
     with pytest.raises(UnknownNameError, match="did you mean 'every'"):
         parse_fault("reset:evry=1")
-    with pytest.raises(UsageError, match="not a number"):
+    with pytest.raises(UsageError, match="whole number"):
         parse_fault("reset:after=x")
     with pytest.raises(UsageError, match="at least 1"):
         parse_fault("reset:every=0")

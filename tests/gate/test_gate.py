@@ -108,7 +108,7 @@ def test_margins_by_figure() -> None:
 
 @pytest.mark.parametrize("text", ["0", "-1", "100", "many", "ttft:", "ttft:0"])
 def test_a_margin_that_is_no_percentage_is_refused(text: str) -> None:
-    with pytest.raises(UsageError, match="write a percentage"):
+    with pytest.raises(UsageError, match="between 0 and 100"):
         parse_margins([text])
 
 

@@ -45,7 +45,7 @@ def test_only_policies_that_compute_need_costs() -> None:
         (None, "needs its settings"),
         ("ebplus", "needs its settings"),
         ({"policy": "ebplus", "calbration": {}}, "did you mean 'calibration'"),
-        ({"policy": "ebplus", "zzz": 1}, "known: policy, calibration, record"),
+        ({"policy": "ebplus", "zzz": 1}, "known: calibration, policy, record"),
         ({"policy": 3}, 'must be a policy string such as "ebplus", not 3'),
         ({"policy": "ebplus:margn=1"}, "margn"),
         ({"policy": "ebplus"}, "set vllm_eb.calibration to a JSON file"),

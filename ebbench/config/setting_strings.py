@@ -1,0 +1,62 @@
+"""Strings such as ``sbs:packing=off`` and ``ttft:500``: read by :mod:`vllm_eb.settings`, with ebbench's errors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from ebbench.errors import UnknownNameError, UsageError
+from vllm_eb.settings import (
+    Setting,
+    SettingError,
+    UnknownSettingError,
+    read_settings,
+    read_value,
+    setting,
+    settings_of,
+    split_kind,
+    split_pairs,
+)
+
+__all__ = ["Setting", "named_settings", "pairs_of", "setting", "settings_of", "split_kind", "split_pairs", "value_of"]
+
+
+def named_settings(
+    text: str,
+    known: Mapping[str, Setting],
+    of: str,
+    *,
+    noun: str = "setting",
+    equals: str = "=",
+    aliases: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
+    """The values of ``key=value`` pairs, see :func:`vllm_eb.settings.read_settings`.
+
+    Raises UnknownNameError for an unknown key, UsageError for a value that the setting does not take.
+    """
+    with _usage_errors():
+        return read_settings(text, known, of, noun=noun, equals=equals, aliases=aliases)
+
+
+def value_of(name: str, text: str, about: Setting, of: str, *, equals: str = "=") -> Any:
+    """One value, see :func:`vllm_eb.settings.read_value`. Raises UsageError."""
+    with _usage_errors():
+        return read_value(name, text, about, of, equals=equals)
+
+
+def pairs_of(texts: Iterable[str]) -> list[str]:
+    """The pairs of an option that may be given several times, with one or several pairs each."""
+    return [pair for text in texts for pair in split_pairs(text)]
+
+
+@contextmanager
+def _usage_errors() -> Iterator[None]:
+    try:
+        yield
+    except UnknownSettingError as error:
+        if not error.known:
+            raise UsageError(str(error)) from None
+        raise UnknownNameError(error.what, error.name, error.known) from None
+    except SettingError as error:
+        raise UsageError(str(error)) from None
