@@ -214,8 +214,8 @@ def test_when_every_request_fails_the_metrics_are_null(engine: MadeEngine) -> No
     ("args", "message"),
     [
         (["--policy", "ebb"], "unknown policy 'ebb'; did you mean 'eb'?"),
-        (["--policy", "eb:theta=1.5"], "theta must lie strictly between 0 and 1, not 1.5"),
-        (["--policy", "eb:thta=0.5"], "key=value"),
+        (["--policy", "eb:theta=1.5"], "write a number strictly between 0 and 1"),
+        (["--policy", "eb:thta=0.5"], "did you mean 'theta'"),
         (["--policy", "deferred"], "write deferred:k=32"),
         (["--policy", "v1", "--policy", "v1"], "policy v1 is given twice"),
         (["--policy", "eb:k=2000"], "k exceeds --max-num-seqs 1024"),
@@ -227,9 +227,9 @@ def test_when_every_request_fails_the_metrics_are_null(engine: MadeEngine) -> No
         (["--request-rate", "0"], "--request-rate must be more than 0, not 0"),
         (["--repeats", "0"], "--repeats must be at least 1"),
         (["--num-kv-blocks", "5"], "needs 120 KV tokens but --num-kv-blocks holds 80, so it can never run"),
-        (["--goodput", "tftt:500"], "unknown metric 'tftt'; did you mean ttft?"),
-        (["--goodput", "ttft"], "'ttft' needs a limit in milliseconds, e.g. ttft:500"),
-        (["--goodput", "ttft:0"], "needs a limit in milliseconds"),
+        (["--goodput", "tftt:500"], "unknown metric of --goodput 'tftt'; did you mean 'ttft'?"),
+        (["--goodput", "ttft"], "write a number above 0 (milliseconds), e.g. ttft:500"),
+        (["--goodput", "ttft:0"], "(milliseconds)"),
         (["--goodput", "ttft:1", "ttft:2"], "ttft is given twice"),
     ],
 )

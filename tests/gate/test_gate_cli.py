@@ -145,7 +145,7 @@ def test_a_stored_baseline_gates_later_runs(measured: Path, tmp_path: Path) -> N
     [
         ((), "gate needs two arguments"),
         (("a", "b", "c"), "gate needs two arguments"),
-        (("a", "b", "--margin", "none"), "write a percentage"),
+        (("a", "b", "--margin", "none"), "between 0 and 100 (percent)"),
         (("a", "b", "--allow", "modell"), "did you mean 'model'"),
         (("a", "b", "--pairs", "2"), "needs both --baseline-command and"),
         (("a", "b", "--baseline-command", "x {out}"), "needs both --baseline-command and"),

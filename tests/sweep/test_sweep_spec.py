@@ -157,7 +157,7 @@ def test_a_dry_run_shows_what_overrides_change(tmp_path: Path) -> None:
             ("[common]", "[common]\nmax_num_batched_tokens = 8"),
             "no cell of the grid can run: --max-num-batched-tokens 8",
         ),
-        (("[common]", '[common]\ngoodput = "foo:500"'), "--goodput: unknown metric 'foo'"),
+        (("[common]", '[common]\ngoodput = "foo:500"'), "unknown metric of --goodput 'foo'"),
         (('name = "tiny"', "name = "), "not valid TOML"),
         (("[grid]", "[grid]\nseed = [" + ",".join(map(str, range(600_000))) + "]"), "more than 1,000,000"),
     ],
