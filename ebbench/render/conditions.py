@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from ebbench.analysis.load import policy_settings
 from ebbench.analysis.summary import Summary
 from ebbench.render.numbers import count
 
@@ -28,8 +29,9 @@ UNKNOWN_DEVICE = "unknown"
 
 
 def load_and_limits(summaries: Sequence[Summary]) -> list[str]:
-    """Lines on the load, the requests and the scheduler's limits."""
-    return [line for line in (_load(summaries), requests(summaries), _limits(summaries)) if line]
+    """Lines on the load, the requests, the scheduler's limits and the policies' settings."""
+    lines = (_load(summaries), requests(summaries), _limits(summaries), _settings(summaries))
+    return [line for line in lines if line]
 
 
 def _load(summaries: Sequence[Summary]) -> str:
@@ -55,6 +57,30 @@ def requests(summaries: Sequence[Summary]) -> str:
 def _limits(summaries: Sequence[Summary]) -> str:
     shown = _common(summaries, lambda s: s.machine.limits())
     return f"Scheduler: {shown}." if shown else ""
+
+
+def _settings(summaries: Sequence[Summary]) -> str:
+    """The settings in force, defaults included; what several policies share is said once.
+
+    What a policy computes by itself (a threshold that was not given) is no setting and stands with its reasons; what
+    its name says is not said again.
+    """
+    owners: dict[str, list[str]] = {}
+    for policy in dict.fromkeys(summary.policy for summary in summaries):
+        for name, value in (policy_settings(policy) or {}).items():
+            if value is not None and f"{name}=" not in policy:
+                owners.setdefault(f"{name} {_setting(value)}", []).append(policy)
+    shared: dict[tuple[str, ...], list[str]] = {}
+    for text, policies in owners.items():
+        shared.setdefault(tuple(policies), []).append(text)
+    parts = [f"{', '.join(policies)}: {', '.join(texts)}" for policies, texts in shared.items()]
+    return f"Settings of {'; '.join(parts)}." if parts else ""
+
+
+def _setting(value: object) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _seeds(summaries: Sequence[Summary]) -> str:

@@ -343,6 +343,18 @@ def test_on_a_terminal_the_line_is_live_and_quiet_shows_nothing() -> None:
     assert silent.file.getvalue() == ""  # type: ignore[attr-defined]
 
 
+def test_the_header_says_which_settings_apply_shared_ones_once(tmp_path: Path) -> None:
+    groups = made_groups(tmp_path, "v1", "eb:window=200", "ebplus", "deferred:k=8")
+    lines = conditions.load_and_limits([summary for group in groups for summary in group.summaries])
+    [told] = [line for line in lines if line.startswith("Settings")]
+    assert "eb:window=200, ebplus: " in told
+    assert "ebplus: sticky 3, window 500" in told
+    assert told.count("min_samples 30") == 1
+    assert "kv_gate on" in told
+    assert not any(hidden in told for hidden in ("None", "window 200", "deferred", "v1"))
+    assert not any("Settings" in line for line in conditions.load_and_limits(groups[0].summaries))
+
+
 def facts_of(k: float, n: float, updates: int) -> DecisionFacts:
     k_spread, n_spread, theta = Spread(k, k, k), Spread(n, n, n), Spread(k / n, k / n, k / n)
     return DecisionFacts(updates, k_spread, n_spread, theta, theta, theta, None, None, 0, "", ())
