@@ -6,11 +6,11 @@ import math
 from collections.abc import Sequence
 
 from ebbench.advice.answer import Score
+from ebbench.analysis.compare.policies import TIE
 from ebbench.analysis.statistics import Interval, paired_t
 from vllm_eb.policy import policy_class
 
 BASELINE = "v1"
-TIE = 0.005
 
 
 def relative_gain(ours: Sequence[float], base: Sequence[float] | None) -> Interval | None:

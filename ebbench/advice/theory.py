@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from vllm_eb.adaptive import THETA_MAX, THETA_MIN
 from vllm_eb.calibration import Calibration
-from vllm_eb.memory import memory_safe_batch
+from vllm_eb.memory import EPSILON, memory_safe_batch
 from vllm_eb.theory import (
     Crossover,
     Threshold,
@@ -21,8 +22,6 @@ from vllm_eb.theory import (
     optimal_threshold,
 )  # fmt: skip
 
-THETA_MIN, THETA_MAX = 0.01, 0.80  # as the controller clips
-EPSILON = 0.01
 _SHARES = tuple(round(0.02 * i, 2) for i in range(1, 50))
 
 

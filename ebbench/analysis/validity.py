@@ -16,6 +16,9 @@ from ebbench.analysis.metrics import Metrics
 from ebbench.records.lateness import LAG_REMEDY, lag_limit_ms
 from ebbench.records.schema import EARLIER_TURN_FAILED
 
+FAILURE_LIMIT = 0.01
+"""Share of the planned requests from which on failures make a run INVALID."""
+
 
 @dataclass(frozen=True)
 class Conditions:
@@ -29,7 +32,7 @@ class Conditions:
 
     interrupted: bool = False
     paced_sends: bool = True
-    failure_limit: float = 0.01
+    failure_limit: float = FAILURE_LIMIT
     lag_limit_ms: float | None = None
 
 

@@ -28,7 +28,6 @@ from vllm_eb.costs import CostGrid
 from vllm_eb.policy import parse_policy
 
 NS_PER_S = 1e9
-KV_BLOCK_TOKENS = 16
 Key = tuple[int, int, int]  # prompt tokens, decoding sequences, context; 0 means none
 
 
@@ -64,7 +63,7 @@ class ProbeGrid:
     def kv_tokens(self, seqs: int) -> int:
         """KV tokens that ``seqs`` decodes at the longest context need by the end of their probes, a prompt beside."""
         steps = self.filling_steps(seqs, self.contexts[-1]) + 2 * self.repeats * (2 * len(self.tokens) + 1)
-        return seqs * (self.contexts[-1] + steps + KV_BLOCK_TOKENS) + self.tokens[-1]
+        return seqs * (self.contexts[-1] + steps + EngineOptions.block_size) + self.tokens[-1]
 
     def fitting(self, capacity_tokens: int) -> ProbeGrid:
         """The grid without batches that the KV cache cannot hold. Raises UsageError when fewer than two are left."""

@@ -18,6 +18,7 @@ from ebbench.analysis.columns import MISSING, Ints, Mask, RequestColumns
 from ebbench.analysis.metrics import meets
 from ebbench.analysis.slo import METRICS, slo_from_limits
 from ebbench.analysis.steady import Window, completed_sessions_per_s, steady_windows
+from ebbench.analysis.validity import FAILURE_LIMIT
 from ebbench.capacity.limits import Limits
 from ebbench.capacity.search import Counts, Probe
 from ebbench.records.manifest import PhaseFact
@@ -30,7 +31,6 @@ FEWEST_PER_OPEN = 8
 _GROWTH = 0.01
 _FULL = 0.98
 _STEP_COLUMNS = ["start_ns", "end_ns", "kv_blocks_used", "kv_blocks_total"]
-_MOST_FAILED = 0.01
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def read_measured(run: Measured, load: float, limits: Limits) -> Reading:
     mean_open = sum(window.target for window in windows) / len(windows) if windows else 0.0
     sessions = len(np.unique(columns.session[counted])) if counted.any() else 0
     runaway = not run.phases and _queue_grows(columns, windows)
-    failed = run.reasons if _failed_share(columns) > _MOST_FAILED else ""
+    failed = run.reasons if _failed_share(columns) > FAILURE_LIMIT else ""
     met = [meets(columns, counted & columns.ok, slo) for slo in limits.slos()]
     counts = tuple(_counts(columns, counted, mask) for mask in met)
     good, ok, tokens = np.logical_and.reduce(met), counted & columns.ok, columns.output_tokens

@@ -14,6 +14,7 @@ import typer
 from ebbench.cli import completion
 from ebbench.cli import load_flags as load
 from ebbench.cli.options import GoodputCommand, grouped
+from ebbench.config.defaults import DEFAULT_DEVICE, DEFAULT_MODEL
 from ebbench.traffic.choice import scenario_meant
 
 if TYPE_CHECKING:
@@ -54,10 +55,10 @@ class ServerFlags:
 
     device: Annotated[
         str, typer.Option("--device", help="GPU, see `ebbench devices list`.", autocompletion=completion.devices)
-    ] = "rtx-pro-6000"
+    ] = DEFAULT_DEVICE
     model: Annotated[
         str, typer.Option("--model", help="Model name or config.json.", autocompletion=completion.models)
-    ] = "qwen3-8b"
+    ] = DEFAULT_MODEL
     max_num_seqs: load.MaxNumSeqs = 1024
     max_num_batched_tokens: load.MaxNumBatchedTokens = 8192
     max_model_len: load.MaxModelLen = None

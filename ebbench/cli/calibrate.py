@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ebbench.cli import completion
+from ebbench.config.defaults import DEFAULT_DEVICE, DEFAULT_MODEL
 
 if TYPE_CHECKING:
     from ebbench.calibration.check import Check
@@ -27,7 +28,7 @@ def calibrate(
         typer.Option(
             "--model", "-m", help="A model name, a folder or a config.json.", autocompletion=completion.models
         ),
-    ] = "qwen3-8b",
+    ] = DEFAULT_MODEL,
     engine: Annotated[str, typer.Option(help="What to measure: sim, emulated or vllm.")] = "vllm",
     device: Annotated[
         str | None, typer.Option(help="sim, emulated: the device. vllm: a name for this machine.")
@@ -121,7 +122,7 @@ def _measure_virtual(
         raise UnknownNameError("engine to calibrate", engine, ("sim", "emulated", "vllm"))
     options = grid.options
     target = load_device(
-        device or "rtx-pro-6000",
+        device or DEFAULT_DEVICE,
         model,
         max_num_seqs=options.max_num_seqs,
         max_num_batched_tokens=options.max_num_batched_tokens,

@@ -76,7 +76,7 @@ def search_all(question: CapacityQuestion, *, plot: Path | None, as_json: bool) 
     config = _template(question, limits, policies)
     check_options(config.options, policies)
     engine, sentence = engine_of(config)
-    device = device_of(config, engine)
+    device = device_of(config)
     folder = _folder(question, limits)
     if not question.quiet:
         messages.print(sentence, markup=False, soft_wrap=True)

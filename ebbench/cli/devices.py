@@ -10,6 +10,7 @@ import typer
 
 from ebbench.cli import completion
 from ebbench.cli.options import Command
+from ebbench.config.defaults import DEFAULT_MODEL
 
 if TYPE_CHECKING:
     from ebbench.devices.describe import DeviceFacts
@@ -52,7 +53,7 @@ def show(
     ],
     model: Annotated[
         str, typer.Option("--model", "-m", help="A model name or a config.json.", autocompletion=completion.models)
-    ] = "qwen3-8b",
+    ] = DEFAULT_MODEL,
     cost: Annotated[str, typer.Option(help="Cost model: auto, table, linear or roofline.")] = "auto",
     context: Annotated[int, typer.Option(help="KV tokens that each decode holds.")] = 512,
     max_num_seqs: Annotated[int | None, typer.Option(help="Sizes the KV cache.")] = None,

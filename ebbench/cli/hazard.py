@@ -12,6 +12,7 @@ import typer
 from ebbench.cli import completion
 from ebbench.cli import load_flags as load
 from ebbench.cli.unused_options import refuse_unused
+from ebbench.config.defaults import DEFAULT_DEVICE, DEFAULT_MODEL
 
 if TYPE_CHECKING:
     from ebbench.hazard.lengths import Lengths
@@ -39,10 +40,10 @@ def hazard(
     length_distribution: load.LengthDistribution = None,
     device: Annotated[
         str, typer.Option("--device", help="Costs behind the threshold.", autocompletion=completion.devices)
-    ] = "rtx-pro-6000",
+    ] = DEFAULT_DEVICE,
     model: Annotated[
         str, typer.Option("--model", help="Costs behind the threshold.", autocompletion=completion.models)
-    ] = "qwen3-8b",
+    ] = DEFAULT_MODEL,
     max_num_seqs: load.MaxNumSeqs = 1024,
     plot: Annotated[Path | None, typer.Option("--plot", help="Draw to FILE.pdf, .svg or .png.")] = None,
     experiment: Annotated[

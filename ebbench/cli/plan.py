@@ -10,6 +10,8 @@ import typer
 
 from ebbench.cli import load_flags as load
 from ebbench.cli.options import GoodputCommand, grouped, opt
+from ebbench.cli.run_flags import RequestFlags
+from ebbench.config.defaults import DEFAULT_MODEL
 
 _LIMITS, _CHOICE, _OUTPUT = "Limits", "Candidates", "Output"
 
@@ -32,26 +34,13 @@ class TargetFlags:
 
 
 @dataclass(frozen=True)
-class RequestFlags:
-    """Which requests are sent."""
-
-    seed: load.Seed = 0
-    source: load.Source = "auto"
-    tokenizer: load.Tokenizer = None
-    input_len: load.InputLen = None
-    output_len: load.OutputLen = None
-    length_distribution: load.LengthDistribution = None
-    drop_too_long: load.DropTooLong = False
-
-
-@dataclass(frozen=True)
 class ChoiceFlags:
     """Among what is chosen."""
 
     device: Annotated[
         list[str] | None, opt("--device", help="GPUs to choose from; repeat. Default: all with data.", panel=_CHOICE)
     ] = None
-    model: Annotated[str, opt("--model", help="Name, or path of a config.json.", panel=_CHOICE)] = "qwen3-8b"
+    model: Annotated[str, opt("--model", help="Name, or path of a config.json.", panel=_CHOICE)] = DEFAULT_MODEL
     tp: Annotated[list[int] | None, opt("--tp", help="GPUs per instance; repeat. Default: 1 2 4 8.", panel=_CHOICE)] = (
         None
     )

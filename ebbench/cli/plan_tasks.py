@@ -13,7 +13,8 @@ from ebbench.engines.base import EngineOptions
 from ebbench.errors import UsageError
 
 if TYPE_CHECKING:
-    from ebbench.cli.plan import ChoiceFlags, RequestFlags, TargetFlags
+    from ebbench.cli.plan import ChoiceFlags, TargetFlags
+    from ebbench.cli.run_flags import RequestFlags
 
 DEFAULT_TP = (1, 2, 4, 8)
 DEFAULT_POLICIES = ("v1", "ebplus", "marginal")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -116,10 +116,9 @@ class LoadFlags:
 
 
 @dataclass(frozen=True)
-class WorkloadFlags:
-    """Which requests are sent."""
+class RequestFlags:
+    """Which requests are sent, but for their number."""
 
-    num_prompts: load.NumPrompts = None
     seed: load.Seed = 0
     source: load.Source = "auto"
     tokenizer: load.Tokenizer = None
@@ -127,6 +126,13 @@ class WorkloadFlags:
     output_len: load.OutputLen = None
     length_distribution: load.LengthDistribution = None
     drop_too_long: load.DropTooLong = False
+
+
+@dataclass(frozen=True)
+class WorkloadFlags(RequestFlags):
+    """Which requests are sent."""
+
+    num_prompts: load.NumPrompts = None
 
 
 @dataclass(frozen=True)
@@ -149,8 +155,10 @@ class OutputFlags:
     quiet: Annotated[bool, opt("--quiet", "-q", help="No progress.", panel=_OUTPUT)] = False
 
 
-def plan_settings(requests: WorkloadFlags, load: LoadFlags, max_model_len: int | None) -> dict[str, object]:
-    """What a plan is built from besides workload, scenario and seed."""
-    of_requests = {name: value for name, value in vars(requests).items() if name != "seed"}
-    of_load = ("max_concurrency", "request_rate", "burstiness", "saturation_rate", "speed", "time_unit", "duration_s")
-    return of_requests | {name: getattr(load, name) for name in of_load} | {"max_model_len": max_model_len}
+def plan_settings(requests: RequestFlags, load: LoadFlags, max_model_len: int | None) -> dict[str, object]:
+    """The fields of PlanOptions that the options set, but for workload, scenario and seed."""
+    from ebbench.workloads.options import PlanOptions
+
+    given = vars(requests) | vars(load) | {"max_model_len": max_model_len}
+    names = [field.name for field in fields(PlanOptions) if field.name not in ("workload", "scenario", "seed")]
+    return {name: given[name] for name in names if name in given}

@@ -8,18 +8,16 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ebbench.cli.cluster_flags import ClusterOptions
 from ebbench.cli.preflight import check_counts, check_fits, check_options
 from ebbench.cli.repeats import beforehand, why_stop
 from ebbench.engines.setup import (
     POLICY_IS_A_LABEL,
-    EngineSetup,
     is_server,
     journalled,
     make_engine,
-    unknown_device,
     with_ramp,
 )
 from ebbench.errors import EbbenchError, InterruptedRunError, RunError, UsageError
@@ -36,10 +34,8 @@ if TYPE_CHECKING:
     from ebbench.devices.base import Device
     from ebbench.engines.base import Engine, EngineOptions, EngineResult, Progress
     from ebbench.records.plan import Plan
+    from ebbench.runs.cell import Cell
     from vllm_eb.policy import PolicySpec
-
-
-DEFAULT_DEVICE, DEFAULT_MODEL = "rtx-pro-6000", "qwen3-8b"
 
 
 @dataclass(frozen=True)
@@ -68,6 +64,26 @@ class RunConfig:
     until_clear: bool = False  # stop before ``repeats`` where more would say no more
     calibration: Path | None = None
 
+    def cell(self) -> Cell:
+        """The settings that all runs of the command share, as the run of the first policy and seed."""
+        from ebbench.runs.cell import Cell
+        from ebbench.workloads.options import PlanOptions
+
+        plan: dict[str, Any] = self.plan_settings
+        return Cell(
+            PlanOptions(self.workload, self.scenario, seed=self.seed, **plan),
+            self.policies[0].name,
+            self.engine,
+            self.device,
+            self.model,
+            self.options,
+            calibration=None if self.calibration is None else str(self.calibration),
+            vllm_options=self.vllm_options,
+            client=tuple(self.client.settings().items()),
+            ramp_up_s=self.client.ramp_up_s,
+            **vars(self.cluster),
+        )
+
 
 @dataclass
 class _Done:
@@ -86,7 +102,7 @@ def run_policies(config: RunConfig, *, as_json: bool) -> None:
     messages = Console(stderr=True, highlight=False)
     _check(config)
     engine, sentence = engine_of(config)
-    device = device_of(config, engine)
+    device = device_of(config)
     config = _saturated(config, engine, device, messages)
     plan = plan_of(config, config.seed, device, messages)
     _announce(config, engine, sentence, plan, messages)
@@ -146,59 +162,18 @@ def _saturated(config: RunConfig, engine: Engine, device: Device, messages: Cons
     return config
 
 
-def device_of(config: RunConfig, engine: Engine) -> Device:
-    """The device of the command line; for vLLM this machine, for an external server a placeholder.
+def device_of(config: RunConfig) -> Device:
+    """The device of the command line. Raises UsageError where a policy needs costs that are not known."""
+    from ebbench.runs.make import device_of
 
-    For a topology it is one unit of its first pool: the model may need more than one GPU. Raises UsageError where a
-    policy needs costs that are not known.
-    """
-    from ebbench.devices import load_device
-    from ebbench.devices.parallel import SINGLE
-    from ebbench.devices.units import shape_of
-    from ebbench.engines.sim import SimEngine
-
-    if is_server(config.engine):
-        return unknown_device(config.device, config.model)
-    if engine.name == "vllm":
-        from ebbench.engines.costs import local_hardware
-
-        model = config.model or DEFAULT_MODEL
-        return local_hardware(
-            config.policies, config.options, model=model, device=config.device, calibration=config.calibration
-        )
-    if config.calibration is not None:
-        raise UsageError(
-            "--calibration is for vLLM on this machine (--engine vllm); a simulated device is given with --device"
-        )
-    topology = engine.topology if isinstance(engine, SimEngine) else None
-    return load_device(
-        config.device or DEFAULT_DEVICE,
-        config.model or DEFAULT_MODEL,
-        max_num_seqs=config.options.max_num_seqs,
-        max_num_batched_tokens=config.options.max_num_batched_tokens,
-        async_scheduling=config.options.async_scheduling,
-        eager=config.options.enforce_eager,
-        parallel=shape_of(topology) if topology is not None else SINGLE,
-        quantization=config.options.quantization,
-        kv_cache_dtype=config.options.kv_cache_dtype,
-    )
+    return device_of(config.cell(), config.policies)
 
 
 def engine_of(config: RunConfig) -> tuple[Engine, str]:
     """The engine with its settings, and the sentence that names it."""
-    limit = config.plan_settings["max_model_len"]
-    return make_engine(
-        EngineSetup(
-            config.engine,
-            config.model,
-            config.client.settings(),
-            config.scenario,
-            max_model_len=limit if isinstance(limit, int) else None,
-            drop_too_long=bool(config.plan_settings["drop_too_long"]),
-            vllm_options=config.vllm_options,
-            **vars(config.cluster),
-        )
-    )
+    from ebbench.runs.make import setup_of
+
+    return make_engine(setup_of(config.cell()))
 
 
 def plan_of(config: RunConfig, seed: int, device: Device, messages: Console) -> Plan:

@@ -9,15 +9,13 @@ from __future__ import annotations
 from collections import OrderedDict
 
 from ebbench.dispatch.base import DispatchRequest
-
-BLOCK_TOKENS = 512
-"""Tokens a prefix hash stands for, Mooncake's unit."""
+from ebbench.records.content import CHUNK_TOKENS
 
 
 class PrefixMemory:
     """Remembers up to ``capacity_blocks`` prefix blocks per unit."""
 
-    def __init__(self, units: int, capacity_blocks: int = 4096, block_tokens: int = BLOCK_TOKENS) -> None:
+    def __init__(self, units: int, capacity_blocks: int = 4096, block_tokens: int = CHUNK_TOKENS) -> None:
         self._blocks: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(units)]
         self._capacity, self._block_tokens = capacity_blocks, block_tokens
 

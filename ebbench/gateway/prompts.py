@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from ebbench.dispatch.base import DispatchRequest
-from ebbench.dispatch.prefix import BLOCK_TOKENS
+from ebbench.records.content import CHUNK_TOKENS
 
 BYTES_PER_TOKEN = 4.0
 """Of English text; the servers count exactly, the dispatcher only weighs requests against each other."""
@@ -47,13 +47,13 @@ def _is_ids(raw: bytes) -> bool:
 
 
 def _blocks(raw: bytes, tokens: int) -> tuple[int, ...]:
-    """Hashes of the leading blocks of about 512 tokens, each with all before it."""
+    """Hashes of the leading blocks of about CHUNK_TOKENS tokens, each with all before it."""
     pieces: list[Any]
     if _is_ids(raw):
         ids = raw[1:-1].split(b",")
-        pieces = [b",".join(ids[i : i + BLOCK_TOKENS]) for i in range(0, tokens - BLOCK_TOKENS + 1, BLOCK_TOKENS)]
+        pieces = [b",".join(ids[i : i + CHUNK_TOKENS]) for i in range(0, tokens - CHUNK_TOKENS + 1, CHUNK_TOKENS)]
     else:
-        size = round(BLOCK_TOKENS * BYTES_PER_TOKEN)
+        size = round(CHUNK_TOKENS * BYTES_PER_TOKEN)
         pieces = [raw[i : i + size] for i in range(0, len(raw) - size + 1, size)]
     hashes: list[int] = []
     before = 0

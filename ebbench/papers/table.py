@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ebbench.analysis.documents import Document
+from ebbench.config.defaults import DEFAULT_DEVICE, DEFAULT_MODEL
 from ebbench.errors import UnknownNameError, UsageError
 from ebbench.runs.cell import Cell
 from ebbench.runs.store import Measured, RunStore
@@ -34,11 +35,11 @@ class PaperOptions:
     ttft_s: tuple[float, ...] = ()
     tpot_ms: tuple[float, ...] = ()
 
-    def device(self, default: str = "rtx-pro-6000") -> str:
+    def device(self, default: str = DEFAULT_DEVICE) -> str:
         """The one device of an experiment that takes one. Raises UsageError where several were given."""
         return _one("--device", self.devices, default)
 
-    def model(self, default: str = "qwen3-8b") -> str:
+    def model(self, default: str = DEFAULT_MODEL) -> str:
         """The one model of an experiment that takes one. Raises UsageError where several were given."""
         return _one("--model", self.models, default)
 

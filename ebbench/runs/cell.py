@@ -24,8 +24,6 @@ from ebbench.records.run import slug
 from ebbench.runs.code import SETTLED_NS, code_fingerprint
 from ebbench.workloads.options import PlanOptions
 
-DEFAULT_DEVICE, DEFAULT_MODEL = "rtx-pro-6000", "qwen3-8b"
-
 
 @dataclass(frozen=True)
 class Cell:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -17,6 +17,7 @@ from ebbench.analysis.conclude import Setting, begin, conclude_with_summary
 from ebbench.analysis.pools import pool_figures
 from ebbench.analysis.slo import parse_slo
 from ebbench.analysis.summary import metrics_dict, summarise_phases
+from ebbench.config.defaults import DEFAULT_DEVICE, DEFAULT_MODEL
 from ebbench.devices.base import Device
 from ebbench.devices.loader import load, resized
 from ebbench.devices.parallel import SINGLE
@@ -39,7 +40,7 @@ from ebbench.errors import UsageError
 from ebbench.records.manifest import wall_clock_ns
 from ebbench.records.plan import Plan
 from ebbench.records.run import Run, RunWriter
-from ebbench.runs.cell import DEFAULT_DEVICE, DEFAULT_MODEL, Cell
+from ebbench.runs.cell import Cell
 from ebbench.workloads.options import PlanOptions
 from ebbench.workloads.planner import make_plan
 from vllm_eb.policy import PolicySpec, parse_policy
@@ -161,11 +162,12 @@ _loaded: dict[DeviceRequest, Device] = {}
 KEPT_DEVICES = 8  # some 15 MB each
 
 
-def device_of(cell: Cell) -> Device:
+def device_of(cell: Cell, policies: Sequence[PolicySpec] = ()) -> Device:
     """The cell's device, its KV cache sized for the scheduler's options; a placeholder for an external server.
 
-    For a topology it is one unit of its first pool. Memory, batch size and budget only size the KV cache, so tables are
-    loaded once. Raises UsageError.
+    For vLLM it is this machine, with the costs that ``policies`` need (none: the cell's own). For a topology it is one
+    unit of its first pool: the model may need more than one GPU. Memory, batch size and budget only size the KV cache,
+    so tables are loaded once. Raises UsageError.
     """
     if is_server(cell.engine):
         return unknown_device(cell.device, cell.model)
@@ -173,11 +175,13 @@ def device_of(cell: Cell) -> Device:
     if cell.real_time and _engine_name(cell.engine) == "vllm":
         from ebbench.engines.costs import local_hardware
 
-        policies = [parse_policy(cell.policy)]
+        policies = policies or [parse_policy(cell.policy)]
         calibration = None if cell.calibration is None else Path(cell.calibration)
         return local_hardware(policies, cell.options, model=model, device=cell.device, calibration=calibration)
     if cell.calibration is not None:
-        raise UsageError("calibration is for vLLM on this machine (engine vllm); a simulated device is named: device")
+        raise UsageError(
+            "--calibration is for vLLM on this machine (--engine vllm); a simulated device is given with --device"
+        )
     topology = topology_of(cell.topology, cell.plan.scenario, cell.link)
     options = cell.options
     request = DeviceRequest(

@@ -11,11 +11,12 @@ from math import inf
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from ebbench.client.options import ClientOptions
+from ebbench.config.defaults import DEFAULT_DEVICE, DEFAULT_MODEL
 from ebbench.config.topology import TopologySpec
 from ebbench.engines.base import VIRTUAL_TIME, EngineOptions
 from ebbench.engines.setup import is_server
 from ebbench.errors import UsageError
-from ebbench.runs.cell import DEFAULT_DEVICE, DEFAULT_MODEL, Cell
+from ebbench.runs.cell import Cell
 from ebbench.traffic.choice import scenario_meant
 from ebbench.workloads.options import PlanOptions
 

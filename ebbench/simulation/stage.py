@@ -9,7 +9,7 @@ from ebbench.config.topology import PoolSpec
 from ebbench.devices.base import CostModel, StepShape
 from ebbench.dispatch import DispatchSpec, Fleet, make_dispatcher
 from ebbench.dispatch.base import Dispatcher, DispatchRequest, EndForward, UnitReport
-from ebbench.dispatch.prefix import BLOCK_TOKENS
+from ebbench.records.content import CHUNK_TOKENS
 from ebbench.records.plan import Plan
 from ebbench.simulation.engine import EngineLoop, Unit
 from ebbench.simulation.kv import KvBlocks
@@ -141,7 +141,7 @@ def prefix_reader(plan: Plan) -> Callable[[int], tuple[int, ...]]:
     def read(row: int) -> tuple[int, ...]:
         if hash_ids[row]:
             return tuple(hash_ids[row])
-        return tuple(_blocks(content[row], tokens[row] // BLOCK_TOKENS))
+        return tuple(_blocks(content[row], tokens[row] // CHUNK_TOKENS))
 
     return read
 

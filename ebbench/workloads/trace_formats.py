@@ -14,10 +14,10 @@ import msgspec
 import numpy as np
 
 from ebbench.errors import InputFileError
+from ebbench.records.content import CHUNK_TOKENS
 from ebbench.workloads.trace_times import Stamp, parse_stamp
 
 AZURE_HEADER = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
-BLOCK_TOKENS = 512  # tokens behind one hash id in Mooncake's traces
 _MOST_TOKENS = np.iinfo(np.int32).max
 Line = tuple[int, str]
 """A line that is not empty, with its number in the file."""
@@ -77,7 +77,7 @@ def _azure(path: Path, lines: Sequence[Line]) -> Iterator[Recorded]:
 
 
 class MooncakeRow(msgspec.Struct, frozen=True):
-    """One line: a moment, tokens, and the identities of the prompt's blocks of 512 tokens."""
+    """One line: a moment, tokens, and the identities of the prompt's blocks of CHUNK_TOKENS tokens."""
 
     timestamp: int | float | str
     input_length: int
@@ -107,8 +107,8 @@ def _mooncake(path: Path, lines: Sequence[Line]) -> Iterator[Recorded]:
             problem = f"timestamp {str(row.timestamp)[:40]!r} is neither a number nor ISO 8601"
             raise InputFileError(path, problem, number) from None
         _check_lengths(path, number, row.input_length, row.output_length)
-        if row.hash_ids and len(row.hash_ids) > -(-row.input_length // BLOCK_TOKENS):
-            problem = f"{len(row.hash_ids)} hash_ids are too many for {row.input_length} tokens in blocks of 512"
+        if row.hash_ids and len(row.hash_ids) > -(-row.input_length // CHUNK_TOKENS):
+            problem = f"{len(row.hash_ids)} hash_ids are too many for {row.input_length} tokens, {CHUNK_TOKENS} each"
             raise InputFileError(path, problem, number)
         yield Recorded(stamp, row.input_length, row.output_length, row.hash_ids)
 

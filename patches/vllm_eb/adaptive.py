@@ -9,7 +9,7 @@ from typing import Literal
 from vllm_eb.calibration import Calibration
 from vllm_eb.hazard import CensoredHazard, HazardEstimate, SlidingHazard
 from vllm_eb.lengths import Lengths
-from vllm_eb.memory import memory_safe_batch
+from vllm_eb.memory import EPSILON, memory_safe_batch
 from vllm_eb.policy import PolicySpec, setting
 from vllm_eb.theory import optimal_threshold
 
@@ -32,7 +32,7 @@ class EstimatingSpec(PolicySpec):
     theta_min: float = setting(
         THETA_MIN, "lowest threshold the online controller may choose", unit="share", above=0, at_most=THETA_MAX
     )
-    epsilon: float = setting(0.01, "allowed probability that the KV cache overflows", unit="share", above=0, below=1)
+    epsilon: float = setting(EPSILON, "allowed probability that the KV cache overflows", unit="share", above=0, below=1)
     kv_gate: bool = setting(True, "stay in decode while free KV memory is low")
     memory_safe: bool = setting(True, "bound N by the memory-safe batch")
     memory_form: Literal["code", "paper"] = setting("code", "of that bound: code (published code) or paper")

@@ -11,6 +11,9 @@ from typing import Literal
 
 from vllm_eb.theory import TheoryError, zeta_over_theta
 
+EPSILON = 0.01
+"""Probability that the KV cache overflows, where none is given."""
+
 Form = Literal["code", "paper"]
 
 
@@ -43,7 +46,7 @@ def slot_tokens(mu_l: float, p0: float, theta: float) -> float:
     return mu_l + (1.0 - theta) * zeta_over_theta(theta) / p0
 
 
-def memory_bounds(capacity: float, mu_l: float, p0: float, theta: float, epsilon: float = 0.01) -> MemoryBounds:
+def memory_bounds(capacity: float, mu_l: float, p0: float, theta: float, epsilon: float = EPSILON) -> MemoryBounds:
     """All bounds of appendix D.5 and the published code's. ``n_paper <= n_peak <= n_static`` when epsilon <= 1/e.
 
     Raises TheoryError.
@@ -65,7 +68,7 @@ def memory_bounds(capacity: float, mu_l: float, p0: float, theta: float, epsilon
 
 
 def memory_safe_batch(
-    capacity: float, mu_l: float, p0: float, theta: float, epsilon: float = 0.01, *, form: Form = "code"
+    capacity: float, mu_l: float, p0: float, theta: float, epsilon: float = EPSILON, *, form: Form = "code"
 ) -> int:
     """N*, the memory-safe batch in sequences; 0 when not even one fits. Raises TheoryError."""
     return memory_bounds(capacity, mu_l, p0, theta, epsilon).n_star(form)

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner, Result
 
-import ebbench.devices
 import ebbench.engines
 import ebbench.workloads
 from ebbench.analysis.compare.certainty import ALPHA, TESTED, adjusted, pairs_for, pairs_needed
@@ -20,6 +19,7 @@ from ebbench.cli.main import app
 from ebbench.cli.repeats import beforehand, why_stop
 from ebbench.records.plan import Plan
 from ebbench.records.run import Run, find_runs
+from ebbench.runs import make
 from tests.analysis.made_runs import MadeEngine, device_of, plan_of
 
 
@@ -52,7 +52,7 @@ def engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> NoisyEngine:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(ebbench.engines, "select_engine", lambda *_, **__: (made, "engine: made up"))
     monkeypatch.setattr(ebbench.workloads, "build_plan", build)
-    monkeypatch.setattr(ebbench.devices, "load_device", lambda *_, **__: device_of())
+    monkeypatch.setattr(make, "device_of", lambda *_: device_of())
     return made
 
 

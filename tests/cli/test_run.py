@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-import ebbench.devices
 import ebbench.engines
 import ebbench.workloads
 from ebbench.cli.main import app
+from ebbench.engines.setup import is_server
 from ebbench.errors import RunError
 from ebbench.records.plan import ClosedPhase, Plan
 from ebbench.records.run import Run
+from ebbench.runs import make
 from tests.analysis.made_runs import MadeEngine, device_of, plan_of
 
 VLLM_KEYS = [
@@ -32,7 +33,8 @@ def engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> MadeEngine:
     made = MadeEngine()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(ebbench.engines, "select_engine", lambda name: (made, f"engine: made up, asked for {name}"))
-    monkeypatch.setattr(ebbench.devices, "load_device", lambda *args, **kwargs: device_of())
+    of_cell = make.device_of
+    monkeypatch.setattr(make, "device_of", lambda cell, *_: of_cell(cell) if is_server(cell.engine) else device_of())
 
     def build(workload: str, scenario: str | None, *, seed: int, **settings: Any) -> Plan:
         phases = [ClosedPhase("low", 60, 8), ClosedPhase("high", 40, 20)] if scenario == "concurrency-shift" else None
@@ -310,7 +312,7 @@ def test_hostile_names_style_nothing(engine: MadeEngine, monkeypatch: pytest.Mon
     from dataclasses import replace
 
     hostile = replace(device_of(), model="[red]../x[/red]</script>")
-    monkeypatch.setattr(ebbench.devices, "load_device", lambda *args, **kwargs: hostile)
+    monkeypatch.setattr(make, "device_of", lambda *_: hostile)
     assert "[red]../x[/red]</script>" in invoke("run", "made-up").stdout
 
 

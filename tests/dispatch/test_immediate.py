@@ -7,7 +7,7 @@ import pytest
 
 from ebbench.dispatch import DispatchRequest, Fleet, make_dispatcher, parse_dispatch
 from ebbench.dispatch.base import Order
-from ebbench.dispatch.prefix import BLOCK_TOKENS
+from ebbench.records.content import CHUNK_TOKENS
 
 
 def placed(name: str, instances: int, count: int, units: int = 1) -> list[int]:
@@ -46,7 +46,7 @@ def test_prefix_affine_returns_to_who_knows_the_prompt_unless_it_is_swamped() ->
     fleet = Fleet([1, 1, 1])
     dispatcher = make_dispatcher(parse_dispatch("prefix-affine:slack=4"), fleet, chunk_tokens=100)
     prefix = (11, 12, 13)
-    tokens = 4 * BLOCK_TOKENS
+    tokens = 4 * CHUNK_TOKENS
     dispatcher.arrive(DispatchRequest(0, tokens, tokens, prefix), 0)
     [home] = dispatcher.poll(0)
     dispatcher.arrive(DispatchRequest(1, tokens, tokens, (99, 98)), 1)
