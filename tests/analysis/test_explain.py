@@ -94,7 +94,7 @@ def test_settings_that_differ_are_named(tmp_path: Path) -> None:
     summary: Any = summarise(made(tmp_path / "r", "v1"))
 
     def moved(**changes: str) -> Summary:
-        return replace(summary, environment=dict(summary.environment) | changes)  # type: ignore[no-any-return]
+        return replace(summary, environment=dict(summary.environment) | changes)
 
     assert differing([summary, replace(summary, policy="eb")]) == []
     assert differing([summary, moved(device="other", scenario="s")]) == ["device", "scenario"]

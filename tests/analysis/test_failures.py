@@ -2,6 +2,8 @@
 
 import json
 from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
 
 import pyarrow as pa
 import pytest
@@ -21,7 +23,7 @@ from ebbench.report.page_data import page_of
 OUT_OF_VOCABULARY = '{"error": {"message": "Token id 29783 is out of vocabulary", "code": 400}}'
 
 
-def table(rows):
+def table(rows: Sequence[tuple[str, str | None, str | None]]) -> pa.Table:
     """Requests of (status, error class, error body)."""
     return pa.table(
         {
@@ -44,10 +46,10 @@ ROWS = st.lists(
 
 
 @given(ROWS)
-def test_every_failed_request_is_counted_once(rows):
+def test_every_failed_request_is_counted_once(rows: list[tuple[str, str | None, str | None]]) -> None:
     found = failures_of(table(rows))
     by_class = Counter(error_class or status for status, error_class, _ in rows if status != "ok")
-    counted = Counter()
+    counted = Counter[str]()
     for failure in found:
         counted[failure.error_class] += failure.count
         assert "\n" not in failure.example
@@ -57,7 +59,7 @@ def test_every_failed_request_is_counted_once(rows):
     assert [(f.error_class, f.count) for f in twice] == [(f.error_class, 2 * f.count) for f in found]
 
 
-def test_two_causes_under_one_class_are_told_apart():
+def test_two_causes_under_one_class_are_told_apart() -> None:
     rows = [("failed", "http_400", OUT_OF_VOCABULARY)] * 3 + [("ok", None, None)]
     rows += [("failed", "http_400", '{"detail": "This model\'s maximum context length is 512 tokens"}')] * 2
     one, other = failures_of(table(rows))
@@ -83,18 +85,20 @@ def test_two_causes_under_one_class_are_told_apart():
         ("something_new", "", ""),
     ],
 )
-def test_remedies(error_class, body, remedy):
+def test_remedies(error_class: str, body: str | None, remedy: str) -> None:
     [failure] = failures_of(table([("failed", error_class, body)]))
     assert remedy in failure.remedy
     assert ("->" in str(failure)) == bool(remedy)
 
 
-def test_what_follows_from_other_failures_comes_last():
+def test_what_follows_from_other_failures_comes_last() -> None:
     rows = [("never_sent", "earlier_turn_failed", None)] * 9 + [("failed", "error_frame", "engine died")]
     assert [failure.error_class for failure in failures_of(table(rows))] == ["error_frame", "earlier_turn_failed"]
 
 
-def test_terminal_json_and_page_of_a_run_that_failed_in_part(tmp_path, capsys):
+def test_terminal_json_and_page_of_a_run_that_failed_in_part(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     faults = (parse_fault("status:code=429,every=3"), parse_fault("error-frame:every=2,after=1"))
     directory = tmp_path / "run"
     arguments = ["-n", "12", "-c", "4", "--input-len", "20", "--output-len", "5", "--json", "-q"]

@@ -20,12 +20,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
-from bench_policies import LARGE, LENGTHS, MIDDLE, TPOT_S, TTFT_S
 
 from ebbench.devices import load_device
 from ebbench.devices.base import Device, StepShape
 from ebbench.engines.base import EngineOptions
 from ebbench.workloads import build_plan
+from tests.benchmarks.bench_policies import LARGE, LENGTHS, MIDDLE, TPOT_S, TTFT_S
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Wave:
 
 def waves() -> Iterator[Wave]:
     """512 requests at the start of a closed loop; what the shift from 256 to 2,048 adds."""
-    plan = build_plan(**LENGTHS, num_prompts=4000, max_concurrency=512, seed=0)  # type: ignore[arg-type]
+    plan = build_plan(**LENGTHS, num_prompts=4000, max_concurrency=512, seed=0)
     lengths = np.asarray(plan.table["input_tokens"])
     yield Wave("c=512", sorted(lengths[:512].tolist()), len(lengths), MIDDLE)
     plan = build_plan("balanced", "concurrency-shift", seed=0)

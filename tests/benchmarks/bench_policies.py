@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -42,7 +43,7 @@ TARGETS = (
 )
 MIDDLE = EngineOptions(max_num_seqs=1024, max_num_batched_tokens=14336)
 LARGE = EngineOptions(max_num_seqs=2048, max_num_batched_tokens=18432)
-LENGTHS = {"workload": "balanced", "input_len": 512, "output_len": 256}
+LENGTHS: dict[str, Any] = {"workload": "balanced", "input_len": 512, "output_len": 256}
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ def run_cell(job: tuple[str, str, Setting]) -> tuple[str, str, str, dict[str, Ou
     if arguments.get("drop_too_long"):
         arguments["max_model_len"] = limit
     if setting.open_loop:
-        probe = build_plan(**LENGTHS, num_prompts=1500, max_concurrency=2048, seed=1)  # type: ignore[arg-type]
+        probe = build_plan(**LENGTHS, num_prompts=1500, max_concurrency=2048, seed=1)
         result = SimEngine().run(probe, parse_policy("v1"), device, setting.options, None)
         arguments["saturation_rate"] = len(probe) / (float(np.max(result.requests["end_ns"])) / 1e9)
     plan = build_plan(seed=0, **arguments)  # type: ignore[arg-type]

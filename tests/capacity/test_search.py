@@ -41,7 +41,8 @@ def queue_probe(rate: float, seed: int, limit_s: float, customers: int = 5000) -
 
 
 def search_queue(trial: int, limit_s: float) -> Estimate:
-    search, probes = Search((Requirement("ttft", SHARE),), start=5.0), []
+    search = Search((Requirement("ttft", SHARE),), start=5.0)
+    probes: list[Probe] = []
     while len(probes) < 60 and (load := next_load(search, probes)) is not None:
         probes.append(queue_probe(load, 1000 * trial + len(probes), limit_s))
     return estimate(search, probes)
@@ -60,7 +61,8 @@ def test_the_interval_covers_the_truth_and_the_estimate_is_close(limit_s: float)
 
 def test_where_only_the_queue_limits_capacity_is_the_rate_of_an_overloaded_system() -> None:
     """Every request meets its limit at any load; the queue runs away above 20/s and completes 20/s then."""
-    search, probes = Search((Requirement("tpot", SHARE),), start=3.0), []
+    search = Search((Requirement("tpot", SHARE),), start=3.0)
+    probes: list[Probe] = []
     rng = np.random.default_rng(1)
     while (load := next_load(search, probes)) is not None:
         over = load > 20
@@ -75,7 +77,8 @@ def test_where_only_the_queue_limits_capacity_is_the_rate_of_an_overloaded_syste
 
 def test_after_a_failed_probe_no_higher_load_is_tried() -> None:
     """Requests fail from 13/s on: the load is doubled into it once, and then stays below."""
-    search, probes = Search((Requirement("ttft", SHARE),), start=1.0), []
+    search = Search((Requirement("ttft", SHARE),), start=1.0)
+    probes: list[Probe] = []
     while len(probes) < 20 and (load := next_load(search, probes)) is not None:
         failed = "60 of 100 requests failed" if load > 13 else ""
         probes.append(Probe(load, len(probes), (Counts(1000, 1000),), failed=failed))
@@ -87,7 +90,8 @@ def test_after_a_failed_probe_no_higher_load_is_tried() -> None:
 
 
 def test_whole_loads_end_where_two_neighbours_are_told_apart() -> None:
-    search, probes = Search((Requirement("ttft", SHARE),), start=4.0, integer=True), []
+    search = Search((Requirement("ttft", SHARE),), start=4.0, integer=True)
+    probes: list[Probe] = []
     while len(probes) < 40 and (load := next_load(search, probes)) is not None:
         assert load == int(load)
         probes.append(Probe(load, len(probes), (Counts(1000 if load <= 7 else 300, 1000),)))

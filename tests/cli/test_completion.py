@@ -12,7 +12,7 @@ from ebbench.workloads import list_scenarios, list_workloads
 from vllm_eb.policy import descriptions
 
 
-def test_every_name_is_offered():
+def test_every_name_is_offered() -> None:
     assert completion.workloads("") == [*list_workloads(), "trace:"]
     assert completion.scenarios("") == list_scenarios()
     assert completion.devices("") == list(list_devices())
@@ -37,7 +37,7 @@ def test_every_name_is_offered():
         ("ebbench scenarios show pois", {"poisson"}),
     ],
 )
-def test_as_the_shell_calls_it(line, expected):
+def test_as_the_shell_calls_it(line: str, expected: set[str]) -> None:
     words = line.split(" ")
     environ = {
         **os.environ,
@@ -50,7 +50,7 @@ def test_as_the_shell_calls_it(line, expected):
 
 
 @pytest.mark.parametrize("offered", ["workloads", "scenarios", "devices", "models", "engines", "policies"])
-def test_names_are_found_without_heavy_imports(offered):
+def test_names_are_found_without_heavy_imports(offered: str) -> None:
     heavy = ["pyarrow", "httpx", "rich", "scipy", *([] if offered == "policies" else ["numpy"])]
     code = (
         f"import sys\nfrom ebbench.cli import completion\ncompletion.{offered}('')\n"

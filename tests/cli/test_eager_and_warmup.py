@@ -87,6 +87,8 @@ def test_types_and_link_are_in_the_manifest_the_header_and_the_provenance(tmp_pa
         "2 GPUs, dp=1,tp=2 over nvlink, weights in fp8, KV cache in fp8"
     )
     plain = run(tmp_path / "plain", "--topology", "tp=2")
+    assert plain.manifest.kv_capacity_tokens
+    assert fp8.manifest.kv_capacity_tokens
     assert plain.manifest.kv_capacity_tokens * 2 < fp8.manifest.kv_capacity_tokens
     told = differences(environment_of(plain.manifest), environment_of(fp8.manifest))
     assert "options.quantization: None against fp8" in told

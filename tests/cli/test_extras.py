@@ -57,7 +57,7 @@ def test_doctor_lists_each_extra_with_what_it_lacks(monkeypatch: pytest.MonkeyPa
             raise importlib.metadata.PackageNotFoundError(name)
         return there[name]
 
-    monkeypatch.setattr(extras.importlib.metadata, "version", version)
+    monkeypatch.setattr("importlib.metadata.version", version)
     found = {finding.what: finding for finding in doctor.optional()}
     assert list(found) == list(EXTRAS)
     assert found["sweep"] == doctor.Finding("sweep", "ok", EXTRAS["sweep"].purpose)

@@ -3,21 +3,22 @@
 import csv
 import io
 import json
+from pathlib import Path
 
 import pytest
 
 from ebbench.cli.main import app
 
 
-def call(capsys, *arguments):
+def call(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
     with pytest.raises(SystemExit) as ended:
         app([*map(str, arguments)], standalone_mode=True)
     captured = capsys.readouterr()
-    return ended.value.code or 0, captured.out, captured.err
+    return int(ended.value.code or 0), captured.out, captured.err
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("formats") / "runs"
     arguments = ["run", "balanced", "--engine", "sim", "-p", "v1", "-p", "eb", "-n", "60", "-c", "16", "--json", "-q"]
     with pytest.raises(SystemExit):
@@ -25,11 +26,11 @@ def runs(tmp_path_factory):
     return directory
 
 
-def rows_of(text):
+def rows_of(text: str) -> list[dict[str, str]]:
     return list(csv.DictReader(io.StringIO(text)))
 
 
-def test_show_as_csv_has_the_figures_of_json(capsys, runs):
+def test_show_as_csv_has_the_figures_of_json(capsys: pytest.CaptureFixture[str], runs: Path) -> None:
     summaries = json.loads(call(capsys, "show", runs, "--json")[1])
     rows = rows_of(call(capsys, "show", runs, "--format", "csv")[1])
     assert [row["policy"] for row in rows] == ["v1", "eb"]
@@ -40,7 +41,7 @@ def test_show_as_csv_has_the_figures_of_json(capsys, runs):
             assert float(row[name]) == pytest.approx(mean), name
 
 
-def test_compare_as_csv_has_the_figures_of_json(capsys, runs):
+def test_compare_as_csv_has_the_figures_of_json(capsys: pytest.CaptureFixture[str], runs: Path) -> None:
     text = call(capsys, "compare", runs, "--json")[1]
     rows = rows_of(call(capsys, "compare", runs, "-f", "csv")[1])
     assert [row["figure"] for row in rows][:1] == ["output_throughput"]
@@ -51,7 +52,7 @@ def test_compare_as_csv_has_the_figures_of_json(capsys, runs):
 
 
 @pytest.mark.parametrize("command", ["show", "compare"])
-def test_markdown_is_a_table_with_its_notes(capsys, runs, command):
+def test_markdown_is_a_table_with_its_notes(capsys: pytest.CaptureFixture[str], runs: Path, command: str) -> None:
     code, out, _ = call(capsys, command, runs, "--format", "markdown")
     assert code == 0
     lines = out.splitlines()
@@ -65,7 +66,7 @@ def test_markdown_is_a_table_with_its_notes(capsys, runs, command):
 
 
 @pytest.mark.parametrize("command", ["show", "compare"])
-def test_formats_that_cannot_be_are_refused(capsys, runs, command):
+def test_formats_that_cannot_be_are_refused(capsys: pytest.CaptureFixture[str], runs: Path, command: str) -> None:
     code, _, err = call(capsys, command, runs, "--format", "cvs")
     assert (code, "did you mean 'csv'" in err) == (2, True)
     code, _, err = call(capsys, command, runs, "--format", "csv", "--json")

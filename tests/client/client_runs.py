@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pyarrow as pa
 
 from ebbench.client import ClientOptions, DriveResult, drive
+from ebbench.engines.base import EngineResult
 from ebbench.records.plan import ClosedPhase, Plan
 from ebbench.records.schema import PLAN
 
@@ -17,7 +20,7 @@ def plan_of(
     input_tokens: int = 5,
     output_tokens: int = 6,
     turns: int = 1,
-    prompts: list[str] | None = None,
+    prompts: list[str] | list[None] | None = None,
     ids: list[str] | None = None,
     phases: tuple[ClosedPhase, ...] = (),
 ) -> Plan:
@@ -55,7 +58,7 @@ def run(url: str, plan: Plan, environ: dict[str, str] | None = None, **options: 
     return drive(url, plan, ClientOptions(**settings), environ=environ or {})  # type: ignore[arg-type]
 
 
-def column(result: DriveResult, name: str) -> list[object]:
+def column(result: DriveResult | EngineResult, name: str) -> list[Any]:
     """A column of the requests as a list."""
-    values: list[object] = result.requests.column(name).to_pylist()
+    values: list[Any] = result.requests.column(name).to_pylist()
     return values

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -157,7 +158,7 @@ def _workers() -> list[int]:
 
 
 def _while_running(
-    server: FakeServerProcess, options: ClientOptions, act: Callable[[], None], *, answers: int = 1, **plan: int
+    server: FakeServerProcess, options: ClientOptions, act: Callable[[], None], *, answers: int = 1, **plan: Any
 ) -> DriveResult:
     """Drive in a thread of its own and ``act`` once the server has given so many answers."""
     results: list[DriveResult] = []

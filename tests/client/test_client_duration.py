@@ -1,15 +1,22 @@
 """--duration in a closed loop: no session is released after so many seconds, in virtual time and against a server."""
 
+from pathlib import Path
+from typing import Any
+
 import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ebbench.client import ClientOptions
 from ebbench.devices import load_device
+from ebbench.devices.base import Device
 from ebbench.engines.base import EngineOptions
 from ebbench.engines.duration import run_plan
 from ebbench.engines.endpoint import EndpointEngine
+from ebbench.engines.setup import unknown_device
 from ebbench.engines.sim import SimEngine
 from ebbench.fakeserver.config import FakeConfig
 from ebbench.fakeserver.process import FakeServerProcess
@@ -23,11 +30,11 @@ V1 = parse_policy("v1")
 
 
 @pytest.fixture(scope="module")
-def device():
+def device() -> Device:
     return load_device("h200", "qwen3-8b")
 
 
-def session_starts_s(requests):
+def session_starts_s(requests: pa.Table) -> npt.NDArray[np.float64]:
     first = requests.filter(np.asarray(requests["turn"]) == 0)
     return np.asarray(first["intended_ns"]) / 1e9
 
@@ -37,8 +44,10 @@ def session_starts_s(requests):
     workload=st.sampled_from(["balanced", "wildchat"]), concurrency=st.integers(1, 12),
     duration_s=st.floats(0.05, 20.0), warmup=st.integers(0, 3),
 )  # fmt: skip
-def test_in_virtual_time_exactly_the_sessions_that_begin_in_time(device, workload, concurrency, duration_s, warmup):
-    asked = {"num_prompts": 40, "max_concurrency": concurrency, "source": "profile", "with_text": False}
+def test_in_virtual_time_exactly_the_sessions_that_begin_in_time(
+    device: Device, workload: str, concurrency: int, duration_s: float, warmup: int
+) -> None:
+    asked: dict[str, Any] = {"num_prompts": 40, "max_concurrency": concurrency, "source": "profile", "with_text": False}
     whole = build_plan(workload, **asked)
     plan = build_plan(workload, duration_s=duration_s, **asked)
     assert plan.table.equals(whole.table)
@@ -58,8 +67,8 @@ def test_in_virtual_time_exactly_the_sessions_that_begin_in_time(device, workloa
         assert (ours[known] == theirs[known]).all()
 
 
-def test_runs_of_different_policies_answer_one_question(device):
-    asked = {"num_prompts": 200, "max_concurrency": 16, "source": "profile"}
+def test_runs_of_different_policies_answer_one_question(device: Device) -> None:
+    asked: dict[str, Any] = {"num_prompts": 200, "max_concurrency": 16, "source": "profile"}
     plan = build_plan("sharegpt", duration_s=5.0, **asked)
     parts = [run_plan(SimEngine(), plan, parse_policy(name), device, OPTIONS, None)[0] for name in ("v1", "eb")]
     assert len({len(part) for part in parts}) == 2, "each releases as many as it can"
@@ -68,7 +77,7 @@ def test_runs_of_different_policies_answer_one_question(device):
     assert plan_hash(plan) != plan_hash(build_plan("sharegpt", duration_s=6.0, **asked))
 
 
-def test_a_plan_that_ends_before_its_duration_says_so(device):
+def test_a_plan_that_ends_before_its_duration_says_so(device: Device) -> None:
     plan = build_plan("balanced", num_prompts=5, duration_s=1e6)
     part, result = run_plan(SimEngine(), plan, V1, device, OPTIONS, None)
     assert len(part) == 5
@@ -77,14 +86,14 @@ def test_a_plan_that_ends_before_its_duration_says_so(device):
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("workload", ["balanced", "wildchat"])
-def test_against_a_server(workload, workers):
+def test_against_a_server(workload: str, workers: int) -> None:
     plan = build_plan(
         workload, num_prompts=400, max_concurrency=6, duration_s=0.6, source="profile", with_text=False, output_len=5
     )
     client = ClientOptions(workers=workers, metrics_interval_s=None)
     with FakeServerProcess(FakeConfig(ttft_ms=20, itl_ms=2)) as server:
         engine = EndpointEngine(url=server.url, client=client)
-        part, result = run_plan(engine, plan, V1, None, EngineOptions(), None)
+        part, result = run_plan(engine, plan, V1, unknown_device("unknown", "fake-model"), EngineOptions(), None)
         received = len(server.ledger())
     assert 6 <= len(part) < len(plan)
     assert column(result, "request_id") == part.table["request_id"].to_pylist()
@@ -94,7 +103,7 @@ def test_against_a_server(workload, workers):
     assert part.table.num_rows == sum(session in sessions for session in plan.table["session"].to_pylist())
 
 
-def test_open_loops_and_traces_end_with_their_plan(tmp_path):
+def test_open_loops_and_traces_end_with_their_plan(tmp_path: Path) -> None:
     plan = build_plan("balanced", "poisson", request_rate=50.0, duration_s=4.0, seed=3)
     arrivals_s = np.asarray(plan.table["arrival_ns"]) / 1e9
     assert arrivals_s.max() < 4.0

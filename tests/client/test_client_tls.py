@@ -2,6 +2,8 @@
 
 import os
 import subprocess
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -13,11 +15,11 @@ from tests.client.client_runs import column, plan_of, run
 
 
 @pytest.fixture(scope="module")
-def certificates(tmp_path_factory):
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a self-signed authority (ca.pem) and a server's certificate for 127.0.0.1 (server.pem, .key)."""
     folder = tmp_path_factory.mktemp("tls")
 
-    def openssl(*arguments):
+    def openssl(*arguments: str) -> None:
         subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True)
 
     new = ("-newkey", "rsa:2048", "-nodes")
@@ -31,7 +33,7 @@ def certificates(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def server(certificates):
+def server(certificates: Path) -> Iterator[FakeServerProcess]:
     config = FakeConfig(
         ttft_ms=1, itl_ms=1, ssl_certfile=str(certificates / "server.pem"), ssl_keyfile=str(certificates / "server.key")
     )
@@ -39,20 +41,20 @@ def server(certificates):
         yield running
 
 
-def completed(server, environ=None, **options):
+def completed(server: FakeServerProcess, environ: dict[str, str] | None = None, **options: object) -> int:
     return column(run(server.url, plan_of(12), environ, ready_timeout_s=1.0, **options), "status").count("ok")
 
 
 @pytest.mark.parametrize("transport", ["direct", "httpx"])
 @pytest.mark.parametrize("workers", [0, 1])
-def test_an_authority_of_ones_own(server, certificates, workers, transport):
+def test_an_authority_of_ones_own(server: FakeServerProcess, certificates: Path, workers: int, transport: str) -> None:
     ca_file = str(certificates / "ca.pem")
     assert completed(server, ca_file=ca_file, workers=workers, transport=transport) == 12
     environ = {**os.environ, "SSL_CERT_FILE": ca_file}
     assert completed(server, environ, workers=workers, transport=transport) == 12
 
 
-def test_an_unknown_authority_is_refused_at_once_with_what_to_do(server, certificates):
+def test_an_unknown_authority_is_refused_at_once_with_what_to_do(server: FakeServerProcess, certificates: Path) -> None:
     with pytest.raises(RunError, match=r"CERTIFICATE_VERIFY_FAILED.*--ca-file FILE or in SSL_CERT_FILE.*--insecure"):
         completed(server)
     with pytest.raises(RunError, match="CERTIFICATE_VERIFY_FAILED"):  # only the file given is trusted
@@ -61,7 +63,7 @@ def test_an_unknown_authority_is_refused_at_once_with_what_to_do(server, certifi
 
 
 @pytest.mark.parametrize("name", ["server.key", "missing.pem"])
-def test_files_without_certificates_are_named(server, certificates, name):
+def test_files_without_certificates_are_named(server: FakeServerProcess, certificates: Path, name: str) -> None:
     path = str(certificates / name)
     with pytest.raises(UsageError, match=rf"--ca-file .*{name}"):
         completed(server, ca_file=path)
@@ -69,7 +71,7 @@ def test_files_without_certificates_are_named(server, certificates, name):
         completed(server, {"SSL_CERT_FILE": path})
 
 
-def test_a_server_of_two_models_asks_which():
+def test_a_server_of_two_models_asks_which() -> None:
     with FakeServerProcess(FakeConfig(ttft_ms=1, itl_ms=1, model="small", further_models=("large",))) as server:
         with pytest.raises(UsageError, match="several models: small, large; say which with --model"):
             completed(server)
@@ -78,7 +80,7 @@ def test_a_server_of_two_models_asks_which():
             completed(server, model="medium")
 
 
-def test_names_of_one_model_are_one_model():
+def test_names_of_one_model_are_one_model() -> None:
     names = {"a": {"root": "org/model"}, "b": {"root": "org/model"}, "lora": {"root": "/adapters/x", "parent": "a"}}
     assert _different(names) == ["a", "lora"]
     assert _different({"a": {}, "b": {}}) == ["a", "b"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -18,6 +19,7 @@ from ebbench.engines.sim import SimEngine
 from ebbench.errors import UsageError
 from ebbench.simulation import coasting
 from ebbench.simulation.gate import OpenGate
+from ebbench.simulation.step import Step
 from tests.cluster.cluster_worlds import FixedAndToken, device, ns, plan, pools, run
 from vllm_eb.policy import parse_policy
 
@@ -38,9 +40,14 @@ def some_plan(seed: int, count: int = 40, rate: float | None = 60.0):  # type: i
 )))  # fmt: skip
 def test_one_replica_is_the_sim_engine_row_by_row(policy: str, rate: float | None, kv: int, asynchronous: bool) -> None:
     requests = some_plan(1, rate=rate)
-    options = {"max_num_seqs": 10, "max_num_batched_tokens": 256, "num_kv_blocks": kv, "async_scheduling": asynchronous}
+    options: dict[str, Any] = {
+        "max_num_seqs": 10,
+        "max_num_batched_tokens": 256,
+        "num_kv_blocks": kv,
+        "async_scheduling": asynchronous,
+    }
     on = device(FixedAndToken(3e-3, 2e-5, 4e-5))
-    alone = SimEngine().run(requests, parse_policy(policy), on, EngineOptions(**options))  # type: ignore[arg-type]
+    alone = SimEngine().run(requests, parse_policy(policy), on, EngineOptions(**options))
     for name in ("round-robin", "least-outstanding", "power-of-two"):
         cluster = run("dp=1", requests, name, on=on, policy=policy, **options)
         assert cluster.steps.equals(alone.steps)
@@ -64,7 +71,10 @@ def test_conservation_causality_and_determinism(  # type: ignore[no-untyped-def]
 ) -> None:
     requests = some_plan(seed, rate=rate)
     if topology.startswith("pools"):
-        extra = {"pools-back": {"backpressure": True, "store_gb": 0.0008}, "pools-prefill": {"first_token": "prefill"}}
+        extra: dict[str, dict[str, Any]] = {
+            "pools-back": {"backpressure": True, "store_gb": 0.0008},
+            "pools-prefill": {"first_token": "prefill"},
+        }
         spec = pools(2, 2, **({"held_until": "admission"} | extra.get(topology, {"latency_ms": 1.0})))
     else:
         spec = parse_topology(topology)
@@ -294,7 +304,12 @@ def test_coasting_makes_the_same_steps_on_several_instances(  # type: ignore[no-
 def test_replicas_coast_between_arrivals(monkeypatch: pytest.MonkeyPatch) -> None:
     filled: list[int] = []
     ordinary = OpenGate.fill
-    monkeypatch.setattr(OpenGate, "fill", lambda self, step: filled.append(1) or ordinary(self, step))
+
+    def counted(gate: OpenGate, step: Step) -> None:
+        filled.append(step.scheduled_ns)
+        ordinary(gate, step)
+
+    monkeypatch.setattr(OpenGate, "fill", counted)
     steps = run("dp=3", plan([(20, 200)] * 9, [i * 1.0 for i in range(9)])).steps.num_rows
     assert len(filled) < steps / 4
 

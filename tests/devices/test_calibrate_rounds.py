@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +10,7 @@ import pytest
 
 from ebbench.calibration.check import SteppedRuns, write_profile
 from ebbench.calibration.measure import ProbeGrid, cost_grid, fit
-from ebbench.calibration.rounds import Probed, measure_steps, summarise, without_stalls
+from ebbench.calibration.rounds import measure_steps, summarise, without_stalls
 from ebbench.calibration.vllm_steps import SteppedVllm
 from ebbench.devices import StepShape, load_device
 from ebbench.devices.gridcost import GridCost
@@ -124,7 +124,7 @@ def test_runs_between_the_probes_are_predicted_by_a_profile_that_never_saw_them(
 def test_a_stall_is_left_out_and_a_slow_step_counts() -> None:
     assert without_stalls([1.0, 1.0, 1.0, 1.9, 50.0]) == pytest.approx(4.9 / 4)
     probed = summarise([((1, 0, 0), 0, 2.0), ((1, 0, 0), 1, 3.0)], [0.0, 0.1, 0.1, 9.0])
-    assert probed == Probed({(1, 0, 0): 2.5}, pytest.approx(0.1), pytest.approx(1.5))
+    assert astuple(probed) == ({(1, 0, 0): 2.5}, pytest.approx(0.1), pytest.approx(1.5))
 
 
 def test_requests_are_charged_once_each_when_their_prompt_is_complete() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow as pa
@@ -129,7 +130,7 @@ def test_packaged_tables_pass_their_own_checks(kind: str) -> None:
         (lambda t: t.set_column(5, "time_us", pa.array([None] * t.num_rows, pa.float32())), "'time_us' has a hole"),
     ],
 )
-def test_bad_tables_are_refused_with_the_column(tmp_path: Path, change, named: str) -> None:
+def test_bad_tables_are_refused_with_the_column(tmp_path: Path, change: Callable[[str], str], named: str) -> None:
     table = change(kernel_table("gemm").slice(0, 3))
     pq.write_table(table, tmp_path / "bad.parquet")
     with pytest.raises(DataError, match=named):

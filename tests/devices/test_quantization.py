@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,7 +39,9 @@ def written(folder: Path, **changes: object) -> Path:
         (None, "bfloat16", "bfloat16"),
     ],
 )
-def test_a_config_says_the_types_of_weights_and_kv_cache(tmp_path: Path, config, weights: str, kv: str) -> None:
+def test_a_config_says_the_types_of_weights_and_kv_cache(
+    tmp_path: Path, config: dict[str, Any], weights: str, kv: str
+) -> None:
     model = read_config(written(tmp_path, quantization_config=config))
     assert (model.weight_dtype, model.kv_dtype) == (weights, kv)
 

@@ -208,7 +208,7 @@ def test_without_overdraw_a_prompt_goes_only_where_it_fits() -> None:
 def test_aged_requests_are_not_overtaken_for_ever(aged: int | None, served: bool) -> None:
     sbs = staggered(1, aged_cycles=aged, interval=False, overdraw="off", default_forward_ns=MS)
     sbs.arrive(request(0, 500), 0)
-    sent = []
+    sent: list[Order] = []
     for cycle in range(12):  # two full chunks come for each that goes, so longer ones are always left over
         now = cycle * 10 * MS
         for key in (2 * cycle + 1, 2 * cycle + 2):

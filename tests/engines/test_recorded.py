@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -28,7 +29,7 @@ def test_other_ids_stay_as_they_are() -> None:
 
 def record(folder: Path) -> None:
     writer = Recorder(folder, {"policy": "eb:k=2", "kv_blocks_total": 50})
-    facts = {"mode": "eb", "kv_blocks_used": 4, "waiting": 0, "running": 2, "k": 2, "n_limit": 8}
+    facts: dict[str, Any] = {"mode": "eb", "kv_blocks_used": 4, "waiting": 0, "running": 2, "k": 2, "n_limit": 8}
     for number, (prefill, scheduled, preempted, start_ns) in enumerate(
         [(9, {"cmpl-x-a-0": 4, "cmpl-x-b-0": 5}, set(), 1100), (0, {"cmpl-x-b-0": 1}, {"cmpl-x-a-0"}, 1200)]
     ):

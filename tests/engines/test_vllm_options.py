@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,24 +19,25 @@ from vllm_eb.policy import parse_policy
 OPTIONS = ("--quantization", "fp8", "--kv-cache-dtype=fp8")
 
 
-def test_they_reach_the_command_line_and_the_run():
+def test_they_reach_the_command_line_and_the_run() -> None:
     engine, _ = make_engine(EngineSetup("vllm", "org/model", vllm_options=OPTIONS))
     assert isinstance(engine, VllmEngine)
-    serving = engine.serving(parse_policy("v1"), Path("costs"), EngineOptions(), None, "qwen3-8b")
+    serving = engine.serving(parse_policy("v1"), None, EngineOptions(), None, "qwen3-8b")
     assert plain_line(serving).endswith("--quantization fp8 --kv-cache-dtype=fp8")
     assert engine.facts(serving, Path("log"))["vllm_options"] == list(OPTIONS)
     assert "vllm_options" not in replace(engine, vllm_options=()).facts(serving, Path("log"))
 
 
-def test_several_servers_have_them_too():
+def test_several_servers_have_them_too() -> None:
     engine, _ = make_engine(EngineSetup("vllm", "org/model", replicas=2, vllm_options=OPTIONS))
     assert isinstance(engine, VllmEngine)
     assert engine.vllm_options == OPTIONS
 
 
-def test_runs_that_differ_in_them_are_not_compared():
-    common = {"versions": {}, "anchor_unix_ns": 0, "workload": "w", "scenario": "s", "seed": 0, "source": "profile",
-              "plan_hash": "", "policy": "v1", "engine": "vllm", "device": "h200", "model": "m"}  # fmt: skip
+def test_runs_that_differ_in_them_are_not_compared() -> None:
+    common: dict[str, Any] = {"versions": {}, "anchor_unix_ns": 0, "workload": "w", "scenario": "s", "seed": 0,
+                              "source": "profile", "plan_hash": "", "policy": "v1", "engine": "vllm",
+                              "device": "h200", "model": "m"}  # fmt: skip
     plain = environment_of(Manifest(**common))
     quantized = environment_of(Manifest(**common, facts={"vllm_options": ["--quantization", "fp8"]}))
     assert differences(quantized, quantized) == []
@@ -53,13 +55,13 @@ def test_runs_that_differ_in_them_are_not_compared():
         (("sharegpt",), "unexpected argument 'sharegpt'"),
     ],
 )
-def test_what_ebbench_sets_itself_is_refused(options, message):
+def test_what_ebbench_sets_itself_is_refused(options: tuple[str, ...], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         check_vllm_options(options)
 
 
 @pytest.mark.parametrize("engine", ["sim", "http://127.0.0.1:9"])
-def test_only_a_vllm_that_is_started_takes_them(capsys, engine):
+def test_only_a_vllm_that_is_started_takes_them(capsys: pytest.CaptureFixture[str], engine: str) -> None:
     with pytest.raises(SystemExit) as ended:
         app(["run", "balanced", "--engine", engine, "--", "--quantization", "fp8"], standalone_mode=True)
     assert ended.value.code == 2

@@ -30,7 +30,7 @@ def test_faults_are_parsed_and_mistakes_explained() -> None:
         parse_fault("reset:every=0")
     for settings in ({"port": 70_000}, {"ttft_ms": -1.0}):
         with pytest.raises(UsageError):
-            FakeConfig(**settings)  # type: ignore[arg-type]
+            FakeConfig(**settings)
 
 
 def test_faults_strike_the_requests_they_name() -> None:

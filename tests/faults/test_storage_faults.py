@@ -28,7 +28,7 @@ from ebbench.errors import DataError, RunError
 from ebbench.fakeserver import FakeConfig, FakeServerProcess
 from ebbench.records import files
 from ebbench.records.journal import Journal
-from ebbench.records.run import MANIFEST, Run, RunWriter
+from ebbench.records.run import MANIFEST, Run, RunWriter, TableName
 from ebbench.workloads import build_plan
 from vllm_eb.policy import parse_policy
 
@@ -70,9 +70,9 @@ def operations(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, BaseException]
         writing, renaming = files._replace, Path.replace
 
         def write(path: Path, content: Callable[[Path], object]) -> None:
-            def counted(temporary: Path) -> object:
+            def counted(temporary: Path) -> None:
                 content(temporary)
-                return step(f"write {path.name}")
+                step(f"write {path.name}")
 
             writing(path, counted)
 
@@ -265,7 +265,7 @@ def stored(tmp_path_factory: pytest.TempPathFactory, measured: tuple[Setting, En
 
 @pytest.mark.parametrize("name", ["plan", "requests", "steps", "decisions"])
 @pytest.mark.parametrize("damage", ["truncated", "garbage", "empty", "flipped", "missing"])
-def test_15_a_damaged_table_is_named_and_rejected(tmp_path: Path, stored: Path, name: str, damage: str) -> None:
+def test_15_a_damaged_table_is_named_and_rejected(tmp_path: Path, stored: Path, name: TableName, damage: str) -> None:
     shutil.copytree(stored, tmp_path / "run")
     path = tmp_path / "run" / f"{name}.parquet"
     content = path.read_bytes()

@@ -196,7 +196,8 @@ def test_figure_12_averages_over_its_seeds(tmp_path: Path) -> None:
     assert len(cells) == 3
     run_missing(cells, store, workers=1, whole=False)
     (point,) = sweep12(options, store, 8, slow=False)
-    rates = [store.get(cell).get("total_token_throughput") for cell in cells]  # type: ignore[union-attr]
+    found: list[Any] = [store.get(cell) for cell in cells]
+    rates = [measured.get("total_token_throughput") for measured in found]
     assert point["value"] == pytest.approx(np.mean(rates))
     assert point["low"] < min(rates) + (max(rates) - min(rates)) < point["high"] * 1.5
 

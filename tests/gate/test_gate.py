@@ -70,7 +70,9 @@ def test_fewer_than_six_pairs_never_decide() -> None:
 def test_holm_counts_only_figures_that_are_defined() -> None:
     pairs = pair_units(side(SAME), side([0.08] * 6))
     stripped = [
-        type(pair)(*(replace(u, figures=u.figures | {"median_tpot_ms": None}) for u in (pair.baseline, pair.candidate)))
+        type(pair)(
+            *(replace(u, figures={**u.figures, "median_tpot_ms": None}) for u in (pair.baseline, pair.candidate))
+        )
         for pair in pairs
     ]
     assert judge(pairs).judged[0].p_adjusted == pytest.approx(3 / 64)
@@ -81,7 +83,7 @@ def test_holm_counts_only_figures_that_are_defined() -> None:
 
 def test_advisory_figures_are_shown_and_never_decide() -> None:
     def with_tail(units: list[Unit], p99: float) -> list[Unit]:
-        return [replace(u, figures=u.figures | {"p99_ttft_ms": p99, "request_goodput": 1000 / p99}) for u in units]
+        return [replace(u, figures={**u.figures, "p99_ttft_ms": p99, "request_goodput": 1000 / p99}) for u in units]
 
     found = judge(pair_units(with_tail(side(SAME), 100.0), with_tail(side(SAME), 300.0)))
     tails = {entry.figure: entry for entry in found.judged if not entry.gated}
@@ -92,7 +94,7 @@ def test_advisory_figures_are_shown_and_never_decide() -> None:
 
 def test_goodput_under_different_limits_is_not_compared() -> None:
     def limited(units: list[Unit], slo: str) -> list[Unit]:
-        return [replace(u, figures=u.figures | {"request_goodput": 5.0}, slo=slo) for u in units]
+        return [replace(u, figures={**u.figures, "request_goodput": 5.0}, slo=slo) for u in units]
 
     found = judge(pair_units(limited(side(SAME), "ttft:100"), limited(side(SAME), "ttft:200")))
     assert "different limits" in found.skipped["request_goodput"]
@@ -214,7 +216,7 @@ def test_a_gated_figure_that_only_some_runs_have_keeps_the_gate_open() -> None:
 
 
 def stripped(one: Unit, tpot: float | None) -> Unit:
-    return replace(one, figures=one.figures | {"median_tpot_ms": tpot})
+    return replace(one, figures={**one.figures, "median_tpot_ms": tpot})
 
 
 def test_a_smaller_alpha_needs_more_pairs() -> None:
@@ -234,7 +236,7 @@ def test_seeds_that_change_no_figure_in_virtual_time_are_copies() -> None:
     assert len(pair_units(real, real)) == 8
     others = [replace(u, lengths=f"{u.seed}") for u in copies]
     assert len(pair_units(others, others)) == 8
-    random = [replace(u, figures=u.figures | {"median_ttft_ms": 100.0 + u.seed}) for u in copies]
+    random = [replace(u, figures={**u.figures, "median_ttft_ms": 100.0 + u.seed}) for u in copies]
     assert len(pair_units(copies, random)) == 8
 
 

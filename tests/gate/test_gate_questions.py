@@ -91,7 +91,7 @@ def test_every_figure_has_a_name_a_label_and_a_value(nine: Path) -> None:
 
 
 def with_tail(units: list[Unit], p99: float) -> list[Unit]:
-    return [replace(u, figures=u.figures | {"p99_ttft_ms": p99}) for u in units]
+    return [replace(u, figures={**u.figures, "p99_ttft_ms": p99}) for u in units]
 
 
 def test_a_tail_decides_where_it_is_gated_and_only_there() -> None:

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -58,7 +59,7 @@ def ended(process: subprocess.Popen[bytes], below: set[Process]) -> tuple[int, b
 
 
 @pytest.fixture
-def server() -> FakeServerProcess:
+def server() -> Iterator[FakeServerProcess]:
     with FakeServerProcess(FakeConfig(ttft_ms=30, itl_ms=30)) as running:
         yield running
 

@@ -231,7 +231,7 @@ def printed(groups: tuple[Group, ...], width: int) -> str:
     explanations = [explanation for group in groups for explanation in group.explanations]
     summaries = [summary for group in groups for summary in group.summaries]
     print_report(console, cases_of(summaries, explanations if len(explanations) == len(summaries) else ()))
-    return console.file.getvalue()  # type: ignore[attr-defined,no-any-return]
+    return console.file.getvalue()  # type: ignore[attr-defined]
 
 
 POLICIES = ("v1", "ebplus", "deferred:k=4")

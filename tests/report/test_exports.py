@@ -230,15 +230,16 @@ def test_history_has_a_row_a_commit_in_order_of_time(runs: Path, tmp_path: Path)
 
 def test_a_row_never_mixes_loads_or_limits(runs: Path, tmp_path: Path) -> None:
     facts = Run.load(runs / "v1").manifest.facts
-    for name, changes in {
+    cases: dict[str, dict[str, Any]] = {
         "same": {"seed": 1},
         "larger": {"facts": facts | {"sessions": 4_000}},
         "faster": {"facts": facts | {"request_rate": 9.0}},
         "capped": {"max_concurrency": 7},
         "limits": {"slo": {"ttft": 1.0}},
-    }.items():
+    }
+    for name, changes in cases.items():
         shutil.copytree(runs / "v1", tmp_path / name)
-        rewrite(tmp_path / name, **({"phases": ()} | changes))
+        rewrite(tmp_path / name, **{"phases": (), **changes})
     found = series_of([Run.load(path) for path in sorted(tmp_path.iterdir())])
     assert len({series.name for series in found}) == len(found) == 5
     assert all(len(series.csv.splitlines()) == 2 for series in found)

@@ -204,7 +204,9 @@ def test_notebooks_open_runs_directly(runs: Path) -> None:
     assert pandas.read_parquet(path)["output_tokens"].sum() == tokens
     import duckdb
 
-    assert duckdb.sql(f"select sum(output_tokens) from '{path}'").fetchall() == [(tokens,)]
+    found = duckdb.sql(f"select sum(output_tokens) from '{path}'")
+    assert found is not None
+    assert found.fetchall() == [(tokens,)]
     polars = pytest.importorskip("polars")
     assert polars.read_parquet(path)["output_tokens"].sum() == tokens
 

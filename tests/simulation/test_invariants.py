@@ -87,7 +87,7 @@ def test_s3_kv_blocks_are_conserved(world: World) -> None:
 @given(world=worlds())
 @settings(max_examples=60, deadline=None)
 def test_s3_no_policy_leaves_blocks_behind_under_any_kv_manager(
-    manager: type, changes: dict[str, bool], world: World
+    manager: type[CountingKv | StreamKv | CachingKv], changes: dict[str, Any], world: World
 ) -> None:
     """The engine's own run: its policy and the manager it chose for that plan, looked at when all has ended."""
     world = replace(world, options=replace(world.options, **changes))

@@ -110,7 +110,7 @@ def every_kind(kind: type[EbbenchError] = EbbenchError) -> list[type[EbbenchErro
 @pytest.mark.parametrize("kind", every_kind(), ids=lambda kind: kind.__name__)
 def test_every_error_survives_the_way_out_of_a_worker(kind: type[EbbenchError]) -> None:
     own = {UnknownNameError: ("device", "h20", ["h200"]), InputFileError: ("a.csv", "is empty", 3)}
-    error = kind(*own.get(kind, ("why it failed",)))  # type: ignore[arg-type]
+    error = kind(*own.get(kind, ("why it failed",)))
     back = pickle.loads(pickle.dumps(error))
     assert type(back) is kind
     assert (str(back), back.args, vars(back)) == (str(error), error.args, vars(error))

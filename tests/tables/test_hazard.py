@@ -110,7 +110,7 @@ def test_what_finished_answers_would_not_heed_is_refused(tmp_path: Path, shift_r
     for option in ({"num_prompts": 2}, {"source": "hub"}, {"seed": 3}, {"output_len": 9}):
         for what in (numbers, shift_run.path):
             with pytest.raises(UsageError, match=f"leave out --{next(iter(option)).replace('_', '-')}"):
-                read_lengths(str(what), **option)  # type: ignore[arg-type]
+                read_lengths(str(what), **option)
     with pytest.raises(UsageError, match="a trace is its own source; leave out --source profile"):
         read_lengths(str(DATA / "azure.csv"), source="profile")
     assert len(read_lengths(str(DATA / "azure.csv"), num_prompts=2).output_tokens) == 2

@@ -1,24 +1,27 @@
 import math
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ebbench.cli.main import app
 from ebbench.errors import InputFileError, UnknownNameError, UsageError
-from ebbench.records.plan import ClosedPhase
+from ebbench.records.plan import ClosedPhase, Plan
 from ebbench.traffic.choice import scenario_meant
 from ebbench.traffic.schedule import Load, apportion, make_schedule
 from ebbench.workloads import build_plan, list_scenarios, load_scenario
 
 
-def arrivals_s(plan):
+def arrivals_s(plan: Plan) -> npt.NDArray[np.float64]:
     return plan.table["arrival_ns"].to_numpy() / 1e9
 
 
 @pytest.mark.parametrize("name", list_scenarios())
-def test_every_bundled_scenario_builds_a_plan(name, tmp_path):
+def test_every_bundled_scenario_builds_a_plan(name: str, tmp_path: Path) -> None:
     spec = load_scenario(name)
     assert spec.name == name
     if spec.loop == "trace":
@@ -29,7 +32,7 @@ def test_every_bundled_scenario_builds_a_plan(name, tmp_path):
     assert set(plan.table["phase"].to_pylist()) <= {phase.name for phase in spec.phases}
 
 
-def test_distribution_shift_has_the_published_phases_whatever_the_workload():
+def test_distribution_shift_has_the_published_phases_whatever_the_workload() -> None:
     plan = build_plan("sharegpt", "distribution-shift", seed=4)
     assert plan.phases == tuple(ClosedPhase(name, 2000, 2048) for name in ("1024/128", "512/512", "128/1024"))
     for index, (mean_in, mean_out) in enumerate([(1024, 128), (512, 512), (128, 1024)]):
@@ -42,7 +45,7 @@ def test_distribution_shift_has_the_published_phases_whatever_the_workload():
     assert plan.facts["source"] == "scenario"
 
 
-def test_concurrency_shift_has_the_published_phases():
+def test_concurrency_shift_has_the_published_phases() -> None:
     plan = build_plan("sharegpt", "concurrency-shift")
     assert [(phase.sessions, phase.max_concurrency) for phase in plan.phases] == [
         (2000, c) for c in (32, 512, 1024, 256, 2048)
@@ -52,19 +55,19 @@ def test_concurrency_shift_has_the_published_phases():
     assert len(plan) == 10_000
 
 
-def test_num_prompts_scales_phases_in_proportion():
+def test_num_prompts_scales_phases_in_proportion() -> None:
     plan = build_plan("sharegpt", "distribution-shift", num_prompts=100)
     assert [phase.sessions for phase in plan.phases] == [34, 33, 33]
 
 
 @given(st.lists(st.floats(0.01, 100), min_size=1, max_size=8), st.integers(0, 10_000))
-def test_apportion_gives_everything_and_stays_within_one(weights, total):
+def test_apportion_gives_everything_and_stays_within_one(weights: list[float], total: int) -> None:
     counts = apportion(weights, total)
     assert sum(counts) == total
     assert all(abs(c - w * total / sum(weights)) <= 1 + 1e-6 for c, w in zip(counts, weights, strict=True))
 
 
-def test_rates_as_shares_of_saturation():
+def test_rates_as_shares_of_saturation() -> None:
     plan = build_plan("balanced", "saturation-steps", saturation_rate=100, seed=2)
     times, phase = arrivals_s(plan), np.array(plan.table["phase"].to_pylist())
     for index, (name, share) in enumerate([("50 %", 0.5), ("80 %", 0.8), ("95 %", 0.95), ("120 %", 1.2)]):
@@ -75,13 +78,13 @@ def test_rates_as_shares_of_saturation():
     assert times[phase == "50 % again"].min() >= 240
 
 
-def test_num_prompts_cuts_timed_phases_at_the_end():
+def test_num_prompts_cuts_timed_phases_at_the_end() -> None:
     whole = build_plan("balanced", "saturation-steps", saturation_rate=20, seed=2)
     cut = build_plan("balanced", "saturation-steps", saturation_rate=20, seed=2, num_prompts=700)
     assert cut.table["arrival_ns"].equals(whole.table["arrival_ns"].slice(0, 700))
 
 
-def test_num_prompts_bounds_what_is_drawn_at_any_rate():
+def test_num_prompts_bounds_what_is_drawn_at_any_rate() -> None:
     whole = build_plan("balanced", "saturation-steps", request_rate=100, seed=2)
     cut = build_plan("balanced", "saturation-steps", request_rate=100, seed=2, num_prompts=4000)
     assert cut.table["arrival_ns"].equals(whole.table["arrival_ns"].slice(0, 4000))
@@ -89,25 +92,25 @@ def test_num_prompts_bounds_what_is_drawn_at_any_rate():
     assert len(build_plan("balanced", "saturation-steps", request_rate=1e300, num_prompts=20)) == 20
 
 
-def test_arrivals_do_not_depend_on_contents():
+def test_arrivals_do_not_depend_on_contents() -> None:
     one = build_plan("balanced", "poisson", request_rate=10, num_prompts=300, seed=1)
     other = build_plan("decode-heavy", "poisson", request_rate=10, num_prompts=300, seed=1)
     assert one.table["arrival_ns"].equals(other.table["arrival_ns"])
     assert not one.table["input_tokens"].equals(other.table["input_tokens"])
 
 
-def test_caller_sets_the_burstiness():
+def test_caller_sets_the_burstiness() -> None:
     gaps = np.diff(arrivals_s(build_plan("balanced", "gamma", request_rate=9, num_prompts=20_000, burstiness=16)))
     assert gaps.std() / gaps.mean() == pytest.approx(0.25, rel=0.05)
 
 
-def test_open_loop_with_a_cap():
+def test_open_loop_with_a_cap() -> None:
     plan = build_plan("balanced", "poisson", request_rate=10, num_prompts=30, max_concurrency=4)
     assert plan.max_concurrency == 4
     assert not plan.closed_loop
 
 
-def test_closed_loop_with_the_callers_concurrency():
+def test_closed_loop_with_the_callers_concurrency() -> None:
     plan = build_plan("balanced", "saturated", num_prompts=30, max_concurrency=4)
     assert plan.phases == (ClosedPhase("saturated", 30, 4),)
     assert plan.max_concurrency is None
@@ -142,24 +145,24 @@ def test_closed_loop_with_the_callers_concurrency():
         ({"seed": -1}, "seed must be 0 or more"),
     ],
 )
-def test_what_does_not_go_together_is_refused(arguments, message):
+def test_what_does_not_go_together_is_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message) as caught:
         build_plan("balanced", **arguments)
     assert "\n" not in str(caught.value)
 
 
-def test_unknown_scenario_suggests():
+def test_unknown_scenario_suggests() -> None:
     with pytest.raises(UnknownNameError, match="did you mean 'saturated'"):
         load_scenario("saturatd")
 
 
-def own(tmp_path, text):
+def own(tmp_path: Path, text: str) -> str:
     path = tmp_path / "mine.toml"
     path.write_text(text)
     return str(path)
 
 
-def test_a_users_scenario_file(tmp_path):
+def test_a_users_scenario_file(tmp_path: Path) -> None:
     path = own(
         tmp_path,
         """
@@ -211,7 +214,7 @@ requests = 30
         ),
     ],
 )
-def test_bad_scenario_files_are_refused_in_one_line(tmp_path, body, message):
+def test_bad_scenario_files_are_refused_in_one_line(tmp_path: Path, body: str, message: str) -> None:
     refused(tmp_path, "closed", body, message)
 
 
@@ -229,16 +232,16 @@ def test_bad_scenario_files_are_refused_in_one_line(tmp_path, body, message):
         ("rate=3\ncurve={levels=[1, 2], period_s=inf}", "period_s must be finite, not inf"),
     ],
 )
-def test_bad_open_phases_are_refused_in_one_line(tmp_path, body, message):
+def test_bad_open_phases_are_refused_in_one_line(tmp_path: Path, body: str, message: str) -> None:
     refused(tmp_path, "open", f'[[phases]]\nname="a"\nprocess="poisson"\n{body}', message)
 
 
 @pytest.mark.parametrize("key", ["speed", "start_s", "duration_s"])
-def test_a_replay_is_finite(tmp_path, key):
+def test_a_replay_is_finite(tmp_path: Path, key: str) -> None:
     refused(tmp_path, "trace", f"[replay]\n{key}=inf", "finite")
 
 
-def refused(tmp_path, loop, body, message):
+def refused(tmp_path: Path, loop: str, body: str, message: str) -> None:
     path = own(tmp_path, f'name = "mine"\ndescription = "x"\nloop = "{loop}"\n{body}\n')
     with pytest.raises(InputFileError, match=message.replace("`", "'")) as caught:
         load_scenario(path)
@@ -246,13 +249,13 @@ def refused(tmp_path, loop, body, message):
     assert "mine.toml" in str(caught.value)
 
 
-def test_trace_scenarios_have_no_phases(tmp_path):
+def test_trace_scenarios_have_no_phases(tmp_path: Path) -> None:
     text = 'name="m"\ndescription="x"\nloop="trace"\n[[phases]]\nname="a"\nmax_concurrency=1'
     with pytest.raises(InputFileError, match="no phases"):
         load_scenario(own(tmp_path, text))
 
 
-def test_schedule_says_sessions_per_phase():
+def test_schedule_says_sessions_per_phase() -> None:
     schedule = make_schedule(load_scenario("distribution-shift"), Load(), 7, 4000, 0)
     assert schedule.sizes == (3, 2, 2)
     assert schedule.phase_of_session.tolist() == [0, 0, 0, 1, 1, 2, 2]
@@ -261,14 +264,14 @@ def test_schedule_says_sessions_per_phase():
 @pytest.mark.parametrize(
     "scenario", ["distribution-shift", "concurrency-shift", "ramp", "day-curve", "saturation-steps"]
 )
-def test_one_prompt_is_enough(scenario):
+def test_one_prompt_is_enough(scenario: str) -> None:
     rate = 5.0 if load_scenario(scenario).loop == "open" else None
     plan = build_plan("balanced", scenario, num_prompts=1, request_rate=rate)
     assert len(plan) == 1
     assert sum(phase.sessions for phase in plan.phases) == (0 if rate else 1)
 
 
-def test_an_infinite_rate_opens_everything_at_once():
+def test_an_infinite_rate_opens_everything_at_once() -> None:
     assert scenario_meant("balanced", None, math.inf, None) == "saturated"
     plan = build_plan("balanced", "saturated", request_rate=math.inf, num_prompts=30)
     assert [(phase.sessions, phase.max_concurrency) for phase in plan.phases] == [(30, 30)]
@@ -283,7 +286,7 @@ def test_an_infinite_rate_opens_everything_at_once():
         build_plan("balanced", "concurrency-shift", request_rate=math.inf)
 
 
-def test_runs_say_what_an_infinite_rate_means(capsys, tmp_path):
+def test_runs_say_what_an_infinite_rate_means(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     common = ["run", "balanced", "--engine", "sim", "-p", "v1", "-n", "8", "--request-rate", "inf", "--json"]
     for more, said in (([], "all 8 sessions are released at once"), (["-c", "2"], "one of the 2 open at a time")):
         with pytest.raises(SystemExit) as ended:

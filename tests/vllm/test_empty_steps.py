@@ -77,7 +77,12 @@ def test_every_output_that_vllm_makes_is_handed_on(policy: str, monkeypatch: pyt
 
     made: list[Any] = []
     kind = scheduler.SchedulerOutput
-    monkeypatch.setattr(scheduler, "SchedulerOutput", lambda **fields: made.append(kind(**fields)) or made[-1])
+
+    def noted(**fields: Any) -> Any:
+        made.append(kind(**fields))
+        return made[-1]
+
+    monkeypatch.setattr(scheduler, "SchedulerOutput", noted)
     engine = Engine(policy, blocks=120)
     for number in range(40):
         engine.add(f"r{number}", 60, 100)

@@ -215,6 +215,8 @@ def test_whatever_it_sees_it_never_asks_for_the_impossible(counts: list[tuple[in
     for index, (decoding, prefilling, waiting, free) in enumerate(counts):
         feed(made, 1, prompt=1 + waiting, output=1 + decoding)
         decision = made.decide(View(float(index), index, decoding, prefilling, waiting, free))
+        assert decision.k is not None
+        assert decision.n_limit is not None
         assert 1 <= decision.k <= decision.n_limit <= 50
         assert decision.running_limit >= (decoding + prefilling if decision.phase == "prefill" else 1)
         assert decision.phase == "mixed" if decision.mode == "mb" else decision.phase in ("prefill", "decode")

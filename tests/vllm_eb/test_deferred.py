@@ -3,6 +3,7 @@
 from dataclasses import replace
 from fractions import Fraction
 from math import comb
+from typing import Any
 
 import numpy as np
 import pytest
@@ -144,6 +145,6 @@ def test_requests_of_one_token_all_end_together() -> None:
         ({"prefill_s": float("inf")}, "prefill_s"),
     ],
 )
-def test_a_parameter_out_of_range_is_named(changes: dict[str, float], named: str) -> None:
+def test_a_parameter_out_of_range_is_named(changes: dict[str, Any], named: str) -> None:
     with pytest.raises(TheoryError, match=named):
         replace(GRANITE, **changes)

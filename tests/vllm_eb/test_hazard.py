@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -167,7 +168,8 @@ def test_censored_is_unbiased_on_long_geometric_outputs_where_the_published_one_
     runs = [list(closed_loop(geometric, seed)) for seed in range(8)]
 
     def average(update: int, which: int) -> float:
-        return float(np.mean([run[update][which].p0 for run in runs])) * MEAN
+        found: list[Any] = [run[update][which] for run in runs]
+        return float(np.mean([estimate.p0 for estimate in found])) * MEAN
 
     first, steady, last = 0, slice(5, 18), -1
     assert average(first, 1) > 5.0  # twenty times too high at the very start

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -42,6 +43,8 @@ def test_names_are_canonical_and_round_trip(text: str, name: str) -> None:
 
 @given(st.floats(min_value=1e-6, max_value=0.999), st.integers(1, 10_000), st.floats(-1e-2, 1e-2))
 def test_any_settings_round_trip(theta: float, window: int, margin: float) -> None:
+    fixed: Any
+    switching: Any
     fixed, switching = parse_policy(f"eb:theta={theta}"), parse_policy(f"ebplus:margin={margin},window={window}")
     assert (fixed.theta, switching.window, switching.margin) == (theta, window, margin)
     assert parse_policy(fixed.name) == fixed

@@ -102,7 +102,7 @@ def test_signals_arrive_in_order_over_a_socket(tmp_path: Path, subscriber: Any) 
     meet(publisher, subscriber)
     for signal in sent:
         publisher.publish(signal)
-    received = []
+    received: list[Any] = []
     while len(received) < len(sent):
         signal = msgspec.msgpack.decode(subscriber.recv(), type=Signal)
         if signal.step_id >= 0:

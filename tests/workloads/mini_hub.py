@@ -10,7 +10,7 @@ import json
 import threading
 from collections import Counter
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from urllib.parse import parse_qs, unquote, urlsplit
+from urllib.parse import SplitResult, parse_qs, unquote, urlsplit
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -51,7 +51,7 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, *_: object) -> None:
         pass
 
-    def _route(self, url, body: str = "") -> None:
+    def _route(self, url: SplitResult, body: str = "") -> None:
         self.hub.requests.append(f"{self.command} {self.path}")
         parts = [unquote(part) for part in url.path.strip("/").split("/")]
         if parts[:2] == ["api", "datasets"] and len(parts) >= 4:

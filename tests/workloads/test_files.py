@@ -1,5 +1,7 @@
 import io
 import json
+from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -26,13 +28,15 @@ class Trickle(io.BytesIO):
         super().__init__(content)
         self._size = size
 
-    def read(self, _: int = -1) -> bytes:
+    def read(self, _: int | None = -1) -> bytes:
         return super().read(self._size)
 
 
 @settings(max_examples=150, deadline=None)
 @given(RECORDS, st.sampled_from([None, 1, 3]), st.booleans(), st.integers(1, 7))
-def test_an_array_reads_the_same_however_it_is_cut(records, indent, ascii_only, size):
+def test_an_array_reads_the_same_however_it_is_cut(
+    records: list[dict[str, Any]], indent: int | None, ascii_only: bool, size: int
+) -> None:
     content = json.dumps(records, indent=indent, ensure_ascii=ascii_only).encode(errors="surrogatepass")
     try:
         content.decode()
@@ -44,7 +48,7 @@ def test_an_array_reads_the_same_however_it_is_cut(records, indent, ascii_only, 
 
 @settings(max_examples=150, deadline=None)
 @given(RECORDS.filter(bool), st.integers(1, 7), st.sampled_from(["\n", "\r\n", "\n\n"]))
-def test_lines_read_the_same_however_they_are_cut(records, size, end):
+def test_lines_read_the_same_however_they_are_cut(records: list[dict[str, Any]], size: int, end: str) -> None:
     content = end.join(json.dumps(record) for record in records).encode()
     found = list(read_json(Trickle(content, size), "x"))
     assert [record.value for record in found] == records
@@ -52,12 +56,12 @@ def test_lines_read_the_same_however_they_are_cut(records, size, end):
     assert [record.line for record in found] == [1 + step * i for i in range(len(records))]
 
 
-def test_array_records_know_their_line():
+def test_array_records_know_their_line() -> None:
     content = json.dumps([{"a": 1}, {"a": 2}], indent=1).encode()
     assert [(record.line, record.number) for record in read_json(io.BytesIO(content), "x")] == [(2, 1), (5, 2)]
 
 
-def test_a_stream_is_read_only_as_far_as_needed():
+def test_a_stream_is_read_only_as_far_as_needed() -> None:
     rows = [{"text": "word " * 400} for _ in range(5000)]
     for content in (json.dumps(rows).encode(), "\n".join(map(json.dumps, rows)).encode()):
         stream = io.BytesIO(content)
@@ -83,7 +87,7 @@ def test_a_stream_is_read_only_as_far_as_needed():
         (b"\xff\xfe\x00\x00", 1, "neither Parquet nor UTF-8"),
     ],
 )
-def test_broken_files_name_the_line(tmp_path, content, line, message):
+def test_broken_files_name_the_line(tmp_path: Path, content: bytes, line: int | None, message: str) -> None:
     path = tmp_path / "data"
     path.write_bytes(content)
     with pytest.raises(InputFileError, match=message) as caught:
@@ -92,7 +96,7 @@ def test_broken_files_name_the_line(tmp_path, content, line, message):
     assert "\n" not in str(caught.value)
 
 
-def test_a_broken_array_is_given_up_after_a_bounded_part(monkeypatch):
+def test_a_broken_array_is_given_up_after_a_bounded_part(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "CHUNK_BYTES", 1000)
     monkeypatch.setattr(files, "_MAX_RECORD_BYTES", 10_000)
     stream = io.BytesIO(b'[{"a": "' + b"x" * 10_000_000)
@@ -101,7 +105,7 @@ def test_a_broken_array_is_given_up_after_a_bounded_part(monkeypatch):
     assert stream.tell() < 20_000
 
 
-def test_parquet(tmp_path):
+def test_parquet(tmp_path: Path) -> None:
     path = tmp_path / "data.parquet"
     rows = [{"a": i, "b": [{"c": str(i)}], "unused": "x"} for i in range(2000)]
     pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=300)
@@ -112,14 +116,14 @@ def test_parquet(tmp_path):
         list(read_file(path, ["z"]))
 
 
-def test_truncated_parquet_is_named(tmp_path):
+def test_truncated_parquet_is_named(tmp_path: Path) -> None:
     path = tmp_path / "data.parquet"
     path.write_bytes(b"PAR1 and then nothing of the kind")
     with pytest.raises(InputFileError, match=r"data.parquet: is not readable Parquet"):
         list(read_file(path, ["a"]))
 
 
-def test_missing_file_and_folder(tmp_path):
+def test_missing_file_and_folder(tmp_path: Path) -> None:
     with pytest.raises(InputFileError, match="No such file"):
         list(read_file(tmp_path / "none", []))
     with pytest.raises(InputFileError, match="cannot be read"):

@@ -10,6 +10,9 @@ import random
 import subprocess
 import sys
 import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -31,11 +34,14 @@ for arguments in json.loads(sys.argv[1]):
 """
 
 
+Ask = Callable[..., list[Any]]
+
+
 @pytest.fixture
-def ask(tmp_path):
+def ask(tmp_path: Path) -> Ask:
     """Build plans in a process whose hub is ``endpoint``."""
 
-    def run(endpoint, *wishes, **more):
+    def run(endpoint: str, *wishes: dict[str, Any], **more: str) -> list[Any]:
         environ = {
             **os.environ, "HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path / "hf"), "NO_PROXY": "127.0.0.1",
             "XDG_CACHE_HOME": str(tmp_path / "cache"), "PYTHONPATH": ":".join(sys.path), **more,
@@ -49,7 +55,7 @@ def ask(tmp_path):
     return run
 
 
-def sharegpt(n):
+def sharegpt(n: int) -> bytes:
     """As published: one JSON array over many lines."""
     records = [
         {
@@ -61,13 +67,13 @@ def sharegpt(n):
     return json.dumps(records, indent=2).encode()
 
 
-def parquet(records):
+def parquet(records: list[dict[str, Any]]) -> bytes:
     sink = io.BytesIO()
     pq.write_table(pa.Table.from_pylist(records), sink, row_group_size=50)
     return sink.getvalue()
 
 
-def test_sharegpt_streams_only_the_first_records_of_a_json_array(ask):
+def test_sharegpt_streams_only_the_first_records_of_a_json_array(ask: Ask) -> None:
     content = sharegpt(9000)
     with MiniHub({"anon8231489123/ShareGPT_Vicuna_unfiltered": {SHAREGPT_FILE: content}}) as hub:
         options = {"workload": "sharegpt", "num_prompts": 40}
@@ -83,7 +89,7 @@ def test_sharegpt_streams_only_the_first_records_of_a_json_array(ask):
     assert sum("/resolve/" in request for request in requests) == 1
 
 
-def test_what_was_kept_serves_when_the_hub_is_gone(ask):
+def test_what_was_kept_serves_when_the_hub_is_gone(ask: Ask) -> None:
     options = {"workload": "sharegpt", "num_prompts": 20, "source": "hub"}
     with MiniHub({"anon8231489123/ShareGPT_Vicuna_unfiltered": {SHAREGPT_FILE: sharegpt(60)}}) as hub:
         (online,) = ask(hub.endpoint, options)
@@ -96,7 +102,7 @@ def test_what_was_kept_serves_when_the_hub_is_gone(ask):
     assert forbidden["table"] == online["table"]
 
 
-def test_a_data_set_smaller_than_asked_is_taken_whole_and_remembered(ask):
+def test_a_data_set_smaller_than_asked_is_taken_whole_and_remembered(ask: Ask) -> None:
     options = {"workload": "sharegpt", "num_prompts": 100}
     with MiniHub({"anon8231489123/ShareGPT_Vicuna_unfiltered": {SHAREGPT_FILE: sharegpt(7)}}) as hub:
         first, again = ask(hub.endpoint, options, options)
@@ -105,7 +111,7 @@ def test_a_data_set_smaller_than_asked_is_taken_whole_and_remembered(ask):
     assert "read before" in again["facts"]["source_reason"]
 
 
-def test_numinamath_and_wildchat_through_parquet(ask, data):
+def test_numinamath_and_wildchat_through_parquet(ask: Ask, data: Path) -> None:
     numina = [{**json.loads(line), "n": i} for i, line in enumerate((data / "numinamath.jsonl").open())]
     wild = [json.loads(line) for line in (data / "wildchat.jsonl").open()]
     repositories = {
@@ -129,7 +135,7 @@ def test_numinamath_and_wildchat_through_parquet(ask, data):
     assert found[2]["table"] == found[3]["table"]
 
 
-def test_longbench_reads_single_files_out_of_the_archive(ask):
+def test_longbench_reads_single_files_out_of_the_archive(ask: Ask) -> None:
     noise = random.Random(1)
     archive = io.BytesIO()
     with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as file:
@@ -149,7 +155,7 @@ def test_longbench_reads_single_files_out_of_the_archive(ask):
     assert hub.sent["data.zip"] > 0
 
 
-def test_a_hub_without_the_data_set(ask):
+def test_a_hub_without_the_data_set(ask: Ask) -> None:
     with MiniHub({}) as hub:
         auto, strict = ask(
             hub.endpoint, {"workload": "wildchat", "num_prompts": 3}, {"workload": "wildchat", "source": "hub"}
@@ -159,7 +165,7 @@ def test_a_hub_without_the_data_set(ask):
     assert strict["exit_code"] == 4
 
 
-def test_a_hub_whose_file_is_missing_or_wrong(ask):
+def test_a_hub_whose_file_is_missing_or_wrong(ask: Ask) -> None:
     name = "anon8231489123/ShareGPT_Vicuna_unfiltered"
     wishes = {"workload": "sharegpt", "num_prompts": 3}, {"workload": "sharegpt", "source": "hub"}
     for files, reason in (

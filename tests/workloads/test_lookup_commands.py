@@ -1,6 +1,8 @@
 import json
+from pathlib import Path
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from ebbench.cli import scenarios, workloads
@@ -8,13 +10,13 @@ from ebbench.errors import UnknownNameError, UsageError
 from ebbench.workloads import list_scenarios, list_workloads, load_scenario
 
 
-def call(app, *arguments):
+def call(app: typer.Typer, *arguments: str) -> str:
     result = CliRunner().invoke(app, arguments, env={"COLUMNS": "200"}, catch_exceptions=False)
     assert result.exit_code == 0
     return result.stdout
 
 
-def test_lists_name_everything():
+def test_lists_name_everything() -> None:
     assert [row["name"] for row in json.loads(call(workloads.app, "list", "--json"))] == list_workloads()
     assert [row["name"] for row in json.loads(call(scenarios.app, "list", "--json"))] == list_scenarios()
     for app, names in ((workloads.app, list_workloads()), (scenarios.app, list_scenarios())):
@@ -23,7 +25,7 @@ def test_lists_name_everything():
     assert "trace:FILE" in call(workloads.app, "list")
 
 
-def test_show_workload_gives_statistics_and_the_decode_share():
+def test_show_workload_gives_statistics_and_the_decode_share() -> None:
     found = json.loads(call(workloads.app, "show", "sharegpt", "--json", "--seed", "1"))
     assert found["requests"] == 4000
     assert found["output_tokens"]["mean"] == pytest.approx(280, rel=0.03)
@@ -36,7 +38,7 @@ def test_show_workload_gives_statistics_and_the_decode_share():
     assert "note: lengths come from the published statistics" in text
 
 
-def test_show_conversations_and_traces(data):
+def test_show_conversations_and_traces(data: Path) -> None:
     text = call(workloads.app, "show", "wildchat", "--source", f"file:{data / 'wildchat.jsonl'}")
     assert "40 requests in 5 conversations" in text
     text = call(workloads.app, "show", f"trace:{data / 'azure.csv'}")
@@ -45,14 +47,14 @@ def test_show_conversations_and_traces(data):
 
 
 @pytest.mark.parametrize("name", list_scenarios())
-def test_show_every_scenario(name):
+def test_show_every_scenario(name: str) -> None:
     assert json.loads(call(scenarios.app, "show", name, "--json"))["name"] == name
     assert name in call(scenarios.app, "show", name)
     if load_scenario(name).loop == "open":
         assert name in call(scenarios.app, "show", name, "--request-rate", "20")
 
 
-def test_show_scenario_says_phases_and_arrivals():
+def test_show_scenario_says_phases_and_arrivals() -> None:
     text = call(scenarios.app, "show", "concurrency-shift")
     assert "256 at a time" in text
     assert "uniform(mean 512)" in text
@@ -80,13 +82,13 @@ level = 2
 
 
 @pytest.fixture
-def lunch(tmp_path):
+def lunch(tmp_path: Path) -> str:
     path = tmp_path / "lunch.toml"
     path.write_text(LUNCH)
     return str(path)
 
 
-def test_show_scenario_says_the_rates_that_hold(lunch):
+def test_show_scenario_says_the_rates_that_hold(lunch: str) -> None:
     assert "poisson at 4 sessions/s" in call(scenarios.app, "show", lunch)
     text = call(scenarios.app, "show", lunch, "--request-rate", "3")
     assert "poisson at 3 sessions/s" in text
@@ -97,7 +99,7 @@ def test_show_scenario_says_the_rates_that_hold(lunch):
     assert [phase["rate"] for phase in found["phases"]] == [5, 8, 9.5, 12, 5]
 
 
-def test_show_scenario_lays_out_the_sessions_asked_for(lunch):
+def test_show_scenario_lays_out_the_sessions_asked_for(lunch: str) -> None:
     found = json.loads(call(scenarios.app, "show", "distribution-shift", "-n", "7", "--json"))
     assert [phase["requests"] for phase in found["phases"]] == [3, 2, 2]
     found = json.loads(call(scenarios.app, "show", lunch, "-n", "3", "--json"))
@@ -115,12 +117,12 @@ def test_show_scenario_lays_out_the_sessions_asked_for(lunch):
         (("LUNCH", "--request-rate", "0.0001"), "no session arrives in 40 s at this rate; raise --request-rate or dur"),
     ],
 )
-def test_show_scenario_refuses_what_run_refuses(lunch, arguments, message):
+def test_show_scenario_refuses_what_run_refuses(lunch: str, arguments: tuple[str, ...], message: str) -> None:
     words = [lunch if word == "LUNCH" else word for word in arguments]
     with pytest.raises(UsageError, match=message):
         CliRunner().invoke(scenarios.app, ["show", *words], catch_exceptions=False)
 
 
-def test_unknown_names_are_errors_of_ebbench():
+def test_unknown_names_are_errors_of_ebbench() -> None:
     with pytest.raises(UnknownNameError):
         CliRunner().invoke(workloads.app, ["show", "nope"], catch_exceptions=False)

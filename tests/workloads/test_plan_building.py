@@ -1,18 +1,21 @@
 import itertools
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pytest
 
 from ebbench.errors import InputFileError, UnknownNameError, UsageError
+from ebbench.records.plan import Plan
 from ebbench.records.schema import PLAN
 from ebbench.workloads import build_plan, list_workloads, load_workload
 from ebbench.workloads.statistics import describe
 
 
-def ipc(plan) -> bytes:
+def ipc(plan: Plan) -> bytes:
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, plan.table.schema) as writer:
         writer.write_table(plan.table)
@@ -30,13 +33,13 @@ CASES = [
 
 
 @pytest.mark.parametrize(("workload", "scenario", "more"), CASES)
-def test_same_seed_same_bytes_other_seed_other_bytes(workload, scenario, more):
+def test_same_seed_same_bytes_other_seed_other_bytes(workload: str, scenario: str, more: dict[str, Any]) -> None:
     first = ipc(build_plan(workload, scenario, seed=11, **more))
     assert ipc(build_plan(workload, scenario, seed=11, **more)) == first
     assert ipc(build_plan(workload, scenario, seed=12, **more)) != first
 
 
-def test_bytes_are_the_same_in_another_process():
+def test_bytes_are_the_same_in_another_process() -> None:
     code = (
         "import hashlib, pyarrow as pa\n"
         "from ebbench.workloads import build_plan\n"
@@ -54,7 +57,7 @@ def test_bytes_are_the_same_in_another_process():
 
 
 @pytest.mark.parametrize("workload", list_workloads())
-def test_every_workload_builds_a_plan_in_the_schema(workload):
+def test_every_workload_builds_a_plan_in_the_schema(workload: str) -> None:
     plan = build_plan(workload, num_prompts=60, seed=1)
     table = plan.table
     assert table.schema.equals(PLAN)
@@ -69,7 +72,7 @@ def test_every_workload_builds_a_plan_in_the_schema(workload):
     assert plan.facts["seed"] == 1
 
 
-def test_multi_turn_prompts_hold_their_history():
+def test_multi_turn_prompts_hold_their_history() -> None:
     table = build_plan("wildchat", num_prompts=30, seed=5, source="profile").table
     rows = table.to_pylist()
     for before, row in itertools.pairwise(rows):
@@ -82,19 +85,19 @@ def test_multi_turn_prompts_hold_their_history():
     assert len({row["content"] for row in rows}) == 30
 
 
-def test_multi_turn_arrivals_are_those_of_first_turns():
+def test_multi_turn_arrivals_are_those_of_first_turns() -> None:
     table = build_plan("wildchat", "poisson", num_prompts=30, request_rate=2, source="profile").table
     for row in table.to_pylist():
         assert (row["arrival_ns"] is None) == (row["turn"] > 0)
 
 
-def test_contents_of_two_seeds_share_nothing():
+def test_contents_of_two_seeds_share_nothing() -> None:
     one, two = (set(build_plan("balanced", seed=s, num_prompts=99).table["content"].to_pylist()) for s in (1, 2))
     assert len(one) == 99
     assert not one & two
 
 
-def test_caller_sets_lengths():
+def test_caller_sets_lengths() -> None:
     plan = build_plan("balanced", num_prompts=500, input_len=40, output_len=7, length_distribution="fixed")
     assert set(plan.table["input_tokens"].to_pylist()) == {40}
     assert set(plan.table["output_tokens"].to_pylist()) == {7}
@@ -104,7 +107,7 @@ def test_caller_sets_lengths():
     assert not plan.warnings
 
 
-def test_requests_that_cannot_fit_are_refused_by_name_and_count():
+def test_requests_that_cannot_fit_are_refused_by_name_and_count() -> None:
     table = build_plan("balanced", num_prompts=200, seed=3).table
     total = table["input_tokens"].to_numpy() + table["output_tokens"].to_numpy()
     limit = int(np.median(total))
@@ -118,7 +121,7 @@ def test_requests_that_cannot_fit_are_refused_by_name_and_count():
     assert plan.facts["requests"] == len(plan)
 
 
-def test_dropping_leaves_the_other_arrivals_where_they_were():
+def test_dropping_leaves_the_other_arrivals_where_they_were() -> None:
     settings = {"num_prompts": 200, "seed": 3, "request_rate": 5}
     whole = build_plan("balanced", "poisson", **settings).table
     fits = (whole["input_tokens"].to_numpy() + whole["output_tokens"].to_numpy()) <= 1024
@@ -127,28 +130,28 @@ def test_dropping_leaves_the_other_arrivals_where_they_were():
     assert cut["session"].to_pylist() == list(range(len(cut)))
 
 
-def test_dropping_in_conversations_keeps_the_turns_before():
+def test_dropping_in_conversations_keeps_the_turns_before() -> None:
     plan = build_plan("wildchat", num_prompts=40, seed=1, source="profile", max_model_len=1500, drop_too_long=True)
-    turns = {}
+    turns: dict[int, list[int]] = {}
     for row in plan.table.to_pylist():
         turns.setdefault(row["session"], []).append(row["turn"])
         assert row["input_tokens"] + row["output_tokens"] <= 1500
     assert all(found == list(range(len(found))) for found in turns.values())
 
 
-def test_nothing_that_fits_is_refused():
+def test_nothing_that_fits_is_refused() -> None:
     with pytest.raises(UsageError, match="none of the"):
         build_plan("balanced", num_prompts=20, max_model_len=10, drop_too_long=True)
 
 
-def test_unknown_workload_suggests():
+def test_unknown_workload_suggests() -> None:
     with pytest.raises(UnknownNameError, match="did you mean 'sharegpt'"):
         build_plan("sharegtp")
     with pytest.raises(UnknownNameError, match="trace:FILE"):
         build_plan("qqq")
 
 
-def test_a_file_given_as_a_workload_is_told_how_to_be_read(tmp_path):
+def test_a_file_given_as_a_workload_is_told_how_to_be_read(tmp_path: Path) -> None:
     path = tmp_path / "conversation.jsonl"
     path.write_text("{}")
     with pytest.raises(UsageError, match=f"write trace:{path} to replay it, .* --source file:{path}"):
@@ -170,7 +173,7 @@ mean = 4
 """
 
 
-def test_a_users_workload_file(tmp_path):
+def test_a_users_workload_file(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     path.write_text(MINE)
     plan = build_plan(str(path))
@@ -193,7 +196,7 @@ def test_a_users_workload_file(tmp_path):
         (("num_prompts = 12", "zzz = 12"), "unknown key 'zzz'; known: description, hub"),
     ],
 )  # fmt: skip
-def test_bad_workload_files_are_refused_in_one_line(tmp_path, change, message):
+def test_bad_workload_files_are_refused_in_one_line(tmp_path: Path, change: tuple[str, str], message: str) -> None:
     path = tmp_path / "mine.toml"
     path.write_text(MINE.replace(*change))
     with pytest.raises(InputFileError, match=message) as caught:
@@ -201,7 +204,7 @@ def test_bad_workload_files_are_refused_in_one_line(tmp_path, change, message):
     assert "\n" not in str(caught.value)
 
 
-def test_missing_and_binary_files(tmp_path):
+def test_missing_and_binary_files(tmp_path: Path) -> None:
     with pytest.raises(InputFileError, match="No such file"):
         load_workload(str(tmp_path / "none.toml"))
     (tmp_path / "bin.toml").write_bytes(b"\xff\xfe\x00")
@@ -209,7 +212,7 @@ def test_missing_and_binary_files(tmp_path):
         load_workload(str(tmp_path / "bin.toml"))
 
 
-def test_statistics_say_the_decode_share():
+def test_statistics_say_the_decode_share() -> None:
     found = describe(build_plan("decode-heavy", seed=1))
     assert found["decode_share"] == pytest.approx(1024 / 1152, abs=0.01)
     assert found["input_tokens"]["p50"] == pytest.approx(128, abs=4)
@@ -218,7 +221,7 @@ def test_statistics_say_the_decode_share():
     assert found["arrivals"]["gap_variation"] == pytest.approx(0, abs=1e-6)
 
 
-def test_importing_is_light():
+def test_importing_is_light() -> None:
     code = (
         "import sys, ebbench.workloads\n"
         "heavy = {'datasets', 'numpy', 'pyarrow', 'httpx', 'transformers', 'tokenizers', 'rich'} & set(sys.modules)\n"

@@ -2,6 +2,8 @@
 
 import itertools
 import json
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -9,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from ebbench.errors import InputFileError, UsageError
+from ebbench.records.plan import Plan
 from ebbench.workloads import build_plan
 from ebbench.workloads.tokens import ByteEstimate, token_counter
 
@@ -20,22 +23,22 @@ FILES = {
 }
 
 
-def rows(path):
+def rows(path: Path) -> list[Any]:
     text = path.read_text()
     return json.loads(text) if path.suffix == ".json" else [json.loads(line) for line in text.splitlines()]
 
 
-def plan_of(data, workload, **more):
+def plan_of(data: Path, workload: str, **more: Any) -> Plan:
     return build_plan(workload, source=f"file:{data / FILES[workload]}", **more)
 
 
-def tokens(text):
+def tokens(text: str) -> int:
     return -(-len(text.encode()) // 4)
 
 
 @pytest.mark.parametrize("workload", FILES)
 @pytest.mark.parametrize("form", ["json", "jsonl", "parquet"])
-def test_json_jsonl_and_parquet_give_the_same_plan(data, tmp_path, workload, form):
+def test_json_jsonl_and_parquet_give_the_same_plan(data: Path, tmp_path: Path, workload: str, form: str) -> None:
     path = tmp_path / f"copy.{form}"
     records = rows(data / FILES[workload])
     if form == "json":
@@ -47,7 +50,7 @@ def test_json_jsonl_and_parquet_give_the_same_plan(data, tmp_path, workload, for
     assert build_plan(workload, source=f"file:{path}", seed=2).table.equals(plan_of(data, workload, seed=2).table)
 
 
-def test_sharegpt_takes_human_gpt_pairs_in_order_each_its_own_prompt(data):
+def test_sharegpt_takes_human_gpt_pairs_in_order_each_its_own_prompt(data: Path) -> None:
     pairs = [
         (a["value"], b["value"])
         for row in rows(data / FILES["sharegpt"])
@@ -65,7 +68,7 @@ def test_sharegpt_takes_human_gpt_pairs_in_order_each_its_own_prompt(data):
     assert first["prompt"].to_pylist() == [human for human, _ in pairs[:5]]
 
 
-def test_longbench_cuts_contexts_between_1000_and_4000_tokens(data):
+def test_longbench_cuts_contexts_between_1000_and_4000_tokens(data: Path) -> None:
     records = rows(data / FILES["longbench"])
     table = plan_of(data, "longbench", seed=6).table
     long_enough = [row for row in records if tokens(row["context"]) + tokens(row["input"]) >= 1000]
@@ -82,7 +85,7 @@ def test_longbench_cuts_contexts_between_1000_and_4000_tokens(data):
     assert not (other["input_tokens"].to_numpy() == inputs).all()
 
 
-def test_numinamath_asks_to_think_step_by_step(data):
+def test_numinamath_asks_to_think_step_by_step(data: Path) -> None:
     records = rows(data / FILES["numinamath"])
     table = plan_of(data, "numinamath").table
     assert len(table) == len(records)
@@ -94,7 +97,7 @@ def test_numinamath_asks_to_think_step_by_step(data):
         assert output == min(4000, tokens(row["solution"]))
 
 
-def test_wildchat_replays_conversations_of_six_to_twelve_rounds_with_history(data):
+def test_wildchat_replays_conversations_of_six_to_twelve_rounds_with_history(data: Path) -> None:
     records = [row for row in rows(data / FILES["wildchat"]) if row["turn"] >= 6]
     plan = plan_of(data, "wildchat")
     table = plan.table.to_pylist()
@@ -116,21 +119,21 @@ def test_wildchat_replays_conversations_of_six_to_twelve_rounds_with_history(dat
         assert 0 <= row["input_tokens"] - tokens(row["prompt"]) <= 2 * row["turn"] + 1
 
 
-def test_text_can_be_left_out(data):
+def test_text_can_be_left_out(data: Path) -> None:
     for workload in FILES:
         with_text, without = plan_of(data, workload), plan_of(data, workload, with_text=False)
         assert without.table["prompt"].null_count == len(without)
         assert without.table.drop(["prompt"]).equals(with_text.table.drop(["prompt"]))
 
 
-def test_facts_and_warnings_say_how_tokens_were_counted(data):
+def test_facts_and_warnings_say_how_tokens_were_counted(data: Path) -> None:
     plan = plan_of(data, "numinamath")
     assert plan.facts["source"] == f"file:{data / FILES['numinamath']}"
     assert "estimated" in plan.facts["token_counts"]
     assert any("--tokenizer" in warning for warning in plan.warnings)
 
 
-def test_fewer_records_than_phases_ask_for(data):
+def test_fewer_records_than_phases_ask_for(data: Path) -> None:
     plan = plan_of(data, "sharegpt", scenario="saturated", num_prompts=1000)
     assert plan.phases[0].sessions == len(plan) < 1000
     assert any(f"holds {len(plan)} sessions where the plan takes 1,000" in text for text in plan.warnings)
@@ -145,7 +148,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("workload", FILES)
-def test_wrong_schemas_name_file_line_and_what_was_expected(data, tmp_path, workload):
+def test_wrong_schemas_name_file_line_and_what_was_expected(data: Path, tmp_path: Path, workload: str) -> None:
     record, message = BROKEN[workload]
     good = json.dumps(rows(data / FILES[workload])[1])
     path = tmp_path / "bad.jsonl"
@@ -157,14 +160,14 @@ def test_wrong_schemas_name_file_line_and_what_was_expected(data, tmp_path, work
     assert "expected {" in str(caught.value)
 
 
-def test_nothing_admitted_is_an_error(tmp_path):
+def test_nothing_admitted_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "short.jsonl"
     path.write_text(json.dumps({"conversation": [{"role": "user", "content": "x"}]}) + "\n")
     with pytest.raises(InputFileError, match="no wildchat record that the selection rules"):
         build_plan("wildchat", source=f"file:{path}")
 
 
-def test_half_surrogates_and_empty_texts_do_no_harm(tmp_path):
+def test_half_surrogates_and_empty_texts_do_no_harm(tmp_path: Path) -> None:
     path = tmp_path / "odd.json"
     said = [
         ("human", "\ud83d half"),
@@ -179,7 +182,7 @@ def test_half_surrogates_and_empty_texts_do_no_harm(tmp_path):
     assert table["prompt"].to_pylist() == ["? half", "ok"]
 
 
-def test_byte_estimate_counts_and_cuts_alike():
+def test_byte_estimate_counts_and_cuts_alike() -> None:
     estimate = ByteEstimate()
     texts = ["", "a", "abcd", "abcde", "磨坊主数石头", "é" * 9]
     assert estimate.count(texts).tolist() == [0, 1, 1, 2, 5, 5]
@@ -190,7 +193,7 @@ def test_byte_estimate_counts_and_cuts_alike():
 
 
 @pytest.fixture
-def words(tmp_path):
+def words(tmp_path: Path) -> Path:
     tokenizers = pytest.importorskip("tokenizers")  # optional: comes with vLLM and transformers
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[UNK]": 0}, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
@@ -199,7 +202,7 @@ def words(tmp_path):
     return tmp_path / "words"
 
 
-def test_a_tokenizer_counts_and_cuts(data, words):
+def test_a_tokenizer_counts_and_cuts(data: Path, words: Path) -> None:
     counter = token_counter(str(words))
     assert counter.count(["one two  three", ""]).tolist() == [3, 0]
     assert counter.cut("one two  three", 2) == "one two"
@@ -212,7 +215,7 @@ def test_a_tokenizer_counts_and_cuts(data, words):
         assert len(split.pre_tokenize_str(prompt)) == size
 
 
-def test_what_is_no_tokenizer_is_refused(tmp_path, data):
+def test_what_is_no_tokenizer_is_refused(tmp_path: Path, data: Path) -> None:
     pytest.importorskip("tokenizers")
     (tmp_path / "bad.json").write_text("{}")
     with pytest.raises(UsageError, match=r"not a tokenizer\.json"):

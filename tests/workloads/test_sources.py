@@ -2,7 +2,10 @@
 
 import socket
 import threading
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,18 +18,18 @@ NUMINA = Hub(dataset="owner/name")
 
 
 @pytest.fixture
-def answering(monkeypatch):
+def answering(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], str]]:
     """A server that answers every request with one status."""
     servers = []
 
-    def start(status):
+    def start(status: int) -> str:
         class Handler(BaseHTTPRequestHandler):
-            def do_GET(self):
+            def do_GET(self) -> None:
                 self.send_response(status)
                 self.send_header("Content-Length", "0")
                 self.end_headers()
 
-            def log_message(self, *_):
+            def log_message(self, *_: object) -> None:
                 pass
 
         server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
@@ -41,13 +44,13 @@ def answering(monkeypatch):
 
 
 @pytest.fixture
-def silent():
+def silent() -> Iterator[str]:
     """A port that accepts connections and never answers."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
 
 
-def test_a_hub_that_refuses_is_unreachable(monkeypatch):
+def test_a_hub_that_refuses_is_unreachable(monkeypatch: pytest.MonkeyPatch) -> None:
     import os
 
     reason = why_unreachable(NUMINA, os.environ)
@@ -56,12 +59,12 @@ def test_a_hub_that_refuses_is_unreachable(monkeypatch):
     assert os.environ["HF_ENDPOINT"] in reason
 
 
-def test_a_hub_that_never_answers_is_given_up_at_the_deadline(silent):
+def test_a_hub_that_never_answers_is_given_up_at_the_deadline(silent: str) -> None:
     reason = why_unreachable(NUMINA, {"HF_ENDPOINT": silent}, deadline_s=0.2)
     assert reason in (f"no answer from {silent} within 0.2 s", f"{silent} cannot be reached (timed out)")
 
 
-def test_the_deadline_is_three_seconds_whatever_the_client_does(monkeypatch):
+def test_the_deadline_is_three_seconds_whatever_the_client_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """The wait is on a thread, so that not even a resolver that hangs can hold up the decision."""
     waited = []
     monkeypatch.setattr(hub, "_ask", lambda *_: threading.Event().wait())
@@ -73,7 +76,7 @@ def test_the_deadline_is_three_seconds_whatever_the_client_does(monkeypatch):
 
 
 @pytest.mark.parametrize(("status", "reachable"), [(200, True), (401, True), (404, False), (500, False), (503, False)])
-def test_what_counts_as_an_answer(answering, status, reachable):
+def test_what_counts_as_an_answer(answering: Callable[[int], str], status: int, reachable: bool) -> None:
     address = answering(status)
     reason = why_unreachable(NUMINA, {"HF_ENDPOINT": address})
     assert (reason is None) == reachable
@@ -82,15 +85,15 @@ def test_what_counts_as_an_answer(answering, status, reachable):
 
 
 @pytest.mark.parametrize("name", ["HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"])
-def test_offline_is_believed_without_asking(name):
+def test_offline_is_believed_without_asking(name: str) -> None:
     assert why_unreachable(NUMINA, {name: "1", "HF_ENDPOINT": "http://127.0.0.1:9"}) == f"{name} is set"
 
 
-def test_an_unusable_address_is_a_reason():
+def test_an_unusable_address_is_a_reason() -> None:
     assert "127.0.0.1:nope" in (why_unreachable(NUMINA, {"HF_ENDPOINT": "http://127.0.0.1:nope"}) or "")
 
 
-def test_auto_falls_back_on_the_profile_and_says_so():
+def test_auto_falls_back_on_the_profile_and_says_so() -> None:
     plan = build_plan("sharegpt", num_prompts=50, seed=3)
     assert plan.facts["source"] == "profile"
     assert "cannot be reached" in plan.facts["source_reason"]
@@ -98,14 +101,14 @@ def test_auto_falls_back_on_the_profile_and_says_so():
     assert plan.table.equals(build_plan("sharegpt", num_prompts=50, seed=3, source="profile").table)
 
 
-def test_a_hub_asked_for_by_name_must_answer():
+def test_a_hub_asked_for_by_name_must_answer() -> None:
     with pytest.raises(RunError, match=r"--source hub: .* cannot be reached .*; use --source profile") as caught:
         build_plan("sharegpt", source="hub")
     assert caught.value.exit_code == 4
 
 
-def test_auto_falls_back_when_reading_fails(monkeypatch):
-    def broken(_):
+def test_auto_falls_back_when_reading_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(_: object) -> Iterator[None]:
         raise OSError("the cable\nwas cut")
         yield
 
@@ -116,7 +119,7 @@ def test_auto_falls_back_when_reading_fails(monkeypatch):
     assert plan.facts["source_reason"] == "AI-MO/NuminaMath-CoT cannot be read: OSError: the cable"
 
 
-def test_auto_falls_back_when_the_data_set_has_changed(monkeypatch):
+def test_auto_falls_back_when_the_data_set_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     from ebbench.workloads.files import Record
 
     monkeypatch.setattr(hub, "why_unreachable", lambda _: None)
@@ -136,24 +139,24 @@ def test_auto_falls_back_when_the_data_set_has_changed(monkeypatch):
         ("sharegpt", {"output_len": 9, "tokenizer": "words"}, "lengths set by options has none, leave it out"),
     ],
 )
-def test_sources_that_do_not_apply(workload, arguments, message):
+def test_sources_that_do_not_apply(workload: str, arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         build_plan(workload, **arguments)
 
 
 @pytest.mark.parametrize("source", ["hubb", "file:", "profil", ""])
-def test_unknown_sources(source):
+def test_unknown_sources(source: str) -> None:
     with pytest.raises(UnknownNameError, match="unknown source"):
         build_plan("sharegpt", source=source)
 
 
 @pytest.mark.parametrize("name", ["../../etc/passwd", "a/b/c", "a b", "x/..", "", "owner/name?x"])
-def test_odd_data_set_names_are_refused(name, tmp_path):
+def test_odd_data_set_names_are_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="not the name of a data set"):
         Cache(tmp_path, "key", Hub(dataset=name))
 
 
-def test_cache_takes_the_smallest_that_is_enough(tmp_path):
+def test_cache_takes_the_smallest_that_is_enough(tmp_path: Path) -> None:
     cache = Cache(tmp_path, "key", NUMINA)
     assert cache.find(1) is None
     ten, five = cache.keep([{"a": 1}], 10), cache.keep([{"a": 1}], 5)
@@ -167,6 +170,8 @@ def test_cache_takes_the_smallest_that_is_enough(tmp_path):
     assert not list(tmp_path.glob("*.part"))
 
 
-def test_every_bundled_hub_has_a_proper_name():
+def test_every_bundled_hub_has_a_proper_name() -> None:
     for name in ("sharegpt", "longbench", "numinamath", "wildchat"):
-        assert hub.checked_name(load_workload(name).hub)
+        data_set = load_workload(name).hub
+        assert data_set is not None
+        assert hub.checked_name(data_set)

@@ -1,3 +1,6 @@
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -7,7 +10,7 @@ from ebbench.workloads import build_plan
 SECONDS = 1_000_000_000
 
 
-def test_azure_csv(data):
+def test_azure_csv(data: Path) -> None:
     plan = build_plan(f"trace:{data / 'azure.csv'}")
     table = plan.table
     assert not plan.closed_loop
@@ -26,14 +29,14 @@ def test_azure_csv(data):
         ["2024-05-10T00:00:00.00993", "2024-05-10T00:00:02", "2024-05-10T00:00:02.50993"],
     ],
 )
-def test_azure_times_with_zone_and_without_decimals(tmp_path, stamps):
+def test_azure_times_with_zone_and_without_decimals(tmp_path: Path, stamps: list[str]) -> None:
     path = tmp_path / "azure.csv"
     path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(f"{s},10,20\n" for s in stamps))
     times = build_plan(f"trace:{path}").table["arrival_ns"].to_numpy() / 1e9
     assert times == pytest.approx([0, 1.99007, 2.5], abs=1e-6)
 
 
-def test_mooncake_keeps_hash_ids(data):
+def test_mooncake_keeps_hash_ids(data: Path) -> None:
     table = build_plan(f"trace:{data / 'mooncake.jsonl'}").table
     assert table["arrival_ns"].to_pylist() == [0, 400_000_000, 2 * SECONDS, 2 * SECONDS]
     assert table["hash_ids"].to_pylist() == [[0, 1, 2], [0, 1], [0, 3], None]
@@ -41,7 +44,7 @@ def test_mooncake_keeps_hash_ids(data):
     assert len(set(table["content"].to_pylist())) == 4
 
 
-def test_speed_cap_and_number(data):
+def test_speed_cap_and_number(data: Path) -> None:
     path = f"trace:{data / 'mooncake.jsonl'}"
     plan = build_plan(path, speed=4, num_prompts=3, max_concurrency=2)
     assert plan.table["arrival_ns"].to_pylist() == [0, SECONDS // 10, SECONDS // 2]
@@ -52,7 +55,7 @@ def test_speed_cap_and_number(data):
     assert plan.warnings == ("the trace holds 4 requests where --num-prompts asks for 30: 4 are sent",)
 
 
-def test_unordered_rows_are_put_in_order(tmp_path):
+def test_unordered_rows_are_put_in_order(tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
     path.write_text("".join(
         f'{{"timestamp": {t}, "input_length": {n}, "output_length": 1, "hash_ids": [{n}]}}\n'
@@ -64,13 +67,13 @@ def test_unordered_rows_are_put_in_order(tmp_path):
     assert table["arrival_ns"].to_numpy() / 1e9 == pytest.approx([0, 0.2, 0.4, 0.4])
 
 
-def scenario(tmp_path, replay):
+def scenario(tmp_path: Path, replay: str) -> str:
     path = tmp_path / "replay.toml"
     path.write_text(f'name = "replay"\ndescription = "x"\nloop = "trace"\n[replay]\n{replay}\n')
     return str(path)
 
 
-def test_slices_and_repetitions(data, tmp_path):
+def test_slices_and_repetitions(data: Path, tmp_path: Path) -> None:
     trace = f"trace:{data / 'mooncake.jsonl'}"
     plan = build_plan(trace, scenario(tmp_path, "start_s = 0.3\nduration_s = 2.0"))
     assert plan.table["arrival_ns"].to_numpy() / 1e9 == pytest.approx([0.1, 1.7, 1.7])
@@ -86,7 +89,7 @@ def test_slices_and_repetitions(data, tmp_path):
         build_plan(trace, scenario(tmp_path, "start_s = 99"))
 
 
-def test_recorded_lengths_under_other_scenarios(data):
+def test_recorded_lengths_under_other_scenarios(data: Path) -> None:
     trace = f"trace:{data / 'mooncake.jsonl'}"
     closed = build_plan(trace, "saturated")
     assert closed.phases[0].sessions == 4
@@ -121,7 +124,7 @@ MOONCAKE = '{"timestamp": 0, "input_length": 600, "output_length": 5}\n'
         (MOONCAKE + '{"timestamp":0,"input_length":600,"output_length":5,"hash_ids":[1,2,3]}', 2, "too many for 600"),
     ],
 )
-def test_bad_lines_are_named(tmp_path, content, line, message):
+def test_bad_lines_are_named(tmp_path: Path, content: str, line: int | None, message: str) -> None:
     path = tmp_path / "trace"
     path.write_text(content)
     with pytest.raises(InputFileError, match=message) as caught:
@@ -142,16 +145,16 @@ def test_bad_lines_are_named(tmp_path, content, line, message):
         ({"saturation_rate": 5}, "leave out --saturation-rate"),
     ],
 )
-def test_what_a_trace_does_not_take(data, arguments, message):
+def test_what_a_trace_does_not_take(data: Path, arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         build_plan(f"trace:{data / 'azure.csv'}", **arguments)
 
 
-def test_missing_trace(tmp_path):
+def test_missing_trace(tmp_path: Path) -> None:
     with pytest.raises(InputFileError, match="No such file"):
         build_plan(f"trace:{tmp_path / 'none.csv'}")
 
 
-def test_order_of_time_is_the_order_of_the_plan(data):
+def test_order_of_time_is_the_order_of_the_plan(data: Path) -> None:
     for name in ("azure.csv", "mooncake.jsonl"):
         assert (np.diff(build_plan(f"trace:{data / name}").table["arrival_ns"].to_numpy()) >= 0).all()

@@ -2,9 +2,13 @@
 
 import datetime as dt
 import json
+from collections.abc import Callable, Sequence
 from decimal import Decimal
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
@@ -25,7 +29,7 @@ EPOCH_MS = 1_715_299_200_000  # 10 May 2024
 
 
 @st.composite
-def recorded_ms(draw):
+def recorded_ms(draw: st.DrawFn) -> list[int]:
     """Times of a serving trace in whole milliseconds from some moment of its first day, at a plausible mean rate."""
     gaps = draw(st.lists(st.integers(0, 60_000), min_size=1, max_size=40))
     times = np.cumsum([draw(st.integers(0, 86_400_000)), *gaps])
@@ -34,18 +38,20 @@ def recorded_ms(draw):
     return [int(time) for time in times]
 
 
-def written(times_ms, unit, *, epoch, text):
+def written(times_ms: list[int], unit: str, *, epoch: bool, text: bool) -> list[Any]:
     """The times as a log in that unit writes them: whole where that is exact, else with a fraction."""
     values = [Decimal(time + (EPOCH_MS if epoch else 0)) * Decimal(TIME_UNITS[unit]) / 1000 for time in times_ms]
     plain = [int(value) if value == int(value) else float(value) for value in values]
     return [str(value) for value in plain] if text else plain
 
 
-def iso(times_ms):
+def iso(times_ms: list[int]) -> list[str]:
     return [(dt.datetime(2024, 5, 10) + dt.timedelta(milliseconds=time)).isoformat(sep=" ") for time in times_ms]
 
 
-def read(values, asked=None, whole_numbers_are="ms"):
+def read(
+    values: Sequence[Any], asked: str | None = None, whole_numbers_are: str | None = "ms"
+) -> tuple[str, npt.NDArray[np.float64]]:
     stamps = collect_stamps([parse_stamp(value) for value in values])
     reading = read_time_unit(stamps, asked, whole_numbers_are=whole_numbers_are)
     return reading.unit, seconds_since_first(stamps, reading)
@@ -58,7 +64,9 @@ def read(values, asked=None, whole_numbers_are="ms"):
 )  # fmt: skip
 @example(times_ms=[1_500_000, 1_600_000], unit="us", epoch=False, text=False, whole_numbers_are="ms")
 @example(times_ms=[0, 400, 2000], unit="s", epoch=False, text=False, whole_numbers_are="ms")
-def test_every_unit_gives_the_same_times_or_is_refused(times_ms, unit, epoch, text, whole_numbers_are):
+def test_every_unit_gives_the_same_times_or_is_refused(
+    times_ms: list[int], unit: str, epoch: bool, text: bool, whole_numbers_are: str | None
+) -> None:
     true_s = (np.array(times_ms) - times_ms[0]) / 1e3
     values = written(times_ms, unit, epoch=epoch, text=text)
     assert read(values, asked=unit)[1] == pytest.approx(true_s, abs=1e-6)
@@ -73,7 +81,7 @@ def test_every_unit_gives_the_same_times_or_is_refused(times_ms, unit, epoch, te
 
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
 @given(times_ms=recorded_ms())
-def test_what_is_recognised_without_being_asked(times_ms):
+def test_what_is_recognised_without_being_asked(times_ms: list[int]) -> None:
     true_s = (np.array(times_ms) - times_ms[0]) / 1e3
     assert read(times_ms)[0] == "ms"
     fractions = written(times_ms, "s", epoch=False, text=False)
@@ -92,12 +100,12 @@ def test_what_is_recognised_without_being_asked(times_ms):
         ([0, 3_600_000], "ms: 0.000278 requests/s"),
     ],
 )
-def test_what_could_be_read_two_ways_is_refused_with_its_readings(values, message):
+def test_what_could_be_read_two_ways_is_refused_with_its_readings(values: Sequence[Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         read(values)
 
 
-def test_one_moment_needs_no_unit():
+def test_one_moment_needs_no_unit() -> None:
     assert read([7, 7, 7])[1].tolist() == [0, 0, 0]
     assert read([1500])[1].tolist() == [0]
 
@@ -105,18 +113,18 @@ def test_one_moment_needs_no_unit():
 @pytest.mark.parametrize(
     "values", [["2024-05-10", 5], ["2024-05-10 00:00:01", "2024-05-10 00:00:02+00:00"]], ids=["kinds", "zones"]
 )
-def test_kinds_are_not_mixed(values):
+def test_kinds_are_not_mixed(values: Sequence[Any]) -> None:
     with pytest.raises(ValueError, match="write all of them one way"):
         read(values)
 
 
 @pytest.mark.parametrize("text", ["yesterday", "nan", "inf", ""])
-def test_what_is_no_moment(text):
+def test_what_is_no_moment(text: str) -> None:
     with pytest.raises(ValueError, match=r".*"):
         parse_stamp(text)
 
 
-def mooncake(path, stamps):
+def mooncake(path: Path, stamps: Sequence[object]) -> str:
     path.write_text(
         "".join(json.dumps({"timestamp": t, "input_length": 9 + i, "output_length": 3}) + "\n"
                 for i, t in enumerate(stamps))
@@ -124,13 +132,15 @@ def mooncake(path, stamps):
     return f"trace:{path}"
 
 
-def azure(path, stamps):
+def azure(path: Path, stamps: Sequence[object]) -> str:
     path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(f"{t},10,20\n" for t in stamps))
     return f"trace:{path}"
 
 
 @pytest.mark.parametrize("write", [mooncake, azure])
-def test_both_formats_give_one_plan_in_every_unit(tmp_path, write):
+def test_both_formats_give_one_plan_in_every_unit(
+    tmp_path: Path, write: Callable[[Path, Sequence[object]], str]
+) -> None:
     times_ms = [0, 400, 1250, 2000]
     plans = {
         "iso": build_plan(write(tmp_path / "iso", iso(times_ms))),
@@ -145,19 +155,19 @@ def test_both_formats_give_one_plan_in_every_unit(tmp_path, write):
     assert [plan.facts["time_unit"] for plan in plans.values()] == ["iso", "ns", "s", "us"]
 
 
-def test_a_csv_has_no_unit_for_whole_numbers(tmp_path):
+def test_a_csv_has_no_unit_for_whole_numbers(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"whole.csv: the unit .* --time-unit"):
         build_plan(azure(tmp_path / "whole.csv", [0, 400, 2000]))
 
 
-def test_mixed_kinds_name_the_file(tmp_path):
+def test_mixed_kinds_name_the_file(tmp_path: Path) -> None:
     with pytest.raises(InputFileError, match=r"mixed: some times are ISO"):
         build_plan(mooncake(tmp_path / "mixed", ["2024-05-10 00:00:00", 5]))
     with pytest.raises(InputFileError, match=r"none:1: timestamp 'noon' is neither"):
         build_plan(mooncake(tmp_path / "none", ["noon"]))
 
 
-def test_a_unit_where_none_is_used_is_refused(tmp_path):
+def test_a_unit_where_none_is_used_is_refused(tmp_path: Path) -> None:
     trace = mooncake(tmp_path / "t", [0, 1, 2, 3])
     for arguments in ({"workload": trace, "scenario": "saturated"}, {"workload": "balanced"}):
         with pytest.raises(UsageError, match="--time-unit is for recorded times"):
@@ -169,11 +179,11 @@ def test_a_unit_where_none_is_used_is_refused(tmp_path):
         build_plan(mooncake(tmp_path / "iso", iso([0, 5])), time_unit="s")
 
 
-def call(capsys, *arguments):
+def call(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
     with pytest.raises(SystemExit) as ended:
         app([*map(str, arguments)], standalone_mode=True)
     captured = capsys.readouterr()
-    return ended.value.code or 0, captured.out, captured.err
+    return int(ended.value.code or 0), captured.out, captured.err
 
 
 @pytest.mark.parametrize(
@@ -185,7 +195,9 @@ def call(capsys, *arguments):
     ],
     ids=lambda command: command[0],
 )
-def test_commands_refuse_and_say(capsys, monkeypatch, tmp_path, command):
+def test_commands_refuse_and_say(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: tuple[str, ...]
+) -> None:
     monkeypatch.chdir(tmp_path)
     name, *options = command
     where = [name, *([options.pop(0)] if name == "workloads" else [])]
@@ -199,7 +211,9 @@ def test_commands_refuse_and_say(capsys, monkeypatch, tmp_path, command):
     assert "6 requests over 3 s, 1.67 per second" in " ".join((out + err).split())
 
 
-def test_a_sweep_refuses_before_its_first_cell(capsys, monkeypatch, tmp_path):
+def test_a_sweep_refuses_before_its_first_cell(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.chdir(tmp_path)
     trace = mooncake(tmp_path / "seconds.jsonl", [0, 1, 1, 2, 3, 3])
     spec = tmp_path / "grid.toml"
