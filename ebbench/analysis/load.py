@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ebbench.records.manifest import Manifest, PhaseFact
+from ebbench.workloads.trace import time_note
 from vllm_eb.policy import PolicyError, parse_policy, takes
 
 _ONE_DEVICE = frozenset({"sim", "emulated"})
@@ -21,7 +22,8 @@ class Load:
     ``rates`` are those of an open loop's phases, by name, where the scenario sets them. ``lengths`` says how long
     prompts and answers are, as the workload describes it. ``replayed``: times and lengths are a trace's, whatever the
     seed. ``sessions_by_seed``: another seed may give another number of sessions.
-    ``duration_s``: sessions were released for so long.
+    ``duration_s``: sessions were released for so long. ``trace`` says how a trace's times were read and which rate and
+    span follow, ``trace_rate`` is that rate in requests/s at the speed it was replayed.
     """
 
     sessions: int
@@ -37,6 +39,8 @@ class Load:
     replayed: bool = False
     sessions_by_seed: bool = False
     duration_s: float | None = None
+    trace: str = ""
+    trace_rate: float | None = None
 
     @property
     def open_loop(self) -> bool:
@@ -101,7 +105,15 @@ def load_of_run(manifest: Manifest) -> Load:
         replayed=facts.get("loop") == "trace",
         sessions_by_seed=bool(facts.get("sessions_by_seed")),
         duration_s=_number(facts.get("duration_s")),
+        trace=time_note(facts),
+        trace_rate=_trace_rate(facts),
     )
+
+
+def _trace_rate(facts: Mapping[str, Any]) -> float | None:
+    """Requests/s of a replayed trace; None where none was replayed, or all its requests came at once."""
+    rate = _number(facts.get("trace_requests_per_s"))
+    return None if rate is None else rate * (_number(facts.get("speed")) or 1.0)
 
 
 @dataclass(frozen=True)
@@ -140,7 +152,7 @@ def asked_of(load: Load, machine: Machine, policy: str) -> dict[str, Any]:
     return {
         "load": str(load),
         "sessions": load.sessions,
-        "request_rate": load.request_rate,
+        "request_rate": load.request_rate if load.request_rate is not None else load.trace_rate,
         "burstiness": load.burstiness,
         "max_concurrency": load.max_concurrency,
         "gpus": machine.gpus,

@@ -30,7 +30,7 @@ UNKNOWN_DEVICE = "unknown"
 
 def load_and_limits(summaries: Sequence[Summary]) -> list[str]:
     """Lines on the load, the requests, the scheduler's limits and the policies' settings."""
-    lines = (_load(summaries), requests(summaries), _limits(summaries), _settings(summaries))
+    lines = (_load(summaries), _trace(summaries), requests(summaries), _limits(summaries), _settings(summaries))
     return [line for line in lines if line]
 
 
@@ -39,6 +39,12 @@ def _load(summaries: Sequence[Summary]) -> str:
     parts = [summary.load.parts() for summary in summaries]
     shared = [text for name, text in parts[0].items() if all(each.get(name) == text for each in parts)]
     return f"Load: {', '.join([*shared, f'scenario {scenario}'])}, {_seeds(summaries)}."
+
+
+def _trace(summaries: Sequence[Summary]) -> str:
+    """How the times of the one trace they replay were read, with the rate and span that follow."""
+    note = _common(summaries, lambda s: s.load.trace)
+    return f"{note[0].upper()}{note[1:]}." if note else ""
 
 
 def requests(summaries: Sequence[Summary]) -> str:

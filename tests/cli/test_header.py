@@ -1,0 +1,31 @@
+"""What the first lines of a run say of its load, wherever the run is shown."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.gate.gate_data import invoke
+
+
+@pytest.fixture
+def replayed(tmp_path: Path) -> Path:
+    """The stored run of a trace with times in seconds: 41 requests, two per second."""
+    trace, out = tmp_path / "times.jsonl", tmp_path / "out"
+    rows = [{"timestamp": place / 2 + 0.25, "input_length": 20, "output_length": 4} for place in range(41)]
+    trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    done = invoke("run", f"trace:{trace}", "--policy", "v1", "--engine", "sim", "--quiet", "-o", out)
+    assert done.exit_code == 0, done.output
+    assert "41 requests over 20 s, 2 per second; its times are read as seconds" in " ".join(done.stdout.split())
+    return out
+
+
+def test_a_replayed_trace_says_its_rate_and_how_its_times_were_read(replayed: Path) -> None:
+    shown = " ".join(invoke("show", replayed).stdout.split())
+    assert "41 requests over 20 s, 2 per second; its times are read as seconds" in shown
+    [entry] = json.loads(invoke("show", replayed, "--json").stdout)
+    assert entry["request_rate"] == pytest.approx(2.0)
+    asked = invoke("query", "select request_rate from runs", "--runs", replayed, "--format", "json")
+    assert json.loads(asked.stdout) == [{"request_rate": pytest.approx(2.0)}]
