@@ -14,16 +14,17 @@ def as_markdown(document: Document) -> str:
     if document.command:
         parts += ["```", document.command, "```", ""]
     for section in document.sections:
-        parts += [*_table(section), ""]
+        parts += [*section_lines(section), ""]
     parts += [f"- {_plain(note)}" for note in document.notes]
     return "\n".join(parts).rstrip() + "\n"
 
 
-def _table(section: Section) -> list[str]:
+def section_lines(section: Section, *, repeat_labels: bool = False) -> list[str]:
+    """A section as a heading and a table. Labels that repeat those of the row above are left out, or repeated."""
     lines = [f"## {_plain(section.title)}", ""] if section.title else []
     lines.append(_line(_header(column) for column in section.columns))
     lines.append(_line("---" if column.kind == "label" else "---:" for column in section.columns))
-    for shown in cells(section):
+    for shown in cells(section, repeat_labels=repeat_labels):
         marked = zip(shown, section.columns, strict=True)
         lines.append(_line(f"**{cell}**" if column.ours and cell != "–" else cell for cell, column in marked))
     return lines

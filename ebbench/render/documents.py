@@ -102,15 +102,17 @@ def _rich_table(section: Section) -> Table:
     return table
 
 
-def cells(section: Section, joint: str = " ") -> Iterator[list[str]]:
+def cells(section: Section, joint: str = " ", *, repeat_labels: bool = False) -> Iterator[list[str]]:
     """Rows as texts; a label that repeats the one above it is left out where everything before it repeats too.
+
+    With ``repeat_labels`` it is not.
 
     ``joint`` stands between a mean and its deviation.
     """
     before: tuple[Value, ...] | None = None
     for row in section.rows:
         shown = [text(value, column, joint) for value, column in zip(row, section.columns, strict=True)]
-        if before is not None:
+        if before is not None and not repeat_labels:
             for index, column in enumerate(section.columns):
                 if column.kind != "label" or row[index] != before[index] or index + 1 >= _labels(section.columns):
                     break

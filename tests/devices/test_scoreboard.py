@@ -12,6 +12,7 @@ from ebbench.papers.fidelity.cases_servers import server_cases, silicon
 from ebbench.papers.fidelity.report import BOARD
 from ebbench.papers.fidelity.runs import replay_cells, run_cases
 from ebbench.papers.fidelity.scores import Cell
+from ebbench.papers.fidelity.tables import front
 
 COMMITTED = Path(__file__).parents[2] / "reports" / "fidelity" / BOARD
 
@@ -49,7 +50,7 @@ def test_what_got_worse_is_said_and_what_got_better_is_not(tmp_path: Path) -> No
         "source on gpu: median error of TPOT 5.0%, was 2.0%"
     ]
     assert not scoreboard.losses(scoreboard.scoreboard([made(101.0)]), before)
-    assert "5.0% (was 2.0%)" in "\n".join(scoreboard.lines(scoreboard.scoreboard([made(105.0)]), before))
+    assert "5.0% (was 2.0%)" in str(front(scoreboard.scoreboard([made(105.0)]), before).rows)
 
 
 def test_every_server_case_can_be_loaded_and_has_its_reference_data() -> None:

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from ebbench.analysis.documents import Column, Document, Section, compared, comparison, labels, number
 from ebbench.export.latex import as_latex, escaped
-from ebbench.export.markdown import as_markdown
+from ebbench.export.markdown import as_markdown, section_lines
 from ebbench.render.documents import as_csv, as_html, as_rich
 
 NASTY = "a_b & 50% </script> | $x$"
@@ -58,6 +58,14 @@ def test_markdown_is_a_table_github_can_read() -> None:
     assert "+25.0 %" in text
     assert "+3.5 pp" in text
     assert "| – |" in text
+
+
+def test_a_section_may_repeat_its_labels() -> None:
+    [section] = document().sections
+    shown = [line.split("|")[1].strip() for line in section_lines(section)[-2:]]
+    repeated = [line.split("|")[1].strip() for line in section_lines(section, repeat_labels=True)[-2:]]
+    assert [bool(label) for label in shown] == [True, False]
+    assert repeated == [shown[0], shown[0]]
 
 
 def test_csv_holds_plain_numbers() -> None:

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ebbench.devices.profiles import find_profile, list_devices
-from ebbench.papers.fidelity import scoreboard
-from ebbench.papers.fidelity.scores import REPLAY_TARGETS, THROUGHPUT, Cell, Score, comparisons, replay_scores, scores
+from ebbench.analysis.documents import Section
+from ebbench.export.markdown import section_lines
+from ebbench.papers.fidelity import scoreboard, tables
+from ebbench.papers.fidelity.scores import REPLAY_TARGETS, THROUGHPUT, Cell, Score, replay_scores, scores
 from ebbench.render import palette
 
 NOTES = "What the protocol is taken to be, and why figures miss where they do: [notes](notes.md), written by hand."
@@ -51,12 +51,12 @@ def write_report(
     ``repeats`` is how many seeds our values of table 3 are means of.
     """
     out.mkdir(parents=True, exist_ok=True)
-    table = out / "cells.parquet"
-    pq.write_table(_table(cells), table)
-    written = [table, *_pictures(cells, out)]
+    parquet = out / "cells.parquet"
+    pq.write_table(_table(cells), parquet)
+    written = [parquet, *_pictures(cells, out)]
     rows = scoreboard.scoreboard(cells)
     scoreboard.save(rows, out / BOARD)
-    front = [FRONT, *scoreboard.lines(rows, before or {})]
+    front = tables.front(rows, before or {})
     report = out / "report.md"
     report.write_text("\n".join(_markdown(cells, written, repeats, front)) + "\n", encoding="utf-8")
     return [report, *written]
@@ -79,15 +79,18 @@ def _table(cells: Iterable[Cell]) -> pa.Table:
     return pa.table({name: [row[name] for row in rows] for name in names})
 
 
-def _markdown(cells: Sequence[Cell], files: Iterable[Path], repeats: int, front: Iterable[str]) -> Iterator[str]:
+def _markdown(cells: Sequence[Cell], files: Iterable[Path], repeats: int, front: Section) -> Iterator[str]:
     ours = f"means over {repeats} seeds" if repeats > 1 else "single runs"
     scatter = "a run of the distribution shift scatters by 1 to 2 %"
     yield INTRODUCTION.format(runs=f"Ours are {ours} in table 3, single runs elsewhere ({scatter}).")
-    yield from front
+    yield FRONT
+    yield from _lines(front)
     yield "\n## Targets\n"
-    yield from _score_lines(all_scores(cells))
+    yield from _lines(tables.targets(all_scores(cells)))
     yield "\n## Constants\n"
-    yield from _constant_lines()
+    yield "At most three per device, and a factor of matrix products (H100, H200: 1.10, from H200). Models without"
+    yield "their own take the device's.\n"
+    yield from _lines(tables.constants())
     for file in files:
         if file.suffix == ".svg":
             yield f"\n![{file.stem}]({file.name})"
@@ -95,70 +98,19 @@ def _markdown(cells: Sequence[Cell], files: Iterable[Path], repeats: int, front:
     for source in dict.fromkeys(cell.source for cell in cells):
         yield f"\n## {source}\n"
         chosen = [cell for cell in cells if cell.source == source]
-        yield from _calibration_lines(chosen) if source == "calibration" else _cell_lines(chosen)
+        if source == "calibration":
+            yield "Step times of the kernel tables against the authors' fitted lines (eager mode, context 512).\n"
+            yield from _lines(tables.step_times(chosen))
+        else:
+            yield from _lines(tables.published_and_ours(chosen))
         if source in ("table 2", "table 3"):
             yield ""
-            yield from _gain_lines(chosen)
+            yield from _lines(tables.gains(chosen))
 
 
-def _score_lines(groups: dict[str, list[Score]]) -> Iterator[str]:
-    yield "| cells | score | target | reached | count | met |"
-    yield "|---|---|---|---:|---:|---|"
-    for name, found in groups.items():
-        for score in found:
-            yield (
-                f"| {name} | {score.name} | {score.target} | {score.reached:.1%} | {score.count} | "
-                f"{'yes' if score.met else 'no'} |"
-            )
-
-
-def _constant_lines() -> Iterator[str]:
-    yield "At most three per device, and a factor of matrix products (H100, H200: 1.10, from H200). Models without"
-    yield "their own take the device's.\n"
-    yield "| device | host a step | host a sequence | mixed excess x | source |"
-    yield "|---|---:|---:|---:|---|"
-    for name in list_devices():
-        for model, host in find_profile(name).host.items():
-            yield (
-                f"| {name} ({model}) | {host.step_s * 1e3:.2f} ms | {host.sequence_s * 1e6:.1f} us | "
-                f"{host.mixed_excess:.2f} | {host.source} |"
-            )
-
-
-def _cell_lines(cells: Sequence[Cell]) -> Iterator[str]:
-    yield "| device | model | case | scheduler | metric | published | ours | error | |"
-    yield "|---|---|---|---|---|---:|---:|---:|---|"
-    for cell in cells:
-        remark = "fitted" if cell.fitted else "" if cell.scored else f"unscored: {cell.note}"
-        yield (
-            f"| {cell.device} | {cell.model} | {cell.case} | {cell.scheduler} | {cell.metric} | {cell.published:.4g} | "
-            f"{cell.ours:.4g} | {cell.error:+.1%} | {remark} |"
-        )
-
-
-def _gain_lines(cells: Sequence[Cell]) -> Iterator[str]:
-    yield "| device | model | case | pair | published gain | our gain | |"
-    yield "|---|---|---|---|---:|---:|---|"
-    for pair in comparisons(cells):
-        _, device, model, case = pair.row
-        verdict = "too close" if not pair.decided else "same winner" if pair.same_winner else "**other winner**"
-        yield (
-            f"| {device} | {model} | {case} | {pair.second} over {pair.first} | {pair.published_gain:+.1%} | "
-            f"{pair.our_gain:+.1%} | {verdict} |"
-        )
-
-
-def _calibration_lines(cells: Sequence[Cell]) -> Iterator[str]:
-    """One line per device, model and kind of step: the cells themselves are in the Parquet file."""
-    yield "Step times of the kernel tables against the authors' fitted lines (eager mode, context 512).\n"
-    yield "| device | model | step | median error | from | to | |"
-    yield "|---|---|---|---:|---:|---:|---|"
-    groups: dict[tuple[str, str, str, str], list[float]] = {}
-    for cell in cells:
-        groups.setdefault((cell.device, cell.model, cell.case.split()[0], cell.note), []).append(cell.error)
-    for (device, model, kind, note), errors in groups.items():
-        low, high = min(errors), max(errors)
-        yield f"| {device} | {model} | {kind} | {median(errors):+.1%} | {low:+.1%} | {high:+.1%} | {note} |"
+def _lines(section: Section) -> list[str]:
+    """In Markdown, every row whole: readers search these tables by device or model."""
+    return section_lines(section, repeat_labels=True)
 
 
 def _pictures(cells: Sequence[Cell], out: Path) -> list[Path]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -71,25 +71,6 @@ def _winners(cells: Iterable[Cell]) -> list[bool]:
         for case in cases.values()
         if len(case) > 1
     ]
-
-
-def lines(rows: Iterable[Row], before: Mapping[str, Row]) -> Iterator[str]:
-    """The table in Markdown; medians that differ from the committed ones have those in brackets."""
-    yield "| source | device | cells | fitted | " + " | ".join(FIGURES) + " | direction right |"
-    yield "|---|---|---:|---:|" + "---:|" * len(FIGURES) + "---:|"
-    for row in rows:
-        old = before.get(row.key)
-        figures = [_figure(row.errors.get(name), old.errors.get(name) if old else None) for name in FIGURES]
-        direction = "" if row.direction is None else f"{row.direction:.0%}"
-        yield f"| {row.source} | {row.device} | {row.count} | {row.fitted} | {' | '.join(figures)} | {direction} |"
-
-
-def _figure(now: tuple[float, float] | None, before: tuple[float, float] | None) -> str:
-    if now is None:
-        return ""
-    changed = before is not None and abs(now[0] - before[0]) >= 0.0005
-    was = f" (was {before[0]:.1%})" if changed and before is not None else ""
-    return f"{now[0]:.1%}{was}, {now[1]:.1%}"
 
 
 def losses(rows: Iterable[Row], before: Mapping[str, Row]) -> list[str]:
