@@ -26,8 +26,8 @@ _FIRST_OPEN = 4
 """Sessions that are open on average at the first load tried."""
 _TRIES = 3
 """INVALID runs in a row after which a search is given up: the client's machine is too busy or too slow."""
-_LONGEST = 16
-"""A probe gets at most this many times the sessions asked for."""
+_NEAR, _NEAR_ABOVE = 1.05, 1.25
+"""Loads this much lower, and this much higher, than one whose run was too short need as long a run."""
 
 
 class Prober(Protocol):
@@ -61,7 +61,9 @@ class Budget:
 
 @dataclass(frozen=True)
 class SearchConfig:
-    """One search. ``sessions``: fewest per probe. ``seconds``: least time over which sessions arrive."""
+    """One search. ``sessions``: fewest per probe. ``seconds``: least time over which sessions arrive in real time; 0
+    for a virtual clock. ``longest``: a probe gets at most so many times the fewest sessions.
+    """
 
     limits: Limits
     by_concurrency: bool
@@ -69,7 +71,12 @@ class SearchConfig:
     seconds: float
     precision: float
     seed: int
+    longest: int = 16
     most: float = math.inf
+
+    def fewest(self, load: float) -> int:
+        """Sessions of a probe at ``load`` at least."""
+        return max(self.sessions, math.ceil(2 * FEWEST_PER_OPEN * load if self.by_concurrency else self.seconds * load))
 
 
 @dataclass(frozen=True)
@@ -83,12 +90,12 @@ class Outcome:
 
     @property
     def nearest(self) -> Reading:
-        """The reading at the highest load that met the limits, or the one nearest to the capacity."""
+        """The reading with a bounded queue nearest to the capacity; requests alone where there is none."""
         capacity = self.estimate.capacity
-        decided = [reading for reading in self.readings if reading.decides] or list(self.readings)
+        bounded = [r for r in self.readings if r.decides and not r.probe.runaway and not r.probe.failed]
         if capacity is None:
-            return min(decided, key=lambda reading: reading.probe.load, default=self.alone)
-        return min(decided, key=lambda reading: abs(math.log(reading.probe.load / capacity)))
+            return min(bounded, key=lambda reading: reading.probe.load, default=self.alone)
+        return min(bounded, key=lambda reading: abs(math.log(reading.probe.load / capacity)), default=self.alone)
 
     @property
     def limited_by(self) -> str:
@@ -124,17 +131,15 @@ def search_capacity(
     search = Search(config.limits.requirements(), first, config.precision, config.by_concurrency, config.most)
     readings = [read_probe(run, load, config.limits) for load, run in earlier]
     stopped = ""
-    while (load := next_load(search, _decided(readings))) is not None:
-        if stopped := budget.spent(len(readings)) or _given_up(readings):
+    while (load := next_load(search, decided(config, readings))) is not None:
+        sessions = _sessions(config, readings, load)
+        stopped = budget.spent(len(readings)) or _given_up(readings) or _too_long(config, readings, load, budget)
+        if stopped:
             break
-        run = prober.probe(load, _sessions(config, readings, load), config.seed + len(readings))
+        run = prober.probe(load, sessions, config.seed + len(readings))
         readings.append(read_probe(run, load, config.limits))
-        seen(readings[-1], estimate(search, _decided(readings)))
-    decided = _decided(readings)
-    if not decided:
-        why = stopped or "no probe was long enough"
-        raise RunError(f"no probe decided anything ({why}); give more --num-prompts or a larger budget")
-    return Outcome(estimate(search, decided), tuple(readings), alone, stopped)
+        seen(readings[-1], estimate(search, decided(config, readings)))
+    return Outcome(estimate(search, decided(config, readings)), tuple(readings), alone, stopped)
 
 
 def _given_up(readings: Sequence[Reading]) -> str:
@@ -145,8 +150,32 @@ def _given_up(readings: Sequence[Reading]) -> str:
     return ""
 
 
-def _decided(readings: Sequence[Reading]) -> list[Probe]:
-    return [reading.probe for reading in readings if reading.decides]
+def decided(config: SearchConfig, readings: Sequence[Reading]) -> list[Probe]:
+    """The probes that the search may use: those of valid runs that were long enough.
+
+    A run that is too short shows too many requests within the limits, since it starts with an empty queue. Where few
+    of them met the limits anyway, it is long enough.
+    """
+    return [
+        reading.probe
+        for reading in readings
+        if reading.decides
+        and (reading.clearly_over or reading.sessions >= _long_enough(config, readings, reading.probe.load))
+    ]
+
+
+def _needed(readings: Sequence[Reading], load: float) -> int:
+    """Sessions that a probe needs to decide: twice those of a run nearby that was too short to tell the share.
+
+    This holds for all runs nearby, also for those that do not look too short: to repeat only some would favour one
+    outcome.
+    """
+    near = [r.sessions for r in readings if r.correlated and 1 / _NEAR <= load / r.probe.load <= _NEAR_ABOVE]
+    return 2 * max(near, default=0)
+
+
+def _long_enough(config: SearchConfig, readings: Sequence[Reading], load: float) -> int:
+    return min(_needed(readings, load), config.longest * config.fewest(load))
 
 
 def _measure_alone(config: SearchConfig, prober: Prober) -> Reading:
@@ -192,10 +221,19 @@ def _first_load(config: SearchConfig, alone: Reading) -> float:
 
 def _sessions(config: SearchConfig, readings: Sequence[Reading], load: float) -> int:
     """Sessions of the next probe: enough for the number that will be open, by what nearby loads had open."""
-    fewest = max(config.sessions, math.ceil(config.seconds * load) if not config.by_concurrency else 0)
-    if config.by_concurrency:
-        return min(max(fewest, math.ceil(2 * FEWEST_PER_OPEN * load)), _LONGEST * max(fewest, math.ceil(load)))
+    fewest = config.fewest(load)
     near = [r.mean_open for r in readings if 0.7 <= r.probe.load / load <= 1.25 and not r.probe.runaway]
-    wanted = math.ceil(1.5 * FEWEST_PER_OPEN * max(near, default=0.0))
+    wanted = 0 if config.by_concurrency else math.ceil(1.5 * FEWEST_PER_OPEN * max(near, default=0.0))
     repeated = sum(r.short and r.probe.load == load for r in readings)
-    return int(min(max(fewest * 2**repeated, wanted), _LONGEST * fewest))
+    return int(min(max(fewest * 2**repeated, wanted, _needed(readings, load)), config.longest * fewest))
+
+
+def _too_long(config: SearchConfig, readings: Sequence[Reading], load: float, budget: Budget) -> str:
+    """Why no time is left for a probe in real time at ``load``; empty while there is."""
+    if not config.seconds or math.isinf(budget.seconds):
+        return ""
+    served = [r.completed_sessions_per_s for r in readings if r.completed_sessions_per_s]
+    rate = max(served, default=math.inf) if config.by_concurrency else load
+    needs_s = _sessions(config, readings, load) / rate
+    left_s = budget.seconds - (time.monotonic() - budget.begun)
+    return f"--max-time {budget.seconds:g} (the next run takes {needs_s:.0f} s)" if needs_s > left_s else ""

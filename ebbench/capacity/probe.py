@@ -28,6 +28,10 @@ BATCHES = 20
 """Parts of a run that its dispersion is estimated from."""
 FEWEST_PER_OPEN = 8
 """Counted sessions per session open at a time: a shorter run is mostly filling and draining."""
+_CORRELATED = 0.4
+"""Correlation of neighbouring batches above which a run is too short to tell the share (Fishman 1978)."""
+_UNCLEAR = 0.5
+"""A share below this is too low at any length of the run."""
 _GROWTH = 0.01
 _FULL = 0.98
 _STEP_COLUMNS = ["start_ns", "end_ns", "kv_blocks_used", "kv_blocks_total"]
@@ -37,17 +41,20 @@ _STEP_COLUMNS = ["start_ns", "end_ns", "kv_blocks_used", "kv_blocks_total"]
 class Reading:
     """A probe and what else its run says. Latencies are medians in ms.
 
-    ``short``: too few sessions for the number that were open; the probe decides nothing. ``invalid``: reasons why the
-    run is INVALID although its requests did not fail, such as a client that was late; neither does this
-    probe decide anything, since it says nothing about the server. ``attainment`` is the share of counted requests that
-    met the joint limits (all of them, where only percentiles are limited). ``completed_sessions_per_s`` counts those
-    that ended in the steady window. ``shares``: the share that met each limit alone. ``memory_full``: share of the
-    time with the KV cache full.
+    ``short``: too few sessions for the number that were open; the probe decides nothing. ``correlated``: consecutive
+    parts of the run met the limits to shares so alike that the queue rose or fell more slowly than the run lasted.
+    ``sessions``: those of the whole run. ``invalid``: reasons why the run is INVALID although its requests did not
+    fail, such as a client that was late; neither does this probe decide anything, since it says nothing about the
+    server. ``attainment`` is the share of counted requests that met the joint limits (all of them, where only
+    percentiles are limited). ``completed_sessions_per_s`` counts those that ended in the steady window. ``shares``:
+    the share that met each limit alone. ``memory_full``: share of the time with the KV cache full.
     """
 
     probe: Probe
     run_dir: str
     short: bool
+    correlated: bool
+    sessions: int
     invalid: str
     mean_open: float
     requests_per_session: float
@@ -65,6 +72,12 @@ class Reading:
     def decides(self) -> bool:
         """Whether the search may use the probe."""
         return not self.short and not self.invalid
+
+    @property
+    def clearly_over(self) -> bool:
+        """Whether the load is too high whatever a longer run would show."""
+        few = any(count.share < _UNCLEAR for count in self.probe.counts)
+        return few or self.probe.runaway or bool(self.probe.failed)
 
 
 def read_probe(run: Run, load: float, limits: Limits) -> Reading:
@@ -101,9 +114,11 @@ def read_measured(run: Measured, load: float, limits: Limits) -> Reading:
     counts = tuple(_counts(columns, counted, mask) for mask in met)
     good, ok, tokens = np.logical_and.reduce(met), counted & columns.ok, columns.output_tokens
     return Reading(
-        probe=Probe(load, run.seed, counts, runaway, failed, _served_per_s(columns) if runaway else None),
+        probe=Probe(load, run.seed, counts, runaway, failed, _served_per_s(columns)),
         run_dir=run.run_dir,
         short=not failed and not runaway and sessions < FEWEST_PER_OPEN * mean_open,
+        correlated=not failed and not runaway and any(_correlated(each) for each in counts),
+        sessions=len(np.unique(columns.session)),
         invalid="" if failed else run.reasons,
         mean_open=mean_open,
         requests_per_session=float(counted.sum()) / max(1, sessions),
@@ -142,6 +157,14 @@ def _counts(columns: RequestColumns, counted: Mask, met: Mask) -> Counts:
     good = met[counted][order]
     batches = tuple((int(part.sum()), len(part)) for part in np.array_split(good, BATCHES) if len(part))
     return Counts(int(good.sum()), len(good), batches)
+
+
+def _correlated(counts: Counts) -> bool:
+    """Whether neighbouring batches are correlated, in a run whose share is not low at any length."""
+    if not _UNCLEAR <= counts.share < 1 or len(counts.batches) < BATCHES:
+        return False
+    off = np.array([met / counted for met, counted in counts.batches]) - counts.share
+    return float(off[1:] @ off[:-1]) > _CORRELATED * float(off @ off)
 
 
 def _shares(columns: RequestColumns, counted: Mask, limits: Limits) -> dict[str, float]:

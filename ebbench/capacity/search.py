@@ -10,8 +10,9 @@ far, so a search that was stopped goes on from stored probes. It has three stage
 1. Bracket: double or halve the load until one probe met every requirement and a higher one did not.
 2. Narrow: bisect the bracket, on a log scale, down to a ratio of ``NARROW``.
 3. Refine: probe on both sides of the estimated crossing, each time with a new seed, until the interval is as narrow
-   as asked. Where requests keep their limits up to the load at which the queue grows without bound, there is no
-   crossing to fit: capacity is then the rate at which an overloaded system completes sessions, so probes go above it.
+   as asked. Where the share falls too steeply for a fit, bisect to the end and probe both ends again. Where requests
+   meet the requirements even while the queue grows without bound (a limit on TPOT alone, for example), there is no
+   crossing: capacity is then the rate at which an overloaded system completes sessions, so probes go above it.
 
 The estimate fits a logistic curve, share against log(load), to the probes near the crossing (quasi-binomial
 regression, Wedderburn 1974). Why this and not a bisection to the end: a bisection treats each noisy answer as true and
@@ -35,7 +36,11 @@ Floats = npt.NDArray[np.float64]
 NARROW = 1.15
 """Ratio of the bracket's ends at which refining begins."""
 _NEAR = math.log(1.25)
-"""Probes this far from the crossing, in log(load), enter the fit; the logistic curve is a local approximation."""
+"""Probes this far from the crossing, in log(load), enter the fit at most; the logistic curve is a local approximation.
+"""
+_NEAR_LOGITS = 2.5
+"""Probes this far from the crossing, in logits of the fitted share, enter the fit: a steep curve has a small vicinity.
+"""
 _FEWEST = 5
 """Probes that a fit needs at least: two parameters and three residuals."""
 _CONFIDENCE = 0.95
@@ -47,6 +52,14 @@ _WIDEST = math.log(2)
 """Half intervals wider than this, in log(load), say nothing either."""
 _FLATTEST = -0.5
 """Slopes of logit(share) over log(load) above this say nothing about where the crossing is."""
+_LOWEST = 1 / 1024
+"""The lowest load tried, over the first one: requests hardly meet one another there."""
+_GROWING = 1.02
+"""Where twice the open sessions complete less than this many times the sessions/s, more of them only wait."""
+_CONFIRMED = 2
+"""Probes at each end of a bracket that is as narrow as asked, before it is taken as the answer."""
+_SURE_DEVIATIONS = 4.0
+"""Standard deviations between the share at an end of the bracket and the required one that leave no doubt."""
 
 
 @dataclass(frozen=True)
@@ -75,8 +88,8 @@ class Counts:
 class Probe:
     """One run at ``load`` (requests/s or concurrent sessions) with ``seed``; ``counts`` has one entry per requirement.
 
-    ``runaway``: the queue grew for as long as requests came, so the load is above capacity whatever the counts say;
-    ``served_per_s`` is then the rate at which sessions were completed.
+    ``runaway``: the queue grew for as long as requests came, so the load is above capacity whatever the counts say.
+    ``served_per_s``: the rate at which sessions were completed.
     ``failed``: requests failed or the run is INVALID; it is above capacity and enters no fit.
     """
 
@@ -89,8 +102,11 @@ class Probe:
 
     def meets(self, requirements: Sequence[Requirement]) -> bool:
         """Whether every requirement was met and the queue stayed bounded."""
-        enough = all(c.share >= r.share for c, r in zip(self.counts, requirements, strict=True))
-        return enough and not self.runaway and not self.failed
+        return self.within(requirements) and not self.runaway and not self.failed
+
+    def within(self, requirements: Sequence[Requirement]) -> bool:
+        """Whether enough of the counted requests met every requirement."""
+        return all(c.share >= r.share for c, r in zip(self.counts, requirements, strict=True))
 
 
 @dataclass(frozen=True)
@@ -132,24 +148,37 @@ class Search:
 
 
 def next_load(search: Search, probes: Sequence[Probe]) -> float | None:
-    """The next load to probe, or None when the interval is as narrow as asked or nothing higher may be tried."""
+    """The next load to probe, or None when the interval is as narrow as asked or no other load may be tried."""
     if not probes:
         return search.rounded(search.start)
     low, high = bracket(search, probes)
     if low is None:
         return _lower(search, min(probe.load for probe in probes))
     if high is None:
-        return None if low >= search.most else search.rounded(2 * low)
+        return None if low >= search.most or waits_only(search, probes) else search.rounded(2 * low)
     if search.integer and high - low <= 1 and len(probes) >= _FEWEST:
         return None
     if high / low > NARROW:
         return _between(search, low, high, probes)
     found = estimate(search, probes)
-    if found.fitted and found.half_width <= search.precision:
-        return None
-    if found.limited_by == "queue" and found.capacity is not None:
-        return search.rounded(_OVERLOAD * found.capacity)
-    return _refined(search, probes, found)
+    if found.fitted:
+        if found.half_width <= search.precision:
+            return None
+        return _overloading(search, probes, found) if found.limited_by == "queue" else _refined(search, probes, found)
+    if found.limited_by == "queue" and (load := _overloading(search, probes, found)) is not None:
+        return load
+    if (high - low) / (high + low) > search.precision:
+        return _between(search, low, high, probes)
+    again = _unconfirmed(low, high, probes)
+    return _refined(search, probes, found) if again is None and found.half_width > search.precision else again
+
+
+def waits_only(search: Search, probes: Sequence[Probe]) -> bool:
+    """Whether, in a closed loop, twice the open sessions completed no more sessions/s: the others waited."""
+    rates = {p.load: p.served_per_s for p in probes if p.served_per_s}
+    highest = max(rates, default=0.0)
+    before = rates.get(highest / 2)
+    return search.integer and before is not None and rates[highest] < _GROWING * before
 
 
 def bracket(search: Search, probes: Sequence[Probe]) -> tuple[float | None, float | None]:
@@ -174,25 +203,52 @@ def estimate(search: Search, probes: Sequence[Probe]) -> Estimate:
     if low is None:
         return Estimate(None, 0.0, high or math.inf, _blame(search, probes), fitted=False)
     if high is None:
-        return Estimate(low, low, math.inf, "not reached", fitted=False)
+        by = "queue" if waits_only(search, probes) else "not reached"
+        return Estimate(low, low, math.inf, by, fitted=False)
     middle = math.sqrt(low * high)
+    if any(probe.failed and probe.load <= high for probe in probes):
+        return Estimate(middle, low, high, "errors", fitted=False)
     found = [
         crossing
         for index, requirement in enumerate(search.requirements)
         if (crossing := _crossing(requirement, index, probes, middle)) is not None
     ]
-    hard = _hard_limit(probes, low, high)
-    if hard is not None and not _missed_below(search, probes, hard):
-        found.append(hard)
+    if not found and _blame(search, probes) == "queue":
+        return _overloaded(probes, low, high)
+    known = Estimate(middle, *_undisputed(search, probes), _blame(search, probes), fitted=False)
     if not found:
-        return Estimate(middle, low, high, _blame(search, probes), fitted=False)
-    return min(found, key=lambda crossing: crossing.capacity or math.inf)
+        return known
+    best = min(found, key=lambda crossing: crossing.capacity or math.inf)
+    if best.half_width > known.half_width and _beyond_doubt(search, probes, low, high):
+        return known
+    return best
 
 
-def _missed_below(search: Search, probes: Sequence[Probe], hard: Estimate) -> bool:
-    """Whether requests missed their limits at a load below ``hard``, with a bounded queue: a limit then decides."""
-    bounded = [probe for probe in probes if not probe.runaway and not probe.failed]
-    return any(probe.load < (hard.capacity or math.inf) and not probe.meets(search.requirements) for probe in bounded)
+def _undisputed(search: Search, probes: Sequence[Probe]) -> tuple[float, float]:
+    """The highest passing load below every failing one, and the lowest failing load above every passing one."""
+    passing = [probe.load for probe in probes if probe.meets(search.requirements)]
+    failing = [probe.load for probe in probes if not probe.meets(search.requirements)]
+    low = max((load for load in passing if load < min(failing)), default=0.0)
+    return low, min((load for load in failing if load > max(passing)), default=math.inf)
+
+
+def _beyond_doubt(search: Search, probes: Sequence[Probe], low: float, high: float) -> bool:
+    """Whether the ends of the bracket are no matter of chance: the share falls in a step between them."""
+    if _undisputed(search, probes) != (low, high):
+        return False
+    at_low, at_high = ([p for p in probes if p.load == load] for load in (low, high))
+    requirements = list(enumerate(search.requirements))
+    sure = all(_deviations(at_low, index, each.share) > _SURE_DEVIATIONS for index, each in requirements)
+    short = any(_deviations(at_high, index, each.share) < -_SURE_DEVIATIONS for index, each in requirements)
+    return sure and (short or all(probe.runaway for probe in at_high))
+
+
+def _deviations(probes: Sequence[Probe], index: int, share: float) -> float:
+    """How far the counts are above the required share, in standard deviations; requests of one run are dependent."""
+    counted = sum(probe.counts[index].counted for probe in probes)
+    met = sum(probe.counts[index].met for probe in probes)
+    dispersion = max(1.0, _within(probes, index))
+    return (met - share * counted) / math.sqrt(max(counted, 1) * share * (1 - share) * dispersion)
 
 
 def _falling(values: list[float], weights: list[int]) -> list[float]:
@@ -210,7 +266,7 @@ def _falling(values: list[float], weights: list[int]) -> list[float]:
 
 
 def _lower(search: Search, lowest: float) -> float | None:
-    if search.integer and lowest <= 1:
+    if lowest <= (1 if search.integer else _LOWEST * search.start):
         return None
     return search.rounded(lowest / 2)
 
@@ -223,6 +279,21 @@ def _between(search: Search, low: float, high: float, probes: Sequence[Probe]) -
     return middle
 
 
+def _unconfirmed(low: float, high: float, probes: Sequence[Probe]) -> float | None:
+    """The end of the bracket that was probed less often; None where both were probed often enough."""
+    seen = {end: sum(probe.load == end for probe in probes) for end in (low, high)}
+    least = min(seen, key=lambda end: seen[end])
+    return least if seen[least] < _CONFIRMED else None
+
+
+def _overloading(search: Search, probes: Sequence[Probe], found: Estimate) -> float | None:
+    """A load that surely overloads, no higher than one that was seen to; None where no such load was seen."""
+    assert found.capacity is not None
+    highest = max((probe.load for probe in probes if probe.runaway), default=0.0)
+    load = search.rounded(min(_OVERLOAD * found.capacity, highest))
+    return load if load >= _SURELY_OVER * found.capacity else None
+
+
 def _refined(search: Search, probes: Sequence[Probe], found: Estimate) -> float:
     """Loads in turn below and above the crossing: two loads apart tell the slope, which the interval needs."""
     assert found.capacity is not None
@@ -232,7 +303,7 @@ def _refined(search: Search, probes: Sequence[Probe], found: Estimate) -> float:
 
 
 def _blame(search: Search, probes: Sequence[Probe]) -> str:
-    """What the lowest failing probe failed."""
+    """What the lowest failing probe failed. A queue is to blame only where the counted requests met everything."""
     failing = [probe for probe in probes if not probe.meets(search.requirements)]
     if not failing:
         return "not reached"
@@ -247,19 +318,15 @@ def _blame(search: Search, probes: Sequence[Probe]) -> str:
     return name if worst < 0 else "queue"
 
 
-def _hard_limit(probes: Sequence[Probe], low: float, high: float) -> Estimate | None:
-    """Where the queue runs away or requests fail; None where neither was seen.
+def _overloaded(probes: Sequence[Probe], low: float, high: float) -> Estimate:
+    """The rate at which overloaded probes completed sessions, with a t interval.
 
-    The rate at which overloaded probes completed sessions, with a t interval; the bracket while there are fewer than
-    three of them. Errors are a step, known only up to its bracket.
+    The bracket's ends are the interval while there are fewer than three of them.
     """
-    failed = [probe.load for probe in probes if probe.failed]
-    if failed and min(failed) <= high:
-        return Estimate(math.sqrt(low * high), low, high, "errors", fitted=False)
     runaway = [probe for probe in probes if probe.runaway and probe.served_per_s]
     rates = [p.served_per_s for p in runaway if p.served_per_s and p.load >= _SURELY_OVER * p.served_per_s]
     if not rates:
-        return Estimate(math.sqrt(low * high), low, high, "queue", fitted=False) if runaway else None
+        return Estimate(math.sqrt(low * high), low, high, "queue", fitted=False)
     mean = float(np.mean(rates))
     if len(rates) < 3:
         return Estimate(mean, min(low, *rates), max(high, *rates), "queue", fitted=False)
@@ -270,9 +337,9 @@ def _hard_limit(probes: Sequence[Probe], low: float, high: float) -> Estimate | 
 def _crossing(requirement: Requirement, index: int, probes: Sequence[Probe], middle: float) -> Estimate | None:
     """Capacity under one requirement; None where the probes do not say: too few, or none above it."""
     usable = [probe for probe in probes if not probe.failed and not probe.runaway and probe.counts[index].counted]
-    centre = math.log(middle)
-    for _ in range(3):  # the fit moves the centre, the centre chooses the probes of the fit
-        near = _nearest(usable, centre)
+    centre, reach = math.log(middle), _NEAR
+    for _ in range(5):  # the fit moves the centre, the centre chooses the probes of the fit
+        near = _nearest(usable, centre, reach)
         fit = _fit(near, index)
         if fit is None or fit.slope > _FLATTEST:
             return None
@@ -280,6 +347,7 @@ def _crossing(requirement: Requirement, index: int, probes: Sequence[Probe], mid
         if abs(moved - centre) < 1e-4:
             break
         centre = min(max(moved, centre - _NEAR), centre + _NEAR)
+        reach = min(_NEAR, _NEAR_LOGITS / -fit.slope)
     assert fit is not None
     half = fit.half_width(moved)
     if half > _WIDEST:
@@ -287,9 +355,10 @@ def _crossing(requirement: Requirement, index: int, probes: Sequence[Probe], mid
     return Estimate(math.exp(moved), math.exp(moved - half), math.exp(moved + half), requirement.name, fitted=True)
 
 
-def _nearest(probes: Sequence[Probe], centre: float) -> list[Probe]:
+def _nearest(probes: Sequence[Probe], centre: float, reach: float) -> list[Probe]:
+    """The probes whose log(load) is at most ``reach`` from ``centre``, and no fewer than a fit needs."""
     by_distance = sorted(probes, key=lambda probe: abs(math.log(probe.load) - centre))
-    near = [probe for probe in by_distance if abs(math.log(probe.load) - centre) <= _NEAR]
+    near = [probe for probe in by_distance if abs(math.log(probe.load) - centre) <= reach]
     return near if len(near) >= _FEWEST else by_distance[:_FEWEST]
 
 

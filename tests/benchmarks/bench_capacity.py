@@ -8,12 +8,17 @@ requests each simulated.
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 import numpy as np
+from typer.testing import CliRunner
+
+from ebbench.capacity.limits import Limits, parse_limits
+from ebbench.capacity.probe import read_probe
+from ebbench.cli.main import app
+from ebbench.records.run import Run
 
 SETTINGS = {
     "TTFT limits v1": "sharegpt --source profile --device h200 --policy v1 --max-num-seqs 256 --goodput ttft:120",
@@ -24,12 +29,12 @@ SETTINGS = {
 SEEDS, STEP, SPAN = 4, 0.015, 0.18
 
 
-def search(options: list[str], folder: Path) -> tuple[dict[str, object], int]:
-    """The command's answer, and the requests of its probes."""
-    command = [sys.executable, "-m", "ebbench", "capacity", *options, "--engine", "sim", "--model", "qwen3-8b"]
-    done = subprocess.run([*command, "-q", "--json", "-o", str(folder)], capture_output=True, text=True, check=True)
-    (answer,) = json.loads(done.stdout)
-    return answer, sum(planned(Path(run)) for run in answer["run_dirs"])
+def ebbench(*arguments: str) -> str:
+    """Standard output of an ``ebbench`` command, carried out in this process."""
+    done = CliRunner().invoke(app, [*arguments, "--engine", "sim", "--model", "qwen3-8b", "-q", "--json"])
+    if done.exit_code:
+        raise RuntimeError(f"ebbench {' '.join(arguments)}: exit code {done.exit_code}: {done.output}")
+    return done.stdout
 
 
 def planned(run: Path) -> int:
@@ -37,15 +42,8 @@ def planned(run: Path) -> int:
     return int(json.loads((run / "manifest.json").read_text())["rows"]["requests"])
 
 
-def brute_force(options: list[str], answer: dict[str, object], sessions: int) -> tuple[float, int]:
-    """The load at which a dense sweep crosses the required share, and the requests it simulated."""
-    from ebbench.capacity.limits import parse_limits
-    from ebbench.capacity.probe import read_probe
-    from ebbench.records.run import Run
-
-    start = options.index("--goodput")
-    limits = parse_limits(options[start + 1 :], 0.95)
-    middle = float(answer["capacity_requests_per_s"]) / float(answer["requests_per_session"])  # type: ignore[arg-type]
+def brute_force(options: list[str], limits: Limits, middle: float, sessions: int) -> tuple[float, int]:
+    """The load around ``middle`` at which a dense sweep crosses the required share, and the requests it simulated."""
     loads = middle * np.exp(np.arange(-SPAN, SPAN + STEP / 2, STEP))
     shares, total = [], 0
     for load in loads:
@@ -53,10 +51,8 @@ def brute_force(options: list[str], answer: dict[str, object], sessions: int) ->
         for seed in range(100, 100 + SEEDS):
             with tempfile.TemporaryDirectory() as folder:
                 where = Path(folder) / "run"
-                command = [sys.executable, "-m", "ebbench", "run", *options[:start], "--engine", "sim"]
-                command += ["--model", "qwen3-8b", "--request-rate", f"{load:.6g}", "--seed", str(seed)]
-                command += ["--num-prompts", str(sessions), "-q", "--json", "-o", str(where)]
-                subprocess.run(command, capture_output=True, check=True)
+                rate = ["--request-rate", f"{load:.6g}", "--num-prompts", str(sessions), "--seed", str(seed)]
+                ebbench("run", *options, *rate, "-o", str(where))
                 count = read_probe(Run.load(where), float(load), limits).probe.counts[0]
                 met, counted, total = met + count.met, counted + count.counted, total + planned(where)
         shares.append(met / counted)
@@ -69,15 +65,17 @@ def main() -> None:
     """Print one line per setting."""
     for name in sys.argv[1:] or SETTINGS:
         options = SETTINGS[name].split()
+        start = options.index("--goodput")
+        limits = parse_limits(options[start + 1 :], 0.95)
         with tempfile.TemporaryDirectory() as folder:
-            answer, searched = search(options, Path(folder) / "search")
-            largest = max(planned(Path(str(run))) for run in answer["run_dirs"])  # type: ignore[attr-defined]
-        truth, swept = brute_force(options, answer, 2 * largest)
-        found = float(answer["capacity_requests_per_s"]) / float(answer["requests_per_session"])  # type: ignore[arg-type]
+            (answer,) = json.loads(ebbench("capacity", *options, "-o", str(Path(folder) / "search")))
+            sizes = [planned(Path(run)) for run in answer["run_dirs"]]
+        found = answer["capacity_requests_per_s"] / answer["requests_per_session"]
+        truth, swept = brute_force(options[:start], limits, found, 2 * max(sizes))
         print(
             f"{name}: search {found:.3f}/s ({answer['low']:.3f} to {answer['high']:.3f}, {answer['limited_by']}, "
-            f"{answer['probes']} probes, {searched:,} requests), brute force {truth:.3f}/s ({swept:,} requests): "
-            f"{100 * (found / truth - 1):+.1f} %, {searched / swept:.1%} of the requests",
+            f"{len(sizes)} probes, {sum(sizes):,} requests), brute force {truth:.3f}/s ({swept:,} requests): "
+            f"{100 * (found / truth - 1):+.1f} %, {sum(sizes) / swept:.1%} of the requests",
             flush=True,
         )
 

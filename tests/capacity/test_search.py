@@ -121,3 +121,71 @@ def test_any_probes_give_an_ordered_bracket_and_a_next_load(pairs: list[tuple[fl
     assert found.capacity is None or found.low <= found.capacity <= found.high
     load = next_load(search, probes)
     assert load is None or (math.isfinite(load) and load > 0)
+
+
+def test_a_limit_missed_below_the_rate_of_an_overloaded_system_decides() -> None:
+    """The queue grows without bound above 20/s, but requests wait too long from 15/s on, and did so while it grew."""
+    search, probes = Search((Requirement("ttft", SHARE),), start=3.0), []
+    while len(probes) < 40 and (load := next_load(search, probes)) is not None:
+        met = 999 if load < 15 else 700 if load < 20 else 0
+        probes.append(Probe(load, len(probes), (Counts(met, 1000),), runaway=load > 20, served_per_s=min(load, 20)))
+    found = estimate(search, probes)
+    assert found.limited_by == "ttft"
+    assert found.low <= 15 <= found.high
+    assert found.half_width <= search.precision
+    assert len(probes) < 20
+
+
+def test_a_step_ends_the_search_as_soon_as_both_sides_are_known() -> None:
+    search, probes = Search((Requirement("ttft", SHARE),), start=4.0), []
+    while len(probes) < 40 and (load := next_load(search, probes)) is not None:
+        probes.append(Probe(load, len(probes), (Counts(999 if load < 13 else 0, 1000),)))
+    found = estimate(search, probes)
+    assert found.low <= 13 <= found.high
+    assert found.half_width <= search.precision
+    assert len(probes) < 15
+
+
+def test_errors_are_bracketed_with_few_failing_probes() -> None:
+    search, probes = Search((Requirement("ttft", SHARE),), start=1.0), []
+    while len(probes) < 40 and (load := next_load(search, probes)) is not None:
+        failed = "60 of 100 requests failed" if load > 13 else ""
+        probes.append(Probe(load, len(probes), (Counts(1000, 1000),), failed=failed))
+    assert estimate(search, probes).half_width <= search.precision
+    assert sum(bool(probe.failed) for probe in probes) <= 5
+
+
+def test_an_overloaded_system_is_driven_no_higher_than_where_it_was_first_seen_to_be() -> None:
+    search, probes = Search((Requirement("tpot", SHARE),), start=13.0), []
+    while len(probes) < 40 and (load := next_load(search, probes)) is not None:
+        probes.append(Probe(load, 0, (Counts(999, 1000),), runaway=load > 22, served_per_s=min(load, 22.0)))
+    first = next(probe for probe in probes if probe.runaway)
+    assert max(probe.load for probe in probes) == first.load
+    assert estimate(search, probes).capacity == pytest.approx(22, rel=0.03)
+
+
+def test_a_closed_loop_ends_where_more_sessions_only_wait() -> None:
+    search, probes = Search((Requirement("tpot", SHARE),), start=4.0, integer=True), []
+    while len(probes) < 40 and (load := next_load(search, probes)) is not None:
+        probes.append(Probe(load, 0, (Counts(999, 1000),), served_per_s=min(load, 50.0)))
+    assert max(probe.load for probe in probes) == 128
+    found = estimate(search, probes)
+    assert (found.limited_by, found.high) == ("queue", math.inf)
+
+
+def test_a_share_just_below_the_required_one_at_any_load_ends_the_search() -> None:
+    search, probes = Search((Requirement("ttft", SHARE),), start=4.0), []
+    while len(probes) < 40 and (load := next_load(search, probes)) is not None:
+        probes.append(Probe(load, 0, (Counts(940, 1000),)))
+    assert len(probes) < 15
+    assert estimate(search, probes).capacity is None
+
+
+def test_probes_that_contradict_each_other_widen_the_interval() -> None:
+    """Between 9 and 12 some passed and some failed, all clearly: the answer is no narrower than that."""
+    search = Search((Requirement("ttft", SHARE),), start=4.0)
+    passed = {8: True, 9: True, 10: False, 10.5: True, 11: False, 11.5: True, 12: False, 14: False}
+    probes = [Probe(load, 0, (Counts(999 if met else 0, 1000),)) for load, met in passed.items()]
+    found = estimate(search, probes)
+    assert found.low <= 9
+    assert found.high >= 12
