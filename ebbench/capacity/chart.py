@@ -1,24 +1,29 @@
-"""Latency over load with the capacity marked, one colour per policy: what ``ebbench capacity --plot`` writes."""
+"""Pictures of capacity and of deployments: what ``--plot`` of ``ebbench capacity`` and ``ebbench plan`` writes.
+
+The HTML report shows the same curves.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ebbench.capacity.choose import Choice
-from ebbench.capacity.drive import Outcome
-from ebbench.capacity.limits import Limits
 from ebbench.errors import UsageError
-from ebbench.render import figures, palette
+from ebbench.render import figures, numbers, palette
 
-_PANELS = (("attainment", "requests within the limits (%)"), ("ttft", "median TTFT (ms)"), ("tpot", "median TPOT (ms)"))
+PANELS = (
+    ("attainment", "requests within the limits (%)"),
+    ("ttft_at_attainment_ms", "TTFT, {} (ms)"),
+    ("tpot_at_attainment_ms", "TPOT, {} (ms)"),
+)
 
 
-def save_curves(found: Mapping[str, Outcome], limits: Limits, by_concurrency: bool, path: Path) -> None:
+def save_curves(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Write the chart; the suffix of ``path`` says the format. Raises UsageError for another suffix."""
     check_suffix(path)
-    figures.save(curves(found, limits, by_concurrency), path.with_suffix(""), [path.suffix[1:]])
+    figures.save(curves(rows), path.with_suffix(""), [path.suffix[1:]])
 
 
 def check_suffix(path: Path) -> None:
@@ -27,47 +32,87 @@ def check_suffix(path: Path) -> None:
         raise UsageError(f"--plot {path}: the name must end in {', '.join('.' + name for name in figures.FORMATS)}")
 
 
-def curves(found: Mapping[str, Outcome], limits: Limits, by_concurrency: bool) -> Any:
-    """One panel per figure, one line per policy; a vertical rule at each capacity, dashed rules at the limits."""
+def curves(rows: Sequence[Mapping[str, Any]], width: int = 260, height: int = 200) -> Any:
+    """Share within the limits over the load, and TTFT and TPOT over throughput, from the objects of ``--json``.
+
+    Latencies are the percentiles at the required attainment, which cross their limits at capacity. One line per
+    policy. A vertical rule marks each capacity, a band its interval, a diamond the probe nearest to it, which is the
+    knee of the latency curves; dashed rules are the limits.
+    """
     alt = figures.altair()
-    names = list(found)
-    colours = palette.policy_colours(names)
-    unit = "open sessions" if by_concurrency else "sessions per second"
-    bounds = {"attainment": 100 * limits.attainment, "ttft": limits.slo.ttft, "tpot": limits.slo.tpot}
-    capacities = [
-        {"series": name, "load": outcome.estimate.capacity}
-        for name, outcome in found.items()
-        if outcome.estimate.capacity is not None
-    ]
+    names = [str(row["policy"]) for row in rows]
+    colour = figures.colour(names, palette.policy_colours(names))
+    by_concurrency = any("capacity_concurrency" in row for row in rows)
+    limits = {**_limits(rows), "attainment": 100 * float(rows[0]["required_attainment"]) if rows else None}
+    percentile = numbers.percentile(float(rows[0]["required_attainment"])) if rows else ""
     panels = []
-    for key, title in _PANELS:
-        x = alt.X("load:Q", title=f"load ({unit})", scale=alt.Scale(zero=False))
-        y = alt.Y("value:Q", title=title, scale=alt.Scale(zero=key == "attainment"))
-        colour = figures.colour(names, colours)
-        lines = alt.Chart(figures.values(_rows(found, key))).mark_line(point=True).encode(x=x, y=y, color=colour)
-        rule = alt.Chart(figures.values(capacities)).mark_rule(strokeWidth=1.5).encode(x="load:Q", color=colour)
-        layers = [lines, rule]
-        if (bound := bounds[key]) is not None:
-            limit = figures.values([{"value": bound}])
-            layers.append(alt.Chart(limit).mark_rule(strokeDash=[4, 3], color=palette.GREY).encode(y="value:Q"))
-        panels.append(alt.layer(*layers).properties(width=260, height=200))
+    for key, title in PANELS:
+        over_load = key == "attainment"
+        load = "open sessions" if by_concurrency else "requests/s offered"
+        x = alt.X("x:Q", title=load if over_load else "output tokens/s", scale=alt.Scale(zero=False))
+        y = alt.Y("y:Q", title=title.format(percentile), scale=alt.Scale(zero=over_load))
+        points = alt.Chart(figures.values(_points(rows, key, over_load)))
+        layers = [points.mark_line(point=True).encode(x=x, y=y, color=colour)]
+        layers += _intervals(alt, rows, colour) if over_load else []
+        knees = alt.Chart(figures.values(_knees(rows, key, over_load)))
+        layers.append(knees.mark_point(shape="diamond", size=160, filled=True).encode(x="x:Q", y="y:Q", color=colour))
+        if (bound := limits.get(key)) is not None:
+            limit = alt.Chart(figures.values([{"y": bound}]))
+            layers.append(limit.mark_rule(strokeDash=[4, 3], color=palette.GREY).encode(y="y:Q"))
+        panels.append(alt.layer(*layers).properties(width=width, height=height))
     return alt.hconcat(*panels)
 
 
-def _rows(found: Mapping[str, Outcome], key: str) -> list[dict[str, Any]]:
-    """One row per policy and load: the mean over the probes at that load, of those whose queue stayed bounded."""
-    rows = []
-    for name, outcome in found.items():
-        by_load: dict[float, list[float]] = {}
-        for reading in outcome.readings:
-            figure = {"attainment": 100 * reading.attainment, "ttft": reading.ttft_ms, "tpot": reading.tpot_ms}[key]
-            if reading.decides and not reading.probe.runaway and figure is not None:
-                by_load.setdefault(reading.probe.load, []).append(figure)
-        rows += [
-            {"series": name, "load": load, "value": sum(values) / len(values)}
-            for load, values in sorted(by_load.items())
-        ]
-    return rows
+def _limits(rows: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
+    found = rows[0]["limits_ms"] if rows else {}
+    return {f"{name}_at_attainment_ms": value for name, value in found.items()}
+
+
+def _intervals(alt: Any, rows: Sequence[Mapping[str, Any]], colour: Any) -> list[Any]:
+    """A rule at each capacity and a band over its interval, where it has two ends."""
+    found = [
+        {"series": row["policy"], "x": _capacity(row), "low": row["low"], "high": row["high"]}
+        for row in rows
+        if _capacity(row) is not None
+    ]
+    rules = alt.Chart(figures.values(found)).mark_rule(strokeWidth=1.5).encode(x="x:Q", color=colour)
+    closed = alt.Chart(figures.values([row for row in found if row["high"] is not None]))
+    return [closed.mark_rect(opacity=0.15).encode(x="low:Q", x2="high:Q", color=colour), rules]
+
+
+def _capacity(row: Mapping[str, Any]) -> float | None:
+    value = row.get("capacity_concurrency", row.get("capacity_requests_per_s"))
+    return None if value is None else float(value)
+
+
+def _points(rows: Sequence[Mapping[str, Any]], key: str, over_load: bool) -> list[dict[str, Any]]:
+    """One point per policy and load: the mean over the probes at that load, of those whose queue stayed bounded."""
+    found = []
+    for row in rows:
+        by_load: dict[float, list[tuple[float, float]]] = {}
+        for probe in row["curve"]:
+            if probe["decides"] and not probe["runaway"] and probe[key] is not None:
+                x = probe["load"] if over_load else probe["output_tokens_per_s"]
+                by_load.setdefault(probe["load"], []).append((x, _shown(probe, key)))
+        for pairs in by_load.values():
+            x, y = (sum(values) / len(values) for values in zip(*pairs, strict=True))
+            found.append({"series": row["policy"], "x": x, "y": y})
+    return found
+
+
+def _knees(rows: Sequence[Mapping[str, Any]], key: str, over_load: bool) -> list[dict[str, Any]]:
+    """The probe nearest to each capacity."""
+    found = []
+    for row in rows:
+        near = [probe for probe in row["curve"] if probe["run_dir"] == row["nearest_run_dir"]]
+        if _capacity(row) is not None and near and near[0][key] is not None:
+            x = near[0]["load"] if over_load else near[0]["output_tokens_per_s"]
+            found.append({"series": row["policy"], "x": x, "y": _shown(near[0], key)})
+    return found
+
+
+def _shown(probe: Mapping[str, Any], key: str) -> float:
+    return float(probe[key]) * (100 if key == "attainment" else 1)
 
 
 def save_frontier(found: Choice, priced: bool, path: Path) -> None:

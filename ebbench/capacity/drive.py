@@ -1,7 +1,7 @@
 """Carry out a capacity search: probe, read, decide, until the answer is precise enough or the budget is spent.
 
-The search first measures requests alone. Limits that they miss even then cannot be met at any load; the search ends
-with an error that names the lowest limits that can be met. Their latency also gives the first load to try.
+The search first measures requests alone. Limits that they miss even then cannot be met at any load; the outcome then
+says so and names the lowest limits that can be met. Their latency also gives the first load to try.
 
 Every probe is an ordinary run directory. A search that was stopped reads the directories it left and goes on.
 """
@@ -18,7 +18,7 @@ from ebbench.analysis.columns import RequestColumns
 from ebbench.capacity.limits import Limits
 from ebbench.capacity.probe import FEWEST_PER_OPEN, Reading, least_possible, read_probe
 from ebbench.capacity.search import Estimate, Probe, Search, estimate, next_load
-from ebbench.errors import RunError, UsageError
+from ebbench.errors import RunError
 from ebbench.records.run import Run
 
 ALONE_SESSIONS = 40
@@ -44,10 +44,14 @@ class Prober(Protocol):
 
 @dataclass(frozen=True)
 class Budget:
-    """When to stop: after so many probes, or seconds of wall-clock time since ``begun`` (:func:`time.monotonic`)."""
+    """When to stop: after so many probes, or seconds of wall-clock time since ``begun`` (:func:`time.monotonic`).
+
+    ``named_s``: the time that the user gave for all policies together; messages name it.
+    """
 
     probes: int = 60
     seconds: float = math.inf
+    named_s: float = math.inf
     begun: float = field(default_factory=time.monotonic)
 
     def spent(self, probes: int) -> str:
@@ -55,8 +59,13 @@ class Budget:
         if probes >= self.probes:
             return f"--max-probes {self.probes}"
         if time.monotonic() - self.begun > self.seconds:
-            return f"--max-time {self.seconds:g}"
+            return self.of_time
         return ""
+
+    @property
+    def of_time(self) -> str:
+        """The option that limits the time, as the user gave it."""
+        return f"--max-time {self.named_s if math.isfinite(self.named_s) else self.seconds:g}"
 
 
 @dataclass(frozen=True)
@@ -79,14 +88,26 @@ class SearchConfig:
         return max(self.sessions, math.ceil(2 * FEWEST_PER_OPEN * load if self.by_concurrency else self.seconds * load))
 
 
+_NOTHING = Search((), start=1.0)
+
+
 @dataclass(frozen=True)
 class Outcome:
-    """What a search found. ``stopped``: why it ended early; empty when the interval is as narrow as asked."""
+    """What a search found. ``stopped``: why it ended early; empty when the interval is as narrow as asked.
+
+    ``refused``: why no load can meet the limits; nothing was searched for then.
+    """
 
     estimate: Estimate
     readings: tuple[Reading, ...]
     alone: Reading
     stopped: str = ""
+    refused: str = ""
+
+    @property
+    def decided(self) -> bool:
+        """Whether any probe said anything about capacity."""
+        return self.estimate.capacity is not None or math.isfinite(self.estimate.high)
 
     @property
     def nearest(self) -> Reading:
@@ -105,6 +126,8 @@ class Outcome:
         for most of the time at capacity, so that more memory, not more speed, would carry more.
         """
         by = self.estimate.limited_by
+        if self.refused:
+            return "limits"
         if by in ("queue", "errors", "not reached"):
             return by
         over = [r for r in self.readings if r.probe.load >= (self.estimate.capacity or 0) and r.decides]
@@ -124,9 +147,11 @@ def search_capacity(
 ) -> Outcome:
     """Search until the interval is as narrow as asked. ``earlier``: loads and runs of a search that was stopped.
 
-    Raises UsageError when requests miss the limits even alone, RunError when runs cannot be carried out.
+    Raises RunError when runs cannot be carried out.
     """
     alone = _measure_alone(config, prober)
+    if refused := _unreachable(config, alone):
+        return Outcome(estimate(_NOTHING, ()), (), alone, refused=refused)
     first = _first_load(config, alone)
     search = Search(config.limits.requirements(), first, config.precision, config.by_concurrency, config.most)
     readings = [read_probe(run, load, config.limits) for load, run in earlier]
@@ -179,26 +204,28 @@ def _long_enough(config: SearchConfig, readings: Sequence[Reading], load: float)
 
 
 def _measure_alone(config: SearchConfig, prober: Prober) -> Reading:
-    """Requests one at a time. Raises UsageError when too few of them meet the limits."""
+    """Requests one at a time. Raises RunError when the run is INVALID again and again."""
     for _ in range(_TRIES):
         run = prober.alone(ALONE_SESSIONS)
         if run.manifest.valid:
-            break
-    else:
-        raise RunError(f"requests sent one at a time are INVALID: {'; '.join(run.manifest.reasons)}")
-    columns = RequestColumns.of(run.requests)
-    reading = read_probe(run, 1.0, config.limits)
+            return read_probe(run, 1.0, config.limits)
+    raise RunError(f"requests sent one at a time are INVALID: {'; '.join(run.manifest.reasons)}")
+
+
+def _unreachable(config: SearchConfig, alone: Reading) -> str:
+    """Why no load can meet the limits, with the least that can be had; empty where requests alone meet them."""
+    columns = RequestColumns.of(Run.load(alone.run_dir).requests)
     requirements, slos = config.limits.requirements(), config.limits.slos()
-    for requirement, slo, count in zip(requirements, slos, reading.probe.counts, strict=True):
+    for requirement, slo, count in zip(requirements, slos, alone.probe.counts, strict=True):
         if count.share >= requirement.share:
             continue
         least = {name: least_possible(columns, name, requirement.share) for name in slo.limits()}
         words = ", ".join(f"{name}:{_up(value)}" for name, value in least.items() if value is not None)
-        raise UsageError(
+        return (
             f"one request at a time, {100 * count.share:.0f} % meet {slo}, and {100 * requirement.share:g} % must; "
             f"the least that can be had is about {words}"
         )
-    return reading
+    return ""
 
 
 def _up(value_ms: float) -> str:
@@ -236,4 +263,4 @@ def _too_long(config: SearchConfig, readings: Sequence[Reading], load: float, bu
     rate = max(served, default=math.inf) if config.by_concurrency else load
     needs_s = _sessions(config, readings, load) / rate
     left_s = budget.seconds - (time.monotonic() - budget.begun)
-    return f"--max-time {budget.seconds:g} (the next run takes {needs_s:.0f} s)" if needs_s > left_s else ""
+    return f"{budget.of_time} (the next run takes {needs_s:.0f} s)" if needs_s > left_s else ""

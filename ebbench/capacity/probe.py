@@ -20,7 +20,7 @@ from ebbench.analysis.slo import METRICS, slo_from_limits
 from ebbench.analysis.steady import Window, completed_sessions_per_s, steady_windows
 from ebbench.analysis.validity import FAILURE_LIMIT
 from ebbench.capacity.limits import Limits
-from ebbench.capacity.search import Counts, Probe
+from ebbench.capacity.search import Counts, Floats, Probe
 from ebbench.records.manifest import PhaseFact
 from ebbench.records.run import Run
 
@@ -47,7 +47,9 @@ class Reading:
     fail, such as a client that was late; neither does this probe decide anything, since it says nothing about the
     server. ``attainment`` is the share of counted requests that met the joint limits (all of them, where only
     percentiles are limited). ``completed_sessions_per_s`` counts those that ended in the steady window. ``shares``:
-    the share that met each limit alone. ``memory_full``: share of the time with the KV cache full.
+    the share that met each limit alone. ``ttft_ms``, ``tpot_ms``: medians; ``ttft_high_ms``, ``tpot_high_ms``: the
+    percentiles of the counted requests at the required attainment. ``memory_full``: share of the
+    time with the KV cache full.
     """
 
     probe: Probe
@@ -66,6 +68,8 @@ class Reading:
     output_tokens_per_s: float
     ttft_ms: float | None
     tpot_ms: float | None
+    ttft_high_ms: float | None
+    tpot_high_ms: float | None
     memory_full: float
 
     @property
@@ -113,6 +117,7 @@ def read_measured(run: Measured, load: float, limits: Limits) -> Reading:
     met = [meets(columns, counted & columns.ok, slo) for slo in limits.slos()]
     counts = tuple(_counts(columns, counted, mask) for mask in met)
     good, ok, tokens = np.logical_and.reduce(met), counted & columns.ok, columns.output_tokens
+    ttft, tpot = (columns.first_token - columns.intended)[ok].astype(np.float64), _tpot_ns(columns, ok)
     return Reading(
         probe=Probe(load, run.seed, counts, runaway, failed, _served_per_s(columns)),
         run_dir=run.run_dir,
@@ -128,8 +133,10 @@ def read_measured(run: Measured, load: float, limits: Limits) -> Reading:
         goodput_requests_per_s=_per_second(float(good.sum()), length_s),
         goodput_tokens_per_s=_per_second(float(tokens[good].sum()), length_s),
         output_tokens_per_s=_per_second(float(tokens[ok].sum()), length_s),
-        ttft_ms=_median_ms((columns.first_token - columns.intended)[ok]),
-        tpot_ms=_tpot_ms(columns, ok),
+        ttft_ms=_quantile_ms(ttft, 0.5),
+        tpot_ms=_quantile_ms(tpot, 0.5),
+        ttft_high_ms=_quantile_ms(ttft, limits.attainment),
+        tpot_high_ms=_quantile_ms(tpot, limits.attainment),
         memory_full=_memory_full(run.steps, windows),
     )
 
@@ -222,14 +229,14 @@ def _per_second(amount: float, length_s: float) -> float:
     return amount / length_s if length_s > 0 else 0.0
 
 
-def _median_ms(values_ns: Ints) -> float | None:
-    return float(np.median(values_ns)) / 1e6 if len(values_ns) else None
+def _quantile_ms(values_ns: Floats, share: float) -> float | None:
+    return float(np.quantile(values_ns, share)) / 1e6 if len(values_ns) else None
 
 
-def _tpot_ms(columns: RequestColumns, rows: Mask) -> float | None:
+def _tpot_ns(columns: RequestColumns, rows: Mask) -> Floats:
+    """Time per output token of the rows with at least two."""
     rows = rows & (columns.output_tokens >= 2)
-    gaps = (columns.last_token - columns.first_token)[rows] / (columns.output_tokens[rows] - 1)
-    return float(np.median(gaps)) / 1e6 if len(gaps) else None
+    return (columns.last_token - columns.first_token)[rows] / (columns.output_tokens[rows] - 1)
 
 
 def least_possible(columns: RequestColumns, metric: str, share: float) -> float | None:
@@ -237,8 +244,7 @@ def least_possible(columns: RequestColumns, metric: str, share: float) -> float 
     assert metric in METRICS
     ok = columns.ok
     if metric == "tpot":
-        ok = ok & (columns.output_tokens >= 2)
-        values = (columns.last_token - columns.first_token)[ok] / (columns.output_tokens[ok] - 1)
+        values = _tpot_ns(columns, ok)
     else:
         last = columns.first_token if metric == "ttft" else columns.last_token
         values = (last - columns.intended)[ok].astype(np.float64)

@@ -1,10 +1,9 @@
-"""The result of a capacity search as a table, as sentences and as JSON."""
+"""The result of a capacity search as a table, curves and sentences."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 from rich.table import Table
 
@@ -18,9 +17,12 @@ from ebbench.render.tables import framed
 _LIMITED = {
     "memory": "the KV cache is full for most of the time: more memory would carry more",
     "queue": "limits are kept up to the load at which the queue grows without bound",
-    "errors": "requests fail, or the run is INVALID, at higher loads",
+    "errors": "requests fail at higher loads",
 }
 """What ``limited_by`` means where the name alone does not say it."""
+_WAITING = "twice the open sessions completed no more requests/s within the limits: further ones only wait"
+_SAME = 1.01
+"""Loads up to this ratio apart share a bar."""
 
 
 def announce(limits: Limits, by_concurrency: bool) -> str:
@@ -56,6 +58,9 @@ def table(found: Mapping[str, Outcome], by_concurrency: bool) -> Table:
     best = max((o.estimate.capacity or 0.0 for o in found.values()), default=0.0)
     for policy, outcome in found.items():
         estimate, near = outcome.estimate, outcome.nearest
+        if not outcome.readings:
+            shown.add_row(policy, numbers.DASH, numbers.DASH, outcome.limited_by, *[numbers.DASH] * 5)
+            continue
         shown.add_row(
             policy,
             _number(estimate.capacity, by_concurrency),
@@ -72,68 +77,81 @@ def table(found: Mapping[str, Outcome], by_concurrency: bool) -> Table:
 
 
 def remarks(found: Mapping[str, Outcome], limits: Limits, by_concurrency: bool) -> list[str]:
-    """What the table does not say: the curve, why a search stopped, which figures belong to which policy."""
-    lines = [f"Latencies and goodput are those of the probe nearest to capacity. Limits: {limits}."]
+    """What the table does not say: the curves, why a search stopped, what the limit means."""
+    lines = []
+    if any(outcome.readings for outcome in found.values()):
+        lines.append(f"Latencies and goodput are those of the probe nearest to capacity. Limits: {limits}.")
     for policy, outcome in found.items():
-        loads, bars = curve(outcome)
-        if not loads:
+        if outcome.refused:
+            lines.append(f"{policy}: {outcome.refused}.")
             continue
-        low, high = _load(loads[0], by_concurrency), _load(loads[-1], by_concurrency)
-        probes = len(outcome.readings)
-        lines.append(f"{policy}: share of requests within the limits, {low} to {high}, {probes} probes: {bars}")
+        lines += [
+            f"{policy}: {line}" if index == 0 else line
+            for index, line in enumerate(curves(outcome, limits, by_concurrency))
+        ]
         if outcome.limited_by in _LIMITED:
-            lines.append(f"{policy}: limited by {outcome.limited_by}: {_LIMITED[outcome.limited_by]}.")
+            meaning = _WAITING if by_concurrency and outcome.limited_by == "queue" else _LIMITED[outcome.limited_by]
+            lines.append(f"{policy}: limited by {outcome.limited_by}: {meaning}.")
         if outcome.stopped:
             lines.append(f"{policy}: stopped by {outcome.stopped} before the interval was as narrow as asked.")
-        if outcome.estimate.capacity is not None and not math.isfinite(outcome.estimate.high):
-            lines.append(f"{policy}: no higher load was tried, so this is a lower bound.")
+        lines += _open_ends(policy, outcome, by_concurrency)
     return lines
 
 
-def curve(outcome: Outcome) -> tuple[list[float], str]:
-    """Loads in rising order, and the share of requests within the limits at each as a row of bars.
+def _open_ends(policy: str, outcome: Outcome, by_concurrency: bool) -> list[str]:
+    estimate = outcome.estimate
+    if estimate.capacity is None and math.isfinite(estimate.high):
+        lowest = _load(estimate.high, by_concurrency)
+        return [f"{policy}: every load tried was too high, down to {lowest}."]
+    if estimate.capacity is not None and not math.isfinite(estimate.high) and outcome.limited_by != "queue":
+        return [f"{policy}: no higher load was tried, so this is a lower bound."]
+    return []
 
-    Without probes whose queue ran away: their share falls with the length of the run.
+
+def curves(outcome: Outcome, limits: Limits, by_concurrency: bool) -> list[str]:
+    """Share within the limits, and TTFT and TPOT at the required percentile, over the load: rows of bars.
+
+    A mark below them stands at capacity. Probes whose queue ran away are left out: their share falls, and their TTFT
+    grows, with the length of the run. Loads less than 1 % apart share a bar.
     """
-    by_load: dict[float, list[float]] = {}
-    for reading in outcome.readings:
-        if reading.decides and not reading.probe.runaway:
-            by_load.setdefault(reading.probe.load, []).append(reading.attainment)
-    loads = sorted(by_load)
-    return loads, numbers.spark(tuple(sum(by_load[load]) / len(by_load[load]) for load in loads))
+    columns = _columns([r for r in outcome.readings if r.decides and not r.probe.runaway])
+    if not columns:
+        return []
+    low, high = _load(columns[0][0].probe.load, by_concurrency), _load(columns[-1][-1].probe.load, by_concurrency)
+    lines = [f"{low} to {high} in {len(outcome.readings)} probes:"]
+    shares = [_mean([reading.attainment for reading in column]) or 0.0 for column in columns]
+    percentile = numbers.percentile(limits.attainment)
+    lines.append(f"  within limits  {numbers.spark(tuple(shares))}")
+    for name, values in (
+        (f"TTFT {percentile}", [_mean([r.ttft_high_ms for r in column]) for column in columns]),
+        (f"TPOT {percentile}", [_mean([r.tpot_high_ms for r in column]) for column in columns]),
+    ):
+        known = [value for value in values if value is not None]
+        if not known:
+            continue
+        bars = numbers.spark(tuple((value or 0.0) / max(known) for value in values))
+        lines.append(f"  {name:<13}  {bars}  {numbers.duration_ms(min(known))} to {numbers.duration_ms(max(known))}")
+    capacity = outcome.estimate.capacity
+    if capacity is not None:
+        below = sum(column[0].probe.load <= capacity for column in columns)
+        lines.append(f"  capacity       {' ' * max(0, below - 1)}▲")
+    return lines
 
 
-def as_dict(policy: str, outcome: Outcome, by_concurrency: bool, limits: Limits) -> dict[str, Any]:
-    """One object of ``--json``. ``high`` is null where no probed load was too high.
+def _columns(readings: Sequence[Reading]) -> list[list[Reading]]:
+    """Readings in the order of their load; those at nearly the same load together."""
+    columns: list[list[Reading]] = []
+    for reading in sorted(readings, key=lambda reading: reading.probe.load):
+        if columns and reading.probe.load <= _SAME * columns[-1][0].probe.load:
+            columns[-1].append(reading)
+        else:
+            columns.append([reading])
+    return columns
 
-    Rates are in requests/s: the searched rate of sessions, times the requests of a session.
-    """
-    estimate, near = outcome.estimate, outcome.nearest
-    name = "capacity_concurrency" if by_concurrency else "capacity_requests_per_s"
-    factor = 1.0 if by_concurrency else near.requests_per_session
-    return {
-        "policy": policy,
-        name: None if estimate.capacity is None else factor * estimate.capacity,
-        "low": factor * estimate.low,
-        "high": factor * estimate.high if math.isfinite(estimate.high) else None,
-        "requests_per_session": near.requests_per_session,
-        "attainment": near.attainment,
-        "limits": str(limits),
-        "limited_by": outcome.limited_by,
-        "goodput_requests_per_s": near.goodput_requests_per_s,
-        "goodput_tokens_per_s": near.goodput_tokens_per_s,
-        "output_tokens_per_s": near.output_tokens_per_s,
-        "median_ttft_ms": near.ttft_ms,
-        "median_tpot_ms": near.tpot_ms,
-        "fitted": estimate.fitted,
-        "stopped": outcome.stopped or None,
-        "probes": len(outcome.readings),
-        "curve": [
-            {"load": r.probe.load, "attainment": r.attainment, "runaway": r.probe.runaway, "run_dir": r.run_dir}
-            for r in sorted(outcome.readings, key=lambda r: r.probe.load)
-        ],
-        "run_dirs": [reading.run_dir for reading in outcome.readings],
-    }
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
 
 
 def _unit(by_concurrency: bool) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,7 +14,7 @@ from ebbench.capacity.drive import Budget, Outcome, SearchConfig, search_capacit
 from ebbench.capacity.limits import Limits, parse_limits
 from ebbench.cli.preflight import check_counts, check_options, default_policies, is_server, parse_policies
 from ebbench.cli.run_policies import RunConfig, device_of, engine_of, measure, plan_of
-from ebbench.errors import InterruptedRunError, UsageError
+from ebbench.errors import EbbenchError, InterruptedRunError, RunError, UsageError
 from ebbench.records import files
 from ebbench.records.run import MANIFEST, Run, default_run_dir, slug, unused
 
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from vllm_eb.policy import PolicySpec
 
 SETTINGS = "capacity.json"
+_LONGEST = {"virtual": 16, "real": 4}
+"""A probe gets at most this many times its fewest sessions."""
 _FEWEST = {"virtual": 4000, "real": 300}
 _PROBE_S = {"virtual": 0.0, "real": 30.0}
 """Fewest sessions per probe, and the least time over which they arrive: a server in real time costs minutes."""
@@ -77,22 +80,46 @@ def search_all(question: CapacityQuestion, *, plot: Path | None, as_json: bool) 
     check_options(config.options, policies)
     engine, sentence = engine_of(config)
     device = device_of(config)
-    folder = _folder(question, limits)
+    folder, begun = _folder(question, limits), time.monotonic()
     if not question.quiet:
         messages.print(sentence, markup=False, soft_wrap=True)
         messages.print(sentences.announce(limits, question.by_concurrency), markup=False, soft_wrap=True)
-    budget = Budget(question.max_probes, question.max_time_s if question.max_time_s is not None else float("inf"))
     found: dict[str, Outcome] = {}
     try:
-        for spec in policies:
+        for index, spec in enumerate(policies):
             prober = RunProber(question, replace(config, policies=[spec]), spec, device, engine, messages, folder)
+            budget = _budget(question, begun, len(policies) - index)
             found[spec.name] = _search(question, limits, prober, budget, messages)
     except KeyboardInterrupt:
-        _show(found, limits, question, as_json=as_json, plot=plot)
+        _show(found, limits, question, folder, as_json=as_json, plot=plot)
         raise InterruptedRunError(
             f"interrupted; probes are kept in {folder}, the same command with --output-dir {folder} goes on"
         ) from None
-    _show(found, limits, question, as_json=as_json, plot=plot)
+    except EbbenchError:
+        _show({name: outcome for name, outcome in found.items() if outcome.readings}, limits, question, folder,
+              as_json=False, plot=plot)  # fmt: skip
+        raise
+    _refuse_nothing(found)
+    _show(found, limits, question, folder, as_json=as_json, plot=plot)
+
+
+def _budget(question: CapacityQuestion, begun: float, policies_left: int) -> Budget:
+    """An equal share of the time that is left for each policy still to be searched."""
+    if question.max_time_s is None:
+        return Budget(question.max_probes)
+    now = time.monotonic()
+    left_s = max(0.0, question.max_time_s - (now - begun))
+    return Budget(question.max_probes, left_s / policies_left, named_s=question.max_time_s, begun=now)
+
+
+def _refuse_nothing(found: Mapping[str, Outcome]) -> None:
+    """Raise UsageError where no policy can meet the limits, RunError where no probe of any policy decided anything."""
+    outcomes = list(found.values())
+    if all(outcome.refused for outcome in outcomes):
+        raise UsageError("; ".join(dict.fromkeys(outcome.refused for outcome in outcomes)))
+    if not any(outcome.decided for outcome in outcomes):
+        why = next((outcome.stopped for outcome in outcomes if outcome.stopped), "no probe was long enough")
+        raise RunError(f"no probe decided anything ({why}); give more --num-prompts or a larger budget")
 
 
 def _checked(question: CapacityQuestion) -> Limits:
@@ -225,6 +252,7 @@ def _search(
         seconds=_PROBE_S[kind],
         precision=question.precision,
         seed=question.seed,
+        longest=_LONGEST[kind],
     )
 
     def seen(reading: Reading, estimate: Estimate) -> None:
@@ -236,18 +264,22 @@ def _search(
 
 
 def _show(
-    found: Mapping[str, Outcome], limits: Limits, question: CapacityQuestion, *, as_json: bool, plot: Path | None
-) -> None:
+    found: Mapping[str, Outcome], limits: Limits, question: CapacityQuestion, folder: Path, *,
+    as_json: bool, plot: Path | None,
+) -> None:  # fmt: skip
+    """Store the answers beside the probes, then print or draw them."""
     from rich.console import Console
 
-    from ebbench.capacity import sentences
+    from ebbench.capacity import answers, sentences
 
-    if plot is not None and found:
+    rows = answers.answers(found, question.by_concurrency, limits)
+    if rows:
+        answers.store(rows, folder)
+    if plot is not None and rows:
         from ebbench.capacity.chart import save_curves
 
-        save_curves(found, limits, question.by_concurrency, plot)
+        save_curves(rows, plot)
     if as_json:
-        rows = [sentences.as_dict(name, outcome, question.by_concurrency, limits) for name, outcome in found.items()]
         sys.stdout.write(json.dumps(rows, indent=2, allow_nan=False) + "\n")
     elif found:
         console = Console(highlight=False)

@@ -44,6 +44,11 @@ def micros(seconds: float) -> str:
     return f"{value:,.0f} µs" if abs(value) >= 1000 else f"{value:.3g} µs"
 
 
+def percentile(share: float) -> str:
+    """A percentile's name: p95 for 0.95."""
+    return f"p{100 * share:g}"
+
+
 def spark(shares: tuple[float, ...]) -> str:
     """Shares in [0, 1] as a row of bars."""
     return "".join(_BARS[round(min(max(share, 0.0), 1.0) * (len(_BARS) - 1))] for share in shares)

@@ -1,0 +1,95 @@
+"""The answers of ``ebbench capacity``: one JSON object per policy, printed by --json and stored beside the probes."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ebbench.capacity.drive import Outcome
+from ebbench.capacity.limits import Limits
+from ebbench.capacity.probe import Reading
+from ebbench.errors import DataError
+from ebbench.records import files
+
+ANSWERS = "capacity-answers.json"
+
+
+def answers(found: Mapping[str, Outcome], by_concurrency: bool, limits: Limits) -> list[dict[str, Any]]:
+    """One object per policy."""
+    return [as_dict(name, outcome, by_concurrency, limits) for name, outcome in found.items()]
+
+
+def store(rows: Sequence[Mapping[str, Any]], folder: Path) -> None:
+    """Write the answers into the search's directory."""
+    files.write_bytes(json.dumps(rows, indent=1, allow_nan=False).encode() + b"\n", folder / ANSWERS)
+
+
+def load(folder: Path) -> list[dict[str, Any]]:
+    """The answers stored in a search's directory; none where it holds no finished search.
+
+    Raises DataError for a damaged file.
+    """
+    path = folder / ANSWERS
+    if not path.is_file():
+        return []
+    try:
+        rows = json.loads(path.read_bytes())
+        return [{**row, "policy": str(row["policy"]), "curve": list(row["curve"])} for row in rows]
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{path} is damaged: {error}") from error
+
+
+def as_dict(policy: str, outcome: Outcome, by_concurrency: bool, limits: Limits) -> dict[str, Any]:
+    """One object of ``--json``. ``high`` is null where no probed load was too high.
+
+    Rates are in requests/s: the searched rate of sessions, times the requests of a session. ``curve`` has one entry
+    per probe, in the order of the load; its latencies are medians, and the
+    percentiles at the required attainment, in ms.
+    """
+    estimate, near = outcome.estimate, outcome.nearest
+    name = "capacity_concurrency" if by_concurrency else "capacity_requests_per_s"
+    factor = 1.0 if by_concurrency else near.requests_per_session
+    return {
+        "policy": policy,
+        name: None if estimate.capacity is None else factor * estimate.capacity,
+        "low": factor * estimate.low,
+        "high": factor * estimate.high if math.isfinite(estimate.high) else None,
+        "requests_per_session": near.requests_per_session,
+        "attainment": near.attainment,
+        "limits": str(limits),
+        "limits_ms": limits.slo.limits(),
+        "required_attainment": limits.attainment,
+        "limited_by": outcome.limited_by,
+        "goodput_requests_per_s": near.goodput_requests_per_s,
+        "goodput_tokens_per_s": near.goodput_tokens_per_s,
+        "output_tokens_per_s": near.output_tokens_per_s,
+        "median_ttft_ms": near.ttft_ms,
+        "median_tpot_ms": near.tpot_ms,
+        "fitted": estimate.fitted,
+        "stopped": outcome.stopped or None,
+        "refused": outcome.refused or None,
+        "probes": len(outcome.readings),
+        "nearest_run_dir": near.run_dir,
+        "curve": [_point(each, factor) for each in sorted(outcome.readings, key=lambda each: each.probe.load)],
+        "run_dirs": [reading.run_dir for reading in outcome.readings],
+    }
+
+
+def _point(reading: Reading, factor: float) -> dict[str, Any]:
+    return {
+        "load": factor * reading.probe.load,
+        "attainment": reading.attainment,
+        "runaway": reading.probe.runaway,
+        "failed": reading.probe.failed or None,
+        "decides": reading.decides,
+        "median_ttft_ms": reading.ttft_ms,
+        "median_tpot_ms": reading.tpot_ms,
+        "ttft_at_attainment_ms": reading.ttft_high_ms,
+        "tpot_at_attainment_ms": reading.tpot_high_ms,
+        "requests_per_s": reading.requests_per_session * reading.completed_sessions_per_s,
+        "output_tokens_per_s": reading.output_tokens_per_s,
+        "run_dir": reading.run_dir,
+    }

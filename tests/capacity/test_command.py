@@ -1,0 +1,115 @@
+"""``ebbench capacity`` as a user calls it: budget, resumption, limits that nothing meets, the JSON interface."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from ebbench.capacity.answers import load
+from ebbench.cli.main import app
+
+WORKLOAD = (
+    "capacity balanced --device l40s --model qwen3-8b --policy v1 --max-num-seqs 8 -n 150 --input-len 200 "
+    "--output-len 20 --precision 0.1"
+)
+
+
+def capacity(folder: Path, *more: str, goodput: str = "ttft:2000") -> Result:
+    return CliRunner().invoke(app, [*WORKLOAD.split(), "-q", "-o", str(folder), "--goodput", goodput, *more])
+
+
+def answer(folder: Path, *more: str, goodput: str = "ttft:2000") -> dict[str, object]:
+    done = capacity(folder, "--json", *more, goodput=goodput)
+    assert done.exit_code == 0, done.output
+    (found,) = json.loads(done.stdout)
+    assert isinstance(found, dict)
+    return found
+
+
+def test_the_json_interface(tmp_path: Path) -> None:
+    found = answer(tmp_path / "search")
+    fixed = {"policy", "capacity_requests_per_s", "low", "high", "attainment", "limited_by", "goodput_tokens_per_s"}
+    assert {*fixed, "probes", "run_dirs"} <= found.keys()
+    assert found["low"] <= found["capacity_requests_per_s"] <= found["high"]  # type: ignore[operator]
+    assert found["probes"] == len(found["run_dirs"])  # type: ignore[arg-type]
+    assert all((Path(run) / "manifest.json").is_file() for run in found["run_dirs"])  # type: ignore[attr-defined]
+    assert load(tmp_path / "search") == [found]
+
+
+def test_a_killed_search_goes_on_and_ends_with_the_same_answer(tmp_path: Path) -> None:
+    whole = answer(tmp_path / "whole")
+    stopped = answer(tmp_path / "killed", "--max-probes", "4")
+    assert stopped["probes"] == 4
+    assert "--max-probes" in str(stopped["stopped"])
+    last = Path(stopped["run_dirs"][-1])  # type: ignore[index]
+    (last / "manifest.json").unlink()  # killed before the run was finished
+    kept = {run: (Path(run) / "manifest.json").stat().st_mtime_ns for run in stopped["run_dirs"][:-1]}  # type: ignore[index]
+    resumed = answer(tmp_path / "killed")
+    assert {run: (Path(run) / "manifest.json").stat().st_mtime_ns for run in kept} == kept
+    same = ("capacity_requests_per_s", "low", "high", "limited_by", "probes", "attainment")
+    assert {name: resumed[name] for name in same} == {name: whole[name] for name in same}
+
+
+def test_a_directory_of_another_search_is_refused(tmp_path: Path) -> None:
+    answer(tmp_path / "search", "--max-probes", "2")
+    done = capacity(tmp_path / "search", goodput="ttft:900")
+    assert done.exit_code == 2
+    assert "other settings" in done.output
+
+
+def test_no_time_for_a_single_probe_is_an_error_of_one_line(tmp_path: Path) -> None:
+    done = capacity(tmp_path / "search", "--max-time", "0.000001")
+    assert done.exit_code == 4
+    assert "--max-time" in done.stderr
+    assert "Traceback" not in done.output
+
+
+def test_each_policy_gets_a_share_of_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first policy's search would use up all the time; the second is probed all the same."""
+    clock = {"now": 0.0}
+
+    def monotonic() -> float:
+        clock["now"] += 1.0
+        return clock["now"]
+
+    monkeypatch.setattr("time.monotonic", monotonic)
+    done = capacity(tmp_path / "search", "--policy", "eb", "--max-time", "20", "--json", "--precision", "0.001")
+    assert done.exit_code == 0, done.output
+    first, second = json.loads(done.stdout)
+    assert "--max-time 20" in first["stopped"]
+    assert second["probes"] > 0
+
+
+@pytest.mark.parametrize("goodput", ["ttft:0.01", "tpot:p99:0.01"])
+def test_limits_missed_even_alone_are_refused_with_the_least_that_can_be_had(tmp_path: Path, goodput: str) -> None:
+    done = capacity(tmp_path / "search", goodput=goodput)
+    assert done.exit_code == 2
+    assert "least that can be had" in done.stderr
+    least = done.stderr.replace("\n", " ").split("about")[1].split(":")[1].split()[0]
+    metric = goodput.partition(":")[0]
+    reachable = capacity(tmp_path / "other", "--max-probes", "1", goodput=f"{goodput.rpartition(':')[0]}:{least}")
+    assert reachable.exit_code == 0, reachable.output
+    assert metric in reachable.stdout.lower()
+
+
+def test_a_closed_loop_answers_in_open_sessions(tmp_path: Path) -> None:
+    found = answer(tmp_path / "search", "--by", "concurrency", goodput="ttft:100")
+    assert found["low"] <= found["capacity_concurrency"] <= found["high"]  # type: ignore[operator]
+
+
+def test_a_closed_loop_that_always_meets_its_limits_ends(tmp_path: Path) -> None:
+    found = answer(tmp_path / "search", "--by", "concurrency", goodput="tpot:1000")
+    assert (found["limited_by"], found["high"]) == ("queue", None)
+    shutil.rmtree(tmp_path / "search")
+
+
+def test_the_curve_is_drawn(tmp_path: Path) -> None:
+    answer(tmp_path / "search", "--plot", str(tmp_path / "curve.svg"))
+    text = (tmp_path / "curve.svg").read_text()
+    assert "TTFT, p95 (ms)" in text
+    assert "requests/s offered" in text
