@@ -7,8 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from click.testing import Result
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from ebbench.capacity.answers import load
 from ebbench.cli.main import app

@@ -125,7 +125,8 @@ def test_any_probes_give_an_ordered_bracket_and_a_next_load(pairs: list[tuple[fl
 
 def test_a_limit_missed_below_the_rate_of_an_overloaded_system_decides() -> None:
     """The queue grows without bound above 20/s, but requests wait too long from 15/s on, and did so while it grew."""
-    search, probes = Search((Requirement("ttft", SHARE),), start=3.0), []
+    search = Search((Requirement("ttft", SHARE),), start=3.0)
+    probes: list[Probe] = []
     while len(probes) < 40 and (load := next_load(search, probes)) is not None:
         met = 999 if load < 15 else 700 if load < 20 else 0
         probes.append(Probe(load, len(probes), (Counts(met, 1000),), runaway=load > 20, served_per_s=min(load, 20)))
@@ -137,7 +138,8 @@ def test_a_limit_missed_below_the_rate_of_an_overloaded_system_decides() -> None
 
 
 def test_a_step_ends_the_search_as_soon_as_both_sides_are_known() -> None:
-    search, probes = Search((Requirement("ttft", SHARE),), start=4.0), []
+    search = Search((Requirement("ttft", SHARE),), start=4.0)
+    probes: list[Probe] = []
     while len(probes) < 40 and (load := next_load(search, probes)) is not None:
         probes.append(Probe(load, len(probes), (Counts(999 if load < 13 else 0, 1000),)))
     found = estimate(search, probes)
@@ -147,7 +149,8 @@ def test_a_step_ends_the_search_as_soon_as_both_sides_are_known() -> None:
 
 
 def test_errors_are_bracketed_with_few_failing_probes() -> None:
-    search, probes = Search((Requirement("ttft", SHARE),), start=1.0), []
+    search = Search((Requirement("ttft", SHARE),), start=1.0)
+    probes: list[Probe] = []
     while len(probes) < 40 and (load := next_load(search, probes)) is not None:
         failed = "60 of 100 requests failed" if load > 13 else ""
         probes.append(Probe(load, len(probes), (Counts(1000, 1000),), failed=failed))
@@ -156,7 +159,8 @@ def test_errors_are_bracketed_with_few_failing_probes() -> None:
 
 
 def test_an_overloaded_system_is_driven_no_higher_than_where_it_was_first_seen_to_be() -> None:
-    search, probes = Search((Requirement("tpot", SHARE),), start=13.0), []
+    search = Search((Requirement("tpot", SHARE),), start=13.0)
+    probes: list[Probe] = []
     while len(probes) < 40 and (load := next_load(search, probes)) is not None:
         probes.append(Probe(load, 0, (Counts(999, 1000),), runaway=load > 22, served_per_s=min(load, 22.0)))
     first = next(probe for probe in probes if probe.runaway)
@@ -165,7 +169,8 @@ def test_an_overloaded_system_is_driven_no_higher_than_where_it_was_first_seen_t
 
 
 def test_a_closed_loop_ends_where_more_sessions_only_wait() -> None:
-    search, probes = Search((Requirement("tpot", SHARE),), start=4.0, integer=True), []
+    search = Search((Requirement("tpot", SHARE),), start=4.0, integer=True)
+    probes: list[Probe] = []
     while len(probes) < 40 and (load := next_load(search, probes)) is not None:
         probes.append(Probe(load, 0, (Counts(999, 1000),), served_per_s=min(load, 50.0)))
     assert max(probe.load for probe in probes) == 128
@@ -174,7 +179,8 @@ def test_a_closed_loop_ends_where_more_sessions_only_wait() -> None:
 
 
 def test_a_share_just_below_the_required_one_at_any_load_ends_the_search() -> None:
-    search, probes = Search((Requirement("ttft", SHARE),), start=4.0), []
+    search = Search((Requirement("ttft", SHARE),), start=4.0)
+    probes: list[Probe] = []
     while len(probes) < 40 and (load := next_load(search, probes)) is not None:
         probes.append(Probe(load, 0, (Counts(940, 1000),)))
     assert len(probes) < 15
