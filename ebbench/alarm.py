@@ -1,7 +1,7 @@
-"""One precise timer on an event loop.
+"""A precise timer on an event loop.
 
-Event loops round timers to whole milliseconds (libuv and epoll both do), which would be most of the lag a load
-generator may have. Linux's timerfd wakes the loop within some ten microseconds at no cost while it waits.
+Event loops round timers to whole milliseconds (libuv and epoll both do), a large part of the lag that a load generator
+may have. Linux's timerfd wakes the loop within about ten microseconds and costs nothing while it waits.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class _TimerSpec(ctypes.Structure):
 
 
 class Alarm:
-    """Calls ``callback()`` on the loop once ``due_ns`` of the last :meth:`set` has passed."""
+    """Calls ``callback()`` on the loop when the time of the last :meth:`set` has come."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:
         self._loop, self._callback = loop, callback
@@ -37,7 +37,7 @@ class Alarm:
             loop.add_reader(self._fd, self._on_readable)
 
     def set(self, due_ns: int) -> None:
-        """Fire at ``due_ns`` of time.monotonic_ns; replaces any earlier time; a past time fires at once."""
+        """Fire at ``due_ns`` (time.monotonic_ns), at once if that is past; replaces an earlier time."""
         if self._fd < 0:
             self.clear()
             delay_s = max(0.0, (due_ns - time.monotonic_ns()) / 1e9)
@@ -48,7 +48,7 @@ class Alarm:
         self._settime(self._fd, _ABSOLUTE, ctypes.byref(self._spec), None)
 
     def clear(self) -> None:
-        """Forget the time set, if any."""
+        """Cancel the time set, if any."""
         if self._handle is not None:
             self._handle.cancel()
             self._handle = None
@@ -57,7 +57,7 @@ class Alarm:
             self._settime(self._fd, _ABSOLUTE, ctypes.byref(self._spec), None)
 
     def close(self) -> None:
-        """Release the descriptor. The alarm never fires afterwards."""
+        """Close the descriptor; the callback is not called afterwards."""
         self.clear()
         if self._fd >= 0:
             self._loop.remove_reader(self._fd)
@@ -65,7 +65,7 @@ class Alarm:
             self._fd = -1
 
     def _on_readable(self) -> None:
-        # set() between expiry and this call makes the descriptor unreadable again: nothing is due then.
+        # A set() between expiry and this call makes the descriptor unreadable again: nothing is due yet.
         with contextlib.suppress(BlockingIOError):
             os.read(self._fd, 8)
             self._callback()

@@ -1,10 +1,10 @@
-"""Starting other processes, so that none of them outlives this one, however it ends.
+"""Starts child processes that end with this process, however it ends.
 
-Every process started here has as its standard input a pipe whose other end only this process holds: its lifeline.
-Nothing is ever written to it. The kernel closes it when this process is gone, killed outright or not, and the child
-sees the end of the file. Modules of this program then end themselves (:func:`end_with_parent`); programs that know
-nothing of lifelines run under a supervisor (:mod:`ebbench.supervisor`), which ends them and whatever they have started.
-Workers of a ``ProcessPoolExecutor`` have such a pipe from multiprocessing (:func:`begin_pool_worker`).
+Each child's standard input is a pipe whose other end only this process holds (its lifeline). Nothing is written to it.
+When this process ends, even by SIGKILL, the kernel closes the pipe and the child reads end of file. Modules of ebbench
+then exit (:func:`end_with_parent`). Other programs run under a supervisor (:mod:`ebbench.supervisor`), which ends them
+and their descendants. Workers of a ``ProcessPoolExecutor`` have such a pipe from multiprocessing
+(:func:`begin_pool_worker`).
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from typing import Any
 
 STDIN = 0
 KILL_WAIT_S = 15.0
-"""How long a supervisor may take to collect what it has killed."""
+"""How long a supervisor may take to reap killed processes."""
 SUPERVISOR = Path(__file__).with_name("supervisor.py")
 
 
 class Child(subprocess.Popen[bytes]):
-    """A process with a lifeline. Takes what ``Popen`` takes, except ``stdin``.
+    """A process with a lifeline. Takes the options of ``Popen`` except ``stdin``.
 
-    The lifeline is also closed when this object is collected, so keep it for as long as the process is to run.
+    The lifeline also closes when this object is garbage-collected, so keep it while the process runs.
     """
 
     def __init__(self, command: Sequence[str], **options: Any) -> None:
-        lifeline, ours = os.pipe()  # neither is inherited by programs, so no other child keeps it open
+        lifeline, ours = os.pipe()  # neither end is inherited on exec, so no other child keeps it open
         self._close_lifeline = weakref.finalize(self, os.close, ours)
         try:
             super().__init__(command, stdin=lifeline, **options)
@@ -44,7 +44,7 @@ class Child(subprocess.Popen[bytes]):
             os.close(lifeline)
 
     def end(self, grace_s: float) -> None:
-        """Ask it to end (SIGTERM), kill it where it has not after ``grace_s``, and wait until it is gone."""
+        """Send SIGTERM, kill the process if it has not ended after ``grace_s``, and wait for it."""
         self.terminate()
         try:
             self.wait(grace_s)
@@ -55,10 +55,9 @@ class Child(subprocess.Popen[bytes]):
 
 
 def child_command(module: str, *arguments: str) -> list[str]:
-    """The command that runs ``module``, which calls :func:`end_with_parent`.
+    """The command that runs ``module``, which must call :func:`end_with_parent`.
 
-    The working directory is no place to import from: a file of the user's called like a module of the standard library
-    must not be taken for it.
+    Modules are not imported from the working directory: a user's file could have the name of a standard module.
     """
     return [sys.executable, "-P", "-m", module, *arguments]
 
@@ -66,17 +65,17 @@ def child_command(module: str, *arguments: str) -> list[str]:
 def supervised(command: Sequence[str], grace_s: float) -> list[str]:
     """The command that runs another program under the supervisor.
 
-    When the supervisor gets SIGTERM, the program gets SIGTERM and ``grace_s`` seconds; then it is killed with all of
-    its descendants. These are killed too when the program has ended by itself. The exit status is the program's.
+    On SIGTERM to the supervisor, the program gets SIGTERM and ``grace_s`` seconds; then it and all descendants are
+    killed. Descendants are also killed when the program ends by itself. The exit status is the program's.
     """
     return [sys.executable, "-I", "-S", str(SUPERVISOR), f"{grace_s:g}", *command]
 
 
 def run_supervised(command: Sequence[str], grace_s: float, **options: Any) -> tuple[int, str]:
-    """Run another program to its end; returns its exit status and its stderr, where that is a pipe.
+    """Run another program to its end; returns its exit status, and its stderr if that is a pipe.
 
-    ``options`` go to ``Popen``. A KeyboardInterrupt ends the program, which has ``grace_s`` seconds for it, and is
-    raised again. Raises FileNotFoundError where there is no such program.
+    ``options`` go to ``Popen``. On KeyboardInterrupt the program gets ``grace_s`` seconds to end, then the exception is
+    raised again. Raises FileNotFoundError if the program does not exist.
     """
     if shutil.which(command[0], path=(options.get("env") or os.environ).get("PATH")) is None:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), command[0])
@@ -90,22 +89,21 @@ def run_supervised(command: Sequence[str], grace_s: float, **options: Any) -> tu
 
 
 def child_environ(environ: Mapping[str, str]) -> dict[str, str]:
-    """``environ`` with this process's own import path, so that the child finds the same modules."""
+    """``environ`` with this process's import path, so that the child finds the same modules."""
     return {**environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
 
 
 def end_with_parent() -> None:
-    """End this process at once when its lifeline closes; for the main program of a module that ``Child`` runs.
+    """End this process as soon as its lifeline closes; for main programs run by ``Child``.
 
-    A standard input that is no pipe is no lifeline: somebody runs the module by hand.
+    If standard input is not a pipe, the module was started by hand and there is no lifeline.
     """
     if stat.S_ISFIFO(os.fstat(STDIN).st_mode):
         _exit_after(lambda: os.read(STDIN, 1))
 
 
 def begin_pool_worker() -> None:
-    """Initializer of pools of processes: Ctrl-C and hang-ups are the parent's to decide, SIGTERM ends the worker, and
-    the worker ends with its parent."""
+    """Initializer of process pools: ignore SIGINT and SIGHUP; end on SIGTERM and with the parent."""
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -115,7 +113,7 @@ def begin_pool_worker() -> None:
 
 
 def _exit_after(wait: Callable[[], object]) -> None:
-    """Exit as soon as ``wait`` returns, whatever else this process does meanwhile."""
+    """Exit the process as soon as ``wait`` returns, in a thread of its own."""
 
     def watch() -> None:
         wait()

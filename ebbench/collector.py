@@ -1,4 +1,4 @@
-"""The garbage collector, kept out of the middle of measurements."""
+"""Keeps garbage collections out of measurements."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ _NEVER = 1 << 30
 
 
 def no_full_collections() -> None:
-    """Collect now; afterwards look at young objects only.
+    """Run one full collection now; later collections look at young objects only.
 
-    A full collection looks at every object: with the records of some hundred requests it stops a process for 5 to 15
-    ms, which was all of a client's TTFT error beyond the 99th percentile. What is alive now is left out altogether.
+    A full collection visits every object: with the records of some hundred requests it stops a process for 5 to 15 ms,
+    which was the whole TTFT error of the client above the 99th percentile. Objects alive now are frozen.
     """
     gc.collect()
     gc.freeze()
@@ -23,9 +23,10 @@ def no_full_collections() -> None:
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """No search for garbage in cycles: a simulation makes none, and each search walks through a device's tables.
+    """Context in which cyclic garbage is not collected.
 
-    With vLLM's core in the loop, which makes millions of short-lived objects, searching took a third of the time.
+    A simulation creates no reference cycles, and each collection would visit the device's tables. With vLLM's core in
+    the loop, which creates millions of short-lived objects, collections took a third of the time.
     """
     was_on = gc.isenabled()
     gc.disable()

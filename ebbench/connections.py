@@ -1,7 +1,7 @@
-"""Connections to one HTTP server: opened, kept while idle, and some opened ahead of need.
+"""Pool of connections to one HTTP server: idle ones are kept, and some are opened before they are needed.
 
-The load generator and the gateway speak over them with protocols of their own. A connection opened in a busy loop makes
-its request wait for milliseconds, hence the reserve. Errors are httpx's.
+Used by the load generator and the gateway with their own protocols. Opening a connection in a busy event loop delays a
+request by milliseconds, hence the reserve. Errors are httpx's.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ import httpx
 from ebbench.errors import UsageError
 
 CA_VARIABLES = ("SSL_CERT_FILE", "SSL_CERT_DIR")
-"""Environment variables that name certificate authorities to trust, the first before the second."""
+"""Environment variables that name certificate authorities to trust; the first takes precedence."""
 
 
 def tls_context(
     verify: bool = True, ca_file: str | None = None, environ: Mapping[str, str] = os.environ
 ) -> ssl.SSLContext:
-    """Which certificates to trust: those of ``ca_file`` (PEM), else of SSL_CERT_FILE or SSL_CERT_DIR, else the usual.
+    """TLS context that trusts ``ca_file`` (PEM), else SSL_CERT_FILE or SSL_CERT_DIR, else the certificates of httpx.
 
     ``verify`` False trusts every server. Raises UsageError for a file without certificates.
     """
@@ -39,12 +39,12 @@ def tls_context(
         if source == "SSL_CERT_DIR":
             return ssl.create_default_context(capath=path)
         return ssl.create_default_context(cafile=path)
-    except OSError as error:  # ssl.SSLError too: no certificate in the file
+    except OSError as error:  # ssl.SSLError too: the file has no certificate
         raise UsageError(f"{source} {path}: no certificates in PEM form ({error.strerror or error})") from None
 
 
-class Wire(asyncio.Protocol):
-    """A connection, as far as keeping it goes."""
+class BaseConnection(asyncio.Protocol):
+    """A connection that can be kept in a pool."""
 
     def __init__(self) -> None:
         self.idle_since_ns = 0
@@ -66,7 +66,7 @@ class Wire(asyncio.Protocol):
 
 
 class Address(NamedTuple):
-    """Where connections go."""
+    """Host, port and TLS of a server."""
 
     host: str
     port: int
@@ -74,19 +74,19 @@ class Address(NamedTuple):
 
     @classmethod
     def of(cls, url: httpx.URL) -> Address:
-        """The server of a URL."""
+        """The address in a URL."""
         secure = url.scheme == "https"
         return cls(url.host, url.port or (443 if secure else 80), secure)
 
 
-W = TypeVar("W", bound=Wire)
+W = TypeVar("W", bound=BaseConnection)
 
 
 class Connections(Generic[W]):
-    """Keep-alive connections to one server, without limit in number.
+    """Keep-alive connections to one server, unlimited in number.
 
-    ``make`` builds the protocol of a connection, ``idle_limit_ns`` is the age at which an idle one is dropped, and
-    ``reserve`` (may be changed) how many idle ones are kept ready once requests come.
+    ``make`` builds the protocol of a connection. A connection idle for ``idle_limit_ns`` is closed. ``reserve`` (may be
+    changed) is the number of idle connections kept open once requests are sent.
     """
 
     def __init__(
@@ -103,32 +103,32 @@ class Connections(Generic[W]):
         self.refill: asyncio.Task[None] | None = None
         self._address, self._make, self._tls = address, make, tls
         self._connect_timeout_s, self._idle_limit_ns = connect_timeout_s, idle_limit_ns
-        self._idle: deque[W] = deque()  # the one used last on the right
+        self._idle: deque[W] = deque()  # most recently used last
 
     def take(self) -> W | None:
-        """The connection used last, if one is fresh: the others may grow old and are dropped then."""
+        """The most recently used idle connection that is not too old, or None. The others age and are closed."""
         found = None
         while self._idle and found is None:
-            wire = self._idle.pop()
-            if self._fresh(wire):
-                found = wire
+            connection = self._idle.pop()
+            if self._fresh(connection):
+                found = connection
             else:
-                wire.abort()
+                connection.abort()
         if len(self._idle) < self.reserve and self.refill is None:
             self.refill = asyncio.create_task(self._open_reserve())
         return found
 
-    def give(self, wire: W) -> None:
-        """Keep a connection that is idle."""
-        wire.idle_since_ns = time.monotonic_ns()
-        self._idle.append(wire)
+    def give(self, connection: W) -> None:
+        """Return an idle connection to the pool."""
+        connection.idle_since_ns = time.monotonic_ns()
+        self._idle.append(connection)
 
     async def connect(self) -> W:
-        """A new connection. Raises ConnectTimeout, ConnectError."""
+        """Open a connection. Raises ConnectTimeout, ConnectError."""
         secure = self._address.secure
         try:
             async with asyncio.timeout(self._connect_timeout_s):
-                _, wire = await asyncio.get_running_loop().create_connection(
+                _, connection = await asyncio.get_running_loop().create_connection(
                     lambda: self._make(self),
                     self._address.host,
                     self._address.port,
@@ -139,19 +139,19 @@ class Connections(Generic[W]):
             raise httpx.ConnectTimeout(f"no connection within {self._connect_timeout_s:g} s") from None
         except (OSError, ssl.SSLError) as error:
             raise httpx.ConnectError(str(error)) from error
-        return wire
+        return connection
 
     def close(self) -> None:
-        """Close the idle connections and open no more ahead."""
+        """Close the idle connections and open no further ones in advance."""
         self.reserve = 0
         if self.refill is not None:
             self.refill.cancel()
-        for wire in self._idle:
-            wire.abort()
+        for connection in self._idle:
+            connection.abort()
         self._idle.clear()
 
-    def _fresh(self, wire: W) -> bool:
-        return wire.usable and time.monotonic_ns() - wire.idle_since_ns < self._idle_limit_ns
+    def _fresh(self, connection: W) -> bool:
+        return connection.usable and time.monotonic_ns() - connection.idle_since_ns < self._idle_limit_ns
 
     async def _open_reserve(self) -> None:
         try:
@@ -160,6 +160,6 @@ class Connections(Generic[W]):
             while len(self._idle) < self.reserve:
                 self.give(await self.connect())
         except httpx.TransportError:
-            pass  # a request that needs a connection will say so
+            pass  # the request that needs the connection will report the error
         finally:
             self.refill = None

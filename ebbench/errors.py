@@ -1,16 +1,16 @@
-"""Errors a user can cause or meet, one exit code per kind.
+"""Errors shown to the user, one exit code per class.
 
 ::
 
-    EbbenchError                 exit 4   the run could not be carried out
-    |- UsageError                exit 2   bad usage or bad input; the message says what to do instead
-    |  |- UnknownNameError       exit 2   a workload, policy, device, model, key ... that does not exist
-    |  `- InputFileError         exit 2   a file in the wrong schema; names the file and the line
-    |- DataError                 exit 3   stored data invalid, missing or not comparable
-    |- RunError                  exit 4   the run failed or is INVALID
-    `- InterruptedRunError       exit 130 interrupted by the user; what was measured is kept
+    EbbenchError               exit 4   the run could not be carried out
+    |- UsageError              exit 2   bad usage or input; the message says what to do
+    |  |- UnknownNameError     exit 2   a workload, policy, device, model or key that does not exist
+    |  `- InputFileError       exit 2   a file in the wrong format; names the file and the line
+    |- DataError               exit 3   stored data invalid, missing or not comparable
+    |- RunError                exit 4   the run failed or is INVALID
+    `- InterruptedRunError     exit 130 interrupted by the user; measurements so far are kept
 
-Exit codes 1 (regression) and 5 (inconclusive) belong to the gate's verdict and are no errors; 141 is a closed pipe.
+Exit codes 1 (regression) and 5 (inconclusive) are verdicts of the gate, not errors; 141 is a closed pipe.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class EbbenchError(Exception):
     exit_code = 4
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # As Python does it, a worker's error is made anew from its message alone, which other arguments do not survive.
+        # Python would rebuild a worker's error from its message alone and lose the other attributes.
         return _remade, (type(self), self.args, self.__dict__)
 
 
@@ -45,7 +45,7 @@ class UsageError(EbbenchError):
 
 
 class UnknownNameError(UsageError):
-    """A name that is not among the known ones; suggests the nearest."""
+    """A name that does not exist; the message suggests the nearest known name."""
 
     def __init__(self, kind: str, name: str, known: Iterable[str]) -> None:
         choices = sorted(known)
@@ -54,7 +54,7 @@ class UnknownNameError(UsageError):
 
 
 class InputFileError(UsageError):
-    """A file that does not have the expected schema."""
+    """A file that does not have the expected format."""
 
     def __init__(self, path: Path | str, problem: str, line: int | None = None) -> None:
         where = f"{path}:{line}" if line is not None else f"{path}"
@@ -75,6 +75,6 @@ class RunError(EbbenchError):
 
 
 class InterruptedRunError(EbbenchError):
-    """The user stopped the run; finished measurements were kept."""
+    """The user stopped the run; finished measurements are kept."""
 
     exit_code = 130

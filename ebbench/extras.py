@@ -1,6 +1,6 @@
-"""Libraries imported when needed, and the extras that bring those which a plain installation lacks.
+"""Optional libraries, imported when needed, and the pip extras that install them.
 
-``ebbench doctor`` prints EXTRAS; a test holds them equal to pyproject.toml.
+``ebbench doctor`` prints EXTRAS; a test compares them with pyproject.toml.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ebbench.errors import EbbenchError
 
 @dataclass(frozen=True)
 class Extra:
-    """What ``pip install 'ebbench[name]'`` brings: distribution names, and the commands that need them."""
+    """Distributions installed by ``pip install 'ebbench[name]'``, and the commands that need them."""
 
     name: str
     distributions: tuple[str, ...]
@@ -26,11 +26,11 @@ class Extra:
 
     @property
     def command(self) -> str:
-        """The command that installs it."""
+        """The pip command that installs this extra."""
         return f"pip install 'ebbench[{self.name}]'"
 
     def missing(self) -> tuple[str, ...]:
-        """The distributions that are not installed here."""
+        """The distributions that are not installed."""
         return tuple(name for name in self.distributions if not _installed(name))
 
 
@@ -49,7 +49,7 @@ EXTRAS: Mapping[str, Extra] = MappingProxyType(
 
 
 def need(module: str, purpose: str, extra: str | None = None) -> Any:
-    """Import ``module``. Raises EbbenchError naming the command that installs it; ``extra`` None: ebbench's own."""
+    """Import ``module``. Raises EbbenchError with the pip command that installs it; ``extra`` None: ebbench itself."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -59,7 +59,7 @@ def need(module: str, purpose: str, extra: str | None = None) -> Any:
 
 
 def own_distributions() -> tuple[str, ...]:
-    """Distributions that every installation of ebbench has; empty where ebbench runs without being installed."""
+    """Distributions that every installation of ebbench has; empty if ebbench is not installed."""
     try:
         requirements = importlib.metadata.requires("ebbench") or []
     except importlib.metadata.PackageNotFoundError:

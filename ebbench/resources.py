@@ -1,4 +1,4 @@
-"""Where bundled files lie: in a checkout at its top level, in a wheel under ``ebbench/_bundled``."""
+"""Locates bundled files: in a checkout at its top level, in a wheel under ``ebbench/_bundled``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _PACKAGE = Path(__file__).resolve().parent
 
 
 def bundled_dir(name: str) -> Path:
-    """Directory of bundled ``workloads``, ``scenarios`` or ``reference`` files."""
+    """Directory of the bundled ``workloads``, ``scenarios`` or ``reference`` files."""
     packed = _PACKAGE / "_bundled" / name
     if packed.is_dir():
         return packed
@@ -17,11 +17,11 @@ def bundled_dir(name: str) -> Path:
 
 
 REFERENCE = "reference:"
-"""Goes before the path of a file that comes with ebbench: workloads and scenarios as published runs had them."""
+"""Prefix of paths to bundled reference files: workloads and scenarios as used in published runs."""
 
 
 def located(name: str) -> Path:
-    """The file that ``reference:PATH`` or a path of the user's own names."""
+    """The file that ``reference:PATH`` or a user's path names."""
     if name.startswith(REFERENCE):
         return bundled_dir("reference") / name.removeprefix(REFERENCE)
     return Path(name).expanduser()

@@ -1,14 +1,14 @@
-"""Runs a program and leaves nothing of it behind: ``python supervisor.py GRACE_S PROGRAM [ARGUMENT ...]``.
+"""Runs a program and ends all of its descendants: ``python supervisor.py GRACE_S PROGRAM [ARGUMENT ...]``.
 
-For servers that start processes of their own (vLLM's engine core), which outlive a parent that is killed. Descendants
-whose parents have ended become children of this process (Linux: PR_SET_CHILD_SUBREAPER), so it can find and end them.
+For servers that start processes of their own (vLLM's engine core), which outlive a killed parent. Descendants whose
+parent has ended become children of this process (Linux: PR_SET_CHILD_SUBREAPER), so it can find and end them.
 
-It ends the program when its own standard input closes (the process that started it is gone), or on SIGTERM, SIGINT or
-SIGHUP: the program gets SIGTERM and GRACE_S seconds, then all descendants are killed. A second signal ends the wait.
-When the program ends by itself, descendants that are left are killed. Exit status: the program's, or 128 plus the
-number of the signal that ended it.
+It ends the program when its own standard input closes (the process that started it has ended), or on SIGTERM, SIGINT or
+SIGHUP: the program gets SIGTERM and GRACE_S seconds, then all descendants are killed. A second signal skips the wait.
+When the program ends by itself, remaining descendants are killed. Exit status: the program's, or 128 plus the number of
+the signal that ended it.
 
-Standard library only and nothing of ebbench, so that it starts in milliseconds and needs no import path.
+Standard library only, no import from ebbench: it starts in milliseconds and needs no import path.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def main(grace_s: float, command: list[str]) -> int:
 
 
 def _signals_as_bytes() -> int:
-    """A descriptor from which the number of each signal that arrives can be read as one byte."""
+    """A descriptor that yields the number of each arriving signal as one byte."""
     reader, writer = os.pipe()
     for end in (reader, writer):
         os.set_blocking(end, False)
@@ -52,7 +52,7 @@ def _signals_as_bytes() -> int:
 
 
 def _started(command: list[str]) -> int:
-    """Start the program; returns its process id. This process has one thread, so forking it is safe."""
+    """Start the program; returns its process id. Forking is safe because this process has one thread."""
     supervisor = os.getpid()
     program = os.fork()
     if program:
@@ -87,7 +87,7 @@ def _until_ended(program: int, wakeups: int, grace_s: float) -> int:
         ready, _, _ = select.select(watched, [], [], None if left_s == float("inf") else left_s)
         if _asked_to_end(ready, wakeups):
             if LIFELINE in ready:
-                watched = [wakeups]  # closed; it would be ready for ever
+                watched = [wakeups]  # closed: it would always be ready
             first = deadline == float("inf")
             deadline = time.monotonic() + (grace_s if first else 0.0)
             with contextlib.suppress(ProcessLookupError):
@@ -102,7 +102,7 @@ def _asked_to_end(ready: list[int], wakeups: int) -> bool:
 
 
 def _reaped(program: int) -> int | None:
-    """Collect all children that have ended; the program's exit status once it is among them."""
+    """Reap all children that have ended; returns the program's exit status once it is among them."""
     found = None
     while True:
         try:
@@ -117,8 +117,11 @@ def _reaped(program: int) -> int | None:
 
 
 def _kill_descendants() -> None:
-    """Kill what the program has left. Children of what is killed become children of this process, and follow."""
-    if not _LINUX:  # no way to find them but by the process group, which this process leads
+    """Kill the program's descendants.
+
+    Children of killed processes become children of this process and are killed too.
+    """
+    if not _LINUX:  # descendants can only be found through the process group, which this process leads
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         with contextlib.suppress(PermissionError, ProcessLookupError):
             os.killpg(0, signal.SIGTERM)
@@ -139,7 +142,7 @@ def _children() -> list[int]:
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
-                # "pid (name) state ppid ...": the name may hold anything, a parenthesis too
+                # "pid (name) state ppid ...": the name may contain anything, also a parenthesis
                 fields = (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()
             except OSError:
                 continue

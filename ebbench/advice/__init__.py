@@ -1,1 +1,1 @@
-"""Which policy to run: candidates simulated on the same plans, beside what theory says."""
+"""Advises a policy: simulates candidates on the same plans and compares with the theory."""

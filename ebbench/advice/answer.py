@@ -1,4 +1,4 @@
-"""The question that ``ebbench advise`` answers, and the answer, as data."""
+"""Data types of ``ebbench advise``: the question, the scores and the advice."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from ebbench.analysis.statistics import Interval
 
 @dataclass(frozen=True)
 class Question:
-    """The question. ``slo`` empty: throughput decides; else goodput. ``plan``: what plans are built from besides.
+    """What to advise on. ``slo`` empty: throughput decides, else goodput. ``plan``: further arguments of build_plan.
 
-    ``seeds_alike``: more seeds were asked for, but every seed gives the same plan.
+    ``seeds_alike``: several seeds were asked for, but all seeds give the same plan.
     """
 
     workload: str
@@ -33,9 +33,10 @@ class Question:
 
 @dataclass(frozen=True)
 class Score:
-    """One policy over the seeds: its objective, and its gain over v1 and over the best as shares, paired by seed.
+    """One policy over the seeds: its objective, and its gains over v1 and over the best policy as shares, paired by
+    seed.
 
-    ``attainment`` is the mean share that met the SLO; latencies are means of medians, ms.
+    ``attainment``: mean share of requests that met the SLO. Latencies are means of medians in ms.
     """
 
     policy: str
@@ -60,7 +61,7 @@ class Probe:
 
 @dataclass(frozen=True)
 class Tuning:
-    """The best of some (B, N) for the chosen policy, one seed, and its gain over the settings of the question."""
+    """The best (B, N) for the chosen policy on one seed, and its gain over the settings of the question."""
 
     tried: int
     max_num_batched_tokens: int
@@ -70,7 +71,7 @@ class Tuning:
 
 @dataclass(frozen=True)
 class Advice:
-    """The answer; ``scores`` best first, ``notes`` what the plan's builder has to say."""
+    """The advice; ``scores`` best first, ``notes`` from building the plan."""
 
     question: Question
     load: Load

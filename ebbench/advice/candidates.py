@@ -1,4 +1,4 @@
-"""The candidates of a question as runs: checked before the first is made, and the load they carry."""
+"""Runs of the candidate policies, checked before the first one starts, and the load that they carry."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from vllm_eb.policy import parse_policy
 
 
 def main_cells(question: Question) -> list[Cell]:
-    """Every policy on every seed's plan."""
+    """One cell per policy and seed."""
     return [candidate(question, policy, seed) for seed in range(question.seeds) for policy in question.policies]
 
 
 def candidate(question: Question, policy: str, seed: int) -> Cell:
-    """One policy on one seed's plan."""
+    """The cell of one policy and seed."""
     return simulated(
         question.workload, policy, question.device, question.model, question.max_num_seqs,
         question.max_num_batched_tokens, question.scenario, weight=2.0, seed=seed, **question.plan,
@@ -34,10 +34,9 @@ def candidate(question: Question, policy: str, seed: int) -> Cell:
 
 
 def checked(question: Question) -> Question:
-    """The question, sure to be one that can be run, and of one seed where every seed gives the same plan.
+    """The question after checks; reduced to one seed if every seed gives the same plan.
 
-    Raises UsageError for names, scheduler settings and requests with which a run could not be carried out, and what
-    build_plan raises.
+    Raises UsageError for names, scheduler settings and requests that cannot be run, and what build_plan raises.
     """
     first = candidate(question, BASELINE, 0)
     check_options(first.options, [parse_policy(policy) for policy in question.policies])
@@ -51,7 +50,7 @@ def checked(question: Question) -> Question:
 
 
 def alike(one: Plan, other: Plan) -> bool:
-    """Whether two plans ask the same at the same times, so that simulating them gives the same run twice."""
+    """Whether two plans have the same lengths and times, so that their simulated runs are equal."""
     if (one.phases, one.max_concurrency) != (other.phases, other.max_concurrency) or len(one) != len(other):
         return False
     asked = ["session", "turn", "phase", "arrival_ns", "input_tokens", "output_tokens", "hash_ids"]
@@ -60,13 +59,14 @@ def alike(one: Plan, other: Plan) -> bool:
 
 
 def _streams(plan: Plan) -> npt.NDArray[np.int64]:
-    """Content streams counted from the first: seeds only move them, so that none is cached from another seed."""
+    """Content streams numbered from the first: a seed only shifts them, so that prefixes of other seeds are not
+    cached."""
     content = plan.table["content"].to_numpy()
     return np.asarray(content - content[:1], np.int64)
 
 
 def load_of(question: Question, store: RunStore) -> Load:
-    """Lengths and hazard of the first plan, and how many requests are open. Raises what build_plan raises."""
+    """Lengths and hazard of the first plan, and the number of open requests. Raises what build_plan raises."""
     plan = plan_of(candidate(question, BASELINE, 0))
     outputs = plan.table["output_tokens"].to_numpy()
     fit = analyse_lengths(outputs).censored
@@ -80,7 +80,8 @@ def load_of(question: Question, store: RunStore) -> Load:
 
 
 def _seen(question: Question, store: RunStore) -> int:
-    """Requests open on average in the candidates' runs, under v1 if it is one of them: rate times stay (Little)."""
+    """Mean number of open requests in the candidates' runs, under v1 if it is one: rate times residence time
+    (Little)."""
     policy = BASELINE if BASELINE in question.policies else question.policies[0]
     cells = [candidate(question, policy, seed) for seed in range(question.seeds)]
     means = [figure(store, cell, "request_throughput") * figure(store, cell, "mean_e2el_ms") / 1e3 for cell in cells]
@@ -88,7 +89,7 @@ def _seen(question: Question, store: RunStore) -> int:
 
 
 def figure(store: RunStore, cell: Cell, key: str) -> float:
-    """A figure of a run that has been made. Raises UsageError where it is undefined."""
+    """A figure of a finished run. Raises UsageError if it is undefined."""
     found = store.get(cell)
     value = None if found is None else found.get(key)
     if value is None:

@@ -1,4 +1,4 @@
-"""Which of the candidates to advise, and why: with reasons that claim no more than the runs show."""
+"""Chooses the policy to advise, with reasons that the runs support."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BASELINE = "v1"
 
 
 def relative_gain(ours: Sequence[float], base: Sequence[float] | None) -> Interval | None:
-    """Mean relative gain with its paired 95 % t interval, from the logs of the ratios; None where undefined."""
+    """Mean relative gain with its paired 95 % t interval, from the logs of the ratios; None if undefined."""
     if base is None or min(base) <= 0 or min(ours) <= 0:
         return None
     found = paired_t([math.log(a / b) for a, b in zip(ours, base, strict=True)])
@@ -22,14 +22,15 @@ def relative_gain(ours: Sequence[float], base: Sequence[float] | None) -> Interv
 
 
 def choose(scores: Sequence[Score]) -> tuple[Score, str]:
-    """The simplest policy that is as good as the best: not behind by more than TIE, or not surely so.
+    """The simplest policy that is as good as the best: behind by at most TIE, or not significantly behind.
 
-    Where v1 is surely behind, a policy that may be no better than v1 is not advised in place of one that surely is.
+    If v1 is significantly behind the best, a policy that may be no better than v1 is not advised instead of one that
+    is.
     """
     best = scores[0]
     if best.objective <= 0:
-        reason = "no request met the targets under any candidate, so they decide nothing, and it is the simplest"
-        return _simplest(scores), f"{reason}; loosen --goodput or ask with less traffic"
+        reason = "no request met the targets under any candidate, so they do not decide, and it is the simplest"
+        return _simplest(scores), f"{reason}; loosen --goodput or reduce the traffic"
     equal = [one for one in scores if one is best or _ties(one, best)]
     if all(one.policy != BASELINE for one in equal) and (sure := [one for one in equal if _ahead(one)]):
         unsure = [one.policy for one in equal if one not in sure]
@@ -41,7 +42,7 @@ def choose(scores: Sequence[Score]) -> tuple[Score, str]:
 
 
 def _winner(scores: Sequence[Score]) -> str:
-    """Why the first, which nothing equals."""
+    """The reason for the best policy if no other is equal."""
     best, *others = scores
     if not others:
         return "it is the only candidate"
@@ -55,7 +56,7 @@ def _winner(scores: Sequence[Score]) -> str:
 
 
 def _among(others: Sequence[Score]) -> str:
-    """Why the simplest, which ``others`` equal."""
+    """The reason for the simplest of several equal policies."""
     verb = "are" if len(others) > 1 else "is"
     within = "chance or half a per cent" if len(others[0].values) > 1 else "half a per cent (one seed)"
     return f"{_listed([one.policy for one in others])} {verb} equal to it within {within}, and it is the simplest"
@@ -89,5 +90,5 @@ def _simplest(scores: Sequence[Score]) -> Score:
 
 
 def _rank(policy: str) -> tuple[int, bool]:
-    """Of two that are as good, the one that departs less from what vLLM does by itself, then the one as it comes."""
+    """Sort key: departure from vLLM's default behaviour, then the policy without settings first."""
     return policy_class(policy.partition(":")[0]).departure, ":" in policy

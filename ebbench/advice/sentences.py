@@ -1,4 +1,4 @@
-"""Advice as sentences without markup and as small tables."""
+"""The advice as sentences without markup and as small tables."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from ebbench.advice.answer import Advice, Probe, Score
     from ebbench.analysis.statistics import Interval
 
-_FULL_BATCH = "Theory is of a batch that stays full; a simulated run also fills up and drains."
+_FULL_BATCH = "Theory assumes a batch that stays full; a simulated run also fills and drains."
 FAR_APART = 0.1
-"""From this difference of the two gains on, as a share, a sentence explains why they differ."""
+"""From this difference between the two gains on (a share), a sentence explains it."""
 
 
 def headline(advice: Advice) -> list[str]:
@@ -39,7 +39,7 @@ def headline(advice: Advice) -> list[str]:
 
 
 def parameters(advice: Advice) -> list[str]:
-    """Settings of the server and what the controller will arrive at."""
+    """Settings of the server, and the values that the controller will reach."""
     question, theory = advice.question, advice.theory
     lines = [
         f"Server: --max-num-seqs {question.max_num_seqs} --max-num-batched-tokens {question.max_num_batched_tokens}",
@@ -64,7 +64,7 @@ def parameters(advice: Advice) -> list[str]:
 
 
 def theory_lines(advice: Advice) -> list[str]:
-    """Both sides of the crossover, and where they meet."""
+    """Both sides of the crossover inequality, and where they are equal."""
     theory, load = advice.theory, advice.load
     sides = theory.sides
     lines = [
@@ -95,7 +95,7 @@ def _theory_concurrency(crossing: float | None, lhs: float) -> str:
 
 
 def candidates(advice: Advice) -> Table:
-    """One row per candidate, best first: what decides, its gain over v1 with the interval below, latencies."""
+    """One row per candidate, best first: the objective, its gain over v1 with the interval below, latencies."""
     limits = bool(advice.question.slo)
     table = framed()
     table.add_column("policy", max_width=18, overflow="fold")
@@ -121,7 +121,7 @@ def _gain_cell(score: Score) -> str:
 
 
 def probes(advice: Advice) -> list[tuple[Table, str]]:
-    """EB over v1 along concurrency and along decode share, each with a line on where they cross."""
+    """EB over v1 by concurrency and by decode share, each with a line about the crossover."""
     found = []
     if advice.concurrency is not None:
         table = _probe_table("requests open", advice.concurrency, "{:.0f}")
@@ -153,13 +153,13 @@ def limits_of_it(advice: Advice) -> list[str]:
     asked = question.plan.get("num_prompts")
     if isinstance(asked, int) and asked < load.concurrency:
         lines.append(
-            f"{asked:,} requests never hold open the {load.concurrency:,} that the load allows: the candidates ran "
-            "while the batch filled and drained, and that hides what they differ in. Ask with --num-prompts "
-            f"{3 * load.concurrency}, or with your own --max-concurrency."
+            f"{asked:,} requests do not fill the {load.concurrency:,} that the load allows: the candidates ran "
+            "while the batch filled and drained, which hides their differences. Use --num-prompts "
+            f"{3 * load.concurrency}, or set --max-concurrency."
         )
     lines.append(
         f"Simulated on a model of the device; `ebbench devices show {question.device} --model {question.model}` says "
-        "where its step times come from. Measure on your GPU before you switch production over."
+        "where its step times come from. Measure on your GPU before changing production."
     )
     return lines
 

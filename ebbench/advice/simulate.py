@@ -1,4 +1,4 @@
-"""What to run: candidate policies simulated on the same plans over several seeds, beside what theory says."""
+"""Simulates the candidate policies on the same plans over several seeds, and combines the results with the theory."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ from ebbench.workloads import load_scenario
 from ebbench.workloads.trace import time_note
 from vllm_eb.policy import least_seqs, parse_policy
 
-CADENCE = "cadence:every=16"  # where it helps at all, 8 to 32 differ by little
+CADENCE = "cadence:every=16"  # if it helps, values from 8 to 32 differ little
 CONCURRENCIES = (16, 32, 64, 128, 256, 512, 1024, 2048)
 SHARES = (0.1, 0.25, 0.5, 0.75, 0.9)
 PROBE_PROMPTS = 1200
 
 
 def default_policies(slo: Slo) -> tuple[str, ...]:
-    """The candidates; with TTFT or TPOT targets the SLO-aware policy is given them."""
+    """The default candidates; the SLO-aware policy gets the TTFT and TPOT targets."""
     targets = [f"{name}={limit / 1e3:g}" for name, limit in slo.limits().items() if name in ("ttft", "tpot")]
     aware = "marginal:" + ",".join(targets) if targets else "marginal"
     return tuple(dict.fromkeys((BASELINE, CADENCE, "eb", "ebplus", "marginal", aware)))
 
 
 def concurrency_cells(question: Question, load: Load) -> dict[float, tuple[Cell, Cell]]:
-    """v1 and EB at each concurrency, closed loop, the workload's lengths (or the means a scenario brings)."""
+    """v1 and EB at each concurrency, closed loop, with the workload's lengths (or a scenario's mean lengths)."""
     lengths: dict[str, int] = {}
     if question.scenario is not None and load_scenario(question.scenario).own_lengths:
         lengths = {"input_len": max(1, round(load.mu_l)), "output_len": max(1, round(load.mu_o))}
-    most = max(2 * question.max_num_seqs, CONCURRENCIES[1])  # two points at least
+    most = max(2 * question.max_num_seqs, CONCURRENCIES[1])  # at least two points
     levels = [c for c in CONCURRENCIES if c <= most]
     return {c: _pair(question, {"max_concurrency": c}, lengths) for c in levels}
 
 
 def mix_cells(question: Question, load: Load) -> dict[float, tuple[Cell, Cell]]:
-    """v1 and EB at each decode share, tokens per request as now, uniform lengths, at the load's concurrency."""
+    """v1 and EB at each decode share, with unchanged tokens per request, uniform lengths and the load's concurrency."""
     total = load.mu_l + load.mu_o
     pairs = {}
     for r in SHARES:
@@ -56,7 +56,7 @@ def _pair(question: Question, traffic: dict[str, int], lengths: dict[str, int]) 
     kept = _LIMIT_KEYS if lengths else (*_LIMIT_KEYS, *_LENGTH_KEYS)
     own = {k: v for k, v in question.plan.items() if k in kept}
     workload = "balanced" if lengths else question.workload
-    # Enough for the load to stand at its level for a while before it drains.
+    # Enough requests for the load to stay at its level for a while before it drains.
     plan: dict[str, Any] = {
         "num_prompts": max(PROBE_PROMPTS, 3 * traffic["max_concurrency"]), **own, **lengths, **traffic
     }  # fmt: skip
@@ -76,7 +76,7 @@ BATCHES = (256, 512, 1024, 2048)
 
 
 def tuning_cells(question: Question, policy: str) -> list[Cell]:
-    """The chosen policy at other budgets and batch sizes it can have, first seed; its own settings among them."""
+    """The chosen policy at other valid budgets and batch sizes, first seed; includes the question's settings."""
     own = candidate(question, policy, 0)
     least = least_seqs(parse_policy(policy))
     pairs = [(b, n) for b in BUDGETS for n in BATCHES if n >= least]
@@ -93,7 +93,7 @@ def tune(question: Question, policy: str, store: RunStore) -> Tuning:
 
 
 def probe(pairs: Mapping[float, tuple[Cell, Cell]], store: RunStore, *, log: bool) -> Probe:
-    """EB's gain in total tokens/s over a sweep. Raises UsageError when a run is missing."""
+    """EB's gain in total tokens/s over a sweep. Raises UsageError if a run is missing."""
     x, gains = [], []
     for at, (v1, eb) in sorted(pairs.items()):
         rates = [figure(store, cell, "total_token_throughput") for cell in (v1, eb)]
@@ -105,7 +105,7 @@ def probe(pairs: Mapping[float, tuple[Cell, Cell]], store: RunStore, *, log: boo
 
 
 def advise(question: Question, store: RunStore, *, with_crossover: bool) -> Advice:
-    """Put stored runs and theory together; the runs must be there. Raises UsageError, TheoryError."""
+    """Combine stored runs and theory; the runs must exist. Raises UsageError, TheoryError."""
     load, plan = load_of(question, store), plan_of(candidate(question, BASELINE, 0))
     device = device_of(main_cells(question)[0])
     theory = predict(load, device.calibration, device.kv_capacity_tokens, question.max_num_seqs)

@@ -1,7 +1,7 @@
-"""What theory says about a workload on a device: threshold, batch, throughputs, and where EB and MB cross.
+"""Theoretical predictions for a workload on a device: threshold, batch, throughputs, and the EB/MB crossover.
 
-Pure: lengths and coefficients in, predictions out (docs/theory.md). What simulation says stands in
-:mod:`ebbench.advice.simulate`.
+Pure functions from lengths and cost coefficients to predictions (docs/theory.md). :mod:`ebbench.advice.simulate` has
+the simulation.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _SHARES = tuple(round(0.02 * i, 2) for i in range(1, 50))
 
 @dataclass(frozen=True)
 class Load:
-    """Lengths in tokens and where they are from, linear hazard, and how many requests the traffic keeps open.
+    """Lengths (tokens) and their source, the linear hazard, and the number of requests that the traffic keeps open.
 
-    ``concurrency``: at most in a closed loop, on average in an open one.
+    ``concurrency``: the maximum in a closed loop, the mean in an open one.
     """
 
     mu_l: float
@@ -43,10 +43,10 @@ class Load:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Theory's answer. ``n`` is the batch the comparison is made at; throughputs in requests/s.
+    """Predictions. ``n``: batch size of the comparison. Throughputs in requests/s.
 
-    ``concurrency_crossover``: the number of sequences from which exclusive batching wins (None: none, 0: always).
-    ``mix_crossovers``: decode shares r at which the better mode changes at this ``n`` and these tokens per request.
+    ``concurrency_crossover``: number of sequences from which exclusive batching wins (None: never, 0: always).
+    ``mix_crossovers``: decode shares r at which the better mode changes for this ``n`` and these tokens per request.
     """
 
     threshold: Threshold
@@ -67,12 +67,12 @@ class Prediction:
 
     @property
     def gain(self) -> float | None:
-        """Predicted throughput of EB over MB, as a share; None without a measured mixed cost."""
+        """Predicted throughput gain of EB over MB, as a share; None without a measured mixed cost."""
         return None if not self.mb_rps else self.eb_rps / self.mb_rps - 1
 
 
 def predict(load: Load, calibration: Calibration, capacity_tokens: int, max_num_seqs: int) -> Prediction:
-    """Evaluate the formulas. Raises TheoryError for lengths or costs without meaning."""
+    """Evaluate the formulas. Raises TheoryError for invalid lengths or costs."""
     found = optimal_threshold(
         load.p0, calibration.alpha_p, calibration.alpha_d, eta=load.eta, beta_d=calibration.beta_d, n=max_num_seqs
     )
@@ -97,14 +97,14 @@ def predict(load: Load, calibration: Calibration, capacity_tokens: int, max_num_
 
 
 def _concurrency_crossover(sides: Crossover, n: int) -> float | None:
-    """The right side falls as 1/N, the left does not depend on N: they meet at ``n*rhs/lhs``."""
+    """Batch size at which both sides are equal, ``n*rhs/lhs``: the right side falls as 1/N, the left is constant."""
     if sides.rhs <= 0:
         return 0.0 if sides.lhs >= 0 else None
     return n * sides.rhs / sides.lhs if sides.lhs > 0 else None
 
 
 def _mix_crossovers(load: Load, calibration: Calibration, n: int) -> tuple[float, ...]:
-    """Decode shares at which ``lhs - rhs`` changes sign, prompt plus answer kept at its present length."""
+    """Decode shares at which ``lhs - rhs`` changes sign, for constant prompt plus output length."""
     total = load.mu_l + load.mu_o
 
     def advantage(r: float) -> float:
@@ -116,7 +116,7 @@ def _mix_crossovers(load: Load, calibration: Calibration, n: int) -> tuple[float
 
 
 def sign_changes(x: Sequence[float], y: Sequence[float]) -> tuple[float, ...]:
-    """Where ``y`` over ``x`` changes sign, interpolated linearly."""
+    """Values of ``x`` at which ``y`` changes sign, interpolated linearly."""
     found = []
     for i in range(1, len(x)):
         a, b = y[i - 1], y[i]
@@ -126,7 +126,7 @@ def sign_changes(x: Sequence[float], y: Sequence[float]) -> tuple[float, ...]:
 
 
 def with_mix(load: Load, r: float) -> Load:
-    """The same tokens per request at another decode share."""
+    """The same tokens per request at decode share ``r``."""
     total = load.mu_l + load.mu_o
     mu_o = max(1.0, r * total)
     return replace(load, mu_l=max(1.0, total - mu_o), mu_o=mu_o, p0=min(1.0, 1 / mu_o), eta=0.0)

@@ -1,1 +1,1 @@
-"""What runs mean: metrics, verdicts, comparisons and explanations, from Run directories only."""
+"""Metrics, validity, comparisons and explanations of stored runs."""

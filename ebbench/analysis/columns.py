@@ -1,4 +1,4 @@
-"""The request table as numpy arrays, taken apart once and shared by all metrics."""
+"""The requests table as numpy arrays, converted once and shared by all metrics."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ Mask = npt.NDArray[np.bool_]
 
 STATUSES = ("ok", "failed", "timed_out", "cancelled", "never_sent")
 MISSING = np.iinfo(np.int64).min
-"""Stands for null in the integer arrays below."""
+"""Marks null in the integer arrays below."""
 
 NEEDED = (
     "request_id", "session", "phase", "input_tokens", "output_tokens", "cached_tokens", "status", "intended_ns",
     "sent_ns", "first_token_ns", "last_token_ns", "end_ns", "itl_ns", "bundled_tokens", "preemptions",
 )  # fmt: skip
-"""Columns of the request table that the metrics read."""
+"""Columns of the requests table that the metrics read."""
 
 
 @dataclass(frozen=True)
 class RequestColumns:
-    """One entry per planned request; times in ns from the run's start, ``MISSING`` for null.
+    """One entry per planned request; times in ns from the start of the run, ``MISSING`` for null.
 
-    ``gaps_ns`` holds the inter-token gaps of all requests one after the other, ``gap_counts`` how many each has.
+    ``gaps_ns`` concatenates the inter-token gaps of all requests; ``gap_counts`` has the number of gaps per request.
     """
 
     status: npt.NDArray[Any]
@@ -49,22 +49,22 @@ class RequestColumns:
 
     @property
     def ok(self) -> Mask:
-        """Requests that completed and have the times that metrics need; :mod:`validity` reports any without."""
+        """Mask of requests that completed and have all times that metrics need; :mod:`validity` reports the others."""
         timed = (self.intended != MISSING) & (self.first_token != MISSING) & (self.last_token != MISSING)
         mask: Mask = (self.status == "ok") & timed
         return mask
 
     def gaps_of(self, rows: Mask) -> Ints:
-        """The gaps of some requests, in the order of the table."""
+        """The gaps (ns) of the requests in ``rows``, in table order."""
         return self.gaps_ns if rows.all() else self.gaps_ns[np.repeat(rows, self.gap_counts)]
 
     @classmethod
     def of(cls, requests: pa.Table) -> RequestColumns:
-        """Take a table in the REQUESTS schema apart."""
+        """Convert a table in the REQUESTS schema."""
         gaps = requests.column("itl_ns").combine_chunks()
         counts = pc.fill_null(pc.list_value_length(gaps), 0).to_numpy(zero_copy_only=False)
         session = _ints(requests, "session")
-        alone = session == MISSING  # a request without a session is one of its own
+        alone = session == MISSING  # a request without a session is a session of its own
         session[alone] = -1 - np.flatnonzero(alone)
         return cls(
             status=_texts(requests, "status"),

@@ -1,4 +1,4 @@
-"""From an engine's result to a stored run: the verdict, the warnings and the manifest."""
+"""Turns an engine's result into a stored run: validity, warnings and manifest."""
 
 from __future__ import annotations
 
@@ -36,11 +36,10 @@ from vllm_eb.policy import PolicySpec
 
 
 @dataclass(frozen=True)
-class Setting:
-    """Everything that a result came from. ``anchor_unix_ns`` is the wall clock at the run's time 0.
+class RunContext:
+    """Everything that determines a result. ``anchor_unix_ns``: wall-clock time (ns) of the run's time 0.
 
-    ``device_known`` False: the engine is a server started elsewhere, so that its device and options are
-    not known.
+    ``device_known`` False: the engine is a server that ebbench did not start; its device and options are unknown.
     """
 
     plan: Plan
@@ -49,7 +48,7 @@ class Setting:
     device: Device
     options: EngineOptions
     anchor_unix_ns: int
-    clock: Clock | None = None  # None: by the engine's name
+    clock: Clock | None = None  # None: derived from the engine's name
     slo: Slo = field(default_factory=Slo)
     device_known: bool = True
     warnings: tuple[RunWarning, ...] = ()
@@ -57,39 +56,42 @@ class Setting:
 
     @property
     def kind_of_time(self) -> Clock:
-        """Whether times were measured (real) or simulated (virtual)."""
+        """Whether times are measured (real) or simulated (virtual)."""
         return self.clock or ("virtual" if self.engine in VIRTUAL_TIME else "real")
 
 
-def begin(writer: RunWriter, setting: Setting) -> None:
-    """Store what is known before a run that takes real time, for the case that it is cut off."""
+def begin(writer: RunWriter, context: RunContext) -> None:
+    """Store what is known before a run in real time, so that an interrupted run can be rebuilt."""
     nothing = EngineResult(REQUESTS.empty_table(), STEPS.empty_table(), DECISIONS.empty_table(), interrupted=True)
     reasons = ("cut off before its end",)
-    writer.begin(_manifest(setting, nothing, setting.kind_of_time, reasons, ()), setting.plan.table)
+    writer.begin(_manifest(context, nothing, context.kind_of_time, reasons, ()), context.plan.table)
 
 
-def conclude(writer: RunWriter, setting: Setting, result: EngineResult) -> Run:
-    """Judge a result and store it with its plan. Raises NotStoredError, with the run, when it cannot be written."""
-    return conclude_with_summary(writer, setting, result)[0]
+def conclude(writer: RunWriter, context: RunContext, result: EngineResult) -> Run:
+    """Check a result and store it with its plan.
+
+    Raises NotStoredError, which holds the run, if it cannot be written.
+    """
+    return conclude_with_summary(writer, context, result)[0]
 
 
-def conclude_with_summary(writer: RunWriter, setting: Setting, result: EngineResult) -> tuple[Run, Summary]:
-    """As :func:`conclude`; the summary comes from the metrics that the verdict needs anyway."""
+def conclude_with_summary(writer: RunWriter, context: RunContext, result: EngineResult) -> tuple[Run, Summary]:
+    """:func:`conclude`, also returning the summary, whose metrics are computed for the validity check anyway."""
     columns = RequestColumns.of(result.requests)
-    windows = steady_windows(columns, phase_facts(setting.plan))
-    metrics = measure(columns, slo=setting.slo, windows=windows)
-    clock = setting.kind_of_time
-    paced = clock == "real" and (setting.plan.closed_loop or setting.plan.max_concurrency is None)
+    windows = steady_windows(columns, phase_facts(context.plan))
+    metrics = measure(columns, slo=context.slo, windows=windows)
+    clock = context.kind_of_time
+    paced = clock == "real" and (context.plan.closed_loop or context.plan.max_concurrency is None)
     conditions = Conditions(
         interrupted=result.interrupted, paced_sends=paced, lag_limit_ms=result.facts.get("lag_limit_ms")
     )
     reasons = (
-        *invalid_reasons(result.requests, setting.plan.table, columns, metrics, conditions),
+        *invalid_reasons(result.requests, context.plan.table, columns, metrics, conditions),
         *result.invalid,
     )
-    manifest = _manifest(setting, result, clock, reasons, _warnings(setting, result, metrics))
+    manifest = _manifest(context, result, clock, reasons, _warnings(context, result, metrics))
     tables = {
-        "plan": setting.plan.table,
+        "plan": context.plan.table,
         "requests": result.requests,
         "steps": result.steps,
         "decisions": result.decisions,
@@ -101,22 +103,22 @@ def conclude_with_summary(writer: RunWriter, setting: Setting, result: EngineRes
     except RunError as error:
         lost = msgspec.structs.replace(manifest, valid=False, reasons=(*reasons, f"not stored: {error}"))
         raise NotStoredError(str(error), Run(writer.path, lost, tables)) from error
-    return run, summary_of(run, metrics, setting.slo)
+    return run, summary_of(run, metrics, context.slo)
 
 
 def _manifest(
-    setting: Setting,
+    context: RunContext,
     result: EngineResult,
     clock: Clock,
     reasons: tuple[str, ...],
     warnings: tuple[RunWarning, ...],
 ) -> Manifest:
-    plan, device = setting.plan, result.device or setting.device
+    plan, device = context.plan, result.device or context.device
     facts = {**plan.facts, **result.facts}
     return Manifest(
-        versions=software_versions({**engine_versions(setting.engine), **setting.versions}),
+        versions=software_versions({**engine_versions(context.engine), **context.versions}),
         git_commit=git_commit(),
-        anchor_unix_ns=setting.anchor_unix_ns,
+        anchor_unix_ns=context.anchor_unix_ns,
         workload=str(facts.get("workload", "")),
         scenario=str(facts.get("scenario", "")),
         seed=int(facts.get("seed", 0)),
@@ -125,16 +127,16 @@ def _manifest(
         plan_hash=plan_hash(plan),
         phases=phase_facts(plan),
         max_concurrency=plan.max_concurrency,
-        policy=setting.policy.name,
-        engine=setting.engine,
+        policy=context.policy.name,
+        engine=context.engine,
         clock=clock,
         device=device.name,
         model=str(facts.get("served_model") or device.model),
         device_provenance=device.provenance,
-        kv_capacity_tokens=(device.kv_capacity_tokens or None) if setting.device_known else None,
-        calibration=asdict(device.calibration) if setting.device_known and device.costs_known else None,
-        options=asdict(setting.options) if setting.device_known else {},
-        slo=setting.slo.limits(),
+        kv_capacity_tokens=(device.kv_capacity_tokens or None) if context.device_known else None,
+        calibration=asdict(device.calibration) if context.device_known and device.costs_known else None,
+        options=asdict(context.options) if context.device_known else {},
+        slo=context.slo.limits(),
         warnings=warnings,
         valid=not reasons,
         reasons=reasons,
@@ -142,13 +144,13 @@ def _manifest(
     )
 
 
-def _warnings(setting: Setting, result: EngineResult, metrics: Metrics) -> tuple[RunWarning, ...]:
+def _warnings(context: RunContext, result: EngineResult, metrics: Metrics) -> tuple[RunWarning, ...]:
     found = [
-        *_of("plan", setting.plan.warnings),
-        *_of("device", (result.device or setting.device).warnings),
+        *_of("plan", context.plan.warnings),
+        *_of("device", (result.device or context.device).warnings),
         *_of("engine", result.warnings),
-        *setting.warnings,
-        *_measurement_warnings(setting.plan, metrics),
+        *context.warnings,
+        *_measurement_warnings(context.plan, metrics),
     ]
     return tuple(dict.fromkeys(found))
 
@@ -190,17 +192,17 @@ def _measurement_warnings(plan: Plan, metrics: Metrics) -> list[RunWarning]:
 
 
 def _replayed(plan: Plan) -> bool:
-    """Whether requests come as a trace has them, so that options cannot give more."""
+    """Whether requests are replayed from a trace, so that options cannot add requests."""
     return str(plan.facts.get("workload", "")).startswith("trace:") and plan.facts.get("source") != "scenario"
 
 
 def _longer(plan: Plan, advice: str) -> str:
-    """The advice; another one for a trace, whose length no option changes."""
+    """``advice``, or other advice for a trace, whose length no option changes."""
     return "A longer part of a trace, or a longer trace, would help." if _replayed(plan) else advice
 
 
 def _enough(plan: Plan, requests: int) -> str:
-    """What to ask for so that a plan like this one has so many requests: --num-prompts counts conversations."""
+    """The option that gives a plan like this one so many requests; --num-prompts counts conversations."""
     if _replayed(plan):
         return f"p99 takes a trace of {requests} requests or more."
     if (duration_s := plan.facts.get("duration_s")) is not None:
@@ -213,6 +215,6 @@ def _enough(plan: Plan, requests: int) -> str:
 
 
 def _instead(samples: int) -> str:
-    """The highest percentile that so many samples carry, in words."""
+    """The highest percentile for which so many samples suffice, in words."""
     sound = [name for name, share in QUANTILES.items() if samples >= samples_needed(share)]
     return f"{sound[-1]} instead" if sound else f"no percentile, since p90 takes {samples_needed(QUANTILES['p90'])}"

@@ -1,8 +1,8 @@
-"""Mean, standard deviation and percentiles of a latency; a percentile is null where there are too few samples for it.
+"""Mean, standard deviation and percentiles of a latency; a percentile is null if there are too few samples for it.
 
-A percentile is sound when, with 99 % confidence, at least two samples lie beyond the true one; below that the estimate
-is little more than the largest sample. The count beyond the q-quantile is Binomial(n, 1-q), so n
-must satisfy ``q**n + n*(1-q)*q**(n-1) <= 0.01``: 64 samples for p90, 130 for p95, 662 for p99.
+A percentile is sound if, with 99 % confidence, at least two samples lie beyond the true one; with fewer samples the
+estimate is little more than the maximum. The number of samples beyond the q-quantile is Binomial(n, 1-q), so n must
+satisfy ``q**n + n*(1-q)*q**(n-1) <= 0.01``: 64 samples for p90, 130 for p95, 662 for p99.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import numpy.typing as npt
 
 NS_PER_MS = 1e6
 QUANTILES = {"p90": 0.90, "p95": 0.95, "p99": 0.99}
-"""The upper percentiles, lowest first."""
+"""The upper percentiles in ascending order."""
 _STATISTICS = ("mean", "median", "std", *QUANTILES)
 
 
 @cache
 def samples_needed(quantile: float, confidence: float = 0.99) -> int:
-    """Smallest number of samples n of which at least two lie beyond ``quantile`` at ``confidence`` (both in (0, 1))."""
+    """Smallest n for which at least two of n samples lie beyond ``quantile`` at ``confidence`` (both in (0, 1))."""
     n = 2
     while quantile**n + n * (1 - quantile) * quantile ** (n - 1) > 1 - confidence:
         n += 1
@@ -32,9 +32,9 @@ def samples_needed(quantile: float, confidence: float = 0.99) -> int:
 
 @dataclass(frozen=True)
 class Distribution:
-    """Milliseconds. None where there are no samples, or too few for a percentile. ``std`` is the population's.
+    """Statistics in ms. None without samples, and for a percentile with too few samples. ``std`` is the population's.
 
-    ``estimates`` are p90, p95 and p99 whether or not there were enough samples for them.
+    ``estimates``: p90, p95 and p99 even with too few samples.
     """
 
     count: int
@@ -48,7 +48,7 @@ class Distribution:
 
     @classmethod
     def of_ns(cls, values: npt.NDArray[Any]) -> Distribution:
-        """Summarise nanoseconds. Percentiles interpolate linearly between order statistics."""
+        """Statistics of values in ns. Percentiles interpolate linearly between order statistics."""
         if not len(values):
             return cls(0)
         shares = QUANTILES.values()
@@ -63,5 +63,5 @@ class Distribution:
         return ((name, getattr(self, name)) for name in _STATISTICS)
 
     def estimate(self, name: str) -> float | None:
-        """The percentile ``name`` (p90, p95 or p99) whether or not it is sound; None without samples."""
+        """The percentile ``name`` (p90, p95 or p99), sound or not; None without samples."""
         return self.estimates[list(QUANTILES).index(name)] if self.estimates else None

@@ -1,8 +1,8 @@
-"""Tables as data: what every output format is rendered from.
+"""Tables as data, from which every output format is rendered.
 
-A document is a title, one or more sections and notes. In tables of the papers a section is a GPU, in tables of runs
-one load in one environment. Columns of a group stand together: the group is what is measured (a policy, say), the
-column one of published, ours and difference.
+A document has a title, sections and notes. A section is a GPU in tables of papers, and one load in one environment in
+tables of runs. Grouped columns stand together: the group is what is measured (for example a policy), its columns are
+published, ours and difference.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Measured:
-    """A figure over one run or several. ``spread`` is the sample standard deviation over runs, None for a single one.
+    """A figure over one or several runs. ``spread``: sample standard deviation over runs, None for a single run.
 
-    ``doubtful`` marks a percentile for which there were too few samples.
+    ``doubtful``: a percentile with too few samples.
     """
 
     value: float | None
@@ -28,16 +28,16 @@ Value = str | float | int | None | Measured
 Kind = Literal["label", "number", "change", "points"]
 
 DOUBTFUL = "?"
-"""Stands behind a value that must not be relied on."""
+"""Printed after a value that is not reliable."""
 
 
 @dataclass(frozen=True)
 class Column:
     """One column. ``change`` is a relative difference (0.05 is 5 %), ``points`` a difference in percentage points.
 
-    ``ours`` marks what this program measured, so that a reader can tell it from what was published. ``show`` turns a
-    number of this column into text; without it the kind decides. ``key`` is the column's name in CSV, by default its
-    heading. ``fold`` lets long labels take several lines, ``right`` sets labels flush right as numbers are.
+    ``ours`` marks figures measured by ebbench, in contrast to published ones. ``show`` formats a number of this column;
+    by default ``kind`` decides. ``key``: column name in CSV, by default the heading. ``fold``: long labels may take
+    several lines. ``right``: align labels right like numbers.
     """
 
     name: str
@@ -52,9 +52,9 @@ class Column:
 
 @dataclass(frozen=True)
 class Section:
-    """Rows under one heading; a row has one value per column, None where nothing is known.
+    """Rows under one heading; a row has one value per column, None for unknown.
 
-    ``best`` is the number of the row to emphasise; ``faulty`` are rows whose figures must not be relied on.
+    ``best``: index of the row to emphasise. ``faulty``: indices of rows with unreliable figures.
     """
 
     title: str
@@ -81,12 +81,12 @@ class Document:
 
 
 def labels(*names: str) -> tuple[Column, ...]:
-    """Columns that say what a row is about."""
+    """Label columns with these headings."""
     return tuple(Column(name, "label") for name in names)
 
 
 def compared(group: str, *, points: bool = False) -> tuple[Column, ...]:
-    """Published, ours and their difference: relative, or in points where the values are percentages."""
+    """Columns for published, ours and their difference: relative, or in points if the values are percentages."""
     difference: Kind = "points" if points else "change"
     return (
         Column("published", group=group),
@@ -96,7 +96,7 @@ def compared(group: str, *, points: bool = False) -> tuple[Column, ...]:
 
 
 def comparison(published: float | None, ours: float | None, *, points: bool = False) -> tuple[Value, Value, Value]:
-    """The three values under :func:`compared`."""
+    """The values of the columns of :func:`compared`."""
     if published is None or ours is None:
         return published, ours, None
     if points:
@@ -105,12 +105,12 @@ def comparison(published: float | None, ours: float | None, *, points: bool = Fa
 
 
 def relative(value: float | None, base: float | None) -> float | None:
-    """``value / base - 1``; None where either is unknown or the base is zero."""
+    """``value / base - 1``; None if either is unknown or the base is zero."""
     return None if value is None or not base else value / base - 1
 
 
 def text(value: Value, column: Column, joint: str = " ") -> str:
-    """A value as a reader wants it; an en dash for what is not known. ``joint`` stands before a deviation."""
+    """A value as text, an en dash for unknown. ``joint`` precedes the standard deviation."""
     if isinstance(value, Measured):
         shown = text(value.value, column) + (f" {DOUBTFUL}" if value.doubtful else "")
         return shown if value.spread is None else f"{shown}{joint}±{text(value.spread, column).removeprefix('+')}"
@@ -128,7 +128,7 @@ def text(value: Value, column: Column, joint: str = " ") -> str:
 
 
 def number(value: float) -> str:
-    """About four significant digits, thousands separated: ``13,179``, ``164.2``, ``19.68``, ``0.061``."""
+    """About four significant digits with thousands separators: ``13,179``, ``164.2``, ``19.68``, ``0.061``."""
     if isinstance(value, int) or abs(value) >= 1000:
         return f"{value:,.0f}"
     digits = 1 if abs(value) >= 100 else 2 if abs(value) >= 0.995 else 3
@@ -136,13 +136,13 @@ def number(value: float) -> str:
 
 
 def mean_known(values: Iterable[Value]) -> float | None:
-    """Mean of the numbers among ``values``; None without any."""
+    """Mean of the numbers among ``values``; None if there is none."""
     known = [float(value) for value in values if isinstance(value, int | float)]
     return sum(known) / len(known) if known else None
 
 
 def average_row(section_rows: Sequence[tuple[Value, ...]], columns: Sequence[Column], label: str) -> tuple[Value, ...]:
-    """A last row with the means of the relative columns only: means of unlike rates say nothing."""
+    """A last row with the means of relative columns; means of unlike rates are not meaningful and left out."""
     cells: list[Value] = []
     for index, column in enumerate(columns):
         if column.kind == "label":

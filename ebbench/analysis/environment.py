@@ -1,4 +1,4 @@
-"""The environment of a run: where it ran and what was asked of it. Only runs that agree in it are compared."""
+"""The environment of a run: hardware, software and settings. Runs are compared only if their environments agree."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from ebbench.records.manifest import Manifest
 ENVIRONMENT = (
     "engine", "device", "driver", "vllm", "model", "workload", "scenario", "source", "options",
 )  # fmt: skip
-"""Names of what must agree. ``options`` are the scheduler settings and, of several engines, how they are joined."""
+"""Names of conditions that must agree. ``options``: scheduler settings and, for several engines, their topology."""
 
 LATER_OPTIONS = {"enforce_eager": False, "warmup": 0, "quantization": None, "kv_cache_dtype": "auto"}
-"""Options that older runs did not record, and what they ran with: at that value they are no part of a comparison."""
+"""Options that older runs did not record, with the values that they ran with."""
 
 JOINED = ("topology", "link", "replicas", "dispatch", "decode_dispatch", "vllm_options")
-"""Facts that count as options where a run has them: how several engines are joined, options passed to vLLM as they are.
+"""Facts that count as options if a run has them: topology of several engines, options passed to vLLM unchanged.
 
-A single engine without such options has none of them, so its stored baselines keep their hash.
+Runs of a single engine without such options do not have them, so their stored baselines keep their hash.
 """
 
 UNKNOWN = ""
 
 
 def environment_of(manifest: Manifest) -> dict[str, str]:
-    """What must agree, as text; what a run does not record is empty and agrees only with empty."""
+    """Conditions as text; a condition that a run does not record is empty and agrees only with an empty one."""
     return {
         "engine": manifest.engine,
         "device": manifest.device,
@@ -48,13 +48,13 @@ def _compared(manifest: Manifest) -> dict[str, Any]:
 
 
 def _recorded(manifest: Manifest, name: str) -> str:
-    """A version the engine recorded, among the versions or the facts."""
+    """A version that the engine recorded, among the versions or the facts."""
     found: Any = manifest.versions.get(name) or manifest.facts.get(name) or manifest.facts.get(f"{name}_version")
     return str(found) if found else UNKNOWN
 
 
 def load_of(manifest: Manifest) -> str:
-    """How many sessions came how fast, in words: runs that differ in it answer different questions."""
+    """The load in words: number and rate of sessions."""
     if manifest.phases:
         return ", ".join(f"{one.sessions} sessions at concurrency {one.max_concurrency}" for one in manifest.phases)
     facts = manifest.facts
@@ -70,9 +70,9 @@ def load_of(manifest: Manifest) -> str:
 
 
 def conditions_of(environment: Mapping[str, str], load: Load) -> dict[str, str]:
-    """Everything that the figures of a run depend on beside its policy and seed: name and text, options one by one.
+    """Everything that the figures of a run depend on besides policy and seed: name and text, options one by one.
 
-    Runs that agree in it asked the same question, so only these are averaged, and only these get gains.
+    Only runs that agree in all conditions are averaged and get gains.
     """
     found = {name: environment.get(name, UNKNOWN) for name in ENVIRONMENT if name != "options"}
     options = environment.get("options", UNKNOWN)
@@ -81,7 +81,7 @@ def conditions_of(environment: Mapping[str, str], load: Load) -> dict[str, str]:
 
 
 def differences(one: Mapping[str, str], other: Mapping[str, str], allowed: Sequence[str] = ()) -> list[str]:
-    """Every key in which two environments differ, as ``device: h200 against l40s``; options one by one."""
+    """The keys in which two environments differ, as ``device: h200 against l40s``; options one by one."""
     found = []
     for name in ENVIRONMENT:
         ours, theirs = one.get(name, UNKNOWN), other.get(name, UNKNOWN)
@@ -92,7 +92,7 @@ def differences(one: Mapping[str, str], other: Mapping[str, str], allowed: Seque
 
 
 def differing_names(environments: Sequence[Mapping[str, str]]) -> list[str]:
-    """Names in which any of some environments differ from the first, options by their own names."""
+    """Names of conditions in which any environment differs from the first; options by their own names."""
     found = [text for other in environments[1:] for text in differences(environments[0], other)]
     return list(dict.fromkeys(text.partition(":")[0].removeprefix("options.") for text in found))
 
@@ -112,7 +112,7 @@ def _shown(value: str) -> str:
 
 
 def check_allowed(names: Sequence[str]) -> tuple[str, ...]:
-    """Raise UnknownNameError for a name that is not of ENVIRONMENT."""
+    """``names``, if all are in ENVIRONMENT. Raises UnknownNameError otherwise."""
     for name in names:
         if name not in ENVIRONMENT:
             raise UnknownNameError("environment key", name, ENVIRONMENT)

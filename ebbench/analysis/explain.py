@@ -1,6 +1,6 @@
-"""Why a run came out as it did: where its time went, and what the controller saw and decided.
+"""Explains a run: how its time divides among phases and modes, and the controller's inputs and decisions.
 
-Reads only the step and decision tables. Everything is optional: where no steps were recorded, there is no explanation.
+Reads the step and decision tables. Without recorded steps there is no explanation.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _STEP_COLUMNS = (
 
 @dataclass(frozen=True)
 class StepKind:
-    """Steps of one phase: how many, their share of all step time, and the mean prompt tokens and sequences in them."""
+    """Steps of one phase: number, share of all step time, mean prompt tokens and mean sequences per step."""
 
     steps: int
     share: float
@@ -35,7 +35,7 @@ class StepKind:
 
 @dataclass(frozen=True)
 class StepFacts:
-    """Time by phase and mode. ``eb_timeline`` is the share of exclusive mode in equal parts of the run."""
+    """Time by phase and mode. ``eb_timeline``: share of exclusive mode in equal parts of the run."""
 
     steps: int
     kinds: dict[str, StepKind]
@@ -56,7 +56,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class CrossoverFacts:
-    """Eq. 8 over the run's evaluations: medians of both sides and of the margin in s/token."""
+    """Inputs of Eq. 8 over the run: medians of both sides and of the margin in s/token."""
 
     evaluations: int
     eb_ahead: int
@@ -78,7 +78,7 @@ class Switch:
 
 @dataclass(frozen=True)
 class DecisionFacts:
-    """What the controller worked with; a Spread is None where the policy has no such value."""
+    """Values that the controller used; a Spread is None if the policy does not have the value."""
 
     updates: int
     k: Spread | None
@@ -95,7 +95,7 @@ class DecisionFacts:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What the tables say about one run; parts are None where nothing was recorded."""
+    """Explanation of one run; parts without recorded data are None."""
 
     policy: str
     steps: StepFacts | None
@@ -103,7 +103,7 @@ class Explanation:
 
 
 def explain(run: Run) -> Explanation:
-    """Read the explanation of a run. Raises DataError when a table is damaged."""
+    """Compute the explanation of a run. Raises DataError for a damaged table."""
     steps = run.table("steps", _STEP_COLUMNS)
     return Explanation(
         policy=run.manifest.policy,
@@ -143,7 +143,7 @@ def _step_kind(values: dict[str, Any], spent: npt.NDArray[np.float64], kind: str
 def _timeline(
     start: npt.NDArray[np.int64], spent: npt.NDArray[np.float64], eb: npt.NDArray[np.bool_]
 ) -> tuple[float, ...]:
-    """Share of exclusive mode per bin; a bin without a step repeats the one before."""
+    """Share of exclusive mode per bin; a bin without steps repeats the bin before."""
     origin, length = int(start.min()), max(int(start.max() - start.min()), 1)
     place = np.minimum((start - origin) * TIMELINE_BINS // length, TIMELINE_BINS - 1).astype(np.int64)
     busy = np.bincount(place, spent, TIMELINE_BINS)
@@ -186,7 +186,7 @@ def _crossover(modes: pa.Table) -> CrossoverFacts | None:
 
 
 def _switches(modes: pa.Table) -> tuple[Switch, ...]:
-    """Changes of mode between evaluations of one instance, of all instances in order of time; EB+ starts mixed."""
+    """Changes of mode of all instances in order of time; EB+ starts in mixed mode."""
     found, before = [], dict[int, str]()
     for row in modes.select(["time_ns", "instance", "mode", "reason"]).to_pylist():
         if row["mode"] != before.get(row["instance"], "mb"):

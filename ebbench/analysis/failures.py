@@ -1,4 +1,4 @@
-"""Why requests failed: how many of each kind, one example of the server's own words, and what to do about it."""
+"""Failed requests by cause: number, an example of the server's message, and a remedy."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ import pyarrow.compute as pc
 from ebbench.records.schema import EARLIER_TURN_FAILED
 
 FAILURE_COLUMNS = ("status", "phase", "error_class", "error_body")
-"""The columns of the requests table that :func:`failures_of` reads."""
+"""Columns of the requests table that :func:`failures_of` reads."""
 
 LONGEST_EXAMPLE = 200  # characters
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Requests that failed alike. ``example``: the most frequent message, shortened; empty where there was none.
+    """Requests with the same cause of failure. ``example``: the most frequent message, shortened; empty without one.
 
-    ``remedy``: options or steps that may help; empty where none is known.
+    ``remedy``: options or steps that may help; empty if none is known.
     """
 
     error_class: str
@@ -39,7 +39,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class _Cause:
-    """What is known of a cause: it is meant where both patterns are found (in the error class, in the message)."""
+    """A known cause, recognised by two patterns: of the error class and of the message."""
 
     error_class: str
     message: str
@@ -59,11 +59,11 @@ _CAUSES = (
     ),
     _Cause("http_404", r"model", "give --model as the server's /v1/models names it"),
     _Cause("http_40[45]", "", "another --endpoint (completions or chat), or another URL"),
-    _Cause("http_40[13]", "", "set EBBENCH_API_KEY (or OPENAI_API_KEY) to a key the server takes"),
+    _Cause("http_40[13]", "", "set EBBENCH_API_KEY (or OPENAI_API_KEY) to a key that the server accepts"),
     _Cause("http_429", "", "a lower --request-rate or --max-concurrency"),
     _Cause("http_503", "", "a lower load, or wait until the server is ready (--ready-timeout)"),
     _Cause("http_4.*", r"chat template", "--endpoint completions: the model has no chat template"),
-    _Cause("http_4.*", "", "the server refuses what is asked: check --endpoint, --extra-body and --temperature"),
+    _Cause("http_4.*", "", "the server refuses the request: check --endpoint, --extra-body and --temperature"),
     _Cause("http_5.*", "", _SERVER_LOG),
     _Cause("connect_.*", r"certificate", "give the certificate authority with --ca-file, or in SSL_CERT_FILE"),
     _Cause("connect_timeout", "", "a longer --connect-timeout, or a lower load"),
@@ -75,17 +75,17 @@ _CAUSES = (
     _Cause("not_a_stream", "", "the server must stream its answers (text/event-stream)"),
     _Cause("error_frame|aborted|truncated|connection_(reset|closed)", "", _SERVER_LOG),
     _Cause(EARLIER_TURN_FAILED, "", "see the failures of the turns before them"),
-    _Cause("worker_lost", "", "a client process died: see whether memory ran out"),
+    _Cause("worker_lost", "", "a client process died: check whether memory ran out"),
     _Cause("out_of_memory", "", "a device or topology with more memory, or smaller --max-num-seqs"),
-    _Cause("client_error", "", "a fault of ebbench: please report it with the command"),
+    _Cause("client_error", "", "a bug in ebbench: please report it with the command"),
 )
 
 
 def failures_of(requests: pa.Table, phase: str = "") -> tuple[Failure, ...]:
     """Requests that did not complete, grouped by error class and cause, the most frequent first.
 
-    ``requests`` has FAILURE_COLUMNS; ``phase`` not empty: only its requests. Every request that is not ``ok`` is in
-    exactly one group, those without an error class under their status.
+    ``requests`` has FAILURE_COLUMNS; ``phase``: only this phase, empty: all. Every request that is not ``ok`` is in
+    exactly one group; requests without an error class are grouped by status.
     """
     chosen = pc.not_equal(requests["status"], "ok")
     if phase:
@@ -104,7 +104,7 @@ def failures_of(requests: pa.Table, phase: str = "") -> tuple[Failure, ...]:
 
 
 def merge_failures(several: Iterable[Sequence[Failure]]) -> tuple[Failure, ...]:
-    """The failures of several runs together; of alike ones the example that comes first."""
+    """The failures of several runs merged; a merged failure keeps the first example."""
     merged: dict[tuple[str, str], Failure] = {}
     for failure in (failure for failures in several for failure in failures):
         key = (failure.error_class, failure.remedy)
@@ -115,7 +115,7 @@ def merge_failures(several: Iterable[Sequence[Failure]]) -> tuple[Failure, ...]:
 
 
 def _ordered(failures: Iterable[Failure]) -> tuple[Failure, ...]:
-    """The most frequent first; last what only follows from other failures."""
+    """The most frequent first; last those that only follow from other failures."""
 
     def place(failure: Failure) -> tuple[bool, int, str]:
         return failure.error_class == EARLIER_TURN_FAILED, -failure.count, failure.error_class
@@ -124,7 +124,7 @@ def _ordered(failures: Iterable[Failure]) -> tuple[Failure, ...]:
 
 
 def _distinct(failed: pa.Table) -> Iterator[tuple[str, str, int]]:
-    """Error class, message and how often, in order of first appearance."""
+    """Error class, message and count, in order of first appearance."""
     classes = pc.coalesce(failed["error_class"].cast(pa.string()), failed["status"].cast(pa.string()))
     pairs = pa.table({"class": classes, "body": failed["error_body"].cast(pa.string())})
     counted = pairs.group_by(["class", "body"], use_threads=False).aggregate([([], "count_all")])
@@ -137,7 +137,7 @@ def _remedy(error_class: str, message: str) -> str:
 
 
 def _example(messages: Sequence[tuple[str, int]]) -> str:
-    """The most frequent message, of equals the first; on one line."""
+    """The most frequent message (of equals the first), on one line."""
     counts: dict[str, int] = {}
     for message, count in messages:
         counts[message] = counts.get(message, 0) + count
@@ -146,16 +146,16 @@ def _example(messages: Sequence[tuple[str, int]]) -> str:
 
 
 def _words(body: str) -> str:
-    """The server's own words in an error body: OpenAI's ``error.message``, FastAPI's ``detail``, or the text itself."""
+    """The message in an error body: OpenAI's ``error.message``, FastAPI's ``detail``, or the text itself."""
     text = body.strip()
     if text.startswith("{"):
-        with suppress(msgspec.DecodeError):  # cut at the limit of what is kept, or no JSON
+        with suppress(msgspec.DecodeError):  # not JSON, or cut at the maximum length
             text = _message_in(msgspec.json.decode(text)) or text
     return " ".join(text.split())
 
 
 def _message_in(value: object) -> str:
-    """The message inside a decoded error; empty where none is known."""
+    """The message inside a decoded error; empty if there is none."""
     if isinstance(value, str):
         return value
     if not isinstance(value, dict):

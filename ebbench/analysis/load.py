@@ -1,4 +1,4 @@
-"""The load of a run: how many sessions came how fast, and on how many GPUs and with which limits of the scheduler."""
+"""The load of a run (number and rate of sessions) and its machine (GPUs and scheduler limits)."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from typing import Any
 
 from ebbench.records.manifest import Manifest, PhaseFact
 from ebbench.workloads.trace import time_note
-from vllm_eb.policy import PolicyError, parse_policy, takes
+from vllm_eb.policy import PolicyError, parse_policy, settings_in_effect
 
 _ONE_DEVICE = frozenset({"sim", "emulated"})
-"""Engines that stand for one GPU unless the run says otherwise."""
+"""Engines that run on one GPU unless the manifest says otherwise."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """What came and how fast. Rates are in sessions/s; None is what does not apply or was not recorded.
+    """Number and rate of sessions. Rates in sessions/s; None if not applicable or not recorded.
 
-    ``phases`` are the steps of a closed loop; ``max_concurrency`` is its only level, or the cap of an open loop.
-    ``rates`` are those of an open loop's phases, by name, where the scenario sets them. ``lengths`` says how long
-    prompts and answers are, as the workload describes it. ``replayed``: times and lengths are a trace's, whatever the
-    seed. ``sessions_by_seed``: another seed may give another number of sessions.
-    ``duration_s``: sessions were released for so long. ``trace`` says how a trace's times were read and which rate and
-    span follow, ``trace_rate`` is that rate in requests/s at the speed it was replayed.
+    ``phases``: steps of a closed loop. ``max_concurrency``: its only level, or the cap of an open loop. ``rates``:
+    rates of an open loop's phases by name, if the scenario sets them. ``lengths``: prompt and output lengths as the
+    workload describes them. ``replayed``: times and lengths come from a trace, independent of the seed.
+    ``sessions_by_seed``: the number of sessions depends on the seed. ``duration_s``: time during which sessions were
+    released. ``trace``: how a trace's times were read, with rate and duration, in words. ``trace_rate``: its requests/s
+    at the replayed speed.
     """
 
     sessions: int
@@ -44,11 +44,11 @@ class Load:
 
     @property
     def open_loop(self) -> bool:
-        """Whether requests come by the clock, whether or not earlier ones have ended."""
+        """Whether requests arrive at fixed times, independent of the completion of earlier ones."""
         return not self.phases
 
     def parts(self) -> dict[str, str]:
-        """The load in words, by what each part is called; parts that do not apply are left out."""
+        """The load in words, by part; parts that do not apply are left out."""
         found = {"sessions": f"{self.sessions:,} sessions"}
         if self.duration_s is not None:
             if self.phases:
@@ -86,7 +86,7 @@ class Load:
 
 
 def load_of_run(manifest: Manifest) -> Load:
-    """The load that a manifest records."""
+    """The load recorded in a manifest."""
     facts = manifest.facts
     levels = {phase.max_concurrency for phase in manifest.phases}
     rates: Mapping[str, Any] = facts.get("phase_rates") or {}
@@ -111,17 +111,17 @@ def load_of_run(manifest: Manifest) -> Load:
 
 
 def _trace_rate(facts: Mapping[str, Any]) -> float | None:
-    """Requests/s of a replayed trace; None where none was replayed, or all its requests came at once."""
+    """Requests/s of a replayed trace; None without a trace, or if all requests have the same time."""
     rate = _number(facts.get("trace_requests_per_s"))
     return None if rate is None else rate * (_number(facts.get("speed")) or 1.0)
 
 
 @dataclass(frozen=True)
 class Machine:
-    """How many GPUs served and how they were joined, and the scheduler's limits; None is what was not recorded.
+    """Number of GPUs, how they are connected, and the scheduler's limits; None if not recorded.
 
-    ``max_num_batched_tokens`` is B, ``max_num_seqs`` is N, per engine. ``link`` joins the GPUs of one engine. ``types``
-    says of weights and KV cache what is not the model's own.
+    ``max_num_batched_tokens`` is B and ``max_num_seqs`` is N, per engine. ``link`` connects the GPUs of one engine.
+    ``types``: data types of weights and KV cache that differ from the model's own.
     """
 
     gpus: int | None = None
@@ -133,7 +133,7 @@ class Machine:
     types: str = ""
 
     def limits(self) -> str:
-        """``B = 8,192 tokens per step, N = 1,024 sequences``; empty where neither was recorded."""
+        """``B = 8,192 tokens per step, N = 1,024 sequences``; empty if neither was recorded."""
         found = []
         if self.max_num_batched_tokens is not None:
             found.append(f"B = {self.max_num_batched_tokens:,} tokens per step")
@@ -147,8 +147,8 @@ class Machine:
         return ", ".join(part for part in (count, topology, self.types, self.dispatch) if part)
 
 
-def asked_of(load: Load, machine: Machine, policy: str) -> dict[str, Any]:
-    """Load, machine and the policy's settings as flat values for JSON and SQL; None is what was not recorded."""
+def flat_load(load: Load, machine: Machine, policy: str) -> dict[str, Any]:
+    """Load, machine and the policy's settings as flat values for JSON and SQL; None if not recorded."""
     return {
         "load": str(load),
         "sessions": load.sessions,
@@ -165,16 +165,16 @@ def asked_of(load: Load, machine: Machine, policy: str) -> dict[str, Any]:
 
 
 def policy_settings(policy: str) -> dict[str, Any] | None:
-    """The settings in force under a policy, defaults included; None for a name that is no policy but a label."""
+    """The settings in force under a policy, with defaults; None for a name that is only a label."""
     try:
         spec = parse_policy(policy)
     except PolicyError:
         return None
-    return {name: getattr(spec, name) for name in takes(spec)}
+    return {name: getattr(spec, name) for name in settings_in_effect(spec)}
 
 
 def machine_of_run(manifest: Manifest) -> Machine:
-    """The machine that a manifest records. A server that was only asked says nothing of its limits."""
+    """The machine recorded in a manifest. A server that ebbench did not start has unknown limits."""
     facts, options = manifest.facts, manifest.options
     gpus = facts.get("gpus") or facts.get("replicas") or (1 if manifest.engine in _ONE_DEVICE else None)
     return Machine(
@@ -189,7 +189,7 @@ def machine_of_run(manifest: Manifest) -> Machine:
 
 
 def _types(options: Mapping[str, Any]) -> str:
-    """``weights in fp8, KV cache in fp8``, as far as asked for."""
+    """``weights in fp8, KV cache in fp8``; only what was asked for."""
     kv = options.get("kv_cache_dtype") or "auto"
     asked = {"weights": options.get("quantization"), "KV cache": None if kv == "auto" else kv}
     return ", ".join(f"{what} in {dtype}" for what, dtype in asked.items() if dtype)

@@ -1,16 +1,16 @@
 """Latencies, throughput, goodput and attainment of a set of requests.
 
-Definitions (all times from a monotonic clock, ns from the run's start):
+Definitions (all times from a monotonic clock, in ns from the start of the run):
 
-- TTFT: first token - intended start; also from the actual send, so that client lag shows
-- TPOT: (last token - first token) / (output tokens - 1), none with fewer than two output tokens
+- TTFT: first token - intended start; also from the actual send, which shows client lag
+- TPOT: (last token - first token) / (output tokens - 1); undefined for fewer than two output tokens
 - ITL: every gap between consecutive tokens, pooled over requests
 - E2EL: last token - intended start
-- throughput: completed tokens or requests / (last completion - first intended start); beside it the same inside
-  the steady window, where an input token counts at the first output token and an output token when it comes out
-- goodput: completed requests that met every limit / duration; attainment: those / all planned
+- throughput: completed tokens or requests / (last completion - first intended start); also inside the steady window,
+  where an input token counts at the first output token and an output token when it is received
+- goodput: completed requests that met every limit / duration; attainment: those requests / all planned ones
 
-Only completed requests enter; anything else of theirs is excluded, partial tokens too.
+Only completed requests count; partial outputs are excluded.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LATENCIES = ("ttft", "tpot", "itl", "e2el")
 
 @dataclass(frozen=True)
 class SteadyRates:
-    """Throughput inside the steady windows, per second; ``share`` is their part of the run's duration."""
+    """Throughput inside the steady windows, per second; ``share``: their part of the run's duration."""
 
     start_s: float
     end_s: float
@@ -44,11 +44,11 @@ class SteadyRates:
 
 @dataclass(frozen=True)
 class Metrics:
-    """Counts, rates per second and latencies in ms. Rates are None when nothing completed."""
+    """Counts, rates per second and latencies in ms. Rates are None if no request completed."""
 
     planned: int
     completed: int
-    counts: dict[str, int]  # by status, all of STATUSES present
+    counts: dict[str, int]  # by status, with all of STATUSES
     duration_s: float | None
     total_input_tokens: int
     total_output_tokens: int
@@ -128,7 +128,7 @@ def _tpot_ns(columns: RequestColumns, rows: Mask) -> npt.NDArray[np.float64]:
 
 
 def meets(columns: RequestColumns, ok: Mask, slo: Slo) -> Mask:
-    """Requests that completed and met every limit; one whose TPOT is undefined does not meet a TPOT limit."""
+    """Requests that completed and met every limit. A request with undefined TPOT does not meet a TPOT limit."""
     met = ok.copy()
     if slo.ttft is not None:
         met &= columns.first_token - columns.intended <= slo.ttft * NS_PER_MS
@@ -160,9 +160,9 @@ def _steady(columns: RequestColumns, windows: Sequence[Window], duration_s: floa
 
 
 def _tokens_inside(columns: RequestColumns, windows: Sequence[Window]) -> float:
-    """Output tokens that came out inside the windows.
+    """Number of output tokens received inside the windows.
 
-    Where a stream gave fewer messages than tokens, each message carries its equal part of them.
+    If a stream had fewer messages than tokens, each message counts as an equal part of them.
     """
     ok = columns.ok
     gaps, counts = columns.gaps_of(ok), columns.gap_counts[ok]

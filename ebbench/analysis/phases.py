@@ -1,4 +1,4 @@
-"""Runs of moving traffic, phase by phase: throughput, latency, attainment and recovery after each shift."""
+"""Runs of varying traffic by phase: throughput, latency, attainment, and recovery after each shift."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NOTES = (
 
 
 def phases_document(runs: Sequence[Run], slo: Slo | None = None) -> Document:
-    """One section per run, one row per phase. ``slo`` None takes the limits of each run. Raises DataError."""
+    """One section per run, one row per phase. ``slo`` None uses the limits of each run. Raises DataError."""
     sections = tuple(_section(run, slo) for run in runs)
     return Document("phases", "By phase", sections, _NOTES)
 
@@ -85,7 +85,7 @@ def attainment_document(
 
 
 def load_runs(paths: Sequence[Path]) -> list[Run]:
-    """Runs among ``paths``, a directory of runs standing for these. Raises DataError."""
+    """Runs among ``paths``; a directory stands for all runs in it. Raises DataError."""
     from ebbench.records.run import find_runs
 
     return [Run.load(path) for path in find_runs(paths)]

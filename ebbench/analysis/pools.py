@@ -1,4 +1,4 @@
-"""What a summary does not hold of a run on several instances: waits, chunk utilisation, how busy, spread of KV."""
+"""Figures of runs on several instances: waiting times, chunk utilisation, busy share, spread of KV tokens."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import numpy.typing as npt
 from ebbench.config.topology import PoolSpec, TopologySpec
 from ebbench.engines.base import EngineResult
 
-_BEGIN = 1 / 3  # what is measured per pass begins after this share of the time in which requests are sent
+_BEGIN = 1 / 3  # figures per pass exclude this first share of the time in which requests are sent
 
 
 class _Passes:
-    """Steps of one pool; the steps that an instance's units begin at the same time are one pass."""
+    """Steps of one pool. Steps that the units of an instance begin at the same time are one pass."""
 
     def __init__(self, result: EngineResult, first: int, pool: PoolSpec) -> None:
         self.window_s = _window_s(result)
@@ -36,7 +36,7 @@ class _Passes:
 
     @property
     def steady(self) -> npt.NDArray[np.bool_]:
-        """Steps while requests are sent, the beginning left out."""
+        """Mask of steps while requests are sent, without the initial part."""
         begin_s, end_s = self.window_s
         inside: npt.NDArray[np.bool_] = (self.start_s >= begin_s) & (self.start_s <= end_s)
         return inside
@@ -46,19 +46,19 @@ class _Passes:
         return self.window_s[1] - self.window_s[0]
 
     def busy(self) -> float:
-        """Share of the time that an instance computes."""
+        """Share of the time in which an instance computes."""
         spent = float(self.seconds[self.first_of][self.steady[self.first_of]].sum())
         return spent / (self.pool.instances * self._span_s)
 
     def chunk_utilisation(self, chunk: int) -> float | None:
-        """Prompt tokens over what the units' chunks had room for, per pass that computed some."""
+        """Prompt tokens over the capacity of the units' chunks, per pass that computed prompts."""
         steady = self.steady
         tokens = np.bincount(self.number[steady], self.tokens[steady])
         passes = int((tokens > 0).sum())
         return float(tokens.sum()) / (passes * self.pool.dp * chunk) if passes else None
 
     def kv_spread(self) -> dict[str, float]:
-        """KV tokens over the units of an instance: the mean over time of their mean and deviation; the peak."""
+        """KV tokens over the units of an instance: time averages of mean and deviation, and the peak."""
         steady = self.steady
         passes = np.unique(self.number[steady], return_inverse=True)[1]
         if not len(passes):
@@ -72,17 +72,18 @@ class _Passes:
         }
 
     def decode_rate(self) -> float:
-        """Tokens generated per second."""
+        """Generated tokens per second."""
         return float(self.decodes[self.steady].sum()) / self._span_s
 
     def decode_batch(self) -> float | None:
-        """Sequences a unit decodes in a pass."""
+        """Sequences that a unit decodes per pass."""
         passes = len(np.unique(self.number[self.steady]))
         return float(self.decodes[self.steady].sum()) / (passes * self.pool.dp) if passes else None
 
 
 def _window_s(result: EngineResult) -> tuple[float, float]:
-    """From a third of the time in which requests are sent to its end; of the whole run where all are sent at once."""
+    """Start and end (s): the last two thirds of the time in which requests are sent; the whole run if all are sent at
+    once."""
     sent = np.asarray(result.requests["sent_ns"].drop_null())
     steps_end = float(np.asarray(result.steps["end_ns"]).max())
     last = float(sent.max()) if len(sent) else 0.0
@@ -91,9 +92,9 @@ def _window_s(result: EngineResult) -> tuple[float, float]:
 
 
 def pool_figures(result: EngineResult, spec: TopologySpec, max_num_batched_tokens: int) -> dict[str, Any]:
-    """Figures of a cluster's run by name; None where undefined. ``dead``: why a decode unit ended the run.
+    """Figures of a cluster run by name; None if undefined. ``dead``: why a decode unit ended the run.
 
-    ``max_num_batched_tokens``: the token budget of instances for which the topology names no other.
+    ``max_num_batched_tokens``: token budget of instances for which the topology sets none.
     """
     figures: dict[str, Any] = {name: result.facts.get(name) for name in ("dispatch_wait_ms", "device_wait_ms")}
     figures["dead"] = result.invalid[0] if result.invalid else None

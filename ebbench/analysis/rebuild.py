@@ -1,7 +1,7 @@
-"""Rebuilding a run that was cut off: the shards it left, its plan, and the manifest it began with.
+"""Rebuilds an interrupted run from its shards, its plan and its preliminary manifest.
 
-A rebuilt run is marked as interrupted and INVALID, and every planned request without a record is
-there as cancelled, error class ``not_recorded``.
+A rebuilt run is marked as interrupted and INVALID. Every planned request without a record appears as cancelled with
+error class ``not_recorded``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ NOT_RECORDED = "not_recorded"
 
 @dataclass(frozen=True)
 class Rebuilt:
-    """The run, how many planned requests have a record, and the shards that were left out as damaged."""
+    """The run, the number of planned requests with a record, and the shards left out as damaged."""
 
     run: Run
     recorded: int
@@ -44,7 +44,7 @@ def is_cut_off(directory: Path) -> bool:
 
 
 def cut_off_runs(paths: Sequence[Path]) -> list[Path]:
-    """Cut-off runs among ``paths`` and the directories in them. Raises DataError for a path that is not there."""
+    """Interrupted runs among ``paths`` and in directories among them. Raises DataError for a missing path."""
     found = []
     for path in paths:
         if not path.is_dir():
@@ -55,9 +55,9 @@ def cut_off_runs(paths: Sequence[Path]) -> list[Path]:
 
 
 def rebuild(directory: Path, *, skip_damaged: bool = False) -> Rebuilt:
-    """Rebuild a cut-off run in its own directory. Its shards go only when the whole run is stored.
+    """Rebuild an interrupted run in its own directory; its shards are removed only after the whole run is stored.
 
-    Raises DataError when there is nothing to rebuild from, and for a damaged shard unless ``skip_damaged``.
+    Raises DataError if shards or plan are missing, and for a damaged shard unless ``skip_damaged``.
     """
     path = directory / PARTIAL
     if not path.exists():
@@ -65,7 +65,7 @@ def rebuild(directory: Path, *, skip_damaged: bool = False) -> Rebuilt:
     manifest = decode_manifest(path.read_bytes(), path)
     shards = {name: sorted(directory.glob(f"{name}.part-*.parquet")) for name in SCHEMAS}
     if not shards["plan"] and (directory / "plan.parquet").exists():
-        shards["plan"] = [directory / "plan.parquet"]  # the end had begun: the plan is whole already
+        shards["plan"] = [directory / "plan.parquet"]  # the run was being stored: its plan is complete
     damaged: list[Path] = []
     tables = {name: _joined(name, paths, damaged, skip=skip_damaged) for name, paths in shards.items()}
     if not tables["plan"].num_rows:
@@ -98,7 +98,7 @@ def _joined(name: str, paths: Sequence[Path], damaged: list[Path], *, skip: bool
 
 
 def _once(requests: pa.Table) -> pa.Table:
-    """One row per request: the last one, should a request have been stored twice."""
+    """One row per request: the last one if a request was stored twice."""
     if pc.count_distinct(requests["request_id"]).as_py() == requests.num_rows:
         return requests
     last = {request: row for row, request in enumerate(requests["request_id"].to_pylist())}
@@ -106,7 +106,7 @@ def _once(requests: pa.Table) -> pa.Table:
 
 
 def _complete(recorded: pa.Table, plan: pa.Table) -> pa.Table:
-    """Every planned request, in plan order."""
+    """All planned requests, in plan order."""
     known = pc.is_in(plan["request_id"], value_set=recorded["request_id"].combine_chunks())
     lost = plan.filter(pc.invert(known))
     count = lost.num_rows
@@ -126,7 +126,7 @@ def _complete(recorded: pa.Table, plan: pa.Table) -> pa.Table:
 
 
 def _judged(manifest: Manifest, tables: dict[str, pa.Table], recorded: int, damaged: Sequence[Path]) -> Manifest:
-    """The manifest of the rebuilt run: never valid."""
+    """The manifest of the rebuilt run, which is never valid."""
     columns = RequestColumns.of(tables["requests"])
     metrics = measure(columns, windows=steady_windows(columns, manifest.phases))
     found = invalid_reasons(

@@ -1,20 +1,20 @@
 """How long a system takes to recover from a shift of its traffic.
 
 Definitions. A phase is *served* from the first output token of any of its requests to the first output token of the
-next phase's (the last phase: to the last first token of all, so that the drain is left out). Tokens processed are
-prompts, counted at their first output token, and output tokens. The *settled rate* is tokens processed per second
-over the second half of the served span.
+next phase's (the last phase: to the last first token of all, without the drain). Tokens processed are prompts, counted
+at their first output token, and output tokens. The *settled rate* is tokens processed per second over the second half
+of the served span.
 
 - recovery time: the smallest r such that the mean rate from r after the start to the middle of the span is at least
-  95 % of the settled rate; 0 where the shift cost nothing, None where no r up to one window before the middle
-  qualifies. A mean to a fixed end, not a moving window: exclusive batches make the rate swing within every cycle.
+  95 % of the settled rate; 0 if the shift cost nothing, None if no r up to one window before the middle qualifies.
+  The mean has a fixed end instead of a moving window: with exclusive batches the rate oscillates within every cycle.
 - TTFT recovery: requests of the phase in order of their intended start, in blocks of a twentieth of them (at least
   20); from the phase's first intended start to the end of the last block of the first half whose median TTFT exceeds
-  1.5 times the median over the second half; 0 where none does
+  1.5 times the median over the second half; 0 if no block does
 - lost time: tokens short of the settled rate over the first half of the span, as seconds of work at that rate
-- controller time: from the start of the served span to the last change of mode inside it; 0 without any
+- controller time: from the start of the served span to the last change of mode inside it; 0 without a change
 
-A window is the larger of 5 s and a tenth of the span; phases served for less than four have no settled rate.
+A window is the larger of 5 s and a tenth of the span; phases served for less than four windows have no settled rate.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from ebbench.records.run import Run
 WINDOW_S, WINDOW_SHARE = 5.0, 0.1
 BAND = 0.95
 TTFT_FACTOR, _BLOCK = 1.5, 20
-_STEPS = 400  # moments at which the rate is looked at
+_STEPS = 400  # points in time at which the rate is evaluated
 
 
 @dataclass(frozen=True)
 class Recovery:
-    """One phase: when it was served, its settled rate in tokens/s, and the times defined above (s)."""
+    """One phase: its served span, its settled rate in tokens/s, and the times defined above (s)."""
 
     phase: str
     start_s: float
@@ -49,12 +49,12 @@ class Recovery:
 
     @property
     def span_s(self) -> float:
-        """How long the phase was served."""
+        """Duration of the served span (s)."""
         return self.end_s - self.start_s
 
 
 def recoveries(run: Run) -> tuple[Recovery, ...]:
-    """One entry per phase, in the order served. Raises DataError on damaged files."""
+    """One entry per phase, in the order served. Raises DataError for damaged files."""
     columns = RequestColumns.of(run.table("requests", NEEDED))
     spans = served_spans(columns)
     if not spans:
@@ -69,7 +69,7 @@ def recoveries(run: Run) -> tuple[Recovery, ...]:
 
 
 def ttft_recovery(columns: RequestColumns, phase: str) -> float | None:
-    """TTFT recovery of a phase as defined above, s; None with fewer than 80 requests, too few to say."""
+    """TTFT recovery of a phase as defined above (s); None with fewer than 80 requests."""
     rows = columns.ok & (columns.phase == phase)
     order = np.argsort(columns.intended[rows], kind="stable")
     intended = columns.intended[rows][order] / 1e9
@@ -84,7 +84,7 @@ def ttft_recovery(columns: RequestColumns, phase: str) -> float | None:
 
 
 def served_spans(columns: RequestColumns) -> list[tuple[str, float, float]]:
-    """Phases with the seconds from and to which they are served, in that order; phases never served are left out."""
+    """(phase, start, end) in s, in order; phases that were never served are left out."""
     ok = columns.ok
     firsts = columns.first_token / 1e9
     starts = []
@@ -100,7 +100,7 @@ def served_spans(columns: RequestColumns) -> list[tuple[str, float, float]]:
 
 
 def token_times(columns: RequestColumns) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-    """Every token's time in s, in order, with how many stand there: a prompt counts at its first output token."""
+    """Times (s, ascending) of tokens, and tokens per time: a prompt counts at its first output token."""
     ok = columns.ok
     gaps, counts = columns.gaps_of(ok), columns.gap_counts[ok]
     firsts = columns.first_token[ok]
@@ -118,7 +118,7 @@ def token_times(columns: RequestColumns) -> tuple[npt.NDArray[np.float64], npt.N
 
 
 def mode_changes(run: Run) -> npt.NDArray[np.float64]:
-    """Moments (s) at which any instance changed its scheduling mode, from the step table; empty without steps."""
+    """Times (s) at which any instance changed its scheduling mode, from the steps table; empty without steps."""
     steps = run.table("steps", ["start_ns", "mode", "instance"])
     if steps.num_rows < 2:
         return np.zeros(0)

@@ -1,8 +1,8 @@
-"""How much a scheduler's throughput depends on its configuration: best cell, CV, range, B-Sens, N-Sens.
+"""Sensitivity of throughput to the scheduler's configuration: best cell, CV, range ratio, B-Sens, N-Sens.
 
 Over a grid of token budgets B and batch sizes N (Zhang et al. 2026, appendix F.1): CV is the standard deviation over
 the mean of all cells; the range ratio is the largest over the smallest; B-Sens is the mean over N of the CV across B,
-N-Sens the mean over B of the CV across N. Standard deviations are those of the grid itself (population).
+N-Sens the mean over B of the CV across N. Standard deviations are those of the population.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """Shares (0.05 is 5 %) except ``range_ratio``; None where the grid has holes or only one value on an axis."""
+    """Shares (0.05 is 5 %) except ``range_ratio``; None if the grid has holes or only one value on an axis."""
 
     best_budget: int
     best_size: int
@@ -29,7 +29,7 @@ class Sensitivity:
 
 
 def sensitivity(throughput: Mapping[tuple[int, int], float]) -> Sensitivity:
-    """Of a grid ``(B, N) -> throughput``. Raises ValueError when it is empty."""
+    """Sensitivity of a grid ``(B, N) -> throughput``. Raises ValueError for an empty one."""
     if not throughput:
         raise ValueError("no cell to judge")
     budgets, sizes = (sorted({pair[axis] for pair in throughput}) for axis in (0, 1))

@@ -1,4 +1,4 @@
-"""Service-level objectives: limits on a request's latencies, as ``--goodput ttft:500 tpot:50 e2el:5000``."""
+"""Service-level objectives: limits on request latencies, as in ``--goodput ttft:500 tpot:50 e2el:5000``."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from ebbench.config.setting_strings import named_settings, setting, settings_of
 
 @dataclass(frozen=True)
 class Slo:
-    """Upper limits in milliseconds; None means no limit. No limit at all means: goodput is not asked for."""
+    """Upper limits in ms; None is no limit. Without any limit, goodput is not computed."""
 
     ttft: float | None = setting(None, "time to first token", unit="ms", above=0, example=500)
     tpot: float | None = setting(None, "mean time per output token after the first", unit="ms", above=0, example=50)
     e2el: float | None = setting(None, "from sending to the last token", unit="ms", above=0, example=5000)
 
     def limits(self) -> dict[str, float]:
-        """The limits given, by metric."""
+        """The given limits, by metric."""
         given = ((f.name, getattr(self, f.name)) for f in fields(self))
         return {name: value for name, value in given if value is not None}
 
@@ -32,7 +32,7 @@ METRICS = settings_of(Slo)
 
 
 def parse_slo(texts: Iterable[str]) -> Slo:
-    """Parse ``metric:milliseconds`` pairs, several to a text if separated by spaces or commas.
+    """Parse ``metric:milliseconds`` pairs, several per text if separated by spaces or commas.
 
     Raises UsageError for an unknown or repeated metric and for a limit that is not a positive number.
     """

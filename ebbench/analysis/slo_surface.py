@@ -1,7 +1,8 @@
-"""Attainment over a grid of TTFT and TPOT targets: which targets a run would have met.
+"""SLO attainment over a grid of TTFT and TPOT targets.
 
-The share of *planned* requests that completed and met both targets, as in :mod:`ebbench.analysis.metrics`: a failed
-request meets nothing, nor does one whose TPOT is undefined (fewer than two tokens).
+Attainment is the share of *planned* requests that completed and met both targets, as in
+:mod:`ebbench.analysis.metrics`. A failed request, and one with undefined TPOT (fewer than two tokens), does not meet
+its targets.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from ebbench.records.run import Run
 
 @dataclass(frozen=True)
 class Surface:
-    """``attainment[i][j]`` is the share in [0, 1] that met ``ttft_ms[i]`` and ``tpot_ms[j]``; ``phase`` "": all."""
+    """``attainment[i][j]``: share in [0, 1] that met ``ttft_ms[i]`` and ``tpot_ms[j]``; ``phase`` "" is all phases."""
 
     ttft_ms: tuple[float, ...]
     tpot_ms: tuple[float, ...]
@@ -29,16 +30,16 @@ class Surface:
     phase: str = ""
 
     def at(self, ttft_ms: float, tpot_ms: float) -> float:
-        """Attainment at targets of the grid. Raises ValueError when they are not on it."""
+        """Attainment at targets of the grid. Raises ValueError if they are not on it."""
         return self.attainment[self.ttft_ms.index(ttft_ms)][self.tpot_ms.index(tpot_ms)]
 
 
 def run_surfaces(
     run: Run, ttft_ms: Sequence[float], tpot_ms: Sequence[float], *, by_phase: bool = False
 ) -> tuple[Surface, ...]:
-    """The surface of a run and, ``by_phase``, one for each of its phases where it has several.
+    """The surface of a run and, with ``by_phase``, one per phase if it has several.
 
-    Raises UsageError for targets that are not positive, DataError on damaged files.
+    Raises UsageError for targets that are not positive, DataError for damaged files.
     """
     columns = RequestColumns.of(run.table("requests", NEEDED))
     found = [surface(columns, ttft_ms, tpot_ms)]
@@ -49,14 +50,14 @@ def run_surfaces(
 
 
 def surface(columns: RequestColumns, ttft_ms: Sequence[float], tpot_ms: Sequence[float], *, phase: str = "") -> Surface:
-    """Attainment of all requests, or of one phase's. Raises UsageError for targets that are not positive."""
+    """Attainment of all requests or of one phase's. Raises UsageError for targets that are not positive."""
     for name, targets in (("ttft", ttft_ms), ("tpot", tpot_ms)):
         if not targets or not all(0 < target < float("inf") for target in targets):
             raise UsageError(f"{name} targets must be positive numbers, at least one of them")
     rows = np.ones(len(columns.status), np.bool_) if not phase else columns.phase == phase
     ttft, tpot = latencies_ms(columns, rows & columns.ok)
     planned = int(rows.sum())
-    # Requests counted at the first target they meet in each direction, then summed up: every request once.
+    # Count each request at the smallest targets that it meets, then take cumulative sums.
     first = np.searchsorted(np.sort(np.asarray(ttft_ms, float)), ttft)
     second = np.searchsorted(np.sort(np.asarray(tpot_ms, float)), tpot)
     counts = np.zeros((len(ttft_ms) + 1, len(tpot_ms) + 1))
@@ -68,7 +69,7 @@ def surface(columns: RequestColumns, ttft_ms: Sequence[float], tpot_ms: Sequence
 
 
 def latencies_ms(columns: RequestColumns, rows: Mask) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-    """TTFT and TPOT in ms; an undefined TPOT is infinite, so that it meets no target."""
+    """TTFT and TPOT in ms, one entry per request in ``rows``; an undefined TPOT is infinite and meets no target."""
     gaps = columns.output_tokens[rows] - 1
     span = (columns.last_token - columns.first_token)[rows] / NS_PER_MS
     tpot = np.where(gaps >= 1, span / np.maximum(gaps, 1), np.inf)

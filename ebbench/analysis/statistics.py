@@ -1,7 +1,7 @@
 """Paired statistics for few pairs: exact sign-flip test, paired t interval, Holm, minimum detectable effect.
 
-A pair is one restart (or one seed) of each side; its datum is a *loss*, the log of how many times worse the
-candidate is. All tests are one-sided: is the loss above zero?
+A pair is one restart (or one seed) of each side. Its *loss* is the log of the factor by which the candidate is worse.
+All tests are one-sided: is the loss above zero?
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ebbench.extras import need
 Floats = npt.NDArray[np.float64]
 
 EXACT_PAIRS = 14
-"""Up to so many pairs every one of the 2**n sign patterns is counted; beyond, 99,999 drawn ones."""
+"""Up to this many pairs all 2**n sign patterns are counted; beyond, 99,999 random ones."""
 RESAMPLES = 99_999
 _MDE_DRAWS = 4_000
 _MOST_PAIRS = 1_000
@@ -38,14 +38,14 @@ class Interval:
 def sign_flip_p(losses: npt.ArrayLike) -> float:
     """P-value of "the mean loss is above zero": the share of sign patterns with a mean at least as large.
 
-    Exact under the hypothesis that swapping the labels within a pair changes nothing; needs no normality. The
-    smallest value n pairs can give is 2**-n. Raises ValueError without data.
+    Exact if swapping the labels within a pair changes nothing (null hypothesis); does not assume normality. The
+    smallest value for n pairs is 2**-n. Raises ValueError without data.
     """
     return float(sign_flip_ps(np.asarray(losses, np.float64)[np.newaxis, :])[0])
 
 
 def sign_flip_ps(trials: Floats) -> Floats:
-    """:func:`sign_flip_p` of every row."""
+    """:func:`sign_flip_p` of every row; shape (trials, pairs) to (trials,)."""
     if trials.ndim != 2 or not trials.shape[1]:
         raise ValueError("a sign-flip test needs at least one pair")
     if trials.shape[1] <= EXACT_PAIRS:
@@ -59,16 +59,16 @@ def sign_flip_ps(trials: Floats) -> Floats:
         vectorized=True,
         n_resamples=RESAMPLES,
         batch=1_000,
-        rng=np.random.default_rng(0),  # the same data give the same verdict
+        rng=np.random.default_rng(0),  # fixed seed: equal data give equal verdicts
     )
     return np.asarray(result.pvalue, np.float64)
 
 
 def _exact(trials: Floats) -> Floats:
-    """All 2**n sums at once; the identity is one of them, so the p-value is never 0."""
+    """Exact p-values from all 2**n sums; one of them is the observed sum, so a p-value is never 0."""
     sums = trials @ _signs(trials.shape[1]).T
     observed = trials.sum(axis=1)
-    slack = 1e-12 * np.abs(trials).sum(axis=1)  # sums that are equal but for rounding count as equal
+    slack = 1e-12 * np.abs(trials).sum(axis=1)  # sums that are equal except for rounding count as equal
     ps: Floats = (sums >= (observed - slack)[:, np.newaxis]).mean(axis=1)
     return ps
 
@@ -80,7 +80,7 @@ def _signs(pairs: int) -> Floats:
 
 
 def paired_t(losses: npt.ArrayLike, confidence: float = 0.95) -> Interval:
-    """Mean loss with its paired t interval. One pair has no interval: both bounds are then infinite."""
+    """Mean loss with its paired t interval. For one pair both bounds are infinite."""
     values = np.asarray(losses, np.float64)
     mean = float(values.mean())
     if len(values) < 2:
@@ -91,7 +91,7 @@ def paired_t(losses: npt.ArrayLike, confidence: float = 0.95) -> Interval:
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Holm's adjusted p-values, in the order given: the family-wise error stays below the level compared with."""
+    """Holm's adjusted p-values, in the order given; they control the family-wise error."""
     order = sorted(range(len(p_values)), key=lambda index: p_values[index])
     adjusted = [0.0] * len(p_values)
     floor = 0.0
@@ -104,7 +104,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
 def pairs_to_pass(spread: float, margin: float, *, confidence: float = 0.95, power: float = 0.8) -> int | None:
     """Pairs after which equal sides have an interval below ``margin`` with probability ``power``; None: too many.
 
-    ``spread`` is the standard deviation of the pairs' losses; both in log units, the losses taken to be normal.
+    ``spread``: standard deviation of the pairs' losses, assumed normal; both in log units.
     """
     if spread <= 0:
         return 2
@@ -118,10 +118,10 @@ def pairs_to_pass(spread: float, margin: float, *, confidence: float = 0.95, pow
 def detectable_loss(
     spread: float, pairs: int, *, alpha: float, margin: float = 0.0, power: float = 0.8
 ) -> float | None:
-    """Smallest true loss (log units) that such a test would fail with probability ``power``; None: never.
+    """Smallest true loss (log units) that the test would fail with probability ``power``; None: never.
 
-    A failure takes a sign-flip p of at most ``alpha`` and an estimated loss of at least ``margin``. ``spread`` is
-    the standard deviation of the pairs' losses, taken to be normal; found by simulation with fixed draws.
+    A failure requires a sign-flip p of at most ``alpha`` and an estimated loss of at least ``margin``. ``spread`` is
+    the standard deviation of the pairs' losses, assumed normal. Computed by simulation with fixed draws.
     """
     if 2.0**-pairs > alpha:
         return None
@@ -133,7 +133,7 @@ def detectable_loss(
 
 @cache
 def _needed_shift(pairs: int, alpha: float, margin: float, power: float) -> float:
-    """The shift in standard deviations, by bisection over one set of draws."""
+    """The shift (standard deviations) detected with probability ``power``, by bisection over one set of draws."""
     draws = np.random.default_rng(12345).standard_normal((_draws(pairs), pairs))
 
     def share_failed(shift: float) -> float:
@@ -158,7 +158,7 @@ def _draws(pairs: int) -> int:
 
 
 def _significant(trials: Floats, alpha: float) -> npt.NDArray[np.bool_]:
-    """Sign-flip significance; beyond ten pairs the t test stands in for it, being as powerful on normal data."""
+    """Sign-flip significance; beyond ten pairs the t test replaces it, with equal power on normal data."""
     pairs = trials.shape[1]
     if pairs <= 10:
         return np.asarray(sign_flip_ps(trials) <= alpha)

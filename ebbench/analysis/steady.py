@@ -1,11 +1,11 @@
 """The steady window: the part of a run in which the system carries its intended load.
 
-Closed loop: per phase, from the first moment at least 95 % of the phase's concurrency is open to the last; a phase
-with too few sessions to get there has no window. A session is open from its first intended start to the end of its
-last request.
+Closed loop: per phase, from the first to the last time at which at least 95 % of the phase's concurrency is open. A
+phase with too few sessions to reach that has no window. A session is open from its first intended start to the end of
+its last request.
 
-Open loop: no target is set from outside, so the mean number of open sessions during the arrivals stands for it;
-the window runs from the first moment at 95 % of that mean to the last arrival.
+Open loop: there is no target concurrency, so the mean number of open sessions during the arrivals replaces it; the
+window runs from the first time at 95 % of that mean to the last arrival.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LEVEL = 0.95
 
 @dataclass(frozen=True)
 class Window:
-    """A steady window ``(start_ns, end_ns]`` of one phase; ``target`` is the number of open sessions aimed at."""
+    """A steady window ``(start_ns, end_ns]`` of one phase; ``target``: the intended number of open sessions."""
 
     phase: str
     start_ns: int
@@ -49,7 +49,7 @@ class _Load:
         return float(np.dot(np.diff(edges), self.count) / (end - start))
 
     def first_and_last_at(self, level: float, start: int, end: int) -> tuple[int, int] | None:
-        """First and last moment in [start, end] with at least ``level`` open sessions."""
+        """First and last time in [start, end] with at least ``level`` open sessions."""
         until = np.append(self.time[1:], self.time[-1])
         held = (self.count >= level) & (until > start) & (self.time < end)
         if not held.any():
@@ -59,7 +59,7 @@ class _Load:
 
 
 def steady_windows(columns: RequestColumns, phases: Sequence[PhaseFact]) -> tuple[Window, ...]:
-    """Windows in time order, at most one per phase; none when the load never got there. No ``phases``: open loop."""
+    """Windows in time order, at most one per phase; none if the load was never reached. No ``phases``: open loop."""
     started = columns.intended != MISSING
     if not started.any():
         return ()
@@ -86,7 +86,7 @@ def _load(columns: RequestColumns) -> _Load:
     session, intended, end = columns.session[started], columns.intended[started], columns.end[started]
     last = np.where(end == MISSING, columns.last_token[started], end)
     horizon = max(int(last.max()), int(intended.max()))
-    last = np.where(last == MISSING, horizon, last)  # cut off while open
+    last = np.where(last == MISSING, horizon, last)  # interrupted while open
     _, which = np.unique(session, return_inverse=True)
     opened = np.full(which.max() + 1, np.iinfo(np.int64).max)
     closed = np.full(which.max() + 1, np.iinfo(np.int64).min)
@@ -95,7 +95,7 @@ def _load(columns: RequestColumns) -> _Load:
     times, index = np.unique(np.concatenate([opened, closed]), return_inverse=True)
     change = np.zeros(len(times), np.int64)
     np.add.at(change, index[: len(opened)], 1)
-    np.add.at(change, index[len(opened) :], -1)  # a slot freed and refilled at one instant is no dip
+    np.add.at(change, index[len(opened) :], -1)  # a slot that is freed and refilled at the same time is not a dip
     return _Load(times, np.cumsum(change))
 
 

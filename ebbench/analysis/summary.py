@@ -1,6 +1,6 @@
-"""The summary of a run: what was measured, under which load, the figures, and whether they may be relied on.
+"""Summary of a run: identity, load, figures and validity.
 
-:meth:`Summary.to_dict` has the keys of ``vllm bench serve`` plus ebbench's own; null means undefined.
+:meth:`Summary.to_dict` has the keys of ``vllm bench serve`` and ebbench's own; null means undefined.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ebbench.analysis.columns import NEEDED, RequestColumns
 from ebbench.analysis.distribution import QUANTILES, Distribution
 from ebbench.analysis.environment import conditions_of, environment_of
 from ebbench.analysis.failures import FAILURE_COLUMNS, Failure, failures_of, merge_failures
-from ebbench.analysis.load import Load, Machine, asked_of, load_of_run, machine_of_run
+from ebbench.analysis.load import Load, Machine, flat_load, load_of_run, machine_of_run
 from ebbench.analysis.metrics import LATENCIES, Metrics, measure
 from ebbench.analysis.slo import Slo, slo_from_limits
 from ebbench.analysis.steady import steady_windows
@@ -23,7 +23,7 @@ from ebbench.records.run import Run
 
 @dataclass(frozen=True)
 class Summary:
-    """One run, or one phase of it (``phase`` empty: all of it)."""
+    """One run, or one phase of it (``phase`` empty: the whole run)."""
 
     policy: str
     engine: str
@@ -40,25 +40,25 @@ class Summary:
     warnings: tuple[RunWarning, ...]
     slo: Slo
     metrics: Metrics
-    open_loop: bool = False  # requests come by the clock, whether or not earlier ones have ended
+    open_loop: bool = False  # requests arrive at fixed times, independent of the completion of earlier ones
     phase: str = ""
     plan_hash: str = ""
     environment: Mapping[str, str] = field(default_factory=dict)
     failures: tuple[Failure, ...] = ()
     load: Load = Load(0)  # noqa: RUF009 - frozen
     machine: Machine = Machine()  # noqa: RUF009 - frozen
-    until_clear: bool = False  # one of repeats that were looked at after each
-    virtual: bool = False  # times are made up by a simulator, so that a run repeated is a copy
+    until_clear: bool = False  # one of several repeats that were tested after each
+    virtual: bool = False  # simulated time: repeating the run gives a copy
 
     @property
     def conditions(self) -> dict[str, str]:
-        """What its figures depend on beside policy and seed, as text by name."""
+        """What the figures depend on besides policy and seed, as text by name."""
         return conditions_of(self.environment, self.load)
 
     def to_dict(self, *, all_percentiles: bool = False) -> dict[str, Any]:
         """Flat JSON object: identity, counts, rates, ``{mean,median,std,p90,p95,p99}_{ttft,tpot,itl,e2el}_ms``.
 
-        ``all_percentiles`` adds ``unsound_percentiles``: those of too few samples, which are null elsewhere.
+        ``all_percentiles`` adds ``unsound_percentiles``: those with too few samples, which are otherwise null.
         """
         identity = {
             name: getattr(self, name)
@@ -77,7 +77,7 @@ class Summary:
         return (
             identity
             | phase
-            | asked_of(self.load, self.machine, self.policy)
+            | flat_load(self.load, self.machine, self.policy)
             | metrics_dict(self.metrics)
             | unsound
             | verdict
@@ -85,12 +85,12 @@ class Summary:
 
 
 def summarise(run: Run, slo: Slo | None = None) -> Summary:
-    """Summarise a whole run. ``slo`` None takes the limits it was run with. Raises DataError on damaged files."""
+    """Summarise a whole run. ``slo`` None uses the limits of the run. Raises DataError for damaged files."""
     return _Summariser(run, slo).whole()
 
 
 def summary_of(run: Run, metrics: Metrics, slo: Slo) -> Summary:
-    """The summary of a whole run whose ``metrics`` are known, goodput by ``slo`` among them."""
+    """The summary of a whole run from known ``metrics``, whose goodput is by ``slo``."""
     return _summary(run, metrics, slo)
 
 
@@ -150,7 +150,7 @@ def _summary(run: Run, metrics: Metrics, slo: Slo, phase: str = "") -> Summary:
 
 
 def unsound_percentiles(metrics: Metrics) -> dict[str, float]:
-    """Percentiles that too few samples stand behind, by the names they have in :func:`metrics_dict`; ms."""
+    """Percentiles with too few samples, in ms, by their names in :func:`metrics_dict`."""
     found = {}
     for latency in (*LATENCIES, "ttft_from_send", "lag"):
         distribution: Distribution = getattr(metrics, latency)
@@ -162,7 +162,7 @@ def unsound_percentiles(metrics: Metrics) -> dict[str, float]:
 
 
 def metrics_dict(metrics: Metrics) -> dict[str, Any]:
-    """Metrics with the key names of ``vllm bench serve`` where it has them."""
+    """Metrics under the key names of ``vllm bench serve`` where it has them."""
     counts = {status: count for status, count in metrics.counts.items() if status != "ok"}
     rates = {
         "duration": metrics.duration_s,
@@ -190,10 +190,10 @@ def metrics_dict(metrics: Metrics) -> dict[str, Any]:
 
 
 def mean_over_repeats(summaries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One summary for runs of one policy with several seeds: means of the rates and latencies, sums of the counts.
+    """One summary of several runs of a policy: means of rates and latencies, sums of counts.
 
-    ``repeats`` keeps the single summaries, ``spread`` the sample standard deviation of every mean; a figure that
-    is null in one run is null in the mean. ``valid`` only if all are.
+    ``repeats`` holds the single summaries, ``spread`` the sample standard deviation of every mean. A figure that is
+    null in one run is null in the mean. ``valid`` only if all runs are.
     """
     first = summaries[0]
     merged = dict(first)

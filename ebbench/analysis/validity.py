@@ -1,6 +1,6 @@
-"""Whether the figures of a run may be relied on: reasons that make it INVALID, each one sentence.
+"""Reasons that make a run INVALID, one sentence each.
 
-An INVALID run is still written and shown; it is never gated or compared as a result.
+An INVALID run is written and shown, but not gated or compared.
 """
 
 from __future__ import annotations
@@ -22,12 +22,11 @@ FAILURE_LIMIT = 0.01
 
 @dataclass(frozen=True)
 class Conditions:
-    """What the verdict depends on beside the measurements.
+    """Conditions of the validity check besides the measurements.
 
-    ``paced_sends``: sends follow a clock of their own, so that lateness is the client's fault; false in virtual
-    time and where a concurrency cap makes requests wait. ``failure_limit`` is the share of planned requests that
-    may fail, ``lag_limit_ms`` the p99 of lateness that is allowed; None: what :func:`lag_limit_ms` says of
-    the requests.
+    ``paced_sends``: requests are sent at scheduled times, so that lateness is the client's; False in virtual time and
+    with a concurrency cap, which makes requests wait. ``failure_limit``: share of planned requests that may fail.
+    ``lag_limit_ms``: allowed p99 lateness; None: the value of :func:`lag_limit_ms` for these requests.
     """
 
     interrupted: bool = False
@@ -39,14 +38,14 @@ class Conditions:
 def invalid_reasons(
     requests: pa.Table, plan: pa.Table, columns: RequestColumns, metrics: Metrics, conditions: Conditions
 ) -> tuple[str, ...]:
-    """Every reason why the run is INVALID; empty for a valid one."""
+    """All reasons why the run is INVALID; empty for a valid run."""
     reasons = [
         *_accounting(requests, plan, columns),
         *_failures(requests, metrics, conditions.failure_limit),
         *(_lateness(requests, columns, conditions.lag_limit_ms) if conditions.paced_sends else []),
     ]
     if conditions.interrupted:
-        reasons.append("interrupted before the plan was carried out")
+        reasons.append("interrupted before the plan was complete")
     return tuple(reasons)
 
 
@@ -97,7 +96,7 @@ def _failures(requests: pa.Table, metrics: Metrics, limit: float) -> list[str]:
 
 
 def _lateness(requests: pa.Table, columns: RequestColumns, asked_ms: float | None) -> list[str]:
-    """The client could not keep its schedule: its p99 lag is above the limit."""
+    """The client did not keep its schedule: its p99 lag is above the limit."""
     sent = (columns.sent != MISSING) & (columns.intended != MISSING)
     if not sent.any() or not columns.ok.any():
         return []

@@ -1,1 +1,1 @@
-"""Measure step times on an engine, fit the controller's cost model, check the fit."""
+"""Measures step times on an engine, fits the cost model of the controller and the simulator, and checks the fit."""

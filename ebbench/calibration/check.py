@@ -1,4 +1,4 @@
-"""After a calibration: writing the profile, and comparing its prediction with a run that the fit did not use."""
+"""Writes the profile of a calibration and checks its prediction on a run that was not used for the fit."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from vllm_eb.policy import parse_policy
 
 @dataclass(frozen=True)
 class Check:
-    """Throughput of the same requests, measured on the engine and predicted from the measured step times.
+    """Throughput of the same requests in tokens/s, measured on the engine and predicted from the measured step times.
 
-    ``measured_range``: the slowest and the fastest run, where there were several.
+    ``measured_range``: the slowest and the fastest of several runs.
     """
 
     requests: int
@@ -39,12 +39,12 @@ class Check:
 
     @property
     def error(self) -> float:
-        """Relative error of the prediction."""
+        """Relative error of the prediction (0.05 is 5 %)."""
         return self.predicted_tokens_per_s / self.measured_tokens_per_s - 1.0
 
 
 def check_prediction(engine: Engine, device: Device, measured: Measured, grid: ProbeGrid, requests: int) -> Check:
-    """Run requests of other lengths on the engine and on the simulator with the measured device."""
+    """Run requests of other lengths on the engine, and on the simulator with the measured device."""
     plan = _check_plan(grid, requests)
     real = engine.run(plan, parse_policy("v1"), device, grid.options, None)
     blocks = int(real.steps["kv_blocks_total"][0].as_py())
@@ -54,10 +54,10 @@ def check_prediction(engine: Engine, device: Device, measured: Measured, grid: P
 
 @dataclass
 class SteppedRuns:
-    """One plan, served again and again by a real vLLM stepped in this process: in the pauses between its probes.
+    """Runs one plan repeatedly on a vLLM engine stepped in this process, in the pauses between calibration probes.
 
-    So drift of the machine affects probes and runs equally. No probe has these lengths or this concurrency, and no fit
-    sees these seconds. ``every``: how many pauses until the next run.
+    Machine drift then affects probes and runs equally. No probe has these lengths or this concurrency, and the fit does
+    not use these runs. ``every``: number of pauses per run.
     """
 
     vllm: SteppedVllm
@@ -68,23 +68,23 @@ class SteppedRuns:
 
     @classmethod
     def beside(cls, grid: ProbeGrid, vllm: SteppedVllm, requests: int) -> SteppedRuns:
-        """Requests of lengths within the grid, at a concurrency between its batches; once a round."""
+        """Requests of lengths within the grid, at a concurrency between its batch sizes; one run per round."""
         return cls(vllm, _check_plan(grid, requests), every=grid.probes)
 
     def pause(self) -> None:
-        """Called after each probe."""
+        """Count a pause; called after each probe."""
         self._pauses += 1
         if self._pauses % self.every == 0:
             self.run()
 
     def run(self) -> None:
-        """Serve the plan once."""
+        """Run the plan once and record its throughput."""
         lengths = self.plan.table.select(["input_tokens", "output_tokens"]).to_pydict().values()
         concurrency = self.plan.phases[0].max_concurrency
         self.seconds.append(run_closed_loop(self.vllm, list(zip(*lengths, strict=True)), concurrency))
 
     def check(self, device: Device, measured: Measured, grid: ProbeGrid) -> Check:
-        """What was measured, over all runs, beside what the simulator says."""
+        """Measured throughput over all runs, and the simulator's prediction."""
         tokens = sum(pc.sum(self.plan.table[name]).as_py() for name in ("input_tokens", "output_tokens"))
         options = replace(grid.options, num_kv_blocks=self.vllm.kv_tokens // 16, async_scheduling=False)
         return Check(
@@ -96,7 +96,7 @@ class SteppedRuns:
 
 
 def predict(plan: Plan, device: Device, measured: Measured, options: EngineOptions) -> float:
-    """Tokens/s of the plan on the simulator, its step times those just measured."""
+    """Tokens/s of the plan on the simulator with the measured step times."""
     if measured.calibration.grid is None:
         raise DataError("the calibration holds no grid to predict from")
     cost = GridCost.measured(measured.calibration.grid, measured.request_s)
@@ -106,7 +106,7 @@ def predict(plan: Plan, device: Device, measured: Measured, options: EngineOptio
 
 
 def _check_plan(grid: ProbeGrid, requests: int) -> Plan:
-    """Lengths in the middle of what was measured, at half the largest batch."""
+    """Lengths in the middle of the measured range, at half the largest batch size."""
     return build_plan(
         "balanced",
         num_prompts=requests,
@@ -126,7 +126,7 @@ def _tokens_per_s(result: EngineResult) -> float:
 
 
 def write_profile(measured: Measured, device: Device, model: str, folder: Path) -> Path:
-    """Write calibration.json and the profile.toml that names it. Raises UsageError when the profile exists."""
+    """Write calibration.json and profile.toml, which refers to it. Raises UsageError if the profile exists."""
     path = folder / "profile.toml"
     if path.exists():
         raise UsageError(f"{path} exists; choose another --output-dir or remove it")
@@ -137,7 +137,7 @@ def write_profile(measured: Measured, device: Device, model: str, folder: Path) 
 
 
 def _profile_text(measured: Measured, device: Device, model: str) -> str:
-    """A profile whose rates are those the measured steps imply: they only matter to models not measured."""
+    """A profile whose rates follow from the measured steps; they are used only for models that were not measured."""
     geometry = find_model(model)
     cal = measured.calibration
     flops = 2.0 * geometry.params / max(cal.beta_p, 1e-9)
@@ -172,7 +172,7 @@ def _profile_text(measured: Measured, device: Device, model: str) -> str:
 
 
 def _memory_bytes(device: Device, geometry: ModelGeometry) -> int:
-    """The machine's memory; for an emulated device what its KV cache and weights need."""
+    """Memory of the machine in bytes; for an emulated device the sum of its KV cache and weights."""
     if device.kv_capacity_tokens:
         return int((geometry.weight_bytes + device.kv_capacity_tokens * geometry.kv_bytes_per_token) / 0.9) + 2**31
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

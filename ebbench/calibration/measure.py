@@ -1,10 +1,10 @@
-"""Measure step times on an engine by running requests whose steps have known shapes, and fit the controller's model.
+"""Measures step times on an engine in virtual time with requests whose steps have known shapes, and fits the costs.
 
-One closed-loop plan holds all probes. A probe of ``x`` prompt tokens is a lone request with one output token. A probe
-of ``n`` decodes at context ``c`` is ``n`` requests decoding together. A mixed probe lets lone prompts of ``x`` tokens
-join ``n`` decodes one after the other. Single requests in between drain the engine. What a probe cost is read from
-the engine's step records: this calibrates engines in virtual time (sim, emulated), where a request is there the moment
-its slot is free. A real vLLM is stepped by hand instead (:mod:`ebbench.calibration.rounds`).
+One closed-loop plan holds all probes. A probe of ``x`` prompt tokens is a single request with one output token. A probe
+of ``n`` decodes at context ``c`` is ``n`` requests that decode together. A mixed probe adds single prompts of ``x``
+tokens to ``n`` decodes one after the other. Single requests in between drain the engine. Step times come from the
+engine's steps table. This works for engines in virtual time (sim, emulated), where a request arrives exactly when its
+slot is free. A real vLLM is stepped directly instead (:mod:`ebbench.calibration.rounds`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Key = tuple[int, int, int]  # prompt tokens, decoding sequences, context; 0 mean
 
 @dataclass(frozen=True)
 class ProbeGrid:
-    """What to measure, and how often: ``repeats`` steps per point."""
+    """The grid of step shapes to measure, with ``repeats`` steps per point."""
 
     tokens: tuple[int, ...]
     seqs: tuple[int, ...]
@@ -42,31 +42,35 @@ class ProbeGrid:
 
     @property
     def points(self) -> int:
-        """Steps measured in all."""
+        """Number of measured steps."""
         decodes = len(self.seqs) * len(self.contexts)
         return self.repeats * (len(self.tokens) + decodes * (1 + len(self.tokens)))
 
     @property
     def probes(self) -> int:
-        """Probes of a round: each size of a lone prompt, and each batch of decodes with the prompts that join it."""
+        """Number of probes per round: one per single prompt size, and one per batch of decodes with the prompts that
+        join it."""
         return len(self.tokens) + len(self.seqs) * len(self.contexts)
 
     @property
     def budget_tokens(self) -> int:
-        """Tokens a step may hold: the longest prompt beside the largest batch."""
+        """Largest number of tokens per step: the longest prompt with the largest batch."""
         return self.tokens[-1] + self.seqs[-1] + 1
 
     def filling_steps(self, seqs: int, context: int) -> int:
-        """Steps until ``seqs`` prompts of ``context`` tokens are all computed, with some to spare."""
+        """Steps until ``seqs`` prompts of ``context`` tokens are computed, with a reserve."""
         return -(-seqs * context // self.tokens[-1]) + 4
 
     def kv_tokens(self, seqs: int) -> int:
-        """KV tokens that ``seqs`` decodes at the longest context need by the end of their probes, a prompt beside."""
+        """KV tokens that ``seqs`` decodes at the longest context and one prompt need by the end of their probes."""
         steps = self.filling_steps(seqs, self.contexts[-1]) + 2 * self.repeats * (2 * len(self.tokens) + 1)
         return seqs * (self.contexts[-1] + steps + EngineOptions.block_size) + self.tokens[-1]
 
     def fitting(self, capacity_tokens: int) -> ProbeGrid:
-        """The grid without batches that the KV cache cannot hold. Raises UsageError when fewer than two are left."""
+        """The grid without batches that exceed the KV cache.
+
+        Raises UsageError if fewer than two batch sizes are left.
+        """
         seqs = tuple(n for n in self.seqs if self.kv_tokens(n) <= capacity_tokens)
         if len(seqs) < 2:
             needed = self.kv_tokens(self.seqs[1])
@@ -78,7 +82,8 @@ class ProbeGrid:
 
     @property
     def options(self) -> EngineOptions:
-        """Engine settings under which every probe is one step. Prefix caching off: each prompt is computed."""
+        """Engine options under which every probe is one step; prefix caching is off, so that every prompt is
+        computed."""
         filling = self.filling_steps(self.seqs[-1], self.contexts[-1])
         longest = max(self.tokens[-1], self.contexts[-1] + filling + 2 * self.repeats * (2 * len(self.tokens) + 1))
         return EngineOptions(
@@ -91,9 +96,9 @@ class ProbeGrid:
 
 @dataclass(frozen=True)
 class Measured:
-    """A calibration with its grid, and how well the linear fits describe its step times (R squared).
+    """A calibration with its grid, and how well the linear fits describe the step times (R squared).
 
-    ``request_s``: what a request costs beside its steps. ``drift``: time of the slowest round over the fastest's.
+    ``request_s``: cost of a request outside its steps. ``drift``: time of the slowest round over that of the fastest.
     """
 
     calibration: Calibration
@@ -108,7 +113,7 @@ class Measured:
 def calibrate(
     engine: Engine, device: Device, grid: ProbeGrid, source: str, observer: Observer | None = None
 ) -> Measured:
-    """Run the probes and fit. Raises DataError when the engine recorded too few steps of some shape."""
+    """Run the probes and fit. Raises DataError if the engine recorded too few steps of a shape."""
     plan, shapes = probe_plan(grid)
     result = engine.run(plan, parse_policy("v1"), device, grid.options, observer)
     seconds = step_medians(result.steps, shapes)
@@ -126,7 +131,7 @@ class _Probe:
 
 
 def probe_plan(grid: ProbeGrid) -> tuple[Plan, Mapping[str, Key]]:
-    """The plan, and which probe each request belongs to."""
+    """The plan, and the probe that each request belongs to."""
     probes = list(_probes(grid))
     columns: dict[str, list[Any]] = {"request_id": [], "phase": [], "input_tokens": [], "output_tokens": []}
     shapes: dict[str, Key] = {}
@@ -168,7 +173,7 @@ def _probes(grid: ProbeGrid) -> Iterator[_Probe]:
             yield _Probe((0, n, c), ((max(c - outputs // 2, 1), outputs),) * n, n)
             for x in grid.tokens:
                 yield drain
-                # The decodes outlast the prompts, which join them one at a time.
+                # The decodes last longer than the prompts that join them one at a time.
                 outputs = filling + 4 * r
                 decodes = ((max(c - outputs // 2, 1), outputs),) * n
                 yield _Probe((x, n, c), decodes + ((x, 1),) * (filling + 2 * r), n + 1)
@@ -176,10 +181,10 @@ def _probes(grid: ProbeGrid) -> Iterator[_Probe]:
 
 
 def step_medians(steps: pa.Table, shapes: Mapping[str, Key]) -> dict[Key, float]:
-    """Median seconds of the steps of each probe's exact shape.
+    """Median time (s) of the steps with each probe's exact shape.
 
-    Between steps of one probe the time counts from one end to the next, so the host's share is in it; a lone
-    prompt has no neighbour and gets the host's typical share added.
+    The time of a step counts from the end of the step before it in the same probe, which includes host time. A single
+    prompt has no step before it, so the typical host time is added.
     """
     rows = steps.select(["instance", "start_ns", "end_ns", "prefill_tokens", "decode_seqs", "request_ids"]).to_pylist()
     rows.sort(key=lambda row: row["end_ns"])
@@ -202,7 +207,7 @@ def step_medians(steps: pa.Table, shapes: Mapping[str, Key]) -> dict[Key, float]
 
 
 def _shape(row: Mapping[str, Any], shapes: Mapping[str, Key]) -> Key | None:
-    """The probe this step measures, None for a step of another shape (filling, draining)."""
+    """The probe that a step measures; None for a step of another shape (filling, draining)."""
     if not row["request_ids"]:
         return None
     keys = {shapes.get(name) for name in row["request_ids"]}
@@ -221,7 +226,7 @@ def _shares(row: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
 
 
 def cost_grid(grid: ProbeGrid, seconds: Mapping[Key, float]) -> CostGrid:
-    """Lay the medians out as a grid. Raises DataError for a point that was never measured."""
+    """The medians as a grid. Raises DataError for a point without measured steps."""
 
     def at(*key: int) -> float:
         if key not in seconds:
@@ -239,9 +244,10 @@ def cost_grid(grid: ProbeGrid, seconds: Mapping[Key, float]) -> CostGrid:
 
 
 def _rising(times: npt.NDArray[np.float64]) -> Any:
-    """More work never takes less time; where noise says otherwise, neighbouring points are averaged.
+    """Times made non-decreasing along every axis: noise is removed by averaging neighbouring points.
 
-    The middle of the smallest rising surface above and the largest below: lifting alone would make noise cost time.
+    The mean of the smallest monotone surface above and the largest below the data; raising alone would bias times
+    upwards.
     """
     above, below = times, times
     for axis in range(times.ndim):
@@ -255,7 +261,7 @@ def _tuples(value: Any) -> Any:
 
 
 def fit(grid: CostGrid, source: str, steps: int, *, request_s: float = 0.0, drift: float = 1.0) -> Measured:
-    """The linear controller model: alpha and beta of prefill, decode and mixed steps, beta_mb(r) over every point."""
+    """The linear cost model: alpha and beta of prefill, decode and mixed steps, beta_mb(r) over all points."""
     alpha_p, beta_p, prefill_r2 = _line(grid.tokens, grid.prefill)
     every = [(n, t) for n, row in zip(grid.seqs, grid.decode, strict=True) for t in row]
     alpha_d, beta_d, decode_r2 = _line([n for n, _ in every], [t for _, t in every])
@@ -268,16 +274,16 @@ def fit(grid: CostGrid, source: str, steps: int, *, request_s: float = 0.0, drif
 
 
 def _line(x: Any, y: Any) -> tuple[float, float, float]:
-    """Fixed cost, cost of each, and R squared."""
+    """Intercept, slope and R squared."""
     alpha, beta = fixed_and_each(x, y)
     return alpha, beta, r_squared(y, [alpha + beta * v for v in x])
 
 
 def _mixed(grid: CostGrid, alpha_p: float) -> tuple[float | None, MixedCost | None, float | None]:
-    """A mixed step of x prompt tokens and n decodes: alpha_mb + (x + n)(a + b r + c r^2), r = n / (x + n).
+    """Fits a mixed step of x prompt tokens and n decodes: alpha_mb + (x + n)(a + b r + c r^2), r = n / (x + n).
 
-    Least squares of relative errors, so that short steps count as much as long ones. Where that gives a negative cost
-    alpha_mb is alpha_p (None, the authors' default); Nones where it still does.
+    Least squares of relative errors, so that short steps weigh as much as long ones. If a cost becomes negative,
+    alpha_mb is set to alpha_p (returned as None, the authors' default); if one still is, all results are None.
     """
     shape = [(x + n, n / (x + n)) for x in grid.tokens for n in grid.seqs for _ in grid.contexts]
     tokens, shares = np.array(shape).T
@@ -298,7 +304,7 @@ def _mixed(grid: CostGrid, alpha_p: float) -> tuple[float | None, MixedCost | No
 
 
 def r_squared(y: Any, fitted: Any) -> float:
-    """Share of the variance explained; 1 where there is none to explain."""
+    """Share of the variance explained; 1 if there is no variance."""
     values: npt.NDArray[np.float64] = np.asarray(y, float)
     total = float(((values - values.mean()) ** 2).sum())
     left = float(((values - np.asarray(fitted, float)) ** 2).sum())

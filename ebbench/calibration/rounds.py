@@ -1,12 +1,11 @@
-"""The probes of a real vLLM, in rounds: each round measures every point of the grid once, in an order of its own.
+"""Measures a real vLLM in rounds: each round measures every point of the grid once, in a different order.
 
-A machine does not keep its speed: other work, clock rates and memory make the same step 10 to 30 % slower or faster
-for seconds at a time. Measured in one block each, points would absorb such changes; with rounds, drift of the machine
-affects all points equally. A run's time is the sum of its steps, so the mean is taken, not the median; only stalls are
-left out.
+Other load, clock rates and memory make the same step 10 to 30 % slower or faster for seconds at a time. If every point
+were measured in one block, it would absorb such changes; with rounds, machine drift affects all points equally. The
+time of a run is the sum of its steps, so means are used instead of medians; only stalls are left out.
 
-What a request costs beside its steps is measured apart: to be taken in before its prompt's step, and to be forgotten in
-the step after its last. In a profile that is ``request_s``.
+The cost of a request outside its steps is measured separately: adding it before its prompt's step, and freeing it in
+the step after its last one. It is ``request_s`` in a profile.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ import numpy as np
 from ebbench.calibration.measure import Key, ProbeGrid
 from ebbench.calibration.vllm_steps import SteppedVllm
 
-STALL = 2.0  # a step that took so many times the median was held up by something else
-SETTLING = 2  # plain decode steps before the first that counts
+STALL = 2.0  # a step that took this many times the median was stalled
+SETTLING = 2  # decode steps skipped before the first measured one
 
 
 @dataclass(frozen=True)
 class Probed:
-    """Seconds of every point; ``request_s`` more for each request; the slowest round's time over the fastest's."""
+    """Time (s) of every point; ``request_s`` per request; time of the slowest round over that of the fastest."""
 
     seconds: Mapping[Key, float]
     request_s: float
@@ -36,19 +35,19 @@ class Probed:
 
 @dataclass
 class _Times:
-    """What the rounds found so far: by point and round, and what requests took beside their steps."""
+    """Measured times: steps by point and round, and the cost of requests outside their steps."""
 
     steps: list[tuple[Key, int, float]] = field(default_factory=list)
     requests: list[float] = field(default_factory=list)
     round: int = 0
 
     def add(self, key: Key, seconds: float) -> None:
-        """One step of this shape."""
+        """Record a step of this shape."""
         self.steps.append((key, self.round, seconds))
 
 
 def measure_steps(vllm: SteppedVllm, grid: ProbeGrid, pause: Callable[[], None] | None = None) -> Probed:
-    """Measure ``grid.repeats`` rounds. ``pause`` is called after each probe, with the engine empty."""
+    """Measure ``grid.repeats`` rounds. ``pause`` is called after each probe, while the engine is empty."""
     _warm_up(vllm, grid)
     times, order = _Times(), random.Random(0)
     probes = [partial(_prefill, vllm, times, x) for x in grid.tokens]
@@ -63,7 +62,8 @@ def measure_steps(vllm: SteppedVllm, grid: ProbeGrid, pause: Callable[[], None] 
 
 
 def summarise(steps: list[tuple[Key, int, float]], requests: list[float]) -> Probed:
-    """From single steps (point, round, seconds) to a time for each point, one for requests, and the rounds' spread."""
+    """From single steps (point, round, seconds) to a time per point, a time per request, and the drift between
+    rounds."""
     by_key: dict[Key, list[float]] = {}
     for key, _, seconds in steps:
         by_key.setdefault(key, []).append(seconds)
@@ -76,20 +76,20 @@ def summarise(steps: list[tuple[Key, int, float]], requests: list[float]) -> Pro
 
 
 def without_stalls(times: list[float]) -> float:
-    """The mean of what took at most STALL times the median."""
+    """Mean of the times that are at most STALL times the median."""
     values = np.asarray(times)
     return float(values[values <= STALL * np.median(values)].mean())
 
 
 def _middle(values: list[float]) -> float:
-    """The mean of the middle half: these are differences, in which a stall may have either sign."""
+    """Mean of the middle half of the values, which are differences: a stall may change them in either direction."""
     ordered = np.sort(values)
     quarter = len(ordered) // 4
     return float(ordered[quarter : len(ordered) - quarter].mean())
 
 
 def _warm_up(vllm: SteppedVllm, grid: ProbeGrid) -> None:
-    """Every shape's first step allocates, compiles or captures."""
+    """Run every shape once: the first step of a shape allocates, compiles or captures."""
     nowhere = _Times()
     for x in grid.tokens:
         _prefill(vllm, nowhere, x)
@@ -98,7 +98,7 @@ def _warm_up(vllm: SteppedVllm, grid: ProbeGrid) -> None:
 
 
 def _prefill(vllm: SteppedVllm, times: _Times, tokens: int) -> None:
-    """A lone prompt with one token of answer."""
+    """A single prompt with one output token."""
     start_s = vllm.clock()
     vllm.add(tokens, 1)
     taken_in_s = vllm.clock() - start_s
@@ -109,7 +109,7 @@ def _prefill(vllm: SteppedVllm, times: _Times, tokens: int) -> None:
 def _with_decodes(
     vllm: SteppedVllm, times: _Times, grid: ProbeGrid, order: random.Random, seqs: int, context: int
 ) -> None:
-    """``seqs`` decodes alone, joined by one prompt at a time; the context drifts by a few tokens meanwhile."""
+    """``seqs`` decodes alone, then joined by one prompt at a time; the context grows by a few tokens meanwhile."""
     filling = grid.filling_steps(seqs, context)
     steps = filling + SETTLING + 4 * len(grid.tokens)
     names = [vllm.add(max(context - steps // 2, 1), 2 * steps) for _ in range(seqs)]
@@ -121,7 +121,7 @@ def _with_decodes(
         taken_in_s = vllm.clock() - start_s
         times.add((tokens, seqs, context), vllm.step_s()[0])
         forgetting_s = vllm.step_s()[0]
-        vllm.step_s()  # still slower by some per cent, its caches full of the prompt
+        vllm.step_s()  # some per cent slower than usual: the caches hold the prompt
         alone_s = vllm.step_s()[0]
         times.add((0, seqs, context), alone_s)
         times.requests.append(taken_in_s + forgetting_s - alone_s)

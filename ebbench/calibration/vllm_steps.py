@@ -1,8 +1,7 @@
-"""Step times of a real vLLM in this process: each step is called and timed directly, without a server.
+"""Step times of a vLLM engine in this process: every step is called and timed directly, without a server.
 
-Over HTTP a step's composition depends on when a request arrives; here it is exact. The time of a step is that of
-``LLMEngine.step``: scheduling, model, sampling and output together. What is measured with it, and in which order, is
-:mod:`ebbench.calibration.rounds`.
+Over HTTP the composition of a step depends on arrival times; here it is exact. The time of a step is that of
+``LLMEngine.step``: scheduling, model, sampling and output. :mod:`ebbench.calibration.rounds` decides what is measured.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ import numpy as np
 from ebbench.calibration.measure import ProbeGrid
 from ebbench.errors import RunError, UsageError
 
-FIRST_TOKEN, TOKENS = 3, 200  # prompt tokens are drawn from this range, which every vocabulary has
+FIRST_TOKEN, TOKENS = 3, 200  # prompt tokens are drawn from this range, which every vocabulary contains
 CPU_KV_GIB = "2"
 
 
 @dataclass
 class SteppedVllm:
-    """A vLLM engine that advances one step per call. ``clock`` gives seconds; a real GPU's steps need the wall's."""
+    """A vLLM engine that runs one step per call. ``clock`` returns seconds; a real GPU needs the wall clock."""
 
     engine: Any
     sampling: Any
@@ -34,7 +33,7 @@ class SteppedVllm:
     _count: int = 0
 
     def add(self, prompt_tokens: int, output_tokens: int) -> str:
-        """Add a request with a prompt of its own; returns its id."""
+        """Add a request with a unique prompt; returns its id."""
         self._count += 1
         name = f"r{self._count}"
         drawn = np.random.default_rng(self._count).integers(FIRST_TOKEN, FIRST_TOKEN + TOKENS, prompt_tokens)
@@ -44,26 +43,26 @@ class SteppedVllm:
         return name
 
     def step_s(self) -> tuple[float, list[str]]:
-        """Seconds of the next step, and the requests that ended with it."""
+        """Time (s) of the next step, and the ids of the requests that ended with it."""
         start = self.clock()
         outputs = self.engine.step()
         seconds = self.clock() - start
         return seconds, [output.request_id for output in outputs if output.finished]
 
     def clear(self, names: Sequence[str]) -> None:
-        """Abort what is left and let the engine notice."""
+        """Abort all requests and run the step in which the engine removes them."""
         self.engine.abort_request(list(names))
         while self.engine.has_unfinished_requests():
             self.engine.step()
         self.settle_s()
 
     def settle_s(self) -> float:
-        """Seconds of a step without requests, in which the engine forgets those that have just ended."""
+        """Time (s) of a step without requests, in which the engine frees those that have just ended."""
         return self.step_s()[0]
 
 
 def start(model: str, grid: ProbeGrid) -> SteppedVllm:
-    """Load the model. Raises UsageError without vLLM, RunError when vLLM cannot start."""
+    """Load the model. Raises UsageError without vLLM, RunError if vLLM cannot start."""
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -95,7 +94,7 @@ def start(model: str, grid: ProbeGrid) -> SteppedVllm:
 
 
 def run_closed_loop(vllm: SteppedVllm, lengths: Sequence[tuple[int, int]], concurrency: int) -> float:
-    """Seconds to serve requests of these (prompt, output) lengths, ``concurrency`` at a time."""
+    """Time (s) to serve requests of these (prompt, output) lengths, ``concurrency`` at a time."""
     waiting = list(reversed(lengths))
     start_s = vllm.clock()
     for _ in range(min(concurrency, len(waiting))):

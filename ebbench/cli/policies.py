@@ -9,7 +9,7 @@ import typer
 
 from ebbench.cli import completion
 from ebbench.cli.options import Command
-from vllm_eb.policy import PolicySpec, descriptions, example, parse_policy, settings_of, takes
+from vllm_eb.policy import PolicySpec, descriptions, example, parse_policy, settings_in_effect, settings_of
 from vllm_eb.settings import text_of
 
 app = typer.Typer(
@@ -48,7 +48,7 @@ def show_policy(
 ) -> None:
     """Show what a policy does and every setting that has an effect: its value, unit and range."""
     spec = _named(name)
-    known, shown = settings_of(type(spec)), takes(spec)
+    known, shown = settings_of(type(spec)), settings_in_effect(spec)
     if as_json:
         typer.echo(
             json.dumps(

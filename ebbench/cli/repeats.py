@@ -58,7 +58,7 @@ def beforehand(facts: Mapping[str, Any], repeats: int, *, policies: int, until_c
 
 def why_stop(summaries: Sequence[Summary]) -> str:
     """Why more repeats would say no more; empty while they would. All policies have run each plan so far."""
-    from ebbench.analysis.compare.certainty import settled
+    from ebbench.analysis.compare.certainty import stop_reason
     from ebbench.analysis.compare.policies import group_by_policy
 
     if any(not summary.valid for summary in summaries):
@@ -74,4 +74,4 @@ def why_stop(summaries: Sequence[Summary]) -> str:
         "shown": f"Stopped after {count} repeats: it is clear.",
         "equal": f"Stopped after {count} repeats: the policies are equal to within 0.5 %.",
         "copies": f"Stopped after {count} repeats: they give the same figures, so nothing is left to chance.",
-    }[settled(groups)]
+    }[stop_reason(groups)]

@@ -271,11 +271,11 @@ def measure(
     label: str,
 ) -> Run:
     """Run one plan under one policy and store it in ``run_dir``, with a progress line called ``label``."""
-    from ebbench.analysis.conclude import Setting, begin, conclude
+    from ebbench.analysis.conclude import RunContext, begin, conclude
     from ebbench.engines.duration import run_plan
     from ebbench.render.live import reporter
 
-    setting = Setting(
+    context = RunContext(
         plan,
         spec,
         engine.name,
@@ -287,13 +287,13 @@ def measure(
         warnings=(POLICY_IS_A_LABEL,) if is_server(config.engine) else _cautions(spec, plan, config.options),
     )
     with RunWriter.create(run_dir) as writer:
-        if setting.kind_of_time == "real":
-            begin(writer, setting)
+        if context.kind_of_time == "real":
+            begin(writer, context)
             engine = journalled(engine, writer)
         with reporter(messages, label, len(plan), quiet=config.quiet) as observer:
             plan, result = run_plan(engine, plan, spec, device, config.options, observer)
             observer.update(_last_snapshot(spec, plan, result))
-        return conclude(writer, replace(setting, plan=plan), result)
+        return conclude(writer, replace(context, plan=plan), result)
 
 
 def _cautions(spec: PolicySpec, plan: Plan, options: EngineOptions) -> tuple[RunWarning, ...]:

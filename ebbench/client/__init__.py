@@ -1,4 +1,4 @@
-"""The load generator: drives any OpenAI-compatible server so that the client is never the story."""
+"""Load generator: sends the requests of a plan to an OpenAI-compatible server and measures the responses."""
 
 from ebbench.client.drive import DriveResult, drive
 from ebbench.client.options import ClientOptions

@@ -1,8 +1,7 @@
-"""``python -m ebbench.client CONTROL WAKE_UP [OTHER_WAKE_UP ...]``: a worker process.
+"""``python -m ebbench.client CONTROL WAKE_UP [OTHER_WAKE_UP ...]``: the worker process.
 
-The arguments are socket descriptors that it inherits; everything else comes over the control socket. The process is
-started without multiprocessing, so that the main module of the calling program is not imported again and nothing is
-pickled.
+The arguments are descriptors of inherited sockets; the assignment comes over the control socket. The process is started
+without multiprocessing: the main module of the calling program is not imported a second time and nothing is pickled.
 """
 
 import os
@@ -19,6 +18,8 @@ from ebbench.client.worker_process import run_worker
 if __name__ == "__main__":
     end_with_parent()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # some senders mean all processes; the parent says what follows
+        signal.signal(
+            number, signal.SIG_IGN
+        )  # a terminal signals the whole process group; the parent decides what the workers do
     control, wake_up, *others = (socket.socket(fileno=int(number)) for number in sys.argv[1:])
     uvloop.run(run_worker(WorkerSockets(control, wake_up, tuple(others)), os.environ))

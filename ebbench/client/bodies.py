@@ -1,4 +1,4 @@
-"""Request bodies: prompts as token ids or text, turns of a session with their history."""
+"""Request bodies: prompts as token ids or text; later turns of a session carry its history."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import msgspec
 from ebbench.client.options import ClientOptions
 from ebbench.records.content import token_ids
 
-# Short common words, one token each in the usual vocabularies. Chat takes no token ids, so a synthetic prompt
-# there has about, not exactly, the planned length; the server's usage is what is recorded.
+# Short common words, one token each in the usual vocabularies. Chat requests take no token ids, so a synthetic chat
+# prompt has about the planned length; the run records the server's count.
 _WORDS = re.findall(
     r"\w+",
     "time year people way day man thing woman life child world school state family student group country "
@@ -25,7 +25,7 @@ _WORDS = re.findall(
 
 @dataclass(frozen=True)
 class Turn:
-    """One request of the plan, as far as its body is concerned; fields as in the PLAN schema."""
+    """The fields of one planned request that its body depends on; meanings as in the PLAN schema."""
 
     row: int
     request_id: str
@@ -37,7 +37,7 @@ class Turn:
     prompt: str | None
 
 
-class Bodies:
+class RequestBodies:
     """Builds request bodies for one model and one set of options."""
 
     def __init__(self, model: str, options: ClientOptions) -> None:
@@ -56,7 +56,7 @@ class Bodies:
         self.path = "/v1/chat/completions" if self._chat else "/v1/completions"
 
     def build(self, turn: Turn, history: Sequence[tuple[str, str]] = ()) -> bytes:
-        """The JSON body. ``history`` holds earlier (question, answer) texts of the session."""
+        """The request body as JSON. ``history`` holds the earlier (question, answer) texts of the session."""
         if self._chat:
             said = [
                 message

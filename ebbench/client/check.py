@@ -1,4 +1,4 @@
-"""How far this machine's client can be trusted: rising loads on a fake server whose own times are known."""
+"""Measure how much load this client can generate accurately, on a fake server that records its own times."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ _PROMPT_TOKENS = 128
 
 @dataclass(frozen=True)
 class LoadLevel:
-    """One load, and what it cost the client. Lags and errors in ms, at the 99th percentile unless named p50.
+    """One load and the client's accuracy at it. Lags and errors are 99th percentiles in ms, those named p50 medians.
 
-    ``ttft_error``: the client's TTFT from the actual send minus the server's own. ``server_late``: how late the
-    fake server itself was; where that is large the server, not the client, is the limit.
+    ``ttft_error_*``: TTFT measured by the client from the actual send, minus the server's own TTFT. ``server_late_ms``:
+    lateness of the fake server; if it is large, the server limits this measurement. ``lost``: requests without a
+    complete response.
     """
 
     streams: int
@@ -48,22 +49,20 @@ def measure_levels(
     workers: int | None,
     streams_to_try: Sequence[int] = LEVELS,
 ) -> Iterator[LoadLevel]:
-    """Try one number of streams after the other, each at ``rate`` tokens/s, until the client falls behind.
-
-    A level lasts about ``seconds``; the first that is not trustworthy is the last.
-    """
+    """Measure one number of concurrent streams after the other, each stream at ``rate`` tokens/s, for about ``seconds``
+    per level. Yields one level per number; the first untrustworthy level is the last."""
     for streams in streams_to_try:
         with FakeServerProcess(FakeConfig(ttft_ms=_TTFT_MS, itl_ms=1000.0 / rate)) as server:
             options = ClientOptions(workers=workers, metrics_interval_s=None, id_prefix="", reset_prefix_cache=False)
             result = drive(server.url, steady_plan(streams, rate, seconds), options)
-            level = judge(streams, result, server.ledger())
+            level = load_level(streams, result, server.ledger())
         yield level
         if not level.trustworthy:
             return
 
 
 def steady_plan(streams: int, rate: float, seconds: float) -> Plan:
-    """A closed loop of ``streams`` in which every stream answers two requests, one after the other."""
+    """A closed loop of ``streams`` sessions; each slot serves two requests, one after the other."""
     requests, tokens = 2 * streams, max(2, round(rate * seconds / 2))
     columns = {
         "request_id": [f"c{i}" for i in range(requests)],
@@ -80,8 +79,8 @@ def steady_plan(streams: int, rate: float, seconds: float) -> Plan:
     return Plan(pa.table(columns, schema=PLAN), (ClosedPhase("check", requests, streams),), {})
 
 
-def judge(streams: int, result: DriveResult, ledger: Sequence[Entry]) -> LoadLevel:
-    """Hold a run against the server's ledger."""
+def load_level(streams: int, result: DriveResult, ledger: Sequence[Entry]) -> LoadLevel:
+    """Compare the client's measurements with the server's ledger."""
     errors_ms = ttft_errors_ms(result.requests, ledger)
     tokens = sum(entry.tokens for entry in ledger)
     duration_s = max(1e-9, float(np.max(result.requests.column("end_ns").drop_null().to_numpy())) / 1e9)
@@ -109,7 +108,10 @@ def judge(streams: int, result: DriveResult, ledger: Sequence[Entry]) -> LoadLev
 
 
 def ttft_errors_ms(requests: pa.Table, ledger: Sequence[Entry]) -> npt.NDArray[np.float64]:
-    """Client's TTFT from send minus server's, ms, for each complete answer; request ids must be the same."""
+    """TTFT errors in ms, one per complete response: the client's TTFT from the send minus the server's.
+
+    Request ids in ``requests`` and ``ledger`` must be the same.
+    """
     truth = {e.request_id: (e.first_token_ns - e.received_ns) for e in ledger if e.first_token_ns is not None}
     names = ("request_id", "status", "sent_ns", "first_token_ns")
     rows = zip(*(requests.column(name).to_pylist() for name in names), strict=True)

@@ -1,4 +1,4 @@
-"""Whether an answer is complete, failed, timed out or cancelled: pure rules on what was received."""
+"""Decide from what was received whether a response is complete, failed, timed out or cancelled. Pure functions."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from typing import NamedTuple
 
 import httpx
 
-from ebbench.client.answer import Answer
+from ebbench.client.response import StreamedResponse
 
-_GIVEN_UP = frozenset({"abort", "error"})  # finish reasons of a server that gave an answer up
+_ABORT_REASONS = frozenset({"abort", "error"})  # finish reasons of a server that ended a response early
 BODY_LIMIT = 4096  # characters of an error body that are kept
 
 
 class TokenTimes(NamedTuple):
-    """Times of the messages that carry tokens, and how many further tokens came bundled in them."""
+    """Times of the messages that carry tokens, and how many further tokens these messages carried together."""
 
     times_ns: array[int]
     bundled: int
 
 
 class Classified(NamedTuple):
-    """Status and error of one answer. ``output_tokens`` is None where the server did not report it."""
+    """Status and error of one response. ``output_tokens`` is None if the server did not report it."""
 
     status: str
     error_class: str | None
@@ -31,17 +31,17 @@ class Classified(NamedTuple):
     tokens: TokenTimes
 
 
-def classify(answer: Answer, planned_tokens: int, exact: bool) -> Classified:
-    """Classify a response that was read to its end (or to its failure).
+def classify(answer: StreamedResponse, planned_tokens: int, exact: bool) -> Classified:
+    """Classify a response that was read to its end or until it failed.
 
-    ``exact``: the end-of-sequence token was ignored, so any other number of tokens than planned is a failure.
-    Usage decides the number of tokens. A stream without finish reason is truncated, that is failed, and so is an
-    answer that the server gave up, one without tokens, or one without a reported number of tokens.
+    ``exact``: the server was asked to ignore the end-of-sequence token, so any other number of tokens than planned is a
+    failure. The number of tokens is the one in ``usage``. Also failed: a stream without finish reason (truncated), a
+    response that the server aborted, one without tokens, and one without ``usage``.
     """
     count = answer.usage.completion_tokens if answer.usage is not None else None
     error_class, body = answer.error_class, answer.error_body
     if error_class is None:
-        error_class, body = _fault(answer, count, planned_tokens, exact)
+        error_class, body = _failure(answer, count, planned_tokens, exact)
     tokens = token_times(answer.times_ns, answer.empty, count)
     if error_class is None:
         return Classified("ok", None, None, count, tokens)
@@ -51,11 +51,11 @@ def classify(answer: Answer, planned_tokens: int, exact: bool) -> Classified:
     return Classified(status, error_class, body[:BODY_LIMIT] or None, count, tokens)
 
 
-def _fault(answer: Answer, count: int | None, planned_tokens: int, exact: bool) -> tuple[str | None, str]:
-    """What is wrong with a stream that brought no error of its own; None if nothing."""
+def _failure(answer: StreamedResponse, count: int | None, planned_tokens: int, exact: bool) -> tuple[str | None, str]:
+    """Error class and message of a stream without an error of its own; class None if the response is complete."""
     if answer.finish_reason is None:
         return "truncated", f"the stream ended without a finish reason after {len(answer.times_ns)} messages"
-    if answer.finish_reason in _GIVEN_UP:
+    if answer.finish_reason in _ABORT_REASONS:
         ended = f"the server ended the answer with finish reason '{answer.finish_reason}'"
         return "aborted", f"{ended} after {len(answer.times_ns)} messages"
     if count is None:
@@ -70,11 +70,11 @@ def _fault(answer: Answer, count: int | None, planned_tokens: int, exact: bool) 
 
 
 def token_times(times_ns: Sequence[int], empty: Sequence[int], count: int | None) -> TokenTimes:
-    """Reconcile messages with the server's token count.
+    """Match the messages with the server's token count.
 
-    Messages without text are tokens as long as the count has room for them (a token may decode to nothing), the
-    last ones being dropped first (a closing message has none). Tokens beyond the messages came bundled. Should
-    a server cut tokens into several messages, the first message and the last ones count.
+    Messages without text count as tokens while the count leaves room for them, since a token may decode to no text; the
+    last ones are dropped first, since a closing message carries no token. Tokens in excess of the messages came several
+    per message. If a server splits tokens over several messages, the first message and the last ``count - 1`` are used.
     """
     times = array("q", times_ns)
     if count is None or count >= len(times):
@@ -89,7 +89,7 @@ def token_times(times_ns: Sequence[int], empty: Sequence[int], count: int | None
 
 
 def transport_failure(error: Exception) -> str:
-    """The error class of a failure below HTTP."""
+    """The error class of an exception raised below HTTP."""
     if isinstance(error, httpx.ConnectTimeout):
         return "connect_timeout"
     if isinstance(error, httpx.TimeoutException):

@@ -1,7 +1,6 @@
-"""Send a plan to a server and bring back what happened: the load generator's one entry point.
+"""Send a plan to a server and return the measurements: the entry point of the load generator.
 
-What :class:`~ebbench.client.options.ClientOptions` accepts
-is documented there; what is asked and when comes from the plan.
+Requests and their times come from the plan, everything else from :class:`~ebbench.client.options.ClientOptions`.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from ebbench.client.probe import Probe
 from ebbench.client.progress import Observer, Tally
 from ebbench.client.release_schedule import ReleaseSchedule
 from ebbench.client.scrape import Scraper
-from ebbench.client.session_plan import fitting, plan_sessions, unique_ids
+from ebbench.client.session_plan import plan_sessions, rows_too_long, unique_ids
 from ebbench.client.shared import SharedMemory, memory_folder
 from ebbench.client.verdict import client_warnings, invalid_reasons, loop_lag_p99_ms, send_lag_p99_ms
 from ebbench.client.warmup import warm_up
@@ -37,16 +36,16 @@ from ebbench.records.lateness import lag_limit_ms
 from ebbench.records.plan import Plan
 from ebbench.records.schema import SERVER_METRICS
 
-_LEAD_NS = 100_000_000  # between "all are ready" and the start, so that the message reaches every worker in time
+_LEAD_NS = 100_000_000  # between "all workers are ready" and the start: the message must reach every worker in time
 
 
 class DriveResult(NamedTuple):
-    """The result of a plan: the measurements, and what qualifies them.
+    """Measurements of a plan, and what qualifies them.
 
-    ``requests``: one row for each planned request, in plan order (schema REQUESTS; a column ``text`` with
-    ``keep_text``). ``server_metrics``: schema SERVER_METRICS, empty where the server has none. ``invalid``:
-    reasons only the client knows why the run cannot be believed; those that follow from the table alone are the
-    analysis's. ``facts`` goes into the manifest.
+    ``requests``: one row per planned request, in plan order (schema REQUESTS; with ``keep_text`` also a column
+    ``text``). ``server_metrics``: schema SERVER_METRICS, empty if the server has no /metrics. ``invalid``: reasons that
+    make the run invalid and that only the client knows; the analysis derives the others from the table. ``facts``:
+    entries for the manifest.
     """
 
     requests: pa.Table
@@ -65,13 +64,13 @@ def drive(
     on_batch: Callable[[pa.Table], None] | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> DriveResult:
-    """Carry out ``plan`` against the OpenAI-compatible server at ``url`` (without ``/v1``).
+    """Send ``plan`` to the OpenAI-compatible server at ``url`` (without ``/v1``) and wait for all responses.
 
-    ``observer`` is shown progress; ``on_batch`` gets finished requests as they come, as tables in
-    the REQUESTS schema. The first SIGINT lets running requests finish and keeps what there is, the second
-    aborts them; handled where the caller is the main thread.
+    ``observer`` receives progress; ``on_batch`` receives finished requests while the run goes on, as tables in the
+    REQUESTS schema. After the first SIGINT no request is sent and open requests may finish; the second SIGINT aborts
+    them. Signals are handled only if the caller is the main thread.
 
-    Raises UsageError when the plan does not suit the server, RunError when the server is not there.
+    Raises UsageError if the plan does not fit the server, RunError if the server cannot be reached.
     """
     options = options or ClientOptions()
     base = server_url(url)
@@ -83,11 +82,11 @@ def drive(
         asyncio.get_running_loop()
     except RuntimeError:
         return run()
-    return _in_thread(run)  # called from a running loop, as in a notebook
+    return _in_thread(run)  # called from a running event loop, as in a notebook
 
 
 def server_url(url: str) -> str:
-    """The server's base URL: with a scheme, without ``/v1`` or a path of its API. Raises UsageError."""
+    """The server's base URL with scheme, without ``/v1`` or another API path. Raises UsageError."""
     if not url.startswith(("http://", "https://")):
         raise UsageError(f"{url!r} is no server URL; write http://HOST:PORT")
     if "@" in url.split("/")[2]:
@@ -112,7 +111,7 @@ async def _drive(
     async with Probe(url, options, environ) as probe:
         await probe.ready()
         served = await probe.served()
-        dropped = fitting(table, served.max_model_len, options.drop_too_long)
+        dropped = rows_too_long(table, served.max_model_len, options.drop_too_long)
         await warm_up(url, served.model, plan, options, environ)
         cache_reset = options.reset_prefix_cache and await probe.reset_prefix_cache()
         tally = Tally(table, observer, on_batch, options.keep_text)
@@ -120,7 +119,7 @@ async def _drive(
         with tempfile.TemporaryDirectory(prefix="ebbench-", dir=memory_folder()) as folder:
             _store(table, plan_path(folder))
             memory = SharedMemory.create(schedule_path(folder), ReleaseSchedule.size(session_plan.sessions))
-            # No lock is needed here: the schedule is written to before the start and read after the end.
+            # No lock is needed here: the schedule is written before the start and read after the end.
             schedule = ReleaseSchedule(
                 memory, contextlib.nullcontext(), session_plan.sessions, session_plan.slots, session_plan.arrivals
             )
@@ -167,7 +166,7 @@ async def _drive(
 async def _run(
     pool: WorkerPool, schedule: ReleaseSchedule, tally: Tally, scraper: Scraper | None, release_for_s: float | None
 ) -> None:
-    """From the first "ready" to the end of the last worker; after ``release_for_s`` no session is released."""
+    """Start the workers once all are ready, wait for the last; release no session after ``release_for_s``."""
     await pool.ready()
     scraping = asyncio.create_task(scraper.run()) if scraper else None
     with Interrupts(pool) as interrupts:
@@ -186,13 +185,13 @@ async def _run(
 
 
 async def _stop_at(pool: WorkerPool, start_ns: int, after_s: float) -> None:
-    """Have every worker release no further session from then on."""
+    """Stop the release of sessions in all workers ``after_s`` seconds after the start."""
     await asyncio.sleep(after_s - (time.monotonic_ns() - start_ns) / 1e9)
     pool.send_all(Stop(abort=False, finish_sessions=True))
 
 
 def _store(table: pa.Table, path: Path) -> None:
-    """The plan in a file that all workers map."""
+    """Write the plan to a file that all workers map into memory."""
     with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
         writer.write_table(table)
 

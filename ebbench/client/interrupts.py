@@ -1,4 +1,4 @@
-"""Ctrl-C once: release nothing more and let running requests finish. Twice: give them up."""
+"""First Ctrl-C: release no further session and let open requests finish. Second Ctrl-C: abort them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ebbench.client.worker_pool import WorkerPool
 
 
 class Interrupts:
-    """Handles SIGINT for as long as it is entered; ``count`` says how many came."""
+    """Context manager that handles SIGINT; ``count`` is the number of signals received."""
 
     def __init__(self, pool: WorkerPool) -> None:
         self._pool = pool

@@ -1,6 +1,6 @@
-"""How late the event loop was, seen from inside: a tick that should come every 10 ms, and its lateness.
+"""Lag of the event loop, measured by a timer that is due every 10 ms.
 
-In a closed loop the intended start is itself seen by the loop, so a stalled loop would hide its own lag there.
+The lag of sends alone would not show a stalled loop: in a closed loop the intended start is set by the loop itself.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PERIOD_NS = 10_000_000
 
 
 class LagMonitor:
-    """Ticks while the run goes on; ``late_ns`` has the lateness of every tick."""
+    """Runs a periodic timer during a run; ``late_ns`` holds the lateness of every tick."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.late_ns: array[int] = array("q")
@@ -28,7 +28,7 @@ class LagMonitor:
         self._alarm.set(self._due_ns)
 
     def close(self) -> None:
-        """Stop ticking. A tick that is overdue counts."""
+        """Stop the timer. A tick that is overdue is recorded."""
         late_ns = time.monotonic_ns() - self._due_ns
         if late_ns > 0:
             self.late_ns.append(late_ns)
@@ -44,10 +44,10 @@ class LagMonitor:
 def lag_percentile_ns(
     late_ns: Sequence[int] | npt.NDArray[np.int64], share: float, period_ns: int = PERIOD_NS
 ) -> float:
-    """The wait that a share ``share`` of events, coming at any moment, would not exceed.
+    """The delay that a share ``share`` of events at random times does not exceed, in ns.
 
-    A loop blocked for L ns makes events of that time wait between L and 0, so time spent waiting more than x is
-    the sum of max(0, L - x) over all ticks. Counting ticks instead would hide long stalls: they are one tick each.
+    A loop blocked for L ns delays events of that time by L to 0 ns, so the time in which the delay exceeds x is the sum
+    of max(0, L - x) over all ticks. Counting ticks would hide long stalls, which are one tick each.
     """
     late = np.asarray(late_ns, dtype=np.float64)
     if late.size == 0:

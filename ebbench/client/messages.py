@@ -1,4 +1,4 @@
-"""The messages between worker and parent, framed on a socket: four bytes of length, then MessagePack."""
+"""Messages between the workers and the parent on a socket: four bytes of length, then MessagePack."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ebbench.records.plan import ClosedPhase
 
 
 class Record(msgspec.Struct, tag="record", array_like=True, gc=False):
-    """What happened to one request. Times are monotonic ns, 0 for never; ``token_ns`` holds int64 in bytes."""
+    """Measurements of one request. Times are monotonic ns, 0 for "never"; ``token_ns`` holds int64 values as bytes."""
 
     row: int
     worker: int
@@ -35,7 +35,7 @@ class Record(msgspec.Struct, tag="record", array_like=True, gc=False):
 
 
 class Batch(msgspec.Struct, tag="batch"):
-    """Requests that finished since the last batch, and how many are open; ``tokens``: output tokens so far."""
+    """Requests finished since the last batch, the number of open requests, and output tokens received so far."""
 
     records: list[Record]
     open_requests: int
@@ -47,7 +47,7 @@ class Ready(msgspec.Struct, tag="ready"):
 
 
 class Assignment(msgspec.Struct, tag="assignment"):
-    """Everything that a worker needs. ``folder`` holds the files named below."""
+    """A worker's settings. ``folder`` holds the plan and the shared schedule."""
 
     worker: int
     workers: int
@@ -61,23 +61,28 @@ class Assignment(msgspec.Struct, tag="assignment"):
     dropped: frozenset[int]
 
 
-class Begin(msgspec.Struct, tag="begin"):
-    """Start at ``start_ns``."""
+class Start(msgspec.Struct, tag="start"):
+    """Start sending at ``start_ns`` (monotonic)."""
 
     start_ns: int
 
 
 class Stop(msgspec.Struct, tag="stop"):
-    """Release nothing more; with ``abort`` also give up open requests, with ``finish_sessions`` go on with the
-    turns of sessions that are open."""
+    """Release no further session.
+
+    ``abort``: also abort open requests. ``finish_sessions``: open sessions continue to their last turn.
+    """
 
     abort: bool
     finish_sessions: bool = False
 
 
 class WorkerDone(msgspec.Struct, tag="done"):
-    """The worker is done. ``late_ns`` (int64 in bytes): how late each tick of its loop was. ``cpu_s``: CPU
-    time since the start."""
+    """The worker has finished.
+
+    ``late_ns``: lateness of each tick of its loop, int64 as bytes. ``cpu_s``: CPU seconds since the start. ``error``:
+    why it failed, if it did.
+    """
 
     late_ns: bytes
     cpu_s: float
@@ -85,40 +90,40 @@ class WorkerDone(msgspec.Struct, tag="done"):
 
 
 FromWorker = Batch | Ready | WorkerDone
-FromParent = Assignment | Begin | Stop
+FromParent = Assignment | Start | Stop
 _PARENT = msgspec.msgpack.Decoder(FromParent)
 _WORKER = msgspec.msgpack.Decoder(FromWorker)
 
 
 def plan_path(folder: Path | str) -> Path:
-    """The plan, as an Arrow file."""
+    """Path of the plan, an Arrow file."""
     return Path(folder) / "plan.arrow"
 
 
 def schedule_path(folder: Path | str) -> Path:
-    """The shared schedule's integers."""
+    """Path of the integers of the shared schedule."""
     return Path(folder) / "schedule"
 
 
 def lock_path(folder: Path | str) -> Path:
-    """The shared schedule's lock."""
+    """Path of the lock of the shared schedule."""
     return Path(folder) / "lock"
 
 
 def send(writer: asyncio.StreamWriter, message: FromWorker | FromParent) -> None:
-    """Queue a message; never blocks."""
+    """Queue a message for sending; never blocks."""
     body = msgspec.msgpack.encode(message)
     writer.write(struct.pack("<I", len(body)) + body)
 
 
 async def from_worker(reader: asyncio.StreamReader) -> FromWorker | None:
-    """The next message of a worker; None once it is gone."""
+    """The next message of a worker, or None if the connection is closed."""
     body = await _body(reader)
     return None if body is None else _WORKER.decode(body)
 
 
 async def from_parent(reader: asyncio.StreamReader) -> FromParent | None:
-    """The next message of the parent; None once it is gone."""
+    """The next message of the parent, or None if the connection is closed."""
     body = await _body(reader)
     return None if body is None else _PARENT.decode(body)
 

@@ -19,19 +19,20 @@ KEY_VARIABLES = ("EBBENCH_API_KEY", "OPENAI_API_KEY")
 class ClientOptions:
     """How a plan is sent to a server.
 
-    ``model`` None asks the server. ``workers`` None chooses by the load; 0 runs in the calling process (short
-    runs, tests). ``ignore_eos`` asks for exactly the planned number of tokens: fewer is then a failure.
-    ``vocab_size`` bounds synthetic token ids. ``extra_body`` and ``headers`` are added to every request.
-    ``warmup`` requests are sent before the start and not recorded. ``idle_timeout_s`` limits the wait for the
-    first and for each further byte, ``total_timeout_s`` a whole request. ``metrics_interval_s`` None does not read
-    /metrics.
-    ``drop_too_long`` leaves out requests beyond ``max_model_len`` (None asks the server) instead of refusing the
-    plan. ``id_prefix`` goes before each request id in ``x-request-id``; None makes one up, so that two clients
-    never share ids. ``keep_text`` keeps the answers' text in memory. ``slot_spacing_s``: where
-    a closed loop begins or raises its limit, the new slots open so far apart. ``transport`` "httpx" goes through
-    httpx's own transport (proxies from the environment) instead of the direct one. ``ca_file`` (PEM) names the only
-    certificate authorities to trust; None: those of SSL_CERT_FILE or the usual ones.
-    ``lag_limit_ms``: p99 of the client's lag from which on a run is INVALID; None: 10 ms or 5 % of the median TTFT.
+    ``model``: None asks the server. ``workers``: number of worker processes; None derives it from the load, 0 sends
+    from the calling process (short runs, tests). ``ignore_eos``: request exactly the planned number of tokens; fewer
+    tokens are then a failure. ``vocab_size``: upper bound of synthetic token ids. ``extra_body`` and ``headers`` are
+    added to every request. ``warmup``: number of requests sent before the start and not recorded. ``idle_timeout_s``
+    limits the wait for the first and for each further byte, ``total_timeout_s`` a whole request.
+    ``metrics_interval_s``: how often /metrics is read; None never.
+
+    ``drop_too_long``: leave out requests longer than ``max_model_len`` tokens (None asks the server) instead of
+    refusing the plan. ``id_prefix`` precedes each request id in ``x-request-id``; None generates one, so that two
+    clients do not use the same ids. ``keep_text``: keep the generated text in memory. ``slot_spacing_s``: time between
+    the openings of new slots when a closed loop starts or raises its limit. ``transport``: "direct", or "httpx" for
+    httpx's own transport, which honours proxies from the environment. ``ca_file`` (PEM): the only certificate
+    authorities to trust; None uses SSL_CERT_FILE or the system's. ``lag_limit_ms``: a run whose p99 lag is higher is
+    INVALID; None is the larger of 10 ms and 5 % of the median TTFT.
     """
 
     model: str | None = None
@@ -77,24 +78,24 @@ class ClientOptions:
 
 
 def spacing_ns(options: ClientOptions) -> int:
-    """``slot_spacing_s`` in nanoseconds."""
+    """``slot_spacing_s`` in ns."""
     return round(options.slot_spacing_s * 1e9)
 
 
 def api_key(environ: Mapping[str, str] = os.environ) -> str | None:
-    """The API key, from the environment only. It is never stored, logged or sent anywhere but to the server."""
+    """The API key from the environment. It is not stored or logged, and sent to the server only."""
     return next((environ[name] for name in KEY_VARIABLES if environ.get(name)), None)
 
 
 def secrets(options: ClientOptions, environ: Mapping[str, str]) -> tuple[str, ...]:
-    """What must not show up anywhere: the API key, and header values of the user's that are long enough for one."""
+    """Texts that must not appear in output: the API key and header values that are long enough to be one."""
     key = api_key(environ)
     long = [value for value in options.headers.values() if len(value) >= _SHORTEST_SECRET]
     return (key, *long) if key else tuple(long)
 
 
 def redacted(text: str, hidden: tuple[str, ...]) -> str:
-    """``text`` without secrets, should a server have repeated one."""
+    """``text`` with every occurrence of ``hidden`` replaced: a server may repeat the key in an error message."""
     for secret in hidden:
         text = text.replace(secret, "[hidden]")
     return text

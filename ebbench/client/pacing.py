@@ -1,7 +1,7 @@
-"""Pacing, pure and apart from sending.
+"""When each session is due, without sending and without a clock.
 
-``(elapsed, sent) -> wait``: given the time since the start and how many sessions have been released, how long
-until the next one. Nothing here reads a clock, so the schedule can be tested without one.
+``(elapsed, sent) -> wait``: from the time since the start and the number of sessions released so far to the time until
+the next release. No function reads a clock, so tests need no waiting.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ NEVER = -1
 
 @dataclass(frozen=True)
 class Arrivals:
-    """Open loop: session i is due ``arrival_ns[i]`` after the start (ascending)."""
+    """Open loop: session i is due ``arrival_ns[i]`` ns after the start (ascending)."""
 
     arrival_ns: Sequence[int]
 
     def wait_ns(self, elapsed_ns: int, sent: int) -> int:
-        """Nanoseconds until session number ``sent`` is due: 0 when it is, NEVER after the last."""
+        """Ns until session number ``sent`` is due: 0 if it is due, NEVER after the last session."""
         if sent >= len(self.arrival_ns):
             return NEVER
         return max(0, self.arrival_ns[sent] - elapsed_ns)
@@ -30,11 +30,11 @@ class Arrivals:
 
 @dataclass(frozen=True)
 class Slots:
-    """How many sessions may be open when session i is released.
+    """Closed loop: how many sessions may be open when session i is released.
 
     ``limits[p]`` holds from session ``first_of_phase[p]`` on; None is no limit. Where the limit rises, the new slots
-    open one after the other, ``spacing_ns`` apart, instead of all at one instant, which no client could honour
-    and every client would report as its own lag.
+    open ``spacing_ns`` apart: no client can start hundreds of requests at one instant, and each would count the
+    difference as lag.
     """
 
     first_of_phase: tuple[int, ...]
@@ -43,13 +43,13 @@ class Slots:
 
     @classmethod
     def of_phases(cls, phases: Sequence[ClosedPhase], spacing_ns: int = 0) -> Slots:
-        """The limits of closed-loop phases; the last one holds on."""
+        """The limits of closed-loop phases; the last limit holds to the end."""
         starts = [sum(p.sessions for p in phases[:i]) for i in range(len(phases))]
         return cls(tuple(starts), tuple(p.max_concurrency for p in phases), spacing_ns)
 
     @classmethod
     def constant(cls, limit: int | None) -> Slots:
-        """One limit throughout; None is no limit."""
+        """The same limit for all sessions; None is no limit."""
         return cls((0,), (limit,))
 
     def limit(self, session: int) -> int | None:
@@ -57,6 +57,6 @@ class Slots:
         return self.limits[bisect_right(self.first_of_phase, session) - 1]
 
     def change(self, session: int) -> int:
-        """By how much the limit changes when ``session`` is next; 0 inside a phase."""
+        """Change of the limit at session number ``session``; 0 inside a phase."""
         after, before = self.limit(session), self.limit(session - 1) if session else 0
         return (after or 0) - (before or 0)

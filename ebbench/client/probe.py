@@ -1,4 +1,4 @@
-"""Questions to the server before and during a run: is it up, what does it serve, what do its metrics say."""
+"""Requests that are not part of the measurement: is the server ready, which model does it serve, its metrics."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _UNTRUSTED = "give its certificate authority with --ca-file FILE or in SSL_CERT_
 
 @dataclass(frozen=True)
 class Served:
-    """What the server says of itself."""
+    """Model name and maximum length that the server reports."""
 
     model: str
     max_model_len: int | None
 
 
-def _different(models: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """The names of the models, of several names of one model (vLLM's --served-model-name A B) the first."""
+def _distinct_models(models: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """The first name of each model: with vLLM's ``--served-model-name A B`` one model has several."""
     first: dict[tuple[Any, Any], str] = {}
     for name, model in models.items():
         first.setdefault((model.get("root") or name, model.get("parent")), name)
@@ -35,7 +35,7 @@ def _different(models: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 class Probe:
-    """Plain requests to one server, apart from the measured ones. Use as an asynchronous context manager."""
+    """Sends unmeasured requests to one server. Use as an asynchronous context manager."""
 
     def __init__(self, url: str, options: ClientOptions, environ: Mapping[str, str]) -> None:
         self._url, self._options = url.rstrip("/"), options
@@ -56,10 +56,10 @@ class Probe:
         await self._client.aclose()
 
     async def ready(self) -> None:
-        """Wait until the server answers. Raises RunError with the last reason after ``ready_timeout_s``."""
+        """Wait until the server is ready. Raises RunError with the last reason after ``ready_timeout_s``."""
         deadline_s = time.monotonic() + self._options.ready_timeout_s
         while True:
-            reason = await self._unready()
+            reason = await self._not_ready_reason()
             if reason is None:
                 return
             if time.monotonic() >= deadline_s:
@@ -70,7 +70,7 @@ class Probe:
             await asyncio.sleep(0.2)
 
     async def served(self) -> Served:
-        """The model to ask for. Raises RunError, or UsageError where the model asked for is not served."""
+        """The model to request. Raises RunError if the server serves none, UsageError if not the one asked for."""
         asked = self._options.model
         try:
             response = await self._client.get(f"{self._url}/v1/models")
@@ -78,19 +78,19 @@ class Probe:
         except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
             if asked is not None:
                 return Served(asked, self._options.max_model_len)
-            raise RunError(self._safe(f"{self._url}/v1/models: {error}; name the model that is served")) from None
+            raise RunError(self._redacted(f"{self._url}/v1/models: {error}; name the model that is served")) from None
         if not models:
             raise RunError(f"{self._url} serves no model")
         if asked is not None and asked not in models:
             raise UsageError(f"{self._url} does not serve {asked!r}; it serves {', '.join(sorted(models))}")
-        if asked is None and len(different := _different(models)) > 1:
+        if asked is None and len(different := _distinct_models(models)) > 1:
             raise UsageError(f"{self._url} serves several models: {', '.join(different)}; say which with --model")
         name = asked or next(iter(models))
         limit = self._options.max_model_len or models[name].get("max_model_len")
         return Served(name, limit if isinstance(limit, int) else None)
 
     async def reset_prefix_cache(self) -> bool:
-        """Empty the server's prefix cache, if it offers that."""
+        """Empty the server's prefix cache. Returns False if the server cannot."""
         try:
             response = await self._client.post(f"{self._url}/reset_prefix_cache")
         except httpx.HTTPError:
@@ -98,29 +98,29 @@ class Probe:
         return response.status_code == 200
 
     async def metrics(self) -> str | None:
-        """The text of /metrics, or None."""
+        """The text of /metrics, or None if the server has none."""
         try:
             response = await self._client.get(f"{self._url}/metrics")
         except httpx.HTTPError:
             return None
         return response.text if response.status_code == 200 else None
 
-    async def _unready(self) -> str | None:
-        """Why the server is not ready; None if it is. A server without /health is judged by /v1/models."""
+    async def _not_ready_reason(self) -> str | None:
+        """Why the server is not ready, or None if it is. A server without /health is ready if /v1/models responds."""
         for path in ("/health", "/v1/models"):
             try:
                 response = await self._client.get(self._url + path)
             except httpx.InvalidURL as error:
                 raise UsageError(f"{self._url}: {error}") from None
             except httpx.HTTPError as error:
-                if "CERTIFICATE_VERIFY_FAILED" in str(error):  # waiting does not help
+                if "CERTIFICATE_VERIFY_FAILED" in str(error):  # a certificate does not become valid by waiting
                     raise RunError(f"{self._url}: {error}; {_UNTRUSTED}") from None
-                return self._safe(str(error) or type(error).__name__)
+                return self._redacted(str(error) or type(error).__name__)
             if response.status_code == 200:
                 return None
             if response.status_code not in (404, 405):
                 return f"{path} answers {response.status_code}"
         return None
 
-    def _safe(self, text: str) -> str:
+    def _redacted(self, text: str) -> str:
         return redacted(text, self._secrets)

@@ -1,4 +1,4 @@
-"""Finished requests as they come in: kept, passed on, shown."""
+"""Collects finished requests during a run, passes them on and reports progress."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from ebbench.client.session_plan import SessionPlan
 from ebbench.client.table import requests_table
 from ebbench.client.worker_pool import WorkerHandle
 
-_RECENT = 500  # requests behind the running medians
+_RECENT = 500  # requests that the running medians cover
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Where a run stands. TTFT and TPOT are medians of the last few hundred complete answers, in ms."""
+    """State of a run. TTFT and TPOT are medians of the last 500 complete responses, in ms."""
 
     completed: int
     planned: int
@@ -35,10 +35,10 @@ class Snapshot:
 
 
 class Observer(Protocol):
-    """Receives snapshots now and then; must return quickly."""
+    """Receives snapshots during a run; must return quickly."""
 
     def update(self, snapshot: Snapshot) -> None:
-        """Show the snapshot."""
+        """Process a snapshot."""
         ...
 
 
@@ -64,16 +64,16 @@ class Tally:
         self.interrupted = False
 
     def add(self, handle: WorkerHandle, batch: Batch) -> None:
-        """Take a worker's report."""
+        """Add a worker's batch of finished requests."""
         self._open[handle.number] = batch.open_requests
         self._keep(batch.records)
         if self._observer is not None:
             self._observer.update(self._snapshot())
 
     def complete(self, session_plan: SessionPlan, released: int, dropped: frozenset[int]) -> pa.Table:
-        """All requests in plan order; those without a record are filled in by how far the release had come.
+        """All requests in plan order.
 
-        A request of a released session without a record was lost with its worker.
+        Requests without a record are added as never sent, or, if their session was released, as lost with their worker.
         """
         missing = []
         for session in range(session_plan.sessions):

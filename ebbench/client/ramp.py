@@ -1,4 +1,4 @@
-"""Ramp-up: the load grows to its full size over some seconds instead of being there at once."""
+"""Ramp-up: the load grows to its full size over some seconds."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from ebbench.records.plan import Plan
 def ramped(plan: Plan, options: ClientOptions, ramp_up_s: float) -> tuple[Plan, ClientOptions]:
     """The plan and the options with a ramp of ``ramp_up_s`` seconds.
 
-    Open loop: the arrival rate grows linearly from zero to what was planned. Closed loop: the first phase's slots
-    open one after the other over that time. Raises UsageError for a ramp that is not positive.
+    Open loop: the arrival rate grows linearly from zero to the planned rate. Closed loop: the slots of the first phase
+    open one after the other over that time. Raises UsageError if ``ramp_up_s`` is not positive.
     """
     if not ramp_up_s > 0:
         raise UsageError(f"--ramp-up must be positive, not {ramp_up_s:g}")
@@ -36,11 +36,11 @@ def ramped(plan: Plan, options: ClientOptions, ramp_up_s: float) -> tuple[Plan, 
 
 
 def slow_start_ns(arrival_ns: npt.NDArray[np.int64], ramp_ns: int) -> npt.NDArray[np.int64]:
-    """Arrival times under a rate that grows linearly from 0 to 1 times the planned one over ``ramp_ns``.
+    """Arrival times (ns) under a rate that grows linearly from 0 to the planned rate over ``ramp_ns``.
 
-    The expected number of arrivals by time t falls from rate * t to rate * t^2 / (2 ramp) during the ramp and
-    rate * (t - ramp / 2) after it; an arrival planned at a moves to where that number is rate * a. A Poisson
-    process stays one.
+    The expected number of arrivals by time t becomes rate * t^2 / (2 ramp) during the ramp and rate * (t - ramp / 2)
+    after it, instead of rate * t. An arrival planned at time a moves to the time at which that number is rate * a. A
+    Poisson process remains one, with a rate that varies over time.
     """
     planned = arrival_ns.astype(np.float64)
     during = np.sqrt(2.0 * ramp_ns * planned)

@@ -1,4 +1,4 @@
-"""The schedule that all workers share: which session is released next, and when it was meant to start."""
+"""Release schedule shared by all workers: which session starts next, and its intended start."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import NamedTuple, Protocol
 
 from ebbench.client.pacing import NEVER, Arrivals, Slots
 
-# Places in the shared memory; the times of all ends follow.
+# Positions in the shared memory; the end times of sessions follow.
 _NEXT, _OPEN, _ENDS, _STOPPED, _START, _UNOPENED, _OPENING, _USED, _HEADER = range(9)
-_NO_SESSION, _NO_TURN = 1, 2  # values of _STOPPED: what is released no more; 0 while everything is
+_NO_SESSION, _NO_TURN = 1, 2  # values of _STOPPED; 0 while sessions and turns are released
 
 
 class SharedInts(Protocol):
-    """Integers all workers see, e.g. ``multiprocessing.RawArray('q', n)``."""
+    """Integers in memory shared by all workers, for example ``multiprocessing.RawArray('q', n)``."""
 
     def __getitem__(self, index: int) -> int: ...
 
@@ -23,7 +23,7 @@ class SharedInts(Protocol):
 
 
 class Release(NamedTuple):
-    """A session to start, and when it was meant to (monotonic ns)."""
+    """A session to start, and its intended start (monotonic ns)."""
 
     session: int
     intended_ns: int
@@ -33,11 +33,10 @@ class Release(NamedTuple):
 class ReleaseSchedule:
     """Releases sessions in plan order to the workers that ask, each as soon as it is due.
 
-    ``memory`` is shared between the workers and holds the state; ``lock`` guards it. The intended start is the
-    arrival time (open loop) or the moment the slot became free (closed loop: ``arrivals`` None), never the
-    moment at which a worker asked. In a closed loop, slots come from two queues, those opened by a rise of
-    the limit and those freed by ends, and each session takes the slot that was there first; a fall of the limit
-    uses up slots without a session.
+    ``memory`` is shared between the workers and holds the state; ``lock`` guards it. The intended start is the arrival
+    time (open loop) or the time at which the slot became free (closed loop: ``arrivals`` None), not the time at which a
+    worker asked. A closed loop has two queues of slots: slots opened by a higher limit and slots freed by finished
+    sessions. Each session takes the slot that was available first. A lower limit removes slots from these queues.
     """
 
     memory: SharedInts
@@ -58,11 +57,11 @@ class ReleaseSchedule:
             self._change_limit(0, start_ns)
 
     def stop(self) -> None:
-        """Release nothing more, neither sessions nor further turns of those that are open."""
+        """Release no further session and no further turn of open sessions."""
         self.memory[_STOPPED] = _NO_TURN
 
     def close(self) -> None:
-        """Release no further session; those that are open go on to their last turn."""
+        """Release no further session; open sessions continue to their last turn."""
         self.memory[_STOPPED] = max(self.memory[_STOPPED], _NO_SESSION)
 
     @property
@@ -72,7 +71,7 @@ class ReleaseSchedule:
 
     @property
     def stopped(self) -> bool:
-        """Whether not even a further turn may be sent."""
+        """Whether no further turn may be sent."""
         return self.memory[_STOPPED] == _NO_TURN
 
     @property
@@ -82,11 +81,11 @@ class ReleaseSchedule:
 
     @property
     def finished(self) -> bool:
-        """Whether nothing is left to release."""
+        """Whether no session is left to release."""
         return bool(self.memory[_STOPPED]) or self.memory[_NEXT] >= self.sessions
 
     def take(self) -> Release | None:
-        """The next session, if it may start now."""
+        """The next session if it may start now, else None."""
         with self.lock:
             memory, number = self.memory, self.memory[_NEXT]
             intended_ns = self._due_ns()
@@ -99,7 +98,7 @@ class ReleaseSchedule:
             return Release(number, intended_ns)
 
     def end(self, end_ns: int) -> None:
-        """A session ended at ``end_ns``: its slot is free."""
+        """Record that a session ended at ``end_ns``, which frees its slot."""
         with self.lock:
             memory = self.memory
             memory[_HEADER + memory[_ENDS]] = end_ns
@@ -107,13 +106,13 @@ class ReleaseSchedule:
             memory[_OPEN] -= 1
 
     def due_ns(self) -> int | None:
-        """When the next session may start, as far as is known now; None if a session must end first."""
+        """Earliest known start of the next session (monotonic ns); None if a session must end first."""
         with self.lock:
             due_ns = self._due_ns()
         return None if due_ns == NEVER else due_ns
 
     def share(self, workers: int) -> int | None:
-        """How many sessions one of ``workers`` should hold open now; None is no limit."""
+        """Number of sessions that one of ``workers`` should have open now; None is no limit."""
         limit = self.slots.limit(min(self.memory[_NEXT], self.sessions - 1))
         return None if limit is None else -(-limit // workers)
 
@@ -130,7 +129,7 @@ class ReleaseSchedule:
         return memory[_START] + self.arrivals.arrival_ns[number]
 
     def _slot_times(self) -> tuple[int, int]:
-        """When the next slot opens and when the next freed one became free; NEVER if there is none."""
+        """When the next slot opens, and when the next freed slot became free; NEVER if there is none."""
         memory = self.memory
         opening_ns = memory[_OPENING] if memory[_UNOPENED] > 0 else NEVER
         freed_ns = memory[_HEADER + memory[_USED]] if memory[_USED] < memory[_ENDS] else NEVER
@@ -145,7 +144,7 @@ class ReleaseSchedule:
             memory[_USED] += 1
 
     def _change_limit(self, number: int, now_ns: int) -> None:
-        """A phase may begin with session ``number``: open more slots, or let the next that become free lapse."""
+        """If session ``number`` begins a phase, open more slots or remove the next ones that become free."""
         if number >= self.sessions:
             return
         memory, change = self.memory, self.slots.change(number)

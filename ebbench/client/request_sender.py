@@ -1,4 +1,4 @@
-"""Sending requests to the server, with their timeouts. A request is never sent twice."""
+"""Sends requests and enforces their timeouts. A request is never sent twice."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from collections.abc import Mapping
 
 import httpx
 
-from ebbench.client.answer import Answer
 from ebbench.client.classify import BODY_LIMIT, transport_failure
+from ebbench.client.http_streams import Pool
 from ebbench.client.options import ClientOptions, api_key
-from ebbench.client.wire import Pool
+from ebbench.client.response import StreamedResponse
 from ebbench.connections import tls_context
 
 
 class _OpenRequest:
-    """A request that is open, and why the client ended it, if it did."""
+    """An open request, and why the client ended it, if it did."""
 
     __slots__ = ("answer", "task", "verdict")
 
-    def __init__(self, answer: Answer, task: asyncio.Task[object]) -> None:
+    def __init__(self, answer: StreamedResponse, task: asyncio.Task[object]) -> None:
         self.answer, self.task = answer, task
         self.verdict: tuple[str, str] | None = None
 
     def end(self, error_class: str, message: str) -> None:
-        """Give the request up."""
+        """Abort the request with this error."""
         if self.verdict is None:
             self.verdict = (error_class, message)
             self.task.cancel()
@@ -66,21 +66,21 @@ class RequestSender:
 
     @property
     def in_flight(self) -> int:
-        """Requests that are open."""
+        """Number of open requests."""
         return len(self._requests)
 
     async def prepare(self, connections: int, *, reserve: bool) -> None:
-        """Open connections ahead of the start, and from then on ahead of need if ``reserve``, where that can be."""
+        """Open connections before the start; ``reserve`` also keeps idle ones open later (direct transport only)."""
         if self._pool is not None:
             await self._pool.prepare(connections, reserve=reserve)
 
     def abort(self) -> None:
-        """End all open requests."""
+        """Abort all open requests."""
         for request in list(self._requests):
             request.end("interrupted", "aborted by the user")
 
-    async def send(self, request_id: str, body: bytes, answer: Answer) -> None:
-        """Send one request and read its answer to the end; whatever goes wrong is noted in ``answer``."""
+    async def send(self, request_id: str, body: bytes, answer: StreamedResponse) -> None:
+        """Send one request and read its response to the end. Errors are recorded in ``answer``."""
         task = asyncio.current_task()
         assert task is not None, "requests run in tasks"
         request = _OpenRequest(answer, task)
@@ -99,11 +99,11 @@ class RequestSender:
             answer.fail(transport_failure(error), str(error) or type(error).__name__)
         finally:
             self._requests.discard(request)
-            # A complete answer ended with its last byte, a broken one when that was noticed.
+            # A complete response ends with its last byte, a broken one when the client noticed it.
             complete = answer.error_class is None and answer.last_ns
             answer.end_ns = answer.last_ns if complete else time.monotonic_ns()
 
-    async def _direct(self, pool: Pool, request_id: str, body: bytes, answer: Answer) -> None:
+    async def _direct(self, pool: Pool, request_id: str, body: bytes, answer: StreamedResponse) -> None:
         exchange = await pool.send(request_id, body, answer)
         try:
             rest = await exchange.body()
@@ -113,7 +113,7 @@ class RequestSender:
             advice = exchange.headers.get(b"retry-after")
             _refused(answer, exchange.status, rest, advice.decode("latin-1") if advice else None)
 
-    async def _httpx(self, request_id: str, body: bytes, answer: Answer) -> None:
+    async def _httpx(self, request_id: str, body: bytes, answer: StreamedResponse) -> None:
         headers = {"x-request-id": request_id}
         request = self._client.build_request("POST", self._target, content=body, headers=headers)
         answer.sent(time.monotonic_ns())
@@ -131,7 +131,7 @@ class RequestSender:
             await response.aclose()
 
     async def _sweep(self) -> None:
-        """End requests that are over their time. One pass over all beats a timer for each message."""
+        """Abort requests that exceed a timeout. One periodic pass costs less than a timer per message."""
         idle_ns = round(self._options.idle_timeout_s * 1e9)
         total_ns = round(self._options.total_timeout_s * 1e9)
         pause_s = min(1.0, max(0.02, min(self._options.idle_timeout_s, self._options.total_timeout_s) / 20))
@@ -149,8 +149,8 @@ class RequestSender:
                     request.end(kind, f"nothing received for {self._options.idle_timeout_s:g} s")
 
 
-def _refused(answer: Answer, status: int, body: bytes, retry_after: str | None) -> None:
-    """Note a response that is no stream: an error, with the server's advice when to come back, if it gave any."""
+def _refused(answer: StreamedResponse, status: int, body: bytes, retry_after: str | None) -> None:
+    """Record a response that is not an event stream as an error, with the server's Retry-After if there is one."""
     text = body[:BODY_LIMIT].decode("utf-8", "backslashreplace")
     advice = f" (Retry-After: {retry_after})" if retry_after else ""
     answer.fail("not_a_stream" if status == 200 else f"http_{status}", text + advice)

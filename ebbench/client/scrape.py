@@ -1,4 +1,4 @@
-"""Server metrics during a run, in long form: one row for each sample that changed."""
+"""Reads a server's metrics during a run, in long form: one row per sample that changed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _Key = tuple[str, str]
 
 
 class Scraper:
-    """Reads /metrics every ``interval_s`` seconds and keeps what changed."""
+    """Reads /metrics every ``interval_s`` seconds and keeps the samples that changed."""
 
     def __init__(self, probe: Probe, interval_s: float) -> None:
         self._probe, self._interval_s = probe, interval_s
@@ -24,12 +24,12 @@ class Scraper:
         self._rows: list[tuple[int, str, str, float]] = []
 
     async def run(self) -> None:
-        """Scrape until cancelled."""
+        """Read until cancelled."""
         while await self.once():
             await asyncio.sleep(self._interval_s)
 
     async def once(self) -> bool:
-        """Scrape once; False where the server has no such page."""
+        """Read once; returns False if the server has no such page."""
         text = await self._probe.metrics()
         if text is None:
             return False
@@ -41,7 +41,7 @@ class Scraper:
         return True
 
     def table(self, start_ns: int) -> pa.Table:
-        """All samples so far, times from ``start_ns``; those from before the run have negative ones."""
+        """All samples so far, times relative to ``start_ns``; samples from before the run have negative times."""
         columns = {
             "time_ns": [time_ns - start_ns for time_ns, _, _, _ in self._rows],
             "name": [name for _, name, _, _ in self._rows],
@@ -52,7 +52,7 @@ class Scraper:
 
 
 def parse(text: str) -> dict[_Key, float]:
-    """Samples of a Prometheus text page by name and labels; times of creation are left out."""
+    """Samples of a Prometheus text page by name and labels, without ``_created`` timestamps."""
     try:
         return {
             (sample.name, msgspec.json.encode(sample.labels, order="sorted").decode()): float(sample.value)

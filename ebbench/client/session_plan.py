@@ -1,4 +1,4 @@
-"""A plan as the workers use it: sessions in release order, turns read lazily from Arrow; what cannot be sent."""
+"""A plan in the form that workers use: sessions in release order; large columns are read row by row from Arrow."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ebbench.records.plan import ClosedPhase
 
 @dataclass(frozen=True)
 class SessionPlan:
-    """Session i is ``rows[starts[i]:starts[i + 1]]`` of the table, its turns in order."""
+    """Session i is ``rows[starts[i]:starts[i + 1]]`` of the table, turns in order."""
 
     columns: Mapping[str, Sequence[Any]]
     rows: Sequence[int]
@@ -32,7 +32,7 @@ class SessionPlan:
         return len(self.starts) - 1
 
     def turns(self, session: int) -> Sequence[int]:
-        """Rows of a session, in the order of its turns."""
+        """Rows of a session, in turn order."""
         return self.rows[self.starts[session] : self.starts[session + 1]]
 
     def turn(self, row: int) -> Turn:
@@ -40,8 +40,8 @@ class SessionPlan:
         return Turn(row, *(self.columns[name][row] for name in _TURN_COLUMNS))
 
 
-class _Lazy(Sequence[Any]):
-    """A column whose values are large: they stay in Arrow until one is needed."""
+class _LazyColumn(Sequence[Any]):
+    """A column with large values, converted from Arrow one value at a time."""
 
     def __init__(self, column: pa.ChunkedArray) -> None:
         self._array = None if column.null_count == len(column) else column.combine_chunks()
@@ -61,11 +61,12 @@ _TURN_COLUMNS = ("request_id", "turn", "input_tokens", "output_tokens", "content
 def plan_sessions(
     table: pa.Table, phases: Sequence[ClosedPhase], max_concurrency: int | None, spacing_ns: int = 0
 ) -> SessionPlan:
-    """Order a plan's rows by session; closed-loop slots open ``spacing_ns`` apart. Raises UsageError."""
+    """Group a plan's rows by session; slots of a closed loop open ``spacing_ns`` apart. Raises UsageError."""
     table = table.combine_chunks()
     rows, starts = _grouped(table)
     columns = {
-        name: _Lazy(table.column(name)) if name in _LARGE else table.column(name).to_pylist() for name in _TURN_COLUMNS
+        name: _LazyColumn(table.column(name)) if name in _LARGE else table.column(name).to_pylist()
+        for name in _TURN_COLUMNS
     }
     if phases:
         return SessionPlan(columns, rows, starts, Slots.of_phases(phases, spacing_ns), None)
@@ -73,7 +74,7 @@ def plan_sessions(
     if first.null_count:
         raise UsageError("an open-loop plan needs an arrival time for each session")
     arrival_ns = first.to_numpy()
-    # Open-loop sessions are released in the order of their arrival.
+    # An open loop releases sessions in the order of their arrival times.
     order = np.argsort(arrival_ns, kind="stable")
     if np.any(np.diff(arrival_ns) < 0):
         rows, starts = _reordered(rows, starts, order.tolist())
@@ -82,7 +83,7 @@ def plan_sessions(
 
 
 def unique_ids(table: pa.Table) -> tuple[pa.Table, int]:
-    """The table with every request id unique, and how many had to be changed: ``x``, ``x#2``, ``x#3``, ..."""
+    """The table with unique request ids (``x``, ``x#2``, ``x#3``, ...), and how many ids were changed."""
     ids = table.column("request_id").to_pylist()
     if len(set(ids)) == len(ids):
         return table, 0
@@ -102,10 +103,10 @@ def unique_ids(table: pa.Table) -> tuple[pa.Table, int]:
     return table.set_column(index, table.schema.field(index), pa.array(unique, pa.string())), changed
 
 
-def fitting(table: pa.Table, max_model_len: int | None, drop_too_long: bool) -> frozenset[int]:
-    """Rows to leave out because prompt and answer exceed ``max_model_len`` tokens (None: no limit known).
+def rows_too_long(table: pa.Table, max_model_len: int | None, drop_too_long: bool) -> frozenset[int]:
+    """Rows to leave out because prompt plus output exceed ``max_model_len`` tokens (None: no limit known).
 
-    Raises UsageError where there are such rows and they are not to be dropped, or where nothing is left.
+    Raises UsageError if such rows exist and ``drop_too_long`` is False, or if no row is left.
     """
     if max_model_len is None:
         return frozenset()
@@ -125,7 +126,7 @@ def fitting(table: pa.Table, max_model_len: int | None, drop_too_long: bool) -> 
 
 
 def _grouped(table: pa.Table) -> tuple[list[int], list[int]]:
-    """Rows grouped by session in the order of first appearance, turns ascending; and where each group starts."""
+    """Row numbers grouped by session (in order of first appearance, turns ascending), and the start of each group."""
     if table.num_rows == 0:
         raise UsageError("the plan has no requests")
     codes = pc.dictionary_encode(table.column("session").combine_chunks()).indices.to_numpy()

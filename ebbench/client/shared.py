@@ -1,7 +1,6 @@
-"""What worker processes share beside messages: one file of integers and one lock, both by path.
+"""State shared by worker processes: a file of integers and a lock, both opened by path.
 
-No pickle and no inherited locks: a worker that dies cannot take the lock with it, since the kernel drops a lock
-with its holder.
+A lock on a file does not outlive its process: the kernel releases it when a worker dies.
 """
 
 from __future__ import annotations
@@ -16,15 +15,15 @@ _MEMORY = Path("/dev/shm")
 
 
 def memory_folder() -> Path | None:
-    """A folder in memory, or None (the usual temporary one) where there is none.
+    """A directory in memory (``/dev/shm``), or None if there is none.
 
-    A first write to a page of a file on disk may wait 5 to 20 ms for the file system, in the middle of a run.
+    The first write to a page of a file on disk can wait 5 to 20 ms for the file system, in the middle of a run.
     """
     return _MEMORY if os.access(_MEMORY, os.W_OK | os.X_OK) else None
 
 
 class SharedMemory:
-    """Integers of 64 bits in a mapped file. Every process that opens the same path sees the same ones."""
+    """64-bit integers in a mapped file, shared by every process that opens the same path."""
 
     def __init__(self, path: Path) -> None:
         descriptor = os.open(path, os.O_RDWR)
@@ -36,7 +35,7 @@ class SharedMemory:
 
     @classmethod
     def create(cls, path: Path, length: int) -> SharedMemory:
-        """``length`` zeros under a new path."""
+        """Create a file of ``length`` zeros at a new path."""
         path.write_bytes(bytes(8 * length))
         return cls(path)
 
@@ -48,7 +47,7 @@ class SharedMemory:
 
 
 class FileLock:
-    """Mutual exclusion between processes, held for microseconds at a time."""
+    """Mutual exclusion between processes; held for microseconds."""
 
     def __init__(self, path: Path) -> None:
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
@@ -63,5 +62,5 @@ class FileLock:
         fcntl.flock(self._descriptor, fcntl.LOCK_UN)
 
     def close(self) -> None:
-        """Give the descriptor back."""
+        """Close the descriptor."""
         os.close(self._descriptor)

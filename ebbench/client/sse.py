@@ -1,6 +1,6 @@
-"""Server-sent events, split from bytes as they arrive (WHATWG HTML, section 9.2.6).
+"""Splits a byte stream into server-sent events (WHATWG HTML, section 9.2.6).
 
-Works on bytes throughout, so neither a split inside a UTF-8 sequence nor one inside a line end matters.
+It works on bytes, so reads may split a UTF-8 sequence or a line end anywhere.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ _BOM = b"\xef\xbb\xbf"
 
 
 class SseSplitter:
-    """Yields the data of each event that is complete; keeps what is not.
+    """Yields the data of each complete event and keeps the incomplete rest.
 
-    Only the ``data`` field is used; comments and other fields are dropped, as the OpenAI protocol needs no more.
+    Only the ``data`` field is used; the OpenAI protocol does not need comments and other fields.
     """
 
     __slots__ = ("_after_cr", "_data", "_started", "_tail")
@@ -24,7 +24,7 @@ class SseSplitter:
         self._after_cr = self._started = False
 
     def feed(self, received: bytes) -> Iterator[bytes]:
-        """Take the next bytes of the stream."""
+        """Yield the data of the events that ``received`` completes."""
         buffer = self._tail + received if self._tail else received
         if not self._started:
             if len(buffer) < len(_BOM) and _BOM.startswith(buffer):
@@ -32,7 +32,7 @@ class SseSplitter:
                 return
             buffer, self._started = buffer.removeprefix(_BOM), True
         if self._after_cr and buffer:
-            # The line ended at CR, at once; a LF that follows belongs to it.
+            # The line ended at CR; a LF that follows belongs to it.
             buffer, self._after_cr = buffer.removeprefix(b"\n"), False
         lines = buffer.splitlines(keepends=True)
         self._tail = lines.pop() if lines and not lines[-1].endswith((b"\n", b"\r")) else b""
@@ -50,5 +50,5 @@ class SseSplitter:
 
     @property
     def pending(self) -> bool:
-        """Whether an unfinished event, or half a line end, is held."""
+        """Whether an unfinished event or half a line end is held."""
         return bool(self._tail or self._data or self._after_cr)

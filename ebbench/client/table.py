@@ -1,4 +1,4 @@
-"""From records to the requests table."""
+"""Converts the workers' records to the requests table."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PLAN_COLUMNS = ("request_id", "session", "turn", "phase")
 
 
 def requests_table(records: Sequence[Record], plan: pa.Table, start_ns: int, texts: bool = False) -> pa.Table:
-    """Records in the REQUESTS schema, times from ``start_ns``; a further column ``text`` if asked for."""
+    """Records in the REQUESTS schema, times relative to ``start_ns``; ``texts`` adds the column ``text``."""
     rows = pa.array([r.row for r in records], pa.int64())
     planned = plan.select([*_PLAN_COLUMNS, "input_tokens", "output_tokens"]).take(rows)
     first, last, gaps = _token_columns(records)
@@ -50,7 +50,7 @@ def _since(times_ns: npt.NDArray[np.int64], start_ns: int) -> pa.Array:
 def _token_columns(
     records: Sequence[Record],
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], pa.Array]:
-    """First and last token time (0: none), and the gaps between tokens; bundled tokens are gaps of 0."""
+    """First and last token time (0: none) and the gaps between tokens in ns; tokens of one message have gaps of 0."""
     first, last = np.zeros(len(records), np.int64), np.zeros(len(records), np.int64)
     pieces: list[npt.NDArray[np.int64]] = []
     lengths = np.zeros(len(records), np.int64)

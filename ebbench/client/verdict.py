@@ -1,4 +1,4 @@
-"""What the client itself has to say about a run: reasons against believing it, and caveats."""
+"""The client's own findings about a run: reasons that make it invalid, and warnings."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from ebbench.client.lag import lag_percentile_ns
 from ebbench.client.worker_pool import WorkerHandle
 from ebbench.records.lateness import LAG_REMEDY
 
-_OTHER_TOKENIZER = 0.02  # share by which prompt counts may differ for special tokens and the like
+_TOKENIZER_TOLERANCE = 0.02  # share by which prompt token counts may differ, for special tokens
 
 
 def loop_lag_p99_ms(handles: Sequence[WorkerHandle]) -> float:
-    """The 99th percentile of the loop's lateness at the worst worker."""
+    """The 99th percentile of the event loop's lag, of the worst worker."""
     lags = [lag_percentile_ns(np.frombuffer(m.done.late_ns, np.int64), 0.99) for m in handles if m.done is not None]
     return max(lags, default=0.0) / 1e6
 
 
 def send_lag_p99_ms(requests: pa.Table) -> float:
-    """The 99th percentile of actual send minus intended start."""
+    """The 99th percentile of actual send minus intended start, in ms."""
     lag_ns = pc.subtract(requests.column("sent_ns"), requests.column("intended_ns"))
     return float(pc.quantile(lag_ns, 0.99)[0].as_py() or 0.0) / 1e6
 
 
 def invalid_reasons(limit_ms: float, handles: Sequence[WorkerHandle]) -> tuple[str, ...]:
-    """Reasons that do not follow from the requests table: a stalled loop, a worker that died."""
+    """Reasons that the requests table does not show: a stalled event loop, a worker that died."""
     reasons = []
     lag_ms = loop_lag_p99_ms(handles)
     if lag_ms > limit_ms:
@@ -44,7 +44,7 @@ def invalid_reasons(limit_ms: float, handles: Sequence[WorkerHandle]) -> tuple[s
 
 
 def client_warnings(requests: pa.Table, plan: pa.Table, renamed: int, dropped: int) -> tuple[str, ...]:
-    """Caveats of the measurement."""
+    """Warnings about the measurement, one sentence each."""
     found = [_tokenizer_warning(requests, plan), _bundle_warning(requests)]
     if renamed:
         found.append(f"{renamed} request ids occurred more than once and were made unique")
@@ -59,7 +59,7 @@ def _tokenizer_warning(requests: pa.Table, plan: pa.Table) -> str | None:
     planned = plan.column("input_tokens").filter(done).to_numpy()
     if counted.size == 0:
         return None
-    other = np.abs(counted - planned) > np.maximum(1, _OTHER_TOKENIZER * planned)
+    other = np.abs(counted - planned) > np.maximum(1, _TOKENIZER_TOLERANCE * planned)
     if not other.any():
         return None
     ratio = float(np.median(counted[other] / np.maximum(planned[other], 1)))

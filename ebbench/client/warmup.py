@@ -1,14 +1,14 @@
-"""Warm-up: a few requests before the start, of the plan's lengths but other content, never recorded."""
+"""Warm-up: requests before the start with the plan's lengths and other content, not recorded."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
 
-from ebbench.client.answer import Answer
-from ebbench.client.bodies import Bodies, Turn
+from ebbench.client.bodies import RequestBodies, Turn
 from ebbench.client.options import ClientOptions, redacted, secrets
 from ebbench.client.request_sender import RequestSender
+from ebbench.client.response import StreamedResponse
 from ebbench.errors import RunError
 from ebbench.records.plan import Plan
 
@@ -16,15 +16,15 @@ _AT_ONCE = 64
 
 
 async def warm_up(url: str, model: str, plan: Plan, options: ClientOptions, environ: Mapping[str, str]) -> None:
-    """Send ``options.warmup`` requests. Raises RunError when all of them fail: the run would too."""
+    """Send ``options.warmup`` requests. Raises RunError if all of them fail: the run would fail too."""
     if not options.warmup:
         return
-    bodies = Bodies(model, options)
+    bodies = RequestBodies(model, options)
     gate = asyncio.Semaphore(_AT_ONCE)
     async with RequestSender(url, bodies.path, options, environ) as sender:
 
-        async def one(number: int) -> Answer:
-            answer = Answer(options.endpoint == "chat", keep_text=False)
+        async def one(number: int) -> StreamedResponse:
+            answer = StreamedResponse(options.endpoint == "chat", keep_text=False)
             async with gate:
                 await sender.send(f"warmup-{number}", bodies.build(_turn(plan, number)), answer)
             return answer
@@ -37,7 +37,7 @@ async def warm_up(url: str, model: str, plan: Plan, options: ClientOptions, envi
 
 
 def _turn(plan: Plan, number: int) -> Turn:
-    """Lengths of the plan's request ``number``, content of its own, so that no prefix is warmed for the run."""
+    """Lengths of the plan's request ``number`` with content of its own, so that no prefix of the run gets cached."""
     row = number % plan.table.num_rows
     lengths = {name: plan.table.column(name)[row].as_py() for name in ("input_tokens", "output_tokens")}
     return Turn(row=row, request_id="", turn=0, content=-1 - number, hash_ids=None, prompt=None, **lengths)

@@ -1,4 +1,4 @@
-"""A worker: releases sessions by the shared schedule, sends their requests, reports what came of them."""
+"""A worker: releases sessions by the shared schedule, sends their requests and reports the results."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ebbench.alarm import Alarm
-from ebbench.client.answer import Answer
-from ebbench.client.bodies import Bodies, Turn
+from ebbench.client.bodies import RequestBodies, Turn
 from ebbench.client.classify import classify
+from ebbench.client.http_streams import IDLE_LIMIT_NS
 from ebbench.client.messages import (
     Assignment,
     Batch,
@@ -26,17 +26,17 @@ from ebbench.client.options import redacted, secrets
 from ebbench.client.pacing import NEVER, Arrivals
 from ebbench.client.release_schedule import ReleaseSchedule
 from ebbench.client.request_sender import RequestSender
+from ebbench.client.response import StreamedResponse
 from ebbench.client.session_plan import SessionPlan
-from ebbench.client.wire import IDLE_LIMIT_NS
 from ebbench.records.schema import EARLIER_TURN_FAILED
 
 _REPORT_EVERY_S = 0.25
-_MOST_AHEAD = 512  # connections a worker opens before the start of an open loop
+_MAX_PRECONNECTIONS = 512  # connections that a worker opens before an open loop starts
 
 
 @dataclass(frozen=True)
 class WorkerSockets:
-    """A worker's sockets: to the parent, one through which other workers wake it, and those that wake the others."""
+    """A worker's sockets: to its parent, one on which other workers wake it, and those on which it wakes the others."""
 
     control: socket.socket
     wake_up: socket.socket
@@ -44,14 +44,14 @@ class WorkerSockets:
 
 
 class Worker:
-    """Sessions in progress of one worker."""
+    """One worker and its open sessions."""
 
     def __init__(
         self,
         assignment: Assignment,
         session_plan: SessionPlan,
         schedule: ReleaseSchedule,
-        bodies: Bodies,
+        bodies: RequestBodies,
         sender: RequestSender,
         sockets: WorkerSockets,
         writer: asyncio.StreamWriter,
@@ -70,7 +70,7 @@ class Worker:
         self._failure: BaseException | None = None
 
     async def run(self, reader: asyncio.StreamReader) -> None:
-        """Run to the end of the plan, or until the parent says stop."""
+        """Run to the end of the plan, or until the parent sends Stop."""
         self._loop.add_reader(self._sockets.wake_up.fileno(), self._on_wake_up)
         listener = asyncio.create_task(self._listen(reader))
         reporter = asyncio.create_task(self._report_regularly())
@@ -86,28 +86,28 @@ class Worker:
         if self._failure is not None:
             raise self._failure
 
-    def first_sends(self) -> int:
-        """How many connections the start will need: this worker's share of the slots, or of the first arrivals."""
+    def initial_connections(self) -> int:
+        """Number of connections needed at the start: this worker's share of the slots, or of the first arrivals."""
         if self._session_plan.arrivals is not None:
             soon = bisect_right(self._session_plan.arrivals.arrival_ns, IDLE_LIMIT_NS)
-            return min(-(-soon // self._assignment.workers), _MOST_AHEAD)
+            return min(-(-soon // self._assignment.workers), _MAX_PRECONNECTIONS)
         share = self._schedule.share(self._assignment.workers)
         return self._session_plan.sessions if share is None else min(share, self._session_plan.sessions)
 
     @property
     def open_loop(self) -> bool:
-        """Whether requests come by the clock, however many are on their way."""
+        """Whether sessions start at fixed times, independent of how many are open."""
         return self._session_plan.arrivals is not None
 
     def _on_alarm(self) -> None:
-        """The start, a session's arrival, or a slot that opens."""
+        """Timer callback: at the start, at a session's arrival, or when a slot opens."""
         if self._session_plan.arrivals is None:
             self._fill()
         else:
             self._arrive(self._session_plan.arrivals)
 
     def _arrive(self, arrivals: Arrivals) -> None:
-        """Open loop: each session of this worker's that is due releases one session; then wait for the next."""
+        """Open loop: for each own session that is due, release one session; then set the timer for the next."""
         elapsed_ns = time.monotonic_ns() - self._schedule.start_ns
         wait_ns = arrivals.wait_ns(elapsed_ns, self._own_next)
         while wait_ns == 0:
@@ -125,7 +125,7 @@ class Worker:
         self._fill()
 
     def _fill(self, changed: bool = False) -> None:
-        """Take sessions up to this worker's share of the slots; wake the other workers if anything changed for them."""
+        """Release sessions up to this worker's share of the slots; wake the other workers if their share changed."""
         if self._session_plan.arrivals is None:
             share = self._schedule.share(self._assignment.workers)
             while share is None or len(self._open) < share:
@@ -142,7 +142,7 @@ class Worker:
 
     def _wake_others(self) -> None:
         for wake_up in self._sockets.other_wake_ups:
-            with contextlib.suppress(OSError):  # full: it will wake anyway; closed: that worker has ended
+            with contextlib.suppress(OSError):  # buffer full: the worker will wake anyway; closed: it has ended
                 wake_up.send(b"!")
 
     def _take(self) -> bool:
@@ -159,18 +159,18 @@ class Worker:
             self._idle.set()
 
     async def _session(self, session: int, intended_ns: int) -> None:
-        """One session, turn by turn."""
+        """Send the turns of one session, one after the other."""
         task = asyncio.current_task()
         assert task is not None
         ended_ns = intended_ns
         try:
             ended_ns = await self._turns(self._session_plan.turns(session), intended_ns)
-        except Exception as error:  # a fault of the client: the run ends with this error
+        except Exception as error:  # a bug in the client: the run ends with this error
             self._failure = self._failure or error
             self._schedule.stop()
         self._open.discard(task)
         self._schedule.end(ended_ns)
-        # The slot just freed is taken here; further ones, if the limit rose, are shared out.
+        # This worker takes the slot just freed; it shares further slots, if the limit rose, with the others.
         if self._session_plan.arrivals is None or self._assignment.max_concurrency is not None:
             self._take()
         self._fill(changed=True)
@@ -183,12 +183,12 @@ class Worker:
                 self._never_sent(rows[position:], "not_released")
                 return intended_ns
             if row in self._assignment.dropped:
-                continue  # the parent accounts for it
+                continue  # the parent adds the record of a dropped request
             turn = self._session_plan.turn(row)
             whole = turn.prompt is not None and turn.prompt.startswith(said)
             keep_text = self._assignment.options.keep_text or (turn.prompt is not None and len(rows) > 1)
             body = self._bodies.build(turn, () if whole else history)
-            answer = Answer(self._assignment.options.endpoint == "chat", keep_text)
+            answer = StreamedResponse(self._assignment.options.endpoint == "chat", keep_text)
             await self._sender.send(self._assignment.id_prefix + turn.request_id, body, answer)
             record = self._record_of(turn, intended_ns, answer)
             self._records.append(record)
@@ -202,11 +202,11 @@ class Worker:
         return intended_ns
 
     def _never_sent(self, rows: Sequence[int], reason: str) -> None:
-        """Record turns that were not sent because their session had ended."""
+        """Record turns that were not sent because an earlier turn of the session failed."""
         for row in rows:
             self._records.append(Record(row, self._assignment.worker, "never_sent", error_class=reason))
 
-    def _record_of(self, turn: Turn, intended_ns: int, answer: Answer) -> Record:
+    def _record_of(self, turn: Turn, intended_ns: int, answer: StreamedResponse) -> Record:
         verdict = classify(answer, turn.output_tokens, self._assignment.options.ignore_eos)
         usage = answer.usage
         details = usage.prompt_tokens_details or {} if usage is not None else {}
@@ -232,7 +232,7 @@ class Worker:
         )
 
     async def _listen(self, reader: asyncio.StreamReader) -> None:
-        """Do what the parent says. Without a parent (None) everything is given up."""
+        """Process the parent's messages. If the parent is gone (None), abort everything."""
         while True:
             message = await from_parent(reader)
             if isinstance(message, Stop) and message.finish_sessions:

@@ -1,4 +1,4 @@
-"""The worker processes as their parent sees them: started, listened to, stopped, and ended whatever happens."""
+"""Worker processes as seen by their parent: starting, messages, stopping, and ending in every case."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from ebbench.child import Child, child_command, child_environ
-from ebbench.client.messages import Assignment, Batch, Begin, FromParent, Ready, Stop, WorkerDone, from_worker, send
+from ebbench.client.messages import Assignment, Batch, FromParent, Ready, Start, Stop, WorkerDone, from_worker, send
 from ebbench.client.options import KEY_VARIABLES, ClientOptions
 from ebbench.client.worker import WorkerSockets
 from ebbench.client.worker_process import run_worker
@@ -26,7 +26,7 @@ _EXIT_WAIT_S = 5.0
 
 @dataclass
 class WorkerHandle:
-    """One worker: its number, the connection to it, and what it reported at its end. ``lost``: it died."""
+    """One worker: number, connection, and final message. ``lost``: it died without one."""
 
     number: int
     writer: asyncio.StreamWriter
@@ -37,31 +37,31 @@ class WorkerHandle:
 
 @dataclass
 class WorkerPool:
-    """All workers, as processes or as tasks of this one."""
+    """All workers, as child processes or as tasks of this process."""
 
     handles: list[WorkerHandle] = field(default_factory=list)
     processes: list[Child] = field(default_factory=list)
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
 
     def send_all(self, message: FromParent) -> None:
-        """Send a message to every worker that still runs."""
+        """Send a message to every worker that is still running."""
         for handle in self.handles:
             if handle.done is None and not handle.lost:
                 send(handle.writer, message)
 
     async def ready(self) -> None:
-        """Wait until all have loaded the plan."""
+        """Wait until all workers have loaded the plan."""
         for handle in self.handles:
             message = await from_worker(handle.reader)
             if not isinstance(message, Ready):
                 self._gone(handle, message if isinstance(message, WorkerDone) else None)
 
     def begin(self, start_ns: int) -> None:
-        """Start all at ``start_ns``."""
-        self.send_all(Begin(start_ns))
+        """Start all workers at ``start_ns``."""
+        self.send_all(Start(start_ns))
 
     async def listen(self, on_batch: Callable[[WorkerHandle, Batch], None]) -> None:
-        """Take the reports of every worker until it is done or lost."""
+        """Receive the messages of all workers until each is done or lost."""
         await asyncio.gather(*(self._listen(handle, on_batch) for handle in self.handles))
 
     async def _listen(self, handle: WorkerHandle, on_batch: Callable[[WorkerHandle, Batch], None]) -> None:
@@ -73,14 +73,14 @@ class WorkerPool:
                 self._gone(handle, message if isinstance(message, WorkerDone) else None)
 
     def _gone(self, handle: WorkerHandle, done: WorkerDone | None) -> None:
-        """A worker has ended. If it failed, the others are stopped: a closed loop would wait for its slots."""
+        """Record that a worker ended. If it failed, stop the others: in a closed loop they would wait for its slots."""
         handle.done, handle.lost = done, done is None
         if done is None or done.error is not None:
             self.send_all(Stop(abort=True))
 
 
 def workers_for(plan: Plan, options: ClientOptions) -> int:
-    """How many workers: as asked, or one for each 512 sessions open at a time, up to the number of cores."""
+    """Number of workers: as asked, or one per 512 concurrent sessions, at most one per CPU core."""
     if options.workers is not None:
         return options.workers
     limit = max((phase.max_concurrency for phase in plan.phases), default=plan.max_concurrency or 0)
@@ -89,9 +89,9 @@ def workers_for(plan: Plan, options: ClientOptions) -> int:
 
 @contextlib.asynccontextmanager
 async def worker_pool(assignment: Assignment, workers: int, environ: Mapping[str, str]) -> AsyncIterator[WorkerPool]:
-    """Start ``workers`` processes with ``assignment``, each with a number of its own; end them, whatever happens.
+    """Start ``workers`` processes with ``assignment`` and a number each; on exit, end them in every case.
 
-    Zero workers is one worker in this process.
+    0 workers: one worker runs in this process.
     """
     count = max(1, workers)
     pool = WorkerPool()
@@ -119,7 +119,7 @@ async def worker_pool(assignment: Assignment, workers: int, environ: Mapping[str
 
 
 def _started(sockets: WorkerSockets, environ: Mapping[str, str]) -> Child:
-    """Start a worker process in a process group of its own, so that Ctrl-C reaches the parent only, which decides."""
+    """Start a worker in its own process group: Ctrl-C reaches only the parent, which decides what workers do."""
     descriptors = [end.fileno() for end in (sockets.control, sockets.wake_up, *sockets.other_wake_ups)]
     command = child_command("ebbench.client", *map(str, descriptors))
     given = (*KEY_VARIABLES, *CA_VARIABLES)
@@ -129,7 +129,7 @@ def _started(sockets: WorkerSockets, environ: Mapping[str, str]) -> Child:
 
 
 async def _end(pool: WorkerPool) -> None:
-    """Close the sockets; a worker without a parent aborts by itself, and is killed if it does not."""
+    """Close the sockets, on which workers abort by themselves; kill those that do not."""
     for handle in pool.handles:
         handle.writer.close()
     if pool.tasks:

@@ -1,4 +1,4 @@
-"""What a worker process does: read its assignment, prepare, send its part of the requests, report that it is done."""
+"""Main function of a worker process: reads its assignment, prepares, sends its share of the requests, reports."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from ebbench.client.bodies import Bodies
+from ebbench.client.bodies import RequestBodies
 from ebbench.client.lag import LagMonitor
 from ebbench.client.messages import (
     Assignment,
-    Begin,
     Ready,
+    Start,
     WorkerDone,
     from_parent,
     lock_path,
@@ -33,7 +33,7 @@ from ebbench.collector import no_full_collections
 
 
 async def run_worker(sockets: WorkerSockets, environ: Mapping[str, str]) -> None:
-    """Send one worker's part of a plan, then report :class:`WorkerDone`."""
+    """Send one worker's share of a plan, then report :class:`WorkerDone`."""
     reader, writer = await asyncio.open_connection(sock=sockets.control)
     assignment = await from_parent(reader)
     if not isinstance(assignment, Assignment):
@@ -57,14 +57,14 @@ async def _send_part(
     reader: asyncio.StreamReader,
     writer: asyncio.StreamWriter,
 ) -> tuple[bytes, float]:
-    """Send the requests. Returns the lateness of the loop's ticks and the CPU seconds since the start."""
+    """Send the requests. Returns the lateness of the loop's ticks (ns) and the CPU seconds since the start."""
     session_plan = plan_sessions(
         _mapped(plan_path(assignment.folder)),
         assignment.phases,
         assignment.max_concurrency,
         spacing_ns(assignment.options),
     )
-    bodies = Bodies(assignment.model, assignment.options)
+    bodies = RequestBodies(assignment.model, assignment.options)
     lock = FileLock(lock_path(assignment.folder))
     try:
         schedule = ReleaseSchedule(
@@ -76,10 +76,10 @@ async def _send_part(
         )
         async with RequestSender(assignment.url, bodies.path, assignment.options, environ) as sender:
             worker = Worker(assignment, session_plan, schedule, bodies, sender, sockets, writer, environ)
-            await sender.prepare(worker.first_sends(), reserve=worker.open_loop)
+            await sender.prepare(worker.initial_connections(), reserve=worker.open_loop)
             no_full_collections()
             send(writer, Ready())
-            if not isinstance(await from_parent(reader), Begin):
+            if not isinstance(await from_parent(reader), Start):
                 return b"", 0.0
             started_s = time.process_time()
             monitor = LagMonitor(asyncio.get_running_loop())
@@ -93,6 +93,6 @@ async def _send_part(
 
 
 def _mapped(path: Path) -> pa.Table:
-    """The plan, mapped: all workers share its pages."""
+    """The plan, mapped into memory that all workers share."""
     with pa.memory_map(str(path)) as source:
         return pa.ipc.open_file(source).read_all()

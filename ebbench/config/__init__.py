@@ -1,1 +1,1 @@
-"""Settings as users write them: strict TOML and topologies."""
+"""Configuration formats: strict TOML files, setting strings, topologies."""

@@ -1,4 +1,4 @@
-"""Strings such as ``sbs:packing=off`` and ``ttft:500``: read by :mod:`vllm_eb.settings`, with ebbench's errors."""
+"""Setting strings such as ``sbs:packing=off`` and ``ttft:500``: :mod:`vllm_eb.settings` with ebbench's errors."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ def named_settings(
     equals: str = "=",
     aliases: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """The values of ``key=value`` pairs, see :func:`vllm_eb.settings.read_settings`.
+    """The values of ``key=value`` pairs, as :func:`vllm_eb.settings.read_settings` returns them.
 
-    Raises UnknownNameError for an unknown key, UsageError for a value that the setting does not take.
+    Raises UnknownNameError for an unknown key, UsageError for an invalid value.
     """
     with _usage_errors():
         return read_settings(text, known, of, noun=noun, equals=equals, aliases=aliases)
 
 
 def value_of(name: str, text: str, about: Setting, of: str, *, equals: str = "=") -> Any:
-    """One value, see :func:`vllm_eb.settings.read_value`. Raises UsageError."""
+    """One value, as :func:`vllm_eb.settings.read_value` returns it. Raises UsageError."""
     with _usage_errors():
         return read_value(name, text, about, of, equals=equals)
 
 
 def pairs_of(texts: Iterable[str]) -> list[str]:
-    """The pairs of an option that may be given several times, with one or several pairs each."""
+    """The pairs of an option that may be repeated, with one or several pairs per use."""
     return [pair for text in texts for pair in split_pairs(text)]
 
 

@@ -1,4 +1,4 @@
-"""TOML files decoded into frozen structs; an unknown key is refused with the nearest known one."""
+"""Decodes TOML files into frozen structs; an unknown key is an error that names the nearest known one."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 
 def not_positive(name: str, value: float | None) -> str:
-    """What is wrong with a value that must be positive and finite; empty where nothing is. None is no value."""
+    """The problem of a value that must be positive and finite, in words; empty if it is valid or None."""
     if value is None or 0 < value < math.inf:
         return ""
     return f"{name} must be {'finite' if value == math.inf else 'positive'}, not {value:g}"
 
 
 def given_of(table: msgspec.Struct, keys: Iterable[str]) -> list[str]:
-    """Those of ``keys`` that do not have their default."""
+    """Names among ``keys`` whose value differs from the default."""
     defaults = {field.name: field.default for field in msgspec.structs.fields(table)}
     return [key for key in keys if getattr(table, key) != defaults[key]]
 
@@ -35,7 +35,7 @@ _LINE = re.compile(r"at line (\d+)")
 
 
 def load_toml(path: Path, struct: type[T]) -> T:
-    """Decode ``path`` into ``struct``. Raises InputFileError naming the file, the key and what was expected."""
+    """Decode ``path`` into ``struct``. Raises InputFileError that names the file, the key and what is expected."""
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

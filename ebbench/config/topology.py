@@ -1,11 +1,11 @@
-"""Topologies: how many engine instances there are, of what kind, and how they are joined.
+"""Topologies: number and kind of engine instances, and how they are connected.
 
-Written short (``dp=4`` or ``replicas=4``, ``2p2d``, ``tp=4,dp=8,ep=32``, ``3p1d,tp=4,dp=8,ep=32``) or as a table
-``[topology]``::
+Written as a short form (``dp=4`` or ``replicas=4``, ``2p2d``, ``tp=4,dp=8,ep=32``, ``3p1d,tp=4,dp=8,ep=32``) or as a
+table ``[topology]``::
 
     [topology]
-    network_ms = 0.5                  # one way between dispatcher and instance
-    link = "pcie"                     # between the GPUs of a server; `ebbench devices show` names those of a device
+    network_ms = 0.5            # one way between dispatcher and instance
+    link = "pcie"               # between the GPUs of a server; `ebbench devices show` lists those of a device
     replicas = { instances = 4 }      # data-parallel replicas; or a prefill and a decode pool:
     prefill = { instances = 3, tp = 4, dp = 8, ep = 32 }
     decode = { instances = 1, dp = 32, ep = 32, gpu_memory_utilization = 0.7 }
@@ -24,13 +24,13 @@ from ebbench.config.setting_strings import Setting, named_settings, split_pairs
 from ebbench.errors import UsageError
 
 PIPELINE = (
-    "pipeline parallelism is not modelled: no measured run with several stages is at hand to check the gaps between "
-    "stages and the transfer of activations against; use tp (inside a server) or dp"
+    "pipeline parallelism is not modelled: there is no measured run with several stages to validate the gaps between "
+    "stages and the transfer of activations; use tp (inside a server) or dp"
 )
 EXAMPLES = "dp=4, 1p3d, 2p2d, 3p1d or tp=4,dp=8,ep=32"
 
-# vLLM's example of P2P NCCL transfer starts prefill servers with 0.9 and decode servers with 0.7 of the GPU's memory:
-# the rest receives KV (vLLM's docs/design/p2p_nccl_connector.md).
+# vLLM's example of P2P NCCL transfer uses 0.9 of the GPU's memory on prefill servers and 0.7 on decode servers; the
+# rest receives KV (vLLM's docs/design/p2p_nccl_connector.md).
 PREFILL_UTILIZATION, DECODE_UTILIZATION = 0.9, 0.7
 
 _SIZES = {
@@ -43,10 +43,10 @@ _POOLS = re.compile(r"^(\d+)p(\d+)d$", re.IGNORECASE)
 
 
 class PoolSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Equal instances. An instance is ``dp`` units of ``tp`` GPUs.
+    """Equal instances. An instance has ``dp`` units of ``tp`` GPUs.
 
     With ``dp`` above 1 its units share expert layers (``ep``) and therefore wait for each other in every step.
-    ``max_num_seqs`` and ``max_num_batched_tokens`` replace the run's, per unit.
+    ``max_num_seqs`` and ``max_num_batched_tokens`` override the run's, per unit.
     """
 
     instances: int = 1
@@ -83,16 +83,16 @@ class PoolSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 
 class TransferSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How KV goes from a prefill to a decode instance. Defaults are those of vLLM's P2P NCCL connector.
+    """KV transfer from prefill to decode instances. Defaults are those of vLLM's P2P NCCL connector.
 
-    ``bandwidth_gb_per_s``: one way, per instance; None: by the GPU's interconnect. ``store_gb``: memory a decode unit
-    has for received KV; None: what ``gpu_memory_utilization`` leaves of its GPUs. ``held_until``: the received copy is
-    given up when the request has finished (vLLM) or once its KV is in the cache (``admission``). Without
-    ``backpressure`` a full store is an out-of-memory failure; with it, transfers wait, and the prefill side's blocks
-    stay pinned. ``first_token``: which side answers with it. ``save_ms_per_layer``: what the connector adds to a
-    prefill step for each prompt and layer, whose KV it takes out of the cache. Its default lies between what the
-    prefill pools of table 20 of the EB paper need on H200 (0.10) and on RTX PRO 6000 (0.16); that it is this work is a
-    hypothesis. ``kv_bytes_per_token``: for models of unknown geometry.
+    ``bandwidth_gb_per_s``: one way, per instance; None: the GPU's interconnect. ``store_gb``: memory of a decode unit
+    for received KV; None: what ``gpu_memory_utilization`` leaves of its GPUs. ``held_until``: the received copy is
+    freed when the request has finished (vLLM) or when its KV is in the cache (``admission``). Without ``backpressure``
+    a full store is an out-of-memory failure; with it, transfers wait and the blocks on the prefill side stay allocated.
+    ``first_token``: the side that sends the first token. ``save_ms_per_layer``: time that the connector adds to a
+    prefill step per prompt and layer to copy its KV. The default lies between the values that fit the prefill pools of
+    table 20 of the EB paper on H200 (0.10) and on RTX PRO 6000 (0.16); that this copy is the cause is a hypothesis.
+    ``kv_bytes_per_token``: for models of unknown geometry.
     """
 
     bandwidth_gb_per_s: float | None = None
@@ -115,9 +115,9 @@ class TransferSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
 
 class TopologySpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Either ``replicas`` or both ``prefill`` and ``decode``. ``network_ms``: one way, dispatcher to instance.
+    """Either ``replicas``, or ``prefill`` and ``decode``. ``network_ms``: one way from dispatcher to instance.
 
-    ``link``: kind of link between the GPUs of a server, a name of the device's profile; "" is its usual one.
+    ``link``: kind of link between the GPUs of a server, a name in the device's profile; "" is its default link.
     """
 
     name: str = ""
@@ -143,12 +143,12 @@ class TopologySpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
     @property
     def pools(self) -> tuple[PoolSpec, ...]:
-        """The pools, the one that requests reach first in front."""
+        """The pools; the pool that requests reach first comes first."""
         return tuple(pool for pool in (self.replicas, self.prefill, self.decode) if pool is not None)
 
     @property
     def gpus(self) -> int:
-        """GPUs in all."""
+        """Number of GPUs in total."""
         return sum(pool.gpus for pool in self.pools)
 
     @property
@@ -162,7 +162,7 @@ class _File(msgspec.Struct, frozen=True):
 
 
 def parse_topology(text: str) -> TopologySpec:
-    """Read a short form, or the ``[topology]`` table of a TOML file. Raises UsageError saying what would do."""
+    """Parse a short form, or the ``[topology]`` table of a TOML file. Raises UsageError that says what to write."""
     if text.endswith(".toml"):
         from ebbench.config.strict_toml import load_toml
 
@@ -175,7 +175,7 @@ def parse_topology(text: str) -> TopologySpec:
     try:
         if pools:
             if "instances" in sizes:
-                raise ValueError(f"{parts[0]} says the instances already")
+                raise ValueError(f"{parts[0]} already gives the number of instances")
             shape = {key: sizes[key] for key in ("tp", "dp", "ep") if key in sizes}
             return TopologySpec(
                 prefill=PoolSpec(instances=int(pools[1]), **shape), decode=PoolSpec(instances=int(pools[2]), **shape)
@@ -186,7 +186,7 @@ def parse_topology(text: str) -> TopologySpec:
 
 
 def _replicas(sizes: dict[str, int]) -> PoolSpec:
-    """Without experts in common, data parallelism means replicas."""
+    """A pool of replicas: data parallelism without shared experts means replicas."""
     if "ep" in sizes:
         return PoolSpec(**sizes)
     instances = sizes.get("instances", 1) * sizes.get("dp", 1)

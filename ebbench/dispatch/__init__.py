@@ -1,13 +1,12 @@
-"""Dispatch over several engines: pure policies that the simulator and the gateway share.
+"""Dispatch of requests over several engines: policies as pure functions of events, shared by simulator and gateway.
 
-A policy never reads a clock or a socket. It receives events with their times (integer nanoseconds of any monotonic
-clock) and returns orders. See :mod:`ebbench.dispatch.base` for the interface and :mod:`ebbench.dispatch.spec` for
-the names.
+A policy reads neither clock nor socket. It receives events with their times (integer ns of any monotonic clock) and
+returns orders. :mod:`ebbench.dispatch.base` has the interface, :mod:`ebbench.dispatch.policies` the names.
 """
 
 from ebbench.dispatch.base import Dispatcher, DispatchRequest, EndForward, Order, UnitReport
 from ebbench.dispatch.fleet import Fleet, Unit
-from ebbench.dispatch.spec import DispatchSpec, dispatch_descriptions, make_dispatcher, parse_dispatch
+from ebbench.dispatch.policies import DispatchSpec, dispatch_descriptions, make_dispatcher, parse_dispatch
 
 __all__ = [
     "DispatchRequest",

@@ -1,4 +1,7 @@
-"""Algorithms 2 and 3: where the requests of one batch go (Tian et al. 2025, sections 4.2 and 4.3). Pure functions."""
+"""Algorithms 2 and 3 of Tian et al. 2025 (sections 4.2, 4.3): assign the requests of one batch to units.
+
+Pure functions.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +11,21 @@ from typing import NamedTuple
 from ebbench.dispatch.base import DispatchRequest
 
 Hit = Callable[[DispatchRequest, int], int]
-"""Prompt tokens of a request that a unit has in its prefix cache."""
+"""Number of prompt tokens of a request that a unit has in its prefix cache."""
 
 
 class Allocation(NamedTuple):
-    """``assigned``: (request, unit) in the order of assignment. ``left``: requests for the next cycle, in order."""
+    """``assigned``:
+
+    (request, unit) in order of assignment. ``left``: requests that remain for the next cycle, in order.
+    """
 
     assigned: list[tuple[DispatchRequest, int]]
     left: list[DispatchRequest]
 
 
 def no_hit(_ask: DispatchRequest, _unit: int) -> int:
-    """Basic mode: no unit knows any prefix."""
+    """Basic mode of Algorithm 2: no prefix is cached anywhere."""
     return 0
 
 
@@ -33,15 +39,15 @@ class ChunkPacking:
 
     @property
     def full(self) -> bool:
-        """Whether nothing can be placed any more; once so, it stays so."""
+        """Whether no further request can be placed."""
         return all(capacity <= 0 for capacity in self._capacity.values())
 
     def place(self, request: DispatchRequest) -> int | None:
-        """The unit that ``request`` leaves the most capacity, None if that unit has none to begin with.
+        """The unit with the most capacity left after ``request``, or None if that unit had no capacity before.
 
-        A unit takes a request as long as its own C_avail is positive, so a long prompt may overdraw it and is then
-        chunked over several passes. With ``whole_chunk``, not in the paper, only prompts longer than that may overdraw:
-        others go where they fit into one pass. Among equals the lowest unit number wins.
+        A unit takes a request while its C_avail is positive, so a long prompt may exceed it and is then split over
+        several passes. With ``whole_chunk`` (not in the paper) only prompts longer than that may exceed it; others go
+        to units where they fit into one pass. The lowest unit number wins a tie.
         """
         best, best_after = -1, 0
         for unit, capacity in self._capacity.items():
@@ -61,10 +67,10 @@ class ChunkPacking:
 def allocate_prefill(
     pending: Sequence[DispatchRequest], new: Sequence[DispatchRequest], available: Mapping[int, int], hit: Hit = no_hit
 ) -> Allocation:
-    """Algorithm 2, PBAA: pending before new, longest first, each to the unit it leaves the most capacity.
+    """Algorithm 2 (PBAA): pending before new requests, longest first, each to the unit that keeps the most capacity.
 
-    ``available``: C_avail per unit, prompt tokens that still fit its next forward pass. ``hit`` makes it cache-aware.
-    Requests of equal length keep their order.
+    ``available``: C_avail per unit, the prompt tokens that still fit into its next forward pass. ``hit`` makes the
+    choice cache-aware. Requests of equal length keep their order.
     """
     packing = ChunkPacking(available, hit)
     assigned: list[tuple[DispatchRequest, int]] = []
@@ -80,7 +86,7 @@ def allocate_prefill(
 
 
 class Load(NamedTuple):
-    """State of a decode unit: batch size B and KV tokens K."""
+    """State of a decode unit: batch size B (sequences) and KV tokens K."""
 
     requests: int
     kv_tokens: int
@@ -89,10 +95,10 @@ class Load(NamedTuple):
 def allocate_decode(
     batch: Sequence[DispatchRequest], loads: Mapping[int, Load], multiplier: float = 1.5
 ) -> list[tuple[DispatchRequest, int]]:
-    """Algorithm 3: longest first; units with K above Q3 + multiplier*IQR are masked; then the least (B, K).
+    """Algorithm 3: longest request first; units with K above Q3 + multiplier * IQR are excluded; then the least (B, K).
 
-    Quartiles are linearly interpolated (numpy's default). ``multiplier`` infinite switches the mask off. If all were
-    masked, none is. Among equals the lowest unit number wins.
+    Quartiles are linearly interpolated (numpy's default). An infinite ``multiplier`` excludes no unit. If all units
+    were excluded, none is. The lowest unit number wins a tie.
     """
     state = dict(sorted(loads.items()))
     assigned = []
@@ -107,10 +113,10 @@ def allocate_decode(
 
 
 def outlier_bound(kv_tokens: Sequence[int], multiplier: float) -> float:
-    """``Q3 + multiplier * (Q3 - Q1)`` of the KV loads."""
+    """``Q3 + multiplier * (Q3 - Q1)`` of the units' KV tokens."""
     ordered = sorted(kv_tokens)
     q1, q3 = _quantile(ordered, 0.25), _quantile(ordered, 0.75)
-    # Infinity times a spread of zero would be undefined.
+    # Infinity times a spread of zero is undefined.
     return float("inf") if multiplier == float("inf") else q3 + multiplier * (q3 - q1)
 
 

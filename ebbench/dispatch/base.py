@@ -1,7 +1,7 @@
-"""The interface of a dispatcher: the events it receives and the orders it returns.
+"""Interface of a dispatcher: the events that it receives and the orders that it returns.
 
-Terms of Tian et al. (2025): an *instance* runs forward passes; a *DP unit* is the finest place a request can be sent
-to. A data-parallel replica is an instance of one unit; a DP+EP instance has several, which wait for each other in
+Terms of Tian et al. (2025): an *instance* runs forward passes; a *DP unit* is the smallest target of a request. A
+data-parallel replica is an instance with one unit; a DP+EP instance has several units, which wait for each other in
 every pass.
 """
 
@@ -14,8 +14,8 @@ from typing import NamedTuple, Protocol
 class DispatchRequest(NamedTuple):
     """A request as a dispatcher sees it.
 
-    ``tokens``: prompt tokens, the length of Algorithm 2; ``total_tokens``: prompt and answer as far as known, the
-    length of Algorithm 3. ``prefix``: one hash per leading block of the prompt, naming it together with all before.
+    ``tokens``: prompt tokens, the length of Algorithm 2. ``total_tokens``: prompt plus output tokens as far as known,
+    the length of Algorithm 3. ``prefix``: one hash per leading block of the prompt; each covers all blocks before it.
     """
 
     key: int
@@ -25,7 +25,7 @@ class DispatchRequest(NamedTuple):
 
 
 class Order(NamedTuple):
-    """Send request ``key`` to ``unit``; refuse it (flow control) when ``unit`` is None."""
+    """Send request ``key`` to ``unit``; ``unit`` None refuses it (flow control)."""
 
     key: int
     unit: int | None
@@ -34,8 +34,8 @@ class Order(NamedTuple):
 class UnitReport(NamedTuple):
     """State of one DP unit at the end of a forward pass.
 
-    ``received``: requests it has received since the start, by which tokens in transit are told from queued ones;
-    ``queued_tokens``: prompt tokens it holds and has not scheduled; ``kv_tokens``: KV tokens in use.
+    ``received``: requests received since the start, which separates tokens in transit from queued ones.
+    ``queued_tokens``: prompt tokens held and not scheduled. ``kv_tokens``: KV tokens in use.
     """
 
     unit: int
@@ -47,64 +47,63 @@ class UnitReport(NamedTuple):
 class EndForward(NamedTuple):
     """A forward pass of ``instance`` has ended after ``duration_ns`` (the EndForward signal of section 4.1).
 
-    ``goes_on``: it starts the next pass at once, on what it still holds; ``generates``: some of that are sequences
-    generating their answers, so one pass follows the other. ``units`` is empty where the end was inferred from streams
-    and nothing else is known.
+    ``continues``: the instance starts the next pass at once, on requests it holds. ``generates``: some of these are
+    sequences in decode, so passes follow each other. ``units`` is empty if the end was inferred from streams.
     """
 
     instance: int
     duration_ns: int
-    goes_on: bool = False
+    continues: bool = False
     generates: bool = False
     units: tuple[UnitReport, ...] = ()
 
 
 class Dispatcher(Protocol):
-    """Decides where and when requests go. Times are monotonic nanoseconds and never decrease."""
+    """Decides where and when requests are sent. Times are monotonic ns and never decrease."""
 
     wants_signals: bool
-    """Whether :meth:`end_forward` changes anything; callers may leave it out otherwise."""
+    """Whether :meth:`end_forward` has an effect; if not, callers may skip it."""
     wants_prefix: bool
-    """Whether ``DispatchRequest.prefix`` is looked at."""
+    """Whether ``DispatchRequest.prefix`` is used."""
 
     @property
     def wants_units(self) -> bool:
-        """Whether ``EndForward.units`` is looked at now; callers may leave it empty otherwise."""
+        """Whether ``EndForward.units`` is used now; if not, callers may leave it empty."""
         ...
 
     def arrive(self, request: DispatchRequest, now_ns: int) -> None:
-        """A request has arrived."""
+        """Add a request that has arrived."""
         ...
 
     def poll(self, now_ns: int) -> list[Order]:
-        """What to do now. Call after every other event and when :meth:`next_ns` has come."""
+        """Orders to carry out now. Call it after every other event and at :meth:`next_ns`."""
         ...
 
     def next_ns(self, now_ns: int) -> int | None:
-        """When to poll again if nothing else happens; None: only an event can help."""
+        """When to poll again without a further event; None: only after an event."""
         ...
 
     def end_forward(self, signal: EndForward, now_ns: int) -> None:
-        """A forward pass has ended somewhere."""
+        """Record the end of a forward pass."""
         ...
 
     def prefilled(self, key: int, now_ns: int) -> None:
-        """The first token of a dispatched request was seen: its prompt is computed."""
+        """Record that the first token of a dispatched request was seen: its prompt is computed."""
         ...
 
     def ended(self, key: int, now_ns: int) -> None:
-        """A dispatched request has ended, however."""
+        """Record that a dispatched request has ended, successfully or not."""
         ...
 
     def withdraw(self, key: int) -> None:
-        """A request that was not dispatched yet is not wanted any more."""
+        """Remove a request that has not been dispatched."""
         ...
 
     def topology(self, active: Iterable[int], now_ns: int) -> None:
-        """These instances, and no others, take requests from now on (health checks, scaling)."""
+        """Set the instances that take requests from now on (health checks, scaling)."""
         ...
 
     @property
     def waiting(self) -> int:
-        """Requests held back."""
+        """Number of requests held back."""
         ...

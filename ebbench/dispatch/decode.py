@@ -1,4 +1,4 @@
-"""Dispatch to decode units: whatever arrived together is placed together by Algorithm 3."""
+"""Dispatch to decode units: requests that arrived together are placed together by Algorithm 3."""
 
 from __future__ import annotations
 

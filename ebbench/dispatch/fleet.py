@@ -1,4 +1,4 @@
-"""The global state matrix: what the dispatcher knows of every DP unit (section 4, figure 5)."""
+"""The global state matrix: the dispatcher's estimate of the state of every DP unit (section 4, figure 5)."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from ebbench.dispatch.prefix import PrefixMemory
 
 @dataclass(slots=True)
 class Unit:
-    """One DP unit as the dispatcher believes it to be.
+    """Estimated state of one DP unit.
 
     ``open_requests`` is B and ``kv_tokens`` is K of Algorithm 3. ``in_flight_tokens`` is U: prompt tokens sent and not
-    acknowledged; ``queued_tokens`` is R: the backlog on the device, from its last report. ``begun_tokens`` of U are in
-    the pass that runs.
+    acknowledged. ``queued_tokens`` is R: the backlog on the device from its last report. ``running_tokens`` of U are in
+    the current pass.
     """
 
     index: int
@@ -25,14 +25,14 @@ class Unit:
     kv_tokens: int = 0
     in_flight_tokens: int = 0
     queued_tokens: int = 0
-    begun_tokens: int = 0
+    running_tokens: int = 0
     sent: int = 0
-    unacknowledged: deque[tuple[int, int]] = field(default_factory=deque)  # (number of the request here, its key)
+    unacknowledged: deque[tuple[int, int]] = field(default_factory=deque)  # (sequence number, key)
 
     @property
     def backlog_tokens(self) -> int:
-        """U + R: prompt tokens that will be computed before anything sent now, those of the pass that runs left out."""
-        return max(0, self.in_flight_tokens - self.begun_tokens) + self.queued_tokens
+        """U + R: prompt tokens computed before any sent now, without those of the current pass."""
+        return max(0, self.in_flight_tokens - self.running_tokens) + self.queued_tokens
 
 
 class Fleet:
@@ -50,25 +50,25 @@ class Fleet:
             self.units += group
             self.instances.append(group)
         self.active: set[int] = set(range(len(self.instances)))
-        self.idle: set[int] = set(self.active)  # nothing is open on them (zero-task state)
-        self.candidates: list[Unit] = self._spread()
+        self.idle: set[int] = set(self.active)  # instances without open requests (zero-task state)
+        self.candidates: list[Unit] = self._interleaved()
         self._open_on = [0] * len(self.instances)
         self.memory: PrefixMemory | None = None
         self._open: dict[int, tuple[Unit, DispatchRequest, int]] = {}
         self._counted: dict[int, int] = {}  # prompt tokens still counted in U, by request
 
     def set_active(self, active: Iterable[int]) -> None:
-        """Take requests on these instances only; what is open elsewhere stays accounted for."""
+        """Send requests to these instances only; requests open on others stay accounted for."""
         self.active = set(active)
-        self.candidates = self._spread()
+        self.candidates = self._interleaved()
 
     @property
     def open_requests(self) -> int:
-        """Requests sent that have not ended, on all units."""
+        """Number of requests sent that have not ended, on all units."""
         return len(self._open)
 
     def send(self, request: DispatchRequest, unit: Unit) -> None:
-        """``request`` goes to ``unit``."""
+        """Record that ``request`` is sent to ``unit``."""
         uncached = request.tokens - (self.memory.hit_tokens(request, unit.index) if self.memory is not None else 0)
         unit.sent += 1
         unit.open_requests += 1
@@ -83,31 +83,34 @@ class Fleet:
             self.memory.note(request, unit.index)
 
     def report(self, signal: EndForward) -> None:
-        """Take over what the units say about themselves: acknowledged tokens leave U, R and K are theirs."""
+        """Apply the reports of the units: remove acknowledged tokens from U; take R and K from the report."""
         for report in signal.units:
             unit = self.units[report.unit]
             waiting = unit.unacknowledged
             while waiting and waiting[0][0] <= report.received:
-                self._uncount(unit, waiting.popleft()[1])
-            unit.begun_tokens = 0
+                self._acknowledge(unit, waiting.popleft()[1])
+            unit.running_tokens = 0
             unit.queued_tokens = report.queued_tokens
-            unit.kv_tokens = report.kv_tokens + self._unseen_kv(unit)
+            unit.kv_tokens = report.kv_tokens + self._in_transit_kv(unit)
 
     def prefilled(self, key: int) -> Unit | None:
-        """The prompt of ``key`` is computed, whether or not its unit has said so. Returns where it is, if open."""
+        """Record that the prompt of ``key`` is computed, before its unit reports it.
+
+        Returns its unit, or None if not open.
+        """
         if key not in self._open:
             return None
         unit = self._open[key][0]
-        self._uncount(unit, key)
+        self._acknowledge(unit, key)
         return unit
 
     def ended(self, key: int) -> Unit | None:
-        """``key`` has ended; returns where it was, None if it was not open."""
+        """Record that ``key`` has ended; returns its unit, or None if not open."""
         found = self._open.pop(key, None)
         if found is None:
             return None
         unit, request, _ = found
-        self._uncount(unit, key)
+        self._acknowledge(unit, key)
         unit.open_requests -= 1
         unit.kv_tokens = max(0, unit.kv_tokens - request.total_tokens)
         while unit.unacknowledged and unit.unacknowledged[0][1] not in self._counted:
@@ -118,31 +121,32 @@ class Fleet:
         return unit
 
     def begin_pass(self, instance: int, chunk_tokens: int) -> None:
-        """The instance has begun a pass on what it reported as queued: up to a chunk of it is taken up now."""
+        """Record that the instance has begun a pass on its reported queue: up to a chunk of it is being computed."""
         for unit in self.instances[instance]:
             unit.queued_tokens = max(0, unit.queued_tokens - chunk_tokens)
 
-    def begin_sent(self, instance: int, chunk_tokens: int) -> None:
-        """The instance has begun a pass on what was sent to it and it has not reported yet."""
+    def begin_pass_on_sent(self, instance: int, chunk_tokens: int) -> None:
+        """Record that the instance has begun a pass on requests that were sent and not reported yet."""
         for unit in self.instances[instance]:
-            unit.begun_tokens = min(chunk_tokens, unit.in_flight_tokens)
+            unit.running_tokens = min(chunk_tokens, unit.in_flight_tokens)
 
     def forget_backlog(self, instance: int) -> None:
-        """Take everything sent to the instance as computed (the watchdog's state reset)."""
+        """Treat everything sent to the instance as computed (state reset of the watchdog)."""
         for unit in self.instances[instance]:
             while unit.unacknowledged:
-                self._uncount(unit, unit.unacknowledged.popleft()[1])
-            unit.queued_tokens = unit.begun_tokens = 0
+                self._acknowledge(unit, unit.unacknowledged.popleft()[1])
+            unit.queued_tokens = unit.running_tokens = 0
 
-    def _spread(self) -> list[Unit]:
-        """Units of active instances, neighbours on different instances, so that taking turns spreads over them."""
+    def _interleaved(self) -> list[Unit]:
+        """Units of active instances, ordered so that neighbours are on different instances: round robin spreads over
+        them."""
         groups = [self.instances[i] for i in sorted(self.active)]
         depth = max((len(group) for group in groups), default=0)
         return [group[place] for place in range(depth) for group in groups if place < len(group)]
 
-    def _uncount(self, unit: Unit, key: int) -> None:
+    def _acknowledge(self, unit: Unit, key: int) -> None:
         unit.in_flight_tokens -= self._counted.pop(key, 0)
 
-    def _unseen_kv(self, unit: Unit) -> int:
-        """KV that requests in transit will take; their unit cannot know of it yet."""
+    def _in_transit_kv(self, unit: Unit) -> int:
+        """KV tokens of requests in transit, which their unit cannot report yet."""
         return sum(self._open[key][1].total_tokens for _, key in unit.unacknowledged if key in self._open)

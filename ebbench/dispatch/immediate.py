@@ -1,4 +1,4 @@
-"""Immediate dispatch: a request goes out the moment it arrives. What differs is the choice of the unit."""
+"""Immediate dispatch: send each request when it arrives, to a unit chosen by one of several rules."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class Choose(Protocol):
     """Picks one of ``units`` (never empty) for ``request``."""
 
     def __call__(self, request: DispatchRequest, units: Sequence[Unit]) -> Unit:
-        """The unit."""
+        """Return the chosen unit."""
         ...
 
 
 class RoundRobin:
-    """One after the other, whatever they have to do."""
+    """One unit after the other, independent of load."""
 
     def __init__(self) -> None:
         self._turn = 0
@@ -35,13 +35,13 @@ class RoundRobin:
 
 
 class LeastOutstanding:
-    """The unit with the fewest open requests; among equals they take turns."""
+    """The unit with the fewest open requests; ties are broken in turn."""
 
     def __init__(self) -> None:
         self._turn = 0
 
     def __call__(self, request: DispatchRequest, units: Sequence[Unit]) -> Unit:
-        """The least loaded unit."""
+        """The unit with the fewest open requests."""
         loads = [unit.open_requests for unit in units]
         fewest = min(loads)
         try:
@@ -53,13 +53,13 @@ class LeastOutstanding:
 
 
 class PowerOfTwo:
-    """Two units at random, the one with fewer open requests of them (Mitzenmacher 2001)."""
+    """Of two random units the one with fewer open requests (Mitzenmacher 2001)."""
 
     def __init__(self, rng: np.random.Generator) -> None:
         self._rng = rng
 
     def __call__(self, request: DispatchRequest, units: Sequence[Unit]) -> Unit:
-        """The better of two."""
+        """The less loaded of two random units."""
         if len(units) == 1:
             return units[0]
         first = int(self._rng.integers(len(units)))
@@ -70,11 +70,11 @@ class PowerOfTwo:
 
 
 class PrefixAffine:
-    """The unit that holds most of the prompt, unless that would leave the load lopsided.
+    """The unit that has most of the prompt in its prefix cache, unless the load would become unbalanced.
 
-    A hit counts from half of the prompt on. The load is lopsided when the busiest unit has ``slack`` more open requests
-    than the idlest and more than 1.5 times as many. The rule and its bounds are those of cache-aware routers
-    (SGLang's, for one).
+    A prefix counts if it covers at least half of the prompt. The load is unbalanced if the busiest unit has ``slack``
+    more open requests than the least busy one and more than 1.5 times as many. The rule and its bounds are those of
+    cache-aware routers such as SGLang's.
     """
 
     MIN_SHARE, MAX_RATIO = 0.5, 1.5
@@ -83,7 +83,7 @@ class PrefixAffine:
         self._memory, self._slack, self._balance = memory, slack, LeastOutstanding()
 
     def __call__(self, request: DispatchRequest, units: Sequence[Unit]) -> Unit:
-        """The best holder, else the least loaded unit."""
+        """The unit with the longest cached prefix, else the least loaded unit."""
         loads = [unit.open_requests for unit in units]
         most, fewest = max(loads), min(loads)
         if not request.prefix or (most - fewest > self._slack and most > self.MAX_RATIO * fewest):
@@ -96,7 +96,7 @@ class PrefixAffine:
 
 
 class UntimedDispatcher(ABC):
-    """Places all waiting requests as soon as an instance is active; without one, requests wait."""
+    """Places all waiting requests as soon as an instance is active."""
 
     wants_prefix = False
     wants_signals = False
@@ -108,11 +108,11 @@ class UntimedDispatcher(ABC):
 
     @abstractmethod
     def _place(self, requests: Sequence[DispatchRequest]) -> list[Order]:
-        """Send each of ``requests`` to a unit of the fleet."""
+        """Assign each of ``requests`` to a unit of the fleet and return the orders."""
 
     @property
     def waiting(self) -> int:
-        """Requests held back, which happens only while no instance is active."""
+        """Number of requests held back, which happens only while no instance is active."""
         return len(self._held)
 
     def arrive(self, request: DispatchRequest, now_ns: int) -> None:
@@ -128,7 +128,7 @@ class UntimedDispatcher(ABC):
         return orders
 
     def next_ns(self, now_ns: int) -> int | None:
-        """Nothing is ever timed."""
+        """Always None: these policies use no timer."""
         return None
 
     def end_forward(self, signal: EndForward, now_ns: int) -> None:
@@ -153,7 +153,7 @@ class UntimedDispatcher(ABC):
 
 
 class ImmediateDispatcher(UntimedDispatcher):
-    """Sends one request after the other, each to the unit ``choose`` picks."""
+    """Sends requests one by one, each to the unit that ``choose`` picks."""
 
     def __init__(self, fleet: Fleet, choose: Choose, *, wants_prefix: bool = False) -> None:
         super().__init__(fleet)

@@ -1,4 +1,4 @@
-"""Algorithm 1: the dispatch interval, from measured forward times (Tian et al. 2025, section 4.1.1)."""
+"""Algorithm 1: the dispatch interval from measured forward times (Tian et al. 2025, section 4.1.1)."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections import deque
 
 
 class AdaptiveInterval:
-    """``I = (mean T_fwd + L_net) / N_active`` over a sliding window of forward times; all in nanoseconds.
+    """``I = (mean T_fwd + L_net) / N_active`` over a sliding window of forward times, in ns.
 
-    Recomputed at every end of a forward pass and at every change of topology. With no instance active it keeps its last
-    value, as in the paper.
+    Recomputed after every forward pass and every change of topology. Without active instances the last value holds, as
+    in the paper.
     """
 
     def __init__(self, window: int, network_ns: int, default_ns: int, active: int) -> None:
@@ -22,7 +22,7 @@ class AdaptiveInterval:
         self._recompute()
 
     def end_forward(self, measured_ns: int) -> None:
-        """OnEndForward: take one measured forward time in."""
+        """OnEndForward: add one measured forward time (ns)."""
         self._times.append(measured_ns)
         self._total += measured_ns
         if len(self._times) > self._window:
@@ -31,7 +31,7 @@ class AdaptiveInterval:
         self._recompute()
 
     def topology(self, active: int) -> None:
-        """OnTopologyChange: that many instances are active now."""
+        """OnTopologyChange: set the number of active instances."""
         self._active = active
         self._recompute()
 

@@ -1,7 +1,7 @@
-"""An approximate memory of which unit has computed which prompt prefix.
+"""Approximate record of the prompt prefixes that each unit has computed.
 
-Units evict blocks without notice, so the memory is bounded the same way: least recently used first. A hit it
-promises may be gone; that costs time, never correctness.
+Units evict blocks without notice; this record is bounded in the same way, least recently used first. A wrong hit costs
+time, never correctness.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class PrefixMemory:
         self._capacity, self._block_tokens = capacity_blocks, block_tokens
 
     def hit_tokens(self, request: DispatchRequest, unit: int) -> int:
-        """Leading prompt tokens that ``unit`` has probably computed; the last token always remains to compute."""
+        """Leading prompt tokens that ``unit`` has probably computed; at least the last token remains to compute."""
         known = self._blocks[unit]
         count = 0
         for block in request.prefix:
@@ -30,7 +30,7 @@ class PrefixMemory:
         return min(count * self._block_tokens, max(request.tokens - 1, 0))
 
     def note(self, request: DispatchRequest, unit: int) -> None:
-        """``unit`` gets ``request`` and will hold its prompt."""
+        """Record that ``unit`` gets ``request`` and will hold its prompt."""
         known = self._blocks[unit]
         for block in request.prefix:
             known[block] = None
@@ -39,5 +39,5 @@ class PrefixMemory:
             known.popitem(last=False)
 
     def forget(self, unit: int) -> None:
-        """``unit`` was restarted."""
+        """Clear the record of a unit that was restarted."""
         self._blocks[unit].clear()

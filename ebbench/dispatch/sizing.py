@@ -1,12 +1,12 @@
-"""Chooses the length of the next pass and the requests in it. Not in the paper.
+"""Chooses the length of the next pass and its requests. Not in the paper.
 
-A pass of a DP+EP instance lasts as long as its fullest unit, so all its requests wait for the longest prompt.
-Algorithm 2 fills every chunk, longest first: all passes then are long. Here every pass length is valued: the
-worth of the requests that fit, over the time that the pass takes. The result is short passes of short prompts and long
-passes of long ones, each with units about equally full.
+A pass of a DP+EP instance lasts as long as its fullest unit, so all its requests wait for the longest prompt. Algorithm
+2 fills every chunk, longest first, which makes all passes long. Here every pass length gets a value: the worth of the
+requests that fit, over the time that the pass takes. The result is short passes of short prompts and long passes of
+long ones, with units about equally full.
 
-A request is worth one, more the longer it waits (one for each mean pass), and, as requests pile up, the tokens it
-brings: what counts then is that no unit stands half empty. One that has waited for ``patience`` mean passes goes first.
+The worth of a request starts at one and grows by one per mean pass that it waits; as requests queue up, its tokens are
+added, since then full units matter. A request that has waited for ``patience`` mean passes goes first.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from typing import NamedTuple
 from ebbench.dispatch.base import DispatchRequest
 
 LENGTHS = 12
-"""Pass lengths that are weighed, in equal ratios from the shortest possible to a full chunk."""
+"""Number of pass lengths compared, in equal ratios from the shortest possible to a full chunk."""
 CANDIDATES_A_UNIT = 16
-"""This many of the oldest requests are considered per unit: bounds the work and how far requests are overtaken."""
+"""Oldest requests considered per unit: bounds the work and how far requests overtake each other."""
 
 
 class Candidate(NamedTuple):
-    """A request that may go; ``order`` is that of arrival."""
+    """A request that may be sent; ``order`` is its order of arrival."""
 
     tokens: int
     order: int
@@ -35,8 +35,11 @@ class Candidate(NamedTuple):
 
 
 class PassModel(NamedTuple):
-    """``overhead_tokens``: what a pass costs whatever is in it, in tokens of its fullest unit; ``token_worth``: what a
-    token counts beside the requests; ``overdraw``: in a full pass, prompts may run over the ends of chunks."""
+    """``overhead_tokens``: fixed cost of a pass, in tokens of its fullest unit.
+
+    ``token_worth``: worth of a token, in requests. ``overdraw``: whether prompts may exceed the ends of chunks in a
+    full pass.
+    """
 
     chunk_tokens: int
     overhead_tokens: float
@@ -56,7 +59,7 @@ def candidates(
     token_worth: float,
     patience: float | None,
 ) -> list[Candidate]:
-    """Candidates from (request, arrival in ns), oldest first; the first may be urgent."""
+    """Candidates from (request, arrival time in ns), oldest first; the first may be urgent."""
     found = []
     for order, (request, since_ns) in enumerate(held):
         waited = (now_ns - since_ns) / mean_pass_ns
@@ -67,12 +70,12 @@ def candidates(
 
 
 def choose_pass(
-    waiting: Sequence[Candidate], backlog: Mapping[int, int], model: PassModel, *, gainful: bool = False
+    waiting: Sequence[Candidate], backlog: Mapping[int, int], model: PassModel, *, only_if_gain: bool = False
 ) -> list[tuple[DispatchRequest, int]]:
-    """(request, unit) for one pass of an instance; ``backlog``: tokens each unit has to compute before.
+    """(request, unit) for one pass of an instance; ``backlog``: tokens that each unit has to compute before.
 
-    Prompts longer than the chunk go only to units with nothing else to do. Empty when nothing fits, and, if they are to
-    be ``gainful``, when the pass is worth no more for its time with them than without.
+    Prompts longer than the chunk go only to units without other work. Empty if no request fits, or, with
+    ``only_if_gain``, if the requests do not raise the value of the pass per time.
     """
     if not waiting:
         return []
@@ -82,7 +85,7 @@ def choose_pass(
     shortest = min(chunk, max(committed, wanted))
     by_density = sorted(waiting, key=lambda c: (not c.urgent, -c.worth / c.tokens))
     lengths = {round(shortest * (chunk / shortest) ** (i / LENGTHS)) for i in range(LENGTHS + 1)}
-    best = _fill((), backlog, committed, model) if gainful else _Filled(0.0, [])
+    best = _fill((), backlog, committed, model) if only_if_gain else _Filled(0.0, [])
     for length in sorted(lengths):
         filled = _fill(by_density, backlog, length, model)
         if filled.placed and filled.rate > best.rate:
@@ -91,7 +94,8 @@ def choose_pass(
 
 
 def _fill(by_density: Sequence[Candidate], backlog: Mapping[int, int], length: int, model: PassModel) -> _Filled:
-    """A pass of ``length`` tokens per unit: the densest that fit, longest to the emptiest unit, gaps then closed."""
+    """A pass of ``length`` tokens per unit: the requests with the most worth per token that fit, the longest to the
+    emptiest unit, then gaps closed."""
     chunk = model.chunk_tokens
     picked = sorted(_pick(by_density, backlog, length, chunk), key=lambda c: (-c.tokens, c.order))
     loads = [(tokens, unit) for unit, tokens in backlog.items()]
@@ -116,7 +120,7 @@ def _fill(by_density: Sequence[Candidate], backlog: Mapping[int, int], length: i
 def _overdraw(
     placed: list[tuple[Candidate, int]], load_of: dict[int, int], waiting: Sequence[Candidate], chunk: int
 ) -> float:
-    """Fill what is left of the chunks with prompts that run over their ends, in order of arrival; returns the worth."""
+    """Fill the rest of the chunks with prompts that exceed their ends, in order of arrival; returns their worth."""
     taken = {candidate.order for candidate, _ in placed}
     spare = sorted((c for c in waiting if c.order not in taken), key=lambda c: c.order, reverse=True)
     worth = 0.0
@@ -132,7 +136,7 @@ def _overdraw(
 
 
 def _pick(by_density: Sequence[Candidate], backlog: Mapping[int, int], length: int, chunk: int) -> list[Candidate]:
-    """The requests worth most per token whose tokens together fill the units up to ``length``."""
+    """The requests with the most worth per token that together fill the units up to ``length`` tokens."""
     room = sum(max(0, length - tokens) for tokens in backlog.values())
     picked = []
     for candidate in by_density:
@@ -146,7 +150,7 @@ def _pick(by_density: Sequence[Candidate], backlog: Mapping[int, int], length: i
 def _close_gaps(
     placed: list[tuple[Candidate, int]], load_of: dict[int, int], waiting: Sequence[Candidate], length: int
 ) -> None:
-    """Swap what was placed, shortest first, for the longest one left that still fits and is worth no less."""
+    """Replace placed requests, shortest first, by the longest remaining one that fits and is worth no less."""
     taken = {candidate.order for candidate, _ in placed}
     spare = sorted(candidate for candidate in waiting if candidate.order not in taken)
     for place in range(len(placed) - 1, -1, -1):

@@ -1,13 +1,14 @@
 """Staggered batch scheduling: hold requests back until an instance can start on them (Tian et al. 2025, section 4).
 
-One cycle: the interval of Algorithm 1 has passed since the last dispatch *and* an instance is ready; then what has
-gathered goes to the DP units of that one instance by Algorithm 2. Instances take turns; one that is not ready loses its
-turn to the next that is.
+One cycle: when the interval of Algorithm 1 has passed since the last dispatch *and* an instance is ready, the waiting
+requests are sent to the DP units of that instance by Algorithm 2. Instances take turns; an instance that is not ready
+loses its turn to the next ready one.
 
-Not in the paper: where waiting for the interval gains nothing it is left out (``bypass``, see
-:mod:`ebbench.dispatch.foresight`); requests and units are chosen by the value of each possible length of the next pass
-(``sizing``, see :mod:`ebbench.dispatch.sizing`). Without ``sizing`` it is Algorithm 2, except that a prompt that fits
-into a chunk goes only where it fits, unless much is waiting (``overdraw``). Both are :mod:`ebbench.dispatch.filling`.
+Not in the paper: the interval is skipped where waiting gains nothing (``bypass``,
+:mod:`ebbench.dispatch.early_dispatch`), and requests and units are chosen by the value of each possible pass length
+(``sizing``, :mod:`ebbench.dispatch.sizing`). Without ``sizing``, Algorithm 2 chooses, except that a prompt that fits
+into a chunk goes only where it fits, unless many requests wait (``overdraw``). :mod:`ebbench.dispatch.batch_builder`
+implements both.
 """
 
 from __future__ import annotations
@@ -16,24 +17,24 @@ from collections.abc import Iterable
 from collections.abc import Set as AbstractSet
 
 from ebbench.dispatch.base import DispatchRequest, EndForward, Order
-from ebbench.dispatch.cost import PassCost
-from ebbench.dispatch.filling import Filling
+from ebbench.dispatch.batch_builder import BatchBuilder
+from ebbench.dispatch.early_dispatch import LIGHT_ARRIVALS_ALONE, ArrivalRate, ContinuingInstances, DecodeDetector
 from ebbench.dispatch.fleet import Fleet, Unit
-from ebbench.dispatch.foresight import LIGHT_ARRIVALS_ALONE, ArrivalRate, Generation, GoingOn
 from ebbench.dispatch.immediate import LeastOutstanding, PrefixAffine
 from ebbench.dispatch.interval import AdaptiveInterval
+from ebbench.dispatch.pass_time import PassTimeModel
 from ebbench.dispatch.queues import CycleQueue
 from ebbench.dispatch.readiness import Readiness
 from ebbench.dispatch.staggered_settings import StaggeredSettings
 
 
 class StaggeredDispatcher:
-    """The schedule loop: Algorithms 1 and 2 with the three-way readiness check."""
+    """The scheduling loop: Algorithms 1 and 2 with the three-way readiness check."""
 
     wants_signals = True
 
     def __init__(self, fleet: Fleet, settings: StaggeredSettings, *, generates: bool = False) -> None:
-        """``generates``: the instances are taken to generate answers, too, until their signals say otherwise."""
+        """``generates``: assume that the instances also decode, until their signals say otherwise."""
         self.fleet, self.settings = fleet, settings
         self.wants_prefix = settings.cache_aware
         self.interval = AdaptiveInterval(
@@ -41,68 +42,68 @@ class StaggeredDispatcher:
         )
         self._ready = Readiness(len(fleet.instances), settings.checks)
         self._queue = CycleQueue(longest_first=settings.packing, aged_cycles=settings.aged_cycles)
-        self._filling = Filling(fleet, self._queue, settings)
-        self._cost = PassCost(settings.chunk_tokens, settings.window)
-        self._generation = Generation(settings.window, expected=generates)
-        self._at_once = False  # requests go out as they come: the instances generate
-        self._note_generation()
-        self._immediate = LeastOutstanding() if fleet.memory is None else PrefixAffine(fleet.memory)
+        self._builder = BatchBuilder(fleet, self._queue, settings)
+        self._pass_time = PassTimeModel(settings.chunk_tokens, settings.window)
+        self._decode_detector = DecodeDetector(settings.window, expected=generates)
+        self._immediate_mode = False  # the instances decode: requests are sent as they arrive
+        self._update_immediate()
+        self._immediate_rule = LeastOutstanding() if fleet.memory is None else PrefixAffine(fleet.memory)
         self._arrivals = ArrivalRate()
-        self._going_on = GoingOn(settings.network_ns, settings.lookahead)
+        self._continuing = ContinuingInstances(settings.network_ns, settings.lookahead)
         self._last_ns: int | None = None
         self._counted_ns: int | None = None
         self._turn = 0
-        self._full: set[int] = set()  # instances without capacity, until something happens there
-        self._ahead: set[int] = set()  # a batch is on its way to their next pass; later requests may still join it
+        self._without_capacity: set[int] = set()  # instances without capacity, until their state changes
+        self._sent_ahead: set[int] = set()  # the batch of their next pass is in transit; others may join
 
     @property
     def waiting(self) -> int:
-        """Requests held back."""
+        """Number of requests held back."""
         return len(self._queue)
 
     def arrive(self, request: DispatchRequest, now_ns: int) -> None:
         """See Dispatcher."""
         self._queue.add(request, now_ns)
-        if not self._at_once:
+        if not self._immediate_mode:
             self._arrivals.note(now_ns)
-            self._full -= self._ahead
+            self._without_capacity -= self._sent_ahead
 
     @property
     def wants_units(self) -> bool:
-        """See Dispatcher: requests that go out at once are counted by their ends."""
-        return not self._at_once
+        """See Dispatcher. Requests dispatched immediately are counted by their ends, not by reports."""
+        return not self._immediate_mode
 
-    def _note_generation(self) -> None:
-        self._at_once = self.settings.bypass and self._generation.seen(len(self.fleet.active))
+    def _update_immediate(self) -> None:
+        self._immediate_mode = self.settings.bypass and self._decode_detector.detected(len(self.fleet.active))
 
     def end_forward(self, signal: EndForward, now_ns: int) -> None:
-        """The fast path: acknowledge, measure, mark ready."""
-        self._generation.signalled(signal.generates)
-        self._note_generation()
-        if self._at_once:
+        """Fast path: apply the report, record the duration, mark the instance ready."""
+        self._decode_detector.on_signal(signal.generates)
+        self._update_immediate()
+        if self._immediate_mode:
             return
         self.fleet.report(signal)
-        self._cost.ended(signal.instance, signal.duration_ns)
+        self._pass_time.ended(signal.instance, signal.duration_ns)
         if self.settings.adaptive:
             self.interval.end_forward(signal.duration_ns)
-        self._ready.free(signal.instance)
-        self._full.discard(signal.instance)
-        self._ahead.discard(signal.instance)
-        if not signal.goes_on:
-            self._going_on.forget(signal.instance)
+        self._ready.mark_free(signal.instance)
+        self._without_capacity.discard(signal.instance)
+        self._sent_ahead.discard(signal.instance)
+        if not signal.continues:
+            self._continuing.forget(signal.instance)
             return
-        self._going_on.signalled(signal.instance, signal.generates, self._next_pass_ns(signal.instance), now_ns)
-        if not self._going_on.in_time:
-            self._ready.dispatched(signal.instance, now_ns)
+        self._continuing.on_signal(signal.instance, signal.generates, self._next_pass_ns(signal.instance), now_ns)
+        if not self._continuing.reaches_next_pass:
+            self._ready.mark_busy(signal.instance, now_ns)
             self.fleet.begin_pass(signal.instance, self.settings.chunk_tokens)
 
     def _next_pass_ns(self, instance: int) -> float:
-        """How long the pass will take that the instance begins now, on what it has queued."""
+        """Expected duration (ns) of the pass that the instance add now, on its queued tokens."""
         queued = max(unit.queued_tokens for unit in self.fleet.instances[instance])
         tokens = min(self.settings.chunk_tokens, queued)
-        known_ns = self._cost.duration_ns(tokens) if queued else None
-        if queued and not self._going_on.in_time:
-            self._cost.planned(instance, tokens)
+        known_ns = self._pass_time.duration_ns(tokens) if queued else None
+        if queued and not self._continuing.reaches_next_pass:
+            self._pass_time.planned(instance, tokens)
         return self.interval.mean_ns if known_ns is None else known_ns
 
     def prefilled(self, key: int, now_ns: int) -> None:
@@ -118,170 +119,172 @@ class StaggeredDispatcher:
         self._queue.withdraw(key)
 
     def topology(self, active: Iterable[int], now_ns: int) -> None:
-        """OnTopologyChange; an instance that comes back is taken to be free."""
+        """OnTopologyChange; an instance that returns counts as free."""
         before = self.fleet.active
         self.fleet.set_active(active)
         for instance in self.fleet.active - before:
             self._reset(instance)
         self.interval.topology(len(self.fleet.active))
-        self._note_generation()
+        self._update_immediate()
 
     def poll(self, now_ns: int) -> list[Order]:
-        """Carry out every cycle that is due; dispatch at once while the instances generate."""
-        if self._at_once:
-            return self._dispatch_at_once(now_ns) if self._queue else []
-        if self._alone_and_light(now_ns):
-            return self._dispatch_at_once(now_ns)
-        orders = self._cycles(now_ns) if self._queue else []
-        if self._going_on.in_time:
-            for instance in self._going_on.open_to(now_ns):
-                self._ready.dispatched(instance, now_ns)
-            self._going_on.end_of_moment()
+        """Run every cycle that is due; dispatch immediately while the instances decode."""
+        if self._immediate_mode:
+            return self._dispatch_immediately(now_ns) if self._queue else []
+        if self._single_and_light(now_ns):
+            return self._dispatch_immediately(now_ns)
+        orders = self._run_due_cycles(now_ns) if self._queue else []
+        if self._continuing.reaches_next_pass:
+            for instance in self._continuing.open_instances(now_ns):
+                self._ready.mark_busy(instance, now_ns)
+            self._continuing.end_of_instant()
         return orders
 
-    def _alone_and_light(self, now_ns: int) -> bool:
-        """One instance of several units under light load: no other instance, and too few requests to choose from."""
+    def _single_and_light(self, now_ns: int) -> bool:
+        """Whether the only active instance has several units and the load leaves no choice between requests."""
         if not self.settings.bypass or len(self.fleet.active) != 1 or len(self.fleet.candidates) == 1:
             return False
         if len(self._queue) + self.fleet.open_requests >= LIGHT_ARRIVALS_ALONE * len(self.fleet.candidates):
             return False
         return self._arrivals.light(self.interval.interval_ns, now_ns, LIGHT_ARRIVALS_ALONE)
 
-    def _dispatch_at_once(self, now_ns: int) -> list[Order]:
+    def _dispatch_immediately(self, now_ns: int) -> list[Order]:
         units = self.fleet.candidates
         if not self._queue or not units:
             return []
-        instances = () if self._at_once else self.fleet.active
-        busy = {instance: bool(self._fullest(instance)) for instance in instances}
+        instances = () if self._immediate_mode else self.fleet.active
+        busy = {instance: bool(self._max_backlog_tokens(instance)) for instance in instances}
         orders = []
         for request in self._queue.drain():
-            unit = self._immediate(request, units)
+            unit = self._immediate_rule(request, units)
             self.fleet.send(request, unit)
             orders.append(Order(request.key, unit.index))
         for instance in instances:
-            self._sent(instance, now_ns, busy[instance])
+            self._mark_dispatched(instance, now_ns, busy[instance])
         return orders
 
-    def _sent(self, instance: int, now_ns: int, busy: bool) -> None:
-        """A batch is on its way to ``instance``; ``busy``: it will find others there."""
-        if self._filling.sizing and instance not in self._going_on:
-            self._cost.planned(instance, None if busy else min(self.settings.chunk_tokens, self._fullest(instance)))
-        self._ready.dispatched(instance, now_ns)
+    def _mark_dispatched(self, instance: int, now_ns: int, busy: bool) -> None:
+        """Record that a batch was sent to ``instance``; ``busy``: the instance has earlier requests to compute."""
+        if self._builder.sizing and instance not in self._continuing:
+            self._pass_time.planned(
+                instance, None if busy else min(self.settings.chunk_tokens, self._max_backlog_tokens(instance))
+            )
+        self._ready.mark_busy(instance, now_ns)
 
-    def _cycles(self, now_ns: int) -> list[Order]:
+    def _run_due_cycles(self, now_ns: int) -> list[Order]:
         for instance in self._ready.expired(self.interval.mean_ns, now_ns):
             self._reset(instance)
         orders: list[Order] = []
-        able = self._able(now_ns)
-        cycle = bool(able)
-        while self._queue and (open_to := able - self._full):
-            orders += self._cycle(min(open_to, key=self._by_turn), now_ns)
-            able = self._able(now_ns)
-        return orders + self._leave_over(now_ns) if cycle and self._queue else orders
+        available = self._available_instances(now_ns)
+        cycle = bool(available)
+        while self._queue and (open_instances := available - self._without_capacity):
+            orders += self._dispatch_to(min(open_instances, key=self._turn_key), now_ns)
+            available = self._available_instances(now_ns)
+        return orders + self._end_cycle(now_ns) if cycle and self._queue else orders
 
     def next_ns(self, now_ns: int) -> int | None:
-        """The end of the interval, else the first watchdog."""
-        if not self._queue or not self.fleet.active or self._at_once:
+        """The end of the interval, else the first watchdog, else the next early dispatch (ns)."""
+        if not self._queue or not self.fleet.active or self._immediate_mode:
             return None
         due_ns = self._due_ns()
         if due_ns > now_ns and not self.settings.bypass:
             return due_ns
         expiry_ns = self._ready.next_expiry_ns(self.interval.mean_ns)
-        opens_ns = self._going_on.next_ns(now_ns)
+        opens_ns = self._continuing.next_ns(now_ns)
         return min((t for t in (due_ns, expiry_ns, opens_ns) if t is not None and t > now_ns), default=None)
 
     @property
     def watchdog_resets(self) -> int:
-        """How often an instance was silent for too long."""
+        """How often the watchdog reset an instance."""
         return self._ready.resets
 
     def _changed(self, unit: Unit | None) -> None:
         if unit is not None:
-            self._full.discard(unit.instance)
+            self._without_capacity.discard(unit.instance)
 
     def _reset(self, instance: int) -> None:
-        """Take the instance as free, with nothing queued."""
-        self._ready.free(instance)
-        self._cost.planned(instance, None)
-        self._going_on.forget(instance)
+        """Treat the instance as free, with an empty queue."""
+        self._ready.mark_free(instance)
+        self._pass_time.planned(instance, None)
+        self._continuing.forget(instance)
         self.fleet.forget_backlog(instance)
-        self._full.discard(instance)
-        self._ahead.discard(instance)
+        self._without_capacity.discard(instance)
+        self._sent_ahead.discard(instance)
 
     def _due_ns(self) -> int:
         if self._last_ns is None or not self.settings.interval:
             return 0
         return self._last_ns + self.interval.interval_ns
 
-    def _able(self, now_ns: int) -> AbstractSet[int]:
-        """Instances a batch may go to now, whether or not they have capacity."""
+    def _available_instances(self, now_ns: int) -> AbstractSet[int]:
+        """Instances that may be sent a batch now, with or without capacity."""
         active = self.fleet.active
         idle = self.fleet.idle & active
-        going_on = self._going_on.open_to(now_ns) & active
+        going_on = self._continuing.open_instances(now_ns) & active
         if now_ns >= self._due_ns():
             return self._ready.ready(active, idle) | going_on
         if not self.settings.bypass:
             return set()
-        return going_on | idle if self._waiting_gains_nothing(now_ns) else going_on
+        return going_on | idle if self._interval_unneeded(now_ns) else going_on
 
-    def _waiting_gains_nothing(self, now_ns: int) -> bool:
-        """Whether the interval would bring an idle instance nothing: a full batch is there, or the load is light, or
-        all are idle, so that there is no cadence to keep."""
-        if self._filling.full_batches >= 1 or self.fleet.active <= self.fleet.idle:
+    def _interval_unneeded(self, now_ns: int) -> bool:
+        """Whether an idle instance gains nothing by the interval: a full batch waits, the load is light, or all
+        instances are idle, so that there is no staggering to keep."""
+        if self._builder.full_batches >= 1 or self.fleet.active <= self.fleet.idle:
             return True
         return self._arrivals.light(self.interval.interval_ns, now_ns)
 
-    def _by_turn(self, instance: int) -> tuple[bool, bool, int]:
-        """Those that would start at once before those that are busy and go on."""
-        return instance in self._going_on, instance < self._turn, instance
+    def _turn_key(self, instance: int) -> tuple[bool, bool, int]:
+        """Sort key: idle instances before those that continue, then in turn."""
+        return instance in self._continuing, instance < self._turn, instance
 
-    def _cycle(self, instance: int, now_ns: int) -> list[Order]:
-        """Send what is to go to ``instance``; what is left over waits one cycle more."""
-        joining = instance in self._ahead
-        busy = bool(self._fullest(instance))
-        orders = self._filling.batch(
-            instance, now_ns, self.interval.mean_ns, self._cost.overhead_tokens, gainful=joining
+    def _dispatch_to(self, instance: int, now_ns: int) -> list[Order]:
+        """Dispatch a batch to ``instance``; requests that do not fit wait for the next cycle."""
+        joining = instance in self._sent_ahead
+        busy = bool(self._max_backlog_tokens(instance))
+        orders = self._builder.batch(
+            instance, now_ns, self.interval.mean_ns, self._pass_time.overhead_tokens, only_if_gain=joining
         )
         if not orders:
-            self._full.add(instance)
+            self._without_capacity.add(instance)
         elif not joining:
-            self._sent(instance, now_ns, busy)
+            self._mark_dispatched(instance, now_ns, busy)
             self._last_ns = now_ns
             self._turn = instance + 1
-            self._pass_to_come(instance, now_ns)
+            self._plan_early_dispatch(instance, now_ns)
         return orders
 
-    def _fullest(self, instance: int) -> int:
+    def _max_backlog_tokens(self, instance: int) -> int:
         return max(unit.backlog_tokens for unit in self.fleet.instances[instance])
 
-    def _pass_to_come(self, instance: int, now_ns: int) -> None:
-        """Whether more may be sent before the instance is heard of again: to share the pass that the batch sent now is
-        in, or the one that must follow on it."""
-        if not self._filling.sizing or self._going_on.in_time:
-            self._going_on.forget(instance)
-        elif instance in self._going_on:
-            self._ahead.add(instance)
-            self._full.add(instance)
+    def _plan_early_dispatch(self, instance: int, now_ns: int) -> None:
+        """Decide whether further requests may be sent before the next signal of the instance: to join the pass of the
+        batch sent now, or the pass that must follow it."""
+        if not self._builder.sizing or self._continuing.reaches_next_pass:
+            self._continuing.forget(instance)
+        elif instance in self._continuing:
+            self._sent_ahead.add(instance)
+            self._without_capacity.add(instance)
         else:
-            self._foresee_end(instance, now_ns)
+            self._allow_early_dispatch(instance, now_ns)
 
-    def _foresee_end(self, instance: int, now_ns: int) -> None:
-        """Let the next batch leave ahead of the end of the pass that begins now: where a prompt takes several passes,
-        or where no other instance could take what is waiting."""
-        fullest, chunk = self._fullest(instance), self.settings.chunk_tokens
-        pass_ns = self._cost.duration_ns(min(fullest, chunk))
+    def _allow_early_dispatch(self, instance: int, now_ns: int) -> None:
+        """Allow the next batch to be sent before the pass that add now ends: if a prompt takes several passes, or if
+        no other instance could take the waiting requests."""
+        fullest, chunk = self._max_backlog_tokens(instance), self.settings.chunk_tokens
+        pass_ns = self._pass_time.duration_ns(min(fullest, chunk))
         if fullest > chunk:
-            self._going_on.begins(instance, self.interval.mean_ns if pass_ns is None else pass_ns, now_ns)
+            self._continuing.add(instance, self.interval.mean_ns if pass_ns is None else pass_ns, now_ns)
         elif pass_ns is not None and self.settings.bypass and len(self.fleet.active) == 1:
-            self._going_on.begins(instance, pass_ns, now_ns)
+            self._continuing.add(instance, pass_ns, now_ns)
         else:
             return
-        self.fleet.begin_sent(instance, chunk)
+        self.fleet.begin_pass_on_sent(instance, chunk)
 
-    def _leave_over(self, now_ns: int) -> list[Order]:
+    def _end_cycle(self, now_ns: int) -> list[Order]:
         """Overload detection (phase 3): count the cycle for requests left over; refuse those with too many cycles.
 
-        Several instances may be tried at one moment; a cycle counts once per interval.
+        Several instances may be tried at one time; a cycle counts once per interval.
         """
         if self._counted_ns is not None and now_ns < self._counted_ns + self.interval.interval_ns:
             self._queue.end_cycle(count=False)

@@ -11,11 +11,11 @@ from ebbench.dispatch.readiness import Checks
 
 @dataclass(frozen=True)
 class StaggeredSettings:
-    """What the user may set, and what the caller says: chunk, network and first pass. Every part can be switched off.
+    """Settings of the user, and of the caller (chunk, network delay, first forward time). Every part can be switched
+    off.
 
-    ``chunk_tokens``: prompt tokens a unit computes in one pass. Without ``adaptive`` ``default_forward_ns`` stands for
-    the mean forward time throughout. With ``sizing``, which works without cached prefixes only, ``aged_cycles`` does
-    not matter.
+    ``chunk_tokens``: prompt tokens that a unit computes per pass. Without ``adaptive``, ``default_forward_ns`` replaces
+    the measured mean forward time. ``sizing`` works only without cached prefixes; ``aged_cycles`` then has no effect.
     """
 
     chunk_tokens: int
@@ -24,16 +24,16 @@ class StaggeredSettings:
     adaptive: bool = setting(True, "Algorithm 1: learn the interval from measured forward times")
     interval: bool = setting(True, "wait for the interval before sending a batch")
     packing: bool = setting(True, "Algorithm 2; off: in order of arrival, units in turn, while there is capacity")
-    sizing: bool = setting(True, "weigh the length of the next pass")
+    sizing: bool = setting(True, "choose the length of the next pass by its value")
     overdraw: Literal["on", "off", "auto"] = setting(
-        "auto", "prompts may run over the end of a chunk; auto: under backlog only"
+        "auto", "prompts may exceed the end of a chunk; auto: only with a backlog"
     )
     cache_aware: bool = setting(False, "count only prompt tokens that are not cached")
-    bypass: bool = setting(True, "dispatch at once where holding back gains nothing")
-    window: int = setting(100, "passes that means are taken over", unit="passes", at_least=1)
+    bypass: bool = setting(True, "dispatch at once if waiting gains nothing")
+    window: int = setting(100, "number of passes in moving averages", unit="passes", at_least=1)
     patience: float | None = setting(
         2,
-        "a request that waited for so many mean passes goes first",
+        "a request that has waited for this many mean passes goes first",
         unit="passes",
         at_least=0,
         infinite=True,
@@ -58,7 +58,7 @@ class StaggeredSettings:
 
     @property
     def checks(self) -> Checks:
-        """The readiness checks that count."""
+        """The enabled readiness checks."""
         return Checks(self.zero_queue, self.signal, self.watchdog)
 
 
@@ -67,4 +67,4 @@ OF_THE_CALLER = {
     "network_ms": Setting("one way from dispatcher to instance", unit="ms", at_least=0),
     "forward_ms": Setting("forward time assumed before one is measured", unit="ms", at_least=0),
 }
-"""Settings that replace what the caller of :func:`ebbench.dispatch.make_dispatcher` says."""
+"""Settings that replace the arguments of :func:`ebbench.dispatch.make_dispatcher`."""

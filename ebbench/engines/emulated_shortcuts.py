@@ -110,13 +110,13 @@ def _shorten_tokens(scheduler: Any, group: Any) -> None:
 def _shorten_messages(scheduler: Any) -> None:
     """Workers would learn their new blocks and tokens from this; the emulated device has neither."""
 
-    give_up_if_empty = getattr(scheduler, "give_up_if_empty", None)  # the plugin's: it waits for this very call
+    skip_if_empty = getattr(scheduler, "skip_if_empty", None)  # the plugin's: it waits for this very call
 
     def make_cached_request_data(
         running: list[Any], resumed: list[Any], num_scheduled_tokens: dict[str, int], *_args: Any
     ) -> CachedRequestData:
-        if give_up_if_empty is not None:
-            give_up_if_empty(num_scheduled_tokens)
+        if skip_if_empty is not None:
+            skip_if_empty(num_scheduled_tokens)
         requests = running + resumed if resumed else running
         return CachedRequestData(
             req_ids=[request.request_id for request in requests],

@@ -1,1 +1,1 @@
-"""Runs and documents in the formats of other tools."""
+"""Exports runs and documents to the formats of other tools."""

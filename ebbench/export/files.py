@@ -1,4 +1,4 @@
-"""Runs in other tools' formats, as files in a directory."""
+"""Writes runs in the formats of other tools, as files in a directory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from ebbench.records.run import Run
 
 
 def export(kind: str, runs: Sequence[Run], directory: Path) -> list[Path]:
-    """Write every run (``otava``: every series) as a file. Raises RunError, and DataError for damaged runs."""
+    """Write one file per run (``otava``: per series); returns the paths.
+
+    Raises RunError, and DataError for damaged runs.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     return EXPORTS[kind](runs, directory)
 
@@ -41,7 +44,7 @@ def _documents(
 
 
 def _names(runs: Sequence[Run]) -> list[str]:
-    """One name a run, no two equal: the directory's, with its parent's or a number where another run has the same."""
+    """One unique name per run: the directory's, with its parent's or a number if several runs share it."""
     names: list[str] = []
     for run in runs:
         wanted = candidate = _unique(run, runs)
@@ -54,7 +57,7 @@ def _names(runs: Sequence[Run]) -> list[str]:
 
 
 def _unique(run: Run, runs: Sequence[Run]) -> str:
-    """The run directory's name, with its parent's where another run has the same."""
+    """The run directory's name, preceded by its parent's if another run has the same name."""
     name = run.path.resolve().name
     same = [other for other in runs if other.path.resolve().name == name]
     return name if len(same) == 1 else f"{run.path.resolve().parent.name}-{name}"

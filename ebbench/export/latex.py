@@ -1,7 +1,7 @@
-"""Documents as LaTeX with booktabs rules: ``\\input`` them into a paper that loads ``booktabs`` and ``graphicx``.
+"""Renders documents as LaTeX with booktabs rules, for papers that load ``booktabs`` and ``graphicx``.
 
-Every table fits a page of the standard classes. What has too many columns becomes several tables, each with the labels
-of the rows, and what has too many rows likewise; a table still a little too wide is scaled to the width of the text.
+Every table fits a page of the standard classes. A table with too many columns or rows is split into several, each with
+the row labels; a table that is slightly too wide is scaled to the text width.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from ebbench.analysis.documents import Document, Section
 from ebbench.render.documents import cells, grouped, pieces
 
 WIDTH = 100
-"""Characters per row of a table: at most about 1.3 times what fits, so that scaled text keeps 7 points."""
+"""Characters per table row: at most about 1.3 times what fits, so that scaled text keeps 7 points."""
 ROWS = 38
-"""Rows that fit a page below a caption."""
+"""Rows that fit on a page below a caption."""
 
 _SPECIAL = {
     "\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{", "}": r"\}",
@@ -26,7 +26,7 @@ _SPECIAL = {
 
 
 def as_latex(document: Document) -> str:
-    """One ``table`` environment per section, or several; the command and the notes are comments above the first."""
+    """One or more ``table`` environments per section; the command and the notes are comments before the first."""
     comments = [f"% {line}" for line in (NEEDS, document.command, *document.notes) if line]
     parts = [part for section in document.sections for part in _parts(section)]
     tables = [_table(document, part, index, continued) for index, (part, continued) in enumerate(parts)]
@@ -37,7 +37,7 @@ NEEDS = "needs \\usepackage{booktabs,graphicx}"
 
 
 def _parts(section: Section) -> Iterator[tuple[Section, bool]]:
-    """Sections that fit a page, and whether each goes on with the one before."""
+    """Sections that fit a page, and whether each continues the one before."""
     continued = False
     for piece in pieces(section, WIDTH):
         for start in range(0, max(len(piece.rows), 1), ROWS):
@@ -46,7 +46,7 @@ def _parts(section: Section) -> Iterator[tuple[Section, bool]]:
 
 
 def escaped(value: str) -> str:
-    """Text in which every character that LaTeX reads as a command stands for itself."""
+    """The text with LaTeX's special characters escaped."""
     return "".join(_SPECIAL.get(character, character) for character in value)
 
 

@@ -1,6 +1,6 @@
-"""A run in the benchmark report format of llm-d, schema 0.2: JSON, which is YAML too.
+"""A run in the benchmark report format of llm-d, schema 0.2, as JSON (which is valid YAML).
 
-Request latencies count from the intended start. Fields the run does not know are left out.
+Request latencies count from the intended start. Unknown fields are left out.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ebbench.records.run import Run
 VERSION = "0.2"
 _LABEL = "engine-0"
 _UNKNOWN = 0
-"""Accelerators of what is not known; llm-d writes the same, for a report must have the field."""
+"""Accelerator of an unknown device; the field is required, and llm-d writes the same value."""
 _PERCENTILES = {
     "p0p1": 0.1, "p1": 1, "p5": 5, "p10": 10, "p25": 25, "p50": 50, "p75": 75, "p90": 90, "p95": 95, "p99": 99,
     "p99p9": 99.9,
@@ -33,7 +33,7 @@ _PERCENTILES = {
 
 
 def llm_d_report(run: Run, summary: Summary) -> dict[str, Any]:
-    """The report of one run. Raises DataError when a file of the run is damaged."""
+    """The report of one run. Raises DataError if a file of the run is damaged."""
     columns = RequestColumns.of(run.table("requests", NEEDED))
     parts = _parts(run)
     used = [{"component_label": part.label, "aggregate": use} for part in parts if (use := _engine_use(run, part))]
@@ -63,7 +63,7 @@ def _run(run: Run, summary: Summary) -> dict[str, Any]:
 
 
 class _Part(NamedTuple):
-    """Equal instances of what was measured. ``gpus`` counts one instance's; ``units`` None: every step is theirs."""
+    """A group of equal instances. ``gpus`` is per instance. ``units``: their units in the steps table; None is all."""
 
     label: str
     role: str
@@ -84,7 +84,7 @@ def _parts(run: Run) -> list[_Part]:
         return [_Part(_LABEL, "replica", 1, int(m.facts.get("gpus", _UNKNOWN)), {})]
     if topology.prefill is None or topology.decode is None:
         return [_part(_LABEL, "replica", pool) for pool in topology.pools]
-    first = topology.prefill.units  # the steps count the units of the prefill side first
+    first = topology.prefill.units  # the steps table numbers the units of the prefill pool first
     return [
         _part("prefill-0", "prefill", topology.prefill, range(first)),
         _part("decode-0", "decode", topology.decode, range(first, first + topology.decode.units)),
@@ -97,7 +97,7 @@ def _part(label: str, role: str, pool: PoolSpec, units: range | None = None) -> 
 
 
 def _topology(facts: Mapping[str, Any]) -> TopologySpec | None:
-    """The topology, where its label says all of it; a file may have given it a name of its own."""
+    """The topology, if its label describes it completely; a topology from a file may have a custom name."""
     label = str(facts["topology"])
     try:
         found = None if label.endswith(".toml") else parse_topology(label)

@@ -1,4 +1,4 @@
-"""Documents as GitHub Markdown."""
+"""Renders documents as GitHub Markdown."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ebbench.render.documents import cells
 
 
 def as_markdown(document: Document) -> str:
-    """A heading, the reproducing command, one table per section, the notes."""
+    """A heading, the command that reproduces the document, one table per section, the notes."""
     parts = [f"# {_plain(document.title)}", ""]
     if document.command:
         parts += ["```", document.command, "```", ""]
@@ -39,5 +39,5 @@ def _line(values: Iterable[str]) -> str:
 
 
 def _plain(value: str) -> str:
-    """No pipe may end a cell and no angle bracket may start an element."""
+    """The text with pipes and angle brackets escaped, which would end a cell or start an HTML element."""
     return value.replace("|", "\\|").replace("<", "&lt;").replace("\n", " ")

@@ -1,8 +1,8 @@
-"""Runs over time as CSV, one row per commit, in the form change-point tools read (Apache Otava).
+"""Exports runs over time as CSV for change-point detection (Apache Otava), one row per commit.
 
-A series is one policy in one environment, under one load and one set of limits: only its rows are comparable. Several
-runs of one commit (seeds, restarts) are one row, their geometric mean, at the time of the first; a cell is empty where
-some run has no such figure.
+A series is one policy in one environment, under one load and one set of limits, so that its rows are comparable.
+Several runs of one commit (seeds, restarts) form one row with their geometric mean, at the time of the first run. A
+cell is empty if one of the runs lacks the figure.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TIME, ATTRIBUTES = "time", ("commit", "policy", "environment", "load", "limits",
 
 @dataclass(frozen=True)
 class Series:
-    """One CSV: its name (a safe file stem), the figures that every row has, its text."""
+    """One CSV file: its name (a safe file stem), the figures that every row has, its text."""
 
     name: str
     figures: tuple[str, ...]
@@ -33,7 +33,7 @@ class Series:
 
 @dataclass(frozen=True, order=True)
 class _Kind:
-    """What all rows of a series share."""
+    """The values that all rows of a series share."""
 
     policy: str
     environment: str
@@ -42,7 +42,7 @@ class _Kind:
 
     @property
     def name(self) -> str:
-        """A safe file stem of its own."""
+        """A unique file stem."""
         shared = "\n".join((self.environment, self.load, self.limits))
         return f"{slug(self.policy)}-{hashlib.sha256(shared.encode()).hexdigest()[:12]}"
 
@@ -50,7 +50,7 @@ class _Kind:
 def series_of(runs: Sequence[Run]) -> list[Series]:
     """One series per policy, environment, load and set of limits, rows in order of time. INVALID runs are left out.
 
-    Raises DataError when nothing is left.
+    Raises DataError if no run is left.
     """
     groups: dict[_Kind, list[tuple[str, Unit]]] = {}
     for run in runs:
@@ -89,7 +89,7 @@ def _when(units: Sequence[Unit]) -> str:
 
 
 def _attributes(kind: _Kind, units: Sequence[Unit]) -> list[str]:
-    """The values of ATTRIBUTES after the commit."""
+    """The values of ATTRIBUTES, which follow the commit."""
     seeds = " ".join(str(seed) for seed in sorted({unit.seed for unit in units}))
     return [kind.policy, kind.environment, kind.load, kind.limits, seeds, str(len(units))]
 
@@ -99,7 +99,7 @@ def _cell(value: float | None) -> str:
 
 
 def _geometric_mean(units: Sequence[Unit], name: str) -> float | None:
-    """None where some unit has no such figure; 0 where some unit has 0."""
+    """None if a unit lacks the figure; 0 if it is 0 for a unit."""
     values = [value for unit in units if (value := unit.figures[name]) is not None]
     if len(values) < len(units):
         return None
@@ -107,8 +107,8 @@ def _geometric_mean(units: Sequence[Unit], name: str) -> float | None:
 
 
 def otava_config(series: Sequence[Series]) -> str:
-    """The configuration that tells Otava about the CSV files beside it, without columns that have empty cells: it takes
-    numbers only."""
+    """The Otava configuration for the CSV files, without columns that have empty cells, since Otava accepts only
+    numbers."""
     lines = ["tests:"]
     for each in series:
         lines += [

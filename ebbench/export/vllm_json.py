@@ -1,4 +1,4 @@
-"""A run as the result file of ``vllm bench serve --save-detailed``, for tools that read those."""
+"""A run as the result file of ``vllm bench serve --save-detailed``."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _LATENCIES = ("ttft", "tpot", "itl", "e2el")
 
 
 def vllm_result(run: Run, summary: Summary) -> dict[str, Any]:
-    """The result with that tool's keys (vLLM 0.32) and no others; one entry per request in the lists, in plan order.
+    """The result with the keys of vLLM 0.32 and no others; lists have one entry per request, in plan order.
 
-    Latencies count from the intended start, as everywhere in ebbench; that tool counts from the send. What a request
-    waited for a place under a cap on concurrency (``queue_times``, s) is therefore part of them. Times of requests are
-    seconds from the run's start. A statistic that too few samples define is null.
+    Latencies count from the intended start as everywhere in ebbench, while vLLM counts from the send. They therefore
+    include the time that a request waited under a concurrency cap (``queue_times``, s). Times of requests are in s from
+    the start of the run. A statistic with too few samples is null.
     """
     manifest, numbers = run.manifest, summary.to_dict()
     requests = run.requests
@@ -48,13 +48,13 @@ def vllm_result(run: Run, summary: Summary) -> dict[str, Any]:
         result[key] = numbers[key]
     lists = _lists(requests, capped=manifest.max_concurrency is not None)
     result |= lists | _peaks(lists)
-    result["rtfx"] = 0.0  # seconds of audio per second; there is none
+    result["rtfx"] = 0.0  # seconds of audio per second
     result |= {f"{s}_{name}_ms": numbers[f"{s}_{name}_ms"] for name in _LATENCIES for s in _STATISTICS}
     return result
 
 
 def save_vllm_result(run: Run, summary: Summary, path: Path) -> None:
-    """Write :func:`vllm_result` to ``path``. Raises RunError when it cannot be written."""
+    """Write :func:`vllm_result` to ``path``. Raises RunError if it cannot be written."""
     try:
         path.write_text(json.dumps(vllm_result(run, summary), allow_nan=False) + "\n", encoding="utf-8")
     except OSError as error:
@@ -62,7 +62,7 @@ def save_vllm_result(run: Run, summary: Summary, path: Path) -> None:
 
 
 def _lists(requests: pa.Table, *, capped: bool) -> dict[str, list[Any]]:
-    """One entry per request. Only under a cap (``capped``) do requests wait before they are sent."""
+    """Lists with one entry per request. Requests wait before they are sent only under a cap (``capped``)."""
     columns = {name: requests.column(name).to_pylist() for name in requests.column_names}
     intended, sent = columns["intended_ns"], columns["sent_ns"]
     ok = [status == "ok" for status in columns["status"]]
@@ -83,8 +83,8 @@ def _lists(requests: pa.Table, *, capped: bool) -> dict[str, list[Any]]:
 
 
 def _peaks(lists: Mapping[str, list[Any]]) -> dict[str, float | int]:
-    """Most tokens out in one second, and most requests open in one, counted as that tool does: whole seconds from the
-    first start, a request open in each second that it touches."""
+    """Most output tokens and most open requests in one second, counted as vLLM does: in whole seconds from the first
+    start, a request being open in each second that it touches."""
     done = [row for row, latency in enumerate(lists["latencies"]) if latency > 0]
     if not done:
         return {"max_output_tokens_per_s": 0.0, "max_concurrent_requests": 0}
@@ -103,8 +103,8 @@ def _peaks(lists: Mapping[str, list[Any]]) -> dict[str, float | int]:
 
 
 def _since(known: bool, start_ns: int | None, end_ns: int | None) -> float:
-    """Seconds between two moments; 0 where there are none: a server may call a request finished whose first token was
-    never seen."""
+    """Seconds between two times; 0 if one is missing, since a server may finish a request whose first token was not
+    seen."""
     return _seconds(end_ns - start_ns) if known and start_ns is not None and end_ns is not None else 0.0
 
 

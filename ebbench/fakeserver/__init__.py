@@ -1,4 +1,4 @@
-"""A fake OpenAI-compatible server with known timing, switchable faults and an exact ledger."""
+"""Fake OpenAI-compatible server with known timing, switchable faults and an exact ledger."""
 
 from ebbench.fakeserver.config import FakeConfig
 from ebbench.fakeserver.faults import Fault, parse_fault

@@ -11,13 +11,13 @@ from ebbench.fakeserver.faults import Fault
 
 @dataclass(frozen=True)
 class FakeConfig:
-    """Timing is exact by intent: token i of an answer is due ``ttft_ms + i * itl_ms`` after the request's receipt.
+    """Settings of the fake server.
 
-    ``default_tokens`` is the answer's length where the request sets none. ``host`` is loopback by default, and
-    ``port`` 0 takes a free one. ``keep_ledger`` off saves memory in endless runs. ``max_running``: answers that are
-    computed at the same time; further requests wait in their order, so the server's capacity is known.
-    ``ssl_certfile`` and ``ssl_keyfile`` (PEM) make it https. ``further_models`` are served beside ``model`` and answer
-    alike.
+    Token i of a response is due exactly ``ttft_ms + i * itl_ms`` after the request was received. ``default_tokens``:
+    output length if the request sets none. ``port`` 0 takes a free one. ``keep_ledger`` False saves memory in long
+    runs. ``max_running``: number of responses generated at the same time; further requests wait in order of arrival,
+    which gives the server a known capacity. ``ssl_certfile`` and ``ssl_keyfile`` (PEM) switch to https.
+    ``further_models`` are served in addition to ``model``, with the same responses.
     """
 
     ttft_ms: float = 20.0

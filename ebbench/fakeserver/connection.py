@@ -1,4 +1,4 @@
-"""HTTP/1.1 on one connection: httptools parses, the router answers."""
+"""HTTP/1.1 on one connection: httptools parses requests, the router responds."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from typing import Protocol, cast
 
 import httptools
 
-from ebbench.fakeserver.answer import Answer
-from ebbench.fakeserver.wire import error_body, response
+from ebbench.fakeserver.http_messages import error_body, response
+from ebbench.fakeserver.scheduled_response import ScheduledResponse
 
 
 class Router(Protocol):
-    """Decides what a request gets."""
+    """Handles requests."""
 
     def handle(self, connection: Connection, method: str, path: str, body: bytes, received_ns: int) -> None:
-        """Answer the request through the connection."""
+        """Respond to the request through ``connection``."""
         ...
 
-    def joined(self, connection: Connection) -> None:
-        """A connection was made."""
+    def connected(self, connection: Connection) -> None:
+        """Called when a connection is made."""
         ...
 
-    def left(self, connection: Connection) -> None:
-        """A connection is gone."""
+    def disconnected(self, connection: Connection) -> None:
+        """Called when a connection is lost."""
         ...
 
 
 class Connection(asyncio.Protocol):
-    """One client connection. Tokens are written straight to the socket, so that "sent" means sent.
+    """One client connection. Tokens are written directly to the socket, so that a recorded send is a real one.
 
     Under TLS they go through the transport, which encrypts them.
     """
@@ -46,7 +46,7 @@ class Connection(asyncio.Protocol):
         self._url, self._body = b"", bytearray()
         self._received_ns = 0
         self.headers: dict[str, str] = {}
-        self.answer: Answer | None = None
+        self.answer: ScheduledResponse | None = None
         self.byte_by_byte = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -55,14 +55,14 @@ class Connection(asyncio.Protocol):
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._transport, self._fd = cast(asyncio.Transport, transport), sock.fileno()
         self._encrypted = transport.get_extra_info("sslcontext") is not None
-        self._router.joined(self)
+        self._router.connected(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Called by the loop."""
         self._transport, self._fd = None, -1
         if self.answer is not None:
             self.answer.abandon()
-        self._router.left(self)
+        self._router.disconnected(self)
 
     def data_received(self, data: bytes) -> None:
         """Called by the loop."""
@@ -94,7 +94,7 @@ class Connection(asyncio.Protocol):
         self.headers = {}
 
     def send(self, data: bytes) -> None:
-        """Hand bytes to the kernel at once, or queue what it does not take."""
+        """Write bytes to the socket at once, or queue what it does not take."""
         if self._transport is None or self._transport.is_closing():
             return
         if self.byte_by_byte:
@@ -107,19 +107,19 @@ class Connection(asyncio.Protocol):
         assert self._transport is not None
         written = 0
         if not self._encrypted and self._transport.get_write_buffer_size() == 0:
-            # A broken connection is reported by the loop soon after, through connection_lost.
+            # The event loop reports a broken connection soon after, through connection_lost.
             with contextlib.suppress(OSError):
                 written = os.write(self._fd, data)
         if written < len(data):
             self._transport.write(data[written:])
 
     def finished(self) -> None:
-        """The response is complete."""
+        """Mark the response complete."""
         self.answer = None
         self.byte_by_byte = False
 
     def close(self) -> None:
-        """Close after what is queued."""
+        """Close after the queued bytes are sent."""
         if self._transport is not None:
             self._transport.close()
 

@@ -1,4 +1,4 @@
-"""Faults the fake server can be told to commit, and on which requests.
+"""Faults of the fake server, and the requests that they affect.
 
 A fault is written ``KIND[:key=value,...]``, for example ``reset:every=10,after=5`` or ``status:code=429,rate=0.2``.
 """
@@ -17,7 +17,7 @@ KINDS: Mapping[str, str] = {
     "reset": "the connection is reset (TCP RST) after `after` tokens",
     "close": "the connection is closed after `after` tokens, in the middle of the response",
     "truncate": "the stream ends cleanly after `after` tokens, without a finish reason",
-    "malformed": "a frame that is no JSON follows after `after` tokens",
+    "malformed": "a frame that is not JSON follows after `after` tokens",
     "error-frame": "an error frame follows after `after` tokens of a 200 response",
     "status": "the response has status `code`; with `retry_after` a Retry-After header of so many seconds",
     "echo-auth": "a 401 whose body repeats the Authorization header",
@@ -35,33 +35,33 @@ KINDS: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault and the requests it strikes: numbers (from 1), every n-th, a share, or all by default.
+    """One fault and the requests it affects: request numbers (from 1), every n-th, a share, or by default all.
 
-    ``after`` counts tokens (completed answers for ``kill``).
+    ``after`` counts tokens (complete responses for ``kill``).
     """
 
     kind: str
-    request: int | None = setting(None, "the one request that is struck", at_least=1, example=3)
-    every: int | None = setting(None, "strike every n-th request", unit="requests", at_least=1, example=10)
-    rate: float | None = setting(None, "share of the requests that is struck", unit="share", at_least=0, at_most=1)
-    after: int = setting(0, "tokens sent before the fault; for kill: complete answers", at_least=-1, example=5)
+    request: int | None = setting(None, "number of the only affected request", at_least=1, example=3)
+    every: int | None = setting(None, "affect every n-th request", unit="requests", at_least=1, example=10)
+    rate: float | None = setting(None, "share of the requests that are affected", unit="share", at_least=0, at_most=1)
+    after: int = setting(0, "tokens sent before the fault; for kill: complete responses", at_least=-1, example=5)
     code: int = setting(503, "status of the response", at_least=100, at_most=599)
     retry_after: int | None = setting(None, "Retry-After header", unit="s", at_least=0)
     factor: float = setting(1.3, "prompt tokens reported over prompt tokens sent", above=0)
     tokens: int = setting(4, "tokens per message", at_least=1)
     ms: float = setting(0.0, "how long /health answers 503", unit="ms", at_least=0)
 
-    def strikes(self, number: int) -> bool:
-        """Whether request ``number`` (from 1) is struck; the same answer each time."""
+    def affects(self, number: int) -> bool:
+        """Whether the fault affects request ``number`` (from 1); deterministic."""
         if self.request is not None:
             return number == self.request
         if self.every is not None:
             return number % self.every == 0
-        return self.rate is None or _unit(number) < self.rate
+        return self.rate is None or _uniform(number) < self.rate
 
 
 def parse_fault(text: str) -> Fault:
-    """Parse ``KIND[:key=value,...]``. Raises UsageError naming what is wrong."""
+    """Parse ``KIND[:key=value,...]``. Raises UsageError that names the invalid part."""
     kind, rest = split_kind(text)
     if kind not in KINDS:
         raise UnknownNameError("fault", kind, KINDS)
@@ -69,12 +69,12 @@ def parse_fault(text: str) -> Fault:
 
 
 def pick(faults: Iterable[Fault], number: int) -> Fault | None:
-    """The first fault that strikes request ``number``, or None."""
-    return next((f for f in faults if f.kind not in ("kill", "unready") and f.strikes(number)), None)
+    """The first fault that affects request ``number``, or None."""
+    return next((f for f in faults if f.kind not in ("kill", "unready") and f.affects(number)), None)
 
 
-def _unit(number: int) -> float:
-    """A fixed pseudo-random number in [0, 1) per request number (Knuth's multiplicative hash, twice)."""
+def _uniform(number: int) -> float:
+    """A fixed pseudo-random number in [0, 1) for a request number (Knuth's multiplicative hash, applied twice)."""
     mixed = (number * 2654435761) & 0xFFFFFFFF
     mixed = ((mixed ^ (mixed >> 15)) * 2246822519) & 0xFFFFFFFF
     return (mixed ^ (mixed >> 13)) / 2**32

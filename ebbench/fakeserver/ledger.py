@@ -1,6 +1,6 @@
-"""The server's own account of every generation request, in CLOCK_MONOTONIC nanoseconds.
+"""The server's record of every generation request, in CLOCK_MONOTONIC nanoseconds.
 
-On Linux that clock is the same in every process of the machine, so a client's times compare directly.
+On Linux all processes share that clock, so a client's times compare directly.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import msgspec
 
 
 class Entry(msgspec.Struct):
-    """What the server knows of one request. ``token_ns[i]`` is when token i was handed to the kernel.
+    """One request as the server saw it. ``token_ns[i]``: when token i was written to the socket.
 
-    ``started_ns``: when its answer was begun, after ``received_ns`` where it had to wait for a free slot.
+    ``started_ns``: when generation began, later than ``received_ns`` if the request waited for a free slot.
 
-    ``outcome`` is ``open`` until the answer is complete (``length`` or ``stop``), broken by a fault (the fault's
-    kind) or given up by the client (``disconnected``).
+    ``outcome``: ``open`` until the response is complete (``length`` or ``stop``), broken by a fault (the fault's kind)
+    or abandoned by the client (``disconnected``).
     """
 
     number: int
@@ -35,12 +35,12 @@ class Entry(msgspec.Struct):
 
     @property
     def first_token_ns(self) -> int | None:
-        """When the first token was sent, or None."""
+        """When the first token was sent (ns), or None."""
         return self.token_ns[0] if self.token_ns else None
 
 
 class Ledger:
-    """All entries of one server's life."""
+    """All entries since the server started or the ledger was cleared."""
 
     def __init__(self, keep: bool) -> None:
         self._keep = keep
@@ -48,7 +48,7 @@ class Ledger:
         self.received = self.completed = self.prompt_tokens = self.sent_tokens = self.cache_resets = 0
 
     def open(self, entry: Entry) -> array[int]:
-        """Register a request; token times go into the returned array, eight bytes each."""
+        """Add a request; returns the array for its token times (int64)."""
         self.received += 1
         self.prompt_tokens += entry.prompt_tokens
         times: array[int] = array("q")
@@ -57,7 +57,7 @@ class Ledger:
         return times
 
     def close(self, entry: Entry, now_ns: int, outcome: str) -> None:
-        """Note how a request ended."""
+        """Record how a request ended."""
         entry.done_ns, entry.outcome = now_ns, outcome
         self.completed += outcome in ("length", "stop")
 
@@ -73,5 +73,5 @@ class Ledger:
 
 
 def decode(document: bytes) -> list[Entry]:
-    """Entries of a document written by :meth:`Ledger.encode`."""
+    """Decode the entries of a document written by :meth:`Ledger.encode`."""
     return msgspec.json.decode(document, type=list[Entry])

@@ -1,4 +1,4 @@
-"""The fake server in a process of its own, for checks and tests."""
+"""Runs the fake server in a child process, for checks and tests."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ STOP_WAIT_S = 5.0
 
 
 class FakeServerProcess:
-    """Starts the server, knows its URL, fetches its ledger, and leaves no process behind.
+    """Starts a fake server; ``url`` is its base URL. The process ends with the context.
 
-    Use as a context manager. Raises RunError when the server does not come up within ``ready_timeout_s``.
+    Raises RunError if the server does not start within ``ready_timeout_s``.
     """
 
     def __init__(self, config: FakeConfig | None = None, ready_timeout_s: float = 20.0) -> None:
@@ -59,11 +59,11 @@ class FakeServerProcess:
         return self.process.pid
 
     def ledger(self) -> list[Entry]:
-        """The server's account so far."""
+        """The entries of all requests so far."""
         return decode(self._ask("GET"))
 
     def clear_ledger(self) -> None:
-        """Start a new account."""
+        """Delete all entries."""
         self._ask("DELETE")
 
     def _ask(self, method: str) -> bytes:

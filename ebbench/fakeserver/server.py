@@ -1,4 +1,4 @@
-"""The fake server: routes, and the loop that runs them."""
+"""The fake server: its routes and its event loop."""
 
 from __future__ import annotations
 
@@ -15,36 +15,36 @@ import msgspec
 import uvloop
 
 from ebbench.errors import RunError, UsageError
-from ebbench.fakeserver.answer import Answer
 from ebbench.fakeserver.config import FakeConfig
 from ebbench.fakeserver.connection import Connection
 from ebbench.fakeserver.faults import Fault, pick
+from ebbench.fakeserver.http_messages import EVENT_STREAM, GenerationRequest, Messages, chunk, error_body, response
 from ebbench.fakeserver.ledger import Entry, Ledger
-from ebbench.fakeserver.wheel import Wheel
-from ebbench.fakeserver.wire import EVENT_STREAM, GenerationRequest, Messages, chunk, error_body, response
+from ebbench.fakeserver.scheduled_response import ScheduledResponse
+from ebbench.fakeserver.timer_wheel import TimerWheel
 
 _REQUEST = msgspec.json.Decoder(GenerationRequest)
 
 
 class FakeServer:
-    """Answers requests by the configuration and keeps the ledger."""
+    """Responds to requests as configured and keeps the ledger."""
 
     def __init__(self, config: FakeConfig, loop: asyncio.AbstractEventLoop) -> None:
         self._config = config
-        self._wheel = Wheel(loop)
+        self._wheel = TimerWheel(loop)
         self._started_ns = time.monotonic_ns()
         self._connections: set[Connection] = set()
         self._timing_ns = (round(config.ttft_ms * 1e6), round(config.itl_ms * 1e6))
         self._kill_after = min((f.after for f in config.faults if f.kind == "kill"), default=None)
-        self._slots_free_ns = [0] * (config.max_running or 0)  # a heap; empty without a limit
+        self._slots_free_ns = [0] * (config.max_running or 0)  # a heap; empty without max_running
         self.ledger = Ledger(config.keep_ledger)
 
-    def joined(self, connection: Connection) -> None:
-        """A connection was made."""
+    def connected(self, connection: Connection) -> None:
+        """Called when a connection is made."""
         self._connections.add(connection)
 
-    def left(self, connection: Connection) -> None:
-        """A connection is gone."""
+    def disconnected(self, connection: Connection) -> None:
+        """Called when a connection is lost."""
         self._connections.discard(connection)
 
     def handle(self, connection: Connection, method: str, path: str, body: bytes, received_ns: int) -> None:
@@ -98,7 +98,10 @@ class FakeServer:
         self._stream(connection, path, entry, fault, request)
 
     def _start_ns(self, entry: Entry) -> int:
-        """When a slot is free for the answer. It keeps its slot for its full length, even if it breaks off early."""
+        """When a slot is free for the response.
+
+        The slot stays taken for the full length, even if a fault ends it early.
+        """
         if not self._slots_free_ns:
             return entry.received_ns
         start_ns = max(entry.received_ns, self._slots_free_ns[0])
@@ -113,14 +116,14 @@ class FakeServer:
         chat = path.endswith("chat/completions")
         messages = Messages(f"cmpl-{entry.number}", self._config.model, chat, kind == "crlf")
         usage = bool((request.stream_options or {}).get("include_usage"))
-        answer = Answer(entry, connection, self.ledger, messages, self._timing_ns, fault, usage)
+        answer = ScheduledResponse(entry, connection, self.ledger, messages, self._timing_ns, fault, usage)
         connection.answer, connection.byte_by_byte = answer, kind == "split"
         if kind != "stall" or (fault and fault.after >= 0):
             connection.send(EVENT_STREAM + (chunk(messages.role()) if chat else b""))
-            self._wheel.enter(_Ended(answer, self), answer.due_ns())
+            self._wheel.enter(_CountedResponse(answer, self), answer.due_ns())
 
     def _refused(self, connection: Connection, entry: Entry, fault: Fault) -> bool:
-        """Answer with an error where the fault asks for it."""
+        """Respond with an error if the fault asks for one; returns whether it did."""
         status, message = fault.code, f"fault: status {fault.code}"
         if fault.kind == "echo-auth":
             status, message = 401, f"no access with {connection.headers.get('authorization', 'no key')}"
@@ -141,10 +144,10 @@ class FakeServer:
         body = response(200, messages.whole(entry.max_tokens, "length", entry.prompt_tokens))
         ttft_ns, itl_ns = self._timing_ns
         due_ns = entry.started_ns + ttft_ns + (entry.max_tokens - 1) * itl_ns
-        self._wheel.enter(_Whole(connection, entry, self.ledger, body), due_ns)
+        self._wheel.enter(_WholeResponse(connection, entry, self.ledger, body), due_ns)
 
     def ended(self) -> None:
-        """An answer has ended; the fault ``kill`` counts them."""
+        """Count a response that has ended, for the fault ``kill``."""
         if self._kill_after is not None and self.ledger.completed >= self._kill_after:
             os._exit(9)
 
@@ -189,10 +192,10 @@ class FakeServer:
         return response(200, ("\n".join(lines) + "\n").encode(), "text/plain; version=0.0.4")
 
 
-class _Ended:
-    """An answer on the wheel, reported to the server once it ends."""
+class _CountedResponse:
+    """A streamed response on the timer wheel that tells the server when it has ended."""
 
-    def __init__(self, answer: Answer, server: FakeServer) -> None:
+    def __init__(self, answer: ScheduledResponse, server: FakeServer) -> None:
         self._act, self._answer, self._server = answer.act, answer, server
 
     def act(self) -> int:
@@ -202,8 +205,8 @@ class _Ended:
         return due_ns
 
 
-class _Whole:
-    """A response without streaming, sent when its last token would be."""
+class _WholeResponse:
+    """A non-streamed response, sent when its last token would be due."""
 
     def __init__(self, connection: Connection, entry: Entry, ledger: Ledger, body: bytes) -> None:
         self._connection, self._entry, self._ledger, self._body = connection, entry, ledger, body
@@ -217,7 +220,7 @@ class _Whole:
 
 
 def _tls(config: FakeConfig) -> ssl.SSLContext | None:
-    """The certificate that the server shows; None for plain http. Raises UsageError where it cannot be read."""
+    """TLS context with the server's certificate; None for plain http. Raises UsageError if it cannot be read."""
     if config.ssl_certfile is None:
         return None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -230,7 +233,7 @@ def _tls(config: FakeConfig) -> ssl.SSLContext | None:
 
 
 async def serve(config: FakeConfig, on_ready: Callable[[int], None]) -> Ledger:
-    """Serve until SIGINT or SIGTERM. ``on_ready`` gets the port. Raises RunError where it cannot bind."""
+    """Serve until SIGINT or SIGTERM; ``on_ready`` receives the port. Raises RunError if the port cannot be bound."""
     loop = asyncio.get_running_loop()
     server = FakeServer(config, loop)
     try:
@@ -252,7 +255,7 @@ async def serve(config: FakeConfig, on_ready: Callable[[int], None]) -> Ledger:
 
 
 def run(config: FakeConfig, on_ready: Callable[[int], None]) -> Ledger:
-    """As :func:`serve`, on a uvloop of its own."""
+    """Run :func:`serve` on its own uvloop."""
     return uvloop.run(serve(config, on_ready))
 
 

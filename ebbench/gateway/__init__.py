@@ -1,4 +1,4 @@
-"""The gateway: one OpenAI-compatible front door for several servers, with the dispatch policies of the simulator."""
+"""Gateway: one OpenAI-compatible endpoint in front of several servers, with the simulator's dispatch policies."""
 
 from ebbench.gateway.settings import GatewaySettings
 

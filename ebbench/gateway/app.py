@@ -1,4 +1,4 @@
-"""The gateway's routes and its life from start to end."""
+"""The gateway's routes, start-up and shutdown."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from ebbench.gateway.metrics import GatewayMetrics
 from ebbench.gateway.relay import Relay
 from ebbench.gateway.settings import GatewaySettings
 from ebbench.gateway.subscriber import SignalSubscriber
+from ebbench.gateway.transport import StreamTransport
 from ebbench.gateway.upstreams import Upstreams
-from ebbench.gateway.wire import StreamTransport
 
 _LOCAL = frozenset({"127.0.0.1", "::1", "localhost"})
-# Sent to every upstream, since each has a cache of its own.
+# These requests go to every upstream, since each has its own cache.
 _FOR_ALL = ("/reset_prefix_cache", "/reset_mm_cache")
 
 
 class Gateway:
-    """Everything that lives as long as the gateway. Make it inside the event loop."""
+    """State of a running gateway. Create it inside the event loop."""
 
     def __init__(self, settings: GatewaySettings) -> None:
         self.settings = settings
@@ -40,14 +40,14 @@ class Gateway:
             fleet,
             chunk_tokens=settings.chunk_tokens,
             network_ns=round(settings.network_ms * 1e6),
-            generates=True,  # whole engines stand behind it
+            generates=True,  # the upstreams are whole engines: they prefill and decode
         )
         self.metrics = GatewayMetrics()
         self.queue = DispatchQueue(self.dispatcher, settings.max_queue)
         self.upstreams = Upstreams(settings, self.queue.topology)
         self.transport = StreamTransport(settings.connect_timeout_s)
         signalled = bool(settings.signals) and self.dispatcher.wants_signals
-        self.subscriber = SignalSubscriber(settings, self._signalled) if signalled else None
+        self.subscriber = SignalSubscriber(settings, self._on_signal) if signalled else None
         self.relay = Relay(
             settings,
             self.upstreams,
@@ -58,13 +58,13 @@ class Gateway:
         )
 
     async def start(self) -> None:
-        """Check the upstreams and listen to them. Raises RunError, UsageError."""
+        """Check the upstreams, then subscribe to their signals. Raises RunError, UsageError."""
         await self.upstreams.start()
         if self.subscriber is not None:
             self.subscriber.start()
 
     async def close(self) -> None:
-        """Let go of everything."""
+        """Close connections, timers and subscriptions."""
         if self.subscriber is not None:
             await self.subscriber.close()
         await self.upstreams.close()
@@ -72,7 +72,7 @@ class Gateway:
         self.queue.close()
 
     def metrics_page(self) -> bytes:
-        """The metrics, gauges brought up to date."""
+        """The metrics page, with gauges set to their current values."""
         for upstream in self.upstreams.all:
             self.metrics.open.labels(upstream.url).set(upstream.open_requests)
             self.metrics.active.labels(upstream.url).set(upstream.state == "active")
@@ -84,7 +84,7 @@ class Gateway:
         return self.metrics.render()
 
     def state(self) -> dict[str, Any]:
-        """What `/gateway` shows."""
+        """The JSON document of `/gateway`."""
         return {
             "model": self.upstreams.model,
             "dispatch": self.settings.dispatch,
@@ -95,13 +95,13 @@ class Gateway:
             ],
         }
 
-    def _signalled(self, signal: Any) -> None:
+    def _on_signal(self, signal: Any) -> None:
         self.metrics.passes.labels(self.upstreams.all[signal.instance].url).inc()
         self.queue.end_forward(signal)
 
 
 def make_app(gateway: Gateway) -> Starlette:
-    """The ASGI application over a gateway that has been started."""
+    """The ASGI application of a gateway that has been started."""
 
     async def health(_request: Request) -> Response:
         return Response(status_code=200 if gateway.upstreams.active else 503)
@@ -119,7 +119,7 @@ def make_app(gateway: Gateway) -> Starlette:
         return await _set_draining(gateway, request, drain=False)
 
     async def for_all(request: Request) -> Response:
-        return await _to_all(gateway, request)
+        return await _send_to_all(gateway, request)
 
     @contextlib.asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
@@ -139,7 +139,7 @@ def make_app(gateway: Gateway) -> Starlette:
 
 
 async def _set_draining(gateway: Gateway, request: Request, *, drain: bool) -> Response:
-    """``POST /gateway/drain?upstream=URL``, from this machine only."""
+    """``POST /gateway/drain?upstream=URL``; accepted from the gateway's machine only."""
     if request.client is not None and request.client.host not in _LOCAL:
         return JSONResponse({"error": "only from the gateway's own machine"}, status_code=403)
     try:
@@ -149,7 +149,7 @@ async def _set_draining(gateway: Gateway, request: Request, *, drain: bool) -> R
     return JSONResponse({"url": upstream.url, "state": upstream.state, "open": upstream.open_requests})
 
 
-async def _to_all(gateway: Gateway, request: Request) -> Response:
+async def _send_to_all(gateway: Gateway, request: Request) -> Response:
     body = await request.body()
     path = request.url.path + (f"?{request.url.query}" if request.url.query else "")
 

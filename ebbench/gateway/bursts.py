@@ -1,8 +1,8 @@
-"""Ends of forward passes, inferred from the streams of one upstream.
+"""Infers the ends of forward passes from the response streams of one upstream.
 
-All tokens of a pass leave the engine together, so messages come in bursts. The first message after a pause marks the
-end of a pass; the time between two such marks is its duration. A pause is a quarter of the smoothed duration, at
-least 1 ms. Silence while nothing was open says nothing.
+An engine sends all tokens of a pass together, so messages arrive in bursts. The first message after a pause marks the
+end of a pass; the time between two marks is the duration of a pass. A pause is a quarter of the smoothed duration, at
+least 1 ms. Silence without open requests is not counted.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ _WEIGHT = 0.1
 
 
 class BurstClock:
-    """Turns message times of one upstream into durations of forward passes."""
+    """Turns the message times of one upstream into durations of forward passes."""
 
     def __init__(self) -> None:
         self._mark_ns = 0
@@ -20,7 +20,10 @@ class BurstClock:
         self._mean_ns = 0.0
 
     def message(self, now_ns: int) -> int | None:
-        """A message came. The duration of the pass that ended with it, None if it belongs to an earlier one."""
+        """Record a message.
+
+        Returns the duration (ns) of the pass that it ended, or None if it belongs to an earlier pass.
+        """
         quiet_ns, self._last_ns = now_ns - self._last_ns, now_ns
         if quiet_ns < max(_LEAST_NS, self._mean_ns / _SHARE):
             return None
@@ -32,5 +35,5 @@ class BurstClock:
         return duration_ns
 
     def idle(self) -> None:
-        """Nothing is open any more: the next pause is no pass."""
+        """Record that no request is open: the next pause is not a pass."""
         self._mark_ns = 0

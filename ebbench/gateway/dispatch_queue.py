@@ -1,4 +1,4 @@
-"""Requests wait here until the dispatcher assigns them to a unit; events and the clock drive it."""
+"""Queue of requests that the dispatcher has not assigned to a unit yet; driven by events and a timer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ebbench.dispatch import Dispatcher, DispatchRequest, EndForward
 
 
 class RefusedError(Exception):
-    """The request is refused; the client may try again after ``retry_after_s``."""
+    """The gateway refuses a request; the client may retry after ``retry_after_s``."""
 
     def __init__(self, reason: str, retry_after_s: int) -> None:
         super().__init__(reason)
@@ -26,7 +26,7 @@ class DispatchQueue:
         self._max_queue = max_queue
         self._waiting: dict[int, asyncio.Future[int]] = {}
         self._alarm = Alarm(asyncio.get_running_loop(), self._poll)
-        self._done_in_s = 1.0  # smoothed time from assignment to end, for Retry-After
+        self._done_in_s = 1.0  # smoothed time from assignment to the end of a response, for Retry-After
         self._assigned_ns: dict[int, int] = {}
         self.refused = 0
 
@@ -36,11 +36,14 @@ class DispatchQueue:
 
     @property
     def waiting(self) -> int:
-        """Requests that no unit has been assigned to."""
+        """Number of requests without a unit."""
         return len(self._waiting)
 
     async def assign(self, request: DispatchRequest) -> int:
-        """The unit that ``request`` is assigned to, once there is one. Raises RefusedError. Cancelling withdraws it."""
+        """Wait until ``request`` is assigned; returns its unit.
+
+        Raises RefusedError. Cancelling withdraws the request.
+        """
         if len(self._waiting) >= self._max_queue:
             raise self._refusal(f"{len(self._waiting)} requests are waiting already")
         now_ns = time.monotonic_ns()
@@ -54,18 +57,18 @@ class DispatchQueue:
             if self._waiting.pop(request.key, None) is not None:
                 self.dispatcher.withdraw(request.key)
             elif not future.cancelled() and future.exception() is None:
-                self.ended(request.key)  # assigned and cancelled in the same moment
+                self.ended(request.key)  # assigned and cancelled in the same iteration of the loop
             raise
         self._assigned_ns[request.key] = time.monotonic_ns()
         return unit
 
     def first_token(self, key: int) -> None:
-        """The first bytes of the answer came."""
+        """Record the first bytes of a response."""
         self.dispatcher.prefilled(key, time.monotonic_ns())
         self._poll()
 
     def ended(self, key: int) -> None:
-        """The request has left its unit."""
+        """Record that a request has left its unit."""
         now_ns = time.monotonic_ns()
         assigned_ns = self._assigned_ns.pop(key, now_ns)
         self._done_in_s += 0.05 * ((now_ns - assigned_ns) / 1e9 - self._done_in_s)
@@ -73,12 +76,12 @@ class DispatchQueue:
         self._poll()
 
     def end_forward(self, signal: EndForward) -> None:
-        """A forward pass has ended."""
+        """Record the end of a forward pass."""
         self.dispatcher.end_forward(signal, time.monotonic_ns())
         self._poll()
 
     def topology(self, active: Iterable[int]) -> None:
-        """These upstreams take requests."""
+        """Set the units that take requests."""
         self.dispatcher.topology(active, time.monotonic_ns())
         self._poll()
 

@@ -1,4 +1,4 @@
-"""What the gateway counts, in Prometheus' text format."""
+"""The gateway's metrics in the Prometheus text format."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _WAIT_BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1
 
 
 class GatewayMetrics:
-    """Counters and gauges of one gateway, in a registry of its own."""
+    """Counters and gauges of one gateway, in its own registry."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()

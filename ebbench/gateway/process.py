@@ -1,4 +1,4 @@
-"""The gateway in a process of its own, for engines, checks and tests."""
+"""Runs the gateway in a child process, for engines, checks and tests."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ STOP_WAIT_S = 10.0
 
 
 class GatewayProcess:
-    """Starts the gateway, knows its URL, and leaves no process behind. Use as a context manager.
+    """Starts a gateway; ``url`` is its base URL. The process ends with the context.
 
-    Raises UsageError or RunError with the gateway's own reason when it refuses to start.
+    Raises UsageError or RunError with the gateway's own reason if it does not start.
     """
 
     def __init__(self, settings: GatewaySettings, ready_timeout_s: float = 30.0) -> None:
@@ -51,7 +51,7 @@ class GatewayProcess:
         return self.process.pid
 
     def stop(self) -> None:
-        """End it: ask, wait until open requests may have ended, then kill."""
+        """Send SIGTERM, wait until open requests may have ended, then kill."""
         process, self.process = self.process, None
         if process is None:
             return

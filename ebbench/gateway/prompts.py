@@ -1,4 +1,4 @@
-"""How long a request is and which prefix it has, as far as a dispatcher needs to know; no tokenizer runs here."""
+"""Estimates a request's length and prefix for the dispatcher, without a tokenizer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ebbench.dispatch.base import DispatchRequest
 from ebbench.records.content import CHUNK_TOKENS
 
 BYTES_PER_TOKEN = 4.0
-"""Of English text; the servers count exactly, the dispatcher only weighs requests against each other."""
+"""Of English text. The servers count exactly; the dispatcher only compares requests with each other."""
 
 
 class _Body(msgspec.Struct):
@@ -24,7 +24,10 @@ _DECODER = msgspec.json.Decoder(_Body)
 
 
 def dispatch_request(key: int, body: bytes, *, prefix: bool) -> DispatchRequest:
-    """The request as a dispatcher sees it. A body that is no JSON object counts as one token: the server refuses it."""
+    """The request's estimated tokens and, with ``prefix``, its block hashes.
+
+    A body that is not a JSON object counts as one token; the server will refuse it.
+    """
     try:
         found = _DECODER.decode(body)
     except msgspec.MsgspecError:
@@ -42,12 +45,12 @@ def _tokens(raw: bytes) -> int:
 
 
 def _is_ids(raw: bytes) -> bool:
-    """A list of token ids, as against text or messages."""
+    """Whether the prompt is a list of token ids instead of text or messages."""
     return raw[:1] == b"[" and raw[1:2].isdigit()
 
 
 def _blocks(raw: bytes, tokens: int) -> tuple[int, ...]:
-    """Hashes of the leading blocks of about CHUNK_TOKENS tokens, each with all before it."""
+    """Hashes of the leading blocks of about CHUNK_TOKENS tokens; each hash covers all text before it."""
     pieces: list[Any]
     if _is_ids(raw):
         ids = raw[1:-1].split(b",")

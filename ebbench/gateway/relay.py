@@ -1,4 +1,4 @@
-"""One request through the gateway: it is assigned an upstream, and every byte of the answer is relayed as it comes."""
+"""Relays one request: waits for an upstream, sends the request, relays every byte of the response at once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import msgspec
 
 from ebbench.dispatch import EndForward
 from ebbench.gateway.dispatch_queue import DispatchQueue, RefusedError
-from ebbench.gateway.events import WholeLines
+from ebbench.gateway.events import LineBuffer
 from ebbench.gateway.metrics import GatewayMetrics
 from ebbench.gateway.prompts import dispatch_request
 from ebbench.gateway.settings import GatewaySettings
@@ -39,7 +39,7 @@ class _ClientLeftError(Exception):
 
 @dataclass
 class _Request:
-    """What came in, and how far it has got."""
+    """A client's request and the state of its relay."""
 
     method: str
     target: str
@@ -47,11 +47,11 @@ class _Request:
     body: bytes
     request_id: bytes
     tried: int = 0
-    started: bool = field(default=False)  # some of the answer is with the client
+    started: bool = field(default=False)  # whether the client has received part of the response
 
 
 class Relay:
-    """An ASGI endpoint for every path that goes to one upstream."""
+    """ASGI endpoint for all paths that go to one upstream."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class Relay:
 
         watcher = asyncio.create_task(watch())
         try:
-            await self._carry(request, send)
+            await self._relay_request(request, send)
         except asyncio.CancelledError:
             if not left:
                 raise
@@ -101,7 +101,7 @@ class Relay:
             watcher.cancel()
 
     async def _body(self, receive: Receive) -> bytes | None:
-        """The whole body; None when it is too large."""
+        """The whole body, or None if it is too large."""
         parts: list[bytes] = []
         size = 0
         while True:
@@ -116,8 +116,8 @@ class Relay:
             if not message.get("more_body"):
                 return parts[0] if len(parts) == 1 else b"".join(parts)
 
-    async def _carry(self, request: _Request, send: Send) -> None:
-        """Until it is answered. An upstream that gave no byte of an answer is not the end: another one is asked."""
+    async def _relay_request(self, request: _Request, send: Send) -> None:
+        """Try upstreams until one responds. An upstream that sent no byte of a response is replaced by another one."""
         while True:
             key = next(self._keys)
             to_dispatch = dispatch_request(key, request.body, prefix=self._queue.dispatcher.wants_prefix)
@@ -134,15 +134,15 @@ class Relay:
                 return
             self._metrics.wait.observe(time.monotonic() - began_s)
             upstream = self._upstreams.all[unit // self._settings.dp_ranks]
-            if await self._ask(request, upstream, unit, key, send):
+            if await self._try_upstream(request, upstream, unit, key, send):
                 return
             request.tried += 1
             if request.tried >= self._attempts:
                 await refuse(send, 502, f"{request.tried} upstreams gave no answer", self._metrics)
                 return
 
-    async def _ask(self, request: _Request, upstream: Upstream, unit: int, key: int, send: Send) -> bool:
-        """Ask one upstream. False when it gave no byte of an answer."""
+    async def _try_upstream(self, request: _Request, upstream: Upstream, unit: int, key: int, send: Send) -> bool:
+        """Send the request to one upstream. Returns False if it sent no byte of a response."""
         upstream.open_requests += 1
         try:
             outgoing = self._outgoing(request, upstream, unit)
@@ -152,7 +152,7 @@ class Relay:
                 self._upstreams.failed(upstream)
                 self._metrics.retries.labels(upstream.url).inc()
                 return False
-            await self._answer(request, response, upstream, key, send)
+            await self._relay_response(request, response, upstream, key, send)
             return True
         finally:
             upstream.open_requests -= 1
@@ -166,7 +166,7 @@ class Relay:
             headers = [*headers, (RANK_HEADER, str(unit % self._settings.dp_ranks).encode())]
         return httpx.Request(request.method, upstream.url + request.target, headers=headers, content=request.body)
 
-    async def _answer(
+    async def _relay_response(
         self, request: _Request, response: httpx.Response, upstream: Upstream, key: int, send: Send
     ) -> None:
         headers = [(name.lower(), value) for name, value in response.headers.raw if name.lower() not in _HOP_BY_HOP]
@@ -175,7 +175,7 @@ class Relay:
         await send({"type": "http.response.start", "status": response.status_code, "headers": headers})
         stream = cast(AsyncIterator[bytes], response.stream)
         outcome = "ok" if response.status_code < 400 else f"http_{response.status_code}"
-        lines = WholeLines() if _carries_events(response) else None
+        lines = LineBuffer() if _carries_events(response) else None
         first = True
         try:
             async for data in stream:
@@ -191,9 +191,9 @@ class Relay:
             await send({"type": "http.response.body", "body": rest, "more_body": False})
         except httpx.TransportError as error:
             outcome = "broken"
-            self._upstreams.broke(upstream)
+            self._upstreams.stream_broke(upstream)
             if lines is not None:
-                await _break_off(upstream, error, send)
+                await _end_with_error(upstream, error, send)
         except asyncio.CancelledError:
             outcome = "abandoned"
             raise
@@ -205,26 +205,26 @@ class Relay:
         duration_ns = upstream.bursts.message(time.monotonic_ns())
         if duration_ns is not None:
             self._metrics.passes.labels(upstream.url).inc()
-            self._queue.end_forward(EndForward(upstream.index, duration_ns, goes_on=True, generates=True))
+            self._queue.end_forward(EndForward(upstream.index, duration_ns, continues=True, generates=True))
 
 
 def _carries_events(response: httpx.Response) -> bool:
-    """Whether the body is an event stream that something can be added to."""
+    """Whether the body is an event stream without content coding, to which an event can be appended."""
     headers = response.headers
     fixed = "content-length" in headers or "content-encoding" in headers
     return headers.get("content-type", "").startswith("text/event-stream") and not fixed
 
 
-async def _break_off(upstream: Upstream, error: Exception, send: Send) -> None:
-    """Send the client of a stream why it ends; the body stays unfinished, which any client notices."""
+async def _end_with_error(upstream: Upstream, error: Exception, send: Send) -> None:
+    """End a stream with an error event. The body stays incomplete, which every HTTP client detects."""
     frame = error_body(f"upstream {upstream.url} broke off: {error}", 502)
-    # A line that was whole, or too long to be held, may be with the client without the blank line that ends its event.
+    # The client may already have a line without the blank line that ends its event.
     data = b"\n\ndata: " + frame + b"\n\n"
     await send({"type": "http.response.body", "body": data, "more_body": True})
 
 
 def error_body(message: str, status: int) -> bytes:
-    """An error as the OpenAI protocol has it."""
+    """An error object in OpenAI's format."""
     kind = {413: "invalid_request_error", 429: "rate_limit_error"}.get(status, "api_error")
     return msgspec.json.encode({"error": {"message": message, "type": kind, "code": status}})
 
@@ -232,7 +232,7 @@ def error_body(message: str, status: int) -> bytes:
 async def refuse(
     send: Send, status: int, message: str, metrics: GatewayMetrics, retry_after_s: int | None = None
 ) -> None:
-    """Answer with an error of the gateway's own."""
+    """Respond with an error of the gateway itself."""
     metrics.refused.labels(str(status)).inc()
     body = error_body(message, status)
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]

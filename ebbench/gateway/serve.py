@@ -1,4 +1,4 @@
-"""Running the gateway under uvicorn."""
+"""Runs the gateway under uvicorn."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from ebbench.gateway.settings import GatewaySettings
 
 
 def serve(settings: GatewaySettings, on_ready: Callable[[int], None]) -> None:
-    """Check the upstreams, then serve until SIGTERM or SIGINT; ``on_ready`` gets the port.
+    """Check the upstreams, then serve until SIGTERM or SIGINT; ``on_ready`` receives the port.
 
-    Raises UsageError and RunError before anything is served. Open requests may end within ``drain_s``.
+    Raises UsageError and RunError before the first request is served. Open requests get ``drain_s`` seconds to end.
     """
     uvloop.run(_serve(settings.checked(), on_ready))
 
@@ -55,14 +55,14 @@ async def _serve(settings: GatewaySettings, on_ready: Callable[[int], None]) -> 
 
 
 class _Server(uvicorn.Server):
-    """Tells when it listens, and where."""
+    """uvicorn's server, which calls ``on_ready`` with the port once it listens."""
 
     def __init__(self, config: uvicorn.Config, on_ready: Callable[[int], None]) -> None:
         super().__init__(config)
         self._on_ready = on_ready
 
     async def startup(self, sockets: list[object] | None = None) -> None:  # type: ignore[override]
-        """uvicorn's, then the word."""
+        """uvicorn's start-up, then ``on_ready``."""
         await super().startup(sockets)  # type: ignore[arg-type]
         if self.started:
             self._on_ready(int(self.servers[0].sockets[0].getsockname()[1]))

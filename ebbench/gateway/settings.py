@@ -17,15 +17,15 @@ _POSITIVE = (
 
 
 class GatewaySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What the gateway is started with.
+    """Settings of a gateway.
 
-    ``upstreams``: base URLs. ``dispatch``: a policy as :func:`ebbench.dispatch.parse_dispatch` reads it. ``dp_ranks``:
-    data-parallel ranks inside each upstream, chosen by the header X-data-parallel-rank; 1 sends no such header.
-    ``signals``: ZeroMQ endpoints of the vllm_eb plugin, one an upstream (its rank r publishes on the port plus r);
-    empty: ends of forward passes are inferred from the streams. ``chunk_tokens``: the servers' token budget of a step.
-    ``network_ms``: time of the way to a server and back. ``max_queue``: requests held back before 429; ``max_wait_s``:
-    how long one is held before 503. ``eject_after``, ``return_after``: health checks in a row. ``drain_s``: how long
-    open requests may take at the end.
+    ``upstreams``: base URLs. ``dispatch``: a policy in the syntax of :func:`ebbench.dispatch.parse_dispatch`.
+    ``dp_ranks``: data-parallel ranks inside each upstream, chosen by the header X-data-parallel-rank; 1 sends no such
+    header. ``signals``: ZeroMQ endpoints of the vllm_eb plugin, one per upstream (rank r publishes on the port plus r);
+    empty: ends of forward passes are inferred from the streams. ``chunk_tokens``: the servers' token budget per step.
+    ``network_ms``: round-trip time to a server. ``max_queue``: requests held in the queue before 429; ``max_wait_s``:
+    time in the queue before 503. ``eject_after``, ``return_after``: consecutive health checks. ``drain_s``: time that
+    open requests get at shutdown.
     """
 
     upstreams: tuple[str, ...]
@@ -48,7 +48,7 @@ class GatewaySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     start_timeout_s: float = 5.0
 
     def checked(self) -> GatewaySettings:
-        """The settings themselves. Raises UsageError for those that cannot work."""
+        """The settings, checked. Raises UsageError for a value that cannot work."""
         if not self.upstreams:
             raise UsageError("the gateway needs at least one --upstream URL")
         for url in self.upstreams:
@@ -80,5 +80,5 @@ class GatewaySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
 
 
 def _option(name: str) -> str:
-    """The command's option for a setting: its unit is in the help."""
+    """The command-line option of a setting, without the unit suffix."""
     return f"--{name.removesuffix('_s').replace('_', '-')}"

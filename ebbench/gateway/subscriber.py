@@ -1,4 +1,4 @@
-"""EndForward signals of the vllm_eb plugin, received over ZeroMQ."""
+"""Receives the EndForward signals of the vllm_eb plugin over ZeroMQ."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vllm_eb.signals import Signal, endpoint_of_rank
 
 
 class SignalSubscriber:
-    """Listens to every rank of every upstream and hands their signals on."""
+    """Subscribes to every rank of every upstream and passes their signals to ``on_signal``."""
 
     def __init__(self, settings: GatewaySettings, on_signal: Callable[[EndForward], None]) -> None:
         self._zmq = need("zmq", "signals of the plugin", "gateway")
@@ -31,7 +31,7 @@ class SignalSubscriber:
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
-        """Connect; publishers may come later."""
+        """Connect. Publishers may start later."""
         self._context = self._zmq.asyncio.Context()
         for unit, address in self._addresses:
             socket = self._context.socket(self._zmq.SUB)
@@ -57,5 +57,5 @@ class SignalSubscriber:
                 continue  # another program publishes there; health checks decide whether an upstream works
             report = UnitReport(unit, signal.received, signal.queued_tokens, signal.kv_tokens)
             self._on_signal(
-                EndForward(unit // self._ranks, signal.duration_ns, signal.goes_on, signal.generates, (report,))
+                EndForward(unit // self._ranks, signal.duration_ns, signal.continues, signal.generates, (report,))
             )

@@ -1,4 +1,4 @@
-"""The servers behind the gateway: their state, health checks, ejection, return and draining."""
+"""The servers behind the gateway: state, health checks, ejection, return and draining."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ State = Literal["active", "ejected", "draining"]
 
 @dataclass
 class Upstream:
-    """One server. ``bad`` and ``good`` count health checks in a row."""
+    """One server. ``failed_checks`` and ``passed_checks`` count consecutive failed and passed health checks."""
 
     index: int
     url: str
     state: State = "active"
-    bad: int = 0
-    good: int = 0
+    failed_checks: int = 0
+    passed_checks: int = 0
     open_requests: int = 0
     ejections: int = 0
     bursts: BurstClock = field(default_factory=BurstClock)
 
 
 class Upstreams:
-    """All servers. ``on_change`` is called with those that take requests, whenever that changes."""
+    """All servers. ``on_change`` is called with the indices of those that take requests, whenever these change."""
 
     def __init__(self, settings: GatewaySettings, on_change: Callable[[set[int]], None]) -> None:
         self._settings, self._on_change = settings, on_change
@@ -45,11 +45,14 @@ class Upstreams:
 
     @property
     def active(self) -> set[int]:
-        """Numbers of those that take requests."""
+        """Indices of the servers that take requests."""
         return {upstream.index for upstream in self.all if upstream.state == "active"}
 
     async def start(self) -> None:
-        """Check them all, then watch them. Raises RunError for one that is not there, UsageError for other models."""
+        """Check all servers, then keep checking.
+
+        Raises RunError if one cannot be reached, UsageError if models differ.
+        """
         models = await asyncio.gather(*(self._model_of(upstream) for upstream in self.all))
         for upstream, model in zip(self.all, models, strict=True):
             if model != models[0]:
@@ -61,37 +64,43 @@ class Upstreams:
         self._tasks = [asyncio.create_task(self._watch(upstream)) for upstream in self.all]
 
     async def close(self) -> None:
-        """Stop watching."""
+        """Stop the health checks."""
         for task in self._tasks:
             task.cancel()
         await self._client.aclose()
 
     def failed(self, upstream: Upstream) -> None:
-        """A request could not reach it: it takes no more until a health check succeeds."""
-        upstream.good = 0
+        """Record that a request could not reach the server: it gets no request until a health check passes."""
+        upstream.passed_checks = 0
         if upstream.state == "active":
             self._eject(upstream)
 
-    def broke(self, upstream: Upstream) -> None:
-        """An answer broke off: as bad as a failed health check, since it may have been the connection alone."""
-        upstream.good, upstream.bad = 0, upstream.bad + 1
-        if upstream.state == "active" and upstream.bad >= self._settings.eject_after:
+    def stream_broke(self, upstream: Upstream) -> None:
+        """Record a broken response.
+
+        It counts as one failed health check, since the connection alone may have broken.
+        """
+        upstream.passed_checks, upstream.failed_checks = 0, upstream.failed_checks + 1
+        if upstream.state == "active" and upstream.failed_checks >= self._settings.eject_after:
             self._eject(upstream)
 
     def drain(self, url: str, *, drain: bool) -> Upstream:
-        """Send an upstream nothing new (or again). Raises UsageError for an unknown one."""
+        """Send no new request to an upstream, or (``drain`` False) send requests again.
+
+        Raises UsageError for an unknown URL.
+        """
         found = next((upstream for upstream in self.all if upstream.url == url.rstrip("/")), None)
         if found is None:
             raise UsageError(f"no upstream {url}; there are {', '.join(u.url for u in self.all)}")
         if drain:
             found.state = "draining"
         elif found.state == "draining":
-            found.state, found.bad = "active", 0
+            found.state, found.failed_checks = "active", 0
         self._on_change(self.active)
         return found
 
     async def _model_of(self, upstream: Upstream) -> str:
-        """The model it serves; it is given ``start_timeout_s`` to answer."""
+        """The model that the server serves; waits up to ``start_timeout_s`` for a response."""
         deadline = asyncio.get_running_loop().time() + self._settings.start_timeout_s
         while True:
             try:
@@ -113,13 +122,15 @@ class Upstreams:
             with contextlib.suppress(httpx.HTTPError):
                 answer = await self._client.get(f"{upstream.url}/health")
                 healthy = answer.status_code == 200
-            self._checked(upstream, healthy)
+            self._record_check(upstream, healthy)
 
-    def _checked(self, upstream: Upstream, healthy: bool) -> None:
-        upstream.good, upstream.bad = (upstream.good + 1, 0) if healthy else (0, upstream.bad + 1)
-        if upstream.state == "active" and upstream.bad >= self._settings.eject_after:
+    def _record_check(self, upstream: Upstream, healthy: bool) -> None:
+        upstream.passed_checks, upstream.failed_checks = (
+            (upstream.passed_checks + 1, 0) if healthy else (0, upstream.failed_checks + 1)
+        )
+        if upstream.state == "active" and upstream.failed_checks >= self._settings.eject_after:
             self._eject(upstream)
-        elif upstream.state == "ejected" and upstream.good >= self._settings.return_after:
+        elif upstream.state == "ejected" and upstream.passed_checks >= self._settings.return_after:
             upstream.state = "active"
             self._on_change(self.active)
 

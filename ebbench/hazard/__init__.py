@@ -1,1 +1,1 @@
-"""Completion hazards: lengths from any source, and tests for a rising trend."""
+"""Completion hazards: output lengths from any source, and tests for a rising trend."""

@@ -1,4 +1,4 @@
-"""Output lengths for a hazard analysis: from a workload, a trace, a list of numbers or a stored run."""
+"""Reads output lengths for a hazard analysis: from a workload, a trace, a list of numbers or a stored run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ebbench.records.run import MANIFEST, Run
 
 @dataclass(frozen=True)
 class Lengths:
-    """Output tokens of complete answers, with where they come from."""
+    """Output tokens of complete responses, and their source."""
 
     output_tokens: npt.NDArray[np.int64]
     mean_input: float | None
@@ -30,7 +30,7 @@ def read_lengths(
 ) -> Lengths:
     """Lengths of a workload name, ``trace:FILE``, a TOML file, a run directory, or a file of numbers or of a trace.
 
-    Further arguments are those of build_plan. Raises UsageError, InputFileError, DataError.
+    The other arguments are those of build_plan. Raises UsageError, InputFileError, DataError.
     """
     path = Path(what).expanduser()
     chosen = {"source": None if source == "auto" else source, "num_prompts": num_prompts, "seed": seed or None, **plan}
@@ -49,10 +49,10 @@ def read_lengths(
 
 
 def _refuse(chosen: Mapping[str, str | int | None], owner: str) -> None:
-    """Raise UsageError for options that have no effect on the answers of a stored run."""
+    """Raise UsageError for options that do not apply to a stored run or a list."""
     given = ["--" + name.replace("_", "-") for name, value in chosen.items() if value is not None]
     if given:
-        raise UsageError(f"{owner} and is taken whole; leave out {', '.join(given)}")
+        raise UsageError(f"{owner} and is used completely; leave out {', '.join(given)}")
 
 
 def _of_run(path: Path) -> Lengths:
@@ -68,7 +68,7 @@ def _of_run(path: Path) -> Lengths:
 def _of_plan(what: str, source: str, num_prompts: int | None, seed: int, plan: dict[str, Any]) -> Lengths:
     from ebbench.workloads import build_plan
 
-    # Lengths alone are asked for: as a closed loop, which needs no times of a trace.
+    # A closed loop, since only lengths are needed, not the times of a trace.
     scenario = "saturated" if what.startswith("trace:") else None
     built = build_plan(what, scenario, num_prompts=num_prompts, seed=seed, source=source, with_text=False, **plan)
     outputs = built.table["output_tokens"].to_numpy().astype(np.int64)
@@ -77,7 +77,7 @@ def _of_plan(what: str, source: str, num_prompts: int | None, seed: int, plan: d
 
 
 def _numbers(path: Path) -> npt.NDArray[np.int64] | None:
-    """One length per line (an optional heading first); None when the file is something else. Raises InputFileError."""
+    """One length per line after an optional heading; None if the file has another format. Raises InputFileError."""
     try:
         lines = [line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines()]
     except (OSError, UnicodeDecodeError) as error:
@@ -86,7 +86,7 @@ def _numbers(path: Path) -> npt.NDArray[np.int64] | None:
     if filled and not filled[0].isdigit() and len(filled) > 1 and filled[1].isdigit():
         filled = filled[1:]
     if not filled:
-        raise UsageError(f"{path} is empty; give one output length a line, or a trace")
+        raise UsageError(f"{path} is empty; give one output length per line, or a trace")
     if not filled[0].isdigit():
         return None
     for number, line in enumerate(lines, start=1):

@@ -1,11 +1,10 @@
-"""Does the completion hazard rise? Trend tests on the empirical hazard (Zhang et al. 2026, appendix E.4).
+"""Tests whether the completion hazard rises, on the empirical hazard (Zhang et al. 2026, appendix E.4).
 
-Both tests look at ``h(t)`` up to the 95th percentile of the lengths, as the paper does: Mann-Kendall (no trend
-against a monotone one) and a linear regression (slope zero against not zero). The tests come from ``pymannkendall``
-and ``scipy``.
+Both tests use ``h(t)`` up to the 95th percentile of the lengths, as in the paper: Mann-Kendall (no trend against a
+monotone one) and linear regression (zero slope against non-zero), from ``pymannkendall`` and ``scipy``.
 
-Where more than one answer in a hundred has the greatest length of all, that length is a limit and not an end: these
-answers are right-censored, they count as survivors there and not as completions.
+If more than 1 % of the responses have the maximum length, that length is a limit: these responses are right-censored,
+so they count as survivors there and not as completions.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ from vllm_eb.hazard import MIN_SURVIVORS, CensoredHazard, HazardEstimate, Slidin
 LEVEL = 0.05
 QUANTILE = 0.95
 LIMIT_SHARE = 0.01
-_MIN_POINTS = 4  # below that neither test says anything
+_MIN_POINTS = 4  # neither test is meaningful with fewer points
 
 
 @dataclass(frozen=True)
 class TrendTests:
-    """Two tests of the trend of h(t) for t in [t_min, t_max] tokens. ``tau`` is Kendall's, ``slope`` per token^2."""
+    """Two tests of the trend of h(t) for t in [t_min, t_max] tokens. ``tau`` is Kendall's; ``slope`` is per token^2."""
 
     t_min: int
     t_max: int
@@ -41,13 +40,13 @@ class TrendTests:
 
     @property
     def rising(self) -> bool:
-        """Both tests find a rising trend at 5 %."""
+        """Whether both tests find a rising trend at the 5 % level."""
         mann_kendall = self.tau > 0 and self.mann_kendall_p < LEVEL
         return mann_kendall and self.slope > 0 and self.regression_p < LEVEL
 
     @property
     def verdict(self) -> str:
-        """In words."""
+        """The result in words."""
         if self.rising:
             return "increasing failure rate (IFR): both tests find a rising hazard"
         if self.tau < 0 and self.mann_kendall_p < LEVEL and self.slope < 0 and self.regression_p < LEVEL:
@@ -59,12 +58,12 @@ class TrendTests:
 
 @dataclass(frozen=True)
 class Hazard:
-    """Empirical hazard of some output lengths (tokens), the tests, and the two estimators' fits ``p0 + eta t``.
+    """Empirical hazard of output lengths (tokens), the tests, and both estimators' fits ``p0 + eta t``.
 
-    ``survivors[i]`` requests have at least ``t[i]`` tokens. Points above ``t_reliable``, the 95th percentile or the
-    limit, rest on few requests or none. ``limit``: where answers are cut, with ``censored_samples`` of them; None:
-    nowhere. The published estimator takes answers that were cut for complete, as it does in service. Where all
-    answers are equally long, there are neither tests nor fits.
+    ``survivors[i]`` requests have at least ``t[i]`` tokens. Points above ``t_reliable`` (the 95th percentile or the
+    limit) rest on few requests. ``limit``: the length at which responses were cut, with ``censored_samples`` of them;
+    None if there is none. The ``published`` estimator treats cut responses as complete, as it does in service. If all
+    responses are equally long, there are neither tests nor fits.
     """
 
     t: npt.NDArray[np.int64]
@@ -82,15 +81,16 @@ class Hazard:
 
     @property
     def untested(self) -> str | None:
-        """Why there are no tests; None where there are."""
+        """Why there are no tests; None if there are."""
         if self.tests is not None:
             return None
         if self.std == 0:
-            return f"every answer has {self.t[-1]:,} tokens: there is no trend to test and no hazard to fit"
+            return f"every response has {self.t[-1]:,} tokens: there is no trend to test and no hazard to fit"
         return "too few different lengths to test for a trend"
 
     def binned(self, bins: int = 40) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-        """Middles and hazards per token of equal bins over the reliable range: completions over tokens at risk."""
+        """Midpoints (tokens) and hazards per token of equal bins over the reliable range: completions over tokens at
+        risk."""
         inside = self.t <= self.t_reliable
         edges = np.linspace(0, self.t_reliable, min(bins, self.t_reliable) + 1)
         which = np.clip(np.searchsorted(edges, self.t[inside], "left") - 1, 0, len(edges) - 2)
@@ -100,7 +100,7 @@ class Hazard:
 
 
 def analyse_lengths(lengths: npt.ArrayLike) -> Hazard:
-    """Everything about the hazard of output lengths (tokens, at least one of them)."""
+    """Hazard, tests and fits of output lengths (tokens; at least one)."""
     outputs = np.asarray(lengths, np.int64)
     varied = np.ptp(outputs) > 0
     ended, cut, limit = split_at_limit(outputs)
@@ -122,7 +122,7 @@ def analyse_lengths(lengths: npt.ArrayLike) -> Hazard:
 
 
 def split_at_limit(outputs: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], int | None]:
-    """Answers that ended, answers cut at a limit, and the limit; all ended where none shows."""
+    """Responses that ended, responses cut at a limit, and the limit (None if there is none)."""
     greatest = int(outputs.max())
     cut = outputs == greatest
     if cut.all() or cut.mean() <= LIMIT_SHARE:
@@ -131,9 +131,9 @@ def split_at_limit(outputs: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64
 
 
 def trend_tests(lengths: npt.ArrayLike) -> TrendTests | None:
-    """The two tests; None where all lengths are one or points are few. Raises EbbenchError without scipy."""
+    """Both tests; None if all lengths are equal or there are too few points. Raises EbbenchError without scipy."""
     outputs = np.asarray(lengths, np.int64)
-    if np.ptp(outputs) == 0:  # zero before that length and one there: no trend, however many zeros
+    if np.ptp(outputs) == 0:  # the hazard is zero before that length: no trend
         return None
     ended, cut, limit = split_at_limit(outputs)
     t, h, survivors = empirical_hazard(ended, cut)

@@ -1,1 +1,1 @@
-"""Stored data: schemas, plans, manifests, the run directory."""
+"""Stored data: schemas, plans, manifests, run directories."""

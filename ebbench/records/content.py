@@ -1,7 +1,7 @@
 """Token ids of prompts, as a pure function of content identity and position.
 
-Every engine that needs real token ids calls :func:`token_ids`, so one plan means the same prompts, and the same
-shared prefixes, everywhere.
+All engines that need real token ids call :func:`token_ids`, so that a plan has the same prompts and shared prefixes on
+every engine.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-CHUNK_TOKENS = 512  # tokens named by one Mooncake hash id
+CHUNK_TOKENS = 512  # tokens per Mooncake hash id
 
 _STREAM_SALT = 0x9E3779B97F4A7C15
 _CHUNK_SALT = 0xD1B54A32D192ED03
@@ -22,14 +22,14 @@ _MASK = (1 << 64) - 1
 def token_ids(
     content: int, hash_ids: Sequence[int] | None, start: int, count: int, vocab: int
 ) -> npt.NDArray[np.int32]:
-    """Tokens ``[start, start + count)`` of stream ``content``, each in ``[0, vocab)``.
+    """Tokens ``[start, start + count)`` of stream ``content``, each in ``[0, vocab)``; shape (count,).
 
-    Positions inside ``hash_ids`` (chunks of 512 tokens) depend on the hash id and the offset in the chunk only,
-    so equal hash ids give equal tokens whatever the session; positions after them come from the stream itself.
-    Raises ValueError for a negative range or a vocabulary below 1.
+    Positions covered by ``hash_ids`` (chunks of 512 tokens) depend only on the hash id and the offset in the chunk, so
+    that equal hash ids give equal tokens in all sessions; later positions depend on the stream. Raises ValueError for a
+    negative range or a vocabulary below 1.
     """
     if start < 0 or count < 0 or vocab < 1:
-        raise ValueError(f"token range [{start}, +{count}) of a vocabulary of {vocab} makes no sense")
+        raise ValueError(f"token range [{start}, +{count}) of a vocabulary of {vocab} is invalid")
     positions = np.arange(start, start + count, dtype=np.uint64)
     keys = np.full(count, _mixed_key(content, _STREAM_SALT), dtype=np.uint64)
     if hash_ids is not None and len(hash_ids) > 0 and start < len(hash_ids) * CHUNK_TOKENS:
@@ -42,7 +42,7 @@ def token_ids(
 
 
 def _mixed_key(identity: int, salt: int) -> int:
-    """A 64-bit key per identity; the salt keeps streams and chunks of the same number apart."""
+    """A 64-bit key per identity; ``salt`` separates streams and chunks with equal numbers."""
     x = ((identity ^ salt) + _STEP) & _MASK
     x = ((x ^ (x >> 30)) * _FIRST) & _MASK
     x = ((x ^ (x >> 27)) * _SECOND) & _MASK
@@ -50,7 +50,7 @@ def _mixed_key(identity: int, salt: int) -> int:
 
 
 def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """The finaliser of splitmix64 (Steele, Lea, Flood, OOPSLA 2014): a bijection of 64-bit words."""
+    """The finaliser of splitmix64 (Steele, Lea, Flood, OOPSLA 2014), a bijection of 64-bit words."""
     x = x + np.uint64(_STEP)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(_FIRST)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(_SECOND)

@@ -1,4 +1,4 @@
-"""Parquet files written so that a crash at any moment leaves only whole files, and read with clear errors."""
+"""Writes Parquet files atomically, so that a crash leaves only complete files, and reads them with clear errors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ebbench.errors import DataError, RunError
 
 _NAMED = 3
 ROW_GROUP_ROWS = 1 << 18
-# Columns with few distinct values; the rest is stored plain, which is faster to write.
+# Columns with few distinct values. The others are stored without dictionary, which is faster to write.
 _DICTIONARY = frozenset(
     {
         "request_id", "phase", "status", "finish_reason", "mode", "kind", "reason", "error_class", "http_status",
@@ -26,23 +26,23 @@ _DICTIONARY = frozenset(
 
 
 def some_columns(names: Sequence[str]) -> str:
-    """``the columns a, b, c and 4 more``: a line that says enough of a table of another kind."""
+    """``the columns a, b, c and 4 more``: a short description of a table for error messages."""
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return f"the columns {', '.join(names[:_NAMED])}{more}"
 
 
 def write_table(table: pa.Table, path: Path) -> None:
-    """Write a Parquet file through a temporary neighbour, fsync and rename. Raises RunError (disk full, ...)."""
+    """Write a Parquet file through a temporary file, fsync and rename. Raises RunError (disk full, ...)."""
     _replace(path, lambda temporary: _write(table, temporary))
 
 
 def write_bytes(content: bytes, path: Path) -> None:
-    """Write a file through a temporary neighbour, fsync and rename. Raises RunError."""
+    """Write a file through a temporary file, fsync and rename. Raises RunError."""
     _replace(path, lambda temporary: temporary.write_bytes(content) and None)
 
 
 def merge_tables(shards: Sequence[Path], path: Path) -> None:
-    """Join shards of one schema into ``path``, row group by row group, then remove them. One shard is renamed."""
+    """Concatenate shards of one schema into ``path`` by row group, then remove them. A single shard is renamed."""
     if len(shards) == 1:
         shards[0].replace(path)
         sync_directory(path.parent)
@@ -53,7 +53,7 @@ def merge_tables(shards: Sequence[Path], path: Path) -> None:
 
 
 def read_table(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
-    """Read a Parquet file. Raises DataError naming the file when it is missing, truncated or garbage."""
+    """Read a Parquet file. Raises DataError naming the file if it is missing, truncated or not Parquet."""
     try:
         return pq.read_table(
             path,
@@ -66,7 +66,7 @@ def read_table(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
 
 
 def read_footer(path: Path) -> tuple[pa.Schema, int]:
-    """Schema and row count of a Parquet file. Raises DataError as :func:`read_table`."""
+    """Schema and number of rows of a Parquet file. Raises DataError like :func:`read_table`."""
     try:
         with pq.ParquetFile(path) as file:
             return file.schema_arrow, int(file.metadata.num_rows)
@@ -75,7 +75,7 @@ def read_footer(path: Path) -> tuple[pa.Schema, int]:
 
 
 def sync_directory(directory: Path) -> None:
-    """Make renames in ``directory`` last through a power cut, where the file system lets one say so."""
+    """Make renames in ``directory`` durable, if the file system supports fsync of directories."""
     with suppress(OSError):
         handle = os.open(directory, os.O_RDONLY)
         try:

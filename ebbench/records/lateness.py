@@ -1,4 +1,4 @@
-"""The limit on how late a load generator may send requests; beyond it a run is INVALID."""
+"""The limit on the lateness of sends, above which a run is INVALID."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ LAG_REMEDY = "use more --workers or less load, or allow more with --lag-limit-ms
 
 
 def lag_limit_ms(requests: pa.Table, asked_ms: float | None = None) -> float:
-    """The lag p99 may reach: the given limit, else 10 ms or 5 % of the median TTFT, whichever is larger."""
+    """The limit on the p99 lag in ms: ``asked_ms``, else the larger of 10 ms and 5 % of the median TTFT."""
     if asked_ms is not None:
         return asked_ms
     done = requests.filter(pc.equal(requests.column("status"), "ok"))

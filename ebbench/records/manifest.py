@@ -1,4 +1,4 @@
-"""The manifest of a run: load, device, engine, software, and whether the numbers can be trusted."""
+"""The manifest of a run: load, device, engine, software and validity."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from ebbench.records.plan import Plan
 from ebbench.records.schema import PLAN
 
 SCHEMA_VERSION = 1
-"""Raised when a reader of the old form would misread the new one; added fields do not raise it."""
+"""Raised when readers of the old format would misread the new one; added fields do not raise it."""
 
 LIMITS = ("ttft", "tpot", "e2el")
-"""What ``slo`` may limit."""
+"""The latencies that ``slo`` may limit."""
 
 Clock = Literal["virtual", "real"]
 
 
 class RunWarning(msgspec.Struct, frozen=True):
-    """One caveat of a measurement: a stable ``code``, what is so, and what to do about it (may be empty)."""
+    """One caveat of a measurement: a stable ``code``, a sentence, and a remedy (may be empty)."""
 
     code: str
     message: str
@@ -49,11 +49,11 @@ class PhaseFact(msgspec.Struct, frozen=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything about a run that is not a measurement. Stored as ``manifest.json``.
+    """Everything about a run except measurements, stored as ``manifest.json``.
 
-    ``anchor_unix_ns`` is the wall clock at the run's time 0; all other times count from there. ``phases`` empty
-    means open loop; ``max_concurrency`` then is the cap on open sessions, if any. ``plan_hash`` is equal exactly
-    when table, phases and cap are. ``rows`` counts the rows of each table. ``slo`` holds limits in ms.
+    ``anchor_unix_ns``: wall-clock time of the run's time 0, from which all other times count. ``phases`` empty: open
+    loop; ``max_concurrency`` is then the cap on open sessions, if any. ``plan_hash``: equal if and only if table,
+    phases and cap are. ``rows``: number of rows per table. ``slo``: limits in ms.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -91,12 +91,12 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """Readable JSON, keys in the order of the fields."""
+    """Indented JSON with keys in field order."""
     return msgspec.json.format(msgspec.json.encode(manifest), indent=2) + b"\n"
 
 
 def decode_manifest(content: bytes, path: Path) -> Manifest:
-    """Read a manifest. Raises DataError naming ``path`` when it is damaged or from a newer ebbench."""
+    """Decode a manifest. Raises DataError naming ``path`` if it is damaged or from a newer ebbench."""
     try:
         version = msgspec.json.decode(content, type=_Versioned).schema_version
         if version > SCHEMA_VERSION:
@@ -117,8 +117,8 @@ class _Versioned(msgspec.Struct):
 def plan_hash(plan: Plan) -> str:
     """SHA-256 over the plan table's Arrow bytes and its release rules, as hex.
 
-    The rules count because the same table released at another concurrency is another question. Of a plan that was cut
-    to what was released it is the hash of the whole: the question was the same.
+    The release rules are included since the same table at another concurrency is another experiment. A plan cut to the
+    released sessions has the hash of the whole plan.
     """
     plan = plan.cut_from or plan
     columns = [field.name for field in PLAN if field.name in plan.table.column_names]
@@ -134,7 +134,7 @@ def plan_hash(plan: Plan) -> str:
 
 
 class _HashingSink:
-    """A file that keeps only the digest of what is written to it."""
+    """A file object that computes the digest of what is written to it."""
 
     closed = False
 
@@ -146,16 +146,16 @@ class _HashingSink:
         return len(data)
 
     def flush(self) -> None:
-        """Nothing is held back."""
+        """Do nothing; the sink has no buffer."""
 
 
 def phase_facts(plan: Plan) -> tuple[PhaseFact, ...]:
-    """The closed-loop phases of a plan in the form the manifest keeps."""
+    """The closed-loop phases of a plan in the manifest's format."""
     return tuple(PhaseFact(p.name, p.sessions, p.max_concurrency) for p in plan.phases)
 
 
 def software_versions(extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Versions that can change a result: ebbench, Python, numpy, pyarrow, and ``extra`` from the engine."""
+    """Versions that can change a result: ebbench, Python, numpy, pyarrow and the engine's (``extra``)."""
     versions = {"ebbench": ebbench.__version__, "python": platform.python_version()}
     for name in ("numpy", "pyarrow"):
         versions[name] = metadata.version(name)
@@ -163,7 +163,7 @@ def software_versions(extra: Mapping[str, str] | None = None) -> dict[str, str]:
 
 
 def git_commit() -> str | None:
-    """Commit of the checkout ebbench runs from, with ``-dirty`` where files differ; None when installed."""
+    """Commit of the checkout, with ``-dirty`` for uncommitted changes; None if ebbench is installed as a package."""
     top = Path(ebbench.__file__).resolve().parent.parent
     if not (top / ".git").exists():
         return None
@@ -171,10 +171,10 @@ def git_commit() -> str | None:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=2, check=True)
     except (OSError, subprocess.SubprocessError):
-        return None  # best effort: a missing git must not cost the run
+        return None  # a missing git must not fail the run
     return done.stdout.strip() or None
 
 
 def wall_clock_ns() -> int:
-    """The wall clock, for the anchor only: durations come from monotonic clocks."""
+    """Wall-clock time in ns, used only for the anchor: durations come from monotonic clocks."""
     return time.time_ns()

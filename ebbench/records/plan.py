@@ -24,13 +24,13 @@ class ClosedPhase:
 
 @dataclass(frozen=True)
 class Plan:
-    """A table in the PLAN schema, ordered by release, plus how releases happen.
+    """A table in the PLAN schema, ordered by release, and the release rules.
 
-    ``phases`` non-empty: closed loop. Empty: open loop, sessions start at their ``arrival_ns``; an optional
-    ``max_concurrency`` then caps open sessions (a request over the cap waits, its intended start unchanged).
-    ``facts`` goes into the manifest: workload, scenario, seed, source and anything worth knowing.
-    ``release_for_s``: in a closed loop no session is released after so many seconds; what runs then goes on to its end.
-    ``cut_from``: the plan as it was asked, where this one holds only what was released of it.
+    ``phases`` not empty: closed loop. Empty: open loop, sessions start at ``arrival_ns``; ``max_concurrency`` may cap
+    open sessions (a request above the cap waits; its intended start does not change). ``facts``: entries for the
+    manifest (workload, scenario, seed, source and others). ``release_for_s``: a closed loop releases no session after
+    so many seconds; open sessions run to their end. ``cut_from``: the original plan, if this one holds only its
+    released sessions.
     """
 
     table: pa.Table
@@ -43,7 +43,7 @@ class Plan:
 
     @property
     def closed_loop(self) -> bool:
-        """Whether sessions are released by completions instead of by the clock."""
+        """Whether completions release sessions, instead of arrival times."""
         return bool(self.phases)
 
     def __len__(self) -> int:

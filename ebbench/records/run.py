@@ -1,8 +1,8 @@
 """The run directory: manifest.json, plan.parquet, requests.parquet, steps.parquet, decisions.parquet, and
-server_metrics.parquet where a server was read.
+server_metrics.parquet if a server's metrics were read.
 
-Tables are appended as shards while a run goes on and joined at its end; the manifest is written last, so a
-directory with a manifest is complete.
+Tables are appended as shards during a run and joined at its end. The manifest is written last, so that a directory with
+a manifest is complete.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ebbench.records.schema import DECISIONS, PLAN, REQUESTS, STEPS
 
 MANIFEST = "manifest.json"
 PARTIAL = "manifest.partial.json"
-"""What was known when the run began; there only while it goes on, or after it was cut off."""
+"""Preliminary manifest: what was known when the run began. It exists during a run and after an interrupted one."""
 TableName = Literal["plan", "requests", "steps", "decisions", "server_metrics"]
 SCHEMAS: Mapping[str, pa.Schema] = {
     "plan": PLAN,
@@ -38,7 +38,7 @@ SCHEMAS: Mapping[str, pa.Schema] = {
 
 @dataclass(frozen=True)
 class Run:
-    """A finished run. Tables are read when asked for; ``tables`` holds those already in memory."""
+    """A finished run. Tables are read on demand; ``tables`` holds those in memory."""
 
     path: Path
     manifest: Manifest
@@ -46,9 +46,9 @@ class Run:
 
     @classmethod
     def load(cls, path: Path | str) -> Run:
-        """Open a run directory, checking that every table is there, readable and whole.
+        """Open a run directory and check that every table exists, is readable and complete.
 
-        Raises DataError naming the file at fault.
+        Raises DataError naming the faulty file.
         """
         directory = Path(path)
         manifest = _read_manifest(directory)
@@ -57,7 +57,7 @@ class Run:
         return cls(directory, manifest)
 
     def table(self, name: TableName, columns: Sequence[str] | None = None) -> pa.Table:
-        """A table, or some of its columns. Raises DataError when the file is damaged."""
+        """A table, or some of its columns. Raises DataError if the file is damaged."""
         held = self.tables.get(name)
         if held is not None:
             return held if columns is None else held.select(list(columns))
@@ -75,17 +75,17 @@ class Run:
 
     @property
     def decisions(self) -> pa.Table:
-        """One row per recorded scheduling decision."""
+        """One row per recorded scheduler decision."""
         return self.table("decisions")
 
     @property
     def plan(self) -> pa.Table:
-        """The planned requests."""
+        """One row per planned request."""
         return self.table("plan")
 
 
 class NotStoredError(RunError):
-    """A run was measured but could not be written. ``run`` holds it in memory, INVALID for that reason."""
+    """A run was measured but could not be written. ``run`` holds it in memory, marked INVALID."""
 
     def __init__(self, message: str, run: Run | None = None) -> None:
         super().__init__(message)
@@ -98,7 +98,7 @@ class NotStoredError(RunError):
 class RunWriter:
     """Writes one run directory.
 
-    Use as a context manager: left without ``finish``, a directory that holds measurements is kept and any other
+    Use as a context manager. If it is left without ``finish``, a directory with measurements is kept and any other one
     removed.
     """
 
@@ -110,7 +110,7 @@ class RunWriter:
 
     @classmethod
     def create(cls, path: Path | str) -> RunWriter:
-        """Make the directory. Raises UsageError when it exists, RunError when it cannot be made."""
+        """Create the directory. Raises UsageError if it exists, RunError if it cannot be created."""
         directory = Path(path)
         try:
             directory.mkdir(parents=True)
@@ -121,7 +121,7 @@ class RunWriter:
         return cls(directory)
 
     def append(self, name: TableName, table: pa.Table) -> Path:
-        """Store rows as the next shard of a table. Raises RunError when they cannot be stored."""
+        """Store rows as the next shard of a table. Raises RunError if that fails."""
         shards = self._shards.setdefault(name, [])
         path = self.path / f"{name}.part-{len(shards):04d}.parquet"
         files.write_table(_conform(table, name), path)
@@ -130,12 +130,12 @@ class RunWriter:
         return path
 
     def begin(self, manifest: Manifest, plan: pa.Table) -> None:
-        """Store the plan and what is known before the run, so that one cut off can be rebuilt."""
+        """Store the plan and the preliminary manifest, from which an interrupted run can be rebuilt."""
         self.append("plan", plan)
         files.write_bytes(encode_manifest(manifest), self.path / PARTIAL)
 
     def finish(self, manifest: Manifest, tables: Mapping[str, pa.Table] | None = None) -> Run:
-        """Store ``tables``, each in place of its shards, join the other shards and write the manifest, last.
+        """Store ``tables`` in place of their shards, join the other shards and write the manifest last.
 
         Returns the finished run. Raises RunError.
         """
@@ -156,7 +156,10 @@ class RunWriter:
         return Run(self.path, complete, whole)
 
     def _remove_traces(self, replaced: Iterable[str]) -> None:
-        """Remove what only a cut-off run needs. A leftover does no harm: the manifest says that all is there."""
+        """Remove the files that only an interrupted run needs.
+
+        A remaining one is harmless: the manifest marks the run complete.
+        """
         with suppress(OSError):
             for shard in (shard for name in replaced for shard in self._shards.get(name, ())):
                 shard.unlink()
@@ -177,26 +180,29 @@ class RunWriter:
 
 
 def find_runs(paths: Sequence[Path]) -> list[Path]:
-    """Run directories among ``paths``; a directory that holds some, at any depth, stands for these, in name order.
+    """Run directories among ``paths``, in name order; a directory stands for all run directories below it.
 
-    A path with no run in it is returned as it is, for the reader of it to refuse.
+    A path without a run is returned unchanged, so that the caller reports it.
     """
     found: list[Path] = []
     for path in paths:
-        manifests = {*path.glob(f"*/{MANIFEST}"), *path.glob(f"**/{MANIFEST}")}  # the first follows links, too
+        manifests = {
+            *path.glob(f"*/{MANIFEST}"),
+            *path.glob(f"**/{MANIFEST}"),
+        }  # the first pattern follows symbolic links
         inside = sorted(manifest.parent for manifest in manifests)
         found += [path] if (path / MANIFEST).exists() or not inside else inside
     return found
 
 
 def slug(text: str) -> str:
-    """A short name safe as one path component: letters, digits, ``.``, ``_`` and ``-`` only, never hidden."""
+    """A short name that is safe as a path component: only letters, digits, ``.``, ``_`` and ``-``, no leading dot."""
     clean = re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-._")
     return re.sub(r"\.{2,}", ".", clean)[:80].rstrip("-._") or "run"
 
 
 def default_run_dir(workload: str, policy: str, *, root: Path = Path("runs"), now: datetime | None = None) -> Path:
-    """``runs/<UTC timestamp>-<workload>-<policy>``, with a number behind where that exists."""
+    """``runs/<UTC timestamp>-<workload>-<policy>``, with a number appended if that exists."""
     stamp = (now or datetime.now(UTC)).strftime("%Y%m%dT%H%M%SZ")
     source, _, rest = workload.partition(":")
     short = f"{source}-{Path(rest).stem}" if rest else workload
@@ -213,13 +219,16 @@ def unused(path: Path) -> Path:
 
 
 def _conform(table: pa.Table, name: str) -> pa.Table:
-    """The table in its schema, extra columns kept. Raises RunError when a column is missing or of another type."""
+    """The table cast to its schema with extra columns kept.
+
+    Raises RunError if a column is missing or has another type.
+    """
     schema = SCHEMAS.get(name)
     if schema is None or table.schema.equals(schema):
         return table
     missing = [column.name for column in schema if column.name not in table.column_names]
     if missing:
-        raise RunError(f"{name} table lacks {', '.join(missing)}; this is a fault of the engine")
+        raise RunError(f"{name} table lacks {', '.join(missing)}; this is a bug in the engine")
     extra = [table.schema.field(column) for column in table.column_names if column not in schema.names]
     target = pa.schema([*schema, *extra])
     try:
@@ -236,7 +245,9 @@ def _read_manifest(directory: Path) -> Manifest:
         return decode_manifest(path.read_bytes(), path)
     except FileNotFoundError:
         kept = any(directory.glob("*.part-*.parquet"))
-        remedy = "the run was cut off; `ebbench recover` rebuilds it from its shards" if kept else "not a run directory"
+        remedy = (
+            "the run did not finish; `ebbench recover` rebuilds it from its shards" if kept else "not a run directory"
+        )
         raise DataError(f"{path}: missing; {remedy}") from None
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror or error})") from None
@@ -256,7 +267,7 @@ def _check_table(path: Path, schema: pa.Schema | None, rows: int | None) -> None
 
 
 def _kind(stored: pa.DataType) -> str:
-    """What a column's values are, whatever their width: other tools write other widths, and all of them read."""
+    """The kind of a column's values, ignoring their width, which differs between tools."""
     if pa.types.is_list(stored) or pa.types.is_large_list(stored):
         return f"list of {_kind(stored.value_type)}"
     if pa.types.is_integer(stored):

@@ -1,6 +1,6 @@
-"""Arrow schemas of everything that is stored. Times are int64 nanoseconds from the run's start.
+"""Arrow schemas of all stored tables. Times are int64 ns from the start of the run.
 
-The names here are the interface to notebooks, DuckDB and other tools; add columns, never rename them.
+Notebooks, DuckDB and other tools rely on these names: add columns, never rename them.
 """
 
 from __future__ import annotations
@@ -8,12 +8,12 @@ from __future__ import annotations
 import pyarrow as pa
 
 EARLIER_TURN_FAILED = "earlier_turn_failed"
-"""``error_class`` of a turn that was never sent because one before it failed."""
+"""``error_class`` of a turn that was not sent because an earlier turn of its session failed."""
 
 PLAN = pa.schema(
     [
         pa.field("request_id", pa.string(), nullable=False),
-        # Requests of one session run one after the other: turn t+1 is sent when turn t has ended.
+        # Requests of a session run one after the other: turn t+1 is sent when turn t has ended.
         pa.field("session", pa.int64(), nullable=False),
         pa.field("turn", pa.int32(), nullable=False),
         pa.field("phase", pa.string(), nullable=False),
@@ -21,12 +21,12 @@ PLAN = pa.schema(
         pa.field("arrival_ns", pa.int64()),
         pa.field("input_tokens", pa.int32(), nullable=False),
         pa.field("output_tokens", pa.int32(), nullable=False),
-        # Content identity. Token p of the prompt is token p of stream `content`, and the answer continues the
-        # same stream, so turns of one session share their history as a prefix by sharing `content`.
+        # Content identity: token p of the prompt is token p of stream `content`, and the output continues that stream.
+        # Turns of a session have the same `content`, so that they share their history as a prefix.
         pa.field("content", pa.int64(), nullable=False),
-        # Mooncake-style prefix identity: hash_ids[j] names tokens [512 j, 512 (j+1)) together with all before.
+        # Mooncake's prefix identity: hash_ids[j] identifies tokens [512 j, 512 (j+1)) and all tokens before.
         pa.field("hash_ids", pa.list_(pa.int64())),
-        # Real text, where the source has it; null for synthetic lengths.
+        # Real text if the source has it; null for synthetic lengths.
         pa.field("prompt", pa.string()),
     ]
 )
@@ -46,13 +46,13 @@ REQUESTS = pa.schema(
         pa.field("finish_reason", pa.string()),
         pa.field("intended_ns", pa.int64()),
         pa.field("sent_ns", pa.int64()),
-        pa.field("scheduled_ns", pa.int64()),  # first time an engine gave it tokens; simulated engines only
+        pa.field("scheduled_ns", pa.int64()),  # first time the engine scheduled tokens of it; simulated engines only
         pa.field("first_byte_ns", pa.int64()),
         pa.field("first_token_ns", pa.int64()),
         pa.field("last_token_ns", pa.int64()),
         pa.field("end_ns", pa.int64()),
         pa.field("itl_ns", pa.list_(pa.int64())),
-        pa.field("bundled_tokens", pa.bool_()),  # some stream message carried more than one token
+        pa.field("bundled_tokens", pa.bool_()),  # one message of the stream had several tokens
         pa.field("preemptions", pa.int32()),
         pa.field("error_class", pa.string()),
         pa.field("error_body", pa.string()),
@@ -80,8 +80,8 @@ STEPS = pa.schema(
         pa.field("running", pa.int32(), nullable=False),
         pa.field("preemptions", pa.int32(), nullable=False),  # in this step
         pa.field("preempted_ids", pa.list_(pa.string()), nullable=False),  # in plan order
-        pa.field("k", pa.int32()),  # slots that must be idle before a refill, as if N sequences were active
-        pa.field("n_limit", pa.int32()),  # memory-safe batch in force
+        pa.field("k", pa.int32()),  # idle slots required for a refill, as if N sequences were active
+        pa.field("n_limit", pa.int32()),  # memory-safe batch size in force
     ]
 )
 
@@ -107,7 +107,7 @@ DECISIONS = pa.schema(
     ]
 )  # fmt: skip
 
-# Samples of a server's metrics page, one row per change; only where a server was read.
+# Samples of a server's metrics page, one row per change; only if a server was read.
 SERVER_METRICS = pa.schema(
     [
         pa.field("time_ns", pa.int64(), nullable=False),

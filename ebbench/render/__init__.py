@@ -1,1 +1,1 @@
-"""Results as people read them: pure functions from summaries to rich renderables and words."""
+"""Results for readers: pure functions from summaries to rich renderables and sentences."""

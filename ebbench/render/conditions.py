@@ -1,4 +1,4 @@
-"""The conditions that runs share, in sentences: machine, load, requests, limits. The tables show what differs."""
+"""The conditions that all runs share, in sentences: machine, load, requests, limits. Tables show what differs."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def machine(summaries: Sequence[Summary]) -> str:
 
 
 UNKNOWN_DEVICE = "unknown"
-"""The device name that is stored for a server of which nothing is known."""
+"""Device name stored for a server that ebbench did not start."""
 
 
 def load_and_limits(summaries: Sequence[Summary]) -> list[str]:
-    """Lines on the load, the requests, the scheduler's limits and the policies' settings."""
+    """Lines about the load, the requests, the scheduler's limits and the policies' settings."""
     lines = (_load(summaries), _trace(summaries), requests(summaries), _limits(summaries), _settings(summaries))
     return [line for line in lines if line]
 
@@ -42,13 +42,13 @@ def _load(summaries: Sequence[Summary]) -> str:
 
 
 def _trace(summaries: Sequence[Summary]) -> str:
-    """How the times of the one trace they replay were read, with the rate and span that follow."""
+    """How the times of the replayed trace were read, with its rate and duration; empty without a trace."""
     note = _common(summaries, lambda s: s.load.trace)
     return f"{note[0].upper()}{note[1:]}." if note else ""
 
 
 def requests(summaries: Sequence[Summary]) -> str:
-    """Where the request lengths came from, and how long they are in the first run."""
+    """The source of the request lengths, and their means in the first run."""
     summary = summaries[0]
     m = summary.metrics
     if _common(summaries, lambda s: s.workload) is None:
@@ -66,10 +66,10 @@ def _limits(summaries: Sequence[Summary]) -> str:
 
 
 def _settings(summaries: Sequence[Summary]) -> str:
-    """The settings in force, defaults included; what several policies share is said once.
+    """The settings in force with defaults; settings shared by several policies are named once.
 
-    What a policy computes by itself (a threshold that was not given) is no setting and stands with its reasons; what
-    its name says is not said again.
+    Left out: values that a policy computes by itself (they are shown with the reasons), and settings that are part of
+    its name.
     """
     owners: dict[str, list[str]] = {}
     for policy in dict.fromkeys(summary.policy for summary in summaries):
@@ -98,6 +98,6 @@ def _seeds(summaries: Sequence[Summary]) -> str:
 
 
 def _common(summaries: Sequence[Summary], of: Callable[[Summary], str]) -> str | None:
-    """What all runs share; None where they differ."""
+    """The value that all runs share; None if they differ."""
     found = {of(summary) for summary in summaries}
     return found.pop() if len(found) == 1 else None

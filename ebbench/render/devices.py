@@ -45,7 +45,7 @@ def listing(devices: Sequence[dict[str, Any]], models: Sequence[dict[str, Any]])
 
 
 def page(facts: DeviceFacts) -> Iterator[RenderableType]:
-    """The parts of ``ebbench devices show``, top to bottom."""
+    """The parts of ``ebbench devices show``, from top to bottom."""
     device, model = facts.device, facts.model
     gpus = f"{facts.parallel.gpus} x " if not facts.parallel.single else ""
     yield Text(f"{gpus}{facts.profile.gpu} holding {model.hf_id}", style="bold")
@@ -71,7 +71,7 @@ def page(facts: DeviceFacts) -> Iterator[RenderableType]:
 
 
 def _step_table(facts: DeviceFacts) -> Table:
-    table = _table("step", "tokens", "of them decodes", "ms", "µs/token", "against its parts run apart", right=1)
+    table = _table("step", "tokens", "of them decodes", "ms", "µs/token", "against its parts run separately", right=1)
     table.title = f"Step times; each decode holds {facts.context_tokens} tokens of KV"
     table.title_justify = "left"
     for row in facts.steps:
@@ -88,8 +88,10 @@ def _step_table(facts: DeviceFacts) -> Table:
 
 
 def curve_lines(curve: MarginalCurve) -> Iterator[Text]:
-    """Figure 1 of the paper: what one more token costs by decode share, against one more in a pure decode step."""
-    yield Text(f"Cost of one more token in a mixed step by decode share, {curve.context_tokens} tokens of KV a decode")
+    """Figure 1 of the paper: cost of one more token by decode share, and of one more token in a pure decode step."""
+    yield Text(
+        f"Cost of one more token in a mixed step, by decode share; {curve.context_tokens} tokens of KV per decode"
+    )
     scale = BAR_CELLS / max(*curve.mixed_s, curve.decode_s)
     mark = round(curve.decode_s * scale)
     for share, cost in zip(curve.shares, curve.mixed_s, strict=True):
@@ -108,7 +110,7 @@ def curve_lines(curve: MarginalCurve) -> Iterator[Text]:
 
 
 def crossover_words(curve: MarginalCurve) -> str:
-    """What the crossover means, in a sentence."""
+    """The crossover in a sentence."""
     if curve.crossover is None:
         return "crossover: none; a token in a mixed step never costs more than in a decode step"
     return (
@@ -128,7 +130,7 @@ def draw(facts: DeviceFacts, path: Path) -> None:
         for share, cost in zip(curve.shares, curve.mixed_s, strict=True)
     ]
     rows += [{"decode share r": r, "µs per token": curve.decode_s * 1e6, "step": "pure decode"} for r in (0.0, 1.0)]
-    title = f"{facts.profile.gpu}, {facts.device.model}, {curve.context_tokens} tokens of KV a decode"
+    title = f"{facts.profile.gpu}, {facts.device.model}, {curve.context_tokens} tokens of KV per decode"
     chart = (
         alt.Chart(alt.InlineData(values=rows), title=title)
         .mark_line()
@@ -145,6 +147,6 @@ def _table(*columns: str, right: int = 2) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     for index, column in enumerate(columns):
         numeric = index >= right and column not in ("mixed attention", "GPU")
-        # A name that is cut cannot be typed: it goes on in the next line.
+        # Names are wrapped, not cut: a user must be able to copy them.
         table.add_column(column, justify="right" if numeric else "left", no_wrap=index == 0, overflow="fold")
     return table

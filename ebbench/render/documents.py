@@ -1,4 +1,4 @@
-"""Documents as rich tables, HTML and CSV. Markdown and LaTeX have modules of their own."""
+"""Renders documents as rich tables, HTML and CSV. Markdown and LaTeX are in :mod:`ebbench.export`."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from rich.text import Text
 from ebbench.analysis.documents import Column, Document, Measured, Section, Value, text
 
 LABEL_WIDTH = 22
-"""Labels longer than this are folded."""
+"""Longer labels are wrapped."""
 
 
 def as_rich(document: Document, width: int = 100) -> RenderableType:
     """Tables for a terminal of ``width`` characters, our own measurements in bold.
 
-    A section too wide is shown in pieces, one under the other, each with the labels of the rows.
+    A section that is too wide is shown in pieces below each other, each with the row labels.
     """
     parts: list[RenderableType] = [Text(document.title, style="bold")]
     for section in document.sections:
@@ -36,7 +36,7 @@ def as_rich(document: Document, width: int = 100) -> RenderableType:
 
 
 def section_tables(section: Section, width: int) -> list[RenderableType]:
-    """The section as one rich table, or as several where ``width`` characters do not hold all columns."""
+    """The section as one rich table, or as several if ``width`` characters do not hold all columns."""
     parts: list[RenderableType] = []
     for piece in pieces(section, width):
         parts += [Text(), _rich_table(piece)] if parts else [_rich_table(piece)]
@@ -44,7 +44,7 @@ def section_tables(section: Section, width: int) -> list[RenderableType]:
 
 
 def pieces(section: Section, width: int) -> Iterator[Section]:
-    """Sections that fit: neighbouring groups of columns go together as long as there is room."""
+    """Sections that fit ``width``; neighbouring groups of columns stay together if there is room."""
     sizes = [_natural_width(section, index) for index in range(len(section.columns))]
     labels = range(_labels(section.columns))
     taken = list(labels)
@@ -60,7 +60,7 @@ def pieces(section: Section, width: int) -> Iterator[Section]:
 
 
 def _unbroken(columns: Sequence[Column]) -> list[int]:
-    """Lengths of the runs of columns that stay together: a named group, or a column without one."""
+    """Lengths of the runs of columns that are not split: a named group, or one column without a group."""
     return [one for name, count in grouped(columns) for one in ([count] if name else [1] * count)]
 
 
@@ -71,12 +71,12 @@ def _part(section: Section, columns: Sequence[int]) -> Section:
 
 
 def _leading(columns: Sequence[int]) -> bool:
-    """Whether these columns are the first ones: only they stand under the section's title."""
+    """Whether these are the first columns: only they have the section's title."""
     return list(columns) == list(range(len(columns)))
 
 
 def _natural_width(section: Section, index: int) -> int:
-    """Characters that the column needs, with the space beside it."""
+    """Characters that the column needs, with its padding."""
     column = section.columns[index]
     shown = [text(row[index], column, "\n") for row in section.rows]
     widest = max(len(line) for word in (column.name, column.group, *shown) for line in (word.split("\n") or [""]))
@@ -103,11 +103,9 @@ def _rich_table(section: Section) -> Table:
 
 
 def cells(section: Section, joint: str = " ", *, repeat_labels: bool = False) -> Iterator[list[str]]:
-    """Rows as texts; a label that repeats the one above it is left out where everything before it repeats too.
+    """Rows as texts; a label that repeats the one above is left out if all labels before it repeat too.
 
-    With ``repeat_labels`` it is not.
-
-    ``joint`` stands between a mean and its deviation.
+    ``joint`` separates a mean from its standard deviation. ``repeat_labels`` keeps repeated labels.
     """
     before: tuple[Value, ...] | None = None
     for row in section.rows:
@@ -127,16 +125,16 @@ def _labels(columns: Sequence[Column]) -> int:
 
 
 def grouped(columns: Sequence[Column]) -> list[tuple[str, int]]:
-    """Neighbouring columns of one group: its name and how many they are."""
+    """Groups of neighbouring columns: name and number of columns."""
     return [(name, len(list(members))) for name, members in groupby(columns, key=lambda column: column.group)]
 
 
 def as_csv(document: Document) -> str:
-    """One CSV: the section in the first column, values as numbers; a relative difference is a fraction.
+    """The document as one CSV: section in the first column, values as numbers, relative differences as fractions.
 
-    A figure over several runs has a second column for its deviation (``_std``), one with too few samples anywhere a
-    column that says which values are sound (``_sound``).
-    Sections of one document that have other columns follow after an empty line with a header of their own.
+    A figure over several runs has a second column with its standard deviation (``_std``); a figure with too few samples
+    anywhere has a column that says which values are sound (``_sound``). Sections with different columns follow after an
+    empty line, with their own header.
     """
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
@@ -156,7 +154,7 @@ def as_csv(document: Document) -> str:
 
 
 def _csv_kinds(section: Section, index: int) -> list[str]:
-    """Endings of the names of the columns that this one becomes."""
+    """Suffixes of the CSV columns that this column becomes."""
     figures = [row[index] for row in section.rows if isinstance(row[index], Measured)]
     spread = any(isinstance(figure, Measured) and figure.spread is not None for figure in figures)
     doubtful = any(isinstance(figure, Measured) and figure.doubtful for figure in figures)
@@ -183,7 +181,7 @@ def _csv_name(column: Column) -> str:
 
 
 def as_html(document: Document) -> str:
-    """A fragment: a heading, one table per section, the notes. Every text is escaped."""
+    """An HTML fragment: a heading, one table per section, the notes. All text is escaped."""
     parts = [f"<h2>{html.escape(document.title)}</h2>"]
     for section in document.sections:
         parts.append(_html_table(section))

@@ -1,4 +1,4 @@
-"""What a comparison does not settle by itself: chance, and a run's ends against its middle."""
+"""What a comparison leaves open: chance, and differences between the whole run and its steady window."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from ebbench.analysis.compare.certainty import (
     log_ratios,
     pairs_for,
     pairs_needed,
-    settled,
+    stop_reason,
     tests_of,
 )
 from ebbench.analysis.compare.policies import TIE, Group, baseline_of, differing, gain, steady_throughput
 from ebbench.render.numbers import change
 
 MOST_PAIRS = 100
-"""More pairs than this are not suggested."""
+"""Larger numbers of pairs are not suggested."""
 SAME_FIGURES = (
-    "The policies have the same figures in every pair of runs: under this load they do the same, so repeats of it show "
-    "no difference."
+    "The policies have the same figures in every pair of runs: under this load they behave identically, so repeats "
+    "show no difference."
 )
 NO_CHANCE = (
     "Repeats with other seeds give the same figures here: lengths and arrivals are fixed (a replayed trace, fixed "
-    "lengths) and time is virtual, so nothing is left to chance. Another trace or other requests would say more."
+    "lengths) and time is virtual, so no randomness is left. Measure another trace or other requests instead."
 )
-"""What repeats can do where every seed gives the same run."""
+"""Shown instead of advice to repeat if every seed gives the same run."""
 
 
 def doubts_of(cases: Sequence[Case]) -> list[str]:
-    """The doubts of every case; what holds in some cases only begins with their titles."""
+    """The doubts of all cases; a doubt that holds in some cases only begins with their titles."""
     members: dict[str, list[str]] = {}
     for case in cases:
         for line in doubts(case.groups):
@@ -40,7 +40,7 @@ def doubts_of(cases: Sequence[Case]) -> list[str]:
 
 
 def doubts(groups: Sequence[Group]) -> list[str]:
-    """What this comparison by itself does not settle: the run's ends against its middle, and chance."""
+    """Doubts about the comparison: whole run against steady window, and too few repeats."""
     baseline = baseline_of(groups)
     others = [group for group in groups if group is not baseline]
     lines = [line for group in others if (line := _ends_decide(group, baseline))]
@@ -50,13 +50,13 @@ def doubts(groups: Sequence[Group]) -> list[str]:
 
 
 def _repeat(groups: Sequence[Group]) -> list[str]:
-    """How many repeats would tell a difference from chance; nothing where enough were made or nothing is to tell."""
+    """How many repeats would make the difference significant; empty if there are enough or nothing is to decide."""
     summaries = [summary for group in groups for summary in group.summaries]
     if not all(summary.valid and summary.metrics.completed for summary in summaries):
         return []
     if any(group.copies for group in groups) or all(one.load.replayed and one.virtual for one in summaries):
         return [NO_CHANCE]
-    if settled(groups):
+    if stop_reason(groups):
         return []
     tests, figure, baseline = tests_of(groups), deciding_figure(groups), baseline_of(groups)
     known = [log_ratios(group, baseline, figure) or [] for group in groups if group is not baseline]
@@ -81,7 +81,7 @@ def _repeat(groups: Sequence[Group]) -> list[str]:
 
 
 def _same_figures(groups: Sequence[Group]) -> bool:
-    """Whether every pair of runs agrees in every figure that is tested: the policies did the same."""
+    """Whether every pair of runs agrees in every tested figure: the policies behaved identically."""
     baseline = baseline_of(groups)
     logs = [
         log_ratios(group, baseline, figure) for group in groups if group is not baseline for figure in TESTED.values()
@@ -90,7 +90,7 @@ def _same_figures(groups: Sequence[Group]) -> bool:
 
 
 def _ends_decide(group: Group, baseline: Group) -> str | None:
-    """Where the whole run and its steady window prefer different policies, clearly both."""
+    """A sentence if the whole run and its steady window clearly prefer different policies."""
     whole, steady = gain(group, baseline), gain(group, baseline, steady_throughput)
     if whole is None or steady is None or min(abs(whole.mean), abs(steady.mean)) < TIE:
         return None

@@ -1,4 +1,4 @@
-"""Requests that did not complete, in words: ``60 x error_frame: the server's words -> what to do``."""
+"""Requests that did not complete, in words: ``60 x error_frame: message of the server -> remedy``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ebbench.analysis.summary import Summary
 
 
 def failure_lines(summaries: Sequence[Summary]) -> list[str]:
-    """One line per error class and cause, runs of one policy together; the policy is named where there are several."""
+    """One line per error class and cause, over all runs of a policy; the policy is named if there are several."""
     policies = list(dict.fromkeys(summary.policy for summary in summaries))
     lines = []
     for policy in policies:

@@ -1,7 +1,4 @@
-"""How figures look: readable in print, colours by :mod:`ebbench.render.palette`, saved as PDF, SVG and PNG.
-
-A figure is ``{name: function -> altair chart}`` elsewhere; this module holds what they share.
-"""
+"""Style of all figures: printable, colours from :mod:`ebbench.render.palette`, saved as PDF, SVG and PNG."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ DASHES = ([1, 0], [6, 3], [2, 2], [8, 3, 2, 3], [4, 2], [1, 3])
 
 
 def altair() -> Any:
-    """The plotting library. Raises EbbenchError with the remedy when it is not installed."""
+    """The plotting library. Raises EbbenchError with the pip command if it is not installed."""
     need("vl_convert", "drawing figures")
     alt = need("altair", "drawing figures")
     alt.data_transformers.disable_max_rows()
@@ -27,7 +24,7 @@ def altair() -> Any:
 
 
 def styled(chart: Any, legend: str = "bottom") -> Any:
-    """The chart with the house style; ``legend`` is where legends stand."""
+    """The chart with the common style; ``legend`` is the position of legends."""
     return (
         chart.configure(font="Arial, Liberation Sans, DejaVu Sans, sans-serif", background="white")
         .configure_axis(
@@ -45,7 +42,7 @@ def styled(chart: Any, legend: str = "bottom") -> Any:
 
 
 def save(chart: Any, stem: Path, formats: Sequence[str] = FORMATS, *, legend: str = "bottom") -> list[Path]:
-    """Write the chart as ``stem.pdf`` and so on. Raises UnknownNameError, RunError when it cannot be written."""
+    """Write the chart as ``stem.pdf`` and so on. Raises UnknownNameError, and RunError if it cannot be written."""
     for wanted in formats:
         if wanted not in FORMATS:
             raise UnknownNameError("figure format", wanted, FORMATS)
@@ -68,14 +65,14 @@ def values(rows: Sequence[dict[str, Any]]) -> Any:
 
 
 def colour(names: Sequence[str], colours: Sequence[str], title: str | None = None, **options: Any) -> Any:
-    """A colour channel over the field ``series`` with these names in this order."""
+    """A colour channel for the field ``series`` with these names in this order."""
     alt = altair()
     scale = alt.Scale(domain=list(names), range=list(colours))
     return alt.Color("series:N", scale=scale, sort=list(names), title=title, **options)
 
 
 def dash(names: Sequence[str], title: str | None = None) -> Any:
-    """A dash pattern for each name of the field ``series``, so that lines differ without colour too."""
+    """A dash pattern per name of the field ``series``, so that lines differ without colour too."""
     alt = altair()
     scale = alt.Scale(domain=list(names), range=[list(DASHES[i % len(DASHES)]) for i in range(len(names))])
     return alt.StrokeDash("series:N", scale=scale, sort=list(names), title=title)

@@ -1,4 +1,4 @@
-"""Attainment of a run as a heat map over TTFT and TPOT targets, one panel per phase."""
+"""Attainment of a run as heat maps over TTFT and TPOT targets, one panel per phase."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from ebbench.records.run import Run
 from ebbench.render.figures import altair, values
 
 _ROWS, _COLUMNS = 16, 14
-_EDGES = (0.02, 0.995)  # quantiles between which targets are laid
+_EDGES = (0.02, 0.995)  # quantiles between which targets are placed
 
 
 def surface_chart(run: Run) -> Any:
-    """Panels for the whole run and each of its phases, two in a row; targets span the run's own latencies.
+    """Panels for the whole run and for each phase, two per row; targets span the run's latencies.
 
-    Raises DataError when no request completed.
+    Raises DataError if no request completed.
     """
     alt = altair()
     columns = RequestColumns.of(run.table("requests", NEEDED))
@@ -36,7 +36,7 @@ def surface_chart(run: Run) -> Any:
 
 
 def _targets(found_ms: npt.NDArray[np.float64], count: int) -> tuple[float, ...]:
-    """Targets of two significant digits, evenly spaced in ratio over what was found; at least two."""
+    """At least two targets with two significant digits, evenly spaced in ratio over the measured values."""
     low, high = np.quantile(found_ms, _EDGES) if len(found_ms) else (10.0, 100.0)
     low = max(float(low), 1e-3)
     steps = np.geomspace(low, max(1.1 * float(high), 1.5 * low), count)

@@ -1,4 +1,4 @@
-"""The progress line: one per policy, on stderr; plain text where stderr is no terminal."""
+"""Progress on stderr, one line per policy; plain text if stderr is not a terminal."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ MODES = {"eb": "exclusive", "mb": "mixed"}
 
 
 class Reporter(Protocol):
-    """An engine observer with a beginning and an end."""
+    """An engine observer with a start and an end."""
 
     def update(self, progress: Progress) -> None:
-        """Show a snapshot."""
+        """Process a snapshot."""
         ...
 
     def __enter__(self) -> Reporter: ...
@@ -31,17 +31,17 @@ class Reporter(Protocol):
 
 
 def reporter(console: Console, label: str, planned: int, *, quiet: bool = False) -> Reporter:
-    """The right reporter for a console: live on a terminal, two lines elsewhere, none when quiet."""
+    """A live bar on a terminal, two lines elsewhere, no output with ``quiet``."""
     if quiet:
         return Silent()
     return Live(console, label, planned) if console.is_terminal else Plain(console, label, planned)
 
 
 class Silent:
-    """Shows nothing."""
+    """A reporter without output."""
 
     def update(self, progress: Progress) -> None:
-        """Nothing to show."""
+        """Do nothing."""
 
     def __enter__(self) -> Silent:
         return self
@@ -53,7 +53,7 @@ class Silent:
 
 
 class Plain:
-    """One line at the start and one at the end; one per minute while the engine is not ready."""
+    """Prints a line at the start and at the end, and one per minute while the engine is not ready."""
 
     def __init__(self, console: Console, label: str, planned: int) -> None:
         self._console, self._label, self._planned = console, label, planned
@@ -83,7 +83,7 @@ class Plain:
 
 
 class Live:
-    """A bar with throughput and mode, redrawn in place; it stays on screen when done."""
+    """A bar with throughput and mode, redrawn in place, which stays on screen at the end."""
 
     def __init__(self, console: Console, label: str, planned: int) -> None:
         self._bars = Bars(
@@ -96,7 +96,7 @@ class Live:
         self._task: TaskID = self._bars.add_task("", total=planned, label=label, state="starting")
 
     def update(self, progress: Progress) -> None:
-        """Show a snapshot."""
+        """Redraw with the snapshot."""
         self._bars.update(self._task, completed=progress.completed, state=describe(progress))
 
     def __enter__(self) -> Live:

@@ -1,4 +1,4 @@
-"""Numbers as a reader wants them: three significant digits, a unit, a dash for what is undefined."""
+"""Formats numbers: three significant digits, a unit, a dash for undefined."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ def count(value: float | None) -> str:
 
 
 def rate(value: float | None) -> str:
-    """Something per second: integer from 100 on, else three significant digits."""
+    """A rate: an integer from 100 on, else three significant digits."""
     if value is None:
         return DASH
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def duration_ms(value: float | None) -> str:
-    """Milliseconds in, ``162 ms``, ``8.28 s`` or ``1,204 s`` out."""
+    """A duration given in ms as ``162 ms``, ``8.28 s`` or ``1,204 s``."""
     if value is None:
         return DASH
     if abs(value) < 999.5:
@@ -39,7 +39,7 @@ def change(value: float | None) -> str:
 
 
 def micros(seconds: float) -> str:
-    """Seconds in, microseconds out, three significant digits: ``31.4 µs``."""
+    """A duration given in s in microseconds, three significant digits: ``31.4 µs``."""
     value = seconds * 1e6
     return f"{value:,.0f} µs" if abs(value) >= 1000 else f"{value:.3g} µs"
 

@@ -1,6 +1,7 @@
-"""The colours of everything that is drawn: one colour per meaning, in figures and on the HTML page alike.
+"""Colours of figures and the HTML page: one colour per meaning.
 
-Okabe and Ito's palette, which colour-blind readers tell apart; its yellow is left out, it does not show on white paper.
+The palette of Okabe and Ito, which colour-blind readers can distinguish, without its yellow, which is too light on
+white.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ BLACK, ORANGE, SKY, GREEN, BLUE, VERMILION, PURPLE = (
 GREY = "#8A8A8A"
 
 SERIES = (BLUE, VERMILION, GREEN, ORANGE, PURPLE, SKY, BLACK)
-"""For names that have no colour of their own, in this order."""
+"""Colours for names without one of their own, in this order."""
 
 MODES: Mapping[str, str] = {"exclusive": SKY, "mixed": PURPLE}
 STEPS: Mapping[str, str] = {"prefill": ORANGE, "decode": BLUE, "mixed": PURPLE}
-"""Steps and batches by what they hold."""
+"""Colours of steps and batches by content."""
 
 QUEUE: Mapping[str, str] = {"running": BLUE, "waiting": VERMILION}
 SIZES: Mapping[str, str] = {"N*": BLUE, "k*": VERMILION, "N_obs": GREEN}
@@ -30,14 +31,14 @@ SIDES: Mapping[str, str] = {
 THROUGHPUT, KV, BOUNDARY = BLUE, GREEN, GREY
 
 ON_DARK: Mapping[str, str] = {BLUE: "#4DA6E0", VERMILION: "#F08A4B", GREEN: "#3FC79A", BLACK: "#B0B8C0"}
-"""What stands for a colour that is too dark on the dark page."""
+"""Replacements for colours that are too dark on the dark page."""
 
 
 def policy_colours(names: Sequence[str]) -> list[str]:
-    """A colour per policy: that of its kind; what has none, or is a second of its kind, takes one that is free.
+    """A colour per policy: its own, or an unused one if it has none or another policy has taken it.
 
-    ``names`` may go on behind the policy, as ``ebplus (rate 5/s)`` does, or be labels. Beyond the palette colours
-    repeat.
+    Names may have a suffix, as in ``ebplus (rate 5/s)``, or be labels. Colours repeat if there are more names than
+    colours.
     """
     own = [_own_colour(name) for name in names]
     free = [colour for colour in SERIES if colour not in own] or list(SERIES)
@@ -52,7 +53,7 @@ def policy_colours(names: Sequence[str]) -> list[str]:
 
 
 def _own_colour(name: str) -> str | None:
-    """The colour of a policy's kind; None for a name that is no policy."""
+    """The colour that the policy's module defines; None for a name that is not a policy."""
     try:
         return policy_class(name.split(" ")[0].partition(":")[0]).colour
     except PolicyError:

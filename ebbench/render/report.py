@@ -1,4 +1,4 @@
-"""What the user sees of some runs: what was asked, the tables, which policy is ahead, the reasons, the caveats."""
+"""The terminal output for runs: conditions, tables, verdict, reasons, caveats."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ebbench.render.failures import failure_lines
 
 
 def render(cases: Sequence[Case], *, width: int, all_percentiles: bool = False) -> RenderableType:
-    """Everything about the runs of ``cases``, for ``width`` characters."""
+    """The output for ``cases``, for a terminal of ``width`` characters."""
     summaries = [summary for case in cases for summary in case.summaries]
     document = tables.comparison(cases, all_percentiles=all_percentiles)
     parts: list[RenderableType] = [Text(conditions.machine(summaries), style="bold")]
@@ -38,7 +38,7 @@ def render(cases: Sequence[Case], *, width: int, all_percentiles: bool = False) 
 
 
 def document(cases: Sequence[Case], *, all_percentiles: bool = False) -> Document:
-    """The same as a document, for Markdown and CSV: the tables, and everything else as notes."""
+    """The same content as a document for Markdown and CSV: tables, and everything else as notes."""
     summaries = [summary for case in cases for summary in case.summaries]
     groups = [group for case in cases for group in case.groups]
     compared = tables.comparison(cases, all_percentiles=all_percentiles)
@@ -58,12 +58,12 @@ def document(cases: Sequence[Case], *, all_percentiles: bool = False) -> Documen
 
 
 def print_report(console: Console, cases: Sequence[Case], *, all_percentiles: bool = False) -> None:
-    """Print it at the console's width."""
+    """Print the output at the console's width."""
     console.print(render(cases, width=console.width, all_percentiles=all_percentiles), soft_wrap=False)
 
 
 def _answers(cases: Sequence[Case]) -> list[RenderableType]:
-    """Which policy is ahead in each case; with one case only, the reasons as well."""
+    """The verdict of each case; for a single case also the reasons."""
     found = sentences.verdicts(cases)
     if len(cases) == 1:
         [(_, lines, shown)] = found

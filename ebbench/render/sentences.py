@@ -1,9 +1,9 @@
-"""Results in plain words: which policy is ahead, by how much, how surely, why, and what to keep in mind.
+"""Results in sentences: which policy is ahead, by how much, how certainly, why, and caveats.
 
-A policy *wins* where the difference is shown (:mod:`ebbench.analysis.compare.certainty`), else it *is ahead*. ``show``,
-the page and ``compare`` take these words from here.
+A policy *wins* if the difference is shown (:mod:`ebbench.analysis.compare.certainty`), else it *is ahead*. ``show``,
+the HTML page and ``compare`` use these sentences.
 
-Pure functions from data to lines of text; no markup, so that a hostile name cannot style anything.
+Pure functions from data to lines of text without markup, so that a name cannot inject styles.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from ebbench.analysis.compare.policies import (
     Figure,
     Gain,
     Group,
+    all_keep_up,
     baseline_of,
     differing,
     gain,
-    keep_up,
     output_throughput,
     ranked,
     request_goodput,
@@ -38,13 +38,13 @@ from vllm_eb.policy import known_policy
 
 _NUMBER = re.compile(r"\d+(?:,\d{3})*(?:\.\d+)?")
 NEGLIGIBLE = 0.001
-"""Kinds of steps with a smaller share of the time are not worth a reader's attention."""
+"""Kinds of steps with a smaller share of the time are not mentioned."""
 
 
 def verdicts(cases: Sequence[Case]) -> list[tuple[str, list[str], bool]]:
-    """For each case its title, its verdict, and whether that is a difference that is shown.
+    """For each case its title, its verdict, and whether the difference is shown.
 
-    One sentence for all where no case has a second policy.
+    A single sentence if no case has a second policy.
     """
     if len(cases) > 1 and all(len(case.groups) == 1 for case in cases):
         named = ", ".join(cases[0].apart)
@@ -53,10 +53,10 @@ def verdicts(cases: Sequence[Case]) -> list[tuple[str, list[str], bool]]:
 
 
 def verdict(groups: Sequence[Group]) -> list[str]:
-    """Which policy wins or is ahead, by how much over the baseline, how surely, and what that does to latency.
+    """Which policy wins or is ahead, by how much over the baseline, how certainly, and the effect on latency.
 
-    Goodput decides where limits were given, latency where all policies carry what arrives, else output throughput.
-    There is no winner where runs differ in more than their policies.
+    Goodput decides if limits were given, latency if all policies keep up with the arrivals, else output throughput.
+    There is no winner if runs differ in more than their policies.
     """
     summaries = [summary for group in groups for summary in group.summaries]
     if unequal := differing(summaries):
@@ -72,7 +72,7 @@ def verdict(groups: Sequence[Group]) -> list[str]:
         return [f"No winner: {_unfinished(groups)}, so there is no figure to compare."]
     if by_goodput := _within_limits(groups):
         return [*by_goodput, *_limits(groups)]
-    if keep_up(order):
+    if all_keep_up(order):
         return [*_fastest(order), *_limits(groups)]
     baseline, best = baseline_of(groups), order[0]
     reference = baseline if best is not baseline else order[1]
@@ -91,7 +91,7 @@ def verdict(groups: Sequence[Group]) -> list[str]:
 
 
 def certain(groups: Sequence[Group]) -> bool:
-    """Whether the verdict on these policies is a difference that is shown."""
+    """Whether the difference behind the verdict is shown."""
     return f" {WINS}: " in verdict(groups)[0]
 
 
@@ -99,12 +99,12 @@ WINS, AHEAD = "wins", "is ahead"
 
 
 def _leads(groups: Sequence[Group], best: Group, reference: Group, figure: Figure) -> str:
-    """``ebplus wins`` where that is shown, else ``ebplus is ahead``."""
+    """``ebplus wins`` if the difference is shown, else ``ebplus is ahead``."""
     return f"{best.policy} {WINS if is_shown(groups, best, reference, figure) else AHEAD}"
 
 
 def is_shown(groups: Sequence[Group], best: Group, reference: Group, figure: Figure) -> bool:
-    """Whether the difference between two policies, one of them the baseline, is more than chance explains."""
+    """Whether the difference between two policies, one of them the baseline, is significant."""
     p = _p(groups, best, reference, figure)
     return p is not None and p <= ALPHA
 
@@ -115,12 +115,12 @@ def _p(groups: Sequence[Group], best: Group, reference: Group, figure: Figure) -
 
 
 def _invalid(groups: Sequence[Group]) -> str:
-    """Which policies have INVALID runs, with the seeds where others of theirs are valid."""
+    """Names of policies with INVALID runs, with the seeds if other runs are valid."""
     return _named(groups, lambda summary: not summary.valid, "INVALID")
 
 
 def _unfinished(groups: Sequence[Group]) -> str:
-    """Which policies completed nothing, with the seeds where other runs of theirs did."""
+    """Names of policies without a completed request, with the seeds if other runs have some."""
     return _named(groups, lambda summary: output_throughput(summary.metrics) is None, "without a completed request")
 
 
@@ -154,7 +154,7 @@ def _fastest(order: Sequence[Group]) -> list[str]:
 
 
 def _limits(groups: Sequence[Group]) -> list[str]:
-    """How many requests met the limits, per policy; nothing where none were given."""
+    """How many requests met the limits, per policy; empty without limits."""
     given = {summary.slo for group in groups for summary in group.summaries}
     if len(given) > 1 or not any(given):
         return []
@@ -164,7 +164,7 @@ def _limits(groups: Sequence[Group]) -> list[str]:
 
 
 def _within_limits(groups: Sequence[Group]) -> list[str]:
-    """The policy with most goodput; nothing without limits, where no request met them, and where all are equal."""
+    """The policy with the most goodput; empty without limits, if no request met them, or if all are equal."""
     order = ranked(groups, request_goodput)
     if len(order) < len(groups) or not order[0].mean(request_goodput):
         return []
@@ -212,7 +212,7 @@ def _latencies(best: Group, reference: Group) -> str:
 
 
 def why(explanation: Explanation) -> list[str]:
-    """Where one run's time went and what its controller decided; empty when nothing was recorded."""
+    """How one run's time divides and what its controller decided; empty without recorded steps."""
     lines = []
     if explanation.steps is not None:
         lines.append(_time(explanation.steps))
@@ -263,7 +263,7 @@ def _decisions(facts: DecisionFacts, policy: str) -> list[str]:
 
 
 def _threshold(facts: DecisionFacts, k: Spread, n_limit: Spread, theta: Spread, policy: str) -> str:
-    """When decoding gives way to prompts; by a share of the batch, so that batches that are never full refill too."""
+    """When a refill begins; as a share of the batch, so that batches that are never full are refilled too."""
     spec, star = known_policy(policy), "*" if facts.updates else ""
     by_share = spec is not None and spec.by_share
     slots = f"k{star} = {_value(k)} of N{star} = {_value(n_limit)} slots"
@@ -300,13 +300,13 @@ def _value(spread: Spread) -> str:
 
 
 def missing(groups: Sequence[Group]) -> list[str]:
-    """What became of requests that did not complete, one line per run that has some."""
+    """Requests that did not complete, one line per run that has some."""
     found = [(summary, accounting(summary)) for group in groups for summary in group.summaries]
     return [f"{summary.policy}: {line}" for summary, line in found if line]
 
 
 def accounting(summary: Summary) -> str | None:
-    """What became of the requests that did not complete; None when all did."""
+    """Requests that did not complete, by status; None if all completed."""
     names = {"failed": "failed", "timed_out": "timed out", "cancelled": "cancelled", "never_sent": "never sent"}
     counts = summary.metrics.counts
     missed = [f"{count(counts[key])} {name}" for key, name in names.items() if counts[key]]
@@ -316,9 +316,9 @@ def accounting(summary: Summary) -> str | None:
 
 
 def caveats(groups: Sequence[Group]) -> list[str]:
-    """Every warning, named after its policy unless all runs share it, and every reason for INVALID.
+    """Warnings, with their policy unless all runs share them, and reasons for INVALID.
 
-    Warnings that differ in their numbers alone are one, with the range of each number.
+    Warnings that differ only in numbers are merged, with the range of each number.
     """
     summaries = [summary for group in groups for summary in group.summaries]
     alike: dict[str, list[tuple[str, int]]] = {}
@@ -340,7 +340,7 @@ def caveats(groups: Sequence[Group]) -> list[str]:
 
 
 def _ranged(texts: Sequence[str]) -> str:
-    """One text for several that differ in numbers alone: "44 to 49" for 44, 47 and 49."""
+    """One text for several that differ only in numbers: "44 to 49" for 44, 47 and 49."""
     columns = zip(*(_NUMBER.findall(text) for text in texts), strict=True)
     ends = [sorted(set(column), key=lambda number: float(number.replace(",", ""))) for column in columns]
     numbers = iter(found[0] if len(found) == 1 else f"{found[0]} to {found[-1]}" for found in ends)

@@ -1,6 +1,6 @@
-"""Runs as tables: one section per load and environment, one row per policy. Every format is rendered from these.
+"""Runs as tables: one section per load and environment, one row per policy, for every output format.
 
-Pure functions from data to :class:`ebbench.analysis.documents.Document`; nothing is read or printed here.
+Pure functions from data to :class:`ebbench.analysis.documents.Document`; no input or output.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from ebbench.render import numbers
 
 INVALID = " INVALID"
 COMPLETED = "completed"
-"""Heading of the column that is there where requests did not complete."""
+"""Heading of the column shown if requests did not complete."""
 
 
 @dataclass(frozen=True)
 class _Figure:
-    """A column of figures: its heading, its name in CSV, where the value comes from, how it is shown, and for which
-    groups it must not be relied on."""
+    """A column of figures: heading, CSV name, source of the value, format, and the groups for which it is
+    unreliable."""
 
     header: str
     key: str
@@ -64,14 +64,17 @@ _TAILS = ("ttft", "tpot", "itl", "e2el")
 
 
 def comparison(cases: Sequence[Case], *, all_percentiles: bool = False) -> Document:
-    """The comparison of ``cases``: one section each. ``all_percentiles`` shows p90, p95 and p99 of every latency,
-    those with too few samples marked, instead of the highest sound one."""
+    """The comparison of ``cases``, one section each.
+
+    ``all_percentiles`` shows p90, p95 and p99 of every latency instead of the highest sound one, and marks those with
+    too few samples.
+    """
     sections = tuple(section(case.title, case.groups, all_percentiles=all_percentiles) for case in cases)
     return Document("comparison", "Comparison", sections, notes=(legend(cases, all_percentiles=all_percentiles),))
 
 
 def section(title: str, groups: Sequence[Group], *, all_percentiles: bool = False) -> Section:
-    """One row per policy. Gains are those of output throughput of the whole run over the baseline's."""
+    """One row per policy. Gains are in output throughput of the whole run over the baseline."""
     baseline = baseline_of(groups)
     figures = _figures(groups, all_percentiles=all_percentiles)
     versus = [Column(f"vs\n{baseline.policy}", "change", key="gain")] if len(groups) > 1 else []
@@ -99,7 +102,7 @@ def section(title: str, groups: Sequence[Group], *, all_percentiles: bool = Fals
 
 
 def phases(case: Case) -> Section | None:
-    """One row per phase and policy; None where the plan has one phase. Gains are over the case's baseline."""
+    """One row per phase and policy; None if the plan has one phase. Gains are over the case's baseline."""
     parts = by_phase(case)
     if len(parts) < 2:
         return None
@@ -141,7 +144,7 @@ def _median(latency: str) -> _Figure:
 
 
 def _tails(groups: Sequence[Group], latency: str, *, all_percentiles: bool) -> list[_Figure]:
-    """The highest percentile that every run has enough samples for; p99, a dash, where there is none."""
+    """The highest percentile that every run has enough samples for; if there is none, p99 as a dash."""
     if not all_percentiles:
         name = sound_percentile(groups, latency) or "p99"
         return [_tail(latency, name, _statistic(latency, name))]
@@ -159,7 +162,7 @@ def _tail(latency: str, name: str, of: Figure) -> _Figure:
 
 
 def sound_percentile(groups: Sequence[Group], latency: str) -> str | None:
-    """The highest of p90, p95 and p99 that all runs have enough samples for; runs without a sample do not count."""
+    """The highest of p90, p95 and p99 that all runs have enough samples for, ignoring runs without samples."""
     names = [name for name in QUANTILES if not _too_few(groups, latency, name)]
     return names[-1] if names else None
 
@@ -200,8 +203,8 @@ def _completed(group: Group) -> str:
 
 
 def _best(groups: Sequence[Group]) -> Group | None:
-    """The policy with the most goodput where limits were given, else with the most output throughput; none where runs
-    do not compare."""
+    """The policy with the most goodput if limits were given, else with the most output throughput; None if runs are not
+    comparable."""
     summaries = [summary for group in groups for summary in group.summaries]
     if differing(summaries) or not all(summary.valid for summary in summaries):
         return None
@@ -210,7 +213,7 @@ def _best(groups: Sequence[Group]) -> Group | None:
 
 
 def legend(cases: Sequence[Case], *, all_percentiles: bool = False) -> str:
-    """What the columns mean, in one paragraph."""
+    """The meaning of the columns in one paragraph."""
     parts = [
         *_repeats(cases),
         "whole run: first intended start to last completion",
@@ -230,7 +233,7 @@ def legend(cases: Sequence[Case], *, all_percentiles: bool = False) -> str:
 
 
 def _repeats(cases: Sequence[Case]) -> list[str]:
-    """What the means are over; runs of one seed are not several seeds."""
+    """What the means cover: seeds, or runs of one seed."""
     several = [group for case in cases for group in case.groups if len(group.summaries) > 1]
     if not several:
         return []
@@ -243,7 +246,7 @@ def _repeats(cases: Sequence[Case]) -> list[str]:
 
 
 def framed(title: str = "") -> Table:
-    """An empty table as all of them look."""
+    """An empty table in the common style."""
     return Table(
         title=title or None,
         title_justify="left",

@@ -1,4 +1,4 @@
-"""The timeline of a run: mode, estimates, throughput, queue and memory on one axis of time."""
+"""The timeline of a run: mode, estimates, throughput, queue and KV memory on one time axis."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Timeline:
-    """Rows ``{"t": s, "series": name, "value": y}`` by panel; ``modes`` are spans, ``phases`` starts with names."""
+    """Rows ``{"t": s, "series": name, "value": y}`` per panel; ``modes`` are spans, ``phases`` start times with
+    names."""
 
     title: str
     modes: list[Row]
@@ -40,7 +41,7 @@ class Timeline:
 
 
 def timeline_of(run: Run) -> Timeline:
-    """Read a run. Raises DataError when it recorded no steps, as runs against a server do not."""
+    """The timeline of a run. Raises DataError if it recorded no steps, as runs against a server do not."""
     steps = run.table("steps", _STEP_COLUMNS)
     if not steps.num_rows:
         raise DataError(f"{run.path}: recorded no engine steps, so there is no timeline; use engine sim or emulated")
@@ -96,7 +97,7 @@ def _sizes(run: Run, times: npt.NDArray[np.float64], held: dict[str, npt.NDArray
 
 
 def _sides(run: Run) -> list[Row]:
-    """Both sides of eq. 8 in microseconds per token at each evaluation."""
+    """Both sides of eq. 8 in microseconds per token, per evaluation."""
     table = run.table("decisions", ["time_ns", "lhs", "rhs", "margin"]).drop_null()
     if not table.num_rows:
         return []
@@ -110,7 +111,7 @@ def _sides(run: Run) -> list[Row]:
 
 
 def _binned(series: str, times: npt.NDArray[np.float64], column: npt.NDArray[Any]) -> list[Row]:
-    """At most BINS points, each the mean of its part of the time."""
+    """At most BINS points, each the mean over its part of the time."""
     if len(times) <= BINS:
         return [{"t": float(t), "series": series, "value": float(y)} for t, y in zip(times, column, strict=True)]
     edges = np.linspace(times[0], times[-1], BINS + 1)
@@ -124,7 +125,7 @@ def _binned(series: str, times: npt.NDArray[np.float64], column: npt.NDArray[Any
 
 
 def timeline_chart(line: Timeline) -> Any:
-    """The panels, one under the other."""
+    """The chart with its panels below each other."""
     alt = altair()
     panels = [_mode_panel(line), _plain_panel(line, line.throughput, "tokens/s", palette.THROUGHPUT)]
     if line.sizes:

@@ -1,1 +1,1 @@
-"""Results for other readers: verdicts for CI, the HTML report, exports to other tools' formats, runs as a database."""
+"""Results in other forms: gate verdicts for CI, the HTML report, paired comparisons, runs as a database."""

@@ -1,6 +1,6 @@
-"""The page's charts as Vega-Lite, by Altair. Data comes from the page by name; nothing is fetched.
+"""Charts of the HTML report as Vega-Lite specifications, made with Altair. The page supplies the data by name.
 
-What depends on the data is the page's: the axis of time, the ticks of the logarithmic axes, colours of the dark theme.
+The page also sets what depends on the data: the time axis, ticks of logarithmic axes, colours of the dark theme.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _SYMBOL_PX, _CHARACTER_PX = 32.0, 6.0
 
 
 def specs(policies: Sequence[str] = ()) -> dict[str, dict[str, Any]]:
-    """Vega-Lite specifications by chart name, with legends that hold the names of ``policies``."""
+    """Vega-Lite specifications by chart name; legends are sized for the names of ``policies``."""
     longest = max(map(len, policies), default=0)
     charts = {f"cdf_{name}": _cdf(name, title, longest) for name, title in LATENCIES.items()}
     charts |= {"timeline": _timeline(), "steps": _steps(), "surface": _surface()}
@@ -50,7 +50,7 @@ def _cdf(name: str, title: str, longest_name: int) -> Any:
 
 
 def _hover(base: Any, tooltip: list[Any]) -> Any:
-    """Invisible points that carry the tooltips: a line would have a single one for all its length."""
+    """Invisible points that carry the tooltips: a line mark has only one tooltip."""
     return base.mark_point(opacity=0, filled=True, size=90, clip=True).encode(tooltip=tooltip)
 
 
@@ -59,13 +59,13 @@ def _ms_axis(alt: Any, **options: Any) -> Any:
 
 
 def _timeline() -> Any:
-    """Panels over one axis of time; a drag along the first chooses the steps shown in the chart below."""
+    """Panels over one time axis; dragging in the first selects the steps shown in the chart below."""
     alt = altair()
     panels = [
         _modes(alt),
         _lines(alt, "throughput", "tokens/s, prompts and answers", {"": palette.THROUGHPUT}),
         _lines(alt, "queue", "requests", palette.QUEUE),
-        _lines(alt, "sizes", "sequences: at most N*, refill at k* idle, N_obs seen",
+        _lines(alt, "sizes", "sequences: limit N*, k* idle slots at a refill, N_obs observed",
                palette.SIZES, step=True),
         _lines(alt, "kv", "KV blocks used, %", {"": palette.KV}),
         _lines(alt, "sides", "crossover, µs per token", palette.SIDES),
@@ -80,7 +80,7 @@ def _numbers(alt: Any, *names: str) -> list[Any]:
 
 
 def _panel(alt: Any, title: str, height: int, *layers: Any) -> Any:
-    """Layers over one axis of time, with a line where a phase of the scenario begins to be served."""
+    """Layers over one time axis, with a rule at the start of each phase of the scenario."""
     starts = (
         alt.Chart(alt.NamedData("phases"))
         .mark_rule(strokeDash=[4, 3], color=palette.BOUNDARY)
@@ -105,7 +105,8 @@ def _modes(alt: Any) -> Any:
             tooltip=["series:N", alt.Tooltip("t:Q", title="from s"), alt.Tooltip("t2:Q", title="to s")],
         )
     )
-    # Chosen by hand or by the page's buttons: the window is drawn from the parameters, not by the brush itself.
+    # The time range is set by dragging or by the page's buttons, so it is drawn from the parameters and not by the
+    # brush.
     unseen = alt.BrushConfig(fillOpacity=0, strokeOpacity=0)
     brush = alt.selection_interval(encodings=["x"], name="brush", mark=unseen, translate=False, zoom=False)
     window = (
@@ -130,7 +131,7 @@ def _lines(alt: Any, data: str, title: str, colours: Mapping[str, str], *, step:
     mark = {"strokeWidth": 1.3, "interpolate": "step-after"} if step else {"strokeWidth": 1.3}
     if single:
         return _panel(alt, title, HEIGHT, base.mark_line(color=colours[""], **mark), _hover(base, tooltip))
-    columns = 1 if data == "sides" else 3  # long names, one below the other, so that a phone holds them
+    columns = 1 if data == "sides" else 3  # long names below each other, so that they fit on a phone
     scale = alt.Scale(domain=list(colours), range=list(colours.values()))
     named = base.encode(color=alt.Color("series:N", title=None, scale=scale, legend=_legend(alt, columns=columns)))
     return _panel(alt, title, HEIGHT, named.mark_line(**mark), _hover(named, ["series:N", *tooltip]))
@@ -141,7 +142,7 @@ def _legend(alt: Any, **options: Any) -> Any:
 
 
 def _steps() -> Any:
-    """Single steps of the time chosen: when, how long, of which kind."""
+    """The single steps of the selected time range: start, duration, kind."""
     alt = altair()
     colours = alt.Scale(domain=list(palette.STEPS), range=list(palette.STEPS.values()))
     chosen = alt.Scale(nice=False, zero=False, domainMin=alt.expr("from_s"), domainMax=alt.expr("to_s"))

@@ -11,61 +11,66 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from ebbench.analysis.compare.certainty import ALPHA
-from ebbench.analysis.compare.paired import REQUEST_TIME, Compared, Comparison, Contestant, Contrast, pairs_needed_by
+from ebbench.analysis.compare.paired import (
+    REQUEST_TIME,
+    Compared,
+    Comparison,
+    Contrast,
+    PolicyContrasts,
+    pairs_needed_by,
+)
 from ebbench.analysis.compare.policies import TIE
 from ebbench.analysis.documents import Column, Document, Section, Value
 from ebbench.analysis.gate.units import HIGHER_IS_BETTER, LABELS
-from ebbench.analysis.gate.verdict import COPIES, GATED, looked_at
+from ebbench.analysis.gate.verdict import COPIES, GATED, repeated_until_clear
 from ebbench.render import numbers
 from ebbench.render.documents import section_tables
 from ebbench.render.sentences import AHEAD, WINS
 from ebbench.report import page_tables
 
 BETTER, WORSE, UNDECIDED = "better", "worse", "undecided"
-"""A difference that is shown, either way, and one that chance may explain."""
+"""Words for a significant difference and for one that may be chance."""
 
 
 LOAD = ("sessions", "concurrency", "rate", "burstiness", "speed")
-"""What the heading says of the load, where all runs agree in it."""
+"""Conditions of the load that the heading names if all runs agree in them."""
 
 
 def document(compared: Compared) -> Document:
     """One section per case and policy, one row per figure."""
-    sections = tuple(
-        _section(comparison, contestant) for comparison in compared.comparisons for contestant in comparison.contestants
-    )
+    sections = tuple(_section(comparison, other) for comparison in compared.comparisons for other in comparison.others)
     return Document("comparison", heading(compared), sections, notes(compared))
 
 
 def plain(compared: Compared) -> Document:
-    """The comparisons for a spreadsheet: every figure by its name in JSON, as a number in its own unit."""
+    """The comparisons for a spreadsheet: every figure by its JSON name, as a number in its unit."""
     labels = ("figure", "baseline", "policy")
     figures = ("baseline_value", "value", "change", "change_low", "change_high", "p_adjusted")
     columns = (*(Column(name, "label") for name in labels), *map(Column, figures), Column("verdict", "label"))
     sections = []
     for comparison in compared.comparisons:
-        for contestant in comparison.contestants:
+        for other in comparison.others:
             rows = tuple(
                 (
-                    *(contrast.figure, comparison.baseline, contestant.label),
+                    *(contrast.figure, comparison.baseline, other.label),
                     *(contrast.baseline, contrast.value, contrast.change, contrast.low, contrast.high),
                     *(contrast.p_adjusted, verdict(contrast)),
                 )
-                for contrast in contestant.contrasts
+                for contrast in other.contrasts
             )
             sections.append(Section(comparison.title, columns, rows))
     return Document("comparison", heading(compared), tuple(sections))
 
 
 def console(compared: Compared, width: int) -> RenderableType:
-    """Everything for ``width`` characters."""
+    """The comparisons for a terminal of ``width`` characters."""
     found = document(compared)
     parts: list[RenderableType] = [Text(found.title, style="bold")]
     shown = iter(found.sections)
     alike = len({legend(comparison) for comparison in compared.comparisons}) == 1
     for comparison in compared.comparisons:
-        for contestant in comparison.contestants:
-            parts += [Text(), *section_tables(next(shown), width), Text(answer(comparison, contestant))]
+        for other in comparison.others:
+            parts += [Text(), *section_tables(next(shown), width), Text(answer(comparison, other))]
         if not alike or comparison is compared.comparisons[-1]:
             parts += [
                 *([Text()] if alike and len(compared.comparisons) > 1 else []),
@@ -75,22 +80,22 @@ def console(compared: Compared, width: int) -> RenderableType:
 
 
 def notes(compared: Compared) -> tuple[str, ...]:
-    """Answers, legends and what was left out, as sentences."""
+    """Conclusions, legends and what was left out, as sentences."""
     found = []
     for comparison in compared.comparisons:
         before = f"{comparison.title}: " if comparison.title else ""
-        found += [before + answer(comparison, contestant) for contestant in comparison.contestants]
+        found += [before + answer(comparison, other) for other in comparison.others]
         found.append(before + legend(comparison))
     return (*found, *left_out(compared))
 
 
 def left_out(compared: Compared) -> list[str]:
-    """Cases in which there is nothing to compare with."""
+    """Cases that have no second policy to compare."""
     return [f"Not compared, {alone}." for alone in compared.alone]
 
 
 def heading(compared: Compared) -> str:
-    """What all comparisons have in common: model, device, engine, workload, load, the scheduler's limits."""
+    """What all comparisons share: model, device, engine, workload, load, scheduler limits."""
     units = [unit for comparison in compared.comparisons for unit in comparison.units]
     shared = {
         name: text
@@ -110,19 +115,19 @@ def heading(compared: Compared) -> str:
     return ", ".join([*parts, *([f"topology {options['topology']}"] if "topology" in options else [])])
 
 
-def _section(comparison: Comparison, contestant: Contestant) -> Section:
+def _section(comparison: Comparison, other: PolicyContrasts) -> Section:
     columns = (
         Column("figure", "label"),
         Column(comparison.baseline, "label", key="baseline", right=True),
-        Column(contestant.label, "label", key="value", right=True),
+        Column(other.label, "label", key="value", right=True),
         Column("change", "change"),
         Column("95 % interval", "label", right=True),
         Column("p", show=_p),
         Column("verdict", "label"),
     )
     before = f"{comparison.title}: " if comparison.title else ""
-    rows = tuple(_row(contrast) for contrast in contestant.contrasts)
-    return Section(f"{before}{contestant.label} against {comparison.baseline}", columns, rows)
+    rows = tuple(_row(contrast) for contrast in other.contrasts)
+    return Section(f"{before}{other.label} against {comparison.baseline}", columns, rows)
 
 
 def _p(value: float) -> str:
@@ -149,7 +154,7 @@ def _interval(contrast: Contrast) -> str:
 
 
 def verdict(contrast: Contrast) -> str:
-    """``better`` or ``worse`` where that is shown, ``undecided`` where not; nothing without a test."""
+    """``better`` or ``worse`` if the difference is significant, ``undecided`` if not; empty without a test."""
     if contrast.p_adjusted is None:
         return ""
     if contrast.p_adjusted > ALPHA or contrast.change == 0:
@@ -157,21 +162,21 @@ def verdict(contrast: Contrast) -> str:
     return BETTER if (contrast.change > 0) == (contrast.figure in HIGHER_IS_BETTER) else WORSE
 
 
-def answer(comparison: Comparison, contestant: Contestant) -> str:
-    """Which policy wins in the figure that decides where that is shown, which is ahead where it is not."""
-    found = next((each for each in contestant.contrasts if each.figure == contestant.deciding), None)
+def answer(comparison: Comparison, other: PolicyContrasts) -> str:
+    """Which policy wins in the deciding figure if the difference is significant, else which is ahead."""
+    found = next((each for each in other.contrasts if each.figure == other.deciding), None)
     if found is None:
-        return f"{contestant.label} and {comparison.baseline} have no throughput to compare."
-    by = f"{numbers.change(found.change)} {_named(found)} of {contestant.label} against {comparison.baseline}"
+        return f"{other.label} and {comparison.baseline} have no throughput to compare."
+    by = f"{numbers.change(found.change)} {_named(found)} of {other.label} against {comparison.baseline}"
     kept_up = " Both keep up with the arrivals, so latency decides." if found.figure == REQUEST_TIME else ""
     higher = found.change > 0
-    leader = contestant.label if higher == (found.figure in HIGHER_IS_BETTER) else comparison.baseline
+    leader = other.label if higher == (found.figure in HIGHER_IS_BETTER) else comparison.baseline
     said = verdict(found)
     if abs(found.change) < TIE:
         return f"No winner: {by}.{kept_up}"
     if said in (BETTER, WORSE):
         return f"{leader} {WINS}: {by}, 95 % interval {_interval(found)}.{kept_up}"
-    why = "one pair says nothing about chance" if not said else "which chance may explain"
+    why = "one pair does not rule out chance" if not said else "which chance may explain"
     return f"{leader} {AHEAD}: {by}; {why}.{kept_up}"
 
 
@@ -184,53 +189,53 @@ def _named(contrast: Contrast) -> str:
 
 
 def legend(comparison: Comparison) -> str:
-    """How the figures were made, and what the comparison could have shown."""
-    pairs = max(len(contestant.pairs) for contestant in comparison.contestants)
+    """How the figures were computed, and the smallest change that could have been detected."""
+    pairs = max(len(other.pairs) for other in comparison.others)
     counted = f"{pairs} {'pair' if pairs == 1 else 'pairs'}"
     text = f"{counted} of runs on the same plan; change: geometric mean over the pairs"
     text += "".join(f"; {line}" for line in _skipped(comparison))
     needed = pairs_needed_by(comparison)
-    if copies := max(sum(pair.copies for pair in contestant.pairs) for contestant in comparison.contestants):
+    if copies := max(sum(pair.copies for pair in other.pairs) for other in comparison.others):
         text += f"; {copies} {COPIES}"
         if pairs < needed:
-            return f"{text}. {counted} {'says' if pairs == 1 else 'say'} nothing about chance."
+            return f"{text}. {counted} {'does' if pairs == 1 else 'do'} not rule out chance."
     if pairs < 2:
-        return f"{text}. One pair says nothing about chance: use --repeats {needed} or more."
-    sequential = any(looked_at(contestant.pairs) for contestant in comparison.contestants)
-    test = "holds at every look, as these runs were made until it was clear" if sequential else "exact sign-flip test"
+        return f"{text}. One pair does not rule out chance: use --repeats {needed} or more."
+    sequential = any(repeated_until_clear(other.pairs) for other in comparison.others)
+    test = "valid after every pair (--repeats auto)" if sequential else "exact sign-flip test"
     text += f"; p: {test}, two-sided, Holm-adjusted over throughput and medians of all policies"
-    more = dict.fromkeys(c.deciding for c in comparison.contestants if c.deciding not in GATED)
+    more = dict.fromkeys(c.deciding for c in comparison.others if c.deciding not in GATED)
     text += "".join(f"; {LABELS[figure]} decides here and counts as one test more" for figure in more)
     if pairs < needed:
         return f"{text}. {counted} cannot show any difference: use --repeats {needed} or more."
-    return f"{text}. Minimum detectable change: {'; '.join(_detectable_of(c) for c in comparison.contestants)}."
+    return f"{text}. Minimum detectable change: {'; '.join(_detectable_of(c) for c in comparison.others)}."
 
 
 def _skipped(comparison: Comparison) -> list[str]:
-    """Figures that were not compared, and why."""
+    """Figures that were not compared, with the reason."""
     return [
         f"{LABELS[figure]} left out for {each.label}: {why}"
-        for each in comparison.contestants
+        for each in comparison.others
         for figure, why in each.skipped.items()
     ]
 
 
-def _detectable_of(contestant: Contestant) -> str:
+def _detectable_of(other: PolicyContrasts) -> str:
     known = [
         f"{LABELS[contrast.figure]} {100 * contrast.detectable:.1f} %"
-        for contrast in contestant.contrasts
+        for contrast in other.contrasts
         if contrast.detectable is not None
     ]
-    return f"{contestant.label} {', '.join(known) or 'none'}"
+    return f"{other.label} {', '.join(known) or 'none'}"
 
 
 def tables(compared: Compared) -> list[page_tables.Table]:
     """The comparisons with several pairs as tables of the HTML page."""
     found = []
     for comparison in compared.comparisons:
-        if max(len(contestant.pairs) for contestant in comparison.contestants) > 1:
-            sections = [_section(comparison, contestant) for contestant in comparison.contestants]
-            answers = [answer(comparison, contestant) for contestant in comparison.contestants]
+        if max(len(other.pairs) for other in comparison.others) > 1:
+            sections = [_section(comparison, other) for other in comparison.others]
+            answers = [answer(comparison, other) for other in comparison.others]
             found += [page_tables.of_section(section, f"Paired: {section.title}") for section in sections[:-1]]
             note = " ".join([*answers, legend(comparison)])
             found.append(page_tables.of_section(sections[-1], f"Paired: {sections[-1].title}", note))
@@ -238,7 +243,7 @@ def tables(compared: Compared) -> list[page_tables.Table]:
 
 
 def to_json(compared: Compared) -> dict[str, Any]:
-    """One JSON object: ``cases`` with a comparison each; of a single case also its keys at the top."""
+    """One JSON object: ``cases`` with one comparison each; for a single case also its keys at the top level."""
     cases = [_case_json(comparison) for comparison in compared.comparisons]
     only = cases[0] if len(cases) == 1 else {}
     return {**only, "cases": cases, "not_compared": list(compared.alone)}
@@ -250,19 +255,19 @@ def _case_json(comparison: Comparison) -> dict[str, Any]:
         "baseline": comparison.baseline,
         "environment": dict(comparison.units[0].environment),
         "load": comparison.units[0].load,
-        "contestants": [_contestant_json(contestant) for contestant in comparison.contestants],
+        "policies": [_other_json(other) for other in comparison.others],
     }
 
 
-def _contestant_json(contestant: Contestant) -> dict[str, Any]:
-    pairs: Sequence[Any] = contestant.pairs
+def _other_json(other: PolicyContrasts) -> dict[str, Any]:
+    pairs: Sequence[Any] = other.pairs
     return {
-        "policy": contestant.label,
+        "policy": other.label,
         "pairs": [
             {"seed": pair.baseline.seed, "baseline": pair.baseline.run, "candidate": pair.candidate.run}
             for pair in pairs
         ],
-        "figures": [asdict(contrast) | {"verdict": verdict(contrast)} for contrast in contestant.contrasts],
-        "skipped": dict(contestant.skipped),
+        "figures": [asdict(contrast) | {"verdict": verdict(contrast)} for contrast in other.contrasts],
+        "skipped": dict(other.skipped),
         "copies": sum(pair.copies for pair in pairs),
     }

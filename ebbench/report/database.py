@@ -1,4 +1,4 @@
-"""Stored runs as a DuckDB database: one view per table, one row per run in ``runs``."""
+"""Stored runs as an in-memory DuckDB database: one view per table, and ``runs`` with one row per run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from ebbench.analysis.load import asked_of, load_of_run, machine_of_run
+from ebbench.analysis.load import flat_load, load_of_run, machine_of_run
 from ebbench.analysis.summary import metrics_dict, summarise
 from ebbench.errors import DataError, UsageError
 from ebbench.extras import need
@@ -20,19 +20,19 @@ TABLES = {**SCHEMAS, "server_metrics": SERVER_METRICS}
 
 
 def connect(runs: Sequence[Run], *, summaries: bool = True) -> Any:
-    """A connection with a view ``runs`` and one for each of TABLES; in each, ``run`` is the run's directory.
+    """A connection with a view ``runs`` and one view per entry of TABLES; in each, ``run`` is the run's directory.
 
-    ``summaries`` False leaves the figures out of ``runs``, which spares reading every request. The database is in
-    memory and reaches nothing but the files of these runs.
+    ``summaries`` False leaves the figures out of ``runs``, which saves reading all requests. The database can access
+    only the files of these runs.
     """
     duckdb = need("duckdb", "ebbench query")
     connection = duckdb.connect(config={"autoinstall_known_extensions": "false", "autoload_known_extensions": "false"})
     connection.register("_runs", _overview(runs, summaries=summaries))
     connection.execute("create view runs as select * from _runs")
     for name, schema in TABLES.items():
-        # With the directory as ``runs`` has it in front, "." too, so that what is left of it joins.
+        # The directory as ``runs`` spells it, "." too, so that the column ``run`` joins.
         paths = [f"{run.path}/{name}.parquet" for run in runs if (run.path / f"{name}.parquet").exists()]
-        if not paths:  # no server was read in any of these runs
+        if not paths:  # none of the runs read server metrics
             empty = pa.schema([pa.field("run", pa.string()), *schema]).empty_table()
             connection.register(f"_{name}", empty)
             connection.execute(f"create view {name} as select * from _{name}")
@@ -40,7 +40,7 @@ def connect(runs: Sequence[Run], *, summaries: bool = True) -> Any:
         relation = connection.read_parquet([_unglobbed(path) for path in paths], filename=True, union_by_name=True)
         tail = len(f"/{name}.parquet")
         relation.project(f"left(filename, len(filename) - {tail}) as run, * exclude (filename)").create_view(name)
-    directories = [str(run.path) for run in runs]  # the database asks for a path as it was given, then as found
+    directories = [str(run.path) for run in runs]  # DuckDB checks a path as given and as resolved
     allowed = dict.fromkeys([*directories, *map(_unglobbed, directories)])
     connection.execute(f"set allowed_directories = {_literals(allowed)}")
     connection.execute("set enable_external_access = false")
@@ -49,12 +49,12 @@ def connect(runs: Sequence[Run], *, summaries: bool = True) -> Any:
 
 
 def query(connection: Any, sql: str) -> pa.Table:
-    """The answer to one statement. Raises UsageError with the database's own words when it cannot be given."""
+    """The result of one statement. Raises UsageError with DuckDB's message if it fails."""
     duckdb = need("duckdb", "ebbench query")
     try:
         statements = connection.extract_statements(sql)
         if len(statements) != 1 or statements[0].type.name not in ("SELECT", "EXPLAIN"):
-            raise UsageError("one statement that gives rows is needed; write a select")
+            raise UsageError("write one statement that returns rows, for example a select")
         relation = connection.sql(statements[0])
     except duckdb.Error as error:
         raise UsageError(_told(error)) from None
@@ -88,7 +88,7 @@ def _row(run: Run) -> dict[str, Any]:
         "seed": m.seed, "policy": m.policy, "engine": m.engine, "clock": m.clock, "device": m.device, "model": m.model,
         "plan_hash": m.plan_hash, "git_commit": m.git_commit, "valid": m.valid, "interrupted": m.interrupted,
     }  # fmt: skip
-    asked = asked_of(load_of_run(m), machine_of_run(m), m.policy)
+    asked = flat_load(load_of_run(m), machine_of_run(m), m.policy)
     asked["policy_settings"] = None if asked["policy_settings"] is None else json.dumps(asked["policy_settings"])
     options = {name: value for name, value in m.options.items() if isinstance(value, str | int | float | bool)}
     return row | asked | options
@@ -99,7 +99,7 @@ def _figures(run: Run) -> dict[str, Any]:
 
 
 def _column(values: list[Any]) -> pa.Array:
-    """Options of different runs may be of different types; they are compared as text then."""
+    """A column; options whose types differ between runs become text."""
     try:
         return pa.array(values, from_pandas=True)
     except pa.ArrowException:
@@ -107,13 +107,13 @@ def _column(values: list[Any]) -> pa.Array:
 
 
 def _numbers(values: list[int | float | None]) -> pa.Array:
-    """Counts stay whole; any other figure is a double, though no run may have it."""
+    """Integers stay integers; any other column is double, even if no run has a value."""
     counts = all(isinstance(value, int) for value in values)
     return pa.array(values, pa.int64() if counts else pa.float64(), from_pandas=True)
 
 
 def _unglobbed(path: str) -> str:
-    """The path for a reader that takes ``[``, ``*`` and ``?`` for a pattern."""
+    """The path with ``[``, ``*`` and ``?`` escaped, which DuckDB would read as a pattern."""
     return "".join(f"[{letter}]" if letter in "[*?" else letter for letter in path)
 
 
@@ -122,8 +122,8 @@ def _literals(paths: Any) -> str:
 
 
 def load(paths: Sequence[Path]) -> list[Run]:
-    """Every run among ``paths``, at any depth. Raises DataError when there is none or one is damaged."""
+    """All runs under ``paths``, at any depth. Raises DataError if there is none or one is damaged."""
     found = sorted({manifest.parent for path in paths for manifest in path.glob("**/manifest.json")})
     if not found:
-        raise DataError(f"no run under {', '.join(map(str, paths))}; measure one, or name others with --runs")
+        raise DataError(f"no run under {', '.join(map(str, paths))}; make a run, or give other directories with --runs")
     return [Run.load(path) for path in found]

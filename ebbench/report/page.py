@@ -1,4 +1,4 @@
-"""One self-contained HTML file: tables, charts, the library that draws them. It loads nothing and runs nothing else."""
+"""The HTML report: one self-contained file with tables, charts and the library that draws them; no network access."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ _PARTS = Path(__file__).parent / "page"
 
 
 def render(page: Page) -> str:
-    """The file's text. Names are escaped in HTML and in JSON; the policy in it lets only these scripts run."""
+    """The text of the file.
+
+    Names are escaped in HTML and JSON; its content security policy allows only these scripts.
+    """
     jinja2 = need("jinja2", "the HTML report")
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_PARTS), autoescape=True, trim_blocks=True, lstrip_blocks=True
@@ -55,7 +58,7 @@ def library() -> str:
 
 
 def content_policy(scripts: list[str]) -> str:
-    """Nothing from outside, no script but those named by their hash, no eval."""
+    """A content security policy without external sources and eval; it allows only scripts with these hashes."""
     hashes = " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(s.encode()).digest()).decode()}'" for s in scripts)
     return (
         f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data: blob:; "
@@ -64,7 +67,7 @@ def content_policy(scripts: list[str]) -> str:
 
 
 def write(page: Page, path: Path) -> None:
-    """Write the file. Raises RunError when that cannot be done."""
+    """Write the file. Raises RunError if that fails."""
     text: Any = render(page)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Runs as what the page shows: its words, and the rows behind its charts."""
+"""The data of the HTML report: its sentences, and the rows of its charts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ebbench.render.timeline import Timeline, timeline_of
 from ebbench.report.page_tables import Table, comparison_tables, environment_tables, failures_tables, phase_tables
 
 MAX_STEPS = 20_000
-"""Steps of a run kept for the zoom; of longer runs the first so many, which the page says."""
+"""Steps kept per run for the zoomed chart; of longer runs the first ones, which the page says."""
 _QUANTILES = np.unique(np.concatenate([np.linspace(0, 1, 161), 1 - np.geomspace(1e-4, 0.05, 40)]))
 _TARGETS = 14
 _PANELS = ("modes", "phases", "throughput", "sizes", "sides", "queue", "kv")
@@ -33,10 +33,10 @@ Targets = tuple[list[float], list[float]]
 
 @dataclass(frozen=True)
 class Page:
-    """Everything on the page. ``shared`` feeds the charts of all runs, ``runs`` those of one run each.
+    """Content of the page. ``shared`` feeds the charts of all runs, ``runs`` those of single runs.
 
-    ``verdicts`` holds for each case its title, its sentences and whether the difference is shown; ``policies`` are the
-    names of the curves, ``cases`` the titles among which a reader chooses whose curves are shown.
+    ``verdicts``: per case its title, its sentences and whether the difference is significant. ``policies``: names of
+    the curves. ``cases``: titles of the cases that a reader can select.
     """
 
     title: str
@@ -55,9 +55,9 @@ class Page:
 
 def page_of(runs: Sequence[Run], *, title: str = "", slo: Slo | None = None, extra: Sequence[Table] = (),
             notes: Sequence[str] = (), all_percentiles: bool = False) -> Page:  # fmt: skip
-    """Read everything the page needs. Raises DataError when a file of a run is damaged.
+    """Read everything the page needs. Raises DataError if a file of a run is damaged.
 
-    Runs are grouped as everywhere, by :func:`cases_of`: one table, one verdict and one curve per load and environment.
+    Runs are grouped by :func:`cases_of`: one table, one verdict and one set of curves per load and environment.
     """
     phases = [summary for run in runs for summary in _phases_of(run, slo)]
     cases = cases_of([summarise(run, slo) for run in runs], [explain(run) for run in runs], phases)
@@ -90,7 +90,7 @@ def page_of(runs: Sequence[Run], *, title: str = "", slo: Slo | None = None, ext
 
 
 def _phases_of(run: Run, slo: Slo | None) -> tuple[Summary, ...]:
-    """A summary per phase where the plan has several."""
+    """One summary per phase if the plan has several."""
     found = summarise_phases(run, slo)
     return found if len(found) > 1 else ()
 
@@ -102,12 +102,12 @@ def _title(summaries: Sequence[Summary]) -> str:
 
 
 def _series(case: Case, group: Group) -> str:
-    """What the runs of a policy are called: with load and environment where there are several."""
+    """Name of a policy's runs, with load and environment if there are several cases."""
     return f"{group.policy} ({case.title})" if case.title else group.policy
 
 
 def _labels(series: Sequence[str], summaries: Sequence[Summary]) -> tuple[str, ...]:
-    """The series, with the seed where it ran several times, with a number where even that repeats."""
+    """One unique label per run: the series, with the seed or a number if the series has several runs."""
     several = len(set(series)) < len(series)
     labels: list[str] = []
     for name, summary in zip(series, summaries, strict=True):
@@ -118,7 +118,7 @@ def _labels(series: Sequence[str], summaries: Sequence[Summary]) -> tuple[str, .
 
 
 def _explanations(case: Case) -> list[tuple[str, tuple[str, ...]]]:
-    """Where the time went in the first run of each policy."""
+    """How the time of the first run of each policy divides."""
     found = []
     for group in case.groups:
         seed = f" (seed {group.summaries[0].seed})" if len(group.summaries) > 1 else ""
@@ -128,7 +128,7 @@ def _explanations(case: Case) -> list[tuple[str, tuple[str, ...]]]:
 
 
 def _cdfs(labels: Sequence[str], curves: Sequence[tuple[int, str]], runs: Sequence[Run]) -> dict[str, list[Row]]:
-    """Points of the curves by chart; ``curves`` holds the number of the case and the policy of each run."""
+    """Points of the curves by chart; ``curves`` has the case index and the policy of each run."""
     found: dict[str, list[Row]] = {f"cdf_{name}": [] for name in ("ttft", "tpot", "itl", "e2el")}
     for label, (case, policy), run in zip(labels, curves, runs, strict=True):
         columns = RequestColumns.of(run.table("requests", NEEDED))
@@ -152,7 +152,7 @@ def _cdf(label: str, case: int, policy: str, ns: npt.NDArray[Any]) -> list[Row]:
     return [
         {"run": label, "case": case, "policy": policy, "ms": _short(x), "share": _short(q)}
         for x, q in zip(points, _QUANTILES, strict=True)
-        if x > 0  # the axis is logarithmic; tokens that came in one message have gaps of zero
+        if x > 0  # the axis is logarithmic; tokens of one message have gaps of zero
     ]
 
 
@@ -167,7 +167,7 @@ def _run_data(run: Run, targets: Targets | None) -> dict[str, Any]:
 
 
 def _steps(run: Run) -> tuple[dict[str, list[Any]], int]:
-    """Columns, which are half the size of rows; the page turns them into rows."""
+    """Columns instead of rows: half the size; the page converts them. Also the number of all steps."""
     names = ["start_ns", "end_ns", "phase", "prefill_tokens", "decode_seqs", "waiting"]
     table = run.table("steps", names)
     kept = table.slice(0, MAX_STEPS)
@@ -183,7 +183,7 @@ def _steps(run: Run) -> tuple[dict[str, list[Any]], int]:
 
 
 def _targets(runs: Sequence[Run], slo: Slo) -> Targets | None:
-    """TTFT and TPOT limits in ms that span what all runs measured, and those asked for; the same for every run."""
+    """TTFT and TPOT limits in ms, spanning all measured values and the given limits; the same for every run."""
     both = []
     for run in runs:
         columns = RequestColumns.of(run.table("requests", NEEDED))
@@ -199,7 +199,7 @@ def _spaced(measured: npt.NDArray[np.float64], asked: float | None) -> list[floa
 
 
 def _surface(run: Run, targets: Targets | None) -> list[Row]:
-    """Attainment over the targets, for the whole run and each phase."""
+    """Attainment over the targets, for the whole run and per phase."""
     if targets is None:
         return []
     return [

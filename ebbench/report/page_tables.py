@@ -1,4 +1,4 @@
-"""The page's tables: comparison, phases, environment. A cell has what is shown and what it sorts by."""
+"""Tables of the HTML report: comparison, phases, failures, environment."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ebbench.render import numbers, tables
 
 @dataclass(frozen=True)
 class Cell:
-    """A table cell: what is shown, and the number or text it sorts by."""
+    """A table cell: the displayed text, and the value that it is sorted by."""
 
     text: str
     value: float | str | None = None
@@ -34,7 +34,7 @@ class Table:
 
 
 def comparison_tables(cases: Sequence[Case], *, all_percentiles: bool = False) -> tuple[Table, ...]:
-    """One table per load and environment, with the rows and columns of the terminal's."""
+    """One table per load and environment, with the rows and columns of the terminal output."""
     document = tables.comparison(cases, all_percentiles=all_percentiles)
     notes = " ".join((*document.notes, *_limits_told(cases)))
     found = [of_section(section, _titled("Comparison", section.title)) for section in document.sections]
@@ -70,7 +70,7 @@ def of_section(section: Section, title: str, note: str = "") -> Table:
 
 
 def _stands_out(value: Value, column: Column, faulty: bool) -> bool:
-    """Whether a cell is one a reader must not miss: an INVALID policy, requests that did not complete."""
+    """Whether a cell is highlighted: an INVALID policy, requests that did not complete."""
     if column.name == tables.COMPLETED:
         done, _, planned = str(value).partition(" of ")
         return done != planned
@@ -89,7 +89,7 @@ def _limits_told(cases: Sequence[Case]) -> list[str]:
 
 
 def failures_tables(summaries: Sequence[Summary], labels: Sequence[str]) -> tuple[Table, ...]:
-    """One row per run, error class and cause of requests that did not complete; no table where all did."""
+    """One row per run, error class and cause of requests that did not complete; no table if all completed."""
     rows = [
         (
             Cell(label, label),
@@ -101,12 +101,12 @@ def failures_tables(summaries: Sequence[Summary], labels: Sequence[str]) -> tupl
         for label, summary in zip(labels, summaries, strict=True)
         for failure in summary.failures
     ]
-    headers = ("run", "requests", "error class", "example, in the server's words", "what to do")
+    headers = ("run", "requests", "error class", "example of the server's message", "what to do")
     return (Table("Requests that did not complete", headers, tuple(rows)),) if rows else ()
 
 
 def environment_tables(labels: Sequence[str], runs: Sequence[Run]) -> tuple[Table, ...]:
-    """What all runs share, and one column per run for what they do not."""
+    """What all runs share, and one column per run for what differs."""
     facts = [_facts(run) for run in runs]
     rows = {name: [each.get(name, "") for each in facts] for each in facts for name in each}
     shared = {name: values[:1] for name, values in rows.items() if len(set(values)) == 1}

@@ -13,7 +13,7 @@ from ebbench.analysis.gate.self_test import SelfTest, Tally
 
 
 def markdown(done: SelfTest) -> str:
-    """False alarms by noise, power by slow-down, both with fixed and sequential pairs, and how they were measured."""
+    """False alarms by noise and power by slow-down, both with fixed and with sequential pairs, and the method."""
     design = done.equal[0].design
     rules = design.rules
     worst = gate_trials.false_alarms(done.equal)
@@ -47,7 +47,7 @@ def markdown(done: SelfTest) -> str:
 
 
 def _sequential(done: SelfTest) -> list[str]:
-    """The same with pairs measured until the verdict is known."""
+    """The same tables for pairs measured until the verdict is known."""
     most = done.equal_sequential[0].design.pairs
     worst = gate_trials.false_alarms(done.equal_sequential)
     return [
@@ -69,7 +69,7 @@ RATIOS = (0.25, 0.5, 1.0, 1.5, 2.0, 3.0)
 
 
 def _spreads(margin: float) -> list[str]:
-    """What another machine's noise asks for."""
+    """Number of pairs by the spread between pairs, for machines with other noise."""
     rows = [
         f"| {ratio:g} | {_count(median)} | {_count(upper)} |"
         for ratio, median, upper in gate_trials.pairs_by_spread(RATIOS, margin=margin)

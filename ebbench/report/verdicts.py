@@ -20,14 +20,14 @@ from ebbench.render import numbers
 
 WORDS: dict[Outcome, str] = {"pass": "PASS", "fail": "FAIL", "inconclusive": "INCONCLUSIVE"}
 _ROWS: dict[Outcome, str] = {"pass": "inside margin", "fail": "worse", "inconclusive": "undecided"}
-"""What a single figure shows; PASS and FAIL are words for the gate as a whole."""
+"""Words for single figures; PASS and FAIL are words for the whole gate."""
 EXIT_CODES: dict[Outcome, int] = {"pass": 0, "fail": 1, "inconclusive": 5}
 _STYLES: dict[Outcome, str] = {"pass": "green", "fail": "bold red", "inconclusive": "yellow"}
 _ILLEGAL = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 def console(verdict: Verdict) -> RenderableType:
-    """The verdict, the table it rests on, and what to know about it."""
+    """The verdict, its table, and notes."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
     for header in HEADERS:
         table.add_column(header, justify="left" if header in ("figure", "") else "right", no_wrap=True)
@@ -66,7 +66,7 @@ def _legend(verdict: Verdict) -> str:
 
 
 def detectable(verdict: Verdict) -> str:
-    """The minimum detectable effect of every gated figure, beside its margin."""
+    """The minimum detectable effect and the margin of every gated figure."""
     parts = []
     for entry in verdict.judged:
         if entry.gated:
@@ -76,7 +76,7 @@ def detectable(verdict: Verdict) -> str:
 
 
 def _margins(verdict: Verdict) -> str:
-    """Each gated figure's margin."""
+    """The margin of every gated figure."""
     gated = [entry for entry in verdict.judged if entry.gated]
     return ", ".join(f"{LABELS[entry.figure]} {100 * entry.margin:g} %" for entry in gated) or "nothing is gated"
 
@@ -142,7 +142,7 @@ def junit(verdict: Verdict, name: str = "ebbench gate") -> bytes:
 
 
 def junit_of_error(message: str, name: str = "ebbench gate") -> bytes:
-    """JUnit XML of a gate that could not judge: one test case with an error."""
+    """JUnit XML of a gate that could not give a verdict: one test case with an error."""
     suite = Xml.Element("testsuite", name=_legal(name), tests="1", failures="0", errors="1", skipped="0")
     case = Xml.SubElement(suite, "testcase", classname=_legal(name), name="gate")
     Xml.SubElement(case, "error", message=_legal(message))
@@ -158,7 +158,7 @@ def _document(suite: Xml.Element) -> bytes:
 
 
 def _legal(text: str) -> str:
-    """Without the characters XML 1.0 cannot hold."""
+    """The text without characters that XML 1.0 does not allow."""
     return _ILLEGAL.sub("�", text)
 
 
@@ -186,7 +186,7 @@ def markdown(verdict: Verdict) -> str:
 
 
 def markdown_of_error(message: str, exit_code: int) -> str:
-    """A GitHub job summary of a gate that could not judge."""
+    """GitHub job summary of a gate that could not give a verdict."""
     return f"## ⛔ NOT JUDGED (exit code {exit_code})\n\n{escape(message)}\n"
 
 
@@ -199,7 +199,7 @@ def markdown_table(judged: Sequence[Judged]) -> list[str]:
 
 
 def escape(text: str) -> str:
-    """Text that Markdown and the HTML in it take literally."""
+    """The text with Markdown's and HTML's special characters escaped."""
     text = text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     return re.sub(r"([\\`*_{}\[\]|#!])", r"\\\1", text.replace("\n", " "))
 

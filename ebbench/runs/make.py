@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 
-from ebbench.analysis.conclude import Setting, begin, conclude_with_summary
+from ebbench.analysis.conclude import RunContext, begin, conclude_with_summary
 from ebbench.analysis.pools import pool_figures
 from ebbench.analysis.slo import parse_slo
 from ebbench.analysis.summary import metrics_dict, summarise_phases
@@ -88,7 +88,7 @@ def make(task: Task) -> Made:
 
 def _measured(cell: Cell, plan: Plan, policy: PolicySpec, device: Device, engine: Engine, writer: RunWriter) -> Made:
     server, anchor_ns = is_server(cell.engine), wall_clock_ns()
-    setting = Setting(
+    context = RunContext(
         plan,
         policy,
         engine.name,
@@ -99,14 +99,14 @@ def _measured(cell: Cell, plan: Plan, policy: PolicySpec, device: Device, engine
         device_known=not server,
         warnings=(POLICY_IS_A_LABEL,) if server else (),
     )
-    if setting.kind_of_time == "real" and not isinstance(writer, _InMemory):
-        begin(writer, setting)
+    if context.kind_of_time == "real" and not isinstance(writer, _InMemory):
+        begin(writer, context)
         engine = journalled(engine, writer)
     planned, result = run_plan(engine, plan, policy, device, cell.options, None)
-    setting = replace(setting, plan=planned)
+    context = replace(context, plan=planned)
     if result.interrupted:
         raise KeyboardInterrupt  # the engine hands back what there is; part of a run does not answer the cell
-    run, summary = conclude_with_summary(writer, setting, result)
+    run, summary = conclude_with_summary(writer, context, result)
     phases = summarise_phases(run) if _several_phases(planned) else ()
     figures = summary.to_dict() | {"plan_hash": run.manifest.plan_hash, "git_commit": run.manifest.git_commit}
     if "topology" in result.facts and (spec := getattr(engine, "topology", None)) is not None:

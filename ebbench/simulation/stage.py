@@ -62,15 +62,15 @@ class Stage:
         schedulers = [unit.scheduler for unit in self.engines[engine].units]
         generates = any(scheduler.generates for scheduler in schedulers)
         if generates and self.dispatcher is not None and not self.dispatcher.wants_units:
-            return EndForward(engine, duration_ns, goes_on=True, generates=True)
+            return EndForward(engine, duration_ns, continues=True, generates=True)
         reports = []
-        goes_on = generates
+        continues = generates
         for unit, scheduler in zip(self.units_of_engine[engine], schedulers, strict=True):
             queued = scheduler.queued_tokens()
-            goes_on = goes_on or queued > 0 or self.engines[engine].busy
+            continues = continues or queued > 0 or self.engines[engine].busy
             kv_tokens = scheduler.kv_blocks_used * scheduler.limits.block_size
             reports.append(UnitReport(unit, self.received[unit], queued, kv_tokens))
-        return EndForward(engine, duration_ns, goes_on, generates, tuple(reports))
+        return EndForward(engine, duration_ns, continues, generates, tuple(reports))
 
 
 @dataclass(frozen=True)

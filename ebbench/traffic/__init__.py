@@ -1,1 +1,1 @@
-"""When requests are sent: scenarios, arrival processes, phases."""
+"""When requests are sent: scenarios, phases, arrival processes."""

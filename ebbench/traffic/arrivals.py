@@ -1,7 +1,7 @@
-"""Arrival processes, materialised once and centrally.
+"""Arrival processes; all arrival times are computed before a run.
 
-A process is a renewal process of mean rate one in *operational* time; a curve of relative rates maps operational
-time to seconds. Poisson, gamma and constant gaps therefore combine with any curve (steps, ramps, days).
+A process is a renewal process of mean rate one in *operational* time; a curve of relative rates maps operational time
+to seconds. Poisson, gamma and constant gaps can therefore be combined with any curve (steps, ramps, days).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Floats = npt.NDArray[np.float64]
 
 
 def unit_gaps(process: Process, burstiness: float, rng: np.random.Generator, n: int) -> Floats:
-    """``n`` gaps of mean one. ``burstiness`` is the gamma's shape: 1 is Poisson, below 1 is burstier."""
+    """``n`` gaps with mean one. ``burstiness``: shape of the gamma distribution; 1 is Poisson, below 1 is burstier."""
     if process == "constant":
         return np.ones(n)
     if process == "poisson":
@@ -29,9 +29,9 @@ def unit_gaps(process: Process, burstiness: float, rng: np.random.Generator, n: 
 
 @dataclass(frozen=True)
 class Curve:
-    """Relative rate over time, repeated every ``period_s``, scaled so that its mean over a period is one.
+    """Relative rate over time, repeated every ``period_s``, scaled to a mean of one per period.
 
-    ``levels`` are equally long pieces (``linear`` False) or equally spaced corners joined by lines (True).
+    ``levels``: equally long pieces (``linear`` False) or equally spaced corners connected by lines (True).
     """
 
     levels: tuple[float, ...]
@@ -39,7 +39,7 @@ class Curve:
     linear: bool = False
 
     def seconds(self, operational: Floats) -> Floats:
-        """Times at which the integral of the curve reaches ``operational`` (both in seconds)."""
+        """Times (s) at which the integral of the curve reaches ``operational`` (s)."""
         time, area = self._table()
         turns = np.floor(operational / self.period_s)
         rest = operational - turns * self.period_s
@@ -49,7 +49,7 @@ class Curve:
         return seconds
 
     def _scaled(self) -> tuple[Floats, Floats, float]:
-        """Rates at the start and the end of each piece, mean one, and the length of a piece in seconds."""
+        """Rates at the start and at the end of each piece (mean one), and the length of a piece in s."""
         levels = np.asarray(self.levels, np.float64)
         starts, ends = (levels[:-1], levels[1:]) if self.linear else (levels, levels)
         mean = float(((starts + ends) / 2).mean())
@@ -65,11 +65,11 @@ class Curve:
         return time, area
 
     def _inverse(self, piece: npt.NDArray[np.intp], within: Floats) -> Floats:
-        """Time into a piece until the area ``within`` is reached: root of ``a t + (b-a) t^2/(2 w) = area``."""
+        """Time into a piece at which its area reaches ``within``: root of ``a t + (b-a) t^2/(2 w) = within``."""
         starts, ends, width = self._scaled()
         a, b = starts[piece], ends[piece]
         root = np.sqrt(np.maximum(0.0, a * a + 2 * (b - a) / width * within))
-        denominator = a + root  # the form without cancellation: 2*area / (a + sqrt(...))
+        denominator = a + root  # the form without cancellation: 2 * area / (a + sqrt(...))
         out: Floats = np.divide(2 * within, denominator, out=np.zeros_like(within), where=denominator > 0)
         return out
 
@@ -83,13 +83,13 @@ def arrival_times(
     burstiness: float = 1.0,
     curve: Curve | None = None,
 ) -> Floats:
-    """Seconds of ``n`` arrivals at mean rate ``rate_per_s``; the first comes one gap after zero."""
+    """Times (s) of ``n`` arrivals at mean rate ``rate_per_s``; the first arrival is one gap after zero."""
     operational = np.cumsum(unit_gaps(process, burstiness, rng, n)) / rate_per_s
     return operational if curve is None else curve.seconds(operational)
 
 
 def dispersion(times_s: Sequence[float] | Floats, window_s: float) -> float:
-    """Index of dispersion of counts: variance over mean of arrivals per window; 1 for Poisson."""
+    """Index of dispersion of counts: variance over mean of the arrivals per window; 1 for Poisson."""
     times = np.asarray(times_s)
     counts = np.bincount((times / window_s).astype(np.int64))[: math.floor(times[-1] / window_s)]
     return float(counts.var() / counts.mean())

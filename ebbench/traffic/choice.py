@@ -1,4 +1,4 @@
-"""The scenario that is used when none is named; one rule for all commands that take a load."""
+"""Default scenario, the same for all commands that take a load."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from math import inf
 def scenario_meant(
     workload: str, scenario: str | None, request_rate: float | None, burstiness: float | None
 ) -> str | None:
-    """The given scenario, or the one that the other options imply by the rules of `vllm bench serve`.
+    """The given scenario, or the one implied by the other options, by the rules of `vllm bench serve`.
 
-    A rate of infinity releases everything at once, or as much as the cap on concurrency lets in: ``saturated``.
+    An infinite rate releases all requests at once, up to the concurrency cap: ``saturated``.
     """
     if scenario is None and request_rate == inf and not workload.startswith("trace:"):
         return "saturated"

@@ -1,4 +1,4 @@
-"""Lays out a scenario: which session belongs to which phase, and when it arrives."""
+"""Assigns sessions to the phases of a scenario and computes their arrival times."""
 
 from __future__ import annotations
 
@@ -19,28 +19,29 @@ from ebbench.traffic.substreams import substream
 Floats = npt.NDArray[np.float64]
 
 MOST_SESSIONS = 10_000_000
-"""As many as phases of a stated length may hold where no number of prompts is asked for: more do not fit in memory."""
+"""Most sessions in phases of fixed duration without --num-prompts: more would not fit into memory."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """What the caller may set over the scenario file: a cap on open sessions, rates in sessions/s."""
+    """Load options that override the scenario file: a cap on open sessions, rates in sessions/s."""
 
     max_concurrency: int | None = None
     request_rate: float | None = None
     saturation_rate: float | None = None
-    burstiness: float | None = None  # shape of gamma gaps
-    duration_s: float | None = None  # of an open loop: later arrivals are left out
+    burstiness: float | None = None  # shape of the gamma distribution of gaps
+    duration_s: float | None = None  # open loop: later arrivals are left out
 
     @property
     def unlimited(self) -> bool:
-        """Whether sessions are to be released at once, as far as ``max_concurrency`` lets them."""
+        """Whether sessions are released at once, up to ``max_concurrency``."""
         return self.request_rate == math.inf
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Sessions per phase, in order; ``arrival_s`` one per session in an open loop, None in a closed one."""
+    """Sessions per phase, in order; ``arrival_s`` has one entry per session in an open loop and is None in a closed
+    one."""
 
     names: tuple[str, ...]
     sizes: tuple[int, ...]
@@ -54,18 +55,18 @@ class Schedule:
 
     @property
     def phase_of_session(self) -> npt.NDArray[np.int64]:
-        """Index of the phase of each session."""
+        """Phase index of each session."""
         return np.repeat(np.arange(len(self.sizes)), self.sizes)
 
 
 def closed_phases(schedule: Schedule, sizes: Sequence[int]) -> tuple[ClosedPhase, ...]:
-    """The plan's closed-loop phases with ``sizes`` sessions each; phases left empty are dropped."""
+    """The plan's closed-loop phases with ``sizes`` sessions each; empty phases are dropped."""
     triples = zip(schedule.names, sizes, schedule.concurrency, strict=True)
     return tuple(ClosedPhase(name, int(n), c) for name, n, c in triples if n)
 
 
 def make_schedule(spec: ScenarioSpec, load: Load, total: int | None, default_total: int, seed: int) -> Schedule:
-    """Lay out ``total`` sessions (None: what the file asks, else ``default_total``). Raises UsageError."""
+    """Schedule of ``total`` sessions (None: the number in the file, else ``default_total``). Raises UsageError."""
     if spec.loop == "closed":
         return _closed(spec, load, total, default_total)
     return _open(spec, load, total, default_total, seed)
@@ -91,7 +92,7 @@ def _sizes(phases: Sequence[Phase], total: int | None, default_total: int) -> li
 def _closed(spec: ScenarioSpec, load: Load, total: int | None, default_total: int) -> Schedule:
     if load.request_rate is not None and not load.unlimited:
         raise UsageError(
-            f"scenario {spec.name!r} is a closed loop and takes no request rate; use --scenario poisson, "
+            f"scenario {spec.name!r} is a closed loop, which has no request rate; use --scenario poisson, "
             "or --max-concurrency to change its load"
         )
     levels = [phase.max_concurrency or 1 for phase in spec.phases]
@@ -128,7 +129,7 @@ def _open(spec: ScenarioSpec, load: Load, total: int | None, default_total: int,
 
 
 def _lasting(phases: tuple[Phase, ...], duration_s: float | None, total: int | None) -> tuple[Phase, ...]:
-    """A single phase without an end of its own lasts as long as given, with as many sessions as that takes."""
+    """A single phase without duration gets ``duration_s``, and as many sessions as arrive in that time."""
     if duration_s is None or total is not None or len(phases) > 1 or phases[0].duration_s is not None:
         return phases
     return (msgspec.structs.replace(phases[0], duration_s=duration_s, requests=None),)
@@ -143,7 +144,7 @@ def _with_burstiness(spec: ScenarioSpec, burstiness: float | None) -> tuple[Phas
 
 
 def _cut(sizes: Sequence[int], total: int) -> tuple[int, ...]:
-    """Sizes after keeping the first ``total`` sessions."""
+    """Phase sizes after keeping the first ``total`` sessions."""
     ends = np.minimum(np.cumsum(sizes), total)
     return tuple(int(size) for size in np.diff(ends, prepend=0))
 
@@ -151,7 +152,7 @@ def _cut(sizes: Sequence[int], total: int) -> tuple[int, ...]:
 def _phase_times(
     phase: Phase, rate: float, size: int, wanted: int | None, start_s: float, rng: np.random.Generator
 ) -> tuple[Floats, float]:
-    """Arrivals of one phase, in a timed one no more than ``wanted``, and the moment it ends."""
+    """Arrival times (s) of one phase, at most ``wanted`` in a phase of fixed duration, and the end of the phase."""
     if phase.duration_s is None:
         times = _draw(phase, rate, size, size / rate, rng)
         return start_s + times, start_s + (float(times[-1]) if size else 0.0)
@@ -160,19 +161,19 @@ def _phase_times(
 
 
 def _enough(phase: Phase, expected: float, wanted: int | None) -> int:
-    """How many arrivals to draw for a timed phase, which are then cut at its end."""
-    # Ten standard deviations above the expected count: enough for any burstiness in use.
+    """Number of arrivals to draw for a phase of fixed duration; they are then cut at its end."""
+    # Ten standard deviations above the expected number, enough for any practical burstiness.
     enough = expected + 10 * np.sqrt(expected / min(1.0, phase.burstiness)) + 10
     if wanted is None and enough > MOST_SESSIONS:
         raise UsageError(
-            f"phase {phase.name!r} would have some {expected:,.3g} arrivals, more than {MOST_SESSIONS:,}; "
+            f"phase {phase.name!r} would have about {expected:,.3g} arrivals, more than {MOST_SESSIONS:,}; "
             "give --num-prompts, or a lower rate"
         )
     return int(enough if wanted is None else min(enough, wanted))
 
 
 def _draw(phase: Phase, rate: float, size: int, length_s: float, rng: np.random.Generator) -> Floats:
-    assert phase.process is not None  # a ScenarioSpec with loop "open" was checked for it
+    assert phase.process is not None  # ScenarioSpec checks this for open loops
     curve = None
     if phase.curve is not None:
         linear = phase.curve.shape == "lines"
@@ -181,9 +182,9 @@ def _draw(phase: Phase, rate: float, size: int, length_s: float, rng: np.random.
 
 
 def under(spec: ScenarioSpec, load: Load, total: int | None, seed: int) -> ScenarioSpec:
-    """The scenario with the rates of its phases, and the sessions of each where ``total`` says how many there are.
+    """The scenario with the rates of its phases, and with their number of sessions if ``total`` gives it.
 
-    Raises UsageError when nothing says a rate.
+    Raises UsageError if a rate is missing.
     """
     phases = list(spec.phases)
     if spec.loop == "open":
@@ -202,7 +203,7 @@ def _sized(phase: Phase, size: int) -> Phase:
 
 
 def phase_rate(spec: ScenarioSpec, phase: Phase, load: Load) -> float:
-    """Mean rate of a phase in sessions/s. Raises UsageError when nothing says it."""
+    """Mean rate of a phase in sessions/s. Raises UsageError if there is none."""
     if load.request_rate is not None:
         return load.request_rate * phase.level
     if phase.rate is not None:

@@ -1,4 +1,4 @@
-"""Scenario files: when requests are sent. One TOML per traffic pattern; a user adds one without code."""
+"""Scenario files: one TOML file per traffic pattern; users add patterns without code."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ebbench.workloads.spec import resolve
 class CurveSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Relative rate over time, scaled to a mean of one. Without ``period_s`` one period spans the whole phase.
 
-    ``steps`` are equally long pieces of constant rate; ``lines`` joins equally spaced corners.
+    ``steps``: equally long pieces of constant rate. ``lines``: equally spaced corners connected by lines.
     """
 
     levels: tuple[float, ...]
@@ -37,10 +37,10 @@ class CurveSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 class Phase(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One phase. Closed loop: ``max_concurrency``. Open loop: ``process`` and a rate.
 
-    ``requests`` sessions, or as many as arrive in ``duration_s`` (open loop only), or all when neither is given
-    and there is one phase. The rate in sessions/s is ``--request-rate`` times ``level`` where that option is
-    given, else ``rate``, else ``share`` times the saturation rate. ``burstiness`` is the shape of gamma gaps
-    (below 1: burstier than Poisson). ``input`` and ``output`` replace the workload's lengths, in all phases or none.
+    It has ``requests`` sessions, or those that arrive in ``duration_s`` (open loop only), or all if neither is given
+    and there is one phase. The rate in sessions/s is ``--request-rate`` times ``level`` if that option is given, else
+    ``rate``, else ``share`` times the saturation rate. ``burstiness``: shape of gamma gaps (below 1: burstier than
+    Poisson). ``input`` and ``output`` replace the workload's lengths, in all phases or in none.
     """
 
     name: str
@@ -68,7 +68,7 @@ class Phase(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
 
 class Replay(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Which part of a trace is replayed: from ``start_s`` for ``duration_s`` (all), ``repeat`` times over."""
+    """Part of a trace to replay: from ``start_s`` for ``duration_s`` (None: to the end), ``repeat`` times."""
 
     speed: float = 1.0
     start_s: float = 0.0
@@ -82,9 +82,9 @@ class Replay(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 class ScenarioSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One traffic pattern. ``loop``: closed (released by completions), open (by the clock), trace (as recorded).
+    """One traffic pattern. ``loop``: closed (released by completions), open (at arrival times), trace (as recorded).
 
-    ``topology``: the instances this traffic is meant for, where it needs several; short (``dp=4``) or as a table.
+    ``topology``: the instances that this traffic is meant for, as text (``dp=4``) or as a table.
     """
 
     name: str
@@ -102,7 +102,7 @@ class ScenarioSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
     @property
     def own_lengths(self) -> bool:
-        """Whether every phase brings its own lengths, so that the workload's are not used."""
+        """Whether every phase has its own lengths, so that the workload's are not used."""
         return bool(self.phases) and all(phase.input is not None for phase in self.phases)
 
 
@@ -114,7 +114,7 @@ def _problem(spec: ScenarioSpec) -> str:
     if spec.replay is not None:
         return "[replay] belongs to loop = 'trace'"
     if spec.loop == "closed" and spec.max_concurrency is not None:
-        return "max_concurrency of a closed loop stands in its phases"
+        return "the phases of a closed loop set max_concurrency"
     if not spec.own_lengths and any(phase.input is not None for phase in spec.phases):
         return "either all phases bring their own input and output lengths, or none does"
     for phase in spec.phases:
@@ -126,14 +126,14 @@ def _problem(spec: ScenarioSpec) -> str:
         if spec.loop == "open" and (phase.process is None or phase.max_concurrency):
             return f"{label} of an open loop needs process; its cap is the scenario's max_concurrency"
         if spec.loop == "closed" and (idle := given_of(phase, ("rate", "share", "level", "burstiness", "curve"))):
-            return f"{label} of a closed loop takes no {idle[0]}: a request is sent when one ends; leave it out"
+            return f"{label} of a closed loop has no {idle[0]}: a request is sent when one ends; leave it out"
         if phase.process != "gamma" and given_of(phase, ("burstiness",)):
             return f"{label}: burstiness shapes gamma gaps; write process = 'gamma', or leave it out"
     return ""
 
 
 def _refuse(problems: Iterable[str]) -> None:
-    """Raise ValueError for the first that is not empty."""
+    """Raise ValueError with the first problem that is not empty."""
     for problem in filter(None, problems):
         raise ValueError(problem)
 

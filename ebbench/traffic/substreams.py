@@ -1,4 +1,4 @@
-"""Random substreams named by subsystem: arrivals never change because contents drew one number more."""
+"""Random generators per subsystem: a change in one subsystem's draws does not change another's."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ import numpy as np
 
 
 def substream(seed: int, name: str) -> np.random.Generator:
-    """Return the generator of subsystem ``name`` under ``seed`` (any integer >= 0); same arguments, same draws."""
+    """The generator of subsystem ``name`` for ``seed`` (an integer >= 0); equal arguments give equal draws."""
     return np.random.default_rng(np.random.SeedSequence([seed, zlib.crc32(name.encode())]))

@@ -1,6 +1,6 @@
-"""Which requests are sent and when: workloads x scenarios -> :class:`ebbench.records.plan.Plan`.
+"""Builds request plans: workload x scenario -> :class:`ebbench.records.plan.Plan`.
 
-Heavy modules load inside :func:`build_plan`, so that importing this package is cheap.
+Heavy modules are imported inside :func:`build_plan`, so that importing this package is fast.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ if TYPE_CHECKING:
 def build_plan(workload: str, scenario: str | None = None, **options: Any) -> Plan:
     """Build the request plan; ``options`` are the other fields of :class:`ebbench.workloads.options.PlanOptions`.
 
-    Raises UsageError, InputFileError for a file in the wrong schema, RunError when a hub asked for by name cannot be
-    read.
+    Raises UsageError, InputFileError for a file in the wrong format, RunError if ``source="hub"`` cannot be read.
     """
     from ebbench.workloads.options import PlanOptions
     from ebbench.workloads.planner import make_plan

@@ -1,7 +1,7 @@
-"""Arrow arrays straight from numpy buffers.
+"""Builds Arrow arrays directly from numpy buffers.
 
-``pyarrow.array`` imports pandas, where it is installed, to see whether it was given a Series: a quarter of a second
-at the start of every command. Handing over the buffers needs no such look.
+``pyarrow.array`` imports pandas, if installed, to check for a Series, which costs a quarter of a second at the start of
+every command.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ import pyarrow as pa
 
 
 def bits(mask: npt.NDArray[np.bool_]) -> pa.Array:
-    """Booleans."""
+    """A boolean array."""
     return pa.Array.from_buffers(pa.bool_(), len(mask), [None, _packed(mask)])
 
 
 def ints(values: npt.NDArray[Any], kind: pa.DataType, valid: npt.NDArray[np.bool_] | None = None) -> pa.Array:
-    """Integers of type ``kind``; null where ``valid`` is False."""
+    """An integer array of type ``kind``; null where ``valid`` is False."""
     data = np.ascontiguousarray(values, dtype=kind.to_pandas_dtype())
     validity = None if valid is None or valid.all() else _packed(valid)
     return pa.Array.from_buffers(kind, len(data), [validity, pa.py_buffer(data)])
 
 
 def strings(texts: Sequence[str]) -> pa.Array:
-    """UTF-8 strings; halves of surrogate pairs, which JSON can smuggle in, become question marks."""
+    """A UTF-8 array; unpaired surrogates, which JSON may contain, become question marks."""
     encoded = [text.encode(errors="replace") for text in texts]
     offsets = _offsets([len(text) for text in encoded])
     return pa.Array.from_buffers(
@@ -36,7 +36,7 @@ def strings(texts: Sequence[str]) -> pa.Array:
 
 
 def int_lists(rows: Sequence[Sequence[int] | None]) -> pa.Array:
-    """Lists of 64-bit integers, null where a row is None."""
+    """An array of int64 lists, null where a row is None."""
     flat = np.fromiter((value for row in rows if row is not None for value in row), np.int64)
     offsets = _offsets([0 if row is None else len(row) for row in rows])
     valid = np.fromiter((row is not None for row in rows), np.bool_, len(rows))

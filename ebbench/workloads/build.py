@@ -1,4 +1,4 @@
-"""Workload x scenario -> Plan."""
+"""Assembles a plan from requests and a schedule."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from ebbench.workloads.requests import Floats, Int64s, Requests
 from ebbench.workloads.spec import Profile
 
 LONGEST_S = 1e8
-"""Three years: beyond it nothing is measured, and times in nanoseconds come near what 64 bits hold."""
+"""Three years: an upper bound for runs, and times in ns come near the limit of int64 beyond it."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Longest prompt plus answer in tokens (None: no limit) and what to do with longer requests."""
+    """Longest prompt plus output in tokens (None: no limit), and whether longer requests are dropped or refused."""
 
     max_model_len: int | None = None
     drop_too_long: bool = False
@@ -35,7 +35,7 @@ class Limits:
 def assemble(
     requests: Requests, schedule: Schedule, limits: Limits, *, cap: int | None, seed: int, facts: dict[str, Any]
 ) -> Plan:
-    """Give each session its phase and arrival, apply the length limit and lay out the table. Raises UsageError."""
+    """Assign phase and arrival time to each session, apply the length limit and build the table. Raises UsageError."""
     phase = schedule.phase_of_session
     arrival_s = schedule.arrival_s
     requests, kept, warnings = _within(requests, limits)
@@ -62,7 +62,7 @@ def _counts(requests: Requests) -> dict[str, Any]:
 
 
 def _within(requests: Requests, limits: Limits) -> tuple[Requests, Int64s, tuple[str, ...]]:
-    """Requests that fit, the indices of the sessions kept, and warnings."""
+    """Requests within the limit, indices of the sessions kept, and warnings."""
     everything = np.arange(requests.sessions)
     if limits.max_model_len is None:
         return requests, everything, requests.warnings
@@ -87,7 +87,7 @@ def _within(requests: Requests, limits: Limits) -> tuple[Requests, Int64s, tuple
 
 def _table(requests: Requests, names: tuple[str, ...], phase: Int64s, arrival_s: Floats | None, seed: int) -> pa.Table:
     n = len(requests)
-    # Contents of different seeds share nothing, so a server's prefix cache cannot carry over between seeds.
+    # Contents of different seeds share no tokens, so that a server's prefix cache does not carry over between seeds.
     base = int(substream(seed, "content/streams").integers(1, 2**30)) << 32
     columns: dict[str, Any] = {
         "request_id": _ids(requests),
@@ -105,7 +105,7 @@ def _table(requests: Requests, names: tuple[str, ...], phase: Int64s, arrival_s:
 
 
 def _ids(requests: Requests) -> pa.Array:
-    """``r000123``, in multi-turn workloads ``r000123.4``."""
+    """``r000123``, or ``r000123.4`` in multi-turn workloads."""
     number = pc.utf8_lpad(ints(requests.session, pa.int64()).cast(pa.string()), 6, "0")
     ids = pc.utf8_replace_slice(number, 0, 0, "r")
     if not requests.turn.any():
@@ -122,10 +122,10 @@ def _arrivals_ns(requests: Requests, arrival_s: Floats | None) -> pa.Array:
 
 
 def phase_requests(spec: ScenarioSpec, sizes: tuple[int, ...], seed: int) -> Requests:
-    """Requests of a scenario that brings its own lengths, one substream per phase."""
+    """Requests of a scenario with its own lengths, one random substream per phase."""
     pieces = []
     for index, (phase, size) in enumerate(zip(spec.phases, sizes, strict=True)):
-        assert phase.input is not None  # the caller asked spec.own_lengths
+        assert phase.input is not None  # the caller checked spec.own_lengths
         assert phase.output is not None
         pieces.append(draw_requests(Profile(input=phase.input, output=phase.output), size, seed, f"/{index}"))
     inputs = np.concatenate([piece.input_tokens for piece in pieces])

@@ -1,4 +1,4 @@
-"""Records of a data set from JSON, JSONL or Parquet, read one at a time and only as many as needed."""
+"""Reads records of a data set from JSON, JSON lines or Parquet, one at a time and only as many as needed."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import IO, Any, NamedTuple
 from ebbench.errors import InputFileError
 
 CHUNK_BYTES = 1 << 20
-_MAX_RECORD_BYTES = 64 << 20  # beyond this an unfinished JSON value is taken for a broken file
+_MAX_RECORD_BYTES = 64 << 20  # a longer unfinished JSON value means a broken file
 _WHITE = " \t\r\n"
 
 
 class Record(NamedTuple):
-    """A decoded record and where it stands: its line (None in Parquet) and its position counted from 1."""
+    """A decoded record with its line (None in Parquet) and its position (from 1)."""
 
     line: int | None
     number: int
@@ -23,7 +23,7 @@ class Record(NamedTuple):
 
 
 def read_file(path: Path, columns: Sequence[str]) -> Iterator[Record]:
-    """Records of a local file; the format is seen from its first bytes. Raises InputFileError."""
+    """Records of a local file, whose format is recognised from its first bytes. Raises InputFileError."""
     try:
         stream = path.open("rb")
     except OSError as error:
@@ -38,7 +38,7 @@ def read_file(path: Path, columns: Sequence[str]) -> Iterator[Record]:
 
 
 def read_json(stream: IO[bytes], name: str) -> Iterator[Record]:
-    """Records of a JSON array or of JSON lines, read in pieces of a mebibyte. Raises InputFileError."""
+    """Records of a JSON array or of JSON lines, read in pieces of 1 MiB. Raises InputFileError."""
     text = _Text(stream, name)
     text.skip_white()
     if text.peek() == "":
@@ -66,7 +66,7 @@ def _parquet(stream: IO[bytes], name: str, columns: Sequence[str]) -> Iterator[R
 
 
 class _Text:
-    """A window on a stream of UTF-8 that knows the line it stands on."""
+    """A window on a stream of UTF-8 text that counts lines."""
 
     def __init__(self, stream: IO[bytes], name: str) -> None:
         self._stream, self.name = stream, name
@@ -74,13 +74,13 @@ class _Text:
         self.window, self.at, self.line, self.ended = "", 0, 1, False
 
     def fill(self) -> bool:
-        """Read one more piece behind the window; False at the end of the stream."""
+        """Append the next piece to the window; returns False at the end of the stream."""
         if self.ended:
             return False
         piece = self._stream.read(CHUNK_BYTES)
         self.ended = not piece
         data = self._pending + piece
-        # Keep a character that the piece cut in two for the next one.
+        # Keep a character that the piece cut in two for the next piece.
         keep = 0 if self.ended else _cut_character(data)
         self._pending = data[len(data) - keep :] if keep else b""
         try:
@@ -98,7 +98,7 @@ class _Text:
         self.at = to
 
     def skip_white(self) -> None:
-        """Move to the next character that is not white space (or a byte order mark)."""
+        """Move to the next character that is not white space or a byte order mark."""
         while True:
             to = self.at
             while to < len(self.window) and self.window[to] in _WHITE + "\ufeff":
@@ -108,12 +108,12 @@ class _Text:
                 return
 
     def peek(self) -> str:
-        """The character here, or an empty string at the end."""
+        """The current character, or an empty string at the end."""
         return self.window[self.at : self.at + 1]
 
 
 def _cut_character(data: bytes) -> int:
-    """Bytes at the end that begin a UTF-8 character without finishing it."""
+    """Number of bytes at the end that begin an unfinished UTF-8 character."""
     for back in range(1, min(4, len(data) + 1)):
         byte = data[-back]
         if byte >= 0xC0:
@@ -145,7 +145,7 @@ def _array(text: _Text) -> Iterator[Record]:
 
 
 def _value(text: _Text, index: int) -> Any:
-    """Decode one JSON value, reading on while it is unfinished."""
+    """Decode one JSON value, reading further while it is unfinished."""
     while True:
         try:
             value, end = _decoder.raw_decode(text.window, text.at)
@@ -155,7 +155,7 @@ def _value(text: _Text, index: int) -> Any:
             line = text.line + text.window.count("\n", text.at, error.pos)
             raise InputFileError(text.name, f"record {index} is not valid JSON: {error.msg}", line) from None
         if end == len(text.window) and not text.ended and text.fill():
-            continue  # a number might go on in the next piece
+            continue  # a number may continue in the next piece
         text.advance(end)
         return value
 

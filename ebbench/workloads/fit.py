@@ -1,8 +1,7 @@
-"""Fit a length distribution so that its mean and spread *after* a cap equal published ones.
+"""Fits a length distribution so that its mean and spread *after* a cap equal published ones.
 
-The published statistics of capped workloads (Zhang et al. 2026, table 9) describe lengths that were already
-cut at the cap. Drawing from a gamma with those moments and cutting again would give shorter and tighter
-lengths than published.
+The published statistics of capped workloads (Zhang et al. 2026, table 9) describe lengths that were already cut at the
+cap. A gamma distribution with those moments, cut again, would give shorter and less spread lengths.
 """
 
 from __future__ import annotations
@@ -21,15 +20,15 @@ Family = Literal["gamma", "lognormal"]
 Vector = npt.NDArray[np.float64]
 
 _GRID = 2000
-_LOWEST_SHARE = 1e-7  # the grid starts this far below the cap; lengths are whole tokens anyway
+_LOWEST_SHARE = 1e-7  # the grid starts at this share of the cap; lengths are whole tokens anyway
 _MAX_STEPS = 60
 
 
 @lru_cache(maxsize=64)
 def fit_censored(family: Family, mean: float, std: float, cap: float) -> tuple[float, float]:
-    """Return mean and std of the uncapped family whose values, cut at ``cap``, have ``mean`` and ``std`` (tokens).
+    """Mean and std of the uncapped distribution whose values, cut at ``cap``, have ``mean`` and ``std`` (tokens).
 
-    Damped Newton in (log mean, log std). Raises UsageError when no such distribution exists.
+    Damped Newton in (log mean, log std). Raises UsageError if no such distribution exists.
     """
     x: Vector = np.array([math.log(mean), math.log(std)])
     target = np.array([mean, std])
@@ -54,7 +53,7 @@ def _newton_step(miss: Callable[[Vector], Vector], x: Vector, error: Vector) -> 
 
 
 def _damped(miss: Callable[[Vector], Vector], x: Vector, error: Vector, step: Vector) -> tuple[Vector, Vector]:
-    """The point after the step, halved until it improves, and its error."""
+    """The point after the step, halved until the error decreases, and its error."""
     scale = min(1.0, 0.5 / max(1e-12, float(np.max(np.abs(step)))))
     for _ in range(20):
         candidate = x + scale * step

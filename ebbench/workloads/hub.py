@@ -1,7 +1,7 @@
-"""The ``hub`` source: first records of a data set, streamed through ``datasets``, never downloaded whole.
+"""The ``hub`` source: first records of a data set on the Hugging Face hub, streamed through ``datasets``.
 
-The records that were selected are kept on disk (only the fields that are read, in the data set's own schema), so
-that the next plan of the same workload needs no network.
+Selected records are cached on disk (only the fields read, in the data set's own schema), so that the next plan of the
+same workload needs no network.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ def endpoint(environ: Mapping[str, str]) -> str:
 
 
 def why_unreachable(hub: Hub, environ: Mapping[str, str] = os.environ, deadline_s: float = PROBE_S) -> str | None:
-    """None when the hub knows the data set, else the reason, known after ``deadline_s`` seconds at the latest."""
+    """Why the hub does not serve the data set, or None if it does; decided within ``deadline_s`` seconds."""
     for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
         if environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE"):
             return f"{name} is set"
     address = endpoint(environ)
     answer: list[str | None] = []
-    # A thread, because no client bounds the whole of resolving, connecting and reading by one deadline.
+    # In a thread, since no client limits resolving, connecting and reading by one deadline.
     asker = threading.Thread(target=lambda: answer.append(_ask(address, hub, deadline_s)), daemon=True)
     asker.start()
     asker.join(deadline_s)
-    return answer[0] if answer else f"no answer from {address} within {deadline_s:g} s"
+    return answer[0] if answer else f"no response from {address} within {deadline_s:g} s"
 
 
 def _ask(address: str, hub: Hub, deadline_s: float) -> str | None:
@@ -51,26 +51,26 @@ def _ask(address: str, hub: Hub, deadline_s: float) -> str | None:
     except httpx.HTTPError as error:
         return f"{address} cannot be reached ({error or type(error).__name__})"
     except (ValueError, httpx.InvalidURL) as error:
-        return f"{address} is no usable address ({error})"
+        return f"{address} is not a usable address ({error})"
     if response.status_code >= 500 or response.status_code == 404:
         return f"{address} answered {response.status_code} for {hub.dataset}"
     return None
 
 
 def checked_name(hub: Hub) -> str:
-    """The data set's name, which becomes part of addresses and paths. Raises UsageError for anything odd."""
+    """The data set's name, which becomes part of URLs and paths. Raises UsageError for invalid characters."""
     if not _NAME.fullmatch(hub.dataset) or ".." in hub.dataset:
         raise UsageError(f"{hub.dataset!r} is not the name of a data set; write owner/name")
     return hub.dataset
 
 
 def stream(hub: Hub) -> Iterator[Record]:
-    """Records in file order. Errors of ``datasets`` and of the network come as they are."""
+    """Records in file order. Errors of ``datasets`` and of the network are passed on."""
     import datasets
 
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity_error()
-    # Twenty retries of five seconds are for long downloads; here there is a profile to fall back on.
+    # The default of twenty retries of five seconds is for long downloads; here the profile is the fallback.
     datasets.config.STREAMING_READ_MAX_RETRIES = 3
     datasets.config.STREAMING_OPEN_MAX_RETRIES = 3
     return _files(hub) if hub.files else _split(hub, datasets)
@@ -84,13 +84,13 @@ def _split(hub: Hub, datasets: Any) -> Iterator[Record]:
     except ValueError as error:
         if "columns" not in str(error):
             raise
-        rows = datasets.load_dataset(name, **common)  # not Parquet: no columns to choose
+        rows = datasets.load_dataset(name, **common)  # not Parquet, so that columns cannot be selected
     for index, row in enumerate(rows, start=1):
         yield Record(None, index, row)
 
 
 def _files(hub: Hub) -> Iterator[Record]:
-    # datasets' JSON builder reads an array as a whole before its first record; read in pieces it is the same stream.
+    # datasets' JSON builder reads a whole array before its first record; reading in pieces gives the same records.
     from datasets.utils.file_utils import xopen
 
     root = f"hf://datasets/{checked_name(hub)}@{hub.revision}"
@@ -109,7 +109,7 @@ class Cache:
         self._folder, self._stem = folder, f"{slug}-{digest}"
 
     def find(self, sessions: int) -> Path | None:
-        """The smallest file that holds at least ``sessions`` sessions, or everything there is."""
+        """The smallest file with at least ``sessions`` sessions, or with the whole data set; None if there is none."""
         found = []
         for path in self._folder.glob(f"{self._stem}-*.jsonl"):
             size = path.stem.rpartition("-")[2]
@@ -118,7 +118,7 @@ class Cache:
         return min(found)[1] if found else None
 
     def keep(self, records: Iterable[Any], sessions: int | None) -> Path:
-        """Write the records; ``sessions`` None means that the data set holds no more. Written aside, then renamed."""
+        """Write the records atomically; ``sessions`` None means that the data set holds no more."""
         self._folder.mkdir(parents=True, exist_ok=True)
         path = self._folder / f"{self._stem}-{'all' if sessions is None else sessions}.jsonl"
         aside = path.with_suffix(f".{os.getpid()}.part")

@@ -1,4 +1,4 @@
-"""Token-length distributions: what a TOML file or the command line may ask for, and how it is drawn."""
+"""Token-length distributions, as TOML files and command-line options describe them."""
 
 from __future__ import annotations
 
@@ -13,20 +13,19 @@ from ebbench.errors import UsageError
 from ebbench.workloads.fit import fit_censored
 
 LONGEST = np.iinfo(np.int32).max
-"""Tokens of a length as plans hold them."""
+"""Largest length in tokens that a plan can hold."""
 
 Family = Literal["uniform", "geometric", "gamma", "lognormal", "fixed"]
 Lengths = npt.NDArray[np.int32]
 
 
 class LengthSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A distribution of whole token counts, at least one token each.
+    """A distribution of whole token counts of at least one token.
 
-    ``mean`` and ``std`` describe what is drawn before ``offset`` is reached by shifting: the variable is
-    ``offset + family(mean - offset, std)``. ``max`` censors: longer draws become ``max``. With
-    ``statistics = "censored"`` mean and std are those *after* censoring and the family is fitted to give them;
-    with ``"raw"`` they are those before. ``spread`` is the half-width of ``uniform`` as a share of the mean.
-    ``std`` may be left out for ``gamma`` when ``shape`` is given. A key that the family does not use is refused.
+    The variable is ``offset + family(mean - offset, std)``. ``max`` censors: larger values become ``max``. ``statistics
+    = "censored"``: ``mean`` and ``std`` hold *after* censoring, and the family is fitted to give them; ``"raw"``: they
+    hold before. ``spread``: half-width of ``uniform`` as a share of the mean. ``std`` is optional for ``gamma`` if
+    ``shape`` is given. A key that the family does not use is refused.
     """
 
     family: Family
@@ -44,7 +43,7 @@ class LengthSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
             raise ValueError(problem)
 
     def draw(self, rng: np.random.Generator, n: int) -> Lengths:
-        """Draw ``n`` lengths in tokens."""
+        """Draw ``n`` lengths in tokens; shape (n,)."""
         raw = _DRAW[self.family](self, rng, n) + self.offset
         upper = LONGEST if self.max is None else min(self.max, LONGEST)
         lengths: Lengths = np.clip(np.rint(raw), 1, upper).astype(np.int32)
@@ -72,7 +71,7 @@ def _problem(spec: LengthSpec) -> str:
     idle = given_of(spec, (key for key in _OPTIONAL if key not in _USES[spec.family]))
     if idle:
         takes = ", ".join(("mean", *_USES[spec.family], "max"))
-        return f"{idle[0]} does nothing in family '{spec.family}', which takes {takes}; leave it out"
+        return f"{idle[0]} has no effect in family '{spec.family}', which uses {takes}; leave it out"
     if spec.statistics == "censored" and spec.max is None:
         return "statistics 'censored' needs max, where lengths are cut"
     if not 1 <= spec.mean <= LONGEST:
@@ -92,7 +91,7 @@ def _problem(spec: LengthSpec) -> str:
 
 
 def _parameters(spec: LengthSpec) -> tuple[float, float]:
-    """Mean and standard deviation of the family itself, shifted back by the offset and before censoring."""
+    """Mean and standard deviation of the family itself, without offset and before censoring."""
     mean = spec.mean - spec.offset
     std = spec.std if spec.std is not None else mean / np.sqrt(spec.shape or 1.0)
     if spec.statistics == "raw" or spec.max is None:
@@ -137,7 +136,7 @@ _DRAW = {
 
 
 def length_spec(mean_tokens: float, distribution: str | None) -> LengthSpec:
-    """Build a spec from ``--input-len``/``--output-len`` and ``--length-distribution`` (default: uniform +-50 %).
+    """A spec from ``--input-len``/``--output-len`` and ``--length-distribution`` (default: uniform +-50 %).
 
     Raises UsageError for an unknown distribution or a mean below one token.
     """

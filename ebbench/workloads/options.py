@@ -1,4 +1,4 @@
-"""What a request plan is built from."""
+"""Options of a request plan."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ if TYPE_CHECKING:
 
 
 TIME_UNITS = {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9}
-"""The units that a trace's times may have, and how many of each make a second."""
+"""Units of a trace's times, and how many of each make a second."""
 
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """Everything a plan depends on: the same options give the same plan byte for byte.
+    """Everything a plan depends on: equal options give byte-identical plans.
 
-    ``workload``: a bundled name, ``trace:FILE``, ``reference:PATH`` (a workload as a published run had it) or the path
-    of a TOML file. ``scenario``: likewise; None means ``trace`` for traces and ``saturated`` otherwise.
-    ``num_prompts``: sessions (a conversation is one session); None takes what the scenario or the workload asks.
-    ``source``: ``auto``, ``hub``, ``file:PATH`` or ``profile``. ``max_concurrency``: open sessions; rates in sessions/s
-    (``saturation_rate`` is what shares in a scenario refer to; a ``request_rate`` of infinity opens all sessions of a
-    closed loop at once); lengths in tokens. ``burstiness``: shape of gamma gaps, 1 is Poisson, less is burstier.
-    ``speed`` divides a trace's times, which are in ``time_unit`` (s, ms, us or ns; None: by the rule of
-    :mod:`ebbench.workloads.trace_times`). ``duration_s``: sessions are released for so long. ``max_model_len``: longest
-    prompt plus answer in tokens (None: no limit); longer requests are refused, or left out with ``drop_too_long``.
-    ``tokenizer`` (a name or folder) counts the tokens of text; None estimates them from characters. ``with_text`` False
-    leaves out the prompts' text, which simulated engines do not read.
+    ``workload``: a bundled name, ``trace:FILE``, ``reference:PATH`` (as used in a published run) or the path of a TOML
+    file. ``scenario``: likewise; None is ``trace`` for traces and ``saturated`` otherwise. ``num_prompts``: number of
+    sessions (a conversation is one session); None uses the scenario's or the workload's. ``source``: ``auto``, ``hub``,
+    ``file:PATH`` or ``profile``. ``max_concurrency``: open sessions. Rates are in sessions/s (shares in a scenario
+    refer to ``saturation_rate``; an infinite ``request_rate`` opens all sessions of a closed loop at once), lengths in
+    tokens. ``burstiness``: shape of gamma gaps; 1 is Poisson, less is burstier. ``speed`` divides a trace's times,
+    which are in ``time_unit`` (s, ms, us or ns; None: by the rule of :mod:`ebbench.workloads.trace_times`).
+    ``duration_s``: time during which sessions are released. ``max_model_len``: longest prompt plus output in tokens
+    (None: no limit); longer requests are refused, or left out with ``drop_too_long``. ``tokenizer`` (name or folder)
+    counts the tokens of text; None estimates them from bytes. ``with_text`` False leaves out the prompts' text, which
+    simulated engines do not read.
 
-    Raises UsageError for a value that cannot be.
+    Raises UsageError for an invalid value.
     """
 
     workload: str
@@ -74,7 +74,7 @@ class PlanOptions:
 
     @property
     def load(self) -> Load:
-        """The part that sets the load."""
+        """The options of the load."""
         from ebbench.traffic.schedule import Load
 
         return Load(self.max_concurrency, self.request_rate, self.saturation_rate, self.burstiness, self.duration_s)

@@ -1,4 +1,4 @@
-"""From PlanOptions to a Plan: the steps of building a plan, in order."""
+"""Builds a Plan from PlanOptions, step by step."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def make_plan(options: PlanOptions) -> Plan:
 
 
 def _check(options: PlanOptions, scenario: ScenarioSpec, workload: WorkloadSpec | None) -> None:
-    """Refuse options that would have no effect. ``workload`` None: a trace."""
+    """Refuse options without effect. ``workload`` None: a trace."""
     _check_times(options, scenario, trace=workload is None)
     _check_requests(options, scenario, workload)
 
@@ -81,7 +81,7 @@ def _check_requests(options: PlanOptions, scenario: ScenarioSpec, workload: Work
 
 
 def _textless(options: PlanOptions, scenario: ScenarioSpec, workload: WorkloadSpec | None) -> str:
-    """What gives the requests, where that has no texts; empty where texts are read."""
+    """Name of the source of requests if it has no texts; empty if texts are read."""
     if scenario.own_lengths:
         return f"scenario {scenario.name!r}"
     if workload is None:
@@ -115,7 +115,7 @@ def _from_trace(options: PlanOptions, scenario: ScenarioSpec) -> tuple[Requests,
     if scenario.own_lengths:
         schedule = make_schedule(scenario, options.load, options.num_prompts, requests.sessions, options.seed)
         return phase_requests(scenario, schedule.sizes, options.seed), schedule
-    # The recorded lengths in their order, at the scenario's times.
+    # The recorded lengths in order, at the scenario's times.
     schedule = make_schedule(scenario, options.load, options.num_prompts, requests.sessions, options.seed)
     if requests.sessions < schedule.sessions:
         have = requests.sessions
@@ -149,7 +149,7 @@ def _first(requests: Requests, sessions: int) -> Requests:
 
 
 def _profile(options: PlanOptions, workload: WorkloadSpec) -> Profile:
-    """The workload's profile with the lengths the caller set."""
+    """The workload's profile with the lengths that the caller set."""
     profile = workload.profile
     if options.input_len is not None or options.length_distribution is not None:
         spec = length_spec(options.input_len or profile.input.mean, options.length_distribution)
@@ -161,7 +161,7 @@ def _profile(options: PlanOptions, workload: WorkloadSpec) -> Profile:
 
 
 def _arrivals(options: PlanOptions, scenario: ScenarioSpec) -> dict[str, Any]:
-    """Rates and burstiness in force, whether the caller or the scenario's file sets them."""
+    """Rates and burstiness in force, set by the caller or by the scenario file."""
     if scenario.loop != "open":
         return {}
     shapes = {phase.burstiness for phase in scenario.phases if phase.process == "gamma"}
@@ -174,7 +174,7 @@ def _arrivals(options: PlanOptions, scenario: ScenarioSpec) -> dict[str, Any]:
 
 
 def _count_is_random(options: PlanOptions, scenario: ScenarioSpec) -> bool:
-    """Whether another seed may give another number of sessions."""
+    """Whether the number of sessions depends on the seed."""
     timed = scenario.loop == "open" and any(phase.duration_s is not None for phase in scenario.phases)
     limited = scenario.loop == "open" and options.duration_s is not None
     return (timed and options.num_prompts is None) or limited or options.drop_too_long
@@ -187,7 +187,7 @@ def _rate_facts(options: PlanOptions) -> dict[str, Any]:
 
 
 def _facts(options: PlanOptions, scenario: ScenarioSpec, requests: Requests) -> dict[str, Any]:
-    """Facts for the manifest besides the counts; only plain values."""
+    """Facts for the manifest except the counts; only plain values."""
     own = {"source": "scenario", "source_reason": f"{scenario.name} brings its own lengths"}
     return {
         "workload": options.workload,

@@ -1,4 +1,4 @@
-"""The ``profile`` source: requests drawn from length distributions, no data set needed."""
+"""The ``profile`` source: draws requests from length distributions, without a data set."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ebbench.workloads.spec import Profile, Turns
 
 
 def draw_requests(profile: Profile, sessions: int, seed: int, part: str = "") -> Requests:
-    """Draw ``sessions`` sessions. ``part`` names a scenario phase, so that phases have streams of their own."""
+    """Draw ``sessions`` sessions. ``part``: name of a scenario phase, which gets its own random substream."""
     turns = substream(seed, f"content/turns{part}")
     rounds = np.ones(sessions, np.int64) if profile.turns is None else draw_rounds(profile.turns, turns, sessions)
     n = int(rounds.sum())
@@ -22,7 +22,7 @@ def draw_requests(profile: Profile, sessions: int, seed: int, part: str = "") ->
 
 
 def draw_rounds(turns: Turns, rng: np.random.Generator, sessions: int) -> Int64s:
-    """Rounds per session: ``min`` plus a geometric number of further ones, cut at ``max``."""
+    """Rounds per session: ``min`` plus a geometric number, capped at ``max``; shape (sessions,)."""
     if turns.min == turns.max:
         return np.full(sessions, turns.min)
     go_on = continuation(turns)
@@ -33,9 +33,10 @@ def draw_rounds(turns: Turns, rng: np.random.Generator, sessions: int) -> Int64s
 
 
 def continuation(turns: Turns) -> float:
-    """Probability of one more round such that the mean after the cut is ``turns.mean``.
+    """Probability of one more round such that the mean after the cap is ``turns.mean``.
 
-    The mean of ``min(min + G, max)`` is ``min + q + q^2 + ... + q^(max-min)``; it grows with q, so bisection.
+    The mean of ``min(min + G, max)`` is ``min + q + q^2 + ... + q^(max-min)``, which increases with q: solved by
+    bisection.
     """
     powers = np.arange(1, turns.max - turns.min + 1)
     low, high = 0.0, 1.0

@@ -1,4 +1,4 @@
-"""Records in the data sets' own schemas -> exchanges: messages of a user with their answers.
+"""Converts records in the data sets' schemas to exchanges: a user's messages and their responses.
 
 Selection rules: Zhang et al., ICML 2026, section 4.1 and appendix E.1, as stated in the workload files.
 """
@@ -17,7 +17,7 @@ from ebbench.workloads.spec import Records, Schema
 
 
 class Exchange(NamedTuple):
-    """One message and its answer. LongBench has its context apart, since it is cut to length."""
+    """One message and its response. LongBench's context is separate, since it is cut to length."""
 
     message: str
     answer: str
@@ -65,7 +65,7 @@ class WildChat(msgspec.Struct, frozen=True):
 
 
 def _pairs(messages: Iterable[tuple[str, str]], asker: str, answerer: str) -> Conversation:
-    """Neighbouring question and answer; empty ones are passed over, since an empty prompt cannot be sent."""
+    """Pairs of neighbouring question and response. Empty ones are skipped, since an empty prompt cannot be sent."""
     return [
         Exchange(question, answer)
         for (speaker, question), (then, answer) in pairwise(messages)
@@ -113,7 +113,7 @@ def columns_of(schema: Schema) -> list[str]:
 
 
 def checked(records: Iterable[Record], schema: Schema, name: str) -> Iterator[msgspec.Struct]:
-    """Records in their typed form. Raises InputFileError naming line, record and what was expected."""
+    """Records in typed form. Raises InputFileError with line, record number and the expected form."""
     kind = _KINDS[schema]
     for record in records:
         try:
@@ -127,10 +127,10 @@ def checked(records: Iterable[Record], schema: Schema, name: str) -> Iterator[ms
 
 
 def conversations(record: msgspec.Struct, rules: Records) -> list[Conversation]:
-    """The conversations a record contributes, by the workload's selection rules that need no token count."""
+    """The conversations of a record that pass the workload's selection rules except those on token counts."""
     return _KINDS[rules.schema].take(record, rules)
 
 
 def plain(record: msgspec.Struct) -> Any:
-    """The record as plain data in the data set's own schema, with only the fields that are read."""
+    """The record as plain data in the data set's schema, with only the fields that are read."""
     return msgspec.to_builtins(record)

@@ -1,4 +1,4 @@
-"""Requests before they are given times: columns of equal length, one row per turn, sessions contiguous."""
+"""Requests without times: columns of equal length, one row per turn, sessions contiguous."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Requests:
-    """Requests without times. ``session`` counts from 0 and never decreases; ``turn`` counts from 0 inside a session.
+    """Requests without send times. ``session`` counts from 0 and never decreases; ``turn`` counts from 0 per session.
 
-    ``arrival_s`` (one per session, from the trace's start) only where the source knows it.
+    ``arrival_s``: one entry per session, from the start of the trace; None unless the source has times.
     """
 
     session: Int64s
@@ -43,7 +43,7 @@ class Requests:
         return int(self.session[-1]) + 1 if len(self.session) else 0
 
     def keep(self, mask: npt.NDArray[np.bool_]) -> Requests:
-        """Rows where ``mask`` holds; sessions are numbered anew."""
+        """Rows where ``mask`` holds; sessions are renumbered."""
         kept_sessions, session = np.unique(self.session[mask], return_inverse=True)
         chosen = bits(mask)
         return replace(
@@ -65,9 +65,9 @@ def single_turn(input_tokens: Int32s, output_tokens: Int32s, **more: Any) -> Req
 
 
 def with_history(rounds: Int64s, message_tokens: Int32s, output_tokens: Int32s) -> Requests:
-    """Multi-turn requests: each prompt is all messages and answers before it, then the new message.
+    """Multi-turn requests: each prompt consists of all earlier messages and responses and the new message.
 
-    ``rounds`` per session; the other arrays hold one entry per turn, sessions one after the other.
+    ``rounds`` has one entry per session; the other arrays have one entry per turn, sessions one after the other.
     """
     session = np.repeat(np.arange(len(rounds)), rounds)
     starts = np.concatenate([[0], np.cumsum(rounds)[:-1]]).astype(np.int64)

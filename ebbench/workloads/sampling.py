@@ -1,4 +1,4 @@
-"""Conversations -> requests: token counts, cuts and caps."""
+"""Converts conversations to requests: counts tokens, cuts contexts, applies caps."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from ebbench.workloads.requests import Int32s, Requests, single_turn, with_histo
 from ebbench.workloads.spec import Records
 from ebbench.workloads.tokens import TokenCounter
 
-_BATCH = 256  # conversations whose texts are counted at once
-_BREAK = "\n\n"  # between a context and its question, and between the turns of a replayed conversation
+_BATCH = 256  # conversations whose texts are tokenized together
+_BREAK = "\n\n"  # between a context and its question, and between turns of a conversation
 
 
 @dataclass
 class _Sample:
-    """What was selected so far, flat; ``rounds`` counts the exchanges of each session."""
+    """Selected records in flat lists; ``rounds``: exchanges per session."""
 
     rounds: list[int] = field(default_factory=list)
     messages: list[str] = field(default_factory=list)
@@ -37,9 +37,9 @@ def sample_requests(
     rng: np.random.Generator,
     with_text: bool,
 ) -> Requests:
-    """The first ``sessions`` conversations that the rules admit, as requests; fewer where the source ends.
+    """The first ``sessions`` conversations that pass the rules, as requests; fewer if the source ends.
 
-    ``rng`` draws the lengths LongBench contexts are cut to.
+    ``rng`` draws the lengths to which LongBench contexts are cut.
     """
     sample = _Sample()
     conversations = iter(source)
@@ -75,7 +75,7 @@ def _admit(
 
 
 def _messages(talk: Conversation) -> Iterator[str]:
-    """Messages as they enter the prompt: in a conversation of several rounds with the breaks around them."""
+    """Messages as they enter the prompt: with separators in a conversation of several rounds."""
     if len(talk) == 1:
         yield talk[0].message
         return
@@ -86,7 +86,7 @@ def _messages(talk: Conversation) -> Iterator[str]:
 def _cut_contexts(
     batch: list[Conversation], rules: Records, counter: TokenCounter, rng: np.random.Generator
 ) -> list[Conversation]:
-    """Join context and question so that the prompt has a length drawn uniformly between the rules' bounds."""
+    """Join context and question so that the prompt's length is uniformly distributed between the rules' bounds."""
     lowest, highest = rules.input_min or 1, rules.input_max or 1
     targets = rng.integers(lowest, highest, size=len(batch), endpoint=True)
     tails = [_BREAK + talk[0].message for talk in batch]
@@ -95,7 +95,7 @@ def _cut_contexts(
     return [
         [talk[0]._replace(message=counter.cut(talk[0].context, int(target - tail_size)) + tail, context="")]
         for talk, tail, tail_size, target, size in zip(batch, tails, tail_tokens, targets, whole, strict=True)
-        if size >= lowest > tail_size  # whatever the target, so that the seed does not choose the records
+        if size >= lowest > tail_size  # independent of the target length, so that the seed does not select the records
     ]
 
 
@@ -121,7 +121,8 @@ def _requests(sample: _Sample, rules: Records, counter: TokenCounter, with_text:
 
 
 def _histories(sample: _Sample, output_tokens: Int32s, counter: TokenCounter) -> list[str]:
-    """Each turn's whole prompt: all earlier messages, answers cut to their output tokens, then the message."""
+    """The whole prompt of each turn: all earlier messages, responses cut to their output tokens, and the new
+    message."""
     prompts, row = [], 0
     for rounds in sample.rounds:
         history = ""

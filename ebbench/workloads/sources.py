@@ -1,4 +1,4 @@
-"""Where a workload's requests come from: the hub, a file, or its length profile."""
+"""Sources of a workload's requests: the hub, a file, or its length profile."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ebbench.workloads.tokens import TokenCounter, token_counter
 
 @dataclass(frozen=True)
 class Selection:
-    """Which requests to gather: ``sessions`` sessions under ``seed``. ``lengths_set``: the caller set the lengths."""
+    """The requests to gather: ``sessions`` sessions for ``seed``. ``lengths_set``: the caller set the lengths."""
 
     sessions: int
     seed: int
@@ -33,9 +33,9 @@ class Selection:
 
 
 def gather(workload: WorkloadSpec, profile: Profile, source: str, selection: Selection) -> Requests:
-    """Requests from ``source`` (auto, hub, file:PATH, profile), with facts saying which and why.
+    """Requests from ``source`` (auto, hub, file:PATH, profile); their facts name the source and the reason.
 
-    Raises UsageError, InputFileError, RunError (a hub asked for by name that cannot be read).
+    Raises UsageError, InputFileError, RunError (``hub`` that cannot be read).
     """
     _check(workload, source, selection)
     if source.startswith("file:"):
@@ -76,11 +76,11 @@ def _from_profile(profile: Profile, selection: Selection, reason: str, warnings:
 
 
 def _from_file(workload: WorkloadSpec, path: Path, selection: Selection) -> Requests:
-    assert workload.records is not None  # _check
+    assert workload.records is not None  # checked by _check
     rules = workload.records
     requests = _select(read_file(path, columns_of(rules.schema)), str(path), rules, selection).requests
     if not len(requests):
-        raise InputFileError(path, f"holds no {rules.schema} record that the selection rules of {workload.name} admit")
+        raise InputFileError(path, f"holds no {rules.schema} record that passes the selection rules of {workload.name}")
     return _described(requests, f"file:{path}", "asked for", selection)
 
 
@@ -101,7 +101,7 @@ def _from_either(workload: WorkloadSpec, profile: Profile, selection: Selection)
     except _UnreadableError as error:
         warning = (
             f"lengths come from the published statistics of {workload.name}, not from the data set: {error} "
-            "(--source profile says so without asking the hub)"
+            "(--source profile uses them without asking the hub)"
         )
         return _from_profile(profile, selection, str(error), (warning,))
 
@@ -111,9 +111,9 @@ class _UnreadableError(EbbenchError):
 
 
 def _read_hub(workload: WorkloadSpec, selection: Selection) -> Requests:
-    assert workload.hub is not None  # _check
+    assert workload.hub is not None  # checked by _check
     assert workload.records is not None
-    # The tokenizer is part of the key, since some rules admit records by their token counts.
+    # The tokenizer is part of the key: some rules select records by token counts.
     key = f"{msgspec.json.encode(workload.records).decode()}|{selection.tokenizer}"
     cache = hub_source.Cache(hub_source.cache_folder(), key, workload.hub)
     kept = cache.find(selection.sessions)
@@ -135,18 +135,18 @@ def _stream_hub(workload: WorkloadSpec, selection: Selection) -> _Taken:
         taken = _select(hub_source.stream(workload.hub), workload.hub.dataset, workload.records, selection)
     except UsageError as error:
         raise _UnreadableError(f"the data set on the hub is not as expected: {error}") from None
-    except Exception as error:  # datasets, huggingface_hub, fsspec, aiohttp, httpx: no common base
+    except Exception as error:  # datasets, huggingface_hub, fsspec, aiohttp and httpx have no common base class
         first = next(iter(str(error).splitlines()), "")
         raise _UnreadableError(
             f"{workload.hub.dataset} cannot be read: {type(error).__name__}: {first[:200]}"
         ) from error
     if not len(taken.requests):
-        raise _UnreadableError(f"{workload.hub.dataset} holds no record that the selection rules admit")
+        raise _UnreadableError(f"{workload.hub.dataset} holds no record that passes the selection rules")
     return taken
 
 
 def _keep(cache: hub_source.Cache, taken: _Taken, selection: Selection) -> None:
-    """Store what was taken; a cache that cannot be written only costs time later."""
+    """Cache the selected records. A cache that cannot be written only costs time later."""
     complete = taken.requests.sessions < selection.sessions
     try:
         cache.keep(taken.records, None if complete else selection.sessions)
@@ -156,7 +156,7 @@ def _keep(cache: hub_source.Cache, taken: _Taken, selection: Selection) -> None:
 
 @dataclass
 class _Taken:
-    """Requests and the records (reduced, in the data set's schema) that conversations were taken from."""
+    """Requests, and the records (reduced, in the data set's schema) that they come from."""
 
     requests: Requests
     records: list[Any] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""Workload files: which requests are sent. One TOML per workload; a user adds one without code."""
+"""Workload files: one TOML file per workload; users add workloads without code."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ Schema = Literal["sharegpt", "longbench", "numinamath", "wildchat"]
 
 
 class Hub(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Where the data set lies.
+    """Location of a data set.
 
-    With ``files`` these are read in that order (inside the zip file ``archive`` where given); without, the
-    repository's ``split`` as ``datasets`` finds it. ``columns`` are the only ones read from Parquet files.
+    ``files``: read in this order (inside the zip file ``archive``, if given); empty: the repository's ``split``, found
+    by ``datasets``. ``columns``: the columns read from Parquet files.
     """
 
     dataset: str
@@ -31,11 +31,11 @@ class Hub(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
 
 
 class Records(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How records become requests. Token limits; a limit left out does not apply.
+    """How records become requests. Limits in tokens; a missing limit does not apply.
 
-    ``input_min``/``input_max`` cut the context to a length drawn uniformly between them and skip shorter records.
-    ``output_fixed`` replaces the answer's length. ``rounds_min``/``rounds_max`` select and cut conversations.
-    ``answer_min`` skips records with shorter answers. ``suffix`` is added to each prompt.
+    ``input_min``/``input_max``: cut the context to a length drawn uniformly between them and skip shorter records.
+    ``output_fixed`` replaces the response's length. ``rounds_min``/``rounds_max`` select and cut conversations.
+    ``answer_min`` skips records with shorter responses. ``suffix`` is appended to each prompt.
     """
 
     schema: Schema
@@ -50,7 +50,7 @@ class Records(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 class Turns(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Rounds per conversation: ``min`` plus a geometric number, cut at ``max``, with ``mean`` after the cut."""
+    """Rounds per conversation: ``min`` plus a geometric number, capped at ``max``, with ``mean`` after the cap."""
 
     min: int
     max: int
@@ -62,7 +62,7 @@ class Turns(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
 
 class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Length distributions in tokens; in a multi-turn workload ``input`` is one user message, without history."""
+    """Length distributions in tokens; in a multi-turn workload ``input`` is one user message without history."""
 
     input: LengthSpec
     output: LengthSpec
@@ -70,7 +70,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 class WorkloadSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One workload. Without ``hub`` and ``records`` it is synthetic: the profile is all there is."""
+    """One workload. Without ``hub`` and ``records`` it is synthetic: only the profile defines its lengths."""
 
     name: str
     description: str
@@ -87,12 +87,12 @@ class WorkloadSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
     @property
     def synthetic(self) -> bool:
-        """Whether the lengths come from the file itself and not from a data set."""
+        """Whether the lengths come from the file itself instead of a data set."""
         return self.records is None
 
 
 def list_workloads() -> list[str]:
-    """Names of the bundled workloads (beside them: ``trace:FILE`` and a path to a TOML file)."""
+    """Names of the bundled workloads. Also valid: ``trace:FILE`` and the path of a TOML file."""
     return sorted(path.stem for path in bundled_dir("workloads").glob("*.toml"))
 
 
@@ -108,7 +108,7 @@ def load_workload(name_or_path: str) -> WorkloadSpec:
 
 
 def resolve(name_or_path: str, directory: str, known: list[str]) -> Path:
-    """Path of a bundled file, of ``reference:PATH`` or of the user's own ``.toml``. Raises UnknownNameError."""
+    """Path of a bundled file, of ``reference:PATH``, or of a user's ``.toml`` file. Raises UnknownNameError."""
     if name_or_path.endswith(".toml"):
         return located(name_or_path)
     if name_or_path not in known:

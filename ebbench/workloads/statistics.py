@@ -1,4 +1,4 @@
-"""What a plan looks like: means, percentiles and the decode share."""
+"""Statistics of a plan: means, percentiles and the decode share."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PERCENTILES = (5, 50, 95, 99)
 
 
 def describe(plan: Plan) -> dict[str, Any]:
-    """Counts, length statistics in tokens, decode share ``mu_o/(mu_l+mu_o)`` and, open loop, the mean rate."""
+    """Counts, length statistics in tokens, decode share ``mu_o/(mu_l+mu_o)`` and, for an open loop, the mean rate."""
     inputs = plan.table["input_tokens"].to_numpy()
     outputs = plan.table["output_tokens"].to_numpy()
     total = float(inputs.mean() + outputs.mean())
@@ -41,7 +41,7 @@ def _lengths(values: Any) -> Mapping[str, float]:
 
 
 def _arrivals(plan: Plan) -> Mapping[str, float]:
-    """Sessions per second over the time they take to arrive, and how evenly they come (1: Poisson)."""
+    """Sessions per second over the time of arrivals, and their index of dispersion (1: Poisson)."""
     times = plan.table["arrival_ns"].drop_null().to_numpy() / 1e9
     gaps = np.diff(times)
     mean_gap = float(gaps.mean()) if len(gaps) else 0.0

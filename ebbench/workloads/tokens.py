@@ -1,8 +1,8 @@
-"""How many tokens a text has: from a tokenizer where one is given, else estimated from its UTF-8 bytes.
+"""Counts the tokens of texts: with a tokenizer if one is given, else estimated from UTF-8 bytes.
 
-The estimate is one token per four bytes, rounded up. English text comes close to four characters per token with
-the tokenizers in use today; scripts of three-byte characters close to one and a third characters per token. It is
-an estimate: the server's own ``usage`` decides in measurements.
+The estimate is one token per four bytes, rounded up. English text has about four characters per token with current
+tokenizers; scripts with three-byte characters about one and a third. In measurements the server's ``usage`` is used
+instead.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ BYTES_PER_TOKEN = 4
 
 
 class TokenCounter(Protocol):
-    """Counts and cuts texts in tokens."""
+    """Counts tokens of texts and cuts texts to a number of tokens."""
 
     @property
     def description(self) -> str:
-        """How tokens are counted, for the manifest."""
+        """The method of counting, for the manifest."""
         ...
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What a reader of the results must know about the counts."""
+        """Warnings about the counts, for readers of the results."""
         ...
 
     def count(self, texts: Sequence[str]) -> Int32s:
@@ -38,7 +38,7 @@ class TokenCounter(Protocol):
         ...
 
     def cut(self, text: str, tokens: int) -> str:
-        """The beginning of ``text`` that has ``tokens`` tokens, or all of it."""
+        """The first ``tokens`` tokens of ``text``, or all of it."""
         ...
 
 
@@ -57,8 +57,8 @@ class ByteEstimate:
         return (-(-sizes // BYTES_PER_TOKEN)).astype(np.int32)
 
     def cut(self, text: str, tokens: int) -> str:
-        """Cut after ``tokens`` times four bytes, never inside a character."""
-        if len(text) <= tokens:  # a character has at least one byte and at most four
+        """The first ``tokens`` times four bytes, without cutting a character."""
+        if len(text) <= tokens:  # a character has one to four bytes
             return text
         return text.encode(errors="replace")[: tokens * BYTES_PER_TOKEN].decode(errors="ignore")
 
@@ -77,13 +77,13 @@ class TokenizerCount:
         return np.fromiter((len(encoding) for encoding in encodings), np.int32, len(texts))
 
     def cut(self, text: str, tokens: int) -> str:
-        """Cut at the end of token number ``tokens``."""
+        """The text up to the end of token number ``tokens``."""
         offsets = self.tokenizer.encode(text, add_special_tokens=False).offsets
         return text if len(offsets) <= tokens else text[: offsets[tokens - 1][1]]
 
 
 def token_counter(tokenizer: str | None) -> TokenCounter:
-    """Counter for a tokenizer's file, folder or hub name; None, or one that cannot be had, gives the estimate.
+    """Counter for a tokenizer's file, folder or hub name; the byte estimate for None or an unavailable one.
 
     Raises UsageError for a file or folder that is not a tokenizer.
     """
@@ -102,7 +102,7 @@ def token_counter(tokenizer: str | None) -> TokenCounter:
             raise UsageError(f"{file} is not a tokenizer.json that can be read: {error}") from None
     try:
         return TokenizerCount(Tokenizer.from_pretrained(tokenizer), f"tokenizer {tokenizer}")
-    except Exception as error:  # unreachable hub, unknown name: the library raises plain Exception
+    except Exception as error:  # hub not reachable or name unknown: the library raises plain Exception
         return _estimate(f"tokenizer {tokenizer!r} not used: {str(error).splitlines()[0][:200]}")
 
 

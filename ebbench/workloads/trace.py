@@ -1,4 +1,4 @@
-"""Recorded traffic: a trace file read, and the part of it that a scenario replays."""
+"""Reads trace files and selects the part that a scenario replays."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from ebbench.workloads.trace_times import (
 
 @dataclass(frozen=True)
 class Trace:
-    """A trace file: its requests in order of time, without arrivals, and their times as written."""
+    """A trace file: its requests in order of time without arrival times, and their times as written."""
 
     path: Path
     requests: Requests
@@ -35,9 +35,9 @@ class Trace:
     format: TraceFormat
 
     def timed(self, time_unit: str | None = None) -> Requests:
-        """The requests with ``arrival_s`` counted from the first, and how the times were read among their facts.
+        """The requests with ``arrival_s`` relative to the first; their facts say how times were read.
 
-        ``time_unit``: the value of ``--time-unit``, None if not given. Raises UsageError where the unit is ambiguous.
+        ``time_unit``: the value of ``--time-unit``, None if not given. Raises UsageError if the unit is ambiguous.
         """
         try:
             reading = read_time_unit(self.stamps, time_unit, whole_numbers_are=self.format.whole_numbers_are)
@@ -57,7 +57,7 @@ class Trace:
 
 
 def read_trace(path: Path) -> Trace:
-    """All requests of a trace; those of one moment keep the order of the file. Raises InputFileError."""
+    """All requests of a trace; requests with equal times keep the order of the file. Raises InputFileError."""
     lines = _lines(path)
     if not lines:
         raise InputFileError(path, "is empty; expected an Azure CSV or Mooncake JSON lines")
@@ -93,7 +93,7 @@ def _lines(path: Path) -> list[Line]:
 
 
 def time_note(facts: Mapping[str, Any]) -> str:
-    """How a replayed trace's times were read, with the rate and span that follow; empty where none was replayed."""
+    """How a replayed trace's times were read, with its rate and duration; empty without a replay."""
     unit = facts.get("time_unit")
     if unit is None:
         return ""
@@ -107,24 +107,22 @@ def time_note(facts: Mapping[str, Any]) -> str:
 
 
 def replayed(requests: Requests, replay: Replay) -> Requests:
-    """Slice, repeat and scale in time. A slice begins at zero; a repetition has contents of its own.
+    """Slice, repeat and scale in time. A slice begins at time zero; each repetition has new contents.
 
-    Raises UsageError when the slice is empty.
+    Raises UsageError if the slice is empty.
     """
-    assert requests.arrival_s is not None  # every trace has times
+    assert requests.arrival_s is not None  # a trace has times
     end = np.inf if replay.duration_s is None else replay.start_s + replay.duration_s
     inside = (requests.arrival_s >= replay.start_s) & (requests.arrival_s < end)
     if not inside.any():
         length = float(requests.arrival_s[-1])
-        raise UsageError(
-            f"no request of the trace lies in the slice from {replay.start_s:g} s; it is {length:g} s long"
-        )
+        raise UsageError(f"the trace has no request in the slice from {replay.start_s:g} s; it is {length:g} s long")
     part = requests.keep(inside)
     assert part.arrival_s is not None
     part = replace(part, arrival_s=part.arrival_s - replay.start_s)
     times = part.arrival_s
     assert times is not None
-    # Without a stated length one repetition follows another after a mean gap.
+    # Without a given length, repetitions follow each other after a mean gap.
     span = replay.duration_s or float(times[-1]) * (1 + 1 / max(1, len(times) - 1))
     starts = np.repeat(np.arange(replay.repeat), len(times)) * span
     n = replay.repeat
@@ -137,7 +135,7 @@ def replayed(requests: Requests, replay: Replay) -> Requests:
 
 
 def _repeated_hashes(hash_ids: pa.Array | None, repeat: int) -> pa.Array | None:
-    """Fresh identities in each repetition, or a repetition would be served from the prefix cache of the last."""
+    """New hash ids in each repetition; otherwise it would be served from the prefix cache."""
     if hash_ids is None or repeat == 1:
         return hash_ids
     rows = hash_ids.to_pylist()

@@ -1,7 +1,7 @@
-"""The formats of recorded traffic: Azure's CSV and Mooncake's JSON lines, recognised by the file's first line.
+"""Trace formats: Azure's CSV and Mooncake's JSON lines, recognised by the first line.
 
-A format turns its lines into a :class:`Recorded`. To add one, add a :class:`TraceFormat` to FORMATS; what its times
-mean is decided in :mod:`ebbench.workloads.trace_times`, the same for all.
+A format converts lines to :class:`Recorded`. To add a format, add a :class:`TraceFormat` to FORMATS;
+:mod:`ebbench.workloads.trace_times` decides the unit of times for all formats.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Line = tuple[int, str]
 
 @dataclass(frozen=True)
 class Recorded:
-    """One request as a trace has it. ``hash_ids`` are the identities of its prompt's blocks, where known."""
+    """One request as recorded. ``hash_ids``: identities of its prompt's blocks, if known."""
 
     stamp: Stamp
     input_tokens: int
@@ -35,9 +35,9 @@ class Recorded:
 
 @dataclass(frozen=True)
 class TraceFormat:
-    """``recognises`` looks at the first line; ``read`` gets all lines and raises InputFileError with the line's number.
+    """``recognises`` checks the first line; ``read`` converts all lines and raises InputFileError with the line number.
 
-    ``whole_numbers_are``: the unit of whole numbers among its times; None where the format has none.
+    ``whole_numbers_are``: unit of whole numbers among its times; None if the format does not define one.
     """
 
     name: str
@@ -48,12 +48,12 @@ class TraceFormat:
 
 
 def format_of(path: Path, first: Line) -> TraceFormat:
-    """The format of a file with that first line. Raises InputFileError when it is none of FORMATS."""
+    """The format of a file by its first line. Raises InputFileError if it is none of FORMATS."""
     number, line = first
     for known in FORMATS:
         if known.recognises(line):
             return known
-    raise InputFileError(path, f"is no trace: expected {' or '.join(each.expected for each in FORMATS)}", number)
+    raise InputFileError(path, f"is not a trace: expected {' or '.join(each.expected for each in FORMATS)}", number)
 
 
 def _columns(line: str) -> list[str]:
@@ -77,7 +77,7 @@ def _azure(path: Path, lines: Sequence[Line]) -> Iterator[Recorded]:
 
 
 class MooncakeRow(msgspec.Struct, frozen=True):
-    """One line: a moment, tokens, and the identities of the prompt's blocks of CHUNK_TOKENS tokens."""
+    """One line: time, token counts, and identities of the prompt's blocks of CHUNK_TOKENS tokens."""
 
     timestamp: int | float | str
     input_length: int

@@ -1,13 +1,13 @@
-"""In which unit a trace's times are written: one rule for every format, which refuses rather than guesses.
+"""The unit of a trace's times: one rule for all formats; an ambiguous unit is refused, not guessed.
 
-1. ISO 8601 text is what it says.
+1. ISO 8601 text has no unit.
 2. Numbers that are all calendar times of the years 2014 to 2049 in one unit (Unix time in s, ms, us or ns) have that
-   unit, if they then are at least :data:`SLOWEST_EPOCH_RATE` requests/s.
-3. Whole numbers are in the unit that the format defines for them (Mooncake: ms), if the mean rate is then a serving
-   trace's: at least ``PLAUSIBLE_RATE[0]`` and less than ``PLAUSIBLE_RATE[1]`` requests/s. That range spans a factor of
-   1000, so of one trace written in s, ms, us and ns only one reading falls into it.
+   unit, if the rate is then at least :data:`SLOWEST_EPOCH_RATE` requests/s.
+3. Whole numbers are in the unit that the format defines for them (Mooncake: ms), if the mean rate is then plausible:
+   at least ``PLAUSIBLE_RATE[0]`` and less than ``PLAUSIBLE_RATE[1]`` requests/s. That range spans a factor of 1000,
+   so of the units s, ms, us and ns only one gives a plausible rate.
 4. Numbers with fractions are seconds, if the rate is then at least ``PLAUSIBLE_RATE[0]``.
-5. Anything else needs ``--time-unit``. Where all times are equal the unit changes nothing and none is asked for.
+5. All other cases need ``--time-unit``. If all times are equal, the unit has no effect and is not needed.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from ebbench.workloads.options import TIME_UNITS
 NAMES = {"s": "seconds", "ms": "milliseconds", "us": "microseconds", "ns": "nanoseconds", "iso": "ISO 8601"}
 
 PLAUSIBLE_RATE = (0.1, 100.0)
-"""Mean requests/s of a recorded trace, lowest and highest. Public traces: Mooncake 3 to 7, Azure 2 to 70."""
+"""Lowest and highest plausible mean requests/s. Public traces: Mooncake 3 to 7, Azure 2 to 70."""
 SLOWEST_EPOCH_RATE = 1e-3
-"""Requests/s below which numbers as large as Unix times are not taken for them."""
+"""Requests/s below which large numbers are not read as Unix times."""
 _EPOCH_S = (1.388e9, 2.525e9)  # the years 2014 to 2049
 
 
 class Stamp(NamedTuple):
-    """One recorded moment: ISO text as seconds since 1970 (``iso``; ``zone``: it names its offset), else a number."""
+    """One recorded time: ISO text as seconds since 1970 (``iso``; ``zone``: it has an offset), else a number."""
 
     value: int | float
     iso: bool
@@ -42,7 +42,7 @@ class Stamp(NamedTuple):
 
 
 def parse_stamp(text: str | int | float) -> Stamp:
-    """A moment as a trace writes it: a number, or ISO 8601 with any number of decimals. Raises ValueError."""
+    """Parse a time: a number, or ISO 8601 with any number of decimals. Raises ValueError."""
     if not isinstance(text, str):
         number = text
     else:
@@ -71,7 +71,7 @@ def _iso(text: str) -> Stamp:
 
 @dataclass(frozen=True)
 class Stamps:
-    """The moments of a trace, as written: ``first`` the earliest, ``offsets`` of all since then, in the file's unit."""
+    """The times of a trace: ``first`` is the earliest, ``offsets`` of all times from it, in the file's unit."""
 
     first: int | float
     offsets: npt.NDArray[np.float64]
@@ -80,29 +80,29 @@ class Stamps:
 
     @property
     def span(self) -> float:
-        """From the earliest to the latest, in the file's unit."""
+        """Time from the earliest to the latest, in the file's unit."""
         return float(self.offsets.max())
 
     def rate(self, unit: str) -> float:
-        """Mean requests/s when read in ``unit``; infinite where all come at once."""
+        """Mean requests/s if read in ``unit``; infinite if all times are equal."""
         return (len(self.offsets) - 1) * TIME_UNITS[unit] / self.span if self.span else math.inf
 
 
 def collect_stamps(stamps: Sequence[Stamp]) -> Stamps:
-    """The moments of one trace together. Raises ValueError where their kinds are mixed."""
+    """Combine the times of one trace. Raises ValueError if their kinds are mixed."""
     if len({stamp.iso for stamp in stamps}) > 1:
         raise ValueError("some times are ISO 8601 and some are numbers; write all of them one way")
     if len({stamp.zone for stamp in stamps}) > 1:
         raise ValueError("some times name their zone and some do not; write all of them one way")
     values = [stamp.value for stamp in stamps]
     first = min(values)
-    offsets = np.array([value - first for value in values], np.float64)  # subtracted first: ns need more than 53 bits
+    offsets = np.array([value - first for value in values], np.float64)  # subtract first: ns need more than 53 bits
     return Stamps(first, offsets, stamps[0].iso, all(float(value).is_integer() for value in values))
 
 
 @dataclass(frozen=True)
 class TimeReading:
-    """How a trace's times were read: ``unit`` one of NAMES, and why."""
+    """The unit of a trace's times (one of NAMES), and why."""
 
     unit: str
     reason: str
@@ -111,8 +111,8 @@ class TimeReading:
 def read_time_unit(stamps: Stamps, asked: str | None = None, *, whole_numbers_are: str | None = None) -> TimeReading:
     """The unit of a trace's times, by the rule of this module.
 
-    ``asked``: the value of ``--time-unit``. ``whole_numbers_are``: the unit in which the trace's format writes whole
-    numbers, None where it writes none. Raises UsageError where the unit is ambiguous.
+    ``asked``: the value of ``--time-unit``. ``whole_numbers_are``: the unit in which the format writes whole numbers,
+    None if it has none. Raises UsageError if the unit is ambiguous.
     """
     if stamps.iso:
         if asked is not None:
@@ -121,7 +121,7 @@ def read_time_unit(stamps: Stamps, asked: str | None = None, *, whole_numbers_ar
     if asked is not None:
         return TimeReading(asked, "--time-unit")
     if not stamps.span:
-        return TimeReading(whole_numbers_are or "s", "all requests come at one moment")
+        return TimeReading(whole_numbers_are or "s", "all requests have the same time")
     epoch = _epoch_unit(stamps)
     if epoch is not None:
         return TimeReading(epoch, "Unix times")
@@ -129,17 +129,17 @@ def read_time_unit(stamps: Stamps, asked: str | None = None, *, whole_numbers_ar
     if not stamps.whole and stamps.rate("s") >= slowest:
         return TimeReading("s", "numbers with fractions")
     if stamps.whole and whole_numbers_are is not None and slowest <= stamps.rate(whole_numbers_are) < fastest:
-        return TimeReading(whole_numbers_are, "whole numbers, as the format has them")
+        return TimeReading(whole_numbers_are, "whole numbers, by the format's definition")
     raise UsageError(_ambiguous(stamps))
 
 
 def seconds_since_first(stamps: Stamps, reading: TimeReading) -> npt.NDArray[np.float64]:
-    """Every moment in seconds since the earliest."""
+    """All times in seconds from the earliest."""
     return stamps.offsets if reading.unit == "iso" else stamps.offsets / TIME_UNITS[reading.unit]
 
 
 def _epoch_unit(stamps: Stamps) -> str | None:
-    """The unit in which all numbers are Unix times of a believable trace; the units' ranges do not overlap."""
+    """The unit in which all numbers are Unix times with a plausible rate; the ranges of the units do not overlap."""
     earliest, latest = _EPOCH_S
     for unit, per_second in TIME_UNITS.items():
         inside = earliest * per_second <= stamps.first and stamps.first + stamps.span <= latest * per_second
@@ -149,7 +149,7 @@ def _epoch_unit(stamps: Stamps) -> str | None:
 
 
 def short_number(value: float) -> str:
-    """Three digits, or all before the point."""
+    """Three significant digits, or all digits before the point."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
@@ -159,4 +159,4 @@ def _ambiguous(stamps: Stamps) -> str:
         for unit, per_second in TIME_UNITS.items()
     )
     kind = "whole numbers" if stamps.whole else "numbers with fractions"
-    return f"the unit of the trace's times ({kind}) cannot be told; say it with --time-unit ({readings})"
+    return f"the unit of the trace's times ({kind}) is ambiguous; give it with --time-unit ({readings})"

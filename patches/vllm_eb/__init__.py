@@ -1,5 +1,5 @@
-"""Exclusive batching for vLLM: threshold theory, online controller and the scheduler plugin.
+"""Exclusive batching for vLLM: threshold theory, online controller, scheduler plugin.
 
-Everything but :mod:`vllm_eb.scheduler` and :mod:`vllm_eb.compat` is plain Python and numpy and imports
-neither vLLM nor ebbench, so the simulator and the real engine run the same policy code.
+All modules except :mod:`vllm_eb.scheduler` and :mod:`vllm_eb.compat` are plain Python and numpy and import neither vLLM
+nor ebbench, so that the simulator and the real engine run the same policy code.
 """

@@ -1,4 +1,4 @@
-"""Algorithm 1: threshold and batch size, kept current from what finished lately (Zhang et al. 2026, 3.4, D.7)."""
+"""Algorithm 1: threshold and batch size, updated from recent completions (Zhang et al. 2026, 3.4, D.7)."""
 
 from __future__ import annotations
 
@@ -13,55 +13,55 @@ from vllm_eb.memory import EPSILON, memory_safe_batch
 from vllm_eb.policy import PolicySpec, setting
 from vllm_eb.theory import optimal_threshold
 
-THETA_MIN, THETA_MAX = 0.01, 0.80  # the authors' clip of the online threshold
-THETA_WEIGHT = 0.3  # of the new value
+THETA_MIN, THETA_MAX = 0.01, 0.80  # the authors' bounds of the online threshold
+THETA_WEIGHT = 0.3  # weight of the new value
 N_UPDATE_INTERVAL_S = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class EstimatingSpec(PolicySpec):
-    """A policy with Algorithm 1: settings of its estimates (W and M of the paper are window and update_every)."""
+    """Settings of a policy that uses Algorithm 1 (W and M of the paper are ``window`` and ``update_every``)."""
 
     estimator: Literal["published", "censored"] = setting(
-        "published", "of the completion hazard: published, or censored (also uses running requests)"
+        "published", "estimator of the completion hazard: published, or censored (also uses running requests)"
     )
     window: int = setting(500, "completions that the estimator remembers", unit="requests", at_least=1)
     update_every: int = setting(100, "completions between updates", unit="requests", at_least=1)
     min_samples: int = setting(30, "completions before the first update", unit="requests", at_least=1)
-    initial_theta: float = setting(0.70, "threshold until then", unit="share", above=0, below=1)
+    initial_theta: float = setting(0.70, "threshold before the first update", unit="share", above=0, below=1)
     theta_min: float = setting(
         THETA_MIN, "lowest threshold the online controller may choose", unit="share", above=0, at_most=THETA_MAX
     )
     epsilon: float = setting(EPSILON, "allowed probability that the KV cache overflows", unit="share", above=0, below=1)
     kv_gate: bool = setting(True, "stay in decode while free KV memory is low")
     memory_safe: bool = setting(True, "bound N by the memory-safe batch")
-    memory_form: Literal["code", "paper"] = setting("code", "of that bound: code (published code) or paper")
+    memory_form: Literal["code", "paper"] = setting("code", "formula of that bound: code (published code) or paper")
 
     by_share = True
 
     @property
     def completions_per_update(self) -> int:
-        """M."""
+        """M of the paper."""
         return self.update_every
 
     @property
     def needs_costs(self) -> bool:
-        """Thresholds come from fixed costs, the batch from lengths."""
+        """Always: thresholds are computed from fixed costs."""
         return self.adapts
 
     @property
     def adapts(self) -> bool:
-        """Algorithm 1 runs."""
+        """Always: Algorithm 1 sets the threshold."""
         return True
 
     def without_effect(self) -> Mapping[str, str]:
-        """The bound's settings have no effect without the bound."""
+        """The settings of the memory bound have no effect without it."""
         return {} if self.memory_safe else dict.fromkeys(("epsilon", "memory_form"), "memory_safe=false")
 
 
 @dataclass(frozen=True)
 class Update:
-    """One pass of Algorithm 1: what went in, what came out."""
+    """Inputs and results of one execution of Algorithm 1."""
 
     estimate: HazardEstimate
     theta0: float
@@ -72,7 +72,7 @@ class Update:
 
 
 class AdaptiveThreshold:
-    """Estimates ``p0`` and ``eta`` and derives ``theta`` (share of N) and ``n_limit`` (sequences)."""
+    """Estimates ``p0`` and ``eta``, and derives ``theta`` (share of N) and ``n_limit`` (sequences) from them."""
 
     def __init__(
         self, spec: EstimatingSpec, calibration: Calibration, lengths: Lengths, max_num_seqs: int, capacity_tokens: int
@@ -88,13 +88,13 @@ class AdaptiveThreshold:
         self._last_n_update_s = float("-inf")
 
     def on_finish(self, output_tokens: int) -> None:
-        """A request left its slot after that many output tokens."""
+        """Record that a request left its slot after ``output_tokens`` tokens."""
         self._hazard.observe(output_tokens)
 
     def update(self, now_s: float, running_ages: Callable[[], Sequence[int]]) -> Update | None:
-        """Run Algorithm 1 once. None while the window holds too few samples.
+        """Run Algorithm 1 once. Returns None while the window holds too few samples.
 
-        ``running_ages`` gives the output tokens of each running request so far; asked only by the censored estimator.
+        ``running_ages`` returns the output tokens of each running request so far; only the censored estimator calls it.
         """
         ages = running_ages() if self._spec.estimator == "censored" else ()
         estimate = self._hazard.estimate(ages)
@@ -108,7 +108,9 @@ class AdaptiveThreshold:
         clipped = min(max(found.theta_star, self._spec.theta_min), THETA_MAX)
         weight = THETA_WEIGHT if self._updates else 1.0
         self.theta += weight * (clipped - self.theta)
-        self.theta0 = max(found.theta0, THETA_MIN)  # eq. 8 compares costs: a floor on refilling is no part of it
+        self.theta0 = max(
+            found.theta0, THETA_MIN
+        )  # eq. 8 compares costs, so the lower bound on the threshold does not apply to it
         self._updates += 1
         if self._spec.memory_safe and now_s - self._last_n_update_s >= N_UPDATE_INTERVAL_S:
             safe = memory_safe_batch(

@@ -1,4 +1,4 @@
-"""The controller's view of a device: four linear coefficients and, where measured, the mixed-batch cost."""
+"""The controller's cost model of a device: four linear coefficients and, if measured, the mixed-batch cost."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from typing import Any
 from vllm_eb.costs import CostGrid, CostGridError, LinearCosts, StepCosts
 from vllm_eb.errors import GivenValueError, name_hint
 
-DEFAULT_MARGIN = 1e-4  # EB+'s priority margin of the authors, s/token
-# Where beta_mb(r) is measured the margin "should match the observed magnitude" (appendix A.4): 1e-5 on H200. For RTX
-# PRO 6000 it is inferred: EB+ enters exclusive mode there (table 3, c = 512), which no gap of 1e-4 would allow.
+DEFAULT_MARGIN = 1e-4  # the authors' priority margin of EB+, s/token
+# If beta_mb(r) is measured, the margin "should match the observed magnitude" (appendix A.4): 1e-5 on H200. For the RTX
+# PRO 6000 it is inferred: EB+ enters exclusive mode there (table 3, c = 512), which a margin of 1e-4 would prevent.
 DEVICE_MARGINS: Mapping[str, float] = {"h200": 1e-5, "rtxpro6000": 1e-5}
 
 
 class CalibrationError(GivenValueError):
-    """A calibration that cannot be used; the message names the field, and the file and line where there is one."""
+    """An invalid calibration; the message names the field, and the file and line if there is one."""
 
 
 @dataclass(frozen=True)
@@ -44,18 +44,19 @@ class MixedCost:
                 raise CalibrationError(f"mixed a, b, c give a negative cost, {self.at(r):.3g} s/token at r = {r:.3g}")
 
     def at(self, r: float) -> float:
-        """Seconds per token at decode share ``r`` in [0, 1]."""
+        """Cost in s/token at decode share ``r`` in [0, 1]."""
         return self.a + (self.b + self.c * r) * r
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """Linear cost model, seconds: prefill of x tokens ``alpha_p + beta_p*x``, decode of n ``alpha_d + beta_d*n``.
+    """Linear cost model in seconds: prefill of x tokens ``alpha_p + beta_p*x``, decode of n sequences ``alpha_d +
+    beta_d*n``.
 
-    ``mixed`` None means not measured. ``alpha_mb`` None means: as ``alpha_p`` (the authors' default).
-    ``margin`` is EB+'s default priority margin delta on this device, s/token; negative favours exclusive batching.
-    ``grid`` holds measured step times for the policies that compare costs step by step.
-    Raises CalibrationError on a cost that is negative or no finite number.
+    ``mixed``: None if not measured. ``alpha_mb``: None means ``alpha_p`` (the authors' default). ``margin``: EB+'s
+    default priority margin delta on this device in s/token; a negative one favours exclusive batching. ``grid``:
+    measured step times for policies that compare costs per step. Raises CalibrationError for a cost that is negative or
+    not finite.
     """
 
     alpha_p: float
@@ -70,7 +71,7 @@ class Calibration:
 
     @property
     def costs(self) -> StepCosts:
-        """Step times: the measured grid, else the linear model."""
+        """Step times: the measured grid if there is one, else the linear model."""
         if self.grid is not None:
             return self.grid
         mixed = self.mixed
@@ -95,7 +96,7 @@ class Calibration:
 
 @dataclass(frozen=True)
 class MeasuredCalibration:
-    """One row of a calibration table: which model on which device (names as in the file), and how well it fits."""
+    """One row of a calibration table: model and device (names as in the file), coefficients and goodness of fit."""
 
     model: str
     device_name: str
@@ -105,23 +106,23 @@ class MeasuredCalibration:
 
 
 def device_key(name: str) -> str:
-    """A device name bare of vendor, edition and punctuation: ``NVIDIA RTX PRO 6000 ...`` -> ``rtxpro6000``."""
+    """A device name without vendor, edition and punctuation: ``NVIDIA RTX PRO 6000 ...`` -> ``rtxpro6000``."""
     bare = re.sub(r"nvidia|blackwell|server|workstation|edition", "", name.lower())
     return re.sub(r"[^a-z0-9]", "", bare)
 
 
 def default_margin(device_name: str) -> float:
-    """The authors' priority margin for a device, s/token: 1e-5 where beta_mb(r) is measured, else 1e-4."""
+    """The authors' priority margin for a device in s/token: 1e-5 if beta_mb(r) is measured, else 1e-4."""
     return DEVICE_MARGINS.get(device_key(device_name), DEFAULT_MARGIN)
 
 
 def calibration_to_json(calibration: Calibration) -> str:
-    """JSON text that calibration_from_json reads back to an equal calibration."""
+    """JSON text from which calibration_from_json builds an equal calibration."""
     return json.dumps(asdict(calibration), indent=2, allow_nan=False)
 
 
 def calibration_from_json(text: str) -> Calibration:
-    """Read calibration_to_json's format. Raises CalibrationError naming the field."""
+    """Read the format of calibration_to_json. Raises CalibrationError naming the field."""
     try:
         raw = json.loads(text)
     except json.JSONDecodeError as error:
@@ -204,7 +205,7 @@ def _mixed_costs(path: Path) -> dict[tuple[str, str], MixedCost]:
 
 
 def _rows(path: Path, columns: tuple[str, ...]) -> list[tuple[int, dict[str, str]]]:
-    """Data rows with their line numbers, every column of ``columns`` present and filled."""
+    """Data rows with line numbers; all ``columns`` are present and not empty. Raises CalibrationError."""
     with path.open(newline="", encoding="utf-8") as file:
         reader = csv.DictReader(file)
         absent = [name for name in columns if name not in (reader.fieldnames or ())]
@@ -229,7 +230,7 @@ def _field(row: Mapping[str, str], name: str) -> float:
 
 
 def _known_fields(raw: object, cls: type, prefix: str) -> dict[str, Any]:
-    """The mapping itself, once its keys are those of the dataclass and none without a default is missing."""
+    """The mapping itself, after a check that its keys are fields of ``cls`` and no required field is missing."""
     if not isinstance(raw, dict):
         raise CalibrationError(f"{prefix.rstrip('.') or 'a calibration'} must be a JSON object")
     names = {field.name for field in fields(cls)}

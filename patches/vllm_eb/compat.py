@@ -8,7 +8,7 @@
 | ``prefill_schedule_interval`` above 1, refused here | data parallel ranks | as 0.29 | 0.33: every engine |
 | LoRA (a request waits for its adapter) | refused: not visible on admission | as 0.32 | a subclass can check it on
 admission |
-| requests that ask for nothing yet | ``skipped_waiting`` | ``deferred_waiting`` | as 0.31 |
+| requests that cannot be scheduled yet | ``skipped_waiting`` | ``deferred_waiting`` | as 0.31 |
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from vllm_eb.config import ConfigError
 
 
 def limit_name(scheduler: Any) -> str:
-    """Name of the attribute that bounds the running requests on admission."""
+    """Name of the attribute that limits the running requests on admission."""
     return "max_num_active_reqs" if hasattr(scheduler, "max_num_active_reqs") else "max_num_running_reqs"
 
 
 def waiting(scheduler: Any) -> int:
-    """Requests that could be admitted, preempted ones included.
+    """Number of requests that could be admitted, including preempted ones.
 
-    Streaming sessions that wait for their user hold KV blocks and a place in the queue, but ask for nothing; nor do
-    answers whose grammar is still being compiled.
+    Streaming sessions between two turns hold KV blocks and a place in the queue, but have no work; neither have
+    requests whose grammar is still being compiled.
     """
     queued: int = scheduler.get_request_counts()[1]
     put_off = scheduler.deferred_waiting if hasattr(scheduler, "deferred_waiting") else scheduler.skipped_waiting
@@ -36,7 +36,7 @@ def waiting(scheduler: Any) -> int:
 
 
 def idle_sessions(scheduler: Any) -> int:
-    """Streaming sessions that wait for their user: not running, but vLLM counts them against the limit."""
+    """Number of streaming sessions between two turns: they do not run, but vLLM counts them against the limit."""
     return int(scheduler.num_waiting_for_streaming_input)
 
 
@@ -48,7 +48,7 @@ def _lacks_grammar(request: Any) -> bool:
 
 
 def needs_no_step(request: Any, max_model_len: int) -> bool:
-    """Whether a decoding request has its last token in flight already, so that vLLM schedules it no more."""
+    """Whether the last token of a decoding request is in flight, so that vLLM does not schedule it again."""
     out: int = request.num_output_placeholders
     if not out:
         return False
@@ -63,38 +63,39 @@ def paused(scheduler: Any) -> bool:
 
 
 def usable_blocks(scheduler: Any) -> int:
-    """KV blocks that requests can hold: all but the null block."""
+    """Number of KV blocks that requests can use: all except the null block."""
     return int(scheduler.kv_cache_manager.block_pool.num_gpu_blocks) - 1
 
 
 def free_blocks(scheduler: Any) -> int:
-    """KV blocks without an owner; cached but unreferenced ones count."""
+    """Number of free KV blocks, including cached ones that no request uses."""
     return int(scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
 
 
 def reorder(queue: Any, requests: list[Any]) -> None:
-    """Put a first-come-first-served queue into a new order."""
+    """Reorder a first-come-first-served queue."""
     queue.clear()
     queue.extend(requests)
 
 
 def refuse_reordering(scheduler: Any, wanted: bool) -> None:
-    """Raise ConfigError when a queue with priorities would have to be reordered by age."""
+    """Raise ConfigError if a priority queue would have to be reordered by age."""
     if wanted and not isinstance(scheduler.waiting, deque):
         raise ConfigError(
             "vllm_eb: a ttft= target orders the queue, and so does --scheduling-policy priority: choose one"
         )
 
 
-def asks_on_admission(scheduler: type) -> bool:
-    """Whether a subclass can say of a request that it has to wait."""
+def can_block_admission(scheduler: type) -> bool:
+    """Whether a subclass can make a request wait on admission."""
     return hasattr(scheduler, "_handle_blocked_waiting_request")
 
 
 def refuse_unsupported(vllm_config: Any, *, only_records: bool = False, holds_adapters: bool = True) -> None:
-    """Raise ConfigError for settings under which exclusive phases would be wrong or meaningless.
+    """Raise ConfigError for settings that cannot be combined with exclusive phases.
 
-    ``only_records``: vLLM's own rules decide, so those may be any. ``holds_adapters``: see :func:`asks_on_admission`.
+    ``only_records``: vLLM's own rules decide, so all settings are valid. ``holds_adapters``: see
+    :func:`can_block_admission`.
     """
     problems = _problems(vllm_config)
     if not only_records:
@@ -110,8 +111,8 @@ def _problems_of_phases(config: Any, holds_adapters: bool) -> list[tuple[bool, s
     scheduling = config.scheduler_config
     interval, watermark = getattr(scheduling, "prefill_schedule_interval", 1), getattr(scheduling, "watermark", 0.0)
     return [
-        (interval > 1, "--prefill-schedule-interval (vLLM, too, would say when prompts come)"),
-        (watermark > 0, "--watermark (with decodes set aside, vLLM would take the engine for empty and ignore it)"),
+        (interval > 1, "--prefill-schedule-interval (vLLM would then also decide when prompts are scheduled)"),
+        (watermark > 0, "--watermark (vLLM ignores it while decodes are set aside)"),
         (config.lora_config is not None and not holds_adapters, "LoRA on vLLM before 0.31"),
     ]
 

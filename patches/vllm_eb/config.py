@@ -5,10 +5,10 @@
     --additional-config '{"vllm_eb": {"policy": "ebplus", "calibration": "/etc/gpu.json", "record": "/var/log/eb"}}'
 
 ``policy``: a policy string, or a mapping with ``kind`` and its settings. ``calibration``: the cost coefficients, inline
-or as the path of a JSON file; the policies ``eb`` (without a fixed k or theta), ``ebplus`` and ``marginal`` need them.
-``record``: a directory for step and decision records, of rank r above 0 in its folder ``rank-r``; absent means no
-recording. ``signals``: a ZeroMQ endpoint (tcp://HOST:PORT) on which the end of every forward pass is published, for
-``ebbench gateway --signals``; rank r adds r to the port.
+or as the path of a JSON file, required by the policies ``eb`` (without a fixed k or theta), ``ebplus`` and
+``marginal``. ``record``: a directory for step and decision records; rank r above 0 uses its folder ``rank-r``; no
+recording by default. ``signals``: a ZeroMQ endpoint (tcp://HOST:PORT) on which the end of every forward pass is
+published, for ``ebbench gateway --signals``; rank r adds r to the port.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ KEY = "vllm_eb"
 SCHEDULER = "vllm_eb.scheduler.EBScheduler"
 _FIELDS = ("policy", "calibration", "record", "signals")
 
-# Policies with a fixed rule never look at costs; the controller still wants an object.
+# Policies with a fixed rule do not use costs, but the controller needs the object.
 _UNUSED = Calibration(alpha_p=0.0, beta_p=0.0, alpha_d=1.0, beta_d=0.0, source="not used by this policy")
 
 
 class ConfigError(GivenValueError):
-    """Settings that cannot be used; the message says what to write instead."""
+    """Invalid settings; the message says what to write instead."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class PluginConfig:
 
 
 def parse_config(additional_config: object) -> PluginConfig:
-    """Read the plugin's part of vLLM's ``additional_config``. Raises ConfigError."""
+    """Parse the plugin's part of vLLM's ``additional_config``. Raises ConfigError."""
     settings = additional_config.get(KEY) if isinstance(additional_config, Mapping) else None
     if not isinstance(settings, Mapping):
         raise ConfigError(
@@ -68,7 +68,8 @@ def parse_config(additional_config: object) -> PluginConfig:
 def additional_config(
     policy: PolicySpec, calibration: Calibration | Path | None, record: Path | None = None, signals: str | None = None
 ) -> dict[str, object]:
-    """What :func:`parse_config` reads back: the value of ``--additional-config``, to be encoded as JSON."""
+    """The value of ``--additional-config`` for these settings, to be encoded as JSON; :func:`parse_config` parses
+    it."""
     settings: dict[str, object] = {"policy": policy.name}
     if isinstance(calibration, Path):
         settings["calibration"] = str(calibration)
@@ -82,7 +83,7 @@ def additional_config(
 
 
 def needs_calibration(policy: PolicySpec) -> bool:
-    """Whether the policy computes anything from costs."""
+    """Whether the policy uses costs."""
     return policy.needs_costs
 
 

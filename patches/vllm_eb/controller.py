@@ -1,10 +1,10 @@
-"""The one policy core: from counts, lengths, KV occupancy and a clock to what the next step may contain.
+"""The controller: from counts, lengths, KV occupancy and time to what the next step may contain.
 
-The simulator and the vLLM scheduler both call it once per scheduling step and tell it about admissions and
-completions; no scheduling rule is written anywhere else. It never reads a clock or a random number, so a run is a
-function of its inputs. What a policy wants comes from its :class:`~vllm_eb.strategy.Strategy`; phases, KV gate
-and records are the same for all. A record of every change of phase or mode and of every update, with all intermediate
-values, is kept where the caller reads records.
+The simulator and the vLLM scheduler call it once per scheduling step and report admissions and completions to it; it is
+the only implementation of the scheduling rules. It reads neither clock nor random numbers, so a run is a function of
+its inputs. The policy's :class:`~vllm_eb.strategy.Strategy` decides; phases, KV gate and records are common to all
+policies. Changes of phase or mode and updates are recorded with all intermediate values, if the caller reads the
+records.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def _no_ages() -> Sequence[int]:
 
 
 class Controller:
-    """Decides for one engine instance. ``keep_records``: the caller drains them (:meth:`drain_records`)."""
+    """Controls one engine instance. ``keep_records``: keep records for :meth:`drain_records`."""
 
     def __init__(
         self,
@@ -49,15 +49,16 @@ class Controller:
 
     @property
     def mode(self) -> Mode:
-        """Mode in force."""
+        """The current mode."""
         return self._phases.mode
 
     def follow_ages(self, running_ages: Callable[[], Sequence[int]]) -> None:
-        """Say how to learn the output tokens so far of every running request (for the censored estimator)."""
+        """Set the function that returns the output tokens so far of every running request (for the censored
+        estimator)."""
         self._running_ages = running_ages
 
     def keep_records(self) -> None:
-        """From now on, keep records for :meth:`drain_records`."""
+        """Keep records for :meth:`drain_records` from now on."""
         self._keep_records = True
 
     def drain_records(self) -> list[Record]:
@@ -66,18 +67,18 @@ class Controller:
         return records
 
     def on_prompt(self, input_tokens: int, cached_tokens: int = 0) -> None:
-        """A request was admitted for the first time: tokens of its prompt, and how many of them need no computing."""
+        """Record the first admission of a request: tokens of its prompt, and how many of them are cached."""
         self._lengths.on_prompt(input_tokens, cached_tokens)
         self._phases.on_admission()
         self._strategy.on_prompt(input_tokens, cached_tokens)
 
     def on_resume(self) -> None:
-        """A preempted request was admitted again."""
+        """Record that a preempted request was admitted again."""
         self._phases.on_admission()
         self._strategy.on_resume()
 
     def on_finish(self, output_tokens: int) -> None:
-        """A request left its slot after that many output tokens, one or more, by itself or aborted."""
+        """Record that a request left its slot after ``output_tokens`` >= 1 tokens, finished or aborted."""
         self._lengths.on_finish(output_tokens)
         self._strategy.on_finish(output_tokens)
 
@@ -97,26 +98,26 @@ class Controller:
         return phases.decision(view)
 
     def prefill_blocked(self, view: View) -> None:
-        """The prefill step just decided on could schedule nothing: ask again, for completions free blocks."""
+        """Report that the prefill step decided on could schedule nothing. Ask again: completions free blocks."""
         self._phases.block(view)
 
-    # The order of waiting requests.
+    # Order of waiting requests.
 
     @property
     def orders_queue(self) -> bool:
-        """Whether requests that were never started are to be put into the order of :meth:`queue_order`."""
+        """Whether :meth:`queue_order` determines the order of requests that were never started."""
         return self._strategy.queue is not None
 
     @property
     def queue(self) -> PunctualQueue:
-        """When the queue is to be ordered, and how long its oldest punctual request has waited."""
+        """Tells when to reorder the queue, and how long its oldest punctual request has waited."""
         assert self._strategy.queue is not None
         return self._strategy.queue
 
     def queue_order(self, now_s: float, seen_s: Sequence[float], prompt_tokens: Sequence[int]) -> Places:
-        """The places of never-started requests in their new order; to be called when ``queue`` says it is due.
+        """New order of never-started requests, as indices into the queue. Call it when ``queue`` is due.
 
-        ``seen_s``: when each came, in the order of the queue; ``prompt_tokens``: its prompt's length.
+        ``seen_s``: arrival times in queue order; ``prompt_tokens``: prompt lengths.
         """
         return self._strategy.queue_order(now_s, seen_s, prompt_tokens)
 

@@ -1,7 +1,7 @@
-"""Step times for the scheduler: measured on a grid, or the linear model where nothing better was measured.
+"""Step times for the scheduler: measured on a grid, or the linear model without measurements.
 
-``ebbench calibrate`` measures the grid on a real engine; for an emulated device it is read off the cost model. The
-policies that compare what a prefill costs alone and beside decodes need it; the published ones do not.
+``ebbench calibrate`` measures the grid on a real engine; for an emulated device it is evaluated from the cost model.
+Policies that compare the costs of exclusive and mixed prefills need it; the published policies do not.
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ from vllm_eb.errors import GivenValueError
 
 
 class CostGridError(GivenValueError):
-    """A grid that is not ordered, has holes or times that are not positive; the message names the field."""
+    """A grid that is not ordered, has holes, or has times that are not positive; the message names the field."""
 
 
 class StepCosts(Protocol):
-    """Seconds of a step. ``context_tokens`` is the mean KV length of a decoding sequence."""
+    """Step times in seconds. ``context_tokens``: mean KV length of a decoding sequence."""
 
     def prefill_s(self, tokens: float) -> float:
-        """A step of prompt tokens only."""
+        """Time (s) of a step with ``tokens`` prompt tokens and no decodes."""
         ...
 
     def decode_s(self, seqs: float, context_tokens: float) -> float:
-        """A step of one token for each of ``seqs`` sequences."""
+        """Time (s) of a step with one token for each of ``seqs`` sequences."""
         ...
 
     def mixed_s(self, tokens: float, seqs: float, context_tokens: float) -> float:
-        """A step of ``tokens`` prompt tokens beside ``seqs`` decoding sequences."""
+        """Time (s) of a step with ``tokens`` prompt tokens and ``seqs`` decoding sequences."""
         ...
 
 
 @dataclass(frozen=True)
 class CostGrid:
-    """Measured step times in seconds; between grid points linear, beyond the last ones continued linearly.
+    """Measured step times in seconds, interpolated linearly and extrapolated linearly beyond the grid.
 
     Axes are increasing: ``tokens`` (prompt tokens of a step), ``seqs`` (decoding sequences), ``contexts`` (mean KV
-    tokens each). ``prefill[i]`` at tokens i; ``decode[j][c]`` at seqs j, contexts c; ``mixed[i][j][c]``.
+    tokens per sequence). ``prefill[i]`` is at tokens i; ``decode[j][c]`` at seqs j, contexts c; ``mixed[i][j][c]``.
     """
 
     tokens: tuple[int, ...]
@@ -81,7 +81,10 @@ class CostGrid:
 
 @dataclass(frozen=True)
 class LinearCosts:
-    """The linear model (Zhang et al. 2026, 3.1); unmeasured, a mixed step costs the sum of its parts."""
+    """The linear model (Zhang et al. 2026, 3.1).
+
+    Without measured mixed costs a mixed step costs the sum of its parts.
+    """
 
     alpha_p: float
     beta_p: float
@@ -97,7 +100,7 @@ class LinearCosts:
         return self.alpha_p + self.beta_p * tokens
 
     def decode_s(self, seqs: float, context_tokens: float) -> float:
-        """See StepCosts; the linear model does not know contexts."""
+        """See StepCosts; the linear model ignores contexts."""
         return self.alpha_d + self.beta_d * seqs
 
     def mixed_s(self, tokens: float, seqs: float, context_tokens: float) -> float:
@@ -109,7 +112,8 @@ class LinearCosts:
 
 
 def _locate(axis: Sequence[int], value: float) -> tuple[int, float]:
-    """Cell of ``value`` and its place in it: in [0, 1] inside, above 1 beyond the end, 0 before the start."""
+    """Grid cell of ``value`` and its position in it: in [0, 1] inside, above 1 beyond the end, below 0 before the
+    start."""
     index = min(max(bisect_right(axis, value) - 1, 0), len(axis) - 2)
     return index, max((value - axis[index]) / (axis[index + 1] - axis[index]), 0.0)
 

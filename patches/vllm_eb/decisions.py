@@ -1,4 +1,4 @@
-"""Data types of the policy core: its view of a step, its decision, its records."""
+"""Data types of the controller: its view of a step, its decision, its records."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ RecordKind = Literal["phase", "update", "mode"]
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What the scheduler sees at the start of a step.
+    """State of the scheduler at the start of a step.
 
-    ``decoding``: running sequences whose prompt is computed, those whose last token is in flight included;
-    ``prefilling``: running sequences with prompt tokens left; ``waiting``: queued ones, preempted ones included.
-    Blocks are KV blocks; ``free_blocks`` counts cached but unreferenced ones as free. ``oldest_wait_s``: what
-    ``Controller.queue`` says of it; asked for only where ``Controller.orders_queue``.
-    ``preempted``: requests preempted since the last view. ``idle_sessions``: streaming sessions between two turns; they
-    keep their slots. ``last_tokens_out``: every decoding sequence has its last token in flight (with asynchronous
-    scheduling), so none of them needs another step.
+    ``decoding``: running sequences whose prompt is computed, including those whose last token is in flight.
+    ``prefilling``: running sequences with prompt tokens left. ``waiting``: queued requests, including preempted ones.
+    ``free_blocks``: free KV blocks, including cached ones that no request uses. ``oldest_wait_s``: the value of
+    ``Controller.queue``; needed only if ``Controller.orders_queue``. ``preempted``: requests preempted since the last
+    view. ``idle_sessions``: streaming sessions between two turns, which keep their slots. ``last_tokens_out``: the last
+    token of every decoding sequence is in flight (asynchronous scheduling), so that none of them needs another step.
     """
 
     now_s: float
@@ -37,7 +36,7 @@ class View:
 
     @property
     def decodes(self) -> bool:
-        """Whether a decode step would hold anything."""
+        """Whether a decode step would have any sequence."""
         return self.decoding > 0 and not self.last_tokens_out
 
 
@@ -45,8 +44,8 @@ class View:
 class Decision:
     """What the next step may contain.
 
-    ``prefill``: prefilling and newly admitted sequences only, at most ``running_limit`` running in all; ``decode``:
-    decoding sequences only, nothing admitted; ``mixed``: vLLM's own rules, limit untouched.
+    ``prefill``: prefilling and newly admitted sequences only, with at most ``running_limit`` running in total.
+    ``decode``: decoding sequences only, no admissions. ``mixed``: vLLM's own rules, limit unchanged.
     """
 
     phase: Phase
@@ -58,7 +57,7 @@ class Decision:
 
 @dataclass(frozen=True)
 class Record:
-    """One row of decisions.parquet; names as in the schema, None where a value does not apply."""
+    """One row of decisions.parquet; names as in the schema, None if a value does not apply."""
 
     time_s: float
     step_id: int

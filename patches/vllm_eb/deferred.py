@@ -1,7 +1,7 @@
 """Deferred prefill with a fixed departure threshold K (Mohanty et al., EuroMLSys 2025).
 
-A batch of C requests decodes until at least K have ended, then one prefill fills it again; outputs are geometric.
-The best K is taken from the exact chain, for all K in one pass; the paper's approximation is there to compare.
+A batch of C requests decodes until at least K have ended, then one prefill fills it again; output lengths are
+geometric. The best K comes from the exact chain, for all K in one pass; the paper's approximation is for comparison.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class DeferredModel:
-    """Parameters of Theorem 1: batch limit, hazard and costs in seconds. Raises TheoryError when out of range."""
+    """Parameters of Theorem 1: batch limit, hazard, and costs in seconds. Raises TheoryError if out of range."""
 
     batch_limit: int  # C, requests in the batch
-    alpha: float  # probability that a request ends at a token
+    alpha: float  # probability per token that a request ends
     c_p: float  # fixed cost of a prefill
     c_d: float  # fixed cost of a decode iteration
-    t_d: float = 0.0  # further cost of each request in a decode iteration
+    t_d: float = 0.0  # further cost per request and decode iteration
     prefill_s: float = 0.0  # t_p*d0/N, prefill time of one prompt
 
     def __post_init__(self) -> None:
@@ -38,12 +38,12 @@ class DeferredModel:
             if not 0.0 <= value < math.inf:
                 raise TheoryError(f"{name} must be zero or a positive number of seconds, not {value}")
         if self.c_d == 0.0:
-            raise TheoryError("c_d must be above 0: without it waiting costs nothing and no threshold is best")
+            raise TheoryError("c_d must be above 0: otherwise waiting is free and no threshold is optimal")
 
 
 @dataclass(frozen=True)
 class DeferredChain:
-    """Element K-1 belongs to the threshold K = 1..C: iterations and requests left at the switch, requests/s."""
+    """Element K-1 belongs to threshold K = 1..C: iterations, requests left at the switch, requests/s."""
 
     e_n1: Floats
     e_x_s: Floats
@@ -51,16 +51,16 @@ class DeferredChain:
 
     @property
     def best_k(self) -> int:
-        """K*, the smallest threshold of highest throughput."""
+        """K*, the smallest threshold with the highest throughput."""
         return int(np.argmax(self.throughput)) + 1
 
 
 def exact_chain(model: DeferredModel) -> DeferredChain:
     """E[N1], E[X_S] and throughput (Theorem 1) for every K, from the pure-death chain of Lemma 1.
 
-    The chain X' ~ Binomial(X, 1-alpha) only falls, so the expected visits to a state above the switch do not depend
-    on K: E[N1] sums them over x > C-K, and each visit lets alpha*x requests go on average. Relative error about
-    1e-12; time and not memory grow as C**2 (0.03 s at C = 2048, 2 s at 16384).
+    The chain X' ~ Binomial(X, 1-alpha) only decreases, so the expected visits to a state above the switch do not depend
+    on K: E[N1] is their sum over x > C-K, and on average alpha*x requests end per visit. Relative error about 1e-12;
+    time is O(C**2), memory O(C) (0.03 s at C = 2048, 2 s at 16384).
     """
     c = model.batch_limit
     visits = _expected_visits(c, model.alpha)[:0:-1]  # states C, C-1, ..., 1
@@ -82,7 +82,7 @@ def approximate_chain(model: DeferredModel) -> DeferredChain:
 def approximate_threshold(model: DeferredModel) -> float:
     """The real-valued K that maximises Proposition 1: C*theta0 with costs ``c_p``, ``c_d`` in discrete time.
 
-    So the approximation of this paper and Prop. 3.1 of Zhang et al. are one formula.
+    Hence the approximation of this paper and Prop. 3.1 of Zhang et al. are the same formula.
     """
     return model.batch_limit * base_threshold(model.alpha, model.c_p, model.c_d, discrete=True)
 
@@ -93,7 +93,7 @@ def _throughput(model: DeferredModel, e_n1: Floats, ended: Floats) -> Floats:
 
 
 def _expected_visits(c: int, alpha: float) -> Floats:
-    """Expected iterations begun in each state 0..C, starting in C (state 0 counts its arrivals only)."""
+    """Expected iterations begun in each state 0..C, starting in C (for state 0, only its arrivals)."""
     visits = np.zeros(c + 1)
     visits[c] = 1.0
     if alpha == 1.0:
@@ -101,7 +101,7 @@ def _expected_visits(c: int, alpha: float) -> Floats:
     log_factorial = np.concatenate(([0.0], np.cumsum(np.log(np.arange(1, c + 1)))))
     log_stay, log_end = _log_stay(alpha), math.log(alpha)
     for x in range(c, 0, -1):
-        visits[x] /= -math.expm1(x * log_stay)  # geometric stay: 1/(1 - P(x, x))
+        visits[x] /= -math.expm1(x * log_stay)  # geometric sojourn time: 1/(1 - P(x, x))
         left = np.arange(x)
         log_pmf = log_factorial[x] - log_factorial[:x] - log_factorial[x:0:-1]
         visits[:x] += visits[x] * np.exp(log_pmf + left * log_stay + (x - left) * log_end)

@@ -1,4 +1,4 @@
-"""The base class of errors in settings that the user gave, and the hint that they give about a mistyped name."""
+"""Base class of errors in the user's settings, and the hint for a mistyped name."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 
 class GivenValueError(ValueError):
-    """A policy, setting, calibration or coefficient that cannot be; the message says what to give instead."""
+    """An invalid policy, setting, calibration or coefficient; the message says what to give instead."""
 
 
 def name_hint(name: str, known: Iterable[str]) -> str:

@@ -1,4 +1,4 @@
-"""Checks at start that this vLLM has what the plugin uses; raises an error before the first step if not.
+"""Checks at start-up that the installed vLLM has everything that the plugin uses, and raises an error if not.
 
 Most of it is private to vLLM and may change in any version; docs/vllm-internals.md lists it with its tests.
 """
@@ -16,7 +16,7 @@ METHODS = (
     "schedule", "update_from_output", "add_request", "get_request_counts", "shutdown", "_free_request",
     "_preempt_request", "_make_cached_request_data",
 )  # fmt: skip
-"""Of the scheduler class: called or overridden."""
+"""Methods of the scheduler class that are called or overridden."""
 
 ATTRIBUTES: tuple[tuple[str, ...], ...] = (
     ("running",), ("waiting",), ("requests",), ("max_num_active_reqs", "max_num_running_reqs"),
@@ -24,19 +24,19 @@ ATTRIBUTES: tuple[tuple[str, ...], ...] = (
     ("max_model_len",), ("lora_config",), ("kv_cache_manager.block_pool.num_gpu_blocks",),
     ("kv_cache_manager.block_pool.get_num_free_blocks",),
 )  # fmt: skip
-"""Of a scheduler: one of each group, by version."""
+"""Attributes of a scheduler: one of each group, depending on the version."""
 
 REQUEST = (
     "is_prefill_chunk", "status", "num_output_placeholders", "num_computed_tokens", "num_prompt_tokens", "max_tokens",
     "num_output_tokens", "num_preemptions", "num_tokens", "lora_request", "structured_output_request",
 )  # fmt: skip
-"""Of a request."""
+"""Attributes of a request."""
 
 OUTPUT = (
     "scheduled_new_reqs", "scheduled_cached_reqs", "num_scheduled_tokens", "total_num_scheduled_tokens",
     "preempted_req_ids",
 )  # fmt: skip
-"""Of what schedule() returns."""
+"""Fields of the result of schedule()."""
 
 
 def check_classes(scheduler: type, request: type, output: type, version: str) -> None:

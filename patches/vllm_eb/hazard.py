@@ -1,8 +1,8 @@
 """Online estimation of the completion hazard ``h(t) = p0 + eta*t`` (Zhang et al. 2026, section 3.4, Algorithm 1).
 
 ``t`` counts output tokens from 1. Two estimators with one interface: SlidingHazard as published, and CensoredHazard,
-which also counts the tokens of requests still running. Lengths and ages are in tokens, ``p0`` per token, ``eta`` per
-token squared.
+which also uses requests that are still running. Lengths and ages are in tokens, ``p0`` per token, ``eta`` per token
+squared.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 Lengths = Sequence[int] | NDArray[np.int64]
-MIN_SURVIVORS = 5  # fewer survivors at t make h(t) worthless
+MIN_SURVIVORS = 5  # with fewer survivors at t, h(t) is too noisy
 _QUANTILES = (0.05, 0.95)
-_MIN_RANGE = 10  # tokens; the published fit never spans less
-_SLOPE_NOISE = 1.645  # standard errors below which CensoredHazard takes a slope for noise (one-sided 5 %)
+_MIN_RANGE = 10  # tokens; the published fit always spans at least this range
+_SLOPE_NOISE = 1.645  # CensoredHazard ignores a slope of fewer standard errors (one-sided 5 %)
 
 
 @dataclass(frozen=True)
 class HazardEstimate:
-    """Linear hazard ``p0 + eta*t``, the mean output length in tokens and the completions it rests on."""
+    """Linear hazard ``p0 + eta*t``, mean output length in tokens, and the number of completions used."""
 
     p0: float
     eta: float
@@ -34,13 +34,13 @@ class HazardEstimate:
 
 
 class HazardEstimator(Protocol):
-    """What the controller asks of an estimator."""
+    """Interface of a hazard estimator."""
 
     def observe(self, output_tokens: int) -> None:
-        """Record one completion and its output length."""
+        """Record a completion after ``output_tokens`` tokens."""
 
     def estimate(self, running_ages: Lengths = ()) -> HazardEstimate | None:
-        """Fit now; ``running_ages`` are the tokens generated so far by unfinished requests. None: too few samples."""
+        """Fit now; ``running_ages``: tokens generated so far by unfinished requests. None: too few samples."""
 
 
 def empirical_hazard(
@@ -48,8 +48,8 @@ def empirical_hazard(
 ) -> tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.int64]]:
     """``(t, h, survivors)`` for t from 1 to the largest value given: ``h(t) = #(O = t) / #(at risk at t)``.
 
-    ``censored`` are ages of requests still running: at risk up to their age, no event. ``delayed`` are the ages at
-    which requests came under observation: not at risk up to that age (the request must be among the other two).
+    ``censored``: ages of running requests, at risk up to their age, without event. ``delayed``: ages at which requests
+    came under observation, not at risk up to that age (each such request must also be in one of the other two).
     """
     ended, at_risk = _events_and_risk(lengths, censored, delayed)
     t = np.arange(1, len(ended) + 1)
@@ -57,11 +57,12 @@ def empirical_hazard(
 
 
 class SlidingHazard:
-    """The published estimator: the last ``window`` completions, running requests ignored.
+    """The published estimator: the last ``window`` completions, without running requests.
 
     Weighted least squares with the survivors as weights over [5th, 95th percentile], points with fewer than five
-    survivors dropped; then ``eta >= 0`` and ``p0 >= 1/mean``, each clamped alone. Biased whenever completions are no
-    fair sample of the requests: short ones come first after a start, long ones last in a drain.
+    survivors dropped; then ``eta >= 0`` and ``p0 >= 1/mean``, each clamped separately. It is biased whenever
+    completions are not a representative sample of the requests: short ones complete first after a start, long ones last
+    in a drain.
     """
 
     def __init__(self, window: int = 500, min_samples: int = 30) -> None:
@@ -70,11 +71,11 @@ class SlidingHazard:
         self._last = HazardEstimate(0.0, 0.0, 0.0, 0)
 
     def observe(self, output_tokens: int) -> None:
-        """Record one completion and its output length (tokens)."""
+        """Record a completion after ``output_tokens`` tokens."""
         self._lengths.append(output_tokens)
 
     def estimate(self, running_ages: Lengths = ()) -> HazardEstimate | None:
-        """Fit the window. ``running_ages`` is accepted for the common interface and not used."""
+        """Fit the window. ``running_ages`` is part of the interface and not used."""
         n = len(self._lengths)
         if n < self._min_samples:
             return None
@@ -90,24 +91,24 @@ class SlidingHazard:
 
 
 class CensoredHazard:
-    """Completions and running requests together: an occurrence/exposure estimate over the last completions.
+    """Occurrence/exposure estimate from completions and running requests.
 
-    Between two calls of ``estimate`` the requests that made their t-th token number
-    ``#(completed, O >= t) + #(running now, age >= t) - #(running before, age >= t)``; no identities are needed. Events
-    over that exposure are unbiased at every t, whatever the arrivals do (delayed entry and right censoring).
-    The window reaches back to the newest call that leaves at least ``window`` completions. A request that leaves
-    without having been observed counts for nothing after it, but what it generated before the window's start is missed.
+    Between two calls of ``estimate`` the number of requests that generated their t-th token is ``#(completed, O >= t) +
+    #(running now, age >= t) - #(running before, age >= t)``, without tracking identities. Events over that exposure are
+    unbiased at every t for any arrival process (delayed entry and right censoring). The window begins at the newest
+    call that leaves at least ``window`` completions. A request that leaves unobserved no longer counts after its exit,
+    but its tokens from before the start of the window are missed.
     """
 
     def __init__(self, window: int = 500, min_samples: int = 30) -> None:
         self._window = window
         self._min_samples = min_samples
         self._lengths: deque[int] = deque()
-        self._dropped = 0  # completions that left the window
+        self._dropped = 0  # completions dropped from the window
         self._snapshots: deque[tuple[int, NDArray[np.int64]]] = deque([(0, _as_array(()))])
 
     def observe(self, output_tokens: int) -> None:
-        """Record one completion and its output length (tokens)."""
+        """Record a completion after ``output_tokens`` tokens."""
         self._lengths.append(output_tokens)
 
     def estimate(self, running_ages: Lengths = ()) -> HazardEstimate | None:
@@ -122,7 +123,7 @@ class CensoredHazard:
         return _censored_fit(t, h, at_risk, n)
 
     def _advance(self, ages: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Note the running ages, move the window's start; returns the ages running there."""
+        """Record the running ages and move the start of the window; returns the ages running at that start."""
         seen = self._dropped + len(self._lengths)
         while len(self._snapshots) > 1 and seen - self._snapshots[1][0] >= self._window:
             self._snapshots.popleft()
@@ -138,10 +139,10 @@ class CensoredHazard:
 def _censored_fit(
     t: NDArray[np.int64], h: NDArray[np.float64], at_risk: NDArray[np.int64], samples: int
 ) -> HazardEstimate:
-    """The published fit over the same share of the distribution, its percentiles read off the survival curve.
+    """The published fit over the same share of the distribution, with percentiles from the survival curve.
 
-    A slope within its own noise is taken as none, and the hazard as events over exposure: clamping eta alone would
-    leave an intercept fitted to a slope that is not used, and a noisy slope extrapolates badly early on.
+    A slope within its standard error is taken as zero and the hazard as events over exposure. Clamping only eta would
+    keep an intercept fitted with a slope that is not used, and a noisy slope extrapolates badly early on.
     """
     rate = float(h @ at_risk) / float(at_risk.sum())
     survival = _survival(h, at_risk, np.full(len(h), rate))
@@ -164,15 +165,15 @@ def _mean_length(
 
 
 def _mean_residual(hazard: float, eta: float) -> float:
-    """Mean remaining tokens where the hazard stands at ``hazard`` and grows by ``eta`` per token (Mills ratio)."""
+    """Mean remaining tokens at hazard ``hazard`` that grows by ``eta`` per token (Mills ratio)."""
     x = hazard / math.sqrt(2.0 * eta) if eta > 0.0 else math.inf
-    if x > 5.0:  # exp(x**2)*erfc(x) by its asymptotic series, good to 1 % from here on
+    if x > 5.0:  # asymptotic series of exp(x**2)*erfc(x), accurate to 1 % from here on
         return (1.0 - 0.5 / (x * x)) / hazard
     return math.sqrt(math.pi / (2.0 * eta)) * math.exp(x * x) * math.erfc(x)
 
 
 def _survival(h: NDArray[np.float64], at_risk: NDArray[np.int64], fallback: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Product-limit survival past t = 1, 2, ...; ``fallback`` is the hazard where too few were at risk."""
+    """Product-limit survival beyond t = 1, 2, ...; ``fallback``: the hazard where too few were at risk."""
     survival: NDArray[np.float64] = (1.0 - np.where(at_risk >= MIN_SURVIVORS, h, fallback)).cumprod()
     return survival
 
@@ -188,18 +189,18 @@ def _events_and_risk(
     leaving = ended + np.bincount(running, minlength=size)
     leaving -= np.bincount(np.minimum(before, size - 1), minlength=size)
     at_risk = np.cumsum(leaving[::-1])[::-1]
-    # Ages that shrink between two calls (a caller's slip) must not give a hazard above one.
+    # Ages that decrease between two calls (an error of the caller) must not give a hazard above one.
     return ended[1:].astype(np.int64), np.maximum(at_risk, ended)[1:].astype(np.int64)
 
 
 class _Line(NamedTuple):
     intercept: float
     slope: float
-    spread: float  # weighted sum of squares of t; slope variance is hazard/spread
+    spread: float  # weighted sum of squares of t; the slope's variance is hazard/spread
 
 
 def _weighted_line(t: NDArray[np.int64], h: NDArray[np.float64], survivors: NDArray[np.int64]) -> _Line | None:
-    """Least squares of h over t with the survivors as weights; None where they do not determine a line."""
+    """Least squares of h over t with the survivors as weights; None if they do not determine a line."""
     weight = np.where(survivors >= MIN_SURVIVORS, survivors, 0).astype(np.float64)
     total = float(weight.sum())
     if total <= 0.0:

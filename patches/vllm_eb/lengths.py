@@ -1,17 +1,17 @@
-"""Mean lengths of the requests seen so far, kept current while an engine runs. Lengths are in tokens."""
+"""Smoothed mean lengths of requests, updated while an engine runs. Lengths are in tokens."""
 
 from __future__ import annotations
 
 MU_L_WEIGHT = 0.05  # per admitted prompt
-MU_O_WEIGHT = 0.2  # per update, of the mean over the completions since the last one
-# Before anything was seen, as the authors' code assumes.
+MU_O_WEIGHT = 0.2  # per update, for the mean over the completions since the last update
+# Initial values, as in the authors' code.
 INITIAL_MU_L, INITIAL_MU_O = 512.0, 100.0
 
 
 class Lengths:
-    """Smoothed mean prompt ``mu_l``, the part of it that is not in the prefix cache ``mu_new``, mean answer ``mu_o``.
+    """Smoothed means: prompt ``mu_l``, its part that is not in the prefix cache ``mu_new``, and output ``mu_o``.
 
-    Prompts count one by one, answers in groups of ``update_every``.
+    Prompts update one by one, outputs in groups of ``update_every``.
     """
 
     def __init__(self, update_every: int) -> None:
@@ -22,24 +22,25 @@ class Lengths:
         self._answers = self._answer_tokens = 0  # since the last update
 
     def on_prompt(self, input_tokens: int, cached_tokens: int = 0) -> None:
-        """A prompt of that many tokens, so many of them cached, was admitted for the first time."""
+        """Record the first admission of a prompt of ``input_tokens``, of which ``cached_tokens`` are cached."""
         weight = MU_L_WEIGHT if self._prompts else 1.0
         self.mu_l += weight * (input_tokens - self.mu_l)
         self.mu_new += weight * (input_tokens - cached_tokens - self.mu_new)
         self._prompts += 1
 
     def on_finish(self, output_tokens: int) -> None:
-        """A request left its slot after that many output tokens: what refills wait for, whatever the reason."""
+        """Record that a request left its slot after ``output_tokens``; aborted requests count, since they free a slot
+        too."""
         self._answers += 1
         self._answer_tokens += output_tokens
 
     @property
     def update_due(self) -> bool:
-        """Whether M completions have passed since the last update."""
+        """Whether ``update_every`` completions have occurred since the last update."""
         return self._answers >= self._update_every
 
     def update(self) -> None:
-        """Take the answers since the last update into ``mu_o``."""
+        """Update ``mu_o`` with the outputs since the last update."""
         weight = MU_O_WEIGHT if self._updates else 1.0
         self.mu_o += weight * (self._answer_tokens / self._answers - self.mu_o)
         self._updates += 1

@@ -1,25 +1,27 @@
-"""Refill when one more decode step would cost more than refilling now, in whichever way is cheaper.
+"""Refill rule of the policy ``marginal``: refill when one more decode step would cost more than refilling now.
 
-A decode step costs ``D(n)``, less per token the more sequences share it, so waiting with a refill wastes something. A
-refill wastes its fixed cost ``P``, what it costs beyond its prompts' share of a large prefill. The sum of the two is
-least when the refill comes as soon as as much has been wasted by waiting as it will cost. Waiting is measured twice:
+A decode step costs ``D(n)``, less per token the more sequences share it, so delaying a refill wastes time. A refill
+wastes its overhead ``P``: its cost beyond its prompts' share of a large prefill. The sum is minimal if the refill
+begins when waiting has wasted as much as the refill will. The waste of waiting is measured in two ways:
 
-- against the batch of each step so far: the tokens since the last refill at today's price, ``D(n)/n``, less what they
-  cost. The moment is where the next step would cost more per token than the cycle so far (the marginal value theorem of
-  optimal foraging, Charnov 1976), which is best for any way in which a batch declines, if the next ones do the same.
-- against the ``w`` requests that were left out: in each step, what their tokens cost at that step's price less what
-  they would have added, ``w D(n)/n - (D(n+w) - D(n))``. The moment is that of the economic order quantity (Harris
-  1913). It sees arrivals: a batch that grows, or stays, does not decline, and requests still wait.
+- against the batch of each step so far: the tokens since the last refill at the current price, ``D(n)/n``, minus their
+  actual cost. The refill is due when the next step would cost more per token than the cycle so far (the marginal value
+  theorem of optimal foraging, Charnov 1976), which is optimal for any decline of the batch, if later cycles decline in
+  the same way;
+- against the ``w`` requests left out: per step, the cost of their tokens at that step's price minus what they would
+  have added, ``w D(n)/n - (D(n+w) - D(n))``. This is the economic order quantity (Harris 1913). It reacts to arrivals:
+  a batch that grows or stays does not decline, although requests wait.
 
-With linear costs and a constant hazard, ``n = N exp(-p0 s)`` and ``w = N - n`` after s steps, both come to ``alpha_d
-((e^(p0 s) - 1)/p0 - s)`` and the moment is theta0 of Prop. 3.1 exactly. Elsewhere the larger one counts. No hazard is
-needed: completions and arrivals are counted instead of predicted, so the rule holds for any lengths, and at once after
-a shift.
+With linear costs and a constant hazard, ``n = N exp(-p0 s)`` and ``w = N - n`` after s steps, both give ``alpha_d
+((e^(p0 s) - 1)/p0 - s)`` and exactly theta0 of Prop. 3.1. Otherwise the larger one is used. No hazard is needed:
+completions and arrivals are counted instead of predicted, so the rule holds for any length distribution and reacts to a
+shift at once.
 
-Exclusive, P is the prefill step alone; mixed, what the step beside the decodes takes longer. Which way is cheaper
-depends on how many slots a refill fills, and each way has its own best number: exclusive refills pay in bulk, mixed
-ones at once. So as long as requests queue, the ways are compared at their best (:meth:`MarginalRefill._plan`), by
-measured costs at the current batch and context; where the queue is what limits a refill, at what is there.
+For an exclusive refill P is the overhead of the prefill step; for a mixed one it is what the prompts add to the decode
+step. Which is cheaper depends on the number of slots refilled, and each has its own best number: exclusive refills are
+best in bulk, mixed ones one at a time. While requests queue, both are compared at their best
+(:meth:`MarginalRefill._plan`), with measured costs at the current batch and context; if the queue limits the refill,
+with the requests that wait.
 """
 
 from __future__ import annotations
@@ -32,18 +34,18 @@ from vllm_eb.costs import StepCosts
 
 Way = Literal["decode", "prefill", "mixed"]
 
-# Where a prefill's cost is taken to be proportional to its tokens.
+# From this size on the cost of a prefill is taken as proportional to its tokens.
 LARGE_TOKENS, HUGE_TOKENS = 4096, 8192
-PLAN_EVERY = 16  # choices between two comparisons of the ways at their best
-MOST_REFILLED = 0.8  # of the batch, in that comparison
+PLAN_EVERY = 16  # choices between two comparisons of both ways at their best
+MAX_REFILLED_SHARE = 0.8  # share of the batch, in that comparison
 
 
 @dataclass(frozen=True)
 class Refill:
-    """What could go in now.
+    """A possible refill now.
 
-    ``seqs`` requests with ``prompt_tokens`` to compute each, beside ``half_computed`` ones that lack as many.
-    ``queued``: more wait than can go in; ``hazard`` says how many answers end, per sequence and step.
+    ``seqs`` requests with ``prompt_tokens`` to compute per request, and ``half_computed`` ones with as many left.
+    ``queued``: more requests wait than fit. ``hazard``: probability per sequence and step that a response ends.
     """
 
     seqs: float
@@ -60,7 +62,7 @@ class Refill:
 
 @dataclass(frozen=True)
 class Choice:
-    """What the next step should be; overheads in seconds, None where they were not needed."""
+    """The chosen step; overheads in seconds, None if they were not needed."""
 
     way: Way
     overhead_exclusive_s: float | None = None
@@ -68,20 +70,20 @@ class Choice:
 
 
 class MarginalRefill:
-    """Watches one cycle at a time: its decode steps since the last refill, and what they have wasted."""
+    """State of one cycle: the decode steps since the last refill and the waste of waiting."""
 
     def __init__(self, costs: StepCosts, *, may_mix: bool) -> None:
         self._costs, self._may_mix = costs, may_mix
         self.per_token_s = (costs.prefill_s(HUGE_TOKENS) - costs.prefill_s(LARGE_TOKENS)) / (HUGE_TOKENS - LARGE_TOKENS)
         self._left_out_s = self._decode_s = 0.0
         self._tokens = 0
-        # One context for the whole cycle: that contexts grow costs the same whenever the refill comes.
+        # One context for the whole cycle: growing contexts cost the same whenever the refill occurs.
         self._context_tokens: float | None = None
         self._choices = 0
         self._planned: Way = "prefill"
 
     def decoded(self, seqs: int, context_tokens: float, left_out: float) -> None:
-        """A step that decodes ``seqs`` sequences is about to run, without ``left_out`` requests that could be in it."""
+        """Record that a step with ``seqs`` decodes will run without ``left_out`` requests that could be in it."""
         if self._context_tokens is None:
             self._context_tokens = context_tokens
         self._tokens += seqs
@@ -92,12 +94,12 @@ class MarginalRefill:
             self._left_out_s += max(alone_s * (1 + left_out / seqs) - together_s, 0.0)
 
     def refilled(self) -> None:
-        """A refill begins: a new cycle."""
+        """Record that a refill begins: start a new cycle."""
         self._left_out_s = self._decode_s = 0.0
         self._tokens, self._context_tokens = 0, None
 
     def choose(self, *, decoding: int, context_tokens: float, refill: Refill, must: bool) -> Choice:
-        """The next step. ``must``: the refill is due for other reasons, so only the way is open, not the moment."""
+        """Choose the next step. ``must``: the refill is due for other reasons; only choose exclusive or mixed."""
         if refill.tokens <= 0:
             return Choice("decode")
         if decoding == 0:
@@ -106,18 +108,20 @@ class MarginalRefill:
         mixed = self._mixed_s(refill.tokens, decoding, context_tokens)
         way = self._way(decoding, context_tokens, refill, mixed < exclusive)
         overhead = mixed if way == "mixed" else exclusive
-        fixed_s = overhead - self._in_bulk_s(way, overhead, decoding, context_tokens, refill)
+        fixed_s = overhead - self._variable_overhead_s(way, overhead, decoding, context_tokens, refill)
         due = must or self._wasted_s(decoding, context_tokens) >= fixed_s
         return Choice(way if due else "decode", exclusive, mixed)
 
     def _wasted_s(self, decoding: int, context_tokens: float) -> float:
-        """What waiting has wasted since the last refill, seen from the batch before and from those left out."""
+        """Time (s) wasted by waiting since the last refill, the larger of the two measures."""
         context = context_tokens if self._context_tokens is None else self._context_tokens
         declined_s = self._tokens * self._costs.decode_s(decoding, context) / decoding - self._decode_s
         return max(declined_s, self._left_out_s)
 
-    def _in_bulk_s(self, way: Way, overhead_s: float, decoding: int, context_tokens: float, refill: Refill) -> float:
-        """The part of the overhead that grows with the refill, by what one more prompt would add: no fixed cost."""
+    def _variable_overhead_s(
+        self, way: Way, overhead_s: float, decoding: int, context_tokens: float, refill: Refill
+    ) -> float:
+        """The part of the overhead that grows with the refill, from the cost of one more prompt; without fixed cost."""
         tokens = refill.tokens + refill.prompt_tokens
         grown_s = self._mixed_s(tokens, decoding, context_tokens) if way == "mixed" else self._exclusive_s(tokens)
         return (grown_s - overhead_s) * refill.tokens / refill.prompt_tokens
@@ -136,14 +140,14 @@ class MarginalRefill:
         """The way whose best cycle costs least per token, with ``batch`` sequences after each refill."""
 
         def per_token_s(overhead_s: float, seqs: int) -> float:
-            # A batch that declines from N to N-k under a constant hazard h takes ln(N/(N-k))/h steps, makes k/h tokens.
+            # With a constant hazard h, a batch declines from N to N-k in ln(N/(N-k))/h steps and makes k/h tokens.
             steps = math.log(batch / (batch - seqs)) / refill.hazard
             tokens = seqs / refill.hazard
             return (overhead_s + steps * self._costs.decode_s(tokens / steps, context_tokens)) / tokens
 
         best: dict[Way, float] = {"prefill": math.inf, "mixed": math.inf}
         seqs = 1
-        while seqs <= max(MOST_REFILLED * batch, 1) and seqs < batch:
+        while seqs <= max(MAX_REFILLED_SHARE * batch, 1) and seqs < batch:
             tokens = seqs * refill.prompt_tokens
             best["prefill"] = min(best["prefill"], per_token_s(self._exclusive_s(tokens), seqs))
             best["mixed"] = min(best["mixed"], per_token_s(self._mixed_s(tokens, batch - seqs, context_tokens), seqs))

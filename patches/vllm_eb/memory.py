@@ -1,6 +1,6 @@
-"""How many sequences fit in the KV cache (Zhang et al. 2026, section 3.3 and appendix D).
+"""How many sequences fit into the KV cache (Zhang et al. 2026, section 3.3 and appendix D).
 
-``capacity`` is the KV cache in tokens, ``epsilon`` the overflow probability allowed, ``p0`` the hazard per iteration.
+``capacity``: KV cache in tokens. ``epsilon``: allowed probability of overflow. ``p0``: hazard per iteration.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ Form = Literal["code", "paper"]
 
 @dataclass(frozen=True)
 class MemoryBounds:
-    """Batch sizes in sequences (0: not even one fits) and the KV tokens behind them."""
+    """Batch sizes in sequences (0: not one fits) and the KV tokens that they rest on."""
 
-    slot_tokens: float  # D, expected KV tokens of a slot at decode start
-    n_static: int  # D alone
-    n_peak: int  # room for the expected peak
+    slot_tokens: float  # D, expected KV tokens per slot at the start of decoding
+    n_static: int  # from D only
+    n_peak: int  # with room for the expected peak
     n_paper: int  # eq. 6
-    n_code: int  # as in the authors' code
+    n_code: int  # formula of the authors' code
 
     def n_star(self, form: Form = "code") -> int:
-        """The memory-safe batch N* in the form asked for."""
+        """The memory-safe batch N* by the chosen formula."""
         return self.n_code if form == "code" else self.n_paper
 
 
 def slot_tokens(mu_l: float, p0: float, theta: float) -> float:
-    """D, the expected KV tokens a slot holds at decode start (appendix D.2): prompt plus what is already generated.
+    """D, the expected KV tokens per slot at the start of decoding (appendix D.2): prompt plus tokens generated so far.
 
-    ``D = mu_l + (1-theta)*zeta/(theta*p0)``; tokens. theta = 0 gives the limit ``mu_l + 1/p0``. Raises TheoryError.
+    ``D = mu_l + (1-theta)*zeta/(theta*p0)``, in tokens. theta = 0 gives the limit ``mu_l + 1/p0``. Raises TheoryError.
     """
     if not 0.0 < mu_l < math.inf:
         raise TheoryError(f"mu_l must be a positive number of tokens, not {mu_l}")
@@ -70,7 +70,7 @@ def memory_bounds(capacity: float, mu_l: float, p0: float, theta: float, epsilon
 def memory_safe_batch(
     capacity: float, mu_l: float, p0: float, theta: float, epsilon: float = EPSILON, *, form: Form = "code"
 ) -> int:
-    """N*, the memory-safe batch in sequences; 0 when not even one fits. Raises TheoryError."""
+    """N*, the memory-safe batch in sequences; 0 if not one fits. Raises TheoryError."""
     return memory_bounds(capacity, mu_l, p0, theta, epsilon).n_star(form)
 
 
@@ -84,5 +84,5 @@ def _code_form(capacity: float, mu_l: float, p0: float, theta: float, per_slot: 
 
 
 def _floor(value: float) -> int:
-    # A relative 1e-12 forgives the rounding of a quotient that is a whole number in exact arithmetic.
+    # A relative 1e-12 absorbs the rounding of quotients that are exact integers.
     return max(0, math.floor(value * (1.0 + 1e-12)))

@@ -1,10 +1,10 @@
-"""Figures of the policy, passed from the scheduler's process to the one that answers /metrics.
+"""Passes the policy's figures from the scheduler's process to the process that serves /metrics.
 
-In vLLM the scheduler lives in the engine core's process and Prometheus asks the API server's. vLLM's own statistics go
-from one to the other in a structure with no room for more, so these go through a page of memory that both map: a file
-in /dev/shm of a few numbers. The scheduler stores them, eight bytes at once so that a reader never sees half of one;
-the API server reads them when it is asked (:mod:`vllm_eb.stat_logger`). The file's name is made from the engine's
-``instance_id``, which vLLM gives to both processes.
+In vLLM the scheduler runs in the engine core's process, and Prometheus asks the API server's. vLLM's own statistics use
+a structure without room for more values, so these figures go through a memory page that both processes map: a small
+file in /dev/shm. The scheduler stores numbers of eight bytes, so that a reader never sees a partial one; the API server
+reads them on request (:mod:`vllm_eb.stat_logger`). The file's name is derived from the engine's ``instance_id``, which
+vLLM gives to both processes.
 """
 
 from __future__ import annotations
@@ -28,19 +28,18 @@ from vllm_eb.modes import Mode
 
 PHASES: tuple[Phase, ...] = get_args(Phase)
 MODES: tuple[Mode, ...] = get_args(Mode)
-_LAYOUT = 1.0  # the first number of a file: which meaning the others have
+_LAYOUT = 1.0  # first number of a file: version of the layout
 _MODE, _PHASE, _K, _LIMIT, _THETA, _MODE_SWITCHES, _PHASE_SWITCHES, _REFILLS = range(1, 9)
 _NUMBERS = 9
-_RANK_OF_COPY = re.compile(r"_dp\d+$")  # what vLLM adds to instance_id for a data-parallel rank
+_RANK_OF_COPY = re.compile(r"_dp\d+$")  # suffix that vLLM adds to instance_id for a data-parallel rank
 
 
 @dataclass(frozen=True)
 class Figures:
-    """What one engine's policy does now, and what it has done since the engine started.
+    """Current state of one engine's policy, and counts since the engine started.
 
-    ``k``: idle slots that start a refill; ``n_limit``: requests that may run; ``theta``: k as a share of them. None
-    where the policy has no such figure. A refill is a change to a phase that lets
-    prompts in.
+    ``k``: idle slots that start a refill. ``n_limit``: requests that may run. ``theta``: k as a share of them. None if
+    the policy has no such figure. A refill is a change to a phase that admits prompts.
     """
 
     mode: Mode
@@ -54,27 +53,27 @@ class Figures:
 
 
 class FiguresWriter:
-    """The scheduler's side, for data-parallel rank ``rank`` of engine ``instance``, which begins in ``mode``.
+    """Writes the figures of data-parallel rank ``rank`` of engine ``instance``, which begins in ``mode``.
 
-    Raises OSError when the file cannot be made. :meth:`close` removes it. That of an engine that was killed, or that
-    vLLM did not let shut down, is removed when the next one starts.
+    Raises OSError if the file cannot be created. :meth:`close` removes it; files left by killed engines are removed
+    when the next engine starts.
     """
 
     def __init__(self, instance: str, rank: int, mode: Mode, folder: Path | None = None) -> None:
         _remove_left_behind(_folder(folder))
         self._path = _folder(folder) / f"{_stem(instance)}{rank}-{os.getpid()}"
         self._numbers = _mapped(self._path, create=True)
-        self._remove = weakref.finalize(self, _remove_file, self._path)  # schedulers are not always shut down
+        self._remove = weakref.finalize(self, _remove_file, self._path)  # not all schedulers are shut down properly
         self._numbers[:] = math.nan
         self._numbers[_MODE_SWITCHES:] = 0.0
         self._mode = mode
 
     def update(self, decision: Decision | None, records: Iterable[Record] = ()) -> None:
-        """Note what the controller has put on record since the last call, and the decision in force."""
+        """Update the figures from the controller's records since the last call and the current decision."""
         numbers = self._numbers
         for record in records:
             numbers[_THETA] = _or_nan(record.values.get("theta"))
-            if record.kind == "phase":  # each is a change
+            if record.kind == "phase":  # each record is one change
                 numbers[_PHASE_SWITCHES] += 1
                 numbers[_REFILLS] += record.phase != "decode"
             if record.mode != self._mode:
@@ -84,7 +83,7 @@ class FiguresWriter:
             return
         numbers[_MODE], numbers[_PHASE] = MODES.index(decision.mode), PHASES.index(decision.phase)
         numbers[_K], numbers[_LIMIT] = _or_nan(decision.k), decision.n_limit
-        numbers[0] = _LAYOUT  # from now on there is something to read
+        numbers[0] = _LAYOUT  # marks the file as filled
 
     def close(self) -> None:
         """Remove the file; may be called twice."""
@@ -92,14 +91,14 @@ class FiguresWriter:
 
 
 def read_figures(instance: str, folder: Path | None = None) -> Iterator[tuple[int, Figures]]:
-    """The rank and the figures of each engine core of ``instance`` on this machine that has scheduled a step."""
+    """Rank and figures of each engine core of ``instance`` on this machine that has scheduled a step."""
     for path in sorted(_folder(folder).glob(f"{_stem(instance)}*-*")):
         rank, _, writer = path.name.removeprefix(_stem(instance)).partition("-")
         if not _alive(int(writer)):
             continue
         try:
             numbers = _mapped(path, create=False)
-        except (OSError, ValueError):  # removed since it was listed
+        except (OSError, ValueError):  # removed after it was listed
             continue
         if numbers[0] == _LAYOUT:
             yield int(rank), _figures(numbers)
@@ -128,7 +127,7 @@ def _remove_file(path: Path) -> None:
 
 
 def _remove_left_behind(folder: Path) -> None:
-    """Remove files of this user's engines that are gone."""
+    """Remove files of this user's engines that no longer run."""
     for path in folder.glob(f"vllm_eb-{os.getuid()}-*"):
         writer = path.name.rpartition("-")[2]
         if writer.isdigit() and not _alive(int(writer)):
@@ -147,12 +146,15 @@ def _folder(folder: Path | None) -> Path:
 
 
 def _stem(instance: str) -> str:
-    """How names of an engine's files begin; the user's number keeps those of several users apart."""
+    """Prefix of an engine's file names; the user id separates users."""
     return f"vllm_eb-{os.getuid()}-{_RANK_OF_COPY.sub('', instance)}-"
 
 
 def _mapped(path: Path, *, create: bool) -> npt.NDArray[np.float64]:
-    """The numbers of a file, shared by the processes that map it. Only this user can read or write a file made here."""
+    """The numbers of a file, shared by all processes that map it.
+
+    A new file is readable and writable by its owner only.
+    """
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL if create else os.O_RDONLY
     descriptor = os.open(path, flags | os.O_NOFOLLOW, 0o600)
     with os.fdopen(descriptor, "r+b" if create else "rb") as file:

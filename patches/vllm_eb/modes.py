@@ -1,4 +1,4 @@
-"""EB+: choosing between mixed and exclusive batches online (Zhang et al. 2026, 3.5, eq. 8)."""
+"""EB+: chooses between mixed and exclusive batches online (Zhang et al. 2026, 3.5, eq. 8)."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ Mode = Literal["eb", "mb"]
 
 COOLDOWN_EVALUATIONS = 3
 MIN_ACTIVE_SEQS = 16.0
-# N_obs follows a filling batch fast and a draining one slowly, so that the dip at the end of each decode phase
-# does not look like light traffic.
+# N_obs follows a filling batch quickly and a draining one slowly, so that the dip at the end of each decode phase does
+# not look like light traffic.
 RISE_WEIGHT, FALL_WEIGHT = 0.3, 0.05
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """One evaluation of the crossover: its two sides, the margin asked of them and the result."""
+    """One evaluation of the crossover: both sides, the required margin and the result."""
 
     crossover: Crossover | None
     n_obs: float
@@ -30,7 +30,7 @@ class Evaluation:
 
 
 class ModeSelector:
-    """Holds the mode, the smoothed occupancy and the cooldown. ``margin`` and ``sticky`` as of PolicySpec."""
+    """Mode, smoothed batch size and cooldown. ``margin`` and ``sticky`` as in EbPlus."""
 
     def __init__(self, calibration: Calibration, margin: float | None, sticky: float, max_num_seqs: int) -> None:
         self._calibration, self._sticky = calibration, sticky
@@ -40,12 +40,12 @@ class ModeSelector:
         self._cooldown = 0
 
     def observe(self, active_seqs: int) -> None:
-        """Take the number of sequences in the batch, once per scheduled step."""
+        """Record the number of sequences in the batch, once per scheduled step."""
         weight = RISE_WEIGHT if active_seqs > self.n_obs else FALL_WEIGHT
         self.n_obs += weight * (active_seqs - self.n_obs)
 
     def evaluate(self, *, mu_l: float, mu_o: float, theta0: float) -> Evaluation:
-        """Decide the mode at the current estimates (tokens; share of N)."""
+        """Decide the mode from the current estimates (tokens; share of N)."""
         if self.n_obs < MIN_ACTIVE_SEQS:
             return self._stay(None, f"fewer than {MIN_ACTIVE_SEQS:.0f} active sequences")
         sides = crossover(self._calibration, mu_l=mu_l, mu_o=mu_o, n_obs=self.n_obs, theta0=theta0)
@@ -54,7 +54,7 @@ class ModeSelector:
             return self._stay(sides, "cooldown after a switch")
         if self.mode == "mb" and sides.advantage > self._margin:
             return self._switch(sides, "eb", "mixing costs more than exclusive phases")
-        # A negative margin favours exclusive batches: it lets them in early and lets them go late, too.
+        # A negative margin favours exclusive batches: they start earlier and end later.
         if self.mode == "eb" and sides.advantage < -self._sticky * abs(self._margin):
             return self._switch(sides, "mb", "exclusive phases cost more than mixing")
         return self._stay(sides, "within the margin" if abs(sides.advantage) <= abs(self._margin) else "mode confirmed")

@@ -1,4 +1,4 @@
-"""The phase machine of exclusive batching: decode until a refill is due, then prefill until its quota is admitted."""
+"""Phases of exclusive batching: decode until a refill is due, then prefill until its requests are admitted."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ Entered = Callable[[View, str, Values], None]
 
 
 class Phases:
-    """Phase and mode in force, the rest of a refill, the KV gate. ``entered`` is called after each change of phase."""
+    """Current phase and mode, remaining admissions of a refill, KV gate.
+
+    ``entered`` is called after each change of phase.
+    """
 
     def __init__(self, engine: EngineFacts, strategy: Strategy, lengths: Lengths, entered: Entered) -> None:
         self._engine, self._strategy, self._lengths, self._entered = engine, strategy, lengths, entered
@@ -27,16 +30,16 @@ class Phases:
         self._blocked = False
 
     def on_admission(self) -> None:
-        """A request was admitted, for the first time or again."""
+        """Record an admission, first or repeated."""
         self._admitted += 1
 
-    def take_blocked(self) -> bool:
-        """Whether the last prefill found no KV blocks; the answer is given once."""
+    def pop_blocked(self) -> bool:
+        """Whether the last prefill found no KV blocks; resets the flag."""
         blocked, self._blocked = self._blocked, False
         return blocked
 
     def block(self, view: View) -> None:
-        """The prefill step just decided on could schedule nothing: decode, for completions free blocks."""
+        """Switch to decode, which frees blocks: the prefill step decided on could schedule nothing."""
         self._blocked = True
         self.enter("decode", view, "no KV blocks for a prefill")
 
@@ -46,13 +49,13 @@ class Phases:
         self._entered(view, reason, values or {})
 
     def switch(self, mode: Mode, view: View) -> None:
-        """Change the mode. Requests in flight keep their KV and their place: half-computed prompts go first."""
+        """Change the mode. Running requests keep their KV and their place; half-computed prompts come first."""
         self.mode = mode
         self.phase = "mixed" if mode == "mb" else "prefill" if view.prefilling else "decode"
         self._quota = self._admitted = 0
 
     def follow(self, choice: StepChoice, view: View) -> None:
-        """Follow a strategy that chooses every step."""
+        """Apply the choice of a strategy that chooses every step."""
         if choice.phase == self.phase:
             return
         self.mode = choice.mode
@@ -60,16 +63,16 @@ class Phases:
         self.enter(choice.phase, view, choice.reason, choice.values)
 
     def extend(self, view: View) -> None:
-        """In a prefill: while it keeps no sequence from decoding, it may admit whatever there is a slot for."""
+        """During a prefill that delays no decode, admit as many requests as there are slots."""
         if not view.decodes:
             self._quota = max(self._quota, self._admitted + self.refill(view))
 
     def alternate(self, view: View) -> None:
-        """Go from decode to prefill when a refill is due, and back when it is complete."""
+        """Change from decode to prefill when a refill is due, and back when it is complete."""
         refilled = self.phase == "prefill" and not self.refilling(view)
         if refilled:
             self.enter("decode", view, "refill complete")
-        # A decode step follows a refill, unless all that was admitted has ended already.
+        # A decode step follows a refill, unless all admitted requests have ended already.
         if self.phase != "prefill" and not (refilled and view.decodes):
             reason = None if self._blocked and view.decodes else self._refill_reason(view)
             self._blocked = False
@@ -78,15 +81,15 @@ class Phases:
                 self.enter("prefill", view, reason)
 
     def refilling(self, view: View) -> bool:
-        """Whether the prefill phase in force has more to admit or to compute."""
+        """Whether the current prefill phase has requests left to admit or to compute."""
         return view.prefilling > 0 or (self._admitted < self._quota and view.waiting > 0 and self.idle(view) > 0)
 
     def refill(self, view: View) -> int:
-        """How many waiting requests there are idle slots for."""
+        """Number of waiting requests for which there are idle slots."""
         return max(min(view.waiting, self.idle(view)), 0)
 
     def idle(self, view: View) -> int:
-        """Slots that could be filled; below 0 while more run than are allowed now."""
+        """Number of idle slots; negative while more requests run than are allowed."""
         strategy = self._strategy
         active = view.decoding + view.prefilling
         slots = min(strategy.seqs_allowed, self._max_num_seqs - view.idle_sessions) - active
@@ -94,13 +97,13 @@ class Phases:
         return slots if fit == math.inf else min(slots, math.ceil(fit))
 
     def batch_limit(self, view: View) -> int:
-        """The batch limit in force: where the strategy bounds memory, no more than there is room for."""
+        """The current batch limit; if the strategy bounds memory, at most the number of sequences with room."""
         if not self._strategy.bounds_mixed:
             return self._strategy.seqs_allowed
         return view.decoding + view.prefilling + max(self.idle(view), 0)
 
     def decision(self, view: View) -> Decision:
-        """The answer for the next step."""
+        """The decision for the next step."""
         limit, batch_limit = self._max_num_seqs, self.batch_limit(view)
         if self.phase == "prefill" or (self.phase == "mixed" and self._strategy.bounds_mixed):
             active = view.decoding + view.prefilling
@@ -117,7 +120,7 @@ class Phases:
         return min(max(expected_share + GATE_RESERVE, GATE_MIN), GATE_MAX)
 
     def _refill_reason(self, view: View) -> str | None:
-        """Why to leave decode for prefill now; None to stay."""
+        """Why to change from decode to prefill now, or None."""
         if view.decoding == 0:
             return "nothing is decoding" if view.prefilling or view.waiting else None
         if view.last_tokens_out:

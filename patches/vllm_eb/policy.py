@@ -1,8 +1,8 @@
-"""Scheduling policies as a user writes them: ``v1``, ``deferred:k=32``, ``eb:theta=0.5``, ``ebplus:margin=1e-5``.
+"""Scheduling policies as text: ``v1``, ``deferred:k=32``, ``eb:theta=0.5``, ``ebplus:margin=1e-5``.
 
-A policy is a module that holds one subclass of :class:`PolicySpec` under the name ``POLICY``: its settings, what it
-is called in reports, and how it decides (:meth:`PolicySpec.strategy`). Modules in :mod:`vllm_eb.policies` are known by
-their file name; any other importable module by its dotted name, for example ``mypackage.early:slots=4``.
+A policy is a module with one subclass of :class:`PolicySpec` under the name ``POLICY``: its settings, its words in
+reports, and its decisions (:meth:`PolicySpec.strategy`). Modules in :mod:`vllm_eb.policies` are named by their file;
+any other importable module by its dotted name, for example ``mypackage.early:slots=4``.
 """
 
 from __future__ import annotations
@@ -34,41 +34,54 @@ if TYPE_CHECKING:
 BUILT_IN = "vllm_eb.policies"
 
 __all__ = [
-    "PolicyError", "PolicySpec", "UnknownPolicyError", "descriptions", "example", "known_policy", "least_seqs",
-    "parse_policy", "policy_class",
-    "policy_from_mapping", "policy_types", "setting", "settings_of", "takes",
+    "PolicyError",
+    "PolicySpec",
+    "UnknownPolicyError",
+    "descriptions",
+    "example",
+    "known_policy",
+    "least_seqs",
+    "parse_policy",
+    "policy_class",
+    "policy_from_mapping",
+    "policy_types",
+    "setting",
+    "settings_in_effect",
+    "settings_of",
 ]  # fmt: skip
 
 
 class PolicyError(GivenValueError):
-    """A policy string that cannot be understood; the message says what to write instead."""
+    """An invalid policy string; the message says what to write instead."""
 
 
 class UnknownPolicyError(PolicyError):
-    """A policy of a name that is not known."""
+    """A policy name that does not exist."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PolicySpec:
-    """One scheduling policy with its settings. Subclasses are frozen dataclasses whose fields are made by ``setting``.
+    """One scheduling policy with its settings. Subclasses are frozen dataclasses whose fields are made with
+    ``setting``.
 
-    Raises PolicyError for settings that are out of range or without effect.
+    Raises PolicyError for settings that are out of range or have no effect.
     """
 
     kind: ClassVar[str] = ""
-    """The name a user writes: the module's, in full where it is not one of :mod:`vllm_eb.policies`."""
+    """The policy's name: the module's file name, or its dotted name outside :mod:`vllm_eb.policies`."""
     description: ClassVar[str]
     """One line for ``ebbench policies list``."""
     colour: ClassVar[str] = "#000000"
-    """In figures: one of Okabe and Ito's colours, which colour-blind readers can distinguish."""
+    """Colour in figures, one of Okabe and Ito's, which colour-blind readers can distinguish."""
     departure: ClassVar[int] = 99
-    """How far it departs from vLLM's own scheduling; of two policies that are as good, the lower one is advised."""
+    """How much it differs from vLLM's own scheduling; of two equally good policies the one with the lower value is
+    advised."""
     native: ClassVar[bool] = False
-    """Whether vLLM schedules by itself, without a controller."""
+    """Whether vLLM schedules by itself, without the controller."""
     by_share: ClassVar[bool] = False
-    """Whether it refills at a share of the batch (reports then say so) instead of at a number of idle slots."""
+    """Whether the threshold is a share of the batch (reports say so) instead of a number of idle slots."""
     without_decisions: ClassVar[str] = ""
-    """A sentence for the report of a run in which it decided nothing."""
+    """A sentence for reports of runs without any decision."""
 
     def __init_subclass__(cls) -> None:
         cls.kind = cls.__module__.removeprefix(BUILT_IN + ".")
@@ -84,13 +97,13 @@ class PolicySpec:
         for name in self._given():
             if name in idle:
                 raise PolicyError(
-                    f"policy {self.kind} does nothing with {name}= beside {idle[name]}; there it takes "
-                    f"{', '.join(takes(self))}"
+                    f"policy {self.kind} ignores {name}= with {idle[name]}; it then uses "
+                    f"{', '.join(settings_in_effect(self))}"
                 )
 
     @property
     def name(self) -> str:
-        """The canonical string; parsing it again gives the same policy."""
+        """The canonical string; parsing it gives an equal policy."""
         pairs = [f"{name}={text_of(getattr(self, name))}" for name in self._given()]
         return self.kind + (":" + ",".join(pairs) if pairs else "")
 
@@ -101,32 +114,32 @@ class PolicySpec:
 
     @property
     def needs_costs(self) -> bool:
-        """Whether it computes anything from the device's calibration."""
+        """Whether it uses the device's calibration."""
         return False
 
     @property
     def adapts(self) -> bool:
-        """Whether it sets its threshold and batch size itself while it runs."""
+        """Whether it sets its threshold and batch size itself during a run."""
         return False
 
     @property
     def vllm_option(self) -> str:
-        """The option with which vLLM does the same without the plugin, and from which version on; empty: none."""
+        """A sentence naming the vLLM option with the same effect and its version; empty if there is none."""
         return ""
 
     def check(self) -> None:
         """Raise PolicyError for settings that contradict each other."""
 
     def without_effect(self) -> Mapping[str, str]:
-        """Settings that another setting leaves without effect, each with that other one."""
+        """Settings without effect because of another setting, with that setting."""
         return {}
 
     def caution(self, open_at_most: int, max_num_seqs: int) -> tuple[str, str, str] | None:
-        """What a user should know before a run with at most so many open requests: code, sentence, remedy."""
+        """A warning before a run with at most ``open_at_most`` open requests: code, sentence, remedy; or None."""
         return None
 
     def strategy(self, engine: EngineFacts, lengths: Lengths) -> Strategy:
-        """What decides for one engine instance; ``lengths`` are those of the requests seen so far."""
+        """The strategy for one engine instance; ``lengths`` are those of the requests so far."""
         raise NotImplementedError(f"policy {self.kind} leaves everything to vLLM")
 
     def _given(self) -> list[str]:
@@ -136,7 +149,7 @@ class PolicySpec:
 
 @lru_cache(maxsize=1)
 def policy_types() -> Mapping[str, type[PolicySpec]]:
-    """The policies that come with the package, by name, in alphabetical order."""
+    """The policies of this package by name, in alphabetical order."""
     package = importlib.import_module(BUILT_IN)
     names = sorted(module.name for module in pkgutil.iter_modules(package.__path__))
     return {name: _policy_of(f"{BUILT_IN}.{name}") for name in names}
@@ -145,12 +158,12 @@ def policy_types() -> Mapping[str, type[PolicySpec]]:
 def _policy_of(module: str) -> type[PolicySpec]:
     found = getattr(importlib.import_module(module), "POLICY", None)
     if not (isinstance(found, type) and issubclass(found, PolicySpec)):
-        raise PolicyError(f"module {module} is no policy: it has no subclass of PolicySpec under the name POLICY")
+        raise PolicyError(f"module {module} is not a policy: it has no subclass of PolicySpec under the name POLICY")
     return found
 
 
 def policy_class(kind: str) -> type[PolicySpec]:
-    """The policy of that name. Raises PolicyError with the known ones."""
+    """The policy class of that name. Raises PolicyError with the known names."""
     found = policy_types().get(kind)
     if found is not None:
         return found
@@ -165,19 +178,19 @@ def policy_class(kind: str) -> type[PolicySpec]:
 
 
 def example(kind: str) -> str:
-    """A policy of this kind with the settings it needs."""
+    """A policy of this kind with its required settings."""
     needed = {name: about.example for name, about in settings_of(policy_class(kind)).items() if about.required}
     return kind + "".join(f":{name}={value}" for name, value in needed.items())
 
 
-def takes(spec: PolicySpec) -> tuple[str, ...]:
-    """Names of the settings that have an effect beside the others."""
+def settings_in_effect(spec: PolicySpec) -> tuple[str, ...]:
+    """Names of the settings that have an effect in combination with the others."""
     idle = spec.without_effect()
     return tuple(name for name in settings_of(type(spec)) if name not in idle)
 
 
 def least_seqs(spec: PolicySpec) -> int:
-    """The smallest max_num_seqs that the policy can work with: it may wait for so many idle slots."""
+    """The smallest max_num_seqs that the policy supports: it may wait for so many idle slots."""
     slots = (getattr(spec, name) for name, about in settings_of(type(spec)).items() if about.unit == "slots")
     return max((value for value in slots if value is not None), default=1)
 
@@ -205,7 +218,7 @@ def parse_policy(text: str) -> PolicySpec:
 
 
 def known_policy(text: str) -> PolicySpec | None:
-    """The policy of that name; None where it is only a label, as in a run against an external server."""
+    """The policy of that name; None if it is only a label, as for a run against an external server."""
     try:
         return parse_policy(text)
     except PolicyError:
@@ -213,7 +226,7 @@ def known_policy(text: str) -> PolicySpec | None:
 
 
 def policy_from_mapping(settings: Mapping[str, object]) -> PolicySpec:
-    """Build a policy from typed configuration (the plugin's ``--additional-config``). Raises PolicyError."""
+    """A policy from typed configuration (the plugin's ``--additional-config``). Raises PolicyError."""
     kind = settings.get("kind")
     pairs = ",".join(f"{key}={text_of(value)}" for key, value in settings.items() if key != "kind")
     return parse_policy(f"{kind}:{pairs}")
@@ -224,4 +237,4 @@ def _not_a_setting(kind: str, error: UnknownSettingError, known: Mapping[str, Se
     if not others:
         return str(error)
     it = f"it takes {', '.join(known)}" if known else "it takes no settings"
-    return f"policy {kind} does nothing with {error.name}=, which is for {others}; {it}"
+    return f"policy {kind} has no setting {error.name}=, which belongs to {others}; {it}"

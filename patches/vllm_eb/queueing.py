@@ -1,15 +1,14 @@
-"""The order of waiting requests under a target for the first token (marginal policy).
+"""Order of waiting requests under a TTFT target (policy ``marginal``).
 
 Under overload not every request can get its first token in time, and first come, first served makes all of them late.
-This order makes the fewest late: requests join in the order of their deadlines, and whenever one would be late, the
-longest prompt of those that have joined is given up (Moore 1968, with Hodgson's rule; optimal for one machine when all
-have arrived). Behind the punctual ones come those given up, behind these the late ones, each in the order of arrival.
-All are weighed again each time, so a request given up by mistake returns, and one that stays in the queue is served
-when there is room.
+This order minimises the number of late requests: requests are added in order of their deadlines, and whenever one would
+be late, the longest prompt so far is dropped (Moore 1968, with Hodgson's rule; optimal for one machine if all requests
+have arrived). Punctual requests come first, then dropped ones, then late ones, each in order of arrival. All are
+evaluated anew each time, so a request dropped by mistake returns, and a dropped one is served when there is room.
 
-Under an overload that never ends there never is room. So that no request waits forever, the one that has waited
-longest, if for ``PATIENCE`` times the target, goes first whenever prompts of ``TURN_EVERY`` times its tokens were let
-in since the last such turn: late ones get that share of the work at least.
+Under permanent overload there is never room. To avoid starvation, the request that has waited longest, if for
+``PATIENCE`` times the target, goes first whenever prompts with ``TURN_EVERY`` times its tokens were admitted since the
+last such turn: late requests get at least that share of the work.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-ORDER_EVERY = 0.02  # of the target passes between two orderings: what steps cost must not grow with the queue
-MOST_LEAD = 0.1  # of the target: more is not set aside for what runs when a request's turn comes
+ORDER_EVERY = 0.02  # share of the target between two orderings: the cost per step must not grow with the queue
+MAX_LEAD = 0.1  # share of the target, an upper bound of the time reserved for steps before a request's turn
 PATIENCE = 10.0
 TURN_EVERY = 32
 
@@ -32,7 +31,7 @@ Places = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Work:
-    """Engine time in seconds: a token of a prompt, the steps of a whole answer (its share), what comes before any."""
+    """Engine time in seconds: per prompt token, for a response's decode steps (its share), and before any prompt."""
 
     prompt_token_s: float
     answer_s: float
@@ -40,7 +39,7 @@ class Work:
 
 
 class PunctualQueue:
-    """Says in which order requests that were never started shall wait. Knows no requests, only their places."""
+    """Orders requests that were never started. It knows only their positions in the queue."""
 
     def __init__(self, ttft_s: float) -> None:
         self._ttft_s = ttft_s
@@ -50,7 +49,7 @@ class PunctualQueue:
         self._turn = False
 
     def admitted(self, prompt_tokens: int) -> None:
-        """A request was admitted for the first time."""
+        """Record the first admission of a request."""
         self._admitted_tokens += prompt_tokens
 
     def due(self, now_s: float) -> bool:
@@ -58,16 +57,16 @@ class PunctualQueue:
         return now_s - self._ordered_s >= ORDER_EVERY * self._ttft_s
 
     def oldest_wait_s(self, now_s: float) -> float:
-        """How long the oldest of the punctual requests has waited, as of the last ordering; 0 if there was none."""
+        """Waiting time (s) of the oldest punctual request at the last ordering; 0 without one."""
         return 0.0 if self._first_s is None else now_s - self._first_s
 
     def order(self, now_s: float, seen_s: Sequence[float], prompt_tokens: Sequence[int], work: Work) -> Places:
-        """The places in their new order, from when each request came and its prompt's tokens, place by place."""
+        """New order as indices into the queue, from arrival times and prompt tokens in queue order."""
         self._ordered_s = now_s
         seen = np.asarray(seen_s, np.float64)
         by_age = np.argsort(seen, kind="stable")
         waited_s = now_s - seen[by_age]
-        slack_s = self._ttft_s - min(work.lead_s, MOST_LEAD * self._ttft_s) - waited_s
+        slack_s = self._ttft_s - min(work.lead_s, MAX_LEAD * self._ttft_s) - waited_s
         tokens = np.asarray(prompt_tokens, np.float64)[by_age]
         prompt_s = tokens * work.prompt_token_s
         kept = punctual(slack_s, prompt_s, work.answer_s)
@@ -88,17 +87,17 @@ class PunctualQueue:
 
 
 def punctual(slack_s: Floats, prompt_s: Floats, answer_s: float) -> npt.NDArray[np.bool_]:
-    """Which requests to serve, one after the other, so that the fewest are late.
+    """Mask of the requests to serve, one after the other, so that the fewest are late.
 
-    ``slack_s`` (increasing): time left until the first token is due; ``prompt_s``: what computing the prompt takes;
-    ``answer_s``: what else a request takes before the next one's turn.
+    ``slack_s`` (increasing): time until the first token is due. ``prompt_s``: time to compute the prompt. ``answer_s``:
+    further time that a request takes before the next one's turn.
     """
     kept = prompt_s <= slack_s
     ends_s = np.cumsum(np.where(kept, prompt_s + answer_s, 0.0)) - answer_s
     if np.all(ends_s[kept] <= slack_s[kept]):
         return kept
     total_s = 0.0
-    joined: list[tuple[float, int]] = []  # longest first, of equals the youngest
+    joined: list[tuple[float, int]] = []  # longest first; of equal lengths the youngest
     places = np.flatnonzero(kept)
     for place, own_s, left_s in zip(places.tolist(), prompt_s[places].tolist(), slack_s[places].tolist(), strict=True):
         heapq.heappush(joined, (-own_s, -place))

@@ -1,13 +1,13 @@
-"""Writes steps and decisions from inside the engine, off the scheduling path.
+"""Records steps and decisions inside the engine, outside the scheduling path.
 
 The scheduling thread only appends references to a queue; a daemon thread encodes and writes. A record directory holds
-shards ``NNNNNN.msgpack`` of length-prefixed msgpack frames, each shard readable by itself and up to its last whole
-frame after a kill. Frames are lists whose first item says what they are; all times are CLOCK_MONOTONIC ns::
+shards ``NNNNNN.msgpack`` of length-prefixed msgpack frames. After a kill, each shard is readable up to its last
+complete frame. Frames are lists whose first item is their kind; all times are CLOCK_MONOTONIC ns::
 
-    ["head", {"monotonic_ns", "unix_ns", "pid", "policy", "kv_blocks_total"}]   first frame of every shard
-    ["ids", [name, ...]]                                                        further request ids; number = position
+    ["head", {"monotonic_ns", "unix_ns", "pid", "policy", "kv_blocks_total"}]      first frame of every shard
+    ["ids", [name, ...]]                               further request ids; number = position
     ["step", step_id, scheduled_ns, start_ns, end_ns, mode, prefill_tokens, decode_seqs, numbers, tokens,
-             kv_blocks_used, waiting, running, preempted_names, k, n_limit]     tokens null: one each
+             kv_blocks_used, waiting, running, preempted_names, k, n_limit]     tokens null: one per request
     ["decision", time_ns, step_id, kind, reason, mode, phase, values]
 """
 
@@ -30,7 +30,7 @@ from vllm_eb.decisions import Record
 
 SHARD_STEPS = 4096
 FLUSH_EVERY_S = 0.5
-MOST_QUEUED = 20_000  # steps and groups of decisions; some minutes of a busy server, some 100 MB at 1,000 sequences
+MAX_QUEUED = 20_000  # steps and groups of decisions: some minutes of a busy server, about 100 MB at 1,000 sequences
 _LENGTH = struct.Struct("<I")
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class StepRecord:
 
 
 class Recorder:
-    """A record directory being written. ``close`` writes what is queued and ends the thread."""
+    """Writes a record directory. ``close`` writes the queue and ends the thread."""
 
     def __init__(self, folder: Path, head: Mapping[str, Any]) -> None:
         self._folder, self._head = folder, dict(head)
@@ -82,10 +82,10 @@ class Recorder:
             self._put(records)
 
     def _put(self, item: StepRecord | Sequence[Record]) -> None:
-        """Queue an item, unless the disk is so far behind that memory would run out, or has failed."""
+        """Queue an item; drop it if the disk has failed, or if the queue is full because the disk is too slow."""
         if self.failure is not None:
             return
-        if self._queue.qsize() < MOST_QUEUED:
+        if self._queue.qsize() < MAX_QUEUED:
             self._queue.put(item)
             return
         if not self.dropped:
@@ -93,7 +93,7 @@ class Recorder:
         self.dropped += 1
 
     def close(self) -> None:
-        """Write what is queued; at most 10 s."""
+        """Write the queue; takes at most 10 s."""
         self._queue.put(None)
         self._thread.join(timeout=10.0)
 
@@ -112,7 +112,7 @@ class Recorder:
                 if time.monotonic() - last_flush > FLUSH_EVERY_S:
                     self._flush()
                     last_flush = time.monotonic()
-        except OSError as error:  # disk full: serving goes on, the record ends here
+        except OSError as error:  # disk full: serving continues without recording
             self.failure = error
             logger.error("vllm_eb: the record in %s ends here: %s", self._folder, error)
         finally:
@@ -166,7 +166,7 @@ class Recorder:
 
 
 def folder_of_rank(folder: Path, rank: int) -> Path:
-    """Where data-parallel rank ``rank`` records: ranks share their settings, but number their steps each from 0."""
+    """Directory of data-parallel rank ``rank``: ranks share their settings, but each numbers its steps from 0."""
     return folder if rank == 0 else folder / f"rank-{rank}"
 
 
@@ -176,7 +176,7 @@ def _next_shard(folder: Path) -> int:
 
 
 def read_frames(path: Path) -> list[list[Any]]:
-    """Whole frames of a shard; a frame cut off by a kill is dropped. Raises ValueError for a foreign file."""
+    """Complete frames of a shard; a frame cut by a kill is dropped. Raises ValueError for a file of another format."""
     data = path.read_bytes()
     frames, position = [], 0
     while position + _LENGTH.size <= len(data):

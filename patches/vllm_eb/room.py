@@ -1,10 +1,10 @@
-"""How many more requests the KV cache has room for, with what the running ones will still need (marginal policy).
+"""How many more requests fit into the KV cache, given what running ones will still need (policy ``marginal``).
 
-Too many let in are preempted later and computed again; too few leave the batch small. Two bounds, both from what was
-seen, keep answers from being preempted at all: a reserve for each running sequence that preemptions raise, and the
-batch that fits when answers are half done. Where answers are long and decode steps have a high fixed cost, a
-sequence pays for its second prefill long before it is preempted: there only so much is left free as it needs for that.
-And where a first token would come too late, while answers can pause and keep their time per token, less is left free.
+Too many admitted requests are preempted later and computed again; too few leave the batch small. Two bounds avoid
+preemptions: a reserve per running sequence, raised by observed preemptions, and the batch that fits when responses are
+half done. If responses are long and decode steps have a high fixed cost, a sequence pays for its second prefill long
+before it is preempted: then only the memory for that time is left free. If a first token would be late while running
+responses can pause within their TPOT target, less is left free.
 """
 
 from __future__ import annotations
@@ -13,40 +13,41 @@ import math
 
 from vllm_eb.costs import StepCosts
 
-# Shares of a mean answer for each running sequence. The second is divided by their number, so that a batch of ten
-# recovers as fast, in its own time, as one of a thousand.
+# Shares of a mean response per running sequence. The second is divided by their number, so that a batch of ten recovers
+# in as many of its own steps as one of a thousand.
 RESERVE_INCREASE, RESERVE_DECREASE = 0.03, 0.06
 
-# How many times over a sequence has to pay for its second prefill: those let in later shorten the stay of those let in
-# before. Between 1 and 10 throughput differs by less than 1 % (NuminaMath, Qwen3-30B-A3B).
-PAID_OVER = 3.0
-SHORTEST_STAY = 0.02  # of a mean answer: a request that would be preempted sooner is not admitted, even if it is late
-STEEPER = 1.25  # what one more sequence costs is measured up to a batch this much larger
+# A sequence must pay for its second prefill this many times: later admissions shorten the stay of earlier ones. Between
+# 1 and 10 throughput differs by less than 1 % (NuminaMath, Qwen3-30B-A3B).
+PAYBACK_FACTOR = 3.0
+SHORTEST_STAY = 0.02  # share of a mean response: a request that would be preempted sooner is not admitted, even if late
+GROWTH_RANGE = 1.25  # the cost of one more sequence is measured up to a batch larger by this factor
 
 
-def paying_steps(
+def payback_steps(
     costs: StepCosts, per_token_s: float, *, active: int, context_tokens: float, prompt_tokens: float
 ) -> float:
-    """Decode steps after which one more sequence has paid for computing its prompt and its answer so far once more.
+    """Decode steps after which one more sequence has paid for computing its prompt and its output so far again.
 
-    Each of its tokens costs what a step gets longer by it, and ``per_token_s`` when it is computed again; without it
-    the batch of ``active`` sequences would have to make them at its mean cost. Infinite where that is no more.
+    Each of its tokens costs the time it adds to a step, plus ``per_token_s`` when it is recomputed; without the
+    sequence, the batch of ``active`` sequences would make its tokens at the batch's mean cost. Infinite if that is not
+    more.
     """
     alone_s = costs.decode_s(active, context_tokens)
-    added_s = (costs.decode_s(STEEPER * active, context_tokens) - alone_s) / ((STEEPER - 1.0) * active)
+    added_s = (costs.decode_s(GROWTH_RANGE * active, context_tokens) - alone_s) / ((GROWTH_RANGE - 1.0) * active)
     saved_s = alone_s / active - added_s - per_token_s
     return per_token_s * prompt_tokens / saved_s if saved_s > 0.0 else math.inf
 
 
 def prompts_that_stay(steps: float, *, active: int, free_tokens: int, prompt_tokens: float) -> float:
-    """Mean prompts that can stay for so many decode ``steps`` before KV runs out."""
+    """Number of mean prompts that can stay for ``steps`` decode steps before the KV cache is full."""
     if not math.isfinite(steps):
         return 0.0
     return max(free_tokens - steps * active, 0.0) / (prompt_tokens + steps)
 
 
 class KvRoom:
-    """Learns from preemptions how much KV to leave free for running sequences to grow into."""
+    """Learns from preemptions how much KV to leave free for the growth of running sequences."""
 
     def __init__(self, capacity_tokens: int) -> None:
         self._capacity_tokens = capacity_tokens
@@ -55,17 +56,18 @@ class KvRoom:
         self._active = 1
 
     def admitted(self) -> None:
-        """A request was admitted."""
+        """Record an admission."""
         self._admitted_since_raise = True
 
     def ended(self) -> None:
-        """An answer ended: the reserve shrinks."""
+        """Record a completion: the reserve shrinks."""
         self._reserve_share = max(self._reserve_share - RESERVE_DECREASE / self._active, 0.0)
 
     def observe(self, active: int, preempted: int) -> None:
-        """``active`` sequences run, ``preempted`` were put out since the last call.
+        """Record ``active`` running sequences and ``preempted`` ones since the last call.
 
-        A wave that grows in step is preempted for many steps by what was let in before: it raises the reserve once.
+        Sequences that grow in step are preempted over many steps because of one earlier admission: that raises the
+        reserve once.
         """
         self._active = max(active, 1)
         if preempted and self._admitted_since_raise:
@@ -75,11 +77,12 @@ class KvRoom:
     def prompts(
         self, *, active: int, free_tokens: int, context_tokens: float, prompt_tokens: float, answer_tokens: float
     ) -> float:
-        """Mean prompts that there is room for without preemptions: now, with the reserve, and at half the answers.
+        """Number of mean prompts that fit without preemptions: now, with the reserve, and when responses are half done.
 
-        The second keeps a young batch, whose answers all still have to grow, from being filled with as many as fit
-        today. Sequences are at least half an answer old on average when their number is steady (renewal theory), so it
-        never binds there. Prefixes held in common make contexts (``context_tokens`` per sequence) smaller than prompts.
+        The second bound keeps a young batch, whose responses all still have to grow, from being filled with as many
+        requests as fit now. With a steady number of sequences their mean age is at least half a response (renewal
+        theory), so the bound has no effect there. Shared prefixes make contexts (``context_tokens`` per sequence)
+        shorter than prompts.
         """
         reserve_tokens = self._reserve_share * answer_tokens
         fit_now = max(free_tokens - reserve_tokens * active, 0.0) / (prompt_tokens + reserve_tokens)

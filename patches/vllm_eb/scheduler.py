@@ -1,16 +1,16 @@
-"""vLLM's scheduler with phases: the only module here that imports vLLM.
+"""vLLM's scheduler with phases; the only module of the package that imports vLLM's scheduler.
 
-``--scheduler-cls vllm_eb.scheduler.EBScheduler``. Every step is scheduled by vLLM's own ``schedule()``; what this class
-does is decide beforehand (:class:`vllm_eb.controller.Controller`) which running requests it gets to see and how many it
-may admit:
+``--scheduler-cls vllm_eb.scheduler.EBScheduler``. Every step is scheduled by vLLM's own ``schedule()``. Before each
+step, this class decides with :class:`vllm_eb.controller.Controller` which running requests ``schedule()`` sees and how
+many it may admit:
 
-prefill  only requests with prompt tokens left are in ``running``; the limit is lowered by the decoders set aside
-decode   only decoders are in ``running``; the limit equals their number, so nothing is admitted
-mixed    nothing is touched
+prefill  only requests with prompt tokens left are in ``running``; the limit is lowered by the decodes set aside
+decode   only decodes are in ``running``; the limit equals their number, so that nothing is admitted
+mixed    nothing is changed
 
-Requests set aside keep their KV blocks and their place. Where a prefill step comes out empty, as there are no KV blocks
-for it, a decode step takes its place. The rules of admission, chunking, prefix caching and preemption are vLLM's and
-are not repeated here.
+Requests set aside keep their KV blocks and their place. If a prefill step would be empty for lack of KV blocks, a
+decode step replaces it. Admission, chunking, prefix caching and preemption follow vLLM's rules, which are not repeated
+here.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from vllm_eb.signals import PassClock, SignalPublisher
 
 logger = init_logger(__name__)
 
-# Stop strings are found by vLLM's front end, which then aborts; and a client that leaves frees its slot as well.
+# vLLM's front end finds stop strings and then aborts the request; a client that disconnects frees its slot too.
 _ENDS = (
     RequestStatus.FINISHED_STOPPED,
     RequestStatus.FINISHED_LENGTH_CAPPED,
@@ -48,20 +48,20 @@ _ENDS = (
 
 
 class _NothingScheduledError(Exception):
-    """The step being scheduled would hold nothing, and another one can take its place."""
+    """The step being scheduled would be empty, and another one can replace it."""
 
 
-class _Phases(Scheduler):  # type: ignore[misc]
-    """The plugin proper, to be mixed into vLLM's asynchronous or plain scheduler."""
+class _PhasedScheduler(Scheduler):  # type: ignore[misc]
+    """The plugin, mixed into vLLM's asynchronous or synchronous scheduler."""
 
-    running: list[Request]  # vLLM's; declared because methods here set requests aside in it
+    running: list[Request]  # vLLM's; declared because methods here remove requests from it
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         config = parse_config(vllm_config.additional_config)
         compat.refuse_unsupported(
             vllm_config,
             only_records=config.policy.native,
-            holds_adapters=compat.asks_on_admission(Scheduler),
+            holds_adapters=compat.can_block_admission(Scheduler),
         )
         guard.check_classes(Scheduler, Request, SchedulerOutput, vllm.__version__)
         super().__init__(vllm_config, *args, **kwargs)
@@ -70,16 +70,16 @@ class _Phases(Scheduler):  # type: ignore[misc]
         self._total_blocks = compat.usable_blocks(self)
         self._clock: Callable[[], float] = time.monotonic
         self._prefilling: list[Request] = []  # running requests with prompt tokens left, in running order
-        self._set_aside: list[Request] = []  # from the step being scheduled; others may be among them
+        self._set_aside: list[Request] = []  # during the step being scheduled; some may be prefilling
         self._steps = 0
         self._preempted = 0  # in the last step
         self._preempted_now = 0  # in the step being scheduled
-        self._may_give_up = False  # whether the step being scheduled need not be made if it holds nothing
+        self._may_skip = False  # whether the step being scheduled may be skipped if it is empty
         self._in_flight: deque[tuple[Any, StepRecord]] = deque()
         self._device_free_ns = 0
         self.last_decision: Decision | None = None
         self.controller = self._make_controller(config)
-        # When each request came, where the policy orders the queue by it.
+        # Arrival time of each request, if the policy orders the queue by it.
         self._seen_s: dict[str, float] | None = {} if self.controller and self.controller.orders_queue else None
         compat.refuse_reordering(self, self._seen_s is not None)
         rank = int(getattr(vllm_config.parallel_config, "data_parallel_rank", 0) or 0)
@@ -92,7 +92,7 @@ class _Phases(Scheduler):  # type: ignore[misc]
         )
 
     def _make_controller(self, config: PluginConfig) -> Controller | None:
-        if config.policy.native:  # vLLM's own rules, recorded
+        if config.policy.native:  # vLLM's own rules; only recorded
             return None
         controller = Controller(
             config.policy,
@@ -112,7 +112,7 @@ class _Phases(Scheduler):  # type: ignore[misc]
         return Recorder(folder, {"policy": config.policy.name, "kv_blocks_total": self._total_blocks})
 
     def _make_figures(self, instance: str, rank: int) -> FiguresWriter | None:
-        """What /metrics shows of the policy; nothing where vLLM keeps no statistics, or there is no policy."""
+        """Writer of the figures for /metrics; None if vLLM keeps no statistics or the policy has none."""
         if not self.log_stats or self.controller is None:
             return None
         try:
@@ -124,10 +124,10 @@ class _Phases(Scheduler):  # type: ignore[misc]
         return figures
 
     def use_clock(self, now_s: Callable[[], float]) -> None:
-        """Take time from elsewhere (virtual time)."""
+        """Use another clock (virtual time)."""
         self._clock = now_s
 
-    # One step.
+    # Scheduling of one step.
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """vLLM's ``schedule()`` under the controller's decision."""
@@ -137,9 +137,9 @@ class _Phases(Scheduler):  # type: ignore[misc]
         if self.controller is None or view.decoding + view.prefilling + view.waiting == 0:
             output = super().schedule(*args, **kwargs)
         else:
-            output = self._under(self.controller.decide(view), view, args, kwargs)
+            output = self._schedule_as_decided(self.controller.decide(view), view, args, kwargs)
         self._preempted = len(output.preempted_req_ids or ())
-        admitted = self._note_admissions(output)
+        admitted = self._report_admissions(output)
         if output.total_num_scheduled_tokens:
             if self._passes is not None:
                 self._passes.scheduled(output)
@@ -149,7 +149,7 @@ class _Phases(Scheduler):  # type: ignore[misc]
         return output
 
     def _view(self) -> View:
-        # A preempted, finished or aborted request is no longer running; the flag is vLLM's own.
+        # A preempted, finished or aborted request is no longer running; vLLM sets the flag.
         self._prefilling = [r for r in self._prefilling if r.is_prefill_chunk and r.status == RequestStatus.RUNNING]
         return View(
             now_s=self._clock(),
@@ -165,13 +165,13 @@ class _Phases(Scheduler):  # type: ignore[misc]
         )
 
     def _last_tokens_out(self) -> bool:
-        """Whether no decoding request needs another step; the first one nearly always tells."""
+        """Whether no decoding request needs another step; the first one nearly always decides."""
         return all(r.is_prefill_chunk or compat.needs_no_step(r, self.max_model_len) for r in self.running)
 
     def add_request(self, request: Request) -> None:
-        """vLLM's own; notes when the request came, where the policy has a target for the first token."""
+        """vLLM's method; also stores the arrival time if the policy has a TTFT target."""
         super().add_request(request)
-        if request.request_id not in self.requests:  # it was the end of a streaming session
+        if request.request_id not in self.requests:  # otherwise it was the end of a streaming session
             return
         if self._passes is not None:
             self._passes.received += 1
@@ -179,7 +179,7 @@ class _Phases(Scheduler):  # type: ignore[misc]
             self._seen_s[request.request_id] = self._clock()
 
     def _order_queue(self, controller: Controller | None) -> float:
-        """Let the policy order the queue when it is due; returns how long the oldest punctual request has waited."""
+        """Let the policy order the queue if due; returns the waiting time (s) of the oldest punctual request."""
         assert controller is not None
         assert self._seen_s is not None
         now_s = self._clock()
@@ -194,7 +194,7 @@ class _Phases(Scheduler):  # type: ignore[misc]
             compat.reorder(self.waiting, [*started, *(fresh[place] for place in places.tolist())])
         return controller.queue.oldest_wait_s(now_s)
 
-    def _under(self, decision: Decision, view: View, args: Any, kwargs: Any) -> Any:
+    def _schedule_as_decided(self, decision: Decision, view: View, args: Any, kwargs: Any) -> Any:
         self.last_decision = decision
         if decision.phase == "mixed":
             if decision.running_limit >= getattr(self, self._limit_name):
@@ -205,19 +205,19 @@ class _Phases(Scheduler):  # type: ignore[misc]
         return self._prefill_step(decision, view, args, kwargs)
 
     def _prefill_step(self, decision: Decision, view: View, args: Any, kwargs: Any) -> Any:
-        """A prefill; where no request can be scheduled for want of KV blocks, a decode step in its place.
+        """A prefill step, or a decode step if no request can be scheduled for lack of KV blocks.
 
-        vLLM would take an empty step for one in flight, and sleep after it.
+        vLLM would take an empty step for one in flight and sleep after it.
         """
         assert self.controller is not None
         output = None
-        self._may_give_up = view.decodes
+        self._may_skip = view.decodes
         with contextlib.suppress(_NothingScheduledError):
             output = self._partial_step(list(self._prefilling), decision.running_limit - view.decoding, args, kwargs)
-        self._may_give_up = False
+        self._may_skip = False
         if output is None:
             self.controller.prefill_blocked(view)
-            return self._under(self.controller.decide(view), view, args, kwargs)
+            return self._schedule_as_decided(self.controller.decide(view), view, args, kwargs)
         if not output.total_num_scheduled_tokens:
             self.controller.prefill_blocked(view)
         return output
@@ -225,21 +225,21 @@ class _Phases(Scheduler):  # type: ignore[misc]
     def _make_cached_request_data(
         self, running: Any, resumed: Any, num_scheduled_tokens: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """vLLM's own; a step that may be given up and holds nothing ends here."""
-        self.give_up_if_empty(num_scheduled_tokens)
+        """vLLM's method; ends a step that may be skipped and is empty."""
+        self.skip_if_empty(num_scheduled_tokens)
         return super()._make_cached_request_data(running, resumed, num_scheduled_tokens, *args, **kwargs)
 
-    def give_up_if_empty(self, num_scheduled_tokens: Any) -> None:
-        """End a step that holds nothing, if another one can take its place.
+    def skip_if_empty(self, num_scheduled_tokens: Any) -> None:
+        """End an empty step if another one can replace it.
 
-        To be called where ``schedule()`` has chosen the step and has not yet taken anything out of a queue of events:
-        so whatever was to go out with this step goes out with the next one, by construction.
+        Call it after ``schedule()`` has chosen the step and before it removes items from event queues: these items then
+        go out with the next step.
         """
-        if self._may_give_up and not num_scheduled_tokens and not self._preempted_now:
+        if self._may_skip and not num_scheduled_tokens and not self._preempted_now:
             raise _NothingScheduledError
 
     def _preempt_request(self, *args: Any, **kwargs: Any) -> Any:
-        """vLLM's own, counted."""
+        """vLLM's method; counts preemptions."""
         self._preempted_now += 1
         return super()._preempt_request(*args, **kwargs)
 
@@ -251,7 +251,7 @@ class _Phases(Scheduler):  # type: ignore[misc]
         return self._partial_step(visible, len(visible), args, kwargs)
 
     def _partial_step(self, visible: list[Request], limit: int, args: Any, kwargs: Any) -> Any:
-        """``super().schedule()`` over some of the running requests, at most ``limit`` of them afterwards."""
+        """``super().schedule()`` with only ``visible`` running requests, and at most ``limit`` running afterwards."""
         running, shown = self.running, len(visible)
         usual_limit = getattr(self, self._limit_name)
         self.running = visible
@@ -267,18 +267,21 @@ class _Phases(Scheduler):  # type: ignore[misc]
                 self.running = _merged(running, self.running, shown)
 
     def _handle_blocked_waiting_request(self, request: Request) -> bool:
-        """vLLM's own, of a request about to be admitted; and whether its LoRA adapter fits beside those set aside."""
+        """vLLM's method for a request about to be admitted; also checks that its LoRA adapter fits beside those in
+        use."""
         ready: bool = super()._handle_blocked_waiting_request(request)
         if not ready or self.lora_config is None or request.lora_request is None or not self._set_aside:
             return ready
         running = {r.lora_request.lora_int_id for r in (*self._set_aside, *self.running) if r.lora_request}
         return request.lora_request.lora_int_id in running or len(running) < self.lora_config.max_loras
 
-    def _note_admissions(self, output: Any) -> list[str]:
-        """Tell the controller which requests were admitted; returns their ids."""
+    def _report_admissions(self, output: Any) -> list[str]:
+        """Report admitted requests to the controller; returns their ids."""
         cached = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
         admitted = list(cached)
-        if resumed := output.scheduled_cached_reqs.resumed_req_ids:  # a set; the order of admission is elsewhere
+        if (
+            resumed := output.scheduled_cached_reqs.resumed_req_ids
+        ):  # a set; the order of admission comes from elsewhere
             both = resumed.union(admitted)
             admitted = [request_id for request_id in output.num_scheduled_tokens if request_id in both]
         for request_id in admitted:
@@ -324,15 +327,15 @@ class _Phases(Scheduler):  # type: ignore[misc]
         self._in_flight.append((output, record))
 
     def update_from_output(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        """vLLM's own, and the end of the step's record."""
+        """vLLM's method; also completes the record of the step."""
         if self._recorder is not None or self._figures is not None:
-            self._note_decisions(scheduler_output)
+            self._report_decisions(scheduler_output)
         if self._passes is not None:
             self._signal(self._passes, scheduler_output)
         return super().update_from_output(scheduler_output, *args, **kwargs)
 
-    def _note_decisions(self, output: Any) -> None:
-        """Pass on what the controller decided since the last step: into the record, and to /metrics."""
+    def _report_decisions(self, output: Any) -> None:
+        """Pass the controller's decisions since the last step to the recorder and to /metrics."""
         records = self.controller.drain_records() if self.controller is not None else []
         if self._recorder is not None:
             self._finish_record(self._recorder, output, records)
@@ -349,14 +352,14 @@ class _Phases(Scheduler):  # type: ignore[misc]
             recorder.decisions(records)
 
     def _signal(self, passes: PassClock, output: Any) -> None:
-        """Tell the gateway that a pass has ended and what is still to be computed here."""
+        """Publish the end of a pass and the remaining work, for the gateway."""
         unfinished = [r for r in self._prefilling if r.is_prefill_chunk]
         queued = sum(r.num_tokens - r.num_computed_tokens for r in (*unfinished, *self.waiting))
         used = (self._total_blocks - compat.free_blocks(self)) * self.block_size
         passes.ended(output, queued, used, len(self.running) > len(unfinished))
 
     def shutdown(self) -> None:
-        """End the record, then vLLM's own."""
+        """Close the recorder, then vLLM's method."""
         if self._passes is not None:
             self._passes.close()
         if self._recorder is not None:
@@ -373,21 +376,21 @@ def _make_passes(config: PluginConfig, rank: int) -> PassClock | None:
 
 
 def _merged(before: list[Request], after: list[Request], shown: int) -> list[Request]:
-    """All running requests in order again: those set aside and those left in their places, new ones at the end."""
+    """All running requests in order: those set aside and remaining ones in their places, new ones at the end."""
     if len(after) >= shown:  # vLLM admits nothing in a step in which it preempts
         return before + after[shown:]
     return [request for request in before if request.status == RequestStatus.RUNNING]
 
 
-class EBSyncScheduler(_Phases):
-    """For engines without asynchronous scheduling."""
+class EBSyncScheduler(_PhasedScheduler):
+    """The plugin for engines without asynchronous scheduling."""
 
 
-class EBScheduler(_Phases, AsyncScheduler):  # type: ignore[misc]
-    """The plugin. Built for asynchronous scheduling; where the engine has that switched off, its synchronous twin."""
+class EBScheduler(_PhasedScheduler, AsyncScheduler):  # type: ignore[misc]
+    """The plugin for asynchronous scheduling; creates EBSyncScheduler if the engine has it switched off."""
 
     def __new__(cls, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
-        """The class that fits the engine's mode."""
+        """The class for the engine's scheduling mode."""
         if vllm_config.scheduler_config.async_scheduling:
             return super().__new__(cls)
         return EBSyncScheduler(vllm_config, *args, **kwargs)

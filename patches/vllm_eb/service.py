@@ -1,8 +1,8 @@
-"""Targets before throughput: how many sequences a TPOT target allows, and which waiting requests still can make TTFT.
+"""Latency targets: how many sequences a TPOT target allows, and when a TTFT target makes a refill due.
 
-The paper names service-level-aware switching as future work (section 5); this is one way to do it. Under overload first
-come, first served makes every request wait longer than any target, so all of them miss it. Serving those first that can
-still meet it gives most of them their target; the others are served when there is room, in their order.
+The paper names service-level-aware switching as future work (section 5); this is one implementation. Under overload,
+first come, first served makes every request wait longer than any target, so all of them miss it. Serving first those
+that can still meet the target lets most of them meet it; the others are served when there is room, in their order.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ from dataclasses import dataclass
 
 from vllm_eb.costs import StepCosts
 
-TPOT_SHARE = 0.85  # of the target is planned for: single requests scatter around the mean
-TTFT_SHARE = 0.6  # of the target may pass before a waiting request makes a refill due
-PAUSE_SHARE = 0.7  # of the TPOT target is what tokens and pauses together may take where answers are to be preempted
-PRIOR_ANSWERS = 4.0  # what is assumed of the length of answers weighs like so many ended ones
-DEBT_PAID = 0.95  # of the target is what a token may take
+TPOT_SHARE = 0.85  # share of the target that is planned for: single requests vary around the mean
+TTFT_SHARE = 0.6  # share of the target after which a waiting request makes a refill due
+PAUSE_SHARE = 0.7  # share of the TPOT target that tokens and pauses together may take if responses are to be preempted
+PRIOR_ANSWERS = 4.0  # weight of the assumed output length, in completed responses
+DEBT_PAID = 0.95  # share of the target that a token may take
 # Shares of a mean answer's time at the target: when prompts have to wait, when they may come again, what is given up.
 DEBT_HIGH, DEBT_LOW, DEBT_FORGOTTEN = 0.025, 0.0125, 0.25
 
 
 class AnswerLength:
-    """Mean tokens of an answer: tokens made over answers ended, the longer of a long and a short memory.
+    """Mean tokens per response: tokens generated over responses ended, the longer of a long and a short memory.
 
-    The maximum-likelihood mean under a constant hazard with censored observations. It needs no ended answer to learn
-    that answers are long: what still runs counts at once, so the first seconds of a burst are not planned by a guess.
-    The short memory (a quarter) sees after a shift to longer answers that they do not end. Answers taken for too long
-    leave a few slots empty, answers taken for too short are preempted and computed again: so the longer one counts.
+    The maximum-likelihood mean under a constant hazard with censored observations. Running responses count at once, so
+    that long responses are detected before the first one ends. The short memory (a quarter) detects a shift to longer
+    responses. Overestimated lengths leave a few slots empty; underestimated ones cause preemptions and recomputation;
+    hence the longer estimate is used.
     """
 
     def __init__(self, prior_tokens: float, window: int) -> None:
@@ -35,22 +35,22 @@ class AnswerLength:
 
     @property
     def mean(self) -> float:
-        """Tokens."""
+        """The estimate in tokens."""
         return max(memory.tokens / memory.ended for memory in self._memories)
 
     def decoded(self, seqs: int) -> None:
-        """A step makes one token for each of that many sequences."""
+        """Record a step with one token for each of ``seqs`` sequences."""
         for memory in self._memories:
             memory.tokens += seqs
 
     def ended(self) -> None:
-        """An answer ended."""
+        """Record a response that has ended."""
         for memory in self._memories:
             memory.end()
 
 
 class _FadingMean:
-    """Tokens and ended answers, both halved whenever there are twice ``window`` answers."""
+    """Tokens and ended responses, both halved whenever there are 2 * ``window`` responses."""
 
     def __init__(self, prior_tokens: float, window: int) -> None:
         self.tokens, self.ended, self._window = PRIOR_ANSWERS * prior_tokens, PRIOR_ANSWERS, window
@@ -63,14 +63,14 @@ class _FadingMean:
 
 @dataclass(frozen=True)
 class ServiceLevel:
-    """Targets in seconds; None: no such target."""
+    """Targets in seconds; None: no target."""
 
     ttft_s: float | None = None
     tpot_s: float | None = None
 
     @property
     def has_targets(self) -> bool:
-        """Whether there is a target."""
+        """Whether there is any target."""
         return self.ttft_s is not None or self.tpot_s is not None
 
     @property
@@ -81,10 +81,10 @@ class ServiceLevel:
     def seqs_allowed(
         self, costs: StepCosts, per_token_s: float, *, mu_l: float, mu_new: float, mu_o: float, at_most: int
     ) -> int:
-        """Largest batch whose time per output token, its share of prefills included, stays within the target.
+        """Largest batch whose time per output token, with its share of prefills, stays within the target.
 
-        Mean tokens: ``mu_l`` of a prompt, ``mu_new`` of it to compute, ``mu_o`` of an answer. ``at_most`` when there
-        is no target; 0 when not even one sequence could meet it.
+        Mean tokens: ``mu_l`` per prompt, ``mu_new`` of it to compute, ``mu_o`` per response. ``at_most`` without a
+        target; 0 if not even one sequence could meet it.
         """
         if self.tpot_s is None:
             return at_most
@@ -105,11 +105,11 @@ class ServiceLevel:
     def may_pause(
         self, costs: StepCosts, per_token_s: float, seqs: float, *, mu_l: float, mu_new: float, mu_o: float
     ) -> float:
-        """Sequences for each of ``seqs`` that may be preempted and still meet the TPOT target; lengths as above.
+        """Number of sequences per ``seqs`` that may be preempted and still meet the TPOT target; lengths as above.
 
-        While the n others end and grow at the same rate, what gets free are their prompts, n mu_l tokens in the time
-        of a mean answer. p preempted sequences, each half an answer old, are thus all back after p (mu_l + mu_o / 2) /
-        (n mu_l) of that time, which is to be what their tokens leave of the target. Infinite without a target.
+        While the n others end and grow at the same rate, their prompts free n mu_l tokens in the time of a mean
+        response. p preempted sequences, each half a response old, are then all back after p (mu_l + mu_o / 2) / (n
+        mu_l) of that time, which must equal the part of the target not used by their tokens. Infinite without a target.
         """
         token_s = _token_s(costs, per_token_s, seqs, mu_l=mu_l, mu_new=mu_new, mu_o=mu_o)
         if self.tpot_s is None or token_s == 0.0:
@@ -117,22 +117,22 @@ class ServiceLevel:
         return max(PAUSE_SHARE * self.tpot_s / token_s - 1.0, 0.0) * mu_l / (mu_l + mu_o / 2)
 
     def refill_due(self, oldest_wait_s: float) -> bool:
-        """Whether the oldest request that can still make it should not wait longer."""
+        """Whether the oldest request that can still meet its target should not wait longer."""
         return self.ttft_s is not None and oldest_wait_s >= TTFT_SHARE * self.ttft_s
 
 
 def _token_s(costs: StepCosts, per_token_s: float, seqs: float, *, mu_l: float, mu_new: float, mu_o: float) -> float:
-    """Time per output token of ``seqs`` sequences, their share of prefills included."""
+    """Time (s) per output token of ``seqs`` sequences, with their share of prefills."""
     return costs.decode_s(seqs, mu_l + mu_o / 2) + seqs * mu_new * per_token_s / mu_o
 
 
 class TokenDebt:
-    """How far running answers are behind their TPOT target: time adds to it, every token pays some of it back.
+    """How far running responses are behind their TPOT target: elapsed time adds to the debt, every token reduces it.
 
-    The batch that :meth:`ServiceLevel.seqs_allowed` finds meets the target on average; this keeps prompts from coming
-    all at once, in a burst or one after the other, which would slow down answers that have just begun. Never below
-    zero: what old answers have saved does not help young ones. Never above a quarter of a mean answer: an answer
-    further behind has missed the target, and waiting for it would help no other.
+    The batch from :meth:`ServiceLevel.seqs_allowed` meets the target on average; the debt prevents many prompts at once
+    or in sequence from slowing down responses that have just begun. It is never below zero: the lead of old responses
+    does not help young ones. It is never above a quarter of a mean response: a response further behind has missed its
+    target, and waiting for it would not help others.
     """
 
     def __init__(self, tpot_s: float | None) -> None:
@@ -141,21 +141,22 @@ class TokenDebt:
         self._too_much = False
 
     @property
-    def too_much(self) -> bool:
+    def exceeded(self) -> bool:
         """Whether prompts should wait."""
         return self._too_much
 
-    def observe(self, now_s: float, *, decoding: int, stepped: bool, answer_tokens: float, in_reach: bool) -> None:
-        """It is ``now_s``. ``stepped``: each of the ``decoding`` sequences was given a token since the last call.
+    def observe(self, now_s: float, *, decoding: int, stepped: bool, answer_tokens: float, reachable: bool) -> None:
+        """Update the debt at ``now_s``. ``stepped``: each of the ``decoding`` sequences got a token since the last
+        call.
 
-        ``answer_tokens``: of a mean answer; ``in_reach``: whether the target can be met at all.
+        ``answer_tokens``: tokens of a mean response. ``reachable``: whether the target can be met at all.
         """
         passed_s, self._last_s = now_s - self._last_s, now_s
-        if self._tpot_s is None or not decoding or not in_reach:
+        if self._tpot_s is None or not decoding or not reachable:
             self._debt_s, self._too_much = 0.0, False
             return
         allowance_s = answer_tokens * self._tpot_s
         paid_s = DEBT_PAID * self._tpot_s if stepped else 0.0
         self._debt_s = min(max(self._debt_s + passed_s - paid_s, 0.0), DEBT_FORGOTTEN * allowance_s)
-        # Two marks, so that refills come in bulk.
+        # Two thresholds (hysteresis), so that refills come in bulk.
         self._too_much = self._debt_s >= (DEBT_LOW if self._too_much else DEBT_HIGH) * allowance_s

@@ -1,12 +1,12 @@
-"""Settings that a user writes as text: ``eb:theta=0.5``, ``sbs:packing=off``, ``reset:every=10``, ``ttft:500``.
+"""Parses settings that a user writes as text: ``eb:theta=0.5``, ``sbs:packing=off``, ``reset:every=10``, ``ttft:500``.
 
-This is the one reader of such strings. A setting is a field of a frozen dataclass that knows its range, its unit and
-what it is for (:func:`setting`); :func:`read_settings` turns text into typed values in range, and its errors name the
-setting, what it takes and, for a mistyped name, the nearest one. It lives beside the policies, which a server loads
-without ebbench; ``ebbench.config.setting_strings`` gives it ebbench's error classes.
+The only parser of such strings. A setting is a field of a frozen dataclass with range, unit and help text
+(:func:`setting`); :func:`read_settings` converts text to typed values in range. Its errors name the setting, what it
+accepts and, for a mistyped name, the nearest one. The module is part of the plugin, which a server loads without
+ebbench; ``ebbench.config.setting_strings`` adds ebbench's error classes.
 
-Numbers are read by Python's ``int`` and ``float``. msgspec's lenient conversion would refuse ``.5``, ``+3``, ``1_000``
-and ``on``, all of which have been accepted so far.
+Numbers are parsed by Python's ``int`` and ``float``. msgspec's lenient conversion would refuse ``.5``, ``+3``,
+``1_000`` and ``on``, which earlier versions accepted.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class SettingError(GivenValueError):
 
 
 class UnknownSettingError(SettingError):
-    """A setting of a name that is not known; ``what`` says of what, ``name`` and ``known`` are the names."""
+    """An unknown setting. ``what``: the kind of thing in words; ``name`` and ``known``: the names."""
 
     def __init__(self, of: str, name: str, known: Mapping[str, Setting], noun: str = "setting") -> None:
         remedy = name_hint(name, known) if known else f"it takes no {noun}s"
@@ -44,13 +44,13 @@ class UnknownSettingError(SettingError):
 
 @dataclass(frozen=True)
 class Setting:
-    """What is known of a setting.
+    """Description of a setting.
 
-    ``kind``: int, float, bool or a tuple of the words it can be. ``unit``: ``slots`` (of max_num_seqs), ``s``, ``ms``,
-    ``s/token``, ``steps``, ``requests``, ``percent``, ``share`` and so on; empty for a plain number. ``above`` and
-    ``below`` are excluded, ``at_least`` and ``at_most`` included, infinity only where ``infinite``. ``none``: the word
-    for None. ``doubtful_from``: a value this large is surely in another unit.
-    ``example``: a value to begin with.
+    ``kind``: int, float, bool or a tuple of allowed words. ``unit``: ``slots`` (of max_num_seqs), ``s``, ``ms``,
+    ``s/token``, ``steps``, ``requests``, ``percent``, ``share`` and others; empty for a plain number. ``above`` and
+    ``below`` are exclusive bounds, ``at_least`` and ``at_most`` inclusive ones; infinity is allowed only with
+    ``infinite``. ``none``: the word for None. ``doubtful_from``: a value this large is probably in another unit.
+    ``example``: a valid value for messages.
     """
 
     help: str
@@ -94,7 +94,7 @@ class Setting:
 
     @property
     def takes(self) -> str:
-        """What may be written, in words, with the unit."""
+        """The accepted values in words, with the unit."""
         if self.kind is bool:
             return "on or off"
         if isinstance(self.kind, tuple):
@@ -107,12 +107,12 @@ class Setting:
 
     @property
     def unit_in_words(self) -> str:
-        """The unit for a sentence."""
+        """The unit in words."""
         return _UNITS.get(self.unit, self.unit)
 
     @classmethod
     def of_field(cls, made: Field[Any], owner: type) -> Setting:
-        """What :func:`setting` noted at a dataclass field, with its type and default."""
+        """The setting of a dataclass field made by :func:`setting`, with its type and default."""
         about: Setting = made.metadata["setting"]
         return replace(
             about,
@@ -122,7 +122,7 @@ class Setting:
 
 
 def setting(default: Any = REQUIRED, help: str = "", **about: Any) -> Any:
-    """A dataclass field that is a setting; ``about`` as of :class:`Setting`. Without a default it has to be given."""
+    """A dataclass field that is a setting; ``about`` as in :class:`Setting`. Without a default it is required."""
     noted = {"setting": Setting(help, **about)}
     return field(metadata=noted) if default is REQUIRED else field(default=default, metadata=noted)
 
@@ -131,7 +131,7 @@ _known: dict[type, Mapping[str, Setting]] = {}
 
 
 def settings_of(kind: type) -> Mapping[str, Setting]:
-    """The settings of a dataclass by name: its own first, then those it inherits. Other fields are left out."""
+    """The settings of a dataclass by name: its own first, then inherited ones. Other fields are left out."""
     if kind not in _known:
         made = {field.name: field for field in fields(kind) if "setting" in field.metadata}
         names = (name for owner in kind.__mro__ for name in inspect.get_annotations(owner) if name in made)
@@ -140,13 +140,13 @@ def settings_of(kind: type) -> Mapping[str, Setting]:
 
 
 def split_kind(text: str) -> tuple[str, str]:
-    """``eb:k=3`` as its kind and its settings."""
+    """Split ``eb:k=3`` into kind and settings."""
     kind, _, rest = text.strip().partition(":")
     return kind.strip(), rest
 
 
 def split_pairs(text: str) -> list[str]:
-    """The ``key=value`` pairs of a text, which commas or white space separate."""
+    """The ``key=value`` pairs of a text, separated by commas or white space."""
     return [part for part in _BETWEEN.split(text) if part]
 
 
@@ -159,11 +159,11 @@ def read_settings(
     equals: str = "=",
     aliases: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """Read ``key=value`` pairs into typed values in range, in the order given.
+    """Parse ``key=value`` pairs into typed values in range, in the order given.
 
-    ``of``: what they are settings of, and ``noun``: what a key is called, both for messages. ``aliases``: other names
-    of settings. Raises UnknownSettingError for a key that is not in ``known``, SettingError for one that is given twice
-    and for a value it does not take.
+    ``of``: the owner of the settings; ``noun``: the word for a key; both for messages. ``aliases``: other names of
+    settings. Raises UnknownSettingError for a key that is not in ``known``, SettingError for a repeated key and for an
+    invalid value.
     """
     found: dict[str, Any] = {}
     for pair in split_pairs(text):
@@ -178,7 +178,7 @@ def read_settings(
 
 
 def read_value(name: str, text: str, about: Setting, of: str, *, equals: str = "=") -> Any:
-    """Read one value. Raises SettingError saying what the setting takes."""
+    """Parse one value. Raises SettingError that says what the setting accepts."""
     try:
         value = _typed(text, about)
         check_value(name, value, about)
@@ -204,7 +204,7 @@ def _typed(text: str, about: Setting) -> Any:
 
 
 def check_value(name: str, value: Any, about: Setting) -> None:
-    """Raise SettingError for a number out of range; None is always allowed where it is the default."""
+    """Raise SettingError for a number out of range; None is allowed if it is the default."""
     if value is None or isinstance(value, bool | str):
         return
     if not math.isfinite(value) and not (about.infinite and value == math.inf):
@@ -222,12 +222,12 @@ def check_value(name: str, value: Any, about: Setting) -> None:
 
 
 def text_of(value: object) -> str:
-    """A value as :func:`read_value` reads it."""
+    """The text that :func:`read_value` parses to ``value``."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _kind(annotation: Any) -> Any:
-    """int, float, bool, or the words of a Literal; ``| None`` is left out."""
+    """int, float, bool, or the words of a Literal; ``| None`` is ignored."""
     if get_origin(annotation) in (Union, types.UnionType):
         annotation = next(part for part in get_args(annotation) if part is not type(None))
     return get_args(annotation) if get_origin(annotation) is Literal else annotation

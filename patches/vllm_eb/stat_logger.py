@@ -1,8 +1,8 @@
-"""The plugin's lines in vLLM's own /metrics.
+"""The plugin's metrics in vLLM's own /metrics.
 
-vLLM finds this class by the entry point ``vllm.stat_logger_plugins`` of the installed package and makes it in the
-process that answers /metrics. It logs nothing: it registers a collector, which reads :mod:`vllm_eb.metrics` when
-Prometheus asks, so a server that is idle shows its last state.
+vLLM finds this class by the entry point ``vllm.stat_logger_plugins`` and creates it in the process that serves
+/metrics. It logs nothing: it registers a collector, which reads :mod:`vllm_eb.metrics` when Prometheus asks, so that an
+idle server shows its last state.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ _GAUGES = {
 _COUNTERS = {
     "vllm_eb_mode_switches": ("mode_switches", "Changes between mixed and exclusive batches."),
     "vllm_eb_phase_switches": ("phase_switches", "Changes of what a step may contain."),
-    "vllm_eb_refills": ("refills", "Changes to a phase that lets prompts in."),
+    "vllm_eb_refills": ("refills", "Changes to a phase that admits prompts."),
 }
 
 
 class PolicyCollector(Collector):
-    """Makes the plugin's metrics when asked, of all engine cores of one server on this machine."""
+    """Collects the plugin's metrics of all engine cores of one server on this machine."""
 
     def __init__(self, instance: str, model_name: str, policy: str) -> None:
         self._instance, self._model_name, self._policy = instance, model_name, policy
 
     def describe(self) -> list[Metric]:
-        """No names in advance: they are known when figures exist."""
+        """Empty: names are known only when figures exist."""
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """One sample per figure and engine core; a figure that the policy does not have has no sample."""
+        """One sample per figure and engine core; figures that the policy does not have are left out."""
         found = [((self._model_name, str(rank)), figures) for rank, figures in read_figures(self._instance)]
         if not found:
             return
@@ -75,7 +75,7 @@ def _phases(figures: Figures) -> dict[str, bool]:
 
 
 def _states(name: str, text: str, found: _Found, states: Any) -> Metric:
-    """One gauge per state, 1 for the one that holds."""
+    """One gauge per state, 1 for the current one."""
     family = GaugeMetricFamily(name, text, labels=(*_LABELS, name.rpartition("_")[2]))
     for labels, figures in found:
         for state, holds in states(figures).items():
@@ -93,9 +93,12 @@ def _samples(family: Any, field: str, found: _Found) -> Metric:
 
 
 class PolicyStatLogger(StatLoggerBase):  # type: ignore[misc]
-    """vLLM makes one per engine core; the first registers the collector for all. Other schedulers get nothing."""
+    """vLLM creates one per engine core; the first one registers the collector for all.
 
-    _registered: ClassVar[set[str]] = set()  # one per process, as the registry is
+    No metrics for other schedulers.
+    """
+
+    _registered: ClassVar[set[str]] = set()  # per process, like the registry
 
     def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
         settings = vllm_config.additional_config
@@ -113,10 +116,10 @@ class PolicyStatLogger(StatLoggerBase):  # type: ignore[misc]
         REGISTRY.register(PolicyCollector(instance, str(model_name), _policy_name(policy)))
 
     def record(self, *_args: Any, **_kwargs: Any) -> None:
-        """Does nothing: figures are read when Prometheus asks."""
+        """Do nothing: figures are read when Prometheus asks."""
 
     def log_engine_initialized(self) -> None:
-        """Does nothing."""
+        """Do nothing."""
 
 
 def _policy_name(settings: Mapping[str, Any]) -> str:

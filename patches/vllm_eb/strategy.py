@@ -1,10 +1,10 @@
-"""The base class of policies' decisions, which the controller calls; with defaults for everything.
+"""Base class of the policies' decisions, called by the controller; every method has a default.
 
-The controller (:mod:`vllm_eb.controller`) keeps the phases, the KV gate and the records; it tells a strategy of
-admissions and completions and asks it for bounds and thresholds. Two ways to decide:
+The controller (:mod:`vllm_eb.controller`) keeps phases, KV gate and records. It reports admissions and completions to
+the strategy and asks it for bounds and thresholds. A strategy decides in one of two ways:
 
-- say when a refill is due (:meth:`Strategy.refill_due`): the controller alternates between prefill and decode phases;
-- say what every step is (:meth:`Strategy.choose`).
+- when a refill is due (:meth:`Strategy.refill_due`): the controller alternates between prefill and decode phases;
+- what every step contains (:meth:`Strategy.choose`).
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ class EngineFacts:
 
     @property
     def capacity_tokens(self) -> int:
-        """Tokens that the KV cache holds."""
+        """Capacity of the KV cache in tokens."""
         return self.block_size * self.num_blocks
 
 
 @dataclass(frozen=True)
 class StepChoice:
-    """What the next step should be. ``refill``: how many requests a prefill begun now may admit."""
+    """What the next step contains. ``refill``: how many requests a prefill that begins now may admit."""
 
     phase: Phase
     mode: Mode
@@ -51,7 +51,7 @@ class StepChoice:
 
 @dataclass(frozen=True)
 class Change:
-    """An update of parameters, or an evaluation of modes, to be recorded; ``mode``: the new one, after a switch."""
+    """An update of parameters or an evaluation of modes, to be recorded; ``mode``: the new mode after a switch."""
 
     kind: RecordKind
     reason: str
@@ -60,23 +60,23 @@ class Change:
 
 
 class PhaseState(Protocol):
-    """What a strategy may ask of the phases."""
+    """State of the phases that a strategy may read."""
 
     @property
     def phase(self) -> Phase:
-        """The phase in force."""
+        """The current phase."""
         ...
 
     def refilling(self, view: View) -> bool:
-        """Whether the prefill phase in force has more to admit or to compute."""
+        """Whether the current prefill phase has requests left to admit or to compute."""
         ...
 
     def refill(self, view: View) -> int:
-        """How many waiting requests there are idle slots for."""
+        """Number of waiting requests for which there are idle slots."""
         ...
 
-    def take_blocked(self) -> bool:
-        """Whether the last prefill found no KV blocks; the answer is given once."""
+    def pop_blocked(self) -> bool:
+        """Whether the last prefill found no KV blocks; resets the flag."""
         ...
 
 
@@ -84,36 +84,36 @@ class Strategy:
     """Exclusive batches of at most ``max_num_seqs`` sequences, refilled as soon as a slot is free."""
 
     mode: Mode = "eb"
-    """At the start: exclusive phases or mixed batches."""
+    """The mode at the start: exclusive phases or mixed batches."""
     gated: bool = False
     """Whether refills wait while little KV memory is free."""
     bounds_mixed: bool = False
-    """Whether the batch limit holds in mixed steps, too."""
+    """Whether the batch limit also applies to mixed steps."""
     queue: PunctualQueue | None = None
-    """The order of waiting requests, where the policy has one of its own."""
+    """The order of waiting requests, if the policy has its own."""
 
     def __init__(self, engine: EngineFacts, lengths: Lengths) -> None:
         self.engine, self.lengths = engine, lengths
 
-    # What it is told.
+    # Events.
 
     def on_prompt(self, input_tokens: int, cached_tokens: int) -> None:
-        """A request was admitted for the first time: tokens of its prompt, and how many of them need no computing."""
+        """Called on the first admission of a request: tokens of its prompt, and how many of them are cached."""
 
     def on_resume(self) -> None:
-        """A preempted request was admitted again."""
+        """Called when a preempted request is admitted again."""
 
     def on_finish(self, output_tokens: int) -> None:
-        """A request left its slot after that many output tokens."""
+        """Called when a request leaves its slot after ``output_tokens`` tokens."""
 
     def observe(self, view: View) -> None:
-        """A step is about to be decided on."""
+        """Called before each decision."""
 
     def update(self, view: View, running_ages: Callable[[], Sequence[int]]) -> Sequence[Change]:
-        """M completions have passed since the last update, and the mean lengths are new."""
+        """Called after ``completions_per_update`` completions, with new mean lengths; returns changes to record."""
         return ()
 
-    # What it is asked.
+    # Questions.
 
     @property
     def seqs_allowed(self) -> int:
@@ -122,32 +122,32 @@ class Strategy:
 
     @property
     def slots(self) -> int | None:
-        """The threshold k in idle slots; None where there is none."""
+        """The threshold k in idle slots; None if there is none."""
         return None
 
     @property
     def theta(self) -> float | None:
-        """The threshold as a share of N."""
+        """The threshold as a share of N; None if there is none."""
         slots = self.slots
         return None if slots is None else slots / self.seqs_allowed
 
     @property
     def facts(self) -> Values:
-        """Further values for every record: ``theta0`` (online base threshold), ``n_obs`` (smoothed batch)."""
+        """Further values for every record: ``theta0`` (online base threshold), ``n_obs`` (smoothed batch size)."""
         return {}
 
     def prompts_that_fit(self, view: View) -> float:
-        """Mean prompts that there is KV memory for, as far as the policy bounds them."""
+        """Number of mean prompts that the KV memory has room for, if the policy limits them; else infinite."""
         return math.inf
 
     def refill_due(self, view: View, refill: int, idle: int) -> bool:
-        """Whether to leave decode for prefill, where ``refill`` requests could join in ``idle`` slots."""
+        """Whether to change from decode to prefill if ``refill`` requests could join in ``idle`` slots."""
         return True
 
     def choose(self, view: View, phases: PhaseState) -> StepChoice | None:
-        """What the next step is. None: the controller alternates phases, and asks :meth:`refill_due`."""
+        """The next step. None: the controller alternates phases by :meth:`refill_due`."""
         return None
 
     def queue_order(self, now_s: float, seen_s: Sequence[float], prompt_tokens: Sequence[int]) -> Places:
-        """The places of never-started requests in their new order; asked only where there is a ``queue``."""
+        """New order of never-started requests as indices; called only if there is a ``queue``."""
         raise NotImplementedError

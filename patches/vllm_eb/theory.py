@@ -1,8 +1,8 @@
 """Switching threshold, throughput and the EB/MB crossover (Zhang et al. 2026, sections 3.2 and 3.5).
 
-Plain float arithmetic, no numpy: the online controller calls these on every update. Units are seconds, tokens and
-iterations; symbols are those of the paper, spelled out. Memory bounds live in :mod:`vllm_eb.memory`, the
-deferred-prefill chain in :mod:`vllm_eb.deferred`.
+Plain float arithmetic without numpy, since the online controller calls these functions on every update. Units are
+seconds, tokens and iterations; names are the paper's symbols, spelled out. :mod:`vllm_eb.memory` has the memory bounds,
+:mod:`vllm_eb.deferred` the deferred-prefill chain.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from dataclasses import dataclass
 from vllm_eb.calibration import Calibration
 from vllm_eb.errors import GivenValueError
 
-DELTA_CAP = 5.0  # the authors keep the hazard correction within five times theta0
+DELTA_CAP = 5.0  # the authors' bound of the hazard correction, as a multiple of theta0
 _BELOW_ONE = math.nextafter(1.0, 0.0)
-_SERIES_LIMIT = 1.0  # below this, expm1(y) - y loses digits and its power series is used
+_SERIES_LIMIT = 1.0  # below this value expm1(y) - y loses digits and its power series is used
 _SERIES_TERMS = 18  # 1/20! is far below double precision at y = 1
 
 
 class TheoryError(GivenValueError):
-    """A parameter outside the range in which a formula has a meaning; the message names it."""
+    """A parameter outside the domain of a formula; the message names it."""
 
 
 @dataclass(frozen=True)
 class Threshold:
-    """Outcome of Prop. 3.1 and Thm 3.2: shares of the batch N, and ``zeta = -ln(1 - theta0)``."""
+    """Result of Prop. 3.1 and Thm 3.2: shares of the batch N, and ``zeta = -ln(1 - theta0)``."""
 
     theta0: float
     zeta: float
@@ -35,9 +35,9 @@ class Threshold:
 
 @dataclass(frozen=True)
 class Crossover:
-    """The two sides of Prop. 3.4 in s/token. ``beta_eb`` is the token-weighted exclusive cost, ``r`` the decode share.
+    """Both sides of Prop. 3.4 in s/token. ``beta_eb``: token-weighted exclusive cost; ``r``: decode share.
 
-    ``beta_mb`` None means not measured; the left side is then zero.
+    ``beta_mb`` None: not measured; the left side is then zero.
     """
 
     lhs: float
@@ -48,27 +48,26 @@ class Crossover:
 
     @property
     def advantage(self) -> float:
-        """``lhs - rhs`` in s/token: positive favours exclusive batching."""
+        """``lhs - rhs`` in s/token; a positive value favours exclusive batching."""
         return self.lhs - self.rhs
 
     def eb_wins(self, margin: float = 0.0) -> bool:
-        """Eq. 8: exclusive batching wins by more than ``margin`` (s/token; negative favours EB)."""
+        """Eq. 8: whether exclusive batching wins by more than ``margin`` (s/token; a negative one favours EB)."""
         return self.advantage > margin
 
 
 def base_threshold(p0: float, alpha_p: float, alpha_d: float, *, discrete: bool = False) -> float:
     """theta0 of Prop. 3.1, the root of ``theta/(1-theta) + ln(1-theta) = p0*alpha_p/alpha_d``.
 
-    Parameters: hazard ``p0`` per iteration in (0, 1], fixed costs ``alpha_p >= 0`` and ``alpha_d > 0`` in s. With
-    ``discrete`` the exact discrete-time hazard ``-ln(1-p0)`` stands for ``p0`` (appendix B.3, source 4).
-    Relative error about 1e-15. Without a prefill overhead waiting never pays and theta0 is 0.
-    Raises TheoryError.
+    Hazard ``p0`` per iteration in (0, 1]; fixed costs ``alpha_p >= 0`` and ``alpha_d > 0`` in s. ``discrete`` uses the
+    exact discrete-time hazard ``-ln(1-p0)`` instead of ``p0`` (appendix B.3, source 4). Relative error about 1e-15.
+    Without prefill overhead waiting never pays and theta0 is 0. Raises TheoryError.
     """
     return _theta(base_zeta(p0, alpha_p, alpha_d, discrete=discrete))
 
 
 def base_zeta(p0: float, alpha_p: float, alpha_d: float, *, discrete: bool = False) -> float:
-    """``-ln(1-theta0)``: the iterations a decode phase lasts, times ``p0``. Parameters as in base_threshold."""
+    """``-ln(1-theta0)``, the number of iterations of a decode phase times ``p0``. Parameters as in base_threshold."""
     _probability("p0", p0)
     _non_negative("alpha_p", alpha_p)
     _positive("alpha_d", alpha_d)
@@ -87,7 +86,7 @@ def solve_zeta(ratio: float) -> float:
     for _ in range(8):
         slope = math.expm1(y)
         excess = _excess(y, slope) - ratio
-        step = excess / (slope - excess * (slope + 1.0) / (2.0 * slope))  # Halley
+        step = excess / (slope - excess * (slope + 1.0) / (2.0 * slope))  # Halley's method
         y -= step
         if abs(step) <= 1e-9 * y:  # cubic convergence: the next step would be below rounding
             break
@@ -99,8 +98,9 @@ def ifr_correction(
 ) -> float:
     """Threshold shift delta of Thm 3.2 for the hazard ``p0 + eta*t``, first order in ``eta`` (1/iteration**2).
 
-    ``n`` is the batch size N in sequences, ``beta_d`` s/sequence, ``alpha_d`` s. The first-order term is useless when
-    large, so it is held at ``cap*theta0`` as the authors do; ``cap=None`` gives the bare formula. Raises TheoryError.
+    ``n``: batch size N in sequences; ``beta_d`` in s/sequence, ``alpha_d`` in s. The first-order term is wrong if
+    large, so it is limited to ``cap*theta0`` as by the authors; ``cap=None`` gives the formula without limit. Raises
+    TheoryError.
     """
     _share("theta0", theta0)
     _probability("p0", p0)
@@ -127,7 +127,7 @@ def optimal_threshold(
     cap: float | None = DELTA_CAP,
     discrete: bool = False,
 ) -> Threshold:
-    """theta* = theta0 + delta, held below 1. Parameters as in base_threshold and ifr_correction."""
+    """theta* = theta0 + delta, limited to values below 1. Parameters as in base_threshold and ifr_correction."""
     zeta = base_zeta(p0, alpha_p, alpha_d, discrete=discrete)
     theta0 = _theta(zeta)
     delta = ifr_correction(theta0, p0, eta, beta_d, alpha_d, n, cap=cap)
@@ -135,10 +135,10 @@ def optimal_threshold(
 
 
 def eb_throughput(calibration: Calibration, *, theta: float, n: float, p0: float, mu_l: float) -> float:
-    """Requests/s of exclusive batching at threshold ``theta`` (eq. 4 before the optimum is put in; appendix B.5).
+    """Requests/s of exclusive batching at threshold ``theta`` (eq. 4 before inserting the optimum; appendix B.5).
 
-    One cycle ends ``theta*n`` requests: one prefill of their ``mu_l`` prompt tokens each, then ``zeta/p0`` decode
-    iterations that yield ``theta*n/p0`` tokens. Raises TheoryError.
+    One cycle completes ``theta*n`` requests: one prefill with ``mu_l`` prompt tokens per request, then ``zeta/p0``
+    decode iterations that generate ``theta*n/p0`` tokens. Raises TheoryError.
     """
     _share("theta", theta)
     _positive("theta", theta)
@@ -153,10 +153,10 @@ def eb_throughput(calibration: Calibration, *, theta: float, n: float, p0: float
 def mb_throughput(calibration: Calibration, *, n: float, mu_l: float, mu_o: float) -> float:
     """Requests/s of mixed batching with ``n`` sequences in the batch (section 3.5). Raises TheoryError.
 
-    Derivation: let ``x`` requests finish their prefill in an iteration. In steady state as many end, and by Little's
-    law ``x*mu_o`` are decoding, so the batch holds ``n = x*(1 + mu_o)`` sequences and works on ``x*(mu_l + mu_o)``
-    tokens. An iteration lasts ``alpha_mb + beta_mb(r)*x*(mu_l + mu_o)`` with ``r = mu_o/(mu_l + mu_o)``; throughput is
-    ``x`` over that. Set against eb_throughput with ``p0 = 1/mu_o`` this gives Prop. 3.4 exactly.
+    Derivation: let ``x`` requests finish their prefill per iteration. In steady state as many end, and by Little's law
+    ``x*mu_o`` are decoding, so the batch holds ``n = x*(1 + mu_o)`` sequences and processes ``x*(mu_l + mu_o)`` tokens.
+    An iteration takes ``alpha_mb + beta_mb(r)*x*(mu_l + mu_o)`` with ``r = mu_o/(mu_l + mu_o)``; throughput is ``x``
+    over that. Compared with eb_throughput at ``p0 = 1/mu_o`` this gives Prop. 3.4 exactly.
     """
     _positive("n", n)
     _lengths(mu_l, mu_o)
@@ -170,7 +170,8 @@ def mb_throughput(calibration: Calibration, *, n: float, mu_l: float, mu_o: floa
 def crossover(calibration: Calibration, *, mu_l: float, mu_o: float, n_obs: float, theta0: float) -> Crossover:
     """Both sides of Prop. 3.4 (eq. 7) in s/token, at mean lengths ``mu_l``, ``mu_o`` (tokens) and ``n_obs`` sequences.
 
-    The right side is what mixed batching saves in fixed costs, the left what co-location costs. Raises TheoryError.
+    The right side is what mixed batching saves in fixed costs, the left side its cost of co-location. Raises
+    TheoryError.
     """
     _lengths(mu_l, mu_o)
     _positive("n_obs", n_obs)
@@ -236,7 +237,7 @@ def _over_theta(alpha_p: float, theta0: float) -> float:
     if alpha_p == 0.0:
         return 0.0  # theta0 falls as sqrt(alpha_p), so the limit is zero
     if theta0 == 0.0:
-        raise TheoryError("theta0 must be above 0 while alpha_p is: a prefill of no request would cost alpha_p")
+        raise TheoryError("theta0 must be above 0 while alpha_p is: at theta0 = 0 each prefill would serve no request")
     return alpha_p / theta0
 
 

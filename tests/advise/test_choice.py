@@ -77,8 +77,8 @@ def test_where_no_request_meets_the_targets_nobody_is_ahead() -> None:
     chosen, reason = choose([of_runs("eb", nothing, nothing), of_runs("v1", nothing, nothing)])
     assert chosen.policy == "v1"
     assert reason == (
-        "no request met the targets under any candidate, so they decide nothing, and it is the simplest; "
-        "loosen --goodput or ask with less traffic"
+        "no request met the targets under any candidate, so they do not decide, and it is the simplest; "
+        "loosen --goodput or reduce the traffic"
     )
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ebbench.analysis.compare.cases import cases_of, partition
 from ebbench.analysis.compare.certainty import ALPHA, log_ratios, p_of, pairs_needed
 from ebbench.analysis.compare.policies import gain, group_by_policy, output_throughput
-from ebbench.analysis.conclude import Setting, conclude
+from ebbench.analysis.conclude import RunContext, conclude
 from ebbench.analysis.load import load_of_run
 from ebbench.analysis.summary import Summary, summarise
 from ebbench.engines.base import EngineOptions
@@ -28,7 +28,7 @@ def made(path: Path, policy: str, *, seed: int = 0, concurrency: int = 8, **fact
     plan = replace(plan, facts={**plan.facts, **facts})
     result = MadeEngine().run(plan, spec, device_of(), options, None)
     with RunWriter.create(path) as writer:
-        return summarise(conclude(writer, Setting(plan, spec, "sim", device_of(), options, 1), result))
+        return summarise(conclude(writer, RunContext(plan, spec, "sim", device_of(), options, 1), result))
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 
 from ebbench.analysis.compare.policies import Group, baseline_of, differing, gain, group_by_policy, ranked
-from ebbench.analysis.conclude import Setting, conclude
+from ebbench.analysis.conclude import RunContext, conclude
 from ebbench.analysis.explain import Explanation, explain
 from ebbench.analysis.slo import Slo
 from ebbench.analysis.summary import Summary, summarise
@@ -29,7 +29,7 @@ def made(path: Path, policy: str, *, seed: int = 0, gap_ms: int | None = None, *
     result = engine.run(plan, parse_policy(policy), device_of(), EngineOptions(), None)
     result = EngineResult(result.requests, tables.get("steps", result.steps), tables.get("decisions", result.decisions))
     with RunWriter.create(path) as writer:
-        return conclude(writer, Setting(plan, parse_policy(policy), "sim", device_of(), EngineOptions(), 1), result)
+        return conclude(writer, RunContext(plan, parse_policy(policy), "sim", device_of(), EngineOptions(), 1), result)
 
 
 def test_time_by_phase_and_mode(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 
 from ebbench.analysis.columns import RequestColumns
-from ebbench.analysis.conclude import Setting, conclude
+from ebbench.analysis.conclude import RunContext, conclude
 from ebbench.analysis.metrics import measure
 from ebbench.analysis.slo import Slo
 from ebbench.analysis.summary import mean_over_repeats, summarise, summarise_phases
@@ -68,7 +68,7 @@ def test_accounting_must_add_up(rows: list[dict[str, Any]], planned: int, text: 
 
 
 def test_interruption() -> None:
-    assert reasons(many(3), interrupted=True) == ("interrupted before the plan was carried out",)
+    assert reasons(many(3), interrupted=True) == ("interrupted before the plan was complete",)
 
 
 @pytest.mark.parametrize(
@@ -94,9 +94,9 @@ def test_a_client_behind_its_schedule(lag_ms: float, first_token_ms: float, limi
 
 
 def store(path: Path, plan: Plan, result: EngineResult, **changes: Any) -> Run:
-    setting = Setting(plan, parse_policy("ebplus"), "sim", device_of(), EngineOptions(), 1, **changes)
+    context = RunContext(plan, parse_policy("ebplus"), "sim", device_of(), EngineOptions(), 1, **changes)
     with RunWriter.create(path) as writer:
-        conclude(writer, setting, result)
+        conclude(writer, context, result)
     return Run.load(path)
 
 

@@ -18,13 +18,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import httpx
 import uvloop
 
-from ebbench.client.answer import Answer
-from ebbench.client.bodies import Bodies, Turn
+from ebbench.client.bodies import RequestBodies, Turn
+from ebbench.client.http_streams import Pool
 from ebbench.client.options import ClientOptions
-from ebbench.client.wire import Pool
+from ebbench.client.response import StreamedResponse
 from ebbench.fakeserver import FakeConfig, FakeServerProcess
 
-Ask = Callable[[str, bytes, Answer], Awaitable[None]]
+Ask = Callable[[str, bytes, StreamedResponse], Awaitable[None]]
 Maker = Callable[[str], contextlib.AbstractAsyncContextManager[Ask]]
 HEADERS = {"content-type": "application/json"}
 
@@ -34,7 +34,7 @@ async def direct(url: str) -> AsyncIterator[Ask]:
     """The client's own wire: the answer's tap is called in the read callback."""
     pool = Pool(httpx.Request("POST", f"{url}/v1/completions", headers=HEADERS), None, 10.0)
 
-    async def ask(request_id: str, body: bytes, answer: Answer) -> None:
+    async def ask(request_id: str, body: bytes, answer: StreamedResponse) -> None:
         exchange = await pool.send(request_id, body, answer)
         await exchange.body()
 
@@ -47,7 +47,7 @@ async def through_httpx(url: str, transport: httpx.AsyncBaseTransport | None) ->
     """An httpx client: one iteration for each read."""
     client = httpx.AsyncClient(transport=transport, timeout=None, limits=httpx.Limits(max_connections=None))
 
-    async def ask(request_id: str, body: bytes, answer: Answer) -> None:
+    async def ask(request_id: str, body: bytes, answer: StreamedResponse) -> None:
         headers = {**HEADERS, "x-request-id": request_id}
         async with client.stream("POST", f"{url}/v1/completions", content=body, headers=headers) as response:
             async for data in response.aiter_raw():
@@ -59,8 +59,8 @@ async def through_httpx(url: str, transport: httpx.AsyncBaseTransport | None) ->
 
 async def cpu_s(ask: Ask, streams: int, tokens: int) -> float:
     """CPU seconds of this process for ``streams`` answers of ``tokens`` tokens, all at once."""
-    bodies = Bodies("fake-model", ClientOptions())
-    answers = [Answer(chat=False, keep_text=False) for _ in range(streams)]
+    bodies = RequestBodies("fake-model", ClientOptions())
+    answers = [StreamedResponse(chat=False, keep_text=False) for _ in range(streams)]
     requests = [bodies.build(Turn(i, str(i), 0, 100, tokens, i, None, None)) for i in range(streams)]
     before = time.process_time()
     await asyncio.gather(*(ask(str(i), r, a) for i, (r, a) in enumerate(zip(requests, answers, strict=True))))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ebbench.client.probe import _different
+from ebbench.client.probe import _distinct_models
 from ebbench.errors import RunError, UsageError
 from ebbench.fakeserver.config import FakeConfig
 from ebbench.fakeserver.process import FakeServerProcess
@@ -82,5 +82,5 @@ def test_a_server_of_two_models_asks_which() -> None:
 
 def test_names_of_one_model_are_one_model() -> None:
     names = {"a": {"root": "org/model"}, "b": {"root": "org/model"}, "lora": {"root": "/adapters/x", "parent": "a"}}
-    assert _different(names) == ["a", "lora"]
-    assert _different({"a": {}, "b": {}}) == ["a", "b"]
+    assert _distinct_models(names) == ["a", "lora"]
+    assert _distinct_models({"a": {}, "b": {}}) == ["a", "b"]

@@ -12,19 +12,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ebbench.client.answer import Answer
-from ebbench.client.bodies import Bodies, Turn
+from ebbench.client.bodies import RequestBodies, Turn
 from ebbench.client.classify import classify, token_times
 from ebbench.client.lag import lag_percentile_ns
 from ebbench.client.options import ClientOptions, api_key
 from ebbench.client.pacing import NEVER, Arrivals, Slots
 from ebbench.client.ramp import ramped, slow_start_ns
 from ebbench.client.release_schedule import ReleaseSchedule
+from ebbench.client.response import StreamedResponse
 from ebbench.client.scrape import parse
 from ebbench.client.session_plan import plan_sessions, unique_ids
 from ebbench.client.sse import SseSplitter
 from ebbench.errors import UsageError
-from ebbench.fakeserver.wire import Messages
+from ebbench.fakeserver.http_messages import Messages
 from ebbench.records.content import CHUNK_TOKENS, token_ids
 from ebbench.records.plan import ClosedPhase
 from tests.client.client_runs import plan_of
@@ -50,7 +50,7 @@ def _stream(line_end: str) -> bytes:
 def test_any_split_of_the_bytes_gives_the_same_answer(line_end: str, data: st.DataObject) -> None:
     stream = _stream(line_end)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=40)))
-    answer = Answer(chat=False, keep_text=True)
+    answer = StreamedResponse(chat=False, keep_text=True)
     for piece, (start, end) in enumerate(zip([0, *cuts], [*cuts, len(stream)], strict=True)):
         answer.feed(stream[start:end], piece + 1)
     assert answer.error_class is None
@@ -65,7 +65,7 @@ def test_any_split_of_the_bytes_gives_the_same_answer(line_end: str, data: st.Da
 def test_every_single_byte_split_gives_the_same_answer(line_end: str) -> None:
     stream = _stream(line_end)
     for cut in range(len(stream)):
-        answer = Answer(chat=False, keep_text=True)
+        answer = StreamedResponse(chat=False, keep_text=True)
         answer.feed(stream[:cut], 1)
         answer.feed(stream[cut:], 2)
         assert (answer.text, answer.finish_reason, answer.done) == (TEXT + "end", "length", True), cut
@@ -81,7 +81,7 @@ def test_a_line_end_split_between_reads_is_one_line_end() -> None:
 
 def test_a_chat_stream_counts_content_not_the_role() -> None:
     messages = Messages("x", "m", chat=True, crlf=False)
-    answer = Answer(chat=True, keep_text=True)
+    answer = StreamedResponse(chat=True, keep_text=True)
     for now, data in enumerate([messages.role(), messages.token(1, None), messages.token(1, "stop")], start=1):
         answer.feed(data, now)
     answer.feed(messages.usage(4, 2), 9)
@@ -90,7 +90,7 @@ def test_a_chat_stream_counts_content_not_the_role() -> None:
 
 
 def test_reasoning_counts_as_output() -> None:
-    answer = Answer(chat=True, keep_text=False)
+    answer = StreamedResponse(chat=True, keep_text=False)
     answer.feed(b'data: {"choices":[{"delta":{"reasoning_content":"hm"}}]}\n\n', 1)
     answer.feed(b'data: {"choices":[{"delta":{"tool_calls":[{"index":0}]}}]}\n\n', 2)
     assert list(answer.times_ns) == [1, 2]
@@ -98,10 +98,10 @@ def test_reasoning_counts_as_output() -> None:
 
 
 def test_an_error_at_the_top_level_of_a_message_is_an_error() -> None:
-    answer = Answer(chat=False, keep_text=False)
+    answer = StreamedResponse(chat=False, keep_text=False)
     answer.feed(b'data: {"object":"error","message":"out of memory","code":500}\n\n', 1)
     assert (answer.error_class, answer.error_body) == ("error_frame", "out of memory")
-    harmless = Answer(chat=False, keep_text=False)
+    harmless = StreamedResponse(chat=False, keep_text=False)
     harmless.feed(b'data: {"object":"ping"}\n\n', 1)
     assert harmless.error_class is None
 
@@ -110,7 +110,7 @@ def test_an_error_at_the_top_level_of_a_message_is_an_error() -> None:
 @pytest.mark.parametrize("usage", ['{"prompt_tokens":5,"completion_tokens":1}', "null"])
 @pytest.mark.parametrize("reason", ["abort", "error"])
 def test_an_answer_the_server_gave_up_is_failed(reason: str, usage: str, exact: bool) -> None:
-    answer = Answer(chat=False, keep_text=False)
+    answer = StreamedResponse(chat=False, keep_text=False)
     choice = f'{{"text":"a","finish_reason":"{reason}"}}'
     answer.feed(f'data: {{"choices":[{choice}],"usage":{usage}}}\n\ndata: [DONE]\n\n'.encode(), 1)
     verdict = classify(answer, 1, exact)
@@ -120,7 +120,7 @@ def test_an_answer_the_server_gave_up_is_failed(reason: str, usage: str, exact: 
 
 @pytest.mark.parametrize("reason", ["stop", "length", "tool_calls"])
 def test_any_other_finish_reason_is_an_end(reason: str) -> None:
-    answer = Answer(chat=False, keep_text=False)
+    answer = StreamedResponse(chat=False, keep_text=False)
     answer.feed(b'data: {"choices":[{"text":"a","finish_reason":"%b"}]}\n\n' % reason.encode(), 1)
     answer.feed(b'data: {"usage":{"completion_tokens":1}}\n\n', 2)
     assert classify(answer, 5, exact=False).status == "ok"
@@ -262,13 +262,13 @@ def test_lag_is_weighted_by_the_time_it_lasts() -> None:
 
 def test_bodies_of_completions_and_chat() -> None:
     turn = Turn(0, "a", 1, 3, 9, 5, None, "and you?")
-    completions = Bodies("m", ClientOptions(extra_body={"top_p": 0.5, "temperature": 1.0}))
+    completions = RequestBodies("m", ClientOptions(extra_body={"top_p": 0.5, "temperature": 1.0}))
     body = msgspec.json.decode(completions.build(turn, [("hi", " there")]))
     assert body["prompt"] == "hi there" + "and you?"
     assert (body["max_tokens"], body["ignore_eos"], body["top_p"], body["temperature"]) == (9, True, 0.5, 1.0)
     assert body["stream_options"] == {"include_usage": True}
     chat = msgspec.json.decode(
-        Bodies("m", ClientOptions(endpoint="chat", ignore_eos=False)).build(turn, [("hi", " there")])
+        RequestBodies("m", ClientOptions(endpoint="chat", ignore_eos=False)).build(turn, [("hi", " there")])
     )
     assert [m["role"] for m in chat["messages"]] == ["user", "assistant", "user"]
     assert chat["max_completion_tokens"] == 9
@@ -297,7 +297,7 @@ def test_equal_hash_ids_give_equal_chunks_and_others_do_not() -> None:
     for chunk in chunks[1:]:
         assert np.mean(one[chunk] == two[chunk]) < 0.01
     assert np.bincount(token_ids(3, None, 0, 100_000, 10)).min() > 9_500
-    with pytest.raises(ValueError, match="makes no sense"):
+    with pytest.raises(ValueError, match="is invalid"):
         token_ids(1, None, -1, 5, 10)
 
 

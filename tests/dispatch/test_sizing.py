@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ebbench.dispatch import DispatchRequest
-from ebbench.dispatch.cost import FIRST_GUESS, LEAST_PASSES, PassCost
+from ebbench.dispatch.pass_time import FIRST_GUESS, LEAST_PASSES, PassTimeModel
 from ebbench.dispatch.sizing import PassModel, candidates, choose_pass
 
 MS = 1_000_000
@@ -83,7 +83,7 @@ def test_nobody_is_sent_twice_and_only_long_prompts_overdraw(
 
 @given(st.integers(0, 500), st.integers(1, 200))
 def test_overhead_is_read_off_the_measured_passes(intercept: int, slope: int) -> None:
-    cost = PassCost(1000, window=100)
+    cost = PassTimeModel(1000, window=100)
     for tokens in range(100, 1100, 100):
         cost.planned(0, tokens)
         cost.ended(0, 1000 * (intercept + slope * tokens))
@@ -92,7 +92,7 @@ def test_overhead_is_read_off_the_measured_passes(intercept: int, slope: int) ->
 
 @pytest.mark.parametrize("passes", [LEAST_PASSES - 1, 2 * LEAST_PASSES])
 def test_overhead_is_guessed_where_passes_tell_nothing(passes: int) -> None:
-    cost = PassCost(1000, window=100)
+    cost = PassTimeModel(1000, window=100)
     for _ in range(passes):
         cost.planned(0, 500)
         cost.ended(0, 7)

@@ -42,7 +42,7 @@ def test_dispatch_needs_the_interval_and_a_ready_instance() -> None:
     assert sbs.next_ns(10 * MS) == 50 * MS  # I = 100 ms / 2
     assert sbs.poll(50 * MS) == [Order(1, 1)]
     sbs.arrive(request(2), 60 * MS)
-    assert sbs.poll(100 * MS) == []  # the interval is over, but nobody has signalled
+    assert sbs.poll(100 * MS) == []  # the interval is over, but nobody has on_signal
     sbs.end_forward(done(1, 1, 1), 110 * MS)
     assert sbs.poll(110 * MS) == [Order(2, 1)]
 
@@ -70,7 +70,7 @@ def test_capacity_counts_what_is_in_transit_and_what_is_queued() -> None:
 
 
 def generating(instance: int) -> EndForward:
-    return EndForward(instance, 10 * MS, goes_on=True, generates=True, units=(UnitReport(instance, 1, 1000, 0),))
+    return EndForward(instance, 10 * MS, continues=True, generates=True, units=(UnitReport(instance, 1, 1000, 0),))
 
 
 @pytest.mark.parametrize(("bypass", "sent"), [(True, [Order(1, 1), Order(2, 0)]), (False, [])])
@@ -356,7 +356,7 @@ def test_a_batch_is_sent_ahead_by_the_length_of_the_pass_that_runs() -> None:
         sbs.arrive(request(10, 1000 + queued), 19_000 * MS)
         assert sbs.poll(19_000 * MS) == [Order(10, 0)]
         report = (UnitReport(0, 11, queued, 0),)
-        sbs.end_forward(EndForward(0, 110 * MS, goes_on=True, units=report), 20_000 * MS)
+        sbs.end_forward(EndForward(0, 110 * MS, continues=True, units=report), 20_000 * MS)
         for key in (11, 12):  # with the one that runs too many for a light load
             sbs.arrive(request(key, 100), 20_000 * MS)
         assert sbs.poll(20_000 * MS) == []

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from ebbench.analysis.conclude import Setting, conclude
+from ebbench.analysis.conclude import RunContext, conclude
 from ebbench.cli.main import app
 from ebbench.devices import load_device
 from ebbench.engines import machine
@@ -101,8 +101,8 @@ def test_what_is_not_known_is_not_stored(unprofiled: str, tmp_path: Path) -> Non
     result = SimEngine().run(plan, parse_policy("v1"), load_device("h200", "qwen3-8b"), EngineOptions(), None)
     device = here("v1")
     with RunWriter.create(tmp_path / "run") as writer:
-        setting = Setting(plan, parse_policy("v1"), "vllm", device, EngineOptions(), 0)
-        manifest = conclude(writer, setting, result).manifest
+        context = RunContext(plan, parse_policy("v1"), "vllm", device, EngineOptions(), 0)
+        manifest = conclude(writer, context, result).manifest
     assert manifest.device.startswith(unprofiled)
     assert (manifest.calibration, manifest.kv_capacity_tokens) == (None, None)
     assert manifest.options["max_num_seqs"] == EngineOptions().max_num_seqs

@@ -35,10 +35,10 @@ def test_faults_are_parsed_and_mistakes_explained() -> None:
 
 def test_faults_strike_the_requests_they_name() -> None:
     numbers = range(1, 10_001)
-    assert [n for n in numbers if Fault("reset", request=7).strikes(n)] == [7]
-    assert [n for n in range(1, 10) if Fault("reset", every=3).strikes(n)] == [3, 6, 9]
-    assert all(Fault("reset").strikes(n) for n in numbers)
-    share = sum(Fault("reset", rate=0.2).strikes(n) for n in numbers) / 10_000
+    assert [n for n in numbers if Fault("reset", request=7).affects(n)] == [7]
+    assert [n for n in range(1, 10) if Fault("reset", every=3).affects(n)] == [3, 6, 9]
+    assert all(Fault("reset").affects(n) for n in numbers)
+    share = sum(Fault("reset", rate=0.2).affects(n) for n in numbers) / 10_000
     assert share == pytest.approx(0.2, abs=0.02)
 
 

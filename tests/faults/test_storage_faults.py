@@ -17,7 +17,7 @@ import pyarrow as pa
 import pytest
 from typer.testing import CliRunner, Result
 
-from ebbench.analysis.conclude import Setting, begin, conclude
+from ebbench.analysis.conclude import RunContext, begin, conclude
 from ebbench.analysis.rebuild import NOT_RECORDED, cut_off_runs, rebuild
 from ebbench.analysis.summary import summarise
 from ebbench.cli.main import app
@@ -40,25 +40,25 @@ class Killed(BaseException):
 
 
 @pytest.fixture(scope="module")
-def measured() -> tuple[Setting, EngineResult]:
+def measured() -> tuple[RunContext, EngineResult]:
     """A finished measurement that claims to have taken real time."""
     plan = build_plan(
         "balanced", num_prompts=REQUESTS, seed=1, source="profile", max_concurrency=8, input_len=16, output_len=4
     )
     device, policy, options = load_device("rtx-pro-6000", "qwen3-8b"), parse_policy("eb"), EngineOptions(max_num_seqs=8)
     result = SimEngine().run(plan, policy, device, options)
-    return Setting(plan, policy, "vllm", device, options, 10**18, clock="real"), result
+    return RunContext(plan, policy, "vllm", device, options, 10**18, clock="real"), result
 
 
-def store(directory: Path, measured: tuple[Setting, EngineResult]) -> None:
+def store(directory: Path, measured: tuple[RunContext, EngineResult]) -> None:
     """What ``ebbench run`` does with a measurement in real time; left as it is by whatever ends it."""
-    setting, result = measured
+    context, result = measured
     writer = RunWriter.create(directory)
-    begin(writer, setting)
+    begin(writer, context)
     journal = Journal(writer, "requests", rows=REQUESTS // BATCHES)
     for start in range(0, REQUESTS, 5):
         journal.add(result.requests.slice(start, 5))
-    conclude(writer, setting, result)
+    conclude(writer, context, result)
 
 
 @pytest.fixture
@@ -100,7 +100,7 @@ def steps_of_a_run() -> int:
 @pytest.mark.parametrize("moment", range(steps_of_a_run()))
 def test_12_killed_at_any_moment_leaves_a_run_that_can_be_rebuilt(
     tmp_path: Path,
-    measured: tuple[Setting, EngineResult],
+    measured: tuple[RunContext, EngineResult],
     operations: Callable[[int, BaseException], list[str]],
     moment: int,
     monkeypatch: pytest.MonkeyPatch,
@@ -131,14 +131,14 @@ def test_12_killed_at_any_moment_leaves_a_run_that_can_be_rebuilt(
     assert not list((tmp_path / "run").glob("*.part-*"))
 
 
-def _plan_hash(setting: Setting) -> str:
+def _plan_hash(context: RunContext) -> str:
     from ebbench.records.manifest import plan_hash
 
-    return plan_hash(setting.plan)
+    return plan_hash(context.plan)
 
 
 def test_the_number_of_moments_is_right(
-    tmp_path: Path, measured: tuple[Setting, EngineResult], operations: Callable[[int, BaseException], list[str]]
+    tmp_path: Path, measured: tuple[RunContext, EngineResult], operations: Callable[[int, BaseException], list[str]]
 ) -> None:
     made = operations(-1, Killed())
     store(tmp_path / "run", measured)
@@ -148,7 +148,7 @@ def test_the_number_of_moments_is_right(
 
 def test_12_killed_while_recovering_recovers_again(
     tmp_path: Path,
-    measured: tuple[Setting, EngineResult],
+    measured: tuple[RunContext, EngineResult],
     operations: Callable[[int, BaseException], list[str]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -197,7 +197,7 @@ def test_12_the_client_killed_while_measuring(tmp_path: Path) -> None:
 @pytest.mark.parametrize("moment", range(0, steps_of_a_run(), 2))
 def test_13_disk_full_at_any_write(
     tmp_path: Path,
-    measured: tuple[Setting, EngineResult],
+    measured: tuple[RunContext, EngineResult],
     operations: Callable[[int, BaseException], list[str]],
     moment: int,
     monkeypatch: pytest.MonkeyPatch,
@@ -256,7 +256,7 @@ def test_13_a_disk_that_is_really_full(small_disk: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def stored(tmp_path_factory: pytest.TempPathFactory, measured: tuple[Setting, EngineResult]) -> Path:
+def stored(tmp_path_factory: pytest.TempPathFactory, measured: tuple[RunContext, EngineResult]) -> Path:
     """A complete run."""
     path = tmp_path_factory.mktemp("stored") / "run"
     store(path, measured)
@@ -288,11 +288,11 @@ def test_15_a_damaged_table_is_named_and_rejected(tmp_path: Path, stored: Path, 
 
 
 def test_15_a_damaged_shard_is_named_or_left_out_on_request(
-    tmp_path: Path, measured: tuple[Setting, EngineResult]
+    tmp_path: Path, measured: tuple[RunContext, EngineResult]
 ) -> None:
-    setting, result = measured
+    context, result = measured
     writer = RunWriter.create(tmp_path / "run")
-    begin(writer, setting)
+    begin(writer, context)
     for start in range(0, REQUESTS, 20):
         writer.append("requests", result.requests.slice(start, 20))
     (tmp_path / "run" / "requests.part-0001.parquet").write_bytes(b"PAR1 and no more")
@@ -314,10 +314,10 @@ def test_recover_of_what_is_not_there(tmp_path: Path) -> None:
         rebuild(tmp_path)
 
 
-def test_a_request_stored_twice_counts_once(tmp_path: Path, measured: tuple[Setting, EngineResult]) -> None:
-    setting, result = measured
+def test_a_request_stored_twice_counts_once(tmp_path: Path, measured: tuple[RunContext, EngineResult]) -> None:
+    context, result = measured
     writer = RunWriter.create(tmp_path / "run")
-    begin(writer, replace(setting))
+    begin(writer, replace(context))
     for start, count in ((0, 20), (10, 20)):
         writer.append("requests", result.requests.slice(start, count))
     done = rebuild(tmp_path / "run")

@@ -209,7 +209,7 @@ def test_compare_says_how_much_and_how_surely(measured: Path) -> None:
     assert done.exit_code == 0, done.output
     document = json.loads(done.stdout)
     assert document["baseline"] == "v1"
-    (v0,) = document["contestants"]
+    (v0,) = document["policies"]
     figures = {entry["figure"]: entry for entry in v0["figures"]}
     slower = figures["output_throughput"]
     assert slower["low"] < slower["change"] < slower["high"]
@@ -222,7 +222,7 @@ def test_compare_says_how_much_and_how_surely(measured: Path) -> None:
 
 def test_compare_of_copies_shows_no_difference_and_labels_them_apart(measured: Path) -> None:
     done = invoke("compare", measured / "v1", measured / "copy", "--json")
-    (copy,) = json.loads(done.stdout)["contestants"]
+    (copy,) = json.loads(done.stdout)["policies"]
     assert copy["policy"] == "v1 (copy)"
     assert all(entry["change"] == 0 and entry["p_adjusted"] == 1 for entry in copy["figures"])
 
@@ -230,7 +230,7 @@ def test_compare_of_copies_shows_no_difference_and_labels_them_apart(measured: P
 def test_compare_of_single_runs_has_no_statistics(measured: Path) -> None:
     done = invoke("compare", measured / "v1" / "v1-seed0", measured / "v0" / "v0-seed0")
     assert done.exit_code == 0
-    assert "One pair says nothing about chance" in " ".join(done.stdout.split())
+    assert "One pair does not rule out chance" in " ".join(done.stdout.split())
 
 
 def test_compare_of_one_policy_names_what_differs(measured: Path, tmp_path: Path) -> None:
@@ -280,10 +280,10 @@ def test_compare_tells_three_runs_of_one_name_apart(measured: Path, tmp_path: Pa
     for name in "abc":
         shutil.copytree(measured / "v1" / "v1-seed0", tmp_path / name / "run")
     done = invoke("compare", *(tmp_path / name / "run" for name in "abc"), "--json")
-    labels = [each["policy"] for each in json.loads(done.stdout)["contestants"]]
+    labels = [each["policy"] for each in json.loads(done.stdout)["policies"]]
     assert labels == ["v1 (run)", "v1 (c/run)"]
     again = invoke("compare", *[tmp_path / "a" / "run"] * 3, "--json")
-    numbered = {each["policy"] for each in json.loads(again.stdout)["contestants"]}
+    numbered = {each["policy"] for each in json.loads(again.stdout)["policies"]}
     assert len(numbered) == 2
 
 
@@ -298,7 +298,7 @@ def test_compare_says_which_figures_it_left_out(measured: Path, tmp_path: Path) 
     unmet = limited("v0", "ttft:0.001")
     invoke(*SMALL, "--policy", "v1", "--goodput", "ttft:0.001", "-o", tmp_path / "strict")
     done = invoke("compare", unmet, tmp_path / "strict", "--json")
-    (found,) = json.loads(done.stdout)["contestants"]
+    (found,) = json.loads(done.stdout)["policies"]
     assert found["skipped"] == {"request_goodput": "zero in some run"}
 
 
@@ -311,9 +311,9 @@ def test_compare_of_a_replayed_trace_counts_its_copies_once(tmp_path: Path) -> N
     text = " ".join(found.stdout.split())
     assert "1 pair of runs on the same plan" in text
     assert "2 pair(s) left out as copies" in text
-    (contestant,) = json.loads(invoke("compare", tmp_path / "out", "--json").stdout)["contestants"]
-    assert contestant["copies"] == 2
-    assert all(figure["p"] is None for figure in contestant["figures"])
+    (other,) = json.loads(invoke("compare", tmp_path / "out", "--json").stdout)["policies"]
+    assert other["copies"] == 2
+    assert all(figure["p"] is None for figure in other["figures"])
 
 
 def test_another_number_of_engines_is_another_environment(tmp_path: Path) -> None:

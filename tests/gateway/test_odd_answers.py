@@ -12,10 +12,10 @@ import httpx
 import pytest
 
 from ebbench.client.sse import SseSplitter
-from ebbench.gateway.events import HELD_BYTES, WholeLines
+from ebbench.gateway.events import MAX_LINE_BYTES, LineBuffer
 from ebbench.gateway.process import GatewayProcess
 from ebbench.gateway.settings import GatewaySettings
-from ebbench.gateway.wire import StreamTransport
+from ebbench.gateway.transport import StreamTransport
 
 pytest.importorskip("starlette")
 
@@ -155,11 +155,11 @@ def test_the_error_of_a_torn_stream_is_an_event_of_its_own(torn: bytes, kept: in
 
 
 def test_a_torn_event_too_large_to_be_held_is_ended_before_the_error() -> None:
-    torn = b"data: " + b"x" * 2 * HELD_BYTES
+    torn = b"data: " + b"x" * 2 * MAX_LINE_BYTES
     server = Server(head(b"200 OK", EVENTS, CHUNKED), chunk(WHOLE), chunk(torn))
     first, large, error = SseSplitter().feed(through_gateway(server, stream))
     assert first == WHOLE[6:-2]
-    assert len(large) > HELD_BYTES
+    assert len(large) > MAX_LINE_BYTES
     assert set(large) == set(b"x")
     assert json.loads(error)["error"]["code"] == 502
 
@@ -182,7 +182,7 @@ def test_a_stream_that_ends_without_a_line_end_is_passed_to_its_last_byte() -> N
 @pytest.mark.parametrize("line_end", [b"\n", b"\r\n", b"\r"])
 def test_lines_are_passed_whole_and_unchanged(line_end: bytes, size: int) -> None:
     content = line_end.join([b"data: one", b"", b": a comment", b"data: two", b"", b"data: the last"])
-    lines = WholeLines()
+    lines = LineBuffer()
     passed = [lines.feed(content[start : start + size]) for start in range(0, len(content), size)]
     assert all(part.endswith((b"\n", b"\r")) for part in passed if part)
     assert lines.rest() == b"data: the last"
@@ -190,8 +190,8 @@ def test_lines_are_passed_whole_and_unchanged(line_end: bytes, size: int) -> Non
 
 
 def test_a_line_that_never_ends_does_not_fill_the_memory() -> None:
-    lines = WholeLines()
+    lines = LineBuffer()
     passed = sum(len(lines.feed(b"x" * 1000)) for _ in range(1000))
     rest = len(lines.rest())
     assert passed + rest == 1_000_000
-    assert rest <= HELD_BYTES
+    assert rest <= MAX_LINE_BYTES

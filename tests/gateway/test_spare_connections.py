@@ -9,8 +9,7 @@ from collections.abc import Awaitable, Callable
 import httpx
 import pytest
 
-from ebbench.gateway import wire
-from ebbench.gateway.wire import StreamTransport
+from ebbench.gateway.transport import _RESERVE, StreamTransport
 
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
@@ -64,9 +63,9 @@ def scenario(play: Callable[[StreamTransport, Server, int], Awaitable[None]]) ->
 def test_spares_are_open_after_the_first_request_and_taken_by_the_next() -> None:
     async def play(transport: StreamTransport, server: Server, port: int) -> None:
         assert await request(transport, port) == 204
-        await until(lambda: server.connections >= wire._RESERVE and not refilling(transport))
-        assert await asyncio.gather(*(request(transport, port) for _ in range(wire._RESERVE))) == [204] * wire._RESERVE
-        assert server.connections <= 1 + 2 * wire._RESERVE
+        await until(lambda: server.connections >= _RESERVE and not refilling(transport))
+        assert await asyncio.gather(*(request(transport, port) for _ in range(_RESERVE))) == [204] * _RESERVE
+        assert server.connections <= 1 + 2 * _RESERVE
 
     scenario(play)
 
@@ -74,7 +73,7 @@ def test_spares_are_open_after_the_first_request_and_taken_by_the_next() -> None
 def test_spares_that_the_server_closed_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     async def play(transport: StreamTransport, server: Server, port: int) -> None:
         assert await request(transport, port) == 204
-        await until(lambda: server.connections >= wire._RESERVE and not refilling(transport))
+        await until(lambda: server.connections >= _RESERVE and not refilling(transport))
         for writer in server.writers:
             writer.close()
         await asyncio.sleep(0.05)

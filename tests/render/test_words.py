@@ -13,7 +13,7 @@ from rich.console import Console
 
 from ebbench.analysis.compare.cases import cases_of
 from ebbench.analysis.compare.policies import Group, group_by_policy
-from ebbench.analysis.conclude import Setting, conclude
+from ebbench.analysis.conclude import RunContext, conclude
 from ebbench.analysis.distribution import Distribution
 from ebbench.analysis.documents import text
 from ebbench.analysis.explain import CrossoverFacts, DecisionFacts, Explanation, Spread, StepFacts, explain
@@ -59,7 +59,7 @@ def made_groups(path: Path, *policies: str, gaps: dict[str, int] | None = None, 
         engine.GAP_MS = engine.GAP_MS | (gaps or {})
         result = engine.run(plan, spec, device_of(), EngineOptions(), None)
         with RunWriter.create(path / policy.replace(":", "-")) as writer:
-            run = conclude(writer, Setting(plan, spec, "sim", device_of(), EngineOptions(), 1), result)
+            run = conclude(writer, RunContext(plan, spec, "sim", device_of(), EngineOptions(), 1), result)
         summaries.append(summarise(run))
         explanations.append(explain(run))
     return group_by_policy(summaries, explanations)

@@ -152,11 +152,11 @@ def test_options_of_several_types_become_text(runs: Path, tmp_path: Path) -> Non
         (("select nothing from runs",), 2, '"nothing"'),
         (("select 1", "-f", "xml"), 2, "unknown format"),
         (("select 1", "-f", "parquet"), 2, "needs --output"),
-        (("create table t (a int)",), 2, "write a select"),
+        (("create table t (a int)",), 2, "for example a select"),
         (("select * from read_text('/etc/hostname')",), 2, "disabled"),
-        (("copy runs to 'stolen.csv'",), 2, "write a select"),
-        (("select 1; select 2",), 2, "write a select"),
-        (("set enable_external_access = true",), 2, "write a select"),
+        (("copy runs to 'stolen.csv'",), 2, "for example a select"),
+        (("select 1; select 2",), 2, "for example a select"),
+        (("set enable_external_access = true",), 2, "for example a select"),
     ],
 )
 def test_what_is_refused(

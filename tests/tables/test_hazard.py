@@ -99,7 +99,7 @@ def test_answers_of_one_length_have_no_trend_and_no_fit() -> None:
     found = analyse_lengths([512] * 50)
     assert (found.tests, found.published, found.censored) == (None, None, None)
     said = invoke("hazard", "balanced", "--length-distribution", "fixed", "-n", "50")
-    assert "every answer has 512 tokens: there is no trend to test and no hazard to fit" in said.output
+    assert "every response has 512 tokens: there is no trend to test and no hazard to fit" in said.output
     assert "theta*" not in said.output
     assert analyse_lengths([3, 3, 4]).untested == "too few different lengths to test for a trend"
 

@@ -122,7 +122,7 @@ def test_closed_loop_with_the_callers_concurrency() -> None:
     [
         ({"scenario": "poisson"}, "give --request-rate"),
         ({"scenario": "ramp"}, "--saturation-rate"),
-        ({"scenario": "saturated", "request_rate": 3.0}, "takes no request rate"),
+        ({"scenario": "saturated", "request_rate": 3.0}, "has no request rate"),
         ({"scenario": "concurrency-shift", "max_concurrency": 3}, "leave out --max-concurrency"),
         ({"scenario": "distribution-shift", "input_len": 3}, "brings its own lengths"),
         ({"scenario": "poisson", "request_rate": 3, "burstiness": 0.5}, "no gamma gaps"),
@@ -201,12 +201,12 @@ requests = 30
         ("", "needs at least one"),
         ('[[phases]\nname="a"', "is not valid TOML"),
         ('[[phases]]\nname="a"\nmax_concurrency="x"', "Expected `int"),
-        ('[[phases]]\nname="a"\nmax_concurrency=2\nrate=3', "'a' of a closed loop takes no rate"),
-        ('[[phases]]\nname="a"\nmax_concurrency=2\nlevel=2', "takes no level"),
-        ('[[phases]]\nname="a"\nmax_concurrency=2\nburstiness=0.5', "takes no burstiness"),
-        ('[[phases]]\nname="a"\nmax_concurrency=2\nshare=0.5', "takes no share"),
-        ('[[phases]]\nname="a"\nmax_concurrency=2\ncurve={levels=[1, 2]}', "takes no curve"),
-        ('max_concurrency=2\n[[phases]]\nname="a"\nmax_concurrency=2', "closed loop stands in its phases"),
+        ('[[phases]]\nname="a"\nmax_concurrency=2\nrate=3', "'a' of a closed loop has no rate"),
+        ('[[phases]]\nname="a"\nmax_concurrency=2\nlevel=2', "has no level"),
+        ('[[phases]]\nname="a"\nmax_concurrency=2\nburstiness=0.5', "has no burstiness"),
+        ('[[phases]]\nname="a"\nmax_concurrency=2\nshare=0.5', "has no share"),
+        ('[[phases]]\nname="a"\nmax_concurrency=2\ncurve={levels=[1, 2]}', "has no curve"),
+        ('max_concurrency=2\n[[phases]]\nname="a"\nmax_concurrency=2', "phases of a closed loop set"),
         (
             '[[phases]]\nname="a"\nmax_concurrency=2\nrequests=3\n[[phases]]\nname="b"\nmax_concurrency=2\nrequests=3\n'
             'input={family="fixed", mean=3}\noutput={family="fixed", mean=3}',

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.vllm
 def test_no_step_holds_more_adapters_than_the_device_has_slots_for(policy: str, asynchronous: bool) -> None:
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    if not compat.asks_on_admission(Scheduler):
+    if not compat.can_block_admission(Scheduler):
         pytest.skip("LoRA is refused on this vLLM")
     engine = Engine(policy, asynchronous=asynchronous, budget=64, seqs=8)
     engine.scheduler.lora_config = SimpleNamespace(max_loras=2)

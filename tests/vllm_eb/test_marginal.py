@@ -17,7 +17,7 @@ from vllm_eb.lengths import Lengths
 from vllm_eb.marginal import MarginalRefill, Refill
 from vllm_eb.policies.marginal import MarginalPolicy, MarginalSpec
 from vllm_eb.policy import parse_policy
-from vllm_eb.room import PAID_OVER, paying_steps, prompts_that_stay
+from vllm_eb.room import PAYBACK_FACTOR, payback_steps, prompts_that_stay
 from vllm_eb.service import TPOT_SHARE
 from vllm_eb.strategy import EngineFacts
 from vllm_eb.theory import base_threshold
@@ -275,7 +275,7 @@ def test_a_sequence_has_paid_for_its_second_prefill_when_its_tokens_were_that_mu
     """With linear costs one more sequence saves alpha_d / n a token, whatever it costs itself."""
     assume(abs(alpha_d / active - beta_p) > 1e-6 * (alpha_d / active + beta_d))  # else rounding decides
     costs = LinearCosts(1e-3, beta_p, alpha_d, beta_d, 1e-3)
-    steps = paying_steps(costs, beta_p, active=active, context_tokens=100, prompt_tokens=prompt)
+    steps = payback_steps(costs, beta_p, active=active, context_tokens=100, prompt_tokens=prompt)
     if math.isfinite(steps):
         assert steps * alpha_d / active == pytest.approx(beta_p * (prompt + steps), rel=1e-3)
     else:
@@ -287,10 +287,10 @@ def test_a_sequence_has_paid_for_its_second_prefill_when_its_tokens_were_that_mu
     free=st.integers(0, 1_000_000), prompt=st.floats(1, 10_000),
 )  # fmt: skip
 def test_those_let_in_as_they_pay_can_all_stay_that_long(steps: float, active: int, free: int, prompt: float) -> None:
-    more = prompts_that_stay(PAID_OVER * steps, active=active, free_tokens=free, prompt_tokens=prompt)
+    more = prompts_that_stay(PAYBACK_FACTOR * steps, active=active, free_tokens=free, prompt_tokens=prompt)
     assert more >= 0.0
     if more > 0.0:
-        assert more * prompt + (active + more) * PAID_OVER * steps <= free * (1 + 1e-9)
+        assert more * prompt + (active + more) * PAYBACK_FACTOR * steps <= free * (1 + 1e-9)
 
 
 def test_cached_prompt_tokens_are_not_counted_as_work() -> None:
@@ -302,7 +302,7 @@ def test_cached_prompt_tokens_are_not_counted_as_work() -> None:
         for _ in range(200):
             lengths.on_prompt(10_000, cached)
         made = MarginalPolicy(MarginalSpec(mix=False), engine, lengths)
-        limits[cached] = made.refill_now(view(decoding=50, waiting=10), 2).tokens
+        limits[cached] = made.possible_refill(view(decoding=50, waiting=10), 2).tokens
     assert limits[9_000] == pytest.approx(2_000, rel=0.01)
     assert limits[0] == pytest.approx(8192)
 

@@ -18,8 +18,8 @@ from vllm_eb.policy import (
     parse_policy,
     policy_from_mapping,
     policy_types,
+    settings_in_effect,
     settings_of,
-    takes,
 )  # fmt: skip
 
 
@@ -61,23 +61,23 @@ def test_any_settings_round_trip(theta: float, window: int, margin: float) -> No
         ("eb:theta=0", "strictly between 0 and 1"),
         ("eb:theta=x", "not valid"),
         ("eb:k=3,theta=0.2", "not both"),
-        ("eb:theta=0.3,min_samples=1", "min_samples= beside theta=0.3; there it takes theta, update_every, kv_gate"),
-        ("eb:k=8,initial_theta=0.9", "initial_theta= beside k=8; there it takes k, update_every, kv_gate"),
-        ("eb:epsilon=0.5,memory_safe=off", "epsilon= beside memory_safe=false; there it takes k, theta, estimator"),
-        ("v1:k=3", "v1 does nothing with k=, which is for deferred, eb; it takes no settings"),
-        ("ebplus:theta=0.4", "ebplus does nothing with theta=, which is for eb; it takes margin"),
-        ("deferred:k=3,theta=0.4", "deferred does nothing with theta=, which is for eb; it takes k"),
+        ("eb:theta=0.3,min_samples=1", "min_samples= with theta=0.3; it then uses theta, update_every, kv_gate"),
+        ("eb:k=8,initial_theta=0.9", "initial_theta= with k=8; it then uses k, update_every, kv_gate"),
+        ("eb:epsilon=0.5,memory_safe=off", "epsilon= with memory_safe=false; it then uses k, theta, estimator"),
+        ("v1:k=3", "v1 has no setting k=, which belongs to deferred, eb; it takes no settings"),
+        ("ebplus:theta=0.4", "ebplus has no setting theta=, which belongs to eb; it takes margin"),
+        ("deferred:k=3,theta=0.4", "deferred has no setting theta=, which belongs to eb; it takes k"),
         ("cadence", "write cadence:every=8"),
         ("cadence:every=0", "at least 1 .steps., e.g. every=8"),
         ("cadence:every=2.5", "'every=2.5' is not valid; write a whole number"),
-        ("cadence:every=4,k=2", "k=, which is for deferred, eb; it takes every"),
-        ("eb:every=4", "every=, which is for cadence"),
+        ("cadence:every=4,k=2", "k=, which belongs to deferred, eb; it takes every"),
+        ("eb:every=4", "every=, which belongs to cadence"),
         ("eb:thta=0.2", "setting of policy eb 'thta'; did you mean 'theta'"),
         ("eb:k=3,k=4", "k is given twice"),
         ("v1:thta=0.2", "takes no settings"),
-        ("v0:window=3", "v0 does nothing with window=, which is for eb, ebplus, marginal; it takes no settings"),
-        ("eb:margin=1e-5", "margin=, which is for ebplus; it takes k, theta"),
-        ("ebplus:ttft=3", "ttft=, which is for marginal"),
+        ("v0:window=3", "v0 has no setting window=, which belongs to eb, ebplus, marginal; it takes no settings"),
+        ("eb:margin=1e-5", "margin=, which belongs to ebplus; it takes k, theta"),
+        ("ebplus:ttft=3", "ttft=, which belongs to marginal"),
         ("eb:kv_gate=maybe", "on or off"),
         ("eb:estimator=best", "one of published, censored"),
         ("eb:window=0", "at least 1"),
@@ -99,7 +99,7 @@ def test_every_kind_is_described() -> None:
     assert set(descriptions()) >= {"v0", "v1", "cadence", "deferred", "eb", "ebplus", "marginal"}
     for kind, made in policy_types().items():
         assert made.kind == kind
-        assert set(takes(parse_policy(example(kind)))) == set(settings_of(made))
+        assert set(settings_in_effect(parse_policy(example(kind)))) == set(settings_of(made))
         assert all(about.help and about.values for about in settings_of(made).values())
 
 
@@ -140,4 +140,4 @@ def test_just_what_is_taken_is_heeded(policy: str) -> None:
     spec = parse_policy(policy)
     heeded = {key for key, value in CHANGED.items() if told(unchecked(spec, key, value)) != told(spec)}
     idle = {key for key, value in CHANGED.items() if getattr(spec, key) == value}
-    assert heeded == (set(takes(spec)) & set(CHANGED)) - idle
+    assert heeded == (set(settings_in_effect(spec)) & set(CHANGED)) - idle

@@ -129,7 +129,7 @@ def test_a_record_that_ends_early_says_so(tmp_path: Path, caplog: pytest.LogCapt
 def test_where_the_disk_is_too_slow_steps_are_dropped_and_counted_instead_of_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(recorder, "MOST_QUEUED", 10)
+    monkeypatch.setattr(recorder, "MAX_QUEUED", 10)
     hold, write = threading.Event(), Recorder._write_item
 
     def slow(self: Recorder, item: object) -> None:

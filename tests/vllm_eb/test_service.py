@@ -70,28 +70,28 @@ def test_after_a_shift_to_longer_answers_the_short_memory_counts() -> None:
     assert length.mean > 400
 
 
-def debt_after(steps: list[tuple[float, bool]], *, in_reach: bool = True, decoding: int = 10) -> TokenDebt:
+def debt_after(steps: list[tuple[float, bool]], *, reachable: bool = True, decoding: int = 10) -> TokenDebt:
     """Steps of so many seconds, that give a token or none, with a target of 0.1 s and answers of 200 tokens."""
     debt, now_s = TokenDebt(0.1), 0.0
-    debt.observe(now_s, decoding=0, stepped=False, answer_tokens=200, in_reach=in_reach)
+    debt.observe(now_s, decoding=0, stepped=False, answer_tokens=200, reachable=reachable)
     for length_s, stepped in steps:
         now_s += length_s
-        debt.observe(now_s, decoding=decoding, stepped=stepped, answer_tokens=200, in_reach=in_reach)
+        debt.observe(now_s, decoding=decoding, stepped=stepped, answer_tokens=200, reachable=reachable)
     return debt
 
 
 def test_prompts_wait_while_answers_are_behind_their_target_and_come_again_when_they_have_caught_up() -> None:
     behind = [(1.0, False)]
-    assert debt_after(behind).too_much
-    assert debt_after([*behind, *[(0.05, True)] * 5]).too_much
-    assert not debt_after([*behind, *[(0.05, True)] * 20]).too_much
-    assert not debt_after([(0.05, True)] * 1000 + [(0.4, False)]).too_much
+    assert debt_after(behind).exceeded
+    assert debt_after([*behind, *[(0.05, True)] * 5]).exceeded
+    assert not debt_after([*behind, *[(0.05, True)] * 20]).exceeded
+    assert not debt_after([(0.05, True)] * 1000 + [(0.4, False)]).exceeded
     # What was saved before does not count.
-    assert debt_after([(0.05, True)] * 1000 + behind).too_much
+    assert debt_after([(0.05, True)] * 1000 + behind).exceeded
 
 
 def test_nothing_waits_for_a_target_out_of_reach_or_for_answers_that_have_missed_it_long_ago() -> None:
-    assert not debt_after([(1.0, False)] * 9, in_reach=False).too_much
-    assert not debt_after([(1.0, False)] * 9, decoding=0).too_much
+    assert not debt_after([(1.0, False)] * 9, reachable=False).exceeded
+    assert not debt_after([(1.0, False)] * 9, decoding=0).exceeded
     most_s = DEBT_FORGOTTEN * 200 * 0.1
-    assert not debt_after([(1000.0, False), *[(0.045, True)] * math.ceil(most_s / 0.05)]).too_much
+    assert not debt_after([(1000.0, False), *[(0.045, True)] * math.ceil(most_s / 0.05)]).exceeded

@@ -40,7 +40,7 @@ def test_a_pass_lasts_from_its_start_to_its_end() -> None:
     passes.received = 7
     passes.scheduled(output)
     passes.ended(output, queued_tokens=0, kv_tokens=64, generates=False)
-    assert kept.signals == [Signal(3, 0, 250, 7, 0, 64, goes_on=False, generates=False)]
+    assert kept.signals == [Signal(3, 0, 250, 7, 0, 64, continues=False, generates=False)]
 
 
 def test_a_pass_scheduled_while_another_runs_starts_when_that_one_ends() -> None:
@@ -50,16 +50,16 @@ def test_a_pass_scheduled_while_another_runs_starts_when_that_one_ends() -> None
     passes.scheduled(second)
     passes.ended(first, 0, 0, False)
     passes.ended(second, 0, 0, False)
-    assert [(s.step_id, s.duration_ns, s.goes_on) for s in kept.signals] == [(0, 200, True), (1, 60, False)]
+    assert [(s.step_id, s.duration_ns, s.continues) for s in kept.signals] == [(0, 200, True), (1, 60, False)]
 
 
-@pytest.mark.parametrize(("queued", "generates", "goes_on"), [(0, False, False), (5, False, True), (0, True, True)])
-def test_it_goes_on_with_queued_tokens_or_answers(queued: int, generates: bool, goes_on: bool) -> None:
+@pytest.mark.parametrize(("queued", "generates", "continues"), [(0, False, False), (5, False, True), (0, True, True)])
+def test_it_goes_on_with_queued_tokens_or_answers(queued: int, generates: bool, continues: bool) -> None:
     passes, kept = clock(0, 1)
     output = object()
     passes.scheduled(output)
     passes.ended(output, queued, 0, generates)
-    assert kept.signals[0].goes_on is goes_on
+    assert kept.signals[0].continues is continues
 
 
 def test_an_output_that_was_no_pass_is_ignored() -> None:

@@ -156,7 +156,7 @@ def test_impossible_specs_are_refused(settings_: dict[str, Any]) -> None:
     ],
 )
 def test_a_key_the_family_does_not_use_is_refused(family: Any, key: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=f"{key} does nothing in family '{family}', which takes mean, .*leave it out"):
+    with pytest.raises(ValueError, match=f"{key} has no effect in family '{family}', which uses mean, .*leave it out"):
         LengthSpec(family=family, mean=900, max=8192, **{key: value})
 
 

@@ -110,7 +110,7 @@ def test_show_scenario_lays_out_the_sessions_asked_for(lunch: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("saturated", "--request-rate", "5"), "takes no request rate"),
+        (("saturated", "--request-rate", "5"), "has no request rate"),
         (("saturated", "--saturation-rate", "5"), "leave out --saturation-rate"),
         (("poisson", "-n", "50"), "give --request-rate"),
         (("trace", "-n", "50"), "workloads show trace:FILE"),

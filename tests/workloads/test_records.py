@@ -163,7 +163,7 @@ def test_wrong_schemas_name_file_line_and_what_was_expected(data: Path, tmp_path
 def test_nothing_admitted_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "short.jsonl"
     path.write_text(json.dumps({"conversation": [{"role": "user", "content": "x"}]}) + "\n")
-    with pytest.raises(InputFileError, match="no wildchat record that the selection rules"):
+    with pytest.raises(InputFileError, match="no wildchat record that passes the selection rules"):
         build_plan("wildchat", source=f"file:{path}")
 
 

@@ -61,7 +61,7 @@ def test_a_hub_that_refuses_is_unreachable(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_hub_that_never_answers_is_given_up_at_the_deadline(silent: str) -> None:
     reason = why_unreachable(NUMINA, {"HF_ENDPOINT": silent}, deadline_s=0.2)
-    assert reason in (f"no answer from {silent} within 0.2 s", f"{silent} cannot be reached (timed out)")
+    assert reason in (f"no response from {silent} within 0.2 s", f"{silent} cannot be reached (timed out)")
 
 
 def test_the_deadline_is_three_seconds_whatever_the_client_does(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,7 +70,7 @@ def test_the_deadline_is_three_seconds_whatever_the_client_does(monkeypatch: pyt
     monkeypatch.setattr(hub, "_ask", lambda *_: threading.Event().wait())
     monkeypatch.setattr(threading.Thread, "join", lambda _, timeout=None: waited.append(timeout))
     assert why_unreachable(NUMINA, {"HF_ENDPOINT": "http://127.0.0.1:9"}) == (
-        "no answer from http://127.0.0.1:9 within 3 s"
+        "no response from http://127.0.0.1:9 within 3 s"
     )
     assert waited == [3.0]
 

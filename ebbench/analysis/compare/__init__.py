@@ -1,1 +1,1 @@
-"""Runs side by side: over policies, and paired by plan."""
+"""Compares runs: grouped by policy, and paired by plan."""

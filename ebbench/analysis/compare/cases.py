@@ -1,7 +1,7 @@
-"""Which runs belong together: one case per load and environment. Every table, page and answer groups runs here.
+"""Groups runs into cases: one case per load and environment. Every table, page and sentence uses this grouping.
 
-Runs of different rate, concurrency, device, topology, workload or scheduler settings answer different questions. They
-are never averaged, and a policy is only compared with the baseline of its own case.
+Runs that differ in rate, concurrency, device, topology, workload or scheduler settings are not averaged, and a policy
+is compared only with the baseline of its own case.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ NAMES: Mapping[str, str] = {
     "sessions": "", "concurrency": "", "rate": "", "saturation rate": "", "burstiness": "", "speed": "", "ramp-up": "",
     "topology": "",
 }  # fmt: skip
-"""What stands before a value that tells cases apart; any other is named as it is stored."""
+"""Words before a value in the title of a case; other conditions are named as they are stored."""
 
 
 @dataclass(frozen=True)
 class Case:
     """The runs of one load in one environment, one group per policy.
 
-    ``title`` says what sets the case apart from the others beside it and is empty for a single one, ``apart`` holds the
-    names of what does. ``phases`` holds a summary for each phase of each run whose plan has several.
+    ``title`` names what distinguishes the case from the other cases (empty for a single case); ``apart`` has the names
+    of these conditions. ``phases`` holds a summary per phase of each run whose plan has several phases.
     """
 
     title: str
@@ -39,25 +39,25 @@ class Case:
 
     @property
     def baseline(self) -> Group:
-        """The policy that the others are compared with."""
+        """The group that the others are compared with."""
         return baseline_of(self.groups)
 
     @property
     def summaries(self) -> tuple[Summary, ...]:
-        """All runs, policy by policy."""
+        """Summaries of all runs, grouped by policy."""
         return tuple(summary for group in self.groups for summary in group.summaries)
 
 
 def cases_of(
     summaries: Sequence[Summary], explanations: Sequence[Explanation] = (), phases: Sequence[Summary] = ()
 ) -> tuple[Case, ...]:
-    """Cases in the order in which their first runs come, in each the baseline in front of the other policies.
+    """Cases in the order of their first runs; in each case the baseline comes first.
 
     ``explanations`` is empty or has one entry per summary.
     """
     held = partition(range(len(summaries)), [summary.conditions for summary in summaries],
                      [(summary.seed, summary.plan_hash) for summary in summaries])  # fmt: skip
-    apart = telling([summaries[places[0]].conditions for _, places in held])
+    apart = differing_conditions([summaries[places[0]].conditions for _, places in held])
     if len(held) > 1 and any("plan " in title for title, _ in held):
         apart.append("plan")
     cases = []
@@ -84,11 +84,11 @@ def partition(
     plans: Sequence[tuple[int, str]],
     allowed: Sequence[str] = (),
 ) -> list[tuple[str, list[T]]]:
-    """Split ``items`` into those that asked the same question, each with the words that tell it from the others.
+    """Split ``items`` into lists with equal conditions, each with the words that distinguish it from the others.
 
     ``conditions`` and ``plans`` (seed and hash) have one entry per item; ``allowed`` names conditions that may differ.
-    Where one seed gave several plans under the same recorded conditions, something that is not recorded differed, and
-    every plan stands alone.
+    If one seed has several plans under equal conditions, an unrecorded condition differed, and every plan becomes a
+    list of its own.
     """
     compared = [{name: text for name, text in each.items() if name not in allowed} for each in conditions]
     members: dict[tuple[tuple[str, str], ...], list[int]] = {}
@@ -101,7 +101,7 @@ def partition(
 
 
 def _by_plan(places: list[int], plans: Sequence[tuple[int, str]]) -> list[tuple[list[int], str]]:
-    """The places as they are, or where a seed has several plans one part per plan, with the plan's hash."""
+    """``places`` unchanged, or, if a seed has several plans, one part per plan with the plan's hash."""
     if len({plans[place] for place in places}) == len({plans[place][0] for place in places}):
         return [(places, "")]
     parts: dict[str, list[int]] = {}
@@ -110,18 +110,20 @@ def _by_plan(places: list[int], plans: Sequence[tuple[int, str]]) -> list[tuple[
     return [(own, plan[:8]) for plan, own in parts.items()]
 
 
-def telling(conditions: Sequence[Mapping[str, str]]) -> list[str]:
-    """Names of the conditions in which some cases differ."""
+def differing_conditions(conditions: Sequence[Mapping[str, str]]) -> list[str]:
+    """Names of the conditions in which the cases differ."""
     names = dict.fromkeys(name for each in conditions for name in each)
     return [name for name in names if len({each.get(name, "") for each in conditions}) > 1]
 
 
 def _titles(cases: Sequence[tuple[Mapping[str, str], str]]) -> list[str]:
-    """What tells each case, given by its conditions and its plan, from the others. What a case has no value for is left
-    out where the titles stay distinct without it."""
+    """A title per case, from its conditions and plan.
+
+    Conditions that a case does not record are left out if the titles stay distinct without them.
+    """
     if len(cases) < 2:
         return [""] * len(cases)
-    apart = telling([conditions for conditions, _ in cases])
+    apart = differing_conditions([conditions for conditions, _ in cases])
     for complete in (False, True):
         titles = [_title(conditions, apart, plan, complete=complete) for conditions, plan in cases]
         if all(titles) and len(set(titles)) == len(titles):
@@ -141,6 +143,6 @@ def _worded(name: str, text: str, *, complete: bool) -> str:
 
 
 def by_phase(case: Case) -> list[tuple[str, tuple[Group, ...]]]:
-    """The phases of a case in the order in which they come, each with its groups."""
+    """The phases of a case in order, each with its groups."""
     names = dict.fromkeys(summary.phase for summary in case.phases)
     return [(name, group_by_policy([one for one in case.phases if one.phase == name])) for name in names]

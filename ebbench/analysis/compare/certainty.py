@@ -1,12 +1,11 @@
-"""How surely policies differ: one rule for every table, page and sentence that says "wins".
+"""Whether policies differ significantly: the one rule behind every table, page and sentence that says "wins".
 
-A difference is *shown* when the Holm-adjusted p-value of a two-sided sign-flip test over pairs of runs of the same plan
+A difference is *shown* if the Holm-adjusted p-value of a two-sided sign-flip test over pairs of runs of the same plan
 is at most ALPHA. The tests of a comparison are throughput and the median latencies of every policy against the
-baseline. Copies (repeats in virtual time that agree in every figure) count once: they were not measured again.
+baseline. Copies (repeats in virtual time with equal figures) count once: they are not new measurements.
 
-Runs made until it was clear (``--repeats auto``) were looked at after every pair. A test for one look would then find
-differences where there are none, so these runs get p-values that hold at every look
-(:mod:`ebbench.analysis.sequential`).
+Runs repeated until the answer was clear (``--repeats auto``) were tested after every pair, which makes a fixed-n test
+wrong too often. They get p-values that hold at every test (:mod:`ebbench.analysis.sequential`).
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from ebbench.analysis.compare.policies import (
     TIE,
     Figure,
     Group,
+    all_keep_up,
     baseline_of,
-    keep_up,
     output_throughput,
     paired_by_plan,
     request_goodput,
@@ -32,22 +31,22 @@ from ebbench.analysis.sequential import anytime_p_two_sided, confidence_sequence
 from ebbench.analysis.statistics import holm, sign_flip_p
 
 ALPHA = 0.05
-"""Chance of calling any difference shown where there is none, over all tests of a comparison."""
+"""Probability of calling any difference shown if there is none, over all tests of a comparison."""
 
 TESTED: Mapping[str, Figure] = {
     "output_throughput": output_throughput,
     "median_ttft_ms": lambda metrics: metrics.ttft.median,
     "median_tpot_ms": lambda metrics: metrics.tpot.median,
 }
-"""The figures that are tested, by their names in :mod:`ebbench.analysis.gate`."""
+"""The tested figures, by their names in :mod:`ebbench.analysis.gate`."""
 
 Name = TypeVar("Name", bound=Hashable)
 
 
 def two_sided_p(logs: Sequence[float], *, sequential: bool = False) -> float | None:
-    """P-value of "the mean log ratio is zero"; None for a single pair, which says nothing about chance.
+    """P-value of "the mean log ratio is zero"; None for a single pair.
 
-    ``sequential``: the pairs, in the order of measuring, were looked at after each.
+    ``sequential``: the pairs, in order of measurement, were tested after each.
     """
     if len(logs) < 2:
         return None
@@ -63,15 +62,15 @@ def adjusted(tests: Mapping[Name, Sequence[float]], *, sequential: bool = False)
 
 
 def pairs_needed(tests: int, alpha: float = ALPHA) -> int:
-    """Pairs from which on any of so many tests can be shown: the smallest two-sided p, 2**(1-n), times the tests must
-    fall to ``alpha``."""
+    """Least number of pairs with which any of ``tests`` tests can be significant: the smallest two-sided p, 2**(1-n),
+    times ``tests`` must be at most ``alpha``."""
     return 1 + math.ceil(math.log2(max(tests, 1) / alpha))
 
 
 def p_of(groups: Sequence[Group], policy: str, figure: Figure) -> float | None:
-    """The adjusted p-value for ``policy`` against the baseline of ``groups``; None where no test is possible.
+    """The adjusted p-value for ``policy`` against the baseline of ``groups``; None if no test is possible.
 
-    A figure that is not among TESTED is one test more than those, adjusted by Bonferroni.
+    A figure that is not in TESTED counts as one more test, adjusted by Bonferroni.
     """
     tests = {
         (group.policy, name): logs
@@ -81,42 +80,42 @@ def p_of(groups: Sequence[Group], policy: str, figure: Figure) -> float | None:
     }
     name = next((name for name, tested in TESTED.items() if tested is figure), None)
     if name is not None:
-        return adjusted(tests, sequential=in_sequence(groups)).get((policy, name))
+        return adjusted(tests, sequential=repeated_until_clear(groups)).get((policy, name))
     group = next(group for group in groups if group.policy == policy)
     logs = log_ratios(group, baseline_of(groups), figure)
-    p = None if logs is None else two_sided_p(logs, sequential=in_sequence(groups))
+    p = None if logs is None else two_sided_p(logs, sequential=repeated_until_clear(groups))
     return None if p is None else min(1.0, p * (len(tests) + 1))
 
 
-def in_sequence(groups: Sequence[Group]) -> bool:
-    """Whether any of the runs was made until it was clear."""
+def repeated_until_clear(groups: Sequence[Group]) -> bool:
+    """Whether any of the runs was repeated until the answer was clear."""
     return any(summary.until_clear for group in groups for summary in group.summaries)
 
 
 def deciding_figure(groups: Sequence[Group]) -> Figure:
-    """What the policies are compared by: goodput where limits were given and met, request time where all of them keep
-    up with the arrivals, else output throughput."""
+    """The figure that decides: goodput if limits were given and met, request time if all policies keep up with the
+    arrivals, else output throughput."""
     if all(group.mean(request_goodput) for group in groups):
         return request_goodput
-    return request_time if keep_up(groups) else output_throughput
+    return request_time if all_keep_up(groups) else output_throughput
 
 
-Settled = Literal["", "shown", "equal", "copies"]
+StopReason = Literal["", "shown", "equal", "copies"]
 
 
-def settled(groups: Sequence[Group]) -> Settled:
-    """Whether more pairs are of no use, and why: every policy's difference to the baseline is shown, or all of them lie
-    within TIE of it, or the runs are copies of each other; empty while the question is open."""
+def stop_reason(groups: Sequence[Group]) -> StopReason:
+    """Why more pairs would not help, "" if they may: every difference to the baseline is "shown", all are within TIE
+    of it ("equal"), or the runs are "copies" of each other."""
     if any(group.copies for group in groups):
         return "copies"
     figure, baseline = deciding_figure(groups), baseline_of(groups)
-    reasons = {_settled(groups, group, figure) for group in _others(groups) if group is not baseline}
+    reasons = {_stop_reason_of(groups, group, figure) for group in _others(groups) if group is not baseline}
     if not reasons or "" in reasons:
         return ""
     return "shown" if "shown" in reasons else "equal"
 
 
-def _settled(groups: Sequence[Group], group: Group, figure: Figure) -> Settled:
+def _stop_reason_of(groups: Sequence[Group], group: Group, figure: Figure) -> StopReason:
     logs = log_ratios(group, baseline_of(groups), figure)
     if logs is None or len(logs) < 2:
         return ""
@@ -128,10 +127,10 @@ def _settled(groups: Sequence[Group], group: Group, figure: Figure) -> Settled:
 
 
 def pairs_for(logs: Sequence[float], tests: int, power: float = 0.8) -> int | None:
-    """About how many pairs show a difference of the size seen, at the spread seen, with probability ``power``.
+    """Approximate number of pairs that show a difference of the observed size and spread with probability ``power``.
 
-    By the normal approximation, at the level that remains to each of so many tests; never fewer than any difference
-    takes. None where nothing is known of the spread or no difference was seen.
+    Normal approximation at the level alpha / tests, at least :func:`pairs_needed`. None if the spread is unknown or the
+    observed difference is zero.
     """
     if len(logs) < 2 or not any(logs):
         return None
@@ -141,17 +140,19 @@ def pairs_for(logs: Sequence[float], tests: int, power: float = 0.8) -> int | No
         return None
     normal = NormalDist()
     level = normal.inv_cdf(1 - ALPHA / 2 / max(tests, 1))
-    many = ((level + normal.inv_cdf(power)) * spread / mean) ** 2 + level**2 / 2  # the second term: few pairs
+    many = (
+        (level + normal.inv_cdf(power)) * spread / mean
+    ) ** 2 + level**2 / 2  # the second term corrects for few pairs
     return max(pairs_needed(tests), math.ceil(many))
 
 
 def tests_of(groups: Sequence[Group]) -> int:
-    """How many tests a comparison of these policies is."""
+    """Number of tests in a comparison of these policies."""
     return len(TESTED) * (len(groups) - 1)
 
 
 def log_ratios(group: Group, baseline: Group, figure: Figure) -> list[float] | None:
-    """Log of the figure over the baseline's, one per pair of runs that is no copy; None where one is undefined."""
+    """Log of the figure over the baseline's, per pair of runs without copies; None if one is undefined."""
     pairs: dict[object, tuple[float | None, float | None]] = {}
     for place, (ours, theirs) in enumerate(paired_by_plan(group, baseline)):
         copied = _figures(ours.metrics) + _figures(theirs.metrics)

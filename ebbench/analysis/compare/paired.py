@@ -1,7 +1,7 @@
-"""Runs side by side, paired by plan: how much better or worse each policy is than the baseline, and how surely.
+"""Compares runs paired by plan: how much better or worse each policy is than the baseline, with confidence intervals.
 
-Runs of different load or environment are different cases (:mod:`ebbench.analysis.compare.cases`), each a comparison of
-its own.
+Runs of different load or environment are different cases (:mod:`ebbench.analysis.compare.cases`), each with its own
+comparison.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ebbench.analysis.compare.certainty import ALPHA, pairs_needed, two_sided_p
 from ebbench.analysis.compare.policies import TIE, alike
 from ebbench.analysis.environment import differences
 from ebbench.analysis.gate.units import FIGURES, Unit, load_units
-from ebbench.analysis.gate.verdict import GATED, Pair, looked_at, losses_of, measured_somewhere, pair_units
+from ebbench.analysis.gate.verdict import GATED, Pair, losses_of, measured_somewhere, pair_units, repeated_until_clear
 from ebbench.analysis.sequential import confidence_sequence
 from ebbench.analysis.statistics import detectable_loss, holm, paired_t
 from ebbench.errors import DataError, UnknownNameError
@@ -29,9 +29,11 @@ THROUGHPUT, GOODPUT, REQUEST_TIME = "output_throughput", "request_goodput", "med
 
 @dataclass(frozen=True)
 class Contrast:
-    """One figure of one policy against the baseline's. ``change``, ``low``, ``high``, ``detectable`` are shares;
-    ``p_adjusted`` is two-sided, Holm-adjusted over throughput and medians of all policies (goodput and request time,
-    where they decide, are one test more); None for the advisory ones and with a single pair."""
+    """One figure of one policy against the baseline. ``change``, ``low``, ``high`` and ``detectable`` are shares.
+
+    ``p_adjusted`` is two-sided and Holm-adjusted over throughput and medians of all policies (goodput and request time
+    count as one more test if they decide); None for advisory figures and for a single pair.
+    """
 
     figure: str
     baseline: float
@@ -45,10 +47,13 @@ class Contrast:
 
 
 @dataclass(frozen=True)
-class Contestant:
-    """A policy with its figures against the baseline; ``pairs`` are those it was compared on, ``skipped`` the figures
-    that only some runs have or that do not compare, with the reason. ``deciding`` is the figure that says which of the
-    two is better, by the rule that ``show`` has (:func:`ebbench.analysis.compare.certainty.deciding_figure`)."""
+class PolicyContrasts:
+    """A policy with its figures against the baseline. ``pairs``: the pairs compared. ``skipped``: figures that only
+    some runs have or that cannot be compared, with the reason.
+
+    ``deciding``: the figure that decides which is better, by the rule of ``show``
+    (:func:`ebbench.analysis.compare.certainty.deciding_figure`).
+    """
 
     label: str
     pairs: tuple[Pair, ...]
@@ -59,26 +64,26 @@ class Contestant:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The baseline, its runs, and the other policies. ``title`` tells the case from others beside it."""
+    """The baseline, its runs, and the other policies. ``title`` distinguishes the case from other cases."""
 
     baseline: str
     units: tuple[Unit, ...]
-    contestants: tuple[Contestant, ...]
+    others: tuple[PolicyContrasts, ...]
     title: str = ""
 
 
 @dataclass(frozen=True)
 class Compared:
-    """A comparison per load and environment; ``alone`` says which cases have no second policy or no baseline."""
+    """One comparison per load and environment. ``alone``: cases without a second policy or without a baseline."""
 
     comparisons: tuple[Comparison, ...]
     alone: tuple[str, ...] = ()
 
 
 def load_groups(paths: Sequence[Path]) -> dict[str, list[Unit]]:
-    """Units by policy, in the order given; a policy named by several arguments is one group per argument.
+    """Units by policy, in the order given; a policy that several arguments name is one group per argument.
 
-    Raises DataError when a run is missing, damaged or INVALID.
+    Raises DataError if a run is missing, damaged or INVALID.
     """
     found: dict[tuple[str, int], list[Unit]] = {}
     for place, path in enumerate(paths):
@@ -88,7 +93,7 @@ def load_groups(paths: Sequence[Path]) -> dict[str, list[Unit]]:
 
 
 def _merged(found: Mapping[tuple[str, int], list[Unit]], paths: Sequence[Path]) -> dict[str, list[Unit]]:
-    """Arguments that bring different plans of one policy are one group; the same plan twice makes two groups."""
+    """Merge arguments that hold different plans of one policy; if a plan occurs twice, they stay separate groups."""
     groups: dict[str, list[Unit]] = {}
     for (policy, place), units in found.items():
         held = groups.get(policy, [])
@@ -99,7 +104,7 @@ def _merged(found: Mapping[tuple[str, int], list[Unit]], paths: Sequence[Path]) 
 
 
 def _label(policy: str, path: Path, taken: Collection[str]) -> str:
-    """The policy with as much of the path's end as tells it apart; with a number where the path is named again."""
+    """The policy with the shortest unique end of the path; with a number if the same path is given twice."""
     parts = path.resolve().parts
     ends = ["/".join(parts[-length:]) for length in range(1, len(parts) + 1)]
     numbered = (f"{ends[0]}, {number}" for number in itertools.count(2))
@@ -111,7 +116,7 @@ def compare_cases(
 ) -> Compared:
     """:func:`compare` for every load and environment among the units.
 
-    Raises DataError when no case has two policies, as :func:`compare` does of all units.
+    Raises DataError if no case has two policies.
     """
     members = [(label, unit) for label, units in groups.items() for unit in units]
     conditions = [_conditions(unit, allowed) for _, unit in members]
@@ -141,8 +146,8 @@ def compare(
 ) -> Comparison:
     """Compare every group with the baseline (default: ``v1``, else the first).
 
-    Raises DataError when fewer than two groups are there or the runs differ in environment or plan, naming the
-    keys; UnknownNameError for a baseline that is not among the groups.
+    Raises DataError if there are fewer than two groups or if the runs differ in environment or plan (the message names
+    the keys), UnknownNameError for an unknown baseline.
     """
     if len(groups) < 2:
         raise DataError(_why_alone(groups, allowed))
@@ -150,12 +155,12 @@ def compare(
     if chosen not in groups:
         raise UnknownNameError("baseline", chosen, groups)
     others = {label: units for label, units in groups.items() if label != chosen}
-    found = [_contestant(label, pair_units(groups[chosen], units, allowed)) for label, units in others.items()]
+    found = [_policy_contrasts(label, pair_units(groups[chosen], units, allowed)) for label, units in others.items()]
     return Comparison(chosen, tuple(groups[chosen]), tuple(_adjusted(found)))
 
 
 def _why_alone(groups: Mapping[str, Sequence[Unit]], allowed: Sequence[str]) -> str:
-    """Why there is nothing to compare: runs of one policy differ in environment or plan, or there is only one."""
+    """Why nothing can be compared: runs of one policy differ in environment or plan, or there is only one policy."""
     only, units = next(iter(groups.items()), ("nothing", ()))
     for unit in units[1:]:
         found = differences(units[0].environment, unit.environment, allowed)
@@ -166,19 +171,18 @@ def _why_alone(groups: Mapping[str, Sequence[Unit]], allowed: Sequence[str]) -> 
     return f"a comparison needs runs of two policies or more on the same plans; found only {only}{plans}"
 
 
-def _contestant(label: str, pairs: Sequence[Pair]) -> Contestant:
+def _policy_contrasts(label: str, pairs: Sequence[Pair]) -> PolicyContrasts:
     found = {figure: losses_of(figure, pairs) for figure in FIGURES if measured_somewhere(figure, pairs)}
     skipped = {figure: losses for figure, losses in found.items() if isinstance(losses, str)}
     contrasts = [_contrast(figure, pairs) for figure in found if figure not in skipped]
     deciding = _deciding(contrasts, pairs)
     if deciding == REQUEST_TIME:
         contrasts.append(_contrast(deciding, pairs))
-    return Contestant(label, tuple(pairs), tuple(contrasts), skipped, deciding)
+    return PolicyContrasts(label, tuple(pairs), tuple(contrasts), skipped, deciding)
 
 
 def _deciding(contrasts: Sequence[Contrast], pairs: Sequence[Pair]) -> str:
-    """Goodput where limits were given and it differs, request time where both keep up with the arrivals, else
-    throughput."""
+    """Goodput if limits were given and it differs, request time if both keep up with the arrivals, else throughput."""
     if any(contrast.figure == GOODPUT and abs(contrast.change) >= TIE for contrast in contrasts):
         return GOODPUT
     sides = [[pair.baseline.steady_rate for pair in pairs], [pair.candidate.steady_rate for pair in pairs]]
@@ -192,7 +196,7 @@ def _contrast(figure: str, pairs: Sequence[Pair]) -> Contrast:
     known = _values(figure, pairs)
     logs = [math.log(after / before) for before, after in known]
     several = len(logs) > 1
-    sequential = looked_at(pairs)
+    sequential = repeated_until_clear(pairs)
     interval = confidence_sequence(logs) if sequential and several else paired_t(logs)
     return Contrast(
         figure=figure,
@@ -207,33 +211,34 @@ def _contrast(figure: str, pairs: Sequence[Pair]) -> Contrast:
     )
 
 
-def _adjusted(contestants: Sequence[Contestant]) -> list[Contestant]:
-    """Holm over every figure of every contestant, and what the comparison could have detected at that level."""
-    tested = [(c, k) for c in contestants for k in c.contrasts if _decisive(k)]
+def _adjusted(others: Sequence[PolicyContrasts]) -> list[PolicyContrasts]:
+    """Apply Holm over all deciding figures of all policies, and add the effect detectable at the resulting level."""
+    tested = [(c, k) for c in others for k in c.contrasts if _decisive(k)]
     adjusted = iter(holm([contrast.p for _, contrast in tested if contrast.p is not None]))
     level = ALPHA / 2 / max(len(tested), 1)
 
-    def leveled(contestant: Contestant, contrast: Contrast) -> Contrast:
+    def leveled(other: PolicyContrasts, contrast: Contrast) -> Contrast:
         if _decisive(contrast):
-            return _with_level(contrast, contestant.pairs, next(adjusted), level)
-        if contrast.figure == contestant.deciding and contrast.p is not None:
-            return replace(contrast, p_adjusted=min(1.0, contrast.p * (len(tested) + 1)))  # a test more: Bonferroni
+            return _with_level(contrast, other.pairs, next(adjusted), level)
+        if contrast.figure == other.deciding and contrast.p is not None:
+            return replace(
+                contrast, p_adjusted=min(1.0, contrast.p * (len(tested) + 1))
+            )  # Bonferroni for one more test
         return contrast
 
     return [
-        replace(contestant, contrasts=tuple(leveled(contestant, contrast) for contrast in contestant.contrasts))
-        for contestant in contestants
+        replace(other, contrasts=tuple(leveled(other, contrast) for contrast in other.contrasts)) for other in others
     ]
 
 
 def _decisive(contrast: Contrast) -> bool:
-    """Throughput and median latencies; tails and goodput are shown beside them, as in the gate."""
+    """Whether the figure decides: throughput and median latencies do; tails and goodput are only shown."""
     return contrast.p is not None and contrast.figure in GATED
 
 
 def pairs_needed_by(comparison: Comparison) -> int:
-    """Pairs from which on the comparison can show anything."""
-    tests = sum(contrast.figure in GATED for c in comparison.contestants for contrast in c.contrasts)
+    """Least number of pairs with which the comparison can show a difference."""
+    tests = sum(contrast.figure in GATED for c in comparison.others for contrast in c.contrasts)
     return pairs_needed(tests)
 
 

@@ -1,4 +1,4 @@
-"""One comparison: the runs of one load in one environment, grouped by policy, with gains over the baseline."""
+"""Runs of one load in one environment, grouped by policy, with gains over the baseline."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from ebbench.analysis.summary import Summary
 Figure = Callable[[Metrics], float | None]
 
 TIE = 0.005
-"""Policies within this relative difference are called equal: less than a reader should act on."""
+"""Policies within this relative difference are called equal: too small to act on."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """All runs of one policy, one per seed, in the order of the seeds. ``explanations`` is empty or one per run."""
+    """All runs of one policy, one per seed, in the order of the seeds. ``explanations`` is empty or has one per run."""
 
     policy: str
     summaries: tuple[Summary, ...]
     explanations: tuple[Explanation, ...]
 
     def values(self, figure: Figure) -> list[float] | None:
-        """A figure of every run; None when one run has none."""
+        """A figure of every run; None if a run lacks it."""
         values = [figure(summary.metrics) for summary in self.summaries]
         return None if any(value is None for value in values) else [v for v in values if v is not None]
 
@@ -36,18 +36,18 @@ class Group:
         return fmean(values) if values else None
 
     def spread(self, figure: Figure) -> float | None:
-        """Sample standard deviation over the runs; None for a single one and for copies."""
+        """Sample standard deviation over the runs; None for a single run and for copies."""
         values = self.values(figure)
         return stdev(values) if values and len(values) > 1 and not self.copies else None
 
     @property
     def seeds(self) -> tuple[int, ...]:
-        """One per run."""
+        """The seed of each run."""
         return tuple(summary.seed for summary in self.summaries)
 
     @property
     def copies(self) -> bool:
-        """Whether several runs agree in every figure, as repeats in virtual time do where the seed decides nothing."""
+        """Whether several runs agree in every figure, as repeats in virtual time do if the seed changes nothing."""
         first, *others = self.summaries
         return bool(others) and all(other.metrics == first.metrics for other in others)
 
@@ -68,7 +68,7 @@ class Gain:
 def group_by_policy(summaries: Sequence[Summary], explanations: Sequence[Explanation] = ()) -> tuple[Group, ...]:
     """Groups in the order in which policies first appear. ``explanations`` is empty or has one entry per summary.
 
-    Whether the runs asked the same question is not looked at: :func:`ebbench.analysis.compare.cases.cases_of` does.
+    Does not check that the runs have equal conditions; :func:`ebbench.analysis.compare.cases.cases_of` does.
     """
     policies = dict.fromkeys(summary.policy for summary in summaries)
     return tuple(_group(policy, summaries, explanations) for policy in policies)
@@ -82,17 +82,17 @@ def _group(policy: str, summaries: Sequence[Summary], explanations: Sequence[Exp
 
 
 def baseline_of(groups: Sequence[Group]) -> Group:
-    """``v1`` where it ran, else the first policy."""
+    """The group of ``v1``, else the first group."""
     return next((group for group in groups if group.policy == "v1"), groups[0])
 
 
 def output_throughput(metrics: Metrics) -> float | None:
-    """Output tokens/s over the whole run: what winners are decided on."""
+    """Output tokens/s over the whole run, the default figure for ranking."""
     return metrics.output_throughput
 
 
 def request_goodput(metrics: Metrics) -> float | None:
-    """Requests/s that met the limits; None where none were given."""
+    """Requests/s that met the limits; None if no limits were given."""
     return metrics.request_goodput
 
 
@@ -101,10 +101,10 @@ def request_time(metrics: Metrics) -> float | None:
     return metrics.e2el.median
 
 
-def keep_up(groups: Sequence[Group]) -> bool:
-    """Whether requests come by the clock and all policies carry the same load in the steady window.
+def all_keep_up(groups: Sequence[Group]) -> bool:
+    """Whether requests arrive at fixed times and all policies carry the same load in the steady window.
 
-    The arrivals then set the throughput, so that latency decides.
+    The arrivals then determine the throughput, so that latency decides.
     """
     if not all(summary.open_loop for group in groups for summary in group.summaries):
         return False
@@ -123,9 +123,9 @@ def steady_throughput(metrics: Metrics) -> float | None:
 
 
 def gain(group: Group, baseline: Group, figure: Figure = output_throughput) -> Gain | None:
-    """How much more ``group`` has of ``figure``, as a share of the baseline, over the plans that both ran.
+    """Relative gain of ``group`` over ``baseline`` in ``figure``, over the plans that both ran.
 
-    None where an INVALID run is among them, where no plan is common to both, and where a figure is not defined.
+    None if one of the runs is INVALID, no plan is common, or a figure is undefined.
     """
     if not (group.valid and baseline.valid):
         return None
@@ -139,7 +139,7 @@ def gain(group: Group, baseline: Group, figure: Figure = output_throughput) -> G
 
 
 def paired_by_plan(group: Group, baseline: Group) -> list[tuple[Summary, Summary]]:
-    """Runs of one plan side by side, in the order of the group; a plan run several times gives several pairs."""
+    """Runs of the same plan, in the order of the group; a plan that was run several times gives several pairs."""
     theirs: dict[str, list[Summary]] = {}
     for summary in baseline.summaries:
         theirs.setdefault(summary.plan_hash, []).append(summary)
@@ -157,7 +157,7 @@ def ranked(groups: Sequence[Group], figure: Figure = output_throughput) -> list[
 
 
 def differing(summaries: Sequence[Summary]) -> list[str]:
-    """Names of the settings, other than the policy, in which the runs differ: they are not one comparison."""
+    """Names of the settings other than the policy in which the runs differ, so that they are not comparable."""
     found = differing_names([summary.environment for summary in summaries])
     if len({summary.slo for summary in summaries if summary.slo}) > 1:
         found.append("limits (--goodput gives all runs the same)")
@@ -165,7 +165,7 @@ def differing(summaries: Sequence[Summary]) -> list[str]:
 
 
 def _differing_plans(summaries: Sequence[Summary]) -> list[str]:
-    """Every policy must have answered the same plans, one per seed."""
+    """Names of seeds or plans that not all policies ran."""
     plans: dict[str, set[tuple[int, str]]] = {}
     for summary in summaries:
         plans.setdefault(summary.policy, set()).add((summary.seed, summary.plan_hash))

@@ -1,1 +1,1 @@
-"""The regression gate: paired units, verdict, baselines, self-test."""
+"""Regression gate: paired units, verdict, stored baselines, self-test."""

@@ -1,4 +1,4 @@
-"""Baselines kept as Parquet: one row per unit, found by the hash of its environment."""
+"""Stored baselines: a Parquet file with one row per unit, looked up by the hash of the environment."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ BASELINES = pa.schema(
     ]
 )
 LATER = frozenset({"load", "until_clear", *MEASURED}) - frozenset(FIGURES)
-"""Columns that older files lack: the load of their rows is unknown, whether they were looked at, and these figures."""
+"""Columns that older files lack; their rows have no known load or ``until_clear``, and none of these figures."""
 
 
 def save_baseline(units: Sequence[Unit], path: Path) -> int:
-    """Store units as the baseline of their environments and policies; returns the number of rows now kept.
+    """Store units as the baseline of their environments and policies; returns the number of rows in the file.
 
-    Rows of the same environment, policy and load are replaced, all others stay. Rows of an unknown load are replaced
-    where they answer one of the plans stored now.
+    Rows of the same environment, policy and load are replaced, all others stay. Rows of an unknown load are replaced if
+    their plan is stored now.
     """
     stored = _read(path) if path.exists() else []
     answered = {(*_key(unit)[:2], "", unit.plan_hash) for unit in units}
@@ -58,10 +58,11 @@ def _key(unit: Unit) -> tuple[str, str, str]:
 def stored_units(
     path: Path, candidates: Sequence[Unit], allowed: Sequence[str] = (), policy: str | None = None
 ) -> list[Unit]:
-    """The baseline for the candidates' environment and load: of ``policy``, else of theirs or the only one there is.
+    """The baseline for the candidates' environment and load: of ``policy``, else of their policy or the only stored
+    one.
 
-    Where ``allowed`` makes several environments fit, the candidates' own comes first, then the newest. Raises
-    DataError when there is none, naming the keys in which the nearest one differs: a missing baseline never passes.
+    If several environments match because of ``allowed``, the candidates' own comes first, then the newest. Raises
+    DataError if there is none, naming the keys in which the nearest one differs: a missing baseline never passes.
     """
     stored, candidate = _read(path), candidates[0]
     fitting = [unit for unit in stored if not differences(unit.environment, candidate.environment, allowed)]
@@ -80,7 +81,7 @@ def stored_units(
 
 
 def _of_load(units: Sequence[Unit], loads: Sequence[str]) -> list[Unit]:
-    """Those of the loads; without any, those whose load is unknown, which the plans tell apart later."""
+    """Units of these loads; without any, those of unknown load, which are matched by plan later."""
     return [unit for unit in units if unit.load in loads] or [unit for unit in units if not unit.load]
 
 

@@ -1,7 +1,7 @@
-"""Measuring two sides in turns: baseline, candidate, candidate, baseline, ... (ABBA), pair by pair.
+"""Measures two sides alternately: baseline, candidate, candidate, baseline, ... (ABBA), pair by pair.
 
-Whatever drifts while measuring (temperature, clocks, a neighbour) then falls on both sides alike. A side is a
-command line that stores one run, so the two may be two installations, two branches or two settings.
+Machine drift during the measurement (temperature, clocks, other load) then affects both sides equally. A side is a
+command line that stores one run, so the sides may be two installations, branches or settings.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from ebbench.errors import RunError, UsageError
 from ebbench.records.run import MANIFEST, unused
 
 GRACE_S = 60.0
-"""How long an interrupted command may take to let its requests finish and to store what it measured."""
+"""Time for an interrupted command to finish its requests and store its measurements."""
 _KEPT_LINES = 5
 
 
 @dataclass(frozen=True)
 class Side:
-    """Where its runs go, and the command: ``{out}`` is the run directory, ``{seed}`` the pair's seed."""
+    """Directory of a side's runs, and its command: ``{out}`` is the run directory, ``{seed}`` the pair's seed."""
 
     directory: Path
     command: str
 
     def argv(self, out: Path, seed: int) -> list[str]:
-        """The command of one run. Raises UsageError when it cannot be one."""
+        """The command of one run as arguments. Raises UsageError if it cannot be split or lacks ``{out}``."""
         try:
             words = shlex.split(self.command)
         except ValueError as error:
@@ -40,7 +40,7 @@ class Side:
 
 
 def abba(pairs: int) -> Iterator[tuple[int, int]]:
-    """(pair, side) in the order of measuring: side 0 first in even pairs, side 1 in odd ones."""
+    """(pair, side) in order of measurement: side 0 first in even pairs, side 1 in odd ones."""
     for pair in range(pairs):
         for side in (0, 1) if pair % 2 == 0 else (1, 0):
             yield pair, side
@@ -55,10 +55,10 @@ def measure_pairs(
     say: Callable[[str], None],
     decided: Callable[[int], bool] = lambda _: False,
 ) -> None:
-    """Run both sides' commands, pair by pair; a pair that is there already is not measured again.
+    """Run both sides' commands, pair by pair; a pair that is already stored is not measured again.
 
-    ``decided`` is asked after every pair, with the number of pairs there are, and ends the measuring. Raises UsageError
-    for commands that cannot work, RunError when one fails.
+    ``decided`` is called after every pair with the number of pairs; True ends the measurement. Raises UsageError for an
+    invalid command, RunError if a command fails.
     """
     if pairs < 1:
         raise UsageError(f"at least 1 pair must be measured, not {pairs}")
@@ -80,7 +80,7 @@ def measure_pairs(
 
 
 def _measured(out: Path) -> bool:
-    """Whether a run of the pair is there; one measured after another was cut off has a number behind its name."""
+    """Whether a run of the pair is stored; a run repeated after an interrupted one has a number after its name."""
     return any((run / MANIFEST).exists() for run in (out, *out.parent.glob(f"{out.name}-*")))
 
 
@@ -91,4 +91,4 @@ def _run(argv: list[str]) -> None:
         raise UsageError(f"cannot start {argv[0]!r}: {error.strerror or error}") from None
     if status:
         tail = " / ".join(said.strip().splitlines()[-_KEPT_LINES:])
-        raise RunError(f"{shlex.join(argv)} ended with exit code {status}: {tail or 'it said nothing'}")
+        raise RunError(f"{shlex.join(argv)} ended with exit code {status}: {tail or 'no output'}")

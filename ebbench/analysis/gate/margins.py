@@ -1,4 +1,4 @@
-"""Figures and margins as a user writes them: ``ttft-p99``; ``3`` for every figure, ``ttft:10`` for one; percent."""
+"""Parses figures and margins in percent: ``ttft-p99``; ``3`` for all figures, ``ttft:10`` for one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MARGIN = Setting("loss that still passes", unit="percent", above=0, below=100, e
 
 
 def parse_figures(names: Iterable[str]) -> tuple[str, ...]:
-    """The columns of the figures named, in that order. Raises UnknownNameError."""
+    """The columns of the named figures, in that order. Raises UnknownNameError."""
     found: dict[str, None] = {}
     for name in pairs_of(names):
         if name not in NAMES:
@@ -23,7 +23,7 @@ def parse_figures(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def parse_margins(texts: Iterable[str]) -> tuple[float, dict[str, float]]:
-    """Default margin and those of single figures, as shares. Raises UsageError."""
+    """The default margin and the margins of single figures, as shares. Raises UsageError."""
     default, single = DEFAULT_PERCENT, {}
     for pair in pairs_of(texts):
         name, colon, text = pair.rpartition(":")

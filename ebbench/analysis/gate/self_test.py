@@ -1,15 +1,15 @@
-"""The gate tried on itself: how often it fails two equal sides, and how often it finds a slow-down put in.
+"""Measures the gate's error rates: how often it fails equal sides, and how often it detects an injected slow-down.
 
-A trial is a whole comparison: pairs of simulated server restarts in ABBA order, on the simulator, whose step times
-are disturbed as a real machine's are:
+A trial is a whole comparison: pairs of simulated server restarts in ABBA order, on the simulator, with step times
+disturbed as on a real machine:
 
-- every restart has a speed of its own (clocks, memory layout): log-normal, ``restart`` standard deviation
+- every restart has its own speed (clocks, memory layout): log-normal, standard deviation ``restart``
 - every step jitters: log-normal, ``step``
 - the machine drifts over the session: ``drift`` per restart, linearly
-- now and then a step stalls: probability ``stall_share``, ten times its length
+- some steps stall: probability ``stall_share``, ten times their length
 
-A slow-down multiplies the candidate's step times. The plan is new in every pair, the same on both sides. Trials with
-sequential rules add pair after pair until the verdict is known, as ``ebbench gate --max-pairs`` does.
+A slow-down multiplies the candidate's step times. Every pair has a new plan, the same on both sides. Trials with
+sequential rules add pairs until the verdict is known, as ``ebbench gate --max-pairs`` does.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from ebbench.workloads import build_plan
 from vllm_eb.policy import parse_policy
 
 OPTIONS = EngineOptions(max_num_seqs=32, max_num_batched_tokens=2048)
-REQUESTS, CONCURRENCY, INPUT_TOKENS, OUTPUT_TOKENS = 96, 32, 256, 16  # small: a trial is twelve runs or more
+REQUESTS, CONCURRENCY, INPUT_TOKENS, OUTPUT_TOKENS = 96, 32, 256, 16  # small: a trial has twelve runs or more
 
 
 @dataclass(frozen=True)
 class Noise:
-    """Disturbances of step times; all shares of the undisturbed time."""
+    """Disturbances of step times, as shares of the undisturbed time."""
 
     name: str
     restart: float = 0.01
@@ -60,7 +60,7 @@ SLOWDOWNS = (0.01, 0.02, 0.03, 0.04, 0.05, 0.07, 0.10)
 
 @dataclass(frozen=True)
 class Design:
-    """One kind of trial. ``pairs`` is their number, with sequential rules the most there may be."""
+    """One kind of trial. ``pairs``: number of pairs, with sequential rules the maximum."""
 
     noise: Noise
     slowdown: float
@@ -75,7 +75,7 @@ class Design:
 
 @dataclass(frozen=True)
 class Trial:
-    """The outcome of one comparison, and the pairs it took."""
+    """The outcome of one comparison and the number of pairs used."""
 
     outcome: Outcome
     pairs: int
@@ -83,7 +83,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Tally:
-    """Outcomes of many trials of one design; ``pairs`` are those of each."""
+    """Outcomes of all trials of one design; ``pairs``: pairs used per trial."""
 
     design: Design
     failed: int
@@ -93,17 +93,17 @@ class Tally:
 
     @property
     def trials(self) -> int:
-        """How many were made."""
+        """Number of trials."""
         return self.failed + self.passed + self.inconclusive
 
     def share(self, outcome: Outcome) -> float:
-        """Share of an outcome."""
+        """Share of trials with this outcome."""
         return {"fail": self.failed, "pass": self.passed, "inconclusive": self.inconclusive}[outcome] / self.trials
 
 
 @dataclass(frozen=True)
 class SelfTest:
-    """Equal sides under each noise, and slow-downs under the first; both with fixed and with sequential rules."""
+    """Trials of equal sides under each noise and of slow-downs under the first, with fixed and sequential rules."""
 
     equal: tuple[Tally, ...]
     slowed: tuple[Tally, ...]
@@ -122,11 +122,11 @@ def run_self_test(
     tried: Try | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> SelfTest:
-    """Try the gate ``trials`` times per noise on equal sides, ``power_trials`` times per slow-down.
+    """Try the gate ``trials`` times per noise on equal sides and ``power_trials`` times per slow-down.
 
-    Sequential trials take more pairs, so there are fewer: a quarter of ``trials`` per noise, a fifth of
-    ``power_trials`` per slow-down. ``tried`` gives the results of trials, in any order; by default one after another
-    in this process. ``say`` gets a line per design, as soon as its trials are done.
+    Sequential trials need more pairs, so there are fewer: a quarter of ``trials`` per noise, a fifth of
+    ``power_trials`` per slow-down. ``tried`` maps tasks to results in any order; the default runs them one
+    after another in this process. ``say`` gets a line per design when its trials are done.
     """
     tried = tried or one_by_one
     looked = replace(rules, sequential=True)
@@ -152,17 +152,17 @@ Try = Callable[[Sequence[Task]], Iterable[Trial]]
 
 
 def run_trial(task: Task) -> Trial:
-    """The trial of a design from a seed; what a pool of processes runs."""
+    """Run the trial of a design from a seed; called in worker processes."""
     return trial(*task)
 
 
 def one_by_one(tasks: Sequence[Task]) -> Iterable[Trial]:
-    """Trials in this process."""
+    """Run trials one after another in this process."""
     return map(run_trial, tasks)
 
 
 def trial(design: Design, seed: int) -> Trial:
-    """One comparison from its seed."""
+    """Run one comparison from its seed."""
     drawn = np.random.default_rng(seed)
     least = pairs_needed(design.rules, len(design.rules.gated)) if design.rules.sequential else design.pairs
     pairs: list[Pair] = []
@@ -177,7 +177,7 @@ def trial(design: Design, seed: int) -> Trial:
 
 
 def _pair(design: Design, index: int, seed: int, drawn: np.random.Generator) -> Pair:
-    """One restart of each side on a plan of their own, the candidate first in every second pair."""
+    """One restart of each side on a new plan, the candidate first in every second pair."""
     plan_seed = seed * 100 + index
     plan = build_plan(
         "balanced",
@@ -199,9 +199,9 @@ def _pair(design: Design, index: int, seed: int, drawn: np.random.Generator) -> 
 def pairs_by_spread(
     ratios: Sequence[float], *, margin: float = 0.03, confidence: float = 0.95, draws: int = 1_000
 ) -> list[tuple[float, float, float]]:
-    """For each spread of the pairs' losses over the margin: pairs until one figure of equal sides passes.
+    """For each ratio of the losses' spread to the margin: pairs until one figure of equal sides passes.
 
-    Rows of (ratio, median, 90th percentile), the losses drawn from a normal distribution; infinite beyond 200 pairs.
+    Rows of (ratio, median, 90th percentile); losses drawn from a normal distribution; infinite beyond 200 pairs.
     """
     rows = []
     limit, level = math.log1p(margin), (1 - confidence) / 2
@@ -228,14 +228,14 @@ def _restart(
 
 
 class _Disturbed:
-    """A cost model with noise; a new one for every restart."""
+    """A cost model with noise; created anew for every restart."""
 
     def __init__(self, cost: CostModel, speed: float, noise: Noise, drawn: np.random.Generator) -> None:
         self._cost, self._speed, self._noise, self._drawn = cost, speed, noise, drawn
         self._factors: list[float] = []
 
     def step_s(self, shape: StepShape) -> float:
-        """The model's time, disturbed."""
+        """The model's step time (s) with noise."""
         if not self._factors:
             factors = self._speed * np.exp(self._drawn.normal(0.0, self._noise.step, 512))
             if self._noise.stall_share:
@@ -257,5 +257,5 @@ def _tally(tried: Try, design: Design, count: int, seed: int) -> Tally:
 
 
 def false_alarms(tallies: Sequence[Tally]) -> float:
-    """The highest share of failures among trials of equal sides."""
+    """The highest share of failed trials of equal sides."""
     return max(tally.share("fail") for tally in tallies)

@@ -1,7 +1,7 @@
-"""The units of a paired comparison: one finished run each, reduced to its environment and its figures.
+"""Units of a paired comparison: one finished run each, reduced to its environment and its figures.
 
-What must agree between the two sides is the *environment* (:mod:`environment`); what may differ is the thing under
-test: the policy, ebbench and the plugin themselves, and the time of day.
+The two sides must agree in the *environment* (:mod:`environment`). They may differ in what is tested: the policy, the
+versions of ebbench and the plugin, and the time of day.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ebbench.records.run import Run, find_runs
 FIGURES = (
     "output_throughput", "median_ttft_ms", "median_tpot_ms", "p99_ttft_ms", "p99_tpot_ms", "request_goodput",
 )  # fmt: skip
-"""What is always shown; gated are those that the rules name."""
+"""Figures that are always shown; the rules name those that are gated."""
 RATES = {
     "throughput": "output_throughput",
     "requests": "request_throughput",
@@ -37,7 +37,7 @@ NAMES: Mapping[str, str] = MappingProxyType(
     | {latency: f"median_{latency}_ms" for latency in LATENCIES}
     | {f"{latency}-{name}": f"{name}_{latency}_ms" for latency in LATENCIES for name in STATISTICS}
 )
-"""What users call a figure, and its column."""
+"""Names of figures on the command line, and their columns."""
 MEASURED = tuple(dict.fromkeys([*FIGURES, *NAMES.values()]))
 LABELS = {
     "output_throughput": "tokens/s",
@@ -46,19 +46,19 @@ LABELS = {
     "request_goodput": "goodput",
 } | {f"{name}_{latency}_ms": f"{latency.upper()} {name}" for latency in LATENCIES for name in ("median", *STATISTICS)}
 LENGTHS = ("session", "turn", "phase", "arrival_ns", "input_tokens", "output_tokens")
-"""Columns of a plan that decide when its requests come and how long they are."""
+"""Columns of a plan that determine arrival times and lengths."""
 HIGHER_IS_BETTER = frozenset(RATES.values())
 
 
 @dataclass(frozen=True)
 class Unit:
-    """One restart of a real engine, or one seeded simulation. A figure is None where undefined.
+    """One restart of a real engine, or one seeded simulation. A figure is None if undefined.
 
-    ``load`` is how many sessions came how fast; ``lengths`` identifies the plan's lengths and arrivals, all that a
-    plan is in virtual time, and is empty elsewhere. A stored baseline may have neither. ``conditions`` is what the
-    figures depend on beside policy and seed, name by name; only runs that were just read have it. ``until_clear``: one
-    of repeats that were looked at after each. ``steady_rate``: output tokens/s in the steady window, of runs just read
-    whose requests come by the clock.
+    ``load``: number and rate of sessions in words. ``lengths``: hash of the plan's lengths and arrivals, which alone
+    determine a run in virtual time; empty in real time. A stored baseline may have neither. ``conditions``: what the
+    figures depend on besides policy and seed, by name; only runs just read have it. ``until_clear``: one of several
+    repeats that were tested after each. ``steady_rate``: output tokens/s in the steady window; only of runs just read
+    whose requests arrive at fixed times.
     """
 
     environment: Mapping[str, str]
@@ -78,15 +78,15 @@ class Unit:
 
     @property
     def configuration_hash(self) -> str:
-        """Twelve hex digits over the whole environment: what a stored baseline is looked up by."""
+        """Twelve hex digits over the whole environment, the key of stored baselines."""
         text = json.dumps([[name, self.environment.get(name, UNKNOWN)] for name in ENVIRONMENT])
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def load_units(paths: Sequence[Path]) -> list[Unit]:
-    """Units of the runs among ``paths`` (run directories, or directories that hold some), oldest first.
+    """Units of the runs among ``paths`` (run directories or directories of runs), oldest first.
 
-    Raises DataError when there is none, when one cannot be read, and when one is INVALID.
+    Raises DataError if there is no run, or if one is unreadable or INVALID.
     """
     units = [unit_of(Run.load(path)) for path in find_runs(paths)]
     if not units:
@@ -95,7 +95,7 @@ def load_units(paths: Sequence[Path]) -> list[Unit]:
 
 
 def unit_of(run: Run) -> Unit:
-    """Reduce a run. Raises DataError when it is INVALID: such a run is shown, never compared or gated."""
+    """Reduce a run to a unit. Raises DataError if it is INVALID: such a run is shown, but not compared or gated."""
     manifest = run.manifest
     if not manifest.valid:
         raise DataError(f"{run.path}: INVALID run ({'; '.join(manifest.reasons)}); measure it again")
@@ -120,7 +120,10 @@ def unit_of(run: Run) -> Unit:
 
 
 def lengths_hash(run: Run) -> str:
-    """Plans that agree in it differ at most in what their tokens are. Raises DataError for a damaged plan."""
+    """Hash of lengths and arrivals: plans with equal hashes differ at most in token content.
+
+    Raises DataError for a damaged plan.
+    """
     table = run.table("plan", LENGTHS).replace_schema_metadata(None).combine_chunks()
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, table.schema) as stream:
@@ -129,7 +132,7 @@ def lengths_hash(run: Run) -> str:
 
 
 def figures_of(metrics: Metrics) -> dict[str, float | None]:
-    """The figures of MEASURED: tokens/s, requests/s and ms."""
+    """The figures of MEASURED in tokens/s, requests/s and ms."""
     rates: dict[str, float | None] = {figure: getattr(metrics, figure) for figure in RATES.values()}
     latencies = {
         f"{name}_{latency}_ms": getattr(getattr(metrics, latency), name)
@@ -141,7 +144,7 @@ def figures_of(metrics: Metrics) -> dict[str, float | None]:
 
 
 def of_policy(units: Sequence[Unit], policy: str, side: str) -> list[Unit]:
-    """The units of one policy. Raises UnknownNameError when there is none, naming those there are."""
+    """The units of one policy. Raises UnknownNameError, naming the existing ones, if there is none."""
     found = [unit for unit in units if unit.policy == policy]
     if not found:
         raise UnknownNameError(f"policy of the {side}", policy, dict.fromkeys(unit.policy for unit in units))
@@ -149,7 +152,7 @@ def of_policy(units: Sequence[Unit], policy: str, side: str) -> list[Unit]:
 
 
 def require_one_environment(units: Sequence[Unit], allowed: Sequence[str], side: str) -> None:
-    """Raise DataError naming the differing keys when the units of one side do not belong together."""
+    """Raise DataError, naming the differing keys, if the units of one side differ in environment or policy."""
     first = units[0]
     for unit in units[1:]:
         found = differences(first.environment, unit.environment, allowed)

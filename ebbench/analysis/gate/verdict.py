@@ -6,11 +6,11 @@
   have
 
 A fixed number of pairs is judged by the sign-flip test and the paired t interval (:mod:`statistics`); pairs measured
-until the answer is known by p-values and bounds that hold at every look (:mod:`sequential`), and so are runs of
-``ebbench run --repeats auto``, which were made until it was clear.
+until the verdict is known, and runs of ``ebbench run --repeats auto``, by p-values and bounds valid after every pair
+(:mod:`sequential`).
 
-Losses are log ratios, positive when the candidate is worse, so 3 % of throughput less and 3 % of latency more are
-the same size. Figures that are not gated are advisory: shown with the same statistics, never decisive.
+Losses are log ratios, positive if the candidate is worse, so 3 % less throughput and 3 % more latency are equal losses.
+Figures that are not gated are advisory: shown with the same statistics, without influence on the verdict.
 """
 
 from __future__ import annotations
@@ -29,11 +29,13 @@ from ebbench.errors import DataError, UsageError
 Outcome = Literal["pass", "fail", "inconclusive"]
 GATED = ("output_throughput", "median_ttft_ms", "median_tpot_ms")
 MAX_PAIRS = 40
-"""Pairs after which a sequential measurement ends without an answer, unless told otherwise. reports/gate.md: under the
-noise of its first row most comparisons of equal sides are decided by then."""
+"""Default number of pairs after which a sequential measurement ends without a verdict.
+
+By then most comparisons of equal sides are decided under the noise of the first row of reports/gate.md.
+"""
 MIN_PAIRS = 6
-"""Least pairs: with three gated figures, Holm's first step asks for p <= 0.05 / 3, and 6 is the first n with
-2**-n below that. A smaller alpha asks for more."""
+"""Least pairs: with three gated figures, Holm's first step requires p <= 0.05 / 3, and 6 is the first n with 2**-n
+below that. A smaller alpha requires more."""
 COPIES = (
     "pair(s) left out as copies: in virtual time, plans of the same lengths and arrivals give the same figures "
     "whatever their seed; take another trace or other requests to measure more"
@@ -44,7 +46,7 @@ COPIES = (
 class Rules:
     """``margin`` maps a figure to the loss that matters (0.03 is 3 %); ``default_margin`` is for the others.
 
-    ``gated`` are the figures that decide. ``sequential`` is for pairs that are judged after every one of them.
+    ``gated``: figures that decide. ``sequential``: the pairs are judged after every one.
     """
 
     default_margin: float = 0.03
@@ -65,7 +67,7 @@ DEFAULT_RULES = Rules()
 
 @dataclass(frozen=True)
 class Pair:
-    """Baseline and candidate on the same plan. ``copies`` counts other pairs that were left out as copies of it."""
+    """Baseline and candidate on the same plan. ``copies``: number of other pairs left out as copies of it."""
 
     baseline: Unit
     candidate: Unit
@@ -73,7 +75,7 @@ class Pair:
 
     @property
     def question(self) -> tuple[object, ...]:
-        """What was asked and what came out; equal in virtual time: the pair was not measured again."""
+        """Plan and figures of both sides; if equal in virtual time, the pair is a copy."""
         figures = (*self.baseline.figures.values(), *self.candidate.figures.values())
         return (self.candidate.lengths or self.candidate.plan_hash, *figures)
 
@@ -99,7 +101,7 @@ class Judged:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The gate's answer and everything it rests on. ``skipped`` says which figures could not be judged, and why."""
+    """The gate's verdict and the data behind it. ``skipped``: figures that could not be judged, with the reason."""
 
     outcome: Outcome
     reason: str
@@ -111,11 +113,11 @@ class Verdict:
 
 
 def pair_units(baseline: Sequence[Unit], candidate: Sequence[Unit], allowed: Sequence[str] = ()) -> list[Pair]:
-    """Pair units of the same plan, in order of time where a plan was run several times.
+    """Pair units of the same plan, in order of time if a plan was run several times.
 
-    Raises DataError when the sides differ in environment or plans, or when one side mixes several. Runs beyond the
-    shorter side are left out; so are repeats in virtual time, which are copies, not measurements: of one plan, and of
-    plans that differ only in what their tokens are where that changed no figure.
+    Raises DataError if the sides differ in environment or plans, or if one side mixes several. Left out: runs in excess
+    of the shorter side, and copies in virtual time, which are not measurements (repeats of one plan, and plans that
+    differ only in token content without effect on any figure).
     """
     require_one_environment(baseline, allowed, "baseline")
     require_one_environment(candidate, allowed, "candidate")
@@ -128,7 +130,7 @@ def pair_units(baseline: Sequence[Unit], candidate: Sequence[Unit], allowed: Seq
 
 
 def _measured(pairs: Sequence[Pair]) -> list[Pair]:
-    """One pair for all that are copies of each other."""
+    """One pair for each group of copies."""
     kept: list[Pair] = []
     known: dict[tuple[object, ...], int] = {}
     for pair in pairs:
@@ -161,13 +163,13 @@ def _require_same_plans(ours: Mapping[str, Sequence[Unit]], theirs: Mapping[str,
 
 
 def judge(pairs: Sequence[Pair], rules: Rules = DEFAULT_RULES, *, with_detectable: bool = True) -> Verdict:
-    """Judge paired units. Raises UsageError for rules that cannot work.
+    """Judge paired units. Raises UsageError for invalid rules.
 
-    ``with_detectable`` False leaves the minimum detectable effects out; the verdict does not depend on them. Pairs
-    with a run whose repeats were looked at one by one are judged by the sequential rules, whatever ``rules`` say.
+    ``with_detectable`` False skips the minimum detectable effects, which do not influence the verdict. Pairs with
+    a run of ``--repeats auto`` are judged by the sequential rules.
     """
     _check(rules)
-    rules = replace(rules, sequential=rules.sequential or looked_at(pairs))
+    rules = replace(rules, sequential=rules.sequential or repeated_until_clear(pairs))
     losses, skipped = {}, {}
     for figure in dict.fromkeys([*rules.gated, *FIGURES]):
         found = losses_of(figure, pairs)
@@ -184,13 +186,13 @@ def judge(pairs: Sequence[Pair], rules: Rules = DEFAULT_RULES, *, with_detectabl
     return Verdict(outcome, reason, judged, skipped, tuple(pairs), rules, _notes(pairs))
 
 
-def looked_at(pairs: Sequence[Pair]) -> bool:
-    """Whether some run is one of repeats whose number depended on what they showed (``run --repeats auto``)."""
+def repeated_until_clear(pairs: Sequence[Pair]) -> bool:
+    """Whether any run was repeated until the answer was clear (``run --repeats auto``)."""
     return any(unit.until_clear for pair in pairs for unit in (pair.baseline, pair.candidate))
 
 
 def _missed(figure: str, pairs: Sequence[Pair], rules: Rules) -> bool:
-    """Whether a gated figure that cannot be judged leaves the answer open: it was chosen, or some runs have it."""
+    """Whether a gated figure that cannot be judged leaves the verdict open: it was chosen, or some runs have it."""
     return rules.gated != GATED or measured_somewhere(figure, pairs)
 
 
@@ -218,7 +220,7 @@ def measured_somewhere(figure: str, pairs: Sequence[Pair]) -> bool:
 
 
 def losses_of(figure: str, pairs: Sequence[Pair]) -> tuple[float, ...] | str:
-    """Log ratios, positive for worse; or why there are none."""
+    """Log ratios, positive if the candidate is worse, or the reason why they cannot be computed."""
     if (
         figure == "request_goodput"
         and len({unit.slo for pair in pairs for unit in (pair.baseline, pair.candidate)}) > 1
@@ -297,12 +299,12 @@ def _conclude(gated: Sequence[Judged], partial: Sequence[str], pairs: int, rules
 
 
 def pairs_needed(rules: Rules, figures: int) -> int:
-    """The least number of pairs with which that many gated figures can fail."""
+    """Least number of pairs with which that many gated figures can fail."""
     return max(rules.min_pairs, math.ceil(math.log2(figures / rules.alpha)))
 
 
 def _more(open_ones: Sequence[Judged], rules: Rules) -> str:
-    """How many pairs would answer, were the sides equal: seen from the spread of these."""
+    """Estimated number of pairs needed for a verdict if the sides are equal, from the observed spread."""
     counts = [
         pairs_to_pass(_spread(entry.losses), math.log1p(entry.margin), confidence=rules.confidence)
         for entry in open_ones
@@ -322,7 +324,7 @@ def _notes(pairs: Sequence[Pair]) -> tuple[str, ...]:
     apart = [text for pair in pairs for text in differences(pair.baseline.environment, pair.candidate.environment)]
     if apart:
         notes.append(f"the sides differ, as allowed, in {'; '.join(dict.fromkeys(apart))}")
-    if looked_at(pairs):
+    if repeated_until_clear(pairs):
         notes.append("these runs were repeated until it was clear (--repeats auto), so the test holds at every look")
     if copies := sum(pair.copies for pair in pairs):
         notes.append(f"{copies} {COPIES}")
@@ -336,7 +338,7 @@ def _notes(pairs: Sequence[Pair]) -> tuple[str, ...]:
 
 
 def _interleaved(pairs: Sequence[Pair]) -> bool:
-    """Whether the sides alternate in time: neither is all before the other."""
+    """Whether the sides alternate in time."""
     before = [pair.baseline.anchor_unix_ns for pair in pairs]
     after = [pair.candidate.anchor_unix_ns for pair in pairs]
     return len(pairs) < 2 or not (max(before) < min(after) or max(after) < min(before))
@@ -348,7 +350,7 @@ def _spread(losses: Sequence[float]) -> float:
 
 
 def _typical(values: Sequence[float | None]) -> float:
-    """Geometric mean, which the mean log ratio belongs to."""
+    """Geometric mean, which corresponds to the mean log ratio."""
     known = [math.log(value) for value in values if value]
     return math.exp(math.fsum(known) / len(known))
 

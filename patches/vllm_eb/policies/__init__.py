@@ -1,5 +1,5 @@
-"""The policies that come with the package: every module here is one, known by its file name.
+"""The policies of this package: one per module, named after its file.
 
-A module holds a subclass of :class:`vllm_eb.policy.PolicySpec` under the name ``POLICY`` and the
-:class:`vllm_eb.strategy.Strategy` it makes. Nothing else has to be changed to add one.
+A module defines a subclass of :class:`vllm_eb.policy.PolicySpec` under the name ``POLICY`` and the
+:class:`vllm_eb.strategy.Strategy` that it creates. A new module is found without further changes.
 """

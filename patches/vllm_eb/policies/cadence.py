@@ -1,7 +1,8 @@
-"""Mixed batches with prompts only in every n-th step: vLLM 0.33's ``--prefill-schedule-interval``, for any version.
+"""Mixed batches with prompts only in every n-th step, as with ``--prefill-schedule-interval`` of vLLM 0.33.
 
-Between two steps that compute prompts, decodes run alone. A step after which requests still wait, as the batch or the
-memory is full, switches the interval off until a step leaves none waiting: a server that cannot keep up is v1.
+Between two steps that compute prompts, steps hold decodes only. If requests still wait after a step with prompts, since
+batch or memory are full, the interval is suspended until a step leaves none waiting: an overloaded server behaves like
+v1.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from vllm_eb.strategy import EngineFacts, PhaseState, StepChoice, Strategy
 
 @dataclass(frozen=True, kw_only=True)
 class CadenceSpec(PolicySpec):
-    """``every``: steps from one that computes prompts to the next."""
+    """``every``: number of steps from one that computes prompts to the next."""
 
     description = "mixed batches, prompts only in every Nth step (vLLM 0.33's --prefill-schedule-interval); every=N"
     colour = "#56B4E9"
@@ -31,16 +32,16 @@ class CadenceSpec(PolicySpec):
 
     @property
     def vllm_option(self) -> str:
-        """vLLM's own interval."""
+        """The option of vLLM 0.33 with the same effect."""
         return f"From vLLM 0.33 on --prefill-schedule-interval {self.every} does it without the plugin."
 
     def strategy(self, engine: EngineFacts, lengths: Lengths) -> Strategy:
-        """vLLM's steps, some of them without prompts."""
+        """vLLM's own steps, some without prompts."""
         return Interval(engine, lengths, self.every)
 
 
 class Interval(Strategy):
-    """Chooses between a mixed step and one that decodes only."""
+    """Chooses between a mixed step and a decode step."""
 
     mode: Mode = "mb"
 
@@ -49,54 +50,54 @@ class Interval(Strategy):
         self._cadence = Cadence(every)
 
     def on_prompt(self, input_tokens: int, cached_tokens: int) -> None:
-        """It may begin an interval."""
+        """Record an admission, which may begin an interval."""
         self._cadence.on_prompt(input_tokens, cached_tokens)
 
     def on_resume(self) -> None:
-        """It begins an interval."""
+        """Record a resumed request, which begins an interval."""
         self._cadence.on_resume()
 
     def choose(self, view: View, phases: PhaseState) -> StepChoice:
-        """Decodes only while the interval lasts."""
+        """A decode step during the interval, else a mixed step."""
         if self._cadence.hold(view):
             return StepChoice("decode", "mb", "the interval is not over")
         return StepChoice("mixed", "mb", "prompts may come")
 
 
 class Cadence:
-    """Whether prompts are to wait in the next step. ``every``: steps from one that computes prompts to the next."""
+    """Whether prompts must wait in the next step. ``every``: steps from one that computes prompts to the next."""
 
     def __init__(self, every: int) -> None:
         self._every = every
         self._last_prefill_step = -every
-        self._backed_up = False  # requests still waited after the last step that could take some
-        self._open: View | None = None  # what that step saw, while what it did is not known yet
-        self._admitted = self._computed = 0  # since then; the latter without those whose prompts were cached
+        self._backed_up = False  # requests still waited after the last step that could admit some
+        self._open: View | None = None  # the view of that step, until its effect is known
+        self._admitted = self._computed = 0  # since that view; the latter without fully cached prompts
 
     def on_prompt(self, input_tokens: int, cached_tokens: int) -> None:
-        """A request was admitted for the first time: tokens of its prompt, and how many of them need no computing."""
+        """Record the first admission of a request: tokens of its prompt, and how many of them are cached."""
         self._admitted += 1
-        self._computed += cached_tokens < input_tokens - 1  # the last token is computed in any case
+        self._computed += cached_tokens < input_tokens - 1  # the last token is always computed
 
     def on_resume(self) -> None:
-        """A preempted request was admitted again."""
+        """Record that a preempted request was admitted again."""
         self._admitted += 1
         self._computed += 1
 
     def hold(self, view: View) -> bool:
-        """Whether the next step decodes only."""
-        self._take_note(view)
+        """Whether the next step holds decodes only."""
+        self._record_step(view)
         waits = view.step_id - self._last_prefill_step < self._every
         held = waits and view.decodes and not self._backed_up
         self._open = None if held else view
         self._admitted = self._computed = 0
         return held
 
-    def _take_note(self, view: View) -> None:
+    def _record_step(self, view: View) -> None:
         before = self._open
         if before is None:
             return
-        if not view.preempted:  # vLLM admits no request in a step that preempts, and learns nothing from it
+        if not view.preempted:  # vLLM admits nothing in a step that preempts, so such a step gives no information
             self._backed_up = before.waiting > self._admitted
         if before.prefilling or self._computed:
             self._last_prefill_step = before.step_id

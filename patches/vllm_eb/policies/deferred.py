@@ -1,5 +1,5 @@
-"""Deferred prefill with a fixed departure threshold K (Mohanty et al., EuroMLSys 2025; the theory of the best K is in
-:mod:`vllm_eb.deferred`)."""
+"""Deferred prefill with a fixed departure threshold K (Mohanty et al., EuroMLSys 2025); :mod:`vllm_eb.deferred` has the
+theory of the best K."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vllm_eb.strategy import EngineFacts, Strategy
 
 @dataclass(frozen=True, kw_only=True)
 class Deferred(PolicySpec):
-    """Exclusive batches; K counts the idle slots of max_num_seqs, whatever the queue."""
+    """Exclusive batches; K counts idle slots of max_num_seqs, independent of the queue."""
 
     description = "exclusive batches, refill after K departures (Mohanty et al., EuroMLSys 2025); needs k=K"
     colour = "#CC79A7"
@@ -22,14 +22,14 @@ class Deferred(PolicySpec):
     k: int = setting(help="idle slots at which to refill; fixes the threshold", unit="slots", at_least=1, example=32)
 
     def caution(self, open_at_most: int, max_num_seqs: int) -> tuple[str, str, str] | None:
-        """It counts idle slots of all there are; where the load never fills them it is v0."""
+        """A warning that K has no effect if the load leaves K slots idle all the time."""
         if not 0 < open_at_most <= max_num_seqs - self.k:
             return None
         return (
             "k-always-met",
             f"At most {open_at_most:,} requests are open, so {max_num_seqs - open_at_most:,} of {max_num_seqs:,} "
-            f"slots are always idle and k={self.k} never makes it wait: it runs as v0 does.",
-            f"Give --max-num-seqs {open_at_most} to have it wait for {self.k} departures.",
+            f"slots are always idle and k={self.k} never delays a refill: the policy behaves like v0.",
+            f"Give --max-num-seqs {open_at_most} to wait for {self.k} departures.",
         )
 
     def strategy(self, engine: EngineFacts, lengths: Lengths) -> Strategy:
@@ -38,7 +38,7 @@ class Deferred(PolicySpec):
 
 
 class IdleSlots(Strategy):
-    """A refill is due when ``k`` slots are idle, or all of them where there are fewer."""
+    """A refill is due when ``k`` slots are idle, or all slots if there are fewer."""
 
     def __init__(self, engine: EngineFacts, lengths: Lengths, k: int) -> None:
         super().__init__(engine, lengths)
@@ -46,7 +46,7 @@ class IdleSlots(Strategy):
 
     @property
     def slots(self) -> int:
-        """k."""
+        """The threshold k."""
         return self._k
 
     def refill_due(self, view: View, refill: int, idle: int) -> bool:

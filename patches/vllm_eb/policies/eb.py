@@ -11,7 +11,10 @@ from vllm_eb.lengths import Lengths
 from vllm_eb.policy import PolicyError, setting, settings_of
 from vllm_eb.strategy import Change, EngineFacts, Strategy, Values
 
-HEEDED_WHEN_FIXED = ("update_every", "kv_gate")  # the KV gate goes by answer lengths, whatever sets the threshold
+USED_WHEN_FIXED = (
+    "update_every",
+    "kv_gate",
+)  # settings used with a fixed threshold too; the KV gate depends on output lengths
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,16 +36,16 @@ class Eb(EstimatingSpec):
         return self.k is None and self.theta is None
 
     def check(self) -> None:
-        """k and theta are two ways to say the same."""
+        """Raise PolicyError if both k and theta are given."""
         if self.k is not None and self.theta is not None:
             raise PolicyError("give k or theta, not both")
 
     def without_effect(self) -> Mapping[str, str]:
-        """A fixed threshold leaves nothing to estimate."""
+        """With a fixed threshold the settings of the estimator have no effect."""
         idle = dict(super().without_effect())
         fixed = next((key for key in ("k", "theta") if getattr(self, key) is not None), None)
         if fixed is not None:
-            others = {*settings_of(type(self))} - {fixed, *HEEDED_WHEN_FIXED}
+            others = {*settings_of(type(self))} - {fixed, *USED_WHEN_FIXED}
             idle |= dict.fromkeys(others, f"{fixed}={getattr(self, fixed)}")
         return idle
 
@@ -57,9 +60,9 @@ class Eb(EstimatingSpec):
 
 
 class ShareThreshold(Strategy):
-    """Refills when the requests that could join are the share theta/(1 - theta) of those decoding, with theta = k/N.
+    """Refills when the requests that could join are at least theta/(1 - theta) times those decoding, with theta = k/N.
 
-    That is as if k slots were idle, also when the queue is short.
+    This equals k idle slots, and also applies if the queue is short.
     """
 
     def __init__(self, engine: EngineFacts, lengths: Lengths, gated: bool) -> None:
@@ -67,13 +70,13 @@ class ShareThreshold(Strategy):
         self.gated = gated
 
     def refill_due(self, view: View, refill: int, idle: int) -> bool:
-        """Whether enough could join."""
+        """Whether enough requests could join."""
         slots = self.slots or 1
         return refill * (self.seqs_allowed - slots) >= slots * view.decoding
 
 
 class FixedThreshold(ShareThreshold):
-    """A threshold that stays: ``slots`` of max_num_seqs, or the share ``theta`` of them."""
+    """A fixed threshold: ``slots`` of max_num_seqs, or the share ``theta`` of them."""
 
     def __init__(
         self, engine: EngineFacts, lengths: Lengths, gated: bool, *, slots: int, theta: float | None = None
@@ -83,17 +86,17 @@ class FixedThreshold(ShareThreshold):
 
     @property
     def slots(self) -> int:
-        """k."""
+        """The threshold k."""
         return self._slots
 
     @property
     def theta(self) -> float:
-        """As given, or k/N."""
+        """The given share, or k/N."""
         return self._theta
 
 
 class OnlineThreshold(ShareThreshold):
-    """Threshold and batch size by Algorithm 1."""
+    """Threshold and batch size from Algorithm 1."""
 
     def __init__(self, spec: EstimatingSpec, engine: EngineFacts, lengths: Lengths) -> None:
         super().__init__(engine, lengths, spec.kv_gate)
@@ -103,31 +106,31 @@ class OnlineThreshold(ShareThreshold):
 
     @property
     def seqs_allowed(self) -> int:
-        """N: the memory-safe batch."""
+        """N, the memory-safe batch."""
         return self._adaptive.n_limit
 
     @property
     def slots(self) -> int:
-        """k."""
+        """The threshold k."""
         adaptive = self._adaptive
         return max(1, int(adaptive.theta * adaptive.n_limit))
 
     @property
     def theta(self) -> float:
-        """As estimated."""
+        """The estimated share."""
         return self._adaptive.theta
 
     @property
     def facts(self) -> Values:
-        """The base threshold."""
+        """``theta0``, the base threshold."""
         return {"theta0": self._adaptive.theta0}
 
     def on_finish(self, output_tokens: int) -> None:
-        """An answer length for the hazard."""
+        """Record an output length for the hazard estimate."""
         self._adaptive.on_finish(output_tokens)
 
     def update(self, view: View, running_ages: Callable[[], Sequence[int]]) -> Sequence[Change]:
-        """One pass of Algorithm 1, once there are samples enough."""
+        """Run Algorithm 1 if there are enough samples."""
         update = self._adaptive.update(view.now_s, running_ages)
         return () if update is None else (Change("update", "Algorithm 1", _values(update)),)
 

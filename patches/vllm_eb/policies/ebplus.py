@@ -16,24 +16,25 @@ from vllm_eb.strategy import Change, EngineFacts, Strategy, Values
 
 @dataclass(frozen=True, kw_only=True)
 class EbPlus(EstimatingSpec):
-    """It leaves exclusive batches when they lag by ``sticky`` margins (-1 and a negative margin: at every chance)."""
+    """EB+ leaves exclusive batches if they are behind by ``sticky`` margins (-1 with a negative margin: at any
+    advantage of mixed ones)."""
 
     description = "switches online between mixed and exclusive batches at the predicted crossover"
     colour = "#009E73"
     departure = 20
 
     margin: float | None = setting(
-        None, "EB+'s lead in s/token before it changes mode; the device's published value if not given", unit="s/token"
+        None, "advantage in s/token at which EB+ changes mode; default: the device's published value", unit="s/token"
     )
-    sticky: float = setting(3.0, "margins that exclusive batches must lag by before EB+ leaves them")
+    sticky: float = setting(3.0, "EB+ leaves exclusive batches when they are behind by this many margins")
 
     def strategy(self, engine: EngineFacts, lengths: Lengths) -> Strategy:
-        """Algorithm 1 and a choice of mode after each of its passes."""
+        """Algorithm 1, followed by a choice of mode after each update."""
         return Switching(self, engine, lengths)
 
 
 class Switching(OnlineThreshold):
-    """As EB while exclusive batches are ahead, as vLLM while mixed ones are; mixed at the start."""
+    """EB while exclusive batches are ahead, vLLM's rules while mixed ones are; starts mixed."""
 
     mode: Mode = "mb"
 
@@ -43,15 +44,15 @@ class Switching(OnlineThreshold):
 
     @property
     def facts(self) -> Values:
-        """The base threshold and the smoothed batch."""
+        """``theta0``, the base threshold, and ``n_obs``, the smoothed batch size."""
         return {**super().facts, "n_obs": self._selector.n_obs}
 
     def observe(self, view: View) -> None:
-        """Take the batch of this step."""
+        """Record the batch size of this step."""
         self._selector.observe(view.decoding + view.prefilling)
 
     def update(self, view: View, running_ages: Callable[[], Sequence[int]]) -> Sequence[Change]:
-        """Algorithm 1, then both sides of the crossover."""
+        """Run Algorithm 1, then compare both sides of the crossover."""
         changes = super().update(view, running_ages)
         lengths = self.lengths
         found = self._selector.evaluate(mu_l=lengths.mu_l, mu_o=lengths.mu_o, theta0=self._adaptive.theta0)

@@ -1,8 +1,8 @@
-"""Refills when one more decode step would cost more, mixed or exclusive, as measured costs say; targets come first.
+"""Refills, mixed or exclusive, when one more decode step would cost more by measured costs; targets come first.
 
-When to refill and in which way is :mod:`vllm_eb.marginal`, for how many KV has room :mod:`vllm_eb.room`, what targets
-ask for :mod:`vllm_eb.service`, in which order requests wait :mod:`vllm_eb.queueing`. What is kept here is what these
-are asked with: lengths, contexts and batches as seen so far.
+:mod:`vllm_eb.marginal` decides when and how to refill, :mod:`vllm_eb.room` for how many requests the KV cache has room,
+:mod:`vllm_eb.service` what the targets require, :mod:`vllm_eb.queueing` the order of waiting requests. This module
+keeps their inputs: lengths, contexts and batch sizes so far.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from vllm_eb.lengths import Lengths
 from vllm_eb.marginal import HUGE_TOKENS, Choice, MarginalRefill, Refill
 from vllm_eb.policy import PolicySpec, setting
 from vllm_eb.queueing import Places, PunctualQueue, Work
-from vllm_eb.room import PAID_OVER, SHORTEST_STAY, KvRoom, paying_steps, prompts_that_stay
+from vllm_eb.room import PAYBACK_FACTOR, SHORTEST_STAY, KvRoom, payback_steps, prompts_that_stay
 from vllm_eb.service import AnswerLength, ServiceLevel, TokenDebt
 from vllm_eb.strategy import Change, EngineFacts, PhaseState, StepChoice, Strategy
 
-ALLOWED_EVERY = 16  # decisions between two looks at how many sequences the TPOT target allows
+ALLOWED_EVERY = 16  # decisions between two updates of the batch size that the TPOT target allows
 
 
 @dataclass(frozen=True, kw_only=True)
 class MarginalSpec(PolicySpec):
-    """``ttft`` and ``tpot`` are targets in seconds; None: no such target."""
+    """``ttft`` and ``tpot`` are targets in seconds; None: no target."""
 
     description = (
         "refills when one more decode step would cost more, mixed or exclusive as measured costs say; "
@@ -33,13 +33,13 @@ class MarginalSpec(PolicySpec):
     )
     departure = 30
 
-    mix: bool = setting(True, "marginal may refill beside decodes where that costs less; off: exclusive batches only")
+    mix: bool = setting(True, "allow refills in mixed steps if they cost less; off: exclusive batches only")
     ttft: float | None = setting(
-        None, "marginal's target for the first token in seconds: requests that can still meet it are served first",
+        None, "target for the time to first token in seconds; requests that can still meet it are served first",
         unit="s", above=0, doubtful_from=3600,
     )  # fmt: skip
     tpot: float | None = setting(
-        None, "marginal's target for the time per output token in seconds: bounds the batch",
+        None, "target for the time per output token in seconds; limits the batch size",
         unit="s", above=0, doubtful_from=5,
     )  # fmt: skip
     window: int = setting(500, "completions that the estimator remembers", unit="requests", at_least=1)
@@ -47,21 +47,21 @@ class MarginalSpec(PolicySpec):
 
     @property
     def completions_per_update(self) -> int:
-        """M."""
+        """M of the paper."""
         return self.update_every
 
     @property
     def needs_costs(self) -> bool:
-        """Every choice compares costs."""
+        """Always: every choice compares costs."""
         return True
 
     def strategy(self, engine: EngineFacts, lengths: Lengths) -> Strategy:
-        """Costs, targets and room, put together."""
+        """The strategy, from costs, targets and KV memory."""
         return MarginalPolicy(self, engine, lengths)
 
 
 class MarginalPolicy(Strategy):
-    """What the next step should be under measured costs, targets and the room there is; ``lengths`` is only read."""
+    """Chooses every step from measured costs, targets and free KV memory; only reads ``lengths``."""
 
     bounds_mixed = True
 
@@ -79,51 +79,51 @@ class MarginalPolicy(Strategy):
 
     @property
     def seqs_allowed(self) -> int:
-        """Sequences that the TPOT target allows."""
+        """Number of sequences that the TPOT target allows."""
         return self._allowed
 
     @property
-    def answers_behind(self) -> bool:
-        """Whether prompts should wait for answers that are behind their target."""
-        return self._debt.too_much
+    def responses_behind(self) -> bool:
+        """Whether prompts should wait because running responses are behind their TPOT target."""
+        return self._debt.exceeded
 
     def on_prompt(self, input_tokens: int, cached_tokens: int) -> None:
-        """A request was admitted for the first time, with a prompt of that many tokens."""
+        """Record the first admission of a request with ``input_tokens`` prompt tokens."""
         self._room.admitted()
         if self.queue is not None:
             self.queue.admitted(input_tokens)
 
     def on_resume(self) -> None:
-        """A preempted request was admitted again."""
+        """Record that a preempted request was admitted again."""
         self._room.admitted()
 
     def on_finish(self, output_tokens: int) -> None:
-        """A request left its slot."""
+        """Record that a request left its slot."""
         self._answers.ended()
         self._room.ended()
 
     def update(self, view: View, running_ages: Callable[[], Sequence[int]]) -> Sequence[Change]:
-        """The mean lengths are new, and so is the batch that the target allows."""
+        """Recompute the batch size that the target allows: the mean lengths have changed."""
         self.plan_batch()
         return ()
 
     def choose(self, view: View, phases: PhaseState) -> StepChoice:
-        """The next step: the one under way, or what costs least."""
-        self._look(view, stepped=phases.phase != "prefill")
-        if phases.phase == "prefill" and phases.refilling(view) and not self.answers_behind:
+        """The next step: continue the current refill, or take the cheapest step."""
+        self._update_inputs(view, stepped=phases.phase != "prefill")
+        if phases.phase == "prefill" and phases.refilling(view) and not self.responses_behind:
             return StepChoice("prefill", "eb")
         refill = phases.refill(view)
-        choice = self._weigh(view, refill, blocked=phases.take_blocked())
+        choice = self._cheapest_step(view, refill, blocked=phases.pop_blocked())
         return StepChoice(
             choice.way,
             "mb" if choice.way == "mixed" else "eb",
-            self._why(refill),
+            self._reason(refill),
             refill,
             {"overhead_exclusive_s": choice.overhead_exclusive_s, "overhead_mixed_s": choice.overhead_mixed_s},
         )
 
-    def _look(self, view: View, *, stepped: bool) -> None:
-        """Update what targets and KV room are computed from. ``stepped``: the last step decoded."""
+    def _update_inputs(self, view: View, *, stepped: bool) -> None:
+        """Update the inputs of targets and KV room. ``stepped``: the last step decoded."""
         self._decisions += 1
         if self._service.tpot_s is not None and self._decisions % ALLOWED_EVERY == 0:
             self.plan_batch()
@@ -133,20 +133,23 @@ class MarginalPolicy(Strategy):
             decoding=view.decoding,
             stepped=stepped,
             answer_tokens=self._answers.mean,
-            in_reach=self._tpot_in_reach,
+            reachable=self._tpot_in_reach,
         )
 
-    def _weigh(self, view: View, refill: int, *, blocked: bool) -> Choice:
-        """The next step, where ``refill`` requests could join. ``blocked``: the last prefill found no KV blocks."""
+    def _cheapest_step(self, view: View, refill: int, *, blocked: bool) -> Choice:
+        """The cheapest next step if ``refill`` requests could join.
+
+        ``blocked``: the last prefill found no KV blocks.
+        """
         self._batch = max(view.decoding + view.prefilling + refill, 1)
         context_tokens = self._mean_context(view)
         choice = self._refills.choose(
             decoding=view.decoding if view.decodes else 0,
             context_tokens=context_tokens,
-            refill=self.refill_now(view, refill),
+            refill=self.possible_refill(view, refill),
             must=view.prefilling > 0 or (refill > 0 and self._service.refill_due(view.oldest_wait_s)),
         )
-        if view.decodes and (blocked or self.answers_behind):
+        if view.decodes and (blocked or self.responses_behind):
             choice = replace(choice, way="decode")
         if choice.way != "decode":
             self._refills.refilled()
@@ -155,24 +158,26 @@ class MarginalPolicy(Strategy):
             self._answers.decoded(view.decoding)
         return choice
 
-    def _why(self, refill: int) -> str:
+    def _reason(self, refill: int) -> str:
         """The reason for the last choice, in words."""
-        if self.answers_behind:
+        if self.responses_behind:
             return "answers are behind their target"
         return f"{refill} slots to refill" if refill else "nothing to refill"
 
-    def refill_now(self, view: View, slots: int) -> Refill:
-        """A refill of ``slots`` prompts at the mean lengths."""
+    def possible_refill(self, view: View, slots: int) -> Refill:
+        """A refill of ``slots`` prompts with the mean lengths."""
         return Refill(
             seqs=slots,
-            prompt_tokens=max(self.lengths.mu_new, 1.0),  # KV delivered whole leaves nothing to compute
+            prompt_tokens=max(
+                self.lengths.mu_new, 1.0
+            ),  # KV blocks received from a prefill instance leave nothing to compute
             half_computed=view.prefilling,
             queued=view.waiting > slots,
             hazard=1.0 / self._answers.mean,
         )
 
     def plan_batch(self) -> None:
-        """Take how many sequences the TPOT target allows at the lengths seen so far."""
+        """Compute how many sequences the TPOT target allows at the mean lengths so far."""
         allowed = self._service.seqs_allowed(
             self._costs,
             self._refills.per_token_s,
@@ -184,10 +189,11 @@ class MarginalPolicy(Strategy):
         self._tpot_in_reach, self._allowed = allowed > 0, allowed or self._max_num_seqs
 
     def prompts_that_fit(self, view: View) -> float:
-        """Mean prompts that KV has room for without preemptions, and more where preemptions pay or save a first token.
+        """Number of mean prompts that fit into the KV cache without preemptions, plus those whose preemption is
+        worthwhile.
 
-        They pay in throughput where there is no latency target; they save a first token that is nearly late, as long as
-        answers can pause and be in time.
+        Without a latency target preemptions can raise throughput; with one they can save a first token that is nearly
+        late, while running responses can pause without missing their TPOT target.
         """
         active, free_tokens = view.decoding + view.prefilling, view.free_blocks * self.engine.block_size
         context_tokens, prompt_tokens = self._mean_context(view), self.lengths.mu_l
@@ -201,7 +207,7 @@ class MarginalPolicy(Strategy):
         if not active or fit >= self._max_num_seqs - active:
             return fit
         if not self._service.has_targets:
-            steps = PAID_OVER * paying_steps(
+            steps = PAYBACK_FACTOR * payback_steps(
                 self._costs,
                 self._refills.per_token_s,
                 active=active,
@@ -218,7 +224,7 @@ class MarginalPolicy(Strategy):
         return max(fit, min(stay, fit + surplus))
 
     def _may_pause(self, seqs: float) -> float:
-        """How many beside ``seqs`` sequences may be preempted."""
+        """How many sequences may be preempted beside ``seqs`` running ones."""
         return seqs * self._service.may_pause(
             self._costs,
             self._refills.per_token_s,
@@ -229,7 +235,7 @@ class MarginalPolicy(Strategy):
         )
 
     def queue_order(self, now_s: float, seen_s: Sequence[float], prompt_tokens: Sequence[int]) -> Places:
-        """The places of never-started requests in their new order; arguments as of ``Controller.queue_order``."""
+        """New order of never-started requests; arguments as in ``Controller.queue_order``."""
         assert self.queue is not None
         mu_l, mu_o, batch = self.lengths.mu_l, self._answers.mean, self._batch
         work = Work(
@@ -240,7 +246,7 @@ class MarginalPolicy(Strategy):
         return self.queue.order(now_s, seen_s, prompt_tokens, work)
 
     def _mean_context(self, view: View) -> float:
-        """KV tokens of a running sequence."""
+        """Mean KV tokens per running sequence."""
         active = view.decoding + view.prefilling
         return (self.engine.num_blocks - view.free_blocks) * self.engine.block_size / active if active else 0.0
 

@@ -11,7 +11,7 @@ from vllm_eb.strategy import EngineFacts, Strategy
 
 @dataclass(frozen=True, kw_only=True)
 class V0(PolicySpec):
-    """No settings."""
+    """A policy without settings."""
 
     description = "exclusive batches, refill as soon as one slot is free (vLLM v0's rule)"
     colour = "#E69F00"
@@ -23,11 +23,11 @@ class V0(PolicySpec):
 
 
 class OneSlot(Strategy):
-    """Every refill that is possible is due."""
+    """Refills whenever a refill is possible."""
 
     @property
     def slots(self) -> int:
-        """One."""
+        """One slot."""
         return 1
 
 

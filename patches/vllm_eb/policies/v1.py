@@ -1,4 +1,4 @@
-"""vLLM v1 as it is: mixed batches by vLLM's own rules."""
+"""vLLM v1 unchanged: mixed batches by vLLM's own rules."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from vllm_eb.policy import PolicySpec
 
 @dataclass(frozen=True, kw_only=True)
 class V1(PolicySpec):
-    """No settings, no controller."""
+    """A policy without settings and without controller."""
 
     description = "mixed batches: vLLM v1, untouched"
     colour = "#0072B2"

@@ -1,4 +1,4 @@
-"""What is due when: many streams, one timer."""
+"""Timing wheel: one timer for thousands of streams."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ TICK_NS = 250_000
 
 
 class Timed(Protocol):
-    """Something that acts at a time."""
+    """An item with a next due time."""
 
     def act(self) -> int:
-        """Do what is due; returns when to act next (monotonic ns), or 0 for never."""
+        """Do what is due; returns the next due time (monotonic ns), or 0 for never."""
         ...
 
 
-class Wheel:
-    """Calls ``act`` of everything entered once its time has come, to within a quarter of a millisecond.
+class TimerWheel:
+    """Calls ``act`` of each item when it is due, at most a quarter of a millisecond late.
 
-    Times are rounded up to ticks, which keeps the number of wake-ups bounded with thousands of streams.
+    Times are rounded up to ticks, which bounds the number of wake-ups.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -32,7 +32,7 @@ class Wheel:
         self._due: dict[int, list[Timed]] = {}
 
     def enter(self, item: Timed, due_ns: int) -> None:
-        """Have ``item`` act at ``due_ns``."""
+        """Schedule ``item`` for ``due_ns``."""
         if self._put(item, due_ns) == self._ticks[0]:
             self._alarm.set(self._ticks[0] * TICK_NS)
 

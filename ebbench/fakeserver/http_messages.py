@@ -1,4 +1,4 @@
-"""Bytes the fake server sends: responses, server-sent events, OpenAI's message shapes."""
+"""Bytes that the fake server sends: HTTP responses, server-sent events, OpenAI's message formats."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _REASONS = {200: "OK", 400: "Bad Request", 401: "Unauthorized", 404: "Not Found"
 
 
 class GenerationRequest(msgspec.Struct):
-    """The fields of a completions or chat request the server looks at."""
+    """The fields of a completions or chat request that the server reads."""
 
     prompt: msgspec.Raw = msgspec.Raw(b'""')
     messages: list[dict[str, Any]] = []
@@ -29,7 +29,7 @@ class GenerationRequest(msgspec.Struct):
 
     @property
     def prompt_tokens(self) -> int:
-        """Token ids as given, or the number of words of a text."""
+        """Number of token ids, or of words for a text prompt."""
         if self.messages:
             return sum(len(str(m.get("content", "")).split()) for m in self.messages)
         raw = bytes(self.prompt)
@@ -41,7 +41,7 @@ class GenerationRequest(msgspec.Struct):
 def response(
     status: int, body: bytes, content_type: str = "application/json", extra: dict[str, str] | None = None
 ) -> bytes:
-    """A whole response with a length."""
+    """A whole HTTP response with Content-Length."""
     lines = [f"HTTP/1.1 {status} {_REASONS.get(status, 'Status')}", f"content-type: {content_type}"]
     lines += [f"{name}: {value}" for name, value in (extra or {}).items()]
     lines.append(f"content-length: {len(body)}")
@@ -49,7 +49,7 @@ def response(
 
 
 def error_body(message: str, kind: str, code: int) -> bytes:
-    """An error as OpenAI-compatible servers put it."""
+    """An error object as OpenAI-compatible servers send it."""
     return msgspec.json.encode({"error": {"message": message, "type": kind, "code": code}})
 
 
@@ -59,7 +59,7 @@ def chunk(data: bytes) -> bytes:
 
 
 class Messages:
-    """The messages of one answer, as server-sent events."""
+    """The messages of one response, as server-sent events."""
 
     def __init__(self, answer_id: str, model: str, chat: bool, crlf: bool) -> None:
         self._id, self._model, self._chat, self._crlf = answer_id, model, chat, crlf
@@ -71,11 +71,11 @@ class Messages:
         return b"data: %b\n\n" % data
 
     def token(self, tokens: int, finish: str | None) -> bytes:
-        """A message with the text of so many tokens."""
+        """A message with the text of ``tokens`` tokens."""
         return self.event(msgspec.json.encode(self._choice(TOKEN * tokens, finish)))
 
     def role(self) -> bytes:
-        """The chat message that only names the role."""
+        """The first chat message, which carries only the role."""
         choice: dict[str, Any] = {"index": 0, "delta": {"role": "assistant", "content": ""}}
         return self.event(msgspec.json.encode(self._message([choice | {"finish_reason": None}])))
 

@@ -1,4 +1,4 @@
-"""One streamed answer: its schedule, its bytes and the fault it may commit."""
+"""One streamed response: its schedule, its bytes and its fault."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from array import array
 from typing import Protocol
 
 from ebbench.fakeserver.faults import Fault
+from ebbench.fakeserver.http_messages import LAST_CHUNK, Messages, chunk
 from ebbench.fakeserver.ledger import Entry, Ledger
-from ebbench.fakeserver.wire import LAST_CHUNK, Messages, chunk
 
 _BREAKS = frozenset({"reset", "close", "truncate", "malformed", "error-frame", "stall"})
 _ENDS = frozenset({"empty", "short"})
 
 
 class Sender(Protocol):
-    """The connection an answer is written to."""
+    """The connection that a response is written to."""
 
     def send(self, data: bytes) -> None:
-        """Hand bytes to the kernel at once, or queue them if it takes no more."""
+        """Write bytes to the socket at once, or queue what it does not take."""
         ...
 
     def reset(self) -> None:
@@ -26,16 +26,16 @@ class Sender(Protocol):
         ...
 
     def close(self) -> None:
-        """Close after what is queued."""
+        """Close after the queued bytes are sent."""
         ...
 
     def finished(self) -> None:
-        """The response is complete; the connection may serve the next request."""
+        """Mark the response complete; the connection may serve the next request."""
         ...
 
 
-class Answer:
-    """Acts once per message until the answer is complete, broken by its fault, or given up by the client."""
+class ScheduledResponse:
+    """Sends one message per call until the response is complete, broken by its fault, or the client has left."""
 
     def __init__(
         self,
@@ -66,11 +66,11 @@ class Answer:
         return self._entry.started_ns + self._ttft_ns + self._sent * self._itl_ns
 
     def act(self) -> int:
-        """Send the next message. Returns when to act next, 0 for never."""
+        """Send the next message. Returns when the one after it is due (monotonic ns), 0 for never."""
         if not self.active:
             return 0
         if self._sent == self._break_at:
-            self._break()
+            self._commit_fault()
             return 0
         tokens = min(self._per_message, self._planned - self._sent)
         now_ns = time.monotonic_ns()
@@ -85,7 +85,7 @@ class Answer:
         return self.due_ns()
 
     def abandon(self) -> None:
-        """The client is gone."""
+        """Stop: the client has closed the connection."""
         if self.active:
             self._close("disconnected")
 
@@ -97,7 +97,7 @@ class Answer:
             self._times.append(now_ns)
 
     def _end(self, tokens: int, now_ns: int) -> None:
-        """The last token with its finish reason, the usage and the end mark, in one write."""
+        """Send the last token with its finish reason, the usage and the end mark, in one write."""
         finish = "stop" if self._fault and self._fault.kind in _ENDS else "length"
         parts = [chunk(self._messages.token(tokens, finish))]
         if self._usage:
@@ -105,14 +105,14 @@ class Answer:
             prompt_tokens = round(self._entry.prompt_tokens * factor)
             parts.append(chunk(self._messages.usage(prompt_tokens, self._sent + tokens)))
         parts += [chunk(self._messages.done()), LAST_CHUNK]
-        # Account before sending: once the client has the answer, the ledger must already say so.
+        # Update the ledger before sending: a client that has the response must find it there.
         self._note(tokens, now_ns)
         self._close(finish)
         self._sender.send(b"".join(parts))
         self._sender.finished()
 
-    def _break(self) -> None:
-        """Commit the fault."""
+    def _commit_fault(self) -> None:
+        """Break the response as its fault says."""
         kind = self._fault.kind if self._fault else ""
         self._close(kind)
         if kind == "reset":

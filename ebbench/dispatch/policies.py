@@ -1,6 +1,6 @@
 """Dispatch policies by name; :func:`dispatch_descriptions` lists them.
 
-Settings follow the name, as with scheduling policies: ``sbs:packing=off,cycle_limit=100``.
+Settings follow the name, as for scheduling policies: ``sbs:packing=off,cycle_limit=100``.
 """
 
 from __future__ import annotations
@@ -41,22 +41,22 @@ _DESCRIPTIONS = {
     "round-robin": "one unit after the other",
     "least-outstanding": "the unit with the fewest open requests",
     "power-of-two": "the better of two units picked at random",
-    "prefix-affine": "the unit that holds most of the prompt's prefix, unless the load gets lopsided",
-    "iqr": "Algorithm 3 of Tian et al.: outliers in KV load masked, then the least (batch size, KV tokens)",
+    "prefix-affine": "the unit that holds most of the prompt's prefix, unless the load gets unbalanced",
+    "iqr": "Algorithm 3 of Tian et al.: units with outlying KV load excluded, then the least (batch size, KV tokens)",
     "sbs": "staggered batch scheduling: held back until an instance can start, then packed by chunk capacity",
 }
 
 
 @dataclass(frozen=True)
 class DispatchSpec:
-    """A parsed dispatch policy. ``settings`` holds what was given; the rest are defaults."""
+    """A parsed dispatch policy. ``settings`` holds the given values; the others are defaults."""
 
     kind: str
     settings: tuple[tuple[str, Any], ...] = ()
 
     @property
     def name(self) -> str:
-        """Canonical text, which :func:`parse_dispatch` reads back."""
+        """The canonical text, which :func:`parse_dispatch` accepts."""
         if not self.settings:
             return self.kind
         return f"{self.kind}:" + ",".join(f"{key}={_shown(value)}" for key, value in self.settings)
@@ -85,11 +85,11 @@ def make_dispatcher(
     seed: int = 0,
     generates: bool = False,
 ) -> Dispatcher:
-    """Build the dispatcher over ``fleet``.
+    """Build the dispatcher of ``spec`` over ``fleet``.
 
-    ``chunk_tokens``: prompt tokens a unit computes in one pass; ``network_ns``: the estimate L_net of the way there;
-    ``default_forward_ns``: the forward time assumed before the first is measured; ``seed`` of random choices;
-    ``generates``: the instances compute prompts and answers both (they are no prefill pool).
+    ``chunk_tokens``: prompt tokens that a unit computes per pass. ``network_ns``: the estimate L_net of the network
+    delay. ``default_forward_ns``: forward time assumed before the first measurement. ``seed``: of random choices.
+    ``generates``: the instances prefill and decode (they are not a prefill pool).
     """
     given = dict(spec.settings)
     if spec.kind == "sbs":

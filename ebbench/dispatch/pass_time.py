@@ -1,17 +1,17 @@
-"""What a pass costs beside its tokens, from the batches that were sent and how long their passes took."""
+"""Estimates the duration of a pass from the batches sent and the measured durations of their passes."""
 
 from __future__ import annotations
 
 from collections import deque
 
 LEAST_PASSES = 8
-"""With fewer measured passes a line through them says nothing."""
+"""A line fitted through fewer passes is not meaningful."""
 FIRST_GUESS, LEAST_SHARE, MOST_SHARE = 0.25, 0.02, 1.0
-"""Overhead as a share of a full chunk: before it is known, and the bounds of what is believed."""
+"""Overhead as a share of a full chunk: the initial value, and the bounds of the estimate."""
 
 
-class PassCost:
-    """The straight line of pass duration over the tokens of the fullest unit, by least squares over the last passes."""
+class PassTimeModel:
+    """Pass duration as a linear function of the tokens on the fullest unit, by least squares over the last passes."""
 
     def __init__(self, chunk_tokens: int, window: int) -> None:
         self._chunk = chunk_tokens
@@ -20,14 +20,14 @@ class PassCost:
         self._overhead_tokens: float | None = None
 
     def planned(self, instance: int, tokens: int | None) -> None:
-        """The next pass of ``instance`` has ``tokens`` on its fullest unit; None where that is not known."""
+        """Record the tokens on the fullest unit of the instance's next pass; None if unknown."""
         if tokens is None:
             self._planned.pop(instance, None)
         else:
             self._planned[instance] = tokens
 
     def ended(self, instance: int, duration_ns: int) -> None:
-        """A pass of ``instance`` has ended."""
+        """Record that a pass of ``instance`` has ended."""
         tokens = self._planned.pop(instance, None)
         if tokens is not None:
             self._passes.append((tokens, duration_ns))
@@ -35,13 +35,13 @@ class PassCost:
 
     @property
     def overhead_tokens(self) -> float:
-        """Intercept over slope: the tokens that could be computed in the time a pass takes whatever is in it."""
+        """Intercept over slope: the fixed part of a pass, in tokens that could be computed in that time."""
         if self._overhead_tokens is None:
             self._overhead_tokens = self._fit()
         return self._overhead_tokens
 
     def duration_ns(self, tokens: int) -> float | None:
-        """How long a pass with ``tokens`` on its fullest unit takes; None before there is anything to tell it by."""
+        """Duration (ns) of a pass with ``tokens`` on its fullest unit; None before the first measurement."""
         count = len(self._passes)
         if count < LEAST_PASSES:
             return None
@@ -57,7 +57,7 @@ class PassCost:
         mean_ns = sum(duration_ns for _, duration_ns in self._passes) / count
         spread = sum((tokens - mean_tokens) ** 2 for tokens, _ in self._passes)
         shared = sum((tokens - mean_tokens) * (duration_ns - mean_ns) for tokens, duration_ns in self._passes)
-        if shared <= 0 or spread <= 0:  # all alike, or longer passes took no longer
+        if shared <= 0 or spread <= 0:  # all passes equally long, or longer batches did not take longer
             return FIRST_GUESS * self._chunk
         overhead = mean_ns * spread / shared - mean_tokens
         return min(MOST_SHARE * self._chunk, max(LEAST_SHARE * self._chunk, overhead))

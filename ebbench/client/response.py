@@ -1,7 +1,7 @@
-"""One streamed answer as it arrives: times of messages, finish reason, usage, errors.
+"""One streamed response while it arrives: times of messages, finish reason, usage, errors.
 
-This is the hot path: :meth:`Answer.feed` runs once per network read. It decodes every message into typed
-structures (so a malformed one never passes) and keeps one time per message.
+:meth:`StreamedResponse.feed` is the hot path: it runs once per network read. It decodes each message into typed
+structures, so that a malformed message is always an error, and keeps one time per message.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ebbench.client.sse import SseSplitter
 
 
 class Usage(msgspec.Struct, gc=False):
-    """Token counts as the server reports them."""
+    """Token counts as the server reports them in ``usage``."""
 
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
@@ -57,11 +57,12 @@ _COMPLETION = msgspec.json.Decoder(_Completion)
 _CHAT = msgspec.json.Decoder(_Chat)
 
 
-class Answer:
-    """What is known of one answer. All times are monotonic ns; 0 means: not yet.
+class StreamedResponse:
+    """What has been received of one response. All times are monotonic ns; 0 means "not yet".
 
-    ``times_ns`` has one entry per message that may carry tokens; ``empty`` the positions of those without text
-    (a token may have none, a closing message has no token: usage tells which, see :mod:`ebbench.client.classify`).
+    ``times_ns`` has one entry per message that may carry tokens; ``empty`` holds the positions of those without text (a
+    token may decode to no text, and a closing message carries no token; :mod:`ebbench.client.classify` tells them apart
+    by ``usage``).
     """
 
     __slots__ = (
@@ -87,26 +88,26 @@ class Answer:
 
     @property
     def text(self) -> str | None:
-        """The answer's text, if it was to be kept."""
+        """The generated text, or None without ``keep_text``."""
         return "".join(self._texts) if self._texts is not None else None
 
     def sent(self, now_ns: int) -> None:
-        """The request went out."""
+        """Record the time at which the request was sent."""
         self.sent_ns = self.last_ns = now_ns
 
     def head(self, status: int, now_ns: int) -> None:
-        """The response headers came in."""
+        """Record the HTTP status and the time at which the response headers were complete."""
         self.status = status
         self.first_byte_ns = self.first_byte_ns or now_ns
         self.last_ns = now_ns
 
     def feed(self, data: bytes, now_ns: int) -> None:
-        """Bytes of the stream, read at ``now_ns``."""
+        """Process bytes of the event stream that were read at ``now_ns``."""
         self.last_ns = now_ns
         splitter = self._splitter
         if splitter is None:
-            # Nearly every read is exactly one event; anything else goes through the splitter from then on
-            # until no partial event is left.
+            # Nearly every read is exactly one event. Any other read goes through the splitter, and so do all reads
+            # after it until no partial event is left.
             if data.startswith(b"data: ") and data.find(b"\n") + 2 == len(data) and data.endswith(b"\n\n"):
                 self._event(data[6:-2], now_ns)
                 return
@@ -117,7 +118,7 @@ class Answer:
             self._splitter = None
 
     def fail(self, error_class: str, body: str) -> None:
-        """Note the first error; later ones are its consequences."""
+        """Record the first error. Later errors follow from it and are dropped."""
         if self.error_class is None:
             self.error_class, self.error_body = error_class, body
 
@@ -148,21 +149,21 @@ class Answer:
         if message.error is not None:
             self.fail("error_frame", _error_text(message.error))
         elif not choices and message.usage is None:
-            self._odd(data)
+            self._other_message(data)
 
     def _chat_choice(self, choice: _ChatChoice, now_ns: int) -> None:
         delta = choice.delta or _NO_DELTA
         text = delta.content or delta.reasoning_content or delta.reasoning
         if not text and not delta.tool_calls:
             if delta.role is not None and choice.finish_reason is None:
-                return  # names the role only: no token
+                return  # carries the role only, no token
             self.empty.append(len(self.times_ns))
         self.times_ns.append(now_ns)
         if text and self._texts is not None:
             self._texts.append(text)
 
-    def _odd(self, data: bytes) -> None:
-        """A message of neither choices, usage nor error: some servers put an error at the top level."""
+    def _other_message(self, data: bytes) -> None:
+        """Record the error of a message that has neither choices nor usage: some servers put it at the top level."""
         message = msgspec.json.decode(data)
         if isinstance(message, dict) and message.get("object") == "error":
             self.fail("error_frame", _error_text(message))
@@ -172,7 +173,7 @@ _NO_DELTA = _Delta()
 
 
 def _error_text(error: Any) -> str:
-    """The server's message where there is one, else the whole error."""
+    """The server's error message if there is one, else the whole error object as text."""
     if isinstance(error, dict) and isinstance(error.get("message"), str):
         return str(error["message"])
     return error if isinstance(error, str) else msgspec.json.encode(error).decode()

@@ -1,8 +1,8 @@
-"""An httpx transport for streams: HTTP/1.1 on keep-alive connections, parsed by httptools.
+"""An httpx transport for event streams: HTTP/1.1 on keep-alive connections, parsed by httptools.
 
 httpx's own transport parses in Python and passes every piece of a body through several asynchronous generators, which
-costs more per token than all the rest of the gateway. Here a read wakes the relaying task once, with everything that
-came. Only plain and TLS HTTP/1.1 without proxies, which is what servers behind a gateway speak.
+costs more per token than the rest of the gateway. Here one read wakes the relaying task once, with all bytes that
+arrived. Supports HTTP/1.1 with and without TLS, no proxies.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from collections.abc import AsyncIterator
 import httptools
 import httpx
 
-from ebbench.connections import Address, Connections, Wire, tls_context
+from ebbench.connections import Address, BaseConnection, Connections, tls_context
 
 _IDLE_LIMIT_NS = 4_000_000_000  # below the 5 s after which uvicorn closes an idle connection
-_RESERVE = 8  # connections to each server that are opened before requests need them
-_PAUSE_BYTES = 1 << 20  # a client that reads slowly must not fill the gateway's memory
+_RESERVE = 8  # connections per server that are opened before requests need them
+_PAUSE_BYTES = 1 << 20  # bounds the gateway's memory for a client that reads slowly
 
 
 class StreamTransport(httpx.AsyncBaseTransport):
@@ -27,40 +27,41 @@ class StreamTransport(httpx.AsyncBaseTransport):
     def __init__(self, connect_timeout_s: float) -> None:
         self._connect_timeout_s = connect_timeout_s
         self._tls: ssl.SSLContext | None = None
-        self._servers: dict[Address, Connections[_Wire]] = {}
+        self._servers: dict[Address, Connections[_Connection]] = {}
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        """Send; returns when the response's headers are there. Raises httpx's transport errors.
+        """Send a request; returns when the response headers are complete. Raises httpx's transport errors.
 
-        A kept connection that the server closed in the meantime is replaced by a new one: nothing was answered on it.
+        If the server has closed a kept connection in the meantime, the request is sent on a new one: no response had
+        begun.
         """
         body = await request.aread()
         while True:
             connections = self._connections(Address.of(request.url))
             kept = connections.take()
-            wire = kept or await connections.connect()
+            connection = kept or await connections.connect()
             try:
-                return await wire.exchange(request, body)
+                return await connection.exchange(request, body)
             except httpx.RemoteProtocolError:
-                if kept is None or not wire.untouched:
+                if kept is None or not connection.untouched:
                     raise
             except BaseException:
-                wire.abort()
+                connection.abort()
                 raise
 
     async def aclose(self) -> None:
-        """Close the kept connections."""
+        """Close the idle connections."""
         for connections in self._servers.values():
             connections.close()
 
-    def _connections(self, address: Address) -> Connections[_Wire]:
+    def _connections(self, address: Address) -> Connections[_Connection]:
         found = self._servers.get(address)
         if found is None:
             if address.secure and self._tls is None:
                 self._tls = tls_context()
             found = self._servers[address] = Connections(
                 address,
-                _Wire,
+                _Connection,
                 tls=self._tls,
                 connect_timeout_s=self._connect_timeout_s,
                 idle_limit_ns=_IDLE_LIMIT_NS,
@@ -69,21 +70,21 @@ class StreamTransport(httpx.AsyncBaseTransport):
         return found
 
 
-class _Wire(Wire):
-    """One connection; one exchange at a time."""
+class _Connection(BaseConnection):
+    """One connection with at most one open exchange."""
 
-    def __init__(self, connections: Connections[_Wire]) -> None:
+    def __init__(self, connections: Connections[_Connection]) -> None:
         super().__init__()
         self._connections = connections
-        self._reply: _Reply | None = None
+        self._reply: _StreamedResponse | None = None
         self.untouched = True
 
     async def exchange(self, request: httpx.Request, body: bytes) -> httpx.Response:
-        """Send the request and wait for the head of the response."""
+        """Send the request and wait for the response headers."""
         if self.transport is None:
             raise httpx.RemoteProtocolError("the connection was closed at once")
         self.untouched = True
-        reply = self._reply = _Reply(self, bodyless=request.method == "HEAD")
+        reply = self._reply = _StreamedResponse(self, bodyless=request.method == "HEAD")
         lines = [b"%b %b HTTP/1.1" % (request.method.encode(), request.url.raw_path)]
         lines += [b"%b: %b" % header for header in request.headers.raw]
         self.transport.write(b"\r\n".join(lines) + b"\r\n\r\n" + body)
@@ -91,7 +92,7 @@ class _Wire(Wire):
         return httpx.Response(reply.status, headers=reply.headers, stream=reply, request=request)
 
     def complete(self, keep_alive: bool) -> None:
-        """The exchange is over."""
+        """Return the connection to the pool, or close it."""
         self._reply = None
         if keep_alive and self.usable:
             self._connections.give(self)
@@ -99,7 +100,7 @@ class _Wire(Wire):
             self.abort()
 
     def reading(self, wanted: bool) -> None:
-        """Take more from the server, or let it wait."""
+        """Resume or pause reading from the server."""
         if self.transport is not None and self.usable:
             (self.transport.resume_reading if wanted else self.transport.pause_reading)()
 
@@ -107,7 +108,7 @@ class _Wire(Wire):
         """Called by the loop."""
         self.untouched = False
         if self._reply is None:
-            self.abort()  # bytes without a request
+            self.abort()  # the server sent bytes without a request
         else:
             self._reply.received(data)
 
@@ -119,17 +120,17 @@ class _Wire(Wire):
             reply.lost(exc)
 
 
-class _Reply(httpx.AsyncByteStream):
-    """A response as it comes; iterating gives what came since the last time, undivided.
+class _StreamedResponse(httpx.AsyncByteStream):
+    """A response while it arrives; iterating yields the bytes received since the last iteration.
 
-    ``bodyless``: it ends with its headers, whatever they say of a body, as the answer to a HEAD request does.
+    ``bodyless``: the response ends with its headers, whatever they say about a body, as for a HEAD request.
     """
 
-    def __init__(self, wire: _Wire, *, bodyless: bool) -> None:
+    def __init__(self, connection: _Connection, *, bodyless: bool) -> None:
         self.head: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.status = 0
         self.headers: list[tuple[bytes, bytes]] = []
-        self._wire, self._bodyless = wire, bodyless
+        self._connection, self._bodyless = connection, bodyless
         self._parser = httptools.HttpResponseParser(self)
         self._parts: list[bytes] = []
         self._size = 0
@@ -146,7 +147,7 @@ class _Reply(httpx.AsyncByteStream):
                 self._size = 0
                 if self._paused:
                     self._paused = False
-                    self._wire.reading(True)
+                    self._connection.reading(True)
                 yield data
             elif self._error is not None:
                 raise self._error
@@ -157,27 +158,27 @@ class _Reply(httpx.AsyncByteStream):
                 await self._waiter
 
     async def aclose(self) -> None:
-        """Give the rest up, if there is any; the server sees the connection closed."""
+        """Abort the rest of the response, if any; the server sees its connection closed."""
         if not self._complete:
-            self._wire.abort()
+            self._connection.abort()
 
     def received(self, data: bytes) -> None:
-        """Bytes from the connection."""
+        """Process bytes from the connection."""
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
             self._fail(httpx.RemoteProtocolError(f"cannot read the response: {error}"))
-            self._wire.abort()
+            self._connection.abort()
         if self._size > _PAUSE_BYTES and not self._paused and not self._complete:
             self._paused = True
-            self._wire.reading(False)
+            self._connection.reading(False)
         self._wake()
 
     def lost(self, exc: Exception | None) -> None:
-        """The connection is gone."""
+        """Record that the connection is closed."""
         framed = any(name.lower() in (b"content-length", b"transfer-encoding") for name, _ in self.headers)
         if exc is None and self.head.done() and not framed:
-            self._complete = True  # a body without length or chunks ends with the connection
+            self._complete = True  # the end of the connection ends a body that has neither length nor chunks
         else:
             where = "in the middle of the answer" if self.head.done() else "before any answer"
             self._fail(httpx.RemoteProtocolError(f"connection closed {where}" if exc is None else f"{exc}, {where}"))
@@ -190,14 +191,14 @@ class _Reply(httpx.AsyncByteStream):
     def on_headers_complete(self) -> None:
         """Called by the parser."""
         self.status = self._parser.get_status_code()
-        if self.status < 200:  # an interim response; the real one follows
+        if self.status < 200:  # an interim response; the final one follows
             self.headers = []
         elif not self.head.done():
             self.head.set_result(None)
             if self._bodyless:
-                # The parser does not know and waits for a body: neither it nor the connection is used again.
+                # The parser expects a body: do not use it or the connection again.
                 self._complete = True
-                self._wire.complete(keep_alive=False)
+                self._connection.complete(keep_alive=False)
 
     def on_body(self, data: bytes) -> None:
         """Called by the parser."""
@@ -211,8 +212,8 @@ class _Reply(httpx.AsyncByteStream):
             self._complete = True
             if self._paused:
                 self._paused = False
-                self._wire.reading(True)
-            self._wire.complete(self._parser.should_keep_alive())
+                self._connection.reading(True)
+            self._connection.complete(self._parser.should_keep_alive())
 
     def _fail(self, error: httpx.TransportError) -> None:
         if self._complete or self._error is not None:
@@ -220,7 +221,7 @@ class _Reply(httpx.AsyncByteStream):
         self._error = error
         if not self.head.done():
             self.head.set_exception(error)
-            self.head.exception()  # marks it as seen, in case nothing waits for it any more
+            self.head.exception()  # marks the exception as retrieved, in case no task waits for it
 
     def _wake(self) -> None:
         waiter, self._waiter = self._waiter, None
