@@ -31,9 +31,9 @@ def test_where_all_keep_up_both_decide_by_the_time_of_a_request(tmp_path: Path) 
 
 def test_a_difference_too_small_to_matter_has_no_winner_however_sure_it_is() -> None:
     found = compare({"v1": side([0.0] * 8), "v0": [*side([0.001 + x / 10_000 for x in range(8)], policy="v0")]})
-    [contestant] = found.others
-    assert contestant.contrasts[0].p_adjusted == pytest.approx(0.0234, abs=1e-3)
-    assert answer(found, contestant).startswith("No winner: -0.1 %")
+    [other] = found.others
+    assert other.contrasts[0].p_adjusted == pytest.approx(0.0234, abs=1e-3)
+    assert answer(found, other).startswith("No winner: -0.1 %")
 
 
 def test_policies_that_do_the_same_are_not_to_be_repeated_and_cases_are_named(tmp_path: Path) -> None:
