@@ -1,4 +1,4 @@
-"""Engines carry out a plan under a policy: in simulation, in vLLM on an emulated device, in vLLM, or over HTTP."""
+"""Engines run a plan under a policy: simulated, in vLLM on an emulated device, in vLLM, or on a server over HTTP."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ENGINES = ("auto", "sim", "emulated", "vllm")
 
 
 def select_engine(name: str) -> tuple[Engine, str]:
-    """The engine of that name (or URL), and the sentence that tells the user which one runs and why."""
+    """The engine of that name (or URL), and a sentence that tells the user which engine runs and why."""
     if name.startswith(("http://", "https://")):
         from ebbench.engines.endpoint import EndpointEngine
 

@@ -1,4 +1,4 @@
-"""The engine interface: a plan and a policy in, request, step and decision tables out."""
+"""The engine interface: from plan and policy to tables of requests, steps and decisions."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from vllm_eb.policy import PolicySpec
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """Scheduler settings, named as vLLM names them.
+    """Scheduler settings, named as in vLLM.
 
-    ``num_kv_blocks`` of None means: from the device's KV capacity. ``long_prefill_token_threshold`` of 0 is off.
-    ``enforce_eager``: no CUDA graphs. ``warmup``: requests of the plan's lengths that go first and are not recorded.
-    ``quantization`` and ``kv_cache_dtype``: types of weights and KV cache other than the model's own.
+    ``num_kv_blocks``: None uses the device's KV capacity. ``long_prefill_token_threshold``: 0 is off.
+    ``enforce_eager``: no CUDA graphs. ``warmup``: number of requests with the plan's lengths that are sent first and
+    not recorded. ``quantization`` and ``kv_cache_dtype``: data types of weights and KV cache that differ from the
+    model's.
     """
 
     max_num_seqs: int = 1024
@@ -37,7 +38,7 @@ class EngineOptions:
 
 
 VIRTUAL_TIME = frozenset({"sim", "emulated"})
-"""Names of the engines in virtual time: the same plan gives the same run."""
+"""Names of the engines in virtual time, in which equal plans give equal runs."""
 
 
 @dataclass(frozen=True)
@@ -53,29 +54,29 @@ class Progress:
     mode: str
     running: int
     waiting: int
-    # Known while the run goes on only to engines that measure a server; medians in ms, failures by class.
+    # Known during the run only for engines that measure a server; medians in ms, failures by class.
     failures: Mapping[str, int] = field(default_factory=dict)
     ttft_ms: float | None = None
     tpot_ms: float | None = None
-    # What the engine waits for before the first request, which ``time_s`` is then the time of.
+    # What the engine waits for before the first request; ``time_s`` is then the time of the wait.
     waiting_for: str = ""
 
 
 class Observer(Protocol):
-    """Receives snapshots now and then; must return quickly."""
+    """Receives snapshots during a run; must return quickly."""
 
     def update(self, progress: Progress) -> None:
-        """Show the snapshot."""
+        """Process a snapshot."""
         ...
 
 
 @dataclass(frozen=True)
 class EngineResult:
-    """Tables in the schemas of :mod:`ebbench.records.schema`, and what the manifest should say.
+    """Tables in the schemas of :mod:`ebbench.records.schema`, and entries for the manifest.
 
-    ``invalid``: reasons, known to the engine alone, why the run is INVALID. ``facts`` join the plan's in the
-    manifest. ``server_metrics``: samples of the server's metrics page, where there is one. ``device``: the
-    device of one instance, where that is a unit of several GPUs and not the single GPU that was given.
+    ``invalid``: reasons that make the run INVALID and that only the engine knows. ``facts`` are added to the plan's.
+    ``server_metrics``: samples of the server's metrics page, if it has one. ``device``: the device of one instance, if
+    that is a unit of several GPUs instead of the given single GPU.
     """
 
     requests: pa.Table
@@ -90,15 +91,15 @@ class EngineResult:
 
 
 class Engine(Protocol):
-    """Carries out a plan under a policy."""
+    """Runs a plan under a policy."""
 
     @property
     def name(self) -> str:
-        """What the engine is called on the command line."""
+        """The engine's name on the command line."""
         ...
 
     def run(
         self, plan: Plan, policy: PolicySpec, device: Device, options: EngineOptions, observer: Observer | None
     ) -> EngineResult:
-        """Run to the end of the plan. Raises RunError when it cannot be carried out."""
+        """Run to the end of the plan. Raises RunError if that fails."""
         ...

@@ -1,4 +1,4 @@
-"""Settings that no engine can work with, refused before anything runs."""
+"""Checks of settings before a run starts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from vllm_eb.policy import PolicySpec, least_seqs
 
 
 def check_counts(**counts: int | float | None) -> None:
-    """Raise UsageError for a count or factor that must be positive and is not; None passes, and an infinite rate."""
+    """Raise UsageError for a count or factor that must be positive and is not; None and an infinite rate are valid."""
     for name, value in counts.items():
         if name == "request_rate" and value == inf:
             continue
@@ -27,7 +27,7 @@ def check_counts(**counts: int | float | None) -> None:
 
 
 def check_options(options: EngineOptions, policies: Sequence[PolicySpec]) -> None:
-    """Raise UsageError for scheduler settings that vLLM refuses too, or that a policy cannot meet."""
+    """Raise UsageError for scheduler settings that vLLM refuses too, or that a policy does not support."""
     check_counts(
         max_num_seqs=options.max_num_seqs,
         max_num_batched_tokens=options.max_num_batched_tokens,
@@ -52,15 +52,16 @@ def check_options(options: EngineOptions, policies: Sequence[PolicySpec]) -> Non
 
 
 def num_kv_blocks(device: Device, options: EngineOptions) -> int:
-    """KV blocks of an instance: the given number, or what the device's capacity holds."""
+    """Number of KV blocks of an instance: as given, or from the device's capacity."""
     return options.num_kv_blocks or device.kv_capacity_tokens // options.block_size
 
 
 def check_fits(plan: Plan, device: Device, options: EngineOptions) -> None:
-    """Raise UsageError for an empty plan, and for a request that can never run on an instance, naming the longest one.
+    """Raise UsageError for an empty plan, and for a request that does not fit on an instance (the message names the
+    longest one).
 
-    ``device`` is that of one instance. Where its KV capacity is unknown (0: hardware without a profile, on which vLLM
-    alone knows what fits) only ``max_model_len`` is checked.
+    ``device``: that of one instance. If its KV capacity is unknown (0: hardware without a profile, where only vLLM
+    knows it), only ``max_model_len`` is checked.
     """
     if not len(plan):
         raise UsageError("the plan holds no request; raise --num-prompts or choose another workload")
@@ -79,6 +80,6 @@ def check_fits(plan: Plan, device: Device, options: EngineOptions) -> None:
         return
     where = "--num-kv-blocks" if options.num_kv_blocks is not None else f"{device.model} on {device.name}"
     raise UsageError(
-        f"request {request} needs {longest:,} KV tokens but {where} holds {capacity:,}, so it can never run; drop "
+        f"request {request} needs {longest:,} KV tokens but {where} holds {capacity:,}, so it cannot run; drop "
         f"longer ones with --max-model-len {capacity} --drop-too-long"
     )

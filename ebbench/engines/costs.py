@@ -1,7 +1,7 @@
-"""The step costs that the controller computes from, where vLLM runs on this machine's own hardware.
+"""Step costs for the controller if vLLM runs on this machine's hardware.
 
-They are measured here (``ebbench calibrate``), taken from a device profile, or not needed. They are never those of some
-other GPU unless that one was named.
+They are measured (``ebbench calibrate``), taken from a device profile, or not needed. Costs of another GPU are used
+only if the user names it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from vllm_eb.policy import PolicySpec
 
 
 def read_calibration(path: Path) -> Calibration:
-    """A calibration file, as ``ebbench calibrate`` writes it. Raises InputFileError."""
+    """Read a calibration file written by ``ebbench calibrate``. Raises InputFileError."""
     try:
         return calibration_from_json(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -39,10 +39,9 @@ def serving_costs(
     device: str | None,
     model: str,
 ) -> Calibration | None:
-    """The costs for a server of this machine: the file's, else those of the profile that was named or fits the GPU.
+    """Costs for a server on this machine: from the file, else from the profile that was named or fits the GPU.
 
-    None where no policy computes anything from costs. Raises UsageError, with what to do, where a policy needs costs
-    and there are none.
+    None if no policy uses costs. Raises UsageError that says what to do if a policy needs costs and there are none.
     """
     if calibration is not None:
         return read_calibration(calibration)
@@ -64,7 +63,7 @@ def serving_costs(
 
 
 def _how(options: EngineOptions | None) -> dict[str, Any]:
-    """What a profile's costs and KV capacity depend on, as arguments of ``load_device``."""
+    """Options that a profile's costs and KV capacity depend on, as arguments of ``load_device``."""
     if options is None:
         return {}
     return {
@@ -85,10 +84,10 @@ def local_hardware(
     device: str | None = None,
     calibration: Path | None = None,
 ) -> Device:
-    """This machine holding ``model``, under its own name, with the costs that the policies need.
+    """This machine serving ``model``, with the costs that the policies need.
 
-    A GPU that has a profile goes by the profile's name, and its KV capacity is known. Elsewhere vLLM alone knows what
-    fits. Raises what :func:`serving_costs` raises.
+    A GPU with a profile has the profile's name and a known KV capacity; otherwise only vLLM knows what fits. Raises
+    what :func:`serving_costs` raises.
     """
     from ebbench.devices.profiles import find_profile
     from ebbench.engines.machine import local_device, machine_name
@@ -108,7 +107,7 @@ def local_hardware(
 
 
 def _profiled(profile: str, model: str, options: EngineOptions) -> Device | None:
-    """The device of a profile; None where it does not know the model, which vLLM may serve all the same."""
+    """The device of a profile; None if it does not know the model, which vLLM may still serve."""
     from ebbench.devices import load_device
 
     try:

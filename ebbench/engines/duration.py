@@ -1,7 +1,7 @@
-"""``--duration`` in a closed loop: no session is released after so many seconds, on any engine.
+"""``--duration`` in a closed loop: stop the release of sessions after so many seconds, on any engine.
 
-How many sessions that are depends on how fast they end, so the plan holds more of them than are released. What is
-released becomes the run's plan; the plan it was cut from is kept, so that runs of one question compare.
+The number of released sessions depends on how fast they end, so the plan holds more sessions than are released. The
+released ones become the run's plan; the original plan is kept, so that runs can be compared.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from vllm_eb.policy import PolicySpec
 def run_plan(
     engine: Engine, plan: Plan, policy: PolicySpec, device: Device, options: EngineOptions, observer: Observer | None
 ) -> tuple[Plan, EngineResult]:
-    """Run ``plan`` and return it with the result, or the part of it that was released in the time it has.
+    """Run ``plan``; returns the result and the plan, or its part that was released in time.
 
     Raises what the engine raises.
     """
@@ -34,7 +34,7 @@ def run_plan(
 
 
 def _released(plan: Plan, result: EngineResult) -> tuple[Plan, EngineResult]:
-    """What the load generator released before it stopped."""
+    """The sessions that the load generator released before it stopped."""
     left = set(result.requests.filter(pc.equal(result.requests["error_class"], "not_released"))["session"].to_pylist())
     order = _sessions_in_order(plan)
     count = next((place for place, session in enumerate(order) if session in left), len(order))
@@ -50,10 +50,10 @@ def _in_virtual_time(
 ) -> tuple[Plan, EngineResult]:
     """Run again with exactly the sessions that a longer run released in time.
 
-    Sessions are released in the order of the plan, and what happens up to a moment depends on nothing that is released
-    later. So the run of those sessions alone is the run that stops releasing then.
+    Sessions are released in plan order, and events up to a time do not depend on later releases. So a run of only those
+    sessions equals the run that stops releasing at that time.
     """
-    assert plan.release_for_s is not None  # the caller asked for it
+    assert plan.release_for_s is not None  # checked by the caller
     order = _sessions_in_order(plan)
     tried = min(len(order), 4 * max(phase.max_concurrency for phase in plan.phases))
     while True:
@@ -72,12 +72,12 @@ def _in_virtual_time(
 
 
 def _sessions_in_order(plan: Plan) -> list[int]:
-    """Sessions in the order in which they are released: that of their first rows."""
+    """Sessions in release order: the order of their first rows."""
     return list(dict.fromkeys(plan.table["session"].to_pylist()))
 
 
 def _released_before(requests: pa.Table, sessions: list[int], seconds: float) -> int:
-    """How many of these sessions began before so many seconds."""
+    """How many of these sessions began within the first ``seconds``."""
     begun = requests.filter(pc.less(requests["intended_ns"], round(seconds * 1e9)))
     first = set(begun.filter(pc.equal(begun["turn"], 0))["session"].to_pylist())
     return sum(session in first for session in sessions)
@@ -89,14 +89,14 @@ def _first_sessions(plan: Plan, order: list[int], count: int) -> Plan:
 
 
 def part_of(plan: Plan, table: pa.Table) -> Plan:
-    """The plan with only the rows of ``table``: other sessions are not released. ``cut_from`` keeps the whole."""
+    """The plan with only the rows of ``table``; ``cut_from`` keeps the whole plan."""
     sessions = np.unique(table["session"].to_numpy()).size
     facts = {**plan.facts, "released_sessions": int(sessions), "released_requests": table.num_rows}
     return replace(plan, table=table, facts=facts, cut_from=plan.cut_from or plan)
 
 
 def exhausted(plan: Plan, result: EngineResult) -> tuple[Plan, EngineResult]:
-    """A warning for a run whose sessions were all released before the time was over."""
+    """Add a warning if all sessions were released before the time was over."""
     sessions = len(_sessions_in_order(plan))
     note = (
         f"All {sessions:,} sessions of the plan were released before --duration {plan.release_for_s:g} was over; "

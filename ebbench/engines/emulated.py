@@ -1,7 +1,7 @@
 """The ``emulated`` engine: real vLLM core, scheduler and KV manager; the device is a cost model in virtual time.
 
-Sequence in virtual time, which is vLLM's own (``EngineCore.step`` and ``step_with_batch_queue``), only the waiting is
-by a virtual clock. With asynchronous scheduling the batch queue holds two steps:
+Sequence in virtual time, which is vLLM's own (``EngineCore.step`` and ``step_with_batch_queue``); only the waiting is
+done by a virtual clock. With asynchronous scheduling the batch queue holds two steps:
 
     take every request released by now; schedule() and queue the step on the device
     fewer than two in the queue: again, at the same time
@@ -39,7 +39,7 @@ from vllm_eb import config as plugin
 from vllm_eb.policy import PolicySpec
 
 PROGRESS_EVERY_S = 0.2
-MAX_FRUITLESS_STEPS = 8  # turns of vLLM's loop that did nothing, before the clock jumps to the next arrival
+MAX_FRUITLESS_STEPS = 8  # iterations of vLLM's loop without effect, before the clock jumps to the next arrival
 
 
 class EmulatedEngine:
@@ -72,7 +72,7 @@ class EmulatedEngine:
         return run.result(interrupted)
 
     def prepare(self, core: Any) -> None:
-        """Called with the engine core before the first step; for measurements and experiments."""
+        """Called with the engine core before the first step; a hook for measurements and experiments."""
 
 
 class _Run:
@@ -124,7 +124,7 @@ class _Run:
     def _core_with_shortcuts(
         self, core_module: Any, policy: PolicySpec, options: EngineOptions, additional: dict[str, object]
     ) -> Any:
-        """A core that leaves out calls that find nothing to do."""
+        """A core without calls that have no effect in the emulation."""
         from ebbench.engines.emulated_shortcuts import PlainRequest, take_shortcuts
         from ebbench.engines.emulated_skipping import begin_skipping, skipping_class, supported
 
@@ -139,7 +139,7 @@ class _Run:
         return core
 
     def to_the_end(self, observer: Observer | None) -> bool:
-        """Drive the core until every request has ended. Returns whether the user interrupted it."""
+        """Run the core until every request has ended. Returns whether the user interrupted it."""
         core, clients, clock = self.core, self._clients, self._clock
         next_report = 0.0
         try:
@@ -158,12 +158,15 @@ class _Run:
         return False
 
     def _close(self) -> None:
-        """End what the core started. ``core.shutdown`` also collects garbage, which takes longer than a short run."""
+        """Close the core. ``core.shutdown`` would also collect garbage, which takes longer than a short run."""
         self.core.structured_output_manager.clear_backend()
         self.core.scheduler.shutdown()
 
     def _step(self) -> bool:
-        """One turn of vLLM's loop. False when nothing is in flight and nothing could be scheduled, twice in a row."""
+        """One iteration of vLLM's loop.
+
+        Returns False if twice in a row nothing is in flight and nothing was scheduled.
+        """
         core = self.core
         if not core.scheduler.has_requests() and not core.batch_queue:
             return False
@@ -177,7 +180,7 @@ class _Run:
         return self._fruitless < MAX_FRUITLESS_STEPS
 
     def _jump(self) -> None:
-        """Nothing to do now: go to the next arrival."""
+        """Advance the clock to the next arrival."""
         arrival_ns = self._clients.next_arrival_ns()
         if arrival_ns is None:
             raise RunError(
@@ -191,7 +194,7 @@ class _Run:
         state = self._state
         inputs, outputs = int(state.prompt[row]), int(state.max_output[row])
         hash_ids = state.hash_ids[row] if state.hash_ids is not None else None
-        # The answer continues the prompt's content stream, so a follow-up turn finds its history in the cache.
+        # The output continues the prompt's content stream, so that a later turn finds its history in the cache.
         prompt = token_ids(state.content[row], hash_ids, 0, inputs, self._vocab).tolist()
         answer = token_ids(state.content[row], None, inputs, outputs, self._vocab).tolist()
         self._streams[self._ids[row]] = prompt + answer
@@ -232,14 +235,14 @@ class _Run:
         self._total_tokens += step.prefill_tokens + shape.decode_seqs
 
     def _rows(self, ids: list[str]) -> Ints:
-        """Plan rows of request ids; one array is shared while the ids stay the same."""
+        """Plan rows of request ids; the array is reused while the ids stay the same."""
         if ids != self._last_ids:
             self._last_ids = ids
             self._last_rows = np.fromiter(map(self._row_of.__getitem__, ids), np.int64, len(ids))
         return self._last_rows
 
     def _take(self, outputs: Any) -> None:
-        """Completions of one step, in scheduling order."""
+        """Process the completions of one step, in scheduling order."""
         for batch in outputs.values():
             for output in batch.outputs:
                 if output.finish_reason is not None:
@@ -259,7 +262,7 @@ class _Run:
         )  # fmt: skip
 
     def result(self, interrupted: bool) -> EngineResult:
-        """The tables of what was done."""
+        """The tables of the run."""
         controller = getattr(self._scheduler, "controller", None)
         records = controller.drain_records() if controller else []
         ids = pa.array(self._ids, pa.string())
@@ -272,7 +275,7 @@ class _Run:
 
 
 def plugin_settings(policy: PolicySpec, device: Device) -> tuple[str | None, dict[str, object]]:
-    """Scheduler class and additional_config for a policy; v1 is vLLM untouched."""
+    """Scheduler class and additional_config for a policy; none for v1, which is vLLM unchanged."""
     if policy.native:
         return None, {}
     return plugin.SCHEDULER, plugin.additional_config(policy, device.calibration)

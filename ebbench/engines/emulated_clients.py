@@ -11,10 +11,10 @@ from ebbench.simulation.state import UNSET, RequestState
 
 
 class VirtualClients:
-    """Sends the plan's requests in virtual time: by the clock, and when completions make room."""
+    """Sends the plan's requests in virtual time: at arrival times, and after completions."""
 
     def __init__(self, plan: Plan, state: RequestState, warmup: int = 0, begin: Callable[[int], None] | None = None):
-        """``begin`` is called with the time when ``warmup`` requests have ended and the plan begins."""
+        """``begin`` is called with the time at which ``warmup`` requests have ended and the plan begins."""
         self._plan, self._state, self._releases = plan, state, Releases(plan, warmup)
         self._begin = begin if warmup else None
         self._arrivals: list[tuple[int, int]] = []  # (time, row)
@@ -41,11 +41,11 @@ class VirtualClients:
             self._release(self._releases.arrived(row), arrival_ns)
 
     def next_arrival_ns(self) -> int | None:
-        """When the clock sends the next session; None when only completions can."""
+        """Time (ns) of the next arrival; None if only completions release further requests."""
         return self._arrivals[0][0] if self._arrivals else None
 
     def ended(self, row: int, now_ns: int) -> None:
-        """A request ended. Sessions that arrived by then come first: they may be waiting for its slot."""
+        """Process the end of a request. Sessions that arrived by then come first: they may wait for its slot."""
         self._arrive(now_ns)
         following = self._releases.ended(row)
         if self._begin is not None and self._releases.begun:

@@ -1,4 +1,4 @@
-"""The real vLLM EngineCore in this process, over a device in virtual time. Importing this module imports vLLM."""
+"""vLLM's EngineCore in this process, on a device in virtual time. Importing this module imports vLLM."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ebbench.engines.base import EngineOptions
 from ebbench.engines.emulated_device import StandInExecutor, Step, StepReader, done, nothing, step_ns
 
 VOCAB = 32000
-SMALL_VOCAB = 256  # Python keeps one object of each such number, which makes streams small and quick to read
+SMALL_VOCAB = 256  # Python caches integers up to 256, which makes token streams small and fast
 MODEL_CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
@@ -45,19 +45,19 @@ MODEL_CONFIG = {
 
 
 def vocabulary(block_size: int) -> int:
-    """Token ids in use: few where blocks are long enough not to be equal by chance (64 random bits)."""
+    """Number of token ids in use: few if blocks are so long that they are not equal by chance (64 random bits)."""
     return SMALL_VOCAB if block_size >= 8 else VOCAB
 
 
 class VirtualFuture(Future[Any]):
-    """Completes when asked for its result, and moves the clock to the end of its step."""
+    """Completes when its result is requested, and advances the clock to the end of its step."""
 
     def __init__(self, clock: VirtualClock, end_ns: int, value: Any) -> None:
         super().__init__()
         self._clock, self._end_ns, self._value = clock, end_ns, value
 
     def result(self, timeout: float | None = None) -> Any:
-        """Wait, in virtual time."""
+        """Wait in virtual time."""
         self._clock.now_ns = max(self._clock.now_ns, self._end_ns)
         return self._value
 
@@ -74,17 +74,17 @@ class VirtualClock:
 
 
 class VirtualExecutor(StandInExecutor):
-    """Runs steps one after another in virtual time. ``attach`` must be called before the first step."""
+    """Runs steps one after another in virtual time. Call ``attach`` before the first step."""
 
     def attach(self, clock: VirtualClock, cost: CostModel, tokens_of: dict[str, Any]) -> None:
-        """Give the device its clock, its cost model and the token streams of the requests."""
+        """Set the clock, the cost model and the token streams of the requests."""
         self.clock, self.cost, self.free_ns = clock, cost, 0
         self.reader = StepReader(tokens_of)
         self.on_step: Any = None  # called as on_step(step, start_ns, end_ns) for every step with tokens
         self.on_preempted: Any = None  # called with the ids preempted by a schedule(), if any
 
     def execute_model(self, scheduler_output: Any, non_block: bool = False) -> Any:
-        """Queue a step on the device; its tokens come from :meth:`sample_tokens`."""
+        """Queue a step on the device; :meth:`sample_tokens` returns its tokens."""
         if scheduler_output.preempted_req_ids:
             self.on_preempted(scheduler_output.preempted_req_ids)
         if scheduler_output.total_num_scheduled_tokens == 0:
@@ -108,9 +108,9 @@ def build_core(
     additional_config: dict[str, Any],
     **further: Any,
 ) -> EngineCore:
-    """A vLLM engine core whose KV cache has ``blocks`` blocks beside the null block; ``further`` are EngineArgs."""
+    """A vLLM engine core with ``blocks`` usable KV blocks and the null block; ``further`` are EngineArgs."""
     logging.getLogger("vllm").setLevel(logging.ERROR)
-    # vLLM refuses to start when one sequence of this length would not fit.
+    # vLLM refuses to start if one sequence of this length does not fit.
     max_model_len = min(options.max_model_len, blocks * options.block_size)
     with tempfile.TemporaryDirectory(prefix="ebbench-model-") as folder:
         config = MODEL_CONFIG | {"max_position_embeddings": options.max_model_len}
@@ -136,7 +136,7 @@ def build_core(
             disable_log_stats=True,
             **further,
         ).create_engine_config()
-        # The CPU platform switches asynchronous scheduling off; the emulated device is not a CPU.
+        # vLLM's CPU platform switches asynchronous scheduling off; the emulated device supports it.
         vllm_config.scheduler_config.async_scheduling = options.async_scheduling
         with _no_heap_freeze():
             return EngineCore(vllm_config, VirtualExecutor, log_stats=False)
@@ -144,7 +144,7 @@ def build_core(
 
 @contextmanager
 def _no_heap_freeze() -> Iterator[None]:
-    """Leaves out the garbage collection and freeze of a server's start, which a run of a second does not need."""
+    """Skip the garbage collection and freeze of a server's start, which a run of a second does not need."""
     freeze = getattr(engine_core, "freeze_gc_heap", None)
     engine_core.freeze_gc_heap = lambda: None
     try:
@@ -162,7 +162,7 @@ def make_request(
     priority: int = 0,
     kind: type[Request] = Request,
 ) -> Request:
-    """A request of forced length."""
+    """A request with a fixed output length."""
     params = SamplingParams(max_tokens=output_tokens, ignore_eos=True, temperature=0.0, detokenize=False)
     return kind(
         request_id=request_id,

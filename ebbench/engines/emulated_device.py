@@ -1,7 +1,7 @@
-"""A device that computes nothing: vLLM Executors whose step time comes from a cost model.
+"""vLLM executors without computation, whose step times come from a cost model.
 
-The only contact with vLLM's data is :class:`StepReader`: from a SchedulerOutput to what a cost model may see
-(:class:`StepShape`) and to the tokens the step samples. Importing this module imports vLLM (about 7 s).
+:class:`StepReader` is the only code that reads vLLM's data: it converts a SchedulerOutput to the input of a cost model
+(:class:`StepShape`) and to the tokens that the step samples. Importing this module imports vLLM (about 7 s).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ebbench.devices.base import CostModel, StepShape
 class Step:
     """One non-empty step: what was scheduled, in scheduling order, and what it samples.
 
-    ``tokens`` None means one token each (a pure decode step, nearly all steps of long runs).
+    ``tokens`` None means one token per request (a pure decode step, as most steps of long runs).
     """
 
     shape: StepShape
@@ -37,10 +37,10 @@ class Step:
 
 @dataclass(frozen=True)
 class SkippedDecodes:
-    """Decodes left out of a SchedulerOutput (see :mod:`ebbench.engines.emulated_skipping`), one token each.
+    """Decodes left out of a SchedulerOutput (see :mod:`ebbench.engines.emulated_skipping`), one token per request.
 
-    ``ids``: all requests in the step, in scheduling order; ``kv_tokens``: contexts of the skipped at the end of the
-    step.
+    ``ids``: all requests in the step, in scheduling order. ``kv_tokens``: context tokens of the skipped requests at the
+    end of the step.
     """
 
     number: int
@@ -50,7 +50,7 @@ class SkippedDecodes:
 
 
 class StepReader:
-    """Follows the stream of SchedulerOutputs. ``tokens_of`` maps a request to its full token stream."""
+    """Reads the sequence of SchedulerOutputs. ``tokens_of`` maps a request to its full token stream."""
 
     def __init__(self, tokens_of: dict[str, Sequence[int]]) -> None:
         self._tokens_of = tokens_of
@@ -60,7 +60,7 @@ class StepReader:
         self._index_ids: list[str] = []
 
     def read(self, scheduled: Any) -> Step:
-        """Interpret one SchedulerOutput with tokens in it."""
+        """Convert one SchedulerOutput that has tokens."""
         self._forget(scheduled.finished_req_ids)
         cached = scheduled.scheduled_cached_reqs
         if not scheduled.scheduled_new_reqs and not self._partial and not cached.resumed_req_ids:
@@ -142,13 +142,13 @@ class StepReader:
 
 
 class StandInExecutor(Executor):  # type: ignore[misc]
-    """Base of the emulated devices: no worker, no weights, KV memory as large as the block count asked for."""
+    """Base of the emulated devices: no worker, no weights, KV memory for the requested number of blocks."""
 
     supports_pp = False
 
     @classmethod
     def supports_async_scheduling(cls) -> bool:
-        """Yes: steps end by the clock, not by this process."""
+        """True: steps end by the clock, not by this process."""
         return True
 
     def _init_executor(self) -> None:
@@ -157,17 +157,17 @@ class StandInExecutor(Executor):  # type: ignore[misc]
     def collective_rpc(
         self, method: Any, timeout: float | None = None, args: Any = (), kwargs: Any = None, non_block: bool = False
     ) -> Any:
-        """There is no worker; control messages (sleep, profile, cache resets ...) are accepted and do nothing."""
+        """There are no workers; control messages (sleep, profile, cache resets ...) are accepted without effect."""
         if non_block:
             return done([None])
         return [None]
 
     def determine_available_memory(self) -> list[int]:
-        """Bytes; ample, since the number of blocks is given by num_gpu_blocks_override."""
+        """Bytes; more than enough, since num_gpu_blocks_override sets the number of blocks."""
         return [1 << 44]
 
     def get_kv_cache_specs(self) -> list[dict[str, FullAttentionSpec]]:
-        """One full-attention layer: the scheduler looks at block size and count only."""
+        """One full-attention layer: the scheduler uses only block size and count."""
         return [
             {
                 "emulated.0": FullAttentionSpec(
@@ -177,14 +177,14 @@ class StandInExecutor(Executor):  # type: ignore[misc]
         ]
 
     def get_supported_kv_cache_layouts(self) -> list[list[str]]:
-        """Any will do."""
+        """Any layout."""
         return [["NHD"]]
 
     def initialize_from_config(self, kv_cache_configs: Any) -> None:
-        """Nothing to allocate."""
+        """Do nothing: there is no memory to allocate."""
 
     def compile_or_warm_up_model(self) -> None:
-        """Nothing to compile."""
+        """Do nothing: there is nothing to compile."""
 
     @property
     def supported_tasks(self) -> tuple[str, ...]:
@@ -195,21 +195,21 @@ class StandInExecutor(Executor):  # type: ignore[misc]
         """Always healthy."""
 
     def shutdown(self) -> None:
-        """Nothing to free."""
+        """Do nothing: there is nothing to free."""
 
 
 def done(value: Any) -> Future[Any]:
-    """A future that is complete already."""
+    """A completed future."""
     future: Future[Any] = Future()
     future.set_result(value)
     return future
 
 
 def nothing(non_block: bool) -> Any:
-    """The answer to an empty step."""
+    """The result of an empty step."""
     return done(EMPTY_MODEL_RUNNER_OUTPUT) if non_block else EMPTY_MODEL_RUNNER_OUTPUT
 
 
 def step_ns(cost: CostModel, shape: StepShape) -> int:
-    """Whole nanoseconds a step takes."""
+    """Duration of a step in whole ns."""
     return round(cost.step_s(shape) * 1e9)

@@ -1,8 +1,8 @@
-"""An emulated device in real time, for a vLLM server: ``--distributed-executor-backend`` names the class here.
+"""An emulated device in real time for a vLLM server, selected by ``--distributed-executor-backend``.
 
 It is configured by the key ``ebbench_emulated`` of ``--additional-config``: ``device`` and ``model`` (names as in
-``ebbench devices list``), ``slow_motion`` (every step takes that many times as long, so that a few cores can keep up
-with a fast GPU) and ``kv_blocks``. The tokens are pseudo-random and mean nothing; they are never the end of a sequence.
+``ebbench devices list``), ``slow_motion`` (factor by which every step is longer, so that a few cores can keep up with a
+fast GPU) and ``kv_blocks``. Tokens are pseudo-random and never end a sequence.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ebbench.engines.emulated_device import StandInExecutor, StepReader, done, n
 from ebbench.engines.vllm_command import EMULATED_KEY, Emulation
 from ebbench.errors import UsageError
 
-_FIRST_TOKEN = 10  # below lie the special tokens of most vocabularies
+_FIRST_TOKEN = 10  # lower ids are special tokens in most vocabularies
 _MULTIPLIER = 2654435761  # Knuth's multiplicative hash
 
 
@@ -52,7 +52,7 @@ class _Stream:
 
 
 class _Streams(dict[str, Any]):
-    """A stream for every id asked for."""
+    """Creates a stream for every request id."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class _Streams(dict[str, Any]):
 
 
 class EmulatedExecutor(StandInExecutor):
-    """Runs steps one after another in real time, each as long as the cost model says."""
+    """Runs steps one after another in real time, with durations from the cost model."""
 
     def _init_executor(self) -> None:
         emulation, blocks = read_settings(self.vllm_config.additional_config)
@@ -85,17 +85,17 @@ class EmulatedExecutor(StandInExecutor):
         self._streams = _Streams(size)
         self._reader = StepReader(self._streams)
         self._free_ns = 0
-        # A platform without asynchronous scheduling (the CPU's) has switched it off; this device has it.
+        # vLLM's CPU platform has switched asynchronous scheduling off; this device supports it.
         if self.scheduler_config.async_scheduling is not None:
             self.scheduler_config.async_scheduling = bool(settings.get("async_scheduling", True))
 
     def determine_available_memory(self) -> list[int]:
-        """Bytes: the device's KV blocks and the null block."""
+        """Bytes of the device's KV blocks and the null block."""
         (spec,) = self.get_kv_cache_specs()[0].values()
         return [(self._blocks + 1) * spec.page_size_bytes]
 
     def execute_model(self, scheduler_output: Any, non_block: bool = False) -> Any:
-        """Queue a step on the device; its tokens come from :meth:`sample_tokens`."""
+        """Queue a step on the device; :meth:`sample_tokens` returns its tokens."""
         for request_id in scheduler_output.finished_req_ids:
             self._streams.pop(request_id, None)
         if scheduler_output.total_num_scheduled_tokens == 0:
@@ -112,7 +112,7 @@ class EmulatedExecutor(StandInExecutor):
 
 
 def read_settings(additional_config: object) -> tuple[Emulation, int | None]:
-    """The device to emulate and its KV blocks. Raises UsageError."""
+    """The device to emulate and its number of KV blocks. Raises UsageError."""
     settings = additional_config.get(EMULATED_KEY) if isinstance(additional_config, Mapping) else None
     if not isinstance(settings, Mapping) or not {"device", "model"} <= set(settings):
         raise UsageError(

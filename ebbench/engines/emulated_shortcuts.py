@@ -1,10 +1,10 @@
-"""Early exits for the emulated core's most frequent calls, which change nothing but the time they take.
+"""Early exits for the most frequent calls of the emulated core; they change only the time of a run.
 
-At 2,000 decoding sequences nine tenths of a run go into vLLM's own bookkeeping, most of it into finding out that a
-sequence that grows by one token needs no block, completes no block, has no block to publish and does not stop. The
-exits below ask exactly that first and leave everything else to vLLM; data for workers, which the emulated device does
-not have, is left out. They hold for one full-attention KV group and requests of forced length, without speculative
-decoding, which is what the emulated device declares; a test compares runs with and without them.
+With 2,000 decoding sequences nine tenths of a run are vLLM's own bookkeeping, most of it to find that a sequence that
+grows by one token needs no block, completes no block, publishes no block and does not stop. The early exits check
+exactly that first and leave everything else to vLLM; data for workers, which the emulated device does not have, is left
+out. They are valid for one full-attention KV group and requests of fixed output length without speculative decoding,
+which is the configuration of the emulated device; a test compares runs with and without them.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ class PlainRequest(Request):  # type: ignore[misc]
     num_tokens = num_tokens_with_spec = num_output_tokens = 0
     skipped = False
     skipped_since = 0
-    take_events = take_prefill_stats = [].clear  # there are none: called without Python, returns None
+    take_events = take_prefill_stats = [].clear  # always empty; called without Python code, returns None
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
         self.prefill_stats = None
 
     def update_block_hashes(self) -> None:
-        """vLLM's own; called whenever tokens were added."""
+        """vLLM's method; called whenever tokens were added."""
         self.num_tokens = self.num_tokens_with_spec = len(self._all_token_ids)
         self.num_output_tokens = len(self._output_token_ids)
         super().update_block_hashes()
@@ -80,7 +80,7 @@ def _shorten_growth(manager: Any, group: Any) -> None:
 
 
 def _shorten_tokens(scheduler: Any, group: Any) -> None:
-    """A token that neither ends its request nor fills a block only has to be appended."""
+    """A token that neither ends its request nor fills a block is only appended."""
     update, block_size = scheduler._update_request_with_output, group.block_size
     placeholders = isinstance(scheduler, AsyncScheduler)
     max_model_len, running = scheduler.max_model_len, RequestStatus.RUNNING
@@ -90,7 +90,7 @@ def _shorten_tokens(scheduler: Any, group: Any) -> None:
         known = len(tokens) + 1
         if (
             len(new_token_ids) != 1
-            or known % block_size <= 1  # a block has just been filled, or its last token may now be published
+            or known % block_size <= 1  # a block has just been filled, or its last token can now be published
             or known >= max_model_len
             or known >= request.num_prompt_tokens + request.max_tokens
             or request.status is not running
@@ -108,9 +108,9 @@ def _shorten_tokens(scheduler: Any, group: Any) -> None:
 
 
 def _shorten_messages(scheduler: Any) -> None:
-    """Workers would learn their new blocks and tokens from this; the emulated device has neither."""
+    """This data tells workers their new blocks and tokens; the emulated device has no workers."""
 
-    skip_if_empty = getattr(scheduler, "skip_if_empty", None)  # the plugin's: it waits for this very call
+    skip_if_empty = getattr(scheduler, "skip_if_empty", None)  # method of the plugin, which relies on this call
 
     def make_cached_request_data(
         running: list[Any], resumed: list[Any], num_scheduled_tokens: dict[str, int], *_args: Any

@@ -1,14 +1,14 @@
 """Skips sequences whose only work in a step is one more token.
 
 Between two block boundaries a decoding sequence takes one token per step: no block, nothing to publish, no decision.
-vLLM's loops still visit it twice per step, which is most of an emulated run. Here such sequences are taken out of the
-loops and counted into their limits. Their state is updated in one go before any other event: a block to allocate or to
+vLLM's loops still visit it twice per step, which is most of an emulated run. Here such sequences are removed from the
+loops and counted in their limits. Their state is updated at once before any other event: a block to allocate or to
 publish, the last token, too little memory for the step (which may preempt any sequence), a policy that shows only some
-of them. Every decision is still vLLM's own, over the same state; a test compares runs with and without skipping.
+of them. All decisions are still vLLM's, on the same state; a test compares runs with and without skipping.
 
-Steps with skipped sequences are numbered. A skipped sequence keeps the number at which skipping began
-(``skipped_since``): ``_skipped_steps`` less that number is the steps it was scheduled in since then, ``_delivered``
-less that number the tokens it has received.
+Steps with skipped sequences are numbered. A skipped sequence stores the number at which skipping began
+(``skipped_since``): ``_skipped_steps`` minus that number is the number of steps it was scheduled in since then,
+``_delivered`` minus that number its received tokens.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from ebbench.errors import RunError
 from vllm_eb import compat
 
 _COUNTERS = {"num_in_flight_tokens", "num_stale_output_tokens"}
-FEWEST_STEPS = 3  # below that, skipping costs more than it saves
+FEWEST_STEPS = 3  # with fewer steps, skipping costs more than it saves
 
 
 class SkippingMixin:
-    """Stands between the plugin's scheduler class and vLLM's, so that both see all running requests."""
+    """Mixed in between the plugin's scheduler class and vLLM's, so that both see all running requests."""
 
     running: list[Any]
     max_num_scheduled_tokens: int
@@ -40,7 +40,7 @@ class SkippingMixin:
     def begin_skipping(
         self, tokens_of: Mapping[str, Sequence[int]], block_size: int, caching: bool, group: Any
     ) -> None:
-        """``tokens_of``: the token stream of each request; ``group``: the manager of the only KV group."""
+        """``tokens_of``: token stream per request; ``group``: manager of the only KV group."""
         self._tokens_of, self._span, self._caching = tokens_of, block_size, caching
         self._held, self._published = group.req_to_blocks, group.num_cached_block
         self._placeholders = isinstance(self, AsyncScheduler)
@@ -52,19 +52,19 @@ class SkippingMixin:
             controller.follow_ages(self._ages)
 
     def _ages(self) -> list[int]:
-        """Output tokens of every running request, skipped ones included."""
+        """Output tokens of every running request, including skipped ones."""
         return [
             request.num_output_tokens + (max(self._delivered - request.skipped_since, 0) if request.skipped else 0)
             for request in self.running
         ]
 
     def get_request_counts(self) -> tuple[int, int]:
-        """vLLM's own counts, skipped sequences included."""
+        """vLLM's counts, including skipped sequences."""
         running, waiting = super().get_request_counts()  # type: ignore[misc]
         return running + self._hidden, waiting
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        """vLLM's own ``schedule()`` without the skipped sequences."""
+        """vLLM's ``schedule()`` without the skipped sequences."""
         for request in self._restore_at.pop(self._skipped_steps, ()):
             if request.skipped:
                 self._restore(request)
@@ -79,7 +79,7 @@ class SkippingMixin:
         return output
 
     def _visited(self, visible: list[Any]) -> list[Any]:
-        """The requests that vLLM has to visit in this step; all, restored, where skipped ones could be affected."""
+        """The requests that vLLM must visit in this step; all of them, restored, if skipped ones could be affected."""
         visited, blocks, chunks = [], 0, False
         for request in visible:
             if not request.skipped:
@@ -89,7 +89,7 @@ class SkippingMixin:
                     blocks += (request.num_tokens - request.num_computed_tokens) // self._span + 2
                 elif not request.num_computed_tokens % self._span:
                     blocks += 1
-            elif chunks:  # a prompt in front of a decode may leave it no budget
+            elif chunks:  # a prompt before a decode may use up its budget
                 return self._restore_all(visible)
         skipped = len(visible) - len(visited)
         if skipped and (skipped < self._skipped_count or blocks > compat.free_blocks(self)):
@@ -132,7 +132,7 @@ class SkippingMixin:
         return output
 
     def _skip_from_here(self, visited: list[Any]) -> None:
-        """Begin to skip those of ``visited`` that need only tokens for some steps. Called after scheduling them."""
+        """Start skipping those of ``visited`` that need only tokens for some steps. Called after scheduling them."""
         span, published, caching, now = self._span, self._published, self._caching, self._skipped_steps
         for request in visited:
             computed = request.num_computed_tokens
@@ -152,7 +152,7 @@ class SkippingMixin:
             self._restore_at[now + steps].append(request)
 
     def _restore(self, request: Any) -> None:
-        """Update the state of a skipped sequence and stop skipping it; tokens of steps still in flight follow later."""
+        """Update a skipped sequence and stop skipping it; tokens of steps in flight are added later."""
         since, computed = request.skipped_since, request.num_computed_tokens
         scheduled = self._skipped_steps - since
         delivered = max(self._delivered - since, 0)
@@ -175,7 +175,7 @@ class SkippingMixin:
         self._kv_base -= computed - since
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
-        """vLLM's own, over the sequences visited when the step was scheduled and those restored since."""
+        """vLLM's method for the sequences visited when the step was scheduled and those restored since."""
         skipped: SkippedDecodes | None = getattr(scheduler_output, "skipped", None)
         if skipped is not None:
             self._delivered = skipped.number
@@ -199,14 +199,14 @@ def _with_late(output: Any, late: dict[str, int]) -> Any:
 
 
 def supported() -> bool:
-    """Whether this vLLM keeps the counters that restoring a skipped sequence needs."""
+    """Whether this vLLM version keeps the counters that restoring a skipped sequence needs."""
     return set(Request.__init__.__code__.co_names) >= _COUNTERS
 
 
 def skipping_class(*, plugin: bool, async_scheduling: bool) -> type:
-    """The scheduler class to make the core with: the plugin's or vLLM's own, able to skip decodes.
+    """The scheduler class for the core: the plugin's or vLLM's own, with the ability to skip decodes.
 
-    The mixin must stand between the plugin and vLLM: the plugin's ``super().schedule()`` has to reach it.
+    The mixin must be between the plugin and vLLM: the plugin's ``super().schedule()`` has to reach it.
     """
     vllms = AsyncScheduler if async_scheduling else Scheduler
     skipping = type("SkippingScheduler", (SkippingMixin, vllms), {})
@@ -219,7 +219,7 @@ def skipping_class(*, plugin: bool, async_scheduling: bool) -> type:
 
 
 def begin_skipping(core: Any, tokens_of: Mapping[str, Sequence[int]]) -> None:
-    """Skip decodes on a core made with :func:`skipping_class`, whose requests are PlainRequests."""
+    """Enable skipping on a core made with :func:`skipping_class`, whose requests are PlainRequests."""
     manager = core.scheduler.kv_cache_manager
     (group,) = manager.coordinator.single_type_managers
     core.scheduler.begin_skipping(tokens_of, group.block_size, manager.enable_caching, group)

@@ -1,9 +1,8 @@
 """Engine for any OpenAI-compatible server: the load generator behind the engine interface.
 
-:func:`drive` is what other engines that talk to a server (``vllm``) call; it shows engine observers the client's
-snapshots and returns what :func:`ebbench.client.drive` returns. The settings are
-:class:`ebbench.client.ClientOptions`: model, endpoint (completions or chat), workers, timeouts, warm-up, headers
-and further fields of the request body, prefix-cache reset, reading of /metrics.
+Other engines that send requests to a server (``vllm``) also call :func:`drive`, which converts the client's snapshots
+for engine observers and returns what :func:`ebbench.client.drive` returns. Its settings are
+:class:`ebbench.client.ClientOptions`.
 """
 
 from __future__ import annotations
@@ -34,25 +33,25 @@ def drive(
     label: str = "endpoint",
     on_batch: Callable[[pa.Table], None] | None = None,
 ) -> DriveResult:
-    """Send ``plan`` to the server at ``url``; ``observer`` sees progress under ``label``.
+    """Send ``plan`` to the server at ``url``; ``observer`` receives progress under ``label``.
 
-    Raises UsageError when the plan does not suit the server, RunError when the server is not there.
+    Raises UsageError if the plan does not fit the server, RunError if the server cannot be reached.
     """
     shown = None if observer is None else _Shown(observer, label)
     return client.drive(url, plan, options, shown, on_batch)
 
 
 def warmed(client: ClientOptions, options: EngineOptions) -> ClientOptions:
-    """The load generator's options with the warm-up that the engine's options ask for."""
+    """The load generator's options with the warm-up of the engine's options."""
     return replace(client, warmup=options.warmup) if options.warmup else client
 
 
 @dataclass(kw_only=True)
 class SendingEngine:
-    """What every engine has that sends requests to a server.
+    """Common settings of engines that send requests to a server.
 
-    ``client``: the load generator's options. ``on_batch`` gets finished requests while the run goes on. ``log`` is
-    where the output of servers goes that the engine starts.
+    ``client``: options of the load generator. ``on_batch`` receives finished requests during the run. ``log``: where
+    the output of servers goes that the engine starts.
     """
 
     client: ClientOptions = field(default_factory=ClientOptions)
@@ -62,9 +61,9 @@ class SendingEngine:
 
 @dataclass
 class EndpointEngine(SendingEngine):
-    """Runs plans on the server at ``url``. The policy is a label: the server schedules by its own settings.
+    """Runs plans on the server at ``url``. The policy is only a label: the server schedules by its own settings.
 
-    Raises UsageError for what is not a server's URL.
+    Raises UsageError for an invalid URL.
     """
 
     url: str
@@ -76,7 +75,7 @@ class EndpointEngine(SendingEngine):
     def run(
         self, plan: Plan, policy: PolicySpec, device: Device, options: EngineOptions, observer: Observer | None
     ) -> EngineResult:
-        """Carry out the plan. Raises UsageError, RunError; see :func:`drive`."""
+        """Run the plan. Raises UsageError, RunError; see :func:`drive`."""
         client = warmed(self.client, options)
         done = drive(self.url, plan, client, observer, label=policy.name, on_batch=self.on_batch)
         return EngineResult(
@@ -92,13 +91,13 @@ class EndpointEngine(SendingEngine):
 
 
 class _Shown:
-    """The client's snapshots in the shape engine observers know."""
+    """Converts the client's snapshots for an engine observer."""
 
     def __init__(self, observer: Observer, label: str) -> None:
         self._observer, self._label = observer, label
 
     def update(self, snapshot: Snapshot) -> None:
-        """Pass a snapshot on."""
+        """Convert and pass on a snapshot."""
         self._observer.update(
             Progress(
                 policy=self._label,

@@ -1,4 +1,4 @@
-"""What this machine has: GPUs as their driver names them, and the device profile that fits."""
+"""Hardware of this machine: GPUs as named by their driver, and the matching device profile."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Gpu:
 
 
 def visible_gpus() -> tuple[Gpu, ...]:
-    """The GPUs of this machine; none where there is no driver or it does not answer."""
+    """The GPUs of this machine; empty without a driver, or if it does not respond."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return ()
@@ -43,7 +43,7 @@ def _gpu(line: str) -> Gpu | None:
 
 
 def profile_of(gpu_name: str) -> str | None:
-    """The name of the device profile made for a GPU of that name; None where there is none."""
+    """The name of the device profile for a GPU name; None if there is none."""
     from ebbench.devices.profiles import find_profile, list_devices
 
     wanted = device_key(gpu_name)
@@ -55,7 +55,7 @@ def profile_of(gpu_name: str) -> str | None:
 
 
 def machine_name() -> str:
-    """What runs things here: the first GPU as its driver names it, else the processor."""
+    """Name of the hardware: the first GPU as named by its driver, else the processor."""
     gpus = visible_gpus()
     return gpus[0].name if gpus else f"CPU ({_processor()})"
 

@@ -1,4 +1,4 @@
-"""From what the plugin recorded inside a server to the stored tables."""
+"""Converts the plugin's records from a server to the stored tables."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _WRAPPING = re.compile(r"^(?:chat)?cmpl-")
 
 @dataclass(frozen=True)
 class Recording:
-    """Steps and decisions of one engine process; times in ns after the run's start."""
+    """Steps and decisions of one engine process; times in ns from the start of the run."""
 
     steps: pa.Table
     decisions: pa.Table
@@ -45,7 +45,7 @@ class _Reading:
 def read_recording(folder: Path, name_of: Callable[[str], str], start_ns: int) -> Recording:
     """Read all shards of a record directory. ``name_of`` maps vLLM's request ids to the plan's.
 
-    Raises DataError for a file that is none, or when there is nothing.
+    Raises DataError for a file of another format and for an empty directory.
     """
     reading = _Reading(name_of, start_ns)
     for path in sorted(folder.glob("*.msgpack")):
@@ -97,9 +97,9 @@ def _step_row(values: Sequence[Any], names: Sequence[str], head: dict[str, Any],
 
 
 def planned_name(prefix: str, planned: Iterable[str]) -> Callable[[str], str]:
-    """Undo what client and server put around a planned id: ``cmpl-<prefix><id>-0-<random>``.
+    """A function that removes what client and server add to a planned id: ``cmpl-<prefix><id>-0-<random>``.
 
-    Ids that are not in the plan (warm-up) are returned as they are.
+    Ids that are not in the plan (warm-up) are returned unchanged.
     """
     known = set(planned)
 

@@ -1,4 +1,4 @@
-"""The ``vllm`` engine with several servers behind the gateway: started, driven and recorded together."""
+"""The ``vllm`` engine with several servers behind the gateway."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ from vllm_eb.policy import PolicySpec
 
 @dataclass
 class ReplicatedVllmEngine(VllmEngine):
-    """``replicas`` equal servers and a gateway in front that dispatches by ``dispatch``.
+    """``replicas`` equal servers behind a gateway with dispatch policy ``dispatch``.
 
-    Each server gets a GPU of its own where there are enough; on one GPU or none they share, which measures dispatch
-    but not speed. Under ``sbs`` every server publishes the ends of its forward passes.
+    Each server gets its own GPU if there are enough; otherwise they share, which tests dispatch but not speed. With
+    ``sbs`` every server publishes the ends of its forward passes.
     """
 
     replicas: int = 2
@@ -54,7 +54,7 @@ class ReplicatedVllmEngine(VllmEngine):
         self, plan: Plan, policy: PolicySpec, device: Device, options: EngineOptions, observer: Observer | None = None
     ) -> EngineResult:
         """Run to the end of the plan. Raises what :meth:`VllmEngine.run` raises."""
-        logs = Path(tempfile.mkdtemp(prefix="ebbench-vllm-"))  # stays there when the run fails
+        logs = Path(tempfile.mkdtemp(prefix="ebbench-vllm-"))  # kept if the run fails
         with tempfile.TemporaryDirectory(prefix="ebbench-record-") as folder, ExitStack() as stack:
             recorded = not policy.native or self.record_v1
             records = [Path(folder) / f"steps-{i}" if recorded else None for i in range(self.replicas)]
@@ -77,7 +77,7 @@ class ReplicatedVllmEngine(VllmEngine):
             if not died:
                 await_records(records)
             for server in servers:
-                server.stop()  # before its record is read to the end
+                server.stop()  # so that its record is complete
             recordings = [recording_of(record, plan, done) for record in records]
         facts = {
             "replicas": self.replicas,
@@ -127,7 +127,7 @@ class ReplicatedVllmEngine(VllmEngine):
         )
 
     def _keep(self, logs: Path) -> Path:
-        """All logs in one file where one was asked for."""
+        """Join all logs in one file if the user asked for one."""
         if self.log is None:
             return logs
         with self.log.open("wb") as kept:
@@ -138,7 +138,7 @@ class ReplicatedVllmEngine(VllmEngine):
 
 
 def merged(recordings: Sequence[Recording]) -> Recording | None:
-    """Recordings of several servers as one: instances numbered, steps in the order they were scheduled."""
+    """Recordings of several servers as one: instances numbered, steps in scheduling order."""
     if not recordings:
         return None
     steps = pa.concat_tables(_of_instance(r.steps, i) for i, r in enumerate(recordings))

@@ -1,4 +1,4 @@
-"""Makes engines from their settings; the one place that knows which settings each engine takes."""
+"""Creates engines from their settings; the only module that knows which settings each engine supports."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ POLICY_IS_A_LABEL = RunWarning(
 
 
 def is_server(engine: str) -> bool:
-    """Whether the engine is a server that ebbench does not start: it is measured as it is, and policies are labels."""
+    """Whether the engine is a server that ebbench does not start: it is only measured, and policies are labels."""
     return engine.startswith(("http://", "https://"))
 
 
 class _NoCost:
-    """The cost model of a server, which is measured and not predicted."""
+    """Cost model of a server, which is measured and not predicted."""
 
     def step_s(self, shape: StepShape) -> float:
         """Raise RuntimeError: engines that measure have no cost model."""
@@ -42,7 +42,7 @@ class _NoCost:
 
 
 def unknown_device(device: str | None, model: str | None) -> Device:
-    """A placeholder for the hardware behind an external server: it has the names given, and no cost model."""
+    """A placeholder for the hardware behind an external server: the given names without a cost model."""
     nothing = Calibration(alpha_p=1.0, beta_p=1.0, alpha_d=1.0, beta_d=1.0, source="none: a server")
     return Device(
         device or "unknown",
@@ -57,12 +57,12 @@ def unknown_device(device: str | None, model: str | None) -> Device:
 
 @dataclass(frozen=True)
 class EngineSetup:
-    """Settings of an engine besides the scheduler's options; None where not given.
+    """Settings of an engine besides the scheduler's options; None if not given.
 
-    ``engine``: auto, sim, emulated, vllm or a server's URL. ``model``: what a server serves. ``client``: options of the
-    load generator that were set, by the names of ClientOptions' fields. ``scenario``: where a topology may stand too.
-    The others are those of :func:`with_cluster`. ``drop_too_long``: leave out requests beyond ``max_model_len`` tokens.
-    ``vllm_options``: options for ``vllm serve`` that ebbench does not know, each a command-line word.
+    ``engine``: auto, sim, emulated, vllm or a server's URL. ``model``: the model that a server serves. ``client``: load
+    generator options that were set, by the field names of ClientOptions. ``scenario``: may also contain a topology.
+    ``drop_too_long``: leave out requests longer than ``max_model_len`` tokens. ``vllm_options``: arguments for ``vllm
+    serve`` that ebbench does not know. The others are those of :func:`with_cluster`.
     """
 
     engine: str = "auto"
@@ -80,9 +80,9 @@ class EngineSetup:
 
 
 def make_engine(setup: EngineSetup) -> tuple[Engine, str]:
-    """The engine with its settings, and the sentence that names it.
+    """The engine with its settings, and a sentence that names it.
 
-    Raises UsageError for a setting that the engine cannot honour.
+    Raises UsageError for a setting that the engine does not support.
     """
     from ebbench import engines
 
@@ -116,7 +116,7 @@ def _for_server(engine: Engine, setup: EngineSetup) -> Engine:
 
 
 def _serving(engine: Engine, setup: EngineSetup) -> Engine:
-    """A vLLM engine with its model and vLLM's own options; any other as it is."""
+    """A vLLM engine with its model and vLLM's own options; other engines unchanged."""
     if engine.name != "vllm" and not setup.vllm_options:
         return engine
     from ebbench.engines.vllm import VllmEngine
@@ -125,17 +125,17 @@ def _serving(engine: Engine, setup: EngineSetup) -> Engine:
     if engine.name != "vllm":
         check_vllm_options(setup.vllm_options)
         given = " ".join(setup.vllm_options)
-        raise UsageError(f"what follows -- is for `vllm serve`, which engine {engine.name} does not start: {given}")
+        raise UsageError(f"arguments after -- are for `vllm serve`, which engine {engine.name} does not start: {given}")
     assert isinstance(engine, VllmEngine)
     check_vllm_options(setup.vllm_options)
     return replace(engine, model=setup.model or engine.model, vllm_options=setup.vllm_options)
 
 
 def client_of(engine: Engine, given: Collection[str] = ()) -> ClientOptions | None:
-    """The load generator's options of an engine; None for one that sends no requests.
+    """The load generator options of an engine; None if it sends no requests.
 
-    ``given``: names of load generator options that were set. Raises UsageError where there are some and the engine
-    sends no requests.
+    ``given``: names of load generator options that were set. Raises UsageError if there are some and the engine sends
+    no requests.
     """
     from ebbench.engines.endpoint import SendingEngine
 
@@ -143,7 +143,7 @@ def client_of(engine: Engine, given: Collection[str] = ()) -> ClientOptions | No
         return engine.client
     for name in given:
         flag = _FLAGS.get(name, "--" + name.removesuffix("_s").replace("_", "-"))
-        raise UsageError(f"{flag} is about sending requests, which engine {engine.name} does not; give a server's URL")
+        raise UsageError(f"{flag} is for sending requests, which engine {engine.name} does not do; give a server's URL")
     return None
 
 
@@ -151,14 +151,17 @@ _FLAGS = {"headers": "--header", "verify_tls": "--insecure"}
 
 
 def with_client(engine: Engine, client: ClientOptions) -> Engine:
-    """The engine with these load generator options; one that sends no requests is returned as it is."""
+    """The engine with these load generator options; an engine that sends no requests is returned unchanged."""
     from ebbench.engines.endpoint import SendingEngine
 
     return replace(engine, client=client) if isinstance(engine, SendingEngine) else engine
 
 
 def with_ramp(plan: Plan, engine: Engine, ramp_up_s: float | None) -> tuple[Plan, Engine]:
-    """Plan and engine with a ramp of so many seconds (None: no ramp). Raises UsageError where there can be none."""
+    """Plan and engine with a ramp of ``ramp_up_s`` seconds (None: no ramp).
+
+    Raises UsageError if the engine does not support it.
+    """
     if ramp_up_s is None:
         return plan, engine
     from ebbench.client import ClientOptions
@@ -172,7 +175,7 @@ def with_ramp(plan: Plan, engine: Engine, ramp_up_s: float | None) -> tuple[Plan
 
 
 def journalled(engine: Engine, writer: RunWriter) -> Engine:
-    """The engine storing finished requests as they come; one in virtual time is returned as it is."""
+    """The engine with a journal of finished requests; an engine in virtual time is returned unchanged."""
     from ebbench.engines.endpoint import SendingEngine
     from ebbench.records.journal import Journal
 
@@ -191,9 +194,9 @@ def with_cluster(
     decode_dispatch: str | None = None,
     replicas: int | None = None,
 ) -> tuple[Engine, str]:
-    """The engine for several instances, and a sentence about them; the engine as it is where no such option was given.
+    """The engine for several instances, and a sentence about them; the engine unchanged if no such option was given.
 
-    A scenario file may bring a topology of its own; ``topology`` goes before it. Raises UsageError.
+    A scenario file may contain a topology; ``topology`` takes precedence. Raises UsageError.
     """
     from ebbench.dispatch import parse_dispatch
 
@@ -223,20 +226,20 @@ def with_cluster(
 def _simulated(
     spec: TopologySpec | None, replicas: int | None, front: DispatchSpec, decode: DispatchSpec
 ) -> tuple[Engine, str]:
-    """Several simulated instances."""
+    """The simulator with several instances."""
     from ebbench.config.topology import PoolSpec, TopologySpec
     from ebbench.engines.sim import SimEngine
 
     if spec is None:
         spec = TopologySpec(replicas=PoolSpec(instances=replicas or 1))
     elif replicas is not None:
-        raise UsageError("--topology says how many instances there are; leave out --replicas")
+        raise UsageError("--topology sets the number of instances; leave out --replicas")
     words = f"{spec.label} ({spec.gpus} GPUs), dispatch {front.name}"
     return SimEngine(spec, front, decode), words
 
 
 def _servers(engine: Engine, spec: TopologySpec | None, dispatch: DispatchSpec, count: int) -> tuple[Engine, str]:
-    """Several vLLM servers and the gateway in front of them."""
+    """Several vLLM servers behind the gateway."""
     from ebbench.extras import need
 
     if spec is not None:
@@ -251,7 +254,7 @@ def _servers(engine: Engine, spec: TopologySpec | None, dispatch: DispatchSpec, 
 
 
 def topology_of(wanted: TopologySpec | str | None, scenario: str | None, link: str | None) -> TopologySpec | None:
-    """The given topology, else the scenario's own, with the given link. Raises UsageError."""
+    """The given topology, else the scenario's, with the given link. Raises UsageError."""
     if wanted is None and scenario is not None:
         from ebbench.traffic.spec import load_scenario
 

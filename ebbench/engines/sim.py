@@ -45,12 +45,12 @@ LEAST_OUTSTANDING = DispatchSpec("least-outstanding")
 
 @dataclass(frozen=True)
 class SimEngine:
-    """Runs a plan in virtual time; seconds of wall time for minutes of traffic.
+    """Runs a plan in virtual time: seconds of wall time for minutes of traffic.
 
-    ``topology`` None: one instance. ``dispatch`` is in front of the first pool, ``decode_dispatch`` in front of the
-    decode pool. Each instance schedules by the run's policy; instances of separated pools by vLLM's own rules, since
-    their phases are apart already. ``requests_only``: tables of steps and decisions come out empty, for callers that
-    want the metrics alone.
+    ``topology`` None: one instance. ``dispatch`` is for the first pool, ``decode_dispatch`` for the decode pool. Each
+    instance schedules by the run's policy; instances of separate pools by vLLM's own rules, since prefill and decode
+    are already separate. ``requests_only``: leave the tables of steps and decisions empty, for callers that need only
+    the metrics.
     """
 
     topology: TopologySpec | None = None
@@ -62,9 +62,9 @@ class SimEngine:
     def run(
         self, plan: Plan, policy: PolicySpec, device: Device, options: EngineOptions, observer: Observer | None = None
     ) -> EngineResult:
-        """Run to the end of the plan, or to the death of a decode instance (the result then is invalid).
+        """Run to the end of the plan, or until a decode instance runs out of memory (the result is then invalid).
 
-        Raises UsageError for a request that can never fit or a policy that makes no sense here, RunError on a deadlock.
+        Raises UsageError for a request that does not fit or a policy that has no effect here, RunError on a deadlock.
         """
         if self.topology is not None and self.topology.disaggregated and not policy.native:
             raise UsageError(
@@ -76,12 +76,12 @@ class SimEngine:
                 try:
                     return _Simulation(self, plan, policy, device, options, make_kv).run(observer)
                 except IdentityNeeded:
-                    pass  # a prompt shorter than what its session left in the cache: blocks need identities
+                    pass  # a prompt is shorter than its session's cached history: block identities are needed
         raise AssertionError("blocks with identities are always exact")
 
 
 def _kv_managers(plan: Plan, options: EngineOptions) -> list[MakeKv]:
-    """The quickest KV manager that may be exact for the plan, then one that is."""
+    """The fastest KV manager that may be exact for the plan, then one that always is."""
 
     def counting(state: RequestState, total: int) -> CountingKv:
         return CountingKv(state, total, caching=False)
@@ -98,7 +98,7 @@ def _kv_managers(plan: Plan, options: EngineOptions) -> list[MakeKv]:
 
 
 class _Simulation:
-    """One run. Its front stage answers, or computes prompts for the back stage."""
+    """One run. Its front stage generates, or computes prompts for the back stage."""
 
     def __init__(
         self,
@@ -128,7 +128,7 @@ class _Simulation:
         )
 
     def run(self, observer: Observer | None) -> EngineResult:
-        """Run to the end, and make the tables."""
+        """Run to the end and build the tables."""
         loop = self._loop
         units = [unit for stage in loop.stages for unit in stage.units]
         dispatcher = loop.front.dispatcher
@@ -144,12 +144,12 @@ class _Simulation:
         return self._result(interrupted)
 
     def _begin(self, now_ns: int) -> None:
-        """The warm-up is over: what it left on record is not the plan's."""
+        """Called at the end of the warm-up: drop its records."""
         at_beginning(self._beginning, self._log.steps, self._controllers)(now_ns)
         if self._loop.handover is not None:
             self._loop.handover.fabric.forget_totals()
 
-    # What is simulated.
+    # Construction.
 
     @property
     def _network_ns(self) -> int:
@@ -162,7 +162,7 @@ class _Simulation:
             return (self._stage(PoolSpec(), self._device, state, None),)
         assert topology.replicas is not None
         unit = self._unit(topology.replicas, None, topology.link)
-        # Whole engines that are asked for nothing but first tokens are a prefill pool by use.
+        # Whole engines whose requests ask only for first tokens act as a prefill pool.
         generates = bool((state.max_output > 1).any())
         return (self._stage(topology.replicas, unit.device, state, self._engine.dispatch, generates=generates),)
 
@@ -220,7 +220,7 @@ class _Simulation:
         prefill_only: bool = False,
         generates: bool = True,
     ) -> Stage:
-        """``device`` is that of one unit of ``pool``."""
+        """``device``: that of one unit of ``pool``."""
         options = self._pool_options(pool)
         blocks = num_kv_blocks(device, options)
         check_fits(self._plan, device, options)
@@ -244,7 +244,7 @@ class _Simulation:
         self._controllers += controllers
         return stage
 
-    # What came of it.
+    # Results.
 
     def _result(self, interrupted: bool) -> EngineResult:
         loop, topology = self._loop, self._engine.topology
@@ -283,7 +283,7 @@ class _Simulation:
         return requests.set_column(requests.column_names.index("worker"), "worker", workers)
 
     def _link(self, topology: TopologySpec) -> str:
-        """The kind of link that the times are those of; "" where nothing crosses one."""
+        """The kind of link that the times assume; "" if no data crosses a link."""
         request, profile = self._units[0].request, self._units[0].profile
         several = topology.disaggregated or (request is not None and not request.parallel.single)
         if request is None or profile is None or not several or not profile.links:
@@ -313,14 +313,14 @@ class _Simulation:
 
 
 def _one_token(plan: Plan) -> Plan:
-    """The plan as the prefill side sees it."""
+    """The plan as the prefill stage runs it: one output token per request."""
     index = plan.table.column_names.index("output_tokens")
     ones = pa.array(np.ones(len(plan), np.int32))
     return replace(plan, table=plan.table.set_column(index, plan.table.schema.field(index), ones))
 
 
 def _with_failures(requests: pa.Table, outcome: Outcome) -> pa.Table:
-    """``requests`` with what failed; warm-up requests, rows behind the plan's, are left out."""
+    """``requests`` with failures filled in; without warm-up requests, whose rows follow the plan's."""
     if not outcome.failed:
         return requests
     columns = {

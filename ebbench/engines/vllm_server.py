@@ -1,4 +1,4 @@
-"""A server process started under a supervisor, awaited, and stopped with everything it started."""
+"""A server process under a supervisor: starts it, waits until it is ready, stops it with all its child processes."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from ebbench.child import KILL_WAIT_S, Child, supervised
 from ebbench.errors import RunError
 
 POLL_S = 0.25
-TERM_WAIT_S = 15.0  # for the server to end its own children in order
+TERM_WAIT_S = 15.0  # time for the server to end its own children
 TAIL_LINES = 15
 TAIL_BYTES = 65536
 
 
 class ServerProcess:
-    """Runs ``command`` and keeps its output in ``log``. Leaving the context stops it and all it started."""
+    """Runs ``command`` with its output in ``log``. Leaving the context stops it and all processes it started."""
 
     def __init__(self, command: Sequence[str], url: str, log: Path, env: Mapping[str, str]) -> None:
         self.url, self.log = url, log
@@ -32,7 +32,7 @@ class ServerProcess:
         self._process: Child | None = None
 
     def __enter__(self) -> ServerProcess:
-        """Start it."""
+        """Start the server."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("wb") as output:
             output.write((" ".join(self._command) + "\n\n").encode())
@@ -46,19 +46,19 @@ class ServerProcess:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Stop it, also when something else failed."""
+        """Stop the server."""
         self.stop()
 
     @property
     def group(self) -> int:
-        """The process group everything it starts belongs to."""
+        """The process group of everything it starts."""
         assert self._process is not None
         return self._process.pid
 
     def wait_ready(self, timeout_s: float, waiting: Callable[[float], None]) -> None:
-        """Return once /health answers 200; ``waiting`` is called at intervals with the seconds waited so far.
+        """Return once /health responds with 200; ``waiting`` is called at intervals with the seconds waited so far.
 
-        Raises RunError with the end of the log when that does not happen.
+        Raises RunError with the end of the log if that does not happen.
         """
         began = time.monotonic()
         while (waited_s := time.monotonic() - began) < timeout_s:
@@ -73,7 +73,7 @@ class ServerProcess:
         raise RunError(f"the server was not ready after {timeout_s:g} s; {self.tail()}")
 
     def check_alive(self, what: str, patience_s: float = 0.0) -> None:
-        """Raise RunError when the process has ended, or ends within ``patience_s``."""
+        """Raise RunError if the process has ended, or ends within ``patience_s``."""
         assert self._process is not None
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(patience_s)
@@ -82,14 +82,14 @@ class ServerProcess:
             raise RunError(f"the server {what} (exit status {status}); {self.tail()}")
 
     def tail(self) -> str:
-        """The last lines of the log, and where the rest is."""
+        """The last lines of the log, and its path."""
         with self.log.open("rb") as file:
             file.seek(max(0, self.log.stat().st_size - TAIL_BYTES))
             lines = file.read().decode(errors="replace").splitlines()
         return f"log {self.log}, its end:\n" + "\n".join(lines[-TAIL_LINES:])
 
     def stop(self) -> None:
-        """Stop it: SIGTERM lets the server end its own children in order; what is left is then killed."""
+        """Stop the server: SIGTERM lets it end its own children; remaining processes are then killed."""
         process, self._process = self._process, None
         if process is None:
             return

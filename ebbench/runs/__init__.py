@@ -1,1 +1,1 @@
-"""Many runs: what a run is, its key, the pools that make runs, and the directory that keeps them."""
+"""Batches of runs: cells with their keys, pools that execute them, and the store of results."""

@@ -1,4 +1,4 @@
-"""A cell: one run, as everything that determines its result, and the key it is stored under."""
+"""A cell: everything that determines the result of one run, and the key of that result."""
 
 from __future__ import annotations
 
@@ -29,15 +29,14 @@ from ebbench.workloads.options import PlanOptions
 class Cell:
     """One run.
 
-    ``engine``: auto, sim, emulated, vllm or a server's URL. ``device`` and ``model`` None: this machine's GPU where the
-    engine runs on it, else the defaults. ``cost`` and ``gpu_memory_utilization`` are those of ``load_device``; ``host``
-    replaces the device's constants. ``topology``, ``link``, ``dispatch``, ``decode_dispatch`` and ``replicas`` are
-    those of ``engines.setup.with_cluster``. ``calibration``: a file of step costs, for vLLM on this machine.
-    ``vllm_options``: words for ``vllm serve``. ``client``: how requests are sent to a server, as pairs of
-    ClientOptions' fields and values.
-    ``ramp_up_s``: seconds over which the load grows. ``goodput``: limits in ms, as ``ttft:500 tpot:50``.
-    ``shuffle`` mixes the order of the requests. ``weight`` orders the work (longest first) and is no part of the
-    identity.
+    ``engine``: auto, sim, emulated, vllm or a server's URL. ``device`` and ``model`` None: this machine's GPU if the
+    engine uses it, else the defaults. ``cost`` and ``gpu_memory_utilization``: arguments of ``load_device``. ``host``
+    replaces the device's host constants. ``topology``, ``link``, ``dispatch``, ``decode_dispatch`` and ``replicas``:
+    arguments of ``engines.setup.with_cluster``. ``calibration``: a file of step costs, for vLLM on this machine.
+    ``vllm_options``: arguments for ``vllm serve``. ``client``: load generator options as pairs of ClientOptions fields
+    and values. ``ramp_up_s``: seconds over which the load grows. ``goodput``: limits in ms, as ``ttft:500 tpot:50``.
+    ``shuffle``: change the order of the requests. ``weight``: estimated cost, by which work is ordered (largest first);
+    not part of the key.
     """
 
     plan: PlanOptions
@@ -64,13 +63,13 @@ class Cell:
 
     @property
     def real_time(self) -> bool:
-        """Whether the run takes real time on hardware that other runs must leave alone meanwhile."""
+        """Whether the run takes real time on hardware that other runs must not use meanwhile."""
         return self.engine not in VIRTUAL_TIME
 
     def changed(self, **settings: Any) -> Cell:
-        """The cell with other values: fields of its own, of its plan and of the scheduler's options, by name.
+        """The cell with other values for its own fields, those of its plan, and of the scheduler's options, by name.
 
-        ``max_model_len`` sets the plan's limit and the server's.
+        ``max_model_len`` sets the limit of the plan and of the server.
         """
         own = {name: value for name, value in settings.items() if name in _OWN}
         for part, kind in (("plan", PlanOptions), ("options", EngineOptions)):
@@ -85,18 +84,19 @@ class Cell:
         return replace(self, **own)
 
     def key(self) -> str:
-        """Sixteen hex digits over the cell, the user's files it names, and the code and data that compute it."""
+        """Sixteen hex digits over the cell, the contents of the user's files that it names, and the code and data that
+        compute it."""
         content = [_identity(self), _files(self), code_fingerprint(_engine_kind(self.engine)), _versions(self.engine)]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
     def directory_name(self) -> str:
-        """A readable name and the key."""
+        """A readable name followed by the key."""
         engine = "" if self.engine == "sim" else self.engine
         words = (engine, self.device or "", self.model or "", self.plan.scenario or "", self.plan.workload, self.policy)
         return f"{slug('-'.join(word for word in words if word))[:60].rstrip('-._')}-{self.key()}"
 
     def with_absolute_paths(self) -> Cell:
-        """The same cell for a worker with another working directory; its key stays that of the original."""
+        """The same cell for a worker with another working directory; it keeps the key of the original."""
         changes = {}
         for name, value in _named(self).items():
             path = _file(value)
@@ -124,9 +124,9 @@ def simulated(
     decode_dispatch: str | None = None,
     **plan: Any,
 ) -> Cell:
-    """A run of the simulator on a workload's profile (a trace: on the trace); ``plan`` are fields of PlanOptions.
+    """A simulated run of a workload's length profile, or of a trace; ``plan``: fields of PlanOptions.
 
-    ``max_model_len`` among them is the server's limit too.
+    ``max_model_len`` among them is also the server's limit.
     """
     given = {name: value for name, value in plan.items() if value is not None}
     source = "auto" if workload.startswith("trace:") else given.pop("source", "profile")
@@ -165,7 +165,7 @@ def _identity(cell: Cell) -> dict[str, Any]:
 
 
 def _engine_kind(engine: str) -> str:
-    """The name in ENGINE_MODULES. ``auto`` may be any of those that start on this machine; it is keyed as vllm."""
+    """The name in ENGINE_MODULES. ``auto`` may select any engine available on this machine; it is keyed as vllm."""
     return "endpoint" if is_server(engine) else "vllm" if engine == "auto" else engine
 
 
@@ -186,7 +186,7 @@ _PREFIXES = ("trace:", "file:")
 
 
 def _named(cell: Cell) -> Mapping[str, str | None]:
-    """Settings that may name a file of the user's, whose content then counts."""
+    """Settings that may name a user's file, whose content is then part of the key."""
     plan = cell.plan
     return {
         "workload": plan.workload,
@@ -203,7 +203,9 @@ def _named(cell: Cell) -> Mapping[str, str | None]:
 def _files(cell: Cell) -> dict[str, str]:
     found = {name: _digest(path) for name, value in _named(cell).items() if (path := _file(value)) is not None}
     module = cell.policy.partition(":")[0]
-    if "." in module and (spec := find_spec(module)) is not None and spec.origin is not None:  # the user's own policy
+    if (
+        "." in module and (spec := find_spec(module)) is not None and spec.origin is not None
+    ):
         found["policy"] = _digest(Path(spec.origin))
     return found
 

@@ -1,9 +1,9 @@
 """The fingerprint of the code and data that compute a result.
 
-A stored result is valid as long as nothing that determines it has changed. The files are found by following the import
-statements (those inside functions too) from the modules that compute a result; the data files that come with ebbench
-are added. The hash and the imports of a file are cached under its path, size and time of change, so that a
-fingerprint costs a few milliseconds while nothing changes.
+A stored result is valid as long as nothing that determines it has changed. The source files are found by following
+import statements (also inside functions) from the modules that compute a result; ebbench's data files are added. Hash
+and imports of a file are cached by path, size and modification time, so that a fingerprint takes a few milliseconds if
+nothing has changed.
 """
 
 from __future__ import annotations
@@ -24,32 +24,32 @@ from typing import Any
 from ebbench.resources import bundled_dir
 
 MAKE = ("ebbench.runs.make", "vllm_eb.policies")
-"""Where the making of a run begins; policies are loaded by their names."""
+"""Module from which every run starts; policies are loaded by name."""
 ENGINE_MODULES: Mapping[str, tuple[str, ...]] = {
     "sim": ("ebbench.engines.sim",),
-    # vLLM loads the scheduler by its name, so no import statement of ebbench leads to it.
+    # vLLM loads the scheduler by name, so no import statement of ebbench leads to it.
     "emulated": ("ebbench.engines.emulated", "ebbench.engines.emulated_core", "vllm_eb.scheduler"),
     "vllm": ("ebbench.engines.vllm", "ebbench.engines.replicas", "vllm_eb.scheduler"),
     "endpoint": ("ebbench.engines.endpoint",),
 }
-"""Where each engine's code begins."""
+"""Entry modules per engine."""
 CHOOSERS = frozenset({"ebbench.engines", "ebbench.engines.setup"})
-"""Modules that choose an engine by its name: their functions import every engine, of which a cell uses one."""
+"""Modules that select an engine by name: their functions import every engine, of which a cell uses one."""
 LOADED_BY_NAME = frozenset({"vllm_eb.policies"})
-"""Packages whose modules are all loaded, without an import statement for each."""
+"""Packages whose modules are all loaded, without import statements."""
 SETTLED_NS = 2_000_000_000
-"""A file changed later than this before it is read may change again within the resolution of its time stamp."""
+"""A file modified within this time before it is read may be modified again with the same time stamp."""
 
 
 @dataclass(frozen=True)
 class Tree:
-    """Where the code and the data lie: top-level packages by name, and directories of data files."""
+    """Location of code and data: top-level packages by name, and directories of data files."""
 
     packages: Mapping[str, Path]
     data: tuple[Path, ...]
 
     def file_of(self, module: str) -> tuple[str, os.stat_result] | None:
-        """The source file of a module of these packages and its status; None for any other name."""
+        """The source file of a module of these packages with its status; None for other modules."""
         top, *rest = module.split(".")
         if top not in self.packages:
             return None
@@ -62,7 +62,7 @@ class Tree:
         return None
 
     def data_files(self) -> Iterator[tuple[str, str, os.stat_result]]:
-        """Every data file: its name from its directory on, its path, its status; in a fixed order."""
+        """All data files in a fixed order: name from its directory on, path, status."""
         for folder in self.data:
             waiting = [str(folder)]
             found = []
@@ -78,7 +78,7 @@ class Tree:
 
 @dataclass(frozen=True)
 class _Facts:
-    """What is known of a file: its hash and the modules it imports."""
+    """Hash of a file and the modules that it imports."""
 
     digest: str
     imports: tuple[str, ...] = ()
@@ -86,7 +86,7 @@ class _Facts:
 
 @dataclass
 class FileCache:
-    """Hashes and imports of files, by path, size and time of change; stored in ``path`` (None: kept in memory)."""
+    """Hashes and imports of files by path, size and modification time; stored in ``path`` (None: in memory only)."""
 
     path: Path | None = None
     _known: dict[str, list[Any]] = field(default_factory=dict)
@@ -125,13 +125,13 @@ class FileCache:
 
 
 def imports_of(source: bytes, module: str, path: str) -> list[str]:
-    """What counts of the imports of a module: all of them, or those at its top where it chooses an engine."""
+    """The relevant imports of a module: all, or only top-level ones if it selects an engine by name."""
     is_package = path.endswith("__init__.py")
     return imported_modules(source, module, is_package=is_package, in_functions=module not in CHOOSERS)
 
 
 def imported_modules(source: bytes, module: str, *, is_package: bool = False, in_functions: bool = True) -> list[str]:
-    """Modules that a source file imports when it is run, in functions too; imports for type checkers are left out."""
+    """Modules that a source file imports at run time, also in functions; without imports for type checkers."""
     found: list[str] = []
     package = module if is_package else module.rpartition(".")[0]
     waiting: list[ast.AST] = [ast.parse(source)]
@@ -161,14 +161,14 @@ def _for_type_checkers(test: ast.expr) -> bool:
 
 
 def source_files(tree: Tree, entries: Sequence[str], known: FileCache) -> dict[str, tuple[Path, str]]:
-    """Every module of the tree that the entries import, directly or not, with its file and the file's hash."""
+    """All modules of the tree that the entries import, directly or indirectly, with file and hash."""
     files: dict[str, tuple[Path, str]] = {}
     seen, plain = set(entries), set[str]()
     waiting = list(entries)
     while waiting:
         module = waiting.pop()
         if module.rpartition(".")[0] in plain or (found := tree.file_of(module)) is None:
-            continue  # a name in a module
+            continue  # a name defined in a module
         path, stat = found
         if not path.endswith("__init__.py"):
             plain.add(module)
@@ -179,7 +179,7 @@ def source_files(tree: Tree, entries: Sequence[str], known: FileCache) -> dict[s
             inside = (f"{module}.{one.stem}" for one in sorted(Path(path).parent.glob("[!_]*.py")))
             waiting += [name for name in inside if name not in seen]
             seen.update(waiting)
-        # Names are taken from the end: a module comes before the names in it.
+        # Names are taken from the end, so that a module precedes the names in it.
         for name in (*reversed(facts.imports), *parents):
             if name not in seen and name.partition(".")[0] in tree.packages:
                 seen.add(name)
@@ -188,7 +188,7 @@ def source_files(tree: Tree, entries: Sequence[str], known: FileCache) -> dict[s
 
 
 def fingerprint(tree: Tree, entries: Sequence[str], known: FileCache) -> str:
-    """Sixteen hex digits over the sources that the entries reach and the data files."""
+    """Sixteen hex digits over the source files reachable from the entries and the data files."""
     digest = hashlib.sha256()
     for module, (_, content) in sorted(source_files(tree, entries, known).items()):
         digest.update(f"{module} {content}\n".encode())
@@ -199,7 +199,7 @@ def fingerprint(tree: Tree, entries: Sequence[str], known: FileCache) -> str:
 
 @cache
 def code_fingerprint(engine: str) -> str:
-    """The fingerprint of what computes a result with an engine of ENGINE_MODULES, once per process."""
+    """The fingerprint of everything that computes results with an engine of ENGINE_MODULES; once per process."""
     known = FileCache(_cache_file())
     found = fingerprint(installed_tree(), (*MAKE, *ENGINE_MODULES[engine]), known)
     known.save()
@@ -207,7 +207,7 @@ def code_fingerprint(engine: str) -> str:
 
 
 def installed_tree() -> Tree:
-    """The code that runs in this process, and the data it reads."""
+    """The code that runs in this process, and the data that it reads."""
     import ebbench
     import vllm_eb
 

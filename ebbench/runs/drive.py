@@ -1,4 +1,4 @@
-"""Makes the runs that a store lacks; each is stored as soon as it ends."""
+"""Executes the cells missing in a store; each result is stored as soon as it is finished."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def run_missing(
     whole: bool = True,
     done: Callable[[Cell], None] | None = None,
 ) -> int:
-    """Run the cells that the store lacks; returns how many. ``whole`` keeps the run directories, not figures alone.
+    """Run the cells missing in the store; returns their number. ``whole`` keeps run directories, not only figures.
 
-    Raises UsageError for names that do not exist, before anything runs, and what the first failing cell raises; cells
-    finished before it, or before an interruption, are kept.
+    Raises UsageError for unknown names before the first run, and the error of the first failing cell; cells finished
+    before a failure or an interruption are kept.
     """
     todo = store.missing(cells, whole=whole)
     pool = pool_of(workers, len(todo)) if not any(cell.real_time for cell in todo) else InProcess()
@@ -53,9 +53,9 @@ def run_missing(
 def run_cells(
     cells: Sequence[Cell], store: RunStore, pool: Pool, *, whole: bool, stored: Stored, job: Job = make
 ) -> None:
-    """Run cells and keep each result at once. What ``stored`` raises ends it, as an interruption does.
+    """Run cells and store each result at once. Stops on an exception of ``stored`` or an interruption.
 
-    Raises RunError when results cannot be stored.
+    Raises RunError if a result cannot be stored.
     """
     store.open()
     tasks = {}
@@ -82,7 +82,7 @@ def run_cells(
 
 
 def check_names(cells: Sequence[Cell]) -> None:
-    """Refuse names that do not exist before the first run, not after hours of them. Raises UsageError."""
+    """Raise UsageError for unknown names before the first run."""
     for cell in {(is_server(cell.engine), cell.device, cell.model, cell.cost): cell for cell in cells}.values():
         device_of(replace(cell, host=None))
     for name in dict.fromkeys(cell.plan.workload for cell in cells):

@@ -1,4 +1,4 @@
-"""Making one run: from a cell to its figures, in the process that calls."""
+"""Executes one cell in the calling process."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Task:
-    """A cell to run. ``directory``: where the whole run is stored; None keeps its figures alone."""
+    """A cell to run. ``directory``: where the whole run is stored; None keeps only its figures."""
 
     cell: Cell
     directory: Path | None = None
@@ -62,14 +62,14 @@ class Task:
 
 @dataclass(frozen=True)
 class Made:
-    """The result of a cell: its figures under the keys of a summary, and those of each phase if it has several."""
+    """The result of a cell: figures under the keys of a summary, and those of each phase if it has several."""
 
     figures: Mapping[str, Any]
     phases: tuple[Mapping[str, Any], ...] = ()
 
 
 def make(task: Task) -> Made:
-    """Run a cell. Raises UsageError, RunError; KeyboardInterrupt where the run was interrupted."""
+    """Run a cell. Raises UsageError, RunError; KeyboardInterrupt if the run was interrupted."""
     cell = task.cell
     policy, server = parse_policy(cell.policy), is_server(cell.engine)
     check_options(cell.options, [policy])
@@ -82,7 +82,7 @@ def make(task: Task) -> Made:
         engine = replace(engine, requests_only=True)
     with _writer(task.directory) as writer:
         made = _measured(cell, plan, policy, device, engine, writer)
-    gc.collect()  # a simulation's objects refer to each other; quick, since plans and devices are frozen
+    gc.collect()  # a simulation's objects form reference cycles; collecting is fast, since plans and devices are frozen
     return made
 
 
@@ -105,7 +105,7 @@ def _measured(cell: Cell, plan: Plan, policy: PolicySpec, device: Device, engine
     planned, result = run_plan(engine, plan, policy, device, cell.options, None)
     context = replace(context, plan=planned)
     if result.interrupted:
-        raise KeyboardInterrupt  # the engine hands back what there is; part of a run does not answer the cell
+        raise KeyboardInterrupt  # the engine returns the finished part, which is not a result of the cell
     run, summary = conclude_with_summary(writer, context, result)
     phases = summarise_phases(run) if _several_phases(planned) else ()
     figures = summary.to_dict() | {"plan_hash": run.manifest.plan_hash, "git_commit": run.manifest.git_commit}
@@ -120,7 +120,7 @@ def _several_phases(plan: Plan) -> bool:
 
 
 def setup_of(cell: Cell) -> EngineSetup:
-    """The settings of the cell's engine."""
+    """The engine settings of a cell."""
     return EngineSetup(
         cell.engine,
         cell.model,
@@ -138,7 +138,7 @@ def setup_of(cell: Cell) -> EngineSetup:
 
 
 def plan_of(cell: Cell) -> Plan:
-    """The requests of a cell. Raises what the planner raises."""
+    """The plan of a cell. Raises what the planner raises."""
     return _plan(cell.plan, cell.shuffle)
 
 
@@ -159,15 +159,15 @@ def shuffled(plan: Plan, seed: int) -> Plan:
 
 
 _loaded: dict[DeviceRequest, Device] = {}
-KEPT_DEVICES = 8  # some 15 MB each
+KEPT_DEVICES = 8  # about 15 MB each
 
 
 def device_of(cell: Cell, policies: Sequence[PolicySpec] = ()) -> Device:
-    """The cell's device, its KV cache sized for the scheduler's options; a placeholder for an external server.
+    """The cell's device with a KV cache sized for the scheduler's options; a placeholder for an external server.
 
-    For vLLM it is this machine, with the costs that ``policies`` need (none: the cell's own). For a topology it is one
-    unit of its first pool: the model may need more than one GPU. Memory, batch size and budget only size the KV cache,
-    so tables are loaded once. Raises UsageError.
+    For vLLM it is this machine, with the costs that ``policies`` need (empty: the cell's own policy). For a topology it
+    is one unit of its first pool: the model may need several GPUs. Memory, batch size and budget affect only the KV
+    cache size, so kernel tables are loaded once. Raises UsageError.
     """
     if is_server(cell.engine):
         return unknown_device(cell.device, cell.model)
@@ -214,7 +214,7 @@ def _engine_name(engine: str) -> str:
 
 
 def _frozen(kept: T) -> T:
-    """``kept``, hidden from the garbage collector, which would walk through it after every cell."""
+    """``kept``, excluded from garbage collections, which would otherwise visit it after every cell."""
     gc.freeze()
     return kept
 
@@ -224,7 +224,7 @@ def _writer(directory: Path | None) -> RunWriter:
 
 
 class _InMemory(RunWriter):
-    """Stores nothing; the run lives as long as its summary takes."""
+    """A RunWriter that stores nothing; the run is kept in memory until it is summarised."""
 
     def finish(self, manifest: Manifest, tables: Mapping[str, pa.Table] | None = None) -> Run:
         """The run with its tables in memory."""

@@ -1,6 +1,6 @@
-"""Pools that run jobs in this process or in processes of this machine. Results come in the order of completion.
+"""Pools that run jobs in this process or in worker processes. Results arrive in order of completion.
 
-A pool runs any function of one argument that can be pickled; ``ray_pool`` does the same on a Ray cluster.
+A pool runs any picklable function of one argument; ``ray_pool`` does the same on a Ray cluster.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from ebbench.errors import EbbenchError, RunError
 T = TypeVar("T")
 R = TypeVar("R")
 ATTEMPTS = 3
-"""How often a job may take its worker process down before it counts as failed."""
+"""How often a job may crash its worker process before it counts as failed."""
 
 
 @dataclass(frozen=True)
 class Outcome(Generic[R]):
-    """The value or the error of one job. ``seconds`` of wall time; ``worker``: host and process id."""
+    """The value or the error of one job. ``seconds``: wall time; ``worker``: host and process id."""
 
     value: R | None
     error: EbbenchError | None = None
@@ -40,15 +40,15 @@ class Outcome(Generic[R]):
 
 
 class Pool(Protocol):
-    """Runs jobs. Leaving the iteration early stops what is still running."""
+    """Runs jobs. Leaving the iteration early stops running jobs."""
 
     def outcomes(self, job: Callable[[T], R], tasks: Sequence[T]) -> Iterator[tuple[T, Outcome[R]]]:
-        """Each job with its outcome, in the order of completion; an exception becomes the outcome's error."""
+        """Yield each task with its outcome, in order of completion; an exception becomes the outcome's error."""
         ...
 
 
 def attempt(job: Callable[[T], R], task: T) -> Outcome[R]:
-    """One job in this process. An exception from ebbench or an engine becomes a RunError that names the place."""
+    """Run one job in this process. An exception from ebbench or an engine becomes a RunError with its source line."""
     started = time.monotonic()
     value: R | None = None
     error: EbbenchError | None = None
@@ -63,7 +63,7 @@ def attempt(job: Callable[[T], R], task: T) -> Outcome[R]:
 
 
 class InProcess:
-    """One job after another in this process: for one job, and for jobs that start servers or load them."""
+    """Runs jobs one after another in this process: for a single job, and for jobs that use servers."""
 
     workers = 1
 
@@ -74,9 +74,9 @@ class InProcess:
 
 
 class Processes:
-    """A pool of fresh processes on this machine; forking a process that holds Arrow's threads can deadlock.
+    """A pool of newly started processes on this machine; forking a process with Arrow's threads can deadlock.
 
-    A process that dies fails no job but its own: the jobs that ran at that time are tried again, one at a time.
+    If a process dies, only its own job fails: jobs that were running then are tried again, one at a time.
     """
 
     def __init__(self, workers: int | None = None) -> None:
@@ -103,7 +103,7 @@ class Processes:
     def _until_crash(
         self, job: Callable[[T], R], tasks: Sequence[T], chosen: list[int], width: int
     ) -> Generator[tuple[T, Outcome[R]], None, tuple[list[int], list[int]]]:
-        """Outcomes until a process dies. Returns the jobs that were running then, and those not yet started."""
+        """Yield outcomes until a process dies. Returns the jobs running then, and those not yet started."""
         queue = list(reversed(chosen))
         running: dict[Future[Outcome[R]], int] = {}
         pool = ProcessPoolExecutor(width, mp_context=get_context("spawn"), initializer=begin_pool_worker)
@@ -126,7 +126,7 @@ class Processes:
 
 @contextmanager
 def _interrupts_held() -> Iterator[None]:
-    """Ctrl-C waits for the end of the block; processes started in it do not receive Ctrl-C at all."""
+    """Defer Ctrl-C to the end of the block; processes started in it ignore Ctrl-C."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGHUP})
     try:
         yield
@@ -135,7 +135,7 @@ def _interrupts_held() -> Iterator[None]:
 
 
 def _stop(pool: ProcessPoolExecutor) -> None:
-    """End the workers now: an abandoned job is not waited for."""
+    """Kill the workers: unfinished jobs are abandoned."""
     processes: list[Any] = list((getattr(pool, "_processes", None) or {}).values())
     pool.shutdown(wait=False, cancel_futures=True)
     for process in processes:
@@ -144,14 +144,14 @@ def _stop(pool: ProcessPoolExecutor) -> None:
 
 
 def pool_of(workers: int | None, jobs: int) -> Pool:
-    """A pool for so many jobs that need only a core each; one worker or one job runs in this process."""
+    """A pool for so many jobs that need one core each; with one worker or one job, this process."""
     check_counts(workers=workers)
     count = min(workers or len(os.sched_getaffinity(0)), jobs)
     return InProcess() if count <= 1 else Processes(count)
 
 
 def values(pool: Pool, job: Callable[[T], R], tasks: Sequence[T]) -> Iterator[R]:
-    """The values of jobs, as they finish. Raises the first error."""
+    """The values of the jobs as they finish. Raises the first error."""
     outcomes: Any = pool.outcomes(job, tasks)
     with closing(outcomes):
         for _, outcome in outcomes:

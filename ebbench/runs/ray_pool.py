@@ -1,7 +1,7 @@
-"""Jobs as tasks of a Ray cluster. Results come back to the driver, which alone stores them.
+"""Runs jobs as tasks of a Ray cluster. Only the driver stores results.
 
-A result is small enough to travel inside Ray's own messages, so losing a node loses no finished job; what ran on
-that node is run again elsewhere by Ray.
+Results fit into Ray's own messages, so losing a node loses no finished job; Ray runs the unfinished jobs of that node
+again on another one.
 """
 
 from __future__ import annotations
@@ -22,17 +22,16 @@ R = TypeVar("R")
 
 RETRIES = 5
 """How often Ray may run a job again after its worker or node died."""
-_PER_CPU = 3  # tasks in flight per CPU of the cluster: enough to keep it busy, few enough to stop quickly
+_PER_CPU = 3  # tasks in flight per CPU of the cluster: keeps it busy and still stops quickly
 CONNECT_S = 5.0
 """How long an address may take to accept a connection."""
 
 
 class RayCluster:
-    """Runs jobs on the cluster at ``address``: ``auto``, ``HOST:PORT``, or None for the one RAY_ADDRESS names, else
-    one of its own on this machine.
+    """Runs jobs on the cluster at ``address``: ``auto``, ``HOST:PORT``, or None for RAY_ADDRESS or a new local cluster.
 
-    ``gpus`` is the share of a GPU each job holds: 1 for the vllm engine, so that every cell has a GPU to itself.
-    ``workers``: jobs at a time; None: as many as the cluster has room for.
+    ``gpus``: GPUs per job: 1 for the vllm engine, so that every cell has its own. ``workers``: concurrent jobs; None:
+    as many as fit on the cluster.
     """
 
     def __init__(
@@ -47,12 +46,12 @@ class RayCluster:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         self._ray = need("ray", "--executor ray", "sweep")
-        # Left to itself, Ray joins whatever cluster was last started on this machine, another user's too.
+        # By default Ray joins the cluster last started on this machine, even another user's.
         self._address = address or os.environ.get("RAY_ADDRESS") or "local"
         self.gpus, self.workers = gpus, workers
 
     def outcomes(self, job: Callable[[T], R], tasks: Sequence[T]) -> Iterator[tuple[T, Outcome[R]]]:
-        """Run the jobs. Raises RunError when the cluster cannot be reached or has no room for a job."""
+        """Run the jobs. Raises RunError if the cluster cannot be reached or cannot run the jobs."""
         ours = self._connect()
         try:
             yield from self._run(job, tasks)
@@ -61,7 +60,7 @@ class RayCluster:
                 self._ray.shutdown()
 
     def _connect(self) -> bool:
-        """Join the cluster; False when this process was in it already, and stays."""
+        """Join the cluster; returns False if this process was connected already, which it then stays."""
         if self._ray.is_initialized():
             return False
         options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
@@ -70,7 +69,7 @@ class RayCluster:
         else:
             _check_listening(self._address)
         try:
-            with signals_kept():  # Ray takes SIGTERM for itself and leaves by sys.exit, losing what was measured
+            with signals_kept():  # Ray handles SIGTERM with sys.exit, which would lose measurements
                 self._ray.init(address=self._address, **options)
         except (ConnectionError, RuntimeError, ValueError) as error:
             where = "this machine" if self._address == "local" else self._address
@@ -111,9 +110,9 @@ class RayCluster:
 
 
 def _check_listening(address: str) -> None:
-    """Raise RunError where nothing accepts a connection: Ray would try for minutes without a message."""
+    """Raise RunError if nothing accepts a connection: Ray would retry for minutes without a message."""
     host, _, port = address.rpartition(":")
-    if host and "/" not in host and port.isdigit():  # not auto, not a URL of Ray's own
+    if host and "/" not in host and port.isdigit():  # neither auto nor a URL of Ray
         try:
             socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
         except (OSError, OverflowError) as error:

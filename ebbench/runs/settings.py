@@ -1,4 +1,4 @@
-"""A cell as flat settings, named as the options of ``ebbench run`` are: what a sweep's file and its results hold."""
+"""Cells as flat settings, named like the options of ``ebbench run``: the format of sweep files and their results."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _CLIENT_NOT_SET = frozenset(
 
 @dataclass(frozen=True)
 class Setting:
-    """One setting: the part of a cell it belongs to (plan, options, client, cell), its type and its default."""
+    """One setting: the part of a cell that it belongs to (plan, options, client, cell), its type and its default."""
 
     name: str
     part: Literal["plan", "options", "client", "cell"]
@@ -41,7 +41,7 @@ class Setting:
 
 @cache
 def known_settings() -> Mapping[str, Setting]:
-    """Every setting of a cell by name; those a reader asks for first come first."""
+    """Every setting of a cell by name, the most important ones first."""
     found: dict[str, Setting] = {}
     parts: tuple[tuple[Literal["plan", "options", "client", "cell"], type], ...] = (
         ("plan", PlanOptions), ("cell", Cell), ("options", EngineOptions), ("client", ClientOptions),
@@ -64,10 +64,10 @@ def _default(one: Field[Any]) -> Any:
 
 
 def cell_of(settings: Mapping[str, Any]) -> Cell:
-    """The cell of these settings; the others have their defaults. Raises UsageError for a value that cannot be.
+    """The cell with these settings; others have their defaults. Raises UsageError for an invalid value.
 
-    A rate without a scenario means Poisson arrivals, as in ``ebbench run``. Requests of simulated engines have no text.
-    A server has a length limit of its own, unless ``max_model_len`` is given.
+    A rate without a scenario means Poisson arrivals, as in ``ebbench run``. Plans of simulated engines contain no text.
+    A server keeps its own length limit unless ``max_model_len`` is given.
     """
     known = known_settings()
     engine = settings.get("engine", "sim")
@@ -85,7 +85,7 @@ def cell_of(settings: Mapping[str, Any]) -> Cell:
     limit = plan.pop("max_model_len", None)
     plan["max_model_len"] = limit if is_server(engine) else limit or EngineOptions.max_model_len
     options = EngineOptions(max_model_len=limit or EngineOptions.max_model_len, **by_part["options"])
-    ClientOptions(**by_part["client"])  # refuses values that cannot be
+    ClientOptions(**by_part["client"])  # raises for invalid values
     return Cell(
         PlanOptions(**plan, with_text=engine not in VIRTUAL_TIME),
         options=options,
@@ -95,7 +95,7 @@ def cell_of(settings: Mapping[str, Any]) -> Cell:
 
 
 def settings_of(cell: Cell) -> dict[str, Any]:
-    """The settings of a cell, all of them, in the order of :func:`known_settings`."""
+    """All settings of a cell, in the order of :func:`known_settings`."""
     given = dict(cell.client)
     found = {}
     for name, setting in known_settings().items():
@@ -110,14 +110,14 @@ def settings_of(cell: Cell) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """A setting's value as one value of a table: a mapping becomes JSON, words become a command line."""
+    """A setting's value as a single table value: a mapping becomes JSON, a list of words a command line."""
     if isinstance(value, tuple):
         return shlex.join(value)
     return json.dumps(value, sort_keys=True) if isinstance(value, Mapping) else value
 
 
 def plain_type(kind: Any) -> type:
-    """What :func:`plain` makes of a setting of this type: str, bool, float or int."""
+    """The type of :func:`plain`'s result for a setting of this type: str, bool, float or int."""
     names = [one for one in (get_args(kind) or (kind,)) if one is not type(None)]
     if get_origin(kind) is Literal or any(not isinstance(one, type) for one in names):
         return str

@@ -34,9 +34,9 @@ _TEMPORARY, _LEFT_BEHIND_S = ".cell-", 3600.0
 
 @dataclass(frozen=True)
 class Measured:
-    """Figures of a finished cell under the keys of a summary, of each of its phases too, and where its run lies.
+    """Figures of a finished cell under the keys of a summary, those of its phases, and the path of its run.
 
-    ``seconds`` of wall time that making it took; ``worker``: host and process id.
+    ``seconds``: wall time of the run; ``worker``: host and process id.
     """
 
     figures: Mapping[str, Any]
@@ -46,7 +46,7 @@ class Measured:
     worker: str = ""
 
     def get(self, key: str, scale: float = 1.0) -> float | None:
-        """One figure, times ``scale``; None where it is undefined."""
+        """One figure times ``scale``; None if it is undefined."""
         value = self.figures.get(key)
         return None if value is None else float(value) * scale
 
@@ -57,14 +57,14 @@ class Measured:
 
     @property
     def run(self) -> Run:
-        """The stored run. Raises DataError when only its figures were kept."""
+        """The stored run. Raises DataError if only its figures were kept."""
         if not (self.path / MANIFEST).exists():
             raise DataError(f"{self.path}: only the figures of this run were kept; delete it and run it again")
         return Run.load(self.path)
 
 
 class RunStore:
-    """Cells under one directory. ``adopted`` are runs of the user's own that stand for the cells they answer."""
+    """Cells in one directory. ``adopted``: runs of the user that replace the cells they match."""
 
     def __init__(self, root: Path, adopted: Iterable[Path] = ()) -> None:
         self.root = root
@@ -72,7 +72,7 @@ class RunStore:
         self._known: dict[Cell, Measured] = {}
 
     def get(self, cell: Cell) -> Measured | None:
-        """What is known of a cell; None when it has not been run with this version of the code."""
+        """The result of a cell; None if it was not run with this version of the code."""
         if cell not in self._known:
             found = self._own_run(cell) or _read(self.root / cell.directory_name())
             if found is None:
@@ -81,9 +81,9 @@ class RunStore:
         return self._known[cell]
 
     def missing(self, cells: Iterable[Cell], *, whole: bool = False) -> list[Cell]:
-        """Cells yet to be run, each once, longest first. ``whole``: also those of which only figures were kept.
+        """Cells without a result, each once, longest first. ``whole``: also those of which only figures were kept.
 
-        A run in real time that came out INVALID is to be measured again; a simulated one would come out the same.
+        A real-time run that was INVALID is measured again; a simulated one would give the same result.
         """
         absent = [cell for cell in dict.fromkeys(cells) if not self._has(cell, whole)]
         return sorted(absent, key=lambda cell: -cell.weight)
@@ -95,7 +95,7 @@ class RunStore:
         return not whole or (found.path / MANIFEST).exists()
 
     def open(self) -> None:
-        """Make the directory, and clear what killed processes left in it. Raises RunError when that cannot be."""
+        """Create the directory, and remove what killed processes left in it. Raises RunError if that fails."""
         try:
             self.root.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -105,11 +105,11 @@ class RunStore:
                 self.abandon(path)
 
     def temporary(self, cell: Cell) -> Path:
-        """A name for the directory of a run that is under way; hidden, and not made yet."""
+        """A path for the directory of a running cell; hidden, not created yet."""
         return unused(self.root / f"{_TEMPORARY}{cell.key()}")
 
     def abandon(self, directory: Path) -> None:
-        """Give up the directory of a run that was not finished; what was measured stays."""
+        """Drop the directory of an unfinished run; measurements of real servers are kept."""
         if (directory / PARTIAL).exists() or (directory / MANIFEST).exists():
             kept = unused(self.root / UNFINISHED / directory.name.removeprefix(_TEMPORARY))
             kept.parent.mkdir(exist_ok=True)
@@ -118,7 +118,7 @@ class RunStore:
             shutil.rmtree(directory, ignore_errors=True)
 
     def keep(self, cell: Cell, outcome: Outcome[Made], directory: Path | None = None) -> Measured:
-        """Store a result, with the run in ``directory`` if there is one. Raises RunError when the disk is full."""
+        """Store a result, with the run in ``directory`` if there is one. Raises RunError if the disk is full."""
         made = outcome.value
         assert made is not None
         final = self.root / cell.directory_name()
@@ -133,7 +133,7 @@ class RunStore:
             try:
                 files.write_bytes(msgspec.json.format(msgspec.json.encode(content), indent=1) + b"\n", working / CELL)
                 _settle(working, final, replace_it=cell.real_time)
-            except BaseException:  # an interruption too: figures without a name are not kept, a measured run is
+            except BaseException:  # also an interruption: incomplete figures are dropped, a measured run is kept
                 if directory is None:
                     shutil.rmtree(working, ignore_errors=True)
                 raise
@@ -143,7 +143,7 @@ class RunStore:
         return found
 
     def _own_run(self, cell: Cell) -> Measured | None:
-        if not self._adopted or cell.topology is not None:  # runs of several instances are not told apart here
+        if not self._adopted or cell.topology is not None:  # runs of several instances cannot be matched to cells
             return None
         options = cell.options
         identity = (plan_hash(plan_of(cell)), cell.policy, cell.device, cell.model)
@@ -161,13 +161,16 @@ def measured_from_run(path: Path) -> Measured:
 
 
 def _stored(cell: Cell) -> Any:
-    """The cell as it is written: values of headers are left out, since they may be secret."""
+    """The stored form of the cell: without values of headers, which may be secret."""
     shown = tuple((name, list(value) if name == "headers" else value) for name, value in cell.client)
     return asdict(replace(cell, client=shown, topology=None)) | {"topology": msgspec.to_builtins(cell.topology)}
 
 
 def _settle(working: Path, final: Path, *, replace_it: bool) -> None:
-    """Give a finished cell its name. One that another process finished meanwhile stays, if it holds as much."""
+    """Move a finished cell to its final path.
+
+    A result stored by another process meanwhile is kept if it is as complete.
+    """
     holds_as_much = (final / MANIFEST).exists() or not (working / MANIFEST).exists()
     if (final / CELL).exists() and holds_as_much and not replace_it:
         shutil.rmtree(working)
@@ -189,7 +192,7 @@ def _read(directory: Path) -> Measured | None:
 
 
 def _adopt(paths: list[Path]) -> dict[tuple[Any, ...], Path]:
-    """Runs by what identifies a cell of one simulated instance."""
+    """Runs by the properties that identify a cell of one simulated instance."""
     found = {}
     for path in find_runs(paths):
         manifest = Run.load(path).manifest

@@ -1,1 +1,1 @@
-"""The simulator: virtual clock, instances with vLLM's scheduling rules, KV blocks, releases."""
+"""Simulator: event loop, engine instances with vLLM's scheduling rules, KV blocks, release of requests."""

@@ -1,8 +1,8 @@
-"""Coasting: decode steps in a row between which nothing can happen, made without asking the scheduler each time.
+"""Coasting: makes consecutive decode steps without asking the scheduler and the policy before each step.
 
-Every such step holds exactly the running requests. A run of them ends before a request has its last token, before KV
-blocks run out, and where the caller knows of something else (an arrival, a policy that wants a prefill). The arrays are
-brought up to date once for all of the steps.
+Each of these steps holds exactly the running requests. Coasting ends before a request has its last token, before KV
+blocks run out, and before any event known to the caller (an arrival, a policy that wants a prefill). The arrays are
+updated once for all steps.
 """
 
 from __future__ import annotations
@@ -17,23 +17,24 @@ from ebbench.simulation.scheduler import Scheduler
 from ebbench.simulation.state import Ints
 from ebbench.simulation.step import Step
 
-SHORTEST_RUN = 2  # steps; one alone is made as fast the ordinary way
+SHORTEST_RUN = 2  # steps; a single step is as fast without coasting
 
 RunStep = Callable[[Step, StepShape], None]
 """Times a scheduled step on the device and records it."""
 
 
 def coast(scheduler: Scheduler, gate: Gate, run_step: RunStep, now_ns: int, until_ns: int) -> bool:
-    """Make decode steps of the running requests, the first now, all of them scheduled before ``until_ns``.
+    """Make decode steps of the running requests; the first is scheduled now, all before ``until_ns``.
 
-    Each is scheduled when the step so many places ahead of it ends as there are steps in flight now; the same number
-    is in flight afterwards, the tokens of the others are delivered. False: not one step, and nothing has changed.
+    A step is scheduled when the step m places before it ends, with m the number of steps in flight now. The same number
+    is in flight afterwards; the tokens of the others are delivered. Returns False if no step was made; nothing has then
+    changed.
     """
     kv, rows, block_size = scheduler.counted, scheduler.running, scheduler.limits.block_size
     if kv is None or not scheduler.only_decodes or len(rows) > scheduler.limits.max_num_batched_tokens:
         return False
     in_flight = scheduler.in_flight
-    if (in_flight and in_flight[0].end_ns >= until_ns) or not gate.may_coast():  # one step alone would fit
+    if (in_flight and in_flight[0].end_ns >= until_ns) or not gate.may_coast():  # at most one step would fit
         return False
     computed = scheduler.state.computed.take(rows)
     most = int(np.minimum.reduce(scheduler.state.last.take(rows) - computed))

@@ -1,16 +1,16 @@
-"""vLLM v1's engine loop (0.32) in virtual time: when steps are made, how long they take, what becomes of them.
+"""vLLM v1's engine loop (0.32) in virtual time: when steps are scheduled, how long they take, and their results.
 
-One loop drives one unit, or several units in lockstep: the units of one DP+EP instance exchange tokens in the expert
-layers, so no unit can go on before all have come as far, and a step lasts as long as its slowest unit (Tian et al.
-2025, section 3.3). Each unit has its own scheduler, KV cache and policy; a unit with nothing to do takes part with an
-empty batch.
+One loop drives one unit, or several units in lockstep: the units of a DP+EP instance exchange tokens in the expert
+layers, so they wait for each other in every layer, and a step lasts as long as its slowest unit (Tian et al. 2025,
+section 3.3). Each unit has its own scheduler, KV cache and policy; a unit without requests takes part with an empty
+batch.
 
-:meth:`EngineLoop.wake` does what vLLM's engine core does between two blocking waits and returns when it wants to be
-woken next; the event loop (:mod:`ebbench.simulation.loop`) owns the clock.
+:meth:`EngineLoop.wake` does what vLLM's engine core does between two blocking waits and returns the time of its next
+call; the event loop (:mod:`ebbench.simulation.loop`) owns the clock.
 
-Asynchronous scheduling is vLLM's: up to two steps are out at a time, so step n+1 is scheduled before the completions
-of step n are known, and a freed slot is seen one step late. A step that could schedule nothing takes no time but, as in
-vLLM, a place in the queue of two.
+Asynchronous scheduling is vLLM's: up to two steps are in flight, so step n+1 is scheduled before the completions of
+step n are known, and a freed slot becomes visible one step later. A step without scheduled tokens takes no time but, as
+in vLLM, one of the two places in the queue.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Unit:
 
     @staticmethod
     def of(index: int, scheduler: Scheduler, controller: Controller | None) -> Unit:
-        """A unit under the policy of ``controller``; None is vLLM's own scheduling."""
+        """A unit with the policy of ``controller``; None is vLLM's own scheduling."""
         return Unit(index, scheduler, gate_for(scheduler, controller))
 
 
@@ -48,7 +48,7 @@ class StepTimer:
         self._free_ns = 0
 
     def run(self, scheduled_ns: int, duration_s: float) -> tuple[int, int]:
-        """Start and end, in ns, of a step scheduled now."""
+        """Start and end (ns) of a step scheduled now."""
         start_ns = self._free_ns
         if scheduled_ns > start_ns:
             start_ns = scheduled_ns
@@ -58,21 +58,21 @@ class StepTimer:
 
 @dataclass(slots=True)
 class Pass:
-    """The steps that all units make together, one per unit that has something to do."""
+    """The steps that all units make together, one per unit with scheduled tokens."""
 
     end_ns: int
     steps: list[Step]
 
 
 OnPass = Callable[[int, int], None]
-"""Called with the start and the end, in ns, of every pass when it is scheduled."""
+"""Called with the start and end (ns) of every pass when it is scheduled."""
 
 
 class EngineLoop:
-    """One engine instance: units, the device that times their steps, and the steps that are out."""
+    """One engine instance: its units, the device that times their steps, and the steps in flight."""
 
     def __init__(self, units: Sequence[Unit], cost: CostModel, sink: StepSink) -> None:
-        """``cost`` is that of one unit; a PassCost also knows what a pass of several takes."""
+        """``cost``: cost model of one unit; a PassCost also knows the duration of a pass of several units."""
         self.units = units
         self.on_pass: OnPass | None = None
         self._cost, self._sink = cost, sink
@@ -85,22 +85,24 @@ class EngineLoop:
 
     @property
     def idle(self) -> bool:
-        """Whether a new arrival must wake it."""
+        """Whether a new arrival must wake the engine."""
         return not self._blocked
 
     @property
     def busy(self) -> bool:
-        """Whether a unit has another step out after the oldest; a lone unit's empty step counts, as it does in vLLM."""
+        """Whether a unit has a further step in flight after the oldest; a single unit's empty step counts, as in
+        vLLM."""
         if len(self.units) == 1:
             return len(self._passes) > 1
         return any(len(unit.scheduler.in_flight) > 1 for unit in self.units)
 
     def wake(self, now_ns: int, until_ns: int = 0) -> tuple[int | None, list[int]]:
-        """Take up the loop at ``now_ns``. Returns when to be woken again (None: on arrival) and the rows that ended.
+        """Continue the loop at ``now_ns``. Returns the time (ns) of the next call (None: on arrival) and the rows that
+        ended.
 
-        The caller passes on the ended rows and wakes the loop again at the same time before anything later happens, so
-        that requests released by a completion are there for the next scheduling step. Before ``until_ns`` nothing will
-        arrive, so steps up to then may be made at once.
+        The caller passes on the ended rows and calls again at the same time before any later event, so that requests
+        released by a completion are seen by the next scheduling step. No request arrives before ``until_ns``, so steps
+        up to then may be made at once.
         """
         if self._blocked:
             self._blocked = False
@@ -115,8 +117,8 @@ class EngineLoop:
             if self._take_arrivals(now_ns):
                 self._passes.append(self._schedule(now_ns))
                 if not self._passes[-1].steps and not any(queued.steps for queued in self._passes):
-                    # Nothing in flight and nothing scheduled. A prompt that preempted itself fits now; after that
-                    # only an arrival can help.
+                    # Nothing is in flight and nothing was scheduled. A prompt that preempted itself fits now; otherwise
+                    # only an arrival can change that.
                     self._passes.clear()
                     fruitless += 1
                     if fruitless > 1:
@@ -133,7 +135,7 @@ class EngineLoop:
             return self._passes[0].end_ns, []
 
     def _take_arrivals(self, now_ns: int) -> bool:
-        """Let every unit see what has arrived; returns whether any of them has a request."""
+        """Move arrivals into every unit's queue; returns whether any unit has a request."""
         if self._alone is not None:
             self._scheduler.take_arrivals(now_ns)
             return bool(self._scheduler.waiting) or len(self._scheduler.running) > 0
@@ -144,7 +146,7 @@ class EngineLoop:
         return found
 
     def _schedule(self, now_ns: int) -> Pass:
-        """Schedule one pass. It has no steps, and takes no time, where no unit could schedule anything."""
+        """Schedule one pass. It has no steps and takes no time if no unit could schedule anything."""
         if self._alone is not None:
             step = Step(now_ns)
             self._alone.gate.fill(step)
@@ -177,13 +179,13 @@ class EngineLoop:
         return Pass(end_ns, [step for _, step in steps])
 
     def _pass_s(self, shapes: Sequence[StepShape]) -> float:
-        """Seconds of one pass: by the cost model where it knows, else as long as the slowest unit's step."""
+        """Duration (s) of a pass: from the cost model if it knows, else that of the slowest unit's step."""
         if isinstance(self._cost, PassCost):
             return self._cost.pass_s(shapes, len(self.units))
         return max(self._cost.step_s(shape) for shape in shapes)
 
     def _run_alone(self, step: Step, shape: StepShape) -> None:
-        """Time a step of the only unit and record it. Called for every step, so it does by itself what _record does."""
+        """Time a step of the only unit and record it. It inlines :meth:`_record`, since it is called for every step."""
         scheduler, sink = self._scheduler, self._sink
         step.start_ns, step.end_ns = self._timer.run(step.scheduled_ns, self._cost.step_s(shape))
         step.kv_blocks_used = scheduler.kv.total - scheduler.kv.free
@@ -197,7 +199,7 @@ class EngineLoop:
         self._sink.step(unit.index, step)
 
     def _deliver(self, ended_pass: Pass) -> list[int]:
-        """Hand out the tokens of a pass; returns the rows that ended, by unit and in scheduling order."""
+        """Deliver the tokens of a pass; returns the rows that ended, by unit and in scheduling order."""
         if self._alone is not None:
             return self._scheduler.deliver()
         ended: list[int] = []
@@ -207,10 +209,10 @@ class EngineLoop:
         return ended
 
     def _coast(self, now_ns: int, until_ns: int) -> bool:
-        """Make decode steps of the running requests up to ``until_ns``, as long as nothing else is to be done.
+        """Make decode steps of the running requests up to ``until_ns`` while there is nothing else to do.
 
-        False: not one such step was made, and nothing has changed. Only an engine of one unit coasts, and only where
-        the ends of passes have no listener.
+        Returns False if no such step was made; nothing has then changed. Only engines with one unit coast, and only if
+        no listener follows the passes.
         """
         unit = self._alone
         if unit is None or self.on_pass is not None or (self._passes and not self._passes[0].steps):

@@ -1,7 +1,7 @@
 """What a scheduling step may hold: everything (v1), or what the policy decides.
 
-The policy core (:mod:`vllm_eb.controller`) is asked once per step, as the plugin asks it inside vLLM, and requests that
-are not to be in the step are set aside; the step itself is the scheduler's (:mod:`ebbench.simulation.scheduler`).
+The controller (:mod:`vllm_eb.controller`) is called once per step, as by the plugin inside vLLM; requests that may not
+be in the step are set aside. The scheduler (:mod:`ebbench.simulation.scheduler`) makes the step.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ class Gate(Protocol):
 
     @property
     def mode(self) -> str:
-        """Mode in force, for the live line."""
+        """The current mode, for the progress line."""
         ...
 
     def fill(self, step: Step) -> None:
-        """Fill ``step``; it stays empty where nothing can be scheduled."""
+        """Fill ``step``; it stays empty if nothing can be scheduled."""
         ...
 
     @property
     def asks_each_step(self) -> bool:
-        """Whether :meth:`admits_decode` must be asked for every step; where not, :meth:`may_coast` has said it all."""
+        """Whether :meth:`admits_decode` must be called before every step; if not, :meth:`may_coast` is sufficient."""
         ...
 
     def may_coast(self) -> bool:
-        """Whether the coming steps may be decode steps of exactly the running requests."""
+        """Whether the next steps may be decode steps of exactly the running requests."""
         ...
 
     def admits_decode(self, step: Step) -> bool:
-        """Whether ``step`` is to hold the running requests, all of them decoding, and no other."""
+        """Whether ``step`` is to hold exactly the running requests, all of them in decode."""
         ...
 
 
 def gate_for(scheduler: Scheduler, controller: Controller | None) -> Gate:
-    """The gate of a policy; None is vLLM's own scheduling."""
+    """The gate of a policy; ``controller`` None is vLLM's own scheduling."""
     return OpenGate(scheduler) if controller is None else PolicyGate(scheduler, controller)
 
 
@@ -53,7 +53,7 @@ class OpenGate:
     """vLLM's own scheduling: a step holds whatever fits."""
 
     mode = "mb"
-    asks_each_step = False  # blocks and slots only become fewer while nothing but decodes runs
+    asks_each_step = False  # while only decodes run, free blocks and slots only decrease
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -64,7 +64,7 @@ class OpenGate:
         self._scheduler.fill(step, self._scheduler.running, admit=True, running_limit=self._limit)
 
     def may_coast(self) -> bool:
-        """See Gate: unless a waiting request could join."""
+        """See Gate: True unless a waiting request could join."""
         return not self._scheduler.admissible(self._limit)
 
     def admits_decode(self, step: Step) -> bool:
@@ -73,14 +73,14 @@ class OpenGate:
 
 
 class PolicyGate:
-    """Asks a controller what each step may hold, and tells it of requests admitted and finished."""
+    """Asks a controller what each step may hold, and reports admissions and completions to it."""
 
     asks_each_step = True
 
     def __init__(self, scheduler: Scheduler, controller: Controller) -> None:
         self._scheduler, self._controller = scheduler, controller
         self._preempted = 0  # in the last scheduling step
-        self._decided: Decision | None = None  # the answer for the next step, where it was asked for already
+        self._decided: Decision | None = None  # the decision for the next step, if already made
         scheduler.listeners.append(self)
         controller.follow_ages(scheduler.running_ages)
 
@@ -112,11 +112,11 @@ class PolicyGate:
         self._scheduler.fill(step, candidates, admit=decision.phase != "decode", running_limit=decision.running_limit)
 
     def may_coast(self) -> bool:
-        """See Gate: unless the policy orders the queue in every step."""
+        """See Gate: True unless the policy orders the queue in every step."""
         return not self._controller.orders_queue
 
     def admits_decode(self, step: Step) -> bool:
-        """See Gate. A decision for anything else is kept for :meth:`fill`, which is called next, at the same time."""
+        """See Gate. Another decision is kept for :meth:`fill`, which is called next, at the same time."""
         decision = self._decided or self._controller.decide(self._view(step, coasting=True))
         if decision.phase == "prefill" or (
             decision.phase == "mixed" and self._scheduler.admissible(decision.running_limit)
@@ -139,7 +139,7 @@ class PolicyGate:
         self._controller.on_finish(int(self._scheduler.state.max_output[row]))
 
     def _view(self, step: Step, *, coasting: bool = False) -> View:
-        """What the policy is shown. ``coasting``: every running request has tokens left, so none is looked at."""
+        """The policy's view of the step. ``coasting``: all running requests have tokens left and need no check."""
         scheduler, controller = self._scheduler, self._controller
         prefilling = scheduler.prefilling
         return View(
@@ -155,7 +155,7 @@ class PolicyGate:
         )
 
     def _order_queue(self, now_ns: int) -> float:
-        """Let the policy order the queue when it is due; returns how long the oldest punctual request has waited."""
+        """Let the policy order the queue if due; returns the waiting time (s) of the oldest punctual request."""
         scheduler, queue = self._scheduler, self._controller.queue
         now_s = now_ns / NS_PER_S
         if queue.due(now_s):

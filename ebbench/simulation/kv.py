@@ -1,11 +1,11 @@
-"""KV block accounting with vLLM's rules, in three forms.
+"""KV block accounting with vLLM's rules, in three implementations.
 
-``CountingKv`` knows only how many blocks are free; exact as long as no cached block can be hit. ``CachingKv`` knows
-each block: its content, its references and its place in the eviction queue. Between them, ``StreamKv``
-(:mod:`ebbench.simulation.streams`) knows how much is cached of each request or session.
+``CountingKv`` only counts free blocks; it is exact if no cached block can be hit. ``CachingKv`` tracks each block:
+content, references and position in the eviction queue. ``StreamKv`` (:mod:`ebbench.simulation.streams`) tracks how many
+blocks of each request or session are cached.
 
-All three give blocks to named requests (``KvBlocks``). To the two that count, one block is as good as another, so they
-also count blocks without an owner (``CountedKv``), which makes long decodes cheap to simulate.
+All three allocate blocks to requests (``KvBlocks``). The two that count also take blocks without an owner
+(``CountedKv``), which makes long decodes fast to simulate.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from ebbench.simulation.state import RequestState
 
 
 class IdentityNeeded(Exception):  # noqa: N818 - control flow, not an error
-    """Counting is no longer exact: a preempted request may find its own blocks in the cache again."""
+    """Counting is no longer exact: a preempted request may find its own blocks in the cache."""
 
 
 class KvBlocks(Protocol):
-    """What the scheduler asks of a KV manager. ``free`` counts cached but unreferenced blocks as free."""
+    """A KV manager as the scheduler uses it. ``free`` includes cached blocks that no request uses."""
 
     free: int
     total: int
 
     def lookup(self, row: int, known_tokens: int) -> Sequence[int]:
-        """Cached blocks that form the longest prefix of the request, its last token always left to compute."""
+        """Cached blocks of the longest prefix of the request; at least its last token remains to be computed."""
         ...
 
     def evictable(self, hits: Sequence[int]) -> int:
-        """How many of ``hits`` count as free now and would stop doing so."""
+        """How many of ``hits`` count as free now and would no longer do so."""
         ...
 
     def adopt(self, row: int, hits: Sequence[int]) -> None:
@@ -41,29 +41,29 @@ class KvBlocks(Protocol):
         ...
 
     def allocate(self, rows: Sequence[int], blocks: Sequence[int]) -> None:
-        """Give each row that many new blocks, in order. The caller has checked that they are there."""
+        """Give each row so many new blocks, in order. The caller has checked that they are free."""
         ...
 
     def publish(self, row: int, tokens: int) -> None:
-        """Make the full blocks among the first ``tokens`` tokens findable by others."""
+        """Make the full blocks among the first ``tokens`` tokens available to prefix lookups."""
         ...
 
     def release(self, row: int, known_tokens: int) -> None:
-        """Return all blocks of a request of whose content ``known_tokens`` tokens are known."""
+        """Free all blocks of a request, of which the content of ``known_tokens`` tokens is known."""
         ...
 
 
 @runtime_checkable
 class CountedKv(KvBlocks, Protocol):
-    """A KV manager to which it is all the same which request a block is taken for."""
+    """A KV manager that can take blocks without an owner."""
 
     def take(self, count: int) -> None:
-        """Take so many blocks. The caller has checked that they are there."""
+        """Take ``count`` blocks. The caller has checked that they are free."""
         ...
 
 
 class CountingKv:
-    """Block counts only. With prefix caching on, a release before the end raises IdentityNeeded."""
+    """Counts blocks. With prefix caching, a release before the end of a request raises IdentityNeeded."""
 
     def __init__(self, state: RequestState, total: int, *, caching: bool) -> None:
         self.total = self.free = total
@@ -72,43 +72,43 @@ class CountingKv:
         self._caching = caching
 
     def lookup(self, row: int, known_tokens: int) -> list[int]:
-        """No hit: nothing in the plan shares content."""
+        """Always empty: no two requests of the plan share content."""
         return []
 
     def evictable(self, hits: Sequence[int]) -> int:
-        """None."""
+        """Always 0."""
         return 0
 
     def adopt(self, row: int, hits: Sequence[int]) -> None:
-        """Nothing to adopt."""
+        """Do nothing."""
 
     def allocate(self, rows: Sequence[int], blocks: Sequence[int]) -> None:
-        """Take the blocks from the free count."""
+        """Subtract the blocks from the free count."""
         self.take(sum(blocks))
 
     def take(self, count: int) -> None:
-        """Take the blocks from the free count."""
+        """Subtract the blocks from the free count."""
         self.free -= count
 
     def publish(self, row: int, tokens: int) -> None:
-        """Nobody can look it up."""
+        """Do nothing: there are no prefix lookups."""
 
     def release(self, row: int, known_tokens: int) -> None:
-        """Return the blocks to the free count."""
+        """Add the blocks to the free count."""
         if self._caching and not self._done[row]:
             raise IdentityNeeded
         self.free += int(self._held[row])
 
 
 class CachingKv:
-    """Blocks with identity: hash to block, references, and a free queue in eviction order.
+    """Tracks blocks individually: hash to block, references, and a free queue in eviction order.
 
-    Rules of vLLM 0.32 (block_pool.py): new blocks come from the head of the free queue and lose what they cached; a
-    freed block that caches something goes to the tail, one that does not to the head; a request frees its last block
-    first, so that the ends of prefixes are evicted before their beginnings.
+    Rules of vLLM 0.32 (block_pool.py): new blocks come from the head of the free queue and lose their cached content; a
+    freed block with cached content goes to the tail, one without to the head; a request frees its last block first, so
+    that the ends of prefixes are evicted before their beginnings.
 
-    A block that is hit while free leaves its place in the queue behind, and ``_left`` counts such places. They are
-    always ahead of the block's own place: only a block that caches something can be hit, and it goes to the tail.
+    A free block that is hit leaves a stale entry in the queue, which ``_left`` counts. Stale entries always precede the
+    block's valid entry: only a block with cached content can be hit, and it goes to the tail.
     """
 
     def __init__(self, state: RequestState, total: int, block_size: int) -> None:
@@ -118,7 +118,7 @@ class CachingKv:
         self._left: dict[int, int] = {}
         self._references = [0] * total
         self._key_of: list[int | None] = [None] * total
-        # Several blocks may hold the same content: then a list, the oldest first, which is the one that is found.
+        # A list if several blocks hold the same content: the oldest is first and is the one found.
         self._by_key: dict[int, int | list[int]] = {}
         self._blocks: dict[int, list[int]] = {}
         self._published: dict[int, int] = {}
@@ -187,10 +187,10 @@ class CachingKv:
             self.publish(row, known_tokens)
         own, named = self._blocks.pop(row, []), self._published.pop(row, 0)
         self._queue.extend(self._dropped(own[named - 1 :: -1] if named else []))
-        self._queue.extendleft(self._dropped(own[named:]))  # so that the last block comes first of all
+        self._queue.extendleft(self._dropped(own[named:]))  # so that the last block comes first
 
     def _take(self, count: int) -> list[int]:
-        """Blocks from the head of the queue, which forget what they cached."""
+        """Blocks from the head of the queue, without their cached content."""
         pop, left, key_of, by_key = self._queue.popleft, self._left, self._key_of, self._by_key
         taken: list[int] = []
         while len(taken) < count:
@@ -210,7 +210,7 @@ class CachingKv:
         return taken
 
     def _forget(self, block: int, key: int) -> None:
-        """One of several blocks of the same content loses it."""
+        """Remove one of several blocks with the same content."""
         holders = self._by_key[key]
         assert isinstance(holders, list)
         others = [holder for holder in holders if holder != block]
@@ -229,7 +229,7 @@ class CachingKv:
 
 
 def _passed_over(block: int, left: dict[int, int]) -> bool:
-    """Whether a block's next place in the queue is one it has left; takes that place off ``left``."""
+    """Whether the next entry of a block in the queue is stale; decrements its count in ``left``."""
     places = left.get(block)
     if places is None:
         return False

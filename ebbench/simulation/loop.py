@@ -2,7 +2,7 @@
 
 Events at the same nanosecond are taken in the order of their priority, then in the order they were made:
 
-    0  ARRIVAL   a session's first request reaches the front door
+    0  ARRIVAL   a session's first request reaches the front stage
     1  DELIVERY  a dispatched request reaches its unit
     2  TRANSFER  the KV of a request has arrived at its decode unit
     3  PASS      a forward pass has ended: the engine signals
@@ -44,14 +44,14 @@ AtTime = Callable[[int], None]
 
 @dataclass
 class Outcome:
-    """What the tables do not show. ``failed``: row to (class, message, HTTP status)."""
+    """Results that the tables do not show. ``failed``: row to (class, message, HTTP status)."""
 
     failed: dict[int, tuple[str, str, int | None]] = field(default_factory=dict)
-    dead: str | None = None  # why the run ended before its time
+    dead: str | None = None  # why the run ended early
 
 
 class EventLoop:
-    """Runs a plan on a front stage, and on a back stage if prefill and decode are apart."""
+    """Runs a plan on a front stage and, if prefill and decode are separate, a back stage."""
 
     def __init__(
         self,
@@ -64,7 +64,8 @@ class EventLoop:
         warmup: int = 0,
         begin: AtTime | None = None,
     ) -> None:
-        """``warmup``: requests before the plan; ``begin`` is called when they have ended, before the plan's first."""
+        """``warmup``: number of requests before the plan; ``begin`` is called when they have ended, before the plan
+        starts."""
         self.front, self.back, self.handover = front, back, handover
         self.stages = [front] if back is None else [front, back]
         self.last = self.stages[-1]
@@ -72,22 +73,22 @@ class EventLoop:
         self.dispatched_ns = np.full(len(plan) + warmup, UNSET, np.int64)
         self.unit_of = np.full(len(plan) + warmup, UNSET, np.int64)
         self.now_ns = 0
-        self.ended = 0  # warm-up requests included
+        self.ended = 0  # including warm-up requests
         self.outcome = Outcome()
         self._plan, self._begin, self._warming = plan, begin, warmup > 0
         self._network_ns = network_ns
         self._releases = Releases(plan, warmup)
-        # Times at which something may arrive at an engine, and times at which engines go on by themselves.
+        # Times at which a request may arrive at an engine, and times at which engines continue by themselves.
         self._events: list[tuple[int, int, int, Any]] = []
         self._wakes: list[tuple[int, int, int, Any]] = []
         self._sequence = 0
-        self._place: dict[int, int] = {}  # decode unit of a request whose KV is on its way
+        self._place: dict[int, int] = {}  # decode unit of a request whose KV is in transfer
         if handover is not None:
             handover.start = self._transfer_started
         self._follow_passes()
 
     def run(self) -> None:
-        """Run to the end, or until a decode unit has died. A KeyboardInterrupt leaves a consistent state behind."""
+        """Run to the end, or until a decode unit runs out of memory. A KeyboardInterrupt leaves a consistent state."""
         handlers: tuple[Callable[[Any], None], ...] = (
             self._arrival, self._delivery, self._arrived_kv, self._pass, self._signal, self._notice, self._timer,
             self._wake,
@@ -106,7 +107,7 @@ class EventLoop:
         except StoreFullError as full:
             self._died(full)
 
-    # Requests coming in and going out.
+    # Arrivals and completions of requests.
 
     def _schedule_arrivals(self) -> None:
         if self._plan.closed_loop:
@@ -126,7 +127,7 @@ class EventLoop:
         self._submit(self._releases.arrived(row), self.now_ns)
 
     def _submit(self, rows: list[int], intended_ns: int) -> None:
-        """Requests are sent: they reach the front dispatcher, or the only unit."""
+        """Send requests to the front dispatcher, or to the only unit."""
         if not rows:
             return
         for stage in self.stages:
@@ -144,7 +145,7 @@ class EventLoop:
         self._poll(FRONT)
 
     def _poll(self, index: int) -> None:
-        """Carry out what a dispatcher orders, and remember when it wants to be asked again."""
+        """Carry out the orders of a dispatcher, and store when it wants to be polled again."""
         stage = self.stages[index]
         if stage.dispatcher is None:
             return
@@ -157,7 +158,7 @@ class EventLoop:
 
     def _timer(self, index: int) -> None:
         stage = self.stages[index]
-        if stage.timer_ns == self.now_ns:  # others were overtaken by an earlier one
+        if stage.timer_ns == self.now_ns:  # other timers were replaced by an earlier one
             stage.timer_ns = None
             self._poll(index)
 
@@ -179,7 +180,7 @@ class EventLoop:
         self._deliver(FRONT, unit, (row,))
 
     def _deliver(self, index: int, unit: int, rows: Sequence[int]) -> None:
-        """Requests reach their unit."""
+        """Deliver requests to their unit."""
         stage = self.stages[index]
         scheduler = stage.units[unit].scheduler
         for row in rows:
@@ -193,7 +194,7 @@ class EventLoop:
         self._gone([row])
 
     def _gone(self, rows: list[int]) -> None:
-        """Requests are over, well or not: send what their ends release."""
+        """Requests have ended or failed: send those that their ends release."""
         released: list[int] = []
         for row in rows:
             self.ended += 1
@@ -215,7 +216,7 @@ class EventLoop:
         heapq.heappush(self._wakes, (time_ns, WAKE, self._sequence, (index, engine)))
 
     def _quiet_until_ns(self) -> int:
-        """Before this time nothing arrives at the engine that is being woken, whatever the other engines do."""
+        """Earliest time at which a request may arrive at the engine being woken, whatever other engines do."""
         until_ns = self._events[0][0] if self._events else NEVER_NS
         if self._wakes and (self.back is not None or self._releases.by_completions):
             return min(until_ns, self._wakes[0][0])
@@ -224,7 +225,7 @@ class EventLoop:
     def _wake(self, subject: tuple[int, int]) -> None:
         index, place = subject
         stage = self.stages[index]
-        engine = stage.engines[place]  # stays marked as woken, so that what it is sent meanwhile wakes it no more
+        engine = stage.engines[place]  # stays marked as woken, so that deliveries meanwhile do not wake it again
         while True:
             again_ns, ended = engine.wake(self.now_ns, self._quiet_until_ns())
             if not ended:
@@ -258,7 +259,7 @@ class EventLoop:
                 self._start_all(self.handover.finished(row, self.now_ns))
         self._gone(rows)
 
-    # Signals of the ends of passes, for dispatchers that want them.
+    # Signals at the ends of passes, for dispatchers that use them.
 
     def _follow_passes(self) -> None:
         for index, stage in enumerate(self.stages):
@@ -290,7 +291,7 @@ class EventLoop:
     # From prefill to decode.
 
     def _hand_over(self, rows: list[int]) -> None:
-        """Prompts computed in one pass are placed together, then their KV is sent."""
+        """Place the prompts computed in one pass together, then send their KV."""
         assert self.back is not None
         assert self.back.dispatcher is not None
         assert self.handover is not None
@@ -300,7 +301,7 @@ class EventLoop:
         self._poll(BACK)
         for row in over:
             self._start_all(self.handover.send(row, int(self.unit_of[row]), self._place.pop(row), self.now_ns))
-        if len(over) < len(rows):  # a single token was asked for: nothing to decode
+        if len(over) < len(rows):  # a single token was requested: there is nothing to decode
             decoding = set(over)
             self._gone([row for row in rows if row not in decoding])
 
@@ -320,7 +321,7 @@ class EventLoop:
         self._wake_if_idle(BACK, self.back.engine_of_unit[transfer.target])
 
     def _died(self, full: StoreFullError) -> None:
-        """A decode unit ran out of memory: what was on it is lost, and the run ends."""
+        """A decode unit ran out of memory: its requests are lost and the run ends."""
         assert self.handover is not None
         gib = 2**30
         self.outcome.dead = (

@@ -1,4 +1,4 @@
-"""When requests of a plan are sent: by the clock, by completions, or as the next turn of a session."""
+"""When requests of a plan are sent: at arrival times, after completions, or as the next turn of a session."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import numpy as np
 
 from ebbench.records.plan import Plan
 
-WARMUP_AT_ONCE = 64  # where the plan says nothing: what the load generator sends to a server
+WARMUP_AT_ONCE = 64  # default of the load generator
 
 
 class Releases:
-    """Turns a plan into releases. Each call returns plan rows to send now, in order.
+    """Converts a plan to releases. Each call returns the plan rows to send now, in order.
 
-    Closed loop: sessions are released in plan order while fewer than the current phase's ``max_concurrency`` are
-    open. Open loop: sessions start at their arrival; a cap on open sessions makes the later ones wait.
+    Closed loop: sessions are released in plan order while fewer than the current phase's ``max_concurrency`` are open.
+    Open loop: sessions start at their arrival time; a cap on open sessions makes later ones wait.
 
-    ``warmup`` requests of one turn, rows after the plan's (:mod:`ebbench.simulation.warmup`), go first; the plan
-    begins when the last of them has ended.
+    ``warmup`` requests of one turn, in rows after the plan's (:mod:`ebbench.simulation.warmup`), are sent first; the
+    plan begins when the last of them has ended.
     """
 
     def __init__(self, plan: Plan, warmup: int = 0) -> None:
@@ -42,7 +42,7 @@ class Releases:
 
     @property
     def begun(self) -> bool:
-        """Whether the warm-up is over, so that the plan's clock runs."""
+        """Whether the warm-up has ended, so that the plan's clock runs."""
         return not self._warming
 
     @property
@@ -51,14 +51,14 @@ class Releases:
         return self._takes_turns or bool(self._queue) or not self.begun
 
     def start(self) -> list[int]:
-        """Rows sent at time zero: those of the warm-up that may be open at a time, else those of a closed loop."""
+        """Rows sent at time zero: concurrent warm-up requests, else those of a closed loop."""
         if self.begun:
             return self._release_closed()
         at_once = self._limits[0][1] if self._limits else self._cap or WARMUP_AT_ONCE
         return [self._warmup.popleft() for _ in range(min(at_once, len(self._warmup)))]
 
     def arrived(self, row: int) -> list[int]:
-        """An open-loop session arrived; the row itself, or nothing while the cap is reached."""
+        """Release an arrived open-loop session: its row, or nothing while the cap is reached."""
         if self._cap is not None and self._open >= self._cap:
             self._queue.append(row)
             return []
@@ -66,7 +66,7 @@ class Releases:
         return [row]
 
     def ended(self, row: int) -> list[int]:
-        """A request ended: its session's next turn, or what its slot makes room for."""
+        """Release after the end of a request: its session's next turn, or sessions for the freed slot."""
         if self._warming:
             self._warming -= 1
             if self._warmup:

@@ -1,12 +1,11 @@
-"""vLLM v1's scheduler (0.32): the requests and the KV blocks of one unit, and which of them one step holds.
+"""vLLM v1's scheduler (0.32): requests and KV blocks of one unit, and the requests that a step holds.
 
-The rules of ``schedule()`` and ``update_from_output()``: order, chunking, token budget, admission, preemption. Which
-phase a step belongs to is decided in :mod:`ebbench.simulation.gate`; when steps are made and how long they take, in
-:mod:`ebbench.simulation.engine`.
+It implements the rules of ``schedule()`` and ``update_from_output()``: order, chunking, token budget, admission,
+preemption. :mod:`ebbench.simulation.gate` decides the phase of a step, :mod:`ebbench.simulation.engine` when steps are
+made and how long they take.
 
-Steps are made tens of thousands of times per second, so the arrays are counted and summed by the plain functions
-(``np.count_nonzero``, ``np.add.reduce``): the methods ``any``, ``all`` and ``sum`` cost several times as much here.
-``a.take(rows)`` costs half of ``a[rows]``.
+Tens of thousands of steps are made per second, so sums use plain functions (``np.count_nonzero``, ``np.add.reduce``):
+the methods ``any``, ``all`` and ``sum`` cost several times as much. ``a.take(rows)`` costs half of ``a[rows]``.
 """
 
 from __future__ import annotations
@@ -24,26 +23,27 @@ from ebbench.simulation.step import NO_ROWS, SchedulerLimits, Step
 
 
 class SchedulerListener(Protocol):
-    """Is called when requests are admitted and when they finish."""
+    """Called when requests are admitted and when they finish."""
 
     def admitted(self, row: int, cached_tokens: int, now_ns: int, *, first: bool) -> None:
-        """A request got its slot; ``first`` False: again, after a preemption. ``cached_tokens`` need no computing."""
+        """A request got a slot; ``first`` False: after a preemption. ``cached_tokens`` need no computation."""
         ...
 
     def finished(self, row: int) -> None:
-        """A request has all its tokens."""
+        """All tokens of a request are generated."""
         ...
 
 
 class Scheduler:
     """Waiting and running requests of one unit.
 
-    Requests enter by :meth:`add` and are seen when :meth:`take_arrivals` is called. A step is made in three parts:
-    :meth:`fill` chooses its requests, :meth:`advance` counts their tokens as scheduled, :meth:`deliver` hands out the
-    sampled tokens when the step has ended. ``in_flight`` are the steps between the last two, oldest first.
+    Requests enter by :meth:`add` and become visible at :meth:`take_arrivals`. A step has three parts: :meth:`fill`
+    chooses its requests, :meth:`advance` counts their tokens as scheduled, :meth:`deliver` delivers the sampled tokens
+    when the step has ended. ``in_flight``: steps between the last two, oldest first.
 
-    ``delivered`` maps a request whose KV was computed elsewhere to the number of tokens it covers; a preemption loses
-    it. With ``keep_finished`` the blocks of a finished request stay taken until :meth:`free_finished`.
+    ``delivered`` maps a request whose KV was computed on another instance to the number of tokens it covers; a
+    preemption loses it. With ``keep_finished`` the blocks of a finished request stay allocated until
+    :meth:`free_finished`.
     """
 
     def __init__(
@@ -51,49 +51,49 @@ class Scheduler:
     ) -> None:
         self.state, self.limits, self.kv = state, limits, kv
         self.listeners: list[SchedulerListener] = []
-        self.counted = kv if isinstance(kv, CountedKv) else None  # the same manager, where counts are enough
+        self.counted = kv if isinstance(kv, CountedKv) else None  # the same manager, if counting is sufficient
         self.delivered: dict[int, int] = {}
         self.seen_ns: Ints = np.zeros(state.count, np.int64)  # when the scheduler first saw a request
         self.waiting: deque[int] = deque()
         self.running: Ints = NO_ROWS
         self.in_flight: deque[Step] = deque()
-        self.prefilling = 0  # running requests with a prompt still to compute: in most steps there are none
+        self.prefilling = 0  # running requests with prompt tokens left; 0 in most steps
         self.steps = 0  # scheduled so far
         self.ones: Ints = np.ones(limits.max_num_seqs, np.int64)
         self._arrived: deque[int] = deque()
         self._keep_finished = keep_finished
-        self._stale: dict[int, bool] = {}  # preempted with a step in flight: does that step sample a token for it?
+        self._stale: dict[int, bool] = {}  # preempted with a step in flight: whether that step samples a token for it
 
-    # What it holds.
+    # State.
 
     @property
     def has_requests(self) -> bool:
-        """Whether a request is running or waiting; arrivals not taken yet do not count."""
+        """Whether a request is running or waiting; arrivals not yet taken do not count."""
         return bool(self.waiting) or len(self.running) > 0
 
     @property
     def only_decodes(self) -> bool:
-        """Whether there is nothing but decoding requests to think of: no prompt, no arrival, no preemption pending."""
+        """Whether all requests are in decode: no prompt, no arrival, no pending preemption."""
         return not self.prefilling and not self._stale and not self._arrived and len(self.running) > 0
 
     @property
     def kv_blocks_used(self) -> int:
-        """KV blocks that hold something still in use."""
+        """KV blocks in use."""
         return self.kv.total - self.kv.free
 
     @property
     def generates(self) -> bool:
-        """Whether a running request with its prompt computed has tokens left to schedule."""
+        """Whether a running request with a computed prompt has tokens left to schedule."""
         state, running = self.state, self.running
         if not len(running):
             return False
-        first = running[0]  # nearly always tells
+        first = running[0]  # the first request nearly always decides
         if not state.partial[first] and state.computed[first] < state.last[first]:
             return True
         return bool(((state.computed[running] < state.last[running]) & ~state.partial[running]).any())
 
     def queued_tokens(self) -> int:
-        """Prompt tokens received and not scheduled, those whose KV was delivered left out."""
+        """Prompt tokens received and not scheduled, without those whose KV was delivered."""
         state = self.state
         partial = self.running[state.partial[self.running]]
         queued = int((state.target[partial] - state.computed[partial]).sum()) if len(partial) else 0
@@ -109,7 +109,7 @@ class Scheduler:
         return ages
 
     def admissible(self, running_limit: int) -> bool:
-        """Whether the first waiting request could join the running ones now."""
+        """Whether the first waiting request could be admitted now."""
         if not self.waiting or len(self.running) >= running_limit:
             return False
         row = self.waiting[0]
@@ -118,14 +118,14 @@ class Scheduler:
         needed = -(-known // self.limits.block_size) - len(hits) + self.kv.evictable(hits)
         return needed <= self.kv.free
 
-    # Requests coming in.
+    # Arrivals.
 
     def add(self, row: int) -> None:
-        """A request has arrived."""
+        """Add a request that has arrived."""
         self._arrived.append(row)
 
     def take_arrivals(self, now_ns: int) -> None:
-        """Move what has arrived into the waiting queue."""
+        """Move arrivals into the waiting queue."""
         if not self._arrived:
             return
         self.seen_ns[list(self._arrived)] = now_ns
@@ -173,7 +173,7 @@ class Scheduler:
             scheduled = tokens > 0
             candidates, tokens = candidates[scheduled], tokens[scheduled]
         if self.prefilling:
-            # Findable from now on, also for requests admitted in this very step.
+            # From now on prefix lookups find them, also for requests admitted in this step.
             partial = state.partial[candidates]
             after = state.computed[candidates[partial]] + tokens[partial]
             for row, known in zip(candidates[partial].tolist(), after.tolist(), strict=True):
@@ -181,10 +181,10 @@ class Scheduler:
         return candidates, tokens, budget - int(np.add.reduce(tokens))
 
     def _decode_all(self, rows: Ints) -> Ints | None:
-        """Blocks for one token each of ``rows``, none of which has prompt tokens left; returns those that get one.
+        """Allocate blocks for one token of each of ``rows``, all in decode; returns the rows that get a token.
 
-        They are the ones whose last token is not in flight. None, with nothing done, where budget or blocks are short:
-        that takes the long way.
+        These are the rows whose last token is not in flight. Returns None without any change if budget or blocks do not
+        suffice; the general path then handles the step.
         """
         state, block_size = self.state, self.limits.block_size
         computed = state.computed.take(rows)
@@ -199,7 +199,7 @@ class Scheduler:
         return rows
 
     def _grow(self, rows: Ints, need: Ints) -> None:
-        """Give each row the blocks it needs; the caller has checked that they are there."""
+        """Give each row the blocks it needs; the caller has checked that they are free."""
         growing = need.nonzero()[0]
         if len(growing):
             self._take(rows[growing], need[growing])
@@ -212,9 +212,9 @@ class Scheduler:
         self.state.held_blocks[rows] += blocks
 
     def _grow_preempting(self, step: Step, candidates: Ints, need: Ints) -> int:
-        """Give blocks in order and, where they run out, preempt from the end; returns how many candidates remain.
+        """Allocate blocks in order and, if they run out, preempt from the end; returns how many candidates remain.
 
-        In turns, as vLLM does: what an earlier request takes is taken before a later one's blocks come free.
+        The order is vLLM's: an earlier request takes its blocks before a later one's blocks are freed.
         """
         done, kept, taken = 0, len(candidates), 0
         upto = np.cumsum(need)
@@ -248,7 +248,7 @@ class Scheduler:
         if in_flight is not None:
             self._stale[row] = samples
         known = int(state.target[row]) - samples
-        # vLLM publishes blocks up to the tokens it knew when it scheduled the step in flight.
+        # vLLM publishes blocks up to the tokens known when it scheduled the step in flight.
         known_then = known - (in_flight is not None and self._got_token_since(row, in_flight.scheduled_ns))
         self.kv.release(row, min(int(state.computed[row]), known_then))
         state.target[row], state.computed[row], state.held_blocks[row] = known, 0, 0
@@ -259,7 +259,7 @@ class Scheduler:
         step.preempted.append(row)
 
     def _got_token_since(self, row: int, time_ns: int) -> bool:
-        """Whether a token of the row was delivered after a scheduling step at that time."""
+        """Whether a token of the row was delivered after a scheduling step at ``time_ns``."""
         slot = int(self.state.next_slot[row])
         return slot > self.state.first_slot[row] and bool(self.state.token_ns[slot - 1] > time_ns)
 
@@ -316,7 +316,7 @@ class Scheduler:
             listener.admitted(row, cached_tokens, now_ns, first=first)
 
     def advance(self, step: Step) -> StepShape:
-        """Count the tokens of a filled step as scheduled; returns what the device has to compute."""
+        """Count the tokens of a filled step as scheduled; returns the work for the device."""
         state, rows = self.state, step.rows
         self.steps += 1
         self.in_flight.append(step)
@@ -341,7 +341,7 @@ class Scheduler:
         return StepShape(chunks, step.decode_seqs, decode_kv, len(step.sampled))
 
     def deliver(self) -> list[int]:
-        """The oldest step in flight has ended: hand out its tokens. Returns the rows it finished, in order."""
+        """Deliver the tokens of the oldest step in flight. Returns the rows that it finished, in order."""
         step = self.in_flight.popleft()
         state, sampled = self.state, step.sampled
         if self._stale:
@@ -360,7 +360,7 @@ class Scheduler:
         return ended
 
     def deliver_decodes(self, rows: Ints, count: int) -> None:
-        """The ``count`` oldest steps in flight, all of them decodes of ``rows``, have ended and finish no request."""
+        """Deliver the ``count`` oldest steps in flight, all decodes of ``rows``, none of which finishes a request."""
         if not count:
             return
         state = self.state
@@ -379,7 +379,7 @@ class Scheduler:
         state = self.state
         state.done[row] = True
         if not state.held_blocks[row]:
-            self.waiting.remove(row)  # ended by the token in flight when it was preempted
+            self.waiting.remove(row)  # it finished with the token in flight when it was preempted
         elif not self._keep_finished:
             self.free_finished(row)
         state.end_ns[row] = now_ns
@@ -387,7 +387,7 @@ class Scheduler:
             listener.finished(row)
 
     def free_finished(self, row: int) -> None:
-        """Give the blocks of a finished request back; none are left after the first call."""
+        """Free the blocks of a finished request; a second call has no effect."""
         state = self.state
         if state.held_blocks[row]:
             self.kv.release(row, int(state.last[row]))

@@ -1,4 +1,4 @@
-"""A pool of equal engines behind one dispatcher, and how it is built from its description."""
+"""A pool of equal engines behind one dispatcher, and its construction."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from ebbench.simulation.step import SchedulerLimits, StepSink
 from vllm_eb.controller import Controller
 
 MakeController = Callable[[int], Controller | None]
-"""From the number of KV blocks of a unit to its policy; None is vLLM's own scheduling."""
+"""Creates the controller of a unit from its number of KV blocks; None is vLLM's own scheduling."""
 MakeKv = Callable[[RequestState, int], KvBlocks]
-"""From the requests and the number of KV blocks of a unit to its KV manager."""
+"""Creates the KV manager of a unit from the requests and its number of KV blocks."""
 
 
 @dataclass
 class Stage:
-    """Engines and the dispatcher in front of them; None sends everything to the only unit.
+    """Engines and their dispatcher; None sends everything to the only unit.
 
-    ``prefixes`` names the leading blocks of a request's prompt, None where the dispatcher does not look at them.
-    ``received`` counts the requests each unit has received; ``timer_ns`` is when the dispatcher wants to be polled.
+    ``prefixes`` returns the leading blocks of a request's prompt; None if the dispatcher does not use them.
+    ``received``: requests received per unit. ``timer_ns``: when the dispatcher wants to be polled.
     """
 
     state: RequestState
@@ -53,12 +53,12 @@ class Stage:
         self.received = [0] * len(self.units)
 
     def dispatch_request(self, row: int) -> DispatchRequest:
-        """The request as the dispatcher may see it: its answer's length is not known beforehand."""
+        """The request as the dispatcher sees it, without its output length."""
         tokens = int(self.state.prompt[row])
         return DispatchRequest(row, tokens, tokens, self.prefixes(row) if self.prefixes is not None else ())
 
     def report(self, engine: int, duration_ns: int) -> EndForward:
-        """What the engine signals now, at the end of a pass of that duration."""
+        """The signal of the engine at the end of a pass of that duration."""
         schedulers = [unit.scheduler for unit in self.engines[engine].units]
         generates = any(scheduler.generates for scheduler in schedulers)
         if generates and self.dispatcher is not None and not self.dispatcher.wants_units:
@@ -75,11 +75,11 @@ class Stage:
 
 @dataclass(frozen=True)
 class StageSpec:
-    """Everything one stage is made of.
+    """Everything that determines a stage.
 
-    ``cost`` is that of one unit. ``dispatch`` None: there is one unit, and nothing to choose. ``prefill_only``: it
-    computes prompts whose KV is then transferred. ``generates``: it is asked for more than first tokens.
-    ``first_unit``: number of its first unit among those of all stages.
+    ``cost``: cost model of one unit. ``dispatch`` None: there is only one unit. ``prefill_only``: it computes prompts
+    whose KV is then transferred. ``generates``: requests ask for more than their first token. ``first_unit``: index of
+    its first unit among those of all stages.
     """
 
     pool: PoolSpec
@@ -98,7 +98,7 @@ class StageSpec:
 def build_stage(
     plan: Plan, state: RequestState, spec: StageSpec, sink: StepSink, seed: int
 ) -> tuple[Stage, list[Controller]]:
-    """Make the engines of one stage and their dispatcher; also returns the controllers, by unit."""
+    """Build the engines of one stage and their dispatcher; also returns the controllers, by unit."""
     units: list[Unit] = []
     controllers: list[Controller] = []
     for number in range(spec.pool.units):
@@ -127,13 +127,14 @@ def build_stage(
 
 
 def _first_guess_ns(spec: StageSpec) -> int:
-    """Forward time before the first is measured (the paper takes it from offline tests): a full chunk."""
+    """Forward time (ns) assumed before the first measurement: that of a full chunk (the paper measures it offline)."""
     chunk = spec.limits.max_num_batched_tokens
     return round(spec.cost.step_s(StepShape(((chunk, 0),), 0, 0, 1)) * 1e9)
 
 
 def prefix_reader(plan: Plan) -> Callable[[int], tuple[int, ...]]:
-    """Prefix hashes of a plan's prompts, one per 512 tokens: hash ids where the plan has them, else content."""
+    """Returns a function for the prefix hashes of a plan's prompts, one per 512 tokens: hash ids if the plan has them,
+    else content."""
     hash_ids = plan.table["hash_ids"].to_pylist()
     content = plan.table["content"].to_pylist()
     tokens = plan.table["input_tokens"].to_pylist()

@@ -1,4 +1,4 @@
-"""Per-request state of a simulation as parallel arrays, one entry per plan row."""
+"""State of the requests of a simulation as parallel arrays, one entry per plan row."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ UNSET = -1
 
 
 class RequestState:
-    """Arrays indexed by plan row. Token counts follow vLLM's meaning.
+    """Arrays indexed by plan row. Token counts have vLLM's meaning.
 
-    ``computed``: tokens with KV computed or in flight (advanced when scheduled). ``target``: tokens that exist or are
-    promised by a step in flight; a running request has ``target - computed`` tokens to compute. ``last``: the value of
-    ``computed`` at which the last output token has been sampled. Token times lie in one flat array: request i owns
-    ``token_ns[first_slot[i] : first_slot[i] + max_output[i]]`` and has filled it up to ``next_slot[i]``.
+    ``computed``: tokens with KV computed or in flight (advanced when scheduled). ``target``: tokens that exist or will
+    exist after the steps in flight; a running request has ``target - computed`` tokens to compute. ``last``: the value
+    of ``computed`` at which the last output token has been sampled. Token times are in one flat array: request i owns
+    ``token_ns[first_slot[i] : first_slot[i] + max_output[i]]``, filled up to ``next_slot[i]``.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -51,14 +51,14 @@ class RequestState:
         self.cached_tokens: Ints = np.zeros(count, np.int64)
 
     def outputs(self, rows: Ints) -> Ints:
-        """Output tokens delivered so far for each of ``rows``."""
+        """Output tokens delivered so far, one entry per row of ``rows``."""
         return self.next_slot[rows] - self.first_slot[rows]
 
     def block_keys(self, row: int, first: int, count: int, block_size: int) -> Iterable[int]:
-        """Identity of KV blocks ``first .. first+count`` of a request: equal keys mean equal tokens up to there.
+        """Identities of KV blocks ``first .. first+count`` of a request: equal keys mean equal tokens up to there.
 
-        A block that lies in the prompt and is named by hash ids is known by the hash id (512 tokens each, Mooncake's
-        unit) and its place; every other by the content stream and its place.
+        A block of the prompt with hash ids is identified by its hash id (512 tokens per id, as in Mooncake's traces)
+        and its position; all others by content stream and position.
         """
         stream = self.content[row] << 24
         hash_ids = self.hash_ids[row] if self.hash_ids is not None else None

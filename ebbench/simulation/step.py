@@ -1,4 +1,4 @@
-"""A scheduling step: its limits, its contents, and the listener of its events."""
+"""A scheduling step: limits, contents, and the receiver of steps."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class SchedulerLimits:
 
 @dataclass(slots=True, eq=False)
 class Step:
-    """A scheduled step. ``rows`` and ``tokens`` in scheduling order; ``sampled`` rows get a token at ``end_ns``."""
+    """A scheduled step. ``rows`` and ``tokens`` are in scheduling order; ``sampled`` rows get a token at ``end_ns``."""
 
     scheduled_ns: int
     start_ns: int = 0
@@ -54,5 +54,5 @@ class StepSink(Protocol):
     """Receives every step that ran, in order."""
 
     def step(self, instance: int, step: Step) -> None:
-        """Record a step; its fields will not change any more."""
+        """Record a step; its fields do not change afterwards."""
         ...

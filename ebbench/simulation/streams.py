@@ -1,10 +1,10 @@
-"""KV blocks of plans in which no two requests that are open at the same time share content.
+"""KV blocks of plans in which no two simultaneously open requests share content.
 
-Then a cached block can be found only by the request that was preempted, or by the next turn of its session, and what is
-cached of a content stream is always its beginning: blocks are given back with the stream's first block last in the
-eviction queue, and the next request of the stream takes all that are left. So each stream has one run of cached blocks
-in the queue, which evictions shorten from its end, and counts say everything that the identities of
-:class:`ebbench.simulation.kv.CachingKv` would; tests hold the two equal.
+A cached block can then be hit only by the preempted request itself or by the next turn of its session, and the cached
+blocks of a content stream are always its beginning: the stream's first block is freed last, and the next request of the
+stream takes all remaining ones. So each stream has one contiguous run of cached blocks in the queue, which evictions
+shorten from its end, and counts are equivalent to the block identities of :class:`ebbench.simulation.kv.CachingKv`;
+tests compare the two.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ebbench.simulation.state import RequestState
 
 
 class CachedRun:
-    """Cached blocks 0 to ``blocks`` of one content stream, all of them free. 0: taken again, or evicted."""
+    """Cached blocks 0 to ``blocks`` of one content stream, all free. 0: taken again, or evicted."""
 
     __slots__ = ("blocks",)
 
@@ -27,13 +27,13 @@ class CachedRun:
 
 
 class StreamKv:
-    """Counts free blocks and, of each content stream, cached ones. Raises IdentityNeeded where that is not exact."""
+    """Counts free blocks and the cached blocks per content stream. Raises IdentityNeeded if that is not exact."""
 
     def __init__(self, state: RequestState, total: int, block_size: int) -> None:
         self.total = self.free = total
         self._content, self._held, self._block_size = state.content, state.held_blocks, block_size
-        self._blank = total  # free blocks that cache nothing: they are taken first
-        self._queue: deque[CachedRun] = deque()  # in eviction order; a run loses its end first
+        self._blank = total  # free blocks without cached content, which are taken first
+        self._queue: deque[CachedRun] = deque()  # in eviction order; a run is evicted from its end
         self._cached: dict[int, CachedRun] = {}
 
     def lookup(self, row: int, known_tokens: int) -> range:
@@ -42,11 +42,11 @@ class StreamKv:
         if run is None:
             return range(0)
         if run.blocks > (known_tokens - 1) // self._block_size:
-            raise IdentityNeeded  # the last of them would stay behind and be computed again
+            raise IdentityNeeded  # the last of them would remain cached and be computed again
         return range(run.blocks)
 
     def evictable(self, hits: Sequence[int]) -> int:
-        """See KvBlocks: all of them, since no other request refers to them."""
+        """See KvBlocks: all of them, since no other request uses them."""
         return len(hits)
 
     def adopt(self, row: int, hits: Sequence[int]) -> None:
@@ -78,7 +78,7 @@ class StreamKv:
             queue.popleft()
 
     def publish(self, row: int, tokens: int) -> None:
-        """Nobody can look it up before it is released."""
+        """Do nothing: the blocks cannot be looked up before they are released."""
 
     def release(self, row: int, known_tokens: int) -> None:
         """See KvBlocks."""
@@ -92,7 +92,7 @@ class StreamKv:
 
 
 def streams_take_turns(plan: Plan) -> bool:
-    """Whether requests that share content belong to one session, so that one follows the other."""
+    """Whether requests that share content belong to one session, so that they run one after the other."""
     table = plan.table
     if table["hash_ids"].null_count < len(plan):
         return False

@@ -1,4 +1,4 @@
-"""From what a simulation leaves behind to Arrow tables in the stored schemas."""
+"""Converts the state of a finished simulation to Arrow tables in the stored schemas."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from vllm_eb.decisions import Record
 
 
 class StepLog:
-    """Collects steps; a StepSink."""
+    """A StepSink that keeps all steps."""
 
     def __init__(self) -> None:
         self.steps: list[tuple[int, Step]] = []
@@ -27,16 +27,19 @@ class StepLog:
 
 
 class NoLog(StepLog):
-    """Keeps nothing."""
+    """A StepSink that keeps no steps."""
 
     def step(self, instance: int, step: Step) -> None:
-        """Forget the step."""
+        """Drop the step."""
 
 
 def steps_table(
     steps: Sequence[tuple[int, Step]], request_ids: pa.Array, kv_blocks_total: int | Sequence[int]
 ) -> pa.Table:
-    """STEPS, one row per step in the order they ran. ``kv_blocks_total``: of every instance, or one by one."""
+    """Table STEPS, one row per step in the order they ran.
+
+    ``kv_blocks_total``: of every instance, or one value per instance.
+    """
     totals = kv_blocks_total if not isinstance(kv_blocks_total, int) else None
     rows = [step.rows for _, step in steps]
     offsets = np.concatenate([[0], np.cumsum([len(r) for r in rows])]).astype(np.int32)
@@ -80,7 +83,7 @@ def steps_table(
 
 
 def phase_of(step: Step) -> str:
-    """What a step held: prefill, decode or both."""
+    """What a step held: prefill, decode or mixed."""
     if not step.prefill_tokens:
         return "decode"
     return "mixed" if step.decode_seqs else "prefill"
@@ -105,7 +108,7 @@ def decisions_table(records: Sequence[tuple[int, Record]]) -> pa.Table:
 
 
 def requests_table(plan: Plan, state: RequestState) -> pa.Table:
-    """REQUESTS, one row a planned request; those an interruption left open are cancelled or never sent."""
+    """Table REQUESTS, one row per planned request; requests open at an interruption are cancelled or never sent."""
     count = state.count
     outputs = state.next_slot - state.first_slot
     ended = state.end_ns != UNSET
@@ -145,8 +148,8 @@ def requests_table(plan: Plan, state: RequestState) -> pa.Table:
 
 
 def _gap_values(state: RequestState) -> np.ndarray:
-    """Every gap between consecutive tokens of a request, requests in plan order."""
-    inner = state.token_ns[1:] != UNSET  # a request fills its slots from the first on
+    """All gaps between consecutive tokens of a request (ns), requests in plan order."""
+    inner = state.token_ns[1:] != UNSET  # a request fills its slots from the first one on
     firsts = state.first_slot[(state.first_slot > 0) & (state.first_slot <= len(inner))]
     inner[firsts - 1] = False
     return np.asarray(np.diff(state.token_ns)[inner])

@@ -1,13 +1,13 @@
-"""From prefill to decode: links of limited bandwidth, the memory that receives, and the requests that change sides.
+"""From prefill to decode: links with limited bandwidth, receive memory, and the handover of requests.
 
 A prefill unit runs requests of one output token and keeps the KV blocks of a computed prompt until they have been
-transferred. A link carries the KV of one request at a time, in the order the prompts were finished; a transfer takes
-the sender's outgoing and the receiver's incoming direction. A decode unit admits a request whose KV was delivered
-without computing its prompt again; a preempted request has lost that KV and computes it.
+transferred. A link carries the KV of one request at a time, in the order in which prompts finished; a transfer uses the
+sender's outgoing and the receiver's incoming direction. A decode unit admits a request with delivered KV without
+computing its prompt; after a preemption it must compute it.
 
-The received copy takes memory outside the receiver's KV cache. vLLM's P2P NCCL connector keeps it until the request has
-finished and has no way to refuse more, so an overloaded decode instance runs out of memory; with backpressure,
-transfers wait for room instead.
+The received copy uses memory outside the receiver's KV cache. vLLM's P2P NCCL connector keeps it until the request has
+finished and cannot refuse more, so an overloaded decode instance runs out of memory; with backpressure, transfers wait
+for room.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from ebbench.simulation.state import RequestState
 
 @dataclass(frozen=True)
 class Link:
-    """Speed of every instance's connection, one way, and what a transfer costs whatever its size."""
+    """Speed of every instance's connection (one way), and the fixed time per transfer."""
 
     bytes_per_s: float
     latency_s: float
 
     def duration_ns(self, size_bytes: float) -> int:
-        """How long the transfer of one request's KV takes."""
+        """Duration (ns) of the transfer of one request's KV."""
         return round((self.latency_s + size_bytes / self.bytes_per_s) * 1e9)
 
 
 class StoreFullError(Exception):
-    """The receiving GPU is out of memory; carries what was held and what was to come, in bytes."""
+    """The receiving GPU is out of memory; holds the stored and the arriving bytes."""
 
     def __init__(self, unit: int, held_bytes: float, size_bytes: float, capacity_bytes: float) -> None:
         super().__init__(unit)
@@ -52,23 +52,23 @@ class ReceiveStore:
     peak_bytes: float = 0.0
 
     def fits(self, size_bytes: float) -> bool:
-        """Whether there is room. A store that is empty takes anything, so that nothing waits for ever."""
+        """Whether there is room. An empty store accepts any size, so that no transfer waits forever."""
         return not self.held or self.held_bytes + size_bytes <= self.capacity_bytes
 
     def put(self, row: int, size_bytes: float) -> None:
-        """Take memory."""
+        """Allocate memory."""
         self.held[row] = size_bytes
         self.held_bytes += size_bytes
         self.peak_bytes = max(self.peak_bytes, self.held_bytes)
 
     def drop(self, row: int) -> None:
-        """Give memory back, if there is any of this request."""
+        """Free the memory of this request, if any."""
         self.held_bytes -= self.held.pop(row, 0.0)
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """One request's KV on its way, units counted within their pool."""
+    """One request's KV in transfer; units are counted within their pool."""
 
     row: int
     source: int
@@ -77,32 +77,32 @@ class Transfer:
 
 
 class TransferFabric:
-    """All links and stores. The caller owns the clock: it asks what starts, and tells what has ended."""
+    """All links and stores. The caller owns the clock: it asks what starts and reports what has ended."""
 
     def __init__(self, link: Link, sources: int, stores: list[ReceiveStore], *, backpressure: bool) -> None:
         self._link, self.stores, self._backpressure = link, stores, backpressure
         self._sending = [False] * sources
         self._receiving = [False] * len(stores)
-        # What is ready to go, by target and source; (order, row, bytes).
+        # Transfers that are ready, by target and source: (order, row, bytes).
         self._queues: list[list[deque[tuple[int, int, float]]]] = [[deque() for _ in range(sources)] for _ in stores]
         self._order = 0
         self.transfers = 0
         self.bytes = 0.0
 
     def forget_totals(self) -> None:
-        """Count transfers, their bytes and the peaks of the stores from now on."""
+        """Reset the counts of transfers and bytes and the peaks of the stores."""
         self.transfers, self.bytes = 0, 0.0
         for store in self.stores:
             store.peak_bytes = store.held_bytes
 
     def offer(self, row: int, source: int, target: int, size_bytes: float, now_ns: int) -> list[Transfer]:
-        """The KV of ``row`` is ready to go; returns what starts now. Raises StoreFullError."""
+        """Queue the KV of ``row``; returns the transfers that start now. Raises StoreFullError."""
         self._order += 1
         self._queues[target][source].append((self._order, row, size_bytes))
         return self._start(target, now_ns)
 
     def ended(self, transfer: Transfer, now_ns: int) -> list[Transfer]:
-        """A transfer is complete; returns what starts on the links it leaves. Raises StoreFullError."""
+        """Record a complete transfer; returns those that start on its links. Raises StoreFullError."""
         self._sending[transfer.source] = self._receiving[transfer.target] = False
         started = self._start(transfer.target, now_ns)
         for target in range(len(self.stores)):
@@ -110,12 +110,12 @@ class TransferFabric:
         return started
 
     def release(self, row: int, target: int, now_ns: int) -> list[Transfer]:
-        """The received copy of ``row`` is given up; returns what was waiting for room and starts."""
+        """Free the received copy of ``row``; returns transfers that waited for room and start now."""
         self.stores[target].drop(row)
         return self._start(target, now_ns) if self._backpressure else []
 
     def _start(self, target: int, now_ns: int) -> list[Transfer]:
-        """Start the oldest transfer to ``target`` whose two ways are free, if there is room."""
+        """Start the oldest transfer to ``target`` whose links are free, if there is room."""
         if self._receiving[target]:
             return []
         heads = [
@@ -132,7 +132,7 @@ class TransferFabric:
         if store.held_bytes + size_bytes > store.capacity_bytes and not self._backpressure:
             raise StoreFullError(target, store.held_bytes, size_bytes, store.capacity_bytes)
         self._queues[target][source].popleft()
-        store.put(row, size_bytes)  # memory is taken when the transfer begins
+        store.put(row, size_bytes)  # memory is allocated when the transfer begins
         self._sending[source] = self._receiving[target] = True
         duration_ns = self._link.duration_ns(size_bytes)
         self.transfers += 1
@@ -141,10 +141,10 @@ class TransferFabric:
 
 
 class Handover:
-    """Joins the prefill and the decode stage. Row i of ``before`` and of ``after`` is the same request.
+    """Connects the prefill and the decode stage. Row i of ``before`` and of ``after`` is the same request.
 
-    ``sources`` and ``targets`` are the schedulers of the two stages, by unit; ``start`` is called with every transfer
-    that begins while a request is admitted (set it before the run).
+    ``sources`` and ``targets``: the schedulers of the two stages, by unit. ``start`` is called with every transfer that
+    begins while a request is admitted (set it before the run).
     """
 
     def __init__(
@@ -168,11 +168,11 @@ class Handover:
                 target.listeners.append(_ReleaseAtAdmission(self, index))
 
     def on_target(self, unit: int) -> list[int]:
-        """Requests sent to a decode unit and not finished."""
+        """Number of requests sent to a decode unit and not finished."""
         return [row for row, target in self._target_of.items() if target == unit]
 
     def prefilled(self, row: int, source: int, now_ns: int) -> bool:
-        """The prompt of ``row`` is computed on ``source``. False when that was all that was asked for."""
+        """The prompt of ``row`` is computed on ``source``. Returns False if only the first token was requested."""
         after = self._after
         if not self._from_prefill:
             return True
@@ -188,27 +188,27 @@ class Handover:
         return False
 
     def send(self, row: int, source: int, target: int, now_ns: int) -> list[Transfer]:
-        """The KV of ``row`` is ready to go; returns the transfers that start now."""
+        """Queue the KV of ``row`` for transfer; returns the transfers that start now."""
         self._target_of[row] = target
         size_bytes = float(self._before.prompt[row]) * self._kv_bytes
         return self.fabric.offer(row, source, target, size_bytes, now_ns)
 
     def arrived(self, transfer: Transfer, now_ns: int) -> list[Transfer]:
-        """The KV is there: the sender's blocks are free, the request may be decoded, the next transfers start."""
+        """The KV has arrived: free the sender's blocks, allow decoding; returns the transfers that start next."""
         row, target = transfer.row, self._targets[transfer.target]
         self._sources[transfer.source].free_finished(row)
-        # With the first token still to come, the last prompt token is computed again to get it.
+        # If the first token is still missing, the last prompt token is computed again to get it.
         target.delivered[row] = int(self._before.prompt[row]) - (0 if self._from_prefill else 1)
         target.add(row)
         return self.fabric.ended(transfer, now_ns)
 
     def finished(self, row: int, now_ns: int) -> list[Transfer]:
-        """The request has ended; returns transfers that its memory made room for."""
+        """The request has ended; returns transfers for which its memory made room."""
         target = self._target_of.pop(row, None)
         return [] if target is None else self.fabric.release(row, target, now_ns)
 
     def release_copy(self, row: int, target: int, now_ns: int) -> None:
-        """Give up the received copy of ``row`` before it has finished."""
+        """Free the received copy of ``row`` before the request has finished."""
         for transfer in self.fabric.release(row, target, now_ns):
             if self.start is not None:
                 self.start(transfer)
@@ -216,7 +216,7 @@ class Handover:
 
 @dataclass(frozen=True)
 class _ReleaseAtAdmission:
-    """Listens to the scheduler of a decode unit: from its admission on, a request's KV is in the cache."""
+    """Listens to the scheduler of a decode unit and frees the copy at admission, when the KV is in the cache."""
 
     handover: Handover
     target: int
@@ -226,4 +226,4 @@ class _ReleaseAtAdmission:
         self.handover.release_copy(row, self.target, now_ns)
 
     def finished(self, row: int) -> None:
-        """Nothing to do: the copy was given up long before."""
+        """Do nothing: the copy was freed at admission."""

@@ -1,8 +1,8 @@
-"""Warm-up requests: the plan's lengths, content of their own, sent before the plan and left out of the record.
+"""Warm-up requests: the plan's lengths with other content, sent before the plan and not recorded.
 
-They meet the same controller and the same instance, so a policy that learns has learnt something when the plan
-begins; ``vllm bench serve --num-warmups`` does the same to a server (but repeats its first prompt). In the arrays of a
-run their rows come after the plan's, whose row numbers stay what they are.
+They use the same controller and instance, so an adaptive policy has estimates when the plan begins. ``vllm bench serve
+--num-warmups`` does the same to a server, but repeats its first prompt. Their rows follow the plan's in the arrays of a
+run, so that the plan's row numbers do not change.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _COUNTS = ("preemptions", "cached_tokens", "next_slot")
 
 @dataclass
 class Beginning:
-    """When the plan began on the engine's clock, and after how many steps, in all and by instance.
+    """When the plan began on the engine's clock, and after how many steps, in total and per instance.
 
     ``begun`` False: not yet.
     """
@@ -41,7 +41,7 @@ class Beginning:
 def at_beginning(
     beginning: Beginning, steps: Sequence[tuple[int, Step]], controllers: Iterable[Controller]
 ) -> Callable[[int], None]:
-    """What to call with the time at which the plan begins: notes it, and forgets the records of the warm-up."""
+    """A function to call with the time at which the plan begins: it stores the time and drops the warm-up's records."""
 
     def begin(now_ns: int) -> None:
         beginning.begun, beginning.time_ns, beginning.steps = True, now_ns, len(steps)
@@ -53,7 +53,7 @@ def at_beginning(
 
 
 def with_warmup(plan: Plan, count: int) -> Plan:
-    """The plan with ``count`` warm-up requests behind its own rows; their lengths are the plan's, in its order."""
+    """The plan with ``count`` warm-up requests after its own rows; their lengths are the plan's, in its order."""
     if not count:
         return plan
     table = plan.table
@@ -76,7 +76,7 @@ def with_warmup(plan: Plan, count: int) -> Plan:
 
 
 def without_warmup(state: RequestState, plan: Plan, beginning: Beginning) -> RequestState:
-    """The state of the plan's own rows, on a clock that starts when the plan began."""
+    """The state of the plan's own rows, on a clock that starts with the plan."""
     if state.count == len(plan):
         return state
     alone = RequestState(plan)
@@ -105,7 +105,7 @@ def steps_after(steps: list[tuple[int, Step]], beginning: Beginning) -> list[tup
 
 
 def records_after(records: Sequence[tuple[int, Record]], beginning: Beginning) -> list[tuple[int, Record]]:
-    """Records of the plan, with their instances, on its own clock and in its own count of steps."""
+    """Records of the plan with their instances, on its own clock and with its own step numbers."""
     if not beginning.begun:
         return []
     begin_s, before = beginning.time_ns / 1e9, beginning.steps_of

@@ -1,1 +1,1 @@
-"""Many runs: grids of settings over processes or a cluster, and pairs measured back and forth."""
+"""Sweeps: grids of settings run by processes or a cluster."""

@@ -1,4 +1,4 @@
-"""Checks and notes before a cell runs."""
+"""Checks of the cells before the first one runs, and notes about them."""
 
 from __future__ import annotations
 
@@ -17,10 +17,8 @@ from vllm_eb.policy import parse_policy
 
 
 def check_cells(cells: Sequence[Cell]) -> None:
-    """Refuse names that do not exist, settings that an engine cannot honour, and a grid none of whose cells can run.
-
-    Raises UsageError.
-    """
+    """Raise UsageError for unknown names, settings that an engine does not support, and a grid without any runnable
+    cell."""
     _check_names(cells)
     _check_labels(cells)
     problems = [problem_of(cell) for cell in cells]
@@ -30,7 +28,7 @@ def check_cells(cells: Sequence[Cell]) -> None:
 
 
 def _check_labels(cells: Sequence[Cell]) -> None:
-    """A server runs the one policy it was started with."""
+    """A running server has the one policy it was started with: raise UsageError if the cells have several."""
     policies: dict[str, str] = {}
     for cell in cells:
         if is_server(cell.engine) and policies.setdefault(cell.engine, cell.policy) != cell.policy:
@@ -40,7 +38,7 @@ def _check_labels(cells: Sequence[Cell]) -> None:
 
 
 def problem_of(cell: Cell) -> str:
-    """Why no engine can work with a cell's scheduler settings; empty where one can."""
+    """Why no engine can run a cell's scheduler settings; empty if one can."""
     return _problem(cell.options, cell.policy)
 
 
@@ -54,7 +52,7 @@ def _problem(options: EngineOptions, policy: str) -> str:
 
 
 def _check_engines(cells: Sequence[Cell]) -> None:
-    """Make every engine once, which refuses what it cannot honour."""
+    """Create every engine once, which raises UsageError for unsupported settings."""
     for setup in {str(setup_of(cell)): setup_of(cell) for cell in cells}.values():
         make_engine(setup)
     for cell in cells:
@@ -95,7 +93,7 @@ def _check_names(cells: Sequence[Cell]) -> None:
 
 
 def trace_notes(cells: Sequence[Cell]) -> list[str]:
-    """How the times of each replayed trace are read. Raises UsageError where that is ambiguous."""
+    """How the times of each replayed trace are read. Raises UsageError if that is ambiguous."""
     from ebbench.traffic.spec import load_scenario
 
     replayed = dict.fromkeys(

@@ -1,4 +1,4 @@
-"""Runs a sweep: stored cells are kept, the missing ones are run, and each is stored as soon as it ends."""
+"""Runs a sweep: stored cells are kept, missing ones are run and stored as soon as they finish."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ from ebbench.sweep.store import Finished, SweepStore
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a sweep is. ``kept`` cells were there before; ``done`` and ``failed`` in ``elapsed_s`` of this call."""
+    """Progress of a sweep.
+
+    ``kept``: cells stored before; ``done`` and ``failed``: cells of this call, in ``elapsed_s``.
+    """
 
     cells: int
     kept: int
@@ -31,18 +34,18 @@ class Progress:
 
     @property
     def open(self) -> int:
-        """Cells still to run."""
+        """Number of cells still to run."""
         return self.cells - self.kept - self.done - self.failed
 
     @property
     def cells_per_s(self) -> float:
-        """Rate of this call."""
+        """Cells per second of this call."""
         return (self.done + self.failed) / self.elapsed_s if self.elapsed_s > 0 else 0.0
 
 
 @dataclass(frozen=True)
 class Failed:
-    """A cell that could not be run, and why."""
+    """A cell that could not be run, with the error."""
 
     cell: Cell
     error: EbbenchError
@@ -50,7 +53,7 @@ class Failed:
 
 @dataclass(frozen=True)
 class Result:
-    """Where a sweep stands: finished cells in the order of the grid, failed ones, and how this call went."""
+    """State of a sweep: finished cells in grid order, failed ones, and the progress of this call."""
 
     sweep: Sweep
     finished: tuple[Finished, ...]
@@ -66,7 +69,7 @@ class Result:
 
 
 class _Counts:
-    """Counts of the cells of this call, by outcome."""
+    """Counts the cells of this call by outcome."""
 
     def __init__(self, sweep: Sweep, todo: int) -> None:
         self._cells, self._todo, self._started = len(sweep.cells), todo, time.monotonic()
@@ -88,10 +91,10 @@ def run_sweep(
     report: Callable[[Progress], None],
     job: Job = make,
 ) -> Result:
-    """Run what is missing. Ctrl-C ends it early with ``interrupted``; nothing finished is lost.
+    """Run the missing cells. Ctrl-C ends it early with ``interrupted``; finished cells are kept.
 
-    Cells on servers that ebbench does not start run one at a time, after the others. Raises RunError when results
-    cannot be stored, DataError when stored ones are damaged.
+    Cells on external servers run one at a time, after the others. Raises RunError if results cannot be stored,
+    DataError if stored ones are damaged.
     """
     store.open(spec)
     todo = missing(sweep, store)
@@ -127,7 +130,7 @@ def missing(sweep: Sweep, store: SweepStore) -> list[Cell]:
 
 
 def summary_lines(errors: Iterable[str], limit: int = 5) -> list[str]:
-    """Why cells fail, equal errors together, the most frequent first."""
+    """Errors of failed cells with their numbers, the most frequent first."""
     lines = [f"{count} cell(s): {error}" for error, count in Counter(errors).most_common()]
     return lines[:limit] + ([f"and {len(lines) - limit} other errors"] if len(lines) > limit else [])
 

@@ -1,4 +1,4 @@
-"""What a sweep found: per scheduler and setting of everything else, its best configuration and its sensitivity."""
+"""Results of a sweep: per policy and setting of the other axes, the best configuration and the sensitivity."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _CONFIGURATION = ("policy", "max_num_batched_tokens", "max_num_seqs", "seed")
 
 @dataclass(frozen=True)
 class Finding:
-    """One scheduler in one setting. ``setting`` holds the other axes; throughputs are means over the seeds."""
+    """One policy in one setting. ``setting``: values of the other axes. Throughputs are means over the seeds."""
 
     setting: tuple[tuple[str, Any], ...]
     policy: str
@@ -29,9 +29,9 @@ class Finding:
 
 
 def findings(entries: Sequence[Finished], axes: Sequence[str], metric: str = METRIC) -> list[Finding]:
-    """One entry per setting and policy, in the order of the grid. INVALID cells are counted and left out.
+    """One entry per setting and policy, in grid order. INVALID cells are counted and left out.
 
-    ``gain`` is the best throughput over that of :func:`baseline_of`'s best in the same setting, less one.
+    ``gain``: best throughput over the best of :func:`baseline_of` in the same setting, minus one.
     """
     others = tuple(name for name in axes if name not in _CONFIGURATION)
     groups: dict[tuple[tuple[Any, ...], str], list[Finished]] = {}
@@ -56,7 +56,7 @@ def findings(entries: Sequence[Finished], axes: Sequence[str], metric: str = MET
 
 
 def baseline_of(found: Sequence[Finding]) -> str:
-    """The policy that the others are compared with: v1, without it the grid's first."""
+    """The policy that the others are compared with: v1, else the first one of the grid."""
     policies = [finding.policy for finding in found]
     return policies[0] if policies and _BASELINE not in policies else _BASELINE
 

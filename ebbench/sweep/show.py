@@ -1,4 +1,4 @@
-"""A sweep on the console: the dry run, the progress, the findings."""
+"""Console output of a sweep: dry run, progress, findings."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ class Report(Protocol):
     """Receives progress after every cell."""
 
     def __call__(self, progress: Progress) -> None:
-        """Show it."""
+        """Show the progress."""
         ...
 
 
 @contextmanager
 def progress_on(console: Console, *, quiet: bool) -> Iterator[Report]:
-    """A bar on a terminal; elsewhere a line at intervals."""
+    """A bar on a terminal, else a line at intervals."""
     if quiet:
         yield lambda progress: None
     elif not console.is_terminal:
@@ -73,7 +73,7 @@ def described(progress: Progress) -> str:
 
 
 def dry_run(sweep: Sweep, todo: Sequence[Cell]) -> RenderableType:
-    """What would be run, without running it."""
+    """The cells that would run, without running them."""
     lines = [f"{sweep.name}: {len(sweep.cells)} cells, {len(todo)} to run, {len(sweep.cells) - len(todo)} finished"]
     for name in sweep.axes:
         values = dict.fromkeys(str(plain(settings_of(cell)[name])) for cell in sweep.cells)
@@ -86,7 +86,7 @@ def dry_run(sweep: Sweep, todo: Sequence[Cell]) -> RenderableType:
 
 
 _SHARED = ("workload", "engine", "device", "model", "scenario", "num_prompts", "source")
-"""Settings a reader asks for first; what the grid does not vary, overrides may."""
+"""Settings shown first; also those that the grid does not vary, since overrides may."""
 
 
 def _values(sweep: Sweep, name: str) -> str:
@@ -97,7 +97,7 @@ def _values(sweep: Sweep, name: str) -> str:
 
 
 def console_report(result: Result, found: Sequence[Finding], metric: str) -> RenderableType:
-    """Findings, failures and where everything is."""
+    """Findings, failures and paths of the results."""
     p = result.progress
     parts: list[RenderableType] = [
         Text(_heading(result.sweep), style="bold"),
@@ -129,7 +129,7 @@ def _invalid_lines(result: Result) -> list[Text]:
 
 
 def _heading(sweep: Sweep) -> str:
-    """The sweep's name and what all its cells share of what a reader asks first."""
+    """The sweep's name and the main settings that all its cells share."""
     first = settings_of(sweep.cells[0])
     names = [name for name in ("workload", "model", "device", "engine") if name not in sweep.axes and first[name]]
     shared = [str(first[name]) for name in names]
@@ -137,7 +137,7 @@ def _heading(sweep: Sweep) -> str:
 
 
 def findings_parts(found: Sequence[Finding], metric: str) -> list[RenderableType]:
-    """One table per setting, one row per scheduler; all have the same columns, so only the first shows their names."""
+    """One table per setting, one row per policy; all have the same columns, so only the first has headers."""
     settings = list(dict.fromkeys(finding.setting for finding in found))
     width = max((len(finding.policy) for finding in found), default=0)
     headers = _headers(metric, baseline_of(found))
@@ -148,7 +148,7 @@ def findings_parts(found: Sequence[Finding], metric: str) -> list[RenderableType
         table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, show_header=not place, header_style="dim")
         table.add_column("policy", min_width=min(max(width, 6), 22), max_width=22, overflow="fold")
         for header, least in headers.items():
-            wide = min(max(least, len(header)), 12)  # a longer one names a policy
+            wide = min(max(least, len(header)), 12)  # a longer header is a policy's name
             table.add_column(
                 header, justify="right", overflow="fold", no_wrap=len(header) <= wide, min_width=wide, max_width=wide
             )
@@ -160,7 +160,7 @@ def findings_parts(found: Sequence[Finding], metric: str) -> list[RenderableType
 
 
 def _headers(metric: str, baseline: str) -> dict[str, int]:
-    """The columns of figures and how wide their figures are."""
+    """The columns of figures with their widths."""
     figures = {"best B": 7, "best N": 7, _UNITS.get(metric, metric): 7, f"vs {baseline}": 8}
     return figures | {"CV": 7, "range": 5, "B-Sens": 7, "N-Sens": 7}
 

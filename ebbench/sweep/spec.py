@@ -1,4 +1,4 @@
-"""SPEC.toml: a grid of settings, what all cells share, how often each is repeated."""
+"""Sweep specifications (TOML): a grid of settings, common settings, number of repeats."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from vllm_eb.policy import PolicyError, UnknownPolicyError, descriptions, parse_
 MAX_CELLS = 1_000_000
 _SETTINGS = known_settings()
 
-# The two tables of the file know exactly the settings of a cell: single values and lists of them.
+# The file's two tables accept exactly the settings of a cell: single values, and lists of them.
 _Common: Any = msgspec.defstruct(
     "Common",
     [(one.name, one.kind | msgspec.UnsetType, msgspec.UNSET) for one in _SETTINGS.values()],
@@ -50,7 +50,7 @@ _File: Any = msgspec.defstruct(
 
 @dataclass(frozen=True)
 class Sweep:
-    """A grid laid out. ``axes`` are the settings that vary, the seed among them only if listed or repeated."""
+    """An expanded grid. ``axes``: the settings that vary; the seed only if it is listed or repeated."""
 
     name: str
     description: str
@@ -60,7 +60,10 @@ class Sweep:
 
 
 def load_sweep(path: Path) -> Sweep:
-    """Read and lay out a spec. Raises InputFileError, UsageError or UnknownNameError, with what to write instead."""
+    """Read and expand a specification.
+
+    Raises InputFileError, UsageError or UnknownNameError that says what to write.
+    """
     file = load_toml(path, _File)
     lists = {f.name: values for f in _SETTINGS.values() if (values := getattr(file.grid, f.name)) is not msgspec.UNSET}
     common = _given(path, file.common)
@@ -78,7 +81,7 @@ def load_sweep(path: Path) -> Sweep:
 def _check_file(path: Path, file: Any, lists: dict[str, list[Any]], common: dict[str, Any]) -> None:
     both = [name for name in lists if name in common]
     if both:
-        raise InputFileError(path, f"{both[0]} stands in [grid] and in [common]; keep one")
+        raise InputFileError(path, f"{both[0]} is in both [grid] and [common]; keep one")
     for name, values in lists.items():
         if not values:
             raise InputFileError(path, f"grid.{name} is an empty list; give it a value or leave it out")
@@ -94,7 +97,7 @@ def _check_file(path: Path, file: Any, lists: dict[str, list[Any]], common: dict
 
 
 def _policy(path: Path, name: str) -> str:
-    """The canonical name, so that two spellings of a policy are one cell."""
+    """The canonical name, so that two spellings of a policy give one cell."""
     kind = name.strip().partition(":")[0]
     try:
         return parse_policy(name).name
@@ -113,7 +116,7 @@ _Overrides = list[tuple[dict[str, Any], dict[str, Any]]]
 
 
 def _overrides(path: Path, file: Any, lists: dict[str, list[Any]]) -> _Overrides:
-    """Pairs of what a cell must have and what it then gets. Axes stay as the grid lists them."""
+    """Pairs of conditions on a cell and settings for it. The axes stay as listed in the grid."""
     found = [(_given(path, override.when), _given(path, override.set)) for override in file.overrides]
     for when, change in found:
         if not when or not change:
@@ -125,7 +128,7 @@ def _overrides(path: Path, file: Any, lists: dict[str, list[Any]]) -> _Overrides
 
 
 def _overridden(path: Path, grid: list[dict[str, Any]], overrides: _Overrides) -> list[dict[str, Any]]:
-    """The settings with each override applied in turn. Raises InputFileError for one that matches no cell."""
+    """The settings with each override applied in order. Raises InputFileError for one that matches no cell."""
     for when, change in overrides:
         chosen = [
             all(settings.get(name, _SETTINGS[name].default) == value for name, value in when.items())
@@ -139,7 +142,7 @@ def _overridden(path: Path, grid: list[dict[str, Any]], overrides: _Overrides) -
 
 
 def _cells(path: Path, lists: dict[str, list[Any]], common: dict[str, Any], overrides: _Overrides) -> tuple[Cell, ...]:
-    """Every combination; the last axes vary fastest, so cells of one plan are neighbours."""
+    """All combinations; the last axes vary fastest, so that cells of one plan are adjacent."""
     order = sorted(lists, key=lambda name: name not in _SLOW)
     count = 1
     for name in order:

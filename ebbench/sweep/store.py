@@ -52,7 +52,7 @@ class Finished:
 
 
 class SweepStore:
-    """One sweep's directory."""
+    """The directory of one sweep."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -60,7 +60,7 @@ class SweepStore:
         self._failed = directory / "failed"
 
     def open(self, spec: bytes) -> None:
-        """Make the directory. Raises RunError when that cannot be."""
+        """Create the directory. Raises RunError if that fails."""
         self.runs.open()
         try:
             self._failed.mkdir(exist_ok=True)
@@ -69,12 +69,12 @@ class SweepStore:
         files.write_bytes(spec, self.directory / "sweep.toml")
 
     def failed(self, cell: Cell, error: EbbenchError, seconds: float) -> None:
-        """Store why a cell failed. Raises RunError when the disk is full."""
+        """Store why a cell failed. Raises RunError if the disk is full."""
         content = {"key": cell.key(), "settings": _shown(cell), "error": str(error), "seconds": seconds}
         files.write_bytes(msgspec.json.encode(content), self._failed / f"{cell.key()}.json")
 
     def succeeded(self, cell: Cell) -> None:
-        """Forget that a cell failed before."""
+        """Remove the stored error of an earlier attempt."""
         with suppress(OSError):
             (self._failed / f"{cell.key()}.json").unlink(missing_ok=True)
 
@@ -83,14 +83,14 @@ class SweepStore:
         return [Finished(cell, found) for cell in cells if (found := self.runs.get(cell)) is not None]
 
     def write_results(self, entries: Sequence[Finished]) -> Path:
-        """Write all of them as one table."""
+        """Write all results as one table."""
         path = self.directory / RESULTS
         files.write_table(pa.Table.from_pylist([row_of(entry) for entry in entries], schema=SCHEMA), path)
         return path
 
 
 def _shown(cell: Cell) -> dict[str, Any]:
-    """The settings as they are stored: of headers, whose values may be secret, the names alone."""
+    """The stored settings: only the names of headers, whose values may be secret."""
     found = settings_of(cell)
     return found | {"headers": dict.fromkeys(found["headers"], "")}
 

@@ -228,7 +228,7 @@ def test_when_every_request_fails_the_metrics_are_null(engine: MadeEngine) -> No
         (["--max-concurrency", "-3"], "--max-concurrency must be at least 1, not -3"),
         (["--request-rate", "0"], "--request-rate must be more than 0, not 0"),
         (["--repeats", "0"], "--repeats must be at least 1"),
-        (["--num-kv-blocks", "5"], "needs 120 KV tokens but --num-kv-blocks holds 80, so it can never run"),
+        (["--num-kv-blocks", "5"], "needs 120 KV tokens but --num-kv-blocks holds 80, so it cannot run"),
         (["--goodput", "tftt:500"], "unknown metric of --goodput 'tftt'; did you mean 'ttft'?"),
         (["--goodput", "ttft"], "write a number above 0 (milliseconds), e.g. ttft:500"),
         (["--goodput", "ttft:0"], "(milliseconds)"),
@@ -351,7 +351,7 @@ class TestOnTheSimulator:
     def test_a_request_that_can_never_fit(self) -> None:
         done = invoke("run", "balanced", "-n", "50", "--num-kv-blocks", "8", "--engine", "sim")
         assert done.exit_code == 2
-        assert "can never run; drop longer ones with --max-model-len 128 --drop-too-long" in done.stderr
+        assert "cannot run; drop longer ones with --max-model-len 128 --drop-too-long" in done.stderr
 
     @pytest.mark.parametrize(
         ("args", "message"),

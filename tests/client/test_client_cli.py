@@ -117,7 +117,7 @@ def _wait_until_gone(group: int) -> None:
     [
         (["--engine", "http://127.0.0.1:9", "--ready-timeout", "0"], 4, "is not ready"),
         (["--engine", "http://me:secret@127.0.0.1:9"], 2, "leave credentials out of the URL"),
-        (["--engine", "sim", "--workers", "3"], 2, "--workers is about sending requests"),
+        (["--engine", "sim", "--workers", "3"], 2, "--workers is for sending requests"),
         (["--engine", "sim", "--warmup", "-1"], 2, "--warmup must be 0 or more requests"),
         (["--engine", "http://127.0.0.1:9", "--extra-body", "[1]"], 2, "--extra-body must be a JSON object"),
         (["--engine", "http://127.0.0.1:9", "--header", "x"], 2, "is not KEY=VALUE"),

@@ -80,7 +80,7 @@ def test_simulated_cells_that_are_invalid_are_not_run_again(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (TINY + "vocab_size = 100\n", "--vocab-size is about sending requests, which engine sim does not"),
+        (TINY + "vocab_size = 100\n", "--vocab-size is for sending requests, which engine sim does not"),
         (TINY + 'dispatch = "sbs"\n', "give --topology"),
         (TINY + "ramp_up_s = 3.0\n", "needs a server"),
         (TINY + 'engine = "http://127.0.0.1:1"\n', "runs the one policy it was started with"),

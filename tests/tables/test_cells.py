@@ -144,7 +144,7 @@ def test_no_workers_are_refused(tmp_path: Path, small_cell: Cell, workers: int) 
 
 def test_a_request_that_never_fits_is_told_how_to_leave_out(tmp_path: Path, small_cell: Cell) -> None:
     tiny = replace(small_cell, device="linear:0.001,0.00001,0.001,0.00001,480")
-    with pytest.raises(UsageError, match=r"can never run; drop longer ones with --max-model-len 480 --drop-too-long"):
+    with pytest.raises(UsageError, match=r"cannot run; drop longer ones with --max-model-len 480 --drop-too-long"):
         run_missing([tiny], RunStore(tmp_path), workers=1)
     fitting = tiny.changed(max_model_len=480, drop_too_long=True)
     assert run_missing([fitting], RunStore(tmp_path), workers=1, whole=False) == 1

@@ -106,7 +106,7 @@ def test_a_server_that_the_plugin_does_not_schedule_is_not_measured(small_model_
         emulation=Emulation("h200", "qwen3-8b"),
         vllm_options=("--scheduler-cls", "vllm.v1.core.sched.scheduler.Scheduler"),
     )
-    with pytest.raises(RunError, match="policy v0 is not what schedules it"):
+    with pytest.raises(RunError, match="policy v0 does not schedule it"):
         engine.run(make_plan(Traffic(sessions=2)), parse_policy("v0"), DEVICE, OPTIONS)
     assert not server_processes(small_model_folder)
 
