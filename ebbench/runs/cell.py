@@ -203,9 +203,7 @@ def _named(cell: Cell) -> Mapping[str, str | None]:
 def _files(cell: Cell) -> dict[str, str]:
     found = {name: _digest(path) for name, value in _named(cell).items() if (path := _file(value)) is not None}
     module = cell.policy.partition(":")[0]
-    if (
-        "." in module and (spec := find_spec(module)) is not None and spec.origin is not None
-    ):
+    if "." in module and (spec := find_spec(module)) is not None and spec.origin is not None:
         found["policy"] = _digest(Path(spec.origin))
     return found
 
