@@ -31,8 +31,8 @@ def block(language: str, text: str) -> str:
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
     """The sources, and `ebbench` and `python` that run them."""
-    for name in SOURCES:
-        shutil.copytree(ROOT / name, tmp_path / "tree" / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in SOURCES:  # with their bytecode, where there is some: compiling takes longer than the walk
+        shutil.copytree(ROOT / name, tmp_path / "tree" / name)
     shims = tmp_path / "shims"
     shims.mkdir()
     for name, words in (("ebbench", " -m ebbench"), ("python", "")):
