@@ -1,6 +1,6 @@
 # ebbench itself, without vLLM: the gateway, the load generator, the simulator, reports.
 #   docker build -f docs/deployment/client.Dockerfile -t ebbench .
-#   docker run --rm -v "$PWD/runs:/work/runs" ebbench run sharegpt --engine http://server:8000
+#   docker run --rm -v "$PWD/runs:/data/runs" ebbench run sharegpt --engine http://server:8000
 FROM python:3.12-slim AS build
 
 WORKDIR /src
@@ -17,9 +17,9 @@ FROM python:3.12-slim
 COPY --from=build /wheel /wheel
 RUN python -m pip install --no-cache-dir "$(echo /wheel/ebbench-*.whl)[gateway]" \
     && useradd --create-home --uid 1000 ebbench \
-    && install --directory --owner ebbench /work /work/runs
+    && install --directory --owner ebbench /data /data/runs
 
-# Runs are written below /work; mount a volume there that user 1000 may write to.
+# Runs are written below /data; mount a volume there that user 1000 may write to.
 USER 1000
-WORKDIR /work
+WORKDIR /data
 ENTRYPOINT ["ebbench"]

@@ -7,7 +7,7 @@ the simulation.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from vllm_eb.adaptive import THETA_MAX, THETA_MIN
 from vllm_eb.calibration import Calibration
@@ -123,10 +123,3 @@ def sign_changes(x: Sequence[float], y: Sequence[float]) -> tuple[float, ...]:
         if a * b < 0:
             found.append(x[i - 1] + (x[i] - x[i - 1]) * a / (a - b))
     return tuple(found)
-
-
-def with_mix(load: Load, r: float) -> Load:
-    """The same tokens per request at decode share ``r``."""
-    total = load.mu_l + load.mu_o
-    mu_o = max(1.0, r * total)
-    return replace(load, mu_l=max(1.0, total - mu_o), mu_o=mu_o, p0=min(1.0, 1 / mu_o), eta=0.0)

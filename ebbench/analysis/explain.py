@@ -41,7 +41,6 @@ class StepFacts:
     kinds: dict[str, StepKind]
     eb_share: float
     eb_timeline: tuple[float, ...]
-    peak_kv_share: float
     preemptions: int
 
 
@@ -118,13 +117,11 @@ def _step_facts(steps: pa.Table) -> StepFacts:
     spent = (end - start).astype(np.float64)
     total = float(spent.sum()) or 1.0
     eb = values["mode"] == "eb"
-    used = values["kv_blocks_used"] / np.maximum(values["kv_blocks_total"], 1)
     return StepFacts(
         steps=len(spent),
         kinds={kind: _step_kind(values, spent, kind, total) for kind in dict.fromkeys(values["phase"].tolist())},
         eb_share=float(spent[eb].sum()) / total,
         eb_timeline=_timeline(start, spent, eb),
-        peak_kv_share=float(used.max()),
         preemptions=int(values["preemptions"].sum()),
     )
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Annotated
 
+from ebbench.cli import completion
 from ebbench.cli.options import opt
 
 _PANEL = "Several instances"
@@ -34,6 +35,7 @@ class ClusterOptions:
         _opt(
             "--dispatch",
             help="round-robin, least-outstanding (default), power-of-two, prefix-affine, iqr or sbs\\[:key=value,...].",
+            complete=completion.dispatch,
         ),
     ] = None
     decode_dispatch: Annotated[

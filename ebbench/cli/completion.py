@@ -1,4 +1,4 @@
-"""Shell completion: names of workloads, scenarios, policies, devices and models.
+"""Shell completion: names of workloads, scenarios, policies, dispatch policies, devices and models.
 
 Every key press starts the program, so these read names of files and import nothing heavy. Where nothing fits, the shell
 offers files.
@@ -30,6 +30,13 @@ def policies(incomplete: str) -> list[tuple[str, str]]:
     from vllm_eb.policy import descriptions
 
     return [(name, text) for name, text in descriptions().items() if name.startswith(incomplete)]
+
+
+def dispatch(incomplete: str) -> list[tuple[str, str]]:
+    """Dispatch policies with what they do."""
+    from ebbench.dispatch import DESCRIPTIONS
+
+    return [(name, text) for name, text in DESCRIPTIONS.items() if name.startswith(incomplete)]
 
 
 def engines(incomplete: str) -> list[str]:

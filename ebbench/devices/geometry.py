@@ -106,13 +106,6 @@ class ModelGeometry:
         return 3 * self.hidden * self.expert_intermediate
 
     @property
-    def active_mlp_params(self) -> int:
-        """Parameters of one layer's MLP that one token passes through."""
-        if not self.experts:
-            return self.mlp_params
-        return self.experts_per_token * self.expert_params + self.hidden * (self.experts + 3 * self.shared_intermediate)
-
-    @property
     def params(self) -> int:
         """All parameters; norms are left out (below 0.01 %)."""
         embeddings = self.vocab * self.hidden * (1 if self.tied_embeddings else 2)

@@ -6,9 +6,11 @@ returns orders. :mod:`ebbench.dispatch.base` has the interface, :mod:`ebbench.di
 
 from ebbench.dispatch.base import Dispatcher, DispatchRequest, EndForward, Order, UnitReport
 from ebbench.dispatch.fleet import Fleet, Unit
-from ebbench.dispatch.policies import DispatchSpec, dispatch_descriptions, make_dispatcher, parse_dispatch
+from ebbench.dispatch.policies import DEFAULT_DISPATCH, DESCRIPTIONS, DispatchSpec, make_dispatcher, parse_dispatch
 
 __all__ = [
+    "DEFAULT_DISPATCH",
+    "DESCRIPTIONS",
     "DispatchRequest",
     "DispatchSpec",
     "Dispatcher",
@@ -17,7 +19,6 @@ __all__ = [
     "Order",
     "Unit",
     "UnitReport",
-    "dispatch_descriptions",
     "make_dispatcher",
     "parse_dispatch",
 ]

@@ -1,7 +1,4 @@
-"""Algorithms 2 and 3 of Tian et al. 2025 (sections 4.2, 4.3): assign the requests of one batch to units.
-
-Pure functions.
-"""
+"""Algorithms 2 and 3 of Tian et al. 2025 (sections 4.2, 4.3): assign the requests of one batch to units."""
 
 from __future__ import annotations
 
@@ -12,16 +9,6 @@ from ebbench.dispatch.base import DispatchRequest
 
 Hit = Callable[[DispatchRequest, int], int]
 """Number of prompt tokens of a request that a unit has in its prefix cache."""
-
-
-class Allocation(NamedTuple):
-    """``assigned``:
-
-    (request, unit) in order of assignment. ``left``: requests that remain for the next cycle, in order.
-    """
-
-    assigned: list[tuple[DispatchRequest, int]]
-    left: list[DispatchRequest]
 
 
 def no_hit(_ask: DispatchRequest, _unit: int) -> int:
@@ -62,27 +49,6 @@ class ChunkPacking:
             return None
         self._capacity[best] = best_after
         return best
-
-
-def allocate_prefill(
-    pending: Sequence[DispatchRequest], new: Sequence[DispatchRequest], available: Mapping[int, int], hit: Hit = no_hit
-) -> Allocation:
-    """Algorithm 2 (PBAA): pending before new requests, longest first, each to the unit that keeps the most capacity.
-
-    ``available``: C_avail per unit, the prompt tokens that still fit into its next forward pass. ``hit`` makes the
-    choice cache-aware. Requests of equal length keep their order.
-    """
-    packing = ChunkPacking(available, hit)
-    assigned: list[tuple[DispatchRequest, int]] = []
-    left: list[DispatchRequest] = []
-    for queue in (pending, new):
-        for request in sorted(queue, key=lambda a: -a.tokens):
-            unit = packing.place(request)
-            if unit is None:
-                left.append(request)
-            else:
-                assigned.append((request, unit))
-    return Allocation(assigned, left)
 
 
 class Load(NamedTuple):

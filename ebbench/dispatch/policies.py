@@ -1,4 +1,4 @@
-"""Dispatch policies by name; :func:`dispatch_descriptions` lists them.
+"""Dispatch policies by name.
 
 Settings follow the name, as for scheduling policies: ``sbs:packing=off,cycle_limit=100``.
 """
@@ -21,7 +21,7 @@ from ebbench.dispatch.staggered import StaggeredDispatcher
 from ebbench.dispatch.staggered_settings import OF_THE_CALLER, StaggeredSettings
 from ebbench.errors import UnknownNameError
 
-DEFAULT = "least-outstanding"
+DEFAULT_DISPATCH = "least-outstanding"
 SLACK = Setting(
     "open requests by which a unit may exceed another before its cached prefix stops counting",
     unit="requests",
@@ -37,7 +37,7 @@ MULTIPLIER = Setting(
 )
 
 
-_DESCRIPTIONS = {
+DESCRIPTIONS = {
     "round-robin": "one unit after the other",
     "least-outstanding": "the unit with the fewest open requests",
     "power-of-two": "the better of two units picked at random",
@@ -62,16 +62,11 @@ class DispatchSpec:
         return f"{self.kind}:" + ",".join(f"{key}={_shown(value)}" for key, value in self.settings)
 
 
-def dispatch_descriptions() -> Mapping[str, str]:
-    """One line per policy."""
-    return dict(_DESCRIPTIONS)
-
-
 def parse_dispatch(text: str) -> DispatchSpec:
     """Parse ``NAME[:key=value,...]``. Raises UnknownNameError for a name or key, UsageError for a value."""
     kind, rest = split_kind(text)
-    if kind not in _DESCRIPTIONS:
-        raise UnknownNameError("dispatch policy", kind, _DESCRIPTIONS)
+    if kind not in DESCRIPTIONS:
+        raise UnknownNameError("dispatch policy", kind, DESCRIPTIONS)
     return DispatchSpec(kind, tuple(sorted(named_settings(rest, _SETTINGS.get(kind, {}), f"dispatch {kind}").items())))
 
 

@@ -26,7 +26,6 @@ class Readiness:
         self._checks = checks
         self._signalled = set(range(instances))  # no batch was sent yet
         self._running: OrderedDict[int, int] = OrderedDict()  # the others, with the time of dispatch
-        self.resets = 0
 
     def mark_busy(self, instance: int, now_ns: int) -> None:
         """Mark the instance busy and start its watchdog: a batch was sent."""
@@ -54,7 +53,6 @@ class Readiness:
             if now_ns < since_ns + round(WATCHDOG_FORWARDS * mean_ns):
                 break
             self.mark_free(instance)
-            self.resets += 1
             found.append(instance)
         return found
 

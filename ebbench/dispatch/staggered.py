@@ -193,11 +193,6 @@ class StaggeredDispatcher:
         opens_ns = self._continuing.next_ns(now_ns)
         return min((t for t in (due_ns, expiry_ns, opens_ns) if t is not None and t > now_ns), default=None)
 
-    @property
-    def watchdog_resets(self) -> int:
-        """How often the watchdog reset an instance."""
-        return self._ready.resets
-
     def _changed(self, unit: Unit | None) -> None:
         if unit is not None:
             self._without_capacity.discard(unit.instance)

@@ -103,10 +103,12 @@ class _Run:
         )
         self._scheduler = self.core.scheduler
         self._pool = self._scheduler.kv_cache_manager.block_pool
+        # vLLM's own scheduler, which runs under a native policy, has neither a controller nor decisions.
+        self._controller = None if policy.native else self._scheduler.controller
         if not policy.native:
             self._scheduler.use_clock(self._clock.now_s)
         self._beginning = Beginning(begun=not options.warmup)
-        controller = getattr(self._scheduler, "controller", None)
+        controller = self._controller
         if controller is not None:
             controller.keep_records()
         begin = at_beginning(self._beginning, self._log.steps, [] if controller is None else [controller])
@@ -207,7 +209,7 @@ class _Run:
     def _on_step(self, seen: Any, start_ns: int, end_ns: int) -> None:
         state, shape, scheduled_ns = self._state, seen.shape, self._clock.now_ns
         running, waiting = self._scheduler.get_request_counts()
-        decision = getattr(self._scheduler, "last_decision", None)
+        decision = None if self._controller is None else self._scheduler.last_decision
         rows = self._rows(seen.ids)
         sampled = self._rows(seen.sampled_ids)
         for request_id, hit in seen.admitted:
@@ -255,7 +257,7 @@ class _Run:
 
     def _progress(self) -> Progress:
         running, waiting = self._scheduler.get_request_counts()
-        decision = getattr(self._scheduler, "last_decision", None)
+        decision = None if self._controller is None else self._scheduler.last_decision
         return Progress(
             self._policy.name, self._completed, len(self._plan), self._output_tokens, self._total_tokens,
             self._clock.now_s(), decision.mode if decision else "mb", running, waiting,
@@ -263,8 +265,7 @@ class _Run:
 
     def result(self, interrupted: bool) -> EngineResult:
         """The tables of the run."""
-        controller = getattr(self._scheduler, "controller", None)
-        records = controller.drain_records() if controller else []
+        records = [] if self._controller is None else self._controller.drain_records()
         ids = pa.array(self._ids, pa.string())
         return EngineResult(
             requests=requests_table(self._plan, without_warmup(self._state, self._plan, self._beginning)),

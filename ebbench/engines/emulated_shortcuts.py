@@ -16,6 +16,8 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import CachedRequestData
 from vllm.v1.request import Request, RequestStatus
 
+from vllm_eb.scheduler import EBScheduler, EBSyncScheduler
+
 
 class PlainRequest(Request):  # type: ignore[misc]
     """A text request that stores its lengths instead of computing them at every call."""
@@ -110,7 +112,8 @@ def _shorten_tokens(scheduler: Any, group: Any) -> None:
 def _shorten_messages(scheduler: Any) -> None:
     """This data tells workers their new blocks and tokens; the emulated device has no workers."""
 
-    skip_if_empty = getattr(scheduler, "skip_if_empty", None)  # method of the plugin, which relies on this call
+    # The plugin's scheduler gives up an empty prefill step in this very call.
+    skip_if_empty = scheduler.skip_if_empty if isinstance(scheduler, EBScheduler | EBSyncScheduler) else None
 
     def make_cached_request_data(
         running: list[Any], resumed: list[Any], num_scheduled_tokens: dict[str, int], *_args: Any

@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ebbench.devices.base import Device
+from ebbench.dispatch import DEFAULT_DISPATCH
 from ebbench.engines.base import EngineOptions, EngineResult, Observer
 from ebbench.engines.endpoint import drive, warmed
 from ebbench.engines.machine import visible_gpus
@@ -48,7 +49,7 @@ class ReplicatedVllmEngine(VllmEngine):
     """
 
     replicas: int = 2
-    dispatch: str = "least-outstanding"
+    dispatch: str = DEFAULT_DISPATCH
 
     def run(
         self, plan: Plan, policy: PolicySpec, device: Device, options: EngineOptions, observer: Observer | None = None

@@ -198,7 +198,7 @@ def with_cluster(
 
     A scenario file may contain a topology; ``topology`` takes precedence. Raises UsageError.
     """
-    from ebbench.dispatch import parse_dispatch
+    from ebbench.dispatch import DEFAULT_DISPATCH, parse_dispatch
 
     spec = topology_of(topology, scenario, link)
     if replicas is not None and replicas < 1:
@@ -209,8 +209,8 @@ def with_cluster(
                 "--dispatch chooses among several instances: give --topology (for example dp=4) or --replicas"
             )
         return engine, ""
-    front = parse_dispatch(dispatch or "least-outstanding")
-    decode = parse_dispatch(decode_dispatch or ("iqr" if front.kind == "sbs" else "least-outstanding"))
+    front = parse_dispatch(dispatch or DEFAULT_DISPATCH)
+    decode = parse_dispatch(decode_dispatch or ("iqr" if front.kind == "sbs" else DEFAULT_DISPATCH))
     if engine.name == "sim":
         return _simulated(spec, replicas, front, decode)
     if engine.name == "vllm":

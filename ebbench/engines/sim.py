@@ -16,7 +16,7 @@ from ebbench.config.topology import DECODE_UTILIZATION, PREFILL_UTILIZATION, Poo
 from ebbench.devices.base import Device
 from ebbench.devices.collectives import choose_link
 from ebbench.devices.units import UnitDevice, saving_kv, unit_device
-from ebbench.dispatch import DispatchSpec
+from ebbench.dispatch import DEFAULT_DISPATCH, DispatchSpec
 from ebbench.engines.base import EngineOptions, EngineResult, Observer
 from ebbench.engines.checks import check_fits, num_kv_blocks
 from ebbench.engines.simulated import (
@@ -40,7 +40,7 @@ from ebbench.simulation.warmup import Beginning, at_beginning, records_after, st
 from vllm_eb.controller import Controller
 from vllm_eb.policy import PolicySpec
 
-LEAST_OUTSTANDING = DispatchSpec("least-outstanding")
+LEAST_OUTSTANDING = DispatchSpec(DEFAULT_DISPATCH)
 
 
 @dataclass(frozen=True)

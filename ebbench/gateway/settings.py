@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from ebbench.dispatch import parse_dispatch
+from ebbench.dispatch import DEFAULT_DISPATCH, parse_dispatch
 from ebbench.errors import UsageError
 from vllm_eb.signals import endpoint_of_rank
 
@@ -29,7 +29,7 @@ class GatewaySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     """
 
     upstreams: tuple[str, ...]
-    dispatch: str = "least-outstanding"
+    dispatch: str = DEFAULT_DISPATCH
     host: str = "127.0.0.1"
     port: int = 8080
     dp_ranks: int = 1

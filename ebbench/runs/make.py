@@ -109,8 +109,8 @@ def _measured(cell: Cell, plan: Plan, policy: PolicySpec, device: Device, engine
     run, summary = conclude_with_summary(writer, context, result)
     phases = summarise_phases(run) if _several_phases(planned) else ()
     figures = summary.to_dict() | {"plan_hash": run.manifest.plan_hash, "git_commit": run.manifest.git_commit}
-    if "topology" in result.facts and (spec := getattr(engine, "topology", None)) is not None:
-        figures |= pool_figures(result, spec, cell.options.max_num_batched_tokens)
+    if "topology" in result.facts and isinstance(engine, SimEngine) and engine.topology is not None:
+        figures |= pool_figures(result, engine.topology, cell.options.max_num_batched_tokens)
     parts = [{"phase": part.phase, **metrics_dict(part.metrics)} for part in phases] if len(phases) > 1 else []
     return Made(figures, tuple(parts))
 

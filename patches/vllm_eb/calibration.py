@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import math
 import re
-from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, fields
-from pathlib import Path
 from typing import Any
 
 from vllm_eb.costs import CostGrid, CostGridError, LinearCosts, StepCosts
 from vllm_eb.errors import GivenValueError, name_hint
 
-DEFAULT_MARGIN = 1e-4  # the authors' priority margin of EB+, s/token
-# If beta_mb(r) is measured, the margin "should match the observed magnitude" (appendix A.4): 1e-5 on H200. For the RTX
-# PRO 6000 it is inferred: EB+ enters exclusive mode there (table 3, c = 512), which a margin of 1e-4 would prevent.
-DEVICE_MARGINS: Mapping[str, float] = {"h200": 1e-5, "rtxpro6000": 1e-5}
+DEFAULT_MARGIN = 1e-4  # the authors' priority margin of EB+, s/token; device profiles may have their own
 
 
 class CalibrationError(GivenValueError):
-    """An invalid calibration; the message names the field, and the file and line if there is one."""
+    """An invalid calibration; the message names the field."""
 
 
 @dataclass(frozen=True)
@@ -94,26 +88,10 @@ class Calibration:
         _number("margin", self.margin)
 
 
-@dataclass(frozen=True)
-class MeasuredCalibration:
-    """One row of a calibration table: model and device (names as in the file), coefficients and goodness of fit."""
-
-    model: str
-    device_name: str
-    calibration: Calibration
-    prefill_r2: float
-    decode_r2: float
-
-
 def device_key(name: str) -> str:
     """A device name without vendor, edition and punctuation: ``NVIDIA RTX PRO 6000 ...`` -> ``rtxpro6000``."""
     bare = re.sub(r"nvidia|blackwell|server|workstation|edition", "", name.lower())
     return re.sub(r"[^a-z0-9]", "", bare)
-
-
-def default_margin(device_name: str) -> float:
-    """The authors' priority margin for a device in s/token: 1e-5 if beta_mb(r) is measured, else 1e-4."""
-    return DEVICE_MARGINS.get(device_key(device_name), DEFAULT_MARGIN)
 
 
 def calibration_to_json(calibration: Calibration) -> str:
@@ -148,85 +126,6 @@ def _grid(raw: object) -> CostGrid:
 
 def _tuples(value: Any) -> Any:
     return tuple(_tuples(entry) for entry in value) if isinstance(value, list | tuple) else value
-
-
-def calibrations_from_csv(path: Path, beta_mb: Path | None = None) -> tuple[MeasuredCalibration, ...]:
-    """Read a table of fitted coefficients (field names of the authors' calibration set, seconds).
-
-    ``beta_mb`` adds measured mixed costs, joined on model and device_key. Raises CalibrationError with file and line.
-    """
-    mixed = {} if beta_mb is None else _mixed_costs(beta_mb)
-    table: dict[tuple[str, str], MeasuredCalibration] = {}
-    for line, row in _rows(path, _CALIBRATION_COLUMNS):
-        key = (row["model"], device_key(row["device_name"]))
-        try:
-            entry = _measured(row, mixed.get(key))
-        except CalibrationError as error:
-            raise CalibrationError(f"{path}:{line}: {error}") from None
-        if key in table:
-            raise CalibrationError(f"{path}:{line}: a second row for {row['model']} on {row['device_name']}")
-        table[key] = entry
-    for model, device in mixed.keys() - table.keys():
-        raise CalibrationError(f"{beta_mb}: {model} on {device} has a mixed cost but no row in {path}")
-    return tuple(table.values())
-
-
-_CALIBRATION_COLUMNS = (
-    "model", "device_name", "alpha_p_s", "beta_p_s_per_token", "alpha_d_s", "beta_d_s_per_seq",
-    "prefill_r2", "decode_r2",
-)  # fmt: skip
-_BETA_MB_COLUMNS = ("model", "device_name", "a_s_per_token", "b_s_per_token", "c_s_per_token")
-
-
-def _measured(row: Mapping[str, str], mixed: MixedCost | None) -> MeasuredCalibration:
-    calibration = Calibration(
-        alpha_p=_field(row, "alpha_p_s"),
-        beta_p=_field(row, "beta_p_s_per_token"),
-        alpha_d=_field(row, "alpha_d_s"),
-        beta_d=_field(row, "beta_d_s_per_seq"),
-        mixed=mixed,
-        margin=default_margin(row["device_name"]),
-        source=row.get("source_file") or "",
-    )
-    return MeasuredCalibration(
-        row["model"], row["device_name"], calibration, _field(row, "prefill_r2"), _field(row, "decode_r2")
-    )
-
-
-def _mixed_costs(path: Path) -> dict[tuple[str, str], MixedCost]:
-    costs = {}
-    for line, row in _rows(path, _BETA_MB_COLUMNS):
-        try:
-            cost = MixedCost(*(_field(row, name) for name in _BETA_MB_COLUMNS[2:]))
-        except CalibrationError as error:
-            raise CalibrationError(f"{path}:{line}: {error}") from None
-        costs[row["model"], device_key(row["device_name"])] = cost
-    return costs
-
-
-def _rows(path: Path, columns: tuple[str, ...]) -> list[tuple[int, dict[str, str]]]:
-    """Data rows with line numbers; all ``columns`` are present and not empty. Raises CalibrationError."""
-    with path.open(newline="", encoding="utf-8") as file:
-        reader = csv.DictReader(file)
-        absent = [name for name in columns if name not in (reader.fieldnames or ())]
-        if absent:
-            raise CalibrationError(f"{path}:1: no column {', '.join(absent)}")
-        rows = []
-        for row in reader:
-            empty = [name for name in columns if not row[name]]
-            if empty:
-                raise CalibrationError(f"{path}:{reader.line_num}: no value for {', '.join(empty)}")
-            if None in row:
-                raise CalibrationError(f"{path}:{reader.line_num}: more values than columns")
-            rows.append((reader.line_num, row))
-        return rows
-
-
-def _field(row: Mapping[str, str], name: str) -> float:
-    try:
-        return _number(name, float(row[name]))
-    except ValueError:
-        raise CalibrationError(f"{name} must be a finite number, not {row[name]!r}") from None
 
 
 def _known_fields(raw: object, cls: type, prefix: str) -> dict[str, Any]:

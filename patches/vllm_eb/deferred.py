@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_eb.theory import TheoryError, base_threshold
+from vllm_eb.theory import TheoryError
 
 Floats = NDArray[np.float64]
 
@@ -77,14 +77,6 @@ def approximate_chain(model: DeferredModel) -> DeferredChain:
     with np.errstate(divide="ignore"):
         e_n1 = np.log1p(-ended / c) / _log_stay(model.alpha) if model.alpha < 1.0 else np.zeros(c)
         return DeferredChain(e_n1, c - ended, _throughput(model, e_n1, ended))
-
-
-def approximate_threshold(model: DeferredModel) -> float:
-    """The real-valued K that maximises Proposition 1: C*theta0 with costs ``c_p``, ``c_d`` in discrete time.
-
-    Hence the approximation of this paper and Prop. 3.1 of Zhang et al. are the same formula.
-    """
-    return model.batch_limit * base_threshold(model.alpha, model.c_p, model.c_d, discrete=True)
 
 
 def _throughput(model: DeferredModel, e_n1: Floats, ended: Floats) -> Floats:

@@ -11,7 +11,7 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,16 +31,6 @@ class HazardEstimate:
     eta: float
     mean: float
     samples: int
-
-
-class HazardEstimator(Protocol):
-    """Interface of a hazard estimator."""
-
-    def observe(self, output_tokens: int) -> None:
-        """Record a completion after ``output_tokens`` tokens."""
-
-    def estimate(self, running_ages: Lengths = ()) -> HazardEstimate | None:
-        """Fit now; ``running_ages``: tokens generated so far by unfinished requests. None: too few samples."""
 
 
 def empirical_hazard(

@@ -139,8 +139,11 @@ class PolicySpec:
         return None
 
     def strategy(self, engine: EngineFacts, lengths: Lengths) -> Strategy:
-        """The strategy for one engine instance; ``lengths`` are those of the requests so far."""
-        raise NotImplementedError(f"policy {self.kind} leaves everything to vLLM")
+        """The strategy for one engine instance; ``lengths`` are those of the requests so far.
+
+        Raises PolicyError if the policy has none: under v1 vLLM schedules by itself.
+        """
+        raise PolicyError(f"policy {self.kind} has no strategy: vLLM schedules by itself under it")
 
     def _given(self) -> list[str]:
         """Names of settings that differ from their default."""

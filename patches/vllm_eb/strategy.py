@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
+
 from vllm_eb.calibration import Calibration
 from vllm_eb.decisions import Phase, RecordKind, View
 from vllm_eb.lengths import Lengths
@@ -150,4 +152,4 @@ class Strategy:
 
     def queue_order(self, now_s: float, seen_s: Sequence[float], prompt_tokens: Sequence[int]) -> Places:
         """New order of never-started requests as indices; called only if there is a ``queue``."""
-        raise NotImplementedError
+        return np.arange(len(seen_s))

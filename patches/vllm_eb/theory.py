@@ -186,17 +186,6 @@ def crossover(calibration: Calibration, *, mu_l: float, mu_o: float, n_obs: floa
     return Crossover(lhs=lhs, rhs=rhs, r=r, beta_mb=beta_mb, beta_eb=beta_eb)
 
 
-def interference_index(c: float, f_decode: float) -> float:
-    """I2 of appendix A.3: curvature ``c`` of the mixed cost over the pure-decode cost, both in s (or both s/token).
-
-    Dimensionless; more negative favours exclusive batching. Raises TheoryError.
-    """
-    _positive("f_decode", f_decode)
-    if not math.isfinite(c):
-        raise TheoryError(f"c must be a finite number, not {c}")
-    return c / f_decode
-
-
 def zeta_over_theta(theta: float) -> float:
     """``-ln(1-theta)/theta``, which tends to 1 as theta tends to 0."""
     return -math.log1p(-theta) / theta if theta else 1.0

@@ -15,7 +15,7 @@ from ebbench.advice import sentences
 from ebbench.advice.answer import Question
 from ebbench.advice.candidates import alike
 from ebbench.advice.simulate import concurrency_cells, default_policies, tuning_cells
-from ebbench.advice.theory import Load, predict, sign_changes, with_mix
+from ebbench.advice.theory import Load, predict, sign_changes
 from ebbench.analysis.slo import Slo
 from ebbench.cli.main import app
 from ebbench.records.manifest import plan_hash
@@ -36,6 +36,12 @@ def test_the_predicted_crossover_is_where_the_sides_meet() -> None:
     for factor, exclusive in ((0.8, False), (1.25, True)):
         load = Load(512, 256, 1 / 256, 0.0, round(factor * crossing))
         assert predict(load, COSTS, 10_000_000, 1024).exclusive is exclusive
+
+
+def with_mix(load: Load, r: float) -> Load:
+    """The same tokens per request at another decode share."""
+    total = load.mu_l + load.mu_o
+    return replace(load, mu_l=(1 - r) * total, mu_o=r * total, p0=1 / (r * total))
 
 
 def test_at_the_mix_crossover_the_better_mode_changes() -> None:

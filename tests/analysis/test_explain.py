@@ -44,7 +44,6 @@ def test_time_by_phase_and_mode(tmp_path: Path) -> None:
     assert facts.eb_share == pytest.approx(0.8)
     assert facts.eb_timeline[0] == 0
     assert facts.eb_timeline[-1] == 1
-    assert facts.peak_kv_share == pytest.approx(0.9)
 
 
 def test_what_the_controller_saw(tmp_path: Path) -> None:

@@ -11,14 +11,15 @@ import pytest
 from typer.testing import CliRunner
 
 from ebbench.cli.main import app
-from ebbench.devices.profiles import find_profile, list_devices
+from ebbench.devices.linear import published_calibration
+from ebbench.devices.profiles import find_model, find_profile, list_devices, list_models
 from ebbench.papers.fidelity.cases import FIT_ROWS, Case, all_cases, table3
 from ebbench.papers.fidelity.fit import _gauss_newton
 from ebbench.papers.fidelity.report import all_scores, write_report
 from ebbench.papers.fidelity.runs import calibration_cells, case_runs, replay_cells, run_cases
 from ebbench.papers.fidelity.scores import REPLAY_TARGETS, Cell, comparisons, replay_scores, scores
 from ebbench.runs.make import plan_of
-from vllm_eb.calibration import default_margin
+from vllm_eb.calibration import MixedCost
 
 
 def cell(scheduler: str, published: float, ours: float, **fields: object) -> Cell:
@@ -88,11 +89,17 @@ def test_thresholds_have_a_floor_only_where_the_sources_or_a_fitted_row_say_so()
     }  # fmt: skip
 
 
-def test_profiles_and_published_calibrations_agree_on_the_margin() -> None:
-    for name in list_devices():
-        profile = find_profile(name)
-        for published in profile.calibration_names:
-            assert default_margin(published) == profile.margin_s_per_token
+def test_published_coefficients_come_with_their_mixed_cost_and_the_profile_margin() -> None:
+    rtx = published_calibration(find_profile("rtx-pro-6000"), find_model("qwen3-8b"))
+    h200 = published_calibration(find_profile("h200"), find_model("qwen3-8b"))
+    assert rtx is not None
+    assert h200 is not None
+    assert rtx.alpha_p == pytest.approx(0.004691170692443847)
+    assert rtx.beta_d == pytest.approx(0.00010388105329650523)
+    assert h200.mixed == MixedCost(2.494e-05, 5.193e-05, 1.478e-05)
+    assert rtx.margin == h200.margin == 1e-5
+    pairs = [(find_profile(device), find_model(model)) for device in list_devices() for model in list_models()]
+    assert sum(published_calibration(*pair) is not None for pair in pairs) == 14
 
 
 @pytest.mark.slow

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ebbench.dispatch import DispatchRequest
-from ebbench.dispatch.allocate import Load, allocate_decode, allocate_prefill, outlier_bound
+from ebbench.dispatch.allocate import ChunkPacking, Hit, Load, allocate_decode, no_hit, outlier_bound
 from ebbench.dispatch.interval import AdaptiveInterval
 
 LENGTHS = st.lists(st.integers(1, 5000), max_size=12)
@@ -46,6 +48,34 @@ def test_interval_follows_the_topology_at_once_and_survives_an_empty_one() -> No
     assert control.interval_ns == 4_000_000
     control.topology(1)
     assert control.interval_ns == 12_000_000
+
+
+class Allocation(NamedTuple):
+    """``assigned``: (request, unit) in the order of assignment. ``left``: requests for the next cycle, in order."""
+
+    assigned: list[tuple[DispatchRequest, int]]
+    left: list[DispatchRequest]
+
+
+def allocate_prefill(
+    pending: Sequence[DispatchRequest], new: Sequence[DispatchRequest], available: Mapping[int, int], hit: Hit = no_hit
+) -> Allocation:
+    """Algorithm 2, PBAA: pending before new, longest first, each to the unit it leaves the most capacity.
+
+    ``available``: C_avail per unit, prompt tokens that still fit its next forward pass. ``hit`` makes it cache-aware.
+    Requests of equal length keep their order.
+    """
+    packing = ChunkPacking(available, hit)
+    assigned: list[tuple[DispatchRequest, int]] = []
+    left: list[DispatchRequest] = []
+    for queue in (pending, new):
+        for request in sorted(queue, key=lambda a: -a.tokens):
+            unit = packing.place(request)
+            if unit is None:
+                left.append(request)
+            else:
+                assigned.append((request, unit))
+    return Allocation(assigned, left)
 
 
 @given(LENGTHS, LENGTHS, CAPACITY)

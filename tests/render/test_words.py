@@ -209,7 +209,7 @@ def test_a_crossover_never_evaluated_is_explained() -> None:
 
 
 def test_an_interval_that_was_never_kept_is_told() -> None:
-    steps = StepFacts(3, {}, 0.0, (), 0.5, 0)
+    steps = StepFacts(3, {}, 0.0, (), 0)
     assert (
         "Interval: no prompt was held back, so this is v1."
         in sentences.why(Explanation("cadence:every=8", steps, None))[-1]

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_eb.deferred import DeferredModel, approximate_chain, approximate_threshold, exact_chain
-from vllm_eb.theory import TheoryError
+from vllm_eb.deferred import DeferredModel, approximate_chain, exact_chain
+from vllm_eb.theory import TheoryError, base_threshold
 
 # Table 1 of the paper. C, d0 = 285 and 1/alpha = 201 are printed; c_p and c_d appear only as lines in figures 2 and 3.
 GRANITE = DeferredModel(331, 1 / 201, c_p=0.72, c_d=1.0)
@@ -110,7 +110,7 @@ def test_time_per_token_and_prompt_lower_the_throughput_but_not_the_best_k() -> 
 def test_the_approximation_is_prop_3_1_in_discrete_time(c: int, alpha: float, ratio: float) -> None:
     model = DeferredModel(c, alpha, c_p=ratio, c_d=1.0)
     best = approximate_chain(model).best_k
-    assert abs(best - min(max(approximate_threshold(model), 1.0), c)) <= 1.0
+    assert abs(best - min(max(c * base_threshold(alpha, model.c_p, model.c_d, discrete=True), 1.0), c)) <= 1.0
 
 
 @given(st.integers(100, 600), st.floats(1e-3, 5e-3), st.floats(0.5, 5.0))

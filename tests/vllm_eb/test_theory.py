@@ -14,7 +14,6 @@ from vllm_eb.theory import (
     crossover,
     eb_throughput,
     ifr_correction,
-    interference_index,
     mb_throughput,
     optimal_threshold,
     solve_zeta,
@@ -210,11 +209,3 @@ def test_without_a_prefill_overhead_the_crossover_takes_its_limit() -> None:
     assert rhs(1e-16) == pytest.approx(rhs(0.0), abs=1e-9)
     with pytest.raises(TheoryError, match="theta0"):
         crossover(RTX, mu_l=105, mu_o=280, n_obs=512, theta0=0.0)
-
-
-def test_interference_index_is_the_curvature_over_the_decode_cost() -> None:
-    assert interference_index(-0.012, 0.02) == pytest.approx(-0.6)
-    with pytest.raises(TheoryError, match="f_decode"):
-        interference_index(-0.012, 0.0)
-    with pytest.raises(TheoryError, match="c must"):
-        interference_index(math.nan, 1.0)
