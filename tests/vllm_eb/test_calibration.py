@@ -53,7 +53,7 @@ def test_a_cost_that_is_no_cost_is_named(name: str, bad: object) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"alhpa_p": 0.1}, "unknown field alhpa_p; did you mean alpha_p"),
+        ({"alhpa_p": 0.1}, "unknown field alhpa_p; did you mean 'alpha_p'"),
         ({"mixed": {"a": 1.0, "b": 0.0, "cc": 0.0}}, r"unknown field mixed\.cc"),
         ({"mixed": {"a": 1.0, "b": 0.0}}, r"mixed\.c is missing"),
         ({"mixed": [1, 2, 3]}, "mixed must be a JSON object"),
