@@ -35,6 +35,7 @@ def test_every_name_is_offered() -> None:
         ("ebbench workloads show bal", {"balanced"}),
         ("ebbench devices show h2", {"h200"}),
         ("ebbench scenarios show pois", {"poisson"}),
+        ("ebbench run sharegpt --dispatch pow", {"power-of-two"}),
     ],
 )
 def test_as_the_shell_calls_it(line: str, expected: set[str]) -> None:
@@ -49,9 +50,9 @@ def test_as_the_shell_calls_it(line: str, expected: set[str]) -> None:
     assert set(shown.stdout.split()) == expected, shown.stderr
 
 
-@pytest.mark.parametrize("offered", ["workloads", "scenarios", "devices", "models", "engines", "policies"])
+@pytest.mark.parametrize("offered", ["workloads", "scenarios", "devices", "models", "engines", "policies", "dispatch"])
 def test_names_are_found_without_heavy_imports(offered: str) -> None:
-    heavy = ["pyarrow", "httpx", "rich", "scipy", *([] if offered == "policies" else ["numpy"])]
+    heavy = ["pyarrow", "httpx", "rich", "scipy", *([] if offered in ("policies", "dispatch") else ["numpy"])]
     code = (
         f"import sys\nfrom ebbench.cli import completion\ncompletion.{offered}('')\n"
         f"print([name for name in {heavy} if name in sys.modules])"
