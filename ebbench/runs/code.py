@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ast
 import hashlib
-import json
 import os
 import tempfile
 import time
@@ -20,6 +19,8 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from ebbench.resources import bundled_dir
 
@@ -94,8 +95,8 @@ class FileCache:
 
     def __post_init__(self) -> None:
         if self.path is not None:
-            with suppress(OSError, ValueError):
-                self._known = json.loads(self.path.read_bytes())
+            with suppress(OSError, msgspec.DecodeError):
+                self._known = msgspec.json.decode(self.path.read_bytes(), type=dict[str, list[Any]])
 
     def facts(self, path: str, stat: os.stat_result, module: str = "") -> _Facts:
         """Hash of a file and, for the source of ``module``, what it imports."""
@@ -118,8 +119,8 @@ class FileCache:
         with suppress(OSError):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             handle, name = tempfile.mkstemp(dir=self.path.parent)
-            with os.fdopen(handle, "w") as file:
-                json.dump(self._known, file)
+            with os.fdopen(handle, "wb") as file:
+                file.write(msgspec.json.encode(self._known))
             Path(name).replace(self.path)
             self._changed = False
 
@@ -200,8 +201,9 @@ def fingerprint(tree: Tree, entries: Sequence[str], known: FileCache) -> str:
 @cache
 def code_fingerprint(engine: str) -> str:
     """The fingerprint of everything that computes results with an engine of ENGINE_MODULES; once per process."""
-    known = FileCache(_cache_file())
-    found = fingerprint(installed_tree(), (*MAKE, *ENGINE_MODULES[engine]), known)
+    tree = installed_tree()
+    known = FileCache(cache_file(tree))
+    found = fingerprint(tree, (*MAKE, *ENGINE_MODULES[engine]), known)
     known.save()
     return found
 
@@ -218,6 +220,8 @@ def installed_tree() -> Tree:
     )
 
 
-def _cache_file() -> Path:
+def cache_file(tree: Tree) -> Path:
+    """Where the facts of a tree's files are kept. Each installation has a file of its own, so that it stays small."""
     base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "ebbench" / "code.json"
+    name = hashlib.sha256(str(tree.packages["ebbench"]).encode()).hexdigest()[:8]
+    return (Path(base) if base else Path.home() / ".cache") / "ebbench" / f"code-{name}.json"

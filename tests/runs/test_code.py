@@ -12,7 +12,16 @@ from pathlib import Path
 import pytest
 
 from ebbench.runs import code
-from ebbench.runs.code import ENGINE_MODULES, MAKE, FileCache, Tree, fingerprint, imported_modules, source_files
+from ebbench.runs.code import (
+    ENGINE_MODULES,
+    MAKE,
+    FileCache,
+    Tree,
+    cache_file,
+    fingerprint,
+    imported_modules,
+    source_files,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 ENTRIES = (*MAKE, *ENGINE_MODULES["sim"])
@@ -124,3 +133,10 @@ def test_a_cache_on_disk_is_used_and_a_damaged_one_is_not(
         assert fingerprint(tree, ENTRIES, FileCache(path)) == before
     path.write_text("{")
     assert fingerprint(tree, ENTRIES, FileCache(path)) == before
+
+
+def test_each_installation_has_a_cache_of_its_own(tmp_path: Path) -> None:
+    """Else one file would hold those of every checkout and virtual environment, and take longer to read each time."""
+    ours, other = (Tree({"ebbench": tmp_path / name}, ()) for name in ("ours", "other"))
+    assert cache_file(ours) == cache_file(Tree({"ebbench": tmp_path / "ours"}, ()))
+    assert cache_file(ours) != cache_file(other)
