@@ -70,8 +70,8 @@ class Budget:
 
 @dataclass(frozen=True)
 class SearchConfig:
-    """One search. ``sessions``: fewest per probe. ``seconds``: least time over which sessions arrive in real time; 0
-    for a virtual clock. ``longest``: a probe gets at most so many times the fewest sessions.
+    """One search. ``sessions``: fewest per probe. ``seconds``: least time over which sessions arrive. ``real_time``:
+    probes last as long as they say. ``longest``: a probe gets at most so many times the fewest sessions.
     """
 
     limits: Limits
@@ -80,6 +80,7 @@ class SearchConfig:
     seconds: float
     precision: float
     seed: int
+    real_time: bool = False
     longest: int = 16
     most: float = math.inf
 
@@ -257,7 +258,7 @@ def _sessions(config: SearchConfig, readings: Sequence[Reading], load: float) ->
 
 def _too_long(config: SearchConfig, readings: Sequence[Reading], load: float, budget: Budget) -> str:
     """Why no time is left for a probe in real time at ``load``; empty while there is."""
-    if not config.seconds or math.isinf(budget.seconds):
+    if not config.real_time or math.isinf(budget.seconds):
         return ""
     served = [r.completed_sessions_per_s for r in readings if r.completed_sessions_per_s]
     rate = max(served, default=math.inf) if config.by_concurrency else load

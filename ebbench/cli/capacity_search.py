@@ -249,9 +249,10 @@ def _search(
         limits=limits,
         by_concurrency=question.by_concurrency,
         sessions=given if isinstance(given, int) else _FEWEST[kind],
-        seconds=_PROBE_S[kind],
+        seconds=0.0 if isinstance(given, int) else _PROBE_S[kind],
         precision=question.precision,
         seed=question.seed,
+        real_time=kind == "real",
         longest=_LONGEST[kind],
     )
 

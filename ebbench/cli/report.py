@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from ebbench.analysis.slo import Slo
     from ebbench.records.run import Run
     from ebbench.report.page_tables import Table
+    from ebbench.report.searches import Search
 
 
 def report(
@@ -38,9 +39,11 @@ def report(
     """
     from ebbench.analysis.slo import parse_slo
     from ebbench.records.run import Run, find_runs
+    from ebbench.report.searches import searches_of, shown_runs
 
     slo = parse_slo(goodput) if goodput else None
-    loaded = [Run.load(path) for path in find_runs(runs)]
+    found = searches_of(runs)
+    loaded = [Run.load(path) for given in runs for path in shown_runs(given) or find_runs([given])]
     if not loaded:
         raise DataError("no run to report on")
     if export:
@@ -51,15 +54,17 @@ def report(
     target = output or Path("report.html")
     if target.is_dir():
         raise UsageError(f"{target} is a directory; give a file, e.g. --output {target / 'report.html'}")
-    _page(loaded, target, title, slo, all_percentiles=all_percentiles)
+    _page(loaded, target, title, slo, all_percentiles=all_percentiles, searches=found)
 
 
-def _page(runs: Sequence[Run], target: Path, title: str, slo: Slo | None, *, all_percentiles: bool) -> None:
+def _page(runs: Sequence[Run], target: Path, title: str, slo: Slo | None, *, all_percentiles: bool,
+          searches: Sequence[Search] = ()) -> None:  # fmt: skip
     from ebbench.report import page
     from ebbench.report.page_data import page_of
 
     extra, notes = _paired(runs)
-    found = page_of(runs, title=title, slo=slo, extra=extra, notes=notes, all_percentiles=all_percentiles)
+    found = page_of(runs, title=title, slo=slo, extra=extra, notes=notes, all_percentiles=all_percentiles,
+                    searches=searches)  # fmt: skip
     page.write(found, target)
     typer.echo(f"wrote {target} ({target.stat().st_size / 1e6:.1f} MB, {len(runs)} run(s))", err=True)
 

@@ -34,7 +34,7 @@ def render(page: Page) -> str:
         page=asdict(page),
         charts=[f"cdf_{name}" for name in LATENCIES],
         data={
-            "specs": specs(page.policies),
+            "specs": specs(page.policies) | {f"search{i}": each.chart for i, each in enumerate(page.searches)},
             "shared": page.shared,
             "runs": page.runs,
             "labels": page.labels,

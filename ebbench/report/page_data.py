@@ -21,6 +21,7 @@ from ebbench.render import conditions, sentences
 from ebbench.render.doubts import doubts_of
 from ebbench.render.timeline import Timeline, timeline_of
 from ebbench.report.page_tables import Table, comparison_tables, environment_tables, failures_tables, phase_tables
+from ebbench.report.searches import Search
 
 MAX_STEPS = 20_000
 """Steps kept per run for the zoomed chart; of longer runs the first ones, which the page says."""
@@ -36,7 +37,7 @@ class Page:
     """Content of the page. ``shared`` feeds the charts of all runs, ``runs`` those of single runs.
 
     ``verdicts``: per case its title, its sentences and whether the difference is significant. ``policies``: names of
-    the curves. ``cases``: titles of the cases that a reader can select.
+    the curves. ``cases``: titles of the cases that a reader can select. ``searches``: capacity searches.
     """
 
     title: str
@@ -51,10 +52,12 @@ class Page:
     cases: tuple[str, ...]
     shared: dict[str, list[Row]]
     runs: tuple[dict[str, Any], ...]
+    searches: tuple[Search, ...] = ()
 
 
 def page_of(runs: Sequence[Run], *, title: str = "", slo: Slo | None = None, extra: Sequence[Table] = (),
-            notes: Sequence[str] = (), all_percentiles: bool = False) -> Page:  # fmt: skip
+            notes: Sequence[str] = (), all_percentiles: bool = False,
+            searches: Sequence[Search] = ()) -> Page:  # fmt: skip
     """Read everything the page needs. Raises DataError if a file of a run is damaged.
 
     Runs are grouped by :func:`cases_of`: one table, one verdict and one set of curves per load and environment.
@@ -86,6 +89,7 @@ def page_of(runs: Sequence[Run], *, title: str = "", slo: Slo | None = None, ext
         cases=tuple(case.title for case in cases),
         shared=_cdfs(labels, curves, runs),
         runs=tuple(_run_data(run, targets) for run in runs),
+        searches=tuple(searches),
     )  # fmt: skip
 
 

@@ -112,3 +112,17 @@ def test_the_curve_is_drawn(tmp_path: Path) -> None:
     text = (tmp_path / "curve.svg").read_text()
     assert "TTFT, p95 (ms)" in text
     assert "requests/s offered" in text
+
+
+def test_the_report_of_a_search_has_its_curves_and_the_probe_at_capacity(tmp_path: Path) -> None:
+    found = answer(tmp_path / "search", "--max-probes", "12")
+    page = tmp_path / "page.html"
+    done = CliRunner().invoke(app, ["report", str(tmp_path / "search"), "-o", str(page)])
+    assert done.exit_code == 0, done.output
+    data = json.loads(page.read_text().split('id="data">')[1].split("</script>")[0])
+    rows = list(data["specs"]["search0"]["datasets"].values()) if "datasets" in data["specs"]["search0"] else []
+    drawn = json.dumps(rows or data["specs"]["search0"])
+    assert str(found["median_ttft_ms"])[:6] not in ("", "None")
+    assert "requests/s offered" in json.dumps(data["specs"]["search0"])
+    assert drawn.count('"series": "v1"') > 5
+    assert len(data["runs"]) == 1

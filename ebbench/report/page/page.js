@@ -77,9 +77,20 @@
     });
   };
 
+  // A search's chart brings its own rows; its panels stand side by side where there is room.
+  const fitSearch = (spec, element) => {
+    const { hconcat, ...rest } = spec;
+    const wide = element.clientWidth > 760;
+    const width = wide ? (element.clientWidth - 240) / hconcat.length : panelWidth(element);
+    const panels = hconcat.map((panel) => ({ ...panel, width }));
+    element.dataset.rows = Object.values(spec.datasets ?? {}).flat().length || 1;
+    return { ...rest, config: { legend: { orient: "top" } }, [wide ? "hconcat" : "vconcat"]: panels };
+  };
+
   const specFor = (element) => {
     const text = JSON.stringify(page.specs[element.dataset.chart]);
     const spec = JSON.parse(text.replace(/#[0-9A-F]{6}/g, shade));
+    if (element.dataset.of === "search") return fitSearch(spec, element);
     const data = datasets(element);
     if (spec.vconcat) fitPanels(spec, data, element);
     if (element.dataset.chart === "steps") spec.width = panelWidth(element);

@@ -1,0 +1,98 @@
+"""``ebbench capacity`` over HTTP, on a server whose capacity is known; it never goes on where it must stop.
+
+Times are long beside those of a busy test machine: half a service time lies between a limit that is kept and one that
+is missed.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ebbench.fakeserver import FakeConfig, FakeServerProcess, parse_fault
+from ebbench.fakeserver.faults import Fault
+
+REQUESTS = "--input-len 20 --output-len 5 --length-distribution fixed"
+LATE = "--lag-limit-ms 200"
+
+
+def capacity(folder: Path, url: str, *more: str) -> subprocess.CompletedProcess[str]:
+    """The command in its own process, as a load generator runs: beside the server, not in it."""
+    code = "from ebbench.cli.main import run; run()"
+    options = f"capacity balanced --engine {url} {REQUESTS} -q -o {folder}".split()
+    return subprocess.run([sys.executable, "-c", code, *options, *more], capture_output=True, text=True, timeout=300)
+
+
+def answer(done: subprocess.CompletedProcess[str]) -> dict[str, object]:
+    assert done.returncode == 0, done.stderr
+    (found,) = json.loads(done.stdout)
+    assert isinstance(found, dict)
+    return found
+
+
+@pytest.mark.slow
+def test_the_number_of_requests_that_the_server_runs_at_a_time_is_found(tmp_path: Path) -> None:
+    """Three slots, 300 ms each: a fourth open request makes all wait 100 ms, and 50 ms are allowed."""
+    with FakeServerProcess(FakeConfig(ttft_ms=100, itl_ms=50, max_running=3)) as server:
+        options = [*LATE.split(), "--by", "concurrency", "--goodput", "ttft:150", "-n", "48", "--json"]
+        found = answer(capacity(tmp_path / "out", server.url, *options))
+    assert 3 <= float(str(found["capacity_concurrency"])) < 4, found
+    assert found["limited_by"] == "ttft"
+
+
+@pytest.mark.slow
+def test_the_rate_at_which_the_queue_grows_is_found(tmp_path: Path) -> None:
+    """Two slots, 100 ms each: 20 requests/s. TPOT does not suffer from a queue, so only the queue limits."""
+    with FakeServerProcess(FakeConfig(ttft_ms=60, itl_ms=10, max_running=2)) as server:
+        options = [
+            *LATE.split(),
+            "--goodput",
+            "tpot:100",
+            "-n",
+            "60",
+            "--precision",
+            "0.1",
+            "--max-probes",
+            "12",
+            "--json",
+        ]
+        found = answer(capacity(tmp_path / "out", server.url, *options))
+    assert found["limited_by"] == "queue"
+    assert 14 <= float(str(found["capacity_requests_per_s"])) <= 21, found
+    curve = found["curve"]
+    assert isinstance(curve, list)
+    by_time = sorted(curve, key=lambda point: int(str(point["run_dir"]).rpartition("seed")[2]))
+    first = next(index for index, point in enumerate(by_time) if point["runaway"])
+    assert all(point["load"] <= by_time[first]["load"] for point in by_time[first:])
+
+
+@pytest.mark.parametrize(
+    ("faults", "more", "words"),
+    [
+        ((parse_fault("status:code=500,every=3"),), LATE, "failed"),
+        ((parse_fault("kill:after=60"),), LATE, "server"),
+        ((), "--lag-limit-ms 0.0001", "INVALID"),
+    ],
+    ids=["requests fail", "server dies", "client late"],
+)
+def test_a_search_stops_where_nothing_can_be_measured(
+    tmp_path: Path, faults: tuple[Fault, ...], more: str, words: str
+) -> None:
+    with FakeServerProcess(FakeConfig(ttft_ms=5, itl_ms=1, faults=faults)) as server:
+        done = capacity(tmp_path / "out", server.url, "--goodput", "ttft:5000", "-n", "50", *more.split())
+        sent = len(server.ledger()) if "kill" not in str(faults) else 0
+    assert done.returncode == 4, done.stdout + done.stderr
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+    assert sent <= 3 * 40
+
+
+def test_a_server_that_refuses_is_one_line(tmp_path: Path) -> None:
+    done = capacity(tmp_path / "out", "http://127.0.0.1:9", "--goodput", "ttft:5000", "-n", "50")
+    assert done.returncode == 4
+    assert len(done.stderr.strip().splitlines()) <= 2
+    assert "127.0.0.1:9" in done.stderr
