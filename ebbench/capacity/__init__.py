@@ -1,1 +1,1 @@
-"""The highest load a deployment carries within its latency limits: probes, search, estimate."""
+"""The highest load that a deployment serves within its latency limits: probes, search, estimate."""

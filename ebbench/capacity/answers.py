@@ -1,4 +1,4 @@
-"""The answers of ``ebbench capacity``: one JSON object per policy, printed by --json and stored beside the probes."""
+"""Results of ``ebbench capacity`` as JSON: one object per policy, for --json and stored with the probes."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def answers(found: Mapping[str, Outcome], by_concurrency: bool, limits: Limits) 
 
 
 def store(rows: Sequence[Mapping[str, Any]], folder: Path) -> None:
-    """Write the answers into the search's directory."""
+    """Write the results into the directory of the search."""
     files.write_bytes(json.dumps(rows, indent=1, allow_nan=False).encode() + b"\n", folder / ANSWERS)
 
 
 def load(folder: Path) -> list[dict[str, Any]]:
-    """The answers stored in a search's directory; none where it holds no finished search.
+    """The results stored in a search's directory; empty without a finished search.
 
     Raises DataError for a damaged file.
     """
@@ -43,11 +43,10 @@ def load(folder: Path) -> list[dict[str, Any]]:
 
 
 def as_dict(policy: str, outcome: Outcome, by_concurrency: bool, limits: Limits) -> dict[str, Any]:
-    """One object of ``--json``. ``high`` is null where no probed load was too high.
+    """One object of ``--json``. ``high`` is null if no probed load was too high.
 
-    Rates are in requests/s: the searched rate of sessions, times the requests of a session. ``curve`` has one entry
-    per probe, in the order of the load; its latencies are medians, and the
-    percentiles at the required attainment, in ms.
+    Rates are in requests/s: the searched session rate times the requests per session. ``curve`` has one entry per probe
+    in order of load; its latencies are medians, and the percentiles at the required attainment, in ms.
     """
     estimate, near = outcome.estimate, outcome.nearest
     name = "capacity_concurrency" if by_concurrency else "capacity_requests_per_s"

@@ -1,4 +1,4 @@
-"""Pictures of capacity and of deployments: what ``--plot`` of ``ebbench capacity`` and ``ebbench plan`` writes.
+"""Pictures of capacity and deployments: ``--plot`` of ``ebbench capacity`` and ``ebbench plan``.
 
 The HTML report shows the same curves.
 """
@@ -21,13 +21,13 @@ PANELS = (
 
 
 def save_curves(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Write the chart; the suffix of ``path`` says the format. Raises UsageError for another suffix."""
+    """Write the chart; the suffix of ``path`` sets the format. Raises UsageError for another suffix."""
     check_suffix(path)
     figures.save(curves(rows), path.with_suffix(""), [path.suffix[1:]])
 
 
 def check_suffix(path: Path) -> None:
-    """Raise UsageError unless the path ends like a picture that can be written."""
+    """Raise UsageError unless ``path`` has the suffix of a supported picture format."""
     if path.suffix[1:] not in figures.FORMATS:
         raise UsageError(f"--plot {path}: the name must end in {', '.join('.' + name for name in figures.FORMATS)}")
 
@@ -35,9 +35,9 @@ def check_suffix(path: Path) -> None:
 def curves(rows: Sequence[Mapping[str, Any]], width: int = 260, height: int = 200) -> Any:
     """Share within the limits over the load, and TTFT and TPOT over throughput, from the objects of ``--json``.
 
-    Latencies are the percentiles at the required attainment, which cross their limits at capacity. One line per
-    policy. A vertical rule marks each capacity, a band its interval, a diamond the probe nearest to it, which is the
-    knee of the latency curves; dashed rules are the limits.
+    Latencies are the percentiles at the required attainment, which reach their limits at capacity. One line per policy.
+    A vertical rule marks each capacity, a band its interval, a diamond the nearest probe, which is the knee of the
+    latency curves; dashed rules are the limits.
     """
     alt = figures.altair()
     names = [str(row["policy"]) for row in rows]
@@ -69,7 +69,7 @@ def _limits(rows: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
 
 
 def _intervals(alt: Any, rows: Sequence[Mapping[str, Any]], colour: Any) -> list[Any]:
-    """A rule at each capacity and a band over its interval, where it has two ends."""
+    """A rule at each capacity, and a band over its interval if both ends are known."""
     found = [
         {"series": row["policy"], "x": capacity_of(row), "low": row["low"], "high": row["high"]}
         for row in rows
@@ -87,7 +87,7 @@ def capacity_of(row: Mapping[str, Any]) -> float | None:
 
 
 def _points(rows: Sequence[Mapping[str, Any]], key: str, over_load: bool) -> list[dict[str, Any]]:
-    """One point per policy and load: the mean over the probes at that load, of those whose queue stayed bounded."""
+    """One point per policy and load: the mean over probes at that load whose queue stayed bounded."""
     found = []
     for row in rows:
         by_load: dict[float, list[tuple[float, float]]] = {}
@@ -117,7 +117,7 @@ def _shown(probe: Mapping[str, Any], key: str) -> float:
 
 
 def save_frontier(found: Choice, priced: bool, path: Path) -> None:
-    """Write cost (or GPUs) over median TPOT, one point per deployment, those on the frontier filled."""
+    """Write cost (or GPUs) over median TPOT, one point per deployment; deployments on the frontier are filled."""
     check_suffix(path)
     alt = figures.altair()
     rows = [

@@ -1,4 +1,4 @@
-"""Search the candidates: bounds first, then sizes in the order of the least possible cost, then stress for the best."""
+"""Searches the candidates: bounds first, then sizes in order of least possible cost, then stress tests of the best."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from ebbench.capacity.deployments import Bound, Candidate, Deployment, Stress, T
 from ebbench.runs.pool import Pool, values
 
 WITHIN = 1.5
-"""Deployments that cost up to this many times the least are found and shown; dearer ones are left out."""
+"""Deployments that cost at most this many times the cheapest are sized and shown; others are left out."""
 STRESSED = 3
 _CHUNK = 4
-"""Candidates that are sized before the cheapest cost is looked at again."""
+"""Candidates sized before the cheapest cost is compared again."""
 
 
 @dataclass(frozen=True)
 class Costed:
-    """A deployment with its cost per hour (GPUs, where there are no prices). ``stress`` for the best ones alone."""
+    """A deployment with its cost per hour (GPUs, without prices). ``stress``: only of the best ones."""
 
     deployment: Deployment
     cost: float
@@ -27,9 +27,9 @@ class Costed:
 
 @dataclass(frozen=True)
 class Choice:
-    """What was found, cheapest first; ``refused``: candidates that cannot run or meet the limits, with the reason.
+    """Deployments, cheapest first; ``refused``: candidates that cannot run or meet the limits, with the reason.
 
-    ``pruned``: candidates left out because they cannot cost less than ``WITHIN`` times the cheapest deployment.
+    ``pruned``: candidates left out because they cost at least ``WITHIN`` times the cheapest deployment.
     """
 
     found: tuple[Costed, ...]
@@ -51,7 +51,7 @@ def choose(
     pool: Pool,
     advance: Callable[[str], None] = lambda _text: None,
 ) -> Choice:
-    """Find the deployments. ``advance`` is called with a line that says how far the search is."""
+    """Search the deployments. ``advance`` is called with a line of progress."""
     state = _State()
     by_candidate = {task.candidate: task for task in tasks}
     bounds: list[Bound] = []
@@ -108,7 +108,7 @@ def _kept(state: _State) -> list[Costed]:
 
 
 def _on_frontier(each: Costed, others: Iterable[Costed]) -> bool:
-    """Whether no other deployment costs no more and is no slower per token, one of them truly so."""
+    """Whether no other deployment is better in cost or time per token without being worse in the other."""
     own = (each.cost, _tpot(each))
     pairs = [(other.cost, _tpot(other)) for other in others]
     return not any(cost <= own[0] and tpot <= own[1] and (cost, tpot) != own for cost, tpot in pairs)
@@ -117,7 +117,7 @@ def _on_frontier(each: Costed, others: Iterable[Costed]) -> bool:
 def _stressed(
     ordered: list[Costed], tasks: Mapping[Candidate, Task], prices: Mapping[str, float], pool: Pool
 ) -> list[Costed]:
-    """The deployments, the cheapest of them simulated whole."""
+    """The deployments, with the cheapest ones simulated completely."""
     jobs = [(tasks[each.deployment.candidate], each.deployment.replicas) for each in ordered[:STRESSED]]
     results = {candidate: (replicas, found) for candidate, replicas, found in values(pool, _stress, jobs)}
     stressed = []
@@ -138,7 +138,7 @@ def _tpot(each: Costed) -> float:
 
 
 def _unit(candidate: Candidate, prices: Mapping[str, float]) -> float:
-    """Cost of one replica per hour; its GPUs, where there are no prices."""
+    """Cost of one replica per hour; without prices its number of GPUs."""
     return candidate.tp * prices.get(candidate.device, 1.0)
 
 

@@ -1,18 +1,18 @@
-"""The cheapest deployment that carries a request rate within latency limits, by simulation.
+"""The cheapest deployment that serves a request rate within latency limits, by simulation.
 
 A candidate is a device, a tensor-parallel size, a policy and the scheduler's limits. Each is simulated as one instance:
 
 1. Saturated, without limits: the rate of sessions that one instance completes when it is never idle. No load within
    limits completes more, so ``rate / saturated`` instances, rounded up, is a lower bound on the number needed.
-2. At ``rate / replicas``, for more and more replicas, until the limits are met; never above the saturated rate, at
-   which a queue grows too slowly for a short run to show it. Candidates are taken in the order of
-   their lower bound on cost; one whose bound is above the cost of a deployment found already cannot be cheaper and is
-   left out. The saturated rate is measured with noise, so it is taken ``HEADROOM`` higher.
-3. The best are simulated whole, replicas behind a dispatcher, at the rate asked for, at 120 % of it, and with one
-   replica lost. Where the whole misses the limits at the rate, it gets one replica more.
+2. At ``rate / replicas``, for increasing numbers of replicas, until the limits are met; never above the saturated rate,
+   at which a queue grows too slowly for a short run to show it. Candidates are sized in order of their lower bound on
+   cost; a candidate whose bound exceeds the cost of a known deployment cannot be cheaper and is left out. The saturated
+   rate is measured with noise, so ``HEADROOM`` is added to it.
+3. The best ones are simulated completely, with all replicas behind a dispatcher, at the requested rate, at 120 % of it,
+   and with one replica lost. If the limits are missed at the rate, one replica is added.
 
-One replica's share of a Poisson stream is taken to be Poisson at ``rate / replicas``, as random dispatch makes it. A
-dispatcher that knows the replicas' loads does better; step 3 shows by how much.
+A replica's share of a Poisson stream is modelled as Poisson at ``rate / replicas``, as with random dispatch. A
+dispatcher that knows the replicas' loads is better; step 3 shows by how much.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Task:
-    """The load to be carried. ``plan`` holds the other arguments of build_plan; ``sessions``: fewest per run."""
+    """The load to serve. ``plan``: further arguments of build_plan; ``sessions``: fewest per run."""
 
     candidate: Candidate
     model: str
@@ -69,26 +69,26 @@ class Task:
 
 @dataclass(frozen=True)
 class Bound:
-    """``saturated_per_s``: sessions/s of one instance that is never idle. ``refused``: why it cannot run at all."""
+    """``saturated_per_s``: sessions/s of one instance that is never idle. ``refused``: why it cannot run."""
 
     candidate: Candidate
     saturated_per_s: float = 0.0
     refused: str = ""
 
     def fewest(self, rate: float) -> int:
-        """A lower bound on the number of replicas, noise allowed for."""
+        """A lower bound on the number of replicas, with a margin for noise."""
         return max(1, math.ceil(rate / (HEADROOM * self.saturated_per_s)))
 
     def first(self, rate: float) -> int:
-        """The first number of replicas to try: none is loaded above its saturated rate."""
+        """The first number of replicas to try, at which no replica exceeds its saturated rate."""
         return max(1, math.ceil(rate / self.saturated_per_s))
 
 
 @dataclass(frozen=True)
 class Deployment:
-    """``replicas`` instances that keep the limits; ``reading`` is one instance at its share of the rate.
+    """``replicas`` instances that meet the limits; ``reading``: one instance at its share of the rate.
 
-    ``replicas`` 0: no number of replicas keeps them, or not within the cost of a cheaper one; ``refused`` says which.
+    ``replicas`` 0: no number of replicas meets them, or none below the cost of a cheaper deployment; see ``refused``.
     """
 
     candidate: Candidate
@@ -104,8 +104,11 @@ class Deployment:
 
 @dataclass(frozen=True)
 class Level:
-    """The whole deployment at one load. ``overloaded``: the queue grew for as long as requests came, so that the share
-    within the limits says nothing: it falls with the length of the run."""
+    """The whole deployment at one load.
+
+    ``overloaded``: the queue grew during all arrivals, so the share within the limits is not meaningful: it falls with
+    the length of the run.
+    """
 
     attainment: float
     overloaded: bool
@@ -113,7 +116,7 @@ class Level:
 
 @dataclass(frozen=True)
 class Stress:
-    """The whole deployment simulated at the rate, at 120 % of it, and at the rate with one replica lost.
+    """The whole deployment at the rate, at 120 % of it, and at the rate with one replica lost.
 
     ``one_lost`` is None for a single replica. ``ttft_ms``, ``tpot_ms``: medians at the rate.
     """
@@ -126,7 +129,7 @@ class Stress:
 
 
 def bound(task: Task) -> Bound:
-    """Saturated rate of one instance, or why it cannot run (the model does not fit, a refused setting)."""
+    """Saturated rate of one instance, or why it cannot run (the model does not fit, an invalid setting)."""
     candidate = task.candidate
     try:
         concurrency = 2 * candidate.max_num_seqs
@@ -138,7 +141,7 @@ def bound(task: Task) -> Bound:
 
 
 def size(task: Task, fewest: int, most: int) -> Deployment:
-    """The smallest number of replicas, from ``fewest`` to ``most``, whose instances keep the limits."""
+    """The smallest number of replicas, from ``fewest`` to ``most``, whose instances meet the limits."""
     candidate = task.candidate
     if refusal := _alone(task):
         return Deployment(candidate, 0, refused=refusal)
@@ -163,9 +166,9 @@ def size(task: Task, fewest: int, most: int) -> Deployment:
 
 
 def stress(task: Task, replicas: int) -> tuple[int, Stress]:
-    """Simulate the whole deployment behind a dispatcher that sends each request to the least loaded replica.
+    """Simulate the whole deployment behind a least-outstanding dispatcher.
 
-    Returns the replicas that keep the limits, ``replicas`` or a few more, and what their simulation showed.
+    Returns the number of replicas that meets the limits (``replicas`` or a few more), and the results.
     """
     whole = _whole(task, replicas, 1.0)
     for _ in range(_MOST_MORE):
@@ -188,7 +191,7 @@ def _level(reading: Reading) -> Level:
 
 
 def _alone(task: Task) -> str:
-    """Why requests miss the limits even one at a time; empty where they meet them."""
+    """Why requests miss the limits even one at a time; empty if they meet them."""
     reading = _run(task, _plan(task, "saturated", ALONE_SESSIONS, max_concurrency=1), 1.0)
     requirements = zip(task.limits.requirements(), reading.probe.counts, strict=True)
     missed = [f"{each.name} {100 * count.share:.0f} %" for each, count in requirements if count.share < each.share]
@@ -196,7 +199,7 @@ def _alone(task: Task) -> str:
 
 
 def _share(task: Task, replicas: int) -> Reading:
-    """One instance at its share of the rate."""
+    """Simulate one instance at its share of the rate."""
     return _long_enough(task, task.rate / replicas, task.sessions, 1)
 
 
@@ -205,7 +208,7 @@ def _whole(task: Task, replicas: int, factor: float) -> Reading:
 
 
 def _long_enough(task: Task, rate: float, sessions: int, replicas: int) -> Reading:
-    """A run with more and more sessions, until they suffice for the number that is open."""
+    """Repeat a run with more sessions until they suffice for the number of open sessions."""
     most = 16 * sessions
     while True:
         reading = _run(task, _plan(task, task.scenario, sessions, request_rate=rate), rate, replicas)

@@ -1,9 +1,9 @@
-"""Carry out a capacity search: probe, read, decide, until the answer is precise enough or the budget is spent.
+"""Runs a capacity search: probe, evaluate, decide, until the interval is narrow enough or the budget is spent.
 
-The search first measures requests alone. Limits that they miss even then cannot be met at any load; the outcome then
-says so and names the lowest limits that can be met. Their latency also gives the first load to try.
+The search first measures requests one at a time. If the limits are missed even then, no load can meet them; the outcome
+says so and names the lowest limits that can be met. These latencies also give the first load to try.
 
-Every probe is an ordinary run directory. A search that was stopped reads the directories it left and goes on.
+Every probe is an ordinary run directory. A stopped search reads its directories and continues.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ from ebbench.records.run import Run
 
 ALONE_SESSIONS = 40
 _FIRST_OPEN = 4
-"""Sessions that are open on average at the first load tried."""
+"""Mean number of open sessions at the first load tried."""
 _TRIES = 3
-"""INVALID runs in a row after which a search is given up: the client's machine is too busy or too slow."""
+"""Consecutive INVALID runs after which a search stops: the client's machine is too busy or too slow."""
 _NEAR, _NEAR_ABOVE = 1.05, 1.25
-"""Loads this much lower, and this much higher, than one whose run was too short need as long a run."""
+"""Loads within this factor of one whose run was too short need runs of the same length."""
 
 
 class Prober(Protocol):
-    """Makes runs. ``load`` is a request rate or a concurrency, as the search is asked."""
+    """Makes runs. ``load`` is a request rate or a concurrency, depending on the search."""
 
     def alone(self, sessions: int) -> Run:
-        """Run so many sessions one after the other."""
+        """Run ``sessions`` sessions one after the other."""
         ...
 
     def probe(self, load: float, sessions: int, seed: int) -> Run:
-        """Run so many sessions at a load."""
+        """Run ``sessions`` sessions at a load."""
         ...
 
 
 @dataclass(frozen=True)
 class Budget:
-    """When to stop: after so many probes, or seconds of wall-clock time since ``begun`` (:func:`time.monotonic`).
+    """When to stop: after a number of probes, or of seconds since ``begun`` (:func:`time.monotonic`).
 
-    ``named_s``: the time that the user gave for all policies together; messages name it.
+    ``named_s``: the total time for all policies that the user gave; used in messages.
     """
 
     probes: int = 60
@@ -55,7 +55,7 @@ class Budget:
     begun: float = field(default_factory=time.monotonic)
 
     def spent(self, probes: int) -> str:
-        """Which limit was reached; empty while none is."""
+        """The limit that was reached, in words; empty if none."""
         if probes >= self.probes:
             return f"--max-probes {self.probes}"
         if time.monotonic() - self.begun > self.seconds:
@@ -70,8 +70,10 @@ class Budget:
 
 @dataclass(frozen=True)
 class SearchConfig:
-    """One search. ``sessions``: fewest per probe. ``seconds``: least time over which sessions arrive. ``real_time``:
-    probes last as long as they say. ``longest``: a probe gets at most so many times the fewest sessions.
+    """Configuration of one search.
+
+    ``sessions``: fewest per probe. ``seconds``: least duration of arrivals. ``real_time``: the engine's time is the
+    wall clock's. ``longest``: a probe gets at most this many times the fewest sessions.
     """
 
     limits: Limits
@@ -85,7 +87,7 @@ class SearchConfig:
     most: float = math.inf
 
     def fewest(self, load: float) -> int:
-        """Sessions of a probe at ``load`` at least."""
+        """Least number of sessions of a probe at ``load``."""
         return max(self.sessions, math.ceil(2 * FEWEST_PER_OPEN * load if self.by_concurrency else self.seconds * load))
 
 
@@ -94,9 +96,9 @@ _NOTHING = Search((), start=1.0)
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a search found. ``stopped``: why it ended early; empty when the interval is as narrow as asked.
+    """Result of a search. ``stopped``: why it ended early; empty if the interval is narrow enough.
 
-    ``refused``: why no load can meet the limits; nothing was searched for then.
+    ``refused``: why no load can meet the limits; no search took place.
     """
 
     estimate: Estimate
@@ -107,12 +109,12 @@ class Outcome:
 
     @property
     def decided(self) -> bool:
-        """Whether any probe said anything about capacity."""
+        """Whether any probe was usable."""
         return self.estimate.capacity is not None or math.isfinite(self.estimate.high)
 
     @property
     def nearest(self) -> Reading:
-        """The reading with a bounded queue nearest to the capacity; requests alone where there is none."""
+        """The reading with a bounded queue nearest to the capacity; else that of requests one at a time."""
         capacity = self.estimate.capacity
         bounded = [r for r in self.readings if r.decides and not r.probe.runaway and not r.probe.failed]
         if capacity is None:
@@ -123,8 +125,8 @@ class Outcome:
     def limited_by(self) -> str:
         """``ttft``, ``tpot``, ``e2el``, ``memory``, ``queue``, ``errors`` or ``not reached``.
 
-        Of limits that must be met together, the one that the fewest requests met. ``memory``: the KV cache was full
-        for most of the time at capacity, so that more memory, not more speed, would carry more.
+        Of limits that must be met jointly, the one that the fewest requests met. ``memory``: the KV cache was full for
+        most of the time at capacity, so that more memory, not more speed, would increase it.
         """
         by = self.estimate.limited_by
         if self.refused:
@@ -146,9 +148,9 @@ def search_capacity(
     earlier: Sequence[tuple[float, Run]] = (),
     seen: Callable[[Reading, Estimate], None] = lambda _reading, _estimate: None,
 ) -> Outcome:
-    """Search until the interval is as narrow as asked. ``earlier``: loads and runs of a search that was stopped.
+    """Search until the interval is narrow enough. ``earlier``: loads and runs of a search that was stopped.
 
-    Raises RunError when runs cannot be carried out.
+    Raises RunError if runs fail.
     """
     alone = _measure_alone(config, prober)
     if refused := _unreachable(config, alone):
@@ -169,7 +171,7 @@ def search_capacity(
 
 
 def _given_up(readings: Sequence[Reading]) -> str:
-    """Why no further probe makes sense; empty while one does."""
+    """Why no further probe is useful; empty otherwise."""
     last = readings[-_TRIES:]
     if len(last) == _TRIES and all(reading.invalid for reading in last):
         return f"{_TRIES} INVALID probes in a row ({last[-1].invalid})"
@@ -177,10 +179,10 @@ def _given_up(readings: Sequence[Reading]) -> str:
 
 
 def decided(config: SearchConfig, readings: Sequence[Reading]) -> list[Probe]:
-    """The probes that the search may use: those of valid runs that were long enough.
+    """The probes that the search may use: those of valid runs of sufficient length.
 
-    A run that is too short shows too many requests within the limits, since it starts with an empty queue. Where few
-    of them met the limits anyway, it is long enough.
+    A run that is too short overstates the share within the limits, since it starts with an empty queue. If few requests
+    met the limits anyway, it is long enough.
     """
     return [
         reading.probe
@@ -191,10 +193,10 @@ def decided(config: SearchConfig, readings: Sequence[Reading]) -> list[Probe]:
 
 
 def _needed(readings: Sequence[Reading], load: float) -> int:
-    """Sessions that a probe needs to decide: twice those of a run nearby that was too short to tell the share.
+    """Sessions that a probe needs: twice those of a run at a similar load that was too short.
 
-    This holds for all runs nearby, also for those that do not look too short: to repeat only some would favour one
-    outcome.
+    This applies to all runs at similar loads, also to those that look long enough: repeating only some of them would
+    bias the result.
     """
     near = [r.sessions for r in readings if r.correlated and 1 / _NEAR <= load / r.probe.load <= _NEAR_ABOVE]
     return 2 * max(near, default=0)
@@ -205,7 +207,7 @@ def _long_enough(config: SearchConfig, readings: Sequence[Reading], load: float)
 
 
 def _measure_alone(config: SearchConfig, prober: Prober) -> Reading:
-    """Requests one at a time. Raises RunError when the run is INVALID again and again."""
+    """Measure requests one at a time. Raises RunError if the run is INVALID repeatedly."""
     for _ in range(_TRIES):
         run = prober.alone(ALONE_SESSIONS)
         if run.manifest.valid:
@@ -214,7 +216,7 @@ def _measure_alone(config: SearchConfig, prober: Prober) -> Reading:
 
 
 def _unreachable(config: SearchConfig, alone: Reading) -> str:
-    """Why no load can meet the limits, with the least that can be had; empty where requests alone meet them."""
+    """Why no load can meet the limits, with the lowest possible limits; empty if requests one at a time meet them."""
     columns = RequestColumns.of(Run.load(alone.run_dir).requests)
     requirements, slos = config.limits.requirements(), config.limits.slos()
     for requirement, slo, count in zip(requirements, slos, alone.probe.counts, strict=True):
@@ -230,7 +232,7 @@ def _unreachable(config: SearchConfig, alone: Reading) -> str:
 
 
 def _up(value_ms: float) -> str:
-    """Two significant digits, rounded up."""
+    """The value rounded up to two significant digits."""
     digits = 1 - math.floor(math.log10(value_ms))
     return f"{math.ceil(value_ms * 10**digits) / 10**digits:g}"
 
@@ -248,7 +250,7 @@ def _first_load(config: SearchConfig, alone: Reading) -> float:
 
 
 def _sessions(config: SearchConfig, readings: Sequence[Reading], load: float) -> int:
-    """Sessions of the next probe: enough for the number that will be open, by what nearby loads had open."""
+    """Sessions of the next probe: enough for the number expected to be open, from similar loads."""
     fewest = config.fewest(load)
     near = [r.mean_open for r in readings if 0.7 <= r.probe.load / load <= 1.25 and not r.probe.runaway]
     wanted = 0 if config.by_concurrency else math.ceil(1.5 * FEWEST_PER_OPEN * max(near, default=0.0))
@@ -257,7 +259,7 @@ def _sessions(config: SearchConfig, readings: Sequence[Reading], load: float) ->
 
 
 def _too_long(config: SearchConfig, readings: Sequence[Reading], load: float, budget: Budget) -> str:
-    """Why no time is left for a probe in real time at ``load``; empty while there is."""
+    """Why no time is left for a probe in real time at ``load``; empty if there is."""
     if not config.real_time or math.isinf(budget.seconds):
         return ""
     served = [r.completed_sessions_per_s for r in readings if r.completed_sessions_per_s]

@@ -1,4 +1,4 @@
-"""Limits that capacity must keep: ``ttft:2000`` for a share of the requests, ``ttft:p99:2000`` for a percentile."""
+"""Limits of a capacity search: ``ttft:2000`` for a share of the requests, ``ttft:p99:2000`` for a percentile."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Tail:
 
     @property
     def slo(self) -> Slo:
-        """The limit alone."""
+        """This limit alone."""
         return slo_from_limits({self.metric: self.limit_ms})
 
     def __str__(self) -> str:
@@ -32,14 +32,14 @@ class Tail:
 
 @dataclass(frozen=True)
 class Limits:
-    """``slo``: limits that ``attainment`` of the requests must meet all at once; ``tails``: percentiles beside them."""
+    """``slo``: limits that ``attainment`` of the requests must meet jointly; ``tails``: further percentile limits."""
 
     slo: Slo
     attainment: float
     tails: tuple[Tail, ...] = ()
 
     def requirements(self) -> tuple[Requirement, ...]:
-        """What the search looks for, in the order of :meth:`slos`."""
+        """The requirements of the search, in the order of :meth:`slos`."""
         joint = (Requirement(" ".join(self.slo.limits()), self.attainment),) if self.slo else ()
         return joint + tuple(Requirement(tail.metric, tail.share) for tail in self.tails)
 
@@ -55,8 +55,8 @@ class Limits:
 def parse_limits(texts: Iterable[str], attainment: float) -> Limits:
     """Parse ``metric:MS`` and ``metric:pNN:MS``, several per text if separated by spaces or commas.
 
-    Raises UsageError for an unknown metric, a percentile outside 1 to 99.9, no limit at all, or an attainment that is
-    not between 0 and 1 (exclusive): a share of 1 is decided by the single slowest request, whatever the load.
+    Raises UsageError for an unknown metric, a percentile outside 1 to 99.9, no limit, or an attainment that is not
+    between 0 and 1 (exclusive): a share of 1 would depend on the single slowest request at any load.
     """
     if not 0 < attainment < 1:
         raise UsageError(f"--attainment is a share between 0 and 1, such as 0.95, not {attainment:g}")

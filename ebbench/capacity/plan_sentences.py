@@ -15,10 +15,10 @@ from ebbench.render.tables import framed
 
 
 def parts(found: Choice, task: Task, prices: Mapping[str, float]) -> list[Table | str]:
-    """What is printed, in order."""
+    """The printed tables and sentences, in order."""
     lines: list[Table | str] = [
         f"{task.model}, {task.workload}: {task.rate:g} sessions/s within {task.limits}. Simulated on device models; "
-        "reports/fidelity/ says how far each can be trusted."
+        "reports/fidelity/ has the error of each."
     ]
     if found.found:
         lines += [_table(found, prices), *_remarks(found, task, prices)]
@@ -60,7 +60,7 @@ def _table(found: Choice, prices: Mapping[str, float]) -> Table:
 
 
 def _measured(each: Costed) -> tuple[str, ...]:
-    """TTFT, TPOT and shares within the limits: of the whole deployment where it was simulated, else of one replica."""
+    """TTFT, TPOT and shares within the limits: of the whole deployment if it was simulated, else of one replica."""
     if each.stress is not None:
         found = each.stress
         latencies = numbers.duration_ms(found.ttft_ms), numbers.duration_ms(found.tpot_ms)
@@ -111,7 +111,8 @@ def _per_million(each: Costed, prices: Mapping[str, float]) -> float | None:
 
 
 def as_dict(found: Choice, task: Task, prices: Mapping[str, float]) -> dict[str, Any]:
-    """One object: the question, the deployments from cheapest to dearest, and refused candidates with reasons."""
+    """One object: the question, the deployments from cheapest to most expensive, and refused candidates with
+    reasons."""
     return {
         "workload": task.workload,
         "model": task.model,

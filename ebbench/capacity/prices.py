@@ -1,4 +1,5 @@
-"""Prices per GPU-hour, from ``NAME=PRICE`` on the command line or a TOML file. No price is built in: they change."""
+"""Prices per GPU-hour, from ``NAME=PRICE`` on the command line or a TOML file. ebbench contains no prices, since they
+change."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ PRICE = Setting("price per GPU-hour", unit="per GPU-hour", above=0, example=3.5)
 
 
 class PriceFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A file of prices: ``gpu_hour`` by device. ``currency`` and ``as_of``, a date, are for its readers."""
+    """A file of prices: ``gpu_hour`` by device. ``currency`` and ``as_of`` (a date) are only for its readers."""
 
     gpu_hour: dict[str, float]
     currency: str = ""
@@ -24,9 +25,9 @@ class PriceFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def parse_prices(texts: Iterable[str]) -> dict[str, float]:
-    """Prices by device name; later ones go before earlier ones.
+    """Prices by device name; later ones override earlier ones.
 
-    Raises UsageError for a price that is not a positive number, InputFileError for a file in another form.
+    Raises UsageError for a price that is not a positive number, InputFileError for a file of another format.
     """
     prices: dict[str, float] = {}
     for text in texts:
@@ -39,7 +40,7 @@ def parse_prices(texts: Iterable[str]) -> dict[str, float]:
 
 
 def check_prices(prices: Mapping[str, float], devices: Iterable[str]) -> None:
-    """Raise UsageError where some devices have a price and others none: their costs would not compare."""
+    """Raise UsageError if only some devices have a price: their costs would not be comparable."""
     lacking = [device for device in devices if device not in prices]
     if prices and lacking:
         raise UsageError(f"no price for {', '.join(lacking)}; give --price {lacking[0]}=..., or choose with --device")

@@ -1,8 +1,8 @@
-"""From a finished run to a probe of the search: which requests count, how many met the limits, did the queue grow.
+"""Converts a finished run to a probe of the search: counted requests, share within the limits, growth of the queue.
 
-Only requests that were sent in the steady window count. Its beginning leaves out the time in which the system fills;
-its end is moved forward by a 90th percentile of latency, so that no counted request is served while the system
-drains. Counted requests that failed have met nothing.
+Only requests sent in the steady window count. The window starts after the system has filled; its end is moved forward
+by a 90th percentile of latency, so that no counted request is served while the system drains. Counted requests that
+failed did not meet the limits.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from ebbench.records.manifest import PhaseFact
 from ebbench.records.run import Run
 
 BATCHES = 20
-"""Parts of a run that its dispersion is estimated from."""
+"""Parts of a run from which its dispersion is estimated."""
 FEWEST_PER_OPEN = 8
-"""Counted sessions per session open at a time: a shorter run is mostly filling and draining."""
+"""Counted sessions per concurrently open session: a shorter run is mostly filling and draining."""
 _CORRELATED = 0.4
-"""Correlation of neighbouring batches above which a run is too short to tell the share (Fishman 1978)."""
+"""Correlation of neighbouring batches above which a run is too short to estimate the share (Fishman 1978)."""
 _UNCLEAR = 0.5
-"""A share below this is too low at any length of the run."""
+"""A share below this is too low for any length of the run."""
 _GROWTH = 0.01
 _FULL = 0.98
 _STEP_COLUMNS = ["start_ns", "end_ns", "kv_blocks_used", "kv_blocks_total"]
@@ -39,17 +39,16 @@ _STEP_COLUMNS = ["start_ns", "end_ns", "kv_blocks_used", "kv_blocks_total"]
 
 @dataclass(frozen=True)
 class Reading:
-    """A probe and what else its run says. Latencies are medians in ms.
+    """A probe and further results of its run. Latencies in ms.
 
-    ``short``: too few sessions for the number that were open; the probe decides nothing. ``correlated``: consecutive
-    parts of the run met the limits to shares so alike that the queue rose or fell more slowly than the run lasted.
+    ``short``: too few sessions for the number that were open; the probe is not used. ``correlated``: neighbouring parts
+    of the run had so similar shares within the limits that the queue changed more slowly than the run lasted.
     ``sessions``: those of the whole run. ``invalid``: reasons why the run is INVALID although its requests did not
-    fail, such as a client that was late; neither does this probe decide anything, since it says nothing about the
-    server. ``attainment`` is the share of counted requests that met the joint limits (all of them, where only
-    percentiles are limited). ``completed_sessions_per_s`` counts those that ended in the steady window. ``shares``:
-    the share that met each limit alone. ``ttft_ms``, ``tpot_ms``: medians; ``ttft_high_ms``, ``tpot_high_ms``: the
-    percentiles of the counted requests at the required attainment. ``memory_full``: share of the
-    time with the KV cache full.
+    fail, such as a late client; the probe is not used, since it does not describe the server. ``attainment``: share of
+    counted requests that met the joint limits (1 if only percentiles are limited). ``completed_sessions_per_s``:
+    sessions that ended in the steady window. ``shares``: share that met each limit alone. ``ttft_ms``, ``tpot_ms``:
+    medians; ``ttft_high_ms``, ``tpot_high_ms``: percentiles at the required attainment. ``memory_full``: share of the
+    time with a full KV cache.
     """
 
     probe: Probe
@@ -79,13 +78,13 @@ class Reading:
 
     @property
     def clearly_over(self) -> bool:
-        """Whether the load is too high whatever a longer run would show."""
+        """Whether the load is too high regardless of the length of the run."""
         few = any(count.share < _UNCLEAR for count in self.probe.counts)
         return few or self.probe.runaway or bool(self.probe.failed)
 
 
 def read_probe(run: Run, load: float, limits: Limits) -> Reading:
-    """Read a finished run. Raises DataError when its tables are damaged."""
+    """Read a finished run. Raises DataError if its tables are damaged."""
     manifest = run.manifest
     steps = run.table("steps", _STEP_COLUMNS)
     reasons = "" if manifest.valid else "; ".join(manifest.reasons)
@@ -95,7 +94,7 @@ def read_probe(run: Run, load: float, limits: Limits) -> Reading:
 
 @dataclass(frozen=True)
 class Measured:
-    """What a probe is read from: tables of one run, its closed-loop phases (none: open loop), reasons if INVALID."""
+    """Tables of one run, its closed-loop phases (none: open loop), and the reasons if it is INVALID."""
 
     requests: pa.Table
     steps: pa.Table
@@ -148,7 +147,7 @@ def _failed_share(columns: RequestColumns) -> float:
 
 
 def _counted(columns: RequestColumns, windows: tuple[Window, ...]) -> tuple[Mask, float]:
-    """The requests that count, and how long they took to come, in seconds."""
+    """The counted requests, and the duration of their arrivals in s."""
     nothing: Mask = np.zeros(len(columns.status), np.bool_)
     if not windows:
         return nothing, 0.0
@@ -167,7 +166,7 @@ def _counts(columns: RequestColumns, counted: Mask, met: Mask) -> Counts:
 
 
 def _correlated(counts: Counts) -> bool:
-    """Whether neighbouring batches are correlated, in a run whose share is not low at any length."""
+    """Whether neighbouring batches are correlated, in a run whose share is not too low for any length."""
     if not _UNCLEAR <= counts.share < 1 or len(counts.batches) < BATCHES:
         return False
     off = np.array([met / counted for met, counted in counts.batches]) - counts.share
@@ -175,7 +174,7 @@ def _correlated(counts: Counts) -> bool:
 
 
 def _shares(columns: RequestColumns, counted: Mask, limits: Limits) -> dict[str, float]:
-    """Share of the counted requests that met each limit by itself."""
+    """Share of the counted requests that met each limit alone."""
     singles = {name: slo_from_limits({name: value}) for name, value in limits.slo.limits().items()}
     singles |= {str(tail): tail.slo for tail in limits.tails}
     total = max(1, int(counted.sum()))
@@ -183,10 +182,10 @@ def _shares(columns: RequestColumns, counted: Mask, limits: Limits) -> dict[str,
 
 
 def _queue_grows(columns: RequestColumns, windows: tuple[Window, ...]) -> bool:
-    """Whether more sessions were open in the last quarter of the arrivals than in the second, beyond noise.
+    """Whether significantly more sessions were open in the last quarter of the arrivals than in the second.
 
-    Growth is measured per arrival: a server that falls behind by 1 % of what arrives, plus three standard deviations
-    of a Poisson number of open sessions, does not keep up.
+    Growth is measured per arrival: a server that falls behind by 1 % of the arrivals, plus three standard deviations of
+    a Poisson number of open sessions, is overloaded.
     """
     sent = columns.intended != MISSING
     if not windows or sent.sum() < 8:
@@ -216,7 +215,7 @@ def _mean_open(arrivals: Ints, ends: Ints, start: int, end: int) -> float:
 
 
 def _memory_full(steps: pa.Table, windows: tuple[Window, ...]) -> float:
-    """Share of the steady time in which the KV cache was full; 0 where the engine records no steps."""
+    """Share of the steady time with a full KV cache; 0 if the engine records no steps."""
     if not steps.num_rows or not windows:
         return 0.0
     start, end, used, total = (steps[name].to_numpy() for name in _STEP_COLUMNS)
@@ -234,13 +233,13 @@ def _quantile_ms(values_ns: Floats, share: float) -> float | None:
 
 
 def _tpot_ns(columns: RequestColumns, rows: Mask) -> Floats:
-    """Time per output token of the rows with at least two."""
+    """Time per output token (ns) of the rows with at least two tokens."""
     rows = rows & (columns.output_tokens >= 2)
     return (columns.last_token - columns.first_token)[rows] / (columns.output_tokens[rows] - 1)
 
 
 def least_possible(columns: RequestColumns, metric: str, share: float) -> float | None:
-    """The limit in ms that ``share`` of the completed requests meet; None where the metric is undefined."""
+    """The limit in ms that ``share`` of the completed requests meet; None if the metric is undefined."""
     assert metric in METRICS
     ok = columns.ok
     if metric == "tpot":

@@ -1,24 +1,24 @@
-"""Find the load at which requirements stop being met, from noisy probes.
+"""Finds the load at which requirements stop being met, from noisy probes.
 
-A probe runs one load with one seed and counts, per requirement, how many requests met it. The share that meets a
-requirement falls as the load grows. Capacity is the load at which the share equals the required one; of several
-requirements the one with the lowest capacity decides.
+A probe runs one load with one seed and counts, per requirement, how many requests met it. That share falls as the load
+grows. Capacity is the load at which the share equals the required one; of several requirements the one with the lowest
+capacity decides.
 
-The search has no state of its own: :func:`next_load` and :func:`estimate` are pure functions of the probes made so
-far, so a search that was stopped goes on from stored probes. It has three stages:
+The search has no state: :func:`next_load` and :func:`estimate` are pure functions of the probes so far, so a stopped
+search continues from stored probes. It has three stages:
 
 1. Bracket: double or halve the load until one probe met every requirement and a higher one did not.
 2. Narrow: bisect the bracket, on a log scale, down to a ratio of ``NARROW``.
-3. Refine: probe on both sides of the estimated crossing, each time with a new seed, until the interval is as narrow
-   as asked. Where the share falls too steeply for a fit, bisect to the end and probe both ends again. Where requests
+3. Refine: probe on both sides of the estimated crossing, each time with a new seed, until the interval is narrow
+   enough. If the share falls too steeply for a fit, bisect to the end and repeat the probes at both ends. If requests
    meet the requirements even while the queue grows without bound (a limit on TPOT alone, for example), there is no
    crossing: capacity is then the rate at which an overloaded system completes sessions, so probes go above it.
 
-The estimate fits a logistic curve, share against log(load), to the probes near the crossing (quasi-binomial
-regression, Wedderburn 1974). Why this and not a bisection to the end: a bisection treats each noisy answer as true and
-has no interval; the fit uses how far each probe was above or below, and its residuals tell how noisy probes are.
-Requests of one run are not independent (they share a queue), so the variance is multiplied by the dispersion, the
-larger of two estimates: between probes, from the residuals, and within probes, from batches of consecutive requests.
+The estimate fits a logistic curve, share over log(load), to the probes near the crossing (quasi-binomial regression,
+Wedderburn 1974). A pure bisection would treat each noisy probe as exact and give no interval; the fit uses how far each
+probe was above or below, and its residuals measure the noise. Requests of one run are not independent (they share a
+queue), so the variance is multiplied by the dispersion, the larger of two estimates: between probes, from the
+residuals, and within probes, from batches of consecutive requests.
 """
 
 from __future__ import annotations
@@ -36,35 +36,34 @@ Floats = npt.NDArray[np.float64]
 NARROW = 1.15
 """Ratio of the bracket's ends at which refining begins."""
 _NEAR = math.log(1.25)
-"""Probes this far from the crossing, in log(load), enter the fit at most; the logistic curve is a local approximation.
-"""
+"""Largest distance from the crossing, in log(load), of probes in the fit; the logistic curve is a local
+approximation."""
 _NEAR_LOGITS = 2.5
-"""Probes this far from the crossing, in logits of the fitted share, enter the fit: a steep curve has a small vicinity.
-"""
+"""Distance from the crossing, in logits of the fitted share, of probes in the fit: a steep curve uses fewer loads."""
 _FEWEST = 5
-"""Probes that a fit needs at least: two parameters and three residuals."""
+"""Least number of probes for a fit: two parameters and three residuals."""
 _CONFIDENCE = 0.95
 _OVERLOAD = 1.25
 """Load of a probe that measures the rate at which an overloaded system completes sessions, over that rate."""
 _SURELY_OVER = 1.08
-"""A queue that grows at less than this much overload may have grown by chance."""
+"""With less overload a queue may have grown by chance."""
 _WIDEST = math.log(2)
-"""Half intervals wider than this, in log(load), say nothing either."""
+"""Wider half intervals, in log(load), are not reported."""
 _FLATTEST = -0.5
-"""Slopes of logit(share) over log(load) above this say nothing about where the crossing is."""
+"""Slopes of logit(share) over log(load) above this do not locate the crossing."""
 _LOWEST = 1 / 1024
-"""The lowest load tried, over the first one: requests hardly meet one another there."""
+"""The lowest load tried, over the first one: there requests hardly overlap."""
 _GROWING = 1.02
-"""Where twice the open sessions complete less than this many times the sessions/s, more of them only wait."""
+"""If twice the open sessions complete less than this factor more sessions/s, the additional ones only wait."""
 _CONFIRMED = 2
-"""Probes at each end of a bracket that is as narrow as asked, before it is taken as the answer."""
+"""Probes at each end of a bracket that is narrow enough, before it is accepted as the result."""
 _SURE_DEVIATIONS = 4.0
-"""Standard deviations between the share at an end of the bracket and the required one that leave no doubt."""
+"""Standard deviations between the share at an end of the bracket and the required one that count as certain."""
 
 
 @dataclass(frozen=True)
 class Requirement:
-    """``share`` of the requests must meet the limits called ``name`` (``ttft``, ``tpot``, ``ttft tpot``, ...)."""
+    """``share`` of the requests must meet the limits named ``name`` (``ttft``, ``tpot``, ``ttft tpot``, ...)."""
 
     name: str
     share: float
@@ -80,7 +79,7 @@ class Counts:
 
     @property
     def share(self) -> float:
-        """Share of the counted requests that met the requirement; 0 where none was counted."""
+        """Share of the counted requests that met the requirement; 0 if none was counted."""
         return self.met / self.counted if self.counted else 0.0
 
 
@@ -88,9 +87,9 @@ class Counts:
 class Probe:
     """One run at ``load`` (requests/s or concurrent sessions) with ``seed``; ``counts`` has one entry per requirement.
 
-    ``runaway``: the queue grew for as long as requests came, so the load is above capacity whatever the counts say.
-    ``served_per_s``: the rate at which sessions were completed.
-    ``failed``: requests failed or the run is INVALID; it is above capacity and enters no fit.
+    ``runaway``: the queue grew during all arrivals, so the load is above capacity regardless of the counts.
+    ``served_per_s``: rate of completed sessions. ``failed``: requests failed or the run is INVALID; the load counts as
+    above capacity and is not used in fits.
     """
 
     load: float
@@ -113,8 +112,8 @@ class Probe:
 class Estimate:
     """Capacity with a 95 % interval. ``limited_by``: the requirement that decides, ``queue`` or ``errors``.
 
-    ``low`` and ``high`` are the bracket where probes are too few for a fit (``fitted`` is False). ``capacity`` is None
-    where no probed load met the requirements; ``high`` is infinite where every one did.
+    ``low`` and ``high`` are the bracket if there are too few probes for a fit (``fitted`` is False). ``capacity`` is
+    None if no probed load met the requirements; ``high`` is infinite if every one did.
     """
 
     capacity: float | None
@@ -125,7 +124,7 @@ class Estimate:
 
     @property
     def half_width(self) -> float:
-        """Half the interval as a share of the capacity; infinite where there is none."""
+        """Half the interval as a share of the capacity; infinite without an interval."""
         if self.capacity is None or not math.isfinite(self.high) or self.capacity <= 0:
             return math.inf
         return (self.high - self.low) / (2 * self.capacity)
@@ -133,7 +132,10 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Search:
-    """What is looked for: ``requirements``, the first load to try, precision, and whole numbers (``integer``)."""
+    """The question:
+
+    ``requirements``, first load to try, precision, and whether loads are whole numbers (``integer``).
+    """
 
     requirements: tuple[Requirement, ...]
     start: float
@@ -142,13 +144,13 @@ class Search:
     most: float = math.inf
 
     def rounded(self, load: float) -> float:
-        """The load as it can be run."""
+        """The load rounded to one that can be run."""
         load = min(load, self.most)
         return float(max(1, round(load))) if self.integer else load
 
 
 def next_load(search: Search, probes: Sequence[Probe]) -> float | None:
-    """The next load to probe, or None when the interval is as narrow as asked or no other load may be tried."""
+    """The next load to probe, or None if the interval is narrow enough or no other load may be tried."""
     if not probes:
         return search.rounded(search.start)
     low, high = bracket(search, probes)
@@ -174,7 +176,7 @@ def next_load(search: Search, probes: Sequence[Probe]) -> float | None:
 
 
 def waits_only(search: Search, probes: Sequence[Probe]) -> bool:
-    """Whether, in a closed loop, twice the open sessions completed no more sessions/s: the others waited."""
+    """Whether, in a closed loop, twice the open sessions completed no more sessions/s: the additional ones waited."""
     rates = {p.load: p.served_per_s for p in probes if p.served_per_s}
     highest = max(rates, default=0.0)
     before = rates.get(highest / 2)
@@ -184,8 +186,8 @@ def waits_only(search: Search, probes: Sequence[Probe]) -> bool:
 def bracket(search: Search, probes: Sequence[Probe]) -> tuple[float | None, float | None]:
     """The highest load that met the requirements below the lowest that did not, and that lowest.
 
-    Noise can put a failing probe below a passing one; loads are then judged by the majority of the probes up to them,
-    through isotonic regression of pass (1) and fail (0) over the load (pool adjacent violators).
+    Noise can put a failing probe below a passing one; each load is then judged by the majority of the probes up to it,
+    by isotonic regression of pass (1) and fail (0) over the load (pool adjacent violators).
     """
     loads = sorted({probe.load for probe in probes})
     passed = [[float(p.meets(search.requirements)) for p in probes if p.load == load] for load in loads]
@@ -233,7 +235,7 @@ def _undisputed(search: Search, probes: Sequence[Probe]) -> tuple[float, float]:
 
 
 def _beyond_doubt(search: Search, probes: Sequence[Probe], low: float, high: float) -> bool:
-    """Whether the ends of the bracket are no matter of chance: the share falls in a step between them."""
+    """Whether the ends of the bracket are certain: the share falls in a step between them."""
     if _undisputed(search, probes) != (low, high):
         return False
     at_low, at_high = ([p for p in probes if p.load == load] for load in (low, high))
@@ -244,7 +246,7 @@ def _beyond_doubt(search: Search, probes: Sequence[Probe], low: float, high: flo
 
 
 def _deviations(probes: Sequence[Probe], index: int, share: float) -> float:
-    """How far the counts are above the required share, in standard deviations; requests of one run are dependent."""
+    """Distance of the counts from the required share in standard deviations; requests of one run are dependent."""
     counted = sum(probe.counts[index].counted for probe in probes)
     met = sum(probe.counts[index].met for probe in probes)
     dispersion = max(1.0, _within(probes, index))
@@ -252,7 +254,7 @@ def _deviations(probes: Sequence[Probe], index: int, share: float) -> float:
 
 
 def _falling(values: list[float], weights: list[int]) -> list[float]:
-    """Weighted least-squares fit that never rises (pool adjacent violators)."""
+    """Weighted least-squares fit that never increases (pool adjacent violators)."""
     blocks: list[list[float]] = []  # mean, weight, length
     for value, weight in zip(values, weights, strict=True):
         blocks.append([value, float(weight), 1.0])
@@ -280,14 +282,14 @@ def _between(search: Search, low: float, high: float, probes: Sequence[Probe]) -
 
 
 def _unconfirmed(low: float, high: float, probes: Sequence[Probe]) -> float | None:
-    """The end of the bracket that was probed less often; None where both were probed often enough."""
+    """The end of the bracket with fewer probes; None if both have enough."""
     seen = {end: sum(probe.load == end for probe in probes) for end in (low, high)}
     least = min(seen, key=lambda end: seen[end])
     return least if seen[least] < _CONFIRMED else None
 
 
 def _overloading(search: Search, probes: Sequence[Probe], found: Estimate) -> float | None:
-    """A load that surely overloads, no higher than one that was seen to; None where no such load was seen."""
+    """A load that certainly overloads, at most one that was observed to; None if none was observed."""
     assert found.capacity is not None
     highest = max((probe.load for probe in probes if probe.runaway), default=0.0)
     load = search.rounded(min(_OVERLOAD * found.capacity, highest))
@@ -295,7 +297,8 @@ def _overloading(search: Search, probes: Sequence[Probe], found: Estimate) -> fl
 
 
 def _refined(search: Search, probes: Sequence[Probe], found: Estimate) -> float:
-    """Loads in turn below and above the crossing: two loads apart tell the slope, which the interval needs."""
+    """Loads alternately below and above the crossing: two distinct loads determine the slope, which the interval
+    needs."""
     assert found.capacity is not None
     spread = min(max(search.precision, found.half_width / 2), math.log(NARROW) / 2)
     side = 1 if len(probes) % 2 else -1
@@ -303,7 +306,7 @@ def _refined(search: Search, probes: Sequence[Probe], found: Estimate) -> float:
 
 
 def _blame(search: Search, probes: Sequence[Probe]) -> str:
-    """What the lowest failing probe failed. A queue is to blame only where the counted requests met everything."""
+    """The requirement that the lowest failing probe missed; the queue only if the counted requests met all of them."""
     failing = [probe for probe in probes if not probe.meets(search.requirements)]
     if not failing:
         return "not reached"
@@ -321,7 +324,7 @@ def _blame(search: Search, probes: Sequence[Probe]) -> str:
 def _overloaded(probes: Sequence[Probe], low: float, high: float) -> Estimate:
     """The rate at which overloaded probes completed sessions, with a t interval.
 
-    The bracket's ends are the interval while there are fewer than three of them.
+    With fewer than three such probes the interval is the bracket.
     """
     runaway = [probe for probe in probes if probe.runaway and probe.served_per_s]
     rates = [p.served_per_s for p in runaway if p.served_per_s and p.load >= _SURELY_OVER * p.served_per_s]
@@ -335,10 +338,10 @@ def _overloaded(probes: Sequence[Probe], low: float, high: float) -> Estimate:
 
 
 def _crossing(requirement: Requirement, index: int, probes: Sequence[Probe], middle: float) -> Estimate | None:
-    """Capacity under one requirement; None where the probes do not say: too few, or none above it."""
+    """Capacity under one requirement; None if there are too few probes, or none above it."""
     usable = [probe for probe in probes if not probe.failed and not probe.runaway and probe.counts[index].counted]
     centre, reach = math.log(middle), _NEAR
-    for _ in range(5):  # the fit moves the centre, the centre chooses the probes of the fit
+    for _ in range(5):  # the fit moves the centre, and the centre selects the probes of the fit
         near = _nearest(usable, centre, reach)
         fit = _fit(near, index)
         if fit is None or fit.slope > _FLATTEST:
@@ -356,7 +359,7 @@ def _crossing(requirement: Requirement, index: int, probes: Sequence[Probe], mid
 
 
 def _nearest(probes: Sequence[Probe], centre: float, reach: float) -> list[Probe]:
-    """The probes whose log(load) is at most ``reach`` from ``centre``, and no fewer than a fit needs."""
+    """The probes whose log(load) is at most ``reach`` from ``centre``, but at least as many as a fit needs."""
     by_distance = sorted(probes, key=lambda probe: abs(math.log(probe.load) - centre))
     near = [probe for probe in by_distance if abs(math.log(probe.load) - centre) <= reach]
     return near if len(near) >= _FEWEST else by_distance[:_FEWEST]
@@ -380,7 +383,7 @@ class _Fit:
 
 
 def _fit(probes: Sequence[Probe], index: int) -> _Fit | None:
-    """Quasi-binomial logistic regression by iteratively reweighted least squares; None where it has no solution."""
+    """Quasi-binomial logistic regression by iteratively reweighted least squares; None if it has no solution."""
     if len(probes) < _FEWEST:
         return None
     x = np.log([probe.load for probe in probes])
@@ -389,7 +392,7 @@ def _fit(probes: Sequence[Probe], index: int) -> _Fit | None:
     centre = float(x.mean())
     design = np.column_stack([np.ones(len(x)), x - centre])
     counted = np.array([probe.counts[index].counted for probe in probes], float) + 1
-    met = np.array([probe.counts[index].met for probe in probes], float) + 0.5  # finite where all or none met it
+    met = np.array([probe.counts[index].met for probe in probes], float) + 0.5  # finite even if all or none met it
     share = met / counted
     beta = np.linalg.lstsq(design, np.log(share / (1 - share)), rcond=None)[0]
     for _ in range(50):

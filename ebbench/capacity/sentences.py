@@ -19,14 +19,14 @@ _LIMITED = {
     "queue": "limits are kept up to the load at which the queue grows without bound",
     "errors": "requests fail at higher loads",
 }
-"""What ``limited_by`` means where the name alone does not say it."""
-_WAITING = "twice the open sessions completed no more requests/s within the limits: further ones only wait"
+"""Explanations of ``limited_by``."""
+_WAITING = "twice the open sessions completed no more requests/s within the limits: additional ones only wait"
 _SAME = 1.01
-"""Loads up to this ratio apart share a bar."""
+"""Loads within this ratio share a bar."""
 
 
 def announce(limits: Limits, by_concurrency: bool) -> str:
-    """What is searched for."""
+    """The question of the search."""
     load = "number of open sessions" if by_concurrency else "rate of sessions"
     return f"searching for the highest {load} that keeps {limits}"
 
@@ -77,7 +77,7 @@ def table(found: Mapping[str, Outcome], by_concurrency: bool) -> Table:
 
 
 def remarks(found: Mapping[str, Outcome], limits: Limits, by_concurrency: bool) -> list[str]:
-    """What the table does not say: the curves, why a search stopped, what the limit means."""
+    """Notes below the table: curves, why a search stopped, what the limit means."""
     lines = []
     if any(outcome.readings for outcome in found.values()):
         lines.append(f"Latencies and goodput are those of the probe nearest to capacity. Limits: {limits}.")
@@ -109,9 +109,9 @@ def _open_ends(policy: str, outcome: Outcome, by_concurrency: bool) -> list[str]
 
 
 def curves(outcome: Outcome, limits: Limits, by_concurrency: bool) -> list[str]:
-    """Share within the limits, and TTFT and TPOT at the required percentile, over the load: rows of bars.
+    """Rows of bars over the load: share within the limits, and TTFT and TPOT at the required percentile.
 
-    A mark below them stands at capacity. Probes whose queue ran away are left out: their share falls, and their TTFT
+    A mark below them shows the capacity. Probes with an unbounded queue are left out: their share falls, and their TTFT
     grows, with the length of the run. Loads less than 1 % apart share a bar.
     """
     columns = _columns([r for r in outcome.readings if r.decides and not r.probe.runaway])
@@ -139,7 +139,7 @@ def curves(outcome: Outcome, limits: Limits, by_concurrency: bool) -> list[str]:
 
 
 def _columns(readings: Sequence[Reading]) -> list[list[Reading]]:
-    """Readings in the order of their load; those at nearly the same load together."""
+    """Readings in order of load; those at nearly the same load are grouped."""
     columns: list[list[Reading]] = []
     for reading in sorted(readings, key=lambda reading: reading.probe.load):
         if columns and reading.probe.load <= _SAME * columns[-1][0].probe.load:

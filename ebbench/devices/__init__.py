@@ -1,4 +1,4 @@
-"""Cost models and device profiles: a GPU holding a model, as an engine sees it."""
+"""Devices: cost models and profiles of GPUs that serve a model."""
 
 from ebbench.devices.base import CostModel, Device, StepShape
 from ebbench.devices.loader import load_device

@@ -1,14 +1,14 @@
-"""Attention time of one layer, from joint tables where they exist, from pure tables otherwise.
+"""Attention time of one layer, from joint tables if they exist, else from pure tables.
 
-A step's attention is ``prefill + increment``: the prompts' own cost, and what the decodes add to it. The increment
-is measured (joint tables) or derived from the pure decode cost. How tables are continued beyond their ends:
+A step's attention is ``prefill + increment``: the prompts' own cost, and what the decodes add to it. The increment is
+measured (joint tables) or derived from the pure decode cost. Tables are extrapolated as follows:
 
-- Decodes beyond the last row: a decode costs a fixed part and a part per KV token; both are taken from the whole
-  last row, never from the slope of two points.
-- Mixed steps beyond 128 decodes: FlashAttention 2 gives every decode of a mixed batch its own tile per query head
-  and walks the batch head by head. Queries that share a KV head then find their keys in the L2 cache only while
-  the keys of the *whole batch* fit. So the cost depends on the sum of contexts, which the 128-decode rows
-  cover up to two million tokens, plus a fixed part per sequence.
+- Decodes beyond the last row: a decode has a fixed cost and a cost per KV token; both are estimated from the whole
+  last row, not from the slope of two points.
+- Mixed steps beyond 128 decodes: FlashAttention 2 gives every decode of a mixed batch its own tile per query head and
+  processes the batch head by head. Queries that share a KV head then find their keys in the L2 cache only if the keys
+  of the *whole batch* fit. So the cost depends on the sum of contexts, which the 128-decode rows cover up to two
+  million tokens, plus a fixed cost per sequence.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ MAX_CHUNK = 65_536
 
 @dataclass(frozen=True)
 class Grid:
-    """A table on a regular grid, flattened, for multilinear interpolation with linear continuation of the last axis."""
+    """A table on a regular grid, for multilinear interpolation with linear extrapolation of the last axis."""
 
     axes: tuple[tuple[float, ...], ...]
     values: list[float]
 
     @staticmethod
     def of(axes: tuple[tuple[float, ...], ...], values: Array) -> Grid:
-        """Flatten ``values`` of shape given by ``axes``; raises ValueError on a hole or a negative value."""
+        """Flatten ``values``, whose shape is given by ``axes``. Raises ValueError for a missing or negative value."""
         if values.shape != tuple(map(len, axes)) or not np.isfinite(values).all() or (values < 0).any():
             raise ValueError("a kernel grid has a hole or a negative value")
         return Grid(axes, values.ravel().tolist())
 
     def at2(self, x: float, y: float) -> float:
-        """Bilinear interpolation; beyond the ends the outer cells continue."""
+        """Bilinear interpolation with linear extrapolation."""
         xs, ys = self.axes
         i = min(max(bisect_right(xs, x) - 1, 0), len(xs) - 2)
         j = min(max(bisect_right(ys, y) - 1, 0), len(ys) - 2)
@@ -59,7 +59,7 @@ class Grid:
         return low + (values[at] + (values[at + 1] - values[at]) * v - low) * u
 
     def at4(self, a: float, b: float, x: float, y: float) -> float:
-        """Multilinear in four axes; the first two stop at their ends, the last two continue."""
+        """Multilinear interpolation in four axes; the first two are clamped, the last two extrapolated."""
         first, second, xs, ys = self.axes
         i = min(max(bisect_right(first, a) - 1, 0), len(first) - 2)
         j = min(max(bisect_right(second, b) - 1, 0), len(second) - 2)
@@ -92,13 +92,13 @@ class Grid:
 
 @dataclass(frozen=True)
 class AttentionTables:
-    """One layer's attention in seconds.
+    """Attention times of one layer in seconds.
 
-    ``first_s[c]`` is a lone prompt chunk of c tokens, ``first_context_s[c]`` its cost per cached token before it;
-    ``next_s`` and ``next_context_s`` the same for every further chunk of the step, when the GPU is already full; the
-    chunk that leads by most pays its lone cost.
-    ``decode`` is pure decode over (sequences, mean context); ``increment`` what decodes add to a prefill step over
-    (longest chunk, its context, sequences, mean context). ``window`` of 0 means none.
+    ``first_s[c]``: a single prompt chunk of c tokens; ``first_context_s[c]``: its cost per cached token before it.
+    ``next_s`` and ``next_context_s``: the same for every further chunk of the step, when the GPU is already full; the
+    chunk with the largest difference pays its single cost. ``decode``: pure decode over (sequences, mean context).
+    ``increment``: cost that decodes add to a prefill step over (longest chunk, its context, sequences, mean context).
+    ``window`` 0: no sliding window.
     """
 
     first_s: list[float]
@@ -110,7 +110,7 @@ class AttentionTables:
     window: int = 0
 
     def step_s(self, prefill: tuple[tuple[int, int], ...], seqs: int, kv_tokens: int) -> float:
-        """Attention of one layer for one step."""
+        """Time (s) of one layer's attention in one step."""
         window = self.window
         context = kv_tokens / seqs if seqs else 0.0
         if window and context > window:
@@ -125,7 +125,7 @@ class AttentionTables:
         for chunk, cached in prefill:
             further = following[chunk]
             lead = first[chunk]
-            if cached:  # most prompts are whole: a step of many must stay cheap
+            if cached:  # most prompts have no cached prefix: a step with many must stay cheap
                 if window and cached > window:
                     cached = window
                 further += next_context[chunk] * cached
@@ -145,7 +145,7 @@ class AttentionTables:
 
 
 def increasing(values: Array, *axes: int) -> Array:
-    """The smallest array above ``values`` that does not fall along ``axes``: more work never takes less time."""
+    """The smallest array not below ``values`` that is non-decreasing along ``axes``."""
     for axis in axes:
         values = np.maximum.accumulate(values, axis=axis)
     return values

@@ -1,4 +1,4 @@
-"""The interface of a device: a cost model, a KV capacity and a controller calibration."""
+"""Interface of a device: cost model, KV capacity and controller calibration."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ if TYPE_CHECKING:
 
 
 class StepShape(NamedTuple):
-    """Composition of one engine step, all a cost model may look at.
+    """Composition of one engine step, the only input of a cost model.
 
-    ``prefill`` holds ``(chunk_tokens, context_tokens)`` per prefilling sequence: tokens computed in this step
-    and tokens already in the KV cache before it. ``decode_kv_tokens`` is the sum over decoding sequences of
-    their context (KV tokens read by attention). ``sampled_seqs`` is how many sequences produce a token:
-    all decodes and the prefills that complete.
+    ``prefill``: ``(chunk_tokens, context_tokens)`` per prefilling sequence: tokens computed in this step, and tokens in
+    the KV cache before it. ``decode_kv_tokens``: sum of the contexts of decoding sequences (KV tokens read by
+    attention). ``sampled_seqs``: number of sequences that produce a token: all decodes and the prefills that complete.
     """
 
     prefill: tuple[tuple[int, int], ...]
@@ -30,30 +29,30 @@ class StepShape(NamedTuple):
 
 
 class CostModel(Protocol):
-    """Time of one engine step. Must be a pure function of the shape, and fast: 10 us at most."""
+    """Time of one engine step. It must be a pure function of the shape and take at most 10 us."""
 
     def step_s(self, shape: StepShape) -> float:
-        """Seconds from the start of the step to its sampled tokens."""
+        """Time (s) from the start of the step to its sampled tokens."""
         ...
 
 
 @runtime_checkable
 class PassCost(CostModel, Protocol):
-    """A cost model that knows what one pass of several units takes whose experts are shared."""
+    """A cost model that also knows the duration of a pass of several units with shared experts."""
 
     def pass_s(self, shapes: Sequence[StepShape], units: int) -> float:
-        """Seconds of one pass of ``units`` units; ``shapes`` are those of the units that have work."""
+        """Time (s) of one pass of ``units`` units; ``shapes``: those of the units that have requests."""
         ...
 
 
 @dataclass(frozen=True)
 class Device:
-    """A GPU (or CPU) holding a model, as an engine sees it.
+    """A GPU (or CPU) serving a model, as an engine sees it.
 
-    ``profile`` and ``geometry`` are what the cost model was built from and ``request`` what was asked for; None for a
-    device made by hand. A topology of several GPUs per unit needs them, and must not look them up again by name: a
-    model read from a config.json has none.
-    ``costs_known`` False: ``calibration`` is a placeholder. ``kv_capacity_tokens`` 0: not known.
+    ``profile`` and ``geometry``: what the cost model was built from; ``request``: the arguments it was loaded with;
+    None for a device made by hand. Topologies with several GPUs per unit need them and must not look them up by name: a
+    model read from a config.json has no known name. ``costs_known`` False: ``calibration`` is a placeholder.
+    ``kv_capacity_tokens`` 0: unknown.
     """
 
     name: str

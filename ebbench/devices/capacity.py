@@ -1,4 +1,4 @@
-"""How many tokens of KV cache fit on the GPUs of one unit."""
+"""How many KV cache tokens fit on the GPUs of one unit."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ def kv_capacity_tokens(
     max_num_seqs: int | None = None,
     max_num_batched_tokens: int | None = None,
 ) -> int:
-    """KV tokens of one unit that fit beside the weights and the activations vLLM reserves, in blocks of 16.
+    """KV tokens of one unit that fit beside the weights and the activations that vLLM reserves, in blocks of 16.
 
-    The two limits of None are the profile's own (what a server on this GPU is usually started with).
-    Raises UsageError with the numbers when the model does not fit.
+    Limits of None are those of the profile (the usual settings of a server on this GPU). Raises UsageError with the
+    numbers if the model does not fit.
     """
     if not 0 < gpu_memory_utilization <= 1:
         raise UsageError(f"gpu_memory_utilization must be above 0 and at most 1, not {gpu_memory_utilization}")
     budget = profile.memory_bytes * gpu_memory_utilization
     reserve = activation_reserve_bytes(profile, model, max_num_seqs, max_num_batched_tokens)
     weights = weight_bytes_per_gpu(model, parallel)
-    # With fewer KV heads than GPUs each head is kept more than once.
+    # With fewer KV heads than GPUs each head is stored more than once.
     per_token = model.kv_bytes_per_token / min(parallel.tp, model.kv_heads)
     tokens = int((budget - weights - reserve) // per_token) // 16 * 16
     if tokens < 16:
@@ -44,7 +44,10 @@ def kv_capacity_tokens(
 
 
 def weight_bytes_per_gpu(model: ModelGeometry, parallel: Parallel) -> float:
-    """Experts are shared out over all GPUs of the engine or divided among those of a unit; all else is the unit's."""
+    """Weight bytes per GPU.
+
+    Experts are distributed over all GPUs of the engine or divided within a unit; the rest is divided within the unit.
+    """
     return (model.weight_bytes - model.experts_bytes) / parallel.tp + model.experts_bytes / max(
         parallel.ep, parallel.tp
     )
@@ -56,12 +59,12 @@ def activation_reserve_bytes(
     max_num_seqs: int | None = None,
     max_num_batched_tokens: int | None = None,
 ) -> int:
-    """Bytes vLLM sets aside for activations, sampling and the CUDA context, estimated from the shapes.
+    """Bytes that vLLM reserves for activations, sampling and the CUDA context, estimated from the shapes.
 
-    Its start-up run samples ``max_num_seqs`` sequences with top-k and top-p on. The native sampler sorts: logits,
-    sorted copy, 64-bit indices, work space and probabilities are alive at once, 45 bytes per logit. This meets the KV
-    capacities behind the EB paper's runs on RTX PRO 6000 and H200 within 2 %. A fused sampler takes about 11, which
-    meets the measured RTX 4090 run.
+    Its start-up run samples ``max_num_seqs`` sequences with top-k and top-p. The native sampler sorts: logits, sorted
+    copy, 64-bit indices, work space and probabilities exist at once, 45 bytes per logit. This matches the KV capacities
+    behind the EB paper's runs on RTX PRO 6000 and H200 within 2 %. A fused sampler takes about 11, which matches the
+    measured RTX 4090 run.
     """
     seqs = profile.max_num_seqs if max_num_seqs is None else max_num_seqs
     tokens = profile.max_num_batched_tokens if max_num_batched_tokens is None else max_num_batched_tokens

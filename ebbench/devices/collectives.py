@@ -1,4 +1,4 @@
-"""What GPUs of one server take to exchange tensors: measured tables, or the formula of one link where there is none."""
+"""Times of collectives among the GPUs of one server: measured tables, else the formula of one link."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ GRAPH_TOKENS = 512  # vLLM captures CUDA graphs up to this many tokens per step;
 
 @dataclass(frozen=True)
 class Collectives:
-    """Seconds of a collective among ``gpus`` GPUs of ``profile`` over the link called ``link``."""
+    """Times (s) of collectives among ``gpus`` GPUs of ``profile`` over the link named ``link``."""
 
     profile: DeviceProfile
     link: str
@@ -33,14 +33,14 @@ class Collectives:
 
     @property
     def provenance(self) -> str:
-        """The link, and where the times come from."""
+        """The link, and the source of its times."""
         if self.measured:
             return f"link {self.link} ({self._link.note}): {source('collective')}"
         return f"link {self.link} ({self._link.note}): {self._link.bytes_per_s / 1e9:g} GB/s, a formula"
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """A caveat where the times are a formula."""
+        """A warning if the times come from the formula."""
         if self.measured:
             return ()
         return (
@@ -49,15 +49,15 @@ class Collectives:
         )
 
     def all_reduce_s(self, tokens: Array, token_bytes: float, *, eager: bool = False) -> Array:
-        """Of ``tokens`` (an array of counts) of ``token_bytes`` each; 0 for none."""
+        """All-reduce of ``tokens`` (an array of counts) of ``token_bytes`` per token; 0 for no tokens."""
         return self._by_tokens("all_reduce", tokens, token_bytes, eager)
 
     def all_gather_s(self, tokens: Array, token_bytes: float) -> Array:
-        """Every GPU ends with the ``tokens`` of all."""
+        """All-gather: every GPU ends with the ``tokens`` of all."""
         return self._by_tokens("all_gather", tokens, token_bytes, True)
 
     def reduce_scatter_s(self, tokens: Array, token_bytes: float) -> Array:
-        """Sums over GPUs of all ``tokens``, each GPU ending with its own."""
+        """Reduce-scatter: sums over GPUs of all ``tokens``, each GPU ending with its own."""
         return self._by_tokens("reduce_scatter", tokens, token_bytes, True)
 
     def _by_tokens(self, operation: str, tokens: Array, token_bytes: float, eager: bool) -> Array:
@@ -68,10 +68,10 @@ class Collectives:
         return np.where(tokens <= GRAPH_TOKENS, self._seconds(operation, size, "graph"), slow)
 
     def _seconds(self, operation: str, size: Array, mode: str) -> Array:
-        """One call over ``size`` bytes."""
+        """Time of one call over ``size`` bytes."""
         points = self._points(operation, mode)
         if points is None and operation != "all_reduce":
-            return self._seconds("all_reduce", size / 2, mode)  # half an all-reduce crosses the link
+            return self._seconds("all_reduce", size / 2, mode)  # half the data of an all-reduce
         if points is None:
             share = 2 * (self.gpus - 1) / self.gpus
             found = self._link.latency_s + share * size / self._link.bytes_per_s
@@ -92,7 +92,10 @@ class Collectives:
 
 
 def choose_link(profile: DeviceProfile, wanted: str = "") -> str:
-    """The link called ``wanted``, or the device's first. Raises UnknownNameError or UsageError saying what to write."""
+    """The link named ``wanted``, or the device's first.
+
+    Raises UnknownNameError, or UsageError if the profile has none.
+    """
     if wanted and wanted not in profile.links:
         raise UnknownNameError(f"link of {profile.name}", wanted, tuple(profile.links))
     if not profile.links:

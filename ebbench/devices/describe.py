@@ -1,4 +1,4 @@
-"""Facts about a device holding a model, for showing: sizes, step times, marginal costs, crossover."""
+"""Facts about a device serving a model: sizes, step times, marginal costs, crossover."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ebbench.devices.marginal import MarginalCurve, marginal_curve
 from ebbench.devices.parallel import Parallel
 from ebbench.devices.profiles import DeviceProfile, find_model, find_profile, list_devices, list_models
 
-UTILIZATION = 0.9  # vLLM's default gpu_memory_utilization, which load_device assumes too
+UTILIZATION = 0.9  # vLLM's default gpu_memory_utilization, which load_device uses too
 DECODES = (1, 32, 128, 256, 512, 1024)
 PREFILLS = (128, 512, 2048, 8192)
 SHARES = (0.1, 0.25, 0.5, 0.75, 0.9)
@@ -22,7 +22,7 @@ MIXED_TOKENS = 1024
 
 @dataclass(frozen=True)
 class StepTime:
-    """One row of the table of step times. ``parts_s`` is the sum of a mixed step's parts run apart, else None."""
+    """One row of the table of step times. ``parts_s``: sum of a mixed step's parts run separately, else None."""
 
     kind: str
     tokens: int
@@ -45,22 +45,22 @@ class DeviceFacts:
 
     @property
     def kv_cache_bytes(self) -> int:
-        """The KV cache of one GPU."""
+        """Bytes of the KV cache of one GPU."""
         heads = min(self.parallel.tp, self.model.kv_heads)
         return self.device.kv_capacity_tokens * self.model.kv_bytes_per_token // heads
 
     @property
     def gpu_weight_bytes(self) -> int:
-        """The weights on one GPU."""
+        """Bytes of the weights on one GPU."""
         return int(weight_bytes_per_gpu(self.model, self.parallel))
 
     @property
     def reserve_bytes(self) -> int:
-        """What vLLM keeps for activations, sampling and the CUDA context: the usable memory's remainder."""
+        """Bytes for activations, sampling and the CUDA context: the remainder of the usable memory."""
         return int(self.profile.memory_bytes * UTILIZATION) - self.gpu_weight_bytes - self.kv_cache_bytes
 
     def to_dict(self) -> dict[str, Any]:
-        """A JSON object, units in the names."""
+        """A JSON object with units in its keys."""
         calibration = asdict(self.device.calibration)
         return {
             "device": self.device.name,
@@ -114,7 +114,7 @@ def _steps(device: Device, context: int) -> list[StepTime]:
 
 
 def device_rows() -> list[dict[str, Any]]:
-    """One row per profile that comes with the program."""
+    """One row per bundled profile."""
     rows = []
     for name in list_devices():
         profile = find_profile(name)
@@ -139,7 +139,7 @@ def _mixed_source(profile: DeviceProfile) -> str:
 
 
 def model_rows() -> list[dict[str, Any]]:
-    """One row per model whose geometry is known."""
+    """One row per model with known geometry."""
     rows = []
     for name in list_models():
         model = find_model(name)

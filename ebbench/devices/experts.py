@@ -20,9 +20,9 @@ def expert_times(
 ) -> tuple[tuple[Array, Array], tuple[str, ...]]:
     """(token counts, seconds) of one GPU's experts, and warnings. Tokens are those of all GPUs of the engine.
 
-    With ``ep`` each GPU computes its share of the experts for the tokens of all; else its share of every expert. The
-    table of this very shape and division comes first, then that of one GPU with everything but its fixed part divided,
-    then the roofline of the experts touched.
+    With ``ep`` each GPU computes its own experts for the tokens of all GPUs; otherwise its slice of every expert.
+    Sources in order of preference: the table of this shape and division; that of one GPU, divided except for its fixed
+    part; the roofline of the experts used.
     """
     tp, ep = (1, shape.ep) if shape.ep > 1 else (shape.tp, 1)
     found = _measured(profile, model, model.dtype_of_experts, tp, ep)

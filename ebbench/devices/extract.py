@@ -1,8 +1,8 @@
-"""Build the packaged kernel tables from their published sources: ``python -m ebbench.devices.extract --help``.
+"""Builds the packaged kernel tables from their published sources: ``python -m ebbench.devices.extract --help``.
 
-Needs the extra ``tables`` (aiconfigurator-core) and a checkout of LLMServingSim's profiler output; neither is
-needed at run time. What is kept: weights and KV cache in bfloat16 and FP8, no sliding window, a thinned grid of sizes,
-the geometries of the models served here and of their slices over 2, 4 and 8 GPUs, collectives inside one server.
+Needs the extra ``tables`` (aiconfigurator-core) and a checkout of LLMServingSim's profiler output, neither of which is
+needed at run time. The tables keep: weights and KV cache in bfloat16 and FP8, no sliding window, a coarser grid of
+sizes, the geometries of the supported models and of their slices on 2, 4 and 8 GPUs, collectives inside one server.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SIM_MODELS = {
     ("rtx-4090", "llama-3.1-8b", 32, 8, 128): "RTX4090/meta-llama/Llama-3.1-8B",
 }
 GEMM_TOKENS = (1, 8, 16, 32, 64, 96, 128, 192, 256, 512, 768, 1024, 1536, 2048, 3072, 4096, 8192, 16384, 32768)
-GEMM_MIN_SIZE = 512  # smaller projections do not occur in the models served here
+GEMM_MIN_SIZE = 512  # smaller projections do not occur in the supported models
 DTYPES = ("bfloat16", "fp8", "fp8_block")
 KV_DTYPES = ("bfloat16", "fp8")
 GEOMETRIES = tuple(
@@ -65,7 +65,7 @@ EXPERTS = {  # hidden, expert intermediate, experts, experts per token
     (2880, 2880, 128, 4): "gpt-oss-120b",
 }
 EXPERT_DTYPES = (*DTYPES, "w4a16_mxfp4")
-# Kind of link -> the all-reduce table measured over it, per device. The RTX PRO 6000 was measured in two boxes, whose
+# Kind of link -> the all-reduce table measured over it, per device. The RTX PRO 6000 was measured in two servers, whose
 # tables differ by a factor of 2.5 in bandwidth and 4 in latency: without and with peer access between its GPUs.
 COLLECTIVES = {
     "rtx-pro-6000": {"pcie": "0.19.0", "pcie-peer": "0.24.0"},
@@ -75,7 +75,7 @@ COLLECTIVES = {
     "b200": {"nvlink": "0.24.0"},
     "b300": {"nvlink": "0.24.0"},
 }
-# Kind of link and version of NCCL under which the other collectives were measured.
+# Kind of link and the NCCL version under which the other collectives were measured.
 NCCL = {
     "rtx-pro-6000": ("pcie-peer", "2.29.2"),
     "l40s": ("pcie", "2.27.3"),
@@ -91,7 +91,7 @@ MIXED_CONTEXTS = (0, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
 def main() -> None:
-    """Command line entry."""
+    """Command-line entry point."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--llmservingsim", type=Path, required=True, help="folder holding RTX4090/ and RTXPRO6000/")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "data" / "kernels")
@@ -163,7 +163,7 @@ def _decode(systems: Path) -> Iterator[tuple[object, ...]]:
 
 def _prefill(systems: Path) -> Iterator[tuple[object, ...]]:
     for device, row in _attention(systems, "context_attention"):
-        # Blackwell tables list one-token prompts under the decode kernel as well; the prefill kernel is meant.
+        # Blackwell tables list one-token prompts for the decode kernel too; only the prefill kernel is used.
         if "prefill" in str(row["kernel_source"]) or "flash_attn" in str(row["kernel_source"]):
             yield (device, *_heads(row), row["batch_size"], row["isl"], _us(row))
 
@@ -187,7 +187,7 @@ def _moe(systems: Path) -> Iterator[tuple[object, ...]]:
 
 
 def _collectives(systems: Path) -> Iterator[tuple[object, ...]]:
-    """All-reduces as vLLM's server does them, all-gathers and reduce-scatters as NCCL does."""
+    """All-reduces as measured in vLLM, all-gathers and reduce-scatters as measured in NCCL."""
     for device, links in COLLECTIVES.items():
         root = systems / AIC_SYSTEMS[device] / "comm"
         for link, version in links.items():
@@ -235,7 +235,7 @@ def _layers(root: Path) -> Iterator[tuple[object, ...]]:
 
 
 def _mixed(root: Path) -> Iterator[tuple[object, ...]]:
-    """Joint attention, of slices too; a slice that is another model's whole geometry is that model's."""
+    """Joint attention, also of slices; a slice with the geometry of another model is stored as that model."""
     whole = {(device, *heads) for device, _, *heads in SIM_MODELS}
     for (device, _, heads, kv_heads, head_dim), folder in SIM_MODELS.items():
         for tp, tables in _tables(root, folder):

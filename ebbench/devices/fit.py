@@ -1,4 +1,4 @@
-"""Linear calibration of any cost model, on the grid the EB authors calibrated on."""
+"""Linear calibration of any cost model, on the grid that the EB authors calibrated on."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def prefill_shape(tokens: int, context: int = 0) -> StepShape:
 
 
 def decode_shape(seqs: int, context: int) -> StepShape:
-    """``seqs`` decodes with ``context`` tokens of KV each."""
+    """``seqs`` decodes with ``context`` KV tokens per sequence."""
     return StepShape((), seqs, seqs * context, seqs)
 
 
 def mixed_shape(tokens: int, share: float, context: int) -> StepShape:
-    """A step of ``tokens`` of which ``share`` are decodes, the rest one prompt."""
+    """A step of ``tokens`` tokens, of which the share ``share`` are decodes and the rest one prompt."""
     seqs = min(tokens - 1, max(1, round(tokens * share)))
     return StepShape(((tokens - seqs, 0),), seqs, seqs * context, seqs + 1)
 
@@ -61,7 +61,7 @@ GRID_PROMPT_TOKENS = 512
 
 
 def cost_grid(cost: CostModel) -> CostGrid:
-    """Step times on the grid that the cost-comparing policies use; prompts come in pieces of 512 tokens."""
+    """Step times on the grid for the policies that compare costs; prompt tokens come in prompts of 512."""
 
     def step(tokens: int, seqs: int, context: int) -> float:
         full, rest = divmod(tokens, GRID_PROMPT_TOKENS)
@@ -79,12 +79,12 @@ def cost_grid(cost: CostModel) -> CostGrid:
 
 
 def fixed_and_each(counts: Sequence[float], times_s: Sequence[float]) -> tuple[float, float]:
-    """Fixed cost and cost per token or sequence, both in s: least squares, neither below zero.
+    """Fixed cost and cost per token or sequence in s: least squares, both at least zero.
 
-    Of absolute errors, as the authors have it. Of relative ones the short steps would decide, which load the weights
-    whatever is in them: on L40S that gives a prefill 9.6 ms of fixed cost, but refills are long enough to have none,
-    and EB at the threshold it leads to is up to 9 % slower. The fixed cost is at least LEAST_FIXED_S: without one of a
-    decode step no threshold is defined.
+    Absolute errors, as used by the authors. With relative errors the short steps would dominate, in which loading the
+    weights takes a constant time: on L40S that gives a prefill 9.6 ms of fixed cost, which refills are too long to
+    have, and EB with the resulting threshold is up to 9 % slower. The fixed cost is at least LEAST_FIXED_S: without a
+    fixed cost of a decode step no threshold is defined.
     """
     x, y = np.asarray(counts, float), np.asarray(times_s, float)
     each, fixed = (float(v) for v in np.polyfit(x, y, 1))
@@ -96,7 +96,7 @@ def fixed_and_each(counts: Sequence[float], times_s: Sequence[float]) -> tuple[f
 
 
 def _mixed(a: float, b: float, c: float) -> MixedCost | None:
-    """The fitted polynomial, or None where it would give a negative cost somewhere."""
+    """The fitted polynomial, or None if it is negative somewhere."""
     try:
         return MixedCost(a, b, c)
     except CalibrationError:

@@ -1,4 +1,4 @@
-"""Shape of a decoder-only transformer: bytes of its weights, bytes of KV per token, parameters used per token."""
+"""Shape of a decoder-only transformer: bytes of its weights, KV bytes per token, parameters used per token."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing import Any
 
 from ebbench.errors import InputFileError
 
-# Bits of one weight with its share of the scales: one per tensor (fp8), per 128 x 128 block, per 32 weights (mxfp4).
+# Bits per weight with its share of the scales: one scale per tensor (fp8), per 128 x 128 block, per 32 weights (mxfp4).
 WEIGHT_BITS = {"bfloat16": 16.0, "fp8": 8.0, "fp8_block": 8.0, "w4a16_mxfp4": 4.25}
 KV_DTYPES = ("auto", "bfloat16", "fp8")
 
 
 @dataclass(frozen=True)
 class ModelGeometry:
-    """A dense or mixture-of-experts decoder. ``experts`` of 0 means dense; sizes are in elements.
+    """A dense or mixture-of-experts decoder. ``experts`` 0 is dense; sizes are in elements.
 
-    ``sliding_layers`` of the ``layers`` keep only the last ``sliding_window`` tokens in attention. ``dtype_bytes`` is
-    that of activations, embeddings and language head. ``weight_dtype`` is that of the projections in the layers,
-    ``expert_dtype`` that of the experts ("" as the projections), ``kv_dtype`` that of the KV cache: names of
-    WEIGHT_BITS, bfloat16 standing for any 16-bit type. ``note`` says what of the model is simplified.
+    ``sliding_layers`` of the ``layers`` attend only to the last ``sliding_window`` tokens. ``dtype_bytes``: bytes per
+    element of activations, embeddings and language head. ``weight_dtype``: type of the projections in the layers;
+    ``expert_dtype``: of the experts ("": as the projections); ``kv_dtype``: of the KV cache; names of WEIGHT_BITS, with
+    bfloat16 for any 16-bit type. ``note``: what is simplified.
     """
 
     name: str
@@ -50,17 +50,17 @@ class ModelGeometry:
 
     @property
     def dtype_of_experts(self) -> str:
-        """Weights of the experts."""
+        """Data type of the experts."""
         return self.expert_dtype or self.weight_dtype
 
     @property
     def plain(self) -> bool:
-        """Whether weights and KV cache are in 16 bits."""
+        """Whether weights and KV cache have 16 bits."""
         return self.dtype_of_experts == self.weight_dtype == self.kv_dtype == "bfloat16"
 
     @property
     def kv_dtype_bytes(self) -> float:
-        """Bytes of one element of the KV cache."""
+        """Bytes per element of the KV cache."""
         return WEIGHT_BITS[self.kv_dtype] / 8
 
     @property
@@ -69,10 +69,10 @@ class ModelGeometry:
         return self.layers * self.experts * self.expert_params * WEIGHT_BITS[self.dtype_of_experts] / 8
 
     def sliced(self, tp: int) -> ModelGeometry:
-        """What one of ``tp`` GPUs holds: its heads, its part of the dense MLP and of the vocabulary.
+        """The part on one of ``tp`` GPUs: its heads, its slice of the dense MLP and of the vocabulary.
 
-        The hidden size stays whole. So do the experts: tables have theirs by how they are divided. With fewer KV heads
-        than GPUs each head is kept more than once (vLLM).
+        The hidden size is not divided; neither are the experts, whose tables have their own division. With fewer KV
+        heads than GPUs each head is stored more than once (vLLM).
         """
         return replace(
             self,
@@ -107,7 +107,7 @@ class ModelGeometry:
 
     @property
     def params(self) -> int:
-        """All parameters; norms are left out (below 0.01 %)."""
+        """All parameters without norms (below 0.01 %)."""
         embeddings = self.vocab * self.hidden * (1 if self.tied_embeddings else 2)
         return self.layers * (self.attention_params + self.mlp_params) + embeddings
 
@@ -123,7 +123,7 @@ class ModelGeometry:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Bytes of KV cache that one token takes in all layers (a hybrid cache frees more; see capacity)."""
+        """KV cache bytes per token over all layers (a hybrid cache frees more; see capacity)."""
         return int(2 * self.layers * self.kv_heads * self.head_dim * self.kv_dtype_bytes)
 
 
@@ -133,7 +133,7 @@ _REFUSED = {"kv_lora_rank": "latent (MLA) attention", "state_size": "a state-spa
 
 
 def read_config(path: Path) -> ModelGeometry:
-    """Read a Hugging Face config.json of a dense or MoE decoder. Raises InputFileError, field named."""
+    """Read a Hugging Face config.json of a dense or MoE decoder. Raises InputFileError that names the field."""
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -214,7 +214,10 @@ def _sliding(raw: Mapping[str, Any], layers: int) -> tuple[int, int]:
 
 
 def _quantised(path: Path, config: object) -> tuple[str, str, str]:
-    """Types of projections, experts ("" as projections) and KV cache. Raises InputFileError for what has no tables."""
+    """Data types of projections, experts ("" as projections) and KV cache.
+
+    Raises InputFileError for unsupported ones.
+    """
     if not config:
         return "bfloat16", "", "bfloat16"
     if not isinstance(config, dict):
@@ -235,7 +238,7 @@ def _quantised(path: Path, config: object) -> tuple[str, str, str]:
 
 
 def _simplified(raw: Mapping[str, Any]) -> str:
-    """What the geometry leaves out, for a caveat; "" for nothing."""
+    """What the geometry simplifies, for a warning; "" for nothing."""
     dense = raw.get("mlp_only_layers") or raw.get("first_k_dense_replace")
     every = raw.get("decoder_sparse_step") or raw.get("moe_layer_freq") or 1
     if dense or (isinstance(every, int) and every > 1):

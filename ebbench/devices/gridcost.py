@@ -1,4 +1,4 @@
-"""A device from step times measured on this very engine (``ebbench calibrate``)."""
+"""A device from step times measured with ``ebbench calibrate``."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from vllm_eb.costs import CostGrid
 
 @dataclass(frozen=True)
 class GridCost:
-    """Step time read off a measured grid: linear between its points, continued beyond, never below its parts.
+    """Step time from a measured grid: interpolated, extrapolated linearly, never below that of its parts.
 
-    The grid was measured with one prompt per step. What grows with the square of a prompt's length, its attention, is
-    taken out of ``grid`` and put back prompt by prompt (``square_s`` per pair of tokens): 512 tokens in four prompts
-    cost less than in one. ``request_s`` is what a request costs beside its steps, added for every prompt a step
-    completes.
+    The grid was measured with one prompt per step. The part that grows with the square of a prompt's length, its
+    attention, is removed from ``grid`` and added per prompt (``square_s`` per pair of tokens): 512 tokens in four
+    prompts cost less than in one. ``request_s``: cost of a request outside its steps, added for every prompt that a
+    step completes.
     """
 
     grid: CostGrid
@@ -29,7 +29,7 @@ class GridCost:
 
     @classmethod
     def measured(cls, grid: CostGrid, request_s: float = 0.0) -> GridCost:
-        """From a grid as `ebbench calibrate` writes it."""
+        """From a grid written by `ebbench calibrate`."""
         square_s = _square_s(grid)
         if square_s:
             grid = replace(
@@ -43,7 +43,7 @@ class GridCost:
         return cls(grid, request_s, square_s)
 
     def step_s(self, shape: StepShape) -> float:
-        """Seconds of one step; prompts count by their tokens together, decodes by number and mean context."""
+        """Time (s) of one step; prompts count by their total tokens, decodes by number and mean context."""
         seqs = shape.decode_seqs
         tokens = squares = 0
         for chunk, before in shape.prefill:
@@ -60,23 +60,23 @@ class GridCost:
 
 
 def _square_s(grid: CostGrid) -> float:
-    """Seconds per pair of tokens: the curvature that step times over prompt tokens have in common, by least squares.
+    """Time (s) per pair of tokens: the common curvature of step times over prompt tokens, by least squares.
 
-    0 with two sizes, where it is negative, or where removing it would make more tokens take less time: noise.
+    0 with two sizes, if it is negative, or if removing it would make times decrease with tokens (noise).
     """
     tokens = np.array(grid.tokens, float)
     if len(tokens) < 3:
         return 0.0
     columns = np.column_stack([grid.prefill, np.array(grid.mixed).reshape(len(tokens), -1)])
     line = np.polynomial.polynomial.polyfit(tokens, tokens**2, 1)
-    bend = tokens**2 - np.polynomial.polynomial.polyval(tokens, line)  # of x^2, what no line explains
+    bend = tokens**2 - np.polynomial.polynomial.polyval(tokens, line)  # the part of x^2 that no line explains
     square_s = float((bend @ columns).mean() / (bend @ tokens**2))
     rest = columns - square_s * tokens[:, None] ** 2
     return square_s if square_s > 0.0 and (rest[0] > 0.0).all() and (np.diff(rest, axis=0) >= 0.0).all() else 0.0
 
 
 def measured_calibration(path: Path) -> Calibration:
-    """Read a calibration that ``ebbench calibrate`` wrote. Raises InputFileError with the field named."""
+    """Read a calibration written by ``ebbench calibrate``. Raises InputFileError that names the field."""
     try:
         calibration = calibration_from_json(path.read_text(encoding="utf-8"))
     except OSError as error:

@@ -1,7 +1,7 @@
-"""The packaged kernel tables: what a row means, and reading them with the checks a trusted table must pass.
+"""The packaged kernel tables: meaning of their rows, and checked reading.
 
-All times are microseconds of one call on one GPU; attention is per layer. ``dtype`` is that of the weights,
-``kv_dtype`` that of the KV cache: bfloat16, fp8 (one scale per tensor) or fp8_block (one per 128 x 128 weights).
+All times are microseconds of one call on one GPU; attention is per layer. ``dtype``: type of the weights, ``kv_dtype``:
+of the KV cache: bfloat16, fp8 (one scale per tensor) or fp8_block (one per 128 x 128 weights).
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ def _schema(*texts: str, counts: tuple[str, ...]) -> pa.Schema:
 
 _HEADS = ("heads", "kv_heads", "head_dim")
 SCHEMAS = {
-    # A matrix product of (tokens x k) by (k x n).
+    # A matrix product of (tokens x k) and (k x n).
     "gemm": _schema("device", "dtype", counts=("n", "k", "tokens")),
-    # Attention of `seqs` one-token queries over `context` keys each.
+    # Attention of `seqs` one-token queries over `context` keys per query.
     "decode": _schema("device", "kv_dtype", counts=(*_HEADS, "seqs", "context")),
-    # Causal attention of `seqs` prompts of `chunk` tokens each, nothing cached.
+    # Causal attention of `seqs` prompts of `chunk` tokens, without cached tokens.
     "prefill": _schema("device", "kv_dtype", counts=(*_HEADS, "seqs", "chunk")),
-    # Fused experts of one layer on one of `tp` GPUs that share every expert, or of `ep` GPUs that share them out;
-    # `tokens` are those of all GPUs.
+    # Fused experts of one layer on one of `tp` GPUs that each hold a slice of every expert, or of `ep` GPUs that each
+    # hold some experts; `tokens` are those of all GPUs.
     "moe": _schema(
         "device",
         "dtype",
         counts=("hidden", "expert_intermediate", "experts", "experts_per_token", "tp", "ep", "tokens"),
     ),
-    # One layer's call by token count (per sequence for lm_head and sampler), its widths divided by `tp`.
+    # One layer's call by token count (per sequence for lm_head and sampler), with widths divided by `tp`.
     "layer": _schema("device", "model", "layer", counts=("tp", "tokens")),
     # Joint attention of one prompt chunk (after `before` cached tokens) and `seqs` decodes; 0 means absent.
     "mixed": _schema("device", counts=(*_HEADS, "chunk", "before", "seqs", "context")),
-    # A collective among `gpus` GPUs of one server over one kind of link; `bytes` are those of the whole tensor.
+    # A collective among `gpus` GPUs of one server over one kind of link; `bytes` is the size of the whole tensor.
     # `mode` is graph (inside a CUDA graph) or eager.
     "collective": _schema("device", "link", "operation", "mode", counts=("gpus", "bytes")),
 }
@@ -53,12 +53,15 @@ SCHEMAS = {
 
 @cache
 def kernel_table(kind: str) -> pa.Table:
-    """The packaged table of one kind. Raises DataError when the file is not what it should be."""
+    """The packaged table of one kind. Raises DataError if the file is invalid."""
     return read_table(DATA / "kernels" / f"{kind}.parquet", kind)
 
 
 def read_table(path: Path, kind: str) -> pa.Table:
-    """Read and check a kernel table; a wrong column (and so a wrong unit), a hole or a negative time is named."""
+    """Read and check a kernel table.
+
+    Raises DataError for a wrong column (and hence unit), a hole or a negative time.
+    """
     schema = SCHEMAS[kind]
     try:
         table = pq.read_table(path)
@@ -84,12 +87,12 @@ def select(kind: str, **equal: str | int) -> pa.Table:
     """Rows of a packaged table where the named columns equal the values."""
     table = kernel_table(kind)
     for name, value in equal.items():
-        # Not an expression of pc.field: making one imports pandas when it is installed, half a second.
+        # Not an expression of pc.field: creating one imports pandas if installed, which takes half a second.
         table = table.filter(pc.equal(table[name], pa.scalar(value)))
     return table
 
 
 def source(kind: str) -> str:
-    """Where a packaged table comes from, with its licence."""
+    """Source of a packaged table, with its licence."""
     metadata = pq.read_schema(DATA / "kernels" / f"{kind}.parquet").metadata
     return f"{metadata[b'source'].decode()} ({metadata[b'licence'].decode()})"

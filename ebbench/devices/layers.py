@@ -1,4 +1,4 @@
-"""Time of everything in a step but attention, by token count, from kernel tables."""
+"""Time of everything in a step except attention, by token count, from kernel tables."""
 
 from __future__ import annotations
 
@@ -19,40 +19,40 @@ from ebbench.devices.roofline import COMPUTE_SHARE
 from ebbench.errors import UsageError
 
 US = 1e-6
-KERNEL_S = 2.5e-6  # a small element-wise kernel, whatever its size (LLMServingSim: 2.0 to 3.1 us on both GPUs)
+KERNEL_S = 2.5e-6  # a small element-wise kernel of any size (LLMServingSim: 2.0 to 3.1 us on both GPUs)
 SAMPLER_BYTES_PER_LOGIT = 10.0  # greedy: cast, log-probabilities, argmax (fits LLMServingSim's sampler within 5 %)
 SAMPLER_S = 10e-6
 MAX_TOKENS = 65_536
 MAX_SAMPLED = 8_192
-GRID_MIN_SIZE = 512  # the smallest width in the tables of products
-MIN_PRODUCTS = 1000  # rows of a usable grid; a few stray sizes are none
+GRID_MIN_SIZE = 512  # smallest width in the tables of products
+MIN_PRODUCTS = 1000  # rows of a usable grid; fewer are only single sizes
 _ROLES = {"qkv_proj": "qkv", "o_proj": "out", "gate_up_proj": "gate_up", "down_proj": "down"}
 
 Gemm = Callable[[int, int], tuple[Array, Array]]
 
 
 class StepArrays(NamedTuple):
-    """Seconds of a step on one GPU of an engine, attention apart.
+    """Times (s) of a step on one GPU of an engine, without attention.
 
-    ``dense`` of all layers by the unit's tokens, collectives of its ``tp`` GPUs included; ``head`` by the unit's
-    sampled sequences. ``experts`` of all layers by the tokens of all units, with their exchange; None where a unit's
-    experts see its own tokens only and are part of ``dense``.
+    ``dense``: of all layers by the unit's tokens, with the collectives of its ``tp`` GPUs. ``head``: by the unit's
+    sampled sequences. ``experts``: of all layers by the tokens of all units, with their exchange; None if a unit's
+    experts process only its own tokens and are part of ``dense``.
     """
 
     dense: Array
     head: Array
     experts: Array | None
     warnings: tuple[str, ...]
-    provenance: str  # of what joins the GPUs; "" for one GPU
+    provenance: str  # of the connection between the GPUs; "" for one GPU
 
 
 def step_arrays(
     profile: DeviceProfile, model: ModelGeometry, shape: Parallel = SINGLE, *, eager: bool = False
 ) -> StepArrays | None:
-    """Everything but attention, for one GPU of ``shape``; None where the device has no tables of matrix products.
+    """Everything except attention, for one GPU of ``shape``; None if the device has no tables of matrix products.
 
-    Kernels are those of the slice that one GPU holds (:meth:`ModelGeometry.sliced`); sampling is of the whole
-    vocabulary. Raises UsageError for weights of a type that has no tables on this device.
+    Kernels are those of the slice on one GPU (:meth:`ModelGeometry.sliced`); sampling covers the whole vocabulary.
+    Raises UsageError for a weight type without tables on this device.
     """
     part = model.sliced(shape.tp)
     tables = _products(profile, model.weight_dtype)
@@ -97,8 +97,8 @@ class _Joined(NamedTuple):
 def _joined(profile: DeviceProfile, model: ModelGeometry, shape: Parallel, tokens: Array, eager: bool) -> _Joined:
     """vLLM's collectives: one all-reduce after attention and one after the MLP of every layer, one after embedding.
 
-    Over units that share experts, an all-gather before and a reduce-scatter after the experts take the place of the
-    second. The logits of the vocabulary's slices are gathered for sampling.
+    For units that share experts, an all-gather before and a reduce-scatter after the experts replace the second one.
+    The logits of the vocabulary's slices are gathered for sampling.
     """
     token_bytes = float(model.hidden * model.dtype_bytes)
     unit, group, head = np.zeros_like(tokens), np.zeros_like(tokens), np.zeros(MAX_SAMPLED + 1)
@@ -150,9 +150,9 @@ def _products(profile: DeviceProfile, dtype: str) -> tuple[Gemm, Gemm, tuple[str
 
 
 def _sustained(profile: DeviceProfile, times: Array, operations: Array, dtype: str) -> Array:
-    """Products under sustained load: arithmetic takes ``gemm_factor`` times what the tables' short bursts took.
+    """Products under sustained load: arithmetic takes ``gemm_factor`` times the tables' value.
 
-    Only the arithmetic: reading weights does not slow down when the clock does. The tables were timed call by call.
+    Only the arithmetic: a lower clock does not slow down the reading of weights. The tables were timed call by call.
     """
     if profile.gemm_factor == 1.0:
         return times
@@ -161,14 +161,14 @@ def _sustained(profile: DeviceProfile, times: Array, operations: Array, dtype: s
 
 
 def _projections(model: ModelGeometry) -> list[tuple[int, int]]:
-    """(output, input) width of every matrix product of one layer, experts apart."""
+    """(output, input) width of every matrix product of one layer except experts."""
     attention = [(model.qkv_width, model.hidden), (model.hidden, model.heads * model.head_dim)]
     inner = model.shared_intermediate if model.experts else model.intermediate
     return attention + ([(2 * inner, model.hidden), (model.hidden, inner)] if inner else [])
 
 
 def _continued(x: Array, points: Array, times: Array) -> Array:
-    """Linear interpolation; beyond the last point the mean slope of the last half of the measured range."""
+    """Linear interpolation; beyond the last point with the mean slope of the last half of the measured range."""
     times = np.maximum.accumulate(times)
     half = min(int(np.searchsorted(points, points[-1] / 2)), len(points) - 2)
     slope = (times[-1] - times[half]) / (points[-1] - points[half])
@@ -190,7 +190,7 @@ def _gemm_tables(device: str, dtype: str) -> Gemm | None:
         grid[at_token[count], place[n], place[k]] = time * US
     _fill_corner(grid, widths)
     if dtype != "bfloat16":
-        # Single calls in these tables took far too long; more tokens never take less, so the lower envelope holds.
+        # Single calls in these tables took far too long. Times cannot decrease with tokens, so use the lower envelope.
         grid = np.minimum.accumulate(grid[::-1], axis=0)[::-1]
 
     def gemm(n: int, k: int) -> tuple[Array, Array]:
@@ -201,7 +201,7 @@ def _gemm_tables(device: str, dtype: str) -> Gemm | None:
 
 
 def _without_launch(block: Gemm, tensor: Gemm) -> Gemm:
-    """Block-scaled products less the time of a call that does next to nothing, at least those with one scale."""
+    """Block-scaled products minus the time of a nearly empty call, at least those with one scale per tensor."""
     launch = float(block(GRID_MIN_SIZE, GRID_MIN_SIZE)[1].min())
 
     def gemm(n: int, k: int) -> tuple[Array, Array]:
@@ -212,7 +212,7 @@ def _without_launch(block: Gemm, tensor: Gemm) -> Gemm:
 
 
 def _fill_corner(grid: Array, widths: list[int]) -> None:
-    """A product too large to be measured costs its neighbour's time per parameter."""
+    """A product too large to be measured gets its neighbour's time per parameter."""
     for _, i, j in np.argwhere(np.isnan(grid)):
         grid[:, i, j] = np.where(np.isnan(grid[:, i, j]), grid[:, i, j - 1] * widths[j] / widths[j - 1], grid[:, i, j])
 
@@ -220,7 +220,7 @@ def _fill_corner(grid: Array, widths: list[int]) -> None:
 def _bilinear(widths: list[int], plane: Array, n: int, k: int) -> float:
     i = min(max(int(np.searchsorted(widths, n, side="right")) - 1, 0), len(widths) - 2)
     j = min(max(int(np.searchsorted(widths, k, side="right")) - 1, 0), len(widths) - 2)
-    beyond = max(n / widths[-1], 1.0) * max(k / widths[-1], 1.0)  # wider than the grid: in proportion
+    beyond = max(n / widths[-1], 1.0) * max(k / widths[-1], 1.0)  # wider than the grid: proportional
     u = min(max((n - widths[i]) / (widths[i + 1] - widths[i]), 0.0), 1.0)
     v = min(max((k - widths[j]) / (widths[j + 1] - widths[j]), 0.0), 1.0)
     low = plane[i, j] * (1 - v) + plane[i, j + 1] * v
@@ -268,8 +268,8 @@ def _elementwise(profile: DeviceProfile, model: ModelGeometry, tokens: Array) ->
     return total
 
 
-# Traffic per element and token of each small kernel, in elements; norms and rotary embedding find half of theirs in
-# the L2 cache (LLMServingSim's timings of both its GPUs are met within 15 %).
+# Memory traffic per element and token of each small kernel, in elements; norms and rotary embedding find half of theirs
+# in the L2 cache (within 15 % of LLMServingSim's timings on both its GPUs).
 _TRAFFIC = {"layernorm": 2.0, "rotary_emb": 1.0, "act_fn": 3.0, "qk_norm": 1.0}
 
 
@@ -296,7 +296,7 @@ def _small_width(name: str, layer: str) -> int:
 
 
 def _head(profile: DeviceProfile, model: ModelGeometry, part: ModelGeometry, gemm: Gemm) -> Array:
-    """The language head of the vocabulary's slice, and sampling from the whole."""
+    """The language head for the vocabulary's slice, and sampling over the whole vocabulary."""
     sampled = np.arange(MAX_SAMPLED + 1, dtype=float)
     product = _continued(sampled, *gemm(part.vocab, model.hidden))
     product = _sustained(profile, product, sampled * (2.0 * part.vocab * model.hidden), "bfloat16")

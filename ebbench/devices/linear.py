@@ -20,20 +20,19 @@ _ALIASES = {"meta-llama/meta-llama-3.1-8b-instruct": "meta-llama/llama-3.1-8b-in
 
 @dataclass(frozen=True)
 class LinearCost:
-    """Step time linear in tokens: prefill, decode, and mixed by the measured beta_mb(r) where there is one.
+    """Step time linear in tokens: prefill, decode, and mixed by the measured beta_mb(r) if there is one.
 
-    A mixed step is never taken to be cheaper than either of its parts alone: the fitted polynomial dips below
-    them for a few decodes with a very short chunk, outside the range it was fitted on. Without a measured
-    mixed cost the parts add up, with the fixed cost paid once. ``kv_token_s``: seconds per KV token that a decode
-    step reads; with it, a unit of separated pools is meant, whose decode steps cost nothing for the last prompt token
-    of a request that joins.
+    A mixed step is never cheaper than either of its parts: the fitted polynomial falls below them for a few decodes
+    with a very short chunk, outside the range it was fitted on. Without a measured mixed cost the parts are added, with
+    the fixed cost counted once. ``kv_token_s``: seconds per KV token that a decode step reads; if set, the device is a
+    unit of separate pools, whose decode steps cost nothing for the last prompt token of a joining request.
     """
 
     calibration: Calibration
     kv_token_s: float = 0.0
 
     def step_s(self, shape: StepShape) -> float:
-        """Seconds of one step; context lengths enter by ``kv_token_s`` alone (docs/theory.md)."""
+        """Time (s) of one step; context lengths matter only through ``kv_token_s`` (docs/theory.md)."""
         cal = self.calibration
         tokens = 0
         for chunk, _ in shape.prefill:
@@ -52,13 +51,13 @@ class LinearCost:
 
 
 GIVEN = "linear:"
-"""Begins the name of a device that is given by its constants."""
+"""Prefix of the name of a device that is given by its constants."""
 
 
 def given_device(name: str, model: str) -> Device:
     """A device given as ``linear:alpha_p,beta_p,alpha_d,beta_d,KV[,kv_token]``: seconds, KV tokens, s per KV token.
 
-    Raises UsageError for anything else.
+    Raises UsageError for any other text.
     """
     try:
         values = [float(value) for value in name.removeprefix(GIVEN).split(",")]
@@ -73,7 +72,7 @@ def given_device(name: str, model: str) -> Device:
 
 
 def published_calibration(profile: DeviceProfile, model: ModelGeometry) -> Calibration | None:
-    """The authors' coefficients for this device and model, or None where they published none."""
+    """The authors' coefficients for this device and model, or None if they published none."""
     key = model.hf_id.lower()
     for device in profile.calibration_names:
         found = _calibrations().get((device, key))

@@ -1,4 +1,4 @@
-"""Loads a Device by the names of device and model: the best cost model available, its source and its warnings."""
+"""Loads a Device by the names of device and model: the best available cost model, its source and its warnings."""
 
 from __future__ import annotations
 
@@ -49,15 +49,15 @@ def load_device(
     quantization: str | None = None,
     kv_cache_dtype: str = "auto",
 ) -> Device:
-    """A GPU holding a model, or one unit of several. ``cost`` is auto (the best there is), table, linear or roofline.
+    """A GPU serving a model, or one unit of several GPUs. ``cost``: auto (the best available), table, linear or
+    roofline.
 
-    ``async_scheduling`` is vLLM's (default since 0.14): host work runs beside the GPU's. ``eager`` is a server
-    without CUDA graphs. ``host`` replaces the profile's constants. ``parallel`` is how GPUs share the model.
-    ``quantization`` and ``kv_cache_dtype`` are vLLM's (fp8). The other settings only size the KV cache; None is the
-    profile's own value.
+    ``async_scheduling``: vLLM's (default since 0.14); host work overlaps with the GPU's. ``eager``: a server without
+    CUDA graphs. ``host`` replaces the profile's constants. ``parallel``: how GPUs share the model. ``quantization`` and
+    ``kv_cache_dtype``: vLLM's (fp8). The other settings only affect the KV cache size; None is the profile's value.
 
-    Raises UnknownNameError for an unknown device, model, cost, link or type, UsageError when the model does not fit or
-    the cost model asked for does not exist for this pair.
+    Raises UnknownNameError for an unknown device, model, cost, link or type, UsageError if the model does not fit or
+    the cost model does not exist for this pair.
     """
     return load(
         DeviceRequest(
@@ -115,7 +115,7 @@ def load(request: DeviceRequest) -> Device:
 
 
 def resized(device: Device, request: DeviceRequest) -> Device:
-    """A loaded device with the memory, batch size and budget of ``request``: they only size its KV cache."""
+    """A loaded device with the memory, batch size and budget of ``request``, which only affect its KV cache size."""
     assert device.profile is not None
     assert device.geometry is not None
     capacity = _capacity(device.profile, device.geometry, request)
@@ -134,7 +134,7 @@ def _capacity(profile: DeviceProfile, model: ModelGeometry, request: DeviceReque
 
 
 def _published(profile: DeviceProfile, model: ModelGeometry, parallel: Parallel) -> Calibration | None:
-    """The authors' coefficients are of one GPU in 16 bits."""
+    """The authors' coefficients, which are for one GPU in 16 bits; None for other shapes."""
     return published_calibration(profile, model) if parallel.single and model.plain else None
 
 
@@ -160,7 +160,7 @@ def _measured(profile: DeviceProfile, model: str, geometry: ModelGeometry) -> Ca
 
 
 def _grid(profile: DeviceProfile, calibration: Calibration, host: HostCosts | None) -> Built:
-    assert calibration.grid is not None  # measured_calibration refuses one without
+    assert calibration.grid is not None  # measured_calibration requires one
     cost = GridCost.measured(calibration.grid, host.request_s if host is not None else 0.0)
     return Built(cost, f"step times measured: {calibration.source or profile.provenance}", ())
 

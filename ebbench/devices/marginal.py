@@ -14,10 +14,10 @@ SHARES = tuple(round(0.05 * i, 2) for i in range(1, 20))
 
 @dataclass(frozen=True)
 class MarginalCurve:
-    """Seconds per further token between steps of 1,024 and 2,048 tokens.
+    """Time (s) per further token between steps of 1,024 and 2,048 tokens.
 
-    ``mixed_s[i]`` at decode share ``shares[i]``; ``crossover`` is the smallest decode share at which a token in a
-    mixed batch costs more than one in a pure decode batch, None where it never does.
+    ``mixed_s[i]`` is at decode share ``shares[i]``; ``crossover``: the smallest decode share at which a token in a
+    mixed batch costs more than one in a pure decode batch; None if it never does.
     """
 
     context_tokens: int
@@ -29,7 +29,7 @@ class MarginalCurve:
 
 
 def marginal_curve(cost: CostModel, context_tokens: int) -> MarginalCurve:
-    """Marginal cost over the decode share, decodes holding ``context_tokens`` of KV each."""
+    """Marginal cost over the decode share, for decodes with ``context_tokens`` KV tokens each."""
     span = LARGE_TOKENS - SMALL_TOKENS
 
     def mixed(share: float) -> float:

@@ -10,9 +10,9 @@ from ebbench.errors import UsageError
 
 @dataclass(frozen=True)
 class Parallel:
-    """``dp`` units of ``tp`` GPUs each. ``ep`` is 1 (every unit holds all experts) or tp x dp (shared out over all).
+    """``dp`` units of ``tp`` GPUs each. ``ep`` is 1 (every unit holds all experts) or tp x dp (each GPU holds some).
 
-    ``link`` is the kind of link between the GPUs; "" is the device's usual one.
+    ``link``: the kind of link between the GPUs; "" is the device's default link.
     """
 
     tp: int = 1
@@ -22,16 +22,16 @@ class Parallel:
 
     @property
     def gpus(self) -> int:
-        """GPUs of the engine."""
+        """Number of GPUs of the engine."""
         return self.tp * self.dp
 
     @property
     def single(self) -> bool:
-        """Whether nothing is shared."""
+        """Whether the engine has a single GPU."""
         return self.gpus == 1
 
     def check(self, model: ModelGeometry) -> None:
-        """Raise UsageError where the model cannot be shared so."""
+        """Raise UsageError if the model cannot be divided in this way."""
         if model.heads % self.tp or (self.tp > model.kv_heads and self.tp % model.kv_heads):
             raise UsageError(
                 f"{model.name} has {model.heads} attention and {model.kv_heads} KV heads, which {self.tp} GPUs cannot "

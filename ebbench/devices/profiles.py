@@ -19,10 +19,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class HostCosts:
-    """The free constants of a device and model (at most three), with where each value comes from and if it was fitted.
+    """The free constants of a device and model (at most three), with their source and whether they were fitted.
 
     ``mixed_excess`` scales the part of a mixed attention call that exceeds its pure parts; 1 is as profiled.
-    ``request_s`` is no free constant: `ebbench calibrate` measures it, beside a grid of step times.
+    ``request_s`` is not a free constant: `ebbench calibrate` measures it together with a grid of step times.
     """
 
     step_s: float
@@ -35,9 +35,9 @@ class HostCosts:
 
 @dataclass(frozen=True)
 class Link:
-    """How two GPUs of one server are joined: bytes per second one way, seconds of one small collective, and what it is.
+    """A link between two GPUs of one server: bytes per second one way, seconds of one small collective, description.
 
-    Where kernel tables hold measured collectives over the link, they are used instead of both numbers.
+    If kernel tables hold measured collectives over the link, they are used instead of both numbers.
     """
 
     bytes_per_s: float
@@ -49,8 +49,8 @@ class Link:
 class DeviceProfile:
     """One GPU: facts in SI units, its names in calibrations, kernel tables and fitted constants.
 
-    ``links``: kinds of link between the GPUs of one server, the usual one first. ``gemm_factor``: matrix products of a
-    step against the same in the tables. ``short_name`` is what tables and pictures call it.
+    ``links``: kinds of link between the GPUs of one server, the default first. ``gemm_factor``: time of a step's matrix
+    products relative to the tables. ``short_name``: its name in tables and pictures.
     """
 
     name: str
@@ -61,7 +61,7 @@ class DeviceProfile:
     provenance: str
     margin_s_per_token: float = 1e-4
     calibration_names: tuple[str, ...] = ()
-    measured: Mapping[str, str] = field(default_factory=dict)  # model -> calibration file beside the profile
+    measured: Mapping[str, str] = field(default_factory=dict)  # model -> calibration file in the profile's directory
     max_num_seqs: int = 1024
     max_num_batched_tokens: int = 8192
     sampler_bytes_per_logit: float = 45.0
@@ -74,12 +74,12 @@ class DeviceProfile:
 
 
 def list_devices() -> tuple[str, ...]:
-    """Names of the profiles that come with the program."""
+    """Names of the bundled profiles."""
     return tuple(sorted(path.stem for path in (DATA / "profiles").glob("*.toml")))
 
 
 def list_models() -> tuple[str, ...]:
-    """Short names of the models whose geometry is known."""
+    """Short names of the models with known geometry."""
     return tuple(sorted(_models()))
 
 
@@ -93,7 +93,7 @@ def find_profile(name: str) -> DeviceProfile:
 
 
 def find_model(name: str) -> ModelGeometry:
-    """A model by short name, by Hugging Face name, or from a path to its config.json or to the folder it lies in."""
+    """A model by short name, by Hugging Face name, or by the path of its config.json or folder."""
     if name.endswith(".json"):
         return read_config(Path(name))
     if Path(name).is_dir():
@@ -108,7 +108,7 @@ def find_model(name: str) -> ModelGeometry:
 
 
 def read_profile(path: Path) -> DeviceProfile:
-    """Read and check a device profile. Raises InputFileError with the field named."""
+    """Read and check a device profile. Raises InputFileError that names the field."""
     raw = _toml(path)
     if raw.pop("format", None) != FORMAT:
         raise InputFileError(path, f"format must be {FORMAT}; is this a device profile?")
@@ -161,7 +161,7 @@ def _toml(path: Path) -> dict[str, Any]:
 
 
 def _check_fields(path: Path, prefix: str, raw: Mapping[str, Any], cls: type, *, may_be_zero: bool = False) -> None:
-    """Refuse unknown keys (a key carries its unit), holes, and numbers no device can have."""
+    """Raise InputFileError for unknown keys (keys contain units), missing fields, and impossible numbers."""
     known = {f.name: f for f in fields(cls)}
     for key in raw:
         if key not in known:

@@ -1,4 +1,4 @@
-"""Everything a device was loaded from, so that it can be loaded again for a unit of several GPUs."""
+"""The arguments a device was loaded with, so that it can be loaded again for a unit of several GPUs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ QUANTIZATIONS = ("fp8",)
 
 @dataclass(frozen=True)
 class DeviceRequest:
-    """The arguments of :func:`ebbench.devices.loader.load_device`, which says what each means."""
+    """The arguments of :func:`ebbench.devices.loader.load_device`, which describes them."""
 
     name: str
     model: str
@@ -31,10 +31,10 @@ class DeviceRequest:
 
 
 def quantised(model: ModelGeometry, quantization: str | None, kv_cache_dtype: str) -> ModelGeometry:
-    """The model with weights and KV cache as ``--quantization`` and ``--kv-cache-dtype`` ask for.
+    """The model with weights and KV cache converted by ``--quantization`` and ``--kv-cache-dtype``.
 
-    vLLM's own quantisation at load time has one scale per tensor; a model whose weights are quantised already keeps
-    them. Raises UnknownNameError, or UsageError for weights that cannot be quantised again.
+    vLLM's quantisation at load time has one scale per tensor; a model whose weights are already quantised keeps them.
+    Raises UnknownNameError, or UsageError for weights that cannot be quantised again.
     """
     if quantization is not None and quantization not in QUANTIZATIONS:
         raise UnknownNameError("quantization that is modelled", quantization, QUANTIZATIONS)

@@ -1,4 +1,4 @@
-"""Step times from data-sheet rates alone: the fallback for a device or model without measurements."""
+"""Step times from data-sheet rates: the fallback for devices or models without measurements."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from ebbench.devices.base import StepShape
 from ebbench.devices.geometry import WEIGHT_BITS, ModelGeometry
 from ebbench.devices.profiles import DeviceProfile, HostCosts
 
-# Shares of the data-sheet rates that large kernels reach; the profiled GPUs lie within 10 % of these.
+# Shares of the data-sheet rates that large kernels reach; those of the profiled GPUs are within 10 %.
 COMPUTE_SHARE = 0.70
 BANDWIDTH_SHARE = 0.80
 
 
 @dataclass(frozen=True)
 class RooflineCost:
-    """Each layer takes the longer of its arithmetic and its memory traffic; attention is added on top."""
+    """Each layer takes the longer of its arithmetic and its memory traffic; attention is added."""
 
-    dense_params: float  # parameters every token passes through, language head apart
+    dense_params: float  # parameters used by every token, without the language head
     expert_params: float  # parameters of all experts together, in all layers
     expert_share: float  # share of the experts one token uses
     head_params: float
@@ -29,10 +29,10 @@ class RooflineCost:
     flops_per_s: float
     bytes_per_s: float
     host: HostCosts
-    overlap: bool = False  # asynchronous scheduling: the host's time shows only where it is the longer of the two
+    overlap: bool = False  # asynchronous scheduling: the host's time counts only if it is longer than the GPU's
 
     def step_s(self, shape: StepShape) -> float:
-        """Seconds of one step."""
+        """Time (s) of one step."""
         tokens = shape.decode_seqs
         attention = shape.decode_kv_tokens * self.kv_bytes / self.bytes_per_s
         for chunk, context in shape.prefill:
@@ -59,7 +59,7 @@ class RooflineCost:
 def roofline_cost(
     profile: DeviceProfile, model: ModelGeometry, host: HostCosts, *, overlap: bool = False
 ) -> RooflineCost:
-    """Build the fallback from the profile's data-sheet rates and the model's shape."""
+    """Build the cost model from the profile's data-sheet rates and the model's shape."""
     experts = model.layers * model.experts * model.expert_params
     total = model.layers * (model.attention_params + model.mlp_params)
     return RooflineCost(

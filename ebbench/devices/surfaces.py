@@ -1,4 +1,4 @@
-"""From kernel table rows to the attention tables of one device and model geometry."""
+"""Converts kernel table rows to the attention tables of one device and model geometry."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ SEQS = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 
 CONTEXTS = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 16384)
 CHUNKS = (16, 32, 64, 128, 256, 512, 1024, 2048)
 BEFORE = (0, 512, 1024, 2048, 4096, 8192, 16384)
-MIXED_SEQS = 128  # joint tables end here
+MIXED_SEQS = 128  # last row of joint tables
 
 Heads = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
 class Surfaces:
-    """Raw surfaces in seconds: the axes are SEQS, CONTEXTS, CHUNKS, BEFORE; prompts by chunk length 0..MAX_CHUNK."""
+    """Raw surfaces in seconds over the axes SEQS, CONTEXTS, CHUNKS, BEFORE; prompts by chunk length 0..MAX_CHUNK."""
 
     first: Array
     first_context: Array
@@ -35,12 +35,12 @@ class Surfaces:
     increment: Array
 
     def blend(self, other: Surfaces, share: float) -> Surfaces:
-        """``1 - share`` of this and ``share`` of the other."""
+        """The weighted mean of this (``1 - share``) and ``other`` (``share``)."""
         pairs = {name: (getattr(self, name), getattr(other, name)) for name in self.__dataclass_fields__}
         return Surfaces(**{name: a + (b - a) * share for name, (a, b) in pairs.items()})
 
     def scaled(self, queries: float, keys: float) -> Surfaces:
-        """Another geometry: work that goes with the query heads, and KV traffic, scaled apart."""
+        """Surfaces of another geometry: work proportional to query heads and KV traffic are scaled separately."""
         return Surfaces(
             self.first * queries,
             self.first_context * queries,
@@ -51,18 +51,18 @@ class Surfaces:
         )
 
     def like(self, ours: Surfaces, theirs: Surfaces) -> Surfaces:
-        """This times ``ours`` over ``theirs``, entry by entry: another geometry or KV type by its own tables."""
+        """This times ``ours`` over ``theirs``, entry by entry: another geometry or KV type by its own pure tables."""
         ratio = {name: _ratio(getattr(ours, name), getattr(theirs, name)) for name in self.__dataclass_fields__}
         ratio["increment"] = np.broadcast_to(ratio["decode"], self.increment.shape)
         return Surfaces(**{name: getattr(self, name) * ratio[name] for name in self.__dataclass_fields__})
 
     def tables(self, mixed_excess: float, window: int = 0) -> AttentionTables:
-        """Freeze, with the mixed excess (increment beyond the pure decode cost) scaled."""
+        """The attention tables, with the mixed excess (increment beyond the pure decode cost) scaled."""
         decode = increasing(self.decode, 0, 1)
         excess = np.maximum(self.increment - decode, 0.0) * mixed_excess
         increment = increasing(np.minimum(self.increment, decode) + excess, 2, 3)
         first, following = self.first, self.next
-        if window:  # beyond its window a prompt's cost grows with its length only
+        if window:  # beyond its window a prompt's cost grows linearly with its length
             lengths = np.arange(len(first))
             inside = np.minimum(lengths, window)
             growth = np.maximum(lengths / window, 1.0)
@@ -83,9 +83,9 @@ def _ratio(one: Array, other: Array) -> Array:
 
 
 def surfaces(profile: DeviceProfile, model: ModelGeometry) -> tuple[Surfaces, tuple[str, ...]] | None:
-    """The best surfaces for a device and geometry, with warnings; None where the device has no attention tables.
+    """The best surfaces for a device and geometry, with warnings; None if the device has no attention tables.
 
-    A device without joint tables may name one whose ratio of mixed to pure decode cost it borrows.
+    A device without joint tables may name another device whose ratio of mixed to pure decode cost it uses.
     """
     found = _own_surfaces(profile.name, model, profile.bandwidth_bytes_per_s)
     if found is None or not profile.mixed_from:
@@ -98,7 +98,8 @@ def surfaces(profile: DeviceProfile, model: ModelGeometry) -> tuple[Surfaces, tu
 
 
 def _own_surfaces(device: str, model: ModelGeometry, bandwidth: float) -> tuple[Surfaces, tuple[str, ...]] | None:
-    """Measured, between two measured numbers of query heads, or the nearest geometry scaled, with a warning."""
+    """Measured surfaces, interpolated between two numbers of query heads, or scaled from the nearest geometry with a
+    warning."""
     wanted = (model.heads, model.kv_heads, model.head_dim)
     joint = has_joint_tables(device)
     available = _geometries(device, model.kv_dtype, joint)
@@ -125,7 +126,7 @@ def _own_surfaces(device: str, model: ModelGeometry, bandwidth: float) -> tuple[
 def _from_nearest(
     device: str, wanted: Heads, available: list[Heads], kv: str, bandwidth: float
 ) -> tuple[Surfaces, tuple[str, ...]]:
-    """The nearest geometry, scaled as the pure tables of both say, or where there are none by heads."""
+    """The nearest geometry, scaled by the pure tables of both, or without those by heads."""
     nearest = min(available, key=lambda g: _distance(g, wanted))
     near = _load(device, nearest, kv, bandwidth)
     pure = _geometries(device, kv, joint=False)
@@ -142,7 +143,7 @@ def _from_nearest(
 
 
 def _with_kv_dtype(device: str, wanted: Heads, found: Surfaces, kv_dtype: str, bandwidth: float) -> Surfaces:
-    """Joint tables are of a 16-bit KV cache: scaled as the pure tables of the nearest geometry say."""
+    """Joint tables have a 16-bit KV cache: scale them by the pure tables of the nearest geometry."""
     pure = [g for g in _geometries(device, kv_dtype, joint=False) if g in _geometries(device, "bfloat16", joint=False)]
     if not pure:
         raise UsageError(
@@ -210,7 +211,7 @@ def _from_joint(device: str, key: dict[str, int | str], batched: dict[tuple[int,
 
 
 def _context_slope(rows: dict[tuple[int, ...], float], chunk: int) -> float:
-    """Seconds per cached token before a lone chunk: least squares over all measured contexts."""
+    """Time (s) per cached token before a single chunk: least squares over all measured contexts."""
     points = sorted((b, t) for (c, b, s, _), t in rows.items() if c == chunk and not s)
     x, y = np.array(points).T
     return max(float(np.polyfit(x, y, 1)[0]), 0.0)
@@ -254,7 +255,7 @@ def _increment_surface(rows: dict[tuple[int, ...], float], contexts: list[int]) 
 
 
 def _along(x: object, points: list[int], values: Array) -> Array:
-    """Linear interpolation, continued beyond the end with the mean slope of the last three cells."""
+    """Linear interpolation; beyond the end with the mean slope of the last three cells."""
     at = np.asarray(x, dtype=float)
     inside = np.interp(at, points, values)
     slope = max((values[-1] - values[-4]) / (points[-1] - points[-4]), 0.0)
@@ -269,7 +270,7 @@ def _batched_prompts(device: str, key: dict[str, int | str]) -> dict[tuple[int, 
 
 
 def _by_length(points: dict[tuple[int, int], float], per_pair: float) -> Array:
-    """A lone prompt's cost at every length; beyond the last point it grows with the number of query-key pairs."""
+    """A single prompt's cost at every length; beyond the last point it grows with the number of query-key pairs."""
     lengths = sorted(c for c, _ in points)
     times = np.array([points[c, 0] for c in lengths])
     x = np.arange(MAX_CHUNK + 1, dtype=float)
@@ -310,10 +311,10 @@ def _further_prompts(batched: dict[tuple[int, ...], float], first: Array, per_pa
 def _from_pure(
     device: str, key: dict[str, int | str], batched: dict[tuple[int, ...], float], stream_s: float
 ) -> Surfaces:
-    """Decode and prompt tables only: the increment starts as twice the pure decode cost (see HostCosts.mixed_excess).
+    """Only decode and prompt tables: the increment starts as twice the pure decode cost (see HostCosts.mixed_excess).
 
-    These tables were measured with the same keys again and again, so small batches found them in the L2 cache. In
-    a model the weights pass through it between two layers: no entry is let below the time to stream its keys.
+    These tables were measured with the same keys repeatedly, so small batches found them in the L2 cache. In a model
+    the weights pass through the cache between two layers: no entry is below the time to read its keys from memory.
     """
     rows = _rows("decode", ("seqs", "context"), device, key)
     rate = max(_stream_rate(rows), stream_s)
@@ -339,7 +340,7 @@ def _from_pure(
 
 
 def _stream_rate(rows: dict[tuple[int, ...], float]) -> float:
-    """Seconds per KV token once keys come from memory: from the largest batch-context products measured."""
+    """Time (s) per KV token if keys come from memory: from the largest measured products of batch and context."""
     large = sorted(rows, key=lambda at: at[0] * at[1])[-12:]
     return float(np.median([rows[at] / (at[0] * at[1]) for at in large]))
 

@@ -15,8 +15,8 @@ from ebbench.devices.parallel import SINGLE, Parallel
 from ebbench.devices.profiles import DeviceProfile, HostCosts
 from ebbench.devices.surfaces import has_joint_tables, surfaces
 
-# Launching one layer's kernels from Python, without CUDA graphs and compilation: the floor of the iteration times
-# published for Qwen3-4B in eager mode (9.8 ms for 36 layers; eb-vllm, cost_model/linear_model).
+# Time to launch one layer's kernels from Python, without CUDA graphs and compilation: the minimum of the iteration
+# times published for Qwen3-4B in eager mode (9.8 ms for 36 layers; eb-vllm, cost_model/linear_model).
 EAGER_LAYER_S = 270e-6
 
 
@@ -24,10 +24,10 @@ EAGER_LAYER_S = 270e-6
 class TableCost:
     """Step time from precomputed tables; a pure function of the shape, a few microseconds per call.
 
-    ``dense_s`` is indexed by tokens, ``head_s`` by sampled sequences. ``launch_s`` is the least time a step needs
-    for launching its kernels (eager mode); 0 under CUDA graphs. ``overlap`` is asynchronous scheduling: the host
-    prepares the next step while the GPU works, so its time shows only where it is the longer of the two.
-    ``experts_s``, by the tokens of all units, is there for a unit of an engine whose units share their experts.
+    ``dense_s`` is indexed by tokens, ``head_s`` by sampled sequences. ``launch_s``: least time to launch a step's
+    kernels (eager mode); 0 with CUDA graphs. ``overlap``: asynchronous scheduling; the host prepares the next step
+    while the GPU works, so its time counts only if it is longer. ``experts_s``, by the tokens of all units: only for a
+    unit of an engine whose units share experts.
     """
 
     dense_s: list[float]
@@ -42,7 +42,7 @@ class TableCost:
     experts_s: list[float] | None = None
 
     def step_s(self, shape: StepShape) -> float:
-        """Seconds from one step to the next: host and GPU one after the other, or overlapped."""
+        """Time (s) from one step to the next: host and GPU one after the other, or overlapped."""
         host = self.host.step_s + self.host.sequence_s * (shape.decode_seqs + len(shape.prefill))
         gpu = self.gpu_s(shape)
         if self.experts_s is not None:
@@ -54,11 +54,11 @@ class TableCost:
         return gpu + host
 
     def pass_s(self, shapes: Sequence[StepShape], units: int) -> float:
-        """Seconds of one pass of an engine of ``units`` units; ``shapes`` are those of the units that have work.
+        """Time (s) of one pass of an engine of ``units`` units; ``shapes``: those of the units that have requests.
 
-        Every unit waits for the one with most attention and dense work, then computes its experts for the tokens of
-        all. Units without work take part with one token. Where every batch fits a CUDA graph all are padded to the
-        largest (vLLM, v1/worker/dp_utils.py).
+        Every unit waits for the one with the most attention and dense work, then computes its experts for the tokens of
+        all units. Units without requests take part with one token. If every batch fits a CUDA graph, all are padded to
+        the largest (vLLM, v1/worker/dp_utils.py).
         """
         tokens = [_tokens(shape) for shape in shapes]
         largest = max(tokens)
@@ -78,7 +78,7 @@ class TableCost:
         return self.experts_s[MAX_TOKENS] * (tokens / MAX_TOKENS)
 
     def gpu_s(self, shape: StepShape) -> float:
-        """Seconds of GPU work alone, without experts that several units share."""
+        """Time (s) of GPU work only, without experts that several units share."""
         prefill, seqs = shape.prefill, shape.decode_seqs
         tokens = seqs
         for chunk, _ in prefill:
@@ -105,7 +105,7 @@ def table_cost(
     overlap: bool = True,
     eager: bool = False,
 ) -> tuple[TableCost, str, tuple[str, ...]] | None:
-    """Build the model of one unit, its provenance and warnings; None where the device has no kernel tables."""
+    """Build the model of one unit with its provenance and warnings; None if the device has no kernel tables."""
     arrays = step_arrays(profile, model, shape, eager=eager)
     part = model.sliced(shape.tp)
     found = surfaces(profile, part)

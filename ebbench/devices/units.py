@@ -1,4 +1,4 @@
-"""A unit of several GPUs as a device of its own: its step times, KV capacity and memory, loaded as a single GPU is."""
+"""A unit of several GPUs as a single device: its step times, KV capacity and memory."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from ebbench.devices.request import DeviceRequest
 
 @dataclass(frozen=True)
 class UnitDevice:
-    """What one unit is: its ``device`` (cost and KV capacity of all its GPUs) and what KV transfers need to know.
+    """One unit: its ``device`` (cost and KV capacity of all its GPUs) and the data for KV transfers.
 
-    ``spare_bytes``: memory of its GPUs that the engine may not use. ``link_bytes_per_s`` is None where the
-    device's profile names no link.
+    ``spare_bytes``: memory of its GPUs that the engine may not use. ``link_bytes_per_s``: None if the device's profile
+    has no link.
     """
 
     device: Device
@@ -30,10 +30,10 @@ class UnitDevice:
 def unit_device(
     device: Device, pool: PoolSpec, default_utilization: float | None, max_num_seqs: int, budget: int, link: str = ""
 ) -> UnitDevice:
-    """The unit of ``pool`` on GPUs like ``device``, joined by ``link`` ("" is the device's usual one).
+    """The unit of ``pool`` on GPUs like ``device``, connected by ``link`` ("" is the device's default link).
 
-    ``default_utilization`` of None is the share of memory the device was loaded with. Raises UsageError where the shape
-    cannot be had. A device made by hand stands for a whole unit, however many GPUs that is.
+    ``default_utilization`` None: the share of memory that the device was loaded with. Raises UsageError for an
+    unsupported shape. A device made by hand represents a whole unit of any number of GPUs.
     """
     request, profile, model = device.request, device.profile, device.geometry
     if request is None or profile is None or model is None:
@@ -65,18 +65,18 @@ def shape_of(topology: TopologySpec) -> Parallel:
 
 @dataclass(frozen=True)
 class SavingCost:
-    """Steps of a prefill instance: those of any instance, and ``prompt_s`` for saving the KV of each prompt."""
+    """Steps of a prefill instance: ordinary steps plus ``prompt_s`` per prompt to save its KV."""
 
     base: CostModel
     prompt_s: float
 
     def step_s(self, shape: StepShape) -> float:
-        """Seconds of one step."""
+        """Time (s) of one step."""
         return self.base.step_s(shape) + self.prompt_s * len(shape.prefill)
 
 
 def saving_kv(unit: UnitDevice, ms_per_layer: float) -> UnitDevice:
-    """The unit as a prefill instance; one made by hand, whose layers are not known, is returned as it is."""
+    """The unit as a prefill instance; a device made by hand, whose layers are unknown, is returned unchanged."""
     if unit.device.geometry is None or not ms_per_layer:
         return unit
     cost = SavingCost(unit.device.cost, unit.device.geometry.layers * ms_per_layer * 1e-3)

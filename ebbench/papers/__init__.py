@@ -1,5 +1,5 @@
-"""The papers' experiments: what was published, how to repeat it, and ours beside it.
+"""The papers' experiments: published figures, their protocols, and our results in comparison.
 
-A table is a list of cells (one run each) and a function that lays their results out next to the published numbers.
-Cells run through the ``sim`` engine in a process pool and are kept in a runs directory under a content key.
+A table consists of cells (one run each) and a function that lays out their results next to the published numbers. Cells
+run on the ``sim`` engine in a process pool and are stored in a runs directory under a content key.
 """

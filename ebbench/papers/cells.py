@@ -1,4 +1,4 @@
-"""The cells behind the papers' figures: runs made as their protocols say."""
+"""Creates the cells of published figures from their protocols."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ebbench.runs.cell import Cell, simulated
 def protocol_cells(
     protocol: Protocol, device: str, model: str, num_prompts: int | None = None, weight: float = 1.0, seed: int = 0
 ) -> tuple[Cell, ...]:
-    """The runs behind one published figure; ``num_prompts`` replaces the protocol's count."""
+    """The cells of one published figure; ``num_prompts`` replaces the protocol's number."""
     cells = []
     for plan in protocol.plans():
         arguments: dict[str, Any] = dict(plan) | ({} if num_prompts is None else {"num_prompts": num_prompts})

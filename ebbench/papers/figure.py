@@ -1,4 +1,4 @@
-"""What a figure is: its cells and the chart drawn from their results."""
+"""A figure: its cells, and the chart of their results."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from ebbench.runs.store import RunStore
 
 @dataclass(frozen=True)
 class PaperFigure:
-    """One published figure. ``chart`` returns an altair chart; ``caption`` says what is ours and what is not.
+    """One published figure. ``chart`` returns an altair chart; ``caption`` says which parts are ours.
 
-    ``reads`` and ``workloads`` are those of a PaperTable, for the options of ``ebbench figures``.
+    ``reads`` and ``workloads`` are as in PaperTable, for the options of ``ebbench figures``.
     """
 
     name: str
@@ -29,5 +29,5 @@ class PaperFigure:
 
 
 def no_cells(_wish: PaperOptions) -> list[Cell]:
-    """For figures that need no run."""
+    """No cells, for figures that need no run."""
     return []

@@ -14,7 +14,7 @@ FIGURES: tuple[PaperFigure, ...] = (FIGURE1, FIGURE3, FIGURE4, FIGURE5, FIGURE6,
 
 
 OF_RUNS = ("timeline", "slo")
-"""Figures of runs of the user's own."""
+"""Figures of the user's own runs."""
 
 
 def find_figure(name: str) -> PaperFigure:

@@ -1,25 +1,25 @@
-"""How the published runs were made, cell by cell: the one place that ``ebbench tables`` and ``ebbench fidelity`` ask.
+"""Protocols of the published runs, used by ``ebbench tables`` and ``ebbench fidelity``.
 
-Protocol facts (the authors' published scripts, code and reports, weifang231/eb-vllm):
+Facts (the authors' published scripts, code and reports, weifang231/eb-vllm):
 
 - 4,000 prompts, lengths uniform within 50 % of the mean, EOS ignored, gpu_memory_utilization 0.9, each scheduler at
   its own best (B, N) in table 2. Their vLLM is older than 0.14: no asynchronous scheduling.
 - 100 (synthetic) or 20 (real) warm-up requests come first and are in no figure: ``vllm bench serve --num-warmups``
-  beside ``--num-prompts 4000``. Both shifts have ``--num-warmups 0``. vLLM repeats its first prompt; ours have the
-  plan's lengths, so that an online policy learns the workload and not one length. Appendix E.2 counts 4,000 requests
-  with the warm-up (tables 10 and 11: 3,900 count).
+  in addition to ``--num-prompts 4000``. Both shifts have ``--num-warmups 0``. vLLM repeats its first prompt; our
+  warm-up has the plan's lengths, so that an online policy learns the workload and not one length. Appendix E.2
+  includes the warm-up in its 4,000 requests (tables 10 and 11: 3,900 count).
 - The memory-safe batch N* is computed in table 3's runs only; the scripts of table 2 and figure 3 leave it off.
-- Their online threshold has a floor, 0.01 unless a script sets it. ``run_distribution_shift.sh`` sets 0.7 for EB and
-  EB+. At c = 512 and 2048 no script says so, but EB's TTFT and TPOT at c = 512 (a fitted row) are those of 0.7 on
-  both GPUs, and not those of Algorithm 1's own 0.34 and 0.20: an inference. EB+ shows no such floor.
-- The shifts' prompts are cut to their mean, answers lie within 25 % of it (``generate_distribution_shift_dataset.py``).
-  ``vllm bench serve`` shuffles a custom data set unless told not to, and the script does not: the three "phases" of
+- Their online threshold has a lower bound, 0.01 unless a script sets it. ``run_distribution_shift.sh`` sets 0.7 for EB
+  and EB+. At c = 512 and 2048 no script sets it, but EB's TTFT and TPOT at c = 512 (a fitted row) are those of 0.7 on
+  both GPUs, and not those of Algorithm 1's own 0.34 and 0.20; that is an inference. EB+ shows no such bound.
+- The shifts' prompts are cut to their mean, outputs are within 25 % of it (``generate_distribution_shift_dataset.py``).
+  ``vllm bench serve`` shuffles a custom data set by default, and the script does not disable it: the three "phases" of
   the distribution shift were served as one mixture.
-- ``concurrency_shift`` gives the mean of its phases' throughputs, each phase a benchmark of its own (their server
-  stays up in between, ours starts anew).
-- ShareGPT's answers were as long as the model made them in the runs printed for Qwen3-8B: about 360 tokens (their
+- ``concurrency_shift`` gives the mean of its phases' throughputs, each phase a separate benchmark (their server
+  keeps running in between, ours starts anew).
+- ShareGPT's outputs were as long as the model made them in the runs printed for Qwen3-8B: about 360 tokens (their
   reproduction report). The Qwen3-30B-A3B cells printed for H200 are those of their rerun with the data set's own
-  lengths, 292 tokens on average; the ones for RTX PRO 6000 are taken to be the same.
+  lengths, 292 tokens on average; the ones for RTX PRO 6000 are assumed to be the same.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ _FLOORED = {"eb": ("c=512", "c=2048", "distribution_shift"), "ebplus": ("distrib
 class Protocol:
     """One published run. ``plan``: arguments of :func:`ebbench.workloads.build_plan`, files as ``reference:PATH``.
 
-    ``concurrencies`` not empty: one run each, and the mean of their figures. ``shuffle``: the requests in mixed order.
+    ``concurrencies``: if not empty, one run per value, with the mean of their figures. ``shuffle``: change the order of
+    the requests.
     """
 
     policy: str
@@ -58,7 +59,8 @@ class Protocol:
 
 
 def table3_protocol(scenario: str, scheduler: str) -> Protocol:
-    """A cell of table 3, by the scenario's name in the reference table; other policies than the paper's as they are."""
+    """A cell of table 3, by the scenario's name in the reference table; policies that the paper does not have are
+    allowed."""
     policy = scheduler
     if scenario in _FLOORED.get(scheduler, ()):
         policy = f"{scheduler}:theta_min={PAPER_THETA_FLOOR}"
@@ -89,9 +91,10 @@ def real_protocol(workload: str, model: str, scheduler: str, sizes: tuple[int, i
 
 
 def real_workload(workload: str, model: str) -> str:
-    """Lengths as run: answers forced in two workloads (the scripts), by model in a third (their reports).
+    """The workload with the lengths of the published runs: fixed outputs in two workloads (scripts), by model in a
+    third (reports).
 
-    WildChat's answers are the data set's, cut at 256 tokens, as the workload itself has them.
+    WildChat's outputs are the data set's, cut at 256 tokens, as in the workload itself.
     """
     sharegpt = "sharegpt-qwen3-30b" if model == "qwen3-30b-a3b" else "sharegpt-qwen3-8b"
     forced = {name: f"{name}-forced" for name in ("longbench", "numinamath")} | {"sharegpt": sharegpt}
@@ -103,7 +106,7 @@ FIGURE3_BUDGETS = {"decode-heavy": 16_384, "balanced": 14_336, "prefill-heavy": 
 
 
 def figure3_protocol(workload: str, policy: str, *, uniform: bool = False) -> Protocol:
-    """A point of figure 3 (H200): geometric answers, or with ``uniform`` the workload's own."""
+    """A point of figure 3 (H200): geometric output lengths, or with ``uniform`` the workload's own."""
     if policy == "eb":
         policy = "eb:memory_safe=false"
     name = workload if uniform else f"{REFERENCE}workloads/figure3-{workload}.toml"
@@ -112,5 +115,5 @@ def figure3_protocol(workload: str, policy: str, *, uniform: bool = False) -> Pr
 
 
 def fixed_threshold(k: int) -> str:
-    """Figure 3's policy for a fixed k: the scripts pass it as the share k / N, below 1."""
+    """Figure 3's policy for a fixed k, which the scripts pass as the share k / N."""
     return f"eb:theta={min(k / FIGURE3_SEQS, 0.99):.4g}"

@@ -1,4 +1,4 @@
-"""The papers' numbers, read from the reference tables that come with the program."""
+"""The papers' numbers, read from the bundled reference tables."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SYNTHETIC: Mapping[str, str] = {
 
 @cache
 def rows(name: str, folder: str = "paper_tables") -> tuple[Mapping[str, str], ...]:
-    """Rows of a reference CSV by its stem."""
+    """Rows of a reference CSV by its file stem."""
     path: Path = bundled_dir("reference") / folder / f"{name}.csv"
     with path.open(newline="", encoding="utf-8") as file:
         return tuple(csv.DictReader(file))
@@ -44,7 +44,7 @@ def model_title(model: str) -> str:
 
 
 def pick(name: str, column: str, folder: str = "paper_tables", **where: str) -> float | None:
-    """The number in ``column`` of the row whose cells equal ``where``; None where the paper has none."""
+    """The number in ``column`` of the row whose cells equal ``where``; None if the paper does not have it."""
     for row in rows(name, folder):
         if all(row.get(key) == value for key, value in where.items()):
             text = row.get(column) or ""
@@ -53,9 +53,9 @@ def pick(name: str, column: str, folder: str = "paper_tables", **where: str) -> 
 
 
 def best_config(device: str, policy: str, workload: str, model: str) -> tuple[int, int]:
-    """Published best (token budget B, batch size N) of tables 14-16, filled up where the papers have none.
+    """Published best (token budget B, batch size N) of tables 14-16, completed where the papers have none.
 
-    ``policy`` v0, v1 or eb; every other policy takes eb's. A GPU, model or workload the papers did not run takes the
+    ``policy``: v0, v1 or eb; other policies use eb's. A GPU, model or workload without published values uses the
     nearest published cell: RTX PRO 6000, Qwen3-8B, ShareGPT.
     """
     scheduler = policy if policy in ("v0", "v1") else "eb"

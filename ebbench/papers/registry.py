@@ -30,7 +30,7 @@ TABLES: tuple[PaperTable, ...] = (
 
 
 OF_RUNS: Mapping[str, tuple[str, ...]] = {"phases": (), "slo": ("ttft", "tpot", "by_phase")}
-"""Tables of runs of the user's own, and the options they read."""
+"""Tables of the user's own runs, and the options that they read."""
 
 
 def find_table(name: str) -> PaperTable:

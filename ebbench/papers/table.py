@@ -1,4 +1,4 @@
-"""What a table is: its cells and the document they are laid out in."""
+"""A table: its cells, and the document with their results."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ Outputs = Literal["forced", "profile"]
 
 @dataclass(frozen=True)
 class PaperOptions:
-    """Options that replace those of a table's own protocol; empty means: as in the paper.
+    """Options that override those of a table's own protocol; empty means: as in the paper.
 
-    ``policies`` are measured besides the table's own. ``outputs``: answers forced to the length limit of the
-    published scripts, or drawn from the workload's profile. ``ttft_s`` and ``tpot_ms`` are SLO targets.
+    ``policies`` are run in addition to the table's own. ``outputs``: output lengths fixed as in the published scripts,
+    or drawn from the workload's profile. ``ttft_s`` and ``tpot_ms``: SLO targets.
     """
 
     devices: tuple[str, ...] = ()
@@ -36,21 +36,22 @@ class PaperOptions:
     tpot_ms: tuple[float, ...] = ()
 
     def device(self, default: str = DEFAULT_DEVICE) -> str:
-        """The one device of an experiment that takes one. Raises UsageError where several were given."""
+        """The device of an experiment for one device. Raises UsageError if several were given."""
         return _one("--device", self.devices, default)
 
     def model(self, default: str = DEFAULT_MODEL) -> str:
-        """The one model of an experiment that takes one. Raises UsageError where several were given."""
+        """The model of an experiment for one model. Raises UsageError if several were given."""
         return _one("--model", self.models, default)
 
     def seed_range(self, least: int = 1) -> range:
-        """Seeds of an experiment that repeats its runs, ``least`` times or more. Raises UsageError for fewer."""
+        """Seeds of an experiment that repeats its runs at least ``least`` times. Raises UsageError for fewer."""
         if self.seeds is not None and self.seeds < least:
             raise UsageError(f"--seeds must be at least {least} here, for an interval over the runs, not {self.seeds}")
         return range(self.seeds or least)
 
     def check_names(self, workloads: Collection[str] = ()) -> None:
-        """Raise UsageError for a device, model or workload that does not exist, or is none of ``workloads``."""
+        """Raise UsageError for an unknown device, model or workload, and for a workload that is not among
+        ``workloads``."""
         from ebbench.devices.profiles import find_model, find_profile
         from ebbench.workloads import load_workload
 
@@ -61,7 +62,7 @@ class PaperOptions:
         for workload in self.workloads:
             if workloads and workload not in workloads:
                 raise UnknownNameError("workload of this experiment", workload, workloads)
-            if not workload.startswith("trace:"):  # whose file is read when the runs are made
+            if not workload.startswith("trace:"):  # a trace file is read when the runs are made
                 load_workload(workload)
 
 
@@ -73,10 +74,10 @@ def _one(option: str, names: Sequence[str], default: str) -> str:
 
 @dataclass(frozen=True)
 class PaperTable:
-    """One published table. ``whole``: keep the run directories of its cells, not their figures alone.
+    """One published table. ``whole``: keep the run directories of its cells, not only their figures.
 
-    ``reads``: the options of ``ebbench tables`` that its cells or its document depend on, as parameters are named.
-    ``workloads``: the only ones it knows; empty: any.
+    ``reads``: the options of ``ebbench tables`` that its cells or its document depend on, by parameter name.
+    ``workloads``: the only supported ones; empty: any.
     """
 
     name: str
@@ -90,7 +91,7 @@ class PaperTable:
 
 
 def figure(store: RunStore, cell: Cell, key: str, scale: float = 1.0) -> float | None:
-    """One figure of a cell, None while it has not been run."""
+    """One figure of a cell; None if it has not been run."""
     found = store.get(cell)
     return None if found is None else found.get(key, scale)
 
@@ -103,12 +104,12 @@ def mean_figure(store: RunStore, cells: Sequence[Cell], key: str) -> float | Non
 
 
 def measured(store: RunStore, cell: Cell) -> Measured | None:
-    """The cell's result, None while it has not been run."""
+    """The cell's result; None if it has not been run."""
     return store.get(cell)
 
 
 def pending(store: RunStore, cells: Sequence[Cell]) -> tuple[str, ...]:
-    """A note that says how many cells are still to be run; empty when none is."""
+    """A note with the number of cells still to be run; empty if there are none."""
     absent = len(store.missing(cells))
     if not absent:
         return ()

@@ -1,7 +1,8 @@
 """Table 1 of the deferred-prefill paper (Mohanty et al., EuroMLSys 2025): the best departure threshold K.
 
-Their cost constants stand only in figures. Three published numbers give the three constants that matter: the numeric
-K* fixes c_p/c_d (Proposition 1), the rates at K = 1 and at the best K fix c_d and the part that K does not change.
+The paper gives its cost constants only in figures. Three published numbers determine the three relevant constants: the
+numeric K* gives c_p/c_d (Proposition 1); the rates at K = 1 and at the best K give c_d and the part that K does not
+change.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ DISTRIBUTIONS: Mapping[str, str] = {
     "gamma:1.9": "gamma answers of shape 1.9 (ShareGPT's spread in table 9 of the EB paper)",
 }
 _PARAMETERS: Mapping[str, float] = {"Granite": 8.17e9, "LLaMA3": 8.03e9}
-_A100_FLOPS = 312e12 * 0.5  # dense bf16 peak at half efficiency: sets how S splits between prompts and decodes
+_A100_FLOPS = 312e12 * 0.5  # dense bf16 peak at half efficiency; determines how S divides between prompts and decodes
 _BUDGET = 32768
 _KV_TOKENS = 4_000_000
 
 
 @dataclass(frozen=True)
 class Constants:
-    """Costs in seconds: fixed per prefill and per decode step, per prompt, per sequence and step."""
+    """Costs in seconds: fixed per prefill and per decode step, per prompt, and per sequence and step."""
 
     c_p: float
     c_d: float
@@ -43,7 +44,7 @@ class Constants:
 
 
 def implied_constants(row: Mapping[str, str]) -> Constants:
-    """Solve for the constants of a published row."""
+    """Compute the constants of a published row."""
     limit, alpha = int(row["batch_limit"]), 1 / MEAN_OUTPUT
     y = -math.log1p(-int(row["k_numeric"]) / limit)
     ratio = (math.expm1(y) - y) / -math.log1p(-alpha)
@@ -82,13 +83,13 @@ def _cells(options: PaperOptions) -> list[Cell]:
 
 
 def _steady_rate(found: Measured) -> float:
-    """Requests/s while the queue is backlogged, as in the paper; the whole run's where no such window is."""
+    """Requests/s while the queue is backlogged, as in the paper; of the whole run if there is no such window."""
     steady = found.figures.get("steady")
     return float(steady["request_throughput"] if steady else found.figures["request_throughput"])
 
 
 def _normalised_s(found: Measured) -> tuple[float, float]:
-    """Mean and 95th percentile of completion time per output token, s/token, queueing left out."""
+    """Mean and 95th percentile of completion time per output token in s/token, without queueing."""
     table = found.run.table("requests", ["status", "scheduled_ns", "last_token_ns", "output_tokens"])
     done = table.filter(pc.equal(table["status"], "ok"))
     spent = done["last_token_ns"].to_numpy() - done["scheduled_ns"].to_numpy()

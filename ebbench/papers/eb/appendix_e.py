@@ -1,4 +1,4 @@
-"""Appendix E.3 and E.5 of the EB paper as experiments: rising hazards, and how far the online estimate is off."""
+"""Appendix E.3 and E.5 of the EB paper as experiments: rising hazards, and the error of the online estimate."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from vllm_eb.hazard import CensoredHazard, HazardEstimate, SlidingHazard
 from vllm_eb.theory import base_threshold
 
 WINDOWS = (100, 250, 500, 1000, 2000)
-DRAWS = 200  # windows looked at
+DRAWS = 200  # number of windows evaluated
 ESTIMATORS = ("published", "censored")
 MEAN_OUTPUTS = (256, 1024)
 _BATCH, _MEAN_INPUT = 512, 128
 
 
-# E.3: constant against rising hazard.
+# E.3: constant and rising hazard.
 
 
 def _document_ifr(options: PaperOptions, store: RunStore) -> Document:
@@ -53,7 +53,7 @@ def _section_ifr(options: PaperOptions, store: RunStore, title: str, *, slow: bo
     return Section(title, columns, tuple(rows))
 
 
-# E.5: the estimators against a known truth.
+# E.5: the estimators compared with a known hazard.
 
 
 def _service_cell(options: PaperOptions, estimator: str, mean: int) -> Cell:
@@ -135,7 +135,7 @@ def _service_section(options: PaperOptions, store: RunStore, costs: tuple[float,
 
 
 def _updates(found: Measured | None) -> list[float]:
-    """p0 of every update of a run."""
+    """p0 at every update of a run."""
     if found is None:
         return []
     table = found.run.table("decisions", ["kind", "p0"])

@@ -31,7 +31,8 @@ def _device_cost(device: str, model: str, eager: bool = False) -> CostModel:
 
 
 def step_ms(cost: CostModel, tokens: int, share: float, context: int) -> float:
-    """Time of one step of ``tokens`` of which ``share`` are decodes with ``context`` tokens of KV each, ms."""
+    """Time (ms) of a step of ``tokens`` tokens, of which the share ``share`` are decodes with ``context`` KV tokens
+    each."""
     if share == 0.0:
         return 1e3 * cost.step_s(prefill_shape(tokens))
     if share == 1.0:
@@ -101,7 +102,7 @@ def _marginal_panel(device: str, model: str) -> Any:
 
 
 def _measured_rows(model: str, device: str) -> list[dict[str, Any]]:
-    """The authors' step times beside ours at the same composition and context, pure and mixed steps."""
+    """Published and our step times for the same composition and context, pure and mixed steps."""
     cost, found = _device_cost(device, model, eager=True), []
     for row in rows("iteration_time_qwen3_4b", "eb_vllm"):
         decodes, prompts, prompt = (int(row[key]) for key in ("num_decode", "num_prefill", "prefill_tokens"))

@@ -1,4 +1,4 @@
-"""Figures 3 and 12 of the EB paper: throughput over fixed thresholds, and the online controller."""
+"""Figure 3 of the EB paper: throughput for fixed thresholds and for the online controller."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ebbench.runs.store import RunStore
 
 BATCH = FIGURE3_SEQS
 FRACTIONS = tuple(range(1, 9))
-WORKLOADS = {"decode-heavy": 8.0, "balanced": 4.0, "prefill-heavy": 1.0}  # and how long they take
+WORKLOADS = {"decode-heavy": 8.0, "balanced": 4.0, "prefill-heavy": 1.0}  # and the relative duration of their runs
 _PUBLISHED = {"decode-heavy": "decode_heavy", "balanced": "balanced", "prefill-heavy": "prefill_heavy"}
 _NAMES = ("fixed k", "controller (eb)", "mixed (v1)")
 _COLOURS = (BLACK, VERMILION, BLUE)

@@ -26,7 +26,7 @@ Row = dict[str, Any]
 def _bars(
     data: Sequence[Row], x_order: Sequence[str], title: str, y_title: str | None, *, log: bool, width: int
 ) -> Any:
-    """Bars of ours by policy, with a black tick where a published value exists."""
+    """Bars of our results by policy, with a black tick for each published value."""
     alt = altair()
     names = [_TITLES[policy] for policy in POLICIES]
     colours = [policy_class(policy).colour for policy in POLICIES]

@@ -19,7 +19,7 @@ _FITS = ("published estimator", "censored estimator")
 
 
 def hazard_panels(hazard: Hazard, title: str) -> Any:
-    """Histogram of the lengths above the hazard per token with both fitted lines, up to the 95th percentile."""
+    """Histogram of the lengths, and below it the hazard per token with both fitted lines, up to the 95th percentile."""
     alt = altair()
     return alt.vconcat(_histogram(hazard, title), _hazard(hazard), spacing=8)
 

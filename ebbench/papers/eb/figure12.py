@@ -33,7 +33,7 @@ def _seeds(options: PaperOptions) -> range:
 
 
 def figure12_cells(options: PaperOptions) -> list[Cell]:
-    """The runs behind figure 12: both costs, every shape, theta and seed."""
+    """The cells of figure 12: both costs, every shape, theta and seed."""
     devices = both_devices(options, "h200")
     return [
         _cell(options, d, shape, theta, s)
@@ -45,7 +45,7 @@ def figure12_cells(options: PaperOptions) -> list[Cell]:
 
 
 def sweep12(options: PaperOptions, store: RunStore, shape: int, *, slow: bool) -> list[dict[str, float]]:
-    """Mean tokens/s over theta with its 95 % t interval over the seeds; thetas not run are left out."""
+    """Mean tokens/s per theta with a 95 % t interval over the seeds; thetas that were not run are left out."""
     device = both_devices(options, "h200")[slow]
     found = []
     for theta in THETAS:
@@ -60,7 +60,7 @@ def sweep12(options: PaperOptions, store: RunStore, shape: int, *, slow: bool) -
 
 
 def best_and_near(data: list[dict[str, float]]) -> tuple[float, float, float] | None:
-    """The best theta, and the lowest and highest within 1 % of it."""
+    """The best theta, and the lowest and highest theta within 1 % of it."""
     if not data:
         return None
     top = max(row["value"] for row in data)

@@ -1,4 +1,4 @@
-"""Long contexts (appendix A.1 of the EB paper): 128K in, 64 out, as many requests at a time as the memory holds."""
+"""Long contexts (appendix A.1 of the EB paper): 128K tokens in, 64 out, at the concurrency that fits into memory."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _METRICS = {"out tok/s": ("output_throughput", 1.0), "TTFT s": ("mean_ttft_ms", 
 
 @cache
 def concurrency(device: str, model: str) -> int | None:
-    """Requests that one GPU's KV cache holds; None where not even one fits."""
+    """Number of requests that one GPU's KV cache holds; None if it holds none."""
     from ebbench.devices import load_device
 
     try:
@@ -41,7 +41,7 @@ def concurrency(device: str, model: str) -> int | None:
 
 @cache
 def _fits_decode(device: str, model: str) -> bool:
-    """Whether a decode GPU, which leaves room for received KV, holds one request."""
+    """Whether a decode GPU, which reserves memory for received KV, holds one request."""
     from ebbench.devices import load_device
 
     loaded = load_device(device, model, max_num_seqs=SEQS, max_num_batched_tokens=BUDGET)
@@ -116,7 +116,7 @@ def _document(options: PaperOptions, store: RunStore) -> Document:
 
 
 def _findings(sections: tuple[Section, ...]) -> tuple[str, ...]:
-    """How often EB is ahead of v1, and by how much."""
+    """On how many models EB is ahead of v1, and by how much."""
     remarks = []
     for section in sections:
         changes = [value for row in section.rows if isinstance(value := row[-2], float)]

@@ -45,7 +45,7 @@ def _policies(options: PaperOptions) -> tuple[str, ...]:
 
 
 def table2_cell(options: PaperOptions, device: str, model: str, workload: str, policy: str) -> Cell:
-    """The run behind one number, at the published best configuration."""
+    """The cell of one number, at the published best configuration."""
     tokens, seqs = best_config(device, policy, workload, model)
     return real_cell(options, device, model, workload, policy, (seqs, tokens), _WEIGHT.get(workload, 1.0))
 

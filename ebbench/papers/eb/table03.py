@@ -1,4 +1,4 @@
-"""Table 3 of the EB paper: three traffic levels and two shifts, throughput, TTFT and TPOT."""
+"""Table 3 of the EB paper: three traffic levels and two shifts; throughput, TTFT and TPOT."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from vllm_eb.deferred import DeferredModel, exact_chain
 
 
 class Traffic(NamedTuple):
-    """One row group: its title, and how long its runs take beside the others'."""
+    """One row group: its title, and the relative duration of its runs."""
 
     title: str
     weight: float
@@ -52,7 +52,7 @@ _NOTES = (
 
 @cache
 def deferred_policy(device: str, model: str, max_num_seqs: int) -> str:
-    """``deferred:k=K`` with the K that the exact chain finds best at the device's costs and mean answer length."""
+    """``deferred:k=K`` with the K that the exact chain finds best for the device's costs and mean output length."""
     from ebbench.devices import load_device
 
     costs = load_device(device, model).calibration
@@ -61,7 +61,7 @@ def deferred_policy(device: str, model: str, max_num_seqs: int) -> str:
 
 
 def table3_cells(options: PaperOptions, device: str, model: str, name: str, policy: str) -> tuple[Cell, ...]:
-    """The runs behind one row and policy; their figures' mean is what the table shows."""
+    """The cells of one row and policy; the table shows the mean of their figures."""
     protocol = table3_protocol(name, policy)
     if policy == "deferred":
         protocol = replace(protocol, policy=deferred_policy(device, model, protocol.max_num_seqs))
@@ -125,7 +125,7 @@ def _published(device: str, model: str, name: str, metric: str, policy: str) -> 
 
 
 def _gains(options: PaperOptions, store: RunStore, device: str, model: str) -> Section:
-    """How the policies stand to each other: what a reader of the table wants to know."""
+    """Gains of the policies over each other."""
     pairs = (("eb", "v1"), ("ebplus", "v1"), ("ebplus", "better of v1, eb"))
     columns = labels("scenario")
     for policy, base in pairs:

@@ -1,4 +1,4 @@
-"""Table 9 of the EB paper: lengths of the four real workloads. No engine runs."""
+"""Table 9 of the EB paper: lengths of the four real workloads. It needs no runs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _cells(options: PaperOptions) -> list[Cell]:
 
 
 def _lengths(options: PaperOptions, workload: str) -> tuple[dict[str, float], str, str]:
-    """Statistics of the workload as this program asks it, whether its hazard rises, and where it comes from."""
+    """Statistics of the workload as ebbench runs it, whether its hazard rises, and its source."""
     from ebbench.workloads import build_plan
 
     plan = build_plan(workload, source=options.source, num_prompts=options.num_prompts, with_text=False)

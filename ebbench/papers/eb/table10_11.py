@@ -1,4 +1,4 @@
-"""Tables 10 and 11 of the EB paper: where the best threshold lies, and throughput over the threshold."""
+"""Tables 10 and 11 of the EB paper: the best threshold, and throughput over the threshold."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TABLE10_INPUT = 128
 K_BATCH, K_OUTPUT = 128, 128
 K_INPUTS = (48, 96, 128, 256)
 K_VALUES = tuple(range(8, 129, 8))
-K_BUDGET = 32768  # k * mu_l never exceeds it: every refill is one step, as the paper asks
+K_BUDGET = 32768  # k * mu_l never exceeds it, so that every refill is one step, as in the paper
 NEAR = 0.99
 COUNTED = 4000 - SYNTHETIC_WARMUP  # "4,000 requests per configuration (including a 100-request warmup)"
 SLOW = f"refill {REFILL_S:g} s"
@@ -43,18 +43,18 @@ def sweep_cell(
     warmup: int = 0,
     **plan: Any,
 ) -> Cell:
-    """A saturated run with lengths of its own, for threshold sweeps."""
+    """A saturated run with its own lengths, for threshold sweeps."""
     return simulated("balanced", policy, device, model, batch, budget, seed=seed, warmup=warmup, **plan)
 
 
 def both_devices(options: PaperOptions, default: str) -> tuple[str, str]:
-    """The device itself, and its linear costs with the implied cost of a refill."""
+    """The device itself, and its linear costs with the implied refill cost."""
     device = options.device(default)
     return device, slow_refill(device, options.model())
 
 
 def theta_k(batch: int, step: int) -> int:
-    """Slots behind ``theta = step/15`` of a batch."""
+    """Slots for ``theta = step/15`` of a batch."""
     return max(1, batch * step // THETA_STEPS)
 
 
@@ -82,7 +82,7 @@ def _repeats10(options: PaperOptions, device: str, output: int, batch: int, step
 
 
 def _best10(options: PaperOptions, store: RunStore, device: str, output: int, batch: int) -> tuple[float | None, str]:
-    """Best theta of the sweep and the range of thetas within 1 % of it."""
+    """Best theta of the sweep, and the range of thetas within 1 % of it."""
     rates = {}
     for step in range(1, THETA_STEPS):
         rate = mean_figure(store, _repeats10(options, device, output, batch, step), "request_throughput")
@@ -194,7 +194,7 @@ def _document11(options: PaperOptions, store: RunStore) -> Document:
 
 
 def _best_k(rows: list[tuple[Value, ...]]) -> tuple[Value, ...]:
-    """A last row: the k at which each column is highest."""
+    """A last row with the k at which each column is highest."""
     last: list[Value] = ["best k", None]
     for column in range(2, len(rows[0])):
         values = [value for row in rows if isinstance(value := row[column], int | float)]

@@ -79,7 +79,7 @@ def _section(options: PaperOptions, store: RunStore, name: str) -> Section:
 
 
 def _share(column: Mapping[str, float | None], label: str) -> float | None:
-    """Per cent of the best fixed theta."""
+    """Per cent of the throughput at the best fixed theta."""
     peak = _peak([column.get(str(theta)) for theta in THETAS])
     value = column.get(label)
     return None if value is None or not peak else 100 * value / peak

@@ -26,7 +26,7 @@ from ebbench.runs.store import RunStore
 BUDGETS = (4096, 8192, 10240, 14336, 16384, 18432)
 BATCHES = (256, 512, 1024, 1536, 2048)
 SCHEDULERS = ("v0", "v1", "eb")
-# The reference table's names, ours, and what ours is multiplied by.
+# Name in the reference table, our name, and the factor for our value.
 _METRICS = (
     ("max_num_batched_tokens", "best_budget", 1.0), ("max_num_seqs", "best_size", 1.0), ("cv_percent", "cv", 100.0),
     ("range_ratio", "range_ratio", 1.0), ("b_sens_percent", "b_sens", 100.0), ("n_sens_percent", "n_sens", 100.0),
@@ -49,7 +49,7 @@ def real_cell(
     sizes: tuple[int, int],
     weight: float = 1.0,
 ) -> Cell:
-    """A run of tables 2 and 14 to 16 at ``sizes`` (N, B), as the authors made it or with the lengths of table 9."""
+    """A cell of tables 2 and 14 to 16 at ``sizes`` (N, B), with the authors' lengths or those of table 9."""
     protocol = real_protocol(workload, model, policy, sizes)
     if workload in SYNTHETIC:
         protocol = replace(protocol, policy=policy, warmup=SYNTHETIC_WARMUP)
@@ -69,7 +69,7 @@ def grid_rates(store: RunStore, cell: Cell, key: str = "request_throughput") -> 
 
 
 def best_of_grid(store: RunStore, cell: Cell) -> float | None:
-    """Best throughput over a complete grid, None while cells are missing."""
+    """Best throughput over a complete grid; None while cells are missing."""
     rates = grid_rates(store, cell)
     return max(rates.values()) if len(rates) == len(BUDGETS) * len(BATCHES) else None
 
@@ -84,7 +84,7 @@ def _found(options: PaperOptions, store: RunStore, *key: str) -> Sensitivity | N
 
 
 def _real_cells(device: str, options: PaperOptions) -> list[Cell]:
-    """The grids asked for; without --model and --workload only Qwen3-8B on ShareGPT, since the whole is 1,080 runs."""
+    """The cells of the chosen grids; by default only Qwen3-8B on ShareGPT, since all are 1,080 runs."""
     models, workloads = options.models or ("qwen3-8b",), options.workloads or ("sharegpt",)
     bases = [_base(options, device, m, w, s) for m in models for w in workloads for s in SCHEDULERS]
     return [cell for base in bases for cell in grid_cells(base)]

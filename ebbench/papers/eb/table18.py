@@ -1,4 +1,4 @@
-"""Table 18 of the EB paper: joint TTFT and TPOT attainment at concurrency 512, and any other targets."""
+"""Table 18 of the EB paper: joint TTFT and TPOT attainment at concurrency 512, for any targets."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _surface(store: RunStore, cell: Cell, ttft_ms: list[float], tpot_ms: list[fl
 
 
 def _published(options: PaperOptions, row: int, column: int, policy: str, device: str, model: str) -> float | None:
-    """The published share in per cent, where row and column are those of the published grid."""
+    """The published share in per cent, if row and column belong to the published grid."""
     as_published = not options.ttft_s and not options.tpot_ms and device == "rtx-pro-6000" and model == "qwen3-8b"
     if not as_published or policy not in _POLICIES:
         return None

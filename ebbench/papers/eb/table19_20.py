@@ -1,4 +1,4 @@
-"""Appendix F.4 of the EB paper: data parallelism against prefill and decode pools, on two and on four GPUs."""
+"""Appendix F.4 of the EB paper: data parallelism against prefill and decode pools, on two and four GPUs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _POOLS_NOTE = (
 
 
 class Choice(NamedTuple):
-    """A topology and the policy its instances run."""
+    """A topology and the policy of its instances."""
 
     title: str
     topology: str
@@ -51,7 +51,7 @@ def _devices(options: PaperOptions) -> tuple[str, ...]:
 
 
 def value_or_oom(found: Measured | None, key: str, scale: float = 1.0) -> Value:
-    """A figure, or OOM where the run ended in one."""
+    """A figure, or OOM if the run ended with one."""
     if found is None:
         return None
     return "OOM" if found.figures.get("dead") else found.get(key, scale)
@@ -133,7 +133,7 @@ _FOUR = (
 )
 _MIXES = ("prefill-heavy", "balanced", "decode-heavy")
 NEAR = 0.98
-STARVED = 0.9  # a prefill pool busy for less of the time waits for requests
+STARVED = 0.9  # a prefill pool that is busy for a smaller share of the time waits for requests
 
 
 def _cell20(options: PaperOptions, device: str, choice: Choice, mix: str, concurrency: int) -> Cell:
@@ -173,7 +173,7 @@ def _section20(options: PaperOptions, store: RunStore, device: str) -> Section:
 
 
 def _ranked(found: Mapping[str, Measured | None]) -> list[tuple[str, float]]:
-    """Titles and rates of the runs that finished, best first."""
+    """Titles and rates of the finished runs, best first."""
     rates = [
         (title, measured.get(_RATE))
         for title, measured in found.items()
@@ -183,7 +183,7 @@ def _ranked(found: Mapping[str, Measured | None]) -> list[tuple[str, float]]:
 
 
 def explained(found: Mapping[str, Measured]) -> str:
-    """The fastest topology, and from the runs' figures why the others were slower."""
+    """The fastest topology, and why the others were slower, from the runs' figures."""
     ranked = _ranked(found)
     if not ranked:
         return "no topology finished."
@@ -202,7 +202,7 @@ def _why_best(title: str, best: Measured) -> str:
 
 
 def _why(title: str, other: Measured, best: Measured) -> str:
-    """Why ``other`` was slower, where the figures show it."""
+    """Why ``other`` was slower, if its figures show it."""
     if not _is_pools(title):
         tpot, best_tpot = other.get("mean_tpot_ms") or 0.0, best.get("mean_tpot_ms") or 0.0
         if tpot > best_tpot:

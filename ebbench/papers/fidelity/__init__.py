@@ -1,1 +1,1 @@
-"""Published measurements repeated on emulated devices, and how far off the results are."""
+"""Repeats published measurements on emulated devices and computes the errors."""

@@ -1,6 +1,6 @@
-"""Published measurements as cases: what was run, on what, and the numbers it gave.
+"""Published measurements as cases: workload, device and results.
 
-How it was run is in :mod:`ebbench.papers.protocols`.
+:mod:`ebbench.papers.protocols` has the protocols.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CLIENT_LIMIT = "the authors' client gave requests up after 120 s, and message le
 
 @dataclass(frozen=True)
 class Published:
-    """A published number: metric name (unit in it), value, and whether it counts."""
+    """A published number: metric name (with unit), value, and whether it is scored."""
 
     metric: str
     value: float
@@ -39,7 +39,7 @@ class Published:
 
 @dataclass(frozen=True)
 class Case:
-    """One run to repeat, and what it gave. ``topology`` of "" is one GPU; ``quantization`` as vLLM names it."""
+    """One run to repeat, with its published results. ``topology`` "" is one GPU; ``quantization`` as named by vLLM."""
 
     name: str
     device: str
@@ -54,7 +54,7 @@ class Case:
 
 
 def all_cases() -> list[Case]:
-    """Every case of the papers' tables and figures that a simulated device can repeat."""
+    """All cases of the papers' tables and figures that a simulated device can repeat."""
     from ebbench.papers.fidelity.cases_servers import server_cases
 
     return [*table3(), *real_workloads(), *figure3(), *table13(), *server_cases()]
@@ -78,8 +78,8 @@ def table3() -> Iterator[Case]:
 def real_workloads() -> Iterator[Case]:
     """Real workloads at each scheduler's best (B, N): throughput of table 2, latencies of figure 5.
 
-    Left out: v0, which was measured on a separate code base, and Gemma-3-1B-IT, of which table 2 has no
-    throughput and figure 5's source marks its own readings as doubtful.
+    Left out: v0, which was measured with a separate code base, and Gemma-3-1B-IT, which has no throughput in table 2
+    and whose values in figure 5 the source marks as doubtful.
     """
     best = best_settings()
     latency = {(r["gpu"], r["model"], r["workload"], r["method"]): r for r in _rows("eb_vllm/figure5_latency.csv")}
@@ -112,7 +112,7 @@ def best_settings() -> dict[tuple[str, str, str, str], tuple[int, int]]:
 
 
 def figure3() -> Iterator[Case]:
-    """Fixed thresholds against the controller on H200 (figure 3): geometric answers, N = 1024."""
+    """Fixed thresholds against the controller on H200 (figure 3): geometric output lengths, N = 1024."""
     for row in _rows("eb_vllm/figure3_validation_grid.csv"):
         workload = row["workload"]
         if row["method"] == "fixed_k_best":
@@ -136,7 +136,7 @@ UNIFORM = "the same point with uniform answers, which its published p99 fits"
 
 
 def _figure3_policy(row: dict[str, str]) -> tuple[str, str]:
-    """Scheduler shown and policy run."""
+    """The scheduler's name in the report, and the policy to run."""
     if row["method"] == "v1":
         return "v1", "v1"
     if row["method"] == "ours":
@@ -145,9 +145,9 @@ def _figure3_policy(row: dict[str, str]) -> tuple[str, str]:
 
 
 def table13() -> Iterator[Case]:
-    """Throughput over fixed thresholds (table 13); only its shape counts, since neither B nor N was published.
+    """Throughput over fixed thresholds (table 13); only its shape is compared, since B and N were not published.
 
-    Its Gamma workload is left out: the parameters did not survive.
+    Its Gamma workload is left out: its parameters are not legible in our copy.
     """
     base = real_protocol("sharegpt", "qwen3-8b", "eb", best_settings()["RTX PRO 6000", "Qwen3-8B", "ShareGPT", "eb"])
     for row in _rows("paper_tables/table13_theta_sweep_tokens_per_s.csv"):
@@ -162,7 +162,7 @@ def table13() -> Iterator[Case]:
 
 
 def reference_rows(name: str) -> list[dict[str, str]]:
-    """Rows of a bundled reference CSV. Raises DataError when it is missing."""
+    """Rows of a bundled reference CSV. Raises DataError if it is missing."""
     return _rows(name)
 
 

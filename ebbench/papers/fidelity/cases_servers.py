@@ -1,4 +1,4 @@
-"""Published measurements of several GPUs, of FP8, and of Gemma, as cases."""
+"""Published measurements of several GPUs, of FP8 and of Gemma, as cases."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from ebbench.resources import REFERENCE
 SILICON = "silicon/vllm_dense.csv"
 SILICON_DEVICES = {"h100_sxm": "h100", "h200_sxm": "h200"}
 SILICON_MODELS = {"Qwen/Qwen3-32B": "qwen3-32b", "meta-llama/Llama-3.1-70B": "llama-3.1-70b"}
-SILICON_FITTED = ("h100", "qwen3-32b", "4", "1024")  # the points that the host constants of the H100 are fitted on
+SILICON_FITTED = ("h100", "qwen3-32b", "4", "1024")  # the points on which the host constants of the H100 are fitted
 SILICON_BUDGET, SILICON_SEQS = 8192, 256  # vLLM's defaults for a server on these GPUs; the engine arguments are unknown
-ROUNDS = 4  # requests per open one
+ROUNDS = 4  # requests per slot
 TTFT_NOTE = "TTFT is defined differently by source"
 POOL_BUDGET, POOL_SEQS = 14336, 1024
 TABLE19 = {"v1_dp2": ("dp=2", "v1"), "ebplus_dp2": ("dp=2", "ebplus"), "disagg_1p1d": ("1p1d", "v1")}
@@ -21,7 +21,7 @@ TABLE20 = {
     "v1_dp4": ("dp=4", "v1"), "ebplus_dp4": ("dp=4", "ebplus"),
     "1p3d": ("1p3d", "v1"), "2p2d": ("2p2d", "v1"), "3p1d": ("3p1d", "v1"),
 }  # fmt: skip
-_METRICS = {  # the reference tables' name of a figure: ours, and its unit in ours
+_METRICS = {  # the reference tables' name of a figure: our name, and the factor to our unit
     "total_tokens_per_s": ("tokens_per_s", 1.0),
     "ttft_s": ("ttft_mean_s", 1.0),
     "ttft_ms": ("ttft_mean_s", 1e-3),
@@ -30,15 +30,15 @@ _METRICS = {  # the reference tables' name of a figure: ours, and its unit in ou
 
 
 def server_cases() -> list[Case]:
-    """All of them."""
+    """All cases of this module."""
     return [*silicon(), *table17(), *table19(), *table20()]
 
 
 def silicon() -> Iterator[Case]:
-    """vLLM servers over 1 to 8 GPUs: Qwen3-32B in 16 bits, Llama-3.1-70B in FP8 (aiconfigurator-core's sample).
+    """vLLM servers on 1 to 8 GPUs: Qwen3-32B in 16 bits, Llama-3.1-70B in FP8 (aiconfigurator-core's sample).
 
     Left out: 24 FP8 points of Qwen3-32B and Llama-3.1-8B. At their concurrency and latencies the prompts alone would
-    take more time than there is (for Llama-3.1-8B on one H200 95,000 prompt tokens/s, 1.5 of 2.0 PFLOP/s, beside
+    take longer than the run (for Llama-3.1-8B on one H200 95,000 prompt tokens/s, 1.5 of 2.0 PFLOP/s, in addition to
     decoding), so they are not closed loops of one engine.
     """
     for row in reference_rows(SILICON):
@@ -66,7 +66,7 @@ def silicon() -> Iterator[Case]:
 
 
 def table17() -> Iterator[Case]:
-    """Gemma-3-1B-IT on real workloads (table 17); v0 was measured on another code base."""
+    """Gemma-3-1B-IT on real workloads (table 17); v0 was measured with another code base and is left out."""
     best = best_settings()
     for row in reference_rows("paper_tables/table17_gemma_rps.csv"):
         if row["workload"] == "wildchat":
@@ -108,7 +108,7 @@ def _published(metric: str, value: str, source: str) -> Published:
 
 
 def table20() -> Iterator[Case]:
-    """Four GPUs: replicas and three splits (table 20). Where the published run was out of memory there is no case."""
+    """Four GPUs: replicas and three splits (table 20). A published out-of-memory failure is not a case."""
     cells: dict[tuple[str, str, str, str], list[Published]] = {}
     for row in reference_rows("paper_tables/table20_four_gpus.csv"):
         if row["value"]:

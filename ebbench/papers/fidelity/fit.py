@@ -1,11 +1,11 @@
-"""Fit a device's three free constants on table 3's rows at c = 32 and 512, and nowhere else.
+"""Fits a device's three free constants on the rows of table 3 at c = 32 and 512 only.
 
-Gauss-Newton on the logarithms of throughput and TPOT, v1 and EB alike: host time per step, host time per sequence,
-scale of the mixed-attention excess. EB's row at c = 32 is not used: its TTFT is that of a refill at every free slot,
-which no threshold of the published rule gives.
+Gauss-Newton on the logarithms of throughput and TPOT of v1 and EB: host time per step, host time per sequence, scale of
+the mixed-attention excess. EB's row at c = 32 is not used: its TTFT is that of a refill at every free slot, which no
+threshold of the published rule gives.
 
-TPOT counts for EB, too: its decode steps are free of prompts, so they tell the host's time per sequence apart from the
-mixed excess, which v1's rows alone cannot.
+EB's TPOT is used too: its decode steps contain no prompts, so they separate the host time per sequence from the mixed
+excess, which v1's rows alone cannot.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ROUNDS = 4
 
 
 def fit_host(device: str, say: Say, seed: int = 0) -> HostCosts:
-    """The constants of one device, from Qwen3-8B's rows."""
+    """The fitted constants of one device, from Qwen3-8B's rows."""
     cases = [case for case in table3() if case.device == device and _used(case)]
 
     def residuals(x: Array) -> Array:

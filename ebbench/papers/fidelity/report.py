@@ -28,7 +28,7 @@ casys-kaist/LLMServingSim (the RTX 4090 run) and aiconfigurator-core (silicon). 
 """
 
 
-# The targets below are of these sources; the others have theirs in docs/accuracy.md.
+# Targets of these sources; those of the others are in docs/accuracy.md.
 PAPER = ("table 2", "table 3", "table 13", "figure 3", "figure 5")
 BOARD = "scoreboard.json"
 FRONT = """## All sources
@@ -46,9 +46,8 @@ def write_report(
 ) -> list[Path]:
     """Write report.md, scoreboard.json, cells.parquet and pictures. Returns the files written.
 
-    ``before``: the last committed scoreboard, to be compared with.
-
-    ``repeats`` is how many seeds our values of table 3 are means of.
+    ``before``: the last committed scoreboard, for comparison. ``repeats``: number of seeds over which our values of
+    table 3 are averaged.
     """
     out.mkdir(parents=True, exist_ok=True)
     parquet = out / "cells.parquet"
@@ -109,12 +108,12 @@ def _markdown(cells: Sequence[Cell], files: Iterable[Path], repeats: int, front:
 
 
 def _lines(section: Section) -> list[str]:
-    """In Markdown, every row whole: readers search these tables by device or model."""
+    """Markdown lines with every row complete: readers search these tables by device or model."""
     return section_lines(section, repeat_labels=True)
 
 
 def _pictures(cells: Sequence[Cell], out: Path) -> list[Path]:
-    """Published against ours, one picture per metric."""
+    """Our results over published ones, one picture per metric."""
     from ebbench.render.figures import altair
 
     alt, written = altair(), []
@@ -144,7 +143,7 @@ def _point(cell: Cell) -> dict[str, Any]:
 
 
 def _scale(altair: Any, rows: Sequence[dict[str, Any]], names: Sequence[str]) -> Any:
-    """Logarithmic, just around the values."""
+    """A logarithmic scale that covers the values."""
     values = [row[name] for row in rows for name in names]
     return altair.Scale(type="log", domain=[min(values) * 0.8, max(values) * 1.2], nice=False)
 
@@ -172,7 +171,7 @@ PALETTE = (palette.BLUE, palette.VERMILION, palette.GREEN, palette.PURPLE, palet
 
 
 def _scatter(altair: Any, title: str, rows: list[dict[str, Any]]) -> Any:
-    """Ours over published; on the dashed line both agree."""
+    """Our values over published ones; both are equal on the dashed line."""
     scale = _scale(altair, rows, ("published", "ours"))
     ends = [{"x": v, "y": v} for v in scale["domain"]]
     axis = altair.Axis(grid=False, format=",~g", tickCount=6)
@@ -195,7 +194,7 @@ def _errors(altair: Any, title: str, rows: list[dict[str, Any]]) -> Any:
 
 
 def unmet(cells: Sequence[Cell]) -> list[Score]:
-    """Targets of the predicted cells and of the replayed run that were not reached."""
+    """Targets of the predicted cells and of the replayed run that were missed."""
     found = all_scores(cells)
     return [
         score for name in ("replayed run (nothing fitted)", "predicted rows") for score in found[name] if not score.met

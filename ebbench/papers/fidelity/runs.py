@@ -1,4 +1,4 @@
-"""Repeats published measurements on emulated devices and puts the numbers side by side."""
+"""Runs published measurements on emulated devices and compares the results."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def run_cases(
 ) -> list[Cell]:
     """Run every case and return its cells: means over ``repeats`` seeds from ``seed`` on. Nothing is stored.
 
-    ``host`` replaces the profiles' constants. ``workers`` are processes; what comes out is the same.
+    ``host`` replaces the profiles' constants. ``workers``: number of processes, without effect on the results.
     """
     chosen = list(cases)
     tasks = [Task(run) for run in runs_of(chosen, seed, repeats, host)]
@@ -50,7 +50,7 @@ def run_cases(
 
 
 def runs_of(cases: Iterable[Case], seed: int, repeats: int = 1, host: HostCosts | None = None) -> list[Run]:
-    """The runs behind cases, those that ``ebbench tables`` makes for the same figures."""
+    """The runs behind cases; ``ebbench tables`` uses the same runs for the same figures."""
     return [run for case in cases for i in range(repeats) for run in case_runs(case, seed + i, host)]
 
 
@@ -69,7 +69,7 @@ def cells_of(
     repeats: int = 1,
     host: HostCosts | None = None,
 ) -> list[Cell]:
-    """The cells of cases whose runs have been made. ``figures`` gives those of a run under a summary's keys."""
+    """The cells of cases whose runs exist. ``figures`` returns those of a run under a summary's keys."""
     cells: list[Cell] = []
     for case in cases:
         seeds = [[_values(figures(run)) for run in case_runs(case, seed + i, host)] for i in range(repeats)]
@@ -98,7 +98,7 @@ METRICS = tuple(_KEYS)
 
 
 def _values(figures: Mapping[str, Any]) -> Mapping[str, float]:
-    """Figures by name, not a number where there are none, or where the run ended in a full KV store."""
+    """Figures by name, NaN if undefined or if the run ended with a full KV store."""
     found = {}
     for name, (key, scale) in _KEYS.items():
         value = None if figures.get("dead") else figures.get(key)
@@ -110,10 +110,10 @@ def _values(figures: Mapping[str, Any]) -> Mapping[str, float]:
 
 
 def replay_cells() -> list[Cell]:
-    """The measured vLLM run on an RTX 4090, request by request; nothing was fitted on it."""
+    """The measured vLLM run on an RTX 4090, request by request; no constant was fitted on it."""
     rows = reference_rows(REPLAY)
     columns = {name: np.array([float(row[name]) for row in rows]) for name in rows[0] if name != "request_id"}
-    # Arrivals are on the client's clock, all else on the engine's: the fastest hand-over joins the two.
+    # Arrivals use the client's clock, everything else the engine's: the fastest hand-over aligns the two.
     arrival = columns["arrival_time"] + (columns["queued_ts"] - columns["arrival_time"]).min()
     measured = _latencies(arrival, columns["first_token_ts"], columns["last_token_ts"], columns["output_toks"])
     result = SimEngine().run(
@@ -171,7 +171,8 @@ def _replay_plan(rows: list[dict[str, str]], arrival_s: Any) -> Plan:
 
 
 def calibration_cells() -> list[Cell]:
-    """Step times of the tables against the authors' calibrated lines (eager mode; no constant fitted on GPU time)."""
+    """Step times of the tables compared with the authors' fitted lines (eager mode; no constant is fitted on GPU
+    time)."""
     cells = []
     for name in ("rtx-pro-6000", "h200"):
         for model in list_models():

@@ -1,4 +1,4 @@
-"""The front table of the fidelity report: one row per source and device, compared with the last committed table."""
+"""First table of the fidelity report: one row per source and device, compared with the last committed table."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ import numpy as np
 from ebbench.papers.fidelity.cases_servers import TTFT_NOTE
 from ebbench.papers.fidelity.scores import SCHEDULERS, THROUGHPUT, Cell, comparisons
 
-WORSE_POINTS = 0.01  # a median this much worse than the committed one is a loss of accuracy
+WORSE_POINTS = 0.01  # increase of a median error that counts as a loss of accuracy
 FIGURES = {"TPOT": ("tpot_mean_ms",), "TTFT": ("ttft_mean_s",), "throughput": THROUGHPUT, "step time": ("step_ms",)}
 
 
 @dataclass(frozen=True)
 class Row:
-    """Errors of one source on one device: median and 90th percentile of their size, as shares, per figure.
+    """Errors of one source on one device: median and 90th percentile of their absolute value, as shares, per figure.
 
-    ``direction``: of the pairs of schedulers that the source tells apart, the share with the same winner; of other
-    settings, the share of cases with the same fastest; None where there is nothing to compare.
-    ``fitted``: cells of the source that constants were fitted on; they do not count in the errors.
+    ``direction``: share of the pairs of schedulers with distinct published results for which the winner is the same;
+    for other settings, share of cases with the same fastest one; None without a comparison. ``fitted``: number of cells
+    on which constants were fitted; they are not part of the errors.
     """
 
     source: str
@@ -35,7 +35,7 @@ class Row:
 
     @property
     def key(self) -> str:
-        """What names the row in the committed file."""
+        """Key of the row in the committed file."""
         return f"{self.source} | {self.device}"
 
 
@@ -51,7 +51,7 @@ def _row(source: str, device: str, cells: list[Cell]) -> Row:
     predicted = [cell for cell in cells if not cell.fitted]
     errors = {}
     for name, metrics in FIGURES.items():
-        # A definition that differs by source (TTFT of silicon) is shown and says so; doubtful values are not.
+        # Values with a different definition (TTFT of silicon) are shown with a note; doubtful ones are not.
         chosen = [cell for cell in predicted if cell.metric in metrics and (cell.scored or cell.note == TTFT_NOTE)]
         if sizes := [abs(cell.error) for cell in chosen]:
             errors[name] = (float(median(sizes)), float(np.percentile(sizes, 90)))
@@ -61,7 +61,8 @@ def _row(source: str, device: str, cells: list[Cell]) -> Row:
 
 
 def _winners(cells: Iterable[Cell]) -> list[bool]:
-    """Of settings other than the papers' schedulers (tables 19 and 20): whether the fastest of a case is the same."""
+    """For settings other than the papers' schedulers (tables 19 and 20): whether the fastest one of a case is the
+    same."""
     cases: dict[tuple[str, ...], list[Cell]] = {}
     for cell in cells:
         if cell.metric in THROUGHPUT and cell.scored and cell.scheduler not in SCHEDULERS:
@@ -86,12 +87,12 @@ def losses(rows: Iterable[Row], before: Mapping[str, Row]) -> list[str]:
 
 
 def save(rows: Iterable[Row], path: Path) -> None:
-    """Write the rows to be compared with later."""
+    """Write the rows for later comparison."""
     path.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n", encoding="utf-8")
 
 
 def load(path: Path) -> dict[str, Row]:
-    """The rows of a committed file by their key; none where there is no file."""
+    """The rows of a committed file by key; empty without a file."""
     if not path.is_file():
         return {}
     rows = [

@@ -1,6 +1,6 @@
-"""Fidelity of emulated devices: published cells beside ours, and scores against the project's targets.
+"""Fidelity of emulated devices: published and simulated figures, and scores against the project's targets.
 
-Pure: what is measured comes in as :class:`Cell` objects (see :mod:`ebbench.papers.fidelity.runs`).
+Pure functions of :class:`Cell` objects, which :mod:`ebbench.papers.fidelity.runs` creates.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from statistics import median
 
 THROUGHPUT = ("tokens_per_s", "requests_per_s")
 SCHEDULERS = ("v1", "eb", "ebplus")  # compared with each other; fixed thresholds are not
-GAP = 0.02  # published differences below this do not decide which is faster
+GAP = 0.02  # smaller published differences do not define a winner
 GAIN_POINTS = 0.05
 
 Key = tuple[str, str, str, str]
@@ -20,10 +20,10 @@ Key = tuple[str, str, str, str]
 
 @dataclass(frozen=True)
 class Cell:
-    """One published number and ours. ``scheduler`` is the policy that stands for the published one.
+    """One published number and ours. ``scheduler``: the policy that corresponds to the published one.
 
-    ``fitted`` cells belong to rows that constants were fitted on; ``scored`` is False where the published value
-    is doubtful or comes from another code base (``note`` says why).
+    ``fitted``: the cell belongs to a row on which constants were fitted. ``scored`` is False if the published value is
+    doubtful or comes from another code base (``note`` gives the reason).
     """
 
     source: str
@@ -40,18 +40,18 @@ class Cell:
 
     @property
     def error(self) -> float:
-        """Relative error, ours against published."""
+        """Relative error of our value."""
         return self.ours / self.published - 1.0
 
     @property
     def row(self) -> Key:
-        """Cells of one row differ in scheduler and metric only."""
+        """Cells of one row differ only in scheduler and metric."""
         return (self.source, self.device, self.model, self.case)
 
 
 @dataclass(frozen=True)
 class Score:
-    """One target: what was reached, whether that is enough, over how many cells or comparisons."""
+    """One target: the value reached, whether it meets the target, and the number of cells or comparisons."""
 
     name: str
     target: str
@@ -74,17 +74,17 @@ class Comparison:
 
     @property
     def decided(self) -> bool:
-        """Whether the published gap is large enough to name a winner."""
+        """Whether the published difference is large enough to define a winner."""
         return abs(self.published_gain) > GAP
 
     @property
     def same_winner(self) -> bool:
-        """Whether ours has the same sign."""
+        """Whether our difference has the same sign."""
         return (self.published_gain > 0) == (self.our_gain > 0)
 
 
 def comparisons(cells: Iterable[Cell]) -> list[Comparison]:
-    """Every pair of v1, EB and EB+ within a row, by throughput; v1 is always the first of its pairs."""
+    """All pairs of v1, EB and EB+ within a row, by throughput; v1 is always the first of its pairs."""
     rows: dict[Key, dict[str, Cell]] = {}
     for cell in cells:
         if cell.metric in THROUGHPUT and cell.scored and cell.scheduler in SCHEDULERS:
@@ -108,7 +108,7 @@ def comparisons(cells: Iterable[Cell]) -> list[Comparison]:
 
 
 def scores(cells: Sequence[Cell]) -> list[Score]:
-    """The three targets for throughput, over all scored cells given."""
+    """The three throughput targets, over all scored cells given."""
     pairs = comparisons(cells)
     decided = [pair for pair in pairs if pair.decided]
     gains = [pair for pair in pairs if pair.first == "v1"]
@@ -131,12 +131,12 @@ def scores(cells: Sequence[Cell]) -> list[Score]:
     return found
 
 
-# Targets of the replayed real run: metric -> largest relative error.
+# Targets of the replayed run: metric -> largest relative error.
 REPLAY_TARGETS = {"tpot_mean_ms": 0.01, "e2el_mean_s": 0.02, "ttft_mean_s": 0.05, "ttft_p99_s": 0.05}
 
 
 def replay_scores(cells: Iterable[Cell]) -> list[Score]:
-    """The targets of the replayed real run, one per metric."""
+    """The targets of the replayed run, one per metric."""
     return [
         Score(
             f"replayed run, {cell.metric}",

@@ -1,4 +1,4 @@
-"""The tables of the fidelity report as sections of a document, which every table of the papers is rendered from."""
+"""The tables of the fidelity report as sections of a document."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _number(name: str, show: Callable[[float], str], *, ours: bool = False) -> C
 
 
 def front(rows: Iterable[Row], before: Mapping[str, Row]) -> Section:
-    """One row per source and device; medians that differ from those of ``before`` have the old ones in brackets."""
+    """One row per source and device; a median that differs from ``before`` is followed by the old one in brackets."""
     found: list[tuple[Value, ...]] = []
     for row in rows:
         old = before.get(row.key)
@@ -48,7 +48,7 @@ def _errors(now: tuple[float, float] | None, before: tuple[float, float] | None)
 
 
 def targets(groups: Mapping[str, Sequence[Score]]) -> Section:
-    """Which targets are met, per group of cells."""
+    """The targets and whether they are met, per group of cells."""
     columns = (*labels("cells", "score", "target"), _number("reached", _share), Column("count"), *labels("met"))
     rows = tuple(
         (name, score.name, score.target, score.reached, score.count, "yes" if score.met else "no")
@@ -95,7 +95,7 @@ def published_and_ours(cells: Iterable[Cell]) -> Section:
 
 
 def gains(cells: Iterable[Cell]) -> Section:
-    """One row per pair of schedulers: the published gain, ours, and whether the same one wins."""
+    """One row per pair of schedulers: published gain, our gain, and whether the winner is the same."""
     columns = (
         *labels("device", "model", "case", "pair"),
         _number("published gain", _signed),
@@ -112,7 +112,7 @@ def gains(cells: Iterable[Cell]) -> Section:
 
 
 def step_times(cells: Iterable[Cell]) -> Section:
-    """One row per device, model and kind of step: the cells themselves are in the Parquet file."""
+    """One row per device, model and kind of step; the Parquet file has the single cells."""
     errors: dict[tuple[str, str, str, str], list[float]] = {}
     for cell in cells:
         errors.setdefault((cell.device, cell.model, cell.case.split()[0], cell.note), []).append(cell.error)

@@ -1,4 +1,4 @@
-"""Which part of staggered dispatch brings what, near 80 % of the peak of figure 6. Nothing is published on this."""
+"""Effect of each part of staggered dispatch, near 80 % of the peak of figure 6. No figures are published."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ebbench.runs.cell import Cell
 from ebbench.runs.store import RunStore
 
 SHARE = 0.76
-"""Of what the pool computes with full chunks; the peak of figure 6 lies at 0.95."""
+"""Share of the pool's throughput with full chunks; the peak of figure 6 is at 0.95."""
 _SETUPS = (SHORT_3K, LONG_16K)
 _PARTS = ("sbs", "sbs:sizing=off", "sbs:bypass=off", "sbs:interval=off", "sbs:adaptive=off", "sbs:lookahead=0.75",
           "sbs:patience=off", "sbs:overdraw=off", "sbs:packing=off", AS_PUBLISHED)  # fmt: skip

@@ -1,4 +1,4 @@
-"""Does EB+ compose with staggered dispatch? Policies inside the instances against dispatch in front of them."""
+"""EB+ combined with staggered dispatch: policies inside the instances, dispatch in front of them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _METRICS = {
 
 @cache
 def capacity_rps(device: str, model: str, workload: str) -> float:
-    """Requests per second of all instances by the linear costs: prompts, then answers in batches of 256."""
+    """Requests/s of all instances by the linear costs: prompts, then outputs in batches of 256 sequences."""
     from ebbench.devices import load_device
 
     costs = load_device(device, model).calibration
@@ -102,7 +102,7 @@ def _mean(values: list[float | None]) -> str:
 
 
 def _answer(options: PaperOptions, store: RunStore) -> tuple[str, ...]:
-    """What staggering does to each policy and what each policy does under each dispatch, averaged over settings."""
+    """Effect of staggering on each policy and of each policy under each dispatch, averaged over settings."""
     rows = _rows(options)
     if store.missing(_cells(options)):
         return ()

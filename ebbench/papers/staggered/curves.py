@@ -1,4 +1,4 @@
-"""Prefill pools of the staggered paper over the load: the runs, and what lies between two of them."""
+"""Prefill pools of the staggered paper over the load: the runs, and interpolation between them."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ STAGGERED_PAPER = "Tian et al., Staggered Batch Scheduling, 2025"
 REQUESTS = 12_000
 NETWORK_MS = 0.5
 AS_PUBLISHED = "sbs:bypass=off,sizing=off,overdraw=on,aged_cycles=off"
-"""Algorithms 1 and 2 to the letter: no fallback under light load, chunks overdrawn, longest first whatever waits."""
+"""Algorithms 1 and 2 exactly: no bypass under light load, chunks may be exceeded, longest first in all cases."""
 IMMEDIATE = ("round-robin", "least-outstanding")
 DISPATCH = (*IMMEDIATE, AS_PUBLISHED, "sbs")
 SHARES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.925, 0.95, 0.975, 1.0)
-"""Offered load, as a share of what the pool computes with full chunks."""
+"""Offered load, as a share of the pool's throughput with full chunks."""
 
 
 class Setup(NamedTuple):
-    """Prompts, chunk and the TTFT that a load may cost."""
+    """Prompts, chunk size, and the TTFT limit that defines the peak load."""
 
     title: str
     workload: str
@@ -47,7 +47,7 @@ LONG_16K = Setup(
 
 
 def capacity_rps(setup: Setup, topology: str = "3p") -> float:
-    """Requests per second of the pool with full chunks and no waiting."""
+    """Requests/s of the pool with full chunks and without waiting."""
     return deployed(topology).pools[0].units * setup.chunk / pass_s(setup.chunk) / setup.mean_tokens
 
 
@@ -67,7 +67,7 @@ def prefill_cells(options: PaperOptions, setup: Setup) -> list[Cell]:
 
 
 class Curve:
-    """Figures of one policy over the load, straight lines between the runs."""
+    """Figures of one policy over the load, interpolated linearly between the runs."""
 
     def __init__(self, options: PaperOptions, store: RunStore, setup: Setup, dispatch: str) -> None:
         found = [(share, store.get(prefill_cell(options, setup, dispatch, share))) for share in SHARES]
@@ -75,7 +75,7 @@ class Curve:
         self.complete = len(self._known) == len(SHARES)
 
     def at(self, key: str, share: float, scale: float = 1.0) -> float | None:
-        """One figure at a load; None where runs are missing or the load is beyond them."""
+        """One figure at a load; None if runs are missing or the load is outside their range."""
         if not self.complete or not SHARES[0] <= share <= SHARES[-1]:
             return None
         values = [measured.get(key, scale) for _, measured in self._known]
@@ -84,7 +84,7 @@ class Curve:
         return float(np.interp(share, SHARES, [float(value or 0) for value in values]))
 
     def peak(self, ttft_limit_s: float) -> float | None:
-        """The highest load whose mean TTFT stays within the limit."""
+        """The highest load whose mean TTFT is within the limit."""
         if not self.complete:
             return None
         ttft_s = [measured.get("mean_ttft_ms", 1e-3) or 0.0 for _, measured in self._known]

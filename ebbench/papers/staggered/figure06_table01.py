@@ -1,4 +1,4 @@
-"""Waiting, figure 6 and table 1 of the staggered paper: time to first token and capacity of a prefill pool."""
+"""Waiting time, figure 6 and table 1 of the staggered paper: TTFT and capacity of a prefill pool."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _VARIANTS_NOTE = (
 
 INSTANCES = (1, 2, 4, 8, 16, 32)
 PASS_S = 0.1
-ARRIVALS_A_TURN = 10  # in T/N: a pass without work is then rare enough (e^-10)
+ARRIVALS_A_TURN = 10  # in T/N: passes without work are then rare enough (e^-10)
 _WAITING_DISPATCH = {"immediate": "round-robin", "staggered": "sbs:bypass=off,sizing=off"}
 
 
@@ -91,7 +91,7 @@ def _figure6_cells(options: PaperOptions) -> list[Cell]:
 
 
 def _base_peak(curves: dict[str, Curve], setup: Setup) -> float | None:
-    """Peak of immediate dispatch: of the better of its two kinds."""
+    """Peak of immediate dispatch: that of the better of its two policies."""
     peaks = [curves[name].peak(setup.ttft_limit_s) for name in IMMEDIATE]
     known = [peak for peak in peaks if peak is not None]
     return max(known) if len(known) == len(peaks) else None

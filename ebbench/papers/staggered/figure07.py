@@ -1,4 +1,4 @@
-"""Figure 7 of the staggered paper: spread of KV over decode units, and what balancing it is worth."""
+"""Figure 7 of the staggered paper: spread of KV over decode units, and the gain from balancing it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ebbench.papers.table import PaperOptions, PaperTable, figure, pending
 from ebbench.runs.cell import Cell, simulated
 from ebbench.runs.store import RunStore
 
-BATCH = 35  # sequences a decode unit, published
+BATCH = 35  # sequences per decode unit, published
 CHUNK = 16384
 _WORKLOADS: dict[str, tuple[str, dict[str, Any]]] = {
     "geometric": ("balanced", {"input_len": 1000, "output_len": 1500, "length_distribution": "geometric"}),

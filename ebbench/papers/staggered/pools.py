@@ -1,4 +1,4 @@
-"""Staggered against immediate dispatch for prefill pools of other sizes, down to one unit; nothing is published."""
+"""Staggered against immediate dispatch for prefill pools of other sizes, down to one unit. No figures are published."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ebbench.runs.cell import Cell
 from ebbench.runs.store import RunStore
 
 LOADS = (0.05, 0.1, 0.15, 0.2, 0.4, 0.6, 0.8, 0.95)
-"""Shares of what the pool computes with full chunks; its peak in the sense of figure 6 lies near 0.95."""
+"""Shares of the pool's throughput with full chunks; its peak in the sense of figure 6 is near 0.95."""
 REQUESTS = 6000
 _SETUPS = (SHORT_3K, LONG_16K)
 
