@@ -140,27 +140,20 @@ def _template(question: CapacityQuestion, limits: Limits, policies: list[PolicyS
     flags = question.engine
     if is_server(flags.engine) and len(policies) > 1:
         raise UsageError("a server runs the one policy it was started with; give one --policy, as a label")
-    options = flags.options(question.warmup)
-    longest = flags.max_model_len if is_server(flags.engine) else options.max_model_len
     return RunConfig(
         workload=question.workload,
         scenario=question.scenario,
         seed=question.seed,
         repeats=1,
-        plan_settings={**question.plan_settings, "max_model_len": longest},
+        plan_settings={**question.plan_settings, "max_model_len": flags.length_limit},
         policies=policies,
-        default_policies=not flags.policy,
-        engine=flags.engine,
-        device=flags.device,
-        model=flags.model,
-        options=options,
+        **flags.settings(question.warmup),
         slo=limits.slo,
         output_dir=None,
         save_as_vllm=None,
         quiet=True,
         client=question.client,
         cluster=question.cluster,
-        calibration=flags.calibration,
     )
 
 

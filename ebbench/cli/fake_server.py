@@ -2,41 +2,52 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from ebbench.cli.options import grouped
 
+
+@dataclass(frozen=True)
+class ServedFlags:
+    """What the server answers, and when; the fields of :class:`ebbench.fakeserver.config.FakeConfig`."""
+
+    port: Annotated[int, typer.Option("--port", help="TCP port on 127.0.0.1; 0 takes a free one.")] = 8000
+    ttft_ms: Annotated[float, typer.Option("--ttft-ms", help="Time to the first token.")] = 20.0
+    itl_ms: Annotated[float, typer.Option("--itl-ms", help="Time between tokens.")] = 10.0
+    max_model_len: Annotated[int, typer.Option("--max-model-len", help="Longest prompt plus answer, tokens.")] = (
+        1_000_000
+    )
+    default_tokens: Annotated[
+        int, typer.Option("--default-tokens", help="Answer length in tokens where a request gives none.")
+    ] = 16
+    ssl_certfile: Annotated[str | None, typer.Option("--ssl-certfile", help="Serve https with this PEM file.")] = None
+    ssl_keyfile: Annotated[
+        str | None, typer.Option("--ssl-keyfile", help="Its key, where that is not in the same file.")
+    ] = None
+    max_running: Annotated[
+        int | None, typer.Option("--max-running", help="Answers at the same time; further requests wait. Default: all.")
+    ] = None
+    keep_ledger: Annotated[bool, typer.Option(help="Keep the ledger; without it memory stays constant.")] = True
+
+
+@grouped
 def fake_server(
-    port: Annotated[int, typer.Option("--port", help="TCP port on 127.0.0.1; 0 takes a free one.")] = 8000,
-    ttft_ms: Annotated[float, typer.Option("--ttft-ms", help="Time to the first token.")] = 20.0,
-    itl_ms: Annotated[float, typer.Option("--itl-ms", help="Time between tokens.")] = 10.0,
+    served: ServedFlags,
     model: Annotated[
         list[str] | None,
         typer.Option("--model", help="Name of the model served; may be repeated. Default: fake-model."),
     ] = None,
-    max_model_len: Annotated[
-        int, typer.Option("--max-model-len", help="Longest prompt plus answer, tokens.")
-    ] = 1_000_000,
-    default_tokens: Annotated[
-        int, typer.Option("--default-tokens", help="Answer length in tokens where a request gives none.")
-    ] = 16,
     fault: Annotated[
         list[str] | None,
         typer.Option("--fault", help="KIND[:key=value,...]; may be repeated. `--fault list` shows all."),
     ] = None,
-    ssl_certfile: Annotated[str | None, typer.Option("--ssl-certfile", help="Serve https with this PEM file.")] = None,
-    ssl_keyfile: Annotated[
-        str | None, typer.Option("--ssl-keyfile", help="Its key, where that is not in the same file.")
-    ] = None,
     ledger: Annotated[
         Path | None, typer.Option("--ledger", help="Write the ledger (JSON, one entry per request) here at the end.")
     ] = None,
-    max_running: Annotated[
-        int | None, typer.Option("--max-running", help="Answers at the same time; further requests wait. Default: all.")
-    ] = None,
-    keep_ledger: Annotated[bool, typer.Option(help="Keep the ledger; without it memory stays constant.")] = True,
 ) -> None:
     """Serve /v1/completions and /v1/chat/completions with exact timing, and keep a ledger of every token sent.
 
@@ -57,21 +68,10 @@ def fake_server(
     if ledger is not None and (ledger.exists() or not ledger.absolute().parent.is_dir()):
         why = "exists" if ledger.exists() else "is in a folder that does not exist"
         raise UsageError(f"--ledger {ledger} {why}; give another path")
-    config = FakeConfig(
-        ttft_ms=ttft_ms,
-        itl_ms=itl_ms,
-        port=port,
-        model=(model or ["fake-model"])[0],
-        further_models=tuple(model or ())[1:],
-        ssl_certfile=ssl_certfile,
-        ssl_keyfile=ssl_keyfile,
-        max_model_len=max_model_len,
-        default_tokens=default_tokens,
-        faults=tuple(parse_fault(text) for text in fault or ()),
-        keep_ledger=keep_ledger,
-        max_running=max_running,
-    )
-    scheme = "http" if ssl_certfile is None else "https"
+    first, *further = model or ["fake-model"]
+    faults = tuple(parse_fault(text) for text in fault or ())
+    config = FakeConfig(**vars(served), model=first, further_models=tuple(further), faults=faults)
+    scheme = "http" if served.ssl_certfile is None else "https"
     kept = run(config, lambda bound: typer.echo(f"{scheme}://127.0.0.1:{bound} is ready; Ctrl-C ends it", err=True))
     if ledger is not None:
         ledger.write_bytes(kept.encode())

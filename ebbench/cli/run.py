@@ -43,12 +43,10 @@ def run(
     Options for vLLM go after --: `ebbench run sharegpt --engine vllm -- --quantization fp8`.
     """
     from ebbench.analysis.slo import parse_slo
-    from ebbench.cli.preflight import default_policies, is_server, parse_policies
+    from ebbench.cli.preflight import default_policies, parse_policies
     from ebbench.cli.repeats import parse_repeats
     from ebbench.cli.run_policies import RunConfig, run_policies
 
-    options = engine.options(load.warmup)
-    longest = engine.max_model_len if is_server(engine.engine) else options.max_model_len  # a server has its own
     policies = parse_policies(engine.policy or default_policies(engine.engine))
     repeats, until_clear = parse_repeats(load.repeats, load.max_repeats, policies=len(policies))
     config = RunConfig(
@@ -57,14 +55,9 @@ def run(
         seed=requests.seed,
         repeats=repeats,
         until_clear=until_clear,
-        plan_settings=plan_settings(requests, load, longest),
+        plan_settings=plan_settings(requests, load, engine.length_limit),
         policies=policies,
-        default_policies=not engine.policy,
-        engine=engine.engine,
-        device=engine.device,
-        calibration=engine.calibration,
-        model=engine.model,
-        options=options,
+        **engine.settings(load.warmup),
         slo=parse_slo(output.goodput or ()),
         output_dir=output.output_dir,
         save_as_vllm=output.save_as_vllm,

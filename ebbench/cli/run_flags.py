@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from ebbench.cli import completion
 from ebbench.cli import load_flags as load
@@ -92,6 +92,20 @@ class EngineFlags:
             quantization=self.quantization,
             kv_cache_dtype=self.kv_cache_dtype,
         )
+
+    @property
+    def length_limit(self) -> int | None:
+        """Longest prompt plus answer in tokens; None for a server, which has a limit of its own, unless it is given."""
+        from ebbench.engines.base import EngineOptions
+        from ebbench.engines.setup import is_server
+
+        own = None if is_server(self.engine) else EngineOptions.max_model_len
+        return own if self.max_model_len is None else self.max_model_len
+
+    def settings(self, warmup: int) -> dict[str, Any]:
+        """The fields of RunConfig that these options set."""
+        given = {name: getattr(self, name) for name in ("engine", "device", "model", "calibration")}
+        return given | {"options": self.options(warmup), "default_policies": not self.policy}
 
 
 @dataclass(frozen=True)

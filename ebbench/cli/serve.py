@@ -3,54 +3,70 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ebbench.cli import completion
+from ebbench.cli.options import grouped, opt
 from ebbench.errors import RunError, UsageError
+
+if TYPE_CHECKING:
+    from ebbench.engines.vllm_command import Serving
 
 GRACE_S = 30.0  # for vLLM to end when interrupted
 _COSTS, _EMULATION = "Costs (for eb and ebplus)", "Emulation"
 
 
+@dataclass(frozen=True)
+class CostFlags:
+    """Costs of the device, which eb, ebplus and marginal compute with."""
+
+    device: Annotated[
+        str | None,
+        opt(
+            "--device",
+            help="The GPU, see `ebbench devices list`; default: this machine's.",
+            panel=_COSTS,
+            complete=completion.devices,
+        ),
+    ] = None
+    device_model: Annotated[
+        str | None, opt("--device-model", help="The model's name there; default: MODEL.", panel=_COSTS)
+    ] = None
+    calibration: Annotated[
+        Path | None, opt("--calibration", help="Measured costs, JSON (`ebbench calibrate`).", panel=_COSTS)
+    ] = None
+
+
+@dataclass(frozen=True)
+class EmulationFlags:
+    """A server without a GPU."""
+
+    emulate: Annotated[
+        str | None, opt("--emulate", help="Stand in for this GPU: no weights, no GPU.", panel=_EMULATION)
+    ] = None
+    slow_motion: Annotated[
+        float, opt("--slow-motion", help="Every step takes that many times as long.", panel=_EMULATION)
+    ] = 1.0
+
+
+@grouped
 def serve(
     model: Annotated[str, typer.Argument(help="What to serve: a Hugging Face name or a folder.")],
+    costs: CostFlags,
+    emulated: EmulationFlags,
     vllm_options: Annotated[
         list[str] | None, typer.Argument(help="After --: options for vLLM itself.", show_default=False)
     ] = None,
     policy: Annotated[
         str, typer.Option("--policy", "-p", help="See `ebbench policies list`.", autocompletion=completion.policies)
     ] = "ebplus",
-    device: Annotated[
-        str | None,
-        typer.Option(
-            "--device",
-            help="The GPU, see `ebbench devices list`; default: this machine's.",
-            rich_help_panel=_COSTS,
-            autocompletion=completion.devices,
-        ),
-    ] = None,
-    device_model: Annotated[
-        str | None,
-        typer.Option("--device-model", help="The model's name there; default: MODEL.", rich_help_panel=_COSTS),
-    ] = None,
-    calibration: Annotated[
-        Path | None,
-        typer.Option("--calibration", help="Measured costs, JSON (`ebbench calibrate`).", rich_help_panel=_COSTS),
-    ] = None,
     host: Annotated[str, typer.Option("--host", help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", help="Port to listen on.")] = 8000,
     record: Annotated[Path | None, typer.Option("--record", help="Folder for step and decision records.")] = None,
-    emulate: Annotated[
-        str | None,
-        typer.Option("--emulate", help="Stand in for this GPU: no weights, no GPU.", rich_help_panel=_EMULATION),
-    ] = None,
-    slow_motion: Annotated[
-        float,
-        typer.Option("--slow-motion", help="Every step takes that many times as long.", rich_help_panel=_EMULATION),
-    ] = 1.0,
     print_only: Annotated[bool, typer.Option("--print", help="Print the plain vllm line and stop.")] = False,
 ) -> None:
     """Serve MODEL with vLLM, scheduled by POLICY. Everything after `--` goes to vLLM as it is.
@@ -59,31 +75,36 @@ def serve(
     needs the plugin and nothing else of ebbench (see docs/deployment.md).
     """
     from ebbench.child import run_supervised
-    from ebbench.engines.costs import serving_costs
-    from ebbench.engines.vllm_command import Emulation, Serving, executable_line, hub_name, plain_line
-    from vllm_eb.policy import parse_policy
+    from ebbench.engines.vllm_command import executable_line, plain_line
 
-    spec = parse_policy(policy)
-    serving = Serving(
-        model=model if Path(model).exists() else hub_name(model),
-        policy=spec,
-        calibration=serving_costs(
-            [spec], calibration=calibration, device=device or emulate, model=device_model or model
-        ),
-        host=host,
-        port=port,
-        record=record,
-        emulation=Emulation(emulate, device_model or model, slow_motion) if emulate else None,
-        extra=tuple(vllm_options or ()),
-    )
-    if slow_motion != 1.0 and emulate is None:
+    if emulated.slow_motion != 1.0 and emulated.emulate is None:
         raise UsageError("--slow-motion slows an emulated device; give --emulate GPU")
+    serving = replace(
+        _serving(model, policy, costs, emulated), host=host, port=port, record=record, extra=tuple(vllm_options or ())
+    )
     typer.echo(plain_line(serving), err=not print_only)
     if print_only:
         return
     status, _ = run_supervised(executable_line(serving), GRACE_S, env={**os.environ, "PYTHONPATH": _python_path()})
     if status:
         raise RunError(f"the server ended with exit status {status}; its own words are above")
+
+
+def _serving(model: str, policy: str, costs: CostFlags, emulated: EmulationFlags) -> Serving:
+    """What is served, and under which policy."""
+    from ebbench.engines.costs import serving_costs
+    from ebbench.engines.vllm_command import Emulation, Serving, hub_name
+    from vllm_eb.policy import parse_policy
+
+    spec, device_model = parse_policy(policy), costs.device_model or model
+    return Serving(
+        model=model if Path(model).exists() else hub_name(model),
+        policy=spec,
+        calibration=serving_costs(
+            [spec], calibration=costs.calibration, device=costs.device or emulated.emulate, model=device_model
+        ),
+        emulation=Emulation(emulated.emulate, device_model, emulated.slow_motion) if emulated.emulate else None,
+    )
 
 
 def _python_path() -> str:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ebbench.cli.options import grouped
 from ebbench.errors import InterruptedRunError, RunError, UnknownNameError, UsageError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from ebbench.runs.pool import Pool
+    from ebbench.sweep.drive import Result
     from ebbench.sweep.spec import Sweep
     from ebbench.sweep.store import SweepStore
 
@@ -22,26 +25,32 @@ EXECUTORS = ("process", "ray")
 METRICS = ("request_throughput", "output_throughput", "total_token_throughput")
 
 
+@dataclass(frozen=True)
+class PoolFlags:
+    """Where cells run."""
+
+    workers: Annotated[
+        int | None,
+        typer.Option("--workers", help="Cells at a time; always one on a server's URL. Default: one per CPU."),
+    ] = None
+    executor: Annotated[str, typer.Option("--executor", help="process or ray.")] = "process"
+    ray_address: Annotated[
+        str | None,
+        typer.Option("--ray-address", help="auto or HOST:PORT; default: RAY_ADDRESS, else a cluster of its own here."),
+    ] = None
+    gpus_per_cell: Annotated[
+        float | None, typer.Option("--gpus-per-cell", help="With ray; default 1 for engine vllm, else 0.")
+    ] = None
+
+
+@grouped
 def sweep(
     spec: Annotated[Path, typer.Argument(metavar="SPEC.toml", help="The grid; see docs/sweeps.md.")],
     output_dir: Annotated[
         Path | None, typer.Option("--output-dir", "-o", help="Results; default sweeps/NAME. Reused to resume.")
     ] = None,
-    workers: Annotated[
-        int | None,
-        typer.Option(
-            "--workers",
-            help="Cells at a time; always one on a server's URL. Default: one per CPU.",
-        ),
-    ] = None,
-    executor: Annotated[str, typer.Option("--executor", help="process or ray.")] = "process",
-    ray_address: Annotated[
-        str | None,
-        typer.Option("--ray-address", help="auto or HOST:PORT; default: RAY_ADDRESS, else a cluster of its own here."),
-    ] = None,
-    gpus_per_cell: Annotated[
-        float | None, typer.Option("--gpus-per-cell", help="With ray; default 1 for engine vllm, else 0.")
-    ] = None,
+    *,
+    pool: PoolFlags,
     metric: Annotated[str, typer.Option("--metric", help="What is best: request_throughput, ...")] = METRICS[0],
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the grid and what is left to run.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
@@ -73,7 +82,7 @@ def sweep(
     if dry_run:
         _dry_run(grid, store, output, as_json=as_json)
         return
-    chosen = pool_of(executor, grid, workers, ray_address, gpus_per_cell)
+    chosen = pool_of(grid, pool)
     with show.progress_on(Console(stderr=True, highlight=False), quiet=quiet) as report:
         result = run_sweep(grid, store, chosen, spec=spec.read_bytes(), report=report)
     found = findings(result.finished, grid.axes, metric)
@@ -81,6 +90,11 @@ def sweep(
         sys.stdout.write(json.dumps(show.to_json(result, found, metric), indent=2, allow_nan=False) + "\n")
     else:
         output.print(show.console_report(result, found, metric))
+    _verdict(grid, store, result)
+
+
+def _verdict(grid: Sweep, store: SweepStore, result: Result) -> None:
+    """Raise InterruptedRunError or RunError unless every cell is finished and valid."""
     if result.interrupted:
         raise InterruptedRunError(f"interrupted; {len(result.finished)} of {len(grid.cells)} cells are finished")
     if result.failed:
@@ -107,16 +121,19 @@ def _dry_run(grid: Sweep, store: SweepStore, output: Console, *, as_json: bool) 
     sys.stdout.write(json.dumps({"name": grid.name, "cells": cells, "axes": list(grid.axes)}, indent=2) + "\n")
 
 
-def pool_of(name: str, grid: Sweep, workers: int | None, address: str | None, gpus: float | None) -> Pool:
+def pool_of(grid: Sweep, flags: PoolFlags) -> Pool:
     """The chosen pool. The vllm engine gets a GPU per cell on a cluster, and one cell at a time here."""
     from ebbench.runs.pool import Processes
     from ebbench.runs.ray_pool import RayCluster
 
     real = any(cell.engine in ("vllm", "auto") for cell in grid.cells)
-    if name == "ray":
-        return RayCluster(address, gpus=(1.0 if real else 0.0) if gpus is None else gpus, workers=workers)
-    if name != "process":
-        raise UnknownNameError("executor", name, EXECUTORS)
-    if address is not None or gpus is not None:
+    gpus = flags.gpus_per_cell
+    if flags.executor == "ray":
+        return RayCluster(
+            flags.ray_address, gpus=(1.0 if real else 0.0) if gpus is None else gpus, workers=flags.workers
+        )
+    if flags.executor != "process":
+        raise UnknownNameError("executor", flags.executor, EXECUTORS)
+    if flags.ray_address is not None or gpus is not None:
         raise UsageError("--ray-address and --gpus-per-cell need --executor ray")
-    return Processes(workers if workers is not None or not real else 1)
+    return Processes(flags.workers if flags.workers is not None or not real else 1)

@@ -26,7 +26,7 @@ from ebbench.client.probe import Probe
 from ebbench.client.progress import Observer, Tally
 from ebbench.client.release_schedule import ReleaseSchedule
 from ebbench.client.scrape import Scraper
-from ebbench.client.session_plan import plan_sessions, rows_too_long, unique_ids
+from ebbench.client.session_plan import SessionPlan, plan_sessions, rows_too_long, unique_ids
 from ebbench.client.shared import SharedMemory, memory_folder
 from ebbench.client.verdict import client_warnings, invalid_reasons, loop_lag_p99_ms, send_lag_p99_ms
 from ebbench.client.warmup import warm_up
@@ -118,11 +118,7 @@ async def _drive(
         scraper = Scraper(probe, options.metrics_interval_s) if options.metrics_interval_s else None
         with tempfile.TemporaryDirectory(prefix="ebbench-", dir=memory_folder()) as folder:
             _store(table, plan_path(folder))
-            memory = SharedMemory.create(schedule_path(folder), ReleaseSchedule.size(session_plan.sessions))
-            # No lock is needed here: the schedule is written before the start and read after the end.
-            schedule = ReleaseSchedule(
-                memory, contextlib.nullcontext(), session_plan.sessions, session_plan.slots, session_plan.arrivals
-            )
+            schedule = _schedule(folder, session_plan)
             assignment = Assignment(
                 worker=0,
                 workers=0,
@@ -160,6 +156,14 @@ async def _drive(
         invalid=invalid_reasons(limit_ms, pool.handles),
         interrupted=tally.interrupted,
         facts=facts,
+    )
+
+
+def _schedule(folder: str, session_plan: SessionPlan) -> ReleaseSchedule:
+    """The release schedule in shared memory. No lock: it is written before the start and read after the end."""
+    memory = SharedMemory.create(schedule_path(folder), ReleaseSchedule.size(session_plan.sessions))
+    return ReleaseSchedule(
+        memory, contextlib.nullcontext(), session_plan.sessions, session_plan.slots, session_plan.arrivals
     )
 
 
