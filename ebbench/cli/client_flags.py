@@ -72,6 +72,13 @@ class ClientFlags:
             help="Lag of the client (p99) beyond which the run is INVALID. Default: 10 or 5 % of the median TTFT.",
         ),
     ] = None
+    power: Annotated[
+        bool | None,
+        _opt(
+            "--power/--no-power",
+            help="Measure the power of this machine's GPUs. Default: where the server is on this machine.",
+        ),
+    ] = None
     insecure: Annotated[bool | None, _opt("--insecure", help="Do not verify TLS certificates.")] = None
 
     def settings(self) -> dict[str, Any]:

@@ -59,6 +59,7 @@ def run(
         policies=policies,
         **engine.settings(load.warmup),
         slo=parse_slo(output.goodput or ()),
+        price_per_hour=output.price_per_hour,
         output_dir=output.output_dir,
         save_as_vllm=output.save_as_vllm,
         all_percentiles=output.all_percentiles,

@@ -157,6 +157,10 @@ class OutputFlags:
         list[str] | None,
         opt("--goodput", help="Limits in ms: ttft:500 tpot:50 e2el:5000.", panel=_OUTPUT),
     ] = None
+    price_per_hour: Annotated[
+        float | None,
+        opt("--price-per-hour", help="Price of everything that serves; gives cost per million tokens.", panel=_OUTPUT),
+    ] = None
     output_dir: Annotated[
         Path | None, opt("--output-dir", "-o", help="Where to store; must not exist.", panel=_OUTPUT)
     ] = None

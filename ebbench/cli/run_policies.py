@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ebbench.analysis.economy import PRICE
 from ebbench.cli.cluster_flags import ClusterOptions
 from ebbench.cli.preflight import check_counts, check_fits, check_options
 from ebbench.cli.repeats import beforehand, why_stop
@@ -63,6 +64,7 @@ class RunConfig:
     vllm_options: tuple[str, ...] = ()
     until_clear: bool = False  # stop before ``repeats`` where more would say no more
     calibration: Path | None = None
+    price_per_hour: float | None = None
 
     def cell(self) -> Cell:
         """The settings that all runs of the command share, as the run of the first policy and seed."""
@@ -135,6 +137,7 @@ def _check(config: RunConfig) -> None:
     numbers = ("num_prompts", "max_concurrency", "request_rate", "input_len", "output_len", "speed")
     check_counts(
         repeats=config.repeats,
+        price_per_hour=config.price_per_hour,
         **{name: config.plan_settings[name] for name in numbers},  # type: ignore[arg-type]
     )
     check_options(config.options, config.policies)
@@ -187,6 +190,8 @@ def plan_of(config: RunConfig, seed: int, device: Device, messages: Console) -> 
         reading = messages.status(f"reading {escape(config.workload)}")  # a data set may take seconds
     with reading:
         plan = build_plan(config.workload, config.scenario, seed=seed, **config.plan_settings)
+    if config.price_per_hour is not None:
+        plan = replace(plan, facts={**plan.facts, PRICE: config.price_per_hour})
     if not is_server(config.engine) and config.cluster.topology is None:  # several GPUs hold more; the engine checks
         check_fits(plan, device, config.options)
     return plan
@@ -207,8 +212,23 @@ def _announce(config: RunConfig, engine: Engine, sentence: str, plan: Plan, mess
     )
     if repeats_note:
         messages.print(repeats_note, markup=False, soft_wrap=True)
+    if note := _power_note(engine):
+        messages.print(note, markup=False, soft_wrap=True)
     if config.default_policies and not is_server(config.engine):
         messages.print("No --policy given: running ebplus, and v1 as its baseline.", markup=False, soft_wrap=True)
+
+
+def _power_note(engine: Engine) -> str:
+    """Whose GPU power is measured, or why none is; empty for an engine in virtual time."""
+    import os
+
+    from ebbench.client.power import announcement
+    from ebbench.engines.endpoint import EndpointEngine, SendingEngine
+
+    if not isinstance(engine, SendingEngine):
+        return ""
+    url = engine.url if isinstance(engine, EndpointEngine) else "http://127.0.0.1"
+    return announcement(url, engine.client.power, os.environ)
 
 
 def _at_once(plan: Plan) -> str:

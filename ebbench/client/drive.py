@@ -17,11 +17,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import uvloop
 
 from ebbench.client.interrupts import Interrupts
 from ebbench.client.messages import Assignment, Stop, plan_path, schedule_path
 from ebbench.client.options import ClientOptions, spacing_ns
+from ebbench.client.power import open_power
 from ebbench.client.probe import Probe
 from ebbench.client.progress import Observer, Tally
 from ebbench.client.release_schedule import ReleaseSchedule
@@ -131,12 +133,14 @@ async def _drive(
                 max_concurrency=plan.max_concurrency,
                 dropped=dropped,
             )
+            power = open_power(url, options.power, environ, made_up=served.made_up)
             async with worker_pool(assignment, workers_for(plan, options), environ) as pool:
-                await _run(pool, schedule, tally, scraper, plan.release_for_s)
+                with power or contextlib.nullcontext():
+                    await _run(pool, schedule, tally, scraper, plan.release_for_s)
             released = schedule.released
     requests = tally.complete(session_plan, released, dropped)
     limit_ms = lag_limit_ms(requests, options.lag_limit_ms)
-    facts = {
+    facts: dict[str, Any] = {
         "server": url,
         "served_model": served.model,
         "client_workers": len(pool.handles),
@@ -149,6 +153,9 @@ async def _drive(
         "prefix_cache_reset": cache_reset,
         "start_monotonic_ns": tally.start_ns,
     }
+    if power is not None:
+        last_ns = tally.start_ns + (pc.max(requests["end_ns"]).as_py() or 0)
+        facts["gpu_power"] = power.facts(tally.start_ns, last_ns)
     return DriveResult(
         requests=requests,
         warnings=client_warnings(requests, table, renamed, len(dropped)),

@@ -32,7 +32,8 @@ class ClientOptions:
     the openings of new slots when a closed loop starts or raises its limit. ``transport``: "direct", or "httpx" for
     httpx's own transport, which honours proxies from the environment. ``ca_file`` (PEM): the only certificate
     authorities to trust; None uses SSL_CERT_FILE or the system's. ``lag_limit_ms``: a run whose p99 lag is higher is
-    INVALID; None is the larger of 10 ms and 5 % of the median TTFT.
+    INVALID; None is the larger of 10 ms and 5 % of the median TTFT. ``power``: measure the power of this machine's
+    GPUs; None: where the server is on this machine and NVML answers.
     """
 
     model: str | None = None
@@ -59,6 +60,7 @@ class ClientOptions:
     verify_tls: bool = True
     ca_file: str | None = None
     lag_limit_ms: float | None = None
+    power: bool | None = None
 
     def __post_init__(self) -> None:
         if self.endpoint not in ("completions", "chat"):

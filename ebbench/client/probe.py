@@ -15,15 +15,18 @@ from ebbench.connections import tls_context
 from ebbench.errors import RunError, UsageError
 
 _ASK_TIMEOUT_S = 10.0
+MADE_UP = "ebbench-fake-server"
+"""What ebbench's fake server names as the owner of its models."""
 _UNTRUSTED = "give its certificate authority with --ca-file FILE or in SSL_CERT_FILE, or do not verify: --insecure"
 
 
 @dataclass(frozen=True)
 class Served:
-    """Model name and maximum length that the server reports."""
+    """Model name and maximum length that the server reports. ``made_up``: it is ebbench's fake server."""
 
     model: str
     max_model_len: int | None
+    made_up: bool = False
 
 
 def _distinct_models(models: Mapping[str, Mapping[str, Any]]) -> list[str]:
@@ -87,7 +90,7 @@ class Probe:
             raise UsageError(f"{self._url} serves several models: {', '.join(different)}; say which with --model")
         name = asked or next(iter(models))
         limit = self._options.max_model_len or models[name].get("max_model_len")
-        return Served(name, limit if isinstance(limit, int) else None)
+        return Served(name, limit if isinstance(limit, int) else None, models[name].get("owned_by") == MADE_UP)
 
     async def reset_prefix_cache(self) -> bool:
         """Empty the server's prefix cache. Returns False if the server cannot."""

@@ -26,6 +26,10 @@ from ebbench.fakeserver.timer_wheel import TimerWheel
 _REQUEST = msgspec.json.Decoder(GenerationRequest)
 
 
+OWNER = "ebbench-fake-server"
+"""Owner of the models it names, by which the client knows that nothing is computed."""
+
+
 class FakeServer:
     """Responds to requests as configured and keeps the ledger."""
 
@@ -158,7 +162,8 @@ class FakeServer:
 
     def _models(self) -> bytes:
         names = (self._config.model, *self._config.further_models)
-        models = [{"id": name, "object": "model", "max_model_len": self._config.max_model_len} for name in names]
+        about = {"object": "model", "owned_by": OWNER, "max_model_len": self._config.max_model_len}
+        models = [{"id": name} | about for name in names]
         return response(200, msgspec.json.encode({"object": "list", "data": models}))
 
     def _clear(self) -> bytes:

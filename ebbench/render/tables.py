@@ -60,6 +60,21 @@ _LIMITS = (
     _Figure("goodput\nreq/s", "request_goodput", request_goodput, numbers.rate),
     _Figure("SLO\nmet", "slo_attainment", lambda m: m.slo_attainment, numbers.percent),
 )
+_COSTS = (
+    _Figure(
+        "cost per 1M\nout tokens", "cost_per_million_output_tokens",
+        lambda m: m.economy.cost_per_million_output_tokens, numbers.rate,
+    ),
+    _Figure(
+        "cost per\n1k requests", "cost_per_1000_requests", lambda m: m.economy.cost_per_1000_requests, numbers.rate
+    ),
+)  # fmt: skip
+_ENERGY = (
+    _Figure("GPU power\nmean W", "gpu_power_mean_w", lambda m: m.economy.gpu_power_mean_w, numbers.rate),
+    _Figure("GPU power\npeak W", "gpu_power_peak_w", lambda m: m.economy.gpu_power_peak_w, numbers.rate),
+    _Figure("J per\nout token", "joules_per_output_token", lambda m: m.economy.joules_per_output_token, numbers.rate),
+    _Figure("J per\nrequest", "joules_per_request", lambda m: m.economy.joules_per_request, numbers.rate),
+)
 _TAILS = ("ttft", "tpot", "itl", "e2el")
 
 
@@ -134,6 +149,9 @@ def _figures(groups: Sequence[Group], *, all_percentiles: bool) -> list[_Figure]
     found += [_INPUT, _REQUESTS]
     if any(summary.slo for group in groups for summary in group.summaries):
         found += _LIMITS
+    for shown, known in ((_COSTS, "price_per_hour"), (_ENERGY, "gpu_energy_j")):
+        if any(getattr(one.metrics.economy, known) is not None for group in groups for one in group.summaries):
+            found += shown
     return found
 
 

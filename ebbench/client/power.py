@@ -1,0 +1,248 @@
+"""Power of the GPUs of this machine while a server on it is measured, read from NVIDIA's driver (NVML).
+
+A thread reads every GPU ten times a second. Energy is the difference of the driver's energy counters, interpolated to
+the ends of the run; GPUs without a counter (before Volta) give power only, whose integral is taken instead. Which GPUs
+count: those of CUDA_VISIBLE_DEVICES, else all.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+import numpy as np
+
+from ebbench.errors import UsageError
+
+INTERVAL_S = 0.1
+REMOTE = (
+    "the server is on another machine, and the GPUs of this one are not its own (--power measures them all the same)"
+)
+NOT_INSTALLED = "nvidia-ml-py is not installed (pip install 'ebbench[power]')"
+NO_GPU = "no NVIDIA GPU is visible here"
+DRIVER = Path("/proc/driver/nvidia")
+"""There where NVIDIA's driver is loaded."""
+EXTRA_GPUS = "all of them count, also one that the server does not use; CUDA_VISIBLE_DEVICES chooses"
+
+
+class UnavailableError(Exception):
+    """No power can be read here; the message says why."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """All GPUs together at one time: power, and the energy since the driver was loaded (None: not counted)."""
+
+    time_ns: int
+    power_w: float
+    energy_j: float | None
+
+
+class Gpus(Protocol):
+    """GPUs whose power can be read. ``names``: of each."""
+
+    names: tuple[str, ...]
+
+    def read(self) -> Reading:
+        """Power and energy now."""
+        ...
+
+    def close(self) -> None:
+        """Let the driver go."""
+        ...
+
+
+class NvmlGpus:
+    """GPUs as NVML shows them. Raises UnavailableError where it shows none whose power it can read."""
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        try:
+            import pynvml
+        except ImportError:
+            raise UnavailableError(NOT_INSTALLED if DRIVER.exists() else NO_GPU) from None
+        self._nvml: Any = pynvml
+        try:
+            pynvml.nvmlInit()
+        except pynvml.NVMLError as error:
+            raise UnavailableError(f"no NVIDIA driver answers here ({error})") from None
+        try:
+            self._handles = self._chosen(environ.get("CUDA_VISIBLE_DEVICES"))
+            self.names = tuple(_text(pynvml.nvmlDeviceGetName(handle)) for handle in self._handles)
+            self._counted = all(self._energy_mj(handle) is not None for handle in self._handles)
+            self.read()
+        except pynvml.NVMLError as error:
+            self.close()
+            raise UnavailableError(f"the driver does not tell the power of this GPU ({error})") from None
+        except UnavailableError:
+            self.close()
+            raise
+
+    def _chosen(self, visible: str | None) -> list[Any]:
+        handles = [self._nvml.nvmlDeviceGetHandleByIndex(i) for i in range(self._nvml.nvmlDeviceGetCount())]
+        if visible is not None:
+            words = [word.strip() for word in visible.split(",") if word.strip()]
+            known = {str(index): handle for index, handle in enumerate(handles)}
+            known |= {_text(self._nvml.nvmlDeviceGetUUID(handle)): handle for handle in handles}
+            unknown = [word for word in words if word not in known]
+            if unknown:
+                raise UnavailableError(f"CUDA_VISIBLE_DEVICES names {unknown[0]}, which NVML does not list")
+            handles = [known[word] for word in words]
+        if not handles:
+            raise UnavailableError(NO_GPU)
+        return handles
+
+    def _energy_mj(self, handle: Any) -> int | None:
+        try:
+            return int(self._nvml.nvmlDeviceGetTotalEnergyConsumption(handle))
+        except self._nvml.NVMLError:
+            return None
+
+    def read(self) -> Reading:
+        """Sums over the GPUs."""
+        power_w = sum(self._nvml.nvmlDeviceGetPowerUsage(handle) for handle in self._handles) / 1e3
+        energy_j = sum(self._energy_mj(handle) or 0 for handle in self._handles) / 1e3 if self._counted else None
+        return Reading(time.monotonic_ns(), power_w, energy_j)
+
+    def close(self) -> None:
+        """Let the driver go."""
+        self._nvml.nvmlShutdown()
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode(errors="replace") if isinstance(value, bytes) else value
+
+
+@dataclass
+class PowerSampler:
+    """Reads GPUs in a thread for as long as the context lasts; see the module."""
+
+    gpus: Gpus
+    interval_s: float = INTERVAL_S
+    readings: list[Reading] = field(default_factory=list)
+    failure: str = ""
+    _stop: threading.Event = field(default_factory=threading.Event)
+    _thread: threading.Thread | None = None
+
+    def __enter__(self) -> PowerSampler:
+        """Take the first reading and start the thread."""
+        self._read()
+        self._thread = threading.Thread(target=self._run, name="gpu-power", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Stop the thread and take the last reading."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+        self._read()
+        self.gpus.close()
+
+    def _run(self) -> None:
+        while not self.failure and not self._stop.wait(self.interval_s):
+            self._read()
+
+    def _read(self) -> None:
+        if self.failure:
+            return
+        try:
+            self.readings.append(self.gpus.read())
+        except Exception as error:  # a GPU that fell off the bus must not cost the run
+            self.failure = str(error) or type(error).__name__
+
+    def facts(self, start_ns: int, end_ns: int) -> dict[str, Any]:
+        """Power and energy between two monotonic times, for the manifest."""
+        found: dict[str, Any] = {"gpus": list(self.gpus.names)}
+        if self.failure:
+            return found | {"absent": f"reading the power failed during the run: {self.failure}"}
+        return found | between(self.readings, start_ns, end_ns)
+
+
+def between(readings: Sequence[Reading], start_ns: int, end_ns: int) -> dict[str, Any]:
+    """``mean_w``, ``peak_w``, ``energy_j`` between two times, from readings in order; what each rests on."""
+    times = np.array([one.time_ns for one in readings], float)
+    watts = np.array([one.power_w for one in readings])
+    inside = (times >= start_ns) & (times <= end_ns)
+    seconds = (end_ns - start_ns) / 1e9
+    if seconds <= 0 or not inside.any():
+        return {"absent": "the run was too short for a reading"}
+    counted = all(one.energy_j is not None for one in readings)
+    if counted:
+        energy = np.array([one.energy_j for one in readings], float)
+        first, last = np.interp([start_ns, end_ns], times, energy)
+        energy_j = float(last - first)
+    else:
+        edges = np.array([start_ns, end_ns], float)
+        grid = np.concatenate([edges[:1], times[inside], edges[1:]])
+        energy_j = float(np.trapezoid(np.interp(grid, times, watts), grid) / 1e9)
+    return {
+        "mean_w": energy_j / seconds,
+        "peak_w": float(watts[inside].max()),
+        "energy_j": energy_j,
+        "samples": int(inside.sum()),
+        "energy_from": "counter" if counted else "power samples",
+    }
+
+
+def on_this_machine(url: str) -> bool:
+    """Whether a URL names this machine."""
+    host = (urlsplit(url).hostname or "").rstrip(".")
+    if host in ("localhost", socket.gethostname()):
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def open_power(
+    url: str,
+    wanted: bool | None,
+    environ: Mapping[str, str],
+    open_gpus: Callable[[Mapping[str, str]], Gpus] = NvmlGpus,
+    *,
+    made_up: bool = False,
+) -> PowerSampler | None:
+    """What reads the power for a run against ``url``; None where it is not wanted or cannot be had.
+
+    ``wanted`` None: where the server is on this machine and NVML answers. ``made_up``: the server computes nothing.
+    Raises UsageError where power was asked for and cannot be had.
+    """
+    if made_up and wanted:
+        raise UsageError("--power: ebbench's fake server uses no GPU; leave --power out")
+    if made_up or wanted is False or (wanted is None and not on_this_machine(url)):
+        return None
+    try:
+        return PowerSampler(open_gpus(environ))
+    except UnavailableError as error:
+        if wanted:
+            raise UsageError(f"--power: {error}") from None
+        return None
+
+
+def announcement(
+    url: str,
+    wanted: bool | None,
+    environ: Mapping[str, str],
+    open_gpus: Callable[[Mapping[str, str]], Gpus] = NvmlGpus,
+) -> str:
+    """One sentence before a run: whose power is measured, or why none is; empty where it was switched off."""
+    if wanted is False:
+        return ""
+    if wanted is None and not on_this_machine(url):
+        return f"GPU power is not measured: {REMOTE}"
+    try:
+        gpus = open_gpus(environ)
+    except UnavailableError as error:
+        return f"GPU power is not measured: {error}"
+    gpus.close()
+    several = f"; {EXTRA_GPUS}" if len(gpus.names) > 1 else ""
+    where = "" if on_this_machine(url) else ", of this machine, not of the server's unless they are the same"
+    return f"GPU power is measured: {', '.join(gpus.names)}{where}{several}"
