@@ -98,7 +98,8 @@ class ProbeGrid:
 class Measured:
     """A calibration with its grid, and how well the linear fits describe the step times (R squared).
 
-    ``request_s``: cost of a request outside its steps. ``drift``: time of the slowest round over that of the fastest.
+    ``request_s``: what a request costs beside its steps. ``drift``: time of the slowest round over the fastest's.
+    ``start_s``: how long the engine took to start; 0 in virtual time.
     """
 
     calibration: Calibration
@@ -108,6 +109,7 @@ class Measured:
     steps: int
     request_s: float = 0.0
     drift: float = 1.0
+    start_s: float = 0.0
 
 
 def calibrate(
@@ -260,8 +262,10 @@ def _tuples(value: Any) -> Any:
     return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
-def fit(grid: CostGrid, source: str, steps: int, *, request_s: float = 0.0, drift: float = 1.0) -> Measured:
-    """The linear cost model: alpha and beta of prefill, decode and mixed steps, beta_mb(r) over all points."""
+def fit(
+    grid: CostGrid, source: str, steps: int, *, request_s: float = 0.0, drift: float = 1.0, start_s: float = 0.0
+) -> Measured:
+    """The linear controller model: alpha and beta of prefill, decode and mixed steps, beta_mb(r) over every point."""
     alpha_p, beta_p, prefill_r2 = _line(grid.tokens, grid.prefill)
     every = [(n, t) for n, row in zip(grid.seqs, grid.decode, strict=True) for t in row]
     alpha_d, beta_d, decode_r2 = _line([n for n, _ in every], [t for _, t in every])
@@ -270,7 +274,7 @@ def fit(grid: CostGrid, source: str, steps: int, *, request_s: float = 0.0, drif
         alpha_p=alpha_p, beta_p=beta_p, alpha_d=alpha_d, beta_d=beta_d, mixed=mixed, alpha_mb=alpha_mb,
         source=source, grid=grid,
     )  # fmt: skip
-    return Measured(calibration, prefill_r2, decode_r2, mixed_r2, steps, request_s, drift)
+    return Measured(calibration, prefill_r2, decode_r2, mixed_r2, steps, request_s, drift, start_s)
 
 
 def _line(x: Any, y: Any) -> tuple[float, float, float]:

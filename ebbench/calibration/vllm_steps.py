@@ -7,6 +7,7 @@ Over HTTP the composition of a step depends on arrival times; here it is exact. 
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from typing import Any
 import numpy as np
 
 from ebbench.calibration.measure import ProbeGrid
+from ebbench.engines.base import EngineOptions
+from ebbench.engines.vllm_command import hub_name
 from ebbench.errors import RunError, UsageError
 
 FIRST_TOKEN, TOKENS = 3, 200  # prompt tokens are drawn from this range, which every vocabulary contains
@@ -61,36 +64,58 @@ class SteppedVllm:
         return self.step_s()[0]
 
 
-def start(model: str, grid: ProbeGrid) -> SteppedVllm:
-    """Load the model. Raises UsageError without vLLM, RunError if vLLM cannot start."""
+def start(model: str, grid: ProbeGrid, vllm_options: Sequence[str] = ()) -> SteppedVllm:
+    """Load the model; ``vllm_options`` are words as for ``vllm serve``, of which those for the engine count.
+
+    Raises UsageError without vLLM and for options it refuses, RunError when vLLM cannot start.
+    """
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", CPU_KV_GIB)
     try:
-        from vllm import EngineArgs, LLMEngine, SamplingParams
+        from vllm import LLMEngine, SamplingParams
         from vllm.platforms import current_platform
     except ImportError:
         raise UsageError("vLLM is not installed: pip install 'ebbench[cpu]', or calibrate --engine sim") from None
-    options = grid.options
+    words = engine_words(model, grid.options, eager=current_platform.is_cpu())
     try:
-        engine = LLMEngine.from_engine_args(
-            EngineArgs(
-                model=str(Path(model).parent) if model.endswith("config.json") else model,
-                max_num_seqs=options.max_num_seqs,
-                max_num_batched_tokens=options.max_num_batched_tokens,
-                max_model_len=options.max_model_len,
-                enable_prefix_caching=False,
-                async_scheduling=False,
-                enforce_eager=current_platform.is_cpu(),
-                disable_log_stats=True,
-            )
-        )
+        engine = LLMEngine.from_engine_args(_engine_args([*words, *vllm_options]))
     except (RuntimeError, ValueError, OSError) as error:
         raise RunError(f"vLLM could not load {model}: {str(error).splitlines()[0]}") from None
     cache = engine.vllm_config.cache_config
     return SteppedVllm(engine, SamplingParams, int(cache.num_gpu_blocks or 0) * int(cache.block_size))
+
+
+def engine_words(model: str, options: EngineOptions, *, eager: bool) -> list[str]:
+    """Options of vLLM's engine under which every probe is one step, as words of ``vllm serve``."""
+    folder = Path(model).parent if Path(model).name == "config.json" else Path(model)
+    return [
+        "--model", str(folder) if folder.is_dir() else hub_name(model),
+        "--max-num-seqs", str(options.max_num_seqs),
+        "--max-num-batched-tokens", str(options.max_num_batched_tokens),
+        "--max-model-len", str(options.max_model_len),
+        "--no-enable-prefix-caching",
+        "--no-async-scheduling",
+        *(["--enforce-eager"] if eager else []),
+        "--disable-log-stats",
+    ]  # fmt: skip
+
+
+def _engine_args(words: Sequence[str]) -> Any:
+    """vLLM's own reading of the words; options of the API server are no matter to a step and are left out."""
+    from vllm import EngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser(prog="vllm serve"))
+    try:
+        found, unknown = parser.parse_known_args(list(words))
+    except SystemExit:
+        raise UsageError(f"vLLM refuses the options {' '.join(words)} (its reason is above)") from None
+    if unknown:
+        print(f"left out of the calibration, not an option of the engine: {' '.join(unknown)}", file=sys.stderr)
+    return EngineArgs.from_cli_args(found)
 
 
 def run_closed_loop(vllm: SteppedVllm, lengths: Sequence[tuple[int, int]], concurrency: int) -> float:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -40,6 +43,14 @@ def calibrate(
     check: Annotated[int, typer.Option(min=0, help="Requests of the out-of-sample check; 0 leaves it out.")] = 64,
     output_dir: Annotated[Path, typer.Option(help="Where profile and calibration are written.")] = Path("calibration"),
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
+    vllm_options: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="-- VLLM_OPTIONS",
+            help="With --engine vllm, after --: options of vLLM's engine.",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Measure alpha, beta and the mixed cost of this machine (or an emulated one) and write them as a device.
 
@@ -49,33 +60,42 @@ def calibrate(
     from ebbench.calibration.check import write_profile
     from ebbench.calibration.measure import ProbeGrid
 
-    default = SMALL if engine == "vllm" and not _gpu_name() else LARGE
+    default = default_sizes(engine)
     grid = ProbeGrid(
-        _sizes("--tokens", tokens or default[0]),
-        _sizes("--seqs", seqs or default[1]),
-        _sizes("--contexts", contexts or default[2]),
+        sizes("--tokens", tokens or default[0]),
+        sizes("--seqs", seqs or default[1]),
+        sizes("--contexts", contexts or default[2]),
         repeats,
     )
     _not_there(output_dir / "profile.toml")
-    measure = _measure_vllm if engine == "vllm" else _measure_virtual
-    measured, target, found = measure(engine, device, model, grid, check)
+    if engine == "vllm":
+        measured, target, found = _measure_vllm(device, model, grid, check, tuple(vllm_options or ()))
+    else:
+        _refuse_vllm_options(engine, vllm_options or ())
+        measured, target, found = _measure_virtual(engine, device, model, grid, check)
     profile = write_profile(measured, target, model, output_dir)
     if as_json:
-        typer.echo(json.dumps(_document(measured, profile, found)))
+        typer.echo(json.dumps(_document(measured, target, profile, found)))
     else:
         _print(measured, profile, found)
 
 
-def _sizes(option: str, text: str) -> tuple[int, ...]:
+def default_sizes(engine: str) -> tuple[str, str, str]:
+    """Tokens, sequences and contexts to measure; few and small where vLLM runs on a CPU."""
+    return SMALL if engine == "vllm" and not _gpu_name() else LARGE
+
+
+def sizes(option: str, text: str) -> tuple[int, ...]:
+    """Whole numbers, separated by commas and increasing. Raises UsageError."""
     from ebbench.errors import UsageError
 
     try:
-        sizes = tuple(int(part) for part in text.split(","))
+        found = tuple(int(part) for part in text.split(","))
     except ValueError:
         raise UsageError(f"{option} {text}: write whole numbers with commas, e.g. 32,128,512") from None
-    if len(sizes) < 2 or any(b <= a for a, b in pairwise(sizes)) or sizes[0] < 1:
+    if len(found) < 2 or any(b <= a for a, b in pairwise(found)) or found[0] < 1:
         raise UsageError(f"{option} {text}: at least two sizes, increasing")
-    return sizes
+    return found
 
 
 def _not_there(path: Path) -> None:
@@ -134,35 +154,53 @@ def _measure_virtual(
     return measured, target, check_prediction(chosen, target, measured, grid, check) if check else None
 
 
+def _refuse_vllm_options(engine: str, given: Sequence[str]) -> None:
+    from ebbench.errors import UsageError
+
+    if given:
+        raise UsageError(f"what follows -- is for vLLM, which engine {engine} does not start: {' '.join(given)}")
+
+
 def _measure_vllm(
-    engine: str, device: str | None, model: str, grid: ProbeGrid, check: int
+    device: str | None, model: str, grid: ProbeGrid, check: int, vllm_options: tuple[str, ...]
 ) -> tuple[Measured, Device, Check | None]:
     """Calibrate a real vLLM on this machine."""
     from ebbench.calibration.check import SteppedRuns
     from ebbench.calibration.measure import cost_grid, fit
     from ebbench.calibration.rounds import measure_steps
     from ebbench.calibration.vllm_steps import start
+    from ebbench.devices.profiles import find_model
     from ebbench.engines.machine import machine_name
+    from ebbench.engines.model_folder import check_positions, check_servable
     from ebbench.engines.setup import unknown_device
+    from ebbench.engines.vllm_command import check_vllm_options
 
+    check_vllm_options(vllm_options)
+    find_model(model)  # refused before minutes of measuring: the profile says what the model is
+    check_servable(model, vllm_options)
+    check_positions(model, grid.options.max_model_len)
     target = unknown_device(device or machine_name(), model)
     fetched = "" if Path(model).exists() else ", fetched from the hub where it is not in the cache"
     typer.echo(f"loading {model} into vLLM on {target.name}{fetched} ...", err=True)
-    vllm = start(model, grid)
+    began = time.monotonic()
+    vllm = start(model, grid, vllm_options)
+    start_s = time.monotonic() - began
+    target = replace(target, kv_capacity_tokens=vllm.kv_tokens)
     grid = _fitting(grid, vllm.kv_tokens)
     runs = SteppedRuns.beside(grid, vllm, check) if check else None
     probed = measure_steps(vllm, grid, runs.pause if runs else None)
     measured = fit(
         cost_grid(grid, probed.seconds),
-        _source(model, target.name, engine),
+        _source(model, target.name, "vllm"),
         grid.points,
         request_s=probed.request_s,
         drift=probed.drift,
+        start_s=start_s,
     )
     return measured, target, runs.check(target, measured, grid) if runs else None
 
 
-def _document(measured: Measured, profile: Path, check: Check | None) -> dict[str, object]:
+def _document(measured: Measured, target: Device, profile: Path, check: Check | None) -> dict[str, object]:
     from dataclasses import asdict
 
     return {
@@ -173,6 +211,9 @@ def _document(measured: Measured, profile: Path, check: Check | None) -> dict[st
         "steps": measured.steps,
         "request_s": measured.request_s,
         "drift": measured.drift,
+        "start_s": measured.start_s,
+        "largest_batch_seqs": measured.calibration.grid.seqs[-1] if measured.calibration.grid else None,
+        "kv_capacity_tokens": target.kv_capacity_tokens,
         "profile": str(profile),
         "check": None if check is None else asdict(check),
     }

@@ -48,6 +48,9 @@ COMMANDS: dict[str, Entry] = {
     "figures": Entry("ebbench.cli.figures:figures", UNDERSTAND, "The papers' figures and run timelines."),
     "fidelity": Entry("ebbench.cli.fidelity:fidelity", UNDERSTAND, "Emulated devices against real measurements."),
     "calibrate": Entry("ebbench.cli.calibrate:calibrate", UNDERSTAND, "Measure a device's step times."),
+    "validate": Entry(
+        "ebbench.cli.validate:validate", UNDERSTAND, "How far simulated answers can be trusted on this machine."
+    ),
     "workloads": Entry("ebbench.cli.workloads:app", LOOK_UP, "Workloads: what requests are sent."),
     "scenarios": Entry("ebbench.cli.scenarios:app", LOOK_UP, "Scenarios: when requests arrive."),
     "policies": Entry("ebbench.cli.policies:app", LOOK_UP, "How it can be scheduled."),

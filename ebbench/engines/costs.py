@@ -13,7 +13,7 @@ from typing import Any
 
 from ebbench.devices.base import Device
 from ebbench.engines.base import EngineOptions
-from ebbench.errors import InputFileError, UnknownNameError, UsageError
+from ebbench.errors import InputFileError, UsageError
 from vllm_eb.calibration import Calibration, CalibrationError, calibration_from_json
 from vllm_eb.config import needs_calibration
 from vllm_eb.policy import PolicySpec
@@ -107,10 +107,10 @@ def local_hardware(
 
 
 def _profiled(profile: str, model: str, options: EngineOptions) -> Device | None:
-    """The device of a profile; None if it does not know the model, which vLLM may still serve."""
+    """The device of a profile; None where it cannot describe the model, which vLLM may serve all the same."""
     from ebbench.devices import load_device
 
     try:
         return load_device(profile, model, **_how(options))
-    except UnknownNameError:
+    except UsageError:
         return None

@@ -37,17 +37,19 @@ class Recording:
 class _Reading:
     name_of: Callable[[str], str]
     start_ns: int
+    since_ns: int
     steps: list[dict[str, Any]] = field(default_factory=list)
     decisions: list[dict[str, Any]] = field(default_factory=list)
     heads: list[dict[str, Any]] = field(default_factory=list)
 
 
-def read_recording(folder: Path, name_of: Callable[[str], str], start_ns: int) -> Recording:
+def read_recording(folder: Path, name_of: Callable[[str], str], start_ns: int, since_ns: int = 0) -> Recording:
     """Read all shards of a record directory. ``name_of`` maps vLLM's request ids to the plan's.
 
-    Raises DataError for a file of another format and for an empty directory.
+    What was scheduled before ``since_ns`` (monotonic time) is left out: earlier runs of the same server. Steps are
+    numbered from 0. Raises DataError for a file that is none, or when there is nothing.
     """
-    reading = _Reading(name_of, start_ns)
+    reading = _Reading(name_of, start_ns, since_ns)
     for path in sorted(folder.glob("*.msgpack")):
         try:
             _read_shard(read_frames(path), reading)
@@ -55,6 +57,8 @@ def read_recording(folder: Path, name_of: Callable[[str], str], start_ns: int) -
             raise DataError(str(error)) from None
     if not reading.heads:
         raise DataError(f"{folder} holds no records of the scheduler plugin")
+    if since_ns:
+        _renumber(reading)
     return Recording(
         steps=pa.Table.from_pylist(reading.steps, schema=STEPS),
         decisions=pa.Table.from_pylist(reading.decisions, schema=DECISIONS),
@@ -72,12 +76,21 @@ def _read_shard(frames: Sequence[Sequence[Any]], reading: _Reading) -> None:
             reading.heads.append(head)
         elif kind == "ids":
             names += [reading.name_of(name) for name in values[0]]
-        elif kind == "step":
+        elif kind == "step" and values[1] >= reading.since_ns:
             reading.steps.append(_step_row(values, names, head, reading))
-        elif kind == "decision":
+        elif kind == "decision" and values[0] >= reading.since_ns:
             time_ns, step_id, what, reason, mode, phase, inputs = values
             row = {"time_ns": time_ns - reading.start_ns, "step_id": step_id, "instance": 0, "kind": what}
             reading.decisions.append(row | {"reason": reason, "mode": mode, "phase": phase} | inputs)
+
+
+def _renumber(reading: _Reading) -> None:
+    """Number the steps from 0; decisions follow the number of their step."""
+    if not reading.steps:
+        return
+    first = min(row["step_id"] for row in reading.steps)
+    for row in (*reading.steps, *reading.decisions):
+        row["step_id"] = max(row["step_id"] - first, 0)
 
 
 def _step_row(values: Sequence[Any], names: Sequence[str], head: dict[str, Any], reading: _Reading) -> dict[str, Any]:

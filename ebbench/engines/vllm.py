@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pyarrow.compute as pc
@@ -17,6 +18,7 @@ from ebbench.client import ClientOptions, DriveResult
 from ebbench.devices.base import Device
 from ebbench.engines.base import EngineOptions, EngineResult, Observer, Progress
 from ebbench.engines.endpoint import SendingEngine, drive, warmed
+from ebbench.engines.model_folder import check_servable, model_config, model_folder, position_limit
 from ebbench.engines.recorded import Recording, joined_requests, planned_name, read_recording
 from ebbench.engines.vllm_command import (
     Emulation,
@@ -28,7 +30,7 @@ from ebbench.engines.vllm_command import (
     plugin_roots,
 )
 from ebbench.engines.vllm_server import ServerProcess, free_port
-from ebbench.errors import DataError, RunError
+from ebbench.errors import DataError, RunError, UsageError
 from ebbench.records.plan import Plan
 from ebbench.records.schema import DECISIONS, STEPS
 from vllm_eb.calibration import Calibration
@@ -69,33 +71,46 @@ class VllmEngine(SendingEngine):
         Raises UsageError for what cannot be served, RunError if the server does not start, dies, or is not scheduled by
         the plugin although it should be.
         """
-        log = Path(tempfile.mkdtemp(prefix="ebbench-vllm-")) / "server.log"  # kept if the run fails
+        with self.started(policy, device, options, lambda log: startup_progress(observer, policy, plan, log)) as server:
+            return server.run(plan, policy, device, options, observer)
+
+    @contextmanager
+    def started(
+        self,
+        policy: PolicySpec,
+        device: Device,
+        options: EngineOptions,
+        progress: Callable[[Path], Callable[[float], None]],
+    ) -> Iterator[StartedServer]:
+        """A server under the policy, ready for any number of plans; stopped at the end.
+
+        ``progress`` gets the path of the server's log and returns what is called while the server starts. Raises as
+        :meth:`run` does.
+        """
+        log = Path(tempfile.mkdtemp(prefix="ebbench-vllm-")) / "server.log"  # stays there when a run fails
         with tempfile.TemporaryDirectory(prefix="ebbench-record-") as folder:
             record = Path(folder) / "steps" if not policy.native or self.record_v1 else None
             serving = self.serving(policy, known_costs(device), options, record, device.model)
             url = f"http://{serving.host}:{serving.port}"
-            with ServerProcess(executable_line(serving), url, log, server_environment()) as server:
-                server.wait_ready(self.ready_timeout_s, startup_progress(observer, policy, plan, log))
+            with ServerProcess(executable_line(serving), url, log, server_environment()) as process:
+                process.wait_ready(self.ready_timeout_s, progress(log))
                 if record is not None:
-                    prove_policy(record, policy, server)
-                try:
-                    client = warmed(self.client_for(serving.model), options)
-                    done = drive(url, plan, client, observer, label=policy.name, on_batch=self.on_batch)
-                except RunError:
-                    server.check_alive("died")
-                    raise
-                died = reason_of_death(server, done)
-                if not died:
-                    await_records([record])
-            recording = recording_of(record, plan, done)
-        if self.log is not None:
-            log = Path(shutil.move(log, self.log))
-        return engine_result(done, recording, self.facts(serving, log), died)
+                    prove_policy(record, policy, process)
+                server = StartedServer(
+                    client=self.client_for(serving.model),
+                    on_batch=self.on_batch,
+                    log=self.log,
+                    serving=serving,
+                    process=process,
+                    vllm_options=self.vllm_options,
+                )
+                yield server
+        if server.log_kept.is_set():
+            shutil.rmtree(log.parent)
 
     def facts(self, serving: Serving, log: Path) -> dict[str, object]:
         """How the server was started, for the manifest."""
-        options = {"vllm_options": list(self.vllm_options)} if self.vllm_options else {}
-        return {"server_command": plain_line(serving), "server_log": str(log), **options}
+        return server_facts(serving, self.vllm_options, log)
 
     def serving(
         self,
@@ -107,9 +122,11 @@ class VllmEngine(SendingEngine):
     ) -> Serving:
         """The settings of the server."""
         model = self.model or device_model
-        folder = _model_folder(model)
-        limit = _position_limit(folder)
+        folder = model_folder(model)
+        limit = position_limit(folder)
         model = model if folder else hub_name(model)
+        if self.emulation is None:
+            check_servable(model, self.vllm_options)
         return Serving(
             model=str(folder) if folder else model,
             policy=policy,
@@ -123,12 +140,57 @@ class VllmEngine(SendingEngine):
         )
 
     def client_for(self, model: str) -> ClientOptions:
-        """The load generator's options, with token ids within the model's vocabulary."""
-        folder = _model_folder(model)
-        vocabulary = _config(folder).get("vocab_size") if folder else None
+        """The load generator's options, its token ids within the model's vocabulary; an emulated GPU has no power."""
+        client = self.client if self.emulation is None else replace(self.client, power=False)
+        folder = model_folder(model)
+        vocabulary = model_config(folder).get("vocab_size") if folder else None
         if isinstance(vocabulary, int):
-            return replace(self.client, vocab_size=min(self.client.vocab_size, vocabulary))
-        return self.client
+            return replace(client, vocab_size=min(client.vocab_size, vocabulary))
+        return client
+
+
+@dataclass
+class StartedServer(SendingEngine):
+    """The engine of a server that runs already: plans one after the other under the policy it was started with.
+
+    What a policy has learnt from one plan it knows in the next, as in any server. ``log``: where the server's output so
+    far is copied after each run.
+    """
+
+    serving: Serving
+    process: ServerProcess
+    vllm_options: tuple[str, ...] = ()
+    log_kept: threading.Event = field(default_factory=threading.Event)  # shared by the copies for single runs
+    name: str = "vllm"
+
+    def run(
+        self, plan: Plan, policy: PolicySpec, device: Device, options: EngineOptions, observer: Observer | None = None
+    ) -> EngineResult:
+        """Run to the end of the plan. Raises UsageError for another policy, RunError when the server dies."""
+        if policy != self.serving.policy:
+            raise UsageError(f"the server schedules by {self.serving.policy.name}, not by {policy.name}")
+        record, since_ns = self.serving.record, time.monotonic_ns()
+        try:
+            client = warmed(self.client, options)
+            done = drive(self.process.url, plan, client, observer, label=policy.name, on_batch=self.on_batch)
+        except RunError:
+            self.process.check_alive("died")
+            raise
+        died = reason_of_death(self.process, done)
+        if not died:
+            await_records([record])
+        recording = recording_of(record, plan, done, since_ns)
+        log = self.process.log
+        if self.log is not None:
+            log = Path(shutil.copy(log, self.log))
+            self.log_kept.set()
+        return engine_result(done, recording, server_facts(self.serving, self.vllm_options, log), died)
+
+
+def server_facts(serving: Serving, vllm_options: Sequence[str], log: Path) -> dict[str, object]:
+    """How a server was started, for the manifest."""
+    options = {"vllm_options": list(vllm_options)} if vllm_options else {}
+    return {"server_command": plain_line(serving), "server_log": str(log), **options}
 
 
 def _cpu_arguments(options: EngineOptions) -> tuple[str, ...]:
@@ -141,30 +203,6 @@ def known_costs(device: Device) -> Calibration | None:
     They are written into the server's command, so that the stored command works on any machine.
     """
     return device.calibration if device.costs_known else None
-
-
-def _model_folder(model: str) -> Path | None:
-    """The folder of a local model; the path of its config.json also names it."""
-    path = Path(model)
-    if path.name == "config.json" and path.is_file():
-        return path.parent
-    return path if path.is_dir() else None
-
-
-def _config(folder: Path | None) -> Mapping[str, object]:
-    path = folder / "config.json" if folder else None
-    if path is None or not path.is_file():
-        return {}
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise RunError(f"{path} is not JSON ({error})") from None
-    return found if isinstance(found, dict) else {}
-
-
-def _position_limit(folder: Path | None) -> int | None:
-    limit = _config(folder).get("max_position_embeddings")
-    return limit if isinstance(limit, int) else None
 
 
 def startup_progress(observer: Observer | None, policy: PolicySpec, plan: Plan, log: Path) -> Callable[[float], None]:
@@ -252,13 +290,16 @@ def reason_of_death(server: ServerProcess, done: DriveResult) -> tuple[str, ...]
     return ()
 
 
-def recording_of(record: Path | None, plan: Plan, done: DriveResult) -> Recording | None:
-    """The scheduler's records in the run's time and names; None if it recorded nothing."""
+def recording_of(record: Path | None, plan: Plan, done: DriveResult, since_ns: int = 0) -> Recording | None:
+    """What the scheduler recorded in the folder, in the run's time and names; None where it did not.
+
+    ``since_ns``: monotonic time before which steps belong to earlier runs.
+    """
     if record is None:
         return None
     names = planned_name(str(done.facts["request_id_prefix"]), plan.table["request_id"].to_pylist())
     try:
-        return read_recording(record, names, int(done.facts["start_monotonic_ns"]))
+        return read_recording(record, names, int(done.facts["start_monotonic_ns"]), since_ns)
     except DataError as error:
         raise RunError(str(error)) from None
 

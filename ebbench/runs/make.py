@@ -68,13 +68,16 @@ class Made:
     phases: tuple[Mapping[str, Any], ...] = ()
 
 
-def make(task: Task) -> Made:
-    """Run a cell. Raises UsageError, RunError; KeyboardInterrupt if the run was interrupted."""
+def make(task: Task, engine: Engine | None = None) -> Made:
+    """Run a cell, on an engine that was started for several cells if one is given.
+
+    Raises UsageError, RunError; KeyboardInterrupt where the run was interrupted.
+    """
     cell = task.cell
     policy, server = parse_policy(cell.policy), is_server(cell.engine)
     check_options(cell.options, [policy])
     plan, device = plan_of(cell), device_of(cell)
-    engine, _ = make_engine(setup_of(cell))
+    engine = engine or make_engine(setup_of(cell))[0]
     if not server and cell.topology is None:
         check_fits(plan, device, cell.options)
     plan, engine = with_ramp(plan, engine, cell.ramp_up_s)

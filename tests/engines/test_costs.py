@@ -96,6 +96,32 @@ def test_a_model_without_geometry_runs_where_no_costs_are_needed(monkeypatch: py
         local_hardware([parse_policy("ebplus")], EngineOptions(), model="somebody/a-new-model")
 
 
+def test_a_model_that_a_profile_cannot_describe_runs_where_no_costs_are_needed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(machine, "visible_gpus", lambda: (machine.Gpu("NVIDIA H200", 143771, "580.1"),))
+    (tmp_path / "config.json").write_text('{"model_type": "deepseek_v3", "kv_lora_rank": 512}', encoding="utf-8")
+    device = local_hardware([parse_policy("v1")], EngineOptions(), model=str(tmp_path / "config.json"))
+    assert (device.name, device.costs_known) == ("NVIDIA H200", False)
+    with pytest.raises(UsageError, match="latent"):
+        local_hardware([parse_policy("ebplus")], EngineOptions(), model=str(tmp_path / "config.json"))
+
+
+@pytest.mark.parametrize(
+    ("driver_name", "profile"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA GeForce RTX 4090", "rtx-4090"),
+        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "rtx-pro-6000"),
+        ("NVIDIA H100 PCIe", None),  # less memory bandwidth and fewer multiprocessors than the one measured
+        ("NVIDIA GeForce RTX 4090 D", None),
+    ],
+)
+def test_profiles_go_by_the_names_of_the_driver(driver_name: str, profile: str | None) -> None:
+    assert machine.profile_of(driver_name) == profile
+
+
 def test_what_is_not_known_is_not_stored(unprofiled: str, tmp_path: Path) -> None:
     plan = build_plan("balanced", num_prompts=4, source="profile", max_concurrency=2, input_len=8, output_len=4)
     result = SimEngine().run(plan, parse_policy("v1"), load_device("h200", "qwen3-8b"), EngineOptions(), None)

@@ -13,13 +13,15 @@ MAX_POSITIONS = 2048
 def build(folder: Path, seed: int = 0) -> Path:
     """Write config, weights and tokenizer into ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)
-    _write_config(folder)
+    write_config(folder)
     _write_weights(folder, seed)
     _write_tokenizer(folder)
     return folder
 
 
-def _write_config(folder: Path) -> None:
+def write_config(folder: Path) -> None:
+    """Write config.json alone: vLLM needs no more for random weights and prompts of token ids."""
+    folder.mkdir(parents=True, exist_ok=True)
     config = {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",

@@ -1,0 +1,171 @@
+"""``ebbench validate``: how far simulated answers can be trusted on this machine, measured in a given time."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ebbench.cli import completion
+from ebbench.cli.options import Command, grouped, opt
+
+if TYPE_CHECKING:
+    from ebbench.validation.question import Question
+
+_WHAT, _HOW, _OUTPUT = "What is validated", "How much is measured", "Output"
+MAX_TIME_S = 1200.0
+
+
+@dataclass(frozen=True)
+class WhatFlags:
+    """Model, policies, engine."""
+
+    model: Annotated[
+        str,
+        opt(
+            "--model",
+            "-m",
+            help="A folder or its config.json; without weights random ones, which take as long. Or a model name.",
+            panel=_WHAT,
+            complete=completion.models,
+        ),
+    ]
+    policy: Annotated[
+        list[str] | None,
+        opt(
+            "--policy",
+            "-p",
+            help="A policy; repeat. The first is what gains are relative to. Default: v1 eb ebplus marginal.",
+            panel=_WHAT,
+            complete=completion.policies,
+        ),
+    ] = None
+    engine: Annotated[
+        str, opt("--engine", help="vllm; or sim, emulated with --device to see how it works.", panel=_WHAT)
+    ] = "vllm"
+    device: Annotated[
+        str | None,
+        opt("--device", help="With sim, emulated: which device.", panel=_WHAT, complete=completion.devices),
+    ] = None
+
+
+@dataclass(frozen=True)
+class HowFlags:
+    """Loads, lengths, rounds and time."""
+
+    loads: Annotated[
+        str | None, opt("--loads", help="Requests open at a time, e.g. 64,256. Default: by machine.", panel=_HOW)
+    ] = None
+    rounds: Annotated[
+        int, opt("--rounds", help="How often everything is measured; fewer if time is short.", panel=_HOW)
+    ] = 3
+    input_len: Annotated[int | None, opt("--input-len", help="Mean prompt tokens.", panel=_HOW)] = None
+    output_len: Annotated[int | None, opt("--output-len", help="Mean answer tokens.", panel=_HOW)] = None
+    tokens: Annotated[str | None, opt("--tokens", help="As in ebbench calibrate.", panel=_HOW)] = None
+    seqs: Annotated[str | None, opt("--seqs", help="As in ebbench calibrate.", panel=_HOW)] = None
+    contexts: Annotated[str | None, opt("--contexts", help="As in ebbench calibrate.", panel=_HOW)] = None
+    max_time: Annotated[
+        float, opt("--max-time", help="Seconds at most; the same command goes on later.", panel=_HOW)
+    ] = MAX_TIME_S
+    run_time: Annotated[float, opt("--run-time", help="Seconds of one run, about, at most.", panel=_HOW)] = 40.0
+    lag_limit_ms: Annotated[
+        float | None,
+        opt(
+            "--lag-limit-ms", help="Lag of the client (p99) beyond which a run is INVALID; see ebbench run.", panel=_HOW
+        ),
+    ] = None
+    seed: Annotated[int, opt("--seed", help="Seed of the first round's requests.", panel=_HOW)] = 0
+
+
+@dataclass(frozen=True)
+class OutputFlags:
+    """Where results go, and in which form."""
+
+    output: Annotated[
+        Path, opt("--output", "-o", help="Where everything is stored; the same directory goes on.", panel=_OUTPUT)
+    ] = Path("validation")
+    as_json: Annotated[bool, opt("--json", help="One JSON document on stdout, nothing else.", panel=_OUTPUT)] = False
+    quiet: Annotated[bool, opt("--quiet", "-q", help="No progress.", panel=_OUTPUT)] = False
+
+
+@grouped
+def validate(
+    what: WhatFlags,
+    how: HowFlags,
+    output: OutputFlags,
+    vllm_options: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="-- VLLM_OPTIONS", help="After --: options for `vllm serve`.", show_default=False),
+    ] = None,
+) -> None:
+    """Say how far simulated answers can be trusted on this machine.
+
+    Measures step times, predicts runs from them, measures those with vLLM under each policy, and compares.
+
+    Exit code 0 whatever the verdict says, 5 where noise or lack of time leaves it undecided, 4 when vLLM cannot run.
+    """
+    from ebbench.cli.validate_steps import carry_out
+
+    question = question_of(what, how, tuple(vllm_options or ()))
+    word = carry_out(question, output.output, how.max_time, as_json=output.as_json, quiet=output.quiet)
+    sys.exit(5 if word == "undecided" else 0)
+
+
+validate.command_class = Command  # type: ignore[attr-defined]
+
+
+def question_of(what: WhatFlags, how: HowFlags, vllm_options: tuple[str, ...]) -> Question:
+    """The question of a command line. Raises UsageError for what cannot be asked."""
+    from ebbench.calibration.measure import ProbeGrid
+    from ebbench.cli.calibrate import default_sizes, sizes
+    from ebbench.cli.preflight import check_counts
+    from ebbench.config.defaults import DEFAULT_DEVICE
+    from ebbench.engines.model_folder import random_weight_options
+    from ebbench.engines.vllm_command import check_vllm_options
+    from ebbench.errors import UsageError
+    from ebbench.validation.question import POLICIES, Question
+
+    if how.max_time <= 0:
+        raise UsageError(f"--max-time must be positive, not {how.max_time:g}")
+    check_counts(input_len=how.input_len, output_len=how.output_len, run_time=how.run_time)
+    check_vllm_options(vllm_options)
+    if what.engine != "vllm" and vllm_options:
+        raise UsageError(f"what follows -- is for vLLM, which engine {what.engine} does not start")
+    if what.engine == "vllm" and what.device is not None:
+        raise UsageError("--device is for engines sim and emulated; with vllm this machine is measured")
+    chosen = default_sizes(what.engine)
+    grid = ProbeGrid(
+        sizes("--tokens", how.tokens or chosen[0]),
+        sizes("--seqs", how.seqs or chosen[1]),
+        sizes("--contexts", how.contexts or chosen[2]),
+    )
+    needed = random_weight_options(what.model, vllm_options) if what.engine == "vllm" else ()
+    return Question(
+        model=what.model,
+        grid=grid,
+        loads=_loads(how.loads) or (max(grid.seqs[-1] // 8, 1), max(grid.seqs[-1] // 2, 2)),
+        policies=tuple(what.policy or POLICIES),
+        rounds=how.rounds,
+        input_tokens=how.input_len or max(grid.tokens[-1] // 4, 4),
+        output_tokens=how.output_len or max(grid.contexts[-1] // 4, 8),
+        engine=what.engine,
+        device=what.device if what.engine == "vllm" else what.device or DEFAULT_DEVICE,
+        seed=how.seed,
+        longest_run_s=how.run_time,
+        lag_limit_ms=how.lag_limit_ms,
+        vllm_options=(*needed, *vllm_options),
+    )
+
+
+def _loads(text: str | None) -> tuple[int, ...]:
+    from ebbench.errors import UsageError
+
+    if text is None:
+        return ()
+    try:
+        return tuple(sorted({int(part) for part in text.split(",")}))
+    except ValueError:
+        raise UsageError(f"--loads {text}: write whole numbers with commas, e.g. 64,256") from None

@@ -1,0 +1,111 @@
+"""The steps of ``ebbench validate``: announce, carry out, judge, store the result, show it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ebbench.engines.machine import machine_name
+from ebbench.errors import InterruptedRunError, UsageError
+from ebbench.records import files
+from ebbench.records.manifest import wall_clock_ns
+from ebbench.validation.document import as_dict, as_document
+from ebbench.validation.drive import Budget, validate
+from ebbench.validation.judge import Judgement, judge
+from ebbench.validation.machine import Call, describe_machine, write_manifest
+from ebbench.validation.question import Question
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ebbench.analysis.documents import Document
+
+QUESTION, RESULT, TABLES = "question.json", "result.json", "result.md"
+
+
+def carry_out(question: Question, folder: Path, max_time_s: float, *, as_json: bool, quiet: bool) -> str:
+    """Do all of it; returns the verdict's word. Raises UsageError, RunError, InterruptedRunError."""
+    from rich.console import Console
+
+    from ebbench.export.markdown import as_markdown
+
+    messages = Console(stderr=True, highlight=False)
+    _claim(question, folder)
+    call = Call(sys.argv[1:], wall_clock_ns())
+
+    def say(text: str) -> None:
+        call.sample()
+        if not quiet:
+            messages.print(text, markup=False, soft_wrap=True)
+
+    for line in announce(question, folder, max_time_s):
+        say(line)
+    try:
+        outcomes = validate(question, folder, Budget(max_time_s), say)
+    except KeyboardInterrupt:
+        kept = f"what was measured is kept in {folder}; the same command goes on"
+        raise InterruptedRunError(f"interrupted; {kept}") from None
+    finally:
+        call.end()
+        write_manifest(folder, question, call)
+    judged = judge(outcomes.observations, question.policies[0])
+    machine = describe_machine(question)
+    document = as_document(question, outcomes, judged, str(machine["name"]))
+    found = as_dict(question, outcomes, judged, machine)
+    _store(folder, found, f"{as_markdown(document)}\n**{judged.verdict.sentence}.**\n")
+    if as_json:
+        sys.stdout.write(json.dumps(found, indent=2, allow_nan=False) + "\n")
+    else:
+        _show(Console(highlight=False), document, judged, folder)
+    return judged.verdict.word
+
+
+def announce(question: Question, folder: Path, max_time_s: float) -> list[str]:
+    """What is going to be done, and how long it takes at most."""
+    what = machine_name() if question.engine == "vllm" else f"{question.device}, engine {question.engine}"
+    loads = ", ".join(map(str, question.loads))
+    lines = [
+        f"validating simulated answers for {question.model} on {what}, at most {max_time_s / 60:.0f} min:",
+        f"  1. measure the times of {question.grid.points} steps"
+        + (" in vLLM, after its start" if question.engine == "vllm" else ""),
+        f"  2. predict {', '.join(question.policies)} at {loads} requests open, up to {question.rounds} rounds",
+        f"  3. measure the same runs; everything is kept in {folder}, and the same command goes on after a stop",
+    ]
+    if "dummy" in question.vllm_options:
+        lines.append("random weights (--load-format dummy): the model's folder is used without weights of its own")
+    if "--skip-tokenizer-init" in question.vllm_options:
+        lines.append("no tokenizer in the model's folder: prompts are token ids, and answers are not turned into text")
+    return lines
+
+
+def _claim(question: Question, folder: Path) -> None:
+    """Make the folder, or go on in one that holds the same question. Raises UsageError for any other."""
+    text = json.dumps(asdict(question), indent=1, sort_keys=True).encode() + b"\n"
+    stored = folder / QUESTION
+    if stored.exists():
+        if stored.read_bytes() != text:
+            raise UsageError(f"{folder} holds a validation of something else; give another --output")
+        return
+    if folder.exists() and any(folder.iterdir()):
+        raise UsageError(f"{folder} exists and holds no validation; give another --output")
+    folder.mkdir(parents=True, exist_ok=True)
+    files.write_bytes(text, stored)
+
+
+def _store(folder: Path, found: dict[str, Any], tables: str) -> None:
+    files.write_bytes(json.dumps(found, indent=1, allow_nan=False).encode() + b"\n", folder / RESULT)
+    files.write_bytes(tables.encode(), folder / TABLES)
+
+
+def _show(console: Console, document: Document, judged: Judgement, folder: Path) -> None:
+    from rich.text import Text
+
+    from ebbench.render.documents import as_rich
+
+    console.print(as_rich(document, console.width))
+    console.print()
+    console.print(Text(f"{judged.verdict.sentence}.", style="bold"))
+    console.print(f"stored in {folder}: {RESULT}, {TABLES}, manifest.json", markup=False, soft_wrap=True)

@@ -1,0 +1,141 @@
+"""The result of a validation as one JSON object, and as a document with tables."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from ebbench.analysis.documents import Column, Document, Section, labels
+from ebbench.validation.drive import Outcomes
+from ebbench.validation.judge import METRICS, Error, Gain, Judgement, MetricVerdict
+from ebbench.validation.question import Question
+
+FORMAT = 1
+TITLE = "Predicted against measured"
+
+
+def as_dict(question: Question, outcomes: Outcomes, judged: Judgement, machine: Mapping[str, Any]) -> dict[str, Any]:
+    """Everything; shares are of 1, times in the units of their names. None is what is not known."""
+    steps = {name: value for name, value in asdict(outcomes.steps).items() if name not in ("profile", "costs")}
+    return {
+        "format": FORMAT,
+        "verdict": judged.verdict.word,
+        "sentence": judged.verdict.sentence,
+        "directions": {"right": judged.verdict.directions_right, "clear": judged.verdict.directions_clear},
+        "metrics": [_finite(asdict(one)) for one in judged.verdict.metrics],
+        "errors": [_finite(asdict(error)) for error in judged.errors],
+        "gains": [_finite(asdict(gain)) for gain in judged.gains],
+        "runs": {
+            "planned": outcomes.planned,
+            "measured": len(outcomes.observations),
+            "invalid": outcomes.invalid,
+            "rounds": outcomes.schedule.rounds,
+            "requests": dict(zip(map(str, question.loads), outcomes.schedule.requests, strict=True)),
+            "stopped": outcomes.stopped,
+        },
+        "step_times": steps,
+        "observations": [asdict(one) for one in outcomes.observations],
+        "machine": dict(machine),
+    }
+
+
+def _finite(found: dict[str, Any]) -> dict[str, Any]:
+    """Without infinities, which JSON cannot hold: noise that is not known is null."""
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in found.items()
+    }
+
+
+def as_document(question: Question, outcomes: Outcomes, judged: Judgement, where: str) -> Document:
+    """Tables of errors by metric, of gains, and notes on what they rest on."""
+    sections = [_errors(METRICS[metric], judged, metric) for metric in METRICS]
+    sections.append(_gains(question, judged.gains))
+    title = f"{TITLE}: {question.model} on {where}"
+    return Document("validation", title, tuple(filter(None, sections)), tuple(notes(question, outcomes, judged)))
+
+
+def _errors(name: str, judged: Judgement, metric: str) -> Section | None:
+    rows = [_row(error) for error in judged.errors if error.metric == metric]
+    if not rows:
+        return None
+    unit = "output tokens/s" if metric == "output_throughput" else "ms, median over requests"
+    columns = (
+        *labels("policy"),
+        Column("open"),
+        Column("predicted"),
+        Column("measured", ours=True),
+        Column("lowest"),
+        Column("highest"),
+        Column("error", "change"),
+        Column("noise", "label", right=True),
+    )
+    return Section(f"{name} ({unit})", columns, tuple(rows))
+
+
+def _row(error: Error) -> tuple[str | float | int | None, ...]:
+    figures = (error.predicted, error.measured, error.lowest, error.highest, error.error)
+    return error.policy, error.load, *figures, plus_minus(error.uncertainty)
+
+
+def plus_minus(uncertainty: float) -> str:
+    """A share as ±3.1 %; unknown where nothing was repeated."""
+    return f"±{100 * uncertainty:.1f} %" if math.isfinite(uncertainty) else "unknown"
+
+
+def _gains(question: Question, gains: Sequence[Gain]) -> Section | None:
+    if not gains:
+        return None
+    columns = (
+        *labels("policy"),
+        Column("open"),
+        Column("predicted", "change"),
+        Column("measured", "change", ours=True),
+        Column("noise", "label", right=True),
+        Column("direction", "label"),
+    )
+    words = {True: "right", False: "WRONG", None: "too close to tell"}
+    rows = tuple(
+        (gain.policy, gain.load, gain.predicted, gain.measured, plus_minus(gain.uncertainty), words[gain.right])
+        for gain in gains
+    )
+    return Section(f"Gain in throughput over {question.policies[0]}", columns, rows)
+
+
+def notes(question: Question, outcomes: Outcomes, judged: Judgement) -> list[str]:
+    """What the figures rest on."""
+    steps, schedule = outcomes.steps, outcomes.schedule
+    loads = " and ".join(
+        f"{count} requests at {load} open" for load, count in zip(question.loads, schedule.requests, strict=True)
+    )
+    found = [
+        f"{len(outcomes.observations)} of {outcomes.planned} runs measured, {outcomes.invalid} of them INVALID and "
+        f"left out; {schedule.rounds} rounds; {loads}; prompts of {question.input_tokens} and answers of "
+        f"{question.output_tokens} tokens on average",
+        f"{steps.steps} steps measured; fits R2 {steps.prefill_r2:.3f} prefill, {steps.decode_r2:.3f} decode; slowest "
+        f"round of probes {steps.drift:.2f} times the fastest",
+        "error: mean over the rounds, predicted over measured; noise: twice its standard error, from what the same run "
+        "differs by between rounds; lowest and highest measured run",
+    ]
+    found += [_bias(one) for one in judged.verdict.metrics]
+    if question.engine == "vllm":
+        found.append(
+            "asynchronous scheduling and prefix caching are off in prediction and measurement: steps are measured one "
+            "at a time. The API server and the client are in what is measured, not in what is predicted"
+        )
+    else:
+        found.append("a rehearsal: in what stands for the measurement policies compute from the device's own costs")
+    if outcomes.stopped:
+        found.append(f"incomplete: {outcomes.stopped}; the same command measures the rest")
+    return found
+
+
+def _bias(one: MetricVerdict) -> str:
+    kept = {True: "within the limit", False: "beyond the limit", None: "the noise leaves open whether within the limit"}
+    noise = f"{100 * one.noise:.1f} %" if math.isfinite(one.noise) else "unknown"
+    return (
+        f"{METRICS[one.metric]}: median error {100 * one.median_error:.1f} % ({kept[one.within_limit]}), "
+        f"worst {100 * one.worst_error:.1f} %, with its sign {100 * one.bias:+.1f} % in the median; "
+        f"one run repeats to {noise}"
+    )

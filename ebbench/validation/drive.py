@@ -1,0 +1,223 @@
+"""Carry out a validation: step times, predictions, then measured runs, one server per policy and round.
+
+Predictions are stored before anything is measured. Whatever is measured is stored at once, so that a validation that
+was stopped goes on where it was. Nothing is started that would not end within the given time.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import msgspec
+
+from ebbench.engines.setup import make_engine
+from ebbench.engines.vllm import VllmEngine
+from ebbench.errors import DataError, EbbenchError, RunError
+from ebbench.records import files
+from ebbench.runs.cell import Cell
+from ebbench.runs.drive import run_cells, run_missing
+from ebbench.runs.make import Made, Task, device_of, make, setup_of
+from ebbench.runs.pool import InProcess, Outcome
+from ebbench.runs.store import Measured, RunStore
+from ebbench.validation.judge import METRICS, Observation
+from ebbench.validation.question import Question, Schedule, Setting, StepTimes, measured_cell, predicted_cell
+from ebbench.validation.steps import measure_step_times
+from vllm_eb.policy import parse_policy
+
+SCHEDULE = "schedule.json"
+SERVING_S = 6.0
+"""What starting a server takes longer than loading the model in one process."""
+FEWEST_TURNS = 3
+"""A run has at least this many requests per request open at a time."""
+SHORTEST_RUN_S = 8.0
+MOST_REQUESTS = 4000
+ATTEMPTS = 2
+"""An INVALID run is measured once more."""
+Say = Callable[[str], None]
+
+
+@dataclass
+class Budget:
+    """Seconds that one call of the command may take."""
+
+    seconds: float
+    begun: float = field(default_factory=time.monotonic)
+
+    @property
+    def left_s(self) -> float:
+        """Seconds that are left."""
+        return self.seconds - (time.monotonic() - self.begun)
+
+
+@dataclass(frozen=True)
+class Outcomes:
+    """What was predicted and measured. ``stopped``: why measuring ended early; empty where it is complete."""
+
+    steps: StepTimes
+    schedule: Schedule
+    observations: tuple[Observation, ...]
+    planned: int
+    stopped: str
+
+    @property
+    def invalid(self) -> int:
+        """Measured runs that are INVALID."""
+        return sum(not one.valid for one in self.observations)
+
+
+def validate(question: Question, folder: Path, budget: Budget, say: Say) -> Outcomes:
+    """Measure step times, predict, measure. Raises UsageError, RunError; an interruption leaves what was stored."""
+    steps = measure_step_times(question, folder / "steps")
+    say(f"step times: {steps.steps} steps in {steps.seconds:.0f} s")
+    schedule = _schedule(question, steps, folder, budget)
+    settings = list(_settings(question, schedule))
+    predicted, measured = RunStore(folder / "predicted"), RunStore(folder / "measured")
+    cells = {setting: predicted_cell(question, steps, setting, _requests(schedule, setting)) for setting in settings}
+    run_missing(list(cells.values()), predicted, whole=True)
+    say(announcement(question, schedule, steps))
+    stopped = _measure(question, steps, schedule, measured, budget, say)
+    observations = []
+    for setting in settings:
+        found = measured.get(measured_cell(question, steps, setting, _requests(schedule, setting)))
+        expected = predicted.get(cells[setting])
+        if found is not None and expected is not None:
+            observations.append(_observation(question, setting, expected, found))
+    return Outcomes(steps, schedule, tuple(observations), len(settings), stopped)
+
+
+def announcement(question: Question, schedule: Schedule, steps: StepTimes) -> str:
+    """What is going to be measured, and how long it takes."""
+    policies, loads = len(question.policies), len(question.loads)
+    runs = schedule.rounds * policies * loads
+    words = f"predicted {runs} runs: {policies} policies x {loads} loads x {schedule.rounds} rounds"
+    if question.engine != "vllm":
+        return f"{words}; now the engine {question.engine} makes them"
+    start_s = steps.start_s + SERVING_S
+    total_s = schedule.rounds * policies * (start_s + schedule.server_s)
+    starts = f"{schedule.rounds * policies} server starts of about {start_s:.0f} s"
+    each = f"{starts} and {schedule.server_s:.0f} s of runs each"
+    return f"{words}; now vLLM measures them, about {total_s / 60:.0f} min ({each})"
+
+
+def _requests(schedule: Schedule, setting: Setting) -> int:
+    return schedule.requests[setting.load_index]
+
+
+def _settings(question: Question, schedule: Schedule) -> Iterator[Setting]:
+    for round_ in range(schedule.rounds):
+        for policy in question.order(round_):
+            for load_index in range(len(question.loads)):
+                yield Setting(policy, load_index, round_)
+
+
+def _observation(question: Question, setting: Setting, predicted: Measured, measured: Measured) -> Observation:
+    load = question.loads[setting.load_index]
+    expected, found = ({key: one.get(key) for key in METRICS} for one in (predicted, measured))
+    return Observation(setting.policy, load, setting.round, expected, found, measured.valid)
+
+
+# --- how much to measure -------------------------------------------------------------------------------------------
+
+
+def _schedule(question: Question, steps: StepTimes, folder: Path, budget: Budget) -> Schedule:
+    """The schedule of an earlier call, else one that fits the time that is left."""
+    path = folder / SCHEDULE
+    if path.exists():
+        try:
+            return msgspec.json.decode(path.read_bytes(), type=Schedule)
+        except msgspec.MsgspecError as error:
+            raise DataError(f"{path}: damaged ({error}); delete it to begin anew") from None
+    rates = [_pilot_rate(question, steps, index) for index in range(len(question.loads))]
+    real = question.engine == "vllm"  # in virtual time runs may be as long as they like
+    start_s, left_s = (steps.start_s + SERVING_S, budget.left_s) if real else (0.0, math.inf)
+    found = fitted_schedule(question, rates, start_s, left_s)
+    files.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n", path)
+    return found
+
+
+def _pilot_rate(question: Question, steps: StepTimes, load_index: int) -> float:
+    """Requests/s that the simulator predicts for the first policy at a load."""
+    setting = Setting(question.policies[0], load_index, 0)
+    requests = FEWEST_TURNS * question.loads[load_index]
+    rate = make(Task(predicted_cell(question, steps, setting, requests))).figures["request_throughput"]
+    if not rate:
+        raise RunError("the simulator completed no request on the measured step times")
+    return float(rate)
+
+
+def fitted_schedule(question: Question, rates: Sequence[float], start_s: float, left_s: float) -> Schedule:
+    """Runs as long as the time allows; fewer rounds, down to two, where even the shortest runs do not fit.
+
+    ``rates``: requests/s by load. ``start_s``: of a server. ``left_s``: for all of it.
+    """
+    rounds = question.rounds
+    while True:
+        per_server_s = left_s / (rounds * len(question.policies)) - start_s
+        warmups_s = sum(question.options.warmup / rate for rate in rates)
+        aim_s = min(max((per_server_s - warmups_s) / len(rates), SHORTEST_RUN_S), question.longest_run_s)
+        requests = tuple(
+            min(max(round(rate * aim_s), FEWEST_TURNS * load), max(MOST_REQUESTS, FEWEST_TURNS * load))
+            for rate, load in zip(rates, question.loads, strict=True)
+        )
+        run_s = tuple((count + question.options.warmup) / rate for count, rate in zip(requests, rates, strict=True))
+        found = Schedule(rounds, requests, run_s)
+        if rounds <= 2 or rounds * len(question.policies) * (start_s + found.server_s) <= left_s:
+            return found
+        rounds -= 1
+
+
+# --- measuring ---------------------------------------------------------------------------------------------------
+
+
+def _measure(
+    question: Question, steps: StepTimes, schedule: Schedule, store: RunStore, budget: Budget, say: Say
+) -> str:
+    """Measure what the store lacks, round by round; returns why it ended early, else nothing."""
+    server_s = steps.start_s + SERVING_S + schedule.server_s if question.engine == "vllm" else 0.0
+    for _ in range(ATTEMPTS):
+        for round_ in range(schedule.rounds):
+            for policy in question.order(round_):
+                settings = [Setting(policy, index, round_) for index in range(len(question.loads))]
+                cells = [measured_cell(question, steps, one, _requests(schedule, one)) for one in settings]
+                todo = store.missing(cells, whole=True)
+                if not todo:
+                    continue
+                if budget.left_s < server_s:
+                    return f"--max-time {budget.seconds:g} was reached"
+                began = time.monotonic()
+                _measure_policy(todo, store, partial(_tell, say, f"round {round_ + 1}"))
+                server_s = max(server_s, time.monotonic() - began) if question.engine == "vllm" else 0.0
+    return ""
+
+
+def _measure_policy(cells: Sequence[Cell], store: RunStore, tell: Callable[[Cell, Measured], None]) -> None:
+    """Measure cells that differ in load alone; on a real vLLM one server serves them all."""
+
+    def stored(cell: Cell, result: Measured | EbbenchError, _outcome: Outcome[Made]) -> None:
+        if isinstance(result, EbbenchError):
+            raise result
+        tell(cell, result)
+
+    first = cells[0]
+    engine, _ = make_engine(setup_of(first))
+    if not isinstance(engine, VllmEngine):
+        run_cells(cells, store, InProcess(), whole=True, stored=stored)
+        return
+    with engine.started(parse_policy(first.policy), device_of(first), first.options, _no_progress) as server:
+        run_cells(cells, store, InProcess(), whole=True, stored=stored, job=partial(make, engine=server))
+
+
+def _no_progress(_log: Path) -> Callable[[float], None]:
+    return lambda _waited_s: None
+
+
+def _tell(say: Say, where: str, cell: Cell, found: Measured) -> None:
+    load, rate = cell.plan.max_concurrency, found.get("output_throughput")
+    figures = "no request completed" if rate is None else f"{rate:,.0f} output tokens/s"
+    invalid = "" if found.valid else f"; INVALID: {'; '.join(found.figures.get('reasons', ()))}"
+    say(f"{where}, {cell.policy} at {load} open: {figures} in {found.seconds:.0f} s{invalid}")

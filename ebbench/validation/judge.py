@@ -1,0 +1,282 @@
+"""Predicted against measured figures: errors, the noise of the measurement, and one verdict.
+
+Every setting (policy and load) is measured in several rounds and predicted for the same requests. Errors are log ratios
+of predicted to measured. The noise of one measurement, sigma, is the standard deviation of a setting's errors over its
+rounds, but no less than what is typical of all settings, since few rounds agree by chance. A prediction rests on step
+times that were measured once, so that the speed of the machine at that time is one more draw: the mean error over n
+rounds is known to ``2 sigma sqrt(1 + 1/n)``. A limit counts as kept when three of four settings keep it
+even with that added, as exceeded when they do not even with that taken off, and as undecided in between.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import mean, median, stdev
+from typing import Literal
+
+import numpy as np
+
+THROUGHPUT, TTFT, TPOT = "output_throughput", "median_ttft_ms", "median_tpot_ms"
+METRICS: Mapping[str, str] = {THROUGHPUT: "throughput", TTFT: "TTFT", TPOT: "TPOT"}
+"""Judged figures by their key in a run's summary, and their names."""
+FIGURE_LIMITS: Mapping[str, float] = {THROUGHPUT: 0.05, TPOT: 0.05, TTFT: 0.15}
+"""Error that three of four settings must keep for absolute figures to be of use."""
+CHOICE_LIMIT = 0.25
+"""The same for throughput, for directions to be relied on at all."""
+SMALLEST_GAIN = 0.02
+"""A measured gain smaller than this has no direction worth the name."""
+WRONG_SHARE = 0.2
+"""Share of wrong directions above which choices cannot be relied on."""
+FEWEST_ROUNDS = 2
+
+Word = Literal["figures", "choices", "neither", "undecided"]
+
+
+@dataclass(frozen=True)
+class Observation:
+    """One run, predicted and measured. ``predicted`` and ``measured``: figures by the keys of METRICS; None: unknown.
+
+    ``valid`` False: the measured run is INVALID and counts for nothing.
+    """
+
+    policy: str
+    load: int
+    round: int
+    predicted: Mapping[str, float | None]
+    measured: Mapping[str, float | None]
+    valid: bool = True
+
+
+@dataclass(frozen=True)
+class Error:
+    """One metric of one policy at one load: means over the rounds, and the range of the measured values.
+
+    ``error``: relative error of the prediction (0.05: 5 % too high), ``uncertainty`` of it by the machine's noise.
+    ``typical_noise``: standard deviation of one measurement of this metric, typical of all settings.
+    """
+
+    policy: str
+    load: int
+    metric: str
+    rounds: int
+    predicted: float
+    measured: float
+    lowest: float
+    highest: float
+    error: float
+    uncertainty: float
+    typical_noise: float
+
+
+@dataclass(frozen=True)
+class Gain:
+    """Gain in throughput of a policy over the first one at one load, predicted and measured, as shares.
+
+    ``uncertainty``: of the measured gain. ``right``: whether the direction was predicted; None: too close to tell.
+    """
+
+    policy: str
+    load: int
+    predicted: float
+    measured: float
+    uncertainty: float
+    right: bool | None
+
+
+@dataclass(frozen=True)
+class MetricVerdict:
+    """Errors of one metric over all settings. ``within_limit`` None: noise leaves it open."""
+
+    metric: str
+    median_error: float
+    worst_error: float
+    bias: float
+    noise: float
+    within_limit: bool | None
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """``word``: what simulated answers are good for on this machine; ``sentence``: the same with its reasons."""
+
+    word: Word
+    sentence: str
+    metrics: tuple[MetricVerdict, ...]
+    directions_right: int
+    directions_clear: int
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """Everything that was compared, and the verdict."""
+
+    errors: tuple[Error, ...]
+    gains: tuple[Gain, ...]
+    verdict: Verdict
+
+
+def judge(observations: Sequence[Observation], baseline: str) -> Judgement:
+    """Compare valid runs; ``baseline`` is the policy whose throughput gains are relative to."""
+    sound = [one for one in observations if one.valid]
+    errors = tuple(error for metric in METRICS for error in _errors(sound, metric))
+    gains = tuple(_gains(sound, baseline))
+    return Judgement(errors, gains, _verdict(errors, gains))
+
+
+def _errors(observations: Sequence[Observation], metric: str) -> list[Error]:
+    logs: dict[tuple[str, int], list[float]] = {}
+    pairs: dict[tuple[str, int], list[tuple[float, float]]] = {}
+    for one in observations:
+        predicted, measured = one.predicted.get(metric), one.measured.get(metric)
+        if predicted and measured:
+            logs.setdefault((one.policy, one.load), []).append(math.log(predicted / measured))
+            pairs.setdefault((one.policy, one.load), []).append((predicted, measured))
+    typical, sigmas = noise_of(list(logs.values()))
+    found = []
+    for ((policy, load), values), sigma in zip(logs.items(), sigmas, strict=True):
+        measured_values = [measured for _, measured in pairs[policy, load]]
+        found.append(
+            Error(
+                policy,
+                load,
+                metric,
+                len(values),
+                mean(predicted for predicted, _ in pairs[policy, load]),
+                mean(measured_values),
+                min(measured_values),
+                max(measured_values),
+                math.expm1(mean(values)),
+                2.0 * sigma * math.sqrt(1.0 + 1.0 / len(values)),
+                typical,
+            )
+        )
+    return found
+
+
+def noise_of(groups: Sequence[Sequence[float]]) -> tuple[float, list[float]]:
+    """The typical standard deviation within groups, and that of each group: its own, but no less than the typical one.
+
+    The typical one is the median over groups, divided by the median of a standard deviation of as many values of
+    deviation 1 (Wilson and Hilferty's approximation). Infinite where no group has two values.
+    """
+    own = [stdev(values) if len(values) > 1 else 0.0 for values in groups]
+    scaled = [
+        value / (1.0 - 2.0 / (9.0 * (len(values) - 1))) ** 1.5
+        for value, values in zip(own, groups, strict=True)
+        if len(values) > 1
+    ]
+    typical = median(scaled) if scaled else math.inf
+    return typical, [max(value, typical) for value in own]
+
+
+def _gains(observations: Sequence[Observation], baseline: str) -> Iterable[Gain]:
+    base = {(one.load, one.round): one for one in observations if one.policy == baseline}
+    logs: dict[tuple[str, int], list[tuple[float, float]]] = {}
+    for one in observations:
+        against = base.get((one.load, one.round))
+        if one.policy == baseline or against is None:
+            continue
+        values = [side.get(THROUGHPUT) for side in (one.predicted, against.predicted, one.measured, against.measured)]
+        if all(values):
+            ours, theirs, measured, measured_base = (float(value) for value in values if value)
+            logs.setdefault((one.policy, one.load), []).append(
+                (math.log(ours / theirs), math.log(measured / measured_base))
+            )
+    _, sigmas = noise_of([[measured for _, measured in pairs] for pairs in logs.values()])
+    for ((policy, load), pairs), sigma in zip(logs.items(), sigmas, strict=True):
+        predicted_gain, measured_gain = (mean(part) for part in zip(*pairs, strict=True))
+        uncertainty = 2.0 * sigma / math.sqrt(len(pairs))
+        clear = abs(measured_gain) > max(uncertainty, SMALLEST_GAIN)
+        right = predicted_gain * measured_gain > 0 if clear else None
+        yield Gain(policy, load, math.expm1(predicted_gain), math.expm1(measured_gain), uncertainty, right)
+
+
+def _log_ratio(ours: Mapping[str, float | None], theirs: Mapping[str, float | None]) -> float | None:
+    """Log ratio of two runs' throughput; None where either is unknown."""
+    one, other = ours.get(THROUGHPUT), theirs.get(THROUGHPUT)
+    return math.log(one / other) if one and other else None
+
+
+def _verdict(errors: Sequence[Error], gains: Sequence[Gain]) -> Verdict:
+    metrics = tuple(
+        _metric_verdict(metric, [error for error in errors if error.metric == metric])
+        for metric in METRICS
+        if any(error.metric == metric for error in errors)
+    )
+    clear = [gain for gain in gains if gain.right is not None]
+    right = sum(bool(gain.right) for gain in clear)
+    word, reason = _word(errors, metrics, right, len(clear))
+    figures = "; ".join(
+        f"{METRICS[one.metric]} {100 * one.median_error:.1f} % off in the median, "
+        f"{100 * one.worst_error:.1f} % at worst"
+        for one in metrics
+    )
+    directions = (
+        f"direction of the gain right in {right} of {len(clear)} clear cases"
+        if clear
+        else "no gain was large enough to have a direction"
+    )
+    sentence = "; ".join(part for part in (_MEANING[word] + reason, figures, directions) if part)
+    return Verdict(word, sentence, metrics, right, len(clear))
+
+
+_MEANING: Mapping[Word, str] = {
+    "figures": "Simulated figures can be used as they are",
+    "choices": "Simulated choices between policies can be used, absolute figures cannot",
+    "neither": "Simulated answers cannot be relied on here",
+    "undecided": "Undecided",
+}
+
+
+def _metric_verdict(metric: str, errors: Sequence[Error]) -> MetricVerdict:
+    sizes = [abs(error.error) for error in errors]
+    return MetricVerdict(
+        metric,
+        median(sizes),
+        max(sizes),
+        float(np.median([error.error for error in errors])),
+        errors[0].typical_noise,
+        _keeps(errors, FIGURE_LIMITS[metric]),
+    )
+
+
+def _keeps(errors: Sequence[Error], limit: float) -> bool | None:
+    """Whether three of four settings keep the limit; None where the noise leaves it open."""
+    if _upper_quartile(abs(error.error) + error.uncertainty for error in errors) <= limit:
+        return True
+    least = _upper_quartile(max(0.0, abs(error.error) - error.uncertainty) for error in errors)
+    return False if least > limit else None
+
+
+def _upper_quartile(values: Iterable[float]) -> float:
+    """The smallest of the values that at least three of four do not exceed."""
+    ordered = sorted(values)
+    return ordered[math.ceil(0.75 * len(ordered)) - 1]
+
+
+def _word(errors: Sequence[Error], metrics: Sequence[MetricVerdict], right: int, clear: int) -> tuple[Word, str]:
+    """The verdict's word, and what it hangs on (text that follows its meaning)."""
+    throughput = [error for error in errors if error.metric == THROUGHPUT]
+    if not throughput or max(error.rounds for error in throughput) < FEWEST_ROUNDS:
+        return "undecided", ": no setting was measured twice, so the noise of this machine is not known"
+    wrong = clear - right
+    if wrong > WRONG_SHARE * clear:
+        return "neither", f": {wrong} of {clear} directions of gains were wrong"
+    coarse = _keeps(throughput, CHOICE_LIMIT)
+    if coarse is False:
+        return "neither", f": throughput is more than {100 * CHOICE_LIMIT:.0f} % off"
+    kept = [one.within_limit for one in metrics]
+    if all(kept):
+        return "figures", f", though {wrong} of {clear} directions of gains were wrong" if wrong else ""
+    beyond = ", ".join(METRICS[one.metric] for one in metrics if one.within_limit is False)
+    if beyond and coarse and clear:
+        return "choices", f": {beyond} beyond the limit"
+    if beyond and coarse:
+        return "undecided", f": {beyond} beyond the limit, and no gain was clear enough to test a direction"
+    noise = max(one.noise for one in metrics)
+    return "undecided", (
+        f": rounds of the same run differ by up to {100 * noise:.0f} % (standard deviation), too much to tell; measure "
+        "again on a machine that is left alone, or with more --rounds"
+    )

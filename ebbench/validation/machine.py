@@ -1,0 +1,83 @@
+"""The machine of a validation, and the calls of the command that made it, for the manifest beside its result."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from ebbench.engines.machine import machine_name, visible_gpus
+from ebbench.engines.versions import engine_versions
+from ebbench.errors import DataError
+from ebbench.records import files
+from ebbench.records.manifest import git_commit, software_versions, wall_clock_ns
+from ebbench.validation.question import Question
+
+MANIFEST = "manifest.json"
+
+
+@dataclass
+class Call:
+    """One call of the command. ``load_average``: of one minute, sampled while it ran; above the CPUs: others run."""
+
+    arguments: list[str]
+    began_unix_ns: int
+    ended_unix_ns: int = 0
+    load_average: list[float] = field(default_factory=list)
+
+    def sample(self) -> None:
+        """Note the machine's load average."""
+        self.load_average.append(round(os.getloadavg()[0], 2))
+
+    def end(self) -> None:
+        """The call is over."""
+        self.sample()
+        self.ended_unix_ns = wall_clock_ns()
+
+    def to_dict(self) -> dict[str, Any]:
+        """With readable times."""
+        return {
+            "arguments": self.arguments,
+            "began": _readable(self.began_unix_ns),
+            "ended": _readable(self.ended_unix_ns),
+            "load_average": self.load_average,
+        }
+
+
+def _readable(unix_ns: int) -> str:
+    return datetime.fromtimestamp(unix_ns / 1e9, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def describe_machine(question: Question) -> dict[str, Any]:
+    """Hardware and software of a measurement."""
+    real = question.engine == "vllm"
+    gpus = visible_gpus() if real else ()
+    return {
+        "name": machine_name() if real else f"{question.device} ({question.engine})",
+        "gpus": [asdict(gpu) for gpu in gpus],
+        "cpus": os.cpu_count(),
+        "usable_cpus": len(os.sched_getaffinity(0)),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "system": platform.platform(),
+        "versions": software_versions(engine_versions(question.engine)),
+    }
+
+
+def write_manifest(folder: Path, question: Question, call: Call) -> None:
+    """Write or extend the manifest: what was asked, on what, by which calls. Raises DataError for a damaged one."""
+    path = folder / MANIFEST
+    try:
+        earlier = json.loads(path.read_bytes())["calls"] if path.exists() else []
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{path}: damaged ({error}); delete it") from None
+    content = {
+        "question": asdict(question),
+        "machine": describe_machine(question),
+        "git_commit": git_commit(),
+        "calls": [*earlier, call.to_dict()],
+    }
+    files.write_bytes(json.dumps(content, indent=1).encode() + b"\n", path)

@@ -1,0 +1,177 @@
+"""What a validation asks: which model, policies and loads; and the runs that answer it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ebbench.calibration.measure import ProbeGrid
+from ebbench.engines.base import EngineOptions
+from ebbench.errors import UsageError
+from ebbench.runs.cell import Cell
+from ebbench.workloads.options import PlanOptions
+from vllm_eb.policy import parse_policy
+
+WORKLOAD = "balanced"
+WARMUP = 32
+"""Requests before each run, measured and predicted: a policy that learns has then learnt the lengths."""
+POLICIES = ("v1", "eb", "ebplus", "marginal")
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked. ``policies``: the first is what gains are relative to. ``loads``: requests open at a time.
+
+    ``input_tokens`` and ``output_tokens``: mean lengths of the runs to predict. ``engine``: ``vllm``, or ``sim`` and
+    ``emulated`` with ``device`` for a rehearsal. ``longest_run_s``: of one run, if that is enough for every request
+    open at a time to be followed by others. ``lag_limit_ms``: that of the load generator. ``vllm_options``: words for
+    vLLM, given or needed by the model.
+    Raises UsageError for a load or a number of rounds below 1.
+    """
+
+    model: str
+    grid: ProbeGrid
+    loads: tuple[int, ...]
+    policies: tuple[str, ...] = POLICIES
+    rounds: int = 3
+    input_tokens: int = 128
+    output_tokens: int = 64
+    engine: str = "vllm"
+    device: str | None = None
+    seed: int = 0
+    longest_run_s: float = 40.0
+    lag_limit_ms: float | None = None
+    vllm_options: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.loads or min(self.loads) < 1:
+            raise UsageError("--loads are numbers of requests open at a time, at least 1 each, as in --loads 8,32")
+        if self.rounds < 1:
+            raise UsageError(f"--rounds must be at least 1, not {self.rounds}")
+        for name in self.policies:
+            parse_policy(name)
+
+    @property
+    def options(self) -> EngineOptions:
+        """Scheduler settings of every run, within what the step times cover.
+
+        Asynchronous scheduling is off on a real vLLM, since steps are measured one at a time there.
+        """
+        return EngineOptions(
+            max_num_seqs=self.grid.seqs[-1],
+            max_num_batched_tokens=max(self.grid.tokens[-1], self.grid.seqs[-1]),
+            max_model_len=self.grid.options.max_model_len,
+            enable_prefix_caching=False,
+            async_scheduling=self.engine != "vllm",
+            warmup=WARMUP,
+        )
+
+    def order(self, round_: int) -> Iterator[str]:
+        """Policies of a round: back and forth (ABBA), so that a drift of the machine falls on all of them alike."""
+        return iter(self.policies) if round_ % 2 == 0 else reversed(self.policies)
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """What was measured first: files of the profile and the controller's costs, and how well they fit.
+
+    ``largest_batch_seqs``: decoding sequences of the largest batch that the KV cache held. ``drift``: time of the
+    slowest round of probes over the fastest's. ``seconds``: what measuring took; ``start_s``:
+    of these, starting vLLM (0 for an engine in virtual time).
+    """
+
+    profile: Path
+    costs: Path
+    kv_capacity_tokens: int
+    largest_batch_seqs: int
+    drift: float
+    steps: int
+    prefill_r2: float
+    decode_r2: float
+    mixed_r2: float | None
+    request_s: float
+    start_s: float
+    seconds: float
+
+
+class Schedule(msgspec.Struct, frozen=True):
+    """How much is measured: rounds, and by load the requests of a run and the seconds that the simulator expects."""
+
+    rounds: int
+    requests: tuple[int, ...]
+    run_s: tuple[float, ...]
+
+    @property
+    def server_s(self) -> float:
+        """Seconds of one server's runs, without its start."""
+        return sum(self.run_s)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One run: a policy at the load with this index, in one round."""
+
+    policy: str
+    load_index: int
+    round: int
+
+
+def predicted_cell(question: Question, steps: StepTimes, setting: Setting, requests: int) -> Cell:
+    """The run in the simulator, on the device that was just measured."""
+    return Cell(
+        _plan(question, setting, requests),
+        setting.policy,
+        engine="sim",
+        device=str(steps.profile),
+        model=question.model,
+        options=_options(question, steps),
+    )
+
+
+def measured_cell(question: Question, steps: StepTimes, setting: Setting, requests: int) -> Cell:
+    """The same run on the engine itself; policies compute from the costs that were just measured."""
+    real = question.engine == "vllm"
+    how: dict[str, Any] = (
+        {"calibration": str(steps.costs), "vllm_options": question.vllm_options}
+        if real
+        else {"device": question.device}
+    )
+    return Cell(
+        _plan(question, setting, requests),
+        setting.policy,
+        engine=question.engine,
+        model=question.model,
+        options=_options(question, steps),
+        **how,
+    )
+
+
+def _client(question: Question) -> tuple[tuple[str, Any], ...]:
+    """How requests are sent, where it differs from the defaults."""
+    return () if question.lag_limit_ms is None else (("lag_limit_ms", question.lag_limit_ms),)
+
+
+def _plan(question: Question, setting: Setting, requests: int) -> PlanOptions:
+    return PlanOptions(
+        WORKLOAD,
+        num_prompts=requests,
+        seed=question.seed + setting.round,
+        source="profile",
+        max_concurrency=question.loads[setting.load_index],
+        input_len=question.input_tokens,
+        output_len=question.output_tokens,
+        max_model_len=question.options.max_model_len,
+        with_text=False,
+    )
+
+
+def _options(question: Question, steps: StepTimes) -> EngineOptions:
+    """The KV cache is that of the engine that was measured, less a twentieth for what differs between two starts."""
+    options = replace(question.options, max_num_seqs=steps.largest_batch_seqs)
+    if not steps.kv_capacity_tokens:
+        return options
+    return replace(options, num_kv_blocks=int(0.95 * steps.kv_capacity_tokens) // options.block_size)

@@ -1,0 +1,150 @@
+"""``ebbench validate`` end to end on an emulated device: resumption, the result's files, what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from ebbench.cli.main import app
+from ebbench.records.manifest import Manifest
+from ebbench.records.run import Run
+from ebbench.validation import drive
+from ebbench.validation.drive import Budget, fitted_schedule, validate
+from ebbench.validation.question import Question
+
+SMALL = [
+    "--model", "qwen3-8b", "--engine", "sim", "--device", "rtx-pro-6000", "--tokens", "64,256,1024", "--seqs", "2,16",
+    "--contexts", "64,256", "--loads", "4,12", "--input-len", "100", "--output-len", "40", "--rounds", "2",
+]  # fmt: skip
+
+
+def invoke(*words: object) -> Result:
+    return CliRunner().invoke(app, ["validate", *(str(word) for word in words)], env={"COLUMNS": "120"})
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[Result, Path]:
+    folder = tmp_path_factory.mktemp("validation") / "out"
+    return invoke(*SMALL, "--policy", "v1", "--policy", "eb", "--json", "-o", folder), folder
+
+
+def test_every_setting_is_predicted_and_measured(done: tuple[Result, Path]) -> None:
+    result, folder = done
+    found = json.loads(result.stdout)
+    assert result.exit_code == (5 if found["verdict"] == "undecided" else 0), result.stderr
+    assert found["runs"]["measured"] == found["runs"]["planned"] == 2 * 2 * 2
+    settings = {(one["policy"], one["load"], one["metric"]) for one in found["errors"]}
+    assert len(settings) == 2 * 2 * 3
+    # The device that is predicted from was measured on the device that is predicted: errors are a few per cent.
+    assert max(abs(one["error"]) for one in found["errors"] if one["metric"] == "output_throughput") < 0.1
+    assert json.loads((folder / "result.json").read_bytes()) == found
+    assert found["sentence"] in (folder / "result.md").read_text()
+
+
+def test_every_measurement_is_an_ordinary_run_directory(done: tuple[Result, Path]) -> None:
+    _, folder = done
+    manifests: dict[str, list[Manifest]] = {
+        part: [Run.load(path.parent).manifest for path in sorted((folder / part).glob("*/manifest.json"))]
+        for part in ("predicted", "measured")
+    }
+    assert len(manifests["measured"]) == 8
+    assert {one.policy for one in manifests["measured"]} == {"v1", "eb"}
+    plans = {part: sorted((one.policy, one.plan_hash) for one in found) for part, found in manifests.items()}
+    assert plans["predicted"] == plans["measured"]
+    assert all("ebbench calibrate" in one.device_provenance for one in manifests["predicted"])
+
+
+def test_the_manifest_names_the_machine_and_every_call(done: tuple[Result, Path]) -> None:
+    _, folder = done
+    manifest = json.loads((folder / "manifest.json").read_bytes())
+    assert manifest["question"]["model"] == "qwen3-8b"
+    assert manifest["machine"]["versions"]["ebbench"]
+    (call,) = manifest["calls"]
+    assert call["began"] <= call["ended"]
+    assert call["load_average"]
+
+
+def question() -> Question:
+    from ebbench.calibration.measure import ProbeGrid
+
+    grid = ProbeGrid((64, 256, 1024), (2, 16), (64, 256))
+    return Question("qwen3-8b", grid, (4, 12), ("v1", "eb"), 2, 100, 40, "sim", "rtx-pro-6000")
+
+
+def test_a_validation_that_was_stopped_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[str] = []
+    whole = drive._measure_policy
+
+    def interrupted(cells: list[object], *rest: object) -> None:
+        if len(measured) == 2:
+            raise KeyboardInterrupt
+        measured.append(cells[0].policy)  # type: ignore[attr-defined]
+        whole(cells, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(drive, "_measure_policy", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        validate(question(), tmp_path, Budget(600.0), lambda _text: None)
+    stamps = {path: path.stat().st_mtime_ns for path in tmp_path.glob("measured/*/manifest.json")}
+    assert len(stamps) == 4
+    monkeypatch.setattr(drive, "_measure_policy", whole)
+    outcomes = validate(question(), tmp_path, Budget(600.0), lambda _text: None)
+    assert len(outcomes.observations) == outcomes.planned == 8
+    assert not outcomes.stopped
+    assert all(path.stat().st_mtime_ns == stamp for path, stamp in stamps.items())
+
+
+def test_nothing_is_started_that_would_not_end_in_time(tmp_path: Path) -> None:
+    outcomes = validate(question(), tmp_path, Budget(-1.0), lambda _text: None)
+    assert outcomes.stopped
+    assert outcomes.observations == ()
+
+
+@pytest.mark.parametrize("left_s", [100.0, 400.0, 1200.0, 5000.0])
+def test_a_schedule_fits_the_time_where_two_rounds_of_the_shortest_runs_do(left_s: float) -> None:
+    rates, start_s = (2.0, 5.0), 10.0
+    asked = question()
+    found = fitted_schedule(asked, rates, start_s, left_s)
+    assert all(count >= 3 * load for count, load in zip(found.requests, asked.loads, strict=True))
+    shortest = fitted_schedule(asked, rates, start_s, 0.0)
+    needed = shortest.rounds * len(asked.policies) * (start_s + shortest.server_s)
+    if left_s >= needed:
+        total = found.rounds * len(asked.policies) * (start_s + found.server_s)
+        assert total <= left_s * 1.02  # requests are whole
+
+
+def test_fewer_rounds_where_time_is_short() -> None:
+    from dataclasses import replace
+
+    many = replace(question(), rounds=6)
+    assert fitted_schedule(many, (2.0, 5.0), 30.0, 1e6).rounds == 6
+    assert fitted_schedule(many, (2.0, 5.0), 30.0, 100.0).rounds == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--loads", "0,4"], "--loads"),
+        (["--loads", "four"], "--loads"),
+        (["--rounds", "0"], "--rounds"),
+        (["--max-time", "0"], "--max-time"),
+        (["--policy", "v7"], "v7"),
+        (["--engine", "gpu"], "gpu"),
+        (["--seqs", "16,2"], "--seqs"),
+        (["--", "--quantization", "fp8"], "does not start"),
+    ],
+)
+def test_what_cannot_be_asked_is_refused_in_one_line(words: list[str], named: str, tmp_path: Path) -> None:
+    result = invoke(*SMALL, "-o", tmp_path / "out", *words)
+    assert result.exit_code == 2
+    assert named in result.stderr
+    assert result.stderr.strip().splitlines()[-1].startswith("error: ")
+
+
+def test_another_question_in_the_same_folder_is_refused(done: tuple[Result, Path]) -> None:
+    _, folder = done
+    result = invoke(*SMALL, "--policy", "v1", "-o", folder)
+    assert result.exit_code == 2
+    assert "--output" in result.stderr
