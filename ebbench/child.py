@@ -3,7 +3,7 @@
 Each child's standard input is a pipe whose other end only this process holds (its lifeline). Nothing is written to it.
 When this process ends, even by SIGKILL, the kernel closes the pipe and the child reads end of file. Modules of ebbench
 then exit (:func:`end_with_parent`). Other programs run under a supervisor (:mod:`ebbench.supervisor`), which ends them
-and their descendants. Workers of a ``ProcessPoolExecutor`` have such a pipe from multiprocessing
+and their descendants; what a library starts inside this process is watched by :mod:`ebbench.tree_guard`. Workers of a ``ProcessPoolExecutor`` have such a pipe from multiprocessing
 (:func:`begin_pool_worker`).
 """
 
@@ -19,7 +19,8 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ STDIN = 0
 KILL_WAIT_S = 15.0
 """How long a supervisor may take to reap killed processes."""
 SUPERVISOR = Path(__file__).with_name("supervisor.py")
+TREE_GUARD = Path(__file__).with_name("tree_guard.py")
 
 
 class Child(subprocess.Popen[bytes]):
@@ -86,6 +88,19 @@ def run_supervised(command: Sequence[str], grace_s: float, **options: Any) -> tu
         process.end(grace_s + KILL_WAIT_S)
         raise
     return process.returncode, (errors or b"").decode(errors="replace")
+
+
+@contextmanager
+def descendants_guarded() -> Iterator[None]:
+    """Inside, whatever this process and its libraries start is killed when this process is gone, killed or not.
+
+    For what cannot be started as a :class:`Child`; takes up to a second to notice a new process.
+    """
+    guard = Child([sys.executable, "-I", "-S", str(TREE_GUARD), str(os.getpid())], start_new_session=True)
+    try:
+        yield
+    finally:
+        guard.end(KILL_WAIT_S)
 
 
 def child_environ(environ: Mapping[str, str]) -> dict[str, str]:

@@ -10,8 +10,10 @@ import logging
 import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
+from ebbench.child import descendants_guarded
 from ebbench.errors import RunError, UsageError
 from ebbench.extras import need
 from ebbench.runs.pool import Outcome, attempt
@@ -52,12 +54,19 @@ class RayCluster:
 
     def outcomes(self, job: Callable[[T], R], tasks: Sequence[T]) -> Iterator[tuple[T, Outcome[R]]]:
         """Run the jobs. Raises RunError if the cluster cannot be reached or cannot run the jobs."""
-        ours = self._connect()
-        try:
-            yield from self._run(job, tasks)
-        finally:
-            if ours:
-                self._ray.shutdown()
+        with self._guarded():
+            ours = self._connect()
+            try:
+                yield from self._run(job, tasks)
+            finally:
+                if ours:
+                    self._ray.shutdown()
+
+    def _guarded(self) -> AbstractContextManager[None]:
+        """A cluster of its own ends with this process: by itself, Ray's agents notice a minute late that it was
+        killed."""
+        own = self._address == "local" and not self._ray.is_initialized()
+        return descendants_guarded() if own else nullcontext()
 
     def _connect(self) -> bool:
         """Join the cluster; returns False if this process was connected already, which it then stays."""

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ebbench.child import Child, child_environ, run_supervised, supervised
+from ebbench.child import Child, child_environ, descendants_guarded, run_supervised, supervised
 from tests.processes.process_tree import assert_gone, descendants, left_of, wait_until
 
 # A program with a child in a session of its own, as servers have engines: killing its process group would miss it.
@@ -133,3 +133,33 @@ if __name__ == "__main__":
     parent.kill()
     parent.wait()
     assert_gone(below)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_what_a_library_starts_inside_ends_too_when_the_process_is_killed(tmp_path: Path, number: int) -> None:
+    """A program in a session of its own whose parent has ended, as the agents of a Ray cluster."""
+    code = """
+import subprocess, time
+from ebbench.child import descendants_guarded
+with descendants_guarded():
+    subprocess.Popen(["sh", "-c", "setsid sleep 600 & wait"], start_new_session=True)
+    time.sleep(3)
+    open("started", "w").close()
+    time.sleep(600)
+"""
+    parent = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, env=child_environ(os.environ))
+    wait_until((tmp_path / "started").exists, "it did not start")
+    below = descendants(parent.pid)
+    assert len(below) == 3  # the guard, the shell, its child
+    parent.send_signal(number)
+    parent.wait()
+    assert_gone(below)
+
+
+def test_the_guard_ends_first_where_all_goes_well(tmp_path: Path) -> None:
+    with descendants_guarded():
+        program = subprocess.Popen(["sleep", "600"])
+        time.sleep(1.5)
+    assert program.poll() is None, "only a process that is gone takes what it started with it"
+    program.kill()
+    program.wait()

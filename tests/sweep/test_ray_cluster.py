@@ -17,6 +17,7 @@ from ebbench.runs.ray_pool import RayCluster
 from ebbench.sweep.drive import Progress, run_sweep
 from ebbench.sweep.spec import load_sweep
 from ebbench.sweep.store import SweepStore
+from tests.processes.process_tree import assert_gone, descendants, wait_until
 from tests.sweep.sweep_data import TINY, invoke, spec_file
 from tests.sweep.sweep_jobs import slow
 
@@ -68,6 +69,20 @@ def test_without_an_address_a_cluster_of_somebody_else_is_left_alone(cluster: ob
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["finished"] == 4
     assert {job["DriverPid"] for job in ray._private.state.jobs()} == {os.getpid()}
+
+
+def test_a_cluster_of_its_own_ends_with_a_sweep_that_is_killed(tmp_path: Path) -> None:
+    """Left to themselves, two of Ray's agents run on for a minute."""
+    spec = spec_file(tmp_path, TINY.replace("repeats = 2", "repeats = 200"))
+    command = [sys.executable, "-m", "ebbench", "sweep", spec, "--executor", "ray", "--workers", "1", "-o", "out"]
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=os.environ | {"RAY_ADDRESS": ""}, stderr=subprocess.DEVNULL, start_new_session=True
+    ) as process:
+        wait_until(lambda: list(tmp_path.glob("out/cells/*/cell.json")), "no cell was finished", 300.0)
+        below = descendants(process.pid)
+        process.kill()
+    assert len(below) > 3
+    assert_gone(below, 50.0)
 
 
 def test_cells_run_on_the_cluster_through_the_command(cluster: object, tmp_path: Path) -> None:
