@@ -3,8 +3,8 @@
 Each child's standard input is a pipe whose other end only this process holds (its lifeline). Nothing is written to it.
 When this process ends, even by SIGKILL, the kernel closes the pipe and the child reads end of file. Modules of ebbench
 then exit (:func:`end_with_parent`). Other programs run under a supervisor (:mod:`ebbench.supervisor`), which ends them
-and their descendants; what a library starts inside this process is watched by :mod:`ebbench.tree_guard`. Workers of a ``ProcessPoolExecutor`` have such a pipe from multiprocessing
-(:func:`begin_pool_worker`).
+and their descendants. What a library starts inside this process is watched by :mod:`ebbench.tree_guard`. Workers of a
+``ProcessPoolExecutor`` have such a pipe from multiprocessing (:func:`begin_pool_worker`).
 """
 
 from __future__ import annotations
