@@ -74,7 +74,7 @@ def test_without_an_address_a_cluster_of_somebody_else_is_left_alone(cluster: ob
 def test_a_cluster_of_its_own_ends_with_a_sweep_that_is_killed(tmp_path: Path) -> None:
     """Left to themselves, two of Ray's agents run on for a minute."""
     spec = spec_file(tmp_path, TINY.replace("repeats = 2", "repeats = 200"))
-    command = [sys.executable, "-m", "ebbench", "sweep", spec, "--executor", "ray", "--workers", "1", "-o", "out"]
+    command = [sys.executable, "-m", "ebbench", "sweep", str(spec), "--executor", "ray", "--workers", "1", "-o", "out"]
     with subprocess.Popen(
         command, cwd=tmp_path, env=os.environ | {"RAY_ADDRESS": ""}, stderr=subprocess.DEVNULL, start_new_session=True
     ) as process:
