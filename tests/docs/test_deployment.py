@@ -69,8 +69,14 @@ def test_compose_is_valid_by_its_schema() -> None:
 @pytest.mark.parametrize("version", KUBERNETES_VERSIONS)
 def test_manifests_are_valid_by_kubernetes_schema(version: str) -> None:
     kubernetes_validate = pytest.importorskip("kubernetes_validate")
-    for manifest in manifests().values():
-        kubernetes_validate.validate(manifest, version, strict=True)
+    found = manifests()
+    assert {"ConfigMap", "StatefulSet", "Service", "Deployment"} <= {kind for kind, _ in found}
+    for manifest in found.values():
+        kubernetes_validate.validate(manifest, version, strict=True)  # raises ValidationError
+    wrong = found["StatefulSet", "vllm"]
+    wrong["spec"]["replica"] = wrong["spec"].pop("replicas")
+    with pytest.raises(kubernetes_validate.ValidationError, match="replica"):
+        kubernetes_validate.validate(wrong, version, strict=True)
 
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
@@ -134,7 +140,11 @@ def test_vllm_takes_the_arguments(words: list[str]) -> None:
      container("Deployment", "gateway")["args"]],
 )  # fmt: skip
 def test_ebbench_takes_the_arguments(words: list[str]) -> None:
-    load_command(words[0]).make_context(words[0], list(words[1:]))
+    command = load_command(words[0])
+    given = command.make_context(words[0], list(words[1:])).params  # raises UsageError for an unknown option
+    options = {word.partition("=")[0] for word in words if word.startswith("--")}
+    assert options
+    assert options <= {name for option in command.params if given[option.name or ""] for name in option.opts}
 
 
 def test_gateways_find_their_servers() -> None:

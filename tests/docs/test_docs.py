@@ -74,7 +74,10 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def run(block: Block) -> None:
-    """Run a block: plain `ebbench` lines in this process, which is quicker; the rest in a shell."""
+    """Run a block and assert that it succeeds.
+
+    Plain `ebbench` lines run in this process, which is quicker; the rest in a shell.
+    """
     plain = all(line.startswith("ebbench ") and not _SHELL.search(line) for line in _without_quotes(block))
     if not plain:
         before = set(Path().rglob("*"))
@@ -119,9 +122,11 @@ def prepare(block: Block) -> bool:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_commands_of(page: str, workplace: Path) -> None:
+    done = 0
     for block in blocks(page):
         if prepare(block) or block.language in ("text", "toml", "jsonl"):
             continue
+        done += 1
         if block.language == "python":
             subprocess.run([sys.executable, "-c", block.text], check=True, capture_output=True, timeout=120)
         elif block.language == "bash" and block.word == "gpu":
@@ -130,14 +135,29 @@ def test_commands_of(page: str, workplace: Path) -> None:
             run(block)
         else:
             assert block.word in ("vllm", "cluster"), f"{page}: what is a block `{block.language} {block.word}`?"
+    assert done or page == "README", f"{page} shows no command: is a fence written in another way?"
 
 
 def parse(block: Block) -> None:
-    """Whether every line would be understood."""
+    """Assert that every line would be understood."""
     for line in block.commands:
         name, *arguments = shlex.split(line)[1:]
-        with main.load_command(name).make_context(name, arguments) as context:
-            assert context.params
+        with main.load_command(name).make_context(name, arguments) as context:  # UsageError for an unknown option
+            given = {value for value in context.params.values() if isinstance(value, (str, int, float))}
+            assert not arguments or given & {*arguments, *map(_number, arguments)}, line
+
+
+def _number(word: str) -> float | str:
+    try:
+        return float(word)
+    except ValueError:
+        return word
+
+
+def test_an_option_that_does_not_exist_is_found() -> None:
+    parse(Block("bash", "gpu", "ebbench serve Qwen/Qwen3-0.6B --policy v1"))
+    with pytest.raises(Exception, match="No such option: --polcy"):
+        parse(Block("bash", "gpu", "ebbench serve Qwen/Qwen3-0.6B --polcy v1"))
 
 
 @pytest.mark.vllm

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from ebbench.devices import load_device
@@ -16,7 +18,10 @@ PLAN = build_plan("balanced", seed=0, num_prompts=20, input_len=600, output_len=
 
 def test_hardware_whose_memory_is_unknown_is_not_refused() -> None:
     """vLLM on a CPU or a GPU without a profile: it knows itself what fits."""
-    check_fits(PLAN, unknown_device("CPU", "a-model"), EngineOptions())
+    unknown = unknown_device("CPU", "a-model")
+    check_fits(PLAN, unknown, EngineOptions())  # does not raise
+    with pytest.raises(UsageError, match="max-model-len"):  # as it would where the memory is known and too small
+        check_fits(PLAN, replace(unknown, kv_capacity_tokens=64), EngineOptions())
 
 
 def test_known_memory_and_lengths_are_checked() -> None:

@@ -47,7 +47,7 @@ def plan(tmp_path: Path) -> Plan:
     return build_plan("balanced", str(path), source="profile")
 
 
-def check(engine: Engine, plan: Plan) -> None:
+def assert_served_whole(engine: Engine, plan: Plan) -> None:
     device = load_device("rtx-pro-6000", "qwen3-8b")
     requests = engine.run(plan, parse_policy("v1"), device, OPTIONS, None).requests
     assert requests.num_rows == 30
@@ -57,16 +57,16 @@ def check(engine: Engine, plan: Plan) -> None:
 
 
 def test_in_the_simulator(plan: Plan) -> None:
-    check(SimEngine(), plan)
+    assert_served_whole(SimEngine(), plan)
 
 
 @pytest.mark.vllm
 def test_in_the_emulated_vllm(plan: Plan) -> None:
     pytest.importorskip("vllm")
-    check(select_engine("emulated")[0], plan)
+    assert_served_whole(select_engine("emulated")[0], plan)
 
 
 def test_over_http(plan: Plan) -> None:
     options = ClientOptions(workers=0, metrics_interval_s=None, idle_timeout_s=5.0)
     with FakeServerProcess(FakeConfig(ttft_ms=2, itl_ms=1)) as server:
-        check(EndpointEngine(server.url, client=options), plan)
+        assert_served_whole(EndpointEngine(server.url, client=options), plan)

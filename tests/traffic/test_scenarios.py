@@ -215,7 +215,7 @@ requests = 30
     ],
 )
 def test_bad_scenario_files_are_refused_in_one_line(tmp_path: Path, body: str, message: str) -> None:
-    refused(tmp_path, "closed", body, message)
+    assert_refused(tmp_path, "closed", body, message)
 
 
 @pytest.mark.parametrize(
@@ -233,15 +233,15 @@ def test_bad_scenario_files_are_refused_in_one_line(tmp_path: Path, body: str, m
     ],
 )
 def test_bad_open_phases_are_refused_in_one_line(tmp_path: Path, body: str, message: str) -> None:
-    refused(tmp_path, "open", f'[[phases]]\nname="a"\nprocess="poisson"\n{body}', message)
+    assert_refused(tmp_path, "open", f'[[phases]]\nname="a"\nprocess="poisson"\n{body}', message)
 
 
 @pytest.mark.parametrize("key", ["speed", "start_s", "duration_s"])
 def test_a_replay_is_finite(tmp_path: Path, key: str) -> None:
-    refused(tmp_path, "trace", f"[replay]\n{key}=inf", "finite")
+    assert_refused(tmp_path, "trace", f"[replay]\n{key}=inf", "finite")
 
 
-def refused(tmp_path: Path, loop: str, body: str, message: str) -> None:
+def assert_refused(tmp_path: Path, loop: str, body: str, message: str) -> None:
     path = own(tmp_path, f'name = "mine"\ndescription = "x"\nloop = "{loop}"\n{body}\n')
     with pytest.raises(InputFileError, match=message.replace("`", "'")) as caught:
         load_scenario(path)
