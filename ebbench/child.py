@@ -12,6 +12,7 @@ from __future__ import annotations
 import errno
 import multiprocessing
 import os
+import select
 import shutil
 import signal
 import stat
@@ -27,6 +28,8 @@ from typing import Any
 STDIN = 0
 KILL_WAIT_S = 15.0
 """How long a supervisor may take to reap killed processes."""
+EXIT_WAIT_S = 1.0
+"""How long a child that closed its output may take to end."""
 SUPERVISOR = Path(__file__).with_name("supervisor.py")
 TREE_GUARD = Path(__file__).with_name("tree_guard.py")
 
@@ -106,6 +109,37 @@ def descendants_guarded() -> Iterator[None]:
 def child_environ(environ: Mapping[str, str]) -> dict[str, str]:
     """``environ`` with this process's import path, so that the child finds the same modules."""
     return {**environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+
+
+class NotReadyError(Exception):
+    """A child that did not report to be ready. ``reason``: the last line it wrote to stderr; ``status``: its exit."""
+
+    def __init__(self, reason: str, status: int) -> None:
+        super().__init__(reason)
+        self.reason, self.status = reason, status
+
+
+def ready_child(module: str, argument: str, timeout_s: float) -> tuple[Child, int]:
+    """Start ``module`` and wait for its line ``READY PORT``; returns the child and the port it listens on.
+
+    Raises NotReadyError if the child ends or ``timeout_s`` passes before that.
+    """
+    child = Child(
+        child_command(module, argument), env=child_environ(os.environ), stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert child.stdout is not None
+    ready, _, _ = select.select([child.stdout], [], [], timeout_s)
+    line = child.stdout.readline() if ready else b""
+    if line.startswith(b"READY "):
+        return child, int(line.split()[1])
+    try:
+        child.wait(EXIT_WAIT_S if ready else 0.0)
+    except subprocess.TimeoutExpired:
+        child.kill()
+    _, stderr = child.communicate()
+    raise NotReadyError(
+        (stderr.decode(errors="replace").strip().splitlines() or ["no answer in time"])[-1], child.returncode
+    )
 
 
 def end_with_parent() -> None:

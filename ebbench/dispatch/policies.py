@@ -13,9 +13,15 @@ import numpy as np
 
 from ebbench.config.setting_strings import Setting, named_settings, settings_of, split_kind
 from ebbench.dispatch.base import Dispatcher
-from ebbench.dispatch.decode import DecodeDispatcher
 from ebbench.dispatch.fleet import Fleet
-from ebbench.dispatch.immediate import ImmediateDispatcher, LeastOutstanding, PowerOfTwo, PrefixAffine, RoundRobin
+from ebbench.dispatch.immediate import (
+    DecodeDispatcher,
+    ImmediateDispatcher,
+    LeastOutstanding,
+    PowerOfTwo,
+    PrefixAffine,
+    RoundRobin,
+)
 from ebbench.dispatch.prefix import PrefixMemory
 from ebbench.dispatch.staggered import StaggeredDispatcher
 from ebbench.dispatch.staggered_settings import OF_THE_CALLER, StaggeredSettings

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import http.client
-import os
-import select
-import subprocess
 from types import TracebackType
 
-from ebbench.child import Child, child_command, child_environ
+from ebbench.child import Child, NotReadyError, ready_child
 from ebbench.errors import RunError
 from ebbench.fakeserver.config import FakeConfig
 from ebbench.fakeserver.ledger import Entry, decode
@@ -30,18 +27,12 @@ class FakeServerProcess:
         self.url = ""
 
     def __enter__(self) -> FakeServerProcess:
-        command = child_command("ebbench.fakeserver", encode_config(self._config))
-        self.process = Child(command, env=child_environ(os.environ), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-        assert self.process.stdout is not None
-        ready, _, _ = select.select([self.process.stdout], [], [], self._ready_timeout_s)
-        line = self.process.stdout.readline() if ready else b""
-        if not line.startswith(b"READY "):
-            self.process.kill()
-            _, stderr = self.process.communicate()
-            reason = stderr.decode(errors="replace").strip().splitlines()[-1:] or ["no answer in time"]
-            raise RunError(f"the fake server did not start: {reason[0]}")
+        try:
+            self.process, port = ready_child("ebbench.fakeserver", encode_config(self._config), self._ready_timeout_s)
+        except NotReadyError as error:
+            raise RunError(f"the fake server did not start: {error.reason}") from None
         scheme = "http" if self._config.ssl_certfile is None else "https"
-        self.url = f"{scheme}://{self._config.host}:{int(line.split()[1])}"
+        self.url = f"{scheme}://{self._config.host}:{port}"
         return self
 
     def __exit__(

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import select
-import subprocess
 from types import TracebackType
 
 import msgspec
 
-from ebbench.child import Child, child_command, child_environ
-from ebbench.errors import EbbenchError, RunError, UsageError
+from ebbench.child import Child, NotReadyError, ready_child
+from ebbench.errors import RunError, UsageError
 from ebbench.gateway.settings import GatewaySettings
 
 STOP_WAIT_S = 10.0
@@ -29,14 +26,14 @@ class GatewayProcess:
 
     def __enter__(self) -> GatewayProcess:
         settings = self._settings.checked()
-        command = child_command("ebbench.gateway", msgspec.json.encode(settings).decode())
-        self.process = Child(command, env=child_environ(os.environ), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-        assert self.process.stdout is not None
-        ready, _, _ = select.select([self.process.stdout], [], [], self._ready_timeout_s)
-        line = self.process.stdout.readline() if ready else b""
-        if not line.startswith(b"READY "):
-            raise self._refusal()
-        self.url = f"http://{settings.host}:{int(line.split()[1])}"
+        try:
+            self.process, port = ready_child(
+                "ebbench.gateway", msgspec.json.encode(settings).decode(), self._ready_timeout_s
+            )
+        except NotReadyError as error:
+            kind = UsageError if error.status == UsageError.exit_code else RunError
+            raise kind(f"the gateway did not start: {error.reason}") from None
+        self.url = f"http://{settings.host}:{port}"
         return self
 
     def __exit__(
@@ -57,16 +54,3 @@ class GatewayProcess:
             return
         process.end(STOP_WAIT_S + self._settings.drain_s)
         process.communicate()
-
-    def _refusal(self) -> EbbenchError:
-        process, self.process = self.process, None
-        assert process is not None
-        if process.poll() is None:
-            try:
-                process.wait(1.0)
-            except subprocess.TimeoutExpired:
-                process.kill()
-        _, stderr = process.communicate()
-        reason = (stderr.decode(errors="replace").strip().splitlines() or ["no answer in time"])[-1]
-        kind = UsageError if process.returncode == UsageError.exit_code else RunError
-        return kind(f"the gateway did not start: {reason}")

@@ -26,8 +26,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from ebbench.resources import REFERENCE
+from ebbench.runs.cell import Cell, simulated
 
 ASYNC_SCHEDULING = False
 SYNTHETIC_WARMUP, REAL_WARMUP = 100, 20
@@ -117,3 +119,19 @@ def figure3_protocol(workload: str, policy: str, *, uniform: bool = False) -> Pr
 def fixed_threshold(k: int) -> str:
     """Figure 3's policy for a fixed k, which the scripts pass as the share k / N."""
     return f"eb:theta={min(k / FIGURE3_SEQS, 0.99):.4g}"
+
+
+def protocol_cells(
+    protocol: Protocol, device: str, model: str, num_prompts: int | None = None, weight: float = 1.0, seed: int = 0
+) -> tuple[Cell, ...]:
+    """The cells of one published figure; ``num_prompts`` replaces the protocol's number."""
+    cells = []
+    for plan in protocol.plans():
+        arguments: dict[str, Any] = dict(plan) | ({} if num_prompts is None else {"num_prompts": num_prompts})
+        cell = simulated(
+            arguments.pop("workload"), protocol.policy, device, model, protocol.max_num_seqs,
+            protocol.max_num_batched_tokens, warmup=protocol.warmup, async_scheduling=ASYNC_SCHEDULING,
+            shuffle=protocol.shuffle, weight=weight, seed=seed, **arguments,
+        )  # fmt: skip
+        cells.append(cell)
+    return tuple(cells)

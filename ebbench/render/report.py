@@ -12,10 +12,11 @@ from rich.text import Text
 
 from ebbench.analysis.compare.cases import Case
 from ebbench.analysis.documents import Document
+from ebbench.analysis.failures import merge_failures
+from ebbench.analysis.summary import Summary
 from ebbench.render import conditions, sentences, tables
 from ebbench.render.documents import section_tables
 from ebbench.render.doubts import doubts_of
-from ebbench.render.failures import failure_lines
 
 
 def render(cases: Sequence[Case], *, width: int, all_percentiles: bool = False) -> RenderableType:
@@ -99,3 +100,14 @@ def _notes(title: str, lines: Sequence[str]) -> list[RenderableType]:
 
 def _bullet(line: str) -> Padding:
     return Padding(Text(line), (0, 0, 0, 2), expand=False)
+
+
+def failure_lines(summaries: Sequence[Summary]) -> list[str]:
+    """One line per error class and cause, over all runs of a policy; the policy is named if there are several."""
+    policies = list(dict.fromkeys(summary.policy for summary in summaries))
+    lines = []
+    for policy in policies:
+        failures = merge_failures(summary.failures for summary in summaries if summary.policy == policy)
+        name = f"{policy}: " if len(policies) > 1 else ""
+        lines += [f"{name}{failure}" for failure in failures]
+    return lines

@@ -30,7 +30,7 @@ _CLIENT_NOT_SET = frozenset(
 
 
 @dataclass(frozen=True)
-class Setting:
+class CellSetting:
     """One setting: the part of a cell that it belongs to (plan, options, client, cell), its type and its default."""
 
     name: str
@@ -40,9 +40,9 @@ class Setting:
 
 
 @cache
-def known_settings() -> Mapping[str, Setting]:
+def known_settings() -> Mapping[str, CellSetting]:
     """Every setting of a cell by name, the most important ones first."""
-    found: dict[str, Setting] = {}
+    found: dict[str, CellSetting] = {}
     parts: tuple[tuple[Literal["plan", "options", "client", "cell"], type], ...] = (
         ("plan", PlanOptions), ("cell", Cell), ("options", EngineOptions), ("client", ClientOptions),
     )  # fmt: skip
@@ -51,9 +51,9 @@ def known_settings() -> Mapping[str, Setting]:
         for one in fields(kind):
             if one.name in _NOT_SET or (part == "client" and one.name in _CLIENT_NOT_SET):
                 continue
-            found.setdefault(one.name, Setting(one.name, part, hints[one.name], _default(one)))
-    found["max_model_len"] = Setting("max_model_len", "plan", int, EngineOptions.max_model_len)
-    found["topology"] = Setting("topology", "cell", str | None, None)
+            found.setdefault(one.name, CellSetting(one.name, part, hints[one.name], _default(one)))
+    found["max_model_len"] = CellSetting("max_model_len", "plan", int, EngineOptions.max_model_len)
+    found["topology"] = CellSetting("topology", "cell", str | None, None)
     return {name: found[name] for name in (*_FIRST, *(name for name in found if name not in _FIRST))}
 
 

@@ -17,7 +17,7 @@ from ebbench.fakeserver.config import FakeConfig
 from ebbench.fakeserver.faults import parse_fault
 from ebbench.fakeserver.process import FakeServerProcess
 from ebbench.records.run import Run
-from ebbench.render.failures import failure_lines
+from ebbench.render.report import failure_lines
 from ebbench.report.page_data import page_of
 
 OUT_OF_VOCABULARY = '{"error": {"message": "Token id 29783 is out of vocabulary", "code": 400}}'

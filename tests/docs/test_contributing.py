@@ -73,6 +73,13 @@ def test_a_walk_works_as_written(walk: str, checkout: Path) -> None:
         in_tree(checkout, sys.executable, "-m", "ruff", "check", "--config", str(ROOT / "pyproject.toml"), *added)
 
 
+def test_a_policy_is_one_module_and_its_tests() -> None:
+    changed = re.findall(r"^\+\+\+ b/(\S+)$", block("diff", section("policy")), re.MULTILINE)
+    product = [path for path in changed if not path.startswith("tests/")]
+    assert [str(Path(path).parent) for path in product] == ["patches/vllm_eb/policies"]
+    assert len(changed) == 2
+
+
 def test_the_page_has_these_walks_and_its_links_lead_somewhere() -> None:
     assert tuple(re.findall(r"^## Add a (\w+)$", PAGE, re.MULTILINE)) == WALKS
     for target in re.findall(r"\]\(([^)#:]+)\)", PAGE):

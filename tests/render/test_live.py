@@ -1,8 +1,9 @@
-"""What a progress line says where stderr is no terminal."""
+"""The progress line of a run, on a terminal and off it."""
 
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -10,6 +11,7 @@ from rich.console import Console
 from ebbench.engines.base import Progress
 from ebbench.engines.vllm import startup_progress
 from ebbench.records.plan import Plan
+from ebbench.render import live
 from ebbench.render.live import reporter
 from ebbench.workloads import build_plan
 from vllm_eb.policy import parse_policy
@@ -41,3 +43,31 @@ def test_a_server_that_takes_minutes_is_waited_for_aloud() -> None:
 def test_a_server_that_is_up_soon_is_not_worth_a_line() -> None:
     plan = build_plan("balanced", None, seed=0, num_prompts=2)
     assert said(plan, [0.0, 17.0, 59.0]) == ["eb: 2 requests", "eb: 2/2  20 tok/s  exclusive  at 4.00 s"]
+
+
+SNAPSHOT = Progress("eb", 1204, 4000, 95_120, 120_000, 10.0, "eb", 100, 3)
+
+
+def test_progress_in_words() -> None:
+    assert live.describe(SNAPSHOT) == "1,204/4,000  9,512 tok/s  exclusive  at 10.0 s"
+    assert live.describe(replace(SNAPSHOT, time_s=0, mode="")) == "1,204/4,000  – tok/s  at 0 ms"
+
+
+def test_off_a_terminal_there_are_two_lines() -> None:
+    console = Console(file=io.StringIO(), width=40)
+    with live.reporter(console, "eb[red]", 4000) as reporter:
+        for _ in range(50):
+            reporter.update(SNAPSHOT)
+    written = console.file.getvalue()  # type: ignore[attr-defined]
+    assert written.splitlines() == ["eb[red]: 4,000 requests", "eb[red]: " + live.describe(SNAPSHOT)]
+
+
+def test_on_a_terminal_the_line_is_live_and_quiet_shows_nothing() -> None:
+    console = Console(file=io.StringIO(), width=100, force_terminal=True)
+    with live.reporter(console, "eb", 4000) as reporter:
+        reporter.update(SNAPSHOT)
+    assert "1,204/4,000  9,512 tok/s  exclusive" in console.file.getvalue()  # type: ignore[attr-defined]
+    silent = Console(file=io.StringIO(), force_terminal=True)
+    with live.reporter(silent, "eb", 4000, quiet=True) as reporter:
+        reporter.update(SNAPSHOT)
+    assert silent.file.getvalue() == ""  # type: ignore[attr-defined]

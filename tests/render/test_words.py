@@ -20,36 +20,14 @@ from ebbench.analysis.explain import CrossoverFacts, DecisionFacts, Explanation,
 from ebbench.analysis.metrics import SteadyRates
 from ebbench.analysis.slo import Slo
 from ebbench.analysis.summary import summarise
-from ebbench.engines.base import EngineOptions, Progress
+from ebbench.engines.base import EngineOptions
 from ebbench.records.run import RunWriter
-from ebbench.render import conditions, live, numbers, sentences, tables
+from ebbench.render import conditions, sentences, tables
 from ebbench.render.documents import as_csv
 from ebbench.render.doubts import doubts
 from ebbench.render.report import print_report
 from tests.analysis.made_runs import MadeEngine, device_of, plan_of
 from vllm_eb.policy import parse_policy
-
-
-@pytest.mark.parametrize(
-    ("ms", "shown"),
-    [
-        (None, "–"), (0.0, "0 ms"), (0.1234, "0.123 ms"), (162.4, "162 ms"), (999.4, "999 ms"), (999.6, "1.00 s"),
-        (8284, "8.28 s"), (9994, "9.99 s"), (9996, "10.0 s"), (58_840, "58.8 s"), (99_960, "100 s"),
-        (1_204_000, "1,204 s"),
-    ],
-)  # fmt: skip
-def test_durations(ms: float | None, shown: str) -> None:
-    assert numbers.duration_ms(ms) == shown
-
-
-def test_other_numbers() -> None:
-    assert numbers.rate(0.9333) == "0.933"
-    assert numbers.rate(13178.6) == "13,179"
-    assert numbers.change(0.364) == "+36.4 %"
-    assert numbers.change(-0.05) == "-5.0 %"
-    assert numbers.micros(3.14e-5) == "31.4 µs"
-    assert numbers.micros(-2e-3) == "-2,000 µs"
-    assert numbers.spark((0.0, 0.5, 1.0)) == "▁▅█"
 
 
 def made_groups(path: Path, *policies: str, gaps: dict[str, int] | None = None, **faults: Any) -> tuple[Group, ...]:
@@ -313,34 +291,6 @@ def test_deviations_are_columns_of_their_own_in_csv(tmp_path: Path) -> None:
     mean = (1 + (summary.metrics.output_throughput or 0)) / 2
     assert float(values["output_throughput"]) == pytest.approx(mean)
     assert float(values["output_throughput_std"]) == pytest.approx(abs(mean - 1) * 2**0.5)
-
-
-SNAPSHOT = Progress("eb", 1204, 4000, 95_120, 120_000, 10.0, "eb", 100, 3)
-
-
-def test_progress_in_words() -> None:
-    assert live.describe(SNAPSHOT) == "1,204/4,000  9,512 tok/s  exclusive  at 10.0 s"
-    assert live.describe(replace(SNAPSHOT, time_s=0, mode="")) == "1,204/4,000  – tok/s  at 0 ms"
-
-
-def test_off_a_terminal_there_are_two_lines() -> None:
-    console = Console(file=io.StringIO(), width=40)
-    with live.reporter(console, "eb[red]", 4000) as reporter:
-        for _ in range(50):
-            reporter.update(SNAPSHOT)
-    written = console.file.getvalue()  # type: ignore[attr-defined]
-    assert written.splitlines() == ["eb[red]: 4,000 requests", "eb[red]: " + live.describe(SNAPSHOT)]
-
-
-def test_on_a_terminal_the_line_is_live_and_quiet_shows_nothing() -> None:
-    console = Console(file=io.StringIO(), width=100, force_terminal=True)
-    with live.reporter(console, "eb", 4000) as reporter:
-        reporter.update(SNAPSHOT)
-    assert "1,204/4,000  9,512 tok/s  exclusive" in console.file.getvalue()  # type: ignore[attr-defined]
-    silent = Console(file=io.StringIO(), force_terminal=True)
-    with live.reporter(silent, "eb", 4000, quiet=True) as reporter:
-        reporter.update(SNAPSHOT)
-    assert silent.file.getvalue() == ""  # type: ignore[attr-defined]
 
 
 def test_the_header_says_which_settings_apply_shared_ones_once(tmp_path: Path) -> None:

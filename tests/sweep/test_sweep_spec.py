@@ -130,7 +130,7 @@ def test_a_dry_run_shows_what_overrides_change(tmp_path: Path) -> None:
         (('["v1", "eb"]', '"v1"'), "Expected"),
         (('["v1", "eb"]', '["v2"]'), "unknown policy 'v2'"),
         (('["v1", "eb"]', '["deferred"]'), "write deferred:k=32"),
-        (("[common]", '[common]\npolicy = "v1"'), r"policy stands in \[grid\] and in \[common\]"),
+        (("[common]", '[common]\npolicy = "v1"'), r"policy is in both \[grid\] and \[common\]"),
         (('workload = "balanced"\n', ""), "no workload"),
         (('"balanced"', '"ballanced"'), "did you mean 'balanced'"),
         (('"balanced"', '"trace:nowhere.jsonl"'), "no such file"),

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ebbench.papers.cells import protocol_cells
 from ebbench.papers.figure import PaperFigure
-from ebbench.papers.protocols import FIGURE3_SEQS, figure3_protocol, fixed_threshold
+from ebbench.papers.protocols import FIGURE3_SEQS, figure3_protocol, fixed_threshold, protocol_cells
 from ebbench.papers.published import SYNTHETIC, gpu_title, rows
 from ebbench.papers.table import PaperOptions, figure
 from ebbench.render.figures import altair, colour, values

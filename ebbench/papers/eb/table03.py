@@ -8,8 +8,7 @@ from functools import cache
 from typing import NamedTuple
 
 from ebbench.analysis.documents import Column, Document, Section, Value, compared, comparison, labels, relative
-from ebbench.papers.cells import protocol_cells
-from ebbench.papers.protocols import MEAN_OUTPUT, table3_protocol
+from ebbench.papers.protocols import MEAN_OUTPUT, protocol_cells, table3_protocol
 from ebbench.papers.published import EB_PAPER, GPUS, gpu_title, pick
 from ebbench.papers.table import PaperOptions, PaperTable, mean_figure, pending
 from ebbench.runs.cell import Cell

@@ -7,8 +7,7 @@ from dataclasses import replace
 
 from ebbench.analysis.documents import Column, Document, Section, Value, comparison, labels
 from ebbench.analysis.sensitivity import Sensitivity, sensitivity
-from ebbench.papers.cells import protocol_cells
-from ebbench.papers.protocols import SYNTHETIC_WARMUP, real_protocol
+from ebbench.papers.protocols import SYNTHETIC_WARMUP, protocol_cells, real_protocol
 from ebbench.papers.published import (
     EB_PAPER,
     GPUS,

@@ -17,9 +17,9 @@ from ebbench.devices.profiles import HostCosts, find_model, find_profile, list_m
 from ebbench.engines.base import EngineOptions
 from ebbench.engines.sim import SimEngine
 from ebbench.errors import RunError
-from ebbench.papers.cells import protocol_cells
 from ebbench.papers.fidelity.cases import Case, reference_rows
 from ebbench.papers.fidelity.scores import Cell
+from ebbench.papers.protocols import protocol_cells
 from ebbench.records.plan import Plan
 from ebbench.records.schema import PLAN
 from ebbench.runs.cell import Cell as Run
