@@ -15,7 +15,10 @@ ENVIRONMENT = (
 )  # fmt: skip
 """Names of conditions that must agree. ``options``: scheduler settings and, for several engines, their topology."""
 
-LATER_OPTIONS = {"enforce_eager": False, "warmup": 0, "quantization": None, "kv_cache_dtype": "auto"}
+LATER_OPTIONS = {
+    "enforce_eager": False, "warmup": 0, "quantization": None, "kv_cache_dtype": "auto", "api_server": "off",
+    "api_server_count": None,
+}  # fmt: skip
 """Options that older runs did not record, with the values that they ran with."""
 
 JOINED = ("topology", "link", "replicas", "dispatch", "decode_dispatch", "vllm_options")

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ebbench.devices.apiserver import OFF
 from ebbench.records.manifest import Manifest, PhaseFact
 from ebbench.workloads.trace import time_note
 from vllm_eb.policy import PolicyError, parse_policy, settings_in_effect
@@ -122,6 +123,7 @@ class Machine:
 
     ``max_num_batched_tokens`` is B and ``max_num_seqs`` is N, per engine. ``link`` connects the GPUs of one engine.
     ``types``: data types of weights and KV cache that differ from the model's own.
+    ``api_server``: class of the simulated API server; empty without.
     """
 
     gpus: int | None = None
@@ -131,6 +133,7 @@ class Machine:
     max_num_seqs: int | None = None
     link: str = ""
     types: str = ""
+    api_server: str = ""
 
     def limits(self) -> str:
         """``B = 8,192 tokens per step, N = 1,024 sequences``; empty if neither was recorded."""
@@ -144,7 +147,10 @@ class Machine:
     def __str__(self) -> str:
         count = "" if self.gpus is None else f"{self.gpus:,} GPU{'' if self.gpus == 1 else 's'}"
         topology = f"{self.topology} over {self.link}" if self.link else self.topology
-        return ", ".join(part for part in (count, topology, self.types, self.dispatch) if part)
+        return ", ".join(part for part in (count, topology, self.types, self.dispatch, self._api_server()) if part)
+
+    def _api_server(self) -> str:
+        return f"API server {self.api_server}" if self.api_server else ""
 
 
 def flat_load(load: Load, machine: Machine, policy: str) -> dict[str, Any]:
@@ -158,6 +164,7 @@ def flat_load(load: Load, machine: Machine, policy: str) -> dict[str, Any]:
         "gpus": machine.gpus,
         "topology": machine.topology or None,
         "dispatch": machine.dispatch or None,
+        "api_server": machine.api_server or None,
         "max_num_batched_tokens": machine.max_num_batched_tokens,
         "max_num_seqs": machine.max_num_seqs,
         "policy_settings": policy_settings(policy),
@@ -185,6 +192,7 @@ def machine_of_run(manifest: Manifest) -> Machine:
         max_num_seqs=options.get("max_num_seqs"),
         link=str(facts.get("link") or ""),
         types=_types(options),
+        api_server=_api_server(options),
     )
 
 
@@ -193,6 +201,12 @@ def _types(options: Mapping[str, Any]) -> str:
     kv = options.get("kv_cache_dtype") or "auto"
     asked = {"weights": options.get("quantization"), "KV cache": None if kv == "auto" else kv}
     return ", ".join(f"{what} in {dtype}" for what, dtype in asked.items() if dtype)
+
+
+def _api_server(options: Mapping[str, Any]) -> str:
+    """``datacenter x 2``: the class and, where given, how many processes; empty where it is off or not recorded."""
+    name, count = options.get("api_server") or OFF, options.get("api_server_count")
+    return "" if name == OFF else f"{name} x {count}" if count else str(name)
 
 
 def _lengths(facts: Mapping[str, Any]) -> str:

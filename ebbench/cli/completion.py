@@ -49,6 +49,11 @@ def devices(incomplete: str) -> list[str]:
     return _beginning(incomplete, _stems(_DEVICES / "profiles"))
 
 
+def api_servers(incomplete: str) -> list[str]:
+    """Classes of machines whose API server can be simulated."""
+    return _beginning(incomplete, [*_stems(_DEVICES / "api_servers"), "off"])
+
+
 def models(incomplete: str) -> list[str]:
     """Models whose geometry is known."""
     return _beginning(incomplete, sorted(tomllib.loads((_DEVICES / "models.toml").read_text(encoding="utf-8"))))

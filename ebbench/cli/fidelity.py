@@ -88,14 +88,14 @@ def _chosen(only: list[str] | None) -> tuple[str, ...]:
 
 def _collect(groups: tuple[str, ...], seed: int, repeats: int, runs: Path, workers: int | None) -> list[Cell]:
     from ebbench.cli.make_runs import with_progress
-    from ebbench.papers.fidelity.cases import all_cases
+    from ebbench.papers.fidelity.cases import all_cases, as_served
     from ebbench.papers.fidelity.runs import calibration_cells, cells_of, replay_cells, runs_of
     from ebbench.runs.store import RunStore
 
     cells: list[Cell] = []
     if "replay" in groups:
         cells += replay_cells()
-    cases = [case for case in all_cases() if case.group in groups]
+    cases = [case for case in (*all_cases(), *as_served(all_cases())) if case.group in groups]
     say = _progress(len(cases))
     store = RunStore(runs)
 

@@ -101,3 +101,16 @@ KvCacheDtype = Annotated[
 EnforceEager = Annotated[
     bool, opt("--enforce-eager", help="No CUDA graphs: every layer is launched by the host.", panel=ENGINE)
 ]
+ApiServer = Annotated[
+    str,
+    opt(
+        "--api-server",
+        help="Simulate vLLM's API server: datacenter, FILE.toml (what yours costs) or off.",
+        panel=ENGINE,
+        complete=completion.api_servers,
+    ),
+]
+ApiServerCount = Annotated[
+    int | None,
+    opt("--api-server-count", help="Its processes per engine; default: one per data-parallel unit.", panel=ENGINE),
+]

@@ -75,6 +75,8 @@ class EngineFlags:
     enforce_eager: load.EnforceEager = False
     quantization: load.Quantization = None
     kv_cache_dtype: load.KvCacheDtype = "auto"
+    api_server: load.ApiServer = "off"
+    api_server_count: load.ApiServerCount = None
 
     def options(self, warmup: int) -> EngineOptions:
         """The engine's options, with so many warm-up requests."""
@@ -91,6 +93,8 @@ class EngineFlags:
             warmup=warmup,
             quantization=self.quantization,
             kv_cache_dtype=self.kv_cache_dtype,
+            api_server=self.api_server,
+            api_server_count=self.api_server_count,
         )
 
     @property

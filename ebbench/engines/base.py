@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import pyarrow as pa
 
+from ebbench.devices.apiserver import OFF
 from ebbench.devices.base import Device
 from ebbench.records.plan import Plan
 from vllm_eb.policy import PolicySpec
@@ -20,7 +21,8 @@ class EngineOptions:
     ``num_kv_blocks``: None uses the device's KV capacity. ``long_prefill_token_threshold``: 0 is off.
     ``enforce_eager``: no CUDA graphs. ``warmup``: number of requests with the plan's lengths that are sent first and
     not recorded. ``quantization`` and ``kv_cache_dtype``: data types of weights and KV cache that differ from the
-    model's.
+    model's. ``api_server``: class of the machine whose API server is simulated, or ``off``; ``api_server_count``:
+    its processes per engine instance, None is one per data-parallel unit.
     """
 
     max_num_seqs: int = 1024
@@ -35,6 +37,8 @@ class EngineOptions:
     warmup: int = 0
     quantization: str | None = None
     kv_cache_dtype: str = "auto"
+    api_server: str = OFF
+    api_server_count: int | None = None
 
 
 VIRTUAL_TIME = frozenset({"sim", "emulated"})

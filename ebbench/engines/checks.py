@@ -8,6 +8,7 @@ from math import inf
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from ebbench.devices.apiserver import OFF, chosen_api_server
 from ebbench.devices.base import Device
 from ebbench.engines.base import EngineOptions
 from ebbench.errors import UsageError
@@ -35,6 +36,7 @@ def check_options(options: EngineOptions, policies: Sequence[PolicySpec]) -> Non
         num_kv_blocks=options.num_kv_blocks,
         block_size=options.block_size,
     )
+    chosen_api_server(options.api_server, options.api_server_count)
     if options.warmup < 0:
         raise UsageError(f"--warmup must be 0 or more requests, not {options.warmup}")
     if options.max_num_batched_tokens < options.max_num_seqs:
@@ -49,6 +51,15 @@ def check_options(options: EngineOptions, policies: Sequence[PolicySpec]) -> Non
                 f"policy {spec.name}: k exceeds --max-num-seqs {options.max_num_seqs}, so it would wait for more "
                 f"idle slots than there are; use k={options.max_num_seqs} or less"
             )
+
+
+def refuse_api_server(options: EngineOptions, engine: str) -> None:
+    """Raise UsageError where an API server is to be simulated in front of an engine that has a real one."""
+    if options.api_server != OFF:
+        raise UsageError(
+            f"--api-server {options.api_server} is simulated by engines sim and emulated; engine {engine} answers "
+            "through a real one: leave it out"
+        )
 
 
 def num_kv_blocks(device: Device, options: EngineOptions) -> int:

@@ -17,6 +17,7 @@ When nothing is scheduled, nothing is in flight and nothing is released by now, 
 from __future__ import annotations
 
 import time
+from collections import deque
 from functools import partial
 from typing import Any
 
@@ -24,6 +25,7 @@ import numpy as np
 import pyarrow as pa
 
 from ebbench.collector import collector_paused
+from ebbench.devices.apiserver import chosen_api_server
 from ebbench.devices.base import Device
 from ebbench.engines.base import EngineOptions, EngineResult, Observer, Progress
 from ebbench.engines.checks import check_fits, check_options, num_kv_blocks
@@ -31,6 +33,7 @@ from ebbench.engines.emulated_clients import VirtualClients
 from ebbench.errors import RunError
 from ebbench.records.content import token_ids
 from ebbench.records.plan import Plan
+from ebbench.simulation.api_server import ApiServers
 from ebbench.simulation.state import UNSET, Ints, RequestState
 from ebbench.simulation.step import Step
 from ebbench.simulation.tables import StepLog, decisions_table, requests_table, steps_table
@@ -112,7 +115,10 @@ class _Run:
         if controller is not None:
             controller.keep_records()
         begin = at_beginning(self._beginning, self._log.steps, [] if controller is None else [controller])
-        self._clients = VirtualClients(plan, self._state, options.warmup, begin)
+        costs = chosen_api_server(options.api_server, options.api_server_count)
+        self._api_servers = None if costs is None else ApiServers(costs, options.api_server_count or 1, self._state)
+        self._on_the_device: deque[tuple[int, Ints, Ints]] = deque()  # steps: end, rows with a token, their slots
+        self._clients = VirtualClients(plan, self._state, options.warmup, begin, self._api_servers)
         executor = self.core.model_executor
         executor.attach(self._clock, device.cost, self._streams)
         executor.on_step, executor.on_preempted = self._on_step, self._on_preempted
@@ -173,6 +179,8 @@ class _Run:
         if not core.scheduler.has_requests() and not core.batch_queue:
             return False
         outputs, executed = core.step_fn()
+        if self._api_servers is not None:
+            self._stream(self._api_servers)
         if outputs:
             self._take(outputs)
         if executed or outputs:
@@ -181,15 +189,22 @@ class _Run:
         self._fruitless += 1
         return self._fruitless < MAX_FRUITLESS_STEPS
 
+    def _stream(self, api_servers: ApiServers) -> None:
+        """Pass the tokens of the steps that have ended on to the API servers."""
+        while self._on_the_device and self._on_the_device[0][0] <= self._clock.now_ns:
+            end_ns, rows, slots = self._on_the_device.popleft()
+            self._clients.catch_up(end_ns)
+            api_servers.stream(end_ns, rows, slots)
+
     def _jump(self) -> None:
-        """Advance the clock to the next arrival."""
-        arrival_ns = self._clients.next_arrival_ns()
-        if arrival_ns is None:
+        """Advance the clock to the next event outside the engine."""
+        event_ns = self._clients.next_event_ns()
+        if event_ns is None:
             raise RunError(
                 f"the engine is stuck at {self._clock.now_s():.3f} s of engine time with "
                 f"{len(self._plan) - self._completed} requests unfinished: nothing runs and nothing can be admitted"
             )
-        self._clock.now_ns = max(self._clock.now_ns, arrival_ns)
+        self._clock.now_ns = max(self._clock.now_ns, event_ns)
         self._fruitless = 0
 
     def _request(self, row: int) -> Any:
@@ -216,8 +231,11 @@ class _Run:
             row = self._row_of[request_id]
             if state.scheduled_ns[row] == UNSET:
                 state.scheduled_ns[row], state.cached_tokens[row] = scheduled_ns, hit
-        state.token_ns[state.next_slot[sampled]] = end_ns
+        slots = state.next_slot[sampled]
+        state.token_ns[slots] = end_ns
         state.next_slot[sampled] += 1
+        if self._api_servers is not None:
+            self._on_the_device.append((end_ns, sampled, slots))
         step = Step(
             scheduled_ns, start_ns, end_ns, rows,
             self._ones[: len(rows)] if seen.tokens is None else np.array(seen.tokens, np.int64),

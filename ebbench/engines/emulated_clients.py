@@ -6,47 +6,82 @@ import heapq
 from collections.abc import Callable
 
 from ebbench.records.plan import Plan
+from ebbench.simulation.api_server import ApiServers
 from ebbench.simulation.releases import Releases
 from ebbench.simulation.state import UNSET, RequestState
 
+ARRIVAL, ENTRY, DEPARTURE = range(3)  # in this order at the same nanosecond, as in the simulator's event loop
+
 
 class VirtualClients:
-    """Sends the plan's requests in virtual time: at arrival times, and after completions."""
+    """Sends the plan's requests in virtual time: at arrival times, and after completions.
 
-    def __init__(self, plan: Plan, state: RequestState, warmup: int = 0, begin: Callable[[int], None] | None = None):
+    ``api_servers``: requests go through them to the engine, and end for their clients when the last token has left
+    them; None: clients and engine meet directly.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        state: RequestState,
+        warmup: int = 0,
+        begin: Callable[[int], None] | None = None,
+        api_servers: ApiServers | None = None,
+    ):
         """``begin`` is called with the time at which ``warmup`` requests have ended and the plan begins."""
         self._plan, self._state, self._releases = plan, state, Releases(plan, warmup)
         self._begin = begin if warmup else None
-        self._arrivals: list[tuple[int, int]] = []  # (time, row)
+        self._api_servers = api_servers
+        self._events: list[tuple[int, int, int, int]] = []  # (time, kind, count of events before, row)
+        self._pushed = 0
         self._ready: list[int] = []
         self._release(self._releases.start(), 0)
         if not warmup:
             self._schedule_arrivals(0)
 
+    def _push(self, time_ns: int, kind: int, row: int) -> None:
+        self._pushed += 1
+        heapq.heappush(self._events, (time_ns, kind, self._pushed, row))
+
     def _schedule_arrivals(self, now_ns: int) -> None:
         if not self._plan.closed_loop:
             times = self._plan.table["arrival_ns"].to_pylist()
-            self._arrivals = sorted((now_ns + (times[row] or 0), row) for row in self._releases.first_rows)
+            for row in self._releases.first_rows:
+                self._push(now_ns + (times[row] or 0), ARRIVAL, row)
 
     def due(self, now_ns: int) -> list[int]:
-        """Rows to send now, in order."""
-        self._arrive(now_ns)
+        """Rows that enter the engine now, in order."""
+        self.catch_up(now_ns)
         rows, self._ready = self._ready, []
         return rows
 
-    def _arrive(self, now_ns: int) -> None:
-        while self._arrivals and self._arrivals[0][0] <= now_ns:
-            arrival_ns, row = heapq.heappop(self._arrivals)
-            self._state.intended_ns[row] = arrival_ns
-            self._release(self._releases.arrived(row), arrival_ns)
+    def catch_up(self, now_ns: int) -> None:
+        """Let everything happen that happens outside the engine up to now."""
+        while self._events and self._events[0][0] <= now_ns:
+            time_ns, kind, _, row = heapq.heappop(self._events)
+            if kind == ENTRY:
+                self._ready.append(row)
+            elif kind == DEPARTURE:
+                self._end(row, time_ns)
+            else:
+                self._state.intended_ns[row] = time_ns
+                self._release(self._releases.arrived(row), time_ns)
 
-    def next_arrival_ns(self) -> int | None:
-        """Time (ns) of the next arrival; None if only completions release further requests."""
-        return self._arrivals[0][0] if self._arrivals else None
+    def next_event_ns(self) -> int | None:
+        """Time (ns) of the next event outside the engine; None if only the engine's completions cause further ones."""
+        return self._events[0][0] if self._events else None
 
     def ended(self, row: int, now_ns: int) -> None:
-        """Process the end of a request. Sessions that arrived by then come first: they may wait for its slot."""
-        self._arrive(now_ns)
+        """Process the end of a request in the engine. Sessions that arrived by then come first: they may wait for its slot."""
+        self.catch_up(now_ns)
+        departed_ns = now_ns if self._api_servers is None else self._api_servers.departed_ns(row)
+        if departed_ns <= now_ns:
+            self._end(row, now_ns)
+        else:
+            self._push(departed_ns, DEPARTURE, row)
+
+    def _end(self, row: int, now_ns: int) -> None:
+        """Process the end of a request for its client."""
         following = self._releases.ended(row)
         if self._begin is not None and self._releases.begun:
             self._begin(now_ns)
@@ -55,8 +90,12 @@ class VirtualClients:
         self._release(following, now_ns)
 
     def _release(self, rows: list[int], now_ns: int) -> None:
-        self._ready += rows
         for row in rows:
             if self._state.intended_ns[row] == UNSET:
                 self._state.intended_ns[row] = now_ns
             self._state.sent_ns[row] = now_ns
+            entry_ns = now_ns if self._api_servers is None else self._api_servers.enter(row, now_ns)
+            if entry_ns <= now_ns:
+                self._ready.append(row)
+            else:
+                self._push(entry_ns, ENTRY, row)

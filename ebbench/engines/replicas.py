@@ -17,6 +17,7 @@ import pyarrow.compute as pc
 from ebbench.devices.base import Device
 from ebbench.dispatch import DEFAULT_DISPATCH
 from ebbench.engines.base import EngineOptions, EngineResult, Observer
+from ebbench.engines.checks import refuse_api_server
 from ebbench.engines.endpoint import drive, warmed
 from ebbench.engines.machine import visible_gpus
 from ebbench.engines.recorded import Recording
@@ -55,6 +56,7 @@ class ReplicatedVllmEngine(VllmEngine):
         self, plan: Plan, policy: PolicySpec, device: Device, options: EngineOptions, observer: Observer | None = None
     ) -> EngineResult:
         """Run to the end of the plan. Raises what :meth:`VllmEngine.run` raises."""
+        refuse_api_server(options, self.name)
         logs = Path(tempfile.mkdtemp(prefix="ebbench-vllm-"))  # kept if the run fails
         with tempfile.TemporaryDirectory(prefix="ebbench-record-") as folder, ExitStack() as stack:
             recorded = not policy.native or self.record_v1

@@ -13,6 +13,7 @@ import pyarrow as pa
 
 from ebbench.collector import collector_paused
 from ebbench.config.topology import DECODE_UTILIZATION, PREFILL_UTILIZATION, PoolSpec, TopologySpec
+from ebbench.devices.apiserver import chosen_api_server
 from ebbench.devices.base import Device
 from ebbench.devices.collectives import choose_link
 from ebbench.devices.units import UnitDevice, saving_kv, unit_device
@@ -238,6 +239,8 @@ class _Simulation:
             generates=generates,
             network_ns=self._network_ns,
             first_unit=len(self._kv_totals),
+            api_server=chosen_api_server(options.api_server, options.api_server_count),
+            api_server_count=options.api_server_count,
         )
         self._kv_totals += [blocks] * pool.units
         stage, controllers = build_stage(self._whole, state, spec, self._log, seed=int(self._plan.facts.get("seed", 0)))

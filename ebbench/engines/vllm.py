@@ -17,6 +17,7 @@ import pyarrow.compute as pc
 from ebbench.client import ClientOptions, DriveResult
 from ebbench.devices.base import Device
 from ebbench.engines.base import EngineOptions, EngineResult, Observer, Progress
+from ebbench.engines.checks import refuse_api_server
 from ebbench.engines.endpoint import SendingEngine, drive, warmed
 from ebbench.engines.model_folder import check_servable, model_config, model_folder, position_limit
 from ebbench.engines.recorded import Recording, joined_requests, planned_name, read_recording
@@ -87,6 +88,7 @@ class VllmEngine(SendingEngine):
         ``progress`` gets the path of the server's log and returns what is called while the server starts. Raises as
         :meth:`run` does.
         """
+        refuse_api_server(options, self.name)
         log = Path(tempfile.mkdtemp(prefix="ebbench-vllm-")) / "server.log"  # stays there when a run fails
         with tempfile.TemporaryDirectory(prefix="ebbench-record-") as folder:
             record = Path(folder) / "steps" if not policy.native or self.record_v1 else None

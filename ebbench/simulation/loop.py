@@ -4,12 +4,14 @@ Events at the same nanosecond are taken in the order of their priority, then in 
 
     0  ARRIVAL   a session's first request reaches the front stage
     1  DELIVERY  a dispatched request reaches its unit
-    2  TRANSFER  the KV of a request has arrived at its decode unit
-    3  PASS      a forward pass has ended: the engine signals
-    4  SIGNAL    the signal reaches the dispatcher
-    5  NOTICE    the dispatcher learns which requests have ended
-    6  TIMER     the dispatcher asked to be polled
-    7  WAKE      an engine's oldest step has ended, or an arrival wakes it
+    2  ENTRY     the API server hands a request to its unit
+    3  TRANSFER  the KV of a request has arrived at its decode unit
+    4  DEPARTURE the last token of a request has left the API server
+    5  PASS      a forward pass has ended: the engine signals
+    6  SIGNAL    the signal reaches the dispatcher
+    7  NOTICE    the dispatcher learns which requests have ended
+    8  TIMER     the dispatcher asked to be polled
+    9  WAKE      an engine's oldest step has ended, or an arrival wakes it
 
 A signal comes before its engine wakes. Without network delay a dispatcher can therefore still hand a batch to the step
 that is scheduled at this very moment; with a delay of ``network_ns`` each way it cannot.
@@ -28,13 +30,14 @@ import numpy as np
 
 from ebbench.dispatch.base import Order
 from ebbench.records.plan import Plan
+from ebbench.simulation.api_server import ApiServers
 from ebbench.simulation.engine import OnPass
 from ebbench.simulation.releases import Releases
 from ebbench.simulation.stage import Stage
 from ebbench.simulation.state import UNSET
 from ebbench.simulation.transfer import Handover, StoreFullError, Transfer
 
-ARRIVAL, DELIVERY, TRANSFER, PASS, SIGNAL, NOTICE, TIMER, WAKE = range(8)
+ARRIVAL, DELIVERY, ENTRY, TRANSFER, DEPARTURE, PASS, SIGNAL, NOTICE, TIMER, WAKE = range(10)
 NEVER_NS = 1 << 62
 FRONT, BACK = 0, 1
 
@@ -83,6 +86,7 @@ class EventLoop:
         self._wakes: list[tuple[int, int, int, Any]] = []
         self._sequence = 0
         self._place: dict[int, int] = {}  # decode unit of a request whose KV is in transfer
+        self._entry_ns: dict[int, int] = {}  # when the decode unit's API server is done with it
         if handover is not None:
             handover.start = self._transfer_started
         self._follow_passes()
@@ -90,8 +94,8 @@ class EventLoop:
     def run(self) -> None:
         """Run to the end, or until a decode unit runs out of memory. A KeyboardInterrupt leaves a consistent state."""
         handlers: tuple[Callable[[Any], None], ...] = (
-            self._arrival, self._delivery, self._arrived_kv, self._pass, self._signal, self._notice, self._timer,
-            self._wake,
+            self._arrival, self._delivery, self._entry, self._arrived_kv, self._departure, self._pass, self._signal,
+            self._notice, self._timer, self._wake,
         )  # fmt: skip
         events, wakes, pop = self._events, self._wakes, heapq.heappop
         try:
@@ -180,6 +184,25 @@ class EventLoop:
         self._deliver(FRONT, unit, (row,))
 
     def _deliver(self, index: int, unit: int, rows: Sequence[int]) -> None:
+        """Deliver requests to the API server of their unit; without one, to the unit itself."""
+        servers = self.stages[index].api_servers_of(unit)
+        if servers is None:
+            self._enter(index, unit, rows)
+            return
+        for row in rows:
+            self._enter_at(servers.enter(row, self.now_ns), index, unit, row)
+
+    def _enter_at(self, time_ns: int, index: int, unit: int, row: int) -> None:
+        if time_ns <= self.now_ns:
+            self._enter(index, unit, (row,))
+        else:
+            self._push(time_ns, ENTRY, (index, unit, row))
+
+    def _entry(self, subject: tuple[int, int, int]) -> None:
+        index, unit, row = subject
+        self._enter(index, unit, (row,))
+
+    def _enter(self, index: int, unit: int, rows: Sequence[int]) -> None:
         """Deliver requests to their unit."""
         stage = self.stages[index]
         scheduler = stage.units[unit].scheduler
@@ -230,19 +253,41 @@ class EventLoop:
             again_ns, ended = engine.wake(self.now_ns, self._quiet_until_ns())
             if not ended:
                 break
-            if stage.dispatcher is None:
-                pass
-            elif self._network_ns and index == FRONT:
-                self._push(self.now_ns + self._network_ns, NOTICE, (index, ended))
+            if index == BACK:
+                self._free_copies(ended)
+            if stage.api_servers:
+                self._depart(stage.api_servers[place], index, ended)
             else:
-                self._notice((index, ended))
-            if index == FRONT and self.handover is not None:
-                self._hand_over(ended)
-            else:
-                self._finished(ended)
+                self._departure((index, ended))
         stage.woken[place] = False
         if again_ns is not None:
             self._push_wake(again_ns, index, place)
+
+    def _depart(self, servers: ApiServers, index: int, rows: list[int]) -> None:
+        """Requests that ended in the engine end for their clients when their last tokens have left the API server."""
+        at_once: list[int] = []
+        for row in rows:
+            departed_ns = servers.departed_ns(row)
+            if departed_ns > self.now_ns:
+                self._push(departed_ns, DEPARTURE, (index, [row]))
+            else:
+                at_once.append(row)
+        if at_once:
+            self._departure((index, at_once))
+
+    def _departure(self, subject: tuple[int, list[int]]) -> None:
+        """Requests have ended for their sender: the client, or the proxy between prefill and decode."""
+        index, rows = subject
+        if self.stages[index].dispatcher is None:
+            pass
+        elif self._network_ns and index == FRONT:
+            self._push(self.now_ns + self._network_ns, NOTICE, (index, rows))
+        else:
+            self._notice((index, rows))
+        if index == FRONT and self.handover is not None:
+            self._hand_over(rows)
+        else:
+            self._gone(rows)
 
     def _notice(self, subject: tuple[int, list[int]]) -> None:
         index, rows = subject
@@ -253,11 +298,11 @@ class EventLoop:
             dispatcher.ended(row, self.now_ns)
         self._poll(index)
 
-    def _finished(self, rows: list[int]) -> None:
-        if self.handover is not None:
-            for row in rows:
-                self._start_all(self.handover.finished(row, self.now_ns))
-        self._gone(rows)
+    def _free_copies(self, rows: list[int]) -> None:
+        """Decoding has ended: the KV that was received for it is given up."""
+        assert self.handover is not None
+        for row in rows:
+            self._start_all(self.handover.finished(row, self.now_ns))
 
     # Signals at the ends of passes, for dispatchers that use them.
 
@@ -300,7 +345,10 @@ class EventLoop:
             self.back.dispatcher.arrive(self.back.dispatch_request(row), self.now_ns)
         self._poll(BACK)
         for row in over:
-            self._start_all(self.handover.send(row, int(self.unit_of[row]), self._place.pop(row), self.now_ns))
+            target = self._place.pop(row)
+            if (servers := self.back.api_servers_of(target)) is not None:
+                self._entry_ns[row] = servers.enter(row, self.now_ns)
+            self._start_all(self.handover.send(row, int(self.unit_of[row]), target, self.now_ns))
         if len(over) < len(rows):  # a single token was requested: there is nothing to decode
             decoding = set(over)
             self._gone([row for row in rows if row not in decoding])
@@ -316,9 +364,8 @@ class EventLoop:
         assert self.back is not None
         assert self.handover is not None
         self._start_all(self.handover.arrived(transfer, self.now_ns))
-        self.back.received[transfer.target] += 1
         self._wake_if_idle(FRONT, self.front.engine_of_unit[transfer.source])  # its blocks are free again
-        self._wake_if_idle(BACK, self.back.engine_of_unit[transfer.target])
+        self._enter_at(self._entry_ns.pop(transfer.row, 0), BACK, transfer.target, transfer.row)
 
     def _died(self, full: StoreFullError) -> None:
         """A decode unit ran out of memory: its requests are lost and the run ends."""

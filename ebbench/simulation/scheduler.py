@@ -17,6 +17,7 @@ from typing import Protocol
 import numpy as np
 
 from ebbench.devices.base import StepShape
+from ebbench.simulation.api_server import ApiServers
 from ebbench.simulation.kv import CountedKv, KvBlocks
 from ebbench.simulation.state import UNSET, Ints, RequestState
 from ebbench.simulation.step import NO_ROWS, SchedulerLimits, Step
@@ -51,6 +52,7 @@ class Scheduler:
     ) -> None:
         self.state, self.limits, self.kv = state, limits, kv
         self.listeners: list[SchedulerListener] = []
+        self.api_servers: ApiServers | None = None  # stream the tokens to the clients, if simulated
         self.counted = kv if isinstance(kv, CountedKv) else None  # the same manager, if counting is sufficient
         self.delivered: dict[int, int] = {}
         self.seen_ns: Ints = np.zeros(state.count, np.int64)  # when the scheduler first saw a request
@@ -348,6 +350,8 @@ class Scheduler:
             self._drain_stale(step)
         slots = state.next_slot.take(sampled)
         state.token_ns[slots] = step.end_ns
+        if self.api_servers is not None:
+            self.api_servers.stream(step.end_ns, sampled, slots)
         slots += 1
         state.next_slot[sampled] = slots
         finished = slots == state.end_slot.take(sampled)
@@ -368,6 +372,8 @@ class Scheduler:
         slots = state.next_slot[rows]
         state.token_ns[slots[:, None] + np.arange(count)] = ends_ns
         state.next_slot[rows] = slots + count
+        if self.api_servers is not None:
+            self.api_servers.stream_steps(ends_ns, rows, slots)
 
     def _drain_stale(self, step: Step) -> None:
         """A preempted request still gets the token of the step that was in flight."""

@@ -6,11 +6,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from ebbench.config.topology import PoolSpec
+from ebbench.devices.apiserver import ApiServerCosts
 from ebbench.devices.base import CostModel, StepShape
 from ebbench.dispatch import DispatchSpec, Fleet, make_dispatcher
 from ebbench.dispatch.base import Dispatcher, DispatchRequest, EndForward, UnitReport
 from ebbench.records.content import CHUNK_TOKENS
 from ebbench.records.plan import Plan
+from ebbench.simulation.api_server import ApiServers
 from ebbench.simulation.engine import EngineLoop, Unit
 from ebbench.simulation.kv import KvBlocks
 from ebbench.simulation.scheduler import Scheduler
@@ -30,6 +32,7 @@ class Stage:
 
     ``prefixes`` returns the leading blocks of a request's prompt; None if the dispatcher does not use them.
     ``received``: requests received per unit. ``timer_ns``: when the dispatcher wants to be polled.
+    ``api_servers``: one per engine; empty if clients reach the engines without them.
     """
 
     state: RequestState
@@ -37,6 +40,7 @@ class Stage:
     dispatcher: Dispatcher | None = None
     prefixes: Callable[[int], tuple[int, ...]] | None = None
     timer_ns: int | None = None
+    api_servers: list[ApiServers] = field(default_factory=list)
     units: list[Unit] = field(init=False)
     engine_of_unit: list[int] = field(init=False)
     units_of_engine: list[list[int]] = field(init=False)
@@ -51,6 +55,13 @@ class Stage:
             self.units_of_engine[place].append(unit)
         self.woken = [False] * len(self.engines)
         self.received = [0] * len(self.units)
+        for place, servers in enumerate(self.api_servers):
+            for one in self.engines[place].units:
+                one.scheduler.api_servers = servers
+
+    def api_servers_of(self, unit: int) -> ApiServers | None:
+        """Those of the unit's engine; None where clients reach it without."""
+        return self.api_servers[self.engine_of_unit[unit]] if self.api_servers else None
 
     def dispatch_request(self, row: int) -> DispatchRequest:
         """The request as the dispatcher sees it, without its output length."""
@@ -79,7 +90,8 @@ class StageSpec:
 
     ``cost``: cost model of one unit. ``dispatch`` None: there is only one unit. ``prefill_only``: it computes prompts
     whose KV is then transferred. ``generates``: requests ask for more than their first token. ``first_unit``: index of
-    its first unit among those of all stages.
+    its first unit among those of all stages. ``api_server``: costs of an API server, None without; ``api_server_count``: processes
+    per engine, None is one per unit.
     """
 
     pool: PoolSpec
@@ -93,6 +105,8 @@ class StageSpec:
     generates: bool = True
     network_ns: int = 0
     first_unit: int = 0
+    api_server: ApiServerCosts | None = None
+    api_server_count: int | None = None
 
 
 def build_stage(
@@ -112,8 +126,9 @@ def build_stage(
     engines = [
         EngineLoop(units[size * place : size * (place + 1)], spec.cost, sink) for place in range(spec.pool.instances)
     ]
+    servers = _api_servers(spec, state, len(engines))
     if spec.dispatch is None:
-        return Stage(state, engines), controllers
+        return Stage(state, engines, api_servers=servers), controllers
     dispatcher = make_dispatcher(
         spec.dispatch,
         Fleet([size] * spec.pool.instances),
@@ -123,7 +138,15 @@ def build_stage(
         seed=seed,
         generates=spec.generates,
     )
-    return Stage(state, engines, dispatcher, prefix_reader(plan) if dispatcher.wants_prefix else None), controllers
+    prefixes = prefix_reader(plan) if dispatcher.wants_prefix else None
+    return Stage(state, engines, dispatcher, prefixes, api_servers=servers), controllers
+
+
+def _api_servers(spec: StageSpec, state: RequestState, engines: int) -> list[ApiServers]:
+    if spec.api_server is None:
+        return []
+    count = spec.api_server_count or spec.pool.dp
+    return [ApiServers(spec.api_server, count, state) for _ in range(engines)]
 
 
 def _first_guess_ns(spec: StageSpec) -> int:

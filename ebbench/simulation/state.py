@@ -20,7 +20,8 @@ class RequestState:
     ``computed``: tokens with KV computed or in flight (advanced when scheduled). ``target``: tokens that exist or will
     exist after the steps in flight; a running request has ``target - computed`` tokens to compute. ``last``: the value
     of ``computed`` at which the last output token has been sampled. Token times are in one flat array: request i owns
-    ``token_ns[first_slot[i] : first_slot[i] + max_output[i]]``, filled up to ``next_slot[i]``.
+    ``token_ns[first_slot[i] : first_slot[i] + max_output[i]]``, filled up to ``next_slot[i]``. These are the engine's times;
+    ``client_ns``, in the same form, are the times at which tokens left a simulated API server.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -43,6 +44,7 @@ class RequestState:
         self.end_slot: Ints = self.first_slot + self.max_output
         self.next_slot: Ints = self.first_slot.copy()
         self.token_ns: Ints = np.full(int(self.max_output.sum()), UNSET, np.int64)
+        self.client_ns: Ints | None = None
         self.intended_ns: Ints = np.full(count, UNSET, np.int64)
         self.sent_ns: Ints = np.full(count, UNSET, np.int64)
         self.scheduled_ns: Ints = np.full(count, UNSET, np.int64)

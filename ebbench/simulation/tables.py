@@ -10,7 +10,7 @@ import pyarrow.compute as pc
 
 from ebbench.records.plan import Plan
 from ebbench.records.schema import DECISIONS, REQUESTS, STEPS
-from ebbench.simulation.state import UNSET, RequestState
+from ebbench.simulation.state import UNSET, Ints, RequestState
 from ebbench.simulation.step import Step
 from vllm_eb.decisions import Record
 
@@ -113,8 +113,12 @@ def requests_table(plan: Plan, state: RequestState) -> pa.Table:
     outputs = state.next_slot - state.first_slot
     ended = state.end_ns != UNSET
     has_token = outputs > 0
-    first_ns = np.where(has_token, state.token_ns[np.minimum(state.first_slot, len(state.token_ns) - 1)], UNSET)
-    last_ns = np.where(has_token, state.token_ns[np.maximum(state.next_slot - 1, 0)], UNSET)
+    token_ns = state.token_ns if state.client_ns is None else state.client_ns
+    first_ns = np.where(has_token, token_ns[np.minimum(state.first_slot, len(token_ns) - 1)], UNSET)
+    last_ns = np.where(has_token, token_ns[np.maximum(state.next_slot - 1, 0)], UNSET)
+    end_ns = state.end_ns
+    if state.client_ns is not None:  # a client's request ends when its last token has reached it
+        end_ns = np.where(ended & (outputs == state.max_output), last_ns, end_ns)
     gaps = np.maximum(outputs - 1, 0)
     status = np.where(ended, "ok", np.where(state.sent_ns != UNSET, "cancelled", "never_sent"))
     columns = {name: plan.table[name] for name in ("request_id", "session", "turn", "phase", "input_tokens")}
@@ -125,7 +129,7 @@ def requests_table(plan: Plan, state: RequestState) -> pa.Table:
         "status": pa.array(status, pa.string()),
         "finish_reason": pa.array(np.where(ended, "length", ""), pa.string(), mask=~ended),
         "itl_ns": pa.ListArray.from_arrays(
-            np.concatenate([[0], np.cumsum(gaps)]).astype(np.int32), pa.array(_gap_values(state))
+            np.concatenate([[0], np.cumsum(gaps)]).astype(np.int32), pa.array(_gap_values(state, token_ns))
         ),
         "bundled_tokens": pa.array(np.zeros(count, np.bool_)),
         "preemptions": pa.array(state.preemptions, pa.int32()),
@@ -141,15 +145,15 @@ def requests_table(plan: Plan, state: RequestState) -> pa.Table:
         "first_byte_ns": first_ns,
         "first_token_ns": first_ns,
         "last_token_ns": last_ns,
-        "end_ns": state.end_ns,
+        "end_ns": end_ns,
     }
     columns |= {name: pa.array(values, pa.int64(), mask=values == UNSET) for name, values in times.items()}
     return pa.table({name: columns[name] for name in REQUESTS.names}, schema=REQUESTS)
 
 
-def _gap_values(state: RequestState) -> np.ndarray:
+def _gap_values(state: RequestState, token_ns: Ints) -> np.ndarray:
     """All gaps between consecutive tokens of a request (ns), requests in plan order."""
-    inner = state.token_ns[1:] != UNSET  # a request fills its slots from the first one on
+    inner = token_ns[1:] != UNSET  # a request fills its slots from the first one on
     firsts = state.first_slot[(state.first_slot > 0) & (state.first_slot <= len(inner))]
     inner[firsts - 1] = False
-    return np.asarray(np.diff(state.token_ns)[inner])
+    return np.asarray(np.diff(token_ns)[inner])

@@ -178,6 +178,8 @@ class Handover:
             return True
         slot = int(after.first_slot[row])
         after.token_ns[slot] = now_ns
+        if after.client_ns is not None:
+            after.client_ns[slot] = now_ns
         after.next_slot[row] = slot + 1
         after.target[row] += 1
         if after.max_output[row] > 1:
@@ -194,12 +196,11 @@ class Handover:
         return self.fabric.offer(row, source, target, size_bytes, now_ns)
 
     def arrived(self, transfer: Transfer, now_ns: int) -> list[Transfer]:
-        """The KV has arrived: free the sender's blocks, allow decoding; returns the transfers that start next."""
+        """The KV has arrived: free the sender's blocks; returns the transfers that start next. The caller adds the row."""
         row, target = transfer.row, self._targets[transfer.target]
         self._sources[transfer.source].free_finished(row)
         # If the first token is still missing, the last prompt token is computed again to get it.
         target.delivered[row] = int(self._before.prompt[row]) - (0 if self._from_prefill else 1)
-        target.add(row)
         return self.fabric.ended(transfer, now_ns)
 
     def finished(self, row: int, now_ns: int) -> list[Transfer]:

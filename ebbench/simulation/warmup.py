@@ -84,7 +84,10 @@ def without_warmup(state: RequestState, plan: Plan, beginning: Beginning) -> Req
         setattr(alone, name, getattr(state, name)[: alone.count])
     for name in _TIMES:
         setattr(alone, name, _after(getattr(state, name)[: alone.count], beginning.time_ns))
-    alone.token_ns = _after(state.token_ns[: len(alone.token_ns)], beginning.time_ns)
+    own = len(alone.token_ns)
+    alone.token_ns = _after(state.token_ns[:own], beginning.time_ns)
+    if state.client_ns is not None:
+        alone.client_ns = _after(state.client_ns[:own], beginning.time_ns)
     return alone
 
 

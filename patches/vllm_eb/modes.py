@@ -11,7 +11,7 @@ from vllm_eb.theory import Crossover, crossover
 Mode = Literal["eb", "mb"]
 
 COOLDOWN_EVALUATIONS = 3
-MIN_ACTIVE_SEQS = 16.0
+MIN_ACTIVE_SEQS = 16
 # N_obs follows a filling batch quickly and a draining one slowly, so that the dip at the end of each decode phase does
 # not look like light traffic.
 RISE_WEIGHT, FALL_WEIGHT = 0.3, 0.05
@@ -30,10 +30,24 @@ class Evaluation:
 
 
 class ModeSelector:
-    """Mode, smoothed batch size and cooldown. ``margin`` and ``sticky`` as in EbPlus."""
+    """Mode, smoothed batch size and cooldown.
 
-    def __init__(self, calibration: Calibration, margin: float | None, sticky: float, max_num_seqs: int) -> None:
+    ``margin``, ``sticky``, ``min_active`` (sequences) and ``min_completions`` (requests) as in EbPlus.
+    """
+
+    def __init__(
+        self,
+        calibration: Calibration,
+        margin: float | None,
+        sticky: float,
+        max_num_seqs: int,
+        *,
+        min_active: int = MIN_ACTIVE_SEQS,
+        min_completions: int = 0,
+    ) -> None:
         self._calibration, self._sticky = calibration, sticky
+        self._min_active, self._min_completions = min_active, min_completions
+        self._completions = 0
         self._margin = calibration.margin if margin is None else margin
         self.mode: Mode = "mb"
         self.n_obs = float(max_num_seqs)
@@ -44,10 +58,16 @@ class ModeSelector:
         weight = RISE_WEIGHT if active_seqs > self.n_obs else FALL_WEIGHT
         self.n_obs += weight * (active_seqs - self.n_obs)
 
+    def on_finish(self) -> None:
+        """A request left its slot."""
+        self._completions += 1
+
     def evaluate(self, *, mu_l: float, mu_o: float, theta0: float) -> Evaluation:
         """Decide the mode from the current estimates (tokens; share of N)."""
-        if self.n_obs < MIN_ACTIVE_SEQS:
-            return self._stay(None, f"fewer than {MIN_ACTIVE_SEQS:.0f} active sequences")
+        if self._completions < self._min_completions:
+            return self._stay(None, f"fewer than {self._min_completions} completions")
+        if self.n_obs < self._min_active:
+            return self._stay(None, f"fewer than {self._min_active} active sequences")
         sides = crossover(self._calibration, mu_l=mu_l, mu_o=mu_o, n_obs=self.n_obs, theta0=theta0)
         if self._cooldown > 0:
             self._cooldown -= 1

@@ -9,7 +9,10 @@ from hypothesis import strategies as st
 from scipy.optimize import brentq
 
 from vllm_eb.calibration import Calibration, MixedCost
+from vllm_eb.controller import Controller
+from vllm_eb.decisions import View
 from vllm_eb.modes import COOLDOWN_EVALUATIONS, MIN_ACTIVE_SEQS, ModeSelector
+from vllm_eb.policy import parse_policy
 from vllm_eb.theory import crossover
 
 MEANS = {"mu_l": 512.0, "mu_o": 256.0, "theta0": 0.2}
@@ -77,3 +80,46 @@ def test_decides_nothing_with_few_sequences() -> None:
     assert not chosen.evaluate(**MEANS).switched
     assert chosen.evaluate(**MEANS).crossover is None
     assert chosen.mode == "mb"
+
+
+@given(least=st.integers(MIN_ACTIVE_SEQS + 1, SEQS), active=st.integers(1, SEQS))
+def test_min_active_bounds_the_sequences_at_which_it_decides(least: int, active: int) -> None:
+    chosen = ModeSelector(calibrated(1e-3), 1e-5, STICKY, SEQS, min_active=least)
+    for _ in range(500):
+        chosen.observe(active)
+    assert chosen.evaluate(**MEANS).switched == (chosen.n_obs >= least)
+    assert (chosen.n_obs >= least) == (active >= least)
+
+
+@given(least=st.integers(0, 1000), seen=st.integers(0, 1000))
+def test_min_completions_bounds_the_completions_before_the_first_decision(least: int, seen: int) -> None:
+    chosen = ModeSelector(calibrated(1e-3), 1e-5, STICKY, SEQS, min_completions=least)
+    for _ in range(seen):
+        chosen.on_finish()
+    assert chosen.evaluate(**MEANS).switched == (seen >= least)
+
+
+def test_the_policy_passes_its_bounds_on_and_counts_completions() -> None:
+    spec = parse_policy("ebplus:min_completions=40,min_active=8,update_every=10,min_samples=5,margin=-1")
+    controller = Controller(spec, calibrated(1e-3), max_num_seqs=64, block_size=16, num_blocks=10_000)
+    modes = []
+    for step in range(1, 61):
+        controller.on_prompt(100)
+        controller.on_finish(20)
+        view = View(
+            now_s=float(step), step_id=step, decoding=32, prefilling=0, waiting=4, free_blocks=9_000, idle_sessions=0,
+            last_tokens_out=False,
+        )  # fmt: skip
+        controller.decide(view)
+        modes.append(controller.mode)
+    assert set(modes[:38]) == {"mb"}
+    assert modes[-1] == "eb"
+
+
+def test_too_many_active_sequences_asked_for_is_said_before_the_run() -> None:
+    spec = parse_policy("ebplus:min_active=300")
+    caution = spec.caution(256, 1024)
+    assert caution is not None
+    assert "256" in caution[1]
+    assert spec.caution(512, 1024) is None
+    assert spec.caution(0, 1024) is None  # an open loop: as many as there are slots

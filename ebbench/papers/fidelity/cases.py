@@ -6,9 +6,10 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
+from ebbench.devices.apiserver import OFF
 from ebbench.errors import DataError
 from ebbench.papers.protocols import (
     Protocol,
@@ -39,7 +40,10 @@ class Published:
 
 @dataclass(frozen=True)
 class Case:
-    """One run to repeat, with its published results. ``topology`` "" is one GPU; ``quantization`` as named by vLLM."""
+    """One run to repeat, with its published results.
+
+    ``topology`` "" is one GPU; ``quantization`` as named by vLLM; ``api_server`` as in EngineOptions.
+    """
 
     name: str
     device: str
@@ -51,6 +55,7 @@ class Case:
     group: str = ""
     topology: str = ""
     quantization: str | None = None
+    api_server: str = OFF
 
 
 def all_cases() -> list[Case]:
@@ -58,6 +63,20 @@ def all_cases() -> list[Case]:
     from ebbench.papers.fidelity.cases_servers import server_cases
 
     return [*table3(), *real_workloads(), *figure3(), *table13(), *server_cases()]
+
+
+AS_SERVED = ", API server"
+"""Ends the source of cells that were made with the API server simulated."""
+SERVED = ("table 3", "table 2 and figure 5", "table 17", "table 19", "table 20")
+API_SERVER = "datacenter"
+
+
+def as_served(cases: Iterable[Case]) -> Iterator[Case]:
+    """Of the groups measured from outside a server under many requests: the same cases behind an API server."""
+    for case in cases:
+        if case.group in SERVED:
+            published = tuple(replace(number, source=number.source + AS_SERVED) for number in case.published)
+            yield replace(case, published=published, api_server=API_SERVER)
 
 
 def table3() -> Iterator[Case]:

@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 from ebbench.analysis.documents import Section
 from ebbench.export.markdown import section_lines
 from ebbench.papers.fidelity import scoreboard, tables
+from ebbench.papers.fidelity.cases import AS_SERVED
 from ebbench.papers.fidelity.scores import REPLAY_TARGETS, THROUGHPUT, Cell, Score, replay_scores, scores
 from ebbench.render import palette
 
@@ -38,6 +39,7 @@ on. In brackets: the median of the last committed table, where it differs. *Dire
 that the source tells apart by more than 2 %, those with the same winner; of tables 19 and 20, the cases with the same
 fastest setting. The engine arguments behind *silicon*
 (aiconfigurator-core's `silicon_sample.csv`) are unknown, and its TTFT is defined differently by source: TPOT counts.
+*API server*: the same runs with vLLM's API server simulated (`--api-server datacenter`), which is off unless asked for.
 """
 
 
@@ -118,7 +120,11 @@ def _pictures(cells: Sequence[Cell], out: Path) -> list[Path]:
 
     alt, written = altair(), []
     for name, metrics, title in PICTURES:
-        rows = [_point(cell) for cell in cells if cell.metric in metrics and cell.scored]
+        rows = [
+            _point(cell)
+            for cell in cells
+            if cell.metric in metrics and cell.scored and not cell.source.endswith(AS_SERVED)
+        ]
         if rows:
             path = out / f"{name}.svg"
             (_errors if name == "throughput" else _scatter)(alt, title, rows).save(str(path))

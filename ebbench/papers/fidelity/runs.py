@@ -58,7 +58,8 @@ def case_runs(case: Case, seed: int, host: HostCosts | None = None) -> tuple[Run
     """One run, or one per concurrency, whose figures are averaged."""
     topology = parse_topology(case.topology) if case.topology else None
     runs = protocol_cells(case.protocol, case.device, case.model, seed=seed)
-    return tuple(run.changed(host=host, topology=topology, quantization=case.quantization) for run in runs)
+    changes = {"host": host, "topology": topology, "quantization": case.quantization, "api_server": case.api_server}
+    return tuple(run.changed(**changes) for run in runs)
 
 
 def cells_of(
@@ -83,7 +84,8 @@ def cells_of(
             for number in case.published
         ]  # fmt: skip
         first = next(cell for cell in cells[-len(case.published) :])
-        say(f"{case.group}: {case.device} {case.model} {case.name} {case.scheduler}: {first.metric} {first.error:+.1%}")
+        what = f"{case.device} {case.model} {case.name} {case.scheduler}"
+        say(f"{first.source}: {what}: {first.metric} {first.error:+.1%}")
     return cells
 
 

@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from vllm_eb.adaptive import EstimatingSpec
 from vllm_eb.decisions import View
 from vllm_eb.lengths import Lengths
-from vllm_eb.modes import Mode, ModeSelector
+from vllm_eb.modes import MIN_ACTIVE_SEQS, Mode, ModeSelector
 from vllm_eb.policies.eb import OnlineThreshold
 from vllm_eb.policy import setting
 from vllm_eb.strategy import Change, EngineFacts, Strategy, Values
+
+MOST_ACTIVE, MOST_COMPLETIONS = 65_536, 100_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +29,25 @@ class EbPlus(EstimatingSpec):
         None, "advantage in s/token at which EB+ changes mode; default: the device's published value", unit="s/token"
     )
     sticky: float = setting(3.0, "EB+ leaves exclusive batches when they are behind by this many margins")
+    min_active: int = setting(
+        MIN_ACTIVE_SEQS, "active sequences (smoothed) below which EB+ keeps its mode", unit="sequences", at_least=1,
+        at_most=MOST_ACTIVE,
+    )  # fmt: skip
+    min_completions: int = setting(
+        0, "completions before EB+'s first choice of mode", unit="requests", at_least=0, at_most=MOST_COMPLETIONS
+    )
+
+    def caution(self, open_at_most: int, max_num_seqs: int) -> tuple[str, str, str] | None:
+        """With fewer sequences than it asks for it stays as it began: mixed."""
+        most = min(open_at_most, max_num_seqs) if open_at_most else max_num_seqs
+        if most >= self.min_active:
+            return None
+        return (
+            "never-active-enough",
+            f"At most {most:,} sequences are active, so with min_active={self.min_active} EB+ never chooses and stays "
+            "in mixed batches, as v1.",
+            f"Use min_active={most} or less, or more open requests.",
+        )
 
     def strategy(self, engine: EngineFacts, lengths: Lengths) -> Strategy:
         """Algorithm 1, followed by a choice of mode after each update."""
@@ -40,12 +61,20 @@ class Switching(OnlineThreshold):
 
     def __init__(self, spec: EbPlus, engine: EngineFacts, lengths: Lengths) -> None:
         super().__init__(spec, engine, lengths)
-        self._selector = ModeSelector(engine.calibration, spec.margin, spec.sticky, engine.max_num_seqs)
+        self._selector = ModeSelector(
+            engine.calibration, spec.margin, spec.sticky, engine.max_num_seqs,
+            min_active=spec.min_active, min_completions=spec.min_completions,
+        )  # fmt: skip
 
     @property
     def facts(self) -> Values:
         """``theta0``, the base threshold, and ``n_obs``, the smoothed batch size."""
         return {**super().facts, "n_obs": self._selector.n_obs}
+
+    def on_finish(self, output_tokens: int) -> None:
+        """One more completion, and its length for the hazard."""
+        super().on_finish(output_tokens)
+        self._selector.on_finish()
 
     def observe(self, view: View) -> None:
         """Record the batch size of this step."""

@@ -1,0 +1,89 @@
+"""vLLM's API server as a stage between clients and one engine instance: a FIFO queue per process.
+
+A request enters the engine when the process is done with its prompt; each token of an answer leaves when the process
+has streamed it, after everything that came before. The engine itself does not wait for it. With one core per process
+the departure of a job follows from what came earlier: ``departure = max(arrival, departure of the job before) +
+service``. It is therefore computed when the job comes, and needs no event queue, as long as jobs come in the order of
+their times.
+
+The engine goes by ``token_ns``, when a step ended; clients go by ``client_ns``, when a token left here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from ebbench.devices.apiserver import ApiServerCosts
+from ebbench.simulation.state import UNSET, Ints, RequestState
+
+
+class ApiServers:
+    """The API server processes of one engine instance; requests go to them in turn."""
+
+    def __init__(self, costs: ApiServerCosts, count: int, state: RequestState) -> None:
+        """``count``: processes. The times at which tokens leave are written to ``state.client_ns``."""
+        self._state, self._costs, self._token_ns = state, costs, costs.token_ns
+        if state.client_ns is None:
+            state.client_ns = np.full(len(state.token_ns), UNSET, np.int64)
+        self._client_ns = state.client_ns
+        self._free_ns = [0] * count
+        self._next = 0
+        self._process_of: Ints = np.zeros(state.count, np.int64)
+        self._waits_ns: Ints = np.zeros(0, np.int64)  # token_ns times 1, 2, ...
+
+    def enter(self, row: int, now_ns: int) -> int:
+        """A client's request has come; returns when it enters the engine, in ns."""
+        process = self._next
+        self._next = (process + 1) % len(self._free_ns)
+        self._process_of[row] = process
+        service_ns = self._costs.request_ns(int(self._state.prompt[row]))
+        self._free_ns[process] = departure_ns = max(self._free_ns[process], now_ns) + service_ns
+        return departure_ns
+
+    def departed_ns(self, row: int) -> int:
+        """When the last token of an ended request left."""
+        return int(self._client_ns[self._state.next_slot[row] - 1])
+
+    def stream(self, end_ns: int, rows: Ints, slots: Ints) -> None:
+        """A step that ended at ``end_ns`` has one token of each of ``rows``, for these slots of ``client_ns``."""
+        if len(self._free_ns) == 1:
+            self._stream(0, end_ns, slots)
+            return
+        processes = self._process_of.take(rows)
+        for process in range(len(self._free_ns)):
+            self._stream(process, end_ns, slots[processes == process])
+
+    def _stream(self, process: int, end_ns: int, slots: Ints) -> None:
+        count = len(slots)
+        if not count:
+            return
+        start_ns = max(self._free_ns[process], end_ns)
+        self._client_ns[slots] = start_ns + self._waits(count)
+        self._free_ns[process] = start_ns + count * self._token_ns
+
+    def stream_steps(self, ends_ns: Sequence[int], rows: Ints, slots: Ints) -> None:
+        """Steps that ended at these times have one token each of all ``rows``, the first of them for these slots."""
+        if len(self._free_ns) == 1:
+            self._stream_steps(0, ends_ns, slots)
+            return
+        processes = self._process_of.take(rows)
+        for process in range(len(self._free_ns)):
+            self._stream_steps(process, ends_ns, slots[processes == process])
+
+    def _stream_steps(self, process: int, ends_ns: Sequence[int], slots: Ints) -> None:
+        count, steps = len(slots), np.arange(len(ends_ns))
+        if not count:
+            return
+        batch_ns = count * self._token_ns
+        # The recursion start = max(end of the step, start before + batch), for all steps at once.
+        latest = np.maximum.accumulate(np.asarray(ends_ns, np.int64) - batch_ns * steps)
+        starts_ns = np.maximum(latest, self._free_ns[process]) + batch_ns * steps
+        self._client_ns[slots[:, None] + steps] = starts_ns + self._waits(count)[:, None]
+        self._free_ns[process] = int(starts_ns[-1]) + batch_ns
+
+    def _waits(self, count: int) -> Ints:
+        if len(self._waits_ns) < count:
+            self._waits_ns = self._token_ns * np.arange(1, 2 * count + 1)
+        return self._waits_ns[:count]

@@ -1,0 +1,290 @@
+"""What vLLM's API server costs on this machine: CPU time per streamed token, per request and per prompt token.
+
+    python tests/benchmarks/bench_api_server.py [--model FOLDER] [--seconds 20] [--write FILE.toml]
+
+A real ``vllm serve`` (completions, streamed, one API server) in front of the project's emulated device in real time, so
+that the engine computes nothing and the machine needs no GPU. Four loads, each with its CPU time by the operating
+system's count, main thread and other threads apart, so that other work on the machine does not enter the figures:
+
+- short prompts and one token of answer: the cost of a request;
+- long prompts and one token: the cost of a prompt token;
+- short prompts and long answers at a rate far below saturation: the cost of a streamed token in a message of its own;
+- the same, as fast as the engine makes tokens: how many tokens one message then carries, and the messages per second.
+
+``--write`` stores the costs as a file for ``ebbench run --api-server FILE.toml``. Without ``--model`` a tokenizer is
+trained on the project's own documents (byte-level BPE). No figure here is a test.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ebbench.engines.base import EngineOptions
+from ebbench.engines.machine import machine_name
+from ebbench.engines.vllm import server_environment
+from ebbench.engines.vllm_command import Emulation, Serving, executable_line
+from ebbench.engines.vllm_server import ServerProcess, free_port
+from vllm_eb.policy import parse_policy
+
+TICK_S = 1 / os.sysconf("SC_CLK_TCK")
+MARK = b"data: "
+READY_S = 600.0
+SHORT, LONG = 16, 1016  # prompt tokens
+
+
+@dataclass(frozen=True)
+class Load:
+    """``streams`` clients, each sending ``requests`` one after the other."""
+
+    name: str
+    streams: int
+    requests: int
+    prompt_tokens: int
+    answer_tokens: int
+
+    @property
+    def total(self) -> int:
+        """Requests in all."""
+        return self.streams * self.requests
+
+
+@dataclass(frozen=True)
+class Measured:
+    """CPU seconds of the main thread and of the others, wall seconds, and the messages that arrived."""
+
+    load: Load
+    main_s: float
+    others_s: float
+    wall_s: float
+    messages: int
+
+    @property
+    def cpu_s(self) -> float:
+        """Of all threads."""
+        return self.main_s + self.others_s
+
+    @property
+    def tokens(self) -> int:
+        """Streamed tokens."""
+        return self.load.total * self.load.answer_tokens
+
+
+class Answer(asyncio.Protocol):
+    """Counts the messages of one streamed answer."""
+
+    def __init__(self, request: bytes, done: asyncio.Future[int]) -> None:
+        self._request, self._done, self._messages, self._end = request, done, 0, b""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Send the request."""
+        assert isinstance(transport, asyncio.Transport)
+        transport.write(self._request)
+
+    def data_received(self, data: bytes) -> None:
+        """Count, also a mark that was cut in two."""
+        self._messages += (self._end[-(len(MARK) - 1) :] + data).count(MARK)
+        self._end = (self._end + data)[-64:]
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """The server closes the connection after the last message."""
+        if not self._done.done():
+            if b"[DONE]" in self._end:
+                self._done.set_result(self._messages - 1)  # without [DONE] itself
+            else:
+                self._done.set_exception(error or RuntimeError(f"no [DONE] at the end: {self._end!r}"))
+
+
+def request_bytes(port: int, model: str, prompt: str, answer_tokens: int) -> bytes:
+    """An HTTP/1.1 request after which the server closes."""
+    body = json.dumps(
+        {"model": model, "prompt": prompt, "max_tokens": answer_tokens, "ignore_eos": True, "stream": True}
+    ).encode()
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nConnection: close\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
+    return head.encode() + body
+
+
+async def carry_out(load: Load, port: int, model: str, prompt: str) -> int:
+    """Run the load; returns the messages received."""
+    loop, request = asyncio.get_running_loop(), request_bytes(port, model, prompt, load.answer_tokens)
+
+    async def stream() -> int:
+        found = 0
+        for _ in range(load.requests):
+            done: asyncio.Future[int] = loop.create_future()
+            await loop.create_connection(lambda done=done: Answer(request, done), "127.0.0.1", port)  # type: ignore[misc]
+            found += await done
+        return found
+
+    return sum(await asyncio.gather(*(stream() for _ in range(load.streams))))
+
+
+def threads_s(pid: int) -> dict[int, float]:
+    """CPU seconds of every thread of a process."""
+    found = {}
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        fields = (task / "stat").read_text().rpartition(")")[2].split()
+        found[int(task.name)] = (int(fields[11]) + int(fields[12])) * TICK_S
+    return found
+
+
+def measure(load: Load, pid: int, port: int, model: str, prompt: str) -> Measured:
+    """The load, with the CPU time of process ``pid`` while it runs."""
+    before, start_s = threads_s(pid), time.perf_counter()
+    messages = asyncio.run(carry_out(load, port, model, prompt))
+    wall_s = time.perf_counter() - start_s
+    after = threads_s(pid)
+    spent = {thread: seconds - before.get(thread, 0.0) for thread, seconds in after.items()}
+    return Measured(load, spent.pop(pid), sum(spent.values()), wall_s, messages)
+
+
+def api_server_pid(group: int) -> int:
+    """The process of a server's group that listens for clients: the one named ``vllm serve``'s main."""
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            text = stat.read_text()
+        except OSError:
+            continue
+        fields = text.rpartition(")")[2].split()
+        if int(fields[2]) != group:
+            continue
+        pid = int(stat.parent.name)
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        if b"serve" in words and b"--port" in words and b"-m" in words and int(fields[1]) != 1 and _listens(pid):
+            return pid
+    raise RuntimeError("no API server found in the process group")
+
+
+def _listens(pid: int) -> bool:
+    """Whether it holds a listening TCP socket."""
+    listening = {
+        fields[9] for line in Path("/proc/net/tcp").read_text().splitlines()[1:] if (fields := line.split())[3] == "0A"
+    }
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            target = str(link.readlink())
+        except OSError:
+            continue
+        if target.startswith("socket:[") and target[8:-1] in listening:
+            return True
+    return False
+
+
+def tokenizer_model(folder: Path) -> None:
+    """A model folder whose tokenizer is a byte-level BPE, trained on the project's documents; no weights."""
+    from tokenizers import ByteLevelBPETokenizer
+
+    docs = sorted(str(path) for path in (Path(__file__).parents[2] / "docs").glob("*.md"))
+    tokenizer = ByteLevelBPETokenizer()
+    tokenizer.train(docs, vocab_size=8000, special_tokens=["<bos>", "<eos>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    names = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<bos>", "eos_token": "<eos>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(names))
+    config = {
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 64, "intermediate_size": 128,
+        "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "vocab_size": 8000,
+        "max_position_embeddings": 4096, "torch_dtype": "bfloat16", "hidden_act": "silu", "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": True,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def prompt_of(model: Path, tokens: int) -> str:
+    """Text of about so many tokens."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    text = " ".join(path.read_text() for path in sorted((Path(__file__).parents[2] / "docs").glob("*.md"))[:4])
+    return str(tokenizer.decode(tokenizer.encode(text).ids[:tokens]))
+
+
+def serve_and_measure(model: Path, loads: Sequence[tuple[Load, float]], seconds: float) -> list[Measured]:
+    """Measure the loads, each on a server whose device runs at its slow motion."""
+    found: list[Measured] = []
+    for slow_motion in dict.fromkeys(slow for _, slow in loads):
+        port = free_port()
+        serving = Serving(
+            str(model), parse_policy("v1"), port=port, max_model_len=4096,
+            options=EngineOptions(max_num_seqs=512, enable_prefix_caching=False),
+            emulation=Emulation("h200", "qwen3-8b", slow_motion), extra=("--uvicorn-log-level", "warning"),
+        )  # fmt: skip
+        with tempfile.TemporaryDirectory(prefix="ebbench-api-server-") as folder:
+            log = Path(folder) / "server.log"
+            url = f"http://127.0.0.1:{port}"
+            with ServerProcess(executable_line(serving), url, log, server_environment()) as server:
+                server.wait_ready(READY_S, lambda _: None)
+                pid = api_server_pid(server.group)
+                warm = Load("warm-up", 16, 4, SHORT, 16)
+                measure(warm, pid, port, str(model), prompt_of(model, SHORT))
+                for load, slow in loads:
+                    if slow != slow_motion:
+                        continue
+                    idle = threads_s(pid)
+                    time.sleep(min(seconds / 10, 2.0))
+                    resting_s = sum(threads_s(pid).values()) - sum(idle.values())
+                    found.append(measure(load, pid, port, str(model), prompt_of(model, load.prompt_tokens)))
+                    show(found[-1], resting_s)
+    return found
+
+
+def show(one: Measured, resting_s: float) -> None:
+    """One line per load."""
+    load = one.load
+    print(
+        f"{load.name:28} {load.total:6} requests {one.tokens:8} tokens {one.messages:8} messages in {one.wall_s:6.1f} s"
+        f"  main {one.main_s:6.2f} s  other threads {one.others_s:6.2f} s  (before, at rest: {resting_s:.2f} s)",
+        flush=True,
+    )
+
+
+def main() -> None:
+    """Measure, print, and store if asked to."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, help="folder with config.json and tokenizer.json")
+    parser.add_argument("--seconds", type=float, default=20.0, help="length of each load, about")
+    parser.add_argument("--write", type=Path, help="store the costs as a TOML file")
+    args = parser.parse_args()
+    rounds = max(1, round(args.seconds / 4))
+    loads = [
+        (Load("requests", 8, 40 * rounds, SHORT, 1), 1.0),
+        (Load("prompt tokens", 8, 20 * rounds, LONG, 1), 1.0),
+        (Load("streamed tokens", 32, 1 * rounds, SHORT, 128), 6.0),
+        (Load("as fast as the engine", 256, 1, SHORT, 512), 0.2),
+    ]
+    with tempfile.TemporaryDirectory(prefix="ebbench-tokenizer-") as folder:
+        model = args.model or Path(folder)
+        if args.model is None:
+            tokenizer_model(model)
+        requests, prompts, tokens, fast = serve_and_measure(model, loads, args.seconds)
+    # One answer token is part of a request here; its cost is taken off once the token's is known.
+    request_us = requests.cpu_s / requests.load.total * 1e6
+    prompt_us = (prompts.cpu_s / prompts.load.total * 1e6 - request_us) / (LONG - SHORT)
+    token_us = (tokens.cpu_s / tokens.load.total * 1e6 - request_us) / (tokens.load.answer_tokens - 1)
+    request_us -= token_us + SHORT * prompt_us
+    print(f"machine: {machine_name()}")
+    print(f"streamed token {token_us:.0f} us, request {request_us:.0f} us ({request_us / token_us:.0f} tokens' worth),")
+    print(f"prompt token {prompt_us:.2f} us ({prompt_us / token_us:.3f} tokens' worth)")
+    print(
+        f"as fast as the engine: {fast.tokens / fast.wall_s:,.0f} tokens/s in {fast.messages / fast.wall_s:,.0f} "
+        f"messages/s of {fast.tokens / fast.messages:.2f} tokens; {fast.cpu_s / fast.messages * 1e6:.0f} us of CPU per "
+        f"message, {fast.cpu_s / fast.tokens * 1e6:.0f} us per token, {fast.cpu_s / fast.wall_s:.0%} of a core"
+    )
+    if args.write is not None:
+        args.write.write_text(
+            f"token_us = {token_us:.1f}\nrequest_us = {request_us:.0f}\nprompt_token_us = {prompt_us:.3f}\n"
+            f'source = "measured by tests/benchmarks/bench_api_server.py on {machine_name()}"\n'
+        )
+
+
+if __name__ == "__main__":
+    main()
