@@ -141,3 +141,15 @@ def test_a_step_of_no_sampled_sequence_pays_no_head() -> None:
     cost = load_device("rtx-pro-6000", "qwen3-8b", host=AS_PROFILED).cost
     chunk = StepShape(((2048, 0),), 0, 0, 0)
     assert cost.step_s(chunk) < cost.step_s(chunk._replace(sampled_seqs=1))
+
+
+@pytest.mark.parametrize("device", ["rtx-pro-6000", "h200"])
+@pytest.mark.parametrize("before", [0, 511])
+def test_a_chunk_of_one_token_takes_as_long_as_a_decode(device: str, before: int) -> None:
+    """vLLM tells prompts from decodes by the tokens of a step: the last token of a prompt found in the cache is one."""
+    cost = load_device(device, "qwen3-8b").cost
+    others = ((300, 0),)
+    for chunks in ((), others):
+        alone = cost.step_s(StepShape((*chunks, (1, before)), 127, 127 * 600, 128 + len(chunks)))
+        decode = cost.step_s(StepShape(chunks, 128, 127 * 600 + before + 1, 128 + len(chunks)))
+        assert alone == decode
