@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
@@ -76,3 +77,16 @@ def test_equal_under_random_settings(seed: int) -> None:
         pytest.skip("this vLLM holds a lone request to long_prefill_token_threshold too; the simulator follows 0.32")
     sim, emulated = run_sim(plan, policy, DEVICE, options), run_emulated(plan, policy, DEVICE, options)
     assert differences(sim, emulated) == []
+
+
+@pytest.mark.parametrize("seed", range(100, 112))
+def test_equal_behind_an_api_server(seed: int) -> None:
+    """Requests enter late and clients see their tokens late; both engines must agree on every one of these times."""
+    plan, policy, options = random_case(seed)
+    options = replace(
+        options, api_server="datacenter", api_server_count=1 + seed % 3, warmup=seed % 5, long_prefill_token_threshold=0
+    )
+    sim, emulated = run_sim(plan, policy, DEVICE, options), run_emulated(plan, policy, DEVICE, options)
+    assert differences(sim, emulated) == []
+    off = run_sim(plan, policy, DEVICE, replace(options, api_server="off", api_server_count=None))
+    assert sim.requests["first_token_ns"].to_pylist() != off.requests["first_token_ns"].to_pylist()
