@@ -197,6 +197,7 @@ def _named(cell: Cell) -> Mapping[str, str | None]:
         "device": cell.device,
         "topology": cell.topology if isinstance(cell.topology, str) else None,
         "calibration": cell.calibration,
+        "api_server": cell.options.api_server,
     }
 
 
