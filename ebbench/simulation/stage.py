@@ -90,8 +90,8 @@ class StageSpec:
 
     ``cost``: cost model of one unit. ``dispatch`` None: there is only one unit. ``prefill_only``: it computes prompts
     whose KV is then transferred. ``generates``: requests ask for more than their first token. ``first_unit``: index of
-    its first unit among those of all stages. ``api_server``: costs of an API server, None without; ``api_server_count``: processes
-    per engine, None is one per unit.
+    its first unit among those of all stages. ``api_server``: costs of an API server, None without;
+    ``api_server_count``: processes per engine, None is one per unit.
     """
 
     pool: PoolSpec

@@ -20,8 +20,8 @@ class RequestState:
     ``computed``: tokens with KV computed or in flight (advanced when scheduled). ``target``: tokens that exist or will
     exist after the steps in flight; a running request has ``target - computed`` tokens to compute. ``last``: the value
     of ``computed`` at which the last output token has been sampled. Token times are in one flat array: request i owns
-    ``token_ns[first_slot[i] : first_slot[i] + max_output[i]]``, filled up to ``next_slot[i]``. These are the engine's times;
-    ``client_ns``, in the same form, are the times at which tokens left a simulated API server.
+    ``token_ns[first_slot[i] : first_slot[i] + max_output[i]]``, filled up to ``next_slot[i]``. These are the
+    engine's times; ``client_ns``, in the same form, are the times at which tokens left a simulated API server.
     """
 
     def __init__(self, plan: Plan) -> None:
