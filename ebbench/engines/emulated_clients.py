@@ -72,7 +72,7 @@ class VirtualClients:
         return self._events[0][0] if self._events else None
 
     def ended(self, row: int, now_ns: int) -> None:
-        """Process the end of a request in the engine. Sessions that arrived by then come first: they may wait for its slot."""
+        """Process the end of a request in the engine. Sessions that arrived by then come first."""
         self.catch_up(now_ns)
         departed_ns = now_ns if self._api_servers is None else self._api_servers.departed_ns(row)
         if departed_ns <= now_ns:

@@ -196,7 +196,7 @@ class Handover:
         return self.fabric.offer(row, source, target, size_bytes, now_ns)
 
     def arrived(self, transfer: Transfer, now_ns: int) -> list[Transfer]:
-        """The KV has arrived: free the sender's blocks. Returns the transfers that start next; the caller adds the row."""
+        """The KV has arrived: free the sender's blocks. Returns the transfers that start; the caller adds the row."""
         row, target = transfer.row, self._targets[transfer.target]
         self._sources[transfer.source].free_finished(row)
         # If the first token is still missing, the last prompt token is computed again to get it.
