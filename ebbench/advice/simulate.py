@@ -17,19 +17,18 @@ from ebbench.runs.make import device_of, plan_of
 from ebbench.runs.store import RunStore
 from ebbench.workloads import load_scenario
 from ebbench.workloads.trace import time_note
-from vllm_eb.policy import least_seqs, parse_policy
+from vllm_eb.policy import least_seqs, parse_policy, policy_types
 
-CADENCE = "cadence:every=16"  # if it helps, values from 8 to 32 differ little
 CONCURRENCIES = (16, 32, 64, 128, 256, 512, 1024, 2048)
 SHARES = (0.1, 0.25, 0.5, 0.75, 0.9)
 PROBE_PROMPTS = 1200
 
 
 def default_policies(slo: Slo) -> tuple[str, ...]:
-    """The default candidates; the SLO-aware policy gets the TTFT and TPOT targets."""
-    targets = [f"{name}={limit / 1e3:g}" for name, limit in slo.limits().items() if name in ("ttft", "tpot")]
-    aware = "marginal:" + ",".join(targets) if targets else "marginal"
-    return tuple(dict.fromkeys((BASELINE, CADENCE, "eb", "ebplus", "marginal", aware)))
+    """The candidates that the policies name; those that keep targets get the TTFT and TPOT targets."""
+    targets_s = {name: limit / 1e3 for name, limit in slo.limits().items() if name in ("ttft", "tpot")}
+    named = (text for kind in policy_types().values() for text in kind.candidates(targets_s))
+    return tuple(dict.fromkeys((BASELINE, *named)))
 
 
 def concurrency_cells(question: Question, load: Load) -> dict[float, tuple[Cell, Cell]]:

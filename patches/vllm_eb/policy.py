@@ -127,6 +127,14 @@ class PolicySpec:
         """A sentence naming the vLLM option with the same effect and its version; empty if there is none."""
         return ""
 
+    @classmethod
+    def candidates(cls, targets_s: Mapping[str, float]) -> tuple[str, ...]:
+        """The settings under which ``ebbench advise`` tries this policy unless asked for others; empty: not tried.
+
+        ``targets_s``: latency targets in seconds, by ``ttft`` and ``tpot``, as far as given.
+        """
+        return ()
+
     def check(self) -> None:
         """Raise PolicyError for settings that contradict each other."""
 

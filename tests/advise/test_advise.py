@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from ebbench.advice import sentences
+from ebbench.advice import sentences, simulate
 from ebbench.advice.answer import Question
 from ebbench.advice.candidates import alike
 from ebbench.advice.simulate import concurrency_cells, default_policies, tuning_cells
@@ -22,6 +23,7 @@ from ebbench.records.manifest import plan_hash
 from ebbench.records.plan import ClosedPhase, Plan
 from ebbench.workloads import build_plan
 from vllm_eb.calibration import Calibration, MixedCost
+from vllm_eb.policy import PolicySpec
 
 COSTS = Calibration(5e-3, 5e-5, 1e-2, 1e-4, mixed=MixedCost(6e-5, 2e-4, 1e-5))
 LOAD = Load(mu_l=512, mu_o=256, p0=1 / 256, eta=0.0, concurrency=2048)
@@ -79,6 +81,16 @@ def test_targets_are_handed_to_the_policy_that_takes_them() -> None:
 
 def invoke(*args: str) -> Result:
     return CliRunner().invoke(app, list(args), env={"COLUMNS": "140"})
+
+
+def test_a_policy_is_tried_where_it_names_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Own(PolicySpec):
+        @classmethod
+        def candidates(cls, targets_s: Mapping[str, float]) -> tuple[str, ...]:
+            return tuple(f"own:{name}={value:g}" for name, value in targets_s.items())
+
+    monkeypatch.setattr(simulate, "policy_types", lambda: {"own": Own})
+    assert default_policies(Slo(ttft=500, e2el=9000)) == ("v1", "own:ttft=0.5")
 
 
 @pytest.fixture(scope="module")

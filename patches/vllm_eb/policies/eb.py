@@ -49,6 +49,11 @@ class Eb(EstimatingSpec):
             idle |= dict.fromkeys(others, f"{fixed}={getattr(self, fixed)}")
         return idle
 
+    @classmethod
+    def candidates(cls, targets_s: Mapping[str, float]) -> tuple[str, ...]:
+        """With its defaults."""
+        return (cls.kind,)
+
     def strategy(self, engine: EngineFacts, lengths: Lengths) -> Strategy:
         """The online threshold, or a fixed one."""
         if self.k is not None:

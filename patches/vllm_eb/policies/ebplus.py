@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from vllm_eb.adaptive import EstimatingSpec
@@ -48,6 +48,11 @@ class EbPlus(EstimatingSpec):
             "in mixed batches, as v1.",
             f"Use min_active={most} or less, or more open requests.",
         )
+
+    @classmethod
+    def candidates(cls, targets_s: Mapping[str, float]) -> tuple[str, ...]:
+        """With its defaults."""
+        return (cls.kind,)
 
     def strategy(self, engine: EngineFacts, lengths: Lengths) -> Strategy:
         """Algorithm 1, followed by a choice of mode after each update."""

@@ -8,7 +8,7 @@ keeps their inputs: lengths, contexts and batch sizes so far.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from vllm_eb.decisions import View
@@ -54,6 +54,12 @@ class MarginalSpec(PolicySpec):
     def needs_costs(self) -> bool:
         """Always: every choice compares costs."""
         return True
+
+    @classmethod
+    def candidates(cls, targets_s: Mapping[str, float]) -> tuple[str, ...]:
+        """With its defaults, and with the targets."""
+        targets = ",".join(f"{name}={value:g}" for name, value in targets_s.items())
+        return (cls.kind, f"{cls.kind}:{targets}") if targets else (cls.kind,)
 
     def strategy(self, engine: EngineFacts, lengths: Lengths) -> Strategy:
         """The strategy, from costs, targets and KV memory."""

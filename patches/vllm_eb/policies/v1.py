@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from vllm_eb.policy import PolicySpec
@@ -15,6 +16,11 @@ class V1(PolicySpec):
     colour = "#0072B2"
     departure = 0
     native = True
+
+    @classmethod
+    def candidates(cls, targets_s: Mapping[str, float]) -> tuple[str, ...]:
+        """The baseline."""
+        return (cls.kind,)
 
 
 POLICY = V1
