@@ -15,7 +15,7 @@ from ebbench.calibration.vllm_steps import SteppedVllm, run_closed_loop
 from ebbench.devices.base import Device
 from ebbench.devices.geometry import ModelGeometry
 from ebbench.devices.gridcost import GridCost
-from ebbench.devices.profiles import FORMAT, find_model
+from ebbench.devices.profiles import FORMAT, find_model, measured_name
 from ebbench.engines.base import Engine, EngineOptions, EngineResult
 from ebbench.engines.sim import SimEngine
 from ebbench.errors import DataError, UsageError
@@ -156,7 +156,7 @@ def _profile_text(measured: Measured, device: Device, model: str) -> str:
         f"provenance = {_quoted(cal.source)}",
         "",
         "[measured]",
-        f'{_quoted(model)} = "calibration.json"',
+        f'{_quoted(measured_name(model))} = "calibration.json"',
         "",
     ]
     if measured.request_s:

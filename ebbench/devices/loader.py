@@ -14,7 +14,7 @@ from ebbench.devices.gridcost import GridCost, measured_calibration
 from ebbench.devices.layers import MAX_TOKENS
 from ebbench.devices.linear import GIVEN, SOURCE, LinearCost, given_device, published_calibration
 from ebbench.devices.parallel import SINGLE, Parallel
-from ebbench.devices.profiles import DeviceProfile, HostCosts, find_model, find_profile
+from ebbench.devices.profiles import DeviceProfile, HostCosts, find_model, find_profile, measured_name
 from ebbench.devices.request import DeviceRequest, quantised
 from ebbench.devices.roofline import RooflineCost, roofline_cost
 from ebbench.devices.table import TableCost, table_cost
@@ -153,9 +153,10 @@ def _caveats(request: DeviceRequest, model: ModelGeometry, built: Built, host: H
 
 def _measured(profile: DeviceProfile, model: str, geometry: ModelGeometry) -> Calibration | None:
     """The calibration measured on this device for this model, if the profile names one."""
-    for name in (model, geometry.name, geometry.hf_id):
-        if name in profile.measured:
-            return measured_calibration(Path(profile.measured[name]))
+    measured = {measured_name(name): path for name, path in profile.measured.items()}
+    for name in (measured_name(model), geometry.name, geometry.hf_id):
+        if name in measured:
+            return measured_calibration(Path(measured[name]))
     return None
 
 

@@ -189,3 +189,15 @@ def _check_number(path: Path, name: str, value: object, may_be_zero: bool) -> No
 def _models() -> Mapping[str, ModelGeometry]:
     raw = _toml(DATA / "models.toml")
     return {name: ModelGeometry(name=name, **values) for name, values in raw.items()}
+
+
+def measured_name(model: str) -> str:
+    """The name under which a profile has a model's measured step times: a path is its folder, wherever it is seen from.
+
+    ``models/a``, ``models/a/config.json`` and the absolute path of either are one model.
+    """
+    path = Path(model).expanduser()
+    if not path.exists():
+        return model
+    path = path.resolve()
+    return str(path.parent if path.name == "config.json" else path)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import msgspec
 
+from ebbench.devices.gridcost import GridCost
 from ebbench.engines.setup import make_engine
 from ebbench.engines.vllm import VllmEngine
 from ebbench.errors import DataError, EbbenchError, RunError
@@ -78,6 +79,7 @@ def validate(question: Question, folder: Path, budget: Budget, say: Say) -> Outc
     settings = list(_settings(question, schedule))
     predicted, measured = RunStore(folder / "predicted"), RunStore(folder / "measured")
     cells = {setting: predicted_cell(question, steps, setting, _requests(schedule, setting)) for setting in settings}
+    _check_device(next(iter(cells.values())))
     run_missing(list(cells.values()), predicted, whole=True)
     say(announcement(question, schedule, steps))
     stopped = _measure(question, steps, schedule, measured, budget, say)
@@ -88,6 +90,13 @@ def validate(question: Question, folder: Path, budget: Budget, say: Say) -> Outc
         if found is not None and expected is not None:
             observations.append(_observation(question, setting, expected, found))
     return Outcomes(steps, schedule, tuple(observations), len(settings), stopped)
+
+
+def _check_device(cell: Cell) -> None:
+    """Raise RunError unless predictions rest on the step times that were measured."""
+    device = device_of(cell)
+    if not isinstance(device.cost, GridCost):
+        raise RunError(f"{cell.device} has no measured step times of {cell.model}; what it has: {device.provenance}")
 
 
 def announcement(question: Question, schedule: Schedule, steps: StepTimes) -> str:

@@ -136,7 +136,7 @@ def measured_cell(question: Question, steps: StepTimes, setting: Setting, reques
     """The same run on the engine itself; policies compute from the costs that were just measured."""
     real = question.engine == "vllm"
     how: dict[str, Any] = (
-        {"calibration": str(steps.costs), "vllm_options": question.vllm_options}
+        {"calibration": str(steps.costs), "vllm_options": question.vllm_options, "client": _client(question)}
         if real
         else {"device": question.device}
     )
