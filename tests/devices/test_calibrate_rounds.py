@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
 
@@ -169,3 +170,23 @@ def test_noise_is_neither_lifted_nor_lowered() -> None:
 def _keys() -> list[tuple[int, int, int]]:
     batches = [(n, c) for n in GRID.seqs for c in GRID.contexts]
     return [*((x, 0, 0) for x in GRID.tokens), *((x, n, c) for x in (0, *GRID.tokens) for n, c in batches)]
+
+
+@pytest.mark.parametrize("given", ["relative config", "relative folder", "absolute config", "absolute folder"])
+def test_a_profile_knows_its_model_by_any_path(given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A relative path that became absolute was another name once, and the device a roofline without a word."""
+    folder = tmp_path / "models" / "small"
+    folder.mkdir(parents=True)
+    config = {
+        "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "hidden_size": 256, "intermediate_size": 768,
+        "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32, "vocab_size": 2048,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    paths = {"relative": Path("models/small"), "absolute": folder}
+    kind, _, what = given.partition(" ")
+    probed = measure_steps(stepped()[0], GRID)
+    measured = fit(cost_grid(GRID, probed.seconds), "made up", GRID.points)
+    profile = write_profile(measured, unknown_device("here", "small"), "models/small/config.json", tmp_path / "made")
+    model = paths[kind] / "config.json" if what == "config" else paths[kind]
+    assert isinstance(load_device(str(profile), str(model)).cost, GridCost)

@@ -102,6 +102,42 @@ def test_nothing_is_started_that_would_not_end_in_time(tmp_path: Path) -> None:
     assert outcomes.observations == ()
 
 
+def test_settings_of_the_measurement_reach_its_runs() -> None:
+    from dataclasses import replace
+
+    from ebbench.validation.question import Setting, StepTimes, measured_cell, predicted_cell
+
+    asked = replace(question(), engine="vllm", device=None, lag_limit_ms=200.0, vllm_options=("--load-format", "dummy"))
+    steps = StepTimes(Path("p.toml"), Path("c.json"), 10_000, 8, 1.0, 10, 1.0, 1.0, None, 0.0, 5.0, 9.0)
+    real, simulated = (make(asked, steps, Setting("eb", 1, 1), 50) for make in (measured_cell, predicted_cell))
+    assert dict(real.client) == {"lag_limit_ms": 200.0}
+    assert real.vllm_options == ("--load-format", "dummy")
+    assert (real.calibration, simulated.device) == ("c.json", "p.toml")
+    assert real.plan == simulated.plan
+    assert real.options == simulated.options
+    assert (real.options.max_num_seqs, real.options.num_kv_blocks, real.options.async_scheduling) == (8, 593, False)
+
+
+def test_nothing_is_predicted_from_other_step_times(tmp_path: Path) -> None:
+    """A profile without step times of the model would give a roofline."""
+    from dataclasses import replace
+
+    from ebbench.errors import RunError
+    from ebbench.validation.drive import _check_device
+    from ebbench.validation.question import Setting, measured_cell
+    from ebbench.validation.steps import stored_step_times
+
+    validate(question(), tmp_path, Budget(-1.0), lambda _text: None)
+    steps = stored_step_times(tmp_path / "steps")
+    _check_device(replace(measured_cell(question(), steps, Setting("v1", 0, 0), 9), device=str(steps.profile)))
+    with pytest.raises(RunError, match="no measured step times of qwen3-14b"):
+        _check_device(
+            replace(
+                measured_cell(question(), steps, Setting("v1", 0, 0), 9), device=str(steps.profile), model="qwen3-14b"
+            )
+        )
+
+
 @pytest.mark.parametrize("left_s", [100.0, 400.0, 1200.0, 5000.0])
 def test_a_schedule_fits_the_time_where_two_rounds_of_the_shortest_runs_do(left_s: float) -> None:
     rates, start_s = (2.0, 5.0), 10.0
