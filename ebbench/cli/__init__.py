@@ -1,1 +1,1 @@
-"""Commands: parse, call, render."""
+"""Commands of the command line: parse options, call the packages, show results."""

@@ -1,4 +1,4 @@
-"""``ebbench advise``: which policy to run for a workload on a device, with what gain, and where that changes."""
+"""``ebbench advise``: which policy to run for a workload on a device, its expected gain, and where that changes."""
 
 from __future__ import annotations
 
@@ -40,18 +40,18 @@ class TrafficFlags:
     drop_too_long: load.DropTooLong = False
 
     def scenario_of(self, workload: str) -> str | None:
-        """The scenario that `ebbench run` would take from these options."""
+        """The scenario that `ebbench run` would use for these options."""
         return scenario_meant(workload, self.scenario, self.request_rate, None)
 
     def plan(self, workload: str) -> dict[str, str | int | float | None]:
-        """What a plan is built from besides workload, scenario, seed and the longest that fits."""
+        """Arguments of build_plan except workload, scenario, seed and length limit."""
         given = {name: value for name, value in vars(self).items() if name != "scenario"}
         return given | ({"source": "auto"} if workload.startswith("trace:") else {})
 
 
 @dataclass(frozen=True)
 class ServerFlags:
-    """The machine, and the limits of its scheduler."""
+    """The device and the limits of its scheduler."""
 
     device: Annotated[
         str, typer.Option("--device", help="GPU, see `ebbench devices list`.", autocompletion=completion.devices)
@@ -65,7 +65,7 @@ class ServerFlags:
 
     @property
     def longest(self) -> int:
-        """Prompt plus answer in tokens."""
+        """Longest prompt plus output in tokens."""
         from ebbench.engines.base import EngineOptions
 
         return EngineOptions.max_model_len if self.max_model_len is None else self.max_model_len
@@ -73,7 +73,7 @@ class ServerFlags:
 
 @dataclass(frozen=True)
 class SearchFlags:
-    """Candidates, the figure they are compared by, and the effort."""
+    """Candidates, the objective, and the effort."""
 
     goodput: Annotated[
         list[str] | None, typer.Option("--goodput", help="Targets in ms: ttft:10000 tpot:100. Goodput then decides.")
@@ -81,11 +81,16 @@ class SearchFlags:
     policy: Annotated[
         list[str] | None,
         typer.Option(
-            "--policy", "-p", help="Instead of v1, cadence, eb, ebplus, marginal.", autocompletion=completion.policies
+            "--policy",
+            "-p",
+            help="Candidates. Default: v1, cadence, eb, ebplus, marginal.",
+            autocompletion=completion.policies,
         ),
     ] = None
-    seeds: Annotated[int, typer.Option("--seeds", help="Plans each candidate is run on.")] = 5
-    crossover: Annotated[bool, typer.Option("--crossover/--no-crossover", help="Also look for the crossovers.")] = True
+    seeds: Annotated[int, typer.Option("--seeds", help="Number of plans on which each candidate is run.")] = 5
+    crossover: Annotated[bool, typer.Option("--crossover/--no-crossover", help="Also search for the crossovers.")] = (
+        True
+    )
     tune: Annotated[bool, typer.Option("--tune", help="Also try other N and B with the chosen policy.")] = False
 
 
@@ -98,14 +103,14 @@ def advise(
     server: ServerFlags,
     search: SearchFlags,
     traffic: TrafficFlags,
-    runs: Annotated[Path, typer.Option("--runs", help="Where runs are kept.")] = Path("runs/advise"),
-    workers: Annotated[int | None, typer.Option("--workers", help="Processes; default: one a core.")] = None,
+    runs: Annotated[Path, typer.Option("--runs", help="Directory of stored runs.")] = Path("runs/advise"),
+    workers: Annotated[int | None, typer.Option("--workers", help="Processes. Default: one per core.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
 ) -> None:
-    """Say which policy to run, its parameters, the expected gain with its uncertainty, and where EB and MB cross.
+    """Say which policy to run, its parameters, its expected gain with an interval, and where EB and MB cross.
 
-    Theory (the papers' formulas) and simulation stand side by side; the simulation decides.
+    Theory (the papers' formulas) and simulation are shown together; the simulation decides.
     """
     from ebbench.advice.simulate import advise as answer
     from ebbench.runs.store import RunStore
@@ -230,7 +235,7 @@ def _as_dict(found: Advice) -> dict[str, Any]:
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no infinity: an interval without bounds has null ones."""
+    """``value`` with infinite numbers replaced by null, which JSON needs."""
     if isinstance(value, dict):
         return {key: _finite(one) for key, one in value.items()}
     return None if isinstance(value, float) and abs(value) == float("inf") else value

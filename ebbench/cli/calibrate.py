@@ -1,4 +1,4 @@
-"""``ebbench calibrate``: measure step times on an engine, fit the controller's model, write a profile, check it."""
+"""``ebbench calibrate``: measures step times on an engine, fits the cost model, writes a profile and checks it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 LARGE = ("256,1024,4096", "16,128,512", "128,1024")
 SMALL = ("32,128,512", "1,8,32", "32,256")
-STEADY = 1.1  # a machine whose rounds differ by no more keeps its speed
+STEADY = 1.1  # largest ratio of round times at which the machine's speed counts as constant
 
 
 def calibrate(
@@ -36,12 +36,12 @@ def calibrate(
     device: Annotated[
         str | None, typer.Option(help="sim, emulated: the device. vllm: a name for this machine.")
     ] = None,
-    tokens: Annotated[str | None, typer.Option(help="Prompt tokens of a step, e.g. 256,1024,4096.")] = None,
-    seqs: Annotated[str | None, typer.Option(help="Decoding sequences of a step, e.g. 16,128,512.")] = None,
-    contexts: Annotated[str | None, typer.Option(help="KV tokens a decode holds, e.g. 128,1024.")] = None,
+    tokens: Annotated[str | None, typer.Option(help="Prompt tokens per step, e.g. 256,1024,4096.")] = None,
+    seqs: Annotated[str | None, typer.Option(help="Decoding sequences per step, e.g. 16,128,512.")] = None,
+    contexts: Annotated[str | None, typer.Option(help="KV tokens per decode, e.g. 128,1024.")] = None,
     repeats: Annotated[int, typer.Option(min=2, help="Rounds; each measures every point once.")] = 8,
-    check: Annotated[int, typer.Option(min=0, help="Requests of the out-of-sample check; 0 leaves it out.")] = 64,
-    output_dir: Annotated[Path, typer.Option(help="Where profile and calibration are written.")] = Path("calibration"),
+    check: Annotated[int, typer.Option(min=0, help="Requests of the out-of-sample check; 0: no check.")] = 64,
+    output_dir: Annotated[Path, typer.Option(help="Directory for profile and calibration.")] = Path("calibration"),
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
     vllm_options: Annotated[
         list[str] | None,
@@ -112,7 +112,7 @@ def _gpu_name() -> str | None:
 
 
 def _fitting(grid: ProbeGrid, capacity_tokens: int) -> ProbeGrid:
-    """The grid without the points that the KV cache cannot hold, and a message naming them."""
+    """The grid without the points that exceed the KV cache, and a message that names them."""
     found = grid.fitting(capacity_tokens)
     left_out = [str(n) for n in grid.seqs if n not in found.seqs]
     if left_out:
@@ -225,10 +225,10 @@ def _print(measured: Measured, profile: Path, check: Check | None) -> None:
     cal = measured.calibration
     typer.echo(f"{measured.steps} steps measured")
     typer.echo(
-        f"prefill  {cal.alpha_p * 1e3:.3f} ms + {cal.beta_p * 1e6:.2f} µs a token   R2 {measured.prefill_r2:.4f}"
+        f"prefill  {cal.alpha_p * 1e3:.3f} ms + {cal.beta_p * 1e6:.2f} µs per token   R2 {measured.prefill_r2:.4f}"
     )
     typer.echo(
-        f"decode   {cal.alpha_d * 1e3:.3f} ms + {cal.beta_d * 1e6:.2f} µs a sequence   R2 {measured.decode_r2:.4f}"
+        f"decode   {cal.alpha_d * 1e3:.3f} ms + {cal.beta_d * 1e6:.2f} µs per sequence   R2 {measured.decode_r2:.4f}"
     )
     if cal.mixed is None:
         typer.echo("mixed    no polynomial with positive costs fits; policies use the measured grid")
@@ -236,20 +236,20 @@ def _print(measured: Measured, profile: Path, check: Check | None) -> None:
         a, b, c = (v * 1e6 for v in (cal.mixed.a, cal.mixed.b, cal.mixed.c))
         alpha_ms = (cal.alpha_p if cal.alpha_mb is None else cal.alpha_mb) * 1e3
         typer.echo(
-            f"mixed    {alpha_ms:.3f} ms + {a:.2f} + {b:.2f} r + {c:.2f} r^2 µs a token   R2 {measured.mixed_r2:.4f}"
+            f"mixed    {alpha_ms:.3f} ms + {a:.2f} + {b:.2f} r + {c:.2f} r^2 µs per token   R2 {measured.mixed_r2:.4f}"
         )
     if measured.request_s:
-        typer.echo(f"request  {measured.request_s * 1e3:.3f} ms beside its steps")
+        typer.echo(f"request  {measured.request_s * 1e3:.3f} ms outside its steps")
     if cal.alpha_d <= LEAST_FIXED_S:
         typer.echo(
-            "decode   no fixed cost shows through the noise: thresholds computed from this profile mean little; "
+            "decode   the fixed cost is below the noise: thresholds computed from this profile are unreliable; "
             "measure again with more --repeats or a wider range of --seqs",
             err=True,
         )
     if measured.drift > STEADY:
         typer.echo(
-            f"drift    the slowest round took {measured.drift:.2f} times the fastest: this machine does not keep its "
-            "speed, and a run at another time may differ by as much",
+            f"drift    the slowest round took {measured.drift:.2f} times the fastest: the machine's "
+            "speed varies, and a later run may differ by as much",
             err=True,
         )
     if check is not None:

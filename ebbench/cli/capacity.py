@@ -1,4 +1,4 @@
-"""``ebbench capacity``: the highest load that keeps given latency limits, per policy."""
+"""``ebbench capacity``: the highest load within given latency limits, per policy."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LIMITS, _SEARCH, _OUTPUT = "Limits", "Search", "Output"
 
 @dataclass(frozen=True)
 class LimitFlags:
-    """The limits that hold at capacity."""
+    """The latency limits."""
 
     goodput: Annotated[
         list[str] | None,
@@ -37,7 +37,7 @@ class LimitFlags:
 
 @dataclass(frozen=True)
 class SearchFlags:
-    """How capacity is searched for."""
+    """Settings of the search."""
 
     by: Annotated[
         str, opt("--by", help="rate (sessions/s, open loop) or concurrency (closed loop).", panel=_SEARCH)
@@ -47,12 +47,12 @@ class SearchFlags:
     ] = None
     burstiness: load.Burstiness = None
     precision: Annotated[
-        float, opt("--precision", help="Stop when half the 95 % interval is this share.", panel=_SEARCH)
+        float, opt("--precision", help="Stop when half of the 95 % interval is at most this share.", panel=_SEARCH)
     ] = 0.02
-    max_probes: Annotated[int, opt("--max-probes", help="Runs per policy at most.", panel=_SEARCH)] = 40
-    max_time: Annotated[
-        float | None, opt("--max-time", help="Seconds for the whole command at most.", panel=_SEARCH)
-    ] = None
+    max_probes: Annotated[int, opt("--max-probes", help="Most runs per policy.", panel=_SEARCH)] = 40
+    max_time: Annotated[float | None, opt("--max-time", help="Most seconds for the whole command.", panel=_SEARCH)] = (
+        None
+    )
     warmup: load.Warmup = 0
 
 
@@ -62,7 +62,7 @@ class CapacityOutput:
 
     output_dir: Annotated[
         Path | None,
-        opt("--output-dir", "-o", help="Where probes are stored; the same directory goes on.", panel=_OUTPUT),
+        opt("--output-dir", "-o", help="Directory of the probes; an existing search continues.", panel=_OUTPUT),
     ] = None
     plot: Annotated[
         Path | None, opt("--plot", help="Write the latency-load curves to this .svg, .png or .pdf.", panel=_OUTPUT)
@@ -87,9 +87,9 @@ def capacity(
     client: ClientFlags,
     cluster: ClusterOptions,
 ) -> None:
-    """Find the highest load at which requests keep their latency limits, per policy, with a 95 % interval.
+    """Find the highest load at which requests meet their latency limits, per policy, with a 95 % interval.
 
-    Every probe is an ordinary run directory. A search that was stopped goes on with the same --output-dir.
+    Every probe is an ordinary run directory. A stopped search continues with the same --output-dir.
     """
     from ebbench.cli.capacity_search import CapacityQuestion, search_all
 

@@ -32,15 +32,15 @@ if TYPE_CHECKING:
 
 SETTINGS = "capacity.json"
 _LONGEST = {"virtual": 16, "real": 4}
-"""A probe gets at most this many times its fewest sessions."""
+"""A probe gets at most this many times its least number of sessions."""
 _FEWEST = {"virtual": 4000, "real": 300}
 _PROBE_S = {"virtual": 0.0, "real": 30.0}
-"""Fewest sessions per probe, and the least time over which they arrive: a server in real time costs minutes."""
+"""Least sessions per probe, and least duration of their arrivals: a server in real time costs minutes."""
 
 
 @dataclass(frozen=True)
 class CapacityQuestion:
-    """A command line of ``ebbench capacity``."""
+    """The options of ``ebbench capacity``."""
 
     workload: str
     limits: Sequence[str]
@@ -61,12 +61,12 @@ class CapacityQuestion:
 
     @property
     def by_concurrency(self) -> bool:
-        """Whether the load is a number of open sessions rather than a rate."""
+        """Whether the load is a number of open sessions instead of a rate."""
         return self.by == "concurrency"
 
 
 def search_all(question: CapacityQuestion, *, plot: Path | None, as_json: bool) -> None:
-    """Search for every policy, store and show. Raises UsageError, RunError, InterruptedRunError."""
+    """Search for every policy, store and show the results. Raises UsageError, RunError, InterruptedRunError."""
     from rich.console import Console
 
     from ebbench.capacity import chart, sentences
@@ -93,7 +93,7 @@ def search_all(question: CapacityQuestion, *, plot: Path | None, as_json: bool) 
     except KeyboardInterrupt:
         _show(found, limits, question, folder, as_json=as_json, plot=plot)
         raise InterruptedRunError(
-            f"interrupted; probes are kept in {folder}, the same command with --output-dir {folder} goes on"
+            f"interrupted; probes are kept in {folder}, continue with the same command and --output-dir {folder}"
         ) from None
     except EbbenchError:
         _show({name: outcome for name, outcome in found.items() if outcome.readings}, limits, question, folder,
@@ -104,7 +104,7 @@ def search_all(question: CapacityQuestion, *, plot: Path | None, as_json: bool) 
 
 
 def _budget(question: CapacityQuestion, begun: float, policies_left: int) -> Budget:
-    """An equal share of the time that is left for each policy still to be searched."""
+    """An equal share of the remaining time for each policy that is still to be searched."""
     if question.max_time_s is None:
         return Budget(question.max_probes)
     now = time.monotonic()
@@ -113,13 +113,13 @@ def _budget(question: CapacityQuestion, begun: float, policies_left: int) -> Bud
 
 
 def _refuse_nothing(found: Mapping[str, Outcome]) -> None:
-    """Raise UsageError where no policy can meet the limits, RunError where no probe of any policy decided anything."""
+    """Raise UsageError if no policy can meet the limits, RunError if no probe of any policy was usable."""
     outcomes = list(found.values())
     if all(outcome.refused for outcome in outcomes):
         raise UsageError("; ".join(dict.fromkeys(outcome.refused for outcome in outcomes)))
     if not any(outcome.decided for outcome in outcomes):
         why = next((outcome.stopped for outcome in outcomes if outcome.stopped), "no probe was long enough")
-        raise RunError(f"no probe decided anything ({why}); give more --num-prompts or a larger budget")
+        raise RunError(f"no probe was usable ({why}); give more --num-prompts or a larger budget")
 
 
 def _checked(question: CapacityQuestion) -> Limits:
@@ -136,7 +136,7 @@ def _checked(question: CapacityQuestion) -> Limits:
 
 
 def _template(question: CapacityQuestion, limits: Limits, policies: list[PolicySpec]) -> RunConfig:
-    """The configuration of a run; each probe replaces its load, size and seed."""
+    """The configuration of a run; each probe sets its own load, size and seed."""
     flags = question.engine
     if is_server(flags.engine) and len(policies) > 1:
         raise UsageError("a server runs the one policy it was started with; give one --policy, as a label")
@@ -158,7 +158,7 @@ def _template(question: CapacityQuestion, limits: Limits, policies: list[PolicyS
 
 
 def _folder(question: CapacityQuestion, limits: Limits) -> Path:
-    """Where probes go: a new directory, or the one of an earlier search with the same settings."""
+    """Directory of the probes: a new one, or that of an earlier search with the same settings."""
     flags = {name: value for name, value in vars(question.engine).items() if name != "policy"}
     settings = {
         "workload": question.workload, "limits": str(limits), "by": question.by, "scenario": question.scenario,
@@ -181,7 +181,7 @@ def _folder(question: CapacityQuestion, limits: Limits) -> Path:
 
 @dataclass(frozen=True)
 class RunProber:
-    """Makes the runs of one policy's search under ``folder``, and finds those of an earlier one."""
+    """Makes the runs of one policy's search in ``folder``, and finds those of an earlier one."""
 
     question: CapacityQuestion
     config: RunConfig
@@ -192,7 +192,7 @@ class RunProber:
     folder: Path
 
     def alone(self, sessions: int) -> Run:
-        """Run sessions one at a time; the run of an earlier search stands."""
+        """Run sessions one at a time; the run of an earlier search is reused."""
         where = self.folder / f"{slug(self.spec.name)}-alone"
         if (where / MANIFEST).exists() and (run := Run.load(where)).manifest.valid:
             return run
@@ -207,7 +207,7 @@ class RunProber:
         return self._run(self.question.scenario, {"num_prompts": sessions, "request_rate": load}, seed, where)
 
     def earlier(self) -> list[tuple[float, Run]]:
-        """Finished probes of a search that was stopped, in the order they were made."""
+        """Finished probes of a stopped search, in the order in which they were made."""
         found = []
         for manifest in self.folder.glob(f"{slug(self.spec.name)}-*-seed*/{MANIFEST}"):
             run = Run.load(manifest.parent)

@@ -1,4 +1,4 @@
-"""``ebbench client-check``: how much load this machine's client can generate accurately."""
+"""``ebbench client-check``: measures how much load this machine's client can generate accurately."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ if TYPE_CHECKING:
 
 
 def client_check(
-    rate: Annotated[float, typer.Option("--rate", help="Tokens/s of each stream.")] = 50.0,
-    seconds: Annotated[float, typer.Option("--seconds", help="Length of each step, s.")] = 4.0,
+    rate: Annotated[float, typer.Option("--rate", help="Tokens/s per stream.")] = 50.0,
+    seconds: Annotated[float, typer.Option("--seconds", help="Duration of each step, s.")] = 4.0,
     max_streams: Annotated[int, typer.Option("--max-streams", help="Largest number of streams to try.")] = 2048,
     workers: Annotated[int | None, typer.Option("--workers", help="Client processes; default: by the load.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
 ) -> None:
-    """Drive a fake server on this machine with more and more streams, and say up to which load the client was accurate.
+    """Measure up to which load this machine's client is accurate, on a fake server with more and more streams.
 
-    Prints lag, CPU per streamed token and the error of TTFT against the server's own times. The fake server
-    shares the machine, so against a remote server the client manages at least this load.
+    Prints lag, CPU time per streamed token, and the TTFT error against the server's own times. The fake server uses the
+    same machine, so with a remote server the client can generate at least this load.
     """
     from ebbench.client.check import LEVELS, measure_levels
     from ebbench.errors import UsageError
@@ -74,16 +74,16 @@ def _print(levels: list[LoadLevel]) -> None:
         )
     console = Console(highlight=False)
     if not console.is_terminal:
-        console = Console(highlight=False, width=200)  # a file has no width; cut nothing off
+        console = Console(highlight=False, width=200)  # a file has no width: do not cut
     console.print(table, markup=False)
     console.print("Lags, errors and lateness are 99th percentiles unless marked.", markup=False)
     limit = _limit(levels)
     if limit is None:
-        console.print("The client is not trustworthy at any load tried; is the machine busy?", markup=False)
+        console.print("The client is not accurate at any load tried; is the machine busy?", markup=False)
     elif levels[-1].trustworthy:
         load = f"{limit['streams']:,} streams ({limit['tokens_per_s']:,.0f} tokens/s)"
-        console.print(f"Trustworthy up to at least {load}, the largest load tried.", markup=False)
+        console.print(f"Accurate up to at least {load}, the largest load tried.", markup=False)
     else:
         load = f"{limit['streams']:,} streams ({limit['tokens_per_s']:,.0f} tokens/s)"
-        who = "the fake server was late too" if levels[-1].server_late_ms > 10 else "the client was the limit"
-        console.print(f"Trustworthy up to {load}; at {levels[-1].streams:,} streams {who}.", markup=False)
+        reason = "the fake server was late too" if levels[-1].server_late_ms > 10 else "the client was the limit"
+        console.print(f"Accurate up to {load}; at {levels[-1].streams:,} streams {reason}.", markup=False)

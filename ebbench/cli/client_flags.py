@@ -1,4 +1,4 @@
-"""Options of the load generator, as ``ebbench run`` takes them when it measures a server."""
+"""Options of the load generator for ``ebbench run`` with a server."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _opt = partial(opt, panel=_PANEL)
 
 @dataclass(frozen=True)
 class ClientFlags:
-    """Options of the load generator; None where one was not given."""
+    """Options of the load generator; None if not given."""
 
     ramp_up_s: Annotated[
         float | None, _opt("--ramp-up", help="Seconds over which the load grows to its full size.")
@@ -44,7 +44,9 @@ class ClientFlags:
     ] = None
     ignore_eos: Annotated[
         bool | None,
-        _opt("--ignore-eos/--no-ignore-eos", help="Ask for exactly the planned tokens (default), or let answers end."),
+        _opt(
+            "--ignore-eos/--no-ignore-eos", help="Request exactly the planned tokens (default), or let responses end."
+        ),
     ] = None
     temperature: Annotated[float | None, _opt("--temperature", help="Sampling temperature. Default: 0.")] = None
     extra_body: Annotated[str | None, _opt("--extra-body", help="JSON object merged into every request body.")] = None
@@ -53,7 +55,7 @@ class ClientFlags:
     ] = None
     vocab_size: Annotated[
         int | None,
-        _opt("--vocab-size", help="Bound of synthetic token ids. Default: 30,000."),
+        _opt("--vocab-size", help="Upper bound of synthetic token ids. Default: 30,000."),
     ] = None
     reset_prefix_cache: Annotated[
         bool | None,
@@ -63,13 +65,13 @@ class ClientFlags:
     ] = None
     ca_file: Annotated[
         str | None,
-        _opt("--ca-file", help="Certificate authorities to trust (PEM). Default: SSL_CERT_FILE, else the usual ones."),
+        _opt("--ca-file", help="Certificate authorities to trust (PEM). Default: SSL_CERT_FILE, else the system's."),
     ] = None
     lag_limit_ms: Annotated[
         float | None,
         _opt(
             "--lag-limit-ms",
-            help="Lag of the client (p99) beyond which the run is INVALID. Default: 10 or 5 % of the median TTFT.",
+            help="Largest p99 lag of the client; above it the run is INVALID. Default: 10 or 5 % of the median TTFT.",
         ),
     ] = None
     power: Annotated[
@@ -82,9 +84,9 @@ class ClientFlags:
     insecure: Annotated[bool | None, _opt("--insecure", help="Do not verify TLS certificates.")] = None
 
     def settings(self) -> dict[str, Any]:
-        """The given options under the names of ClientOptions' fields. Raises UsageError.
+        """The given options by the field names of ClientOptions. Raises UsageError.
 
-        The ramp is not among them: it is made by changing the plan.
+        The ramp-up is not included: it is applied to the plan.
         """
         given = {name: value for name, value in vars(self).items() if value is not None and name != "ramp_up_s"}
         if "extra_body" in given:

@@ -1,4 +1,4 @@
-"""Options of several instances, as ``ebbench run`` takes them: topology, dispatch policies, replicas."""
+"""Options of ``ebbench run`` for several instances: topology, dispatch policies, replicas."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _opt = partial(opt, panel=_PANEL)
 
 @dataclass(frozen=True)
 class ClusterOptions:
-    """The options given; None where one was not. The fields are what ``engines.setup.with_cluster`` takes."""
+    """The given options, None if not given. The fields are the arguments of ``engines.setup.with_cluster``."""
 
     topology: Annotated[
         str | None,
@@ -39,7 +39,7 @@ class ClusterOptions:
         ),
     ] = None
     decode_dispatch: Annotated[
-        str | None, _opt("--decode-dispatch", help="The same in front of the decode pool. Default: iqr with sbs.")
+        str | None, _opt("--decode-dispatch", help="Dispatch policy of the decode pool. Default: iqr with sbs.")
     ] = None
     replicas: Annotated[
         int | None,

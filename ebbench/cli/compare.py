@@ -1,4 +1,4 @@
-"""``ebbench compare``: stored runs side by side, paired by plan, with intervals and tests."""
+"""``ebbench compare``: compares stored runs, paired by plan, with intervals and tests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ebbench.cli.formats import Format, check_format, written
 
 
 def compare(
-    runs: Annotated[list[Path], typer.Argument(help="Run directories, or directories that hold some.")],
+    runs: Annotated[list[Path], typer.Argument(help="Run directories, or directories of runs.")],
     baseline: Annotated[
         str | None, typer.Option("--baseline", help="Policy to compare with. Default: v1, else the first.")
     ] = None,
@@ -25,9 +25,9 @@ def compare(
 ) -> None:
     """Compare policies on the same plans: change, interval, p-value, smallest detectable change.
 
-    Each load and environment among the runs is a comparison of its own; different plans in one are refused. Two
-    policies need `ebbench run --repeats 7` or more to show anything at 5 % (a two-sided test; the gate's is one-sided
-    and takes six), several policies one or two more.
+    Each load and environment among the runs is compared separately; different plans within one are refused. Two
+    policies need `ebbench run --repeats 7` or more to show a difference at 5 % (a two-sided test; the gate's is
+    one-sided and needs six), several policies one or two more.
     """
     from ebbench.analysis.compare import paired as compare_paired
     from ebbench.analysis.environment import check_allowed

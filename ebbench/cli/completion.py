@@ -1,7 +1,7 @@
 """Shell completion: names of workloads, scenarios, policies, dispatch policies, devices and models.
 
-Every key press starts the program, so these read names of files and import nothing heavy. Where nothing fits, the shell
-offers files.
+Every key press starts the program, so these functions only list file names and import no heavy modules. If no name
+matches, the shell offers files.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ ENGINES = ("auto", "sim", "emulated", "vllm", "http://")
 
 
 def workloads(incomplete: str) -> list[str]:
-    """Bundled workloads, and the beginning of a trace."""
+    """Bundled workloads, and the prefix of a trace."""
     return _beginning(incomplete, [*_stems(bundled_dir("workloads")), "trace:"])
 
 
@@ -26,21 +26,21 @@ def scenarios(incomplete: str) -> list[str]:
 
 
 def policies(incomplete: str) -> list[tuple[str, str]]:
-    """Policies with what they do."""
+    """Policies with their descriptions."""
     from vllm_eb.policy import descriptions
 
     return [(name, text) for name, text in descriptions().items() if name.startswith(incomplete)]
 
 
 def dispatch(incomplete: str) -> list[tuple[str, str]]:
-    """Dispatch policies with what they do."""
+    """Dispatch policies with their descriptions."""
     from ebbench.dispatch import DESCRIPTIONS
 
     return [(name, text) for name, text in DESCRIPTIONS.items() if name.startswith(incomplete)]
 
 
 def engines(incomplete: str) -> list[str]:
-    """Engines, and the beginning of a server's URL."""
+    """Engines, and the prefix of a server's URL."""
     return _beginning(incomplete, ENGINES)
 
 
@@ -55,7 +55,7 @@ def api_servers(incomplete: str) -> list[str]:
 
 
 def models(incomplete: str) -> list[str]:
-    """Models whose geometry is known."""
+    """Models with known geometry."""
     return _beginning(incomplete, sorted(tomllib.loads((_DEVICES / "models.toml").read_text(encoding="utf-8"))))
 
 

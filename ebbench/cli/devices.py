@@ -1,4 +1,4 @@
-"""``ebbench devices list|show``: the devices, and how long steps take on them."""
+"""``ebbench devices list|show``: devices, models and step times."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from ebbench.config.defaults import DEFAULT_MODEL
 if TYPE_CHECKING:
     from ebbench.devices.describe import DeviceFacts
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help="On what it can run: GPUs, models and step times.")
+app = typer.Typer(no_args_is_help=True, add_completion=False, help="Devices: GPUs, models and step times.")
 
 JsonFlag = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
 
 
 @app.command("list", cls=Command)
 def list_command(as_json: JsonFlag = False) -> None:
-    """List the devices and the models that come with the program."""
+    """List the bundled devices and models."""
     from ebbench.devices.describe import device_rows, model_rows
 
     devices, models = device_rows(), model_rows()
@@ -55,19 +55,21 @@ def show(
         str, typer.Option("--model", "-m", help="A model name or a config.json.", autocompletion=completion.models)
     ] = DEFAULT_MODEL,
     cost: Annotated[str, typer.Option(help="Cost model: auto, table, linear or roofline.")] = "auto",
-    context: Annotated[int, typer.Option(help="KV tokens that each decode holds.")] = 512,
-    max_num_seqs: Annotated[int | None, typer.Option(help="Sizes the KV cache.")] = None,
-    max_num_batched_tokens: Annotated[int | None, typer.Option(help="Sizes the KV cache.")] = None,
-    async_scheduling: Annotated[bool, typer.Option(help="Host work beside the GPU's, or before it.")] = True,
-    enforce_eager: Annotated[bool, typer.Option("--enforce-eager", help="Without CUDA graphs.")] = False,
+    context: Annotated[int, typer.Option(help="KV tokens per decode.")] = 512,
+    max_num_seqs: Annotated[int | None, typer.Option(help="Affects the KV cache size.")] = None,
+    max_num_batched_tokens: Annotated[int | None, typer.Option(help="Affects the KV cache size.")] = None,
+    async_scheduling: Annotated[bool, typer.Option(help="Whether host work overlaps with the GPU's.")] = True,
+    enforce_eager: Annotated[bool, typer.Option("--enforce-eager", help="Do not use CUDA graphs.")] = False,
     tp: Annotated[int, typer.Option(help="GPUs that share the model by tensor parallelism.")] = 1,
-    link: Annotated[str, typer.Option(help="Kind of link between them. Default: the device's usual one.")] = "",
-    quantization: Annotated[str | None, typer.Option(help="Weights in another type than the model's own: fp8.")] = None,
+    link: Annotated[str, typer.Option(help="Kind of link between them. Default: the device's first.")] = "",
+    quantization: Annotated[
+        str | None, typer.Option(help="Data type of the weights, if not the model's own: fp8.")
+    ] = None,
     kv_cache_dtype: Annotated[str, typer.Option(help="KV cache: auto (the model's own), bfloat16 or fp8.")] = "auto",
     plot: Annotated[Path | None, typer.Option(help="Also draw the curves: .svg, .png or .html.")] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Show step times, the crossover, KV capacity and where the numbers come from."""
+    """Show step times, crossover, KV capacity and the sources of the numbers."""
     from ebbench.cli.preflight import check_counts
     from ebbench.devices.describe import describe
     from ebbench.devices.loader import load_device

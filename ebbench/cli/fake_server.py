@@ -1,4 +1,4 @@
-"""``ebbench fake-server``: an OpenAI-compatible server with known latencies, to try a client on."""
+"""``ebbench fake-server``: an OpenAI-compatible server with known latencies, for testing clients."""
 
 from __future__ import annotations
 
@@ -18,18 +18,17 @@ class ServedFlags:
     port: Annotated[int, typer.Option("--port", help="TCP port on 127.0.0.1; 0 takes a free one.")] = 8000
     ttft_ms: Annotated[float, typer.Option("--ttft-ms", help="Time to the first token.")] = 20.0
     itl_ms: Annotated[float, typer.Option("--itl-ms", help="Time between tokens.")] = 10.0
-    max_model_len: Annotated[int, typer.Option("--max-model-len", help="Longest prompt plus answer, tokens.")] = (
+    max_model_len: Annotated[int, typer.Option("--max-model-len", help="Longest prompt plus output, tokens.")] = (
         1_000_000
     )
     default_tokens: Annotated[
-        int, typer.Option("--default-tokens", help="Answer length in tokens where a request gives none.")
+        int, typer.Option("--default-tokens", help="Output tokens of requests that set no length.")
     ] = 16
     ssl_certfile: Annotated[str | None, typer.Option("--ssl-certfile", help="Serve https with this PEM file.")] = None
-    ssl_keyfile: Annotated[
-        str | None, typer.Option("--ssl-keyfile", help="Its key, where that is not in the same file.")
-    ] = None
+    ssl_keyfile: Annotated[str | None, typer.Option("--ssl-keyfile", help="Its key, if not in the same file.")] = None
     max_running: Annotated[
-        int | None, typer.Option("--max-running", help="Answers at the same time; further requests wait. Default: all.")
+        int | None,
+        typer.Option("--max-running", help="Responses at the same time; further requests wait. Default: all."),
     ] = None
     keep_ledger: Annotated[bool, typer.Option(help="Keep the ledger; without it memory stays constant.")] = True
 
@@ -49,11 +48,11 @@ def fake_server(
         Path | None, typer.Option("--ledger", help="Write the ledger (JSON, one entry per request) here at the end.")
     ] = None,
 ) -> None:
-    """Serve /v1/completions and /v1/chat/completions with exact timing, and keep a ledger of every token sent.
+    """Serve /v1/completions and /v1/chat/completions with exact timing, and record every token sent in a ledger.
 
-    Token i of an answer is sent --ttft-ms + i times --itl-ms after the request came in, or after one of --max-running
-    slots was free. The ledger (GET /ledger)
-    has the server's own times; a client's are checked against it. Runs until Ctrl-C. Example:
+    Token i of a response is sent --ttft-ms + i times --itl-ms after the request was received, or after one of
+    --max-running slots became free. The ledger (GET /ledger) has the server's own times, against which a client's can
+    be checked. Runs until Ctrl-C. Example:
 
     ebbench fake-server --port 8000 --ttft-ms 50 --itl-ms 20 --fault reset:every=10,after=5
     """

@@ -1,4 +1,4 @@
-"""``ebbench fidelity``: repeat published measurements on emulated devices and report every cell."""
+"""``ebbench fidelity``: repeats published measurements on emulated devices and reports every figure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from ebbench.papers.fidelity.scores import Cell
     from ebbench.runs.cell import Cell as Run
 
-REPEATED = "table 3"  # its comparisons are decided by less than single runs scatter, and its runs are short
+REPEATED = "table 3"  # single runs vary more than its differences, and its runs are short
 GROUPS = (
     "replay",
     "calibration",
@@ -32,22 +32,25 @@ def fidelity(
     out: Annotated[Path, typer.Option(help="Folder of the report; files in it are replaced.")] = Path(
         "reports/fidelity"
     ),
-    only: Annotated[list[str] | None, typer.Option(help=f"Only these groups: {', '.join(GROUPS)}. Repeatable.")] = None,
+    only: Annotated[
+        list[str] | None, typer.Option(help=f"Run only these groups: {', '.join(GROUPS)}. Repeatable.")
+    ] = None,
     against: Annotated[
         Path, typer.Option(help="Folder of the last committed report: figures that got worse are printed.")
     ] = Path("reports/fidelity"),
     fit: Annotated[
-        str | None, typer.Option(help="Instead: fit this device's three constants and print them for its profile.")
+        str | None,
+        typer.Option(help="Fit this device's three constants and print them for its profile, instead of a report."),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="First seed of the request plans.")] = 0,
-    repeats: Annotated[int, typer.Option(min=1, help="Seeds of table 3, whose means count.")] = 3,
-    runs: Annotated[Path, typer.Option("--runs", help="Where runs are kept; `ebbench tables` shares them.")] = Path(
-        "runs/papers"
-    ),
+    repeats: Annotated[int, typer.Option(min=1, help="Seeds of table 3, over which means are taken.")] = 3,
+    runs: Annotated[
+        Path, typer.Option("--runs", help="Directory of stored runs, shared with `ebbench tables`.")
+    ] = Path("runs/papers"),
     workers: Annotated[int | None, typer.Option("--workers", help="Processes; default: one per core.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Scores as one JSON document on stdout.")] = False,
 ) -> None:
-    """Hold emulated devices against published measurements: every cell, ours and theirs.
+    """Compare emulated devices with published measurements: every published figure and ours.
 
     Takes several minutes; --only "table 3" is quick.
     """

@@ -1,4 +1,4 @@
-"""``ebbench figures``: the papers' figures with ours in them, and the timeline of any run."""
+"""``ebbench figures``: the papers' figures with our results, and timelines of any run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _CHOICES = ("device", "model", "workload", "num_prompts", "seeds", "outputs", "s
 def figures(
     context: typer.Context,
     name: Annotated[
-        str, typer.Argument(help="list, figure1, 3, 4, 5, 6, 11, 12; timeline or slo for runs of your own.")
+        str, typer.Argument(help="list, figure1, 3, 4, 5, 6, 11, 12; timeline or slo for your own runs.")
     ] = "list",
     paths: Annotated[list[Path] | None, typer.Argument(help="Runs, for timeline and slo.")] = None,
     run: paper.Run = False,
@@ -36,18 +36,18 @@ def figures(
         int | None, opt("--seeds", help="Runs per point, for figure 12: 3 (default) or more.", panel=paper.CHOICE)
     ] = None,
     outputs: Annotated[
-        str, opt("--outputs", help="forced or profile, see `ebbench tables`.", panel=paper.CHOICE)
+        str, opt("--outputs", help="forced or profile; see `ebbench tables`.", panel=paper.CHOICE)
     ] = "forced",
     source: Annotated[
         str, opt("--source", help="Lengths of figure 11: profile, hub or auto.", panel=paper.CHOICE)
     ] = "profile",
     formats: Annotated[str, opt("--format", "-f", help="Any of pdf,svg,png.", panel=paper.OUTPUT)] = "pdf,svg,png",
-    output_dir: Annotated[Path, opt("--output-dir", "-o", help="Where figures go.", panel=paper.OUTPUT)] = Path(
+    output_dir: Annotated[Path, opt("--output-dir", "-o", help="Directory of the figures.", panel=paper.OUTPUT)] = Path(
         "figures"
     ),
     quiet: paper.Quiet = False,
 ) -> None:
-    """Draw a published figure with ours in it, or the timeline of a run: mode, k*, N*, crossover, queue, KV."""
+    """Draw a published figure with our results, or the timeline of a run: mode, k*, N*, crossover, queue, KV."""
     from ebbench.cli.preflight import check_counts
     from ebbench.papers.figures import OF_RUNS, find_figure
     from ebbench.papers.table import PaperOptions
@@ -74,13 +74,13 @@ def figures(
 
 
 def _formats(text: str) -> list[str]:
-    """The formats to write, each known. Raises UsageError, UnknownNameError."""
+    """The formats to write, checked. Raises UsageError, UnknownNameError."""
     from ebbench.errors import UnknownNameError, UsageError
     from ebbench.render.figures import FORMATS
 
     chosen = [part.strip() for part in text.split(",") if part.strip()]
     if not chosen:
-        raise UsageError(f"--format names no format; write any of {','.join(FORMATS)}")
+        raise UsageError(f"--format is empty; write any of {','.join(FORMATS)}")
     for wanted in chosen:
         if wanted not in FORMATS:
             raise UnknownNameError("figure format", wanted, FORMATS)

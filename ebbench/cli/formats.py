@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 FORMATS = ("table", "markdown", "csv")
 Format = Annotated[
-    str, typer.Option("--format", "-f", help="table, markdown, or csv (the tables alone, figures as plain numbers).")
+    str, typer.Option("--format", "-f", help="table, markdown, or csv (only the tables, figures as plain numbers).")
 ]
 
 
 def check_format(style: str, *, as_json: bool) -> None:
-    """Raise UnknownNameError for a format that does not exist, UsageError for one beside --json."""
+    """Raise UnknownNameError for an unknown format, UsageError for a format together with --json."""
     if style not in FORMATS:
         raise UnknownNameError("format", style, FORMATS)
     if as_json and style != FORMATS[0]:

@@ -1,4 +1,4 @@
-"""``ebbench gate``: has the candidate become slower than its baseline?"""
+"""``ebbench gate``: tests whether the candidate is slower than its baseline."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _JUDGE, _MEASURE, _OUTPUT, _OTHER = "Judging", "Measuring interleaved", "Output"
 
 @dataclass(frozen=True)
 class JudgeFlags:
-    """The limits beyond which a change is a regression."""
+    """What counts as a regression."""
 
     margin: Annotated[
         list[str] | None,
-        opt("--margin", help="Loss that matters, percent: 3, or ttft:10. Repeatable. Default 3.", panel=_JUDGE),
+        opt("--margin", help="Loss that matters in percent: 3, or ttft:10. Repeatable. Default 3.", panel=_JUDGE),
     ] = None
     metric: Annotated[
         list[str] | None,
@@ -39,16 +39,21 @@ class JudgeFlags:
     ] = None
     policy: Annotated[
         list[str] | None,
-        opt("--policy", "-p", help="Policy to judge, of several; twice: baseline's, candidate's.", panel=_JUDGE),
+        opt(
+            "--policy",
+            "-p",
+            help="Policy to judge if there are several; twice: the baseline's, then the candidate's.",
+            panel=_JUDGE,
+        ),
     ] = None
-    alpha: Annotated[float, opt("--alpha", help="False alarms accepted, as a share.", panel=_JUDGE)] = 0.05
+    alpha: Annotated[float, opt("--alpha", help="Accepted probability of a false alarm.", panel=_JUDGE)] = 0.05
     allow: Annotated[
         list[str] | None,
         opt("--allow", help="Environment key that may differ, e.g. vllm. Repeatable.", panel=_JUDGE),
     ] = None
 
     def rules(self, *, sequential: bool) -> Rules:
-        """Raises UsageError."""
+        """The rules of these options. Raises UsageError."""
         from ebbench.analysis.gate.margins import parse_figures, parse_margins
         from ebbench.analysis.gate.verdict import GATED, Rules
 
@@ -57,7 +62,7 @@ class JudgeFlags:
         return Rules(default_margin=default, margin=single, alpha=self.alpha, gated=gated, sequential=sequential)
 
     def policies(self) -> tuple[str | None, str | None]:
-        """The baseline's and the candidate's policy; None: whichever there is. Raises UsageError."""
+        """The baseline's and the candidate's policy; None: the only one there is. Raises UsageError."""
         names = self.policy or []
         if len(names) > 2:
             raise UsageError(f"--policy may be given twice, for the baseline and for the candidate, not {len(names)}x")
@@ -77,13 +82,13 @@ class MeasureFlags:
             panel=_MEASURE,
         ),
     ] = None
-    pairs: Annotated[int | None, opt("--pairs", help="Measure exactly so many pairs.", panel=_MEASURE)] = None
+    pairs: Annotated[int | None, opt("--pairs", help="Measure exactly this many pairs.", panel=_MEASURE)] = None
     baseline_command: Annotated[
         str | None,
         opt("--baseline-command", help="Command with {out} and {seed}; run without a shell.", panel=_MEASURE),
     ] = None
     candidate_command: Annotated[
-        str | None, opt("--candidate-command", help="Likewise, for the candidate.", panel=_MEASURE)
+        str | None, opt("--candidate-command", help="The same for the candidate.", panel=_MEASURE)
     ] = None
     seed: Annotated[int, opt("--seed", help="Seed of the first pair.", panel=_MEASURE)] = 0
 
@@ -94,11 +99,11 @@ class MeasureFlags:
 
     @property
     def sequential(self) -> bool:
-        """Whether pairs are judged after each of them: what is measured here is, unless their number is fixed."""
+        """Whether pairs are judged after each of them, which is the case unless their number is fixed."""
         return self.max_pairs is not None or (self.given and self.pairs is None)
 
     def check(self) -> None:
-        """Raise UsageError for a combination that cannot work."""
+        """Raise UsageError for options that cannot be combined."""
         if self.pairs is not None and self.max_pairs is not None:
             raise UsageError("give --pairs (exactly so many) or --max-pairs (until the answer is known), not both")
         for name, given in (("--pairs", self.pairs), ("--max-pairs", self.max_pairs)):
@@ -110,29 +115,29 @@ class MeasureFlags:
 
 @dataclass(frozen=True)
 class OutputFlags:
-    """Where the verdict is written besides the console."""
+    """Where the verdict is written in addition to the console."""
 
     junit: Annotated[Path | None, opt("--junit", help="Write JUnit XML.", panel=_OUTPUT)] = None
     summary: Annotated[
         Path | None,
-        opt("--summary", help="Append Markdown; default: $GITHUB_STEP_SUMMARY where set.", panel=_OUTPUT),
+        opt("--summary", help="Append Markdown; default: $GITHUB_STEP_SUMMARY, if set.", panel=_OUTPUT),
     ] = None
     as_json: Annotated[bool, opt("--json", help="One JSON object on stdout.", panel=_OUTPUT)] = False
 
 
 @dataclass(frozen=True)
 class OtherFlags:
-    """Actions that replace a verdict."""
+    """Actions instead of a verdict."""
 
     save_baseline: Annotated[
-        Path | None, opt("--save-baseline", help="Store the runs named as the baseline.", panel=_OTHER)
+        Path | None, opt("--save-baseline", help="Store the given runs as the baseline.", panel=_OTHER)
     ] = None
-    self_test: Annotated[
-        bool, opt("--self-test", help="Measure the gate's own false alarms and power.", panel=_OTHER)
-    ] = False
+    self_test: Annotated[bool, opt("--self-test", help="Measure the gate's own error rates.", panel=_OTHER)] = False
     trials: Annotated[int, opt("--trials", help="A/A trials of the self-test.", panel=_OTHER)] = 1_000
     workers: Annotated[int | None, opt("--workers", help="Processes of the self-test.", panel=_OTHER)] = None
-    report: Annotated[Path | None, opt("--report", help="Write the self-test as Markdown.", panel=_OTHER)] = None
+    report: Annotated[Path | None, opt("--report", help="Write the self-test's result as Markdown.", panel=_OTHER)] = (
+        None
+    )
 
 
 @grouped
@@ -149,11 +154,11 @@ def gate(
         ),
     ] = None,
 ) -> None:
-    """Judge paired runs: exit 0 pass, 1 regression, 5 inconclusive, 3 not comparable.
+    """Compare paired runs: exit code 0 pass, 1 regression, 5 inconclusive, 3 not comparable.
 
-    A pair is one restart of a real engine or one seed of a simulated one; at least six are needed (a one-sided
-    test; `compare` is two-sided and takes seven). Measure them with `ebbench run --repeats 6`, or let --baseline-
-    command and --candidate-command do it until the answer is known.
+    A pair is one restart of a real engine or one seed of a simulated one; at least six are needed (a one-sided test;
+    `compare` is two-sided and needs seven). Measure them with `ebbench run --repeats 6`, or let --baseline-command and
+    --candidate-command do it until the verdict is known.
     """
     measuring.check()
     rules = judging.rules(sequential=measuring.sequential)
@@ -179,7 +184,7 @@ def gate(
 
 @dataclass(frozen=True)
 class Question:
-    """Two sides, what may differ between them, and the rules they are judged by."""
+    """The two sides, what may differ between them, and the rules."""
 
     baseline: Path
     candidate: Path
@@ -188,7 +193,7 @@ class Question:
     policies: tuple[str | None, str | None] = (None, None)
 
     def judged(self, *, with_detectable: bool = True) -> Verdict:
-        """The verdict on the runs there are. Raises DataError, UnknownNameError."""
+        """The verdict on the existing runs. Raises DataError, UnknownNameError."""
         from ebbench.analysis.environment import check_allowed
         from ebbench.analysis.gate.baselines import stored_units
         from ebbench.analysis.gate.units import load_units, of_policy
@@ -207,7 +212,7 @@ class Question:
 
 
 def _measure(question: Question, wanted: MeasureFlags) -> None:
-    """Measure pairs, each side by its command; until the answer is known unless their number is fixed."""
+    """Measure pairs with the commands of both sides, until the verdict is known unless their number is fixed."""
     from ebbench.analysis.gate.interleave import Side, measure_pairs
     from ebbench.analysis.gate.verdict import MAX_PAIRS, pairs_needed
 
@@ -218,7 +223,7 @@ def _measure(question: Question, wanted: MeasureFlags) -> None:
         if not rules.sequential or pairs < least:
             return False
         verdict = question.judged(with_detectable=False)
-        _say(f"after {pairs} pairs: {verdict.outcome}" + ("" if verdict.outcome != "inconclusive" else ", going on"))
+        _say(f"after {pairs} pairs: {verdict.outcome}" + ("" if verdict.outcome != "inconclusive" else ", continuing"))
         return verdict.outcome != "inconclusive"
 
     sides = (
@@ -247,7 +252,7 @@ def _tell(verdict: Verdict, wanted: OutputFlags) -> int:
 
 
 def _tell_error(error: EbbenchError, wanted: OutputFlags) -> None:
-    """What kept the gate from judging, in the files that a CI service reads."""
+    """Write the error that prevented a verdict to the files that a CI service reads."""
     from ebbench.report import verdicts
 
     _write(verdicts.junit_of_error(str(error)), verdicts.markdown_of_error(str(error), error.exit_code), wanted)
@@ -271,7 +276,7 @@ def _save(runs: list[Path], path: Path) -> None:
     from ebbench.analysis.gate.units import load_units
 
     if not runs:
-        raise UsageError("--save-baseline needs the runs to store")
+        raise UsageError("--save-baseline needs run directories")
     units = load_units(runs)
     rows = save_baseline(units, path)
     _say(f"{path}: stored {len(units)} run(s) as baseline, {rows} row(s) in all")

@@ -1,4 +1,4 @@
-"""``ebbench gateway``: dispatch requests over several OpenAI-compatible servers."""
+"""``ebbench gateway``: dispatches requests over several OpenAI-compatible servers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _UPSTREAMS, _DISPATCH, _SERVER = "Upstreams", "Dispatch", "Gateway"
 
 @dataclass(frozen=True)
 class GatewayFlags:
-    """The gateway's settings, under their names there (:class:`ebbench.gateway.settings.GatewaySettings`)."""
+    """The gateway's settings, named as in :class:`ebbench.gateway.settings.GatewaySettings`."""
 
     upstreams: Annotated[
         list[str], opt("--upstream", "-u", help="Base URL of a server; repeat for each.", panel=_UPSTREAMS)
@@ -43,12 +43,12 @@ class GatewayFlags:
     ] = 8192
     network_ms: Annotated[
         float,
-        opt("--network-ms", help="Time of the way to a server and back.", panel=_DISPATCH),
+        opt("--network-ms", help="Round-trip time to a server.", panel=_DISPATCH),
     ] = 1.0
-    max_queue: Annotated[int, opt("--max-queue", help="Requests held back before 429.", panel=_DISPATCH)] = 10_000
+    max_queue: Annotated[int, opt("--max-queue", help="Requests in the queue before 429.", panel=_DISPATCH)] = 10_000
     max_wait_s: Annotated[
         float,
-        opt("--max-wait", help="Seconds a request is held before 503.", panel=_DISPATCH),
+        opt("--max-wait", help="Seconds in the queue before 503.", panel=_DISPATCH),
     ] = 120.0
     host: Annotated[
         str,
@@ -59,21 +59,21 @@ class GatewayFlags:
         float, opt("--health-interval", help="Seconds between health checks.", panel=_UPSTREAMS)
     ] = 2.0
     eject_after: Annotated[
-        int, opt("--eject-after", help="Failed checks in a row that take an upstream out.", panel=_UPSTREAMS)
+        int, opt("--eject-after", help="Consecutive failed checks that eject an upstream.", panel=_UPSTREAMS)
     ] = 2
     return_after: Annotated[
-        int, opt("--return-after", help="Good checks in a row that bring it back.", panel=_UPSTREAMS)
+        int, opt("--return-after", help="Consecutive passed checks that return it.", panel=_UPSTREAMS)
     ] = 1
-    drain_s: Annotated[float, opt("--drain", help="Seconds open requests may take at the end.", panel=_SERVER)] = 30.0
+    drain_s: Annotated[float, opt("--drain", help="Seconds for open requests at shutdown.", panel=_SERVER)] = 30.0
 
 
 @grouped
 def gateway(flags: GatewayFlags) -> None:
     """One endpoint in front of several servers of one model.
 
-    Streams pass through as they come. When a server dies, only the answers it had begun are lost; requests
-    without an answer yet go to another server. See /metrics for counts, /gateway for the state; POST
-    /gateway/drain?upstream=URL sends a server nothing new, /gateway/resume takes it back. Example:
+    Streams are relayed without delay. When a server dies, only the responses that it had begun are lost; requests
+    without a response yet go to another server. /metrics has counts, /gateway the state; POST
+    /gateway/drain?upstream=URL stops new requests to a server, /gateway/resume allows them again. Example:
 
     ebbench gateway -u http://127.0.0.1:8001 -u http://127.0.0.1:8002 --dispatch sbs
     """

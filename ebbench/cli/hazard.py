@@ -1,4 +1,4 @@
-"""``ebbench hazard``: how likely an answer ends, token by token, and whether that likelihood rises."""
+"""``ebbench hazard``: the probability per token that a response ends, and whether it rises."""
 
 from __future__ import annotations
 
@@ -34,26 +34,26 @@ def hazard(
         str, typer.Argument(help="A workload, trace:FILE, a run directory, or a file with one output length per line.")
     ] = "",
     source: load.Source = "auto",
-    num_prompts: Annotated[int | None, typer.Option("--num-prompts", "-n", help="Sessions to look at.")] = None,
-    seed: Annotated[int, typer.Option("--seed", help="Same seed, same sample.")] = 0,
+    num_prompts: Annotated[int | None, typer.Option("--num-prompts", "-n", help="Sessions to sample.")] = None,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of the sample.")] = 0,
     output_len: load.OutputLen = None,
     length_distribution: load.LengthDistribution = None,
     device: Annotated[
-        str, typer.Option("--device", help="Costs behind the threshold.", autocompletion=completion.devices)
+        str, typer.Option("--device", help="Device whose costs give the threshold.", autocompletion=completion.devices)
     ] = DEFAULT_DEVICE,
     model: Annotated[
-        str, typer.Option("--model", help="Costs behind the threshold.", autocompletion=completion.models)
+        str, typer.Option("--model", help="Model whose costs give the threshold.", autocompletion=completion.models)
     ] = DEFAULT_MODEL,
     max_num_seqs: load.MaxNumSeqs = 1024,
     plot: Annotated[Path | None, typer.Option("--plot", help="Draw to FILE.pdf, .svg or .png.")] = None,
     experiment: Annotated[
         str, typer.Option("--experiment", help="ifr (appendix E.3) or sensitivity (E.5), instead of a workload.")
     ] = "",
-    run: Annotated[bool, typer.Option("--run", help="Make the experiment's missing runs.")] = False,
-    runs: Annotated[Path, typer.Option("--runs", help="Where the experiment's runs are kept.")] = Path("runs/papers"),
+    run: Annotated[bool, typer.Option("--run", help="Run the experiment's missing cells.")] = False,
+    runs: Annotated[Path, typer.Option("--runs", help="Directory of the experiment's runs.")] = Path("runs/papers"),
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
-    """The empirical completion hazard, tests of its trend (Mann-Kendall, regression), the fit p0 + eta t, a plot."""
+    """Show the empirical completion hazard, tests of its trend (Mann-Kendall, regression), and the fit p0 + eta t."""
     from ebbench.cli.preflight import check_counts
     from ebbench.errors import UsageError
 
@@ -65,7 +65,7 @@ def hazard(
         return
     refuse_unused(context, _OF_EXPERIMENTS, (), "without --experiment this command")
     if not what:
-        raise UsageError("say of what: a workload, trace:FILE, a run directory, or --experiment ifr")
+        raise UsageError("give a workload, trace:FILE, a run directory, or --experiment ifr")
     from ebbench.hazard.lengths import read_lengths
     from ebbench.hazard.trend import analyse_lengths
 
@@ -148,14 +148,14 @@ def _print(lengths: Lengths, found: Hazard, thresholds: dict[str, Threshold | No
     from rich.table import Table
 
     console = Console(highlight=False)
-    console.print(f"{lengths.name}: {found.samples:,} answers ({lengths.source})", markup=False, style="bold")
+    console.print(f"{lengths.name}: {found.samples:,} responses ({lengths.source})", markup=False, style="bold")
     console.print(
         f"output tokens: mean {found.mean:,.1f}, standard deviation {found.std:,.1f}, longest {found.t[-1]:,}"
     )
     if found.limit is not None:
         share = found.censored_samples / found.samples
         console.print(
-            f"{share:.1%} of the answers are cut at {found.limit:,} tokens: they count as not yet ended there"
+            f"{share:.1%} of the responses are cut at {found.limit:,} tokens and count as not yet ended there"
         )
     console.print(_profile(found), markup=False)
     tests = found.tests

@@ -1,6 +1,6 @@
-"""Options that say which requests are sent and when, and the scheduler's limits, for all commands that make plans.
+"""Options for requests, arrivals and scheduler limits, for all commands that make plans.
 
-None is the default of what the option sets; where commands differ, the default is theirs.
+None selects the default of the option's target; commands with other defaults set them.
 """
 
 from __future__ import annotations
@@ -21,28 +21,32 @@ NumPrompts = Annotated[
         panel=WORKLOAD,
     ),
 ]
-Seed = Annotated[int, opt("--seed", help="Same seed, same plan, byte for byte.", panel=WORKLOAD)]
+Seed = Annotated[int, opt("--seed", help="Seed of the plan; equal seeds give byte-identical plans.", panel=WORKLOAD)]
 Source = Annotated[str, opt("--source", help="auto, hub, profile or file:PATH.", panel=WORKLOAD)]
 Tokenizer = Annotated[
-    str | None, opt("--tokenizer", help="Counts the tokens of texts; default: estimated.", panel=WORKLOAD)
+    str | None, opt("--tokenizer", help="Tokenizer that counts the tokens of texts; default: estimate.", panel=WORKLOAD)
 ]
 InputLen = Annotated[int | None, opt("--input-len", help="Mean prompt tokens.", panel=WORKLOAD)]
-OutputLen = Annotated[int | None, opt("--output-len", help="Mean answer tokens.", panel=WORKLOAD)]
+OutputLen = Annotated[int | None, opt("--output-len", help="Mean output tokens.", panel=WORKLOAD)]
 LengthDistribution = Annotated[
     str | None, opt("--length-distribution", help="uniform, geometric, gamma:SHAPE or fixed.", panel=WORKLOAD)
 ]
-DropTooLong = Annotated[bool, opt("--drop-too-long", help="Drop requests over --max-model-len.", panel=WORKLOAD)]
+DropTooLong = Annotated[bool, opt("--drop-too-long", help="Drop requests longer than --max-model-len.", panel=WORKLOAD)]
 
 Scenario = Annotated[
     str | None,
     opt(
-        "--scenario", "-s", help="When requests come: a name or a TOML file.", panel=LOAD, complete=completion.scenarios
+        "--scenario",
+        "-s",
+        help="When requests arrive: a name or a TOML file.",
+        panel=LOAD,
+        complete=completion.scenarios,
     ),
 ]
-MaxConcurrency = Annotated[int | None, opt("--max-concurrency", "-c", help="Sessions open at a time.", panel=LOAD)]
+MaxConcurrency = Annotated[int | None, opt("--max-concurrency", "-c", help="Most sessions open at a time.", panel=LOAD)]
 RequestRate = Annotated[
     float | None,
-    opt("--request-rate", help="Sessions/s, open loop; inf: all at once, or as --max-concurrency lets.", panel=LOAD),
+    opt("--request-rate", help="Sessions/s, open loop; inf: all at once, up to --max-concurrency.", panel=LOAD),
 ]
 Burstiness = Annotated[
     float | None, opt("--burstiness", help="Shape of gamma gaps: 1 is Poisson, less is burstier.", panel=LOAD)
@@ -54,13 +58,13 @@ SaturationRate = Annotated[
 Speed = Annotated[float | None, opt("--speed", help="Time factor of a trace: 2 is twice as fast.", panel=LOAD)]
 Duration = Annotated[
     float | None,
-    opt("--duration", help="Seconds after which nothing more is released; what runs then ends.", panel=LOAD),
+    opt("--duration", help="Seconds after which no session is released; open ones run to their end.", panel=LOAD),
 ]
 TimeUnit = Annotated[
     str | None,
     opt(
         "--time-unit",
-        help="Unit of a trace's times: s, ms, us or ns. Default: read off the file; required where that is ambiguous.",
+        help="Unit of a trace's times: s, ms, us or ns. Default: derived from the file; required if ambiguous.",
         panel=LOAD,
     ),
 ]
@@ -74,32 +78,33 @@ Repeats = Annotated[
     str,
     opt(
         "--repeats",
-        help="Runs per policy, seeds S, S+1, ...; auto: until it is clear which policy is better, or --max-repeats.",
+        help="Runs per policy, seeds S, S+1, ...; auto: until one policy is clearly better, at most --max-repeats.",
         panel=LOAD,
     ),
 ]
-MaxRepeats = Annotated[int, opt("--max-repeats", help="With --repeats auto: at most so many.", panel=LOAD)]
+MaxRepeats = Annotated[int, opt("--max-repeats", help="Most repeats with --repeats auto.", panel=LOAD)]
 
-MaxNumSeqs = Annotated[int, opt("--max-num-seqs", help="N, sequences in a batch.", panel=ENGINE)]
-MaxNumBatchedTokens = Annotated[int, opt("--max-num-batched-tokens", help="B, token budget of a step.", panel=ENGINE)]
+MaxNumSeqs = Annotated[int, opt("--max-num-seqs", help="N, most sequences in a batch.", panel=ENGINE)]
+MaxNumBatchedTokens = Annotated[int, opt("--max-num-batched-tokens", help="B, token budget per step.", panel=ENGINE)]
 MaxModelLen = Annotated[
-    int | None, opt("--max-model-len", help="Longest prompt plus answer. Default: 40,960 tokens.", panel=ENGINE)
+    int | None, opt("--max-model-len", help="Longest prompt plus output. Default: 40,960 tokens.", panel=ENGINE)
 ]
 NumKvBlocks = Annotated[
-    int | None, opt("--num-kv-blocks", help="KV blocks of 16 tokens; default: what the device holds.", panel=ENGINE)
+    int | None, opt("--num-kv-blocks", help="KV blocks of 16 tokens; default: the device's capacity.", panel=ENGINE)
 ]
 NoPrefixCaching = Annotated[bool, opt("--no-prefix-caching", help="Do not reuse KV of shared prefixes.", panel=ENGINE)]
 NoAsyncScheduling = Annotated[
-    bool, opt("--no-async-scheduling", help="Schedule a step only when the last has ended.", panel=ENGINE)
+    bool, opt("--no-async-scheduling", help="Schedule a step only when the previous one has ended.", panel=ENGINE)
 ]
 Quantization = Annotated[
-    str | None, opt("--quantization", help="Weights in another type than the model's own: fp8.", panel=ENGINE)
+    str | None, opt("--quantization", help="Data type of the weights, if not the model's own: fp8.", panel=ENGINE)
 ]
 KvCacheDtype = Annotated[
-    str, opt("--kv-cache-dtype", help="Type of the KV cache: auto (the model's own), bfloat16 or fp8.", panel=ENGINE)
+    str,
+    opt("--kv-cache-dtype", help="Data type of the KV cache: auto (the model's own), bfloat16 or fp8.", panel=ENGINE),
 ]
 EnforceEager = Annotated[
-    bool, opt("--enforce-eager", help="No CUDA graphs: every layer is launched by the host.", panel=ENGINE)
+    bool, opt("--enforce-eager", help="Do not use CUDA graphs: the host launches every layer.", panel=ENGINE)
 ]
 ApiServer = Annotated[
     str,

@@ -1,6 +1,6 @@
-"""The console entry. A command's module is imported only when that command runs or shows its own help.
+"""The console entry point. A command's module is imported only when that command runs or shows its help.
 
-To add a command, add a line to COMMANDS. Errors of ebbench become one line on stderr and their exit code.
+To add a command, add a line to COMMANDS. Errors of ebbench become one line on stderr and an exit code.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ebbench.errors import EbbenchError
 
 
 class Entry(NamedTuple):
-    """Where a command lives: ``target`` is ``module:attribute`` of a function or a Typer application."""
+    """Location of a command: ``target`` is ``module:attribute`` of a function or a Typer application."""
 
     target: str
     panel: str
@@ -33,59 +33,63 @@ MEASURE, UNDERSTAND, LOOK_UP, SERVE = "Measure", "Understand", "Look up", "Serve
 COMMANDS: dict[str, Entry] = {
     "run": Entry("ebbench.cli.run:run", MEASURE, "Run a workload under one or more scheduling policies."),
     "show": Entry("ebbench.cli.show:show", MEASURE, "Show stored runs again."),
-    "capacity": Entry("ebbench.cli.capacity:capacity", MEASURE, "The highest load within latency limits."),
-    "plan": Entry("ebbench.cli.plan:plan", UNDERSTAND, "How many GPUs a request rate needs, and which."),
-    "sweep": Entry("ebbench.cli.sweep:sweep", MEASURE, "Run a grid of settings, resumably."),
+    "capacity": Entry("ebbench.cli.capacity:capacity", MEASURE, "Find the highest load within latency limits."),
+    "plan": Entry("ebbench.cli.plan:plan", UNDERSTAND, "Find the cheapest GPUs for a request rate."),
+    "sweep": Entry("ebbench.cli.sweep:sweep", MEASURE, "Run a grid of settings; can be resumed."),
     "compare": Entry("ebbench.cli.compare:compare", MEASURE, "Compare runs, paired."),
     "gate": Entry("ebbench.cli.gate:gate", MEASURE, "Fail when a candidate is slower than its baseline."),
     "report": Entry("ebbench.cli.report:report", MEASURE, "Write runs as one self-contained HTML file."),
-    "query": Entry("ebbench.cli.query:query", MEASURE, "Ask stored runs in SQL."),
-    "recover": Entry("ebbench.cli.recover:recover", MEASURE, "Rebuild a run that was cut off."),
-    "advise": Entry("ebbench.cli.advise:advise", UNDERSTAND, "Which policy to run, and the expected gain."),
-    "theory": Entry("ebbench.cli.theory:app", UNDERSTAND, "Thresholds, memory-safe batches, crossover."),
-    "hazard": Entry("ebbench.cli.hazard:hazard", UNDERSTAND, "The completion hazard of a workload."),
-    "tables": Entry("ebbench.cli.tables:tables", UNDERSTAND, "The papers' tables, published beside ours."),
-    "figures": Entry("ebbench.cli.figures:figures", UNDERSTAND, "The papers' figures and run timelines."),
-    "fidelity": Entry("ebbench.cli.fidelity:fidelity", UNDERSTAND, "Emulated devices against real measurements."),
+    "query": Entry("ebbench.cli.query:query", MEASURE, "Query stored runs in SQL."),
+    "recover": Entry("ebbench.cli.recover:recover", MEASURE, "Rebuild a run whose program was killed."),
+    "advise": Entry("ebbench.cli.advise:advise", UNDERSTAND, "Find the best policy and its expected gain."),
+    "theory": Entry("ebbench.cli.theory:app", UNDERSTAND, "Evaluate thresholds, memory-safe batches, crossover."),
+    "hazard": Entry("ebbench.cli.hazard:hazard", UNDERSTAND, "Analyse the completion hazard of a workload."),
+    "tables": Entry("ebbench.cli.tables:tables", UNDERSTAND, "Show the papers' tables with our results."),
+    "figures": Entry("ebbench.cli.figures:figures", UNDERSTAND, "Draw the papers' figures and run timelines."),
+    "fidelity": Entry(
+        "ebbench.cli.fidelity:fidelity", UNDERSTAND, "Compare emulated devices with published measurements."
+    ),
     "calibrate": Entry("ebbench.cli.calibrate:calibrate", UNDERSTAND, "Measure a device's step times."),
     "validate": Entry(
-        "ebbench.cli.validate:validate", UNDERSTAND, "How far simulated answers can be trusted on this machine."
+        "ebbench.cli.validate:validate", UNDERSTAND, "Check how accurate simulated results are on this machine."
     ),
-    "workloads": Entry("ebbench.cli.workloads:app", LOOK_UP, "Workloads: what requests are sent."),
-    "scenarios": Entry("ebbench.cli.scenarios:app", LOOK_UP, "Scenarios: when requests arrive."),
-    "policies": Entry("ebbench.cli.policies:app", LOOK_UP, "How it can be scheduled."),
-    "devices": Entry("ebbench.cli.devices:app", LOOK_UP, "On what it can run."),
+    "workloads": Entry("ebbench.cli.workloads:app", LOOK_UP, "List workloads: which requests are sent."),
+    "scenarios": Entry("ebbench.cli.scenarios:app", LOOK_UP, "List scenarios: when requests arrive."),
+    "policies": Entry("ebbench.cli.policies:app", LOOK_UP, "List scheduling policies and their settings."),
+    "devices": Entry("ebbench.cli.devices:app", LOOK_UP, "List devices, models and step times."),
     "serve": Entry("ebbench.cli.serve:serve", SERVE, "Serve a model with vLLM under a policy."),
     "gateway": Entry("ebbench.cli.gateway:gateway", SERVE, "Dispatch requests over several servers."),
-    "doctor": Entry("ebbench.cli.doctor:doctor", SERVE, "What is installed, what can run here."),
-    "fake-server": Entry("ebbench.cli.fake_server:fake_server", SERVE, "A server with known latencies."),
-    "client-check": Entry("ebbench.cli.client_check:client_check", SERVE, "How far this machine's client is true."),
+    "doctor": Entry("ebbench.cli.doctor:doctor", SERVE, "Check what is installed and can run here."),
+    "fake-server": Entry("ebbench.cli.fake_server:fake_server", SERVE, "Run a server with known latencies."),
+    "client-check": Entry(
+        "ebbench.cli.client_check:client_check", SERVE, "Measure how much load this client can generate."
+    ),
 }
 
 INTERRUPTED = 130
 CLICK_ERROR: Any = typer.BadParameter.__mro__[2]
-"""The base class of click's errors. Typer carries click under one of two names, so it is taken from typer."""
+"""Base class of click's errors, taken from typer, which may bundle click under another name."""
 HUNG_UP = 141
 """The reader of the output closed it (``| head``): the exit code that a shell reports for SIGPIPE."""
 _WITHIN_PARAGRAPH = re.compile(r"(?<!\n)\n(?!\n)")
 
 
 class CommandTable(ShownWhole, TyperGroup):
-    """A group whose commands are placeholders until one is called."""
+    """A group that imports a command only when it is called."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """Commands whose module is there, in the order of the table."""
+        """Commands whose module exists, in the order of the table."""
         return [name for name in COMMANDS if _installed(COMMANDS[name])]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """The command if loaded, else a placeholder that carries its help line."""
+        """The command if loaded, else a placeholder with its help line."""
         if cmd_name not in self.commands and cmd_name in COMMANDS and _installed(COMMANDS[cmd_name]):
             entry = COMMANDS[cmd_name]
             return TyperCommand(cmd_name, short_help=entry.help, help=entry.help, rich_help_panel=entry.panel)
         return super().get_command(ctx, cmd_name)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Load the command that is called."""
+        """Import the called command."""
         name = args[0]
         if name not in self.commands and name in self.list_commands(ctx):
             self.add_command(load_command(name), name)
@@ -144,7 +148,7 @@ def run() -> None:
 
 
 def load_command(name: str) -> Any:
-    """Import a command of the table and turn it into a click command."""
+    """Import a command of the table and convert it to a click command."""
     entry = COMMANDS[name]
     module, _, attribute = entry.target.partition(":")
     found = getattr(importlib.import_module(module), attribute)
@@ -156,7 +160,7 @@ def load_command(name: str) -> Any:
 
 
 def _flow(command: Any) -> None:
-    """Paragraphs of help fill the terminal's width, whatever the lines of the docstring; for subcommands too."""
+    """Let paragraphs of help fill the terminal's width, also for subcommands."""
     if command.help:
         command.help = _WITHIN_PARAGRAPH.sub(" ", command.help)
     for sub in getattr(command, "commands", {}).values():
@@ -164,7 +168,7 @@ def _flow(command: Any) -> None:
 
 
 def _single(function: Callable[..., None], name: str) -> typer.Typer:
-    """An application of one command. A function may name its click class in ``command_class``."""
+    """An application with a single command. A function may set its click class in ``command_class``."""
     single = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
     command_class: type[TyperCommand] = getattr(function, "command_class", Command)
     single.command(name, cls=command_class, context_settings={"help_option_names": ["-h", "--help"]})(function)
@@ -176,7 +180,7 @@ def _installed(entry: Entry) -> bool:
 
 
 def _exit_code(call: Callable[[], Any]) -> int:
-    """Run ``call`` and turn an exception into an exit code; writes the message to stderr."""
+    """Run ``call`` and convert an exception to an exit code; writes the message to stderr."""
     try:
         result = call()
     except EbbenchError as error:
@@ -188,11 +192,11 @@ def _exit_code(call: Callable[[], Any]) -> int:
     except OSError as error:
         return _complain(_system_message(error), EbbenchError.exit_code)
     except SystemExit as stop:
-        # Typer and rich leave a closed pipe with 1, which is the gate's code for a regression.
+        # Typer and rich exit with 1 on a closed pipe, which is the gate's code for a regression.
         raise SystemExit(HUNG_UP if stop.code == 1 else stop.code) from None
     except Exception as error:
         return _exit_code_of(error)
-    if result == INTERRUPTED:  # typer turns Ctrl-C into this code, and says nothing
+    if result == INTERRUPTED:  # typer converts Ctrl-C to this code without a message
         return _complain("interrupted", INTERRUPTED)
     return result if isinstance(result, int) else 0
 
@@ -221,13 +225,15 @@ def _crashed() -> int:
 
 def _encoding_message(error: UnicodeEncodeError) -> str:
     text = error.object[error.start : error.end]
-    if any("\ud800" <= letter <= "\udfff" for letter in text):  # how Python holds bytes of a path that are not UTF-8
+    if any(
+        "\ud800" <= letter <= "\udfff" for letter in text
+    ):  # Python's representation of bytes in a path that are not UTF-8
         return f"{error.object!a}: not UTF-8; rename the file or directory"
     return f"the output's encoding, {error.encoding}, has no {text!a}; set PYTHONIOENCODING=utf-8"
 
 
 def _system_message(error: OSError) -> str:
-    """The operating system's reason, with the file where there is one."""
+    """The operating system's reason, with the file if there is one."""
     why = error.strerror or str(error) or type(error).__name__
     return f"{error.filename}: {why}" if error.filename else why
 

@@ -1,4 +1,4 @@
-"""Making the runs that a table, a figure or an answer lacks, with a progress line on stderr."""
+"""Executes the runs that a table, a figure or an advice lacks, with a progress line on stderr."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 def make_runs(
     table: PaperTable | PaperFigure, options: PaperOptions, store: RunStore, *, workers: int | None, quiet: bool
 ) -> None:
-    """Make the missing runs of a table or figure, with a progress line on stderr."""
+    """Execute the missing runs of a table or figure, with a progress line on stderr."""
     with_progress(table.name, table.cells(options), store, whole=table.whole, workers=workers, quiet=quiet)
 
 
 def with_progress(
     label: str, cells: Sequence[Cell], store: RunStore, *, whole: bool, workers: int | None, quiet: bool
 ) -> None:
-    """Make those of ``cells`` that the store lacks, with a progress line on stderr."""
+    """Execute the cells that the store lacks, with a progress line on stderr."""
     missing = store.missing(cells, whole=whole)
     if not missing:
         return
@@ -43,6 +43,6 @@ def with_progress(
         except KeyboardInterrupt:
             left = len(store.missing(missing, whole=whole))
             raise InterruptedRunError(
-                f"interrupted; {len(missing) - left} finished runs are kept in {store.root}, the same command goes on "
+                f"interrupted; {len(missing) - left} runs are kept in {store.root}; the same command continues "
                 f"with the other {left}"
             ) from None

@@ -1,4 +1,4 @@
-"""Declaring, grouping and showing options, for all commands; ``--goodput`` with several pairs."""
+"""Declaring, grouping and showing options; ``--goodput`` with several pairs."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from typing import Annotated, Any, get_type_hints
 import typer
 from typer.core import TyperCommand, TyperOption
 
-# A workload may follow the pairs: trace:FILE is none of them.
+# A workload may follow the pairs: trace:FILE is not one of them.
 _PAIR = re.compile(r"^(?!trace:)[a-z0-9_]+:[^/]*$", re.IGNORECASE)
 
 
 def opt(*names: str, help: str, panel: str, complete: Callable[[str], Any] | None = None) -> typer.models.OptionInfo:
-    """An option under a heading of ``--help``; ``complete`` gives the names that the shell offers for its value."""
+    """An option under a heading of ``--help``; ``complete`` returns the names that the shell offers for its value."""
     option: typer.models.OptionInfo = typer.Option(*names, help=help, rich_help_panel=panel, autocompletion=complete)
     return option
 
 
-ALL_PERCENTILES = "Show p90, p95 and p99 of every latency, marked ? where there were too few samples."
+ALL_PERCENTILES = "Show p90, p95 and p99 of every latency, marked ? if there are too few samples."
 AllPercentiles = Annotated[bool, typer.Option("--all-percentiles", help=ALL_PERCENTILES)]
 
 
 def grouped(command: Callable[..., None]) -> Callable[..., None]:
-    """A command that takes dataclasses of options, as typer wants it: with one parameter for each of their fields.
+    """A command whose parameters are dataclasses of options, converted to one parameter per field for typer.
 
-    Fields are declared as typer's parameters are, ``name: Annotated[type, opt(...)] = default``, and keep their order.
+    Fields are declared like typer's parameters, ``name: Annotated[type, opt(...)] = default``, and keep their order.
     """
     hints = get_type_hints(command, include_extras=True)
     groups = {name: kind for name, kind in hints.items() if isinstance(kind, type) and is_dataclass(kind)}
@@ -73,7 +73,8 @@ def _parameters(group: type) -> list[inspect.Parameter]:
 class ShownWhole:
     """Mixed into a command: its help never cuts an option's name, also in a narrow terminal.
 
-    Typer sets positive and negative names apart in columns that rich cuts; here they share one, and wrap between names.
+    Typer shows positive and negative names in separate columns, which rich cuts; here they share one column and wrap
+    between names.
     """
 
     params: list[Any]
@@ -84,12 +85,12 @@ class ShownWhole:
         """Write help from a copy with readable option names; parsing is not affected."""
         shown = copy.copy(self)
         shown.params = [_readable(param) for param in self.get_params(ctx)]
-        shown.add_help_option = False  # it is among them
+        shown.add_help_option = False  # already among them
         super(ShownWhole, shown).format_help(ctx, formatter)  # type: ignore[misc]
 
 
 class Command(ShownWhole, TyperCommand):
-    """A command of this program."""
+    """A command of ebbench."""
 
 
 def _readable(option: Any) -> Any:
@@ -101,18 +102,18 @@ def _readable(option: Any) -> Any:
     shown.opts += [name for name in names if not name.startswith("--")]
     if option.secondary_opts:
         shown.secondary_opts = []
-        if option.default is not None:  # else typer would say True or False
+        if option.default is not None:  # otherwise typer would say True or False
             given = option.opts if option.default else option.secondary_opts
             shown.show_default = given[0].lstrip("-")
     if shown.is_flag:
-        shown.metavar = ""  # takes no value
+        shown.metavar = ""  # has no value
     elif shown.multiple and shown.metavar is None:
         shown.metavar = "<str>..."
     return shown
 
 
 class GoodputCommand(Command):
-    """Accepts ``--goodput ttft:500 tpot:50`` as well as one ``--goodput`` for each."""
+    """Accepts ``--goodput ttft:500 tpot:50`` and repeated ``--goodput``."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Rewrite the arguments, then parse them."""
@@ -120,7 +121,7 @@ class GoodputCommand(Command):
 
 
 def expand_goodput(args: Sequence[str]) -> list[str]:
-    """Put ``--goodput`` before every further ``metric:limit`` that follows one."""
+    """Insert ``--goodput`` before every further ``metric:limit`` that follows one."""
     expanded: list[str] = []
     rest = list(args)
     while rest:

@@ -1,4 +1,4 @@
-"""Options that ``ebbench tables`` and ``ebbench figures`` share."""
+"""Common options of ``ebbench tables`` and ``ebbench figures``."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 CHOICE, RUNS, OUTPUT = "What to run", "Runs", "Output"
 
-Run = Annotated[bool, opt("--run", help="Make the runs that are missing.", panel=RUNS)]
-Runs = Annotated[Path, opt("--runs", help="Where runs are kept.", panel=RUNS)]
-Workers = Annotated[int | None, opt("--workers", help="Processes; default: one a core.", panel=RUNS)]
+Run = Annotated[bool, opt("--run", help="Execute the missing runs.", panel=RUNS)]
+Runs = Annotated[Path, opt("--runs", help="Directory of stored runs.", panel=RUNS)]
+Workers = Annotated[int | None, opt("--workers", help="Processes. Default: one per core.", panel=RUNS)]
 Device = Annotated[
     list[str] | None, opt("--device", help="Repeat for several.", panel=CHOICE, complete=completion.devices)
 ]

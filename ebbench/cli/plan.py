@@ -1,4 +1,4 @@
-"""``ebbench plan``: which deployment carries a request rate within latency limits at the least cost."""
+"""``ebbench plan``: the cheapest deployment that serves a request rate within latency limits."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _LIMITS, _CHOICE, _OUTPUT = "Limits", "Candidates", "Output"
 
 @dataclass(frozen=True)
 class TargetFlags:
-    """What the deployment must carry, within which limits."""
+    """The load to serve and its limits."""
 
-    request_rate: Annotated[float, opt("--request-rate", help="Sessions/s to carry.", panel=_LIMITS)]
+    request_rate: Annotated[float, opt("--request-rate", help="Sessions/s to serve.", panel=_LIMITS)]
     goodput: Annotated[
         list[str] | None,
         opt("--goodput", help="Limits in ms: ttft:2000 tpot:50, or percentiles: ttft:p99:2000.", panel=_LIMITS),
@@ -35,7 +35,7 @@ class TargetFlags:
 
 @dataclass(frozen=True)
 class ChoiceFlags:
-    """Among what is chosen."""
+    """The candidates."""
 
     device: Annotated[
         list[str] | None, opt("--device", help="GPUs to choose from; repeat. Default: all with data.", panel=_CHOICE)
@@ -62,7 +62,7 @@ class ChoiceFlags:
 
 @dataclass(frozen=True)
 class PlanOutput:
-    """What becomes of the result."""
+    """Where the result goes, and in which form."""
 
     workers: Annotated[int | None, opt("--workers", help="Processes. Default: one per core.", panel=_OUTPUT)] = None
     plot: Annotated[Path | None, opt("--plot", help="Write cost over TPOT to .svg, .png or .pdf.", panel=_OUTPUT)] = (
@@ -80,9 +80,9 @@ def plan(
     choice: ChoiceFlags,
     output: PlanOutput,
 ) -> None:
-    """Find the devices, tensor parallelism, replicas and policy that carry a rate within limits, by simulation.
+    """Find the devices, tensor parallelism, replicas and policy that serve a rate within limits, by simulation.
 
-    Costs are your prices per GPU-hour; without --price the number of GPUs decides.
+    Costs use your prices per GPU-hour; without --price the number of GPUs decides.
     """
     import json
     import sys

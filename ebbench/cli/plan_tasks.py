@@ -1,4 +1,4 @@
-"""Turns the options of ``ebbench plan`` into candidates to simulate; checks names before anything runs."""
+"""Converts the options of ``ebbench plan`` to candidates to simulate, and checks all names before the first run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SESSIONS = 2000
 
 
 def tasks_of(workload: str, target: TargetFlags, requests: RequestFlags, choice: ChoiceFlags) -> list[Task]:
-    """One task per candidate. Raises UsageError for unknown names and impossible numbers or limits."""
+    """One task per candidate. Raises UsageError for unknown names and invalid numbers or limits."""
     check_counts(request_rate=target.request_rate)
     limits = parse_limits(target.goodput or (), target.attainment)
     find_model(choice.model)

@@ -1,4 +1,4 @@
-"""``ebbench policies list|show``: the scheduling policies and their settings."""
+"""``ebbench policies list|show``: scheduling policies and their settings."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ from ebbench.cli.options import Command
 from vllm_eb.policy import PolicySpec, descriptions, example, parse_policy, settings_in_effect, settings_of
 from vllm_eb.settings import text_of
 
-app = typer.Typer(
-    no_args_is_help=True, add_completion=False, help="How it can be scheduled: policies and their settings."
-)
+app = typer.Typer(no_args_is_help=True, add_completion=False, help="Scheduling policies and their settings.")
 
 
 @app.command("list", cls=Command)
@@ -46,7 +44,7 @@ def show_policy(
     ],
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
-    """Show what a policy does and every setting that has an effect: its value, unit and range."""
+    """Show what a policy does and every setting that has an effect: value, unit and range."""
     spec = _named(name)
     known, shown = settings_of(type(spec)), settings_in_effect(spec)
     if as_json:
@@ -78,5 +76,5 @@ def show_policy(
 
 
 def _named(name: str) -> PolicySpec:
-    """Parse a policy; the bare name of one that needs a number is enough to read about it."""
+    """Parse a policy; for one with required settings the bare name is sufficient."""
     return parse_policy(name if ":" in name else example(name))

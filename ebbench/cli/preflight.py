@@ -1,4 +1,4 @@
-"""Checks of settings, made before anything runs or is written."""
+"""Checks of settings before a run starts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["check_counts", "check_fits", "check_options", "default_policies", "i
 
 
 def default_policies(engine: str) -> tuple[str, ...]:
-    """Policies to run when none is given."""
+    """Policies to run by default."""
     return ("v1",) if is_server(engine) else ("v1", "ebplus")
 
 
@@ -36,11 +36,12 @@ def parse_policies(names: Sequence[str]) -> list[PolicySpec]:
 
 
 def _check_seconds(spec: PolicySpec) -> None:
-    """A policy's targets are in s, --goodput's limits in ms: refuse a value that must be in the other unit."""
+    """A policy's targets are in s, --goodput's limits in ms: raise UsageError for a value probably in the other
+    unit."""
     for key, about in settings_of(type(spec)).items():
         given, most = getattr(spec, key), about.doubtful_from
         if about.unit == "s" and given is not None and most is not None and given >= most:
             raise UsageError(
-                f"policy {spec.name}: {key}={given:g} is in seconds, and {most:,g} s or more is no target; "
+                f"policy {spec.name}: {key}={given:g} is in seconds, and {most:,g} s or more is not a valid target; "
                 f"for {given:g} ms write {key}={given / 1000:g}"
             )

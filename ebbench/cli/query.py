@@ -23,12 +23,12 @@ FORMATS = ("table", "csv", "json", "parquet")
 def query(
     sql: Annotated[str, typer.Argument(help="One select over runs, requests, steps, decisions, plan.")],
     runs: Annotated[
-        list[Path] | None, typer.Option("--runs", "-r", help="Where to look for runs. Repeatable. Default: runs.")
+        list[Path] | None, typer.Option("--runs", "-r", help="Directories of runs. Repeatable. Default: runs.")
     ] = None,
     form: Annotated[str, typer.Option("--format", "-f", help="table, csv, json or parquet (with --output).")] = "table",
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write to a file.")] = None,
 ) -> None:
-    """Ask stored runs in SQL (DuckDB). Every view has the column `run`; docs/reading-a-run.md lists the others.
+    """Query stored runs in SQL (DuckDB). Every view has the column `run`; docs/reading-a-run.md lists the others.
 
     Example: ebbench query "select policy, avg(output_tokens) from requests join runs using (run) group by all"
     """
@@ -83,7 +83,7 @@ def _json(answer: pa.Table) -> str:
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no NaN and no infinity; these become null, in lists and structs too."""
+    """``value`` with NaN and infinity replaced by null, also in lists and structs, which JSON needs."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
@@ -94,7 +94,7 @@ def _finite(value: Any) -> Any:
 
 
 def _plain(value: object) -> object:
-    """A value for JSON: sums of integers arrive as decimals; other types that JSON lacks become text."""
+    """A value for JSON: sums of integers are decimals; other types that JSON lacks become text."""
     if isinstance(value, Decimal):
         return int(value) if value == int(value) else float(value)
     return str(value)
@@ -111,9 +111,9 @@ def _csv(answer: pa.Table) -> str:
     return text.getvalue()
 
 
-_FILE_WIDTH = 100_000  # a file has no width; no line is broken
+_FILE_WIDTH = 100_000  # a file has no width: no line is broken
 
-_LEAST_WIDTH = 9  # a column narrower than this cannot be read; rows are then shown one below the other
+_LEAST_WIDTH = 9  # narrower columns are unreadable; rows are then shown one below the other
 
 
 def _table(answer: pa.Table) -> str:

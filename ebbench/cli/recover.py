@@ -1,4 +1,4 @@
-"""``ebbench recover``: rebuild runs that were cut off, from what they had stored."""
+"""``ebbench recover``: rebuilds unfinished runs from what they had stored."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ import typer
 
 
 def recover(
-    runs: Annotated[list[Path], typer.Argument(help="Cut-off run directories, or directories that hold some.")],
+    runs: Annotated[list[Path], typer.Argument(help="Unfinished run directories, or directories of runs.")],
     skip_damaged: Annotated[
-        bool, typer.Option("--skip-damaged", help="Leave damaged shards out instead of stopping at them.")
+        bool, typer.Option("--skip-damaged", help="Leave out damaged shards instead of stopping.")
     ] = False,
 ) -> None:
-    """Rebuild runs whose program was killed. They are then readable, interrupted and INVALID: never gated.
+    """Rebuild runs whose program was killed. They can then be read; they are marked interrupted and INVALID.
 
-    Requests without a record are counted as cancelled. Complete runs are left as they are.
+    Requests without a record count as cancelled. Complete runs are not changed.
     """
     from ebbench.analysis.rebuild import cut_off_runs, rebuild
 
     found = cut_off_runs(runs)
     if not found:
-        typer.echo("nothing to recover: no cut-off run here")
+        typer.echo("nothing to recover: no unfinished run here")
     for directory in found:
         done = rebuild(directory, skip_damaged=skip_damaged)
         typer.echo(f"{directory}: rebuilt, {done.recorded} of {done.planned} requests have a record")

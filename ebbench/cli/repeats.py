@@ -1,4 +1,4 @@
-"""``--repeats``: their number, a note before the first run on what they can show, and when ``auto`` stops."""
+"""``--repeats``: their number, a note before the first run about what they can show, and when ``auto`` stops."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ if TYPE_CHECKING:
 
 AUTO = "auto"
 FEWEST = 2
-"""Repeats before which nothing is decided."""
+"""Least number of repeats before a decision."""
 
 
 def parse_repeats(text: str, most: int, *, policies: int) -> tuple[int, bool]:
-    """How many repeats to make at most, and whether to stop when it is clear. Raises UsageError."""
+    """Most repeats, and whether to stop when it is clear which policy is better. Raises UsageError."""
     if text.strip() == AUTO:
         if policies < 2:
             raise UsageError("--repeats auto stops when it is clear which policy is better; give two --policy or more")
@@ -33,16 +33,16 @@ def parse_repeats(text: str, most: int, *, policies: int) -> tuple[int, bool]:
 
 
 def beforehand(facts: Mapping[str, Any], repeats: int, *, policies: int, until_clear: bool, virtual: bool) -> str:
-    """A note for before the first run on what so many repeats can show; empty where there is nothing to note.
+    """A note before the first run about what this many repeats can show; empty if there is nothing to note.
 
-    ``facts`` are the plan's; ``virtual``: times are made up, so that the same plan gives the same figures.
+    ``facts``: those of the plan. ``virtual``: simulated time, in which equal plans give equal figures.
     """
     from ebbench.analysis.compare.certainty import TESTED, pairs_needed
 
     if repeats < 2 or policies < 2:
         return ""
     if virtual and facts.get("loop") == "trace":
-        return "A replayed trace in virtual time: every repeat gives the same figures, so one is as good as many."
+        return "A replayed trace in virtual time: every repeat gives the same figures, so one is enough."
     needed = pairs_needed(len(TESTED) * (policies - 1))
     if until_clear:
         return (
@@ -57,12 +57,12 @@ def beforehand(facts: Mapping[str, Any], repeats: int, *, policies: int, until_c
 
 
 def why_stop(summaries: Sequence[Summary]) -> str:
-    """Why more repeats would say no more; empty while they would. All policies have run each plan so far."""
+    """Why more repeats would not help; empty if they may. All policies have run each plan so far."""
     from ebbench.analysis.compare.certainty import stop_reason
     from ebbench.analysis.compare.policies import group_by_policy
 
     if any(not summary.valid for summary in summaries):
-        return "Stopped: a run is INVALID, and more repeats do not mend that."
+        return "Stopped: a run is INVALID, and more repeats do not change that."
     if all(summary.virtual and summary.load.replayed for summary in summaries):
         return "Stopped after one repeat: a replayed trace in virtual time gives the same figures every time."
     groups = group_by_policy(summaries)
@@ -73,5 +73,5 @@ def why_stop(summaries: Sequence[Summary]) -> str:
         "": "",
         "shown": f"Stopped after {count} repeats: it is clear.",
         "equal": f"Stopped after {count} repeats: the policies are equal to within 0.5 %.",
-        "copies": f"Stopped after {count} repeats: they give the same figures, so nothing is left to chance.",
+        "copies": f"Stopped after {count} repeats: they give the same figures, so no randomness is left.",
     }[stop_reason(groups)]

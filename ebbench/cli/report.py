@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def report(
-    runs: Annotated[list[Path], typer.Argument(help="Run directories, or directories that hold some.")],
+    runs: Annotated[list[Path], typer.Argument(help="Run directories, or directories of runs.")],
     html: Annotated[bool, typer.Option("--html", help="Write one self-contained HTML file (the default).")] = False,
     export: Annotated[
         list[str] | None, typer.Option("--export", help="Write llm-d, vllm or otava files instead. Repeatable.")
@@ -48,7 +48,7 @@ def report(
         raise DataError("no run to report on")
     if export:
         if html:
-            raise UsageError("--html and --export are two calls; give one of them")
+            raise UsageError("give either --html or --export")
         _export(export, loaded, output or Path("exports"))
         return
     target = output or Path("report.html")
@@ -83,7 +83,7 @@ def _paired(runs: Sequence[Run]) -> tuple[list[Table], list[str]]:
             groups.setdefault(run.manifest.policy, []).append(unit_of(run))
         found = compare_paired.compare_cases(groups)
     except DataError as error:
-        return [], [f"These runs do not compare: {error}"]
+        return [], [f"These runs are not comparable: {error}"]
     except EbbenchError as error:
         return [], [f"Left out, the paired comparison: {error}"]
     return tables(found), left_out(found)

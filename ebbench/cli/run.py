@@ -1,4 +1,4 @@
-"""``ebbench run``: one plan, several policies, one engine; then the table, the winner and the reasons."""
+"""``ebbench run``: one plan, one or more policies, one engine; then the table, the verdict and the reasons."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def run(
         ),
     ] = None,
 ) -> None:
-    """Run a workload under one or more scheduling policies and say which is best, by how much and why.
+    """Run a workload under one or more scheduling policies and show which is best, by how much and why.
 
-    Every policy gets the same requests at the same intended times. Results are kept in run directories.
+    Every policy gets the same requests at the same intended times. Results are stored in run directories.
 
     Options for vLLM go after --: `ebbench run sharegpt --engine vllm -- --quantization fp8`.
     """

@@ -1,4 +1,5 @@
-"""Options of ``ebbench run``, a dataclass for each heading of its help; client and cluster have their own modules."""
+"""Options of ``ebbench run``, one dataclass per heading of its help; client and cluster options have their own
+modules."""
 
 from __future__ import annotations
 
@@ -79,7 +80,7 @@ class EngineFlags:
     api_server_count: load.ApiServerCount = None
 
     def options(self, warmup: int) -> EngineOptions:
-        """The engine's options, with so many warm-up requests."""
+        """The engine's options with ``warmup`` warm-up requests."""
         from ebbench.engines.base import EngineOptions
 
         return EngineOptions(
@@ -135,7 +136,7 @@ class LoadFlags:
 
 @dataclass(frozen=True)
 class RequestFlags:
-    """Which requests are sent, but for their number."""
+    """Which requests are sent, except their number."""
 
     seed: load.Seed = 0
     source: load.Source = "auto"
@@ -166,7 +167,7 @@ class OutputFlags:
         opt("--price-per-hour", help="Price of everything that serves; gives cost per million tokens.", panel=_OUTPUT),
     ] = None
     output_dir: Annotated[
-        Path | None, opt("--output-dir", "-o", help="Where to store; must not exist.", panel=_OUTPUT)
+        Path | None, opt("--output-dir", "-o", help="Directory to create for the results.", panel=_OUTPUT)
     ] = None
     save_as_vllm: Annotated[
         Path | None,
@@ -178,7 +179,7 @@ class OutputFlags:
 
 
 def plan_settings(requests: RequestFlags, load: LoadFlags, max_model_len: int | None) -> dict[str, object]:
-    """The fields of PlanOptions that the options set, but for workload, scenario and seed."""
+    """The fields of PlanOptions that the options set, except workload, scenario and seed."""
     from ebbench.workloads.options import PlanOptions
 
     given = vars(requests) | vars(load) | {"max_model_len": max_model_len}

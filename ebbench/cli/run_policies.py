@@ -1,4 +1,4 @@
-"""The steps of ``ebbench run``: check everything, run each policy on each plan, store, show, set the exit code."""
+"""The steps of ``ebbench run``: check, run each policy on each plan, store, show, set the exit code."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """Everything that ``ebbench run`` needs, from a checked command line."""
+    """The checked options of ``ebbench run``."""
 
     workload: str
     scenario: str | None
@@ -62,12 +62,12 @@ class RunConfig:
     cluster: ClusterOptions
     all_percentiles: bool = False
     vllm_options: tuple[str, ...] = ()
-    until_clear: bool = False  # stop before ``repeats`` where more would say no more
+    until_clear: bool = False  # stop before ``repeats`` if more would not help
     calibration: Path | None = None
     price_per_hour: float | None = None
 
     def cell(self) -> Cell:
-        """The settings that all runs of the command share, as the run of the first policy and seed."""
+        """The settings common to all runs of the command, as the cell of the first policy and seed."""
         from ebbench.runs.cell import Cell
         from ebbench.workloads.options import PlanOptions
 
@@ -89,7 +89,7 @@ class RunConfig:
 
 @dataclass
 class _Done:
-    """The results so far; kept when the command is interrupted."""
+    """The results so far; kept if the command is interrupted."""
 
     summaries: list[Summary] = field(default_factory=list)
     explanations: list[Explanation] = field(default_factory=list)
@@ -127,7 +127,7 @@ def run_policies(config: RunConfig, *, as_json: bool) -> None:
     except KeyboardInterrupt:
         done.interrupted = True
     except EbbenchError:
-        _show(config, done, as_json=as_json)  # show what was measured before the error
+        _show(config, done, as_json=as_json)  # show the measurements before the error
         raise
     _show(config, done, as_json=as_json)
     _verdict(done)
@@ -143,7 +143,7 @@ def _check(config: RunConfig) -> None:
     check_options(config.options, config.policies)
     if is_server(config.engine) and len(config.policies) > 1:
         raise UsageError(
-            "a server runs the one policy it was started with; give one --policy, as a label, and run once a server"
+            "a server runs the one policy it was started with; give one --policy, as a label, and one run per server"
         )
     if config.save_as_vllm is not None and len(config.policies) * config.repeats > 1:
         raise UsageError("--save-as-vllm writes one run; give one --policy and no --repeats")
@@ -154,7 +154,7 @@ def _check(config: RunConfig) -> None:
 
 
 def _saturated(config: RunConfig, engine: Engine, device: Device, messages: Console) -> RunConfig:
-    """The configuration with the saturated rate, measured here if the scenario needs one and none was given."""
+    """The configuration with the saturated rate, measured here if the scenario needs it and it was not given."""
     from ebbench.cli.saturation import needs_saturation, with_saturation
 
     if not needs_saturation(config, engine):
@@ -166,7 +166,7 @@ def _saturated(config: RunConfig, engine: Engine, device: Device, messages: Cons
 
 
 def device_of(config: RunConfig) -> Device:
-    """The device of the command line. Raises UsageError where a policy needs costs that are not known."""
+    """The device of the command. Raises UsageError if a policy needs costs that are not known."""
     from ebbench.runs.make import device_of
 
     return device_of(config.cell(), config.policies)
@@ -180,7 +180,7 @@ def engine_of(config: RunConfig) -> tuple[Engine, str]:
 
 
 def plan_of(config: RunConfig, seed: int, device: Device, messages: Console) -> Plan:
-    """The requests of one seed. Raises UsageError for a request that can never fit."""
+    """The plan of one seed. Raises UsageError for a request that does not fit."""
     from rich.markup import escape
 
     from ebbench.workloads import build_plan
@@ -232,7 +232,7 @@ def _power_note(engine: Engine) -> str:
 
 
 def _at_once(plan: Plan) -> str:
-    """A note on what an infinite request rate does with this plan; empty for a finite rate."""
+    """A note about the effect of an infinite request rate; empty for a finite rate."""
     if not plan.facts.get("all_at_once"):
         return ""
     sessions, open_at_most = int(plan.facts["sessions"]), max(phase.max_concurrency for phase in plan.phases)
@@ -245,7 +245,7 @@ def _at_once(plan: Plan) -> str:
 
 
 def _order(policies: list[PolicySpec], repeat: int) -> Iterator[PolicySpec]:
-    """Back and forth (ABBA), so that a drift of the machine falls on all policies alike."""
+    """Alternating order (ABBA), so that machine drift affects all policies equally."""
     return iter(policies) if repeat % 2 == 0 else reversed(policies)
 
 
@@ -269,7 +269,7 @@ def _run_one(
 
 
 def _keep(run: Run, done: _Done) -> None:
-    """Store in ``done`` what is shown at the end of the command."""
+    """Keep in ``done`` what is shown at the end of the command."""
     from ebbench.analysis.explain import explain
     from ebbench.analysis.summary import summarise, summarise_phases
 
@@ -290,7 +290,7 @@ def measure(
     run_dir: Path,
     label: str,
 ) -> Run:
-    """Run one plan under one policy and store it in ``run_dir``, with a progress line called ``label``."""
+    """Run one plan under one policy and store it in ``run_dir``, with a progress line named ``label``."""
     from ebbench.analysis.conclude import RunContext, begin, conclude
     from ebbench.engines.duration import run_plan
     from ebbench.render.live import reporter
@@ -317,14 +317,14 @@ def measure(
 
 
 def _cautions(spec: PolicySpec, plan: Plan, options: EngineOptions) -> tuple[RunWarning, ...]:
-    """Warnings of the policy itself about this load."""
+    """Warnings of the policy about this load."""
     open_at_most = max((phase.max_concurrency for phase in plan.phases), default=0)
     found = spec.caution(open_at_most, options.max_num_seqs)
     return () if found is None else (RunWarning(*found),)
 
 
 def _last_snapshot(spec: PolicySpec, plan: Plan, result: EngineResult) -> Progress:
-    """The state at the end, which an engine's own snapshots, now and then, rarely show."""
+    """The final state; the engine's own last snapshot is usually earlier."""
     import pyarrow.compute as pc
 
     from ebbench.engines.base import Progress
@@ -349,7 +349,7 @@ def _show(config: RunConfig, done: _Done, *, as_json: bool) -> None:
     from ebbench.analysis.compare.cases import cases_of
 
     order = {spec.name: index for index, spec in enumerate(config.policies)}
-    measured = list(zip(done.summaries, done.explanations, strict=False))  # an interruption may fall between the two
+    measured = list(zip(done.summaries, done.explanations, strict=False))  # an interruption may come between the two
     measured.sort(key=lambda one: (order[one[0].policy], one[0].seed))
     summaries, explanations = [summary for summary, _ in measured], [explanation for _, explanation in measured]
     phases = sorted(done.phases, key=lambda summary: (order[summary.policy], summary.seed))

@@ -1,4 +1,4 @@
-"""The saturated rate that scenarios with shares refer to, measured in virtual time where it was not given."""
+"""The saturated rate that scenarios with shares refer to, measured in virtual time if it was not given."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 def needs_saturation(config: RunConfig, engine: Engine) -> bool:
     """Whether the scenario's rates are shares of a saturated rate that was not given, on an engine in virtual time.
 
-    In real time a saturated server is a measurement of minutes that the user should decide on: there the rate has to
-    be given, as ``ebbench capacity`` or a saturated run finds it.
+    In real time saturating a server takes minutes, which the user should decide: the rate must then be given, for
+    example as measured by ``ebbench capacity``.
     """
     from ebbench.engines.base import VIRTUAL_TIME
     from ebbench.traffic.spec import load_scenario
@@ -31,7 +31,7 @@ def needs_saturation(config: RunConfig, engine: Engine) -> bool:
 
 
 def _units(topology: TopologySpec) -> int:
-    """Scheduling units that hold sequences: those that generate."""
+    """Number of scheduling units that decode."""
     pool = topology.decode or topology.replicas
     assert pool is not None  # a topology has either
     return pool.units
@@ -40,8 +40,8 @@ def _units(topology: TopologySpec) -> int:
 def with_saturation(config: RunConfig, engine: Engine, device: Device) -> tuple[RunConfig, str]:
     """The configuration with the measured rate, and a message about it.
 
-    It is measured under the first policy, since all policies get the same plan: a closed loop with twice the sequences
-    that fit into a batch, three times as many sessions; the rate is that of completions in the steady window.
+    Measured under the first policy, since all policies get the same plan: a closed loop with twice the sequences that
+    fit into a batch and three times as many sessions; the rate is that of completions in the steady window.
     """
     from ebbench.analysis.columns import RequestColumns
     from ebbench.analysis.steady import completed_sessions_per_s, steady_windows

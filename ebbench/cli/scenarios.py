@@ -1,4 +1,4 @@
-"""``ebbench scenarios list|show``: the traffic patterns, that is when requests arrive."""
+"""``ebbench scenarios list|show``: traffic patterns, that is when requests arrive."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def list_all(as_json: Annotated[bool, _JSON] = False) -> None:
 
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     table.add_column("scenario", no_wrap=True)
-    table.add_column("when requests come")
+    table.add_column("when requests arrive")
     for spec in specs:
         table.add_row(spec.name, spec.description)
     table.add_row("PATH.toml", "a file like those in scenarios/")
@@ -56,11 +56,11 @@ def show(
         float | None, typer.Option("--request-rate", help="Sessions/s; shows the arrivals of an open loop.")
     ] = None,
     saturation_rate: load.SaturationRate = None,
-    num_prompts: Annotated[int | None, typer.Option("--num-prompts", "-n", help="Sessions to lay out.")] = None,
-    seed: Annotated[int, typer.Option("--seed", help="Same seed, same arrivals.")] = 0,
+    num_prompts: Annotated[int | None, typer.Option("--num-prompts", "-n", help="Number of sessions.")] = None,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of the arrivals.")] = 0,
     as_json: Annotated[bool, _JSON] = False,
 ) -> None:
-    """Show a scenario's phases; with a rate or a number of sessions, as they are under it, and the arrivals."""
+    """Show a scenario's phases, and its arrivals for a rate or a number of sessions."""
     import msgspec
 
     from ebbench.traffic.schedule import Load

@@ -1,4 +1,4 @@
-"""``ebbench serve``: a vLLM server under a scheduling policy, and the plain line that does the same."""
+"""``ebbench serve``: a vLLM server under a scheduling policy, and the equivalent ``vllm serve`` command."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ebbench.errors import RunError, UsageError
 if TYPE_CHECKING:
     from ebbench.engines.vllm_command import Serving
 
-GRACE_S = 30.0  # for vLLM to end when interrupted
+GRACE_S = 30.0  # time for vLLM to end after an interruption
 _COSTS, _EMULATION = "Costs (for eb and ebplus)", "Emulation"
 
 
@@ -34,7 +34,7 @@ class CostFlags:
         ),
     ] = None
     device_model: Annotated[
-        str | None, opt("--device-model", help="The model's name there; default: MODEL.", panel=_COSTS)
+        str | None, opt("--device-model", help="The model's name in the profile; default: MODEL.", panel=_COSTS)
     ] = None
     calibration: Annotated[
         Path | None, opt("--calibration", help="Measured costs, JSON (`ebbench calibrate`).", panel=_COSTS)
@@ -46,10 +46,10 @@ class EmulationFlags:
     """A server without a GPU."""
 
     emulate: Annotated[
-        str | None, opt("--emulate", help="Stand in for this GPU: no weights, no GPU.", panel=_EMULATION)
+        str | None, opt("--emulate", help="Emulate this GPU; needs no GPU and no weights.", panel=_EMULATION)
     ] = None
     slow_motion: Annotated[
-        float, opt("--slow-motion", help="Every step takes that many times as long.", panel=_EMULATION)
+        float, opt("--slow-motion", help="Factor by which every step is longer.", panel=_EMULATION)
     ] = 1.0
 
 
@@ -62,17 +62,20 @@ def serve(
         list[str] | None, typer.Argument(help="After --: options for vLLM itself.", show_default=False)
     ] = None,
     policy: Annotated[
-        str, typer.Option("--policy", "-p", help="See `ebbench policies list`.", autocompletion=completion.policies)
+        str,
+        typer.Option(
+            "--policy", "-p", help="Scheduling policy; see `ebbench policies list`.", autocompletion=completion.policies
+        ),
     ] = "ebplus",
     host: Annotated[str, typer.Option("--host", help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", help="Port to listen on.")] = 8000,
     record: Annotated[Path | None, typer.Option("--record", help="Folder for step and decision records.")] = None,
-    print_only: Annotated[bool, typer.Option("--print", help="Print the plain vllm line and stop.")] = False,
+    print_only: Annotated[bool, typer.Option("--print", help="Print the `vllm serve` command and exit.")] = False,
 ) -> None:
-    """Serve MODEL with vLLM, scheduled by POLICY. Everything after `--` goes to vLLM as it is.
+    """Serve MODEL with vLLM, scheduled by POLICY. Everything after `--` goes to vLLM unchanged.
 
-    Prints the equivalent `vllm serve` line first. That line stands alone: its costs are in it, and where vLLM runs it
-    needs the plugin and nothing else of ebbench (see docs/deployment.md).
+    Prints the equivalent `vllm serve` command first. That command is self-contained: it includes the costs, and the
+    machine that runs it needs only vLLM and the plugin (see docs/deployment.md).
     """
     from ebbench.child import run_supervised
     from ebbench.engines.vllm_command import executable_line, plain_line
@@ -87,7 +90,7 @@ def serve(
         return
     status, _ = run_supervised(executable_line(serving), GRACE_S, env={**os.environ, "PYTHONPATH": _python_path()})
     if status:
-        raise RunError(f"the server ended with exit status {status}; its own words are above")
+        raise RunError(f"the server ended with exit status {status}; see its output above")
 
 
 def _serving(model: str, policy: str, costs: CostFlags, emulated: EmulationFlags) -> Serving:
@@ -108,7 +111,7 @@ def _serving(model: str, policy: str, costs: CostFlags, emulated: EmulationFlags
 
 
 def _python_path() -> str:
-    """Where the server finds the plugin, also when ebbench runs from a checkout."""
+    """PYTHONPATH with which the server finds the plugin, also when ebbench runs from a checkout."""
     from ebbench.engines.vllm_command import plugin_roots
 
     inherited = os.environ.get("PYTHONPATH")

@@ -1,4 +1,4 @@
-"""``ebbench show``: print stored runs again, from their directories alone."""
+"""``ebbench show``: prints stored runs again, from their directories."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def show(
-    runs: Annotated[list[Path], typer.Argument(help="Run directories, or directories that hold some.")],
+    runs: Annotated[list[Path], typer.Argument(help="Run directories, or directories of runs.")],
     goodput: Annotated[
         list[str] | None, typer.Option("--goodput", help="Other limits in ms: ttft:500 tpot:50 e2el:5000.")
     ] = None,
@@ -26,9 +26,10 @@ def show(
     style: Format = "table",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON list on stdout, one entry per run.")] = False,
 ) -> None:
-    """Print stored runs again: tables, verdict, reasons and warnings. Damaged ones are named and left out (exit 3).
+    """Print stored runs again: tables, verdict, reasons and warnings. Damaged runs are named and left out (exit code
+    3).
 
-    Runs of different load or environment are never averaged: each has a table of its own.
+    Runs of different load or environment are not averaged: each has its own table.
     """
     from ebbench.analysis.slo import parse_slo
     from ebbench.analysis.summary import summarise
@@ -61,7 +62,7 @@ def show(
 
 
 def _load(paths: list[Path]) -> tuple[list[Run], list[DataError]]:
-    """The runs that are whole, and what is wrong with the others. Raises DataError if none is whole."""
+    """The complete runs, and the errors of the others. Raises DataError if none is complete."""
     from ebbench.errors import DataError
     from ebbench.records.run import Run, find_runs
 

@@ -1,4 +1,4 @@
-"""``ebbench sweep``: a grid of settings, over processes or a cluster, resumable."""
+"""``ebbench sweep``: runs a grid of settings with processes or on a cluster; can be resumed."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class PoolFlags:
 
     workers: Annotated[
         int | None,
-        typer.Option("--workers", help="Cells at a time; always one on a server's URL. Default: one per CPU."),
+        typer.Option("--workers", help="Cells at a time; always one for a server's URL. Default: one per CPU."),
     ] = None
     executor: Annotated[str, typer.Option("--executor", help="process or ray.")] = "process"
     ray_address: Annotated[
         str | None,
-        typer.Option("--ray-address", help="auto or HOST:PORT; default: RAY_ADDRESS, else a cluster of its own here."),
+        typer.Option("--ray-address", help="auto or HOST:PORT; default: RAY_ADDRESS, else a new local cluster."),
     ] = None
     gpus_per_cell: Annotated[
         float | None, typer.Option("--gpus-per-cell", help="With ray; default 1 for engine vllm, else 0.")
@@ -47,19 +47,20 @@ class PoolFlags:
 def sweep(
     spec: Annotated[Path, typer.Argument(metavar="SPEC.toml", help="The grid; see docs/sweeps.md.")],
     output_dir: Annotated[
-        Path | None, typer.Option("--output-dir", "-o", help="Results; default sweeps/NAME. Reused to resume.")
+        Path | None,
+        typer.Option("--output-dir", "-o", help="Directory of the results, also to resume. Default: sweeps/NAME."),
     ] = None,
     *,
     pool: PoolFlags,
-    metric: Annotated[str, typer.Option("--metric", help="What is best: request_throughput, ...")] = METRICS[0],
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the grid and what is left to run.")] = False,
+    metric: Annotated[str, typer.Option("--metric", help="Figure to maximise: request_throughput, ...")] = METRICS[0],
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the grid and the cells left to run.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
 ) -> None:
-    """Run every combination of a grid and say which configuration is best for each scheduler.
+    """Run every combination of a grid and show the best configuration of each policy.
 
-    A sweep that was stopped or killed goes on where it was: finished cells are never run twice. A cell that fails
-    is reported and the rest goes on; the next call tries it again. Cells on a server's URL run one at a time.
+    A stopped or killed sweep continues where it was: finished cells are not run again. A cell that fails is reported,
+    the others continue, and the next call tries it again. Cells on a server's URL run one at a time.
     """
     from rich.console import Console
 
@@ -122,7 +123,7 @@ def _dry_run(grid: Sweep, store: SweepStore, output: Console, *, as_json: bool) 
 
 
 def pool_of(grid: Sweep, flags: PoolFlags) -> Pool:
-    """The chosen pool. The vllm engine gets a GPU per cell on a cluster, and one cell at a time here."""
+    """The chosen pool. The vllm engine gets a GPU per cell on a cluster, and one cell at a time on this machine."""
     from ebbench.runs.pool import Processes
     from ebbench.runs.ray_pool import RayCluster
 

@@ -1,4 +1,4 @@
-"""``ebbench tables``: the papers' tables with ours beside them; phases and SLO surfaces of any run."""
+"""``ebbench tables``: the papers' tables with our results; phases and SLO surfaces of any run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class RunsFlags:
         list[Path] | None,
         opt(
             "--from",
-            help="Your own runs: taken for the cells whose plan, policy and settings they share.",
+            help="Use your own runs for cells with the same plan, policy and settings.",
             panel=paper.RUNS,
         ),
     ] = None
@@ -40,7 +40,7 @@ class RunsFlags:
 
 @dataclass(frozen=True)
 class ChoiceFlags:
-    """Options that replace those of the table's protocol."""
+    """Options that override the table's protocol."""
 
     device: paper.Device = None
     model: paper.Model = None
@@ -50,7 +50,7 @@ class ChoiceFlags:
         opt(
             "--policy",
             "-p",
-            help="Further policies beside the table's own.",
+            help="Policies in addition to the table's own.",
             panel=paper.CHOICE,
             complete=completion.policies,
         ),
@@ -68,7 +68,7 @@ class ChoiceFlags:
         bool,
         opt(
             "--grid",
-            help="Search each scheduler's best B and N instead of taking the published ones.",
+            help="Search each scheduler's best B and N instead of using the published ones.",
             panel=paper.CHOICE,
         ),
     ] = False
@@ -76,19 +76,19 @@ class ChoiceFlags:
         str,
         opt(
             "--outputs",
-            help="forced (answers as long as the scripts' limits) or profile (table 9).",
+            help="forced (outputs as long as the scripts' limits) or profile (table 9).",
             panel=paper.CHOICE,
         ),
     ] = "forced"
     source: Annotated[str, opt("--source", help="Lengths of table 9: profile, hub or auto.", panel=paper.CHOICE)] = (
         "profile"
     )
-    ttft: Annotated[str, opt("--ttft", help="TTFT targets in s, as 2,5,10.", panel=paper.CHOICE)] = ""
-    tpot: Annotated[str, opt("--tpot", help="TPOT targets in ms, as 50,100.", panel=paper.CHOICE)] = ""
-    by_phase: Annotated[bool, opt("--by-phase", help="SLO surfaces for each phase too.", panel=paper.CHOICE)] = False
+    ttft: Annotated[str, opt("--ttft", help="TTFT targets in s, e.g. 2,5,10.", panel=paper.CHOICE)] = ""
+    tpot: Annotated[str, opt("--tpot", help="TPOT targets in ms, e.g. 50,100.", panel=paper.CHOICE)] = ""
+    by_phase: Annotated[bool, opt("--by-phase", help="Also show SLO surfaces per phase.", panel=paper.CHOICE)] = False
 
     def options(self) -> PaperOptions:
-        """For the papers' tables. Raises UnknownNameError, UsageError."""
+        """Options of the papers' tables. Raises UnknownNameError, UsageError."""
         from ebbench.cli.preflight import check_counts
         from ebbench.papers.table import PaperOptions
 
@@ -132,9 +132,9 @@ def tables(
         str, typer.Argument(help="list, table2, table3, ..., deferred-1; phases or slo for runs of your own (--from).")
     ] = "list",
 ) -> None:
-    """Show a published table with what this program measures beside it: published, ours, difference.
+    """Show a published table with our results: published, ours, difference.
 
-    Cells come from stored runs; --run makes those that are missing and keeps them for the next time.
+    Results come from stored runs; --run executes the missing ones and stores them.
     """
     from ebbench.errors import UnknownNameError
     from ebbench.papers.registry import OF_RUNS, find_table
@@ -175,7 +175,7 @@ def _numbers(text: str, option: str) -> tuple[float, ...]:
     try:
         return tuple(float(part) for part in text.split(",") if part.strip())
     except ValueError:
-        raise UsageError(f"{option} {text!r} is no list of numbers; write 2,5,10") from None
+        raise UsageError(f"{option} {text!r} is not a list of numbers; write for example 2,5,10") from None
 
 
 def _of_runs(name: str, paths: list[Path], choice: ChoiceFlags) -> Document:
@@ -206,7 +206,7 @@ _PRIVATE = ("-o", "--output", "--runs", "--workers")
 
 
 def _command() -> str:
-    """The command line that gave this table, without where things were kept and how many processes made them."""
+    """The command that produced this table, without storage paths and number of processes."""
     import shlex
 
     words, skip = [], False

@@ -1,6 +1,6 @@
-"""``ebbench theory``: the closed forms behind the schedulers, for numbers of your own.
+"""``ebbench theory``: evaluates the formulas behind the schedulers for given numbers.
 
-Options and JSON keys are the symbols of the papers spelled out. Times are in seconds, lengths in tokens.
+Options and JSON keys are the symbols of the papers, spelled out. Times are in seconds, lengths in tokens.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ app = typer.Typer(
     add_completion=False,
 )
 
-_LARGEST_CHAIN = 16_384  # its time grows with the square: some seconds here
+_LARGEST_CHAIN = 16_384  # time grows with the square; some seconds at this size
 
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
 P0 = Annotated[float, typer.Option("--p0", help="Completion hazard per output token (1/mean when geometric).")]
@@ -43,16 +43,16 @@ _MEANING: Mapping[str, str] = {
     "delta_theta": "shift for the increasing hazard",
     "theta_star": "optimal threshold, share of N",
     "k_star": "switch to prefill when this many slots are idle",
-    "slot_tokens": "D, expected KV tokens of a slot at decode start",
-    "n_star": "memory-safe batch in the chosen form",
+    "slot_tokens": "D, expected KV tokens per slot at the start of decoding",
+    "n_star": "memory-safe batch by the chosen formula",
     "n_code": "memory-safe batch as in the authors' code",
     "n_paper": "memory-safe batch as in the paper (eq. 6)",
     "n_peak": "batch whose expected peak fits",
-    "n_static": "batch that fits at decode start",
+    "n_static": "batch that fits at the start of decoding",
     "r": "decode share of the tokens",
     "beta_mb": "mixed batch, s/token (none: not measured)",
     "beta_eb": "exclusive batches, weighted, s/token",
-    "lhs": "what co-location costs, s/token",
+    "lhs": "cost of co-location, s/token",
     "rhs": "what mixed batching saves in fixed costs, s/token",
     "margin": "priority margin, s/token",
     "eb_wins": "lhs > rhs + margin",
@@ -64,7 +64,7 @@ _MEANING: Mapping[str, str] = {
     "throughput_k1": "when refilling after every departure, requests/s",
     "gain": "throughput over throughput_k1, less one",
     "k_star_approximation": "best K of the paper's approximation",
-    "throughput_approximation": "what the approximation promises there, requests/s (none: no bound)",
+    "throughput_approximation": "the approximation's throughput there, requests/s (none: no bound)",
     "k": "the given threshold",
     "throughput_k": "at that threshold, requests/s",
 }
@@ -76,10 +76,10 @@ def threshold(
     alpha_p: AlphaP,
     alpha_d: AlphaD,
     eta: Annotated[float, typer.Option("--eta", help="Growth of the hazard per token.")] = 0.0,
-    beta_d: Annotated[float | None, typer.Option("--beta-d", help="Decode cost of a sequence, s.")] = None,
+    beta_d: Annotated[float | None, typer.Option("--beta-d", help="Decode cost per sequence, s.")] = None,
     batch_size: Annotated[int | None, typer.Option("--batch-size", help="N, slots.")] = None,
-    discrete: Annotated[bool, typer.Option("--discrete", help="Exact in discrete time: -ln(1-p0) for p0.")] = False,
-    uncapped: Annotated[bool, typer.Option("--uncapped", help="Do not hold delta_theta at 5*theta0.")] = False,
+    discrete: Annotated[bool, typer.Option("--discrete", help="Use the exact discrete-time hazard -ln(1-p0).")] = False,
+    uncapped: Annotated[bool, typer.Option("--uncapped", help="Do not limit delta_theta to 5*theta0.")] = False,
     as_json: Json = False,
 ) -> None:
     """Optimal switching threshold (Zhang et al. 2026, Prop. 3.1 and Thm 3.2).
@@ -120,8 +120,8 @@ def memory(
     mu_l: MuL,
     p0: P0,
     theta: Annotated[float, typer.Option("--theta", help="Switching threshold, share of N.")],
-    epsilon: Annotated[float, typer.Option("--epsilon", help="Overflow probability allowed.")] = 0.01,
-    form: Annotated[str, typer.Option("--form", help="Which bound is n_star: code or paper.")] = "code",
+    epsilon: Annotated[float, typer.Option("--epsilon", help="Allowed probability of overflow.")] = 0.01,
+    form: Annotated[str, typer.Option("--form", help="Formula of n_star: code or paper.")] = "code",
     as_json: Json = False,
 ) -> None:
     """Batch size that is safe for the KV cache (Prop. 3.3, appendix D.5).
@@ -159,9 +159,9 @@ def crossover(
     theta0: Annotated[float | None, typer.Option(help="Threshold, share of N (default: optimal at p0).")] = None,
     p0: Annotated[float | None, typer.Option(help="Completion hazard (default: 1/mu-o).")] = None,
     margin: Annotated[float | None, typer.Option(help="Priority margin, s/token (default: the device's).")] = None,
-    calibration: Annotated[Path | None, typer.Option(help="Calibration JSON to take the costs from.")] = None,
-    device: Annotated[str | None, typer.Option(help="Device to take the costs from, with --model.")] = None,
-    model: Annotated[str | None, typer.Option(help="Model to take the costs of, with --device.")] = None,
+    calibration: Annotated[Path | None, typer.Option(help="Calibration JSON with the costs.")] = None,
+    device: Annotated[str | None, typer.Option(help="Device with the costs, with --model.")] = None,
+    model: Annotated[str | None, typer.Option(help="Model with the costs, with --device.")] = None,
     as_json: Json = False,
 ) -> None:
     """Exclusive or mixed batching? Both sides of Prop. 3.4. Costs given as options replace those of the device.
@@ -198,11 +198,11 @@ def deferred(
     alpha: Annotated[float, typer.Option("--alpha", help="Probability that a request ends at a token.")],
     c_p: Annotated[float, typer.Option("--c-p", help="Fixed cost of a prefill, s.")],
     c_d: Annotated[float, typer.Option("--c-d", help="Fixed cost of a decode iteration, s.")],
-    t_d: Annotated[float, typer.Option("--t-d", help="Decode cost of a request, s.")] = 0.0,
+    t_d: Annotated[float, typer.Option("--t-d", help="Decode cost per request, s.")] = 0.0,
     t_p: Annotated[float, typer.Option("--t-p", help="Time to prefill --n tokens, s.")] = 0.0,
     d0: Annotated[float, typer.Option("--d0", help="Prompt length, tokens.")] = 0.0,
     n: Annotated[float, typer.Option("--n", help="Tokens prefilled in parallel in --t-p.")] = 1.0,
-    k: Annotated[int | None, typer.Option("--k", help="Show this threshold too.")] = None,
+    k: Annotated[int | None, typer.Option("--k", help="Also show this threshold.")] = None,
     as_json: Json = False,
 ) -> None:
     """Best fixed departure threshold K (Mohanty et al. 2025): the exact chain, and the paper's approximation.
@@ -241,7 +241,7 @@ def deferred(
 
 @contextmanager
 def _usage_errors() -> Iterator[None]:
-    """Turn errors of vllm_eb, which come from an option here, into UsageError."""
+    """Convert errors of vllm_eb, which come from an option, to UsageError."""
     from vllm_eb.calibration import CalibrationError
     from vllm_eb.theory import TheoryError
 

@@ -1,4 +1,4 @@
-"""Refuses options that would do nothing."""
+"""Refuses options that would have no effect."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from ebbench.errors import UsageError
 
 
 def refuse_unused(context: typer.Context, options: Iterable[str], reads: Collection[str], what: str) -> None:
-    """Raise UsageError for the first of ``options`` (parameter names) that was given but not read by ``what``."""
+    """Raise UsageError for the first of ``options`` (parameter names) that was given but is not read by ``what``."""
     names = {param.name: _shown(param) for param in context.command.params}
     for option in options:
         source = context.get_parameter_source(option)
         if option in reads or source is None or source.name != "COMMANDLINE":
             continue
-        it = f"it takes {', '.join(names[one] for one in reads)}" if reads else "leave it out"
-        raise UsageError(f"{what} does nothing with {names[option]}; {it}")
+        it = f"it uses {', '.join(names[one] for one in reads)}" if reads else "leave it out"
+        raise UsageError(f"{what} does not use {names[option]}; {it}")
 
 
 def _shown(param: Any) -> str:

@@ -1,4 +1,4 @@
-"""``ebbench workloads list|show``: the workloads, that is what requests are sent."""
+"""``ebbench workloads list|show``: workloads, that is which requests are sent."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
-    help="Workloads: what requests are sent. Bundled ones, traces and your own TOML files.",
+    help="Workloads: which requests are sent. Bundled ones, traces and your own TOML files.",
 )
 
 _JSON = typer.Option("--json", help="One JSON document on stdout, nothing else.")
@@ -39,7 +39,7 @@ def list_all(as_json: Annotated[bool, _JSON] = False) -> None:
         return
     from rich.console import Console
 
-    table = _table("workload", "kind", "sessions", "what it asks")
+    table = _table("workload", "kind", "sessions", "description")
     for row in rows:
         table.add_row(str(row["name"]), str(row["kind"]), f"{row['sessions']:,}", str(row["description"]))
     table.add_row("trace:FILE", "recorded", "all", "Azure CSV or Mooncake JSON lines, with the recorded times")
@@ -55,7 +55,7 @@ def show(
     ],
     source: load.Source = "auto",
     num_prompts: Annotated[int | None, typer.Option("--num-prompts", "-n", help="Sessions to sample.")] = None,
-    seed: Annotated[int, typer.Option("--seed", help="Same seed, same sample.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of the sample.")] = 0,
     input_len: load.InputLen = None,
     output_len: load.OutputLen = None,
     length_distribution: load.LengthDistribution = None,
@@ -63,7 +63,7 @@ def show(
     time_unit: load.TimeUnit = None,
     as_json: Annotated[bool, _JSON] = False,
 ) -> None:
-    """Sample a workload and show its lengths, its decode share r and where they come from."""
+    """Sample a workload and show its lengths, its decode share r and their source."""
     from ebbench.workloads import build_plan
     from ebbench.workloads.statistics import describe
 
@@ -105,7 +105,7 @@ def _print(name: str, found: dict[str, Any]) -> None:
 
 
 def arrival_line(arrivals: dict[str, float]) -> str:
-    """How sessions arrive, in words."""
+    """The arrivals in words."""
     return (
         f"arrivals: {arrivals['sessions_per_s']:,.2f} sessions/s over {arrivals['duration_s']:,.1f} s, "
         f"gaps with a coefficient of variation of {arrivals['gap_variation']:.2f} (Poisson: 1)"

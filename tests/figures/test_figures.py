@@ -226,14 +226,14 @@ def test_the_command_draws_and_says_what_is_missing(run: Run, tmp_path: Path) ->
     ("args", "message"),
     [
         (("3", "--device", "nosuch"), "unknown device 'nosuch'"),
-        (("3", "--workload", "balanced"), "figure3 does nothing with --workload; it takes --device, --model"),
-        (("3", "some/run"), "figure3 does nothing with PATHS"),
+        (("3", "--workload", "balanced"), "figure3 does not use --workload; it uses --device, --model"),
+        (("3", "some/run"), "figure3 does not use PATHS"),
         (("3", "--num-prompts", "0"), "--num-prompts must be at least 1"),
         (("12", "--seeds", "1"), "--seeds must be at least 3 here"),
         (("99",), "figure6, slo, timeline"),
         (("timeline", "RUN", "--format", ""), "write any of pdf,svg,png"),
         (("timeline", "RUN", "--format", "jpg"), "unknown figure format 'jpg'"),
-        (("timeline", "RUN", "--device", "h200"), "`ebbench figures timeline` does nothing with --device"),
+        (("timeline", "RUN", "--device", "h200"), "`ebbench figures timeline` does not use --device"),
     ],
 )
 def test_mistakes_are_told_before_anything_is_drawn(

@@ -121,10 +121,10 @@ def test_what_finished_answers_would_not_heed_is_refused(tmp_path: Path, shift_r
     [
         (("balanced", "-n", "0"), "--num-prompts must be at least 1"),
         (("balanced", "--max-num-seqs", "0"), "--max-num-seqs must be at least 1"),
-        (("balanced", "--run"), "without --experiment this command does nothing with --run"),
-        (("--experiment", "ifr", "--json"), "--experiment ifr (`ebbench tables e3`) does nothing with --json"),
-        (("--experiment", "ifr", "--plot", "a.svg"), "does nothing with --plot"),
-        (("balanced", "--experiment", "ifr"), "does nothing with WHAT"),
+        (("balanced", "--run"), "without --experiment this command does not use --run"),
+        (("--experiment", "ifr", "--json"), "--experiment ifr (`ebbench tables e3`) does not use --json"),
+        (("--experiment", "ifr", "--plot", "a.svg"), "does not use --plot"),
+        (("balanced", "--experiment", "ifr"), "does not use WHAT"),
     ],
 )
 def test_options_that_would_do_nothing_are_refused(args: tuple[str, ...], message: str, tmp_path: Path) -> None:
