@@ -55,7 +55,7 @@ def test_names_of_the_program_itself_are_whole() -> None:
 def test_a_flag_shows_no_value_and_its_default_by_name() -> None:
     page = shown(("devices", "show"))
     assert "<bool>" not in page
-    assert re.search(r"--enforce-eager +Without CUDA graphs", page)
+    assert re.search(r"--enforce-eager +Do not use CUDA graphs", page)
     assert "[default: (async-scheduling)]" in page
 
 

@@ -71,7 +71,7 @@ def test_a_clear_difference_stops_early_and_is_called_a_win(engine: NoisyEngine)
     assert "ebplus wins: " in invoke("show", "out").stdout
     compared = invoke("compare", "out").stdout
     assert "ebplus wins: " in compared
-    assert "holds at every look" in " ".join(compared.split())
+    assert "valid after every pair" in " ".join(compared.split())
 
 
 def test_what_stays_open_ends_at_the_most_that_was_allowed(engine: NoisyEngine) -> None:

@@ -156,7 +156,7 @@ def test_a_stored_baseline_gates_later_runs(measured: Path, tmp_path: Path) -> N
         (("a", "b", "--pairs", "2", "--baseline-command", "x {out}", "--candidate-command", "x"), "needs {out}"),
         (("a", "b", "--pairs", "0", "--baseline-command", "x {out}", "--candidate-command", "x {out}"), "at least 1"),
         (("--self-test", "--trials", "3"), "at least 20"),
-        (("--save-baseline", "x.parquet"), "needs the runs"),
+        (("--save-baseline", "x.parquet"), "needs run directories"),
     ],
 )
 def test_bad_usage_is_one_line(
