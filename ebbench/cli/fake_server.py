@@ -28,7 +28,7 @@ class ServedFlags:
     ssl_keyfile: Annotated[str | None, typer.Option("--ssl-keyfile", help="Its key, if not in the same file.")] = None
     max_running: Annotated[
         int | None,
-        typer.Option("--max-running", help="Responses at the same time; further requests wait. Default: all."),
+        typer.Option("--max-running", help="Responses at a time; further requests wait. Default: all."),
     ] = None
     keep_ledger: Annotated[bool, typer.Option(help="Keep the ledger; without it memory stays constant.")] = True
 
