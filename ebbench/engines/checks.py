@@ -13,7 +13,7 @@ from ebbench.devices.base import Device
 from ebbench.engines.base import EngineOptions
 from ebbench.errors import UsageError
 from ebbench.records.plan import Plan
-from vllm_eb.policy import PolicySpec, least_seqs
+from vllm_eb.policy import PolicySpec, least_seqs, least_tokens
 
 
 def check_counts(**counts: int | float | None) -> None:
@@ -50,6 +50,11 @@ def check_options(options: EngineOptions, policies: Sequence[PolicySpec]) -> Non
             raise UsageError(
                 f"policy {spec.name}: k exceeds --max-num-seqs {options.max_num_seqs}, so it would wait for more "
                 f"idle slots than there are; use k={options.max_num_seqs} or less"
+            )
+        if least_tokens(spec) > options.max_num_batched_tokens:
+            raise UsageError(
+                f"policy {spec.name}: its budget exceeds --max-num-batched-tokens {options.max_num_batched_tokens}, "
+                f"which bounds every step; raise that to {least_tokens(spec)} or more"
             )
 
 

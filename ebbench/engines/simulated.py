@@ -65,6 +65,7 @@ def make_controller(
         max_num_seqs=options.max_num_seqs,
         block_size=options.block_size,
         num_blocks=total_blocks,
+        max_num_batched_tokens=options.max_num_batched_tokens,
         keep_records=keep_records,
     )
 

@@ -69,12 +69,12 @@ def _settings(summaries: Sequence[Summary]) -> str:
     """The settings in force with defaults; settings shared by several policies are named once.
 
     Left out: values that a policy computes by itself (they are shown with the reasons), and settings that are part of
-    its name.
+    its name, and requests waiting in the order they came (``order=fcfs``).
     """
     owners: dict[str, list[str]] = {}
     for policy in dict.fromkeys(summary.policy for summary in summaries):
         for name, value in (policy_settings(policy) or {}).items():
-            if value is not None and f"{name}=" not in policy:
+            if value is not None and f"{name}=" not in policy and (name, value) != ("order", "fcfs"):
                 owners.setdefault(f"{name} {_setting(value)}", []).append(policy)
     shared: dict[tuple[str, ...], list[str]] = {}
     for text, policies in owners.items():

@@ -109,7 +109,13 @@ class PolicyGate:
             candidates = candidates[partial[candidates]] if prefilling else NO_ROWS
         elif decision.phase == "decode" and prefilling:
             candidates = candidates[~partial[candidates]]
-        self._scheduler.fill(step, candidates, admit=decision.phase != "decode", running_limit=decision.running_limit)
+        self._scheduler.fill(
+            step,
+            candidates,
+            admit=decision.phase != "decode",
+            running_limit=decision.running_limit,
+            token_budget=decision.token_budget,
+        )
 
     def may_coast(self) -> bool:
         """See Gate: True unless the policy orders the queue in every step."""
@@ -118,8 +124,10 @@ class PolicyGate:
     def admits_decode(self, step: Step) -> bool:
         """See Gate. Another decision is kept for :meth:`fill`, which is called next, at the same time."""
         decision = self._decided or self._controller.decide(self._view(step, coasting=True))
-        if decision.phase == "prefill" or (
-            decision.phase == "mixed" and self._scheduler.admissible(decision.running_limit)
+        if (
+            decision.phase == "prefill"
+            or (decision.phase == "mixed" and self._scheduler.admissible(decision.running_limit))
+            or (decision.token_budget is not None and decision.token_budget < len(self._scheduler.running))
         ):
             self._decided = decision
             return False
@@ -152,6 +160,7 @@ class PolicyGate:
             preempted=self._preempted,
             last_tokens_out=not coasting and not scheduler.generates,
             oldest_wait_s=self._order_queue(step.scheduled_ns) if controller.orders_queue else 0.0,
+            prompt_tokens=scheduler.prompt_tokens(wanted) if (wanted := controller.prompt_tokens_wanted) else 0,
         )
 
     def _order_queue(self, now_ns: int) -> float:

@@ -105,6 +105,23 @@ class Scheduler:
                 queued -= sum(self.delivered.get(row, 0) for row in rows) if self.delivered else 0
         return queued
 
+    def prompt_tokens(self, wanted: int) -> int:
+        """Prompt tokens that the next step could compute, counted up to ``wanted``; see ``View.prompt_tokens``."""
+        state, block_size = self.state, self.limits.block_size
+        partial = self.running[state.partial[self.running]] if self.prefilling else NO_ROWS
+        found = int((state.target[partial] - state.computed[partial]).sum()) if len(partial) else 0
+        slots, blocks = self.limits.max_num_seqs - len(self.running), self.kv.free
+        for row in self.waiting:
+            if found >= wanted or slots <= 0:
+                break
+            known = int(state.target[row])
+            slots -= 1
+            blocks -= -(-known // block_size)
+            if blocks < 0:
+                break
+            found += known
+        return found
+
     def running_ages(self) -> Sequence[int]:
         """Output tokens so far of every running request."""
         ages: list[int] = self.state.outputs(self.running).tolist()
@@ -136,12 +153,20 @@ class Scheduler:
 
     # One step.
 
-    def fill(self, step: Step, candidates: Ints, *, admit: bool, running_limit: int) -> None:
-        """vLLM's ``schedule()`` with the running requests outside ``candidates`` set aside."""
+    def fill(
+        self, step: Step, candidates: Ints, *, admit: bool, running_limit: int, token_budget: int | None = None
+    ) -> None:
+        """vLLM's ``schedule()`` with the running requests outside ``candidates`` set aside.
+
+        ``token_budget``: of this step, where it is less than that of the limits.
+        """
+        most = self.limits.max_num_batched_tokens
+        if token_budget is not None and token_budget < most:
+            most = token_budget
         threshold = self.limits.long_prefill_token_threshold
         if threshold and len(candidates) + len(self.waiting) <= 1:
             threshold = 0
-        rows, tokens, budget = self._schedule_running(step, candidates, threshold)
+        rows, tokens, budget = self._schedule_running(step, candidates, threshold, most)
         if admit and not step.preempted and self.waiting:
             new_rows, new_tokens = self._admit(step.scheduled_ns, budget, threshold, running_limit)
             if new_rows:
@@ -149,12 +174,12 @@ class Scheduler:
                 tokens = np.concatenate([tokens, np.array(new_tokens, np.int64)])
         step.rows, step.tokens = rows, tokens
 
-    def _schedule_running(self, step: Step, candidates: Ints, threshold: int) -> tuple[Ints, Ints, int]:
+    def _schedule_running(self, step: Step, candidates: Ints, threshold: int, budget: int) -> tuple[Ints, Ints, int]:
         if not len(candidates):
-            return NO_ROWS, NO_ROWS, self.limits.max_num_batched_tokens
-        if not self.prefilling and (decodes := self._decode_all(candidates)) is not None:
-            return decodes, self.ones[: len(decodes)], self.limits.max_num_batched_tokens - len(decodes)
-        state, budget = self.state, self.limits.max_num_batched_tokens
+            return NO_ROWS, NO_ROWS, budget
+        if not self.prefilling and (decodes := self._decode_all(candidates, budget)) is not None:
+            return decodes, self.ones[: len(decodes)], budget - len(decodes)
+        state = self.state
         computed = state.computed.take(candidates)
         tokens = state.target.take(candidates) - computed
         tokens[computed >= state.last.take(candidates)] = 0  # the last token is in flight: no further step is needed
@@ -182,7 +207,7 @@ class Scheduler:
                 self.kv.publish(row, known)
         return candidates, tokens, budget - int(np.add.reduce(tokens))
 
-    def _decode_all(self, rows: Ints) -> Ints | None:
+    def _decode_all(self, rows: Ints, budget: int) -> Ints | None:
         """Allocate blocks for one token of each of ``rows``, all in decode; returns the rows that get a token.
 
         These are the rows whose last token is not in flight. Returns None without any change if budget or blocks do not
@@ -194,7 +219,7 @@ class Scheduler:
         if np.count_nonzero(due) < len(rows):
             rows, computed = rows[due], computed[due]
         growing = rows[computed // block_size == state.held_blocks.take(rows)]
-        if len(rows) > self.limits.max_num_batched_tokens or len(growing) > self.kv.free:
+        if len(rows) > budget or len(growing) > self.kv.free:
             return None
         if len(growing):
             self._take(growing, self.ones[: len(growing)])

@@ -17,7 +17,7 @@ from vllm_eb.lengths import Lengths
 from vllm_eb.modes import Mode
 from vllm_eb.phases import Phases
 from vllm_eb.policy import PolicySpec
-from vllm_eb.queueing import Places, PunctualQueue
+from vllm_eb.queueing import Places, QueueOrder, ShortestFirst
 from vllm_eb.strategy import EngineFacts, Values
 
 
@@ -36,12 +36,14 @@ class Controller:
         max_num_seqs: int,
         block_size: int,
         num_blocks: int,
+        max_num_batched_tokens: int,
         keep_records: bool = False,
     ) -> None:
-        engine = EngineFacts(calibration, max_num_seqs, block_size, num_blocks)
+        engine = EngineFacts(calibration, max_num_seqs, block_size, num_blocks, max_num_batched_tokens)
         self._num_blocks = num_blocks
         self._lengths = Lengths(spec.completions_per_update)
         self._strategy = spec.strategy(engine, self._lengths)
+        self._queue = ShortestFirst() if spec.order == "shortest" else self._strategy.queue
         self._phases = Phases(engine, self._strategy, self._lengths, self._entered)
         self._running_ages: Callable[[], Sequence[int]] = _no_ages
         self._keep_records = keep_records
@@ -106,20 +108,27 @@ class Controller:
     @property
     def orders_queue(self) -> bool:
         """Whether :meth:`queue_order` determines the order of requests that were never started."""
-        return self._strategy.queue is not None
+        return self._queue is not None
 
     @property
-    def queue(self) -> PunctualQueue:
+    def queue(self) -> QueueOrder:
         """Tells when to reorder the queue, and how long its oldest punctual request has waited."""
-        assert self._strategy.queue is not None
-        return self._strategy.queue
+        assert self._queue is not None
+        return self._queue
 
     def queue_order(self, now_s: float, seen_s: Sequence[float], prompt_tokens: Sequence[int]) -> Places:
         """New order of never-started requests, as indices into the queue. Call it when ``queue`` is due.
 
         ``seen_s``: arrival times in queue order; ``prompt_tokens``: prompt lengths.
         """
+        if isinstance(self._queue, ShortestFirst):
+            return self._queue.order(now_s, prompt_tokens)
         return self._strategy.queue_order(now_s, seen_s, prompt_tokens)
+
+    @property
+    def prompt_tokens_wanted(self) -> int:
+        """Up to how many tokens ``View.prompt_tokens`` is to be counted; 0: not at all."""
+        return self._strategy.prompt_tokens_wanted
 
     # Parameters and records.
 

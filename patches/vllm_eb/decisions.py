@@ -21,6 +21,9 @@ class View:
     ``Controller.queue``; needed only if ``Controller.orders_queue``. ``preempted``: requests preempted since the last
     view. ``idle_sessions``: streaming sessions between two turns, which keep their slots. ``last_tokens_out``: the last
     token of every decoding sequence is in flight (asynchronous scheduling), so that none of them needs another step.
+    ``prompt_tokens``: prompt tokens that the next step could compute, of partly computed prompts, then of waiting ones
+    in order, as long as slots and KV blocks suffice; without deducting cached prefixes; counted only up to
+    ``Controller.prompt_tokens_wanted``.
     """
 
     now_s: float
@@ -33,6 +36,7 @@ class View:
     preempted: int = 0
     idle_sessions: int = 0
     last_tokens_out: bool = False
+    prompt_tokens: int = 0
 
     @property
     def decodes(self) -> bool:
@@ -46,6 +50,7 @@ class Decision:
 
     ``prefill``: prefilling and newly admitted sequences only, with at most ``running_limit`` running in total.
     ``decode``: decoding sequences only, no admissions. ``mixed``: vLLM's own rules, limit unchanged.
+    ``token_budget``: the most tokens of the step if fewer than max_num_batched_tokens; None: that of the engine.
     """
 
     phase: Phase
@@ -53,6 +58,7 @@ class Decision:
     running_limit: int
     k: int | None
     n_limit: int
+    token_budget: int | None = None
 
 
 @dataclass(frozen=True)

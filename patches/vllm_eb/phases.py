@@ -26,6 +26,7 @@ class Phases:
         self._max_num_seqs, self._num_blocks = engine.max_num_seqs, engine.num_blocks
         self.mode: Mode = strategy.mode
         self.phase: Phase = "decode" if self.mode == "eb" else "mixed"
+        self.token_budget: int | None = None  # of the step being decided on
         self._quota = self._admitted = 0
         self._blocked = False
 
@@ -56,6 +57,7 @@ class Phases:
 
     def follow(self, choice: StepChoice, view: View) -> None:
         """Apply the choice of a strategy that chooses every step."""
+        self.token_budget = choice.token_budget
         if choice.phase == self.phase:
             return
         self.mode = choice.mode
@@ -111,7 +113,7 @@ class Phases:
             if self.phase == "prefill":
                 limit = min(limit, active + self._quota - self._admitted)
             limit = max(limit, active)
-        return Decision(self.phase, self.mode, limit, self._strategy.slots, batch_limit)
+        return Decision(self.phase, self.mode, limit, self._strategy.slots, batch_limit, self.token_budget)
 
     def gate(self) -> float:
         """The share of KV memory that must be free for a refill."""

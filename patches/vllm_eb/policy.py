@@ -12,7 +12,7 @@ import pkgutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from vllm_eb.errors import GivenValueError, name_hint
 from vllm_eb.settings import (
@@ -41,6 +41,7 @@ __all__ = [
     "example",
     "known_policy",
     "least_seqs",
+    "least_tokens",
     "parse_policy",
     "policy_class",
     "policy_from_mapping",
@@ -76,12 +77,15 @@ class PolicySpec:
     departure: ClassVar[int] = 99
     """How much it differs from vLLM's own scheduling; of two equally good policies the one with the lower value is
     advised."""
-    native: ClassVar[bool] = False
     """Whether vLLM schedules by itself, without the controller."""
     by_share: ClassVar[bool] = False
     """Whether the threshold is a share of the batch (reports say so) instead of a number of idle slots."""
     without_decisions: ClassVar[str] = ""
     """A sentence for reports of runs without any decision."""
+
+    order: Literal["fcfs", "shortest"] = setting(
+        "fcfs", "of waiting requests: fcfs, as they came, or shortest, by the tokens of their prompts"
+    )
 
     def __init_subclass__(cls) -> None:
         cls.kind = cls.__module__.removeprefix(BUILT_IN + ".")
@@ -106,6 +110,11 @@ class PolicySpec:
         """The canonical string; parsing it gives an equal policy."""
         pairs = [f"{name}={text_of(getattr(self, name))}" for name in self._given()]
         return self.kind + (":" + ",".join(pairs) if pairs else "")
+
+    @property
+    def native(self) -> bool:
+        """Whether vLLM schedules by itself, without a controller."""
+        return False
 
     @property
     def completions_per_update(self) -> int:
@@ -191,7 +200,7 @@ def policy_class(kind: str) -> type[PolicySpec]:
 def example(kind: str) -> str:
     """A policy of this kind with its required settings."""
     needed = {name: about.example for name, about in settings_of(policy_class(kind)).items() if about.required}
-    return kind + "".join(f":{name}={value}" for name, value in needed.items())
+    return kind + (":" + ",".join(f"{name}={value}" for name, value in needed.items()) if needed else "")
 
 
 def settings_in_effect(spec: PolicySpec) -> tuple[str, ...]:
@@ -204,6 +213,12 @@ def least_seqs(spec: PolicySpec) -> int:
     """The smallest max_num_seqs that the policy supports: it may wait for so many idle slots."""
     slots = (getattr(spec, name) for name, about in settings_of(type(spec)).items() if about.unit == "slots")
     return max((value for value in slots if value is not None), default=1)
+
+
+def least_tokens(spec: PolicySpec) -> int:
+    """The smallest max_num_batched_tokens that the policy's settings make sense with: a budget of its own fits."""
+    own = (getattr(spec, name) for name, about in settings_of(type(spec)).items() if about.unit == "tokens per step")
+    return max((value for value in own if value is not None), default=1)
 
 
 def descriptions() -> Mapping[str, str]:

@@ -55,6 +55,7 @@ class _PhasedScheduler(Scheduler):  # type: ignore[misc]
     """The plugin, mixed into vLLM's asynchronous or synchronous scheduler."""
 
     running: list[Request]  # vLLM's; declared because methods here remove requests from it
+    max_num_scheduled_tokens: int  # vLLM's; lowered for a step whose policy sets a token budget
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         config = parse_config(vllm_config.additional_config)
@@ -100,6 +101,7 @@ class _PhasedScheduler(Scheduler):  # type: ignore[misc]
             max_num_seqs=getattr(self, self._limit_name),
             block_size=self.block_size,
             num_blocks=self._total_blocks,
+            max_num_batched_tokens=self.max_num_scheduled_tokens,
             keep_records=config.record is not None,
         )
         controller.follow_ages(lambda: [request.num_output_tokens for request in self.running])
@@ -162,7 +164,26 @@ class _PhasedScheduler(Scheduler):  # type: ignore[misc]
             preempted=self._preempted,
             idle_sessions=compat.idle_sessions(self),
             last_tokens_out=self._last_tokens_out(),
+            prompt_tokens=self._prompt_tokens(),
         )
+
+    def _prompt_tokens(self) -> int:
+        """Prompt tokens that the next step could compute, as far as the policy wants them counted."""
+        wanted = self.controller.prompt_tokens_wanted if self.controller is not None else 0
+        if not wanted:
+            return 0
+        found: int = sum(r.num_tokens - r.num_computed_tokens for r in self._prefilling)
+        slots = getattr(self, self._limit_name) - len(self.running) - compat.idle_sessions(self)
+        blocks = compat.free_blocks(self)
+        for request in () if compat.paused(self) else self.waiting:
+            if found >= wanted or slots <= 0:
+                break
+            slots -= 1
+            blocks -= -(-request.num_tokens // self.block_size)
+            if blocks < 0:
+                break
+            found += request.num_tokens
+        return found
 
     def _last_tokens_out(self) -> bool:
         """Whether no decoding request needs another step; the first one nearly always decides."""
@@ -196,6 +217,16 @@ class _PhasedScheduler(Scheduler):  # type: ignore[misc]
 
     def _schedule_as_decided(self, decision: Decision, view: View, args: Any, kwargs: Any) -> Any:
         self.last_decision = decision
+        if decision.token_budget is None:
+            return self._phase_step(decision, view, args, kwargs)
+        usual: int = self.max_num_scheduled_tokens
+        self.max_num_scheduled_tokens = min(decision.token_budget, usual)
+        try:
+            return self._phase_step(decision, view, args, kwargs)
+        finally:
+            self.max_num_scheduled_tokens = usual
+
+    def _phase_step(self, decision: Decision, view: View, args: Any, kwargs: Any) -> Any:
         if decision.phase == "mixed":
             if decision.running_limit >= getattr(self, self._limit_name):
                 return super().schedule(*args, **kwargs)

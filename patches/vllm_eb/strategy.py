@@ -20,7 +20,7 @@ from vllm_eb.calibration import Calibration
 from vllm_eb.decisions import Phase, RecordKind, View
 from vllm_eb.lengths import Lengths
 from vllm_eb.modes import Mode
-from vllm_eb.queueing import Places, PunctualQueue
+from vllm_eb.queueing import Places, QueueOrder
 
 Values = Mapping[str, float | int | None]
 
@@ -33,6 +33,7 @@ class EngineFacts:
     max_num_seqs: int
     block_size: int
     num_blocks: int
+    max_num_batched_tokens: int
 
     @property
     def capacity_tokens(self) -> int:
@@ -42,13 +43,18 @@ class EngineFacts:
 
 @dataclass(frozen=True)
 class StepChoice:
-    """What the next step contains. ``refill``: how many requests a prefill that begins now may admit."""
+    """What the next step contains.
+
+    ``refill``: how many requests a prefill that begins now may admit. ``token_budget``: the most tokens of this step,
+    prompts and decodes together; None: max_num_batched_tokens of the engine.
+    """
 
     phase: Phase
     mode: Mode
     reason: str = ""
     refill: int = 0
     values: Values = field(default_factory=dict)
+    token_budget: int | None = None
 
 
 @dataclass(frozen=True)
@@ -91,7 +97,9 @@ class Strategy:
     """Whether refills wait while little KV memory is free."""
     bounds_mixed: bool = False
     """Whether the batch limit also applies to mixed steps."""
-    queue: PunctualQueue | None = None
+    prompt_tokens_wanted: int = 0
+    """Up to how many tokens ``View.prompt_tokens`` is counted; 0: not at all."""
+    queue: QueueOrder | None = None
     """The order of waiting requests, if the policy has its own."""
 
     def __init__(self, engine: EngineFacts, lengths: Lengths) -> None:

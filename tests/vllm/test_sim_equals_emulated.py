@@ -18,6 +18,8 @@ POLICIES = (
     "v1", "v0", "cadence:every=5", "deferred:k=5", "eb:k=9", "eb:theta=0.4", f"eb:{ONLINE}",
     f"ebplus:margin=-1,sticky=-1,{ONLINE}", f"ebplus:{ONLINE}",
     f"marginal:{FOLLOWED}", f"marginal:ttft=0.2,tpot=0.01,{FOLLOWED}",
+    "v1:budget=24", "v1:order=shortest", "cadence:every=5,escape=off", "delayer", "ppas:cap=16",
+    "batchwait:iters=4,ratio=0.6", "slochunk:tpot=0.01,least=8",
 )  # fmt: skip
 KV = {"tight": 34, "loose": 4000}
 BUDGET = {"small": 48, "large": 4096}

@@ -80,6 +80,7 @@ def test_the_controller_lets_vllm_mix_or_only_decode() -> None:
         max_num_seqs=9,
         block_size=16,
         num_blocks=99,
+        max_num_batched_tokens=8192,
         keep_records=True,
     )
     phases = []

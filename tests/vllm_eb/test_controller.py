@@ -26,6 +26,7 @@ def controller(policy: str, *, max_num_seqs: int = 100, num_blocks: int = 1000) 
         max_num_seqs=max_num_seqs,
         block_size=16,
         num_blocks=num_blocks,
+        max_num_batched_tokens=8192,
         keep_records=True,
     )
 
@@ -44,7 +45,13 @@ def test_records_are_kept_only_where_they_are_read() -> None:
     """With the KV cache full every step would leave two; a server that records nothing must not gather them."""
     for keep in (False, True):
         made = Controller(
-            parse_policy("v0"), CALIBRATION, max_num_seqs=100, block_size=16, num_blocks=1000, keep_records=keep
+            parse_policy("v0"),
+            CALIBRATION,
+            max_num_seqs=100,
+            block_size=16,
+            num_blocks=1000,
+            max_num_batched_tokens=8192,
+            keep_records=keep,
         )
         view = replace(VIEW, decoding=10, waiting=90)
         for _ in range(50):
@@ -201,7 +208,15 @@ def test_ebplus_stays_mixed_under_light_traffic() -> None:
 
 def test_without_a_measured_mixed_cost_the_left_side_is_zero() -> None:
     bare = replace(CALIBRATION, mixed=None)
-    made = Controller(parse_policy("ebplus"), bare, max_num_seqs=100, block_size=16, num_blocks=1000, keep_records=True)
+    made = Controller(
+        parse_policy("ebplus"),
+        bare,
+        max_num_seqs=100,
+        block_size=16,
+        num_blocks=1000,
+        max_num_batched_tokens=8192,
+        keep_records=True,
+    )
     feed(made, 100)
     made.decide(replace(VIEW, decoding=100))
     (record,) = [r for r in made.drain_records() if r.kind == "mode"]
@@ -211,7 +226,11 @@ def test_without_a_measured_mixed_cost_the_left_side_is_zero() -> None:
 @given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 3), st.integers(0, 50), st.integers(0, 100)), max_size=60))
 @settings(max_examples=100, deadline=None)
 def test_whatever_it_sees_it_never_asks_for_the_impossible(counts: list[tuple[int, int, int, int]]) -> None:
-    made = controller("ebplus:update_every=2,min_samples=2,margin=-1,sticky=-1", max_num_seqs=50, num_blocks=100)
+    made = controller(
+        "ebplus:update_every=2,min_samples=2,margin=-1,sticky=-1",
+        max_num_seqs=50,
+        num_blocks=100,
+    )
     for index, (decoding, prefilling, waiting, free) in enumerate(counts):
         feed(made, 1, prompt=1 + waiting, output=1 + decoding)
         decision = made.decide(View(float(index), index, decoding, prefilling, waiting, free))

@@ -182,7 +182,9 @@ def test_a_grid_with_holes_is_refused(change: dict[str, object], says: str) -> N
 
 def controller(policy: str) -> Controller:
     calibration = Calibration(5e-3, 5e-5, 1e-2, 1e-4, mixed=MixedCost(6e-5, 2e-4, 1e-5))
-    return Controller(parse_policy(policy), calibration, max_num_seqs=100, block_size=16, num_blocks=1000)
+    return Controller(
+        parse_policy(policy), calibration, max_num_seqs=100, block_size=16, num_blocks=1000, max_num_batched_tokens=8192
+    )
 
 
 def view(**changes: float) -> View:
@@ -296,7 +298,13 @@ def test_those_let_in_as_they_pay_can_all_stay_that_long(steps: float, active: i
 def test_cached_prompt_tokens_are_not_counted_as_work() -> None:
     """With 900 of 1,000 tokens cached a refill is a tenth of the work; here that decides between now and later."""
     limits = {}
-    engine = EngineFacts(Calibration(5e-3, 5e-5, 1e-2, 1e-4), max_num_seqs=100, block_size=16, num_blocks=1000)
+    engine = EngineFacts(
+        Calibration(5e-3, 5e-5, 1e-2, 1e-4),
+        max_num_seqs=100,
+        block_size=16,
+        num_blocks=1000,
+        max_num_batched_tokens=8192,
+    )
     for cached in (0, 9_000):
         lengths = Lengths(100)
         for _ in range(200):
@@ -330,7 +338,12 @@ def test_a_burst_of_long_answers_is_admitted_whole_where_decodes_alone_meet_the_
     seqs, context = 300, 512 + 50
     target_s = 1.3 * calibration.costs.decode_s(seqs, context) / TPOT_SHARE
     made = Controller(
-        parse_policy(f"marginal:tpot={target_s}"), calibration, max_num_seqs=seqs, block_size=16, num_blocks=100_000
+        parse_policy(f"marginal:tpot={target_s}"),
+        calibration,
+        max_num_seqs=seqs,
+        block_size=16,
+        num_blocks=100_000,
+        max_num_batched_tokens=8192,
     )
     for _ in range(100):
         made.on_prompt(10)

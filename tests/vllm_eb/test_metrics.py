@@ -96,7 +96,13 @@ def test_a_file_in_the_way_is_not_written_to(tmp_path: Path) -> None:
 @pytest.mark.parametrize("policy", ["v0", "eb:k=2", "ebplus", "marginal", "cadence:every=3"])
 def test_counts_are_those_of_the_controllers_records(policy: str, tmp_path: Path) -> None:
     controller = Controller(
-        parse_policy(policy), COSTS, max_num_seqs=8, block_size=16, num_blocks=500, keep_records=True
+        parse_policy(policy),
+        COSTS,
+        max_num_seqs=8,
+        block_size=16,
+        num_blocks=500,
+        max_num_batched_tokens=8192,
+        keep_records=True,
     )
     writer = FiguresWriter("17", 0, controller.mode, tmp_path)
     modes, phases, refills = [controller.mode], 0, 0

@@ -64,7 +64,7 @@ def test_any_settings_round_trip(theta: float, window: int, margin: float) -> No
         ("eb:theta=0.3,min_samples=1", "min_samples= with theta=0.3; it then uses theta, update_every, kv_gate"),
         ("eb:k=8,initial_theta=0.9", "initial_theta= with k=8; it then uses k, update_every, kv_gate"),
         ("eb:epsilon=0.5,memory_safe=off", "epsilon= with memory_safe=false; it then uses k, theta, estimator"),
-        ("v1:k=3", "v1 has no setting k=, which belongs to deferred, eb; it takes no settings"),
+        ("v1:k=3", "v1 has no setting k=, which belongs to deferred, eb; it takes budget, order"),
         ("ebplus:theta=0.4", "ebplus has no setting theta=, which belongs to eb; it takes margin"),
         ("deferred:k=3,theta=0.4", "deferred has no setting theta=, which belongs to eb; it takes k"),
         ("cadence", "write cadence:every=8"),
@@ -74,8 +74,8 @@ def test_any_settings_round_trip(theta: float, window: int, margin: float) -> No
         ("eb:every=4", "every=, which belongs to cadence"),
         ("eb:thta=0.2", "setting of policy eb 'thta'; did you mean 'theta'"),
         ("eb:k=3,k=4", "k is given twice"),
-        ("v1:thta=0.2", "takes no settings"),
-        ("v0:window=3", "v0 has no setting window=, which belongs to eb, ebplus, marginal; it takes no settings"),
+        ("v1:thta=0.2", "known: budget, order"),
+        ("v0:window=3", "v0 has no setting window=, which belongs to eb, ebplus, marginal; it takes order"),
         ("eb:margin=1e-5", "margin=, which belongs to ebplus; it takes k, theta"),
         ("ebplus:ttft=3", "ttft=, which belongs to marginal"),
         ("eb:kv_gate=maybe", "on or off"),
@@ -117,7 +117,13 @@ CHANGED = {
 def told(spec: PolicySpec) -> list[object]:
     """What a controller decides and records over a made-up course of events."""
     made = Controller(
-        spec, Calibration(0.005, 1e-5, 0.02, 1e-5), max_num_seqs=50, block_size=16, num_blocks=400, keep_records=True
+        spec,
+        Calibration(0.005, 1e-5, 0.02, 1e-5),
+        max_num_seqs=50,
+        block_size=16,
+        num_blocks=400,
+        max_num_batched_tokens=8192,
+        keep_records=True,
     )
     made.follow_ages(lambda: [500] * 20)
     found: list[object] = []

@@ -2,7 +2,7 @@
 
 Between two steps that compute prompts, steps hold decodes only. If requests still wait after a step with prompts, since
 batch or memory are full, the interval is suspended until a step leaves none waiting: an overloaded server behaves like
-v1.
+v1. ``escape=off`` omits that rule: decodes take precedence however many requests wait.
 """
 
 from __future__ import annotations
@@ -30,10 +30,13 @@ class CadenceSpec(PolicySpec):
     )
 
     every: int = setting(help="steps from one that computes prompts to the next", unit="steps", at_least=1, example=8)
+    escape: bool = setting(True, "drop the interval while requests wait for a slot or for memory, as vLLM does")
 
     @property
     def vllm_option(self) -> str:
         """The option of vLLM 0.33 with the same effect."""
+        if not self.escape:
+            return ""
         return f"From vLLM 0.33 on --prefill-schedule-interval {self.every} does it without the plugin."
 
     @classmethod
@@ -43,7 +46,7 @@ class CadenceSpec(PolicySpec):
 
     def strategy(self, engine: EngineFacts, lengths: Lengths) -> Strategy:
         """vLLM's own steps, some without prompts."""
-        return Interval(engine, lengths, self.every)
+        return Interval(engine, lengths, self.every, escape=self.escape)
 
 
 class Interval(Strategy):
@@ -51,9 +54,9 @@ class Interval(Strategy):
 
     mode: Mode = "mb"
 
-    def __init__(self, engine: EngineFacts, lengths: Lengths, every: int) -> None:
+    def __init__(self, engine: EngineFacts, lengths: Lengths, every: int, *, escape: bool) -> None:
         super().__init__(engine, lengths)
-        self._cadence = Cadence(every)
+        self._cadence = Cadence(every, escape=escape)
 
     def on_prompt(self, input_tokens: int, cached_tokens: int) -> None:
         """Record an admission, which may begin an interval."""
@@ -71,10 +74,13 @@ class Interval(Strategy):
 
 
 class Cadence:
-    """Whether prompts must wait in the next step. ``every``: steps from one that computes prompts to the next."""
+    """Whether prompts must wait in the next step.
 
-    def __init__(self, every: int) -> None:
-        self._every = every
+    ``every``: steps from one that computes prompts to the next; ``escape``: not while requests wait for a slot or KV.
+    """
+
+    def __init__(self, every: int, *, escape: bool = True) -> None:
+        self._every, self._escape = every, escape
         self._last_prefill_step = -every
         self._backed_up = False  # requests still waited after the last step that could admit some
         self._open: View | None = None  # the view of that step, until its effect is known
@@ -104,7 +110,7 @@ class Cadence:
         if before is None:
             return
         if not view.preempted:  # vLLM admits nothing in a step that preempts, so such a step gives no information
-            self._backed_up = before.waiting > self._admitted
+            self._backed_up = self._escape and before.waiting > self._admitted
         if before.prefilling or self._computed:
             self._last_prefill_step = before.step_id
 

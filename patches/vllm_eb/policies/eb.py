@@ -14,6 +14,7 @@ from vllm_eb.strategy import Change, EngineFacts, Strategy, Values
 USED_WHEN_FIXED = (
     "update_every",
     "kv_gate",
+    "order",
 )  # settings used with a fixed threshold too; the KV gate depends on output lengths
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from vllm_eb.decisions import View
 from vllm_eb.lengths import Lengths
 from vllm_eb.marginal import HUGE_TOKENS, Choice, MarginalRefill, Refill
-from vllm_eb.policy import PolicySpec, setting
+from vllm_eb.policy import PolicyError, PolicySpec, setting
 from vllm_eb.queueing import Places, PunctualQueue, Work
 from vllm_eb.room import PAYBACK_FACTOR, SHORTEST_STAY, KvRoom, payback_steps, prompts_that_stay
 from vllm_eb.service import AnswerLength, ServiceLevel, TokenDebt
@@ -44,6 +44,11 @@ class MarginalSpec(PolicySpec):
     )  # fmt: skip
     window: int = setting(500, "completions that the estimator remembers", unit="requests", at_least=1)
     update_every: int = setting(100, "completions between updates", unit="requests", at_least=1)
+
+    def check(self) -> None:
+        """A target for the first token has an order of its own."""
+        if self.ttft is not None and self.order != "fcfs":
+            raise PolicyError("marginal with ttft= orders the queue itself: leave order= out")
 
     @property
     def completions_per_update(self) -> int:
@@ -78,7 +83,8 @@ class MarginalPolicy(Strategy):
         self._service, self._debt = ServiceLevel(spec.ttft, spec.tpot), TokenDebt(spec.tpot)
         self._answers = AnswerLength(lengths.mu_o, spec.window)
         self._room = KvRoom(engine.capacity_tokens)
-        self.queue = PunctualQueue(spec.ttft) if spec.ttft is not None else None
+        self._punctual = PunctualQueue(spec.ttft) if spec.ttft is not None else None
+        self.queue = self._punctual
         self._allowed, self._tpot_in_reach, self._batch = self._max_num_seqs, True, self._max_num_seqs
         self._decisions = 0
         self.plan_batch()
@@ -96,8 +102,8 @@ class MarginalPolicy(Strategy):
     def on_prompt(self, input_tokens: int, cached_tokens: int) -> None:
         """Record the first admission of a request with ``input_tokens`` prompt tokens."""
         self._room.admitted()
-        if self.queue is not None:
-            self.queue.admitted(input_tokens)
+        if self._punctual is not None:
+            self._punctual.admitted(input_tokens)
 
     def on_resume(self) -> None:
         """Record that a preempted request was admitted again."""
@@ -242,14 +248,14 @@ class MarginalPolicy(Strategy):
 
     def queue_order(self, now_s: float, seen_s: Sequence[float], prompt_tokens: Sequence[int]) -> Places:
         """New order of never-started requests; arguments as in ``Controller.queue_order``."""
-        assert self.queue is not None
         mu_l, mu_o, batch = self.lengths.mu_l, self._answers.mean, self._batch
         work = Work(
             prompt_token_s=self._refills.per_token_s * self.lengths.mu_new / mu_l,
             answer_s=mu_o * self._costs.decode_s(batch, mu_l + mu_o / 2) / batch,
             lead_s=self._costs.prefill_s(HUGE_TOKENS),
         )
-        return self.queue.order(now_s, seen_s, prompt_tokens, work)
+        assert self._punctual is not None
+        return self._punctual.order(now_s, seen_s, prompt_tokens, work)
 
     def _mean_context(self, view: View) -> float:
         """Mean KV tokens per running sequence."""

@@ -1,21 +1,56 @@
-"""vLLM v1 unchanged: mixed batches by vLLM's own rules."""
+"""vLLM v1: mixed batches by vLLM's own rules, unchanged or with a smaller token budget per step."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from vllm_eb.policy import PolicySpec
+from vllm_eb.decisions import View
+from vllm_eb.lengths import Lengths
+from vllm_eb.modes import Mode
+from vllm_eb.policy import PolicySpec, setting
+from vllm_eb.strategy import EngineFacts, PhaseState, StepChoice, Strategy
 
 
 @dataclass(frozen=True, kw_only=True)
 class V1(PolicySpec):
-    """A policy without settings and without controller."""
+    """``budget``: the most tokens per step, as if the server had been started with that max_num_batched_tokens."""
 
-    description = "mixed batches: vLLM v1, untouched"
+    description = "mixed batches: vLLM v1, untouched; budget= is a max_num_batched_tokens of its own"
     colour = "#0072B2"
     departure = 0
-    native = True
+
+    budget: int | None = setting(
+        None, "tokens per step, at most max_num_batched_tokens", unit="tokens per step", at_least=1
+    )
+
+    @property
+    def native(self) -> bool:
+        """Without settings nothing but vLLM decides."""
+        return self.budget is None and self.order == "fcfs"
+
+    @property
+    def vllm_option(self) -> str:
+        """The budget is an option of vLLM's."""
+        return "" if self.budget is None else f"--max-num-batched-tokens {self.budget} does it without the plugin."
+
+    def strategy(self, engine: EngineFacts, lengths: Lengths) -> Strategy:
+        """vLLM's steps with a budget."""
+        return MixedSteps(engine, lengths, self.budget)
+
+
+class MixedSteps(Strategy):
+    """Every step is vLLM's own, of at most ``budget`` tokens."""
+
+    mode: Mode = "mb"
+
+    def __init__(self, engine: EngineFacts, lengths: Lengths, budget: int | None) -> None:
+        super().__init__(engine, lengths)
+        self._choice = StepChoice("mixed", "mb", token_budget=budget)
+
+    def choose(self, view: View, phases: PhaseState) -> StepChoice:
+        """The same for every step."""
+        return self._choice
 
     @classmethod
     def candidates(cls, targets_s: Mapping[str, float]) -> tuple[str, ...]:

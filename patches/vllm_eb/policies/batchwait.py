@@ -1,0 +1,65 @@
+"""TensorRT-LLM's batch wait: prompts wait until a step has enough tokens, for a bounded number of steps.
+
+``batch_wait_timeout_iters`` and ``batch_wait_max_tokens_ratio`` of TensorRT-LLM's PyTorch executor: where a step would
+hold prompts and decodes, the prompts are held back while the step's tokens, prompts and decodes together, are fewer
+than ``ratio`` of the token budget, for at most ``iters`` steps in a row.
+
+Tokens of prompts are those a step could compute: half-computed ones first, then waiting ones in order while slots and
+KV blocks last. TensorRT-LLM takes cached prefixes off before; here they count, since vLLM looks them up on admission.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vllm_eb.decisions import View
+from vllm_eb.lengths import Lengths
+from vllm_eb.modes import Mode
+from vllm_eb.policy import PolicySpec, setting
+from vllm_eb.strategy import EngineFacts, PhaseState, StepChoice, Strategy
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchWait(PolicySpec):
+    """``iters`` as batch_wait_timeout_iters, ``ratio`` as batch_wait_max_tokens_ratio; off by default there."""
+
+    description = "mixed batches, prompts wait for a fuller step (TensorRT-LLM's batch wait); needs iters= and ratio="
+    colour = "#999933"
+    departure = 15
+
+    iters: int = setting(help="steps that prompts wait at most", unit="steps", at_least=1, example=32)
+    ratio: float = setting(
+        help="share of the token budget from which on they do not", unit="share", above=0, at_most=1, example=0.5
+    )
+
+    def strategy(self, engine: EngineFacts, lengths: Lengths) -> Strategy:
+        """Mixed steps, some of them without prompts."""
+        return FullerSteps(engine, lengths, self.iters, self.ratio)
+
+
+class FullerSteps(Strategy):
+    """Chooses between a mixed step and one that decodes only."""
+
+    mode: Mode = "mb"
+
+    def __init__(self, engine: EngineFacts, lengths: Lengths, iters: int, ratio: float) -> None:
+        super().__init__(engine, lengths)
+        self._iters = iters
+        self._enough = ratio * engine.max_num_batched_tokens
+        self._waited = 0
+        self.prompt_tokens_wanted = max(int(self._enough), 1)
+        self._mixed = StepChoice("mixed", "mb", "prompts may come")
+        self._decode = StepChoice("decode", "mb", "prompts wait for a fuller step")
+
+    def choose(self, view: View, phases: PhaseState) -> StepChoice:
+        """Decodes only while too few tokens would come together."""
+        few = 0 < view.prompt_tokens < self._enough - view.decoding
+        if few and view.decodes and self._waited < self._iters:
+            self._waited += 1
+            return self._decode
+        if view.prompt_tokens:
+            self._waited = 0
+        return self._mixed
+
+
+POLICY = BatchWait

@@ -1,0 +1,75 @@
+"""Chunks of prompts bounded so that a mixed step fits a target for the time per output token.
+
+Each mixed step gets as many prompt tokens as the measured costs say it can hold within ``tpot`` seconds, at least
+``least``, so that prompts always advance. This is the greedy rule at the heart of the newest SLO chunk controllers, and
+the one of them that fits a page: predict the step's time, take the largest chunk within the target. SlidingServe
+(arXiv 2606.05933) looks one step further, sorts requests by urgency and selects them by dynamic programming; those
+parts are not here (``order=shortest`` and marginal's targets are this project's means for that).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vllm_eb.decisions import View
+from vllm_eb.lengths import Lengths
+from vllm_eb.modes import Mode
+from vllm_eb.policy import PolicySpec, setting
+from vllm_eb.strategy import EngineFacts, PhaseState, StepChoice, Strategy
+
+
+@dataclass(frozen=True, kw_only=True)
+class SloChunk(PolicySpec):
+    """``tpot``: seconds per step; ``least``: prompt tokens that a step holds in any case."""
+
+    description = "mixed batches, prompt chunks as large as a TPOT target allows by measured costs; needs tpot="
+    colour = "#661100"
+    departure = 18
+
+    tpot: float = setting(
+        help="target for a mixed step", unit="s", above=0, doubtful_from=5, example=0.05,
+    )  # fmt: skip
+    least: int = setting(128, "prompt tokens that a step may hold in any case", unit="tokens", at_least=1)
+
+    @property
+    def needs_costs(self) -> bool:
+        """The chunk is read off measured costs."""
+        return True
+
+    def strategy(self, engine: EngineFacts, lengths: Lengths) -> Strategy:
+        """Mixed steps with a budget of their own each."""
+        return FittedChunk(engine, lengths, self.tpot, self.least)
+
+
+class FittedChunk(Strategy):
+    """Every step is mixed; its budget is what fits the target."""
+
+    mode: Mode = "mb"
+
+    def __init__(self, engine: EngineFacts, lengths: Lengths, tpot_s: float, least: int) -> None:
+        super().__init__(engine, lengths)
+        self._tpot_s, self._least = tpot_s, least
+        self._costs = engine.calibration.costs
+        self._whole = StepChoice("mixed", "mb")
+
+    def choose(self, view: View, phases: PhaseState) -> StepChoice:
+        """The budget of this step."""
+        if not view.decodes or not (view.waiting or view.prefilling):
+            return self._whole
+        chunk = self._fitting(view.decoding, self.engine.max_num_batched_tokens - view.decoding)
+        return StepChoice("mixed", "mb", token_budget=view.decoding + max(chunk, self._least))
+
+    def _fitting(self, seqs: int, most: int) -> int:
+        """The most prompt tokens beside so many decodes within the target, by bisection; 0 if not one."""
+        context = self.lengths.mu_l + self.lengths.mu_o / 2.0
+        low, high = 0, max(most, 0) + 1
+        while high - low > 1:
+            middle = (low + high) // 2
+            if self._costs.mixed_s(middle, seqs, context) <= self._tpot_s:
+                low = middle
+            else:
+                high = middle
+        return low
+
+
+POLICY = SloChunk
