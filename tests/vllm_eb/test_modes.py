@@ -101,7 +101,9 @@ def test_min_completions_bounds_the_completions_before_the_first_decision(least:
 
 def test_the_policy_passes_its_bounds_on_and_counts_completions() -> None:
     spec = parse_policy("ebplus:min_completions=40,min_active=8,update_every=10,min_samples=5,margin=-1")
-    controller = Controller(spec, calibrated(1e-3), max_num_seqs=64, block_size=16, num_blocks=10_000)
+    controller = Controller(
+        spec, calibrated(1e-3), max_num_seqs=64, block_size=16, num_blocks=10_000, max_num_batched_tokens=8192
+    )
     modes = []
     for step in range(1, 61):
         controller.on_prompt(100)

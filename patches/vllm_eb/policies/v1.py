@@ -34,6 +34,11 @@ class V1(PolicySpec):
         """The budget is an option of vLLM's."""
         return "" if self.budget is None else f"--max-num-batched-tokens {self.budget} does it without the plugin."
 
+    @classmethod
+    def candidates(cls, targets_s: Mapping[str, float]) -> tuple[str, ...]:
+        """The baseline."""
+        return (cls.kind,)
+
     def strategy(self, engine: EngineFacts, lengths: Lengths) -> Strategy:
         """vLLM's steps with a budget."""
         return MixedSteps(engine, lengths, self.budget)
@@ -51,11 +56,6 @@ class MixedSteps(Strategy):
     def choose(self, view: View, phases: PhaseState) -> StepChoice:
         """The same for every step."""
         return self._choice
-
-    @classmethod
-    def candidates(cls, targets_s: Mapping[str, float]) -> tuple[str, ...]:
-        """The baseline."""
-        return (cls.kind,)
 
 
 POLICY = V1
