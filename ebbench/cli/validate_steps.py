@@ -53,7 +53,9 @@ def carry_out(question: Question, folder: Path, max_time_s: float, *, as_json: b
         write_manifest(folder, question, call)
     judged = judge(outcomes.observations, question.policies[0])
     machine = describe_machine(question)
-    document = as_document(question, outcomes, judged, str(machine["name"]))
+    document = as_document(
+        question, outcomes, judged, str(machine["name"]), call.load_average, int(machine["usable_cpus"])
+    )
     found = as_dict(question, outcomes, judged, machine)
     _store(folder, found, f"{as_markdown(document)}\n**{judged.verdict.sentence}.**\n")
     if as_json:

@@ -48,12 +48,17 @@ def _finite(found: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def as_document(question: Question, outcomes: Outcomes, judged: Judgement, where: str) -> Document:
-    """Tables of errors by metric, of gains, and notes on what they rest on."""
+def as_document(
+    question: Question, outcomes: Outcomes, judged: Judgement, where: str, load_average: Sequence[float], cpus: int
+) -> Document:
+    """Tables of errors by metric, of gains, and notes on what they rest on; ``load_average``: samples meanwhile."""
     sections = [_errors(METRICS[metric], judged, metric) for metric in METRICS]
     sections.append(_gains(question, judged.gains))
     title = f"{TITLE}: {question.model} on {where}"
-    return Document("validation", title, tuple(filter(None, sections)), tuple(notes(question, outcomes, judged)))
+    found = notes(question, outcomes, judged)
+    if question.engine == "vllm" and load_average:
+        found.append(f"load average {min(load_average):.1f} to {max(load_average):.1f} on {cpus} CPUs meanwhile")
+    return Document("validation", title, tuple(filter(None, sections)), tuple(found))
 
 
 def _errors(name: str, judged: Judgement, metric: str) -> Section | None:

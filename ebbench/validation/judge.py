@@ -213,11 +213,10 @@ def _verdict(errors: Sequence[Error], gains: Sequence[Gain]) -> Verdict:
         f"{100 * one.worst_error:.1f} % at worst"
         for one in metrics
     )
-    directions = (
-        f"direction of the gain right in {right} of {len(clear)} clear cases"
-        if clear
-        else "no gain was large enough to have a direction"
-    )
+    directions = f"direction of the gain right in {right} of {len(clear)} clear cases"
+    if not clear:
+        known = any(math.isfinite(gain.uncertainty) for gain in gains)
+        directions = "no gain was large enough to have a direction" if known else "no gain was measured twice"
     sentence = "; ".join(part for part in (_MEANING[word] + reason, figures, directions) if part)
     return Verdict(word, sentence, metrics, right, len(clear))
 
