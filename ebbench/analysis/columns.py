@@ -72,7 +72,7 @@ class RequestColumns:
             session=session,
             input_tokens=_ints(requests, "input_tokens", 0),
             output_tokens=_ints(requests, "output_tokens", 0),
-            cached_tokens=_ints(requests, "cached_tokens", 0),
+            cached_tokens=_ints(requests, "cached_tokens"),
             preemptions=_ints(requests, "preemptions", 0),
             intended=_ints(requests, "intended_ns"),
             sent=_ints(requests, "sent_ns"),

@@ -8,7 +8,10 @@ Definitions (all times from a monotonic clock, in ns from the start of the run):
 - E2EL: last token - intended start
 - throughput: completed tokens or requests / (last completion - first intended start); also inside the steady window,
   where an input token counts at the first output token and an output token when it is received
-- goodput: completed requests that met every limit / duration; attainment: those requests / all planned ones
+- goodput: completed requests that met every limit, or their output tokens, / duration; attainment: those requests /
+  all planned ones
+- tokens/s per user: 1 / median TPOT
+- prefix hit rate: prompt tokens that a prefix cache held / prompt tokens, of completed requests that report both
 
 Only completed requests count; partial outputs are excluded.
 """
@@ -70,6 +73,13 @@ class Metrics:
     lag: Distribution = field(default=Distribution(0))
     input_throughput: float | None = None
     economy: Economy = Economy()  # noqa: RUF009 - frozen
+    token_goodput: float | None = None
+    prefix_hit_rate: float | None = None
+
+    @property
+    def tokens_per_s_per_user(self) -> float | None:
+        """Output tokens/s that a user with the median TPOT sees; None where TPOT is undefined."""
+        return 1000 / self.tpot.median if self.tpot.median else None
 
 
 def measure(
@@ -84,7 +94,8 @@ def measure(
     ok = chosen & columns.ok
     duration_s = _duration_s(columns, chosen, ok)
     tokens_in, tokens_out = int(columns.input_tokens[ok].sum()), int(columns.output_tokens[ok].sum())
-    met = int(meets(columns, ok, slo).sum()) if slo else None
+    good = meets(columns, ok, slo) if slo else None
+    met = None if good is None else int(good.sum())
     planned = int(chosen.sum())
     sent = chosen & (columns.sent != MISSING) & (columns.intended != MISSING)
     return Metrics(
@@ -94,7 +105,7 @@ def measure(
         duration_s=duration_s,
         total_input_tokens=tokens_in,
         total_output_tokens=tokens_out,
-        cached_tokens=int(columns.cached_tokens[ok].sum()),
+        cached_tokens=int(columns.cached_tokens[ok & (columns.cached_tokens != MISSING)].sum()),
         preemptions=int(columns.preemptions[chosen].sum()),
         bundled_requests=int(columns.bundled[ok].sum()),
         request_throughput=_rate(int(ok.sum()), duration_s),
@@ -110,6 +121,8 @@ def measure(
         ttft_from_send=Distribution.of_ns((columns.first_token - columns.sent)[ok & sent]),
         lag=Distribution.of_ns((columns.sent - columns.intended)[sent]),
         input_throughput=_rate(tokens_in, duration_s),
+        token_goodput=None if good is None else _rate(int(columns.output_tokens[good].sum()), duration_s),
+        prefix_hit_rate=_hit_rate(columns, ok & (columns.cached_tokens != MISSING)),
     )
 
 
@@ -122,6 +135,11 @@ def _duration_s(columns: RequestColumns, chosen: Mask, ok: Mask) -> float | None
 
 def _rate(amount: float, duration_s: float | None) -> float | None:
     return amount / duration_s if duration_s else None
+
+
+def _hit_rate(columns: RequestColumns, rows: Mask) -> float | None:
+    prompts = int(columns.input_tokens[rows].sum())
+    return int(columns.cached_tokens[rows].sum()) / prompts if prompts else None
 
 
 def _tpot_ns(columns: RequestColumns, rows: Mask) -> npt.NDArray[np.float64]:

@@ -123,6 +123,8 @@ class _Summariser:
 def _summary(run: Run, metrics: Metrics, slo: Slo, phase: str = "") -> Summary:
     manifest = run.manifest
     metrics = replace(metrics, economy=economy_of(manifest.facts, metrics, whole=not phase))
+    if metrics.prefix_hit_rate is None and not phase:  # of the whole server, by its own counters
+        metrics = replace(metrics, prefix_hit_rate=manifest.facts.get("prefix_hit_rate"))
     return Summary(
         policy=manifest.policy,
         engine=manifest.engine,
@@ -175,6 +177,7 @@ def metrics_dict(metrics: Metrics) -> dict[str, Any]:
         "input_throughput": metrics.input_throughput,
         "total_token_throughput": metrics.total_token_throughput,
         "request_goodput": metrics.request_goodput,
+        "token_goodput": metrics.token_goodput,
         "slo_attainment": metrics.slo_attainment,
     }
     latencies = {
@@ -183,7 +186,9 @@ def metrics_dict(metrics: Metrics) -> dict[str, Any]:
         for statistic, value in getattr(metrics, name).items()
     }
     extra = {
+        "tokens_per_s_per_user": metrics.tokens_per_s_per_user,
         "cached_tokens": metrics.cached_tokens,
+        "prefix_hit_rate": metrics.prefix_hit_rate,
         "preemptions": metrics.preemptions,
         "bundled_requests": metrics.bundled_requests,
         "steady": asdict(metrics.steady) if metrics.steady else None,
@@ -234,7 +239,7 @@ _AVERAGED = frozenset(
         "input_throughput",
         "total_token_throughput",
     }
-    | {"request_goodput", *FIGURES}
+    | {"request_goodput", "token_goodput", "tokens_per_s_per_user", "prefix_hit_rate", *FIGURES}
     | {
         f"{statistic}_{name}_ms"
         for statistic, _ in Distribution(0).items()

@@ -20,6 +20,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import uvloop
 
+from ebbench.client import prefix_cache
 from ebbench.client.interrupts import Interrupts
 from ebbench.client.messages import Assignment, Stop, plan_path, schedule_path
 from ebbench.client.options import ClientOptions, spacing_ns
@@ -140,6 +141,8 @@ async def _drive(
             released = schedule.released
     requests = tally.complete(session_plan, released, dropped)
     limit_ms = lag_limit_ms(requests, options.lag_limit_ms)
+    server_metrics = scraper.table(tally.start_ns) if scraper else SERVER_METRICS.empty_table()
+    rate, rate_source = prefix_cache.hit_rate(requests, server_metrics)
     facts: dict[str, Any] = {
         "server": url,
         "served_model": served.model,
@@ -151,6 +154,8 @@ async def _drive(
         "lag_limit_ms": limit_ms,
         "request_id_prefix": id_prefix,
         "prefix_cache_reset": cache_reset,
+        "prefix_hit_rate": rate,
+        "prefix_hit_source": rate_source,
         "start_monotonic_ns": tally.start_ns,
     }
     if power is not None:
@@ -158,8 +163,8 @@ async def _drive(
         facts["gpu_power"] = power.facts(tally.start_ns, last_ns)
     return DriveResult(
         requests=requests,
-        warnings=client_warnings(requests, table, renamed, len(dropped)),
-        server_metrics=scraper.table(tally.start_ns) if scraper else SERVER_METRICS.empty_table(),
+        warnings=client_warnings(requests, table, renamed, len(dropped), rate),
+        server_metrics=server_metrics,
         invalid=invalid_reasons(limit_ms, pool.handles),
         interrupted=tally.interrupted,
         facts=facts,

@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ebbench.client.lag import lag_percentile_ns
+from ebbench.client.prefix_cache import unplanned_hits
 from ebbench.client.worker_pool import WorkerHandle
 from ebbench.records.lateness import LAG_REMEDY
 
@@ -43,9 +44,11 @@ def invalid_reasons(limit_ms: float, handles: Sequence[WorkerHandle]) -> tuple[s
     return tuple(reasons)
 
 
-def client_warnings(requests: pa.Table, plan: pa.Table, renamed: int, dropped: int) -> tuple[str, ...]:
-    """Warnings about the measurement, one sentence each."""
-    found = [_tokenizer_warning(requests, plan), _bundle_warning(requests)]
+def client_warnings(
+    requests: pa.Table, plan: pa.Table, renamed: int, dropped: int, hit_rate: float | None
+) -> tuple[str, ...]:
+    """Warnings about the measurement, one sentence each. ``hit_rate``: share of prompt tokens found cached."""
+    found = [_tokenizer_warning(requests, plan), _bundle_warning(requests), unplanned_hits(hit_rate, plan)]
     if renamed:
         found.append(f"{renamed} request ids occurred more than once and were made unique")
     if dropped:

@@ -26,6 +26,7 @@ KINDS: Mapping[str, str] = {
     "short": "the answer stops after `after` tokens, finish reason stop",
     "no-usage": "no usage is reported",
     "miscount": "usage reports `factor` times the prompt tokens, as another tokenizer would",
+    "cached": "usage reports the share `share` of the prompt tokens as found in a prefix cache",
     "bundle": "each message carries `tokens` tokens",
     "split": "every byte is sent on its own",
     "crlf": "lines end in CRLF, and comments stand between the messages",
@@ -48,6 +49,7 @@ class Fault:
     code: int = setting(503, "status of the response", at_least=100, at_most=599)
     retry_after: int | None = setting(None, "Retry-After header", unit="s", at_least=0)
     factor: float = setting(1.3, "prompt tokens reported over prompt tokens sent", above=0)
+    share: float = setting(0.5, "cached prompt tokens over prompt tokens", unit="share", at_least=0, at_most=1)
     tokens: int = setting(4, "tokens per message", at_least=1)
     ms: float = setting(0.0, "how long /health answers 503", unit="ms", at_least=0)
 

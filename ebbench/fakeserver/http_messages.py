@@ -79,9 +79,10 @@ class Messages:
         choice: dict[str, Any] = {"index": 0, "delta": {"role": "assistant", "content": ""}}
         return self.event(msgspec.json.encode(self._message([choice | {"finish_reason": None}])))
 
-    def usage(self, prompt_tokens: int, completion_tokens: int) -> bytes:
+    def usage(self, prompt_tokens: int, completion_tokens: int, cached_tokens: int | None = None) -> bytes:
         """The message that reports the token counts."""
-        return self.event(msgspec.json.encode(self._message([]) | {"usage": usage(prompt_tokens, completion_tokens)}))
+        counts = usage(prompt_tokens, completion_tokens, cached_tokens)
+        return self.event(msgspec.json.encode(self._message([]) | {"usage": counts}))
 
     def done(self) -> bytes:
         """The end mark."""
@@ -104,10 +105,11 @@ class Messages:
         return {"id": self._id, "object": kind, "created": 1, "model": self._model, "choices": choices}
 
 
-def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
-    """Token counts as OpenAI reports them."""
-    return {
+def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int | None = None) -> dict[str, Any]:
+    """Token counts as OpenAI reports them; with the cached ones among the prompt's where they are given."""
+    counts: dict[str, Any] = {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
     }
+    return counts if cached_tokens is None else counts | {"prompt_tokens_details": {"cached_tokens": cached_tokens}}

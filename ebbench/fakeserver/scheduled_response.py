@@ -103,7 +103,9 @@ class ScheduledResponse:
         if self._usage:
             factor = self._fault.factor if self._fault and self._fault.kind == "miscount" else 1.0
             prompt_tokens = round(self._entry.prompt_tokens * factor)
-            parts.append(chunk(self._messages.usage(prompt_tokens, self._sent + tokens)))
+            reports_hits = self._fault is not None and self._fault.kind == "cached"
+            cached = round(prompt_tokens * self._fault.share) if self._fault and reports_hits else None
+            parts.append(chunk(self._messages.usage(prompt_tokens, self._sent + tokens, cached)))
         parts += [chunk(self._messages.done()), LAST_CHUNK]
         # Update the ledger before sending: a client that has the response must find it there.
         self._note(tokens, now_ns)

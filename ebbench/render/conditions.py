@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from ebbench.analysis.load import policy_settings
 from ebbench.analysis.summary import Summary
-from ebbench.render.numbers import count
+from ebbench.render.numbers import count, percent
 
 
 def machine(summaries: Sequence[Summary]) -> str:
@@ -30,7 +30,10 @@ UNKNOWN_DEVICE = "unknown"
 
 def load_and_limits(summaries: Sequence[Summary]) -> list[str]:
     """Lines about the load, the requests, the scheduler's limits and the policies' settings."""
-    lines = (_load(summaries), _trace(summaries), requests(summaries), _limits(summaries), _settings(summaries))
+    lines = (
+        _load(summaries), _trace(summaries), requests(summaries), _prefix_cache(summaries), _limits(summaries),
+        _settings(summaries),
+    )  # fmt: skip
     return [line for line in lines if line]
 
 
@@ -45,6 +48,22 @@ def _trace(summaries: Sequence[Summary]) -> str:
     """How the times of the replayed trace were read, with its rate and duration; empty without a trace."""
     note = _common(summaries, lambda s: s.load.trace)
     return f"{note[0].upper()}{note[1:]}." if note else ""
+
+
+def _prefix_cache(summaries: Sequence[Summary]) -> str:
+    """The share of the prompt tokens that the prefix cache held, per policy if it differs."""
+    rates: dict[str, list[float]] = {}
+    for summary in summaries:
+        if summary.metrics.prefix_hit_rate is not None:
+            rates.setdefault(summary.policy, []).append(summary.metrics.prefix_hit_rate)
+    if not rates:
+        known = any(summary.metrics.completed for summary in summaries)
+        return "Prefix cache: the server does not report hits." if known else ""
+    shown = {policy: percent(sum(values) / len(values)) for policy, values in rates.items()}
+    if len(set(shown.values())) == 1:
+        return f"Prefix cache: {next(iter(shown.values()))} of the prompt tokens were hits."
+    shares = ", ".join(f"{share} ({policy})" for policy, share in shown.items())
+    return f"Prefix cache: hits among the prompt tokens {shares}."
 
 
 def requests(summaries: Sequence[Summary]) -> str:

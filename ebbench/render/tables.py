@@ -56,8 +56,10 @@ _OUTPUT = _Figure("out tok/s\nwhole run", "output_throughput", output_throughput
 _STEADY = _Figure("out tok/s\nsteady", "steady_output_throughput", steady_throughput, numbers.rate)
 _REQUESTS = _Figure("req/s\nwhole run", "request_throughput", lambda m: m.request_throughput, numbers.rate)
 _INPUT = _Figure("in tok/s\nwhole run", "input_throughput", lambda m: m.input_throughput, numbers.rate)
+_USER = _Figure("tok/s\nper user", "tokens_per_s_per_user", lambda m: m.tokens_per_s_per_user, numbers.rate)
 _LIMITS = (
     _Figure("goodput\nreq/s", "request_goodput", request_goodput, numbers.rate),
+    _Figure("goodput\ntok/s", "token_goodput", lambda m: m.token_goodput, numbers.rate),
     _Figure("SLO\nmet", "slo_attainment", lambda m: m.slo_attainment, numbers.percent),
 )
 _COSTS = (
@@ -146,7 +148,7 @@ def _figures(groups: Sequence[Group], *, all_percentiles: bool) -> list[_Figure]
     found.append(_median("e2el"))
     if all_percentiles:
         found += _tails(groups, "e2el", all_percentiles=True)
-    found += [_INPUT, _REQUESTS]
+    found += [_USER, _INPUT, _REQUESTS]
     if any(summary.slo for group in groups for summary in group.summaries):
         found += _LIMITS
     for shown, known in ((_COSTS, "price_per_hour"), (_ENERGY, "gpu_energy_j")):
@@ -237,6 +239,7 @@ def legend(cases: Sequence[Case], *, all_percentiles: bool = False) -> str:
         "whole run: first intended start to last completion",
         "steady: only while the load is at its target",
         "TTFT and E2EL count from the intended start",
+        "per user: 1 / median TPOT",
     ]
     groups = [group for case in cases for group in case.groups]
     lowered = [latency.upper() for latency in _TAILS[:3] if sound_percentile(groups, latency) in ("p90", "p95")]

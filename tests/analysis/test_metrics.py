@@ -48,6 +48,7 @@ def row(draw: Any, number: int) -> dict[str, Any]:
         **times,
         end_ns=first + sum(gaps) if status != "cancelled" else None,
         input_tokens=draw(st.integers(1, 5000)),
+        cached_tokens=draw(st.none() | st.integers(0, 1)),
         output_tokens=len(gaps) + 1,
         itl_ns=gaps,
         bundled_tokens=0 in gaps,
@@ -72,6 +73,9 @@ class Oracle:
         self.output = sum(r["output_tokens"] for r in ok)
         self.input = sum(r["input_tokens"] for r in ok)
         self.met = sum(self.meets(r, slo) for r in ok)
+        self.met_tokens = sum(r["output_tokens"] for r in ok if self.meets(r, slo))
+        reported = [r for r in ok if r["cached_tokens"] is not None]
+        self.cached, self.reported = (sum(r[name] for r in reported) for name in ("cached_tokens", "input_tokens"))
         self.steady_outputs = 0
         for r in ok:
             time = r["first_token_ns"]
@@ -151,11 +155,16 @@ def test_metrics_agree_with_the_oracle(table: list[dict[str, Any]], slo: Slo, sp
         assert found.input_throughput == pytest.approx(total - found.output_throughput)
         if slo:
             assert found.request_goodput == pytest.approx(oracle.met / oracle.duration)
+            assert found.token_goodput == pytest.approx(oracle.met_tokens / oracle.duration)
         if windows:
             assert found.steady is not None
             assert found.steady.output_throughput == pytest.approx(oracle.steady_outputs / oracle.steady_s)
             assert found.steady.request_throughput == pytest.approx(oracle.steady_ends / oracle.steady_s)
     assert found.slo_attainment == (pytest.approx(oracle.met / len(table)) if slo else None)
+    assert found.cached_tokens == oracle.cached
+    assert found.prefix_hit_rate == (pytest.approx(oracle.cached / oracle.reported) if oracle.reported else None)
+    median_ns = statistics.median(oracle.tpot) if oracle.tpot else 0
+    assert found.tokens_per_s_per_user == (pytest.approx(1e9 / median_ns) if median_ns else None)
 
 
 def test_no_completion_gives_nulls_not_zeros() -> None:

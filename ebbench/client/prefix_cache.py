@@ -1,0 +1,74 @@
+"""How much of the prompts a server took from its prefix cache, and whether the plan accounts for it."""
+
+from __future__ import annotations
+
+import re
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+_QUERIES, _HITS = re.compile(r"prefix_cache_queries(_total)?$"), re.compile(r"prefix_cache_hits(_total)?$")
+_BLOCK_TOKENS = 512
+"""Tokens that one entry of ``hash_ids`` names."""
+_TOLERANCE = 0.02
+"""Share of the prompt tokens by which hits may exceed what the plan repeats: system prompts, chat templates."""
+
+
+def hit_rate(requests: pa.Table, server_metrics: pa.Table) -> tuple[float | None, str]:
+    """Share of the prompt tokens that the prefix cache held, and where the figure is from: ``usage``, ``metrics``.
+
+    ``usage``: prompt_tokens_details of the completed requests. ``metrics``: the server's counters over the run, which
+    include other clients' requests. (None, "") where the server reports neither.
+    """
+    done = requests.filter(
+        pc.and_(pc.equal(requests.column("status"), "ok"), pc.is_valid(requests.column("cached_tokens")))
+    )
+    prompt_tokens = pc.sum(done.column("input_tokens")).as_py()
+    if prompt_tokens:
+        return float(pc.sum(done.column("cached_tokens")).as_py()) / prompt_tokens, "usage"
+    queries, hits = _growth(server_metrics, _QUERIES), _growth(server_metrics, _HITS)
+    return (hits / queries, "metrics") if queries else (None, "")
+
+
+def _growth(metrics: pa.Table, name: re.Pattern[str]) -> float:
+    """By how much the counters of this name grew between their first and their last sample, over all labels."""
+    series: dict[tuple[str, str], list[float]] = {}
+    for row in metrics.to_pylist():
+        if name.search(row["name"]):
+            series.setdefault((row["name"], row["labels"]), []).append(row["value"])
+    return sum(values[-1] - values[0] for values in series.values())
+
+
+def repeated_share(plan: pa.Table) -> float:
+    """Share of the prompt tokens that repeat an earlier prompt or answer of the plan: the most that can be hits.
+
+    Prompts repeat by session (they continue the same content) or by ``hash_ids``. Real text counts as repeating
+    nothing: its repetitions are unknown.
+    """
+    known: dict[int, int] = {}
+    seen: set[int] = set()
+    repeated = total = 0
+    for row in plan.select(["content", "hash_ids", "input_tokens", "output_tokens"]).to_pylist():
+        tokens = row["input_tokens"]
+        again = min(tokens, known.get(row["content"], 0))
+        blocks = row["hash_ids"] or ()
+        held = next((place for place, block in enumerate(blocks) if block not in seen), len(blocks))
+        repeated += max(again, min(tokens, held * _BLOCK_TOKENS))
+        total += tokens
+        known[row["content"]] = max(known.get(row["content"], 0), tokens + row["output_tokens"])
+        seen.update(blocks)
+    return repeated / total if total else 0.0
+
+
+def unplanned_hits(rate: float | None, plan: pa.Table) -> str | None:
+    """A warning where more prompt tokens were cached than the plan repeats."""
+    if rate is None or plan.column("prompt").null_count < plan.num_rows:
+        return None
+    planned = repeated_share(plan)
+    if rate <= planned + _TOLERANCE:
+        return None
+    return (
+        f"{100 * rate:.0f} % of the prompt tokens came from the server's prefix cache, and prompts of this run repeat "
+        f"only {100 * planned:.0f} %: the server has seen them before, and looks faster than it is for new prompts; "
+        "empty its prefix cache or give another --seed"
+    )
