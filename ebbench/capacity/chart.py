@@ -5,6 +5,7 @@ The HTML report shows the same curves.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -117,26 +118,58 @@ def _shown(probe: Mapping[str, Any], key: str) -> float:
 
 
 def save_frontier(found: Choice, priced: bool, path: Path) -> None:
-    """Write cost (or GPUs) over median TPOT, one point per deployment; deployments on the frontier are filled."""
+    """Write cost (or GPUs) over TTFT and over TPOT, and output tokens/s per GPU over those per user.
+
+    One point per deployment; those that no other one beats in both are filled and joined.
+    """
     check_suffix(path)
+    figures.save(frontiers(found, priced), path.with_suffix(""), [path.suffix[1:]])
+
+
+def frontiers(found: Choice, priced: bool) -> Any:
+    """The three panels of :func:`save_frontier`."""
     alt = figures.altair()
     rows = [
         {
             "series": each.deployment.candidate.device,
-            "tpot": each.deployment.reading.tpot_ms,
+            "ttft": each.ttft_ms,
+            "tpot": each.tpot_ms,
             "cost": each.cost,
-            "frontier": each.frontier,
+            "user": each.tokens_per_s_per_user,
+            "gpu": each.tokens_per_s_per_gpu,
         }
         for each in found.found
-        if each.deployment.reading is not None and each.deployment.reading.tpot_ms is not None
+        if math.isfinite(each.ttft_ms) and math.isfinite(each.tpot_ms)
     ]
     names = list(dict.fromkeys(str(row["series"]) for row in rows))
-    colours = [palette.SERIES[index % len(palette.SERIES)] for index in range(len(names))]
-    base = alt.Chart(figures.values(rows)).encode(
-        x=alt.X("tpot:Q", title="median TPOT (ms)", scale=alt.Scale(zero=False)),
-        y=alt.Y("cost:Q", title="cost per hour" if priced else "GPUs", scale=alt.Scale(zero=False)),
-        color=figures.colour(names, colours),
+    colour = figures.colour(names, [palette.SERIES[index % len(palette.SERIES)] for index in range(len(names))])
+    cost = "cost per hour" if priced else "GPUs"
+    panels = [
+        _frontier(alt, rows, ("ttft", "median TTFT (ms)", 1), ("cost", cost, 1), colour),
+        _frontier(alt, rows, ("tpot", "median TPOT (ms)", 1), ("cost", cost, 1), colour),
+        _frontier(alt, rows, ("user", "output tokens/s per user", -1), ("gpu", "output tokens/s per GPU", -1), colour),
+    ]
+    return alt.hconcat(*panels)
+
+
+_Axis = tuple[str, str, int]
+"""Field, title, and whether less (1) or more (-1) is better."""
+
+
+def _frontier(alt: Any, rows: Sequence[Mapping[str, Any]], x: _Axis, y: _Axis, colour: Any) -> Any:
+    """Deployments over two figures, with the line of those that none beats in both."""
+    shown = [{**row, "frontier": not _beaten(row, rows, x, y)} for row in rows]
+    base = alt.Chart(figures.values(shown)).encode(
+        x=alt.X(f"{x[0]}:Q", title=x[1], scale=alt.Scale(zero=False)),
+        y=alt.Y(f"{y[0]}:Q", title=y[1], scale=alt.Scale(zero=False)),
     )
-    points = base.mark_point(size=70).encode(fillOpacity=alt.condition("datum.frontier", alt.value(1), alt.value(0)))
-    line = base.transform_filter("datum.frontier").mark_line(strokeDash=[4, 3]).encode(color=alt.value(palette.GREY))
-    figures.save(alt.layer(line, points).properties(width=420, height=280), path.with_suffix(""), [path.suffix[1:]])
+    opacity = alt.condition("datum.frontier", alt.value(1), alt.value(0))
+    points = base.mark_point(size=70).encode(color=colour, fill=colour, fillOpacity=opacity)
+    line = base.transform_filter("datum.frontier").mark_line(strokeDash=[4, 3], color=palette.GREY)
+    return alt.layer(line, points).properties(width=260, height=220)
+
+
+def _beaten(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], x: _Axis, y: _Axis) -> bool:
+    own = (x[2] * row[x[0]], y[2] * row[y[0]])
+    others = [(x[2] * each[x[0]], y[2] * each[y[0]]) for each in rows]
+    return any(a <= own[0] and b <= own[1] and (a, b) != own for a, b in others)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -17,12 +18,43 @@ _CHUNK = 4
 
 @dataclass(frozen=True)
 class Costed:
-    """A deployment with its cost per hour (GPUs, without prices). ``stress``: only of the best ones."""
+    """A deployment with its cost per hour (GPUs, without prices). ``stress``: only of the best ones.
+
+    ``frontier``: no other one found costs no more and has no higher TTFT and TPOT. ``efficient``: no other one has as
+    many output tokens/s per user and per GPU.
+    """
 
     deployment: Deployment
     cost: float
     stress: Stress | None = None
     frontier: bool = False
+    efficient: bool = False
+
+    @property
+    def ttft_ms(self) -> float:
+        """Median TTFT at the rate; infinite where it is unknown."""
+        return _known(self.stress.ttft_ms if self.stress else self._reading_of("ttft_ms"), math.inf)
+
+    @property
+    def tpot_ms(self) -> float:
+        """Median TPOT at the rate; infinite where it is unknown."""
+        return _known(self.stress.tpot_ms if self.stress else self._reading_of("tpot_ms"), math.inf)
+
+    @property
+    def tokens_per_s_per_user(self) -> float:
+        """1 / median TPOT."""
+        return 1000 / self.tpot_ms
+
+    @property
+    def tokens_per_s_per_gpu(self) -> float:
+        """Output tokens/s over all GPUs, at the rate."""
+        reading = self.deployment.reading
+        total = self.deployment.replicas * reading.output_tokens_per_s if reading else 0.0
+        return total / self.deployment.gpus if self.deployment.gpus else 0.0
+
+    def _reading_of(self, name: str) -> float | None:
+        value: float | None = getattr(self.deployment.reading, name, None)
+        return value
 
 
 @dataclass(frozen=True)
@@ -76,12 +108,12 @@ def choose(
             advance(f"sized {len(state.found) + len(state.refused)}, left out {len(state.pruned)} of {len(tasks)}")
     kept = sorted(_kept(state), key=_rank)
     stressed = sorted(_stressed(kept, by_candidate, prices, pool), key=_rank)
-    found = tuple(replace(each, frontier=_on_frontier(each, stressed)) for each in stressed)
+    found = tuple(on_frontiers(stressed))
     return Choice(found, tuple(state.refused), tuple(state.pruned))
 
 
 def _rank(each: Costed) -> tuple[float, int, float]:
-    return each.cost, each.deployment.gpus, _tpot(each)
+    return each.cost, each.deployment.gpus, each.tpot_ms
 
 
 def _size(job: tuple[Task, int, int]) -> Deployment:
@@ -107,11 +139,26 @@ def _kept(state: _State) -> list[Costed]:
     return kept
 
 
-def _on_frontier(each: Costed, others: Iterable[Costed]) -> bool:
-    """Whether no other deployment is better in cost or time per token without being worse in the other."""
-    own = (each.cost, _tpot(each))
-    pairs = [(other.cost, _tpot(other)) for other in others]
-    return not any(cost <= own[0] and tpot <= own[1] and (cost, tpot) != own for cost, tpot in pairs)
+def on_frontiers(found: Sequence[Costed]) -> list[Costed]:
+    """The deployments, each marked where no other one beats it: in cost and latency, and in speed per user and GPU."""
+    return [
+        replace(each, frontier=not _dominated(each, found, _costs), efficient=not _dominated(each, found, _speeds))
+        for each in found
+    ]
+
+
+def _dominated(each: Costed, others: Iterable[Costed], of: Callable[[Costed], tuple[float, ...]]) -> bool:
+    """Whether another deployment is as good in everything and better in something; less is better."""
+    own = of(each)
+    return any(figures != own and all(a <= b for a, b in zip(figures, own, strict=True)) for figures in map(of, others))
+
+
+def _costs(each: Costed) -> tuple[float, ...]:
+    return each.cost, each.ttft_ms, each.tpot_ms
+
+
+def _speeds(each: Costed) -> tuple[float, ...]:
+    return -each.tokens_per_s_per_user, -each.tokens_per_s_per_gpu
 
 
 def _stressed(
@@ -132,9 +179,8 @@ def _stressed(
     return stressed
 
 
-def _tpot(each: Costed) -> float:
-    reading = each.deployment.reading
-    return float("inf") if reading is None or reading.tpot_ms is None else reading.tpot_ms
+def _known(value: float | None, otherwise: float) -> float:
+    return otherwise if value is None else value
 
 
 def _unit(candidate: Candidate, prices: Mapping[str, float]) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -21,7 +22,7 @@ def parts(found: Choice, task: Task, prices: Mapping[str, float]) -> list[Table 
         "reports/fidelity/ has the error of each."
     ]
     if found.found:
-        lines += [_table(found, prices), *_remarks(found, task, prices)]
+        lines += [_table(found, prices), _efficiency(found, task, prices), *_remarks(found, task, prices)]
     else:
         lines.append("No candidate carries this rate within the limits.")
     lines += [f"{count} x {reason}" for reason, count in Counter(reason for _, reason in found.refused).most_common(6)]
@@ -59,6 +60,29 @@ def _table(found: Choice, prices: Mapping[str, float]) -> Table:
     return table
 
 
+def _efficiency(found: Choice, task: Task, prices: Mapping[str, float]) -> Table:
+    """Speed per user against throughput per GPU, and what tokens and requests cost."""
+    table = framed()
+    table.add_column("deployment", overflow="fold", min_width=20)
+    costs = ("cost per\n1M output tokens", "cost per\n1,000 requests") if prices else ()
+    for header in ("tok/s\nper user", "tok/s\nper GPU", *costs):
+        table.add_column(header, justify="right", no_wrap=True)
+    for each in found.found:
+        candidate = each.deployment.candidate
+        table.add_row(
+            f"{'+ ' if each.efficient else '  '}{each.deployment.replicas} x {candidate.device} tp={candidate.tp} "
+            f"{candidate.policy}",
+            numbers.rate(each.tokens_per_s_per_user),
+            numbers.rate(each.tokens_per_s_per_gpu),
+            *((f"{_per_million(each, prices):.3g}", f"{_per_thousand(each, task):.3g}") if prices else ()),
+        )
+    return table
+
+
+def _per_thousand(each: Costed, task: Task) -> float:
+    return 1000 * each.cost / 3600 / _requests_per_s(each, task)
+
+
 def _measured(each: Costed) -> tuple[str, ...]:
     """TTFT, TPOT and shares within the limits: of the whole deployment if it was simulated, else of one replica."""
     if each.stress is not None:
@@ -82,7 +106,8 @@ def _remarks(found: Choice, task: Task, prices: Mapping[str, float]) -> list[str
     best = found.found[0]
     candidate = best.deployment.candidate
     lines = [
-        "*: no other deployment shown costs no more and is as fast per token. met: share of requests within the "
+        "*: no other deployment shown costs no more and has as low a TTFT and TPOT. +: none has as many output "
+        "tokens/s both per user and per GPU. met: share of requests within the "
         "limits; of the best three, with all replicas simulated behind a least-outstanding dispatcher, else of one "
         "replica. over: the queue grows for as long as requests come.",
         f"B = {candidate.max_num_batched_tokens:,} tokens per step, N = {candidate.max_num_seqs:,} sequences, where "
@@ -90,7 +115,7 @@ def _remarks(found: Choice, task: Task, prices: Mapping[str, float]) -> list[str
         f"Cheapest: {best.deployment.replicas} x {candidate.device} tp={candidate.tp} under {candidate.policy}, "
         f"{best.deployment.gpus} GPUs"
         + (f", {_per_million(best, prices):.3g} per million output tokens, " if prices else "")
-        + (f"{1000 * best.cost / 3600 / _requests_per_s(best, task):.3g} per 1,000 requests." if prices else "."),
+        + (f"{_per_thousand(best, task):.3g} per 1,000 requests." if prices else "."),
     ]
     return lines
 
@@ -100,13 +125,8 @@ def _requests_per_s(each: Costed, task: Task) -> float:
     return task.rate * (reading.requests_per_session if reading else 1.0)
 
 
-def _output_tokens_per_s(each: Costed) -> float:
-    reading = each.deployment.reading
-    return each.deployment.replicas * reading.output_tokens_per_s if reading else 0.0
-
-
 def _per_million(each: Costed, prices: Mapping[str, float]) -> float | None:
-    tokens = _output_tokens_per_s(each)
+    tokens = each.tokens_per_s_per_gpu * each.deployment.gpus
     return each.cost / 3600 / tokens * 1e6 if prices and tokens else None
 
 
@@ -125,23 +145,27 @@ def as_dict(found: Choice, task: Task, prices: Mapping[str, float]) -> dict[str,
     }
 
 
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
 def _deployment(each: Costed, task: Task, prices: Mapping[str, float]) -> dict[str, Any]:
     reading, stress = each.deployment.reading, each.stress
-    tpot_ms = reading.tpot_ms if reading else None
     return {
         **vars(each.deployment.candidate),
         "replicas": each.deployment.replicas,
         "gpus": each.deployment.gpus,
         "cost_per_hour": each.cost if prices else None,
         "cost_per_million_output_tokens": _per_million(each, prices),
-        "cost_per_1000_requests": 1000 * each.cost / 3600 / _requests_per_s(each, task) if prices else None,
-        "median_ttft_ms": reading.ttft_ms if reading else None,
-        "median_tpot_ms": tpot_ms,
-        "tokens_per_s_per_user": 1000 / tpot_ms if tpot_ms else None,
-        "tokens_per_s_per_gpu": _output_tokens_per_s(each) / each.deployment.gpus,
+        "cost_per_1000_requests": _per_thousand(each, task) if prices else None,
+        "median_ttft_ms": _finite(each.ttft_ms),
+        "median_tpot_ms": _finite(each.tpot_ms),
+        "tokens_per_s_per_user": each.tokens_per_s_per_user or None,
+        "tokens_per_s_per_gpu": each.tokens_per_s_per_gpu,
         "attainment": reading.attainment if reading else None,
         "whole": vars(stress.at_rate) if stress else None,
         "whole_at_120_percent": vars(stress.at_120_percent) if stress else None,
         "whole_one_replica_lost": vars(stress.one_lost) if stress and stress.one_lost else None,
         "on_frontier": each.frontier,
+        "on_efficiency_frontier": each.efficient,
     }

@@ -7,17 +7,28 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from ebbench.capacity.choose import WITHIN, choose
-from ebbench.capacity.deployments import Bound, Candidate, Task, bound, size
+from ebbench.capacity.chart import save_frontier
+from ebbench.capacity.choose import WITHIN, Choice, Costed, choose, on_frontiers
+from ebbench.capacity.deployments import Bound, Candidate, Deployment, Task, bound, size
 from ebbench.capacity.limits import parse_limits
 from ebbench.capacity.prices import check_prices, parse_prices
+from ebbench.capacity.probe import Reading
+from ebbench.capacity.search import Probe
 from ebbench.cli.main import app
 from ebbench.errors import InputFileError, UsageError
 from ebbench.runs.pool import InProcess
 
 LIMITS = parse_limits(["ttft:1500 tpot:40"], 0.95)
+READING = Reading(
+    probe=Probe(1.0, 0, ()), run_dir="", short=False, correlated=False, sessions=100, invalid="", mean_open=4.0,
+    requests_per_session=1.0, completed_sessions_per_s=1.0, attainment=1.0, shares={}, goodput_requests_per_s=1.0,
+    goodput_tokens_per_s=100.0, output_tokens_per_s=100.0, ttft_ms=20.0, tpot_ms=10.0, ttft_high_ms=30.0,
+    tpot_high_ms=12.0, memory_full=0.0,
+)  # fmt: skip
 PRICES = {"h200": 3.5, "l40s": 0.9, "rtx-4090": 0.4}
 
 
@@ -118,3 +129,35 @@ def test_a_mistyped_device_is_refused_before_anything_runs() -> None:
     done = CliRunner().invoke(app, ["plan", "sharegpt", *options.split()])
     assert done.exit_code == 2
     assert "h200" in done.output
+
+
+def costed(device: str, cost: float, ttft_ms: float, tpot_ms: float, tokens_per_s: float) -> Costed:
+    reading = replace(READING, ttft_ms=ttft_ms, tpot_ms=tpot_ms, output_tokens_per_s=tokens_per_s)
+    return Costed(Deployment(Candidate(device, 1, "v1", 8192, 64), 1, reading), cost)
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 5), st.integers(1, 5), st.integers(1, 5), st.integers(1, 5)), min_size=1, max_size=8
+    )
+)
+def test_both_frontiers_hold_whatever_no_other_deployment_beats(figures: list[tuple[int, int, int, int]]) -> None:
+    found = on_frontiers([costed(str(place), *map(float, each)) for place, each in enumerate(figures)])
+
+    def beaten(own: tuple[float, ...], others: list[tuple[float, ...]]) -> bool:
+        return any(all(a <= b for a, b in zip(other, own, strict=True)) and other != own for other in others)
+
+    costs = [(each.cost, each.ttft_ms, each.tpot_ms) for each in found]
+    speeds = [(-each.tokens_per_s_per_user, -each.tokens_per_s_per_gpu) for each in found]
+    assert [each.frontier for each in found] == [not beaten(own, [*costs]) for own in costs]
+    assert [each.efficient for each in found] == [not beaten(own, [*speeds]) for own in speeds]
+    assert any(each.frontier for each in found)
+    assert any(each.efficient for each in found)
+
+
+def test_the_plot_has_cost_over_latency_and_throughput_over_speed(tmp_path: Path) -> None:
+    found = on_frontiers([costed("h200", 3.5, 20, 6, 5000), costed("l40s", 3.6, 70, 29, 1400)])
+    save_frontier(Choice(tuple(found)), True, tmp_path / "frontier.svg")
+    text = (tmp_path / "frontier.svg").read_text()
+    for title in ("median TTFT (ms)", "median TPOT (ms)", "cost per hour", "output tokens/s per GPU"):
+        assert title in text
