@@ -200,7 +200,9 @@ def test_two_processes_pass_on_what_one_is_too_slow_for(tmp_path: Path) -> None:
 @pytest.mark.parametrize("topology", ["dp=3", "1p1d", "2p2d"])
 @pytest.mark.parametrize("first_token", ["decode", "prefill"])
 @pytest.mark.parametrize("concurrency", [None, 5])
-def test_topologies_lose_nothing_behind_api_servers(topology: str, first_token: str, concurrency: int | None) -> None:
+def test_topologies_lose_nothing_behind_api_servers(
+    topology: str, first_token: str, concurrency: int | None, tmp_path: Path
+) -> None:
     rng = np.random.default_rng(4)
     lengths = [(int(a), int(b)) for a, b in zip(rng.integers(1, 400, 40), rng.integers(1, 30, 40), strict=True)]
     spec = parse_topology(topology)
@@ -208,7 +210,8 @@ def test_topologies_lose_nothing_behind_api_servers(topology: str, first_token: 
         spec = cluster.pools(int(topology[0]), int(topology[2]), first_token=first_token)
     arrivals = None if concurrency else np.cumsum(rng.exponential(0.05, 40)).tolist()
     made = cluster.plan(lengths, arrivals, concurrency or 8)
-    result, found = _clustered(made, spec, api_server=DATACENTER), find_api_server(DATACENTER)
+    slow = in_a_file(tmp_path, 60.0, 500_000.0, 1.0)  # longer than everything else in a request's way
+    result, found = _clustered(made, spec, api_server=slow), find_api_server(slow)
     for request in result.requests.to_pylist():
         assert request["status"] == "ok"
         assert request["output_tokens"] == request["output_tokens_planned"]
