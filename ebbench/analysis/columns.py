@@ -49,7 +49,7 @@ class RequestColumns:
 
     @property
     def ok(self) -> Mask:
-        """Mask of requests that completed and have all times that metrics need; :mod:`validity` reports the others."""
+        """Mask of requests that completed and have all times that metrics need; ``validity.py`` reports the others."""
         timed = (self.intended != MISSING) & (self.first_token != MISSING) & (self.last_token != MISSING)
         mask: Mask = (self.status == "ok") & timed
         return mask

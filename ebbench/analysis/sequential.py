@@ -1,6 +1,6 @@
 """Paired statistics that remain valid if they are evaluated after every pair.
 
-A fixed-n test (:mod:`statistics`) is exact for one evaluation at n pairs. Testing after every pair and stopping at the
+A fixed-n test (``statistics.py``) is exact for one evaluation at n pairs. Testing after every pair and stopping at the
 first p below 5 % is wrong far more often than in 5 % of cases. Here the evidence against "the loss is symmetric about a
 value of at most ``bound``" is an e-process, a product whose expectation does not grow while that is true::
 

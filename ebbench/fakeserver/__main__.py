@@ -1,4 +1,4 @@
-"""``python -m ebbench.fakeserver CONFIG_JSON``: the child process of :class:`FakeServerProcess`."""
+"""``python -m ebbench.fakeserver CONFIG_JSON``: the child of ``fakeserver.process``."""
 
 import sys
 

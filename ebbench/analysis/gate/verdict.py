@@ -5,7 +5,7 @@
 - INCONCLUSIVE: neither, or fewer pairs than the test needs to be able to fail, or a gated figure that only some runs
   have
 
-A fixed number of pairs is judged by the sign-flip test and the paired t interval (:mod:`statistics`); pairs measured
+A fixed number of pairs is judged by the sign-flip test and the paired t interval (``statistics.py``); pairs measured
 until the verdict is known, and runs of ``ebbench run --repeats auto``, by p-values and bounds valid after every pair
 (:mod:`sequential`).
 
