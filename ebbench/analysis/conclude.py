@@ -205,7 +205,10 @@ def _enough(plan: Plan, requests: int) -> str:
     """The option that gives a plan like this one so many requests; --num-prompts counts conversations."""
     if _replayed(plan):
         return f"p99 takes a trace of {requests} requests or more."
-    if (duration_s := plan.facts.get("duration_s")) is not None:
+    duration_s = plan.facts.get("duration_s")
+    if duration_s is not None and plan.closed_loop:
+        return f"Use --num-prompts {requests} or more, and a --duration in which so many complete."
+    if duration_s is not None:
         return f"Use --duration {math.ceil(requests * duration_s / len(plan))} or longer."
     sessions = pc.count_distinct(plan.table["session"]).as_py()
     asked = math.ceil(requests * sessions / len(plan))

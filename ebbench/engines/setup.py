@@ -100,6 +100,7 @@ def make_engine(setup: EngineSetup) -> tuple[Engine, str]:
         replicas=setup.replicas,
     )
     if setup.client and (client := client_of(engine, setup.client)) is not None:
+        _check_tls(engine, setup.client)
         engine = with_client(engine, replace(client, **setup.client))
     return engine, f"{sentence}; {several}" if several else sentence
 
@@ -148,6 +149,15 @@ def client_of(engine: Engine, given: Collection[str] = ()) -> ClientOptions | No
 
 
 _FLAGS = {"headers": "--header", "verify_tls": "--insecure"}
+
+
+def _check_tls(engine: Engine, given: Collection[str]) -> None:
+    """Raise UsageError for options of an encrypted connection to a server that is asked without one."""
+    url = str(getattr(engine, "url", ""))
+    for name in ("ca_file", "verify_tls"):
+        if name in given and url.startswith("http:"):
+            flag = _FLAGS.get(name, "--" + name.replace("_", "-"))
+            raise UsageError(f"{flag} is for https, and {url} is asked without it; write https:// or leave {flag} out")
 
 
 def with_client(engine: Engine, client: ClientOptions) -> Engine:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from ebbench.fakeserver.process import FakeServerProcess
 from tests.gate.gate_data import invoke
 
 
@@ -29,3 +30,12 @@ def test_a_replayed_trace_says_its_rate_and_how_its_times_were_read(replayed: Pa
     assert entry["request_rate"] == pytest.approx(2.0)
     asked = invoke("query", "select request_rate from runs", "--runs", replayed, "--format", "json")
     assert json.loads(asked.stdout) == [{"request_rate": pytest.approx(2.0)}]
+
+
+def test_more_samples_need_more_sessions_where_a_closed_loop_has_a_duration(tmp_path: Path) -> None:
+    """All sessions were released: a longer --duration alone would change nothing."""
+    with FakeServerProcess() as server:
+        words = ("-n", 12, "-c", 4, "--input-len", 16, "--output-len", 4, "--duration", 30, "--lag-limit-ms", 10_000)
+        done = invoke("run", "balanced", "--engine", server.url, *words, "--quiet", "-o", tmp_path / "out")
+    assert done.exit_code == 0, done.output
+    assert "Use --num-prompts 662 or more, and a --duration" in " ".join(done.stdout.split())

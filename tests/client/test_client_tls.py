@@ -12,6 +12,7 @@ from ebbench.errors import RunError, UsageError
 from ebbench.fakeserver.config import FakeConfig
 from ebbench.fakeserver.process import FakeServerProcess
 from tests.client.client_runs import column, plan_of, run
+from tests.gate.gate_data import invoke
 
 
 @pytest.fixture(scope="module")
@@ -84,3 +85,10 @@ def test_names_of_one_model_are_one_model() -> None:
     names = {"a": {"root": "org/model"}, "b": {"root": "org/model"}, "lora": {"root": "/adapters/x", "parent": "a"}}
     assert _distinct_models(names) == ["a", "lora"]
     assert _distinct_models({"a": {}, "b": {}}) == ["a", "b"]
+
+
+@pytest.mark.parametrize("words", [("--ca-file", "ca.pem"), ("--insecure",)])
+def test_options_of_https_are_refused_for_http(words: tuple[str, ...]) -> None:
+    done = invoke("run", "balanced", "--engine", "http://127.0.0.1:1", "-n", "2", *words)
+    assert done.exit_code == 2
+    assert f"{words[0]} is for https" in done.stderr
