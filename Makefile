@@ -5,7 +5,8 @@ TEST := .venv-test
 # Test files run at the same time. Above two, vLLM servers need more memory and load generators more cores.
 JOBS ?= 2
 comma := ,
-# Tests of a file run in one process, since they share costly fixtures; files in their order, the long ones not last.
+# Tests of a file run in one process, since they share costly fixtures; files in the order of tests/conftest.py, the
+# longest first.
 PYTEST = $(TEST)/bin/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: run dev setup test unit fast vllm coverage lint docs picture clean fuzz
