@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import inf
 from typing import Any, Literal
 
+from ebbench.config.setting_strings import COUNT, NOT_NEGATIVE, POSITIVE, check_fields
 from ebbench.errors import UsageError
 
 Endpoint = Literal["completions", "chat"]
@@ -65,18 +65,11 @@ class ClientOptions:
     def __post_init__(self) -> None:
         if self.endpoint not in ("completions", "chat"):
             raise UsageError(f"--endpoint must be completions or chat, not {self.endpoint!r}")
-        for name in ("connect_timeout_s", "idle_timeout_s", "total_timeout_s"):
-            if not 0 < getattr(self, name) < inf:
-                raise UsageError(f"--{name.removesuffix('_s').replace('_', '-')} must be positive")
-        for name in ("warmup", "ready_timeout_s", "slot_spacing_s"):
-            if not 0 <= getattr(self, name) < inf:
-                raise UsageError(f"--{name.removesuffix('_s').replace('_', '-')} must be 0 or more")
-        if self.workers is not None and self.workers < 0:
-            raise UsageError("--workers must not be negative")
+        check_fields(self, ("connect_timeout_s", "idle_timeout_s", "total_timeout_s"), POSITIVE)
+        check_fields(self, ("warmup", "ready_timeout_s", "slot_spacing_s", "workers"), NOT_NEGATIVE)
+        check_fields(self, ("vocab_size",), COUNT)
         if any(set("\r\n") & set(f"{name}{value}") for name, value in self.headers.items()):
             raise UsageError("a header must not contain a line break")
-        if self.vocab_size < 1:
-            raise UsageError("--vocab-size must be at least 1")
 
 
 def spacing_ns(options: ClientOptions) -> int:

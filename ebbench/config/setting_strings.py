@@ -11,6 +11,7 @@ from vllm_eb.settings import (
     Setting,
     SettingError,
     UnknownSettingError,
+    check_value,
     read_settings,
     read_value,
     setting,
@@ -19,7 +20,22 @@ from vllm_eb.settings import (
     split_pairs,
 )
 
-__all__ = ["Setting", "named_settings", "pairs_of", "setting", "settings_of", "split_kind", "split_pairs", "value_of"]
+__all__ = [
+    "COUNT",
+    "NOT_NEGATIVE",
+    "PORT",
+    "POSITIVE",
+    "Setting",
+    "check_fields",
+    "named_settings",
+    "option_name",
+    "pairs_of",
+    "setting",
+    "settings_of",
+    "split_kind",
+    "split_pairs",
+    "value_of",
+]
 
 
 def named_settings(
@@ -48,6 +64,22 @@ def value_of(name: str, text: str, about: Setting, of: str, *, equals: str = "="
 def pairs_of(texts: Iterable[str]) -> list[str]:
     """The pairs of an option that may be repeated, with one or several pairs per use."""
     return [pair for text in texts for pair in split_pairs(text)]
+
+
+POSITIVE, NOT_NEGATIVE, COUNT = Setting("", above=0), Setting("", at_least=0), Setting("", at_least=1)
+PORT = Setting("", at_least=0, at_most=65535)
+
+
+def option_name(field: str) -> str:
+    """The command-line option of a field: without the unit of times, which its help says."""
+    return f"--{field.removesuffix('_s').replace('_', '-')}"
+
+
+def check_fields(owner: object, names: Iterable[str], about: Setting) -> None:
+    """Raise UsageError, naming the option, for a field of ``owner`` that is out of range; None is allowed."""
+    with _usage_errors():
+        for name in names:
+            check_value(option_name(name), getattr(owner, name), about)
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from ebbench.config.setting_strings import option_name
 from ebbench.devices.base import Device, StepShape
 from ebbench.engines.base import Engine
 from ebbench.errors import UsageError
@@ -143,7 +144,7 @@ def client_of(engine: Engine, given: Collection[str] = ()) -> ClientOptions | No
     if isinstance(engine, SendingEngine):
         return engine.client
     for name in given:
-        flag = _FLAGS.get(name, "--" + name.removesuffix("_s").replace("_", "-"))
+        flag = _FLAGS.get(name, option_name(name))
         raise UsageError(f"{flag} is for sending requests, which engine {engine.name} does not do; give a server's URL")
     return None
 

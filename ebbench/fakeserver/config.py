@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import inf
 
+from ebbench.config.setting_strings import COUNT, NOT_NEGATIVE, PORT, check_fields
 from ebbench.errors import UsageError
 from ebbench.fakeserver.faults import Fault
 
@@ -35,11 +35,8 @@ class FakeConfig:
     further_models: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if not (0 <= self.ttft_ms < inf and 0 <= self.itl_ms < inf):
-            raise UsageError(f"--ttft-ms and --itl-ms must be 0 or more, not {self.ttft_ms} and {self.itl_ms}")
-        if self.max_running is not None and self.max_running < 1:
-            raise UsageError(f"--max-running must be at least 1, not {self.max_running}")
-        if not 0 <= self.port <= 65535:
-            raise UsageError(f"--port must lie between 0 and 65535, not {self.port}")
+        check_fields(self, ("ttft_ms", "itl_ms"), NOT_NEGATIVE)
+        check_fields(self, ("max_running",), COUNT)
+        check_fields(self, ("port",), PORT)
         if self.ssl_keyfile is not None and self.ssl_certfile is None:
             raise UsageError("--ssl-keyfile goes with --ssl-certfile, whose key it is")

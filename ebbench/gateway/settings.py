@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from math import inf
 from urllib.parse import urlsplit
 
 import msgspec
 
+from ebbench.config.setting_strings import COUNT, NOT_NEGATIVE, PORT, POSITIVE, check_fields
 from ebbench.dispatch import DEFAULT_DISPATCH, parse_dispatch
 from ebbench.errors import UsageError
 from vllm_eb.signals import endpoint_of_rank
@@ -59,17 +59,10 @@ class GatewaySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
             raise UsageError("the same --upstream is given twice; a server's own ranks are chosen with --dp-ranks")
         if self.signals and len(self.signals) != len(self.upstreams):
             raise UsageError(f"give --signals once for each of the {len(self.upstreams)} upstreams, in the same order")
-        for name in ("dp_ranks", "chunk_tokens", "max_queue", "eject_after", "return_after"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(self, name)}")
-        for name in _POSITIVE:
-            if not 0 < getattr(self, name) < inf:
-                raise UsageError(f"{_option(name)} must be more than 0, not {getattr(self, name)}")
-        for name in ("network_ms", "drain_s"):
-            if not 0 <= getattr(self, name) < inf:
-                raise UsageError(f"{_option(name)} must be 0 or more, not {getattr(self, name)}")
-        if not 0 <= self.port <= 65535:
-            raise UsageError(f"--port must lie between 0 and 65535, not {self.port}")
+        check_fields(self, ("dp_ranks", "chunk_tokens", "max_queue", "eject_after", "return_after"), COUNT)
+        check_fields(self, _POSITIVE, POSITIVE)
+        check_fields(self, ("network_ms", "drain_s"), NOT_NEGATIVE)
+        check_fields(self, ("port",), PORT)
         for endpoint in self.signals:
             try:
                 endpoint_of_rank(endpoint, 0)
@@ -77,8 +70,3 @@ class GatewaySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
                 raise UsageError(f"--signals: {error}") from None
         parse_dispatch(self.dispatch)
         return self
-
-
-def _option(name: str) -> str:
-    """The command-line option of a setting, without the unit suffix."""
-    return f"--{name.removesuffix('_s').replace('_', '-')}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -15,7 +16,17 @@ from ebbench.analysis.gate.margins import parse_margins
 from ebbench.analysis.slo import parse_slo
 from ebbench.capacity.limits import parse_limits
 from ebbench.capacity.prices import parse_prices
-from ebbench.config.setting_strings import named_settings, setting, settings_of, split_kind
+from ebbench.config.setting_strings import (
+    COUNT,
+    NOT_NEGATIVE,
+    POSITIVE,
+    Setting,
+    check_fields,
+    named_settings,
+    setting,
+    settings_of,
+    split_kind,
+)
 from ebbench.config.topology import parse_topology
 from ebbench.dispatch import parse_dispatch
 from ebbench.errors import UnknownNameError, UsageError
@@ -147,6 +158,28 @@ def test_a_mistyped_name_is_refused_in_one_line_with_the_nearest(reader: str, te
 def test_no_text_makes_a_reader_crash(reader: str, text: str) -> None:
     with contextlib.suppress(UsageError, GivenValueError):
         READERS[reader](text)
+
+
+@dataclass(frozen=True)
+class Given:
+    """Fields of options."""
+
+    wait_s: float | None = 1.0
+    workers: int = 1
+
+
+@pytest.mark.parametrize(
+    ("given", "about", "says"),
+    [
+        (Given(wait_s=0), POSITIVE, "--wait must be above 0, not 0"),
+        (Given(wait_s=math.nan), NOT_NEGATIVE, "--wait must be a finite number, not nan"),
+        (Given(workers=0), COUNT, "--workers must be at least 1, not 0"),
+    ],
+)
+def test_a_field_out_of_range_is_refused_under_the_name_of_its_option(given: Given, about: Setting, says: str) -> None:
+    check_fields(Given(wait_s=None), ("wait_s", "workers"), about)
+    with pytest.raises(UsageError, match=says):
+        check_fields(given, ("wait_s", "workers"), about)
 
 
 def test_a_kind_is_what_stands_before_the_first_colon() -> None:
