@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from ebbench.engines.base import EngineOptions
@@ -30,6 +32,8 @@ class Engine:
     outputs: list[Any] = field(default_factory=list)
     idle_decoders: int = 0  # schedule() calls that came out empty beside decoding requests
     tokens: Counter[str] = field(default_factory=Counter)
+    answers: defaultdict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
+    watch: Callable[[set[str], Any], None] | None = None  # of each schedule(): ids decoding before it, its output
     ended: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -58,16 +62,23 @@ class Engine:
 
     def _watched(self, *args: Any, **kwargs: Any) -> Any:
         decoding = any(not request.is_prefill_chunk for request in self.scheduler.running)
+        watched = {r.request_id for r in self.scheduler.running if not r.is_prefill_chunk} if self.watch else set()
         output = self._schedule(*args, **kwargs)
         self.outputs.append(output)
         self.idle_decoders += decoding and not output.total_num_scheduled_tokens
+        if self.watch is not None:
+            self.watch(watched, output)
         return output
 
-    def make(self, name: str, prompt: int, output: int, **more: Any) -> Any:
+    def make(self, name: str, prompt: int, output: int, images: Any = None, **more: Any) -> Any:
+        """A request; ``images``: its multi-modal features."""
+        from vllm.v1.request import Request
+
         from ebbench.engines.emulated_core import make_request
 
         self.streams[name] = [(len(self.streams) + place) % 250 for place in range(prompt + output)]
-        request = make_request(self.core, name, self.streams[name][:prompt], output)
+        kind: Any = partial(Request, mm_features=images)
+        request = make_request(self.core, name, self.streams[name][:prompt], output, kind=kind)
         for key, value in more.items():
             setattr(request, key, value)
         return request
@@ -83,6 +94,7 @@ class Engine:
         for batch in (self.core.step_fn()[0] or {}).values():
             for output in batch.outputs:
                 self.tokens[output.request_id] += len(output.new_token_ids)
+                self.answers[output.request_id] += output.new_token_ids
                 if output.finish_reason is not None:
                     self.ended.add(output.request_id)
 

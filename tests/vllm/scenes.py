@@ -1,10 +1,11 @@
 """Random scenes for the real scheduler, and what must hold after every step of one.
 
-    python tests/vllm/scenes.py --scenes 2000        # one in so many per policy; exit code 1 where one fails
+    make fuzz SCENES=2000        # one in so many per policy; exit code 1 where one fails
 
-A scene is a function of its seed: arrivals, aborts, priorities, adapters, grammars that compile late, streaming
-sessions, pauses, resets of the prefix cache while requests run; block sizes from 1, budgets and KV caches that are
-just large enough. Where a scene fails under a policy and on stock vLLM too, the failure is counted as vLLM's.
+A scene is a function of its seed: arrivals, aborts, priorities, adapters, images with a budget for their encoder,
+grammars that compile late, streaming sessions, pauses, resets of the prefix cache while requests run; block sizes from
+1, budgets and KV caches that are just large enough. Where a scene fails under a policy and on stock vLLM too, the
+failure is counted as vLLM's.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import argparse
 import os
 import random
 import sys
-from collections import Counter
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -22,17 +22,15 @@ from unittest.mock import create_autospec
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 from tests.vllm.core_engine import Engine
+from tests.vllm.scene_checks import Checks
 
+LARGEST_IMAGE = 12  # embeddings
 PATIENCE = 3000  # turns until everything must have ended
 FUZZED = (
     "v0", "v1", "deferred:k=3", "eb:theta=0.4", "eb:update_every=3,min_samples=2,window=20",
     "ebplus:margin=-1,sticky=-1,update_every=3,min_samples=2", "marginal", "marginal:ttft=0.2,tpot=0.02",
     "cadence:every=4",
 )  # fmt: skip
-
-
-class BrokenError(AssertionError):
-    """Something that must always hold does not."""
 
 
 @dataclass
@@ -57,10 +55,23 @@ class Scene:
         self.adapters = dice.randint(2, 3) if dice.random() < 0.25 else 0
         if self.adapters:
             self.engine.scheduler.lora_config = SimpleNamespace(max_loras=2)
+        self.checks = Checks(self.engine, slots=2 if self.adapters else 0)
+        self.images = dice.random() < 0.3 and self.engine.budget >= 2 * LARGEST_IMAGE
+        if self.images:
+            self._encoder(dice.choice((1, 2, 8)) * LARGEST_IMAGE, dice.choice((1, 2)) * LARGEST_IMAGE)
         self.grammars: list[SimpleNamespace] = []
-        self.wanted: dict[str, int] = {}  # tokens of each request that nobody aborts
+        self.wanted: dict[str, int] = {}  # tokens of each request that is not aborted
         self.sessions: list[str] = []
         self.made = 0
+
+    def _encoder(self, cache: int, budget: int) -> None:
+        """Give the scheduler an encoder cache and a budget per step, in embeddings, as for a model with images."""
+        from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
+
+        scheduler = self.engine.scheduler
+        scheduler.encoder_cache_manager = EncoderCacheManager(cache_size=cache)
+        scheduler.max_num_encoder_input_tokens = min(budget, cache)
+        scheduler.scheduler_config.disable_chunked_mm_input = self.dice.random() < 0.3
 
     def play(self) -> None:
         """Events for a while, then to the end. Raises BrokenError, or what vLLM raises."""
@@ -72,7 +83,8 @@ class Scene:
             if not self.engine.scheduler.requests and not self.engine.core.batch_queue:
                 break
             self._step()
-        self._check_end()
+        made = {f"r{number}" for number in range(self.made)}
+        self.checks.end(made, self.wanted, set(self.wanted) - set(self.sessions))
 
     def _event(self) -> None:
         from vllm.v1.core.sched.interface import PauseState
@@ -104,6 +116,8 @@ class Scene:
         self.made += 1
         prompt, output = dice.randint(1, self.longest), dice.choice((1, 1, 2, dice.randint(1, self.longest)))
         more: dict[str, Any] = {"priority": dice.randint(0, 2)} if self.priorities else {}
+        if self.images and dice.random() < 0.7:
+            more["images"] = self.checks.features[name] = self._pictures(prompt)
         if self.adapters and dice.random() < 0.7:
             number = dice.randint(1, self.adapters)
             more["lora_request"] = SimpleNamespace(lora_int_id=number, lora_name=f"a{number}", lora_path="/x")
@@ -122,6 +136,25 @@ class Scene:
             engine.add(name, prompt, output, **more)
         self.wanted[name] = output
 
+    def _pictures(self, prompt: int) -> list[Any]:
+        """Images in a prompt of that many tokens, one after another; some prompts share them."""
+        from vllm.multimodal.inputs import MultiModalFeatureSpec, MultiModalKwargsItem, PlaceholderRange
+
+        dice, place = self.dice, 0
+        found: list[Any] = []
+        while (place := place + dice.randint(0, 10)) < prompt and len(found) < 3:
+            number = dice.randint(1, 6)
+            length = 2 * number  # one size per image
+            if place + length > prompt:
+                break
+            position = PlaceholderRange(offset=place, length=length)
+            item = MultiModalKwargsItem.dummy()
+            found.append(
+                MultiModalFeatureSpec(data=item, modality="image", identifier=f"i{number}", mm_position=position)
+            )
+            place += length
+        return found
+
     def _compile(self, grammar: SimpleNamespace) -> None:
         from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
 
@@ -138,46 +171,9 @@ class Scene:
             self.engine.core.abort_requests([name])
 
     def _step(self) -> None:
-        before = len(self.engine.outputs)
         self.engine.turn()
-        self._check_state()
-        for output in self.engine.outputs[before:]:
-            self._check_output(output)
+        self.checks.state()
         del self.engine.outputs[:]
-
-    def _check_state(self) -> None:
-        scheduler = self.engine.scheduler
-        running = [request.request_id for request in scheduler.running]
-        queues = [scheduler.waiting, getattr(scheduler, "kv_holding_waiting", ())]
-        waiting = [request.request_id for queue in queues for request in queue]
-        places = Counter(running + waiting)
-        _hold(set(places) == set(scheduler.requests), "a request is in no queue, or in one after its end")
-        _hold(all(count == 1 for count in places.values()), "a request is in two places")
-        _hold(len(running) <= self.engine.seqs, "more run than max_num_seqs")
-        pool = scheduler.kv_cache_manager.block_pool
-        held = sum(block.ref_cnt > 0 and not block.is_null for block in pool.blocks)
-        _hold(held + pool.get_num_free_blocks() == pool.num_gpu_blocks - 1, "KV blocks were lost or counted twice")
-
-    def _check_output(self, output: Any) -> None:
-        tokens = output.num_scheduled_tokens
-        _hold(sum(tokens.values()) == output.total_num_scheduled_tokens <= self.engine.budget, "budget exceeded")
-        if self.adapters:
-            requests = self.engine.scheduler.requests
-            used = {r.lora_request.lora_int_id for name in tokens if (r := requests.get(name)) and r.lora_request}
-            _hold(len(used) <= 2, "more adapters than slots")
-
-    def _check_end(self) -> None:
-        scheduler = self.engine.scheduler
-        _hold(not scheduler.requests, f"stuck: {sorted(scheduler.requests)}")
-        for name, output in self.wanted.items():
-            _hold(self.engine.tokens[name] == output, f"{name} has {self.engine.tokens[name]} of {output} tokens")
-        pool = scheduler.kv_cache_manager.block_pool
-        _hold(pool.get_num_free_blocks() == pool.num_gpu_blocks - 1, "KV blocks are held after the end")
-
-
-def _hold(condition: bool, message: str) -> None:
-    if not condition:
-        raise BrokenError(message)
 
 
 def failure(policy: str, seed: int) -> str:

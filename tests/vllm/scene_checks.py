@@ -1,0 +1,118 @@
+"""What must hold after every step of a scene (scenes.py), whatever the policy."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.vllm.core_engine import Engine
+
+EXCLUSIVE = ("v0", "deferred", "eb")
+"""Kinds of policies under which no step holds both prompts and decodes."""
+
+
+class BrokenError(AssertionError):
+    """Something that must always hold does not."""
+
+
+def hold(condition: bool, message: str) -> None:
+    """Raise BrokenError unless the condition holds."""
+    if not condition:
+        raise BrokenError(message)
+
+
+@dataclass
+class Device:
+    """What the worker learns from the outputs alone: requests that ended, and images in its encoder cache."""
+
+    announced: Counter[str] = field(default_factory=Counter)
+    encoded: dict[str, int] = field(default_factory=dict)  # embeddings by image
+
+    def take(self, output: Any, features: dict[str, Any]) -> None:
+        """Follow one output; ``features``: images by request."""
+        self.announced.update(output.finished_req_ids)
+        for image in output.free_encoder_mm_hashes:
+            hold(image in self.encoded, "an image was freed that is not in the encoder cache")
+            del self.encoded[image]
+        for name, places in output.scheduled_encoder_inputs.items():
+            for place in places:
+                image = features[name][place]
+                self.encoded[image.identifier] = image.mm_position.length
+        computed = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+        cached = output.scheduled_cached_reqs
+        computed |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        for name, tokens in output.num_scheduled_tokens.items():
+            for image in features.get(name) or ():
+                first, length = image.mm_position.offset, image.mm_position.length
+                if first < computed[name] + tokens and computed[name] < first + length:
+                    hold(image.identifier in self.encoded, "an image is to be read that is not in the encoder cache")
+
+
+@dataclass
+class Checks:
+    """Looks at one engine; ``slots``: adapters that a step may hold, 0: no adapters are used."""
+
+    engine: Engine
+    slots: int = 0
+    device: Device = field(default_factory=Device)
+    features: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.engine.watch = self._output
+
+    def state(self) -> None:
+        """The queues and the KV cache between two steps."""
+        scheduler = self.engine.scheduler
+        running = [request.request_id for request in scheduler.running]
+        queues = [scheduler.waiting, getattr(scheduler, "kv_holding_waiting", ())]
+        waiting = [request.request_id for queue in queues for request in queue]
+        places = Counter(running + waiting)
+        hold(set(places) == set(scheduler.requests), "a request is in no queue, or in one after its end")
+        hold(all(count == 1 for count in places.values()), "a request is in two places")
+        hold(len(running) <= self.engine.seqs, "more run than max_num_seqs")
+        pool = scheduler.kv_cache_manager.block_pool
+        held = sum(block.ref_cnt > 0 and not block.is_null for block in pool.blocks)
+        hold(held + pool.get_num_free_blocks() == pool.num_gpu_blocks - 1, "KV blocks were lost or counted twice")
+        encoder = scheduler.encoder_cache_manager
+        hold(0 <= encoder.num_free_slots <= encoder.num_freeable_slots <= encoder.cache_size, "encoder cache overdrawn")
+
+    def _output(self, decoding: set[str], output: Any) -> None:
+        """One output, as it leaves the scheduler. ``decoding``: ids that were decoding before."""
+        tokens = output.num_scheduled_tokens
+        hold(sum(tokens.values()) == output.total_num_scheduled_tokens <= self.engine.budget, "budget exceeded")
+        scheduler = self.engine.scheduler
+        if self.slots:
+            requests = scheduler.requests
+            used = {r.lora_request.lora_int_id for name in tokens if (r := requests.get(name)) and r.lora_request}
+            hold(len(used) <= self.slots, "more adapters than slots")
+        if self.engine.policy.partition(":")[0] in EXCLUSIVE:
+            hold(not tokens.keys() & decoding or tokens.keys() <= decoding, "prompts beside decodes")
+        images = [
+            self.features[name][place] for name, places in output.scheduled_encoder_inputs.items() for place in places
+        ]
+        embeddings = sum(image.mm_position.length for image in images)
+        hold(embeddings <= scheduler.max_num_encoder_input_tokens, "encoder budget exceeded")
+        self.device.take(output, self.features)
+        hold(sum(self.device.encoded.values()) <= scheduler.encoder_cache_manager.cache_size, "encoder cache overfull")
+
+    def end(self, made: set[str], wanted: dict[str, int], whole: set[str]) -> None:
+        """After the last step. ``made``: all requests; ``wanted``: tokens of those that were not aborted.
+
+        ``whole``: requests whose answer is one piece of their stream.
+        """
+        engine, scheduler = self.engine, self.engine.scheduler
+        hold(not scheduler.requests, f"stuck: {sorted(scheduler.requests)}")
+        for name, output in wanted.items():
+            hold(engine.tokens[name] == output, f"{name} has {engine.tokens[name]} of {output} tokens")
+        for name in whole:
+            answer, stream = engine.answers[name], engine.streams[name]
+            first = len(stream) - wanted[name]
+            hold(answer == stream[first : first + len(answer)], f"the tokens of {name} are out of order")
+        announced = self.device.announced
+        hold(all(count == 1 for count in announced.values()), "the end of a request was announced twice")
+        hold(announced.keys() | scheduler.finished_req_ids == made, "the end of a request was never announced")
+        pool = scheduler.kv_cache_manager.block_pool
+        hold(pool.get_num_free_blocks() == pool.num_gpu_blocks - 1, "KV blocks are held after the end")
+        encoder = scheduler.encoder_cache_manager
+        hold(encoder.num_freeable_slots == encoder.cache_size, "images are held in the encoder cache after the end")

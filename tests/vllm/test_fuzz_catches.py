@@ -1,0 +1,159 @@
+"""Faults put into the plugin on purpose: the fuzzer has to notice each within a few dozen scenes."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.vllm.scenes import Scene, ours
+from vllm_eb.controller import Controller
+from vllm_eb.decisions import Decision
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+plugin: Any = importlib.import_module("vllm_eb.scheduler")  # faults are put into what is private to it
+SCENES = 60
+Patch = pytest.MonkeyPatch
+
+
+def forgets_those_set_aside(patch: Patch) -> None:
+    patch.setattr(plugin, "_merged", lambda before, after, shown: after)
+
+
+def forgets_one_that_was_preempted(patch: Patch) -> None:
+    patch.setattr(plugin, "_merged", lambda before, after, shown: before + after[shown:])
+
+
+def forgets_one_that_is_admitted(patch: Patch) -> None:
+    patch.setattr(plugin, "_merged", lambda before, after, shown: before)
+
+
+def after_schedule(patch: Patch, change: Callable[[Any, Any], None]) -> None:
+    """Let ``change(scheduler, output)`` happen after each schedule() of vLLM that the plugin asks for."""
+    under = plugin._PhasedScheduler._schedule_as_decided
+
+    def changed(self: Any, *args: Any) -> Any:
+        output = under(self, *args)
+        change(self, output)
+        return output
+
+    patch.setattr(plugin._PhasedScheduler, "_schedule_as_decided", changed)
+
+
+def drops_ids_of_requests_that_ended(patch: Patch) -> None:
+    after_schedule(patch, lambda scheduler, output: setattr(output, "finished_req_ids", set()))
+
+
+def drops_images_that_were_freed(patch: Patch) -> None:
+    after_schedule(patch, lambda scheduler, output: setattr(output, "free_encoder_mm_hashes", []))
+
+
+def announces_an_end_twice(patch: Patch) -> None:
+    after_schedule(
+        patch, lambda scheduler, output: setattr(scheduler, "finished_req_ids", set(output.finished_req_ids))
+    )
+
+
+def loses_kv_blocks(patch: Patch) -> None:
+    def take(scheduler: Any, output: Any) -> None:
+        if output.preempted_req_ids:
+            scheduler.kv_cache_manager.block_pool.get_new_blocks(1)
+
+    after_schedule(patch, take)
+
+
+def exceeds_the_budget(patch: Patch) -> None:
+    partial = plugin._PhasedScheduler._partial_step
+
+    def more(self: Any, *args: Any) -> Any:
+        usual = self.scheduler_config.max_num_batched_tokens
+        self.max_num_scheduled_tokens = self.scheduler_config.max_num_batched_tokens = usual + 8
+        try:
+            return partial(self, *args)
+        finally:
+            self.scheduler_config.max_num_batched_tokens = usual
+
+    patch.setattr(plugin._PhasedScheduler, "_partial_step", more)
+
+
+def decided(patch: Patch, change: Callable[[Any, Decision], Decision]) -> None:
+    """Let ``change(view, decision)`` have the last word on each decision."""
+    decide = Controller.decide
+    patch.setattr(Controller, "decide", lambda self, view: change(view, decide(self, view)))
+
+
+def _with(decision: Decision, **changes: Any) -> Decision:
+    other = copy.copy(decision)
+    for name, value in changes.items():
+        object.__setattr__(other, name, value)
+    return other
+
+
+def never_serves_the_last_in_the_queue(patch: Patch) -> None:
+    def without_the_last(view: Any, decision: Decision) -> Decision:
+        return _with(decision, phase="decode") if view.waiting == 1 else decision
+
+    decided(patch, without_the_last)
+
+
+def forgets_those_set_aside_in_the_limit(patch: Patch) -> None:
+    decided(patch, lambda view, decision: _with(decision, running_limit=decision.running_limit + view.decoding))
+
+
+def mixes(patch: Patch) -> None:
+    decided(patch, lambda view, decision: _with(decision, phase="mixed"))
+
+
+def ignores_adapters_set_aside(patch: Patch) -> None:
+    patch.setattr(
+        plugin._PhasedScheduler, "_handle_blocked_waiting_request", plugin.Scheduler._handle_blocked_waiting_request
+    )
+
+
+FAULTS = [
+    (forgets_those_set_aside, "in no queue"),
+    (forgets_one_that_was_preempted, "two places|in no queue"),
+    (forgets_one_that_is_admitted, "in no queue"),
+    (drops_ids_of_requests_that_ended, "never announced"),
+    (drops_images_that_were_freed, "overfull"),
+    (announces_an_end_twice, "announced twice"),
+    (loses_kv_blocks, "KV blocks|KV cache"),
+    (exceeds_the_budget, "budget exceeded"),
+    (never_serves_the_last_in_the_queue, "stuck"),
+    (forgets_those_set_aside_in_the_limit, "max_num_seqs"),
+    (mixes, "prompts beside decodes"),
+    (ignores_adapters_set_aside, "adapters|Assertion"),
+]
+
+
+@pytest.mark.parametrize(("plant", "notice"), FAULTS, ids=[plant.__name__ for plant, _ in FAULTS])
+def test_a_planted_fault_is_noticed(plant: Callable[[Patch], None], notice: str, monkeypatch: Patch) -> None:
+    plant(monkeypatch)
+    found = next((wrong for seed in range(SCENES) if (wrong := ours("v0", seed))), "")
+    assert found, f"{SCENES} scenes noticed nothing"
+    with pytest.raises(AssertionError, match=notice):
+        raise AssertionError(found)
+
+
+def test_scenes_hold_what_they_are_about() -> None:
+    """Images, preemptions, adapters, sessions and grammars do occur; else nothing would be learned of them."""
+    seen = dict.fromkeys(("images", "preemptions", "adapters", "sessions", "cache"), 0)
+    for seed in range(25):
+        scene = Scene("v0", seed)
+        watch = scene.engine.watch
+
+        def watched(decoding: set[str], output: Any, watch: Any = watch) -> None:
+            seen["images"] += len(output.scheduled_encoder_inputs)
+            seen["cache"] += len(output.free_encoder_mm_hashes)
+            seen["preemptions"] += len(output.preempted_req_ids or ())
+            watch(decoding, output)
+
+        scene.engine.watch = watched
+        scene.play()
+        seen["adapters"] += scene.adapters
+        seen["sessions"] += len(scene.sessions)
+    assert min(seen.values()) > 5, seen
