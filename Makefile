@@ -9,7 +9,7 @@ comma := ,
 # longest first.
 PYTEST = $(TEST)/bin/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: run dev setup test unit fast vllm coverage lint docs picture clean fuzz
+.PHONY: run dev setup test unit fast vllm coverage lint docs picture clean fuzz vllm-tests nightly
 
 run: $(RUN)/.stamp
 	$(RUN)/bin/ebbench run sharegpt --policy v1 --policy eb --policy ebplus --device rtx-pro-6000 --model qwen3-8b
@@ -80,10 +80,17 @@ $(TEST)/.stamp: $(TEST)/.stamp-dev
 	$(TEST)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
 	touch $@
 
-# Nightly: random scenes through vLLM's real scheduler under every policy (make fuzz SCENES=2000).
+# What is too long for every commit.
+nightly: fuzz vllm-tests
+
+# Random scenes through vLLM's real scheduler under every policy (make fuzz SCENES=2000).
 SCENES ?= 1000
 fuzz: $(TEST)/.stamp
-	PYTHONPATH=.:patches $(TEST)/bin/python tests/vllm/scenes.py --scenes $(SCENES)
+	PYTHONPATH=.:patches $(TEST)/bin/python -m tests.vllm.scenes --scenes $(SCENES)
+
+# vLLM's own scheduler tests, fetched with pip, on vLLM as it is and with the plugin in place of its scheduler.
+vllm-tests: $(TEST)/.stamp
+	PYTHONPATH=.:patches $(TEST)/bin/python -u -m tests.vllm.upstream
 
 clean:
 	rm -rf $(RUN) $(TEST) runs site

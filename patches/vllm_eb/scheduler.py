@@ -56,14 +56,21 @@ class _PhasedScheduler(Scheduler):  # type: ignore[misc]
 
     running: list[Request]  # vLLM's; declared because methods here remove requests from it
     max_num_scheduled_tokens: int  # vLLM's; lowered for a step whose policy sets a token budget
+    # None without a policy or a reader, and in a scheduler created without __init__ (vLLM's own tests do that).
+    controller: Controller | None = None
+    _recorder: Recorder | None = None
+    _figures: FiguresWriter | None = None
+    _passes: PassClock | None = None
+    _seen_s: dict[str, float] | None = None
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         config = parse_config(vllm_config.additional_config)
-        compat.refuse_unsupported(
-            vllm_config,
-            only_records=config.policy.native,
-            holds_adapters=compat.can_block_admission(Scheduler),
-        )
+        if not (config.policy.native and config.record is None and config.signals is None):
+            compat.refuse_unsupported(
+                vllm_config,
+                only_records=config.policy.native,
+                holds_adapters=compat.can_block_admission(Scheduler),
+            )
         guard.check_classes(Scheduler, Request, SchedulerOutput, vllm.__version__)
         super().__init__(vllm_config, *args, **kwargs)
         guard.check_scheduler(self, vllm.__version__)
@@ -81,7 +88,7 @@ class _PhasedScheduler(Scheduler):  # type: ignore[misc]
         self.last_decision: Decision | None = None
         self.controller = self._make_controller(config)
         # Arrival time of each request, if the policy orders the queue by it.
-        self._seen_s: dict[str, float] | None = {} if self.controller and self.controller.orders_queue else None
+        self._seen_s = {} if self.controller and self.controller.orders_queue else None
         compat.refuse_reordering(self, self._seen_s is not None)
         rank = int(getattr(vllm_config.parallel_config, "data_parallel_rank", 0) or 0)
         self._recorder = self._make_recorder(config, rank)
@@ -253,12 +260,10 @@ class _PhasedScheduler(Scheduler):  # type: ignore[misc]
             self.controller.prefill_blocked(view)
         return output
 
-    def _make_cached_request_data(
-        self, running: Any, resumed: Any, num_scheduled_tokens: Any, *args: Any, **kwargs: Any
-    ) -> Any:
+    def _make_cached_request_data(self, *args: Any, **kwargs: Any) -> Any:
         """vLLM's method; ends a step that may be skipped and is empty."""
-        self.skip_if_empty(num_scheduled_tokens)
-        return super()._make_cached_request_data(running, resumed, num_scheduled_tokens, *args, **kwargs)
+        self.skip_if_empty(kwargs["num_scheduled_tokens"] if "num_scheduled_tokens" in kwargs else args[2])
+        return super()._make_cached_request_data(*args, **kwargs)
 
     def skip_if_empty(self, num_scheduled_tokens: Any) -> None:
         """End an empty step if another one can replace it.
