@@ -1,0 +1,64 @@
+"""The project's own CI: the workflow is valid, and asks for nothing that the Makefile and pyproject do not have."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+yaml = pytest.importorskip("yaml")
+
+ROOT = Path(__file__).parents[2]
+WORKFLOW = ROOT / ".github" / "workflows" / "ci.yml"
+MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+SUPPORTED = re.findall(r"Python :: (3\.\d+)", " ".join(PROJECT["project"]["classifiers"]))
+
+
+def jobs() -> dict[str, Any]:
+    found: dict[str, Any] = yaml.safe_load(WORKFLOW.read_text(encoding="utf-8"))["jobs"]
+    return found
+
+
+def schema_check(path: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.github-workflows", str(path)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_the_workflow_is_valid_and_a_wrong_one_is_not(tmp_path: Path) -> None:
+    pytest.importorskip("check_jsonschema")
+    done = schema_check(WORKFLOW)
+    assert done.returncode == 0, done.stdout
+    wrong = tmp_path / "ci.yml"
+    wrong.write_text(WORKFLOW.read_text(encoding="utf-8").replace("runs-on:", "runs_on:"), encoding="utf-8")
+    assert schema_check(wrong).returncode == 1
+
+
+def test_every_make_target_that_ci_calls_is_in_the_makefile() -> None:
+    called = {
+        target
+        for job in jobs().values()
+        for step in job["steps"]
+        for target in re.findall(r"^\s*make (\w+)", step.get("run", ""), re.MULTILINE)
+    }
+    assert {"lint", "fast", "coverage", "vllm", "docs"} <= called
+    assert [target for target in called if not re.search(rf"^{target}:", MAKEFILE, re.MULTILINE)] == []
+
+
+def test_ci_runs_the_fast_tests_on_every_python_that_the_package_names() -> None:
+    assert SUPPORTED
+    assert jobs()["fast"]["strategy"]["matrix"]["python"] == SUPPORTED
+    assert PROJECT["project"]["requires-python"] == f">={SUPPORTED[0]}"
+
+
+def test_a_commit_is_checked_by_the_tools_of_make_lint() -> None:
+    config = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))
+    hooks = {hook["entry"].removeprefix(".venv-test/bin/") for repo in config["repos"] for hook in repo["hooks"]}
+    recipe = MAKEFILE.split("\nlint:")[1].split("\n\n")[0]
+    linted = set(re.findall(r"\$\(TEST\)/bin/([\w-]+(?: \w+)?)", recipe))
+    assert {hook.removesuffix(" --fix") for hook in hooks} == linted
