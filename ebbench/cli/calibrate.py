@@ -87,13 +87,11 @@ def default_sizes(engine: str) -> tuple[str, str, str]:
 
 def sizes(option: str, text: str) -> tuple[int, ...]:
     """Whole numbers, separated by commas and increasing. Raises UsageError."""
+    from ebbench.config.setting_strings import Setting, values_of
     from ebbench.errors import UsageError
 
-    try:
-        found = tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise UsageError(f"{option} {text}: write whole numbers with commas, e.g. 32,128,512") from None
-    if len(found) < 2 or any(b <= a for a, b in pairwise(found)) or found[0] < 1:
+    found = values_of(option, text, Setting("", at_least=1, kind=int, example="32,128,512"))
+    if len(found) < 2 or any(b <= a for a, b in pairwise(found)):
         raise UsageError(f"{option} {text}: at least two sizes, increasing")
     return found
 

@@ -170,12 +170,9 @@ def _policies(names: list[str]) -> tuple[str, ...]:
 
 
 def _numbers(text: str, option: str) -> tuple[float, ...]:
-    from ebbench.errors import UsageError
+    from ebbench.config.setting_strings import Setting, values_of
 
-    try:
-        return tuple(float(part) for part in text.split(",") if part.strip())
-    except ValueError:
-        raise UsageError(f"{option} {text!r} is not a list of numbers; write for example 2,5,10") from None
+    return values_of(option, text, Setting("", above=0, infinite=True, example="2,5,10"))
 
 
 def _of_runs(name: str, paths: list[Path], choice: ChoiceFlags) -> Document:

@@ -161,11 +161,7 @@ def question_of(what: WhatFlags, how: HowFlags, vllm_options: tuple[str, ...]) -
 
 
 def _loads(text: str | None) -> tuple[int, ...]:
-    from ebbench.errors import UsageError
+    from ebbench.config.setting_strings import Setting, values_of
 
-    if text is None:
-        return ()
-    try:
-        return tuple(sorted({int(part) for part in text.split(",")}))
-    except ValueError:
-        raise UsageError(f"--loads {text}: write whole numbers with commas, e.g. 64,256") from None
+    found = values_of("--loads", text or "", Setting("", at_least=1, kind=int, example="64,256"))
+    return tuple(sorted(set(found)))

@@ -35,6 +35,7 @@ __all__ = [
     "split_kind",
     "split_pairs",
     "value_of",
+    "values_of",
 ]
 
 
@@ -59,6 +60,12 @@ def value_of(name: str, text: str, about: Setting, of: str, *, equals: str = "="
     """One value, as :func:`vllm_eb.settings.read_value` returns it. Raises UsageError."""
     with _usage_errors():
         return read_value(name, text, about, of, equals=equals)
+
+
+def values_of(option: str, text: str, about: Setting) -> tuple[Any, ...]:
+    """The values of an option that takes several, separated by commas or white space. Raises UsageError."""
+    with _usage_errors():
+        return tuple(read_value("", part, about, option, equals="") for part in split_pairs(text))
 
 
 def pairs_of(texts: Iterable[str]) -> list[str]:

@@ -26,6 +26,7 @@ from ebbench.config.setting_strings import (
     setting,
     settings_of,
     split_kind,
+    values_of,
 )
 from ebbench.config.topology import parse_topology
 from ebbench.dispatch import parse_dispatch
@@ -158,6 +159,13 @@ def test_a_mistyped_name_is_refused_in_one_line_with_the_nearest(reader: str, te
 def test_no_text_makes_a_reader_crash(reader: str, text: str) -> None:
     with contextlib.suppress(UsageError, GivenValueError):
         READERS[reader](text)
+
+
+@pytest.mark.parametrize("text", ["32,128", " 32, 128 ", "32 128,"])
+def test_an_option_may_take_several_values(text: str) -> None:
+    assert values_of("--tokens", text, KNOWN["count"]) == (32, 128)
+    with pytest.raises(UsageError, match="--tokens: 'x' is not valid; write a whole number of at least 1"):
+        values_of("--tokens", f"{text} x", KNOWN["count"])
 
 
 @dataclass(frozen=True)

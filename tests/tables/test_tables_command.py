@@ -85,7 +85,7 @@ def test_a_table_reads_the_users_own_runs(made: Path, tmp_path: Path) -> None:
         (("tables", "3", "-f", "docx"), "unknown format"),
         (("tables", "2", "--outputs", "forcd"), "did you mean 'forced'"),
         (("tables", "phases"), "needs runs"),
-        (("tables", "18", "--ttft", "two"), "not a list of numbers"),
+        (("tables", "18", "--ttft", "two"), "--ttft: 'two' is not valid; write a number above 0, e.g. 2,5,10"),
         (("tables", "3", "--device", "h2000", "--run"), "did you mean 'h200'"),
         (("tables", "3", "--device", "h2000"), "did you mean 'h200'"),
         (("tables", "3", "--model", "qwen3-9b"), "unknown model 'qwen3-9b'"),
