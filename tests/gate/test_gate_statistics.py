@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from ebbench.analysis.gate.verdict import Rules, pairs_needed
-from ebbench.analysis.statistics import detectable_loss, holm, paired_t, sign_flip_p, sign_flip_ps
+from ebbench.analysis.statistics import detectable_loss, holm, paired_t, pairs_to_pass, sign_flip_p, sign_flip_ps
 
 losses = st.lists(st.floats(-1, 1, allow_nan=False).filter(lambda x: abs(x) > 1e-6 or x == 0), min_size=1, max_size=9)
 
@@ -108,3 +108,17 @@ def test_the_detectable_loss_is_detected_four_times_in_five(pairs: int, margin: 
 def test_nothing_is_detectable_with_too_few_pairs() -> None:
     assert detectable_loss(0.01, 5, alpha=0.05 / 3) is None
     assert detectable_loss(0.0, 6, alpha=0.05 / 3, margin=0.03) == 0.03
+
+
+@pytest.mark.parametrize(("spread", "margin"), [(0.02, 0.03), (0.05, 0.03)])
+def test_equal_sides_pass_four_times_in_five_after_the_pairs_foretold(spread: float, margin: float) -> None:
+    pairs = pairs_to_pass(spread, margin)
+    assert pairs is not None
+    losses = np.random.default_rng(5).normal(0.0, spread, (4_000, pairs))
+    high = stats.ttest_1samp(losses, 0, axis=1).confidence_interval(0.95).high
+    assert float((high < margin).mean()) == pytest.approx(0.8, abs=0.06)
+
+
+def test_two_pairs_are_the_fewest_and_a_thousand_too_many() -> None:
+    assert pairs_to_pass(0.0, 0.03) == pairs_to_pass(1e-5, 0.03) == 2
+    assert pairs_to_pass(1.0, 0.03) is None

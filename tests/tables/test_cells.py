@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ebbench.devices.profiles import HostCosts
-from ebbench.engines.base import EngineResult
+from ebbench.engines.base import EngineOptions, EngineResult
 from ebbench.engines.sim import SimEngine
 from ebbench.errors import DataError, EbbenchError, InputFileError, UnknownNameError, UsageError
 from ebbench.records.run import Run
@@ -38,6 +38,14 @@ def test_a_second_call_runs_nothing(store: RunStore, small_cell: Cell, shift_cel
 )  # fmt: skip
 def test_any_other_question_has_another_key(small_cell: Cell, change: dict[str, object]) -> None:
     assert small_cell.changed(**change).key() != small_cell.key()
+
+
+def test_a_length_limit_taken_away_is_the_servers_default_again(small_cell: Cell) -> None:
+    """The plan has no limit without one; a server always has."""
+    limited = small_cell.changed(max_model_len=2048)
+    assert (limited.plan.max_model_len, limited.options.max_model_len) == (2048, 2048)
+    free = limited.changed(max_model_len=None)
+    assert (free.plan.max_model_len, free.options.max_model_len) == (None, EngineOptions.max_model_len)
 
 
 def test_the_order_of_work_is_no_part_of_the_question(small_cell: Cell) -> None:
