@@ -60,8 +60,16 @@ def test_records_are_kept_only_where_they_are_read() -> None:
         assert len(made.drain_records()) == (50 if keep else 0)
     made = controller("v0")
     made.decide(replace(VIEW, decoding=10, waiting=90))
-    assert made.drain_records()
+    assert made.drain_records()[-1].values["idle"] == 90
     assert made.drain_records() == []
+
+
+@pytest.mark.parametrize("running", [100, 103])
+def test_full_slots_are_recorded_as_none_idle(running: int) -> None:
+    made = controller("v0")
+    made.decide(replace(VIEW, decoding=10, waiting=90))
+    made.decide(replace(VIEW, decoding=running, waiting=0))
+    assert made.drain_records()[-1].values["idle"] == 0
 
 
 @pytest.mark.parametrize("policy", ["v0", "deferred:k=30", "eb:theta=0.6", "eb", "marginal", "cadence:every=9"])

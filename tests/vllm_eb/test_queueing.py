@@ -94,3 +94,10 @@ def test_before_their_patience_is_over_late_ones_get_no_turn() -> None:
     queue.admitted(10**9)
     assert queue.order(PATIENCE - 0.1, [0.0, PATIENCE - 0.2], [100, 100], WORK).tolist() == [1, 0]
     assert queue.order(PATIENCE + 0.1, [0.0, PATIENCE], [100, 100], WORK).tolist() == [0, 1]
+
+
+@pytest.mark.parametrize(("admitted", "order"), [(TURN_EVERY * 100 - 1, [1, 0]), (TURN_EVERY * 100, [0, 1])])
+def test_a_turn_comes_with_exactly_so_many_tokens(admitted: int, order: list[int]) -> None:
+    queue = PunctualQueue(1.0)
+    queue.admitted(admitted)
+    assert queue.order(PATIENCE + 0.1, [0.0, PATIENCE], [100, 100], WORK).tolist() == order
