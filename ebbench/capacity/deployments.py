@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ebbench.capacity.drive import ALONE_SESSIONS
+from ebbench.capacity.drive import ALONE_SESSIONS, up
 from ebbench.capacity.limits import Limits
 from ebbench.capacity.probe import Measured, Reading, read_measured
 from ebbench.config.topology import PoolSpec, TopologySpec
@@ -38,6 +38,7 @@ from vllm_eb.policy import parse_policy
 HEADROOM = 1.05
 _MOST_REPLICAS = 512
 _MOST_MORE = 3
+MISSED_ALONE = "misses the limits even one request at a time"
 
 
 @dataclass(frozen=True)
@@ -195,7 +196,17 @@ def _alone(task: Task) -> str:
     reading = _run(task, _plan(task, "saturated", ALONE_SESSIONS, max_concurrency=1), 1.0)
     requirements = zip(task.limits.requirements(), reading.probe.counts, strict=True)
     missed = [f"{each.name} {100 * count.share:.0f} %" for each, count in requirements if count.share < each.share]
-    return f"misses the limits even one request at a time ({', '.join(missed)})" if missed else ""
+    if not missed:
+        return ""
+    figures = {"ttft": reading.ttft_high_ms, "tpot": reading.tpot_high_ms}
+    least = " ".join(f"{name}:{up(value)}" for name, value in figures.items() if value)
+    percentile = f"p{100 * task.limits.attainment:g}"
+    return f"{MISSED_ALONE} ({', '.join(missed)}; alone, {percentile} is {least})"
+
+
+def check_plan(task: Task) -> None:
+    """Raise UsageError for a workload or scenario that no plan can be built from."""
+    _plan(task, task.scenario, ALONE_SESSIONS, request_rate=task.rate)
 
 
 def _share(task: Task, replicas: int) -> Reading:

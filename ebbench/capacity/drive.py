@@ -223,7 +223,7 @@ def _unreachable(config: SearchConfig, alone: Reading) -> str:
         if count.share >= requirement.share:
             continue
         least = {name: least_possible(columns, name, requirement.share) for name in slo.limits()}
-        words = ", ".join(f"{name}:{_up(value)}" for name, value in least.items() if value is not None)
+        words = ", ".join(f"{name}:{up(value)}" for name, value in least.items() if value is not None)
         return (
             f"one request at a time, {100 * count.share:.0f} % meet {slo}, and {100 * requirement.share:g} % must; "
             f"the least that can be had is about {words}"
@@ -231,7 +231,7 @@ def _unreachable(config: SearchConfig, alone: Reading) -> str:
     return ""
 
 
-def _up(value_ms: float) -> str:
+def up(value_ms: float) -> str:
     """The value rounded up to two significant digits."""
     digits = 1 - math.floor(math.log10(value_ms))
     return f"{math.ceil(value_ms * 10**digits) / 10**digits:g}"

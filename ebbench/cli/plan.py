@@ -91,8 +91,10 @@ def plan(
 
     from ebbench.capacity import chart, plan_sentences
     from ebbench.capacity.choose import choose
+    from ebbench.capacity.deployments import MISSED_ALONE, check_plan
     from ebbench.capacity.prices import check_prices, parse_prices
     from ebbench.cli.plan_tasks import tasks_of
+    from ebbench.errors import UsageError
     from ebbench.runs.pool import pool_of
 
     if output.plot is not None:
@@ -100,10 +102,14 @@ def plan(
     tasks = tasks_of(workload, target, requests, choice)
     prices = parse_prices(choice.price or ())
     check_prices(prices, dict.fromkeys(task.candidate.device for task in tasks))
+    check_plan(tasks[0])
     pool = pool_of(output.workers, len(tasks))
     messages = Console(stderr=True, highlight=False)
     with messages.status("") as status:
         found = choose(tasks, prices, pool, (lambda _text: None) if output.quiet else status.update)
+    if found.refused and all(reason.startswith(MISSED_ALONE) for _, reason in found.refused) and not found.found:
+        candidate, reason = found.refused[0]
+        raise UsageError(f"no candidate meets the limits: {candidate.device} tp={candidate.tp} {reason}")
     if output.plot is not None and found.found:
         chart.save_frontier(found, bool(prices), output.plot)
     if output.as_json:

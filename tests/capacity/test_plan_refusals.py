@@ -1,0 +1,26 @@
+"""``ebbench plan`` refuses what no candidate can do, in one line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from ebbench.cli.main import app
+
+
+@pytest.mark.parametrize(
+    ("workload", "goodput", "words"),
+    [("trace:{folder}/no-lengths.jsonl", "ttft:100", "input_length"), ("sharegpt", "ttft:0.01", "ttft:")],
+)
+def test_what_no_candidate_can_do_is_one_line(tmp_path: Path, workload: str, goodput: str, words: str) -> None:
+    (tmp_path / "no-lengths.jsonl").write_text('{"timestamp": 0}\n{"timestamp": 1}\n')
+    source = [] if workload.startswith("trace:") else ["--source", "profile"]
+    options = "--request-rate 5 --device h200 --tp 1 --policy v1 --max-num-seqs 8 --workers 1 -q"
+    where = workload.format(folder=tmp_path)
+    done = CliRunner().invoke(app, ["plan", where, *source, *options.split(), "--goodput", goodput])
+    assert done.exit_code == 2, done.output
+    assert words in done.stderr
+    assert len(done.stderr.strip().splitlines()) <= 2
+    assert done.stdout == ""
