@@ -83,7 +83,7 @@ class SearchFlags:
         typer.Option(
             "--policy",
             "-p",
-            help="Candidates. Default: v1, cadence, eb, ebplus, marginal.",
+            help="Candidates. Default: those that the policies name, rivals of other servers among them.",
             autocompletion=completion.policies,
         ),
     ] = None

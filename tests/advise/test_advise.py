@@ -75,8 +75,15 @@ def test_sign_changes_are_interpolated() -> None:
 
 
 def test_targets_are_handed_to_the_policy_that_takes_them() -> None:
-    assert default_policies(Slo()) == ("v1", "cadence:every=16", "eb", "ebplus", "marginal")
-    assert default_policies(Slo(ttft=10_000, tpot=100))[-1] == "marginal:ttft=10,tpot=0.1"
+    without = default_policies(Slo())
+    assert without[0] == "v1"
+    assert {"cadence:every=16", "batchwait:iters=32,ratio=0.5", "delayer", "ppas", "eb", "ebplus", "marginal"} < {
+        *without
+    }
+    assert {*default_policies(Slo(ttft=10_000, tpot=100))} - {*without} == {
+        "marginal:ttft=10,tpot=0.1",
+        "slochunk:tpot=0.1",
+    }
 
 
 def invoke(*args: str) -> Result:

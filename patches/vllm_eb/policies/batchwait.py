@@ -10,6 +10,7 @@ KV blocks last. TensorRT-LLM takes cached prefixes off before; here they count, 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from vllm_eb.decisions import View
@@ -31,6 +32,11 @@ class BatchWait(PolicySpec):
     ratio: float = setting(
         help="share of the token budget from which on they do not", unit="share", above=0, at_most=1, example=0.5
     )
+
+    @classmethod
+    def candidates(cls, targets_s: Mapping[str, float]) -> tuple[str, ...]:
+        """One setting: TensorRT-LLM leaves it off by default."""
+        return (f"{cls.kind}:iters=32,ratio=0.5",)
 
     def strategy(self, engine: EngineFacts, lengths: Lengths) -> Strategy:
         """Mixed steps, some of them without prompts."""

@@ -20,6 +20,7 @@ requests, one held back with those that it would have had.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -47,6 +48,11 @@ class Delayer(PolicySpec):
     usage: float = setting(0.0, "share of the KV cache in use below which nothing waits", unit="share", at_least=0)
     ratio: float = setting(0.0, "waiting requests needed per running one; 0: not asked", unit="share", at_least=0)
     wait: float = setting(5.0, "longest wait for that many", unit="s", above=0)
+
+    @classmethod
+    def candidates(cls, targets_s: Mapping[str, float]) -> tuple[str, ...]:
+        """With SGLang's defaults."""
+        return (cls.kind,)
 
     def strategy(self, engine: EngineFacts, lengths: Lengths) -> Strategy:
         """v0 with prefills held back."""

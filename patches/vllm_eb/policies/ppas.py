@@ -11,6 +11,7 @@ counting only these would never find two.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from vllm_eb.decisions import View
@@ -30,6 +31,11 @@ class PPas(PolicySpec):
 
     cap: int = setting(2048, "prompt tokens per step while several prompts are computed", unit="tokens", at_least=1)
     prompts: int = setting(2, "prompts in a step from which on the cap holds", unit="requests", at_least=1)
+
+    @classmethod
+    def candidates(cls, targets_s: Mapping[str, float]) -> tuple[str, ...]:
+        """With the published cap."""
+        return (cls.kind,)
 
     def strategy(self, engine: EngineFacts, lengths: Lengths) -> Strategy:
         """Mixed steps of two budgets."""

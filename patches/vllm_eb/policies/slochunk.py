@@ -9,6 +9,7 @@ parts are not here (``order=shortest`` and marginal's targets are this project's
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from vllm_eb.decisions import View
@@ -35,6 +36,11 @@ class SloChunk(PolicySpec):
     def needs_costs(self) -> bool:
         """The chunk is read off measured costs."""
         return True
+
+    @classmethod
+    def candidates(cls, targets_s: Mapping[str, float]) -> tuple[str, ...]:
+        """With the target for the time per token, if there is one."""
+        return (f"{cls.kind}:tpot={targets_s['tpot']:g}",) if "tpot" in targets_s else ()
 
     def strategy(self, engine: EngineFacts, lengths: Lengths) -> Strategy:
         """Mixed steps with a budget of their own each."""
