@@ -86,6 +86,14 @@ def capacity(
     output: CapacityOutput,
     client: ClientFlags,
     cluster: ClusterOptions,
+    vllm_options: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="-- VLLM_OPTIONS",
+            help="With --engine vllm, after --: options for `vllm serve`.",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Find the highest load at which requests meet their latency limits, per policy, with a 95 % interval.
 
@@ -112,6 +120,7 @@ def capacity(
             cluster=cluster,
             output_dir=output.output_dir,
             quiet=output.quiet,
+            vllm_options=tuple(vllm_options or ()),
         ),
         plot=output.plot,
         as_json=output.as_json,

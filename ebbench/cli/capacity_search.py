@@ -58,6 +58,7 @@ class CapacityQuestion:
     cluster: ClusterOptions
     output_dir: Path | None
     quiet: bool
+    vllm_options: tuple[str, ...] = ()
 
     @property
     def by_concurrency(self) -> bool:
@@ -154,6 +155,7 @@ def _template(question: CapacityQuestion, limits: Limits, policies: list[PolicyS
         quiet=True,
         client=question.client,
         cluster=question.cluster,
+        vllm_options=question.vllm_options,
     )
 
 
@@ -165,6 +167,8 @@ def _folder(question: CapacityQuestion, limits: Limits) -> Path:
         "seed": question.seed, "plan": dict(question.plan_settings), "engine": flags, "warmup": question.warmup,
         "client": vars(question.client), "cluster": vars(question.cluster),
     }  # fmt: skip
+    if question.vllm_options:
+        settings["vllm_options"] = list(question.vllm_options)
     text = json.dumps(settings, indent=1, sort_keys=True, default=str).encode() + b"\n"
     folder = question.output_dir or default_run_dir(question.workload, "capacity")
     stored = folder / SETTINGS
