@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from ebbench.papers.fidelity.scores import Cell
-    from ebbench.runs.cell import Cell as Run
+    from ebbench.papers.fidelity.scores import PublishedFigure
+    from ebbench.runs.cell import Cell
 
 REPEATED = "table 3"  # single runs vary more than its differences, and its runs are short
 GROUPS = (
@@ -89,20 +89,22 @@ def _chosen(only: list[str] | None) -> tuple[str, ...]:
     return tuple(only) if only else GROUPS
 
 
-def _collect(groups: tuple[str, ...], seed: int, repeats: int, runs: Path, workers: int | None) -> list[Cell]:
+def _collect(
+    groups: tuple[str, ...], seed: int, repeats: int, runs: Path, workers: int | None
+) -> list[PublishedFigure]:
     from ebbench.cli.make_runs import with_progress
     from ebbench.papers.fidelity.cases import all_cases, as_served
     from ebbench.papers.fidelity.runs import calibration_cells, cells_of, replay_cells, runs_of
     from ebbench.runs.store import RunStore
 
-    cells: list[Cell] = []
+    cells: list[PublishedFigure] = []
     if "replay" in groups:
         cells += replay_cells()
     cases = [case for case in (*all_cases(), *as_served(all_cases())) if case.group in groups]
     say = _progress(len(cases))
     store = RunStore(runs)
 
-    def figures(run: Run) -> Mapping[str, Any]:
+    def figures(run: Cell) -> Mapping[str, Any]:
         found = store.get(run)
         assert found is not None  # it has just been made
         return found.figures

@@ -17,14 +17,14 @@ from ebbench.papers.fidelity.cases import FIT_ROWS, Case, all_cases, table3
 from ebbench.papers.fidelity.fit import _gauss_newton
 from ebbench.papers.fidelity.report import all_scores, write_report
 from ebbench.papers.fidelity.runs import calibration_cells, case_runs, replay_cells, run_cases
-from ebbench.papers.fidelity.scores import REPLAY_TARGETS, Cell, comparisons, replay_scores, scores
+from ebbench.papers.fidelity.scores import REPLAY_TARGETS, PublishedFigure, comparisons, replay_scores, scores
 from ebbench.runs.make import plan_of
 from vllm_eb.calibration import MixedCost
 
 
-def cell(scheduler: str, published: float, ours: float, **fields: object) -> Cell:
+def cell(scheduler: str, published: float, ours: float, **fields: object) -> PublishedFigure:
     values = {"source": "t", "device": "d", "model": "m", "case": "c", "metric": "tokens_per_s", **fields}
-    return Cell(scheduler=scheduler, published=published, ours=ours, **values)  # type: ignore[arg-type]
+    return PublishedFigure(scheduler=scheduler, published=published, ours=ours, **values)  # type: ignore[arg-type]
 
 
 def test_every_pair_of_a_row_is_compared_and_v1_comes_first() -> None:

@@ -11,14 +11,14 @@ from ebbench.papers.fidelity import scoreboard
 from ebbench.papers.fidelity.cases_servers import server_cases, silicon
 from ebbench.papers.fidelity.report import BOARD
 from ebbench.papers.fidelity.runs import replay_cells, run_cases
-from ebbench.papers.fidelity.scores import Cell
+from ebbench.papers.fidelity.scores import PublishedFigure
 from ebbench.papers.fidelity.tables import front
 
 COMMITTED = Path(__file__).parents[2] / "reports" / "fidelity" / BOARD
 
 
-def made(ours: float, fitted: bool = False, metric: str = "tpot_mean_ms", scheduler: str = "v1") -> Cell:
-    return Cell("source", "gpu", "model", "case", scheduler, metric, 100.0, ours, fitted=fitted)
+def made(ours: float, fitted: bool = False, metric: str = "tpot_mean_ms", scheduler: str = "v1") -> PublishedFigure:
+    return PublishedFigure("source", "gpu", "model", "case", scheduler, metric, 100.0, ours, fitted=fitted)
 
 
 def test_a_row_has_median_and_90th_percentile_of_what_was_not_fitted() -> None:
@@ -29,14 +29,17 @@ def test_a_row_has_median_and_90th_percentile_of_what_was_not_fitted() -> None:
 
 def test_direction_is_right_where_the_same_scheduler_wins() -> None:
     cells = [made(100.0, metric="tokens_per_s"), made(90.0, metric="tokens_per_s", scheduler="eb")]
-    published = [Cell(**{**vars(cells[0]), "published": 100.0}), Cell(**{**vars(cells[1]), "published": 120.0})]
+    published = [
+        PublishedFigure(**{**vars(cells[0]), "published": 100.0}),
+        PublishedFigure(**{**vars(cells[1]), "published": 120.0}),
+    ]
     assert scoreboard.scoreboard(published)[0].direction == 0.0
 
 
 def test_of_settings_that_are_no_schedulers_the_fastest_counts() -> None:
     settings = [("v1_dp4", 100.0, 120.0), ("2p2d", 110.0, 115.0), ("1p3d", 90.0, 80.0)]
     cells = [
-        Cell("table 20", "gpu", "model", "case", name, "tokens_per_s", published, ours)
+        PublishedFigure("table 20", "gpu", "model", "case", name, "tokens_per_s", published, ours)
         for name, published, ours in settings
     ]
     assert scoreboard.scoreboard(cells)[0].direction == 0.0

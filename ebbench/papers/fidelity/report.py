@@ -14,7 +14,7 @@ from ebbench.analysis.documents import Section
 from ebbench.export.markdown import section_lines
 from ebbench.papers.fidelity import scoreboard, tables
 from ebbench.papers.fidelity.cases import AS_SERVED
-from ebbench.papers.fidelity.scores import REPLAY_TARGETS, THROUGHPUT, Cell, Score, replay_scores, scores
+from ebbench.papers.fidelity.scores import REPLAY_TARGETS, THROUGHPUT, PublishedFigure, Score, replay_scores, scores
 from ebbench.render import palette
 
 NOTES = "What the protocol is taken to be, and why figures miss where they do: [notes](notes.md), written by hand."
@@ -44,7 +44,7 @@ fastest setting. The engine arguments behind *silicon*
 
 
 def write_report(
-    cells: Sequence[Cell], out: Path, repeats: int = 1, before: Mapping[str, scoreboard.Row] | None = None
+    cells: Sequence[PublishedFigure], out: Path, repeats: int = 1, before: Mapping[str, scoreboard.Row] | None = None
 ) -> list[Path]:
     """Write report.md, scoreboard.json, cells.parquet and pictures. Returns the files written.
 
@@ -63,7 +63,7 @@ def write_report(
     return [report, *written]
 
 
-def all_scores(cells: Sequence[Cell]) -> dict[str, list[Score]]:
+def all_scores(cells: Sequence[PublishedFigure]) -> dict[str, list[Score]]:
     """Scores of the predicted cells, of the fitted ones, of both, and of the replayed run."""
     published = [cell for cell in cells if cell.source in PAPER]
     return {
@@ -74,13 +74,13 @@ def all_scores(cells: Sequence[Cell]) -> dict[str, list[Score]]:
     }
 
 
-def _table(cells: Iterable[Cell]) -> pa.Table:
+def _table(cells: Iterable[PublishedFigure]) -> pa.Table:
     rows = [{**asdict(cell), "error": cell.error} for cell in cells]
-    names = [*(f.name for f in fields(Cell)), "error"]
+    names = [*(f.name for f in fields(PublishedFigure)), "error"]
     return pa.table({name: [row[name] for row in rows] for name in names})
 
 
-def _markdown(cells: Sequence[Cell], files: Iterable[Path], repeats: int, front: Section) -> Iterator[str]:
+def _markdown(cells: Sequence[PublishedFigure], files: Iterable[Path], repeats: int, front: Section) -> Iterator[str]:
     ours = f"means over {repeats} seeds" if repeats > 1 else "single runs"
     scatter = "a run of the distribution shift scatters by 1 to 2 %"
     yield INTRODUCTION.format(runs=f"Ours are {ours} in table 3, single runs elsewhere ({scatter}).")
@@ -114,7 +114,7 @@ def _lines(section: Section) -> list[str]:
     return section_lines(section, repeat_labels=True)
 
 
-def _pictures(cells: Sequence[Cell], out: Path) -> list[Path]:
+def _pictures(cells: Sequence[PublishedFigure], out: Path) -> list[Path]:
     """Our results over published ones, one picture per metric."""
     from ebbench.render.figures import altair
 
@@ -140,7 +140,7 @@ PICTURES = (
 SOURCES = ("table 3", "table 2", "figure 5", "figure 3", "RTX 4090 run")  # the same colours in every picture
 
 
-def _point(cell: Cell) -> dict[str, Any]:
+def _point(cell: PublishedFigure) -> dict[str, Any]:
     kind = "fitted" if cell.fitted else "predicted"
     return {
         "published": cell.published, "ours": cell.ours, "error": cell.error,
@@ -199,7 +199,7 @@ def _errors(altair: Any, title: str, rows: list[dict[str, Any]]) -> Any:
     return altair.layer(band, _marks(altair, rows, y, x)).properties(title=title, width=520, height=320)
 
 
-def unmet(cells: Sequence[Cell]) -> list[Score]:
+def unmet(cells: Sequence[PublishedFigure]) -> list[Score]:
     """Targets of the predicted cells and of the replayed run that were missed."""
     found = all_scores(cells)
     return [

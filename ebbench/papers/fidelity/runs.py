@@ -18,11 +18,11 @@ from ebbench.engines.base import EngineOptions
 from ebbench.engines.sim import SimEngine
 from ebbench.errors import RunError
 from ebbench.papers.fidelity.cases import Case, reference_rows
-from ebbench.papers.fidelity.scores import Cell
+from ebbench.papers.fidelity.scores import PublishedFigure
 from ebbench.papers.protocols import protocol_cells
 from ebbench.records.plan import Plan
 from ebbench.records.schema import PLAN
-from ebbench.runs.cell import Cell as Run
+from ebbench.runs.cell import Cell
 from ebbench.runs.make import Task, make
 from ebbench.runs.pool import pool_of
 from vllm_eb.policy import parse_policy
@@ -34,14 +34,14 @@ REPLAY = "llmservingsim/rtx4090_llama31_8b.csv"
 
 def run_cases(
     cases: Iterable[Case], seed: int, say: Say, host: HostCosts | None = None, *, repeats: int = 1, workers: int = 1
-) -> list[Cell]:
+) -> list[PublishedFigure]:
     """Run every case and return its cells: means over ``repeats`` seeds from ``seed`` on. Nothing is stored.
 
     ``host`` replaces the profiles' constants. ``workers``: number of processes, without effect on the results.
     """
     chosen = list(cases)
     tasks = [Task(run) for run in runs_of(chosen, seed, repeats, host)]
-    made: dict[Run, Mapping[str, Any]] = {}
+    made: dict[Cell, Mapping[str, Any]] = {}
     for task, outcome in pool_of(workers, len(tasks)).outcomes(make, tasks):
         if outcome.error is not None or outcome.value is None:
             raise outcome.error or RunError("a run gave no result")
@@ -49,12 +49,12 @@ def run_cases(
     return cells_of(chosen, made.__getitem__, say, seed, repeats, host)
 
 
-def runs_of(cases: Iterable[Case], seed: int, repeats: int = 1, host: HostCosts | None = None) -> list[Run]:
+def runs_of(cases: Iterable[Case], seed: int, repeats: int = 1, host: HostCosts | None = None) -> list[Cell]:
     """The runs behind cases; ``ebbench tables`` uses the same runs for the same figures."""
     return [run for case in cases for i in range(repeats) for run in case_runs(case, seed + i, host)]
 
 
-def case_runs(case: Case, seed: int, host: HostCosts | None = None) -> tuple[Run, ...]:
+def case_runs(case: Case, seed: int, host: HostCosts | None = None) -> tuple[Cell, ...]:
     """One run, or one per concurrency, whose figures are averaged."""
     topology = parse_topology(case.topology) if case.topology else None
     runs = protocol_cells(case.protocol, case.device, case.model, seed=seed)
@@ -64,19 +64,19 @@ def case_runs(case: Case, seed: int, host: HostCosts | None = None) -> tuple[Run
 
 def cells_of(
     cases: Iterable[Case],
-    figures: Callable[[Run], Mapping[str, Any]],
+    figures: Callable[[Cell], Mapping[str, Any]],
     say: Say,
     seed: int,
     repeats: int = 1,
     host: HostCosts | None = None,
-) -> list[Cell]:
+) -> list[PublishedFigure]:
     """The cells of cases whose runs exist. ``figures`` returns those of a run under a summary's keys."""
-    cells: list[Cell] = []
+    cells: list[PublishedFigure] = []
     for case in cases:
         seeds = [[_values(figures(run)) for run in case_runs(case, seed + i, host)] for i in range(repeats)]
         ours = {name: float(np.mean([np.mean([run[name] for run in runs]) for runs in seeds])) for name in METRICS}
         cells += [
-            Cell(
+            PublishedFigure(
                 number.source, case.device, case.model, case.name, case.scheduler, number.metric, number.value,
                 ours[number.metric], case.fitted, number.scored and ours[number.metric] == ours[number.metric],
                 number.note if ours[number.metric] == ours[number.metric] else DIED,
@@ -111,7 +111,7 @@ def _values(figures: Mapping[str, Any]) -> Mapping[str, float]:
 # --- the real run, replayed ------------------------------------------------------------------------------------
 
 
-def replay_cells() -> list[Cell]:
+def replay_cells() -> list[PublishedFigure]:
     """The measured vLLM run on an RTX 4090, request by request; no constant was fitted on it."""
     rows = reference_rows(REPLAY)
     columns = {name: np.array([float(row[name]) for row in rows]) for name in rows[0] if name != "request_id"}
@@ -128,7 +128,7 @@ def replay_cells() -> list[Cell]:
     got = RequestColumns.of(result.requests)
     ours = _latencies(got.intended / 1e9, got.first_token / 1e9, got.last_token / 1e9, got.output_tokens)
     return [
-        Cell(
+        PublishedFigure(
             "RTX 4090 run", "rtx-4090", "llama-3.1-8b", "300 ShareGPT requests", "v1", name, measured[name], ours[name]
         )
         for name in measured
@@ -172,7 +172,7 @@ def _replay_plan(rows: list[dict[str, str]], arrival_s: Any) -> Plan:
 # --- step times ------------------------------------------------------------------------------------------------
 
 
-def calibration_cells() -> list[Cell]:
+def calibration_cells() -> list[PublishedFigure]:
     """Step times of the tables compared with the authors' fitted lines (eager mode; no constant is fitted on GPU
     time)."""
     cells = []
@@ -195,7 +195,7 @@ def calibration_cells() -> list[Cell]:
     return cells
 
 
-def _step_cell(device: str, model: str, case: str, published_s: float, ours_s: float, note: str) -> Cell:
-    return Cell(
+def _step_cell(device: str, model: str, case: str, published_s: float, ours_s: float, note: str) -> PublishedFigure:
+    return PublishedFigure(
         "calibration", device, model, case, "", "step_ms", published_s * 1e3, ours_s * 1e3, scored=not note, note=note
     )

@@ -11,7 +11,7 @@ from statistics import median
 import numpy as np
 
 from ebbench.papers.fidelity.cases_servers import TTFT_NOTE
-from ebbench.papers.fidelity.scores import SCHEDULERS, THROUGHPUT, Cell, comparisons
+from ebbench.papers.fidelity.scores import SCHEDULERS, THROUGHPUT, PublishedFigure, comparisons
 
 WORSE_POINTS = 0.01  # increase of a median error that counts as a loss of accuracy
 FIGURES = {"TPOT": ("tpot_mean_ms",), "TTFT": ("ttft_mean_s",), "throughput": THROUGHPUT, "step time": ("step_ms",)}
@@ -39,7 +39,7 @@ class Row:
         return f"{self.source} | {self.device}"
 
 
-def scoreboard(cells: Sequence[Cell]) -> list[Row]:
+def scoreboard(cells: Sequence[PublishedFigure]) -> list[Row]:
     """One row per source and device, in the order of the cells."""
     return [
         _row(source, device, [cell for cell in cells if (cell.source, cell.device) == (source, device)])
@@ -47,7 +47,7 @@ def scoreboard(cells: Sequence[Cell]) -> list[Row]:
     ]
 
 
-def _row(source: str, device: str, cells: list[Cell]) -> Row:
+def _row(source: str, device: str, cells: list[PublishedFigure]) -> Row:
     predicted = [cell for cell in cells if not cell.fitted]
     errors = {}
     for name, metrics in FIGURES.items():
@@ -60,10 +60,10 @@ def _row(source: str, device: str, cells: list[Cell]) -> Row:
     return Row(source, device, len(predicted), len(cells) - len(predicted), errors, direction)
 
 
-def _winners(cells: Iterable[Cell]) -> list[bool]:
+def _winners(cells: Iterable[PublishedFigure]) -> list[bool]:
     """For settings other than the papers' schedulers (tables 19 and 20): whether the fastest one of a case is the
     same."""
-    cases: dict[tuple[str, ...], list[Cell]] = {}
+    cases: dict[tuple[str, ...], list[PublishedFigure]] = {}
     for cell in cells:
         if cell.metric in THROUGHPUT and cell.scored and cell.scheduler not in SCHEDULERS:
             cases.setdefault(cell.row, []).append(cell)

@@ -1,6 +1,6 @@
 """Fidelity of emulated devices: published and simulated figures, and scores against the project's targets.
 
-Pure functions of :class:`Cell` objects, which :mod:`ebbench.papers.fidelity.runs` creates.
+Pure functions of :class:`PublishedFigure` objects, which :mod:`ebbench.papers.fidelity.runs` creates.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Key = tuple[str, str, str, str]
 
 
 @dataclass(frozen=True)
-class Cell:
+class PublishedFigure:
     """One published number and ours. ``scheduler``: the policy that corresponds to the published one.
 
     ``fitted``: the cell belongs to a row on which constants were fitted. ``scored`` is False if the published value is
@@ -83,9 +83,9 @@ class Comparison:
         return (self.published_gain > 0) == (self.our_gain > 0)
 
 
-def comparisons(cells: Iterable[Cell]) -> list[Comparison]:
+def comparisons(cells: Iterable[PublishedFigure]) -> list[Comparison]:
     """All pairs of v1, EB and EB+ within a row, by throughput; v1 is always the first of its pairs."""
-    rows: dict[Key, dict[str, Cell]] = {}
+    rows: dict[Key, dict[str, PublishedFigure]] = {}
     for cell in cells:
         if cell.metric in THROUGHPUT and cell.scored and cell.scheduler in SCHEDULERS:
             rows.setdefault(cell.row, {})[cell.scheduler] = cell
@@ -107,7 +107,7 @@ def comparisons(cells: Iterable[Cell]) -> list[Comparison]:
     return found
 
 
-def scores(cells: Sequence[Cell]) -> list[Score]:
+def scores(cells: Sequence[PublishedFigure]) -> list[Score]:
     """The three throughput targets, over all scored cells given."""
     pairs = comparisons(cells)
     decided = [pair for pair in pairs if pair.decided]
@@ -135,7 +135,7 @@ def scores(cells: Sequence[Cell]) -> list[Score]:
 REPLAY_TARGETS = {"tpot_mean_ms": 0.01, "e2el_mean_s": 0.02, "ttft_mean_s": 0.05, "ttft_p99_s": 0.05}
 
 
-def replay_scores(cells: Iterable[Cell]) -> list[Score]:
+def replay_scores(cells: Iterable[PublishedFigure]) -> list[Score]:
     """The targets of the replayed run, one per metric."""
     return [
         Score(

@@ -8,7 +8,7 @@ from statistics import median
 from ebbench.analysis.documents import Column, Section, Value, labels
 from ebbench.devices.profiles import find_profile, list_devices
 from ebbench.papers.fidelity.scoreboard import FIGURES, Row
-from ebbench.papers.fidelity.scores import Cell, Score, comparisons
+from ebbench.papers.fidelity.scores import PublishedFigure, Score, comparisons
 
 
 def _share(value: float) -> str:
@@ -75,7 +75,7 @@ def constants() -> Section:
     return Section("", columns, rows)
 
 
-def published_and_ours(cells: Iterable[Cell]) -> Section:
+def published_and_ours(cells: Iterable[PublishedFigure]) -> Section:
     """One row per published figure, with ours."""
     columns = (
         *labels("device", "model", "case", "scheduler", "metric"),
@@ -94,7 +94,7 @@ def published_and_ours(cells: Iterable[Cell]) -> Section:
     return Section("", columns, rows)
 
 
-def gains(cells: Iterable[Cell]) -> Section:
+def gains(cells: Iterable[PublishedFigure]) -> Section:
     """One row per pair of schedulers: published gain, our gain, and whether the winner is the same."""
     columns = (
         *labels("device", "model", "case", "pair"),
@@ -111,7 +111,7 @@ def gains(cells: Iterable[Cell]) -> Section:
     return Section("", columns, tuple(rows))
 
 
-def step_times(cells: Iterable[Cell]) -> Section:
+def step_times(cells: Iterable[PublishedFigure]) -> Section:
     """One row per device, model and kind of step; the Parquet file has the single cells."""
     errors: dict[tuple[str, str, str, str], list[float]] = {}
     for cell in cells:
