@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ebbench.analysis.gate.margins import parse_margins
@@ -156,6 +156,7 @@ def test_a_mistyped_name_is_refused_in_one_line_with_the_nearest(reader: str, te
 
 @pytest.mark.parametrize("reader", READERS)
 @given(st.text(max_size=30))
+@example(".")  # a module name of no parts
 def test_no_text_makes_a_reader_crash(reader: str, text: str) -> None:
     with contextlib.suppress(UsageError, GivenValueError):
         READERS[reader](text)
