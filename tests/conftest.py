@@ -1,4 +1,4 @@
-"""What holds for every test."""
+"""Settings of all tests: Hypothesis deadlines and the order of the files."""
 
 import pytest
 from hypothesis import settings

@@ -1,4 +1,4 @@
-"""Advice: theory's crossovers where they are known, the candidates' runs, the command in words."""
+"""``ebbench advise``: predicted crossovers, the simulated runs of the candidates, and the printed advice."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ QUICK = ("--input-len", "200", "--output-len", "60", "-n", "60", "--no-crossover
 
 
 def quick(runs: Path, *args: str) -> dict[str, Any]:
-    """The answer to a question about v1 and EB that takes few requests."""
+    """The JSON of an ``advise`` call on v1 and EB with few requests."""
     done = invoke(
         "advise", *args, "-p", "v1", "-p", "eb", "--no-crossover", "--workers", "1", "--runs", str(runs), "--json"
     )
@@ -220,7 +220,7 @@ def trace(tmp_path: Path) -> str:
 
 
 def test_a_replayed_trace_is_one_run_however_many_seeds(runs: Path, trace: str) -> None:
-    """Its plans differ in nothing that a simulation sees; copies would make an interval without width."""
+    """Its plans differ only in token contents, which the simulator ignores: copies would give a width of 0."""
     found = quick(runs, trace, "--seeds", "3")
     assert (found["seeds"], found["seeds_alike"]) == (1, True)
     assert all(len(row["values"]) == 1 for row in found["scores"])
@@ -267,7 +267,7 @@ def test_targets_nobody_meets_decide_nothing(runs: Path) -> None:
 
 
 def test_the_load_of_an_open_loop_is_what_its_run_had_open(runs: Path) -> None:
-    """Requests that come by the clock are not all there at once."""
+    """In an open loop the mean number of open requests is below their total."""
     found = quick(runs, "balanced", *QUICK[:6], "--request-rate", "10", "--seeds", "1")
     v1 = next(row for row in found["scores"] if row["policy"] == "v1")
     stay_s = (v1["ttft_ms"] + 60 * v1["tpot_ms"]) / 1e3

@@ -1,4 +1,4 @@
-"""Choices with their uncertainty: nothing is claimed that the runs do not show."""
+"""Choice of a policy: the stated reason is supported by the intervals of the runs."""
 
 from __future__ import annotations
 

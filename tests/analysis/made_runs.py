@@ -1,4 +1,4 @@
-"""Plans, request tables and an engine made up for tests of what comes after the engine."""
+"""Synthetic plans, request tables and an engine, for tests of analysis and reports."""
 
 from __future__ import annotations
 

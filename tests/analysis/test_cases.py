@@ -1,4 +1,4 @@
-"""Which runs belong together: never averaged over loads or environments, gains within one only."""
+"""Grouping of runs: no average or gain spans two loads or environments."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ def test_copies_have_no_spread(tmp_path: Path) -> None:
 
 
 def test_every_instance_switches_by_itself(tmp_path: Path) -> None:
-    """Two instances, each exclusive from its second evaluation on, told in turns."""
+    """Two instances whose evaluations alternate; each switches to exclusive batches at its second evaluation."""
     mode = {"step_id": 0, "kind": "mode", "phase": "decode", "reason": "r"}
     rows = [mode | {"time_ns": t, "instance": t % 2, "mode": "mb" if t < 2 else "eb"} for t in range(6)]
     empty: dict[str, Any] = {field.name: None for field in DECISIONS}

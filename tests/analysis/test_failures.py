@@ -1,4 +1,4 @@
-"""The breakdown of requests that did not complete: every one is counted once, with the server's words and a remedy."""
+"""The table of failed requests: each is counted once, with the server's message and a remedy."""
 
 import json
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Metrics against a slow oracle that follows docs/metrics.md sentence by sentence, in plain Python."""
+"""Metrics against a slow reference in plain Python that follows the definitions of docs/metrics.md one by one."""
 
 from __future__ import annotations
 

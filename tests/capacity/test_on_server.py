@@ -1,4 +1,4 @@
-"""``ebbench capacity`` over HTTP, on a server whose capacity is known; it never goes on where it must stop.
+"""``ebbench capacity`` over HTTP, on a server whose capacity is known, and the conditions that end a search.
 
 Times are long beside those of a busy test machine: half a service time lies between a limit that is kept and one that
 is missed.
@@ -21,7 +21,7 @@ LATE = "--lag-limit-ms 200"
 
 
 def capacity(folder: Path, url: str, *more: str) -> subprocess.CompletedProcess[str]:
-    """The command in its own process, as a load generator runs: beside the server, not in it."""
+    """The command in its own process, so that client and server do not share an interpreter."""
     code = "from ebbench.cli.main import run; run()"
     options = f"capacity balanced --engine {url} {REQUESTS} -q -o {folder}".split()
     return subprocess.run([sys.executable, "-c", code, *options, *more], capture_output=True, text=True, timeout=300)

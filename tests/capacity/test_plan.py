@@ -1,4 +1,4 @@
-"""``ebbench plan``: the cheapest deployment is the one that trying all of them finds."""
+"""``ebbench plan``: its result equals that of an exhaustive search."""
 
 from __future__ import annotations
 

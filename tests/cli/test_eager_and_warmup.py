@@ -1,4 +1,4 @@
-"""``--enforce-eager`` and ``--warmup``: what they change, where they are kept, and that they keep runs apart."""
+"""``--enforce-eager`` and ``--warmup``: effect, manifest, and that runs which differ in them do not compare."""
 
 from __future__ import annotations
 

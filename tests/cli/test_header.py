@@ -1,4 +1,4 @@
-"""What the first lines of a run say of its load, wherever the run is shown."""
+"""The description of the load in the first lines of ``run`` and ``show``."""
 
 from __future__ import annotations
 

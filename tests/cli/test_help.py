@@ -1,4 +1,4 @@
-"""``--help`` of every command in a terminal of 80 columns: nothing a reader has to type is cut."""
+"""``--help`` of every command in a terminal of 80 columns: no option name is truncated."""
 
 from __future__ import annotations
 

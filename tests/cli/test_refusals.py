@@ -1,4 +1,4 @@
-"""Wrong command lines of ``ebbench run``: one line that names the cause and the way out, exit code 2."""
+"""Wrong command lines of ``ebbench run``: one line with the cause and the remedy, exit code 2."""
 
 from __future__ import annotations
 

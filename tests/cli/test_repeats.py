@@ -1,4 +1,4 @@
-"""``--repeats``: said beforehand what they can show, and with ``auto`` made until it is clear, at a kept error rate."""
+"""``--repeats``: the note on what they can show, and ``auto``, which stops early and keeps the error rate at 5 %."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def invoke(*args: str) -> Result:
 
 
 class NoisyEngine(MadeEngine):
-    """Step times that differ by seed and policy: v1 about twice as slow, and as noisy as asked."""
+    """Step times that differ by seed and policy: v1 is about twice as slow, with noise of a given size."""
 
     noise = 0.05
 
@@ -127,7 +127,7 @@ def test_bad_repeats_are_refused(engine: NoisyEngine, args: tuple[str, ...], mes
 
 
 def test_looking_after_every_pair_keeps_the_error_rate() -> None:
-    """Equal policies, 30 looks, three tests: at most 5 % may ever show a difference. One-look tests do not."""
+    """Equal policies, 30 repeats, three tests: at most 5 % ever show a difference; a fixed-n test exceeds that."""
     rng = np.random.default_rng(7)
     trials, sequential, one_look = 200, 0, 0
     for _ in range(trials):

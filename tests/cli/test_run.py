@@ -1,4 +1,4 @@
-"""`ebbench run` and `show` as a user drives them, on a made-up engine and on the simulator."""
+"""`ebbench run` and `show` by their command lines, on a synthetic engine and on the simulator."""
 
 from __future__ import annotations
 

@@ -46,8 +46,8 @@ def test_v1_is_vllm_untouched() -> None:
     assert words == ["vllm", "serve", "Qwen/Qwen3-8B", "--host", "127.0.0.1", "--port", "8000"]
 
 
-def test_the_line_stands_alone() -> None:
-    """Costs are in it, not in a file of this machine, and they are those of the device."""
+def test_the_line_needs_no_other_file() -> None:
+    """The line contains the costs of the device and names no file of this machine."""
     words = line("qwen3-8b", "--device", "h200")
     settings = json.loads(after(words, "--additional-config"))["vllm_eb"]
     assert settings["policy"] == "ebplus"

@@ -1,4 +1,4 @@
-"""``ebbench theory`` as a user calls it: numbers, JSON keys, and one clear line for a bad value."""
+"""``ebbench theory``: values, JSON keys, and one line for an invalid value."""
 
 import json
 from pathlib import Path
@@ -145,7 +145,7 @@ def test_help_shows_an_example(command: str) -> None:
 
 
 def test_what_has_no_finite_value_is_left_out() -> None:
-    """Every request ends at its first token, which the approximation takes no step for: free of cost, no bound."""
+    """With alpha = 1 and c_p = 0 the approximation has no cost and an infinite throughput."""
     command = "deferred --batch-limit 10 --alpha 1 --c-p 0 --c-d 0.04"
     found = values(command)
     assert (found["k_star_approximation"], found["throughput_approximation"]) == (None, None)

@@ -1,4 +1,4 @@
-"""The load generator as a user meets it: commands, files, exit codes."""
+"""The load generator from the command line: output, files, exit codes."""
 
 from __future__ import annotations
 

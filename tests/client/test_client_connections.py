@@ -1,4 +1,4 @@
-"""Connections: opened ahead where requests come by the clock, so that none waits for its own."""
+"""Connections are opened before requests need them in an open loop, so that no request waits for a handshake."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ANSWER = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ncontent-length:
 
 
 class Nothing:
-    """A tap that keeps nothing."""
+    """A response handler that discards everything."""
 
     def sent(self, now_ns: int) -> None: ...
     def head(self, status: int, now_ns: int) -> None: ...

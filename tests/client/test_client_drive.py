@@ -1,4 +1,4 @@
-"""Whole runs: schedules, sessions, workers, interruptions, and clients that cannot be believed."""
+"""Whole runs: schedules, sessions, workers, interruptions, and client stalls that make a run INVALID."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ CASES = [
 @pytest.mark.parametrize("transport", ["direct", "httpx"])
 @pytest.mark.parametrize("endpoint", ["completions", "chat"])
 def test_each_fault_is_classified_and_nothing_is_retried(endpoint: str, transport: str) -> None:
-    # Faults strike every second request, so each is followed by one that must not suffer from it.
+    # Every second request gets the fault; the request after it must complete.
     faults = tuple(parse_fault(_numbered(fault, 2 * i + 1)) for i, (fault, *_) in enumerate(CASES))
     plan = plan_of(2 * len(CASES), concurrency=1)
     with FakeServerProcess(FakeConfig(ttft_ms=1, itl_ms=1, faults=faults)) as server:
@@ -51,7 +51,7 @@ def test_each_fault_is_classified_and_nothing_is_retried(endpoint: str, transpor
     assert len(ledger) == len(rows) == 2 * len(CASES)
     for (fault, status, error_class, body), row, after in zip(CASES, rows[::2], rows[1::2], strict=True):
         assert (row["status"], row["error_class"]) == (status, error_class), fault
-        # httpx says less about a broken connection; what class it is says enough.
+        # httpx gives no details of a broken connection, so only the error class is compared.
         detail = "" if transport == "httpx" and error_class in ("connection_reset", "connection_closed") else body
         assert detail is None or detail in row["error_body"], fault
         assert after["status"] == "ok", fault

@@ -1,4 +1,4 @@
-"""Power and energy of GPUs: a stand-in for NVML of known readings, read by the real thread, during a real run."""
+"""Power and energy of GPUs, sampled from a substitute of NVML whose readings are known."""
 
 # ruff: noqa: N802  names are the library's
 
@@ -41,7 +41,7 @@ LOCAL, REMOTE = "http://127.0.0.1:8000", "http://gpu-server.example:8000"
 
 @dataclass
 class Nvml(types.ModuleType):
-    """What of NVML is used. GPU i draws ``watts[i]``; its counter starts at 1,000 J and runs by the real clock."""
+    """The functions of NVML that are used. GPU i draws ``watts[i]``; its energy counter starts at 1,000 J."""
 
     watts: tuple[float, ...] = (300.0,)
     counted: bool = True
@@ -95,7 +95,7 @@ def nvml(monkeypatch: pytest.MonkeyPatch) -> Iterator[Nvml]:
     made = Nvml()
     monkeypatch.setitem(sys.modules, "pynvml", made)
     yield made
-    assert made.users == 0  # whoever opened it let it go
+    assert made.users == 0  # every nvmlInit has its nvmlShutdown
     assert not any(thread.name == "gpu-power" for thread in threading.enumerate())
 
 

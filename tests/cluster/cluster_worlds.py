@@ -1,4 +1,4 @@
-"""Small clusters for tests: plans, a unit with known times, runs and what can be read off them."""
+"""Small clusters for tests: plans, a unit with known step times, runs and columns of their results."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class FixedAndToken:
 
 
 def device(cost: FixedAndToken | None = None, kv_tokens: int = 1 << 20) -> Device:
-    """A device of no make; as a unit of a group it stands for all its GPUs."""
+    """A synthetic device; as a unit of a group it represents all GPUs of the unit."""
     calibration = Calibration(alpha_p=0.1, beta_p=1e-4, alpha_d=0.05, beta_d=1e-4)
     return Device("made", "made", cost or FixedAndToken(), kv_tokens, calibration, "made for tests")
 

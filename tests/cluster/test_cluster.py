@@ -1,4 +1,4 @@
-"""Several instances under one clock: equal to one where there is one, nothing lost, barriers, order."""
+"""Several instances under one virtual clock: one replica equals ``sim``, no request is lost, barriers, order."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_a_group_steps_together_and_as_long_as_its_slowest_unit() -> None:
 
 
 def test_units_of_a_group_can_be_given_targets() -> None:
-    """A policy that orders its queue knows since when each unit's requests wait."""
+    """A policy that orders its queue gets the arrival time of each request of its unit."""
     requests = plan([(100, 8), (200, 8), (50, 8), (400, 8)] * 4, [0.0] * 8 + [0.05] * 8)
     result = run("tp=1,dp=2,ep=2", requests, policy="marginal:ttft=1,tpot=0.02")
     assert set(result.requests["status"].to_pylist()) == {"ok"}

@@ -1,4 +1,4 @@
-"""Calibration: probes have the shapes they claim, what is measured comes back, and the profile works as a device."""
+"""Calibration: shapes of the probes, recovery of known step times, and the profile used as a device."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_every_probe_drains_before_the_next() -> None:
     assert len(shapes) == len(plan) == sum(phase.sessions for phase in plan.phases)
     kinds = [next(shapes[r] for r, p in _members(plan) if p == phase.name) for phase in plan.phases]
     for before, after in pairwise(kinds):
-        assert before[1] == 0 or after == (0, 0, 0)  # after decodes comes a lone request
+        assert before[1] == 0 or after == (0, 0, 0)  # a single request follows the decodes
 
 
 def _members(plan):  # type: ignore[no-untyped-def]
@@ -73,7 +73,7 @@ def test_host_time_between_steps_counts_and_other_shapes_do_not() -> None:
         step(31, 41, ["a", "b"], 0, 2),  # 11 ms after the last end
         step(43, 53, ["a", "b"], 0, 2),  # 12
         step(54, 64, ["a", "b"], 0, 2),  # 11
-        step(90, 91, ["a", "p"], 0, 2),  # two probes at once: nobody's
+        step(90, 91, ["a", "p"], 0, 2),  # two probes in one step: not counted
     ]
     found = step_medians(pa.Table.from_pylist(rows, schema=STEPS), shapes)
     assert found == pytest.approx({(0, 2, 8): 0.011, (16, 0, 0): 0.011})

@@ -1,4 +1,4 @@
-"""The probes of a stepped engine, held against a made-up one that costs what it is told to, on a clock of its own."""
+"""Probes of an engine that is stepped directly, on a synthetic engine of known step times and its own clock."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def test_a_grid_that_bends_the_other_way_is_taken_as_it_is() -> None:
 
 
 def test_noise_is_neither_lifted_nor_lowered() -> None:
-    """Two neighbours the wrong way round meet in the middle; what rises already stays."""
+    """Two adjacent values in decreasing order become their mean; increasing values are unchanged."""
     times = {k: 1.0 + k[0] / 100 + k[1] / 10 for k in _keys()}
     times |= {(0, 8, 32): 3.0, (0, 8, 256): 2.0}
     decode = np.array(cost_grid(GRID, times).decode)
@@ -174,7 +174,7 @@ def _keys() -> list[tuple[int, int, int]]:
 
 @pytest.mark.parametrize("given", ["relative config", "relative folder", "absolute config", "absolute folder"])
 def test_a_profile_knows_its_model_by_any_path(given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A relative path that became absolute was another name once, and the device a roofline without a word."""
+    """Regression: a profile stored under a relative path was not found by the absolute one, and a roofline was used."""
     folder = tmp_path / "models" / "small"
     folder.mkdir(parents=True)
     config = {

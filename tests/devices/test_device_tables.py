@@ -1,4 +1,4 @@
-"""The kernel-table model against the measurements it is made of, and against others it has never seen."""
+"""The kernel-table model against the measurements it interpolates, and against measurements that are not in it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``ebbench devices``: what a user sees."""
+"""``ebbench devices``: its tables, JSON and errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fidelity: the scores are counted right, the protocol is what the sources say, and the quick targets hold."""
+"""Fidelity: the scores, the protocol of the published runs, and the targets that can be checked quickly."""
 
 from __future__ import annotations
 

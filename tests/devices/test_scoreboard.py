@@ -1,4 +1,4 @@
-"""The fidelity report's front table, and a small part of it held against targets: a loss of accuracy fails."""
+"""The fidelity report's front table, and a small part of it compared with targets, so that a loss of accuracy fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Algorithms 1 to 3 of Tian et al. (2025) against their definitions, written out a second time, plainly."""
+"""Algorithms 1 to 3 of Tian et al. (2025) against a second, direct implementation of their definitions."""
 
 from __future__ import annotations
 

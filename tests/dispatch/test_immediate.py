@@ -1,4 +1,4 @@
-"""Immediate policies: who is chosen."""
+"""Immediate dispatch policies: the instance that they choose."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_power_of_two_is_balanced_and_seeded() -> None:
     assert counts.max() - counts.min() <= 8
 
 
-def test_prefix_affine_returns_to_who_knows_the_prompt_unless_it_is_swamped() -> None:
+def test_prefix_affine_returns_to_who_knows_the_prompt_unless_the_load_is_unbalanced() -> None:
     fleet = Fleet([1, 1, 1])
     dispatcher = make_dispatcher(parse_dispatch("prefix-affine:slack=4"), fleet, chunk_tokens=100)
     prefix = (11, 12, 13)
@@ -56,7 +56,7 @@ def test_prefix_affine_returns_to_who_knows_the_prompt_unless_it_is_swamped() ->
         dispatcher.arrive(DispatchRequest(key, tokens, tokens, prefix), key)
         assert dispatcher.poll(key) == [Order(key, home.unit)]
     dispatcher.arrive(DispatchRequest(6, tokens, tokens, prefix), 6)
-    assert dispatcher.poll(6)[0].unit != home.unit  # five open there, none elsewhere: lopsided
+    assert dispatcher.poll(6)[0].unit != home.unit  # five open there, none elsewhere: unbalanced
 
 
 @pytest.mark.parametrize("name", ["round-robin", "least-outstanding", "power-of-two", "prefix-affine", "iqr"])

@@ -1,4 +1,4 @@
-"""The length of the next pass: who goes, where, and that nothing is lost."""
+"""The length of the next pass: which requests are sent, to which unit, and that none is lost."""
 
 from __future__ import annotations
 

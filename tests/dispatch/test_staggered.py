@@ -1,4 +1,4 @@
-"""The schedule loop: when it dispatches, to whom, and what each switch does."""
+"""Staggered dispatch: when it sends, to which instance, and the effect of each switch."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def generating(instance: int) -> EndForward:
 
 @pytest.mark.parametrize(("bypass", "sent"), [(True, [Order(1, 1), Order(2, 0)]), (False, [])])
 def test_instances_that_generate_are_sent_requests_at_once(bypass: bool, sent: list[Order]) -> None:
-    """EB refills once its queue is worth it; a dispatcher that waits for an empty queue keeps it small for ever."""
+    """EB refills once its queue is long enough; a dispatcher that waits for an empty queue keeps it short for ever."""
     sbs = staggered(2, bypass=bypass)
     sbs.arrive(request(0, 1000), 0)
     assert sbs.poll(0) == [Order(0, 0)]

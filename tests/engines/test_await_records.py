@@ -1,4 +1,4 @@
-"""A server is stopped only once its record has stopped growing."""
+"""A server is stopped only after its record files have stopped growing."""
 
 from __future__ import annotations
 

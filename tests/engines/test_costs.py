@@ -1,4 +1,4 @@
-"""Whose step costs the controller gets where vLLM runs on this machine: never those of a GPU that nobody named."""
+"""Source of the controller's step costs where vLLM runs on this machine: a profile, a calibration or the GPU named."""
 
 from __future__ import annotations
 

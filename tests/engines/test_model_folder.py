@@ -1,4 +1,4 @@
-"""What a model's folder lacks, and what is said or done about it."""
+"""Model folders without weights, tokenizer or positions: options that help, and errors."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ REQUESTS, BATCHES = 60, 4
 
 
 class Killed(BaseException):
-    """Stands for SIGKILL: nothing may catch it, nothing is tidied up."""
+    """Simulates SIGKILL: it is not caught, and no cleanup runs."""
 
 
 @pytest.fixture(scope="module")
@@ -164,7 +164,7 @@ def test_12_killed_while_recovering_recovers_again(
 
 
 def test_12_the_client_killed_while_measuring(tmp_path: Path) -> None:
-    """The real thing: SIGKILL to `ebbench run` against a server, then `ebbench recover`."""
+    """SIGKILL to a process of `ebbench run` against a server, then `ebbench recover`."""
     with FakeServerProcess(FakeConfig(ttft_ms=0.0, itl_ms=0.0)) as server:
         code = "import ebbench.records.journal as j; j.Journal.__init__.__kwdefaults__['rows'] = 50; " \
                "from ebbench.cli.main import run; run()"  # fmt: skip

@@ -1,4 +1,4 @@
-"""The verdict: what fails, what passes, what is left open, what is refused."""
+"""The verdict: conditions of pass, fail, inconclusive and of errors."""
 
 from __future__ import annotations
 
@@ -204,7 +204,7 @@ def test_a_candidate_of_another_policy_takes_the_only_baseline_there_is(tmp_path
 
 
 def test_a_gated_figure_that_only_some_runs_have_keeps_the_gate_open() -> None:
-    """It was measured, so that a pass would overlook it; a figure no run has is no part of the question."""
+    """A figure that some runs have must be judged; a figure that no run has is left out."""
     for missing in (None, 0.0):
         found = judge(pair_units(side(SAME), [*side(SAME[1:]), stripped(unit(5), missing)]))
         assert found.outcome == "inconclusive"
@@ -241,7 +241,7 @@ def test_seeds_that_change_no_figure_in_virtual_time_are_copies() -> None:
 
 
 def test_runs_repeated_until_it_was_clear_are_judged_by_the_rule_for_that(tmp_path: Path) -> None:
-    """Six pairs that all lose fail the fixed test; looked at one by one they are one too few."""
+    """Six pairs that all lose fail the fixed test; the sequential test needs seven."""
     losses = [0.10, 0.11, 0.12, 0.13, 0.14, 0.15]
     fixed = judge(pair_units(side([0.0] * 6), side(losses)))
     looked = judge(pair_units(side([0.0] * 6), side(losses, until_clear=True)))

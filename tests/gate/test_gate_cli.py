@@ -1,4 +1,4 @@
-"""`ebbench gate` and `compare` as CI drives them: exit codes, files, messages."""
+"""`ebbench gate` and `compare` from the command line: exit codes, files, messages."""
 
 from __future__ import annotations
 

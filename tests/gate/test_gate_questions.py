@@ -1,4 +1,4 @@
-"""Figures, policies and pairs the gate is asked about: --metric, --policy, --max-pairs; what exit 3 leaves."""
+"""Options of the gate: --metric, --policy, --max-pairs; the files that it writes with exit code 3."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def nine(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def copies(source: Path, name: str) -> str:
-    """A command that `measures` by copying a run that is there."""
+    """A measuring command that copies an existing run."""
     return f"cp -r {source / name}/{name}-seed{{seed}} {{out}}"
 
 

@@ -1,4 +1,4 @@
-"""The gate tried on itself, small; the published figures come from the same command at full size."""
+"""`ebbench gate --self-test` with few trials; the published figures come from the same command with more."""
 
 from __future__ import annotations
 

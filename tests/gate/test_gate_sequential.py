@@ -1,4 +1,4 @@
-"""The rule that holds at every look: its error rates by simulation, its bounds by their definition."""
+"""The sequential test: its error rates by simulation, its bounds by their definition."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def drawn(name: str) -> np.ndarray:
 
 @pytest.mark.parametrize("name", ["normal", "standard_t", "exponential"])
 def test_looking_after_every_pair_raises_no_more_alarms(name: str) -> None:
-    """Forty looks at two alike sides: at most 5 % ever reach 5 %, where the fixed-n test would be far above."""
+    """Equal sides tested after each of forty pairs: at most 5 % ever reach p = 5 %; the fixed-n test exceeds that."""
     trials = drawn(name)
     alarms = np.array([anytime_p(trial) <= 0.05 for trial in trials])
     assert float(alarms.mean()) <= 0.05
@@ -41,7 +41,7 @@ def test_a_loss_below_the_bound_raises_no_more_alarms(bound: float) -> None:
 
 
 def test_a_bound_on_the_loss_holds_at_every_look() -> None:
-    """Equal sides: at some look of forty, 0 lies outside the sequence in at most 5 % of trials."""
+    """Equal sides: in at most 5 % of trials 0 lies outside the confidence sequence after any of forty pairs."""
     trials = drawn("standard_t")
     outside = [min(anytime_p(trial), anytime_p(-trial)) <= 0.025 for trial in trials]
     assert np.mean(outside) <= 0.05

@@ -1,4 +1,4 @@
-"""Upstreams die and come back while traffic runs: every request is accounted for, to the one."""
+"""Upstreams that die and return during traffic: every request is accounted for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The gateway as a client and an operator see it, over fake servers with exact ledgers."""
+"""The gateway's responses, metrics and errors, in front of fake servers whose ledgers are exact."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Answers without a body, and streams torn inside an event, from a server that writes its bytes by hand."""
+"""Responses without a body, and streams cut inside an event, from a server that writes raw bytes."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_head_requests_do_not_take_an_upstream_out(status: bytes) -> None:
 
 
 async def stream(client: httpx.AsyncClient) -> bytes:
-    """What of a stream came before it broke."""
+    """The bytes of a stream that arrived before its connection broke."""
     content = b""
     async with client.stream("POST", "/v1/completions", content=b"{}") as answer:
         try:

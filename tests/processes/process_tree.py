@@ -1,4 +1,4 @@
-"""Which processes a command has started, and which of them are left: from /proc, by process id and start time."""
+"""Processes that a command started and those that still run, from /proc, by process id and start time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Nothing that is started outlives the process that started it, nor leaves anything behind itself."""
+"""No child process, nor any of its descendants, outlives the process that started it."""
 
 from __future__ import annotations
 

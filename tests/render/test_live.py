@@ -18,7 +18,7 @@ from vllm_eb.policy import parse_policy
 
 
 def said(plan: Plan, waited_s: list[float]) -> list[str]:
-    """The lines of a run whose server was asked for after these times, and then served two requests."""
+    """The lines of a run that waited for its server, polled at these times, and then served two requests."""
     console = Console(file=io.StringIO(), width=40)
     with reporter(console, "eb", len(plan)) as observer:
         tell = startup_progress(observer, parse_policy("eb"), plan, Path("/tmp/server.log"))

@@ -1,4 +1,4 @@
-"""Runs shared by the tests of pages, exports and queries, and a browser to look with."""
+"""Runs shared by the tests of pages, exports and queries, and a headless browser."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def rewrite(run: Path, **changes: Any) -> None:
 
 @contextmanager
 def browser_page(html: Path, *, width: int = 1100, scheme: str = "light", touch: bool = False) -> Iterator[Any]:
-    """The file in headless Chromium, drawn. Console messages, errors and requests are on ``page.heard``."""
+    """The file in headless Chromium, rendered. Console messages, errors and requests are on ``page.heard``."""
     playwright = pytest.importorskip("playwright.sync_api")
     program = next(filter(None, map(shutil.which, BROWSERS)), None)
     if program is None:

@@ -1,4 +1,4 @@
-"""Exports read back by the tools they are for, or held to what these read."""
+"""Exports, read by the tools they are for or compared with what these read."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_llm_ds_own_reader_accepts_the_report(exported: Path, runs: Path) -> Non
 
 
 def stack_of(run: Path, **changes: object) -> list[dict[str, object]]:
-    """What llm-d is told of the instances of a run with these fields in its manifest."""
+    """The stack of the llm-d report for a run with these fields in its manifest."""
     rewrite(run, **changes)
     loaded = Run.load(run)
     document = llm_d_report(loaded, summarise(loaded))
@@ -175,7 +175,7 @@ def test_vllms_lists_and_peaks(runs: Path) -> None:
 
 
 def test_a_finished_request_without_its_times_does_not_stop_the_export(runs: Path) -> None:
-    """What the rules of validity foresee: a server says ok, and no token was seen."""
+    """A server reports success and no token was received; the run is INVALID and must still be exported."""
     run = Run.load(runs / "v1")
     rows = run.requests.to_pylist()
     rows[0] |= {"first_token_ns": None, "itl_ns": None, "output_tokens": None}

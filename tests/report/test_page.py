@@ -1,4 +1,4 @@
-"""The HTML report in a real browser: it draws, it works, it loads nothing, and names cannot hurt it."""
+"""The HTML report in a browser: charts, controls, no requests to other files, names escaped."""
 
 from __future__ import annotations
 
@@ -248,7 +248,7 @@ def test_hostile_names_are_only_text(runs: Path, tmp_path: Path) -> None:
 
 
 def test_the_file_refers_to_nothing_outside(page_file: Path) -> None:
-    """Beside the browser's word for it: no address in anything that could be fetched."""
+    """In addition to the browser's log of requests: no URL in any attribute that is fetched."""
     text = page_file.read_text(encoding="utf-8")
     markup = re.sub(r"<script[^>]*>.*?</script>", "", text, flags=re.DOTALL)
     assert not re.search(r"(src|href)\s*=\s*[\"'](?!data:)", markup)
@@ -260,7 +260,7 @@ def test_the_file_refers_to_nothing_outside(page_file: Path) -> None:
 
 
 def test_a_run_without_steps_still_has_a_page(runs: Path, tmp_path: Path) -> None:
-    """A server that is not ours records none."""
+    """A server without the scheduler plugin records no steps."""
     import pyarrow.parquet as pq
 
     shutil.copytree(runs / "v1", tmp_path / "v1")

@@ -197,7 +197,7 @@ def test_views_join_inside_a_run_directory(runs: Path, monkeypatch: pytest.Monke
 
 
 def test_notebooks_open_runs_directly(runs: Path) -> None:
-    """pandas, polars and DuckDB read the files with no help of ebbench."""
+    """pandas, polars and DuckDB read the files without ebbench."""
     path = runs / "v1" / "requests.parquet"
     tokens = summarise(Run.load(runs / "v1")).metrics.total_output_tokens
     pandas = pytest.importorskip("pandas")

@@ -1,4 +1,4 @@
-"""``show`` and ``compare`` decide by the same figure, and both say so in the same words."""
+"""``show`` and ``compare`` decide by the same figure, and state it in the same sentence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The simulated API server: a FIFO queue per process, between clients and engine, that changes nothing else."""
+"""The simulated API server: one FIFO queue per process between clients and engine."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def free_of_charge(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 class TickingServer:
-    """One FIFO server that does one nanosecond of work per tick: what the recursion must agree with."""
+    """Reference of the recursion: a FIFO server that does one nanosecond of work per tick."""
 
     def __init__(self) -> None:
         self._queue: deque[list[Any]] = deque()
@@ -158,7 +158,7 @@ def test_an_api_server_that_takes_no_time_changes_nothing(world: World, free_of_
 @given(world=worlds(), seed=st.integers(0, 5))
 @settings(max_examples=60, deadline=None)
 def test_decodes_made_in_a_row_and_one_by_one_are_the_same(world: World, seed: int) -> None:
-    """With the departures of earlier tokens between them, which release new requests."""
+    """Departures of earlier tokens lie between the steps and release new requests."""
     from ebbench.simulation import engine
 
     options = replace(world.options, api_server=DATACENTER, enable_prefix_caching=False, warmup=seed)

@@ -1,4 +1,4 @@
-"""Invariants S1-S10 of docs/invariants.md, over adversarial worlds."""
+"""Invariants S1-S10 of docs/invariants.md, over random settings chosen by hypothesis."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_s3_kv_blocks_are_conserved(world: World) -> None:
 def test_s3_no_policy_leaves_blocks_behind_under_any_kv_manager(
     manager: type[CountingKv | StreamKv | CachingKv], changes: dict[str, Any], world: World
 ) -> None:
-    """The engine's own run: its policy and the manager it chose for that plan, looked at when all has ended."""
+    """A run of the engine; the KV manager that it chose for the plan is examined after the run."""
     world = replace(world, options=replace(world.options, **changes))
     made: list[Any] = []
     with pytest.MonkeyPatch.context() as patch:
@@ -121,7 +121,7 @@ def test_s3_no_policy_leaves_blocks_behind_under_any_kv_manager(
 
 
 def _noted(build: Callable[..., None], made: list[Any]) -> Callable[..., None]:
-    """A constructor that also writes down what it made."""
+    """A constructor that also appends each object to ``made``."""
 
     def noted(self: Any, *args: Any, **options: Any) -> None:
         made.append(self)

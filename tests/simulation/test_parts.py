@@ -1,4 +1,4 @@
-"""The simulator's parts, each alone: scheduler, gates, step timer, engine loop."""
+"""Unit tests of the simulator: scheduler, gates, step timer, engine loop."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MS = 1_000_000
 
 
 class Heard:
-    """Keeps what a scheduler says of its requests."""
+    """Records the scheduler's calls about admitted and finished requests."""
 
     def __init__(self) -> None:
         self.admissions: list[tuple[int, bool]] = []

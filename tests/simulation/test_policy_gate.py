@@ -1,4 +1,4 @@
-"""PolicyGate alone: what it shows a policy of the scheduler, and what it makes of the policy's decisions."""
+"""Unit tests of PolicyGate: the view that it gives a policy, and how it applies decisions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MIXED = Decision("mixed", "mb", running_limit=4, k=None, n_limit=4)
 
 
 class Queue:
-    """Due in every step; says that the oldest request has waited half a second."""
+    """Due in every step; the oldest request has always waited half a second."""
 
     def due(self, now_s: float) -> bool:
         return True
@@ -34,7 +34,7 @@ class Queue:
 
 
 class Scripted:
-    """Gives decisions from a list and keeps what it was shown and told."""
+    """Returns decisions from a list and records its views and calls."""
 
     mode = "eb"
     queue = Queue()

@@ -1,4 +1,4 @@
-"""The simulator's shortcuts change nothing: steps made in one go, and cached blocks counted instead of named."""
+"""The simulator's shortcuts do not change results: coasted decode steps, and cached blocks counted per session."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Warm-up requests of the simulator: first, never recorded, and learnt from."""
+"""Warm-up requests of the simulator: sent first, not recorded, and used by policies that learn."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small worlds for the simulator's tests: plans of chosen lengths, a device, engine options."""
+"""Inputs of the simulator's tests: plans of chosen lengths, a device, engine options."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ POLICIES = (
 
 
 def device() -> Device:
-    """A linear device of no particular make."""
+    """A synthetic device with linear step times."""
     return Device("test", "test", LinearCost(CALIBRATION), 10_000, CALIBRATION, "made for tests")
 
 
@@ -88,14 +88,14 @@ def plan(
 
 @dataclass(frozen=True)
 class World:
-    """Everything a run is a function of."""
+    """All inputs of a simulated run: plan, policy, options and device."""
 
     plan: Plan
     policy: str
     options: EngineOptions
 
     def run(self) -> EngineResult:
-        """Simulate it."""
+        """The result of the simulation."""
         return SimEngine().run(self.plan, parse_policy(self.policy), device(), self.options, None)
 
 

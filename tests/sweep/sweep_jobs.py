@@ -1,4 +1,4 @@
-"""Stand-ins for running a cell, importable by worker processes; they leave a line in a file for every execution."""
+"""Substitutes for running a cell, importable by worker processes; each execution appends a line to a file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FIGURES = {"valid": True, "request_throughput": 1.0, "plan_hash": "p", "git_comm
 
 
 def _note(task: Task) -> Path:
-    """The folder for notes rides in ``tokenizer``, which no simulated cell reads."""
+    """The file of executions; its folder is passed in ``tokenizer``, which no simulated cell reads."""
     folder = Path(str(task.cell.plan.tokenizer))
     with (folder / str(task.cell.plan.seed)).open("a") as file:
         file.write("ran\n")

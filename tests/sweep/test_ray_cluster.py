@@ -1,4 +1,4 @@
-"""Sweeps on a Ray cluster of several local nodes, one of which is lost on the way."""
+"""Sweeps on a Ray cluster of several local nodes, one of which is lost during the sweep."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_without_an_address_a_cluster_of_somebody_else_is_left_alone(cluster: ob
 
 
 def test_a_cluster_of_its_own_ends_with_a_sweep_that_is_killed(tmp_path: Path) -> None:
-    """Left to themselves, two of Ray's agents run on for a minute."""
+    """Without cleanup two of Ray's agents run for another minute."""
     spec = spec_file(tmp_path, TINY.replace("repeats = 2", "repeats = 200"))
     command = [sys.executable, "-m", "ebbench", "sweep", str(spec), "--executor", "ray", "--workers", "1", "-o", "out"]
     with subprocess.Popen(

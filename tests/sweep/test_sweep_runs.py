@@ -1,4 +1,4 @@
-"""Sweeps carried out: resumed, killed, with cells that fail or take their process down."""
+"""Execution of sweeps: resumed, killed, with cells that fail or end their process."""
 
 from __future__ import annotations
 

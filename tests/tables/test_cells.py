@@ -1,4 +1,4 @@
-"""Cells are kept under their content: the same question is answered once, another question anew."""
+"""The store of cells: equal settings and code run once, any difference runs again."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def test_a_limit_of_the_plan_is_the_servers(small_cell: Cell) -> None:
 
 
 def test_half_a_run_is_no_answer(tmp_path: Path, small_cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On Ctrl-C the engine hands back what there is; it must not be kept as the cell's result."""
+    """On Ctrl-C the engine returns a partial result, which must not be stored."""
     whole = SimEngine.run
 
     def cut_off(self: SimEngine, *args: object) -> EngineResult:

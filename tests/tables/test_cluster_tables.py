@@ -1,4 +1,4 @@
-"""Tables of several instances: what their cells are, what is measured of a run, and what is said of it."""
+"""Tables of several instances: cells, figures of a run, and the sentences about them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hazard tests on lengths whose hazard is known, and the command on everything it takes."""
+"""Hazard tests on lengths whose hazard is known, and the command on each kind of input."""
 
 from __future__ import annotations
 

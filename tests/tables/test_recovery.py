@@ -1,4 +1,4 @@
-"""Recovery times on made-up runs in which the answer is known."""
+"""Recovery times of synthetic runs whose recovery time is known."""
 
 from __future__ import annotations
 

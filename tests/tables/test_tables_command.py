@@ -1,4 +1,4 @@
-"""`ebbench tables` as a user drives it, on a table 3 made small."""
+"""`ebbench tables` from the command line, on table 3 with few requests."""
 
 from __future__ import annotations
 

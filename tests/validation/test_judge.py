@@ -1,4 +1,4 @@
-"""The verdict of a validation, on made-up measurements whose errors and noise are known."""
+"""The verdict of a validation, on synthetic measurements whose errors and noise are known."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ebbench.validation.judge import (
 
 POLICIES, LOADS = ("v1", "eb"), (8, 32)
 TRUE_GAIN = 1.2
-"""Of eb over v1, in the made-up machine."""
+"""Gain of eb over v1 on the synthetic machine."""
 
 
 def observations(

@@ -19,7 +19,7 @@ POLICIES = (*PHASED, "cadence:every=4", "stock")
 
 @dataclass
 class Engine:
-    """The real core under a policy; ``outputs`` is what every schedule() came to."""
+    """vLLM's engine core under a policy; ``outputs`` has the result of every schedule()."""
 
     policy: str
     blocks: int = 400
@@ -56,7 +56,7 @@ class Engine:
             if self.scheduler.controller is not None:
                 self.scheduler.controller.keep_records()
         self._schedule, self.scheduler.schedule = self.scheduler.schedule, self._watched
-        # Grammars and their masks are not what is looked at.
+        # Grammars and their masks are not under test.
         self.scheduler.structured_output_manager.accept_tokens = lambda *_: True
         self.scheduler.get_grammar_bitmask = lambda *_: None
 

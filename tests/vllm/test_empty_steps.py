@@ -1,4 +1,4 @@
-"""Steps without tokens: none while requests could be served, and none that takes something with it."""
+"""Steps without tokens: none while requests could be served, and none that loses an event of a connector."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_events_would_be_lost_if_an_empty_output_were_made_and_thrown_away(monke
 
 @pytest.mark.parametrize("policy", PHASED)
 def test_every_output_that_vllm_makes_is_handed_on(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever an output may hold in a future vLLM: none is made and thrown away."""
+    """No scheduler output is created and discarded, so that fields of a future vLLM are not lost either."""
     from vllm.v1.core.sched import scheduler
 
     made: list[Any] = []

@@ -1,4 +1,4 @@
-"""The emulated engine itself: its shortcuts change nothing, and it refuses what cannot run."""
+"""The emulated engine: its shortcuts do not change results, and impossible settings are errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The vllm engine end to end on the CPU: a real server, real tokens; and what happens when the server is not right."""
+"""The vllm engine end to end on the CPU: a real server and model, and servers that fail."""
 
 from __future__ import annotations
 

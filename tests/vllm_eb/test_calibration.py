@@ -1,4 +1,4 @@
-"""Calibrations: what they refuse, JSON there and back."""
+"""Calibrations: invalid values, and a round trip through JSON."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""The plugin's settings: read back what was written, refuse the rest with the remedy."""
+"""The plugin's settings: a round trip through JSON, and errors that name the remedy."""
 
 from __future__ import annotations
 

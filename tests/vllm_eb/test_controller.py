@@ -1,4 +1,4 @@
-"""The policy core driven by hand: what it decides for given counts, and that it can explain it."""
+"""The controller: its decisions for given counts, and the reasons in its records."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What /metrics shows of the policy: counted from the controller's own records, read by another process."""
+"""The policy's figures in /metrics: counted from the controller's records, read by another process."""
 
 from __future__ import annotations
 

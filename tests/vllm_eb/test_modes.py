@@ -26,13 +26,13 @@ def calibrated(mixed_s: float) -> Calibration:
 
 
 def selector(mixed_s: float, margin: float, sticky: float = STICKY) -> ModeSelector:
-    """A selector with SEQS sequences active."""
+    """A selector with SEQS active sequences."""
     return ModeSelector(calibrated(mixed_s), margin, sticky, SEQS)
 
 
 @given(mixed_s=st.floats(0.0, 5e-4), margin=st.floats(-3e-4, 3e-4))
 def test_under_steady_traffic_it_switches_at_most_once(mixed_s: float, margin: float) -> None:
-    """Whatever the margin's sign: what lets exclusive batches in does not throw them out again."""
+    """For margins of either sign: the condition to enter exclusive batches excludes the condition to leave them."""
     chosen = selector(mixed_s, margin)
     evaluations = [chosen.evaluate(**MEANS) for _ in range(30)]
     assert sum(e.switched for e in evaluations) <= 1

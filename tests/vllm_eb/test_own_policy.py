@@ -1,4 +1,4 @@
-"""A policy of one's own is one module: it runs in the simulator, on the command line, in reports and in vLLM."""
+"""A policy of the user is one module: it runs in the simulator, on the command line, in reports and in vLLM."""
 
 from __future__ import annotations
 

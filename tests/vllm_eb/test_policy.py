@@ -115,7 +115,7 @@ CHANGED = {
 
 
 def told(spec: PolicySpec) -> list[object]:
-    """What a controller decides and records over a made-up course of events."""
+    """Decisions and records of a controller over a fixed sequence of events."""
     made = Controller(
         spec,
         Calibration(0.005, 1e-5, 0.02, 1e-5),
@@ -135,7 +135,7 @@ def told(spec: PolicySpec) -> list[object]:
 
 
 def unchecked(spec: PolicySpec, key: str, value: object) -> PolicySpec:
-    """A copy with another value, which need not make sense beside the others."""
+    """A copy with another value, without validation."""
     made = copy.copy(spec)
     object.__setattr__(made, key, value)
     return made

@@ -1,4 +1,4 @@
-"""The order of a queue with a target for the first token: fewest late, nothing lost, nobody forever."""
+"""The order of a queue with a target for the first token: fewest late requests, none lost, none that waits for ever."""
 
 from __future__ import annotations
 

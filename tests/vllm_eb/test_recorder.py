@@ -1,4 +1,4 @@
-"""The record directory: what goes in comes out, also after a kill, also over several shards."""
+"""The record directory: a round trip of records, also after a kill and over several shards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Targets of the marginal policy: how many sequences they allow, who may pause, how long answers are, who is behind."""
+"""Targets of the marginal policy: allowed sequences, pauses, mean answer length, and answers behind their target."""
 
 from __future__ import annotations
 

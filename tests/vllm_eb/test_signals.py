@@ -1,4 +1,4 @@
-"""Ends of forward passes: what PassClock says of them, and that it arrives over a real socket."""
+"""Signals at the end of forward passes: the values of PassClock, and their transport over a socket."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STUCK = 40_000
 
 
 class Kept:
-    """Stands in for a publisher."""
+    """Substitute for a publisher that keeps its signals."""
 
     def __init__(self) -> None:
         self.signals: list[Signal] = []

@@ -1,4 +1,4 @@
-"""A tiny data-set hub on 127.0.0.1: the part of the protocol that streaming through ``datasets`` uses.
+"""A small data-set hub on 127.0.0.1: the part of the protocol that streaming through ``datasets`` uses.
 
 Serves whole repositories out of a dictionary, with range requests, and counts the bytes it sent of each file.
 """

@@ -1,4 +1,4 @@
-"""The hub source against a local server that speaks the hub's protocol; ``datasets`` does the talking.
+"""The hub source, through ``datasets``, against a local server with the hub's protocol.
 
 In a process of its own, since the libraries read ``HF_ENDPOINT`` when they are imported.
 """
@@ -41,13 +41,13 @@ Ask = Callable[..., list[Any]]
 def ask(tmp_path: Path) -> Ask:
     """Build plans in a process whose hub is ``endpoint``."""
 
-    def run(endpoint: str, *wishes: dict[str, Any], **more: str) -> list[Any]:
+    def run(endpoint: str, *requests: dict[str, Any], **more: str) -> list[Any]:
         environ = {
             **os.environ, "HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path / "hf"), "NO_PROXY": "127.0.0.1",
             "XDG_CACHE_HOME": str(tmp_path / "cache"), "PYTHONPATH": ":".join(sys.path), **more,
         }  # fmt: skip
         done = subprocess.run(
-            [sys.executable, "-c", ASK, json.dumps(wishes)], env=environ, capture_output=True, text=True, timeout=120
+            [sys.executable, "-c", ASK, json.dumps(requests)], env=environ, capture_output=True, text=True, timeout=120
         )
         assert done.returncode == 0, done.stderr
         return [json.loads(line) for line in done.stdout.splitlines()]
@@ -167,13 +167,13 @@ def test_a_hub_without_the_data_set(ask: Ask) -> None:
 
 def test_a_hub_whose_file_is_missing_or_wrong(ask: Ask) -> None:
     name = "anon8231489123/ShareGPT_Vicuna_unfiltered"
-    wishes = {"workload": "sharegpt", "num_prompts": 3}, {"workload": "sharegpt", "source": "hub"}
+    requests = {"workload": "sharegpt", "num_prompts": 3}, {"workload": "sharegpt", "source": "hub"}
     for files, reason in (
         ({"other.json": b"[]"}, "cannot be read"),
         ({SHAREGPT_FILE: b'[{"a": 1}]'}, "not as expected"),
     ):
         with MiniHub({name: files}) as hub:
-            auto, strict = ask(hub.endpoint, *wishes)
+            auto, strict = ask(hub.endpoint, *requests)
         assert auto["facts"]["source"] == "profile"
         assert reason in auto["facts"]["source_reason"]
         assert strict["exit_code"] == 4

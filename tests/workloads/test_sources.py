@@ -1,4 +1,4 @@
-"""Which source is taken, why, and that the decision is made in bounded time."""
+"""Choice of the source of lengths, its reason, and its time limit."""
 
 import socket
 import threading
