@@ -38,6 +38,7 @@ class Scripted:
 
     mode = "eb"
     queue = Queue()
+    prompt_tokens_wanted = 0
 
     def __init__(self, *decisions: Decision, orders_queue: bool = False) -> None:
         self.decisions, self.orders_queue = list(decisions), orders_queue
