@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -135,7 +135,7 @@ def test_the_load_is_recorded_in_json(summary: Summary) -> None:
     assert told["max_concurrency"] == 8
     assert (told["gpus"], told["topology"]) == (1, None)
     assert (told["max_num_batched_tokens"], told["max_num_seqs"]) == (8192, 1024)
-    assert told["policy_settings"] == {}
+    assert told["policy_settings"] == asdict(parse_policy("v1"))
     assert replace(summary, policy="eb:k=7").to_dict()["policy_settings"]["k"] == 7
     assert replace(summary, policy="my server").to_dict()["policy_settings"] is None
 

@@ -136,6 +136,13 @@ def test_a_prefill_step_admits_no_more_than_its_limit() -> None:
     assert list(table.scheduler.waiting) == [2]
 
 
+def test_a_step_holds_no_more_tokens_than_its_budget() -> None:
+    short = Decision("prefill", "eb", running_limit=4, k=2, n_limit=4, token_budget=10)
+    table = Table(Scripted(short, PREFILL), [(40, 2)], budget=64)
+    table.add(0)
+    assert [table.step().tokens.tolist() for _ in range(2)] == [[10], [30]]
+
+
 def test_a_prefill_step_without_room_becomes_a_decode_step_at_once() -> None:
     """Four blocks: request 0 holds three, and request 1 needs two."""
     policy = Scripted(PREFILL, PREFILL, DECODE)
