@@ -5,9 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from ebbench.devices.base import StepShape
+from ebbench.records.plan import ClosedPhase
 from ebbench.simulation.engine import EngineLoop, StepTimer, Unit
 from ebbench.simulation.gate import OpenGate
 from ebbench.simulation.kv import CountingKv
+from ebbench.simulation.releases import Releases
 from ebbench.simulation.scheduler import Scheduler
 from ebbench.simulation.state import RequestState
 from ebbench.simulation.step import SchedulerLimits, Step
@@ -124,3 +126,10 @@ def test_units_in_lockstep_take_as_long_as_the_slowest_and_idle_ones_make_no_ste
     assert [(unit, step.start_ns, step.end_ns) for unit, step in log.steps] == [(0, 0, 70 * MS), (2, 0, 70 * MS)]
     assert engine.idle
     assert np.array_equal(state.token_ns, [70 * MS, 70 * MS])
+
+
+def test_each_phase_of_a_closed_loop_releases_its_sessions_at_its_concurrency() -> None:
+    phases = [ClosedPhase("a", 1, 1), ClosedPhase("b", 2, 1), ClosedPhase("c", 2, 2)]
+    releases = Releases(plan([(5, 3)] * 5, phases=phases))
+    assert releases.start() == [0]
+    assert [releases.ended(row) for row in (0, 1, 2, 3, 4)] == [[1], [2], [3, 4], [], []]
