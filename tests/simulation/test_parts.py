@@ -129,7 +129,8 @@ def test_units_in_lockstep_take_as_long_as_the_slowest_and_idle_ones_make_no_ste
 
 
 def test_each_phase_of_a_closed_loop_releases_its_sessions_at_its_concurrency() -> None:
-    phases = [ClosedPhase("a", 1, 1), ClosedPhase("b", 2, 1), ClosedPhase("c", 2, 2)]
-    releases = Releases(plan([(5, 3)] * 5, phases=phases))
+    phases = [ClosedPhase("a", 1, 1), ClosedPhase("b", 3, 1), ClosedPhase("c", 2, 2)]
+    releases = Releases(plan([(5, 3)] * 6, phases=phases))
     assert releases.start() == [0]
-    assert [releases.ended(row) for row in (0, 1, 2, 3, 4)] == [[1], [2], [3, 4], [], []]
+    # With the last session of "b" the concurrency of "c" applies.
+    assert [releases.ended(row) for row in range(6)] == [[1], [2], [3, 4], [5], [], []]
