@@ -113,14 +113,15 @@ class AdaptiveThreshold:
         )  # eq. 8 compares costs, so the lower bound on the threshold does not apply to it
         self._updates += 1
         if self._spec.memory_safe and now_s - self._last_n_update_s >= N_UPDATE_INTERVAL_S:
-            safe = memory_safe_batch(
-                self._capacity_tokens,
-                self._lengths.mu_l,
-                estimate.p0,
-                self.theta,
-                self._spec.epsilon,
-                form=self._spec.memory_form,
-            )
-            self.n_limit = min(max(safe, 1), self._max_num_seqs)
+            self.n_limit = min(max(self._memory_safe(estimate), 1), self._max_num_seqs)
             self._last_n_update_s = now_s
         return Update(estimate, found.theta0, found.zeta, found.delta_theta, self.theta, self.n_limit)
+
+    def _memory_safe(self, estimate: HazardEstimate) -> int:
+        """Number of sequences that fit into the KV cache while they grow."""
+        if estimate.mean <= 1.0:  # responses of one token do not grow, and prompts that do not fit are not admitted
+            return self._max_num_seqs
+        spec = self._spec
+        return memory_safe_batch(
+            self._capacity_tokens, self._lengths.mu_l, estimate.p0, self.theta, spec.epsilon, form=spec.memory_form
+        )

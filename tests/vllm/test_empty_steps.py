@@ -51,6 +51,19 @@ def test_answers_of_one_token_leave_no_step_empty_and_end_as_fast_as_under_stock
     )
 
 
+@pytest.mark.parametrize("asynchronous", [True, False])
+@pytest.mark.parametrize(
+    "policy",
+    ["eb:update_every=20", "ebplus:margin=-1,sticky=-1,update_every=2,min_samples=2", "marginal:ttft=0.2,tpot=0.02"],
+)
+def test_answers_of_one_token_need_no_kv_kept_free_for_them(policy: str, asynchronous: bool) -> None:
+    """None grows, so a bound on the batch for the sake of growing answers only costs throughput."""
+    little = {"asynchronous": asynchronous, "blocks": 60, "longest": 200, "calls": 1500}
+    ours, stock = answers_of_one_token(policy, **little), answers_of_one_token("stock", **little)
+    assert ours.ended / ours.seconds >= 0.99 * stock.ended / stock.seconds
+    assert ours.empty <= stock.empty
+
+
 class Connector:
     """Counts like the scheduler's side of the routed-experts connector: events go out once, with the next output."""
 

@@ -22,6 +22,8 @@ from vllm_eb.strategy import Change, EngineFacts, PhaseState, StepChoice, Strate
 
 ALLOWED_EVERY = 16  # decisions between two updates of the batch size that the TPOT target allows
 
+ONE_TOKEN = 1.5  # tokens; a mean response below it is mostly one token
+
 
 @dataclass(frozen=True, kw_only=True)
 class MarginalSpec(PolicySpec):
@@ -145,7 +147,7 @@ class MarginalPolicy(Strategy):
             decoding=view.decoding,
             stepped=stepped,
             answer_tokens=self._answers.mean,
-            reachable=self._tpot_in_reach,
+            reachable=self._tpot_in_reach and not self._one_token,
         )
 
     def _cheapest_step(self, view: View, refill: int, *, blocked: bool) -> Choice:
@@ -188,6 +190,11 @@ class MarginalPolicy(Strategy):
             hazard=1.0 / self._answers.mean,
         )
 
+    @property
+    def _one_token(self) -> bool:
+        """Whether responses have one token: they do not grow, and have no time per further token."""
+        return self.lengths.mu_o < ONE_TOKEN
+
     def plan_batch(self) -> None:
         """Compute how many sequences the TPOT target allows at the mean lengths so far."""
         allowed = self._service.seqs_allowed(
@@ -198,6 +205,8 @@ class MarginalPolicy(Strategy):
             mu_o=self._answers.mean,
             at_most=self._max_num_seqs,
         )
+        if self._one_token:
+            allowed = self._max_num_seqs
         self._tpot_in_reach, self._allowed = allowed > 0, allowed or self._max_num_seqs
 
     def prompts_that_fit(self, view: View) -> float:
@@ -205,8 +214,11 @@ class MarginalPolicy(Strategy):
         worthwhile.
 
         Without a latency target preemptions can raise throughput; with one they can save a first token that is nearly
-        late, while running responses can pause without missing their TPOT target.
+        late, while running responses can pause without missing their TPOT target. No bound if responses have one
+        token, since none grows.
         """
+        if self._one_token:
+            return math.inf
         active, free_tokens = view.decoding + view.prefilling, view.free_blocks * self.engine.block_size
         context_tokens, prompt_tokens = self._mean_context(view), self.lengths.mu_l
         fit = self._room.prompts(
