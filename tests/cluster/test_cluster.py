@@ -212,7 +212,7 @@ def test_every_request_knows_its_unit_and_facts_say_where_it_waited() -> None:
 @pytest.mark.parametrize(
     ("text", "why"),
     [("dp=0", "at least 1"), ("4q", "write for example"), ("tp=4,dp=8,ep=31", "tp x dp"), ("", "empty"),
-     ("2p2d,instances=2", "instances already"), ("dp=x", "whole number"), ("dp=2,dp=3", "twice"),
+     ("2p2d,instances=2", "already gives the number of instances"), ("dp=x", "whole number"), ("dp=2,dp=3", "twice"),
      ("tpp=2", "did you mean 'tp'")],
 )  # fmt: skip
 def test_unknown_topologies_are_refused_with_the_reason(text: str, why: str) -> None:

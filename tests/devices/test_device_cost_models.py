@@ -68,7 +68,7 @@ def test_more_decodes_or_context_never_take_less(
 
 
 @settings(deadline=None, max_examples=300)
-@given(cases, st.integers(1, 8192), st.integers(0, 8192), st.integers(1, 2048))
+@given(cases, st.integers(2, 8192), st.integers(0, 8192), st.integers(1, 2048))  # vLLM computes one token as a decode
 def test_more_prompt_never_takes_less(case: tuple[str, str, str], chunk: int, before: int, more: int) -> None:
     cost = model(case)
     base = cost.step_s(shape([(chunk, before)], 0, 0))

@@ -327,7 +327,7 @@ def test_bad_usage(runs: Path, tmp_path: Path) -> None:
         ((runs / "nothing",), 3, "no such run directory"),
         ((runs, "-o", tmp_path), 2, "is a directory"),
         ((runs, "--export", "pdf"), 2, "unknown export 'pdf'"),
-        ((runs, "--export", "vllm", "--html"), 2, "give one of them"),
+        ((runs, "--export", "vllm", "--html"), 2, "give either"),
     ):
         done = invoke("report", *arguments)
         assert (done.exit_code, done.stderr.count("\n")) == (code, 1)

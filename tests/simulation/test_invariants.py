@@ -41,14 +41,17 @@ def test_s1_every_request_ends_once_with_all_its_tokens(world: World) -> None:
 def test_s2_scheduled_tokens_add_up(world: World) -> None:
     """After its last preemption a request is given everything but its last output token and what the cache held.
 
-    Before that, a preemption loses what was computed, one token at least.
+    Before that, a preemption loses what was computed, one token at least, unless the token in flight ended the request.
+    A step that only preempts and then holds nothing has no row, so its preemption cannot be placed in time.
     """
     result = world.run()
     given_tokens: Counter[str] = Counter()
     since_preempted: Counter[str] = Counter()
+    placed: Counter[str] = Counter()
     for step in result.steps.to_pylist():
         for name in step["preempted_ids"]:
             since_preempted[name] = 0
+            placed[name] += 1
         for name, tokens in zip(step["request_ids"], step["request_tokens"], strict=True):
             given_tokens[name] += tokens
             since_preempted[name] += tokens
@@ -57,15 +60,16 @@ def test_s2_scheduled_tokens_add_up(world: World) -> None:
         if not request["preemptions"]:
             assert given_tokens[name] == whole - request["cached_tokens"]
             continue
-        if since_preempted[name]:
+        ended_in_flight = not since_preempted[name]
+        if not ended_in_flight and placed[name] == request["preemptions"]:
             found_in_cache = whole - since_preempted[name]
             assert found_in_cache >= 0
             assert found_in_cache % 16 == 0 if world.options.enable_prefix_caching else found_in_cache == 0
-        else:
-            assert world.options.async_scheduling, "ended by the token in flight when it was preempted"
+        if ended_in_flight:
+            assert world.options.async_scheduling, "only with asynchronous scheduling a token is in flight"
         # A preempted request loses what it has computed, one token at least; the prefix cache may give it back.
         once = whole - request["cached_tokens"]
-        least = 0 if world.options.enable_prefix_caching else request["preemptions"]
+        least = 0 if world.options.enable_prefix_caching else request["preemptions"] - ended_in_flight
         assert once + least <= given_tokens[name] <= once + request["preemptions"] * whole
 
 
@@ -161,7 +165,7 @@ def test_s6_exclusive_steps_are_exclusive(world: World) -> None:
     """Under EB no decode in a prefill step and no prefill in a decode step."""
     phases = {(s["mode"], s["phase"]) for s in world.run().steps.to_pylist()}
     assert ("eb", "mixed") not in phases
-    if world.policy.partition(":")[0] in ("v1", "cadence"):
+    if world.policy.partition(":")[0] in ("v1", "cadence", "ppas", "batchwait", "slochunk"):
         assert {mode for mode, _ in phases} == {"mb"}
     elif not world.policy.startswith("ebplus") and world.policy not in MARGINAL[::2]:
         assert {mode for mode, _ in phases} == {"eb"}
