@@ -101,7 +101,9 @@ def _phases_of(run: Run, slo: Slo | None) -> tuple[Summary, ...]:
 
 def _title(summaries: Sequence[Summary]) -> str:
     workloads = dict.fromkeys(summary.workload for summary in summaries)
-    devices = dict.fromkeys(summary.device for summary in summaries)
+    devices = dict.fromkeys(
+        "a server" if summary.device == conditions.UNKNOWN_DEVICE else summary.device for summary in summaries
+    )
     return f"{', '.join(workloads)} on {', '.join(devices)}"
 
 
