@@ -77,8 +77,13 @@ def test_more_prompt_never_takes_less(case: tuple[str, str, str], chunk: int, be
     assert cost.step_s(shape([(chunk, before), (more, 0)], 0, 0)) * TOLERANCE >= base
 
 
+def whole_prompts(prefill: list[tuple[int, int]]) -> bool:
+    """No chunk of one token: vLLM computes it as a decode, whose cost is that of the mean context of all decodes."""
+    return all(chunk > 1 for chunk, _ in prefill)
+
+
 @settings(deadline=None, max_examples=300)
-@given(cases, chunks.filter(bool), st.integers(1, 2048), contexts)
+@given(cases, chunks.filter(bool).filter(whole_prompts), st.integers(1, 2048), contexts)
 def test_a_mixed_step_costs_at_least_either_part(
     case: tuple[str, str, str], prefill: list[tuple[int, int]], seqs: int, context: int
 ) -> None:
