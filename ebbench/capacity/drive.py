@@ -15,9 +15,11 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from ebbench.analysis.columns import RequestColumns
+from ebbench.capacity.estimate import estimate
 from ebbench.capacity.limits import Limits
 from ebbench.capacity.probe import FEWEST_PER_OPEN, Reading, least_possible, read_probe
-from ebbench.capacity.search import Estimate, Probe, Search, estimate, next_load
+from ebbench.capacity.search import next_load
+from ebbench.capacity.search_types import Estimate, Probe, Search
 from ebbench.errors import RunError
 from ebbench.records.run import Run
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ebbench.analysis.slo import METRICS, Slo, parse_slo, slo_from_limits
-from ebbench.capacity.search import Requirement
+from ebbench.capacity.search_types import Requirement
 from ebbench.config.setting_strings import Setting, named_settings, pairs_of, value_of
 from ebbench.errors import UsageError
 

@@ -19,8 +19,9 @@ from ebbench.analysis.metrics import meets
 from ebbench.analysis.slo import METRICS, slo_from_limits
 from ebbench.analysis.steady import Window, completed_sessions_per_s, steady_windows
 from ebbench.analysis.validity import FAILURE_LIMIT
+from ebbench.capacity.crossing import Floats
 from ebbench.capacity.limits import Limits
-from ebbench.capacity.search import Counts, Floats, Probe
+from ebbench.capacity.search_types import Counts, Probe
 from ebbench.records.manifest import PhaseFact
 from ebbench.records.run import Run
 

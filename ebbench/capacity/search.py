@@ -4,8 +4,8 @@ A probe runs one load with one seed and counts, per requirement, how many reques
 grows. Capacity is the load at which the share equals the required one; of several requirements the one with the lowest
 capacity decides.
 
-The search has no state: :func:`next_load` and :func:`estimate` are pure functions of the probes so far, so a stopped
-search continues from stored probes. It has three stages:
+The search has no state: :func:`next_load` and :func:`~ebbench.capacity.estimate.estimate` are pure functions of the
+probes so far, so a stopped search continues from stored probes. It has three stages:
 
 1. Bracket: double or halve the load until one probe met every requirement and a higher one did not.
 2. Narrow: bisect the bracket, on a log scale, down to a ratio of ``NARROW``.
@@ -13,140 +13,25 @@ search continues from stored probes. It has three stages:
    enough. If the share falls too steeply for a fit, bisect to the end and repeat the probes at both ends. If requests
    meet the requirements even while the queue grows without bound (a limit on TPOT alone, for example), there is no
    crossing: capacity is then the rate at which an overloaded system completes sessions, so probes go above it.
-
-The estimate fits a logistic curve, share over log(load), to the probes near the crossing (quasi-binomial regression,
-Wedderburn 1974). A pure bisection would treat each noisy probe as exact and give no interval; the fit uses how far each
-probe was above or below, and its residuals measure the noise. Requests of one run are not independent (they share a
-queue), so the variance is multiplied by the dispersion, the larger of two estimates: between probes, from the
-residuals, and within probes, from batches of consecutive requests.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
-from scipy import stats
-
-Floats = npt.NDArray[np.float64]
+from ebbench.capacity.crossing import FEWEST
+from ebbench.capacity.estimate import SURELY_OVER, bracket, estimate, waits_only
+from ebbench.capacity.search_types import Estimate, Probe, Search
 
 NARROW = 1.15
 """Ratio of the bracket's ends at which refining begins."""
-_NEAR = math.log(1.25)
-"""Largest distance from the crossing, in log(load), of probes in the fit; the logistic curve is a local
-approximation."""
-_NEAR_LOGITS = 2.5
-"""Distance from the crossing, in logits of the fitted share, of probes in the fit: a steep curve uses fewer loads."""
-_FEWEST = 5
-"""Least number of probes for a fit: two parameters and three residuals."""
-_CONFIDENCE = 0.95
 _OVERLOAD = 1.25
 """Load of a probe that measures the rate at which an overloaded system completes sessions, over that rate."""
-_SURELY_OVER = 1.08
-"""With less overload a queue may have grown by chance."""
-_WIDEST = math.log(2)
-"""Wider half intervals, in log(load), are not reported."""
-_FLATTEST = -0.5
-"""Slopes of logit(share) over log(load) above this do not locate the crossing."""
 _LOWEST = 1 / 1024
 """The lowest load tried, over the first one: there requests hardly overlap."""
-_GROWING = 1.02
-"""If twice the open sessions complete less than this factor more sessions/s, the additional ones only wait."""
 _CONFIRMED = 2
 """Probes at each end of a bracket that is narrow enough, before it is accepted as the result."""
-_SURE_DEVIATIONS = 4.0
-"""Standard deviations between the share at an end of the bracket and the required one that count as certain."""
-
-
-@dataclass(frozen=True)
-class Requirement:
-    """``share`` of the requests must meet the limits named ``name`` (``ttft``, ``tpot``, ``ttft tpot``, ...)."""
-
-    name: str
-    share: float
-
-
-@dataclass(frozen=True)
-class Counts:
-    """How many of ``counted`` requests met a requirement; ``batches``: the same for consecutive parts of the run."""
-
-    met: int
-    counted: int
-    batches: tuple[tuple[int, int], ...] = ()
-
-    @property
-    def share(self) -> float:
-        """Share of the counted requests that met the requirement; 0 if none was counted."""
-        return self.met / self.counted if self.counted else 0.0
-
-
-@dataclass(frozen=True)
-class Probe:
-    """One run at ``load`` (requests/s or concurrent sessions) with ``seed``; ``counts`` has one entry per requirement.
-
-    ``runaway``: the queue grew during all arrivals, so the load is above capacity regardless of the counts.
-    ``served_per_s``: rate of completed sessions. ``failed``: requests failed or the run is INVALID; the load counts as
-    above capacity and is not used in fits.
-    """
-
-    load: float
-    seed: int
-    counts: tuple[Counts, ...]
-    runaway: bool = False
-    failed: str = ""
-    served_per_s: float | None = None
-
-    def meets(self, requirements: Sequence[Requirement]) -> bool:
-        """Whether every requirement was met and the queue stayed bounded."""
-        return self.within(requirements) and not self.runaway and not self.failed
-
-    def within(self, requirements: Sequence[Requirement]) -> bool:
-        """Whether enough of the counted requests met every requirement."""
-        return all(c.share >= r.share for c, r in zip(self.counts, requirements, strict=True))
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """Capacity with a 95 % interval. ``limited_by``: the requirement that decides, ``queue`` or ``errors``.
-
-    ``low`` and ``high`` are the bracket if there are too few probes for a fit (``fitted`` is False). ``capacity`` is
-    None if no probed load met the requirements; ``high`` is infinite if every one did.
-    """
-
-    capacity: float | None
-    low: float
-    high: float
-    limited_by: str
-    fitted: bool
-
-    @property
-    def half_width(self) -> float:
-        """Half the interval as a share of the capacity; infinite without an interval."""
-        if self.capacity is None or not math.isfinite(self.high) or self.capacity <= 0:
-            return math.inf
-        return (self.high - self.low) / (2 * self.capacity)
-
-
-@dataclass(frozen=True)
-class Search:
-    """The question:
-
-    ``requirements``, first load to try, precision, and whether loads are whole numbers (``integer``).
-    """
-
-    requirements: tuple[Requirement, ...]
-    start: float
-    precision: float = 0.02
-    integer: bool = False
-    most: float = math.inf
-
-    def rounded(self, load: float) -> float:
-        """The load rounded to one that can be run."""
-        load = min(load, self.most)
-        return float(max(1, round(load))) if self.integer else load
 
 
 def next_load(search: Search, probes: Sequence[Probe]) -> float | None:
@@ -158,7 +43,7 @@ def next_load(search: Search, probes: Sequence[Probe]) -> float | None:
         return _lower(search, min(probe.load for probe in probes))
     if high is None:
         return None if low >= search.most or waits_only(search, probes) else search.rounded(2 * low)
-    if search.integer and high - low <= 1 and len(probes) >= _FEWEST:
+    if search.integer and high - low <= 1 and len(probes) >= FEWEST:
         return None
     if high / low > NARROW:
         return _between(search, low, high, probes)
@@ -173,98 +58,6 @@ def next_load(search: Search, probes: Sequence[Probe]) -> float | None:
         return _between(search, low, high, probes)
     again = _unconfirmed(low, high, probes)
     return _refined(search, probes, found) if again is None and found.half_width > search.precision else again
-
-
-def waits_only(search: Search, probes: Sequence[Probe]) -> bool:
-    """Whether, in a closed loop, twice the open sessions completed no more sessions/s: the additional ones waited."""
-    rates = {p.load: p.served_per_s for p in probes if p.served_per_s}
-    highest = max(rates, default=0.0)
-    before = rates.get(highest / 2)
-    return search.integer and before is not None and rates[highest] < _GROWING * before
-
-
-def bracket(search: Search, probes: Sequence[Probe]) -> tuple[float | None, float | None]:
-    """The highest load that met the requirements below the lowest that did not, and that lowest.
-
-    Noise can put a failing probe below a passing one; each load is then judged by the majority of the probes up to it,
-    by isotonic regression of pass (1) and fail (0) over the load (pool adjacent violators).
-    """
-    loads = sorted({probe.load for probe in probes})
-    passed = [[float(p.meets(search.requirements)) for p in probes if p.load == load] for load in loads]
-    fitted = _falling([float(np.mean(group)) for group in passed], [len(group) for group in passed])
-    passing = [load for load, share in zip(loads, fitted, strict=True) if share >= 0.5]
-    failing = [load for load, share in zip(loads, fitted, strict=True) if share < 0.5]
-    return (max(passing) if passing else None), (min(failing) if failing else None)
-
-
-def estimate(search: Search, probes: Sequence[Probe]) -> Estimate:
-    """Capacity from all probes so far."""
-    if not probes:
-        return Estimate(None, 0.0, math.inf, "not reached", fitted=False)
-    low, high = bracket(search, probes)
-    if low is None:
-        return Estimate(None, 0.0, high or math.inf, _blame(search, probes), fitted=False)
-    if high is None:
-        by = "queue" if waits_only(search, probes) else "not reached"
-        return Estimate(low, low, math.inf, by, fitted=False)
-    middle = math.sqrt(low * high)
-    if any(probe.failed and probe.load <= high for probe in probes):
-        return Estimate(middle, low, high, "errors", fitted=False)
-    found = [
-        crossing
-        for index, requirement in enumerate(search.requirements)
-        if (crossing := _crossing(requirement, index, probes, middle)) is not None
-    ]
-    if not found and _blame(search, probes) == "queue":
-        return _overloaded(probes, low, high)
-    known = Estimate(middle, *_undisputed(search, probes), _blame(search, probes), fitted=False)
-    if not found:
-        return known
-    best = min(found, key=lambda crossing: crossing.capacity or math.inf)
-    if best.half_width > known.half_width and _beyond_doubt(search, probes, low, high):
-        return known
-    return best
-
-
-def _undisputed(search: Search, probes: Sequence[Probe]) -> tuple[float, float]:
-    """The highest passing load below every failing one, and the lowest failing load above every passing one."""
-    passing = [probe.load for probe in probes if probe.meets(search.requirements)]
-    failing = [probe.load for probe in probes if not probe.meets(search.requirements)]
-    low = max((load for load in passing if load < min(failing)), default=0.0)
-    return low, min((load for load in failing if load > max(passing)), default=math.inf)
-
-
-def _beyond_doubt(search: Search, probes: Sequence[Probe], low: float, high: float) -> bool:
-    """Whether the ends of the bracket are certain: the share falls in a step between them."""
-    if _undisputed(search, probes) != (low, high):
-        return False
-    at_low, at_high = ([p for p in probes if p.load == load] for load in (low, high))
-    requirements = list(enumerate(search.requirements))
-    sure = all(_deviations(at_low, index, each.share) > _SURE_DEVIATIONS for index, each in requirements)
-    short = any(_deviations(at_high, index, each.share) < -_SURE_DEVIATIONS for index, each in requirements)
-    return sure and (short or all(probe.runaway for probe in at_high))
-
-
-def _deviations(probes: Sequence[Probe], index: int, share: float) -> float:
-    """Distance of the counts from the required share in standard deviations; requests of one run are dependent."""
-    counted = sum(probe.counts[index].counted for probe in probes)
-    met = sum(probe.counts[index].met for probe in probes)
-    dispersion = max(1.0, _within(probes, index))
-    return (met - share * counted) / math.sqrt(max(counted, 1) * share * (1 - share) * dispersion)
-
-
-def _falling(values: list[float], weights: list[int]) -> list[float]:
-    """Weighted least-squares fit that never increases (pool adjacent violators)."""
-    blocks: list[list[float]] = []  # mean, weight, length
-    for value, weight in zip(values, weights, strict=True):
-        blocks.append([value, float(weight), 1.0])
-        while len(blocks) > 1 and blocks[-2][0] < blocks[-1][0]:
-            mean, heavy, length = blocks.pop()
-            before = blocks[-1]
-            before[0] = (before[0] * before[1] + mean * heavy) / (before[1] + heavy)
-            before[1] += heavy
-            before[2] += length
-    return [mean for mean, _, length in blocks for _ in range(int(length))]
 
 
 def _lower(search: Search, lowest: float) -> float | None:
@@ -293,7 +86,7 @@ def _overloading(search: Search, probes: Sequence[Probe], found: Estimate) -> fl
     assert found.capacity is not None
     highest = max((probe.load for probe in probes if probe.runaway), default=0.0)
     load = search.rounded(min(_OVERLOAD * found.capacity, highest))
-    return load if load >= _SURELY_OVER * found.capacity else None
+    return load if load >= SURELY_OVER * found.capacity else None
 
 
 def _refined(search: Search, probes: Sequence[Probe], found: Estimate) -> float:
@@ -303,127 +96,3 @@ def _refined(search: Search, probes: Sequence[Probe], found: Estimate) -> float:
     spread = min(max(search.precision, found.half_width / 2), math.log(NARROW) / 2)
     side = 1 if len(probes) % 2 else -1
     return search.rounded(found.capacity * math.exp(side * spread))
-
-
-def _blame(search: Search, probes: Sequence[Probe]) -> str:
-    """The requirement that the lowest failing probe missed; the queue only if the counted requests met all of them."""
-    failing = [probe for probe in probes if not probe.meets(search.requirements)]
-    if not failing:
-        return "not reached"
-    probe = min(failing, key=lambda probe: probe.load)
-    if probe.failed:
-        return "errors"
-    short = [
-        (count.share - requirement.share, requirement.name)
-        for count, requirement in zip(probe.counts, search.requirements, strict=True)
-    ]
-    worst, name = min(short)
-    return name if worst < 0 else "queue"
-
-
-def _overloaded(probes: Sequence[Probe], low: float, high: float) -> Estimate:
-    """The rate at which overloaded probes completed sessions, with a t interval.
-
-    With fewer than three such probes the interval is the bracket.
-    """
-    runaway = [probe for probe in probes if probe.runaway and probe.served_per_s]
-    rates = [p.served_per_s for p in runaway if p.served_per_s and p.load >= _SURELY_OVER * p.served_per_s]
-    if not rates:
-        return Estimate(math.sqrt(low * high), low, high, "queue", fitted=False)
-    mean = float(np.mean(rates))
-    if len(rates) < 3:
-        return Estimate(mean, min(low, *rates), max(high, *rates), "queue", fitted=False)
-    half = float(stats.t.ppf(0.5 + _CONFIDENCE / 2, len(rates) - 1) * np.std(rates, ddof=1) / math.sqrt(len(rates)))
-    return Estimate(mean, mean - half, mean + half, "queue", fitted=True)
-
-
-def _crossing(requirement: Requirement, index: int, probes: Sequence[Probe], middle: float) -> Estimate | None:
-    """Capacity under one requirement; None if there are too few probes, or none above it."""
-    usable = [probe for probe in probes if not probe.failed and not probe.runaway and probe.counts[index].counted]
-    centre, reach = math.log(middle), _NEAR
-    for _ in range(5):  # the fit moves the centre, and the centre selects the probes of the fit
-        near = _nearest(usable, centre, reach)
-        fit = _fit(near, index)
-        if fit is None or fit.slope > _FLATTEST:
-            return None
-        moved = (_logit(requirement.share) - fit.level) / fit.slope + fit.centre
-        if abs(moved - centre) < 1e-4:
-            break
-        centre = min(max(moved, centre - _NEAR), centre + _NEAR)
-        reach = min(_NEAR, _NEAR_LOGITS / -fit.slope)
-    assert fit is not None
-    half = fit.half_width(moved)
-    if half > _WIDEST:
-        return None
-    return Estimate(math.exp(moved), math.exp(moved - half), math.exp(moved + half), requirement.name, fitted=True)
-
-
-def _nearest(probes: Sequence[Probe], centre: float, reach: float) -> list[Probe]:
-    """The probes whose log(load) is at most ``reach`` from ``centre``, but at least as many as a fit needs."""
-    by_distance = sorted(probes, key=lambda probe: abs(math.log(probe.load) - centre))
-    near = [probe for probe in by_distance if abs(math.log(probe.load) - centre) <= reach]
-    return near if len(near) >= _FEWEST else by_distance[:_FEWEST]
-
-
-@dataclass(frozen=True)
-class _Fit:
-    """logit(share) = level + slope * (log(load) - centre), with the covariance of level and slope."""
-
-    level: float
-    slope: float
-    centre: float
-    covariance: Floats
-    freedom: float
-
-    def half_width(self, x: float) -> float:
-        """Half the interval of the crossing at ``x``, in log(load): delta method with a t quantile."""
-        gradient = np.array([-1 / self.slope, -(x - self.centre) / self.slope])
-        variance = float(gradient @ self.covariance @ gradient)
-        return float(stats.t.ppf(0.5 + _CONFIDENCE / 2, self.freedom)) * math.sqrt(variance)
-
-
-def _fit(probes: Sequence[Probe], index: int) -> _Fit | None:
-    """Quasi-binomial logistic regression by iteratively reweighted least squares; None if it has no solution."""
-    if len(probes) < _FEWEST:
-        return None
-    x = np.log([probe.load for probe in probes])
-    if np.ptp(x) <= 0:
-        return None
-    centre = float(x.mean())
-    design = np.column_stack([np.ones(len(x)), x - centre])
-    counted = np.array([probe.counts[index].counted for probe in probes], float) + 1
-    met = np.array([probe.counts[index].met for probe in probes], float) + 0.5  # finite even if all or none met it
-    share = met / counted
-    beta = np.linalg.lstsq(design, np.log(share / (1 - share)), rcond=None)[0]
-    for _ in range(50):
-        p = 1 / (1 + np.exp(-np.clip(design @ beta, -30, 30)))
-        weight = counted * p * (1 - p)
-        information = design.T @ (design * weight[:, None])
-        if np.linalg.cond(information) > 1e12:
-            return None
-        step = np.linalg.solve(information, design.T @ (met - counted * p))
-        beta = beta + np.clip(step, -5, 5)
-        if float(np.abs(step).max()) < 1e-9:
-            break
-    pearson = float((((met - counted * p) ** 2) / weight).sum())
-    freedom = len(x) - 2
-    dispersion = max(1.0, pearson / freedom, _within(probes, index))
-    return _Fit(float(beta[0]), float(beta[1]), centre, np.linalg.inv(information) * dispersion, freedom)
-
-
-def _within(probes: Sequence[Probe], index: int) -> float:
-    """Dispersion from batches of consecutive requests: variance of the batches' counts over the binomial one."""
-    observed, freedom = 0.0, 0
-    for probe in probes:
-        count = probe.counts[index]
-        batches = [(met, counted) for met, counted in count.batches if counted]
-        if len(batches) < 2 or not 0 < count.met < count.counted:
-            continue
-        p = count.share
-        observed += sum((met - counted * p) ** 2 / (counted * p * (1 - p)) for met, counted in batches)
-        freedom += len(batches) - 1
-    return observed / freedom if freedom else 1.0
-
-
-def _logit(share: float) -> float:
-    return math.log(share / (1 - share))

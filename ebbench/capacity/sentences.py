@@ -10,7 +10,7 @@ from rich.table import Table
 from ebbench.capacity.drive import Outcome
 from ebbench.capacity.limits import Limits
 from ebbench.capacity.probe import Reading
-from ebbench.capacity.search import Estimate
+from ebbench.capacity.search_types import Estimate
 from ebbench.render import numbers
 from ebbench.render.tables import framed
 

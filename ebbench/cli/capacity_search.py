@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ebbench.capacity.probe import Reading
-    from ebbench.capacity.search import Estimate
+    from ebbench.capacity.search_types import Estimate
     from ebbench.cli.client_flags import ClientFlags
     from ebbench.cli.cluster_flags import ClusterOptions
     from ebbench.cli.run_flags import EngineFlags

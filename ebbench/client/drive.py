@@ -24,7 +24,7 @@ from ebbench.client import prefix_cache
 from ebbench.client.interrupts import Interrupts
 from ebbench.client.messages import Assignment, Stop, plan_path, schedule_path
 from ebbench.client.options import ClientOptions, spacing_ns
-from ebbench.client.power import open_power
+from ebbench.client.power import PowerSampler, open_power
 from ebbench.client.probe import Probe
 from ebbench.client.progress import Observer, Tally
 from ebbench.client.release_schedule import ReleaseSchedule
@@ -143,24 +143,16 @@ async def _drive(
     limit_ms = lag_limit_ms(requests, options.lag_limit_ms)
     server_metrics = scraper.table(tally.start_ns) if scraper else SERVER_METRICS.empty_table()
     rate, rate_source = prefix_cache.hit_rate(requests, server_metrics)
-    facts: dict[str, Any] = {
+    facts = {
         "server": url,
         "served_model": served.model,
-        "client_workers": len(pool.handles),
         "client_transport": options.transport,
-        "client_cpu_s": sum(handle.done.cpu_s for handle in pool.handles if handle.done),
-        "send_lag_p99_ms": send_lag_p99_ms(requests),
-        "loop_lag_p99_ms": loop_lag_p99_ms(pool.handles),
-        "lag_limit_ms": limit_ms,
+        **_client_facts(pool, requests, limit_ms, tally.start_ns, power),
         "request_id_prefix": id_prefix,
         "prefix_cache_reset": cache_reset,
         "prefix_hit_rate": rate,
         "prefix_hit_source": rate_source,
-        "start_monotonic_ns": tally.start_ns,
     }
-    if power is not None:
-        last_ns = tally.start_ns + (pc.max(requests["end_ns"]).as_py() or 0)
-        facts["gpu_power"] = power.facts(tally.start_ns, last_ns)
     return DriveResult(
         requests=requests,
         warnings=client_warnings(requests, table, renamed, len(dropped), rate),
@@ -169,6 +161,23 @@ async def _drive(
         interrupted=tally.interrupted,
         facts=facts,
     )
+
+
+def _client_facts(
+    pool: WorkerPool, requests: pa.Table, lag_limit_ms: float, start_ns: int, power: PowerSampler | None
+) -> dict[str, Any]:
+    """Entries for the manifest about the load generator: workers, their CPU time (s), lags, start, and GPU power."""
+    facts: dict[str, Any] = {
+        "client_workers": len(pool.handles),
+        "client_cpu_s": sum(handle.done.cpu_s for handle in pool.handles if handle.done),
+        "send_lag_p99_ms": send_lag_p99_ms(requests),
+        "loop_lag_p99_ms": loop_lag_p99_ms(pool.handles),
+        "lag_limit_ms": lag_limit_ms,
+        "start_monotonic_ns": start_ns,
+    }
+    if power is not None:
+        facts["gpu_power"] = power.facts(start_ns, start_ns + (pc.max(requests["end_ns"]).as_py() or 0))
+    return facts
 
 
 def _schedule(folder: str, session_plan: SessionPlan) -> ReleaseSchedule:

@@ -17,7 +17,7 @@ from ebbench.capacity.deployments import Bound, Candidate, Deployment, Task, bou
 from ebbench.capacity.limits import parse_limits
 from ebbench.capacity.prices import check_prices, parse_prices
 from ebbench.capacity.probe import Reading
-from ebbench.capacity.search import Probe
+from ebbench.capacity.search_types import Probe
 from ebbench.cli.main import app
 from ebbench.errors import InputFileError, UsageError
 from ebbench.runs.pool import InProcess

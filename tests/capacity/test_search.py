@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ebbench.capacity.search import Counts, Estimate, Probe, Requirement, Search, bracket, estimate, next_load
+from ebbench.capacity.estimate import bracket, estimate
+from ebbench.capacity.search import next_load
+from ebbench.capacity.search_types import Counts, Estimate, Probe, Requirement, Search
 
 SERVICE_S, SHARE = 0.05, 0.95
 
