@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ebbench.cli import completion
+from ebbench.cli.load_flags import VllmOptions
+from ebbench.cli.options import opt
 from ebbench.config.defaults import DEFAULT_DEVICE, DEFAULT_MODEL
 
 if TYPE_CHECKING:
@@ -22,6 +24,12 @@ if TYPE_CHECKING:
 
 LARGE = ("256,1024,4096", "16,128,512", "128,1024")
 SMALL = ("32,128,512", "1,8,32", "32,256")
+_GRID = "Grid of step times"
+
+Tokens = Annotated[str | None, opt("--tokens", help="Prompt tokens per step, e.g. 256,1024,4096.", panel=_GRID)]
+Seqs = Annotated[str | None, opt("--seqs", help="Decoding sequences per step, e.g. 16,128,512.", panel=_GRID)]
+Contexts = Annotated[str | None, opt("--contexts", help="KV tokens per decode, e.g. 128,1024.", panel=_GRID)]
+
 STEADY = 1.1  # largest ratio of round times at which the machine's speed counts as constant
 
 
@@ -36,21 +44,14 @@ def calibrate(
     device: Annotated[
         str | None, typer.Option(help="sim, emulated: the device. vllm: a name for this machine.")
     ] = None,
-    tokens: Annotated[str | None, typer.Option(help="Prompt tokens per step, e.g. 256,1024,4096.")] = None,
-    seqs: Annotated[str | None, typer.Option(help="Decoding sequences per step, e.g. 16,128,512.")] = None,
-    contexts: Annotated[str | None, typer.Option(help="KV tokens per decode, e.g. 128,1024.")] = None,
+    tokens: Tokens = None,
+    seqs: Seqs = None,
+    contexts: Contexts = None,
     repeats: Annotated[int, typer.Option(min=2, help="Rounds; each measures every point once.")] = 8,
     check: Annotated[int, typer.Option(min=0, help="Requests of the out-of-sample check; 0: no check.")] = 64,
     output_dir: Annotated[Path, typer.Option(help="Directory for profile and calibration.")] = Path("calibration"),
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
-    vllm_options: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="-- VLLM_OPTIONS",
-            help="With --engine vllm, after --: options of vLLM's engine.",
-            show_default=False,
-        ),
-    ] = None,
+    vllm_options: VllmOptions = None,
 ) -> None:
     """Measure alpha, beta and the mixed cost of this machine (or an emulated one) and write them as a device.
 
@@ -58,15 +59,8 @@ def calibrate(
     ebbench run ... --engine vllm --calibration OUTPUT_DIR/calibration.json --model MODEL
     """
     from ebbench.calibration.check import write_profile
-    from ebbench.calibration.measure import ProbeGrid
 
-    default = default_sizes(engine)
-    grid = ProbeGrid(
-        sizes("--tokens", tokens or default[0]),
-        sizes("--seqs", seqs or default[1]),
-        sizes("--contexts", contexts or default[2]),
-        repeats,
-    )
+    grid = replace(grid_of(engine, tokens, seqs, contexts), repeats=repeats)
     _not_there(output_dir / "profile.toml")
     if engine == "vllm":
         measured, target, found = _measure_vllm(device, model, grid, check, tuple(vllm_options or ()))
@@ -80,12 +74,19 @@ def calibrate(
         _print(measured, profile, found)
 
 
-def default_sizes(engine: str) -> tuple[str, str, str]:
-    """Tokens, sequences and contexts to measure; few and small where vLLM runs on a CPU."""
-    return SMALL if engine == "vllm" and not _gpu_name() else LARGE
+def grid_of(engine: str, tokens: str | None, seqs: str | None, contexts: str | None) -> ProbeGrid:
+    """The grid of step times to measure. Defaults are few and small where vLLM runs on a CPU. Raises UsageError."""
+    from ebbench.calibration.measure import ProbeGrid
+
+    default = SMALL if engine == "vllm" and not _gpu_name() else LARGE
+    return ProbeGrid(
+        _sizes("--tokens", tokens or default[0]),
+        _sizes("--seqs", seqs or default[1]),
+        _sizes("--contexts", contexts or default[2]),
+    )
 
 
-def sizes(option: str, text: str) -> tuple[int, ...]:
+def _sizes(option: str, text: str) -> tuple[int, ...]:
     """Whole numbers, separated by commas and increasing. Raises UsageError."""
     from ebbench.config.setting_strings import Setting, values_of
     from ebbench.errors import UsageError

@@ -6,33 +6,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
-from ebbench.cli import completion
 from ebbench.cli import load_flags as load
 from ebbench.cli.client_flags import ClientFlags
 from ebbench.cli.cluster_flags import ClusterOptions
 from ebbench.cli.options import GoodputCommand, grouped, opt
 from ebbench.cli.run_flags import EngineFlags, LoadFlags, WorkloadFlags, plan_settings
 
-_LIMITS, _SEARCH, _OUTPUT = "Limits", "Search", "Output"
+_SEARCH, _OUTPUT = "Search", "Output"
 
 
 @dataclass(frozen=True)
 class LimitFlags:
     """The latency limits."""
 
-    goodput: Annotated[
-        list[str] | None,
-        opt(
-            "--goodput",
-            help="Limits in ms: ttft:2000 tpot:50 e2el:9000, met by --attainment of the requests; or ttft:p99:2000.",
-            panel=_LIMITS,
-        ),
-    ] = None
-    attainment: Annotated[
-        float, opt("--attainment", help="Share of the requests that must meet the limits.", panel=_LIMITS)
-    ] = 0.95
+    goodput: load.Goodput = None
+    attainment: load.Attainment = 0.95
 
 
 @dataclass(frozen=True)
@@ -73,12 +61,7 @@ class CapacityOutput:
 
 @grouped
 def capacity(
-    workload: Annotated[
-        str,
-        typer.Argument(
-            help="A workload (`ebbench workloads list`) or trace:FILE.", autocompletion=completion.workloads
-        ),
-    ],
+    workload: load.WorkloadArgument,
     limits: LimitFlags,
     search: SearchFlags,
     engine: EngineFlags,
@@ -86,14 +69,7 @@ def capacity(
     output: CapacityOutput,
     client: ClientFlags,
     cluster: ClusterOptions,
-    vllm_options: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="-- VLLM_OPTIONS",
-            help="With --engine vllm, after --: options for `vllm serve`.",
-            show_default=False,
-        ),
-    ] = None,
+    vllm_options: load.VllmOptions = None,
 ) -> None:
     """Find the highest load at which requests meet their latency limits, per policy, with a 95 % interval.
 

@@ -1,4 +1,4 @@
-"""Options for requests, arrivals and scheduler limits, for all commands that make plans.
+"""Arguments and options that several commands share: requests, arrivals, latency limits, scheduler limits, vLLM's own.
 
 None selects the default of the option's target; commands with other defaults set them.
 """
@@ -7,10 +7,25 @@ from __future__ import annotations
 
 from typing import Annotated
 
+import typer
+
 from ebbench.cli import completion
 from ebbench.cli.options import opt
 
-WORKLOAD, LOAD, ENGINE = "Workload", "Load", "Engine"
+WORKLOAD, LOAD, ENGINE, LIMITS = "Workload", "Load", "Engine", "Limits"
+
+WorkloadArgument = Annotated[
+    str,
+    typer.Argument(help="A workload (`ebbench workloads list`) or trace:FILE.", autocompletion=completion.workloads),
+]
+VllmOptions = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="-- VLLM_OPTIONS",
+        help="With --engine vllm, after --: options for `vllm serve`.",
+        show_default=False,
+    ),
+]
 
 NumPrompts = Annotated[
     int | None,
@@ -67,6 +82,17 @@ TimeUnit = Annotated[
         help="Unit of a trace's times: s, ms, us or ns. Default: derived from the file; required if ambiguous.",
         panel=LOAD,
     ),
+]
+Goodput = Annotated[
+    list[str] | None,
+    opt(
+        "--goodput",
+        help="Limits in ms: ttft:2000 tpot:50 e2el:9000, met by --attainment of the requests; or ttft:p99:2000.",
+        panel=LIMITS,
+    ),
+]
+Attainment = Annotated[
+    float, opt("--attainment", help="Share of the requests that must meet the limits.", panel=LIMITS)
 ]
 Warmup = Annotated[
     int,

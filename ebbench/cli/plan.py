@@ -6,29 +6,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from ebbench.cli import load_flags as load
 from ebbench.cli.options import GoodputCommand, grouped, opt
 from ebbench.cli.run_flags import RequestFlags
 from ebbench.config.defaults import DEFAULT_MODEL
 
-_LIMITS, _CHOICE, _OUTPUT = "Limits", "Candidates", "Output"
+_CHOICE, _OUTPUT = "Candidates", "Output"
 
 
 @dataclass(frozen=True)
 class TargetFlags:
     """The load to serve and its limits."""
 
-    request_rate: Annotated[float, opt("--request-rate", help="Sessions/s to serve.", panel=_LIMITS)]
-    goodput: Annotated[
-        list[str] | None,
-        opt("--goodput", help="Limits in ms: ttft:2000 tpot:50, or percentiles: ttft:p99:2000.", panel=_LIMITS),
-    ] = None
-    attainment: Annotated[
-        float, opt("--attainment", help="Share of the requests that must meet the limits.", panel=_LIMITS)
-    ] = 0.95
-    scenario: Annotated[str, opt("--scenario", "-s", help="Arrivals: poisson, gamma, constant.", panel=_LIMITS)] = (
+    request_rate: Annotated[float, opt("--request-rate", help="Sessions/s to serve.", panel=load.LIMITS)]
+    goodput: load.Goodput = None
+    attainment: load.Attainment = 0.95
+    scenario: Annotated[str, opt("--scenario", "-s", help="Arrivals: poisson, gamma, constant.", panel=load.LIMITS)] = (
         "poisson"
     )
 
@@ -74,7 +67,7 @@ class PlanOutput:
 
 @grouped
 def plan(
-    workload: Annotated[str, typer.Argument(help="A workload (`ebbench workloads list`) or trace:FILE.")],
+    workload: load.WorkloadArgument,
     target: TargetFlags,
     requests: RequestFlags,
     choice: ChoiceFlags,

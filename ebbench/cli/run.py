@@ -2,39 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
-import typer
-
-from ebbench.cli import completion
 from ebbench.cli.client_flags import ClientFlags
 from ebbench.cli.cluster_flags import ClusterOptions
+from ebbench.cli.load_flags import VllmOptions, WorkloadArgument
 from ebbench.cli.options import GoodputCommand, grouped
 from ebbench.cli.run_flags import EngineFlags, LoadFlags, OutputFlags, WorkloadFlags, plan_settings
 
 
 @grouped
 def run(
-    workload: Annotated[
-        str,
-        typer.Argument(
-            help="A workload (`ebbench workloads list`) or trace:FILE.", autocompletion=completion.workloads
-        ),
-    ],
+    workload: WorkloadArgument,
     engine: EngineFlags,
     load: LoadFlags,
     requests: WorkloadFlags,
     output: OutputFlags,
     client: ClientFlags,
     cluster: ClusterOptions,
-    vllm_options: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="-- VLLM_OPTIONS",
-            help="With --engine vllm, after --: options for `vllm serve`.",
-            show_default=False,
-        ),
-    ] = None,
+    vllm_options: VllmOptions = None,
 ) -> None:
     """Run a workload under one or more scheduling policies and show which is best, by how much and why.
 

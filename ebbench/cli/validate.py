@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from ebbench.cli import completion
+from ebbench.cli.calibrate import Contexts, Seqs, Tokens, grid_of
+from ebbench.cli.load_flags import VllmOptions
 from ebbench.cli.options import Command, grouped, opt
 
 if TYPE_CHECKING:
@@ -64,9 +64,9 @@ class HowFlags:
     ] = 3
     input_len: Annotated[int | None, opt("--input-len", help="Mean prompt tokens.", panel=_HOW)] = None
     output_len: Annotated[int | None, opt("--output-len", help="Mean answer tokens.", panel=_HOW)] = None
-    tokens: Annotated[str | None, opt("--tokens", help="As in ebbench calibrate.", panel=_HOW)] = None
-    seqs: Annotated[str | None, opt("--seqs", help="As in ebbench calibrate.", panel=_HOW)] = None
-    contexts: Annotated[str | None, opt("--contexts", help="As in ebbench calibrate.", panel=_HOW)] = None
+    tokens: Tokens = None
+    seqs: Seqs = None
+    contexts: Contexts = None
     max_time: Annotated[
         float, opt("--max-time", help="Seconds at most; the same command goes on later.", panel=_HOW)
     ] = MAX_TIME_S
@@ -96,10 +96,7 @@ def validate(
     what: WhatFlags,
     how: HowFlags,
     output: OutputFlags,
-    vllm_options: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="-- VLLM_OPTIONS", help="After --: options for `vllm serve`.", show_default=False),
-    ] = None,
+    vllm_options: VllmOptions = None,
 ) -> None:
     """Say how far simulated answers can be trusted on this machine.
 
@@ -119,8 +116,6 @@ validate.command_class = Command  # type: ignore[attr-defined]
 
 def question_of(what: WhatFlags, how: HowFlags, vllm_options: tuple[str, ...]) -> Question:
     """The question of a command line. Raises UsageError for what cannot be asked."""
-    from ebbench.calibration.measure import ProbeGrid
-    from ebbench.cli.calibrate import default_sizes, sizes
     from ebbench.cli.preflight import check_counts
     from ebbench.config.defaults import DEFAULT_DEVICE
     from ebbench.engines.model_folder import random_weight_options
@@ -136,12 +131,7 @@ def question_of(what: WhatFlags, how: HowFlags, vllm_options: tuple[str, ...]) -
         raise UsageError(f"what follows -- is for vLLM, which engine {what.engine} does not start")
     if what.engine == "vllm" and what.device is not None:
         raise UsageError("--device is for engines sim and emulated; with vllm this machine is measured")
-    chosen = default_sizes(what.engine)
-    grid = ProbeGrid(
-        sizes("--tokens", how.tokens or chosen[0]),
-        sizes("--seqs", how.seqs or chosen[1]),
-        sizes("--contexts", how.contexts or chosen[2]),
-    )
+    grid = grid_of(what.engine, how.tokens, how.seqs, how.contexts)
     needed = random_weight_options(what.model, vllm_options) if what.engine == "vllm" else ()
     return Question(
         model=what.model,

@@ -13,7 +13,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pyarrow as pa
@@ -120,8 +119,7 @@ async def _drive(
         tally = Tally(table, observer, on_batch, options.keep_text)
         scraper = Scraper(probe, options.metrics_interval_s) if options.metrics_interval_s else None
         with tempfile.TemporaryDirectory(prefix="ebbench-", dir=memory_folder()) as folder:
-            _store(table, plan_path(folder))
-            schedule = _schedule(folder, session_plan)
+            schedule = _shared_files(folder, table, session_plan)
             assignment = Assignment(
                 worker=0,
                 workers=0,
@@ -180,8 +178,13 @@ def _client_facts(
     return facts
 
 
-def _schedule(folder: str, session_plan: SessionPlan) -> ReleaseSchedule:
-    """The release schedule in shared memory. No lock: it is written before the start and read after the end."""
+def _shared_files(folder: str, table: pa.Table, session_plan: SessionPlan) -> ReleaseSchedule:
+    """Write the plan, which all workers map into memory, and create the release schedule in shared memory.
+
+    The schedule has no lock here: this process writes it before the start and reads it after the end.
+    """
+    with pa.OSFile(str(plan_path(folder)), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table)
     memory = SharedMemory.create(schedule_path(folder), ReleaseSchedule.size(session_plan.sessions))
     return ReleaseSchedule(
         memory, contextlib.nullcontext(), session_plan.sessions, session_plan.slots, session_plan.arrivals
@@ -213,12 +216,6 @@ async def _stop_at(pool: WorkerPool, start_ns: int, after_s: float) -> None:
     """Stop the release of sessions in all workers ``after_s`` seconds after the start."""
     await asyncio.sleep(after_s - (time.monotonic_ns() - start_ns) / 1e9)
     pool.send_all(Stop(abort=False, finish_sessions=True))
-
-
-def _store(table: pa.Table, path: Path) -> None:
-    """Write the plan to a file that all workers map into memory."""
-    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
-        writer.write_table(table)
 
 
 def _in_thread(run: Callable[[], DriveResult]) -> DriveResult:

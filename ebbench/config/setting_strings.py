@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -39,27 +39,22 @@ __all__ = [
 ]
 
 
-def named_settings(
-    text: str,
-    known: Mapping[str, Setting],
-    of: str,
-    *,
-    noun: str = "setting",
-    equals: str = "=",
-    aliases: Mapping[str, str] | None = None,
-) -> dict[str, Any]:
-    """The values of ``key=value`` pairs, as :func:`vllm_eb.settings.read_settings` returns them.
-
-    Raises UnknownNameError for an unknown key, UsageError for an invalid value.
-    """
-    with _usage_errors():
-        return read_settings(text, known, of, noun=noun, equals=equals, aliases=aliases)
+@contextmanager
+def _usage_errors() -> Iterator[None]:
+    try:
+        yield
+    except UnknownSettingError as error:
+        if not error.known:
+            raise UsageError(str(error)) from None
+        raise UnknownNameError(error.what, error.name, error.known) from None
+    except SettingError as error:
+        raise UsageError(str(error)) from None
 
 
-def value_of(name: str, text: str, about: Setting, of: str, *, equals: str = "=") -> Any:
-    """One value, as :func:`vllm_eb.settings.read_value` returns it. Raises UsageError."""
-    with _usage_errors():
-        return read_value(name, text, about, of, equals=equals)
+named_settings = _usage_errors()(read_settings)
+""":func:`vllm_eb.settings.read_settings`, but raises UnknownNameError for an unknown key, UsageError for a value."""
+value_of = _usage_errors()(read_value)
+""":func:`vllm_eb.settings.read_value`, but raises UsageError."""
 
 
 def values_of(option: str, text: str, about: Setting) -> tuple[Any, ...]:
@@ -87,15 +82,3 @@ def check_fields(owner: object, names: Iterable[str], about: Setting) -> None:
     with _usage_errors():
         for name in names:
             check_value(option_name(name), getattr(owner, name), about)
-
-
-@contextmanager
-def _usage_errors() -> Iterator[None]:
-    try:
-        yield
-    except UnknownSettingError as error:
-        if not error.known:
-            raise UsageError(str(error)) from None
-        raise UnknownNameError(error.what, error.name, error.known) from None
-    except SettingError as error:
-        raise UsageError(str(error)) from None

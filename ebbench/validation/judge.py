@@ -193,12 +193,6 @@ def _gains(observations: Sequence[Observation], baseline: str) -> Iterable[Gain]
         yield Gain(policy, load, math.expm1(predicted_gain), math.expm1(measured_gain), uncertainty, right)
 
 
-def _log_ratio(ours: Mapping[str, float | None], theirs: Mapping[str, float | None]) -> float | None:
-    """Log ratio of two runs' throughput; None where either is unknown."""
-    one, other = ours.get(THROUGHPUT), theirs.get(THROUGHPUT)
-    return math.log(one / other) if one and other else None
-
-
 def _verdict(errors: Sequence[Error], gains: Sequence[Gain]) -> Verdict:
     metrics = tuple(
         _metric_verdict(metric, [error for error in errors if error.metric == metric])
