@@ -109,7 +109,7 @@ class AttentionTables:
     increment: Grid
     window: int = 0
 
-    def step_s(self, prefill: tuple[tuple[int, int], ...], seqs: int, kv_tokens: int) -> float:
+    def step_s(self, prefill: tuple[tuple[int, int], ...], seqs: int, kv_tokens: float) -> float:
         """Time (s) of one layer's attention in one step."""
         window = self.window
         context = kv_tokens / seqs if seqs else 0.0
@@ -142,6 +142,35 @@ class AttentionTables:
         total += self.increment.at4(longest, before, seqs, context)
         decode = self.decode.at2(seqs, context)
         return total if total > decode else decode
+
+    def single_token_step_s(self, prefill: tuple[tuple[int, int], ...], seqs: int, kv_tokens: int) -> float:
+        """Time (s) of one layer's attention in a step in which some prompts' chunks have one token.
+
+        vLLM tells prompts from decodes by the number of tokens alone, so such a chunk (the last token of a prompt whose
+        KV was computed elsewhere or found in the cache) is a decode. It has a context of its own, while the tables know
+        only the mean of all, and a mean falls when short sequences join long ones. So the step takes the longest time
+        that any number of its longest sequences would take; the step's decodes have their mean context, and to them a
+        longer single sequence adds one of that mean. Without decodes, it takes no longer than if these were prompts.
+        """
+        chunks = tuple(part for part in prefill if part[0] > 1)
+        contexts = sorted((before + 1 for chunk, before in prefill if chunk == 1), reverse=True)
+        longest = self._longest_s(chunks, 0, 0, contexts)
+        if not seqs:
+            return min(longest, self.step_s(prefill, 0, 0))
+        mean = kv_tokens / seqs
+        longer = sum(context > mean for context in contexts)
+        joint = self._longest_s(chunks, seqs + longer, kv_tokens + longer * mean, contexts[longer:])
+        return max(longest, joint)
+
+    def _longest_s(
+        self, chunks: tuple[tuple[int, int], ...], seqs: int, kv_tokens: float, contexts: list[int]
+    ) -> float:
+        """The longest time (s) of the step while sequences of ``contexts``, longest first, join its decodes."""
+        longest = self.step_s(chunks, seqs, kv_tokens) if seqs else 0.0
+        for context in contexts:
+            seqs, kv_tokens = seqs + 1, kv_tokens + context
+            longest = max(longest, self.step_s(chunks, seqs, kv_tokens))
+        return longest
 
 
 def increasing(values: Array, *axes: int) -> Array:

@@ -78,26 +78,19 @@ class TableCost:
         return self.experts_s[MAX_TOKENS] * (tokens / MAX_TOKENS)
 
     def gpu_s(self, shape: StepShape) -> float:
-        """Time (s) of GPU work only, without experts that several units share.
-
-        A prompt's chunk of one token is a decode: vLLM tells them apart by the number of tokens alone. Such is the last
-        token of a prompt whose KV was computed elsewhere or found in the cache.
-        """
+        """Time (s) of GPU work only, without experts that several units share."""
         prefill, seqs, kv_tokens = shape.prefill, shape.decode_seqs, shape.decode_kv_tokens
         tokens, single = seqs, False
         for chunk, _ in prefill:
             tokens += chunk
             single = single or chunk == 1
-        if single:
-            decodes = [before + 1 for chunk, before in prefill if chunk == 1]
-            prefill = tuple(part for part in prefill if part[0] > 1)
-            seqs, kv_tokens = seqs + len(decodes), kv_tokens + sum(decodes)
         sampled = shape.sampled_seqs
         total = self.dense_s[tokens if tokens < MAX_TOKENS else MAX_TOKENS]
         total += self.head_s[sampled if sampled < MAX_SAMPLED else MAX_SAMPLED]
-        total += self.full_layers * self.full.step_s(prefill, seqs, kv_tokens)
-        if self.sliding is not None:
-            total += self.sliding_layers * self.sliding.step_s(prefill, seqs, kv_tokens)
+        for layers, tables in ((self.full_layers, self.full), (self.sliding_layers, self.sliding)):
+            if tables is not None:
+                time_s = tables.single_token_step_s if single else tables.step_s
+                total += layers * time_s(prefill, seqs, kv_tokens)
         return total
 
 
