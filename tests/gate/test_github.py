@@ -33,10 +33,14 @@ def step(document: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def shim(path: Path) -> None:
-    """`ebbench` of this installation under another path."""
+    """`ebbench` of this installation under another path.
+
+    Its client may fall far behind its schedule: these tests are about workflows, and the machine may be busy.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     program = "from ebbench.cli.main import run; run()"
-    path.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -c {shlex.quote(program)} "$@"\n')
+    patient = 'case "$1" in run) set -- "$@" --lag-limit-ms 60000 ;; esac'
+    path.write_text(f'#!/bin/sh\n{patient}\nexec {shlex.quote(sys.executable)} -c {shlex.quote(program)} "$@"\n')
     path.chmod(0o755)
 
 
