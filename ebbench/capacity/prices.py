@@ -31,9 +31,9 @@ def parse_prices(texts: Iterable[str]) -> dict[str, float]:
     """
     prices: dict[str, float] = {}
     for text in texts:
-        name, equals, value = text.partition("=")
-        if equals:
-            prices[name.strip()] = value_of(name.strip(), value.strip(), PRICE, "--price")
+        name, equals, value = (part.strip() for part in text.partition("="))
+        if equals and name and name.isprintable():
+            prices[name] = value_of(name, value, PRICE, "--price")
         else:
             prices |= _read(Path(text))
     return prices
@@ -48,7 +48,7 @@ def check_prices(prices: Mapping[str, float], devices: Iterable[str]) -> None:
 
 def _read(path: Path) -> dict[str, float]:
     if not path.is_file():
-        raise UsageError(f"--price {path}: neither NAME=PRICE, such as h200=3.5, nor a TOML file")
+        raise UsageError(f"--price {str(path)!r}: neither NAME=PRICE, such as h200=3.5, nor a TOML file")
     found = load_toml(path, PriceFile)
     for name, value in found.gpu_hour.items():
         if not (math.isfinite(value) and value > 0):

@@ -190,6 +190,13 @@ def test_a_request_of_one_token_has_no_tpot_and_misses_a_tpot_limit() -> None:
     assert found.slo_attainment == 0.0
 
 
+@pytest.mark.parametrize(("tpot_ms", "share"), [(5.0, 1.0), (4.99, 0.0)])
+def test_two_tokens_are_enough_for_a_tpot_limit(tpot_ms: float, share: float) -> None:
+    found = measure(RequestColumns.of(requests_table([request(0)])), slo=Slo(tpot=tpot_ms))
+    assert found.tpot.count == 1
+    assert found.slo_attainment == share
+
+
 def test_messages_carrying_several_tokens_share_them_in_the_window() -> None:
     # Ten tokens in two messages at 10 and 15 ms: five each, and only the second falls inside.
     table = [request(0, output_tokens=10, bundled_tokens=True)]

@@ -77,6 +77,20 @@ def test_a_changed_trace_is_another_question(tmp_path: Path, small_cell: Cell) -
     assert not {cell.key() for cell in asked} & set(before)
 
 
+def test_a_changed_module_of_the_users_own_policy_is_another_question(
+    tmp_path: Path, small_cell: Cell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = tmp_path / "policy_of_a_user" / "first.py"
+    module.parent.mkdir()
+    (module.parent / "__init__.py").touch()
+    module.write_text("steps = 1")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    cell = small_cell.changed(policy="policy_of_a_user.first:steps=3")
+    before = cell.key()
+    module.write_text("steps = 2")
+    assert cell.key() != before
+
+
 def test_a_stored_cell_is_a_run_like_any_other(store: RunStore, small_cell: Cell) -> None:
     found = store.get(small_cell)
     assert found is not None
@@ -205,7 +219,16 @@ def test_a_run_of_the_users_own_answers_the_cell_it_shares_a_plan_with(
     assert taken is not None
     assert taken.path == found.path
     assert adopting.get(small_cell.changed(seed=1)) is None, "another seed is another plan"
-    assert adopting.get(small_cell.changed(max_num_seqs=32)) is None
+    others: tuple[dict[str, object], ...] = (
+        {"max_num_seqs": 32},
+        {"max_num_batched_tokens": 1024},
+        {"warmup": 4},
+        {"async_scheduling": False},
+        {"policy": "v0"},
+        {"topology": "dp=2"},
+    )
+    for other in others:
+        assert adopting.get(small_cell.changed(**other)) is None, other
 
 
 def test_cell_json_says_what_it_answers(store: RunStore, small_cell: Cell) -> None:

@@ -72,6 +72,13 @@ def test_empirical_hazard_reaches_the_oldest_running_request() -> None:
     assert len(empirical_hazard(())[0]) == 0
 
 
+def test_a_request_seen_only_after_the_longest_output_is_at_risk_nowhere() -> None:
+    """``delayed`` beyond every length: a caller may pass ages that the other lists do not reach."""
+    _, h, at_risk = empirical_hazard([2, 3, 3], censored=[3], delayed=[7])
+    assert at_risk.tolist() == [3, 3, 2]
+    assert h.tolist() == [0, 1 / 3, 1]
+
+
 def test_an_output_of_no_tokens_is_refused() -> None:
     with pytest.raises(ValueError, match="at least 1"):
         empirical_hazard([3, 0])
