@@ -15,10 +15,13 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """Shares (0.05 is 5 %) except ``range_ratio``; None if the grid has holes or only one value on an axis."""
+    """Shares (0.05 is 5 %) except ``range_ratio``; None if the grid has holes or only one value on an axis.
 
-    best_budget: int
-    best_size: int
+    ``best_budget`` and ``best_size``: B and N of the best cell; None for a server at a URL, which has its own.
+    """
+
+    best_budget: int | None
+    best_size: int | None
     best: float
     cells: int
     expected: int

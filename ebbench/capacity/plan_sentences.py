@@ -113,7 +113,7 @@ def _remarks(found: Choice, task: Task, prices: Mapping[str, float]) -> list[str
         f"B = {candidate.max_num_batched_tokens:,} tokens per step, N = {candidate.max_num_seqs:,} sequences, where "
         "the table does not say.",
         f"Cheapest: {best.deployment.replicas} x {candidate.device} tp={candidate.tp} under {candidate.policy}, "
-        f"{best.deployment.gpus} GPUs"
+        f"{best.deployment.gpus} {'GPU' if best.deployment.gpus == 1 else 'GPUs'}"
         + (f", {_per_million(best, prices):.3g} per million output tokens, " if prices else "")
         + (f"{_per_thousand(best, task):.3g} per 1,000 requests." if prices else "."),
     ]

@@ -8,6 +8,7 @@ from statistics import fmean
 from typing import Any
 
 from ebbench.analysis.sensitivity import Sensitivity, sensitivity
+from ebbench.engines.setup import is_server
 from ebbench.runs.cell import Cell
 from ebbench.runs.settings import plain, settings_of
 from ebbench.sweep.store import Finished
@@ -70,7 +71,12 @@ def _sensitivity(members: Sequence[Finished], metric: str) -> tuple[Sensitivity 
             invalid += 1
             continue
         cells.setdefault(_configuration(entry.cell), []).append(float(value))
-    return (sensitivity({pair: fmean(values) for pair, values in cells.items()}) if cells else None), invalid
+    if not cells:
+        return None, invalid
+    found = sensitivity({pair: fmean(values) for pair, values in cells.items()})
+    if any(is_server(entry.cell.engine) for entry in members):
+        found = replace(found, best_budget=None, best_size=None)
+    return found, invalid
 
 
 def _configuration(cell: Cell) -> tuple[int, int]:

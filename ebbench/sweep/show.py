@@ -104,7 +104,7 @@ def console_report(result: Result, found: Sequence[Finding], metric: str) -> Ren
         Text(),
         *findings_parts(found, metric),
         Text(),
-        Text(_legend(metric), style="dim"),
+        Text(_legend(metric, limits_unknown=any(one.sensitivity.best_budget is None for one in found)), style="dim"),
     ]
     if result.failed:
         parts += [
@@ -140,7 +140,7 @@ def findings_parts(found: Sequence[Finding], metric: str) -> list[RenderableType
     """One table per setting, one row per policy; all have the same columns, so only the first has headers."""
     settings = list(dict.fromkeys(finding.setting for finding in found))
     width = max((len(finding.policy) for finding in found), default=0)
-    headers = _headers(metric, baseline_of(found))
+    headers = _headers(metric, baseline_of(found), limits=any(one.sensitivity.best_budget for one in found))
     parts: list[RenderableType] = []
     for place, setting in enumerate(settings):
         if setting:
@@ -154,14 +154,15 @@ def findings_parts(found: Sequence[Finding], metric: str) -> list[RenderableType
             )
         for finding in found:
             if finding.setting == setting:
-                table.add_row(finding.policy, *_figures(finding))
+                table.add_row(finding.policy, *_figures(finding)[-len(headers) :])
         parts.append(table)
     return parts
 
 
-def _headers(metric: str, baseline: str) -> dict[str, int]:
-    """The columns of figures with their widths."""
-    figures = {"best B": 7, "best N": 7, _UNITS.get(metric, metric): 7, f"vs {baseline}": 8}
+def _headers(metric: str, baseline: str, *, limits: bool) -> dict[str, int]:
+    """The columns of figures with their widths; ``limits``: with the scheduler's limits B and N of the best cell."""
+    figures = {"best B": 7, "best N": 7} if limits else {}
+    figures |= {_UNITS.get(metric, metric): 7, f"vs {baseline}": 8}
     return figures | {"CV": 7, "range": 5, "B-Sens": 7, "N-Sens": 7}
 
 
@@ -170,17 +171,19 @@ _UNITS = {"request_throughput": "req/s", "output_throughput": "out tok/s", "tota
 
 def _figures(finding: Finding) -> list[str]:
     s = finding.sensitivity
+    limits = [numbers.DASH if limit is None else str(limit) for limit in (s.best_budget, s.best_size)]
     ratio = numbers.DASH if s.range_ratio is None else f"{s.range_ratio:.2f}"
     return [
-        str(s.best_budget), str(s.best_size), numbers.rate(s.best), numbers.change(finding.gain), numbers.percent(s.cv),
-        ratio, numbers.percent(s.b_sens), numbers.percent(s.n_sens),
+        *limits, numbers.rate(s.best), numbers.change(finding.gain), numbers.percent(s.cv), ratio,
+        numbers.percent(s.b_sens), numbers.percent(s.n_sens),
     ]  # fmt: skip
 
 
-def _legend(metric: str) -> str:
+def _legend(metric: str, *, limits_unknown: bool) -> str:
     return (
         f"best: configuration with the highest {metric}, mean over seeds; CV, range, B-Sens and N-Sens over the whole "
         "grid of token budgets B and batch sizes N, – where it has holes or one value."
+        + (" B and N of a server at a URL are its own and not known here." if limits_unknown else "")
     )
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 import pyarrow as pa
 
+from ebbench.engines.setup import is_server
 from ebbench.errors import EbbenchError, RunError
 from ebbench.records import files
 from ebbench.runs.cell import Cell
@@ -90,9 +91,11 @@ class SweepStore:
 
 
 def _shown(cell: Cell) -> dict[str, Any]:
-    """The stored settings: only the names of headers, whose values may be secret."""
+    """The stored settings: only the names of headers, whose values may be secret; None for what a server decides."""
     found = settings_of(cell)
-    return found | {"headers": dict.fromkeys(found["headers"], "")}
+    own = [name for name, one in known_settings().items() if one.part == "options" and name != "warmup"]
+    decided = dict.fromkeys(own) if is_server(cell.engine) else {}
+    return found | decided | {"headers": dict.fromkeys(found["headers"], "")}
 
 
 def row_of(entry: Finished) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from ebbench.capacity.chart import save_frontier
 from ebbench.capacity.choose import WITHIN, Choice, Costed, choose, on_frontiers
 from ebbench.capacity.deployments import Bound, Candidate, Deployment, Task, bound, size
 from ebbench.capacity.limits import parse_limits
+from ebbench.capacity.plan_sentences import parts
 from ebbench.capacity.prices import check_prices, parse_prices
 from ebbench.capacity.probe import Reading
 from ebbench.capacity.search_types import Probe
@@ -134,6 +135,14 @@ def test_a_mistyped_device_is_refused_before_anything_runs() -> None:
 def costed(device: str, cost: float, ttft_ms: float, tpot_ms: float, tokens_per_s: float) -> Costed:
     reading = replace(READING, ttft_ms=ttft_ms, tpot_ms=tpot_ms, output_tokens_per_s=tokens_per_s)
     return Costed(Deployment(Candidate(device, 1, "v1", 8192, 64), 1, reading), cost)
+
+
+@pytest.mark.parametrize(("replicas", "gpus"), [(1, "1 GPU."), (3, "3 GPUs.")])
+def test_the_cheapest_deployment_is_named_with_its_number_of_gpus(replicas: int, gpus: str) -> None:
+    one = costed("h200", 1.0, 20.0, 10.0, 100.0)
+    found = Choice((replace(one, deployment=replace(one.deployment, replicas=replicas)),))
+    [sentence] = [part for part in parts(found, TASKS[0], {}) if isinstance(part, str) and part.startswith("Cheapest")]
+    assert sentence.endswith(gpus)
 
 
 @given(

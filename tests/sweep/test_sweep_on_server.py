@@ -54,6 +54,12 @@ def test_cells_run_one_at_a_time_each_with_warmup_and_reset(server: FakeServerPr
     assert {(row["engine"], row["vocab_size"], row["extra_body"]) for row in rows} == {
         (server.url, 500, '{"top_p": 0.5}')
     }
+    assert {(row["max_num_seqs"], row["max_num_batched_tokens"], row["num_kv_blocks"]) for row in rows} == {(None,) * 3}
+    assert {row["warmup"] for row in rows} == {2}
+    (one, *_), shown = json.loads(done.stdout)["findings"], invoke("sweep", spec, "-o", tmp_path / "out", "-q").stdout
+    assert (one["best_budget"], one["best_size"]) == (None, None)
+    assert "best B" not in shown
+    assert "req/s" in shown
 
 
 def test_a_sweep_whose_requests_fail_names_the_cells_and_is_no_success(tmp_path: Path) -> None:
