@@ -17,7 +17,8 @@ ENVIRONMENT = (
 
 LATER_OPTIONS = {
     "enforce_eager": False, "warmup": 0, "quantization": None, "kv_cache_dtype": "auto", "api_server": "off",
-    "api_server_count": None,
+    "api_server_count": None, "max_num_active_seqs": None, "long_prefill_token_threshold_adaptive": False,
+    "max_num_queued_reqs": None, "max_num_queued_tokens": None, "scheduler_reserve_full_isl": True,
 }  # fmt: skip
 """Options that older runs did not record, with the values that they ran with."""
 
@@ -48,6 +49,12 @@ def environment_of(manifest: Manifest) -> dict[str, str]:
 def _compared(manifest: Manifest) -> dict[str, Any]:
     options = {name: value for name, value in manifest.options.items() if LATER_OPTIONS.get(name, UNKNOWN) != value}
     return options | {name: manifest.facts[name] for name in JOINED if name in manifest.facts}
+
+
+def unusual_options(options: Mapping[str, Any]) -> str:
+    """Those of LATER_OPTIONS, except ``warmup``, that differ from the values of older runs, as text."""
+    found = {name: options.get(name, value) for name, value in LATER_OPTIONS.items() if name != "warmup"}
+    return json.dumps({name: value for name, value in found.items() if value != LATER_OPTIONS[name]}, sort_keys=True)
 
 
 def _recorded(manifest: Manifest, name: str) -> str:

@@ -112,6 +112,29 @@ MaxRepeats = Annotated[int, opt("--max-repeats", help="Most repeats with --repea
 
 MaxNumSeqs = Annotated[int, opt("--max-num-seqs", help="N, most sequences in a batch.", panel=ENGINE)]
 MaxNumBatchedTokens = Annotated[int, opt("--max-num-batched-tokens", help="B, token budget per step.", panel=ENGINE)]
+MaxNumActiveSeqs = Annotated[
+    int | None, opt("--max-num-active-seqs", help="Most sequences that run, where fewer than N.", panel=ENGINE)
+]
+MaxNumQueuedReqs = Annotated[
+    int | None,
+    opt("--max-num-queued-reqs", help="Open requests from which on further ones are refused (503).", panel=ENGINE),
+]
+MaxNumQueuedTokens = Annotated[
+    int | None,
+    opt("--max-num-queued-tokens", help="Queued prompt tokens from which on requests are refused.", panel=ENGINE),
+]
+LongPrefillTokenThreshold = Annotated[
+    int,
+    opt("--long-prefill-token-threshold", help="Most tokens of one prompt per step; 0: no limit.", panel=ENGINE),
+]
+LongPrefillTokenThresholdAdaptive = Annotated[
+    bool,
+    opt("--long-prefill-token-threshold-adaptive", help="Raise it to a request's share of B.", panel=ENGINE),
+]
+NoSchedulerReserveFullIsl = Annotated[
+    bool,
+    opt("--no-scheduler-reserve-full-isl", help="Admit a prompt as soon as its first chunk fits.", panel=ENGINE),
+]
 MaxModelLen = Annotated[
     int | None, opt("--max-model-len", help="Longest prompt plus output. Default: 40,960 tokens.", panel=ENGINE)
 ]

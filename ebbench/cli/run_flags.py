@@ -69,6 +69,12 @@ class EngineFlags:
     ] = None
     max_num_seqs: load.MaxNumSeqs = 1024
     max_num_batched_tokens: load.MaxNumBatchedTokens = 8192
+    max_num_active_seqs: load.MaxNumActiveSeqs = None
+    max_num_queued_reqs: load.MaxNumQueuedReqs = None
+    max_num_queued_tokens: load.MaxNumQueuedTokens = None
+    long_prefill_token_threshold: load.LongPrefillTokenThreshold = 0
+    long_prefill_token_threshold_adaptive: load.LongPrefillTokenThresholdAdaptive = False
+    no_scheduler_reserve_full_isl: load.NoSchedulerReserveFullIsl = False
     max_model_len: load.MaxModelLen = None
     num_kv_blocks: load.NumKvBlocks = None
     no_prefix_caching: load.NoPrefixCaching = False
@@ -96,6 +102,12 @@ class EngineFlags:
             kv_cache_dtype=self.kv_cache_dtype,
             api_server=self.api_server,
             api_server_count=self.api_server_count,
+            max_num_active_seqs=self.max_num_active_seqs,
+            max_num_queued_reqs=self.max_num_queued_reqs,
+            max_num_queued_tokens=self.max_num_queued_tokens,
+            long_prefill_token_threshold=self.long_prefill_token_threshold,
+            long_prefill_token_threshold_adaptive=self.long_prefill_token_threshold_adaptive,
+            scheduler_reserve_full_isl=not self.no_scheduler_reserve_full_isl,
         )
 
     @property

@@ -14,6 +14,7 @@ from ebbench.analysis.economy import PRICE
 from ebbench.cli.cluster_flags import ClusterOptions
 from ebbench.cli.preflight import check_counts, check_fits, check_options
 from ebbench.cli.repeats import beforehand, why_stop
+from ebbench.engines.checks import refuse_further_limits, refuse_queue_limits
 from ebbench.engines.setup import (
     POLICY_IS_A_LABEL,
     is_server,
@@ -141,6 +142,10 @@ def _check(config: RunConfig) -> None:
         **{name: config.plan_settings[name] for name in numbers},  # type: ignore[arg-type]
     )
     check_options(config.options, config.policies)
+    if config.cluster.topology is not None:
+        refuse_queue_limits(config.options, config.cluster.topology)
+    if is_server(config.engine):
+        refuse_further_limits(config.options, "endpoint")
     if is_server(config.engine) and len(config.policies) > 1:
         raise UsageError(
             "a server runs the one policy it was started with; give one --policy, as a label, and one run per server"

@@ -18,7 +18,12 @@ from vllm_eb.policy import PolicySpec
 class EngineOptions:
     """Scheduler settings, named as in vLLM.
 
-    ``num_kv_blocks``: None uses the device's KV capacity. ``long_prefill_token_threshold``: 0 is off.
+    ``max_num_active_seqs``: requests that may run at most, where fewer than ``max_num_seqs``; None: as many.
+    ``num_kv_blocks``: None uses the device's KV capacity. ``long_prefill_token_threshold``: 0 is off; with
+    ``_adaptive`` it is raised to each request's share of the budget. ``max_num_queued_reqs``,
+    ``max_num_queued_tokens``: open requests, and tokens of prompts without a first token, from which on the API server
+    refuses requests; None: no limit.
+    ``scheduler_reserve_full_isl``: admit a prompt only if all of it fits into the KV cache, not just its first chunk.
     ``enforce_eager``: no CUDA graphs. ``warmup``: number of requests with the plan's lengths that are sent first and
     not recorded. ``quantization`` and ``kv_cache_dtype``: data types of weights and KV cache that differ from the
     model's. ``api_server``: class of the machine whose API server is simulated, or ``off``; ``api_server_count``:
@@ -39,6 +44,16 @@ class EngineOptions:
     kv_cache_dtype: str = "auto"
     api_server: str = OFF
     api_server_count: int | None = None
+    max_num_active_seqs: int | None = None
+    long_prefill_token_threshold_adaptive: bool = False
+    max_num_queued_reqs: int | None = None
+    max_num_queued_tokens: int | None = None
+    scheduler_reserve_full_isl: bool = True
+
+    @property
+    def running_limit(self) -> int:
+        """Requests that may run at a time."""
+        return self.max_num_seqs if self.max_num_active_seqs is None else self.max_num_active_seqs
 
 
 VIRTUAL_TIME = frozenset({"sim", "emulated"})

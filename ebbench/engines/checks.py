@@ -35,7 +35,11 @@ def check_options(options: EngineOptions, policies: Sequence[PolicySpec]) -> Non
         max_model_len=options.max_model_len,
         num_kv_blocks=options.num_kv_blocks,
         block_size=options.block_size,
+        max_num_active_seqs=options.max_num_active_seqs,
+        max_num_queued_reqs=options.max_num_queued_reqs,
+        max_num_queued_tokens=options.max_num_queued_tokens,
     )
+    _check_vllm_limits(options)
     chosen_api_server(options.api_server, options.api_server_count)
     if options.warmup < 0:
         raise UsageError(f"--warmup must be 0 or more requests, not {options.warmup}")
@@ -45,11 +49,12 @@ def check_options(options: EngineOptions, policies: Sequence[PolicySpec]) -> Non
             f"{options.max_num_seqs}, which vLLM refuses; raise it to {options.max_num_seqs} or more, or lower "
             "--max-num-seqs"
         )
+    limit = "--max-num-seqs" if options.max_num_active_seqs is None else "--max-num-active-seqs"
     for spec in policies:
-        if least_seqs(spec) > options.max_num_seqs:
+        if least_seqs(spec) > options.running_limit:
             raise UsageError(
-                f"policy {spec.name}: k exceeds --max-num-seqs {options.max_num_seqs}, so it would wait for more "
-                f"idle slots than there are; use k={options.max_num_seqs} or less"
+                f"policy {spec.name}: k exceeds {limit} {options.running_limit}, so it would wait for more "
+                f"idle slots than there are; use k={options.running_limit} or less"
             )
         if least_tokens(spec) > options.max_num_batched_tokens:
             raise UsageError(
@@ -58,12 +63,60 @@ def check_options(options: EngineOptions, policies: Sequence[PolicySpec]) -> Non
             )
 
 
+def _check_vllm_limits(options: EngineOptions) -> None:
+    """Raise UsageError for limits that contradict each other; vLLM refuses them too, or ignores them."""
+    active, threshold = options.max_num_active_seqs, options.long_prefill_token_threshold
+    if active is not None and active > options.max_num_seqs:
+        raise UsageError(
+            f"--max-num-active-seqs {active} is above --max-num-seqs {options.max_num_seqs}, which vLLM refuses; give "
+            f"{options.max_num_seqs} or less"
+        )
+    if not 0 <= threshold <= options.max_model_len:
+        raise UsageError(
+            f"--long-prefill-token-threshold must be between 0 (off) and --max-model-len {options.max_model_len}, not "
+            f"{threshold}"
+        )
+    if options.long_prefill_token_threshold_adaptive and not threshold:
+        raise UsageError(
+            "--long-prefill-token-threshold-adaptive has no effect without a threshold; give "
+            "--long-prefill-token-threshold too, for example 2048"
+        )
+
+
+def refuse_queue_limits(options: EngineOptions, topology: str) -> None:
+    """Raise UsageError where queue limits are set for several instances: vLLM counts per API server, and behind a
+    dispatcher their number and the way on are not known."""
+    if options.max_num_queued_reqs is not None or options.max_num_queued_tokens is not None:
+        raise UsageError(
+            f"--max-num-queued-reqs and --max-num-queued-tokens are simulated for one instance, not for {topology}; "
+            "leave them out, or leave out --topology"
+        )
+
+
 def refuse_api_server(options: EngineOptions, engine: str) -> None:
     """Raise UsageError where an API server is to be simulated in front of an engine that has a real one."""
     if options.api_server != OFF:
         raise UsageError(
             f"--api-server {options.api_server} is simulated by engines sim and emulated; engine {engine} answers "
             "through a real one: leave it out"
+        )
+
+
+def refuse_further_limits(options: EngineOptions, engine: str) -> None:
+    """Raise UsageError where limits of the scheduler are given for a server that is already running."""
+    names = (
+        "max_num_active_seqs", "max_num_queued_reqs", "max_num_queued_tokens", "long_prefill_token_threshold",
+    )  # fmt: skip
+    for name in names:
+        if getattr(options, name):
+            option = "--" + name.replace("_", "-")
+            raise UsageError(
+                f"{option} is set where a server is started; engine {engine} sends to one that already runs: start it "
+                f"with {option}, and leave it out here"
+            )
+    if not options.scheduler_reserve_full_isl:
+        raise UsageError(
+            "--no-scheduler-reserve-full-isl is set where a server is started; leave it out for one that already runs"
         )
 
 

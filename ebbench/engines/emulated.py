@@ -34,9 +34,10 @@ from ebbench.errors import RunError
 from ebbench.records.content import token_ids
 from ebbench.records.plan import Plan
 from ebbench.simulation.api_server import ApiServers
+from ebbench.simulation.queue_limits import QueueLimits
 from ebbench.simulation.state import UNSET, Ints, RequestState
 from ebbench.simulation.step import Step
-from ebbench.simulation.tables import StepLog, decisions_table, requests_table, steps_table
+from ebbench.simulation.tables import StepLog, decisions_table, requests_table, steps_table, with_failures
 from ebbench.simulation.warmup import Beginning, at_beginning, records_after, steps_after, with_warmup, without_warmup
 from vllm_eb import config as plugin
 from vllm_eb.policy import PolicySpec
@@ -118,7 +119,8 @@ class _Run:
         costs = chosen_api_server(options.api_server, options.api_server_count)
         self._api_servers = None if costs is None else ApiServers(costs, options.api_server_count or 1, self._state)
         self._on_the_device: deque[tuple[int, Ints, Ints]] = deque()  # steps: end, rows with a token, their slots
-        self._clients = VirtualClients(plan, self._state, options.warmup, begin, self._api_servers)
+        self._queue_limits = QueueLimits.of(self._state, options.max_num_queued_reqs, options.max_num_queued_tokens)
+        self._clients = VirtualClients(plan, self._state, options.warmup, begin, self._api_servers, self._queue_limits)
         executor = self.core.model_executor
         executor.attach(self._clock, device.cost, self._streams)
         executor.on_step, executor.on_preempted = self._on_step, self._on_preempted
@@ -151,7 +153,7 @@ class _Run:
         core, clients, clock = self.core, self._clients, self._clock
         next_report = 0.0
         try:
-            while self._completed < len(self._plan):
+            while self._completed + self._clients.refused < len(self._plan):
                 for row in clients.due(clock.now_ns):
                     core.add_request(self._request(row))
                 if not self._step():
@@ -263,6 +265,7 @@ class _Run:
 
     def _take(self, outputs: Any) -> None:
         """Process the completions of one step, in scheduling order."""
+        ended: list[int] = []
         for batch in outputs.values():
             for output in batch.outputs:
                 if output.finish_reason is not None:
@@ -271,7 +274,9 @@ class _Run:
                     self._state.done[row] = True
                     self._completed += row < len(self._plan)
                     del self._streams[output.request_id]
-                    self._clients.ended(row, self._clock.now_ns)
+                    ended.append(row)
+        if ended:
+            self._clients.ended(ended, self._clock.now_ns)
 
     def _progress(self) -> Progress:
         running, waiting = self._scheduler.get_request_counts()
@@ -285,8 +290,11 @@ class _Run:
         """The tables of the run."""
         records = [] if self._controller is None else self._controller.drain_records()
         ids = pa.array(self._ids, pa.string())
+        requests = requests_table(self._plan, without_warmup(self._state, self._plan, self._beginning))
+        if self._queue_limits is not None:
+            requests = with_failures(requests, self._queue_limits.refused, self._queue_limits.never_sent)
         return EngineResult(
-            requests=requests_table(self._plan, without_warmup(self._state, self._plan, self._beginning)),
+            requests=requests,
             steps=steps_table(steps_after(self._log.steps, self._beginning), ids, self._blocks),
             decisions=decisions_table(records_after([(0, record) for record in records], self._beginning)),
             interrupted=interrupted,

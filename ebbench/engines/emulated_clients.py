@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from ebbench.records.plan import Plan
 from ebbench.simulation.api_server import ApiServers
+from ebbench.simulation.queue_limits import QueueLimits
 from ebbench.simulation.releases import Releases
 from ebbench.simulation.state import UNSET, RequestState
 
@@ -17,7 +18,7 @@ class VirtualClients:
     """Sends the plan's requests in virtual time: at arrival times, and after completions.
 
     ``api_servers``: requests go through them to the engine, and end for their clients when the last token has left
-    them; None: clients and engine meet directly.
+    them; None: clients and engine meet directly. ``queue_limits``: requests that the API server refuses; None: none.
     """
 
     def __init__(
@@ -27,11 +28,13 @@ class VirtualClients:
         warmup: int = 0,
         begin: Callable[[int], None] | None = None,
         api_servers: ApiServers | None = None,
+        queue_limits: QueueLimits | None = None,
     ):
         """``begin`` is called with the time at which ``warmup`` requests have ended and the plan begins."""
         self._plan, self._state, self._releases = plan, state, Releases(plan, warmup)
         self._begin = begin if warmup else None
-        self._api_servers = api_servers
+        self._api_servers, self._queue_limits = api_servers, queue_limits
+        self.refused = 0  # requests of the plan that ended without entering the engine
         self._events: list[tuple[int, int, int, int]] = []  # (time, kind, count of events before, row)
         self._pushed = 0
         self._ready: list[int] = []
@@ -62,7 +65,7 @@ class VirtualClients:
             if kind == ENTRY:
                 self._ready.append(row)
             elif kind == DEPARTURE:
-                self._end(row, time_ns)
+                self._end([row], time_ns)
             else:
                 self._state.intended_ns[row] = time_ns
                 self._release(self._releases.arrived(row), time_ns)
@@ -71,29 +74,49 @@ class VirtualClients:
         """Time (ns) of the next event outside the engine; None if only the engine's completions cause further ones."""
         return self._events[0][0] if self._events else None
 
-    def ended(self, row: int, now_ns: int) -> None:
-        """Process the end of a request in the engine. Sessions that arrived by then come first."""
+    def ended(self, rows: Sequence[int], now_ns: int) -> None:
+        """Process the ends of requests in one step of the engine. Sessions that arrived by then come first."""
         self.catch_up(now_ns)
-        departed_ns = now_ns if self._api_servers is None else self._api_servers.departed_ns(row)
-        if departed_ns <= now_ns:
-            self._end(row, now_ns)
-        else:
-            self._push(departed_ns, DEPARTURE, row)
+        at_once: list[int] = []
+        for row in rows:
+            departed_ns = now_ns if self._api_servers is None else self._api_servers.departed_ns(row)
+            if departed_ns <= now_ns:
+                at_once.append(row)
+            else:
+                self._push(departed_ns, DEPARTURE, row)
+        self._end(at_once, now_ns)
 
-    def _end(self, row: int, now_ns: int) -> None:
-        """Process the end of a request for its client."""
-        following = self._releases.ended(row)
+    def _end(self, rows: Sequence[int], now_ns: int) -> None:
+        """Process the ends of requests for their clients, then send those that they release."""
+        following: list[int] = []
+        for row in rows:
+            if self._queue_limits is not None:
+                self._queue_limits.ended(row)
+            following += self._releases.ended(row)
+            self._end_warmup(now_ns)
+        self._release(following, now_ns)
+
+    def _end_warmup(self, now_ns: int) -> None:
         if self._begin is not None and self._releases.begun:
             self._begin(now_ns)
             self._begin = None
             self._schedule_arrivals(now_ns)
-        self._release(following, now_ns)
 
-    def _release(self, rows: list[int], now_ns: int) -> None:
+    def _stamp(self, rows: Sequence[int], now_ns: int) -> None:
+        """Note that requests are sent now."""
         for row in rows:
             if self._state.intended_ns[row] == UNSET:
                 self._state.intended_ns[row] = now_ns
             self._state.sent_ns[row] = now_ns
+
+    def _release(self, rows: list[int], now_ns: int) -> None:
+        if self._queue_limits is None:
+            self._stamp(rows, now_ns)
+        else:
+            rows, ended = self._queue_limits.accept(rows, now_ns, self._releases, self._stamp)
+            self.refused += ended
+            self._end_warmup(now_ns)
+        for row in rows:
             entry_ns = now_ns if self._api_servers is None else self._api_servers.enter(row, now_ns)
             if entry_ns <= now_ns:
                 self._ready.append(row)

@@ -15,6 +15,7 @@ from typing import Any
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
+import vllm
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import core as engine_core
@@ -24,6 +25,7 @@ from vllm.v1.request import Request
 from ebbench.devices.base import CostModel
 from ebbench.engines.base import EngineOptions
 from ebbench.engines.emulated_device import StandInExecutor, Step, StepReader, done, nothing, step_ns
+from ebbench.errors import UsageError
 
 VOCAB = 32000
 SMALL_VOCAB = 256  # Python caches integers up to 256, which makes token streams small and fast
@@ -130,6 +132,7 @@ def build_core(
             enable_prefix_caching=options.enable_prefix_caching,
             prefix_caching_hash_algo="xxhash" if _has_xxhash() else "sha256",
             long_prefill_token_threshold=min(options.long_prefill_token_threshold, max_model_len),
+            **_later_options(options),
             async_scheduling=options.async_scheduling,
             scheduler_cls=scheduler_cls,
             additional_config=additional_config,
@@ -140,6 +143,19 @@ def build_core(
         vllm_config.scheduler_config.async_scheduling = options.async_scheduling
         with _no_heap_freeze():
             return EngineCore(vllm_config, VirtualExecutor, log_stats=False)
+
+
+def _later_options(options: EngineOptions) -> dict[str, Any]:
+    """EngineArgs that older versions of vLLM lack, only those that differ from vLLM's default.
+
+    Raises UsageError for one that the installed vLLM does not know.
+    """
+    names = ("max_num_active_seqs", "long_prefill_token_threshold_adaptive", "scheduler_reserve_full_isl")
+    chosen = {name: getattr(options, name) for name in names if getattr(options, name) != getattr(EngineOptions, name)}
+    for name in chosen:
+        if not hasattr(EngineArgs, name):
+            raise UsageError(f"{name} is not known to this vLLM ({vllm.__version__}); vLLM 0.32 has it")
+    return chosen
 
 
 @contextmanager

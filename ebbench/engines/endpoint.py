@@ -19,7 +19,7 @@ from ebbench.client.drive import server_url
 from ebbench.client.progress import Snapshot
 from ebbench.devices.base import Device
 from ebbench.engines.base import EngineOptions, EngineResult, Observer, Progress
-from ebbench.engines.checks import refuse_api_server
+from ebbench.engines.checks import refuse_api_server, refuse_further_limits
 from ebbench.records.plan import Plan
 from ebbench.records.schema import DECISIONS, STEPS
 from vllm_eb.policy import PolicySpec
@@ -78,6 +78,7 @@ class EndpointEngine(SendingEngine):
     ) -> EngineResult:
         """Run the plan. Raises UsageError, RunError; see :func:`drive`."""
         refuse_api_server(options, self.name)
+        refuse_further_limits(options, self.name)
         client = warmed(self.client, options)
         done = drive(self.url, plan, client, observer, label=policy.name, on_batch=self.on_batch)
         return EngineResult(

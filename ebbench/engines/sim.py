@@ -19,7 +19,7 @@ from ebbench.devices.collectives import choose_link
 from ebbench.devices.units import UnitDevice, saving_kv, unit_device
 from ebbench.dispatch import DEFAULT_DISPATCH, DispatchSpec
 from ebbench.engines.base import EngineOptions, EngineResult, Observer
-from ebbench.engines.checks import check_fits, num_kv_blocks
+from ebbench.engines.checks import check_fits, num_kv_blocks, refuse_queue_limits
 from ebbench.engines.simulated import (
     check_all_ended,
     make_controller,
@@ -31,11 +31,12 @@ from ebbench.engines.simulated import (
 from ebbench.errors import UsageError
 from ebbench.records.plan import Plan
 from ebbench.simulation.kv import CachingKv, CountingKv, IdentityNeeded
-from ebbench.simulation.loop import EventLoop, Outcome
+from ebbench.simulation.loop import EventLoop
+from ebbench.simulation.queue_limits import QueueLimits
 from ebbench.simulation.stage import MakeKv, Stage, StageSpec, build_stage
 from ebbench.simulation.state import UNSET, RequestState
 from ebbench.simulation.streams import StreamKv, streams_take_turns
-from ebbench.simulation.tables import NoLog, StepLog, decisions_table, requests_table, steps_table
+from ebbench.simulation.tables import NoLog, StepLog, decisions_table, requests_table, steps_table, with_failures
 from ebbench.simulation.transfer import Handover, Link, ReceiveStore, TransferFabric
 from ebbench.simulation.warmup import Beginning, at_beginning, records_after, steps_after, with_warmup, without_warmup
 from vllm_eb.controller import Controller
@@ -72,6 +73,8 @@ class SimEngine:
                 f"topology {self.topology.label} separates prefill from decode, so there is nothing for policy "
                 f"{policy.name} to decide; use --policy v1"
             )
+        if self.topology is not None:
+            refuse_queue_limits(options, self.topology.label)
         with collector_paused():
             for make_kv in _kv_managers(plan, options):
                 try:
@@ -120,12 +123,14 @@ class _Simulation:
         self._units: list[Device] = []  # of each pool of a topology
         topology = engine.topology
         stages = self._pools(topology) if topology is not None and topology.disaggregated else self._replicas(topology)
+        self._queue_limits = QueueLimits.of(stages[0].state, options.max_num_queued_reqs, options.max_num_queued_tokens)
         self._loop = EventLoop(
             plan,
             *stages,
             network_ns=self._network_ns,
             warmup=options.warmup,
             begin=self._begin,
+            queue_limits=self._queue_limits,
         )
 
     def run(self, observer: Observer | None) -> EngineResult:
@@ -278,7 +283,9 @@ class _Simulation:
         state, first = loop.last.state, loop.front.state
         state.scheduled_ns, state.cached_tokens = first.scheduled_ns, first.cached_tokens
         requests = requests_table(self._plan, without_warmup(state, self._plan, self._beginning))
-        requests = _with_failures(requests, loop.outcome)
+        limits = self._queue_limits
+        refused = {} if limits is None else limits.refused
+        requests = with_failures(requests, loop.outcome.failed | refused, [] if limits is None else limits.never_sent)
         if self._engine.topology is None:
             return requests
         units = loop.unit_of[:count]
@@ -320,26 +327,6 @@ def _one_token(plan: Plan) -> Plan:
     index = plan.table.column_names.index("output_tokens")
     ones = pa.array(np.ones(len(plan), np.int32))
     return replace(plan, table=plan.table.set_column(index, plan.table.schema.field(index), ones))
-
-
-def _with_failures(requests: pa.Table, outcome: Outcome) -> pa.Table:
-    """``requests`` with failures filled in; without warm-up requests, whose rows follow the plan's."""
-    if not outcome.failed:
-        return requests
-    columns = {
-        name: requests[name].to_pylist()
-        for name in ("status", "finish_reason", "error_class", "error_body", "http_status")
-    }
-    for row, (kind, message, status) in outcome.failed.items():
-        if row < requests.num_rows:
-            columns["status"][row], columns["finish_reason"][row] = "failed", None
-            columns["error_class"][row], columns["error_body"][row], columns["http_status"][row] = kind, message, status
-    for name, values in columns.items():
-        index = requests.column_names.index(name)
-        requests = requests.set_column(
-            index, requests.schema.field(index), pa.array(values, requests.schema.field(index).type)
-        )
-    return requests
 
 
 def _mean_ms(spans_ns: np.ndarray, known: np.ndarray) -> float | None:

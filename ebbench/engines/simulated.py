@@ -45,11 +45,13 @@ def check_all_ended(ended: int, requests: int, what: str) -> None:
 def scheduler_limits(options: EngineOptions) -> SchedulerLimits:
     """The options that limit what a scheduling step may hold."""
     return SchedulerLimits(
-        options.max_num_seqs,
+        options.running_limit,
         options.max_num_batched_tokens,
         options.block_size,
         options.long_prefill_token_threshold,
         options.async_scheduling,
+        options.long_prefill_token_threshold_adaptive,
+        options.scheduler_reserve_full_isl,
     )
 
 
@@ -62,7 +64,7 @@ def make_controller(
     return Controller(
         policy,
         device.calibration,
-        max_num_seqs=options.max_num_seqs,
+        max_num_seqs=options.running_limit,
         block_size=options.block_size,
         num_blocks=total_blocks,
         max_num_batched_tokens=options.max_num_batched_tokens,

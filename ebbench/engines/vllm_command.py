@@ -145,12 +145,25 @@ def _option_arguments(options: EngineOptions, emulated: bool) -> list[str]:
         arguments += ["--quantization", options.quantization]
     if options.kv_cache_dtype != "auto" and not emulated:
         arguments += ["--kv-cache-dtype", options.kv_cache_dtype]
-    if options.long_prefill_token_threshold:
-        arguments += ["--long-prefill-token-threshold", str(options.long_prefill_token_threshold)]
+    arguments += _limit_arguments(options)
     if emulated:
         arguments += ["--block-size", str(options.block_size)]
     elif options.num_kv_blocks is not None:
         arguments += ["--num-gpu-blocks-override", str(options.num_kv_blocks + 1)]
+    return arguments
+
+
+def _limit_arguments(options: EngineOptions) -> list[str]:
+    """The limits that differ from vLLM's defaults; older versions lack most of them."""
+    names = ("max_num_active_seqs", "max_num_queued_reqs", "max_num_queued_tokens")
+    given = [(name, getattr(options, name)) for name in names if getattr(options, name) is not None]
+    if options.long_prefill_token_threshold:
+        given.append(("long_prefill_token_threshold", options.long_prefill_token_threshold))
+    arguments = [word for name, value in given for word in ("--" + name.replace("_", "-"), str(value))]
+    if options.long_prefill_token_threshold_adaptive:
+        arguments.append("--long-prefill-token-threshold-adaptive")
+    if not options.scheduler_reserve_full_isl:
+        arguments.append("--no-scheduler-reserve-full-isl")
     return arguments
 
 

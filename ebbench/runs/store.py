@@ -19,6 +19,7 @@ from typing import Any
 
 import msgspec
 
+from ebbench.analysis.environment import unusual_options
 from ebbench.analysis.summary import metrics_dict, summarise, summarise_phases
 from ebbench.errors import DataError, RunError
 from ebbench.records import files
@@ -148,7 +149,7 @@ class RunStore:
         options = cell.options
         identity = (plan_hash(plan_of(cell)), cell.policy, cell.device, cell.model)
         how = (options.max_num_seqs, options.max_num_batched_tokens, options.warmup, options.async_scheduling)
-        path = self._adopted.get((*identity, *how))
+        path = self._adopted.get((*identity, *how, unusual_options(asdict(options))))
         return None if path is None else measured_from_run(path)
 
 
@@ -198,5 +199,13 @@ def _adopt(paths: list[Path]) -> dict[tuple[Any, ...], Path]:
         manifest = Run.load(path).manifest
         sizes = (int(manifest.options.get(name, 0)) for name in ("max_num_seqs", "max_num_batched_tokens"))
         how = int(manifest.options.get("warmup", 0)), bool(manifest.options.get("async_scheduling", True))
-        found[manifest.plan_hash, manifest.policy, manifest.device, manifest.model, *sizes, *how] = path
+        found[
+            manifest.plan_hash,
+            manifest.policy,
+            manifest.device,
+            manifest.model,
+            *sizes,
+            *how,
+            unusual_options(manifest.options),
+        ] = path
     return found

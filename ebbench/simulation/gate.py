@@ -11,6 +11,7 @@ from typing import Protocol
 
 import numpy as np
 
+from ebbench.simulation.admission import admissible, prompt_tokens
 from ebbench.simulation.scheduler import Scheduler
 from ebbench.simulation.state import UNSET
 from ebbench.simulation.step import NO_ROWS, NS_PER_S, Step
@@ -65,7 +66,7 @@ class OpenGate:
 
     def may_coast(self) -> bool:
         """See Gate: True unless a waiting request could join."""
-        return not self._scheduler.admissible(self._limit)
+        return not admissible(self._scheduler, self._limit)
 
     def admits_decode(self, step: Step) -> bool:
         """See Gate: always."""
@@ -126,7 +127,7 @@ class PolicyGate:
         decision = self._decided or self._controller.decide(self._view(step, coasting=True))
         if (
             decision.phase == "prefill"
-            or (decision.phase == "mixed" and self._scheduler.admissible(decision.running_limit))
+            or (decision.phase == "mixed" and admissible(self._scheduler, decision.running_limit))
             or (decision.token_budget is not None and decision.token_budget < len(self._scheduler.running))
         ):
             self._decided = decision
@@ -160,7 +161,7 @@ class PolicyGate:
             preempted=self._preempted,
             last_tokens_out=not coasting and not scheduler.generates,
             oldest_wait_s=self._order_queue(step.scheduled_ns) if controller.orders_queue else 0.0,
-            prompt_tokens=scheduler.prompt_tokens(wanted) if (wanted := controller.prompt_tokens_wanted) else 0,
+            prompt_tokens=prompt_tokens(scheduler, wanted) if (wanted := controller.prompt_tokens_wanted) else 0,
         )
 
     def _order_queue(self, now_ns: int) -> float:

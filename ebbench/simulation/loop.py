@@ -1,20 +1,6 @@
 """The event loop: one virtual clock for clients, dispatchers, engines and KV transfers.
 
-Events at the same nanosecond are taken in the order of their priority, then in the order they were made:
-
-    0  ARRIVAL   a session's first request reaches the front stage
-    1  DELIVERY  a dispatched request reaches its unit
-    2  ENTRY     the API server hands a request to its unit
-    3  TRANSFER  the KV of a request has arrived at its decode unit
-    4  DEPARTURE the last token of a request has left the API server
-    5  PASS      a forward pass has ended: the engine signals
-    6  SIGNAL    the signal reaches the dispatcher
-    7  NOTICE    the dispatcher learns which requests have ended
-    8  TIMER     the dispatcher asked to be polled
-    9  WAKE      an engine's oldest step has ended, or an arrival wakes it
-
-A signal comes before its engine wakes. Without network delay a dispatcher can therefore still hand a batch to the step
-that is scheduled at this very moment; with a delay of ``network_ns`` each way it cannot.
+Events at the same nanosecond are taken in the order of :mod:`ebbench.simulation.events`.
 
 One engine alone is the same thing without dispatcher and network.
 """
@@ -32,13 +18,25 @@ from ebbench.dispatch.base import Order
 from ebbench.records.plan import Plan
 from ebbench.simulation.api_server import ApiServers
 from ebbench.simulation.engine import OnPass
+from ebbench.simulation.events import (
+    ARRIVAL,
+    DELIVERY,
+    DEPARTURE,
+    ENTRY,
+    NEVER_NS,
+    NOTICE,
+    PASS,
+    SIGNAL,
+    TIMER,
+    TRANSFER,
+    WAKE,
+)
+from ebbench.simulation.queue_limits import Failure, QueueLimits
 from ebbench.simulation.releases import Releases
 from ebbench.simulation.stage import Stage
 from ebbench.simulation.state import UNSET
 from ebbench.simulation.transfer import Handover, StoreFullError, Transfer
 
-ARRIVAL, DELIVERY, ENTRY, TRANSFER, DEPARTURE, PASS, SIGNAL, NOTICE, TIMER, WAKE = range(10)
-NEVER_NS = 1 << 62
 FRONT, BACK = 0, 1
 
 AtTime = Callable[[int], None]
@@ -49,7 +47,7 @@ AtTime = Callable[[int], None]
 class Outcome:
     """Results that the tables do not show. ``failed``: row to (class, message, HTTP status)."""
 
-    failed: dict[int, tuple[str, str, int | None]] = field(default_factory=dict)
+    failed: dict[int, Failure] = field(default_factory=dict)
     dead: str | None = None  # why the run ended early
 
 
@@ -66,9 +64,10 @@ class EventLoop:
         network_ns: int = 0,
         warmup: int = 0,
         begin: AtTime | None = None,
+        queue_limits: QueueLimits | None = None,
     ) -> None:
         """``warmup``: number of requests before the plan; ``begin`` is called when they have ended, before the plan
-        starts."""
+        starts. ``queue_limits`` of the only API server."""
         self.front, self.back, self.handover = front, back, handover
         self.stages = [front] if back is None else [front, back]
         self.last = self.stages[-1]
@@ -79,7 +78,7 @@ class EventLoop:
         self.ended = 0  # including warm-up requests
         self.outcome = Outcome()
         self._plan, self._begin, self._warming = plan, begin, warmup > 0
-        self._network_ns = network_ns
+        self._network_ns, self._queue_limits = network_ns, queue_limits
         self._releases = Releases(plan, warmup)
         # Times at which a request may arrive at an engine, and times at which engines continue by themselves.
         self._events: list[tuple[int, int, int, Any]] = []
@@ -134,12 +133,11 @@ class EventLoop:
         """Send requests to the front dispatcher, or to the only unit."""
         if not rows:
             return
-        for stage in self.stages:
-            state = stage.state
-            for row in rows:
-                if state.intended_ns[row] < 0:
-                    state.intended_ns[row] = intended_ns
-                state.sent_ns[row] = self.now_ns
+        if self._queue_limits is None:
+            self._stamp(rows, intended_ns)
+        else:
+            rows, ended = self._queue_limits.accept(rows, intended_ns, self._releases, self._stamp)
+            self._count_ended(ended)
         dispatcher = self.front.dispatcher
         if dispatcher is None:
             self._deliver(FRONT, 0, rows)
@@ -147,6 +145,15 @@ class EventLoop:
         for row in rows:
             dispatcher.arrive(self.front.dispatch_request(row), self.now_ns)
         self._poll(FRONT)
+
+    def _stamp(self, rows: Sequence[int], intended_ns: int) -> None:
+        """Note that requests are sent now."""
+        for stage in self.stages:
+            state = stage.state
+            for row in rows:
+                if state.intended_ns[row] < 0:
+                    state.intended_ns[row] = intended_ns
+                state.sent_ns[row] = self.now_ns
 
     def _poll(self, index: int) -> None:
         """Carry out the orders of a dispatcher, and store when it wants to be polled again."""
@@ -220,11 +227,16 @@ class EventLoop:
         """Requests have ended or failed: send those that their ends release."""
         released: list[int] = []
         for row in rows:
-            self.ended += 1
+            if self._queue_limits is not None:
+                self._queue_limits.ended(row)
             released += self._releases.ended(row)
-            if self._warming and self._releases.begun:
-                self._end_warmup()
+            self._count_ended(1)
         self._submit(released, self.now_ns)
+
+    def _count_ended(self, requests: int) -> None:
+        self.ended += requests
+        if self._warming and self._releases.begun:
+            self._end_warmup()
 
     # Engines.
 

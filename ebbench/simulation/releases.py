@@ -83,6 +83,19 @@ class Releases:
             return [self._queue.popleft()]
         return []
 
+    def failed(self, row: int) -> tuple[list[int], list[int]]:
+        """A request has failed, so later turns of its session are not sent.
+
+        Returns these turns, and the rows to send instead.
+        """
+        later: list[int] = []
+        following = row
+        while following < len(self._next_turn) and (following := int(self._next_turn[following])) >= 0:
+            later.append(following)
+        if later:
+            self._next_turn[row] = -1
+        return later, self.ended(row)
+
     def _release_closed(self) -> list[int]:
         rows: list[int] = []
         while self._queue and self._limits:

@@ -1,8 +1,8 @@
 """vLLM v1's scheduler (0.32): requests and KV blocks of one unit, and the requests that a step holds.
 
-It implements the rules of ``schedule()`` and ``update_from_output()``: order, chunking, token budget, admission,
-preemption. :mod:`ebbench.simulation.gate` decides the phase of a step, :mod:`ebbench.simulation.engine` when steps are
-made and how long they take.
+It implements the rules of ``schedule()`` and ``update_from_output()``: order, chunking, token budget, preemption;
+:mod:`ebbench.simulation.admission` has those for waiting requests. :mod:`ebbench.simulation.gate` decides the phase of
+a step, :mod:`ebbench.simulation.engine` when steps are made and how long they take.
 
 Tens of thousands of steps are made per second, so sums use plain functions (``np.count_nonzero``, ``np.add.reduce``):
 the methods ``any``, ``all`` and ``sum`` cost several times as much. ``a.take(rows)`` costs half of ``a[rows]``.
@@ -17,9 +17,10 @@ from typing import Protocol
 import numpy as np
 
 from ebbench.devices.base import StepShape
+from ebbench.simulation import admission
 from ebbench.simulation.api_server import ApiServers
 from ebbench.simulation.kv import CountedKv, KvBlocks
-from ebbench.simulation.state import UNSET, Ints, RequestState
+from ebbench.simulation.state import Ints, RequestState
 from ebbench.simulation.step import NO_ROWS, SchedulerLimits, Step
 
 
@@ -64,7 +65,7 @@ class Scheduler:
         self.ones: Ints = np.ones(limits.max_num_seqs, np.int64)
         self._arrived: deque[int] = deque()
         self._keep_finished = keep_finished
-        self._stale: dict[int, bool] = {}  # preempted with a step in flight: whether that step samples a token for it
+        self.stale: dict[int, bool] = {}  # preempted with a step in flight: whether that step samples a token for it
 
     # State.
 
@@ -76,7 +77,7 @@ class Scheduler:
     @property
     def only_decodes(self) -> bool:
         """Whether all requests are in decode: no prompt, no arrival, no pending preemption."""
-        return not self.prefilling and not self._stale and not self._arrived and len(self.running) > 0
+        return not self.prefilling and not self.stale and not self._arrived and len(self.running) > 0
 
     @property
     def kv_blocks_used(self) -> int:
@@ -96,46 +97,12 @@ class Scheduler:
 
     def queued_tokens(self) -> int:
         """Prompt tokens received and not scheduled, without those whose KV was delivered."""
-        state = self.state
-        partial = self.running[state.partial[self.running]]
-        queued = int((state.target[partial] - state.computed[partial]).sum()) if len(partial) else 0
-        for rows in (self.waiting, self._arrived):
-            if rows:
-                queued += int(state.target[np.fromiter(rows, np.int64, len(rows))].sum())
-                queued -= sum(self.delivered.get(row, 0) for row in rows) if self.delivered else 0
-        return queued
-
-    def prompt_tokens(self, wanted: int) -> int:
-        """Prompt tokens that the next step could compute, counted up to ``wanted``; see ``View.prompt_tokens``."""
-        state, block_size = self.state, self.limits.block_size
-        partial = self.running[state.partial[self.running]] if self.prefilling else NO_ROWS
-        found = int((state.target[partial] - state.computed[partial]).sum()) if len(partial) else 0
-        slots, blocks = self.limits.max_num_seqs - len(self.running), self.kv.free
-        for row in self.waiting:
-            if found >= wanted or slots <= 0:
-                break
-            known = int(state.target[row])
-            slots -= 1
-            blocks -= -(-known // block_size)
-            if blocks < 0:
-                break
-            found += known
-        return found
+        return admission.queued_tokens(self, self._arrived)
 
     def running_ages(self) -> Sequence[int]:
         """Output tokens so far of every running request."""
         ages: list[int] = self.state.outputs(self.running).tolist()
         return ages
-
-    def admissible(self, running_limit: int) -> bool:
-        """Whether the first waiting request could be admitted now."""
-        if not self.waiting or len(self.running) >= running_limit:
-            return False
-        row = self.waiting[0]
-        known = int(self.state.target[row])
-        hits = self.kv.lookup(row, known)
-        needed = -(-known // self.limits.block_size) - len(hits) + self.kv.evictable(hits)
-        return needed <= self.kv.free
 
     # Arrivals.
 
@@ -163,12 +130,10 @@ class Scheduler:
         most = self.limits.max_num_batched_tokens
         if token_budget is not None and token_budget < most:
             most = token_budget
-        threshold = self.limits.long_prefill_token_threshold
-        if threshold and len(candidates) + len(self.waiting) <= 1:
-            threshold = 0
+        threshold = admission.chunk_limit(self, len(candidates))
         rows, tokens, budget = self._schedule_running(step, candidates, threshold, most)
         if admit and not step.preempted and self.waiting:
-            new_rows, new_tokens = self._admit(step.scheduled_ns, budget, threshold, running_limit)
+            new_rows, new_tokens = admission.admit(self, step.scheduled_ns, budget, threshold, running_limit)
             if new_rows:
                 rows = np.concatenate([rows, np.array(new_rows, np.int64)])
                 tokens = np.concatenate([tokens, np.array(new_tokens, np.int64)])
@@ -273,7 +238,7 @@ class Scheduler:
         in_flight = next((queued for queued in self.in_flight if row in queued.rows), None)
         samples = in_flight is not None and (in_flight.sampled is in_flight.rows or row in in_flight.sampled)
         if in_flight is not None:
-            self._stale[row] = samples
+            self.stale[row] = samples
         known = int(state.target[row]) - samples
         # vLLM publishes blocks up to the tokens known when it scheduled the step in flight.
         known_then = known - (in_flight is not None and self._got_token_since(row, in_flight.scheduled_ns))
@@ -289,58 +254,6 @@ class Scheduler:
         """Whether a token of the row was delivered after a scheduling step at ``time_ns``."""
         slot = int(self.state.next_slot[row])
         return slot > self.state.first_slot[row] and bool(self.state.token_ns[slot - 1] > time_ns)
-
-    def _admit(self, now_ns: int, budget: int, threshold: int, running_limit: int) -> tuple[list[int], list[int]]:
-        state, kv, block_size = self.state, self.kv, self.limits.block_size
-        rows: list[int] = []
-        tokens: list[int] = []
-        skipped: list[int] = []
-        running, counted = len(self.running), self.counted
-        while budget > 0 and self.waiting and running + len(rows) < running_limit:
-            row = self.waiting[0]
-            if row in self._stale:
-                skipped.append(self.waiting.popleft())
-                continue
-            known = int(state.target[row])
-            hits = kv.lookup(row, known)
-            cached = max(len(hits) * block_size, self.delivered.get(row, 0))
-            chunk = known - cached
-            if 0 < threshold < chunk:
-                chunk = threshold
-            chunk = min(chunk, budget)
-            pinned = kv.evictable(hits) if hits else 0
-            if -(-known // block_size) - len(hits) + pinned > kv.free:
-                break
-            self.waiting.popleft()
-            need = -(-(cached + chunk) // block_size) - len(hits)
-            if hits or counted is None:
-                kv.adopt(row, hits)
-            if counted is not None:
-                counted.take(need)
-            else:
-                kv.allocate((row,), (need,))
-            state.held_blocks[row] = len(hits) + need
-            state.computed[row] = cached
-            self._note_admission(row, cached, now_ns)
-            if counted is None:
-                kv.publish(row, cached + chunk)
-            state.partial[row] = True
-            rows.append(row)
-            tokens.append(chunk)
-            budget -= chunk
-        self.waiting.extendleft(reversed(skipped))
-        if rows:
-            self.prefilling += len(rows)
-            self.running = np.concatenate([self.running, np.array(rows, np.int64)])
-        return rows, tokens
-
-    def _note_admission(self, row: int, cached_tokens: int, now_ns: int) -> None:
-        first = bool(self.state.scheduled_ns[row] == UNSET)
-        if first:
-            self.state.scheduled_ns[row] = now_ns
-            self.state.cached_tokens[row] = cached_tokens
-        for listener in self.listeners:
-            listener.admitted(row, cached_tokens, now_ns, first=first)
 
     def advance(self, step: Step) -> StepShape:
         """Count the tokens of a filled step as scheduled; returns the work for the device."""
@@ -371,7 +284,7 @@ class Scheduler:
         """Deliver the tokens of the oldest step in flight. Returns the rows that it finished, in order."""
         step = self.in_flight.popleft()
         state, sampled = self.state, step.sampled
-        if self._stale:
+        if self.stale:
             self._drain_stale(step)
         slots = state.next_slot.take(sampled)
         state.token_ns[slots] = step.end_ns
@@ -402,8 +315,8 @@ class Scheduler:
 
     def _drain_stale(self, step: Step) -> None:
         """A preempted request still gets the token of the step that was in flight."""
-        for row in [row for row in self._stale if row in step.rows]:
-            if self._stale.pop(row):
+        for row in [row for row in self.stale if row in step.rows]:
+            if self.stale.pop(row):
                 self.state.target[row] += 1
 
     def _finish(self, row: int, now_ns: int) -> None:

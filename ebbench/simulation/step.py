@@ -15,13 +15,15 @@ NS_PER_S = 1e9
 
 @dataclass(frozen=True)
 class SchedulerLimits:
-    """vLLM's settings of the same names."""
+    """vLLM's settings of the same names; ``max_num_seqs`` is what may run: ``max_num_active_seqs``, if that is set."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
     block_size: int
     long_prefill_token_threshold: int
     async_scheduling: bool
+    long_prefill_token_threshold_adaptive: bool = False
+    scheduler_reserve_full_isl: bool = True
 
 
 @dataclass(slots=True, eq=False)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from ebbench.records.plan import Plan
-from ebbench.records.schema import DECISIONS, REQUESTS, STEPS
+from ebbench.records.schema import DECISIONS, EARLIER_TURN_FAILED, REQUESTS, STEPS
+from ebbench.simulation.queue_limits import Failure
 from ebbench.simulation.state import UNSET, Ints, RequestState
 from ebbench.simulation.step import Step
 from vllm_eb.decisions import Record
@@ -149,6 +150,31 @@ def requests_table(plan: Plan, state: RequestState) -> pa.Table:
     }
     columns |= {name: pa.array(values, pa.int64(), mask=values == UNSET) for name, values in times.items()}
     return pa.table({name: columns[name] for name in REQUESTS.names}, schema=REQUESTS)
+
+
+def with_failures(requests: pa.Table, failed: Mapping[int, Failure], never_sent: Sequence[int] = ()) -> pa.Table:
+    """``requests`` with failures filled in, by row; rows after the plan's (warm-up requests) are left out.
+
+    ``never_sent``: turns that were not sent because an earlier turn of their session failed.
+    """
+    if not failed:
+        return requests
+    columns = {
+        name: requests[name].to_pylist()
+        for name in ("status", "finish_reason", "error_class", "error_body", "http_status")
+    }
+    for row, (kind, message, status) in failed.items():
+        if row < requests.num_rows:
+            columns["status"][row], columns["finish_reason"][row] = "failed", None
+            columns["error_class"][row], columns["error_body"][row], columns["http_status"][row] = kind, message, status
+    for row in never_sent:
+        columns["error_class"][row] = EARLIER_TURN_FAILED
+    for name, values in columns.items():
+        index = requests.column_names.index(name)
+        requests = requests.set_column(
+            index, requests.schema.field(index), pa.array(values, requests.schema.field(index).type)
+        )
+    return requests
 
 
 def _gap_values(state: RequestState, token_ns: Ints) -> np.ndarray:

@@ -105,6 +105,21 @@ def random_case(seed: int) -> tuple[Plan, str, EngineOptions]:
     return _varied(make_plan(traffic), traffic, rng), _random_policy(rng, seqs), options
 
 
+def with_further_limits(options: EngineOptions, seed: int) -> EngineOptions:
+    """``options`` with the limits that vLLM 0.32 has and older versions lack, drawn at random."""
+    rng = random.Random(-seed)
+    threshold = rng.choice([0, 0, 5, 30])
+    return replace(
+        options,
+        max_num_active_seqs=rng.choice([None, rng.randint(1, options.max_num_seqs)]),
+        long_prefill_token_threshold=threshold,
+        long_prefill_token_threshold_adaptive=bool(threshold) and rng.random() < 0.7,
+        max_num_queued_reqs=rng.choice([None, None, rng.randint(1, 30)]),
+        max_num_queued_tokens=rng.choice([None, None, rng.randint(1, 600)]),
+        scheduler_reserve_full_isl=rng.random() < 0.4,
+    )
+
+
 def _random_policy(rng: random.Random, seqs: int) -> str:
     online = f"update_every={rng.randint(1, 20)},min_samples={rng.randint(1, 20)},window={rng.randint(10, 60)}"
     seen = f"update_every={rng.randint(1, 20)},window={rng.randint(10, 60)}"

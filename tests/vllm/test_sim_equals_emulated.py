@@ -4,11 +4,22 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from ebbench.engines.base import EngineOptions
-from tests.vllm.emulation import DEVICE, Traffic, differences, make_plan, random_case, run_emulated, run_sim
+from tests.vllm.emulation import (
+    DEVICE,
+    Traffic,
+    differences,
+    make_plan,
+    random_case,
+    run_emulated,
+    run_sim,
+    with_further_limits,
+)
+from vllm_eb.policy import least_seqs, parse_policy
 
 pytestmark = pytest.mark.vllm
 
@@ -77,6 +88,61 @@ def test_equal_under_random_settings(seed: int) -> None:
     plan, policy, options = random_case(seed)
     if options.long_prefill_token_threshold and not lone_requests_uncapped():
         pytest.skip("this vLLM holds a lone request to long_prefill_token_threshold too; the simulator follows 0.32")
+    sim, emulated = run_sim(plan, policy, DEVICE, options), run_emulated(plan, policy, DEVICE, options)
+    assert differences(sim, emulated) == []
+
+
+LIMITS: dict[str, dict[str, Any]] = {
+    "active": {"max_num_active_seqs": 7},
+    "threshold": {"long_prefill_token_threshold": 9},
+    "adaptive": {"long_prefill_token_threshold": 3, "long_prefill_token_threshold_adaptive": True},
+    "first chunk": {"scheduler_reserve_full_isl": False},
+    "requests": {"max_num_queued_reqs": 6},
+    "tokens": {"max_num_queued_tokens": 200},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("limit", LIMITS)
+@pytest.mark.parametrize("policy", ["v1", "v0", "eb:k=5", "batchwait:iters=4,ratio=0.6", f"marginal:{FOLLOWED}"])
+@pytest.mark.parametrize(
+    ("kv", "turns", "rate", "asynchronous"),
+    [("tight", 1, None, True), ("tight", 1, 300.0, False), ("loose", 3, 300.0, True)],
+)
+def test_equal_under_vllms_further_limits(
+    limit: str, policy: str, kv: str, turns: int, rate: float | None, asynchronous: bool
+) -> None:
+    given = LIMITS[limit]
+    if missing := [name for name in given if not knows_option(name)]:
+        pytest.skip(f"this vLLM has no {missing[0]}")
+    options = EngineOptions(
+        max_num_seqs=18,
+        max_num_batched_tokens=48,
+        num_kv_blocks=KV[kv],
+        async_scheduling=asynchronous,
+        **given,
+    )
+    plan = make_plan(Traffic(sessions=28 if turns == 1 else 10, turns=turns, concurrency=22, rate_per_s=rate, seed=3))
+    sim, emulated = run_sim(plan, policy, DEVICE, options), run_emulated(plan, policy, DEVICE, options)
+    assert differences(sim, emulated) == []
+    if policy == "v1" and (limit, kv) != ("first chunk", "loose"):
+        usual = run_sim(
+            plan, policy, DEVICE, replace(options, **{name: getattr(EngineOptions, name) for name in given})
+        )
+        assert differences(sim, usual) != []
+
+
+def knows_option(name: str) -> bool:
+    from vllm.engine.arg_utils import EngineArgs
+
+    return hasattr(EngineArgs, name)
+
+
+@pytest.mark.parametrize("seed", range(200, 240))
+def test_equal_under_random_further_limits(seed: int) -> None:
+    plan, policy, options = random_case(seed)
+    options = with_further_limits(options, seed)
+    if least_seqs(parse_policy(policy)) > options.running_limit:
+        policy = "v0"
     sim, emulated = run_sim(plan, policy, DEVICE, options), run_emulated(plan, policy, DEVICE, options)
     assert differences(sim, emulated) == []
 

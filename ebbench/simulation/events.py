@@ -1,0 +1,21 @@
+"""Kinds of events of the event loop, and their order at the same nanosecond.
+
+Events at the same nanosecond are taken in the order of their priority, then in the order they were made:
+
+    0  ARRIVAL   a session's first request reaches the front stage
+    1  DELIVERY  a dispatched request reaches its unit
+    2  ENTRY     the API server hands a request to its unit
+    3  TRANSFER  the KV of a request has arrived at its decode unit
+    4  DEPARTURE the last token of a request has left the API server
+    5  PASS      a forward pass has ended: the engine signals
+    6  SIGNAL    the signal reaches the dispatcher
+    7  NOTICE    the dispatcher learns which requests have ended
+    8  TIMER     the dispatcher asked to be polled
+    9  WAKE      an engine's oldest step has ended, or an arrival wakes it
+
+A signal comes before its engine wakes. Without network delay a dispatcher can therefore still hand a batch to the step
+that is scheduled at this very moment; with a delay of ``network_ns`` each way it cannot.
+"""
+
+ARRIVAL, DELIVERY, ENTRY, TRANSFER, DEPARTURE, PASS, SIGNAL, NOTICE, TIMER, WAKE = range(10)
+NEVER_NS = 1 << 62
