@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ebbench.advice.theory import Load, Prediction
+from ebbench.advice.theory import ExpectedLoad, Prediction
 from ebbench.analysis.slo import Slo
-from ebbench.analysis.statistics import Interval
+from ebbench.analysis.statistics import PairedInterval
 
 
 @dataclass(frozen=True)
-class Question:
+class AdviceQuestion:
     """What to advise on. ``slo`` empty: throughput decides, else goodput. ``plan``: further arguments of build_plan.
 
     ``seeds_alike``: several seeds were asked for, but all seeds give the same plan.
@@ -32,7 +32,7 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Score:
+class PolicyScore:
     """One policy over the seeds: its objective, and its gains over v1 and over the best policy as shares, paired by
     seed.
 
@@ -42,8 +42,8 @@ class Score:
     policy: str
     objective: float
     values: tuple[float, ...]
-    gain: Interval | None
-    behind_best: Interval | None
+    gain: PairedInterval | None
+    behind_best: PairedInterval | None
     attainment: float | None
     ttft_ms: float
     tpot_ms: float
@@ -51,7 +51,7 @@ class Score:
 
 
 @dataclass(frozen=True)
-class Probe:
+class GainCurve:
     """EB against v1 over a sweep: ``gain[i]`` of EB at ``x[i]``, and where it changes sign."""
 
     x: tuple[float, ...]
@@ -73,13 +73,13 @@ class Tuning:
 class Advice:
     """The advice; ``scores`` best first, ``notes`` from building the plan."""
 
-    question: Question
-    load: Load
+    question: AdviceQuestion
+    load: ExpectedLoad
     theory: Prediction
-    scores: tuple[Score, ...]
-    chosen: Score
+    scores: tuple[PolicyScore, ...]
+    chosen: PolicyScore
     reason: str
-    concurrency: Probe | None
-    mix: Probe | None
+    concurrency: GainCurve | None
+    mix: GainCurve | None
     tuning: Tuning | None = None
     notes: tuple[str, ...] = ()

@@ -7,9 +7,9 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from ebbench.advice.answer import Question
+from ebbench.advice.answer import AdviceQuestion
 from ebbench.advice.choice import BASELINE
-from ebbench.advice.theory import Load
+from ebbench.advice.theory import ExpectedLoad
 from ebbench.engines.checks import check_fits, check_options
 from ebbench.errors import UsageError
 from ebbench.hazard.trend import analyse_lengths
@@ -20,12 +20,12 @@ from ebbench.runs.store import RunStore
 from vllm_eb.policy import parse_policy
 
 
-def main_cells(question: Question) -> list[Cell]:
+def main_cells(question: AdviceQuestion) -> list[Cell]:
     """One cell per policy and seed."""
     return [candidate(question, policy, seed) for seed in range(question.seeds) for policy in question.policies]
 
 
-def candidate(question: Question, policy: str, seed: int) -> Cell:
+def candidate(question: AdviceQuestion, policy: str, seed: int) -> Cell:
     """The cell of one policy and seed."""
     return simulated(
         question.workload, policy, question.device, question.model, question.max_num_seqs,
@@ -33,7 +33,7 @@ def candidate(question: Question, policy: str, seed: int) -> Cell:
     )  # fmt: skip
 
 
-def checked(question: Question) -> Question:
+def checked(question: AdviceQuestion) -> AdviceQuestion:
     """The question after checks; reduced to one seed if every seed gives the same plan.
 
     Raises UsageError for names, scheduler settings and requests that cannot be run, and what build_plan raises.
@@ -65,21 +65,21 @@ def _streams(plan: Plan) -> npt.NDArray[np.int64]:
     return np.asarray(content - content[:1], np.int64)
 
 
-def load_of(question: Question, store: RunStore) -> Load:
+def load_of(question: AdviceQuestion, store: RunStore) -> ExpectedLoad:
     """Lengths and hazard of the first plan, and the number of open requests. Raises what build_plan raises."""
     plan = plan_of(candidate(question, BASELINE, 0))
     outputs = plan.table["output_tokens"].to_numpy()
     fit = analyse_lengths(outputs).censored
     mu_o, mu_l = float(outputs.mean()), float(plan.table["input_tokens"].to_numpy().mean())
     concurrency = max(phase.max_concurrency for phase in plan.phases) if plan.closed_loop else _seen(question, store)
-    return Load(
+    return ExpectedLoad(
         mu_l, mu_o, fit.p0 if fit else 1 / mu_o, fit.eta if fit else 0.0,
         min(concurrency, plan.max_concurrency or concurrency), open_loop=not plan.closed_loop,
         source=str(plan.facts.get("source", "the plan")),
     )  # fmt: skip
 
 
-def _seen(question: Question, store: RunStore) -> int:
+def _seen(question: AdviceQuestion, store: RunStore) -> int:
     """Mean number of open requests in the candidates' runs, under v1 if it is one: rate times residence time
     (Little)."""
     policy = BASELINE if BASELINE in question.policies else question.policies[0]

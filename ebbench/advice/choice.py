@@ -5,23 +5,23 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from ebbench.advice.answer import Score
+from ebbench.advice.answer import PolicyScore
 from ebbench.analysis.compare.policies import TIE
-from ebbench.analysis.statistics import Interval, paired_t
+from ebbench.analysis.statistics import PairedInterval, paired_t
 from vllm_eb.policy import policy_class
 
 BASELINE = "v1"
 
 
-def relative_gain(ours: Sequence[float], base: Sequence[float] | None) -> Interval | None:
+def relative_gain(ours: Sequence[float], base: Sequence[float] | None) -> PairedInterval | None:
     """Mean relative gain with its paired 95 % t interval, from the logs of the ratios; None if undefined."""
     if base is None or min(base) <= 0 or min(ours) <= 0:
         return None
     found = paired_t([math.log(a / b) for a, b in zip(ours, base, strict=True)])
-    return Interval(*(math.expm1(value) for value in (found.mean, found.low, found.high)))
+    return PairedInterval(*(math.expm1(value) for value in (found.mean, found.low, found.high)))
 
 
-def choose(scores: Sequence[Score]) -> tuple[Score, str]:
+def choose(scores: Sequence[PolicyScore]) -> tuple[PolicyScore, str]:
     """The simplest policy that is as good as the best: behind by at most TIE, or not significantly behind.
 
     If v1 is significantly behind the best, a policy that may be no better than v1 is not advised instead of one that
@@ -41,7 +41,7 @@ def choose(scores: Sequence[Score]) -> tuple[Score, str]:
     return chosen, _winner(scores) if len(equal) == 1 else _among([one for one in equal if one is not chosen])
 
 
-def _winner(scores: Sequence[Score]) -> str:
+def _winner(scores: Sequence[PolicyScore]) -> str:
     """The reason for the best policy if no other is equal."""
     best, *others = scores
     if not others:
@@ -55,14 +55,14 @@ def _winner(scores: Sequence[Score]) -> str:
     return f"it is ahead of every other candidate by {100 * (best.objective / second - 1):.1f} % or more ({doubt})"
 
 
-def _among(others: Sequence[Score]) -> str:
+def _among(others: Sequence[PolicyScore]) -> str:
     """The reason for the simplest of several equal policies."""
     verb = "are" if len(others) > 1 else "is"
     within = "chance or half a per cent" if len(others[0].values) > 1 else "half a per cent (one seed)"
     return f"{_listed([one.policy for one in others])} {verb} equal to it within {within}, and it is the simplest"
 
 
-def _why_unsure(score: Score) -> str:
+def _why_unsure(score: PolicyScore) -> str:
     return "one seed" if len(score.values) == 1 else "in some runs no request met the targets"
 
 
@@ -70,22 +70,22 @@ def _listed(names: Sequence[str]) -> str:
     return f"{', '.join(names[:-1])} and {names[-1]}" if len(names) > 1 else names[0]
 
 
-def _ahead(one: Score) -> bool:
+def _ahead(one: PolicyScore) -> bool:
     return one.gain is not None and one.gain.low > 0
 
 
-def _surely_behind(one: Score) -> bool:
+def _surely_behind(one: PolicyScore) -> bool:
     return one.behind_best is not None and one.behind_best.high < 0
 
 
-def _ties(one: Score, best: Score) -> bool:
+def _ties(one: PolicyScore, best: PolicyScore) -> bool:
     behind = one.behind_best
     if behind is None:  # a run in which no request met the targets has no ratio
         return one.objective >= (1 - TIE) * best.objective
     return behind.mean >= -TIE or (math.isfinite(behind.high) and behind.high >= 0)
 
 
-def _simplest(scores: Sequence[Score]) -> Score:
+def _simplest(scores: Sequence[PolicyScore]) -> PolicyScore:
     return min(scores, key=lambda one: _rank(one.policy))
 
 

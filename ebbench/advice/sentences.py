@@ -14,8 +14,8 @@ from ebbench.render.tables import framed
 from vllm_eb.policy import parse_policy
 
 if TYPE_CHECKING:
-    from ebbench.advice.answer import Advice, Probe, Score
-    from ebbench.analysis.statistics import Interval
+    from ebbench.advice.answer import Advice, GainCurve, PolicyScore
+    from ebbench.analysis.statistics import PairedInterval
 
 _FULL_BATCH = "Theory assumes a batch that stays full; a simulated run also fills and drains."
 FAR_APART = 0.1
@@ -112,7 +112,7 @@ def candidates(advice: Advice) -> Table:
     return table
 
 
-def _gain_cell(score: Score) -> str:
+def _gain_cell(score: PolicyScore) -> str:
     if score.gain is None or score.policy == "v1":
         return DASH
     if not math.isfinite(score.gain.high):
@@ -132,7 +132,7 @@ def probes(advice: Advice) -> list[tuple[Table, str]]:
     return found
 
 
-def _probe_table(what: str, probe: Probe, x_format: str) -> Table:
+def _probe_table(what: str, probe: GainCurve, x_format: str) -> Table:
     table = framed()
     table.add_column(what)
     for x in probe.x:
@@ -193,14 +193,14 @@ def agreement(advice: Advice) -> str:
     return line
 
 
-def interval(gain: Interval, seeds: int) -> str:
+def interval(gain: PairedInterval, seeds: int) -> str:
     """``+56.1 % (95 % interval +53.0 % to +59.2 %, 5 seeds)``."""
     if not math.isfinite(gain.high):
         return f"{change(gain.mean)} (one seed, no interval)"
     return f"{change(gain.mean)} (95 % interval {change(gain.low)} to {change(gain.high)}, {seeds} seeds)"
 
 
-def _crossing_text(probe: Probe, what: str, x_format: str) -> str:
+def _crossing_text(probe: GainCurve, what: str, x_format: str) -> str:
     if not probe.crossings:
         winner = "EB" if probe.gain[-1] > 0 else "v1"
         return f"no crossover in {what} in this range: {winner} is ahead throughout"

@@ -6,10 +6,10 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from ebbench.advice.answer import Advice, Probe, Question, Score, Tuning
+from ebbench.advice.answer import Advice, AdviceQuestion, GainCurve, PolicyScore, Tuning
 from ebbench.advice.candidates import candidate, figure, load_of, main_cells
 from ebbench.advice.choice import BASELINE, choose, relative_gain
-from ebbench.advice.theory import Load, predict, sign_changes
+from ebbench.advice.theory import ExpectedLoad, predict, sign_changes
 from ebbench.analysis.slo import Slo
 from ebbench.analysis.summary import summarise
 from ebbench.runs.cell import Cell, simulated
@@ -31,7 +31,7 @@ def default_policies(slo: Slo) -> tuple[str, ...]:
     return tuple(dict.fromkeys((BASELINE, *named)))
 
 
-def concurrency_cells(question: Question, load: Load) -> dict[float, tuple[Cell, Cell]]:
+def concurrency_cells(question: AdviceQuestion, load: ExpectedLoad) -> dict[float, tuple[Cell, Cell]]:
     """v1 and EB at each concurrency, closed loop, with the workload's lengths (or a scenario's mean lengths)."""
     lengths: dict[str, int] = {}
     if question.scenario is not None and load_scenario(question.scenario).own_lengths:
@@ -41,7 +41,7 @@ def concurrency_cells(question: Question, load: Load) -> dict[float, tuple[Cell,
     return {c: _pair(question, {"max_concurrency": c}, lengths) for c in levels}
 
 
-def mix_cells(question: Question, load: Load) -> dict[float, tuple[Cell, Cell]]:
+def mix_cells(question: AdviceQuestion, load: ExpectedLoad) -> dict[float, tuple[Cell, Cell]]:
     """v1 and EB at each decode share, with unchanged tokens per request, uniform lengths and the load's concurrency."""
     total = load.mu_l + load.mu_o
     pairs = {}
@@ -51,7 +51,7 @@ def mix_cells(question: Question, load: Load) -> dict[float, tuple[Cell, Cell]]:
     return pairs
 
 
-def _pair(question: Question, traffic: dict[str, int], lengths: dict[str, int]) -> tuple[Cell, Cell]:
+def _pair(question: AdviceQuestion, traffic: dict[str, int], lengths: dict[str, int]) -> tuple[Cell, Cell]:
     kept = _LIMIT_KEYS if lengths else (*_LIMIT_KEYS, *_LENGTH_KEYS)
     own = {k: v for k, v in question.plan.items() if k in kept}
     workload = "balanced" if lengths else question.workload
@@ -74,7 +74,7 @@ BUDGETS = (4096, 8192, 16384)
 BATCHES = (256, 512, 1024, 2048)
 
 
-def tuning_cells(question: Question, policy: str) -> list[Cell]:
+def tuning_cells(question: AdviceQuestion, policy: str) -> list[Cell]:
     """The chosen policy at other valid budgets and batch sizes, first seed; includes the question's settings."""
     own = candidate(question, policy, 0)
     least = least_seqs(parse_policy(policy))
@@ -82,7 +82,7 @@ def tuning_cells(question: Question, policy: str) -> list[Cell]:
     return [own, *(own.changed(max_num_batched_tokens=b, max_num_seqs=n) for b, n in pairs)]
 
 
-def tune(question: Question, policy: str, store: RunStore) -> Tuning:
+def tune(question: AdviceQuestion, policy: str, store: RunStore) -> Tuning:
     """The best of the tuning cells, which must have been run. Raises UsageError."""
     cells = list(dict.fromkeys(tuning_cells(question, policy)))
     values = [_objective(question, store, cell) for cell in cells]
@@ -91,7 +91,7 @@ def tune(question: Question, policy: str, store: RunStore) -> Tuning:
     return Tuning(len(cells), cells[best].options.max_num_batched_tokens, cells[best].options.max_num_seqs, gain)
 
 
-def probe(pairs: Mapping[float, tuple[Cell, Cell]], store: RunStore, *, log: bool) -> Probe:
+def probe(pairs: Mapping[float, tuple[Cell, Cell]], store: RunStore, *, log: bool) -> GainCurve:
     """EB's gain in total tokens/s over a sweep. Raises UsageError if a run is missing."""
     x, gains = [], []
     for at, (v1, eb) in sorted(pairs.items()):
@@ -100,10 +100,10 @@ def probe(pairs: Mapping[float, tuple[Cell, Cell]], store: RunStore, *, log: boo
         gains.append(rates[1] / rates[0] - 1)
     scale = [math.log(value) for value in x] if log else x
     crossings = tuple(math.exp(value) if log else value for value in sign_changes(scale, gains))
-    return Probe(tuple(x), tuple(gains), crossings)
+    return GainCurve(tuple(x), tuple(gains), crossings)
 
 
-def advise(question: Question, store: RunStore, *, with_crossover: bool) -> Advice:
+def advise(question: AdviceQuestion, store: RunStore, *, with_crossover: bool) -> Advice:
     """Combine stored runs and theory; the runs must exist. Raises UsageError, TheoryError."""
     load, plan = load_of(question, store), plan_of(candidate(question, BASELINE, 0))
     device = device_of(main_cells(question)[0])
@@ -118,7 +118,7 @@ def advise(question: Question, store: RunStore, *, with_crossover: bool) -> Advi
     )  # fmt: skip
 
 
-def score(question: Question, store: RunStore) -> tuple[Score, ...]:
+def score(question: AdviceQuestion, store: RunStore) -> tuple[PolicyScore, ...]:
     """Scores of all policies, best objective first."""
     values = {
         policy: [_objective(question, store, candidate(question, policy, seed)) for seed in range(question.seeds)]
@@ -129,7 +129,7 @@ def score(question: Question, store: RunStore) -> tuple[Score, ...]:
     return tuple(sorted(scores, key=lambda one: -one.objective))
 
 
-def _objective(question: Question, store: RunStore, cell: Cell) -> float:
+def _objective(question: AdviceQuestion, store: RunStore, cell: Cell) -> float:
     if not question.slo:
         return figure(store, cell, "total_token_throughput")
     found = store.get(cell)
@@ -137,7 +137,9 @@ def _objective(question: Question, store: RunStore, cell: Cell) -> float:
     return summarise(found.run, question.slo).metrics.request_goodput or 0.0
 
 
-def _score(question: Question, store: RunStore, policy: str, values: Mapping[str, list[float]], best: str) -> Score:
+def _score(
+    question: AdviceQuestion, store: RunStore, policy: str, values: Mapping[str, list[float]], best: str
+) -> PolicyScore:
     own = values[policy]
     cells = [candidate(question, policy, seed) for seed in range(question.seeds)]
 
@@ -149,7 +151,7 @@ def _score(question: Question, store: RunStore, policy: str, values: Mapping[str
         shares = [summarise(found.run, question.slo).metrics.slo_attainment or 0.0
                   for cell in cells if (found := store.get(cell)) is not None]  # fmt: skip
         attainment = sum(shares) / len(shares)
-    return Score(
+    return PolicyScore(
         policy, sum(own) / len(own), tuple(own), relative_gain(own, values.get(BASELINE)),
         relative_gain(own, values[best]), attainment, mean("median_ttft_ms"), mean("median_tpot_ms"),
         mean("total_token_throughput"),

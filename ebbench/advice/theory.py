@@ -26,7 +26,7 @@ _SHARES = tuple(round(0.02 * i, 2) for i in range(1, 50))
 
 
 @dataclass(frozen=True)
-class Load:
+class ExpectedLoad:
     """Lengths (tokens) and their source, the linear hazard, and the number of requests that the traffic keeps open.
 
     ``concurrency``: the maximum in a closed loop, the mean in an open one.
@@ -71,7 +71,7 @@ class Prediction:
         return None if not self.mb_rps else self.eb_rps / self.mb_rps - 1
 
 
-def predict(load: Load, calibration: Calibration, capacity_tokens: int, max_num_seqs: int) -> Prediction:
+def predict(load: ExpectedLoad, calibration: Calibration, capacity_tokens: int, max_num_seqs: int) -> Prediction:
     """Evaluate the formulas. Raises TheoryError for invalid lengths or costs."""
     found = optimal_threshold(
         load.p0, calibration.alpha_p, calibration.alpha_d, eta=load.eta, beta_d=calibration.beta_d, n=max_num_seqs
@@ -103,7 +103,7 @@ def _concurrency_crossover(sides: Crossover, n: int) -> float | None:
     return n * sides.rhs / sides.lhs if sides.lhs > 0 else None
 
 
-def _mix_crossovers(load: Load, calibration: Calibration, n: int) -> tuple[float, ...]:
+def _mix_crossovers(load: ExpectedLoad, calibration: Calibration, n: int) -> tuple[float, ...]:
     """Decode shares at which ``lhs - rhs`` changes sign, for constant prompt plus output length."""
     total = load.mu_l + load.mu_o
 

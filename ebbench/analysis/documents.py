@@ -13,7 +13,7 @@ from typing import Literal
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeanFigure:
     """A figure over one or several runs. ``spread``: sample standard deviation over runs, None for a single run.
 
     ``doubtful``: a percentile with too few samples.
@@ -24,7 +24,7 @@ class Measured:
     doubtful: bool = False
 
 
-Value = str | float | int | None | Measured
+Value = str | float | int | None | MeanFigure
 Kind = Literal["label", "number", "change", "points"]
 
 DOUBTFUL = "?"
@@ -111,7 +111,7 @@ def relative(value: float | None, base: float | None) -> float | None:
 
 def text(value: Value, column: Column, joint: str = " ") -> str:
     """A value as text, an en dash for unknown. ``joint`` precedes the standard deviation."""
-    if isinstance(value, Measured):
+    if isinstance(value, MeanFigure):
         shown = text(value.value, column) + (f" {DOUBTFUL}" if value.doubtful else "")
         return shown if value.spread is None else f"{shown}{joint}±{text(value.spread, column).removeprefix('+')}"
     if value is None:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ebbench.analysis.load import Load
+from ebbench.analysis.load import LoadFacts
 from ebbench.errors import UnknownNameError
 from ebbench.records.manifest import Manifest
 
@@ -79,7 +79,7 @@ def load_of(manifest: Manifest) -> str:
     return ", ".join([f"{facts.get('sessions') or manifest.rows.get('plan', 0)} sessions", *shown])
 
 
-def conditions_of(environment: Mapping[str, str], load: Load) -> dict[str, str]:
+def conditions_of(environment: Mapping[str, str], load: LoadFacts) -> dict[str, str]:
     """Everything that the figures of a run depend on besides policy and seed: name and text, options one by one.
 
     Only runs that agree in all conditions are averaged and get gains.

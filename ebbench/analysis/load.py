@@ -16,7 +16,7 @@ _ONE_DEVICE = frozenset({"sim", "emulated"})
 
 
 @dataclass(frozen=True)
-class Load:
+class LoadFacts:
     """Number and rate of sessions. Rates in sessions/s; None if not applicable or not recorded.
 
     ``phases``: steps of a closed loop. ``max_concurrency``: its only level, or the cap of an open loop. ``rates``:
@@ -86,12 +86,12 @@ class Load:
         return ", ".join(self.parts().values())
 
 
-def load_of_run(manifest: Manifest) -> Load:
+def load_of_run(manifest: Manifest) -> LoadFacts:
     """The load recorded in a manifest."""
     facts = manifest.facts
     levels = {phase.max_concurrency for phase in manifest.phases}
     rates: Mapping[str, Any] = facts.get("phase_rates") or {}
-    return Load(
+    return LoadFacts(
         sessions=sum(phase.sessions for phase in manifest.phases)
         or int(facts.get("sessions") or manifest.rows.get("plan", 0)),
         request_rate=_number(facts.get("request_rate")),
@@ -153,7 +153,7 @@ class Machine:
         return f"API server {self.api_server}" if self.api_server else ""
 
 
-def flat_load(load: Load, machine: Machine, policy: str) -> dict[str, Any]:
+def flat_load(load: LoadFacts, machine: Machine, policy: str) -> dict[str, Any]:
     """Load, machine and the policy's settings as flat values for JSON and SQL; None if not recorded."""
     return {
         "load": str(load),

@@ -21,7 +21,7 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from ebbench.analysis.statistics import Interval
+from ebbench.analysis.statistics import PairedInterval
 
 Floats = npt.NDArray[np.float64]
 
@@ -60,14 +60,14 @@ def anytime_p_two_sided(losses: npt.ArrayLike) -> float:
     return min(1.0, 2.0 * min(anytime_p(values), anytime_p(-values)))
 
 
-def confidence_sequence(losses: npt.ArrayLike, confidence: float = 0.95) -> Interval:
+def confidence_sequence(losses: npt.ArrayLike, confidence: float = 0.95) -> PairedInterval:
     """Mean loss, and bounds that hold after all pairs simultaneously with probability ``confidence``.
 
     A bound is infinite with too few pairs: five or fewer at 95 %.
     """
     values = np.asarray(losses, np.float64)
     level = (1.0 - confidence) / 2.0
-    return Interval(float(values.mean()), _lower(values, level), -_lower(-values, level))
+    return PairedInterval(float(values.mean()), _lower(values, level), -_lower(-values, level))
 
 
 def _lower(values: Floats, level: float) -> float:

@@ -27,7 +27,7 @@ _MOST_PAIRS = 1_000
 
 
 @dataclass(frozen=True)
-class Interval:
+class PairedInterval:
     """Mean loss and the two-sided paired t interval around it, in log units."""
 
     mean: float
@@ -79,15 +79,15 @@ def _signs(pairs: int) -> Floats:
     return np.where(patterns == 1, 1.0, -1.0)
 
 
-def paired_t(losses: npt.ArrayLike, confidence: float = 0.95) -> Interval:
+def paired_t(losses: npt.ArrayLike, confidence: float = 0.95) -> PairedInterval:
     """Mean loss with its paired t interval. For one pair both bounds are infinite."""
     values = np.asarray(losses, np.float64)
     mean = float(values.mean())
     if len(values) < 2:
-        return Interval(mean, -math.inf, math.inf)
+        return PairedInterval(mean, -math.inf, math.inf)
     error = float(values.std(ddof=1)) / math.sqrt(len(values))
     reach = float(_stats().t.ppf((1 + confidence) / 2, len(values) - 1)) * error
-    return Interval(mean, mean - reach, mean + reach)
+    return PairedInterval(mean, mean - reach, mean + reach)
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

@@ -37,7 +37,7 @@ class Window:
 
 
 @dataclass(frozen=True)
-class _Load:
+class _OpenSessions:
     """Open sessions as a step function: ``count[i]`` holds from ``time[i]`` to ``time[i+1]``."""
 
     time: Ints
@@ -81,7 +81,7 @@ def completed_sessions_per_s(columns: RequestColumns, windows: Sequence[Window])
     return ended / length_s
 
 
-def _load(columns: RequestColumns) -> _Load:
+def _load(columns: RequestColumns) -> _OpenSessions:
     started = columns.intended != MISSING
     session, intended, end = columns.session[started], columns.intended[started], columns.end[started]
     last = np.where(end == MISSING, columns.last_token[started], end)
@@ -96,10 +96,10 @@ def _load(columns: RequestColumns) -> _Load:
     change = np.zeros(len(times), np.int64)
     np.add.at(change, index[: len(opened)], 1)
     np.add.at(change, index[len(opened) :], -1)  # a slot that is freed and refilled at the same time is not a dip
-    return _Load(times, np.cumsum(change))
+    return _OpenSessions(times, np.cumsum(change))
 
 
-def _closed_loop(columns: RequestColumns, load: _Load, phases: Sequence[PhaseFact]) -> tuple[Window, ...]:
+def _closed_loop(columns: RequestColumns, load: _OpenSessions, phases: Sequence[PhaseFact]) -> tuple[Window, ...]:
     starts = [_first_intended(columns, phase.name) for phase in phases]
     known = [(phase, start) for phase, start in zip(phases, starts, strict=True) if start is not None]
     ends = [start for _, start in known[1:]] + [int(load.time[-1])]
@@ -112,7 +112,7 @@ def _closed_loop(columns: RequestColumns, load: _Load, phases: Sequence[PhaseFac
     return tuple(windows)
 
 
-def _open_loop(columns: RequestColumns, load: _Load) -> tuple[Window, ...]:
+def _open_loop(columns: RequestColumns, load: _OpenSessions) -> tuple[Window, ...]:
     intended = columns.intended[columns.intended != MISSING]
     first, last = int(intended.min()), int(intended.max())
     if last <= first:

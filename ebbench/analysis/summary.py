@@ -14,7 +14,7 @@ from ebbench.analysis.distribution import QUANTILES, Distribution
 from ebbench.analysis.economy import FIGURES, economy_of
 from ebbench.analysis.environment import conditions_of, environment_of
 from ebbench.analysis.failures import FAILURE_COLUMNS, Failure, failures_of, merge_failures
-from ebbench.analysis.load import Load, Machine, flat_load, load_of_run, machine_of_run
+from ebbench.analysis.load import LoadFacts, Machine, flat_load, load_of_run, machine_of_run
 from ebbench.analysis.metrics import LATENCIES, Metrics, measure
 from ebbench.analysis.slo import Slo, slo_from_limits
 from ebbench.analysis.steady import steady_windows
@@ -46,7 +46,7 @@ class Summary:
     plan_hash: str = ""
     environment: Mapping[str, str] = field(default_factory=dict)
     failures: tuple[Failure, ...] = ()
-    load: Load = Load(0)  # noqa: RUF009 - frozen
+    load: LoadFacts = LoadFacts(0)  # noqa: RUF009 - frozen
     machine: Machine = Machine()  # noqa: RUF009 - frozen
     until_clear: bool = False  # one of several repeats that were tested after each
     virtual: bool = False  # simulated time: repeating the run gives a copy

@@ -10,7 +10,7 @@ import pyarrow.compute as pc
 
 from ebbench.analysis.columns import RequestColumns
 from ebbench.analysis.metrics import measure
-from ebbench.calibration.measure import Measured, ProbeGrid
+from ebbench.calibration.measure import MeasuredCosts, ProbeGrid
 from ebbench.calibration.vllm_steps import SteppedVllm, run_closed_loop
 from ebbench.devices.base import Device
 from ebbench.devices.geometry import ModelGeometry
@@ -43,7 +43,7 @@ class Check:
         return self.predicted_tokens_per_s / self.measured_tokens_per_s - 1.0
 
 
-def check_prediction(engine: Engine, device: Device, measured: Measured, grid: ProbeGrid, requests: int) -> Check:
+def check_prediction(engine: Engine, device: Device, measured: MeasuredCosts, grid: ProbeGrid, requests: int) -> Check:
     """Run requests of other lengths on the engine, and on the simulator with the measured device."""
     plan = _check_plan(grid, requests)
     real = engine.run(plan, parse_policy("v1"), device, grid.options, None)
@@ -83,7 +83,7 @@ class SteppedRuns:
         concurrency = self.plan.phases[0].max_concurrency
         self.seconds.append(run_closed_loop(self.vllm, list(zip(*lengths, strict=True)), concurrency))
 
-    def check(self, device: Device, measured: Measured, grid: ProbeGrid) -> Check:
+    def check(self, device: Device, measured: MeasuredCosts, grid: ProbeGrid) -> Check:
         """Measured throughput over all runs, and the simulator's prediction."""
         tokens = sum(pc.sum(self.plan.table[name]).as_py() for name in ("input_tokens", "output_tokens"))
         options = replace(grid.options, num_kv_blocks=self.vllm.kv_tokens // 16, async_scheduling=False)
@@ -95,7 +95,7 @@ class SteppedRuns:
         )
 
 
-def predict(plan: Plan, device: Device, measured: Measured, options: EngineOptions) -> float:
+def predict(plan: Plan, device: Device, measured: MeasuredCosts, options: EngineOptions) -> float:
     """Tokens/s of the plan on the simulator with the measured step times."""
     if measured.calibration.grid is None:
         raise DataError("the calibration holds no grid to predict from")
@@ -125,7 +125,7 @@ def _tokens_per_s(result: EngineResult) -> float:
     return rate
 
 
-def write_profile(measured: Measured, device: Device, model: str, folder: Path) -> Path:
+def write_profile(measured: MeasuredCosts, device: Device, model: str, folder: Path) -> Path:
     """Write calibration.json and profile.toml, which refers to it. Raises UsageError if the profile exists."""
     path = folder / "profile.toml"
     if path.exists():
@@ -136,7 +136,7 @@ def write_profile(measured: Measured, device: Device, model: str, folder: Path) 
     return path
 
 
-def _profile_text(measured: Measured, device: Device, model: str) -> str:
+def _profile_text(measured: MeasuredCosts, device: Device, model: str) -> str:
     """A profile whose rates follow from the measured steps; they are used only for models that were not measured."""
     geometry = find_model(model)
     cal = measured.calibration

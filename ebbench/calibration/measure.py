@@ -95,7 +95,7 @@ class ProbeGrid:
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredCosts:
     """A calibration with its grid, and how well the linear fits describe the step times (R squared).
 
     ``request_s``: what a request costs beside its steps. ``drift``: time of the slowest round over the fastest's.
@@ -114,7 +114,7 @@ class Measured:
 
 def calibrate(
     engine: Engine, device: Device, grid: ProbeGrid, source: str, observer: Observer | None = None
-) -> Measured:
+) -> MeasuredCosts:
     """Run the probes and fit. Raises DataError if the engine recorded too few steps of a shape."""
     plan, shapes = probe_plan(grid)
     result = engine.run(plan, parse_policy("v1"), device, grid.options, observer)
@@ -126,7 +126,7 @@ def calibrate(
 
 
 @dataclass(frozen=True)
-class _Probe:
+class _ShapeProbe:
     key: Key
     requests: tuple[tuple[int, int], ...]  # prompt tokens, output tokens
     concurrency: int
@@ -162,23 +162,23 @@ def probe_plan(grid: ProbeGrid) -> tuple[Plan, Mapping[str, Key]]:
     return Plan(table.select(PLAN.names).cast(PLAN), tuple(phases), {"workload": "calibration probes"}), shapes
 
 
-def _probes(grid: ProbeGrid) -> Iterator[_Probe]:
+def _probes(grid: ProbeGrid) -> Iterator[_ShapeProbe]:
     r = grid.repeats
     for x in grid.tokens:
-        yield _Probe((x, 0, 0), ((x, 1),) * r, 1)
-    drain = _Probe((0, 0, 0), ((grid.tokens[0], 1),), 1)
+        yield _ShapeProbe((x, 0, 0), ((x, 1),) * r, 1)
+    drain = _ShapeProbe((0, 0, 0), ((grid.tokens[0], 1),), 1)
     for n in grid.seqs:
         for c in grid.contexts:
             filling = grid.filling_steps(n, c)
             yield drain
             outputs = filling + 2 * r
-            yield _Probe((0, n, c), ((max(c - outputs // 2, 1), outputs),) * n, n)
+            yield _ShapeProbe((0, n, c), ((max(c - outputs // 2, 1), outputs),) * n, n)
             for x in grid.tokens:
                 yield drain
                 # The decodes last longer than the prompts that join them one at a time.
                 outputs = filling + 4 * r
                 decodes = ((max(c - outputs // 2, 1), outputs),) * n
-                yield _Probe((x, n, c), decodes + ((x, 1),) * (filling + 2 * r), n + 1)
+                yield _ShapeProbe((x, n, c), decodes + ((x, 1),) * (filling + 2 * r), n + 1)
     yield drain
 
 
@@ -264,7 +264,7 @@ def _tuples(value: Any) -> Any:
 
 def fit(
     grid: CostGrid, source: str, steps: int, *, request_s: float = 0.0, drift: float = 1.0, start_s: float = 0.0
-) -> Measured:
+) -> MeasuredCosts:
     """The linear controller model: alpha and beta of prefill, decode and mixed steps, beta_mb(r) over every point."""
     alpha_p, beta_p, prefill_r2 = _line(grid.tokens, grid.prefill)
     every = [(n, t) for n, row in zip(grid.seqs, grid.decode, strict=True) for t in row]
@@ -274,7 +274,7 @@ def fit(
         alpha_p=alpha_p, beta_p=beta_p, alpha_d=alpha_d, beta_d=beta_d, mixed=mixed, alpha_mb=alpha_mb,
         source=source, grid=grid,
     )  # fmt: skip
-    return Measured(calibration, prefill_r2, decode_r2, mixed_r2, steps, request_s, drift, start_s)
+    return MeasuredCosts(calibration, prefill_r2, decode_r2, mixed_r2, steps, request_s, drift, start_s)
 
 
 def _line(x: Any, y: Any) -> tuple[float, float, float]:

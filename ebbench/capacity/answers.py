@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ebbench.capacity.drive import Outcome
-from ebbench.capacity.limits import Limits
+from ebbench.capacity.drive import SearchOutcome
+from ebbench.capacity.limits import LatencyLimits
 from ebbench.capacity.probe import Reading
 from ebbench.errors import DataError
 from ebbench.records import files
@@ -17,7 +17,7 @@ from ebbench.records import files
 ANSWERS = "capacity-answers.json"
 
 
-def answers(found: Mapping[str, Outcome], by_concurrency: bool, limits: Limits) -> list[dict[str, Any]]:
+def answers(found: Mapping[str, SearchOutcome], by_concurrency: bool, limits: LatencyLimits) -> list[dict[str, Any]]:
     """One object per policy."""
     return [as_dict(name, outcome, by_concurrency, limits) for name, outcome in found.items()]
 
@@ -42,7 +42,7 @@ def load(folder: Path) -> list[dict[str, Any]]:
         raise DataError(f"{path} is damaged: {error}") from error
 
 
-def as_dict(policy: str, outcome: Outcome, by_concurrency: bool, limits: Limits) -> dict[str, Any]:
+def as_dict(policy: str, outcome: SearchOutcome, by_concurrency: bool, limits: LatencyLimits) -> dict[str, Any]:
     """One object of ``--json``. ``high`` is null if no probed load was too high.
 
     Rates are in requests/s: the searched session rate times the requests per session. ``curve`` has one entry per probe

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ebbench.capacity.choose import Choice
+from ebbench.capacity.choose import DeploymentChoice
 from ebbench.errors import UsageError
 from ebbench.render import figures, numbers, palette
 
@@ -117,7 +117,7 @@ def _shown(probe: Mapping[str, Any], key: str) -> float:
     return float(probe[key]) * (100 if key == "attainment" else 1)
 
 
-def save_frontier(found: Choice, priced: bool, path: Path) -> None:
+def save_frontier(found: DeploymentChoice, priced: bool, path: Path) -> None:
     """Write cost (or GPUs) over TTFT and over TPOT, and output tokens/s per GPU over those per user.
 
     One point per deployment; those that no other one beats in both are filled and joined.
@@ -126,7 +126,7 @@ def save_frontier(found: Choice, priced: bool, path: Path) -> None:
     figures.save(frontiers(found, priced), path.with_suffix(""), [path.suffix[1:]])
 
 
-def frontiers(found: Choice, priced: bool) -> Any:
+def frontiers(found: DeploymentChoice, priced: bool) -> Any:
     """The three panels of :func:`save_frontier`."""
     alt = figures.altair()
     rows = [

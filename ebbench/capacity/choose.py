@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from ebbench.capacity.deployments import Bound, Candidate, Deployment, Stress, Task, bound, size, stress
+from ebbench.capacity.deployments import Bound, Candidate, Deployment, PlanTask, Stress, bound, size, stress
 from ebbench.runs.pool import Pool, values
 
 WITHIN = 1.5
@@ -58,7 +58,7 @@ class Costed:
 
 
 @dataclass(frozen=True)
-class Choice:
+class DeploymentChoice:
     """Deployments, cheapest first; ``refused``: candidates that cannot run or meet the limits, with the reason.
 
     ``pruned``: candidates left out because they cost at least ``WITHIN`` times the cheapest deployment.
@@ -78,11 +78,11 @@ class _State:
 
 
 def choose(
-    tasks: Sequence[Task],
+    tasks: Sequence[PlanTask],
     prices: Mapping[str, float],
     pool: Pool,
     advance: Callable[[str], None] = lambda _text: None,
-) -> Choice:
+) -> DeploymentChoice:
     """Search the deployments. ``advance`` is called with a line of progress."""
     state = _State()
     by_candidate = {task.candidate: task for task in tasks}
@@ -109,18 +109,18 @@ def choose(
     kept = sorted(_kept(state), key=_rank)
     stressed = sorted(_stressed(kept, by_candidate, prices, pool), key=_rank)
     found = tuple(on_frontiers(stressed))
-    return Choice(found, tuple(state.refused), tuple(state.pruned))
+    return DeploymentChoice(found, tuple(state.refused), tuple(state.pruned))
 
 
 def _rank(each: Costed) -> tuple[float, int, float]:
     return each.cost, each.deployment.gpus, each.tpot_ms
 
 
-def _size(job: tuple[Task, int, int]) -> Deployment:
+def _size(job: tuple[PlanTask, int, int]) -> Deployment:
     return size(*job)
 
 
-def _stress(job: tuple[Task, int]) -> tuple[Candidate, int, Stress]:
+def _stress(job: tuple[PlanTask, int]) -> tuple[Candidate, int, Stress]:
     return job[0].candidate, *stress(*job)
 
 
@@ -162,7 +162,7 @@ def _speeds(each: Costed) -> tuple[float, ...]:
 
 
 def _stressed(
-    ordered: list[Costed], tasks: Mapping[Candidate, Task], prices: Mapping[str, float], pool: Pool
+    ordered: list[Costed], tasks: Mapping[Candidate, PlanTask], prices: Mapping[str, float], pool: Pool
 ) -> list[Costed]:
     """The deployments, with the cheapest ones simulated completely."""
     jobs = [(tasks[each.deployment.candidate], each.deployment.replicas) for each in ordered[:STRESSED]]

@@ -23,8 +23,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ebbench.capacity.drive import ALONE_SESSIONS, up
-from ebbench.capacity.limits import Limits
-from ebbench.capacity.probe import Measured, Reading, read_measured
+from ebbench.capacity.limits import LatencyLimits
+from ebbench.capacity.probe import ProbeTables, Reading, read_measured
 from ebbench.config.topology import PoolSpec, TopologySpec
 from ebbench.devices import load_device
 from ebbench.engines.base import EngineOptions
@@ -53,7 +53,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Task:
+class PlanTask:
     """The load to serve. ``plan``: further arguments of build_plan; ``sessions``: fewest per run."""
 
     candidate: Candidate
@@ -61,7 +61,7 @@ class Task:
     workload: str
     scenario: str
     plan: Mapping[str, Any]
-    limits: Limits
+    limits: LatencyLimits
     rate: float
     sessions: int
     seed: int
@@ -129,7 +129,7 @@ class Stress:
     tpot_ms: float | None
 
 
-def bound(task: Task) -> Bound:
+def bound(task: PlanTask) -> Bound:
     """Saturated rate of one instance, or why it cannot run (the model does not fit, an invalid setting)."""
     candidate = task.candidate
     try:
@@ -141,7 +141,7 @@ def bound(task: Task) -> Bound:
     return Bound(candidate, reading.completed_sessions_per_s)
 
 
-def size(task: Task, fewest: int, most: int) -> Deployment:
+def size(task: PlanTask, fewest: int, most: int) -> Deployment:
     """The smallest number of replicas, from ``fewest`` to ``most``, whose instances meet the limits."""
     candidate = task.candidate
     if refusal := _alone(task):
@@ -166,7 +166,7 @@ def size(task: Task, fewest: int, most: int) -> Deployment:
     return Deployment(candidate, passed, found)
 
 
-def stress(task: Task, replicas: int) -> tuple[int, Stress]:
+def stress(task: PlanTask, replicas: int) -> tuple[int, Stress]:
     """Simulate the whole deployment behind a least-outstanding dispatcher.
 
     Returns the number of replicas that meets the limits (``replicas`` or a few more), and the results.
@@ -191,7 +191,7 @@ def _level(reading: Reading) -> Level:
     return Level(reading.attainment, reading.probe.runaway)
 
 
-def _alone(task: Task) -> str:
+def _alone(task: PlanTask) -> str:
     """Why requests miss the limits even one at a time; empty if they meet them."""
     reading = _run(task, _plan(task, "saturated", ALONE_SESSIONS, max_concurrency=1), 1.0)
     requirements = zip(task.limits.requirements(), reading.probe.counts, strict=True)
@@ -204,21 +204,21 @@ def _alone(task: Task) -> str:
     return f"{MISSED_ALONE} ({', '.join(missed)}; alone, {percentile} is {least})"
 
 
-def check_plan(task: Task) -> None:
+def check_plan(task: PlanTask) -> None:
     """Raise UsageError for a workload or scenario that no plan can be built from."""
     _plan(task, task.scenario, ALONE_SESSIONS, request_rate=task.rate)
 
 
-def _share(task: Task, replicas: int) -> Reading:
+def _share(task: PlanTask, replicas: int) -> Reading:
     """Simulate one instance at its share of the rate."""
     return _long_enough(task, task.rate / replicas, task.sessions, 1)
 
 
-def _whole(task: Task, replicas: int, factor: float) -> Reading:
+def _whole(task: PlanTask, replicas: int, factor: float) -> Reading:
     return _long_enough(task, factor * task.rate, task.sessions * replicas, replicas)
 
 
-def _long_enough(task: Task, rate: float, sessions: int, replicas: int) -> Reading:
+def _long_enough(task: PlanTask, rate: float, sessions: int, replicas: int) -> Reading:
     """Repeat a run with more sessions until they suffice for the number of open sessions."""
     most = 16 * sessions
     while True:
@@ -228,12 +228,12 @@ def _long_enough(task: Task, rate: float, sessions: int, replicas: int) -> Readi
         sessions *= 2
 
 
-def _plan(task: Task, scenario: str, sessions: int, **load: float) -> Plan:
+def _plan(task: PlanTask, scenario: str, sessions: int, **load: float) -> Plan:
     options = {**task.plan, "num_prompts": sessions, "max_model_len": task.max_model_len, **load}
     return build_plan(task.workload, scenario, seed=task.seed, **options)
 
 
-def _run(task: Task, plan: Plan, load: float, replicas: int = 1) -> Reading:
+def _run(task: PlanTask, plan: Plan, load: float, replicas: int = 1) -> Reading:
     candidate = task.candidate
     options = EngineOptions(
         max_num_seqs=candidate.max_num_seqs,
@@ -251,4 +251,4 @@ def _run(task: Task, plan: Plan, load: float, replicas: int = 1) -> Reading:
         setup = replace(setup, topology=TopologySpec(replicas=PoolSpec(instances=replicas, tp=candidate.tp)))
     engine, _ = make_engine(setup)
     result = engine.run(plan, parse_policy(candidate.policy), device, options, None)
-    return read_measured(Measured(result.requests, result.steps, phase_facts(plan), task.seed), load, task.limits)
+    return read_measured(ProbeTables(result.requests, result.steps, phase_facts(plan), task.seed), load, task.limits)

@@ -16,10 +16,10 @@ from typing import Protocol
 
 from ebbench.analysis.columns import RequestColumns
 from ebbench.capacity.estimate import estimate
-from ebbench.capacity.limits import Limits
+from ebbench.capacity.limits import LatencyLimits
 from ebbench.capacity.probe import FEWEST_PER_OPEN, Reading, least_possible, read_probe
 from ebbench.capacity.search import next_load
-from ebbench.capacity.search_types import Estimate, Probe, Search
+from ebbench.capacity.search_types import Estimate, Probe, SearchSettings
 from ebbench.errors import RunError
 from ebbench.records.run import Run
 
@@ -45,7 +45,7 @@ class Prober(Protocol):
 
 
 @dataclass(frozen=True)
-class Budget:
+class SearchBudget:
     """When to stop: after a number of probes, or of seconds since ``begun`` (:func:`time.monotonic`).
 
     ``named_s``: the total time for all policies that the user gave; used in messages.
@@ -78,7 +78,7 @@ class SearchConfig:
     wall clock's. ``longest``: a probe gets at most this many times the fewest sessions.
     """
 
-    limits: Limits
+    limits: LatencyLimits
     by_concurrency: bool
     sessions: int
     seconds: float
@@ -93,11 +93,11 @@ class SearchConfig:
         return max(self.sessions, math.ceil(2 * FEWEST_PER_OPEN * load if self.by_concurrency else self.seconds * load))
 
 
-_NOTHING = Search((), start=1.0)
+_NOTHING = SearchSettings((), start=1.0)
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SearchOutcome:
     """Result of a search. ``stopped``: why it ended early; empty if the interval is narrow enough.
 
     ``refused``: why no load can meet the limits; no search took place.
@@ -146,19 +146,19 @@ class Outcome:
 def search_capacity(
     config: SearchConfig,
     prober: Prober,
-    budget: Budget,
+    budget: SearchBudget,
     earlier: Sequence[tuple[float, Run]] = (),
     seen: Callable[[Reading, Estimate], None] = lambda _reading, _estimate: None,
-) -> Outcome:
+) -> SearchOutcome:
     """Search until the interval is narrow enough. ``earlier``: loads and runs of a search that was stopped.
 
     Raises RunError if runs fail.
     """
     alone = _measure_alone(config, prober)
     if refused := _unreachable(config, alone):
-        return Outcome(estimate(_NOTHING, ()), (), alone, refused=refused)
+        return SearchOutcome(estimate(_NOTHING, ()), (), alone, refused=refused)
     first = _first_load(config, alone)
-    search = Search(config.limits.requirements(), first, config.precision, config.by_concurrency, config.most)
+    search = SearchSettings(config.limits.requirements(), first, config.precision, config.by_concurrency, config.most)
     readings = [read_probe(run, load, config.limits) for load, run in earlier]
     stopped = ""
     while (load := next_load(search, decided(config, readings))) is not None:
@@ -169,7 +169,7 @@ def search_capacity(
         run = prober.probe(load, sessions, config.seed + len(readings))
         readings.append(read_probe(run, load, config.limits))
         seen(readings[-1], estimate(search, decided(config, readings)))
-    return Outcome(estimate(search, decided(config, readings)), tuple(readings), alone, stopped)
+    return SearchOutcome(estimate(search, decided(config, readings)), tuple(readings), alone, stopped)
 
 
 def _given_up(readings: Sequence[Reading]) -> str:
@@ -260,7 +260,7 @@ def _sessions(config: SearchConfig, readings: Sequence[Reading], load: float) ->
     return int(min(max(fewest * 2**repeated, wanted, _needed(readings, load)), config.longest * fewest))
 
 
-def _too_long(config: SearchConfig, readings: Sequence[Reading], load: float, budget: Budget) -> str:
+def _too_long(config: SearchConfig, readings: Sequence[Reading], load: float, budget: SearchBudget) -> str:
     """Why no time is left for a probe in real time at ``load``; empty if there is."""
     if not config.real_time or math.isinf(budget.seconds):
         return ""

@@ -9,7 +9,7 @@ import numpy as np
 from scipy import stats
 
 from ebbench.capacity.crossing import CONFIDENCE, crossing_of, dispersion_within
-from ebbench.capacity.search_types import Estimate, Probe, Search
+from ebbench.capacity.search_types import Estimate, Probe, SearchSettings
 
 SURELY_OVER = 1.08
 """With less overload a queue may have grown by chance."""
@@ -19,7 +19,7 @@ _SURE_DEVIATIONS = 4.0
 """Standard deviations between the share at an end of the bracket and the required one that count as certain."""
 
 
-def estimate(search: Search, probes: Sequence[Probe]) -> Estimate:
+def estimate(search: SearchSettings, probes: Sequence[Probe]) -> Estimate:
     """Capacity from all probes so far."""
     if not probes:
         return Estimate(None, 0.0, math.inf, "not reached", fitted=False)
@@ -48,7 +48,7 @@ def estimate(search: Search, probes: Sequence[Probe]) -> Estimate:
     return best
 
 
-def bracket(search: Search, probes: Sequence[Probe]) -> tuple[float | None, float | None]:
+def bracket(search: SearchSettings, probes: Sequence[Probe]) -> tuple[float | None, float | None]:
     """The highest load that met the requirements below the lowest that did not, and that lowest.
 
     Noise can put a failing probe below a passing one; each load is then judged by the majority of the probes up to it,
@@ -62,7 +62,7 @@ def bracket(search: Search, probes: Sequence[Probe]) -> tuple[float | None, floa
     return (max(passing) if passing else None), (min(failing) if failing else None)
 
 
-def waits_only(search: Search, probes: Sequence[Probe]) -> bool:
+def waits_only(search: SearchSettings, probes: Sequence[Probe]) -> bool:
     """Whether, in a closed loop, twice the open sessions completed no more sessions/s: the additional ones waited."""
     rates = {p.load: p.served_per_s for p in probes if p.served_per_s}
     highest = max(rates, default=0.0)
@@ -70,7 +70,7 @@ def waits_only(search: Search, probes: Sequence[Probe]) -> bool:
     return search.integer and before is not None and rates[highest] < _GROWING * before
 
 
-def _undisputed(search: Search, probes: Sequence[Probe]) -> tuple[float, float]:
+def _undisputed(search: SearchSettings, probes: Sequence[Probe]) -> tuple[float, float]:
     """The highest passing load below every failing one, and the lowest failing load above every passing one."""
     passing = [probe.load for probe in probes if probe.meets(search.requirements)]
     failing = [probe.load for probe in probes if not probe.meets(search.requirements)]
@@ -78,7 +78,7 @@ def _undisputed(search: Search, probes: Sequence[Probe]) -> tuple[float, float]:
     return low, min((load for load in failing if load > max(passing)), default=math.inf)
 
 
-def _beyond_doubt(search: Search, probes: Sequence[Probe], low: float, high: float) -> bool:
+def _beyond_doubt(search: SearchSettings, probes: Sequence[Probe], low: float, high: float) -> bool:
     """Whether the ends of the bracket are certain: the share falls in a step between them."""
     if _undisputed(search, probes) != (low, high):
         return False
@@ -111,7 +111,7 @@ def _falling(values: list[float], weights: list[int]) -> list[float]:
     return [mean for mean, _, length in blocks for _ in range(int(length))]
 
 
-def _blame(search: Search, probes: Sequence[Probe]) -> str:
+def _blame(search: SearchSettings, probes: Sequence[Probe]) -> str:
     """The requirement that the lowest failing probe missed; the queue only if the counted requests met all of them."""
     failing = [probe for probe in probes if not probe.meets(search.requirements)]
     if not failing:

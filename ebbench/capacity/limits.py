@@ -31,7 +31,7 @@ class Tail:
 
 
 @dataclass(frozen=True)
-class Limits:
+class LatencyLimits:
     """``slo``: limits that ``attainment`` of the requests must meet jointly; ``tails``: further percentile limits."""
 
     slo: Slo
@@ -52,7 +52,7 @@ class Limits:
         return ", ".join(part for part in (joint, *map(str, self.tails)) if part)
 
 
-def parse_limits(texts: Iterable[str], attainment: float) -> Limits:
+def parse_limits(texts: Iterable[str], attainment: float) -> LatencyLimits:
     """Parse ``metric:MS`` and ``metric:pNN:MS``, several per text if separated by spaces or commas.
 
     Raises UsageError for an unknown metric, a percentile outside 1 to 99.9, no limit, or an attainment that is not
@@ -72,7 +72,7 @@ def parse_limits(texts: Iterable[str], attainment: float) -> Limits:
         raise UsageError("capacity needs limits: give --goodput, for example --goodput ttft:2000 tpot:50")
     if repeated := {str(tail) for tail in tails if tails.count(tail) > 1}:
         raise UsageError(f"--goodput: {', '.join(sorted(repeated))} is given twice")
-    return Limits(slo, attainment, tuple(tails))
+    return LatencyLimits(slo, attainment, tuple(tails))
 
 
 def _tail(text: str) -> Tail:

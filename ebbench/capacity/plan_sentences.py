@@ -9,13 +9,13 @@ from typing import Any
 
 from rich.table import Table
 
-from ebbench.capacity.choose import WITHIN, Choice, Costed
-from ebbench.capacity.deployments import Level, Task
+from ebbench.capacity.choose import WITHIN, Costed, DeploymentChoice
+from ebbench.capacity.deployments import Level, PlanTask
 from ebbench.render import numbers
 from ebbench.render.tables import framed
 
 
-def parts(found: Choice, task: Task, prices: Mapping[str, float]) -> list[Table | str]:
+def parts(found: DeploymentChoice, task: PlanTask, prices: Mapping[str, float]) -> list[Table | str]:
     """The printed tables and sentences, in order."""
     lines: list[Table | str] = [
         f"{task.model}, {task.workload}: {task.rate:g} sessions/s within {task.limits}. Simulated on device models; "
@@ -34,7 +34,7 @@ def parts(found: Choice, task: Task, prices: Mapping[str, float]) -> list[Table 
     return lines
 
 
-def _table(found: Choice, prices: Mapping[str, float]) -> Table:
+def _table(found: DeploymentChoice, prices: Mapping[str, float]) -> Table:
     candidates = [each.deployment.candidate for each in found.found]
     limits = len({(candidate.max_num_batched_tokens, candidate.max_num_seqs) for candidate in candidates}) > 1
     table = framed()
@@ -60,7 +60,7 @@ def _table(found: Choice, prices: Mapping[str, float]) -> Table:
     return table
 
 
-def _efficiency(found: Choice, task: Task, prices: Mapping[str, float]) -> Table:
+def _efficiency(found: DeploymentChoice, task: PlanTask, prices: Mapping[str, float]) -> Table:
     """Speed per user against throughput per GPU, and what tokens and requests cost."""
     table = framed()
     table.add_column("deployment", overflow="fold", min_width=20)
@@ -79,7 +79,7 @@ def _efficiency(found: Choice, task: Task, prices: Mapping[str, float]) -> Table
     return table
 
 
-def _per_thousand(each: Costed, task: Task) -> float:
+def _per_thousand(each: Costed, task: PlanTask) -> float:
     return 1000 * each.cost / 3600 / _requests_per_s(each, task)
 
 
@@ -102,7 +102,7 @@ def _level(level: Level | None) -> str:
     return "over" if level.overloaded else f"{100 * level.attainment:.0f} %"
 
 
-def _remarks(found: Choice, task: Task, prices: Mapping[str, float]) -> list[str]:
+def _remarks(found: DeploymentChoice, task: PlanTask, prices: Mapping[str, float]) -> list[str]:
     best = found.found[0]
     candidate = best.deployment.candidate
     lines = [
@@ -120,7 +120,7 @@ def _remarks(found: Choice, task: Task, prices: Mapping[str, float]) -> list[str
     return lines
 
 
-def _requests_per_s(each: Costed, task: Task) -> float:
+def _requests_per_s(each: Costed, task: PlanTask) -> float:
     reading = each.deployment.reading
     return task.rate * (reading.requests_per_session if reading else 1.0)
 
@@ -130,7 +130,7 @@ def _per_million(each: Costed, prices: Mapping[str, float]) -> float | None:
     return each.cost / 3600 / tokens * 1e6 if prices and tokens else None
 
 
-def as_dict(found: Choice, task: Task, prices: Mapping[str, float]) -> dict[str, Any]:
+def as_dict(found: DeploymentChoice, task: PlanTask, prices: Mapping[str, float]) -> dict[str, Any]:
     """One object: the question, the deployments from cheapest to most expensive, and refused candidates with
     reasons."""
     return {
@@ -149,7 +149,7 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _deployment(each: Costed, task: Task, prices: Mapping[str, float]) -> dict[str, Any]:
+def _deployment(each: Costed, task: PlanTask, prices: Mapping[str, float]) -> dict[str, Any]:
     reading, stress = each.deployment.reading, each.stress
     return {
         **vars(each.deployment.candidate),

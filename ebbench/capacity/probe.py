@@ -20,8 +20,8 @@ from ebbench.analysis.slo import METRICS, slo_from_limits
 from ebbench.analysis.steady import Window, completed_sessions_per_s, steady_windows
 from ebbench.analysis.validity import FAILURE_LIMIT
 from ebbench.capacity.crossing import Floats
-from ebbench.capacity.limits import Limits
-from ebbench.capacity.search_types import Counts, Probe
+from ebbench.capacity.limits import LatencyLimits
+from ebbench.capacity.search_types import MetCounts, Probe
 from ebbench.records.manifest import PhaseFact
 from ebbench.records.run import Run
 
@@ -84,17 +84,17 @@ class Reading:
         return few or self.probe.runaway or bool(self.probe.failed)
 
 
-def read_probe(run: Run, load: float, limits: Limits) -> Reading:
+def read_probe(run: Run, load: float, limits: LatencyLimits) -> Reading:
     """Read a finished run. Raises DataError if its tables are damaged."""
     manifest = run.manifest
     steps = run.table("steps", _STEP_COLUMNS)
     reasons = "" if manifest.valid else "; ".join(manifest.reasons)
-    measured = Measured(run.requests, steps, manifest.phases, manifest.seed, reasons, str(run.path))
+    measured = ProbeTables(run.requests, steps, manifest.phases, manifest.seed, reasons, str(run.path))
     return read_measured(measured, load, limits)
 
 
 @dataclass(frozen=True)
-class Measured:
+class ProbeTables:
     """Tables of one run, its closed-loop phases (none: open loop), and the reasons if it is INVALID."""
 
     requests: pa.Table
@@ -105,7 +105,7 @@ class Measured:
     run_dir: str = ""
 
 
-def read_measured(run: Measured, load: float, limits: Limits) -> Reading:
+def read_measured(run: ProbeTables, load: float, limits: LatencyLimits) -> Reading:
     """Read the tables of one run at ``load``."""
     columns = RequestColumns.of(run.requests)
     windows = steady_windows(columns, run.phases)
@@ -159,14 +159,14 @@ def _counted(columns: RequestColumns, windows: tuple[Window, ...]) -> tuple[Mask
     return (columns.intended > start) & (columns.intended <= last), (last - start) / 1e9
 
 
-def _counts(columns: RequestColumns, counted: Mask, met: Mask) -> Counts:
+def _counts(columns: RequestColumns, counted: Mask, met: Mask) -> MetCounts:
     order = np.argsort(columns.intended[counted], kind="stable")
     good = met[counted][order]
     batches = tuple((int(part.sum()), len(part)) for part in np.array_split(good, BATCHES) if len(part))
-    return Counts(int(good.sum()), len(good), batches)
+    return MetCounts(int(good.sum()), len(good), batches)
 
 
-def _correlated(counts: Counts) -> bool:
+def _correlated(counts: MetCounts) -> bool:
     """Whether neighbouring batches are correlated, in a run whose share is not too low for any length."""
     if not _UNCLEAR <= counts.share < 1 or len(counts.batches) < BATCHES:
         return False
@@ -174,7 +174,7 @@ def _correlated(counts: Counts) -> bool:
     return float(off[1:] @ off[:-1]) > _CORRELATED * float(off @ off)
 
 
-def _shares(columns: RequestColumns, counted: Mask, limits: Limits) -> dict[str, float]:
+def _shares(columns: RequestColumns, counted: Mask, limits: LatencyLimits) -> dict[str, float]:
     """Share of the counted requests that met each limit alone."""
     singles = {name: slo_from_limits({name: value}) for name, value in limits.slo.limits().items()}
     singles |= {str(tail): tail.slo for tail in limits.tails}

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 
 from ebbench.capacity.crossing import FEWEST
 from ebbench.capacity.estimate import SURELY_OVER, bracket, estimate, waits_only
-from ebbench.capacity.search_types import Estimate, Probe, Search
+from ebbench.capacity.search_types import Estimate, Probe, SearchSettings
 
 NARROW = 1.15
 """Ratio of the bracket's ends at which refining begins."""
@@ -34,7 +34,7 @@ _CONFIRMED = 2
 """Probes at each end of a bracket that is narrow enough, before it is accepted as the result."""
 
 
-def next_load(search: Search, probes: Sequence[Probe]) -> float | None:
+def next_load(search: SearchSettings, probes: Sequence[Probe]) -> float | None:
     """The next load to probe, or None if the interval is narrow enough or no other load may be tried."""
     if not probes:
         return search.rounded(search.start)
@@ -60,13 +60,13 @@ def next_load(search: Search, probes: Sequence[Probe]) -> float | None:
     return _refined(search, probes, found) if again is None and found.half_width > search.precision else again
 
 
-def _lower(search: Search, lowest: float) -> float | None:
+def _lower(search: SearchSettings, lowest: float) -> float | None:
     if lowest <= (1 if search.integer else _LOWEST * search.start):
         return None
     return search.rounded(lowest / 2)
 
 
-def _between(search: Search, low: float, high: float, probes: Sequence[Probe]) -> float:
+def _between(search: SearchSettings, low: float, high: float, probes: Sequence[Probe]) -> float:
     """A load inside the bracket: its middle on a log scale."""
     middle = search.rounded(math.sqrt(low * high))
     if search.integer and middle in (low, high):
@@ -81,7 +81,7 @@ def _unconfirmed(low: float, high: float, probes: Sequence[Probe]) -> float | No
     return least if seen[least] < _CONFIRMED else None
 
 
-def _overloading(search: Search, probes: Sequence[Probe], found: Estimate) -> float | None:
+def _overloading(search: SearchSettings, probes: Sequence[Probe], found: Estimate) -> float | None:
     """A load that certainly overloads, at most one that was observed to; None if none was observed."""
     assert found.capacity is not None
     highest = max((probe.load for probe in probes if probe.runaway), default=0.0)
@@ -89,7 +89,7 @@ def _overloading(search: Search, probes: Sequence[Probe], found: Estimate) -> fl
     return load if load >= SURELY_OVER * found.capacity else None
 
 
-def _refined(search: Search, probes: Sequence[Probe], found: Estimate) -> float:
+def _refined(search: SearchSettings, probes: Sequence[Probe], found: Estimate) -> float:
     """Loads alternately below and above the crossing: two distinct loads determine the slope, which the interval
     needs."""
     assert found.capacity is not None

@@ -16,7 +16,7 @@ class Requirement:
 
 
 @dataclass(frozen=True)
-class Counts:
+class MetCounts:
     """How many of ``counted`` requests met a requirement; ``batches``: the same for consecutive parts of the run."""
 
     met: int
@@ -40,7 +40,7 @@ class Probe:
 
     load: float
     seed: int
-    counts: tuple[Counts, ...]
+    counts: tuple[MetCounts, ...]
     runaway: bool = False
     failed: str = ""
     served_per_s: float | None = None
@@ -77,7 +77,7 @@ class Estimate:
 
 
 @dataclass(frozen=True)
-class Search:
+class SearchSettings:
     """Settings of a search. ``start``: first load; ``precision``: half of the interval, as a share of the capacity.
 
     ``integer``: loads are whole numbers (open sessions). ``most``: the highest load that may be tried.

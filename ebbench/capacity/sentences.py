@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 
 from rich.table import Table
 
-from ebbench.capacity.drive import Outcome
-from ebbench.capacity.limits import Limits
+from ebbench.capacity.drive import SearchOutcome
+from ebbench.capacity.limits import LatencyLimits
 from ebbench.capacity.probe import Reading
 from ebbench.capacity.search_types import Estimate
 from ebbench.render import numbers
@@ -25,7 +25,7 @@ _SAME = 1.01
 """Loads within this ratio share a bar."""
 
 
-def announce(limits: Limits, by_concurrency: bool) -> str:
+def announce(limits: LatencyLimits, by_concurrency: bool) -> str:
     """The question of the search."""
     load = "number of open sessions" if by_concurrency else "rate of sessions"
     return f"searching for the highest {load} that keeps {limits}"
@@ -46,7 +46,7 @@ def progress(policy: str, reading: Reading, estimate: Estimate, by_concurrency: 
     return f"{policy}: {_load(reading.probe.load, by_concurrency)}: {verdict}; so far {_interval(estimate)}"
 
 
-def table(found: Mapping[str, Outcome], by_concurrency: bool) -> Table:
+def table(found: Mapping[str, SearchOutcome], by_concurrency: bool) -> Table:
     """One row per policy."""
     shown = framed()
     shown.add_column("policy", overflow="fold", min_width=6)
@@ -76,7 +76,7 @@ def table(found: Mapping[str, Outcome], by_concurrency: bool) -> Table:
     return shown
 
 
-def remarks(found: Mapping[str, Outcome], limits: Limits, by_concurrency: bool) -> list[str]:
+def remarks(found: Mapping[str, SearchOutcome], limits: LatencyLimits, by_concurrency: bool) -> list[str]:
     """Notes below the table: curves, why a search stopped, what the limit means."""
     lines = []
     if any(outcome.readings for outcome in found.values()):
@@ -98,7 +98,7 @@ def remarks(found: Mapping[str, Outcome], limits: Limits, by_concurrency: bool) 
     return lines
 
 
-def _open_ends(policy: str, outcome: Outcome, by_concurrency: bool) -> list[str]:
+def _open_ends(policy: str, outcome: SearchOutcome, by_concurrency: bool) -> list[str]:
     estimate = outcome.estimate
     if estimate.capacity is None and math.isfinite(estimate.high):
         lowest = _load(estimate.high, by_concurrency)
@@ -108,7 +108,7 @@ def _open_ends(policy: str, outcome: Outcome, by_concurrency: bool) -> list[str]
     return []
 
 
-def curves(outcome: Outcome, limits: Limits, by_concurrency: bool) -> list[str]:
+def curves(outcome: SearchOutcome, limits: LatencyLimits, by_concurrency: bool) -> list[str]:
     """Rows of bars over the load: share within the limits, and TTFT and TPOT at the required percentile.
 
     A mark below them shows the capacity. Probes with an unbounded queue are left out: their share falls, and their TTFT

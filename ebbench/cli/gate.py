@@ -114,7 +114,7 @@ class MeasureFlags:
 
 
 @dataclass(frozen=True)
-class OutputFlags:
+class VerdictFlags:
     """Where the verdict is written in addition to the console."""
 
     junit: Annotated[Path | None, opt("--junit", help="Write JUnit XML.", panel=_OUTPUT)] = None
@@ -144,7 +144,7 @@ class OtherFlags:
 def gate(
     judging: JudgeFlags,
     measuring: MeasureFlags,
-    output: OutputFlags,
+    output: VerdictFlags,
     other: OtherFlags,
     paths: Annotated[
         list[Path] | None,
@@ -171,7 +171,7 @@ def gate(
         return
     if len(given) != 2:
         raise UsageError(f"gate needs two arguments, BASELINE and CANDIDATE, not {len(given)}")
-    question = Question(given[0], given[1], rules, tuple(judging.allow or ()), judging.policies())
+    question = GateQuestion(given[0], given[1], rules, tuple(judging.allow or ()), judging.policies())
     try:
         if measuring.given:
             _measure(question, measuring)
@@ -183,7 +183,7 @@ def gate(
 
 
 @dataclass(frozen=True)
-class Question:
+class GateQuestion:
     """The two sides, what may differ between them, and the rules."""
 
     baseline: Path
@@ -211,7 +211,7 @@ class Question:
         return judge(pair_units(before, after, allowed), self.rules, with_detectable=with_detectable)
 
 
-def _measure(question: Question, wanted: MeasureFlags) -> None:
+def _measure(question: GateQuestion, wanted: MeasureFlags) -> None:
     """Measure pairs with the commands of both sides, until the verdict is known unless their number is fixed."""
     from ebbench.analysis.gate.interleave import Side, measure_pairs
     from ebbench.analysis.gate.verdict import MAX_PAIRS, pairs_needed
@@ -238,7 +238,7 @@ def _say(line: str) -> None:
     typer.echo(line, err=True)
 
 
-def _tell(verdict: Verdict, wanted: OutputFlags) -> int:
+def _tell(verdict: Verdict, wanted: VerdictFlags) -> int:
     from rich.console import Console
 
     from ebbench.report import verdicts
@@ -251,14 +251,14 @@ def _tell(verdict: Verdict, wanted: OutputFlags) -> int:
     return verdicts.EXIT_CODES[verdict.outcome]
 
 
-def _tell_error(error: EbbenchError, wanted: OutputFlags) -> None:
+def _tell_error(error: EbbenchError, wanted: VerdictFlags) -> None:
     """Write the error that prevented a verdict to the files that a CI service reads."""
     from ebbench.report import verdicts
 
     _write(verdicts.junit_of_error(str(error)), verdicts.markdown_of_error(str(error), error.exit_code), wanted)
 
 
-def _write(junit: bytes, markdown: str, wanted: OutputFlags) -> None:
+def _write(junit: bytes, markdown: str, wanted: VerdictFlags) -> None:
     from ebbench.records import files
 
     if wanted.junit is not None:

@@ -15,7 +15,7 @@ from ebbench.cli.unused_options import refuse_unused
 from ebbench.config.defaults import DEFAULT_DEVICE, DEFAULT_MODEL
 
 if TYPE_CHECKING:
-    from ebbench.hazard.lengths import Lengths
+    from ebbench.hazard.lengths import OutputLengths
     from ebbench.hazard.trend import Hazard
     from ebbench.papers.table import PaperTable
     from vllm_eb.hazard import HazardEstimate
@@ -119,7 +119,7 @@ def _threshold(fit: HazardEstimate | None, device: str, model: str, max_num_seqs
     return optimal_threshold(fit.p0, costs.alpha_p, costs.alpha_d, eta=fit.eta, beta_d=costs.beta_d, n=max_num_seqs)
 
 
-def _as_dict(lengths: Lengths, found: Hazard, thresholds: dict[str, Threshold | None]) -> dict[str, Any]:
+def _as_dict(lengths: OutputLengths, found: Hazard, thresholds: dict[str, Threshold | None]) -> dict[str, Any]:
     from dataclasses import asdict
 
     fits = {"published": found.published, "censored": found.censored}
@@ -143,7 +143,7 @@ def _as_dict(lengths: Lengths, found: Hazard, thresholds: dict[str, Threshold | 
     }
 
 
-def _print(lengths: Lengths, found: Hazard, thresholds: dict[str, Threshold | None], where: str) -> None:
+def _print(lengths: OutputLengths, found: Hazard, thresholds: dict[str, Threshold | None], where: str) -> None:
     from rich.console import Console
     from rich.table import Table
 

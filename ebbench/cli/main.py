@@ -20,7 +20,7 @@ from ebbench.cli.options import Command, ShownWhole
 from ebbench.errors import EbbenchError
 
 
-class Entry(NamedTuple):
+class CommandEntry(NamedTuple):
     """Location of a command: ``target`` is ``module:attribute`` of a function or a Typer application."""
 
     target: str
@@ -30,38 +30,40 @@ class Entry(NamedTuple):
 
 MEASURE, UNDERSTAND, LOOK_UP, SERVE = "Measure", "Understand", "Look up", "Serve and check"
 
-COMMANDS: dict[str, Entry] = {
-    "run": Entry("ebbench.cli.run:run", MEASURE, "Run a workload under one or more scheduling policies."),
-    "show": Entry("ebbench.cli.show:show", MEASURE, "Show stored runs again."),
-    "capacity": Entry("ebbench.cli.capacity:capacity", MEASURE, "Find the highest load within latency limits."),
-    "plan": Entry("ebbench.cli.plan:plan", UNDERSTAND, "Find the cheapest GPUs for a request rate."),
-    "sweep": Entry("ebbench.cli.sweep:sweep", MEASURE, "Run a grid of settings; can be resumed."),
-    "compare": Entry("ebbench.cli.compare:compare", MEASURE, "Compare runs, paired."),
-    "gate": Entry("ebbench.cli.gate:gate", MEASURE, "Fail when a candidate is slower than its baseline."),
-    "report": Entry("ebbench.cli.report:report", MEASURE, "Write runs as one self-contained HTML file."),
-    "query": Entry("ebbench.cli.query:query", MEASURE, "Query stored runs in SQL."),
-    "recover": Entry("ebbench.cli.recover:recover", MEASURE, "Rebuild a run whose program was killed."),
-    "advise": Entry("ebbench.cli.advise:advise", UNDERSTAND, "Find the best policy and its expected gain."),
-    "theory": Entry("ebbench.cli.theory:app", UNDERSTAND, "Evaluate thresholds, memory-safe batches, crossover."),
-    "hazard": Entry("ebbench.cli.hazard:hazard", UNDERSTAND, "Analyse the completion hazard of a workload."),
-    "tables": Entry("ebbench.cli.tables:tables", UNDERSTAND, "Show the papers' tables with our results."),
-    "figures": Entry("ebbench.cli.figures:figures", UNDERSTAND, "Draw the papers' figures and run timelines."),
-    "fidelity": Entry(
+COMMANDS: dict[str, CommandEntry] = {
+    "run": CommandEntry("ebbench.cli.run:run", MEASURE, "Run a workload under one or more scheduling policies."),
+    "show": CommandEntry("ebbench.cli.show:show", MEASURE, "Show stored runs again."),
+    "capacity": CommandEntry("ebbench.cli.capacity:capacity", MEASURE, "Find the highest load within latency limits."),
+    "plan": CommandEntry("ebbench.cli.plan:plan", UNDERSTAND, "Find the cheapest GPUs for a request rate."),
+    "sweep": CommandEntry("ebbench.cli.sweep:sweep", MEASURE, "Run a grid of settings; can be resumed."),
+    "compare": CommandEntry("ebbench.cli.compare:compare", MEASURE, "Compare runs, paired."),
+    "gate": CommandEntry("ebbench.cli.gate:gate", MEASURE, "Fail when a candidate is slower than its baseline."),
+    "report": CommandEntry("ebbench.cli.report:report", MEASURE, "Write runs as one self-contained HTML file."),
+    "query": CommandEntry("ebbench.cli.query:query", MEASURE, "Query stored runs in SQL."),
+    "recover": CommandEntry("ebbench.cli.recover:recover", MEASURE, "Rebuild a run whose program was killed."),
+    "advise": CommandEntry("ebbench.cli.advise:advise", UNDERSTAND, "Find the best policy and its expected gain."),
+    "theory": CommandEntry(
+        "ebbench.cli.theory:app", UNDERSTAND, "Evaluate thresholds, memory-safe batches, crossover."
+    ),
+    "hazard": CommandEntry("ebbench.cli.hazard:hazard", UNDERSTAND, "Analyse the completion hazard of a workload."),
+    "tables": CommandEntry("ebbench.cli.tables:tables", UNDERSTAND, "Show the papers' tables with our results."),
+    "figures": CommandEntry("ebbench.cli.figures:figures", UNDERSTAND, "Draw the papers' figures and run timelines."),
+    "fidelity": CommandEntry(
         "ebbench.cli.fidelity:fidelity", UNDERSTAND, "Compare emulated devices with published measurements."
     ),
-    "calibrate": Entry("ebbench.cli.calibrate:calibrate", UNDERSTAND, "Measure a device's step times."),
-    "validate": Entry(
+    "calibrate": CommandEntry("ebbench.cli.calibrate:calibrate", UNDERSTAND, "Measure a device's step times."),
+    "validate": CommandEntry(
         "ebbench.cli.validate:validate", UNDERSTAND, "Check how accurate simulated results are on this machine."
     ),
-    "workloads": Entry("ebbench.cli.workloads:app", LOOK_UP, "List workloads: which requests are sent."),
-    "scenarios": Entry("ebbench.cli.scenarios:app", LOOK_UP, "List scenarios: when requests arrive."),
-    "policies": Entry("ebbench.cli.policies:app", LOOK_UP, "List scheduling policies and their settings."),
-    "devices": Entry("ebbench.cli.devices:app", LOOK_UP, "List devices, models and step times."),
-    "serve": Entry("ebbench.cli.serve:serve", SERVE, "Serve a model with vLLM under a policy."),
-    "gateway": Entry("ebbench.cli.gateway:gateway", SERVE, "Dispatch requests over several servers."),
-    "doctor": Entry("ebbench.cli.doctor:doctor", SERVE, "Check what is installed and can run here."),
-    "fake-server": Entry("ebbench.cli.fake_server:fake_server", SERVE, "Run a server with known latencies."),
-    "client-check": Entry(
+    "workloads": CommandEntry("ebbench.cli.workloads:app", LOOK_UP, "List workloads: which requests are sent."),
+    "scenarios": CommandEntry("ebbench.cli.scenarios:app", LOOK_UP, "List scenarios: when requests arrive."),
+    "policies": CommandEntry("ebbench.cli.policies:app", LOOK_UP, "List scheduling policies and their settings."),
+    "devices": CommandEntry("ebbench.cli.devices:app", LOOK_UP, "List devices, models and step times."),
+    "serve": CommandEntry("ebbench.cli.serve:serve", SERVE, "Serve a model with vLLM under a policy."),
+    "gateway": CommandEntry("ebbench.cli.gateway:gateway", SERVE, "Dispatch requests over several servers."),
+    "doctor": CommandEntry("ebbench.cli.doctor:doctor", SERVE, "Check what is installed and can run here."),
+    "fake-server": CommandEntry("ebbench.cli.fake_server:fake_server", SERVE, "Run a server with known latencies."),
+    "client-check": CommandEntry(
         "ebbench.cli.client_check:client_check", SERVE, "Measure how much load this client can generate."
     ),
 }
@@ -175,7 +177,7 @@ def _single(function: Callable[..., None], name: str) -> typer.Typer:
     return single
 
 
-def _installed(entry: Entry) -> bool:
+def _installed(entry: CommandEntry) -> bool:
     return importlib.util.find_spec(entry.target.partition(":")[0]) is not None
 
 

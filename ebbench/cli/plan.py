@@ -27,7 +27,7 @@ class TargetFlags:
 
 
 @dataclass(frozen=True)
-class ChoiceFlags:
+class CandidateFlags:
     """The candidates."""
 
     device: Annotated[
@@ -70,7 +70,7 @@ def plan(
     workload: load.WorkloadArgument,
     target: TargetFlags,
     requests: RequestFlags,
-    choice: ChoiceFlags,
+    choice: CandidateFlags,
     output: PlanOutput,
 ) -> None:
     """Find the devices, tensor parallelism, replicas and policy that serve a rate within limits, by simulation.

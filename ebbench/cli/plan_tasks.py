@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import product
 from typing import TYPE_CHECKING
 
-from ebbench.capacity.deployments import Candidate, Task
+from ebbench.capacity.deployments import Candidate, PlanTask
 from ebbench.capacity.limits import parse_limits
 from ebbench.cli.preflight import check_counts, parse_policies
 from ebbench.devices.profiles import find_model, find_profile, list_devices
@@ -13,7 +13,7 @@ from ebbench.engines.base import EngineOptions
 from ebbench.errors import UsageError
 
 if TYPE_CHECKING:
-    from ebbench.cli.plan import ChoiceFlags, TargetFlags
+    from ebbench.cli.plan import CandidateFlags, TargetFlags
     from ebbench.cli.run_flags import RequestFlags
 
 DEFAULT_TP = (1, 2, 4, 8)
@@ -21,7 +21,7 @@ DEFAULT_POLICIES = ("v1", "ebplus", "marginal")
 _SESSIONS = 2000
 
 
-def tasks_of(workload: str, target: TargetFlags, requests: RequestFlags, choice: ChoiceFlags) -> list[Task]:
+def tasks_of(workload: str, target: TargetFlags, requests: RequestFlags, choice: CandidateFlags) -> list[PlanTask]:
     """One task per candidate. Raises UsageError for unknown names and invalid numbers or limits."""
     check_counts(request_rate=target.request_rate)
     limits = parse_limits(target.goodput or (), target.attainment)
@@ -40,7 +40,7 @@ def tasks_of(workload: str, target: TargetFlags, requests: RequestFlags, choice:
     longest = EngineOptions.max_model_len if choice.max_model_len is None else choice.max_model_len
     budgets, seqs = choice.max_num_batched_tokens or (8192,), choice.max_num_seqs or (1024,)
     return [
-        Task(
+        PlanTask(
             candidate=Candidate(device, tp, policy, budget, most),
             model=choice.model,
             workload=workload,

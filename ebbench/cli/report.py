@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ebbench.analysis.slo import Slo
     from ebbench.records.run import Run
     from ebbench.report.page_tables import Table
-    from ebbench.report.searches import Search
+    from ebbench.report.searches import SearchSection
 
 
 def report(
@@ -58,7 +58,7 @@ def report(
 
 
 def _page(runs: Sequence[Run], target: Path, title: str, slo: Slo | None, *, all_percentiles: bool,
-          searches: Sequence[Search] = ()) -> None:  # fmt: skip
+          searches: Sequence[SearchSection] = ()) -> None:  # fmt: skip
     from ebbench.report import page
     from ebbench.report.page_data import page_of
 
@@ -72,13 +72,13 @@ def _page(runs: Sequence[Run], target: Path, title: str, slo: Slo | None, *, all
 def _paired(runs: Sequence[Run]) -> tuple[list[Table], list[str]]:
     """The paired comparison, where there is one; why not, where runs of several policies do not compare."""
     from ebbench.analysis.compare import paired as compare_paired
-    from ebbench.analysis.gate.units import Unit, unit_of
+    from ebbench.analysis.gate.units import GateUnit, unit_of
     from ebbench.report.comparison import left_out, tables
 
     if len({run.manifest.policy for run in runs}) < 2:
         return [], []
     try:
-        groups: dict[str, list[Unit]] = {}
+        groups: dict[str, list[GateUnit]] = {}
         for run in runs:
             groups.setdefault(run.manifest.policy, []).append(unit_of(run))
         found = compare_paired.compare_cases(groups)

@@ -112,7 +112,7 @@ _CHOICES = tuple(field.name for field in fields(ChoiceFlags))
 
 
 @dataclass(frozen=True)
-class OutputFlags:
+class TableOutputFlags:
     """Where the table goes, and in which form."""
 
     style: Annotated[str, opt("--format", "-f", help="rich, markdown, latex, html or csv.", panel=paper.OUTPUT)] = (
@@ -127,7 +127,7 @@ def tables(
     context: typer.Context,
     runs: RunsFlags,
     choice: ChoiceFlags,
-    output: OutputFlags,
+    output: TableOutputFlags,
     name: Annotated[
         str, typer.Argument(help="list, table2, table3, ..., deferred-1; phases or slo for runs of your own (--from).")
     ] = "list",
@@ -217,7 +217,7 @@ def _command() -> str:
     return shlex.join(["ebbench", *words])
 
 
-def _emit(document: Document, wanted: OutputFlags) -> None:
+def _emit(document: Document, wanted: TableOutputFlags) -> None:
     text = rendered(document, wanted.style, width=None if wanted.output is None else 200)
     if wanted.output is None:
         sys.stdout.write(text)

@@ -13,7 +13,7 @@ from ebbench.cli.load_flags import VllmOptions
 from ebbench.cli.options import Command, grouped, opt
 
 if TYPE_CHECKING:
-    from ebbench.validation.question import Question
+    from ebbench.validation.question import ValidationQuestion
 
 _WHAT, _HOW, _OUTPUT = "What is validated", "How much is measured", "Output"
 MAX_TIME_S = 1200.0
@@ -81,7 +81,7 @@ class HowFlags:
 
 
 @dataclass(frozen=True)
-class OutputFlags:
+class ValidationOutputFlags:
     """Where results go, and in which form."""
 
     output: Annotated[
@@ -95,7 +95,7 @@ class OutputFlags:
 def validate(
     what: WhatFlags,
     how: HowFlags,
-    output: OutputFlags,
+    output: ValidationOutputFlags,
     vllm_options: VllmOptions = None,
 ) -> None:
     """Say how far simulated answers can be trusted on this machine.
@@ -114,14 +114,14 @@ def validate(
 validate.command_class = Command  # type: ignore[attr-defined]
 
 
-def question_of(what: WhatFlags, how: HowFlags, vllm_options: tuple[str, ...]) -> Question:
+def question_of(what: WhatFlags, how: HowFlags, vllm_options: tuple[str, ...]) -> ValidationQuestion:
     """The question of a command line. Raises UsageError for what cannot be asked."""
     from ebbench.cli.preflight import check_counts
     from ebbench.config.defaults import DEFAULT_DEVICE
     from ebbench.engines.model_folder import random_weight_options
     from ebbench.engines.vllm_command import check_vllm_options
     from ebbench.errors import UsageError
-    from ebbench.validation.question import POLICIES, Question
+    from ebbench.validation.question import POLICIES, ValidationQuestion
 
     if how.max_time <= 0:
         raise UsageError(f"--max-time must be positive, not {how.max_time:g}")
@@ -133,7 +133,7 @@ def question_of(what: WhatFlags, how: HowFlags, vllm_options: tuple[str, ...]) -
         raise UsageError("--device is for engines sim and emulated; with vllm this machine is measured")
     grid = grid_of(what.engine, how.tokens, how.seqs, how.contexts)
     needed = random_weight_options(what.model, vllm_options) if what.engine == "vllm" else ()
-    return Question(
+    return ValidationQuestion(
         model=what.model,
         grid=grid,
         loads=_loads(how.loads) or (max(grid.seqs[-1] // 8, 1), max(grid.seqs[-1] // 2, 2)),

@@ -13,10 +13,10 @@ from ebbench.errors import InterruptedRunError, UsageError
 from ebbench.records import files
 from ebbench.records.manifest import wall_clock_ns
 from ebbench.validation.document import as_dict, as_document
-from ebbench.validation.drive import Budget, validate
+from ebbench.validation.drive import TimeBudget, validate
 from ebbench.validation.judge import Judgement, judge
 from ebbench.validation.machine import Call, describe_machine, write_manifest
-from ebbench.validation.question import Question
+from ebbench.validation.question import ValidationQuestion
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 QUESTION, RESULT, TABLES = "question.json", "result.json", "result.md"
 
 
-def carry_out(question: Question, folder: Path, max_time_s: float, *, as_json: bool, quiet: bool) -> str:
+def carry_out(question: ValidationQuestion, folder: Path, max_time_s: float, *, as_json: bool, quiet: bool) -> str:
     """Do all of it; returns the verdict's word. Raises UsageError, RunError, InterruptedRunError."""
     from rich.console import Console
 
@@ -44,7 +44,7 @@ def carry_out(question: Question, folder: Path, max_time_s: float, *, as_json: b
     for line in announce(question, folder, max_time_s):
         say(line)
     try:
-        outcomes = validate(question, folder, Budget(max_time_s), say)
+        outcomes = validate(question, folder, TimeBudget(max_time_s), say)
     except KeyboardInterrupt:
         kept = f"what was measured is kept in {folder}; the same command goes on"
         raise InterruptedRunError(f"interrupted; {kept}") from None
@@ -65,7 +65,7 @@ def carry_out(question: Question, folder: Path, max_time_s: float, *, as_json: b
     return judged.verdict.word
 
 
-def announce(question: Question, folder: Path, max_time_s: float) -> list[str]:
+def announce(question: ValidationQuestion, folder: Path, max_time_s: float) -> list[str]:
     """What is going to be done, and how long it takes at most."""
     what = machine_name() if question.engine == "vllm" else f"{question.device}, engine {question.engine}"
     loads = ", ".join(map(str, question.loads))
@@ -83,7 +83,7 @@ def announce(question: Question, folder: Path, max_time_s: float) -> list[str]:
     return lines
 
 
-def _claim(question: Question, folder: Path) -> None:
+def _claim(question: ValidationQuestion, folder: Path) -> None:
     """Make the folder, or go on in one that holds the same question. Raises UsageError for any other."""
     text = json.dumps(asdict(question), indent=1, sort_keys=True).encode() + b"\n"
     stored = folder / QUESTION

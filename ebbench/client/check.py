@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from ebbench.client.drive import DriveResult, drive
 from ebbench.client.options import ClientOptions
-from ebbench.fakeserver import Entry, FakeConfig, FakeServerProcess
+from ebbench.fakeserver import FakeConfig, FakeServerProcess, LedgerEntry
 from ebbench.records.lateness import LAG_FLOOR_MS
 from ebbench.records.plan import ClosedPhase, Plan
 from ebbench.records.schema import PLAN
@@ -79,7 +79,7 @@ def steady_plan(streams: int, rate: float, seconds: float) -> Plan:
     return Plan(pa.table(columns, schema=PLAN), (ClosedPhase("check", requests, streams),), {})
 
 
-def load_level(streams: int, result: DriveResult, ledger: Sequence[Entry]) -> LoadLevel:
+def load_level(streams: int, result: DriveResult, ledger: Sequence[LedgerEntry]) -> LoadLevel:
     """Compare the client's measurements with the server's ledger."""
     errors_ms = ttft_errors_ms(result.requests, ledger)
     tokens = sum(entry.tokens for entry in ledger)
@@ -107,7 +107,7 @@ def load_level(streams: int, result: DriveResult, ledger: Sequence[Entry]) -> Lo
     )
 
 
-def ttft_errors_ms(requests: pa.Table, ledger: Sequence[Entry]) -> npt.NDArray[np.float64]:
+def ttft_errors_ms(requests: pa.Table, ledger: Sequence[LedgerEntry]) -> npt.NDArray[np.float64]:
     """TTFT errors in ms, one per complete response: the client's TTFT from the send minus the server's.
 
     Request ids in ``requests`` and ``ledger`` must be the same.

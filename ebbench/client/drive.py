@@ -24,10 +24,10 @@ from ebbench.client.interrupts import Interrupts
 from ebbench.client.messages import Assignment, Stop, plan_path, schedule_path
 from ebbench.client.options import ClientOptions, spacing_ns
 from ebbench.client.power import PowerSampler, open_power
-from ebbench.client.probe import Probe
-from ebbench.client.progress import Observer, Tally
+from ebbench.client.progress import SnapshotObserver, Tally
 from ebbench.client.release_schedule import ReleaseSchedule
 from ebbench.client.scrape import Scraper
+from ebbench.client.server_queries import ServerQueries
 from ebbench.client.session_plan import SessionPlan, plan_sessions, rows_too_long, unique_ids
 from ebbench.client.shared import SharedMemory, memory_folder
 from ebbench.client.verdict import client_warnings, invalid_reasons, loop_lag_p99_ms, send_lag_p99_ms
@@ -62,7 +62,7 @@ def drive(
     url: str,
     plan: Plan,
     options: ClientOptions | None = None,
-    observer: Observer | None = None,
+    observer: SnapshotObserver | None = None,
     on_batch: Callable[[pa.Table], None] | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> DriveResult:
@@ -103,21 +103,21 @@ async def _drive(
     url: str,
     plan: Plan,
     options: ClientOptions,
-    observer: Observer | None,
+    observer: SnapshotObserver | None,
     on_batch: Callable[[pa.Table], None] | None,
     environ: Mapping[str, str],
 ) -> DriveResult:
     table, renamed = unique_ids(plan.table)
     session_plan = plan_sessions(table, plan.phases, plan.max_concurrency, spacing_ns(options))
     id_prefix = options.id_prefix if options.id_prefix is not None else f"{secrets.token_hex(4)}-"
-    async with Probe(url, options, environ) as probe:
-        await probe.ready()
-        served = await probe.served()
+    async with ServerQueries(url, options, environ) as server:
+        await server.ready()
+        served = await server.served()
         dropped = rows_too_long(table, served.max_model_len, options.drop_too_long)
         await warm_up(url, served.model, plan, options, environ)
-        cache_reset = options.reset_prefix_cache and await probe.reset_prefix_cache()
+        cache_reset = options.reset_prefix_cache and await server.reset_prefix_cache()
         tally = Tally(table, observer, on_batch, options.keep_text)
-        scraper = Scraper(probe, options.metrics_interval_s) if options.metrics_interval_s else None
+        scraper = Scraper(server, options.metrics_interval_s) if options.metrics_interval_s else None
         with tempfile.TemporaryDirectory(prefix="ebbench-", dir=memory_folder()) as folder:
             schedule = _shared_files(folder, table, session_plan)
             assignment = Assignment(

@@ -41,7 +41,7 @@ class AnswerReceiver(Protocol):
         ...
 
 
-class Pool:
+class ConnectionPool:
     """Keep-alive connections to one server, unlimited in number, one open request per connection.
 
     ``template``: a request built by httpx whose method, target and headers every request gets.
@@ -59,7 +59,7 @@ class Pool:
         lines += [b"%b: %b" % h for h in template.headers.raw if h[0].lower() != b"content-length"]
         self._head = b"\r\n".join(lines)
 
-    async def send(self, request_id: str, body: bytes, receiver: AnswerReceiver) -> Exchange:
+    async def send(self, request_id: str, body: bytes, receiver: AnswerReceiver) -> HttpExchange:
         """Send one request; returns once the response headers are complete. Raises httpx's transport errors."""
         connection = self._connections.take()
         receiver.sent(time.monotonic_ns())
@@ -100,11 +100,11 @@ class _Connection(BaseConnection):
         super().__init__()
         self._connections = connections
 
-    def begin(self, data: bytes, receiver: AnswerReceiver) -> Exchange:
+    def begin(self, data: bytes, receiver: AnswerReceiver) -> HttpExchange:
         """Send a request and return its exchange."""
         if self.transport is None:
             raise httpx.ConnectError("the connection was closed at once")
-        exchange = Exchange(self, receiver)
+        exchange = HttpExchange(self, receiver)
         # From now on the exchange receives the bytes itself: one call less per read.
         self.transport.set_protocol(exchange)
         self.transport.write(data)
@@ -132,7 +132,7 @@ class _Connection(BaseConnection):
         self.transport = None
 
 
-class Exchange(asyncio.Protocol):
+class HttpExchange(asyncio.Protocol):
     """One request and its response; implements the parser's callbacks."""
 
     def __init__(self, connection: _Connection, receiver: AnswerReceiver) -> None:

@@ -12,7 +12,7 @@ from ebbench.client.options import ClientOptions
 from ebbench.records.plan import ClosedPhase
 
 
-class Record(msgspec.Struct, tag="record", array_like=True, gc=False):
+class RequestRecord(msgspec.Struct, tag="record", array_like=True, gc=False):
     """Measurements of one request. Times are monotonic ns, 0 for "never"; ``token_ns`` holds int64 values as bytes."""
 
     row: int
@@ -37,7 +37,7 @@ class Record(msgspec.Struct, tag="record", array_like=True, gc=False):
 class Batch(msgspec.Struct, tag="batch"):
     """Requests finished since the last batch, the number of open requests, and output tokens received so far."""
 
-    records: list[Record]
+    records: list[RequestRecord]
     open_requests: int
     tokens: int
 

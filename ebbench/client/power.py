@@ -37,7 +37,7 @@ class UnavailableError(Exception):
 
 
 @dataclass(frozen=True)
-class Reading:
+class PowerReading:
     """All GPUs together at one time: power, and the energy since the driver was loaded (None: not counted)."""
 
     time_ns: int
@@ -50,7 +50,7 @@ class Gpus(Protocol):
 
     names: tuple[str, ...]
 
-    def read(self) -> Reading:
+    def read(self) -> PowerReading:
         """Power and energy now."""
         ...
 
@@ -104,11 +104,11 @@ class NvmlGpus:
         except self._nvml.NVMLError:
             return None
 
-    def read(self) -> Reading:
+    def read(self) -> PowerReading:
         """Sums over the GPUs."""
         power_w = sum(self._nvml.nvmlDeviceGetPowerUsage(handle) for handle in self._handles) / 1e3
         energy_j = sum(self._energy_mj(handle) or 0 for handle in self._handles) / 1e3 if self._counted else None
-        return Reading(time.monotonic_ns(), power_w, energy_j)
+        return PowerReading(time.monotonic_ns(), power_w, energy_j)
 
     def close(self) -> None:
         """Let the driver go."""
@@ -125,7 +125,7 @@ class PowerSampler:
 
     gpus: Gpus
     interval_s: float = INTERVAL_S
-    readings: list[Reading] = field(default_factory=list)
+    readings: list[PowerReading] = field(default_factory=list)
     failure: str = ""
     _stop: threading.Event = field(default_factory=threading.Event)
     _thread: threading.Thread | None = None
@@ -165,7 +165,7 @@ class PowerSampler:
         return found | between(self.readings, start_ns, end_ns)
 
 
-def between(readings: Sequence[Reading], start_ns: int, end_ns: int) -> dict[str, Any]:
+def between(readings: Sequence[PowerReading], start_ns: int, end_ns: int) -> dict[str, Any]:
     """``mean_w``, ``peak_w``, ``energy_j`` between two times, from readings in order; what each rests on."""
     times = np.array([one.time_ns for one in readings], float)
     watts = np.array([one.power_w for one in readings])

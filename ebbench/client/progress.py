@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 import pyarrow as pa
 
-from ebbench.client.messages import Batch, Record
+from ebbench.client.messages import Batch, RequestRecord
 from ebbench.client.session_plan import SessionPlan
 from ebbench.client.table import requests_table
 from ebbench.client.worker_pool import WorkerHandle
@@ -34,7 +34,7 @@ class Snapshot:
     tpot_ms: float | None
 
 
-class Observer(Protocol):
+class SnapshotObserver(Protocol):
     """Receives snapshots during a run; must return quickly."""
 
     def update(self, snapshot: Snapshot) -> None:
@@ -48,7 +48,7 @@ class Tally:
     def __init__(
         self,
         plan: pa.Table,
-        observer: Observer | None,
+        observer: SnapshotObserver | None,
         on_batch: Callable[[pa.Table], None] | None,
         keep_text: bool,
     ) -> None:
@@ -82,13 +82,13 @@ class Tally:
                     continue
                 lost = session < released and row not in dropped
                 reason = "too_long" if row in dropped else "worker_lost" if lost else "not_released"
-                missing.append(Record(row, -1, "failed" if lost else "never_sent", error_class=reason))
+                missing.append(RequestRecord(row, -1, "failed" if lost else "never_sent", error_class=reason))
         self._keep(missing)
         table = pa.concat_tables(self._tables)
         rows = pa.array(np.argsort(np.concatenate(self._rows), kind="stable"))
         return table.take(rows).combine_chunks()
 
-    def _keep(self, records: list[Record]) -> None:
+    def _keep(self, records: list[RequestRecord]) -> None:
         if not records:
             return
         table = requests_table(records, self._plan, self.start_ns, self._keep_text)
@@ -99,7 +99,7 @@ class Tally:
         if self._on_batch is not None:
             self._on_batch(table.select([n for n in table.column_names if n != "text"]))
 
-    def _count(self, record: Record) -> None:
+    def _count(self, record: RequestRecord) -> None:
         self._seen[record.row] = True
         if record.status != "ok":
             self._failures[record.error_class or record.status] += 1

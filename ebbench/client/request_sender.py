@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import httpx
 
 from ebbench.client.classify import BODY_LIMIT, transport_failure
-from ebbench.client.http_streams import Pool
+from ebbench.client.http_streams import ConnectionPool
 from ebbench.client.options import ClientOptions, api_key
 from ebbench.client.response import StreamedResponse
 from ebbench.connections import tls_context
@@ -46,10 +46,10 @@ class RequestSender:
             limits=httpx.Limits(max_connections=None),
             trust_env=options.transport != "direct",
         )
-        self._pool: Pool | None = None
+        self._pool: ConnectionPool | None = None
         if options.transport == "direct":
             template = self._client.build_request("POST", self._target)
-            self._pool = Pool(template, tls, options.connect_timeout_s)
+            self._pool = ConnectionPool(template, tls, options.connect_timeout_s)
         self._requests: set[_OpenRequest] = set()
         self._sweeper: asyncio.Task[None] | None = None
 
@@ -103,7 +103,7 @@ class RequestSender:
             complete = answer.error_class is None and answer.last_ns
             answer.end_ns = answer.last_ns if complete else time.monotonic_ns()
 
-    async def _direct(self, pool: Pool, request_id: str, body: bytes, answer: StreamedResponse) -> None:
+    async def _direct(self, pool: ConnectionPool, request_id: str, body: bytes, answer: StreamedResponse) -> None:
         exchange = await pool.send(request_id, body, answer)
         try:
             rest = await exchange.body()

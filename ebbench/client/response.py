@@ -23,7 +23,7 @@ class Usage(msgspec.Struct, gc=False):
     prompt_tokens_details: dict[str, Any] | None = None
 
 
-class _Choice(msgspec.Struct, gc=False):
+class _StreamedChoice(msgspec.Struct, gc=False):
     text: str | None = None
     finish_reason: str | None = None
 
@@ -42,7 +42,7 @@ class _ChatChoice(msgspec.Struct, gc=False):
 
 
 class _Completion(msgspec.Struct, gc=False):
-    choices: list[_Choice] = []
+    choices: list[_StreamedChoice] = []
     usage: Usage | None = None
     error: Any = None
 

@@ -9,7 +9,7 @@ import msgspec
 import pyarrow as pa
 from prometheus_client.parser import text_string_to_metric_families
 
-from ebbench.client.probe import Probe
+from ebbench.client.server_queries import ServerQueries
 from ebbench.records.schema import SERVER_METRICS
 
 _Key = tuple[str, str]
@@ -18,8 +18,8 @@ _Key = tuple[str, str]
 class Scraper:
     """Reads /metrics every ``interval_s`` seconds and keeps the samples that changed."""
 
-    def __init__(self, probe: Probe, interval_s: float) -> None:
-        self._probe, self._interval_s = probe, interval_s
+    def __init__(self, server: ServerQueries, interval_s: float) -> None:
+        self._server, self._interval_s = server, interval_s
         self._last: dict[_Key, float] = {}
         self._rows: list[tuple[int, str, str, float]] = []
 
@@ -30,7 +30,7 @@ class Scraper:
 
     async def once(self) -> bool:
         """Read once; returns False if the server has no such page."""
-        text = await self._probe.metrics()
+        text = await self._server.metrics()
         if text is None:
             return False
         now_ns = time.monotonic_ns()

@@ -8,13 +8,13 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from ebbench.client.messages import Record
+from ebbench.client.messages import RequestRecord
 from ebbench.records.schema import REQUESTS
 
 _PLAN_COLUMNS = ("request_id", "session", "turn", "phase")
 
 
-def requests_table(records: Sequence[Record], plan: pa.Table, start_ns: int, texts: bool = False) -> pa.Table:
+def requests_table(records: Sequence[RequestRecord], plan: pa.Table, start_ns: int, texts: bool = False) -> pa.Table:
     """Records in the REQUESTS schema, times relative to ``start_ns``; ``texts`` adds the column ``text``."""
     rows = pa.array([r.row for r in records], pa.int64())
     planned = plan.select([*_PLAN_COLUMNS, "input_tokens", "output_tokens"]).take(rows)
@@ -48,7 +48,7 @@ def _since(times_ns: npt.NDArray[np.int64], start_ns: int) -> pa.Array:
 
 
 def _token_columns(
-    records: Sequence[Record],
+    records: Sequence[RequestRecord],
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], pa.Array]:
     """First and last token time (0: none) and the gaps between tokens in ns; tokens of one message have gaps of 0."""
     first, last = np.zeros(len(records), np.int64), np.zeros(len(records), np.int64)

@@ -17,7 +17,7 @@ from ebbench.client.http_streams import IDLE_LIMIT_NS
 from ebbench.client.messages import (
     Assignment,
     Batch,
-    Record,
+    RequestRecord,
     Stop,
     from_parent,
     send,
@@ -64,7 +64,7 @@ class Worker:
         self._alarm = Alarm(self._loop, self._on_alarm)
         self._own_next = assignment.worker
         self._open: set[asyncio.Task[None]] = set()
-        self._records: list[Record] = []
+        self._records: list[RequestRecord] = []
         self._tokens = 0
         self._idle = asyncio.Event()
         self._failure: BaseException | None = None
@@ -204,14 +204,14 @@ class Worker:
     def _never_sent(self, rows: Sequence[int], reason: str) -> None:
         """Record turns that were not sent because an earlier turn of the session failed."""
         for row in rows:
-            self._records.append(Record(row, self._assignment.worker, "never_sent", error_class=reason))
+            self._records.append(RequestRecord(row, self._assignment.worker, "never_sent", error_class=reason))
 
-    def _record_of(self, turn: Turn, intended_ns: int, answer: StreamedResponse) -> Record:
+    def _record_of(self, turn: Turn, intended_ns: int, answer: StreamedResponse) -> RequestRecord:
         verdict = classify(answer, turn.output_tokens, self._assignment.options.ignore_eos)
         usage = answer.usage
         details = usage.prompt_tokens_details or {} if usage is not None else {}
         body = verdict.error_body
-        return Record(
+        return RequestRecord(
             row=turn.row,
             worker=self._assignment.worker,
             status=verdict.status,

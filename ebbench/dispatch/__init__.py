@@ -5,7 +5,7 @@ returns orders. :mod:`ebbench.dispatch.base` has the interface, :mod:`ebbench.di
 """
 
 from ebbench.dispatch.base import Dispatcher, DispatchRequest, EndForward, Order, UnitReport
-from ebbench.dispatch.fleet import Fleet, Unit
+from ebbench.dispatch.fleet import Fleet, UnitState
 from ebbench.dispatch.policies import DEFAULT_DISPATCH, DESCRIPTIONS, DispatchSpec, make_dispatcher, parse_dispatch
 
 __all__ = [
@@ -17,8 +17,8 @@ __all__ = [
     "EndForward",
     "Fleet",
     "Order",
-    "Unit",
     "UnitReport",
+    "UnitState",
     "make_dispatcher",
     "parse_dispatch",
 ]

@@ -51,7 +51,7 @@ class ChunkPacking:
         return best
 
 
-class Load(NamedTuple):
+class DecodeLoad(NamedTuple):
     """State of a decode unit: batch size B (sequences) and KV tokens K."""
 
     requests: int
@@ -59,7 +59,7 @@ class Load(NamedTuple):
 
 
 def allocate_decode(
-    batch: Sequence[DispatchRequest], loads: Mapping[int, Load], multiplier: float = 1.5
+    batch: Sequence[DispatchRequest], loads: Mapping[int, DecodeLoad], multiplier: float = 1.5
 ) -> list[tuple[DispatchRequest, int]]:
     """Algorithm 3: longest request first; units with K above Q3 + multiplier * IQR are excluded; then the least (B, K).
 
@@ -73,7 +73,7 @@ def allocate_decode(
         safe = [unit for unit, load in state.items() if load.kv_tokens <= bound] or list(state)
         chosen = min(safe, key=state.__getitem__)
         before = state[chosen]
-        state[chosen] = Load(before.requests + 1, before.kv_tokens + request.total_tokens)
+        state[chosen] = DecodeLoad(before.requests + 1, before.kv_tokens + request.total_tokens)
         assigned.append((request, chosen))
     return assigned
 

@@ -11,7 +11,7 @@ from ebbench.dispatch.prefix import PrefixMemory
 
 
 @dataclass(slots=True)
-class Unit:
+class UnitState:
     """Estimated state of one DP unit.
 
     ``open_requests`` is B and ``kv_tokens`` is K of Algorithm 3. ``in_flight_tokens`` is U: prompt tokens sent and not
@@ -42,19 +42,19 @@ class Fleet:
     """
 
     def __init__(self, units_per_instance: Sequence[int]) -> None:
-        self.units: list[Unit] = []
-        self.instances: list[list[Unit]] = []
+        self.units: list[UnitState] = []
+        self.instances: list[list[UnitState]] = []
         for instance, count in enumerate(units_per_instance):
             first = len(self.units)
-            group = [Unit(first + i, instance) for i in range(count)]
+            group = [UnitState(first + i, instance) for i in range(count)]
             self.units += group
             self.instances.append(group)
         self.active: set[int] = set(range(len(self.instances)))
         self.idle: set[int] = set(self.active)  # instances without open requests (zero-task state)
-        self.candidates: list[Unit] = self._interleaved()
+        self.candidates: list[UnitState] = self._interleaved()
         self._open_on = [0] * len(self.instances)
         self.memory: PrefixMemory | None = None
-        self._open: dict[int, tuple[Unit, DispatchRequest, int]] = {}
+        self._open: dict[int, tuple[UnitState, DispatchRequest, int]] = {}
         self._counted: dict[int, int] = {}  # prompt tokens still counted in U, by request
 
     def set_active(self, active: Iterable[int]) -> None:
@@ -67,7 +67,7 @@ class Fleet:
         """Number of requests sent that have not ended, on all units."""
         return len(self._open)
 
-    def send(self, request: DispatchRequest, unit: Unit) -> None:
+    def send(self, request: DispatchRequest, unit: UnitState) -> None:
         """Record that ``request`` is sent to ``unit``."""
         uncached = request.tokens - (self.memory.hit_tokens(request, unit.index) if self.memory is not None else 0)
         unit.sent += 1
@@ -93,7 +93,7 @@ class Fleet:
             unit.queued_tokens = report.queued_tokens
             unit.kv_tokens = report.kv_tokens + self._in_transit_kv(unit)
 
-    def prefilled(self, key: int) -> Unit | None:
+    def prefilled(self, key: int) -> UnitState | None:
         """Record that the prompt of ``key`` is computed, before its unit reports it.
 
         Returns its unit, or None if not open.
@@ -104,7 +104,7 @@ class Fleet:
         self._acknowledge(unit, key)
         return unit
 
-    def ended(self, key: int) -> Unit | None:
+    def ended(self, key: int) -> UnitState | None:
         """Record that ``key`` has ended; returns its unit, or None if not open."""
         found = self._open.pop(key, None)
         if found is None:
@@ -137,16 +137,16 @@ class Fleet:
                 self._acknowledge(unit, unit.unacknowledged.popleft()[1])
             unit.queued_tokens = unit.running_tokens = 0
 
-    def _interleaved(self) -> list[Unit]:
+    def _interleaved(self) -> list[UnitState]:
         """Units of active instances, ordered so that neighbours are on different instances: round robin spreads over
         them."""
         groups = [self.instances[i] for i in sorted(self.active)]
         depth = max((len(group) for group in groups), default=0)
         return [group[place] for place in range(depth) for group in groups if place < len(group)]
 
-    def _acknowledge(self, unit: Unit, key: int) -> None:
+    def _acknowledge(self, unit: UnitState, key: int) -> None:
         unit.in_flight_tokens -= self._counted.pop(key, 0)
 
-    def _in_transit_kv(self, unit: Unit) -> int:
+    def _in_transit_kv(self, unit: UnitState) -> int:
         """KV tokens of requests in transit, which their unit cannot report yet."""
         return sum(self._open[key][1].total_tokens for _, key in unit.unacknowledged if key in self._open)

@@ -8,16 +8,16 @@ from typing import Protocol
 
 import numpy as np
 
-from ebbench.dispatch.allocate import Load, allocate_decode
+from ebbench.dispatch.allocate import DecodeLoad, allocate_decode
 from ebbench.dispatch.base import DispatchRequest, EndForward, Order
-from ebbench.dispatch.fleet import Fleet, Unit
+from ebbench.dispatch.fleet import Fleet, UnitState
 from ebbench.dispatch.prefix import PrefixMemory
 
 
 class Choose(Protocol):
     """Picks one of ``units`` (never empty) for ``request``."""
 
-    def __call__(self, request: DispatchRequest, units: Sequence[Unit]) -> Unit:
+    def __call__(self, request: DispatchRequest, units: Sequence[UnitState]) -> UnitState:
         """Return the chosen unit."""
         ...
 
@@ -28,7 +28,7 @@ class RoundRobin:
     def __init__(self) -> None:
         self._turn = 0
 
-    def __call__(self, request: DispatchRequest, units: Sequence[Unit]) -> Unit:
+    def __call__(self, request: DispatchRequest, units: Sequence[UnitState]) -> UnitState:
         """The next unit in turn."""
         chosen = units[self._turn % len(units)]
         self._turn += 1
@@ -41,7 +41,7 @@ class LeastOutstanding:
     def __init__(self) -> None:
         self._turn = 0
 
-    def __call__(self, request: DispatchRequest, units: Sequence[Unit]) -> Unit:
+    def __call__(self, request: DispatchRequest, units: Sequence[UnitState]) -> UnitState:
         """The unit with the fewest open requests."""
         loads = [unit.open_requests for unit in units]
         fewest = min(loads)
@@ -59,7 +59,7 @@ class PowerOfTwo:
     def __init__(self, rng: np.random.Generator) -> None:
         self._rng = rng
 
-    def __call__(self, request: DispatchRequest, units: Sequence[Unit]) -> Unit:
+    def __call__(self, request: DispatchRequest, units: Sequence[UnitState]) -> UnitState:
         """The less loaded of two random units."""
         if len(units) == 1:
             return units[0]
@@ -83,7 +83,7 @@ class PrefixAffine:
     def __init__(self, memory: PrefixMemory, slack: int = 32) -> None:
         self._memory, self._slack, self._balance = memory, slack, LeastOutstanding()
 
-    def __call__(self, request: DispatchRequest, units: Sequence[Unit]) -> Unit:
+    def __call__(self, request: DispatchRequest, units: Sequence[UnitState]) -> UnitState:
         """The unit with the longest cached prefix, else the least loaded unit."""
         loads = [unit.open_requests for unit in units]
         most, fewest = max(loads), min(loads)
@@ -180,7 +180,7 @@ class DecodeDispatcher(UntimedDispatcher):
         self._multiplier = multiplier
 
     def _place(self, requests: Sequence[DispatchRequest]) -> list[Order]:
-        loads = {unit.index: Load(unit.open_requests, unit.kv_tokens) for unit in self.fleet.candidates}
+        loads = {unit.index: DecodeLoad(unit.open_requests, unit.kv_tokens) for unit in self.fleet.candidates}
         placed = allocate_decode(requests, loads, self._multiplier)
         for request, unit in placed:
             self.fleet.send(request, self.fleet.units[unit])

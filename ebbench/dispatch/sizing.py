@@ -24,7 +24,7 @@ CANDIDATES_A_UNIT = 16
 """Oldest requests considered per unit: bounds the work and how far requests overtake each other."""
 
 
-class Candidate(NamedTuple):
+class WaitingRequest(NamedTuple):
     """A request that may be sent; ``order`` is its order of arrival."""
 
     tokens: int
@@ -49,7 +49,7 @@ class PassModel(NamedTuple):
 
 class _Filled(NamedTuple):
     rate: float
-    placed: list[tuple[Candidate, int]]
+    placed: list[tuple[WaitingRequest, int]]
 
 
 def candidates(
@@ -58,19 +58,19 @@ def candidates(
     mean_pass_ns: float,
     token_worth: float,
     patience: float | None,
-) -> list[Candidate]:
+) -> list[WaitingRequest]:
     """Candidates from (request, arrival time in ns), oldest first; the first may be urgent."""
     found = []
     for order, (request, since_ns) in enumerate(held):
         waited = (now_ns - since_ns) / mean_pass_ns
         tokens = max(1, request.tokens)
         urgent = order == 0 and patience is not None and waited > patience
-        found.append(Candidate(tokens, order, 1 + waited + token_worth * tokens, request, urgent))
+        found.append(WaitingRequest(tokens, order, 1 + waited + token_worth * tokens, request, urgent))
     return found
 
 
 def choose_pass(
-    waiting: Sequence[Candidate], backlog: Mapping[int, int], model: PassModel, *, only_if_gain: bool = False
+    waiting: Sequence[WaitingRequest], backlog: Mapping[int, int], model: PassModel, *, only_if_gain: bool = False
 ) -> list[tuple[DispatchRequest, int]]:
     """(request, unit) for one pass of an instance; ``backlog``: tokens that each unit has to compute before.
 
@@ -93,14 +93,14 @@ def choose_pass(
     return [(candidate.request, unit) for candidate, unit in best.placed]
 
 
-def _fill(by_density: Sequence[Candidate], backlog: Mapping[int, int], length: int, model: PassModel) -> _Filled:
+def _fill(by_density: Sequence[WaitingRequest], backlog: Mapping[int, int], length: int, model: PassModel) -> _Filled:
     """A pass of ``length`` tokens per unit: the requests with the most worth per token that fit, the longest to the
     emptiest unit, then gaps closed."""
     chunk = model.chunk_tokens
     picked = sorted(_pick(by_density, backlog, length, chunk), key=lambda c: (-c.tokens, c.order))
     loads = [(tokens, unit) for unit, tokens in backlog.items()]
     heapify(loads)
-    placed: list[tuple[Candidate, int]] = []
+    placed: list[tuple[WaitingRequest, int]] = []
     for candidate in picked:
         load, unit = loads[0]
         after = load + candidate.tokens
@@ -118,7 +118,7 @@ def _fill(by_density: Sequence[Candidate], backlog: Mapping[int, int], length: i
 
 
 def _overdraw(
-    placed: list[tuple[Candidate, int]], load_of: dict[int, int], waiting: Sequence[Candidate], chunk: int
+    placed: list[tuple[WaitingRequest, int]], load_of: dict[int, int], waiting: Sequence[WaitingRequest], chunk: int
 ) -> float:
     """Fill the rest of the chunks with prompts that exceed their ends, in order of arrival; returns their worth."""
     taken = {candidate.order for candidate, _ in placed}
@@ -135,7 +135,9 @@ def _overdraw(
     return worth
 
 
-def _pick(by_density: Sequence[Candidate], backlog: Mapping[int, int], length: int, chunk: int) -> list[Candidate]:
+def _pick(
+    by_density: Sequence[WaitingRequest], backlog: Mapping[int, int], length: int, chunk: int
+) -> list[WaitingRequest]:
     """The requests with the most worth per token that together fill the units up to ``length`` tokens."""
     room = sum(max(0, length - tokens) for tokens in backlog.values())
     picked = []
@@ -148,7 +150,7 @@ def _pick(by_density: Sequence[Candidate], backlog: Mapping[int, int], length: i
 
 
 def _close_gaps(
-    placed: list[tuple[Candidate, int]], load_of: dict[int, int], waiting: Sequence[Candidate], length: int
+    placed: list[tuple[WaitingRequest, int]], load_of: dict[int, int], waiting: Sequence[WaitingRequest], length: int
 ) -> None:
     """Replace placed requests, shortest first, by the longest remaining one that fits and is worth no less."""
     taken = {candidate.order for candidate, _ in placed}
@@ -167,5 +169,5 @@ def _close_gaps(
         load_of[unit] += new.tokens - old.tokens
 
 
-def _tokens(candidate: Candidate) -> int:
+def _tokens(candidate: WaitingRequest) -> int:
     return candidate.tokens

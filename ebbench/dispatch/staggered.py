@@ -19,7 +19,7 @@ from collections.abc import Set as AbstractSet
 from ebbench.dispatch.base import DispatchRequest, EndForward, Order
 from ebbench.dispatch.batch_builder import BatchBuilder
 from ebbench.dispatch.early_dispatch import LIGHT_ARRIVALS_ALONE, ArrivalRate, ContinuingInstances, DecodeDetector
-from ebbench.dispatch.fleet import Fleet, Unit
+from ebbench.dispatch.fleet import Fleet, UnitState
 from ebbench.dispatch.immediate import LeastOutstanding, PrefixAffine
 from ebbench.dispatch.interval import AdaptiveInterval
 from ebbench.dispatch.pass_time import PassTimeModel
@@ -193,7 +193,7 @@ class StaggeredDispatcher:
         opens_ns = self._continuing.next_ns(now_ns)
         return min((t for t in (due_ns, expiry_ns, opens_ns) if t is not None and t > now_ns), default=None)
 
-    def _changed(self, unit: Unit | None) -> None:
+    def _changed(self, unit: UnitState | None) -> None:
         if unit is not None:
             self._without_capacity.discard(unit.instance)
 

@@ -69,7 +69,7 @@ class EmulatedEngine:
             raise RunError(
                 f"engine emulated needs vLLM, and importing it failed ({error}); see: ebbench doctor"
             ) from None
-        run = _Run(emulated_core, plan, policy, device, options, shortcuts=self._shortcuts)
+        run = _EmulatedRun(emulated_core, plan, policy, device, options, shortcuts=self._shortcuts)
         self.prepare(run.core)
         with collector_paused():
             interrupted = run.to_the_end(observer)
@@ -79,7 +79,7 @@ class EmulatedEngine:
         """Called with the engine core before the first step; a hook for measurements and experiments."""
 
 
-class _Run:
+class _EmulatedRun:
     """State of one run."""
 
     def __init__(

@@ -24,7 +24,7 @@ from vllm.v1.request import Request
 
 from ebbench.devices.base import CostModel
 from ebbench.engines.base import EngineOptions
-from ebbench.engines.emulated_device import StandInExecutor, Step, StepReader, done, nothing, step_ns
+from ebbench.engines.emulated_device import StandInExecutor, StepReader, done, nothing, step_ns
 from ebbench.errors import UsageError
 
 VOCAB = 32000
@@ -199,4 +199,4 @@ def _has_xxhash() -> bool:
     return True
 
 
-__all__ = ["Step", "VirtualClock", "VirtualExecutor", "build_core", "make_request"]
+__all__ = ["VirtualClock", "VirtualExecutor", "build_core", "make_request"]

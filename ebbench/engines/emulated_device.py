@@ -20,7 +20,7 @@ from ebbench.devices.base import CostModel, StepShape
 
 
 @dataclass(frozen=True)
-class Step:
+class DeviceStep:
     """One non-empty step: what was scheduled, in scheduling order, and what it samples.
 
     ``tokens`` None means one token per request (a pure decode step, as most steps of long runs).
@@ -59,7 +59,7 @@ class StepReader:
         self._index: dict[str, int] = {}
         self._index_ids: list[str] = []
 
-    def read(self, scheduled: Any) -> Step:
+    def read(self, scheduled: Any) -> DeviceStep:
         """Convert one SchedulerOutput that has tokens."""
         self._forget(scheduled.finished_req_ids)
         cached = scheduled.scheduled_cached_reqs
@@ -72,7 +72,7 @@ class StepReader:
         skipped: SkippedDecodes | None = getattr(scheduled, "skipped", None)
         return step if skipped is None else self._with_skipped(step, skipped, scheduled.num_scheduled_tokens)
 
-    def _with_skipped(self, step: Step, skipped: SkippedDecodes, counts: dict[str, int]) -> Step:
+    def _with_skipped(self, step: DeviceStep, skipped: SkippedDecodes, counts: dict[str, int]) -> DeviceStep:
         shape = step.shape._replace(
             decode_seqs=step.shape.decode_seqs + skipped.count,
             decode_kv_tokens=step.shape.decode_kv_tokens + skipped.kv_tokens,
@@ -92,14 +92,14 @@ class StepReader:
             self._prompt_tokens.pop(request_id, None)
             self._partial.discard(request_id)
 
-    def _decode_step(self, ids: list[str], before: list[int], preempted: list[str]) -> Step:
+    def _decode_step(self, ids: list[str], before: list[int], preempted: list[str]) -> DeviceStep:
         count = len(ids)
         shape = StepShape((), count, sum(before) + count, count)
         streams = map(self._tokens_of.__getitem__, ids)
         sampled = [[stream[position + 1]] for stream, position in zip(streams, before, strict=True)]
-        return Step(shape, ids, None, ids, self._output(ids, sampled), (), preempted)
+        return DeviceStep(shape, ids, None, ids, self._output(ids, sampled), (), preempted)
 
-    def _general_step(self, scheduled: Any) -> Step:
+    def _general_step(self, scheduled: Any) -> DeviceStep:
         cached, counts = scheduled.scheduled_cached_reqs, scheduled.num_scheduled_tokens
         before = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         known = dict(zip(cached.req_ids, cached.num_output_tokens, strict=True))
@@ -133,7 +133,7 @@ class StepReader:
         output = self._output(sampled_ids + partial, sampled + [[] for _ in partial])
         hits = [(request_id, before[request_id]) for request_id in admitted]
         preempted = list(scheduled.preempted_req_ids or ())
-        return Step(shape, ids, list(counts.values()), sampled_ids, output, hits, preempted)
+        return DeviceStep(shape, ids, list(counts.values()), sampled_ids, output, hits, preempted)
 
     def _output(self, ids: list[str], sampled: list[list[int]]) -> ModelRunnerOutput:
         if ids != self._index_ids:

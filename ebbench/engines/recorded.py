@@ -34,7 +34,7 @@ class Recording:
 
 
 @dataclass
-class _Reading:
+class _RecordReading:
     name_of: Callable[[str], str]
     start_ns: int
     since_ns: int
@@ -49,7 +49,7 @@ def read_recording(folder: Path, name_of: Callable[[str], str], start_ns: int, s
     What was scheduled before ``since_ns`` (monotonic time) is left out: earlier runs of the same server. Steps are
     numbered from 0. Raises DataError for a file that is none, or when there is nothing.
     """
-    reading = _Reading(name_of, start_ns, since_ns)
+    reading = _RecordReading(name_of, start_ns, since_ns)
     for path in sorted(folder.glob("*.msgpack")):
         try:
             _read_shard(read_frames(path), reading)
@@ -67,7 +67,7 @@ def read_recording(folder: Path, name_of: Callable[[str], str], start_ns: int, s
     )
 
 
-def _read_shard(frames: Sequence[Sequence[Any]], reading: _Reading) -> None:
+def _read_shard(frames: Sequence[Sequence[Any]], reading: _RecordReading) -> None:
     names: list[str] = []
     head: dict[str, Any] = {}
     for kind, *values in frames:
@@ -84,7 +84,7 @@ def _read_shard(frames: Sequence[Sequence[Any]], reading: _Reading) -> None:
             reading.decisions.append(row | {"reason": reason, "mode": mode, "phase": phase} | inputs)
 
 
-def _renumber(reading: _Reading) -> None:
+def _renumber(reading: _RecordReading) -> None:
     """Number the steps from 0; decisions follow the number of their step."""
     if not reading.steps:
         return
@@ -93,7 +93,9 @@ def _renumber(reading: _Reading) -> None:
         row["step_id"] = max(row["step_id"] - first, 0)
 
 
-def _step_row(values: Sequence[Any], names: Sequence[str], head: dict[str, Any], reading: _Reading) -> dict[str, Any]:
+def _step_row(
+    values: Sequence[Any], names: Sequence[str], head: dict[str, Any], reading: _RecordReading
+) -> dict[str, Any]:
     row = dict(zip(_STEP_FIELDS, values, strict=True))
     row["request_ids"] = [names[number] for number in row["request_ids"]]
     row["request_tokens"] = row["request_tokens"] or [1] * len(row["request_ids"])

@@ -37,7 +37,7 @@ from ebbench.simulation.stage import MakeKv, Stage, StageSpec, build_stage
 from ebbench.simulation.state import UNSET, RequestState
 from ebbench.simulation.streams import StreamKv, streams_take_turns
 from ebbench.simulation.tables import NoLog, StepLog, decisions_table, requests_table, steps_table, with_failures
-from ebbench.simulation.transfer import Handover, Link, ReceiveStore, TransferFabric
+from ebbench.simulation.transfer import Handover, ReceiveStore, TransferFabric, TransferLink
 from ebbench.simulation.warmup import Beginning, at_beginning, records_after, steps_after, with_warmup, without_warmup
 from vllm_eb.controller import Controller
 from vllm_eb.policy import PolicySpec
@@ -195,7 +195,7 @@ class _Simulation:
             )
         store_bytes = spec.store_gb * 1e9 if spec.store_gb else receiver.spare_bytes or float("inf")
         fabric = TransferFabric(
-            Link(speed, spec.latency_ms / 1e3),
+            TransferLink(speed, spec.latency_ms / 1e3),
             len(front.units),
             [ReceiveStore(store_bytes) for _ in back.units],
             backpressure=spec.backpressure,

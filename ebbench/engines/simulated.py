@@ -19,7 +19,7 @@ from vllm_eb.policy import PolicySpec
 PROGRESS_INTERVAL_S = 0.1
 
 
-class Simulation(Protocol):
+class StoppableLoop(Protocol):
     """An event loop over a plan. A KeyboardInterrupt of ``run`` leaves a consistent state."""
 
     def run(self) -> None:
@@ -27,7 +27,7 @@ class Simulation(Protocol):
         ...
 
 
-def run_through(simulation: Simulation) -> bool:
+def run_through(simulation: StoppableLoop) -> bool:
     """Run to the end of the plan. Returns whether the user interrupted it."""
     try:
         simulation.run()

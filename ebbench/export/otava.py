@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from ebbench.analysis.gate.units import FIGURES, HIGHER_IS_BETTER, Unit, unit_of
+from ebbench.analysis.gate.units import FIGURES, HIGHER_IS_BETTER, GateUnit, unit_of
 from ebbench.errors import DataError
 from ebbench.records.run import Run, slug
 
@@ -32,7 +32,7 @@ class Series:
 
 
 @dataclass(frozen=True, order=True)
-class _Kind:
+class _SeriesKind:
     """The values that all rows of a series share."""
 
     policy: str
@@ -52,11 +52,11 @@ def series_of(runs: Sequence[Run]) -> list[Series]:
 
     Raises DataError if no run is left.
     """
-    groups: dict[_Kind, list[tuple[str, Unit]]] = {}
+    groups: dict[_SeriesKind, list[tuple[str, GateUnit]]] = {}
     for run in runs:
         if run.manifest.valid:
             unit = unit_of(run)
-            kind = _Kind(unit.policy, unit.configuration_hash, unit.load, unit.slo)
+            kind = _SeriesKind(unit.policy, unit.configuration_hash, unit.load, unit.slo)
             groups.setdefault(kind, []).append((_commit(run), unit))
     if not groups:
         raise DataError("no valid run to make a history of")
@@ -67,8 +67,8 @@ def _commit(run: Run) -> str:
     return run.manifest.git_commit or f"ebbench-{run.manifest.versions.get('ebbench', '')}"
 
 
-def _series(kind: _Kind, members: Sequence[tuple[str, Unit]]) -> Series:
-    rows: dict[str, list[Unit]] = {}
+def _series(kind: _SeriesKind, members: Sequence[tuple[str, GateUnit]]) -> Series:
+    rows: dict[str, list[GateUnit]] = {}
     for commit, unit in sorted(members, key=lambda member: member[1].anchor_unix_ns):
         rows.setdefault(commit, []).append(unit)
     means = {name: [_geometric_mean(units, name) for units in rows.values()] for name in FIGURES}
@@ -83,12 +83,12 @@ def _series(kind: _Kind, members: Sequence[tuple[str, Unit]]) -> Series:
     return Series(kind.name, whole, text.getvalue())
 
 
-def _when(units: Sequence[Unit]) -> str:
+def _when(units: Sequence[GateUnit]) -> str:
     earliest = min(unit.anchor_unix_ns for unit in units)
     return datetime.fromtimestamp(earliest / 1e9, UTC).isoformat(timespec="seconds")
 
 
-def _attributes(kind: _Kind, units: Sequence[Unit]) -> list[str]:
+def _attributes(kind: _SeriesKind, units: Sequence[GateUnit]) -> list[str]:
     """The values of ATTRIBUTES, which follow the commit."""
     seeds = " ".join(str(seed) for seed in sorted({unit.seed for unit in units}))
     return [kind.policy, kind.environment, kind.load, kind.limits, seeds, str(len(units))]
@@ -98,7 +98,7 @@ def _cell(value: float | None) -> str:
     return "" if value is None else f"{value:.6g}"
 
 
-def _geometric_mean(units: Sequence[Unit], name: str) -> float | None:
+def _geometric_mean(units: Sequence[GateUnit], name: str) -> float | None:
     """None if a unit lacks the figure; 0 if it is 0 for a unit."""
     values = [value for unit in units if (value := unit.figures[name]) is not None]
     if len(values) < len(units):

@@ -2,7 +2,7 @@
 
 from ebbench.fakeserver.config import FakeConfig
 from ebbench.fakeserver.faults import Fault, parse_fault
-from ebbench.fakeserver.ledger import Entry
+from ebbench.fakeserver.ledger import LedgerEntry
 from ebbench.fakeserver.process import FakeServerProcess
 
-__all__ = ["Entry", "FakeConfig", "FakeServerProcess", "Fault", "parse_fault"]
+__all__ = ["FakeConfig", "FakeServerProcess", "Fault", "LedgerEntry", "parse_fault"]

@@ -19,20 +19,20 @@ from ebbench.fakeserver.scheduled_response import ScheduledResponse
 class Router(Protocol):
     """Handles requests."""
 
-    def handle(self, connection: Connection, method: str, path: str, body: bytes, received_ns: int) -> None:
+    def handle(self, connection: ServedConnection, method: str, path: str, body: bytes, received_ns: int) -> None:
         """Respond to the request through ``connection``."""
         ...
 
-    def connected(self, connection: Connection) -> None:
+    def connected(self, connection: ServedConnection) -> None:
         """Called when a connection is made."""
         ...
 
-    def disconnected(self, connection: Connection) -> None:
+    def disconnected(self, connection: ServedConnection) -> None:
         """Called when a connection is lost."""
         ...
 
 
-class Connection(asyncio.Protocol):
+class ServedConnection(asyncio.Protocol):
     """One client connection. Tokens are written directly to the socket, so that a recorded send is a real one.
 
     Under TLS they go through the transport, which encrypts them.

@@ -10,7 +10,7 @@ from array import array
 import msgspec
 
 
-class Entry(msgspec.Struct):
+class LedgerEntry(msgspec.Struct):
     """One request as the server saw it. ``token_ns[i]``: when token i was written to the socket.
 
     ``started_ns``: when generation began, later than ``received_ns`` if the request waited for a free slot.
@@ -44,10 +44,10 @@ class Ledger:
 
     def __init__(self, keep: bool) -> None:
         self._keep = keep
-        self.entries: list[tuple[Entry, array[int]]] = []
+        self.entries: list[tuple[LedgerEntry, array[int]]] = []
         self.received = self.completed = self.prompt_tokens = self.sent_tokens = self.cache_resets = 0
 
-    def open(self, entry: Entry) -> array[int]:
+    def open(self, entry: LedgerEntry) -> array[int]:
         """Add a request; returns the array for its token times (int64)."""
         self.received += 1
         self.prompt_tokens += entry.prompt_tokens
@@ -56,7 +56,7 @@ class Ledger:
             self.entries.append((entry, times))
         return times
 
-    def close(self, entry: Entry, now_ns: int, outcome: str) -> None:
+    def close(self, entry: LedgerEntry, now_ns: int, outcome: str) -> None:
         """Record how a request ended."""
         entry.done_ns, entry.outcome = now_ns, outcome
         self.completed += outcome in ("length", "stop")
@@ -72,6 +72,6 @@ class Ledger:
         return msgspec.json.encode([entry for entry, _ in self.entries])
 
 
-def decode(document: bytes) -> list[Entry]:
+def decode(document: bytes) -> list[LedgerEntry]:
     """Decode the entries of a document written by :meth:`Ledger.encode`."""
-    return msgspec.json.decode(document, type=list[Entry])
+    return msgspec.json.decode(document, type=list[LedgerEntry])

@@ -8,7 +8,7 @@ from types import TracebackType
 from ebbench.child import Child, NotReadyError, ready_child
 from ebbench.errors import RunError
 from ebbench.fakeserver.config import FakeConfig
-from ebbench.fakeserver.ledger import Entry, decode
+from ebbench.fakeserver.ledger import LedgerEntry, decode
 from ebbench.fakeserver.server import encode_config
 
 STOP_WAIT_S = 5.0
@@ -49,7 +49,7 @@ class FakeServerProcess:
         assert self.process is not None, "the server runs inside its context only"
         return self.process.pid
 
-    def ledger(self) -> list[Entry]:
+    def ledger(self) -> list[LedgerEntry]:
         """The entries of all requests so far."""
         return decode(self._ask("GET"))
 

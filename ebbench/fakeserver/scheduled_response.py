@@ -8,7 +8,7 @@ from typing import Protocol
 
 from ebbench.fakeserver.faults import Fault
 from ebbench.fakeserver.http_messages import LAST_CHUNK, Messages, chunk
-from ebbench.fakeserver.ledger import Entry, Ledger
+from ebbench.fakeserver.ledger import Ledger, LedgerEntry
 
 _BREAKS = frozenset({"reset", "close", "truncate", "malformed", "error-frame", "stall"})
 _ENDS = frozenset({"empty", "short"})
@@ -39,7 +39,7 @@ class ScheduledResponse:
 
     def __init__(
         self,
-        entry: Entry,
+        entry: LedgerEntry,
         sender: Sender,
         ledger: Ledger,
         messages: Messages,

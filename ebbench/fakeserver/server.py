@@ -16,10 +16,10 @@ import uvloop
 
 from ebbench.errors import RunError, UsageError
 from ebbench.fakeserver.config import FakeConfig
-from ebbench.fakeserver.connection import Connection
+from ebbench.fakeserver.connection import ServedConnection
 from ebbench.fakeserver.faults import Fault, pick
 from ebbench.fakeserver.http_messages import EVENT_STREAM, GenerationRequest, Messages, chunk, error_body, response
-from ebbench.fakeserver.ledger import Entry, Ledger
+from ebbench.fakeserver.ledger import Ledger, LedgerEntry
 from ebbench.fakeserver.scheduled_response import ScheduledResponse
 from ebbench.fakeserver.timer_wheel import TimerWheel
 
@@ -37,21 +37,21 @@ class FakeServer:
         self._config = config
         self._wheel = TimerWheel(loop)
         self._started_ns = time.monotonic_ns()
-        self._connections: set[Connection] = set()
+        self._connections: set[ServedConnection] = set()
         self._timing_ns = (round(config.ttft_ms * 1e6), round(config.itl_ms * 1e6))
         self._kill_after = min((f.after for f in config.faults if f.kind == "kill"), default=None)
         self._slots_free_ns = [0] * (config.max_running or 0)  # a heap; empty without max_running
         self.ledger = Ledger(config.keep_ledger)
 
-    def connected(self, connection: Connection) -> None:
+    def connected(self, connection: ServedConnection) -> None:
         """Called when a connection is made."""
         self._connections.add(connection)
 
-    def disconnected(self, connection: Connection) -> None:
+    def disconnected(self, connection: ServedConnection) -> None:
         """Called when a connection is lost."""
         self._connections.discard(connection)
 
-    def handle(self, connection: Connection, method: str, path: str, body: bytes, received_ns: int) -> None:
+    def handle(self, connection: ServedConnection, method: str, path: str, body: bytes, received_ns: int) -> None:
         """Route one request."""
         if path in ("/v1/completions", "/v1/chat/completions") and method == "POST":
             self._generate(connection, path, body, received_ns)
@@ -73,7 +73,7 @@ class FakeServer:
         """Stop the timer."""
         self._wheel.close()
 
-    def _generate(self, connection: Connection, path: str, body: bytes, received_ns: int) -> None:
+    def _generate(self, connection: ServedConnection, path: str, body: bytes, received_ns: int) -> None:
         try:
             request = _REQUEST.decode(body)
         except msgspec.DecodeError as error:
@@ -82,7 +82,7 @@ class FakeServer:
         limit = request.max_tokens or request.max_completion_tokens or self._config.default_tokens
         number = self.ledger.received + 1
         fault = pick(self._config.faults, number)
-        entry = Entry(
+        entry = LedgerEntry(
             number=number,
             request_id=connection.headers.get("x-request-id", ""),
             path=path,
@@ -101,7 +101,7 @@ class FakeServer:
             return
         self._stream(connection, path, entry, fault, request)
 
-    def _start_ns(self, entry: Entry) -> int:
+    def _start_ns(self, entry: LedgerEntry) -> int:
         """When a slot is free for the response.
 
         The slot stays taken for the full length, even if a fault ends it early.
@@ -114,7 +114,12 @@ class FakeServer:
         return start_ns
 
     def _stream(
-        self, connection: Connection, path: str, entry: Entry, fault: Fault | None, request: GenerationRequest
+        self,
+        connection: ServedConnection,
+        path: str,
+        entry: LedgerEntry,
+        fault: Fault | None,
+        request: GenerationRequest,
     ) -> None:
         kind = fault.kind if fault else ""
         chat = path.endswith("chat/completions")
@@ -126,7 +131,7 @@ class FakeServer:
             connection.send(EVENT_STREAM + (chunk(messages.role()) if chat else b""))
             self._wheel.enter(_CountedResponse(answer, self), answer.due_ns())
 
-    def _refused(self, connection: Connection, entry: Entry, fault: Fault) -> bool:
+    def _refused(self, connection: ServedConnection, entry: LedgerEntry, fault: Fault) -> bool:
         """Respond with an error if the fault asks for one; returns whether it did."""
         status, message = fault.code, f"fault: status {fault.code}"
         if fault.kind == "echo-auth":
@@ -142,7 +147,7 @@ class FakeServer:
         connection.send(response(status, error_body(message, "FakeFault", status), extra=extra))
         return True
 
-    def _answer_whole(self, connection: Connection, path: str, entry: Entry) -> None:
+    def _answer_whole(self, connection: ServedConnection, path: str, entry: LedgerEntry) -> None:
         self.ledger.open(entry)
         messages = Messages(f"cmpl-{entry.number}", self._config.model, path.endswith("chat/completions"), False)
         body = response(200, messages.whole(entry.max_tokens, "length", entry.prompt_tokens))
@@ -213,7 +218,7 @@ class _CountedResponse:
 class _WholeResponse:
     """A non-streamed response, sent when its last token would be due."""
 
-    def __init__(self, connection: Connection, entry: Entry, ledger: Ledger, body: bytes) -> None:
+    def __init__(self, connection: ServedConnection, entry: LedgerEntry, ledger: Ledger, body: bytes) -> None:
         self._connection, self._entry, self._ledger, self._body = connection, entry, ledger, body
 
     def act(self) -> int:
@@ -243,7 +248,7 @@ async def serve(config: FakeConfig, on_ready: Callable[[int], None]) -> Ledger:
     server = FakeServer(config, loop)
     try:
         listener = await loop.create_server(
-            lambda: Connection(server), config.host, config.port, backlog=8192, ssl=_tls(config)
+            lambda: ServedConnection(server), config.host, config.port, backlog=8192, ssl=_tls(config)
         )
     except OSError as error:
         raise RunError(

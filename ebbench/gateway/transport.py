@@ -76,7 +76,7 @@ class _Connection(BaseConnection):
     def __init__(self, connections: Connections[_Connection]) -> None:
         super().__init__()
         self._connections = connections
-        self._reply: _StreamedResponse | None = None
+        self._reply: _UpstreamResponse | None = None
         self.untouched = True
 
     async def exchange(self, request: httpx.Request, body: bytes) -> httpx.Response:
@@ -84,7 +84,7 @@ class _Connection(BaseConnection):
         if self.transport is None:
             raise httpx.RemoteProtocolError("the connection was closed at once")
         self.untouched = True
-        reply = self._reply = _StreamedResponse(self, bodyless=request.method == "HEAD")
+        reply = self._reply = _UpstreamResponse(self, bodyless=request.method == "HEAD")
         lines = [b"%b %b HTTP/1.1" % (request.method.encode(), request.url.raw_path)]
         lines += [b"%b: %b" % header for header in request.headers.raw]
         self.transport.write(b"\r\n".join(lines) + b"\r\n\r\n" + body)
@@ -120,7 +120,7 @@ class _Connection(BaseConnection):
             reply.lost(exc)
 
 
-class _StreamedResponse(httpx.AsyncByteStream):
+class _UpstreamResponse(httpx.AsyncByteStream):
     """A response while it arrives; iterating yields the bytes received since the last iteration.
 
     ``bodyless``: the response ends with its headers, whatever they say about a body, as for a HEAD request.

@@ -16,7 +16,7 @@ from ebbench.records.run import MANIFEST, Run
 
 
 @dataclass(frozen=True)
-class Lengths:
+class OutputLengths:
     """Output tokens of complete responses, and their source."""
 
     output_tokens: npt.NDArray[np.int64]
@@ -27,7 +27,7 @@ class Lengths:
 
 def read_lengths(
     what: str, *, source: str = "auto", num_prompts: int | None = None, seed: int = 0, **plan: str | int | None
-) -> Lengths:
+) -> OutputLengths:
     """Lengths of a workload name, ``trace:FILE``, a TOML file, a run directory, or a file of numbers or of a trace.
 
     The other arguments are those of build_plan. Raises UsageError, InputFileError, DataError.
@@ -43,7 +43,7 @@ def read_lengths(
         numbers = _numbers(path)
         if numbers is not None:
             _refuse(chosen, f"{path} is a list of lengths")
-            return Lengths(numbers, None, path.name, f"file:{path}")
+            return OutputLengths(numbers, None, path.name, f"file:{path}")
         what = f"trace:{path}"
     return _of_plan(what, source, num_prompts, seed, plan)
 
@@ -55,17 +55,17 @@ def _refuse(chosen: Mapping[str, str | int | None], owner: str) -> None:
         raise UsageError(f"{owner} and is used completely; leave out {', '.join(given)}")
 
 
-def _of_run(path: Path) -> Lengths:
+def _of_run(path: Path) -> OutputLengths:
     run = Run.load(path)
     table = run.table("requests", ["status", "input_tokens", "output_tokens"])
     done = table.filter(pc.equal(table["status"], "ok"))
     if not done.num_rows:
         raise DataError(f"{path}: no request completed, so there are no output lengths")
     outputs = done["output_tokens"].to_numpy().astype(np.int64)
-    return Lengths(outputs, float(pc.mean(done["input_tokens"]).as_py()), path.name, f"run:{path}")
+    return OutputLengths(outputs, float(pc.mean(done["input_tokens"]).as_py()), path.name, f"run:{path}")
 
 
-def _of_plan(what: str, source: str, num_prompts: int | None, seed: int, plan: dict[str, Any]) -> Lengths:
+def _of_plan(what: str, source: str, num_prompts: int | None, seed: int, plan: dict[str, Any]) -> OutputLengths:
     from ebbench.workloads import build_plan
 
     # A closed loop, since only lengths are needed, not the times of a trace.
@@ -73,7 +73,7 @@ def _of_plan(what: str, source: str, num_prompts: int | None, seed: int, plan: d
     built = build_plan(what, scenario, num_prompts=num_prompts, seed=seed, source=source, with_text=False, **plan)
     outputs = built.table["output_tokens"].to_numpy().astype(np.int64)
     mean_input = float(built.table["input_tokens"].to_numpy().mean())
-    return Lengths(outputs, mean_input, what, str(built.facts.get("source", "")))
+    return OutputLengths(outputs, mean_input, what, str(built.facts.get("source", "")))
 
 
 def _numbers(path: Path) -> npt.NDArray[np.int64] | None:

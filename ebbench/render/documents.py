@@ -15,7 +15,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ebbench.analysis.documents import Column, Document, Measured, Section, Value, text
+from ebbench.analysis.documents import Column, Document, MeanFigure, Section, Value, text
 
 LABEL_WIDTH = 22
 """Longer labels are wrapped."""
@@ -155,9 +155,9 @@ def as_csv(document: Document) -> str:
 
 def _csv_kinds(section: Section, index: int) -> list[str]:
     """Suffixes of the CSV columns that this column becomes."""
-    figures = [row[index] for row in section.rows if isinstance(row[index], Measured)]
-    spread = any(isinstance(figure, Measured) and figure.spread is not None for figure in figures)
-    doubtful = any(isinstance(figure, Measured) and figure.doubtful for figure in figures)
+    figures = [row[index] for row in section.rows if isinstance(row[index], MeanFigure)]
+    spread = any(isinstance(figure, MeanFigure) and figure.spread is not None for figure in figures)
+    doubtful = any(isinstance(figure, MeanFigure) and figure.doubtful for figure in figures)
     return ["", *(["_std"] if spread else []), *(["_sound"] if doubtful else [])]
 
 
@@ -166,7 +166,7 @@ def _csv_names(section: Section, kinds: Sequence[list[str]]) -> Iterator[tuple[s
 
 
 def _csv_value(value: Value, kind: str) -> str | float:
-    if isinstance(value, Measured):
+    if isinstance(value, MeanFigure):
         if kind == "_sound":
             return "" if value.value is None else str(not value.doubtful).lower()
         value = value.spread if kind == "_std" else value.value

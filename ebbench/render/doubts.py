@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ebbench.analysis.compare.cases import Case
+from ebbench.analysis.compare.cases import ComparisonCase
 from ebbench.analysis.compare.certainty import (
     TESTED,
     deciding_figure,
@@ -30,7 +30,7 @@ NO_CHANCE = (
 """Shown instead of advice to repeat if every seed gives the same run."""
 
 
-def doubts_of(cases: Sequence[Case]) -> list[str]:
+def doubts_of(cases: Sequence[ComparisonCase]) -> list[str]:
     """The doubts of all cases; a doubt that holds in some cases only begins with their titles."""
     members: dict[str, list[str]] = {}
     for case in cases:

@@ -10,7 +10,7 @@ from rich.console import Group as Stack
 from rich.padding import Padding
 from rich.text import Text
 
-from ebbench.analysis.compare.cases import Case
+from ebbench.analysis.compare.cases import ComparisonCase
 from ebbench.analysis.documents import Document
 from ebbench.analysis.failures import merge_failures
 from ebbench.analysis.summary import Summary
@@ -19,7 +19,7 @@ from ebbench.render.documents import section_tables
 from ebbench.render.doubts import doubts_of
 
 
-def render(cases: Sequence[Case], *, width: int, all_percentiles: bool = False) -> RenderableType:
+def render(cases: Sequence[ComparisonCase], *, width: int, all_percentiles: bool = False) -> RenderableType:
     """The output for ``cases``, for a terminal of ``width`` characters."""
     summaries = [summary for case in cases for summary in case.summaries]
     document = tables.comparison(cases, all_percentiles=all_percentiles)
@@ -38,7 +38,7 @@ def render(cases: Sequence[Case], *, width: int, all_percentiles: bool = False) 
     return Stack(*parts)
 
 
-def document(cases: Sequence[Case], *, all_percentiles: bool = False) -> Document:
+def document(cases: Sequence[ComparisonCase], *, all_percentiles: bool = False) -> Document:
     """The same content as a document for Markdown and CSV: tables, and everything else as notes."""
     summaries = [summary for case in cases for summary in case.summaries]
     groups = [group for case in cases for group in case.groups]
@@ -58,12 +58,12 @@ def document(cases: Sequence[Case], *, all_percentiles: bool = False) -> Documen
     )
 
 
-def print_report(console: Console, cases: Sequence[Case], *, all_percentiles: bool = False) -> None:
+def print_report(console: Console, cases: Sequence[ComparisonCase], *, all_percentiles: bool = False) -> None:
     """Print the output at the console's width."""
     console.print(render(cases, width=console.width, all_percentiles=all_percentiles), soft_wrap=False)
 
 
-def _answers(cases: Sequence[Case]) -> list[RenderableType]:
+def _answers(cases: Sequence[ComparisonCase]) -> list[RenderableType]:
     """The verdict of each case; for a single case also the reasons."""
     found = sentences.verdicts(cases)
     if len(cases) == 1:
@@ -80,7 +80,7 @@ def _paragraphs(lines: Sequence[str], certain: bool) -> list[Text]:
     return [Text(line, style=first if index == 0 else "") for index, line in enumerate(lines)]
 
 
-def _explanations(case: Case) -> list[RenderableType]:
+def _explanations(case: ComparisonCase) -> list[RenderableType]:
     parts: list[RenderableType] = []
     for group in case.groups:
         for explanation in group.explanations[:1]:

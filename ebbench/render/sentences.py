@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 
-from ebbench.analysis.compare.cases import Case
+from ebbench.analysis.compare.cases import ComparisonCase
 from ebbench.analysis.compare.certainty import (
     ALPHA,
     p_of,
@@ -41,7 +41,7 @@ NEGLIGIBLE = 0.001
 """Kinds of steps with a smaller share of the time are not mentioned."""
 
 
-def verdicts(cases: Sequence[Case]) -> list[tuple[str, list[str], bool]]:
+def verdicts(cases: Sequence[ComparisonCase]) -> list[tuple[str, list[str], bool]]:
     """For each case its title, its verdict, and whether the difference is shown.
 
     A single sentence if no case has a second policy.

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from rich import box
 from rich.table import Table
 
-from ebbench.analysis.compare.cases import Case, by_phase
+from ebbench.analysis.compare.cases import ComparisonCase, by_phase
 from ebbench.analysis.compare.policies import (
     Figure,
     Group,
@@ -24,7 +24,7 @@ from ebbench.analysis.compare.policies import (
     steady_throughput,
 )
 from ebbench.analysis.distribution import QUANTILES, Distribution
-from ebbench.analysis.documents import Column, Document, Measured, Section, Value
+from ebbench.analysis.documents import Column, Document, MeanFigure, Section, Value
 from ebbench.analysis.metrics import Metrics
 from ebbench.render import numbers
 
@@ -49,7 +49,7 @@ class _Figure:
 
     def cell(self, group: Group) -> Value:
         value = group.mean(self.of)
-        return Measured(value, group.spread(self.of), doubtful=value is not None and self.doubtful([group]))
+        return MeanFigure(value, group.spread(self.of), doubtful=value is not None and self.doubtful([group]))
 
 
 _OUTPUT = _Figure("out tok/s\nwhole run", "output_throughput", output_throughput, numbers.rate)
@@ -80,7 +80,7 @@ _ENERGY = (
 _TAILS = ("ttft", "tpot", "itl", "e2el")
 
 
-def comparison(cases: Sequence[Case], *, all_percentiles: bool = False) -> Document:
+def comparison(cases: Sequence[ComparisonCase], *, all_percentiles: bool = False) -> Document:
     """The comparison of ``cases``, one section each.
 
     ``all_percentiles`` shows p90, p95 and p99 of every latency instead of the highest sound one, and marks those with
@@ -118,7 +118,7 @@ def section(title: str, groups: Sequence[Group], *, all_percentiles: bool = Fals
     return Section(title, columns, tuple(rows), None if best is None else list(groups).index(best), faulty)
 
 
-def phases(case: Case) -> Section | None:
+def phases(case: ComparisonCase) -> Section | None:
     """One row per phase and policy; None if the plan has one phase. Gains are over the case's baseline."""
     parts = by_phase(case)
     if len(parts) < 2:
@@ -210,7 +210,7 @@ def _estimate(latency: str, name: str) -> Figure:
 
 def _gain(group: Group, baseline: Group) -> Value:
     found = None if group is baseline else gain(group, baseline)
-    return None if found is None else Measured(found.mean, found.spread)
+    return None if found is None else MeanFigure(found.mean, found.spread)
 
 
 def _missing(group: Group) -> bool:
@@ -232,7 +232,7 @@ def _best(groups: Sequence[Group]) -> Group | None:
     return order[0] if len(order) > 1 else None
 
 
-def legend(cases: Sequence[Case], *, all_percentiles: bool = False) -> str:
+def legend(cases: Sequence[ComparisonCase], *, all_percentiles: bool = False) -> str:
     """The meaning of the columns in one paragraph."""
     parts = [
         *_repeats(cases),
@@ -253,7 +253,7 @@ def legend(cases: Sequence[Case], *, all_percentiles: bool = False) -> str:
     return f"{'; '.join([*parts, '–: undefined or too few samples'])}."
 
 
-def _repeats(cases: Sequence[Case]) -> list[str]:
+def _repeats(cases: Sequence[ComparisonCase]) -> list[str]:
     """What the means cover: seeds, or runs of one seed."""
     several = [group for case in cases for group in case.groups if len(group.summaries) > 1]
     if not several:

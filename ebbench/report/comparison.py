@@ -14,8 +14,8 @@ from ebbench.analysis.compare.certainty import ALPHA
 from ebbench.analysis.compare.paired import (
     REQUEST_TIME,
     Compared,
-    Comparison,
     Contrast,
+    PairedComparison,
     PolicyContrasts,
     pairs_needed_by,
 )
@@ -115,7 +115,7 @@ def heading(compared: Compared) -> str:
     return ", ".join([*parts, *([f"topology {options['topology']}"] if "topology" in options else [])])
 
 
-def _section(comparison: Comparison, other: PolicyContrasts) -> Section:
+def _section(comparison: PairedComparison, other: PolicyContrasts) -> Section:
     columns = (
         Column("figure", "label"),
         Column(comparison.baseline, "label", key="baseline", right=True),
@@ -162,7 +162,7 @@ def verdict(contrast: Contrast) -> str:
     return BETTER if (contrast.change > 0) == (contrast.figure in HIGHER_IS_BETTER) else WORSE
 
 
-def answer(comparison: Comparison, other: PolicyContrasts) -> str:
+def answer(comparison: PairedComparison, other: PolicyContrasts) -> str:
     """Which policy wins in the deciding figure if the difference is significant, else which is ahead."""
     found = next((each for each in other.contrasts if each.figure == other.deciding), None)
     if found is None:
@@ -188,7 +188,7 @@ def _named(contrast: Contrast) -> str:
     }[contrast.figure]
 
 
-def legend(comparison: Comparison) -> str:
+def legend(comparison: PairedComparison) -> str:
     """How the figures were computed, and the smallest change that could have been detected."""
     pairs = max(len(other.pairs) for other in comparison.others)
     counted = f"{pairs} {'pair' if pairs == 1 else 'pairs'}"
@@ -211,7 +211,7 @@ def legend(comparison: Comparison) -> str:
     return f"{text}. Minimum detectable change: {'; '.join(_detectable_of(c) for c in comparison.others)}."
 
 
-def _skipped(comparison: Comparison) -> list[str]:
+def _skipped(comparison: PairedComparison) -> list[str]:
     """Figures that were not compared, with the reason."""
     return [
         f"{LABELS[figure]} left out for {each.label}: {why}"
@@ -249,7 +249,7 @@ def to_json(compared: Compared) -> dict[str, Any]:
     return {**only, "cases": cases, "not_compared": list(compared.alone)}
 
 
-def _case_json(comparison: Comparison) -> dict[str, Any]:
+def _case_json(comparison: PairedComparison) -> dict[str, Any]:
     return {
         "title": comparison.title,
         "baseline": comparison.baseline,

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ebbench.analysis.columns import NEEDED, RequestColumns
-from ebbench.analysis.compare.cases import Case, cases_of
+from ebbench.analysis.compare.cases import ComparisonCase, cases_of
 from ebbench.analysis.compare.policies import Group
 from ebbench.analysis.explain import explain
 from ebbench.analysis.slo import Slo
@@ -21,7 +21,7 @@ from ebbench.render import conditions, sentences
 from ebbench.render.doubts import doubts_of
 from ebbench.render.timeline import Timeline, timeline_of
 from ebbench.report.page_tables import Table, comparison_tables, environment_tables, failures_tables, phase_tables
-from ebbench.report.searches import Search
+from ebbench.report.searches import SearchSection
 
 MAX_STEPS = 20_000
 """Steps kept per run for the zoomed chart; of longer runs the first ones, which the page says."""
@@ -52,12 +52,12 @@ class Page:
     cases: tuple[str, ...]
     shared: dict[str, list[Row]]
     runs: tuple[dict[str, Any], ...]
-    searches: tuple[Search, ...] = ()
+    searches: tuple[SearchSection, ...] = ()
 
 
 def page_of(runs: Sequence[Run], *, title: str = "", slo: Slo | None = None, extra: Sequence[Table] = (),
             notes: Sequence[str] = (), all_percentiles: bool = False,
-            searches: Sequence[Search] = ()) -> Page:  # fmt: skip
+            searches: Sequence[SearchSection] = ()) -> Page:  # fmt: skip
     """Read everything the page needs. Raises DataError if a file of a run is damaged.
 
     Runs are grouped by :func:`cases_of`: one table, one verdict and one set of curves per load and environment.
@@ -107,7 +107,7 @@ def _title(summaries: Sequence[Summary]) -> str:
     return f"{', '.join(workloads)} on {', '.join(devices)}"
 
 
-def _series(case: Case, group: Group) -> str:
+def _series(case: ComparisonCase, group: Group) -> str:
     """Name of a policy's runs, with load and environment if there are several cases."""
     return f"{group.policy} ({case.title})" if case.title else group.policy
 
@@ -123,7 +123,7 @@ def _labels(series: Sequence[str], summaries: Sequence[Summary]) -> tuple[str, .
     return tuple(labels)
 
 
-def _explanations(case: Case) -> list[tuple[str, tuple[str, ...]]]:
+def _explanations(case: ComparisonCase) -> list[tuple[str, tuple[str, ...]]]:
     """How the time of the first run of each policy divides."""
     found = []
     for group in case.groups:

@@ -6,8 +6,8 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ebbench.analysis.compare.cases import Case
-from ebbench.analysis.documents import Column, Measured, Section, Value, text
+from ebbench.analysis.compare.cases import ComparisonCase
+from ebbench.analysis.documents import Column, MeanFigure, Section, Value, text
 from ebbench.analysis.load import load_of_run, policy_settings
 from ebbench.analysis.summary import Summary
 from ebbench.records.run import Run
@@ -15,7 +15,7 @@ from ebbench.render import numbers, tables
 
 
 @dataclass(frozen=True)
-class Cell:
+class TableCell:
     """A table cell: the displayed text, and the value that it is sorted by."""
 
     text: str
@@ -29,11 +29,11 @@ class Table:
 
     title: str
     headers: tuple[str, ...]
-    rows: tuple[tuple[Cell, ...], ...]
+    rows: tuple[tuple[TableCell, ...], ...]
     note: str = ""
 
 
-def comparison_tables(cases: Sequence[Case], *, all_percentiles: bool = False) -> tuple[Table, ...]:
+def comparison_tables(cases: Sequence[ComparisonCase], *, all_percentiles: bool = False) -> tuple[Table, ...]:
     """One table per load and environment, with the rows and columns of the terminal output."""
     document = tables.comparison(cases, all_percentiles=all_percentiles)
     notes = " ".join((*document.notes, *_limits_told(cases)))
@@ -41,7 +41,7 @@ def comparison_tables(cases: Sequence[Case], *, all_percentiles: bool = False) -
     return (*found[:-1], replace(found[-1], note=notes))
 
 
-def phase_tables(cases: Sequence[Case]) -> tuple[Table, ...]:
+def phase_tables(cases: Sequence[ComparisonCase]) -> tuple[Table, ...]:
     """One table per case whose plan has several phases."""
     note = "A phase's output tokens/s: its requests' tokens, from its first intended start to its last completion."
     sections = filter(None, map(tables.phases, cases))
@@ -57,7 +57,7 @@ def of_section(section: Section, title: str, note: str = "") -> Table:
     headers = tuple(column.name.replace("\n", " ") for column in section.columns)
     rows = tuple(
         tuple(
-            Cell(
+            TableCell(
                 text(value, column),
                 None if column.right else _sorted_by(value),
                 strong=_stands_out(value, column, place in section.faulty),
@@ -78,10 +78,10 @@ def _stands_out(value: Value, column: Column, faulty: bool) -> bool:
 
 
 def _sorted_by(value: Value) -> float | str | None:
-    return value.value if isinstance(value, Measured) else value
+    return value.value if isinstance(value, MeanFigure) else value
 
 
-def _limits_told(cases: Sequence[Case]) -> list[str]:
+def _limits_told(cases: Sequence[ComparisonCase]) -> list[str]:
     given = {summary.slo for case in cases for summary in case.summaries if summary.slo}
     if len(given) > 1:
         return ["Limits differ between the runs, so goodput and SLO met do not compare (--goodput gives all the same)."]
@@ -92,11 +92,11 @@ def failures_tables(summaries: Sequence[Summary], labels: Sequence[str]) -> tupl
     """One row per run, error class and cause of requests that did not complete; no table if all completed."""
     rows = [
         (
-            Cell(label, label),
-            Cell(numbers.count(failure.count), failure.count),
-            Cell(failure.error_class, failure.error_class),
-            Cell(failure.example or numbers.DASH, failure.example),
-            Cell(failure.remedy or numbers.DASH, failure.remedy),
+            TableCell(label, label),
+            TableCell(numbers.count(failure.count), failure.count),
+            TableCell(failure.error_class, failure.error_class),
+            TableCell(failure.example or numbers.DASH, failure.example),
+            TableCell(failure.remedy or numbers.DASH, failure.remedy),
         )
         for label, summary in zip(labels, summaries, strict=True)
         for failure in summary.failures
@@ -117,8 +117,10 @@ def environment_tables(labels: Sequence[str], runs: Sequence[Run]) -> tuple[Tabl
     return tuple(found)
 
 
-def _text_rows(rows: Mapping[str, Sequence[str]]) -> tuple[tuple[Cell, ...], ...]:
-    return tuple((Cell(name, name), *(Cell(value, value) for value in values)) for name, values in rows.items())
+def _text_rows(rows: Mapping[str, Sequence[str]]) -> tuple[tuple[TableCell, ...], ...]:
+    return tuple(
+        (TableCell(name, name), *(TableCell(value, value) for value in values)) for name, values in rows.items()
+    )
 
 
 def _facts(run: Run) -> dict[str, str]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from ebbench.capacity import answers, chart
 from ebbench.render import numbers
-from ebbench.report.page_tables import Cell, Table
+from ebbench.report.page_tables import Table, TableCell
 
 _HEADERS = (
     "policy", "capacity", "95 % interval", "limited by", "within limits", "TTFT median", "TPOT median",
@@ -18,7 +18,7 @@ _HEADERS = (
 
 
 @dataclass(frozen=True)
-class Search:
+class SearchSection:
     """A search: its table, its sentences, and the chart of its curves as a Vega-Lite specification."""
 
     table: Table
@@ -26,10 +26,10 @@ class Search:
     chart: dict[str, Any]
 
 
-def searches_of(paths: Sequence[Path]) -> tuple[Search, ...]:
+def searches_of(paths: Sequence[Path]) -> tuple[SearchSection, ...]:
     """The searches whose directories are among ``paths``. Raises DataError for a damaged file of answers."""
     found = [rows for path in paths if (rows := answers.load(path))]
-    return tuple(Search(_table(rows), _lines(rows), _chart(rows)) for rows in found)
+    return tuple(SearchSection(_table(rows), _lines(rows), _chart(rows)) for rows in found)
 
 
 def shown_runs(path: Path) -> list[Path]:
@@ -44,20 +44,20 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
     return Table(f"Capacity ({unit})", _HEADERS, tuple(_row(row) for row in rows), f"Limits: {rows[0]['limits']}.")
 
 
-def _row(row: Mapping[str, Any]) -> tuple[Cell, ...]:
+def _row(row: Mapping[str, Any]) -> tuple[TableCell, ...]:
     capacity, low, high = chart.capacity_of(row), row["low"], row["high"]
     interval = numbers.DASH if capacity is None else f"{low:.3g} to {'?' if high is None else f'{high:.3g}'}"
     return (
-        Cell(str(row["policy"]), str(row["policy"])),
-        Cell(numbers.DASH if capacity is None else f"{capacity:.3g}", capacity),
-        Cell(interval, low),
-        Cell(str(row["limited_by"]), str(row["limited_by"])),
-        Cell(numbers.percent(row["attainment"]), row["attainment"]),
-        Cell(numbers.duration_ms(row["median_ttft_ms"]), row["median_ttft_ms"]),
-        Cell(numbers.duration_ms(row["median_tpot_ms"]), row["median_tpot_ms"]),
-        Cell(numbers.rate(row["goodput_requests_per_s"]), row["goodput_requests_per_s"]),
-        Cell(numbers.rate(row["goodput_tokens_per_s"]), row["goodput_tokens_per_s"]),
-        Cell(str(row["probes"]), row["probes"]),
+        TableCell(str(row["policy"]), str(row["policy"])),
+        TableCell(numbers.DASH if capacity is None else f"{capacity:.3g}", capacity),
+        TableCell(interval, low),
+        TableCell(str(row["limited_by"]), str(row["limited_by"])),
+        TableCell(numbers.percent(row["attainment"]), row["attainment"]),
+        TableCell(numbers.duration_ms(row["median_ttft_ms"]), row["median_ttft_ms"]),
+        TableCell(numbers.duration_ms(row["median_tpot_ms"]), row["median_tpot_ms"]),
+        TableCell(numbers.rate(row["goodput_requests_per_s"]), row["goodput_requests_per_s"]),
+        TableCell(numbers.rate(row["goodput_tokens_per_s"]), row["goodput_tokens_per_s"]),
+        TableCell(str(row["probes"]), row["probes"]),
     )
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from ebbench import __version__
 from ebbench.analysis.gate import self_test as gate_trials
-from ebbench.analysis.gate.self_test import SelfTest, Tally
+from ebbench.analysis.gate.self_test import SelfTest, TrialTally
 
 
 def markdown(done: SelfTest) -> str:
@@ -91,7 +91,7 @@ def _count(pairs: float) -> str:
     return "more than 200" if math.isinf(pairs) else f"{pairs:g}"
 
 
-def _table(head: str, rows: Sequence[tuple[str, Tally]], *, pairs: bool = False) -> list[str]:
+def _table(head: str, rows: Sequence[tuple[str, TrialTally]], *, pairs: bool = False) -> list[str]:
     lines = [
         f"| {head} | trials | failed | passed | inconclusive |" + (" pairs |" if pairs else ""),
         "|---|---:|---:|---:|---:|" + ("---:|" if pairs else ""),

@@ -44,7 +44,7 @@ AtTime = Callable[[int], None]
 
 
 @dataclass
-class Outcome:
+class LoopOutcome:
     """Results that the tables do not show. ``failed``: row to (class, message, HTTP status)."""
 
     failed: dict[int, Failure] = field(default_factory=dict)
@@ -76,7 +76,7 @@ class EventLoop:
         self.unit_of = np.full(len(plan) + warmup, UNSET, np.int64)
         self.now_ns = 0
         self.ended = 0  # including warm-up requests
-        self.outcome = Outcome()
+        self.outcome = LoopOutcome()
         self._plan, self._begin, self._warming = plan, begin, warmup > 0
         self._network_ns, self._queue_limits = network_ns, queue_limits
         self._releases = Releases(plan, warmup)

@@ -22,7 +22,7 @@ from ebbench.simulation.state import RequestState
 
 
 @dataclass(frozen=True)
-class Link:
+class TransferLink:
     """Speed of every instance's connection (one way), and the fixed time per transfer."""
 
     bytes_per_s: float
@@ -79,7 +79,7 @@ class Transfer:
 class TransferFabric:
     """All links and stores. The caller owns the clock: it asks what starts and reports what has ended."""
 
-    def __init__(self, link: Link, sources: int, stores: list[ReceiveStore], *, backpressure: bool) -> None:
+    def __init__(self, link: TransferLink, sources: int, stores: list[ReceiveStore], *, backpressure: bool) -> None:
         self._link, self.stores, self._backpressure = link, stores, backpressure
         self._sending = [False] * sources
         self._receiving = [False] * len(stores)

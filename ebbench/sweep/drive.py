@@ -20,7 +20,7 @@ from ebbench.sweep.store import Finished, SweepStore
 
 
 @dataclass(frozen=True)
-class Progress:
+class SweepProgress:
     """Progress of a sweep.
 
     ``kept``: cells stored before; ``done`` and ``failed``: cells of this call, in ``elapsed_s``.
@@ -58,7 +58,7 @@ class Result:
     sweep: Sweep
     finished: tuple[Finished, ...]
     failed: tuple[Failed, ...]
-    progress: Progress
+    progress: SweepProgress
     interrupted: bool
     results: Path
 
@@ -68,7 +68,7 @@ class Result:
         return tuple(entry for entry in self.finished if not entry.measured.valid)
 
 
-class _Counts:
+class _CellCounts:
     """Counts the cells of this call by outcome."""
 
     def __init__(self, sweep: Sweep, todo: int) -> None:
@@ -76,10 +76,10 @@ class _Counts:
         self.done = 0
         self.failed: list[Failed] = []
 
-    def progress(self) -> Progress:
+    def progress(self) -> SweepProgress:
         """How far the sweep is now."""
         kept = self._cells - self._todo
-        return Progress(self._cells, kept, self.done, len(self.failed), time.monotonic() - self._started)
+        return SweepProgress(self._cells, kept, self.done, len(self.failed), time.monotonic() - self._started)
 
 
 def run_sweep(
@@ -88,7 +88,7 @@ def run_sweep(
     pool: Pool,
     *,
     spec: bytes,
-    report: Callable[[Progress], None],
+    report: Callable[[SweepProgress], None],
     job: Job = make,
 ) -> Result:
     """Run the missing cells. Ctrl-C ends it early with ``interrupted``; finished cells are kept.
@@ -98,7 +98,7 @@ def run_sweep(
     """
     store.open(spec)
     todo = missing(sweep, store)
-    counts, interrupted = _Counts(sweep, len(todo)), False
+    counts, interrupted = _CellCounts(sweep, len(todo)), False
 
     def stored(cell: Cell, result: Measured | EbbenchError, outcome: Outcome[Made]) -> None:
         if isinstance(result, EbbenchError):

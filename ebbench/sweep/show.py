@@ -20,7 +20,7 @@ from ebbench.render import numbers
 from ebbench.runs.cell import Cell
 from ebbench.runs.settings import plain, settings_of
 from ebbench.sweep.checks import problem_of
-from ebbench.sweep.drive import Progress, Result, named, summary_lines
+from ebbench.sweep.drive import Result, SweepProgress, named, summary_lines
 from ebbench.sweep.findings import Finding, baseline_of
 from ebbench.sweep.spec import Sweep
 
@@ -30,7 +30,7 @@ LINES_EVERY_S = 10.0
 class Report(Protocol):
     """Receives progress after every cell."""
 
-    def __call__(self, progress: Progress) -> None:
+    def __call__(self, progress: SweepProgress) -> None:
         """Show the progress."""
         ...
 
@@ -52,7 +52,7 @@ def progress_on(console: Console, *, quiet: bool) -> Iterator[Report]:
 def _lines(console: Console) -> Report:
     last_s = [float("-inf")]
 
-    def show(progress: Progress) -> None:
+    def show(progress: SweepProgress) -> None:
         now_s = time.monotonic()
         if now_s - last_s[0] >= LINES_EVERY_S or not progress.open:
             last_s[0] = now_s
@@ -61,7 +61,7 @@ def _lines(console: Console) -> Report:
     return show
 
 
-def described(progress: Progress) -> str:
+def described(progress: SweepProgress) -> str:
     """``12 of 40 cells (3 from before, 1 failed), 2.1 cells/s, 13 s to go``."""
     asides = [f"{progress.kept} from before"] if progress.kept else []
     asides += [f"{progress.failed} failed"] if progress.failed else []

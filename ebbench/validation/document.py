@@ -9,14 +9,16 @@ from typing import Any
 
 from ebbench.analysis.documents import Column, Document, Section, labels
 from ebbench.validation.drive import Outcomes
-from ebbench.validation.judge import METRICS, Error, Gain, Judgement, MetricVerdict
-from ebbench.validation.question import Question
+from ebbench.validation.judge import METRICS, Error, GainPrediction, Judgement, MetricVerdict
+from ebbench.validation.question import ValidationQuestion
 
 FORMAT = 1
 TITLE = "Predicted against measured"
 
 
-def as_dict(question: Question, outcomes: Outcomes, judged: Judgement, machine: Mapping[str, Any]) -> dict[str, Any]:
+def as_dict(
+    question: ValidationQuestion, outcomes: Outcomes, judged: Judgement, machine: Mapping[str, Any]
+) -> dict[str, Any]:
     """Everything; shares are of 1, times in the units of their names. None is what is not known."""
     steps = {name: value for name, value in asdict(outcomes.steps).items() if name not in ("profile", "costs")}
     return {
@@ -49,7 +51,12 @@ def _finite(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def as_document(
-    question: Question, outcomes: Outcomes, judged: Judgement, where: str, load_average: Sequence[float], cpus: int
+    question: ValidationQuestion,
+    outcomes: Outcomes,
+    judged: Judgement,
+    where: str,
+    load_average: Sequence[float],
+    cpus: int,
 ) -> Document:
     """Tables of errors by metric, of gains, and notes on what they rest on; ``load_average``: samples meanwhile."""
     sections = [_errors(METRICS[metric], judged, metric) for metric in METRICS]
@@ -89,7 +96,7 @@ def plus_minus(uncertainty: float) -> str:
     return f"±{100 * uncertainty:.1f} %" if math.isfinite(uncertainty) else "unknown"
 
 
-def _gains(question: Question, gains: Sequence[Gain]) -> Section | None:
+def _gains(question: ValidationQuestion, gains: Sequence[GainPrediction]) -> Section | None:
     if not gains:
         return None
     columns = (
@@ -108,7 +115,7 @@ def _gains(question: Question, gains: Sequence[Gain]) -> Section | None:
     return Section(f"Gain in throughput over {question.policies[0]}", columns, rows)
 
 
-def notes(question: Question, outcomes: Outcomes, judged: Judgement) -> list[str]:
+def notes(question: ValidationQuestion, outcomes: Outcomes, judged: Judgement) -> list[str]:
     """What the figures rest on."""
     steps, schedule = outcomes.steps, outcomes.schedule
     loads = " and ".join(

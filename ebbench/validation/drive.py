@@ -26,7 +26,14 @@ from ebbench.runs.make import Made, Task, device_of, make, setup_of
 from ebbench.runs.pool import InProcess, Outcome
 from ebbench.runs.store import Measured, RunStore
 from ebbench.validation.judge import METRICS, Observation
-from ebbench.validation.question import Question, Schedule, Setting, StepTimes, measured_cell, predicted_cell
+from ebbench.validation.question import (
+    MeasuringSchedule,
+    PlannedRun,
+    StepTimes,
+    ValidationQuestion,
+    measured_cell,
+    predicted_cell,
+)
 from ebbench.validation.steps import measure_step_times
 from vllm_eb.policy import parse_policy
 
@@ -43,7 +50,7 @@ Say = Callable[[str], None]
 
 
 @dataclass
-class Budget:
+class TimeBudget:
     """Seconds that one call of the command may take."""
 
     seconds: float
@@ -60,7 +67,7 @@ class Outcomes:
     """What was predicted and measured. ``stopped``: why measuring ended early; empty where it is complete."""
 
     steps: StepTimes
-    schedule: Schedule
+    schedule: MeasuringSchedule
     observations: tuple[Observation, ...]
     planned: int
     stopped: str
@@ -71,7 +78,7 @@ class Outcomes:
         return sum(not one.valid for one in self.observations)
 
 
-def validate(question: Question, folder: Path, budget: Budget, say: Say) -> Outcomes:
+def validate(question: ValidationQuestion, folder: Path, budget: TimeBudget, say: Say) -> Outcomes:
     """Measure step times, predict, measure. Raises UsageError, RunError; an interruption leaves what was stored."""
     steps = measure_step_times(question, folder / "steps")
     say(f"step times: {steps.steps} steps in {steps.seconds:.0f} s")
@@ -99,7 +106,7 @@ def _check_device(cell: Cell) -> None:
         raise RunError(f"{cell.device} has no measured step times of {cell.model}; what it has: {device.provenance}")
 
 
-def announcement(question: Question, schedule: Schedule, steps: StepTimes) -> str:
+def announcement(question: ValidationQuestion, schedule: MeasuringSchedule, steps: StepTimes) -> str:
     """What is going to be measured, and how long it takes."""
     policies, loads = len(question.policies), len(question.loads)
     runs = schedule.rounds * policies * loads
@@ -113,18 +120,20 @@ def announcement(question: Question, schedule: Schedule, steps: StepTimes) -> st
     return f"{words}; now vLLM measures them, about {total_s / 60:.0f} min ({each})"
 
 
-def _requests(schedule: Schedule, setting: Setting) -> int:
+def _requests(schedule: MeasuringSchedule, setting: PlannedRun) -> int:
     return schedule.requests[setting.load_index]
 
 
-def _settings(question: Question, schedule: Schedule) -> Iterator[Setting]:
+def _settings(question: ValidationQuestion, schedule: MeasuringSchedule) -> Iterator[PlannedRun]:
     for round_ in range(schedule.rounds):
         for policy in question.order(round_):
             for load_index in range(len(question.loads)):
-                yield Setting(policy, load_index, round_)
+                yield PlannedRun(policy, load_index, round_)
 
 
-def _observation(question: Question, setting: Setting, predicted: Measured, measured: Measured) -> Observation:
+def _observation(
+    question: ValidationQuestion, setting: PlannedRun, predicted: Measured, measured: Measured
+) -> Observation:
     load = question.loads[setting.load_index]
     expected, found = ({key: one.get(key) for key in METRICS} for one in (predicted, measured))
     return Observation(setting.policy, load, setting.round, expected, found, measured.valid)
@@ -133,12 +142,12 @@ def _observation(question: Question, setting: Setting, predicted: Measured, meas
 # --- how much to measure -------------------------------------------------------------------------------------------
 
 
-def _schedule(question: Question, steps: StepTimes, folder: Path, budget: Budget) -> Schedule:
+def _schedule(question: ValidationQuestion, steps: StepTimes, folder: Path, budget: TimeBudget) -> MeasuringSchedule:
     """The schedule of an earlier call, else one that fits the time that is left."""
     path = folder / SCHEDULE
     if path.exists():
         try:
-            return msgspec.json.decode(path.read_bytes(), type=Schedule)
+            return msgspec.json.decode(path.read_bytes(), type=MeasuringSchedule)
         except msgspec.MsgspecError as error:
             raise DataError(f"{path}: damaged ({error}); delete it to begin anew") from None
     rates = [_pilot_rate(question, steps, index) for index in range(len(question.loads))]
@@ -149,9 +158,9 @@ def _schedule(question: Question, steps: StepTimes, folder: Path, budget: Budget
     return found
 
 
-def _pilot_rate(question: Question, steps: StepTimes, load_index: int) -> float:
+def _pilot_rate(question: ValidationQuestion, steps: StepTimes, load_index: int) -> float:
     """Requests/s that the simulator predicts for the first policy at a load."""
-    setting = Setting(question.policies[0], load_index, 0)
+    setting = PlannedRun(question.policies[0], load_index, 0)
     requests = FEWEST_TURNS * question.loads[load_index]
     rate = make(Task(predicted_cell(question, steps, setting, requests))).figures["request_throughput"]
     if not rate:
@@ -159,7 +168,9 @@ def _pilot_rate(question: Question, steps: StepTimes, load_index: int) -> float:
     return float(rate)
 
 
-def fitted_schedule(question: Question, rates: Sequence[float], start_s: float, left_s: float) -> Schedule:
+def fitted_schedule(
+    question: ValidationQuestion, rates: Sequence[float], start_s: float, left_s: float
+) -> MeasuringSchedule:
     """Runs as long as the time allows; fewer rounds, down to two, where even the shortest runs do not fit.
 
     ``rates``: requests/s by load. ``start_s``: of a server. ``left_s``: for all of it.
@@ -174,7 +185,7 @@ def fitted_schedule(question: Question, rates: Sequence[float], start_s: float, 
             for rate, load in zip(rates, question.loads, strict=True)
         )
         run_s = tuple((count + question.options.warmup) / rate for count, rate in zip(requests, rates, strict=True))
-        found = Schedule(rounds, requests, run_s)
+        found = MeasuringSchedule(rounds, requests, run_s)
         if rounds <= 2 or rounds * len(question.policies) * (start_s + found.server_s) <= left_s:
             return found
         rounds -= 1
@@ -184,14 +195,19 @@ def fitted_schedule(question: Question, rates: Sequence[float], start_s: float, 
 
 
 def _measure(
-    question: Question, steps: StepTimes, schedule: Schedule, store: RunStore, budget: Budget, say: Say
+    question: ValidationQuestion,
+    steps: StepTimes,
+    schedule: MeasuringSchedule,
+    store: RunStore,
+    budget: TimeBudget,
+    say: Say,
 ) -> str:
     """Measure what the store lacks, round by round; returns why it ended early, else nothing."""
     server_s = steps.start_s + SERVING_S + schedule.server_s if question.engine == "vllm" else 0.0
     for _ in range(ATTEMPTS):
         for round_ in range(schedule.rounds):
             for policy in question.order(round_):
-                settings = [Setting(policy, index, round_) for index in range(len(question.loads))]
+                settings = [PlannedRun(policy, index, round_) for index in range(len(question.loads))]
                 cells = [measured_cell(question, steps, one, _requests(schedule, one)) for one in settings]
                 todo = store.missing(cells, whole=True)
                 if not todo:

@@ -71,7 +71,7 @@ class Error:
 
 
 @dataclass(frozen=True)
-class Gain:
+class GainPrediction:
     """Gain in throughput of a policy over the first one at one load, predicted and measured, as shares.
 
     ``uncertainty``: of the measured gain. ``right``: whether the direction was predicted; None: too close to tell.
@@ -98,7 +98,7 @@ class MetricVerdict:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class ValidationVerdict:
     """``word``: what simulated answers are good for on this machine; ``sentence``: the same with its reasons."""
 
     word: Word
@@ -113,8 +113,8 @@ class Judgement:
     """Everything that was compared, and the verdict."""
 
     errors: tuple[Error, ...]
-    gains: tuple[Gain, ...]
-    verdict: Verdict
+    gains: tuple[GainPrediction, ...]
+    verdict: ValidationVerdict
 
 
 def judge(observations: Sequence[Observation], baseline: str) -> Judgement:
@@ -171,7 +171,7 @@ def noise_of(groups: Sequence[Sequence[float]]) -> tuple[float, list[float]]:
     return typical, [max(value, typical) for value in own]
 
 
-def _gains(observations: Sequence[Observation], baseline: str) -> Iterable[Gain]:
+def _gains(observations: Sequence[Observation], baseline: str) -> Iterable[GainPrediction]:
     base = {(one.load, one.round): one for one in observations if one.policy == baseline}
     logs: dict[tuple[str, int], list[tuple[float, float]]] = {}
     for one in observations:
@@ -190,10 +190,10 @@ def _gains(observations: Sequence[Observation], baseline: str) -> Iterable[Gain]
         uncertainty = 2.0 * sigma / math.sqrt(len(pairs))
         clear = abs(measured_gain) > max(uncertainty, SMALLEST_GAIN)
         right = predicted_gain * measured_gain > 0 if clear else None
-        yield Gain(policy, load, math.expm1(predicted_gain), math.expm1(measured_gain), uncertainty, right)
+        yield GainPrediction(policy, load, math.expm1(predicted_gain), math.expm1(measured_gain), uncertainty, right)
 
 
-def _verdict(errors: Sequence[Error], gains: Sequence[Gain]) -> Verdict:
+def _verdict(errors: Sequence[Error], gains: Sequence[GainPrediction]) -> ValidationVerdict:
     metrics = tuple(
         _metric_verdict(metric, [error for error in errors if error.metric == metric])
         for metric in METRICS
@@ -212,7 +212,7 @@ def _verdict(errors: Sequence[Error], gains: Sequence[Gain]) -> Verdict:
         known = any(math.isfinite(gain.uncertainty) for gain in gains)
         directions = "no gain was large enough to have a direction" if known else "no gain was measured twice"
     sentence = "; ".join(part for part in (_MEANING[word] + reason, figures, directions) if part)
-    return Verdict(word, sentence, metrics, right, len(clear))
+    return ValidationVerdict(word, sentence, metrics, right, len(clear))
 
 
 _MEANING: Mapping[Word, str] = {

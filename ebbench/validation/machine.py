@@ -15,7 +15,7 @@ from ebbench.engines.versions import engine_versions
 from ebbench.errors import DataError
 from ebbench.records import files
 from ebbench.records.manifest import git_commit, software_versions, wall_clock_ns
-from ebbench.validation.question import Question
+from ebbench.validation.question import ValidationQuestion
 
 MANIFEST = "manifest.json"
 
@@ -52,7 +52,7 @@ def _readable(unix_ns: int) -> str:
     return datetime.fromtimestamp(unix_ns / 1e9, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-def describe_machine(question: Question) -> dict[str, Any]:
+def describe_machine(question: ValidationQuestion) -> dict[str, Any]:
     """Hardware and software of a measurement."""
     real = question.engine == "vllm"
     gpus = visible_gpus() if real else ()
@@ -67,7 +67,7 @@ def describe_machine(question: Question) -> dict[str, Any]:
     }
 
 
-def write_manifest(folder: Path, question: Question, call: Call) -> None:
+def write_manifest(folder: Path, question: ValidationQuestion, call: Call) -> None:
     """Write or extend the manifest: what was asked, on what, by which calls. Raises DataError for a damaged one."""
     path = folder / MANIFEST
     try:

@@ -23,7 +23,7 @@ POLICIES = ("v1", "eb", "ebplus", "marginal")
 
 
 @dataclass(frozen=True)
-class Question:
+class ValidationQuestion:
     """What is asked. ``policies``: the first is what gains are relative to. ``loads``: requests open at a time.
 
     ``input_tokens`` and ``output_tokens``: mean lengths of the runs to predict. ``engine``: ``vllm``, or ``sim`` and
@@ -98,7 +98,7 @@ class StepTimes:
     seconds: float
 
 
-class Schedule(msgspec.Struct, frozen=True):
+class MeasuringSchedule(msgspec.Struct, frozen=True):
     """How much is measured: rounds, and by load the requests of a run and the seconds that the simulator expects."""
 
     rounds: int
@@ -112,7 +112,7 @@ class Schedule(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True)
-class Setting:
+class PlannedRun:
     """One run: a policy at the load with this index, in one round."""
 
     policy: str
@@ -120,7 +120,7 @@ class Setting:
     round: int
 
 
-def predicted_cell(question: Question, steps: StepTimes, setting: Setting, requests: int) -> Cell:
+def predicted_cell(question: ValidationQuestion, steps: StepTimes, setting: PlannedRun, requests: int) -> Cell:
     """The run in the simulator, on the device that was just measured."""
     return Cell(
         _plan(question, setting, requests),
@@ -132,7 +132,7 @@ def predicted_cell(question: Question, steps: StepTimes, setting: Setting, reque
     )
 
 
-def measured_cell(question: Question, steps: StepTimes, setting: Setting, requests: int) -> Cell:
+def measured_cell(question: ValidationQuestion, steps: StepTimes, setting: PlannedRun, requests: int) -> Cell:
     """The same run on the engine itself; policies compute from the costs that were just measured."""
     real = question.engine == "vllm"
     how: dict[str, Any] = (
@@ -150,12 +150,12 @@ def measured_cell(question: Question, steps: StepTimes, setting: Setting, reques
     )
 
 
-def _client(question: Question) -> tuple[tuple[str, Any], ...]:
+def _client(question: ValidationQuestion) -> tuple[tuple[str, Any], ...]:
     """How requests are sent, where it differs from the defaults."""
     return () if question.lag_limit_ms is None else (("lag_limit_ms", question.lag_limit_ms),)
 
 
-def _plan(question: Question, setting: Setting, requests: int) -> PlanOptions:
+def _plan(question: ValidationQuestion, setting: PlannedRun, requests: int) -> PlanOptions:
     return PlanOptions(
         WORKLOAD,
         num_prompts=requests,
@@ -169,7 +169,7 @@ def _plan(question: Question, setting: Setting, requests: int) -> PlanOptions:
     )
 
 
-def _options(question: Question, steps: StepTimes) -> EngineOptions:
+def _options(question: ValidationQuestion, steps: StepTimes) -> EngineOptions:
     """The KV cache is that of the engine that was measured, less a twentieth for what differs between two starts."""
     options = replace(question.options, max_num_seqs=steps.largest_batch_seqs)
     if not steps.kv_capacity_tokens:

@@ -12,14 +12,14 @@ from ebbench.child import child_environ, run_supervised
 from ebbench.engines.vllm import server_environment
 from ebbench.errors import DataError, EbbenchError, RunError, UsageError
 from ebbench.records import files
-from ebbench.validation.question import Question, StepTimes
+from ebbench.validation.question import StepTimes, ValidationQuestion
 
 RESULT = "steps.json"
 GRACE_S = 15.0
 _TAIL_LINES = 8
 
 
-def measure_step_times(question: Question, folder: Path) -> StepTimes:
+def measure_step_times(question: ValidationQuestion, folder: Path) -> StepTimes:
     """Step times on this machine, stored under ``folder``; those of an earlier call stand.
 
     Raises UsageError for what calibrate refuses, RunError when vLLM cannot be measured.
@@ -39,7 +39,7 @@ def measure_step_times(question: Question, folder: Path) -> StepTimes:
     return stored_step_times(folder)
 
 
-def command(question: Question, folder: Path) -> list[str]:
+def command(question: ValidationQuestion, folder: Path) -> list[str]:
     """The command line that measures."""
     grid = question.grid
     sizes = {"--tokens": grid.tokens, "--seqs": grid.seqs, "--contexts": grid.contexts}

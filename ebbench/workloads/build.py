@@ -25,7 +25,7 @@ LONGEST_S = 1e8
 
 
 @dataclass(frozen=True)
-class Limits:
+class LengthLimits:
     """Longest prompt plus output in tokens (None: no limit), and whether longer requests are dropped or refused."""
 
     max_model_len: int | None = None
@@ -33,7 +33,7 @@ class Limits:
 
 
 def assemble(
-    requests: Requests, schedule: Schedule, limits: Limits, *, cap: int | None, seed: int, facts: dict[str, Any]
+    requests: Requests, schedule: Schedule, limits: LengthLimits, *, cap: int | None, seed: int, facts: dict[str, Any]
 ) -> Plan:
     """Assign phase and arrival time to each session, apply the length limit and build the table. Raises UsageError."""
     phase = schedule.phase_of_session
@@ -61,7 +61,7 @@ def _counts(requests: Requests) -> dict[str, Any]:
     }
 
 
-def _within(requests: Requests, limits: Limits) -> tuple[Requests, Int64s, tuple[str, ...]]:
+def _within(requests: Requests, limits: LengthLimits) -> tuple[Requests, Int64s, tuple[str, ...]]:
     """Requests within the limit, indices of the sessions kept, and warnings."""
     everything = np.arange(requests.sessions)
     if limits.max_model_len is None:

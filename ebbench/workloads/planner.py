@@ -12,7 +12,7 @@ from ebbench.errors import UsageError
 from ebbench.records.plan import Plan
 from ebbench.traffic.schedule import Schedule, make_schedule, phase_rate
 from ebbench.traffic.spec import Replay, ScenarioSpec, load_scenario
-from ebbench.workloads.build import Limits, assemble, phase_requests
+from ebbench.workloads.build import LengthLimits, assemble, phase_requests
 from ebbench.workloads.lengths import length_spec
 from ebbench.workloads.options import PlanOptions
 from ebbench.workloads.requests import Requests
@@ -33,7 +33,7 @@ def make_plan(options: PlanOptions) -> Plan:
         _from_trace(options, scenario) if workload is None else _from_workload(options, scenario, workload)
     )
     cap = options.max_concurrency or scenario.max_concurrency
-    limits = Limits(options.max_model_len, options.drop_too_long)
+    limits = LengthLimits(options.max_model_len, options.drop_too_long)
     facts = _facts(options, scenario, requests)
     plan = assemble(requests, schedule, limits, cap=cap, seed=options.seed, facts=facts)
     return replace(plan, release_for_s=options.duration_s) if plan.closed_loop else plan

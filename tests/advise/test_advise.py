@@ -13,10 +13,10 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from ebbench.advice import sentences, simulate
-from ebbench.advice.answer import Question
+from ebbench.advice.answer import AdviceQuestion
 from ebbench.advice.candidates import alike
 from ebbench.advice.simulate import concurrency_cells, default_policies, tuning_cells
-from ebbench.advice.theory import Load, predict, sign_changes
+from ebbench.advice.theory import ExpectedLoad, predict, sign_changes
 from ebbench.analysis.slo import Slo
 from ebbench.cli.main import app
 from ebbench.records.manifest import plan_hash
@@ -26,7 +26,7 @@ from vllm_eb.calibration import Calibration, MixedCost
 from vllm_eb.policy import PolicySpec
 
 COSTS = Calibration(5e-3, 5e-5, 1e-2, 1e-4, mixed=MixedCost(6e-5, 2e-4, 1e-5))
-LOAD = Load(mu_l=512, mu_o=256, p0=1 / 256, eta=0.0, concurrency=2048)
+LOAD = ExpectedLoad(mu_l=512, mu_o=256, p0=1 / 256, eta=0.0, concurrency=2048)
 
 
 def test_the_predicted_crossover_is_where_the_sides_meet() -> None:
@@ -36,11 +36,11 @@ def test_the_predicted_crossover_is_where_the_sides_meet() -> None:
     assert crossing is not None
     assert 1 < crossing < 1024
     for factor, exclusive in ((0.8, False), (1.25, True)):
-        load = Load(512, 256, 1 / 256, 0.0, round(factor * crossing))
+        load = ExpectedLoad(512, 256, 1 / 256, 0.0, round(factor * crossing))
         assert predict(load, COSTS, 10_000_000, 1024).exclusive is exclusive
 
 
-def with_mix(load: Load, r: float) -> Load:
+def with_mix(load: ExpectedLoad, r: float) -> ExpectedLoad:
     """The same tokens per request at another decode share."""
     total = load.mu_l + load.mu_o
     return replace(load, mu_l=(1 - r) * total, mu_o=r * total, p0=1 / (r * total))
@@ -293,12 +293,12 @@ def test_longer_requests_are_dropped_when_asked(runs: Path) -> None:
 
 
 def test_a_small_batch_still_has_two_points_to_compare() -> None:
-    question = Question("balanced", "h200", "qwen3-8b", None, {"num_prompts": 9}, 4, 64, 1, Slo(), ("v1",))
+    question = AdviceQuestion("balanced", "h200", "qwen3-8b", None, {"num_prompts": 9}, 4, 64, 1, Slo(), ("v1",))
     assert sorted(concurrency_cells(question, LOAD)) == [16, 32]
 
 
 def test_tuning_leaves_out_batches_the_threshold_does_not_fit() -> None:
-    question = Question("balanced", "h200", "qwen3-8b", None, {"num_prompts": 9}, 1024, 8192, 1, Slo(), ("v1",))
+    question = AdviceQuestion("balanced", "h200", "qwen3-8b", None, {"num_prompts": 9}, 1024, 8192, 1, Slo(), ("v1",))
     assert {cell.options.max_num_seqs for cell in tuning_cells(question, "eb:k=600")} == {1024, 2048}
 
 

@@ -6,24 +6,24 @@ from dataclasses import replace
 
 import pytest
 
-from ebbench.advice.answer import Score
+from ebbench.advice.answer import PolicyScore
 from ebbench.advice.choice import choose, relative_gain
-from ebbench.analysis.statistics import Interval
+from ebbench.analysis.statistics import PairedInterval
 
 
-def score(policy: str, objective: float, low: float, high: float) -> Score:
-    behind = Interval((low + high) / 2, low, high)
-    return Score(policy, objective, (objective, objective), None, behind, None, 1.0, 1.0, objective)
+def score(policy: str, objective: float, low: float, high: float) -> PolicyScore:
+    behind = PairedInterval((low + high) / 2, low, high)
+    return PolicyScore(policy, objective, (objective, objective), None, behind, None, 1.0, 1.0, objective)
 
 
-def one_seed(policy: str, objective: float, best: float) -> Score:
+def one_seed(policy: str, objective: float, best: float) -> PolicyScore:
     return of_runs(policy, (objective,), (best,))
 
 
-def of_runs(policy: str, values: tuple[float, ...], best: tuple[float, ...]) -> Score:
+def of_runs(policy: str, values: tuple[float, ...], best: tuple[float, ...]) -> PolicyScore:
     """As the command makes it: a run in which nothing met the targets leaves the gain undefined."""
     mean = sum(values) / len(values)
-    return Score(policy, mean, values, None, relative_gain(values, best), None, 1.0, 1.0, mean)
+    return PolicyScore(policy, mean, values, None, relative_gain(values, best), None, 1.0, 1.0, mean)
 
 
 def test_a_clear_winner_is_chosen() -> None:
@@ -40,14 +40,14 @@ def test_of_equals_the_simplest_is_chosen() -> None:
 
 
 def test_what_may_be_no_better_than_v1_is_not_advised_where_something_surely_is() -> None:
-    sure = replace(score("marginal", 115, 0, 0), gain=Interval(0.15, 0.14, 0.16))
-    noisy = replace(score("ebplus", 100, -0.3, 0.1), gain=Interval(0.0, -0.15, 0.16))
+    sure = replace(score("marginal", 115, 0, 0), gain=PairedInterval(0.15, 0.14, 0.16))
+    noisy = replace(score("ebplus", 100, -0.3, 0.1), gain=PairedInterval(0.0, -0.15, 0.16))
     behind = score("v1", 100, -0.14, -0.12)
     chosen, reason = choose([sure, noisy, behind])
     assert chosen.policy == "marginal"
     assert reason == "it is surely ahead of v1; ebplus may be as good, less certainly"
     # As sure and as good: the simpler one.
-    also = replace(score("ebplus", 114.8, -0.01, 0.005), gain=Interval(0.148, 0.13, 0.16))
+    also = replace(score("ebplus", 114.8, -0.01, 0.005), gain=PairedInterval(0.148, 0.13, 0.16))
     assert choose([sure, also, behind])[0].policy == "ebplus"
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from typer.testing import CliRunner
 
-from ebbench.capacity.limits import Limits, parse_limits
+from ebbench.capacity.limits import LatencyLimits, parse_limits
 from ebbench.capacity.probe import read_probe
 from ebbench.cli.main import app
 from ebbench.records.run import Run
@@ -42,7 +42,7 @@ def planned(run: Path) -> int:
     return int(json.loads((run / "manifest.json").read_text())["rows"]["requests"])
 
 
-def brute_force(options: list[str], limits: Limits, middle: float, sessions: int) -> tuple[float, int]:
+def brute_force(options: list[str], limits: LatencyLimits, middle: float, sessions: int) -> tuple[float, int]:
     """The load around ``middle`` at which a dense sweep crosses the required share, and the requests it simulated."""
     loads = middle * np.exp(np.arange(-SPAN, SPAN + STEP / 2, STEP))
     shares, total = [], 0

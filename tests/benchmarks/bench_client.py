@@ -29,7 +29,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ebbench.fakeserver import Entry, FakeConfig, FakeServerProcess
+from ebbench.fakeserver import FakeConfig, FakeServerProcess, LedgerEntry
 
 TTFT_MS, TOKENS_PER_S, PROMPT_TOKENS = 50.0, 50.0, 100
 
@@ -180,7 +180,7 @@ def measure(client: Client, load: Load, log: Path) -> Outcome:
     return Outcome(cpu_s, sum(e.tokens for e in ledger), [seen_ms[k] for k in both], [truth_ms[k] for k in both])
 
 
-def _server_ttft_ms(ledger: Sequence[Entry]) -> dict[str, float]:
+def _server_ttft_ms(ledger: Sequence[LedgerEntry]) -> dict[str, float]:
     """From receipt to first token, by the client's id of a request and by the server's id of its answer."""
     truth_ms = {}
     for entry in ledger:

@@ -19,7 +19,7 @@ import httpx
 import uvloop
 
 from ebbench.client.bodies import RequestBodies, Turn
-from ebbench.client.http_streams import Pool
+from ebbench.client.http_streams import ConnectionPool
 from ebbench.client.options import ClientOptions
 from ebbench.client.response import StreamedResponse
 from ebbench.fakeserver import FakeConfig, FakeServerProcess
@@ -32,7 +32,7 @@ HEADERS = {"content-type": "application/json"}
 @contextlib.asynccontextmanager
 async def direct(url: str) -> AsyncIterator[Ask]:
     """The client's own wire: the answer's tap is called in the read callback."""
-    pool = Pool(httpx.Request("POST", f"{url}/v1/completions", headers=HEADERS), None, 10.0)
+    pool = ConnectionPool(httpx.Request("POST", f"{url}/v1/completions", headers=HEADERS), None, 10.0)
 
     async def ask(request_id: str, body: bytes, answer: StreamedResponse) -> None:
         exchange = await pool.send(request_id, body, answer)

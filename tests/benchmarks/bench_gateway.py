@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from ebbench.client import ClientOptions, drive
-from ebbench.fakeserver import Entry, FakeConfig, FakeServerProcess
+from ebbench.fakeserver import FakeConfig, FakeServerProcess, LedgerEntry
 from ebbench.gateway.process import GatewayProcess
 from ebbench.gateway.settings import GatewaySettings
 from ebbench.records.plan import Plan
@@ -44,7 +44,7 @@ def on_the_way_ms(url: str, servers: Sequence[FakeServerProcess], plan: Plan, wo
     return np.sort(np.array(spent))
 
 
-def _ending(entries: dict[str, Entry], row: dict[str, Any]) -> Entry:
+def _ending(entries: dict[str, LedgerEntry], row: dict[str, Any]) -> LedgerEntry:
     return next(entry for name, entry in entries.items() if name.endswith(row["request_id"]))
 
 

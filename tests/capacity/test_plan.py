@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from ebbench.capacity.chart import save_frontier
-from ebbench.capacity.choose import WITHIN, Choice, Costed, choose, on_frontiers
-from ebbench.capacity.deployments import Bound, Candidate, Deployment, Task, bound, size
+from ebbench.capacity.choose import WITHIN, Costed, DeploymentChoice, choose, on_frontiers
+from ebbench.capacity.deployments import Bound, Candidate, Deployment, PlanTask, bound, size
 from ebbench.capacity.limits import parse_limits
 from ebbench.capacity.plan_sentences import parts
 from ebbench.capacity.prices import check_prices, parse_prices
@@ -33,8 +33,8 @@ READING = Reading(
 PRICES = {"h200": 3.5, "l40s": 0.9, "rtx-4090": 0.4}
 
 
-def task(device: str, *, rate: float = 12.0, tp: int = 1, policy: str = "v1", limits: str = "") -> Task:
-    return Task(
+def task(device: str, *, rate: float = 12.0, tp: int = 1, policy: str = "v1", limits: str = "") -> PlanTask:
+    return PlanTask(
         candidate=Candidate(device, tp, policy, 8192, 32),
         model="qwen3-8b",
         workload="sharegpt",
@@ -140,7 +140,7 @@ def costed(device: str, cost: float, ttft_ms: float, tpot_ms: float, tokens_per_
 @pytest.mark.parametrize(("replicas", "gpus"), [(1, "1 GPU."), (3, "3 GPUs.")])
 def test_the_cheapest_deployment_is_named_with_its_number_of_gpus(replicas: int, gpus: str) -> None:
     one = costed("h200", 1.0, 20.0, 10.0, 100.0)
-    found = Choice((replace(one, deployment=replace(one.deployment, replicas=replicas)),))
+    found = DeploymentChoice((replace(one, deployment=replace(one.deployment, replicas=replicas)),))
     [sentence] = [part for part in parts(found, TASKS[0], {}) if isinstance(part, str) and part.startswith("Cheapest")]
     assert sentence.endswith(gpus)
 
@@ -166,7 +166,7 @@ def test_both_frontiers_hold_whatever_no_other_deployment_beats(figures: list[tu
 
 def test_the_plot_has_cost_over_latency_and_throughput_over_speed(tmp_path: Path) -> None:
     found = on_frontiers([costed("h200", 3.5, 20, 6, 5000), costed("l40s", 3.6, 70, 29, 1400)])
-    save_frontier(Choice(tuple(found)), True, tmp_path / "frontier.svg")
+    save_frontier(DeploymentChoice(tuple(found)), True, tmp_path / "frontier.svg")
     text = (tmp_path / "frontier.svg").read_text()
     for title in ("median TTFT (ms)", "median TPOT (ms)", "cost per hour", "output tokens/s per GPU"):
         assert title in text

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ebbench.capacity.estimate import bracket, estimate
 from ebbench.capacity.search import next_load
-from ebbench.capacity.search_types import Counts, Estimate, Probe, Requirement, Search
+from ebbench.capacity.search_types import Estimate, MetCounts, Probe, Requirement, SearchSettings
 
 SERVICE_S, SHARE = 0.05, 0.95
 
@@ -39,11 +39,11 @@ def queue_probe(rate: float, seed: int, limit_s: float, customers: int = 5000) -
     walk = np.concatenate([[0.0], np.cumsum(SERVICE_S - rng.exponential(1 / rate, customers - 1))])
     met = (walk - np.minimum.accumulate(walk) <= limit_s)[customers // 10 :]
     batches = tuple((int(part.sum()), len(part)) for part in np.array_split(met, 20))
-    return Probe(rate, seed, (Counts(int(met.sum()), len(met), batches),))
+    return Probe(rate, seed, (MetCounts(int(met.sum()), len(met), batches),))
 
 
 def search_queue(trial: int, limit_s: float) -> Estimate:
-    search = Search((Requirement("ttft", SHARE),), start=5.0)
+    search = SearchSettings((Requirement("ttft", SHARE),), start=5.0)
     probes: list[Probe] = []
     while len(probes) < 60 and (load := next_load(search, probes)) is not None:
         probes.append(queue_probe(load, 1000 * trial + len(probes), limit_s))
@@ -63,13 +63,13 @@ def test_the_interval_covers_the_truth_and_the_estimate_is_close(limit_s: float)
 
 def test_where_only_the_queue_limits_capacity_is_the_rate_of_an_overloaded_system() -> None:
     """Every request meets its limit at any load; the queue runs away above 20/s and completes 20/s then."""
-    search = Search((Requirement("tpot", SHARE),), start=3.0)
+    search = SearchSettings((Requirement("tpot", SHARE),), start=3.0)
     probes: list[Probe] = []
     rng = np.random.default_rng(1)
     while (load := next_load(search, probes)) is not None:
         over = load > 20
         served = 20 * float(rng.normal(1, 0.02)) if over else None
-        probes.append(Probe(load, len(probes), (Counts(999, 1000),), runaway=over, served_per_s=served))
+        probes.append(Probe(load, len(probes), (MetCounts(999, 1000),), runaway=over, served_per_s=served))
         assert len(probes) < 40
     found = estimate(search, probes)
     assert found.limited_by == "queue"
@@ -79,11 +79,11 @@ def test_where_only_the_queue_limits_capacity_is_the_rate_of_an_overloaded_syste
 
 def test_after_a_failed_probe_no_higher_load_is_tried() -> None:
     """Requests fail from 13/s on: the load is doubled into it once, and then stays below."""
-    search = Search((Requirement("ttft", SHARE),), start=1.0)
+    search = SearchSettings((Requirement("ttft", SHARE),), start=1.0)
     probes: list[Probe] = []
     while len(probes) < 20 and (load := next_load(search, probes)) is not None:
         failed = "60 of 100 requests failed" if load > 13 else ""
-        probes.append(Probe(load, len(probes), (Counts(1000, 1000),), failed=failed))
+        probes.append(Probe(load, len(probes), (MetCounts(1000, 1000),), failed=failed))
     first = next(index for index, probe in enumerate(probes) if probe.failed)
     assert all(probe.load < probes[first].load for probe in probes[first + 1 :])
     found = estimate(search, probes)
@@ -92,19 +92,23 @@ def test_after_a_failed_probe_no_higher_load_is_tried() -> None:
 
 
 def test_whole_loads_end_where_two_neighbours_are_told_apart() -> None:
-    search = Search((Requirement("ttft", SHARE),), start=4.0, integer=True)
+    search = SearchSettings((Requirement("ttft", SHARE),), start=4.0, integer=True)
     probes: list[Probe] = []
     while len(probes) < 40 and (load := next_load(search, probes)) is not None:
         assert load == int(load)
-        probes.append(Probe(load, len(probes), (Counts(1000 if load <= 7 else 300, 1000),)))
+        probes.append(Probe(load, len(probes), (MetCounts(1000 if load <= 7 else 300, 1000),)))
     found = estimate(search, probes)
     assert found.capacity is not None
     assert 7 <= found.capacity <= 8
 
 
 def test_no_load_is_ever_low_enough() -> None:
-    search = Search((Requirement("ttft", SHARE),), start=4.0, integer=True)
-    probes = [Probe(4.0, 0, (Counts(0, 100),)), Probe(2.0, 1, (Counts(0, 100),)), Probe(1.0, 2, (Counts(0, 100),))]
+    search = SearchSettings((Requirement("ttft", SHARE),), start=4.0, integer=True)
+    probes = [
+        Probe(4.0, 0, (MetCounts(0, 100),)),
+        Probe(2.0, 1, (MetCounts(0, 100),)),
+        Probe(1.0, 2, (MetCounts(0, 100),)),
+    ]
     assert next_load(search, probes) is None
     assert estimate(search, probes).capacity is None
 
@@ -115,8 +119,8 @@ def test_no_load_is_ever_low_enough() -> None:
 )
 @settings(max_examples=300)
 def test_any_probes_give_an_ordered_bracket_and_a_next_load(pairs: list[tuple[float, int]], share: float) -> None:
-    search = Search((Requirement("ttft", share),), start=1.0)
-    probes = [Probe(load, seed, (Counts(met, 100),)) for seed, (load, met) in enumerate(pairs)]
+    search = SearchSettings((Requirement("ttft", share),), start=1.0)
+    probes = [Probe(load, seed, (MetCounts(met, 100),)) for seed, (load, met) in enumerate(pairs)]
     low, high = bracket(search, probes)
     assert low is None or high is None or low < high
     found = estimate(search, probes)
@@ -127,11 +131,11 @@ def test_any_probes_give_an_ordered_bracket_and_a_next_load(pairs: list[tuple[fl
 
 def test_a_limit_missed_below_the_rate_of_an_overloaded_system_decides() -> None:
     """The queue grows without bound above 20/s, but requests wait too long from 15/s on, and did so while it grew."""
-    search = Search((Requirement("ttft", SHARE),), start=3.0)
+    search = SearchSettings((Requirement("ttft", SHARE),), start=3.0)
     probes: list[Probe] = []
     while len(probes) < 40 and (load := next_load(search, probes)) is not None:
         met = 999 if load < 15 else 700 if load < 20 else 0
-        probes.append(Probe(load, len(probes), (Counts(met, 1000),), runaway=load > 20, served_per_s=min(load, 20)))
+        probes.append(Probe(load, len(probes), (MetCounts(met, 1000),), runaway=load > 20, served_per_s=min(load, 20)))
     found = estimate(search, probes)
     assert found.limited_by == "ttft"
     assert found.low <= 15 <= found.high
@@ -140,10 +144,10 @@ def test_a_limit_missed_below_the_rate_of_an_overloaded_system_decides() -> None
 
 
 def test_a_step_ends_the_search_as_soon_as_both_sides_are_known() -> None:
-    search = Search((Requirement("ttft", SHARE),), start=4.0)
+    search = SearchSettings((Requirement("ttft", SHARE),), start=4.0)
     probes: list[Probe] = []
     while len(probes) < 40 and (load := next_load(search, probes)) is not None:
-        probes.append(Probe(load, len(probes), (Counts(999 if load < 13 else 0, 1000),)))
+        probes.append(Probe(load, len(probes), (MetCounts(999 if load < 13 else 0, 1000),)))
     found = estimate(search, probes)
     assert found.low <= 13 <= found.high
     assert found.half_width <= search.precision
@@ -151,49 +155,49 @@ def test_a_step_ends_the_search_as_soon_as_both_sides_are_known() -> None:
 
 
 def test_errors_are_bracketed_with_few_failing_probes() -> None:
-    search = Search((Requirement("ttft", SHARE),), start=1.0)
+    search = SearchSettings((Requirement("ttft", SHARE),), start=1.0)
     probes: list[Probe] = []
     while len(probes) < 40 and (load := next_load(search, probes)) is not None:
         failed = "60 of 100 requests failed" if load > 13 else ""
-        probes.append(Probe(load, len(probes), (Counts(1000, 1000),), failed=failed))
+        probes.append(Probe(load, len(probes), (MetCounts(1000, 1000),), failed=failed))
     assert estimate(search, probes).half_width <= search.precision
     assert sum(bool(probe.failed) for probe in probes) <= 5
 
 
 def test_an_overloaded_system_is_driven_no_higher_than_where_it_was_first_seen_to_be() -> None:
-    search = Search((Requirement("tpot", SHARE),), start=13.0)
+    search = SearchSettings((Requirement("tpot", SHARE),), start=13.0)
     probes: list[Probe] = []
     while len(probes) < 40 and (load := next_load(search, probes)) is not None:
-        probes.append(Probe(load, 0, (Counts(999, 1000),), runaway=load > 22, served_per_s=min(load, 22.0)))
+        probes.append(Probe(load, 0, (MetCounts(999, 1000),), runaway=load > 22, served_per_s=min(load, 22.0)))
     first = next(probe for probe in probes if probe.runaway)
     assert max(probe.load for probe in probes) == first.load
     assert estimate(search, probes).capacity == pytest.approx(22, rel=0.03)
 
 
 def test_a_closed_loop_ends_where_more_sessions_only_wait() -> None:
-    search = Search((Requirement("tpot", SHARE),), start=4.0, integer=True)
+    search = SearchSettings((Requirement("tpot", SHARE),), start=4.0, integer=True)
     probes: list[Probe] = []
     while len(probes) < 40 and (load := next_load(search, probes)) is not None:
-        probes.append(Probe(load, 0, (Counts(999, 1000),), served_per_s=min(load, 50.0)))
+        probes.append(Probe(load, 0, (MetCounts(999, 1000),), served_per_s=min(load, 50.0)))
     assert max(probe.load for probe in probes) == 128
     found = estimate(search, probes)
     assert (found.limited_by, found.high) == ("queue", math.inf)
 
 
 def test_a_share_just_below_the_required_one_at_any_load_ends_the_search() -> None:
-    search = Search((Requirement("ttft", SHARE),), start=4.0)
+    search = SearchSettings((Requirement("ttft", SHARE),), start=4.0)
     probes: list[Probe] = []
     while len(probes) < 40 and (load := next_load(search, probes)) is not None:
-        probes.append(Probe(load, 0, (Counts(940, 1000),)))
+        probes.append(Probe(load, 0, (MetCounts(940, 1000),)))
     assert len(probes) < 15
     assert estimate(search, probes).capacity is None
 
 
 def test_probes_that_contradict_each_other_widen_the_interval() -> None:
     """Between 9 and 12 some passed and some failed, all clearly: the answer is no narrower than that."""
-    search = Search((Requirement("ttft", SHARE),), start=4.0)
+    search = SearchSettings((Requirement("ttft", SHARE),), start=4.0)
     passed = {8: True, 9: True, 10: False, 10.5: True, 11: False, 11.5: True, 12: False, 14: False}
-    probes = [Probe(load, 0, (Counts(999 if met else 0, 1000),)) for load, met in passed.items()]
+    probes = [Probe(load, 0, (MetCounts(999 if met else 0, 1000),)) for load, met in passed.items()]
     found = estimate(search, probes)
     assert found.low <= 9
     assert found.high >= 12

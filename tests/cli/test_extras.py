@@ -60,7 +60,7 @@ def test_doctor_lists_each_extra_with_what_it_lacks(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("importlib.metadata.version", version)
     found = {finding.what: finding for finding in doctor.optional()}
     assert list(found) == list(EXTRAS)
-    assert found["sweep"] == doctor.Finding("sweep", "ok", EXTRAS["sweep"].purpose)
+    assert found["sweep"] == doctor.CheckResult("sweep", "ok", EXTRAS["sweep"].purpose)
     assert found["gateway"].state == "missing"
     assert found["gateway"].detail.endswith("missing here: pyzmq")
     assert found["gateway"].remedy == "pip install 'ebbench[gateway]'"
@@ -68,7 +68,9 @@ def test_doctor_lists_each_extra_with_what_it_lacks(monkeypatch: pytest.MonkeyPa
 
 def test_doctor_names_a_library_that_was_removed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(extras, "own_distributions", lambda: ("numpy", "no-such-library"))
-    assert doctor._libraries() == doctor.Finding("libraries", "warn", "missing: no-such-library", "pip install ebbench")
+    assert doctor._libraries() == doctor.CheckResult(
+        "libraries", "warn", "missing: no-such-library", "pip install ebbench"
+    )
 
 
 def test_doctor_prints_extras_whole_at_80_columns() -> None:

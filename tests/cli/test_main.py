@@ -174,7 +174,7 @@ def test_help(cli: CliRunner, args: list[str]) -> None:
 
 
 def test_help_lists_exactly_the_commands_that_are_there(cli: CliRunner, monkeypatch: pytest.MonkeyPatch) -> None:
-    absent = main.Entry("ebbench.cli.not_there:app", main.MEASURE, "Not there.")
+    absent = main.CommandEntry("ebbench.cli.not_there:app", main.MEASURE, "Not there.")
     monkeypatch.setitem(main.COMMANDS, "not-there", absent)
     shown = cli.invoke(main.app, ["--help"], env={"COLUMNS": "120"}).stdout
     assert "Show stored runs again." in shown

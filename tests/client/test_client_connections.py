@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 import httpx
 import pytest
 
-from ebbench.client.http_streams import _RESERVE, Pool
+from ebbench.client.http_streams import _RESERVE, ConnectionPool
 
 ANSWER = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ncontent-length: 2\r\n\r\nok"
 
@@ -38,12 +38,12 @@ class Listener:
             writer.close()
 
 
-def with_pool(test: Callable[[Pool, Listener], Awaitable[None]]) -> None:
+def with_pool(test: Callable[[ConnectionPool, Listener], Awaitable[None]]) -> None:
     async def main() -> None:
         listener = Listener()
         server = await asyncio.start_server(listener.serve, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
-        pool = Pool(httpx.Request("POST", f"http://127.0.0.1:{port}/v1/completions"), None, 5.0)
+        pool = ConnectionPool(httpx.Request("POST", f"http://127.0.0.1:{port}/v1/completions"), None, 5.0)
         try:
             await test(pool, listener)
         finally:
@@ -63,7 +63,7 @@ async def settled(listener: Listener, opened: int) -> None:
 
 @pytest.mark.parametrize("reserve", [True, False])
 def test_connections_are_opened_ahead_of_need_in_an_open_loop_only(reserve: bool) -> None:
-    async def scenario(pool: Pool, listener: Listener) -> None:
+    async def scenario(pool: ConnectionPool, listener: Listener) -> None:
         await pool.prepare(2, reserve=reserve)
         sends = [asyncio.create_task(pool.send(f"r{i}", b"", Nothing())) for i in range(5)]
         await settled(listener, 5)
@@ -79,7 +79,7 @@ def test_connections_are_opened_ahead_of_need_in_an_open_loop_only(reserve: bool
 
 
 def test_requests_use_the_connections_opened_ahead() -> None:
-    async def scenario(pool: Pool, listener: Listener) -> None:
+    async def scenario(pool: ConnectionPool, listener: Listener) -> None:
         listener.mute = False
         await pool.prepare(3, reserve=False)
         await settled(listener, 3)

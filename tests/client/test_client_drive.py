@@ -19,7 +19,7 @@ import pytest
 from ebbench.client import ClientOptions, DriveResult, drive
 from ebbench.client.progress import Snapshot
 from ebbench.errors import UsageError
-from ebbench.fakeserver import Entry, FakeConfig, FakeServerProcess, parse_fault
+from ebbench.fakeserver import FakeConfig, FakeServerProcess, LedgerEntry, parse_fault
 from ebbench.records.plan import ClosedPhase
 from ebbench.records.schema import REQUESTS
 from ebbench.workloads import build_plan
@@ -65,7 +65,7 @@ def test_a_closed_loop_holds_its_concurrency_in_each_phase(workers: int) -> None
     assert set(intended[3:12]) <= set(column(result, "end_ns"))  # and later become free when a request ends
 
 
-def _most_at_once(entries: list[Entry]) -> int:
+def _most_at_once(entries: list[LedgerEntry]) -> int:
     """The most requests the server had open at a time, from its own ledger."""
     events = sorted([(e.received_ns, 1) for e in entries] + [(e.done_ns or 0, -1) for e in entries])
     return int(np.cumsum([step for _, step in events]).max())

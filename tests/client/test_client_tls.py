@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ebbench.client.probe import _distinct_models
+from ebbench.client.server_queries import _distinct_models
 from ebbench.errors import RunError, UsageError
 from ebbench.fakeserver.config import FakeConfig
 from ebbench.fakeserver.process import FakeServerProcess

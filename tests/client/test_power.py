@@ -21,8 +21,8 @@ from ebbench.client import drive, power, probe
 from ebbench.client.options import ClientOptions
 from ebbench.client.power import (
     NvmlGpus,
+    PowerReading,
     PowerSampler,
-    Reading,
     UnavailableError,
     announcement,
     between,
@@ -223,7 +223,7 @@ def test_energy_is_power_times_time(watts: list[float], first: float, second: fl
     for index, value in enumerate(watts):
         if index:
             energy += (watts[index - 1] + value) / 2 * 0.1
-        readings.append(Reading(index * NS // 10, value, energy))
+        readings.append(PowerReading(index * NS // 10, value, energy))
     length_ns = readings[-1].time_ns
     start_ns, end_ns = sorted((int(first * length_ns), int(second * length_ns)))
     counted, integrated = (

@@ -7,7 +7,7 @@ import pytest
 
 from ebbench.config.topology import PoolSpec, TopologySpec
 from ebbench.errors import UsageError
-from ebbench.simulation.transfer import Link, ReceiveStore, StoreFullError, TransferFabric
+from ebbench.simulation.transfer import ReceiveStore, StoreFullError, TransferFabric, TransferLink
 from tests.cluster.cluster_worlds import FixedAndToken, device, ns, plan, pools, run
 
 MS = 1_000_000
@@ -119,7 +119,7 @@ def test_unknown_kv_size_is_refused() -> None:
 
 
 def test_the_fabric_takes_memory_when_a_transfer_begins() -> None:
-    fabric = TransferFabric(Link(1e9, 0.0), 1, [ReceiveStore(2e6)], backpressure=False)
+    fabric = TransferFabric(TransferLink(1e9, 0.0), 1, [ReceiveStore(2e6)], backpressure=False)
     [first] = fabric.offer(0, 0, 0, 1e6, 0)
     assert fabric.offer(1, 0, 0, 1e6, 0) == []
     assert fabric.offer(2, 0, 0, 1e6, 0) == []

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ebbench.dispatch import DispatchRequest
-from ebbench.dispatch.allocate import ChunkPacking, Hit, Load, allocate_decode, no_hit, outlier_bound
+from ebbench.dispatch.allocate import ChunkPacking, DecodeLoad, Hit, allocate_decode, no_hit, outlier_bound
 from ebbench.dispatch.interval import AdaptiveInterval
 
 LENGTHS = st.lists(st.integers(1, 5000), max_size=12)
@@ -132,7 +132,7 @@ def test_decode_allocation_masks_outliers_and_takes_the_least_batch_then_kv(
         expected.append((request, chosen))
         state[chosen][0] += 1
         state[chosen][1] += request.total_tokens
-    assert allocate_decode(requests(lengths), {i: Load(*load) for i, load in enumerate(loads)}) == expected
+    assert allocate_decode(requests(lengths), {i: DecodeLoad(*load) for i, load in enumerate(loads)}) == expected
 
 
 @given(st.lists(st.integers(0, 10**6), min_size=1, max_size=20))
@@ -142,7 +142,13 @@ def test_outlier_bound_is_numpys(kv: list[int]) -> None:
 
 
 def test_mask_off_leaves_the_least_batch() -> None:
-    loads = {0: Load(0, 10**6), 1: Load(1, 10), 2: Load(1, 11), 3: Load(1, 12), 4: Load(1, 13)}
+    loads = {
+        0: DecodeLoad(0, 10**6),
+        1: DecodeLoad(1, 10),
+        2: DecodeLoad(1, 11),
+        3: DecodeLoad(1, 12),
+        4: DecodeLoad(1, 13),
+    }
     request = requests([5])
     assert allocate_decode(request, loads)[0][1] == 1
     assert allocate_decode(request, loads, multiplier=math.inf)[0][1] == 0

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typer.testing import CliRunner, Result
 
 from ebbench.analysis.environment import ENVIRONMENT
-from ebbench.analysis.gate.units import MEASURED, Unit
+from ebbench.analysis.gate.units import MEASURED, GateUnit
 from ebbench.cli.main import app
 
 SMALL = (
@@ -24,7 +24,7 @@ def invoke(*args: object, env: dict[str, str] | None = None) -> Result:
     return CliRunner().invoke(app, [str(arg) for arg in args], env={"COLUMNS": "100"} | (env or {}))
 
 
-def unit(seed: int = 0, **changes: object) -> Unit:
+def unit(seed: int = 0, **changes: object) -> GateUnit:
     """A run of a real engine with round figures; ``tokens``, ``ttft`` and ``tpot`` change these."""
     figures: dict[str, float | None] = dict.fromkeys(MEASURED)
     figures |= {
@@ -32,7 +32,7 @@ def unit(seed: int = 0, **changes: object) -> Unit:
         "median_ttft_ms": float(changes.pop("ttft", 100.0)),  # type: ignore[arg-type]
         "median_tpot_ms": float(changes.pop("tpot", 10.0)),  # type: ignore[arg-type]
     }
-    plain = Unit(
+    plain = GateUnit(
         environment=dict.fromkeys(ENVIRONMENT, "") | ENVIRONMENT_HERE,
         policy="v1",
         plan_hash=f"plan-{seed}",
@@ -45,7 +45,7 @@ def unit(seed: int = 0, **changes: object) -> Unit:
     return replace(plain, **changes)  # type: ignore[arg-type]
 
 
-def side(losses: Sequence[float], figure: str = "tokens", **changes: object) -> list[Unit]:
+def side(losses: Sequence[float], figure: str = "tokens", **changes: object) -> list[GateUnit]:
     """Units whose figure is worse than :func:`unit`'s by the given factors minus one, one a seed."""
     base = {"tokens": 1_000.0, "ttft": 100.0, "tpot": 10.0}[figure]
     values = [base / (1 + loss) if figure == "tokens" else base * (1 + loss) for loss in losses]

@@ -9,7 +9,7 @@ import pytest
 
 from ebbench.analysis.gate.baselines import save_baseline, stored_units
 from ebbench.analysis.gate.margins import parse_margins
-from ebbench.analysis.gate.units import Unit
+from ebbench.analysis.gate.units import GateUnit
 from ebbench.analysis.gate.verdict import Rules, judge, pair_units
 from ebbench.errors import DataError, UnknownNameError, UsageError
 from ebbench.records import files
@@ -19,7 +19,7 @@ SAME = [0.0] * 6
 NOISE = [0.004, -0.003, 0.002, -0.005, 0.001, -0.002]
 
 
-def verdict(candidate: list[Unit], rules: Rules | None = None) -> tuple[str, str]:
+def verdict(candidate: list[GateUnit], rules: Rules | None = None) -> tuple[str, str]:
     found = judge(pair_units(side(SAME[: len(candidate)]), candidate), rules or Rules())
     return found.outcome, found.reason
 
@@ -82,7 +82,7 @@ def test_holm_counts_only_figures_that_are_defined() -> None:
 
 
 def test_advisory_figures_are_shown_and_never_decide() -> None:
-    def with_tail(units: list[Unit], p99: float) -> list[Unit]:
+    def with_tail(units: list[GateUnit], p99: float) -> list[GateUnit]:
         return [replace(u, figures={**u.figures, "p99_ttft_ms": p99, "request_goodput": 1000 / p99}) for u in units]
 
     found = judge(pair_units(with_tail(side(SAME), 100.0), with_tail(side(SAME), 300.0)))
@@ -93,7 +93,7 @@ def test_advisory_figures_are_shown_and_never_decide() -> None:
 
 
 def test_goodput_under_different_limits_is_not_compared() -> None:
-    def limited(units: list[Unit], slo: str) -> list[Unit]:
+    def limited(units: list[GateUnit], slo: str) -> list[GateUnit]:
         return [replace(u, figures={**u.figures, "request_goodput": 5.0}, slo=slo) for u in units]
 
     found = judge(pair_units(limited(side(SAME), "ttft:100"), limited(side(SAME), "ttft:200")))
@@ -215,7 +215,7 @@ def test_a_gated_figure_that_only_some_runs_have_keeps_the_gate_open() -> None:
     assert judge(pair_units(side(SAME), slower)).outcome == "fail"
 
 
-def stripped(one: Unit, tpot: float | None) -> Unit:
+def stripped(one: GateUnit, tpot: float | None) -> GateUnit:
     return replace(one, figures={**one.figures, "median_tpot_ms": tpot})
 
 

@@ -10,7 +10,7 @@ from xml.etree import ElementTree as Xml
 import pytest
 
 from ebbench.analysis.gate.margins import parse_figures
-from ebbench.analysis.gate.units import LABELS, MEASURED, NAMES, Unit, load_units
+from ebbench.analysis.gate.units import LABELS, MEASURED, NAMES, GateUnit, load_units
 from ebbench.analysis.gate.verdict import GATED, Rules, judge, pair_units
 from ebbench.errors import UsageError
 from tests.gate.gate_data import SMALL, invoke, side
@@ -90,7 +90,7 @@ def test_every_figure_has_a_name_a_label_and_a_value(nine: Path) -> None:
     assert first.figures["request_goodput"] == first.figures["request_throughput"]
 
 
-def with_tail(units: list[Unit], p99: float) -> list[Unit]:
+def with_tail(units: list[GateUnit], p99: float) -> list[GateUnit]:
     return [replace(u, figures={**u.figures, "p99_ttft_ms": p99}) for u in units]
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from ebbench.cli.sweep import PoolFlags, pool_of
 from ebbench.runs.ray_pool import RayCluster
-from ebbench.sweep.drive import Progress, run_sweep
+from ebbench.sweep.drive import SweepProgress, run_sweep
 from ebbench.sweep.spec import load_sweep
 from ebbench.sweep.store import SweepStore
 from tests.processes.process_tree import assert_gone, descendants, wait_until
@@ -105,7 +105,7 @@ def test_a_lost_node_costs_no_finished_cell(cluster: object, tmp_path: Path) -> 
     sweep, store = load_sweep(spec), SweepStore(tmp_path / "out")
     lost: list[int] = []
 
-    def report(progress: Progress) -> None:
+    def report(progress: SweepProgress) -> None:
         if progress.done == 4 and not lost:
             before = list((tmp_path / "out" / "cells").glob("*/cell.json"))
             cluster.remove_node(cluster.nodes.pop(), allow_graceful=False)  # type: ignore[attr-defined]

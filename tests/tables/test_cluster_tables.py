@@ -15,7 +15,7 @@ from ebbench.analysis.pools import pool_figures
 from ebbench.cli.main import app
 from ebbench.engines.base import EngineResult
 from ebbench.papers.eb.table19_20 import explained
-from ebbench.papers.staggered.curves import SHARES, SHORT_3K, Curve, capacity_rps, prefill_cell
+from ebbench.papers.staggered.curves import SHARES, SHORT_3K, FiguresOverLoad, capacity_rps, prefill_cell
 from ebbench.papers.staggered.deployment import MODEL, UNIT, deployed, pass_s
 from ebbench.papers.table import PaperOptions
 from ebbench.records.manifest import plan_hash
@@ -121,12 +121,12 @@ class Made(RunStore):
 
 
 def test_curves_are_straight_between_two_loads_and_know_their_peak(tmp_path: Path) -> None:
-    curve = Curve(PaperOptions(), Made(tmp_path), SHORT_3K, "sbs")
+    curve = FiguresOverLoad(PaperOptions(), Made(tmp_path), SHORT_3K, "sbs")
     assert curve.at("mean_ttft_ms", 0.4125, 1e-3) == pytest.approx(0.4125, abs=1e-4)
     assert curve.peak(0.8) == pytest.approx(0.8, abs=1e-4)
     assert curve.peak(SHARES[-1] + 0.1) is None
     assert curve.at("mean_ttft_ms", 1.5) is None
-    assert Curve(PaperOptions(), RunStore(tmp_path / "none"), SHORT_3K, "sbs").peak(0.8) is None
+    assert FiguresOverLoad(PaperOptions(), RunStore(tmp_path / "none"), SHORT_3K, "sbs").peak(0.8) is None
     assert (
         prefill_cell(PaperOptions(), SHORT_3K, "sbs", 0.5).key()
         != prefill_cell(PaperOptions(), SHORT_3K, "sbs", 0.525).key()

@@ -12,8 +12,8 @@ from ebbench.cli.main import app
 from ebbench.records.manifest import Manifest
 from ebbench.records.run import Run
 from ebbench.validation import drive
-from ebbench.validation.drive import Budget, fitted_schedule, validate
-from ebbench.validation.question import Question
+from ebbench.validation.drive import TimeBudget, fitted_schedule, validate
+from ebbench.validation.question import ValidationQuestion
 
 SMALL = [
     "--model", "qwen3-8b", "--engine", "sim", "--device", "rtx-pro-6000", "--tokens", "64,256,1024", "--seqs", "2,16",
@@ -67,11 +67,11 @@ def test_the_manifest_names_the_machine_and_every_call(done: tuple[Result, Path]
     assert call["load_average"]
 
 
-def question() -> Question:
+def question() -> ValidationQuestion:
     from ebbench.calibration.measure import ProbeGrid
 
     grid = ProbeGrid((64, 256, 1024), (2, 16), (64, 256))
-    return Question("qwen3-8b", grid, (4, 12), ("v1", "eb"), 2, 100, 40, "sim", "rtx-pro-6000")
+    return ValidationQuestion("qwen3-8b", grid, (4, 12), ("v1", "eb"), 2, 100, 40, "sim", "rtx-pro-6000")
 
 
 def test_a_validation_that_was_stopped_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,18 +86,18 @@ def test_a_validation_that_was_stopped_goes_on(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr(drive, "_measure_policy", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        validate(question(), tmp_path, Budget(600.0), lambda _text: None)
+        validate(question(), tmp_path, TimeBudget(600.0), lambda _text: None)
     stamps = {path: path.stat().st_mtime_ns for path in tmp_path.glob("measured/*/manifest.json")}
     assert len(stamps) == 4
     monkeypatch.setattr(drive, "_measure_policy", whole)
-    outcomes = validate(question(), tmp_path, Budget(600.0), lambda _text: None)
+    outcomes = validate(question(), tmp_path, TimeBudget(600.0), lambda _text: None)
     assert len(outcomes.observations) == outcomes.planned == 8
     assert not outcomes.stopped
     assert all(path.stat().st_mtime_ns == stamp for path, stamp in stamps.items())
 
 
 def test_nothing_is_started_that_would_not_end_in_time(tmp_path: Path) -> None:
-    outcomes = validate(question(), tmp_path, Budget(-1.0), lambda _text: None)
+    outcomes = validate(question(), tmp_path, TimeBudget(-1.0), lambda _text: None)
     assert outcomes.stopped
     assert outcomes.observations == ()
 
@@ -105,11 +105,11 @@ def test_nothing_is_started_that_would_not_end_in_time(tmp_path: Path) -> None:
 def test_settings_of_the_measurement_reach_its_runs() -> None:
     from dataclasses import replace
 
-    from ebbench.validation.question import Setting, StepTimes, measured_cell, predicted_cell
+    from ebbench.validation.question import PlannedRun, StepTimes, measured_cell, predicted_cell
 
     asked = replace(question(), engine="vllm", device=None, lag_limit_ms=200.0, vllm_options=("--load-format", "dummy"))
     steps = StepTimes(Path("p.toml"), Path("c.json"), 10_000, 8, 1.0, 10, 1.0, 1.0, None, 0.0, 5.0, 9.0)
-    real, simulated = (make(asked, steps, Setting("eb", 1, 1), 50) for make in (measured_cell, predicted_cell))
+    real, simulated = (make(asked, steps, PlannedRun("eb", 1, 1), 50) for make in (measured_cell, predicted_cell))
     assert dict(real.client) == {"lag_limit_ms": 200.0}
     assert real.vllm_options == ("--load-format", "dummy")
     assert (real.calibration, simulated.device) == ("c.json", "p.toml")
@@ -124,16 +124,18 @@ def test_nothing_is_predicted_from_other_step_times(tmp_path: Path) -> None:
 
     from ebbench.errors import RunError
     from ebbench.validation.drive import _check_device
-    from ebbench.validation.question import Setting, measured_cell
+    from ebbench.validation.question import PlannedRun, measured_cell
     from ebbench.validation.steps import stored_step_times
 
-    validate(question(), tmp_path, Budget(-1.0), lambda _text: None)
+    validate(question(), tmp_path, TimeBudget(-1.0), lambda _text: None)
     steps = stored_step_times(tmp_path / "steps")
-    _check_device(replace(measured_cell(question(), steps, Setting("v1", 0, 0), 9), device=str(steps.profile)))
+    _check_device(replace(measured_cell(question(), steps, PlannedRun("v1", 0, 0), 9), device=str(steps.profile)))
     with pytest.raises(RunError, match="no measured step times of qwen3-14b"):
         _check_device(
             replace(
-                measured_cell(question(), steps, Setting("v1", 0, 0), 9), device=str(steps.profile), model="qwen3-14b"
+                measured_cell(question(), steps, PlannedRun("v1", 0, 0), 9),
+                device=str(steps.profile),
+                model="qwen3-14b",
             )
         )
 

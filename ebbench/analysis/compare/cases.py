@@ -25,7 +25,7 @@ NAMES: Mapping[str, str] = {
 
 
 @dataclass(frozen=True)
-class Case:
+class ComparisonCase:
     """The runs of one load in one environment, one group per policy.
 
     ``title`` names what distinguishes the case from the other cases (empty for a single case); ``apart`` has the names
@@ -50,7 +50,7 @@ class Case:
 
 def cases_of(
     summaries: Sequence[Summary], explanations: Sequence[Explanation] = (), phases: Sequence[Summary] = ()
-) -> tuple[Case, ...]:
+) -> tuple[ComparisonCase, ...]:
     """Cases in the order of their first runs; in each case the baseline comes first.
 
     ``explanations`` is empty or has one entry per summary.
@@ -68,7 +68,9 @@ def cases_of(
             group_by_policy(own, [explanations[place] for place in places] if explanations else ())
         )
         cases.append(
-            Case(title, groups, tuple(phase for phase in phases if phase.run_dir in directories), tuple(apart))
+            ComparisonCase(
+                title, groups, tuple(phase for phase in phases if phase.run_dir in directories), tuple(apart)
+            )
         )
     return tuple(cases)
 
@@ -142,7 +144,7 @@ def _worded(name: str, text: str, *, complete: bool) -> str:
     return f"{NAMES.get(name, name)} {text}".strip()
 
 
-def by_phase(case: Case) -> list[tuple[str, tuple[Group, ...]]]:
+def by_phase(case: ComparisonCase) -> list[tuple[str, tuple[Group, ...]]]:
     """The phases of a case in order, each with its groups."""
     names = dict.fromkeys(summary.phase for summary in case.phases)
     return [(name, group_by_policy([one for one in case.phases if one.phase == name])) for name in names]

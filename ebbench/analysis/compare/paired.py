@@ -17,7 +17,7 @@ from ebbench.analysis.compare.cases import partition
 from ebbench.analysis.compare.certainty import ALPHA, pairs_needed, two_sided_p
 from ebbench.analysis.compare.policies import TIE, alike
 from ebbench.analysis.environment import differences
-from ebbench.analysis.gate.units import FIGURES, Unit, load_units
+from ebbench.analysis.gate.units import FIGURES, GateUnit, load_units
 from ebbench.analysis.gate.verdict import GATED, Pair, losses_of, measured_somewhere, pair_units, repeated_until_clear
 from ebbench.analysis.sequential import confidence_sequence
 from ebbench.analysis.statistics import detectable_loss, holm, paired_t
@@ -63,11 +63,11 @@ class PolicyContrasts:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class PairedComparison:
     """The baseline, its runs, and the other policies. ``title`` distinguishes the case from other cases."""
 
     baseline: str
-    units: tuple[Unit, ...]
+    units: tuple[GateUnit, ...]
     others: tuple[PolicyContrasts, ...]
     title: str = ""
 
@@ -76,25 +76,25 @@ class Comparison:
 class Compared:
     """One comparison per load and environment. ``alone``: cases without a second policy or without a baseline."""
 
-    comparisons: tuple[Comparison, ...]
+    comparisons: tuple[PairedComparison, ...]
     alone: tuple[str, ...] = ()
 
 
-def load_groups(paths: Sequence[Path]) -> dict[str, list[Unit]]:
+def load_groups(paths: Sequence[Path]) -> dict[str, list[GateUnit]]:
     """Units by policy, in the order given; a policy that several arguments name is one group per argument.
 
     Raises DataError if a run is missing, damaged or INVALID.
     """
-    found: dict[tuple[str, int], list[Unit]] = {}
+    found: dict[tuple[str, int], list[GateUnit]] = {}
     for place, path in enumerate(paths):
         for unit in load_units([path]):
             found.setdefault((unit.policy, place), []).append(unit)
     return _merged(found, paths)
 
 
-def _merged(found: Mapping[tuple[str, int], list[Unit]], paths: Sequence[Path]) -> dict[str, list[Unit]]:
+def _merged(found: Mapping[tuple[str, int], list[GateUnit]], paths: Sequence[Path]) -> dict[str, list[GateUnit]]:
     """Merge arguments that hold different plans of one policy; if a plan occurs twice, they stay separate groups."""
-    groups: dict[str, list[Unit]] = {}
+    groups: dict[str, list[GateUnit]] = {}
     for (policy, place), units in found.items():
         held = groups.get(policy, [])
         repeated = {unit.plan_hash for unit in held} & {unit.plan_hash for unit in units}
@@ -112,7 +112,7 @@ def _label(policy: str, path: Path, taken: Collection[str]) -> str:
 
 
 def compare_cases(
-    groups: Mapping[str, Sequence[Unit]], baseline: str | None = None, allowed: Sequence[str] = ()
+    groups: Mapping[str, Sequence[GateUnit]], baseline: str | None = None, allowed: Sequence[str] = ()
 ) -> Compared:
     """:func:`compare` for every load and environment among the units.
 
@@ -123,7 +123,7 @@ def compare_cases(
     parts = partition(members, conditions, [(unit.seed, unit.plan_hash) for _, unit in members])
     found, alone = [], []
     for title, part in parts:
-        held: dict[str, list[Unit]] = {}
+        held: dict[str, list[GateUnit]] = {}
         for label, unit in part:
             held.setdefault(label, []).append(unit)
         if len(held) < 2 or (baseline is not None and baseline in groups and baseline not in held):
@@ -135,15 +135,15 @@ def compare_cases(
     return Compared(tuple(found), tuple(alone))
 
 
-def _conditions(unit: Unit, allowed: Sequence[str]) -> dict[str, str]:
+def _conditions(unit: GateUnit, allowed: Sequence[str]) -> dict[str, str]:
     options = json.loads(unit.environment.get("options") or "{}") if "options" in allowed else {}
     given = unit.conditions or {**unit.environment, "load": unit.load}
     return {name: text for name, text in given.items() if name not in allowed and name not in options}
 
 
 def compare(
-    groups: Mapping[str, Sequence[Unit]], baseline: str | None = None, allowed: Sequence[str] = ()
-) -> Comparison:
+    groups: Mapping[str, Sequence[GateUnit]], baseline: str | None = None, allowed: Sequence[str] = ()
+) -> PairedComparison:
     """Compare every group with the baseline (default: ``v1``, else the first).
 
     Raises DataError if there are fewer than two groups or if the runs differ in environment or plan (the message names
@@ -156,10 +156,10 @@ def compare(
         raise UnknownNameError("baseline", chosen, groups)
     others = {label: units for label, units in groups.items() if label != chosen}
     found = [_policy_contrasts(label, pair_units(groups[chosen], units, allowed)) for label, units in others.items()]
-    return Comparison(chosen, tuple(groups[chosen]), tuple(_adjusted(found)))
+    return PairedComparison(chosen, tuple(groups[chosen]), tuple(_adjusted(found)))
 
 
-def _why_alone(groups: Mapping[str, Sequence[Unit]], allowed: Sequence[str]) -> str:
+def _why_alone(groups: Mapping[str, Sequence[GateUnit]], allowed: Sequence[str]) -> str:
     """Why nothing can be compared: runs of one policy differ in environment or plan, or there is only one policy."""
     only, units = next(iter(groups.items()), ("nothing", ()))
     for unit in units[1:]:
@@ -236,7 +236,7 @@ def _decisive(contrast: Contrast) -> bool:
     return contrast.p is not None and contrast.figure in GATED
 
 
-def pairs_needed_by(comparison: Comparison) -> int:
+def pairs_needed_by(comparison: PairedComparison) -> int:
     """Least number of pairs with which the comparison can show a difference."""
     tests = sum(contrast.figure in GATED for c in comparison.others for contrast in c.contrasts)
     return pairs_needed(tests)

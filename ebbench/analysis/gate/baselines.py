@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 
 from ebbench.analysis.environment import ENVIRONMENT, differences
-from ebbench.analysis.gate.units import FIGURES, MEASURED, Unit
+from ebbench.analysis.gate.units import FIGURES, MEASURED, GateUnit
 from ebbench.errors import DataError
 from ebbench.records import files
 
@@ -35,7 +35,7 @@ LATER = frozenset({"load", "until_clear", *MEASURED}) - frozenset(FIGURES)
 """Columns that older files lack; their rows have no known load or ``until_clear``, and none of these figures."""
 
 
-def save_baseline(units: Sequence[Unit], path: Path) -> int:
+def save_baseline(units: Sequence[GateUnit], path: Path) -> int:
     """Store units as the baseline of their environments and policies; returns the number of rows in the file.
 
     Rows of the same environment, policy and load are replaced, all others stay. Rows of an unknown load are replaced if
@@ -51,13 +51,13 @@ def save_baseline(units: Sequence[Unit], path: Path) -> int:
     return len(rows)
 
 
-def _key(unit: Unit) -> tuple[str, str, str]:
+def _key(unit: GateUnit) -> tuple[str, str, str]:
     return unit.configuration_hash, unit.policy, unit.load
 
 
 def stored_units(
-    path: Path, candidates: Sequence[Unit], allowed: Sequence[str] = (), policy: str | None = None
-) -> list[Unit]:
+    path: Path, candidates: Sequence[GateUnit], allowed: Sequence[str] = (), policy: str | None = None
+) -> list[GateUnit]:
     """The baseline for the candidates' environment and load: of ``policy``, else of their policy or the only stored
     one.
 
@@ -80,24 +80,24 @@ def stored_units(
     return chosen
 
 
-def _of_load(units: Sequence[Unit], loads: Sequence[str]) -> list[Unit]:
+def _of_load(units: Sequence[GateUnit], loads: Sequence[str]) -> list[GateUnit]:
     """Units of these loads; without any, those of unknown load, which are matched by plan later."""
     return [unit for unit in units if unit.load in loads] or [unit for unit in units if not unit.load]
 
 
-def _of_one_environment(units: Sequence[Unit], candidate: Unit) -> list[Unit]:
+def _of_one_environment(units: Sequence[GateUnit], candidate: GateUnit) -> list[GateUnit]:
     own = candidate.configuration_hash
     if all(unit.configuration_hash != own for unit in units):
         own = max(units, key=lambda unit: unit.anchor_unix_ns).configuration_hash
     return [unit for unit in units if unit.configuration_hash == own]
 
 
-def _nearest(stored: Sequence[Unit], candidate: Unit, allowed: Sequence[str]) -> str:
+def _nearest(stored: Sequence[GateUnit], candidate: GateUnit, allowed: Sequence[str]) -> str:
     found = sorted((differences(unit.environment, candidate.environment, allowed) for unit in stored), key=len)
     return f"; the nearest differs in {'; '.join(found[0])}" if found else "; the file is empty"
 
 
-def _read(path: Path) -> list[Unit]:
+def _read(path: Path) -> list[GateUnit]:
     if not path.exists():
         raise DataError(f"{path}: no such baseline; store one with: ebbench gate --save-baseline {path} RUN...")
     table = files.read_table(path)
@@ -107,7 +107,7 @@ def _read(path: Path) -> list[Unit]:
     return [_unit(row) for row in table.to_pylist()]
 
 
-def _row(unit: Unit) -> dict[str, Any]:
+def _row(unit: GateUnit) -> dict[str, Any]:
     return {
         "configuration_hash": unit.configuration_hash,
         **{name: unit.environment.get(name, "") for name in ENVIRONMENT},
@@ -121,8 +121,8 @@ def _row(unit: Unit) -> dict[str, Any]:
 _PLAIN = ("policy", "plan_hash", "seed", "virtual", "anchor_unix_ns", "run", "slo")
 
 
-def _unit(row: dict[str, Any]) -> Unit:
-    unit = Unit(
+def _unit(row: dict[str, Any]) -> GateUnit:
+    unit = GateUnit(
         environment={name: row[name] for name in ENVIRONMENT},
         figures={name: row.get(name) for name in MEASURED},
         load=row.get("load") or "",

@@ -23,7 +23,7 @@ from functools import cache
 import numpy as np
 
 from ebbench.analysis.columns import RequestColumns
-from ebbench.analysis.gate.units import Unit, figures_of
+from ebbench.analysis.gate.units import GateUnit, figures_of
 from ebbench.analysis.gate.verdict import DEFAULT_RULES, MAX_PAIRS, Outcome, Pair, Rules, judge, pairs_needed
 from ebbench.analysis.metrics import measure
 from ebbench.analysis.sequential import evidence
@@ -82,7 +82,7 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class Tally:
+class TrialTally:
     """Outcomes of all trials of one design; ``pairs``: pairs used per trial."""
 
     design: Design
@@ -105,10 +105,10 @@ class Tally:
 class SelfTest:
     """Trials of equal sides under each noise and of slow-downs under the first, with fixed and sequential rules."""
 
-    equal: tuple[Tally, ...]
-    slowed: tuple[Tally, ...]
-    equal_sequential: tuple[Tally, ...] = ()
-    slowed_sequential: tuple[Tally, ...] = ()
+    equal: tuple[TrialTally, ...]
+    slowed: tuple[TrialTally, ...]
+    equal_sequential: tuple[TrialTally, ...] = ()
+    slowed_sequential: tuple[TrialTally, ...] = ()
 
 
 def run_self_test(
@@ -139,7 +139,7 @@ def run_self_test(
     seeds = itertools.count(seed, 1_000_000)
     every, done = sum(len(group) for group in designs), itertools.count(1)
 
-    def tally(design: Design, count: int) -> Tally:
+    def tally(design: Design, count: int) -> TrialTally:
         found = _tally(tried, design, count, next(seeds))
         say(f"{next(done)} of {every}: {design}: {found.failed} of {count} failed, {found.passed} passed")
         return found
@@ -190,7 +190,7 @@ def _pair(design: Design, index: int, seed: int, drawn: np.random.Generator) -> 
     order = (0.0, design.slowdown) if index % 2 == 0 else (design.slowdown, 0.0)
     figures = [_restart(design.noise, slowdown, 2 * index + place, plan, drawn) for place, slowdown in enumerate(order)]
     sides = [
-        Unit({}, "v1", str(plan_seed), plan_seed, False, 2 * index + place, "", found)
+        GateUnit({}, "v1", str(plan_seed), plan_seed, False, 2 * index + place, "", found)
         for place, found in enumerate(figures)
     ]
     return Pair(*sides) if index % 2 == 0 else Pair(sides[1], sides[0])
@@ -249,13 +249,13 @@ def _device() -> Device:
     return load_device("rtx-pro-6000", "qwen3-8b", max_num_seqs=32, max_num_batched_tokens=2048)
 
 
-def _tally(tried: Try, design: Design, count: int, seed: int) -> Tally:
+def _tally(tried: Try, design: Design, count: int, seed: int) -> TrialTally:
     trials = list(tried([(design, each) for each in range(seed, seed + count)]))
     outcomes = [each.outcome for each in trials]
     pairs = tuple(each.pairs for each in trials)
-    return Tally(design, outcomes.count("fail"), outcomes.count("pass"), outcomes.count("inconclusive"), pairs)
+    return TrialTally(design, outcomes.count("fail"), outcomes.count("pass"), outcomes.count("inconclusive"), pairs)
 
 
-def false_alarms(tallies: Sequence[Tally]) -> float:
+def false_alarms(tallies: Sequence[TrialTally]) -> float:
     """The highest share of failed trials of equal sides."""
     return max(tally.share("fail") for tally in tallies)

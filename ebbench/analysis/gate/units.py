@@ -51,7 +51,7 @@ HIGHER_IS_BETTER = frozenset(RATES.values())
 
 
 @dataclass(frozen=True)
-class Unit:
+class GateUnit:
     """One restart of a real engine, or one seeded simulation. A figure is None if undefined.
 
     ``load``: number and rate of sessions in words. ``lengths``: hash of the plan's lengths and arrivals, which alone
@@ -83,7 +83,7 @@ class Unit:
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-def load_units(paths: Sequence[Path]) -> list[Unit]:
+def load_units(paths: Sequence[Path]) -> list[GateUnit]:
     """Units of the runs among ``paths`` (run directories or directories of runs), oldest first.
 
     Raises DataError if there is no run, or if one is unreadable or INVALID.
@@ -94,14 +94,14 @@ def load_units(paths: Sequence[Path]) -> list[Unit]:
     return sorted(units, key=lambda unit: (unit.seed, unit.anchor_unix_ns, unit.run))
 
 
-def unit_of(run: Run) -> Unit:
+def unit_of(run: Run) -> GateUnit:
     """Reduce a run to a unit. Raises DataError if it is INVALID: such a run is shown, but not compared or gated."""
     manifest = run.manifest
     if not manifest.valid:
         raise DataError(f"{run.path}: INVALID run ({'; '.join(manifest.reasons)}); measure it again")
     summary = summarise(run)
     steady = summary.metrics.steady
-    return Unit(
+    return GateUnit(
         environment=summary.environment,
         policy=manifest.policy,
         plan_hash=manifest.plan_hash,
@@ -143,7 +143,7 @@ def figures_of(metrics: Metrics) -> dict[str, float | None]:
     return {figure: found[figure] for figure in MEASURED}
 
 
-def of_policy(units: Sequence[Unit], policy: str, side: str) -> list[Unit]:
+def of_policy(units: Sequence[GateUnit], policy: str, side: str) -> list[GateUnit]:
     """The units of one policy. Raises UnknownNameError, naming the existing ones, if there is none."""
     found = [unit for unit in units if unit.policy == policy]
     if not found:
@@ -151,7 +151,7 @@ def of_policy(units: Sequence[Unit], policy: str, side: str) -> list[Unit]:
     return found
 
 
-def require_one_environment(units: Sequence[Unit], allowed: Sequence[str], side: str) -> None:
+def require_one_environment(units: Sequence[GateUnit], allowed: Sequence[str], side: str) -> None:
     """Raise DataError, naming the differing keys, if the units of one side differ in environment or policy."""
     first = units[0]
     for unit in units[1:]:

@@ -21,9 +21,9 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from ebbench.analysis.environment import differences
-from ebbench.analysis.gate.units import FIGURES, HIGHER_IS_BETTER, LABELS, NAMES, Unit, require_one_environment
+from ebbench.analysis.gate.units import FIGURES, HIGHER_IS_BETTER, LABELS, NAMES, GateUnit, require_one_environment
 from ebbench.analysis.sequential import anytime_p, confidence_sequence
-from ebbench.analysis.statistics import Interval, detectable_loss, holm, paired_t, pairs_to_pass, sign_flip_p
+from ebbench.analysis.statistics import PairedInterval, detectable_loss, holm, paired_t, pairs_to_pass, sign_flip_p
 from ebbench.errors import DataError, UsageError
 
 Outcome = Literal["pass", "fail", "inconclusive"]
@@ -69,8 +69,8 @@ DEFAULT_RULES = Rules()
 class Pair:
     """Baseline and candidate on the same plan. ``copies``: number of other pairs left out as copies of it."""
 
-    baseline: Unit
-    candidate: Unit
+    baseline: GateUnit
+    candidate: GateUnit
     copies: int = field(default=0, kw_only=True)
 
     @property
@@ -112,7 +112,7 @@ class Verdict:
     notes: tuple[str, ...] = ()
 
 
-def pair_units(baseline: Sequence[Unit], candidate: Sequence[Unit], allowed: Sequence[str] = ()) -> list[Pair]:
+def pair_units(baseline: Sequence[GateUnit], candidate: Sequence[GateUnit], allowed: Sequence[str] = ()) -> list[Pair]:
     """Pair units of the same plan, in order of time if a plan was run several times.
 
     Raises DataError if the sides differ in environment or plans, or if one side mixes several. Left out: runs in excess
@@ -142,8 +142,8 @@ def _measured(pairs: Sequence[Pair]) -> list[Pair]:
     return kept
 
 
-def _by_plan(units: Sequence[Unit]) -> dict[str, list[Unit]]:
-    plans: dict[str, list[Unit]] = {}
+def _by_plan(units: Sequence[GateUnit]) -> dict[str, list[GateUnit]]:
+    plans: dict[str, list[GateUnit]] = {}
     for unit in sorted(units, key=lambda unit: (unit.seed, unit.anchor_unix_ns)):
         held = plans.setdefault(unit.plan_hash, [])
         if not (unit.virtual and held):
@@ -151,7 +151,7 @@ def _by_plan(units: Sequence[Unit]) -> dict[str, list[Unit]]:
     return plans
 
 
-def _require_same_plans(ours: Mapping[str, Sequence[Unit]], theirs: Mapping[str, Sequence[Unit]]) -> None:
+def _require_same_plans(ours: Mapping[str, Sequence[GateUnit]], theirs: Mapping[str, Sequence[GateUnit]]) -> None:
     for one, other, side in ((ours, theirs, "candidate"), (theirs, ours, "baseline")):
         lonely = [units[0] for plan, units in one.items() if plan not in other]
         if lonely:
@@ -269,7 +269,7 @@ def _judged(
     )
 
 
-def _outcome(interval: Interval, p_adjusted: float, margin: float, alpha: float) -> Outcome:
+def _outcome(interval: PairedInterval, p_adjusted: float, margin: float, alpha: float) -> Outcome:
     if p_adjusted <= alpha and interval.mean >= margin:
         return "fail"
     return "pass" if interval.high < margin else "inconclusive"

@@ -27,7 +27,7 @@ _POOLS_NOTE = (
 )
 
 
-class Choice(NamedTuple):
+class PolicyOnTopology(NamedTuple):
     """A topology and the policy of its instances."""
 
     title: str
@@ -36,7 +36,13 @@ class Choice(NamedTuple):
 
 
 def _cell(
-    options: PaperOptions, device: str, choice: Choice, count: int, concurrency: int, workload: str, **plan: Any
+    options: PaperOptions,
+    device: str,
+    choice: PolicyOnTopology,
+    count: int,
+    concurrency: int,
+    workload: str,
+    **plan: Any,
 ) -> Cell:
     model = options.model()
     return simulated(
@@ -61,10 +67,10 @@ def value_or_oom(found: Measured | None, key: str, scale: float = 1.0) -> Value:
 
 CONCURRENCY19 = (64, 512, 2048)
 _TWO = {
-    "v1_dp2": Choice("v1, DP=2", "dp=2", "v1"),
-    "ebplus_dp2": Choice("EB+, DP=2", "dp=2", "ebplus"),
-    "disagg_1p1d": Choice("1P+1D", "1p1d", "v1"),
-    "early": Choice("1P+1D, copies dropped early", "1p1d-early", "v1"),
+    "v1_dp2": PolicyOnTopology("v1, DP=2", "dp=2", "v1"),
+    "ebplus_dp2": PolicyOnTopology("EB+, DP=2", "dp=2", "ebplus"),
+    "disagg_1p1d": PolicyOnTopology("1P+1D", "1p1d", "v1"),
+    "early": PolicyOnTopology("1P+1D, copies dropped early", "1p1d-early", "v1"),
 }
 
 
@@ -125,18 +131,18 @@ def _document19(options: PaperOptions, store: RunStore) -> Document:
 
 CONCURRENCY20 = (128, 256, 512)
 _FOUR = (
-    Choice("v1, DP=4", "dp=4", "v1"),
-    Choice("EB+, DP=4", "dp=4", "ebplus"),
-    Choice("1P+3D", "1p3d", "v1"),
-    Choice("2P+2D", "2p2d", "v1"),
-    Choice("3P+1D", "3p1d", "v1"),
+    PolicyOnTopology("v1, DP=4", "dp=4", "v1"),
+    PolicyOnTopology("EB+, DP=4", "dp=4", "ebplus"),
+    PolicyOnTopology("1P+3D", "1p3d", "v1"),
+    PolicyOnTopology("2P+2D", "2p2d", "v1"),
+    PolicyOnTopology("3P+1D", "3p1d", "v1"),
 )
 _MIXES = ("prefill-heavy", "balanced", "decode-heavy")
 NEAR = 0.98
 STARVED = 0.9  # a prefill pool that is busy for a smaller share of the time waits for requests
 
 
-def _cell20(options: PaperOptions, device: str, choice: Choice, mix: str, concurrency: int) -> Cell:
+def _cell20(options: PaperOptions, device: str, choice: PolicyOnTopology, mix: str, concurrency: int) -> Cell:
     return _cell(options, device, choice, 2000, concurrency, mix)
 
 

@@ -66,7 +66,7 @@ def prefill_cells(options: PaperOptions, setup: Setup) -> list[Cell]:
     return [prefill_cell(options, setup, dispatch, share) for dispatch in DISPATCH for share in SHARES]
 
 
-class Curve:
+class FiguresOverLoad:
     """Figures of one policy over the load, interpolated linearly between the runs."""
 
     def __init__(self, options: PaperOptions, store: RunStore, setup: Setup, dispatch: str) -> None:

@@ -12,7 +12,7 @@ from ebbench.papers.staggered.curves import (
     SHORT_3K,
     SHORT_5K,
     STAGGERED_PAPER,
-    Curve,
+    FiguresOverLoad,
     Setup,
     capacity_rps,
     prefill_cells,
@@ -90,7 +90,7 @@ def _figure6_cells(options: PaperOptions) -> list[Cell]:
     return [cell for setup in _FIGURE6 for cell in prefill_cells(options, setup)]
 
 
-def _base_peak(curves: dict[str, Curve], setup: Setup) -> float | None:
+def _base_peak(curves: dict[str, FiguresOverLoad], setup: Setup) -> float | None:
     """Peak of immediate dispatch: that of the better of its two policies."""
     peaks = [curves[name].peak(setup.ttft_limit_s) for name in IMMEDIATE]
     known = [peak for peak in peaks if peak is not None]
@@ -103,7 +103,7 @@ def _best(values: list[float | None]) -> float | None:
 
 
 def _figure6_section(options: PaperOptions, store: RunStore, setup: Setup) -> Section:
-    curves = {dispatch: Curve(options, store, setup, dispatch) for dispatch in DISPATCH}
+    curves = {dispatch: FiguresOverLoad(options, store, setup, dispatch) for dispatch in DISPATCH}
     peak = _base_peak(curves, setup)
     columns = (
         *labels("load"), Column("req/s"),
@@ -182,7 +182,7 @@ def _table1_section(
         Column("published", "change", "QPS vs off"),
         Column("ours", "change", "QPS vs off", True),
     )
-    curves = {dispatch: Curve(options, store, setup, dispatch) for _, dispatch in _ROWS1}
+    curves = {dispatch: FiguresOverLoad(options, store, setup, dispatch) for _, dispatch in _ROWS1}
     base = _base_peak(curves, setup)
     rows = []
     for batching, dispatch in _ROWS1:

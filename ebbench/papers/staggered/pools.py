@@ -17,13 +17,13 @@ REQUESTS = 6000
 _SETUPS = (SHORT_3K, LONG_16K)
 
 
-class _Pool(NamedTuple):
+class _PrefillPool(NamedTuple):
     title: str
     topology: str
 
 
 _POOLS = tuple(
-    _Pool(
+    _PrefillPool(
         f"{instances} x {units} unit{'s' if units > 1 else ''}", f"instances={instances},tp=4,dp={units},ep={4 * units}"
     )
     for instances in (1, 2, 6)
@@ -31,7 +31,7 @@ _POOLS = tuple(
 )
 
 
-def _cell(options: PaperOptions, setup: Setup, pool: _Pool, dispatch: str, load: float) -> Cell:
+def _cell(options: PaperOptions, setup: Setup, pool: _PrefillPool, dispatch: str, load: float) -> Cell:
     smaller = options if options.num_prompts else replace(options, num_prompts=REQUESTS)
     return prefill_cell(smaller, setup, dispatch, load, pool.topology)
 

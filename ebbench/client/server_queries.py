@@ -37,7 +37,7 @@ def _distinct_models(models: Mapping[str, Mapping[str, Any]]) -> list[str]:
     return list(first.values())
 
 
-class Probe:
+class ServerQueries:
     """Sends unmeasured requests to one server. Use as an asynchronous context manager."""
 
     def __init__(self, url: str, options: ClientOptions, environ: Mapping[str, str]) -> None:
@@ -52,7 +52,7 @@ class Probe:
             trust_env=options.transport != "direct",
         )  # fmt: skip
 
-    async def __aenter__(self) -> Probe:
+    async def __aenter__(self) -> ServerQueries:
         return self
 
     async def __aexit__(self, *_: object) -> None:
