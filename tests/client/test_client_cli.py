@@ -101,8 +101,8 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path: Path, interrupts: int) -> None
 
 
 def _wait_until_gone(group: int) -> None:
-    """Fail if a process of the group outlives its leader by more than some seconds."""
-    deadline = time.monotonic() + 10
+    """Fail if a process of the group outlives its leader by a minute."""
+    deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         try:
             os.killpg(group, 0)
@@ -141,7 +141,7 @@ def test_the_fake_server_command_says_where_it_is_and_leaves_its_ledger(tmp_path
     url = process.stderr.readline().split()[0]
     done = _ebbench(tmp_path, "run", "balanced", "--engine", url, "-n", "5", *SMALL, "--quiet")
     process.send_signal(signal.SIGINT)
-    _, stderr = process.communicate(timeout=20)
+    _, stderr = process.communicate(timeout=60)
     assert done.returncode in (0, 4)
     assert process.returncode == 0
     assert "5 requests, 5 complete answers, 25 tokens" in stderr
@@ -171,7 +171,7 @@ def test_a_killed_client_leaves_no_worker_behind(tmp_path: Path) -> None:
         while not server.ledger() and time.monotonic() < deadline:
             time.sleep(0.05)
         process.kill()
-        process.wait(timeout=20)
+        process.wait(timeout=60)
         # Its worker notices, gives up what it has under way, and ends: the server gets no further request.
         while any(e.outcome == "open" for e in server.ledger()) and time.monotonic() < deadline:
             time.sleep(0.05)

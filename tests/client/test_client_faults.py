@@ -73,7 +73,7 @@ def _numbered(fault: str, number: int) -> str:
 def test_a_stalled_server_cannot_hold_the_run() -> None:
     faults = tuple(parse_fault(f"stall:after={after},request={n}") for n, after in ((1, -1), (2, 0), (3, 2)))
     with FakeServerProcess(FakeConfig(ttft_ms=1, itl_ms=1, faults=faults)) as server:
-        result = run(server.url, plan_of(6, concurrency=3), idle_timeout_s=0.4)
+        result = run(server.url, plan_of(6, concurrency=3), idle_timeout_s=2.0)
     assert column(result, "status") == ["timed_out"] * 3 + ["ok"] * 3
     assert column(result, "error_class")[:3] == ["first_token_timeout", "first_token_timeout", "idle_timeout"]
     assert column(result, "output_tokens")[:3] == [None] * 3
@@ -92,7 +92,7 @@ def test_a_server_killed_after_some_completions_leaves_exact_counts() -> None:
     with FakeServerProcess(FakeConfig(ttft_ms=1, itl_ms=1, faults=(parse_fault("kill:after=5"),))) as server:
         result = run(server.url, plan)
         assert server.process is not None
-        assert server.process.wait(timeout=5) == 9
+        assert server.process.wait(timeout=60) == 9
     assert column(result, "status") == ["ok"] * 5 + ["failed"] * 7
     assert set(column(result, "error_class")[5:]) <= {"connect_error", "connection_reset", "connection_closed"}
 

@@ -43,7 +43,7 @@ def server(certificates: Path) -> Iterator[FakeServerProcess]:
 
 
 def completed(server: FakeServerProcess, environ: dict[str, str] | None = None, **options: object) -> int:
-    return column(run(server.url, plan_of(12), environ, ready_timeout_s=1.0, **options), "status").count("ok")
+    return column(run(server.url, plan_of(12), environ, ready_timeout_s=20.0, **options), "status").count("ok")
 
 
 @pytest.mark.parametrize("transport", ["direct", "httpx"])

@@ -11,13 +11,14 @@ import types
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import pyarrow.compute as pc
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ebbench.client import drive, power, probe
+from ebbench.client import drive, power, server_queries
 from ebbench.client.options import ClientOptions
 from ebbench.client.power import (
     NvmlGpus,
@@ -99,14 +100,14 @@ def nvml(monkeypatch: pytest.MonkeyPatch) -> Iterator[Nvml]:
     assert not any(thread.name == "gpu-power" for thread in threading.enumerate())
 
 
-def sampled(nvml: Nvml, environ: dict[str, str] | None = None) -> dict[str, object]:
-    """Facts of 0.3 s, read every 10 ms."""
+def sampled(nvml: Nvml, environ: dict[str, str] | None = None) -> dict[str, Any]:
+    """Facts of at least 0.3 s, read every 10 ms, and ``span_s``: how long it was."""
     sampler = PowerSampler(NvmlGpus(environ or {}), interval_s=0.01)
     with sampler:
         start_ns = time.monotonic_ns()
         time.sleep(0.3)
         end_ns = time.monotonic_ns()
-    return sampler.facts(start_ns, end_ns)
+    return sampler.facts(start_ns, end_ns) | {"span_s": (end_ns - start_ns) / 1e9}
 
 
 @pytest.mark.parametrize("counted", [True, False])
@@ -115,7 +116,7 @@ def test_a_constant_draw_is_read_exactly(nvml: Nvml, counted: bool) -> None:
     facts = sampled(nvml)
     assert facts["mean_w"] == pytest.approx(350.5, rel=0.02)
     assert facts["peak_w"] == 350.5
-    assert facts["energy_j"] == pytest.approx(350.5 * 0.3, rel=0.1)
+    assert facts["energy_j"] == pytest.approx(350.5 * facts["span_s"], rel=0.1)
     assert facts["gpus"] == ["NVIDIA Stand-in 0", "NVIDIA Stand-in 1"]
     assert facts["energy_from"] == ("counter" if counted else "power samples")
 
@@ -192,7 +193,7 @@ def plan_of(requests: int) -> Plan:
 
 
 def test_a_run_over_http_has_the_power_of_its_seconds(nvml: Nvml, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe, "MADE_UP", "somebody else")  # the fake server is taken for one that computes
+    monkeypatch.setattr(server_queries, "MADE_UP", "somebody else")  # the fake server is taken for one that computes
     nvml.watts = (300.0, 100.0)
     with FakeServerProcess(FakeConfig(ttft_ms=20.0, itl_ms=5.0)) as server:
         done = drive(server.url, plan_of(40), ClientOptions(workers=0, metrics_interval_s=None))

@@ -31,8 +31,6 @@ PAGES = (
     "cluster", "emulator", "deployment", "capacity",
 )  # fmt: skip
 _BLOCK = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-TRIES, INVALID = 3, 4  # a machine that stalls makes a measurement INVALID, and gets another try
-_CROWDED = re.compile("client fell behind its schedule|event loop stalled")
 _SHELL = re.compile(r"[|&;<>$()]")
 
 
@@ -57,12 +55,19 @@ def blocks(page: str) -> list[Block]:
 
 @pytest.fixture
 def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty directory, with `ebbench` and `python` being this installation's."""
+    """An empty directory, with `ebbench` and `python` being this installation's.
+
+    The client of `ebbench run` over HTTP may fall far behind its schedule: the machine may be busy.
+    """
     shims = tmp_path / "shims"
     shims.mkdir()
-    for name, words in (("ebbench", "-c 'from ebbench.cli.main import run; run()'"), ("python", "")):
+    patient = 'case "$*" in run*http://*) set -- "$@" --lag-limit-ms 60000 ;; esac'
+    for name, first, words in (
+        ("ebbench", patient, "-c 'from ebbench.cli.main import run; run()'"),
+        ("python", "", ""),
+    ):
         shim = shims / name
-        shim.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {words} "$@"\n')
+        shim.write_text(f'#!/bin/sh\n{first}\nexec {shlex.quote(sys.executable)} {words} "$@"\n')
         shim.chmod(0o755)
     place = tmp_path / "work"
     place.mkdir()
@@ -80,13 +85,7 @@ def run(block: Block) -> None:
     """
     plain = all(line.startswith("ebbench ") and not _SHELL.search(line) for line in _without_quotes(block))
     if not plain:
-        before = set(Path().rglob("*"))
-        for _ in range(TRIES):
-            status, said = _in_a_shell(block.text)
-            if status != INVALID or not _CROWDED.search(said):
-                break
-            for new in sorted(set(Path().rglob("*")) - before, reverse=True):  # what is in a directory before it
-                new.rmdir() if new.is_dir() else new.unlink()
+        status, said = _in_a_shell(block.text)
         assert status == 0, f"{block.text}\n{said}"
         return
     for line in block.commands:
