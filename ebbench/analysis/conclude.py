@@ -32,6 +32,7 @@ from ebbench.records.manifest import (
 from ebbench.records.plan import Plan
 from ebbench.records.run import NotStoredError, Run, RunWriter
 from ebbench.records.schema import DECISIONS, REQUESTS, STEPS
+from ebbench.workloads.options import is_recorded
 from vllm_eb.policy import PolicySpec
 
 
@@ -193,7 +194,7 @@ def _measurement_warnings(plan: Plan, metrics: Metrics) -> list[RunWarning]:
 
 def _replayed(plan: Plan) -> bool:
     """Whether requests are replayed from a trace, so that options cannot add requests."""
-    return str(plan.facts.get("workload", "")).startswith("trace:") and plan.facts.get("source") != "scenario"
+    return is_recorded(str(plan.facts.get("workload", ""))) and plan.facts.get("source") != "scenario"
 
 
 def _longer(plan: Plan, advice: str) -> str:

@@ -34,6 +34,7 @@ class TrafficFlags:
     speed: load.Speed = None
     time_unit: load.TimeUnit = None
     source: load.Source = "profile"
+    columns: load.Columns = None
     input_len: load.InputLen = None
     output_len: load.OutputLen = None
     length_distribution: load.LengthDistribution = None
@@ -45,8 +46,10 @@ class TrafficFlags:
 
     def plan(self, workload: str) -> dict[str, str | int | float | None]:
         """Arguments of build_plan except workload, scenario, seed and length limit."""
+        from ebbench.workloads.options import is_recorded
+
         given = {name: value for name, value in vars(self).items() if name != "scenario"}
-        return given | ({"source": "auto"} if workload.startswith("trace:") else {})
+        return given | ({"source": "auto"} if is_recorded(workload) else {})
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ ENGINES = ("auto", "sim", "emulated", "vllm", "http://")
 
 
 def workloads(incomplete: str) -> list[str]:
-    """Bundled workloads, and the prefix of a trace."""
-    return _beginning(incomplete, [*_stems(bundled_dir("workloads")), "trace:"])
+    """Bundled workloads, and the prefixes of recorded requests."""
+    return _beginning(incomplete, [*_stems(bundled_dir("workloads")), "log:", "trace:"])
 
 
 def scenarios(incomplete: str) -> list[str]:

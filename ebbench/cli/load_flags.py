@@ -16,7 +16,7 @@ WORKLOAD, LOAD, ENGINE, LIMITS = "Workload", "Load", "Engine", "Limits"
 
 WorkloadArgument = Annotated[
     str,
-    typer.Argument(help="A workload (`ebbench workloads list`) or trace:FILE.", autocompletion=completion.workloads),
+    typer.Argument(help="A workload (`ebbench workloads list`), or log:FILE.", autocompletion=completion.workloads),
 ]
 VllmOptions = Annotated[
     list[str] | None,
@@ -40,6 +40,17 @@ Seed = Annotated[int, opt("--seed", help="Seed of the plan; equal seeds give byt
 Source = Annotated[str, opt("--source", help="auto, hub, profile or file:PATH.", panel=WORKLOAD)]
 Tokenizer = Annotated[
     str | None, opt("--tokenizer", help="Tokenizer that counts the tokens of texts; default: estimate.", panel=WORKLOAD)
+]
+Columns = Annotated[
+    str | None,
+    opt(
+        "--columns",
+        help="A log's columns: input=A,output=B,time=C,session=D; default: by their names.",
+        panel=WORKLOAD,
+    ),
+]
+KeepText = Annotated[
+    bool, opt("--keep-text", help="Send a log's own prompts; default: only their lengths are read.", panel=WORKLOAD)
 ]
 InputLen = Annotated[int | None, opt("--input-len", help="Mean prompt tokens.", panel=WORKLOAD)]
 OutputLen = Annotated[int | None, opt("--output-len", help="Mean output tokens.", panel=WORKLOAD)]

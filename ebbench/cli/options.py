@@ -12,8 +12,8 @@ from typing import Annotated, Any, get_type_hints
 import typer
 from typer.core import TyperCommand, TyperOption
 
-# A workload may follow the pairs: trace:FILE is not one of them.
-_PAIR = re.compile(r"^(?!trace:)[a-z0-9_]+:[^/]*$", re.IGNORECASE)
+# A workload may follow the pairs: trace:FILE and log:FILE are not among them.
+_PAIR = re.compile(r"^(?!trace:|log:)[a-z0-9_]+:[^/]*$", re.IGNORECASE)
 
 
 def opt(*names: str, help: str, panel: str, complete: Callable[[str], Any] | None = None) -> typer.models.OptionInfo:

@@ -11,6 +11,7 @@ from ebbench.cli.preflight import check_counts, parse_policies
 from ebbench.devices.profiles import find_model, find_profile, list_devices
 from ebbench.engines.base import EngineOptions
 from ebbench.errors import UsageError
+from ebbench.workloads.options import is_recorded
 
 if TYPE_CHECKING:
     from ebbench.cli.plan import CandidateFlags, TargetFlags
@@ -35,7 +36,7 @@ def tasks_of(workload: str, target: TargetFlags, requests: RequestFlags, choice:
     for device in devices:
         find_profile(device)
     settings = {name: value for name, value in vars(requests).items() if name != "seed"}
-    if workload.startswith("trace:"):
+    if is_recorded(workload):
         settings |= {"source": "auto"}
     longest = EngineOptions.max_model_len if choice.max_model_len is None else choice.max_model_len
     budgets, seqs = choice.max_num_batched_tokens or (8192,), choice.max_num_seqs or (1024,)

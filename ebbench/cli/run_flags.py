@@ -153,6 +153,8 @@ class RequestFlags:
     seed: load.Seed = 0
     source: load.Source = "auto"
     tokenizer: load.Tokenizer = None
+    columns: load.Columns = None
+    keep_text: load.KeepText = False
     input_len: load.InputLen = None
     output_len: load.OutputLen = None
     length_distribution: load.LengthDistribution = None

@@ -42,7 +42,7 @@ def list_all(as_json: Annotated[bool, _JSON] = False) -> None:
     table = _table("workload", "kind", "sessions", "description")
     for row in rows:
         table.add_row(str(row["name"]), str(row["kind"]), f"{row['sessions']:,}", str(row["description"]))
-    table.add_row("trace:FILE", "recorded", "all", "Azure CSV or Mooncake JSON lines, with the recorded times")
+    table.add_row("log:FILE", "recorded", "all", "your log or a published trace, with the recorded times")
     table.add_row("PATH.toml", "yours", "", "a file like those in workloads/")
     Console(highlight=False).print(table)
 
@@ -51,7 +51,7 @@ def list_all(as_json: Annotated[bool, _JSON] = False) -> None:
 def show(
     name: Annotated[
         str,
-        typer.Argument(help="A workload, trace:FILE or the path of a TOML file.", autocompletion=completion.workloads),
+        typer.Argument(help="A workload, log:FILE or the path of a TOML file.", autocompletion=completion.workloads),
     ],
     source: load.Source = "auto",
     num_prompts: Annotated[int | None, typer.Option("--num-prompts", "-n", help="Sessions to sample.")] = None,
@@ -61,17 +61,29 @@ def show(
     length_distribution: load.LengthDistribution = None,
     tokenizer: load.Tokenizer = None,
     time_unit: load.TimeUnit = None,
+    columns: load.Columns = None,
     as_json: Annotated[bool, _JSON] = False,
 ) -> None:
-    """Sample a workload and show its lengths, its decode share r and their source."""
+    """Sample a workload and show its lengths, its decode share r and their source.
+
+    Of a log also: what was recognised, rows left out and why, gaps, burstiness, sessions and the trend of the hazard.
+    """
+    from ebbench.cli.workloads_log import log_facts
     from ebbench.workloads import build_plan
     from ebbench.workloads.statistics import describe
 
+    logged = log_facts(name, columns, tokenizer, time_unit)
+    # A closed loop for a log without times, so that its lengths are shown all the same.
+    scenario = "saturated" if logged is not None and "arrivals" not in logged else None
     plan = build_plan(
-        name, num_prompts=num_prompts, seed=seed, source=source, input_len=input_len, output_len=output_len,
-        length_distribution=length_distribution, tokenizer=tokenizer, time_unit=time_unit, with_text=False,
+        name, scenario, columns=columns, num_prompts=num_prompts, seed=seed, source=source, input_len=input_len,
+        output_len=output_len,
+        length_distribution=length_distribution, tokenizer=tokenizer,
+        time_unit=None if scenario else time_unit, with_text=False,
     )  # fmt: skip
     found = {**describe(plan), "facts": dict(plan.facts), "warnings": list(plan.warnings)}
+    if logged is not None:
+        found["log"] = logged
     if as_json:
         typer.echo(json.dumps(found))
         return
@@ -81,12 +93,15 @@ def show(
 def _print(name: str, found: dict[str, Any]) -> None:
     from rich.console import Console
 
+    from ebbench.cli.workloads_log import print_recognised, print_traffic
     from ebbench.workloads.trace import time_note
 
     facts = found["facts"]
     console = Console(highlight=False)
     console.print(f"{name}: {_counted(found)}", markup=False)
     console.print(f"source: {facts['source']} ({facts['source_reason']})", markup=False)
+    if "log" in found:
+        print_recognised(console, found["log"])
     for key in ("input_lengths", "output_lengths", "token_counts"):
         if key in facts:
             console.print(f"{key.replace('_', ' ')}: {facts[key]}", markup=False)
@@ -98,7 +113,9 @@ def _print(name: str, found: dict[str, Any]) -> None:
     console.print(f"decode share r = mu_o/(mu_l+mu_o) = {found['decode_share']:.3f}")
     if note := time_note(facts):
         console.print(note, markup=False)
-    if "arrivals" in found:
+    if "log" in found:
+        print_traffic(console, found["log"])
+    elif "arrivals" in found:
         console.print(arrival_line(found["arrivals"]))
     for warning in found["warnings"]:
         console.print(f"note: {warning}", markup=False)

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from ebbench.client.options import ClientOptions
-from ebbench.records.content import token_ids
+from ebbench.records.content import CHUNK_TOKENS, token_ids
 
 # Short common words, one token each in the usual vocabularies. Chat requests take no token ids, so a synthetic chat
 # prompt has about the planned length; the run records the server's count.
@@ -35,6 +35,7 @@ class Turn:
     content: int
     hash_ids: Sequence[int] | None
     prompt: str | None
+    block_tokens: int = CHUNK_TOKENS
 
 
 class RequestBodies:
@@ -71,7 +72,7 @@ class RequestBodies:
 
     def _prompt(self, turn: Turn, history: Sequence[tuple[str, str]]) -> str | list[int]:
         if turn.prompt is None:
-            ids = token_ids(turn.content, turn.hash_ids, 0, turn.input_tokens, self._vocab)
+            ids = token_ids(turn.content, turn.hash_ids, 0, turn.input_tokens, self._vocab, turn.block_tokens)
             found: list[int] = ids.tolist()
             return found
         return "".join(part for pair in history for part in pair) + turn.prompt
@@ -79,7 +80,7 @@ class RequestBodies:
     def _text(self, turn: Turn) -> str:
         if turn.prompt is not None:
             return turn.prompt
-        ids = token_ids(turn.content, turn.hash_ids, 0, turn.input_tokens, len(_WORDS))
+        ids = token_ids(turn.content, turn.hash_ids, 0, turn.input_tokens, len(_WORDS), turn.block_tokens)
         return " ".join(_WORDS[i] for i in ids.tolist())
 
 

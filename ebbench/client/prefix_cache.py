@@ -7,9 +7,9 @@ import re
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from ebbench.records.content import block_tokens
+
 _QUERIES, _HITS = re.compile(r"prefix_cache_queries(_total)?$"), re.compile(r"prefix_cache_hits(_total)?$")
-_BLOCK_TOKENS = 512
-"""Tokens that one entry of ``hash_ids`` names."""
 _TOLERANCE = 0.02
 """Share of the prompt tokens by which hits may exceed what the plan repeats: system prompts, chat templates."""
 
@@ -48,12 +48,13 @@ def repeated_share(plan: pa.Table) -> float:
     known: dict[int, int] = {}
     seen: set[int] = set()
     repeated = total = 0
+    size = block_tokens(plan)
     for row in plan.select(["content", "hash_ids", "input_tokens", "output_tokens"]).to_pylist():
         tokens = row["input_tokens"]
         again = min(tokens, known.get(row["content"], 0))
         blocks = row["hash_ids"] or ()
         held = next((place for place, block in enumerate(blocks) if block not in seen), len(blocks))
-        repeated += max(again, min(tokens, held * _BLOCK_TOKENS))
+        repeated += max(again, min(tokens, held * size))
         total += tokens
         known[row["content"]] = max(known.get(row["content"], 0), tokens + row["output_tokens"])
         seen.update(blocks)

@@ -13,6 +13,7 @@ import pyarrow.compute as pc
 from ebbench.client.bodies import Turn
 from ebbench.client.pacing import Arrivals, Slots
 from ebbench.errors import UsageError
+from ebbench.records.content import CHUNK_TOKENS, block_tokens
 from ebbench.records.plan import ClosedPhase
 
 
@@ -25,6 +26,7 @@ class SessionPlan:
     starts: Sequence[int]
     slots: Slots
     arrivals: Arrivals | None
+    block_tokens: int = CHUNK_TOKENS
 
     @property
     def sessions(self) -> int:
@@ -37,7 +39,8 @@ class SessionPlan:
 
     def turn(self, row: int) -> Turn:
         """One request."""
-        return Turn(row, *(self.columns[name][row] for name in _TURN_COLUMNS))
+        fields: dict[str, Any] = {name: self.columns[name][row] for name in _TURN_COLUMNS}
+        return Turn(row=row, block_tokens=self.block_tokens, **fields)
 
 
 class _LazyColumn(Sequence[Any]):
@@ -69,7 +72,7 @@ def plan_sessions(
         for name in _TURN_COLUMNS
     }
     if phases:
-        return SessionPlan(columns, rows, starts, Slots.of_phases(phases, spacing_ns), None)
+        return SessionPlan(columns, rows, starts, Slots.of_phases(phases, spacing_ns), None, block_tokens(table))
     first = table.column("arrival_ns").take(pa.array([rows[s] for s in starts[:-1]]))
     if first.null_count:
         raise UsageError("an open-loop plan needs an arrival time for each session")
@@ -79,7 +82,7 @@ def plan_sessions(
     if np.any(np.diff(arrival_ns) < 0):
         rows, starts = _reordered(rows, starts, order.tolist())
     arrivals = Arrivals(arrival_ns[order].tolist())
-    return SessionPlan(columns, rows, starts, Slots.constant(max_concurrency), arrivals)
+    return SessionPlan(columns, rows, starts, Slots.constant(max_concurrency), arrivals, block_tokens(table))
 
 
 def unique_ids(table: pa.Table) -> tuple[pa.Table, int]:

@@ -214,7 +214,7 @@ class _EmulatedRun:
         inputs, outputs = int(state.prompt[row]), int(state.max_output[row])
         hash_ids = state.hash_ids[row] if state.hash_ids is not None else None
         # The output continues the prompt's content stream, so that a later turn finds its history in the cache.
-        prompt = token_ids(state.content[row], hash_ids, 0, inputs, self._vocab).tolist()
+        prompt = token_ids(state.content[row], hash_ids, 0, inputs, self._vocab, state.hash_tokens).tolist()
         answer = token_ids(state.content[row], None, inputs, outputs, self._vocab).tolist()
         self._streams[self._ids[row]] = prompt + answer
         return self._make_request(self.core, self._ids[row], prompt, outputs)

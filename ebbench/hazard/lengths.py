@@ -67,9 +67,10 @@ def _of_run(path: Path) -> OutputLengths:
 
 def _of_plan(what: str, source: str, num_prompts: int | None, seed: int, plan: dict[str, Any]) -> OutputLengths:
     from ebbench.workloads import build_plan
+    from ebbench.workloads.options import is_recorded
 
     # A closed loop, since only lengths are needed, not the times of a trace.
-    scenario = "saturated" if what.startswith("trace:") else None
+    scenario = "saturated" if is_recorded(what) else None
     built = build_plan(what, scenario, num_prompts=num_prompts, seed=seed, source=source, with_text=False, **plan)
     outputs = built.table["output_tokens"].to_numpy().astype(np.int64)
     mean_input = float(built.table["input_tokens"].to_numpy().mean())

@@ -54,6 +54,7 @@ class PaperOptions:
         ``workloads``."""
         from ebbench.devices.profiles import find_model, find_profile
         from ebbench.workloads import load_workload
+        from ebbench.workloads.options import is_recorded
 
         for device in self.devices:
             find_profile(device)
@@ -62,7 +63,7 @@ class PaperOptions:
         for workload in self.workloads:
             if workloads and workload not in workloads:
                 raise UnknownNameError("workload of this experiment", workload, workloads)
-            if not workload.startswith("trace:"):  # a trace file is read when the runs are made
+            if not is_recorded(workload):  # a trace file is read when the runs are made
                 load_workload(workload)
 
 

@@ -31,6 +31,21 @@ PLAN = pa.schema(
     ]
 )
 
+# Columns that a plan has only if a request uses them; a plan without them has the bytes and the hash it always had.
+PLAN_EXTRAS = pa.schema(
+    [
+        # Pause (ns) between the end of the requests that this one waits for and its own intended start: the user's
+        # think time, or the time of a tool call. Null: none.
+        pa.field("pause_ns", pa.int64()),
+        # Turns of the same session, all of them lower, whose ends this request waits for. Null: the turn before. Empty:
+        # it starts with the session. Two requests that wait for the same turn run at the same time (sub-agents); one
+        # that waits for both of them joins them.
+        pa.field("after", pa.list_(pa.int32())),
+        # The client hangs up so long (ns) after it sent the request, if the answer is not complete by then. Null: not.
+        pa.field("hang_up_ns", pa.int64()),
+    ]
+)
+
 REQUESTS = pa.schema(
     [
         pa.field("request_id", pa.string(), nullable=False),

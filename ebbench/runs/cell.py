@@ -22,7 +22,7 @@ from ebbench.engines.setup import is_server
 from ebbench.errors import UsageError
 from ebbench.records.run import slug
 from ebbench.runs.code import SETTLED_NS, code_fingerprint
-from ebbench.workloads.options import PlanOptions
+from ebbench.workloads.options import RECORDED, PlanOptions, is_recorded
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ def simulated(
     ``max_model_len`` among them is also the server's limit.
     """
     given = {name: value for name, value in plan.items() if value is not None}
-    source = "auto" if workload.startswith("trace:") else given.pop("source", "profile")
+    source = "auto" if is_recorded(workload) else given.pop("source", "profile")
     options = EngineOptions(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
@@ -182,7 +182,7 @@ def _versions(engine: str) -> dict[str, str]:
     return found
 
 
-_PREFIXES = ("trace:", "file:")
+_PREFIXES = (*RECORDED, "file:")
 
 
 def _named(cell: Cell) -> Mapping[str, str | None]:

@@ -15,6 +15,7 @@ from ebbench.runs.make import Made, Task, device_of, make
 from ebbench.runs.pool import InProcess, Outcome, Pool, pool_of
 from ebbench.runs.store import Measured, RunStore
 from ebbench.workloads import load_scenario, load_workload
+from ebbench.workloads.options import is_recorded
 
 Stored = Callable[[Cell, Measured | EbbenchError, Outcome[Made]], None]
 """Called after every cell with its result or its error."""
@@ -86,7 +87,7 @@ def check_names(cells: Sequence[Cell]) -> None:
     for cell in {(is_server(cell.engine), cell.device, cell.model, cell.cost): cell for cell in cells}.values():
         device_of(replace(cell, host=None))
     for name in dict.fromkeys(cell.plan.workload for cell in cells):
-        if not name.startswith("trace:"):
+        if not is_recorded(name):
             load_workload(name)
     for name in dict.fromkeys(cell.plan.scenario for cell in cells if cell.plan.scenario is not None):
         load_scenario(name)

@@ -10,7 +10,7 @@ from ebbench.devices.apiserver import ApiServerCosts
 from ebbench.devices.base import CostModel, StepShape
 from ebbench.dispatch import DispatchSpec, Fleet, make_dispatcher
 from ebbench.dispatch.base import Dispatcher, DispatchRequest, EndForward, UnitReport
-from ebbench.records.content import CHUNK_TOKENS
+from ebbench.records.content import CHUNK_TOKENS, block_tokens
 from ebbench.records.plan import Plan
 from ebbench.simulation.api_server import ApiServers
 from ebbench.simulation.engine import EngineLoop, Unit
@@ -158,13 +158,14 @@ def _first_guess_ns(spec: StageSpec) -> int:
 def prefix_reader(plan: Plan) -> Callable[[int], tuple[int, ...]]:
     """Returns a function for the prefix hashes of a plan's prompts, one per 512 tokens: hash ids if the plan has them,
     else content."""
+    step = max(1, CHUNK_TOKENS // block_tokens(plan.table))
     hash_ids = plan.table["hash_ids"].to_pylist()
     content = plan.table["content"].to_pylist()
     tokens = plan.table["input_tokens"].to_pylist()
 
     def read(row: int) -> tuple[int, ...]:
         if hash_ids[row]:
-            return tuple(hash_ids[row])
+            return tuple(hash_ids[row][step - 1 :: step])
         return tuple(_blocks(content[row], tokens[row] // CHUNK_TOKENS))
 
     return read

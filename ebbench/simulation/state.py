@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
+from ebbench.records.content import block_tokens
 from ebbench.records.plan import Plan
 
 Ints = npt.NDArray[np.int64]
@@ -32,6 +33,8 @@ class RequestState:
         self.hash_ids: list[list[int] | None] | None = (
             None if table["hash_ids"].null_count == len(plan) else table["hash_ids"].to_pylist()
         )
+        self.hash_tokens = block_tokens(table)
+        """Prompt tokens per hash id."""
         count = len(plan)
         self.count = count
         self.computed: Ints = np.zeros(count, np.int64)
@@ -59,18 +62,19 @@ class RequestState:
     def block_keys(self, row: int, first: int, count: int, block_size: int) -> Iterable[int]:
         """Identities of KV blocks ``first .. first+count`` of a request: equal keys mean equal tokens up to there.
 
-        A block of the prompt with hash ids is identified by its hash id (512 tokens per id, as in Mooncake's traces)
-        and its position; all others by content stream and position.
+        A block of the prompt that lies within one hash id's tokens is identified by that id and its position; one that
+        several ids cover by the last of them, which stands for all tokens before; all others by content stream and
+        position.
         """
         stream = self.content[row] << 24
         hash_ids = self.hash_ids[row] if self.hash_ids is not None else None
         if not hash_ids:
             return range(stream + first, stream + first + count)
-        named = min(int(self.prompt[row]), len(hash_ids) * HASH_TOKENS) // block_size
+        named = min(int(self.prompt[row]), len(hash_ids) * self.hash_tokens) // block_size
+        last = block_size - 1
         return (
-            -((hash_ids[block * block_size // HASH_TOKENS] << 24) + block) - 1 if block < named else stream + block
+            -((hash_ids[(block * block_size + last) // self.hash_tokens] << 24) + block) - 1
+            if block < named
+            else stream + block
             for block in range(first, first + count)
         )
-
-
-HASH_TOKENS = 512

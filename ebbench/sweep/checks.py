@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 from ebbench.engines.base import EngineOptions
@@ -13,6 +12,7 @@ from ebbench.engines.setup import is_server, make_engine
 from ebbench.errors import UnknownNameError, UsageError
 from ebbench.runs.cell import Cell
 from ebbench.runs.make import setup_of
+from ebbench.workloads.options import is_recorded, recorded_file
 from vllm_eb.policy import parse_policy
 
 
@@ -69,8 +69,9 @@ def _check_names(cells: Sequence[Cell]) -> None:
     from ebbench.workloads.spec import load_workload
 
     for name in _values([cell.plan for cell in cells], "workload"):
-        if name.startswith("trace:"):
-            if not Path(name.removeprefix("trace:")).expanduser().is_file():
+        if is_recorded(name):
+            path = recorded_file(name)
+            if path is None or not path.is_file():
                 raise UsageError(f"{name}: no such file")
         else:
             load_workload(name)
@@ -97,19 +98,20 @@ def trace_notes(cells: Sequence[Cell]) -> list[str]:
     from ebbench.traffic.spec import load_scenario
 
     replayed = dict.fromkeys(
-        (plan.workload, plan.time_unit)
+        (plan.workload, plan.time_unit, plan.columns, plan.tokenizer)
         for plan in (cell.plan for cell in cells)
-        if plan.workload.startswith("trace:")
-        and (plan.scenario is None or load_scenario(plan.scenario).loop == "trace")
+        if is_recorded(plan.workload) and (plan.scenario is None or load_scenario(plan.scenario).loop == "trace")
     )
-    return [_trace_note(workload.removeprefix("trace:"), unit) for workload, unit in replayed]
+    return [_trace_note(*each) for each in replayed]
 
 
 @lru_cache(maxsize=64)
-def _trace_note(path: str, time_unit: str | None) -> str:
+def _trace_note(workload: str, time_unit: str | None, columns: str | None, tokenizer: str | None) -> str:
     from ebbench.workloads.trace import read_trace, time_note
 
-    return time_note(read_trace(Path(path).expanduser()).timed(time_unit).facts)
+    path = recorded_file(workload)
+    assert path is not None  # the caller checked
+    return time_note(read_trace(path, columns, tokenizer).timed(time_unit).facts)
 
 
 def _values(owners: Sequence[Any], name: str) -> list[Any]:

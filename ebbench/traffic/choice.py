@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from math import inf
 
+from ebbench.workloads.options import is_recorded
+
 
 def scenario_meant(
     workload: str, scenario: str | None, request_rate: float | None, burstiness: float | None
@@ -12,8 +14,8 @@ def scenario_meant(
 
     An infinite rate releases all requests at once, up to the concurrency cap: ``saturated``.
     """
-    if scenario is None and request_rate == inf and not workload.startswith("trace:"):
+    if scenario is None and request_rate == inf and not is_recorded(workload):
         return "saturated"
-    if scenario is None and request_rate is not None and not workload.startswith("trace:"):
+    if scenario is None and request_rate is not None and not is_recorded(workload):
         return "poisson" if burstiness is None else "gamma"
     return scenario

@@ -10,12 +10,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ebbench.errors import UsageError
+from ebbench.records.content import with_block_tokens
 from ebbench.records.plan import Plan
-from ebbench.records.schema import PLAN
+from ebbench.records.schema import PLAN, PLAN_EXTRAS
 from ebbench.traffic.schedule import Schedule, closed_phases
 from ebbench.traffic.spec import ScenarioSpec
 from ebbench.traffic.substreams import substream
-from ebbench.workloads.arrow import ints, strings
+from ebbench.workloads.arrow import int_lists, ints, strings
 from ebbench.workloads.profile import draw_requests
 from ebbench.workloads.requests import Floats, Int64s, Requests
 from ebbench.workloads.spec import Profile
@@ -97,11 +98,25 @@ def _table(requests: Requests, names: tuple[str, ...], phase: Int64s, arrival_s:
         "arrival_ns": _arrivals_ns(requests, arrival_s),
         "input_tokens": ints(requests.input_tokens, pa.int32()),
         "output_tokens": ints(requests.output_tokens, pa.int32()),
-        "content": ints(requests.session + base, pa.int64()),
+        "content": ints((requests.session if requests.content is None else requests.content) + base, pa.int64()),
         "hash_ids": pa.nulls(n, PLAN.field("hash_ids").type) if requests.hash_ids is None else requests.hash_ids,
         "prompt": pa.nulls(n, pa.string()) if requests.prompt is None else requests.prompt,
     }
-    return pa.Table.from_arrays([columns[field.name] for field in PLAN], schema=PLAN)
+    table = pa.Table.from_arrays([columns[field.name] for field in PLAN], schema=PLAN)
+    for name, values in _waits(requests).items():
+        table = table.append_column(PLAN_EXTRAS.field(name), values)
+    return table if requests.block_tokens is None else with_block_tokens(table, requests.block_tokens)
+
+
+def _waits(requests: Requests) -> dict[str, pa.Array]:
+    """The columns of PLAN_EXTRAS that the requests need."""
+    found: dict[str, pa.Array] = {}
+    if requests.pause_s is not None and (known := requests.pause_s > 0).any():
+        ns = np.rint(np.where(known, requests.pause_s, 0.0) * 1e9)
+        found["pause_ns"] = ints(ns, pa.int64(), valid=known)
+    if requests.after is not None and any(waits is not None for waits in requests.after):
+        found["after"] = int_lists(requests.after).cast(PLAN_EXTRAS.field("after").type)
+    return found
 
 
 def _ids(requests: Requests) -> pa.Array:

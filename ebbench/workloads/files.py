@@ -32,7 +32,7 @@ def read_file(path: Path, columns: Sequence[str]) -> Iterator[Record]:
         start = stream.read(4)
         stream.seek(0)
         if start == b"PAR1":
-            yield from _parquet(stream, str(path), columns)
+            yield from read_parquet(stream, str(path), columns)
         else:
             yield from read_json(stream, str(path))
 
@@ -46,18 +46,20 @@ def read_json(stream: IO[bytes], name: str) -> Iterator[Record]:
     return _array(text) if text.peek() == "[" else _lines(text)
 
 
-def _parquet(stream: IO[bytes], name: str, columns: Sequence[str]) -> Iterator[Record]:
+def read_parquet(stream: IO[bytes], name: str, columns: Sequence[str] | None) -> Iterator[Record]:
+    """Records of a Parquet file with these columns, None for all of them. Raises InputFileError."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
         file = pq.ParquetFile(stream)
         present = file.schema_arrow.names
-        missing = [column for column in columns if column not in present]
+        missing = [column for column in columns or () if column not in present]
         if missing:
             raise InputFileError(name, f"has no column {missing[0]!r}; its columns are {', '.join(present)}")
         index = 0
-        for batch in file.iter_batches(batch_size=512, columns=list(columns)):
+        chosen = None if columns is None else list(columns)
+        for batch in file.iter_batches(batch_size=512 if chosen else 16_384, columns=chosen):
             for value in batch.to_pylist():
                 index += 1
                 yield Record(None, index, value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import inf
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ebbench.config.strict_toml import not_positive
@@ -17,21 +18,42 @@ TIME_UNITS = {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9}
 """Units of a trace's times, and how many of each make a second."""
 
 
+RECORDED = ("trace:", "log:")
+"""Prefixes of a workload that is a file of recorded requests; both mean the same."""
+
+
+def recorded_file(workload: str) -> Path | None:
+    """The file of ``trace:FILE`` or ``log:FILE``; None for other workloads. Raises UsageError if it names none."""
+    prefix = next((one for one in RECORDED if workload.startswith(one)), None)
+    if prefix is None:
+        return None
+    if workload == prefix:
+        raise UsageError(f"{prefix} names no file; write {prefix}FILE")
+    return Path(workload.removeprefix(prefix)).expanduser()
+
+
+def is_recorded(workload: str) -> bool:
+    """Whether a workload is ``trace:FILE`` or ``log:FILE``."""
+    return workload.startswith(RECORDED)
+
+
 @dataclass(frozen=True)
 class PlanOptions:
     """Everything a plan depends on: equal options give byte-identical plans.
 
-    ``workload``: a bundled name, ``trace:FILE``, ``reference:PATH`` (as used in a published run) or the path of a TOML
-    file. ``scenario``: likewise; None is ``trace`` for traces and ``saturated`` otherwise. ``num_prompts``: number of
-    sessions (a conversation is one session); None uses the scenario's or the workload's. ``source``: ``auto``, ``hub``,
-    ``file:PATH`` or ``profile``. ``max_concurrency``: open sessions. Rates are in sessions/s (shares in a scenario
-    refer to ``saturation_rate``; an infinite ``request_rate`` opens all sessions of a closed loop at once), lengths in
-    tokens. ``burstiness``: shape of gamma gaps; 1 is Poisson, less is burstier. ``speed`` divides a trace's times,
-    which are in ``time_unit`` (s, ms, us or ns; None: by the rule of :mod:`ebbench.workloads.trace_times`).
-    ``duration_s``: time during which sessions are released. ``max_model_len``: longest prompt plus output in tokens
-    (None: no limit); longer requests are refused, or left out with ``drop_too_long``. ``tokenizer`` (name or folder)
-    counts the tokens of text; None estimates them from bytes. ``with_text`` False leaves out the prompts' text, which
-    simulated engines do not read.
+    ``workload``: a bundled name, ``log:FILE`` or ``trace:FILE`` (recorded requests), ``reference:PATH`` (as used in a
+    published run) or the path of a TOML file. ``scenario``: likewise; None is ``trace`` for traces and ``saturated``
+    otherwise. ``num_prompts``: number of sessions (a conversation is one session); None uses the scenario's or the
+    workload's. ``source``: ``auto``, ``hub``, ``file:PATH`` or ``profile``. ``max_concurrency``: open sessions. Rates
+    are in sessions/s (shares in a scenario refer to ``saturation_rate``; an infinite ``request_rate`` opens all
+    sessions of a closed loop at once), lengths in tokens. ``burstiness``: shape of gamma gaps; 1 is Poisson, less is
+    burstier. ``speed`` divides a trace's times, which are in ``time_unit`` (s, ms, us or ns; None: by the rule of
+    :mod:`ebbench.workloads.trace_times`). ``duration_s``: time during which sessions are released. ``max_model_len``:
+    longest prompt plus output in tokens (None: no limit); longer requests are refused, or left out with
+    ``drop_too_long``. ``tokenizer`` (name or folder) counts the tokens of text; None estimates them from bytes.
+    ``with_text`` False leaves out the prompts' text, which simulated engines do not read. ``columns`` names the columns
+    of a log (see :func:`ebbench.workloads.log_columns.parse_columns`); ``keep_text`` sends a log's own prompts, which
+    are otherwise never kept.
 
     Raises UsageError for an invalid value.
     """
@@ -55,6 +77,8 @@ class PlanOptions:
     drop_too_long: bool = False
     tokenizer: str | None = None
     with_text: bool = True
+    columns: str | None = None
+    keep_text: bool = False
 
     def __post_init__(self) -> None:
         for key in _POSITIVE:

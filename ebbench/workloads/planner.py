@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -14,18 +13,16 @@ from ebbench.traffic.schedule import Schedule, make_schedule, phase_rate
 from ebbench.traffic.spec import Replay, ScenarioSpec, load_scenario
 from ebbench.workloads.build import LengthLimits, assemble, phase_requests
 from ebbench.workloads.lengths import length_spec
-from ebbench.workloads.options import PlanOptions
+from ebbench.workloads.options import PlanOptions, is_recorded, recorded_file
 from ebbench.workloads.requests import Requests
 from ebbench.workloads.sources import Selection, gather
 from ebbench.workloads.spec import Profile, WorkloadSpec, load_workload
 from ebbench.workloads.trace import read_trace, replayed
 
-_TRACE = "trace:"
-
 
 def make_plan(options: PlanOptions) -> Plan:
     """Build the plan. Raises UsageError, InputFileError, RunError."""
-    trace = options.workload.startswith(_TRACE)
+    trace = is_recorded(options.workload)
     scenario = load_scenario(options.scenario or ("trace" if trace else "saturated"))
     workload = None if trace else load_workload(options.workload)
     _check(options, scenario, workload)
@@ -47,7 +44,7 @@ def _check(options: PlanOptions, scenario: ScenarioSpec, workload: WorkloadSpec 
 
 def _check_times(options: PlanOptions, scenario: ScenarioSpec, *, trace: bool) -> None:
     if scenario.loop == "trace" and not trace:
-        raise UsageError(f"scenario {scenario.name!r} replays recorded times; it needs a workload trace:FILE")
+        raise UsageError(f"scenario {scenario.name!r} replays recorded times; it needs a workload log:FILE")
     if scenario.loop == "trace" and options.request_rate is not None:
         raise UsageError(
             "a replayed trace has its own rate; use --speed, or --scenario poisson (saturated for inf) with its lengths"
@@ -72,10 +69,13 @@ def _check_requests(options: PlanOptions, scenario: ScenarioSpec, workload: Work
     if options.lengths_set and (trace or scenario.own_lengths):
         owner = "a trace" if trace else f"scenario {scenario.name!r}"
         raise UsageError(f"{owner} brings its own lengths; leave out --input-len, --output-len and the distribution")
-    if trace and options.source not in ("auto", f"file:{options.workload.removeprefix(_TRACE)}"):
+    if trace and options.source not in ("auto", f"file:{options.workload.partition(':')[2]}"):
         raise UsageError(f"a trace is its own source; leave out --source {options.source}")
     if not trace and scenario.own_lengths and options.source not in ("auto", "profile"):
         raise UsageError(f"scenario {scenario.name!r} brings its own lengths; leave out --source {options.source}")
+    if not trace and (options.columns is not None or options.keep_text):
+        option = "--columns" if options.columns is not None else "--keep-text"
+        raise UsageError(f"{option} is for log:FILE; leave it out for {options.workload}")
     if options.tokenizer is not None and (textless := _textless(options, scenario, workload)):
         raise UsageError(f"--tokenizer counts the tokens of texts; {textless} has none, leave it out")
 
@@ -85,7 +85,7 @@ def _textless(options: PlanOptions, scenario: ScenarioSpec, workload: WorkloadSp
     if scenario.own_lengths:
         return f"scenario {scenario.name!r}"
     if workload is None:
-        return "a trace"
+        return ""  # a log may have texts; reading it tells
     if workload.records is None:
         return f"workload {workload.name!r}"
     if options.source == "profile":
@@ -106,9 +106,10 @@ def _from_workload(options: PlanOptions, scenario: ScenarioSpec, workload: Workl
 
 
 def _from_trace(options: PlanOptions, scenario: ScenarioSpec) -> tuple[Requests, Schedule]:
-    if options.workload == _TRACE:
-        raise UsageError("trace: names no file; write trace:FILE")
-    trace = read_trace(Path(options.workload.removeprefix(_TRACE)).expanduser())
+    path = recorded_file(options.workload)
+    assert path is not None  # make_plan checked
+    keep = options.keep_text and options.with_text
+    trace = read_trace(path, options.columns, options.tokenizer, keep_text=keep)
     if scenario.loop == "trace":
         return _replay(options, scenario, trace.timed(options.time_unit))
     requests = trace.requests

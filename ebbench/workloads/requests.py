@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,6 +22,9 @@ class Requests:
     """Requests without send times. ``session`` counts from 0 and never decreases; ``turn`` counts from 0 per session.
 
     ``arrival_s``: one entry per session, from the start of the trace; None unless the source has times.
+    ``block_tokens``: prompt tokens per hash id (None: 512). ``content``: stream of each row's tokens from 0, None: one
+    per session. ``pause_s``: seconds between the end of what a row waits for and its start (NaN: none); ``after``: the
+    turns that it waits for, None for the turn before.
     """
 
     session: Int64s
@@ -30,7 +33,11 @@ class Requests:
     output_tokens: Int32s
     prompt: pa.Array | None = None
     hash_ids: pa.Array | None = None
+    block_tokens: int | None = None
+    content: Int64s | None = None
     arrival_s: Floats | None = None
+    pause_s: Floats | None = None
+    after: Sequence[Sequence[int] | None] | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
 
@@ -54,7 +61,37 @@ class Requests:
             output_tokens=self.output_tokens[mask],
             prompt=None if self.prompt is None else self.prompt.filter(chosen),
             hash_ids=None if self.hash_ids is None else self.hash_ids.filter(chosen),
+            content=None if self.content is None else self.content[mask],
             arrival_s=None if self.arrival_s is None else self.arrival_s[kept_sessions],
+            pause_s=None if self.pause_s is None else self.pause_s[mask],
+            after=None if self.after is None else self._after_kept(mask),
+        )
+
+    def _after_kept(self, mask: npt.NDArray[np.bool_]) -> list[Sequence[int] | None]:
+        """The turns that each kept row waits for, without those that are not kept."""
+        assert self.after is not None  # the caller checked
+        places = np.flatnonzero(mask).tolist()
+        session, turn = self.session.tolist(), self.turn.tolist()
+        kept = {(session[row], turn[row]) for row in places}
+        rows = ((row, self.after[row]) for row in places)
+        return [None if waits is None else [one for one in waits if (session[row], one) in kept] for row, waits in rows]
+
+    def repeated(self, times: int) -> Requests:
+        """The sessions ``times`` times over with new contents, without hash ids, pauses and arrival times."""
+        content = self.session if self.content is None else self.content
+        steps = np.repeat(np.arange(times), len(self))
+        return replace(
+            self,
+            session=np.tile(self.session, times) + steps * self.sessions,
+            turn=np.tile(self.turn, times),
+            input_tokens=np.tile(self.input_tokens, times),
+            output_tokens=np.tile(self.output_tokens, times),
+            prompt=None if self.prompt is None else pa.concat_arrays([self.prompt] * times),
+            content=np.tile(content, times) + steps * (int(content.max(initial=-1)) + 1),
+            after=None if self.after is None else list(self.after) * times,
+            hash_ids=None,
+            arrival_s=None,
+            pause_s=None,
         )
 
 

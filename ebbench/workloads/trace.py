@@ -1,9 +1,10 @@
-"""Reads trace files and selects the part that a scenario replays."""
+"""Reads traces and logs of any format in FORMATS and selects the part that a scenario replays."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -13,83 +14,172 @@ import pyarrow as pa
 from ebbench.errors import InputFileError, UsageError
 from ebbench.traffic.spec import Replay
 from ebbench.workloads.arrow import int_lists
-from ebbench.workloads.requests import Requests, single_turn
-from ebbench.workloads.trace_formats import Line, TraceFormat, format_of
-from ebbench.workloads.trace_times import (
-    NAMES,
-    Stamps,
-    collect_stamps,
-    read_time_unit,
-    seconds_since_first,
-    short_number,
-)
+from ebbench.workloads.log_columns import Columns, parse_columns
+from ebbench.workloads.log_files import open_log
+from ebbench.workloads.log_rows import Collected, collect
+from ebbench.workloads.log_sessions import arranged
+from ebbench.workloads.log_texts import TextReader
+from ebbench.workloads.recorded import Reading, ReadOptions
+from ebbench.workloads.requests import Floats, Int64s, Requests
+from ebbench.workloads.trace_formats import format_of
+from ebbench.workloads.trace_times import NAMES, Stamps, TimeReading, read_time_unit, seconds_since_first, short_number
+
+_MOST_DROPPED = 0.5
+"""Share of rows without usable lengths above which a file is refused instead of read in part."""
 
 
 @dataclass(frozen=True)
 class Trace:
-    """A trace file: its requests in order of time without arrival times, and their times as written."""
+    """A trace or log: its requests in order of arrival and their times as written.
+
+    ``requests`` has no times; ``stamps`` (None: the file has no times) and ``lasted_s`` (seconds from a request's start
+    to its end, NaN where unknown) have one entry per row of ``collected``, in file order.
+    """
 
     path: Path
+    name: str
+    reading: Reading
+    collected: Collected
     requests: Requests
-    stamps: Stamps
-    format: TraceFormat
+    stamps: Stamps | None
+
+    @property
+    def columns(self) -> Columns | None:
+        """The recognised columns, None for a format without columns to choose."""
+        return self.reading.columns
 
     def timed(self, time_unit: str | None = None) -> Requests:
         """The requests with ``arrival_s`` relative to the first; their facts say how times were read.
 
-        ``time_unit``: the value of ``--time-unit``, None if not given. Raises UsageError if the unit is ambiguous.
+        ``time_unit``: the value of ``--time-unit``, None if not given. Raises UsageError if the unit is ambiguous, or
+        if there are no times.
         """
-        try:
-            reading = read_time_unit(self.stamps, time_unit, whole_numbers_are=self.format.whole_numbers_are)
-        except UsageError as error:
-            raise UsageError(f"{self.path}: {error}") from None
-        arrival_s = seconds_since_first(self.stamps, reading)
-        span_s = float(arrival_s.max())
+        reading, start_s = self.seconds(time_unit)
+        requests = arranged(self.collected, start_s, self._ends(reading, start_s))
+        span_s = float(start_s.max())
         facts = {
             **self.requests.facts,
             "time_unit": reading.unit,
             "time_unit_reason": reading.reason,
-            "trace_requests": len(arrival_s),
+            "trace_requests": len(start_s),
             "trace_span_s": span_s,
-            "trace_requests_per_s": (len(arrival_s) - 1) / span_s if span_s else None,
+            "trace_requests_per_s": (len(start_s) - 1) / span_s if span_s else None,
         }
-        return replace(self.requests, arrival_s=arrival_s, facts=facts)
+        return replace(requests, facts=facts, warnings=self.requests.warnings)
+
+    def seconds(self, time_unit: str | None = None) -> tuple[TimeReading, Floats]:
+        """How the times are read, and the requests' start times in s from the first, in file order.
+
+        Raises UsageError as ``timed``.
+        """
+        if self.stamps is None:
+            raise UsageError(
+                f"{self.path}: has no times to replay; give --scenario poisson --request-rate R or --scenario "
+                "saturated, or name its times with --columns time=COLUMN"
+            )
+        found = self.reading
+        try:
+            unit = read_time_unit(
+                self.stamps, time_unit, whole_numbers_are=found.whole_numbers_are, numbers_are=found.numbers_are
+            )
+        except UsageError as error:
+            raise UsageError(f"{self.path}: {error}") from None
+        return unit, seconds_since_first(self.stamps, unit)
+
+    def _ends(self, unit: TimeReading, start_s: Floats) -> Floats | None:
+        """End of each request in s from the first start, NaN where unknown; None if no end is known."""
+        assert self.stamps is not None  # the caller has read start times
+        ends = self.collected.end_s(self.stamps, unit)
+        lasted = self.collected.lasted_s
+        if ends is None:
+            return None if lasted is None else start_s + lasted
+        return ends if lasted is None else np.where(np.isnan(ends), start_s + lasted, ends)
 
 
-def read_trace(path: Path) -> Trace:
-    """All requests of a trace; requests with equal times keep the order of the file. Raises InputFileError."""
-    lines = _lines(path)
-    if not lines:
-        raise InputFileError(path, "is empty; expected an Azure CSV or Mooncake JSON lines")
-    found = format_of(path, lines[0])
-    rows = list(found.read(path, lines))
-    if not rows:
-        raise InputFileError(path, "holds no requests")
+def read_trace(
+    path: Path, columns: str | None = None, tokenizer: str | None = None, *, keep_text: bool = False
+) -> Trace:
+    """All requests of a trace; requests with equal times keep the order of the file.
+
+    ``columns``: the value of ``--columns``; ``tokenizer`` counts the tokens of texts where the log has no counts;
+    ``keep_text`` keeps its prompts. The last file read is kept in memory. Raises InputFileError, UsageError.
+    """
     try:
-        stamps = collect_stamps([row.stamp for row in rows])
-    except ValueError as error:
-        raise InputFileError(path, str(error)) from None
-    order = np.argsort(stamps.offsets, kind="stable")
-    rows = [rows[index] for index in order]
-    hash_ids = [row.hash_ids for row in rows]
-    requests = single_turn(
-        np.array([row.input_tokens for row in rows], np.int32),
-        np.array([row.output_tokens for row in rows], np.int32),
-        hash_ids=int_lists(hash_ids) if any(one is not None for one in hash_ids) else None,
-        facts={"source": f"file:{path}", "source_reason": found.name},
-    )
-    return Trace(path, requests, replace(stamps, offsets=stamps.offsets[order]), found)
-
-
-def _lines(path: Path) -> list[Line]:
-    """The lines that are not empty. Raises InputFileError."""
-    try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
+        stat = path.stat()
     except OSError as error:
         raise InputFileError(path, f"cannot be read: {error.strerror or error}") from None
-    except UnicodeDecodeError as error:
-        raise InputFileError(path, f"is not UTF-8 text ({error.reason})") from None
-    return [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
+    return _read(path, columns, tokenizer, keep_text, stat.st_mtime_ns, stat.st_size)
+
+
+@lru_cache(maxsize=2)
+def _read(path: Path, columns: str | None, tokenizer: str | None, keep_text: bool, _mtime: int, _size: int) -> Trace:
+    log = open_log(path)
+    texts = TextReader(tokenizer, keep=keep_text)
+    found, reading = format_of(log, ReadOptions(texts, parse_columns(columns)))
+    collected = collect(log, reading)
+    _check_rows(path, collected)
+    try:
+        stamps = collected.stamps()
+    except ValueError as error:
+        raise InputFileError(path, str(error)) from None
+    facts: dict[str, Any] = {"source": f"file:{path}", "source_reason": found.name}
+    if reading.columns is not None and found.name in ("table", "chat log", "access log"):
+        facts["columns"] = dict(reading.columns.names)
+    if collected.dropped:
+        facts["rows_dropped"] = {reason: count for reason, (count, _) in collected.dropped.items()}
+    if texts.counter is not None:
+        facts["token_counts"] = texts.counter.description
+    warnings = (*_warnings(collected, stamps), *reading.notes, *(texts.counter.warnings if texts.counter else ()))
+    order = None if stamps is None else stamps.offsets
+    requests = replace(arranged(collected, order, None), arrival_s=None, facts=facts, warnings=warnings)
+    if tokenizer is not None and texts.counter is None:
+        raise UsageError(f"--tokenizer counts the tokens of texts; {path} has token counts, leave it out")
+    if keep_text and requests.prompt is None:
+        raise UsageError(f"--keep-text: {path} holds no prompts; leave it out")
+    return Trace(path, found.name, reading, collected, requests, stamps)
+
+
+def _check_rows(path: Path, collected: Collected) -> None:
+    """Raise InputFileError if no request, or less than half of the rows, can be replayed."""
+    rows, dropped = len(collected), sum(count for count, _ in collected.dropped.values())
+    if rows + dropped == 0:
+        raise InputFileError(path, "holds no requests")
+    lacking = {why: where for why, where in collected.dropped.items() if why.startswith("no ")}
+    without = sum(count for count, _ in lacking.values())
+    if rows and without <= _MOST_DROPPED * (rows + without):
+        return
+    reasons = lacking or collected.dropped
+    reason, (count, line) = max(reasons.items(), key=lambda item: item[1][0])
+    total = rows + dropped
+    raise InputFileError(
+        path, f"{count:,} of {total:,} rows have {reason}: expected requests with their token counts", line
+    )
+
+
+def _warnings(collected: Collected, stamps: Stamps | None) -> list[str]:
+    found = []
+    if collected.dropped:
+        total = sum(count for count, _ in collected.dropped.values())
+        rows = total + len(collected)
+        why = ", ".join(
+            f"{count:,} with {reason} (first: line {line:,})" for reason, (count, line) in collected.dropped.items()
+        )
+        found.append(f"{total:,} of {rows:,} rows left out: {why}")
+    if collected.derived_block:
+        size = collected.block_tokens
+        found.append(f"its hash ids are read as blocks of {size} tokens, the size that fits all prompts")
+    if stamps is not None and (backwards := _backwards(collected, stamps)).size:
+        line = int(collected.line[backwards[0] + 1])
+        found.append(
+            f"{backwards.size:,} rows are earlier than the row before (first: line {line:,}); they are put in order"
+        )
+    return found
+
+
+def _backwards(rows: Collected, stamps: Stamps) -> Int64s:
+    """Rows after which a later line of the file has an earlier time."""
+    found: Int64s = np.flatnonzero((np.diff(stamps.offsets) < 0) & (np.diff(np.asarray(rows.line)) > 0))
+    return found
 
 
 def time_note(facts: Mapping[str, Any]) -> str:
@@ -103,13 +193,16 @@ def time_note(facts: Mapping[str, Any]) -> str:
     speed = facts.get("speed", 1.0)
     scaled = "" if speed == 1.0 else f"; replayed {speed:g} times as fast"
     name = Path(str(facts["source"]).removeprefix("file:")).name
-    return f"trace {name}: {what}{rated}; its times are read as {NAMES[unit]} ({facts['time_unit_reason']}){scaled}"
+    named = ", ".join(f"{role} = {column}" for role, column in facts.get("columns", {}).items())
+    columns = f"; columns: {named}" if named else ""
+    reason = facts["time_unit_reason"]
+    return f"trace {name}: {what}{rated}; its times are read as {NAMES[unit]} ({reason}){scaled}{columns}"
 
 
 def replayed(requests: Requests, replay: Replay) -> Requests:
     """Slice, repeat and scale in time. A slice begins at time zero; each repetition has new contents.
 
-    Raises UsageError if the slice is empty.
+    A session belongs to the slice in which it starts. Raises UsageError if the slice is empty.
     """
     assert requests.arrival_s is not None  # a trace has times
     end = np.inf if replay.duration_s is None else replay.start_s + replay.duration_s
@@ -117,19 +210,18 @@ def replayed(requests: Requests, replay: Replay) -> Requests:
     if not inside.any():
         length = float(requests.arrival_s[-1])
         raise UsageError(f"the trace has no request in the slice from {replay.start_s:g} s; it is {length:g} s long")
-    part = requests.keep(inside)
+    part = requests.keep(inside[requests.session])
     assert part.arrival_s is not None
-    part = replace(part, arrival_s=part.arrival_s - replay.start_s)
-    times = part.arrival_s
-    assert times is not None
+    times = part.arrival_s - replay.start_s
     # Without a given length, repetitions follow each other after a mean gap.
     span = replay.duration_s or float(times[-1]) * (1 + 1 / max(1, len(times) - 1))
     starts = np.repeat(np.arange(replay.repeat), len(times)) * span
     n = replay.repeat
     return replace(
-        single_turn(np.tile(part.input_tokens, n), np.tile(part.output_tokens, n)),
+        part.repeated(n),
         hash_ids=_repeated_hashes(part.hash_ids, n),
         arrival_s=(np.tile(times, n) + starts) / replay.speed,
+        pause_s=None if part.pause_s is None else np.tile(part.pause_s, n) / replay.speed,
         facts={**requests.facts, "speed": replay.speed, "repeat": n},
     )
 

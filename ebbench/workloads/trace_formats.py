@@ -1,131 +1,139 @@
-"""Trace formats: Azure's CSV and Mooncake's JSON lines, recognised by the first line.
+"""The formats of traces and logs that are recognised, most specific first. A new format is one entry of FORMATS.
 
-A format converts lines to :class:`Recorded`. To add a format, add a :class:`TraceFormat` to FORMATS;
-:mod:`ebbench.workloads.trace_times` decides the unit of times for all formats.
+A format turns records into :class:`ebbench.workloads.recorded.Recorded`; :mod:`ebbench.workloads.trace_times` decides
+the unit of times and :mod:`ebbench.workloads.trace` the order, sessions and blocks, for all formats alike.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-
-import msgspec
-import numpy as np
-
 from ebbench.errors import InputFileError
-from ebbench.records.content import CHUNK_TOKENS
-from ebbench.workloads.trace_times import Stamp, parse_stamp
+from ebbench.workloads.formats_agents import AGENTS
+from ebbench.workloads.formats_columns import Definition, read_columns, with_columns
+from ebbench.workloads.formats_tools import TOOLS
+from ebbench.workloads.log_columns import names_in, plain_name
+from ebbench.workloads.log_files import LogFile
+from ebbench.workloads.recorded import Reading, ReadOptions, TraceFormat
 
-AZURE_HEADER = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
-_MOST_TOKENS = np.iinfo(np.int32).max
-Line = tuple[int, str]
-"""A line that is not empty, with its number in the file."""
-
-
-@dataclass(frozen=True)
-class Recorded:
-    """One request as recorded. ``hash_ids``: identities of its prompt's blocks, if known."""
-
-    stamp: Stamp
-    input_tokens: int
-    output_tokens: int
-    hash_ids: list[int] | None = None
+_AZURE = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+_BURST = ("Timestamp", "Request tokens", "Response tokens")
+_BAILIAN = ("chat_id", "parent_chat_id", "timestamp", "input_length", "output_length")
+_MOONCAKE = ("timestamp", "input_length", "output_length")
 
 
-@dataclass(frozen=True)
-class TraceFormat:
-    """``recognises`` checks the first line; ``read`` converts all lines and raises InputFileError with the line number.
-
-    ``whole_numbers_are``: unit of whole numbers among its times; None if the format does not define one.
-    """
-
-    name: str
-    expected: str
-    recognises: Callable[[str], bool]
-    read: Callable[[Path, Sequence[Line]], Iterator[Recorded]]
-    whole_numbers_are: str | None = None
+def _roles(names: tuple[str, ...]) -> dict[str, str]:
+    return dict(zip(("time", "input", "output"), names[-3:], strict=True))
 
 
-def format_of(path: Path, first: Line) -> TraceFormat:
-    """The format of a file by its first line. Raises InputFileError if it is none of FORMATS."""
-    number, line = first
-    for known in FORMATS:
-        if known.recognises(line):
-            return known
-    raise InputFileError(path, f"is not a trace: expected {' or '.join(each.expected for each in FORMATS)}", number)
-
-
-def _columns(line: str) -> list[str]:
-    return [cell.strip().strip('"') for cell in line.split(",")]
-
-
-def _is_azure(line: str) -> bool:
-    return _columns(line)[:3] == list(AZURE_HEADER)
-
-
-def _azure(path: Path, lines: Sequence[Line]) -> Iterator[Recorded]:
-    for number, line in lines[1:]:
-        cells = _columns(line)
-        try:
-            stamp, context, generated = parse_stamp(cells[0]), int(cells[1]), int(cells[2])
-        except (ValueError, IndexError):
-            problem = f"expected time, context tokens and generated tokens, found {line.strip()[:80]!r}"
-            raise InputFileError(path, problem, number) from None
-        _check_lengths(path, number, context, generated)
-        yield Recorded(stamp, context, generated)
-
-
-class MooncakeRow(msgspec.Struct, frozen=True):
-    """One line: time, token counts, and identities of the prompt's blocks of CHUNK_TOKENS tokens."""
-
-    timestamp: int | float | str
-    input_length: int
-    output_length: int
-    hash_ids: list[int] | None = None
-
-
-_MOONCAKE = msgspec.json.Decoder(MooncakeRow)
-
-
-def _is_mooncake(line: str) -> bool:
-    return line.lstrip().startswith("{")
-
-
-def _mooncake(path: Path, lines: Sequence[Line]) -> Iterator[Recorded]:
-    for number, line in lines:
-        try:
-            row = _MOONCAKE.decode(line)
-        except (msgspec.DecodeError, msgspec.ValidationError) as error:
-            problem = str(error).replace("`", "'")
-            raise InputFileError(
-                path, f"{problem}; expected timestamp, input_length, output_length and optional hash_ids", number
-            ) from None
-        try:
-            stamp = parse_stamp(row.timestamp)
-        except ValueError:
-            problem = f"timestamp {str(row.timestamp)[:40]!r} is neither a number nor ISO 8601"
-            raise InputFileError(path, problem, number) from None
-        _check_lengths(path, number, row.input_length, row.output_length)
-        if row.hash_ids and len(row.hash_ids) > -(-row.input_length // CHUNK_TOKENS):
-            problem = f"{len(row.hash_ids)} hash_ids are too many for {row.input_length} tokens, {CHUNK_TOKENS} each"
-            raise InputFileError(path, problem, number)
-        yield Recorded(stamp, row.input_length, row.output_length, row.hash_ids)
-
-
-def _check_lengths(path: Path, line: int, input_tokens: int, output_tokens: int) -> None:
-    if not (1 <= input_tokens <= _MOST_TOKENS and 1 <= output_tokens <= _MOST_TOKENS):
-        problem = f"lengths must be 1 token or more, not {input_tokens} and {output_tokens}"
-        raise InputFileError(path, problem, line)
-
-
-FORMATS = (
-    TraceFormat("Azure CSV", f"the header {','.join(AZURE_HEADER)} (Azure)", _is_azure, _azure),
-    TraceFormat(
+TRACES = (
+    with_columns("Azure CSV", f"a table with the columns {', '.join(_AZURE)}", _AZURE, Definition(_roles(_AZURE))),
+    with_columns(
+        "BurstGPT CSV",
+        f"a table with the columns {', '.join(_BURST)}",
+        _BURST,
+        # A failed request has 0 response tokens. The release with sessions has `Session ID` and `Elapsed time` in s.
+        Definition({**_roles(_BURST), "session": "Session ID"}, numbers_are="s", duration="s"),
+    ),
+    with_columns(
+        "Bailian JSON lines",
+        f"JSON lines with {', '.join(_BAILIAN)}, turn and hash_ids of 16 tokens",
+        _BAILIAN,
+        Definition(
+            _roles(_BAILIAN), numbers_are="s", block_tokens=16, parents=("chat_id", "parent_chat_id"), duration="ms"
+        ),
+    ),
+    with_columns(
         "Mooncake JSON lines",
-        "JSON lines with timestamp, input_length and output_length (Mooncake)",
-        _is_mooncake,
-        _mooncake,
-        whole_numbers_are="ms",
+        "JSON lines with timestamp, input_length, output_length and optional hash_ids (Mooncake, TimedTrace)",
+        _MOONCAKE,
+        Definition(_roles(_MOONCAKE), whole_numbers_are="ms"),
     ),
 )
+
+_CHAT = Definition()
+_ACCESS = Definition(duration="s", time_is_end=True)
+
+
+def _is_access_log(log: LogFile) -> bool:
+    return log.kind == "access log"
+
+
+def _read_access_log(log: LogFile, options: ReadOptions) -> Reading:
+    return read_columns(log, options, _ACCESS)
+
+
+def _is_chat(log: LogFile) -> bool:
+    names = names_in(record.value for record in log.sample)
+    return any(name.rpartition(".")[2] in ("messages", "usage") for name in names)
+
+
+def _read_chat(log: LogFile, options: ReadOptions) -> Reading:
+    return read_columns(log, options, _CHAT)
+
+
+def _is_table(log: LogFile) -> bool:
+    return False  # the last resort: see format_of
+
+
+def _read_table(log: LogFile, options: ReadOptions) -> Reading:
+    return read_columns(log, options, Definition())
+
+
+ACCESS_LOG = TraceFormat(
+    "access log",
+    "an access log with token counts as name=value, such as prompt_tokens=812 completion_tokens=90",
+    ("time_local", "request", "status"),
+    _is_access_log,
+    _read_access_log,
+)
+CHAT_LOG = TraceFormat(
+    "chat log",
+    "requests and responses of an OpenAI API: messages, or usage with prompt_tokens and completion_tokens",
+    ("messages", "usage"),
+    _is_chat,
+    _read_chat,
+)
+TABLE = TraceFormat(
+    "table",
+    "CSV, Parquet or JSON lines with columns such as timestamp, input_tokens, output_tokens",
+    ("timestamp", "input_tokens", "output_tokens"),
+    _is_table,
+    _read_table,
+)
+FORMATS = (*TOOLS, *AGENTS, *TRACES, ACCESS_LOG, CHAT_LOG, TABLE)
+
+
+def format_of(log: LogFile, options: ReadOptions) -> tuple[TraceFormat, Reading]:
+    """The format of a file by its first records, and the file opened in it.
+
+    Raises InputFileError with the nearest format if the file has neither a known schema nor columns with known names.
+    """
+    known = next((each for each in FORMATS if each.recognises(log)), TABLE)
+    try:
+        return known, known.read(log, options)
+    except InputFileError as error:
+        if known is not TABLE or options.columns or "no column with" not in str(error):
+            raise
+        near = nearest(log)
+        advice = f"nearest format: {near.name} ({near.expected}); or name them: --columns input=...,output=...,time=..."
+        raise InputFileError(log.path, f"{str(error).partition(': ')[2]}; {advice}", error.line) from None
+
+
+def nearest(log: LogFile) -> TraceFormat:
+    """The format whose fields are most like the file's names."""
+    import difflib
+
+    names = {plain_name(name).rpartition(".")[2] for name in names_in(record.value for record in log.sample)}
+
+    def likeness(known: TraceFormat) -> float:
+        best = [
+            max((difflib.SequenceMatcher(None, plain_name(one), name).ratio() for name in names), default=0.0)
+            for one in known.fields
+        ]
+        return sum(best) / len(best)
+
+    return max((known for known in FORMATS if known.fields), key=likeness)
+
+
+def with_expected(formats: tuple[TraceFormat, ...] = FORMATS) -> list[tuple[str, str]]:
+    """Name and description of each format, for documents and lists."""
+    return [(each.name, each.expected) for each in formats if each.expected]

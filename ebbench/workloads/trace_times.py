@@ -8,14 +8,17 @@
    so of the units s, ms, us and ns only one gives a plausible rate.
 4. Numbers with fractions are seconds, if the rate is then at least ``PLAUSIBLE_RATE[0]``.
 5. All other cases need ``--time-unit``. If all times are equal, the unit has no effect and is not needed.
+
+A format whose definition leaves no doubt (a column ``start_ns``, a load generator's result file) gives its unit itself.
 """
 
 from __future__ import annotations
 
 import datetime as dt
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from array import array
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -41,10 +44,14 @@ class Stamp(NamedTuple):
     zone: bool = False
 
 
-def parse_stamp(text: str | int | float) -> Stamp:
-    """Parse a time: a number, or ISO 8601 with any number of decimals. Raises ValueError."""
+def parse_stamp(text: str | int | float | dt.datetime) -> Stamp:
+    """Parse a time: a number, a calendar time, or ISO 8601 with any number of decimals. Raises ValueError."""
+    if isinstance(text, dt.datetime):
+        return _calendar(text)
     if not isinstance(text, str):
         number = text
+    elif text[4:5] == "-":
+        return _iso(text.strip())  # a calendar time, by far the most frequent text
     else:
         plain = text.strip()
         try:
@@ -61,12 +68,16 @@ def parse_stamp(text: str | int | float) -> Stamp:
 
 def _iso(text: str) -> Stamp:
     whole, _, rest = text.partition(".")
+    if not rest:
+        return _calendar(dt.datetime.fromisoformat(whole))
     digits = rest[: len(rest) - len(rest.lstrip("0123456789"))]
-    moment = dt.datetime.fromisoformat(whole + rest[len(digits) :])
+    value, iso, zone = _calendar(dt.datetime.fromisoformat(whole + rest[len(digits) :]))
+    return Stamp(value + float(f"0.{digits}") if digits else value, iso, zone)
+
+
+def _calendar(moment: dt.datetime) -> Stamp:
     zone = moment.tzinfo is not None
-    if not zone:
-        moment = moment.replace(tzinfo=dt.UTC)
-    return Stamp(moment.timestamp() + (float(f"0.{digits}") if digits else 0.0), iso=True, zone=zone)
+    return Stamp((moment if zone else moment.replace(tzinfo=dt.UTC)).timestamp(), iso=True, zone=zone)
 
 
 @dataclass(frozen=True)
@@ -88,16 +99,46 @@ class Stamps:
         return (len(self.offsets) - 1) * TIME_UNITS[unit] / self.span if self.span else math.inf
 
 
-def collect_stamps(stamps: Sequence[Stamp]) -> Stamps:
+@dataclass
+class StampColumn:
+    """Collects the times of one trace, 8 bytes per time, and whether they are of one kind."""
+
+    base: int | float = 0
+    offsets: array[float] = field(default_factory=lambda: array("d"))
+    whole: bool = True
+    _iso: bool = False
+    _zone: bool = False
+    _mixed: str = ""
+
+    def append(self, stamp: Stamp) -> None:
+        """Add one time."""
+        value, iso, zone = stamp
+        if not self.offsets:
+            self.base, self._iso, self._zone = value, iso, zone
+        elif iso != self._iso:
+            self._mixed = "some times are ISO 8601 and some are numbers; write all of them one way"
+        elif zone != self._zone and not self._mixed:
+            self._mixed = "some times name their zone and some do not; write all of them one way"
+        self.offsets.append(value - self.base)  # subtract first: ns need more than 53 bits
+        if self.whole and value != int(value):
+            self.whole = False
+
+    def stamps(self) -> Stamps:
+        """The times from the earliest. Raises ValueError if their kinds are mixed."""
+        if self._mixed:
+            raise ValueError(self._mixed)
+        offsets = np.array(self.offsets, np.float64)
+        lowest = float(offsets.min())
+        first = self.base + (int(lowest) if self.whole else lowest)
+        return Stamps(first, offsets - lowest, self._iso, self.whole)
+
+
+def collect_stamps(stamps: Iterable[Stamp]) -> Stamps:
     """Combine the times of one trace. Raises ValueError if their kinds are mixed."""
-    if len({stamp.iso for stamp in stamps}) > 1:
-        raise ValueError("some times are ISO 8601 and some are numbers; write all of them one way")
-    if len({stamp.zone for stamp in stamps}) > 1:
-        raise ValueError("some times name their zone and some do not; write all of them one way")
-    values = [stamp.value for stamp in stamps]
-    first = min(values)
-    offsets = np.array([value - first for value in values], np.float64)  # subtract first: ns need more than 53 bits
-    return Stamps(first, offsets, stamps[0].iso, all(float(value).is_integer() for value in values))
+    column = StampColumn()
+    for stamp in stamps:
+        column.append(stamp)
+    return column.stamps()
 
 
 @dataclass(frozen=True)
@@ -108,11 +149,14 @@ class TimeReading:
     reason: str
 
 
-def read_time_unit(stamps: Stamps, asked: str | None = None, *, whole_numbers_are: str | None = None) -> TimeReading:
+def read_time_unit(
+    stamps: Stamps, asked: str | None = None, *, whole_numbers_are: str | None = None, numbers_are: str | None = None
+) -> TimeReading:
     """The unit of a trace's times, by the rule of this module.
 
     ``asked``: the value of ``--time-unit``. ``whole_numbers_are``: the unit in which the format writes whole numbers,
-    None if it has none. Raises UsageError if the unit is ambiguous.
+    None if it has none; ``numbers_are``: the unit of all numbers where the format leaves no doubt. Raises UsageError if
+    the unit is ambiguous.
     """
     if stamps.iso:
         if asked is not None:
@@ -120,6 +164,8 @@ def read_time_unit(stamps: Stamps, asked: str | None = None, *, whole_numbers_ar
         return TimeReading("iso", "text in that form")
     if asked is not None:
         return TimeReading(asked, "--time-unit")
+    if numbers_are is not None:
+        return TimeReading(numbers_are, "by the format's definition")
     if not stamps.span:
         return TimeReading(whole_numbers_are or "s", "all requests have the same time")
     epoch = _epoch_unit(stamps)

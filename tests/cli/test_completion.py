@@ -13,7 +13,7 @@ from vllm_eb.policy import descriptions
 
 
 def test_every_name_is_offered() -> None:
-    assert completion.workloads("") == [*list_workloads(), "trace:"]
+    assert completion.workloads("") == [*list_workloads(), "log:", "trace:"]
     assert completion.scenarios("") == list_scenarios()
     assert completion.devices("") == list(list_devices())
     assert completion.models("") == list(list_models())

@@ -127,7 +127,7 @@ def test_closed_loop_with_the_callers_concurrency() -> None:
         ({"scenario": "distribution-shift", "input_len": 3}, "brings its own lengths"),
         ({"scenario": "poisson", "request_rate": 3, "burstiness": 0.5}, "no gamma gaps"),
         ({"burstiness": 0.5}, "burstiness shapes the gaps"),
-        ({"scenario": "trace"}, "needs a workload trace:FILE"),
+        ({"scenario": "trace"}, "needs a workload log:FILE"),
         ({"scenario": "poisson", "request_rate": 3, "speed": 2}, "speed scales recorded times"),
         ({"scenario": "poisson", "request_rate": -1}, "request rate must be positive"),
         ({"scenario": "poisson", "request_rate": float("nan")}, "request rate must be positive"),

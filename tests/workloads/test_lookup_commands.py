@@ -22,7 +22,7 @@ def test_lists_name_everything() -> None:
     for app, names in ((workloads.app, list_workloads()), (scenarios.app, list_scenarios())):
         text = call(app, "list")
         assert all(name in text for name in names)
-    assert "trace:FILE" in call(workloads.app, "list")
+    assert "log:FILE" in call(workloads.app, "list")
 
 
 def test_show_workload_gives_statistics_and_the_decode_share() -> None:
@@ -43,7 +43,7 @@ def test_show_conversations_and_traces(data: Path) -> None:
     assert "40 requests in 5 conversations" in text
     text = call(workloads.app, "show", f"trace:{data / 'azure.csv'}")
     assert "3 requests" in text
-    assert "1.33 sessions/s over 1.5 s" in text
+    assert "1.33 requests/s over 1.5 s" in text
 
 
 @pytest.mark.parametrize("name", list_scenarios())

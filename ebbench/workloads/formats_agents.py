@@ -1,0 +1,190 @@
+"""Agent sessions as logs: Weka's coding traces and OpenTelemetry spans with GenAI attributes.
+
+A session's requests form one chain; the requests of a sub-agent form a session of their own that starts when the
+sub-agent did. Schemas: kv-cache-tester's trace files (``id``, ``block_size``, ``requests``), and the GenAI semantic
+conventions of OpenTelemetry in OTLP JSON or one span, or one session of spans, per line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from ebbench.errors import InputFileError
+from ebbench.workloads.log_columns import value_at
+from ebbench.workloads.log_files import LogFile, LogRecord
+from ebbench.workloads.recorded import (
+    Dropped,
+    Reading,
+    ReadOptions,
+    Recorded,
+    Rows,
+    TraceFormat,
+    tokens_of,
+    unusable,
+)
+from ebbench.workloads.trace_times import Stamp, parse_stamp
+
+_WEKA_BLOCK = 64
+"""Block size of Weka's published traces, where a file states none."""
+
+
+def _is_weka(log: LogFile) -> bool:
+    requests = log.sample[0].value.get("requests")
+    return isinstance(requests, list) and bool(requests) and isinstance(requests[0], Mapping) and "t" in requests[0]
+
+
+def _weka(log: LogFile, options: ReadOptions) -> Reading:
+    sizes = {record.value.get("block_size", _WEKA_BLOCK) for record in log.sample}
+    if len(sizes) > 1:
+        raise InputFileError(log.path, f"has blocks of {' and '.join(map(str, sorted(sizes)))} tokens; split the file")
+    return Reading(_weka_rows(log), numbers_are="s", block_tokens=int(sizes.pop()))
+
+
+def _weka_rows(log: LogFile) -> Rows:
+    ids: dict[tuple[int, int], int] = {}
+    for number, record in enumerate(log.records()):
+        scope = -1 if record.value.get("hash_id_scope") == "global" else number
+        requests = record.value.get("requests")
+        if not isinstance(requests, list):
+            raise InputFileError(log.path, "expected a list of requests", record.line)
+        for chain, request in _weka_requests(requests):
+            blocks = [ids.setdefault((scope, one), len(ids)) for one in request.get("hash_ids") or ()]
+            inputs, outputs = (tokens_of(log, record, name, request.get(name)) for name in ("in", "out"))
+            reason = unusable(inputs, outputs)
+            if reason or inputs is None or outputs is None:
+                yield Dropped(record.line, reason)
+                continue
+            start, took = request.get("t"), request.get("api_time")
+            if not isinstance(start, int | float):
+                raise InputFileError(log.path, f"expected the time t of a request, found {start!r}", record.line)
+            yield Recorded(
+                record.line, Stamp(float(start), iso=False), inputs, outputs, blocks or None, (number, *chain),
+                duration_s=took if isinstance(took, int | float) else None,
+            )  # fmt: skip
+
+
+def _weka_requests(requests: list[Any]) -> Iterator[tuple[tuple[Any, ...], Mapping[str, Any]]]:
+    """Requests with the chain they belong to: () for the main one, else the sub-agent's place."""
+    for place, request in enumerate(requests):
+        if request.get("type") != "subagent":
+            yield (), request
+            continue
+        inner = request.get("requests") or []
+        start = request.get("t") or 0.0
+        # The definition counts inner times from the sub-agent's start; published files count from the session's.
+        shift = start if inner and inner[0].get("t", 0.0) < start else 0.0
+        for each in inner:
+            yield (place,), {**each, "t": each.get("t", 0.0) + shift}
+
+
+class _Span(NamedTuple):
+    line: int
+    trace: Any
+    start: Any
+    end: Any
+    attributes: Mapping[str, Any]
+    failed: bool
+
+
+_INPUT = ("gen_ai.usage.input_tokens", "gen_ai.usage.prompt_tokens")
+_OUTPUT = ("gen_ai.usage.output_tokens", "gen_ai.usage.completion_tokens")
+_SESSION = ("gen_ai.conversation.id", "session.id")
+_OTHER_WORK = ("invoke_agent", "execute_tool", "embeddings", "create_agent")
+
+
+def _is_otel(log: LogFile) -> bool:
+    first = log.sample[0].value
+    if "resourceSpans" in first or isinstance(first.get("spans"), list):
+        return True
+    keys = [key for record in log.sample for key in _attributes(record.value.get("attributes"))]
+    return any(key.startswith("gen_ai.") for key in keys)
+
+
+def _otel(log: LogFile, options: ReadOptions) -> Reading:
+    # Only OTLP JSON writes times as numbers, and those are ns (startTimeUnixNano).
+    return Reading(_otel_rows(log), numbers_are="ns" if "resourceSpans" in log.sample[0].value else None)
+
+
+def _otel_rows(log: LogFile) -> Rows:
+    for record in log.records():
+        for span in _spans(record):
+            attributes = span.attributes
+            operation = attributes.get("gen_ai.operation.name")
+            inputs, outputs = (_first(attributes, names) for names in (_INPUT, _OUTPUT))
+            if operation in _OTHER_WORK or (operation is None and inputs is None):
+                continue  # a tool, an agent or a span of another kind is no request
+            counts = [tokens_of(log, record, "gen_ai.usage", value) for value in (inputs, outputs)]
+            reason = "an error" if span.failed else unusable(*counts)
+            if reason or counts[0] is None or counts[1] is None:
+                yield Dropped(span.line, reason)
+                continue
+            try:
+                start = parse_stamp(span.start)
+                end = None if span.end in (None, "") else parse_stamp(span.end)
+            except (TypeError, ValueError):
+                problem = f"span time {str(span.start)[:40]!r} is neither a number nor ISO 8601"
+                raise InputFileError(log.path, problem, span.line) from None
+            session = _first(attributes, _SESSION) or span.trace
+            yield Recorded(span.line, start, counts[0], counts[1], session=session, end=end)
+
+
+def _spans(record: LogRecord) -> Iterator[_Span]:
+    value = record.value
+    nested: Iterator[Any]
+    if "resourceSpans" in value:
+        nested = (
+            span
+            for resource in value["resourceSpans"] or []
+            for scope in resource.get("scopeSpans") or []
+            for span in scope.get("spans") or []
+        )
+    else:
+        nested = iter(value["spans"] if isinstance(value.get("spans"), list) else [value])
+    outer = _first(value, ("trace_id", "traceId", "session_id"))
+    for span in nested:
+        yield _Span(
+            record.line,
+            _first(span, ("trace_id", "traceId")) or value_at("context.trace_id")(span) or outer,
+            _first(span, ("startTimeUnixNano", "start_time_unix_nano", "start_time", "startTime")),
+            _first(span, ("endTimeUnixNano", "end_time_unix_nano", "end_time", "endTime")),
+            _attributes(span.get("attributes")),
+            value_at("status.code")(span) in (2, "ERROR", "STATUS_CODE_ERROR")
+            or value_at("status.status_code")(span) == "ERROR",
+        )
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    """Attributes as a mapping; OTLP JSON writes them as a list of keys and typed values."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    if not isinstance(value, list):
+        return {}
+    found = {}
+    for pair in value:
+        if isinstance(pair, Mapping) and isinstance(pair.get("value"), Mapping):
+            kind, inner = next(iter(pair["value"].items()), ("", None))
+            found[str(pair.get("key"))] = int(inner or 0) if kind == "intValue" else inner
+    return found
+
+
+def _first(values: Mapping[str, Any], names: tuple[str, ...]) -> Any:
+    return next((values[name] for name in names if values.get(name) is not None), None)
+
+
+AGENTS = (
+    TraceFormat(
+        "Weka sessions",
+        "one session per line or file: id, block_size, requests with t, in, out and hash_ids",
+        ("id", "block_size", "requests"),
+        _is_weka,
+        _weka,
+    ),
+    TraceFormat(
+        "OpenTelemetry GenAI spans",
+        "OTLP JSON, or one span or session of spans per line, with gen_ai.usage.input_tokens and output_tokens",
+        ("traceId", "startTimeUnixNano", "attributes"),
+        _is_otel,
+        _otel,
+    ),
+)

@@ -1,0 +1,252 @@
+"""Formats with one record per request whose columns are recognised by name: published traces, chat logs, access logs.
+
+They have one reader; a format only adds what its definition says beyond the names (units, blocks, links of sessions).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+from ebbench.errors import InputFileError, UsageError
+from ebbench.workloads.log_columns import Columns, names_in, nearest_columns, plain_name, recognise, value_at
+from ebbench.workloads.log_files import LogFile, LogRecord
+from ebbench.workloads.log_texts import BLOCK_TOKENS, answer_of, text_of
+from ebbench.workloads.recorded import Dropped, Reading, ReadOptions, Recorded, Rows, TraceFormat, tokens_of, unusable
+from ebbench.workloads.trace_times import Stamp, parse_stamp
+
+_FAILED = ("error", "fail", "cancel", "abort", "timeout", "timed_out", "reject", "incomplete")
+_MORE = ("end", "duration", "turn", "hash_ids", "session")
+"""Roles that make a row more than a time and two lengths."""
+_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
+
+
+@dataclass(frozen=True)
+class Definition:
+    """What a format's definition says beyond the names of its columns.
+
+    ``roles``: columns that its definition gives; ``parents``: the columns of a request's id and of its predecessor's.
+    ``duration``: the unit of durations without a unit in their name. ``time_is_end``: requests are logged when done.
+    """
+
+    roles: Mapping[str, str] = field(default_factory=dict)
+    numbers_are: str | None = None
+    whole_numbers_are: str | None = None
+    block_tokens: int | None = None
+    parents: tuple[str, str] | None = None
+    duration: str | None = None
+    time_is_end: bool = False
+
+
+def with_columns(name: str, expected: str, fields: tuple[str, ...], definition: Definition) -> TraceFormat:
+    """A format that is recognised by having all of ``fields`` (names compared as plain names)."""
+
+    def recognises(log: LogFile) -> bool:
+        names = {plain_name(one) for one in names_in(record.value for record in log.sample)}
+        return all(plain_name(one) in names for one in fields)
+
+    return TraceFormat(name, expected, fields, recognises, lambda log, options: read_columns(log, options, definition))
+
+
+def read_columns(log: LogFile, options: ReadOptions, definition: Definition) -> Reading:
+    """Read a log by its columns. Raises InputFileError if no column holds the prompt's or the output's length."""
+    names = names_in(record.value for record in log.sample)
+    defined = {role: _spelled(column, names) for role, column in definition.roles.items()}
+    asked = {role: column for role, column in (defined | dict(options.columns)).items() if column}
+    try:
+        columns = recognise(names, asked)
+    except UsageError as error:
+        raise InputFileError(log.path, str(error), log.sample[0].line) from None
+    columns = _without_texts(columns, log)
+    _check(log, columns, names)
+    reader = _Reader(log, options, definition, columns)
+    notes = list(_notes(columns, asked, definition))
+    return Reading(
+        reader.rows(),
+        columns=columns,
+        numbers_are=columns.units.get("time", definition.numbers_are),
+        whole_numbers_are=definition.whole_numbers_are,
+        block_tokens=int(options.columns.get("block_tokens", 0))
+        or definition.block_tokens
+        or (BLOCK_TOKENS if reader.from_texts else None),
+        from_texts=reader.from_texts,
+        notes=tuple(notes),
+    )
+
+
+def _spelled(column: str, names: list[str]) -> str:
+    """The column's name as the file spells it; empty if it has none."""
+    return next((name for name in names if plain_name(name) == plain_name(column)), "")
+
+
+def _without_texts(columns: Columns, log: LogFile) -> Columns:
+    """Leave out columns named like texts whose values are numbers, as ``output`` or ``answer`` in some tables."""
+    names = dict(columns.names)
+    for role, reads in (("messages", text_of), ("prompt", text_of), ("answer", answer_of)):
+        get = value_at(names.get(role))
+        if role in names and not any(reads(get(record.value)) for record in log.sample):
+            del names[role]
+    return Columns(names, columns.units, columns.passed_over)
+
+
+def _check(log: LogFile, columns: Columns, names: list[str]) -> None:
+    have = columns.names
+    line = log.sample[0].line if log.kind != "CSV" else 1
+    for role, texts, what in (
+        ("input", ("messages", "prompt"), "prompt tokens"),
+        ("output", ("answer",), "output tokens"),
+    ):
+        if role in have or any(text in have for text in texts):
+            continue
+        like = nearest_columns(names, role)
+        hint = f"; {like} looks like it" if like else ""
+        listed = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
+        raise InputFileError(log.path, f"no column with {what} among {listed}{hint}", line)
+    if "session" in have and "time" not in have and "turn" not in have:
+        problem = (
+            f"column {have['session']!r} groups requests into sessions, and neither a time nor a turn orders them; "
+            "give --columns turn=COLUMN or time=COLUMN, or session=- for single requests"
+        )
+        raise InputFileError(log.path, problem, line)
+
+
+def _notes(columns: Columns, asked: Mapping[str, str], definition: Definition) -> Iterator[str]:
+    if columns.passed_over:
+        others = ", ".join(columns.passed_over)
+        yield f"columns {others} have similar names and are not used; --columns chooses"
+    if "user" in columns.names and "session" not in columns.names and asked.get("session") != "-":
+        user = columns.names["user"]
+        yield f"requests of one {user} are not taken as one session; --columns session={user} does that"
+    if definition.time_is_end and "duration" not in columns.names:
+        yield "its times are those at which requests ended, since it has no durations"
+
+
+class _Reader:
+    """Converts records to requests, with the columns' functions looked up once."""
+
+    def __init__(self, log: LogFile, options: ReadOptions, definition: Definition, columns: Columns) -> None:
+        self._log, self._texts, self._definition, self._columns = log, options.texts, definition, columns
+        have = columns.names
+        self.from_texts = "hash_ids" not in have and ("messages" in have or "prompt" in have)
+        self._prompt = columns.getter("messages" if "messages" in have else "prompt")
+        self._answer, self._status, self._error = (columns.getter(role) for role in ("answer", "status", "error"))
+        self._end, self._lasts, self._turns, self._hash_ids = (columns.getter(role) for role in _MORE[:4])
+        self._session = self._session_of()
+        self._seconds = _SECONDS.get(columns.units.get("duration", definition.duration or ""))
+
+    def rows(self) -> Rows:
+        """All records, completed requests and dropped ones."""
+        inputs_of, outputs_of, time_of = (self._columns.getter(role) for role in ("input", "output", "time"))
+        names = self._columns.names
+        fails = "status" in names or "error" in names
+        more = self.from_texts or self._definition.parents is not None or any(role in names for role in _MORE)
+        for record in self._log.records():
+            value = record.value
+            if fails and (reason := self._rejection(value)):
+                yield Dropped(record.line, reason)
+                continue
+            inputs, outputs, text = self._lengths(record, inputs_of(value), outputs_of(value))
+            if not inputs or not outputs:
+                yield Dropped(record.line, unusable(inputs, outputs))
+                continue
+            row = Recorded(record.line, self._stamp(record, "time", time_of(value)), inputs, outputs)
+            yield self._completed(record, row, text) if more else row
+
+    def _rejection(self, value: Mapping[str, Any]) -> str:
+        """Why a request did not complete; empty if it did."""
+        status = self._status(value)
+        return (_failure(status) if type(status) in (str, int) else "") or _fault(self._error(value))
+
+    def _completed(self, record: LogRecord, row: Recorded, text: str) -> Recorded:
+        """The request with its end, session and prefix."""
+        value = record.value
+        end = self._stamp(record, "end", self._end(value))
+        lasted, stamp = self._duration(self._lasts(value)), row.stamp
+        if self._definition.time_is_end and stamp is not None and lasted is not None:
+            stamp, end = stamp._replace(value=stamp.value - lasted), stamp
+        blocks = self._texts.prefix_ids(text, row.input_tokens) if self.from_texts else self._hash_ids(value)
+        return Recorded(
+            row.line, stamp, row.input_tokens, row.output_tokens, self._blocks(record, blocks), self._session(value),
+            self._turn(record, self._turns(value)), end, lasted, text if self._texts.keep and text else None,
+        )  # fmt: skip
+
+    def _lengths(self, record: LogRecord, inputs: Any, outputs: Any) -> tuple[int | None, int | None, str]:
+        """Token counts from the columns, or counted from the texts, and the prompt's text."""
+        names = self._columns.names
+        input_tokens = tokens_of(self._log, record, names.get("input", "input"), inputs)
+        output_tokens = tokens_of(self._log, record, names.get("output", "output"), outputs)
+        if not self.from_texts and output_tokens is not None:
+            return input_tokens, output_tokens, ""
+        text = text_of(self._prompt(record.value)) if self.from_texts else ""
+        if input_tokens is None and text:
+            input_tokens = self._texts.tokens(text)
+        if output_tokens is None and (answer := answer_of(self._answer(record.value))):
+            output_tokens = self._texts.tokens(answer)
+        return input_tokens, output_tokens, text
+
+    def _stamp(self, record: LogRecord, role: str, value: Any) -> Stamp | None:
+        if value is None:
+            if role == "time" and role in self._columns.names:
+                name = self._columns.names[role]
+                raise InputFileError(self._log.path, f"expected a time in {name}, found none", record.line)
+            return None
+        try:
+            return parse_stamp(value)
+        except (TypeError, ValueError):
+            problem = f"{self._columns.names[role]} {str(value)[:40]!r} is neither a number nor ISO 8601"
+            raise InputFileError(self._log.path, problem, record.line) from None
+
+    def _duration(self, value: Any) -> float | None:
+        """Seconds, None if the column has no unit or the cell no number."""
+        if value is None or self._seconds is None:
+            return None
+        try:
+            return max(0.0, float(value) * self._seconds)
+        except (TypeError, ValueError):
+            return None
+
+    def _turn(self, record: LogRecord, value: Any) -> float | None:
+        if value is None or value == "":
+            return None
+        try:
+            return float(value)
+        except (TypeError, ValueError):
+            problem = f"expected the number of a turn in {self._columns.names['turn']}, found {str(value)[:40]!r}"
+            raise InputFileError(self._log.path, problem, record.line) from None
+
+    def _blocks(self, record: LogRecord, value: Any) -> list[int] | None:
+        if value is None or value == "":
+            return None
+        if not isinstance(value, list) or not all(type(one) is int for one in value):
+            problem = f"expected a list of whole numbers, found {str(value)[:60]!r}"
+            raise InputFileError(self._log.path, problem, record.line)
+        return value
+
+    def _session_of(self) -> Callable[[Mapping[str, Any]], Any]:
+        """The session of a record: its column, or the first request of its chain of predecessors."""
+        if self._definition.parents is None or "session" in self._columns.names:
+            get = self._columns.getter("session")
+            return lambda record: None if (found := get(record)) in ("", None, "-") else found
+        own, parent = (value_at(name) for name in self._definition.parents)
+        roots: dict[Any, Any] = {}
+
+        def root(record: Mapping[str, Any]) -> Any:
+            found = roots[own(record)] = roots.get(parent(record), own(record))
+            return found
+
+        return root
+
+
+@lru_cache(maxsize=1024)
+def _failure(status: str | int) -> str:
+    """Why a status means that the request failed; empty if it does not."""
+    text = str(status).strip().lower()
+    if text.isdigit():
+        return f"status {text}" if int(text) >= 400 else ""
+    return f"status {text[:30]}" if any(word in text for word in _FAILED) else ""
+
+
+def _fault(error: Any) -> str:
+    return "" if error in (None, "", "-", "null", "None", False, {}, [], "false", "False", "0", 0) else "an error"

@@ -1,0 +1,194 @@
+"""Which column of a log holds what: by recognised names, or as ``--columns input=...,output=...,time=...`` says.
+
+A role is what a column means to a plan. Names are compared without regard to case and punctuation (``ContextTokens``,
+``context-tokens`` and ``context_tokens`` are one name); a value inside nested objects has a name with dots
+(``response.usage.prompt_tokens``), and its last part is recognised too.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from ebbench.errors import UsageError
+from vllm_eb.errors import name_hint
+
+ALIASES: Mapping[str, tuple[str, ...]] = {
+    "input": (
+        "input_length", "input_tokens", "prompt_tokens", "context_tokens", "request_tokens", "input_len", "prompt_len",
+        "prompt_length", "num_prompt_tokens", "n_prompt_tokens", "num_input_tokens", "input_token_count",
+        "prompt_token_count", "input_sequence_length", "context_length", "tokens_in", "isl",
+    ),
+    "output": (
+        "output_length", "output_tokens", "completion_tokens", "generated_tokens", "response_tokens", "output_len",
+        "completion_len", "completion_length", "response_length", "generation_length", "num_generation_tokens",
+        "num_output_tokens", "num_completion_tokens", "n_completion_tokens", "output_token_count",
+        "candidates_token_count", "output_sequence_length", "generation_tokens", "decode_tokens", "tokens_out", "osl",
+    ),
+    "time": (
+        "timestamp", "start_time", "arrival_time", "arrived_at", "start_timestamp", "request_start", "started_at",
+        "arrival", "arrival_timestamp", "start", "time", "ts", "created_at", "created", "date_time", "datetime", "date",
+        "time_local", "time_iso8601", "msec", "event_time", "sent_at", "t",
+    ),
+    "end": ("end_time", "end_timestamp", "request_end", "ended_at", "completed_at", "finished_at", "end"),
+    "duration": (
+        "duration", "api_time", "e2e_latency", "e2el", "latency", "request_latency", "elapsed_time", "elapsed",
+        "request_time", "response_time", "request_duration", "total_time",
+    ),
+    "session": (
+        "session_id", "session", "conversation_id", "conversation", "chat_session_id", "thread_id", "dialog_id",
+        "x_correlation_id", "trace_id", "session_hash",
+    ),
+    "turn": ("turn", "turn_index", "turn_id", "turn_number", "round"),
+    "user": ("user_id", "user", "client_id", "end_user", "customer_id"),
+    "status": ("status_code", "http_status", "status", "http_status_code", "response_status"),
+    "error": ("error", "error_message", "exception", "error_type"),
+    "hash_ids": ("hash_ids", "block_hashes", "prefix_hash_ids"),
+    "messages": ("messages", "conversations_messages", "chat_messages"),
+    "prompt": ("prompt", "prompt_text", "input_text", "text_input", "query", "question"),
+    "answer": ("completion", "response_text", "output_text", "answer", "generated_text", "response", "output"),
+}  # fmt: skip
+"""Recognised names per role, the preferred first. Units stand in the name: ``start_ns``, ``latency_ms``."""
+
+_UNIT = re.compile(r"_(ns|us|ms|s|sec|secs|seconds|milliseconds)$")
+_UNITS = {"sec": "s", "secs": "s", "seconds": "s", "milliseconds": "ms"}
+_TIMES = ("time", "end", "duration")
+NUMBERS = ("block_tokens", "benchmark")
+"""Keys of ``--columns`` whose value is a number instead of a column."""
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The column of each role found, the unit that its name states (times only), and other columns with such names."""
+
+    names: Mapping[str, str]
+    units: Mapping[str, str]
+    passed_over: tuple[str, ...] = ()
+
+    def getter(self, role: str) -> Callable[[Mapping[str, Any]], Any]:
+        """A function that returns the role's value in a record, None if it is missing."""
+        return value_at(self.names.get(role))
+
+
+def value_at(name: str | None) -> Callable[[Mapping[str, Any]], Any]:
+    """A function that returns the value of a column, or with dots of a nested one; None if it is missing."""
+    if name is None:
+        return lambda record: None
+    if "." not in name:
+        return lambda record: record.get(name)
+    parts = name.split(".")
+
+    def get(record: Mapping[str, Any]) -> Any:
+        if name in record:
+            return record[name]
+        value: Any = record
+        for part in parts:
+            if type(value) is dict:
+                value = value.get(part)
+            elif isinstance(value, list) and part.isdigit() and int(part) < len(value):
+                value = value[int(part)]
+            else:
+                return None
+        return value
+
+    return get
+
+
+@lru_cache(maxsize=65_536)
+def plain_name(name: str) -> str:
+    """``ContextTokens``, ``Context Tokens`` and ``context-tokens`` as ``context_tokens``; dots stay."""
+    spaced = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name)
+    return re.sub(r"[^a-z0-9.]+", "_", spaced.lower()).strip("_")
+
+
+def parse_columns(text: str | None) -> dict[str, str]:
+    """``input=a,output=b`` as a mapping from role to column. Raises UsageError."""
+    found: dict[str, str] = {}
+    for pair in filter(None, (text or "").split(",")):
+        role, equals, column = (part.strip() for part in pair.partition("="))
+        if not equals or not column:
+            raise UsageError(f"--columns takes role=column pairs, as input=prompt_tokens,output=answer, not {pair!r}")
+        if role not in ALIASES and role not in NUMBERS:
+            raise UsageError(f"--columns knows no {role!r}; {name_hint(role, (*ALIASES, *NUMBERS))}")
+        if role in NUMBERS and not (column.isdigit() and int(column)):
+            raise UsageError(f"--columns {role}= takes a positive whole number, not {column!r}")
+        if role in found:
+            raise UsageError(f"--columns names {role} twice")
+        found[role] = column
+    return found
+
+
+def names_in(records: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Column names of the records, nested ones with dots, in order of appearance."""
+    found: dict[str, None] = {}
+    for record in records:
+        _collect(record, "", found, 0)
+    return list(found)
+
+
+def _collect(value: Mapping[str, Any], prefix: str, found: dict[str, None], depth: int) -> None:
+    for key, inner in value.items():
+        name = f"{prefix}{key}"
+        found.setdefault(name)
+        if isinstance(inner, Mapping) and depth < 5:
+            _collect(inner, f"{name}.", found, depth + 1)
+
+
+def recognise(names: Sequence[str], asked: Mapping[str, str]) -> Columns:
+    """The columns of the roles: as ``asked``, otherwise by name. A value of ``-`` leaves a role out.
+
+    Raises UsageError if a column that was asked for does not exist.
+    """
+    chosen: dict[str, str] = {}
+    other: list[str] = []
+    units: dict[str, str] = {}
+    for role in ALIASES:
+        if (column := asked.get(role)) is not None:
+            if column == "-":
+                continue
+            if column not in names:
+                raise UsageError(f"has no column {column!r} for --columns {role}=; its columns are {_listed(names)}")
+            chosen[role] = column
+        else:
+            matches = _matches(role, names, asked.values())
+            if matches:
+                chosen[role] = matches[0]
+                other += matches[1:] if role in ("input", "output", "time", "session") else []
+        if role in _TIMES and role in chosen and (unit := _UNIT.search(plain_name(chosen[role]))):
+            units[role] = _UNITS.get(unit[1], unit[1])
+    return Columns(chosen, units, tuple(other))
+
+
+def _matches(role: str, names: Sequence[str], taken: Iterable[str]) -> list[str]:
+    """Columns with a name of this role, the preferred alias and the outermost first."""
+    used = set(taken)
+    rank = {alias: place for place, alias in enumerate(ALIASES[role])}
+    found = []
+    for place, name in enumerate(names):
+        if name in used:
+            continue
+        plain = plain_name(name).rpartition(".")[2]
+        if role in _TIMES and plain not in rank:
+            plain = _UNIT.sub("", plain)
+        if plain in rank:
+            found.append((name.count("."), rank[plain], place, name))
+    return [name for *_, name in sorted(found)]
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:12])
+    return f"{shown} and {len(names) - 12} more" if len(names) > 12 else shown
+
+
+def nearest_columns(names: Sequence[str], role: str) -> str:
+    """Names of columns most like those of a role, for an error message; empty if none is similar."""
+    import difflib
+
+    plain = {plain_name(name).rpartition(".")[2]: name for name in names}
+    close = [
+        match for alias in ALIASES[role] for match in difflib.get_close_matches(alias, list(plain), n=1, cutoff=0.75)
+    ]
+    return ", ".join(dict.fromkeys(repr(plain[match]) for match in close[:3]))

@@ -1,0 +1,242 @@
+"""Opens a log of requests in any of its file formats and yields its records with their line numbers.
+
+JSON lines, a JSON array or document, Parquet, CSV (separated by commas, semicolons or tabs) and access logs, each also
+compressed with gzip. Every record is a mapping from column names to values; an access log's columns are its ``name=
+value`` pairs, and its fields by number, ``1`` for the first.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import IO, Any, Literal, NamedTuple
+
+import msgspec
+
+from ebbench.errors import InputFileError
+from ebbench.workloads.files import read_json, read_parquet
+
+Kind = Literal["JSON lines", "JSON", "Parquet", "CSV", "access log"]
+
+_GZIP, _PARQUET, _MARK = b"\x1f\x8b", b"PAR1", b"\xef\xbb\xbf"
+_SAMPLE = 50  # records that are looked at to recognise columns
+_BYTE = re.compile(r"byte (\d+)")
+
+
+class LogRecord(NamedTuple):
+    """A record and where it is: its line, or in Parquet its number from 1."""
+
+    line: int
+    value: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class LogFile:
+    """A recognised file. ``columns``: names in the header of a table, empty for JSON; ``sample``: first records."""
+
+    path: Path
+    kind: Kind
+    columns: tuple[str, ...]
+    sample: tuple[LogRecord, ...]
+
+    def records(self) -> Iterator[LogRecord]:
+        """All records in order. Raises InputFileError with the line."""
+        return _READERS[self.kind](self.path)
+
+
+def open_log(path: Path) -> LogFile:
+    """Recognise the kind of a file and read its first records. Raises InputFileError."""
+    kind = _kind_of(path)
+    sample = tuple(islice(_READERS[kind](path), _SAMPLE))
+    if not sample:
+        raise InputFileError(path, "holds no requests")
+    columns = tuple(sample[0].value) if kind in ("CSV", "Parquet") else ()
+    return LogFile(path, kind, columns, sample)
+
+
+def _open(path: Path) -> IO[bytes]:
+    try:
+        stream = path.open("rb")
+        packed = stream.read(2) == _GZIP
+        stream.seek(0)
+    except OSError as error:
+        raise InputFileError(path, f"cannot be read: {error.strerror or error}") from None
+    return gzip.open(stream) if packed else stream  # type: ignore[return-value]
+
+
+def _kind_of(path: Path) -> Kind:
+    with _open(path) as stream:
+        start = _read(path, stream, 4)
+        if start == _PARQUET:
+            return "Parquet"
+        line = start + _line(path, stream)
+        while line and not line.strip(b"\xef\xbb\xbf \t\r\n"):
+            line = _line(path, stream)
+    text = _decoded(path, line, 1).strip()
+    if not text:
+        raise InputFileError(path, "is empty; expected one record per line, a table with a header, or JSON")
+    if text.startswith("["):
+        return "JSON"
+    if text.startswith("{"):
+        return "JSON lines" if _is_json(text) else "JSON"
+    return "access log" if _CLOCK.search(text) else "CSV"
+
+
+def _is_json(text: str) -> bool:
+    """Whether the line is a whole JSON value; a broken one is taken as such if it is closed or followed by others."""
+    try:
+        msgspec.json.decode(text)
+    except msgspec.DecodeError:
+        return text not in ("{", "{ ") and not text.endswith(("{", "[", ","))
+    return True
+
+
+def _read(path: Path, stream: IO[bytes], size: int) -> bytes:
+    try:
+        return stream.read(size)
+    except (OSError, EOFError) as error:
+        raise InputFileError(path, f"cannot be unpacked: {error}") from None
+
+
+def _line(path: Path, stream: IO[bytes]) -> bytes:
+    try:
+        return stream.readline()
+    except (OSError, EOFError) as error:
+        raise InputFileError(path, f"cannot be unpacked: {error}") from None
+
+
+def _decoded(path: Path, line: bytes, number: int) -> str:
+    try:
+        return line.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise InputFileError(path, f"is neither Parquet nor UTF-8 text ({error.reason})", number) from None
+
+
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Lines that are not empty, with their numbers, without a byte order mark."""
+    with _open(path) as stream:
+        try:
+            for number, line in enumerate(stream, start=1):
+                if not line.isspace():
+                    yield number, line.removeprefix(_MARK) if number == 1 else line
+        except (OSError, EOFError) as error:
+            raise InputFileError(path, f"cannot be unpacked: {error}") from None
+
+
+def _json_lines(path: Path) -> Iterator[LogRecord]:
+    decode = msgspec.json.Decoder().decode
+    for number, line in _lines(path):
+        try:
+            value = decode(line)
+        except msgspec.DecodeError as error:
+            raise InputFileError(path, f"is not valid JSON: {error}", number) from None
+        yield LogRecord(number, value if type(value) is dict else _mapping(path, number, value))
+
+
+def _mapping(path: Path, line: int, value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, dict):
+        raise InputFileError(path, f"expected an object with one request's columns, found {str(value)[:60]!r}", line)
+    return value
+
+
+def _json(path: Path) -> Iterator[LogRecord]:
+    """Records of an array, or a document as one record."""
+    with _open(path) as stream:
+        start = _read(path, stream, 1024).lstrip(b"\xef\xbb\xbf \t\r\n")
+        stream.seek(0)
+        if start.startswith(b"["):
+            for record in read_json(stream, str(path)):
+                yield LogRecord(record.line or 1, _mapping(path, record.line or 1, record.value))
+            return
+        text = _read(path, stream, -1)
+    try:
+        value = msgspec.json.decode(text.removeprefix(_MARK))
+    except msgspec.DecodeError as error:
+        place = _BYTE.search(str(error))
+        line = 1 + text.count(b"\n", 0, int(place[1]) if place else len(text) - 1)
+        raise InputFileError(path, f"is neither JSON lines nor one JSON document: {error}", line) from None
+    yield LogRecord(1, _mapping(path, 1, value))
+
+
+def _parquet(path: Path) -> Iterator[LogRecord]:
+    with _open(path) as stream:
+        whole = stream if not isinstance(stream, gzip.GzipFile) else io.BytesIO(_read(path, stream, -1))
+        for record in read_parquet(whole, str(path), None):
+            yield LogRecord(record.number, record.value)
+
+
+def _csv(path: Path) -> Iterator[LogRecord]:
+    with _open(path) as stream, io.TextIOWrapper(stream, encoding="utf-8-sig", newline="") as text:
+        try:
+            yield from _csv_records(path, text)
+        except UnicodeDecodeError as error:
+            raise InputFileError(path, f"is not UTF-8 text ({error.reason})") from None
+        except (csv.Error, OSError, EOFError) as error:
+            raise InputFileError(path, f"cannot be read as CSV: {error}") from None
+
+
+def _csv_records(path: Path, text: IO[str]) -> Iterator[LogRecord]:
+    header = ""
+    while not header.strip():
+        header = text.readline()
+    separator = max(",;\t", key=header.count)
+    names = [name.strip() for name in next(csv.reader([header], delimiter=separator))]
+    if names[0] == "Run Info":
+        raise InputFileError(path, "is GuideLLM's CSV, which holds totals; its requests are in benchmarks.json", 1)
+    twice = next((name for name in names if name and names.count(name) > 1), None)
+    if twice is not None:
+        raise InputFileError(path, f"has two columns named {twice!r}", 1)
+    rows = csv.reader(text, delimiter=separator)
+    width = len(names)
+    for row in rows:
+        if not row:
+            continue
+        if len(row) != width:
+            problem = f"has {len(row)} cells where the header names {width} columns"
+            raise InputFileError(path, problem, rows.line_num + 1)
+        yield LogRecord(rows.line_num + 1, dict(zip(names, row, strict=True)))
+
+
+_MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
+_CLOCK = re.compile(r"\[(\d\d/\w{3}/\d{4}:\d\d:\d\d:\d\d [+-]\d{4})\]|(?:^|\s)\"(?:GET|POST) ")
+"""What tells an access log from a table: the time in brackets, or a quoted request line."""
+_REQUEST = re.compile(r"\"(?P<request>[A-Z]+ \S+ HTTP/[\d.]+)\" (?P<status>\d{3})")
+_FIELD = re.compile(r"\[[^\]]*\]|\"(?:[^\"\\]|\\.)*\"|\S+")
+_PAIR = re.compile(r"([A-Za-z_@][\w.\-]*)[=:](\"[^\"]*\"|[^\s,;\"]+)")
+
+
+def _access_log(path: Path) -> Iterator[LogRecord]:
+    for number, line in _lines(path):
+        yield LogRecord(number, _access_fields(_decoded(path, line, number)))
+
+
+def _access_fields(line: str) -> dict[str, Any]:
+    """Fields of a line: by number, ``name=value`` pairs by name, ``time_local``, ``request`` and ``status``."""
+    fields: dict[str, Any] = {str(place): part.strip('"[]') for place, part in enumerate(_FIELD.findall(line), start=1)}
+    clock, request = _CLOCK.search(line), _REQUEST.search(line)
+    if clock is not None and clock[1]:
+        fields["time_local"] = _iso(clock[1])
+    if request is not None:
+        fields |= request.groupdict()
+        line = line[request.end() :]
+    fields |= {name: value.strip('"') for name, value in _PAIR.findall(line)}
+    return fields
+
+
+def _iso(clock: str) -> str:
+    """``10/Oct/2026:13:55:36 +0200`` as ISO 8601; unchanged if the month has no English name."""
+    day, month, rest = clock.split("/", 2)
+    if month not in _MONTHS:
+        return clock
+    year, time = rest.split(":", 1)
+    hours, zone = time.split(" ")
+    return f"{year}-{_MONTHS.index(month) + 1:02}-{day}T{hours}{zone[:3]}:{zone[3:]}"
+
+
+_READERS = {"JSON lines": _json_lines, "JSON": _json, "Parquet": _parquet, "CSV": _csv, "access log": _access_log}

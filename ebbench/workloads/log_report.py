@@ -1,0 +1,95 @@
+"""What a log was recognised as and what its traffic is like: lengths, gaps, sessions, repeated prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from ebbench.traffic.arrivals import dispersion
+from ebbench.workloads.requests import Floats, Requests
+from ebbench.workloads.trace import Trace
+
+_WINDOWS = 10
+"""Fewest windows of a minute for which the dispersion of counts is given."""
+
+
+def describe_log(trace: Trace, time_unit: str | None) -> dict[str, Any]:
+    """Facts for ``ebbench workloads show log:FILE``, as plain values; times in s. Raises UsageError."""
+    rows = trace.collected
+    dropped = [{"reason": reason, "rows": count, "first_line": line} for reason, (count, line) in rows.dropped.items()]
+    found: dict[str, Any] = {
+        "format": trace.name,
+        "columns": {} if trace.columns is None else dict(trace.columns.names),
+        "rows": len(rows) + sum(count for count, _ in rows.dropped.values()),
+        "requests": len(rows),
+        "dropped": dropped,
+    }
+    requests = trace.requests
+    if trace.stamps is not None:
+        requests = trace.timed(time_unit)
+        found["arrivals"] = _gaps(_starts(trace, time_unit))
+    if rows.sessions:
+        found["sessions"] = _sessions(requests)
+    if requests.hash_ids is not None:
+        found["prefixes"] = repeated_prefixes(requests)
+    return found
+
+
+def _starts(trace: Trace, time_unit: str | None) -> Floats:
+    return np.sort(trace.seconds(time_unit)[1])
+
+
+def _gaps(starts: Floats) -> Mapping[str, Any]:
+    """Gaps between requests (s), their coefficient of variation, and the dispersion of counts per minute."""
+    gaps = np.diff(starts)
+    if not gaps.size or not starts[-1]:
+        return {"requests_per_s": None, "span_s": float(starts[-1])}
+    points = np.percentile(gaps, (5, 50, 95, 99))
+    found = {
+        "span_s": float(starts[-1]),
+        "requests_per_s": float(len(gaps) / starts[-1]),
+        "gap_mean_s": float(gaps.mean()),
+        **{f"gap_p{q}_s": float(point) for q, point in zip((5, 50, 95, 99), points, strict=True)},
+        "gap_max_s": float(gaps.max()),
+        "gap_variation": float(gaps.std() / gaps.mean()),
+    }
+    if starts[-1] >= 60 * _WINDOWS:
+        found["dispersion_per_minute"] = dispersion(starts, 60.0)
+    return found
+
+
+def _sessions(requests: Requests) -> Mapping[str, Any]:
+    """Sessions, their turns, and the known pauses between turns (s)."""
+    turns = np.bincount(requests.session)
+    found: dict[str, Any] = {
+        "sessions": requests.sessions,
+        "several_turns": int((turns > 1).sum()),
+        "turns_mean": float(turns.mean()),
+        "turns_max": int(turns.max()),
+        "parallel_requests": sum(waits is not None for waits in requests.after or ()),
+    }
+    if requests.content is not None:
+        repeats = requests.turn > 0
+        if repeats.any():
+            same = requests.content[1:] == requests.content[:-1]
+            found["turns_with_history"] = float(same[repeats[1:]].mean())
+    if requests.pause_s is not None and (known := requests.pause_s[~np.isnan(requests.pause_s)]).size:
+        found["pause_median_s"] = float(np.median(known))
+        found["pause_mean_s"] = float(known.mean())
+    return found
+
+
+def repeated_prefixes(requests: Requests) -> Mapping[str, Any]:
+    """Share of the prompt tokens whose blocks an earlier prompt had: the hit rate of a cache that keeps everything."""
+    assert requests.hash_ids is not None  # the caller checked
+    size = requests.block_tokens or 512
+    seen: set[int] = set()
+    repeated = 0
+    for ids, tokens in zip(requests.hash_ids, requests.input_tokens.tolist(), strict=True):
+        blocks = ids.as_py() or ()
+        held = next((place for place, block in enumerate(blocks) if block not in seen), len(blocks))
+        repeated += min(tokens, held * size)
+        seen.update(blocks)
+    return {"block_tokens": size, "repeated_share": repeated / float(requests.input_tokens.sum())}

@@ -1,0 +1,195 @@
+"""The rows of a log as columns of numbers: 100 bytes or less per request while a log is read."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ebbench.errors import InputFileError
+from ebbench.workloads.log_files import LogFile
+from ebbench.workloads.options import TIME_UNITS
+from ebbench.workloads.recorded import Dropped, Reading, Recorded
+from ebbench.workloads.requests import Floats, Int64s
+from ebbench.workloads.trace_times import StampColumn, Stamps, TimeReading
+
+_NO_SESSION, _NO_IDS, _UNKNOWN = -1, -1, float("nan")
+_BLOCKS = (512, 16, 64, 128, 256, 32, 1024, 2048)
+"""Block sizes in tokens of published traces and of servers, in order of preference where several fit."""
+
+
+@dataclass
+class Collected:
+    """Columns with one entry per request in file order; a column that no row needs is empty.
+
+    ``session``: codes from 0, -1 without a session. ``hash_flat`` and ``hash_counts``: hash ids of all rows one after
+    the other, and how many each row has, -1 without any; ``block_tokens``: prompt tokens per hash id, and
+    ``derived_block``: that size follows from the lengths and is not the usual one. ``dropped``: per reason the number
+    of rows and the line of the first.
+    """
+
+    line: Any = field(default_factory=lambda: array("q"))
+    input_tokens: Any = field(default_factory=lambda: array("i"))
+    output_tokens: Any = field(default_factory=lambda: array("i"))
+    session: Any = field(default_factory=lambda: array("q"))
+    turn: Any = field(default_factory=lambda: array("d"))
+    dropped: dict[str, tuple[int, int]] = field(default_factory=dict)
+    prompts: list[str | None] = field(default_factory=list)
+    hash_flat: Any = field(default_factory=lambda: array("q"))
+    hash_counts: Any = field(default_factory=lambda: array("q"))
+    block_tokens: int | None = None
+    derived_block: bool = False
+    times: StampColumn = field(default_factory=StampColumn)
+    ends: Any = field(default_factory=lambda: array("d"))
+    durations: Any = field(default_factory=lambda: array("d"))
+    _codes: dict[Any, int] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.line)
+
+    @property
+    def sessions(self) -> bool:
+        """Whether any request belongs to a session."""
+        return bool(self._codes)
+
+    def add(self, row: Recorded) -> None:
+        """Append one request."""
+        self.line.append(row.line)
+        self.input_tokens.append(row.input_tokens)
+        self.output_tokens.append(row.output_tokens)
+        if row.stamp is not None:
+            self.times.append(row.stamp)
+        if row.session is not None:
+            _put(self.session, len(self.line), self._codes.setdefault(row.session, len(self._codes)), _NO_SESSION)
+        if row.turn is not None:
+            _put(self.turn, len(self.line), row.turn, _UNKNOWN)
+        if row.end is not None:
+            _put(self.ends, len(self.line), row.end.value - self.times.base, _UNKNOWN)
+        if row.duration_s is not None:
+            _put(self.durations, len(self.line), row.duration_s, _UNKNOWN)
+        if row.hash_ids is not None:
+            self.hash_flat.extend(row.hash_ids)
+            _put(self.hash_counts, len(self.line), len(row.hash_ids), _NO_IDS)
+        if row.prompt is not None:
+            self.prompts += [None] * (len(self.line) - len(self.prompts) - 1)
+            self.prompts.append(row.prompt)
+
+    def drop(self, row: Dropped) -> None:
+        """Count a row that is left out."""
+        count, line = self.dropped.get(row.reason, (0, row.line))
+        self.dropped[row.reason] = (count + 1, line)
+
+    def forget_single_ids(self) -> None:
+        """Remove the hash ids that only one prompt has: they tell nothing about sharing."""
+        flat, counts = np.asarray(self.hash_flat, np.int64), np.asarray(self.hash_counts, np.int64)
+        if not flat.size:
+            return
+        shared = np.bincount(flat)[flat] > 1
+        rows = np.repeat(np.arange(len(counts)), np.maximum(counts, 0))
+        kept = np.bincount(rows[shared], minlength=len(counts))
+        self.hash_flat = array("q", flat[shared].tolist())
+        self.hash_counts = array("q", np.where(counts < 0, counts, kept).tolist())
+
+    def stamps(self) -> Stamps | None:
+        """The start times; None if the rows have none. Raises ValueError if their kinds are mixed."""
+        return self.times.stamps() if self.times.offsets else None
+
+    def end_s(self, stamps: Stamps, unit: TimeReading) -> Floats | None:
+        """End times in s from the first start, NaN where unknown; None if none is known."""
+        if not self.ends:
+            return None
+        ends = _padded(self.ends, len(self), _UNKNOWN)
+        scale = 1.0 if unit.unit == "iso" else TIME_UNITS[unit.unit]
+        found: Floats = (ends - (float(stamps.first - self.times.base))) / scale
+        return found
+
+    @property
+    def lasted_s(self) -> Floats | None:
+        """Durations in s, NaN where unknown; None if none is known."""
+        return _padded(self.durations, len(self), _UNKNOWN) if self.durations else None
+
+    @property
+    def session_codes(self) -> Int64s:
+        """``session`` with an entry for every row."""
+        found: Int64s = _padded(self.session, len(self), _NO_SESSION)
+        return found
+
+    @property
+    def turns(self) -> Floats:
+        """``turn`` with an entry for every row, NaN where unknown."""
+        found: Floats = _padded(self.turn, len(self), _UNKNOWN)
+        return found
+
+    @property
+    def ids_per_row(self) -> Int64s:
+        """``hash_counts`` with an entry for every row."""
+        found: Int64s = _padded(self.hash_counts, len(self), _NO_IDS)
+        return found
+
+
+def _put(column: Any, rows: int, value: Any, missing: Any) -> None:
+    """Write the entry of the last of ``rows`` rows; those before it that have none get ``missing``."""
+    lacking = rows - 1 - len(column)
+    if lacking:
+        column.extend([missing] * lacking)
+    column.append(value)
+
+
+def _padded(column: Any, rows: int, missing: Any) -> Any:
+    return np.concatenate([np.asarray(column), np.full(rows - len(column), missing, np.asarray(column).dtype)])
+
+
+def collect(log: LogFile, reading: Reading) -> Collected:
+    """Read all rows. Raises InputFileError with the line."""
+    found = Collected()
+    for row in reading.rows:
+        if isinstance(row, Recorded):
+            found.add(row)
+        else:
+            found.drop(row)
+    if found.times.offsets and len(found.times.offsets) != len(found):
+        raise InputFileError(log.path, "some requests have a time and some have none", int(found.line[-1]))
+    if found.prompts:
+        found.prompts += [None] * (len(found) - len(found.prompts))
+    if found.hash_counts:
+        found.block_tokens = _block_tokens(log, found, reading)
+        if reading.from_texts:
+            found.forget_single_ids()
+        found.derived_block = reading.block_tokens is None and found.block_tokens != _BLOCKS[0]
+    return found
+
+
+def _block_tokens(log: LogFile, rows: Collected, reading: Reading) -> int:
+    """Prompt tokens per hash id: as defined by the format, else the size that fits the lengths of all prompts.
+
+    Raises InputFileError, with the line, if a prompt has more ids than it can fill.
+    """
+    counts, lengths = rows.ids_per_row, np.asarray(rows.input_tokens, np.int64)
+    known = counts > 0
+    if not known.any():
+        return reading.block_tokens or _BLOCKS[0]
+    ids, tokens = counts[known], lengths[known]
+    several = ids > 1
+    # Every id but the last stands for a whole block, so that the blocks are at most this long.
+    most = np.where(several, (tokens - 1) // np.maximum(ids - 1, 1), np.iinfo(np.int64).max)
+    size = reading.block_tokens or _fitting(ids, tokens, most)
+    worst = int(np.argmin(most))
+    if size > most[worst]:
+        line = int(np.asarray(rows.line)[known][worst])
+        problem = f"{ids[worst]} hash_ids are too many for {tokens[worst]} tokens in blocks of {size}"
+        raise InputFileError(log.path, f"{problem}; --columns block_tokens=N sets the size", line)
+    return size
+
+
+def _fitting(ids: npt.NDArray[np.int64], tokens: npt.NDArray[np.int64], most: npt.NDArray[np.int64]) -> int:
+    """The preferred block size that gives every prompt an id per begun block; else per full block; else 512."""
+    begun = (int((-(-tokens // ids)).max()), int(most.min()))
+    full = (int((tokens // (ids + 1)).max()) + 1, int((tokens // ids).min()))
+    for low, high in (begun, full):
+        fits = [size for size in _BLOCKS if low <= size <= high]
+        if fits:
+            return fits[0]
+    return _BLOCKS[0]

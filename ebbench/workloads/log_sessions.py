@@ -1,0 +1,139 @@
+"""Puts a log's requests in order: sessions by their first arrival, and within a session who waits for whom.
+
+A request waits for those of its session that had ended when it started; without known ends, for the one before. Its
+pause is the time from then to its own start. Contents: a prompt that is at least as long as the prompt and output
+before it continues them; a shorter one begins anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pyarrow as pa
+
+from ebbench.workloads.arrow import ints, strings
+from ebbench.workloads.log_rows import Collected
+from ebbench.workloads.requests import Floats, Int32s, Int64s, Requests
+
+
+def arranged(rows: Collected, start_s: Floats | None, end_s: Floats | None) -> Requests:
+    """The requests by arrival and session. ``start_s``, ``end_s``: one entry per row in file order, in any unit.
+
+    ``pause_s`` and ``after`` are set where ends are known, else None.
+    """
+    count = len(rows)
+    times = np.zeros(count) if start_s is None else start_s
+    order, session, turn = _order(rows, times)
+    inputs = np.asarray(rows.input_tokens, np.int32)[order]
+    outputs = np.asarray(rows.output_tokens, np.int32)[order]
+    pause_s, after = None, None
+    if rows.sessions and end_s is not None:
+        pause_s, after = _waits(session, times[order], end_s[order])
+    first = turn == 0
+    return Requests(
+        session,
+        turn,
+        inputs,
+        outputs,
+        prompt=strings_or_null([rows.prompts[row] for row in order]) if rows.prompts else None,
+        hash_ids=_hash_ids(rows, order),
+        block_tokens=rows.block_tokens,
+        content=_contents(session, turn, inputs, outputs) if rows.sessions else None,
+        arrival_s=None if start_s is None else times[order][first],
+        pause_s=pause_s,
+        after=after,
+    )
+
+
+def strings_or_null(texts: Sequence[str | None]) -> pa.Array:
+    """A UTF-8 array, null where a text is None."""
+    valid = np.fromiter((text is not None for text in texts), np.bool_, len(texts))
+    array = strings([text or "" for text in texts])
+    return array if valid.all() else pa.compute.if_else(pa.array(valid), array, pa.scalar(None, pa.string()))
+
+
+def _order(rows: Collected, times: Floats) -> tuple[Int64s, Int64s, Int32s]:
+    """Row numbers in plan order, and their session and turn from 0. Equal times keep the order of the file."""
+    count = len(rows)
+    if not rows.sessions:
+        return np.argsort(times, kind="stable"), np.arange(count), np.zeros(count, np.int32)
+    codes = rows.session_codes
+    alone = codes < 0
+    codes = np.where(alone, codes.max() + 1 + np.cumsum(alone), codes)
+    place = np.arange(count)
+    by_session = np.lexsort((place, np.nan_to_num(rows.turns), times, codes))
+    starts = np.flatnonzero(np.diff(codes[by_session], prepend=-1))
+    sizes = np.diff(np.append(starts, count))
+    arrival = np.minimum.reduceat(times[by_session], starts)
+    earliest = by_session[starts]
+    ranked = np.lexsort((earliest, arrival))
+    session = np.repeat(np.arange(len(ranked)), sizes[ranked])
+    begins = np.cumsum(sizes[ranked]) - sizes[ranked]
+    turn = np.arange(count) - np.repeat(begins, sizes[ranked])
+    order = by_session[np.repeat(starts[ranked], sizes[ranked]) + turn]
+    return order, session, turn.astype(np.int32)
+
+
+def _contents(session: Int64s, turn: Int32s, inputs: Int32s, outputs: Int32s) -> Int64s:
+    """Content stream per row: that of the row before if the prompt can hold its history, else a new one."""
+    total = inputs.astype(np.int64) + outputs
+    continues = np.zeros(len(session), bool)
+    continues[1:] = (turn[1:] > 0) & (inputs[1:] >= total[:-1])
+    return np.cumsum(~continues) - 1
+
+
+def _waits(session: Int64s, start_s: Floats, end_s: Floats) -> tuple[Floats, list[list[int] | None] | None]:
+    """Pause of each row in s (NaN: unknown, or the first of its session), and the turns it waits for if not the one
+    before."""
+    count = len(session)
+    pause = np.full(count, np.nan)
+    same = np.zeros(count, bool)
+    same[1:] = session[1:] == session[:-1]
+    pause[1:] = np.where(same[1:], start_s[1:] - end_s[:-1], np.nan)
+    overlapping = np.unique(session[same & (pause < 0)])
+    if not len(overlapping):
+        return pause, None
+    after: list[list[int] | None] = [None] * count
+    bounds = np.searchsorted(session, [overlapping, overlapping + 1])
+    for first, last in zip(*bounds, strict=True):
+        if np.isnan(end_s[first:last]).any():
+            pause[first:last] = np.maximum(pause[first:last], 0.0)
+            continue
+        _parallel(first, start_s[first:last], end_s[first:last], pause, after)
+    return pause, after
+
+
+def _parallel(first: int, start_s: Floats, end_s: Floats, pause: Floats, after: list[list[int] | None]) -> None:
+    """Fill in the waits of one session whose requests overlap: each waits for the last ones that had ended."""
+    for turn in range(1, len(start_s)):
+        ended = np.flatnonzero(end_s[:turn] <= start_s[turn])
+        if len(ended):
+            newest = start_s[ended].max()
+            latest = ended[end_s[ended] > newest]
+            if not len(latest):  # the last one took no time
+                latest = ended[end_s[ended] == newest][-1:]
+            after[first + turn] = None if latest.tolist() == [turn - 1] else latest.tolist()
+            pause[first + turn] = start_s[turn] - end_s[latest].max()
+        else:
+            after[first + turn] = []
+            pause[first + turn] = start_s[turn] - start_s[0]
+
+
+def _hash_ids(rows: Collected, order: Int64s) -> pa.Array | None:
+    if not rows.hash_counts:
+        return None
+    flat = ints(np.asarray(rows.hash_flat, np.int64), pa.int64())
+    counts = rows.ids_per_row
+    ends = np.concatenate([[0], np.cumsum(np.maximum(counts, 0))])
+    missing = counts < 0
+    lists = pa.Array.from_buffers(
+        pa.list_(pa.int64()),
+        len(rows),
+        [
+            pa.py_buffer(np.packbits(~missing, bitorder="little")) if missing.any() else None,
+            pa.py_buffer(ends.astype(np.int32)),
+        ],
+        children=[flat],
+    )
+    return lists.take(ints(order, pa.int64()))

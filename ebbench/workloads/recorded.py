@@ -1,0 +1,114 @@
+"""What every log format yields, record by record: requests as recorded, and rows that were left out with the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ebbench.errors import InputFileError
+from ebbench.workloads.log_columns import Columns
+from ebbench.workloads.log_files import LogFile, LogRecord
+from ebbench.workloads.log_texts import TextReader
+from ebbench.workloads.trace_times import Stamp
+
+MOST_TOKENS = int(np.iinfo(np.int32).max)
+
+
+class Recorded(NamedTuple):
+    """One request. ``hash_ids``: identities of its prompt's blocks; ``turn`` orders the requests of a ``session``.
+
+    ``end``: when its response was complete; ``duration_s``: how long it took, where only that is known.
+    """
+
+    line: int
+    stamp: Stamp | None
+    input_tokens: int
+    output_tokens: int
+    hash_ids: Sequence[int] | None = None
+    session: Any = None
+    turn: float | None = None
+    end: Stamp | None = None
+    duration_s: float | None = None
+    prompt: str | None = None
+
+
+class Dropped(NamedTuple):
+    """A row that is no completed request, and why."""
+
+    line: int
+    reason: str
+
+
+Rows = Iterator[Recorded | Dropped]
+
+
+@dataclass(frozen=True)
+class ReadOptions:
+    """``columns``: the roles given by ``--columns``; ``texts``: how texts become lengths."""
+
+    texts: TextReader
+    columns: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A log being read: its rows, and what is known before the first one.
+
+    ``numbers_are``/``whole_numbers_are``: see :func:`ebbench.workloads.trace_times.read_time_unit`. ``block_tokens``:
+    prompt tokens per hash id, None to derive it from the lengths. ``columns`` as recognised, None where the format has
+    no columns to choose. ``from_texts``: its hash ids are of texts. ``notes``: sentences for the user.
+    """
+
+    rows: Rows
+    columns: Columns | None = None
+    numbers_are: str | None = None
+    whole_numbers_are: str | None = None
+    block_tokens: int | None = None
+    from_texts: bool = False
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class TraceFormat:
+    """A format of logs. ``expected`` describes a record; ``fields`` are the names by which the nearest is found."""
+
+    name: str
+    expected: str
+    fields: tuple[str, ...]
+    recognises: Callable[[LogFile], bool]
+    read: Callable[[LogFile, ReadOptions], Reading]
+
+
+def tokens_of(log: LogFile, record: LogRecord, name: str, value: Any) -> int | None:
+    """A token count, or None if the cell is empty. Raises InputFileError if it is no whole number of 0 or more."""
+    if type(value) is int:
+        count = value
+    elif value is None or value in ("", "-", "null", "None", "NaN", "nan"):
+        return None
+    else:
+        try:
+            number = float(value)
+            count = int(number)
+        except (TypeError, ValueError, OverflowError):
+            number, count = 0.5, -1
+        if count != number:
+            problem = f"expected a number of tokens in {name}, found {str(value)[:40]!r}"
+            raise InputFileError(log.path, problem, record.line)
+    if not 0 <= count <= MOST_TOKENS:
+        problem = f"expected 0 to {MOST_TOKENS:,} tokens in {name}, found {count}"
+        raise InputFileError(log.path, problem, record.line)
+    return count
+
+
+def unusable(input_tokens: int | None, output_tokens: int | None) -> str:
+    """Why a request with these lengths cannot be replayed; empty if it can."""
+    if input_tokens is None:
+        return "no prompt length"
+    if output_tokens is None:
+        return "no output length"
+    if not input_tokens:
+        return "no prompt token"
+    return "" if output_tokens else "no output token"

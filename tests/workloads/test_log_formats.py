@@ -1,0 +1,328 @@
+"""Every log format: what a small file of its published schema becomes, and what is refused with its line."""
+
+import gzip
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ebbench.errors import InputFileError, UsageError
+from ebbench.records.content import block_tokens, token_ids
+from ebbench.workloads import build_plan
+from ebbench.workloads.trace import read_trace
+
+
+class Expected(NamedTuple):
+    """Facts of a plan, rows in plan order."""
+
+    format: str
+    arrival_s: list[float | None]
+    inputs: list[int]
+    outputs: list[int]
+    sessions: list[int]
+    dropped: Mapping[str, int] = MappingProxyType({})
+
+
+FILES = {
+    "azure_2024.csv": Expected("Azure CSV", [0, 0.5, 2], [2162, 2399, 76], [5, 6, 15], [0, 1, 2]),
+    "burstgpt.csv": Expected(
+        "BurstGPT CSV", [0, 40, 113], [472, 1087, 417], [18, 230, 276], [0, 1, 2], {"no output token": 1}
+    ),
+    "bailian.jsonl": Expected("Bailian JSON lines", [0, None, 0.386], [33, 60, 20], [10, 8, 4], [0, 0, 1]),
+    "servegen.csv": Expected("table", [0, 0.25, 2.5], [1200, 300, 80], [90, 40, 7], [0, 1, 2]),
+    "timed_trace.jsonl": Expected("Mooncake JSON lines", [0, 0.5, 2.5], [40, 33, 16], [5, 6, 7], [0, 1, 2]),
+    "weka.json": Expected(
+        "Weka sessions", [0, None, 3, None, 3.5], [130, 260, 70, 100, 66], [20, 30, 6, 9, 5], [0, 0, 1, 1, 2]
+    ),
+    "otel_spans.jsonl": Expected(
+        "OpenTelemetry GenAI spans", [0, None, 6], [900, 1300, 40], [60, 80, 12], [0, 0, 1], {"an error": 1}
+    ),
+    "otlp.json": Expected("OpenTelemetry GenAI spans", [0, None], [512, 600], [33, 20], [0, 0]),
+    "vllm_bench.json": Expected("vllm bench serve", [0, 0.25, 3], [60] * 3, [12] * 3, [0, 1, 2], {"an error": 1}),
+    "guidellm.json": Expected("GuideLLM", [0, 0.212028], [4, 4], [12, 12], [0, 1], {"status incomplete": 1}),
+    "aiperf.jsonl": Expected(
+        "AIPerf", [0, None, 0.264642, None], [60, 132, 60, 132], [12] * 4, [0, 0, 1, 1], {"an error": 1}
+    ),
+    "access.log": Expected("access log", [0, 5], [812, 77], [90, 31], [0, 1], {"no prompt length": 1, "status 503": 1}),
+    "chat.jsonl": Expected("chat log", [0, 3], [230, 221], [12, 9], [0, 1], {"status 500": 1}),
+}
+
+
+@pytest.fixture
+def logs(data: Path) -> Path:
+    return data / "logs"
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_published_schemas(logs: Path, name: str) -> None:
+    expected = FILES[name]
+    unit = {"timed_trace.jsonl": "s"}.get(name)
+    plan = build_plan(f"log:{logs / name}", time_unit=unit)
+    table = plan.table
+    assert plan.facts["source_reason"] == expected.format
+    assert table["input_tokens"].to_pylist() == expected.inputs
+    assert table["output_tokens"].to_pylist() == expected.outputs
+    assert table["session"].to_pylist() == expected.sessions
+    found = [None if value is None else value / 1e9 for value in table["arrival_ns"].to_pylist()]
+    assert [value is None for value in found] == [value is None for value in expected.arrival_s]
+    times = [value for value in expected.arrival_s if value is not None]
+    assert [value for value in found if value is not None] == pytest.approx(times, abs=2e-3)
+    assert dict(plan.facts.get("rows_dropped", {})) == expected.dropped
+    assert build_plan(f"trace:{logs / name}", time_unit=unit).table.equals(table)
+
+
+def test_every_listed_format_has_a_file(logs: Path, data: Path) -> None:
+    from ebbench.workloads.trace_formats import FORMATS
+
+    known = {each.name for each in FORMATS if each.expected}
+    assert known == {expected.format for expected in FILES.values()}
+    assert {path.name for path in logs.iterdir()} == {*FILES, "servegen_offline.jsonl"}
+
+
+def test_hash_ids_of_any_block_size(logs: Path) -> None:
+    timed = build_plan(f"log:{logs / 'timed_trace.jsonl'}", time_unit="s")
+    assert block_tokens(timed.table) == 16
+    assert any("blocks of 16 tokens" in warning for warning in timed.warnings)
+    weka = build_plan(f"log:{logs / 'weka.json'}").table
+    assert block_tokens(weka) == 64
+    ids = weka["hash_ids"].to_pylist()
+    assert ids[1][:3] == ids[0]
+    assert ids[2][0] == ids[0][0]
+    assert block_tokens(build_plan(f"log:{logs / 'bailian.jsonl'}").table) == 16
+
+
+def test_hash_ids_of_another_trace_file_mean_other_prompts(tmp_path: Path, logs: Path) -> None:
+    one = json.loads((logs / "weka.json").read_text())
+    path = tmp_path / "two.jsonl"
+    path.write_text(json.dumps(one) + "\n" + json.dumps({**one, "id": "trace_0002"}) + "\n")
+    ids = read_trace(path).requests.hash_ids
+    assert ids is not None
+    assert not set(ids[0].as_py()) & set(ids[5].as_py()) or len(set(map(str, ids.to_pylist()))) > 5
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    size=st.sampled_from([16, 64, 128, 512]),
+    blocks=st.lists(st.integers(1, 30), min_size=3, max_size=8),
+    whole=st.booleans(),
+)
+def test_the_block_size_read_gives_every_prompt_its_ids(
+    tmp_path_factory: pytest.TempPathFactory, size: int, blocks: list[int], whole: bool
+) -> None:
+    path = tmp_path_factory.mktemp("blocks") / "t.jsonl"
+    rows: list[dict[str, Any]] = [
+        {
+            "timestamp": 1000 * at,
+            "input_length": count * size if whole else (count - 1) * size + 1,
+            "output_length": 3,
+            "hash_ids": list(range(count)),
+        }
+        for at, count in enumerate(blocks)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = block_tokens(build_plan(f"log:{path}").table)
+    for row in rows:
+        assert found * (len(row["hash_ids"]) - 1) < row["input_length"]
+    if whole and len(set(blocks)) > 1:
+        assert found == size
+
+
+def test_equal_hash_ids_give_equal_tokens_in_blocks_of_any_size() -> None:
+    for size in (16, 64, 512):
+        one = token_ids(1, [5, 6], 0, 3 * size, 1000, size)
+        other = token_ids(2, [5, 7], 0, 3 * size, 1000, size)
+        assert np.array_equal(one[:size], other[:size])
+        assert not np.array_equal(one[size : 2 * size], other[size : 2 * size])
+        assert not np.array_equal(one[2 * size :], other[2 * size :])
+
+
+def test_pauses_and_parallel_requests(logs: Path) -> None:
+    plan = build_plan(f"log:{logs / 'otel_spans.jsonl'}").table
+    assert plan["pause_ns"].to_pylist() == [None, 3_000_000_000, None]
+    faster = build_plan(f"log:{logs / 'otel_spans.jsonl'}", speed=2).table
+    assert faster["pause_ns"].to_pylist() == [None, 1_500_000_000, None]
+    spans = [(0, 1, 100), (2, 5, 200), (3, 4, 150), (7, 8, 400), (7.5, 9, 20)]
+    requests = _spans(spans)
+    assert requests.after is not None
+    assert list(requests.after) == [None, None, [0], [1, 2], [1, 2]]
+    assert requests.pause_s is not None
+    assert requests.pause_s.tolist()[1:] == pytest.approx([1, 2, 2, 2.5])
+
+
+def _spans(spans: Sequence[tuple[float, float, int]]) -> Any:
+    from ebbench.workloads.log_rows import Collected
+    from ebbench.workloads.log_sessions import arranged
+    from ebbench.workloads.recorded import Recorded
+    from ebbench.workloads.trace_times import Stamp
+
+    rows = Collected()
+    for line, (start, end, tokens) in enumerate(spans):
+        rows.add(Recorded(line, Stamp(start, iso=False), tokens, 5, session="a", end=Stamp(end, iso=False)))
+    return arranged(rows, np.array([start for start, _, _ in spans]), np.array([end for _, end, _ in spans]))
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 15)), min_size=1, max_size=12))
+def test_a_request_waits_only_for_ended_ones_and_starts_when_it_did(spans: list[tuple[int, int]]) -> None:
+    spans = sorted(spans)
+    requests = _spans([(start, start + lasted, 10) for start, lasted in spans])
+    ends = [start + lasted for start, lasted in spans]
+    for turn in range(1, len(spans)):
+        waits = None if requests.after is None else requests.after[turn]
+        waits = [turn - 1] if waits is None else waits
+        assert all(ends[one] <= spans[turn][0] for one in waits)
+        released = max((ends[one] for one in waits), default=spans[0][0])
+        assert released + requests.pause_s[turn] == pytest.approx(spans[turn][0])
+
+
+def test_texts_stay_out_of_the_plan_unless_asked_for(logs: Path) -> None:
+    log = f"log:{logs / 'chat.jsonl'}"
+    plan = build_plan(log)
+    assert plan.table["prompt"].null_count == 2
+    assert "Ada" not in str(plan.table.to_pylist()) + str(plan.facts)
+    # The system prompt is the same: both prompts begin with the same blocks.
+    assert plan.table["hash_ids"].to_pylist() == [[0, 1], [0, 1]]
+    kept = build_plan(log, keep_text=True).table["prompt"].to_pylist()
+    assert "Ada Example" in kept[0]
+    with pytest.raises(UsageError, match="holds no prompts"):
+        build_plan(f"log:{logs / 'servegen.csv'}", keep_text=True)
+
+
+def test_texts_without_counts_are_counted(tmp_path: Path) -> None:
+    path = tmp_path / "chat.jsonl"
+    path.write_text(
+        '{"time": 0.5, "messages": [{"role": "user", "content": "abcd"}], "response": "12345678"}\n'
+        '{"time": 2.5, "messages": [{"role": "user", "content": [{"type": "text", "text": "abcdefgh"}]}],'
+        ' "response": {"choices": [{"message": {"content": "1234"}}]}}\n'
+    )
+    plan = build_plan(f"log:{path}")
+    assert plan.table["input_tokens"].to_pylist() == [3, 4]  # "user: abcd" has 10 bytes
+    assert plan.table["output_tokens"].to_pylist() == [2, 1]
+    assert "estimated" in plan.facts["token_counts"]
+    assert any("estimated" in warning for warning in plan.warnings)
+
+
+def rows() -> Iterator[dict[str, Any]]:
+    for number in range(30):
+        yield {"at": 100.25 + number, "req": {"in": 10 + number}, "made": 3 + number, "who": f"s{number % 7}"}
+
+
+def test_named_columns_in_every_file_kind(tmp_path: Path) -> None:
+    columns = "input=req.in,output=made,time=at,session=who"
+    lines = tmp_path / "a.jsonl"
+    lines.write_text("".join(json.dumps(row) + "\n" for row in rows()))
+    packed = tmp_path / "a.jsonl.gz"
+    packed.write_bytes(gzip.compress(lines.read_bytes()))
+    array = tmp_path / "a.json"
+    array.write_text(json.dumps(list(rows()), indent=1))
+    parquet = tmp_path / "a.parquet"
+    pq.write_table(pa.Table.from_pylist(list(rows())), parquet)
+    plans = [build_plan(f"log:{path}", columns=columns) for path in (lines, packed, array, parquet)]
+    for separator in ",;\t":
+        table = tmp_path / f"a{ord(separator)}.csv"
+        heading = separator.join(["at", "made", "who", "req.in"])
+        table.write_text(
+            "\ufeff" + heading + "\n"
+            + "".join(separator.join(map(str, (r["at"], r["made"], r["who"], r["req"]["in"]))) + "\n" for r in rows())
+        )  # fmt: skip
+        plans.append(build_plan(f"log:{table}", columns=columns))
+    assert plans[0].facts["sessions"] == 7
+    for plan in plans[1:]:
+        assert plan.table.equals(plans[0].table)
+
+
+def test_names_are_recognised_in_any_spelling(tmp_path: Path) -> None:
+    for number, names in enumerate(
+        ["startTime,promptTokens,completionTokens", "arrival_time,Input Length,Output-Length", "ts,isl,osl"]
+    ):
+        path = tmp_path / f"{number}.csv"
+        path.write_text(f"{names}\n0.5,10,3\n1.5,20,4\n")
+        assert build_plan(f"log:{path}").table["input_tokens"].to_pylist() == [10, 20]
+
+
+def test_units_in_names_decide(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("start_ms,input_tokens,output_tokens,session,latency_ms\n0,9,2,a,250\n1000,30,3,a,100\n")
+    table = build_plan(f"log:{path}").table
+    assert table["pause_ns"].to_pylist() == [None, 750_000_000]
+
+
+BAD = [
+    ("a.csv", "prompt_tokens,completion_tokens\n5,\n6,\n7,3\n", 2, "2 of 3 rows have no output length"),
+    ("a.csv", "session_id,prompt_tokens,completion_tokens\na,5,5\n", 1, "neither a time nor a turn orders them"),
+    ("a.csv", "city,population\nBern,1\n", 1, r"no column with prompt tokens among city, population; nearest format"),
+    ("a.csv", "time,prompt_tokens\n1,1\n", 1, "no column with output tokens"),
+    ("a.csv", "time,prompt_tokens,completion_tokens\n1,2,3\n2,3\n", 3, "has 2 cells where the header names 3"),
+    ("a.csv", "time,time,prompt_tokens\n1,2,3\n", 1, "two columns named 'time'"),
+    ("a.json", '{"a": 1,\n "b": \n', 2, "neither JSON lines nor one JSON document"),
+    ("a.json", '{"request_throughput": 3.0, "num_prompts": 4}\n', 1, "--save-detailed"),
+    ("a.json", '{"aiperf_version": "0.13.0", "request_throughput": {}}', None, "profile_export.jsonl"),
+    ("a.csv", "Run Info,Run Info\nx,y\n", 1, "benchmarks.json"),
+    ("a.gz", "\x1f\x8bxxxxxxxx", None, "cannot be unpacked"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "content", "line", "message"), BAD)
+def test_bad_input_is_named_in_one_line(
+    tmp_path: Path, name: str, content: str, line: int | None, message: str
+) -> None:
+    path = tmp_path / name
+    path.write_bytes(content.encode("latin-1"))
+    with pytest.raises(InputFileError, match=message) as caught:
+        build_plan(f"log:{path}")
+    assert caught.value.line == line
+    assert "\n" not in str(caught.value)
+
+
+def test_times_that_run_backwards_are_said(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("time,input_tokens,output_tokens\n0.5,1,1\n3.5,2,2\n1.5,3,3\n")
+    plan = build_plan(f"log:{path}")
+    assert plan.table["input_tokens"].to_pylist() == [1, 3, 2]
+    assert any("1 rows are earlier than the row before (first: line 4)" in warning for warning in plan.warnings)
+
+
+def test_a_log_without_times_needs_a_scenario(logs: Path) -> None:
+    log = f"log:{logs / 'servegen_offline.jsonl'}"
+    with pytest.raises(UsageError, match="has no times to replay; give --scenario"):
+        build_plan(log)
+    assert build_plan(log, "saturated").table["output_tokens"].to_pylist() == [2370, 2031]
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ("input", "role=column pairs"),
+        ("inputs=a", "did you mean 'input'|knows no 'inputs'"),
+        ("input=nosuch", "has no column 'nosuch'"),
+        ("block_tokens=x", "positive whole number"),
+        ("input=a,input=b", "names input twice"),
+    ],
+)
+def test_columns_that_cannot_be_used(logs: Path, columns: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        build_plan(f"log:{logs / 'servegen.csv'}", columns=columns)
+
+
+def test_columns_belong_to_logs() -> None:
+    with pytest.raises(UsageError, match="--columns is for log:FILE"):
+        build_plan("sharegpt", columns="input=a")
+    with pytest.raises(UsageError, match="log: names no file"):
+        build_plan("log:")
+
+
+def test_several_benchmarks_are_told_apart(logs: Path, tmp_path: Path) -> None:
+    report = json.loads((logs / "guidellm.json").read_text())
+    path = tmp_path / "benchmarks.json"
+    path.write_text(json.dumps({**report, "benchmarks": report["benchmarks"] * 2}))
+    with pytest.raises(InputFileError, match=r"holds 2 benchmarks \(poisson 5, poisson 5\); choose one with --columns"):
+        build_plan(f"log:{path}")
+    assert len(build_plan(f"log:{path}", columns="benchmark=2")) == 2
