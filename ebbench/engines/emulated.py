@@ -33,7 +33,9 @@ from ebbench.engines.emulated_clients import VirtualClients
 from ebbench.errors import RunError
 from ebbench.records.content import token_ids
 from ebbench.records.plan import Plan
+from ebbench.records.turn_graph import optional_ns
 from ebbench.simulation.api_server import ApiServers
+from ebbench.simulation.hang_ups import cut_at_hang_ups, with_hang_ups
 from ebbench.simulation.queue_limits import QueueLimits
 from ebbench.simulation.state import UNSET, Ints, RequestState
 from ebbench.simulation.step import Step
@@ -43,6 +45,7 @@ from vllm_eb import config as plugin
 from vllm_eb.policy import PolicySpec
 
 PROGRESS_EVERY_S = 0.2
+AFTER_ALL_NS = 1 << 62
 MAX_FRUITLESS_STEPS = 8  # iterations of vLLM's loop without effect, before the clock jumps to the next arrival
 
 
@@ -69,7 +72,9 @@ class EmulatedEngine:
             raise RunError(
                 f"engine emulated needs vLLM, and importing it failed ({error}); see: ebbench doctor"
             ) from None
-        run = _EmulatedRun(emulated_core, plan, policy, device, options, shortcuts=self._shortcuts)
+        # The shortcuts skip sequences whose next tokens are certain; those of a client that hangs up are not.
+        shortcuts = self._shortcuts and optional_ns(plan.table, "hang_up_ns") is None
+        run = _EmulatedRun(emulated_core, plan, policy, device, options, shortcuts=shortcuts)
         self.prepare(run.core)
         with collector_paused():
             interrupted = run.to_the_end(observer)
@@ -130,6 +135,8 @@ class _EmulatedRun:
         self._last_rows: Ints = np.zeros(0, np.int64)
         self._ones: Ints = np.ones(options.max_num_seqs, np.int64)
         self._completed = self._output_tokens = self._total_tokens = self._fruitless = 0
+        if self._clients.hang_ups.any:
+            self.core._process_aborts_queue = self._abort_in_step
 
     def _core_with_shortcuts(
         self, core_module: Any, policy: PolicySpec, options: EngineOptions, additional: dict[str, object]
@@ -153,14 +160,16 @@ class _EmulatedRun:
         core, clients, clock = self.core, self._clients, self._clock
         next_report = 0.0
         try:
-            while self._completed + self._clients.refused < len(self._plan):
+            while self._completed + self._clients.lost < len(self._plan):
                 for row in clients.due(clock.now_ns):
                     core.add_request(self._request(row))
+                self._abort(clients.left())
                 if not self._step():
                     self._jump()
                 if observer is not None and time.monotonic() >= next_report:
                     next_report = time.monotonic() + PROGRESS_EVERY_S
                     observer.update(self._progress())
+            clients.catch_up(AFTER_ALL_NS)  # clients may still hang up on answers that leave the API server
         except KeyboardInterrupt:
             return True
         finally:
@@ -191,6 +200,23 @@ class _EmulatedRun:
         self._fruitless += 1
         return self._fruitless < MAX_FRUITLESS_STEPS
 
+    def _abort_in_step(self) -> None:
+        """Called by vLLM when a step has ended, before it uses the step's output."""
+        self._clients.catch_up(self._clock.now_ns)
+        self._abort(self._clients.left())
+
+    def _abort(self, rows: list[int]) -> None:
+        """Abort the requests in the core whose clients have hung up."""
+        inside = [row for row in rows if not self._state.done[row]]
+        if inside:
+            self.core.abort_requests([self._ids[row] for row in inside])
+        for row in inside:
+            self._state.done[row] = True
+            self._streams.pop(self._ids[row], None)
+        if inside:  # their tokens in the steps in flight are lost
+            waiting = [(end_ns, rows, slots, ~np.isin(rows, inside)) for end_ns, rows, slots in self._on_the_device]
+            self._on_the_device = deque((end_ns, rows[kept], slots[kept]) for end_ns, rows, slots, kept in waiting)
+
     def _stream(self, api_servers: ApiServers) -> None:
         """Pass the tokens of the steps that have ended on to the API servers."""
         while self._on_the_device and self._on_the_device[0][0] <= self._clock.now_ns:
@@ -202,11 +228,13 @@ class _EmulatedRun:
         """Advance the clock to the next event outside the engine."""
         event_ns = self._clients.next_event_ns()
         if event_ns is None:
+            left = len(self._plan) - self._completed - self._clients.lost
             raise RunError(
-                f"the engine is stuck at {self._clock.now_s():.3f} s of engine time with "
-                f"{len(self._plan) - self._completed} requests unfinished: nothing runs and nothing can be admitted"
+                f"the engine is stuck at {self._clock.now_s():.3f} s of engine time with {left} "
+                "requests unfinished: nothing runs and nothing can be admitted"
             )
         self._clock.now_ns = max(self._clock.now_ns, event_ns)
+        self._clients.catch_up(self._clock.now_ns, idle=True)
         self._fruitless = 0
 
     def _request(self, row: int) -> Any:
@@ -290,7 +318,9 @@ class _EmulatedRun:
         """The tables of the run."""
         records = [] if self._controller is None else self._controller.drain_records()
         ids = pa.array(self._ids, pa.string())
-        requests = requests_table(self._plan, without_warmup(self._state, self._plan, self._beginning))
+        state, hang_ups = without_warmup(self._state, self._plan, self._beginning), self._clients.hang_ups
+        cut_at_hang_ups(state, hang_ups.abandoned)
+        requests = with_hang_ups(requests_table(self._plan, state), hang_ups)
         if self._queue_limits is not None:
             requests = with_failures(requests, self._queue_limits.refused, self._queue_limits.never_sent)
         return EngineResult(

@@ -7,11 +7,13 @@ from collections.abc import Callable, Sequence
 
 from ebbench.records.plan import Plan
 from ebbench.simulation.api_server import ApiServers
+from ebbench.simulation.hang_ups import HangUps
 from ebbench.simulation.queue_limits import QueueLimits
 from ebbench.simulation.releases import Releases
 from ebbench.simulation.state import UNSET, RequestState
 
-ARRIVAL, ENTRY, DEPARTURE = range(3)  # in this order at the same nanosecond, as in the simulator's event loop
+# In this order at the same nanosecond, as in the simulator's event loop; the engine's steps end before HANG_UP.
+ARRIVAL, RESUME, ENTRY, DEPARTURE, HANG_UP = range(5)
 
 
 class VirtualClients:
@@ -32,9 +34,11 @@ class VirtualClients:
     ):
         """``begin`` is called with the time at which ``warmup`` requests have ended and the plan begins."""
         self._plan, self._state, self._releases = plan, state, Releases(plan, warmup)
+        self.hang_ups = HangUps(plan)
+        self.lost = 0  # requests of the plan that the engine does not complete: refused, abandoned or given up
+        self._left: list[int] = []  # rows in the engine whose clients have hung up since the last call of left()
         self._begin = begin if warmup else None
         self._api_servers, self._queue_limits = api_servers, queue_limits
-        self.refused = 0  # requests of the plan that ended without entering the engine
         self._events: list[tuple[int, int, int, int]] = []  # (time, kind, count of events before, row)
         self._pushed = 0
         self._ready: list[int] = []
@@ -58,17 +62,47 @@ class VirtualClients:
         rows, self._ready = self._ready, []
         return rows
 
-    def catch_up(self, now_ns: int) -> None:
-        """Let everything happen that happens outside the engine up to now."""
-        while self._events and self._events[0][0] <= now_ns:
+    def left(self) -> list[int]:
+        """Rows in the engine whose clients have hung up since the last call."""
+        rows, self._left = self._left, []
+        return rows
+
+    def catch_up(self, now_ns: int, *, idle: bool = False) -> None:
+        """Let everything happen that happens outside the engine up to now.
+
+        A client that hangs up at this very moment still gets the tokens of a step that ends now, so its hang-up comes
+        later, unless the engine is ``idle``.
+        """
+        limit = (now_ns, HANG_UP + idle)
+        while self._events and self._events[0][:2] < limit:
             time_ns, kind, _, row = heapq.heappop(self._events)
             if kind == ENTRY:
-                self._ready.append(row)
+                self._ready += self.hang_ups.still_wanted([row])
             elif kind == DEPARTURE:
                 self._end([row], time_ns)
+            elif kind == HANG_UP:
+                self._hang_up(row, time_ns)
+            elif kind == RESUME:
+                self._send([row], time_ns)
             else:
                 self._state.intended_ns[row] = time_ns
                 self._release(self._releases.arrived(row), time_ns)
+
+    def _hang_up(self, row: int, now_ns: int) -> None:
+        if not self.hang_ups.hangs_up(row):
+            return
+        self.lost += self._state.end_ns[row] == UNSET
+        self._state.end_ns[row] = now_ns
+        if row in self._ready:
+            self._ready.remove(row)
+        else:
+            self._left.append(row)
+        if self._queue_limits is not None:
+            self._queue_limits.ended(row)
+        lost, released = self._releases.failed(row)
+        self.hang_ups.given_up += lost
+        self.lost += len(lost)
+        self._release(released, now_ns)
 
     def next_event_ns(self) -> int | None:
         """Time (ns) of the next event outside the engine; None if only the engine's completions cause further ones."""
@@ -89,6 +123,9 @@ class VirtualClients:
     def _end(self, rows: Sequence[int], now_ns: int) -> None:
         """Process the ends of requests for their clients, then send those that they release."""
         following: list[int] = []
+        if self.hang_ups.any:
+            rows = self.hang_ups.still_wanted(rows)
+            self.hang_ups.ended(rows)
         for row in rows:
             if self._queue_limits is not None:
                 self._queue_limits.ended(row)
@@ -102,6 +139,16 @@ class VirtualClients:
             self._begin = None
             self._schedule_arrivals(now_ns)
 
+    def _release(self, rows: list[int], now_ns: int) -> None:
+        """Send requests when they have paused."""
+        at_once = []
+        for row in rows:
+            if pause_ns := self._releases.pause_ns(row):
+                self._push(now_ns + pause_ns, RESUME, row)
+            else:
+                at_once.append(row)
+        self._send(at_once, now_ns)
+
     def _stamp(self, rows: Sequence[int], now_ns: int) -> None:
         """Note that requests are sent now."""
         for row in rows:
@@ -109,14 +156,16 @@ class VirtualClients:
                 self._state.intended_ns[row] = now_ns
             self._state.sent_ns[row] = now_ns
 
-    def _release(self, rows: list[int], now_ns: int) -> None:
+    def _send(self, rows: list[int], now_ns: int) -> None:
         if self._queue_limits is None:
             self._stamp(rows, now_ns)
         else:
             rows, ended = self._queue_limits.accept(rows, now_ns, self._releases, self._stamp)
-            self.refused += ended
+            self.lost += ended
             self._end_warmup(now_ns)
         for row in rows:
+            if (patience_ns := self.hang_ups.sent(row)) is not None:
+                self._push(now_ns + patience_ns, HANG_UP, row)
             entry_ns = now_ns if self._api_servers is None else self._api_servers.enter(row, now_ns)
             if entry_ns <= now_ns:
                 self._ready.append(row)

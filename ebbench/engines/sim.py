@@ -30,6 +30,8 @@ from ebbench.engines.simulated import (
 )
 from ebbench.errors import UsageError
 from ebbench.records.plan import Plan
+from ebbench.records.turn_graph import optional_ns
+from ebbench.simulation.hang_ups import cut_at_hang_ups, with_hang_ups
 from ebbench.simulation.kv import CachingKv, CountingKv, IdentityNeeded
 from ebbench.simulation.loop import EventLoop
 from ebbench.simulation.queue_limits import QueueLimits
@@ -61,6 +63,10 @@ class SimEngine:
     requests_only: bool = False
     name: str = "sim"
 
+    @property
+    def _disaggregated(self) -> bool:
+        return self.topology is not None and self.topology.disaggregated
+
     def run(
         self, plan: Plan, policy: PolicySpec, device: Device, options: EngineOptions, observer: Observer | None = None
     ) -> EngineResult:
@@ -68,13 +74,21 @@ class SimEngine:
 
         Raises UsageError for a request that does not fit or a policy that has no effect here, RunError on a deadlock.
         """
-        if self.topology is not None and self.topology.disaggregated and not policy.native:
+        if self._disaggregated and not policy.native:
+            assert self.topology is not None
             raise UsageError(
                 f"topology {self.topology.label} separates prefill from decode, so there is nothing for policy "
                 f"{policy.name} to decide; use --policy v1"
             )
         if self.topology is not None:
             refuse_queue_limits(options, self.topology.label)
+        if self._disaggregated and optional_ns(plan.table, "hang_up_ns") is not None:
+            assert self.topology is not None
+            label = self.topology.label
+            raise UsageError(
+                f"clients that hang up are not simulated where prefill and decode are separate ({label}); leave out "
+                "--abandon-after, or choose replicas"
+            )
         with collector_paused():
             for make_kv in _kv_managers(plan, options):
                 try:
@@ -282,7 +296,9 @@ class _Simulation:
         loop, count = self._loop, len(self._plan)
         state, first = loop.last.state, loop.front.state
         state.scheduled_ns, state.cached_tokens = first.scheduled_ns, first.cached_tokens
-        requests = requests_table(self._plan, without_warmup(state, self._plan, self._beginning))
+        own = without_warmup(state, self._plan, self._beginning)
+        cut_at_hang_ups(own, loop.hang_ups.abandoned)
+        requests = with_hang_ups(requests_table(self._plan, own), loop.hang_ups)
         limits = self._queue_limits
         refused = {} if limits is None else limits.refused
         requests = with_failures(requests, loop.outcome.failed | refused, [] if limits is None else limits.never_sent)

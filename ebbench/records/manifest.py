@@ -18,7 +18,7 @@ import pyarrow as pa
 import ebbench
 from ebbench.errors import DataError
 from ebbench.records.plan import Plan
-from ebbench.records.schema import PLAN
+from ebbench.records.schema import PLAN, PLAN_EXTRAS
 
 SCHEMA_VERSION = 1
 """Raised when readers of the old format would misread the new one; added fields do not raise it."""
@@ -121,7 +121,7 @@ def plan_hash(plan: Plan) -> str:
     released sessions has the hash of the whole plan.
     """
     plan = plan.cut_from or plan
-    columns = [field.name for field in PLAN if field.name in plan.table.column_names]
+    columns = [field.name for field in (*PLAN, *PLAN_EXTRAS) if field.name in plan.table.column_names]
     table = plan.table.select(columns).replace_schema_metadata(None).combine_chunks()
     sink = _HashingSink()
     with pa.ipc.new_stream(pa.PythonFile(sink, mode="w"), table.schema) as stream:

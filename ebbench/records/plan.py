@@ -26,6 +26,7 @@ class ClosedPhase:
 class Plan:
     """A table in the PLAN schema, ordered by release, and the release rules.
 
+    The table may also have columns of PLAN_EXTRAS: pauses, requests that wait for several others, clients that hang up.
     ``phases`` not empty: closed loop. Empty: open loop, sessions start at ``arrival_ns``; ``max_concurrency`` may cap
     open sessions (a request above the cap waits; its intended start does not change). ``facts``: entries for the
     manifest (workload, scenario, seed, source and others). ``release_for_s``: a closed loop releases no session after

@@ -9,6 +9,10 @@ import pyarrow as pa
 
 EARLIER_TURN_FAILED = "earlier_turn_failed"
 """``error_class`` of a turn that was not sent because an earlier turn of its session failed."""
+ABANDONED = "abandoned"
+"""``status`` of a request whose client hung up before the answer was complete."""
+EARLIER_TURN_ABANDONED = "earlier_turn_abandoned"
+"""``error_class`` of a turn that was not sent because the client hung up during an earlier turn of its session."""
 
 PLAN = pa.schema(
     [
@@ -41,7 +45,7 @@ PLAN_EXTRAS = pa.schema(
         # it starts with the session. Two requests that wait for the same turn run at the same time (sub-agents); one
         # that waits for both of them joins them.
         pa.field("after", pa.list_(pa.int32())),
-        # The client hangs up so long (ns) after it sent the request, if the answer is not complete by then. Null: not.
+        # The client hangs up so long (ns) after it sent the request, unless the answer is complete. Null: never.
         pa.field("hang_up_ns", pa.int64()),
     ]
 )
@@ -56,7 +60,7 @@ REQUESTS = pa.schema(
         pa.field("output_tokens_planned", pa.int32()),
         pa.field("output_tokens", pa.int32()),
         pa.field("cached_tokens", pa.int32()),
-        # ok | failed | timed_out | cancelled | never_sent
+        # ok | failed | timed_out | cancelled | abandoned | never_sent
         pa.field("status", pa.string(), nullable=False),
         pa.field("finish_reason", pa.string()),
         pa.field("intended_ns", pa.int64()),

@@ -147,6 +147,11 @@ class PolicyGate:
         """See SchedulerListener."""
         self._controller.on_finish(int(self._scheduler.state.max_output[row]))
 
+    def withdrawn(self, row: int, output_tokens: int) -> None:
+        """See SchedulerListener: like in the plugin, a request that had tokens counts as ended after them."""
+        if output_tokens:
+            self._controller.on_finish(output_tokens)
+
     def _view(self, step: Step, *, coasting: bool = False) -> View:
         """The policy's view of the step. ``coasting``: all running requests have tokens left and need no check."""
         scheduler, controller = self._scheduler, self._controller

@@ -23,14 +23,17 @@ from ebbench.simulation.events import (
     DELIVERY,
     DEPARTURE,
     ENTRY,
+    HANG_UP,
     NEVER_NS,
     NOTICE,
     PASS,
+    RESUME,
     SIGNAL,
     TIMER,
     TRANSFER,
     WAKE,
 )
+from ebbench.simulation.hang_ups import HangUps
 from ebbench.simulation.queue_limits import Failure, QueueLimits
 from ebbench.simulation.releases import Releases
 from ebbench.simulation.stage import Stage
@@ -75,11 +78,13 @@ class EventLoop:
         self.dispatched_ns = np.full(len(plan) + warmup, UNSET, np.int64)
         self.unit_of = np.full(len(plan) + warmup, UNSET, np.int64)
         self.now_ns = 0
-        self.ended = 0  # including warm-up requests
+        self.ended = 0  # including warm-up requests, and requests that are never sent
         self.outcome = LoopOutcome()
         self._plan, self._begin, self._warming = plan, begin, warmup > 0
         self._network_ns, self._queue_limits = network_ns, queue_limits
         self._releases = Releases(plan, warmup)
+        self.hang_ups = HangUps(plan)
+        self._inside: set[int] = set()  # requests that have reached their unit, if clients may hang up
         # Times at which a request may arrive at an engine, and times at which engines continue by themselves.
         self._events: list[tuple[int, int, int, Any]] = []
         self._wakes: list[tuple[int, int, int, Any]] = []
@@ -93,14 +98,14 @@ class EventLoop:
     def run(self) -> None:
         """Run to the end, or until a decode unit runs out of memory. A KeyboardInterrupt leaves a consistent state."""
         handlers: tuple[Callable[[Any], None], ...] = (
-            self._arrival, self._delivery, self._entry, self._arrived_kv, self._departure, self._pass, self._signal,
-            self._notice, self._timer, self._wake,
+            self._arrival, self._resume, self._delivery, self._entry, self._arrived_kv, self._departure, self._pass,
+            self._signal, self._notice, self._timer, self._wake, self._hang_up,
         )  # fmt: skip
         events, wakes, pop = self._events, self._wakes, heapq.heappop
         try:
             if not self._warming:
                 self._schedule_arrivals()
-            self._submit(self._releases.start(), 0)
+            self._release(self._releases.start(), 0)
             while events or wakes:
                 heap = wakes if not events or (wakes and wakes[0] < events[0]) else events
                 self.now_ns, kind, _, subject = pop(heap)
@@ -127,7 +132,19 @@ class EventLoop:
 
     def _arrival(self, row: int) -> None:
         self.front.state.intended_ns[row] = self.last.state.intended_ns[row] = self.now_ns
-        self._submit(self._releases.arrived(row), self.now_ns)
+        self._release(self._releases.arrived(row), self.now_ns)
+
+    def _release(self, rows: list[int], ready_ns: int) -> None:
+        """Send requests when they have paused."""
+        if self._releases.pauses:
+            pausing = [row for row in rows if self._releases.pause_ns(row)]
+            for row in pausing:
+                self._push(ready_ns + self._releases.pause_ns(row), RESUME, row)
+            rows = [row for row in rows if row not in pausing] if pausing else rows
+        self._submit(rows, ready_ns)
+
+    def _resume(self, row: int) -> None:
+        self._submit([row], self.now_ns)
 
     def _submit(self, rows: list[int], intended_ns: int) -> None:
         """Send requests to the front dispatcher, or to the only unit."""
@@ -138,6 +155,10 @@ class EventLoop:
         else:
             rows, ended = self._queue_limits.accept(rows, intended_ns, self._releases, self._stamp)
             self._count_ended(ended)
+        if self.hang_ups.any:
+            for row in rows:
+                if (patience_ns := self.hang_ups.sent(row)) is not None:
+                    self._push(self.now_ns + patience_ns, HANG_UP, row)
         dispatcher = self.front.dispatcher
         if dispatcher is None:
             self._deliver(FRONT, 0, rows)
@@ -213,12 +234,16 @@ class EventLoop:
         """Deliver requests to their unit."""
         stage = self.stages[index]
         scheduler = stage.units[unit].scheduler
+        if self.hang_ups.any:
+            rows = self.hang_ups.still_wanted(rows)
+            self._inside.update(rows)
         for row in rows:
             scheduler.add(row)
         stage.received[unit] += len(rows)
         self._wake_if_idle(index, stage.engine_of_unit[unit])
 
     def _refused(self, row: int) -> None:
+        self.hang_ups.ended([row])
         self.outcome.failed[row] = ("http_429", "flow control: waited too many dispatch cycles", 429)
         self.last.state.end_ns[row] = self.now_ns
         self._gone([row])
@@ -231,7 +256,29 @@ class EventLoop:
                 self._queue_limits.ended(row)
             released += self._releases.ended(row)
             self._count_ended(1)
-        self._submit(released, self.now_ns)
+        self._release(released, self.now_ns)
+
+    def _hang_up(self, row: int) -> None:
+        """A client closes its connection: its unit, or its dispatcher, drops the request."""
+        if not self.hang_ups.hangs_up(row):
+            return
+        stage, unit = self.front, int(self.unit_of[row])
+        stage.state.end_ns[row] = self.now_ns
+        if row in self._inside:
+            unit = max(unit, 0)
+            stage.units[unit].scheduler.hang_up(row)
+            self._wake_if_idle(FRONT, stage.engine_of_unit[unit])
+        if stage.dispatcher is not None and unit != UNSET:
+            stage.dispatcher.ended(row, self.now_ns)
+        elif stage.dispatcher is not None:
+            stage.dispatcher.withdraw(row)
+        if self._queue_limits is not None:
+            self._queue_limits.ended(row)
+        lost, released = self._releases.failed(row)
+        self.hang_ups.given_up += lost
+        self.ended += 1 + len(lost)
+        self._release(released, self.now_ns)
+        self._poll(FRONT)
 
     def _count_ended(self, requests: int) -> None:
         self.ended += requests
@@ -290,6 +337,9 @@ class EventLoop:
     def _departure(self, subject: tuple[int, list[int]]) -> None:
         """Requests have ended for their sender: the client, or the proxy between prefill and decode."""
         index, rows = subject
+        if self.hang_ups.any:
+            rows = self.hang_ups.still_wanted(rows)
+            self.hang_ups.ended(rows)
         if self.stages[index].dispatcher is None:
             pass
         elif self._network_ns and index == FRONT:

@@ -1,4 +1,4 @@
-"""When requests of a plan are sent: at arrival times, after completions, or as the next turn of a session."""
+"""When requests of a plan are sent: at arrival times, after completions, or after other requests of their session."""
 
 from __future__ import annotations
 
@@ -7,31 +7,33 @@ from collections import deque
 import numpy as np
 
 from ebbench.records.plan import Plan
+from ebbench.records.turn_graph import turn_graph
 
 WARMUP_AT_ONCE = 64  # default of the load generator
 
 
 class Releases:
-    """Converts a plan to releases. Each call returns the plan rows to send now, in order.
+    """Converts a plan to releases. Each call returns the plan rows that may be sent now, in order; the caller adds the
+    pause of each (:meth:`pause_ns`).
 
     Closed loop: sessions are released in plan order while fewer than the current phase's ``max_concurrency`` are open.
-    Open loop: sessions start at their arrival time; a cap on open sessions makes later ones wait.
+    Open loop: sessions start at their arrival time; a cap on open sessions makes later ones wait. A session is open
+    until its last request has ended, also while it pauses.
 
     ``warmup`` requests of one turn, in rows after the plan's (:mod:`ebbench.simulation.warmup`), are sent first; the
     plan begins when the last of them has ended.
     """
 
     def __init__(self, plan: Plan, warmup: int = 0) -> None:
-        sessions = np.asarray(plan.table["session"])
-        turns = np.asarray(plan.table["turn"])
-        order = np.lexsort((turns, sessions))
-        same = sessions[order][1:] == sessions[order][:-1]
-        self._next_turn = np.full(len(plan), -1, np.int64)
-        self._next_turn[order[:-1][same]] = order[1:][same]
-        self._takes_turns = bool(same.any())
-        starts = np.ones(len(plan), np.bool_)
-        starts[order[1:][same]] = False
-        self.first_rows: list[int] = np.flatnonzero(starts).tolist()
+        self._graph = turn_graph(plan.table)
+        self._takes_turns = bool(len(self._graph.follower_rows))
+        self.first_rows: list[int] = self._graph.first_rows
+        self._given_up: set[int] = set()
+        if self._graph.branched:
+            self._waits = self._graph.waits.tolist()
+            _, codes, sizes = np.unique(np.asarray(plan.table["session"]), return_inverse=True, return_counts=True)
+            self._session_of, self._left = codes.tolist(), sizes.tolist()
+        self._rows = len(plan)
         self._open = 0
         self._limits = [(phase.sessions, phase.max_concurrency) for phase in plan.phases]
         self._cap = plan.max_concurrency
@@ -50,6 +52,15 @@ class Releases:
         """Whether the end of a request may release another one."""
         return self._takes_turns or bool(self._queue) or not self.begun
 
+    @property
+    def pauses(self) -> bool:
+        """Whether any request pauses before it is sent."""
+        return self._graph.pause_ns is not None
+
+    def pause_ns(self, row: int) -> int:
+        """How long (ns) a released request waits before it is sent."""
+        return self._graph.pause_of(row)
+
     def start(self) -> list[int]:
         """Rows sent at time zero: concurrent warm-up requests, else those of a closed loop."""
         if self.begun:
@@ -58,43 +69,58 @@ class Releases:
         return [self._warmup.popleft() for _ in range(min(at_once, len(self._warmup)))]
 
     def arrived(self, row: int) -> list[int]:
-        """Release an arrived open-loop session: its row, or nothing while the cap is reached."""
+        """Release an arrived open-loop session: its first rows, or nothing while the cap is reached."""
         if self._cap is not None and self._open >= self._cap:
             self._queue.append(row)
             return []
-        self._open += 1
-        return [row]
+        return self._begin(row)
 
     def ended(self, row: int) -> list[int]:
-        """Release after the end of a request: its session's next turn, or sessions for the freed slot."""
+        """Release after the end of a request: requests that waited for it, or sessions for the freed slot."""
         if self._warming:
             self._warming -= 1
             if self._warmup:
                 return [self._warmup.popleft()]
             return self._release_closed() if self.begun else []
-        following = int(self._next_turn[row])
-        if following >= 0:
-            return [following]
+        following = self._graph.followers(row)
+        if self._graph.branched:
+            for one in following:
+                self._waits[one] -= 1
+            following = [one for one in following if not self._waits[one]]
+            if self._still_open(row, 1):
+                return following
+        elif following:
+            return following
+        return self._close_session()
+
+    def failed(self, row: int) -> tuple[list[int], list[int]]:
+        """A request has failed or its client hung up, so what waits for it is not sent.
+
+        Returns the requests that wait for it, directly or through others, and the rows to send instead.
+        """
+        if row >= self._rows:  # a warm-up request
+            return [], self.ended(row)
+        later = [one for one in self._graph.descendants(row) if one not in self._given_up]
+        self._given_up.update(later)
+        if self._graph.branched and self._still_open(row, 1 + len(later)):
+            return later, []
+        return later, self._close_session()
+
+    def _still_open(self, row: int, done: int) -> bool:
+        """Whether requests of the row's session are left after ``done`` more."""
+        session = self._session_of[row]
+        self._left[session] -= done
+        return bool(self._left[session])
+
+    def _close_session(self) -> list[int]:
         self._open -= 1
         if self._limits:
             return self._release_closed()
-        if self._queue:
-            self._open += 1
-            return [self._queue.popleft()]
-        return []
+        return self._begin(self._queue.popleft()) if self._queue else []
 
-    def failed(self, row: int) -> tuple[list[int], list[int]]:
-        """A request has failed, so later turns of its session are not sent.
-
-        Returns these turns, and the rows to send instead.
-        """
-        later: list[int] = []
-        following = row
-        while following < len(self._next_turn) and (following := int(self._next_turn[following])) >= 0:
-            later.append(following)
-        if later:
-            self._next_turn[row] = -1
-        return later, self.ended(row)
+    def _begin(self, row: int) -> list[int]:
+        self._open += 1
+        return [row, *self._graph.parallel_starts.get(row, ())]
 
     def _release_closed(self) -> list[int]:
         rows: list[int] = []
@@ -106,7 +132,6 @@ class Releases:
                 continue
             if self._open >= max_concurrency:
                 break
-            rows.append(self._queue.popleft())
-            self._open += 1
+            rows += self._begin(self._queue.popleft())
             self._released_in_phase += 1
         return rows

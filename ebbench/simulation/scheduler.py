@@ -19,6 +19,7 @@ import numpy as np
 from ebbench.devices.base import StepShape
 from ebbench.simulation import admission
 from ebbench.simulation.api_server import ApiServers
+from ebbench.simulation.hang_ups import drop
 from ebbench.simulation.kv import CountedKv, KvBlocks
 from ebbench.simulation.state import Ints, RequestState
 from ebbench.simulation.step import NO_ROWS, SchedulerLimits, Step
@@ -33,6 +34,10 @@ class SchedulerListener(Protocol):
 
     def finished(self, row: int) -> None:
         """All tokens of a request are generated."""
+        ...
+
+    def withdrawn(self, row: int, output_tokens: int) -> None:
+        """The client of a request hung up after so many tokens."""
         ...
 
 
@@ -65,6 +70,7 @@ class Scheduler:
         self.ones: Ints = np.ones(limits.max_num_seqs, np.int64)
         self._arrived: deque[int] = deque()
         self._keep_finished = keep_finished
+        self._hung_up: list[int] = []  # rows whose clients hung up, not yet processed
         self.stale: dict[int, bool] = {}  # preempted with a step in flight: whether that step samples a token for it
 
     # State.
@@ -77,7 +83,8 @@ class Scheduler:
     @property
     def only_decodes(self) -> bool:
         """Whether all requests are in decode: no prompt, no arrival, no pending preemption."""
-        return not self.prefilling and not self.stale and not self._arrived and len(self.running) > 0
+        undisturbed = not self.prefilling and not self.stale and not self._arrived and not self._hung_up
+        return undisturbed and len(self.running) > 0
 
     @property
     def kv_blocks_used(self) -> int:
@@ -110,8 +117,25 @@ class Scheduler:
         """Add a request that has arrived."""
         self._arrived.append(row)
 
+    def hang_up(self, row: int) -> None:
+        """The client of a request has hung up. vLLM notices it before it uses the output of the step in flight."""
+        self._hung_up.append(row)
+
+    def forget(self, row: int) -> None:
+        """Remove a request from all queues, and from the running ones."""
+        for queue in (self._arrived, self.waiting):
+            if row in queue:
+                queue.remove(row)
+        self.stale.pop(row, None)
+        self.delivered.pop(row, None)
+        self.prefilling -= int(self.state.partial[row])
+        self.state.partial[row] = False
+        self.running = self.running[self.running != row]
+
     def take_arrivals(self, now_ns: int) -> None:
-        """Move arrivals into the waiting queue."""
+        """Move arrivals into the waiting queue, and drop requests whose clients hung up."""
+        while self._hung_up:
+            drop(self, self._hung_up.pop(0))
         if not self._arrived:
             return
         self.seen_ns[list(self._arrived)] = now_ns
@@ -241,7 +265,7 @@ class Scheduler:
             self.stale[row] = samples
         known = int(state.target[row]) - samples
         # vLLM publishes blocks up to the tokens known when it scheduled the step in flight.
-        known_then = known - (in_flight is not None and self._got_token_since(row, in_flight.scheduled_ns))
+        known_then = known - (in_flight is not None and self.got_token_since(row, in_flight.scheduled_ns))
         self.kv.release(row, min(int(state.computed[row]), known_then))
         state.target[row], state.computed[row], state.held_blocks[row] = known, 0, 0
         self.prefilling -= int(state.partial[row])
@@ -250,7 +274,7 @@ class Scheduler:
         self.waiting.appendleft(row)
         step.preempted.append(row)
 
-    def _got_token_since(self, row: int, time_ns: int) -> bool:
+    def got_token_since(self, row: int, time_ns: int) -> bool:
         """Whether a token of the row was delivered after a scheduling step at ``time_ns``."""
         slot = int(self.state.next_slot[row])
         return slot > self.state.first_slot[row] and bool(self.state.token_ns[slot - 1] > time_ns)
@@ -282,6 +306,8 @@ class Scheduler:
 
     def deliver(self) -> list[int]:
         """Deliver the tokens of the oldest step in flight. Returns the rows that it finished, in order."""
+        while self._hung_up:
+            drop(self, self._hung_up.pop(0))
         step = self.in_flight.popleft()
         state, sampled = self.state, step.sampled
         if self.stale:

@@ -228,3 +228,6 @@ class _ReleaseAtAdmission:
 
     def finished(self, row: int) -> None:
         """Do nothing: the copy was freed at admission."""
+
+    def withdrawn(self, row: int, output_tokens: int) -> None:
+        """Do nothing: clients do not hang up on separate prefill and decode pools (the engine refuses it)."""

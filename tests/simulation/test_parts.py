@@ -29,6 +29,8 @@ class Heard:
     def admitted(self, row: int, cached_tokens: int, now_ns: int, *, first: bool) -> None:
         self.admissions.append((row, first))
 
+    def withdrawn(self, row: int, output_tokens: int) -> None: ...
+
     def finished(self, row: int) -> None:
         self.ends.append(row)
 

@@ -12,7 +12,7 @@ from ebbench.devices.base import Device, StepShape
 from ebbench.engines.base import EngineOptions, EngineResult
 from ebbench.engines.sim import SimEngine
 from ebbench.records.plan import ClosedPhase, Plan
-from ebbench.records.schema import PLAN
+from ebbench.records.schema import PLAN, PLAN_EXTRAS
 from vllm_eb.calibration import Calibration, MixedCost
 from vllm_eb.policy import PolicySpec, parse_policy
 
@@ -192,3 +192,21 @@ def _row(table: pa.Table, row: int) -> dict[str, Any]:
     if "preempted_ids" in values:
         values["preempted_ids"] = sorted(values["preempted_ids"])
     return values
+
+
+def as_agents(plan: Plan, seed: int, *, hang_ups: bool = True) -> Plan:
+    """The plan with pauses, turns that run in parallel and join, and clients that hang up, all drawn at random."""
+    rng = random.Random(seed)
+    rows = plan.table.to_pylist()
+    for place, row in enumerate(rows):
+        turn = row["turn"]
+        if rng.random() < 0.5:
+            row["pause_ns"] = round(rng.expovariate(1 / 0.05) * 1e9)
+        if turn and rng.random() < 0.6:
+            row["after"] = sorted(rng.sample(range(turn), rng.randint(0, min(turn, 2))))
+            row["content"] = 10_000 + place  # requests that run in parallel have contents of their own
+        elif turn:
+            row["content"] = rows[place - 1]["content"]
+        if hang_ups and rng.random() < 0.4:
+            row["hang_up_ns"] = round(rng.expovariate(1 / 0.15) * 1e9)
+    return replace(plan, table=pa.Table.from_pylist(rows, schema=pa.schema([*PLAN, *PLAN_EXTRAS])))
