@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 Ints = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
 
-STATUSES = ("ok", "failed", "timed_out", "cancelled", "never_sent")
+STATUSES = ("ok", "failed", "timed_out", "cancelled", "abandoned", "never_sent")
 MISSING = np.iinfo(np.int64).min
 """Marks null in the integer arrays below."""
 

@@ -11,7 +11,7 @@ import msgspec
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ebbench.records.schema import EARLIER_TURN_FAILED
+from ebbench.records.schema import ABANDONED, EARLIER_TURN_ABANDONED, EARLIER_TURN_FAILED
 
 FAILURE_COLUMNS = ("status", "phase", "error_class", "error_body")
 """Columns of the requests table that :func:`failures_of` reads."""
@@ -85,9 +85,12 @@ def failures_of(requests: pa.Table, phase: str = "") -> tuple[Failure, ...]:
     """Requests that did not complete, grouped by error class and cause, the most frequent first.
 
     ``requests`` has FAILURE_COLUMNS; ``phase``: only this phase, empty: all. Every request that is not ``ok`` is in
-    exactly one group; requests without an error class are grouped by status.
+    exactly one group; requests without an error class are grouped by status. Requests whose clients hung up, and those
+    that were not sent because of that, did what the plan says and are no failures.
     """
-    chosen = pc.not_equal(requests["status"], "ok")
+    chosen = pc.invert(pc.is_in(requests["status"].cast(pa.string()), value_set=pa.array(["ok", ABANDONED])))
+    planned = pc.equal(pc.fill_null(requests["error_class"].cast(pa.string()), ""), EARLIER_TURN_ABANDONED)
+    chosen = pc.and_(chosen, pc.invert(planned))
     if phase:
         chosen = pc.and_(chosen, pc.equal(requests["phase"], phase))
     failed = requests.select(list(FAILURE_COLUMNS)).filter(chosen)

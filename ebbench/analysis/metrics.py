@@ -11,9 +11,11 @@ Definitions (all times from a monotonic clock, in ns from the start of the run):
 - goodput: completed requests that met every limit, or their output tokens, / duration; attainment: those requests /
   all planned ones
 - tokens/s per user: 1 / median TPOT
+- cost of abandoned requests: output tokens made before their clients hung up, and prompt tokens of those whose first
+  token was made
 - prefix hit rate: prompt tokens that a prefix cache held / prompt tokens, of completed requests that report both
 
-Only completed requests count; partial outputs are excluded.
+Only completed requests count elsewhere; partial outputs are excluded.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from ebbench.analysis.distribution import NS_PER_MS, Distribution
 from ebbench.analysis.economy import Economy
 from ebbench.analysis.slo import Slo
 from ebbench.analysis.steady import Window
+from ebbench.records.schema import ABANDONED
 
 LATENCIES = ("ttft", "tpot", "itl", "e2el")
 
@@ -75,6 +78,8 @@ class Metrics:
     economy: Economy = Economy()  # noqa: RUF009 - frozen
     token_goodput: float | None = None
     prefix_hit_rate: float | None = None
+    abandoned_input_tokens: int = 0
+    abandoned_output_tokens: int = 0
 
     @property
     def tokens_per_s_per_user(self) -> float | None:
@@ -97,6 +102,7 @@ def measure(
     good = meets(columns, ok, slo) if slo else None
     met = None if good is None else int(good.sum())
     planned = int(chosen.sum())
+    left = chosen & (columns.status == ABANDONED)
     sent = chosen & (columns.sent != MISSING) & (columns.intended != MISSING)
     return Metrics(
         planned=planned,
@@ -123,6 +129,8 @@ def measure(
         input_throughput=_rate(tokens_in, duration_s),
         token_goodput=None if good is None else _rate(int(columns.output_tokens[good].sum()), duration_s),
         prefix_hit_rate=_hit_rate(columns, ok & (columns.cached_tokens != MISSING)),
+        abandoned_input_tokens=int(columns.input_tokens[left & (columns.first_token != MISSING)].sum()),
+        abandoned_output_tokens=int(columns.output_tokens[left].sum()),
     )
 
 

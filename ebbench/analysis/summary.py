@@ -191,6 +191,8 @@ def metrics_dict(metrics: Metrics) -> dict[str, Any]:
         "prefix_hit_rate": metrics.prefix_hit_rate,
         "preemptions": metrics.preemptions,
         "bundled_requests": metrics.bundled_requests,
+        "abandoned_input_tokens": metrics.abandoned_input_tokens,
+        "abandoned_output_tokens": metrics.abandoned_output_tokens,
         "steady": asdict(metrics.steady) if metrics.steady else None,
     }
     counted = {"planned": metrics.planned, "completed": metrics.completed} | counts
@@ -209,6 +211,8 @@ def mean_over_repeats(summaries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     for key in _AVERAGED.intersection(first):
         merged[key], spread[key] = _mean_and_spread([summary[key] for summary in summaries])
     for key in _COUNTS:
+        if key not in first:  # a summary stored before this count existed
+            continue
         merged[key] = sum(summary[key] for summary in summaries)
     warnings = dict.fromkeys(warning for summary in summaries for warning in summary["warnings"])
     reasons = dict.fromkeys(reason for summary in summaries for reason in summary["reasons"])
@@ -247,8 +251,9 @@ _AVERAGED = frozenset(
     }
 )
 _COUNTS = (
-    "planned", "completed", "failed", "timed_out", "cancelled", "never_sent", "total_input_tokens",
-    "total_output_tokens", "cached_tokens", "preemptions", "bundled_requests",
+    "planned", "completed", "failed", "timed_out", "cancelled", "abandoned", "never_sent",
+    "total_input_tokens", "total_output_tokens", "cached_tokens", "preemptions", "bundled_requests",
+    "abandoned_input_tokens", "abandoned_output_tokens",
 )  # fmt: skip
 
 

@@ -26,6 +26,7 @@ VllmOptions = Annotated[
         show_default=False,
     ),
 ]
+SESSIONS = "Sessions"
 
 NumPrompts = Annotated[
     int | None,
@@ -72,7 +73,11 @@ Scenario = Annotated[
 MaxConcurrency = Annotated[int | None, opt("--max-concurrency", "-c", help="Most sessions open at a time.", panel=LOAD)]
 RequestRate = Annotated[
     float | None,
-    opt("--request-rate", help="Sessions/s, open loop; inf: all at once, up to --max-concurrency.", panel=LOAD),
+    opt(
+        "--request-rate",
+        help="Sessions/s, open loop; inf: all at once, up to --max-concurrency.",
+        panel=LOAD,
+    ),
 ]
 Burstiness = Annotated[
     float | None, opt("--burstiness", help="Shape of gamma gaps: 1 is Poisson, less is burstier.", panel=LOAD)
@@ -104,6 +109,28 @@ Goodput = Annotated[
 ]
 Attainment = Annotated[
     float, opt("--attainment", help="Share of the requests that must meet the limits.", panel=LIMITS)
+]
+ThinkTime = Annotated[
+    str | None,
+    opt("--think-time", help="Pause before each later turn: seconds, or exponential:mean=20.", panel=SESSIONS),
+]
+ToolTime = Annotated[
+    str | None, opt("--tool-time", help="The same where the client runs a tool; see --tool-share.", panel=SESSIONS)
+]
+ToolShare = Annotated[
+    float | None, opt("--tool-share", help="Share of the later turns that follow a tool call.", panel=SESSIONS)
+]
+SubAgents = Annotated[
+    str | None,
+    opt(
+        "--sub-agents",
+        help="Parallel requests between turns: 3, or count=3,share=0.5,turns=2, with input= and output= tokens.",
+        panel=SESSIONS,
+    ),
+]
+AbandonAfter = Annotated[
+    str | None,
+    opt("--abandon-after", help="Clients hang up on an incomplete answer after this time.", panel=SESSIONS),
 ]
 Warmup = Annotated[
     int,

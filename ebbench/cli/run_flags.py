@@ -127,7 +127,7 @@ class EngineFlags:
 
 @dataclass(frozen=True)
 class LoadFlags:
-    """When requests arrive, and the number of repeats."""
+    """When requests arrive, what happens between the turns of a session, and the number of repeats."""
 
     scenario: load.Scenario = None
     max_concurrency: load.MaxConcurrency = None
@@ -140,6 +140,11 @@ class LoadFlags:
     speed: load.Speed = None
     time_unit: load.TimeUnit = None
     duration_s: load.Duration = None
+    think_time: load.ThinkTime = None
+    tool_time: load.ToolTime = None
+    tool_share: load.ToolShare = None
+    sub_agents: load.SubAgents = None
+    abandon_after: load.AbandonAfter = None
 
     def scenario_of(self, workload: str) -> str | None:
         """The given scenario, or the one that the other options imply by the rules of `vllm bench serve`."""

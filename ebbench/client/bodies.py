@@ -56,8 +56,11 @@ class RequestBodies:
         self._fixed |= options.extra_body
         self.path = "/v1/chat/completions" if self._chat else "/v1/completions"
 
-    def build(self, turn: Turn, history: Sequence[tuple[str, str]] = ()) -> bytes:
-        """The request body as JSON. ``history`` holds the earlier (question, answer) texts of the session."""
+    def build(self, turn: Turn, history: Sequence[tuple[str, str]] = (), *, may_hang_up: bool = False) -> bytes:
+        """The request body as JSON. ``history`` holds the earlier (question, answer) texts of the session.
+
+        ``may_hang_up``: ask for the token count with every message, since the last one may not be read.
+        """
         if self._chat:
             said = [
                 message
@@ -68,7 +71,10 @@ class RequestBodies:
             limit = "max_completion_tokens"
         else:
             prompt, limit = {"prompt": self._prompt(turn, history)}, "max_tokens"
-        return msgspec.json.encode(self._fixed | prompt | {limit: turn.output_tokens})
+        whole = self._fixed | prompt | {limit: turn.output_tokens}
+        if may_hang_up:
+            whole["stream_options"] = {**whole["stream_options"], "continuous_usage_stats": True}
+        return msgspec.json.encode(whole)
 
     def _prompt(self, turn: Turn, history: Sequence[tuple[str, str]]) -> str | list[int]:
         if turn.prompt is None:

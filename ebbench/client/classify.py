@@ -9,8 +9,11 @@ from typing import NamedTuple
 import httpx
 
 from ebbench.client.response import StreamedResponse
+from ebbench.records.schema import ABANDONED
 
 _ABORT_REASONS = frozenset({"abort", "error"})  # finish reasons of a server that ended a response early
+HUNG_UP = "hung_up"
+"""Error class of a response that the client did not wait for to the end, as the plan said."""
 BODY_LIMIT = 4096  # characters of an error body that are kept
 
 
@@ -36,7 +39,8 @@ def classify(answer: StreamedResponse, planned_tokens: int, exact: bool) -> Clas
 
     ``exact``: the server was asked to ignore the end-of-sequence token, so any other number of tokens than planned is a
     failure. The number of tokens is the one in ``usage``. Also failed: a stream without finish reason (truncated), a
-    response that the server aborted, one without tokens, and one without ``usage``.
+    response that the server aborted, one without tokens, and one without ``usage``. A response that the client hung up
+    on is abandoned, not failed; its tokens are those in the last ``usage``, else its messages.
     """
     count = answer.usage.completion_tokens if answer.usage is not None else None
     error_class, body = answer.error_class, answer.error_body
@@ -48,6 +52,8 @@ def classify(answer: StreamedResponse, planned_tokens: int, exact: bool) -> Clas
     status = "timed_out" if error_class.endswith("_timeout") else "failed"
     if error_class == "interrupted":
         status = "cancelled"
+    if error_class == HUNG_UP:
+        return Classified(ABANDONED, None, None, len(tokens.times_ns) + tokens.bundled, tokens)
     return Classified(status, error_class, body[:BODY_LIMIT] or None, count, tokens)
 
 

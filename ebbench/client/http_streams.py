@@ -159,8 +159,11 @@ class HttpExchange(asyncio.Protocol):
         return b"".join(self._parts)
 
     def close(self) -> None:
-        """Abort the exchange if it is incomplete, and close its connection."""
-        if not self._end.done():
+        """Abort the exchange if it is incomplete, and close its connection: the server then stops generating.
+
+        Cancelling a task that waits for :meth:`body` cancels ``_end``, which then counts as done.
+        """
+        if not self._end.done() or self._end.cancelled():
             self._connection.abort()
 
     def data_received(self, data: bytes) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 import httpx
 
-from ebbench.client.classify import BODY_LIMIT, transport_failure
+from ebbench.client.classify import BODY_LIMIT, HUNG_UP, transport_failure
 from ebbench.client.http_streams import ConnectionPool
 from ebbench.client.options import ClientOptions, api_key
 from ebbench.client.response import StreamedResponse
@@ -79,12 +79,19 @@ class RequestSender:
         for request in list(self._requests):
             request.end("interrupted", "aborted by the user")
 
-    async def send(self, request_id: str, body: bytes, answer: StreamedResponse) -> None:
-        """Send one request and read its response to the end. Errors are recorded in ``answer``."""
+    async def send(self, request_id: str, body: bytes, answer: StreamedResponse, hang_up_ns: int | None = None) -> None:
+        """Send one request and read its response to the end. Errors are recorded in ``answer``.
+
+        ``hang_up_ns``: close the connection so long after sending, if the response is not complete by then.
+        """
         task = asyncio.current_task()
         assert task is not None, "requests run in tasks"
         request = _OpenRequest(answer, task)
         self._requests.add(request)
+        patience = None
+        if hang_up_ns is not None:
+            end = (HUNG_UP, f"the client hung up after {hang_up_ns / 1e9:g} s")
+            patience = asyncio.get_running_loop().call_later(hang_up_ns / 1e9, request.end, *end)
         try:
             if self._pool is not None:
                 await self._direct(self._pool, request_id, body, answer)
@@ -98,6 +105,8 @@ class RequestSender:
         except httpx.HTTPError as error:
             answer.fail(transport_failure(error), str(error) or type(error).__name__)
         finally:
+            if patience is not None:
+                patience.cancel()
             self._requests.discard(request)
             # A complete response ends with its last byte, a broken one when the client noticed it.
             complete = answer.error_class is None and answer.last_ns

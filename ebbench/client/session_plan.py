@@ -15,6 +15,7 @@ from ebbench.client.pacing import Arrivals, Slots
 from ebbench.errors import UsageError
 from ebbench.records.content import CHUNK_TOKENS, block_tokens
 from ebbench.records.plan import ClosedPhase
+from ebbench.records.turn_graph import TurnGraph, turn_graph
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class SessionPlan:
     starts: Sequence[int]
     slots: Slots
     arrivals: Arrivals | None
+    graph: TurnGraph
     block_tokens: int = CHUNK_TOKENS
 
     @property
@@ -41,6 +43,11 @@ class SessionPlan:
         """One request."""
         fields: dict[str, Any] = {name: self.columns[name][row] for name in _TURN_COLUMNS}
         return Turn(row=row, block_tokens=self.block_tokens, **fields)
+
+    def hang_up_ns(self, row: int) -> int | None:
+        """How long (ns) after sending the client hangs up; None: never."""
+        times = self.columns.get("hang_up_ns")
+        return None if times is None else times[row]
 
 
 class _LazyColumn(Sequence[Any]):
@@ -71,8 +78,12 @@ def plan_sessions(
         name: _LazyColumn(table.column(name)) if name in _LARGE else table.column(name).to_pylist()
         for name in _TURN_COLUMNS
     }
+    if "hang_up_ns" in table.column_names:
+        columns["hang_up_ns"] = table.column("hang_up_ns").to_pylist()
+    graph = turn_graph(table)
     if phases:
-        return SessionPlan(columns, rows, starts, Slots.of_phases(phases, spacing_ns), None, block_tokens(table))
+        slots = Slots.of_phases(phases, spacing_ns)
+        return SessionPlan(columns, rows, starts, slots, None, graph, block_tokens(table))
     first = table.column("arrival_ns").take(pa.array([rows[s] for s in starts[:-1]]))
     if first.null_count:
         raise UsageError("an open-loop plan needs an arrival time for each session")
@@ -82,7 +93,8 @@ def plan_sessions(
     if np.any(np.diff(arrival_ns) < 0):
         rows, starts = _reordered(rows, starts, order.tolist())
     arrivals = Arrivals(arrival_ns[order].tolist())
-    return SessionPlan(columns, rows, starts, Slots.constant(max_concurrency), arrivals, block_tokens(table))
+    slots = Slots.constant(max_concurrency)
+    return SessionPlan(columns, rows, starts, slots, arrivals, graph, block_tokens(table))
 
 
 def unique_ids(table: pa.Table) -> tuple[pa.Table, int]:

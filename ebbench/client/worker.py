@@ -22,13 +22,13 @@ from ebbench.client.messages import (
     from_parent,
     send,
 )
+from ebbench.client.open_session import OpenSession
 from ebbench.client.options import redacted, secrets
 from ebbench.client.pacing import NEVER, Arrivals
 from ebbench.client.release_schedule import ReleaseSchedule
 from ebbench.client.request_sender import RequestSender
 from ebbench.client.response import StreamedResponse
 from ebbench.client.session_plan import SessionPlan
-from ebbench.records.schema import EARLIER_TURN_FAILED
 
 _REPORT_EVERY_S = 0.25
 _MAX_PRECONNECTIONS = 512  # connections that a worker opens before an open loop starts
@@ -67,6 +67,7 @@ class Worker:
         self._records: list[RequestRecord] = []
         self._tokens = 0
         self._idle = asyncio.Event()
+        self._stopping = asyncio.Event()
         self._failure: BaseException | None = None
 
     async def run(self, reader: asyncio.StreamReader) -> None:
@@ -159,15 +160,15 @@ class Worker:
             self._idle.set()
 
     async def _session(self, session: int, intended_ns: int) -> None:
-        """Send the turns of one session, one after the other."""
+        """Send the requests of one session."""
         task = asyncio.current_task()
         assert task is not None
         ended_ns = intended_ns
         try:
-            ended_ns = await self._turns(self._session_plan.turns(session), intended_ns)
+            ended_ns = await self._opened(session).run(intended_ns)
         except Exception as error:  # a bug in the client: the run ends with this error
             self._failure = self._failure or error
-            self._schedule.stop()
+            self._stop()
         self._open.discard(task)
         self._schedule.end(ended_ns)
         # This worker takes the slot just freed; it shares further slots, if the limit rose, with the others.
@@ -175,34 +176,32 @@ class Worker:
             self._take()
         self._fill(changed=True)
 
-    async def _turns(self, rows: Sequence[int], intended_ns: int) -> int:
-        history: list[tuple[str, str]] = []
-        said = ""
-        for position, row in enumerate(rows):
-            if self._schedule.stopped:
-                self._never_sent(rows[position:], "not_released")
-                return intended_ns
-            if row in self._assignment.dropped:
-                continue  # the parent adds the record of a dropped request
-            turn = self._session_plan.turn(row)
-            whole = turn.prompt is not None and turn.prompt.startswith(said)
-            keep_text = self._assignment.options.keep_text or (turn.prompt is not None and len(rows) > 1)
-            body = self._bodies.build(turn, () if whole else history)
-            answer = StreamedResponse(self._assignment.options.endpoint == "chat", keep_text)
-            await self._sender.send(self._assignment.id_prefix + turn.request_id, body, answer)
-            record = self._record_of(turn, intended_ns, answer)
-            self._records.append(record)
-            self._tokens += record.output_tokens or 0
-            if record.status != "ok":
-                self._never_sent(rows[position + 1 :], EARLIER_TURN_FAILED)
-                return answer.end_ns
-            if turn.prompt is not None and answer.text is not None:
-                said, history = turn.prompt, [*history, (turn.prompt, answer.text)]
-            intended_ns = answer.end_ns
-        return intended_ns
+    def _opened(self, session: int) -> OpenSession:
+        return OpenSession(
+            self._session_plan,
+            self._session_plan.turns(session),
+            self._assignment,
+            self._bodies,
+            self._sender,
+            self,
+            self._stopping,
+            lambda: self._schedule.stopped,
+        )
 
-    def _never_sent(self, rows: Sequence[int], reason: str) -> None:
-        """Record turns that were not sent because an earlier turn of the session failed."""
+    def _stop(self) -> None:
+        """Send no further request; pauses end."""
+        self._schedule.stop()
+        self._stopping.set()
+
+    def ended(self, turn: Turn, intended_ns: int, answer: StreamedResponse) -> str:
+        """See Reports."""
+        record = self._record_of(turn, intended_ns, answer)
+        self._records.append(record)
+        self._tokens += record.output_tokens or 0
+        return record.status
+
+    def never_sent(self, rows: Sequence[int], reason: str) -> None:
+        """See Reports."""
         for row in rows:
             self._records.append(RequestRecord(row, self._assignment.worker, "never_sent", error_class=reason))
 
@@ -239,7 +238,7 @@ class Worker:
                 self._schedule.close()
                 self._check_idle()
                 continue
-            self._schedule.stop()
+            self._stop()
             if not isinstance(message, Stop) or message.abort:
                 self._sender.abort()
             self._check_idle()

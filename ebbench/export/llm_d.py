@@ -171,7 +171,7 @@ def _aggregate(summary: Summary, columns: RequestColumns) -> dict[str, Any]:
     ttft = (columns.first_token - columns.intended)[ok] / 1e9
     e2el = (columns.last_token - columns.intended)[ok] / 1e9
     tpot = (columns.last_token - columns.first_token)[several] / (columns.output_tokens[several] - 1) / 1e9
-    incomplete = sum(m.counts[name] for name in ("timed_out", "cancelled", "never_sent"))
+    incomplete = sum(m.counts[name] for name in ("timed_out", "cancelled", "abandoned", "never_sent"))
     inputs = None if not m.duration_s else m.total_input_tokens / m.duration_s
     return {
         "requests": _without_none({

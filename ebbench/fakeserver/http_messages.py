@@ -70,9 +70,10 @@ class Messages:
             return b": a comment\r\ndata: %b\r\n\r\n: another\r\n\r\n" % data
         return b"data: %b\n\n" % data
 
-    def token(self, tokens: int, finish: str | None) -> bytes:
-        """A message with the text of ``tokens`` tokens."""
-        return self.event(msgspec.json.encode(self._choice(TOKEN * tokens, finish)))
+    def token(self, tokens: int, finish: str | None, counts: dict[str, Any] | None = None) -> bytes:
+        """A message with the text of ``tokens`` tokens, and with the usage so far if it is given."""
+        choice = self._choice(TOKEN * tokens, finish)
+        return self.event(msgspec.json.encode(choice if counts is None else choice | {"usage": counts}))
 
     def role(self) -> bytes:
         """The first chat message, which carries only the role."""

@@ -7,7 +7,7 @@ from array import array
 from typing import Protocol
 
 from ebbench.fakeserver.faults import Fault
-from ebbench.fakeserver.http_messages import LAST_CHUNK, Messages, chunk
+from ebbench.fakeserver.http_messages import LAST_CHUNK, Messages, chunk, usage
 from ebbench.fakeserver.ledger import Ledger, LedgerEntry
 
 _BREAKS = frozenset({"reset", "close", "truncate", "malformed", "error-frame", "stall"})
@@ -46,7 +46,9 @@ class ScheduledResponse:
         timing_ns: tuple[int, int],
         fault: Fault | None,
         include_usage: bool,
+        usage_so_far: bool = False,
     ) -> None:
+        """``include_usage``: report token counts at the end; ``usage_so_far``: also with every message."""
         self._entry, self._sender, self._ledger, self._messages = entry, sender, ledger, messages
         self._fault, kind = fault, fault.kind if fault else ""
         self._ttft_ns, self._itl_ns = timing_ns
@@ -56,6 +58,7 @@ class ScheduledResponse:
         if fault and kind in _ENDS:
             self._planned = 0 if kind == "empty" else min(fault.after, entry.max_tokens)
         self._usage = include_usage and kind != "no-usage"
+        self._usage_so_far = usage_so_far
         self._message = chunk(messages.token(self._per_message, None))
         self._times: array[int] = ledger.open(entry)
         self._sent = 0
@@ -80,7 +83,7 @@ class ScheduledResponse:
         if self._sent + tokens >= self._planned:
             self._end(tokens, now_ns)
             return 0
-        self._sender.send(self._message)
+        self._sender.send(self._with_usage(tokens) if self._usage_so_far else self._message)
         self._note(tokens, now_ns)
         return self.due_ns()
 
@@ -95,6 +98,10 @@ class ScheduledResponse:
         self._ledger.sent_tokens += tokens
         for _ in range(tokens):
             self._times.append(now_ns)
+
+    def _with_usage(self, tokens: int) -> bytes:
+        counts = usage(self._entry.prompt_tokens, self._sent + tokens)
+        return chunk(self._messages.token(tokens, None, counts))
 
     def _end(self, tokens: int, now_ns: int) -> None:
         """Send the last token with its finish reason, the usage and the end mark, in one write."""

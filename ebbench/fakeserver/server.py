@@ -124,8 +124,9 @@ class FakeServer:
         kind = fault.kind if fault else ""
         chat = path.endswith("chat/completions")
         messages = Messages(f"cmpl-{entry.number}", self._config.model, chat, kind == "crlf")
-        usage = bool((request.stream_options or {}).get("include_usage"))
-        answer = ScheduledResponse(entry, connection, self.ledger, messages, self._timing_ns, fault, usage)
+        asked = request.stream_options or {}
+        usage, so_far = bool(asked.get("include_usage")), bool(asked.get("continuous_usage_stats"))
+        answer = ScheduledResponse(entry, connection, self.ledger, messages, self._timing_ns, fault, usage, so_far)
         connection.answer, connection.byte_by_byte = answer, kind == "split"
         if kind != "stall" or (fault and fault.after >= 0):
             connection.send(EVENT_STREAM + (chunk(messages.role()) if chat else b""))

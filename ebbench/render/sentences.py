@@ -307,12 +307,22 @@ def missing(groups: Sequence[Group]) -> list[str]:
 
 def accounting(summary: Summary) -> str | None:
     """Requests that did not complete, by status; None if all completed."""
-    names = {"failed": "failed", "timed_out": "timed out", "cancelled": "cancelled", "never_sent": "never sent"}
+    names = {
+        "failed": "failed", "timed_out": "timed out", "cancelled": "cancelled", "abandoned": "abandoned",
+        "never_sent": "never sent",
+    }  # fmt: skip
     counts = summary.metrics.counts
     missed = [f"{count(counts[key])} {name}" for key, name in names.items() if counts[key]]
     if not missed:
         return None
-    return f"{count(summary.metrics.completed)} of {count(summary.metrics.planned)} completed; {', '.join(missed)}."
+    line = f"{count(summary.metrics.completed)} of {count(summary.metrics.planned)} completed; {', '.join(missed)}."
+    if not counts["abandoned"]:
+        return line
+    prompts, outputs = summary.metrics.abandoned_input_tokens, summary.metrics.abandoned_output_tokens
+    return (
+        f"{line} Abandoned requests cost the server {count(outputs)} output tokens before the clients hung up, and "
+        f"{count(prompts)} prompt tokens."
+    )
 
 
 def caveats(groups: Sequence[Group]) -> list[str]:

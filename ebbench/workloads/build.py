@@ -103,12 +103,12 @@ def _table(requests: Requests, names: tuple[str, ...], phase: Int64s, arrival_s:
         "prompt": pa.nulls(n, pa.string()) if requests.prompt is None else requests.prompt,
     }
     table = pa.Table.from_arrays([columns[field.name] for field in PLAN], schema=PLAN)
-    for name, values in _waits(requests).items():
+    for name, values in _extras(requests).items():
         table = table.append_column(PLAN_EXTRAS.field(name), values)
     return table if requests.block_tokens is None else with_block_tokens(table, requests.block_tokens)
 
 
-def _waits(requests: Requests) -> dict[str, pa.Array]:
+def _extras(requests: Requests) -> dict[str, pa.Array]:
     """The columns of PLAN_EXTRAS that the requests need."""
     found: dict[str, pa.Array] = {}
     if requests.pause_s is not None and (known := requests.pause_s > 0).any():
@@ -116,6 +116,9 @@ def _waits(requests: Requests) -> dict[str, pa.Array]:
         found["pause_ns"] = ints(ns, pa.int64(), valid=known)
     if requests.after is not None and any(waits is not None for waits in requests.after):
         found["after"] = int_lists(requests.after).cast(PLAN_EXTRAS.field("after").type)
+    if requests.hang_up_s is not None and (known := np.isfinite(requests.hang_up_s)).any():
+        ns = np.rint(np.where(known, requests.hang_up_s, 0.0) * 1e9)
+        found["hang_up_ns"] = ints(ns, pa.int64(), valid=known)
     return found
 
 

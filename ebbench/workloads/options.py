@@ -12,6 +12,7 @@ from ebbench.errors import UnknownNameError, UsageError
 
 if TYPE_CHECKING:
     from ebbench.traffic.schedule import Load
+    from ebbench.workloads.sessions import SessionOptions
 
 
 TIME_UNITS = {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9}
@@ -53,7 +54,8 @@ class PlanOptions:
     ``drop_too_long``. ``tokenizer`` (name or folder) counts the tokens of text; None estimates them from bytes.
     ``with_text`` False leaves out the prompts' text, which simulated engines do not read. ``columns`` names the columns
     of a log (see :func:`ebbench.workloads.log_columns.parse_columns`); ``keep_text`` sends a log's own prompts, which
-    are otherwise never kept.
+    are otherwise never kept. ``think_time``, ``tool_time``, ``tool_share``, ``sub_agents``, ``abandon_after``: see
+    :mod:`ebbench.workloads.sessions`; they replace what the workload's file says.
 
     Raises UsageError for an invalid value.
     """
@@ -79,6 +81,11 @@ class PlanOptions:
     with_text: bool = True
     columns: str | None = None
     keep_text: bool = False
+    think_time: str | None = None
+    tool_time: str | None = None
+    tool_share: float | None = None
+    sub_agents: str | None = None
+    abandon_after: str | None = None
 
     def __post_init__(self) -> None:
         for key in _POSITIVE:
@@ -95,6 +102,13 @@ class PlanOptions:
     def lengths_set(self) -> bool:
         """Whether the caller set lengths."""
         return not (self.input_len is None and self.output_len is None and self.length_distribution is None)
+
+    @property
+    def sessions(self) -> SessionOptions:
+        """The options that describe sessions."""
+        from ebbench.workloads.sessions import SessionOptions
+
+        return SessionOptions(self.think_time, self.tool_time, self.tool_share, self.sub_agents, self.abandon_after)
 
     @property
     def load(self) -> Load:

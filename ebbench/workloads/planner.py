@@ -15,6 +15,7 @@ from ebbench.workloads.build import LengthLimits, assemble, phase_requests
 from ebbench.workloads.lengths import length_spec
 from ebbench.workloads.options import PlanOptions, is_recorded, recorded_file
 from ebbench.workloads.requests import Requests
+from ebbench.workloads.sessions import session_spec, with_sessions
 from ebbench.workloads.sources import Selection, gather
 from ebbench.workloads.spec import Profile, WorkloadSpec, load_workload
 from ebbench.workloads.trace import read_trace, replayed
@@ -29,6 +30,9 @@ def make_plan(options: PlanOptions) -> Plan:
     requests, schedule = (
         _from_trace(options, scenario) if workload is None else _from_workload(options, scenario, workload)
     )
+    spec = session_spec(None if workload is None else workload.sessions, options.sessions)
+    if spec is not None:
+        requests = with_sessions(requests, spec, options.seed)
     cap = options.max_concurrency or scenario.max_concurrency
     limits = LengthLimits(options.max_model_len, options.drop_too_long)
     facts = _facts(options, scenario, requests)
@@ -200,5 +204,10 @@ def _facts(options: PlanOptions, scenario: ScenarioSpec, requests: Requests) -> 
         **({"saturation_rate": options.saturation_rate} if options.saturation_rate else {}),
         **_arrivals(options, scenario),
         **({"sessions_by_seed": True} if _count_is_random(options, scenario) else {}),
-        **(own if scenario.own_lengths else requests.facts),
+        **({**own, **_shape(requests)} if scenario.own_lengths else requests.facts),
     }
+
+
+def _shape(requests: Requests) -> dict[str, Any]:
+    """The facts about sessions, which hold whatever the source of the lengths is."""
+    return {name: value for name, value in requests.facts.items() if name == "session_shape"}

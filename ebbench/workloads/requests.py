@@ -24,7 +24,8 @@ class Requests:
     ``arrival_s``: one entry per session, from the start of the trace; None unless the source has times.
     ``block_tokens``: prompt tokens per hash id (None: 512). ``content``: stream of each row's tokens from 0, None: one
     per session. ``pause_s``: seconds between the end of what a row waits for and its start (NaN: none); ``after``: the
-    turns that it waits for, None for the turn before.
+    turns that it waits for, None for the turn before. ``hang_up_s``: seconds after which the client hangs up (NaN:
+    never).
     """
 
     session: Int64s
@@ -38,6 +39,7 @@ class Requests:
     arrival_s: Floats | None = None
     pause_s: Floats | None = None
     after: Sequence[Sequence[int] | None] | None = None
+    hang_up_s: Floats | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
 
@@ -65,16 +67,23 @@ class Requests:
             arrival_s=None if self.arrival_s is None else self.arrival_s[kept_sessions],
             pause_s=None if self.pause_s is None else self.pause_s[mask],
             after=None if self.after is None else self._after_kept(mask),
+            hang_up_s=None if self.hang_up_s is None else self.hang_up_s[mask],
         )
 
     def _after_kept(self, mask: npt.NDArray[np.bool_]) -> list[Sequence[int] | None]:
-        """The turns that each kept row waits for, without those that are not kept."""
+        """The turns that each kept row waits for, where a turn that is not kept is replaced by those it waits for."""
         assert self.after is not None  # the caller checked
-        places = np.flatnonzero(mask).tolist()
-        session, turn = self.session.tolist(), self.turn.tolist()
-        kept = {(session[row], turn[row]) for row in places}
-        rows = ((row, self.after[row]) for row in places)
-        return [None if waits is None else [one for one in waits if (session[row], one) in kept] for row, waits in rows]
+        found: list[Sequence[int] | None] = []
+        of_dropped: dict[tuple[int, int], list[int]] = {}  # by session and turn
+        columns = (self.session.tolist(), self.turn.tolist(), self.after, mask.tolist())
+        for session, turn, after, kept in zip(*columns, strict=True):
+            waits = ([turn - 1] if turn else []) if after is None else list(after)
+            resolved = sorted({one for wait in waits for one in of_dropped.get((session, wait), [wait])})
+            if kept:
+                found.append(after if resolved == waits else resolved)
+            else:
+                of_dropped[session, turn] = resolved
+        return found
 
     def repeated(self, times: int) -> Requests:
         """The sessions ``times`` times over with new contents, without hash ids, pauses and arrival times."""
@@ -92,6 +101,7 @@ class Requests:
             hash_ids=None,
             arrival_s=None,
             pause_s=None,
+            hang_up_s=None,
         )
 
 

@@ -11,6 +11,7 @@ from ebbench.config.strict_toml import load_toml
 from ebbench.errors import UnknownNameError, UsageError
 from ebbench.resources import bundled_dir, located
 from ebbench.workloads.lengths import LengthSpec
+from ebbench.workloads.sessions import SessionSpec
 
 Schema = Literal["sharegpt", "longbench", "numinamath", "wildchat"]
 
@@ -78,6 +79,7 @@ class WorkloadSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     profile: Profile
     hub: Hub | None = None
     records: Records | None = None
+    sessions: SessionSpec | None = None
 
     def __post_init__(self) -> None:
         if self.num_prompts < 1:

@@ -27,8 +27,8 @@ from ebbench.engines import _gpu_visible
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 PAGES = (
-    "README", "quick-start", "choosing-a-scheduler", "ci-gate", "sweeps", "adding-a-workload", "reading-a-run", "gpus",
-    "own-traffic", "cluster", "emulator", "deployment", "capacity",
+    "README", "quick-start", "choosing-a-scheduler", "ci-gate", "sweeps", "adding-a-workload", "own-traffic",
+    "sessions", "reading-a-run", "gpus", "cluster", "emulator", "deployment", "capacity",
 )  # fmt: skip
 _BLOCK = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _SHELL = re.compile(r"[|&;<>$()]")

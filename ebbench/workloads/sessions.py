@@ -1,0 +1,255 @@
+"""Sessions as agents and people run them: think time, tool calls, sub-agents, and clients that hang up.
+
+Added to requests of any source, from the ``[sessions]`` table of a workload file or from options. Each kind of draw has
+its own random substream, so that adding one changes no other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+
+from ebbench.config.setting_strings import named_settings, setting, settings_of
+from ebbench.errors import UsageError
+from ebbench.traffic.substreams import substream
+from ebbench.workloads.durations import DurationSpec, parse_duration
+from ebbench.workloads.lengths import LengthSpec
+from ebbench.workloads.requests import Floats, Requests
+
+FIRST_AGENT = 1 << 31
+"""Content of the first sub-agent, above those of sessions: sub-agents share no prefix with each other."""
+
+
+class AgentSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Sub-agents. After a share ``share`` of the turns that another turn follows, ``count`` of them start at once; the
+    next turn waits for all of them and has their last answers in its prompt.
+
+    Each sends ``turns`` requests, one after the other, with a history of its own. ``input``: new tokens of each of its
+    requests; ``output``: tokens of its answers.
+    """
+
+    count: int = 3
+    share: float = 1.0
+    turns: int = 1
+    input: LengthSpec = msgspec.field(default_factory=lambda: LengthSpec(family="fixed", mean=1000))
+    output: LengthSpec = msgspec.field(default_factory=lambda: LengthSpec(family="fixed", mean=200))
+
+    def __post_init__(self) -> None:
+        if self.count < 1 or self.turns < 1 or not 0 < self.share <= 1:
+            raise ValueError("sub-agents need count >= 1, turns >= 1 and share in (0, 1]")
+
+
+class SessionSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What happens between and during the turns of a session; times in seconds.
+
+    ``think``: from the end of an answer to the user's next turn. ``tool``: the same where the client runs a tool;
+    ``tool_share`` of the turns after the first follow a tool call (all of them if ``think`` is not given), the others
+    follow ``think``. ``abandon``: after so long a client hangs up on an answer that is not complete.
+    """
+
+    think: DurationSpec | None = None
+    tool: DurationSpec | None = None
+    tool_share: float | None = None
+    agents: AgentSpec | None = None
+    abandon: DurationSpec | None = None
+
+    def __post_init__(self) -> None:
+        if self.tool_share is not None and (self.tool is None or self.think is None):
+            raise ValueError("tool_share needs both think and tool, between which it chooses")
+        if self.tool_share is None and self.tool is not None and self.think is not None:
+            raise ValueError("think and tool together need tool_share, the share of the turns that follow a tool call")
+        if self.tool_share is not None and not 0 <= self.tool_share <= 1:
+            raise ValueError(f"tool_share must lie in [0, 1], not {self.tool_share:g}")
+
+
+@dataclass(frozen=True)
+class SessionOptions:
+    """The options of ``ebbench run`` that describe sessions, as text; None if not given."""
+
+    think_time: str | None = None
+    tool_time: str | None = None
+    tool_share: float | None = None
+    sub_agents: str | None = None
+    abandon_after: str | None = None
+
+
+@dataclass(frozen=True)
+class _AgentSettings:
+    """The keys of ``--sub-agents``."""
+
+    count: int = setting(..., "sub-agents that start at once", at_least=1, example=3)
+    share: float = setting(1.0, "share of the turns after which they start", unit="share", above=0, at_most=1)
+    turns: int = setting(1, "requests of each, one after the other", unit="requests", at_least=1)
+    input: int = setting(1000, "new prompt tokens of each request", unit="tokens", at_least=1)
+    output: int = setting(200, "output tokens of each request", unit="tokens", at_least=1)
+
+
+def session_spec(base: SessionSpec | None, options: SessionOptions) -> SessionSpec | None:
+    """The workload's sessions with what the options set; None if neither says anything. Raises UsageError."""
+    given: dict[str, Any] = {}
+    for key, option, text in (
+        ("think", "--think-time", options.think_time),
+        ("tool", "--tool-time", options.tool_time),
+        ("abandon", "--abandon-after", options.abandon_after),
+    ):
+        if text is not None:
+            given[key] = parse_duration(text, option)
+    if options.tool_share is not None:
+        given["tool_share"] = options.tool_share
+    if options.sub_agents is not None:
+        given["agents"] = _parse_agents(options.sub_agents)
+    if not given:
+        return base
+    known = {name: getattr(base, name) for name in SessionSpec.__struct_fields__} if base is not None else {}
+    try:
+        return SessionSpec(**(known | given))
+    except ValueError as error:
+        text = str(error).replace("tool_share", "--tool-share").replace("think", "--think-time")
+        raise UsageError(text.replace("and tool", "and --tool-time")) from None
+
+
+def _parse_agents(text: str) -> AgentSpec:
+    given: dict[str, Any] = named_settings(
+        text if "=" in text else f"count={text}", settings_of(_AgentSettings), "--sub-agents"
+    )
+    for name in ("input", "output"):
+        if name in given:
+            given[name] = LengthSpec(family="fixed", mean=given[name])
+    return AgentSpec(**given)
+
+
+def with_sessions(requests: Requests, spec: SessionSpec, seed: int) -> Requests:
+    """The requests with pauses, sub-agents and hang-ups. Raises UsageError where the sessions have no later turn."""
+    later = requests.turn > 0
+    if not later.any() and (spec.think or spec.tool or spec.agents):
+        raise UsageError(
+            "think time, tool calls and sub-agents come between the turns of a session, and every session of this "
+            "plan is a single request; choose a workload with turns (wildchat, or [profile.turns] in a file of yours)"
+        )
+    if (spec.think or spec.tool) and requests.pause_s is not None:
+        raise UsageError("the requests bring their own pauses; leave out --think-time and --tool-time")
+    if spec.think or spec.tool:
+        requests = replace(requests, pause_s=_pauses(spec, later, seed))
+    if spec.agents is not None:
+        if requests.after is not None:
+            raise UsageError("the requests bring their own sub-agents; leave out --sub-agents")
+        requests = _with_agents(requests, spec.agents, spec, seed)
+    if spec.abandon is not None:
+        patience_s = spec.abandon.draw(substream(seed, "sessions/abandon"), len(requests))
+        requests = replace(requests, hang_up_s=patience_s)
+    return replace(requests, facts={**requests.facts, "session_shape": _described(spec)})
+
+
+def _described(spec: SessionSpec) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        name: getattr(spec, name).text for name in ("think", "tool", "abandon") if getattr(spec, name) is not None
+    }
+    if spec.tool_share is not None:
+        found["tool_share"] = spec.tool_share
+    if spec.agents is not None:
+        found["agents"] = f"{spec.agents.count} after {spec.agents.share:.0%} of the turns"
+    return found
+
+
+def _pauses(spec: SessionSpec, later: np.ndarray, seed: int) -> Floats:
+    """The pause before each request (s); 0 before the first of a session."""
+    n = len(later)
+    chosen = spec.think or spec.tool
+    assert chosen is not None  # the caller checked it
+    pauses = chosen.draw(substream(seed, "sessions/think"), n)
+    if spec.tool is not None and spec.tool_share is not None:
+        calls = substream(seed, "sessions/tool-share").random(n) < spec.tool_share
+        pauses = np.where(calls, spec.tool.draw(substream(seed, "sessions/tool"), n), pauses)
+    return np.where(later, pauses, 0.0)
+
+
+def _with_agents(requests: Requests, agents: AgentSpec, spec: SessionSpec, seed: int) -> Requests:
+    """The requests with sub-agents after some turns, in sessions whose turns are numbered anew."""
+    joins = (requests.turn > 0) & (substream(seed, "sessions/agents").random(len(requests)) < agents.share)
+    per_join = agents.count * agents.turns
+    added = int(joins.sum()) * per_join
+    fresh = agents.input.draw(substream(seed, "sessions/agent-input"), added)
+    answers = agents.output.draw(substream(seed, "sessions/agent-output"), added)
+    tool = spec.tool
+    tools_s = np.zeros(added) if tool is None else tool.draw(substream(seed, "sessions/agent-tool"), added)
+    rows = _Rows(requests)
+    used = 0
+    for row in range(len(requests)):
+        if requests.turn[row] == 0:
+            rows.begin_session()
+        if joins[row]:
+            chosen = slice(used, used + per_join)
+            used += per_join
+            rows.add_agents(agents, fresh[chosen].tolist(), answers[chosen].tolist(), tools_s[chosen].tolist())
+        rows.add_turn(row)
+    return rows.requests()
+
+
+class _Rows:
+    """The rows of requests with sub-agents while they are written, session by session."""
+
+    def __init__(self, requests: Requests) -> None:
+        self._old = requests
+        self._columns: dict[str, list[Any]] = {
+            name: [] for name in ("session", "turn", "input", "output", "after", "content", "pause", "source")
+        }
+        self._session, self._turn, self._agents = -1, 0, 0
+        self._waits_for: list[int] = []
+        self._grown = 0  # tokens that the answers of sub-agents have added to the session's history
+
+    def begin_session(self) -> None:
+        self._session += 1
+        self._turn, self._grown, self._waits_for = 0, 0, []
+
+    def add_turn(self, row: int) -> None:
+        """A turn of the session itself; after sub-agents it follows them at once."""
+        old = self._old
+        joins = len(self._waits_for) > 0 and self._waits_for != [self._turn - 1]
+        pause = 0.0 if joins or old.pause_s is None else float(old.pause_s[row])
+        length = int(old.input_tokens[row]) + self._grown
+        self._put(length, int(old.output_tokens[row]), list(self._waits_for), self._session, pause, row)
+        self._waits_for = [self._turn - 1]
+
+    def add_agents(self, agents: AgentSpec, fresh: list[int], answers: list[int], tools_s: list[float]) -> None:
+        """Chains of requests that all start after the turn written last; the next turn waits for their ends."""
+        parent, ends = self._turn - 1, []
+        for agent in range(agents.count):
+            history, before = 0, parent
+            content = FIRST_AGENT + self._agents
+            self._agents += 1
+            for turn in range(agents.turns):
+                place = agent * agents.turns + turn
+                length = history + fresh[place]
+                self._put(length, answers[place], [before], content, tools_s[place] if turn else 0.0, -1)
+                history, before = length + answers[place], self._turn - 1
+            ends.append(before)
+            self._grown += answers[agent * agents.turns + agents.turns - 1]
+        self._waits_for = ends
+
+    def _put(self, length: int, output: int, after: list[int], content: int, pause: float, source: int) -> None:
+        values = (self._session, self._turn, length, output, after, content, pause, source)
+        for column, value in zip(self._columns.values(), values, strict=True):
+            column.append(value)
+        self._turn += 1
+
+    def requests(self) -> Requests:
+        """The requests written."""
+        columns, old = self._columns, self._old
+        source = pa.array([None if row < 0 else row for row in columns["source"]], pa.int64())
+        pauses = np.array(columns["pause"])
+        return replace(
+            old,
+            session=np.array(columns["session"], np.int64),
+            turn=np.array(columns["turn"], np.int32),
+            input_tokens=np.array(columns["input"], np.int32),
+            output_tokens=np.array(columns["output"], np.int32),
+            prompt=None if old.prompt is None else old.prompt.take(source),
+            hash_ids=None if old.hash_ids is None else old.hash_ids.take(source),
+            pause_s=pauses if pauses.any() else None,
+            after=columns["after"],
+            content=np.array(columns["content"], np.int64),
+        )
