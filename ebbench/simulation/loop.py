@@ -205,7 +205,7 @@ class EventLoop:
             if self._network_ns:
                 self._push(self.now_ns + self._network_ns, DELIVERY, (row, unit))
             else:
-                self._delivery((row, unit))
+                self._deliver(FRONT, unit, (row,))
 
     def _delivery(self, subject: tuple[int, int]) -> None:
         row, unit = subject

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -54,6 +55,13 @@ class RequestState:
         self.end_ns: Ints = np.full(count, UNSET, np.int64)
         self.preemptions: Ints = np.zeros(count, np.int64)
         self.cached_tokens: Ints = np.zeros(count, np.int64)
+
+    @cached_property
+    def last_of_content(self) -> list[bool]:
+        """Per request: no later request shares its content."""
+        found = np.zeros(self.count, np.bool_)
+        found[self.count - 1 - np.unique(self.content[::-1], return_index=True)[1]] = True
+        return found.tolist()
 
     def outputs(self, rows: Ints) -> Ints:
         """Output tokens delivered so far, one entry per row of ``rows``."""

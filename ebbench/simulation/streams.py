@@ -31,9 +31,11 @@ class StreamKv:
 
     def __init__(self, state: RequestState, total: int, block_size: int) -> None:
         self.total = self.free = total
-        self._content, self._held, self._block_size = state.content, state.held_blocks, block_size
+        self._held, self._done, self._block_size = state.held_blocks, state.done, block_size
+        self._content, self._last_of_content = state.content, state.last_of_content
         self._blank = total  # free blocks without cached content, which are taken first
         self._queue: deque[CachedRun] = deque()  # in eviction order; a run is evicted from its end
+        self._unused: CachedRun | None = None  # the queue's last run, if no request will look its blocks up
         self._cached: dict[int, CachedRun] = {}
 
     def lookup(self, row: int, known_tokens: int) -> range:
@@ -86,9 +88,22 @@ class StreamKv:
         cached = known_tokens // self._block_size
         self.free += held
         self._blank += held - cached
-        if cached:
-            run = self._cached[self._content[row]] = CachedRun(cached)
-            self._queue.append(run)
+        if not cached:
+            return
+        if self._last_of_content[row] and self._done[row]:
+            self._queue_unused(cached)
+            return
+        run = self._cached[self._content[row]] = CachedRun(cached)
+        self._queue.append(run)
+        self._unused = None
+
+    def _queue_unused(self, blocks: int) -> None:
+        """Queue cached blocks that no later request shares; neighbours in the queue are one run."""
+        if self._unused is not None and self._unused.blocks:
+            self._unused.blocks += blocks
+        else:
+            self._unused = CachedRun(blocks)
+            self._queue.append(self._unused)
 
 
 def streams_take_turns(plan: Plan) -> bool:
