@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from ebbench.advice.answer import AdviceQuestion
 from ebbench.advice.choice import BASELINE
+from ebbench.advice.results import AdviceQuestion
 from ebbench.advice.theory import ExpectedLoad
 from ebbench.engines.checks import check_fits, check_options
 from ebbench.errors import UsageError

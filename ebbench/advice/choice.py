@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from ebbench.advice.answer import PolicyScore
+from ebbench.advice.results import PolicyScore
 from ebbench.analysis.compare.policies import TIE
 from ebbench.analysis.statistics import PairedInterval, paired_t
 from vllm_eb.policy import policy_class

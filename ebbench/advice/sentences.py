@@ -14,7 +14,7 @@ from ebbench.render.tables import framed
 from vllm_eb.policy import parse_policy
 
 if TYPE_CHECKING:
-    from ebbench.advice.answer import Advice, GainCurve, PolicyScore
+    from ebbench.advice.results import Advice, GainCurve, PolicyScore
     from ebbench.analysis.statistics import PairedInterval
 
 _FULL_BATCH = "Theory assumes a batch that stays full; a simulated run also fills and drains."

@@ -6,9 +6,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from ebbench.advice.answer import Advice, AdviceQuestion, GainCurve, PolicyScore, Tuning
 from ebbench.advice.candidates import candidate, figure, load_of, main_cells
 from ebbench.advice.choice import BASELINE, choose, relative_gain
+from ebbench.advice.results import Advice, AdviceQuestion, GainCurve, PolicyScore, Tuning
 from ebbench.advice.theory import ExpectedLoad, predict, sign_changes
 from ebbench.analysis.slo import Slo
 from ebbench.analysis.summary import summarise

@@ -51,13 +51,13 @@ def invalid_reasons(
 
 def _accounting(requests: pa.Table, plan: pa.Table, columns: RequestColumns) -> list[str]:
     reasons = []
-    asked, answered = plan.column("request_id"), requests.column("request_id")
+    planned, recorded = plan.column("request_id"), requests.column("request_id")
     if requests.num_rows != plan.num_rows:
         reasons.append(f"{plan.num_rows} requests planned but {requests.num_rows} accounted for")
-    repeated = requests.num_rows - pc.count_distinct(answered).as_py()
+    repeated = requests.num_rows - pc.count_distinct(recorded).as_py()
     if repeated:
         reasons.append(f"{repeated} request ids accounted for more than once")
-    unplanned = pc.sum(pc.invert(pc.is_in(answered, value_set=asked.combine_chunks()))).as_py() or 0
+    unplanned = pc.sum(pc.invert(pc.is_in(recorded, value_set=planned.combine_chunks()))).as_py() or 0
     if unplanned:
         reasons.append(f"{unplanned} requests accounted for that were never planned")
     unknown = sorted(set(columns.status.tolist()) - set(STATUSES))

@@ -18,7 +18,7 @@ from ebbench.config.defaults import DEFAULT_DEVICE, DEFAULT_MODEL
 from ebbench.traffic.choice import scenario_meant
 
 if TYPE_CHECKING:
-    from ebbench.advice.answer import Advice, AdviceQuestion
+    from ebbench.advice.results import Advice, AdviceQuestion
     from ebbench.runs.store import RunStore
 
 
@@ -115,12 +115,12 @@ def advise(
 
     Theory (the papers' formulas) and simulation are shown together; the simulation decides.
     """
-    from ebbench.advice.simulate import advise as answer
+    from ebbench.advice.simulate import advise as find_advice
     from ebbench.runs.store import RunStore
 
     question, store = _question(workload, server, search, traffic), RunStore(runs)
     _make(question, store, crossover=search.crossover, workers=workers, quiet=quiet)
-    found = answer(question, store, with_crossover=search.crossover)
+    found = find_advice(question, store, with_crossover=search.crossover)
     if search.tune:
         found = _tuned(found, store, workers=workers, quiet=quiet)
     if as_json:
@@ -130,8 +130,8 @@ def advise(
 
 
 def _question(workload: str, server: ServerFlags, search: AdviceFlags, traffic: TrafficFlags) -> AdviceQuestion:
-    from ebbench.advice.answer import AdviceQuestion
     from ebbench.advice.candidates import checked
+    from ebbench.advice.results import AdviceQuestion
     from ebbench.advice.simulate import default_policies
     from ebbench.analysis.slo import parse_slo
     from ebbench.cli.preflight import check_counts, parse_policies

@@ -265,14 +265,14 @@ def _show(
     found: Mapping[str, SearchOutcome], limits: LatencyLimits, question: CapacityQuestion, folder: Path, *,
     as_json: bool, plot: Path | None,
 ) -> None:  # fmt: skip
-    """Store the answers beside the probes, then print or draw them."""
+    """Store the results beside the probes, then print or draw them."""
     from rich.console import Console
 
-    from ebbench.capacity import answers, sentences
+    from ebbench.capacity import result_rows, sentences
 
-    rows = answers.answers(found, question.by_concurrency, limits)
+    rows = result_rows.rows_of(found, question.by_concurrency, limits)
     if rows:
-        answers.store(rows, folder)
+        result_rows.store(rows, folder)
     if plot is not None and rows:
         from ebbench.capacity.chart import save_curves
 

@@ -213,7 +213,7 @@ def _print(findings: list[CheckResult], extras: list[CheckResult], engines: dict
     console = Console(highlight=False)
     console.print(_table(findings))
     console.print("\nEngines")
-    console.print(_table([CheckResult(name, "ok", answer) for name, answer in engines.items()], marked=False))
+    console.print(_table([CheckResult(name, "ok", state) for name, state in engines.items()], marked=False))
     console.print("\nExtras: libraries that only some commands need")
     console.print(_table(extras))
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import inspect
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Annotated, Any, get_type_hints
 
@@ -73,8 +74,8 @@ def _parameters(group: type) -> list[inspect.Parameter]:
 class ShownWhole:
     """Mixed into a command: its help never cuts an option's name, also in a narrow terminal.
 
-    Typer shows positive and negative names in separate columns, which rich cuts; here they share one column and wrap
-    between names.
+    Typer shows positive and negative names in separate columns, which rich cuts; here they share one column, one name
+    per line, whose width rich takes from the help text's.
     """
 
     params: list[Any]
@@ -86,11 +87,32 @@ class ShownWhole:
         shown = copy.copy(self)
         shown.params = [_readable(param) for param in self.get_params(ctx)]
         shown.add_help_option = False  # already among them
-        super(ShownWhole, shown).format_help(ctx, formatter)  # type: ignore[misc]
+        with _names_uncut():
+            super(ShownWhole, shown).format_help(ctx, formatter)  # type: ignore[misc]
 
 
 class Command(ShownWhole, TyperCommand):
     """A command of ebbench."""
+
+
+@contextmanager
+def _names_uncut() -> Iterator[None]:
+    """While it lasts, typer's tables of options never narrow the column of names; typer has no setting for it."""
+    from rich.table import Table
+    from typer import rich_utils
+
+    class NamesUncut(Table):
+        def add_row(self, *cells: Any, **how: Any) -> None:
+            super().add_row(*cells, **how)
+            for column, cell in zip(self.columns, cells, strict=False):
+                column.no_wrap = column.no_wrap or str(cell).startswith("--")
+
+    module: Any = rich_utils
+    module.Table = NamesUncut
+    try:
+        yield
+    finally:
+        module.Table = Table
 
 
 def _readable(option: Any) -> Any:
@@ -98,7 +120,7 @@ def _readable(option: Any) -> Any:
         return option
     shown = copy.copy(option)
     names = [*option.opts, *option.secondary_opts]
-    shown.opts = [", ".join(name for name in names if name.startswith("--"))]
+    shown.opts = [",\n".join(name for name in names if name.startswith("--"))]
     shown.opts += [name for name in names if not name.startswith("--")]
     if option.secondary_opts:
         shown.secondary_opts = []

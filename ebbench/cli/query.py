@@ -40,18 +40,18 @@ def query(
     if form == "parquet" and output is None:
         raise UsageError("--format parquet needs --output FILE")
     found = database.load(runs or [Path("runs")])
-    answer = database.query(database.connect(found, summaries="runs" in sql.lower()), sql)
-    _give(_apart(answer), form, output)
+    result = database.query(database.connect(found, summaries="runs" in sql.lower()), sql)
+    _give(_apart(result), form, output)
 
 
-def _apart(answer: pa.Table) -> pa.Table:
+def _apart(result: pa.Table) -> pa.Table:
     """The result with unique column names: ``a``, ``a_1``, ..."""
     names: list[str] = []
-    taken = set(answer.column_names)
-    for name in answer.column_names:
+    taken = set(result.column_names)
+    for name in result.column_names:
         names.append(_free(name, taken) if name in names else name)
         taken.add(names[-1])
-    return answer.rename_columns(names)
+    return result.rename_columns(names)
 
 
 def _free(name: str, taken: set[str]) -> str:
@@ -61,25 +61,25 @@ def _free(name: str, taken: set[str]) -> str:
     return f"{name}_{number}"
 
 
-def _give(answer: pa.Table, form: str, output: Path | None) -> None:
+def _give(result: pa.Table, form: str, output: Path | None) -> None:
     from ebbench.records import files
 
     if form == "parquet" and output is not None:
-        files.write_table(answer, output)
+        files.write_table(result, output)
     elif output is not None:
-        files.write_bytes(_text_of(answer, form).encode(), output)
+        files.write_bytes(_text_of(result, form).encode(), output)
     elif form == "table":
-        _print(answer)
+        _print(result)
     else:
-        sys.stdout.write(_text_of(answer, form))
+        sys.stdout.write(_text_of(result, form))
 
 
-def _text_of(answer: pa.Table, form: str) -> str:
-    return {"json": _json, "csv": _csv, "table": _table}[form](answer)
+def _text_of(result: pa.Table, form: str) -> str:
+    return {"json": _json, "csv": _csv, "table": _table}[form](result)
 
 
-def _json(answer: pa.Table) -> str:
-    return json.dumps(_finite(answer.to_pylist()), indent=2, default=_plain, allow_nan=False) + "\n"
+def _json(result: pa.Table) -> str:
+    return json.dumps(_finite(result.to_pylist()), indent=2, default=_plain, allow_nan=False) + "\n"
 
 
 def _finite(value: Any) -> Any:
@@ -100,14 +100,14 @@ def _plain(value: object) -> object:
     return str(value)
 
 
-def _csv(answer: pa.Table) -> str:
+def _csv(result: pa.Table) -> str:
     import csv
     import io
 
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(answer.column_names)
-    writer.writerows([["" if value is None else value for value in row.values()] for row in answer.to_pylist()])
+    writer.writerow(result.column_names)
+    writer.writerows([["" if value is None else value for value in row.values()] for row in result.to_pylist()])
     return text.getvalue()
 
 
@@ -116,39 +116,39 @@ _FILE_WIDTH = 100_000  # a file has no width: no line is broken
 _LEAST_WIDTH = 9  # narrower columns are unreadable; rows are then shown one below the other
 
 
-def _table(answer: pa.Table) -> str:
+def _table(result: pa.Table) -> str:
     import io
 
     from rich.console import Console
 
     text = io.StringIO()
-    _print(answer, Console(file=text, width=_FILE_WIDTH, color_system=None, highlight=False))
+    _print(result, Console(file=text, width=_FILE_WIDTH, color_system=None, highlight=False))
     return "".join(f"{line.rstrip()}\n" for line in text.getvalue().splitlines())
 
 
-def _print(answer: pa.Table, console: Console | None = None) -> None:
+def _print(result: pa.Table, console: Console | None = None) -> None:
     from rich import box
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
     console = console or Console(highlight=False)
-    if answer.num_columns * _LEAST_WIDTH > console.width:
-        _print_rows(answer, console)
+    if result.num_columns * _LEAST_WIDTH > console.width:
+        _print_rows(result, console)
         return
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
-    for field in answer.schema:
+    for field in result.schema:
         numeric = str(field.type).startswith(("int", "uint", "float", "double", "decimal"))
         table.add_column(escape(field.name), justify="right" if numeric else "left", overflow="fold")
-    for row in answer.to_pylist():
+    for row in result.to_pylist():
         table.add_row(*(escape(_text(value)) for value in row.values()))
     console.print(table)
 
 
-def _print_rows(answer: pa.Table, console: Console) -> None:
+def _print_rows(result: pa.Table, console: Console) -> None:
     from rich.markup import escape
 
-    for number, row in enumerate(answer.to_pylist(), start=1):
+    for number, row in enumerate(result.to_pylist(), start=1):
         console.print(f"row {number}", style="bold")
         for name, value in row.items():
             console.print(f"  {escape(name)}: {escape(_text(value))}", soft_wrap=True)

@@ -112,7 +112,7 @@ class EngineFlags:
 
     @property
     def length_limit(self) -> int | None:
-        """Longest prompt plus answer in tokens; None for a server, which has a limit of its own, unless it is given."""
+        """Longest prompt plus output in tokens; None for a server, which has a limit of its own, unless it is given."""
         from ebbench.engines.base import EngineOptions
         from ebbench.engines.setup import is_server
 

@@ -309,7 +309,7 @@ def measure(
         wall_clock_ns(),
         slo=config.slo,
         device_known=not is_server(config.engine),
-        warnings=(POLICY_IS_A_LABEL,) if is_server(config.engine) else _cautions(spec, plan, config.options),
+        warnings=(POLICY_IS_A_LABEL,) if is_server(config.engine) else _load_warnings(spec, plan, config.options),
     )
     with RunWriter.create(run_dir) as writer:
         if context.kind_of_time == "real":
@@ -321,10 +321,10 @@ def measure(
         return conclude(writer, replace(context, plan=plan), result)
 
 
-def _cautions(spec: PolicySpec, plan: Plan, options: EngineOptions) -> tuple[RunWarning, ...]:
+def _load_warnings(spec: PolicySpec, plan: Plan, options: EngineOptions) -> tuple[RunWarning, ...]:
     """Warnings of the policy about this load."""
     open_at_most = max((phase.max_concurrency for phase in plan.phases), default=0)
-    found = spec.caution(open_at_most, options.max_num_seqs)
+    found = spec.load_warning(open_at_most, options.max_num_seqs)
     return () if found is None else (RunWarning(*found),)
 
 

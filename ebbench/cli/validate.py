@@ -1,4 +1,4 @@
-"""``ebbench validate``: how far simulated answers can be trusted on this machine, measured in a given time."""
+"""``ebbench validate``: measure how accurate simulated results are on this machine, in a given time."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class WhatFlags:
         opt(
             "--model",
             "-m",
-            help="A folder or its config.json; without weights random ones, which take as long. Or a model name.",
+            help="Name, folder or its config.json. Without weights random ones are used: step times are the same.",
             panel=_WHAT,
             complete=completion.models,
         ),
@@ -38,17 +38,22 @@ class WhatFlags:
         opt(
             "--policy",
             "-p",
-            help="A policy; repeat. The first is what gains are relative to. Default: v1 eb ebplus marginal.",
+            help="A policy; repeat. Gains are relative to the first. Default: v1 eb ebplus marginal.",
             panel=_WHAT,
             complete=completion.policies,
         ),
     ] = None
     engine: Annotated[
-        str, opt("--engine", help="vllm; or sim, emulated with --device to see how it works.", panel=_WHAT)
+        str, opt("--engine", help="vllm; or sim or emulated with --device, as a rehearsal.", panel=_WHAT)
     ] = "vllm"
     device: Annotated[
         str | None,
-        opt("--device", help="With sim, emulated: which device.", panel=_WHAT, complete=completion.devices),
+        opt(
+            "--device",
+            help="The simulated device, with --engine sim or emulated.",
+            panel=_WHAT,
+            complete=completion.devices,
+        ),
     ] = None
 
 
@@ -57,24 +62,26 @@ class HowFlags:
     """Loads, lengths, rounds and time."""
 
     loads: Annotated[
-        str | None, opt("--loads", help="Requests open at a time, e.g. 64,256. Default: by machine.", panel=_HOW)
+        str | None, opt("--loads", help="Open requests, e.g. 64,256. Default: derived from --seqs.", panel=_HOW)
     ] = None
     rounds: Annotated[
-        int, opt("--rounds", help="How often everything is measured; fewer if time is short.", panel=_HOW)
+        int, opt("--rounds", help="Number of times each run is measured; fewer if time is short.", panel=_HOW)
     ] = 3
     input_len: Annotated[int | None, opt("--input-len", help="Mean prompt tokens.", panel=_HOW)] = None
-    output_len: Annotated[int | None, opt("--output-len", help="Mean answer tokens.", panel=_HOW)] = None
+    output_len: Annotated[int | None, opt("--output-len", help="Mean output tokens.", panel=_HOW)] = None
     tokens: Tokens = None
     seqs: Seqs = None
     contexts: Contexts = None
     max_time: Annotated[
-        float, opt("--max-time", help="Seconds at most; the same command goes on later.", panel=_HOW)
+        float, opt("--max-time", help="Most seconds for this call; the same command continues later.", panel=_HOW)
     ] = MAX_TIME_S
-    run_time: Annotated[float, opt("--run-time", help="Seconds of one run, about, at most.", panel=_HOW)] = 40.0
+    run_time: Annotated[float, opt("--run-time", help="Most seconds per run, approximately.", panel=_HOW)] = 40.0
     lag_limit_ms: Annotated[
         float | None,
         opt(
-            "--lag-limit-ms", help="Lag of the client (p99) beyond which a run is INVALID; see ebbench run.", panel=_HOW
+            "--lag-limit-ms",
+            help="Largest p99 lag of the client; above it a run is INVALID. See `ebbench run`.",
+            panel=_HOW,
         ),
     ] = None
     seed: Annotated[int, opt("--seed", help="Seed of the first round's requests.", panel=_HOW)] = 0
@@ -85,7 +92,7 @@ class ValidationOutputFlags:
     """Where results go, and in which form."""
 
     output: Annotated[
-        Path, opt("--output", "-o", help="Where everything is stored; the same directory goes on.", panel=_OUTPUT)
+        Path, opt("--output", "-o", help="Directory of the results; an existing validation continues.", panel=_OUTPUT)
     ] = Path("validation")
     as_json: Annotated[bool, opt("--json", help="One JSON document on stdout, nothing else.", panel=_OUTPUT)] = False
     quiet: Annotated[bool, opt("--quiet", "-q", help="No progress.", panel=_OUTPUT)] = False
@@ -98,16 +105,16 @@ def validate(
     output: ValidationOutputFlags,
     vllm_options: VllmOptions = None,
 ) -> None:
-    """Say how far simulated answers can be trusted on this machine.
+    """Measure how accurate simulated results are on this machine.
 
-    Measures step times, predicts runs from them, measures those with vLLM under each policy, and compares.
+    Measures step times, predicts runs from them, makes the same runs with vLLM under each policy, and compares.
 
-    Exit code 0 whatever the verdict says, 5 where noise or lack of time leaves it undecided, 4 when vLLM cannot run.
+    Exit code 0 with a verdict, whatever it is; 5 if noise or lack of time leaves it undecided; 4 if vLLM cannot run.
     """
-    from ebbench.cli.validate_steps import carry_out
+    from ebbench.cli.validate_steps import run_validation
 
     question = question_of(what, how, tuple(vllm_options or ()))
-    word = carry_out(question, output.output, how.max_time, as_json=output.as_json, quiet=output.quiet)
+    word = run_validation(question, output.output, how.max_time, as_json=output.as_json, quiet=output.quiet)
     sys.exit(5 if word == "undecided" else 0)
 
 
@@ -115,7 +122,7 @@ validate.command_class = Command  # type: ignore[attr-defined]
 
 
 def question_of(what: WhatFlags, how: HowFlags, vllm_options: tuple[str, ...]) -> ValidationQuestion:
-    """The question of a command line. Raises UsageError for what cannot be asked."""
+    """The question that the options ask. Raises UsageError for invalid options."""
     from ebbench.cli.preflight import check_counts
     from ebbench.config.defaults import DEFAULT_DEVICE
     from ebbench.engines.model_folder import random_weight_options
@@ -128,9 +135,9 @@ def question_of(what: WhatFlags, how: HowFlags, vllm_options: tuple[str, ...]) -
     check_counts(input_len=how.input_len, output_len=how.output_len, run_time=how.run_time)
     check_vllm_options(vllm_options)
     if what.engine != "vllm" and vllm_options:
-        raise UsageError(f"what follows -- is for vLLM, which engine {what.engine} does not start")
+        raise UsageError(f"options after -- are for vLLM, which engine {what.engine} does not start")
     if what.engine == "vllm" and what.device is not None:
-        raise UsageError("--device is for engines sim and emulated; with vllm this machine is measured")
+        raise UsageError("--device is for engines sim and emulated; engine vllm measures this machine")
     grid = grid_of(what.engine, how.tokens, how.seqs, how.contexts)
     needed = random_weight_options(what.model, vllm_options) if what.engine == "vllm" else ()
     return ValidationQuestion(

@@ -1,4 +1,4 @@
-"""The steps of ``ebbench validate``: announce, carry out, judge, store the result, show it."""
+"""The steps of ``ebbench validate``: announce, predict and measure, judge, store the result, show it."""
 
 from __future__ import annotations
 
@@ -26,14 +26,17 @@ if TYPE_CHECKING:
 QUESTION, RESULT, TABLES = "question.json", "result.json", "result.md"
 
 
-def carry_out(question: ValidationQuestion, folder: Path, max_time_s: float, *, as_json: bool, quiet: bool) -> str:
-    """Do all of it; returns the verdict's word. Raises UsageError, RunError, InterruptedRunError."""
+def run_validation(question: ValidationQuestion, folder: Path, max_time_s: float, *, as_json: bool, quiet: bool) -> str:
+    """Run the validation and show its result. Returns the verdict: figures, choices, neither or undecided.
+
+    Raises UsageError, RunError, InterruptedRunError.
+    """
     from rich.console import Console
 
     from ebbench.export.markdown import as_markdown
 
     messages = Console(stderr=True, highlight=False)
-    _claim(question, folder)
+    _open_folder(question, folder)
     call = Call(sys.argv[1:], wall_clock_ns())
 
     def say(text: str) -> None:
@@ -46,8 +49,9 @@ def carry_out(question: ValidationQuestion, folder: Path, max_time_s: float, *, 
     try:
         outcomes = validate(question, folder, TimeBudget(max_time_s), say)
     except KeyboardInterrupt:
-        kept = f"what was measured is kept in {folder}; the same command goes on"
-        raise InterruptedRunError(f"interrupted; {kept}") from None
+        raise InterruptedRunError(
+            f"interrupted; measurements are kept in {folder}; the same command continues"
+        ) from None
     finally:
         call.end()
         write_manifest(folder, question, call)
@@ -66,33 +70,33 @@ def carry_out(question: ValidationQuestion, folder: Path, max_time_s: float, *, 
 
 
 def announce(question: ValidationQuestion, folder: Path, max_time_s: float) -> list[str]:
-    """What is going to be done, and how long it takes at most."""
+    """The lines printed first: the steps to come and the time limit."""
     what = machine_name() if question.engine == "vllm" else f"{question.device}, engine {question.engine}"
     loads = ", ".join(map(str, question.loads))
     lines = [
-        f"validating simulated answers for {question.model} on {what}, at most {max_time_s / 60:.0f} min:",
+        f"validating simulated results for {question.model} on {what}, at most {max_time_s / 60:.0f} min:",
         f"  1. measure the times of {question.grid.points} steps"
         + (" in vLLM, after its start" if question.engine == "vllm" else ""),
         f"  2. predict {', '.join(question.policies)} at {loads} requests open, up to {question.rounds} rounds",
-        f"  3. measure the same runs; everything is kept in {folder}, and the same command goes on after a stop",
+        f"  3. measure the same runs; results are kept in {folder}; after a stop the same command continues",
     ]
     if "dummy" in question.vllm_options:
-        lines.append("random weights (--load-format dummy): the model's folder is used without weights of its own")
+        lines.append("random weights (--load-format dummy): the model's folder holds no weights")
     if "--skip-tokenizer-init" in question.vllm_options:
-        lines.append("no tokenizer in the model's folder: prompts are token ids, and answers are not turned into text")
+        lines.append("no tokenizer in the model's folder: prompts are token ids, and output stays token ids")
     return lines
 
 
-def _claim(question: ValidationQuestion, folder: Path) -> None:
-    """Make the folder, or go on in one that holds the same question. Raises UsageError for any other."""
+def _open_folder(question: ValidationQuestion, folder: Path) -> None:
+    """Create the folder, or continue in one with the same question. Raises UsageError for any other folder."""
     text = json.dumps(asdict(question), indent=1, sort_keys=True).encode() + b"\n"
     stored = folder / QUESTION
     if stored.exists():
         if stored.read_bytes() != text:
-            raise UsageError(f"{folder} holds a validation of something else; give another --output")
+            raise UsageError(f"{folder} holds a validation with other options; give another --output")
         return
     if folder.exists() and any(folder.iterdir()):
-        raise UsageError(f"{folder} exists and holds no validation; give another --output")
+        raise UsageError(f"{folder} exists and is not a validation; give another --output")
     folder.mkdir(parents=True, exist_ok=True)
     files.write_bytes(text, stored)
 

@@ -34,7 +34,7 @@ class Classified(NamedTuple):
     tokens: TokenTimes
 
 
-def classify(answer: StreamedResponse, planned_tokens: int, exact: bool) -> Classified:
+def classify(streamed: StreamedResponse, planned_tokens: int, exact: bool) -> Classified:
     """Classify a response that was read to its end or until it failed.
 
     ``exact``: the server was asked to ignore the end-of-sequence token, so any other number of tokens than planned is a
@@ -42,11 +42,11 @@ def classify(answer: StreamedResponse, planned_tokens: int, exact: bool) -> Clas
     response that the server aborted, one without tokens, and one without ``usage``. A response that the client hung up
     on is abandoned, not failed; its tokens are those in the last ``usage``, else its messages.
     """
-    count = answer.usage.completion_tokens if answer.usage is not None else None
-    error_class, body = answer.error_class, answer.error_body
+    count = streamed.usage.completion_tokens if streamed.usage is not None else None
+    error_class, body = streamed.error_class, streamed.error_body
     if error_class is None:
-        error_class, body = _failure(answer, count, planned_tokens, exact)
-    tokens = token_times(answer.times_ns, answer.empty, count)
+        error_class, body = _failure(streamed, count, planned_tokens, exact)
+    tokens = token_times(streamed.times_ns, streamed.empty, count)
     if error_class is None:
         return Classified("ok", None, None, count, tokens)
     status = "timed_out" if error_class.endswith("_timeout") else "failed"
@@ -57,17 +57,17 @@ def classify(answer: StreamedResponse, planned_tokens: int, exact: bool) -> Clas
     return Classified(status, error_class, body[:BODY_LIMIT] or None, count, tokens)
 
 
-def _failure(answer: StreamedResponse, count: int | None, planned_tokens: int, exact: bool) -> tuple[str | None, str]:
+def _failure(streamed: StreamedResponse, count: int | None, planned_tokens: int, exact: bool) -> tuple[str | None, str]:
     """Error class and message of a stream without an error of its own; class None if the response is complete."""
-    if answer.finish_reason is None:
-        return "truncated", f"the stream ended without a finish reason after {len(answer.times_ns)} messages"
-    if answer.finish_reason in _ABORT_REASONS:
-        ended = f"the server ended the answer with finish reason '{answer.finish_reason}'"
-        return "aborted", f"{ended} after {len(answer.times_ns)} messages"
+    if streamed.finish_reason is None:
+        return "truncated", f"the stream ended without a finish reason after {len(streamed.times_ns)} messages"
+    if streamed.finish_reason in _ABORT_REASONS:
+        ended = f"the server ended the response with finish reason '{streamed.finish_reason}'"
+        return "aborted", f"{ended} after {len(streamed.times_ns)} messages"
     if count is None:
         return "no_usage", "the server reported no usage: the number of tokens is unknown"
-    if count == 0 or not answer.times_ns:
-        return "empty_output", f"{count} tokens in {len(answer.times_ns)} messages"
+    if count == 0 or not streamed.times_ns:
+        return "empty_output", f"{count} tokens in {len(streamed.times_ns)} messages"
     if count < planned_tokens and exact:
         return "short_output", f"{count} tokens where {planned_tokens} were asked for with EOS ignored"
     if count > planned_tokens:

@@ -33,7 +33,7 @@ class ClientOptions:
     httpx's own transport, which honours proxies from the environment. ``ca_file`` (PEM): the only certificate
     authorities to trust; None uses SSL_CERT_FILE or the system's. ``lag_limit_ms``: a run whose p99 lag is higher is
     INVALID; None is the larger of 10 ms and 5 % of the median TTFT. ``power``: measure the power of this machine's
-    GPUs; None: where the server is on this machine and NVML answers.
+    GPUs; None: if the server is on this machine and NVML is available.
     """
 
     model: str | None = None

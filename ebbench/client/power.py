@@ -1,8 +1,8 @@
 """Power of the GPUs of this machine while a server on it is measured, read from NVIDIA's driver (NVML).
 
-A thread reads every GPU ten times a second. Energy is the difference of the driver's energy counters, interpolated to
-the ends of the run; GPUs without a counter (before Volta) give power only, whose integral is taken instead. Which GPUs
-count: those of CUDA_VISIBLE_DEVICES, else all.
+A thread reads every GPU ten times per second. Energy is the difference of the driver's energy counters, interpolated
+to the start and end of the run; for GPUs without a counter (before Volta) it is the integral of the power. Only GPUs
+in CUDA_VISIBLE_DEVICES are measured; without that variable, all.
 """
 
 from __future__ import annotations
@@ -22,23 +22,21 @@ import numpy as np
 from ebbench.errors import UsageError
 
 INTERVAL_S = 0.1
-REMOTE = (
-    "the server is on another machine, and the GPUs of this one are not its own (--power measures them all the same)"
-)
+REMOTE = "the server is on another machine (--power measures this machine's GPUs nevertheless)"
 NOT_INSTALLED = "nvidia-ml-py is not installed (pip install 'ebbench[power]')"
 NO_GPU = "no NVIDIA GPU is visible here"
 DRIVER = Path("/proc/driver/nvidia")
-"""There where NVIDIA's driver is loaded."""
-EXTRA_GPUS = "all of them count, also one that the server does not use; CUDA_VISIBLE_DEVICES chooses"
+"""Exists if NVIDIA's driver is loaded."""
+EXTRA_GPUS = "all of them are measured, used by the server or not; CUDA_VISIBLE_DEVICES selects"
 
 
 class UnavailableError(Exception):
-    """No power can be read here; the message says why."""
+    """GPU power cannot be read on this machine; the message says why."""
 
 
 @dataclass(frozen=True)
 class PowerReading:
-    """All GPUs together at one time: power, and the energy since the driver was loaded (None: not counted)."""
+    """Sum over the GPUs at one time: power, and energy since the driver was loaded (None: no counter)."""
 
     time_ns: int
     power_w: float
@@ -46,21 +44,21 @@ class PowerReading:
 
 
 class Gpus(Protocol):
-    """GPUs whose power can be read. ``names``: of each."""
+    """GPUs whose power can be read. ``names``: one per GPU."""
 
     names: tuple[str, ...]
 
     def read(self) -> PowerReading:
-        """Power and energy now."""
+        """Current power and energy."""
         ...
 
     def close(self) -> None:
-        """Let the driver go."""
+        """Release the driver."""
         ...
 
 
 class NvmlGpus:
-    """GPUs as NVML shows them. Raises UnavailableError where it shows none whose power it can read."""
+    """GPUs listed by NVML. Raises UnavailableError if NVML, the driver or a GPU with readable power is missing."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         try:
@@ -71,7 +69,7 @@ class NvmlGpus:
         try:
             pynvml.nvmlInit()
         except pynvml.NVMLError as error:
-            raise UnavailableError(f"no NVIDIA driver answers here ({error})") from None
+            raise UnavailableError(f"no NVIDIA driver responds on this machine ({error})") from None
         try:
             self._handles = self._chosen(environ.get("CUDA_VISIBLE_DEVICES"))
             self.names = tuple(_text(pynvml.nvmlDeviceGetName(handle)) for handle in self._handles)
@@ -79,7 +77,7 @@ class NvmlGpus:
             self.read()
         except pynvml.NVMLError as error:
             self.close()
-            raise UnavailableError(f"the driver does not tell the power of this GPU ({error})") from None
+            raise UnavailableError(f"the driver does not report the power of this GPU ({error})") from None
         except UnavailableError:
             self.close()
             raise
@@ -105,13 +103,13 @@ class NvmlGpus:
             return None
 
     def read(self) -> PowerReading:
-        """Sums over the GPUs."""
+        """Current power and energy, summed over the GPUs."""
         power_w = sum(self._nvml.nvmlDeviceGetPowerUsage(handle) for handle in self._handles) / 1e3
         energy_j = sum(self._energy_mj(handle) or 0 for handle in self._handles) / 1e3 if self._counted else None
         return PowerReading(time.monotonic_ns(), power_w, energy_j)
 
     def close(self) -> None:
-        """Let the driver go."""
+        """Release the driver."""
         self._nvml.nvmlShutdown()
 
 
@@ -121,7 +119,7 @@ def _text(value: str | bytes) -> str:
 
 @dataclass
 class PowerSampler:
-    """Reads GPUs in a thread for as long as the context lasts; see the module."""
+    """Context manager that reads the GPUs in a thread; see the module."""
 
     gpus: Gpus
     interval_s: float = INTERVAL_S
@@ -154,7 +152,7 @@ class PowerSampler:
             return
         try:
             self.readings.append(self.gpus.read())
-        except Exception as error:  # a GPU that fell off the bus must not cost the run
+        except Exception as error:  # losing a GPU must not end the run
             self.failure = str(error) or type(error).__name__
 
     def facts(self, start_ns: int, end_ns: int) -> dict[str, Any]:
@@ -166,7 +164,7 @@ class PowerSampler:
 
 
 def between(readings: Sequence[PowerReading], start_ns: int, end_ns: int) -> dict[str, Any]:
-    """``mean_w``, ``peak_w``, ``energy_j`` between two times, from readings in order; what each rests on."""
+    """``mean_w``, ``peak_w``, ``energy_j`` between two monotonic times; ``readings`` in order of time."""
     times = np.array([one.time_ns for one in readings], float)
     watts = np.array([one.power_w for one in readings])
     inside = (times >= start_ns) & (times <= end_ns)
@@ -210,10 +208,10 @@ def open_power(
     *,
     made_up: bool = False,
 ) -> PowerSampler | None:
-    """What reads the power for a run against ``url``; None where it is not wanted or cannot be had.
+    """The sampler for a run against ``url``; None if power is not wanted or not available.
 
-    ``wanted`` None: where the server is on this machine and NVML answers. ``made_up``: the server computes nothing.
-    Raises UsageError where power was asked for and cannot be had.
+    ``wanted`` None: measure if the server is on this machine and NVML is available. ``made_up``: it is ebbench's fake
+    server, which uses no GPU. Raises UsageError if power was requested and is not available.
     """
     if made_up and wanted:
         raise UsageError("--power: ebbench's fake server uses no GPU; leave --power out")
@@ -233,7 +231,7 @@ def announcement(
     environ: Mapping[str, str],
     open_gpus: Callable[[Mapping[str, str]], Gpus] = NvmlGpus,
 ) -> str:
-    """One sentence before a run: whose power is measured, or why none is; empty where it was switched off."""
+    """One sentence before a run: which GPUs are measured, or why none; empty if switched off."""
     if wanted is False:
         return ""
     if wanted is None and not on_this_machine(url):
@@ -244,5 +242,5 @@ def announcement(
         return f"GPU power is not measured: {error}"
     gpus.close()
     several = f"; {EXTRA_GPUS}" if len(gpus.names) > 1 else ""
-    where = "" if on_this_machine(url) else ", of this machine, not of the server's unless they are the same"
+    where = "" if on_this_machine(url) else ", of this machine, whether or not the server uses them"
     return f"GPU power is measured: {', '.join(gpus.names)}{where}{several}"

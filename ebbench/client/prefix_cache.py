@@ -1,4 +1,4 @@
-"""How much of the prompts a server took from its prefix cache, and whether the plan accounts for it."""
+"""Share of prompt tokens that a server found in its prefix cache, and whether the plan explains it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def hit_rate(requests: pa.Table, server_metrics: pa.Table) -> tuple[float | None
     """Share of the prompt tokens that the prefix cache held, and where the figure is from: ``usage``, ``metrics``.
 
     ``usage``: prompt_tokens_details of the completed requests. ``metrics``: the server's counters over the run, which
-    include other clients' requests. (None, "") where the server reports neither.
+    include other clients' requests. (None, "") if the server reports neither.
     """
     done = requests.filter(
         pc.and_(pc.equal(requests.column("status"), "ok"), pc.is_valid(requests.column("cached_tokens")))
@@ -31,7 +31,7 @@ def hit_rate(requests: pa.Table, server_metrics: pa.Table) -> tuple[float | None
 
 
 def _growth(metrics: pa.Table, name: re.Pattern[str]) -> float:
-    """By how much the counters of this name grew between their first and their last sample, over all labels."""
+    """Growth of the counters of this name from first to last sample, summed over all labels."""
     series: dict[tuple[str, str], list[float]] = {}
     for row in metrics.to_pylist():
         if name.search(row["name"]):
@@ -40,10 +40,10 @@ def _growth(metrics: pa.Table, name: re.Pattern[str]) -> float:
 
 
 def repeated_share(plan: pa.Table) -> float:
-    """Share of the prompt tokens that repeat an earlier prompt or answer of the plan: the most that can be hits.
+    """Share of the prompt tokens that repeat an earlier prompt or output of the plan: the upper bound of the hit rate.
 
-    Prompts repeat by session (they continue the same content) or by ``hash_ids``. Real text counts as repeating
-    nothing: its repetitions are unknown.
+    Prompts repeat by session (they continue the same content) or by ``hash_ids``. Real text counts as not
+    repeated, since its repetitions are unknown.
     """
     known: dict[int, int] = {}
     seen: set[int] = set()
@@ -62,14 +62,14 @@ def repeated_share(plan: pa.Table) -> float:
 
 
 def unplanned_hits(rate: float | None, plan: pa.Table) -> str | None:
-    """A warning where more prompt tokens were cached than the plan repeats."""
+    """A warning if more prompt tokens were cached than the plan repeats; else None."""
     if rate is None or plan.column("prompt").null_count < plan.num_rows:
         return None
     planned = repeated_share(plan)
     if rate <= planned + _TOLERANCE:
         return None
     return (
-        f"{100 * rate:.0f} % of the prompt tokens came from the server's prefix cache, and prompts of this run repeat "
-        f"only {100 * planned:.0f} %: the server has seen them before, and looks faster than it is for new prompts; "
-        "empty its prefix cache or give another --seed"
+        f"{100 * rate:.0f} % of the prompt tokens came from the server's prefix cache, but this run's prompts repeat "
+        f"only {100 * planned:.0f} %: the server had cached them before, which makes it faster than for new prompts; "
+        "reset its prefix cache or give another --seed"
     )

@@ -18,10 +18,10 @@ from ebbench.connections import tls_context
 class _OpenRequest:
     """An open request, and why the client ended it, if it did."""
 
-    __slots__ = ("answer", "task", "verdict")
+    __slots__ = ("streamed", "task", "verdict")
 
-    def __init__(self, answer: StreamedResponse, task: asyncio.Task[object]) -> None:
-        self.answer, self.task = answer, task
+    def __init__(self, streamed: StreamedResponse, task: asyncio.Task[object]) -> None:
+        self.streamed, self.task = streamed, task
         self.verdict: tuple[str, str] | None = None
 
     def end(self, error_class: str, message: str) -> None:
@@ -79,14 +79,16 @@ class RequestSender:
         for request in list(self._requests):
             request.end("interrupted", "aborted by the user")
 
-    async def send(self, request_id: str, body: bytes, answer: StreamedResponse, hang_up_ns: int | None = None) -> None:
-        """Send one request and read its response to the end. Errors are recorded in ``answer``.
+    async def send(
+        self, request_id: str, body: bytes, streamed: StreamedResponse, hang_up_ns: int | None = None
+    ) -> None:
+        """Send one request and read its response to the end. Errors are recorded in ``streamed``.
 
         ``hang_up_ns``: close the connection so long after sending, if the response is not complete by then.
         """
         task = asyncio.current_task()
         assert task is not None, "requests run in tasks"
-        request = _OpenRequest(answer, task)
+        request = _OpenRequest(streamed, task)
         self._requests.add(request)
         patience = None
         if hang_up_ns is not None:
@@ -94,48 +96,48 @@ class RequestSender:
             patience = asyncio.get_running_loop().call_later(hang_up_ns / 1e9, request.end, *end)
         try:
             if self._pool is not None:
-                await self._direct(self._pool, request_id, body, answer)
+                await self._direct(self._pool, request_id, body, streamed)
             else:
-                await self._httpx(request_id, body, answer)
+                await self._httpx(request_id, body, streamed)
         except asyncio.CancelledError:
             if request.verdict is None:
                 raise
             task.uncancel()
-            answer.fail(*request.verdict)
+            streamed.fail(*request.verdict)
         except httpx.HTTPError as error:
-            answer.fail(transport_failure(error), str(error) or type(error).__name__)
+            streamed.fail(transport_failure(error), str(error) or type(error).__name__)
         finally:
             if patience is not None:
                 patience.cancel()
             self._requests.discard(request)
             # A complete response ends with its last byte, a broken one when the client noticed it.
-            complete = answer.error_class is None and answer.last_ns
-            answer.end_ns = answer.last_ns if complete else time.monotonic_ns()
+            complete = streamed.error_class is None and streamed.last_ns
+            streamed.end_ns = streamed.last_ns if complete else time.monotonic_ns()
 
-    async def _direct(self, pool: ConnectionPool, request_id: str, body: bytes, answer: StreamedResponse) -> None:
-        exchange = await pool.send(request_id, body, answer)
+    async def _direct(self, pool: ConnectionPool, request_id: str, body: bytes, streamed: StreamedResponse) -> None:
+        exchange = await pool.send(request_id, body, streamed)
         try:
             rest = await exchange.body()
         finally:
             exchange.close()
         if not exchange.streaming:
             advice = exchange.headers.get(b"retry-after")
-            _refused(answer, exchange.status, rest, advice.decode("latin-1") if advice else None)
+            _refused(streamed, exchange.status, rest, advice.decode("latin-1") if advice else None)
 
-    async def _httpx(self, request_id: str, body: bytes, answer: StreamedResponse) -> None:
+    async def _httpx(self, request_id: str, body: bytes, streamed: StreamedResponse) -> None:
         headers = {"x-request-id": request_id}
         request = self._client.build_request("POST", self._target, content=body, headers=headers)
-        answer.sent(time.monotonic_ns())
+        streamed.sent(time.monotonic_ns())
         response = await self._client.send(request, stream=True)
         try:
-            answer.head(response.status_code, time.monotonic_ns())
+            streamed.head(response.status_code, time.monotonic_ns())
             content_type = response.headers.get("content-type", "")
             if response.status_code == 200 and content_type.startswith("text/event-stream"):
                 async for data in response.aiter_raw():
-                    answer.feed(data, time.monotonic_ns())
+                    streamed.feed(data, time.monotonic_ns())
             else:
                 rest = await response.aread()
-                _refused(answer, response.status_code, rest, response.headers.get("retry-after"))
+                _refused(streamed, response.status_code, rest, response.headers.get("retry-after"))
         finally:
             await response.aclose()
 
@@ -148,21 +150,21 @@ class RequestSender:
             await asyncio.sleep(pause_s)
             now_ns = time.monotonic_ns()
             for request in list(self._requests):
-                answer = request.answer
-                if not answer.sent_ns:
+                streamed = request.streamed
+                if not streamed.sent_ns:
                     continue
-                if now_ns - answer.sent_ns > total_ns:
+                if now_ns - streamed.sent_ns > total_ns:
                     request.end("total_timeout", f"not complete after {self._options.total_timeout_s:g} s")
-                elif now_ns - answer.last_ns > idle_ns:
-                    kind = "idle_timeout" if answer.times_ns else "first_token_timeout"
+                elif now_ns - streamed.last_ns > idle_ns:
+                    kind = "idle_timeout" if streamed.times_ns else "first_token_timeout"
                     request.end(kind, f"nothing received for {self._options.idle_timeout_s:g} s")
 
 
-def _refused(answer: StreamedResponse, status: int, body: bytes, retry_after: str | None) -> None:
+def _refused(streamed: StreamedResponse, status: int, body: bytes, retry_after: str | None) -> None:
     """Record a response that is not an event stream as an error, with the server's Retry-After if there is one."""
     text = body[:BODY_LIMIT].decode("utf-8", "backslashreplace")
     advice = f" (Retry-After: {retry_after})" if retry_after else ""
-    answer.fail("not_a_stream" if status == 200 else f"http_{status}", text + advice)
+    streamed.fail("not_a_stream" if status == 200 else f"http_{status}", text + advice)
 
 
 def _headers(options: ClientOptions, key: str | None) -> dict[str, str]:

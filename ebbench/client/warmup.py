@@ -24,14 +24,14 @@ async def warm_up(url: str, model: str, plan: Plan, options: ClientOptions, envi
     async with RequestSender(url, bodies.path, options, environ) as sender:
 
         async def one(number: int) -> StreamedResponse:
-            answer = StreamedResponse(options.endpoint == "chat", keep_text=False)
+            streamed = StreamedResponse(options.endpoint == "chat", keep_text=False)
             async with gate:
-                await sender.send(f"warmup-{number}", bodies.build(_turn(plan, number)), answer)
-            return answer
+                await sender.send(f"warmup-{number}", bodies.build(_turn(plan, number)), streamed)
+            return streamed
 
-        answers = await asyncio.gather(*(one(number) for number in range(options.warmup)))
-    failed = [a for a in answers if a.error_class is not None]
-    if len(failed) == len(answers):
+        responses = await asyncio.gather(*(one(number) for number in range(options.warmup)))
+    failed = [a for a in responses if a.error_class is not None]
+    if len(failed) == len(responses):
         body = redacted(failed[0].error_body[:200], secrets(options, environ))
         raise RunError(f"every warm-up request failed ({failed[0].error_class}: {body})")
 

@@ -193,9 +193,9 @@ class Worker:
         self._schedule.stop()
         self._stopping.set()
 
-    def ended(self, turn: Turn, intended_ns: int, answer: StreamedResponse) -> str:
+    def ended(self, turn: Turn, intended_ns: int, streamed: StreamedResponse) -> str:
         """See Reports."""
-        record = self._record_of(turn, intended_ns, answer)
+        record = self._record_of(turn, intended_ns, streamed)
         self._records.append(record)
         self._tokens += record.output_tokens or 0
         return record.status
@@ -205,9 +205,9 @@ class Worker:
         for row in rows:
             self._records.append(RequestRecord(row, self._assignment.worker, "never_sent", error_class=reason))
 
-    def _record_of(self, turn: Turn, intended_ns: int, answer: StreamedResponse) -> RequestRecord:
-        verdict = classify(answer, turn.output_tokens, self._assignment.options.ignore_eos)
-        usage = answer.usage
+    def _record_of(self, turn: Turn, intended_ns: int, streamed: StreamedResponse) -> RequestRecord:
+        verdict = classify(streamed, turn.output_tokens, self._assignment.options.ignore_eos)
+        usage = streamed.usage
         details = usage.prompt_tokens_details or {} if usage is not None else {}
         body = verdict.error_body
         return RequestRecord(
@@ -215,19 +215,19 @@ class Worker:
             worker=self._assignment.worker,
             status=verdict.status,
             intended_ns=intended_ns,
-            sent_ns=answer.sent_ns,
-            first_byte_ns=answer.first_byte_ns,
-            end_ns=answer.end_ns,
+            sent_ns=streamed.sent_ns,
+            first_byte_ns=streamed.first_byte_ns,
+            end_ns=streamed.end_ns,
             token_ns=verdict.tokens.times_ns.tobytes(),
             bundled=verdict.tokens.bundled,
             output_tokens=verdict.output_tokens,
             prompt_tokens=usage.prompt_tokens if usage is not None else None,
             cached_tokens=details.get("cached_tokens"),
-            finish_reason=answer.finish_reason,
+            finish_reason=streamed.finish_reason,
             error_class=verdict.error_class,
             error_body=redacted(body, self._secrets) if body is not None else None,
-            http_status=answer.status,
-            text=answer.text if self._assignment.options.keep_text else None,
+            http_status=streamed.status,
+            text=streamed.text if self._assignment.options.keep_text else None,
         )
 
     async def _listen(self, reader: asyncio.StreamReader) -> None:

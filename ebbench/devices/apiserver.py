@@ -1,7 +1,7 @@
 """Costs of vLLM's API server, the process between clients and engine, by class of machine.
 
-One process handles every prompt and every streamed token of its requests on one core, one after the other. The costs
-come from files in ``data/api_servers`` or from a file of the user's with the same keys, which
+One process handles every prompt and every streamed token of its requests on one core, one at a time. Costs are read
+from files in ``data/api_servers``, or from a user's file with the same keys, which
 ``tests/benchmarks/bench_api_server.py`` measures and prints.
 """
 
@@ -45,7 +45,7 @@ class ApiServerCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
 
 def list_api_servers() -> tuple[str, ...]:
-    """Names of the classes that come with the program."""
+    """Names of the bundled classes."""
     return tuple(sorted(path.stem for path in (DATA / "api_servers").glob("*.toml")))
 
 
@@ -60,7 +60,7 @@ def find_api_server(name: str) -> ApiServerCosts:
 
 
 def chosen_api_server(name: str, count: int | None) -> ApiServerCosts | None:
-    """The costs of the named class; None where the stage is off. Raises UsageError, also for a count without a class.
+    """The costs of the named class; None if the stage is off. Raises UsageError, also for a count without a class.
 
     ``count``: processes per engine instance; None is one per data-parallel unit, as vLLM has it.
     """

@@ -243,8 +243,8 @@ class _EmulatedRun:
         hash_ids = state.hash_ids[row] if state.hash_ids is not None else None
         # The output continues the prompt's content stream, so that a later turn finds its history in the cache.
         prompt = token_ids(state.content[row], hash_ids, 0, inputs, self._vocab, state.hash_tokens).tolist()
-        answer = token_ids(state.content[row], None, inputs, outputs, self._vocab).tolist()
-        self._streams[self._ids[row]] = prompt + answer
+        generated = token_ids(state.content[row], None, inputs, outputs, self._vocab).tolist()
+        self._streams[self._ids[row]] = prompt + generated
         return self._make_request(self.core, self._ids[row], prompt, outputs)
 
     def _on_preempted(self, ids: set[str]) -> None:

@@ -29,10 +29,10 @@ def visible_gpus() -> tuple[Gpu, ...]:
         return ()
     query = [tool, "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader,nounits"]
     try:
-        answer = subprocess.run(query, capture_output=True, text=True, timeout=ASK_TIMEOUT_S, check=False)
+        done = subprocess.run(query, capture_output=True, text=True, timeout=ASK_TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return ()
-    return tuple(gpu for line in answer.stdout.splitlines() if (gpu := _gpu(line)) is not None)
+    return tuple(gpu for line in done.stdout.splitlines() if (gpu := _gpu(line)) is not None)
 
 
 def _gpu(line: str) -> Gpu | None:

@@ -46,7 +46,7 @@ class ServedConnection(asyncio.Protocol):
         self._url, self._body = b"", bytearray()
         self._received_ns = 0
         self.headers: dict[str, str] = {}
-        self.answer: ScheduledResponse | None = None
+        self.response: ScheduledResponse | None = None
         self.byte_by_byte = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -60,8 +60,8 @@ class ServedConnection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Called by the loop."""
         self._transport, self._fd = None, -1
-        if self.answer is not None:
-            self.answer.abandon()
+        if self.response is not None:
+            self.response.abandon()
         self._router.disconnected(self)
 
     def data_received(self, data: bytes) -> None:
@@ -115,7 +115,7 @@ class ServedConnection(asyncio.Protocol):
 
     def finished(self) -> None:
         """Mark the response complete."""
-        self.answer = None
+        self.response = None
         self.byte_by_byte = False
 
     def close(self) -> None:

@@ -126,11 +126,11 @@ class FakeServer:
         messages = Messages(f"cmpl-{entry.number}", self._config.model, chat, kind == "crlf")
         asked = request.stream_options or {}
         usage, so_far = bool(asked.get("include_usage")), bool(asked.get("continuous_usage_stats"))
-        answer = ScheduledResponse(entry, connection, self.ledger, messages, self._timing_ns, fault, usage, so_far)
-        connection.answer, connection.byte_by_byte = answer, kind == "split"
+        response = ScheduledResponse(entry, connection, self.ledger, messages, self._timing_ns, fault, usage, so_far)
+        connection.response, connection.byte_by_byte = response, kind == "split"
         if kind != "stall" or (fault and fault.after >= 0):
             connection.send(EVENT_STREAM + (chunk(messages.role()) if chat else b""))
-            self._wheel.enter(_CountedResponse(answer, self), answer.due_ns())
+            self._wheel.enter(_CountedResponse(response, self), response.due_ns())
 
     def _refused(self, connection: ServedConnection, entry: LedgerEntry, fault: Fault) -> bool:
         """Respond with an error if the fault asks for one; returns whether it did."""
@@ -187,7 +187,7 @@ class FakeServer:
 
     def _metrics(self) -> bytes:
         ledger = self.ledger
-        running = sum(1 for c in self._connections if c.answer is not None and c.answer.active)
+        running = sum(1 for c in self._connections if c.response is not None and c.response.active)
         values = {
             ("vllm:num_requests_running", "gauge"): running,
             ("vllm:num_requests_waiting", "gauge"): 0,
@@ -206,8 +206,8 @@ class FakeServer:
 class _CountedResponse:
     """A streamed response on the timer wheel that tells the server when it has ended."""
 
-    def __init__(self, answer: ScheduledResponse, server: FakeServer) -> None:
-        self._act, self._answer, self._server = answer.act, answer, server
+    def __init__(self, response: ScheduledResponse, server: FakeServer) -> None:
+        self._act, self._response, self._server = response.act, response, server
 
     def act(self) -> int:
         due_ns = self._act()

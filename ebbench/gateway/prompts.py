@@ -34,8 +34,8 @@ def dispatch_request(key: int, body: bytes, *, prefix: bool) -> DispatchRequest:
         return DispatchRequest(key, 1, 1)
     raw = bytes(found.prompt) or bytes(found.messages)
     tokens = _tokens(raw)
-    answer = found.max_completion_tokens or found.max_tokens or 0
-    return DispatchRequest(key, tokens, tokens + answer, _blocks(raw, tokens) if prefix else ())
+    output_tokens = found.max_completion_tokens or found.max_tokens or 0
+    return DispatchRequest(key, tokens, tokens + output_tokens, _blocks(raw, tokens) if prefix else ())
 
 
 def _tokens(raw: bytes) -> int:

@@ -104,9 +104,9 @@ class Upstreams:
         deadline = asyncio.get_running_loop().time() + self._settings.start_timeout_s
         while True:
             try:
-                answer = await self._client.get(f"{upstream.url}/v1/models")
-                answer.raise_for_status()
-                return str(answer.json()["data"][0]["id"])
+                response = await self._client.get(f"{upstream.url}/v1/models")
+                response.raise_for_status()
+                return str(response.json()["data"][0]["id"])
             except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
                 reason = str(error) or type(error).__name__
             if asyncio.get_running_loop().time() > deadline:
@@ -120,8 +120,8 @@ class Upstreams:
             await asyncio.sleep(self._settings.health_interval_s)
             healthy = False
             with contextlib.suppress(httpx.HTTPError):
-                answer = await self._client.get(f"{upstream.url}/health")
-                healthy = answer.status_code == 200
+                response = await self._client.get(f"{upstream.url}/health")
+                healthy = response.status_code == 200
             self._record_check(upstream, healthy)
 
     def _record_check(self, upstream: Upstream, healthy: bool) -> None:

@@ -30,7 +30,7 @@ def render(cases: Sequence[ComparisonCase], *, width: int, all_percentiles: bool
     parts += [Text(note, style="dim") for note in document.notes]
     for section in filter(None, map(tables.phases, cases)):
         parts += [Text(), *section_tables(section, width)]
-    parts += _answers(cases)
+    parts += _conclusions(cases)
     groups = [group for case in cases for group in case.groups]
     parts += _notes("Requests that did not complete", failure_lines(summaries))
     parts += _notes("Keep in mind", [*sentences.missing(groups), *doubts_of(cases), *sentences.caveats(groups)])
@@ -63,7 +63,7 @@ def print_report(console: Console, cases: Sequence[ComparisonCase], *, all_perce
     console.print(render(cases, width=console.width, all_percentiles=all_percentiles), soft_wrap=False)
 
 
-def _answers(cases: Sequence[ComparisonCase]) -> list[RenderableType]:
+def _conclusions(cases: Sequence[ComparisonCase]) -> list[RenderableType]:
     """The verdict of each case; for a single case also the reasons."""
     found = sentences.verdicts(cases)
     if len(cases) == 1:

@@ -70,7 +70,7 @@ def console(compared: Compared, width: int) -> RenderableType:
     alike = len({legend(comparison) for comparison in compared.comparisons}) == 1
     for comparison in compared.comparisons:
         for other in comparison.others:
-            parts += [Text(), *section_tables(next(shown), width), Text(answer(comparison, other))]
+            parts += [Text(), *section_tables(next(shown), width), Text(verdict_sentence(comparison, other))]
         if not alike or comparison is compared.comparisons[-1]:
             parts += [
                 *([Text()] if alike and len(compared.comparisons) > 1 else []),
@@ -84,7 +84,7 @@ def notes(compared: Compared) -> tuple[str, ...]:
     found = []
     for comparison in compared.comparisons:
         before = f"{comparison.title}: " if comparison.title else ""
-        found += [before + answer(comparison, other) for other in comparison.others]
+        found += [before + verdict_sentence(comparison, other) for other in comparison.others]
         found.append(before + legend(comparison))
     return (*found, *left_out(compared))
 
@@ -162,7 +162,7 @@ def verdict(contrast: Contrast) -> str:
     return BETTER if (contrast.change > 0) == (contrast.figure in HIGHER_IS_BETTER) else WORSE
 
 
-def answer(comparison: PairedComparison, other: PolicyContrasts) -> str:
+def verdict_sentence(comparison: PairedComparison, other: PolicyContrasts) -> str:
     """Which policy wins in the deciding figure if the difference is significant, else which is ahead."""
     found = next((each for each in other.contrasts if each.figure == other.deciding), None)
     if found is None:
@@ -235,9 +235,9 @@ def tables(compared: Compared) -> list[page_tables.Table]:
     for comparison in compared.comparisons:
         if max(len(other.pairs) for other in comparison.others) > 1:
             sections = [_section(comparison, other) for other in comparison.others]
-            answers = [answer(comparison, other) for other in comparison.others]
+            sentences = [verdict_sentence(comparison, other) for other in comparison.others]
             found += [page_tables.of_section(section, f"Paired: {section.title}") for section in sections[:-1]]
-            note = " ".join([*answers, legend(comparison)])
+            note = " ".join([*sentences, legend(comparison)])
             found.append(page_tables.of_section(sections[-1], f"Paired: {sections[-1].title}", note))
     return found
 

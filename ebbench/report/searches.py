@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ebbench.capacity import answers, chart
+from ebbench.capacity import chart, result_rows
 from ebbench.render import numbers
 from ebbench.report.page_tables import Table, TableCell
 
@@ -27,14 +27,14 @@ class SearchSection:
 
 
 def searches_of(paths: Sequence[Path]) -> tuple[SearchSection, ...]:
-    """The searches whose directories are among ``paths``. Raises DataError for a damaged file of answers."""
-    found = [rows for path in paths if (rows := answers.load(path))]
+    """The searches whose directories are among ``paths``. Raises DataError for a damaged file of results."""
+    found = [rows for path in paths if (rows := result_rows.load(path))]
     return tuple(SearchSection(_table(rows), _lines(rows), _chart(rows)) for rows in found)
 
 
 def shown_runs(path: Path) -> list[Path]:
     """The runs that stand for a search: per policy the probe nearest to its capacity; none for another directory."""
-    runs = [Path(str(row["nearest_run_dir"])) for row in answers.load(path)]
+    runs = [Path(str(row["nearest_run_dir"])) for row in result_rows.load(path)]
     return [path / run.name for run in runs if (path / run.name).is_dir()]
 
 

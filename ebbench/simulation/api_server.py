@@ -1,12 +1,11 @@
 """vLLM's API server as a stage between clients and one engine instance: a FIFO queue per process.
 
-A request enters the engine when the process is done with its prompt; each token of an answer leaves when the process
-has streamed it, after everything that came before. The engine itself does not wait for it. With one core per process
-the departure of a job follows from what came earlier: ``departure = max(arrival, departure of the job before) +
-service``. It is therefore computed when the job comes, and needs no event queue, as long as jobs come in the order of
-their times.
+A request enters the engine when the process has handled its prompt; each output token leaves when the process has
+streamed it, after all earlier jobs. The engine does not wait for this. With one core per process, the departure of a
+job depends only on earlier jobs: ``departure = max(arrival, departure of the previous job) + service``. It is computed
+when the job arrives and needs no event queue, provided that jobs arrive in order of time.
 
-The engine goes by ``token_ns``, when a step ended; clients go by ``client_ns``, when a token left here.
+``token_ns``, the end of a token's step, is the engine's time; ``client_ns``, its departure here, the client's.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class ApiServers:
         self._waits_ns: Ints = np.zeros(0, np.int64)  # token_ns times 1, 2, ...
 
     def enter(self, row: int, now_ns: int) -> int:
-        """A client's request has come; returns when it enters the engine, in ns."""
+        """Handle a request that arrives at ``now_ns``; returns when it enters the engine, in ns."""
         process = self._next
         self._next = (process + 1) % len(self._free_ns)
         self._process_of[row] = process
@@ -64,7 +63,7 @@ class ApiServers:
         self._free_ns[process] = start_ns + count * self._token_ns
 
     def stream_steps(self, ends_ns: Sequence[int], rows: Ints, slots: Ints) -> None:
-        """Steps that ended at these times have one token each of all ``rows``, the first of them for these slots."""
+        """Steps that ended at ``ends_ns`` have one token of every row each; the first step's belong to ``slots``."""
         if len(self._free_ns) == 1:
             self._stream_steps(0, ends_ns, slots)
             return

@@ -1,1 +1,1 @@
-"""How far simulated answers can be trusted on this machine: runs predicted from measured step times, then measured."""
+"""Measures how accurate simulated results are on this machine: runs are predicted from step times, then measured."""

@@ -19,7 +19,7 @@ TITLE = "Predicted against measured"
 def as_dict(
     question: ValidationQuestion, outcomes: Outcomes, judged: Judgement, machine: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Everything; shares are of 1, times in the units of their names. None is what is not known."""
+    """The whole result. Shares as fractions of 1, times in the units of their names; None: unknown."""
     steps = {name: value for name, value in asdict(outcomes.steps).items() if name not in ("profile", "costs")}
     return {
         "format": FORMAT,
@@ -44,7 +44,7 @@ def as_dict(
 
 
 def _finite(found: dict[str, Any]) -> dict[str, Any]:
-    """Without infinities, which JSON cannot hold: noise that is not known is null."""
+    """The values with infinity (unknown noise) as None, since JSON has no infinity."""
     return {
         name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in found.items()
     }
@@ -58,13 +58,15 @@ def as_document(
     load_average: Sequence[float],
     cpus: int,
 ) -> Document:
-    """Tables of errors by metric, of gains, and notes on what they rest on; ``load_average``: samples meanwhile."""
+    """Tables of errors by metric and of gains, with notes. ``load_average``: samples taken during the measurement."""
     sections = [_errors(METRICS[metric], judged, metric) for metric in METRICS]
     sections.append(_gains(question, judged.gains))
     title = f"{TITLE}: {question.model} on {where}"
     found = notes(question, outcomes, judged)
     if question.engine == "vllm" and load_average:
-        found.append(f"load average {min(load_average):.1f} to {max(load_average):.1f} on {cpus} CPUs meanwhile")
+        found.append(
+            f"load average {min(load_average):.1f} to {max(load_average):.1f} on {cpus} CPUs during the measurement"
+        )
     return Document("validation", title, tuple(filter(None, sections)), tuple(found))
 
 
@@ -92,7 +94,7 @@ def _row(error: Error) -> tuple[str | float | int | None, ...]:
 
 
 def plus_minus(uncertainty: float) -> str:
-    """A share as ±3.1 %; unknown where nothing was repeated."""
+    """A share as ±3.1 %; ``unknown`` if no run was repeated."""
     return f"±{100 * uncertainty:.1f} %" if math.isfinite(uncertainty) else "unknown"
 
 
@@ -116,38 +118,40 @@ def _gains(question: ValidationQuestion, gains: Sequence[GainPrediction]) -> Sec
 
 
 def notes(question: ValidationQuestion, outcomes: Outcomes, judged: Judgement) -> list[str]:
-    """What the figures rest on."""
+    """Notes on the number of runs, the step times, and what error and noise mean."""
     steps, schedule = outcomes.steps, outcomes.schedule
     loads = " and ".join(
         f"{count} requests at {load} open" for load, count in zip(question.loads, schedule.requests, strict=True)
     )
     found = [
         f"{len(outcomes.observations)} of {outcomes.planned} runs measured, {outcomes.invalid} of them INVALID and "
-        f"left out; {schedule.rounds} rounds; {loads}; prompts of {question.input_tokens} and answers of "
+        f"left out; {schedule.rounds} rounds; {loads}; prompts of {question.input_tokens} and outputs of "
         f"{question.output_tokens} tokens on average",
         f"{steps.steps} steps measured; fits R2 {steps.prefill_r2:.3f} prefill, {steps.decode_r2:.3f} decode; slowest "
         f"round of probes {steps.drift:.2f} times the fastest",
-        "error: mean over the rounds, predicted over measured; noise: twice its standard error, from what the same run "
-        "differs by between rounds; lowest and highest measured run",
+        "error: predicted over measured, mean over the rounds; noise: twice its standard error, from the differences "
+        "between rounds of the same run; lowest, highest: of the measured runs",
     ]
     found += [_bias(one) for one in judged.verdict.metrics]
     if question.engine == "vllm":
         found.append(
             "asynchronous scheduling and prefix caching are off in prediction and measurement: steps are measured one "
-            "at a time. The API server and the client are in what is measured, not in what is predicted"
+            "at a time. Measured times include the API server and the client, predicted times do not"
         )
     else:
-        found.append("a rehearsal: in what stands for the measurement policies compute from the device's own costs")
+        found.append(
+            "a rehearsal without vLLM: in place of the measurement, policies compute from the device's own costs"
+        )
     if outcomes.stopped:
         found.append(f"incomplete: {outcomes.stopped}; the same command measures the rest")
     return found
 
 
 def _bias(one: MetricVerdict) -> str:
-    kept = {True: "within the limit", False: "beyond the limit", None: "the noise leaves open whether within the limit"}
+    kept = {True: "within the limit", False: "beyond the limit", None: "undecided because of noise"}
     noise = f"{100 * one.noise:.1f} %" if math.isfinite(one.noise) else "unknown"
     return (
         f"{METRICS[one.metric]}: median error {100 * one.median_error:.1f} % ({kept[one.within_limit]}), "
-        f"worst {100 * one.worst_error:.1f} %, with its sign {100 * one.bias:+.1f} % in the median; "
-        f"one run repeats to {noise}"
+        f"worst {100 * one.worst_error:.1f} %, signed median {100 * one.bias:+.1f} %; "
+        f"standard deviation between rounds {noise}"
     )

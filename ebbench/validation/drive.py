@@ -1,7 +1,7 @@
-"""Carry out a validation: step times, predictions, then measured runs, one server per policy and round.
+"""Runs a validation: step times, predictions, then measured runs, with one server per policy and round.
 
-Predictions are stored before anything is measured. Whatever is measured is stored at once, so that a validation that
-was stopped goes on where it was. Nothing is started that would not end within the given time.
+Predictions are stored before the first measurement. Every measurement is stored as soon as it ends, so a stopped
+validation continues there. A server is started only if its runs are expected to end within the time limit.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ from vllm_eb.policy import parse_policy
 
 SCHEDULE = "schedule.json"
 SERVING_S = 6.0
-"""What starting a server takes longer than loading the model in one process."""
+"""Seconds that starting a server takes beyond loading the model in one process."""
 FEWEST_TURNS = 3
-"""A run has at least this many requests per request open at a time."""
+"""Fewest requests of a run, per open request."""
 SHORTEST_RUN_S = 8.0
 MOST_REQUESTS = 4000
 ATTEMPTS = 2
-"""An INVALID run is measured once more."""
+"""Measurements of a run that was INVALID."""
 Say = Callable[[str], None]
 
 
 @dataclass
 class TimeBudget:
-    """Seconds that one call of the command may take."""
+    """Time limit of one call of the command, in seconds."""
 
     seconds: float
     begun: float = field(default_factory=time.monotonic)
@@ -64,7 +64,7 @@ class TimeBudget:
 
 @dataclass(frozen=True)
 class Outcomes:
-    """What was predicted and measured. ``stopped``: why measuring ended early; empty where it is complete."""
+    """Predictions and measurements. ``stopped``: why measuring ended early; empty if it is complete."""
 
     steps: StepTimes
     schedule: MeasuringSchedule
@@ -79,7 +79,7 @@ class Outcomes:
 
 
 def validate(question: ValidationQuestion, folder: Path, budget: TimeBudget, say: Say) -> Outcomes:
-    """Measure step times, predict, measure. Raises UsageError, RunError; an interruption leaves what was stored."""
+    """Measure step times, predict the runs, measure them. Raises UsageError, RunError; stored results stay."""
     steps = measure_step_times(question, folder / "steps")
     say(f"step times: {steps.steps} steps in {steps.seconds:.0f} s")
     schedule = _schedule(question, steps, folder, budget)
@@ -100,19 +100,19 @@ def validate(question: ValidationQuestion, folder: Path, budget: TimeBudget, say
 
 
 def _check_device(cell: Cell) -> None:
-    """Raise RunError unless predictions rest on the step times that were measured."""
+    """Raise RunError unless the device predicts from the measured step times."""
     device = device_of(cell)
     if not isinstance(device.cost, GridCost):
-        raise RunError(f"{cell.device} has no measured step times of {cell.model}; what it has: {device.provenance}")
+        raise RunError(f"{cell.device} has no measured step times of {cell.model}; it has {device.provenance}")
 
 
 def announcement(question: ValidationQuestion, schedule: MeasuringSchedule, steps: StepTimes) -> str:
-    """What is going to be measured, and how long it takes."""
+    """The line printed before measuring: number of runs and expected time."""
     policies, loads = len(question.policies), len(question.loads)
     runs = schedule.rounds * policies * loads
     words = f"predicted {runs} runs: {policies} policies x {loads} loads x {schedule.rounds} rounds"
     if question.engine != "vllm":
-        return f"{words}; now the engine {question.engine} makes them"
+        return f"{words}; now engine {question.engine} runs them"
     start_s = steps.start_s + SERVING_S
     total_s = schedule.rounds * policies * (start_s + schedule.server_s)
     starts = f"{schedule.rounds * policies} server starts of about {start_s:.0f} s"
@@ -143,7 +143,7 @@ def _observation(
 
 
 def _schedule(question: ValidationQuestion, steps: StepTimes, folder: Path, budget: TimeBudget) -> MeasuringSchedule:
-    """The schedule of an earlier call, else one that fits the time that is left."""
+    """The schedule of an earlier call, else one that fits the remaining time."""
     path = folder / SCHEDULE
     if path.exists():
         try:
@@ -151,7 +151,7 @@ def _schedule(question: ValidationQuestion, steps: StepTimes, folder: Path, budg
         except msgspec.MsgspecError as error:
             raise DataError(f"{path}: damaged ({error}); delete it to begin anew") from None
     rates = [_pilot_rate(question, steps, index) for index in range(len(question.loads))]
-    real = question.engine == "vllm"  # in virtual time runs may be as long as they like
+    real = question.engine == "vllm"  # runs in virtual time need no limit
     start_s, left_s = (steps.start_s + SERVING_S, budget.left_s) if real else (0.0, math.inf)
     found = fitted_schedule(question, rates, start_s, left_s)
     files.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n", path)
@@ -171,9 +171,9 @@ def _pilot_rate(question: ValidationQuestion, steps: StepTimes, load_index: int)
 def fitted_schedule(
     question: ValidationQuestion, rates: Sequence[float], start_s: float, left_s: float
 ) -> MeasuringSchedule:
-    """Runs as long as the time allows; fewer rounds, down to two, where even the shortest runs do not fit.
+    """The longest runs that fit the time; fewer rounds, at least two, if even the shortest runs do not fit.
 
-    ``rates``: requests/s by load. ``start_s``: of a server. ``left_s``: for all of it.
+    ``rates``: requests/s per load. ``start_s``: seconds that a server takes to start. ``left_s``: time limit.
     """
     rounds = question.rounds
     while True:
@@ -202,7 +202,7 @@ def _measure(
     budget: TimeBudget,
     say: Say,
 ) -> str:
-    """Measure what the store lacks, round by round; returns why it ended early, else nothing."""
+    """Measure the runs that the store lacks, round by round. Returns why it ended early, or an empty string."""
     server_s = steps.start_s + SERVING_S + schedule.server_s if question.engine == "vllm" else 0.0
     for _ in range(ATTEMPTS):
         for round_ in range(schedule.rounds):
@@ -221,7 +221,7 @@ def _measure(
 
 
 def _measure_policy(cells: Sequence[Cell], store: RunStore, tell: Callable[[Cell, Measured], None]) -> None:
-    """Measure cells that differ in load alone; on a real vLLM one server serves them all."""
+    """Measure cells that differ only in load; with vLLM, one server serves all of them."""
 
     def stored(cell: Cell, result: Measured | EbbenchError, _outcome: Outcome[Made]) -> None:
         if isinstance(result, EbbenchError):

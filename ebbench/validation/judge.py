@@ -2,10 +2,10 @@
 
 Every setting (policy and load) is measured in several rounds and predicted for the same requests. Errors are log ratios
 of predicted to measured. The noise of one measurement, sigma, is the standard deviation of a setting's errors over its
-rounds, but no less than what is typical of all settings, since few rounds agree by chance. A prediction rests on step
-times that were measured once, so that the speed of the machine at that time is one more draw: the mean error over n
-rounds is known to ``2 sigma sqrt(1 + 1/n)``. A limit counts as kept when three of four settings keep it
-even with that added, as exceeded when they do not even with that taken off, and as undecided in between.
+rounds, but at least the typical one of all settings, since a few rounds can agree by chance. Predictions use step
+times that were measured once, and the machine's speed at that time is one more random draw: the mean error over n
+rounds has an uncertainty of ``2 sigma sqrt(1 + 1/n)``. A limit is kept if three of four settings keep it with the
+uncertainty added, exceeded if they do not keep it with the uncertainty subtracted, else undecided.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ THROUGHPUT, TTFT, TPOT = "output_throughput", "median_ttft_ms", "median_tpot_ms"
 METRICS: Mapping[str, str] = {THROUGHPUT: "throughput", TTFT: "TTFT", TPOT: "TPOT"}
 """Judged figures by their key in a run's summary, and their names."""
 FIGURE_LIMITS: Mapping[str, float] = {THROUGHPUT: 0.05, TPOT: 0.05, TTFT: 0.15}
-"""Error that three of four settings must keep for absolute figures to be of use."""
+"""Largest error of three of four settings at which absolute figures can be used."""
 CHOICE_LIMIT = 0.25
-"""The same for throughput, for directions to be relied on at all."""
+"""Largest such error of throughput at which choices between policies can be used."""
 SMALLEST_GAIN = 0.02
-"""A measured gain smaller than this has no direction worth the name."""
+"""The direction of a smaller measured gain is not judged."""
 WRONG_SHARE = 0.2
-"""Share of wrong directions above which choices cannot be relied on."""
+"""Share of wrong directions above which choices cannot be used."""
 FEWEST_ROUNDS = 2
 
 Word = Literal["figures", "choices", "neither", "undecided"]
@@ -38,7 +38,7 @@ Word = Literal["figures", "choices", "neither", "undecided"]
 class Observation:
     """One run, predicted and measured. ``predicted`` and ``measured``: figures by the keys of METRICS; None: unknown.
 
-    ``valid`` False: the measured run is INVALID and counts for nothing.
+    ``valid`` False: the measured run is INVALID and not judged.
     """
 
     policy: str
@@ -53,7 +53,7 @@ class Observation:
 class Error:
     """One metric of one policy at one load: means over the rounds, and the range of the measured values.
 
-    ``error``: relative error of the prediction (0.05: 5 % too high), ``uncertainty`` of it by the machine's noise.
+    ``error``: relative error of the prediction (0.05: 5 % too high). ``uncertainty``: of the error, from noise.
     ``typical_noise``: standard deviation of one measurement of this metric, typical of all settings.
     """
 
@@ -87,7 +87,7 @@ class GainPrediction:
 
 @dataclass(frozen=True)
 class MetricVerdict:
-    """Errors of one metric over all settings. ``within_limit`` None: noise leaves it open."""
+    """Errors of one metric over all settings. ``within_limit`` None: undecided because of noise."""
 
     metric: str
     median_error: float
@@ -99,7 +99,7 @@ class MetricVerdict:
 
 @dataclass(frozen=True)
 class ValidationVerdict:
-    """``word``: what simulated answers are good for on this machine; ``sentence``: the same with its reasons."""
+    """``word``: what simulated results can be used for on this machine; ``sentence``: the same with its reasons."""
 
     word: Word
     sentence: str
@@ -110,7 +110,7 @@ class ValidationVerdict:
 
 @dataclass(frozen=True)
 class Judgement:
-    """Everything that was compared, and the verdict."""
+    """All comparisons, and the verdict."""
 
     errors: tuple[Error, ...]
     gains: tuple[GainPrediction, ...]
@@ -159,7 +159,7 @@ def noise_of(groups: Sequence[Sequence[float]]) -> tuple[float, list[float]]:
     """The typical standard deviation within groups, and that of each group: its own, but no less than the typical one.
 
     The typical one is the median over groups, divided by the median of a standard deviation of as many values of
-    deviation 1 (Wilson and Hilferty's approximation). Infinite where no group has two values.
+    deviation 1 (Wilson and Hilferty's approximation). Infinite if no group has two values.
     """
     own = [stdev(values) if len(values) > 1 else 0.0 for values in groups]
     scaled = [
@@ -218,7 +218,7 @@ def _verdict(errors: Sequence[Error], gains: Sequence[GainPrediction]) -> Valida
 _MEANING: Mapping[Word, str] = {
     "figures": "Simulated figures can be used as they are",
     "choices": "Simulated choices between policies can be used, absolute figures cannot",
-    "neither": "Simulated answers cannot be relied on here",
+    "neither": "Simulated results cannot be used on this machine",
     "undecided": "Undecided",
 }
 
@@ -236,7 +236,7 @@ def _metric_verdict(metric: str, errors: Sequence[Error]) -> MetricVerdict:
 
 
 def _keeps(errors: Sequence[Error], limit: float) -> bool | None:
-    """Whether three of four settings keep the limit; None where the noise leaves it open."""
+    """Whether three of four settings keep the limit; None if noise leaves it undecided."""
     if _upper_quartile(abs(error.error) + error.uncertainty for error in errors) <= limit:
         return True
     least = _upper_quartile(max(0.0, abs(error.error) - error.uncertainty) for error in errors)
@@ -250,10 +250,10 @@ def _upper_quartile(values: Iterable[float]) -> float:
 
 
 def _word(errors: Sequence[Error], metrics: Sequence[MetricVerdict], right: int, clear: int) -> tuple[Word, str]:
-    """The verdict's word, and what it hangs on (text that follows its meaning)."""
+    """The verdict's word, and its reason as text that follows the word's meaning."""
     throughput = [error for error in errors if error.metric == THROUGHPUT]
     if not throughput or max(error.rounds for error in throughput) < FEWEST_ROUNDS:
-        return "undecided", ": no setting was measured twice, so the noise of this machine is not known"
+        return "undecided", ": no setting was measured twice, so the noise of this machine is unknown"
     wrong = clear - right
     if wrong > WRONG_SHARE * clear:
         return "neither", f": {wrong} of {clear} directions of gains were wrong"
@@ -270,6 +270,6 @@ def _word(errors: Sequence[Error], metrics: Sequence[MetricVerdict], right: int,
         return "undecided", f": {beyond} beyond the limit, and no gain was clear enough to test a direction"
     noise = max(one.noise for one in metrics)
     return "undecided", (
-        f": rounds of the same run differ by up to {100 * noise:.0f} % (standard deviation), too much to tell; measure "
-        "again on a machine that is left alone, or with more --rounds"
+        f": rounds of the same run differ by up to {100 * noise:.0f} % (standard deviation), too much to decide; "
+        "measure again on an idle machine, or with more --rounds"
     )

@@ -1,4 +1,4 @@
-"""The machine of a validation, and the calls of the command that made it, for the manifest beside its result."""
+"""The manifest of a validation: the machine, and every call of the command."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ MANIFEST = "manifest.json"
 
 @dataclass
 class Call:
-    """One call of the command. ``load_average``: of one minute, sampled while it ran; above the CPUs: others run."""
+    """One call of the command. ``load_average``: one-minute averages sampled during it; above the number of CPUs, other
+    processes were running."""
 
     arguments: list[str]
     began_unix_ns: int
@@ -30,16 +31,16 @@ class Call:
     load_average: list[float] = field(default_factory=list)
 
     def sample(self) -> None:
-        """Note the machine's load average."""
+        """Record the machine's load average."""
         self.load_average.append(round(os.getloadavg()[0], 2))
 
     def end(self) -> None:
-        """The call is over."""
+        """Record the end of the call."""
         self.sample()
         self.ended_unix_ns = wall_clock_ns()
 
     def to_dict(self) -> dict[str, Any]:
-        """With readable times."""
+        """The call as a JSON object, times in UTC."""
         return {
             "arguments": self.arguments,
             "began": _readable(self.began_unix_ns),
@@ -68,7 +69,7 @@ def describe_machine(question: ValidationQuestion) -> dict[str, Any]:
 
 
 def write_manifest(folder: Path, question: ValidationQuestion, call: Call) -> None:
-    """Write or extend the manifest: what was asked, on what, by which calls. Raises DataError for a damaged one."""
+    """Write the manifest, or add the call to an existing one. Raises DataError for a damaged one."""
     path = folder / MANIFEST
     try:
         earlier = json.loads(path.read_bytes())["calls"] if path.exists() else []

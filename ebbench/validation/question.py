@@ -1,4 +1,4 @@
-"""What a validation asks: which model, policies and loads; and the runs that answer it."""
+"""The question of a validation (model, policies, loads) and the cells of its runs."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from vllm_eb.policy import parse_policy
 
 WORKLOAD = "balanced"
 WARMUP = 32
-"""Requests before each run, measured and predicted: a policy that learns has then learnt the lengths."""
+"""Requests before each run, measured and predicted: adaptive policies have estimated the lengths by then."""
 POLICIES = ("v1", "eb", "ebplus", "marginal")
 
 
 @dataclass(frozen=True)
 class ValidationQuestion:
-    """What is asked. ``policies``: the first is what gains are relative to. ``loads``: requests open at a time.
+    """Model, policies and loads. Gains are relative to the first policy. ``loads``: numbers of open requests.
 
     ``input_tokens`` and ``output_tokens``: mean lengths of the runs to predict. ``engine``: ``vllm``, or ``sim`` and
-    ``emulated`` with ``device`` for a rehearsal. ``longest_run_s``: of one run, if that is enough for every request
-    open at a time to be followed by others. ``lag_limit_ms``: that of the load generator. ``vllm_options``: words for
-    vLLM, given or needed by the model.
+    ``emulated`` with ``device`` for a rehearsal. ``longest_run_s``: most seconds per run, unless the fewest requests
+    that a run needs take longer. ``lag_limit_ms``: limit of the load generator. ``vllm_options``: arguments for vLLM,
+    given by the user or needed by the model.
     Raises UsageError for a load or a number of rounds below 1.
     """
 
@@ -49,7 +49,7 @@ class ValidationQuestion:
 
     def __post_init__(self) -> None:
         if not self.loads or min(self.loads) < 1:
-            raise UsageError("--loads are numbers of requests open at a time, at least 1 each, as in --loads 8,32")
+            raise UsageError("--loads are numbers of open requests, each at least 1, as in --loads 8,32")
         if self.rounds < 1:
             raise UsageError(f"--rounds must be at least 1, not {self.rounds}")
         for name in self.policies:
@@ -71,17 +71,17 @@ class ValidationQuestion:
         )
 
     def order(self, round_: int) -> Iterator[str]:
-        """Policies of a round: back and forth (ABBA), so that a drift of the machine falls on all of them alike."""
+        """Policies of a round, in alternating order (ABBA): drift of the machine then affects all of them equally."""
         return iter(self.policies) if round_ % 2 == 0 else reversed(self.policies)
 
 
 @dataclass(frozen=True)
 class StepTimes:
-    """What was measured first: files of the profile and the controller's costs, and how well they fit.
+    """Measured step times: files of the device profile and of the policies' costs, and how well the fits describe them.
 
     ``largest_batch_seqs``: decoding sequences of the largest batch that the KV cache held. ``drift``: time of the
-    slowest round of probes over the fastest's. ``seconds``: what measuring took; ``start_s``:
-    of these, starting vLLM (0 for an engine in virtual time).
+    slowest round of probes over that of the fastest. ``seconds``: wall time of the measurement; ``start_s``: the part
+    of it that vLLM took to start (0 for an engine in virtual time).
     """
 
     profile: Path
@@ -99,7 +99,7 @@ class StepTimes:
 
 
 class MeasuringSchedule(msgspec.Struct, frozen=True):
-    """How much is measured: rounds, and by load the requests of a run and the seconds that the simulator expects."""
+    """Size of the measurement: rounds, and per load the requests of a run and its predicted seconds."""
 
     rounds: int
     requests: tuple[int, ...]
@@ -107,13 +107,13 @@ class MeasuringSchedule(msgspec.Struct, frozen=True):
 
     @property
     def server_s(self) -> float:
-        """Seconds of one server's runs, without its start."""
+        """Seconds that the runs on one server take, without its start."""
         return sum(self.run_s)
 
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """One run: a policy at the load with this index, in one round."""
+    """One run: a policy at the load with index ``load_index``, in one round."""
 
     policy: str
     load_index: int
@@ -151,7 +151,7 @@ def measured_cell(question: ValidationQuestion, steps: StepTimes, setting: Plann
 
 
 def _client(question: ValidationQuestion) -> tuple[tuple[str, Any], ...]:
-    """How requests are sent, where it differs from the defaults."""
+    """Options of the load generator that differ from the defaults."""
     return () if question.lag_limit_ms is None else (("lag_limit_ms", question.lag_limit_ms),)
 
 
@@ -170,7 +170,7 @@ def _plan(question: ValidationQuestion, setting: PlannedRun, requests: int) -> P
 
 
 def _options(question: ValidationQuestion, steps: StepTimes) -> EngineOptions:
-    """The KV cache is that of the engine that was measured, less a twentieth for what differs between two starts."""
+    """Options with 95 % of the measured engine's KV cache: its size differs by a few percent between two starts."""
     options = replace(question.options, max_num_seqs=steps.largest_batch_seqs)
     if not steps.kv_capacity_tokens:
         return options

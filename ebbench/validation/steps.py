@@ -20,9 +20,9 @@ _TAIL_LINES = 8
 
 
 def measure_step_times(question: ValidationQuestion, folder: Path) -> StepTimes:
-    """Step times on this machine, stored under ``folder``; those of an earlier call stand.
+    """Measure step times on this machine and store them under ``folder``, unless an earlier call stored them there.
 
-    Raises UsageError for what calibrate refuses, RunError when vLLM cannot be measured.
+    Raises UsageError for options that calibrate refuses, RunError if vLLM cannot be measured.
     """
     if (folder / RESULT).exists():
         return stored_step_times(folder)
@@ -40,7 +40,7 @@ def measure_step_times(question: ValidationQuestion, folder: Path) -> StepTimes:
 
 
 def command(question: ValidationQuestion, folder: Path) -> list[str]:
-    """The command line that measures."""
+    """The arguments of the `ebbench calibrate` process."""
     grid = question.grid
     sizes = {"--tokens": grid.tokens, "--seqs": grid.seqs, "--contexts": grid.contexts}
     given = [word for name, values in sizes.items() for word in (name, ",".join(map(str, values)))]
@@ -75,7 +75,7 @@ def stored_step_times(folder: Path) -> StepTimes:
 
 
 def _failed(status: int, log: Path) -> EbbenchError:
-    """The error of a calibration that failed, with the end of what it said."""
+    """The error of a failed calibration, with the last lines of its log."""
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     last = next((line for line in reversed(lines) if line.startswith("error: ")), "").removeprefix("error: ")
     if status == UsageError.exit_code and last:

@@ -54,7 +54,7 @@ class EstimatingSpec(PolicySpec):
         """Always: Algorithm 1 sets the threshold."""
         return True
 
-    def without_effect(self) -> Mapping[str, str]:
+    def ineffective_settings(self) -> Mapping[str, str]:
         """The settings of the memory bound have no effect without it."""
         return {} if self.memory_safe else dict.fromkeys(("epsilon", "memory_form"), "memory_safe=false")
 

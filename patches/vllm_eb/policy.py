@@ -97,7 +97,7 @@ class PolicySpec:
             except SettingError as error:
                 raise PolicyError(str(error)) from None
         self.check()
-        idle = self.without_effect()
+        idle = self.ineffective_settings()
         for name in self._given():
             if name in idle:
                 raise PolicyError(
@@ -147,11 +147,11 @@ class PolicySpec:
     def check(self) -> None:
         """Raise PolicyError for settings that contradict each other."""
 
-    def without_effect(self) -> Mapping[str, str]:
-        """Settings without effect because of another setting, with that setting."""
+    def ineffective_settings(self) -> Mapping[str, str]:
+        """Settings that another setting makes ineffective, each with that other setting."""
         return {}
 
-    def caution(self, open_at_most: int, max_num_seqs: int) -> tuple[str, str, str] | None:
+    def load_warning(self, open_at_most: int, max_num_seqs: int) -> tuple[str, str, str] | None:
         """A warning before a run with at most ``open_at_most`` open requests: code, sentence, remedy; or None."""
         return None
 
@@ -205,7 +205,7 @@ def example(kind: str) -> str:
 
 def settings_in_effect(spec: PolicySpec) -> tuple[str, ...]:
     """Names of the settings that have an effect in combination with the others."""
-    idle = spec.without_effect()
+    idle = spec.ineffective_settings()
     return tuple(name for name in settings_of(type(spec)) if name not in idle)
 
 

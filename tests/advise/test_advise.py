@@ -13,8 +13,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from ebbench.advice import sentences, simulate
-from ebbench.advice.answer import AdviceQuestion
 from ebbench.advice.candidates import alike
+from ebbench.advice.results import AdviceQuestion
 from ebbench.advice.simulate import concurrency_cells, default_policies, tuning_cells
 from ebbench.advice.theory import ExpectedLoad, predict, sign_changes
 from ebbench.analysis.slo import Slo

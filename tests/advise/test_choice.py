@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from ebbench.advice.answer import PolicyScore
 from ebbench.advice.choice import choose, relative_gain
+from ebbench.advice.results import PolicyScore
 from ebbench.analysis.statistics import PairedInterval
 
 

@@ -115,7 +115,7 @@ def test_an_answer_the_server_gave_up_is_failed(reason: str, usage: str, exact: 
     answer.feed(f'data: {{"choices":[{choice}],"usage":{usage}}}\n\ndata: [DONE]\n\n'.encode(), 1)
     verdict = classify(answer, 1, exact)
     assert (verdict.status, verdict.error_class) == ("failed", "aborted")
-    assert verdict.error_body == f"the server ended the answer with finish reason '{reason}' after 1 messages"
+    assert verdict.error_body == f"the server ended the response with finish reason '{reason}' after 1 messages"
 
 
 @pytest.mark.parametrize("reason", ["stop", "length", "tool_calls"])

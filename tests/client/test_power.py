@@ -139,7 +139,7 @@ def test_a_gpu_lost_during_the_run_costs_only_its_power(nvml: Nvml) -> None:
     [
         ({"driver": False}, {}, "no NVIDIA driver"),
         ({"watts": ()}, {}, "no NVIDIA GPU"),
-        ({"fails_after": 0}, {}, "does not tell the power"),
+        ({"fails_after": 0}, {}, "does not report the power"),
         ({}, {"CUDA_VISIBLE_DEVICES": "7"}, "CUDA_VISIBLE_DEVICES names 7"),
         ({}, {"CUDA_VISIBLE_DEVICES": ""}, "no NVIDIA GPU"),
     ],

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ebbench.analysis.compare.paired import compare
-from ebbench.report.comparison import answer
+from ebbench.report.comparison import verdict_sentence
 from tests.gate.gate_data import invoke, side
 
 RUN = ("run", "sharegpt", "--source", "profile", "--device", "h200", "--model", "qwen3-8b", "--quiet")
@@ -33,7 +33,7 @@ def test_a_difference_too_small_to_matter_has_no_winner_however_sure_it_is() -> 
     found = compare({"v1": side([0.0] * 8), "v0": [*side([0.001 + x / 10_000 for x in range(8)], policy="v0")]})
     [other] = found.others
     assert other.contrasts[0].p_adjusted == pytest.approx(0.0234, abs=1e-3)
-    assert answer(found, other).startswith("No winner: -0.1 %")
+    assert verdict_sentence(found, other).startswith("No winner: -0.1 %")
 
 
 def test_policies_that_do_the_same_are_not_to_be_repeated_and_cases_are_named(tmp_path: Path) -> None:

@@ -120,8 +120,8 @@ def test_the_policy_passes_its_bounds_on_and_counts_completions() -> None:
 
 def test_too_many_active_sequences_asked_for_is_said_before_the_run() -> None:
     spec = parse_policy("ebplus:min_active=300")
-    caution = spec.caution(256, 1024)
-    assert caution is not None
-    assert "256" in caution[1]
-    assert spec.caution(512, 1024) is None
-    assert spec.caution(0, 1024) is None  # an open loop: as many as there are slots
+    warning = spec.load_warning(256, 1024)
+    assert warning is not None
+    assert "256" in warning[1]
+    assert spec.load_warning(512, 1024) is None
+    assert spec.load_warning(0, 1024) is None  # an open loop: as many as there are slots

@@ -42,9 +42,9 @@ def save_baseline(units: Sequence[GateUnit], path: Path) -> int:
     their plan is stored now.
     """
     stored = _read(path) if path.exists() else []
-    answered = {(*_key(unit)[:2], "", unit.plan_hash) for unit in units}
+    measured = {(*_key(unit)[:2], "", unit.plan_hash) for unit in units}
     replaced = {_key(unit) for unit in units}
-    replaced |= {_key(unit) for unit in stored if (*_key(unit), unit.plan_hash) in answered}
+    replaced |= {_key(unit) for unit in stored if (*_key(unit), unit.plan_hash) in measured}
     rows = [_row(unit) for unit in [*(unit for unit in stored if _key(unit) not in replaced), *units]]
     path.parent.mkdir(parents=True, exist_ok=True)
     files.write_table(pa.Table.from_pylist(rows, schema=BASELINES), path)

@@ -101,7 +101,7 @@ def _mean(values: list[float | None]) -> str:
     return f"{100 * sum(known) / len(known):+.1f} %" if known else "–"
 
 
-def _answer(options: PaperOptions, store: RunStore) -> tuple[str, ...]:
+def _conclusion(options: PaperOptions, store: RunStore) -> tuple[str, ...]:
     """Effect of staggering on each policy and of each policy under each dispatch, averaged over settings."""
     rows = _rows(options)
     if store.missing(_cells(options)):
@@ -157,7 +157,7 @@ def _document(options: PaperOptions, store: RunStore) -> Document:
         "pass after pass never stand still, so there is no wait on the device to save; the staggered dispatcher takes "
         "them to generate until their signals say otherwise and sends requests out at once, as immediate dispatch "
         "does.",
-        *_answer(options, store),
+        *_conclusion(options, store),
         *pending(store, _cells(options)),
     )
     pairs = dict.fromkeys((device, workload) for device, workload, _ in _rows(options))

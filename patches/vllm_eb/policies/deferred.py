@@ -21,7 +21,7 @@ class Deferred(PolicySpec):
 
     k: int = setting(help="idle slots at which to refill; fixes the threshold", unit="slots", at_least=1, example=32)
 
-    def caution(self, open_at_most: int, max_num_seqs: int) -> tuple[str, str, str] | None:
+    def load_warning(self, open_at_most: int, max_num_seqs: int) -> tuple[str, str, str] | None:
         """A warning that K has no effect if the load leaves K slots idle all the time."""
         if not 0 < open_at_most <= max_num_seqs - self.k:
             return None

@@ -41,9 +41,9 @@ class Eb(EstimatingSpec):
         if self.k is not None and self.theta is not None:
             raise PolicyError("give k or theta, not both")
 
-    def without_effect(self) -> Mapping[str, str]:
+    def ineffective_settings(self) -> Mapping[str, str]:
         """With a fixed threshold the settings of the estimator have no effect."""
-        idle = dict(super().without_effect())
+        idle = dict(super().ineffective_settings())
         fixed = next((key for key in ("k", "theta") if getattr(self, key) is not None), None)
         if fixed is not None:
             others = {*settings_of(type(self))} - {fixed, *USED_WHEN_FIXED}

@@ -37,7 +37,7 @@ class EbPlus(EstimatingSpec):
         0, "completions before EB+'s first choice of mode", unit="requests", at_least=0, at_most=MOST_COMPLETIONS
     )
 
-    def caution(self, open_at_most: int, max_num_seqs: int) -> tuple[str, str, str] | None:
+    def load_warning(self, open_at_most: int, max_num_seqs: int) -> tuple[str, str, str] | None:
         """With fewer sequences than it asks for it stays as it began: mixed."""
         most = min(open_at_most, max_num_seqs) if open_at_most else max_num_seqs
         if most >= self.min_active:

@@ -14,17 +14,17 @@ from ebbench.capacity.probe import Reading
 from ebbench.errors import DataError
 from ebbench.records import files
 
-ANSWERS = "capacity-answers.json"
+FILE = "capacity-answers.json"
 
 
-def answers(found: Mapping[str, SearchOutcome], by_concurrency: bool, limits: LatencyLimits) -> list[dict[str, Any]]:
+def rows_of(found: Mapping[str, SearchOutcome], by_concurrency: bool, limits: LatencyLimits) -> list[dict[str, Any]]:
     """One object per policy."""
     return [as_dict(name, outcome, by_concurrency, limits) for name, outcome in found.items()]
 
 
 def store(rows: Sequence[Mapping[str, Any]], folder: Path) -> None:
     """Write the results into the directory of the search."""
-    files.write_bytes(json.dumps(rows, indent=1, allow_nan=False).encode() + b"\n", folder / ANSWERS)
+    files.write_bytes(json.dumps(rows, indent=1, allow_nan=False).encode() + b"\n", folder / FILE)
 
 
 def load(folder: Path) -> list[dict[str, Any]]:
@@ -32,7 +32,7 @@ def load(folder: Path) -> list[dict[str, Any]]:
 
     Raises DataError for a damaged file.
     """
-    path = folder / ANSWERS
+    path = folder / FILE
     if not path.is_file():
         return []
     try:
