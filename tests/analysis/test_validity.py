@@ -134,6 +134,15 @@ def test_the_manifest_says_what_was_run(tmp_path: Path) -> None:
     assert (manifest.valid, manifest.clock) == (True, "virtual")
 
 
+@pytest.mark.parametrize(("loop", "replayed"), [("trace", True), ("open", False), ("closed", False)])
+def test_a_stored_run_says_whether_a_trace_was_replayed(tmp_path: Path, loop: str, replayed: bool) -> None:
+    plan = plan_of(30)
+    plan = replace(plan, facts={**plan.facts, "loop": loop})
+    load = summarise(store(tmp_path / "run", plan, run_made(plan))).load
+    assert load.replayed is replayed
+    assert load.sessions_by_seed is False
+
+
 def test_a_larger_plan_is_asked_for_in_its_own_unit(tmp_path: Path) -> None:
     """662 requests for p99: as many sessions where each has one, fewer conversations, a longer trace."""
 

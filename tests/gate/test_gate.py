@@ -114,6 +114,13 @@ def test_a_margin_that_is_no_percentage_is_refused(text: str) -> None:
         parse_margins([text])
 
 
+@pytest.mark.parametrize("share", [0.0, 1.0, 1.5])
+def test_rules_with_a_margin_that_is_no_share_are_refused(share: float) -> None:
+    for rules in (Rules(default_margin=share), Rules(margin={"output_throughput": share})):
+        with pytest.raises(UsageError, match="between 0 and 100 %"):
+            verdict(side([0.0] * 6), rules)
+
+
 def test_an_unknown_figure_is_refused_with_a_suggestion() -> None:
     with pytest.raises(UnknownNameError, match="did you mean 'tpot'"):
         parse_margins(["tpto:3"])

@@ -47,13 +47,13 @@ def begin_run(folder: Path, server: FakeServerProcess, *more: str, **options: ob
     words = ("-n", 5000, "-c", 8, "--input-len", 20, "--output-len", 10, "--workers", 2, "-o", folder / "out", *more)
     process = begin(folder, "run", "balanced", "--engine", server.url, *words, **options)
     answered = lambda: sum(entry.outcome == "length" for entry in server.ledger()) >= 10  # noqa: E731
-    wait_until(answered, "nothing was measured", 60.0)
+    wait_until(answered, "nothing was measured", 300.0)
     return process
 
 
 def ended(process: subprocess.Popen[bytes], below: set[Process]) -> tuple[int, bytes, bytes]:
     """Exit code, stdout and stderr, once nothing that the process started is left."""
-    stdout, stderr = process.communicate(timeout=60)
+    stdout, stderr = process.communicate(timeout=300)
     assert_gone(below)
     return process.returncode, stdout, stderr
 
@@ -122,7 +122,7 @@ def test_a_run_is_kept_when_its_terminal_is_closed(tmp_path: Path, server: FakeS
         os.execvp(COMMAND[0], [*COMMAND, "run", "balanced", "--engine", server.url, *words])
     os.set_blocking(terminal, False)
     answered = lambda: sum(entry.outcome == "length" for entry in server.ledger()) >= 10  # noqa: E731
-    wait_until(answered, "nothing was measured", 60.0)
+    wait_until(answered, "nothing was measured", 300.0)
     below = descendants(pid)
     os.close(terminal)
     _, status = os.waitpid(pid, 0)
@@ -168,7 +168,7 @@ def test_the_fake_server_writes_its_ledger(tmp_path: Path, number: signal.Signal
 def test_a_sweep_keeps_finished_cells_and_leaves_no_process(tmp_path: Path, number: signal.Signals) -> None:
     (tmp_path / "sweep.toml").write_text(SWEEP)
     process = begin(tmp_path, "sweep", "sweep.toml", "-o", "out", "--workers", 2, "-q")
-    wait_until(lambda: len(list(tmp_path.glob("out/cells/*/cell.json"))) >= 2, "no cell was finished", 60.0)
+    wait_until(lambda: len(list(tmp_path.glob("out/cells/*/cell.json"))) >= 2, "no cell was finished", 300.0)
     below = descendants(process.pid)
     assert len(below) >= 2
     process.send_signal(number)
@@ -189,7 +189,7 @@ def test_the_gate_ends_the_command_it_measures_with(
         tmp_path, "gate", "baseline", "candidate", "--pairs", 6, "--baseline-command", side, "--candidate-command", side
     )
     answered = lambda: sum(entry.outcome == "length" for entry in server.ledger()) >= 10  # noqa: E731
-    wait_until(answered, "nothing was measured", 60.0)
+    wait_until(answered, "nothing was measured", 300.0)
     below = descendants(process.pid)
     process.send_signal(number)
     code, _, stderr = ended(process, below)

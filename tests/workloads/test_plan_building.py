@@ -1,4 +1,5 @@
 import itertools
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -105,6 +106,13 @@ def test_caller_sets_lengths() -> None:
     assert plan.facts["source_reason"] == "lengths were set"
     assert plan.table["output_tokens"].to_numpy().max() <= 150
     assert not plan.warnings
+
+
+def test_an_unlimited_rate_needs_no_scenario_of_arrivals() -> None:
+    asked: dict[str, Any] = {"request_rate": math.inf, "max_concurrency": 4, "num_prompts": 8}
+    with pytest.raises(UsageError, match="releases all at once; leave out --scenario poisson"):
+        build_plan("balanced", "poisson", **asked)
+    assert len(build_plan("balanced", "saturated", **asked)) == 8
 
 
 def test_requests_that_cannot_fit_are_refused_by_name_and_count() -> None:
