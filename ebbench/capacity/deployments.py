@@ -24,7 +24,7 @@ from typing import Any
 
 from ebbench.capacity.drive import ALONE_SESSIONS, up
 from ebbench.capacity.limits import LatencyLimits
-from ebbench.capacity.probe import ProbeTables, Reading, read_measured
+from ebbench.capacity.probe import ProbeReading, ProbeTables, read_measured
 from ebbench.config.topology import PoolSpec, TopologySpec
 from ebbench.devices import load_device
 from ebbench.engines.base import EngineOptions
@@ -94,7 +94,7 @@ class Deployment:
 
     candidate: Candidate
     replicas: int
-    reading: Reading | None = None
+    reading: ProbeReading | None = None
     refused: str = ""
 
     @property
@@ -187,7 +187,7 @@ def stress(task: PlanTask, replicas: int) -> tuple[int, Stress]:
     )
 
 
-def _level(reading: Reading) -> Level:
+def _level(reading: ProbeReading) -> Level:
     return Level(reading.attainment, reading.probe.runaway)
 
 
@@ -209,16 +209,16 @@ def check_plan(task: PlanTask) -> None:
     _plan(task, task.scenario, ALONE_SESSIONS, request_rate=task.rate)
 
 
-def _share(task: PlanTask, replicas: int) -> Reading:
+def _share(task: PlanTask, replicas: int) -> ProbeReading:
     """Simulate one instance at its share of the rate."""
     return _long_enough(task, task.rate / replicas, task.sessions, 1)
 
 
-def _whole(task: PlanTask, replicas: int, factor: float) -> Reading:
+def _whole(task: PlanTask, replicas: int, factor: float) -> ProbeReading:
     return _long_enough(task, factor * task.rate, task.sessions * replicas, replicas)
 
 
-def _long_enough(task: PlanTask, rate: float, sessions: int, replicas: int) -> Reading:
+def _long_enough(task: PlanTask, rate: float, sessions: int, replicas: int) -> ProbeReading:
     """Repeat a run with more sessions until they suffice for the number of open sessions."""
     most = 16 * sessions
     while True:
@@ -233,7 +233,7 @@ def _plan(task: PlanTask, scenario: str, sessions: int, **load: float) -> Plan:
     return build_plan(task.workload, scenario, seed=task.seed, **options)
 
 
-def _run(task: PlanTask, plan: Plan, load: float, replicas: int = 1) -> Reading:
+def _run(task: PlanTask, plan: Plan, load: float, replicas: int = 1) -> ProbeReading:
     candidate = task.candidate
     options = EngineOptions(
         max_num_seqs=candidate.max_num_seqs,

@@ -17,7 +17,7 @@ from typing import Protocol
 from ebbench.analysis.columns import RequestColumns
 from ebbench.capacity.estimate import estimate
 from ebbench.capacity.limits import LatencyLimits
-from ebbench.capacity.probe import FEWEST_PER_OPEN, Reading, least_possible, read_probe
+from ebbench.capacity.probe import FEWEST_PER_OPEN, ProbeReading, least_possible, read_probe
 from ebbench.capacity.search import next_load
 from ebbench.capacity.search_types import Estimate, Probe, SearchSettings
 from ebbench.errors import RunError
@@ -104,8 +104,8 @@ class SearchOutcome:
     """
 
     estimate: Estimate
-    readings: tuple[Reading, ...]
-    alone: Reading
+    readings: tuple[ProbeReading, ...]
+    alone: ProbeReading
     stopped: str = ""
     refused: str = ""
 
@@ -115,7 +115,7 @@ class SearchOutcome:
         return self.estimate.capacity is not None or math.isfinite(self.estimate.high)
 
     @property
-    def nearest(self) -> Reading:
+    def nearest(self) -> ProbeReading:
         """The reading with a bounded queue nearest to the capacity; else that of requests one at a time."""
         capacity = self.estimate.capacity
         bounded = [r for r in self.readings if r.decides and not r.probe.runaway and not r.probe.failed]
@@ -148,7 +148,7 @@ def search_capacity(
     prober: Prober,
     budget: SearchBudget,
     earlier: Sequence[tuple[float, Run]] = (),
-    seen: Callable[[Reading, Estimate], None] = lambda _reading, _estimate: None,
+    seen: Callable[[ProbeReading, Estimate], None] = lambda _reading, _estimate: None,
 ) -> SearchOutcome:
     """Search until the interval is narrow enough. ``earlier``: loads and runs of a search that was stopped.
 
@@ -172,7 +172,7 @@ def search_capacity(
     return SearchOutcome(estimate(search, decided(config, readings)), tuple(readings), alone, stopped)
 
 
-def _given_up(readings: Sequence[Reading]) -> str:
+def _given_up(readings: Sequence[ProbeReading]) -> str:
     """Why no further probe is useful; empty otherwise."""
     last = readings[-_TRIES:]
     if len(last) == _TRIES and all(reading.invalid for reading in last):
@@ -180,7 +180,7 @@ def _given_up(readings: Sequence[Reading]) -> str:
     return ""
 
 
-def decided(config: SearchConfig, readings: Sequence[Reading]) -> list[Probe]:
+def decided(config: SearchConfig, readings: Sequence[ProbeReading]) -> list[Probe]:
     """The probes that the search may use: those of valid runs of sufficient length.
 
     A run that is too short overstates the share within the limits, since it starts with an empty queue. If few requests
@@ -194,7 +194,7 @@ def decided(config: SearchConfig, readings: Sequence[Reading]) -> list[Probe]:
     ]
 
 
-def _needed(readings: Sequence[Reading], load: float) -> int:
+def _needed(readings: Sequence[ProbeReading], load: float) -> int:
     """Sessions that a probe needs: twice those of a run at a similar load that was too short.
 
     This applies to all runs at similar loads, also to those that look long enough: repeating only some of them would
@@ -204,11 +204,11 @@ def _needed(readings: Sequence[Reading], load: float) -> int:
     return 2 * max(near, default=0)
 
 
-def _long_enough(config: SearchConfig, readings: Sequence[Reading], load: float) -> int:
+def _long_enough(config: SearchConfig, readings: Sequence[ProbeReading], load: float) -> int:
     return min(_needed(readings, load), config.longest * config.fewest(load))
 
 
-def _measure_alone(config: SearchConfig, prober: Prober) -> Reading:
+def _measure_alone(config: SearchConfig, prober: Prober) -> ProbeReading:
     """Measure requests one at a time. Raises RunError if the run is INVALID repeatedly."""
     for _ in range(_TRIES):
         run = prober.alone(ALONE_SESSIONS)
@@ -217,7 +217,7 @@ def _measure_alone(config: SearchConfig, prober: Prober) -> Reading:
     raise RunError(f"requests sent one at a time are INVALID: {'; '.join(run.manifest.reasons)}")
 
 
-def _unreachable(config: SearchConfig, alone: Reading) -> str:
+def _unreachable(config: SearchConfig, alone: ProbeReading) -> str:
     """Why no load can meet the limits, with the lowest possible limits; empty if requests one at a time meet them."""
     columns = RequestColumns.of(Run.load(alone.run_dir).requests)
     requirements, slos = config.limits.requirements(), config.limits.slos()
@@ -239,7 +239,7 @@ def up(value_ms: float) -> str:
     return f"{math.ceil(value_ms * 10**digits) / 10**digits:g}"
 
 
-def _first_load(config: SearchConfig, alone: Reading) -> float:
+def _first_load(config: SearchConfig, alone: ProbeReading) -> float:
     if config.by_concurrency:
         return float(_FIRST_OPEN)
     columns = RequestColumns.of(Run.load(alone.run_dir).requests)
@@ -251,7 +251,7 @@ def _first_load(config: SearchConfig, alone: Reading) -> float:
     return _FIRST_OPEN / max(lasting_s, 1e-6)
 
 
-def _sessions(config: SearchConfig, readings: Sequence[Reading], load: float) -> int:
+def _sessions(config: SearchConfig, readings: Sequence[ProbeReading], load: float) -> int:
     """Sessions of the next probe: enough for the number expected to be open, from similar loads."""
     fewest = config.fewest(load)
     near = [r.mean_open for r in readings if 0.7 <= r.probe.load / load <= 1.25 and not r.probe.runaway]
@@ -260,7 +260,7 @@ def _sessions(config: SearchConfig, readings: Sequence[Reading], load: float) ->
     return int(min(max(fewest * 2**repeated, wanted, _needed(readings, load)), config.longest * fewest))
 
 
-def _too_long(config: SearchConfig, readings: Sequence[Reading], load: float, budget: SearchBudget) -> str:
+def _too_long(config: SearchConfig, readings: Sequence[ProbeReading], load: float, budget: SearchBudget) -> str:
     """Why no time is left for a probe in real time at ``load``; empty if there is."""
     if not config.real_time or math.isinf(budget.seconds):
         return ""

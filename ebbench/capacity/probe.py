@@ -39,7 +39,7 @@ _STEP_COLUMNS = ["start_ns", "end_ns", "kv_blocks_used", "kv_blocks_total"]
 
 
 @dataclass(frozen=True)
-class Reading:
+class ProbeReading:
     """A probe and further results of its run. Latencies in ms.
 
     ``short``: too few sessions for the number that were open; the probe is not used. ``correlated``: neighbouring parts
@@ -84,7 +84,7 @@ class Reading:
         return few or self.probe.runaway or bool(self.probe.failed)
 
 
-def read_probe(run: Run, load: float, limits: LatencyLimits) -> Reading:
+def read_probe(run: Run, load: float, limits: LatencyLimits) -> ProbeReading:
     """Read a finished run. Raises DataError if its tables are damaged."""
     manifest = run.manifest
     steps = run.table("steps", _STEP_COLUMNS)
@@ -105,7 +105,7 @@ class ProbeTables:
     run_dir: str = ""
 
 
-def read_measured(run: ProbeTables, load: float, limits: LatencyLimits) -> Reading:
+def read_measured(run: ProbeTables, load: float, limits: LatencyLimits) -> ProbeReading:
     """Read the tables of one run at ``load``."""
     columns = RequestColumns.of(run.requests)
     windows = steady_windows(columns, run.phases)
@@ -118,7 +118,7 @@ def read_measured(run: ProbeTables, load: float, limits: LatencyLimits) -> Readi
     counts = tuple(_counts(columns, counted, mask) for mask in met)
     good, ok, tokens = np.logical_and.reduce(met), counted & columns.ok, columns.output_tokens
     ttft, tpot = (columns.first_token - columns.intended)[ok].astype(np.float64), _tpot_ns(columns, ok)
-    return Reading(
+    return ProbeReading(
         probe=Probe(load, run.seed, counts, runaway, failed, _served_per_s(columns)),
         run_dir=run.run_dir,
         short=not failed and not runaway and sessions < FEWEST_PER_OPEN * mean_open,

@@ -10,7 +10,7 @@ from typing import Any
 
 from ebbench.capacity.drive import SearchOutcome
 from ebbench.capacity.limits import LatencyLimits
-from ebbench.capacity.probe import Reading
+from ebbench.capacity.probe import ProbeReading
 from ebbench.errors import DataError
 from ebbench.records import files
 
@@ -77,7 +77,7 @@ def as_dict(policy: str, outcome: SearchOutcome, by_concurrency: bool, limits: L
     }
 
 
-def _point(reading: Reading, factor: float) -> dict[str, Any]:
+def _point(reading: ProbeReading, factor: float) -> dict[str, Any]:
     return {
         "load": factor * reading.probe.load,
         "attainment": reading.attainment,

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from ebbench.capacity.drive import SearchOutcome
 from ebbench.capacity.limits import LatencyLimits
-from ebbench.capacity.probe import Reading
+from ebbench.capacity.probe import ProbeReading
 from ebbench.capacity.search_types import Estimate
 from ebbench.render import numbers
 from ebbench.render.tables import framed
@@ -31,7 +31,7 @@ def announce(limits: LatencyLimits, by_concurrency: bool) -> str:
     return f"searching for the highest {load} that keeps {limits}"
 
 
-def progress(policy: str, reading: Reading, estimate: Estimate, by_concurrency: bool) -> str:
+def progress(policy: str, reading: ProbeReading, estimate: Estimate, by_concurrency: bool) -> str:
     """One line per probe."""
     if reading.short:
         verdict = "too short to decide, again with more sessions"
@@ -138,9 +138,9 @@ def curves(outcome: SearchOutcome, limits: LatencyLimits, by_concurrency: bool) 
     return lines
 
 
-def _columns(readings: Sequence[Reading]) -> list[list[Reading]]:
+def _columns(readings: Sequence[ProbeReading]) -> list[list[ProbeReading]]:
     """Readings in order of load; those at nearly the same load are grouped."""
-    columns: list[list[Reading]] = []
+    columns: list[list[ProbeReading]] = []
     for reading in sorted(readings, key=lambda reading: reading.probe.load):
         if columns and reading.probe.load <= _SAME * columns[-1][0].probe.load:
             columns[-1].append(reading)

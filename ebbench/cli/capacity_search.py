@@ -21,7 +21,7 @@ from ebbench.records.run import MANIFEST, Run, default_run_dir, slug, unused
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ebbench.capacity.probe import Reading
+    from ebbench.capacity.probe import ProbeReading
     from ebbench.capacity.search_types import Estimate
     from ebbench.cli.client_flags import ClientFlags
     from ebbench.cli.cluster_flags import ClusterOptions
@@ -253,7 +253,7 @@ def _search(
         longest=_LONGEST[kind],
     )
 
-    def seen(reading: Reading, estimate: Estimate) -> None:
+    def seen(reading: ProbeReading, estimate: Estimate) -> None:
         if not question.quiet:
             line = sentences.progress(prober.spec.name, reading, estimate, question.by_concurrency)
             messages.print(line, markup=False, soft_wrap=True)

@@ -14,7 +14,7 @@ _MAX_RECORD_BYTES = 64 << 20  # a longer unfinished JSON value means a broken fi
 _WHITE = " \t\r\n"
 
 
-class Record(NamedTuple):
+class FileRecord(NamedTuple):
     """A decoded record with its line (None in Parquet) and its position (from 1)."""
 
     line: int | None
@@ -22,7 +22,7 @@ class Record(NamedTuple):
     value: Any
 
 
-def read_file(path: Path, columns: Sequence[str]) -> Iterator[Record]:
+def read_file(path: Path, columns: Sequence[str]) -> Iterator[FileRecord]:
     """Records of a local file, whose format is recognised from its first bytes. Raises InputFileError."""
     try:
         stream = path.open("rb")
@@ -37,7 +37,7 @@ def read_file(path: Path, columns: Sequence[str]) -> Iterator[Record]:
             yield from read_json(stream, str(path))
 
 
-def read_json(stream: IO[bytes], name: str) -> Iterator[Record]:
+def read_json(stream: IO[bytes], name: str) -> Iterator[FileRecord]:
     """Records of a JSON array or of JSON lines, read in pieces of 1 MiB. Raises InputFileError."""
     text = _Text(stream, name)
     text.skip_white()
@@ -46,7 +46,7 @@ def read_json(stream: IO[bytes], name: str) -> Iterator[Record]:
     return _array(text) if text.peek() == "[" else _lines(text)
 
 
-def read_parquet(stream: IO[bytes], name: str, columns: Sequence[str] | None) -> Iterator[Record]:
+def read_parquet(stream: IO[bytes], name: str, columns: Sequence[str] | None) -> Iterator[FileRecord]:
     """Records of a Parquet file with these columns, None for all of them. Raises InputFileError."""
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -62,7 +62,7 @@ def read_parquet(stream: IO[bytes], name: str, columns: Sequence[str] | None) ->
         for batch in file.iter_batches(batch_size=512 if chosen else 16_384, columns=chosen):
             for value in batch.to_pylist():
                 index += 1
-                yield Record(None, index, value)
+                yield FileRecord(None, index, value)
     except pa.ArrowInvalid as error:
         raise InputFileError(name, f"is not readable Parquet: {str(error).splitlines()[0]}") from None
 
@@ -129,7 +129,7 @@ def _cut_character(data: bytes) -> int:
 _decoder = json.JSONDecoder()
 
 
-def _array(text: _Text) -> Iterator[Record]:
+def _array(text: _Text) -> Iterator[FileRecord]:
     text.advance(text.at + 1)
     index = 0
     while True:
@@ -143,7 +143,7 @@ def _array(text: _Text) -> Iterator[Record]:
             text.skip_white()
         index += 1
         line, value = text.line, _value(text, index)
-        yield Record(line, index, value)
+        yield FileRecord(line, index, value)
 
 
 def _value(text: _Text, index: int) -> Any:
@@ -162,7 +162,7 @@ def _value(text: _Text, index: int) -> Any:
         return value
 
 
-def _lines(text: _Text) -> Iterator[Record]:
+def _lines(text: _Text) -> Iterator[FileRecord]:
     index = 0
     while text.peek():
         end = text.window.find("\n", text.at)
@@ -172,7 +172,7 @@ def _lines(text: _Text) -> Iterator[Record]:
         row = text.window[text.at : end].strip()
         if row:
             index += 1
-            yield Record(text.line, index, _row(text, row))
+            yield FileRecord(text.line, index, _row(text, row))
         text.advance(min(end + 1, len(text.window)))
         if text.at == len(text.window):
             text.fill()

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ebbench.errors import UsageError
-from ebbench.workloads.files import Record, read_json
+from ebbench.workloads.files import FileRecord, read_json
 from ebbench.workloads.spec import Hub
 
 PROBE_S = 3.0
@@ -64,7 +64,7 @@ def checked_name(hub: Hub) -> str:
     return hub.dataset
 
 
-def stream(hub: Hub) -> Iterator[Record]:
+def stream(hub: Hub) -> Iterator[FileRecord]:
     """Records in file order. Errors of ``datasets`` and of the network are passed on."""
     import datasets
 
@@ -76,7 +76,7 @@ def stream(hub: Hub) -> Iterator[Record]:
     return _files(hub) if hub.files else _split(hub, datasets)
 
 
-def _split(hub: Hub, datasets: Any) -> Iterator[Record]:
+def _split(hub: Hub, datasets: Any) -> Iterator[FileRecord]:
     options = {"columns": list(hub.columns)} if hub.columns else {}
     name, common = checked_name(hub), {"split": hub.split, "revision": hub.revision, "streaming": True}
     try:
@@ -86,10 +86,10 @@ def _split(hub: Hub, datasets: Any) -> Iterator[Record]:
             raise
         rows = datasets.load_dataset(name, **common)  # not Parquet, so that columns cannot be selected
     for index, row in enumerate(rows, start=1):
-        yield Record(None, index, row)
+        yield FileRecord(None, index, row)
 
 
-def _files(hub: Hub) -> Iterator[Record]:
+def _files(hub: Hub) -> Iterator[FileRecord]:
     # datasets' JSON builder reads a whole array before its first record; reading in pieces gives the same records.
     from datasets.utils.file_utils import xopen
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from ebbench.errors import InputFileError
-from ebbench.workloads.files import Record
+from ebbench.workloads.files import FileRecord
 from ebbench.workloads.spec import Records, Schema
 
 
@@ -112,7 +112,7 @@ def columns_of(schema: Schema) -> list[str]:
     return [field.encode_name for field in msgspec.structs.fields(_KINDS[schema].struct)]
 
 
-def checked(records: Iterable[Record], schema: Schema, name: str) -> Iterator[msgspec.Struct]:
+def checked(records: Iterable[FileRecord], schema: Schema, name: str) -> Iterator[msgspec.Struct]:
     """Records in typed form. Raises InputFileError with line, record number and the expected form."""
     kind = _KINDS[schema]
     for record in records:

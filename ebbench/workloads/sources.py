@@ -12,7 +12,7 @@ import msgspec
 from ebbench.errors import EbbenchError, InputFileError, RunError, UnknownNameError, UsageError
 from ebbench.traffic.substreams import substream
 from ebbench.workloads import hub as hub_source
-from ebbench.workloads.files import Record, read_file
+from ebbench.workloads.files import FileRecord, read_file
 from ebbench.workloads.profile import draw_requests
 from ebbench.workloads.records import Conversation, checked, columns_of, conversations, plain
 from ebbench.workloads.requests import Requests
@@ -162,7 +162,7 @@ class _Taken:
     records: list[Any] = field(default_factory=list)
 
 
-def _select(records: Iterable[Record], name: str, rules: Records, selection: Selection) -> _Taken:
+def _select(records: Iterable[FileRecord], name: str, rules: Records, selection: Selection) -> _Taken:
     used: list[Any] = []
 
     def talks() -> Iterator[Conversation]:

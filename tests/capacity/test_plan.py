@@ -17,14 +17,14 @@ from ebbench.capacity.deployments import Bound, Candidate, Deployment, PlanTask,
 from ebbench.capacity.limits import parse_limits
 from ebbench.capacity.plan_sentences import parts
 from ebbench.capacity.prices import check_prices, parse_prices
-from ebbench.capacity.probe import Reading
+from ebbench.capacity.probe import ProbeReading
 from ebbench.capacity.search_types import Probe
 from ebbench.cli.main import app
 from ebbench.errors import InputFileError, UsageError
 from ebbench.runs.pool import InProcess
 
 LIMITS = parse_limits(["ttft:1500 tpot:40"], 0.95)
-READING = Reading(
+READING = ProbeReading(
     probe=Probe(1.0, 0, ()), run_dir="", short=False, correlated=False, sessions=100, invalid="", mean_open=4.0,
     requests_per_session=1.0, completed_sessions_per_s=1.0, attainment=1.0, shares={}, goodput_requests_per_s=1.0,
     goodput_tokens_per_s=100.0, output_tokens_per_s=100.0, ttft_ms=20.0, tpot_ms=10.0, ttft_high_ms=30.0,

@@ -120,10 +120,10 @@ def test_auto_falls_back_when_reading_fails(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_auto_falls_back_when_the_data_set_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ebbench.workloads.files import Record
+    from ebbench.workloads.files import FileRecord
 
     monkeypatch.setattr(hub, "why_unreachable", lambda _: None)
-    monkeypatch.setattr(hub, "stream", lambda _: iter([Record(None, 1, {"question": "x"})]))
+    monkeypatch.setattr(hub, "stream", lambda _: iter([FileRecord(None, 1, {"question": "x"})]))
     plan = build_plan("numinamath", num_prompts=5)
     assert plan.facts["source"] == "profile"
     assert "missing required field 'problem'" in plan.facts["source_reason"]

@@ -1,11 +1,12 @@
 """TensorRT-LLM's batch wait: prompts wait until a step has enough tokens, for a bounded number of steps.
 
-``batch_wait_timeout_iters`` and ``batch_wait_max_tokens_ratio`` of TensorRT-LLM's PyTorch executor: where a step would
-hold prompts and decodes, the prompts are held back while the step's tokens, prompts and decodes together, are fewer
-than ``ratio`` of the token budget, for at most ``iters`` steps in a row.
+``batch_wait_timeout_iters`` and ``batch_wait_max_tokens_ratio`` of TensorRT-LLM's PyTorch executor: if a step would
+contain prompts and decodes, the prompts wait while the step's tokens, prompts and decodes together, are fewer than
+``ratio`` of the token budget, for at most ``iters`` consecutive steps.
 
-Tokens of prompts are those a step could compute: half-computed ones first, then waiting ones in order while slots and
-KV blocks last. TensorRT-LLM takes cached prefixes off before; here they count, since vLLM looks them up on admission.
+Prompt tokens are those that a step could compute: first of partly computed prompts, then of waiting ones in order, as
+far as slots and KV blocks suffice. TensorRT-LLM subtracts cached prefixes first; here they count, since vLLM looks them
+up on admission.
 """
 
 from __future__ import annotations
@@ -22,29 +23,29 @@ from vllm_eb.strategy import EngineFacts, PhaseState, StepChoice, Strategy
 
 @dataclass(frozen=True, kw_only=True)
 class BatchWait(PolicySpec):
-    """``iters`` as batch_wait_timeout_iters, ``ratio`` as batch_wait_max_tokens_ratio; off by default there."""
+    """``iters`` is batch_wait_timeout_iters, ``ratio`` is batch_wait_max_tokens_ratio; off by default there."""
 
     description = "mixed batches, prompts wait for a fuller step (TensorRT-LLM's batch wait); needs iters= and ratio="
     colour = "#999933"
     departure = 15
 
-    iters: int = setting(help="steps that prompts wait at most", unit="steps", at_least=1, example=32)
+    iters: int = setting(help="most steps that prompts wait", unit="steps", at_least=1, example=32)
     ratio: float = setting(
-        help="share of the token budget from which on they do not", unit="share", above=0, at_most=1, example=0.5
+        help="share of the token budget at which they no longer wait", unit="share", above=0, at_most=1, example=0.5
     )
 
     @classmethod
     def candidates(cls, targets_s: Mapping[str, float]) -> tuple[str, ...]:
-        """One setting: TensorRT-LLM leaves it off by default."""
+        """One setting, since TensorRT-LLM has no default."""
         return (f"{cls.kind}:iters=32,ratio=0.5",)
 
     def strategy(self, engine: EngineFacts, lengths: Lengths) -> Strategy:
-        """Mixed steps, some of them without prompts."""
+        """Mixed steps, or decode steps while prompts wait."""
         return FullerSteps(engine, lengths, self.iters, self.ratio)
 
 
 class FullerSteps(Strategy):
-    """Chooses between a mixed step and one that decodes only."""
+    """Chooses between a mixed step and a decode step."""
 
     mode: Mode = "mb"
 
@@ -58,7 +59,7 @@ class FullerSteps(Strategy):
         self._decode = StepChoice("decode", "mb", "prompts wait for a fuller step")
 
     def choose(self, view: View, phases: PhaseState) -> StepChoice:
-        """Decodes only while too few tokens would come together."""
+        """A decode step while a mixed one would have too few tokens."""
         few = 0 < view.prompt_tokens < self._enough - view.decoding
         if few and view.decodes and self._waited < self._iters:
             self._waited += 1

@@ -1,20 +1,21 @@
-"""SGLang's prefill delayer: exclusive batches whose prefill waits until there are slots for a batch of the usual size.
+"""SGLang's prefill delayer: exclusive batches whose prefill waits until enough slots for a usual batch are free.
 
-SGLang computes prompts apart from decodes, and prompts come first. Its prefill delayer (``--enable-prefill-delayer``,
-managers/prefill_delayer.py; one engine's part of the rule is built here) holds a prefill back while
+SGLang computes prompts in steps without decodes, and before decodes. Its prefill delayer
+(``--enable-prefill-delayer``, managers/prefill_delayer.py; here the part of the rule for one engine) delays a prefill
+while
 
-- fewer slots are free than the largest prefill of late had requests (slot condition), or
+- fewer slots are free than the recent largest prefill had requests (slot condition), or
 - with ``ratio``: fewer requests wait than ``min(ratio * running, largest prefill)`` (queue condition), for at most
   ``wait`` seconds.
 
-The first time either holds, the prefill goes ahead nevertheless. A prefill is let through where less than the share
-``usage`` of the KV cache is in use, and after ``passes`` decode steps of waiting.
+The first time that a condition holds, the prefill is not delayed. Neither is it while the used share of the KV cache is
+below ``usage``, nor after ``passes`` decode steps of delay.
 
-"The largest prefill of late" has had three forms. ``watermark=lifetime``, the first, was the largest ever: one large
-batch, after a pause say, raised it for good, and with ``passes=0`` (no bound, as it was then) waiting requests starved
-while slots stood empty. ``decay`` lowered it by 0.2 % per scheduling pass, which brings small values to nothing.
-``window``, the present form and the default here, is the largest of the last 16 attempts: a prefill counts with its
-requests, one held back with those that it would have had.
+SGLang has defined the recent largest prefill in three ways. ``watermark=lifetime``, the first: the largest ever. One
+large batch, such as after a pause, raised it permanently, and with ``passes=0`` (no limit, as at that time) waiting
+requests starved while slots were free. ``decay``: the same, lowered by 0.2 % per scheduling pass, which lowers small
+values to 0. ``window``, the present one and the default here: the largest of the last 16 attempts, where a prefill
+counts with its requests, and a delayed one with those that it would have had.
 """
 
 from __future__ import annotations
@@ -35,19 +36,21 @@ DECAY = 0.998
 
 @dataclass(frozen=True, kw_only=True)
 class Delayer(PolicySpec):
-    """Settings carry SGLang's defaults; ``usage`` and ``ratio`` are off there unless given."""
+    """Settings have SGLang's defaults; ``usage`` and ``ratio`` are off by default."""
 
     description = "exclusive batches, a prefill waits for slots for a batch of the usual size (SGLang's delayer)"
     colour = "#882255"
     departure = 55
 
-    passes: int = setting(30, "steps that a prefill waits at most; 0: no bound", unit="steps", at_least=0)
+    passes: int = setting(30, "most steps that a prefill is delayed; 0: no limit", unit="steps", at_least=0)
     watermark: Literal["window", "decay", "lifetime"] = setting(
-        "window", "the largest prefill: of the last 16 attempts, ever with decay, or ever (SGLang's first form)"
+        "window", "largest prefill of the last 16 attempts, ever with decay, or ever (SGLang's first definition)"
     )
-    usage: float = setting(0.0, "share of the KV cache in use below which nothing waits", unit="share", at_least=0)
-    ratio: float = setting(0.0, "waiting requests needed per running one; 0: not asked", unit="share", at_least=0)
-    wait: float = setting(5.0, "longest wait for that many", unit="s", above=0)
+    usage: float = setting(
+        0.0, "used share of the KV cache below which no prefill is delayed", unit="share", at_least=0
+    )
+    ratio: float = setting(0.0, "waiting requests needed per running one; 0: not checked", unit="share", at_least=0)
+    wait: float = setting(5.0, "longest delay by ratio", unit="s", above=0)
 
     @classmethod
     def candidates(cls, targets_s: Mapping[str, float]) -> tuple[str, ...]:
@@ -55,63 +58,63 @@ class Delayer(PolicySpec):
         return (cls.kind,)
 
     def strategy(self, engine: EngineFacts, lengths: Lengths) -> Strategy:
-        """v0 with prefills held back."""
+        """v0 with delayed prefills."""
         return DelayedPrefill(self, engine, lengths)
 
 
 class LargestPrefill:
-    """How many requests the largest prefill of late had."""
+    """Number of requests of the recent largest prefill; ``form``: how it is defined (see the module)."""
 
     def __init__(self, form: str) -> None:
         self._form = form
         self._attempts: deque[int] = deque(maxlen=ATTEMPTS)
         self._largest = 0.0
 
-    def attempt(self, requests: int, *, held_back: bool = False) -> None:
-        """A prefill of so many requests was made, or held back."""
+    def attempt(self, requests: int, *, delayed: bool = False) -> None:
+        """Record a prefill of ``requests`` requests, or one that was delayed."""
         self._attempts.append(requests)
-        if not held_back:
+        if not delayed:
             self._largest = max(self._largest, requests)
 
     def step(self) -> None:
-        """A scheduling pass."""
+        """Record a scheduling pass."""
         if self._form == "decay":
             self._largest *= DECAY
 
     @property
     def requests(self) -> int:
-        """In the form asked for."""
+        """Number of requests, by the chosen definition."""
         return max(self._attempts, default=0) if self._form == "window" else int(self._largest)
 
 
 class DelayedPrefill(Strategy):
-    """Asked before each refill of exclusive batches."""
+    """Decides before each refill of exclusive batches whether to delay it."""
 
     def __init__(self, spec: Delayer, engine: EngineFacts, lengths: Lengths) -> None:
         super().__init__(engine, lengths)
         self._spec = spec
         self._largest = LargestPrefill(spec.watermark)
-        self._admitted = 0  # in the step before this one
+        self._admitted = 0  # by the previous step
         self._delayed, self._since_s = 0, 0.0
         self._first = True
 
     def on_prompt(self, input_tokens: int, cached_tokens: int) -> None:
-        """It was part of the prefill just made."""
+        """Count an admission of the last prefill."""
         self._admitted += 1
 
     def on_resume(self) -> None:
-        """It was part of the prefill just made."""
+        """Count an admission of the last prefill."""
         self._admitted += 1
 
     def observe(self, view: View) -> None:
-        """Note what the last step let in."""
+        """Record the admissions of the last step."""
         self._largest.step()
         if self._admitted:
             self._largest.attempt(self._admitted)
             self._admitted = 0
 
     def refill_due(self, view: View, refill: int, idle: int) -> bool:
-        """Whether the prefill may be made now."""
+        """Whether the prefill is not delayed."""
         if not self._waits(view, idle):
             self._delayed = 0
             return True
@@ -121,7 +124,7 @@ class DelayedPrefill(Strategy):
         if not self._delayed:
             self._since_s = view.now_s
         self._delayed += 1
-        self._largest.attempt(refill, held_back=True)
+        self._largest.attempt(refill, delayed=True)
         if self._spec.passes and self._delayed >= self._spec.passes:
             self._delayed = 0
             return True

@@ -1,12 +1,12 @@
 """P-PAS (arXiv 2608.15171): a smaller budget for prompts while several of them are computed beside decodes.
 
-While a step would compute two or more prompts beside decoding sequences, its prompts get ``cap`` tokens together;
-otherwise the whole budget is theirs. The rule is for long prompts: several at a time keep every step at the budget's
-full length, and each decoding sequence waits for it.
+While a step would compute two or more prompts beside decoding sequences, its prompts get at most ``cap`` tokens
+together, else the whole budget. The rule is for long prompts: several of them fill the budget of every step, and every
+decoding sequence waits for these long steps.
 
-Our reading where the published text leaves room: prompts that a step would compute are those half computed and those
-waiting that a slot is free for. Under first come, first served vLLM leaves at most one prompt half computed, so that
-counting only these would never find two.
+The published text does not define the prompts that a step would compute. Here they are the partly computed ones and the
+waiting ones for which a slot is free: under first come, first served, vLLM has at most one partly computed prompt, so
+counting only those would never give two.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from vllm_eb.strategy import EngineFacts, PhaseState, StepChoice, Strategy
 
 @dataclass(frozen=True, kw_only=True)
 class PPas(PolicySpec):
-    """``cap`` tokens of prompts per step while ``prompts`` or more are computed."""
+    """At most ``cap`` prompt tokens per step while ``prompts`` or more prompts are computed."""
 
     description = "mixed batches, prompts capped per step while several are computed beside decodes (P-PAS)"
     colour = "#332288"
     departure = 12
 
     cap: int = setting(2048, "prompt tokens per step while several prompts are computed", unit="tokens", at_least=1)
-    prompts: int = setting(2, "prompts in a step from which on the cap holds", unit="requests", at_least=1)
+    prompts: int = setting(2, "fewest prompts in a step at which the cap applies", unit="requests", at_least=1)
 
     @classmethod
     def candidates(cls, targets_s: Mapping[str, float]) -> tuple[str, ...]:
@@ -38,12 +38,12 @@ class PPas(PolicySpec):
         return (cls.kind,)
 
     def strategy(self, engine: EngineFacts, lengths: Lengths) -> Strategy:
-        """Mixed steps of two budgets."""
+        """Mixed steps with one of two budgets."""
         return CappedPrompts(engine, lengths, self.cap, self.prompts)
 
 
 class CappedPrompts(Strategy):
-    """Every step is mixed; the budget depends on how many prompts it would compute."""
+    """Mixed steps whose token budget depends on the number of prompts that they would compute."""
 
     mode: Mode = "mb"
 
@@ -53,7 +53,7 @@ class CappedPrompts(Strategy):
         self._whole = StepChoice("mixed", "mb")
 
     def choose(self, view: View, phases: PhaseState) -> StepChoice:
-        """The cap, or the whole budget."""
+        """A mixed step with the cap, or with the whole budget."""
         free = self.engine.max_num_seqs - view.idle_sessions - view.decoding - view.prefilling
         if not view.decodes or view.prefilling + min(view.waiting, max(free, 0)) < self._prompts:
             return self._whole

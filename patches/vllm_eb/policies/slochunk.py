@@ -1,10 +1,10 @@
-"""Chunks of prompts bounded so that a mixed step fits a target for the time per output token.
+"""Prompt chunks limited so that a mixed step keeps a target for the time per output token.
 
-Each mixed step gets as many prompt tokens as the measured costs say it can hold within ``tpot`` seconds, at least
-``least``, so that prompts always advance. This is the greedy rule at the heart of the newest SLO chunk controllers, and
-the one of them that fits a page: predict the step's time, take the largest chunk within the target. SlidingServe
-(arXiv 2606.05933) looks one step further, sorts requests by urgency and selects them by dynamic programming; those
-parts are not here (``order=shortest`` and marginal's targets are this project's means for that).
+Each mixed step gets the most prompt tokens with which it takes at most ``tpot`` seconds by the measured costs, and at
+least ``least``, so that prompts always advance. This greedy rule is common to recent SLO chunk controllers: predict the
+step's time, take the largest chunk within the target. SlidingServe (arXiv 2606.05933) also plans one step ahead, sorts
+requests by urgency and selects them by dynamic programming; this policy does not (see ``order=shortest`` and the
+targets of marginal).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from vllm_eb.strategy import EngineFacts, PhaseState, StepChoice, Strategy
 
 @dataclass(frozen=True, kw_only=True)
 class SloChunk(PolicySpec):
-    """``tpot``: seconds per step; ``least``: prompt tokens that a step holds in any case."""
+    """``tpot``: most seconds per mixed step; ``least``: fewest prompt tokens of a step."""
 
     description = "mixed batches, prompt chunks as large as a TPOT target allows by measured costs; needs tpot="
     colour = "#661100"
@@ -30,25 +30,25 @@ class SloChunk(PolicySpec):
     tpot: float = setting(
         help="target for a mixed step", unit="s", above=0, doubtful_from=5, example=0.05,
     )  # fmt: skip
-    least: int = setting(128, "prompt tokens that a step may hold in any case", unit="tokens", at_least=1)
+    least: int = setting(128, "prompt tokens that a step may always have", unit="tokens", at_least=1)
 
     @property
     def needs_costs(self) -> bool:
-        """The chunk is read off measured costs."""
+        """True: the chunk is computed from measured costs."""
         return True
 
     @classmethod
     def candidates(cls, targets_s: Mapping[str, float]) -> tuple[str, ...]:
-        """With the target for the time per token, if there is one."""
+        """With the TPOT target, if there is one."""
         return (f"{cls.kind}:tpot={targets_s['tpot']:g}",) if "tpot" in targets_s else ()
 
     def strategy(self, engine: EngineFacts, lengths: Lengths) -> Strategy:
-        """Mixed steps with a budget of their own each."""
+        """Mixed steps, each with its own token budget."""
         return FittedChunk(engine, lengths, self.tpot, self.least)
 
 
 class FittedChunk(Strategy):
-    """Every step is mixed; its budget is what fits the target."""
+    """Mixed steps with the largest token budget that keeps the target."""
 
     mode: Mode = "mb"
 
@@ -59,14 +59,14 @@ class FittedChunk(Strategy):
         self._whole = StepChoice("mixed", "mb")
 
     def choose(self, view: View, phases: PhaseState) -> StepChoice:
-        """The budget of this step."""
+        """A mixed step with the budget that keeps the target."""
         if not view.decodes or not (view.waiting or view.prefilling):
             return self._whole
         chunk = self._fitting(view.decoding, self.engine.max_num_batched_tokens - view.decoding)
         return StepChoice("mixed", "mb", token_budget=view.decoding + max(chunk, self._least))
 
     def _fitting(self, seqs: int, most: int) -> int:
-        """The most prompt tokens beside so many decodes within the target, by bisection; 0 if not one."""
+        """Most prompt tokens with which a step with ``seqs`` decodes keeps the target, by bisection; 0 if none."""
         context = self.lengths.mu_l + self.lengths.mu_o / 2.0
         low, high = 0, max(most, 0) + 1
         while high - low > 1:
