@@ -1,18 +1,18 @@
-"""What vLLM's API server costs on this machine: CPU time per streamed token, per request and per prompt token.
+"""Measures the CPU time of vLLM's API server on this machine, per streamed token, request and prompt token.
 
     python tests/benchmarks/bench_api_server.py [--model FOLDER] [--seconds 20] [--write FILE.toml]
 
-A real ``vllm serve`` (completions, streamed, one API server) in front of the project's emulated device in real time, so
-that the engine computes nothing and the machine needs no GPU. Four loads, each with its CPU time by the operating
-system's count, main thread and other threads apart, so that other work on the machine does not enter the figures:
+Runs a real ``vllm serve`` (completions, streamed, one API server) on the emulated device in real time: the engine
+computes nothing and no GPU is needed. The CPU time is the operating system's count for the process, main thread and
+other threads separately, so other processes do not change it. Four loads:
 
-- short prompts and one token of answer: the cost of a request;
-- long prompts and one token: the cost of a prompt token;
-- short prompts and long answers at a rate far below saturation: the cost of a streamed token in a message of its own;
-- the same, as fast as the engine makes tokens: how many tokens one message then carries, and the messages per second.
+- short prompts, one output token: the cost of a request;
+- long prompts, one output token: the cost of a prompt token;
+- short prompts, long outputs, rate far below saturation: the cost of a streamed token in its own message;
+- the same at saturation: tokens per message and messages per second.
 
 ``--write`` stores the costs as a file for ``ebbench run --api-server FILE.toml``. Without ``--model`` a tokenizer is
-trained on the project's own documents (byte-level BPE). No figure here is a test.
+trained on the project's own documents (byte-level BPE). Prints figures, tests nothing.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ SHORT, LONG = 16, 1016  # prompt tokens
 
 @dataclass(frozen=True)
 class Load:
-    """``streams`` clients, each sending ``requests`` one after the other."""
+    """``streams`` concurrent clients, each sending ``requests`` requests one at a time."""
 
     name: str
     streams: int
@@ -52,7 +52,7 @@ class Load:
 
     @property
     def total(self) -> int:
-        """Requests in all."""
+        """Total number of requests."""
         return self.streams * self.requests
 
 
@@ -114,7 +114,7 @@ def request_bytes(port: int, model: str, prompt: str, answer_tokens: int) -> byt
     return head.encode() + body
 
 
-async def carry_out(load: Load, port: int, model: str, prompt: str) -> int:
+async def send_load(load: Load, port: int, model: str, prompt: str) -> int:
     """Run the load; returns the messages received."""
     loop, request = asyncio.get_running_loop(), request_bytes(port, model, prompt, load.answer_tokens)
 
@@ -141,7 +141,7 @@ def threads_s(pid: int) -> dict[int, float]:
 def measure(load: Load, pid: int, port: int, model: str, prompt: str) -> Measured:
     """The load, with the CPU time of process ``pid`` while it runs."""
     before, start_s = threads_s(pid), time.perf_counter()
-    messages = asyncio.run(carry_out(load, port, model, prompt))
+    messages = asyncio.run(send_load(load, port, model, prompt))
     wall_s = time.perf_counter() - start_s
     after = threads_s(pid)
     spent = {thread: seconds - before.get(thread, 0.0) for thread, seconds in after.items()}

@@ -1,17 +1,17 @@
-"""How many of a wave of requests can be within their targets at all, whoever schedules them?
+"""Upper bounds of the share of a burst of requests that any scheduler can serve within its targets.
 
     python tests/benchmarks/bench_bounds.py
 
-Takes the settings of ``bench_policies.py`` in which no policy gets ten points above faithful ``ebplus``: many requests
-come at once there, and what the device can compute of them within the TTFT target bounds the attainment of the run, as
-everything else may be served in time. Three bounds, the shortest prompts first in each, on the device model alone:
+Uses the settings of ``bench_policies.py`` in which no policy is ten points above faithful ``ebplus``. Many requests
+arrive at once there; the part that the device can compute within the TTFT target limits the attainment of the run, even
+if all other requests are in time. Three bounds from the device model, with the shortest prompts first:
 
-- prompts only: nothing but prefill steps, of the token budget or a half, quarter or eighth of it, until the TTFT target
-  has passed. No scheduler can be above it.
-- the memory, too: as above, and the prompts let in fit the KV cache. Above it are only schedulers whose answers end
-  within those seconds.
-- nobody behind: every answer begun gets a token per TPOT target as well, in the same step or one of its own, whichever
-  takes less. Above it are only schedulers that let answers fall behind and catch up, so have to know their lengths.
+- prompts only: only prefill steps, of the token budget or a half, quarter or eighth of it, until the TTFT target has
+  passed. No scheduler can exceed it.
+- with memory: as above, and the admitted prompts fit the KV cache. Only schedulers whose responses end within those
+  seconds can exceed it.
+- with decodes: each started response also gets one token per TPOT target, in the same step or a separate one, whichever
+  is faster. Only schedulers that let responses fall behind and catch up, and so must know their lengths, can exceed it.
 """
 
 from __future__ import annotations

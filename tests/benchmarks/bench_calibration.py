@@ -1,11 +1,11 @@
-"""A calibration of vLLM's CPU backend, and what it predicts for runs it has not seen.
+"""Calibrates vLLM's CPU backend and compares its predictions with runs that were not used for the calibration.
 
     python tests/benchmarks/bench_calibration.py [--times 3] [--cpu-seconds]
 
-Builds a small model with random weights, calibrates as `ebbench calibrate --engine vllm` does and, between the probes,
-serves requests of other lengths and at other concurrencies in the same engine, closed loop; the simulator predicts each
-from the written profile alone. One thread, wall clock; with --cpu-seconds the CPU's, which other work on the machine
-changes less. Each time is a process of its own.
+Builds a small model with random weights and calibrates as `ebbench calibrate --engine vllm` does. Between the probes
+the same engine serves requests of other lengths and concurrencies, closed loop; the simulator predicts each from the
+written profile alone. One thread, wall time; with --cpu-seconds CPU time, which other processes change less. Each
+repetition runs in a new process.
 """
 
 from __future__ import annotations

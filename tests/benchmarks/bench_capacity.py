@@ -1,8 +1,8 @@
 """``ebbench capacity`` against brute force: python tests/benchmarks/bench_capacity.py [SETTING ...]
 
-Brute force measures rates 1.5 % apart over +-18 % around the search's answer, four seeds each with twice the search's
-sessions, and takes the crossing of a curve that never rises, by linear interpolation. Prints both answers and how many
-requests each simulated.
+Brute force measures rates 1.5 % apart within 18 % of the search's result, four seeds each, with twice the search's
+sessions, and interpolates the crossing of a non-increasing curve linearly. Prints both results and the number of
+requests that each simulated.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
-"""The load generator beside its peers, on one fake server, in one go. Not a test; run by hand on a quiet machine.
+"""Compares the load generator with other clients on one fake server. Not a test; run it by hand on an idle machine.
 
     python tests/benchmarks/bench_client.py --output reports/client-bench.json \\
         --vllm .venv-test/bin/python --guidellm ENV/bin/python --aiperf ENV/bin/python
 
-Every client sends the same number of requests, Poisson arrivals at one rate, prompts of 100 tokens, answers of a
-fixed length, streamed at 50 tokens/s. Two figures come out:
+Every client sends the same number of requests, Poisson arrivals at one rate, prompts of 100 tokens, outputs of a
+fixed length, streamed at 50 tokens/s. Two figures:
 
-- CPU per streamed token: user and system time of the client's whole process tree, in a run with long answers less
-  one with short answers, over the tokens between them. Start-up, imports and work per request cancel out; a second
-  column divides the long run's whole time by its tokens. A peer's process that ends without being waited for is not
-  in the sum, to that peer's advantage.
+- CPU per streamed token: user and system time of the client's whole process tree, in a run with long outputs minus
+  one with short outputs, divided by the difference in tokens. Start-up, imports and work per request cancel out; a
+  second column divides the long run's total time by its tokens. The time of a process that its parent does not wait
+  for is missing, in favour of that client.
 - TTFT error: the client's own TTFT from its send, less the server's from receipt to first token, request by
   request, joined by request id.
 """

@@ -1,10 +1,10 @@
-"""What one streamed token costs by transport: the client's own, httpx's, and httpx-aiohttp (if installed).
+"""CPU time per streamed token by transport: the client's own, httpx, and httpx-aiohttp (if installed).
 
     python tests/benchmarks/bench_client_transports.py
 
-All three read the same answers from the fake server through the same parser, in this process, on uvloop: so many
-streams at once, one answer each, short ones and long ones. The slope between the two is the cost of a token, the
-rest that of a request. Not a test; run by hand on a quiet machine.
+All three read the same responses from the fake server through the same parser, in this process, on uvloop: concurrent
+streams with one response each, short and long ones. The slope between the two is the cost of a token, the intercept
+that of a request. Not a test; run it by hand on an idle machine.
 """
 
 from __future__ import annotations

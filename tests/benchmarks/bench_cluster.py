@@ -1,9 +1,9 @@
-"""Speed of the cluster simulator: simulated requests per second of one core.
+"""Speed of the cluster simulator: simulated requests per CPU second.
 
     python tests/benchmarks/bench_cluster.py [INSTANCES ...]
 
 Prints, for every number of instances, requests per second of CPU time (the fastest of three runs) and steps per
-second, closed loop at 2,048 requests per instance, the project's default load. No figure here is a test.
+second, closed loop at 2,048 requests per instance, the project's default load. Tests nothing.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""What the gateway adds to the time to the first token, against the same fake servers without it.
+"""Time that the gateway adds to the TTFT, compared with the same fake servers without it.
 
     python tests/benchmarks/bench_gateway.py [--streams 200] [--itl-ms 25] [--dispatch sbs] [--repeats 3]
 
-Fake servers with known timing, the project's load generator, closed loop. For every request the time on the way is
-(client's TTFT) - (server's TTFT by its ledger): both directions of the path and everything between. It is printed for
-the direct way (one server), for the gateway over two, and their difference. No figure here is a test.
+Fake servers with known timing, the project's load generator, closed loop. The transit time of a request is its TTFT at
+the client minus its TTFT in the server's ledger: both directions and everything between. Printed for one server
+without the gateway, for the gateway with two servers, and as the difference. Tests nothing.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     python tests/benchmarks/bench_sim.py
 
 ShareGPT's lengths, saturated, concurrency 2,048, N = 1,024, B = 8,192. Prints the median and the extremes of several
-runs; CPU seconds are the engine's whole `run`, tables included, start-up apart.
+runs; CPU seconds cover the engine's whole `run` with its tables, without start-up.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""CPU seconds of a sweep's cells, and what the whole sweep would take.
+"""CPU seconds of a sweep's cells, and an estimate for the whole sweep.
 
     python tests/benchmarks/bench_sweep.py [SPEC] [EVERY]
 
-Runs every EVERY-th cell of SPEC (the paper's grid, every 37th) in this process, all that a worker does included, and
-prints CPU seconds by workload and the estimate for all cells. CPU time, because machines are shared; a machine that is
-busy inflates it too. No figure here is a test.
+Runs every EVERY-th cell of SPEC (default: every 37th of the paper's grid) in this process as a worker does, and prints
+CPU seconds per workload and the estimate for all cells. Other processes change CPU time less than wall time, but a busy
+machine increases it too. Tests nothing.
 """
 
 from __future__ import annotations

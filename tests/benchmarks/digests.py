@@ -1,11 +1,11 @@
-"""Digests of the simulator's tables over many small runs: whether a change of the code changed any result.
+"""Digests of the simulator's tables over many small runs: shows whether a change of the code changed a result.
 
-    python tests/benchmarks/digests.py --check tests/benchmarks/digests.json     # exit code 1 where a table differs
-    python tests/benchmarks/digests.py --write tests/benchmarks/digests.json     # after a change that was meant
+    python tests/benchmarks/digests.py --check tests/benchmarks/digests.json     # exit code 1 if a table differs
+    python tests/benchmarks/digests.py --write tests/benchmarks/digests.json     # after an intended change
 
 The runs cover every policy, device, topology, scenario and dispatch policy, asynchronous scheduling and prefix caching
 on and off, and KV caches that are too small. They are chosen by seeded random numbers, so they are the same every time.
-A digest holds for one machine and one version of numpy: another may round a float differently.
+Digests are valid for one machine and one version of numpy: others may round floats differently.
 """
 
 from __future__ import annotations
