@@ -21,7 +21,7 @@ NEEDED = (
     "request_id", "session", "phase", "input_tokens", "output_tokens", "cached_tokens", "status", "intended_ns",
     "sent_ns", "first_token_ns", "last_token_ns", "end_ns", "itl_ns", "bundled_tokens", "preemptions",
 )  # fmt: skip
-"""Columns of the requests table that the metrics read."""
+"""Columns of the requests table that the metrics read; where it has them also those of REQUESTS_EXTRAS."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,8 @@ class RequestColumns:
     bundled: Mask
     gap_counts: Ints
     gaps_ns: Ints
+    thinking_tokens: Ints
+    first_answer: Ints
 
     @property
     def ok(self) -> Mask:
@@ -57,6 +59,16 @@ class RequestColumns:
     def gaps_of(self, rows: Mask) -> Ints:
         """The gaps (ns) of the requests in ``rows``, in table order."""
         return self.gaps_ns if rows.all() else self.gaps_ns[np.repeat(rows, self.gap_counts)]
+
+    @property
+    def answer_began(self) -> Ints:
+        """First token of the answer (ns): after the thinking, or the first of all where a request did not think.
+
+        MISSING everywhere if no request of the table thought, and where an output ended in its thinking.
+        """
+        if not (self.thinking_tokens > 0).any():
+            return np.full(len(self.status), MISSING, np.int64)
+        return np.where(self.thinking_tokens > 0, self.first_answer, self.first_token)
 
     @classmethod
     def of(cls, requests: pa.Table) -> RequestColumns:
@@ -82,7 +94,14 @@ class RequestColumns:
             bundled=_ints(requests, "bundled_tokens", 0) == 1,
             gap_counts=counts.astype(np.int64),
             gaps_ns=pc.list_flatten(gaps).to_numpy(zero_copy_only=False),
+            thinking_tokens=_optional(requests, "thinking_tokens", 0),
+            first_answer=_optional(requests, "first_answer_ns"),
         )
+
+
+def _optional(table: pa.Table, name: str, null: int = MISSING) -> Ints:
+    """A column that only some tables have."""
+    return _ints(table, name, null) if name in table.column_names else np.full(table.num_rows, null, np.int64)
 
 
 def _ints(table: pa.Table, name: str, null: int = MISSING) -> Ints:

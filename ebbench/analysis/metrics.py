@@ -3,6 +3,7 @@
 Definitions (all times from a monotonic clock, in ns from the start of the run):
 
 - TTFT: first token - intended start; also from the actual send, which shows client lag
+- TTFAT: first token of the answer, after the thinking - intended start; undefined where no request thought
 - TPOT: (last token - first token) / (output tokens - 1); undefined for fewer than two output tokens
 - ITL: every gap between consecutive tokens, pooled over requests
 - E2EL: last token - intended start
@@ -34,6 +35,8 @@ from ebbench.analysis.steady import Window
 from ebbench.records.schema import ABANDONED
 
 LATENCIES = ("ttft", "tpot", "itl", "e2el")
+FURTHER_LATENCIES = ("ttfat", "ttft_from_send", "lag")
+"""Latencies that are measured but not gated."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,8 @@ class Metrics:
     prefix_hit_rate: float | None = None
     abandoned_input_tokens: int = 0
     abandoned_output_tokens: int = 0
+    ttfat: Distribution = field(default=Distribution(0))
+    thinking_tokens: int = 0
 
     @property
     def tokens_per_s_per_user(self) -> float | None:
@@ -103,6 +108,7 @@ def measure(
     met = None if good is None else int(good.sum())
     planned = int(chosen.sum())
     left = chosen & (columns.status == ABANDONED)
+    answer_began = columns.answer_began
     sent = chosen & (columns.sent != MISSING) & (columns.intended != MISSING)
     return Metrics(
         planned=planned,
@@ -131,6 +137,8 @@ def measure(
         prefix_hit_rate=_hit_rate(columns, ok & (columns.cached_tokens != MISSING)),
         abandoned_input_tokens=int(columns.input_tokens[left & (columns.first_token != MISSING)].sum()),
         abandoned_output_tokens=int(columns.output_tokens[left].sum()),
+        ttfat=Distribution.of_ns((answer_began - columns.intended)[ok & (answer_began != MISSING)]),
+        thinking_tokens=int(columns.thinking_tokens[ok].sum()),
     )
 
 
@@ -156,8 +164,11 @@ def _tpot_ns(columns: RequestColumns, rows: Mask) -> npt.NDArray[np.float64]:
 
 
 def meets(columns: RequestColumns, ok: Mask, slo: Slo) -> Mask:
-    """Requests that completed and met every limit. A request with undefined TPOT does not meet a TPOT limit."""
+    """Requests that completed and met every limit. A request with undefined TPOT or TTFAT does not meet its limit."""
     met = ok.copy()
+    if slo.ttfat is not None:
+        began = columns.answer_began
+        met &= (began != MISSING) & (began - columns.intended <= slo.ttfat * NS_PER_MS)
     if slo.ttft is not None:
         met &= columns.first_token - columns.intended <= slo.ttft * NS_PER_MS
     if slo.e2el is not None:

@@ -15,6 +15,7 @@ class Slo:
     ttft: float | None = setting(None, "time to first token", unit="ms", above=0, example=500)
     tpot: float | None = setting(None, "mean time per output token after the first", unit="ms", above=0, example=50)
     e2el: float | None = setting(None, "from sending to the last token", unit="ms", above=0, example=5000)
+    ttfat: float | None = setting(None, "time to first answer token, after thinking", unit="ms", above=0, example=5000)
 
     def limits(self) -> dict[str, float]:
         """The given limits, by metric."""

@@ -9,17 +9,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+import pyarrow as pa
+
 from ebbench.analysis.columns import NEEDED, RequestColumns
 from ebbench.analysis.distribution import QUANTILES, Distribution
 from ebbench.analysis.economy import FIGURES, economy_of
 from ebbench.analysis.environment import conditions_of, environment_of
 from ebbench.analysis.failures import FAILURE_COLUMNS, Failure, failures_of, merge_failures
 from ebbench.analysis.load import LoadFacts, Machine, flat_load, load_of_run, machine_of_run
-from ebbench.analysis.metrics import LATENCIES, Metrics, measure
+from ebbench.analysis.metrics import FURTHER_LATENCIES, LATENCIES, Metrics, measure
 from ebbench.analysis.slo import Slo, slo_from_limits
 from ebbench.analysis.steady import steady_windows
 from ebbench.records.manifest import RunWarning
 from ebbench.records.run import Run
+from ebbench.records.schema import REQUESTS_EXTRAS
 
 
 @dataclass(frozen=True)
@@ -100,11 +103,18 @@ def summarise_phases(run: Run, slo: Slo | None = None) -> tuple[Summary, ...]:
     return _Summariser(run, slo).phases()
 
 
+def metric_columns(run: Run) -> pa.Table:
+    """The columns of a run's requests that the metrics read."""
+    return run.table(
+        "requests", [*NEEDED, *(name for name in REQUESTS_EXTRAS.names if run.has_column("requests", name))]
+    )
+
+
 class _Summariser:
     def __init__(self, run: Run, slo: Slo | None) -> None:
         self.run = run
         self.slo = slo_from_limits(run.manifest.slo) if slo is None else slo
-        self.columns = RequestColumns.of(run.table("requests", NEEDED))
+        self.columns = RequestColumns.of(metric_columns(run))
         self.windows = steady_windows(self.columns, run.manifest.phases)
 
     def whole(self) -> Summary:
@@ -156,7 +166,7 @@ def _summary(run: Run, metrics: Metrics, slo: Slo, phase: str = "") -> Summary:
 def unsound_percentiles(metrics: Metrics) -> dict[str, float]:
     """Percentiles with too few samples, in ms, by their names in :func:`metrics_dict`."""
     found = {}
-    for latency in (*LATENCIES, "ttft_from_send", "lag"):
+    for latency in (*LATENCIES, *FURTHER_LATENCIES):
         distribution: Distribution = getattr(metrics, latency)
         for name in QUANTILES:
             estimate = distribution.estimate(name)
@@ -182,7 +192,7 @@ def metrics_dict(metrics: Metrics) -> dict[str, Any]:
     }
     latencies = {
         f"{statistic}_{name}_ms": value
-        for name in (*LATENCIES, "ttft_from_send", "lag")
+        for name in (*LATENCIES, *FURTHER_LATENCIES)
         for statistic, value in getattr(metrics, name).items()
     }
     extra = {
@@ -191,6 +201,7 @@ def metrics_dict(metrics: Metrics) -> dict[str, Any]:
         "prefix_hit_rate": metrics.prefix_hit_rate,
         "preemptions": metrics.preemptions,
         "bundled_requests": metrics.bundled_requests,
+        "thinking_tokens": metrics.thinking_tokens,
         "abandoned_input_tokens": metrics.abandoned_input_tokens,
         "abandoned_output_tokens": metrics.abandoned_output_tokens,
         "steady": asdict(metrics.steady) if metrics.steady else None,
@@ -247,13 +258,14 @@ _AVERAGED = frozenset(
     | {
         f"{statistic}_{name}_ms"
         for statistic, _ in Distribution(0).items()
-        for name in (*LATENCIES, "ttft_from_send", "lag")
+        for name in (*LATENCIES, *FURTHER_LATENCIES)
     }
 )
 _COUNTS = (
     "planned", "completed", "failed", "timed_out", "cancelled", "abandoned", "never_sent",
     "total_input_tokens", "total_output_tokens", "cached_tokens", "preemptions", "bundled_requests",
-    "abandoned_input_tokens", "abandoned_output_tokens",
+    "thinking_tokens", "abandoned_input_tokens",
+    "abandoned_output_tokens",
 )  # fmt: skip
 
 

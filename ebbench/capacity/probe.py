@@ -246,6 +246,8 @@ def least_possible(columns: RequestColumns, metric: str, share: float) -> float 
     if metric == "tpot":
         values = _tpot_ns(columns, ok)
     else:
-        last = columns.first_token if metric == "ttft" else columns.last_token
+        if metric == "ttfat":
+            ok = ok & (columns.answer_began != MISSING)
+        last = {"ttft": columns.first_token, "ttfat": columns.answer_began, "e2el": columns.last_token}[metric]
         values = (last - columns.intended)[ok].astype(np.float64)
     return float(np.quantile(values, share, method="higher")) / 1e6 if len(values) else None

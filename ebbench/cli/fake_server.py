@@ -26,6 +26,12 @@ class ServedFlags:
     ] = 16
     ssl_certfile: Annotated[str | None, typer.Option("--ssl-certfile", help="Serve https with this PEM file.")] = None
     ssl_keyfile: Annotated[str | None, typer.Option("--ssl-keyfile", help="Its key, if not in the same file.")] = None
+    thinking_tokens: Annotated[
+        int, typer.Option("--thinking-tokens", help="Thinking tokens that a chat response begins with.")
+    ] = 0
+    thinking_field: Annotated[
+        str, typer.Option("--thinking-field", help="Field of the deltas: reasoning, or the older reasoning_content.")
+    ] = "reasoning"
     max_running: Annotated[
         int | None,
         typer.Option("--max-running", help="Responses at a time; further requests wait. Default: all."),

@@ -128,6 +128,10 @@ SubAgents = Annotated[
         panel=SESSIONS,
     ),
 ]
+ThinkingLen = Annotated[
+    int | None,
+    opt("--thinking-len", help="Mean thinking tokens before each answer, in addition to it.", panel=SESSIONS),
+]
 AbandonAfter = Annotated[
     str | None,
     opt("--abandon-after", help="Clients hang up on an incomplete answer after this time.", panel=SESSIONS),

@@ -145,6 +145,7 @@ class LoadFlags:
     tool_share: load.ToolShare = None
     sub_agents: load.SubAgents = None
     abandon_after: load.AbandonAfter = None
+    thinking_len: load.ThinkingLen = None
 
     def scenario_of(self, workload: str) -> str | None:
         """The given scenario, or the one that the other options imply by the rules of `vllm bench serve`."""

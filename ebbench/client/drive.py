@@ -116,7 +116,7 @@ async def _drive(
         dropped = rows_too_long(table, served.max_model_len, options.drop_too_long)
         await warm_up(url, served.model, plan, options, environ)
         cache_reset = options.reset_prefix_cache and await server.reset_prefix_cache()
-        tally = Tally(table, observer, on_batch, options.keep_text)
+        tally = Tally(table, observer, on_batch, options.keep_text, thinking=options.endpoint == "chat")
         scraper = Scraper(server, options.metrics_interval_s) if options.metrics_interval_s else None
         with tempfile.TemporaryDirectory(prefix="ebbench-", dir=memory_folder()) as folder:
             schedule = _shared_files(folder, table, session_plan)

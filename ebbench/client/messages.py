@@ -32,6 +32,8 @@ class RequestRecord(msgspec.Struct, tag="record", array_like=True, gc=False):
     error_body: str | None = None
     http_status: int | None = None
     text: str | None = None
+    thinking_tokens: int | None = None
+    first_answer_ns: int = 0
 
 
 class Batch(msgspec.Struct, tag="batch"):

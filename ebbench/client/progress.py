@@ -51,8 +51,10 @@ class Tally:
         observer: SnapshotObserver | None,
         on_batch: Callable[[pa.Table], None] | None,
         keep_text: bool,
+        thinking: bool = False,
     ) -> None:
-        self._plan, self._observer, self._on_batch, self._keep_text = plan, observer, on_batch, keep_text
+        self._plan, self._observer, self._on_batch = plan, observer, on_batch
+        self._keep_text, self._thinking = keep_text, thinking
         self._tables: list[pa.Table] = []
         self._rows: list[np.ndarray[tuple[int], np.dtype[np.int64]]] = []
         self._seen = np.zeros(plan.num_rows, dtype=np.bool_)
@@ -91,7 +93,7 @@ class Tally:
     def _keep(self, records: list[RequestRecord]) -> None:
         if not records:
             return
-        table = requests_table(records, self._plan, self.start_ns, self._keep_text)
+        table = requests_table(records, self._plan, self.start_ns, self._keep_text, self._thinking)
         self._tables.append(table)
         self._rows.append(np.array([r.row for r in records], np.int64))
         for record in records:

@@ -21,6 +21,7 @@ class Usage(msgspec.Struct, gc=False):
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     prompt_tokens_details: dict[str, Any] | None = None
+    completion_tokens_details: dict[str, Any] | None = None
 
 
 class _StreamedChoice(msgspec.Struct, gc=False):
@@ -62,13 +63,29 @@ class StreamedResponse:
 
     ``times_ns`` has one entry per message that may carry tokens; ``empty`` holds the positions of those without text (a
     token may decode to no text, and a closing message carries no token; :mod:`ebbench.client.classify` tells them apart
-    by ``usage``).
+    by ``usage``). ``first_answer_ns``: first message of the answer after messages that the server marked as thinking
+    (``delta.reasoning``, vLLM's name, or the older ``delta.reasoning_content``).
     """
 
     __slots__ = (
-        "_chat", "_decode", "_splitter", "_texts", "done", "empty", "end_ns", "error_body", "error_class",
+        "_chat",
+        "_decode",
+        "_splitter",
+        "_texts",
+        "done",
+        "empty",
+        "end_ns",
+        "error_body",
+        "error_class",
         "finish_reason",
-        "first_byte_ns", "last_ns", "sent_ns", "status", "times_ns", "usage",
+        "first_answer_ns",
+        "first_byte_ns",
+        "last_ns",
+        "sent_ns",
+        "status",
+        "thinking_messages",
+        "times_ns",
+        "usage",
     )  # fmt: skip
 
     def __init__(self, chat: bool, keep_text: bool) -> None:
@@ -78,7 +95,8 @@ class StreamedResponse:
         self._texts: list[str] | None = [] if keep_text else None
         self.times_ns: array[int] = array("q")
         self.empty: list[int] = []
-        self.sent_ns = self.first_byte_ns = self.last_ns = self.end_ns = 0
+        self.sent_ns = self.first_byte_ns = self.first_answer_ns = self.last_ns = self.end_ns = 0
+        self.thinking_messages = 0
         self.finish_reason: str | None = None
         self.usage: Usage | None = None
         self.error_class: str | None = None
@@ -90,6 +108,15 @@ class StreamedResponse:
     def text(self) -> str | None:
         """The generated text, or None without ``keep_text``."""
         return "".join(self._texts) if self._texts is not None else None
+
+    @property
+    def thinking_tokens(self) -> int | None:
+        """Thinking tokens by the server's count, else the messages that carried them; None if it marked none."""
+        if not self.thinking_messages:
+            return None
+        details = (self.usage.completion_tokens_details or {}) if self.usage is not None else {}
+        counted = details.get("reasoning_tokens")
+        return counted if isinstance(counted, int) and counted > 0 else self.thinking_messages
 
     def sent(self, now_ns: int) -> None:
         """Record the time at which the request was sent."""
@@ -153,14 +180,19 @@ class StreamedResponse:
 
     def _chat_choice(self, choice: _ChatChoice, now_ns: int) -> None:
         delta = choice.delta or _NO_DELTA
-        text = delta.content or delta.reasoning_content or delta.reasoning
+        thought = delta.reasoning or delta.reasoning_content
+        text = delta.content or thought
+        if thought:
+            self.thinking_messages += 1
+        elif self.thinking_messages and not self.first_answer_ns and (text or delta.tool_calls):
+            self.first_answer_ns = now_ns
         if not text and not delta.tool_calls:
             if delta.role is not None and choice.finish_reason is None:
                 return  # carries the role only, no token
             self.empty.append(len(self.times_ns))
         self.times_ns.append(now_ns)
-        if text and self._texts is not None:
-            self._texts.append(text)
+        if delta.content and self._texts is not None:  # later turns repeat answers, not thinking
+            self._texts.append(delta.content)
 
     def _other_message(self, data: bytes) -> None:
         """Record the error of a message that has neither choices nor usage: some servers put it at the top level."""

@@ -9,13 +9,18 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from ebbench.client.messages import RequestRecord
-from ebbench.records.schema import REQUESTS
+from ebbench.records.schema import REQUESTS, REQUESTS_EXTRAS
 
 _PLAN_COLUMNS = ("request_id", "session", "turn", "phase")
 
 
-def requests_table(records: Sequence[RequestRecord], plan: pa.Table, start_ns: int, texts: bool = False) -> pa.Table:
-    """Records in the REQUESTS schema, times relative to ``start_ns``; ``texts`` adds the column ``text``."""
+def requests_table(
+    records: Sequence[RequestRecord], plan: pa.Table, start_ns: int, texts: bool = False, thinking: bool = False
+) -> pa.Table:
+    """Records in the REQUESTS schema, times relative to ``start_ns``.
+
+    ``texts`` adds the column ``text``, ``thinking`` those of REQUESTS_EXTRAS.
+    """
     rows = pa.array([r.row for r in records], pa.int64())
     planned = plan.select([*_PLAN_COLUMNS, "input_tokens", "output_tokens"]).take(rows)
     first, last, gaps = _token_columns(records)
@@ -38,6 +43,11 @@ def requests_table(records: Sequence[RequestRecord], plan: pa.Table, start_ns: i
                  "http_status", "worker"):  # fmt: skip
         columns[name] = pa.array([getattr(r, name) for r in records], REQUESTS.field(name).type)
     table = pa.Table.from_arrays([columns[f.name].cast(f.type) for f in REQUESTS], schema=REQUESTS)
+    if thinking:
+        values = pa.array([r.thinking_tokens for r in records], pa.int32())
+        table = table.append_column(REQUESTS_EXTRAS.field("thinking_tokens"), values)
+        answers = _since(np.array([r.first_answer_ns for r in records], np.int64), start_ns)
+        table = table.append_column(REQUESTS_EXTRAS.field("first_answer_ns"), answers)
     if texts:
         table = table.append_column("text", pa.array([r.text for r in records], pa.string()))
     return table

@@ -228,6 +228,8 @@ class Worker:
             error_body=redacted(body, self._secrets) if body is not None else None,
             http_status=streamed.status,
             text=streamed.text if self._assignment.options.keep_text else None,
+            thinking_tokens=streamed.thinking_tokens,
+            first_answer_ns=streamed.first_answer_ns,
         )
 
     async def _listen(self, reader: asyncio.StreamReader) -> None:

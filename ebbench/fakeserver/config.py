@@ -17,6 +17,7 @@ class FakeConfig:
     output length if the request sets none. ``port`` 0 takes a free one. ``keep_ledger`` False saves memory in long
     runs. ``max_running``: number of responses generated at the same time; further requests wait in order of arrival,
     which gives the server a known capacity. ``ssl_certfile`` and ``ssl_keyfile`` (PEM) switch to https.
+    ``thinking_tokens``: a chat response begins with so many thinking tokens, in ``thinking_field`` of its deltas.
     ``further_models`` are served in addition to ``model``, with the same responses.
     """
 
@@ -33,9 +34,13 @@ class FakeConfig:
     ssl_certfile: str | None = None
     ssl_keyfile: str | None = None
     further_models: tuple[str, ...] = ()
+    thinking_tokens: int = 0
+    thinking_field: str = "reasoning"
 
     def __post_init__(self) -> None:
-        check_fields(self, ("ttft_ms", "itl_ms"), NOT_NEGATIVE)
+        check_fields(self, ("ttft_ms", "itl_ms", "thinking_tokens"), NOT_NEGATIVE)
+        if self.thinking_field not in ("reasoning", "reasoning_content"):
+            raise UsageError(f"--thinking-field is reasoning or reasoning_content, not {self.thinking_field!r}")
         check_fields(self, ("max_running",), COUNT)
         check_fields(self, ("port",), PORT)
         if self.ssl_keyfile is not None and self.ssl_certfile is None:

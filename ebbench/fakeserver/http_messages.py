@@ -70,9 +70,14 @@ class Messages:
             return b": a comment\r\ndata: %b\r\n\r\n: another\r\n\r\n" % data
         return b"data: %b\n\n" % data
 
-    def token(self, tokens: int, finish: str | None, counts: dict[str, Any] | None = None) -> bytes:
-        """A message with the text of ``tokens`` tokens, and with the usage so far if it is given."""
-        choice = self._choice(TOKEN * tokens, finish)
+    def token(
+        self, tokens: int, finish: str | None, counts: dict[str, Any] | None = None, field: str = "content"
+    ) -> bytes:
+        """A message with the text of ``tokens`` tokens, and with the usage so far if it is given.
+
+        ``field``: of a chat delta.
+        """
+        choice = self._choice(TOKEN * tokens, finish, field)
         return self.event(msgspec.json.encode(choice if counts is None else choice | {"usage": counts}))
 
     def role(self) -> bytes:
@@ -97,8 +102,8 @@ class Messages:
         message = self._message([choice]) | {"usage": usage(prompt_tokens, tokens)}
         return msgspec.json.encode(message)
 
-    def _choice(self, text: str, finish: str | None) -> dict[str, Any]:
-        content: dict[str, Any] = {"delta": {"content": text}} if self._chat else {"text": text}
+    def _choice(self, text: str, finish: str | None, field: str) -> dict[str, Any]:
+        content: dict[str, Any] = {"delta": {field: text}} if self._chat else {"text": text}
         return self._message([{"index": 0, **content, "logprobs": None, "finish_reason": finish}])
 
     def _message(self, choices: list[dict[str, Any]]) -> dict[str, Any]:

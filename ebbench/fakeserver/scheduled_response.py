@@ -47,8 +47,12 @@ class ScheduledResponse:
         fault: Fault | None,
         include_usage: bool,
         usage_so_far: bool = False,
+        thinking: tuple[int, str] = (0, "content"),
     ) -> None:
-        """``include_usage``: report token counts at the end; ``usage_so_far``: also with every message."""
+        """``include_usage``: report token counts at the end; ``usage_so_far``: also with every message.
+
+        ``thinking``: how many tokens the response begins with in which field of its deltas.
+        """
         self._entry, self._sender, self._ledger, self._messages = entry, sender, ledger, messages
         self._fault, kind = fault, fault.kind if fault else ""
         self._ttft_ns, self._itl_ns = timing_ns
@@ -58,7 +62,7 @@ class ScheduledResponse:
         if fault and kind in _ENDS:
             self._planned = 0 if kind == "empty" else min(fault.after, entry.max_tokens)
         self._usage = include_usage and kind != "no-usage"
-        self._usage_so_far = usage_so_far
+        self._usage_so_far, self._thinking = usage_so_far, thinking
         self._message = chunk(messages.token(self._per_message, None))
         self._times: array[int] = ledger.open(entry)
         self._sent = 0
@@ -83,7 +87,7 @@ class ScheduledResponse:
         if self._sent + tokens >= self._planned:
             self._end(tokens, now_ns)
             return 0
-        self._sender.send(self._with_usage(tokens) if self._usage_so_far else self._message)
+        self._sender.send(self._changing(tokens) if self._usage_so_far or self._thinking[0] else self._message)
         self._note(tokens, now_ns)
         return self.due_ns()
 
@@ -99,14 +103,21 @@ class ScheduledResponse:
         for _ in range(tokens):
             self._times.append(now_ns)
 
-    def _with_usage(self, tokens: int) -> bytes:
-        counts = usage(self._entry.prompt_tokens, self._sent + tokens)
-        return chunk(self._messages.token(tokens, None, counts))
+    def _changing(self, tokens: int) -> bytes:
+        """A message that depends on its place in the response."""
+        counts = usage(self._entry.prompt_tokens, self._sent + tokens) if self._usage_so_far else None
+        return chunk(self._messages.token(tokens, None, counts, self._field))
+
+    @property
+    def _field(self) -> str:
+        """Field of the next delta."""
+        length, field = self._thinking
+        return field if self._sent < length else "content"
 
     def _end(self, tokens: int, now_ns: int) -> None:
         """Send the last token with its finish reason, the usage and the end mark, in one write."""
         finish = "stop" if self._fault and self._fault.kind in _ENDS else "length"
-        parts = [chunk(self._messages.token(tokens, finish))]
+        parts = [chunk(self._messages.token(tokens, finish, field=self._field))]
         if self._usage:
             factor = self._fault.factor if self._fault and self._fault.kind == "miscount" else 1.0
             prompt_tokens = round(self._entry.prompt_tokens * factor)

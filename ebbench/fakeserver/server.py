@@ -125,8 +125,11 @@ class FakeServer:
         chat = path.endswith("chat/completions")
         messages = Messages(f"cmpl-{entry.number}", self._config.model, chat, kind == "crlf")
         asked = request.stream_options or {}
+        thinking = (self._config.thinking_tokens if chat else 0, self._config.thinking_field)
         usage, so_far = bool(asked.get("include_usage")), bool(asked.get("continuous_usage_stats"))
-        response = ScheduledResponse(entry, connection, self.ledger, messages, self._timing_ns, fault, usage, so_far)
+        response = ScheduledResponse(
+            entry, connection, self.ledger, messages, self._timing_ns, fault, usage, so_far, thinking
+        )
         connection.response, connection.byte_by_byte = response, kind == "split"
         if kind != "stall" or (fault and fault.after >= 0):
             connection.send(EVENT_STREAM + (chunk(messages.role()) if chat else b""))

@@ -23,7 +23,7 @@ from ebbench.records.schema import PLAN, PLAN_EXTRAS
 SCHEMA_VERSION = 1
 """Raised when readers of the old format would misread the new one; added fields do not raise it."""
 
-LIMITS = ("ttft", "tpot", "e2el")
+LIMITS = ("ttft", "tpot", "e2el", "ttfat")
 """The latencies that ``slo`` may limit."""
 
 Clock = Literal["virtual", "real"]

@@ -63,6 +63,12 @@ class Run:
             return held if columns is None else held.select(list(columns))
         return files.read_table(self.path / f"{name}.parquet", columns)
 
+    def has_column(self, name: TableName, column: str) -> bool:
+        """Whether a table has a column; some exist only where a run uses them."""
+        held = self.tables.get(name)
+        names = held.column_names if held is not None else files.read_footer(self.path / f"{name}.parquet")[0].names
+        return column in names
+
     @property
     def requests(self) -> pa.Table:
         """One row per planned request."""

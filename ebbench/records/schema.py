@@ -47,6 +47,8 @@ PLAN_EXTRAS = pa.schema(
         pa.field("after", pa.list_(pa.int32())),
         # The client hangs up so long (ns) after it sent the request, unless the answer is complete. Null: never.
         pa.field("hang_up_ns", pa.int64()),
+        # How many of the output tokens, from the first one on, are thinking; the others are the answer. Null: none.
+        pa.field("thinking_tokens", pa.int32()),
     ]
 )
 
@@ -77,6 +79,17 @@ REQUESTS = pa.schema(
         pa.field("error_body", pa.string()),
         pa.field("http_status", pa.int32()),
         pa.field("worker", pa.int32()),
+    ]
+)
+
+# Columns of the requests table where answers may have a thinking part: in simulated runs whose plan says so, and in
+# runs against the chat endpoint.
+REQUESTS_EXTRAS = pa.schema(
+    [
+        # Thinking tokens of the output; null where the server marked none. The server's `usage` decides, else messages.
+        pa.field("thinking_tokens", pa.int32()),
+        # First token of the answer after the thinking. Null without thinking, and where the output ended in it.
+        pa.field("first_answer_ns", pa.int64()),
     ]
 )
 

@@ -144,6 +144,8 @@ def _figures(groups: Sequence[Group], *, all_percentiles: bool) -> list[_Figure]
     found = [_STEADY]
     for name in ("ttft", "tpot"):
         found += [_median(name), *_tails(groups, name, all_percentiles=all_percentiles)]
+    if any(summary.metrics.ttfat.count for group in groups for summary in group.summaries):
+        found += [_median("ttfat"), *_tails(groups, "ttfat", all_percentiles=all_percentiles)]
     found += _tails(groups, "itl", all_percentiles=all_percentiles)
     found.append(_median("e2el"))
     if all_percentiles:

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ebbench.records.plan import Plan
-from ebbench.records.schema import DECISIONS, EARLIER_TURN_FAILED, REQUESTS, STEPS
+from ebbench.records.schema import DECISIONS, EARLIER_TURN_FAILED, REQUESTS, REQUESTS_EXTRAS, STEPS
 from ebbench.simulation.queue_limits import Failure
 from ebbench.simulation.state import UNSET, Ints, RequestState
 from ebbench.simulation.step import Step
@@ -149,7 +149,20 @@ def requests_table(plan: Plan, state: RequestState) -> pa.Table:
         "end_ns": end_ns,
     }
     columns |= {name: pa.array(values, pa.int64(), mask=values == UNSET) for name, values in times.items()}
-    return pa.table({name: columns[name] for name in REQUESTS.names}, schema=REQUESTS)
+    table = pa.table({name: columns[name] for name in REQUESTS.names}, schema=REQUESTS)
+    return _with_thinking(table, plan, state, token_ns) if "thinking_tokens" in plan.table.column_names else table
+
+
+def _with_thinking(table: pa.Table, plan: Plan, state: RequestState, token_ns: Ints) -> pa.Table:
+    """The table with REQUESTS_EXTRAS: how much of each output is thinking, and when its answer began."""
+    planned = np.asarray(plan.table["thinking_tokens"].fill_null(0), np.int64)
+    outputs = state.next_slot - state.first_slot
+    answered = (planned > 0) & (outputs > planned)
+    slots = np.minimum(state.first_slot + planned, max(len(token_ns) - 1, 0))
+    thinking = pa.array(np.minimum(planned, outputs), pa.int32(), mask=planned == 0)
+    table = table.append_column(REQUESTS_EXTRAS.field("thinking_tokens"), thinking)
+    answers = pa.array(token_ns[slots], pa.int64(), mask=~answered)
+    return table.append_column(REQUESTS_EXTRAS.field("first_answer_ns"), answers)
 
 
 def with_failures(requests: pa.Table, failed: Mapping[int, Failure], never_sent: Sequence[int] = ()) -> pa.Table:

@@ -119,6 +119,8 @@ def _extras(requests: Requests) -> dict[str, pa.Array]:
     if requests.hang_up_s is not None and (known := np.isfinite(requests.hang_up_s)).any():
         ns = np.rint(np.where(known, requests.hang_up_s, 0.0) * 1e9)
         found["hang_up_ns"] = ints(ns, pa.int64(), valid=known)
+    if requests.thinking_tokens is not None:
+        found["thinking_tokens"] = ints(requests.thinking_tokens, pa.int32())
     return found
 
 

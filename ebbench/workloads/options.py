@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -54,7 +54,8 @@ class PlanOptions:
     ``drop_too_long``. ``tokenizer`` (name or folder) counts the tokens of text; None estimates them from bytes.
     ``with_text`` False leaves out the prompts' text, which simulated engines do not read. ``columns`` names the columns
     of a log (see :func:`ebbench.workloads.log_columns.parse_columns`); ``keep_text`` sends a log's own prompts, which
-    are otherwise never kept. ``think_time``, ``tool_time``, ``tool_share``, ``sub_agents``, ``abandon_after``: see
+    are otherwise never kept.
+    ``think_time``, ``tool_time``, ``tool_share``, ``sub_agents``, ``abandon_after``, ``thinking_len``: see
     :mod:`ebbench.workloads.sessions`; they replace what the workload's file says.
 
     Raises UsageError for an invalid value.
@@ -86,6 +87,7 @@ class PlanOptions:
     tool_share: float | None = None
     sub_agents: str | None = None
     abandon_after: str | None = None
+    thinking_len: int | None = None
 
     def __post_init__(self) -> None:
         for key in _POSITIVE:
@@ -108,7 +110,8 @@ class PlanOptions:
         """The options that describe sessions."""
         from ebbench.workloads.sessions import SessionOptions
 
-        return SessionOptions(self.think_time, self.tool_time, self.tool_share, self.sub_agents, self.abandon_after)
+        names = (field.name for field in fields(SessionOptions))
+        return SessionOptions(**{name: getattr(self, name) for name in names})
 
     @property
     def load(self) -> Load:
@@ -120,5 +123,6 @@ class PlanOptions:
 
 _POSITIVE = (
     "num_prompts", "max_concurrency", "request_rate", "saturation_rate", "burstiness", "input_len", "output_len",
+    "thinking_len",
     "speed", "duration_s", "max_model_len",
 )  # fmt: skip

@@ -30,7 +30,7 @@ def make_plan(options: PlanOptions) -> Plan:
     requests, schedule = (
         _from_trace(options, scenario) if workload is None else _from_workload(options, scenario, workload)
     )
-    spec = session_spec(None if workload is None else workload.sessions, options.sessions)
+    spec = session_spec(None if workload is None else workload.sessions, options.sessions, options.length_distribution)
     if spec is not None:
         requests = with_sessions(requests, spec, options.seed)
     cap = options.max_concurrency or scenario.max_concurrency

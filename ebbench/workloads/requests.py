@@ -25,7 +25,7 @@ class Requests:
     ``block_tokens``: prompt tokens per hash id (None: 512). ``content``: stream of each row's tokens from 0, None: one
     per session. ``pause_s``: seconds between the end of what a row waits for and its start (NaN: none); ``after``: the
     turns that it waits for, None for the turn before. ``hang_up_s``: seconds after which the client hangs up (NaN:
-    never).
+    never). ``thinking_tokens``: how many output tokens, from the first one on, are thinking.
     """
 
     session: Int64s
@@ -40,6 +40,7 @@ class Requests:
     pause_s: Floats | None = None
     after: Sequence[Sequence[int] | None] | None = None
     hang_up_s: Floats | None = None
+    thinking_tokens: Int32s | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
 
@@ -68,6 +69,7 @@ class Requests:
             pause_s=None if self.pause_s is None else self.pause_s[mask],
             after=None if self.after is None else self._after_kept(mask),
             hang_up_s=None if self.hang_up_s is None else self.hang_up_s[mask],
+            thinking_tokens=None if self.thinking_tokens is None else self.thinking_tokens[mask],
         )
 
     def _after_kept(self, mask: npt.NDArray[np.bool_]) -> list[Sequence[int] | None]:
@@ -102,6 +104,7 @@ class Requests:
             arrival_s=None,
             pause_s=None,
             hang_up_s=None,
+            thinking_tokens=None if self.thinking_tokens is None else np.tile(self.thinking_tokens, times),
         )
 
 

@@ -17,7 +17,7 @@ from ebbench.config.setting_strings import named_settings, setting, settings_of
 from ebbench.errors import UsageError
 from ebbench.traffic.substreams import substream
 from ebbench.workloads.durations import DurationSpec, parse_duration
-from ebbench.workloads.lengths import LengthSpec
+from ebbench.workloads.lengths import LengthSpec, length_spec
 from ebbench.workloads.requests import Floats, Requests
 
 FIRST_AGENT = 1 << 31
@@ -48,7 +48,8 @@ class SessionSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
     ``think``: from the end of an answer to the user's next turn. ``tool``: the same where the client runs a tool;
     ``tool_share`` of the turns after the first follow a tool call (all of them if ``think`` is not given), the others
-    follow ``think``. ``abandon``: after so long a client hangs up on an answer that is not complete.
+    follow ``think``. ``abandon``: after so long a client hangs up on an answer that is not complete. ``thinking``:
+    tokens that each output begins with, before its answer; they stay in the history of later turns.
     """
 
     think: DurationSpec | None = None
@@ -56,6 +57,7 @@ class SessionSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     tool_share: float | None = None
     agents: AgentSpec | None = None
     abandon: DurationSpec | None = None
+    thinking: LengthSpec | None = None
 
     def __post_init__(self) -> None:
         if self.tool_share is not None and (self.tool is None or self.think is None):
@@ -75,6 +77,7 @@ class SessionOptions:
     tool_share: float | None = None
     sub_agents: str | None = None
     abandon_after: str | None = None
+    thinking_len: int | None = None
 
 
 @dataclass(frozen=True)
@@ -88,8 +91,13 @@ class _AgentSettings:
     output: int = setting(200, "output tokens of each request", unit="tokens", at_least=1)
 
 
-def session_spec(base: SessionSpec | None, options: SessionOptions) -> SessionSpec | None:
-    """The workload's sessions with what the options set; None if neither says anything. Raises UsageError."""
+def session_spec(
+    base: SessionSpec | None, options: SessionOptions, length_distribution: str | None = None
+) -> SessionSpec | None:
+    """The workload's sessions with what the options set; None if neither says anything. Raises UsageError.
+
+    ``length_distribution``: of the thinking, as ``--length-distribution`` gives it.
+    """
     given: dict[str, Any] = {}
     for key, option, text in (
         ("think", "--think-time", options.think_time),
@@ -100,6 +108,8 @@ def session_spec(base: SessionSpec | None, options: SessionOptions) -> SessionSp
             given[key] = parse_duration(text, option)
     if options.tool_share is not None:
         given["tool_share"] = options.tool_share
+    if options.thinking_len is not None:
+        given["thinking"] = length_spec(options.thinking_len, length_distribution)
     if options.sub_agents is not None:
         given["agents"] = _parse_agents(options.sub_agents)
     if not given:
@@ -132,6 +142,8 @@ def with_sessions(requests: Requests, spec: SessionSpec, seed: int) -> Requests:
         )
     if (spec.think or spec.tool) and requests.pause_s is not None:
         raise UsageError("the requests bring their own pauses; leave out --think-time and --tool-time")
+    if spec.thinking is not None:
+        requests = _with_thinking(requests, spec.thinking, seed)
     if spec.think or spec.tool:
         requests = replace(requests, pause_s=_pauses(spec, later, seed))
     if spec.agents is not None:
@@ -144,9 +156,27 @@ def with_sessions(requests: Requests, spec: SessionSpec, seed: int) -> Requests:
     return replace(requests, facts={**requests.facts, "session_shape": _described(spec)})
 
 
+def _with_thinking(requests: Requests, thinking: LengthSpec, seed: int) -> Requests:
+    """The requests with outputs that begin with thinking, which lengthens the prompts of later turns."""
+    if requests.thinking_tokens is not None or requests.hash_ids is not None or requests.arrival_s is not None:
+        raise UsageError("recorded outputs contain their thinking; leave out --thinking-len")
+    tokens = thinking.draw(substream(seed, "sessions/thinking"), len(requests))
+    total = np.cumsum(tokens, dtype=np.int64)
+    before_session = (total - tokens)[np.searchsorted(requests.session, requests.session)]
+    earlier = total - tokens - before_session
+    return replace(
+        requests,
+        thinking_tokens=tokens,
+        output_tokens=(requests.output_tokens + tokens).astype(np.int32),
+        input_tokens=(requests.input_tokens + earlier).astype(np.int32),
+    )
+
+
 def _described(spec: SessionSpec) -> dict[str, Any]:
     found: dict[str, Any] = {
-        name: getattr(spec, name).text for name in ("think", "tool", "abandon") if getattr(spec, name) is not None
+        name: getattr(spec, name).text
+        for name in ("think", "tool", "abandon", "thinking")
+        if getattr(spec, name) is not None
     }
     if spec.tool_share is not None:
         found["tool_share"] = spec.tool_share
@@ -236,6 +266,13 @@ class _Rows:
             column.append(value)
         self._turn += 1
 
+    def _thinking(self) -> np.ndarray | None:
+        """Thinking tokens of the rows; sub-agents do not think."""
+        thinking = self._old.thinking_tokens
+        if thinking is None:
+            return None
+        return np.array([0 if row < 0 else thinking[row] for row in self._columns["source"]], np.int32)
+
     def requests(self) -> Requests:
         """The requests written."""
         columns, old = self._columns, self._old
@@ -250,6 +287,7 @@ class _Rows:
             prompt=None if old.prompt is None else old.prompt.take(source),
             hash_ids=None if old.hash_ids is None else old.hash_ids.take(source),
             pause_s=pauses if pauses.any() else None,
+            thinking_tokens=self._thinking(),
             after=columns["after"],
             content=np.array(columns["content"], np.int64),
         )

@@ -30,7 +30,7 @@ def test_pairs_may_share_a_text() -> None:
     ("text", "message"),
     [
         ("ttfT:5", "'ttfT'; did you mean 'ttft'?"),
-        ("xyz:5", "known: e2el, tpot, ttft"),
+        ("xyz:5", "known: e2el, tpot, ttfat, ttft"),
         ("ttft", "a number above 0 (milliseconds), e.g. ttft:500"),
         ("ttft:", "above 0 (milliseconds)"),
         ("ttft:fast", "above 0 (milliseconds)"),

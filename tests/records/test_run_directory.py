@@ -194,7 +194,9 @@ def test_other_tools_widths_are_no_other_types(tmp_path: Path, result: EngineRes
 def test_an_unknown_limit_is_named(tmp_path: Path) -> None:
     content = json.loads(encode_manifest(manifest()))
     content["slo"] = {"ttft": 5.0, "itl": 1.0}
-    with pytest.raises(DataError, match=r"manifest\.json: unknown limit 'itl' in slo; it can limit ttft, tpot, e2el"):
+    with pytest.raises(
+        DataError, match=r"manifest\.json: unknown limit 'itl' in slo; it can limit ttft, tpot, e2el, ttfat"
+    ):
         decode_manifest(json.dumps(content).encode(), tmp_path / "manifest.json")
     assert tuple(METRICS) == LIMITS
 

@@ -31,7 +31,8 @@ def with_columns(made: Plan, **columns: list[Any]) -> Plan:
     for name, values in columns.items():
         for row, value in zip(rows, values, strict=True):
             row[name] = value
-    return replace(made, table=pa.Table.from_pylist(rows, schema=pa.schema([*PLAN, *PLAN_EXTRAS])))
+    schema = pa.schema([*PLAN, *(field for field in PLAN_EXTRAS if field.name in columns)])
+    return replace(made, table=pa.Table.from_pylist(rows, schema=schema))
 
 
 def simulate(made: Plan, policy: str = "v1", options: EngineOptions = OPTIONS) -> list[dict[str, Any]]:
@@ -131,3 +132,15 @@ def test_separate_prefill_and_decode_refuse_hang_ups() -> None:
     made = with_columns(plan([(5, 3)], concurrency=1), hang_up_ns=[1])
     with pytest.raises(UsageError, match="hang up are not simulated where prefill and decode are separate"):
         SimEngine(topology=parse_topology("1p1d")).run(made, parse_policy("v1"), device(), OPTIONS)
+
+
+def test_the_answer_begins_after_the_planned_thinking() -> None:
+    made = with_columns(plan([(5, 30)] * 4, concurrency=4), thinking_tokens=[10, 29, 30, None])
+    rows = simulate(made)
+    for row, thinking in zip(rows[:2], (10, 29), strict=True):
+        assert row["thinking_tokens"] == thinking
+        assert row["first_answer_ns"] == row["first_token_ns"] + sum(row["itl_ns"][:thinking])
+    assert (rows[2]["thinking_tokens"], rows[2]["first_answer_ns"]) == (30, None)  # it ended in its thinking
+    assert (rows[3]["thinking_tokens"], rows[3]["first_answer_ns"]) == (None, None)
+    result = SimEngine().run(made, parse_policy("v1"), device(), OPTIONS)
+    assert measure(RequestColumns.of(result.requests)).ttfat.count == 3  # the last begins with its answer

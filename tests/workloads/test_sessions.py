@@ -122,3 +122,22 @@ def test_a_workload_file_describes_its_sessions(tmp_path: object) -> None:
     plan = build_plan(str(path))
     assert len(plan) == 10 * (3 + 2 * 2 * 2)
     assert build_plan(str(path), sub_agents="1").facts["session_shape"]["tool"] == "exponential(mean 1.5 s)"
+
+
+def test_thinking_comes_before_the_answer_and_stays_in_the_history() -> None:
+    plain, thinking = chat(num_prompts=40).table, chat(num_prompts=40, thinking_len=300).table
+    tokens = np.asarray(thinking["thinking_tokens"])
+    assert tokens.mean() == pytest.approx(300, rel=0.1)
+    assert (np.asarray(thinking["output_tokens"]) - tokens).tolist() == plain["output_tokens"].to_pylist()
+    session, more = (
+        np.asarray(thinking["session"]),
+        np.asarray(thinking["input_tokens"]) - np.asarray(plain["input_tokens"]),
+    )
+    for one in range(40):
+        own = session == one
+        assert more[own].tolist() == np.concatenate([[0], np.cumsum(tokens[own])[:-1]]).tolist()
+
+
+def test_thinking_for_recorded_outputs_is_refused() -> None:
+    with pytest.raises(UsageError, match="recorded outputs contain their thinking"):
+        build_plan("trace:tests/data/mooncake.jsonl", thinking_len=300)
