@@ -1,6 +1,6 @@
 """A bound that no scheduler passes: the shortest time in which a device could carry out a plan.
 
-Every schedule computes the same tokens, whatever its order. Four amounts describe the work of a plan (:class:`Work`):
+Every schedule computes the same tokens, whatever its order. Four amounts describe the work of a plan:
 output tokens, the KV tokens that their attention reads, prompt tokens before the last of each prompt, and the KV tokens
 that their attention reads. A token that a prefill samples counts as an output token like one that a decode samples, so
 a preemption, after which a prefill samples a token that a decode would have sampled, leaves the amounts unchanged or

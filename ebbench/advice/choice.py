@@ -13,6 +13,13 @@ from vllm_eb.policy import policy_class
 BASELINE = "v1"
 
 
+def own_budget(policy: str) -> int | None:
+    """The token budget of vLLM's own scheduling under another budget; None for any other policy."""
+    kind, _, settings = policy.partition(":")
+    value = settings.removeprefix("budget=")
+    return int(value) if kind == BASELINE and value.isdigit() and value != settings else None
+
+
 def relative_gain(ours: Sequence[float], base: Sequence[float] | None) -> PairedInterval | None:
     """Mean relative gain with its paired 95 % t interval, from the logs of the ratios; None if undefined."""
     if base is None or min(base) <= 0 or min(ours) <= 0:
@@ -39,6 +46,19 @@ def choose(scores: Sequence[PolicyScore]) -> tuple[PolicyScore, str]:
             return _simplest(sure), reason
     chosen = _simplest(equal)
     return chosen, _winner(scores) if len(equal) == 1 else _among([one for one in equal if one is not chosen])
+
+
+def budget_share(scores: Sequence[PolicyScore]) -> tuple[PolicyScore, float] | None:
+    """The best tuned token budget, and which share of the best policy's gain over v1 it gives by itself.
+
+    None if no budget was tried, or the best policy gains no more than TIE.
+    """
+    budgets = [one for one in scores if own_budget(one.policy) is not None]
+    gains = [one.gain.mean for one in scores if one.gain is not None]
+    if not budgets or not gains or max(gains) <= TIE:
+        return None
+    best = max(budgets, key=lambda one: one.objective)
+    return (best, max(best.gain.mean, 0.0) / max(gains)) if best.gain is not None else None
 
 
 def _winner(scores: Sequence[PolicyScore]) -> str:

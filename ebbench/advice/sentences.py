@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 from rich.text import Text
 
+from ebbench.advice.choice import budget_share, own_budget
 from ebbench.analysis.compare.policies import TIE
 from ebbench.render.numbers import DASH, change, count, duration_ms, percent, rate
 from ebbench.render.tables import framed
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from ebbench.analysis.statistics import PairedInterval
 
 _FULL_BATCH = "Theory assumes a batch that stays full; a simulated run also fills and drains."
+MOST = 0.5
+"""From this share of the best policy's gain on, a tuned token budget gives most of it."""
 FAR_APART = 0.1
 """From this difference between the two gains on (a share), a sentence explains it."""
 
@@ -31,11 +34,30 @@ def headline(advice: Advice) -> list[str]:
         lines.append(f"Expected: {interval(chosen.gain, question.seeds)} {what} over v1.")
     if chosen.attainment is not None:
         lines.append(f"{percent(chosen.attainment)} of the requests meet {question.slo} (ms).")
+    if (tuned := _budget_line(advice)) is not None:
+        lines.append(tuned)
     lines.append(
         f"Expect about {rate(chosen.tokens_per_s)} tokens/s (prompts and answers), median TTFT "
         f"{duration_ms(chosen.ttft_ms)}, median TPOT {duration_ms(chosen.tpot_ms)}."
     )
     return lines
+
+
+def _budget_line(advice: Advice) -> str | None:
+    """What a tuned token budget gives without any further policy; None if it does not matter."""
+    found = budget_share(advice.scores)
+    if found is None:
+        return None
+    score, share = found
+    budget, most = own_budget(score.policy), max(one.gain.mean for one in advice.scores if one.gain is not None)
+    assert score.gain is not None
+    if score.gain.mean <= TIE:
+        return "A smaller token budget alone gives no gain."
+    much = "most" if share >= MOST else "only a part"
+    return (
+        f"A tuned token budget alone, --max-num-batched-tokens {budget}, gives {much} of it: "
+        f"{change(score.gain.mean)} of {change(most)}."
+    )
 
 
 def parameters(advice: Advice) -> list[str]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ebbench.advice.candidates import candidate, figure, load_of, main_cells
-from ebbench.advice.choice import BASELINE, choose, relative_gain
+from ebbench.advice.choice import BASELINE, choose, own_budget, relative_gain
 from ebbench.advice.results import Advice, AdviceQuestion, GainCurve, PolicyScore, Tuning
 from ebbench.advice.theory import ExpectedLoad, predict, sign_changes
 from ebbench.analysis.slo import Slo
@@ -24,11 +24,20 @@ SHARES = (0.1, 0.25, 0.5, 0.75, 0.9)
 PROBE_PROMPTS = 1200
 
 
-def default_policies(slo: Slo) -> tuple[str, ...]:
-    """The candidates that the policies name; those that keep targets get the TTFT and TPOT targets."""
+def default_policies(slo: Slo, max_num_batched_tokens: int, max_num_seqs: int) -> tuple[str, ...]:
+    """The candidates that the policies name; those that keep targets get the TTFT and TPOT targets.
+
+    Token budgets are left out that are no smaller than the server's, or too small for its sequences.
+    """
     targets_s = {name: limit / 1e3 for name, limit in slo.limits().items() if name in ("ttft", "tpot")}
     named = (text for kind in policy_types().values() for text in kind.candidates(targets_s))
-    return tuple(dict.fromkeys((BASELINE, *named)))
+    fit = (text for text in named if _budget_fits(text, max_num_batched_tokens, max_num_seqs))
+    return tuple(dict.fromkeys((BASELINE, *fit)))
+
+
+def _budget_fits(policy: str, max_num_batched_tokens: int, max_num_seqs: int) -> bool:
+    budget = own_budget(policy)
+    return budget is None or max_num_seqs <= budget < max_num_batched_tokens
 
 
 def concurrency_cells(question: AdviceQuestion, load: ExpectedLoad) -> dict[float, tuple[Cell, Cell]]:

@@ -153,7 +153,9 @@ def _question(workload: str, server: ServerFlags, search: AdviceFlags, traffic: 
         server.max_num_batched_tokens,
         search.seeds,
         slo,
-        tuple(spec.name for spec in parse_policies(search.policy)) if search.policy else default_policies(slo),
+        tuple(spec.name for spec in parse_policies(search.policy))
+        if search.policy
+        else default_policies(slo, server.max_num_batched_tokens, server.max_num_seqs),
     )
     return checked(question)
 
@@ -217,6 +219,9 @@ def _print(found: Advice) -> None:
 def _as_dict(found: Advice) -> dict[str, Any]:
     from dataclasses import asdict
 
+    from ebbench.advice.choice import budget_share, own_budget
+
+    budget = budget_share(found.scores)
     theory = asdict(found.theory) | {"exclusive": found.theory.exclusive, "gain": found.theory.gain}
     return {
         "policy": found.chosen.policy,
@@ -228,6 +233,12 @@ def _as_dict(found: Advice) -> dict[str, Any]:
         "scores": [_finite(asdict(score)) for score in found.scores],
         "concurrency": None if found.concurrency is None else asdict(found.concurrency),
         "mix": None if found.mix is None else asdict(found.mix),
+        "tuned_budget": None
+        if budget is None
+        else {
+            "max_num_batched_tokens": own_budget(budget[0].policy),
+            "share_of_gain": budget[1],
+        },
         "tuning": None if found.tuning is None else asdict(found.tuning),
         "max_num_seqs": found.question.max_num_seqs,
         "max_num_batched_tokens": found.question.max_num_batched_tokens,

@@ -14,6 +14,7 @@ from typer.testing import CliRunner, Result
 
 from ebbench.advice import sentences, simulate
 from ebbench.advice.candidates import alike
+from ebbench.advice.choice import own_budget
 from ebbench.advice.results import AdviceQuestion
 from ebbench.advice.simulate import concurrency_cells, default_policies, tuning_cells
 from ebbench.advice.theory import ExpectedLoad, predict, sign_changes
@@ -75,15 +76,24 @@ def test_sign_changes_are_interpolated() -> None:
 
 
 def test_targets_are_handed_to_the_policy_that_takes_them() -> None:
-    without = default_policies(Slo())
+    without = default_policies(Slo(), 8192, 1024)
     assert without[0] == "v1"
     assert {"cadence:every=16", "batchwait:iters=32,ratio=0.5", "delayer", "ppas", "eb", "ebplus", "marginal"} < {
         *without
     }
-    assert {*default_policies(Slo(ttft=10_000, tpot=100))} - {*without} == {
+    assert {*default_policies(Slo(ttft=10_000, tpot=100), 8192, 1024)} - {*without} == {
         "marginal:ttft=10,tpot=0.1",
         "slochunk:tpot=0.1",
     }
+
+
+@pytest.mark.parametrize(
+    ("tokens", "seqs", "budgets"),
+    [(8192, 1024, {2048, 4096}), (16384, 4096, {4096, 8192}), (2048, 64, set())],
+)
+def test_budgets_below_the_servers_are_tried(tokens: int, seqs: int, budgets: set[int]) -> None:
+    tried = default_policies(Slo(), tokens, seqs)
+    assert {own_budget(name) for name in tried} == budgets | {None}
 
 
 def invoke(*args: str) -> Result:
@@ -97,7 +107,7 @@ def test_a_policy_is_tried_where_it_names_candidates(monkeypatch: pytest.MonkeyP
             return tuple(f"own:{name}={value:g}" for name, value in targets_s.items())
 
     monkeypatch.setattr(simulate, "policy_types", lambda: {"own": Own})
-    assert default_policies(Slo(ttft=500, e2el=9000)) == ("v1", "own:ttft=0.5")
+    assert default_policies(Slo(ttft=500, e2el=9000), 8192, 1024) == ("v1", "own:ttft=0.5")
 
 
 @pytest.fixture(scope="module")
@@ -189,6 +199,18 @@ def test_with_targets_goodput_decides(runs: Path) -> None:
     for row in found["scores"]:
         assert 0 <= row["attainment"] <= 1
         assert row["objective"] <= row["tokens_per_s"]
+
+
+def test_the_share_of_a_tuned_budget_is_said(runs: Path) -> None:
+    loads = ("--max-num-batched-tokens", "8192", "--input-len", "3000", "--output-len", "30")
+    policies = ("-p", "v1", "-p", "v1:budget=2048", "-p", "marginal")
+    args = ("advise", *SMALL, *loads, *policies, "--runs", str(runs))
+    found = json.loads(invoke(*args, "--json").stdout)
+    gains = {row["policy"]: row["gain"]["mean"] for row in found["scores"]}
+    assert found["tuned_budget"]["max_num_batched_tokens"] == 2048
+    best = max(gains.values())
+    assert found["tuned_budget"]["share_of_gain"] == pytest.approx(max(gains["v1:budget=2048"], 0) / best)
+    assert "token budget alone" in invoke(*args).stdout
 
 
 def test_tuning_tries_other_settings_with_the_chosen_policy(runs: Path) -> None:

@@ -36,8 +36,8 @@ class V1(PolicySpec):
 
     @classmethod
     def candidates(cls, targets_s: Mapping[str, float]) -> tuple[str, ...]:
-        """The baseline."""
-        return (cls.kind,)
+        """The baseline, and smaller token budgets: which is best moves with the load (P-PAS, arXiv 2608.15171)."""
+        return (cls.kind, *(f"{cls.kind}:budget={budget}" for budget in (2048, 4096, 8192)))
 
     def strategy(self, engine: EngineFacts, lengths: Lengths) -> Strategy:
         """vLLM's steps with a budget."""
