@@ -25,7 +25,7 @@ from ebbench.devices import load_device
 from ebbench.devices.base import Device, StepShape
 from ebbench.engines.base import EngineOptions
 from ebbench.workloads import build_plan
-from tests.benchmarks.bench_policies import LARGE, LENGTHS, MIDDLE, TPOT_S, TTFT_S
+from tests.benchmarks.policy_cells import LARGE, LENGTHS, MIDDLE, TPOT_S, TTFT_S
 
 
 @dataclass(frozen=True)

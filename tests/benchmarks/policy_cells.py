@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,15 +21,16 @@ from ebbench.workloads import build_plan
 from vllm_eb.policy import parse_policy
 
 TTFT_S, TPOT_S = 10.0, 0.1
-MARGINAL, SLO = "marginal", f"marginal:ttft={TTFT_S:g},tpot={TPOT_S:g}"
-BUDGETS = ("v1:budget=2048", "v1:budget=4096", "v1:budget=8192")
+MARGINAL, SHORTEST = "marginal", "marginal:order=shortest"
+SLO = f"marginal:ttft={TTFT_S:g},tpot={TPOT_S:g}"
+BUDGETS = ("v1:budget=2048", "v1:budget=4096")
 BATCHWAIT, SLOCHUNK = "batchwait:iters=32,ratio=0.5", f"slochunk:tpot={TPOT_S:g}"
 POLICIES = (
-    "v1", *BUDGETS, "v1:order=shortest", "eb", "eb:order=shortest", "ebplus", "cadence:every=32",
+    "v1", *BUDGETS, "v1:order=shortest", "eb", "eb:order=shortest", "ebplus",
     "cadence:every=32,escape=off", "ppas", "delayer", BATCHWAIT, f"{BATCHWAIT},order=shortest", SLOCHUNK,
-    f"{SLOCHUNK},order=shortest", MARGINAL, SLO,
+    f"{SLOCHUNK},order=shortest", MARGINAL, SHORTEST, SLO,
 )  # fmt: skip
-OWN = (MARGINAL, SLO)
+OWN = (MARGINAL, SHORTEST, SLO)
 """This project's policies; all others are their rivals."""
 POOLS = ("1p3d", "2p2d", "3p1d")
 """Topologies with prefill and decode apart, on as many GPUs; their instances schedule by vLLM's own rules."""
@@ -56,8 +58,8 @@ COLUMNS = ("intended_ns", "first_token_ns", "last_token_ns", "input_tokens", "ou
 class Setting:
     """One setting of the matrix.
 
-    ``probe``: lengths and number of requests of the run that measures v1's saturation rate, for open loops whose load is
-    a share of it. ``topology``: of four GPUs; ``seeded`` False: every seed gives the same plan.
+    ``probe``: lengths and number of requests of the run that measures v1's saturation rate, for open loops whose load
+    is a share of it. ``topology``: of four GPUs; ``seeded`` False: every seed gives the same plan.
     """
 
     name: str
@@ -88,7 +90,7 @@ def settings(traces: Path | None) -> list[Setting]:
         made.append(Setting(name, {**LENGTHS, "scenario": name, "num_prompts": 2000}, probe=probe))
     long_probe = {**LONG_LENGTHS, "num_prompts": 150, "max_concurrency": 32}
     made.append(Setting("long-prompts", {**LONG_LENGTHS, "scenario": str(LONG_SCENARIO)}, LONG, probe=long_probe))
-    for name, count in (("AzureLLMInferenceTrace_conv.csv", 2000), ("mooncake_conversation_trace.jsonl", 1000)):
+    for name, count in (("AzureLLMInferenceTrace_conv.csv", 2000), ("mooncake_conversation_trace.jsonl", 500)):
         if traces is not None and (traces / name).is_file():
             plan = {"workload": f"trace:{traces / name}", "num_prompts": count, "drop_too_long": True}
             made.append(Setting(name.split("_")[0].removesuffix("Trace"), plan, seeded=False))
@@ -123,12 +125,16 @@ class Job:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Throughput in tokens/s (input and output), mean latencies, share of requests within both targets."""
+    """Throughput in tokens/s (input and output), mean latencies, share of requests within both targets.
+
+    ``simulated_per_s``: requests simulated per CPU second.
+    """
 
     tokens_per_s: float
     ttft_s: float
     tpot_ms: float
     attained: float
+    simulated_per_s: float
 
 
 def device_of(job: Job) -> Device | None:
@@ -163,13 +169,16 @@ def run_job(job: Job) -> dict[str, Outcome] | None:
     found = {}
     for name, topology, policy in made:
         engine = SimEngine(topology=None if topology is None else deployed(topology), requests_only=True)
+        begun_s = time.process_time()
         result = engine.run(plan, parse_policy(policy), device, job.setting.options)
+        seconds = time.process_time() - begun_s
         if not result.invalid:
-            found[name] = outcome({column: np.asarray(result.requests[column]) for column in COLUMNS})
+            columns = {column: np.asarray(result.requests[column]) for column in COLUMNS}
+            found[name] = outcome(columns, len(plan) / seconds)
     return found
 
 
-def outcome(columns: Mapping[str, np.ndarray]) -> Outcome:
+def outcome(columns: Mapping[str, np.ndarray], simulated_per_s: float) -> Outcome:
     """Figures of one run, in which every request completed."""
     first, last, intended = (columns[c] for c in ("first_token_ns", "last_token_ns", "intended_ns"))
     outputs = columns["output_tokens"]
@@ -179,5 +188,15 @@ def outcome(columns: Mapping[str, np.ndarray]) -> Outcome:
     within = (ttft_s <= TTFT_S) & ((tpot_s <= TPOT_S) | (outputs < 2))
     tokens = columns["input_tokens"] + outputs
     return Outcome(
-        float(tokens.sum()) / duration_s, float(ttft_s.mean()), float(tpot_s.mean() * 1e3), float(within.mean())
+        float(tokens.sum()) / duration_s,
+        float(ttft_s.mean()),
+        float(tpot_s.mean() * 1e3),
+        float(within.mean()),
+        simulated_per_s,
     )
+
+
+def all_jobs(traces: Path | None) -> list[Job]:
+    """Every cell of the matrix with the first seed."""
+    jobs = [Job(device, model, setting) for device, model in TARGETS for setting in settings(traces)]
+    return jobs + [Job(device, model, setting) for device, model in FOUR_GPU_TARGETS for setting in four_gpu_settings()]
