@@ -31,7 +31,7 @@ import numpy.typing as npt
 from ebbench.devices.base import CostModel, StepShape
 from ebbench.engines.base import EngineOptions
 from ebbench.records.plan import Plan
-from ebbench.simulation.state import HASH_TOKENS, RequestState
+from ebbench.simulation.state import RequestState
 
 Floats = npt.NDArray[np.float64]
 DRAWS = 7  # numbers that choose a step
@@ -106,12 +106,13 @@ def _uncached_blocks(state: RequestState, block_size: int) -> Iterator[tuple[flo
     """Prompt tokens before the last, and the KV tokens that they read, in blocks that no earlier request holds."""
     assert state.hash_ids is not None
     seen: set[tuple[int, int]] = set()
+    size = state.hash_tokens
     for row in range(state.count):
         last = int(state.prompt[row]) - 1
         hashes = state.hash_ids[row] or []
         tokens = pairs = 0.0
-        for place in range(-(-last // HASH_TOKENS)):
-            low, high = place * HASH_TOKENS, min((place + 1) * HASH_TOKENS, last)
+        for place in range(-(-last // size)):
+            low, high = place * size, min((place + 1) * size, last)
             if place < len(hashes):
                 if (hashes[place], place) in seen:
                     low = max(low, last // block_size * block_size)
