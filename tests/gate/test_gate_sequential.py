@@ -34,6 +34,11 @@ def test_looking_after_every_pair_raises_no_more_alarms(name: str) -> None:
     assert float(np.mean(peeked)) > 0.07, "peeking at the fixed-n test is what this rule replaces"
 
 
+def test_a_p_value_is_at_most_one() -> None:
+    assert anytime_p(np.full(6, -0.1)) == 1.0
+    assert 0 < anytime_p(np.full(6, 0.1)) < 1
+
+
 @pytest.mark.parametrize("bound", [0.0, 0.03])
 def test_a_loss_below_the_bound_raises_no_more_alarms(bound: float) -> None:
     trials = drawn("normal") + bound - 0.005
