@@ -9,7 +9,7 @@ comma := ,
 # longest first.
 PYTEST = $(TEST)/bin/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: run dev setup test unit fast vllm coverage lint docs picture clean fuzz vllm-tests nightly
+.PHONY: run dev setup test unit fast vllm coverage lint docs picture clean fuzz vllm-tests serving nightly
 
 run: $(RUN)/.stamp
 	$(RUN)/bin/ebbench run sharegpt --policy v1 --policy eb --policy ebplus --device rtx-pro-6000 --model qwen3-8b
@@ -26,7 +26,7 @@ test:
 	$(MAKE) unit vllm
 
 vllm: $(TEST)/.stamp
-	$(PYTEST) -m vllm
+	$(PYTEST) -m "vllm and not nightly"
 
 # Lines of both packages run by the tests without vLLM; commands in processes of their own are counted too.
 coverage: $(TEST)/.stamp-dev
@@ -81,7 +81,7 @@ $(TEST)/.stamp: $(TEST)/.stamp-dev
 	touch $@
 
 # What is too long for every commit.
-nightly: fuzz vllm-tests
+nightly: fuzz vllm-tests serving
 
 # Random scenes through vLLM's real scheduler under every policy (make fuzz SCENES=2000).
 SCENES ?= 1000
@@ -91,6 +91,10 @@ fuzz: $(TEST)/.stamp
 # vLLM's own scheduler tests, fetched with pip, on vLLM as it is and with the plugin in place of its scheduler.
 vllm-tests: $(TEST)/.stamp
 	PYTHONPATH=.:patches $(TEST)/bin/python -u -m tests.vllm.upstream
+
+# A mix of requests through real servers under the policies that make test leaves out, and without a prefix cache.
+serving: $(TEST)/.stamp
+	$(PYTEST) -m nightly
 
 clean:
 	rm -rf $(RUN) $(TEST) runs site

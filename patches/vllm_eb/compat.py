@@ -48,10 +48,14 @@ def _lacks_grammar(request: Any) -> bool:
 
 
 def needs_no_step(request: Any, max_model_len: int) -> bool:
-    """Whether the last token of a decoding request is in flight, so that vLLM does not schedule it again."""
+    """Whether a decoding request is not scheduled in the next step.
+
+    Either its last token is in flight or, if scheduling is synchronous and an earlier step is still being computed, the
+    token that it continues with is.
+    """
     out: int = request.num_output_placeholders
     if not out:
-        return False
+        return bool(request.num_computed_tokens >= request.num_tokens)
     most: int = min(request.num_prompt_tokens + request.max_tokens, max_model_len + 1)
     return bool(request.num_computed_tokens + 2 - out >= most)
 

@@ -22,6 +22,7 @@ ATTRIBUTES: tuple[tuple[str, ...], ...] = (
     ("running",), ("waiting",), ("requests",), ("max_num_active_reqs", "max_num_running_reqs"),
     ("deferred_waiting", "skipped_waiting"), ("num_waiting_for_streaming_input",), ("pause_state",), ("block_size",),
     ("max_model_len",), ("max_num_scheduled_tokens",), ("lora_config",),
+    ("log_stats",), ("vllm_config",),
     ("kv_cache_manager.block_pool.num_gpu_blocks",),
     ("kv_cache_manager.block_pool.get_num_free_blocks",),
 )  # fmt: skip

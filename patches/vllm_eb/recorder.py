@@ -13,7 +13,6 @@ complete frame. Frames are lists whose first item is their kind; all times are C
 
 from __future__ import annotations
 
-import logging
 import os
 import queue
 import struct
@@ -27,12 +26,12 @@ from typing import Any, BinaryIO
 import msgspec
 
 from vllm_eb.decisions import Record
+from vllm_eb.log import logger
 
 SHARD_STEPS = 4096
 FLUSH_EVERY_S = 0.5
 MAX_QUEUED = 20_000  # steps and groups of decisions: some minutes of a busy server, about 100 MB at 1,000 sequences
 _LENGTH = struct.Struct("<I")
-logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)

@@ -17,12 +17,10 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 import vllm
-from vllm.logger import init_logger
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -31,12 +29,10 @@ from vllm.v1.request import Request, RequestStatus
 from vllm_eb import compat, guard
 from vllm_eb.config import PluginConfig, parse_config
 from vllm_eb.controller import Controller
-from vllm_eb.decisions import Decision, Record, View
-from vllm_eb.metrics import FiguresWriter
-from vllm_eb.recorder import Recorder, StepRecord, folder_of_rank
-from vllm_eb.signals import PassClock, SignalPublisher
-
-logger = init_logger(__name__)
+from vllm_eb.decisions import Decision, View
+from vllm_eb.log import logger
+from vllm_eb.reports import StepReports
+from vllm_eb.waiting import WaitingOrder
 
 # vLLM's front end finds stop strings and then aborts the request; a client that disconnects frees its slot too.
 _ENDS = (
@@ -58,10 +54,8 @@ class _PhasedScheduler(Scheduler):  # type: ignore[misc]
     max_num_scheduled_tokens: int  # vLLM's; lowered for a step whose policy sets a token budget
     # None without a policy or a reader, and in a scheduler created without __init__ (vLLM's own tests do that).
     controller: Controller | None = None
-    _recorder: Recorder | None = None
-    _figures: FiguresWriter | None = None
-    _passes: PassClock | None = None
-    _seen_s: dict[str, float] | None = None
+    _reports: StepReports | None = None
+    _waiting_order: WaitingOrder | None = None
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         config = parse_config(vllm_config.additional_config)
@@ -83,21 +77,19 @@ class _PhasedScheduler(Scheduler):  # type: ignore[misc]
         self._preempted = 0  # in the last step
         self._preempted_now = 0  # in the step being scheduled
         self._may_skip = False  # whether the step being scheduled may be skipped if it is empty
-        self._in_flight: deque[tuple[Any, StepRecord]] = deque()
-        self._device_free_ns = 0
         self.last_decision: Decision | None = None
         self.controller = self._make_controller(config)
-        # Arrival time of each request, if the policy orders the queue by it.
-        self._seen_s = {} if self.controller and self.controller.orders_queue else None
-        compat.refuse_reordering(self, self._seen_s is not None)
+        if self.controller is not None and self.controller.orders_queue:
+            self._waiting_order = WaitingOrder(self.controller)
+        compat.refuse_reordering(self, self._waiting_order is not None)
         rank = int(getattr(vllm_config.parallel_config, "data_parallel_rank", 0) or 0)
-        self._recorder = self._make_recorder(config, rank)
-        self._passes = _make_passes(config, rank)
-        self._figures = self._make_figures(vllm_config.instance_id, rank)
+        reports = StepReports(self, self.controller, config, rank)
+        self._reports = reports if reports.wanted else None
         kind = "asynchronous" if isinstance(self, AsyncScheduler) else "synchronous"
         logger.info(
-            "vllm_eb schedules: policy %s, %d KV blocks, %s scheduling", config.policy.name, self._total_blocks, kind
-        )
+            "vllm_eb schedules: policy %s, %d KV blocks, %s scheduling; settings hold until the server is restarted",
+            config.policy.name, self._total_blocks, kind,
+        )  # fmt: skip
 
     def _make_controller(self, config: PluginConfig) -> Controller | None:
         if config.policy.native:  # vLLM's own rules; only recorded
@@ -113,24 +105,6 @@ class _PhasedScheduler(Scheduler):  # type: ignore[misc]
         )
         controller.follow_ages(lambda: [request.num_output_tokens for request in self.running])
         return controller
-
-    def _make_recorder(self, config: PluginConfig, rank: int) -> Recorder | None:
-        if config.record is None:
-            return None
-        folder = folder_of_rank(config.record, rank)
-        return Recorder(folder, {"policy": config.policy.name, "kv_blocks_total": self._total_blocks})
-
-    def _make_figures(self, instance: str, rank: int) -> FiguresWriter | None:
-        """Writer of the figures for /metrics; None if vLLM keeps no statistics or the policy has none."""
-        if not self.log_stats or self.controller is None:
-            return None
-        try:
-            figures = FiguresWriter(instance, rank, self.controller.mode)
-        except OSError as error:
-            logger.warning("vllm_eb: no policy figures in /metrics: %s", error)
-            return None
-        self.controller.keep_records()
-        return figures
 
     def use_clock(self, now_s: Callable[[], float]) -> None:
         """Use another clock (virtual time)."""
@@ -150,10 +124,8 @@ class _PhasedScheduler(Scheduler):  # type: ignore[misc]
         self._preempted = len(output.preempted_req_ids or ())
         admitted = self._report_admissions(output)
         if output.total_num_scheduled_tokens:
-            if self._passes is not None:
-                self._passes.scheduled(output)
-            if self._recorder is not None:
-                self._record(output, before, admitted)
+            if self._reports is not None:
+                self._reports.scheduled(output, self._steps, self.last_decision, before, admitted)
             self._steps += 1
         return output
 
@@ -167,7 +139,7 @@ class _PhasedScheduler(Scheduler):  # type: ignore[misc]
             prefilling=len(self._prefilling),
             waiting=0 if compat.paused(self) else compat.waiting(self),
             free_blocks=compat.free_blocks(self),
-            oldest_wait_s=self._order_queue(self.controller) if self._seen_s is not None else 0.0,
+            oldest_wait_s=self._waiting_order.order(self.waiting, self._clock()) if self._waiting_order else 0.0,
             preempted=self._preempted,
             idle_sessions=compat.idle_sessions(self),
             last_tokens_out=self._last_tokens_out(),
@@ -197,30 +169,14 @@ class _PhasedScheduler(Scheduler):  # type: ignore[misc]
         return all(r.is_prefill_chunk or compat.needs_no_step(r, self.max_model_len) for r in self.running)
 
     def add_request(self, request: Request) -> None:
-        """vLLM's method; also stores the arrival time if the policy has a TTFT target."""
+        """vLLM's method; also keeps the arrival time if the policy orders the queue by it."""
         super().add_request(request)
         if request.request_id not in self.requests:  # otherwise it was the end of a streaming session
             return
-        if self._passes is not None:
-            self._passes.received += 1
-        if self._seen_s is not None:
-            self._seen_s[request.request_id] = self._clock()
-
-    def _order_queue(self, controller: Controller | None) -> float:
-        """Let the policy order the queue if due; returns the waiting time (s) of the oldest punctual request."""
-        assert controller is not None
-        assert self._seen_s is not None
-        now_s = self._clock()
-        if controller.queue.due(now_s):
-            started: list[Request] = []
-            fresh: list[Request] = []
-            for request in self.waiting:
-                new = not request.num_preemptions and request.request_id in self._seen_s
-                (fresh if new else started).append(request)
-            seen_s = [self._seen_s[request.request_id] for request in fresh]
-            places = controller.queue_order(now_s, seen_s, [request.num_prompt_tokens for request in fresh])
-            compat.reorder(self.waiting, [*started, *(fresh[place] for place in places.tolist())])
-        return controller.queue.oldest_wait_s(now_s)
+        if self._reports is not None:
+            self._reports.received()
+        if self._waiting_order is not None:
+            self._waiting_order.arrived(request.request_id, self._clock())
 
     def _schedule_as_decided(self, decision: Decision, view: View, args: Any, kwargs: Any) -> Any:
         self.last_decision = decision
@@ -335,80 +291,21 @@ class _PhasedScheduler(Scheduler):  # type: ignore[misc]
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         if self.controller is not None and request.status in _ENDS and request.num_output_tokens:
             self.controller.on_finish(request.num_output_tokens)
-        if self._seen_s is not None:
-            self._seen_s.pop(request.request_id, None)
+        if self._waiting_order is not None:
+            self._waiting_order.left(request.request_id)
         return super()._free_request(request, *args, **kwargs)
 
-    # Recording.
-
-    def _record(self, output: Any, prefilling: list[Request], admitted: list[str]) -> None:
-        tokens = output.num_scheduled_tokens
-        prompts = {request.request_id for request in prefilling}.union(admitted) & tokens.keys()
-        running, waiting = self.get_request_counts()
-        decision = self.last_decision
-        record = StepRecord(
-            step_id=self._steps,
-            scheduled_ns=time.monotonic_ns(),
-            mode=decision.mode if decision else "mb",
-            prefill_tokens=sum(tokens[request_id] for request_id in prompts),
-            decode_seqs=len(tokens) - len(prompts),
-            scheduled=tokens,
-            kv_blocks_used=self._total_blocks - compat.free_blocks(self),
-            waiting=waiting,
-            running=running,
-            preempted=output.preempted_req_ids or (),
-            k=decision.k if decision else None,
-            n_limit=decision.n_limit if decision else None,
-        )
-        self._in_flight.append((output, record))
-
     def update_from_output(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        """vLLM's method; also completes the record of the step."""
-        if self._recorder is not None or self._figures is not None:
-            self._report_decisions(scheduler_output)
-        if self._passes is not None:
-            self._signal(self._passes, scheduler_output)
+        """vLLM's method; also reports the step."""
+        if self._reports is not None:
+            self._reports.ended(scheduler_output, self.last_decision, self._prefilling)
         return super().update_from_output(scheduler_output, *args, **kwargs)
 
-    def _report_decisions(self, output: Any) -> None:
-        """Pass the controller's decisions since the last step to the recorder and to /metrics."""
-        records = self.controller.drain_records() if self.controller is not None else []
-        if self._recorder is not None:
-            self._finish_record(self._recorder, output, records)
-        if self._figures is not None:
-            self._figures.update(self.last_decision, records)
-
-    def _finish_record(self, recorder: Recorder, output: Any, records: list[Record]) -> None:
-        if self._in_flight and self._in_flight[0][0] is output:
-            record = self._in_flight.popleft()[1]
-            record.start_ns = max(self._device_free_ns, record.scheduled_ns)
-            record.end_ns = self._device_free_ns = time.monotonic_ns()
-            recorder.step(record)
-        if self.controller is not None:
-            recorder.decisions(records)
-
-    def _signal(self, passes: PassClock, output: Any) -> None:
-        """Publish the end of a pass and the remaining work, for the gateway."""
-        unfinished = [r for r in self._prefilling if r.is_prefill_chunk]
-        queued = sum(r.num_tokens - r.num_computed_tokens for r in (*unfinished, *self.waiting))
-        used = (self._total_blocks - compat.free_blocks(self)) * self.block_size
-        passes.ended(output, queued, used, len(self.running) > len(unfinished))
-
     def shutdown(self) -> None:
-        """Close the recorder, then vLLM's method."""
-        if self._passes is not None:
-            self._passes.close()
-        if self._recorder is not None:
-            self._recorder.close()
-        if self._figures is not None:
-            self._figures.close()
+        """Close the reports, then vLLM's method."""
+        if self._reports is not None:
+            self._reports.close()
         super().shutdown()
-
-
-def _make_passes(config: PluginConfig, rank: int) -> PassClock | None:
-    if config.signals is None:
-        return None
-    return PassClock(SignalPublisher(config.signals, rank), rank)
 
 
 def _merged(before: list[Request], after: list[Request], shown: int) -> list[Request]:

@@ -1,8 +1,8 @@
 """The plugin's metrics in vLLM's own /metrics.
 
 vLLM finds this class by the entry point ``vllm.stat_logger_plugins`` and creates it in the process that serves
-/metrics. It logs nothing: it registers a collector, which reads :mod:`vllm_eb.metrics` when Prometheus asks, so that an
-idle server shows its last state.
+/metrics. It registers a collector, which reads :mod:`vllm_eb.metrics` when Prometheus asks, so that an idle server
+shows its last state. When vLLM logs its periodic line, it logs the same figures, one line per engine core.
 """
 
 from __future__ import annotations
@@ -14,13 +14,11 @@ from typing import Any, ClassVar
 from prometheus_client import REGISTRY
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
-from vllm.logger import init_logger
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from vllm_eb.config import KEY
+from vllm_eb.log import logger
 from vllm_eb.metrics import MODES, PHASES, Figures, read_figures
-
-logger = init_logger(__name__)
 
 _MODE_NAMES = {"mb": "mixed", "eb": "exclusive"}
 _LABELS = ("model_name", "engine")
@@ -92,15 +90,30 @@ def _samples(family: Any, field: str, found: _Found) -> Metric:
     return metric
 
 
-class PolicyStatLogger(StatLoggerBase):  # type: ignore[misc]
-    """vLLM creates one per engine core; the first one registers the collector for all.
+def log_line(rank: int, policy: str, figures: Figures) -> str:
+    """The figures of one engine core in one line."""
+    phase = "" if figures.phase == "mixed" else f" ({figures.phase} phase)"
+    parts = [f"{_MODE_NAMES[figures.mode]} batches{phase}, at most {figures.n_limit} requests running"]
+    if figures.k is not None:
+        share = "" if figures.theta is None else f" (theta {figures.theta:.2f})"
+        parts.append(f"refill from {figures.k} idle slots{share}")
+    switches = f"{figures.phase_switches} phase and {figures.mode_switches} mode switches"
+    parts.append(f"{figures.refills} refills, {switches} so far")
+    return f"vllm_eb engine {rank:03d}: policy {policy}: " + "; ".join(parts)
 
-    No metrics for other schedulers.
+
+class PolicyStatLogger(StatLoggerBase):  # type: ignore[misc]
+    """vLLM creates one per engine core; the first one registers the collector and logs for all.
+
+    No metrics and no lines for other schedulers.
     """
 
     _registered: ClassVar[set[str]] = set()  # per process, like the registry
 
     def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
+        self._logs_for: str | None = None  # the engine's instance, if this object logs
+        self._policy = ""
+        self._last: dict[int, Figures] = {}
         settings = vllm_config.additional_config
         policy = settings.get(KEY) if isinstance(settings, Mapping) else None
         instance = vllm_config.instance_id
@@ -110,16 +123,26 @@ class PolicyStatLogger(StatLoggerBase):  # type: ignore[misc]
             logger.warning("vllm_eb: several API servers answer /metrics here, which then shows no policy figures")
             return
         self._registered.add(instance)
+        self._logs_for, self._policy = instance, _policy_name(policy)
         model_name = vllm_config.model_config.served_model_name
         if isinstance(model_name, list):
             model_name = model_name[0]
-        REGISTRY.register(PolicyCollector(instance, str(model_name), _policy_name(policy)))
+        REGISTRY.register(PolicyCollector(instance, str(model_name), self._policy))
 
     def record(self, *_args: Any, **_kwargs: Any) -> None:
         """Do nothing: figures are read when Prometheus asks."""
 
     def log_engine_initialized(self) -> None:
         """Do nothing."""
+
+    def log(self) -> None:
+        """Log the figures of each engine core whose figures have changed since the last line."""
+        if self._logs_for is None:
+            return
+        for rank, figures in read_figures(self._logs_for):
+            if self._last.get(rank) != figures:
+                self._last[rank] = figures
+                logger.info("%s", log_line(rank, self._policy, figures))
 
 
 def _policy_name(settings: Mapping[str, Any]) -> str:

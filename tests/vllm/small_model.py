@@ -10,12 +10,12 @@ HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM, MLP = 64, 2, 2, 1, 32, 128
 MAX_POSITIONS = 2048
 
 
-def build(folder: Path, seed: int = 0) -> Path:
-    """Write config, weights and tokenizer into ``folder``."""
+def build(folder: Path, seed: int = 0, *, spells: bool = False) -> Path:
+    """Write config, weights and tokenizer into ``folder``. ``spells``: tokens are bytes, so any text can be made."""
     folder.mkdir(parents=True, exist_ok=True)
     write_config(folder)
     _write_weights(folder, seed)
-    _write_tokenizer(folder)
+    (_write_byte_tokenizer if spells else _write_tokenizer)(folder)
     return folder
 
 
@@ -92,5 +92,27 @@ def _write_tokenizer(folder: Path) -> None:
         "eos_token": "<eos>",
         "unk_token": "<unk>",
         "model_max_length": MAX_POSITIONS,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+
+
+def _write_byte_tokenizer(folder: Path) -> None:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    special = ["<bos>", "<eos>", "<unk>"]
+    words = [*special, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    words += [f"w{number}" for number in range(len(words), VOCABULARY)]
+    tokenizer = Tokenizer(models.BPE({word: number for number, word in enumerate(words)}, [], unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(special)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<bos>",
+        "eos_token": "<eos>",
+        "unk_token": "<unk>",
+        "model_max_length": MAX_POSITIONS,
+        "chat_template": "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}",
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")

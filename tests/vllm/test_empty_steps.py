@@ -64,6 +64,16 @@ def test_answers_of_one_token_need_no_kv_kept_free_for_them(policy: str, asynchr
     assert ours.empty <= stock.empty
 
 
+@pytest.mark.parametrize("policy", PHASED)
+def test_a_prompt_is_scheduled_while_the_only_other_request_is_being_computed(policy: str) -> None:
+    """Two steps in flight without asynchronous scheduling: the first request has no token to continue with."""
+    engine = Engine(policy, asynchronous=False)
+    engine.add("first", 30, 5)
+    engine.scheduler.schedule()
+    engine.add("second", 30, 5)
+    assert set(engine.scheduler.schedule().num_scheduled_tokens) == {"second"}
+
+
 class Connector:
     """Counts like the scheduler's side of the routed-experts connector: events go out once, with the next output."""
 

@@ -104,7 +104,7 @@ def test_the_end_of_a_streaming_session_leaves_nothing_behind() -> None:
         engine.core.add_request(end)
         engine.run(10)
     assert not engine.scheduler.requests
-    assert engine.scheduler._seen_s == {}
+    assert engine.scheduler._waiting_order.arrived_s == {}
 
 
 @pytest.mark.parametrize("policy", PHASED)

@@ -24,7 +24,10 @@ FILES = (
     "test_scheduler_e2e.py", "test_reset_prefix_cache_e2e.py", "test_deferred_block_free.py", "test_prefix_replay.py",
     "test_priority_preemption_bug.py", "test_swa_inflight_window_free.py", "test_worker_slot_overflow.py",
 )  # fmt: skip
-POLICIES = ("v1", "v0", "deferred:k=2", "eb:theta=0.3", "ebplus", "marginal", "cadence:every=4")
+POLICIES = (
+    "v1", "v0", "deferred:k=2", "eb:theta=0.3", "ebplus", "marginal", "cadence:every=4", "delayer", "ppas:cap=64",
+    "batchwait:iters=4,ratio=0.5", "slochunk:tpot=0.01,least=16",
+)  # fmt: skip
 LONGEST_S = 1800.0
 
 
@@ -49,7 +52,7 @@ def run(root: Path, redirect: Path, policy: str, files: tuple[str, ...]) -> dict
     }  # fmt: skip
     tests = [f"tests/v1/core/{file}" for file in files if (root / "tests/v1/core" / file).exists()]
     command = [
-        sys.executable, "-m", "pytest", "-q", "--noconftest", "-c", os.devnull, "--rootdir", ".", "--tb=short", "-rf",
+        sys.executable, "-m", "pytest", "-q", "--noconftest", "-c", os.devnull, "--rootdir", ".", "--tb=native", "-rf",
         "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "in_place", *tests,
     ]  # fmt: skip
     log = root / f"{name}.log"

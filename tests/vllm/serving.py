@@ -1,0 +1,192 @@
+"""A mix of requests as a server gets them in a day, a client for them, and ``ebbench serve`` to answer them.
+
+Priorities, guided JSON, several answers per prompt, log-probabilities of answers and of prompts, stop strings, shortest
+lengths, echo, chat and completions, streamed and whole, clients that leave; a KV cache too small for all of them.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import json
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from tests.processes.process_tree import assert_gone, descendants, wait_until
+
+REQUESTS, CLIENTS = 320, 24
+STARTED_S, ANSWERED_S, ENDED_S = 540.0, 300.0, 60.0
+SCHEMA = {
+    "type": "object",
+    "properties": {"size": {"type": "integer"}, "name": {"type": "string", "maxLength": 6}},
+    "required": ["size", "name"],
+    "additionalProperties": False,
+}
+
+
+@dataclass(frozen=True)
+class Sent:
+    """One request. ``leaves``: its client closes the connection after the first piece of the streamed answer."""
+
+    path: str
+    body: dict[str, Any]
+    leaves: bool = False
+
+    @property
+    def answers(self) -> int:
+        """Number of answers it asks for."""
+        return int(self.body.get("n", 1))
+
+
+@dataclass
+class Answer:
+    """What came back, per choice: text and finish reason, and all log-probabilities in a fixed order; token counts."""
+
+    texts: dict[int, str] = field(default_factory=dict)
+    reasons: dict[int, str] = field(default_factory=dict)
+    logprobs: dict[int, list[float]] = field(default_factory=dict)
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+    def take(self, piece: dict[str, Any]) -> None:
+        """Add a whole response, or one event of a streamed one."""
+        for choice in piece["choices"]:
+            index = choice["index"]
+            part = choice.get("message") or choice.get("delta") or choice
+            self.texts[index] = self.texts.get(index, "") + str(part.get("text") or part.get("content") or "")
+            numbers = _numbers((choice.get("logprobs"), choice.get("prompt_logprobs") or piece.get("prompt_logprobs")))
+            self.logprobs.setdefault(index, []).extend(numbers)
+            if choice.get("finish_reason"):
+                self.reasons[index] = choice["finish_reason"]
+        if usage := piece.get("usage"):
+            self.prompt_tokens, self.completion_tokens = usage["prompt_tokens"], usage["completion_tokens"]
+
+
+def _numbers(part: Any) -> list[float]:
+    if isinstance(part, dict):
+        return [number for key in sorted(part, key=str) for number in _numbers(part[key])]
+    if isinstance(part, (list, tuple)):
+        return [number for one in part for number in _numbers(one)]
+    return [part] if isinstance(part, float) else []
+
+
+def requests() -> list[Sent]:
+    """The mix, the same every time; a third of the prompts begin alike."""
+    dice = random.Random(7)
+    shared = "".join(dice.choice("abcdefgh ") for _ in range(150))
+    found = []
+    for number in range(REQUESTS):
+        own = "".join(dice.choice("abcdefghijklmnop ") for _ in range(dice.randint(5, 200)))
+        prompt = shared + own if number % 3 == 0 else own
+        found.append(_request(dice, number, prompt))
+    return found
+
+
+def _request(dice: random.Random, number: int, prompt: str) -> Sent:
+    leaves, chat, kind = number % 12 == 11, number % 5 == 4, number % 8
+    body: dict[str, Any] = {
+        "max_tokens": dice.randint(1, 48), "temperature": 0.0, "priority": dice.randint(0, 2), "ignore_eos": True,
+        "stream": leaves or dice.random() < 0.4,
+    }  # fmt: skip
+    body |= {"messages": [{"role": "user", "content": prompt}]} if chat else {"prompt": prompt}
+    if leaves:
+        body["max_tokens"] = 60
+    elif kind == 1:
+        body |= {"max_tokens": 80, "ignore_eos": False}
+        body["response_format"] = {"type": "json_schema", "json_schema": {"name": "thing", "schema": SCHEMA}}
+    elif kind == 2:
+        # The most likely token, as several answers exclude temperature 0. A seed would kill vLLM's CPU worker (0.32).
+        body |= {"n": 2, "temperature": 1.0, "top_k": 1}
+    elif kind == 3:
+        body |= {"logprobs": True, "top_logprobs": 3} if chat else {"logprobs": 3}
+    elif kind == 4 and not body["stream"]:
+        body |= {"prompt_logprobs": 2}
+    elif kind == 5:
+        body |= {"stop": ["e", "qu"], "min_tokens": min(4, body["max_tokens"])}
+    elif kind == 6 and not chat:
+        body |= {"echo": True}
+    if body["stream"]:
+        body["stream_options"] = {"include_usage": True}
+    return Sent("/v1/chat/completions" if chat else "/v1/completions", body, leaves)
+
+
+def answered(url: str, sent: Sent) -> Answer:
+    """Send a request and read its answer, or the first piece of it."""
+    answer, body = Answer(), sent.body | {"model": "small"}
+    if not sent.body["stream"]:
+        reply = httpx.post(url + sent.path, json=body, timeout=ANSWERED_S)
+        assert reply.status_code == 200, reply.text
+        answer.take(reply.json())
+        return answer
+    with httpx.stream("POST", url + sent.path, json=body, timeout=ANSWERED_S) as reply:
+        assert reply.status_code == 200
+        for line in reply.iter_lines():
+            if line.startswith("data: {"):
+                answer.take(json.loads(line[6:]))
+                if sent.leaves:
+                    break
+    return answer
+
+
+def all_answered(url: str) -> list[Answer]:
+    """The answers of the whole mix, CLIENTS requests at a time."""
+    with concurrent.futures.ThreadPoolExecutor(CLIENTS) as pool:
+        return list(pool.map(lambda sent: answered(url, sent), requests()))
+
+
+def samples(url: str) -> dict[str, float]:
+    """vLLM's metrics by name, added up over labels; those of finished requests by their reason."""
+    found: dict[str, float] = {}
+    text = httpx.get(url + "/metrics", timeout=30.0).text
+    for name, labels, value in re.findall(r"^(vllm\S+?)\{(.*)\} (\S+)$", text, re.MULTILINE):
+        reason = re.search(r'finished_reason="(\w+)"', labels)
+        key = f"{name} {reason[1]}" if reason else name
+        found[key] = found.get(key, 0.0) + float(value)
+    return found
+
+
+@contextmanager
+def server(model: Path, policy: str, log: Path, *options: str) -> Iterator[str]:
+    """``ebbench serve`` on the CPU; its URL. ``options`` are vLLM's. Its processes must all end with it."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment = {name: value for name, value in os.environ.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"}
+    environment |= {"VLLM_LOGGING_LEVEL": "INFO", "VLLM_LOG_STATS_INTERVAL": "1"}
+    command = [
+        str(Path(sys.executable).with_name("ebbench")), "serve", str(model), "--policy", policy, "--device", "h200",
+        "--device-model", "qwen3-8b", "--port", str(port), "--", "--enforce-eager", "--max-model-len", "512",
+        "--max-num-seqs", "12", "--max-num-batched-tokens", "128", "--dtype", "float32", "--served-model-name", "small",
+        *options,
+    ]  # fmt: skip
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
+    url = f"http://127.0.0.1:{port}"
+
+    def ready() -> bool:
+        assert process.poll() is None, log.read_text()[-4000:]
+        try:
+            return httpx.get(url + "/health", timeout=5.0).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    below = descendants(process.pid)
+    try:
+        wait_until(ready, "the server did not come up", STARTED_S)
+        below = descendants(process.pid)
+        yield url
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(ENDED_S)
+    assert_gone(below)

@@ -1,0 +1,120 @@
+"""A day's mix of requests through ``ebbench serve``: under every policy the answers and counters of stock vLLM."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.processes.process_tree import wait_until
+from tests.vllm import small_model
+from tests.vllm.serving import ENDED_S, REQUESTS, Answer, Sent, all_answered, answered, requests, samples, server
+
+pytestmark = pytest.mark.vllm
+
+ROUNDING = 2e-3  # of log-probabilities: sums of other batches differ in their last bits
+POLICIES = ("eb:update_every=10,min_samples=5", "marginal:update_every=10")
+MIXED = "ebplus:margin=-1,sticky=-1,update_every=6,min_samples=3"
+FURTHER = (
+    "v0", "deferred:k=3", MIXED, "cadence:every=4", "delayer", "ppas:cap=32", "batchwait:iters=4,ratio=0.5",
+    "slochunk:tpot=0.05,least=16", "marginal:ttft=0.2,tpot=0.02,update_every=10",
+)  # fmt: skip
+TIGHT = ("--num-gpu-blocks-override", "48", "--block-size", "32")  # a third of what 12 sequences may need
+
+
+@dataclass(frozen=True)
+class Served:
+    """The answers in the order of the requests, vLLM's metrics after them, and what the server logged."""
+
+    answers: list[Answer]
+    metrics: dict[str, float]
+    log: str
+
+
+@cache
+def served(model: Path, policy: str, caching: bool) -> Served:
+    """The mix through one server; afterwards nothing is left of it there, and the server answers."""
+    log = model.parent / f"{policy.partition(':')[0]}-{caching}.log"
+    # A TTFT target orders the queue itself, which vLLM's priorities exclude.
+    order = () if "ttft" in policy else ("--scheduling-policy", "priority")
+    cache_option = "--enable-prefix-caching" if caching else "--no-enable-prefix-caching"
+    with server(model, policy, log, *TIGHT, *order, cache_option) as url:
+        answers = all_answered(url)
+        wait_until(lambda: samples(url)["vllm:num_requests_running"] == 0, "a request is still running", ENDED_S)
+        after = samples(url)
+        body = {"prompt": "after", "max_tokens": 3, "temperature": 0.0, "stream": False}
+        assert answered(url, Sent("/v1/completions", body)).reasons == {0: "length"}
+    return Served(answers, after, log.read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return small_model.build(tmp_path_factory.mktemp("mix") / "model", spells=True)
+
+
+def check(model: Path, policy: str, caching: bool) -> None:
+    """Answers under the policy against those under v1, and counters against the answers."""
+    stock, ours = served(model, "v1", caching), served(model, policy, caching)
+    for number, (sent, theirs, mine) in enumerate(zip(requests(), stock.answers, ours.answers, strict=True)):
+        if sent.leaves:
+            continue
+        assert (mine.texts, mine.reasons) == (theirs.texts, theirs.reasons), (number, sent.body)
+        assert mine.prompt_tokens == theirs.prompt_tokens
+        assert mine.completion_tokens == theirs.completion_tokens
+        for index, logprobs in theirs.logprobs.items():
+            assert mine.logprobs[index] == pytest.approx(logprobs, abs=ROUNDING), (number, sent.body)
+    counters_agree(ours)
+    assert ours.metrics["vllm:num_preemptions_total"] > 0, "the KV cache was meant to be too small"
+    assert f"vllm_eb schedules: policy {policy.partition(':')[0]}" in ours.log
+    assert f"vllm_eb engine 000: policy {policy.partition(':')[0]}" in ours.log
+
+
+def counters_agree(one: Served) -> None:
+    """vLLM's counters are those of the answers; requests whose clients left may count as ended or as aborted."""
+    pairs = [(sent, answer) for sent, answer in zip(requests(), one.answers, strict=True) if not sent.leaves]
+    left = [sent for sent in requests() if sent.leaves]
+    metrics = one.metrics
+    assert metrics["vllm:num_requests_waiting"] == 0
+    assert metrics["vllm:kv_cache_usage_perc"] == 0.0
+    for reason in ("stop", "length"):
+        expected = sum(list(answer.reasons.values()).count(reason) for _, answer in pairs)
+        assert expected <= metrics[f"vllm:request_success_total {reason}"] <= expected + len(left), reason
+    ended = sum(value for name, value in metrics.items() if name.startswith("vllm:request_success_total"))
+    assert ended == sum(sent.answers for sent in requests())
+    generated = sum(answer.completion_tokens for _, answer in pairs)
+    most_of_left = sum(sent.body["max_tokens"] for sent in left)
+    assert generated <= metrics["vllm:generation_tokens_total"] <= generated + most_of_left
+
+
+def test_the_requests_are_of_all_kinds(model: Path) -> None:
+    answers = served(model, "v1", True).answers
+    objects = 0
+    for sent, answer in zip(requests(), answers, strict=True):
+        if "response_format" in sent.body and answer.reasons == {0: "stop"}:
+            assert set(json.loads(answer.texts[0])) == {"size", "name"}
+            objects += 1
+    assert objects > 5
+    assert sum(any(answer.logprobs.values()) for answer in answers) > 20
+    assert len({text for answer in answers for text in answer.texts.values()}) > REQUESTS / 2
+    counters_agree(served(model, "v1", True))
+    assert "vllm_eb" not in served(model, "v1", True).log, "under v1 the scheduler is vLLM's own"
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_answers_and_counters_are_those_of_stock_vllm(model: Path, policy: str) -> None:
+    check(model, policy, caching=True)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("policy", FURTHER)
+def test_answers_are_those_of_stock_vllm_under_the_other_policies(model: Path, policy: str) -> None:
+    check(model, policy, caching=True)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("policy", ["v0", MIXED, *POLICIES])
+def test_answers_are_those_of_stock_vllm_without_a_prefix_cache(model: Path, policy: str) -> None:
+    check(model, policy, caching=False)
