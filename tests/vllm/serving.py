@@ -29,7 +29,7 @@ REQUESTS, CLIENTS = 320, 24
 STARTED_S, ANSWERED_S, ENDED_S = 540.0, 300.0, 60.0
 SCHEMA = {
     "type": "object",
-    "properties": {"size": {"type": "integer"}, "name": {"type": "string", "maxLength": 6}},
+    "properties": {"size": {"enum": [1, 12, 123]}, "name": {"enum": ["oak", "elm", "ash"]}},
     "required": ["size", "name"],
     "additionalProperties": False,
 }
@@ -51,11 +51,14 @@ class Sent:
 
 @dataclass
 class Answer:
-    """What came back, per choice: text and finish reason, and all log-probabilities in a fixed order; token counts."""
+    """What came back, per choice: text, finish reason, log-probabilities by their place in the JSON; token counts.
+
+    Log-probabilities are kept per place, since a streamed answer may come in any number of pieces.
+    """
 
     texts: dict[int, str] = field(default_factory=dict)
     reasons: dict[int, str] = field(default_factory=dict)
-    logprobs: dict[int, list[float]] = field(default_factory=dict)
+    logprobs: dict[str, list[float]] = field(default_factory=dict)
     prompt_tokens: int = 0
     completion_tokens: int = 0
 
@@ -65,20 +68,25 @@ class Answer:
             index = choice["index"]
             part = choice.get("message") or choice.get("delta") or choice
             self.texts[index] = self.texts.get(index, "") + str(part.get("text") or part.get("content") or "")
-            numbers = _numbers((choice.get("logprobs"), choice.get("prompt_logprobs") or piece.get("prompt_logprobs")))
-            self.logprobs.setdefault(index, []).extend(numbers)
+            of_prompt = choice.get("prompt_logprobs") or piece.get("prompt_logprobs")
+            for place, number in _numbers({"answer": choice.get("logprobs"), "prompt": of_prompt}, str(index)):
+                self.logprobs.setdefault(place, []).append(number)
             if choice.get("finish_reason"):
                 self.reasons[index] = choice["finish_reason"]
         if usage := piece.get("usage"):
             self.prompt_tokens, self.completion_tokens = usage["prompt_tokens"], usage["completion_tokens"]
 
 
-def _numbers(part: Any) -> list[float]:
+def _numbers(part: Any, place: str) -> Iterator[tuple[str, float]]:
+    """All floats below, each with the keys that lead to it."""
     if isinstance(part, dict):
-        return [number for key in sorted(part, key=str) for number in _numbers(part[key])]
-    if isinstance(part, (list, tuple)):
-        return [number for one in part for number in _numbers(one)]
-    return [part] if isinstance(part, float) else []
+        for key, value in part.items():
+            yield from _numbers(value, f"{place}/{key}")
+    elif isinstance(part, (list, tuple)):
+        for value in part:
+            yield from _numbers(value, place)
+    elif isinstance(part, float):
+        yield place, part
 
 
 def requests() -> list[Sent]:
@@ -168,7 +176,8 @@ def server(model: Path, policy: str, log: Path, *options: str) -> Iterator[str]:
         str(Path(sys.executable).with_name("ebbench")), "serve", str(model), "--policy", policy, "--device", "h200",
         "--device-model", "qwen3-8b", "--port", str(port), "--", "--enforce-eager", "--max-model-len", "512",
         "--max-num-seqs", "12", "--max-num-batched-tokens", "128", "--dtype", "float32", "--served-model-name", "small",
-        *options,
+        # Or a model with random weights would write blanks between the parts of its JSON for ever.
+        "--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}', *options,
     ]  # fmt: skip
     with log.open("wb") as output:
         process = subprocess.Popen(command, env=environment, stdout=output, stderr=output)

@@ -51,6 +51,7 @@ def url(site: Path, small_model_folder: Path) -> Iterator[str]:
     environment = {
         "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "PYTHONPATH": str(site), "HOME": str(site),
         "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "OMP_NUM_THREADS": "1",
+        "VLLM_LOG_STATS_INTERVAL": "1",
     }  # fmt: skip
     log = site / "server.log"
     with log.open("wb") as output:
@@ -107,6 +108,19 @@ def test_figures_move_with_the_load(url: str) -> None:
     assert after["vllm_eb_mode_switches_total"] == 0
     assert 1 <= after["vllm_eb_refill_threshold_slots"] <= 8
     assert figures(url) == after, "an idle server shows its last state"
+
+
+def test_the_servers_log_names_the_policy_and_shows_its_figures(url: str, site: Path) -> None:
+    """After the load of the test above: at the start, and whenever vLLM logs its own figures."""
+    for number in range(3):
+        assert ask(url, number) == 200
+
+    def logged() -> bool:
+        text = (site / "server.log").read_text(encoding="utf-8")
+        return bool(re.search(r"vllm_eb engine 000: policy eb: exclusive batches .* slots .* [1-9]\d* refills", text))
+
+    wait_until(logged, "the figures do not come up in the log")
+    assert "settings hold until the server is restarted" in (site / "server.log").read_text(encoding="utf-8")
 
 
 def test_vllms_own_metrics_are_still_there(url: str) -> None:

@@ -64,16 +64,16 @@ def check(model: Path, policy: str, caching: bool) -> None:
         assert (mine.texts, mine.reasons) == (theirs.texts, theirs.reasons), (number, sent.body)
         assert mine.prompt_tokens == theirs.prompt_tokens
         assert mine.completion_tokens == theirs.completion_tokens
-        for index, logprobs in theirs.logprobs.items():
-            assert mine.logprobs[index] == pytest.approx(logprobs, abs=ROUNDING), (number, sent.body)
+        assert mine.logprobs.keys() == theirs.logprobs.keys(), (number, sent.body)
+        for place, logprobs in theirs.logprobs.items():
+            assert mine.logprobs[place] == pytest.approx(logprobs, abs=ROUNDING), (number, place, sent.body)
     counters_agree(ours)
     assert ours.metrics["vllm:num_preemptions_total"] > 0, "the KV cache was meant to be too small"
     assert f"vllm_eb schedules: policy {policy.partition(':')[0]}" in ours.log
-    assert f"vllm_eb engine 000: policy {policy.partition(':')[0]}" in ours.log
 
 
 def counters_agree(one: Served) -> None:
-    """vLLM's counters are those of the answers; requests whose clients left may count as ended or as aborted."""
+    """vLLM's counters are those of the answers. A request whose client left counts only if it ended before that."""
     pairs = [(sent, answer) for sent, answer in zip(requests(), one.answers, strict=True) if not sent.leaves]
     left = [sent for sent in requests() if sent.leaves]
     metrics = one.metrics
@@ -83,7 +83,8 @@ def counters_agree(one: Served) -> None:
         expected = sum(list(answer.reasons.values()).count(reason) for _, answer in pairs)
         assert expected <= metrics[f"vllm:request_success_total {reason}"] <= expected + len(left), reason
     ended = sum(value for name, value in metrics.items() if name.startswith("vllm:request_success_total"))
-    assert ended == sum(sent.answers for sent in requests())
+    complete = sum(sent.answers for sent, _ in pairs)
+    assert complete <= ended <= complete + len(left)
     generated = sum(answer.completion_tokens for _, answer in pairs)
     most_of_left = sum(sent.body["max_tokens"] for sent in left)
     assert generated <= metrics["vllm:generation_tokens_total"] <= generated + most_of_left

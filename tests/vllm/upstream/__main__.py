@@ -3,8 +3,9 @@
     make vllm-tests
     python -m tests.vllm.upstream [--policy POLICY ...] [--files NAME ...] [--folder DIR]
 
-Policy v1 must come to what stock comes to; where another policy differs, tests/vllm/differences.toml says why, and
-anything else is an error. Exit code 0: as expected, or skipped as the tests cannot be had; 1: an unexpected difference.
+Under policy v1 every test must have the same result as on vLLM as it is. Where a test has another result under another
+policy, tests/vllm/differences.toml says why; any other difference is an error. Exit code 0: as expected, or skipped
+because the tests cannot be fetched; 1: an unexpected difference.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import sys
 from pathlib import Path
 
 from tests.vllm.upstream import compare, models
-from tests.vllm.upstream.fetch import NotToBeHadError, fetch
+from tests.vllm.upstream.fetch import FetchError, fetch
 
 HERE = Path(__file__).parent
 FILES = (
@@ -44,7 +45,7 @@ def run(root: Path, redirect: Path, policy: str, files: tuple[str, ...]) -> dict
     outcomes = root / f"{name}.jsonl"
     outcomes.unlink(missing_ok=True)
     environment = os.environ | {
-        # vLLM's package of tests has the name of ours: it comes from the working directory.
+        # vLLM's package of tests is called tests, as ours: Python finds it in the working directory.
         "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parents[2] / "patches")]),
         "UPSTREAM_POLICY": policy, "UPSTREAM_OUTCOMES": str(outcomes),
         "VLLM_MODEL_REDIRECT_PATH": str(redirect), "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1",
@@ -66,16 +67,16 @@ def run(root: Path, redirect: Path, policy: str, files: tuple[str, ...]) -> dict
 
 
 def show(policy: str, found: compare.Comparison) -> None:
-    """One line per policy, and one per difference that nobody expected."""
+    """Print one line per policy, and one per unexpected difference."""
     print(
         f"{policy}: {found.passed} passed, {found.skipped} skipped, {found.failed_on_both} fail on stock, too, "
-        f"{len(found.expected)} differ as expected, {len(found.unexpected)} unexpectedly",
+        f"{len(found.expected)} differ as listed, {len(found.unexpected)} otherwise",
         flush=True,
     )
     for test, what in found.unexpected.items():
         print(f"    {test}: {what}")
     for entry in found.unused:
-        print(f"    no difference any more: {entry}")
+        print(f"    listed, but no difference: {entry}")
 
 
 def main(words: list[str] | None = None) -> int:
@@ -88,8 +89,8 @@ def main(words: list[str] | None = None) -> int:
     version, files = installed_version(), tuple(options.files or FILES)
     try:
         root = fetch(version, options.folder)
-    except NotToBeHadError as reason:
-        print(f"SKIPPED: vLLM's tests cannot be had: {reason}")
+    except FetchError as reason:
+        print(f"SKIPPED: vLLM's tests cannot be fetched: {reason}")
         return 0
     expected = compare.read_expected(HERE.parent / "differences.toml")
     redirect = models.build(root / "models")

@@ -1,4 +1,4 @@
-"""Outcomes of vLLM's tests under a policy against those on vLLM as it is; which differences were expected."""
+"""Compares the results of vLLM's tests under a policy with those on vLLM as it is."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of one test; ``problem``: the exception's type and message, where there was one."""
+    """Result of one test; ``problem``: type and message of the exception, if there was one."""
 
     outcome: str
     problem: str = ""
@@ -56,7 +56,7 @@ class Expected:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Of one policy with stock: counts, and what has to be looked at."""
+    """One policy compared with stock vLLM: counts and differences."""
 
     passed: int
     skipped: int
@@ -64,9 +64,9 @@ class Comparison:
     expected: Mapping[str, str]
     """Test ids and the reason of their entry."""
     unexpected: Mapping[str, str]
-    """Test ids and what came of them, here and on stock."""
+    """Test ids, and their results here and on stock."""
     unused: Sequence[str]
-    """Entries for this policy and version that no difference needed any more."""
+    """Entries for this policy and version without a difference."""
 
     @property
     def good(self) -> bool:
@@ -99,7 +99,7 @@ def read_outcomes(path: Path) -> dict[str, Outcome]:
 def compare(
     stock: Mapping[str, Outcome], ours: Mapping[str, Outcome], expected: Sequence[Expected], kind: str, version: str
 ) -> Comparison:
-    """Hold one policy's outcomes against stock's. A test that fails on stock says nothing of the policy."""
+    """Compare one policy's results with stock's. A test that fails on stock tells nothing about the policy."""
     known: dict[str, str] = {}
     unexpected: dict[str, str] = {}
     used: set[Expected] = set()

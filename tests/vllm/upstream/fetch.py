@@ -17,14 +17,14 @@ BUILD_TOOLS = ("setuptools>=77", "setuptools-rust>=1.9", "setuptools-scm>=8")
 LONGEST_S = 900.0
 
 
-class NotToBeHadError(Exception):
+class FetchError(Exception):
     """The source distribution cannot be fetched; the message is the reason."""
 
 
 def fetch(version: str, folder: Path) -> Path:
     """The folder in which vLLM's package ``tests`` of that version lies; fetched once.
 
-    Raises NotToBeHadError where pip cannot fetch it.
+    Raises FetchError if pip cannot fetch it.
     """
     root = folder / version
     if not (root / "tests" / "__init__.py").exists():
@@ -48,7 +48,7 @@ def _download(version: str, folder: Path) -> Path:
     )  # fmt: skip
     found = sorted(folder.glob("vllm-*.tar.gz"))
     if not found:
-        raise NotToBeHadError(f"pip fetched no source distribution of vLLM {version}")
+        raise FetchError(f"pip fetched no source distribution of vLLM {version}")
     return found[0]
 
 
@@ -59,10 +59,10 @@ def _pip(*words: str, **environment: str) -> None:
             command, env=os.environ | environment, capture_output=True, text=True, timeout=LONGEST_S, check=False
         )
     except subprocess.TimeoutExpired:
-        raise NotToBeHadError(f"pip {words[0]} was not done after {LONGEST_S:g} s") from None
+        raise FetchError(f"pip {words[0]} was not done after {LONGEST_S:g} s") from None
     if done.returncode:
         last = (done.stderr.strip() or done.stdout.strip()).splitlines()[-1:]
-        raise NotToBeHadError(f"pip {words[0]} failed: {''.join(last)}")
+        raise FetchError(f"pip {words[0]} failed: {''.join(last)}")
 
 
 def _unpack(archive: Path, folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""A pytest plugin (``-p in_place``) for vLLM's tests: puts our scheduler in place of vLLM's, and notes what came of it.
+"""A pytest plugin (``-p in_place``) for vLLM's tests: puts our scheduler in place of vLLM's, and records the results.
 
 UPSTREAM_POLICY    the policy; empty: vLLM's own scheduler
 UPSTREAM_OUTCOMES  the file to write: one JSON object per test
@@ -84,8 +84,8 @@ def caplog_vllm(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatc
 
 
 def put_in_place(policy: str) -> None:
-    """Whoever asks vLLM for its scheduler gets the plugin under that policy."""
-    # These subclass vLLM's own: they are to do so still.
+    """Replace vLLM's scheduler classes by the plugin under that policy."""
+    # These modules subclass vLLM's scheduler: they must do so before it is replaced.
     from vllm.v1.core.sched import async_scheduler, diffusion_scheduler, scheduler  # noqa: F401
 
     from vllm_eb.scheduler import EBScheduler, EBSyncScheduler
