@@ -68,7 +68,6 @@ def check(model: Path, policy: str, caching: bool) -> None:
         for place, logprobs in theirs.logprobs.items():
             assert mine.logprobs[place] == pytest.approx(logprobs, abs=ROUNDING), (number, place, sent.body)
     counters_agree(ours)
-    assert ours.metrics["vllm:num_preemptions_total"] > 0, "the KV cache was meant to be too small"
     assert f"vllm_eb schedules: policy {policy.partition(':')[0]}" in ours.log
 
 
@@ -101,6 +100,7 @@ def test_the_requests_are_of_all_kinds(model: Path) -> None:
     assert sum(any(answer.logprobs.values()) for answer in answers) > 20
     assert len({text for answer in answers for text in answer.texts.values()}) > REQUESTS / 2
     counters_agree(served(model, "v1", True))
+    assert served(model, "v1", True).metrics["vllm:num_preemptions_total"] > 0, "the KV cache was meant to be too small"
     assert "vllm_eb" not in served(model, "v1", True).log, "under v1 the scheduler is vLLM's own"
 
 
