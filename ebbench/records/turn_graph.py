@@ -32,8 +32,8 @@ class TurnGraph:
     """
 
     waits: Ints
-    follower_starts: Ints
-    follower_rows: Ints
+    follower_starts: list[int]
+    follower_rows: list[int]
     pause_ns: Ints | None
     first_rows: list[int]
     parallel_starts: Mapping[int, list[int]]
@@ -41,8 +41,7 @@ class TurnGraph:
 
     def followers(self, row: int) -> list[int]:
         """Rows that wait for ``row``, by turn."""
-        found: list[int] = self.follower_rows[self.follower_starts[row] : self.follower_starts[row + 1]].tolist()
-        return found
+        return self.follower_rows[self.follower_starts[row] : self.follower_starts[row + 1]]
 
     def descendants(self, row: int) -> Iterator[int]:
         """Every row that waits for ``row``, directly or through others, once each."""
@@ -74,11 +73,11 @@ def turn_graph(table: pa.Table) -> TurnGraph:
         parents, children = _edges(table, parents, children, sessions, turns)
     waits = np.bincount(children, minlength=len(order)).astype(np.int64)
     by_parent = np.argsort(parents, kind="stable")
-    starts = np.concatenate([[0], np.cumsum(np.bincount(parents, minlength=len(order)))]).astype(np.int64)
+    starts = np.concatenate([[0], np.cumsum(np.bincount(parents, minlength=len(order)))])
     return TurnGraph(
         waits,
-        starts,
-        children[by_parent].astype(np.int64),
+        starts.tolist(),
+        children[by_parent].tolist(),
         optional_ns(table, "pause_ns"),
         np.flatnonzero(first).tolist(),
         _parallel_starts(sessions, first, np.flatnonzero((waits == 0) & ~first)) if branched else {},

@@ -54,31 +54,34 @@ def admit(
     ``threshold``: most tokens of one request, 0 is no limit. Returns the rows and the tokens of each in this step.
     """
     state, kv, limits, waiting = scheduler.state, scheduler.kv, scheduler.limits, scheduler.waiting
-    whole = limits.scheduler_reserve_full_isl
+    whole, block_size, delivered = limits.scheduler_reserve_full_isl, limits.block_size, scheduler.delivered
     rows: list[int] = []
     tokens: list[int] = []
     skipped: list[int] = []
-    running = len(scheduler.running)
-    while budget > 0 and waiting and running + len(rows) < running_limit:
+    room = running_limit - len(scheduler.running)
+    while budget > 0 and waiting and len(rows) < room:
         row = waiting[0]
         if row in scheduler.stale:
             skipped.append(waiting.popleft())
             continue
         known = int(state.target[row])
         hits = kv.lookup(row, known)
-        cached = _cached_tokens(scheduler, row, hits)
+        cached, pinned = len(hits) * block_size, kv.evictable(hits) if hits else 0
+        if delivered:
+            cached = max(cached, delivered.get(row, 0))
         chunk = known - cached
         if 0 < threshold < chunk:
             chunk = threshold
-        chunk = min(chunk, budget)
-        pinned = kv.evictable(hits) if hits else 0
-        if not _fits(scheduler, known if whole else cached + chunk, hits, pinned):
+        if chunk > budget:
+            chunk = budget
+        after = cached + chunk
+        if not _fits(scheduler, known if whole else after, hits, pinned):
             break
         waiting.popleft()
-        _allocate(scheduler, row, hits, cached, chunk)
+        _allocate(scheduler, row, hits, cached, after)
         _note_admission(scheduler, row, cached, now_ns)
         if scheduler.counted is None:
-            kv.publish(row, cached + chunk)
+            kv.publish(row, after)
         state.partial[row] = True
         rows.append(row)
         tokens.append(chunk)
@@ -100,13 +103,14 @@ def _fits(scheduler: Scheduler, tokens: int, hits: Sequence[int], pinned: int) -
     return -(-tokens // scheduler.limits.block_size) - len(hits) + pinned <= scheduler.kv.free
 
 
-def _allocate(scheduler: Scheduler, row: int, hits: Sequence[int], cached: int, chunk: int) -> None:
-    """Give a request the blocks of its cached tokens and of its first chunk."""
-    need = -(-(cached + chunk) // scheduler.limits.block_size) - len(hits)
-    if hits or scheduler.counted is None:
+def _allocate(scheduler: Scheduler, row: int, hits: Sequence[int], cached: int, after: int) -> None:
+    """Give a request the blocks of its ``cached`` tokens and of its first chunk, ``after`` tokens together."""
+    need = -(-after // scheduler.limits.block_size) - len(hits)
+    counted = scheduler.counted
+    if hits or counted is None:
         scheduler.kv.adopt(row, hits)
-    if scheduler.counted is not None:
-        scheduler.counted.take(need)
+    if counted is not None:
+        counted.take(need)
     else:
         scheduler.kv.allocate((row,), (need,))
     scheduler.state.held_blocks[row] = len(hits) + need

@@ -213,10 +213,11 @@ class EventLoop:
 
     def _deliver(self, index: int, unit: int, rows: Sequence[int]) -> None:
         """Deliver requests to the API server of their unit; without one, to the unit itself."""
-        servers = self.stages[index].api_servers_of(unit)
-        if servers is None:
+        stage = self.stages[index]
+        if not stage.api_servers:
             self._enter(index, unit, rows)
             return
+        servers = stage.api_servers[stage.engine_of_unit[unit]]
         for row in rows:
             self._enter_at(servers.enter(row, self.now_ns), index, unit, row)
 

@@ -351,7 +351,8 @@ class Scheduler:
         if not state.held_blocks[row]:
             self.waiting.remove(row)  # it finished with the token in flight when it was preempted
         elif not self._keep_finished:
-            self.free_finished(row)
+            self.kv.release(row, int(state.last[row]))
+            state.held_blocks[row] = 0
         state.end_ns[row] = now_ns
         for listener in self.listeners:
             listener.finished(row)

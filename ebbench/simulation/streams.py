@@ -90,20 +90,16 @@ class StreamKv:
         self._blank += held - cached
         if not cached:
             return
-        if self._last_of_content[row] and self._done[row]:
-            self._queue_unused(cached)
+        run = CachedRun(cached)
+        if not self._last_of_content[row] or not self._done[row]:
+            self._cached[self._content[row]] = run
+            self._unused = None
+        elif self._unused is not None and self._unused.blocks:  # no later request shares these: one run of neighbours
+            self._unused.blocks += cached
             return
-        run = self._cached[self._content[row]] = CachedRun(cached)
-        self._queue.append(run)
-        self._unused = None
-
-    def _queue_unused(self, blocks: int) -> None:
-        """Queue cached blocks that no later request shares; neighbours in the queue are one run."""
-        if self._unused is not None and self._unused.blocks:
-            self._unused.blocks += blocks
         else:
-            self._unused = CachedRun(blocks)
-            self._queue.append(self._unused)
+            self._unused = run
+        self._queue.append(run)
 
 
 def streams_take_turns(plan: Plan) -> bool:
