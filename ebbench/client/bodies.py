@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from ebbench.client.options import ClientOptions
+from ebbench.client.prompt_json import PromptTable
 from ebbench.records.content import CHUNK_TOKENS, token_ids
 
 # Short common words, one token each in the usual vocabularies. Chat requests take no token ids, so a synthetic chat
@@ -54,6 +55,7 @@ class RequestBodies:
         if options.ignore_eos:
             self._fixed["ignore_eos"] = True
         self._fixed |= options.extra_body
+        self._table = PromptTable.of_words(_WORDS) if self._chat else PromptTable.of_ids(options.vocab_size)
         self.path = "/v1/chat/completions" if self._chat else "/v1/completions"
 
     def build(self, turn: Turn, history: Sequence[tuple[str, str]] = (), *, may_hang_up: bool = False) -> bytes:
@@ -76,19 +78,18 @@ class RequestBodies:
             whole["stream_options"] = {**whole["stream_options"], "continuous_usage_stats": True}
         return msgspec.json.encode(whole)
 
-    def _prompt(self, turn: Turn, history: Sequence[tuple[str, str]]) -> str | list[int]:
+    def _prompt(self, turn: Turn, history: Sequence[tuple[str, str]]) -> str | msgspec.Raw:
         if turn.prompt is None:
-            ids = token_ids(turn.content, turn.hash_ids, 0, turn.input_tokens, self._vocab, turn.block_tokens)
-            found: list[int] = ids.tolist()
-            return found
+            return self._synthetic(turn, self._vocab)
         return "".join(part for pair in history for part in pair) + turn.prompt
 
-    def _text(self, turn: Turn) -> str:
-        if turn.prompt is not None:
-            return turn.prompt
-        ids = token_ids(turn.content, turn.hash_ids, 0, turn.input_tokens, len(_WORDS), turn.block_tokens)
-        return " ".join(_WORDS[i] for i in ids.tolist())
+    def _text(self, turn: Turn) -> str | msgspec.Raw:
+        return turn.prompt if turn.prompt is not None else self._synthetic(turn, len(_WORDS))
+
+    def _synthetic(self, turn: Turn, vocab: int) -> msgspec.Raw:
+        """The JSON of a synthetic prompt: token ids for completions, words for chat."""
+        return self._table.json(token_ids(turn.content, turn.hash_ids, 0, turn.input_tokens, vocab, turn.block_tokens))
 
 
-def _message(role: str, content: str) -> dict[str, str]:
+def _message(role: str, content: str | msgspec.Raw) -> dict[str, str | msgspec.Raw]:
     return {"role": role, "content": content}

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from ebbench.client.bodies import RequestBodies, Turn
+from ebbench.client.bodies import Turn
 from ebbench.client.messages import Assignment
 from ebbench.client.request_sender import RequestSender
 from ebbench.client.response import StreamedResponse
@@ -16,6 +16,8 @@ from ebbench.client.session_plan import SessionPlan
 from ebbench.records.schema import ABANDONED, EARLIER_TURN_ABANDONED, EARLIER_TURN_FAILED
 
 NOT_RELEASED = "not_released"
+BodyOf = Callable[[Turn, Sequence[tuple[str, str]], bool], bytes]
+"""The body of a request: of a turn, with the history of its session, and whether its client may hang up."""
 
 
 class Reports(Protocol):
@@ -41,14 +43,14 @@ class OpenSession:
         plan: SessionPlan,
         rows: Sequence[int],
         assignment: Assignment,
-        bodies: RequestBodies,
+        body: BodyOf,
         sender: RequestSender,
         reports: Reports,
         stopping: asyncio.Event,
         stopped: Callable[[], bool],
     ) -> None:
         self._plan, self._rows, self._graph = plan, rows, plan.graph
-        self._assignment, self._bodies, self._sender, self._reports = assignment, bodies, sender, reports
+        self._assignment, self._body, self._sender, self._reports = assignment, body, sender, reports
         self._stopping, self._stopped = stopping, stopped
         self._waits = {row: int(self._graph.waits[row]) for row in rows} if self._graph.branched else {}
         self._ready_ns: dict[int, int] = {}  # latest end among the requests that a row waits for
@@ -92,7 +94,7 @@ class OpenSession:
         turn, hang_up_ns = self._plan.turn(row), self._plan.hang_up_ns(row)
         history, asked = self._histories.get(turn.content, ([], ""))
         whole = turn.prompt is not None and turn.prompt.startswith(asked)
-        body = self._bodies.build(turn, () if whole else history, may_hang_up=hang_up_ns is not None)
+        body = self._body(turn, () if whole else history, hang_up_ns is not None)
         keep_text = self._assignment.options.keep_text or (turn.prompt is not None and len(self._rows) > 1)
         answer = StreamedResponse(self._assignment.options.endpoint == "chat", keep_text)
         await self._sender.send(self._assignment.id_prefix + turn.request_id, body, answer, hang_up_ns)

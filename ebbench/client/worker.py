@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from ebbench.alarm import Alarm
 from ebbench.client.bodies import RequestBodies, Turn
+from ebbench.client.bodies_ahead import BodiesAhead
 from ebbench.client.classify import classify
 from ebbench.client.http_streams import IDLE_LIMIT_NS
 from ebbench.client.messages import (
@@ -66,6 +67,7 @@ class Worker:
         self._open: set[asyncio.Task[None]] = set()
         self._records: list[RequestRecord] = []
         self._tokens = 0
+        self.ahead = BodiesAhead(bodies, session_plan, assignment.worker, assignment.workers)
         self._idle = asyncio.Event()
         self._stopping = asyncio.Event()
         self._failure: BaseException | None = None
@@ -181,12 +183,20 @@ class Worker:
             self._session_plan,
             self._session_plan.turns(session),
             self._assignment,
-            self._bodies,
+            self._body,
             self._sender,
             self,
             self._stopping,
             lambda: self._schedule.stopped,
         )
+
+    def _body(self, turn: Turn, history: Sequence[tuple[str, str]], may_hang_up: bool) -> bytes:
+        """The request body, built ahead if it could be."""
+        if turn.turn == 0 and (body := self.ahead.take(turn.row)) is not None:
+            return body
+        if self._assignment.workers > 1:
+            self.ahead.passed(self._schedule.released)
+        return self._bodies.build(turn, history, may_hang_up=may_hang_up)
 
     def _stop(self) -> None:
         """Send no further request; pauses end."""

@@ -77,6 +77,7 @@ async def _send_part(
         async with RequestSender(assignment.url, bodies.path, assignment.options, environ) as sender:
             worker = Worker(assignment, session_plan, schedule, bodies, sender, sockets, writer, environ)
             await sender.prepare(worker.initial_connections(), reserve=worker.open_loop)
+            worker.ahead.start(worker.initial_connections())
             no_full_collections()
             send(writer, Ready())
             if not isinstance(await from_parent(reader), Start):
@@ -86,6 +87,7 @@ async def _send_part(
             try:
                 await worker.run(reader)
             finally:
+                worker.ahead.close()
                 monitor.close()
             return monitor.late_ns.tobytes(), time.process_time() - started_s
     finally:

@@ -7,6 +7,7 @@ every engine.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -51,6 +52,8 @@ def token_ids(
     """
     if start < 0 or count < 0 or vocab < 1:
         raise ValueError(f"token range [{start}, +{count}) of a vocabulary of {vocab} is invalid")
+    if start == 0 and not (hash_ids is not None and len(hash_ids)):
+        return _from_the_start(content, count, vocab)
     positions = np.arange(start, start + count, dtype=np.uint64)
     keys = np.full(count, _mixed_key(content, _STREAM_SALT), dtype=np.uint64)
     if hash_ids is not None and len(hash_ids) > 0 and start < len(hash_ids) * block_tokens:
@@ -60,6 +63,17 @@ def token_ids(
         keys[named] = chunk_keys[chunk[named]]
         positions[named] %= np.uint64(block_tokens)
     return (_mix(keys + _mix(positions)) % np.uint64(vocab)).astype(np.int32)
+
+
+def _from_the_start(content: int, count: int, vocab: int) -> npt.NDArray[np.int32]:
+    """The first tokens of a stream; the positions are mixed once for all streams."""
+    mixed = _mixed_positions(1 << max(count - 1, 0).bit_length())[:count]
+    return (_mix(mixed + np.uint64(_mixed_key(content, _STREAM_SALT))) % np.uint64(vocab)).astype(np.int32)
+
+
+@lru_cache(maxsize=4)
+def _mixed_positions(count: int) -> npt.NDArray[np.uint64]:
+    return _mix(np.arange(count, dtype=np.uint64))
 
 
 def _mixed_key(identity: int, salt: int) -> int:
@@ -73,6 +87,12 @@ def _mixed_key(identity: int, salt: int) -> int:
 def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     """The finaliser of splitmix64 (Steele, Lea, Flood, OOPSLA 2014), a bijection of 64-bit words."""
     x = x + np.uint64(_STEP)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(_FIRST)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(_SECOND)
-    return x ^ (x >> np.uint64(31))
+    shifted = x >> np.uint64(30)
+    x ^= shifted
+    x *= np.uint64(_FIRST)
+    np.right_shift(x, np.uint64(27), out=shifted)
+    x ^= shifted
+    x *= np.uint64(_SECOND)
+    np.right_shift(x, np.uint64(31), out=shifted)
+    x ^= shifted
+    return x
