@@ -43,6 +43,11 @@ EXTRAS: Mapping[str, Extra] = MappingProxyType(
             Extra("gateway", ("starlette", "uvicorn", "pyzmq"), "several servers: gateway, run --replicas"),
             Extra("power", ("nvidia-ml-py",), "power and energy of NVIDIA GPUs: run --engine vllm or a local server"),
             Extra("sweep", ("ray",), "several machines: sweep --executor ray"),
+            Extra(
+                "otel",
+                ("opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http"),
+                "request spans for an OpenTelemetry collector: run --otlp-endpoint",
+            ),
             Extra("tables", ("aiconfigurator-core",), "rebuilding the packaged kernel tables"),
         )
     }

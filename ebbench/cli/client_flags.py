@@ -81,6 +81,12 @@ class ClientFlags:
             help="Measure the power of this machine's GPUs. Default: where the server is on this machine.",
         ),
     ] = None
+    metrics_port: Annotated[
+        int | None, _opt("--metrics-port", help="Serve OpenMetrics of the running client on this port of 127.0.0.1.")
+    ] = None
+    otlp_endpoint: Annotated[
+        str | None, _opt("--otlp-endpoint", help="Send one span per request to this OpenTelemetry collector (HTTP).")
+    ] = None
     insecure: Annotated[bool | None, _opt("--insecure", help="Do not verify TLS certificates.")] = None
 
     def settings(self) -> dict[str, Any]:

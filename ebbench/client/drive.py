@@ -30,6 +30,7 @@ from ebbench.client.scrape import Scraper
 from ebbench.client.server_queries import ServerQueries
 from ebbench.client.session_plan import SessionPlan, plan_sessions, rows_too_long, unique_ids
 from ebbench.client.shared import SharedMemory, memory_folder
+from ebbench.client.telemetry import telemetry
 from ebbench.client.verdict import client_warnings, invalid_reasons, loop_lag_p99_ms, send_lag_p99_ms
 from ebbench.client.warmup import warm_up
 from ebbench.client.worker_pool import WorkerPool, worker_pool, workers_for
@@ -134,8 +135,13 @@ async def _drive(
             )
             power = open_power(url, options.power, environ, made_up=served.made_up)
             async with worker_pool(assignment, workers_for(plan, options), environ) as pool:
-                with power or contextlib.nullcontext():
+                with (
+                    power or contextlib.nullcontext(),
+                    telemetry(options, served.model, len(plan), lambda: tally.open_requests) as seen,
+                ):
+                    tally.followers.append(seen.add)
                     await _run(pool, schedule, tally, scraper, plan.release_for_s)
+                    tally.followers.clear()
             released = schedule.released
     requests = tally.complete(session_plan, released, dropped)
     limit_ms = lag_limit_ms(requests, options.lag_limit_ms)
@@ -153,7 +159,7 @@ async def _drive(
     }
     return DriveResult(
         requests=requests,
-        warnings=client_warnings(requests, table, renamed, len(dropped), rate),
+        warnings=(*client_warnings(requests, table, renamed, len(dropped), rate), *seen.warnings),
         server_metrics=server_metrics,
         invalid=invalid_reasons(limit_ms, pool.handles),
         interrupted=tally.interrupted,

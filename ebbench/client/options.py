@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ebbench.config.setting_strings import COUNT, NOT_NEGATIVE, POSITIVE, check_fields
+from ebbench.config.setting_strings import COUNT, NOT_NEGATIVE, PORT, POSITIVE, check_fields
 from ebbench.errors import UsageError
 
 Endpoint = Literal["completions", "chat"]
@@ -34,6 +34,9 @@ class ClientOptions:
     authorities to trust; None uses SSL_CERT_FILE or the system's. ``lag_limit_ms``: a run whose p99 lag is higher is
     INVALID; None is the larger of 10 ms and 5 % of the median TTFT. ``power``: measure the power of this machine's
     GPUs; None: if the server is on this machine and NVML is available.
+
+    ``metrics_port``: serve OpenMetrics of the running client there. ``otlp_endpoint``: send one span per request to
+    this OpenTelemetry collector.
     """
 
     model: str | None = None
@@ -61,6 +64,8 @@ class ClientOptions:
     ca_file: str | None = None
     lag_limit_ms: float | None = None
     power: bool | None = None
+    metrics_port: int | None = None
+    otlp_endpoint: str | None = None
 
     def __post_init__(self) -> None:
         if self.endpoint not in ("completions", "chat"):
@@ -68,6 +73,7 @@ class ClientOptions:
         check_fields(self, ("connect_timeout_s", "idle_timeout_s", "total_timeout_s"), POSITIVE)
         check_fields(self, ("warmup", "ready_timeout_s", "slot_spacing_s", "workers"), NOT_NEGATIVE)
         check_fields(self, ("vocab_size",), COUNT)
+        check_fields(self, ("metrics_port",), PORT)
         if any(set("\r\n") & set(f"{name}{value}") for name, value in self.headers.items()):
             raise UsageError("a header must not contain a line break")
 

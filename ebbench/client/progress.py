@@ -62,8 +62,15 @@ class Tally:
         self._recent: deque[tuple[float, float | None]] = deque(maxlen=_RECENT)
         self._open: dict[int, int] = {}
         self._completed = self._output_tokens = self._input_tokens = 0
+        self.followers: list[Callable[[pa.Table, int], None]] = []
+        """Called with finished requests and the run's start (monotonic ns)."""
         self.start_ns = 0
         self.interrupted = False
+
+    @property
+    def open_requests(self) -> int:
+        """Requests that are open in all workers, as last reported."""
+        return sum(self._open.values())
 
     def add(self, handle: WorkerHandle, batch: Batch) -> None:
         """Add a worker's batch of finished requests."""
@@ -98,6 +105,8 @@ class Tally:
         self._rows.append(np.array([r.row for r in records], np.int64))
         for record in records:
             self._count(record)
+        for follower in self.followers:
+            follower(table, self.start_ns)
         if self._on_batch is not None:
             self._on_batch(table.select([n for n in table.column_names if n != "text"]))
 
@@ -123,7 +132,7 @@ class Tally:
             output_tokens=self._output_tokens,
             total_tokens=self._output_tokens + self._input_tokens,
             time_s=max(0.0, (time.monotonic_ns() - self.start_ns) / 1e9),
-            open_requests=sum(self._open.values()),
+            open_requests=self.open_requests,
             failures=dict(self._failures),
             ttft_ms=float(np.median(ttfts)) if ttfts else None,
             tpot_ms=float(np.median(tpots)) if tpots else None,
