@@ -122,17 +122,9 @@ async def _drive(
         with tempfile.TemporaryDirectory(prefix="ebbench-", dir=memory_folder()) as folder:
             schedule = _shared_files(folder, table, session_plan)
             assignment = Assignment(
-                worker=0,
-                workers=0,
-                url=url,
-                model=served.model,
-                options=options,
-                id_prefix=id_prefix,
-                folder=folder,
-                phases=plan.phases,
-                max_concurrency=plan.max_concurrency,
-                dropped=dropped,
-            )
+                worker=0, workers=0, url=url, model=served.model, options=options, id_prefix=id_prefix, folder=folder,
+                phases=plan.phases, max_concurrency=plan.max_concurrency, dropped=dropped,
+            )  # fmt: skip
             power = open_power(url, options.power, environ, made_up=served.made_up)
             async with worker_pool(assignment, workers_for(plan, options), environ) as pool:
                 with (
