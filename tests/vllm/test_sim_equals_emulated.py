@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from ebbench.devices import load_device
 from ebbench.engines.base import EngineOptions
 from tests.vllm.emulation import (
     DEVICE,
@@ -19,6 +20,7 @@ from tests.vllm.emulation import (
     run_sim,
     with_further_limits,
 )
+from vllm_eb.marginal import cheapest_chunk
 from vllm_eb.policy import least_seqs, parse_policy
 
 pytestmark = pytest.mark.vllm
@@ -129,6 +131,17 @@ def test_equal_under_vllms_further_limits(
             plan, policy, DEVICE, replace(options, **{name: getattr(EngineOptions, name) for name in given})
         )
         assert differences(sim, usual) != []
+
+
+def test_marginal_is_equal_where_prompts_are_cheapest_in_chunks() -> None:
+    gpu = load_device("l40s", "qwen3-8b")
+    assert cheapest_chunk(gpu.calibration.costs, 8192) is not None
+    plan = make_plan(Traffic(sessions=40, concurrency=30, max_input=4000, max_output=30, seed=2))
+    options = EngineOptions(max_num_seqs=24, max_num_batched_tokens=8192, num_kv_blocks=4000)
+    for policy in (f"marginal:{FOLLOWED}", f"marginal:ttft=5,tpot=0.1,{FOLLOWED}"):
+        sim, emulated = run_sim(plan, policy, gpu, options), run_emulated(plan, policy, gpu, options)
+        assert differences(sim, emulated) == []
+        assert max(sim.steps["prefill_tokens"].to_pylist()) < 8192
 
 
 def knows_option(name: str) -> bool:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from vllm_eb.decisions import View
 from vllm_eb.lengths import Lengths
-from vllm_eb.marginal import HUGE_TOKENS, Choice, MarginalRefill, Refill
+from vllm_eb.marginal import HUGE_TOKENS, Choice, MarginalRefill, Refill, Way, cheapest_chunk
 from vllm_eb.policy import PolicyError, PolicySpec, setting
 from vllm_eb.queueing import Places, PunctualQueue, Work
 from vllm_eb.room import PAYBACK_FACTOR, SHORTEST_STAY, KvRoom, payback_steps, prompts_that_stay
@@ -89,6 +89,7 @@ class MarginalPolicy(Strategy):
         self.queue = self._punctual
         self._allowed, self._tpot_in_reach, self._batch = self._max_num_seqs, True, self._max_num_seqs
         self._decisions = 0
+        self._chunk = cheapest_chunk(self._costs, engine.max_num_batched_tokens)
         self.plan_batch()
 
     @property
@@ -125,7 +126,7 @@ class MarginalPolicy(Strategy):
         """The next step: continue the current refill, or take the cheapest step."""
         self._update_inputs(view, stepped=phases.phase != "prefill")
         if phases.phase == "prefill" and phases.refilling(view) and not self.responses_behind:
-            return StepChoice("prefill", "eb")
+            return StepChoice("prefill", "eb", token_budget=self._chunk)
         refill = phases.refill(view)
         choice = self._cheapest_step(view, refill, blocked=phases.pop_blocked())
         return StepChoice(
@@ -134,7 +135,14 @@ class MarginalPolicy(Strategy):
             self._reason(refill),
             refill,
             {"overhead_exclusive_s": choice.overhead_exclusive_s, "overhead_mixed_s": choice.overhead_mixed_s},
+            self._token_budget(view, choice.way),
         )
+
+    def _token_budget(self, view: View, way: Way) -> int | None:
+        """Tokens of a step with prompts, where fewer than the engine's budget cost less per token."""
+        if self._chunk is None or way == "decode":
+            return None
+        return self._chunk if way == "prefill" else view.decoding + self._chunk
 
     def _update_inputs(self, view: View, *, stepped: bool) -> None:
         """Update the inputs of targets and KV room. ``stepped``: the last step decoded."""
