@@ -98,7 +98,7 @@ class PolicySpec:
                 raise PolicyError(str(error)) from None
         self.check()
         idle = self.ineffective_settings()
-        for name in self._given():
+        for name in self.given():
             if name in idle:
                 raise PolicyError(
                     f"policy {self.kind} ignores {name}= with {idle[name]}; it then uses "
@@ -108,7 +108,7 @@ class PolicySpec:
     @property
     def name(self) -> str:
         """The canonical string; parsing it gives an equal policy."""
-        pairs = [f"{name}={text_of(getattr(self, name))}" for name in self._given()]
+        pairs = [f"{name}={text_of(getattr(self, name))}" for name in self.given()]
         return self.kind + (":" + ",".join(pairs) if pairs else "")
 
     @property
@@ -162,7 +162,7 @@ class PolicySpec:
         """
         raise PolicyError(f"policy {self.kind} has no strategy: vLLM schedules by itself under it")
 
-    def _given(self) -> list[str]:
+    def given(self) -> list[str]:
         """Names of settings that differ from their default."""
         return [name for name, about in settings_of(type(self)).items() if getattr(self, name) != about.default]
 
@@ -216,8 +216,12 @@ def least_seqs(spec: PolicySpec) -> int:
 
 
 def least_tokens(spec: PolicySpec) -> int:
-    """The smallest max_num_batched_tokens that the policy's settings make sense with: a budget of its own fits."""
-    own = (getattr(spec, name) for name, about in settings_of(type(spec)).items() if about.unit == "tokens per step")
+    """The smallest max_num_batched_tokens that the given settings make sense with: a budget of its own fits.
+
+    A default that is larger than the engine's budget has no effect, and is not refused.
+    """
+    about = settings_of(type(spec))
+    own = (getattr(spec, name) for name in spec.given() if about[name].unit == "tokens per step")
     return max((value for value in own if value is not None), default=1)
 
 

@@ -26,7 +26,11 @@ DEVICES = (
     ("rtx-pro-6000", "qwen3-8b", "linear"), ("rtx-pro-6000", "qwen3-8b", "auto"), ("h200", "qwen3-8b", "auto"),
     ("h200", "qwen3-30b-a3b", "auto"), ("l40s", "llama-3.1-8b", "auto"),
 )  # fmt: skip
-POLICIES = ("v1", "v0", "deferred:k=32", "eb:theta=0.7", "eb", "ebplus")
+POLICIES = (
+    "v1", "v1:budget=2048", "v0", "deferred:k=32", "eb:theta=0.7", "eb", "ebplus", "cadence:every=32,escape=off",
+    "ppas",
+    "delayer", "batchwait:iters=32,ratio=0.5", "slochunk:tpot=0.1", "marginal", "marginal:ttft=10,tpot=0.1",
+)  # fmt: skip
 
 
 def simulator() -> None:

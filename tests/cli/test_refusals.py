@@ -24,6 +24,8 @@ SERVER = ("--engine", "http://127.0.0.1:1")
         (("--save-as-vllm", "/no/such/place.json", "-p", "v1"), "give a file in a directory that exists"),
         (("--max-num-active-seqs", "2000"), "above --max-num-seqs 1024, which vLLM refuses; give 1024 or less"),
         (("--max-num-active-seqs", "8", "-p", "eb:k=9"), "k exceeds --max-num-active-seqs 8"),
+        (("-p", "ppas:cap=20000"), "its budget exceeds --max-num-batched-tokens 8192"),
+        (("-p", "slochunk:tpot=0.05,least=9000"), "raise that to 9000 or more"),
         (("--max-num-queued-reqs", "0"), "--max-num-queued-reqs must be at least 1"),
         (("--long-prefill-token-threshold-adaptive",), "has no effect without a threshold"),
         (("--long-prefill-token-threshold", "50000"), "between 0 (off) and --max-model-len 40960"),

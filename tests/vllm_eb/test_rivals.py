@@ -16,7 +16,7 @@ from vllm_eb.controller import Controller
 from vllm_eb.decisions import View
 from vllm_eb.policies.cadence import Cadence
 from vllm_eb.policies.delayer import ATTEMPTS, LargestPrefill
-from vllm_eb.policy import PolicyError, parse_policy
+from vllm_eb.policy import PolicyError, least_tokens, parse_policy
 from vllm_eb.queueing import SHORTEST_EVERY_S, ShortestFirst
 
 CALIBRATION = Calibration(alpha_p=5e-3, beta_p=5e-5, alpha_d=1e-2, beta_d=1e-5)
@@ -51,6 +51,20 @@ def test_v1_gives_every_step_its_budget() -> None:
     for view in (VIEW, replace(VIEW, waiting=9), replace(VIEW, decoding=0, waiting=3)):
         decision = made.decide(view)
         assert (decision.phase, decision.token_budget, decision.running_limit) == ("mixed", 2048, SEQS)
+
+
+def test_a_budget_below_the_sequences_is_warned_of() -> None:
+    spec = parse_policy("v1:budget=64")
+    found = spec.load_warning(500, 256)
+    assert found is not None
+    assert "budget=256" in found[2]
+    assert spec.load_warning(64, 256) is None
+    assert parse_policy("v1").load_warning(500, 256) is None
+
+
+def test_a_default_cap_above_the_engines_budget_is_no_mistake() -> None:
+    assert least_tokens(parse_policy("ppas")) == 1
+    assert least_tokens(parse_policy("ppas:cap=4096")) == 4096
 
 
 def test_a_budget_above_that_of_the_engine_is_refused() -> None:

@@ -29,7 +29,9 @@ class PPas(PolicySpec):
     colour = "#332288"
     departure = 12
 
-    cap: int = setting(2048, "prompt tokens per step while several prompts are computed", unit="tokens", at_least=1)
+    cap: int = setting(
+        2048, "prompt tokens per step while several prompts are computed", unit="tokens per step", at_least=1
+    )
     prompts: int = setting(2, "fewest prompts in a step at which the cap applies", unit="requests", at_least=1)
 
     @classmethod

@@ -30,7 +30,7 @@ class SloChunk(PolicySpec):
     tpot: float = setting(
         help="target for a mixed step", unit="s", above=0, doubtful_from=5, example=0.05,
     )  # fmt: skip
-    least: int = setting(128, "prompt tokens that a step may always have", unit="tokens", at_least=1)
+    least: int = setting(128, "prompt tokens that a step may always have", unit="tokens per step", at_least=1)
 
     @property
     def needs_costs(self) -> bool:

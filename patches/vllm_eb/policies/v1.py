@@ -39,6 +39,18 @@ class V1(PolicySpec):
         """The baseline, and smaller token budgets: which is best moves with the load (P-PAS, arXiv 2608.15171)."""
         return (cls.kind, *(f"{cls.kind}:budget={budget}" for budget in (2048, 4096, 8192)))
 
+    def load_warning(self, open_at_most: int, max_num_seqs: int) -> tuple[str, str, str] | None:
+        """A budget below the number of sequences, which a vLLM server would not start with."""
+        seqs = min(open_at_most or max_num_seqs, max_num_seqs)
+        if self.budget is None or self.budget >= seqs:
+            return None
+        return (
+            "budget_below_seqs",
+            f"At most {self.budget} of up to {seqs} sequences decode per step under budget={self.budget}; vLLM refuses "
+            "a token budget below --max-num-seqs.",
+            f"Use budget={max_num_seqs} or more, or lower --max-num-seqs to {self.budget}.",
+        )
+
     def strategy(self, engine: EngineFacts, lengths: Lengths) -> Strategy:
         """vLLM's steps with a budget."""
         return MixedSteps(engine, lengths, self.budget)
