@@ -42,6 +42,17 @@ Source = Annotated[str, opt("--source", help="auto, hub, profile or file:PATH.",
 Tokenizer = Annotated[
     str | None, opt("--tokenizer", help="Tokenizer that counts the tokens of texts; default: estimate.", panel=WORKLOAD)
 ]
+PrefixShare = Annotated[
+    float | None,
+    opt("--prefix-share", help="Share of synthetic prompts that is their group's common prefix.", panel=WORKLOAD),
+]
+PrefixGroups = Annotated[
+    int | None, opt("--prefix-groups", help="Groups with a common prefix each; default: 1.", panel=WORKLOAD)
+]
+CacheHitRate = Annotated[
+    float | None,
+    opt("--cache-hit-rate", help="Choose the common prefixes for this prefix cache hit rate.", panel=WORKLOAD),
+]
 Columns = Annotated[
     str | None,
     opt(
@@ -81,6 +92,10 @@ RequestRate = Annotated[
 ]
 Burstiness = Annotated[
     float | None, opt("--burstiness", help="Shape of gamma gaps: 1 is Poisson, less is burstier.", panel=LOAD)
+]
+RateScale = Annotated[
+    float | None,
+    opt("--rate-scale", help="Factor of the rates in a scenario or a fitted workload.", panel=LOAD),
 ]
 SaturationRate = Annotated[
     float | None,

@@ -134,6 +134,7 @@ class LoadFlags:
     request_rate: load.RequestRate = None
     burstiness: load.Burstiness = None
     saturation_rate: load.SaturationRate = None
+    rate_scale: load.RateScale = None
     warmup: load.Warmup = 0
     repeats: load.Repeats = "1"
     max_repeats: load.MaxRepeats = 30
@@ -161,6 +162,9 @@ class RequestFlags:
     tokenizer: load.Tokenizer = None
     columns: load.Columns = None
     keep_text: load.KeepText = False
+    prefix_share: load.PrefixShare = None
+    prefix_groups: load.PrefixGroups = None
+    cache_hit_rate: load.CacheHitRate = None
     input_len: load.InputLen = None
     output_len: load.OutputLen = None
     length_distribution: load.LengthDistribution = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -88,6 +89,33 @@ def show(
         typer.echo(json.dumps(found))
         return
     _print(name, found)
+
+
+@app.command("fit", cls=Command)
+def fit(
+    log: Annotated[str, typer.Argument(help="log:FILE, the log to fit a workload to.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The workload's TOML file to write.")],
+    columns: load.Columns = None,
+    tokenizer: load.Tokenizer = None,
+    time_unit: load.TimeUnit = None,
+) -> None:
+    """Fit a workload to a log: arrivals, lengths, turns, pauses and shared prefixes, without any record of it.
+
+    The file is a workload like any other: ebbench run FILE.toml, longer with -n, at another rate with --rate-scale.
+    """
+    from ebbench.errors import UsageError
+    from ebbench.workloads.fit_log import as_toml, fit_workload
+    from ebbench.workloads.options import recorded_file
+    from ebbench.workloads.trace import read_trace
+
+    path = recorded_file(log)
+    if path is None:
+        raise UsageError(f"fit takes log:FILE, not {log!r}")
+    if output.suffix != ".toml":
+        raise UsageError(f"--output must end in .toml, as workload files do, not {output.name!r}")
+    workload = fit_workload(read_trace(path, columns, tokenizer), output.stem, time_unit)
+    output.write_text(as_toml(workload, f"log:{path.name}"), encoding="utf-8")
+    typer.echo(f"{output}: {workload.description}; ebbench run {output}")
 
 
 def _print(name: str, found: dict[str, Any]) -> None:

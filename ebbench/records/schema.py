@@ -28,7 +28,8 @@ PLAN = pa.schema(
         # Content identity: token p of the prompt is token p of stream `content`, and the output continues that stream.
         # Turns of a session have the same `content`, so that they share their history as a prefix.
         pa.field("content", pa.int64(), nullable=False),
-        # Mooncake's prefix identity: hash_ids[j] identifies tokens [512 j, 512 (j+1)) and all tokens before.
+        # Prefix identity: hash_ids[j] identifies tokens [b j, b (j+1)) and all tokens before. The column's metadata
+        # `block_tokens` is b; 512, as in Mooncake's traces, without it.
         pa.field("hash_ids", pa.list_(pa.int64())),
         # Real text if the source has it; null for synthetic lengths.
         pa.field("prompt", pa.string()),

@@ -81,10 +81,22 @@ def arrival_times(
     n: int,
     *,
     burstiness: float = 1.0,
+    gaps: Sequence[float] = (),
     curve: Curve | None = None,
+    even: bool = False,
 ) -> Floats:
-    """Times (s) of ``n`` arrivals at mean rate ``rate_per_s``; the first arrival is one gap after zero."""
-    operational = np.cumsum(unit_gaps(process, burstiness, rng, n)) / rate_per_s
+    """Times (s) of ``n`` arrivals at mean rate ``rate_per_s``; the first arrival is one gap after zero.
+
+    ``gaps``: means of equally many sorted gaps, drawn from by interpolation instead of from the process. ``even``: the
+    gaps are scaled to a mean of exactly one, which takes the randomness out of the rate.
+    """
+    drawn = unit_gaps(process, burstiness, rng, n)
+    if gaps:
+        places = (np.arange(len(gaps)) + 0.5) / len(gaps)
+        drawn = np.interp((rng.permutation(n) + 0.5) / max(n, 1), places, gaps)
+    if even and n:
+        drawn /= drawn.mean()
+    operational = np.cumsum(drawn) / rate_per_s
     return operational if curve is None else curve.seconds(operational)
 
 

@@ -31,6 +31,7 @@ class Load:
     saturation_rate: float | None = None
     burstiness: float | None = None  # shape of the gamma distribution of gaps
     duration_s: float | None = None  # open loop: later arrivals are left out
+    rate_scale: float = 1.0  # factor of the rates that a scenario gives
 
     @property
     def unlimited(self) -> bool:
@@ -118,7 +119,7 @@ def _open(spec: ScenarioSpec, load: Load, total: int | None, default_total: int,
         wanted = None if total is None else total - sum(map(len, pieces))
         rng = substream(seed, f"arrivals/{index}")
         times, start = _phase_times(phase, phase_rate(spec, phase, load), sizes[index], wanted, start, rng)
-        pieces.append(times)
+        pieces.append(times if phase.tick_s is None else np.floor(times / phase.tick_s) * phase.tick_s)
     arrival_s = np.concatenate(pieces)[:total]
     if load.duration_s is not None:
         arrival_s = arrival_s[arrival_s < load.duration_s]
@@ -140,7 +141,7 @@ def _with_burstiness(spec: ScenarioSpec, burstiness: float | None) -> tuple[Phas
         return spec.phases
     if not any(phase.process == "gamma" for phase in spec.phases):
         raise UsageError(f"scenario {spec.name!r} has no gamma gaps to make bursty; use --scenario gamma")
-    return tuple(msgspec.structs.replace(phase, burstiness=burstiness) for phase in spec.phases)
+    return tuple(msgspec.structs.replace(phase, burstiness=burstiness, gaps=()) for phase in spec.phases)
 
 
 def _cut(sizes: Sequence[int], total: int) -> tuple[int, ...]:
@@ -178,7 +179,9 @@ def _draw(phase: Phase, rate: float, size: int, length_s: float, rng: np.random.
     if phase.curve is not None:
         linear = phase.curve.shape == "lines"
         curve = Curve(phase.curve.levels, phase.curve.period_s or max(length_s, 1e-9), linear)
-    return arrival_times(phase.process, rate, rng, size, burstiness=phase.burstiness, curve=curve)
+    return arrival_times(
+        phase.process, rate, rng, size, burstiness=phase.burstiness, gaps=phase.gaps, curve=curve, even=phase.even
+    )
 
 
 def under(spec: ScenarioSpec, load: Load, total: int | None, seed: int) -> ScenarioSpec:
@@ -207,7 +210,7 @@ def phase_rate(spec: ScenarioSpec, phase: Phase, load: Load) -> float:
     if load.request_rate is not None:
         return load.request_rate * phase.level
     if phase.rate is not None:
-        return phase.rate
+        return phase.rate * load.rate_scale
     if phase.share is None:
         raise UsageError(f"scenario {spec.name!r} needs a rate: give --request-rate in requests per second")
     if load.saturation_rate is None:

@@ -34,13 +34,18 @@ class CurveSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         _refuse([not_positive("period_s", self.period_s)])
 
 
+_OF_ARRIVALS = ("rate", "share", "level", "burstiness", "curve", "gaps", "tick_s", "even")
+
+
 class Phase(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One phase. Closed loop: ``max_concurrency``. Open loop: ``process`` and a rate.
 
     It has ``requests`` sessions, or those that arrive in ``duration_s`` (open loop only), or all if neither is given
     and there is one phase. The rate in sessions/s is ``--request-rate`` times ``level`` if that option is given, else
     ``rate``, else ``share`` times the saturation rate. ``burstiness``: shape of gamma gaps (below 1: burstier than
-    Poisson). ``input`` and ``output`` replace the workload's lengths, in all phases or in none.
+    Poisson). ``tick_s``: sessions arrive only at multiples of it. ``gaps``: means of equally many sorted gaps, in the
+    mean gap, which take the place of the gamma distribution. ``even``: the gaps drawn are scaled to their mean, so that
+    n sessions take n / rate seconds. ``input`` and ``output`` replace the workload's lengths, in all phases or in none.
     """
 
     name: str
@@ -53,11 +58,14 @@ class Phase(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     level: float = 1.0
     burstiness: float = 1.0
     curve: CurveSpec | None = None
+    gaps: tuple[float, ...] = ()
+    tick_s: float | None = None
+    even: bool = False
     input: LengthSpec | None = None
     output: LengthSpec | None = None
 
     def __post_init__(self) -> None:
-        numbers = ("requests", "duration_s", "max_concurrency", "rate", "share", "level", "burstiness")
+        numbers = ("requests", "duration_s", "max_concurrency", "rate", "share", "level", "burstiness", "tick_s")
         _refuse(not_positive(key, getattr(self, key)) for key in numbers)
         if self.requests is not None and self.duration_s is not None:
             raise ValueError("a phase has requests or duration_s, not both")
@@ -125,7 +133,9 @@ def _problem(spec: ScenarioSpec) -> str:
             return f"{label} of a closed loop needs max_concurrency, and neither process nor duration_s"
         if spec.loop == "open" and (phase.process is None or phase.max_concurrency):
             return f"{label} of an open loop needs process; its cap is the scenario's max_concurrency"
-        if spec.loop == "closed" and (idle := given_of(phase, ("rate", "share", "level", "burstiness", "curve"))):
+        if spec.loop == "closed" and (
+            idle := given_of(phase, ("rate", "share", "level", "burstiness", "curve", "tick_s"))
+        ):
             return f"{label} of a closed loop has no {idle[0]}: a request is sent when one ends; leave it out"
         if phase.process != "gamma" and given_of(phase, ("burstiness",)):
             return f"{label}: burstiness shapes gamma gaps; write process = 'gamma', or leave it out"

@@ -13,6 +13,7 @@ from ebbench.errors import UnknownNameError, UsageError
 if TYPE_CHECKING:
     from ebbench.traffic.schedule import Load
     from ebbench.workloads.sessions import SessionOptions
+    from ebbench.workloads.shared_prefix import PrefixOptions
 
 
 TIME_UNITS = {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9}
@@ -43,20 +44,22 @@ class PlanOptions:
     """Everything a plan depends on: equal options give byte-identical plans.
 
     ``workload``: a bundled name, ``log:FILE`` or ``trace:FILE`` (recorded requests), ``reference:PATH`` (as used in a
-    published run) or the path of a TOML file. ``scenario``: likewise; None is ``trace`` for traces and ``saturated``
-    otherwise. ``num_prompts``: number of sessions (a conversation is one session); None uses the scenario's or the
-    workload's. ``source``: ``auto``, ``hub``, ``file:PATH`` or ``profile``. ``max_concurrency``: open sessions. Rates
-    are in sessions/s (shares in a scenario refer to ``saturation_rate``; an infinite ``request_rate`` opens all
-    sessions of a closed loop at once), lengths in tokens. ``burstiness``: shape of gamma gaps; 1 is Poisson, less is
-    burstier. ``speed`` divides a trace's times, which are in ``time_unit`` (s, ms, us or ns; None: by the rule of
-    :mod:`ebbench.workloads.trace_times`). ``duration_s``: time during which sessions are released. ``max_model_len``:
-    longest prompt plus output in tokens (None: no limit); longer requests are refused, or left out with
-    ``drop_too_long``. ``tokenizer`` (name or folder) counts the tokens of text; None estimates them from bytes.
-    ``with_text`` False leaves out the prompts' text, which simulated engines do not read. ``columns`` names the columns
-    of a log (see :func:`ebbench.workloads.log_columns.parse_columns`); ``keep_text`` sends a log's own prompts, which
-    are otherwise never kept.
-    ``think_time``, ``tool_time``, ``tool_share``, ``sub_agents``, ``abandon_after``, ``thinking_len``: see
-    :mod:`ebbench.workloads.sessions`; they replace what the workload's file says.
+    published run) or the path of a TOML file. ``scenario``: likewise; None is ``trace`` for traces and
+    ``saturated`` otherwise. ``num_prompts``: number of sessions (a conversation is one session); None uses the
+    scenario's or the workload's. ``source``: ``auto``, ``hub``, ``file:PATH`` or ``profile``. ``max_concurrency``:
+    open sessions. Rates are in sessions/s (shares in a scenario refer to ``saturation_rate``; an infinite
+    ``request_rate`` opens all sessions of a closed loop at once), lengths in tokens. ``burstiness``: shape of gamma
+    gaps; 1 is Poisson, less is burstier. ``speed`` divides a trace's times, which are in ``time_unit`` (s, ms, us
+    or ns; None: by the rule of :mod:`ebbench.workloads.trace_times`). ``rate_scale`` multiplies the rates that a
+    scenario or a fitted workload gives. ``prefix_share``, ``prefix_groups``, ``cache_hit_rate``: see
+    :mod:`ebbench.workloads.shared_prefix`. ``duration_s``: time during which sessions are released.
+    ``max_model_len``: longest prompt plus output in tokens (None: no limit); longer requests are refused, or left
+    out with ``drop_too_long``. ``tokenizer`` (name or folder) counts the tokens of text; None estimates them from
+    bytes. ``with_text`` False leaves out the prompts' text, which simulated engines do not read. ``columns`` names
+    the columns of a log (see :func:`ebbench.workloads.log_columns.parse_columns`); ``keep_text`` sends a log's own
+    prompts, which are otherwise never kept. ``think_time``, ``tool_time``, ``tool_share``, ``sub_agents``,
+    ``abandon_after``, ``thinking_len``: see :mod:`ebbench.workloads.sessions`; they replace what the workload's
+    file says.
 
     Raises UsageError for an invalid value.
     """
@@ -80,6 +83,10 @@ class PlanOptions:
     drop_too_long: bool = False
     tokenizer: str | None = None
     with_text: bool = True
+    rate_scale: float | None = None
+    prefix_share: float | None = None
+    prefix_groups: int | None = None
+    cache_hit_rate: float | None = None
     columns: str | None = None
     keep_text: bool = False
     think_time: str | None = None
@@ -95,10 +102,18 @@ class PlanOptions:
                 continue
             if problem := not_positive(key.removesuffix("_s").replace("_", " "), getattr(self, key)):
                 raise UsageError(problem)
+        _ = self.prefixes  # raises UsageError for values that cannot be used
         if self.seed < 0:
             raise UsageError(f"seed must be 0 or more, not {self.seed}")
         if self.time_unit is not None and self.time_unit not in TIME_UNITS:
             raise UnknownNameError("time unit", self.time_unit, TIME_UNITS)
+
+    @property
+    def prefixes(self) -> PrefixOptions:
+        """The options of shared prefixes."""
+        from ebbench.workloads.shared_prefix import PrefixOptions
+
+        return PrefixOptions(self.prefix_share, self.prefix_groups, self.cache_hit_rate)
 
     @property
     def lengths_set(self) -> bool:
@@ -118,11 +133,13 @@ class PlanOptions:
         """The options of the load."""
         from ebbench.traffic.schedule import Load
 
-        return Load(self.max_concurrency, self.request_rate, self.saturation_rate, self.burstiness, self.duration_s)
+        return Load(
+            self.max_concurrency, self.request_rate, self.saturation_rate, self.burstiness, self.duration_s,
+            self.rate_scale or 1.0,
+        )  # fmt: skip
 
 
 _POSITIVE = (
     "num_prompts", "max_concurrency", "request_rate", "saturation_rate", "burstiness", "input_len", "output_len",
-    "thinking_len",
-    "speed", "duration_s", "max_model_len",
+    "thinking_len", "speed", "duration_s", "max_model_len", "rate_scale",
 )  # fmt: skip

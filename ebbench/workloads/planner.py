@@ -16,6 +16,7 @@ from ebbench.workloads.lengths import length_spec
 from ebbench.workloads.options import PlanOptions, is_recorded, recorded_file
 from ebbench.workloads.requests import Requests
 from ebbench.workloads.sessions import session_spec, with_sessions
+from ebbench.workloads.shared_prefix import with_shared_prefixes
 from ebbench.workloads.sources import Selection, gather
 from ebbench.workloads.spec import Profile, WorkloadSpec, load_workload
 from ebbench.workloads.trace import read_trace, replayed
@@ -24,8 +25,8 @@ from ebbench.workloads.trace import read_trace, replayed
 def make_plan(options: PlanOptions) -> Plan:
     """Build the plan. Raises UsageError, InputFileError, RunError."""
     trace = is_recorded(options.workload)
-    scenario = load_scenario(options.scenario or ("trace" if trace else "saturated"))
     workload = None if trace else load_workload(options.workload)
+    scenario = _scenario(options, workload)
     _check(options, scenario, workload)
     requests, schedule = (
         _from_trace(options, scenario) if workload is None else _from_workload(options, scenario, workload)
@@ -33,11 +34,21 @@ def make_plan(options: PlanOptions) -> Plan:
     spec = session_spec(None if workload is None else workload.sessions, options.sessions, options.length_distribution)
     if spec is not None:
         requests = with_sessions(requests, spec, options.seed)
+    if options.prefixes.asked:
+        requests = with_shared_prefixes(requests, options.prefixes, options.seed)
     cap = options.max_concurrency or scenario.max_concurrency
     limits = LengthLimits(options.max_model_len, options.drop_too_long)
     facts = _facts(options, scenario, requests)
     plan = assemble(requests, schedule, limits, cap=cap, seed=options.seed, facts=facts)
     return replace(plan, release_for_s=options.duration_s) if plan.closed_loop else plan
+
+
+def _scenario(options: PlanOptions, workload: WorkloadSpec | None) -> ScenarioSpec:
+    """The scenario asked for; else a trace's own times, a fitted workload's arrivals, or a closed loop."""
+    if options.scenario is not None:
+        return load_scenario(options.scenario)
+    own = None if workload is None or workload.fitted is None else workload.fitted.scenario()
+    return own or load_scenario("trace" if workload is None else "saturated")
 
 
 def _check(options: PlanOptions, scenario: ScenarioSpec, workload: WorkloadSpec | None) -> None:
@@ -62,10 +73,23 @@ def _check_times(options: PlanOptions, scenario: ScenarioSpec, *, trace: bool) -
     if scenario.loop != "trace" and options.time_unit is not None:
         problem = f"--time-unit is for recorded times; scenario {scenario.name!r} does not use them, leave it out"
         raise UsageError(problem)
+    if options.rate_scale is not None and (problem := _unscalable(options, scenario)):
+        raise UsageError(problem)
     if options.saturation_rate is not None and options.request_rate is not None:
         raise UsageError("--request-rate and --saturation-rate both set the rate; leave one of them out")
     if options.saturation_rate is not None and all(phase.share is None for phase in scenario.phases):
         raise UsageError(f"scenario {scenario.name!r} has no share of saturation; leave out --saturation-rate")
+
+
+def _unscalable(options: PlanOptions, scenario: ScenarioSpec) -> str:
+    """Why --rate-scale has no effect; empty if it has."""
+    if scenario.loop == "trace":
+        return "--rate-scale scales rates; a replayed trace has times: use --speed, or fit a workload to it"
+    if options.request_rate is not None:
+        return "--request-rate and --rate-scale both set the rate; leave one of them out"
+    if scenario.loop == "closed" or any(phase.rate is None for phase in scenario.phases):
+        return f"--rate-scale scales the rates of a scenario; scenario {scenario.name!r} gives none, leave it out"
+    return ""
 
 
 def _check_requests(options: PlanOptions, scenario: ScenarioSpec, workload: WorkloadSpec | None) -> None:
@@ -80,8 +104,16 @@ def _check_requests(options: PlanOptions, scenario: ScenarioSpec, workload: Work
     if not trace and (options.columns is not None or options.keep_text):
         option = "--columns" if options.columns is not None else "--keep-text"
         raise UsageError(f"{option} is for log:FILE; leave it out for {options.workload}")
+    if options.prefixes.asked and (trace or (workload is not None and not _draws_lengths(options, scenario, workload))):
+        problem = f"--prefix-share and --cache-hit-rate are for synthetic prompts; {options.workload} brings its own"
+        raise UsageError(f"{problem}: leave them out" + ("" if trace else ", or add --source profile"))
     if options.tokenizer is not None and (textless := _textless(options, scenario, workload)):
         raise UsageError(f"--tokenizer counts the tokens of texts; {textless} has none, leave it out")
+
+
+def _draws_lengths(options: PlanOptions, scenario: ScenarioSpec, workload: WorkloadSpec) -> bool:
+    """Whether prompts are drawn from distributions, and not read from a data set."""
+    return workload.records is None or scenario.own_lengths or options.source == "profile" or options.lengths_set
 
 
 def _textless(options: PlanOptions, scenario: ScenarioSpec, workload: WorkloadSpec | None) -> str:
@@ -188,7 +220,8 @@ def _count_is_random(options: PlanOptions, scenario: ScenarioSpec) -> bool:
 def _rate_facts(options: PlanOptions) -> dict[str, Any]:
     if options.load.unlimited:
         return {"all_at_once": True}
-    return {"request_rate": options.request_rate} if options.request_rate else {}
+    scaled = {"rate_scale": options.rate_scale} if options.rate_scale else {}
+    return scaled | ({"request_rate": options.request_rate} if options.request_rate else {})
 
 
 def _facts(options: PlanOptions, scenario: ScenarioSpec, requests: Requests) -> dict[str, Any]:
@@ -209,5 +242,6 @@ def _facts(options: PlanOptions, scenario: ScenarioSpec, requests: Requests) -> 
 
 
 def _shape(requests: Requests) -> dict[str, Any]:
-    """The facts about sessions, which hold whatever the source of the lengths is."""
-    return {name: value for name, value in requests.facts.items() if name == "session_shape"}
+    """The facts about sessions and prefixes, which hold whatever the source of the lengths is."""
+    names = ("session_shape", "prefix_share", "prefix_groups", "cache_hit_rate", "planned_hit_rate")
+    return {name: value for name, value in requests.facts.items() if name in names}

@@ -13,6 +13,7 @@ from ebbench.errors import EbbenchError, InputFileError, RunError, UnknownNameEr
 from ebbench.traffic.substreams import substream
 from ebbench.workloads import hub as hub_source
 from ebbench.workloads.files import FileRecord, read_file
+from ebbench.workloads.fitted import draw_fitted
 from ebbench.workloads.profile import draw_requests
 from ebbench.workloads.records import Conversation, checked, columns_of, conversations, plain
 from ebbench.workloads.requests import Requests
@@ -42,6 +43,9 @@ def gather(workload: WorkloadSpec, profile: Profile, source: str, selection: Sel
         return _from_file(workload, Path(source.removeprefix("file:")).expanduser(), selection)
     if source == "hub":
         return _from_hub(workload, selection)
+    if workload.fitted is not None and not selection.lengths_set:
+        facts = {"source": "fitted", "source_reason": f"distributions in the file of {workload.name}"}
+        return replace(draw_fitted(workload.fitted, selection.sessions, selection.seed), facts=facts)
     if source == "profile":
         return _from_profile(profile, selection, "asked for")
     if workload.records is None:

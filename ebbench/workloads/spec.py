@@ -10,6 +10,7 @@ import msgspec
 from ebbench.config.strict_toml import load_toml
 from ebbench.errors import UnknownNameError, UsageError
 from ebbench.resources import bundled_dir, located
+from ebbench.workloads.fitted import Fitted
 from ebbench.workloads.lengths import LengthSpec
 from ebbench.workloads.sessions import SessionSpec
 
@@ -71,7 +72,10 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 class WorkloadSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One workload. Without ``hub`` and ``records`` it is synthetic: only the profile defines its lengths."""
+    """One workload. Without ``hub`` and ``records`` it is synthetic: its profile defines its lengths, or ``fitted``.
+
+    ``fitted`` also brings arrivals (see :mod:`ebbench.workloads.fitted`).
+    """
 
     name: str
     description: str
@@ -80,12 +84,15 @@ class WorkloadSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     hub: Hub | None = None
     records: Records | None = None
     sessions: SessionSpec | None = None
+    fitted: Fitted | None = None
 
     def __post_init__(self) -> None:
         if self.num_prompts < 1:
             raise ValueError("num_prompts must be at least 1")
         if self.hub is not None and self.records is None:
             raise ValueError("[hub] needs [records], which says how to read it")
+        if self.records is not None and self.fitted is not None:
+            raise ValueError("a workload has [records] or [fitted], not both")
 
     @property
     def synthetic(self) -> bool:

@@ -14,10 +14,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ebbench.devices import load_device
+from ebbench.engines.base import EngineOptions
+from ebbench.engines.sim import SimEngine
 from ebbench.errors import InputFileError, UsageError
 from ebbench.records.content import block_tokens, token_ids
 from ebbench.workloads import build_plan
 from ebbench.workloads.trace import read_trace
+from vllm_eb.policy import parse_policy
 
 
 class Expected(NamedTuple):
@@ -142,6 +146,20 @@ def test_equal_hash_ids_give_equal_tokens_in_blocks_of_any_size() -> None:
         assert np.array_equal(one[:size], other[:size])
         assert not np.array_equal(one[size : 2 * size], other[size : 2 * size])
         assert not np.array_equal(one[2 * size :], other[2 * size :])
+
+
+def test_the_simulated_cache_tells_small_blocks_apart(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    rows = [[1, 2, 3, 4], [1, 2, 8, 9], [1, 2, 3, 7], [5, 6, 10, 11]]
+    path.write_text("".join(
+        json.dumps({"timestamp": 20.5 * at, "input_length": 64, "output_length": 4, "hash_ids": ids}) + "\n"
+        for at, ids in enumerate(rows)
+    ))  # fmt: skip
+    plan = build_plan(f"log:{path}", time_unit="s")
+    assert block_tokens(plan.table) == 16
+    options = EngineOptions(max_num_seqs=8, max_num_batched_tokens=2048)
+    result = SimEngine().run(plan, parse_policy("v1"), load_device("h200", "qwen3-8b"), options, None)
+    assert result.requests["cached_tokens"].to_pylist() == [0, 32, 48, 0]
 
 
 def test_pauses_and_parallel_requests(logs: Path) -> None:

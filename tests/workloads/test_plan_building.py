@@ -201,7 +201,7 @@ def test_a_users_workload_file(tmp_path: Path) -> None:
         (("mean = 30", "mean = -1"), "mean must be at least 1 token"),
         (("num_prompts = 12", ""), "missing required field 'num_prompts'"),
         (("num_prompts = 12", "num_prompts = 12 12"), r"mine.toml:4: is not valid TOML"),
-        (("num_prompts = 12", "zzz = 12"), "unknown key 'zzz'; known: description, hub"),
+        (("num_prompts = 12", "zzz = 12"), "unknown key 'zzz'; known: description, fitted, hub"),
     ],
 )  # fmt: skip
 def test_bad_workload_files_are_refused_in_one_line(tmp_path: Path, change: tuple[str, str], message: str) -> None:

@@ -1,0 +1,201 @@
+"""A workload learned from a log: distributions of arrivals, joint lengths, turns and shared prefixes, no record of it.
+
+Every number in the file is a mean over at least :data:`GROUP` requests, or a count or rate over more of them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from ebbench.traffic.substreams import substream
+from ebbench.workloads.lengths import LONGEST
+from ebbench.workloads.prefix_tree import shared_prefixes
+from ebbench.workloads.requests import Floats, Int32s, Int64s, Requests, single_turn
+
+if TYPE_CHECKING:
+    from ebbench.traffic.spec import ScenarioSpec
+
+GROUP = 8
+"""Fewest requests behind a number of a fitted file."""
+
+
+class Points(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A distribution by means of equally many sorted values, lowest first; drawn by interpolation between them."""
+
+    means: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if not self.means:
+            raise ValueError("a distribution needs at least one value")
+
+    def at(self, shares: Floats) -> Floats:
+        """The values below which these shares of the distribution lie; shape of ``shares``."""
+        places = (np.arange(len(self.means)) + 0.5) / len(self.means)
+        found: Floats = np.interp(shares, places, self.means)
+        return found
+
+
+class Lengths(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Lengths of the requests with prompts of one range, ``share`` of all: prompt, output, and repeated part of it.
+
+    ``repeated``: share of the prompt that repeats the beginning of an earlier one.
+    """
+
+    share: float
+    input: tuple[float, ...]
+    output: tuple[float, ...]
+    repeated: tuple[float, ...] = ()
+
+
+class Arrivals(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Sessions per second; ``levels``: relative rates of equal parts of ``period_s``; ``burstiness``: gamma shape.
+
+    ``gaps``: their distribution in the mean gap, which takes the gamma's place. ``tick_s``: times are multiples of it,
+    as in logs with coarse clocks.
+    """
+
+    rate: float
+    period_s: float
+    burstiness: float = 1.0
+    gaps: tuple[float, ...] = ()
+    levels: tuple[float, ...] = ()
+    tick_s: float | None = None
+
+
+class Sessions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Turns per session; of later turns the new tokens of the prompt and the pause before them (s).
+
+    ``fresh``: share of later turns whose prompt does not hold the session so far.
+    """
+
+    turns: tuple[float, ...]
+    added: tuple[float, ...]
+    pause_s: tuple[float, ...] = ()
+    fresh: float = 0.0
+
+
+class Repeated(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Prompts that repeat at most ``blocks`` blocks of an earlier one.
+
+    ``lag``: requests since the last use of these blocks; ``depth``: the share of the earlier prompt that they are.
+    """
+
+    blocks: float
+    lag: tuple[float, ...]
+    depth: tuple[float, ...]
+
+
+class Prefixes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How prompts repeat earlier ones, in blocks of ``block_tokens``: ranges by the number of blocks, rising."""
+
+    block_tokens: int
+    ranges: tuple[Repeated, ...]
+
+
+class Fitted(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The ``[fitted]`` table of a workload file."""
+
+    lengths: tuple[Lengths, ...]
+    arrivals: Arrivals | None = None
+    sessions: Sessions | None = None
+    prefixes: Prefixes | None = None
+
+    def scenario(self) -> ScenarioSpec | None:
+        """The arrivals as an open loop; None if the log had no times."""
+        from ebbench.traffic.spec import CurveSpec, Phase, ScenarioSpec
+
+        found = self.arrivals
+        if found is None:
+            return None
+        curve = CurveSpec(levels=found.levels, period_s=found.period_s) if len(found.levels) > 1 else None
+        phase = Phase(
+            name="fitted",
+            process="gamma",
+            rate=found.rate,
+            burstiness=found.burstiness,
+            gaps=found.gaps,
+            curve=curve,
+            tick_s=found.tick_s,
+            even=True,
+        )
+        return ScenarioSpec(name="fitted", description="arrivals fitted to a log", loop="open", phases=(phase,))
+
+
+def draw_fitted(fitted: Fitted, sessions: int, seed: int) -> Requests:
+    """Draw ``sessions`` sessions with their lengths, turns, pauses and shared prefixes."""
+    if fitted.sessions is not None:
+        return _draw_sessions(fitted, fitted.sessions, sessions, seed)
+    inputs, outputs, repeated = _draw_lengths(fitted.lengths, sessions, seed)
+    if fitted.prefixes is None:
+        return single_turn(inputs, outputs)
+    size = fitted.prefixes.block_tokens
+    blocks = np.rint(repeated * inputs / size).astype(np.int64)
+    lags, depths = _draw_repeats(fitted.prefixes.ranges, blocks, substream(seed, "content/prefixes"))
+    hash_ids = shared_prefixes(inputs, blocks, lags, depths, size)
+    return single_turn(inputs, outputs, hash_ids=hash_ids, block_tokens=size)
+
+
+def _draw_repeats(ranges: tuple[Repeated, ...], blocks: Int64s, rng: np.random.Generator) -> tuple[Floats, Floats]:
+    """Lag and depth for each number of repeated blocks."""
+    which = np.minimum(np.searchsorted([one.blocks for one in ranges], blocks), len(ranges) - 1)
+    lags, depths = np.ones(len(blocks)), np.ones(len(blocks))
+    for place, one in enumerate(ranges):
+        rows = np.flatnonzero(which == place)
+        lags[rows] = Points(means=one.lag).at(_even(rng, len(rows)))
+        depths[rows] = Points(means=one.depth).at(_even(rng, len(rows)))
+    return lags, depths
+
+
+def _even(rng: np.random.Generator, n: int) -> Floats:
+    """``n`` shares in random order, one in each of ``n`` equal parts of (0, 1): a draw without clusters."""
+    shares: Floats = (rng.permutation(n) + rng.random(n)) / max(n, 1)
+    return shares
+
+
+def _draw_lengths(bins: tuple[Lengths, ...], n: int, seed: int) -> tuple[Int32s, Int32s, Floats]:
+    rng = substream(seed, "content/fitted")
+    shares = np.array([one.share for one in bins])
+    which = np.searchsorted(np.cumsum(shares / shares.sum())[:-1], _even(rng, n), side="right")
+    inputs, outputs, repeated = np.ones(n), np.ones(n), np.zeros(n)
+    for place, one in enumerate(bins):
+        rows = np.flatnonzero(which == place)
+        inputs[rows] = Points(means=one.input).at(_even(rng, len(rows)))
+        outputs[rows] = Points(means=one.output).at(_even(rng, len(rows)))
+        if one.repeated:
+            repeated[rows] = Points(means=one.repeated).at(_even(rng, len(rows)))
+    return _tokens(inputs), _tokens(outputs), repeated
+
+
+def _tokens(values: Floats) -> Int32s:
+    return np.clip(np.rint(values), 1, LONGEST).astype(np.int32)
+
+
+def _draw_sessions(fitted: Fitted, found: Sessions, sessions: int, seed: int) -> Requests:
+    rng = substream(seed, "content/turns")
+    turns = np.maximum(1, np.rint(Points(means=found.turns).at(_even(rng, sessions)))).astype(np.int64)
+    n = int(turns.sum())
+    inputs, outputs, _ = _draw_lengths(fitted.lengths, n, seed)
+    session = np.repeat(np.arange(sessions), turns)
+    turn = (np.arange(n) - np.repeat(np.cumsum(turns) - turns, turns)).astype(np.int32)
+    added = Points(means=found.added).at(_even(rng, n))
+    fresh = rng.random(n) < found.fresh
+    prompts = _growing(turn, inputs, outputs, added, fresh)
+    pause: Any = None
+    if found.pause_s:
+        pause = np.where(turn > 0, Points(means=found.pause_s).at(_even(rng, n)), np.nan)
+    content: Int64s = np.cumsum((turn == 0) | fresh) - 1
+    return Requests(session, turn, prompts, outputs, content=content, pause_s=pause)
+
+
+def _growing(turn: Int32s, inputs: Int32s, outputs: Int32s, added: Floats, fresh: npt.NDArray[np.bool_]) -> Int32s:
+    """Prompt lengths: the first and fresh ones as drawn, the others with all before and the added tokens."""
+    prompts, total = inputs.tolist(), 0
+    for row, (place, is_fresh, more) in enumerate(zip(turn.tolist(), fresh.tolist(), added.tolist(), strict=True)):
+        if place and not is_fresh:
+            prompts[row] = min(LONGEST // 2, total + max(1, round(more)))
+        total = prompts[row] + int(outputs[row])
+    return np.asarray(prompts, np.int32)

@@ -1,0 +1,205 @@
+"""Workloads fitted to logs: the same traffic in distribution, and no record of the log."""
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from ebbench.cli.main import app
+from ebbench.errors import UsageError
+from ebbench.records.content import block_tokens
+from ebbench.traffic.arrivals import dispersion
+from ebbench.workloads import build_plan
+from ebbench.workloads.arrow import int_lists
+from ebbench.workloads.fit_log import _points
+from ebbench.workloads.fitted import GROUP, Points
+from ebbench.workloads.log_report import repeated_prefixes
+from ebbench.workloads.prefix_tree import repeats_of, shared_prefixes
+from ebbench.workloads.requests import single_turn
+from ebbench.workloads.trace import read_trace
+
+
+def fit(log: Path, tmp_path: Path, *options: str) -> Path:
+    path = tmp_path / "fitted.toml"
+    done = CliRunner().invoke(app, ["workloads", "fit", f"log:{log}", "-o", str(path), *options])
+    assert done.exit_code == 0, done.output
+    return path
+
+
+@pytest.fixture
+def azure(tmp_path: Path) -> Path:
+    """Requests at a rate that doubles half-way, whose outputs are long where their prompts are short."""
+    rng = np.random.default_rng(2)
+    times = np.concatenate([np.cumsum(rng.exponential(0.5, 1000)), 500 + np.cumsum(rng.exponential(0.25, 2000))])
+    inputs = rng.lognormal(6, 1, 3000).astype(int) + 1
+    outputs = np.maximum(1, 40_000 // (inputs + 50) + rng.integers(0, 20, 3000))
+    path = tmp_path / "azure.csv"
+    rows = zip(times + 1.7e9, inputs, outputs, strict=True)
+    path.write_text("timestamp,input_tokens,output_tokens\n" + "".join(f"{t:.6f},{i},{o}\n" for t, i, o in rows))
+    return path
+
+
+def test_lengths_rates_and_their_dependence(azure: Path, tmp_path: Path) -> None:
+    log = build_plan(f"log:{azure}").table
+    plan = build_plan(str(fit(azure, tmp_path)))
+    assert plan.facts["source"] == "fitted"
+    assert plan.facts["scenario"] == "fitted"
+    assert len(plan) == 3000
+    for column in ("input_tokens", "output_tokens"):
+        real, drawn = log[column].to_numpy(), plan.table[column].to_numpy()
+        assert drawn.mean() == pytest.approx(real.mean(), rel=0.02)
+        assert np.percentile(drawn, [5, 50, 95]) == pytest.approx(np.percentile(real, [5, 50, 95]), rel=0.06)
+    correlation = [
+        np.corrcoef(np.log(table["input_tokens"].to_numpy()), np.log(table["output_tokens"].to_numpy()))[0, 1]
+        for table in (log, plan.table)
+    ]
+    assert correlation[1] == pytest.approx(correlation[0], abs=0.05)
+    halves = [np.searchsorted(table["arrival_ns"].to_numpy(), 5e11) for table in (log, plan.table)]
+    assert halves[1] == pytest.approx(halves[0], rel=0.05)
+    assert plan.table["arrival_ns"].to_numpy()[-1] / 1e9 == pytest.approx(1000, rel=0.03)
+
+
+def test_longer_and_at_other_rates(azure: Path, tmp_path: Path) -> None:
+    path = str(fit(azure, tmp_path))
+    once, longer = build_plan(path), build_plan(path, num_prompts=6000)
+    faster = build_plan(path, rate_scale=2.0)
+    spans = [plan.table["arrival_ns"].to_numpy()[-1] / 1e9 for plan in (once, longer, faster)]
+    assert spans[1] == pytest.approx(2 * spans[0], rel=0.03)
+    # The rate curve belongs to the time of day: at twice the rate the first half-hour holds twice the requests.
+    assert np.searchsorted(faster.table["arrival_ns"].to_numpy(), 4e11) == pytest.approx(
+        2 * np.searchsorted(once.table["arrival_ns"].to_numpy(), 4e11), rel=0.06
+    )
+    assert build_plan(path, "poisson", request_rate=3.0).facts["scenario"] == "poisson"
+    with pytest.raises(UsageError, match="--speed"):
+        build_plan(f"log:{azure}", rate_scale=2.0)
+    with pytest.raises(UsageError, match="scales the rates of a scenario"):
+        build_plan("balanced", rate_scale=2.0)
+
+
+def test_no_record_of_the_log_is_in_the_file(tmp_path: Path) -> None:
+    rng = np.random.default_rng(3)
+    path = tmp_path / "log.csv"
+    inputs, outputs = rng.permutation(100_000)[:400] + 7, rng.permutation(100_000)[:400] + 7
+    times = np.sort(rng.uniform(0, 4000, 400)) + 1.7e9
+    rows = zip(times, inputs, outputs, strict=True)
+    path.write_text("timestamp,input_tokens,output_tokens\n" + "".join(f"{t:.3f},{i},{o}\n" for t, i, o in rows))
+    found = tomllib.loads(fit(path, tmp_path).read_text())
+    numbers = {round(number, 6) for number in _numbers(found["fitted"]["lengths"])}
+    assert len(numbers) > 20
+    assert len(numbers & set(map(float, [*inputs, *outputs]))) <= 1
+    values = sum(len(_numbers(entry["input"])) for entry in found["fitted"]["lengths"])
+    assert values <= 400 / GROUP
+
+
+def _numbers(value: Any) -> list[float]:
+    if isinstance(value, dict):
+        return [number for inner in value.values() for number in _numbers(inner)]
+    if isinstance(value, list):
+        return [number for inner in value for number in _numbers(inner)]
+    return [float(value)] if isinstance(value, int | float) else []
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.floats(0, 1e6), min_size=1, max_size=300))
+def test_points_keep_the_mean(values: list[float]) -> None:
+    points = Points(means=_points(values, 9))
+    assert points.at((np.arange(4096) + 0.5) / 4096).mean() == pytest.approx(np.mean(values), rel=1e-6, abs=1e-6)
+
+
+def test_coarse_clocks_are_learned(tmp_path: Path) -> None:
+    rng = np.random.default_rng(1)
+    path = tmp_path / "ticks.jsonl"
+    ticks = np.repeat(np.arange(300), rng.poisson(10, 300)) * 3000
+    path.write_text(
+        "".join(json.dumps({"timestamp": int(t), "input_length": 50, "output_length": 5}) + "\n" for t in ticks)
+    )
+    found = tomllib.loads(fit(path, tmp_path).read_text())["fitted"]["arrivals"]
+    assert found["tick_s"] == 3
+    assert found["burstiness"] == pytest.approx(1, rel=0.25)
+    times = build_plan(str(tmp_path / "fitted.toml")).table["arrival_ns"].to_numpy() / 1e9
+    assert np.abs(times / 3 - np.rint(times / 3)).max() < 1e-6
+    assert dispersion(times, 3.0) == pytest.approx(dispersion(ticks / 1e3, 3.0), rel=0.35)
+
+
+def test_bursts_are_learned(tmp_path: Path) -> None:
+    rng = np.random.default_rng(1)
+    times = np.cumsum(rng.gamma(0.2, 5.0, 3000))
+    path = tmp_path / "bursts.csv"
+    path.write_text("timestamp,input_tokens,output_tokens\n" + "".join(f"{t + 1.7e9:.6f},50,5\n" for t in times))
+    drawn = build_plan(str(fit(path, tmp_path))).table["arrival_ns"].to_numpy() / 1e9
+    for window in (1.0, 10.0):
+        assert dispersion(drawn, window) == pytest.approx(dispersion(times, window), rel=0.3)
+
+
+def test_shared_prefixes_are_learned(tmp_path: Path) -> None:
+    path = tmp_path / "prefixes.jsonl"
+    rng = np.random.default_rng(4)
+    fresh, rows, chats = 1, [], list[list[int]]()
+    for at in range(1500):
+        back = int(rng.integers(1, min(20, len(chats)) + 1)) if chats else 0
+        ids = list(chats[-back]) if back and rng.random() < 0.6 else [0]
+        more = int(rng.integers(1, 5))
+        ids += range(fresh, fresh + more)
+        fresh += more
+        chats.append(ids)
+        rows.append({"timestamp": 1000 * at, "input_length": 512 * len(ids) - 100, "output_length": 9, "hash_ids": ids})
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    real = repeated_prefixes(read_trace(path).requests)["repeated_share"]
+    table = build_plan(str(fit(path, tmp_path))).table
+    assert block_tokens(table) == 512
+    hashes = table["hash_ids"].combine_chunks()
+    drawn = single_turn(table["input_tokens"].to_numpy(), table["output_tokens"].to_numpy(), hash_ids=hashes)
+    assert repeated_prefixes(drawn)["repeated_share"] == pytest.approx(real, abs=0.03)
+    found = [repeats_of(ids) for ids in (read_trace(path).requests.hash_ids, hashes)]
+    lags = [np.median(one.lag[one.blocks > 1]) for one in found]
+    assert lags[1] == pytest.approx(lags[0], rel=0.6)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 4000), st.integers(0, 9), st.integers(1, 9)), min_size=1, max_size=40))
+def test_prompts_repeat_no_more_than_asked(rows: list[tuple[int, int, int]]) -> None:
+    inputs = np.array([one for one, _, _ in rows], np.int32)
+    wanted = np.array([one for _, one, _ in rows], np.int64)
+    lags = np.array([one for _, _, one in rows], np.float64)
+    ids = shared_prefixes(inputs, wanted, lags, np.ones(len(rows)), 512)
+    found = repeats_of(int_lists(ids.to_pylist()))
+    assert (found.blocks <= np.maximum(wanted, 0)).all()
+    assert [len(one) for one in ids.to_pylist()] == (-(-inputs // 512)).tolist()
+
+
+def test_sessions_and_pauses_are_learned(tmp_path: Path) -> None:
+    path = tmp_path / "chat.csv"
+    rng = np.random.default_rng(6)
+    lines = []
+    for session in range(200):
+        start, history = float(rng.uniform(0, 4000)), 0
+        for _ in range(int(rng.integers(1, 6))):
+            prompt = history + int(rng.integers(30, 90))
+            lines.append(f"{1.7e9 + start:.3f},{1.7e9 + start + 2:.3f},s{session},{prompt},40\n")
+            history, start = prompt + 40, start + 2 + float(rng.exponential(10))
+    path.write_text("start_time,end_time,session_id,input_tokens,output_tokens\n" + "".join(lines))
+    plan = build_plan(str(fit(path, tmp_path))).table
+    real = build_plan(f"log:{path}").table
+    for name in ("turn", "input_tokens", "pause_ns"):
+        values = [table[name].drop_null().to_numpy().mean() for table in (real, plan)]
+        assert values[1] == pytest.approx(values[0], rel=0.1), name
+    assert len(set(plan["session"].to_pylist())) == 200
+
+
+def test_what_cannot_be_fitted(azure: Path, tmp_path: Path) -> None:
+    few = tmp_path / "few.csv"
+    few.write_text("timestamp,input_tokens,output_tokens\n1.5,2,3\n2.5,2,3\n")
+    for words, message in (
+        ([f"log:{few}", "-o", str(tmp_path / "a.toml")], "too few to fit"),
+        (["sharegpt", "-o", str(tmp_path / "a.toml")], "fit takes log:FILE"),
+        ([f"log:{azure}", "-o", str(tmp_path / "a.json")], "must end in .toml"),
+    ):
+        done = CliRunner().invoke(app, ["workloads", "fit", *words])
+        assert done.exit_code == 2
+        assert message in done.output
