@@ -36,8 +36,7 @@ class AnswerLength:
     @property
     def mean(self) -> float:
         """The estimate in tokens."""
-        long, short = self._memories  # spelled out: it is read several times per step
-        return max(long.tokens / long.ended, short.tokens / short.ended)
+        return max(memory.tokens / memory.ended for memory in self._memories)
 
     def decoded(self, seqs: int) -> None:
         """Record a step with one token for each of ``seqs`` sequences."""
