@@ -36,7 +36,8 @@ class AnswerLength:
     @property
     def mean(self) -> float:
         """The estimate in tokens."""
-        return max(memory.tokens / memory.ended for memory in self._memories)
+        long, short = self._memories  # spelled out: it is read several times per step
+        return max(long.tokens / long.ended, short.tokens / short.ended)
 
     def decoded(self, seqs: int) -> None:
         """Record a step with one token for each of ``seqs`` sequences."""
