@@ -1,8 +1,9 @@
 """Agent sessions as logs: Weka's coding traces and OpenTelemetry spans with GenAI attributes.
 
-A session's requests form one chain; the requests of a sub-agent form a session of their own that starts when the
-sub-agent did. Schemas: kv-cache-tester's trace files (``id``, ``block_size``, ``requests``), and the GenAI semantic
-conventions of OpenTelemetry in OTLP JSON or one span, or one session of spans, per line.
+A session's requests wait for those that had ended when they started, so that sub-agents start and join as recorded. In
+a trace without the requests' durations a sub-agent is a session of its own that starts when it did. Schemas:
+kv-cache-tester's trace files (``id``, ``block_size``, ``requests``), and the GenAI semantic conventions of
+OpenTelemetry in OTLP JSON or one span, or one session of spans, per line.
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ def _weka_rows(log: LogFile) -> Rows:
         requests = record.value.get("requests")
         if not isinstance(requests, list):
             raise InputFileError(log.path, "expected a list of requests", record.line)
-        for chain, request in _weka_requests(requests):
+        chains = list(_weka_requests(requests))
+        timed = all(isinstance(request.get("api_time"), int | float) for _, request in chains)
+        for chain, request in chains:
             blocks = [ids.setdefault((scope, one), len(ids)) for one in request.get("hash_ids") or ()]
             inputs, outputs = (tokens_of(log, record, name, request.get(name)) for name in ("in", "out"))
             reason = unusable(inputs, outputs)
@@ -59,7 +62,8 @@ def _weka_rows(log: LogFile) -> Rows:
             if not isinstance(start, int | float):
                 raise InputFileError(log.path, f"expected the time t of a request, found {start!r}", record.line)
             yield Recorded(
-                record.line, Stamp(float(start), iso=False), inputs, outputs, blocks or None, (number, *chain),
+                record.line, Stamp(float(start), iso=False), inputs, outputs, blocks or None,
+                number if timed else (number, *chain),
                 duration_s=took if isinstance(took, int | float) else None,
             )  # fmt: skip
 
