@@ -123,7 +123,7 @@ class Machine:
 
     ``max_num_batched_tokens`` is B and ``max_num_seqs`` is N, per engine. ``link`` connects the GPUs of one engine.
     ``types``: data types of weights and KV cache that differ from the model's own.
-    ``api_server``: class of the simulated API server; empty without.
+    ``api_server``: class of the simulated API server; empty without. ``further``: other limits that were set, in words.
     """
 
     gpus: int | None = None
@@ -134,6 +134,7 @@ class Machine:
     link: str = ""
     types: str = ""
     api_server: str = ""
+    further: str = ""
 
     def limits(self) -> str:
         """``B = 8,192 tokens per step, N = 1,024 sequences``; empty if neither was recorded."""
@@ -142,6 +143,8 @@ class Machine:
             found.append(f"B = {self.max_num_batched_tokens:,} tokens per step")
         if self.max_num_seqs is not None:
             found.append(f"N = {self.max_num_seqs:,} sequences")
+        if self.further:
+            found.append(self.further)
         return ", ".join(found)
 
     def __str__(self) -> str:
@@ -193,7 +196,24 @@ def machine_of_run(manifest: Manifest) -> Machine:
         link=str(facts.get("link") or ""),
         types=_types(options),
         api_server=_api_server(options),
+        further=_further_limits(options),
     )
+
+
+def _further_limits(options: Mapping[str, Any]) -> str:
+    """``at most 64 running, refuses above 16,384 queued prompt tokens``; only what was asked for."""
+    words = {
+        "max_num_active_seqs": "at most {:,} running",
+        "long_prefill_token_threshold": "{:,} tokens of one prompt per step",
+        "max_num_queued_reqs": "at most {:,} open requests",
+        "max_num_queued_tokens": "refuses from {:,} queued prompt tokens on",
+    }
+    found = [text.format(int(options[name])) for name, text in words.items() if options.get(name)]
+    if options.get("long_prefill_token_threshold_adaptive"):
+        found.append("adaptive")
+    if options.get("scheduler_reserve_full_isl") is False:
+        found.append("admits by the first chunk")
+    return ", ".join(found)
 
 
 def _types(options: Mapping[str, Any]) -> str:
