@@ -105,6 +105,7 @@ def run_policies(config: RunConfig, *, as_json: bool) -> None:
     messages = Console(stderr=True, highlight=False)
     _check(config)
     engine, sentence = engine_of(config)
+    _check_prompts(config, engine)
     device = device_of(config)
     config = _saturated(config, engine, device, messages)
     plan = plan_of(config, config.seed, device, messages)
@@ -156,6 +157,17 @@ def _check(config: RunConfig) -> None:
         raise UsageError(f"--save-as-vllm {config.save_as_vllm}: give a file in a directory that exists")
     if config.output_dir is not None and config.output_dir.exists():
         raise UsageError(f"output directory {config.output_dir} exists; give another --output-dir or remove it")
+
+
+def _check_prompts(config: RunConfig, engine: Engine) -> None:
+    """Raise UsageError for options of prompts that the engine, or its cache, makes no use of."""
+    from ebbench.engines.base import VIRTUAL_TIME
+
+    settings = config.plan_settings
+    if settings.get("keep_text") and engine.name in VIRTUAL_TIME:
+        raise UsageError(f"--keep-text sends a log's prompts to a server; {engine.name} reads none, leave it out")
+    if settings.get("cache_hit_rate") is not None and not config.options.enable_prefix_caching:
+        raise UsageError("--cache-hit-rate needs the prefix cache; leave out --no-prefix-caching")
 
 
 def _saturated(config: RunConfig, engine: Engine, device: Device, messages: Console) -> RunConfig:

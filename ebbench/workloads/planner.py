@@ -144,8 +144,9 @@ def _from_workload(options: PlanOptions, scenario: ScenarioSpec, workload: Workl
 def _from_trace(options: PlanOptions, scenario: ScenarioSpec) -> tuple[Requests, Schedule]:
     path = recorded_file(options.workload)
     assert path is not None  # make_plan checked
-    keep = options.keep_text and options.with_text
-    trace = read_trace(path, options.columns, options.tokenizer, keep_text=keep)
+    if options.keep_text and not options.with_text:
+        raise UsageError("--keep-text sends a log's prompts to a server; this engine reads no texts, leave it out")
+    trace = read_trace(path, options.columns, options.tokenizer, keep_text=options.keep_text)
     if scenario.loop == "trace":
         return _replay(options, scenario, trace.timed(options.time_unit))
     requests = trace.requests

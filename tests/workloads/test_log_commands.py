@@ -59,6 +59,13 @@ def test_run_and_its_record(log: str, tmp_path: Path) -> None:
     assert "columns: input = fed" in done.output
 
 
+def test_prompts_that_an_engine_does_not_use_are_refused(data: Path) -> None:
+    log = f"log:{data / 'logs' / 'chat.jsonl'}"
+    assert "reads none, leave it out" in call("run", log, "--keep-text", "--engine", "sim", code=2)
+    words = ("run", "balanced", "--cache-hit-rate", "0.3", "--no-prefix-caching", "--engine", "sim")
+    assert "leave out --no-prefix-caching" in call(*words, code=2)
+
+
 @pytest.mark.parametrize(
     "words",
     [

@@ -222,6 +222,8 @@ def test_texts_stay_out_of_the_plan_unless_asked_for(logs: Path) -> None:
     assert plan.table["hash_ids"].to_pylist() == [[0, 1], [0, 1]]
     kept = build_plan(log, keep_text=True).table["prompt"].to_pylist()
     assert "Ada Example" in kept[0]
+    with pytest.raises(UsageError, match="reads no texts, leave it out"):
+        build_plan(log, keep_text=True, with_text=False)
     with pytest.raises(UsageError, match="holds no prompts"):
         build_plan(f"log:{logs / 'servegen.csv'}", keep_text=True)
 
