@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+import httpx
 import pytest
 
 from tests.processes.process_tree import wait_until
@@ -119,3 +121,21 @@ def test_answers_are_those_of_stock_vllm_under_the_other_policies(model: Path, p
 @pytest.mark.parametrize("policy", ["v0", MIXED, *POLICIES])
 def test_answers_are_those_of_stock_vllm_without_a_prefix_cache(model: Path, policy: str) -> None:
     check(model, policy, caching=False)
+
+
+@pytest.mark.nightly
+def test_two_data_parallel_ranks_have_a_policy_each(model: Path) -> None:
+    """On the CPU each rank reserves a share of the memory: 0.3 instead of 0.92."""
+    log = model.parent / "ranks.log"
+    options = (*TIGHT, "--data-parallel-size", "2", "--gpu-memory-utilization", "0.3")
+    with server(model, "eb:update_every=10,min_samples=5", log, *options) as url:
+        answers = all_answered(url)
+        wait_until(lambda: samples(url)["vllm:num_requests_running"] == 0, "a request is still running", ENDED_S)
+        text = httpx.get(url + "/metrics", timeout=30.0).text
+    for sent, answer in zip(requests(), answers, strict=True):
+        assert sent.leaves or len(answer.reasons) == sent.answers
+    for rank in range(2):
+        ended = re.search(rf'request_success_total{{engine="{rank}",finished_reason="length".*}} (\S+)', text)
+        assert ended is not None
+        assert float(ended[1]) > 0
+        assert re.search(rf"EngineCore_DP{rank} .* vllm_eb schedules: policy eb", log.read_text(encoding="utf-8"))
