@@ -119,8 +119,8 @@ def _edges(table: pa.Table, before: Ints, following: Ints, sessions: Ints, turns
         )
     parents = np.concatenate([before[by_default], rows])
     children = np.concatenate([following[by_default], waiting])
-    place = np.lexsort((turns[children], sessions[children]))
-    return parents[place], children[place]
+    order = np.lexsort((turns[children], sessions[children]))
+    return parents[order], children[order]
 
 
 def _parallel_starts(sessions: Ints, first: npt.NDArray[np.bool_], others: Ints) -> dict[int, list[int]]:
