@@ -52,6 +52,9 @@ async def _serve(settings: GatewaySettings, on_ready: Callable[[int], None]) -> 
     finally:
         if not server.started:
             await gateway.close()
+    if server.started:
+        # Only a signal ends it. uvicorn raises that signal again as SIGINT, in vain where a shell had SIGINT ignored.
+        raise KeyboardInterrupt
 
 
 class _Server(uvicorn.Server):

@@ -12,7 +12,7 @@ from ebbench.cli.main import app
 
 @pytest.mark.parametrize(
     ("workload", "goodput", "words"),
-    [("trace:{folder}/no-lengths.jsonl", "ttft:100", "input_length"), ("sharegpt", "ttft:0.01", "ttft:")],
+    [("trace:{folder}/no-lengths.jsonl", "ttft:100", "--columns"), ("sharegpt", "ttft:0.01", "ttft:")],
 )
 def test_what_no_candidate_can_do_is_one_line(tmp_path: Path, workload: str, goodput: str, words: str) -> None:
     (tmp_path / "no-lengths.jsonl").write_text('{"timestamp": 0}\n{"timestamp": 1}\n')

@@ -143,8 +143,13 @@ def test_a_run_killed_outright_leaves_no_worker_and_can_be_rebuilt(tmp_path: Pat
 
 
 @pytest.mark.parametrize("number", AS_CTRL_C)
-def test_the_gateway_ends_in_order(tmp_path: Path, server: FakeServerProcess, number: signal.Signals) -> None:
-    process = begin(tmp_path, "gateway", "-u", server.url, "--port", free_port())
+@pytest.mark.parametrize("background", [False, True])
+def test_the_gateway_ends_in_order(
+    tmp_path: Path, server: FakeServerProcess, number: signal.Signals, background: bool
+) -> None:
+    """Also in the background of a shell script, where SIGINT is ignored."""
+    ignoring = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_IGN)} if background else {}
+    process = begin(tmp_path, "gateway", "-u", server.url, "--port", free_port(), **ignoring)
     assert process.stderr is not None
     assert b"is ready" in process.stderr.readline()
     process.send_signal(number)
