@@ -147,6 +147,13 @@ ThinkingLen = Annotated[
     int | None,
     opt("--thinking-len", help="Mean thinking tokens before each answer, in addition to it.", panel=SESSIONS),
 ]
+LoraAssignment = Annotated[
+    str | None,
+    opt("--lora-assignment", help="Adapters by name, one per session, over HTTP: sql=3,chat=1,base.", panel=WORKLOAD),
+]
+Images = Annotated[
+    str | None, opt("--images", help="Images in every prompt: tokens=256,count=2,side=448.", panel=WORKLOAD)
+]
 AbandonAfter = Annotated[
     str | None,
     opt("--abandon-after", help="Clients hang up on an incomplete answer after this time.", panel=SESSIONS),

@@ -147,6 +147,8 @@ class LoadFlags:
     sub_agents: load.SubAgents = None
     abandon_after: load.AbandonAfter = None
     thinking_len: load.ThinkingLen = None
+    lora_assignment: load.LoraAssignment = None
+    images: load.Images = None
 
     def scenario_of(self, workload: str) -> str | None:
         """The given scenario, or the one that the other options imply by the rules of `vllm bench serve`."""

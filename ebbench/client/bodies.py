@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from ebbench.client.images import image_url
 from ebbench.client.options import ClientOptions
 from ebbench.client.prompt_json import PromptTable
 from ebbench.records.content import CHUNK_TOKENS, token_ids
@@ -37,6 +38,9 @@ class Turn:
     hash_ids: Sequence[int] | None
     prompt: str | None
     block_tokens: int = CHUNK_TOKENS
+    lora: str | None = None
+    image_tokens: Sequence[int] = ()
+    image_side: int = 0
 
 
 class RequestBodies:
@@ -69,11 +73,13 @@ class RequestBodies:
                 for question, answer in history
                 for message in (_message("user", question), _message("assistant", answer))
             ]
-            prompt: dict[str, Any] = {"messages": [*said, _message("user", self._text(turn))]}
+            prompt: dict[str, Any] = {"messages": [*said, self._question(turn)]}
             limit = "max_completion_tokens"
         else:
             prompt, limit = {"prompt": self._prompt(turn, history)}, "max_tokens"
         whole = self._fixed | prompt | {limit: turn.output_tokens}
+        if turn.lora is not None:
+            whole["model"] = turn.lora
         if may_hang_up:
             whole["stream_options"] = {**whole["stream_options"], "continuous_usage_stats": True}
         return msgspec.json.encode(whole)
@@ -83,12 +89,22 @@ class RequestBodies:
             return self._synthetic(turn, self._vocab)
         return "".join(part for pair in history for part in pair) + turn.prompt
 
+    def _question(self, turn: Turn) -> dict[str, Any]:
+        """The user's message: its text, after the images if there are some."""
+        if not turn.image_tokens:
+            return _message("user", self._text(turn))
+        sent = enumerate(turn.image_tokens)
+        urls = [image_url(turn.content, number, turn.image_side) for number, _ in sent]
+        images: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+        return {"role": "user", "content": [*images, {"type": "text", "text": self._text(turn)}]}
+
     def _text(self, turn: Turn) -> str | msgspec.Raw:
         return turn.prompt if turn.prompt is not None else self._synthetic(turn, len(_WORDS))
 
     def _synthetic(self, turn: Turn, vocab: int) -> msgspec.Raw:
         """The JSON of a synthetic prompt: token ids for completions, words for chat."""
-        return self._table.json(token_ids(turn.content, turn.hash_ids, 0, turn.input_tokens, vocab, turn.block_tokens))
+        text_tokens = turn.input_tokens - sum(turn.image_tokens)
+        return self._table.json(token_ids(turn.content, turn.hash_ids, 0, text_tokens, vocab, turn.block_tokens))
 
 
 def _message(role: str, content: str | msgspec.Raw) -> dict[str, str | msgspec.Raw]:

@@ -28,7 +28,7 @@ from ebbench.client.progress import SnapshotObserver, Tally
 from ebbench.client.release_schedule import ReleaseSchedule
 from ebbench.client.scrape import Scraper
 from ebbench.client.server_queries import ServerQueries
-from ebbench.client.session_plan import SessionPlan, plan_sessions, rows_too_long, unique_ids
+from ebbench.client.session_plan import SessionPlan, check_attachments, plan_sessions, rows_too_long, unique_ids
 from ebbench.client.shared import SharedMemory, memory_folder
 from ebbench.client.telemetry import telemetry
 from ebbench.client.verdict import client_warnings, invalid_reasons, loop_lag_p99_ms, send_lag_p99_ms
@@ -114,6 +114,7 @@ async def _drive(
     async with ServerQueries(url, options, environ) as server:
         await server.ready()
         served = await server.served()
+        check_attachments(table, options.endpoint, served.names)
         dropped = rows_too_long(table, served.max_model_len, options.drop_too_long)
         await warm_up(url, served.model, plan, options, environ)
         cache_reset = options.reset_prefix_cache and await server.reset_prefix_cache()

@@ -22,11 +22,15 @@ _UNTRUSTED = "give its certificate authority with --ca-file FILE or in SSL_CERT_
 
 @dataclass(frozen=True)
 class Served:
-    """Model name and maximum length that the server reports. ``made_up``: it is ebbench's fake server."""
+    """Model name and maximum length that the server reports. ``made_up``: it is ebbench's fake server.
+
+    ``names``: all that it serves, adapters too; None if it does not say.
+    """
 
     model: str
     max_model_len: int | None
     made_up: bool = False
+    names: frozenset[str] | None = None
 
 
 def _distinct_models(models: Mapping[str, Mapping[str, Any]]) -> list[str]:
@@ -90,7 +94,9 @@ class ServerQueries:
             raise UsageError(f"{self._url} serves several models: {', '.join(different)}; say which with --model")
         name = asked or next(iter(models))
         limit = self._options.max_model_len or models[name].get("max_model_len")
-        return Served(name, limit if isinstance(limit, int) else None, models[name].get("owned_by") == MADE_UP)
+        return Served(
+            name, limit if isinstance(limit, int) else None, models[name].get("owned_by") == MADE_UP, frozenset(models)
+        )
 
     async def reset_prefix_cache(self) -> bool:
         """Empty the server's prefix cache. Returns False if the server cannot."""

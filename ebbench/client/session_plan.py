@@ -42,6 +42,9 @@ class SessionPlan:
     def turn(self, row: int) -> Turn:
         """One request."""
         fields: dict[str, Any] = {name: self.columns[name][row] for name in _TURN_COLUMNS}
+        for name in ("lora", "image_tokens", "image_side"):
+            if name in self.columns and (value := self.columns[name][row]) is not None:
+                fields[name] = value
         return Turn(row=row, block_tokens=self.block_tokens, **fields)
 
     def hang_up_ns(self, row: int) -> int | None:
@@ -78,8 +81,9 @@ def plan_sessions(
         name: _LazyColumn(table.column(name)) if name in _LARGE else table.column(name).to_pylist()
         for name in _TURN_COLUMNS
     }
-    if "hang_up_ns" in table.column_names:
-        columns["hang_up_ns"] = table.column("hang_up_ns").to_pylist()
+    for name in ("hang_up_ns", "lora", "image_tokens", "image_side"):
+        if name in table.column_names:
+            columns[name] = table.column(name).to_pylist()
     graph = turn_graph(table)
     if phases:
         slots = Slots.of_phases(phases, spacing_ns)
@@ -116,6 +120,17 @@ def unique_ids(table: pa.Table) -> tuple[pa.Table, int]:
     index = table.schema.get_field_index("request_id")
     changed = sum(a != b for a, b in zip(ids, unique, strict=True))
     return table.set_column(index, table.schema.field(index), pa.array(unique, pa.string())), changed
+
+
+def check_attachments(table: pa.Table, endpoint: str, served: frozenset[str] | None) -> None:
+    """Raise UsageError for images on another endpoint than chat, and for an adapter that the server does not serve."""
+    if "image_tokens" in table.column_names and endpoint != "chat":
+        raise UsageError("images are sent in chat messages; give --endpoint chat")
+    if "lora" not in table.column_names or served is None:
+        return
+    missing = sorted(set(table["lora"].drop_null().unique().to_pylist()) - served)
+    if missing:
+        raise UsageError(f"the server does not serve the adapter {missing[0]!r}; it serves {', '.join(sorted(served))}")
 
 
 def rows_too_long(table: pa.Table, max_model_len: int | None, drop_too_long: bool) -> frozenset[int]:

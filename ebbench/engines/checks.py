@@ -120,6 +120,25 @@ def refuse_further_limits(options: EngineOptions, engine: str) -> None:
         )
 
 
+IMAGES_AS_TOKENS = (
+    "Images count as prompt tokens here; the time of the model's image encoder is not simulated, so TTFT is too low."
+)
+
+
+def refuse_adapters(plan: Plan, engine: str) -> None:
+    """Raise UsageError for LoRA adapters on an engine that has none: they would change nothing there."""
+    if "lora" in plan.table.column_names:
+        raise UsageError(
+            f"--lora-assignment chooses adapters of a server; engine {engine} simulates none: leave it out, or give "
+            "--engine URL (or vllm, with -- --enable-lora --lora-modules NAME=PATH)"
+        )
+
+
+def notes_of(plan: Plan) -> tuple[str, ...]:
+    """Warnings about what of a plan is not simulated."""
+    return (IMAGES_AS_TOKENS,) if "image_tokens" in plan.table.column_names else ()
+
+
 def num_kv_blocks(device: Device, options: EngineOptions) -> int:
     """Number of KV blocks of an instance: as given, or from the device's capacity."""
     return options.num_kv_blocks or device.kv_capacity_tokens // options.block_size

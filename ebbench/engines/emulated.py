@@ -28,7 +28,7 @@ from ebbench.collector import collector_paused
 from ebbench.devices.apiserver import chosen_api_server
 from ebbench.devices.base import Device
 from ebbench.engines.base import EngineOptions, EngineResult, Observer, Progress
-from ebbench.engines.checks import check_fits, check_options, num_kv_blocks
+from ebbench.engines.checks import check_fits, check_options, notes_of, num_kv_blocks, refuse_adapters
 from ebbench.engines.emulated_clients import VirtualClients
 from ebbench.errors import RunError
 from ebbench.records.content import token_ids
@@ -66,6 +66,7 @@ class EmulatedEngine:
         """
         check_options(options, [policy])
         check_fits(plan, device, options)
+        refuse_adapters(plan, self.name)
         try:
             from ebbench.engines import emulated_core
         except ImportError as error:
@@ -328,6 +329,7 @@ class _EmulatedRun:
             steps=steps_table(steps_after(self._log.steps, self._beginning), ids, self._blocks),
             decisions=decisions_table(records_after([(0, record) for record in records], self._beginning)),
             interrupted=interrupted,
+            warnings=notes_of(self._plan),
         )
 
 

@@ -19,7 +19,7 @@ from ebbench.devices.collectives import choose_link
 from ebbench.devices.units import UnitDevice, saving_kv, unit_device
 from ebbench.dispatch import DEFAULT_DISPATCH, DispatchSpec
 from ebbench.engines.base import EngineOptions, EngineResult, Observer
-from ebbench.engines.checks import check_fits, num_kv_blocks, refuse_queue_limits
+from ebbench.engines.checks import check_fits, notes_of, num_kv_blocks, refuse_adapters, refuse_queue_limits
 from ebbench.engines.simulated import (
     check_all_ended,
     make_controller,
@@ -89,6 +89,7 @@ class SimEngine:
                 f"clients that hang up are not simulated where prefill and decode are separate ({label}); leave out "
                 "--abandon-after, or choose replicas"
             )
+        refuse_adapters(plan, self.name)
         with collector_paused():
             for make_kv in _kv_managers(plan, options):
                 try:
@@ -288,7 +289,7 @@ class _Simulation:
             interrupted=interrupted,
             invalid=() if loop.outcome.dead is None else (loop.outcome.dead,),
             facts={} if topology is None else self._facts(topology),
-            warnings=tuple(dict.fromkeys(text for unit in self._units for text in unit.warnings)),
+            warnings=(*dict.fromkeys(text for unit in self._units for text in unit.warnings), *notes_of(self._plan)),
             device=self._units[0] if self._units else None,
         )
 

@@ -31,11 +31,18 @@ class GenerationRequest(msgspec.Struct):
     def prompt_tokens(self) -> int:
         """Number of token ids, or of words for a text prompt."""
         if self.messages:
-            return sum(len(str(m.get("content", "")).split()) for m in self.messages)
+            return sum(len(text.split()) for m in self.messages for text in _texts(m.get("content", "")))
         raw = bytes(self.prompt)
         if raw.startswith(b"["):
             return 0 if raw == b"[]" else raw.count(b",") + 1
         return len(str(msgspec.json.decode(raw)).split())
+
+
+def _texts(content: Any) -> list[str]:
+    """The texts of a chat message, whose content is a text or a list of parts; images have no words."""
+    if not isinstance(content, list):
+        return [str(content)]
+    return [str(part.get("text", "")) for part in content if isinstance(part, dict)]
 
 
 def response(

@@ -50,6 +50,12 @@ PLAN_EXTRAS = pa.schema(
         pa.field("hang_up_ns", pa.int64()),
         # How many of the output tokens, from the first one on, are thinking; the others are the answer. Null: none.
         pa.field("thinking_tokens", pa.int32()),
+        # LoRA adapter as the server names it; null: the model itself.
+        pa.field("lora", pa.string()),
+        # Images at the beginning of the prompt: their prompt tokens, which `input_tokens` includes, and the height and
+        # width of each in pixels.
+        pa.field("image_tokens", pa.list_(pa.int32())),
+        pa.field("image_side", pa.int32()),
     ]
 )
 

@@ -121,6 +121,12 @@ def _extras(requests: Requests) -> dict[str, pa.Array]:
         found["hang_up_ns"] = ints(ns, pa.int64(), valid=known)
     if requests.thinking_tokens is not None:
         found["thinking_tokens"] = ints(requests.thinking_tokens, pa.int32())
+    if requests.lora is not None:
+        found["lora"] = pa.array(requests.lora, pa.string())
+    if requests.images is not None:
+        tokens = [requests.images.tokens] * requests.images.count
+        found["image_tokens"] = pa.array([tokens] * len(requests), pa.list_(pa.int32()))
+        found["image_side"] = ints(np.full(len(requests), requests.images.side), pa.int32())
     return found
 
 

@@ -70,7 +70,7 @@ class DurationSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 class _Settings:
     """The keys of a duration in an option."""
 
-    mean: float = setting(..., "mean time", unit="s", above=0, example=20)
+    mean: float = setting(help="mean time", unit="s", above=0, example=20)
     std: float | None = setting(None, "standard deviation, for gamma and lognormal", unit="s", above=0, example=40)
     max: float | None = setting(None, "longest time", unit="s", above=0, example=300)
 

@@ -59,7 +59,7 @@ class PlanOptions:
     the columns of a log (see :func:`ebbench.workloads.log_columns.parse_columns`); ``keep_text`` sends a log's own
     prompts, which are otherwise never kept. ``think_time``, ``tool_time``, ``tool_share``, ``sub_agents``,
     ``abandon_after``, ``thinking_len``: see :mod:`ebbench.workloads.sessions`; they replace what the workload's
-    file says.
+    file says. ``lora_assignment``, ``images``: see :mod:`ebbench.workloads.attachments`.
 
     Raises UsageError for an invalid value.
     """
@@ -95,6 +95,8 @@ class PlanOptions:
     sub_agents: str | None = None
     abandon_after: str | None = None
     thinking_len: int | None = None
+    lora_assignment: str | None = None
+    images: str | None = None
 
     def __post_init__(self) -> None:
         for key in _POSITIVE:

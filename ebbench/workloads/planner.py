@@ -11,6 +11,7 @@ from ebbench.errors import UsageError
 from ebbench.records.plan import Plan
 from ebbench.traffic.schedule import Schedule, make_schedule, phase_rate
 from ebbench.traffic.spec import Replay, ScenarioSpec, load_scenario
+from ebbench.workloads.attachments import parse_adapters, parse_images, with_adapters, with_images
 from ebbench.workloads.build import LengthLimits, assemble, phase_requests
 from ebbench.workloads.lengths import length_spec
 from ebbench.workloads.options import PlanOptions, is_recorded, recorded_file
@@ -36,6 +37,10 @@ def make_plan(options: PlanOptions) -> Plan:
         requests = with_sessions(requests, spec, options.seed)
     if options.prefixes.asked:
         requests = with_shared_prefixes(requests, options.prefixes, options.seed)
+    if options.images is not None:
+        requests = with_images(requests, parse_images(options.images))
+    if options.lora_assignment is not None:
+        requests = with_adapters(requests, parse_adapters(options.lora_assignment), options.seed)
     cap = options.max_concurrency or scenario.max_concurrency
     limits = LengthLimits(options.max_model_len, options.drop_too_long)
     facts = _facts(options, scenario, requests)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
 from ebbench.workloads.arrow import bits
+
+if TYPE_CHECKING:
+    from ebbench.workloads.attachments import ImageSettings
 
 Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
@@ -25,7 +28,8 @@ class Requests:
     ``block_tokens``: prompt tokens per hash id (None: 512). ``content``: stream of each row's tokens from 0, None: one
     per session. ``pause_s``: seconds between the end of what a row waits for and its start (NaN: none); ``after``: the
     turns that it waits for, None for the turn before. ``hang_up_s``: seconds after which the client hangs up (NaN:
-    never). ``thinking_tokens``: how many output tokens, from the first one on, are thinking.
+    never). ``thinking_tokens``: how many output tokens, from the first one on, are thinking. ``lora``: adapter of
+    each row; ``images``: those of every prompt, whose tokens ``input_tokens`` includes.
     """
 
     session: Int64s
@@ -41,6 +45,8 @@ class Requests:
     after: Sequence[Sequence[int] | None] | None = None
     hang_up_s: Floats | None = None
     thinking_tokens: Int32s | None = None
+    lora: Sequence[str | None] | None = None
+    images: ImageSettings | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
 
@@ -70,6 +76,7 @@ class Requests:
             after=None if self.after is None else self._after_kept(mask),
             hang_up_s=None if self.hang_up_s is None else self.hang_up_s[mask],
             thinking_tokens=None if self.thinking_tokens is None else self.thinking_tokens[mask],
+            lora=None if self.lora is None else [self.lora[row] for row in np.flatnonzero(mask).tolist()],
         )
 
     def _after_kept(self, mask: npt.NDArray[np.bool_]) -> list[Sequence[int] | None]:
@@ -105,6 +112,7 @@ class Requests:
             pause_s=None,
             hang_up_s=None,
             thinking_tokens=None if self.thinking_tokens is None else np.tile(self.thinking_tokens, times),
+            lora=None if self.lora is None else list(self.lora) * times,
         )
 
 

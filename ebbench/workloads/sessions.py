@@ -84,7 +84,7 @@ class SessionOptions:
 class _AgentSettings:
     """The keys of ``--sub-agents``."""
 
-    count: int = setting(..., "sub-agents that start at once", at_least=1, example=3)
+    count: int = setting(3, "sub-agents that start at once", at_least=1, example=3)
     share: float = setting(1.0, "share of the turns after which they start", unit="share", above=0, at_most=1)
     turns: int = setting(1, "requests of each, one after the other", unit="requests", at_least=1)
     input: int = setting(1000, "new prompt tokens of each request", unit="tokens", at_least=1)
