@@ -122,5 +122,7 @@ class OpenSession:
         self._reports.never_sent(sorted([row, *lost] if itself else lost), reason)
 
     async def _pause_until(self, time_ns: int) -> None:
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._stopping.wait(), max(0.0, (time_ns - time.monotonic_ns()) / 1e9))
+        # Timers of the loop may fire up to a millisecond early.
+        while not self._stopping.is_set() and (left_ns := time_ns - time.monotonic_ns()) > 0:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), left_ns / 1e9)

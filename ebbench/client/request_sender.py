@@ -18,11 +18,12 @@ from ebbench.connections import tls_context
 class _OpenRequest:
     """An open request, and why the client ended it, if it did."""
 
-    __slots__ = ("streamed", "task", "verdict")
+    __slots__ = ("patience", "streamed", "task", "verdict")
 
     def __init__(self, streamed: StreamedResponse, task: asyncio.Task[object]) -> None:
         self.streamed, self.task = streamed, task
         self.verdict: tuple[str, str] | None = None
+        self.patience: asyncio.TimerHandle | None = None
 
     def end(self, error_class: str, message: str) -> None:
         """Abort the request with this error."""
@@ -90,10 +91,8 @@ class RequestSender:
         assert task is not None, "requests run in tasks"
         request = _OpenRequest(streamed, task)
         self._requests.add(request)
-        patience = None
         if hang_up_ns is not None:
-            end = (HUNG_UP, f"the client hung up after {hang_up_ns / 1e9:g} s")
-            patience = asyncio.get_running_loop().call_later(hang_up_ns / 1e9, request.end, *end)
+            self._hang_up_later(request, hang_up_ns)
         try:
             if self._pool is not None:
                 await self._direct(self._pool, request_id, body, streamed)
@@ -107,12 +106,22 @@ class RequestSender:
         except httpx.HTTPError as error:
             streamed.fail(transport_failure(error), str(error) or type(error).__name__)
         finally:
-            if patience is not None:
-                patience.cancel()
+            if request.patience is not None:
+                request.patience.cancel()
             self._requests.discard(request)
             # A complete response ends with its last byte, a broken one when the client noticed it.
             complete = streamed.error_class is None and streamed.last_ns
             streamed.end_ns = streamed.last_ns if complete else time.monotonic_ns()
+
+    def _hang_up_later(self, request: _OpenRequest, hang_up_ns: int) -> None:
+        """Hang up ``hang_up_ns`` after the request is sent; it may wait for a connection before."""
+        sent_ns = request.streamed.sent_ns or time.monotonic_ns()
+        left_ns = sent_ns + hang_up_ns - time.monotonic_ns()
+        if request.streamed.sent_ns and left_ns <= 0:
+            request.end(HUNG_UP, f"the client hung up after {hang_up_ns / 1e9:g} s")
+            return
+        loop = asyncio.get_running_loop()
+        request.patience = loop.call_later(max(left_ns, 1_000_000) / 1e9, self._hang_up_later, request, hang_up_ns)
 
     async def _direct(self, pool: ConnectionPool, request_id: str, body: bytes, streamed: StreamedResponse) -> None:
         exchange = await pool.send(request_id, body, streamed)
