@@ -124,7 +124,8 @@ def unique_ids(table: pa.Table) -> tuple[pa.Table, int]:
 
 def check_attachments(table: pa.Table, endpoint: str, served: frozenset[str] | None) -> None:
     """Raise UsageError for images on another endpoint than chat, and for an adapter that the server does not serve."""
-    if "image_tokens" in table.column_names and endpoint != "chat":
+    images = "image_tokens" in table.column_names and table["image_tokens"].null_count < table.num_rows
+    if images and endpoint != "chat":
         raise UsageError("images are sent in chat messages; give --endpoint chat")
     if "lora" not in table.column_names or served is None:
         return

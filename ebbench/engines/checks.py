@@ -127,7 +127,7 @@ IMAGES_AS_TOKENS = (
 
 def refuse_adapters(plan: Plan, engine: str) -> None:
     """Raise UsageError for LoRA adapters on an engine that has none: they would change nothing there."""
-    if "lora" in plan.table.column_names:
+    if _uses(plan, "lora"):
         raise UsageError(
             f"--lora-assignment chooses adapters of a server; engine {engine} simulates none: leave it out, or give "
             "--engine URL (or vllm, with -- --enable-lora --lora-modules NAME=PATH)"
@@ -136,7 +136,12 @@ def refuse_adapters(plan: Plan, engine: str) -> None:
 
 def notes_of(plan: Plan) -> tuple[str, ...]:
     """Warnings about what of a plan is not simulated."""
-    return (IMAGES_AS_TOKENS,) if "image_tokens" in plan.table.column_names else ()
+    return (IMAGES_AS_TOKENS,) if _uses(plan, "image_tokens") else ()
+
+
+def _uses(plan: Plan, column: str) -> bool:
+    """Whether a request of the plan has a value in an optional column."""
+    return column in plan.table.column_names and plan.table[column].null_count < len(plan)
 
 
 def num_kv_blocks(device: Device, options: EngineOptions) -> int:
