@@ -103,7 +103,7 @@ def test_the_requests_are_of_all_kinds(model: Path) -> None:
     assert len({text for answer in answers for text in answer.texts.values()}) > REQUESTS / 2
     counters_agree(served(model, "v1", True))
     assert served(model, "v1", True).metrics["vllm:num_preemptions_total"] > 0, "the KV cache was meant to be too small"
-    assert "vllm_eb" not in served(model, "v1", True).log, "under v1 the scheduler is vLLM's own"
+    assert "vllm_eb.scheduler" not in served(model, "v1", True).log, "under v1 the scheduler is vLLM's own"
 
 
 @pytest.mark.parametrize("policy", POLICIES)
