@@ -21,3 +21,4 @@ that is scheduled at this very moment; with a delay of ``network_ns`` each way i
 
 ARRIVAL, RESUME, DELIVERY, ENTRY, TRANSFER, DEPARTURE, PASS, SIGNAL, NOTICE, TIMER, WAKE, HANG_UP = range(12)
 NEVER_NS = 1 << 62
+FRONT, BACK = 0, 1  # stages: the one that clients reach, and the one for decodes alone

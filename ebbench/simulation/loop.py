@@ -1,8 +1,7 @@
 """The event loop: one virtual clock for clients, dispatchers, engines and KV transfers.
 
-Events at the same nanosecond are taken in the order of :mod:`ebbench.simulation.events`.
-
-One engine alone is the same thing without dispatcher and network.
+Events at the same nanosecond are taken in the order of :mod:`ebbench.simulation.events`. One engine alone runs in the
+same loop, without dispatcher and network.
 """
 
 from __future__ import annotations
@@ -17,12 +16,15 @@ import numpy as np
 from ebbench.dispatch.base import Order
 from ebbench.records.plan import Plan
 from ebbench.simulation.api_server import ApiServers
+from ebbench.simulation.decode_pool import DecodePool
 from ebbench.simulation.engine import OnPass
 from ebbench.simulation.events import (
     ARRIVAL,
+    BACK,
     DELIVERY,
     DEPARTURE,
     ENTRY,
+    FRONT,
     HANG_UP,
     NEVER_NS,
     NOTICE,
@@ -30,7 +32,6 @@ from ebbench.simulation.events import (
     RESUME,
     SIGNAL,
     TIMER,
-    TRANSFER,
     WAKE,
 )
 from ebbench.simulation.hang_ups import HangUps
@@ -39,8 +40,6 @@ from ebbench.simulation.releases import Releases
 from ebbench.simulation.stage import Stage
 from ebbench.simulation.state import UNSET
 from ebbench.simulation.transfer import Handover, StoreFullError, Transfer
-
-FRONT, BACK = 0, 1
 
 AtTime = Callable[[int], None]
 """Called with the time of the clock, in ns."""
@@ -89,16 +88,13 @@ class EventLoop:
         self._events: list[tuple[int, int, int, Any]] = []
         self._wakes: list[tuple[int, int, int, Any]] = []
         self._sequence = 0
-        self._place: dict[int, int] = {}  # decode unit of a request whose KV is in transfer
-        self._entry_ns: dict[int, int] = {}  # when the decode unit's API server is done with it
-        if handover is not None:
-            handover.start = self._transfer_started
+        self._decode_pool = None if handover is None else DecodePool(self, handover)
         self._follow_passes()
 
     def run(self) -> None:
         """Run to the end, or until a decode unit runs out of memory. A KeyboardInterrupt leaves a consistent state."""
         handlers: tuple[Callable[[Any], None], ...] = (
-            self._arrival, self._resume, self._delivery, self._entry, self._arrived_kv, self._departure, self._pass,
+            self._arrival, self._resume, self._delivery, self._entry, self._transferred, self._departure, self._pass,
             self._signal, self._notice, self._timer, self._wake, self._hang_up,
         )  # fmt: skip
         events, wakes, pop = self._events, self._wakes, heapq.heappop
@@ -113,7 +109,8 @@ class EventLoop:
                 if self.tick is not None:
                     self.tick(self.now_ns)
         except StoreFullError as full:
-            self._died(full)
+            assert self._decode_pool is not None
+            self._decode_pool.died(full)
 
     # Arrivals and completions of requests.
 
@@ -122,7 +119,7 @@ class EventLoop:
             return
         arrivals = np.asarray(self._plan.table["arrival_ns"].fill_null(0))
         for row in self._releases.first_rows:
-            self._push(self.now_ns + int(arrivals[row]), ARRIVAL, row)
+            self.push(self.now_ns + int(arrivals[row]), ARRIVAL, row)
 
     def _end_warmup(self) -> None:
         self._warming = False
@@ -139,7 +136,7 @@ class EventLoop:
         if self._releases.pauses:
             pausing = [row for row in rows if self._releases.pause_ns(row)]
             for row in pausing:
-                self._push(ready_ns + self._releases.pause_ns(row), RESUME, row)
+                self.push(ready_ns + self._releases.pause_ns(row), RESUME, row)
             rows = [row for row in rows if row not in pausing] if pausing else rows
         self._submit(rows, ready_ns)
 
@@ -158,14 +155,14 @@ class EventLoop:
         if self.hang_ups.any:
             for row in rows:
                 if (patience_ns := self.hang_ups.sent(row)) is not None:
-                    self._push(self.now_ns + patience_ns, HANG_UP, row)
+                    self.push(self.now_ns + patience_ns, HANG_UP, row)
         dispatcher = self.front.dispatcher
         if dispatcher is None:
             self._deliver(FRONT, 0, rows)
             return
         for row in rows:
             dispatcher.arrive(self.front.dispatch_request(row), self.now_ns)
-        self._poll(FRONT)
+        self.poll(FRONT)
 
     def _stamp(self, rows: Sequence[int], intended_ns: int) -> None:
         """Note that requests are sent now."""
@@ -176,7 +173,7 @@ class EventLoop:
                     state.intended_ns[row] = intended_ns
                 state.sent_ns[row] = self.now_ns
 
-    def _poll(self, index: int) -> None:
+    def poll(self, index: int) -> None:
         """Carry out the orders of a dispatcher, and store when it wants to be polled again."""
         stage = self.stages[index]
         if stage.dispatcher is None:
@@ -186,24 +183,25 @@ class EventLoop:
         next_ns = stage.dispatcher.next_ns(self.now_ns)
         if next_ns is not None and (stage.timer_ns is None or next_ns < stage.timer_ns):
             stage.timer_ns = next_ns
-            self._push(next_ns, TIMER, index)
+            self.push(next_ns, TIMER, index)
 
     def _timer(self, index: int) -> None:
         stage = self.stages[index]
         if stage.timer_ns == self.now_ns:  # other timers were replaced by an earlier one
             stage.timer_ns = None
-            self._poll(index)
+            self.poll(index)
 
     def _follow_order(self, index: int, order: Order) -> None:
         row, unit = order
         if unit is None:
             self._refused(row)
         elif index == BACK:
-            self._place[row] = unit
+            assert self._decode_pool is not None
+            self._decode_pool.place[row] = unit
         else:
             self.dispatched_ns[row], self.unit_of[row] = self.now_ns, unit
             if self._network_ns:
-                self._push(self.now_ns + self._network_ns, DELIVERY, (row, unit))
+                self.push(self.now_ns + self._network_ns, DELIVERY, (row, unit))
             else:
                 self._deliver(FRONT, unit, (row,))
 
@@ -219,13 +217,14 @@ class EventLoop:
             return
         servers = stage.api_servers[stage.engine_of_unit[unit]]
         for row in rows:
-            self._enter_at(servers.enter(row, self.now_ns), index, unit, row)
+            self.enter_at(servers.enter(row, self.now_ns), index, unit, row)
 
-    def _enter_at(self, time_ns: int, index: int, unit: int, row: int) -> None:
+    def enter_at(self, time_ns: int, index: int, unit: int, row: int) -> None:
+        """Deliver a request to its unit at that time, or now if it has passed."""
         if time_ns <= self.now_ns:
             self._enter(index, unit, (row,))
         else:
-            self._push(time_ns, ENTRY, (index, unit, row))
+            self.push(time_ns, ENTRY, (index, unit, row))
 
     def _entry(self, subject: tuple[int, int, int]) -> None:
         index, unit, row = subject
@@ -241,15 +240,15 @@ class EventLoop:
         for row in rows:
             scheduler.add(row)
         stage.received[unit] += len(rows)
-        self._wake_if_idle(index, stage.engine_of_unit[unit])
+        self.wake_if_idle(index, stage.engine_of_unit[unit])
 
     def _refused(self, row: int) -> None:
         self.hang_ups.ended([row])
         self.outcome.failed[row] = ("http_429", "flow control: waited too many dispatch cycles", 429)
         self.last.state.end_ns[row] = self.now_ns
-        self._gone([row])
+        self.gone([row])
 
-    def _gone(self, rows: list[int]) -> None:
+    def gone(self, rows: list[int]) -> None:
         """Requests have ended or failed: send those that their ends release."""
         released: list[int] = []
         for row in rows:
@@ -268,7 +267,7 @@ class EventLoop:
         if row in self._inside:
             unit = max(unit, 0)
             stage.units[unit].scheduler.hang_up(row)
-            self._wake_if_idle(FRONT, stage.engine_of_unit[unit])
+            self.wake_if_idle(FRONT, stage.engine_of_unit[unit])
         if stage.dispatcher is not None and unit != UNSET:
             stage.dispatcher.ended(row, self.now_ns)
         elif stage.dispatcher is not None:
@@ -279,7 +278,7 @@ class EventLoop:
         self.hang_ups.given_up += lost
         self.ended += 1 + len(lost)
         self._release(released, self.now_ns)
-        self._poll(FRONT)
+        self.poll(FRONT)
 
     def _count_ended(self, requests: int) -> None:
         self.ended += requests
@@ -288,7 +287,8 @@ class EventLoop:
 
     # Engines.
 
-    def _wake_if_idle(self, index: int, engine: int) -> None:
+    def wake_if_idle(self, index: int, engine: int) -> None:
+        """Wake an engine of stage ``index`` now, unless it runs or is about to be woken."""
         stage = self.stages[index]
         if stage.engines[engine].idle and not stage.woken[engine]:
             self._push_wake(self.now_ns, index, engine)
@@ -313,8 +313,8 @@ class EventLoop:
             again_ns, ended = engine.wake(self.now_ns, self._quiet_until_ns())
             if not ended:
                 break
-            if index == BACK:
-                self._free_copies(ended)
+            if index == BACK and self._decode_pool is not None:
+                self._decode_pool.decoded(ended)
             if stage.api_servers:
                 self._depart(stage.api_servers[place], index, ended)
             else:
@@ -329,7 +329,7 @@ class EventLoop:
         for row in rows:
             departed_ns = servers.departed_ns(row)
             if departed_ns > self.now_ns:
-                self._push(departed_ns, DEPARTURE, (index, [row]))
+                self.push(departed_ns, DEPARTURE, (index, [row]))
             else:
                 at_once.append(row)
         if at_once:
@@ -344,13 +344,13 @@ class EventLoop:
         if self.stages[index].dispatcher is None:
             pass
         elif self._network_ns and index == FRONT:
-            self._push(self.now_ns + self._network_ns, NOTICE, (index, rows))
+            self.push(self.now_ns + self._network_ns, NOTICE, (index, rows))
         else:
             self._notice((index, rows))
-        if index == FRONT and self.handover is not None:
-            self._hand_over(rows)
+        if index == FRONT and self._decode_pool is not None:
+            self._decode_pool.hand_over(rows)
         else:
-            self._gone(rows)
+            self.gone(rows)
 
     def _notice(self, subject: tuple[int, list[int]]) -> None:
         index, rows = subject
@@ -359,13 +359,11 @@ class EventLoop:
             return
         for row in rows:
             dispatcher.ended(row, self.now_ns)
-        self._poll(index)
+        self.poll(index)
 
-    def _free_copies(self, rows: list[int]) -> None:
-        """Decoding has ended: the KV that was received for it is given up."""
-        assert self.handover is not None
-        for row in rows:
-            self._start_all(self.handover.finished(row, self.now_ns))
+    def _transferred(self, transfer: Transfer) -> None:
+        assert self._decode_pool is not None
+        self._decode_pool.arrived(transfer)
 
     # Signals at the ends of passes, for dispatchers that use them.
 
@@ -377,7 +375,7 @@ class EventLoop:
 
     def _signaller(self, index: int, engine: int) -> OnPass:
         def on_pass(start_ns: int, end_ns: int) -> None:
-            self._push(end_ns, PASS, (index, engine, end_ns - start_ns))
+            self.push(end_ns, PASS, (index, engine, end_ns - start_ns))
 
         return on_pass
 
@@ -385,7 +383,7 @@ class EventLoop:
         index, engine, duration_ns = subject
         signal = self.stages[index].report(engine, duration_ns)
         if self._network_ns:
-            self._push(self.now_ns + self._network_ns, SIGNAL, (index, signal))
+            self.push(self.now_ns + self._network_ns, SIGNAL, (index, signal))
         else:
             self._signal((index, signal))
 
@@ -394,56 +392,9 @@ class EventLoop:
         dispatcher = self.stages[index].dispatcher
         assert dispatcher is not None
         dispatcher.end_forward(signal, self.now_ns)
-        self._poll(index)
+        self.poll(index)
 
-    # From prefill to decode.
-
-    def _hand_over(self, rows: list[int]) -> None:
-        """Place the prompts computed in one pass together, then send their KV."""
-        assert self.back is not None
-        assert self.back.dispatcher is not None
-        assert self.handover is not None
-        over = [row for row in rows if self.handover.prefilled(row, int(self.unit_of[row]), self.now_ns)]
-        for row in over:
-            self.back.dispatcher.arrive(self.back.dispatch_request(row), self.now_ns)
-        self._poll(BACK)
-        for row in over:
-            target = self._place.pop(row)
-            if (servers := self.back.api_servers_of(target)) is not None:
-                self._entry_ns[row] = servers.enter(row, self.now_ns)
-            self._start_all(self.handover.send(row, int(self.unit_of[row]), target, self.now_ns))
-        if len(over) < len(rows):  # a single token was requested: there is nothing to decode
-            decoding = set(over)
-            self._gone([row for row in rows if row not in decoding])
-
-    def _start_all(self, transfers: list[Transfer]) -> None:
-        for transfer in transfers:
-            self._transfer_started(transfer)
-
-    def _transfer_started(self, transfer: Transfer) -> None:
-        self._push(transfer.end_ns, TRANSFER, transfer)
-
-    def _arrived_kv(self, transfer: Transfer) -> None:
-        assert self.back is not None
-        assert self.handover is not None
-        self._start_all(self.handover.arrived(transfer, self.now_ns))
-        self._wake_if_idle(FRONT, self.front.engine_of_unit[transfer.source])  # its blocks are free again
-        self._enter_at(self._entry_ns.pop(transfer.row, 0), BACK, transfer.target, transfer.row)
-
-    def _died(self, full: StoreFullError) -> None:
-        """A decode unit ran out of memory: its requests are lost and the run ends."""
-        assert self.handover is not None
-        gib = 2**30
-        self.outcome.dead = (
-            f"decode unit {full.unit} ran out of memory at {self.now_ns / 1e9:.2f} s: {full.held_bytes / gib:.1f} GiB "
-            f"of received KV held, {full.size_bytes / gib:.2f} GiB more to come, room for "
-            f"{full.capacity_bytes / gib:.1f} GiB; "
-            "lower the concurrency, add decode instances or turn backpressure on"
-        )
-        for row in self.handover.on_target(full.unit):
-            self.outcome.failed[row] = ("out_of_memory", self.outcome.dead, None)
-            self.last.state.end_ns[row] = self.now_ns
-
-    def _push(self, time_ns: int, kind: int, subject: Any) -> None:
+    def push(self, time_ns: int, kind: int, subject: Any) -> None:
+        """Add an event; ``kind``: see :mod:`ebbench.simulation.events`."""
         self._sequence += 1
         heapq.heappush(self._events, (time_ns, kind, self._sequence, subject))

@@ -1,0 +1,76 @@
+"""The way of requests from the prefill stage to the decode stage of an event loop."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ebbench.simulation.events import BACK, FRONT, TRANSFER
+from ebbench.simulation.transfer import Handover, StoreFullError, Transfer
+
+if TYPE_CHECKING:
+    from ebbench.simulation.loop import EventLoop
+
+GIB = 2**30
+
+
+class DecodePool:
+    """Places prompts on decode units, sends their KV and lets them enter when it has arrived.
+
+    ``place``: decode unit of each request whose KV is in transfer, as the decode dispatcher ordered.
+    """
+
+    def __init__(self, loop: EventLoop, handover: Handover) -> None:
+        self.place: dict[int, int] = {}
+        self._loop, self._handover = loop, handover
+        self._entry_ns: dict[int, int] = {}  # when the decode unit's API server is done with a request
+        handover.start = self._started
+
+    def hand_over(self, rows: list[int]) -> None:
+        """Place the prompts computed in one pass together, then send their KV."""
+        loop, handover = self._loop, self._handover
+        assert loop.back is not None
+        assert loop.back.dispatcher is not None
+        over = [row for row in rows if handover.prefilled(row, int(loop.unit_of[row]), loop.now_ns)]
+        for row in over:
+            loop.back.dispatcher.arrive(loop.back.dispatch_request(row), loop.now_ns)
+        loop.poll(BACK)
+        for row in over:
+            target = self.place.pop(row)
+            if (servers := loop.back.api_servers_of(target)) is not None:
+                self._entry_ns[row] = servers.enter(row, loop.now_ns)
+            self._start_all(handover.send(row, int(loop.unit_of[row]), target, loop.now_ns))
+        if len(over) < len(rows):  # a single token was requested: there is nothing to decode
+            decoding = set(over)
+            loop.gone([row for row in rows if row not in decoding])
+
+    def _start_all(self, transfers: list[Transfer]) -> None:
+        for transfer in transfers:
+            self._started(transfer)
+
+    def _started(self, transfer: Transfer) -> None:
+        self._loop.push(transfer.end_ns, TRANSFER, transfer)
+
+    def arrived(self, transfer: Transfer) -> None:
+        """The KV of a request has arrived: its blocks on the prefill unit are free, and it enters the decode unit."""
+        loop = self._loop
+        self._start_all(self._handover.arrived(transfer, loop.now_ns))
+        loop.wake_if_idle(FRONT, loop.front.engine_of_unit[transfer.source])
+        loop.enter_at(self._entry_ns.pop(transfer.row, 0), BACK, transfer.target, transfer.row)
+
+    def decoded(self, rows: list[int]) -> None:
+        """Decoding has ended: the KV that was received for it is given up."""
+        for row in rows:
+            self._start_all(self._handover.finished(row, self._loop.now_ns))
+
+    def died(self, full: StoreFullError) -> None:
+        """A decode unit ran out of memory: its requests are lost and the run ends."""
+        loop = self._loop
+        loop.outcome.dead = (
+            f"decode unit {full.unit} ran out of memory at {loop.now_ns / 1e9:.2f} s: {full.held_bytes / GIB:.1f} GiB "
+            f"of received KV held, {full.size_bytes / GIB:.2f} GiB more to come, room for "
+            f"{full.capacity_bytes / GIB:.1f} GiB; "
+            "lower the concurrency, add decode instances or turn backpressure on"
+        )
+        for row in self._handover.on_target(full.unit):
+            loop.outcome.failed[row] = ("out_of_memory", loop.outcome.dead, None)
+            loop.last.state.end_ns[row] = loop.now_ns
