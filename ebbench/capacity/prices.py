@@ -4,14 +4,16 @@ change."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
 
 from ebbench.config.setting_strings import Setting, value_of
 from ebbench.config.strict_toml import load_toml
+from ebbench.devices.profiles import list_devices
 from ebbench.errors import InputFileError, UsageError
+from vllm_eb.errors import name_hint
 
 PRICE = Setting("price per GPU-hour", unit="per GPU-hour", above=0, example=3.5)
 
@@ -31,19 +33,38 @@ def parse_prices(texts: Iterable[str]) -> dict[str, float]:
     """
     prices: dict[str, float] = {}
     for text in texts:
-        name, equals, value = (part.strip() for part in text.partition("="))
-        if equals and name and name.isprintable():
+        name, value = _pair(text)
+        if name:
             prices[name] = value_of(name, value, PRICE, "--price")
         else:
             prices |= _read(Path(text))
     return prices
 
 
-def check_prices(prices: Mapping[str, float], devices: Iterable[str]) -> None:
-    """Raise UsageError if only some devices have a price: their costs would not be comparable."""
-    lacking = [device for device in devices if device not in prices]
+def check_prices(texts: Iterable[str], devices: Iterable[str]) -> dict[str, float]:
+    """Prices of the searched ``devices``, from the options or files in ``texts``.
+
+    A file may price further devices, if they exist. Raises UsageError for a price of any other device, and if only some
+    of the searched devices have a price: their costs would not be comparable. Raises what :func:`parse_prices` raises.
+    """
+    given, searched = list(texts), list(devices)
+    prices = parse_prices(given)
+    named = {name for name, _ in map(_pair, given) if name}
+    for name in prices:
+        if name not in searched and (name in named or name not in list_devices()):
+            raise UsageError(
+                f"--price {name}=...: {name!r} is not among the devices searched; {name_hint(name, searched)}"
+            )
+    lacking = [device for device in searched if device not in prices]
     if prices and lacking:
         raise UsageError(f"no price for {', '.join(lacking)}; give --price {lacking[0]}=..., or choose with --device")
+    return {name: price for name, price in prices.items() if name in searched}
+
+
+def _pair(text: str) -> tuple[str, str]:
+    """Name and value of ``NAME=PRICE``; an empty name for the path of a file."""
+    name, equals, value = (part.strip() for part in text.partition("="))
+    return (name, value) if equals and name and name.isprintable() else ("", "")
 
 
 def _read(path: Path) -> dict[str, float]:

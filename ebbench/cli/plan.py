@@ -85,7 +85,7 @@ def plan(
     from ebbench.capacity import chart, plan_sentences
     from ebbench.capacity.choose import choose
     from ebbench.capacity.deployments import MISSED_ALONE, check_plan
-    from ebbench.capacity.prices import check_prices, parse_prices
+    from ebbench.capacity.prices import check_prices
     from ebbench.cli.plan_tasks import tasks_of
     from ebbench.errors import UsageError
     from ebbench.runs.pool import pool_of
@@ -93,8 +93,7 @@ def plan(
     if output.plot is not None:
         chart.check_suffix(output.plot)
     tasks = tasks_of(workload, target, requests, choice)
-    prices = parse_prices(choice.price or ())
-    check_prices(prices, dict.fromkeys(task.candidate.device for task in tasks))
+    prices = check_prices(choice.price or (), dict.fromkeys(task.candidate.device for task in tasks))
     check_plan(tasks[0])
     pool = pool_of(output.workers, len(tasks))
     messages = Console(stderr=True, highlight=False)

@@ -1,32 +1,44 @@
-"""``ebbench capacity`` against brute force: python tests/benchmarks/bench_capacity.py [SETTING ...]
+"""``ebbench capacity`` against brute force: python tests/benchmarks/bench_capacity.py [--report FILE] [SETTING ...]
 
-Brute force measures rates 1.5 % apart within 18 % of the search's result, four seeds each, with twice the search's
-sessions, and interpolates the crossing of a non-increasing curve linearly. Prints both results and the number of
-requests that each simulated.
+Brute force measures rates 2 % apart within 14 % of the search's result, two seeds each, with twice the sessions of the
+search's longest probe, so that a bias of short runs shows. The share of requests within the limits is made
+non-increasing over the rate by isotonic regression, and its crossing with the required share is interpolated linearly:
+once over both seeds, and once for each, which shows the error of brute force itself. Prints one row per setting.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from scipy.optimize import isotonic_regression
 from typer.testing import CliRunner
 
 from ebbench.capacity.limits import LatencyLimits, parse_limits
 from ebbench.capacity.probe import read_probe
+from ebbench.capacity.search_types import MetCounts
 from ebbench.cli.main import app
 from ebbench.records.run import Run
 
 SETTINGS = {
-    "TTFT limits v1": "sharegpt --source profile --device h200 --policy v1 --max-num-seqs 256 --goodput ttft:120",
-    "TPOT limits eb": "decode-heavy --device rtx-pro-6000 --policy eb --max-num-seqs 256 --goodput tpot:30",
-    "both limit ebplus": "balanced --device l40s --policy ebplus --max-num-seqs 128 --goodput ttft:3000 tpot:60",
+    "TTFT limit": "sharegpt --source profile --device h200 --policy v1 --max-num-seqs 256 --goodput ttft:120",
+    "TPOT limit": "balanced --input-len 256 --output-len 128 --device rtx-pro-6000 --policy eb --max-num-seqs 64 "
+    "--goodput tpot:25",
+    "both limits": "balanced --device l40s --policy ebplus --max-num-seqs 128 --goodput ttft:3000 tpot:60",
     "percentile, long prompts": "longbench --source profile --device h200 --policy v1 --goodput ttft:p90:3000",
 }
-SEEDS, STEP, SPAN = 4, 0.015, 0.18
+SEEDS, STEP, SPAN = (100, 101), 0.02, 0.14
+HEADER = (
+    "| setting | options | limited by | search | 95 % interval | probes | its requests | brute force (each seed) | "
+    "its requests | difference | requests | CPU s |\n|---|---|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|"
+)
 
 
 def ebbench(*arguments: str) -> str:
@@ -42,42 +54,83 @@ def planned(run: Path) -> int:
     return int(json.loads((run / "manifest.json").read_text())["rows"]["requests"])
 
 
-def brute_force(options: list[str], limits: LatencyLimits, middle: float, sessions: int) -> tuple[float, int]:
-    """The load around ``middle`` at which a dense sweep crosses the required share, and the requests it simulated."""
-    loads = middle * np.exp(np.arange(-SPAN, SPAN + STEP / 2, STEP))
-    shares, total = [], 0
+@dataclass(frozen=True)
+class Truth:
+    """Sessions/s at which brute force crosses the required share: over all seeds, and for each; requests simulated."""
+
+    rate: float
+    by_seed: tuple[float, ...]
+    requests: int
+
+
+def crossing(loads: Sequence[float], counts: Sequence[MetCounts], share: float) -> float:
+    """The load at which a non-increasing curve through the shares falls below ``share``; NaN if it does not."""
+    shares = np.array([each.share for each in counts])
+    weights = np.array([each.counted for each in counts], float)
+    falling = isotonic_regression(shares, weights=weights, increasing=False).x
+    return float(np.interp(-share, -falling, loads)) if falling[0] >= share > falling[-1] else float("nan")
+
+
+def brute_force(options: Sequence[str], limits: LatencyLimits, middle: float, sessions: int) -> Truth:
+    """A dense sweep of rates around ``middle``, for one requirement."""
+    loads = [float(load) for load in middle * np.exp(np.arange(-SPAN, SPAN + STEP / 2, STEP))]
+    counts: dict[int, list[MetCounts]] = {seed: [] for seed in SEEDS}
+    requests = 0
     for load in loads:
-        met = counted = 0
-        for seed in range(100, 100 + SEEDS):
+        for seed in SEEDS:
             with tempfile.TemporaryDirectory() as folder:
                 where = Path(folder) / "run"
                 rate = ["--request-rate", f"{load:.6g}", "--num-prompts", str(sessions), "--seed", str(seed)]
                 ebbench("run", *options, *rate, "-o", str(where))
-                count = read_probe(Run.load(where), float(load), limits).probe.counts[0]
-                met, counted, total = met + count.met, counted + count.counted, total + planned(where)
-        shares.append(met / counted)
-    falling = np.minimum.accumulate(shares)
-    target = limits.requirements()[0].share
-    return float(np.interp(-target, -falling, loads)), total
+                counts[seed].append(read_probe(Run.load(where), load, limits).probe.counts[0])
+                requests += planned(where)
+    share = limits.requirements()[0].share
+    together = [
+        MetCounts(sum(each.met for each in at), sum(each.counted for each in at))
+        for at in zip(*counts.values(), strict=True)
+    ]
+    return Truth(
+        crossing(loads, together, share), tuple(crossing(loads, found, share) for found in counts.values()), requests
+    )
+
+
+def row_of(name: str) -> str:
+    """Search and sweep one setting; a row of the table."""
+    options = SETTINGS[name].split()
+    start, begun = options.index("--goodput"), time.process_time()
+    limits = parse_limits(options[start + 1 :], 0.95)
+    found, sizes = searched(options)
+    rate = found["capacity_requests_per_s"] / found["requests_per_session"]
+    truth = brute_force(options[:start], limits, rate, 2 * max(sizes))
+    seeds = ", ".join(f"{each:.4g}" for each in truth.by_seed)
+    return (
+        f"| {name} | `{SETTINGS[name]}` | {found['limited_by']} | {rate:.4g} | {found['low']:.4g} to "
+        f"{found['high']:.4g} | {len(sizes)} | {sum(sizes):,} | {truth.rate:.4g} ({seeds}) | {truth.requests:,} | "
+        f"{100 * (rate / truth.rate - 1):+.1f} % | {sum(sizes) / truth.requests:.1%} | "
+        f"{time.process_time() - begun:.0f} |"
+    )
+
+
+def searched(options: Sequence[str]) -> tuple[dict[str, Any], list[int]]:
+    """The search's result, and the requests of each of its probes."""
+    with tempfile.TemporaryDirectory() as folder:
+        (found,) = json.loads(ebbench("capacity", *options, "-o", str(Path(folder) / "search")))
+        return found, [planned(Path(run)) for run in found["run_dirs"]]
 
 
 def main() -> None:
-    """Print one line per setting."""
-    for name in sys.argv[1:] or SETTINGS:
-        options = SETTINGS[name].split()
-        start = options.index("--goodput")
-        limits = parse_limits(options[start + 1 :], 0.95)
-        with tempfile.TemporaryDirectory() as folder:
-            (answer,) = json.loads(ebbench("capacity", *options, "-o", str(Path(folder) / "search")))
-            sizes = [planned(Path(run)) for run in answer["run_dirs"]]
-        found = answer["capacity_requests_per_s"] / answer["requests_per_session"]
-        truth, swept = brute_force(options[:start], limits, found, 2 * max(sizes))
-        print(
-            f"{name}: search {found:.3f}/s ({answer['low']:.3f} to {answer['high']:.3f}, {answer['limited_by']}, "
-            f"{len(sizes)} probes, {sum(sizes):,} requests), brute force {truth:.3f}/s ({swept:,} requests): "
-            f"{100 * (found / truth - 1):+.1f} %, {sum(sizes) / swept:.1%} of the requests",
-            flush=True,
-        )
+    """Print the table, and write it to a file."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("settings", nargs="*", default=list(SETTINGS), help=f"of: {', '.join(SETTINGS)}")
+    parser.add_argument("--report", type=Path, help="also write the table to this file")
+    given = parser.parse_args()
+    lines = [HEADER]
+    print(HEADER, flush=True)
+    for name in given.settings:
+        lines.append(row_of(name))
+        print(lines[-1], flush=True)
+    if given.report:
+        given.report.write_text("\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

@@ -108,9 +108,20 @@ def test_prices_come_from_files_and_options(tmp_path: Path) -> None:
 
 
 def test_costs_compare_only_where_all_devices_have_a_price() -> None:
-    check_prices({}, ["h200", "l40s"])
+    assert check_prices([], ["h200", "l40s"]) == {}
     with pytest.raises(UsageError, match="l40s"):
-        check_prices({"h200": 3.5}, ["h200", "l40s"])
+        check_prices(["h200=3.5"], ["h200", "l40s"])
+
+
+def test_a_price_of_a_device_that_is_not_searched_is_refused_with_the_nearest_one(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"h20.*did you mean 'h200'"):
+        check_prices(["h200=3.5", "h20=3"], ["h200"])
+    path = tmp_path / "prices.toml"
+    path.write_text("[gpu_hour]\nh200 = 3.5\nl40s = 0.9\n")
+    assert check_prices([str(path)], ["h200"]) == {"h200": 3.5}  # a file may price more than one search uses
+    path.write_text("[gpu_hour]\nh200 = 3.5\nl40 = 0.9\n")
+    with pytest.raises(UsageError, match="l40"):
+        check_prices([str(path)], ["h200"])
 
 
 def test_the_command_prints_one_object() -> None:
