@@ -6,11 +6,9 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from ebbench.capacity.deployments import Bound, Candidate, Deployment, PlanTask, Stress, bound, size, stress
+from ebbench.capacity.deployments import WITHIN, Bound, Candidate, Deployment, PlanTask, Stress, bound, size, stress
 from ebbench.runs.pool import Pool, values
 
-WITHIN = 1.5
-"""Deployments that cost at most this many times the cheapest are sized and shown; others are left out."""
 STRESSED = 3
 _CHUNK = 4
 """Candidates sized before the cheapest cost is compared again."""

@@ -2,8 +2,12 @@
 
 A candidate is a device, a tensor-parallel size, a policy and the scheduler's limits. Each is simulated as one instance:
 
-1. Saturated, without limits: the rate of sessions that one instance completes when it is never idle. No load within
-   limits completes more, so ``rate / saturated`` instances, rounded up, is a lower bound on the number needed.
+1. Saturated, without limits: the rate of sessions that one instance completes in a closed loop in which it is never
+   idle. No load within limits completes more, so ``rate / saturated`` instances, rounded up, is a lower bound on the
+   number needed. The loop has twice as many open sessions as a batch holds. On 15 settings of three devices and three
+   workloads no smaller loop completed more than 1 % more. Where requests share prefixes, such as turns of a
+   conversation, fewer open sessions may complete several times as much, because the prefix cache then holds them;
+   there the highest rate of loops of all sizes counts.
 2. At ``rate / replicas``, for increasing numbers of replicas, until the limits are met; never above the saturated rate,
    at which a queue grows too slowly for a short run to show it. Candidates are sized in order of their lower bound on
    cost; a candidate whose bound exceeds the cost of a known deployment cannot be cheaper and is left out. The saturated
@@ -22,6 +26,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from ebbench.capacity.drive import ALONE_SESSIONS, up
 from ebbench.capacity.limits import LatencyLimits
 from ebbench.capacity.probe import ProbeReading, ProbeTables, read_measured
@@ -36,8 +42,13 @@ from ebbench.workloads import build_plan
 from vllm_eb.policy import parse_policy
 
 HEADROOM = 1.05
+WITHIN = 1.5
+"""Deployments that cost at most this many times the cheapest are sized and shown; others are left out."""
 _MOST_REPLICAS = 512
 _MOST_MORE = 3
+_SMALLEST_LOOP = 8
+_PAST_THE_PEAK = 0.7
+"""Loops of falling size end at this share of the highest rate so far: with fewer open sessions a batch is emptier."""
 MISSED_ALONE = "misses the limits even one request at a time"
 
 
@@ -131,14 +142,25 @@ class Stress:
 
 def bound(task: PlanTask) -> Bound:
     """Saturated rate of one instance, or why it cannot run (the model does not fit, an invalid setting)."""
-    candidate = task.candidate
+    concurrency = 2 * task.candidate.max_num_seqs
     try:
-        concurrency = 2 * candidate.max_num_seqs
-        plan = _plan(task, "saturated", 3 * concurrency, max_concurrency=concurrency)
-        reading = _run(task, plan, float(concurrency))
+        highest, shared = _closed_loop(task, concurrency)
+        while shared and concurrency > _SMALLEST_LOOP:
+            concurrency //= 2
+            rate, _ = _closed_loop(task, concurrency)
+            if rate < _PAST_THE_PEAK * highest:
+                break
+            highest = max(highest, rate)
     except UsageError as error:
-        return Bound(candidate, refused=str(error))
-    return Bound(candidate, reading.completed_sessions_per_s)
+        return Bound(task.candidate, refused=str(error))
+    return Bound(task.candidate, highest)
+
+
+def _closed_loop(task: PlanTask, concurrency: int) -> tuple[float, bool]:
+    """Sessions/s completed with so many open sessions, and whether requests of the plan share prefixes."""
+    plan = _plan(task, "saturated", 3 * concurrency, max_concurrency=concurrency)
+    shared = bool(np.any(plan.table["turn"])) or plan.table["hash_ids"].null_count < len(plan)
+    return _run(task, plan, float(concurrency)).completed_sessions_per_s, shared
 
 
 def size(task: PlanTask, fewest: int, most: int) -> Deployment:
@@ -155,7 +177,10 @@ def size(task: PlanTask, fewest: int, most: int) -> Deployment:
             break
         failed, replicas = replicas, max(replicas + 1, math.ceil(1.25 * replicas))
     if not passed:
-        return Deployment(candidate, 0, refused="needs more than the cheapest deployment found")
+        affordable = f"would cost more than {WITHIN:g} times the cheapest deployment found"
+        return Deployment(
+            candidate, 0, refused=affordable if most < _MOST_REPLICAS else f"needs more than {_MOST_REPLICAS} replicas"
+        )
     while passed - failed > 1:
         middle = (passed + failed) // 2
         reading = _share(task, middle)

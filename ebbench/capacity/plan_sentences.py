@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from rich.table import Table
 
-from ebbench.capacity.choose import WITHIN, Costed, DeploymentChoice
-from ebbench.capacity.deployments import Level, PlanTask
+from ebbench.capacity.choose import Costed, DeploymentChoice
+from ebbench.capacity.deployments import HEADROOM, WITHIN, Candidate, Level, PlanTask
 from ebbench.render import numbers
 from ebbench.render.tables import framed
 
@@ -28,50 +28,57 @@ def parts(found: DeploymentChoice, task: PlanTask, prices: Mapping[str, float]) 
     lines += [f"{count} x {reason}" for reason, count in Counter(reason for _, reason in found.refused).most_common(6)]
     if found.pruned:
         lines.append(
-            f"{len(found.pruned)} candidates left out: even at their saturated rate, which no load within limits "
-            f"exceeds, or as sized, they cost more than {WITHIN:g} times the cheapest."
+            f"{len(found.pruned)} candidates left out: at their saturated rate, which no load within limits exceeds "
+            f"({100 * (HEADROOM - 1):.0f} % added for noise), or as sized, they cost more than {WITHIN:g} times the "
+            "cheapest."
         )
     return lines
 
 
 def _table(found: DeploymentChoice, prices: Mapping[str, float]) -> Table:
-    candidates = [each.deployment.candidate for each in found.found]
-    limits = len({(candidate.max_num_batched_tokens, candidate.max_num_seqs) for candidate in candidates}) > 1
+    varied = _varied(found)
     table = framed()
-    table.add_column("device", no_wrap=True)
-    table.add_column("tp", justify="right", no_wrap=True)
+    table.add_column("  device", no_wrap=True)
+    table.add_column("", no_wrap=True)
     table.add_column("policy", overflow="fold", min_width=8)
-    headers = [*(("B", "N") if limits else ()), "", "GPUs", *(("cost\nper h",) if prices else ())]
-    for header in (*headers, "TTFT\nmedian", "TPOT\nmedian", "met at\nrate", "at\n120 %", "one\nlost"):
+    latencies = ("TTFT\nmedian", "TPOT\nmedian")
+    for header in ("cost\nper h" if prices else "GPUs", *latencies, "met\nrate", "at\nx1.2", "one\nlost"):
         table.add_column(header, justify="right", no_wrap=True)
-    for each, candidate in zip(found.found, candidates, strict=True):
-        sizes = (f"{candidate.max_num_batched_tokens:,}", f"{candidate.max_num_seqs:,}") if limits else ()
+    for each in found.found:
+        candidate = each.deployment.candidate
         table.add_row(
             ("* " if each.frontier else "  ") + candidate.device,
-            str(candidate.tp),
-            candidate.policy,
-            *sizes,
-            f"x {each.deployment.replicas}",
-            str(each.deployment.gpus),
-            *((f"{each.cost:.2f}",) if prices else ()),
+            f"{each.deployment.replicas} x tp{candidate.tp}",
+            candidate.policy + varied(candidate),
+            f"{each.cost:.2f}" if prices else str(each.deployment.gpus),
             *_measured(each),
             style="bold" if each is found.found[0] else None,
         )
     return table
 
 
+def _varied(found: DeploymentChoice) -> Callable[[Candidate], str]:
+    """Names B and N of a candidate where the deployments differ in them."""
+    candidates = [each.deployment.candidate for each in found.found]
+    if len({(candidate.max_num_batched_tokens, candidate.max_num_seqs) for candidate in candidates}) < 2:
+        return lambda _candidate: ""
+    return lambda candidate: f" B={candidate.max_num_batched_tokens} N={candidate.max_num_seqs}"
+
+
 def _efficiency(found: DeploymentChoice, task: PlanTask, prices: Mapping[str, float]) -> Table:
     """Speed per user against throughput per GPU, and what tokens and requests cost."""
+    varied = _varied(found)
     table = framed()
-    table.add_column("deployment", overflow="fold", min_width=20)
-    costs = ("cost per\n1M output tokens", "cost per\n1,000 requests") if prices else ()
-    for header in ("tok/s\nper user", "tok/s\nper GPU", *costs):
+    table.add_column("  deployment", overflow="fold", min_width=20)
+    costs = ("cost per 1M\noutput tok", "cost per\n1,000 req") if prices else ()
+    for header in ("GPUs", "tok/s\nper user", "tok/s\nper GPU", *costs):
         table.add_column(header, justify="right", no_wrap=True)
     for each in found.found:
         candidate = each.deployment.candidate
         table.add_row(
-            f"{'+ ' if each.efficient else '  '}{each.deployment.replicas} x {candidate.device} tp={candidate.tp} "
-            f"{candidate.policy}",
+            f"{'+ ' if each.efficient else '  '}{each.deployment.replicas} x {candidate.device} tp{candidate.tp} "
+            f"{candidate.policy}{varied(candidate)}",
+            str(each.deployment.gpus),
             numbers.rate(each.tokens_per_s_per_user),
             numbers.rate(each.tokens_per_s_per_gpu),
             *((f"{_per_million(each, prices):.3g}", f"{_per_thousand(each, task):.3g}") if prices else ()),
@@ -93,31 +100,32 @@ def _measured(each: Costed) -> tuple[str, ...]:
     if reading is None:
         return (numbers.DASH,) * 5
     latencies = numbers.duration_ms(reading.ttft_ms), numbers.duration_ms(reading.tpot_ms)
-    return *latencies, f"{100 * reading.attainment:.0f} %", numbers.DASH, numbers.DASH
+    return *latencies, f"{100 * reading.attainment:.0f}", numbers.DASH, numbers.DASH
 
 
 def _level(level: Level | None) -> str:
     if level is None:
         return numbers.DASH
-    return "over" if level.overloaded else f"{100 * level.attainment:.0f} %"
+    return "over" if level.overloaded else f"{100 * level.attainment:.0f}"
 
 
 def _remarks(found: DeploymentChoice, task: PlanTask, prices: Mapping[str, float]) -> list[str]:
     best = found.found[0]
     candidate = best.deployment.candidate
+    sizes = f"B = {candidate.max_num_batched_tokens:,} tokens per step, N = {candidate.max_num_seqs:,} sequences."
     lines = [
         "*: no other deployment shown costs no more and has as low a TTFT and TPOT. +: none has as many output "
-        "tokens/s both per user and per GPU. met: share of requests within the "
-        "limits; of the best three, with all replicas simulated behind a least-outstanding dispatcher, else of one "
+        "tokens/s both per user and per GPU. met: % of the requests within the "
+        "limits, at the rate, at 120 % of it and at the rate with one replica lost; "
+        "of the best three, with all replicas simulated behind a least-outstanding dispatcher, else of one "
         "replica. over: the queue grows for as long as requests come.",
-        f"B = {candidate.max_num_batched_tokens:,} tokens per step, N = {candidate.max_num_seqs:,} sequences, where "
-        "the table does not say.",
-        f"Cheapest: {best.deployment.replicas} x {candidate.device} tp={candidate.tp} under {candidate.policy}, "
+        f"Cheapest: {best.deployment.replicas} x {candidate.device} tp={candidate.tp} under {candidate.policy}"
+        f"{_varied(found)(candidate)}, "
         f"{best.deployment.gpus} {'GPU' if best.deployment.gpus == 1 else 'GPUs'}"
         + (f", {_per_million(best, prices):.3g} per million output tokens, " if prices else "")
         + (f"{_per_thousand(best, task):.3g} per 1,000 requests." if prices else "."),
     ]
-    return lines
+    return lines if _varied(found)(candidate) else [lines[0], sizes, *lines[1:]]
 
 
 def _requests_per_s(each: Costed, task: PlanTask) -> float:

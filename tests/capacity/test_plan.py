@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
+from rich.table import Table
 from typer.testing import CliRunner
 
 from ebbench.capacity.chart import save_frontier
-from ebbench.capacity.choose import WITHIN, Costed, DeploymentChoice, choose, on_frontiers
-from ebbench.capacity.deployments import Bound, Candidate, Deployment, PlanTask, bound, size
+from ebbench.capacity.choose import Costed, DeploymentChoice, choose, on_frontiers
+from ebbench.capacity.deployments import WITHIN, Bound, Candidate, Deployment, Level, PlanTask, Stress, bound, size
 from ebbench.capacity.limits import parse_limits
 from ebbench.capacity.plan_sentences import parts
 from ebbench.capacity.prices import check_prices, parse_prices
@@ -71,6 +74,15 @@ def test_the_saturated_rate_bounds_what_any_load_within_limits_completes() -> No
     assert deployment.replicas >= fewest
     assert deployment.reading is not None
     assert deployment.reading.completed_sessions_per_s <= 1.05 * most
+
+
+def test_where_turns_share_prefixes_no_smaller_loop_completes_more_than_the_saturated_rate() -> None:
+    """With 128 conversations open the KV cache holds few of their prefixes; with 64 open one instance serves more."""
+    each = replace(task("l40s", rate=0.4, limits="e2el:600000"), workload="wildchat", max_model_len=32768)
+    each = replace(each, candidate=replace(each.candidate, max_num_seqs=64))
+    deployment = size(each, 1, 2)
+    assert deployment.replicas == 1
+    assert bound(each).first(each.rate) == 1
 
 
 def test_a_lower_bound_counts_whole_replicas() -> None:
@@ -146,6 +158,22 @@ def test_a_mistyped_device_is_refused_before_anything_runs() -> None:
 def costed(device: str, cost: float, ttft_ms: float, tpot_ms: float, tokens_per_s: float) -> Costed:
     reading = replace(READING, ttft_ms=ttft_ms, tpot_ms=tpot_ms, output_tokens_per_s=tokens_per_s)
     return Costed(Deployment(Candidate(device, 1, "v1", 8192, 64), 1, reading), cost)
+
+
+def test_the_tables_fit_80_columns() -> None:
+    over = Stress(Level(1.0, False), Level(0.99, False), Level(0.5, True), 451.0, 24.4)
+    rows = [
+        replace(costed("rtx-pro-6000", 123.45, 12345, 127, 5000), stress=over),
+        replace(costed("l40s", 130, 20, 6, 1400), stress=over),
+    ]
+    rows = [replace(row, deployment=replace(row.deployment, replicas=12)) for row in rows]
+    text = StringIO()
+    console = Console(file=text, width=80)
+    for part in parts(DeploymentChoice(tuple(rows)), TASKS[0], {"rtx-pro-6000": 1.8, "l40s": 0.9}):
+        if isinstance(part, Table):
+            console.print(part)
+    for words in ("x1.2", "lost", "over", "123.45", "12 x tp1", "1,000 req", "output tok"):
+        assert words in text.getvalue()
 
 
 @pytest.mark.parametrize(("replicas", "gpus"), [(1, "1 GPU."), (3, "3 GPUs.")])
