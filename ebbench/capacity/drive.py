@@ -75,7 +75,8 @@ class SearchConfig:
     """Configuration of one search.
 
     ``sessions``: fewest per probe. ``seconds``: least duration of arrivals. ``real_time``: the engine's time is the
-    wall clock's. ``longest``: a probe gets at most this many times the fewest sessions.
+    wall clock's. ``longest``: a probe gets at most this many times the fewest sessions. ``alone``: sessions sent one at
+    a time before the search. ``per_open``: counted sessions that a probe needs per concurrently open session.
     """
 
     limits: LatencyLimits
@@ -87,10 +88,12 @@ class SearchConfig:
     real_time: bool = False
     longest: int = 16
     most: float = math.inf
+    alone: int = ALONE_SESSIONS
+    per_open: int = FEWEST_PER_OPEN
 
     def fewest(self, load: float) -> int:
         """Least number of sessions of a probe at ``load``."""
-        return max(self.sessions, math.ceil(2 * FEWEST_PER_OPEN * load if self.by_concurrency else self.seconds * load))
+        return max(self.sessions, math.ceil(2 * self.per_open * load if self.by_concurrency else self.seconds * load))
 
 
 _NOTHING = SearchSettings((), start=1.0)
@@ -159,7 +162,7 @@ def search_capacity(
         return SearchOutcome(estimate(_NOTHING, ()), (), alone, refused=refused)
     first = _first_load(config, alone)
     search = SearchSettings(config.limits.requirements(), first, config.precision, config.by_concurrency, config.most)
-    readings = [read_probe(run, load, config.limits) for load, run in earlier]
+    readings = [read_probe(run, load, config.limits, config.per_open) for load, run in earlier]
     stopped = ""
     while (load := next_load(search, decided(config, readings))) is not None:
         sessions = _sessions(config, readings, load)
@@ -167,7 +170,7 @@ def search_capacity(
         if stopped:
             break
         run = prober.probe(load, sessions, config.seed + len(readings))
-        readings.append(read_probe(run, load, config.limits))
+        readings.append(read_probe(run, load, config.limits, config.per_open))
         seen(readings[-1], estimate(search, decided(config, readings)))
     return SearchOutcome(estimate(search, decided(config, readings)), tuple(readings), alone, stopped)
 
@@ -211,7 +214,7 @@ def _long_enough(config: SearchConfig, readings: Sequence[ProbeReading], load: f
 def _measure_alone(config: SearchConfig, prober: Prober) -> ProbeReading:
     """Measure requests one at a time. Raises RunError if the run is INVALID repeatedly."""
     for _ in range(_TRIES):
-        run = prober.alone(ALONE_SESSIONS)
+        run = prober.alone(config.alone)
         if run.manifest.valid:
             return read_probe(run, 1.0, config.limits)
     raise RunError(f"requests sent one at a time are INVALID: {'; '.join(run.manifest.reasons)}")
@@ -255,7 +258,7 @@ def _sessions(config: SearchConfig, readings: Sequence[ProbeReading], load: floa
     """Sessions of the next probe: enough for the number expected to be open, from similar loads."""
     fewest = config.fewest(load)
     near = [r.mean_open for r in readings if 0.7 <= r.probe.load / load <= 1.25 and not r.probe.runaway]
-    wanted = 0 if config.by_concurrency else math.ceil(1.5 * FEWEST_PER_OPEN * max(near, default=0.0))
+    wanted = 0 if config.by_concurrency else math.ceil(1.5 * config.per_open * max(near, default=0.0))
     repeated = sum(r.short and r.probe.load == load for r in readings)
     return int(min(max(fewest * 2**repeated, wanted, _needed(readings, load)), config.longest * fewest))
 

@@ -123,7 +123,7 @@ def _blame(search: SearchSettings, probes: Sequence[Probe]) -> str:
         (count.share - requirement.share, requirement.name)
         for count, requirement in zip(probe.counts, search.requirements, strict=True)
     ]
-    worst, name = min(short)
+    worst, name = min(short, default=(0.0, ""))
     return name if worst < 0 else "queue"
 
 

@@ -84,13 +84,13 @@ class ProbeReading:
         return few or self.probe.runaway or bool(self.probe.failed)
 
 
-def read_probe(run: Run, load: float, limits: LatencyLimits) -> ProbeReading:
-    """Read a finished run. Raises DataError if its tables are damaged."""
+def read_probe(run: Run, load: float, limits: LatencyLimits, per_open: int = FEWEST_PER_OPEN) -> ProbeReading:
+    """Read a finished run. ``per_open``: see :func:`read_measured`. Raises DataError if its tables are damaged."""
     manifest = run.manifest
     steps = run.table("steps", _STEP_COLUMNS)
     reasons = "" if manifest.valid else "; ".join(manifest.reasons)
     measured = ProbeTables(run.requests, steps, manifest.phases, manifest.seed, reasons, str(run.path))
-    return read_measured(measured, load, limits)
+    return read_measured(measured, load, limits, per_open)
 
 
 @dataclass(frozen=True)
@@ -105,8 +105,13 @@ class ProbeTables:
     run_dir: str = ""
 
 
-def read_measured(run: ProbeTables, load: float, limits: LatencyLimits) -> ProbeReading:
-    """Read the tables of one run at ``load``."""
+def read_measured(
+    run: ProbeTables, load: float, limits: LatencyLimits, per_open: int = FEWEST_PER_OPEN
+) -> ProbeReading:
+    """Read the tables of one run at ``load``. ``per_open``: with fewer counted sessions per open one it is short.
+
+    Without limits every counted request that completed meets them.
+    """
     columns = RequestColumns.of(run.requests)
     windows = steady_windows(columns, run.phases)
     counted, length_s = _counted(columns, windows)
@@ -116,12 +121,13 @@ def read_measured(run: ProbeTables, load: float, limits: LatencyLimits) -> Probe
     failed = run.reasons if _failed_share(columns) > FAILURE_LIMIT else ""
     met = [meets(columns, counted & columns.ok, slo) for slo in limits.slos()]
     counts = tuple(_counts(columns, counted, mask) for mask in met)
-    good, ok, tokens = np.logical_and.reduce(met), counted & columns.ok, columns.output_tokens
+    ok, tokens = counted & columns.ok, columns.output_tokens
+    good = np.logical_and.reduce([ok, *met])
     ttft, tpot = (columns.first_token - columns.intended)[ok].astype(np.float64), _tpot_ns(columns, ok)
     return ProbeReading(
         probe=Probe(load, run.seed, counts, runaway, failed, _served_per_s(columns)),
         run_dir=run.run_dir,
-        short=not failed and not runaway and sessions < FEWEST_PER_OPEN * mean_open,
+        short=not failed and not runaway and sessions < per_open * mean_open,
         correlated=not failed and not runaway and any(_correlated(each) for each in counts),
         sessions=len(np.unique(columns.session)),
         invalid="" if failed else run.reasons,

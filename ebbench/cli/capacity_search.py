@@ -8,15 +8,16 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ebbench.capacity.drive import SearchBudget, SearchConfig, SearchOutcome, search_capacity
 from ebbench.capacity.limits import LatencyLimits, parse_limits
+from ebbench.cli.capacity_probes import RunProber, one_server
 from ebbench.cli.preflight import check_counts, check_options, default_policies, is_server, parse_policies
-from ebbench.cli.run_policies import RunConfig, device_of, engine_of, measure, plan_of
+from ebbench.cli.run_policies import RunConfig, device_of, engine_of
 from ebbench.errors import EbbenchError, InterruptedRunError, RunError, UsageError
 from ebbench.records import files
-from ebbench.records.run import MANIFEST, Run, default_run_dir, slug, unused
+from ebbench.records.run import default_run_dir
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -26,8 +27,6 @@ if TYPE_CHECKING:
     from ebbench.cli.client_flags import ClientFlags
     from ebbench.cli.cluster_flags import ClusterOptions
     from ebbench.cli.run_flags import EngineFlags
-    from ebbench.devices.base import Device
-    from ebbench.engines.base import Engine
     from vllm_eb.policy import PolicySpec
 
 SETTINGS = "capacity.json"
@@ -88,9 +87,13 @@ def search_all(question: CapacityQuestion, *, plot: Path | None, as_json: bool) 
     found: dict[str, SearchOutcome] = {}
     try:
         for index, spec in enumerate(policies):
-            prober = RunProber(question, replace(config, policies=[spec]), spec, device, engine, messages, folder)
+            prober = RunProber(
+                replace(config, policies=[spec]), question.scenario, question.by_concurrency, spec, device, engine,
+                messages, folder,
+            )  # fmt: skip
             budget = _budget(question, begun, len(policies) - index)
-            found[spec.name] = _search(question, limits, prober, budget, messages)
+            with one_server(prober, quiet=question.quiet) as kept:
+                found[spec.name] = _search(question, limits, kept, budget, messages)
     except KeyboardInterrupt:
         _show(found, limits, question, folder, as_json=as_json, plot=plot)
         raise InterruptedRunError(
@@ -181,58 +184,6 @@ def _folder(question: CapacityQuestion, limits: LatencyLimits) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     files.write_bytes(text, stored)
     return folder
-
-
-@dataclass(frozen=True)
-class RunProber:
-    """Makes the runs of one policy's search in ``folder``, and finds those of an earlier one."""
-
-    question: CapacityQuestion
-    config: RunConfig
-    spec: PolicySpec
-    device: Device
-    engine: Engine
-    messages: Console
-    folder: Path
-
-    def alone(self, sessions: int) -> Run:
-        """Run sessions one at a time; the run of an earlier search is reused."""
-        where = self.folder / f"{slug(self.spec.name)}-alone"
-        if (where / MANIFEST).exists() and (run := Run.load(where)).manifest.valid:
-            return run
-        settings = {"num_prompts": sessions, "max_concurrency": 1, "burstiness": None}
-        return self._run("saturated", settings, self.question.seed, unused(where))
-
-    def probe(self, load: float, sessions: int, seed: int) -> Run:
-        """Run sessions at a load."""
-        where = unused(self.folder / f"{slug(self.spec.name)}-{load:.6g}-seed{seed}")
-        if self.question.by_concurrency:
-            return self._run("saturated", {"num_prompts": sessions, "max_concurrency": int(load)}, seed, where)
-        return self._run(self.question.scenario, {"num_prompts": sessions, "request_rate": load}, seed, where)
-
-    def earlier(self) -> list[tuple[float, Run]]:
-        """Finished probes of a stopped search, in the order in which they were made."""
-        found = []
-        for manifest in self.folder.glob(f"{slug(self.spec.name)}-*-seed*/{MANIFEST}"):
-            run = Run.load(manifest.parent)
-            if run.manifest.policy == self.spec.name and not run.manifest.interrupted:
-                found.append((self._load_of(run), run))
-        return sorted(found, key=lambda pair: pair[1].manifest.anchor_unix_ns)
-
-    def _load_of(self, run: Run) -> float:
-        if self.question.by_concurrency:
-            return float(run.manifest.phases[0].max_concurrency)
-        return float(run.manifest.facts["request_rate"])
-
-    def _run(self, scenario: str, settings: Mapping[str, Any], seed: int, where: Path) -> Run:
-        config = replace(
-            self.config, scenario=scenario, plan_settings={**self.config.plan_settings, **settings}, seed=seed
-        )
-        plan = plan_of(config, seed, self.device, self.messages)
-        run = measure(config, plan, self.spec, self.device, self.engine, self.messages, where, self.spec.name)
-        if run.manifest.interrupted:
-            raise KeyboardInterrupt
-        return run
 
 
 def _search(

@@ -174,12 +174,7 @@ def _saturated(config: RunConfig, engine: Engine, device: Device, messages: Cons
     """The configuration with the saturated rate, measured here if the scenario needs it and it was not given."""
     from ebbench.cli.saturation import needs_saturation, with_saturation
 
-    if not needs_saturation(config, engine):
-        return config
-    config, sentence = with_saturation(config, engine, device)
-    if not config.quiet:
-        messages.print(sentence, markup=False, soft_wrap=True)
-    return config
+    return with_saturation(config, engine, device, messages) if needs_saturation(config) else config
 
 
 def device_of(config: RunConfig) -> Device:

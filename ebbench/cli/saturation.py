@@ -1,33 +1,81 @@
-"""The saturated rate that scenarios with shares refer to, measured in virtual time if it was not given."""
+"""The saturated rate that scenarios with shares refer to, measured before the run if it was not given.
+
+In virtual time one closed loop with twice the sequences that fit into a batch measures it within seconds. In real time
+such a loop could take an hour on a small server, and the size of a server's batch may be unknown. There a capacity
+search without limits doubles the open sessions until twice as many complete no more per second, within a budget.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ebbench.errors import InterruptedRunError, RunError
+
 if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ebbench.capacity.drive import SearchOutcome
     from ebbench.cli.run_policies import RunConfig
     from ebbench.config.topology import TopologySpec
     from ebbench.devices.base import Device
     from ebbench.engines.base import Engine
 
+BUDGET_S = 600.0
+"""Longest measurement in real time."""
+_SESSIONS, _ALONE, _PER_OPEN = 60, 4, 4
+"""In real time: fewest sessions per probe, sessions sent one at a time first, counted sessions per open one."""
+_OF_LOAD = ("request_rate", "burstiness", "speed", "time_unit", "duration_s", "saturation_rate", "rate_scale")
 
-def needs_saturation(config: RunConfig, engine: Engine) -> bool:
-    """Whether the scenario's rates are shares of a saturated rate that was not given, on an engine in virtual time.
 
-    In real time saturating a server takes minutes, which the user should decide: the rate must then be given, for
-    example as measured by ``ebbench capacity``.
-    """
-    from ebbench.engines.base import VIRTUAL_TIME
+@dataclass(frozen=True)
+class Saturation:
+    """``rate`` in sessions/s, None if nothing was completed; ``sentence``: how it was measured."""
+
+    rate: float | None
+    sentence: str
+
+
+def needs_saturation(config: RunConfig) -> bool:
+    """Whether the scenario's rates are shares of a saturated rate that was not given."""
     from ebbench.traffic.spec import load_scenario
 
     given = [config.plan_settings[name] for name in ("request_rate", "saturation_rate")]
-    if engine.name not in VIRTUAL_TIME or config.scenario is None or any(value is not None for value in given):
+    if config.scenario is None or any(value is not None for value in given):
         return False
     phases = load_scenario(config.scenario).phases
     return any(phase.share is not None and phase.rate is None for phase in phases)
+
+
+def with_saturation(config: RunConfig, engine: Engine, device: Device, messages: Console) -> RunConfig:
+    """The configuration with the measured rate; says before how it is measured and for how long, and what came out.
+
+    Measured under the first policy, since all policies get the same plan. Raises RunError if nothing could be measured,
+    InterruptedRunError if the user stopped it.
+    """
+    from ebbench.engines.base import VIRTUAL_TIME
+
+    def say(text: str) -> None:
+        if not config.quiet:
+            messages.print(text, markup=False, soft_wrap=True)
+
+    if engine.name in VIRTUAL_TIME:
+        found = _simulated(config, engine, device)
+    else:
+        most = 2 * config.options.max_num_seqs if engine.name == "vllm" else None
+        loops = "4, 8, 16, ..." if most is None else f"4, 8, 16, ... {most:,}"
+        folder = _folder(config)
+        say(
+            f"scenario {config.scenario} has shares of the saturated rate, which is measured first, for at most "
+            f"{BUDGET_S:.0f} s: {loops} open sessions, until twice as many complete no more per second (runs in "
+            f"{folder}). --saturation-rate skips this"
+        )
+        found = _measured(config, engine, device, messages, folder, most)
+    say(found.sentence)
+    return replace(config, plan_settings={**config.plan_settings, "saturation_rate": found.rate})
 
 
 def _units(topology: TopologySpec) -> int:
@@ -37,11 +85,10 @@ def _units(topology: TopologySpec) -> int:
     return pool.units
 
 
-def with_saturation(config: RunConfig, engine: Engine, device: Device) -> tuple[RunConfig, str]:
-    """The configuration with the measured rate, and a message about it.
+def _simulated(config: RunConfig, engine: Engine, device: Device) -> Saturation:
+    """Rate of completions in the steady window of a closed loop with three times as many sessions as are open.
 
-    Measured under the first policy, since all policies get the same plan: a closed loop with twice the sequences that
-    fit into a batch and three times as many sessions; the rate is that of completions in the steady window.
+    The emulated engine makes the simulator's steps, so the simulator measures for both.
     """
     from ebbench.analysis.columns import RequestColumns
     from ebbench.analysis.steady import completed_sessions_per_s, steady_windows
@@ -49,22 +96,101 @@ def with_saturation(config: RunConfig, engine: Engine, device: Device) -> tuple[
     from ebbench.records.manifest import phase_facts
     from ebbench.workloads import build_plan
 
-    topology = engine.topology if isinstance(engine, SimEngine) else None
+    simulator = engine if isinstance(engine, SimEngine) else SimEngine()
+    topology = simulator.topology
     concurrency = 2 * config.options.max_num_seqs * (_units(topology) if topology is not None else 1)
-    of_load = ("request_rate", "burstiness", "speed", "time_unit", "duration_s", "saturation_rate")
     settings = {
         **config.plan_settings,
-        **dict.fromkeys(of_load),
+        **dict.fromkeys(name for name in _OF_LOAD if name in config.plan_settings),
         "max_concurrency": concurrency,
         "num_prompts": 3 * concurrency,
     }
     plan = build_plan(config.workload, "saturated", seed=config.seed, **settings)
-    result = engine.run(plan, config.policies[0], device, replace(config.options, warmup=0), None)
+    result = simulator.run(plan, config.policies[0], device, replace(config.options, warmup=0), None)
     columns = RequestColumns.of(result.requests)
     rate = completed_sessions_per_s(columns, steady_windows(columns, phase_facts(plan)))
-    rate = float(np.format_float_positional(rate, precision=4, fractional=False)) if rate else rate
-    sentence = (
-        f"saturation measured: {rate:g} sessions/s under {config.policies[0].name} (closed loop of {concurrency:,} "
-        "sessions); --saturation-rate sets another"
+    where = "" if simulator is engine else " in the simulator, which makes the same steps,"
+    return Saturation(
+        _rounded(rate) or None,
+        f"saturation measured{where}: {_rounded(rate):g} sessions/s under {config.policies[0].name} (closed loop of "
+        f"{concurrency:,} sessions); --saturation-rate sets another",
     )
-    return replace(config, plan_settings={**config.plan_settings, "saturation_rate": rate}), sentence
+
+
+def _measured(
+    config: RunConfig, engine: Engine, device: Device, messages: Console, folder: Path, most: int | None
+) -> Saturation:
+    """Rate of completions of the largest closed loops of a capacity search without limits."""
+    import math
+    import time
+
+    from ebbench.analysis.slo import Slo
+    from ebbench.capacity.drive import SearchBudget, SearchConfig, search_capacity
+    from ebbench.capacity.limits import LatencyLimits
+    from ebbench.cli.capacity_probes import RunProber, one_server
+
+    begun = time.monotonic()
+    settings = {**config.plan_settings, **dict.fromkeys(name for name in _OF_LOAD if name in config.plan_settings)}
+    search = SearchConfig(
+        limits=LatencyLimits(Slo(), 0.95),
+        by_concurrency=True,
+        sessions=_SESSIONS,
+        seconds=0.0,
+        precision=0.1,
+        seed=config.seed,
+        real_time=True,
+        most=math.inf if most is None else most,
+        alone=_ALONE,
+        per_open=_PER_OPEN,
+    )
+    first = config.policies[0]
+    probing = replace(config, policies=[first], plan_settings=settings, slo=Slo(), quiet=True)
+    prober = RunProber(probing, "saturated", True, first, device, engine, messages, folder)
+    try:
+        with one_server(prober, quiet=config.quiet) as kept:
+            found = search_capacity(search, kept, SearchBudget(seconds=BUDGET_S))
+    except KeyboardInterrupt:
+        raise InterruptedRunError(f"interrupted while saturation was measured; its runs are in {folder}") from None
+    return _reading(found, first.name, time.monotonic() - begun)
+
+
+def _reading(found: SearchOutcome, policy: str, seconds: float) -> Saturation:
+    """The mean rate of the two largest loops if twice the open sessions completed no more, else the highest rate."""
+    usable = sorted((r for r in found.readings if r.decides and not r.probe.failed), key=lambda r: r.probe.load)
+    if not usable:
+        why = found.stopped or next(
+            (r.probe.failed for r in found.readings if r.probe.failed), "no run was long enough"
+        )
+        raise RunError(f"saturation could not be measured ({why}); give --saturation-rate")
+    rates = [reading.completed_sessions_per_s for reading in usable]
+    flat = found.limited_by == "queue"
+    rate = _rounded(float(np.mean(rates[-2:])) if flat else max(rates))
+    largest = usable[-1].probe.load
+    most = f"{largest:.0f} open sessions"
+    reached = f"{most} complete no more per second than {largest / 2:.0f}" if flat else _short_of(found, most)
+    return Saturation(
+        rate,
+        f"saturation measured: {rate:g} sessions/s under {policy} ({reached}; {len(found.readings)} runs, "
+        f"{seconds:.0f} s). The same plan again: --saturation-rate {rate:g}",
+    )
+
+
+def _short_of(found: SearchOutcome, most: str) -> str:
+    """Why the measurement ended although more open sessions might complete more."""
+    if found.limited_by == "errors":
+        return "more open sessions made requests fail"
+    why = found.stopped.replace("--max-time ", "the budget of ") if found.stopped else "no more fit into twice a batch"
+    return f"{most} at most: {why}; the saturated rate may be higher"
+
+
+def _rounded(rate: float) -> float:
+    return float(np.format_float_positional(rate, precision=4, fractional=False)) if rate else rate
+
+
+def _folder(config: RunConfig) -> Path:
+    """Where the runs of the measurement are stored: beside the command's output directory."""
+    from ebbench.records.run import default_run_dir, unused
+
+    if config.output_dir is None:
+        return default_run_dir(config.workload, "saturation")
+    return unused(config.output_dir.with_name(f"{config.output_dir.name}-saturation"))

@@ -30,7 +30,7 @@ from ebbench.records.run import Run
 SETTINGS = {
     "TTFT limit": "sharegpt --source profile --device h200 --policy v1 --max-num-seqs 256 --goodput ttft:120",
     "TPOT limit": "balanced --input-len 256 --output-len 128 --device rtx-pro-6000 --policy eb --max-num-seqs 64 "
-    "--goodput tpot:25",
+    "--goodput tpot:18",
     "both limits": "balanced --device l40s --policy ebplus --max-num-seqs 128 --goodput ttft:3000 tpot:60",
     "percentile, long prompts": "longbench --source profile --device h200 --policy v1 --goodput ttft:p90:3000",
 }

@@ -1,14 +1,29 @@
-"""Scenarios whose rates are shares of saturation measure it themselves in virtual time."""
+"""Scenarios whose rates are shares of saturation measure it themselves: in virtual time, and on servers."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
+from ebbench.analysis.slo import Slo
+from ebbench.cli.client_flags import ClientFlags
+from ebbench.cli.cluster_flags import ClusterOptions
 from ebbench.cli.main import app
+from ebbench.cli.run_policies import RunConfig, device_of
+from ebbench.cli.saturation import with_saturation
+from ebbench.engines.base import EngineOptions
+from ebbench.engines.emulated import EmulatedEngine
+from ebbench.engines.sim import SimEngine
+from ebbench.fakeserver import FakeConfig, FakeServerProcess
+from ebbench.records.run import Run
+from ebbench.workloads.options import PlanOptions
+from vllm_eb.policy import parse_policy
 
 OPTIONS = (
     "run sharegpt --source profile --scenario bursts-on-off --device h200 --model qwen3-8b --max-num-seqs 32 -n 100 -q"
@@ -25,11 +40,71 @@ def test_shares_are_of_the_saturated_rate_of_this_device(tmp_path: Path) -> None
     assert measured == pytest.approx(json.loads(run.stdout)[0]["request_throughput"], rel=0.15)
 
 
-def test_a_given_rate_is_taken_and_a_server_is_not_saturated_unasked(tmp_path: Path) -> None:
+def test_a_given_rate_is_taken(tmp_path: Path) -> None:
     given = [*OPTIONS.split(), "--policy", "v1", "--saturation-rate", "5", "-o", str(tmp_path / "run")]
     assert CliRunner().invoke(app, given).exit_code == 0
     facts = json.loads((tmp_path / "run" / "manifest.json").read_text())["facts"]
     assert facts["saturation_rate"] == 5
-    refused = CliRunner().invoke(app, [*OPTIONS.split(), "--engine", "http://127.0.0.1:9", "--policy", "v1"])
-    assert refused.exit_code == 2
-    assert "ebbench capacity" in refused.output
+
+
+def test_the_emulated_engine_takes_the_rate_that_the_simulator_measures(tmp_path: Path) -> None:
+    """Both make the same steps, and the simulator takes seconds."""
+    config = configured(tmp_path, "sim")
+    device, silent = device_of(config), Console(quiet=True)
+    simulated = with_saturation(config, SimEngine(), device, silent)
+
+    class Emulated(EmulatedEngine):
+        def run(self, *_arguments: object, **_further: object) -> NoReturn:
+            raise AssertionError("the emulated engine is not run")
+
+    emulated = with_saturation(config, Emulated(), device, silent)
+    assert emulated.plan_settings["saturation_rate"] == simulated.plan_settings["saturation_rate"] > 0
+
+
+def test_a_server_that_does_not_answer_is_an_error_of_one_line(tmp_path: Path) -> None:
+    options = [*OPTIONS.split(), "--engine", "http://127.0.0.1:9", "--policy", "v1", "-o", str(tmp_path / "run")]
+    done = CliRunner().invoke(app, [option for option in options if option != "-q"])
+    assert done.exit_code == 4
+    assert "measured first, for at most 600 s" in done.output  # said before the server is asked
+    assert "127.0.0.1:9" in done.output
+    assert "Traceback" not in done.output
+
+
+def test_the_rate_of_a_server_is_found_by_doubling_its_open_sessions(tmp_path: Path) -> None:
+    """Two slots of 100 ms each complete 20 sessions/s at most; a busy machine completes fewer."""
+    folder = tmp_path / "run"
+    options = "balanced --input-len 20 --output-len 5 --length-distribution fixed -n 40 --lag-limit-ms 5000"
+    with FakeServerProcess(FakeConfig(ttft_ms=60, itl_ms=10, max_running=2)) as server:
+        where = ["--engine", server.url, "--scenario", "bursts-on-off", "-o", str(folder)]
+        done = CliRunner().invoke(app, ["run", *options.split(), *where])
+    assert done.exit_code == 0, done.output
+    facts = json.loads((folder / "manifest.json").read_text())["facts"]
+    assert 10 < facts["saturation_rate"] < 21
+    loops = sorted(run.manifest.phases[0].max_concurrency for run in probes(tmp_path / "run-saturation"))
+    assert loops[:3] == [1, 4, 8]
+    assert f"--saturation-rate {facts['saturation_rate']:g}" in done.output
+
+
+def test_without_a_usable_run_the_rate_has_to_be_given(tmp_path: Path) -> None:
+    options = "balanced --input-len 20 --output-len 5 -n 40 --lag-limit-ms 0.0001 -q"
+    with FakeServerProcess(FakeConfig(ttft_ms=5, itl_ms=1)) as server:
+        where = ["--engine", server.url, "--scenario", "ramp", "-o", str(tmp_path / "run")]
+        done = CliRunner().invoke(app, ["run", *options.split(), *where])
+    assert done.exit_code == 4
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert "INVALID" in done.stderr
+
+
+def probes(folder: Path) -> list[Run]:
+    return [Run.load(manifest.parent) for manifest in folder.glob("*/manifest.json")]
+
+
+def configured(folder: Path, engine: str) -> RunConfig:
+    plan = dataclasses.asdict(PlanOptions("sharegpt", "bursts-on-off", num_prompts=100, source="profile"))
+    settings = {name: value for name, value in plan.items() if name not in ("workload", "scenario", "seed")}
+    return RunConfig(
+        workload="sharegpt", scenario="bursts-on-off", seed=0, repeats=1, plan_settings=settings,
+        policies=[parse_policy("v1")], engine=engine, device="h200", model="qwen3-8b",
+        options=EngineOptions(max_num_seqs=32), slo=Slo(), output_dir=folder / "run", quiet=True,
+        default_policies=False, save_as_vllm=None, client=ClientFlags(), cluster=ClusterOptions(),
+    )  # fmt: skip

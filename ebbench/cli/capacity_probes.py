@@ -1,0 +1,105 @@
+"""Makes the runs of a capacity search; a server that ebbench starts itself serves all runs of one policy."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ebbench.cli.run_policies import RunConfig, measure, plan_of
+from ebbench.records.run import MANIFEST, Run, slug, unused
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ebbench.devices.base import Device
+    from ebbench.engines.base import Engine
+    from vllm_eb.policy import PolicySpec
+
+
+@dataclass(frozen=True)
+class RunProber:
+    """Makes the runs of one policy's search in ``folder``, and finds those of an earlier one.
+
+    ``scenario``: arrivals of an open loop. ``by_concurrency``: the load is a number of open sessions instead of a rate.
+    """
+
+    config: RunConfig
+    scenario: str
+    by_concurrency: bool
+    spec: PolicySpec
+    device: Device
+    engine: Engine
+    messages: Console
+    folder: Path
+
+    def alone(self, sessions: int) -> Run:
+        """Run sessions one at a time; the run of an earlier search is reused."""
+        where = self.folder / f"{slug(self.spec.name)}-alone"
+        if (where / MANIFEST).exists() and (run := Run.load(where)).manifest.valid:
+            return run
+        settings = {"num_prompts": sessions, "max_concurrency": 1, "burstiness": None}
+        return self._run("saturated", settings, self.config.seed, unused(where))
+
+    def probe(self, load: float, sessions: int, seed: int) -> Run:
+        """Run sessions at a load."""
+        where = unused(self.folder / f"{slug(self.spec.name)}-{load:.6g}-seed{seed}")
+        if self.by_concurrency:
+            return self._run("saturated", {"num_prompts": sessions, "max_concurrency": int(load)}, seed, where)
+        return self._run(self.scenario, {"num_prompts": sessions, "request_rate": load}, seed, where)
+
+    def earlier(self) -> list[tuple[float, Run]]:
+        """Finished probes of a stopped search, in the order in which they were made."""
+        found = []
+        for manifest in self.folder.glob(f"{slug(self.spec.name)}-*-seed*/{MANIFEST}"):
+            run = Run.load(manifest.parent)
+            if run.manifest.policy == self.spec.name and not run.manifest.interrupted:
+                found.append((self._load_of(run), run))
+        return sorted(found, key=lambda pair: pair[1].manifest.anchor_unix_ns)
+
+    def _load_of(self, run: Run) -> float:
+        if self.by_concurrency:
+            return float(run.manifest.phases[0].max_concurrency)
+        return float(run.manifest.facts["request_rate"])
+
+    def _run(self, scenario: str, settings: Mapping[str, Any], seed: int, where: Path) -> Run:
+        config = replace(
+            self.config, scenario=scenario, plan_settings={**self.config.plan_settings, **settings}, seed=seed
+        )
+        plan = plan_of(config, seed, self.device, self.messages)
+        run = measure(config, plan, self.spec, self.device, self.engine, self.messages, where, self.spec.name)
+        if run.manifest.interrupted:
+            raise KeyboardInterrupt
+        return run
+
+
+@contextmanager
+def one_server(prober: RunProber, *, quiet: bool) -> Iterator[RunProber]:
+    """The prober with one server for all its runs if its engine starts a server per run; else the prober unchanged.
+
+    A server takes up to minutes to start, and a search makes some twenty runs. Several replicas behind a gateway are
+    started for each run. Raises what the start of a server raises.
+    """
+    from ebbench.engines.replicas import ReplicatedVllmEngine
+    from ebbench.engines.vllm import VllmEngine
+
+    engine = prober.engine
+    if not isinstance(engine, VllmEngine) or isinstance(engine, ReplicatedVllmEngine):
+        yield prober
+        return
+
+    def progress(log: Path) -> Callable[[float], None]:
+        if not quiet:
+            line = f"{prober.spec.name}: starting one server for all runs, log {log}"
+            prober.messages.print(line, markup=False, soft_wrap=True)
+        return lambda _waited_s: None
+
+    begun = time.monotonic()
+    with engine.started(prober.spec, prober.device, prober.config.options, progress) as server:
+        if not quiet:
+            line = f"{prober.spec.name}: the server was ready after {time.monotonic() - begun:.0f} s"
+            prober.messages.print(line, markup=False, soft_wrap=True)
+        yield replace(prober, engine=server)
