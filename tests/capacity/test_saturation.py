@@ -58,7 +58,10 @@ def test_the_emulated_engine_takes_the_rate_that_the_simulator_measures(tmp_path
             raise AssertionError("the emulated engine is not run")
 
     emulated = with_saturation(config, Emulated(), device, silent)
-    assert emulated.plan_settings["saturation_rate"] == simulated.plan_settings["saturation_rate"] > 0
+    rate = emulated.plan_settings["saturation_rate"]
+    assert isinstance(rate, float)
+    assert rate > 0
+    assert rate == simulated.plan_settings["saturation_rate"]
 
 
 def test_a_server_that_does_not_answer_is_an_error_of_one_line(tmp_path: Path) -> None:
