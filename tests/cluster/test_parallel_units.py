@@ -123,7 +123,7 @@ def test_a_device_file_without_a_link_is_refused_where_something_crosses_one(tmp
 
 
 def test_pipeline_parallelism_is_refused_with_the_reason() -> None:
-    with pytest.raises(UsageError, match="pipeline parallelism is not modelled"):
+    with pytest.raises(UsageError, match="pipeline parallelism is not modelled: there is no measured run"):
         parse_topology("tp=2,pp=2")
 
 
