@@ -43,8 +43,9 @@ class Grid:
     def at2(self, x: float, y: float) -> float:
         """Bilinear interpolation with linear extrapolation."""
         xs, ys = self.axes
-        i = min(max(bisect_right(xs, x) - 1, 0), len(xs) - 2)
-        j = min(max(bisect_right(ys, y) - 1, 0), len(ys) - 2)
+        # The search leaves out the ends of the axes, so that the cell found always has a right neighbour.
+        i = bisect_right(xs, x, 1, len(xs) - 1) - 1
+        j = bisect_right(ys, y, 1, len(ys) - 1) - 1
         x0, y0 = xs[i], ys[j]
         u = (x - x0) / (xs[i + 1] - x0)
         v = (y - y0) / (ys[j + 1] - y0)
@@ -61,12 +62,12 @@ class Grid:
     def at4(self, a: float, b: float, x: float, y: float) -> float:
         """Multilinear interpolation in four axes; the first two are clamped, the last two extrapolated."""
         first, second, xs, ys = self.axes
-        i = min(max(bisect_right(first, a) - 1, 0), len(first) - 2)
-        j = min(max(bisect_right(second, b) - 1, 0), len(second) - 2)
+        i = bisect_right(first, a, 1, len(first) - 1) - 1
+        j = bisect_right(second, b, 1, len(second) - 1) - 1
         s = min(max((a - first[i]) / (first[i + 1] - first[i]), 0.0), 1.0)
         t = min(max((b - second[j]) / (second[j + 1] - second[j]), 0.0), 1.0)
-        k = min(max(bisect_right(xs, x) - 1, 0), len(xs) - 2)
-        m = min(max(bisect_right(ys, y) - 1, 0), len(ys) - 2)
+        k = bisect_right(xs, x, 1, len(xs) - 1) - 1
+        m = bisect_right(ys, y, 1, len(ys) - 1) - 1
         u = max((x - xs[k]) / (xs[k + 1] - xs[k]), 0.0)
         v = max((y - ys[m]) / (ys[m + 1] - ys[m]), 0.0)
         width = len(ys)

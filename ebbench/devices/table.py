@@ -83,14 +83,17 @@ class TableCost:
         tokens, single = seqs, False
         for chunk, _ in prefill:
             tokens += chunk
-            single = single or chunk == 1
+            if chunk == 1:
+                single = True
         sampled = shape.sampled_seqs
         total = self.dense_s[tokens if tokens < MAX_TOKENS else MAX_TOKENS]
         total += self.head_s[sampled if sampled < MAX_SAMPLED else MAX_SAMPLED]
-        for layers, tables in ((self.full_layers, self.full), (self.sliding_layers, self.sliding)):
-            if tables is not None:
-                time_s = tables.single_token_step_s if single else tables.step_s
-                total += layers * time_s(prefill, seqs, kv_tokens)
+        full, sliding = self.full, self.sliding
+        time_s = full.single_token_step_s if single else full.step_s
+        total += self.full_layers * time_s(prefill, seqs, kv_tokens)
+        if sliding is not None:
+            time_s = sliding.single_token_step_s if single else sliding.step_s
+            total += self.sliding_layers * time_s(prefill, seqs, kv_tokens)
         return total
 
 

@@ -34,7 +34,7 @@ def coast(scheduler: Scheduler, gate: Gate, run_step: RunStep, now_ns: int, unti
     if kv is None or not scheduler.only_decodes or len(rows) > scheduler.limits.max_num_batched_tokens:
         return False
     in_flight = scheduler.in_flight
-    if (in_flight and in_flight[0].end_ns >= until_ns) or not gate.may_coast():  # at most one step would fit
+    if not gate.may_coast():
         return False
     computed = scheduler.state.computed.take(rows)
     most = int(np.minimum.reduce(scheduler.state.last.take(rows) - computed))

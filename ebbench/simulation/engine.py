@@ -27,6 +27,11 @@ from ebbench.simulation.step import NS_PER_S, Step, StepSink
 from vllm_eb.controller import Controller
 
 
+def not_quiet() -> int:
+    """A request may arrive at any time."""
+    return 0
+
+
 @dataclass(frozen=True)
 class Unit:
     """One scheduler with its policy. ``index`` counts the units of all stages."""
@@ -96,20 +101,20 @@ class EngineLoop:
             return len(self._passes) > 1
         return any(len(unit.scheduler.in_flight) > 1 for unit in self.units)
 
-    def wake(self, now_ns: int, until_ns: int = 0) -> tuple[int | None, list[int]]:
+    def wake(self, now_ns: int, quiet_until_ns: Callable[[], int] = not_quiet) -> tuple[int | None, list[int]]:
         """Continue the loop at ``now_ns``. Returns the time (ns) of the next call (None: on arrival) and the rows that
         ended.
 
         The caller passes on the ended rows and calls again at the same time before any later event, so that requests
-        released by a completion are seen by the next scheduling step. No request arrives before ``until_ns``, so steps
-        up to then may be made at once.
+        released by a completion are seen by the next scheduling step. No request arrives before ``quiet_until_ns()``,
+        so steps up to then may be made at once; by default that time is not known.
         """
         if self._blocked:
             self._blocked = False
             ended = self._deliver(self._passes.popleft())
             if ended:
                 return now_ns, ended
-        if until_ns > now_ns and len(self._passes) == self._depth - 1 and self._coast(now_ns, until_ns):
+        if len(self._passes) == self._depth - 1 and self._coast(now_ns, quiet_until_ns()):
             self._blocked = True
             return self._passes[0].end_ns, []
         fruitless = 0
@@ -214,8 +219,10 @@ class EngineLoop:
         Returns False if no such step was made; nothing has then changed. Only engines with one unit coast, and only if
         no listener follows the passes.
         """
-        unit = self._alone
-        if unit is None or self.on_pass is not None or (self._passes and not self._passes[0].steps):
+        unit, passes = self._alone, self._passes
+        if until_ns <= now_ns or (passes and passes[0].end_ns >= until_ns):  # at most one step would fit
+            return False
+        if unit is None or self.on_pass is not None or (passes and not passes[0].steps):
             return False
         if not coast(unit.scheduler, unit.gate, self._run_alone, now_ns, until_ns):
             return False

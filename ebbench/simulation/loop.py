@@ -121,7 +121,9 @@ class EventLoop:
         for row in self._releases.first_rows:
             self.push(self.now_ns + int(arrivals[row]), ARRIVAL, row)
 
-    def _end_warmup(self) -> None:
+    def _end_warmup_if_due(self) -> None:
+        if not self._warming or not self._releases.begun:
+            return
         self._warming = False
         if self._begin is not None:
             self._begin(self.now_ns)
@@ -151,7 +153,8 @@ class EventLoop:
             self._stamp(rows, intended_ns)
         else:
             rows, ended = self._queue_limits.accept(rows, intended_ns, self._releases, self._stamp)
-            self._count_ended(ended)
+            self.ended += ended
+            self._end_warmup_if_due()
         if self.hang_ups.any:
             for row in rows:
                 if (patience_ns := self.hang_ups.sent(row)) is not None:
@@ -202,8 +205,10 @@ class EventLoop:
             self.dispatched_ns[row], self.unit_of[row] = self.now_ns, unit
             if self._network_ns:
                 self.push(self.now_ns + self._network_ns, DELIVERY, (row, unit))
-            else:
+            elif self.front.api_servers:
                 self._deliver(FRONT, unit, (row,))
+            else:
+                self._enter(FRONT, unit, (row,))
 
     def _delivery(self, subject: tuple[int, int]) -> None:
         row, unit = subject
@@ -255,7 +260,9 @@ class EventLoop:
             if self._queue_limits is not None:
                 self._queue_limits.ended(row)
             released += self._releases.ended(row)
-            self._count_ended(1)
+            self.ended += 1
+            if self._warming:
+                self._end_warmup_if_due()
         self._release(released, self.now_ns)
 
     def _hang_up(self, row: int) -> None:
@@ -279,11 +286,6 @@ class EventLoop:
         self.ended += 1 + len(lost)
         self._release(released, self.now_ns)
         self.poll(FRONT)
-
-    def _count_ended(self, requests: int) -> None:
-        self.ended += requests
-        if self._warming and self._releases.begun:
-            self._end_warmup()
 
     # Engines.
 
@@ -310,7 +312,7 @@ class EventLoop:
         stage = self.stages[index]
         engine = stage.engines[place]  # stays marked as woken, so that deliveries meanwhile do not wake it again
         while True:
-            again_ns, ended = engine.wake(self.now_ns, self._quiet_until_ns())
+            again_ns, ended = engine.wake(self.now_ns, self._quiet_until_ns)
             if not ended:
                 break
             if index == BACK and self._decode_pool is not None:

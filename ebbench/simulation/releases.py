@@ -82,15 +82,16 @@ class Releases:
             if self._warmup:
                 return [self._warmup.popleft()]
             return self._release_closed() if self.begun else []
-        following = self._graph.followers(row)
-        if self._graph.branched:
-            for one in following:
-                self._waits[one] -= 1
-            following = [one for one in following if not self._waits[one]]
-            if self._still_open(row, 1):
+        if self._takes_turns or self._graph.branched:
+            following = self._graph.followers(row)
+            if self._graph.branched:
+                for one in following:
+                    self._waits[one] -= 1
+                following = [one for one in following if not self._waits[one]]
+                if self._still_open(row, 1):
+                    return following
+            elif following:
                 return following
-        elif following:
-            return following
         return self._close_session()
 
     def failed(self, row: int) -> tuple[list[int], list[int]]:
@@ -120,7 +121,7 @@ class Releases:
 
     def _begin(self, row: int) -> list[int]:
         self._open += 1
-        return [row, *self._graph.parallel_starts.get(row, ())]
+        return [row, *self._graph.parallel_starts.get(row, ())] if self._graph.parallel_starts else [row]
 
     def _release_closed(self) -> list[int]:
         rows: list[int] = []

@@ -154,7 +154,8 @@ class Scheduler:
         most = self.limits.max_num_batched_tokens
         if token_budget is not None and token_budget < most:
             most = token_budget
-        threshold = admission.chunk_limit(self, len(candidates))
+        bounded = self.limits.long_prefill_token_threshold > 0
+        threshold = admission.chunk_limit(self, len(candidates)) if bounded else 0
         rows, tokens, budget = self._schedule_running(step, candidates, threshold, most)
         if admit and not step.preempted and self.waiting:
             new_rows, new_tokens = admission.admit(self, step.scheduled_ns, budget, threshold, running_limit)

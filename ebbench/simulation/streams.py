@@ -16,6 +16,8 @@ from ebbench.records.plan import Plan
 from ebbench.simulation.kv import IdentityNeeded
 from ebbench.simulation.state import RequestState
 
+NO_HITS = range(0)
+
 
 class CachedRun:
     """Cached blocks 0 to ``blocks`` of one content stream, all free. 0: taken again, or evicted."""
@@ -40,9 +42,9 @@ class StreamKv:
 
     def lookup(self, row: int, known_tokens: int) -> range:
         """See KvBlocks; blocks are numbered within their stream."""
-        run = self._cached.get(self._content[row])
+        run = self._cached.get(self._content[row]) if self._cached else None
         if run is None:
-            return range(0)
+            return NO_HITS
         if run.blocks > (known_tokens - 1) // self._block_size:
             raise IdentityNeeded  # the last of them would remain cached and be computed again
         return range(run.blocks)
@@ -90,15 +92,16 @@ class StreamKv:
         self._blank += held - cached
         if not cached:
             return
+        last = self._done[row] and self._last_of_content[row]
+        if last and self._unused is not None and self._unused.blocks:
+            self._unused.blocks += cached  # no later request shares these: one run of neighbours
+            return
         run = CachedRun(cached)
-        if not self._last_of_content[row] or not self._done[row]:
+        if last:
+            self._unused = run
+        else:
             self._cached[self._content[row]] = run
             self._unused = None
-        elif self._unused is not None and self._unused.blocks:  # no later request shares these: one run of neighbours
-            self._unused.blocks += cached
-            return
-        else:
-            self._unused = run
         self._queue.append(run)
 
 

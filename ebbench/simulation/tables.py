@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
+from operator import attrgetter
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -14,6 +17,14 @@ from ebbench.simulation.queue_limits import Failure
 from ebbench.simulation.state import UNSET, Ints, RequestState
 from ebbench.simulation.step import Step
 from vllm_eb.decisions import Record
+
+Ints32 = npt.NDArray[np.int32]
+
+# Columns of STEPS that are attributes of a step.
+PLAIN_COLUMNS = (
+    "scheduled_ns", "start_ns", "end_ns", "mode", "prefill_tokens", "decode_seqs", "kv_blocks_used", "waiting",
+    "running", "k", "n_limit",
+)  # fmt: skip
 
 
 class StepLog:
@@ -41,46 +52,36 @@ def steps_table(
 
     ``kv_blocks_total``: of every instance, or one value per instance.
     """
-    totals = kv_blocks_total if not isinstance(kv_blocks_total, int) else None
-    rows = [step.rows for _, step in steps]
-    offsets = np.concatenate([[0], np.cumsum([len(r) for r in rows])]).astype(np.int32)
-    flat_rows = np.concatenate(rows) if rows else np.zeros(0, np.int64)
-    flat_tokens = np.concatenate([step.tokens for _, step in steps]) if rows else flat_rows
-    preempted = [sorted(step.preempted) for _, step in steps]
-    preempted_offsets = np.concatenate([[0], np.cumsum([len(p) for p in preempted])]).astype(np.int32)
-    flat_preempted = np.array([row for group in preempted for row in group], np.int64)
-
-    def ints(name: str) -> list[int]:
-        return [getattr(step, name) for _, step in steps]
-
-    return pa.table(
-        {
-            "step_id": np.arange(len(steps), dtype=np.int64),
-            "instance": np.array([index for index, _ in steps], np.int32),
-            "scheduled_ns": pa.array(ints("scheduled_ns"), pa.int64()),
-            "start_ns": pa.array(ints("start_ns"), pa.int64()),
-            "end_ns": pa.array(ints("end_ns"), pa.int64()),
-            "phase": pa.array([phase_of(step) for _, step in steps], pa.string()),
-            "mode": pa.array([step.mode for _, step in steps], pa.string()),
-            "prefill_tokens": pa.array(ints("prefill_tokens"), pa.int32()),
-            "decode_seqs": pa.array(ints("decode_seqs"), pa.int32()),
-            "request_ids": pa.ListArray.from_arrays(offsets, pc.take(request_ids, pa.array(flat_rows))),
-            "request_tokens": pa.ListArray.from_arrays(offsets, pa.array(flat_tokens.astype(np.int32))),
-            "kv_blocks_used": pa.array(ints("kv_blocks_used"), pa.int32()),
-            "kv_blocks_total": pa.array(
-                [kv_blocks_total] * len(steps) if totals is None else [totals[index] for index, _ in steps], pa.int32()
-            ),
-            "waiting": pa.array(ints("waiting"), pa.int32()),
-            "running": pa.array(ints("running"), pa.int32()),
-            "preemptions": pa.array([len(group) for group in preempted], pa.int32()),
-            "preempted_ids": pa.ListArray.from_arrays(
-                preempted_offsets, pc.take(request_ids, pa.array(flat_preempted))
-            ),
-            "k": pa.array([step.k for _, step in steps], pa.int32()),
-            "n_limit": pa.array([step.n_limit for _, step in steps], pa.int32()),
-        },
-        schema=STEPS,
+    instances, made = [instance for instance, _ in steps], [step for _, step in steps]
+    totals = (
+        [kv_blocks_total] * len(steps) if isinstance(kv_blocks_total, int) else [kv_blocks_total[i] for i in instances]
     )
+    rows, preempted = _column(made, "rows"), [sorted(group) if group else group for group in _column(made, "preempted")]
+    offsets = _offsets(rows)
+    flat_rows = np.concatenate(rows) if rows else np.zeros(0, np.int64)
+    flat_tokens = np.concatenate(_column(made, "tokens")) if rows else flat_rows
+    flat_preempted = np.array([row for group in preempted for row in group], np.int64)
+    columns = {name: pa.array(_column(made, name), STEPS.field(name).type) for name in PLAIN_COLUMNS} | {
+        "step_id": np.arange(len(steps), dtype=np.int64),
+        "instance": pa.array(instances, pa.int32()),
+        "phase": pa.array(list(map(phase_of, made)), pa.string()),
+        "request_ids": pa.ListArray.from_arrays(offsets, pc.take(request_ids, pa.array(flat_rows))),
+        "request_tokens": pa.ListArray.from_arrays(offsets, pa.array(flat_tokens.astype(np.int32))),
+        "kv_blocks_total": pa.array(totals, pa.int32()),
+        "preemptions": pa.array(list(map(len, preempted)), pa.int32()),
+        "preempted_ids": pa.ListArray.from_arrays(_offsets(preempted), pc.take(request_ids, pa.array(flat_preempted))),
+    }
+    return pa.table({name: columns[name] for name in STEPS.names}, schema=STEPS)
+
+
+def _column(steps: Sequence[Step], name: str) -> list[Any]:
+    """One attribute of every step. ``map`` with an attrgetter reads ten thousands of steps in half a loop's time."""
+    return list(map(attrgetter(name), steps))
+
+
+def _offsets(lists: Sequence[Sized]) -> Ints32:
+    """Arrow's offsets of these lists in their concatenation."""
+    return np.concatenate([[0], np.cumsum(list(map(len, lists)))]).astype(np.int32)
 
 
 def phase_of(step: Step) -> str:

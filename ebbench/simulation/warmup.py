@@ -100,6 +100,8 @@ def steps_after(steps: list[tuple[int, Step]], beginning: Beginning) -> list[tup
     if not beginning.begun:
         return []
     kept = steps[beginning.steps :]
+    if not beginning.time_ns:
+        return kept
     for _, step in kept:
         step.scheduled_ns -= beginning.time_ns
         step.start_ns -= beginning.time_ns
