@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from vllm_eb.modes import Mode
 
@@ -11,8 +11,7 @@ Phase = Literal["prefill", "decode", "mixed"]
 RecordKind = Literal["phase", "update", "mode"]
 
 
-@dataclass(frozen=True, slots=True)
-class View:
+class View(NamedTuple):
     """State of the scheduler at the start of a step.
 
     ``decoding``: running sequences whose prompt is computed, including those whose last token is in flight.
@@ -44,8 +43,7 @@ class View:
         return self.decoding > 0 and not self.last_tokens_out
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
+class Decision(NamedTuple):
     """What the next step may contain.
 
     ``prefill``: prefilling and newly admitted sequences only, with at most ``running_limit`` running in total.

@@ -38,7 +38,7 @@ def feed(made: Controller, count: int, *, prompt: int = 100, output: int = 200) 
 
 
 def phase(made: Controller, **counts: float) -> str:
-    return made.decide(replace(VIEW, **counts)).phase  # type: ignore[arg-type]
+    return made.decide(VIEW._replace(**counts)).phase  # type: ignore[arg-type]
 
 
 def test_records_are_kept_only_where_they_are_read() -> None:
@@ -53,13 +53,13 @@ def test_records_are_kept_only_where_they_are_read() -> None:
             max_num_batched_tokens=8192,
             keep_records=keep,
         )
-        view = replace(VIEW, decoding=10, waiting=90)
+        view = VIEW._replace(decoding=10, waiting=90)
         for _ in range(50):
             if made.decide(view).phase == "prefill":
                 made.prefill_blocked(view)
         assert len(made.drain_records()) == (50 if keep else 0)
     made = controller("v0")
-    made.decide(replace(VIEW, decoding=10, waiting=90))
+    made.decide(VIEW._replace(decoding=10, waiting=90))
     assert made.drain_records()[-1].values["idle"] == 90
     assert made.drain_records() == []
 
@@ -67,22 +67,22 @@ def test_records_are_kept_only_where_they_are_read() -> None:
 @pytest.mark.parametrize("running", [100, 103])
 def test_full_slots_are_recorded_as_none_idle(running: int) -> None:
     made = controller("v0")
-    made.decide(replace(VIEW, decoding=10, waiting=90))
-    made.decide(replace(VIEW, decoding=running, waiting=0))
+    made.decide(VIEW._replace(decoding=10, waiting=90))
+    made.decide(VIEW._replace(decoding=running, waiting=0))
     assert made.drain_records()[-1].values["idle"] == 0
 
 
 @pytest.mark.parametrize("policy", ["v0", "deferred:k=30", "eb:theta=0.6", "eb", "marginal", "cadence:every=9"])
 def test_answers_whose_last_token_is_in_flight_hold_no_prompt_back(policy: str) -> None:
     made = controller(policy, num_blocks=10_000)
-    made.decide(replace(VIEW, waiting=20, free_blocks=9_000))
+    made.decide(VIEW._replace(waiting=20, free_blocks=9_000))
     for _ in range(20):
         made.on_prompt(10)
-    out = replace(VIEW, decoding=20, waiting=50, free_blocks=9_000, step_id=1, last_tokens_out=True)
+    out = VIEW._replace(decoding=20, waiting=50, free_blocks=9_000, step_id=1, last_tokens_out=True)
     decision = made.decide(out)
     assert decision.phase in ("prefill", "mixed")
     assert decision.running_limit == 70 if decision.phase == "prefill" else decision.running_limit > 20
-    full = replace(out, decoding=100)
+    full = out._replace(decoding=100)
     assert controller(policy).decide(full).phase in ("decode", "mixed"), "there is no slot for a prompt"
 
 
@@ -110,11 +110,11 @@ def test_eb_with_a_short_queue_acts_as_if_k_slots_were_idle(decoding: int, waiti
 
 def test_a_refill_admits_its_quota_and_ends() -> None:
     made = controller("eb:theta=0.5")
-    first = made.decide(replace(VIEW, decoding=40, waiting=70))
+    first = made.decide(VIEW._replace(decoding=40, waiting=70))
     assert (first.phase, first.running_limit) == ("prefill", 100)
     for _ in range(60):
         made.on_prompt(10)
-    half = made.decide(replace(VIEW, decoding=90, prefilling=10, waiting=10))
+    half = made.decide(VIEW._replace(decoding=90, prefilling=10, waiting=10))
     assert (half.phase, half.running_limit) == ("prefill", 100)
     assert phase(made, decoding=100, waiting=10) == "decode"
 
@@ -134,7 +134,7 @@ def test_with_nothing_decoding_it_prefills_whatever_the_gate_says() -> None:
 
 def test_a_blocked_prefill_is_followed_by_a_decode() -> None:
     made = controller("eb:theta=0.5,kv_gate=off")
-    view = replace(VIEW, decoding=10, waiting=90)
+    view = VIEW._replace(decoding=10, waiting=90)
     assert made.decide(view).phase == "prefill"
     made.prefill_blocked(view)
     assert made.decide(view).phase == "decode"
@@ -144,10 +144,10 @@ def test_a_blocked_prefill_is_followed_by_a_decode() -> None:
 def test_algorithm_1_sets_k_and_n_from_what_finished() -> None:
     made = controller("eb", max_num_seqs=100)
     feed(made, 99)
-    made.decide(replace(VIEW, decoding=50))
+    made.decide(VIEW._replace(decoding=50))
     assert not [r for r in made.drain_records() if r.kind == "update"]
     feed(made, 1)
-    decision = made.decide(replace(VIEW, decoding=50, now_s=1.0))
+    decision = made.decide(VIEW._replace(decoding=50, now_s=1.0))
     (record,) = [r for r in made.drain_records() if r.kind == "update"]
     assert record.values["mu_l"] == pytest.approx(100.0)
     assert record.values["mu_o"] == pytest.approx(200.0)
@@ -161,7 +161,7 @@ def test_a_floor_holds_the_online_threshold_up_and_leaves_n_to_algorithm_1() -> 
     free, floored = controller("eb"), controller("eb:theta_min=0.6")
     for made in (free, floored):
         feed(made, 100)
-    below, above = (made.decide(replace(VIEW, decoding=50, now_s=1.0)) for made in (free, floored))
+    below, above = (made.decide(VIEW._replace(decoding=50, now_s=1.0)) for made in (free, floored))
     assert below.k is not None
     assert above.k is not None
     assert below.k < int(0.6 * below.n_limit)
@@ -172,25 +172,25 @@ def test_a_floor_holds_the_online_threshold_up_and_leaves_n_to_algorithm_1() -> 
 def test_n_changes_at_most_every_two_seconds() -> None:
     made = controller("eb")
     feed(made, 100)
-    first = made.decide(replace(VIEW, decoding=50, now_s=1.0)).n_limit
+    first = made.decide(VIEW._replace(decoding=50, now_s=1.0)).n_limit
     feed(made, 100, prompt=1000)
-    assert made.decide(replace(VIEW, decoding=50, now_s=2.9)).n_limit == first
+    assert made.decide(VIEW._replace(decoding=50, now_s=2.9)).n_limit == first
     feed(made, 100, prompt=1000)
-    assert made.decide(replace(VIEW, decoding=50, now_s=3.0)).n_limit != first
+    assert made.decide(VIEW._replace(decoding=50, now_s=3.0)).n_limit != first
 
 
 def test_a_fixed_threshold_stays() -> None:
     made = controller("eb:k=7")
     feed(made, 500)
-    decision = made.decide(replace(VIEW, decoding=50))
+    decision = made.decide(VIEW._replace(decoding=50))
     assert (decision.k, decision.n_limit) == (7, 100)
 
 
 def test_ebplus_starts_mixed_and_switches_where_mixing_is_dear() -> None:
     made = controller("ebplus")
-    assert made.decide(replace(VIEW, decoding=100)).mode == "mb"
+    assert made.decide(VIEW._replace(decoding=100)).mode == "mb"
     feed(made, 100)
-    decision = made.decide(replace(VIEW, decoding=100))
+    decision = made.decide(VIEW._replace(decoding=100))
     assert (decision.mode, decision.phase) == ("eb", "decode")
     (record,) = [r for r in made.drain_records() if r.kind == "mode"]
     assert record.values["lhs"] > record.values["rhs"] + record.values["margin"]  # type: ignore[operator]
@@ -208,7 +208,7 @@ def test_ebplus_stays_mixed_under_light_traffic() -> None:
     made = controller("ebplus", max_num_seqs=10)
     feed(made, 100)
     for _ in range(200):
-        made.decide(replace(VIEW, decoding=4))
+        made.decide(VIEW._replace(decoding=4))
     assert made.mode == "mb"
     (record,) = [r for r in made.drain_records() if r.kind == "mode"]
     assert "fewer than 16" in record.reason
@@ -226,7 +226,7 @@ def test_without_a_measured_mixed_cost_the_left_side_is_zero() -> None:
         keep_records=True,
     )
     feed(made, 100)
-    made.decide(replace(VIEW, decoding=100))
+    made.decide(VIEW._replace(decoding=100))
     (record,) = [r for r in made.drain_records() if r.kind == "mode"]
     assert record.values["lhs"] == 0.0
 
@@ -253,11 +253,11 @@ def test_whatever_it_sees_it_never_asks_for_the_impossible(counts: list[tuple[in
 
 def test_a_refill_follows_at_once_when_nothing_is_left_to_decode() -> None:
     made = controller("eb:k=1")
-    first = made.decide(replace(VIEW, decoding=0, prefilling=0, waiting=3))
+    first = made.decide(VIEW._replace(decoding=0, prefilling=0, waiting=3))
     assert first.phase == "prefill"
     for _ in range(3):
         made.on_prompt(10)  # all three were admitted, and ended with their first token
-    assert made.decide(replace(VIEW, decoding=0, prefilling=0, waiting=2)).phase == "prefill"
+    assert made.decide(VIEW._replace(decoding=0, prefilling=0, waiting=2)).phase == "prefill"
     made.on_prompt(10)
     made.on_prompt(10)
-    assert made.decide(replace(VIEW, decoding=2, prefilling=0, waiting=5)).phase == "decode"
+    assert made.decide(VIEW._replace(decoding=2, prefilling=0, waiting=5)).phase == "decode"

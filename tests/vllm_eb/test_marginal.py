@@ -221,7 +221,7 @@ def controller(policy: str) -> Controller:
 
 
 def view(**changes: float) -> View:
-    return replace(View(0.0, 0, 0, 0, 0, 500), **changes)  # type: ignore[arg-type]
+    return View(0.0, 0, 0, 0, 0, 500)._replace(**changes)  # type: ignore[arg-type]
 
 
 def test_a_request_about_to_miss_its_target_makes_the_refill_due() -> None:
@@ -239,7 +239,7 @@ def test_after_a_preemption_room_is_left_to_grow_and_less_again_with_time() -> N
     assert 80 < before <= 100
     for _ in range(8):
         made.on_prompt(100)
-        after = made.decide(replace(full, preempted=1)).n_limit
+        after = made.decide(full._replace(preempted=1)).n_limit
     assert after < before
     for _ in range(1000):
         made.on_finish(100)
@@ -297,7 +297,7 @@ def test_a_first_token_that_is_nearly_late_lets_in_as_many_more_as_answers_can_p
     targets: str, wait_s: float, least: int, most: int
 ) -> None:
     made, young = young_batch(f"marginal:mix=off,{targets}")
-    assert least <= made.decide(replace(young, oldest_wait_s=wait_s)).n_limit <= most
+    assert least <= made.decide(young._replace(oldest_wait_s=wait_s)).n_limit <= most
 
 
 @given(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -48,7 +46,7 @@ def test_v1_is_vllm_itself_only_without_settings() -> None:
 
 def test_v1_gives_every_step_its_budget() -> None:
     made = controller("v1:budget=2048")
-    for view in (VIEW, replace(VIEW, waiting=9), replace(VIEW, decoding=0, waiting=3)):
+    for view in (VIEW, VIEW._replace(waiting=9), VIEW._replace(decoding=0, waiting=3)):
         decision = made.decide(view)
         assert (decision.phase, decision.token_budget, decision.running_limit) == ("mixed", 2048, SEQS)
 
@@ -80,7 +78,7 @@ def test_a_budget_above_that_of_the_engine_is_refused() -> None:
 def test_ppas_caps_prompts_while_two_of_them_are_computed_beside_decodes(
     decoding: int, prefilling: int, waiting: int, cap: int
 ) -> None:
-    view = replace(VIEW, decoding=decoding, prefilling=prefilling, waiting=waiting)
+    view = VIEW._replace(decoding=decoding, prefilling=prefilling, waiting=waiting)
     decision = controller(f"ppas:cap={cap}").decide(view)
     free = SEQS - decoding - prefilling
     several = prefilling + min(waiting, max(free, 0)) >= 2
@@ -93,26 +91,26 @@ def test_ppas_caps_prompts_while_two_of_them_are_computed_beside_decodes(
 
 def test_a_prefill_waits_until_as_many_slots_are_free_as_the_last_ones_filled() -> None:
     made = controller("delayer:passes=0")
-    assert made.decide(replace(VIEW, decoding=0, waiting=60)).phase == "prefill"
+    assert made.decide(VIEW._replace(decoding=0, waiting=60)).phase == "prefill"
     admit(made, 60)
-    full = replace(VIEW, decoding=60, waiting=80, step_id=1)
-    assert made.decide(replace(full, waiting=0)).phase == "decode"
+    full = VIEW._replace(decoding=60, waiting=80, step_id=1)
+    assert made.decide(full._replace(waiting=0)).phase == "decode"
     assert made.decide(full).phase == "prefill", "the first time it would wait, it does not"
     admit(made, 40)
-    assert made.decide(replace(full, decoding=100, waiting=40, step_id=2)).phase == "decode"
-    assert made.decide(replace(full, decoding=70, waiting=40, step_id=3)).phase == "decode"
-    assert made.decide(replace(full, decoding=39, waiting=40, step_id=4)).phase == "prefill"
+    assert made.decide(full._replace(decoding=100, waiting=40, step_id=2)).phase == "decode"
+    assert made.decide(full._replace(decoding=70, waiting=40, step_id=3)).phase == "decode"
+    assert made.decide(full._replace(decoding=39, waiting=40, step_id=4)).phase == "prefill"
 
 
 def test_a_prefill_waits_for_a_bounded_number_of_steps() -> None:
     made = controller("delayer:passes=5,watermark=lifetime")
-    made.decide(replace(VIEW, decoding=0, waiting=100))
+    made.decide(VIEW._replace(decoding=0, waiting=100))
     admit(made, 100)
-    made.decide(replace(VIEW, decoding=100, step_id=1))
-    assert made.decide(replace(VIEW, decoding=90, waiting=10, step_id=2)).phase == "prefill"  # the first is let through
+    made.decide(VIEW._replace(decoding=100, step_id=1))
+    assert made.decide(VIEW._replace(decoding=90, waiting=10, step_id=2)).phase == "prefill"  # the first is let through
     admit(made, 10)
-    made.decide(replace(VIEW, decoding=100, step_id=3))
-    phases = [made.decide(replace(VIEW, decoding=90, waiting=10, step_id=4 + n)).phase for n in range(5)]
+    made.decide(VIEW._replace(decoding=100, step_id=3))
+    phases = [made.decide(VIEW._replace(decoding=90, waiting=10, step_id=4 + n)).phase for n in range(5)]
     assert phases == ["decode"] * 4 + ["prefill"]
 
 
@@ -121,14 +119,14 @@ def test_the_first_form_starves_waiting_requests_and_the_present_one_does_not() 
     longest = {}
     for form in ("lifetime", "window"):
         made = controller(f"delayer:passes=0,watermark={form}")
-        made.decide(replace(VIEW, decoding=0, waiting=100))
+        made.decide(VIEW._replace(decoding=0, waiting=100))
         admit(made, 100)
-        made.decide(replace(VIEW, decoding=100, waiting=0, step_id=1))
-        made.decide(replace(VIEW, decoding=90, waiting=5, step_id=1))
+        made.decide(VIEW._replace(decoding=100, waiting=0, step_id=1))
+        made.decide(VIEW._replace(decoding=90, waiting=5, step_id=1))
         admit(made, 5)
-        made.decide(replace(VIEW, decoding=95, waiting=0, step_id=2))
+        made.decide(VIEW._replace(decoding=95, waiting=0, step_id=2))
         held = 0
-        while held < 500 and made.decide(replace(VIEW, decoding=90, waiting=5, step_id=3 + held)).phase == "decode":
+        while held < 500 and made.decide(VIEW._replace(decoding=90, waiting=5, step_id=3 + held)).phase == "decode":
             held += 1
         longest[form] = held
     assert longest["lifetime"] == 500
@@ -138,28 +136,28 @@ def test_the_first_form_starves_waiting_requests_and_the_present_one_does_not() 
 def test_little_memory_in_use_lets_a_prefill_through() -> None:
     for used, phase in ((0.3, "decode"), (0.1, "prefill")):
         made = controller("delayer:passes=0,usage=0.2")
-        made.decide(replace(VIEW, decoding=0, waiting=60, free_blocks=100))
+        made.decide(VIEW._replace(decoding=0, waiting=60, free_blocks=100))
         admit(made, 60)
-        made.decide(replace(VIEW, decoding=60, waiting=0, step_id=1, free_blocks=100))
-        made.decide(replace(VIEW, decoding=60, waiting=10, step_id=2, free_blocks=100))  # the first is let through
+        made.decide(VIEW._replace(decoding=60, waiting=0, step_id=1, free_blocks=100))
+        made.decide(VIEW._replace(decoding=60, waiting=10, step_id=2, free_blocks=100))  # the first is let through
         admit(made, 10)
-        made.decide(replace(VIEW, decoding=70, waiting=0, step_id=3, free_blocks=100))
+        made.decide(VIEW._replace(decoding=70, waiting=0, step_id=3, free_blocks=100))
         free = round(1000 * (1 - used))
-        assert made.decide(replace(VIEW, decoding=70, waiting=10, step_id=4, free_blocks=free)).phase == phase
+        assert made.decide(VIEW._replace(decoding=70, waiting=10, step_id=4, free_blocks=free)).phase == phase
 
 
 def test_the_queue_condition_ends_after_the_longest_wait() -> None:
     made = controller("delayer:passes=0,ratio=0.5,wait=2")
-    made.decide(replace(VIEW, decoding=0, waiting=30))
+    made.decide(VIEW._replace(decoding=0, waiting=30))
     admit(made, 30)
-    made.decide(replace(VIEW, decoding=30, step_id=1))
-    few = replace(VIEW, decoding=30, waiting=3)
-    assert made.decide(replace(few, step_id=2)).phase == "prefill"  # the first is let through
+    made.decide(VIEW._replace(decoding=30, step_id=1))
+    few = VIEW._replace(decoding=30, waiting=3)
+    assert made.decide(few._replace(step_id=2)).phase == "prefill"  # the first is let through
     admit(made, 3)
-    made.decide(replace(few, decoding=33, waiting=0, step_id=3))
-    assert made.decide(replace(few, step_id=4, now_s=10.0)).phase == "decode"
-    assert made.decide(replace(few, step_id=5, now_s=11.9)).phase == "decode"
-    assert made.decide(replace(few, step_id=6, now_s=12.0)).phase == "prefill"
+    made.decide(few._replace(decoding=33, waiting=0, step_id=3))
+    assert made.decide(few._replace(step_id=4, now_s=10.0)).phase == "decode"
+    assert made.decide(few._replace(step_id=5, now_s=11.9)).phase == "decode"
+    assert made.decide(few._replace(step_id=6, now_s=12.0)).phase == "prefill"
 
 
 @given(st.lists(st.integers(1, 50), max_size=60))
@@ -178,19 +176,19 @@ def test_the_largest_prefill_forgets_in_the_present_form_only(requests: list[int
 def test_prompts_wait_for_a_fuller_step_but_only_so_long() -> None:
     made = controller("batchwait:iters=3,ratio=0.5")
     assert made.prompt_tokens_wanted == BUDGET // 2
-    few = replace(VIEW, waiting=1, prompt_tokens=1000)
-    assert [made.decide(replace(few, step_id=n)).phase for n in range(5)] == [*["decode"] * 3, "mixed", "decode"]
+    few = VIEW._replace(waiting=1, prompt_tokens=1000)
+    assert [made.decide(few._replace(step_id=n)).phase for n in range(5)] == [*["decode"] * 3, "mixed", "decode"]
 
 
 def test_enough_tokens_or_nothing_to_decode_end_the_wait() -> None:
     half = BUDGET // 2
     for view in (
-        replace(VIEW, waiting=4, prompt_tokens=half - VIEW.decoding),
-        replace(VIEW, decoding=0, waiting=1, prompt_tokens=10),
-        replace(VIEW, last_tokens_out=True, waiting=1, prompt_tokens=10),
+        VIEW._replace(waiting=4, prompt_tokens=half - VIEW.decoding),
+        VIEW._replace(decoding=0, waiting=1, prompt_tokens=10),
+        VIEW._replace(last_tokens_out=True, waiting=1, prompt_tokens=10),
     ):
         assert controller("batchwait:iters=9,ratio=0.5").decide(view).phase == "mixed"
-    below = replace(VIEW, waiting=4, prompt_tokens=half - VIEW.decoding - 1)
+    below = VIEW._replace(waiting=4, prompt_tokens=half - VIEW.decoding - 1)
     assert controller("batchwait:iters=9,ratio=0.5").decide(below).phase == "decode"
 
 
@@ -200,7 +198,7 @@ def test_enough_tokens_or_nothing_to_decode_end_the_wait() -> None:
 @given(decoding=st.integers(1, 90), tpot_ms=st.integers(5, 400), least=st.integers(1, 500))
 def test_a_chunk_is_the_largest_that_fits_the_target(decoding: int, tpot_ms: int, least: int) -> None:
     made = controller(f"slochunk:tpot={tpot_ms / 1e3},least={least}")
-    decision = made.decide(replace(VIEW, decoding=decoding, waiting=3))
+    decision = made.decide(VIEW._replace(decoding=decoding, waiting=3))
     assert decision.token_budget is not None
     chunk = decision.token_budget - decoding
     costs = CALIBRATION.costs
@@ -214,7 +212,7 @@ def test_a_chunk_is_the_largest_that_fits_the_target(decoding: int, tpot_ms: int
 def test_without_prompts_or_decodes_the_whole_budget_is_left() -> None:
     made = controller("slochunk:tpot=0.02")
     assert made.decide(VIEW).token_budget is None
-    assert made.decide(replace(VIEW, decoding=0, waiting=9)).token_budget is None
+    assert made.decide(VIEW._replace(decoding=0, waiting=9)).token_budget is None
 
 
 # Cadence without the escape
