@@ -67,7 +67,7 @@ def cell_of(settings: Mapping[str, Any]) -> Cell:
     """The cell with these settings; others have their defaults. Raises UsageError for an invalid value.
 
     A rate without a scenario means Poisson arrivals, as in ``ebbench run``. Plans of simulated engines contain no text.
-    A server keeps its own length limit unless ``max_model_len`` is given.
+    A server keeps its own length limit unless ``max_model_len`` is given; settings of its scheduler are refused.
     """
     known = known_settings()
     engine = settings.get("engine", "sim")
@@ -82,6 +82,8 @@ def cell_of(settings: Mapping[str, Any]) -> Cell:
     )
     if engine in VIRTUAL_TIME:
         by_part["cell"] = {"device": DEFAULT_DEVICE, "model": DEFAULT_MODEL, **by_part["cell"]}
+    if is_server(engine):
+        _refuse_of_server(engine, by_part["options"])
     limit = plan.pop("max_model_len", None)
     plan["max_model_len"] = limit if is_server(engine) else limit or EngineOptions.max_model_len
     options = EngineOptions(max_model_len=limit or EngineOptions.max_model_len, **by_part["options"])
@@ -92,6 +94,16 @@ def cell_of(settings: Mapping[str, Any]) -> Cell:
         client=tuple(sorted(by_part["client"].items())),
         **by_part["cell"],
     )
+
+
+def _refuse_of_server(engine: str, options: Mapping[str, Any]) -> None:
+    """Raise UsageError for a setting of the scheduler that would change nothing at a running server."""
+    fixed = [name for name in options if name != "warmup"]
+    if fixed:
+        raise UsageError(
+            f"{fixed[0]} is fixed when a server is started, and {engine} runs already: leave it out, or set it in "
+            "[[overrides]] for the engines that take it"
+        )
 
 
 def settings_of(cell: Cell) -> dict[str, Any]:

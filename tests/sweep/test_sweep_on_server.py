@@ -18,6 +18,7 @@ TEXT = (
     TINY.replace('policy = ["v1", "eb"]', "max_concurrency = [1, 2]")
     .replace("max_concurrency = 16\n", "")
     .replace("num_prompts = 40", "num_prompts = 10")
+    .replace("max_num_seqs = 16\n", "")
     + "warmup = 2\nworkers = 1\nlag_limit_ms = 5000\n"
 )
 
@@ -89,7 +90,16 @@ def test_simulated_cells_that_are_invalid_are_not_run_again(tmp_path: Path) -> N
         (TINY + "vocab_size = 100\n", "--vocab-size is for sending requests, which engine sim does not"),
         (TINY + 'dispatch = "sbs"\n', "give --topology"),
         (TINY + "ramp_up_s = 3.0\n", "needs a server"),
-        (TINY + 'engine = "http://127.0.0.1:1"\n', "runs the one policy it was started with"),
+        (
+            TINY.replace("max_num_seqs = 16\n", "") + 'engine = "http://127.0.0.1:1"\n',
+            "runs the one policy it was started with",
+        ),
+        (TINY + 'engine = "http://127.0.0.1:1"\n', "max_num_seqs is fixed when a server is started"),
+        (
+            TINY.replace("max_num_seqs = 16\n", "").replace("[common]", "max_num_batched_tokens = [64, 128]\n[common]")
+            + 'engine = "http://127.0.0.1:1"\n',
+            "max_num_batched_tokens is fixed when a server is started",
+        ),
     ],
 )
 def test_what_an_engine_cannot_honour_is_refused(tmp_path: Path, text: str, message: str) -> None:
