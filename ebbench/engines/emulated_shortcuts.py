@@ -12,9 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import CachedRequestData
-from vllm.v1.request import Request, RequestStatus
+from vllm.v1.request import Request
 
 from vllm_eb.scheduler import EBScheduler, EBSyncScheduler
 
@@ -47,7 +46,6 @@ def take_shortcuts(core: Any) -> None:
     (group,) = manager.coordinator.single_type_managers
     _shorten_publishing(manager.coordinator, group)
     _shorten_growth(manager, group)
-    _shorten_tokens(core.scheduler, group)
     _shorten_messages(core.scheduler)
     if core.request_block_hasher is not None:
         core.request_block_hasher = _shortened_hasher(core.request_block_hasher, group.block_size)
@@ -79,34 +77,6 @@ def _shorten_growth(manager: Any, group: Any) -> None:
         return allocate(request, num_new_tokens, *args, **kwargs)
 
     manager.allocate_slots = allocate_slots
-
-
-def _shorten_tokens(scheduler: Any, group: Any) -> None:
-    """A token that neither ends its request nor fills a block is only appended."""
-    update, block_size = scheduler._update_request_with_output, group.block_size
-    placeholders = isinstance(scheduler, AsyncScheduler)
-    max_model_len, running = scheduler.max_model_len, RequestStatus.RUNNING
-
-    def update_request_with_output(request: Any, new_token_ids: list[int], *args: Any, **kwargs: Any) -> Any:
-        tokens = request._all_token_ids
-        known = len(tokens) + 1
-        if (
-            len(new_token_ids) != 1
-            or known % block_size <= 1  # a block has just been filled, or its last token can now be published
-            or known >= max_model_len
-            or known >= request.num_prompt_tokens + request.max_tokens
-            or request.status is not running
-        ):
-            return update(request, new_token_ids, *args, **kwargs)
-        tokens.append(new_token_ids[0])
-        request._output_token_ids.append(new_token_ids[0])
-        request.num_tokens = request.num_tokens_with_spec = known
-        request.num_output_tokens += 1
-        if placeholders:
-            request.num_output_placeholders -= 1
-        return new_token_ids, False
-
-    scheduler._update_request_with_output = update_request_with_output
 
 
 def _shorten_messages(scheduler: Any) -> None:

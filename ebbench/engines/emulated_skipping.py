@@ -3,8 +3,12 @@
 Between two block boundaries a decoding sequence takes one token per step: no block, nothing to publish, no decision.
 vLLM's loops still visit it twice per step, which is most of an emulated run. Here such sequences are removed from the
 loops and counted in their limits. Their state is updated at once before any other event: a block to allocate or to
-publish, the last token, too little memory for the step (which may preempt any sequence), a policy that shows only some
-of them. All decisions are still vLLM's, on the same state; a test compares runs with and without skipping.
+publish, the last token, too little memory for the step (which preempts sequences from the end of the batch), a policy
+that shows only some of them. All decisions are still vLLM's, on the same state; a test compares runs with and without
+skipping.
+
+A token of a visited sequence that neither ends it nor publishes a block is appended here too: vLLM's
+``update_from_output`` would do the same in ten times the time, and would make an output that no client reads.
 
 Steps with skipped sequences are numbered. A skipped sequence stores the number at which skipping began
 (``skipped_since``): ``_skipped_steps`` minus that number is the number of steps it was scheduled in since then,
@@ -20,7 +24,7 @@ from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from ebbench.engines.emulated_device import SkippedDecodes
 from ebbench.errors import RunError
@@ -36,6 +40,7 @@ class SkippingMixin:
     running: list[Any]
     max_num_scheduled_tokens: int
     max_model_len: int
+    requests: dict[str, Any]
 
     def begin_skipping(
         self, tokens_of: Mapping[str, Sequence[int]], block_size: int, caching: bool, group: Any
@@ -92,12 +97,29 @@ class SkippingMixin:
             elif chunks:  # a prompt before a decode may use up its budget
                 return self._restore_all(visible)
         skipped = len(visible) - len(visited)
-        if skipped and (skipped < self._skipped_count or blocks > compat.free_blocks(self)):
+        if not skipped:
+            return visited
+        if skipped < self._skipped_count:
             return self._restore_all(visible)
-        if skipped and not visited:  # vLLM treats an empty engine differently
+        if (missing := blocks - compat.free_blocks(self)) > 0:
+            return self._with_victims(visible, missing)
+        if not visited:  # vLLM treats an empty engine differently
             self._restore(visible[0])
             return visible[:1]
         return visited
+
+    def _with_victims(self, visible: list[Any], missing: int) -> list[Any]:
+        """The requests to visit, with those that vLLM may preempt for ``missing`` blocks: the last of the batch.
+
+        Blocks that other sequences use as well are not counted, since preemption does not free them.
+        """
+        for request in reversed(visible):
+            if missing <= 0:
+                break
+            if request.skipped:
+                self._restore(request)
+            missing -= sum(block.ref_cnt == 1 for block in self._held[request.request_id])
+        return [request for request in visible if not request.skipped]
 
     def _restore_all(self, visible: list[Any]) -> list[Any]:
         for requests in self._restore_at.values():
@@ -119,24 +141,33 @@ class SkippingMixin:
             setattr(self, self._skip_limit_name, limit)
             self.max_num_scheduled_tokens = budget
             self._hidden = 0
-            admitted = self.running[len(visited) :]
-            self.running = visible + admitted
-        if output.preempted_req_ids:
-            raise RunError("the emulated engine preempted while decodes were skipped; please report this")
+            left, admitted = self._after_preemption(visible, visited)
+            self.running = left + admitted
         self._skipped_steps += 1
         scheduled = output.num_scheduled_tokens
-        ids = [r.request_id for r in visible if r.skipped or r.request_id in scheduled]
+        ids = [r.request_id for r in left if r.skipped or r.request_id in scheduled]
         ids += [r.request_id for r in admitted]
         output.total_num_scheduled_tokens += hidden
         output.skipped = SkippedDecodes(self._skipped_steps, hidden, self._kv_base + hidden * self._skipped_steps, ids)
         return output
+
+    def _after_preemption(self, visible: list[Any], visited: list[Any]) -> tuple[list[Any], list[Any]]:
+        """What is left of ``visible`` after a step that visited ``visited``, and the requests that it admitted."""
+        kept = self.running[: len(visited)]
+        if kept == visited:
+            return visible, self.running[len(visited) :]
+        # vLLM admits nothing in a step that preempts.
+        preempted = len(visited) - len(kept)
+        if kept != visited[: len(kept)] or visible[-preempted:] != visited[-preempted:]:
+            raise RunError("the emulated engine preempted a decode that it skipped; please report this")
+        return visible[:-preempted], []
 
     def _skip_from_here(self, visited: list[Any]) -> None:
         """Start skipping those of ``visited`` that need only tokens for some steps. Called after scheduling them."""
         span, published, caching, now = self._span, self._published, self._caching, self._skipped_steps
         for request in visited:
             computed = request.num_computed_tokens
-            steps = span - computed % span - 2
+            steps = span - computed % span - 1
             if steps < FEWEST_STEPS or request.is_prefill_chunk or request.num_stale_output_tokens:
                 continue
             end = min(request.num_prompt_tokens + request.max_tokens, self.max_model_len)
@@ -164,6 +195,8 @@ class SkippingMixin:
             request._output_token_ids += new
             request.num_tokens = request.num_tokens_with_spec = len(tokens)
             request.num_output_tokens = len(request._output_token_ids)
+            if not len(tokens) % self._span:
+                request.update_block_hashes()
         request.num_computed_tokens += scheduled
         request.num_in_flight_tokens += pending
         if self._placeholders:
@@ -185,7 +218,48 @@ class SkippingMixin:
                     name: scheduled.get(name, 1) for name in skipped.ids if name in scheduled or name in late
                 }
                 model_runner_output = _with_late(model_runner_output, late)
+        scheduler_output.num_scheduled_tokens = self._append_plain_tokens(
+            scheduler_output.num_scheduled_tokens, model_runner_output
+        )
         return super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
+
+    def _append_plain_tokens(self, scheduled: dict[str, int], output: Any) -> dict[str, int]:
+        """Append the tokens that neither end their request nor publish a block; returns what vLLM must process."""
+        left: dict[str, int] = {}
+        requests, index, sampled = self.requests, output.req_id_to_index, output.sampled_token_ids
+        running, span, max_model_len = RequestStatus.RUNNING, self._span, self.max_model_len
+        for request_id, count in scheduled.items():
+            request = requests.get(request_id)
+            if request is None or request.status is not running or count != 1 or request.num_stale_output_tokens:
+                left[request_id] = count
+                continue
+            new, known = sampled[index[request_id]], request.num_tokens + 1
+            if (
+                len(new) != 1
+                or known >= request.num_prompt_tokens + request.max_tokens
+                or known >= max_model_len
+                or (known % span <= 1 and self._publishes(request))
+            ):
+                left[request_id] = count
+                continue
+            request._all_token_ids.append(new[0])
+            request._output_token_ids.append(new[0])
+            request.num_tokens = request.num_tokens_with_spec = known
+            request.num_output_tokens += 1
+            request.num_in_flight_tokens -= 1
+            if self._placeholders:
+                request.num_output_placeholders -= 1
+            if not known % span:
+                request.update_block_hashes()
+        return left
+
+    def _publishes(self, request: Any) -> bool:
+        """Whether the next token of a request makes vLLM publish a block; without asynchronous scheduling, the next
+        step does that."""
+        if not (self._caching and self._placeholders):
+            return False
+        settled = request.num_computed_tokens - request.num_output_placeholders + 1
+        return bool(settled // self._span > self._published.get(request.request_id, 0))
 
 
 def _with_late(output: Any, late: dict[str, int]) -> Any:

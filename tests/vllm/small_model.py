@@ -86,14 +86,7 @@ def _write_tokenizer(folder: Path) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.decoder = decoders.WordPiece(prefix="##", cleanup=False)
     tokenizer.save(str(folder / "tokenizer.json"))
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": "<bos>",
-        "eos_token": "<eos>",
-        "unk_token": "<unk>",
-        "model_max_length": MAX_POSITIONS,
-    }
-    (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+    _write_tokenizer_config(folder)
 
 
 def _write_byte_tokenizer(folder: Path) -> None:
@@ -107,12 +100,17 @@ def _write_byte_tokenizer(folder: Path) -> None:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(special)
     tokenizer.save(str(folder / "tokenizer.json"))
+    template = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
+    _write_tokenizer_config(folder, chat_template=template)
+
+
+def _write_tokenizer_config(folder: Path, **further: str) -> None:
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": "<bos>",
         "eos_token": "<eos>",
         "unk_token": "<unk>",
         "model_max_length": MAX_POSITIONS,
-        "chat_template": "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}",
+        **further,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")

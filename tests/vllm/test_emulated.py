@@ -6,6 +6,7 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
+import pyarrow as pa
 import pytest
 
 from ebbench.engines.base import EngineOptions
@@ -32,10 +33,21 @@ def test_shortcuts_change_nothing(policy: str, turns: int, caching: bool) -> Non
 
 
 class _Watched(EmulatedEngine):
-    """Keeps the scheduler, to ask it afterwards how often decodes slept."""
+    """Counts the steps that skipped decodes, and of these the ones that preempted others."""
+
+    skipping = preempting = 0
 
     def prepare(self, core: Any) -> None:
-        self.scheduler = core.scheduler
+        schedule = core.scheduler.schedule
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            output = schedule(*args, **kwargs)
+            if hasattr(output, "skipped"):
+                self.skipping += 1
+                self.preempting += bool(output.preempted_req_ids)
+            return output
+
+        core.scheduler.schedule = counted
 
 
 @pytest.mark.parametrize("async_scheduling", [True, False])
@@ -52,7 +64,26 @@ def test_skipped_decodes_change_no_row(policy: str, async_scheduling: bool, bloc
     skipping = engine.run(plan, parse_policy(policy), DEVICE, options)
     plain = EmulatedEngine(shortcuts=False).run(plan, parse_policy(policy), DEVICE, options)
     assert differences(skipping, plain) == []
-    assert not emulated_skipping.supported() or engine.scheduler._skipped_steps > skipping.steps.num_rows // 4
+    assert not emulated_skipping.supported() or engine.skipping > skipping.steps.num_rows // 4
+
+
+@pytest.mark.parametrize("async_scheduling", [True, False])
+@pytest.mark.parametrize("policy", ["v1", "marginal"])
+def test_preemption_spares_skipped_decodes(policy: str, async_scheduling: bool) -> None:
+    """All prompts begin alike, so that a preempted request frees fewer blocks than it holds."""
+    plan = make_plan(Traffic(sessions=60, concurrency=50, max_input=60, max_output=150, seed=5))
+    rows = [row | {"hash_ids": [0] * -(-row["input_tokens"] // 512)} for row in plan.table.to_pylist()]
+    plan = replace(plan, table=pa.Table.from_pylist(rows, schema=plan.table.schema))
+    options = EngineOptions(
+        max_num_seqs=48, max_num_batched_tokens=512, num_kv_blocks=60, async_scheduling=async_scheduling
+    )
+    engine = _Watched(shortcuts=True)
+    skipping = engine.run(plan, parse_policy(policy), DEVICE, options)
+    plain = EmulatedEngine(shortcuts=False).run(plan, parse_policy(policy), DEVICE, options)
+    assert differences(skipping, plain) == []
+    from ebbench.engines import emulated_skipping  # imports vLLM
+
+    assert not emulated_skipping.supported() or engine.preempting > 20
 
 
 def test_a_follow_up_turn_finds_its_history_in_the_cache() -> None:
