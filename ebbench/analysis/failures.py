@@ -76,6 +76,7 @@ _CAUSES = (
     _Cause("error_frame|aborted|truncated|connection_(reset|closed)", "", _SERVER_LOG),
     _Cause(EARLIER_TURN_FAILED, "", "see the failures of the turns before them"),
     _Cause("worker_lost", "", "a client process died: check whether memory ran out"),
+    _Cause("node_lost", "", "a client node was lost: check that machine and its network, or use fewer nodes"),
     _Cause("out_of_memory", "", "a device or topology with more memory, or smaller --max-num-seqs"),
     _Cause("client_error", "", "a bug in ebbench: please report it with the command"),
 )

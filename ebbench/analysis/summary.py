@@ -11,6 +11,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from ebbench.analysis.client_nodes import ClientNodes
 from ebbench.analysis.columns import NEEDED, RequestColumns
 from ebbench.analysis.distribution import QUANTILES, Distribution
 from ebbench.analysis.economy import FIGURES, economy_of
@@ -51,6 +52,7 @@ class Summary:
     failures: tuple[Failure, ...] = ()
     load: LoadFacts = LoadFacts(0)  # noqa: RUF009 - frozen
     machine: Machine = Machine()  # noqa: RUF009 - frozen
+    clients: ClientNodes = ClientNodes()  # noqa: RUF009 - frozen
     until_clear: bool = False  # one of several repeats that were tested after each
     virtual: bool = False  # simulated time: repeating the run gives a copy
 
@@ -82,6 +84,7 @@ class Summary:
             identity
             | phase
             | flat_load(self.load, self.machine, self.policy)
+            | self.clients.to_dict()
             | metrics_dict(self.metrics)
             | unsound
             | verdict
@@ -158,6 +161,7 @@ def _summary(run: Run, metrics: Metrics, slo: Slo, phase: str = "") -> Summary:
         failures=failures_of(run.table("requests", FAILURE_COLUMNS), phase),
         load=load_of_run(manifest),
         machine=machine_of_run(manifest),
+        clients=ClientNodes.of(manifest.facts),
         until_clear=bool(manifest.facts.get("until_clear")),
         virtual=manifest.clock == "virtual",
     )

@@ -25,8 +25,18 @@ class ClientFlags:
     ] = None
     endpoint: Annotated[str | None, _opt("--endpoint", help="completions (default) or chat.")] = None
     workers: Annotated[
-        int | None,
-        _opt("--workers", help="Client processes. Default: one for 512 open requests."),
+        str | None,
+        _opt(
+            "--workers",
+            help="Client processes (default: one for 512 open requests), or ray:N: N nodes of a Ray cluster send.",
+        ),
+    ] = None
+    ray_address: Annotated[
+        str | None,
+        _opt(
+            "--ray-address",
+            help="auto or HOST:PORT of the cluster whose nodes send; without ray:N all. Default: RAY_ADDRESS.",
+        ),
     ] = None
     connect_timeout_s: Annotated[
         float | None,
@@ -95,6 +105,8 @@ class ClientFlags:
         The ramp-up is not included: it is applied to the plan.
         """
         given = {name: value for name, value in vars(self).items() if value is not None and name != "ramp_up_s"}
+        if "workers" in given:
+            given |= _senders(given.pop("workers"))
         if "extra_body" in given:
             given["extra_body"] = _json_object(given["extra_body"])
         if "header" in given:
@@ -102,6 +114,14 @@ class ClientFlags:
         if "insecure" in given:
             given["verify_tls"] = not given.pop("insecure")
         return given
+
+
+def _senders(text: str) -> dict[str, int]:
+    """``4``: worker processes; ``ray:4``: nodes of a Ray cluster."""
+    kind, colon, count = text.rpartition(":")
+    if not count.isdecimal() or (colon and kind != "ray"):
+        raise UsageError(f"--workers {text!r}: give a number of processes, such as 4, or of Ray nodes, such as ray:4")
+    return {"client_nodes" if colon else "workers": int(count)}
 
 
 def _json_object(text: str) -> dict[str, Any]:

@@ -9,10 +9,10 @@ import asyncio
 import contextlib
 import os
 import secrets
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from typing import Any, NamedTuple
 
 import pyarrow as pa
@@ -21,25 +21,24 @@ import uvloop
 
 from ebbench.client import prefix_cache
 from ebbench.client.interrupts import Interrupts
-from ebbench.client.messages import Assignment, Stop, plan_path, schedule_path
+from ebbench.client.messages import Stop, WorkerDone
+from ebbench.client.node_senders import node_senders
+from ebbench.client.nodes import ClientNode, client_nodes, wants_nodes
 from ebbench.client.options import ClientOptions, spacing_ns
+from ebbench.client.plan_parts import PlanPart, whole
 from ebbench.client.power import PowerSampler, open_power
 from ebbench.client.progress import SnapshotObserver, Tally
-from ebbench.client.release_schedule import ReleaseSchedule
 from ebbench.client.scrape import Scraper
+from ebbench.client.senders import Senders, local_senders
 from ebbench.client.server_queries import ServerQueries
-from ebbench.client.session_plan import SessionPlan, check_attachments, plan_sessions, rows_too_long, unique_ids
-from ebbench.client.shared import SharedMemory, memory_folder
+from ebbench.client.session_plan import check_attachments, rows_too_long, unique_ids
 from ebbench.client.telemetry import telemetry
 from ebbench.client.verdict import client_warnings, invalid_reasons, loop_lag_p99_ms, send_lag_p99_ms
 from ebbench.client.warmup import warm_up
-from ebbench.client.worker_pool import WorkerPool, worker_pool, workers_for
 from ebbench.errors import UsageError
 from ebbench.records.lateness import lag_limit_ms
 from ebbench.records.plan import Plan
 from ebbench.records.schema import SERVER_METRICS
-
-_LEAD_NS = 100_000_000  # between "all workers are ready" and the start: the message must reach every worker in time
 
 
 class DriveResult(NamedTuple):
@@ -109,42 +108,39 @@ async def _drive(
     environ: Mapping[str, str],
 ) -> DriveResult:
     table, renamed = unique_ids(plan.table)
-    session_plan = plan_sessions(table, plan.phases, plan.max_concurrency, spacing_ns(options))
     id_prefix = options.id_prefix if options.id_prefix is not None else f"{secrets.token_hex(4)}-"
-    async with ServerQueries(url, options, environ) as server:
+    async with AsyncExitStack() as stack:
+        nodes = await stack.enter_async_context(client_nodes(url, options, environ)) if wants_nodes(options) else None
+        server = await stack.enter_async_context(ServerQueries(url, options, environ))
         await server.ready()
         served = await server.served()
         check_attachments(table, options.endpoint, served.names)
         dropped = rows_too_long(table, served.max_model_len, options.drop_too_long)
         await warm_up(url, served.model, plan, options, environ)
         cache_reset = options.reset_prefix_cache and await server.reset_prefix_cache()
+        part = whole(table, plan.phases, plan.max_concurrency, dropped, spacing_ns(options))
         tally = Tally(table, observer, on_batch, options.keep_text, thinking=options.endpoint == "chat")
         scraper = Scraper(server, options.metrics_interval_s) if options.metrics_interval_s else None
-        with tempfile.TemporaryDirectory(prefix="ebbench-", dir=memory_folder()) as folder:
-            schedule = _shared_files(folder, table, session_plan)
-            assignment = Assignment(
-                worker=0, workers=0, url=url, model=served.model, options=options, id_prefix=id_prefix, folder=folder,
-                phases=plan.phases, max_concurrency=plan.max_concurrency, dropped=dropped,
-            )  # fmt: skip
-            power = open_power(url, options.power, environ, made_up=served.made_up)
-            async with worker_pool(assignment, workers_for(plan, options), environ) as pool:
-                with (
-                    power or contextlib.nullcontext(),
-                    telemetry(options, served.model, len(plan), lambda: tally.open_requests) as seen,
-                ):
-                    tally.followers.append(seen.add)
-                    await _run(pool, schedule, tally, scraper, plan.release_for_s)
-                    tally.followers.clear()
-            released = schedule.released
-    requests = tally.complete(session_plan, released, dropped)
+        power = open_power(url, options.power, environ, made_up=served.made_up)
+        async with _senders(nodes, part, url, served.model, options, id_prefix, environ) as senders:
+            with (
+                power or contextlib.nullcontext(),
+                telemetry(options, served.model, len(plan), lambda: tally.open_requests) as seen,
+            ):
+                tally.followers.append(seen.add)
+                await _run(senders, tally, scraper, plan.release_for_s)
+                tally.followers.clear()
+            requests = tally.complete(senders)
     limit_ms = lag_limit_ms(requests, options.lag_limit_ms)
+    findings = senders.findings(limit_ms)
     server_metrics = scraper.table(tally.start_ns) if scraper else SERVER_METRICS.empty_table()
     rate, rate_source = prefix_cache.hit_rate(requests, server_metrics)
     facts = {
         "server": url,
         "served_model": served.model,
         "client_transport": options.transport,
-        **_client_facts(pool, requests, limit_ms, tally.start_ns, power),
+        **_client_facts(senders.workers(), requests, limit_ms, tally.start_ns, power),
+        **findings.facts,
         "request_id_prefix": id_prefix,
         "prefix_cache_reset": cache_reset,
         "prefix_hit_rate": rate,
@@ -152,23 +148,42 @@ async def _drive(
     }
     return DriveResult(
         requests=requests,
-        warnings=(*client_warnings(requests, table, renamed, len(dropped), rate), *seen.warnings),
+        warnings=(*client_warnings(requests, table, renamed, len(dropped), rate), *seen.warnings, *findings.warnings),
         server_metrics=server_metrics,
-        invalid=invalid_reasons(limit_ms, pool.handles),
+        invalid=(*findings.invalid, *invalid_reasons(limit_ms, senders.workers())),
         interrupted=tally.interrupted,
         facts=facts,
     )
 
 
+def _senders(
+    nodes: Sequence[ClientNode] | None,
+    part: PlanPart,
+    url: str,
+    model: str,
+    options: ClientOptions,
+    id_prefix: str,
+    environ: Mapping[str, str],
+) -> AbstractAsyncContextManager[Senders]:
+    """The workers of this machine, or those of ``nodes``."""
+    if nodes is None:
+        return local_senders(part, url, model, options, id_prefix, environ)
+    return node_senders(nodes, part, url, model, options, id_prefix, environ)
+
+
 def _client_facts(
-    pool: WorkerPool, requests: pa.Table, lag_limit_ms: float, start_ns: int, power: PowerSampler | None
+    workers: Mapping[int, WorkerDone | None],
+    requests: pa.Table,
+    lag_limit_ms: float,
+    start_ns: int,
+    power: PowerSampler | None,
 ) -> dict[str, Any]:
     """Entries for the manifest about the load generator: workers, their CPU time (s), lags, start, and GPU power."""
     facts: dict[str, Any] = {
-        "client_workers": len(pool.handles),
-        "client_cpu_s": sum(handle.done.cpu_s for handle in pool.handles if handle.done),
+        "client_workers": len(workers),
+        "client_cpu_s": sum(done.cpu_s for done in workers.values() if done is not None),
         "send_lag_p99_ms": send_lag_p99_ms(requests),
-        "loop_lag_p99_ms": loop_lag_p99_ms(pool.handles),
+        "loop_lag_p99_ms": loop_lag_p99_ms(workers.values()),
         "lag_limit_ms": lag_limit_ms,
         "start_monotonic_ns": start_ns,
     }
@@ -177,32 +192,16 @@ def _client_facts(
     return facts
 
 
-def _shared_files(folder: str, table: pa.Table, session_plan: SessionPlan) -> ReleaseSchedule:
-    """Write the plan, which all workers map into memory, and create the release schedule in shared memory.
-
-    The schedule has no lock here: this process writes it before the start and reads it after the end.
-    """
-    with pa.OSFile(str(plan_path(folder)), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
-        writer.write_table(table)
-    memory = SharedMemory.create(schedule_path(folder), ReleaseSchedule.size(session_plan.sessions))
-    return ReleaseSchedule(
-        memory, contextlib.nullcontext(), session_plan.sessions, session_plan.slots, session_plan.arrivals
-    )
-
-
-async def _run(
-    pool: WorkerPool, schedule: ReleaseSchedule, tally: Tally, scraper: Scraper | None, release_for_s: float | None
-) -> None:
+async def _run(senders: Senders, tally: Tally, scraper: Scraper | None, release_for_s: float | None) -> None:
     """Start the workers once all are ready, wait for the last; release no session after ``release_for_s``."""
-    await pool.ready()
+    await senders.ready()
     scraping = asyncio.create_task(scraper.run()) if scraper else None
-    with Interrupts(pool) as interrupts:
-        start_ns = time.monotonic_ns() + _LEAD_NS
+    with Interrupts(senders) as interrupts:
+        start_ns = time.monotonic_ns() + senders.lead_ns
         tally.start_ns = start_ns
-        schedule.begin(start_ns)
-        pool.begin(start_ns)
-        ending = None if release_for_s is None else asyncio.create_task(_stop_at(pool, start_ns, release_for_s))
-        await pool.listen(tally.add)
+        await senders.begin(start_ns)
+        ending = None if release_for_s is None else asyncio.create_task(_stop_at(senders, start_ns, release_for_s))
+        await senders.listen(tally.add)
         if ending is not None:
             ending.cancel()
     tally.interrupted = interrupts.count > 0
@@ -211,10 +210,10 @@ async def _run(
         await scraper.once()
 
 
-async def _stop_at(pool: WorkerPool, start_ns: int, after_s: float) -> None:
+async def _stop_at(senders: Senders, start_ns: int, after_s: float) -> None:
     """Stop the release of sessions in all workers ``after_s`` seconds after the start."""
     await asyncio.sleep(after_s - (time.monotonic_ns() - start_ns) / 1e9)
-    pool.send_all(Stop(abort=False, finish_sessions=True))
+    senders.send_all(Stop(abort=False, finish_sessions=True))
 
 
 def _in_thread(run: Callable[[], DriveResult]) -> DriveResult:

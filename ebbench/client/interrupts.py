@@ -8,14 +8,14 @@ import threading
 from types import TracebackType
 
 from ebbench.client.messages import Stop
-from ebbench.client.worker_pool import WorkerPool
+from ebbench.client.senders import Senders
 
 
 class Interrupts:
     """Context manager that handles SIGINT; ``count`` is the number of signals received."""
 
-    def __init__(self, pool: WorkerPool) -> None:
-        self._pool = pool
+    def __init__(self, senders: Senders) -> None:
+        self._senders = senders
         self._active = threading.current_thread() is threading.main_thread()
         self.count = 0
 
@@ -32,4 +32,4 @@ class Interrupts:
 
     def _on_interrupt(self) -> None:
         self.count += 1
-        self._pool.send_all(Stop(abort=self.count > 1))
+        self._senders.send_all(Stop(abort=self.count > 1))

@@ -1,4 +1,4 @@
-"""Messages between the workers and the parent on a socket: four bytes of length, then MessagePack."""
+"""Messages between the workers and the parent on a socket (four bytes of length, then MessagePack), and of nodes."""
 
 from __future__ import annotations
 
@@ -89,6 +89,40 @@ class WorkerDone(msgspec.Struct, tag="done"):
     late_ns: bytes
     cpu_s: float
     error: str | None = None
+
+
+class NodeTask(msgspec.Struct):
+    """What a client node sends, beside the requests themselves. ``rows``: their rows in the whole plan."""
+
+    url: str
+    model: str
+    options: ClientOptions
+    id_prefix: str
+    rows: list[int]
+    phases: tuple[ClosedPhase, ...]
+    max_concurrency: int | None
+    dropped: frozenset[int]
+
+
+class NodeReport(msgspec.Struct):
+    """A client node's batches, each with the number of its worker, and how many sessions it has released.
+
+    ``done``: the final messages of its workers once all have ended, None for a worker that died.
+    """
+
+    batches: list[tuple[int, Batch]]
+    released: int
+    done: list[WorkerDone | None] | None = None
+
+
+class Place(msgspec.Struct, frozen=True):
+    """Where a client node runs. ``machine`` and ``network`` are equal for processes that share a loopback address."""
+
+    host: str
+    process: int
+    version: str
+    machine: str
+    network: str
 
 
 FromWorker = Batch | Ready | WorkerDone

@@ -20,8 +20,11 @@ class ClientOptions:
     """How a plan is sent to a server.
 
     ``model``: None asks the server. ``workers``: number of worker processes; None derives it from the load, 0 sends
-    from the calling process (short runs, tests). ``ignore_eos``: request exactly the planned number of tokens; fewer
-    tokens are then a failure. ``vocab_size``: upper bound of synthetic token ids. ``extra_body`` and ``headers`` are
+    from the calling process (short runs, tests). ``client_nodes``: how many nodes of the Ray cluster at ``ray_address``
+    (None: RAY_ADDRESS) send, each with ``workers``; None with an address: all of them.
+
+    ``ignore_eos``: request exactly the planned number of tokens; fewer tokens are then a failure. ``vocab_size``: upper
+    bound of synthetic token ids. ``extra_body`` and ``headers`` are
     added to every request. ``warmup``: number of requests sent before the start and not recorded. ``idle_timeout_s``
     limits the wait for the first and for each further byte, ``total_timeout_s`` a whole request.
     ``metrics_interval_s``: how often /metrics is read; None never.
@@ -42,6 +45,8 @@ class ClientOptions:
     model: str | None = None
     endpoint: Endpoint = "completions"
     workers: int | None = None
+    client_nodes: int | None = None
+    ray_address: str | None = None
     ignore_eos: bool = True
     vocab_size: int = 30_000
     temperature: float | None = 0.0
@@ -72,7 +77,7 @@ class ClientOptions:
             raise UsageError(f"--endpoint must be completions or chat, not {self.endpoint!r}")
         check_fields(self, ("connect_timeout_s", "idle_timeout_s", "total_timeout_s"), POSITIVE)
         check_fields(self, ("warmup", "ready_timeout_s", "slot_spacing_s", "workers"), NOT_NEGATIVE)
-        check_fields(self, ("vocab_size",), COUNT)
+        check_fields(self, ("vocab_size", "client_nodes"), COUNT)
         check_fields(self, ("metrics_port",), PORT)
         if any(set("\r\n") & set(f"{name}{value}") for name, value in self.headers.items()):
             raise UsageError("a header must not contain a line break")

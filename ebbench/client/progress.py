@@ -12,9 +12,8 @@ import numpy as np
 import pyarrow as pa
 
 from ebbench.client.messages import Batch, RequestRecord
-from ebbench.client.session_plan import SessionPlan
+from ebbench.client.senders import Senders
 from ebbench.client.table import requests_table
-from ebbench.client.worker_pool import WorkerHandle
 
 _RECENT = 500  # requests that the running medians cover
 
@@ -72,26 +71,16 @@ class Tally:
         """Requests that are open in all workers, as last reported."""
         return sum(self._open.values())
 
-    def add(self, handle: WorkerHandle, batch: Batch) -> None:
+    def add(self, worker: int, batch: Batch) -> None:
         """Add a worker's batch of finished requests."""
-        self._open[handle.number] = batch.open_requests
+        self._open[worker] = batch.open_requests
         self._keep(batch.records)
         if self._observer is not None:
             self._observer.update(self._snapshot())
 
-    def complete(self, session_plan: SessionPlan, released: int, dropped: frozenset[int]) -> pa.Table:
-        """All requests in plan order.
-
-        Requests without a record are added as never sent, or, if their session was released, as lost with their worker.
-        """
-        missing = []
-        for session in range(session_plan.sessions):
-            for row in session_plan.turns(session):
-                if self._seen[row]:
-                    continue
-                lost = session < released and row not in dropped
-                reason = "too_long" if row in dropped else "worker_lost" if lost else "not_released"
-                missing.append(RequestRecord(row, -1, "failed" if lost else "never_sent", error_class=reason))
+    def complete(self, senders: Senders) -> pa.Table:
+        """All requests in plan order; ``senders`` knows what became of those without a record."""
+        missing = senders.missing(self._seen)
         self._keep(missing)
         table = pa.concat_tables(self._tables)
         rows = pa.array(np.argsort(np.concatenate(self._rows), kind="stable"))

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from ebbench.client.lag import lag_percentile_ns
+from ebbench.client.messages import WorkerDone
 from ebbench.client.prefix_cache import unplanned_hits
-from ebbench.client.worker_pool import WorkerHandle
 from ebbench.records.lateness import LAG_REMEDY
 
 _TOKENIZER_TOLERANCE = 0.02  # share by which prompt token counts may differ, for special tokens
 
 
-def loop_lag_p99_ms(handles: Sequence[WorkerHandle]) -> float:
+def loop_lag_p99_ms(workers: Iterable[WorkerDone | None]) -> float:
     """The 99th percentile of the event loop's lag, of the worst worker."""
-    lags = [lag_percentile_ns(np.frombuffer(m.done.late_ns, np.int64), 0.99) for m in handles if m.done is not None]
+    lags = [lag_percentile_ns(np.frombuffer(done.late_ns, np.int64), 0.99) for done in workers if done is not None]
     return max(lags, default=0.0) / 1e6
 
 
@@ -28,19 +28,19 @@ def send_lag_p99_ms(requests: pa.Table) -> float:
     return float(pc.quantile(lag_ns, 0.99)[0].as_py() or 0.0) / 1e6
 
 
-def invalid_reasons(limit_ms: float, handles: Sequence[WorkerHandle]) -> tuple[str, ...]:
-    """Reasons that the requests table does not show: a stalled event loop, a worker that died."""
+def invalid_reasons(limit_ms: float, workers: Mapping[int, WorkerDone | None]) -> tuple[str, ...]:
+    """Reasons that the requests table does not show: a stalled event loop, a worker that died (None)."""
     reasons = []
-    lag_ms = loop_lag_p99_ms(handles)
+    lag_ms = loop_lag_p99_ms(workers.values())
     if lag_ms > limit_ms:
         reasons.append(
             f"the client's event loop stalled: p99 lag {lag_ms:.1f} ms, limit {limit_ms:.4g} ms; {LAG_REMEDY}"
         )
-    for handle in handles:
-        if handle.done is None:
-            reasons.append(f"client worker {handle.number} died; its requests are lost")
-        elif handle.done.error is not None:
-            reasons.append(f"client worker {handle.number} failed: {handle.done.error}")
+    for number, done in workers.items():
+        if done is None:
+            reasons.append(f"client worker {number} died; its requests are lost")
+        elif done.error is not None:
+            reasons.append(f"client worker {number} failed: {done.error}")
     return tuple(reasons)
 
 

@@ -18,7 +18,6 @@ from ebbench.client.options import KEY_VARIABLES, ClientOptions
 from ebbench.client.worker import WorkerSockets
 from ebbench.client.worker_process import run_worker
 from ebbench.connections import CA_VARIABLES
-from ebbench.records.plan import Plan
 
 _SESSIONS_PER_WORKER = 512
 _EXIT_WAIT_S = 5.0
@@ -79,12 +78,11 @@ class WorkerPool:
             self.send_all(Stop(abort=True))
 
 
-def workers_for(plan: Plan, options: ClientOptions) -> int:
-    """Number of workers: as asked, or one per 512 concurrent sessions, at most one per CPU core."""
+def workers_for(most_open: int, options: ClientOptions) -> int:
+    """Number of workers: as asked, or one per 512 sessions open at a time, at most one per CPU core."""
     if options.workers is not None:
         return options.workers
-    limit = max((phase.max_concurrency for phase in plan.phases), default=plan.max_concurrency or 0)
-    return max(1, min(-(-limit // _SESSIONS_PER_WORKER), os.cpu_count() or 1))
+    return max(1, min(-(-most_open // _SESSIONS_PER_WORKER), os.cpu_count() or 1))
 
 
 @contextlib.asynccontextmanager

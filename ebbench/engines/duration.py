@@ -34,13 +34,15 @@ def run_plan(
 
 
 def _released(plan: Plan, result: EngineResult) -> tuple[Plan, EngineResult]:
-    """The sessions that the load generator released before it stopped."""
-    left = set(result.requests.filter(pc.equal(result.requests["error_class"], "not_released"))["session"].to_pylist())
-    order = _sessions_in_order(plan)
-    count = next((place for place, session in enumerate(order) if session in left), len(order))
-    if count == len(order):
+    """The sessions that the load generator released before it stopped.
+
+    One machine releases them in plan order; several do so each with its own sessions.
+    """
+    left = result.requests.filter(pc.equal(result.requests["error_class"], "not_released"))["session"].unique()
+    kept_rows = pc.invert(pc.is_in(plan.table["session"], value_set=left))
+    if pc.all(kept_rows).as_py():
         return exhausted(plan, result)
-    part = _first_sessions(plan, order, count)
+    part = part_of(plan, plan.table.filter(kept_rows))
     kept = pc.is_in(result.requests["request_id"], value_set=part.table["request_id"].combine_chunks())
     return part, replace(result, requests=result.requests.filter(kept))
 

@@ -149,7 +149,7 @@ def client_of(engine: Engine, given: Collection[str] = ()) -> ClientOptions | No
     return None
 
 
-_FLAGS = {"headers": "--header", "verify_tls": "--insecure"}
+_FLAGS = {"headers": "--header", "verify_tls": "--insecure", "client_nodes": "--workers ray:N"}
 
 
 def _check_tls(engine: Engine, given: Collection[str]) -> None:

@@ -31,8 +31,8 @@ UNKNOWN_DEVICE = "unknown"
 def load_and_limits(summaries: Sequence[Summary]) -> list[str]:
     """Lines about the load, the requests, the scheduler's limits and the policies' settings."""
     lines = (
-        _load(summaries), _trace(summaries), requests(summaries), _prefix_cache(summaries), _limits(summaries),
-        _settings(summaries),
+        _load(summaries), _trace(summaries), requests(summaries), _prefix_cache(summaries), _clients(summaries),
+        _limits(summaries), _settings(summaries),
     )  # fmt: skip
     return [line for line in lines if line]
 
@@ -64,6 +64,17 @@ def _prefix_cache(summaries: Sequence[Summary]) -> str:
         return f"Prefix cache: {next(iter(shown.values()))} of the prompt tokens were hits."
     shares = ", ".join(f"{share} ({policy})" for policy, share in shown.items())
     return f"Prefix cache: hits among the prompt tokens {shares}."
+
+
+def _clients(summaries: Sequence[Summary]) -> str:
+    """The client machines, with the worst alignment of their clocks; empty where one machine sent."""
+    several = [summary.clients for summary in summaries if summary.clients.count]
+    if not several:
+        return ""
+    counts = {(one.count, one.workers, one.lost) for one in several}
+    if len(counts) > 1 or len(several) < len(summaries):
+        return "Clients: different numbers of nodes."
+    return f"Clients: {max(several, key=lambda one: one.alignment_error_ms or 0.0)}."
 
 
 def requests(summaries: Sequence[Summary]) -> str:

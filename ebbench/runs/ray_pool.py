@@ -6,18 +6,12 @@ again on another one.
 
 from __future__ import annotations
 
-import logging
-import os
-import socket
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
-from ebbench.child import descendants_guarded
 from ebbench.errors import RunError, UsageError
-from ebbench.extras import need
+from ebbench.ray_connection import THIS_MACHINE, given_address, joined, ray_for
 from ebbench.runs.pool import Outcome, attempt
-from ebbench.termination import signals_kept
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -25,8 +19,6 @@ R = TypeVar("R")
 RETRIES = 5
 """How often Ray may run a job again after its worker or node died."""
 _PER_CPU = 3  # tasks in flight per CPU of the cluster: keeps it busy and still stops quickly
-CONNECT_S = 5.0
-"""How long an address may take to accept a connection."""
 
 
 class RayCluster:
@@ -45,45 +37,14 @@ class RayCluster:
     ) -> None:
         if gpus < 0:
             raise UsageError(f"--gpus-per-cell must not be negative, not {gpus:g}")
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-        self._ray = need("ray", "--executor ray", "sweep")
-        # By default Ray joins the cluster last started on this machine, even another user's.
-        self._address = address or os.environ.get("RAY_ADDRESS") or "local"
+        self._ray = ray_for("--executor ray")
+        self._address = given_address(address) or THIS_MACHINE
         self.gpus, self.workers = gpus, workers
 
     def outcomes(self, job: Callable[[T], R], tasks: Sequence[T]) -> Iterator[tuple[T, Outcome[R]]]:
         """Run the jobs. Raises RunError if the cluster cannot be reached or cannot run the jobs."""
-        with self._guarded():
-            ours = self._connect()
-            try:
-                yield from self._run(job, tasks)
-            finally:
-                if ours:
-                    self._ray.shutdown()
-
-    def _guarded(self) -> AbstractContextManager[None]:
-        """A cluster of its own ends with this process: by itself, Ray's agents notice a minute late that it was
-        killed."""
-        own = self._address == "local" and not self._ray.is_initialized()
-        return descendants_guarded() if own else nullcontext()
-
-    def _connect(self) -> bool:
-        """Join the cluster; returns False if this process was connected already, which it then stays."""
-        if self._ray.is_initialized():
-            return False
-        options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
-        if self._address == "local":
-            options |= {"include_dashboard": False, "num_cpus": self.workers}
-        else:
-            _check_listening(self._address)
-        try:
-            with signals_kept():  # Ray handles SIGTERM with sys.exit, which would lose measurements
-                self._ray.init(address=self._address, **options)
-        except (ConnectionError, RuntimeError, ValueError) as error:
-            where = "this machine" if self._address == "local" else self._address
-            raise RunError(f"no Ray cluster at {where}: {str(error).splitlines()[0]}") from None
-        return True
+        with joined(self._ray, self._address, own_cpus=self.workers):
+            yield from self._run(job, tasks)
 
     def _run(self, job: Callable[[T], R], tasks: Sequence[T]) -> Iterator[tuple[T, Outcome[R]]]:
         if self.gpus and self._ray.cluster_resources().get("GPU", 0) < self.gpus:
@@ -116,13 +77,3 @@ class RayCluster:
             why = f"lost on the cluster after {RETRIES} retries ({type(error).__name__}: {line})"
             return Outcome(None, RunError(why))
         return outcome
-
-
-def _check_listening(address: str) -> None:
-    """Raise RunError if nothing accepts a connection: Ray would retry for minutes without a message."""
-    host, _, port = address.rpartition(":")
-    if host and "/" not in host and port.isdigit():  # neither auto nor a URL of Ray
-        try:
-            socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
-        except (OSError, OverflowError) as error:
-            raise RunError(f"no Ray cluster at {address}: {error}") from None
