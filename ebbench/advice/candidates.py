@@ -20,16 +20,12 @@ from ebbench.runs.store import RunStore
 from vllm_eb.policy import parse_policy
 
 
-def main_cells(question: AdviceQuestion) -> list[Cell]:
-    """One cell per policy and seed."""
-    return [candidate(question, policy, seed) for seed in range(question.seeds) for policy in question.policies]
-
-
-def candidate(question: AdviceQuestion, policy: str, seed: int) -> Cell:
-    """The cell of one policy and seed."""
+def candidate(question: AdviceQuestion, policy: str, seed: int, budget: int | None = None) -> Cell:
+    """The cell of one policy and seed; ``budget`` None: at the reference budget."""
     return simulated(
         question.workload, policy, question.device, question.model, question.max_num_seqs,
-        question.max_num_batched_tokens, question.scenario, weight=2.0, seed=seed, **question.plan,
+        question.max_num_batched_tokens if budget is None else budget, question.scenario, weight=2.0, seed=seed,
+        **question.plan,
     )  # fmt: skip
 
 
@@ -40,6 +36,8 @@ def checked(question: AdviceQuestion) -> AdviceQuestion:
     """
     first = candidate(question, BASELINE, 0)
     check_options(first.options, [parse_policy(policy) for policy in question.policies])
+    for budget in question.budgets:
+        check_options(candidate(question, BASELINE, 0, budget).options, [parse_policy(BASELINE)])
     device = device_of(first)
     plans = [plan_of(candidate(question, BASELINE, seed)) for seed in range(min(question.seeds, 2))]
     for plan in plans:

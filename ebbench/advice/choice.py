@@ -20,6 +20,13 @@ def own_budget(policy: str) -> int | None:
     return int(value) if kind == BASELINE and value.isdigit() and value != settings else None
 
 
+def tuned_budget(one: PolicyScore) -> int | None:
+    """The token budget of vLLM's own scheduling at another than the reference budget; None for any other candidate."""
+    if one.policy == BASELINE and not one.at_reference:
+        return one.max_num_batched_tokens
+    return own_budget(one.policy)
+
+
 def relative_gain(ours: Sequence[float], base: Sequence[float] | None) -> PairedInterval | None:
     """Mean relative gain with its paired 95 % t interval, from the logs of the ratios; None if undefined."""
     if base is None or min(base) <= 0 or min(ours) <= 0:
@@ -39,8 +46,8 @@ def choose(scores: Sequence[PolicyScore]) -> tuple[PolicyScore, str]:
         reason = "no request met the targets under any candidate, so they do not decide, and it is the simplest"
         return _simplest(scores), f"{reason}; loosen --goodput or reduce the traffic"
     equal = [one for one in scores if one is best or _ties(one, best)]
-    if all(one.policy != BASELINE for one in equal) and (sure := [one for one in equal if _ahead(one)]):
-        unsure = [one.policy for one in equal if one not in sure]
+    if all(one.name != BASELINE for one in equal) and (sure := [one for one in equal if _ahead(one)]):
+        unsure = [one.name for one in equal if one not in sure]
         if unsure:
             reason = f"it is surely ahead of {BASELINE}; {_listed(unsure)} may be as good, less certainly"
             return _simplest(sure), reason
@@ -53,7 +60,7 @@ def budget_share(scores: Sequence[PolicyScore]) -> tuple[PolicyScore, float] | N
 
     None if no budget was tried, or the best policy gains no more than TIE.
     """
-    budgets = [one for one in scores if own_budget(one.policy) is not None]
+    budgets = [one for one in scores if tuned_budget(one) is not None]
     gains = [one.gain.mean for one in scores if one.gain is not None]
     if not budgets or not gains or max(gains) <= TIE:
         return None
@@ -79,7 +86,7 @@ def _among(others: Sequence[PolicyScore]) -> str:
     """The reason for the simplest of several equal policies."""
     verb = "are" if len(others) > 1 else "is"
     within = "chance or half a per cent" if len(others[0].values) > 1 else "half a per cent (one seed)"
-    return f"{_listed([one.policy for one in others])} {verb} equal to it within {within}, and it is the simplest"
+    return f"{_listed([one.name for one in others])} {verb} equal to it within {within}, and it is the simplest"
 
 
 def _why_unsure(score: PolicyScore) -> str:
@@ -106,9 +113,9 @@ def _ties(one: PolicyScore, best: PolicyScore) -> bool:
 
 
 def _simplest(scores: Sequence[PolicyScore]) -> PolicyScore:
-    return min(scores, key=lambda one: _rank(one.policy))
+    return min(scores, key=_rank)
 
 
-def _rank(policy: str) -> tuple[int, bool]:
-    """Sort key: departure from vLLM's default behaviour, then the policy without settings first."""
-    return policy_class(policy.partition(":")[0]).departure, ":" in policy
+def _rank(one: PolicyScore) -> tuple[int, bool, bool]:
+    """Sort key: departure from vLLM's default behaviour, then without settings, then at the reference budget first."""
+    return policy_class(one.policy.partition(":")[0]).departure, ":" in one.policy, not one.at_reference

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ebbench.advice.theory import ExpectedLoad, Prediction
 from ebbench.analysis.slo import Slo
@@ -15,7 +15,8 @@ from ebbench.analysis.statistics import PairedInterval
 class AdviceQuestion:
     """What to advise on. ``slo`` empty: throughput decides, else goodput. ``plan``: further arguments of build_plan.
 
-    ``seeds_alike``: several seeds were asked for, but all seeds give the same plan.
+    ``seeds_alike``: several seeds were asked for, but all seeds give the same plan. ``max_num_batched_tokens``: the
+    token budget that gains are compared with; ``budgets``: further ones that are tried with every policy.
     """
 
     workload: str
@@ -29,14 +30,32 @@ class AdviceQuestion:
     slo: Slo
     policies: tuple[str, ...]
     seeds_alike: bool = False
+    budgets: tuple[int, ...] = ()
+
+
+class BudgetedPolicy(NamedTuple):
+    """A policy at a token budget of the server."""
+
+    policy: str
+    max_num_batched_tokens: int
+
+
+class DroppedPolicy(NamedTuple):
+    """A policy at a budget that ran on ``seeds`` seeds only; ``behind_best``: mean there against the best, a share."""
+
+    policy: str
+    max_num_batched_tokens: int
+    seeds: int
+    behind_best: float
 
 
 @dataclass(frozen=True)
 class PolicyScore:
-    """One policy over the seeds: its objective, and its gains over v1 and over the best policy as shares, paired by
-    seed.
+    """One policy at a token budget over the seeds: its objective, and its gains over v1 at the reference budget and
+    over the best candidate as shares, paired by seed.
 
-    ``attainment``: mean share of requests that met the SLO. Latencies are means of medians in ms.
+    ``attainment``: mean share of requests that met the SLO. Latencies are means of medians in ms. ``at_reference``:
+    the budget is the one that gains are compared with.
     """
 
     policy: str
@@ -48,6 +67,13 @@ class PolicyScore:
     ttft_ms: float
     tpot_ms: float
     tokens_per_s: float
+    max_num_batched_tokens: int
+    at_reference: bool = True
+
+    @property
+    def name(self) -> str:
+        """The policy, with its budget if that is not the reference."""
+        return self.policy if self.at_reference else f"{self.policy} with a budget of {self.max_num_batched_tokens:,}"
 
 
 @dataclass(frozen=True)
@@ -71,7 +97,7 @@ class Tuning:
 
 @dataclass(frozen=True)
 class Advice:
-    """The advice; ``scores`` best first, ``notes`` from building the plan."""
+    """The advice; ``scores`` of those that ran on all seeds, best first; ``notes`` from building the plan."""
 
     question: AdviceQuestion
     load: ExpectedLoad
@@ -83,3 +109,4 @@ class Advice:
     mix: GainCurve | None
     tuning: Tuning | None = None
     notes: tuple[str, ...] = ()
+    dropped: tuple[DroppedPolicy, ...] = ()

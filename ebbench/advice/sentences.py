@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 from rich.text import Text
 
-from ebbench.advice.choice import budget_share, own_budget
+from ebbench.advice.choice import BASELINE, budget_share, tuned_budget
 from ebbench.analysis.compare.policies import TIE
 from ebbench.render.numbers import DASH, change, count, duration_ms, percent, rate
 from ebbench.render.tables import framed
@@ -28,10 +28,11 @@ FAR_APART = 0.1
 def headline(advice: Advice) -> list[str]:
     """The advised policy and its expected gain."""
     chosen, question = advice.chosen, advice.question
-    lines = [f"Run {chosen.policy}: {advice.reason}."]
-    if chosen.gain is not None and chosen.policy != "v1":
+    lines = [f"Run {chosen.name}: {advice.reason}."]
+    if chosen.gain is not None and chosen.name != BASELINE:
         what = "requests/s within the SLO" if question.slo else "tokens/s"
-        lines.append(f"Expected: {interval(chosen.gain, question.seeds)} {what} over v1.")
+        over = f"{BASELINE} with {question.max_num_batched_tokens:,}" if question.budgets else BASELINE
+        lines.append(f"Expected: {interval(chosen.gain, question.seeds)} {what} over {over}.")
     if chosen.attainment is not None:
         lines.append(f"{percent(chosen.attainment)} of the requests meet {question.slo} (ms).")
     if (tuned := _budget_line(advice)) is not None:
@@ -49,10 +50,12 @@ def _budget_line(advice: Advice) -> str | None:
     if found is None:
         return None
     score, share = found
-    budget, most = own_budget(score.policy), max(one.gain.mean for one in advice.scores if one.gain is not None)
+    budget, most = tuned_budget(score), max(one.gain.mean for one in advice.scores if one.gain is not None)
     assert score.gain is not None
     if score.gain.mean <= TIE:
-        return "A smaller token budget alone gives no gain."
+        return "Another token budget alone gives no gain."
+    if score is advice.chosen:
+        return "That is a tuned token budget alone: vLLM's own scheduler, without the plugin."
     much = "most" if share >= MOST else "only a part"
     return (
         f"A tuned token budget alone, --max-num-batched-tokens {budget}, gives {much} of it: "
@@ -64,7 +67,8 @@ def parameters(advice: Advice) -> list[str]:
     """Settings of the server, and the values that the controller will reach."""
     question, theory = advice.question, advice.theory
     lines = [
-        f"Server: --max-num-seqs {question.max_num_seqs} --max-num-batched-tokens {question.max_num_batched_tokens}",
+        f"Server: --max-num-seqs {question.max_num_seqs} --max-num-batched-tokens "
+        f"{advice.chosen.max_num_batched_tokens}",
     ]
     found = advice.tuning
     if found is not None:
@@ -117,25 +121,67 @@ def _theory_concurrency(crossing: float | None, lhs: float) -> str:
 
 
 def candidates(advice: Advice) -> Table:
-    """One row per candidate, best first: the objective, its gain over v1 with the interval below, latencies."""
+    """One row per policy, best first: the objective, its gain over v1 with the interval below, latencies."""
     limits = bool(advice.question.slo)
     table = framed()
     table.add_column("policy", max_width=18, overflow="fold")
+    if advice.question.budgets:
+        table.add_column("B", justify="right", no_wrap=True)
     headers = ["tokens/s", *(["goodput\nreq/s", "SLO\nmet"] if limits else [])]
     headers += [f"{'goodput' if limits else 'tokens/s'} over v1\n(95 % interval)", "TTFT\nmedian", "TPOT\nmedian"]
     for header in headers:
         table.add_column(header, justify="right", no_wrap=True)
-    for score in advice.scores:
-        cells = [rate(score.tokens_per_s)]
+    for score in _shown(advice):
+        budget = [f"{score.max_num_batched_tokens}"] if advice.question.budgets else []
+        cells = [*budget, rate(score.tokens_per_s)]
         if score.attainment is not None:
             cells += [rate(score.objective), percent(score.attainment)]
         cells += [_gain_cell(score), duration_ms(score.ttft_ms), duration_ms(score.tpot_ms)]
-        table.add_row(Text(score.policy), *cells, style="bold" if score.policy == advice.chosen.policy else None)
+        table.add_row(Text(score.policy), *cells, style="bold" if score is advice.chosen else None)
     return table
 
 
+def _shown(advice: Advice) -> list[PolicyScore]:
+    """Each policy at its best budget, or at the reference budget where no other is better by more than a tie.
+
+    Of v1, the reference and its best other budget; and the chosen candidate in any case.
+    """
+    by_policy: dict[str, list[PolicyScore]] = {}
+    for score in advice.scores:
+        by_policy.setdefault(score.policy, []).append(score)
+    shown = [advice.chosen]
+    for policy, scores in by_policy.items():
+        reference = [score for score in scores if score.at_reference]
+        others = [score for score in scores if not score.at_reference][:1]
+        if policy == BASELINE:
+            shown += reference + others
+        elif policy != advice.chosen.policy:
+            level = bool(reference) and reference[0].objective >= (1 - TIE) * scores[0].objective
+            shown.append(reference[0] if level else scores[0])
+    return [score for score in advice.scores if score in shown]
+
+
+def left_out(advice: Advice) -> list[str]:
+    """What the table's B is, and what the search dropped: after how many seeds, and how far behind the best there."""
+    if not advice.question.budgets:
+        return []
+    lines = [
+        f"B: token budget per step, the best for each policy, or {advice.question.max_num_batched_tokens:,} where no "
+        "other is half a per cent better. --json has all"
+    ]
+    for seeds in sorted({one.seeds for one in advice.dropped}):
+        those = [one for one in advice.dropped if one.seeds == seeds]
+        best = max(those, key=lambda one: one.behind_best)
+        lines.append(
+            f"{len(those)} candidates were dropped after {seeds} seed{'s' if seeds > 1 else ''}; the best of them, "
+            f"{best.policy} with B = {best.max_num_batched_tokens:,}, was {change(best.behind_best)} there against the "
+            "best"
+        )
+    return [f"{'. '.join(lines)}."]
+
+
 def _gain_cell(score: PolicyScore) -> str:
-    if score.gain is None or score.policy == "v1":
+    if score.gain is None or score.name == BASELINE:
         return DASH
     if not math.isfinite(score.gain.high):
         return f"{change(score.gain.mean)}\n(one seed)"
@@ -188,7 +234,7 @@ def limits_of_it(advice: Advice) -> list[str]:
 
 def agreement(advice: Advice) -> str:
     """Whether theory and simulation prefer the same mode."""
-    scores = {score.policy: score for score in advice.scores}
+    scores = {score.policy: score for score in advice.scores if score.at_reference}
     if "eb" not in scores or "v1" not in scores:
         return ""
     simulated = scores["eb"].tokens_per_s / scores["v1"].tokens_per_s - 1

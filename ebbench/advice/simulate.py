@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ebbench.advice.candidates import candidate, figure, load_of, main_cells
+from ebbench.advice.candidates import candidate, figure, load_of
 from ebbench.advice.choice import BASELINE, choose, own_budget, relative_gain
-from ebbench.advice.results import Advice, AdviceQuestion, GainCurve, PolicyScore, Tuning
+from ebbench.advice.halving import SearchResult
+from ebbench.advice.results import Advice, AdviceQuestion, BudgetedPolicy, GainCurve, PolicyScore, Tuning
 from ebbench.advice.theory import ExpectedLoad, predict, sign_changes
 from ebbench.analysis.slo import Slo
 from ebbench.analysis.summary import summarise
@@ -19,19 +20,29 @@ from ebbench.workloads import load_scenario
 from ebbench.workloads.trace import time_note
 from vllm_eb.policy import least_seqs, parse_policy, policy_types
 
+TRIED_BUDGETS = (8192, 2048, 4096, 16384)
+"""Token budgets to try; the first is the reference: that of vLLM's own on data-centre GPUs is 8,192 or 16,384."""
 CONCURRENCIES = (16, 32, 64, 128, 256, 512, 1024, 2048)
 SHARES = (0.1, 0.25, 0.5, 0.75, 0.9)
 PROBE_PROMPTS = 1200
 
 
-def default_policies(slo: Slo, max_num_batched_tokens: int, max_num_seqs: int) -> tuple[str, ...]:
+def default_budgets(max_num_seqs: int) -> tuple[int, ...]:
+    """Token budgets to try with every policy, that of the reference first; vLLM refuses one below its sequences."""
+    fit = tuple(budget for budget in TRIED_BUDGETS if budget >= max_num_seqs)
+    return fit or (max_num_seqs,)
+
+
+def default_policies(slo: Slo, budgets: Sequence[int], max_num_seqs: int) -> tuple[str, ...]:
     """The candidates that the policies name; those that keep targets get the TTFT and TPOT targets.
 
-    Token budgets are left out that are no smaller than the server's, or too small for its sequences.
+    Where only one token budget is tried, smaller budgets of v1 are candidates as far as they hold the sequences; of
+    several ones each is tried with every policy anyway.
     """
     targets_s = {name: limit / 1e3 for name, limit in slo.limits().items() if name in ("ttft", "tpot")}
     named = (text for kind in policy_types().values() for text in kind.candidates(targets_s))
-    fit = (text for text in named if _budget_fits(text, max_num_batched_tokens, max_num_seqs))
+    most = budgets[0] if len(budgets) == 1 else 0
+    fit = (text for text in named if _budget_fits(text, most, max_num_seqs))
     return tuple(dict.fromkeys((BASELINE, *fit)))
 
 
@@ -83,18 +94,18 @@ BUDGETS = (4096, 8192, 16384)
 BATCHES = (256, 512, 1024, 2048)
 
 
-def tuning_cells(question: AdviceQuestion, policy: str) -> list[Cell]:
-    """The chosen policy at other valid budgets and batch sizes, first seed; includes the question's settings."""
-    own = candidate(question, policy, 0)
+def tuning_cells(question: AdviceQuestion, policy: str, budget: int | None = None) -> list[Cell]:
+    """The chosen policy at other valid budgets and batch sizes, first seed; its chosen budget comes first."""
+    own = candidate(question, policy, 0, budget)
     least = least_seqs(parse_policy(policy))
     pairs = [(b, n) for b in BUDGETS for n in BATCHES if n >= least]
     return [own, *(own.changed(max_num_batched_tokens=b, max_num_seqs=n) for b, n in pairs)]
 
 
-def tune(question: AdviceQuestion, policy: str, store: RunStore) -> Tuning:
+def tune(question: AdviceQuestion, policy: str, store: RunStore, budget: int | None = None) -> Tuning:
     """The best of the tuning cells, which must have been run. Raises UsageError."""
-    cells = list(dict.fromkeys(tuning_cells(question, policy)))
-    values = [_objective(question, store, cell) for cell in cells]
+    cells = list(dict.fromkeys(tuning_cells(question, policy, budget)))
+    values = [objective(question, store, cell) for cell in cells]
     best = max(range(len(cells)), key=values.__getitem__)
     gain = values[best] / values[0] - 1 if values[0] else 0.0
     return Tuning(len(cells), cells[best].options.max_num_batched_tokens, cells[best].options.max_num_seqs, gain)
@@ -112,33 +123,36 @@ def probe(pairs: Mapping[float, tuple[Cell, Cell]], store: RunStore, *, log: boo
     return GainCurve(tuple(x), tuple(gains), crossings)
 
 
-def advise(question: AdviceQuestion, store: RunStore, *, with_crossover: bool) -> Advice:
+def advise(question: AdviceQuestion, store: RunStore, found: SearchResult, *, with_crossover: bool) -> Advice:
     """Combine stored runs and theory; the runs must exist. Raises UsageError, TheoryError."""
-    load, plan = load_of(question, store), plan_of(candidate(question, BASELINE, 0))
-    device = device_of(main_cells(question)[0])
+    first = candidate(question, BASELINE, 0)
+    load, plan, device = load_of(question, store), plan_of(first), device_of(first)
     theory = predict(load, device.calibration, device.kv_capacity_tokens, question.max_num_seqs)
-    scores = score(question, store)
+    scores = score(question, store, found.finalists)
     chosen, reason = choose(scores)
     return Advice(
         question, load, theory, scores, chosen, reason,
         probe(concurrency_cells(question, load), store, log=True) if with_crossover else None,
         probe(mix_cells(question, load), store, log=False) if with_crossover else None,
         notes=(*plan.warnings, *filter(None, [time_note(plan.facts)])),
+        dropped=found.dropped,
     )  # fmt: skip
 
 
-def score(question: AdviceQuestion, store: RunStore) -> tuple[PolicyScore, ...]:
-    """Scores of all policies, best objective first."""
+def score(question: AdviceQuestion, store: RunStore, finalists: Sequence[BudgetedPolicy]) -> tuple[PolicyScore, ...]:
+    """Scores of the candidates, best objective first."""
     values = {
-        policy: [_objective(question, store, candidate(question, policy, seed)) for seed in range(question.seeds)]
-        for policy in question.policies
-    }
-    best = max(values, key=lambda policy: sum(values[policy]))
-    scores = [_score(question, store, policy, values, best) for policy in question.policies]
+        pair: [objective(question, store, candidate(question, pair.policy, seed, pair.max_num_batched_tokens))
+               for seed in range(question.seeds)]
+        for pair in finalists
+    }  # fmt: skip
+    best = max(values, key=lambda pair: sum(values[pair]))
+    scores = [_score(question, store, pair, values, best) for pair in finalists]
     return tuple(sorted(scores, key=lambda one: -one.objective))
 
 
-def _objective(question: AdviceQuestion, store: RunStore, cell: Cell) -> float:
+def objective(question: AdviceQuestion, store: RunStore, cell: Cell) -> float:
+    """The figure of a finished run that decides: tokens/s, or requests/s within the targets. Raises UsageError."""
     if not question.slo:
         return figure(store, cell, "total_token_throughput")
     found = store.get(cell)
@@ -147,10 +161,15 @@ def _objective(question: AdviceQuestion, store: RunStore, cell: Cell) -> float:
 
 
 def _score(
-    question: AdviceQuestion, store: RunStore, policy: str, values: Mapping[str, list[float]], best: str
+    question: AdviceQuestion,
+    store: RunStore,
+    pair: BudgetedPolicy,
+    values: Mapping[BudgetedPolicy, list[float]],
+    best: BudgetedPolicy,
 ) -> PolicyScore:
-    own = values[policy]
-    cells = [candidate(question, policy, seed) for seed in range(question.seeds)]
+    own, budget = values[pair], pair.max_num_batched_tokens
+    cells = [candidate(question, pair.policy, seed, budget) for seed in range(question.seeds)]
+    reference = BudgetedPolicy(BASELINE, question.max_num_batched_tokens)
 
     def mean(key: str) -> float:
         return sum(figure(store, cell, key) for cell in cells) / len(cells)
@@ -161,7 +180,7 @@ def _score(
                   for cell in cells if (found := store.get(cell)) is not None]  # fmt: skip
         attainment = sum(shares) / len(shares)
     return PolicyScore(
-        policy, sum(own) / len(own), tuple(own), relative_gain(own, values.get(BASELINE)),
+        pair.policy, sum(own) / len(own), tuple(own), relative_gain(own, values.get(reference)),
         relative_gain(own, values[best]), attainment, mean("median_ttft_ms"), mean("median_tpot_ms"),
-        mean("total_token_throughput"),
+        mean("total_token_throughput"), budget, budget == question.max_num_batched_tokens,
     )  # fmt: skip

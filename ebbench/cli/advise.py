@@ -18,7 +18,9 @@ from ebbench.config.defaults import DEFAULT_DEVICE, DEFAULT_MODEL
 from ebbench.traffic.choice import scenario_meant
 
 if TYPE_CHECKING:
+    from ebbench.advice.halving import SearchResult
     from ebbench.advice.results import Advice, AdviceQuestion
+    from ebbench.runs.cell import Cell
     from ebbench.runs.store import RunStore
 
 
@@ -63,7 +65,14 @@ class ServerFlags:
         str, typer.Option("--model", help="Model name or config.json.", autocompletion=completion.models)
     ] = DEFAULT_MODEL
     max_num_seqs: load.MaxNumSeqs = 1024
-    max_num_batched_tokens: load.MaxNumBatchedTokens = 8192
+    max_num_batched_tokens: Annotated[
+        list[int] | None,
+        typer.Option(
+            "--max-num-batched-tokens",
+            help="Token budgets to try; repeat, the one to compare with first. Default: 8192, 2048, 4096 and 16384, as "
+            "far as they hold --max-num-seqs.",
+        ),
+    ] = None
     max_model_len: load.MaxModelLen = None
 
     @property
@@ -113,14 +122,16 @@ def advise(
 ) -> None:
     """Say which policy to run, its parameters, its expected gain with an interval, and where EB and MB cross.
 
+    Policies and token budgets are searched together; the worse ones are dropped before all seeds have run.
+
     Theory (the papers' formulas) and simulation are shown together; the simulation decides.
     """
     from ebbench.advice.simulate import advise as find_advice
     from ebbench.runs.store import RunStore
 
     question, store = _question(workload, server, search, traffic), RunStore(runs)
-    _make(question, store, crossover=search.crossover, workers=workers, quiet=quiet)
-    found = find_advice(question, store, with_crossover=search.crossover)
+    searched = _make(question, store, crossover=search.crossover, workers=workers, quiet=quiet)
+    found = find_advice(question, store, searched, with_crossover=search.crossover)
     if search.tune:
         found = _tuned(found, store, workers=workers, quiet=quiet)
     if as_json:
@@ -132,7 +143,7 @@ def advise(
 def _question(workload: str, server: ServerFlags, search: AdviceFlags, traffic: TrafficFlags) -> AdviceQuestion:
     from ebbench.advice.candidates import checked
     from ebbench.advice.results import AdviceQuestion
-    from ebbench.advice.simulate import default_policies
+    from ebbench.advice.simulate import default_budgets, default_policies
     from ebbench.analysis.slo import parse_slo
     from ebbench.cli.preflight import check_counts, parse_policies
 
@@ -143,6 +154,7 @@ def _question(workload: str, server: ServerFlags, search: AdviceFlags, traffic: 
         request_rate=traffic.request_rate,
     )
     slo = parse_slo(search.goodput or ())
+    budgets = tuple(dict.fromkeys(server.max_num_batched_tokens or default_budgets(server.max_num_seqs)))
     question = AdviceQuestion(
         workload,
         server.device,
@@ -150,27 +162,36 @@ def _question(workload: str, server: ServerFlags, search: AdviceFlags, traffic: 
         traffic.scenario_of(workload),
         traffic.plan(workload) | {"max_model_len": server.longest},
         server.max_num_seqs,
-        server.max_num_batched_tokens,
+        budgets[0],
         search.seeds,
         slo,
         tuple(spec.name for spec in parse_policies(search.policy))
         if search.policy
-        else default_policies(slo, server.max_num_batched_tokens, server.max_num_seqs),
+        else default_policies(slo, budgets, server.max_num_seqs),
+        budgets=budgets[1:],
     )
     return checked(question)
 
 
-def _make(question: AdviceQuestion, store: RunStore, *, crossover: bool, workers: int | None, quiet: bool) -> None:
-    from ebbench.advice.candidates import load_of, main_cells
-    from ebbench.advice.simulate import concurrency_cells, mix_cells
+def _make(
+    question: AdviceQuestion, store: RunStore, *, crossover: bool, workers: int | None, quiet: bool
+) -> SearchResult:
+    """Carry out the runs of the search, and those of the crossovers."""
+    from ebbench.advice.candidates import load_of
+    from ebbench.advice.halving import search
+    from ebbench.advice.simulate import concurrency_cells, mix_cells, objective
     from ebbench.cli.make_runs import with_progress
 
-    with_progress("candidates", main_cells(question), store, whole=bool(question.slo), workers=workers, quiet=quiet)
+    def make(name: str, cells: Sequence[Cell]) -> None:
+        with_progress(name, cells, store, whole=bool(question.slo), workers=workers, quiet=quiet)
+
+    found = search(question, make, lambda cell: objective(question, store, cell))
     if crossover:
         load = load_of(question, store)
         pairs = [*concurrency_cells(question, load).values(), *mix_cells(question, load).values()]
         cells = [cell for pair in pairs for cell in pair]
         with_progress("crossovers", cells, store, whole=False, workers=workers, quiet=quiet)
+    return found
 
 
 def _tuned(found: Advice, store: RunStore, *, workers: int | None, quiet: bool) -> Advice:
@@ -179,10 +200,10 @@ def _tuned(found: Advice, store: RunStore, *, workers: int | None, quiet: bool) 
     from ebbench.advice.simulate import tune, tuning_cells
     from ebbench.cli.make_runs import with_progress
 
-    question, policy = found.question, found.chosen.policy
-    cells = tuning_cells(question, policy)
+    question, policy, budget = found.question, found.chosen.policy, found.chosen.max_num_batched_tokens
+    cells = tuning_cells(question, policy, budget)
     with_progress("settings", cells, store, whole=bool(question.slo), workers=workers, quiet=quiet)
-    return replace(found, tuning=tune(question, policy, store))
+    return replace(found, tuning=tune(question, policy, store, budget))
 
 
 def _print(found: Advice) -> None:
@@ -207,6 +228,8 @@ def _print(found: Advice) -> None:
     how_many = f"means over {question.seeds} seeds" if question.seeds > 1 else "one seed"
     section(f"Simulation, which decides ({how_many})", [])
     console.print(sentences.candidates(found))
+    for line in sentences.left_out(found):
+        console.print(line, markup=False)
     for table, crossing in sentences.probes(found):
         console.print()
         console.print(table)
@@ -219,7 +242,7 @@ def _print(found: Advice) -> None:
 def _as_dict(found: Advice) -> dict[str, Any]:
     from dataclasses import asdict
 
-    from ebbench.advice.choice import budget_share, own_budget
+    from ebbench.advice.choice import BASELINE, budget_share, tuned_budget
 
     budget = budget_share(found.scores)
     theory = asdict(found.theory) | {"exclusive": found.theory.exclusive, "gain": found.theory.gain}
@@ -236,12 +259,14 @@ def _as_dict(found: Advice) -> dict[str, Any]:
         "tuned_budget": None
         if budget is None
         else {
-            "max_num_batched_tokens": own_budget(budget[0].policy),
+            "max_num_batched_tokens": tuned_budget(budget[0]),
             "share_of_gain": budget[1],
         },
         "tuning": None if found.tuning is None else asdict(found.tuning),
         "max_num_seqs": found.question.max_num_seqs,
-        "max_num_batched_tokens": found.question.max_num_batched_tokens,
+        "max_num_batched_tokens": found.chosen.max_num_batched_tokens,
+        "compared_with": {"policy": BASELINE, "max_num_batched_tokens": found.question.max_num_batched_tokens},
+        "dropped": [one._asdict() for one in found.dropped],
         "seeds": found.question.seeds,
         "seeds_alike": found.question.seeds_alike,
         "notes": list(found.notes),

@@ -16,7 +16,7 @@ from ebbench.advice import sentences, simulate
 from ebbench.advice.candidates import alike
 from ebbench.advice.choice import own_budget
 from ebbench.advice.results import AdviceQuestion
-from ebbench.advice.simulate import concurrency_cells, default_policies, tuning_cells
+from ebbench.advice.simulate import concurrency_cells, default_budgets, default_policies, tuning_cells
 from ebbench.advice.theory import ExpectedLoad, predict, sign_changes
 from ebbench.analysis.slo import Slo
 from ebbench.cli.main import app
@@ -76,12 +76,12 @@ def test_sign_changes_are_interpolated() -> None:
 
 
 def test_targets_are_handed_to_the_policy_that_takes_them() -> None:
-    without = default_policies(Slo(), 8192, 1024)
+    without = default_policies(Slo(), (8192,), 1024)
     assert without[0] == "v1"
     assert {"cadence:every=16", "batchwait:iters=32,ratio=0.5", "delayer", "ppas", "eb", "ebplus", "marginal"} < {
         *without
     }
-    assert {*default_policies(Slo(ttft=10_000, tpot=100), 8192, 1024)} - {*without} == {
+    assert {*default_policies(Slo(ttft=10_000, tpot=100), (8192,), 1024)} - {*without} == {
         "marginal:ttft=10,tpot=0.1",
         "slochunk:tpot=0.1",
     }
@@ -91,9 +91,15 @@ def test_targets_are_handed_to_the_policy_that_takes_them() -> None:
     ("tokens", "seqs", "budgets"),
     [(8192, 1024, {2048, 4096}), (16384, 4096, {4096, 8192}), (2048, 64, set())],
 )
-def test_budgets_below_the_servers_are_tried(tokens: int, seqs: int, budgets: set[int]) -> None:
-    tried = default_policies(Slo(), tokens, seqs)
+def test_budgets_below_the_only_one_are_tried(tokens: int, seqs: int, budgets: set[int]) -> None:
+    tried = default_policies(Slo(), (tokens,), seqs)
     assert {own_budget(name) for name in tried} == budgets | {None}
+
+
+def test_of_several_budgets_each_is_tried_with_every_policy() -> None:
+    assert default_budgets(1024) == (8192, 2048, 4096, 16384)
+    assert default_budgets(20_000) == (20_000,)
+    assert all(own_budget(name) is None for name in default_policies(Slo(), default_budgets(1024), 1024))
 
 
 def invoke(*args: str) -> Result:
@@ -107,7 +113,7 @@ def test_a_policy_is_tried_where_it_names_candidates(monkeypatch: pytest.MonkeyP
             return tuple(f"own:{name}={value:g}" for name, value in targets_s.items())
 
     monkeypatch.setattr(simulate, "policy_types", lambda: {"own": Own})
-    assert default_policies(Slo(ttft=500, e2el=9000), 8192, 1024) == ("v1", "own:ttft=0.5")
+    assert default_policies(Slo(ttft=500, e2el=9000), (8192,), 1024) == ("v1", "own:ttft=0.5")
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +140,7 @@ def test_the_command_says_what_to_run_and_why(runs: Path) -> None:
 def test_what_vllm_can_do_by_itself_is_told() -> None:
     question = SimpleNamespace(max_num_seqs=8, max_num_batched_tokens=64)
     for policy, told in (("cadence:every=4", True), ("marginal", False)):
-        chosen = SimpleNamespace(policy=policy)
+        chosen = SimpleNamespace(policy=policy, max_num_batched_tokens=64)
         lines = sentences.parameters(SimpleNamespace(question=question, theory=None, tuning=None, chosen=chosen))  # type: ignore[arg-type]
         assert any("--prefill-schedule-interval 4" in line for line in lines) == told
 
@@ -158,7 +164,10 @@ def test_the_tables_fit_80_columns(runs: Path) -> None:
 
 def advice_of(theory: float | None, eb: float) -> Any:
     """As much of an Advice as its agreement rests on: EB over v1 in theory and in simulation, as shares."""
-    scores = [SimpleNamespace(policy=name, tokens_per_s=rate) for name, rate in (("v1", 100.0), ("eb", 100 * (1 + eb)))]
+    scores = [
+        SimpleNamespace(policy=name, tokens_per_s=rate, at_reference=True)
+        for name, rate in (("v1", 100.0), ("eb", 100 * (1 + eb)))
+    ]
     return SimpleNamespace(scores=scores, theory=SimpleNamespace(gain=theory, exclusive=(theory or 1) > 0))
 
 
@@ -202,15 +211,33 @@ def test_with_targets_goodput_decides(runs: Path) -> None:
 
 
 def test_the_share_of_a_tuned_budget_is_said(runs: Path) -> None:
-    loads = ("--max-num-batched-tokens", "8192", "--input-len", "3000", "--output-len", "30")
+    small = [option if option != "2048" else "8192" for option in SMALL]
+    loads = ("--input-len", "3000", "--output-len", "30")
     policies = ("-p", "v1", "-p", "v1:budget=2048", "-p", "marginal")
-    args = ("advise", *SMALL, *loads, *policies, "--runs", str(runs))
+    args = ("advise", *small, *loads, *policies, "--runs", str(runs))
     found = json.loads(invoke(*args, "--json").stdout)
     gains = {row["policy"]: row["gain"]["mean"] for row in found["scores"]}
     assert found["tuned_budget"]["max_num_batched_tokens"] == 2048
     best = max(gains.values())
     assert found["tuned_budget"]["share_of_gain"] == pytest.approx(max(gains["v1:budget=2048"], 0) / best)
     assert "token budget alone" in invoke(*args).stdout
+
+
+def test_policies_and_budgets_are_searched_together(runs: Path) -> None:
+    """Long prompts in a small batch: a smaller budget makes vLLM's own scheduler as good as any policy."""
+    load = [option for option in SMALL if option not in ("--max-num-batched-tokens", "2048")]
+    budgets = ("--max-num-batched-tokens", "8192", "--max-num-batched-tokens", "512")
+    lengths = ("--input-len", "3000", "--output-len", "30")
+    args = ("advise", *load, *lengths, *budgets, "-p", "v1", "-p", "marginal", "--runs", str(runs))
+    found = json.loads(invoke(*args, "--json").stdout)
+    tried = {(row["policy"], row["max_num_batched_tokens"]) for row in found["scores"] + found["dropped"]}
+    assert tried == {(policy, budget) for policy in ("v1", "marginal") for budget in (8192, 512)}
+    assert found["compared_with"] == {"policy": "v1", "max_num_batched_tokens": 8192}
+    v1 = next(row for row in found["scores"] if (row["policy"], row["max_num_batched_tokens"]) == ("v1", 8192))
+    assert v1["gain"]["mean"] == pytest.approx(0.0)
+    said = " ".join(invoke(*args).output.split())
+    assert f"--max-num-seqs 64 --max-num-batched-tokens {found['max_num_batched_tokens']}" in said
+    assert "token budget alone" in said
 
 
 def test_tuning_tries_other_settings_with_the_chosen_policy(runs: Path) -> None:

@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from ebbench.advice.choice import choose, relative_gain
+from ebbench.advice.choice import budget_share, choose, relative_gain
 from ebbench.advice.results import PolicyScore
 from ebbench.analysis.statistics import PairedInterval
 
 
 def score(policy: str, objective: float, low: float, high: float) -> PolicyScore:
     behind = PairedInterval((low + high) / 2, low, high)
-    return PolicyScore(policy, objective, (objective, objective), None, behind, None, 1.0, 1.0, objective)
+    return PolicyScore(policy, objective, (objective, objective), None, behind, None, 1.0, 1.0, objective, 8192)
 
 
 def one_seed(policy: str, objective: float, best: float) -> PolicyScore:
@@ -23,7 +23,7 @@ def one_seed(policy: str, objective: float, best: float) -> PolicyScore:
 def of_runs(policy: str, values: tuple[float, ...], best: tuple[float, ...]) -> PolicyScore:
     """As the command makes it: a run in which nothing met the targets leaves the gain undefined."""
     mean = sum(values) / len(values)
-    return PolicyScore(policy, mean, values, None, relative_gain(values, best), None, 1.0, 1.0, mean)
+    return PolicyScore(policy, mean, values, None, relative_gain(values, best), None, 1.0, 1.0, mean, 8192)
 
 
 def test_a_clear_winner_is_chosen() -> None:
@@ -98,3 +98,16 @@ def test_what_has_no_ratio_is_compared_as_it_is(v1: tuple[float, ...], chosen: s
 
 def test_a_single_candidate_is_ahead_of_nobody() -> None:
     assert choose([of_runs("eb", (1.0, 2.0), (1.0, 2.0))])[1] == "it is the only candidate"
+
+
+def test_of_equals_vllms_own_scheduler_at_another_budget_is_the_simplest() -> None:
+    tuned = replace(score("v1", 100.2, -0.01, 0.008), max_num_batched_tokens=2048, at_reference=False)
+    tuned = replace(tuned, gain=PairedInterval(0.099, 0.08, 0.12))
+    eb = replace(score("eb", 100.3, 0, 0), gain=PairedInterval(0.1, 0.08, 0.12))
+    v1 = replace(score("v1", 91, -0.12, -0.08), gain=PairedInterval(0.0, 0.0, 0.0))
+    chosen, _ = choose([eb, tuned, v1])
+    assert chosen is tuned
+    found = budget_share([eb, tuned, v1])
+    assert found is not None
+    assert found[0] is tuned
+    assert found[1] == pytest.approx(0.99)
