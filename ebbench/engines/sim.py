@@ -300,9 +300,11 @@ class _Simulation:
         own = without_warmup(state, self._plan, self._beginning)
         cut_at_hang_ups(own, loop.hang_ups.abandoned)
         requests = with_hang_ups(requests_table(self._plan, own), loop.hang_ups)
-        limits = self._queue_limits
-        refused = {} if limits is None else limits.refused
-        requests = with_failures(requests, loop.outcome.failed | refused, [] if limits is None else limits.never_sent)
+        failed, never_sent = dict(loop.outcome.failed), list(loop.outcome.never_sent)
+        if self._queue_limits is not None:
+            failed |= self._queue_limits.refused
+            never_sent += self._queue_limits.never_sent
+        requests = with_failures(requests, failed, never_sent)
         if self._engine.topology is None:
             return requests
         units = loop.unit_of[:count]

@@ -47,9 +47,13 @@ AtTime = Callable[[int], None]
 
 @dataclass
 class LoopOutcome:
-    """Results that the tables do not show. ``failed``: row to (class, message, HTTP status)."""
+    """Results that the tables do not show.
+
+    ``failed``: row to (class, message, HTTP status). ``never_sent``: rows that wait for a refused one.
+    """
 
     failed: dict[int, Failure] = field(default_factory=dict)
+    never_sent: list[int] = field(default_factory=list)
     dead: str | None = None  # why the run ended early
 
 
@@ -248,10 +252,15 @@ class EventLoop:
         self.wake_if_idle(index, stage.engine_of_unit[unit])
 
     def _refused(self, row: int) -> None:
+        """The dispatcher refuses a request. Its client sends nothing that waits for it, as the load generator does."""
         self.hang_ups.ended([row])
         self.outcome.failed[row] = ("http_429", "flow control: waited too many dispatch cycles", 429)
         self.last.state.end_ns[row] = self.now_ns
-        self.gone([row])
+        lost, released = self._releases.failed(row)
+        self.outcome.never_sent += lost
+        self.ended += 1 + len(lost)
+        self._end_warmup_if_due()
+        self._release(released, self.now_ns)
 
     def gone(self, rows: list[int]) -> None:
         """Requests have ended or failed: send those that their ends release."""
