@@ -2,12 +2,9 @@
 
 A candidate is a device, a tensor-parallel size, a policy and the scheduler's limits. Each is simulated as one instance:
 
-1. Saturated, without limits: the rate of sessions that one instance completes in a closed loop in which it is never
-   idle. No load within limits completes more, so ``rate / saturated`` instances, rounded up, is a lower bound on the
-   number needed. The loop has twice as many open sessions as a batch holds. On 15 settings of three devices and three
-   workloads no smaller loop completed more than 1 % more. Where requests share prefixes, such as turns of a
-   conversation, fewer open sessions may complete several times as much, because the prefix cache then holds them;
-   there the highest rate of loops of all sizes counts.
+1. Saturated, without limits: the rate of sessions that one instance completes when it is never idle
+   (:mod:`ebbench.capacity.saturated`). No load within limits completes more, so ``rate / saturated`` instances, rounded
+   up, is a lower bound on the number needed.
 2. At ``rate / replicas``, for increasing numbers of replicas, until the limits are met; never above the saturated rate,
    at which a queue grows too slowly for a short run to show it. Candidates are sized in order of their lower bound on
    cost; a candidate whose bound exceeds the cost of a known deployment cannot be cheaper and is left out. The saturated
@@ -26,11 +23,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
 from ebbench.capacity.drive import ALONE_SESSIONS, up
 from ebbench.capacity.limits import LatencyLimits
 from ebbench.capacity.probe import ProbeReading, ProbeTables, read_measured
+from ebbench.capacity.saturated import SESSIONS_PER_OPEN, saturated_rate, shares_prefixes
 from ebbench.config.topology import PoolSpec, TopologySpec
 from ebbench.devices import load_device
 from ebbench.engines.base import EngineOptions
@@ -46,9 +42,6 @@ WITHIN = 1.5
 """Deployments that cost at most this many times the cheapest are sized and shown; others are left out."""
 _MOST_REPLICAS = 512
 _MOST_MORE = 3
-_SMALLEST_LOOP = 8
-_PAST_THE_PEAK = 0.7
-"""Loops of falling size end at this share of the highest rate so far: with fewer open sessions a batch is emptier."""
 MISSED_ALONE = "misses the limits even one request at a time"
 
 
@@ -142,25 +135,15 @@ class Stress:
 
 def bound(task: PlanTask) -> Bound:
     """Saturated rate of one instance, or why it cannot run (the model does not fit, an invalid setting)."""
-    concurrency = 2 * task.candidate.max_num_seqs
+
+    def loop(concurrency: int) -> tuple[float, bool]:
+        plan = _plan(task, "saturated", SESSIONS_PER_OPEN * concurrency, max_concurrency=concurrency)
+        return _run(task, plan, float(concurrency)).completed_sessions_per_s, shares_prefixes(plan)
+
     try:
-        highest, shared = _closed_loop(task, concurrency)
-        while shared and concurrency > _SMALLEST_LOOP:
-            concurrency //= 2
-            rate, _ = _closed_loop(task, concurrency)
-            if rate < _PAST_THE_PEAK * highest:
-                break
-            highest = max(highest, rate)
+        return Bound(task.candidate, saturated_rate(loop, task.candidate.max_num_seqs).per_s)
     except UsageError as error:
         return Bound(task.candidate, refused=str(error))
-    return Bound(task.candidate, highest)
-
-
-def _closed_loop(task: PlanTask, concurrency: int) -> tuple[float, bool]:
-    """Sessions/s completed with so many open sessions, and whether requests of the plan share prefixes."""
-    plan = _plan(task, "saturated", 3 * concurrency, max_concurrency=concurrency)
-    shared = bool(np.any(plan.table["turn"])) or plan.table["hash_ids"].null_count < len(plan)
-    return _run(task, plan, float(concurrency)).completed_sessions_per_s, shared
 
 
 def size(task: PlanTask, fewest: int, most: int) -> Deployment:

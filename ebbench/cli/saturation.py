@@ -1,15 +1,16 @@
 """The saturated rate that scenarios with shares refer to, measured before the run if it was not given.
 
-In virtual time one closed loop with twice the sequences that fit into a batch measures it within seconds. In real time
-such a loop could take an hour on a small server, and the size of a server's batch may be unknown. There a capacity
-search without limits doubles the open sessions until twice as many complete no more per second, within a budget.
+In virtual time a closed loop with twice the sequences that fit into a batch measures it within seconds
+(:mod:`ebbench.capacity.saturated`). In real time such a loop could take an hour on a small server, and the size of a
+server's batch may be unknown. There a capacity search without limits doubles the open sessions until twice as many
+complete no more per second, within a budget.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -86,35 +87,38 @@ def _units(topology: TopologySpec) -> int:
 
 
 def _simulated(config: RunConfig, engine: Engine, device: Device) -> Saturation:
-    """Rate of completions in the steady window of a closed loop with three times as many sessions as are open.
-
-    The emulated engine makes the simulator's steps, so the simulator measures for both.
-    """
+    """The saturated rate in simulation. The emulated engine makes the simulator's steps, so it measures for both."""
     from ebbench.analysis.columns import RequestColumns
     from ebbench.analysis.steady import completed_sessions_per_s, steady_windows
+    from ebbench.capacity.saturated import SESSIONS_PER_OPEN, saturated_rate, shares_prefixes
     from ebbench.engines.sim import SimEngine
     from ebbench.records.manifest import phase_facts
     from ebbench.workloads import build_plan
 
     simulator = engine if isinstance(engine, SimEngine) else SimEngine()
-    topology = simulator.topology
-    concurrency = 2 * config.options.max_num_seqs * (_units(topology) if topology is not None else 1)
-    settings = {
-        **config.plan_settings,
-        **dict.fromkeys(name for name in _OF_LOAD if name in config.plan_settings),
-        "max_concurrency": concurrency,
-        "num_prompts": 3 * concurrency,
-    }
-    plan = build_plan(config.workload, "saturated", seed=config.seed, **settings)
-    result = simulator.run(plan, config.policies[0], device, replace(config.options, warmup=0), None)
-    columns = RequestColumns.of(result.requests)
-    rate = completed_sessions_per_s(columns, steady_windows(columns, phase_facts(plan)))
+    settings = _without_load(config)
+
+    def loop(concurrency: int) -> tuple[float, bool]:
+        size = {"max_concurrency": concurrency, "num_prompts": SESSIONS_PER_OPEN * concurrency}
+        plan = build_plan(config.workload, "saturated", seed=config.seed, **{**settings, **size})
+        result = simulator.run(plan, config.policies[0], device, replace(config.options, warmup=0), None)
+        columns = RequestColumns.of(result.requests)
+        windows = steady_windows(columns, phase_facts(plan))
+        return completed_sessions_per_s(columns, windows), shares_prefixes(plan)
+
+    units = _units(simulator.topology) if simulator.topology is not None else 1
+    found = saturated_rate(loop, units * config.options.max_num_seqs)
     where = "" if simulator is engine else " in the simulator, which makes the same steps,"
     return Saturation(
-        _rounded(rate) or None,
-        f"saturation measured{where}: {_rounded(rate):g} sessions/s under {config.policies[0].name} (closed loop of "
-        f"{concurrency:,} sessions); --saturation-rate sets another",
+        _rounded(found.per_s) or None,
+        f"saturation measured{where}: {_rounded(found.per_s):g} sessions/s under {config.policies[0].name} (closed "
+        f"loop of {found.concurrency:,} sessions); --saturation-rate sets another",
     )
+
+
+def _without_load(config: RunConfig) -> dict[str, Any]:
+    """The settings of the plan without those of arrivals, which a closed loop has not."""
+    return {name: None if name in _OF_LOAD else value for name, value in config.plan_settings.items()}
 
 
 def _measured(
@@ -130,7 +134,6 @@ def _measured(
     from ebbench.cli.capacity_probes import RunProber, one_server
 
     begun = time.monotonic()
-    settings = {**config.plan_settings, **dict.fromkeys(name for name in _OF_LOAD if name in config.plan_settings)}
     search = SearchConfig(
         limits=LatencyLimits(Slo(), 0.95),
         by_concurrency=True,
@@ -144,7 +147,7 @@ def _measured(
         per_open=_PER_OPEN,
     )
     first = config.policies[0]
-    probing = replace(config, policies=[first], plan_settings=settings, slo=Slo(), quiet=True)
+    probing = replace(config, policies=[first], plan_settings=_without_load(config), slo=Slo(), quiet=True)
     prober = RunProber(probing, "saturated", True, first, device, engine, messages, folder)
     try:
         with one_server(prober, quiet=config.quiet) as kept:
@@ -155,7 +158,7 @@ def _measured(
 
 
 def _reading(found: SearchOutcome, policy: str, seconds: float) -> Saturation:
-    """The mean rate of the two largest loops if twice the open sessions completed no more, else the highest rate."""
+    """The highest rate of all loops; with more sessions than a prefix cache serves the largest ones may be slower."""
     usable = sorted((r for r in found.readings if r.decides and not r.probe.failed), key=lambda r: r.probe.load)
     if not usable:
         why = found.stopped or next(
@@ -164,7 +167,7 @@ def _reading(found: SearchOutcome, policy: str, seconds: float) -> Saturation:
         raise RunError(f"saturation could not be measured ({why}); give --saturation-rate")
     rates = [reading.completed_sessions_per_s for reading in usable]
     flat = found.limited_by == "queue"
-    rate = _rounded(float(np.mean(rates[-2:])) if flat else max(rates))
+    rate = _rounded(max(rates))
     largest = usable[-1].probe.load
     most = f"{largest:.0f} open sessions"
     reached = f"{most} complete no more per second than {largest / 2:.0f}" if flat else _short_of(found, most)
