@@ -209,10 +209,8 @@ class EventLoop:
             self.dispatched_ns[row], self.unit_of[row] = self.now_ns, unit
             if self._network_ns:
                 self.push(self.now_ns + self._network_ns, DELIVERY, (row, unit))
-            elif self.front.api_servers:
-                self._deliver(FRONT, unit, (row,))
             else:
-                self._enter(FRONT, unit, (row,))
+                self._deliver(FRONT, unit, (row,))
 
     def _delivery(self, subject: tuple[int, int]) -> None:
         row, unit = subject
