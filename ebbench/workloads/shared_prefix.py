@@ -24,7 +24,7 @@ _STEPS = 40
 
 @dataclass(frozen=True)
 class PrefixOptions:
-    """``share`` of the prompts in (0, 1], or the ``hit_rate`` to reach in (0, 1); ``groups`` of equal size."""
+    """``share`` of the prompts in (0, 1), or the ``hit_rate`` to reach in (0, 1); ``groups`` of equal size."""
 
     share: float | None = None
     groups: int | None = None
