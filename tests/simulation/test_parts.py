@@ -58,6 +58,19 @@ def step_of(made: Scheduler, now_ns: int) -> Step:
     return step
 
 
+def test_a_token_budget_below_the_decodes_leaves_the_last_ones_out() -> None:
+    made = scheduler([(8, 4)] * 3)
+    for row in range(3):
+        made.add(row)
+    made.take_arrivals(0)
+    step_of(made, 0)
+    made.deliver()
+    step = Step(MS)
+    made.fill(step, made.running, admit=False, running_limit=4, token_budget=2)
+    assert step.rows.tolist() == [0, 1]
+    assert step.tokens.tolist() == [1, 1]
+
+
 def test_a_scheduler_chunks_prompts_by_its_budget_and_hands_out_tokens_when_a_step_ends() -> None:
     made, heard = scheduler([(40, 2), (10, 1)]), Heard()
     made.listeners.append(heard)
