@@ -17,7 +17,7 @@ from vllm_eb.lengths import Lengths
 from vllm_eb.modes import Mode
 from vllm_eb.phases import Phases
 from vllm_eb.policy import PolicySpec
-from vllm_eb.queueing import Places, QueueOrder, ShortestFirst
+from vllm_eb.queueing import Counts, Places, QueueOrder, ShortestFirst, Times
 from vllm_eb.strategy import EngineFacts, Values
 
 
@@ -116,7 +116,7 @@ class Controller:
         assert self._queue is not None
         return self._queue
 
-    def queue_order(self, now_s: float, seen_s: Sequence[float], prompt_tokens: Sequence[int]) -> Places:
+    def queue_order(self, now_s: float, seen_s: Times, prompt_tokens: Counts) -> Places:
         """New order of never-started requests, as indices into the queue. Call it when ``queue`` is due.
 
         ``seen_s``: arrival times in queue order; ``prompt_tokens``: prompt lengths.

@@ -112,10 +112,18 @@ class LinearCosts:
 
 
 def _locate(axis: Sequence[int], value: float) -> tuple[int, float]:
-    """Grid cell of ``value`` and its position in it: in [0, 1] inside, above 1 beyond the end, below 0 before the
-    start."""
-    index = min(max(bisect_right(axis, value) - 1, 0), len(axis) - 2)
-    return index, max((value - axis[index]) / (axis[index + 1] - axis[index]), 0.0)
+    """Grid cell of ``value`` and its position in it: in [0, 1] inside, above 1 beyond the end, 0 before the start.
+
+    A scheduler calls this a dozen times per step: no further function is called.
+    """
+    index, last = bisect_right(axis, value) - 1, len(axis) - 2
+    if index < 0:
+        index = 0
+    elif index > last:
+        index = last
+    low = axis[index]
+    share = (value - low) / (axis[index + 1] - low)
+    return index, share if share > 0.0 else 0.0
 
 
 def _between(low: float, high: float, share: float) -> float:
@@ -125,7 +133,8 @@ def _between(low: float, high: float, share: float) -> float:
 def _plane(table: Sequence[Sequence[float]], row: tuple[int, float], column: tuple[int, float]) -> float:
     (i, u), (j, v) = row, column
     first, second = table[i], table[i + 1]
-    return _between(_between(first[j], first[j + 1], v), _between(second[j], second[j + 1], v), u)
+    low, high = first[j] + (first[j + 1] - first[j]) * v, second[j] + (second[j + 1] - second[j]) * v
+    return low + (high - low) * u
 
 
 def _counts(value: object) -> bool:

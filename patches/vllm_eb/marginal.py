@@ -114,12 +114,13 @@ class MarginalRefill:
 
     def choose(self, *, decoding: int, context_tokens: float, refill: Refill, must: bool) -> Choice:
         """Choose the next step. ``must``: the refill is due for other reasons; only choose exclusive or mixed."""
-        if refill.tokens <= 0:
+        tokens = refill.tokens
+        if tokens <= 0:
             return Choice("decode")
         if decoding == 0:
             return Choice("prefill")
-        exclusive = self._exclusive_s(refill.tokens)
-        mixed = self._mixed_s(refill.tokens, decoding, context_tokens)
+        exclusive = self._exclusive_s(tokens)
+        mixed = self._mixed_s(tokens, decoding, context_tokens)
         way = self._way(decoding, context_tokens, refill, mixed < exclusive)
         overhead = mixed if way == "mixed" else exclusive
         fixed_s = overhead - self._variable_overhead_s(way, overhead, decoding, context_tokens, refill)

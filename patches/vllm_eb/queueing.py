@@ -32,6 +32,8 @@ TURN_EVERY = 32
 
 Floats = npt.NDArray[np.float64]
 Places = npt.NDArray[np.int64]
+Times = Sequence[float] | Floats
+Counts = Sequence[int] | npt.NDArray[np.int64]
 
 
 class QueueOrder(Protocol):
@@ -60,7 +62,7 @@ class ShortestFirst:
         """See QueueOrder: there are no targets."""
         return 0.0
 
-    def order(self, now_s: float, prompt_tokens: Sequence[int]) -> Places:
+    def order(self, now_s: float, prompt_tokens: Counts) -> Places:
         """The places in their new order."""
         self._ordered_s = now_s
         places: Places = np.argsort(np.asarray(prompt_tokens, np.int64), kind="stable")
@@ -98,22 +100,27 @@ class PunctualQueue:
         """Waiting time (s) of the oldest punctual request at the last ordering; 0 without one."""
         return 0.0 if self._first_s is None else now_s - self._first_s
 
-    def order(self, now_s: float, seen_s: Sequence[float], prompt_tokens: Sequence[int], work: Work) -> Places:
+    def order(self, now_s: float, seen_s: Times, prompt_tokens: Counts, work: Work) -> Places:
         """New order as indices into the queue, from arrival times and prompt tokens in queue order."""
         self._ordered_s = now_s
+        if not len(seen_s):
+            self._first_s = None
+            return np.zeros(0, np.int64)
         seen = np.asarray(seen_s, np.float64)
-        by_age = np.argsort(seen, kind="stable")
+        by_age = seen.argsort(kind="stable")
         waited_s = now_s - seen[by_age]
         slack_s = self._ttft_s - min(work.lead_s, MAX_LEAD * self._ttft_s) - waited_s
         tokens = np.asarray(prompt_tokens, np.float64)[by_age]
         prompt_s = tokens * work.prompt_token_s
-        kept = punctual(slack_s, prompt_s, work.answer_s)
-        rank = np.where(kept, 0, np.where(prompt_s <= slack_s, 1, 2))
-        if len(rank) and waited_s[0] >= PATIENCE * self._ttft_s and self._turn_of_oldest(tokens[0]):
+        alone_in_time = prompt_s <= slack_s
+        kept = punctual(slack_s, prompt_s, work.answer_s) if alone_in_time.any() else alone_in_time
+        # 0: served in time; 1: could be in time alone; 2: late.
+        rank = np.int8(2) - alone_in_time.view(np.int8) - kept.view(np.int8)
+        if waited_s[0] >= PATIENCE * self._ttft_s and self._turn_of_oldest(tokens[0]):
             rank[0] = -1
-        oldest = np.flatnonzero(kept)[:1]
-        self._first_s = float(seen[by_age[oldest[0]]]) if len(oldest) else None
-        places: Places = by_age[np.argsort(rank, kind="stable")]
+        oldest = int(kept.argmax())
+        self._first_s = float(seen[by_age[oldest]]) if kept[oldest] else None
+        places: Places = by_age[rank.argsort(kind="stable")]
         return places
 
     def _turn_of_oldest(self, prompt_tokens: float) -> bool:
@@ -131,12 +138,20 @@ def punctual(slack_s: Floats, prompt_s: Floats, answer_s: float) -> npt.NDArray[
     further time that a request takes before the next one's turn.
     """
     kept = prompt_s <= slack_s
-    ends_s = np.cumsum(np.where(kept, prompt_s + answer_s, 0.0)) - answer_s
-    if np.all(ends_s[kept] <= slack_s[kept]):
+    total_after_s = np.where(kept, prompt_s + answer_s, 0.0).cumsum()
+    late = kept & (total_after_s - answer_s > slack_s)
+    if not late.any():
         return kept
-    total_s = 0.0
-    joined: list[tuple[float, int]] = []  # longest first; of equal lengths the youngest
-    places = np.flatnonzero(kept)
+    # All requests before the first late one are served, unless one of them is given up for a later one.
+    places = kept.nonzero()[0]
+    joins = int(places.searchsorted(late.argmax()))
+    total_s = float(total_after_s[places[joins - 1]]) if joins else 0.0
+    # Longest first; of equal lengths the youngest.
+    joined: list[tuple[float, int]] = list(
+        zip((-prompt_s[places[:joins]]).tolist(), (-places[:joins]).tolist(), strict=True)
+    )
+    heapq.heapify(joined)
+    places = places[joins:]
     for place, own_s, left_s in zip(places.tolist(), prompt_s[places].tolist(), slack_s[places].tolist(), strict=True):
         heapq.heappush(joined, (-own_s, -place))
         total_s += own_s + answer_s

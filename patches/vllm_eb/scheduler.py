@@ -278,6 +278,8 @@ class _PhasedScheduler(Scheduler):  # type: ignore[misc]
             admitted = [request_id for request_id in output.num_scheduled_tokens if request_id in both]
         for request_id in admitted:
             request = self.requests[request_id]
+            if self._waiting_order is not None:
+                self._waiting_order.admitted(request)
             if request.is_prefill_chunk:
                 self._prefilling.append(request)
             if self.controller is None:

@@ -20,7 +20,7 @@ from vllm_eb.calibration import Calibration
 from vllm_eb.decisions import Phase, RecordKind, View
 from vllm_eb.lengths import Lengths
 from vllm_eb.modes import Mode
-from vllm_eb.queueing import Places, QueueOrder
+from vllm_eb.queueing import Counts, Places, QueueOrder, Times
 
 Values = Mapping[str, float | int | None]
 
@@ -158,6 +158,6 @@ class Strategy:
         """The next step. None: the controller alternates phases by :meth:`refill_due`."""
         return None
 
-    def queue_order(self, now_s: float, seen_s: Sequence[float], prompt_tokens: Sequence[int]) -> Places:
+    def queue_order(self, now_s: float, seen_s: Times, prompt_tokens: Counts) -> Places:
         """New order of never-started requests as indices; called only if there is a ``queue``."""
         return np.arange(len(seen_s))

@@ -15,7 +15,7 @@ from vllm_eb.decisions import View
 from vllm_eb.lengths import Lengths
 from vllm_eb.marginal import HUGE_TOKENS, Choice, MarginalRefill, Refill, Way, cheapest_chunk
 from vllm_eb.policy import PolicyError, PolicySpec, setting
-from vllm_eb.queueing import Places, PunctualQueue, Work
+from vllm_eb.queueing import Counts, Places, PunctualQueue, Times, Work
 from vllm_eb.room import PAYBACK_FACTOR, SHORTEST_STAY, KvRoom, payback_steps, prompts_that_stay
 from vllm_eb.service import AnswerLength, ServiceLevel, TokenDebt
 from vllm_eb.strategy import Change, EngineFacts, PhaseState, StepChoice, Strategy
@@ -266,7 +266,7 @@ class MarginalPolicy(Strategy):
             mu_o=self._answers.mean,
         )
 
-    def queue_order(self, now_s: float, seen_s: Sequence[float], prompt_tokens: Sequence[int]) -> Places:
+    def queue_order(self, now_s: float, seen_s: Times, prompt_tokens: Counts) -> Places:
         """New order of never-started requests; arguments as in ``Controller.queue_order``."""
         mu_l, mu_o, batch = self.lengths.mu_l, self._answers.mean, self._batch
         work = Work(

@@ -1,0 +1,89 @@
+"""The order of vLLM's waiting queue: what is kept between two orderings changes no order."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from dataclasses import dataclass
+
+import pytest
+
+from tests.vllm_eb.test_rivals import controller
+from vllm_eb.waiting import WaitingOrder
+
+
+@dataclass(eq=False)
+class Queued:
+    """What the order reads of vLLM's request."""
+
+    request_id: str
+    num_prompt_tokens: int
+    num_preemptions: int = 0
+
+
+class Server:
+    """A queue of waiting requests, ordered as the plugin does it, or anew each time."""
+
+    def __init__(self, policy: str, *, anew: bool) -> None:
+        self.order, self.anew = WaitingOrder(controller(policy)), anew
+        self.waiting: deque[Queued] = deque()
+        self.running: list[Queued] = []
+        self.made = 0
+
+    def arrive(self, tokens: int, now_s: float) -> None:
+        self.made += 1
+        self.waiting.append(Queued(f"r{self.made}", tokens))
+        self.order.arrived(f"r{self.made}", now_s)
+
+    def admit(self, count: int) -> None:
+        for _ in range(min(count, len(self.waiting))):
+            self.running.append(self.waiting.popleft())
+            self.order.admitted(self.running[-1])
+
+    def preempt(self, *, put_off: bool) -> None:
+        """The last running request comes back: to the front, or to the end if vLLM had put it off."""
+        self.running[-1].num_preemptions += 1
+        (self.waiting.append if put_off else self.waiting.appendleft)(self.running.pop())
+
+    def continue_session(self, place: int, now_s: float) -> None:
+        """The next turn of a session makes its prompt longer."""
+        self.waiting[place].num_prompt_tokens += 400
+        self.order.arrived(self.waiting[place].request_id, now_s)
+
+    def abort(self, place: int) -> None:
+        request = self.waiting[place]
+        self.waiting.remove(request)
+        self.order.left(request.request_id)
+
+    def step(self, now_s: float) -> tuple[float, list[str]]:
+        if self.anew:
+            self.order._fresh, self.order._admitted = [], 0
+        waited_s = self.order.order(self.waiting, now_s)
+        return waited_s, [request.request_id for request in self.waiting]
+
+
+@pytest.mark.parametrize("policy", ["marginal:ttft=1,tpot=0.05", "marginal:ttft=0.2", "eb:k=4,order=shortest"])
+@pytest.mark.parametrize("seed", range(8))
+def test_orders_are_those_of_a_queue_read_anew(policy: str, seed: int) -> None:
+    dice = random.Random(seed)
+    both = Server(policy, anew=False), Server(policy, anew=True)
+    now_s, extended = 0.0, 0
+    for _ in range(300):
+        now_s += dice.choice((0.001, 0.02, 0.05))
+        for _ in range(dice.choice((0, 0, 1, 3))):
+            tokens = dice.randint(1, 900)
+            for server in both:
+                server.arrive(tokens, now_s)
+        event, place = dice.random(), dice.random()
+        for server in both:
+            if event < 0.15:
+                server.admit(1 + round(5 * place))
+            elif event < 0.2 and server.running:
+                server.preempt(put_off=place < 0.5)
+            elif event < 0.25 and server.waiting:
+                server.abort(int(place * len(server.waiting)))
+            elif event < 0.3 and server.waiting:
+                server.continue_session(int(place * len(server.waiting)), now_s)
+        extended += bool(both[0].order._fresh) and len(both[0].waiting) > 1
+        assert both[0].step(now_s) == both[1].step(now_s)
+    assert extended > 20
