@@ -4,8 +4,8 @@
 
 A scene is a function of its seed: arrivals, aborts, priorities, adapters, images with a budget for their encoder,
 grammars that compile late, streaming sessions, pauses, resets of the prefix cache while requests run; block sizes from
-1, budgets and KV caches that are just large enough. Where a scene fails under a policy and on stock vLLM too, the
-failure is counted as vLLM's.
+1, budgets and KV caches that are just large enough. ``delayer:?`` is the policy delayer with settings drawn for each
+scene. Where a scene fails under a policy and on stock vLLM too, the failure is counted as vLLM's.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from unittest.mock import create_autospec
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 from tests.vllm.core_engine import Engine
+from tests.vllm.drawn_policies import draw_policy
 from tests.vllm.scene_checks import Checks
+from vllm_eb.policy import policy_types
 
 LARGEST_IMAGE = 12  # embeddings
 PATIENCE = 3000  # turns until everything must have ended
@@ -31,6 +33,7 @@ FUZZED = (
     "ebplus:margin=-1,sticky=-1,update_every=3,min_samples=2", "marginal", "marginal:ttft=0.2,tpot=0.02",
     "cadence:every=4",
 )  # fmt: skip
+DRAWN = tuple(f"{kind}:?" for kind in policy_types())
 
 
 @dataclass
@@ -47,10 +50,14 @@ class Scene:
         seqs = dice.randint(2, 12)
         blocks = -(-2 * self.longest // block_size) + dice.choice((1, 4, 30, 400))
         self.priorities = dice.random() < 0.25
-        further = {"scheduling_policy": "priority"} if self.priorities and "ttft" not in self.policy else {}
+        budget = max(seqs, dice.choice((8, 24, 200)))
+        if self.policy.endswith(":?"):
+            self.policy = draw_policy(self.policy.removesuffix(":?"), self.seed, seqs, budget)
+        orders_queue = "ttft" in self.policy or "order=" in self.policy
+        further = {"scheduling_policy": "priority"} if self.priorities and not orders_queue else {}
         self.engine = Engine(
-            self.policy, blocks=blocks, seqs=seqs, budget=max(seqs, dice.choice((8, 24, 200))),
-            asynchronous=dice.random() < 0.6, block_size=block_size, caching=dice.random() < 0.5, further=further,
+            self.policy, blocks=blocks, seqs=seqs, budget=budget, asynchronous=dice.random() < 0.6,
+            block_size=block_size, caching=dice.random() < 0.5, further=further,
         )  # fmt: skip
         self.adapters = dice.randint(2, 3) if dice.random() < 0.25 else 0
         if self.adapters:
@@ -180,10 +187,13 @@ class Scene:
 
 def failure(policy: str, seed: int) -> str:
     """What goes wrong in a scene, in a line; empty where nothing does."""
+    drawn = policy
     try:
-        Scene(policy, seed).play()
+        scene = Scene(policy, seed)
+        drawn = scene.policy
+        scene.play()
     except Exception as error:
-        return f"{type(error).__name__}: {error}"
+        return f"{type(error).__name__}: {error}" + (f" ({drawn})" if drawn != policy else "")
     return ""
 
 
@@ -201,10 +211,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--scenes", type=int, default=2000, help="Per policy.")
     parser.add_argument("--first", type=int, default=0, help="The first seed.")
-    parser.add_argument("--policy", action="append", help="Default: one of each kind.")
+    parser.add_argument("--policy", action="append", help="Default: some of each kind, then each with drawn settings.")
     options = parser.parse_args()
     failed = 0
-    for policy in options.policy or FUZZED:
+    for policy in options.policy or (*FUZZED, *DRAWN):
         for seed in range(options.first, options.first + options.scenes):
             if wrong := ours(policy, seed):
                 failed += 1

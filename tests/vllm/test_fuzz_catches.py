@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import copy
 import importlib
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from tests.vllm.scenes import Scene, ours
+from tests.vllm.drawn_policies import draw_policy
+from tests.vllm.scenes import DRAWN, Scene, ours
 from vllm_eb.controller import Controller
 from vllm_eb.decisions import Decision
+from vllm_eb.policy import parse_policy
+from vllm_eb.settings import settings_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -86,26 +88,19 @@ def decided(patch: Patch, change: Callable[[Any, Decision], Decision]) -> None:
     patch.setattr(Controller, "decide", lambda self, view: change(view, decide(self, view)))
 
 
-def _with(decision: Decision, **changes: Any) -> Decision:
-    other = copy.copy(decision)
-    for name, value in changes.items():
-        object.__setattr__(other, name, value)
-    return other
-
-
 def never_serves_the_last_in_the_queue(patch: Patch) -> None:
     def without_the_last(view: Any, decision: Decision) -> Decision:
-        return _with(decision, phase="decode") if view.waiting == 1 else decision
+        return decision._replace(phase="decode") if view.waiting == 1 else decision
 
     decided(patch, without_the_last)
 
 
 def forgets_those_set_aside_in_the_limit(patch: Patch) -> None:
-    decided(patch, lambda view, decision: _with(decision, running_limit=decision.running_limit + view.decoding))
+    decided(patch, lambda view, decision: decision._replace(running_limit=decision.running_limit + view.decoding))
 
 
 def mixes(patch: Patch) -> None:
-    decided(patch, lambda view, decision: _with(decision, phase="mixed"))
+    decided(patch, lambda view, decision: decision._replace(phase="mixed"))
 
 
 def ignores_adapters_set_aside(patch: Patch) -> None:
@@ -137,6 +132,21 @@ def test_a_planted_fault_is_noticed(plant: Callable[[Patch], None], notice: str,
     assert found, f"{SCENES} scenes noticed nothing"
     with pytest.raises(AssertionError, match=notice):
         raise AssertionError(found)
+
+
+@pytest.mark.parametrize("policy", DRAWN)
+def test_a_planted_fault_is_noticed_under_every_policy(policy: str, monkeypatch: Patch) -> None:
+    never_serves_the_last_in_the_queue(monkeypatch)
+    found = next((wrong for seed in range(SCENES) if (wrong := ours(policy, seed))), "")
+    assert "stuck" in found
+
+
+@pytest.mark.parametrize("policy", DRAWN)
+def test_settings_are_drawn_of_every_kind(policy: str) -> None:
+    kind = policy.removesuffix(":?")
+    drawn = [parse_policy(draw_policy(kind, seed, 12, 200)) for seed in range(200)]
+    missing = {name for name in settings_of(type(drawn[0])) if all(name not in one.given() for one in drawn)}
+    assert missing == set()
 
 
 def test_scenes_hold_what_they_are_about() -> None:
