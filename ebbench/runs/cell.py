@@ -22,6 +22,7 @@ from ebbench.engines.setup import is_server
 from ebbench.errors import UsageError
 from ebbench.records.run import slug
 from ebbench.runs.code import SETTLED_NS, code_fingerprint
+from ebbench.workloads.log_files import files_of
 from ebbench.workloads.options import RECORDED, PlanOptions, is_recorded
 
 
@@ -214,10 +215,14 @@ def _file(value: str | None) -> Path | None:
         return None
     text = value.partition(":")[2] if value.startswith(_PREFIXES) else value
     path = Path(text).expanduser()
-    return path if path.is_file() else None
+    return path if path.is_file() or (path.is_dir() and is_recorded(value)) else None
 
 
 def _digest(path: Path) -> str:
+    """The digest of a file's content, or of the files of a log that is a folder."""
+    if path.is_dir():
+        parts = [(one.name, _digest(one)) for one in files_of(path)]
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
     try:
         stat = path.stat()
         settled = time.time_ns() - stat.st_mtime_ns > SETTLED_NS

@@ -71,7 +71,7 @@ def _check_names(cells: Sequence[Cell]) -> None:
     for name in _values([cell.plan for cell in cells], "workload"):
         if is_recorded(name):
             path = recorded_file(name)
-            if path is None or not path.is_file():
+            if path is None or not path.exists():
                 raise UsageError(f"{name}: no such file")
         else:
             load_workload(name)

@@ -36,36 +36,56 @@ def _is_weka(log: LogFile) -> bool:
 
 
 def _weka(log: LogFile, options: ReadOptions) -> Reading:
-    sizes = {record.value.get("block_size", _WEKA_BLOCK) for record in log.sample}
-    if len(sizes) > 1:
-        raise InputFileError(log.path, f"has blocks of {' and '.join(map(str, sorted(sizes)))} tokens; split the file")
-    return Reading(_weka_rows(log), numbers_are="s", block_tokens=int(sizes.pop()))
+    size = _weka_block(log.sample[0])
+    return Reading(_weka_rows(log, size), numbers_are="s", block_tokens=int(size), notes=_weka_notes(log))
 
 
-def _weka_rows(log: LogFile) -> Rows:
+def _weka_block(record: LogRecord) -> Any:
+    return record.value.get("block_size", _WEKA_BLOCK)
+
+
+def _weka_notes(log: LogFile) -> tuple[str, ...]:
+    if len(log.parts) < 2:
+        return ()
+    return (
+        f"{len(log.parts):,} files with a session each: their times count from each session's own start, so that "
+        "recorded times let all sessions begin together; --scenario poisson --request-rate R spreads them",
+    )
+
+
+def _weka_rows(log: LogFile, size: Any) -> Rows:
     ids: dict[tuple[int, int], int] = {}
-    for number, record in enumerate(log.records()):
-        scope = -1 if record.value.get("hash_id_scope") == "global" else number
-        requests = record.value.get("requests")
-        if not isinstance(requests, list):
-            raise InputFileError(log.path, "expected a list of requests", record.line)
-        chains = list(_weka_requests(requests))
-        timed = all(isinstance(request.get("api_time"), int | float) for _, request in chains)
-        for chain, request in chains:
-            blocks = [ids.setdefault((scope, one), len(ids)) for one in request.get("hash_ids") or ()]
-            inputs, outputs = (tokens_of(log, record, name, request.get(name)) for name in ("in", "out"))
-            reason = unusable(inputs, outputs)
-            if reason or inputs is None or outputs is None:
-                yield Dropped(record.line, reason)
-                continue
-            start, took = request.get("t"), request.get("api_time")
-            if not isinstance(start, int | float):
-                raise InputFileError(log.path, f"expected the time t of a request, found {start!r}", record.line)
-            yield Recorded(
-                record.line, Stamp(float(start), iso=False), inputs, outputs, blocks or None,
-                number if timed else (number, *chain),
-                duration_s=took if isinstance(took, int | float) else None,
-            )  # fmt: skip
+    records = ((file, record) for file in log.files() for record in file.records())
+    for number, (file, record) in enumerate(records):
+        if (other := _weka_block(record)) != size:
+            problem = f"has blocks of {other} tokens where the first session has {size}; replay them apart"
+            raise InputFileError(file.path, problem, record.line)
+        yield from _weka_session(file, record, number, ids)
+
+
+def _weka_session(log: LogFile, record: LogRecord, number: int, ids: dict[tuple[int, int], int]) -> Rows:
+    """The requests of session ``number``. ``ids`` numbers blocks by scope and hash id, over all sessions."""
+    scope = -1 if record.value.get("hash_id_scope") == "global" else number
+    requests = record.value.get("requests")
+    if not isinstance(requests, list):
+        raise InputFileError(log.path, "expected a list of requests", record.line)
+    chains = list(_weka_requests(requests))
+    timed = all(isinstance(request.get("api_time"), int | float) for _, request in chains)
+    for chain, request in chains:
+        blocks = [ids.setdefault((scope, one), len(ids)) for one in request.get("hash_ids") or ()]
+        inputs, outputs = (tokens_of(log, record, name, request.get(name)) for name in ("in", "out"))
+        reason = unusable(inputs, outputs)
+        if reason or inputs is None or outputs is None:
+            yield Dropped(record.line, reason)
+            continue
+        start, took = request.get("t"), request.get("api_time")
+        if not isinstance(start, int | float):
+            raise InputFileError(log.path, f"expected the time t of a request, found {start!r}", record.line)
+        yield Recorded(
+            record.line, Stamp(float(start), iso=False), inputs, outputs, blocks or None,
+            number if timed else (number, *chain),
+            duration_s=took if isinstance(took, int | float) else None,
+        )  # fmt: skip
 
 
 def _weka_requests(requests: list[Any]) -> Iterator[tuple[tuple[Any, ...], Mapping[str, Any]]]:
@@ -179,10 +199,11 @@ def _first(values: Mapping[str, Any], names: tuple[str, ...]) -> Any:
 AGENTS = (
     TraceFormat(
         "Weka sessions",
-        "one session per line or file: id, block_size, requests with t, in, out and hash_ids",
+        "a session per line, file or file of a folder: id, block_size, requests with t, in, out and hash_ids",
         ("id", "block_size", "requests"),
         _is_weka,
         _weka,
+        in_folders=True,
     ),
     TraceFormat(
         "OpenTelemetry GenAI spans",

@@ -1,7 +1,7 @@
 """Results of load generators as logs: ``vllm bench serve --save-detailed``, GuideLLM's report, AIPerf's records.
 
-Schemas: vLLM 0.32 (``vllm/benchmarks/serve.py``), GuideLLM 0.8 (``benchmarks.json``) and AIPerf 0.13
-(``profile_export.jsonl``), compared with the files that these versions write.
+Schemas: vLLM 0.32 (``vllm/benchmarks/serve.py``), GuideLLM 0.8 (``benchmarks.json``, or the same as YAML) and AIPerf
+0.13 (``profile_export.jsonl``), compared with the files that these versions write; the YAML is made from the JSON.
 """
 
 from __future__ import annotations
@@ -157,7 +157,11 @@ TOOLS = (
         _vllm,
     ),
     TraceFormat(
-        "GuideLLM", "GuideLLM's benchmarks.json", ("metadata", "benchmarks"), _has("metadata", "benchmarks"), _guidellm
+        "GuideLLM",
+        "GuideLLM's benchmarks.json or benchmarks.yaml",
+        ("metadata", "benchmarks"),
+        _has("metadata", "benchmarks"),
+        _guidellm,
     ),
     TraceFormat(
         "AIPerf",

@@ -1,8 +1,8 @@
 """Opens a log of requests in any of its file formats and yields its records with their line numbers.
 
-JSON lines, a JSON array or document, Parquet, CSV (separated by commas, semicolons or tabs) and access logs, each also
-compressed with gzip. Every record is a mapping from column names to values; an access log's columns are its ``name=
-value`` pairs, and its fields by number, ``1`` for the first.
+JSON lines, a JSON array or document, a YAML document, Parquet, CSV (separated by commas, semicolons or tabs) and access
+logs, each also compressed with gzip. A folder holds files of one format. Every record is a mapping from column names to
+values; an access log's columns are its ``name=value`` pairs, and its fields by number, ``1`` for the first.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import io
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple
 
@@ -22,10 +22,12 @@ import msgspec
 from ebbench.errors import InputFileError
 from ebbench.workloads.files import read_json, read_parquet
 
-Kind = Literal["JSON lines", "JSON", "Parquet", "CSV", "access log"]
+Kind = Literal["JSON lines", "JSON", "YAML", "Parquet", "CSV", "access log"]
 
 _GZIP, _PARQUET, _MARK = b"\x1f\x8b", b"PAR1", b"\xef\xbb\xbf"
 _SAMPLE = 50  # records that are looked at to recognise columns
+_IN_FOLDERS = (".json", ".jsonl", ".json.gz", ".jsonl.gz")
+_YAML_START = re.compile(r"(---|%YAML|\w+:)(\s|$)")
 _BYTE = re.compile(r"byte (\d+)")
 
 
@@ -38,26 +40,55 @@ class LogRecord(NamedTuple):
 
 @dataclass(frozen=True)
 class LogFile:
-    """A recognised file. ``columns``: names in the header of a table, empty for JSON; ``sample``: first records."""
+    """A recognised file, or a folder of them.
+
+    ``columns``: names in the header of a table, empty for JSON; ``sample``: first records; ``parts``: the files of a
+    folder, which has the kind of the first one.
+    """
 
     path: Path
     kind: Kind
     columns: tuple[str, ...]
     sample: tuple[LogRecord, ...]
+    parts: tuple[Path, ...] = ()
+
+    def files(self) -> Iterator[LogFile]:
+        """The files of a folder by name; a file is its only one. Raises InputFileError."""
+        return map(open_log, self.parts) if self.parts else iter((self,))
 
     def records(self) -> Iterator[LogRecord]:
         """All records in order. Raises InputFileError with the line."""
+        if self.parts:
+            return chain.from_iterable(one.records() for one in self.files())
         return _READERS[self.kind](self.path)
 
 
+def files_of(path: Path) -> tuple[Path, ...]:
+    """The files of a log: those of a folder that end in .json or .jsonl (also .gz), by name; else the file itself."""
+    if not path.is_dir():
+        return (path,)
+    return tuple(one for one in sorted(path.iterdir()) if one.is_file() and one.name.endswith(_IN_FOLDERS))
+
+
 def open_log(path: Path) -> LogFile:
-    """Recognise the kind of a file and read its first records. Raises InputFileError."""
+    """Recognise the kind of a file, or of a folder's files, and read the first records. Raises InputFileError."""
+    if path.is_dir():
+        return _open_folder(path)
     kind = _kind_of(path)
     sample = tuple(islice(_READERS[kind](path), _SAMPLE))
     if not sample:
         raise InputFileError(path, "holds no requests")
     columns = tuple(sample[0].value) if kind in ("CSV", "Parquet") else ()
     return LogFile(path, kind, columns, sample)
+
+
+def _open_folder(path: Path) -> LogFile:
+    parts = files_of(path)
+    if not parts:
+        raise InputFileError(path, f"is a folder without files that end in {', '.join(_IN_FOLDERS)}")
+    first = open_log(parts[0])
+    sample = chain.from_iterable(_READERS[_kind_of(part)](part) for part in parts)
+    return LogFile(path, first.kind, first.columns, tuple(islice(sample, _SAMPLE)), parts)
 
 
 def _open(path: Path) -> IO[bytes]:
@@ -85,7 +116,9 @@ def _kind_of(path: Path) -> Kind:
         return "JSON"
     if text.startswith("{"):
         return "JSON lines" if _is_json(text) else "JSON"
-    return "access log" if _CLOCK.search(text) else "CSV"
+    if _CLOCK.search(text):
+        return "access log"
+    return "YAML" if _YAML_START.match(text) and not any(mark in text for mark in ",;\t") else "CSV"
 
 
 def _is_json(text: str) -> bool:
@@ -164,6 +197,21 @@ def _json(path: Path) -> Iterator[LogRecord]:
     yield LogRecord(1, _mapping(path, 1, value))
 
 
+def _yaml(path: Path) -> Iterator[LogRecord]:
+    """A document as one record. Its tags make no objects."""
+    import yaml  # takes 10 ms
+
+    with _open(path) as stream:
+        text = _read(path, stream, -1)
+    try:
+        value = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    except yaml.YAMLError as error:
+        mark, why = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+        line = None if mark is None else mark.line + 1
+        raise InputFileError(path, f"is not valid YAML: {why or str(error).splitlines()[0]}", line) from None
+    yield LogRecord(1, _mapping(path, 1, value))
+
+
 def _parquet(path: Path) -> Iterator[LogRecord]:
     with _open(path) as stream:
         whole = stream if not isinstance(stream, gzip.GzipFile) else io.BytesIO(_read(path, stream, -1))
@@ -239,4 +287,11 @@ def _iso(clock: str) -> str:
     return f"{year}-{_MONTHS.index(month) + 1:02}-{day}T{hours}{zone[:3]}:{zone[3:]}"
 
 
-_READERS = {"JSON lines": _json_lines, "JSON": _json, "Parquet": _parquet, "CSV": _csv, "access log": _access_log}
+_READERS = {
+    "JSON lines": _json_lines,
+    "JSON": _json,
+    "YAML": _yaml,
+    "Parquet": _parquet,
+    "CSV": _csv,
+    "access log": _access_log,
+}

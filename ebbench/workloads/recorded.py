@@ -73,13 +73,17 @@ class Reading:
 
 @dataclass(frozen=True)
 class TraceFormat:
-    """A format of logs. ``expected`` describes a record; ``fields`` are the names by which the nearest is found."""
+    """A format of logs. ``expected`` describes a record; ``fields`` are the names by which the nearest is found.
+
+    ``in_folders``: its files may come as a folder, one per session.
+    """
 
     name: str
     expected: str
     fields: tuple[str, ...]
     recognises: Callable[[LogFile], bool]
     read: Callable[[LogFile, ReadOptions], Reading]
+    in_folders: bool = False
 
 
 def tokens_of(log: LogFile, record: LogRecord, name: str, value: Any) -> int | None:

@@ -15,7 +15,7 @@ from ebbench.errors import InputFileError, UsageError
 from ebbench.traffic.spec import Replay
 from ebbench.workloads.arrow import int_lists
 from ebbench.workloads.log_columns import Columns, parse_columns
-from ebbench.workloads.log_files import open_log
+from ebbench.workloads.log_files import files_of, open_log
 from ebbench.workloads.log_rows import Collected, collect
 from ebbench.workloads.log_sessions import arranged
 from ebbench.workloads.log_texts import TextReader
@@ -105,14 +105,17 @@ def read_trace(
     ``keep_text`` keeps its prompts. The last file read is kept in memory. Raises InputFileError, UsageError.
     """
     try:
-        stat = path.stat()
+        stats = [one.stat() for one in files_of(path)]
     except OSError as error:
         raise InputFileError(path, f"cannot be read: {error.strerror or error}") from None
-    return _read(path, columns, tokenizer, keep_text, stat.st_mtime_ns, stat.st_size)
+    state = tuple((stat.st_mtime_ns, stat.st_size) for stat in stats)
+    return _read(path, columns, tokenizer, keep_text, state)
 
 
 @lru_cache(maxsize=2)
-def _read(path: Path, columns: str | None, tokenizer: str | None, keep_text: bool, _mtime: int, _size: int) -> Trace:
+def _read(
+    path: Path, columns: str | None, tokenizer: str | None, keep_text: bool, _state: tuple[tuple[int, int], ...]
+) -> Trace:
     log = open_log(path)
     texts = TextReader(tokenizer, keep=keep_text)
     found, reading = format_of(log, ReadOptions(texts, parse_columns(columns)))

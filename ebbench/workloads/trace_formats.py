@@ -108,6 +108,9 @@ def format_of(log: LogFile, options: ReadOptions) -> tuple[TraceFormat, Reading]
     Raises InputFileError with the nearest format if the file has neither a known schema nor columns with known names.
     """
     known = next((each for each in FORMATS if each.recognises(log)), TABLE)
+    if log.parts and not known.in_folders:
+        names = ", ".join(each.name for each in FORMATS if each.in_folders)
+        raise InputFileError(log.path, f"is a folder, which only {names} come in; give one file")
     try:
         return known, known.read(log, options)
     except InputFileError as error:

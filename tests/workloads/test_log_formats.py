@@ -52,6 +52,7 @@ FILES = {
     "otlp.json": Expected("OpenTelemetry GenAI spans", [0, None], [512, 600], [33, 20], [0, 0]),
     "vllm_bench.json": Expected("vllm bench serve", [0, 0.25, 3], [60] * 3, [12] * 3, [0, 1, 2], {"an error": 1}),
     "guidellm.json": Expected("GuideLLM", [0, 0.212028], [4, 4], [12, 12], [0, 1], {"status incomplete": 1}),
+    "guidellm.yaml": Expected("GuideLLM", [0, 0.212028], [4, 4], [12, 12], [0, 1], {"status incomplete": 1}),
     "aiperf.jsonl": Expected(
         "AIPerf", [0, None, 0.264642, None], [60, 132, 60, 132], [12] * 4, [0, 0, 1, 1], {"an error": 1}
     ),
