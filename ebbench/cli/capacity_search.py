@@ -209,6 +209,9 @@ def _search(
             line = sentences.progress(prober.spec.name, reading, estimate, question.by_concurrency)
             messages.print(line, markup=False, soft_wrap=True)
 
+    if kind == "real" and not question.quiet:
+        line = f"{prober.spec.name}: first {config.alone} sessions one at a time, which shows what can be had at best"
+        messages.print(line, markup=False, soft_wrap=True)
     return search_capacity(config, prober, budget, prober.earlier(), seen)
 
 
