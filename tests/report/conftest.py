@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from tests.report.report_data import invoke
+from tests.report.report_data import BrowserPage, invoke, open_page, started_browser
 
 
 @pytest.fixture(scope="session")
@@ -28,3 +30,10 @@ def page_file(runs: Path) -> Path:
     done = invoke("report", runs, "--html", "--output", path)
     assert done.exit_code == 0, done.output
     return path
+
+
+@pytest.fixture(scope="module")
+def browser_page() -> Iterator[BrowserPage]:
+    """Opens files in one browser for all tests of a module, as starting it takes as long as most of them."""
+    with started_browser() as browser:
+        yield partial(open_page, browser)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,9 @@ from typer.testing import CliRunner, Result
 from ebbench.cli.main import app
 from ebbench.records import files
 from ebbench.records.run import MANIFEST, Run
+
+BrowserPage = Callable[..., AbstractContextManager[Any]]
+"""Opens an HTML file in a browser: :func:`open_page` without its first argument."""
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 FLAGS = (
@@ -35,27 +38,36 @@ def rewrite(run: Path, **changes: Any) -> None:
 
 
 @contextmanager
-def browser_page(html: Path, *, width: int = 1100, scheme: str = "light", touch: bool = False) -> Iterator[Any]:
-    """The file in headless Chromium, rendered. Console messages, errors and requests are on ``page.heard``."""
+def started_browser() -> Iterator[Any]:
+    """Headless Chromium, driven by Playwright; the test is skipped where either is missing."""
     playwright = pytest.importorskip("playwright.sync_api")
     program = next(filter(None, map(shutil.which, BROWSERS)), None)
     if program is None:
         pytest.skip("no Chromium on this machine: apt-get install -y chromium")
     with playwright.sync_playwright() as session:
         browser = session.chromium.launch(executable_path=program, args=list(FLAGS))
-        context = browser.new_context(
-            viewport={"width": width, "height": 800}, color_scheme=scheme, has_touch=touch, offline=True
-        )
-        page = context.new_page()
-        page.heard = []
-        page.on("console", lambda message: page.heard.append(f"{message.type}: {message.text}"))
-        page.on("pageerror", lambda error: page.heard.append(f"error: {error}"))
-        page.on("dialog", lambda dialog: (page.heard.append(f"dialog: {dialog.message}"), dialog.dismiss()))
-        page.on("request", lambda request: page.heard.append(f"request: {request.url[:80]}"))
-        page.goto(html.resolve().as_uri())
-        page.wait_for_selector("html[data-ready]", state="attached", timeout=60_000)
-        yield page
+        yield browser
         browser.close()
+
+
+@contextmanager
+def open_page(
+    browser: Any, html: Path, *, width: int = 1100, scheme: str = "light", touch: bool = False
+) -> Iterator[Any]:
+    """The file in a context of its own, rendered. Console messages, errors and requests are on ``page.heard``."""
+    context = browser.new_context(
+        viewport={"width": width, "height": 800}, color_scheme=scheme, has_touch=touch, offline=True
+    )
+    page = context.new_page()
+    page.heard = []
+    page.on("console", lambda message: page.heard.append(f"{message.type}: {message.text}"))
+    page.on("pageerror", lambda error: page.heard.append(f"error: {error}"))
+    page.on("dialog", lambda dialog: (page.heard.append(f"dialog: {dialog.message}"), dialog.dismiss()))
+    page.on("request", lambda request: page.heard.append(f"request: {request.url[:80]}"))
+    page.goto(html.resolve().as_uri())
+    page.wait_for_selector("html[data-ready]", state="attached", timeout=60_000)
+    yield page
+    context.close()
 
 
 INK = """element => {

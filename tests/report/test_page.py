@@ -20,12 +20,14 @@ from ebbench.render.timeline import timeline_of
 from ebbench.report import page as page_module
 from ebbench.report.charts import specs
 from ebbench.report.page_tables import comparison_tables
-from tests.report.report_data import INK, browser_page, invoke, rewrite
+from tests.report.report_data import INK, BrowserPage, invoke, rewrite
 
 HOSTILE = "</script><script>alert('x')</script><img src=x onerror=alert(1)>\"'{{7*7}}&amp;`$"
 
 
-def test_every_chart_is_drawn_and_nothing_is_loaded_or_complained_about(page_file: Path) -> None:
+def test_every_chart_is_drawn_and_nothing_is_loaded_or_complained_about(
+    browser_page: BrowserPage, page_file: Path
+) -> None:
     with browser_page(page_file) as page:
         assert page.evaluate("document.documentElement.dataset.ready") == "yes"
         assert [line for line in page.heard if not line.startswith("request: file:")] == []
@@ -38,7 +40,7 @@ def test_every_chart_is_drawn_and_nothing_is_loaded_or_complained_about(page_fil
             assert 0.001 < chart.evaluate(INK) < 1
 
 
-def test_the_numbers_are_those_of_the_runs(page_file: Path, runs: Path) -> None:
+def test_the_numbers_are_those_of_the_runs(browser_page: BrowserPage, page_file: Path, runs: Path) -> None:
     with browser_page(page_file) as page:
         table = page.query_selector("section.numbers table")
         heads = [cell.inner_text() for cell in table.query_selector_all("th")]
@@ -71,7 +73,7 @@ def test_limits_that_differ_are_not_told_as_one(runs: Path) -> None:
     assert "Limits differ between the runs" in note(5, 6)
 
 
-def test_tables_sort_by_value_both_ways(page_file: Path) -> None:
+def test_tables_sort_by_value_both_ways(browser_page: BrowserPage, page_file: Path) -> None:
     with browser_page(page_file) as page:
         heads = page.query_selector_all("section.numbers table >> nth=0 >> th button")
         column = [head.inner_text() for head in heads].index("out tok/s whole run")
@@ -87,7 +89,7 @@ def test_tables_sort_by_value_both_ways(page_file: Path) -> None:
         assert page.get_attribute("section.numbers th[aria-sort]", "aria-sort") == "descending"
 
 
-def test_runs_phases_and_themes_can_be_chosen(page_file: Path) -> None:
+def test_runs_phases_and_themes_can_be_chosen(browser_page: BrowserPage, page_file: Path) -> None:
     with browser_page(page_file) as page:
         timeline = page.query_selector("[data-chart=timeline]")
         before = timeline.get_attribute("data-rows")
@@ -125,7 +127,7 @@ def steps_shown(page: Any) -> int:
     return int(shown[1].replace(",", ""))
 
 
-def test_a_brush_and_buttons_zoom_into_single_steps(page_file: Path, runs: Path) -> None:
+def test_a_brush_and_buttons_zoom_into_single_steps(browser_page: BrowserPage, page_file: Path, runs: Path) -> None:
     with browser_page(page_file) as page:
         label = page.evaluate("document.querySelector('#run').selectedOptions[0].text")
         whole = Run.load(runs / label).manifest.rows["steps"]
@@ -171,7 +173,9 @@ DASHED = """element => {
 }"""
 
 
-def test_phases_of_the_scenario_are_marked_in_the_timeline(page_file: Path, runs: Path) -> None:
+def test_phases_of_the_scenario_are_marked_in_the_timeline(
+    browser_page: BrowserPage, page_file: Path, runs: Path
+) -> None:
     with browser_page(page_file) as page:
         timeline = page.query_selector("[data-chart=timeline]")
         columns = timeline.evaluate(DASHED)
@@ -185,7 +189,7 @@ def test_phases_of_the_scenario_are_marked_in_the_timeline(page_file: Path, runs
         assert measured == pytest.approx((starts[1] - starts[0]) / (starts[2] - starts[0]), abs=0.02)
 
 
-def test_hovering_a_line_tells_its_value_there(page_file: Path) -> None:
+def test_hovering_a_line_tells_its_value_there(browser_page: BrowserPage, page_file: Path) -> None:
     with browser_page(page_file) as page:
         chart = page.query_selector("[data-chart=cdf_tpot] canvas")
         chart.scroll_into_view_if_needed()
@@ -201,7 +205,7 @@ def test_hovering_a_line_tells_its_value_there(page_file: Path) -> None:
         assert len(shares) > 3  # a line by itself would tell its first point wherever it is touched
 
 
-def test_a_desk_shows_every_table_without_sideways_scrolling(page_file: Path) -> None:
+def test_a_desk_shows_every_table_without_sideways_scrolling(browser_page: BrowserPage, page_file: Path) -> None:
     with browser_page(page_file, width=1200) as page:
         widths = page.evaluate("[...document.querySelectorAll('.scroll')].map(e => [e.scrollWidth, e.clientWidth])")
         assert len(widths) == 4
@@ -210,7 +214,9 @@ def test_a_desk_shows_every_table_without_sideways_scrolling(page_file: Path) ->
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_a_phone_shows_it_without_sideways_scrolling(page_file: Path, scheme: str, tmp_path: Path) -> None:
+def test_a_phone_shows_it_without_sideways_scrolling(
+    browser_page: BrowserPage, page_file: Path, scheme: str, tmp_path: Path
+) -> None:
     with browser_page(page_file, width=360, scheme=scheme, touch=True) as page:
         assert page.evaluate("document.documentElement.scrollWidth") <= 360
         back = page.evaluate("getComputedStyle(document.body).backgroundColor")
@@ -231,7 +237,7 @@ def test_a_phone_shows_it_without_sideways_scrolling(page_file: Path, scheme: st
         assert (tmp_path / "phone.png").stat().st_size > 50_000
 
 
-def test_hostile_names_are_only_text(runs: Path, tmp_path: Path) -> None:
+def test_hostile_names_are_only_text(browser_page: BrowserPage, runs: Path, tmp_path: Path) -> None:
     for name in ("v1", "ebplus"):
         shutil.copytree(runs / name, tmp_path / name)
         rewrite(tmp_path / name, policy=f"{name}{HOSTILE}", model=HOSTILE, device=HOSTILE, workload=HOSTILE)
@@ -259,7 +265,7 @@ def test_the_file_refers_to_nothing_outside(page_file: Path) -> None:
     assert text.count("<script") == 3 + page_module.library().count("<script")
 
 
-def test_a_run_without_steps_still_has_a_page(runs: Path, tmp_path: Path) -> None:
+def test_a_run_without_steps_still_has_a_page(browser_page: BrowserPage, runs: Path, tmp_path: Path) -> None:
     """A server without the scheduler plugin records no steps."""
     import pyarrow.parquet as pq
 
@@ -277,7 +283,7 @@ def test_a_run_without_steps_still_has_a_page(runs: Path, tmp_path: Path) -> Non
         assert [line for line in page.heard if "error" in line] == []
 
 
-def test_repeats_get_a_paired_comparison(tmp_path: Path) -> None:
+def test_repeats_get_a_paired_comparison(browser_page: BrowserPage, tmp_path: Path) -> None:
     done = invoke(
         "run", "balanced", "--source", "profile", "-n", "40", "-c", "8", "--input-len", "32", "--output-len", "8",
         "-p", "v1", "-p", "v0", "--repeats", "3", "-q", "--engine", "sim", "-o", tmp_path / "out",
@@ -303,7 +309,7 @@ def test_repeats_get_a_paired_comparison(tmp_path: Path) -> None:
     assert rows[1][2] == f"{numbers.change(np.mean(gains))} ±{100 * np.std(gains, ddof=1):.1f} %"
 
 
-def test_requests_that_failed_are_told(runs: Path, tmp_path: Path) -> None:
+def test_requests_that_failed_are_told(browser_page: BrowserPage, runs: Path, tmp_path: Path) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -343,7 +349,9 @@ def test_a_legend_has_as_many_columns_as_its_names_leave_room_for() -> None:
     assert pixels_a_name("v1", "eb") < pixels_a_name("v1", "cadence:every=16") < 240
 
 
-def test_each_load_and_environment_has_its_table_its_verdict_and_its_curves(tmp_path: Path) -> None:
+def test_each_load_and_environment_has_its_table_its_verdict_and_its_curves(
+    browser_page: BrowserPage, tmp_path: Path
+) -> None:
     for rate in (2, 4):
         done = invoke(
             "run", "balanced", "--source", "profile", "-n", "30", "--request-rate", rate, "--input-len", "32",
