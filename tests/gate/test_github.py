@@ -23,6 +23,17 @@ GITHUB = Path(__file__).resolve().parents[2] / ".github"
 ACTION = GITHUB / "actions" / "gate" / "action.yml"
 EXAMPLES = sorted((GITHUB / "workflow-examples").glob("*.yml"))
 WORKFLOWS = [*EXAMPLES, *sorted((GITHUB / "workflows").glob("*.yml"))]
+SHORT = """
+name = "short"
+description = "Answers of 24 tokens, so that a server in real time takes a second"
+num_prompts = 12
+[profile.input]
+family = "uniform"
+mean = 32
+[profile.output]
+family = "uniform"
+mean = 24
+"""
 
 
 def step(document: dict[str, Any], name: str) -> dict[str, Any]:
@@ -209,13 +220,13 @@ def test_the_gpu_example_interleaves_two_installations(tmp_path: Path) -> None:
 def test_the_server_example_starts_measures_and_stops_each_side(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The user's server is a server of known latencies here, twice as slow in the candidate's branch."""
+    """The user's server is a server of known latencies here, three times as slow in the candidate's branch."""
     document = yaml.safe_load((GITHUB / "workflow-examples" / "gate-server.yml").read_text())
     shim(tmp_path / "venv-ebbench" / "bin" / "ebbench")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    for side, itl_ms in (("baseline", 4), ("candidate", 8)):
+    for side, itl_ms in (("baseline", 10), ("candidate", 30)):
         start = tmp_path / side / "start-server.sh"
         start.parent.mkdir()
         start.write_text(
@@ -223,7 +234,8 @@ def test_the_server_example_starts_measures_and_stops_each_side(
         )
         start.chmod(0o755)
     assert bash(step(document, "how one side is measured")["run"], tmp_path).returncode == 0
-    quick = document["env"] | {"PORT": str(port), "WORKLOAD": "balanced", "PROMPTS": "12", "CONCURRENCY": "4"}
+    (tmp_path / "short.toml").write_text(SHORT)
+    quick = document["env"] | {"PORT": str(port), "WORKLOAD": "short.toml", "PROMPTS": "12", "CONCURRENCY": "4"}
     for name, value in quick.items():
         monkeypatch.setenv(name, value)
     inputs = gate_inputs(document)
