@@ -13,7 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -162,25 +162,26 @@ def test_an_option_that_does_not_exist_is_found() -> None:
 @pytest.mark.vllm
 def test_commands_that_need_vllm(workplace: Path) -> None:
     pytest.importorskip("vllm")
-    for block in _marked("vllm"):
-        run(block)
+    assert run_marked("vllm", PAGES) >= 2
 
 
 @pytest.mark.slow
 def test_commands_that_need_a_cluster(workplace: Path) -> None:
     pytest.importorskip("ray")
+    assert run_marked("cluster", ["sweeps"]) >= 1
+
+
+def run_marked(word: str, pages: Sequence[str]) -> int:
+    """Run the blocks with this word behind their language; the number of command lines that ran.
+
+    The files that these pages show are written before.
+    """
     ran = 0
-    for block in blocks("sweeps"):
-        if not prepare(block) and block.word == "cluster":
+    for block in (block for page in pages for block in blocks(page)):
+        if not prepare(block) and block.word == word:
             run(block)
-            ran += 1
-    assert ran
-
-
-def _marked(word: str) -> Iterator[Block]:
-    found = [block for page in PAGES for block in blocks(page) if block.word == word]
-    assert found
-    return iter(found)
+            ran += len(block.commands)
+    return ran
 
 
 @pytest.mark.parametrize("page", PAGES)
