@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from tests.conftest import LONGEST
+
 yaml = pytest.importorskip("yaml")
 
 ROOT = Path(__file__).parents[2]
@@ -62,3 +64,15 @@ def test_a_commit_is_checked_by_the_tools_of_make_lint() -> None:
     recipe = MAKEFILE.split("\nlint:")[1].split("\n\n")[0]
     linted = set(re.findall(r"\$\(TEST\)/bin/([\w-]+(?: \w+)?)", recipe))
     assert {hook.removesuffix(" --fix") for hook in hooks} == linted
+
+
+def test_the_files_that_are_begun_first_are_there() -> None:
+    """A name that nothing has would silently put its file last again, with one process busy and the others idle."""
+    assert len(set(LONGEST)) == len(LONGEST)
+    assert [name for name in LONGEST if not (ROOT / name).is_file()] == []
+
+
+def test_make_test_runs_what_the_parts_run() -> None:
+    """One session of all tests, of which `make unit` and `make vllm` are the two halves."""
+    chosen = dict(re.findall(r"^(test|unit|vllm):.*\n(?:\t.*\n)*?\t\$\(PYTEST\) -m \"(.*)\"$", MAKEFILE, re.MULTILINE))
+    assert chosen == {"test": "not nightly", "unit": "not vllm", "vllm": "vllm and not nightly"}
