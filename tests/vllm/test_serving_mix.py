@@ -13,9 +13,20 @@ import pytest
 
 from tests.processes.process_tree import wait_until
 from tests.vllm import small_model
-from tests.vllm.serving import ENDED_S, REQUESTS, Answer, Sent, all_answered, answered, requests, samples, server
+from tests.vllm.serving import (
+    ENDED_S,
+    REQUESTS,
+    Answer,
+    Sent,
+    all_answered,
+    answered,
+    client,
+    requests,
+    samples,
+    server,
+)
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("forking")]
 
 ROUNDING = 2e-3  # of log-probabilities: sums of other batches differ in their last bits
 POLICIES = ("eb:update_every=10,min_samples=5", "marginal:update_every=10")
@@ -48,7 +59,8 @@ def served(model: Path, policy: str, caching: bool) -> Served:
         wait_until(lambda: samples(url)["vllm:num_requests_running"] == 0, "a request is still running", ENDED_S)
         after = samples(url)
         body = {"prompt": "after", "max_tokens": 3, "temperature": 0.0, "stream": False}
-        assert answered(url, Sent("/v1/completions", body)).reasons == {0: "length"}
+        with client() as http:
+            assert answered(http, url, Sent("/v1/completions", body)).reasons == {0: "length"}
     return Served(answers, after, log.read_text(encoding="utf-8"))
 
 
