@@ -1,7 +1,12 @@
-"""Settings of all tests: Hypothesis deadlines and the order of the files."""
+"""Settings of all tests: Hypothesis deadlines and the order of the files; how vLLM servers start their processes."""
+
+import os
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
+
+from tests.vllm import forking as forking_plugin
 
 # A machine may be slow: no property test fails for the time that one example takes.
 settings.register_profile("untimed", deadline=None)
@@ -10,15 +15,52 @@ settings.load_profile("untimed")
 LONGEST = (
     "tests/vllm/test_signals_vllm.py",  # nine vLLM servers, one after the other
     "tests/docs/test_docs.py",
-    "tests/sweep/test_ray_cluster.py",
+    "tests/capacity/test_on_server.py",  # mostly waiting
+    "tests/vllm/test_serving_mix.py",
+    "tests/vllm/test_engine_vllm.py",
+    "tests/sweep/test_ray_cluster.py",  # mostly waiting
+    "tests/vllm/test_token_identity.py",
+    "tests/vllm/test_sim_equals_emulated.py",
+    "tests/vllm/test_validate.py",
+    "tests/report/test_page.py",
+    "tests/vllm/test_plugin_alone.py",
+    "tests/vllm/test_replicas.py",
     "tests/processes/test_signals.py",
+    "tests/vllm/test_upstream.py",
+    "tests/devices/test_calibrate.py",
     "tests/gate/test_github.py",
+    "tests/vllm/test_fuzz_scheduler.py",
+    "tests/workloads/test_hub.py",
+    "tests/client/test_client_cli.py",
+    "tests/sweep/test_sweep_on_server.py",
+    "tests/client/test_client_drive.py",
+    "tests/gateway/test_gateway.py",
+    "tests/sweep/test_sweep_runs.py",
+    "tests/vllm/test_fuzz_catches.py",
+    "tests/gateway/test_faults.py",
+    "tests/validation/test_validate_command.py",
 )
 """Files that take longest, the longest first. The tests of a file run in one process: begun last, they would keep one
-process busy for minutes while the other is idle."""
+process busy for minutes while the others are idle."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the longest files; the order within a file and of the others stays."""
     place = {name: number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.nodeid.partition("::")[0], len(LONGEST)))
+
+
+@pytest.fixture(scope="session")
+def forking_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A PYTHONPATH under which vLLM servers fork their processes: see tests/vllm/forking.py."""
+    places = [str(forking_plugin.install(tmp_path_factory.mktemp("forking"))), os.environ.get("PYTHONPATH", "")]
+    return os.pathsep.join(filter(None, places))
+
+
+@pytest.fixture(scope="module")
+def forking(forking_path: str) -> Iterator[None]:
+    """The servers that the tests of a file start fork their processes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", forking_path)
+        patch.setenv("OMP_NUM_THREADS", "1")
+        yield

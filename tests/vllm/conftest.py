@@ -14,6 +14,10 @@ import pytest
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+# By default vLLM binds a model's threads to particular cores, and every server chooses the same ones. Servers that run
+# at the same time (of two pytest processes, or replicas) would share one core and leave the other idle.
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # engines of these tests live in the test process
 
 if importlib.util.find_spec("vllm") is None:

@@ -23,7 +23,7 @@ from tests.vllm.emulation import DEVICE, Traffic, make_plan
 from tests.vllm.whole_command import ebbench
 from vllm_eb.policy import parse_policy
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("forking")]
 
 OPTIONS = EngineOptions(max_num_seqs=16, max_num_batched_tokens=512, max_model_len=2048)
 CLIENT = ClientOptions(workers=0, metrics_interval_s=None)

@@ -10,7 +10,7 @@ import pytest
 from ebbench.records.run import Run
 from tests.vllm.whole_command import ebbench
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("forking")]
 
 
 def test_two_servers_behind_the_gateway_with_signals(small_model_folder: Path, tmp_path: Path) -> None:

@@ -10,21 +10,30 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import httpx
 import pytest
 
 from ebbench.records.run import Run
 from tests.processes.process_tree import assert_gone, descendants, wait_until
+from tests.vllm.serving import client, healthy
 
 pytestmark = pytest.mark.vllm
 
 READY_S = 480.0
-WAYS = [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL]
+FORKED, SPAWNED = True, False
+"""How a server makes its engine core and worker: by forking, as vLLM can on CUDA, or as new interpreters, as it does on
+a CPU, which takes three times as long. The processes and what they do are the same."""
 
 
-def begin(folder: Path, *words: object) -> subprocess.Popen[bytes]:
+@pytest.fixture
+def import_path(request: pytest.FixtureRequest, forked: bool) -> str | None:
+    """PYTHONPATH of the command; None: that of this process."""
+    return str(request.getfixturevalue("forking_path")) if forked else None
+
+
+def begin(folder: Path, import_path: str | None, *words: object) -> subprocess.Popen[bytes]:
     """A command as a user starts it: its engines in processes of their own."""
     environment = {name: value for name, value in os.environ.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"}
+    environment |= {"PYTHONPATH": import_path} if import_path else {}
     command = [sys.executable, "-m", "ebbench", *map(str, words)]
     with (folder / "said").open("wb") as said:
         return subprocess.Popen(command, cwd=folder, env=environment, stdout=said, stderr=said, start_new_session=True)
@@ -50,18 +59,6 @@ def started(process: subprocess.Popen[bytes], folder: Path, condition: Callable[
     wait_until(far_enough, problem, READY_S)
 
 
-def answers(port: int) -> Callable[[], bool]:
-    """Whether a server answers there."""
-
-    def ask() -> bool:
-        try:
-            return httpx.get(f"http://127.0.0.1:{port}/health", timeout=2.0).status_code == 200
-        except httpx.HTTPError:
-            return False
-
-    return ask
-
-
 def free_port() -> int:
     """A TCP port of this machine that nothing listens on at the moment."""
     with socket.socket() as probe:
@@ -69,11 +66,13 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-# A server costs twenty CPU seconds: what SIGTERM does to a run is seen with several servers, below.
-@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGKILL])
-def test_a_run_in_its_middle(small_model_folder: Path, tmp_path: Path, number: signal.Signals) -> None:
+# A server costs ten to twenty CPU seconds: what SIGTERM does to a run is seen with several servers, below.
+@pytest.mark.parametrize(("number", "forked"), [(signal.SIGHUP, FORKED), (signal.SIGKILL, SPAWNED)])
+def test_a_run_in_its_middle(
+    small_model_folder: Path, tmp_path: Path, number: signal.Signals, import_path: str | None
+) -> None:
     process = begin(
-        tmp_path, "run", "balanced", "--input-len", 60, "--output-len", 40, "--engine", "vllm",
+        tmp_path, import_path, "run", "balanced", "--input-len", 60, "--output-len", 40, "--engine", "vllm",
         "--model", small_model_folder, "--policy", "eb:k=2", "-n", 5000, "-c", 4, "--max-model-len", 1024, "-o", "out",
     )  # fmt: skip
     started(process, tmp_path, lambda: list(tmp_path.glob("out/requests.part-*")), "nothing was measured")
@@ -86,23 +85,31 @@ def test_a_run_in_its_middle(small_model_folder: Path, tmp_path: Path, number: s
     assert statuses.count("ok") > 0
 
 
-@pytest.mark.parametrize("number", WAYS)
-def test_a_server_for_others(small_model_folder: Path, tmp_path: Path, number: signal.Signals) -> None:
+@pytest.mark.parametrize(
+    ("number", "forked"), [(signal.SIGTERM, SPAWNED), (signal.SIGHUP, FORKED), (signal.SIGKILL, FORKED)]
+)
+def test_a_server_for_others(
+    small_model_folder: Path, tmp_path: Path, number: signal.Signals, import_path: str | None
+) -> None:
     port = free_port()
     process = begin(
-        tmp_path, "serve", small_model_folder, "--policy", "eb:k=2", "--port", port,
+        tmp_path, import_path, "serve", small_model_folder, "--policy", "eb:k=2", "--port", port,
         "--", "--enforce-eager", "--max-model-len", 1024,
     )  # fmt: skip
-    started(process, tmp_path, answers(port), "the server did not come up")
+    with client() as http:
+        started(process, tmp_path, lambda: healthy(http, f"http://127.0.0.1:{port}"), "the server did not come up")
     code = end(process, number, least=3)
     assert code == (-signal.SIGKILL if number == signal.SIGKILL else 130), (tmp_path / "said").read_text()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_several_servers_and_their_gateway(small_model_folder: Path, tmp_path: Path, number: signal.Signals) -> None:
+@pytest.mark.parametrize(("number", "forked"), [(signal.SIGTERM, FORKED), (signal.SIGKILL, FORKED)])
+def test_several_servers_and_their_gateway(
+    small_model_folder: Path, tmp_path: Path, number: signal.Signals, import_path: str | None
+) -> None:
     process = begin(
-        tmp_path, "run", "balanced", "--input-len", 60, "--output-len", 40, "--engine", "vllm", "--replicas", 2,
-        "--model", small_model_folder, "--policy", "eb:k=2", "-n", 5000, "-c", 4, "--max-model-len", 1024, "-o", "out",
+        tmp_path, import_path, "run", "balanced", "--input-len", 60, "--output-len", 40, "--engine", "vllm",
+        "--replicas", 2, "--model", small_model_folder, "--policy", "eb:k=2", "-n", 5000, "-c", 4,
+        "--max-model-len", 1024, "-o", "out",
     )  # fmt: skip
     started(process, tmp_path, lambda: list(tmp_path.glob("out/requests.part-*")), "nothing was measured")
     code = end(process, number, least=8)  # twice supervisor, API server and engine core; gateway, client worker
