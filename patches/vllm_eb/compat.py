@@ -82,9 +82,14 @@ def reorder(queue: Any, requests: list[Any]) -> None:
     queue.extend(requests)
 
 
+def by_priority(scheduler: Any) -> bool:
+    """Whether requests have priorities (``--scheduling-policy priority``)."""
+    return not isinstance(scheduler.waiting, deque)
+
+
 def refuse_reordering(scheduler: Any, wanted: bool) -> None:
     """Raise ConfigError if a priority queue would have to be reordered by age."""
-    if wanted and not isinstance(scheduler.waiting, deque):
+    if wanted and by_priority(scheduler):
         raise ConfigError(
             "vllm_eb: a ttft= target orders the queue, and so does --scheduling-policy priority: choose one"
         )

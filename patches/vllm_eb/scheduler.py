@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import vllm
@@ -82,6 +83,8 @@ class _PhasedScheduler(Scheduler):  # type: ignore[misc]
         if self.controller is not None and self.controller.orders_queue:
             self._waiting_order = WaitingOrder(self.controller)
         compat.refuse_reordering(self, self._waiting_order is not None)
+        if compat.by_priority(self):
+            self.kv_cache_manager.allocate_slots = partial(self._allocate, self.kv_cache_manager.allocate_slots)
         rank = int(getattr(vllm_config.parallel_config, "data_parallel_rank", 0) or 0)
         reports = StepReports(self, self.controller, config, rank)
         self._reports = reports if reports.wanted else None
@@ -257,6 +260,22 @@ class _PhasedScheduler(Scheduler):  # type: ignore[misc]
             self._set_aside = []
             if visible is not running:
                 self.running = _merged(running, self.running, shown)
+
+    def _allocate(self, allocate: Callable[..., Any], request: Request, *args: Any, **kwargs: Any) -> Any:
+        """vLLM's ``KVCacheManager.allocate_slots`` under ``--scheduling-policy priority``.
+
+        For a running request vLLM frees blocks by preempting the running request of the lowest priority. If that one is
+        set aside, vLLM does not see it: it is preempted here, and as in vLLM nothing is admitted in such a step.
+        """
+        while (blocks := allocate(request, *args, **kwargs)) is None and request.status == RequestStatus.RUNNING:
+            others = [one for one in self._set_aside if one.status == RequestStatus.RUNNING]
+            victim = max(others, key=lambda one: (one.priority, one.arrival_time), default=request)
+            if victim is request or victim in self.running:
+                break
+            self._set_aside.remove(victim)
+            self._preempt_request(victim, time.monotonic())
+            setattr(self, self._limit_name, 0)
+        return blocks
 
     def _handle_blocked_waiting_request(self, request: Request) -> bool:
         """vLLM's method for a request about to be admitted; also checks that its LoRA adapter fits beside those in

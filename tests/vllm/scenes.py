@@ -54,7 +54,9 @@ class Scene:
         if self.policy.endswith(":?"):
             self.policy = draw_policy(self.policy.removesuffix(":?"), self.seed, seqs, budget)
         orders_queue = "ttft" in self.policy or "order=" in self.policy
-        further = {"scheduling_policy": "priority"} if self.priorities and not orders_queue else {}
+        further: dict[str, Any] = {"scheduling_policy": "priority"} if self.priorities and not orders_queue else {}
+        if self.seed % 3 == 0:  # then a half-computed prompt may find no KV blocks
+            further["scheduler_reserve_full_isl"] = False
         self.engine = Engine(
             self.policy, blocks=blocks, seqs=seqs, budget=budget, asynchronous=dice.random() < 0.6,
             block_size=block_size, caching=dice.random() < 0.5, further=further,
