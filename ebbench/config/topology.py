@@ -1,7 +1,7 @@
 """Topologies: number and kind of engine instances, and how they are connected.
 
-Written as a short form (``dp=4`` or ``replicas=4``, ``2p2d``, ``tp=4,dp=8,ep=32``, ``3p1d,tp=4,dp=8,ep=32``) or as a
-table ``[topology]``::
+Written as a short form (``dp=4`` or ``replicas=4``, ``dp=4,lockstep=on``, ``2p2d``, ``tp=4,dp=8,ep=32``,
+``3p1d,tp=4,dp=8,ep=32``) or as a table ``[topology]``::
 
     [topology]
     network_ms = 0.5            # one way between dispatcher and instance
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -36,8 +36,9 @@ PREFILL_UTILIZATION, DECODE_UTILIZATION = 0.9, 0.7
 _SIZES = {
     "instances": Setting("equal instances", at_least=1, kind=int, example=4),
     "tp": Setting("GPUs of a unit", at_least=1, kind=int, example=4),
-    "dp": Setting("units of an instance with ep; without, replicas", at_least=1, kind=int, example=4),
+    "dp": Setting("units of an instance with ep or lockstep; without, replicas", at_least=1, kind=int, example=4),
     "ep": Setting("GPUs that share the experts: tp x dp", at_least=1, kind=int, example=32),
+    "lockstep": Setting("dp units of a dense model make their steps together", kind=bool, example="on"),
 }
 _POOLS = re.compile(r"^(\d+)p(\d+)d$", re.IGNORECASE)
 
@@ -46,6 +47,8 @@ class PoolSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """Equal instances. An instance has ``dp`` units of ``tp`` GPUs.
 
     With ``dp`` above 1 its units share expert layers (``ep``) and therefore wait for each other in every step.
+    ``lockstep``: they share nothing and wait for each other all the same, as the data-parallel ranks of a dense model
+    do up to vLLM 0.13, which agree on every forward pass (``DPMetadata.make``).
     ``max_num_seqs`` and ``max_num_batched_tokens`` override the run's, per unit.
     """
 
@@ -53,6 +56,7 @@ class PoolSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     tp: int = 1
     dp: int = 1
     ep: int = 1
+    lockstep: bool = False
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     gpu_memory_utilization: float | None = None
@@ -64,7 +68,9 @@ class PoolSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
                 raise ValueError(f"{key} must be at least 1, not {value}")
         if self.ep not in (1, self.tp * self.dp):
             raise ValueError(f"ep must be tp x dp = {self.tp * self.dp} (or left out), not {self.ep}")
-        if self.dp > 1 and self.ep == 1:
+        if self.lockstep and (self.dp == 1 or self.ep > 1):
+            raise ValueError("lockstep is for dp >= 2 units without ep; units that share experts wait anyway")
+        if self.dp > 1 and self.ep == 1 and not self.lockstep:
             raise ValueError(
                 "dp units of one instance share its experts: set ep = tp x dp, or use instances for replicas"
             )
@@ -176,7 +182,7 @@ def parse_topology(text: str) -> TopologySpec:
         if pools:
             if "instances" in sizes:
                 raise ValueError(f"{parts[0]} already gives the number of instances")
-            shape = {key: sizes[key] for key in ("tp", "dp", "ep") if key in sizes}
+            shape = {key: sizes[key] for key in ("tp", "dp", "ep", "lockstep") if key in sizes}
             return TopologySpec(
                 prefill=PoolSpec(instances=int(pools[1]), **shape), decode=PoolSpec(instances=int(pools[2]), **shape)
             )
@@ -185,15 +191,15 @@ def parse_topology(text: str) -> TopologySpec:
         raise UsageError(f"topology {text!r}: {error}") from None
 
 
-def _replicas(sizes: dict[str, int]) -> PoolSpec:
+def _replicas(sizes: dict[str, Any]) -> PoolSpec:
     """A pool of replicas: data parallelism without shared experts means replicas."""
-    if "ep" in sizes:
+    if "ep" in sizes or sizes.get("lockstep"):
         return PoolSpec(**sizes)
     instances = sizes.get("instances", 1) * sizes.get("dp", 1)
     return PoolSpec(instances=instances, tp=sizes.get("tp", 1))
 
 
-def _sizes(text: str, parts: list[str]) -> dict[str, int]:
+def _sizes(text: str, parts: list[str]) -> dict[str, Any]:
     for part in parts:
         key, equals, _ = part.partition("=")
         if key in ("pp", "pipeline"):
@@ -208,10 +214,11 @@ def _short(spec: TopologySpec) -> str:
         shape = _shape(spec.prefill)
         return f"{spec.prefill.instances}p{spec.decode.instances}d" + (f",{shape}" if shape else "")
     pool = spec.replicas or PoolSpec()
-    if pool.ep > 1:
+    if pool.dp > 1:
         return (f"instances={pool.instances}," if pool.instances > 1 else "") + _shape(pool)
     return f"dp={pool.instances}" + (f",tp={pool.tp}" if pool.tp > 1 else "")
 
 
 def _shape(pool: PoolSpec) -> str:
-    return ",".join(f"{key}={getattr(pool, key)}" for key in ("tp", "dp", "ep") if getattr(pool, key) > 1)
+    sizes = [f"{key}={getattr(pool, key)}" for key in ("tp", "dp", "ep") if getattr(pool, key) > 1]
+    return ",".join([*sizes, "lockstep=on"] if pool.lockstep else sizes)

@@ -11,6 +11,7 @@ from ebbench.devices.collectives import choose_link
 from ebbench.devices.loader import load, resized
 from ebbench.devices.parallel import Parallel
 from ebbench.devices.request import DeviceRequest
+from ebbench.errors import UsageError
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,12 @@ def unit_device(
     sized = replace(
         request, gpu_memory_utilization=utilization, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget
     )
-    shape = Parallel(pool.tp, pool.dp, pool.ep, link)
+    if pool.lockstep and model.experts:
+        raise UsageError(
+            f"lockstep is for dense models; the data-parallel units of {model.name} share its experts: write "
+            f"ep={pool.tp * pool.dp} instead"
+        )
+    shape = _shape(pool, link)
     shape.check(model)
     if link or not shape.single:
         choose_link(profile, link)
@@ -59,8 +65,12 @@ def unit_device(
 
 def shape_of(topology: TopologySpec) -> Parallel:
     """How the GPUs of one instance of the first pool share the model."""
-    pool = topology.pools[0]
-    return Parallel(pool.tp, pool.dp, pool.ep, topology.link)
+    return _shape(topology.pools[0], topology.link)
+
+
+def _shape(pool: PoolSpec, link: str) -> Parallel:
+    """How units of the pool share the model; units in lockstep hold all of it, each for itself."""
+    return Parallel(pool.tp, 1 if pool.lockstep else pool.dp, pool.ep, link)
 
 
 @dataclass(frozen=True)

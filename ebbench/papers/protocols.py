@@ -32,11 +32,21 @@ from ebbench.resources import REFERENCE
 from ebbench.runs.cell import Cell, simulated
 
 ASYNC_SCHEDULING = False
+BALANCED = "round-robin"
+"""Dispatch to data-parallel ranks. vLLM's front end balances by counts up to 100 ms old (v1/engine/coordinator.py) and
+counts what it has sent since, so requests that come within a step or two are spread evenly."""
 SYNTHETIC_WARMUP, REAL_WARMUP = 100, 20
 PAPER_THETA_FLOOR = 0.7
 MEAN_INPUT, MEAN_OUTPUT = 512, 256  # tokens, table 3's traffic levels
 CONCURRENCY_PHASES = (32, 512, 1024, 256, 2048)
 _FLOORED = {"eb": ("c=512", "c=2048", "distribution_shift"), "ebplus": ("distribution_shift",)}
+
+
+def data_parallel(ranks: int) -> str:
+    """Topology of the paper's data parallelism: a vLLM without asynchronous scheduling is 0.13 or older, whose ranks of
+    a dense model agree on every forward pass. That the runs used one such server, and not independent ones, is
+    inferred."""
+    return f"dp={ranks},lockstep=on"
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -145,3 +146,44 @@ def test_units_that_share_experts_are_slower_than_replicas_that_do_not_under_equ
         run(text, requests, on=on).requests["end_ns"].to_numpy().max() for text in ("tp=1,dp=2,ep=2", "dp=2")
     )
     assert shared > apart
+
+
+def test_ranks_of_a_dense_model_in_lockstep_step_together() -> None:
+    """As with data parallelism up to vLLM 0.13: every pass lasts as long as its slowest rank."""
+    requests = plan([(400 * (1 + i % 4), 20 + i) for i in range(16)], [0.0] * 16)
+    on = load_device("rtx-pro-6000", "qwen3-8b")
+    together, apart = (run(text, requests, on=on) for text in ("dp=2,lockstep=on", "dp=2"))
+    spans: dict[int, set[tuple[int, int]]] = {0: set(), 1: set()}
+    for row in together.steps.to_pylist():
+        spans[row["instance"]].add((row["start_ns"], row["end_ns"]))
+    ends = sorted(spans[0] | spans[1])
+    assert all(before[1] <= after[0] for before, after in pairwise(ends)), "passes overlap"
+    assert len(spans[0] & spans[1]) > 0.8 * min(len(spans[0]), len(spans[1]))
+    assert together.requests["end_ns"].to_numpy().max() > apart.requests["end_ns"].to_numpy().max()
+
+
+def test_one_request_is_as_fast_in_lockstep() -> None:
+    requests = plan([(1000, 30)], [0.0])
+    on = load_device("rtx-pro-6000", "qwen3-8b")
+    together, apart = (run(text, requests, on=on).requests for text in ("dp=2,lockstep=on", "dp=2"))
+    assert together.equals(apart)
+
+
+@pytest.mark.parametrize(
+    ("topology", "model", "reason"),
+    [
+        ("lockstep=on", "qwen3-8b", "dp >= 2 units without ep"),
+        ("dp=4,ep=4,lockstep=on", "qwen3-30b-a3b", "dp >= 2 units without ep"),
+        ("dp=2,lockstep=on", "qwen3-30b-a3b", "share its experts: write ep=2"),
+    ],
+)
+def test_lockstep_is_for_several_units_of_a_dense_model(topology: str, model: str, reason: str) -> None:
+    with pytest.raises(UsageError, match=reason):
+        run(topology, plan([(10, 2)], [0.0]), on=load_device("rtx-pro-6000", model))
+
+
+def test_a_topology_in_lockstep_is_named_as_it_is_written() -> None:
+    written = {"dp=4": 4, "tp=2,dp=4": 8, "instances=2,dp=2": 4, "2p2d,dp=2": 8}
+    for sizes, gpus in written.items():
+        spec = parse_topology(f"{sizes},lockstep=on")
+        assert (spec.label, spec.gpus) == (f"{sizes},lockstep=on", gpus)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ebbench.analysis.documents import Column, Document, Section, Value, compared, comparison, labels, relative
-from ebbench.papers.protocols import ASYNC_SCHEDULING, MEAN_INPUT, MEAN_OUTPUT
+from ebbench.analysis.documents import Document, Section, Value, compared, comparison, labels
+from ebbench.papers.protocols import ASYNC_SCHEDULING, BALANCED, MEAN_INPUT, MEAN_OUTPUT, data_parallel
 from ebbench.papers.published import EB_PAPER, GPUS, SYNTHETIC, gpu_title, pick
 from ebbench.papers.staggered.deployment import deployed
 from ebbench.papers.table import PaperOptions, PaperTable, pending
@@ -20,19 +20,26 @@ _METRICS = (
     ("ttft_s", "TTFT s", "mean_ttft_ms", 1e-3),
     ("tpot_ms", "TPOT ms", "mean_tpot_ms", 1.0),
 )
+_METRICS20 = (_METRICS[0], ("ttft_ms", "TTFT ms", "mean_ttft_ms", 1.0), _METRICS[2])
 _POOLS_NOTE = (
     "Pools follow vLLM's P2P NCCL connector: prefill servers use 0.9 of the memory, decode servers 0.7, the rest of "
     "which receives KV and holds it until the request has finished; nothing holds a transfer back, and a full store "
     "ends the run ('OOM'). Dispatch is to the instance with the fewest open requests."
 )
 
+_RANKS_NOTE = (
+    "Data-parallel ranks run in lockstep, as those of a dense model do up to vLLM 0.13, with requests spread evenly "
+    "over them. That the paper ran one such server, and not one per GPU, is inferred."
+)
+
 
 class PolicyOnTopology(NamedTuple):
-    """A topology and the policy of its instances."""
+    """A topology, the policy of its instances and the dispatch to them (None: the default)."""
 
     title: str
     topology: str
     policy: str
+    dispatch: str | None = None
 
 
 def _cell(
@@ -47,6 +54,7 @@ def _cell(
     model = options.model()
     return simulated(
         workload, choice.policy, device, model, SEQS, BUDGET, topology=deployed(choice.topology),
+        dispatch=choice.dispatch,
         weight=float(concurrency), num_prompts=options.num_prompts or count, max_concurrency=concurrency,
         async_scheduling=ASYNC_SCHEDULING, **plan,
     )  # fmt: skip
@@ -66,40 +74,39 @@ def value_or_oom(found: Measured | None, key: str, scale: float = 1.0) -> Value:
 # Table 19: two GPUs.
 
 CONCURRENCY19 = (64, 512, 2048)
-_TWO = {
-    "v1_dp2": PolicyOnTopology("v1, DP=2", "dp=2", "v1"),
-    "ebplus_dp2": PolicyOnTopology("EB+, DP=2", "dp=2", "ebplus"),
+TWO = {
+    "v1_dp2": PolicyOnTopology("v1, DP=2", data_parallel(2), "v1", BALANCED),
+    "ebplus_dp2": PolicyOnTopology("EB+, DP=2", data_parallel(2), "ebplus", BALANCED),
     "disagg_1p1d": PolicyOnTopology("1P+1D", "1p1d", "v1"),
-    "early": PolicyOnTopology("1P+1D, copies dropped early", "1p1d-early", "v1"),
 }
+_ALL_TWO = TWO | {"early": PolicyOnTopology("1P+1D, copies dropped early", "1p1d-early", "v1")}
 
 
 def _cell19(options: PaperOptions, device: str, name: str, concurrency: int) -> Cell:
     return _cell(
-        options, device, _TWO[name], 4000, concurrency, "balanced", input_len=MEAN_INPUT, output_len=MEAN_OUTPUT
+        options, device, _ALL_TWO[name], 4000, concurrency, "balanced", input_len=MEAN_INPUT, output_len=MEAN_OUTPUT
     )  # fmt: skip
 
 
 def _cells19(options: PaperOptions) -> list[Cell]:
-    return [_cell19(options, device, name, c) for device in _devices(options) for name in _TWO for c in CONCURRENCY19]
+    return [
+        _cell19(options, device, name, c) for device in _devices(options) for name in _ALL_TWO for c in CONCURRENCY19
+    ]
 
 
 def _section19(options: PaperOptions, store: RunStore, device: str) -> Section:
     columns = labels("c", "metric")
-    for choice in _TWO.values():
+    for choice in _ALL_TWO.values():
         columns += compared(choice.title)
     rows = []
     for concurrency in CONCURRENCY19:
         for metric, title, key, scale in _METRICS:
             row: list[Value] = [str(concurrency), title]
-            for name in _TWO:
+            for name in _ALL_TWO:
                 ours = value_or_oom(store.get(_cell19(options, device, name, concurrency)), key, scale)
                 where = {"concurrency": str(concurrency), "metric": metric, "gpu": gpu_title(device)}
                 published = pick("table19_two_gpu", name, **where)
-                known = ours if isinstance(ours, float) else None
-                row += comparison(published, known) if known is not None else (published, ours, None)
-                if published is None and name == "disagg_1p1d" and device in GPUS:
-                    row[-3] = "OOM"
+                row += _beside(published, ours, failed=name == "disagg_1p1d" and device in GPUS)
             rows.append(tuple(row))
     return Section(gpu_title(device), columns, tuple(rows))
 
@@ -115,6 +122,7 @@ def _document19(options: PaperOptions, store: RunStore) -> Document:
         f"Published: {EB_PAPER}, table 19 (F.4), Qwen3-8B on two GPUs; tokens/s count prompts and answers.",
         f"The lengths are not legible in our copy; mean {MEAN_INPUT} in and {MEAN_OUTPUT} out fit its throughputs and "
         f"TPOTs to each other (3 x c / TPOT). 4,000 requests, B = {BUDGET}, N = {SEQS}.",
+        _RANKS_NOTE,
         _POOLS_NOTE,
         "With c requests open, up to c received prompts are held, 75 MB each at these lengths: on RTX PRO 6000 that "
         "fills the store at c = 512 already, where the published run lived. 'Copies dropped early' gives a copy up "
@@ -130,13 +138,13 @@ def _document19(options: PaperOptions, store: RunStore) -> Document:
 # Table 20: four GPUs.
 
 CONCURRENCY20 = (128, 256, 512)
-_FOUR = (
-    PolicyOnTopology("v1, DP=4", "dp=4", "v1"),
-    PolicyOnTopology("EB+, DP=4", "dp=4", "ebplus"),
-    PolicyOnTopology("1P+3D", "1p3d", "v1"),
-    PolicyOnTopology("2P+2D", "2p2d", "v1"),
-    PolicyOnTopology("3P+1D", "3p1d", "v1"),
-)
+FOUR = {
+    "v1_dp4": PolicyOnTopology("v1, DP=4", data_parallel(4), "v1", BALANCED),
+    "ebplus_dp4": PolicyOnTopology("EB+, DP=4", data_parallel(4), "ebplus", BALANCED),
+    "1p3d": PolicyOnTopology("1P+3D", "1p3d", "v1"),
+    "2p2d": PolicyOnTopology("2P+2D", "2p2d", "v1"),
+    "3p1d": PolicyOnTopology("3P+1D", "3p1d", "v1"),
+}
 _MIXES = ("prefill-heavy", "balanced", "decode-heavy")
 NEAR = 0.98
 STARVED = 0.9  # a prefill pool that is busy for a smaller share of the time waits for requests
@@ -152,30 +160,36 @@ def _cells20(options: PaperOptions) -> list[Cell]:
         for device in _devices(options)
         for mix in _MIXES
         for c in CONCURRENCY20
-        for choice in _FOUR
+        for choice in FOUR.values()
     ]
 
 
 def _section20(options: PaperOptions, store: RunStore, device: str) -> Section:
-    columns = (
-        *labels("mix", "c"),
-        *(Column(choice.title, group="tokens/s", ours=True) for choice in _FOUR),
-        *(Column(choice.title, group="TTFT s", ours=True) for choice in _FOUR),
-        *labels("best"),
-        Column("EB+ vs best other", "change", ours=True),
-    )
+    columns = labels("mix", "c", "metric")
+    for choice in FOUR.values():
+        columns += compared(choice.title)
     rows = []
     for mix in _MIXES:
         for concurrency in CONCURRENCY20:
-            found = {choice.title: store.get(_cell20(options, device, choice, mix, concurrency)) for choice in _FOUR}
-            rates = [value_or_oom(measured, _RATE) for measured in found.values()]
-            ttft = [value_or_oom(measured, "mean_ttft_ms", 1e-3) for measured in found.values()]
-            ranked = _ranked(found)
-            others = [rate for title, rate in ranked if title != "EB+, DP=4"]
-            change = relative(dict(ranked).get("EB+, DP=4"), max(others)) if others else None
-            best = ranked[0][0] if ranked else None
-            rows.append((SYNTHETIC[mix], str(concurrency), *rates, *ttft, best, change))
+            for metric, title, key, scale in _METRICS20:
+                row: list[Value] = [SYNTHETIC[mix], str(concurrency), title]
+                for name, choice in FOUR.items():
+                    ours = value_or_oom(store.get(_cell20(options, device, choice, mix, concurrency)), key, scale)
+                    published = pick(
+                        "table20_four_gpus", "value", gpu=gpu_title(device), concurrency=str(concurrency),
+                        workload=mix, setting=name, metric=metric,
+                    )  # fmt: skip
+                    row += _beside(published, ours, failed=device in GPUS)
+                rows.append(tuple(row))
     return Section(gpu_title(device), columns, tuple(rows))
+
+
+def _beside(published: float | None, ours: Value, *, failed: bool) -> tuple[Value, Value, Value]:
+    """A published figure beside ours. ``failed``: a figure that was not published is that of a run without memory."""
+    left: Value = "OOM" if published is None and failed else published
+    if isinstance(ours, float) and published is not None:
+        return comparison(published, ours)
+    return left, ours, None
 
 
 def _ranked(found: Mapping[str, Measured | None]) -> list[tuple[str, float]]:
@@ -235,16 +249,10 @@ def _ttft(measured: Measured) -> float:
 
 def _document20(options: PaperOptions, store: RunStore) -> Document:
     notes = (
-        f"Published: {EB_PAPER}, table 20 (F.4); of it only the text survived in our copy: on RTX PRO 6000, at one "
-        "concurrency, prefill-heavy favours 2P+2D, balanced 1P+3D, decode-heavy EB+; EB+ is best or near-best in 7 "
-        "of 9 settings and has a lower TTFT than every split; 3P+1D runs out of memory on prefill-heavy at one "
-        "concurrency and on balanced at a higher one.",
-        f"Ours: Qwen3-8B, 2,000 requests per setting, lengths of the synthetic mixes, B = {BUDGET}, N = {SEQS}.",
-        "Where ours agrees: prefill-heavy favours 2P+2D at c = 128 on both GPUs; 3P+1D fails on prefill-heavy first "
-        "and on balanced at a higher concurrency, never on decode-heavy; the wrong split costs up to 71 %. Where it "
-        "differs: on RTX PRO 6000 our v1 loses less to interference at 32 to 128 requests per GPU than the published "
-        "one, so DP=4 under v1 wins where the paper has 1P+3D (balanced) and EB+ (decode-heavy), and EB+, which goes "
-        "exclusive there, is within 2 % of the best in fewer settings.",
+        f"Published: {EB_PAPER}, table 20 (F.4), Qwen3-8B on four GPUs; where nothing is printed, the decode GPU ran "
+        "out of memory or time.",
+        f"Ours: 2,000 requests per setting, lengths of the synthetic mixes, B = {BUDGET}, N = {SEQS}.",
+        _RANKS_NOTE,
         _POOLS_NOTE,
         *_verdicts(options, store),
         *pending(store, _cells20(options)),
@@ -259,9 +267,9 @@ def _verdicts(options: PaperOptions, store: RunStore) -> Sequence[str]:
         near = total = 0
         for mix in _MIXES:
             for concurrency in CONCURRENCY20:
-                found = {c.title: store.get(_cell20(options, device, c, mix, concurrency)) for c in _FOUR}
+                found = {c.title: store.get(_cell20(options, device, c, mix, concurrency)) for c in FOUR.values()}
                 known = {title: measured for title, measured in found.items() if measured is not None}
-                if len(known) < len(_FOUR):
+                if len(known) < len(FOUR):
                     continue
                 total += 1
                 ranked = _ranked(known)

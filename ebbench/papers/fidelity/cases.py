@@ -42,7 +42,8 @@ class Published:
 class Case:
     """One run to repeat, with its published results.
 
-    ``topology`` "" is one GPU; ``quantization`` as named by vLLM; ``api_server`` as in EngineOptions.
+    ``topology`` "" is one GPU; ``dispatch`` to its instances, None: the default; ``quantization`` as named by vLLM;
+    ``api_server`` as in EngineOptions.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Case:
     fitted: bool = False
     group: str = ""
     topology: str = ""
+    dispatch: str | None = None
     quantization: str | None = None
     api_server: str = OFF
 

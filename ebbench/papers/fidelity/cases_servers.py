@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ebbench.papers.eb.table19_20 import BUDGET, FOUR, SEQS, TWO
 from ebbench.papers.fidelity.cases import DEVICES, Case, Published, best_settings, reference_rows
 from ebbench.papers.protocols import MEAN_INPUT, MEAN_OUTPUT, Protocol, real_protocol
 from ebbench.resources import REFERENCE
@@ -15,12 +16,6 @@ SILICON_FITTED = ("h100", "qwen3-32b", "4", "1024")  # the points on which the h
 SILICON_BUDGET, SILICON_SEQS = 8192, 256  # vLLM's defaults for a server on these GPUs; the engine arguments are unknown
 ROUNDS = 4  # requests per slot
 TTFT_NOTE = "TTFT is defined differently by source"
-POOL_BUDGET, POOL_SEQS = 14336, 1024
-TABLE19 = {"v1_dp2": ("dp=2", "v1"), "ebplus_dp2": ("dp=2", "ebplus"), "disagg_1p1d": ("1p1d", "v1")}
-TABLE20 = {
-    "v1_dp4": ("dp=4", "v1"), "ebplus_dp4": ("dp=4", "ebplus"),
-    "1p3d": ("1p3d", "v1"), "2p2d": ("2p2d", "v1"), "3p1d": ("3p1d", "v1"),
-}  # fmt: skip
 _METRICS = {  # the reference tables' name of a figure: our name, and the factor to our unit
     "total_tokens_per_s": ("tokens_per_s", 1.0),
     "ttft_s": ("ttft_mean_s", 1.0),
@@ -85,20 +80,20 @@ def table19() -> Iterator[Case]:
     """Two GPUs: replicas and one prefill with one decode server (table 19)."""
     cells: dict[tuple[str, str, str], list[Published]] = {}
     for row in reference_rows("paper_tables/table19_two_gpu.csv"):
-        for setting in TABLE19:
-            if row[setting]:
+        for setting in TWO:
+            if row.get(setting):
                 number = _published(row["metric"], row[setting], "table 19")
                 cells.setdefault((row["gpu"], row["concurrency"], setting), []).append(number)
     for (gpu, concurrency, setting), published in cells.items():
-        topology, policy = TABLE19[setting]
+        choice = TWO[setting]
         plan: dict[str, str | int] = {
             "workload": "balanced", "input_len": MEAN_INPUT, "output_len": MEAN_OUTPUT, "num_prompts": 4000,
             "max_concurrency": int(concurrency),
         }  # fmt: skip
         yield Case(
             f"c={concurrency}", DEVICES[gpu], "qwen3-8b", setting,
-            Protocol(policy, plan, POOL_SEQS, POOL_BUDGET, warmup=0), tuple(published), group="table 19",
-            topology=topology,
+            Protocol(choice.policy, plan, SEQS, BUDGET, warmup=0), tuple(published), group="table 19",
+            topology=choice.topology, dispatch=choice.dispatch,
         )  # fmt: skip
 
 
@@ -115,12 +110,12 @@ def table20() -> Iterator[Case]:
             number = _published(row["metric"], row["value"], "table 20")
             cells.setdefault((row["gpu"], row["workload"], row["concurrency"], row["setting"]), []).append(number)
     for (gpu, workload, concurrency, setting), published in cells.items():
-        topology, policy = TABLE20[setting]
+        choice = FOUR[setting]
         plan: dict[str, str | int] = {
             "workload": workload, "num_prompts": 2000, "max_concurrency": int(concurrency)
         }  # fmt: skip
         yield Case(
             f"{workload}, c={concurrency}", DEVICES[gpu], "qwen3-8b", setting,
-            Protocol(policy, plan, POOL_SEQS, POOL_BUDGET, warmup=0), tuple(published), group="table 20",
-            topology=topology,
+            Protocol(choice.policy, plan, SEQS, BUDGET, warmup=0), tuple(published), group="table 20",
+            topology=choice.topology, dispatch=choice.dispatch,
         )  # fmt: skip

@@ -58,7 +58,10 @@ def case_runs(case: Case, seed: int, host: HostCosts | None = None) -> tuple[Cel
     """One run, or one per concurrency, whose figures are averaged."""
     topology = parse_topology(case.topology) if case.topology else None
     runs = protocol_cells(case.protocol, case.device, case.model, seed=seed)
-    changes = {"host": host, "topology": topology, "quantization": case.quantization, "api_server": case.api_server}
+    changes = {
+        "host": host, "topology": topology, "dispatch": case.dispatch, "quantization": case.quantization,
+        "api_server": case.api_server,
+    }  # fmt: skip
     return tuple(run.changed(**changes) for run in runs)
 
 
