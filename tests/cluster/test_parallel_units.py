@@ -121,6 +121,7 @@ def test_a_device_file_without_a_link_is_refused_where_something_crosses_one(tmp
         run("tp=2", plan([(100, 4)], [0.0]), on=on)
     with pytest.raises(UsageError, match="how fast GPUs like h100 pass KV on"):
         run("1p1d", plan([(100, 4)], [0.0]), on=on)
+    run("dp=2,lockstep=on", plan([(100, 4)], [0.0]), on=on)  # ranks that share nothing need none
 
 
 def test_pipeline_parallelism_is_refused_with_the_reason() -> None:
@@ -159,7 +160,7 @@ def test_ranks_of_a_dense_model_in_lockstep_step_together() -> None:
     ends = sorted(spans[0] | spans[1])
     assert all(before[1] <= after[0] for before, after in pairwise(ends)), "passes overlap"
     assert len(spans[0] & spans[1]) > 0.8 * min(len(spans[0]), len(spans[1]))
-    assert together.requests["end_ns"].to_numpy().max() > apart.requests["end_ns"].to_numpy().max()
+    assert together.requests["end_ns"].to_numpy().mean() > apart.requests["end_ns"].to_numpy().mean()
 
 
 def test_one_request_is_as_fast_in_lockstep() -> None:
