@@ -154,10 +154,10 @@ def _measured(
             found = search_capacity(search, kept, SearchBudget(seconds=BUDGET_S))
     except KeyboardInterrupt:
         raise InterruptedRunError(f"interrupted while saturation was measured; its runs are in {folder}") from None
-    return _reading(found, first.name, time.monotonic() - begun)
+    return saturation_of(found, first.name, time.monotonic() - begun)
 
 
-def _reading(found: SearchOutcome, policy: str, seconds: float) -> Saturation:
+def saturation_of(found: SearchOutcome, policy: str, seconds: float) -> Saturation:
     """The highest rate of all loops; with more sessions than a prefix cache serves the largest ones may be slower."""
     usable = sorted((r for r in found.readings if r.decides and not r.probe.failed), key=lambda r: r.probe.load)
     if not usable:
@@ -179,10 +179,12 @@ def _reading(found: SearchOutcome, policy: str, seconds: float) -> Saturation:
 
 
 def _short_of(found: SearchOutcome, most: str) -> str:
-    """Why the measurement ended although more open sessions might complete more."""
+    """Which loop the measurement ended with, where twice the sessions were not seen to complete no more."""
     if found.limited_by == "errors":
         return "more open sessions made requests fail"
-    why = found.stopped.replace("--max-time ", "the budget of ") if found.stopped else "no more fit into twice a batch"
+    if not found.stopped:
+        return f"{most}, twice what a batch holds"
+    why = found.stopped.replace("--max-time ", "the budget of ")
     return f"{most} at most: {why}; the saturated rate may be higher"
 
 

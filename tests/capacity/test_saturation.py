@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from dataclasses import replace
+from math import inf
 from pathlib import Path
 from typing import NoReturn
 
@@ -12,17 +14,20 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from ebbench.analysis.slo import Slo
+from ebbench.capacity.drive import SearchOutcome
+from ebbench.capacity.search_types import Estimate, Probe
 from ebbench.cli.client_flags import ClientFlags
 from ebbench.cli.cluster_flags import ClusterOptions
 from ebbench.cli.main import app
 from ebbench.cli.run_policies import RunConfig, device_of
-from ebbench.cli.saturation import with_saturation
+from ebbench.cli.saturation import saturation_of, with_saturation
 from ebbench.engines.base import EngineOptions
 from ebbench.engines.emulated import EmulatedEngine
 from ebbench.engines.sim import SimEngine
 from ebbench.fakeserver import FakeConfig, FakeServerProcess
 from ebbench.records.run import Run
 from ebbench.workloads.options import PlanOptions
+from tests.capacity.test_plan import READING
 from vllm_eb.policy import parse_policy
 
 OPTIONS = (
@@ -96,6 +101,27 @@ def test_without_a_usable_run_the_rate_has_to_be_given(tmp_path: Path) -> None:
     assert done.exit_code == 4
     assert len(done.stderr.strip().splitlines()) == 1
     assert "INVALID" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("limited_by", "stopped", "words"),
+    [
+        ("queue", "", "8 open sessions complete no more per second than 4"),
+        ("not reached", "", "8 open sessions, twice what a batch holds"),
+        ("not reached", "--max-time 600 (the next run takes 90 s)", "may be higher"),
+        ("errors", "", "requests fail"),
+    ],
+)
+def test_the_highest_rate_counts_and_its_doubts_are_said(limited_by: str, stopped: str, words: str) -> None:
+    """With more conversations open than the prefix cache serves, the largest loop completes fewer."""
+    readings = tuple(
+        replace(READING, probe=Probe(load, 0, ()), completed_sessions_per_s=per_s)
+        for load, per_s in ((8.0, 18.0), (4.0, 21.0))
+    )
+    found = saturation_of(SearchOutcome(Estimate(8, 8, inf, limited_by, False), readings, READING, stopped), "v1", 30.0)
+    assert found.rate == 21.0
+    assert words in found.sentence
+    assert "--saturation-rate 21" in found.sentence
 
 
 def probes(folder: Path) -> list[Run]:
