@@ -76,3 +76,14 @@ def test_make_test_runs_what_the_parts_run() -> None:
     """One session of all tests, of which `make unit` and `make vllm` are the two halves."""
     chosen = dict(re.findall(r"^(test|unit|vllm):.*\n(?:\t.*\n)*?\t\$\(PYTEST\) -m \"(.*)\"$", MAKEFILE, re.MULTILINE))
     assert chosen == {"test": "not nightly", "unit": "not vllm", "vllm": "vllm and not nightly"}
+
+
+def test_collecting_the_tests_does_not_import_vllm() -> None:
+    """Every run of pytest in the repository would wait for it, five seconds per process, also `make fast`."""
+    code = (
+        "import sys, pytest\n"
+        "status = pytest.main(['--collect-only', '-p', 'no:xdist', 'tests/vllm', 'tests/vllm_eb', 'tests/devices'])\n"
+        "print(int(status), [name for name in ('vllm', 'torch') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines()[-1] in ("0 []", "5 []"), done.stdout + done.stderr  # 5: no vLLM, nothing collected

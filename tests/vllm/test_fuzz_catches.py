@@ -17,33 +17,38 @@ from vllm_eb.settings import settings_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
-plugin: Any = importlib.import_module("vllm_eb.scheduler")  # faults are put into what is private to it
 SCENES = 60
 Patch = pytest.MonkeyPatch
 
 
+def plugin() -> Any:
+    """The module of the scheduler: faults are put into what is private to it. It imports vLLM, so no test but these may
+    wait for it."""
+    return importlib.import_module("vllm_eb.scheduler")
+
+
 def forgets_those_set_aside(patch: Patch) -> None:
-    patch.setattr(plugin, "_merged", lambda before, after, shown: after)
+    patch.setattr(plugin(), "_merged", lambda before, after, shown: after)
 
 
 def forgets_one_that_was_preempted(patch: Patch) -> None:
-    patch.setattr(plugin, "_merged", lambda before, after, shown: before + after[shown:])
+    patch.setattr(plugin(), "_merged", lambda before, after, shown: before + after[shown:])
 
 
 def forgets_one_that_is_admitted(patch: Patch) -> None:
-    patch.setattr(plugin, "_merged", lambda before, after, shown: before)
+    patch.setattr(plugin(), "_merged", lambda before, after, shown: before)
 
 
 def after_schedule(patch: Patch, change: Callable[[Any, Any], None]) -> None:
     """Let ``change(scheduler, output)`` happen after each schedule() of vLLM that the plugin asks for."""
-    under = plugin._PhasedScheduler._schedule_as_decided
+    under = plugin()._PhasedScheduler._schedule_as_decided
 
     def changed(self: Any, *args: Any) -> Any:
         output = under(self, *args)
         change(self, output)
         return output
 
-    patch.setattr(plugin._PhasedScheduler, "_schedule_as_decided", changed)
+    patch.setattr(plugin()._PhasedScheduler, "_schedule_as_decided", changed)
 
 
 def drops_ids_of_requests_that_ended(patch: Patch) -> None:
@@ -69,7 +74,7 @@ def loses_kv_blocks(patch: Patch) -> None:
 
 
 def exceeds_the_budget(patch: Patch) -> None:
-    partial = plugin._PhasedScheduler._partial_step
+    partial = plugin()._PhasedScheduler._partial_step
 
     def more(self: Any, *args: Any) -> Any:
         usual = self.scheduler_config.max_num_batched_tokens
@@ -79,7 +84,7 @@ def exceeds_the_budget(patch: Patch) -> None:
         finally:
             self.scheduler_config.max_num_batched_tokens = usual
 
-    patch.setattr(plugin._PhasedScheduler, "_partial_step", more)
+    patch.setattr(plugin()._PhasedScheduler, "_partial_step", more)
 
 
 def decided(patch: Patch, change: Callable[[Any, Decision], Decision]) -> None:
@@ -105,7 +110,7 @@ def mixes(patch: Patch) -> None:
 
 def ignores_adapters_set_aside(patch: Patch) -> None:
     patch.setattr(
-        plugin._PhasedScheduler, "_handle_blocked_waiting_request", plugin.Scheduler._handle_blocked_waiting_request
+        plugin()._PhasedScheduler, "_handle_blocked_waiting_request", plugin().Scheduler._handle_blocked_waiting_request
     )
 
 
