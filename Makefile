@@ -10,7 +10,7 @@ comma := ,
 # longest first.
 PYTEST = $(TEST)/bin/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: run dev setup test unit fast vllm coverage lint docs picture clean fuzz vllm-tests serving nightly
+.PHONY: run dev setup test unit fast vllm coverage lint docs picture clean fuzz vllm-tests vllm-next serving nightly
 
 run: $(RUN)/.stamp
 	$(RUN)/bin/ebbench run sharegpt --policy v1 --policy eb --policy ebplus --device rtx-pro-6000 --model qwen3-8b
@@ -83,7 +83,7 @@ $(TEST)/.stamp: $(TEST)/.stamp-dev
 	touch $@
 
 # What is too long for every commit.
-nightly: fuzz vllm-tests serving
+nightly: fuzz vllm-tests vllm-next serving
 
 # Random scenes through vLLM's real scheduler under every policy (make fuzz SCENES=2000).
 SCENES ?= 1000
@@ -93,6 +93,10 @@ fuzz: $(TEST)/.stamp
 # vLLM's own scheduler tests, fetched with pip, on vLLM as it is and with the plugin in place of its scheduler.
 vllm-tests: $(TEST)/.stamp
 	PYTHONPATH=.:patches $(TEST)/bin/python -u -m tests.vllm.upstream
+
+# The plugin and vLLM's scheduler tests on the Python code of the vLLM version after the installed one.
+vllm-next: $(TEST)/.stamp
+	PYTHONPATH=.:patches $(TEST)/bin/python -u -m tests.vllm.upstream.next
 
 # A mix of requests through real servers under the policies that make test leaves out, and without a prefix cache.
 serving: $(TEST)/.stamp

@@ -17,6 +17,7 @@ yaml = pytest.importorskip("yaml")
 
 ROOT = Path(__file__).parents[2]
 WORKFLOW = ROOT / ".github" / "workflows" / "ci.yml"
+NIGHTLY = WORKFLOW.with_name("nightly.yml")
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 SUPPORTED = re.findall(r"Python :: (3\.\d+)", " ".join(PROJECT["project"]["classifiers"]))
@@ -34,8 +35,9 @@ def schema_check(path: Path) -> subprocess.CompletedProcess[str]:
 
 def test_the_workflow_is_valid_and_a_wrong_one_is_not(tmp_path: Path) -> None:
     pytest.importorskip("check_jsonschema")
-    done = schema_check(WORKFLOW)
-    assert done.returncode == 0, done.stdout
+    for path in (WORKFLOW, NIGHTLY):
+        done = schema_check(path)
+        assert done.returncode == 0, done.stdout
     wrong = tmp_path / "ci.yml"
     wrong.write_text(WORKFLOW.read_text(encoding="utf-8").replace("runs-on:", "runs_on:"), encoding="utf-8")
     assert schema_check(wrong).returncode == 1
@@ -50,6 +52,13 @@ def test_every_make_target_that_ci_calls_is_in_the_makefile() -> None:
     }
     assert {"lint", "fast", "coverage", "vllm", "docs"} <= called
     assert [target for target in called if not re.search(rf"^{target}:", MAKEFILE, re.MULTILINE)] == []
+
+
+def test_every_target_of_the_nightly_workflow_is_one_of_make_nightly() -> None:
+    matrix = yaml.safe_load(NIGHTLY.read_text(encoding="utf-8"))["jobs"]["vllm"]["strategy"]["matrix"]
+    made = re.search(r"^nightly: (.*)$", MAKEFILE, re.MULTILINE)
+    assert made is not None
+    assert matrix["target"] == made[1].split()
 
 
 def test_ci_runs_the_fast_tests_on_every_python_that_the_package_names() -> None:

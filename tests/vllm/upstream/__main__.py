@@ -30,6 +30,7 @@ POLICIES = (
     "batchwait:iters=4,ratio=0.5", "slochunk:tpot=0.01,least=16",
 )  # fmt: skip
 LONGEST_S = 1800.0
+PYTHON_CODE = "EBBENCH_VLLM_PYTHON_CODE"
 
 
 def installed_version() -> str:
@@ -39,6 +40,11 @@ def installed_version() -> str:
     return str(vllm.__version__).partition("+")[0]
 
 
+def python_code() -> list[str]:
+    """The folder of vLLM's Python code if it is not the installed one (see :mod:`tests.vllm.upstream.next`)."""
+    return [folder] if (folder := os.environ.get(PYTHON_CODE)) else []
+
+
 def run(root: Path, redirect: Path, policy: str, files: tuple[str, ...]) -> dict[str, compare.Outcome]:
     """Outcomes of the tests in these files under the policy; empty: on vLLM as it is."""
     name = policy.partition(":")[0] or "stock"
@@ -46,7 +52,7 @@ def run(root: Path, redirect: Path, policy: str, files: tuple[str, ...]) -> dict
     outcomes.unlink(missing_ok=True)
     environment = os.environ | {
         # vLLM's package of tests is called tests, as ours: Python finds it in the working directory.
-        "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parents[2] / "patches")]),
+        "PYTHONPATH": os.pathsep.join([*python_code(), str(HERE), str(HERE.parents[2] / "patches")]),
         "UPSTREAM_POLICY": policy, "UPSTREAM_OUTCOMES": str(outcomes),
         "VLLM_MODEL_REDIRECT_PATH": str(redirect), "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0",

@@ -11,6 +11,8 @@ import shutil
 import subprocess
 import sys
 import tarfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 BUILD_TOOLS = ("setuptools>=77", "setuptools-rust>=1.9", "setuptools-scm>=8")
@@ -28,14 +30,36 @@ def fetch(version: str, folder: Path) -> Path:
     """
     root = folder / version
     if not (root / "tests" / "__init__.py").exists():
-        unfinished = folder / f"{version}.part"
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir(parents=True)
-        _unpack(_download(version, unfinished), unfinished)
-        (unfinished / "tests" / "__init__.py").touch()
-        shutil.rmtree(root, ignore_errors=True)
-        unfinished.rename(root)
+        with _unfinished(root) as unfinished:
+            _unpack(_download(version, unfinished), "tests/", unfinished)
+            (unfinished / "tests" / "__init__.py").touch()
     return root
+
+
+def fetch_python_code(version: str, folder: Path) -> Path:
+    """A folder with the package ``vllm`` of that version, which Python imports if it stands first in its path.
+
+    It has no compiled parts, and calls itself a build for CPUs. Fetched once. Raises FetchError as :func:`fetch` does.
+    """
+    root = folder / f"{version}-python"
+    if not root.exists():
+        with _unfinished(root) as unfinished:
+            _unpack(_download(version, unfinished), "vllm/", unfinished)
+            about = unfinished / f"vllm-{version}+cpu.dist-info"
+            about.mkdir()
+            (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n")
+    return root
+
+
+@contextmanager
+def _unfinished(root: Path) -> Iterator[Path]:
+    """A folder that becomes ``root`` at the end, if nothing fails."""
+    unfinished = root.with_name(f"{root.name}.part")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    yield unfinished
+    shutil.rmtree(root, ignore_errors=True)
+    unfinished.rename(root)
 
 
 def _download(version: str, folder: Path) -> Path:
@@ -65,13 +89,13 @@ def _pip(*words: str, **environment: str) -> None:
         raise FetchError(f"pip {words[0]} failed: {''.join(last)}")
 
 
-def _unpack(archive: Path, folder: Path) -> None:
-    """The archive's ``tests``, without the rest: a folder ``vllm`` beside them would hide the installed one."""
+def _unpack(archive: Path, wanted: str, folder: Path) -> None:
+    """One folder of the archive: a folder ``vllm`` beside ``tests`` would hide the installed one."""
     with tarfile.open(archive) as opened:
         members = []
         for member in opened.getmembers():
             _, _, inside = member.name.partition("/")
-            if inside.startswith("tests/"):
+            if inside.startswith(wanted):
                 member.name = inside
                 members.append(member)
         opened.extractall(folder, members, filter="data")
