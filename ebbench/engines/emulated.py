@@ -39,7 +39,8 @@ from ebbench.simulation.hang_ups import cut_at_hang_ups, with_hang_ups
 from ebbench.simulation.queue_limits import QueueLimits
 from ebbench.simulation.state import UNSET, Ints, RequestState
 from ebbench.simulation.step import Step
-from ebbench.simulation.tables import StepLog, decisions_table, requests_table, steps_table, with_failures
+from ebbench.simulation.step_log import StepLog
+from ebbench.simulation.tables import decisions_table, requests_table, with_failures
 from ebbench.simulation.warmup import Beginning, at_beginning, records_after, steps_after, with_warmup, without_warmup
 from vllm_eb import config as plugin
 from vllm_eb.policy import PolicySpec
@@ -121,7 +122,7 @@ class _EmulatedRun:
         controller = self._controller
         if controller is not None:
             controller.keep_records()
-        begin = at_beginning(self._beginning, self._log.steps, [] if controller is None else [controller])
+        begin = at_beginning(self._beginning, self._log, [] if controller is None else [controller])
         costs = chosen_api_server(options.api_server, options.api_server_count)
         self._api_servers = None if costs is None else ApiServers(costs, options.api_server_count or 1, self._state)
         self._on_the_device: deque[tuple[int, Ints, Ints]] = deque()  # steps: end, rows with a token, their slots
@@ -326,7 +327,7 @@ class _EmulatedRun:
             requests = with_failures(requests, self._queue_limits.refused, self._queue_limits.never_sent)
         return EngineResult(
             requests=requests,
-            steps=steps_table(steps_after(self._log.steps, self._beginning), ids, self._blocks),
+            steps=steps_after(self._log, self._beginning, ids, self._blocks, by_time=False),
             decisions=decisions_table(records_after([(0, record) for record in records], self._beginning)),
             interrupted=interrupted,
             warnings=notes_of(self._plan),

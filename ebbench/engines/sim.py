@@ -37,8 +37,9 @@ from ebbench.simulation.loop import EventLoop
 from ebbench.simulation.queue_limits import QueueLimits
 from ebbench.simulation.stage import MakeKv, Stage, StageSpec, build_stage
 from ebbench.simulation.state import UNSET, RequestState
+from ebbench.simulation.step_log import NoLog, StepLog
 from ebbench.simulation.streams import StreamKv, streams_take_turns
-from ebbench.simulation.tables import NoLog, StepLog, decisions_table, requests_table, steps_table, with_failures
+from ebbench.simulation.tables import decisions_table, requests_table, with_failures
 from ebbench.simulation.transfer import Handover, ReceiveStore, TransferFabric, TransferLink
 from ebbench.simulation.warmup import Beginning, at_beginning, records_after, steps_after, with_warmup, without_warmup
 from vllm_eb.controller import Controller
@@ -166,7 +167,7 @@ class _Simulation:
 
     def _begin(self, now_ns: int) -> None:
         """Called at the end of the warm-up: drop its records."""
-        at_beginning(self._beginning, self._log.steps, self._controllers)(now_ns)
+        at_beginning(self._beginning, self._log, self._controllers)(now_ns)
         if self._loop.handover is not None:
             self._loop.handover.fabric.forget_totals()
 
@@ -275,15 +276,14 @@ class _Simulation:
             (unit, record) for unit, controller in enumerate(self._controllers) for record in controller.drain_records()
         ]
         records.sort(key=lambda item: item[1].time_s)
-        steps = steps_after(self._log.steps, self._beginning)
-        if len(self._kv_totals) > 1:  # a unit that coasts makes its steps ahead of the others'
-            steps = sorted(steps, key=lambda item: item[1].scheduled_ns)
         return EngineResult(
             requests=self._requests(),
-            steps=steps_table(
-                steps,
+            steps=steps_after(
+                self._log,
+                self._beginning,
                 self._plan.table["request_id"].combine_chunks(),
                 self._kv_totals,
+                by_time=len(self._kv_totals) > 1,  # a unit that coasts makes its steps ahead of the others'
             ),
             decisions=decisions_table(records_after(records, self._beginning)),
             interrupted=interrupted,

@@ -2,93 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Sized
-from operator import attrgetter
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from ebbench.records.plan import Plan
-from ebbench.records.schema import DECISIONS, EARLIER_TURN_FAILED, REQUESTS, REQUESTS_EXTRAS, STEPS
+from ebbench.records.schema import DECISIONS, EARLIER_TURN_FAILED, REQUESTS, REQUESTS_EXTRAS
 from ebbench.simulation.queue_limits import Failure
 from ebbench.simulation.state import UNSET, Ints, RequestState
-from ebbench.simulation.step import Step
 from vllm_eb.decisions import Record
 
-Ints32 = npt.NDArray[np.int32]
-
-# Columns of STEPS that are attributes of a step.
-PLAIN_COLUMNS = (
-    "scheduled_ns", "start_ns", "end_ns", "mode", "prefill_tokens", "decode_seqs", "kv_blocks_used", "waiting",
-    "running", "k", "n_limit",
-)  # fmt: skip
-
-
-class StepLog:
-    """A StepSink that keeps all steps."""
-
-    def __init__(self) -> None:
-        self.steps: list[tuple[int, Step]] = []
-
-    def step(self, instance: int, step: Step) -> None:
-        """Keep the step."""
-        self.steps.append((instance, step))
-
-
-class NoLog(StepLog):
-    """A StepSink that keeps no steps."""
-
-    def step(self, instance: int, step: Step) -> None:
-        """Drop the step."""
-
-
-def steps_table(
-    steps: Sequence[tuple[int, Step]], request_ids: pa.Array, kv_blocks_total: int | Sequence[int]
-) -> pa.Table:
-    """Table STEPS, one row per step in the order they ran.
-
-    ``kv_blocks_total``: of every instance, or one value per instance.
-    """
-    instances, made = [instance for instance, _ in steps], [step for _, step in steps]
-    totals = (
-        [kv_blocks_total] * len(steps) if isinstance(kv_blocks_total, int) else [kv_blocks_total[i] for i in instances]
-    )
-    rows, preempted = _column(made, "rows"), [sorted(group) if group else group for group in _column(made, "preempted")]
-    offsets = _offsets(rows)
-    flat_rows = np.concatenate(rows) if rows else np.zeros(0, np.int64)
-    flat_tokens = np.concatenate(_column(made, "tokens")) if rows else flat_rows
-    flat_preempted = np.array([row for group in preempted for row in group], np.int64)
-    columns = {name: pa.array(_column(made, name), STEPS.field(name).type) for name in PLAIN_COLUMNS} | {
-        "step_id": np.arange(len(steps), dtype=np.int64),
-        "instance": pa.array(instances, pa.int32()),
-        "phase": pa.array(list(map(phase_of, made)), pa.string()),
-        "request_ids": pa.ListArray.from_arrays(offsets, pc.take(request_ids, pa.array(flat_rows))),
-        "request_tokens": pa.ListArray.from_arrays(offsets, pa.array(flat_tokens.astype(np.int32))),
-        "kv_blocks_total": pa.array(totals, pa.int32()),
-        "preemptions": pa.array(list(map(len, preempted)), pa.int32()),
-        "preempted_ids": pa.ListArray.from_arrays(_offsets(preempted), pc.take(request_ids, pa.array(flat_preempted))),
-    }
-    return pa.table({name: columns[name] for name in STEPS.names}, schema=STEPS)
-
-
-def _column(steps: Sequence[Step], name: str) -> list[Any]:
-    """One attribute of every step. ``map`` with an attrgetter reads ten thousands of steps in half a loop's time."""
-    return list(map(attrgetter(name), steps))
-
-
-def _offsets(lists: Sequence[Sized]) -> Ints32:
-    """Arrow's offsets of these lists in their concatenation."""
-    return np.concatenate([[0], np.cumsum(list(map(len, lists)))]).astype(np.int32)
-
-
-def phase_of(step: Step) -> str:
-    """What a step held: prefill, decode or mixed."""
-    if not step.prefill_tokens:
-        return "decode"
-    return "mixed" if step.decode_seqs else "prefill"
+_SLOTS_AT_ONCE = 1 << 20
 
 
 def decisions_table(records: Sequence[tuple[int, Record]]) -> pa.Table:
@@ -196,4 +121,11 @@ def _gap_values(state: RequestState, token_ns: Ints) -> np.ndarray:
     inner = token_ns[1:] != UNSET  # a request fills its slots from the first one on
     firsts = state.first_slot[(state.first_slot > 0) & (state.first_slot <= len(inner))]
     inner[firsts - 1] = False
-    return np.asarray(np.diff(token_ns)[inner])
+    found = np.empty(np.count_nonzero(inner), np.int64)
+    filled = 0
+    for start in range(0, len(inner), _SLOTS_AT_ONCE):  # all differences at once would take as much memory again
+        chosen = inner[start : start + _SLOTS_AT_ONCE]
+        gaps = np.diff(token_ns[start : start + len(chosen) + 1])[chosen]
+        found[filled : filled + len(gaps)] = gaps
+        filled += len(gaps)
+    return found

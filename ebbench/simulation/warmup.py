@@ -17,7 +17,7 @@ import pyarrow as pa
 from ebbench.records.plan import Plan
 from ebbench.records.schema import PLAN
 from ebbench.simulation.state import UNSET, Ints, RequestState
-from ebbench.simulation.step import Step
+from ebbench.simulation.step_log import StepLog
 from vllm_eb.controller import Controller
 from vllm_eb.decisions import Record
 
@@ -38,14 +38,12 @@ class Beginning:
     steps_of: Counter[int] = field(default_factory=Counter)
 
 
-def at_beginning(
-    beginning: Beginning, steps: Sequence[tuple[int, Step]], controllers: Iterable[Controller]
-) -> Callable[[int], None]:
+def at_beginning(beginning: Beginning, log: StepLog, controllers: Iterable[Controller]) -> Callable[[int], None]:
     """A function to call with the time at which the plan begins: it stores the time and drops the warm-up's records."""
 
     def begin(now_ns: int) -> None:
-        beginning.begun, beginning.time_ns, beginning.steps = True, now_ns, len(steps)
-        beginning.steps_of = Counter(instance for instance, _ in steps)
+        beginning.begun, beginning.time_ns, beginning.steps = True, now_ns, len(log)
+        beginning.steps_of = log.steps_per_instance()
         for controller in controllers:
             controller.drain_records()
 
@@ -95,18 +93,12 @@ def _after(times_ns: Ints, begin_ns: int) -> Ints:
     return np.where(times_ns == UNSET, UNSET, times_ns - begin_ns)
 
 
-def steps_after(steps: list[tuple[int, Step]], beginning: Beginning) -> list[tuple[int, Step]]:
-    """Steps of the plan on its own clock. Changes the steps' times in place."""
-    if not beginning.begun:
-        return []
-    kept = steps[beginning.steps :]
-    if not beginning.time_ns:
-        return kept
-    for _, step in kept:
-        step.scheduled_ns -= beginning.time_ns
-        step.start_ns -= beginning.time_ns
-        step.end_ns -= beginning.time_ns
-    return kept
+def steps_after(
+    log: StepLog, beginning: Beginning, request_ids: pa.Array, kv_blocks_total: int | Sequence[int], *, by_time: bool
+) -> pa.Table:
+    """Table STEPS of the plan's own steps on its own clock; the other arguments are those of :meth:`StepLog.table`."""
+    first = beginning.steps if beginning.begun else len(log)
+    return log.table(request_ids, kv_blocks_total, first=first, begin_ns=beginning.time_ns, by_time=by_time)
 
 
 def records_after(records: Sequence[tuple[int, Record]], beginning: Beginning) -> list[tuple[int, Record]]:

@@ -19,8 +19,8 @@ from ebbench.simulation.scheduler import Scheduler
 from ebbench.simulation.stage import Stage
 from ebbench.simulation.state import RequestState
 from ebbench.simulation.step import SchedulerLimits
+from ebbench.simulation.step_log import StepLog
 from ebbench.simulation.streams import StreamKv
-from ebbench.simulation.tables import StepLog
 from tests.simulation.worlds import MARGINAL, World, device, plan, worlds
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pyarrow as pa
 
 from ebbench.devices.base import StepShape
 from ebbench.records.plan import ClosedPhase
@@ -13,7 +14,7 @@ from ebbench.simulation.releases import Releases
 from ebbench.simulation.scheduler import Scheduler
 from ebbench.simulation.state import RequestState
 from ebbench.simulation.step import SchedulerLimits, Step
-from ebbench.simulation.tables import StepLog
+from ebbench.simulation.step_log import StepLog
 from tests.simulation.worlds import plan
 
 MS = 1_000_000
@@ -138,7 +139,8 @@ def test_units_in_lockstep_take_as_long_as_the_slowest_and_idle_ones_make_no_ste
     assert engine.wake(0) == (70 * MS, [])
     assert engine.wake(70 * MS) == (70 * MS, [0, 1])
     assert engine.wake(70 * MS) == (None, [])
-    assert [(unit, step.start_ns, step.end_ns) for unit, step in log.steps] == [(0, 0, 70 * MS), (2, 0, 70 * MS)]
+    made = log.table(pa.array(["a", "b"]), 10).to_pylist()
+    assert [(one["instance"], one["start_ns"], one["end_ns"]) for one in made] == [(0, 0, 70 * MS), (2, 0, 70 * MS)]
     assert engine.idle
     assert np.array_equal(state.token_ns, [70 * MS, 70 * MS])
 

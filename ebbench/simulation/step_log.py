@@ -1,0 +1,155 @@
+"""Keeps the steps of a run and makes the table STEPS of them.
+
+A step is an object of some hundred bytes and several arrays. Long runs make millions, so every FOLD steps are folded
+into Arrow columns while the run goes on.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence, Sized
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from ebbench.records.schema import STEPS
+from ebbench.simulation.step import Step
+
+Ints32 = npt.NDArray[np.int32]
+FOLD = 4096
+"""Steps that are kept as objects before they become columns."""
+
+# Columns of STEPS that are attributes of a step.
+PLAIN_COLUMNS = (
+    "scheduled_ns", "start_ns", "end_ns", "mode", "prefill_tokens", "decode_seqs", "kv_blocks_used", "waiting",
+    "running", "k", "n_limit",
+)  # fmt: skip
+_TIMES = ("scheduled_ns", "start_ns", "end_ns")
+
+
+class _Kept(NamedTuple):
+    """Folded steps, and those since, each with its instance."""
+
+    folded: tuple[pa.Table, ...]
+    steps: list[tuple[int, Step]]
+
+
+class StepLog:
+    """A StepSink that keeps all steps."""
+
+    def __init__(self) -> None:
+        self._kept = _Kept((), [])
+
+    def step(self, instance: int, step: Step) -> None:
+        """Keep the step."""
+        steps = self._kept.steps
+        steps.append((instance, step))
+        if len(steps) >= FOLD:
+            # One assignment, so that an interruption neither loses steps nor keeps them twice.
+            self._kept = _Kept((*self._kept.folded, _columns_of(steps)), [])
+
+    def __len__(self) -> int:
+        return sum(len(table) for table in self._kept.folded) + len(self._kept.steps)
+
+    def steps_per_instance(self) -> Counter[int]:
+        """How many steps each instance has made."""
+        found = Counter(instance for instance, _ in self._kept.steps)
+        for table in self._kept.folded:
+            found.update(table["instance"].to_pylist())
+        return found
+
+    def table(
+        self,
+        request_ids: pa.Array,
+        kv_blocks_total: int | Sequence[int],
+        *,
+        first: int = 0,
+        begin_ns: int = 0,
+        by_time: bool = False,
+    ) -> pa.Table:
+        """Table STEPS, one row per step in the order they ran, or by the time of their scheduling (``by_time``).
+
+        ``request_ids``: by row. ``kv_blocks_total``: of every instance, or one value per instance. Steps before number
+        ``first`` are left out; times count from ``begin_ns``.
+        """
+        parts = [*self._kept.folded, _columns_of(self._kept.steps)]
+        columns = pa.concat_tables(parts).slice(first).combine_chunks()
+        if by_time:
+            order = np.argsort(columns["scheduled_ns"].to_numpy(), kind="stable")
+            columns = columns.take(pa.array(order))
+        return _finished(columns, request_ids, kv_blocks_total, begin_ns)
+
+
+class NoLog(StepLog):
+    """A StepSink that keeps no steps."""
+
+    def step(self, instance: int, step: Step) -> None:
+        """Drop the step."""
+
+
+def phase_of(step: Step) -> str:
+    """What a step held: prefill, decode or mixed."""
+    if not step.prefill_tokens:
+        return "decode"
+    return "mixed" if step.decode_seqs else "prefill"
+
+
+def _columns_of(steps: Sequence[tuple[int, Step]]) -> pa.Table:
+    """Steps as columns of STEPS, with the rows of requests in place of their names."""
+    made = [step for _, step in steps]
+    rows, preempted = _column(made, "rows"), [sorted(group) if group else group for group in _column(made, "preempted")]
+    offsets = _offsets(rows)
+    columns = {name: pa.array(_column(made, name), STEPS.field(name).type) for name in PLAIN_COLUMNS} | {
+        "instance": pa.array([instance for instance, _ in steps], pa.int32()),
+        "phase": pa.array(list(map(phase_of, made)), pa.string()),
+        "request_ids": pa.ListArray.from_arrays(offsets, pa.array(_flat(rows))),
+        "request_tokens": pa.ListArray.from_arrays(offsets, pa.array(_flat(_column(made, "tokens")))),
+        "preemptions": pa.array(list(map(len, preempted)), pa.int32()),
+        "preempted_ids": pa.ListArray.from_arrays(_offsets(preempted), pa.array(_flat(preempted))),
+    }
+    return pa.table(columns)
+
+
+def _finished(columns: pa.Table, request_ids: pa.Array, totals: int | Sequence[int], begin_ns: int) -> pa.Table:
+    """The table STEPS of columns as :func:`_columns_of` makes them."""
+    count = len(columns)
+    instances = columns["instance"].to_numpy()
+    blocks = np.full(count, totals) if isinstance(totals, int) else np.asarray(totals)[instances]
+    found: dict[str, Any] = {name: columns[name] for name in columns.column_names}
+    found |= {name: pc.subtract(columns[name], begin_ns) for name in _TIMES if begin_ns}
+    found |= {
+        "step_id": np.arange(count, dtype=np.int64),
+        "kv_blocks_total": pa.array(blocks.astype(np.int32)),
+        "request_ids": _named(columns["request_ids"], request_ids),
+        "preempted_ids": _named(columns["preempted_ids"], request_ids),
+    }
+    return pa.table({name: found[name] for name in STEPS.names}, schema=STEPS)
+
+
+def _named(rows: pa.ChunkedArray, request_ids: pa.Array) -> pa.ListArray:
+    """Lists of rows as lists of names."""
+    lists = rows.combine_chunks()
+    if isinstance(lists, pa.ChunkedArray):  # no chunk, or several
+        lists = pa.concat_arrays(lists.chunks) if lists.num_chunks else pa.array([], pa.list_(pa.int32()))
+    offsets = np.asarray(lists.offsets)
+    return pa.ListArray.from_arrays((offsets - offsets[0]).astype(np.int32), request_ids.take(lists.flatten()))
+
+
+def _column(steps: Sequence[Step], name: str) -> list[Any]:
+    """One attribute of every step. ``map`` with an attrgetter reads ten thousands of steps in half a loop's time."""
+    return list(map(attrgetter(name), steps))
+
+
+def _flat(lists: Iterable[Any]) -> Ints32:
+    """All values of these lists or arrays, one after the other."""
+    parts = [part for part in lists if len(part)]
+    return np.concatenate(parts).astype(np.int32) if parts else np.zeros(0, np.int32)
+
+
+def _offsets(lists: Sequence[Sized]) -> Ints32:
+    """Arrow's offsets of these lists in their concatenation."""
+    return np.concatenate([[0], np.cumsum(list(map(len, lists)))]).astype(np.int32)

@@ -1,0 +1,36 @@
+"""Tables that are made piece by piece are the same as those made at once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ebbench.simulation import step_log, tables
+from ebbench.simulation.step import Step
+from tests.simulation.worlds import World, worlds
+
+
+@given(worlds(), st.integers(1, 9), st.integers(0, 5))
+def test_tables_do_not_depend_on_the_size_of_their_pieces(world: World, fold: int, warmup: int) -> None:
+    world = replace(world, options=replace(world.options, warmup=warmup))
+    at_once = world.run()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(step_log, "FOLD", fold)
+        patch.setattr(tables, "_SLOTS_AT_ONCE", fold)
+        folded = world.run()
+    assert folded.steps.equals(at_once.steps)
+    assert folded.requests.equals(at_once.requests)
+    assert folded.decisions.equals(at_once.decisions)
+    assert folded.steps["step_id"].to_pylist() == list(range(folded.steps.num_rows))
+
+
+def test_no_more_steps_than_the_fold_are_kept_as_objects() -> None:
+    log = step_log.StepLog()
+    for number in range(2 * step_log.FOLD + 3):
+        log.step(number % 2, Step(number))
+    assert len(log._kept.steps) == 3
+    assert len(log) == 2 * step_log.FOLD + 3
+    assert log.steps_per_instance() == {0: step_log.FOLD + 2, 1: step_log.FOLD + 1}
