@@ -200,7 +200,10 @@ def _sessions(requests: Requests) -> Sessions:
 
 
 def as_toml(workload: WorkloadSpec, source: str) -> str:
-    """The workload's file. ``source``: what it was fitted to, for its first line."""
+    """The workload's file. ``source``: what it was fitted to, for its first line.
+
+    Written here, since tomli-w puts every number of a list on a line of its own: thousands of lines instead of 200.
+    """
     found = _given(workload)
     lines = [f"# Fitted by `ebbench workloads fit {source}`: distributions, no record of the log.", ""]
     _write(found, (), lines)
