@@ -1,9 +1,11 @@
 """``ebbench capacity`` against brute force: python tests/benchmarks/bench_capacity.py [--report FILE] [SETTING ...]
 
-Brute force measures rates 2 % apart within 14 % of the search's result, two seeds each, with twice the sessions of the
-search's longest probe, so that a bias of short runs shows. The share of requests within the limits is made
-non-increasing over the rate by isotonic regression, and its crossing with the required share is interpolated linearly:
-once over both seeds, and once for each, which shows the error of brute force itself. Prints one row per setting.
+Brute force measures rates 2 % apart within 14 % of the search's result, two runs each, with twice the sessions of the
+search's longest probe, so that a bias of short runs shows. Every run has a seed of its own: arrivals of one seed are
+too dense or too sparse by the same share at all rates, which would shift the whole curve. The share of requests within
+the limits is made non-increasing over the rate by isotonic regression, and its crossing with the required share is
+interpolated linearly: once over all runs, and once over each half, which shows the error of brute force itself. Prints
+one row per setting.
 """
 
 from __future__ import annotations
@@ -34,9 +36,9 @@ SETTINGS = {
     "both limits": "balanced --device l40s --policy ebplus --max-num-seqs 128 --goodput ttft:3000 tpot:60",
     "percentile, long prompts": "longbench --source profile --device h200 --policy v1 --goodput ttft:p90:3000",
 }
-SEEDS, STEP, SPAN = (100, 101), 0.02, 0.14
+RUNS, STEP, SPAN = 2, 0.02, 0.14
 HEADER = (
-    "| setting | options | limited by | search | 95 % interval | probes | its requests | brute force (each seed) | "
+    "| setting | options | limited by | search | 95 % interval | probes | its requests | brute force (each half) | "
     "its requests | difference | requests | CPU s |\n|---|---|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|"
 )
 
@@ -56,10 +58,10 @@ def planned(run: Path) -> int:
 
 @dataclass(frozen=True)
 class Truth:
-    """Sessions/s at which brute force crosses the required share: over all seeds, and for each; requests simulated."""
+    """Sessions/s at which brute force crosses the required share: over all runs, and each half; requests simulated."""
 
     rate: float
-    by_seed: tuple[float, ...]
+    halves: tuple[float, ...]
     requests: int
 
 
@@ -71,27 +73,24 @@ def crossing(loads: Sequence[float], counts: Sequence[MetCounts], share: float) 
     return float(np.interp(-share, -falling, loads)) if falling[0] >= share > falling[-1] else float("nan")
 
 
-def brute_force(options: Sequence[str], limits: LatencyLimits, middle: float, sessions: int) -> Truth:
-    """A dense sweep of rates around ``middle``, for one requirement."""
+def brute_force(options: Sequence[str], limits: LatencyLimits, middle: float, sessions: int, seed: int) -> Truth:
+    """A dense sweep of rates around ``middle``, for one requirement; ``seed``: of the first run."""
     loads = [float(load) for load in middle * np.exp(np.arange(-SPAN, SPAN + STEP / 2, STEP))]
-    counts: dict[int, list[MetCounts]] = {seed: [] for seed in SEEDS}
+    halves: list[list[MetCounts]] = [[] for _ in range(RUNS)]
     requests = 0
     for load in loads:
-        for seed in SEEDS:
+        for half in halves:
             with tempfile.TemporaryDirectory() as folder:
                 where = Path(folder) / "run"
                 rate = ["--request-rate", f"{load:.6g}", "--num-prompts", str(sessions), "--seed", str(seed)]
                 ebbench("run", *options, *rate, "-o", str(where))
-                counts[seed].append(read_probe(Run.load(where), load, limits).probe.counts[0])
-                requests += planned(where)
+                half.append(read_probe(Run.load(where), load, limits).probe.counts[0])
+                requests, seed = requests + planned(where), seed + 1
     share = limits.requirements()[0].share
     together = [
-        MetCounts(sum(each.met for each in at), sum(each.counted for each in at))
-        for at in zip(*counts.values(), strict=True)
+        MetCounts(sum(each.met for each in at), sum(each.counted for each in at)) for at in zip(*halves, strict=True)
     ]
-    return Truth(
-        crossing(loads, together, share), tuple(crossing(loads, found, share) for found in counts.values()), requests
-    )
+    return Truth(crossing(loads, together, share), tuple(crossing(loads, half, share) for half in halves), requests)
 
 
 def row_of(name: str) -> str:
@@ -101,11 +100,11 @@ def row_of(name: str) -> str:
     limits = parse_limits(options[start + 1 :], 0.95)
     found, sizes = searched(options)
     rate = found["capacity_requests_per_s"] / found["requests_per_session"]
-    truth = brute_force(options[:start], limits, rate, 2 * max(sizes))
-    seeds = ", ".join(f"{each:.4g}" for each in truth.by_seed)
+    truth = brute_force(options[:start], limits, rate, 2 * max(sizes), 1000 * (1 + list(SETTINGS).index(name)))
+    halves = ", ".join(f"{each:.4g}" for each in truth.halves)
     return (
         f"| {name} | `{SETTINGS[name]}` | {found['limited_by']} | {rate:.4g} | {found['low']:.4g} to "
-        f"{found['high']:.4g} | {len(sizes)} | {sum(sizes):,} | {truth.rate:.4g} ({seeds}) | {truth.requests:,} | "
+        f"{found['high']:.4g} | {len(sizes)} | {sum(sizes):,} | {truth.rate:.4g} ({halves}) | {truth.requests:,} | "
         f"{100 * (rate / truth.rate - 1):+.1f} % | {sum(sizes) / truth.requests:.1%} | "
         f"{time.process_time() - begun:.0f} |"
     )
