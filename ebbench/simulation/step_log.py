@@ -79,8 +79,7 @@ class StepLog:
         parts = [*self._kept.folded, _columns_of(self._kept.steps)]
         columns = pa.concat_tables(parts).slice(first).combine_chunks()
         if by_time:
-            order = np.argsort(columns["scheduled_ns"].to_numpy(), kind="stable")
-            columns = columns.take(pa.array(order))
+            columns = _by_time(columns)
         return _finished(columns, request_ids, kv_blocks_total, begin_ns)
 
 
@@ -112,6 +111,19 @@ def _columns_of(steps: Sequence[tuple[int, Step]]) -> pa.Table:
         "preempted_ids": pa.ListArray.from_arrays(_offsets(preempted), pa.array(_flat(preempted))),
     }
     return pa.table(columns)
+
+
+def _by_time(columns: pa.Table) -> pa.Table:
+    """The rows by the time of their scheduling, equal times in the order they have."""
+    times_ns = columns["scheduled_ns"].to_numpy()
+    earliest_later_ns = np.minimum.accumulate(times_ns[::-1])[::-1][1:]
+    early = times_ns[:-1] > earliest_later_ns
+    if not early.any():
+        return columns
+    # Most runs are in order up to the end of their load: only what follows is moved.
+    ordered = int(early.argmax())
+    moved = columns.slice(ordered).take(pa.array(np.argsort(times_ns[ordered:], kind="stable")))
+    return pa.concat_tables([columns.slice(0, ordered), moved]).combine_chunks()
 
 
 def _finished(columns: pa.Table, request_ids: pa.Array, totals: int | Sequence[int], begin_ns: int) -> pa.Table:
@@ -146,8 +158,8 @@ def _column(steps: Sequence[Step], name: str) -> list[Any]:
 
 def _flat(lists: Iterable[Any]) -> Ints32:
     """All values of these lists or arrays, one after the other."""
-    parts = [part for part in lists if len(part)]
-    return np.concatenate(parts).astype(np.int32) if parts else np.zeros(0, np.int32)
+    parts = list(filter(len, lists))
+    return np.concatenate(parts, dtype=np.int32, casting="unsafe") if parts else np.zeros(0, np.int32)
 
 
 def _offsets(lists: Sequence[Sized]) -> Ints32:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -34,3 +35,16 @@ def test_no_more_steps_than_the_fold_are_kept_as_objects() -> None:
     assert len(log._kept.steps) == 3
     assert len(log) == 2 * step_log.FOLD + 3
     assert log.steps_per_instance() == {0: step_log.FOLD + 2, 1: step_log.FOLD + 1}
+
+
+@given(st.lists(st.integers(0, 20), max_size=30), st.integers(1, 40))
+def test_steps_by_time_are_sorted_and_equal_times_keep_their_order(times_ns: list[int], fold: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(step_log, "FOLD", fold)
+        log = step_log.StepLog()
+        for place, time_ns in enumerate(times_ns):
+            log.step(0, Step(time_ns, running=place))
+    table = log.table(pa.array([], pa.string()), 1, by_time=True)
+    expected = sorted(enumerate(times_ns), key=lambda item: item[1])
+    assert table["running"].to_pylist() == [place for place, _ in expected]
+    assert table["scheduled_ns"].to_pylist() == [time_ns for _, time_ns in expected]
