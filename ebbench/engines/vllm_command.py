@@ -19,6 +19,7 @@ from vllm_eb.policy import PolicySpec
 
 EMULATED_KEY = "ebbench_emulated"
 EMULATED_EXECUTOR = "ebbench.engines.emulated_realtime.EmulatedExecutor"
+CPU_BLOCK_TOKENS = 32  # blocks of the CPU build are multiples of it
 
 
 @dataclass(frozen=True)
@@ -149,8 +150,21 @@ def _option_arguments(options: EngineOptions, emulated: bool) -> list[str]:
     if emulated:
         arguments += ["--block-size", str(options.block_size)]
     elif options.num_kv_blocks is not None:
-        arguments += ["--num-gpu-blocks-override", str(options.num_kv_blocks + 1)]
+        arguments += _block_arguments(options.num_kv_blocks, options.block_size)
     return arguments
+
+
+def _block_arguments(blocks: int, block_tokens: int) -> list[str]:
+    """A KV cache of so many blocks of our size, plus the one that vLLM keeps to itself.
+
+    vLLM's CPU build takes blocks of multiples of 32 tokens, 128 by default: the same tokens in larger blocks.
+    """
+    size: list[str] = []
+    if cpu_build():
+        larger = -(-block_tokens // CPU_BLOCK_TOKENS) * CPU_BLOCK_TOKENS
+        blocks = blocks * block_tokens // larger
+        size = ["--block-size", str(larger)]
+    return [*size, "--num-gpu-blocks-override", str(blocks + 1)]
 
 
 def _limit_arguments(options: EngineOptions) -> list[str]:
