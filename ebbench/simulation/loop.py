@@ -17,7 +17,6 @@ from ebbench.dispatch.base import Order
 from ebbench.records.plan import Plan
 from ebbench.simulation.api_server import ApiServers
 from ebbench.simulation.decode_pool import DecodePool
-from ebbench.simulation.engine import OnPass
 from ebbench.simulation.events import (
     ARRIVAL,
     BACK,
@@ -28,13 +27,12 @@ from ebbench.simulation.events import (
     HANG_UP,
     NEVER_NS,
     NOTICE,
-    PASS,
     RESUME,
-    SIGNAL,
     TIMER,
     WAKE,
 )
 from ebbench.simulation.hang_ups import HangUps
+from ebbench.simulation.pass_signals import PassSignals
 from ebbench.simulation.queue_limits import Failure, QueueLimits
 from ebbench.simulation.releases import Releases
 from ebbench.simulation.stage import Stage
@@ -93,13 +91,13 @@ class EventLoop:
         self._wakes: list[tuple[int, int, int, Any]] = []
         self._sequence = 0
         self._decode_pool = None if handover is None else DecodePool(self, handover)
-        self._follow_passes()
+        self._signals = PassSignals(self, network_ns)
 
     def run(self) -> None:
         """Run to the end, or until a decode unit runs out of memory. A KeyboardInterrupt leaves a consistent state."""
         handlers: tuple[Callable[[Any], None], ...] = (
-            self._arrival, self._resume, self._delivery, self._entry, self._transferred, self._departure, self._pass,
-            self._signal, self._notice, self._timer, self._wake, self._hang_up,
+            self._arrival, self._resume, self._delivery, self._entry, self._transferred, self._departure,
+            self._signals.pass_ended, self._signals.arrived, self._notice, self._timer, self._wake, self._hang_up,
         )  # fmt: skip
         events, wakes, pop = self._events, self._wakes, heapq.heappop
         try:
@@ -125,9 +123,12 @@ class EventLoop:
         for row in self._releases.first_rows:
             self.push(self.now_ns + int(arrivals[row]), ARRIVAL, row)
 
-    def _end_warmup_if_due(self) -> None:
-        if not self._warming or not self._releases.begun:
-            return
+    def _count_ended(self, requests: int) -> None:
+        self.ended += requests
+        if self._warming and self._releases.begun:
+            self._end_warmup()
+
+    def _end_warmup(self) -> None:
         self._warming = False
         if self._begin is not None:
             self._begin(self.now_ns)
@@ -157,8 +158,7 @@ class EventLoop:
             self._stamp(rows, intended_ns)
         else:
             rows, ended = self._queue_limits.accept(rows, intended_ns, self._releases, self._stamp)
-            self.ended += ended
-            self._end_warmup_if_due()
+            self._count_ended(ended)
         if self.hang_ups.any:
             for row in rows:
                 if (patience_ns := self.hang_ups.sent(row)) is not None:
@@ -256,8 +256,7 @@ class EventLoop:
         self.last.state.end_ns[row] = self.now_ns
         lost, released = self._releases.failed(row)
         self.outcome.never_sent += lost
-        self.ended += 1 + len(lost)
-        self._end_warmup_if_due()
+        self._count_ended(1 + len(lost))
         self._release(released, self.now_ns)
 
     def gone(self, rows: list[int]) -> None:
@@ -267,9 +266,7 @@ class EventLoop:
             if self._queue_limits is not None:
                 self._queue_limits.ended(row)
             released += self._releases.ended(row)
-            self.ended += 1
-            if self._warming:
-                self._end_warmup_if_due()
+            self._count_ended(1)
         self._release(released, self.now_ns)
 
     def _hang_up(self, row: int) -> None:
@@ -290,7 +287,7 @@ class EventLoop:
             self._queue_limits.ended(row)
         lost, released = self._releases.failed(row)
         self.hang_ups.given_up += lost
-        self.ended += 1 + len(lost)
+        self._count_ended(1 + len(lost))
         self._release(released, self.now_ns)
         self.poll(FRONT)
 
@@ -373,35 +370,6 @@ class EventLoop:
     def _transferred(self, transfer: Transfer) -> None:
         assert self._decode_pool is not None
         self._decode_pool.arrived(transfer)
-
-    # Signals at the ends of passes, for dispatchers that use them.
-
-    def _follow_passes(self) -> None:
-        for index, stage in enumerate(self.stages):
-            if stage.dispatcher is not None and stage.dispatcher.wants_signals:
-                for place, engine in enumerate(stage.engines):
-                    engine.on_pass = self._signaller(index, place)
-
-    def _signaller(self, index: int, engine: int) -> OnPass:
-        def on_pass(start_ns: int, end_ns: int) -> None:
-            self.push(end_ns, PASS, (index, engine, end_ns - start_ns))
-
-        return on_pass
-
-    def _pass(self, subject: tuple[int, int, int]) -> None:
-        index, engine, duration_ns = subject
-        signal = self.stages[index].report(engine, duration_ns)
-        if self._network_ns:
-            self.push(self.now_ns + self._network_ns, SIGNAL, (index, signal))
-        else:
-            self._signal((index, signal))
-
-    def _signal(self, subject: tuple[int, Any]) -> None:
-        index, signal = subject
-        dispatcher = self.stages[index].dispatcher
-        assert dispatcher is not None
-        dispatcher.end_forward(signal, self.now_ns)
-        self.poll(index)
 
     def push(self, time_ns: int, kind: int, subject: Any) -> None:
         """Add an event; ``kind``: see :mod:`ebbench.simulation.events`."""
