@@ -73,7 +73,7 @@ class _PhasedScheduler(Scheduler):  # type: ignore[misc]
         self._total_blocks = compat.usable_blocks(self)
         self._clock: Callable[[], float] = time.monotonic
         self._prefilling: list[Request] = []  # running requests with prompt tokens left, in running order
-        self._set_aside: list[Request] = []  # during the step being scheduled; some may be prefilling
+        self._set_aside: list[Request] = []  # all running requests, during a step that shows vLLM only some of them
         self._steps = 0
         self._preempted = 0  # in the last step
         self._preempted_now = 0  # in the step being scheduled
