@@ -48,12 +48,19 @@ class RequestColumns:
     gaps_ns: Ints
     thinking_tokens: Ints
     first_answer: Ints
+    prefilled: Ints
 
     @property
     def ok(self) -> Mask:
         """Mask of requests that completed and have all times that metrics need; ``validity.py`` reports the others."""
         timed = (self.intended != MISSING) & (self.first_token != MISSING) & (self.last_token != MISSING)
         mask: Mask = (self.status == "ok") & timed
+        return mask
+
+    @property
+    def prompt_computed(self) -> Mask:
+        """Mask of requests whose first token was made, or whose prompt a prefill instance had computed."""
+        mask: Mask = (self.first_token != MISSING) | (self.prefilled != MISSING)
         return mask
 
     def gaps_of(self, rows: Mask) -> Ints:
@@ -96,6 +103,7 @@ class RequestColumns:
             gaps_ns=pc.list_flatten(gaps).to_numpy(zero_copy_only=False),
             thinking_tokens=_optional(requests, "thinking_tokens", 0),
             first_answer=_optional(requests, "first_answer_ns"),
+            prefilled=_optional(requests, "prefilled_ns"),
         )
 
 

@@ -13,7 +13,7 @@ Definitions (all times from a monotonic clock, in ns from the start of the run):
   all planned ones
 - tokens/s per user: 1 / median TPOT
 - cost of abandoned requests: output tokens made before their clients hung up, and prompt tokens of those whose first
-  token was made
+  token was made, or whose prompt a prefill instance had computed
 - prefix hit rate: prompt tokens that a prefix cache held / prompt tokens, of completed requests that report both
 
 Only completed requests count elsewhere; partial outputs are excluded.
@@ -135,7 +135,7 @@ def measure(
         input_throughput=_rate(tokens_in, duration_s),
         token_goodput=None if good is None else _rate(int(columns.output_tokens[good].sum()), duration_s),
         prefix_hit_rate=_hit_rate(columns, ok & (columns.cached_tokens != MISSING)),
-        abandoned_input_tokens=int(columns.input_tokens[left & (columns.first_token != MISSING)].sum()),
+        abandoned_input_tokens=int(columns.input_tokens[left & columns.prompt_computed].sum()),
         abandoned_output_tokens=int(columns.output_tokens[left].sum()),
         ttfat=Distribution.of_ns((answer_began - columns.intended)[ok & (answer_began != MISSING)]),
         thinking_tokens=int(columns.thinking_tokens[ok].sum()),

@@ -30,8 +30,7 @@ from ebbench.engines.simulated import (
 )
 from ebbench.errors import UsageError
 from ebbench.records.plan import Plan
-from ebbench.records.turn_graph import optional_ns
-from ebbench.simulation.hang_ups import cut_at_hang_ups, with_hang_ups
+from ebbench.simulation.hang_ups import cut_at_hang_ups, with_hang_ups, with_prefill_ends
 from ebbench.simulation.kv import CachingKv, CountingKv, IdentityNeeded
 from ebbench.simulation.loop import EventLoop
 from ebbench.simulation.queue_limits import QueueLimits
@@ -83,13 +82,6 @@ class SimEngine:
             )
         if self.topology is not None:
             refuse_queue_limits(options, self.topology.label)
-        if self._disaggregated and optional_ns(plan.table, "hang_up_ns") is not None:
-            assert self.topology is not None
-            label = self.topology.label
-            raise UsageError(
-                f"clients that hang up are not simulated where prefill and decode are separate ({label}); leave out "
-                "--abandon-after, or choose replicas"
-            )
         refuse_adapters(plan, self.name)
         with collector_paused():
             for make_kv in _kv_managers(plan, options):
@@ -307,6 +299,8 @@ class _Simulation:
         requests = with_failures(requests, failed, never_sent)
         if self._engine.topology is None:
             return requests
+        if loop.handover is not None and loop.hang_ups.any:
+            requests = with_prefill_ends(requests, first, self._beginning)
         units = loop.unit_of[:count]
         workers = pa.array(units.astype(np.int32), mask=units == UNSET)
         return requests.set_column(requests.column_names.index("worker"), "worker", workers)

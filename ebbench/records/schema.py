@@ -89,14 +89,17 @@ REQUESTS = pa.schema(
     ]
 )
 
-# Columns of the requests table where answers may have a thinking part: in simulated runs whose plan says so, and in
-# runs against the chat endpoint.
+# Columns that a requests table has only where they apply. The first two: where answers may have a thinking part, so in
+# simulated runs whose plan says so, and in runs against the chat endpoint.
 REQUESTS_EXTRAS = pa.schema(
     [
         # Thinking tokens of the output; null where the server marked none. The server's `usage` decides, else messages.
         pa.field("thinking_tokens", pa.int32()),
         # First token of the answer after the thinking. Null without thinking, and where the output ended in it.
         pa.field("first_answer_ns", pa.int64()),
+        # When a prefill instance had computed the prompt; in simulated runs with separate prefill and decode pools
+        # where clients may hang up.
+        pa.field("prefilled_ns", pa.int64()),
     ]
 )
 

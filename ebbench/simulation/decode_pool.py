@@ -16,11 +16,11 @@ GIB = 2**30
 class DecodePool:
     """Places prompts on decode units, sends their KV and lets them enter when it has arrived.
 
-    ``place``: decode unit of each request whose KV is in transfer, as the decode dispatcher ordered.
+    ``unit_of``: decode unit of each request from the order of the decode dispatcher until it has ended for its client.
     """
 
     def __init__(self, loop: EventLoop, handover: Handover) -> None:
-        self.place: dict[int, int] = {}
+        self.unit_of: dict[int, int] = {}
         self._loop, self._handover = loop, handover
         self._entry_ns: dict[int, int] = {}  # when the decode unit's API server is done with a request
         handover.start = self._started
@@ -35,7 +35,7 @@ class DecodePool:
             loop.back.dispatcher.arrive(loop.back.dispatch_request(row), loop.now_ns)
         loop.poll(BACK)
         for row in over:
-            target = self.place.pop(row)
+            target = self.unit_of[row]
             if (servers := loop.back.api_servers_of(target)) is not None:
                 self._entry_ns[row] = servers.enter(row, loop.now_ns)
             self._start_all(handover.send(row, int(loop.unit_of[row]), target, loop.now_ns))
@@ -61,6 +61,27 @@ class DecodePool:
         """Decoding has ended: the KV that was received for it is given up."""
         for row in rows:
             self._start_all(self._handover.finished(row, self._loop.now_ns))
+
+    def departed(self, rows: list[int]) -> None:
+        """Requests have ended for their clients."""
+        for row in rows:
+            del self.unit_of[row]
+
+    def hang_up(self, row: int) -> bool:
+        """The client of a request hung up. Returns False, without any change, if its prompt was not handed over.
+
+        Its KV is freed on both sides. A transfer that has begun goes on to its end, since a connector cannot stop it.
+        """
+        loop = self._loop
+        if row not in self.unit_of:
+            return False
+        self._entry_ns.pop(row, None)
+        source = int(loop.unit_of[row])
+        self._start_all(self._handover.withdraw(row, source, loop.now_ns))
+        loop.wake_if_idle(FRONT, loop.front.engine_of_unit[source])
+        loop.withdraw(BACK, row, self.unit_of.pop(row))
+        loop.poll(BACK)
+        return True
 
     def died(self, full: StoreFullError) -> None:
         """A decode unit ran out of memory: its requests are lost and the run ends."""

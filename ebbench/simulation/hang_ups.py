@@ -13,9 +13,10 @@ import numpy as np
 import pyarrow as pa
 
 from ebbench.records.plan import Plan
-from ebbench.records.schema import ABANDONED, EARLIER_TURN_ABANDONED
+from ebbench.records.schema import ABANDONED, EARLIER_TURN_ABANDONED, REQUESTS_EXTRAS
 from ebbench.records.turn_graph import optional_ns
 from ebbench.simulation.state import UNSET, RequestState
+from ebbench.simulation.warmup import Beginning, since_beginning
 
 if TYPE_CHECKING:
     from ebbench.simulation.scheduler import Scheduler
@@ -67,6 +68,7 @@ def drop(scheduler: Scheduler, row: int) -> None:
     was computed of it stays in the prefix cache."""
     state = scheduler.state
     if state.done[row]:
+        scheduler.free_finished(row)  # a computed prompt, kept for a transfer that will not begin
         return
     published = _published_tokens(scheduler, row)
     for queued in scheduler.in_flight:
@@ -117,3 +119,11 @@ def with_hang_ups(requests: pa.Table, hang_ups: HangUps) -> pa.Table:
         field = requests.schema.field(index)
         requests = requests.set_column(index, field, pa.array(values, field.type))
     return requests
+
+
+def with_prefill_ends(requests: pa.Table, prefills: RequestState, beginning: Beginning) -> pa.Table:
+    """The table with ``prefilled_ns``: when the prefill units, which have ``prefills``, had computed each prompt."""
+    ends_ns = since_beginning(prefills.token_ns[prefills.first_slot[: len(requests)]], beginning)
+    return requests.append_column(
+        REQUESTS_EXTRAS.field("prefilled_ns"), pa.array(ends_ns, pa.int64(), mask=ends_ns == UNSET)
+    )

@@ -85,7 +85,8 @@ class EventLoop:
         self._network_ns, self._queue_limits = network_ns, queue_limits
         self._releases = Releases(plan, warmup)
         self.hang_ups = HangUps(plan)
-        self._inside: set[int] = set()  # requests that have reached their unit, if clients may hang up
+        # Requests that have reached their unit, by stage; kept if clients may hang up.
+        self._inside: list[set[int]] = [set() for _ in self.stages]
         # Times at which a request may arrive at an engine, and times at which engines continue by themselves.
         self._events: list[tuple[int, int, int, Any]] = []
         self._wakes: list[tuple[int, int, int, Any]] = []
@@ -204,7 +205,7 @@ class EventLoop:
             self._refused(row)
         elif index == BACK:
             assert self._decode_pool is not None
-            self._decode_pool.place[row] = unit
+            self._decode_pool.unit_of[row] = unit
         else:
             self.dispatched_ns[row], self.unit_of[row] = self.now_ns, unit
             if self._network_ns:
@@ -243,7 +244,7 @@ class EventLoop:
         scheduler = stage.units[unit].scheduler
         if self.hang_ups.any:
             rows = self.hang_ups.still_wanted(rows)
-            self._inside.update(rows)
+            self._inside[index].update(rows)
         for row in rows:
             scheduler.add(row)
         stage.received[unit] += len(rows)
@@ -260,7 +261,8 @@ class EventLoop:
         self._release(released, self.now_ns)
 
     def gone(self, rows: list[int]) -> None:
-        """Requests have ended or failed: send those that their ends release."""
+        """Requests have ended for their clients: send those that their ends release."""
+        self.hang_ups.ended(rows)
         released: list[int] = []
         for row in rows:
             if self._queue_limits is not None:
@@ -270,19 +272,12 @@ class EventLoop:
         self._release(released, self.now_ns)
 
     def _hang_up(self, row: int) -> None:
-        """A client closes its connection: its unit, or its dispatcher, drops the request."""
+        """A client closes its connection: the stage that has the request drops it."""
         if not self.hang_ups.hangs_up(row):
             return
-        stage, unit = self.front, int(self.unit_of[row])
-        stage.state.end_ns[row] = self.now_ns
-        if row in self._inside:
-            unit = max(unit, 0)
-            stage.units[unit].scheduler.hang_up(row)
-            self.wake_if_idle(FRONT, stage.engine_of_unit[unit])
-        if stage.dispatcher is not None and unit != UNSET:
-            stage.dispatcher.ended(row, self.now_ns)
-        elif stage.dispatcher is not None:
-            stage.dispatcher.withdraw(row)
+        self.last.state.end_ns[row] = self.now_ns
+        if self._decode_pool is None or not self._decode_pool.hang_up(row):
+            self.withdraw(FRONT, row, int(self.unit_of[row]))
         if self._queue_limits is not None:
             self._queue_limits.ended(row)
         lost, released = self._releases.failed(row)
@@ -290,6 +285,18 @@ class EventLoop:
         self._count_ended(1 + len(lost))
         self._release(released, self.now_ns)
         self.poll(FRONT)
+
+    def withdraw(self, index: int, row: int, unit: int) -> None:
+        """The client of a request hung up: its unit drops it, or the dispatcher where it has no unit yet (UNSET)."""
+        stage = self.stages[index]
+        if row in self._inside[index]:
+            inside = max(unit, 0)  # without a dispatcher there is only one
+            stage.units[inside].scheduler.hang_up(row)
+            self.wake_if_idle(index, stage.engine_of_unit[inside])
+        if stage.dispatcher is not None and unit != UNSET:
+            stage.dispatcher.ended(row, self.now_ns)
+        elif stage.dispatcher is not None:
+            stage.dispatcher.withdraw(row)
 
     # Engines.
 
@@ -346,7 +353,6 @@ class EventLoop:
         index, rows = subject
         if self.hang_ups.any:
             rows = self.hang_ups.still_wanted(rows)
-            self.hang_ups.ended(rows)
         if self.stages[index].dispatcher is None:
             pass
         elif self._network_ns and index == FRONT:
@@ -355,8 +361,10 @@ class EventLoop:
             self._notice((index, rows))
         if index == FRONT and self._decode_pool is not None:
             self._decode_pool.hand_over(rows)
-        else:
-            self.gone(rows)
+            return
+        if self._decode_pool is not None:
+            self._decode_pool.departed(rows)
+        self.gone(rows)
 
     def _notice(self, subject: tuple[int, list[int]]) -> None:
         index, rows = subject

@@ -86,6 +86,7 @@ class TransferFabric:
         # Transfers that are ready, by target and source: (order, row, bytes).
         self._queues: list[list[deque[tuple[int, int, float]]]] = [[deque() for _ in range(sources)] for _ in stores]
         self._order = 0
+        self._moving: set[int] = set()  # rows whose transfers have begun and not ended
         self.transfers = 0
         self.bytes = 0.0
 
@@ -103,6 +104,7 @@ class TransferFabric:
 
     def ended(self, transfer: Transfer, now_ns: int) -> list[Transfer]:
         """Record a complete transfer; returns those that start on its links. Raises StoreFullError."""
+        self._moving.remove(transfer.row)
         self._sending[transfer.source] = self._receiving[transfer.target] = False
         started = self._start(transfer.target, now_ns)
         for target in range(len(self.stores)):
@@ -113,6 +115,23 @@ class TransferFabric:
         """Free the received copy of ``row``; returns transfers that waited for room and start now."""
         self.stores[target].drop(row)
         return self._start(target, now_ns) if self._backpressure else []
+
+    def moving(self, row: int) -> bool:
+        """Whether the KV of ``row`` is on a link now."""
+        return row in self._moving
+
+    def withdraw(self, row: int, target: int, now_ns: int) -> list[Transfer]:
+        """Forget the KV of ``row``, which is not on a link: it waits for one, or has arrived.
+
+        Returns the transfers that start now. Raises StoreFullError.
+        """
+        self.stores[target].drop(row)
+        for queue in self._queues[target]:
+            for entry in queue:
+                if entry[1] == row:
+                    queue.remove(entry)
+                    break
+        return self._start(target, now_ns)
 
     def _start(self, target: int, now_ns: int) -> list[Transfer]:
         """Start the oldest transfer to ``target`` whose links are free, if there is room."""
@@ -134,6 +153,7 @@ class TransferFabric:
         self._queues[target][source].popleft()
         store.put(row, size_bytes)  # memory is allocated when the transfer begins
         self._sending[source] = self._receiving[target] = True
+        self._moving.add(row)
         duration_ns = self._link.duration_ns(size_bytes)
         self.transfers += 1
         self.bytes += size_bytes
@@ -196,17 +216,32 @@ class Handover:
         return self.fabric.offer(row, source, target, size_bytes, now_ns)
 
     def arrived(self, transfer: Transfer, now_ns: int) -> list[Transfer]:
-        """The KV has arrived: free the sender's blocks. Returns the transfers that start; the caller adds the row."""
+        """The KV has arrived: free the sender's blocks. Returns the transfers that start; the caller adds the row.
+
+        If its client hung up meanwhile, the copy is freed here.
+        """
         row, target = transfer.row, self._targets[transfer.target]
         self._sources[transfer.source].free_finished(row)
-        # If the first token is still missing, the last prompt token is computed again to get it.
-        target.delivered[row] = int(self._before.prompt[row]) - (0 if self._from_prefill else 1)
+        if row in self._target_of:
+            # If the first token is still missing, the last prompt token is computed again to get it.
+            target.delivered[row] = int(self._before.prompt[row]) - (0 if self._from_prefill else 1)
+        else:
+            self.fabric.stores[transfer.target].drop(row)
         return self.fabric.ended(transfer, now_ns)
 
     def finished(self, row: int, now_ns: int) -> list[Transfer]:
         """The request has ended; returns transfers for which its memory made room."""
         target = self._target_of.pop(row, None)
         return [] if target is None else self.fabric.release(row, target, now_ns)
+
+    def withdraw(self, row: int, source: int, now_ns: int) -> list[Transfer]:
+        """The client of a request that was sent on has hung up: free its KV on both sides, on a link at the end of the
+        transfer. Returns the transfers that start now."""
+        target = self._target_of.pop(row, None)
+        if target is None or self.fabric.moving(row):
+            return []
+        self._sources[source].free_finished(row)
+        return self.fabric.withdraw(row, target, now_ns)
 
     def release_copy(self, row: int, target: int, now_ns: int) -> None:
         """Free the received copy of ``row`` before the request has finished."""
@@ -230,4 +265,4 @@ class _ReleaseAtAdmission:
         """Do nothing: the copy was freed at admission."""
 
     def withdrawn(self, row: int, output_tokens: int) -> None:
-        """Do nothing: clients do not hang up on separate prefill and decode pools (the engine refuses it)."""
+        """Do nothing: the copy was freed when the client hung up."""

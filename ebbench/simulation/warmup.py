@@ -81,16 +81,17 @@ def without_warmup(state: RequestState, plan: Plan, beginning: Beginning) -> Req
     for name in _COUNTS:
         setattr(alone, name, getattr(state, name)[: alone.count])
     for name in _TIMES:
-        setattr(alone, name, _after(getattr(state, name)[: alone.count], beginning.time_ns))
+        setattr(alone, name, since_beginning(getattr(state, name)[: alone.count], beginning))
     own = len(alone.token_ns)
-    alone.token_ns = _after(state.token_ns[:own], beginning.time_ns)
+    alone.token_ns = since_beginning(state.token_ns[:own], beginning)
     if state.client_ns is not None:
-        alone.client_ns = _after(state.client_ns[:own], beginning.time_ns)
+        alone.client_ns = since_beginning(state.client_ns[:own], beginning)
     return alone
 
 
-def _after(times_ns: Ints, begin_ns: int) -> Ints:
-    return np.where(times_ns == UNSET, UNSET, times_ns - begin_ns)
+def since_beginning(times_ns: Ints, beginning: Beginning) -> Ints:
+    """Times (ns) on a clock that starts with the plan; UNSET stays."""
+    return np.where(times_ns == UNSET, UNSET, times_ns - beginning.time_ns)
 
 
 def steps_after(

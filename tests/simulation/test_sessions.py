@@ -15,7 +15,6 @@ from ebbench.analysis.metrics import measure
 from ebbench.config.topology import parse_topology
 from ebbench.engines.base import EngineOptions
 from ebbench.engines.sim import SimEngine
-from ebbench.errors import UsageError
 from ebbench.records.plan import Plan
 from ebbench.records.schema import PLAN, PLAN_EXTRAS
 from ebbench.records.turn_graph import turn_graph
@@ -126,12 +125,6 @@ def test_replicas_lose_nothing_when_clients_hang_up(topology: str) -> None:
     rows = engine.run(made, parse_policy("v1"), device(), OPTIONS).requests.to_pylist()
     assert {row["status"] for row in rows} == {"ok", "abandoned", "never_sent"}
     assert all(row["error_class"] == "earlier_turn_abandoned" for row in rows if row["status"] == "never_sent")
-
-
-def test_separate_prefill_and_decode_refuse_hang_ups() -> None:
-    made = with_columns(plan([(5, 3)], concurrency=1), hang_up_ns=[1])
-    with pytest.raises(UsageError, match="hang up are not simulated where prefill and decode are separate"):
-        SimEngine(topology=parse_topology("1p1d")).run(made, parse_policy("v1"), device(), OPTIONS)
 
 
 def test_the_answer_begins_after_the_planned_thinking() -> None:
