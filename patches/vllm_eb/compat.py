@@ -32,7 +32,7 @@ def waiting(scheduler: Any) -> int:
     """
     queued: int = scheduler.get_request_counts()[1]
     put_off = scheduler.deferred_waiting if hasattr(scheduler, "deferred_waiting") else scheduler.skipped_waiting
-    return queued - idle_sessions(scheduler) - sum(map(_lacks_grammar, put_off))
+    return queued - idle_sessions(scheduler) - (sum(map(_lacks_grammar, put_off)) if put_off else 0)
 
 
 def idle_sessions(scheduler: Any) -> int:

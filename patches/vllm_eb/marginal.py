@@ -27,8 +27,8 @@ with the requests that wait.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable
+from typing import Literal, NamedTuple
 
 from vllm_eb.costs import StepCosts
 
@@ -54,8 +54,7 @@ def cheapest_chunk(costs: StepCosts, most: int) -> int | None:
     return best if cheaper else None
 
 
-@dataclass(frozen=True)
-class Refill:
+class Refill(NamedTuple):
     """A possible refill now.
 
     ``seqs`` requests with ``prompt_tokens`` to compute per request, and ``half_computed`` ones with as many left.
@@ -74,8 +73,7 @@ class Refill:
         return min((self.seqs + self.half_computed) * self.prompt_tokens, HUGE_TOKENS)
 
 
-@dataclass(frozen=True)
-class Choice:
+class Choice(NamedTuple):
     """The chosen step; overheads in seconds, None if they were not needed."""
 
     way: Way
@@ -91,26 +89,29 @@ class MarginalRefill:
         self.per_token_s = (costs.prefill_s(HUGE_TOKENS) - costs.prefill_s(LARGE_TOKENS)) / (HUGE_TOKENS - LARGE_TOKENS)
         self._left_out_s = self._decode_s = 0.0
         self._tokens = 0
-        # One context for the whole cycle: growing contexts cost the same whenever the refill occurs.
-        self._context_tokens: float | None = None
+        # Times of decode steps by their sequences, at one context for the whole cycle: growing contexts cost the same
+        # whenever the refill occurs. None until the cycle's first decode step.
+        self._cycle_decode_s: Callable[[float], float] | None = None
+        self._context_tokens = 0.0  # of the next function, which most steps need more than once
+        self._decode_s_here = costs.decode_at(0.0)
         self._choices = 0
         self._planned: Way = "prefill"
 
     def decoded(self, seqs: int, context_tokens: float, left_out: float) -> None:
         """Record that a step with ``seqs`` decodes will run without ``left_out`` requests that could be in it."""
-        if self._context_tokens is None:
-            self._context_tokens = context_tokens
+        if self._cycle_decode_s is None:
+            self._cycle_decode_s = self._decode_at(context_tokens)
         self._tokens += seqs
-        self._decode_s += self._costs.decode_s(seqs, self._context_tokens)
+        self._decode_s += self._cycle_decode_s(seqs)
         if left_out > 0 and seqs > 0:
-            alone_s = self._costs.decode_s(seqs, context_tokens)
-            together_s = self._costs.decode_s(seqs + left_out, context_tokens)
+            decode_s = self._decode_at(context_tokens)
+            alone_s, together_s = decode_s(seqs), decode_s(seqs + left_out)
             self._left_out_s += max(alone_s * (1 + left_out / seqs) - together_s, 0.0)
 
     def refilled(self) -> None:
         """Record that a refill begins: start a new cycle."""
         self._left_out_s = self._decode_s = 0.0
-        self._tokens, self._context_tokens = 0, None
+        self._tokens, self._cycle_decode_s = 0, None
 
     def choose(self, *, decoding: int, context_tokens: float, refill: Refill, must: bool) -> Choice:
         """Choose the next step. ``must``: the refill is due for other reasons; only choose exclusive or mixed."""
@@ -120,26 +121,24 @@ class MarginalRefill:
         if decoding == 0:
             return Choice("prefill")
         exclusive = self._exclusive_s(tokens)
-        mixed = self._mixed_s(tokens, decoding, context_tokens)
+        alone_s = self._decode_at(context_tokens)(decoding)
+        mixed = self._mixed_s(tokens, decoding, context_tokens, alone_s)
         way = self._way(decoding, context_tokens, refill, mixed < exclusive)
         overhead = mixed if way == "mixed" else exclusive
-        fixed_s = overhead - self._variable_overhead_s(way, overhead, decoding, context_tokens, refill)
-        due = must or self._wasted_s(decoding, context_tokens) >= fixed_s
-        return Choice(way if due else "decode", exclusive, mixed)
+        if must:
+            return Choice(way, exclusive, mixed)
+        # Part of the overhead grows with the refill: the cost of one more prompt tells how much. A larger refill would
+        # not save it, so only the rest counts.
+        more = tokens + refill.prompt_tokens
+        grown = self._mixed_s(more, decoding, context_tokens, alone_s) if way == "mixed" else self._exclusive_s(more)
+        fixed_s = overhead - (grown - overhead) * tokens / refill.prompt_tokens
+        return Choice(way if self._wasted_s(decoding) >= fixed_s else "decode", exclusive, mixed)
 
-    def _wasted_s(self, decoding: int, context_tokens: float) -> float:
+    def _wasted_s(self, decoding: int) -> float:
         """Time (s) wasted by waiting since the last refill, the larger of the two measures."""
-        context = context_tokens if self._context_tokens is None else self._context_tokens
-        declined_s = self._tokens * self._costs.decode_s(decoding, context) / decoding - self._decode_s
-        return max(declined_s, self._left_out_s)
-
-    def _variable_overhead_s(
-        self, way: Way, overhead_s: float, decoding: int, context_tokens: float, refill: Refill
-    ) -> float:
-        """The part of the overhead that grows with the refill, from the cost of one more prompt; without fixed cost."""
-        tokens = refill.tokens + refill.prompt_tokens
-        grown_s = self._mixed_s(tokens, decoding, context_tokens) if way == "mixed" else self._exclusive_s(tokens)
-        return (grown_s - overhead_s) * refill.tokens / refill.prompt_tokens
+        if self._cycle_decode_s is None:
+            return max(0.0, self._left_out_s)
+        return max(self._tokens * self._cycle_decode_s(decoding) / decoding - self._decode_s, self._left_out_s)
 
     def _way(self, decoding: int, context_tokens: float, refill: Refill, mixed_is_cheaper_now: bool) -> Way:
         if not self._may_mix:
@@ -154,24 +153,32 @@ class MarginalRefill:
     def _plan(self, batch: float, context_tokens: float, refill: Refill) -> Way:
         """The way whose best cycle costs least per token, with ``batch`` sequences after each refill."""
 
+        decode_s = self._decode_at(context_tokens)
+
         def per_token_s(overhead_s: float, seqs: int) -> float:
             # With a constant hazard h, a batch declines from N to N-k in ln(N/(N-k))/h steps and makes k/h tokens.
             steps = math.log(batch / (batch - seqs)) / refill.hazard
             tokens = seqs / refill.hazard
-            return (overhead_s + steps * self._costs.decode_s(tokens / steps, context_tokens)) / tokens
+            return (overhead_s + steps * decode_s(tokens / steps)) / tokens
 
         best: dict[Way, float] = {"prefill": math.inf, "mixed": math.inf}
         seqs = 1
         while seqs <= max(MAX_REFILLED_SHARE * batch, 1) and seqs < batch:
             tokens = seqs * refill.prompt_tokens
             best["prefill"] = min(best["prefill"], per_token_s(self._exclusive_s(tokens), seqs))
-            best["mixed"] = min(best["mixed"], per_token_s(self._mixed_s(tokens, batch - seqs, context_tokens), seqs))
+            mixed_s = self._mixed_s(tokens, batch - seqs, context_tokens, decode_s(batch - seqs))
+            best["mixed"] = min(best["mixed"], per_token_s(mixed_s, seqs))
             seqs *= 2
         return "mixed" if best["mixed"] < best["prefill"] else "prefill"
+
+    def _decode_at(self, context_tokens: float) -> Callable[[float], float]:
+        if context_tokens != self._context_tokens:
+            self._context_tokens, self._decode_s_here = context_tokens, self._costs.decode_at(context_tokens)
+        return self._decode_s_here
 
     def _exclusive_s(self, tokens: float) -> float:
         return self._costs.prefill_s(tokens) - self.per_token_s * tokens
 
-    def _mixed_s(self, tokens: float, decoding: float, context_tokens: float) -> float:
-        beside = self._costs.mixed_s(tokens, decoding, context_tokens) - self._costs.decode_s(decoding, context_tokens)
-        return beside - self.per_token_s * tokens
+    def _mixed_s(self, tokens: float, decoding: float, context_tokens: float, alone_s: float) -> float:
+        """Overhead of prompts in a decode step that takes ``alone_s`` without them."""
+        return self._costs.mixed_s(tokens, decoding, context_tokens) - alone_s - self.per_token_s * tokens

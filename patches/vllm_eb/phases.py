@@ -88,7 +88,7 @@ class Phases:
 
     def refill(self, view: View) -> int:
         """Number of waiting requests for which there are idle slots."""
-        return max(min(view.waiting, self.idle(view)), 0)
+        return max(min(view.waiting, self.idle(view)), 0) if view.waiting else 0
 
     def idle(self, view: View) -> int:
         """Number of idle slots; negative while more requests run than are allowed."""
@@ -129,6 +129,8 @@ class Phases:
             return "every answer has its last token in flight" if view.prefilling or self.refill(view) else None
         if view.prefilling:
             return "prompts left half computed"
+        if not view.waiting:
+            return None
         idle = self.idle(view)
         refill = min(view.waiting, idle)
         if refill < 1 or not self._strategy.refill_due(view, refill, idle):

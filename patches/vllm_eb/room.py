@@ -33,8 +33,9 @@ def payback_steps(
     sequence, the batch of ``active`` sequences would make its tokens at the batch's mean cost. Infinite if that is not
     more.
     """
-    alone_s = costs.decode_s(active, context_tokens)
-    added_s = (costs.decode_s(GROWTH_RANGE * active, context_tokens) - alone_s) / ((GROWTH_RANGE - 1.0) * active)
+    decode_s = costs.decode_at(context_tokens)
+    alone_s = decode_s(active)
+    added_s = (decode_s(GROWTH_RANGE * active) - alone_s) / ((GROWTH_RANGE - 1.0) * active)
     saved_s = alone_s / active - added_s - per_token_s
     return per_token_s * prompt_tokens / saved_s if saved_s > 0.0 else math.inf
 

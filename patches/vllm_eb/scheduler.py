@@ -133,16 +133,18 @@ class _PhasedScheduler(Scheduler):  # type: ignore[misc]
         return output
 
     def _view(self) -> View:
-        # A preempted, finished or aborted request is no longer running; vLLM sets the flag.
-        self._prefilling = [r for r in self._prefilling if r.is_prefill_chunk and r.status == RequestStatus.RUNNING]
+        if self._prefilling:
+            # A preempted, finished or aborted request is no longer running; vLLM sets the flag.
+            self._prefilling = [r for r in self._prefilling if r.is_prefill_chunk and r.status == RequestStatus.RUNNING]
+        now_s, prefilling = self._clock(), len(self._prefilling)
         return View(
-            now_s=self._clock(),
+            now_s=now_s,
             step_id=self._steps,
-            decoding=len(self.running) - len(self._prefilling),
-            prefilling=len(self._prefilling),
+            decoding=len(self.running) - prefilling,
+            prefilling=prefilling,
             waiting=0 if compat.paused(self) else compat.waiting(self),
             free_blocks=compat.free_blocks(self),
-            oldest_wait_s=self._waiting_order.order(self.waiting, self._clock()) if self._waiting_order else 0.0,
+            oldest_wait_s=self._waiting_order.order(self.waiting, now_s) if self._waiting_order else 0.0,
             preempted=self._preempted,
             idle_sessions=compat.idle_sessions(self),
             last_tokens_out=self._last_tokens_out(),
@@ -169,7 +171,10 @@ class _PhasedScheduler(Scheduler):  # type: ignore[misc]
 
     def _last_tokens_out(self) -> bool:
         """Whether no decoding request needs another step; the first one nearly always decides."""
-        return all(r.is_prefill_chunk or compat.needs_no_step(r, self.max_model_len) for r in self.running)
+        for request in self.running:
+            if not (request.is_prefill_chunk or compat.needs_no_step(request, self.max_model_len)):
+                return False
+        return True
 
     def add_request(self, request: Request) -> None:
         """vLLM's method; also keeps the arrival time if the policy orders the queue by it."""
@@ -288,6 +293,8 @@ class _PhasedScheduler(Scheduler):  # type: ignore[misc]
 
     def _report_admissions(self, output: Any) -> list[str]:
         """Report admitted requests to the controller; returns their ids."""
+        if not (output.scheduled_new_reqs or output.scheduled_cached_reqs.resumed_req_ids):
+            return []
         cached = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
         admitted = list(cached)
         if (

@@ -31,23 +31,26 @@ class AnswerLength:
     """
 
     def __init__(self, prior_tokens: float, window: int) -> None:
-        self._memories = (_FadingMean(prior_tokens, window), _FadingMean(prior_tokens, max(window // 4, 1)))
-
-    @property
-    def mean(self) -> float:
+        self._long = _FadingMean(prior_tokens, window)
+        self._short = _FadingMean(prior_tokens, max(window // 4, 1))
+        self.mean = prior_tokens
         """The estimate in tokens."""
-        long, short = self._memories  # spelled out: it is read several times per step
-        return max(long.tokens / long.ended, short.tokens / short.ended)
 
     def decoded(self, seqs: int) -> None:
         """Record a step with one token for each of ``seqs`` sequences."""
-        for memory in self._memories:
-            memory.tokens += seqs
+        self._long.tokens += seqs
+        self._short.tokens += seqs
+        self._estimate()
 
     def ended(self) -> None:
         """Record a response that has ended."""
-        for memory in self._memories:
-            memory.end()
+        self._long.end()
+        self._short.end()
+        self._estimate()
+
+    def _estimate(self) -> None:
+        long, short = self._long, self._short
+        self.mean = max(long.tokens / long.ended, short.tokens / short.ended)
 
 
 class _FadingMean:
@@ -89,11 +92,10 @@ class ServiceLevel:
         """
         if self.tpot_s is None:
             return at_most
+        most_s, decode_s = TPOT_SHARE * self.tpot_s, costs.decode_at(mu_l + mu_o / 2)
 
         def meets(seqs: int) -> bool:
-            assert self.tpot_s is not None
-            token_s = _token_s(costs, per_token_s, seqs, mu_l=mu_l, mu_new=mu_new, mu_o=mu_o)
-            return token_s <= TPOT_SHARE * self.tpot_s
+            return decode_s(seqs) + seqs * mu_new * per_token_s / mu_o <= most_s
 
         if meets(at_most):
             return at_most

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -41,8 +42,7 @@ class EngineFacts:
         return self.block_size * self.num_blocks
 
 
-@dataclass(frozen=True)
-class StepChoice:
+class StepChoice(NamedTuple):
     """What the next step contains.
 
     ``refill``: how many requests a prefill that begins now may admit. ``token_budget``: the most tokens of this step,
@@ -53,7 +53,7 @@ class StepChoice:
     mode: Mode
     reason: str = ""
     refill: int = 0
-    values: Values = field(default_factory=dict)
+    values: Values = MappingProxyType({})
     token_budget: int | None = None
 
 

@@ -52,13 +52,20 @@ class WaitingOrder:
         """Order the queue if due; returns the waiting time (s) of the oldest request that can meet its target."""
         queue = self._controller.queue
         if queue.due(now_s):
-            started, fresh = self._read(waiting)
-            places = self._controller.queue_order(now_s, self._seen_s, self._prompt_tokens)
-            ordered = list(map(fresh.__getitem__, places.tolist()))
-            compat.reorder(waiting, [*started, *ordered] if started else ordered)
-            self._fresh, self._admitted = [] if started else ordered, 0
-            self._seen_s, self._prompt_tokens = self._seen_s[places], self._prompt_tokens[places]
+            if waiting:
+                self._reorder(waiting, now_s)
+            else:
+                self.forget()
+                queue.emptied(now_s)
         return queue.oldest_wait_s(now_s)
+
+    def _reorder(self, waiting: Any, now_s: float) -> None:
+        started, fresh = self._read(waiting)
+        places = self._controller.queue_order(now_s, self._seen_s, self._prompt_tokens)
+        ordered = list(map(fresh.__getitem__, places.tolist()))
+        compat.reorder(waiting, [*started, *ordered] if started else ordered)
+        self._fresh, self._admitted = [] if started else ordered, 0
+        self._seen_s, self._prompt_tokens = self._seen_s[places], self._prompt_tokens[places]
 
     def _read(self, waiting: Any) -> tuple[list[Any], list[Any]]:
         """Started and fresh requests in queue order; updates the arrays of the fresh ones."""

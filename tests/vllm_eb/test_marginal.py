@@ -192,6 +192,44 @@ def test_a_grid_is_linear_between_and_beyond_its_points() -> None:
     assert GRID.mixed_s(150, 6, 501) == pytest.approx(4.0)
 
 
+@given(st.sampled_from([GRID, LINEAR, FLAT_THEN_LINEAR]), st.floats(0, 3000), st.lists(st.floats(0, 3000), min_size=1))
+def test_costs_at_one_context_are_the_costs_exactly(
+    costs: CostGrid | LinearCosts, context: float, seqs: list[float]
+) -> None:
+    decode_s = costs.decode_at(context)
+    assert [decode_s(each) for each in seqs] == [costs.decode_s(each, context) for each in seqs]
+
+
+def test_figures_kept_for_one_view_change_no_answer() -> None:
+    """Where answers are long, admissions depend on what one more sequence costs at the view's context, and on prompts:
+    policies that keep figures of earlier views must answer as one that has seen only this view."""
+    grid = replace(GRID, tokens=(4096, 8192), seqs=(1, 101), prefill=(0.2, 0.4), decode=((0.01, 0.04), (0.02, 0.08)))
+    engine = EngineFacts(Calibration(5e-3, 5e-5, 1e-2, 1e-4, grid=grid), 4000, 16, 800, 8192)
+
+    def made(prompts: list[int]) -> MarginalPolicy:
+        lengths = Lengths(100)
+        lengths.mu_o = 5000.0
+        policy = MarginalPolicy(MarginalSpec(), engine, lengths)
+        for prompt in prompts:
+            lengths.on_prompt(prompt)
+            policy.on_prompt(prompt, 0)
+        return policy
+
+    asked = made([])
+    seen = []
+    prompts = [400, 90, 90, 700]
+    for number, prompt in enumerate(prompts):
+        one = view(decoding=20, free_blocks=500)
+        asked.prompts_that_fit(one)
+        asked.lengths.on_prompt(prompt)
+        asked.on_prompt(prompt, 0)
+        for same in (one, one, view(decoding=20, free_blocks=400), view(decoding=30, free_blocks=400)):
+            seen.append(asked.prompts_that_fit(same))
+            assert seen[-1] == made(prompts[: number + 1]).prompts_that_fit(same)
+    assert min(seen) > 0
+    assert len(set(seen)) == 3 * len(prompts)
+
+
 def test_a_calibration_with_a_grid_survives_json() -> None:
     made = Calibration(5e-3, 5e-5, 1e-2, 1e-4, mixed=MixedCost(6e-5, 2e-4, 1e-5), grid=GRID)
     assert calibration_from_json(calibration_to_json(made)) == made

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_eb.queueing import ORDER_EVERY, PATIENCE, TURN_EVERY, PunctualQueue, Work, punctual
+from vllm_eb.queueing import ORDER_EVERY, PATIENCE, TURN_EVERY, PunctualQueue, ShortestFirst, Work, punctual
 
 TENTHS = st.integers(0, 100).map(lambda tenths: tenths / 10)
 JOBS = st.lists(st.tuples(TENTHS, st.integers(1, 40).map(lambda tenths: tenths / 10)), min_size=1, max_size=9)
@@ -94,6 +94,21 @@ def test_before_their_patience_is_over_late_ones_get_no_turn() -> None:
     queue.admitted(10**9)
     assert queue.order(PATIENCE - 0.1, [0.0, PATIENCE - 0.2], [100, 100], WORK).tolist() == [1, 0]
     assert queue.order(PATIENCE + 0.1, [0.0, PATIENCE], [100, 100], WORK).tolist() == [0, 1]
+
+
+def test_an_order_due_while_nothing_waits_is_an_order_of_none() -> None:
+    """It starts the time to the next one, and there is no oldest request any more."""
+    ordered, emptied = PunctualQueue(10.0), PunctualQueue(10.0)
+    for queue in (ordered, emptied):
+        queue.order(100.0, [99.0], [100], Work(1e-3, 0.0, 0.0))
+    ordered.order(105.0, [], [], Work(1e-3, 0.0, 0.0))
+    emptied.emptied(105.0)
+    for queue in (ordered, emptied):
+        assert (queue.oldest_wait_s(106.0), queue.due(105.1), queue.due(106.0)) == (0.0, False, True)
+    shortest = ShortestFirst()
+    shortest.emptied(105.0)
+    assert not shortest.due(105.01)
+    assert shortest.due(105.1)
 
 
 @pytest.mark.parametrize(("admitted", "order"), [(TURN_EVERY * 100 - 1, [1, 0]), (TURN_EVERY * 100, [0, 1])])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from vllm_eb.decisions import View
 from vllm_eb.lengths import Lengths
@@ -22,6 +22,7 @@ from vllm_eb.strategy import Change, EngineFacts, PhaseState, StepChoice, Strate
 
 ALLOWED_EVERY = 16  # decisions between two updates of the batch size that the TPOT target allows
 
+NOTHING_TO_REFILL = Choice("decode")
 ONE_TOKEN = 1.5  # tokens; a mean response below it is mostly one token
 
 
@@ -87,7 +88,12 @@ class MarginalPolicy(Strategy):
         self._room = KvRoom(engine.capacity_tokens)
         self._punctual = PunctualQueue(spec.ttft) if spec.ttft is not None else None
         self.queue = self._punctual
+        self._largest_prefill_s = self._costs.prefill_s(HUGE_TOKENS)
         self._allowed, self._tpot_in_reach, self._batch = self._max_num_seqs, True, self._max_num_seqs
+        # Figures of one view, which a decision needs several times.
+        self._seen: View | None = None
+        self._context_tokens = 0.0
+        self._payback_steps: float | None = None
         self._decisions = 0
         self._chunk = cheapest_chunk(self._costs, engine.max_num_batched_tokens)
         self.plan_batch()
@@ -104,6 +110,7 @@ class MarginalPolicy(Strategy):
 
     def on_prompt(self, input_tokens: int, cached_tokens: int) -> None:
         """Record the first admission of a request with ``input_tokens`` prompt tokens."""
+        self._seen = None  # the mean lengths have changed
         self._room.admitted()
         if self._punctual is not None:
             self._punctual.admitted(input_tokens)
@@ -165,14 +172,17 @@ class MarginalPolicy(Strategy):
         """
         self._batch = max(view.decoding + view.prefilling + refill, 1)
         context_tokens = self._mean_context(view)
-        choice = self._refills.choose(
-            decoding=view.decoding if view.decodes else 0,
-            context_tokens=context_tokens,
-            refill=self.possible_refill(view, refill),
-            must=view.prefilling > 0 or (refill > 0 and self._service.refill_due(view.oldest_wait_s)),
-        )
-        if view.decodes and (blocked or self.responses_behind):
-            choice = replace(choice, way="decode")
+        choice = NOTHING_TO_REFILL
+        if refill or view.prefilling:
+            decodes = view.decodes
+            choice = self._refills.choose(
+                decoding=view.decoding if decodes else 0,
+                context_tokens=context_tokens,
+                refill=self.possible_refill(view, refill),
+                must=view.prefilling > 0 or self._service.refill_due(view.oldest_wait_s),
+            )
+            if decodes and (blocked or self.responses_behind):
+                choice = choice._replace(way="decode")
         if choice.way != "decode":
             self._refills.refilled()
         if choice.way != "prefill":
@@ -236,16 +246,18 @@ class MarginalPolicy(Strategy):
             prompt_tokens=prompt_tokens,
             answer_tokens=self._answers.mean,
         )
-        if not active or fit >= self._max_num_seqs - active:
+        if not active or fit >= self._allowed - active:  # for more there are no slots
             return fit
         if not self._service.has_targets:
-            steps = PAYBACK_FACTOR * payback_steps(
-                self._costs,
-                self._refills.per_token_s,
-                active=active,
-                context_tokens=context_tokens,
-                prompt_tokens=prompt_tokens,
-            )
+            if self._payback_steps is None:
+                self._payback_steps = payback_steps(
+                    self._costs,
+                    self._refills.per_token_s,
+                    active=active,
+                    context_tokens=context_tokens,
+                    prompt_tokens=prompt_tokens,
+                )
+            steps = PAYBACK_FACTOR * self._payback_steps
             surplus = math.inf
         elif self._service.refill_due(view.oldest_wait_s):
             steps = SHORTEST_STAY * self._answers.mean
@@ -272,15 +284,19 @@ class MarginalPolicy(Strategy):
         work = Work(
             prompt_token_s=self._refills.per_token_s * self.lengths.mu_new / mu_l,
             answer_s=mu_o * self._costs.decode_s(batch, mu_l + mu_o / 2) / batch,
-            lead_s=self._costs.prefill_s(HUGE_TOKENS),
+            lead_s=self._largest_prefill_s,
         )
         assert self._punctual is not None
         return self._punctual.order(now_s, seen_s, prompt_tokens, work)
 
     def _mean_context(self, view: View) -> float:
         """Mean KV tokens per running sequence."""
-        active = view.decoding + view.prefilling
-        return (self.engine.num_blocks - view.free_blocks) * self.engine.block_size / active if active else 0.0
+        if view is not self._seen:
+            active = view.decoding + view.prefilling
+            used_tokens = (self.engine.num_blocks - view.free_blocks) * self.engine.block_size
+            self._seen, self._payback_steps = view, None
+            self._context_tokens = used_tokens / active if active else 0.0
+        return self._context_tokens
 
 
 POLICY = MarginalSpec

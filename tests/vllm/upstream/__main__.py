@@ -1,7 +1,10 @@
 """vLLM's own scheduler tests: on vLLM as it is, then with the plugin under each policy.
 
     make vllm-tests
-    python -m tests.vllm.upstream [--policy POLICY ...] [--files NAME ...] [--folder DIR]
+    python -m tests.vllm.upstream [--policy POLICY ...] [--files NAME ...] [--folder DIR] [--jobs N]
+
+Each policy's tests run in a process of their own, one per CPU core at a time. Nine tenths of their time go to
+test_priority_scheduler_random.py, which makes 20,000 steps under each of twelve settings.
 
 Under policy v1 every test must have the same result as on vLLM as it is. Where a test has another result under another
 policy, tests/vllm/differences.toml says why; any other difference is an error. Exit code 0: as expected, or skipped
@@ -14,6 +17,10 @@ import argparse
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 from tests.vllm.upstream import compare, models
@@ -29,7 +36,8 @@ POLICIES = (
     "v1", "v0", "deferred:k=2", "eb:theta=0.3", "ebplus", "marginal", "cadence:every=4", "delayer", "ppas:cap=64",
     "batchwait:iters=4,ratio=0.5", "slochunk:tpot=0.01,least=16",
 )  # fmt: skip
-LONGEST_S = 1800.0
+STOCK = ""  # in place of a policy: vLLM's own scheduler
+LONGEST_S = 3600.0
 PYTHON_CODE = "EBBENCH_VLLM_PYTHON_CODE"
 
 
@@ -45,8 +53,31 @@ def python_code() -> list[str]:
     return [folder] if (folder := os.environ.get(PYTHON_CODE)) else []
 
 
-def run(root: Path, redirect: Path, policy: str, files: tuple[str, ...]) -> dict[str, compare.Outcome]:
-    """Outcomes of the tests in these files under the policy; empty: on vLLM as it is."""
+@dataclass(frozen=True)
+class Result:
+    """Outcomes of one policy's tests by test id, and how long they took."""
+
+    outcomes: dict[str, compare.Outcome]
+    took_s: float
+
+    def count(self, outcome: str) -> int:
+        """Number of tests with that outcome."""
+        return sum(one.outcome == outcome for one in self.outcomes.values())
+
+
+def run_each(
+    root: Path, redirect: Path, policies: tuple[str, ...], files: tuple[str, ...], jobs: int
+) -> Iterator[Result]:
+    """Results under each policy, in their order; up to ``jobs`` policies run at the same time."""
+    pool = ThreadPoolExecutor(jobs)
+    try:
+        yield from pool.map(lambda policy: run(root, redirect, policy, files), policies)
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def run(root: Path, redirect: Path, policy: str, files: tuple[str, ...]) -> Result:
+    """Run the tests in these files under the policy, or STOCK."""
     name = policy.partition(":")[0] or "stock"
     outcomes = root / f"{name}.jsonl"
     outcomes.unlink(missing_ok=True)
@@ -56,6 +87,7 @@ def run(root: Path, redirect: Path, policy: str, files: tuple[str, ...]) -> dict
         "UPSTREAM_POLICY": policy, "UPSTREAM_OUTCOMES": str(outcomes),
         "VLLM_MODEL_REDIRECT_PATH": str(redirect), "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "OMP_NUM_THREADS": "1",
     }  # fmt: skip
     tests = [f"tests/v1/core/{file}" for file in files if (root / "tests/v1/core" / file).exists()]
     command = [
@@ -63,20 +95,21 @@ def run(root: Path, redirect: Path, policy: str, files: tuple[str, ...]) -> dict
         "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "in_place", *tests,
     ]  # fmt: skip
     log = root / f"{name}.log"
+    started = time.monotonic()
     with log.open("w", encoding="utf-8") as file:
         done = subprocess.run(
             command, cwd=root, env=environment, stdout=file, stderr=subprocess.STDOUT, timeout=LONGEST_S, check=False
         )
     if done.returncode not in (0, 1) or not outcomes.exists():
         raise RuntimeError(f"pytest ended with exit code {done.returncode}: see {log}")
-    return compare.read_outcomes(outcomes)
+    return Result(compare.read_outcomes(outcomes), time.monotonic() - started)
 
 
-def show(policy: str, found: compare.Comparison) -> None:
+def show(policy: str, found: compare.Comparison, took_s: float) -> None:
     """Print one line per policy, and one per unexpected difference."""
     print(
         f"{policy}: {found.passed} passed, {found.skipped} skipped, {found.failed_on_both} fail on stock, too, "
-        f"{len(found.expected)} differ as listed, {len(found.unexpected)} otherwise",
+        f"{len(found.expected)} differ as listed, {len(found.unexpected)} otherwise ({took_s:.0f} s)",
         flush=True,
     )
     for test, what in found.unexpected.items():
@@ -91,6 +124,9 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--policy", action="append", help="Default: one of each kind.")
     parser.add_argument("--files", nargs="+", help="Of vLLM's tests/v1/core. Default: those that use a scheduler.")
     parser.add_argument("--folder", type=Path, default=Path(sys.prefix) / "vllm-tests", help="Where they are kept.")
+    parser.add_argument(
+        "--jobs", type=int, default=len(os.sched_getaffinity(0)), help="Policies at a time. Default: one per CPU core."
+    )
     options = parser.parse_args(words)
     version, files = installed_version(), tuple(options.files or FILES)
     try:
@@ -100,14 +136,18 @@ def main(words: list[str] | None = None) -> int:
         return 0
     expected = compare.read_expected(HERE.parent / "differences.toml")
     redirect = models.build(root / "models")
-    stock = run(root, redirect, "", files)
-    counts = [sum(one.outcome == kind for one in stock.values()) for kind in ("passed", "failed", "skipped")]
-    print(f"stock vLLM {version}: {counts[0]} passed, {counts[1]} failed, {counts[2]} skipped", flush=True)
-    good = counts[0] > 0
-    for policy in options.policy or POLICIES:
-        ours = run(root, redirect, policy, files)
-        found = compare.compare(stock, ours, expected, policy.partition(":")[0], version)
-        show(policy, found)
+    policies = tuple(options.policy or POLICIES)
+    results = run_each(root, redirect, (STOCK, *policies), files, options.jobs)
+    stock = next(results)
+    print(
+        f"stock vLLM {version}: {stock.count(compare.PASSED)} passed, {stock.count(compare.FAILED)} failed, "
+        f"{stock.count(compare.SKIPPED)} skipped ({stock.took_s:.0f} s)",
+        flush=True,
+    )
+    good = stock.count(compare.PASSED) > 0
+    for policy, ours in zip(policies, results, strict=True):
+        found = compare.compare(stock.outcomes, ours.outcomes, expected, policy.partition(":")[0], version)
+        show(policy, found, ours.took_s)
         good = good and found.good
     print(f"logs and outcomes: {root}")
     return 0 if good else 1
