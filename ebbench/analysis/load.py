@@ -124,6 +124,7 @@ class Machine:
     ``max_num_batched_tokens`` is B and ``max_num_seqs`` is N, per engine. ``link`` connects the GPUs of one engine.
     ``types``: data types of weights and KV cache that differ from the model's own.
     ``api_server``: class of the simulated API server; empty without. ``further``: other limits that were set, in words.
+    ``reported``: what a server that ebbench did not start says of its settings, in words.
     """
 
     gpus: int | None = None
@@ -135,6 +136,7 @@ class Machine:
     types: str = ""
     api_server: str = ""
     further: str = ""
+    reported: str = ""
 
     def limits(self) -> str:
         """``B = 8,192 tokens per step, N = 1,024 sequences``; empty if neither was recorded."""
@@ -197,7 +199,23 @@ def machine_of_run(manifest: Manifest) -> Machine:
         types=_types(options),
         api_server=_api_server(options),
         further=_further_limits(options),
+        reported=_reported(facts.get("server_reports") or {}) if manifest.engine == "endpoint" else "",
     )
+
+
+def _reported(settings: Mapping[str, Any]) -> str:
+    """``policy eb, 1,024 KV blocks of 16 tokens, prefix caching on``; only what the server says."""
+    words = {
+        "policy": "policy {}",
+        "num_kv_blocks": "{:,} KV blocks",
+        "block_size": "blocks of {:,} tokens",
+        "kv_cache_dtype": "KV cache type {}",
+        "gpu_memory_utilization": "{:.0%} of the GPU memory",
+    }
+    found = [text.format(settings[name]) for name, text in words.items() if settings.get(name) is not None]
+    if "enable_prefix_caching" in settings:
+        found.append(f"prefix caching {'on' if settings['enable_prefix_caching'] else 'off'}")
+    return ", ".join(found)
 
 
 def _further_limits(options: Mapping[str, Any]) -> str:

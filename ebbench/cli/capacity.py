@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+import typer
+
 from ebbench.cli import load_flags as load
 from ebbench.cli.client_flags import ClientFlags
 from ebbench.cli.cluster_flags import ClusterOptions
@@ -61,6 +63,7 @@ class CapacityOutput:
 
 @grouped
 def capacity(
+    context: typer.Context,
     workload: load.WorkloadArgument,
     limits: LimitFlags,
     search: SearchFlags,
@@ -77,6 +80,7 @@ def capacity(
     """
     from ebbench.cli.capacity_search import CapacityQuestion, search_all
 
+    engine.refuse_for_server(context)
     settings = LoadFlags(scenario=search.scenario, burstiness=search.burstiness, warmup=search.warmup)
     search_all(
         CapacityQuestion(

@@ -14,7 +14,7 @@ from ebbench.capacity.drive import SearchBudget, SearchConfig, SearchOutcome, se
 from ebbench.capacity.limits import LatencyLimits, parse_limits
 from ebbench.cli.capacity_probes import RunProber, one_server
 from ebbench.cli.preflight import check_counts, check_options, default_policies, is_server, parse_policies
-from ebbench.cli.run_policies import RunConfig, device_of, engine_of
+from ebbench.cli.run_policies import RunConfig, device_of, engine_of, with_label
 from ebbench.errors import EbbenchError, InterruptedRunError, RunError, UsageError
 from ebbench.records import files
 from ebbench.records.run import default_run_dir
@@ -80,13 +80,14 @@ def search_all(question: CapacityQuestion, *, plot: Path | None, as_json: bool) 
     check_options(config.options, policies)
     engine, sentence = engine_of(config)
     device = device_of(config)
+    config = with_label(config, engine)
     folder, begun = _folder(question, limits), time.monotonic()
     if not question.quiet:
         messages.print(sentence, markup=False, soft_wrap=True)
         messages.print(sentences.announce(limits, question.by_concurrency), markup=False, soft_wrap=True)
     found: dict[str, SearchOutcome] = {}
     try:
-        for index, spec in enumerate(policies):
+        for index, spec in enumerate(config.policies):
             prober = RunProber(
                 replace(config, policies=[spec]), question.scenario, question.by_concurrency, spec, device, engine,
                 messages, folder,

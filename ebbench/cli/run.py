@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import typer
+
 from ebbench.cli.client_flags import ClientFlags
 from ebbench.cli.cluster_flags import ClusterOptions
 from ebbench.cli.load_flags import VllmOptions, WorkloadArgument
@@ -11,6 +13,7 @@ from ebbench.cli.run_flags import EngineFlags, LoadFlags, OutputFlags, WorkloadF
 
 @grouped
 def run(
+    context: typer.Context,
     workload: WorkloadArgument,
     engine: EngineFlags,
     load: LoadFlags,
@@ -31,6 +34,7 @@ def run(
     from ebbench.cli.repeats import parse_repeats
     from ebbench.cli.run_policies import RunConfig, run_policies
 
+    engine.refuse_for_server(context)
     policies = parse_policies(engine.policy or default_policies(engine.engine))
     repeats, until_clear = parse_repeats(load.repeats, load.max_repeats, policies=len(policies))
     config = RunConfig(

@@ -7,6 +7,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
+
 from ebbench.cli import completion
 from ebbench.cli import load_flags as load
 from ebbench.cli.options import ALL_PERCENTILES, opt
@@ -85,6 +87,16 @@ class EngineFlags:
     api_server: load.ApiServer = "off"
     api_server_count: load.ApiServerCount = None
 
+    def refuse_for_server(self, context: typer.Context) -> None:
+        """Raise UsageError for settings on the command line that a server which already runs would not take."""
+        from ebbench.cli.unused_options import given_options
+        from ebbench.engines.checks import refuse_api_server, refuse_server_settings
+        from ebbench.engines.setup import is_server
+
+        if is_server(self.engine):
+            refuse_server_settings(self.engine, given_options(context, _OF_A_START))
+            refuse_api_server(self.options(0), "endpoint")
+
     def options(self, warmup: int) -> EngineOptions:
         """The engine's options with ``warmup`` warm-up requests."""
         from ebbench.engines.base import EngineOptions
@@ -123,6 +135,14 @@ class EngineFlags:
         """The fields of RunConfig that these options set."""
         given = {name: getattr(self, name) for name in ("engine", "device", "model", "calibration")}
         return given | {"options": self.options(warmup), "default_policies": not self.policy}
+
+
+_OF_A_START = tuple(
+    one.name
+    for one in fields(EngineFlags)
+    if one.name not in ("policy", "engine", "device", "model", "max_model_len", "api_server", "api_server_count")
+)
+"""Options that take effect where a server is started; the others name what is measured, or are refused elsewhere."""
 
 
 @dataclass(frozen=True)

@@ -14,14 +14,8 @@ from ebbench.analysis.economy import PRICE
 from ebbench.cli.cluster_flags import ClusterOptions
 from ebbench.cli.preflight import check_counts, check_fits, check_options
 from ebbench.cli.repeats import beforehand, why_stop
-from ebbench.engines.checks import refuse_further_limits, refuse_queue_limits
-from ebbench.engines.setup import (
-    POLICY_IS_A_LABEL,
-    is_server,
-    journalled,
-    make_engine,
-    with_ramp,
-)
+from ebbench.engines.checks import refuse_queue_limits
+from ebbench.engines.setup import is_server, journalled, make_engine, policy_label, with_ramp
 from ebbench.errors import EbbenchError, InterruptedRunError, RunError, UsageError
 from ebbench.records.manifest import RunWarning, wall_clock_ns
 from ebbench.records.run import NotStoredError, Run, RunWriter, default_run_dir, slug, unused
@@ -109,6 +103,7 @@ def run_policies(config: RunConfig, *, as_json: bool) -> None:
     device = device_of(config)
     config = _saturated(config, engine, device, messages)
     plan = plan_of(config, config.seed, device, messages)
+    config = with_label(config, engine)
     _announce(config, engine, sentence, plan, messages)
     done = _Done()
     try:
@@ -145,8 +140,6 @@ def _check(config: RunConfig) -> None:
     check_options(config.options, config.policies)
     if config.cluster.topology is not None:
         refuse_queue_limits(config.options, config.cluster.topology)
-    if is_server(config.engine):
-        refuse_further_limits(config.options, "endpoint")
     if is_server(config.engine) and len(config.policies) > 1:
         raise UsageError(
             "a server runs the one policy it was started with; give one --policy, as a label, and one run per server"
@@ -170,11 +163,24 @@ def _check_prompts(config: RunConfig, engine: Engine) -> None:
         raise UsageError("--cache-hit-rate needs the prefix cache; leave out --no-prefix-caching")
 
 
+def with_label(config: RunConfig, engine: Engine) -> RunConfig:
+    """The configuration with the policy that a server reports, if none was given.
+
+    Raises UsageError if it reports another one than was given, RunError if it is not ready.
+    """
+    if not is_server(config.engine):
+        return config
+    label = policy_label(engine, config.policies[0], stated=not config.default_policies)
+    return replace(config, policies=[label.policy])
+
+
 def _saturated(config: RunConfig, engine: Engine, device: Device, messages: Console) -> RunConfig:
     """The configuration with the saturated rate, measured here if the scenario needs it and it was not given."""
     from ebbench.cli.saturation import needs_saturation, with_saturation
 
-    return with_saturation(config, engine, device, messages) if needs_saturation(config) else config
+    if not needs_saturation(config):
+        return config
+    return with_saturation(with_label(config, engine), engine, device, messages)
 
 
 def device_of(config: RunConfig) -> Device:
@@ -307,6 +313,9 @@ def measure(
     from ebbench.engines.duration import run_plan
     from ebbench.render.live import reporter
 
+    warnings = _load_warnings(spec, plan, config.options)
+    if is_server(config.engine):
+        warnings = policy_label(engine, spec).warnings
     context = RunContext(
         plan,
         spec,
@@ -316,7 +325,7 @@ def measure(
         wall_clock_ns(),
         slo=config.slo,
         device_known=not is_server(config.engine),
-        warnings=(POLICY_IS_A_LABEL,) if is_server(config.engine) else _load_warnings(spec, plan, config.options),
+        warnings=warnings,
     )
     with RunWriter.create(run_dir) as writer:
         if context.kind_of_time == "real":

@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import os
 import secrets
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
@@ -17,9 +16,9 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.compute as pc
-import uvloop
 
 from ebbench.client import prefix_cache
+from ebbench.client.blocking import run_to_end
 from ebbench.client.interrupts import Interrupts
 from ebbench.client.messages import Stop, WorkerDone
 from ebbench.client.node_senders import node_senders
@@ -31,6 +30,7 @@ from ebbench.client.progress import SnapshotObserver, Tally
 from ebbench.client.scrape import Scraper
 from ebbench.client.senders import Senders, local_senders
 from ebbench.client.server_queries import ServerQueries
+from ebbench.client.server_reports import reported_settings
 from ebbench.client.session_plan import check_attachments, rows_too_long, unique_ids
 from ebbench.client.telemetry import telemetry
 from ebbench.client.verdict import client_warnings, invalid_reasons, loop_lag_p99_ms, send_lag_p99_ms
@@ -77,14 +77,7 @@ def drive(
     options = options or ClientOptions()
     base = server_url(url)
 
-    def run() -> DriveResult:
-        return uvloop.run(_drive(base, plan, options, observer, on_batch, environ))
-
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return run()
-    return _in_thread(run)  # called from a running event loop, as in a notebook
+    return run_to_end(lambda: _drive(base, plan, options, observer, on_batch, environ))
 
 
 def server_url(url: str) -> str:
@@ -145,6 +138,9 @@ async def _drive(
         "prefix_cache_reset": cache_reset,
         "prefix_hit_rate": rate,
         "prefix_hit_source": rate_source,
+        "server_reports": reported_settings(
+            zip(server_metrics["name"].to_pylist(), server_metrics["labels"].to_pylist(), strict=True)
+        ),
     }
     return DriveResult(
         requests=requests,
@@ -214,21 +210,3 @@ async def _stop_at(senders: Senders, start_ns: int, after_s: float) -> None:
     """Stop the release of sessions in all workers ``after_s`` seconds after the start."""
     await asyncio.sleep(after_s - (time.monotonic_ns() - start_ns) / 1e9)
     senders.send_all(Stop(abort=False, finish_sessions=True))
-
-
-def _in_thread(run: Callable[[], DriveResult]) -> DriveResult:
-    outcome: list[DriveResult] = []
-    failure: list[BaseException] = []
-
-    def body() -> None:
-        try:
-            outcome.append(run())
-        except BaseException as error:
-            failure.append(error)
-
-    thread = threading.Thread(target=body)
-    thread.start()
-    thread.join()
-    if failure:
-        raise failure[0]
-    return outcome[0]

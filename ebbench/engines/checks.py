@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 from math import inf
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from ebbench.config.setting_strings import option_name
 from ebbench.devices.apiserver import OFF, chosen_api_server
 from ebbench.devices.base import Device
 from ebbench.engines.base import EngineOptions
@@ -102,22 +104,28 @@ def refuse_api_server(options: EngineOptions, engine: str) -> None:
         )
 
 
-def refuse_further_limits(options: EngineOptions, engine: str) -> None:
-    """Raise UsageError where limits of the scheduler are given for a server that is already running."""
-    names = (
-        "max_num_active_seqs", "max_num_queued_reqs", "max_num_queued_tokens", "long_prefill_token_threshold",
-    )  # fmt: skip
-    for name in names:
-        if getattr(options, name):
-            option = "--" + name.replace("_", "-")
-            raise UsageError(
-                f"{option} is set where a server is started; engine {engine} sends to one that already runs: start it "
-                f"with {option}, and leave it out here"
-            )
-    if not options.scheduler_reserve_full_isl:
+def refuse_server_settings(server: str, names: Sequence[str], remedy: str = "leave it out here") -> None:
+    """Raise UsageError if settings are given for a server that already runs, where they would change nothing.
+
+    ``names``: those that were given, as the user writes them.
+    """
+    if names:
         raise UsageError(
-            "--no-scheduler-reserve-full-isl is set where a server is started; leave it out for one that already runs"
+            f"{names[0]} is set where a server is started, and {server} runs already: start it with that, and {remedy}"
         )
+
+
+_OF_REQUESTS = frozenset({"warmup", "max_model_len", "api_server", "api_server_count"})
+"""Options that the load generator uses too, and those that :func:`refuse_api_server` refuses."""
+
+
+def changed_settings(options: EngineOptions) -> list[str]:
+    """The settings of a server among ``options`` that differ from their defaults, as options of the command line."""
+    return [
+        option_name(one.name)
+        for one in fields(EngineOptions)
+        if one.name not in _OF_REQUESTS and getattr(options, one.name) != one.default
+    ]
 
 
 IMAGES_AS_TOKENS = (

@@ -19,7 +19,7 @@ from ebbench.client.drive import server_url
 from ebbench.client.progress import Snapshot
 from ebbench.devices.base import Device
 from ebbench.engines.base import EngineOptions, EngineResult, Observer, Progress
-from ebbench.engines.checks import refuse_api_server, refuse_further_limits
+from ebbench.engines.checks import changed_settings, refuse_api_server, refuse_server_settings
 from ebbench.records.plan import Plan
 from ebbench.records.schema import DECISIONS, STEPS
 from vllm_eb.policy import PolicySpec
@@ -78,7 +78,7 @@ class EndpointEngine(SendingEngine):
     ) -> EngineResult:
         """Run the plan. Raises UsageError, RunError; see :func:`drive`."""
         refuse_api_server(options, self.name)
-        refuse_further_limits(options, self.name)
+        refuse_server_settings(self.url, changed_settings(options))
         client = warmed(self.client, options)
         done = drive(self.url, plan, client, observer, label=policy.name, on_batch=self.on_batch)
         return EngineResult(

@@ -12,21 +12,16 @@ from ebbench.config.setting_strings import option_name
 from ebbench.devices.base import Device, StepShape
 from ebbench.engines.base import Engine
 from ebbench.errors import UsageError
-from ebbench.records.manifest import RunWarning
 from vllm_eb.calibration import Calibration
 
 if TYPE_CHECKING:
     from ebbench.client import ClientOptions
     from ebbench.config.topology import TopologySpec
     from ebbench.dispatch import DispatchSpec
+    from ebbench.engines.label import PolicyLabel
     from ebbench.records.plan import Plan
     from ebbench.records.run import RunWriter
-
-POLICY_IS_A_LABEL = RunWarning(
-    "policy-is-a-label",
-    "The server schedules by its own settings; the policy is only the label of this run.",
-    "Give the policy it was started with as --policy.",
-)
+    from vllm_eb.policy import PolicySpec
 
 
 def is_server(engine: str) -> bool:
@@ -131,6 +126,13 @@ def _serving(engine: Engine, setup: EngineSetup) -> Engine:
     assert isinstance(engine, VllmEngine)
     check_vllm_options(setup.vllm_options)
     return replace(engine, model=setup.model or engine.model, vllm_options=setup.vllm_options)
+
+
+def policy_label(engine: Engine, policy: PolicySpec, *, stated: bool = True) -> PolicyLabel:
+    """:func:`ebbench.engines.label.labelled`, imported here so that no simulated cell depends on the client's code."""
+    from ebbench.engines.label import labelled
+
+    return labelled(engine, policy, stated=stated)
 
 
 def client_of(engine: Engine, given: Collection[str] = ()) -> ClientOptions | None:

@@ -18,7 +18,8 @@ class FakeConfig:
     runs. ``max_running``: number of responses generated at the same time; further requests wait in order of arrival,
     which gives the server a known capacity. ``ssl_certfile`` and ``ssl_keyfile`` (PEM) switch to https.
     ``thinking_tokens``: a chat response begins with so many thinking tokens, in ``thinking_field`` of its deltas.
-    ``further_models`` are served in addition to ``model``, with the same responses.
+    ``further_models`` are served in addition to ``model``, with the same responses. ``metrics_lines`` are added to
+    /metrics, in Prometheus' text form.
     """
 
     ttft_ms: float = 20.0
@@ -36,6 +37,7 @@ class FakeConfig:
     further_models: tuple[str, ...] = ()
     thinking_tokens: int = 0
     thinking_field: str = "reasoning"
+    metrics_lines: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         check_fields(self, ("ttft_ms", "itl_ms", "thinking_tokens"), NOT_NEGATIVE)

@@ -203,6 +203,7 @@ class FakeServer:
             f'# TYPE {name} {kind}\n{name}{{model_name="{self._config.model}"}} {value}'
             for (name, kind), value in values.items()
         ]
+        lines += self._config.metrics_lines
         return response(200, ("\n".join(lines) + "\n").encode(), "text/plain; version=0.0.4")
 
 

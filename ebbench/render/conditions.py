@@ -18,6 +18,8 @@ def machine(summaries: Sequence[Summary]) -> str:
     if device == UNKNOWN_DEVICE:
         where = f"{model} on a server whose device is unknown"
     engine = _common(summaries, lambda s: s.engine) or "several engines"
+    if engine == "endpoint" and device != UNKNOWN_DEVICE:
+        where += " (device as stated, not verified)"
     times = {summary.virtual for summary in summaries}
     clock = "" if len(times) > 1 else " in virtual time" if times == {True} else ", real time"
     served = "" if engine == "endpoint" else f", engine {engine}{clock}"
@@ -32,7 +34,7 @@ def load_and_limits(summaries: Sequence[Summary]) -> list[str]:
     """Lines about the load, the requests, the scheduler's limits and the policies' settings."""
     lines = (
         _load(summaries), _trace(summaries), requests(summaries), _prefix_cache(summaries), _clients(summaries),
-        _limits(summaries), _settings(summaries),
+        _limits(summaries), _reported(summaries), _settings(summaries),
     )  # fmt: skip
     return [line for line in lines if line]
 
@@ -95,14 +97,21 @@ def _limits(summaries: Sequence[Summary]) -> str:
     return f"Scheduler: {shown}." if shown else ""
 
 
+def _reported(summaries: Sequence[Summary]) -> str:
+    """What servers say of their own settings."""
+    shown = _common(summaries, lambda s: s.machine.reported)
+    return f"The server reports: {shown}." if shown else ""
+
+
 def _settings(summaries: Sequence[Summary]) -> str:
     """The settings in force with defaults; settings shared by several policies are named once.
 
     Left out: values that a policy computes by itself (they are shown with the reasons), and settings that are part of
-    its name, and requests waiting in the order they came (``order=fcfs``).
+    its name, requests waiting in the order they came (``order=fcfs``), and those of a policy that is only a label.
     """
     owners: dict[str, list[str]] = {}
-    for policy in dict.fromkeys(summary.policy for summary in summaries):
+    known = [summary for summary in summaries if summary.engine != "endpoint" or "policy " in summary.machine.reported]
+    for policy in dict.fromkeys(summary.policy for summary in known):
         for name, value in (policy_settings(policy) or {}).items():
             if value is not None and f"{name}=" not in policy and (name, value) != ("order", "fcfs"):
                 owners.setdefault(f"{name} {_setting(value)}", []).append(policy)

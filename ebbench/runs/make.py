@@ -26,11 +26,11 @@ from ebbench.devices.units import shape_of
 from ebbench.engines.checks import check_fits, check_options
 from ebbench.engines.duration import run_plan
 from ebbench.engines.setup import (
-    POLICY_IS_A_LABEL,
     EngineSetup,
     is_server,
     journalled,
     make_engine,
+    policy_label,
     topology_of,
     unknown_device,
     with_ramp,
@@ -100,7 +100,7 @@ def _measured(cell: Cell, plan: Plan, policy: PolicySpec, device: Device, engine
         anchor_ns,
         slo=parse_slo([cell.goodput] if cell.goodput else []),
         device_known=not server,
-        warnings=(POLICY_IS_A_LABEL,) if server else (),
+        warnings=policy_label(engine, policy).warnings if server else (),
     )
     if context.kind_of_time == "real" and not isinstance(writer, _InMemory):
         begin(writer, context)

@@ -14,6 +14,7 @@ from ebbench.client.options import ClientOptions
 from ebbench.config.defaults import DEFAULT_DEVICE, DEFAULT_MODEL
 from ebbench.config.topology import TopologySpec
 from ebbench.engines.base import VIRTUAL_TIME, EngineOptions
+from ebbench.engines.checks import refuse_server_settings
 from ebbench.engines.setup import is_server
 from ebbench.errors import UsageError
 from ebbench.runs.cell import Cell
@@ -27,6 +28,10 @@ _CLIENT_NOT_SET = frozenset(
     {"model", "warmup", "drop_too_long", "max_model_len", "id_prefix", "keep_text", "slot_spacing_s", "transport",
      "metrics_interval_s"}
 )  # fmt: skip
+
+
+_OF_A_START = frozenset({"cost", "gpu_memory_utilization", "calibration"})
+"""Of the cell's own settings: those that take effect where a server is started, or simulated."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +88,9 @@ def cell_of(settings: Mapping[str, Any]) -> Cell:
     if engine in VIRTUAL_TIME:
         by_part["cell"] = {"device": DEFAULT_DEVICE, "model": DEFAULT_MODEL, **by_part["cell"]}
     if is_server(engine):
-        _refuse_of_server(engine, by_part["options"])
+        given = [name for name in settings if known[name].part == "options" or name in _OF_A_START]
+        given = [name for name in given if name != "warmup"]
+        refuse_server_settings(engine, given, "leave it out, or set it in [[overrides]] for the engines that take it")
     limit = plan.pop("max_model_len", None)
     plan["max_model_len"] = limit if is_server(engine) else limit or EngineOptions.max_model_len
     options = EngineOptions(max_model_len=limit or EngineOptions.max_model_len, **by_part["options"])
@@ -94,16 +101,6 @@ def cell_of(settings: Mapping[str, Any]) -> Cell:
         client=tuple(sorted(by_part["client"].items())),
         **by_part["cell"],
     )
-
-
-def _refuse_of_server(engine: str, options: Mapping[str, Any]) -> None:
-    """Raise UsageError for a setting of the scheduler that would change nothing at a running server."""
-    fixed = [name for name in options if name != "warmup"]
-    if fixed:
-        raise UsageError(
-            f"{fixed[0]} is fixed when a server is started, and {engine} runs already: leave it out, or set it in "
-            "[[overrides]] for the engines that take it"
-        )
 
 
 def settings_of(cell: Cell) -> dict[str, Any]:

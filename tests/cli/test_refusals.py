@@ -10,6 +10,22 @@ from typer.testing import CliRunner
 from ebbench.cli import main
 
 SERVER = ("--engine", "http://127.0.0.1:1")
+OF_A_START = (
+    ("--max-num-seqs", "1024"),  # refused at its default too
+    ("--max-num-batched-tokens", "4096"),
+    ("--max-num-active-seqs", "8"),
+    ("--max-num-queued-reqs", "9"),
+    ("--max-num-queued-tokens", "99"),
+    ("--long-prefill-token-threshold", "512"),
+    ("--no-scheduler-reserve-full-isl",),
+    ("--num-kv-blocks", "100"),
+    ("--no-prefix-caching",),
+    ("--no-async-scheduling",),
+    ("--enforce-eager",),
+    ("--quantization", "fp8"),
+    ("--kv-cache-dtype", "fp8"),
+    ("--calibration", "costs.json"),
+)
 
 
 @pytest.mark.parametrize(
@@ -30,8 +46,8 @@ SERVER = ("--engine", "http://127.0.0.1:1")
         (("--long-prefill-token-threshold-adaptive",), "has no effect without a threshold"),
         (("--long-prefill-token-threshold", "50000"), "between 0 (off) and --max-model-len 40960"),
         (("--max-num-queued-tokens", "99", "--topology", "dp=2"), "simulated for one instance, not for dp=2"),
-        ((*SERVER, "--max-num-queued-tokens", "99"), "leave it out here"),
-        ((*SERVER, "--no-scheduler-reserve-full-isl"), "leave it out for one that already runs"),
+        *[((*SERVER, *words), f"{words[0]} is set where a server is started, and {SERVER[1]}") for words in OF_A_START],
+        ((*SERVER, "--api-server", "datacenter"), "through a real one: leave it out"),
         ((*SERVER, "--ready-timeout", "nan"), "--ready-timeout must be a finite number"),
         ((*SERVER, "--idle-timeout", "inf"), "--idle-timeout must be a finite number"),
     ],
@@ -44,6 +60,17 @@ def test_refused_before_anything_runs(
     assert done.exit_code == 2
     assert message in done.stderr
     assert done.stderr.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("words", OF_A_START, ids=lambda words: words[0])
+def test_capacity_refuses_settings_of_a_running_server(
+    words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(main.app, ["capacity", "balanced", "--goodput", "ttft:100", *SERVER, *words])
+    assert (done.exit_code, done.stderr.count("\n")) == (2, 1)
+    assert f"{words[0]} is set where a server is started" in done.stderr
     assert list(tmp_path.iterdir()) == []
 
 

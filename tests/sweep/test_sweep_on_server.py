@@ -94,11 +94,12 @@ def test_simulated_cells_that_are_invalid_are_not_run_again(tmp_path: Path) -> N
             TINY.replace("max_num_seqs = 16\n", "") + 'engine = "http://127.0.0.1:1"\n',
             "runs the one policy it was started with",
         ),
-        (TINY + 'engine = "http://127.0.0.1:1"\n', "max_num_seqs is fixed when a server is started"),
+        (TEXT + 'engine = "http://127.0.0.1:1"\ngpu_memory_utilization = 0.5\n', "gpu_memory_utilization is set where"),
+        (TINY + 'engine = "http://127.0.0.1:1"\n', "max_num_seqs is set where a server is started"),
         (
             TINY.replace("max_num_seqs = 16\n", "").replace("[common]", "max_num_batched_tokens = [64, 128]\n[common]")
             + 'engine = "http://127.0.0.1:1"\n',
-            "max_num_batched_tokens is fixed when a server is started",
+            "max_num_batched_tokens is set where a server is started",
         ),
     ],
 )

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ebbench.analysis.documents import Document, Section, Value, compared, comparison, labels
+from ebbench.analysis.documents import Column, Document, Section, Value, compared, comparison, labels, relative
 from ebbench.papers.protocols import ASYNC_SCHEDULING, BALANCED, MEAN_INPUT, MEAN_OUTPUT, data_parallel
 from ebbench.papers.published import EB_PAPER, GPUS, SYNTHETIC, gpu_title, pick
 from ebbench.papers.staggered.deployment import deployed
@@ -64,6 +64,32 @@ def _devices(options: PaperOptions) -> tuple[str, ...]:
     return options.devices or tuple(GPUS)
 
 
+def _further(options: PaperOptions, ranks: int) -> dict[str, PolicyOnTopology]:
+    """The policies that were asked for in addition to v1 and EB+, on data-parallel ranks like those."""
+    return {
+        policy: PolicyOnTopology(f"{policy}, DP={ranks}", data_parallel(ranks), policy, BALANCED)
+        for policy in options.policies
+        if policy not in ("v1", "ebplus")
+    }
+
+
+def _columns(choices: Mapping[str, PolicyOnTopology], further: Mapping[str, PolicyOnTopology]) -> tuple[Column, ...]:
+    """Columns of the published settings, then those of further policies, which are held against v1."""
+    columns: tuple[Column, ...] = ()
+    for choice in choices.values():
+        columns += compared(choice.title)
+    for choice in further.values():
+        columns += (Column("ours", group=choice.title, ours=True), Column("vs v1", "change", choice.title))
+    return columns
+
+
+def _against(base: Value, ours: Value) -> tuple[Value, Value]:
+    """A further policy's figure and its change against v1's."""
+    if isinstance(ours, float) and isinstance(base, float):
+        return ours, relative(ours, base)
+    return ours, None
+
+
 def value_or_oom(found: Measured | None, key: str, scale: float = 1.0) -> Value:
     """A figure, or OOM if the run ended with one."""
     if found is None:
@@ -82,40 +108,46 @@ TWO = {
 _ALL_TWO = TWO | {"early": PolicyOnTopology("1P+1D, copies dropped early", "1p1d-early", "v1")}
 
 
-def _cell19(options: PaperOptions, device: str, name: str, concurrency: int) -> Cell:
-    return _cell(
-        options, device, _ALL_TWO[name], 4000, concurrency, "balanced", input_len=MEAN_INPUT, output_len=MEAN_OUTPUT
-    )  # fmt: skip
+def _cell19(options: PaperOptions, device: str, choice: PolicyOnTopology, concurrency: int) -> Cell:
+    return _cell(options, device, choice, 4000, concurrency, "balanced", input_len=MEAN_INPUT, output_len=MEAN_OUTPUT)
 
 
 def _cells19(options: PaperOptions) -> list[Cell]:
     return [
-        _cell19(options, device, name, c) for device in _devices(options) for name in _ALL_TWO for c in CONCURRENCY19
+        _cell19(options, device, choice, c)
+        for device in _devices(options)
+        for choice in (_ALL_TWO | _further(options, 2)).values()
+        for c in CONCURRENCY19
     ]
 
 
 def _section19(options: PaperOptions, store: RunStore, device: str) -> Section:
-    columns = labels("c", "metric")
-    for choice in _ALL_TWO.values():
-        columns += compared(choice.title)
+    further = _further(options, 2)
     rows = []
     for concurrency in CONCURRENCY19:
+        found = {
+            name: store.get(_cell19(options, device, choice, concurrency))
+            for name, choice in (_ALL_TWO | further).items()
+        }
         for metric, title, key, scale in _METRICS:
             row: list[Value] = [str(concurrency), title]
             for name in _ALL_TWO:
-                ours = value_or_oom(store.get(_cell19(options, device, name, concurrency)), key, scale)
                 where = {"concurrency": str(concurrency), "metric": metric, "gpu": gpu_title(device)}
                 published = pick("table19_two_gpu", name, **where)
+                ours = value_or_oom(found[name], key, scale)
                 row += _beside(published, ours, failed=name == "disagg_1p1d" and device in GPUS)
+            base = value_or_oom(found["v1_dp2"], key, scale)
+            for name in further:
+                row += _against(base, value_or_oom(found[name], key, scale))
             rows.append(tuple(row))
-    return Section(gpu_title(device), columns, tuple(rows))
+    return Section(gpu_title(device), labels("c", "metric") + _columns(_ALL_TWO, further), tuple(rows))
 
 
 def _document19(options: PaperOptions, store: RunStore) -> Document:
     deaths = []
     for device in _devices(options):
         for concurrency in CONCURRENCY19:
-            found = store.get(_cell19(options, device, "disagg_1p1d", concurrency))
+            found = store.get(_cell19(options, device, TWO["disagg_1p1d"], concurrency))
             if found is not None and found.figures.get("dead"):
                 deaths.append(f"{gpu_title(device)}, c = {concurrency}: {found.figures['dead']}.")
     notes = (
@@ -160,28 +192,41 @@ def _cells20(options: PaperOptions) -> list[Cell]:
         for device in _devices(options)
         for mix in _MIXES
         for c in CONCURRENCY20
-        for choice in FOUR.values()
+        for choice in (FOUR | _further(options, 4)).values()
     ]
 
 
 def _section20(options: PaperOptions, store: RunStore, device: str) -> Section:
-    columns = labels("mix", "c", "metric")
-    for choice in FOUR.values():
-        columns += compared(choice.title)
-    rows = []
-    for mix in _MIXES:
-        for concurrency in CONCURRENCY20:
-            for metric, title, key, scale in _METRICS20:
-                row: list[Value] = [SYNTHETIC[mix], str(concurrency), title]
-                for name, choice in FOUR.items():
-                    ours = value_or_oom(store.get(_cell20(options, device, choice, mix, concurrency)), key, scale)
-                    published = pick(
-                        "table20_four_gpus", "value", gpu=gpu_title(device), concurrency=str(concurrency),
-                        workload=mix, setting=name, metric=metric,
-                    )  # fmt: skip
-                    row += _beside(published, ours, failed=device in GPUS)
-                rows.append(tuple(row))
+    rows = [
+        row
+        for mix in _MIXES
+        for concurrency in CONCURRENCY20
+        for row in _rows20(options, store, device, mix, concurrency)
+    ]
+    columns = labels("mix", "c", "metric") + _columns(FOUR, _further(options, 4))
     return Section(gpu_title(device), columns, tuple(rows))
+
+
+def _rows20(
+    options: PaperOptions, store: RunStore, device: str, mix: str, concurrency: int
+) -> Iterator[tuple[Value, ...]]:
+    """One row per metric."""
+    further = _further(options, 4)
+    found = {
+        name: store.get(_cell20(options, device, choice, mix, concurrency)) for name, choice in (FOUR | further).items()
+    }
+    for metric, title, key, scale in _METRICS20:
+        row: list[Value] = [SYNTHETIC[mix], str(concurrency), title]
+        for name in FOUR:
+            published = pick(
+                "table20_four_gpus", "value", gpu=gpu_title(device), concurrency=str(concurrency),
+                workload=mix, setting=name, metric=metric,
+            )  # fmt: skip
+            row += _beside(published, value_or_oom(found[name], key, scale), failed=device in GPUS)
+        base = value_or_oom(found["v1_dp4"], key, scale)
+        for name in further:
+            row += _against(base, value_or_oom(found[name], key, scale))
+        yield tuple(row)
 
 
 def _beside(published: float | None, ours: Value, *, failed: bool) -> tuple[Value, Value, Value]:
@@ -263,13 +308,14 @@ def _document20(options: PaperOptions, store: RunStore) -> Document:
 
 def _verdicts(options: PaperOptions, store: RunStore) -> Sequence[str]:
     remarks = []
+    choices = tuple((FOUR | _further(options, 4)).values())
     for device in _devices(options):
         near = total = 0
         for mix in _MIXES:
             for concurrency in CONCURRENCY20:
-                found = {c.title: store.get(_cell20(options, device, c, mix, concurrency)) for c in FOUR.values()}
+                found = {c.title: store.get(_cell20(options, device, c, mix, concurrency)) for c in choices}
                 known = {title: measured for title, measured in found.items() if measured is not None}
-                if len(known) < len(FOUR):
+                if len(known) < len(choices):
                     continue
                 total += 1
                 ranked = _ranked(known)
@@ -282,6 +328,6 @@ def _verdicts(options: PaperOptions, store: RunStore) -> Sequence[str]:
     return remarks
 
 
-_READS = ("device", "model", "num_prompts")
+_READS = ("device", "model", "policy", "num_prompts")
 TABLE19 = PaperTable("table19", "two GPUs: DP=2 against 1P+1D", _cells19, _document19, _READS, whole=False)
 TABLE20 = PaperTable("table20", "four GPUs: DP=4 against three splits", _cells20, _document20, _READS, whole=False)

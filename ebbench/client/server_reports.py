@@ -1,0 +1,65 @@
+"""What a server says of its own settings in /metrics: vLLM its KV cache, vllm_eb its policy."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import msgspec
+
+from ebbench.client.blocking import run_to_end
+from ebbench.client.options import ClientOptions
+from ebbench.client.scrape import parse
+from ebbench.client.server_queries import ServerQueries
+
+POLICY = "policy"
+_POLICY_INFO, _CACHE_INFO = "vllm_eb_info", "vllm:cache_config_info"
+
+
+def _truth(text: str) -> bool:
+    return {"True": True, "False": False}[text]
+
+
+_OF_CACHE: Mapping[str, tuple[str, Callable[[str], Any]]] = {
+    "num_gpu_blocks": ("num_kv_blocks", int),
+    "block_size": ("block_size", int),
+    "cache_dtype": ("kv_cache_dtype", str),
+    "enable_prefix_caching": ("enable_prefix_caching", _truth),
+    "gpu_memory_utilization": ("gpu_memory_utilization", float),
+}
+"""vLLM's labels, with our names and types of their values."""
+
+
+def reported_settings(samples: Iterable[tuple[str, str]]) -> dict[str, Any]:
+    """The settings in ``samples``, pairs of a metric's name and its labels as JSON; empty if there are none.
+
+    A setting in which the engines of a server differ is left out.
+    """
+    found: dict[str, set[Any]] = {}
+    for name, labels in samples:
+        if name == _POLICY_INFO:
+            found.setdefault(POLICY, set()).add(msgspec.json.decode(labels).get("policy"))
+        elif name == _CACHE_INFO:
+            for ours, value in _cache_settings(msgspec.json.decode(labels)):
+                found.setdefault(ours, set()).add(value)
+    return {name: values.pop() for name, values in found.items() if len(values) == 1 and values != {None}}
+
+
+def _cache_settings(labels: Mapping[str, str]) -> Iterable[tuple[str, Any]]:
+    for theirs, (ours, kind) in _OF_CACHE.items():
+        try:
+            yield ours, kind(labels[theirs])
+        except (KeyError, ValueError):
+            continue  # another version of vLLM, or not known yet ("None")
+
+
+def read_reports(url: str, options: ClientOptions, environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
+    """Ask the server at ``url``, once it is ready; empty if it has no /metrics. Raises RunError if it is not ready."""
+
+    async def ask() -> str | None:
+        async with ServerQueries(url, options, environ) as server:
+            await server.ready()
+            return await server.metrics()
+
+    return reported_settings(parse(run_to_end(ask) or ""))
