@@ -144,7 +144,12 @@ async def _drive(
     }
     return DriveResult(
         requests=requests,
-        warnings=(*client_warnings(requests, table, renamed, len(dropped), rate), *seen.warnings, *findings.warnings),
+        warnings=(
+            *client_warnings(requests, table, renamed, len(dropped), rate),
+            *_power_warnings(facts),
+            *seen.warnings,
+            *findings.warnings,
+        ),
         server_metrics=server_metrics,
         invalid=(*findings.invalid, *invalid_reasons(limit_ms, senders.workers())),
         interrupted=tally.interrupted,
@@ -186,6 +191,12 @@ def _client_facts(
     if power is not None:
         facts["gpu_power"] = power.facts(start_ns, start_ns + (pc.max(requests["end_ns"]).as_py() or 0))
     return facts
+
+
+def _power_warnings(facts: Mapping[str, Any]) -> tuple[str, ...]:
+    """Why a run whose GPUs were read has no power and energy all the same."""
+    absent = facts.get("gpu_power", {}).get("absent")
+    return () if absent is None else (f"No GPU power and energy for this run: {absent}.",)
 
 
 async def _run(senders: Senders, tally: Tally, scraper: Scraper | None, release_for_s: float | None) -> None:

@@ -181,3 +181,19 @@ def test_tables_are_made_by_one_command(name: str, extra: tuple[str, ...], rows:
     table = list(csv.reader(io.StringIO(done.output.split("\n\n")[0])))
     assert len(table) == rows + 1
     assert "runs have not been made" not in done.output
+
+
+def test_further_policies_stand_beside_the_published_ones_on_ranks_in_lockstep(tmp_path: Path) -> None:
+    """``-p`` adds a column per policy with its change against v1, and says which is best in each setting."""
+    words = ["tables", "table20", "--device", "h200", "-n", "24", "--workers", "1", "-q", "--runs", str(tmp_path)]
+    done = CliRunner().invoke(app, [*words, "--run", "-p", "delayer", "-p", "ebplus", "-f", "csv"])
+    assert done.exit_code == 0, done.output
+    rows = list(csv.DictReader(io.StringIO(done.output.split("\n\n")[0])))
+    assert len(rows) == 27
+    for row in rows:
+        ours, base = float(row["delayer,_dp=4_ours"]), float(row["v1,_dp=4_ours"])
+        assert float(row["delayer,_dp=4_vs_v1"]) == pytest.approx(ours / base - 1)
+    assert not any(name.startswith("ebplus,") for name in rows[0]), "the table has EB+ already"
+    notes = CliRunner().invoke(app, [*words, "-p", "delayer", "-f", "markdown"]).output
+    assert notes.count("of the policies, ") + notes.count("no policy gains 1 % over v1") == 9
+    assert "runs have not been made" not in notes
