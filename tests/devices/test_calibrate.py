@@ -170,6 +170,7 @@ def test_a_damaged_calibration_is_refused_with_the_field(tmp_path: Path) -> None
 
 @pytest.mark.vllm
 @pytest.mark.slow
+@pytest.mark.usefixtures("forking")
 def test_a_real_vllm_is_calibrated_on_the_cpu(tmp_path: Path) -> None:
     """A process of its own: vLLM leaves threads and settings behind."""
     from tests.vllm.small_model import build

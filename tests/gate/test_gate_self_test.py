@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,28 @@ def test_the_command_writes_the_report(tmp_path: Path, monkeypatch: pytest.Monke
     assert text.count("| 4 |") == len(gate_trials.SLOWDOWNS)
     assert done.stderr.count(" failed, ") == text.count("%) |\n") + text.count("| 7 (7) |"), "per row"
     assert text.count("| 7 (7) |") == len(gate_trials.NOISES) + len(gate_trials.SLOWDOWNS[2:])
+
+
+def test_the_trials_of_all_designs_are_one_job_of_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pool per design would start its processes anew for each; the order of the results changes no tally."""
+    monkeypatch.setattr(gate_trials, "trial", lambda design, seed: Trial("pass" if seed % 3 else "fail", seed % 5))
+    jobs = []
+
+    def backwards(tasks: Sequence[gate_trials.Task]) -> list[tuple[int, Trial]]:
+        jobs.append(len(tasks))
+        return list(map(gate_trials.run_trial, reversed(tasks)))
+
+    found, expected = (gate_trials.run_self_test(trials=8, power_trials=5, tried=tried) for tried in (backwards, None))
+    assert jobs == [sum(each.trials for group in vars(found).values() for each in group)]
+    assert [len(group) for group in vars(found).values()] == [3, 7, 3, 5]
+    assert summary(found) == summary(expected)
+    assert {each.trials for each in found.slowed} == {5}
+
+
+def summary(found: gate_trials.SelfTest) -> list[tuple[str, int, int, list[int]]]:
+    """Per design its name, the failed and the passed trials, and the pairs used."""
+    tallies = [each for group in vars(found).values() for each in group]
+    return [(str(each.design), each.failed, each.passed, sorted(each.pairs)) for each in tallies]
 
 
 def test_sequential_trials_stop_when_the_answer_is_known() -> None:

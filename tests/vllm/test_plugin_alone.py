@@ -15,6 +15,7 @@ import httpx
 import pytest
 
 from tests.processes.process_tree import assert_gone, descendants, wait_until
+from tests.vllm import forking
 from tests.vllm.whole_command import ebbench
 
 pytestmark = pytest.mark.vllm
@@ -38,8 +39,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def url(site: Path, small_model_folder: Path) -> Iterator[str]:
-    """A server started by the printed line in a shell that knows nothing of this checkout."""
+def url(site: Path, small_model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A server started by the printed line in a shell that knows nothing of this checkout; it forks its processes."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -48,8 +49,9 @@ def url(site: Path, small_model_folder: Path) -> Iterator[str]:
         "--port", port, "--print", "--", "--enforce-eager", "--max-model-len", 1024, "--max-num-seqs", 8,
     )  # fmt: skip
     assert printed.returncode == 0, printed.stderr
+    import_path = f"{site}:{forking.install(tmp_path_factory.mktemp('forking'))}"
     environment = {
-        "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "PYTHONPATH": str(site), "HOME": str(site),
+        "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "PYTHONPATH": import_path, "HOME": str(site),
         "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "OMP_NUM_THREADS": "1",
         "VLLM_LOG_STATS_INTERVAL": "1",
     }  # fmt: skip

@@ -125,38 +125,51 @@ def run_self_test(
     """Try the gate ``trials`` times per noise on equal sides and ``power_trials`` times per slow-down.
 
     Sequential trials need more pairs, so there are fewer: a quarter of ``trials`` per noise, a fifth of
-    ``power_trials`` per slow-down. ``tried`` maps tasks to results in any order; the default runs them one
-    after another in this process. ``say`` gets a line per design when its trials are done.
+    ``power_trials`` per slow-down. ``tried`` runs all tasks, once, and yields results in any order (worker processes
+    are started once, not per design); the default runs them one after another in this process. ``say`` gets a line
+    per design when its trials are done.
     """
     tried = tried or one_by_one
     looked = replace(rules, sequential=True)
-    designs = [
+    groups = [
         [(Design(noise, 0.0, pairs, rules), trials) for noise in NOISES],
         [(Design(NOISES[0], slowdown, pairs, rules), power_trials) for slowdown in SLOWDOWNS],
         [(Design(noise, 0.0, max_pairs, looked), max(trials // 4, 1)) for noise in NOISES],
         [(Design(NOISES[0], slowdown, max_pairs, looked), max(power_trials // 5, 1)) for slowdown in SLOWDOWNS[2:]],
     ]
-    seeds = itertools.count(seed, 1_000_000)
-    every, done = sum(len(group) for group in designs), itertools.count(1)
+    designs = [design for group in groups for design, _ in group]
+    counts = [count for group in groups for _, count in group]
+    tasks = [
+        (number, designs[number], seed + number * 1_000_000 + each)
+        for number, count in enumerate(counts)
+        for each in range(count)
+    ]
+    found: list[list[Trial]] = [[] for _ in designs]
+    done = itertools.count(1)
+    for number, result in tried(tasks):
+        found[number].append(result)
+        if len(found[number]) == counts[number]:
+            tally = _tally(designs[number], found[number])
+            say(
+                f"{next(done)} of {len(designs)}: {tally.design}: {tally.failed} of {tally.trials} failed, "
+                f"{tally.passed} passed"
+            )
+    tallies = iter(_tally(design, results) for design, results in zip(designs, found, strict=True))
+    return SelfTest(*(tuple(itertools.islice(tallies, len(group))) for group in groups))
 
-    def tally(design: Design, count: int) -> TrialTally:
-        found = _tally(tried, design, count, next(seeds))
-        say(f"{next(done)} of {every}: {design}: {found.failed} of {count} failed, {found.passed} passed")
-        return found
 
-    return SelfTest(*(tuple(tally(design, count) for design, count in group) for group in designs))
+Task = tuple[int, Design, int]
+"""Number of the design, the design, the seed of the trial."""
+Try = Callable[[Sequence[Task]], Iterable[tuple[int, Trial]]]
 
 
-Task = tuple[Design, int]
-Try = Callable[[Sequence[Task]], Iterable[Trial]]
+def run_trial(task: Task) -> tuple[int, Trial]:
+    """Run the trial of a design from a seed; called in worker processes. Returns the number of its design with it."""
+    number, design, seed = task
+    return number, trial(design, seed)
 
 
-def run_trial(task: Task) -> Trial:
-    """Run the trial of a design from a seed; called in worker processes."""
-    return trial(*task)
-
-
-def one_by_one(tasks: Sequence[Task]) -> Iterable[Trial]:
+def one_by_one(tasks: Sequence[Task]) -> Iterable[tuple[int, Trial]]:
     """Run trials one after another in this process."""
     return map(run_trial, tasks)
 
@@ -249,8 +262,7 @@ def _device() -> Device:
     return load_device("rtx-pro-6000", "qwen3-8b", max_num_seqs=32, max_num_batched_tokens=2048)
 
 
-def _tally(tried: Try, design: Design, count: int, seed: int) -> TrialTally:
-    trials = list(tried([(design, each) for each in range(seed, seed + count)]))
+def _tally(design: Design, trials: Sequence[Trial]) -> TrialTally:
     outcomes = [each.outcome for each in trials]
     pairs = tuple(each.pairs for each in trials)
     return TrialTally(design, outcomes.count("fail"), outcomes.count("pass"), outcomes.count("inconclusive"), pairs)
