@@ -67,6 +67,22 @@ def test_sub_requests_are_open_at_the_same_time_and_are_joined(workers: int) -> 
         assert joined["intended_ns"] == max(row["end_ns"] for row in parallel)
 
 
+@pytest.mark.parametrize("output_tokens", [(5, 5, 60), (5, 60, 5)])
+def test_a_closed_loop_releases_the_next_session_when_the_last_parallel_request_ended(
+    output_tokens: tuple[int, ...],
+) -> None:
+    plan = with_columns(
+        plan_of(2, turns=3, concurrency=1),
+        after=[None, [0], [0]] * 2,
+        content=list(range(6)),
+        output_tokens=output_tokens * 2,
+    )
+    with FakeServerProcess(QUICK) as server:
+        rows = run(server.url, plan).requests.to_pylist()
+    assert [row["status"] for row in rows] == ["ok"] * 6
+    assert rows[3]["intended_ns"] == max(row["end_ns"] for row in rows[:3])
+
+
 def test_a_failed_sub_request_ends_only_what_waits_for_it() -> None:
     plan = with_columns(plan_of(1, turns=5, concurrency=1), after=[None, [0], [0], [1, 2], [2]], content=list(range(5)))
     config = replace(QUICK, faults=(parse_fault("status:request=2,code=500"),))

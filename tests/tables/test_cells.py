@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from ebbench.devices.profiles import HostCosts
 from ebbench.engines.base import EngineOptions, EngineResult
 from ebbench.engines.sim import SimEngine
 from ebbench.errors import DataError, EbbenchError, InputFileError, UnknownNameError, UsageError
-from ebbench.records.run import Run
+from ebbench.records.run import MANIFEST, Run
 from ebbench.runs import cell as cell_module
 from ebbench.runs.cell import Cell
 from ebbench.runs.drive import run_missing
@@ -229,6 +230,32 @@ def test_a_run_of_the_users_own_answers_the_cell_it_shares_a_plan_with(
     )
     for other in others:
         assert adopting.get(small_cell.changed(**other)) is None, other
+
+
+def test_an_adopted_run_is_known_by_its_warmup_and_async_scheduling(
+    store: RunStore, small_cell: Cell, tmp_path: Path
+) -> None:
+    """Manifests of older runs lack both options: these runs had the defaults."""
+    cells = (small_cell, small_cell.changed(warmup=1), small_cell.changed(async_scheduling=False))
+    recorded: tuple[dict[str, object], ...] = ({}, {"warmup": 1}, {"async_scheduling": False})
+    for number, options in enumerate(recorded):
+        run = copy_with_options(store, small_cell, tmp_path / f"old-{number}", options)
+        adopting = RunStore(tmp_path / f"new-{number}", adopted=[run])
+        answers = [adopting.get(cell) for cell in cells]
+        assert [each and each.path for each in answers] == [run if place == number else None for place in range(3)]
+
+
+def copy_with_options(store: RunStore, cell: Cell, folder: Path, options: dict[str, object]) -> Path:
+    """The cell's run, its manifest recording of warm-up and async scheduling only these values."""
+    found = store.get(cell)
+    assert found is not None
+    shutil.copytree(found.path, folder)
+    manifest = json.loads((folder / MANIFEST).read_text())
+    manifest["options"] = {
+        name: value for name, value in manifest["options"].items() if name not in ("warmup", "async_scheduling")
+    } | options
+    (folder / MANIFEST).write_text(json.dumps(manifest))
+    return folder
 
 
 def test_cell_json_says_what_it_answers(store: RunStore, small_cell: Cell) -> None:
