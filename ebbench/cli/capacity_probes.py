@@ -81,13 +81,12 @@ def one_server(prober: RunProber, *, quiet: bool) -> Iterator[RunProber]:
     """The prober with one server for all its runs if its engine starts a server per run; else the prober unchanged.
 
     A server takes up to minutes to start, and a search makes some twenty runs. Several replicas behind a gateway are
-    started for each run. Raises what the start of a server raises.
+    started once too. Each run empties their prefix caches first. Raises what the start of a server raises.
     """
-    from ebbench.engines.replicas import ReplicatedVllmEngine
     from ebbench.engines.vllm import VllmEngine
 
     engine = prober.engine
-    if not isinstance(engine, VllmEngine) or isinstance(engine, ReplicatedVllmEngine):
+    if not isinstance(engine, VllmEngine):
         yield prober
         return
 
@@ -100,6 +99,6 @@ def one_server(prober: RunProber, *, quiet: bool) -> Iterator[RunProber]:
     begun = time.monotonic()
     with engine.started(prober.spec, prober.device, prober.config.options, progress) as server:
         if not quiet:
-            line = f"{prober.spec.name}: the server was ready after {time.monotonic() - begun:.0f} s"
+            line = f"{prober.spec.name}: ready after {time.monotonic() - begun:.0f} s"
             prober.messages.print(line, markup=False, soft_wrap=True)
         yield replace(prober, engine=server)

@@ -5,39 +5,28 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
-
 from ebbench.devices.base import Device
 from ebbench.dispatch import DEFAULT_DISPATCH
-from ebbench.engines.base import EngineOptions, EngineResult, Observer
+from ebbench.engines.base import EngineOptions
 from ebbench.engines.checks import refuse_api_server
-from ebbench.engines.endpoint import drive, warmed
 from ebbench.engines.machine import visible_gpus
-from ebbench.engines.recorded import Recording
+from ebbench.engines.started import StartedServers
 from ebbench.engines.vllm import (
     VllmEngine,
-    await_records,
-    engine_result,
     known_costs,
     prove_policy,
-    reason_of_death,
-    recording_of,
     server_environment,
-    startup_progress,
 )
 from ebbench.engines.vllm_command import Serving, executable_line
 from ebbench.engines.vllm_server import ServerProcess, free_port
-from ebbench.errors import RunError, UsageError
+from ebbench.errors import UsageError
 from ebbench.gateway.process import GatewayProcess
 from ebbench.gateway.settings import GatewaySettings
-from ebbench.records.plan import Plan
 from vllm_eb.policy import PolicySpec
 
 
@@ -52,42 +41,40 @@ class ReplicatedVllmEngine(VllmEngine):
     replicas: int = 2
     dispatch: str = DEFAULT_DISPATCH
 
-    def run(
-        self, plan: Plan, policy: PolicySpec, device: Device, options: EngineOptions, observer: Observer | None = None
-    ) -> EngineResult:
-        """Run to the end of the plan. Raises what :meth:`VllmEngine.run` raises."""
+    @contextmanager
+    def started(
+        self,
+        policy: PolicySpec,
+        device: Device,
+        options: EngineOptions,
+        progress: Callable[[Path], Callable[[float], None]],
+    ) -> Iterator[StartedServers]:
+        """The servers under the policy, behind the gateway; see :meth:`VllmEngine.started`."""
         refuse_api_server(options, self.name)
-        logs = Path(tempfile.mkdtemp(prefix="ebbench-vllm-"))  # kept if the run fails
+        logs = Path(tempfile.mkdtemp(prefix="ebbench-vllm-"))  # stays there when a run fails
         with tempfile.TemporaryDirectory(prefix="ebbench-record-") as folder, ExitStack() as stack:
             recorded = not policy.native or self.record_v1
             records = [Path(folder) / f"steps-{i}" if recorded else None for i in range(self.replicas)]
             servings = self._servings(policy, device, options, records)
-            servers = self._start(servings, logs, stack)
-            for server, record in zip(servers, records, strict=True):
-                server.wait_ready(self.ready_timeout_s, startup_progress(observer, policy, plan, server.log))
+            processes = self._start(servings, logs, stack)
+            for process, record in zip(processes, records, strict=True):
+                process.wait_ready(self.ready_timeout_s, progress(process.log))
                 if record is not None:
-                    prove_policy(record, policy, server)
+                    prove_policy(record, policy, process)
             gateway = stack.enter_context(GatewayProcess(self._gateway(servings, options)))
-            client = warmed(self.client_for(servings[0].model), options)
-            try:
-                done = drive(gateway.url, plan, client, observer, label=policy.name, on_batch=self.on_batch)
-            except RunError:
-                for server in servers:
-                    server.check_alive("died")
-                raise
-            died = tuple(reason for server in servers for reason in reason_of_death(server, done))
-            gateway.stop()
-            if not died:
-                await_records(records)
-            for server in servers:
-                server.stop()  # so that its record is complete
-            recordings = [recording_of(record, plan, done) for record in records]
-        facts = {
-            "replicas": self.replicas,
-            "dispatch": self.dispatch,
-            **self.facts(servings[0], self._keep(logs)),
-        }
-        return engine_result(done, merged([r for r in recordings if r is not None]), facts, died)
+            servers = StartedServers(
+                client=self.client_for(servings[0].model),
+                on_batch=self.on_batch,
+                log=self.log,
+                url=gateway.url,
+                servings=servings,
+                processes=processes,
+                vllm_options=self.vllm_options,
+                further_facts={"replicas": self.replicas, "dispatch": self.dispatch},
+            )
+            yield servers
+        if servers.log_kept.is_set():
+            shutil.rmtree(logs)
 
     def _servings(
         self,
@@ -128,36 +115,3 @@ class ReplicatedVllmEngine(VllmEngine):
             chunk_tokens=options.max_num_batched_tokens,
             drain_s=5.0,
         )
-
-    def _keep(self, logs: Path) -> Path:
-        """Join all logs in one file if the user asked for one."""
-        if self.log is None:
-            return logs
-        with self.log.open("wb") as kept:
-            for path in sorted(logs.glob("server-*.log")):
-                kept.write(f"== {path.name}\n".encode() + path.read_bytes())
-        shutil.rmtree(logs)
-        return self.log
-
-
-def merged(recordings: Sequence[Recording]) -> Recording | None:
-    """Recordings of several servers as one: instances numbered, steps in scheduling order."""
-    if not recordings:
-        return None
-    steps = pa.concat_tables(_of_instance(r.steps, i) for i, r in enumerate(recordings))
-    steps = steps.take(pc.sort_indices(steps, sort_keys=[("scheduled_ns", "ascending"), ("instance", "ascending")]))
-    numbered = pa.array(np.arange(steps.num_rows, dtype=np.int64))
-    steps = steps.set_column(0, steps.schema.field(0), numbered)
-    decisions = pa.concat_tables(_of_instance(r.decisions, i) for i, r in enumerate(recordings))
-    return Recording(
-        steps=steps,
-        decisions=decisions.take(pc.sort_indices(decisions, sort_keys=[("time_ns", "ascending")])),
-        pids=frozenset().union(*(r.pids for r in recordings)),
-        policies=frozenset().union(*(r.policies for r in recordings)),
-    )
-
-
-def _of_instance(table: pa.Table, instance: int) -> pa.Table:
-    index = table.column_names.index("instance")
-    values = pa.array(np.full(table.num_rows, instance, np.int32))
-    return table.set_column(index, table.schema.field(index), values)

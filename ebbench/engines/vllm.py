@@ -5,46 +5,39 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-import pyarrow.compute as pc
-
-from ebbench.client import ClientOptions, DriveResult
+from ebbench.client import ClientOptions
 from ebbench.devices.base import Device
 from ebbench.engines.base import EngineOptions, EngineResult, Observer, Progress
 from ebbench.engines.checks import refuse_api_server
-from ebbench.engines.endpoint import SendingEngine, drive, warmed
+from ebbench.engines.endpoint import SendingEngine
 from ebbench.engines.model_folder import check_servable, model_config, model_folder, position_limit
-from ebbench.engines.recorded import Recording, joined_requests, planned_name, read_recording
+from ebbench.engines.started import StartedServers
 from ebbench.engines.vllm_command import (
     Emulation,
     Serving,
     cpu_build,
     executable_line,
     hub_name,
-    plain_line,
     plugin_roots,
 )
 from ebbench.engines.vllm_server import ServerProcess, free_port
-from ebbench.errors import DataError, RunError, UsageError
+from ebbench.errors import RunError
 from ebbench.records.plan import Plan
-from ebbench.records.schema import DECISIONS, STEPS
 from vllm_eb.calibration import Calibration
 from vllm_eb.policy import PolicySpec
-from vllm_eb.recorder import FLUSH_EVERY_S, read_frames
+from vllm_eb.recorder import read_frames
 
 READY_TIMEOUT_S = 900.0
 # A CPU run checks correctness; compilation would take longer than the run.
 CPU_ARGUMENTS = ("--enforce-eager",)
 CPU_KV_SHARE = 4  # the KV cache gets this fraction (1 / N) of the free memory, in whole GiB
 PROOF_TIMEOUT_S = 10.0
-DEATH_S = 10.0  # longest time from the first failed request to the end of a server that died
-RECORD_WAIT_S = 15.0
 
 
 @dataclass
@@ -82,7 +75,7 @@ class VllmEngine(SendingEngine):
         device: Device,
         options: EngineOptions,
         progress: Callable[[Path], Callable[[float], None]],
-    ) -> Iterator[StartedServer]:
+    ) -> Iterator[StartedServers]:
         """A server under the policy, ready for any number of plans; stopped at the end.
 
         ``progress`` gets the path of the server's log and returns what is called while the server starts. Raises as
@@ -98,21 +91,18 @@ class VllmEngine(SendingEngine):
                 process.wait_ready(self.ready_timeout_s, progress(log))
                 if record is not None:
                     prove_policy(record, policy, process)
-                server = StartedServer(
+                server = StartedServers(
                     client=self.client_for(serving.model),
                     on_batch=self.on_batch,
                     log=self.log,
-                    serving=serving,
-                    process=process,
+                    url=url,
+                    servings=(serving,),
+                    processes=(process,),
                     vllm_options=self.vllm_options,
                 )
                 yield server
         if server.log_kept.is_set():
             shutil.rmtree(log.parent)
-
-    def facts(self, serving: Serving, log: Path) -> dict[str, object]:
-        """How the server was started, for the manifest."""
-        return server_facts(serving, self.vllm_options, log)
 
     def serving(
         self,
@@ -149,50 +139,6 @@ class VllmEngine(SendingEngine):
         if isinstance(vocabulary, int):
             return replace(client, vocab_size=min(client.vocab_size, vocabulary))
         return client
-
-
-@dataclass
-class StartedServer(SendingEngine):
-    """The engine of a server that runs already: plans one after the other under the policy it was started with.
-
-    What a policy has learnt from one plan it knows in the next, as in any server. ``log``: where the server's output so
-    far is copied after each run.
-    """
-
-    serving: Serving
-    process: ServerProcess
-    vllm_options: tuple[str, ...] = ()
-    log_kept: threading.Event = field(default_factory=threading.Event)  # shared by the copies for single runs
-    name: str = "vllm"
-
-    def run(
-        self, plan: Plan, policy: PolicySpec, device: Device, options: EngineOptions, observer: Observer | None = None
-    ) -> EngineResult:
-        """Run to the end of the plan. Raises UsageError for another policy, RunError when the server dies."""
-        if policy != self.serving.policy:
-            raise UsageError(f"the server schedules by {self.serving.policy.name}, not by {policy.name}")
-        record, since_ns = self.serving.record, time.monotonic_ns()
-        try:
-            client = warmed(self.client, options)
-            done = drive(self.process.url, plan, client, observer, label=policy.name, on_batch=self.on_batch)
-        except RunError:
-            self.process.check_alive("died")
-            raise
-        died = reason_of_death(self.process, done)
-        if not died:
-            await_records([record])
-        recording = recording_of(record, plan, done, since_ns)
-        log = self.process.log
-        if self.log is not None:
-            log = Path(shutil.copy(log, self.log))
-            self.log_kept.set()
-        return engine_result(done, recording, server_facts(self.serving, self.vllm_options, log), died)
-
-
-def server_facts(serving: Serving, vllm_options: Sequence[str], log: Path) -> dict[str, object]:
-    """How a server was started, for the manifest."""
-    options = {"vllm_options": list(vllm_options)} if vllm_options else {}
-    return {"server_command": plain_line(serving), "server_log": str(log), **options}
 
 
 def _cpu_arguments(options: EngineOptions) -> tuple[str, ...]:
@@ -257,66 +203,8 @@ def prove_policy(record: Path, policy: PolicySpec, server: ServerProcess) -> Non
         time.sleep(0.1)
 
 
-def await_records(records: Sequence[Path | None], longest_s: float = RECORD_WAIT_S) -> None:
-    """Wait until records stop growing: a server that ends slowly may be killed with its last steps unwritten.
-
-    An idle recorder writes its buffer within ``FLUSH_EVERY_S``.
-    """
-    deadline = time.monotonic() + longest_s
-    before, quiet_since = -1, time.monotonic()
-    while (now := time.monotonic()) < min(deadline, quiet_since + 3 * FLUSH_EVERY_S):
-        size = sum(shard.stat().st_size for folder in records if folder is not None for shard in folder.glob("*"))
-        if size != before:
-            before, quiet_since = size, now
-        time.sleep(FLUSH_EVERY_S / 5)
-
-
 def _in_group(pid: int, group: int) -> bool:
     try:
         return os.getpgid(pid) == group
     except ProcessLookupError:
         return False
-
-
-def reason_of_death(server: ServerProcess, done: DriveResult) -> tuple[str, ...]:
-    """Why the run is INVALID if the server ended by itself.
-
-    Requests fail before the server's process is seen to have ended: its supervisor first ends the processes that the
-    server started.
-    """
-    failed = pc.any(pc.equal(done.requests["status"], "failed")).as_py()
-    try:
-        server.check_alive("died during the run", DEATH_S if failed else 0.0)
-    except RunError as error:
-        return (str(error),)
-    return ()
-
-
-def recording_of(record: Path | None, plan: Plan, done: DriveResult, since_ns: int = 0) -> Recording | None:
-    """What the scheduler recorded in the folder, in the run's time and names; None where it did not.
-
-    ``since_ns``: monotonic time before which steps belong to earlier runs.
-    """
-    if record is None:
-        return None
-    names = planned_name(str(done.facts["request_id_prefix"]), plan.table["request_id"].to_pylist())
-    try:
-        return read_recording(record, names, int(done.facts["start_monotonic_ns"]), since_ns)
-    except DataError as error:
-        raise RunError(str(error)) from None
-
-
-def engine_result(
-    done: DriveResult, recording: Recording | None, facts: Mapping[str, object], died: tuple[str, ...]
-) -> EngineResult:
-    """The client's measurements joined with the scheduler's records."""
-    return EngineResult(
-        requests=joined_requests(done.requests, recording.steps) if recording else done.requests,
-        steps=recording.steps if recording else STEPS.empty_table(),
-        decisions=recording.decisions if recording else DECISIONS.empty_table(),
-        warnings=done.warnings,
-        interrupted=done.interrupted,
-        invalid=(*done.invalid, *died),
-        facts={**done.facts, **facts},
-        server_metrics=done.server_metrics,
-    )

@@ -73,6 +73,17 @@ def crossing(loads: Sequence[float], counts: Sequence[MetCounts], share: float) 
     return float(np.interp(-share, -falling, loads)) if falling[0] >= share > falling[-1] else float("nan")
 
 
+def measured_counts(
+    options: Sequence[str], limits: LatencyLimits, load: float, sessions: int, seed: int
+) -> tuple[MetCounts, int]:
+    """Requests within the first limit in one run at ``load`` sessions/s, and the requests simulated."""
+    with tempfile.TemporaryDirectory() as folder:
+        where = Path(folder) / "run"
+        rate = ["--request-rate", f"{load:.6g}", "--num-prompts", str(sessions), "--seed", str(seed)]
+        ebbench("run", *options, *rate, "-o", str(where))
+        return read_probe(Run.load(where), load, limits).probe.counts[0], planned(where)
+
+
 def brute_force(options: Sequence[str], limits: LatencyLimits, middle: float, sessions: int, seed: int) -> Truth:
     """A dense sweep of rates around ``middle``, for one requirement; ``seed``: of the first run."""
     loads = [float(load) for load in middle * np.exp(np.arange(-SPAN, SPAN + STEP / 2, STEP))]
@@ -80,12 +91,9 @@ def brute_force(options: Sequence[str], limits: LatencyLimits, middle: float, se
     requests = 0
     for load in loads:
         for half in halves:
-            with tempfile.TemporaryDirectory() as folder:
-                where = Path(folder) / "run"
-                rate = ["--request-rate", f"{load:.6g}", "--num-prompts", str(sessions), "--seed", str(seed)]
-                ebbench("run", *options, *rate, "-o", str(where))
-                half.append(read_probe(Run.load(where), load, limits).probe.counts[0])
-                requests, seed = requests + planned(where), seed + 1
+            counts, planned_requests = measured_counts(options, limits, load, sessions, seed)
+            half.append(counts)
+            requests, seed = requests + planned_requests, seed + 1
     share = limits.requirements()[0].share
     together = [
         MetCounts(sum(each.met for each in at), sum(each.counted for each in at)) for at in zip(*halves, strict=True)

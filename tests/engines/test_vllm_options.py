@@ -1,6 +1,5 @@
 """Options that `ebbench run --engine vllm -- ...` passes to vLLM: on its command line, in the run, in comparisons."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ from ebbench.analysis.environment import differences, environment_of
 from ebbench.cli.main import app
 from ebbench.engines.base import EngineOptions
 from ebbench.engines.setup import EngineSetup, make_engine
+from ebbench.engines.started import server_facts
 from ebbench.engines.vllm import VllmEngine
 from ebbench.engines.vllm_command import check_vllm_options, plain_line
 from ebbench.errors import UsageError
@@ -24,8 +24,8 @@ def test_they_reach_the_command_line_and_the_run() -> None:
     assert isinstance(engine, VllmEngine)
     serving = engine.serving(parse_policy("v1"), None, EngineOptions(), None, "qwen3-8b")
     assert plain_line(serving).endswith("--quantization fp8 --kv-cache-dtype=fp8")
-    assert engine.facts(serving, Path("log"))["vllm_options"] == list(OPTIONS)
-    assert "vllm_options" not in replace(engine, vllm_options=()).facts(serving, Path("log"))
+    assert server_facts(serving, engine.vllm_options, Path("log"))["vllm_options"] == list(OPTIONS)
+    assert "vllm_options" not in server_facts(serving, (), Path("log"))
 
 
 def test_several_servers_have_them_too() -> None:

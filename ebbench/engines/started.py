@@ -1,0 +1,169 @@
+"""vLLM servers that have been started for one policy, and the runs made on them."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from ebbench.client import DriveResult
+from ebbench.devices.base import Device
+from ebbench.engines.base import EngineOptions, EngineResult, Observer
+from ebbench.engines.endpoint import SendingEngine, drive, warmed
+from ebbench.engines.recorded import Recording, joined_requests, planned_name, read_recording
+from ebbench.engines.vllm_command import Serving, plain_line
+from ebbench.engines.vllm_server import ServerProcess
+from ebbench.errors import DataError, RunError, UsageError
+from ebbench.records.plan import Plan
+from ebbench.records.schema import DECISIONS, STEPS
+from vllm_eb.policy import PolicySpec
+from vllm_eb.recorder import FLUSH_EVERY_S
+
+DEATH_S = 10.0  # longest time from the first failed request to the end of a server that died
+RECORD_WAIT_S = 15.0
+
+
+@dataclass
+class StartedServers(SendingEngine):
+    """The engine of servers that run already: plans one after the other under the policy they were started with.
+
+    What a policy has learnt from one plan it knows in the next, as in any server. ``url``: where requests are sent, the
+    only server or the gateway in front of several. ``servings`` and ``processes``: one of each per server. ``log``:
+    where the servers' output so far is copied after each run. ``further_facts``: entries for the manifest.
+    """
+
+    url: str
+    servings: Sequence[Serving]
+    processes: Sequence[ServerProcess]
+    vllm_options: tuple[str, ...] = ()
+    further_facts: Mapping[str, object] = field(default_factory=dict)
+    log_kept: threading.Event = field(default_factory=threading.Event)  # shared by the copies for single runs
+    name: str = "vllm"
+
+    def run(
+        self, plan: Plan, policy: PolicySpec, device: Device, options: EngineOptions, observer: Observer | None = None
+    ) -> EngineResult:
+        """Run to the end of the plan. Raises UsageError for another policy, RunError when a server dies."""
+        first = self.servings[0]
+        if policy != first.policy:
+            raise UsageError(f"the server schedules by {first.policy.name}, not by {policy.name}")
+        records, since_ns = [serving.record for serving in self.servings], time.monotonic_ns()
+        try:
+            client = warmed(self.client, options)
+            done = drive(self.url, plan, client, observer, label=policy.name, on_batch=self.on_batch)
+        except RunError:
+            for process in self.processes:
+                process.check_alive("died")
+            raise
+        died = tuple(reason for process in self.processes for reason in reason_of_death(process, done))
+        if not died:
+            await_records(records)
+        recordings = [recording_of(record, plan, done, since_ns) for record in records]
+        facts = {**self.further_facts, **server_facts(first, self.vllm_options, self._keep_logs())}
+        return engine_result(done, merged([one for one in recordings if one is not None]), facts, died)
+
+    def _keep_logs(self) -> Path:
+        """Where the servers' output is: copied to ``log`` if that was asked for, several joined in one file."""
+        logs = [process.log for process in self.processes]
+        if self.log is None:
+            return logs[0] if len(logs) == 1 else logs[0].parent
+        if len(logs) == 1:
+            shutil.copy(logs[0], self.log)
+        else:
+            self.log.write_bytes(b"".join(f"== {path.name}\n".encode() + path.read_bytes() for path in logs))
+        self.log_kept.set()
+        return self.log
+
+
+def server_facts(serving: Serving, vllm_options: Sequence[str], log: Path) -> dict[str, object]:
+    """How a server was started, for the manifest."""
+    options = {"vllm_options": list(vllm_options)} if vllm_options else {}
+    return {"server_command": plain_line(serving), "server_log": str(log), **options}
+
+
+def await_records(records: Sequence[Path | None], longest_s: float = RECORD_WAIT_S) -> None:
+    """Wait until records stop growing: a server that ends slowly may be killed with its last steps unwritten.
+
+    An idle recorder writes its buffer within ``FLUSH_EVERY_S``.
+    """
+    deadline = time.monotonic() + longest_s
+    before, quiet_since = -1, time.monotonic()
+    while (now := time.monotonic()) < min(deadline, quiet_since + 3 * FLUSH_EVERY_S):
+        size = sum(shard.stat().st_size for folder in records if folder is not None for shard in folder.glob("*"))
+        if size != before:
+            before, quiet_since = size, now
+        time.sleep(FLUSH_EVERY_S / 5)
+
+
+def reason_of_death(server: ServerProcess, done: DriveResult) -> tuple[str, ...]:
+    """Why the run is INVALID if the server ended by itself.
+
+    Requests fail before the server's process is seen to have ended: its supervisor first ends the processes that the
+    server started.
+    """
+    failed = pc.any(pc.equal(done.requests["status"], "failed")).as_py()
+    try:
+        server.check_alive("died during the run", DEATH_S if failed else 0.0)
+    except RunError as error:
+        return (str(error),)
+    return ()
+
+
+def recording_of(record: Path | None, plan: Plan, done: DriveResult, since_ns: int = 0) -> Recording | None:
+    """What the scheduler recorded in the folder, in the run's time and names; None where it did not.
+
+    ``since_ns``: monotonic time before which steps belong to earlier runs.
+    """
+    if record is None:
+        return None
+    names = planned_name(str(done.facts["request_id_prefix"]), plan.table["request_id"].to_pylist())
+    try:
+        return read_recording(record, names, int(done.facts["start_monotonic_ns"]), since_ns)
+    except DataError as error:
+        raise RunError(str(error)) from None
+
+
+def engine_result(
+    done: DriveResult, recording: Recording | None, facts: Mapping[str, object], died: tuple[str, ...]
+) -> EngineResult:
+    """The client's measurements joined with the scheduler's records."""
+    return EngineResult(
+        requests=joined_requests(done.requests, recording.steps) if recording else done.requests,
+        steps=recording.steps if recording else STEPS.empty_table(),
+        decisions=recording.decisions if recording else DECISIONS.empty_table(),
+        warnings=done.warnings,
+        interrupted=done.interrupted,
+        invalid=(*done.invalid, *died),
+        facts={**done.facts, **facts},
+        server_metrics=done.server_metrics,
+    )
+
+
+def merged(recordings: Sequence[Recording]) -> Recording | None:
+    """Recordings of several servers as one: instances numbered, steps in scheduling order."""
+    if len(recordings) < 2:
+        return recordings[0] if recordings else None
+    steps = pa.concat_tables(_of_instance(r.steps, i) for i, r in enumerate(recordings))
+    steps = steps.take(pc.sort_indices(steps, sort_keys=[("scheduled_ns", "ascending"), ("instance", "ascending")]))
+    numbered = pa.array(np.arange(steps.num_rows, dtype=np.int64))
+    steps = steps.set_column(0, steps.schema.field(0), numbered)
+    decisions = pa.concat_tables(_of_instance(r.decisions, i) for i, r in enumerate(recordings))
+    return Recording(
+        steps=steps,
+        decisions=decisions.take(pc.sort_indices(decisions, sort_keys=[("time_ns", "ascending")])),
+        pids=frozenset().union(*(r.pids for r in recordings)),
+        policies=frozenset().union(*(r.policies for r in recordings)),
+    )
+
+
+def _of_instance(table: pa.Table, instance: int) -> pa.Table:
+    index = table.column_names.index("instance")
+    values = pa.array(np.full(table.num_rows, instance, np.int32))
+    return table.set_column(index, table.schema.field(index), values)
