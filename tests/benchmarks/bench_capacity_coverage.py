@@ -65,11 +65,11 @@ def main() -> None:
     sweeps = truths(options[:start], options[start + 1 :], float(np.median(capacity)), given.sweeps)
     truth, error = float(sweeps.mean()), float(sweeps.std(ddof=1) / np.sqrt(len(sweeps)))
     held = (low <= truth) & (truth <= high)
-    stated = (high - low) / 2 / truth
+    stated = float(np.median((high - low) / 2 / truth))
     print(
         f"{given.setting}: {held.sum()} of {given.trials} intervals hold {truth:.4g} (standard error "
         f"{100 * error / truth:.2f} %); bias of the searches {100 * (capacity.mean() / truth - 1):+.2f} %, their "
-        f"standard deviation {100 * capacity.std(ddof=1) / truth:.2f} %, median half interval {100 * np.median(stated):.2f} %; "
+        f"standard deviation {100 * capacity.std(ddof=1) / truth:.2f} %, median half interval {100 * stated:.2f} %; "
         f"within 2 %: {(np.abs(capacity / truth - 1) <= 0.02).sum()}"
     )
 
