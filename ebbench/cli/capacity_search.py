@@ -137,7 +137,19 @@ def _checked(question: CapacityQuestion) -> LatencyLimits:
         raise UsageError(f"--precision is a share between 0 and 0.5, such as 0.02, not {question.precision:g}")
     if question.max_time_s is not None and not question.max_time_s > 0:
         raise UsageError(f"--max-time must be positive, not {question.max_time_s:g}")
+    _check_workload(question.workload)
     return parse_limits(question.limits, question.attainment)
+
+
+def _check_workload(workload: str) -> None:
+    """Raise UsageError for a workload that does not exist or has no valid lengths, before anything is announced."""
+    from ebbench.workloads.options import is_recorded, recorded_file
+    from ebbench.workloads.spec import load_workload
+
+    if not is_recorded(workload):
+        load_workload(workload)
+    elif (path := recorded_file(workload)) is None or not path.exists():
+        raise UsageError(f"{workload}: no such file")
 
 
 def _template(question: CapacityQuestion, limits: LatencyLimits, policies: list[PolicySpec]) -> RunConfig:

@@ -126,3 +126,15 @@ def test_the_report_of_a_search_has_its_curves_and_the_probe_at_capacity(tmp_pat
     assert "requests/s offered" in json.dumps(data["specs"]["search0"])
     assert drawn.count('"series": "v1"') > 5
     assert len(data["runs"]) == 1
+
+
+@pytest.mark.parametrize("workload", ["nosuch", "no-lengths.toml", "trace:none.csv"])
+def test_a_workload_without_requests_is_refused_in_one_line(
+    workload: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("no-lengths.toml").write_text('name = "x"\ndescription = "y"\nnum_prompts = 10\n')
+    done = CliRunner().invoke(app, ["capacity", workload, "--goodput", "ttft:100", "-o", "out"])
+    assert (done.exit_code, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert workload in done.stderr
+    assert not Path("out").exists()
