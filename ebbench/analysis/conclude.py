@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 import msgspec
 import pyarrow.compute as pc
 
+from ebbench.analysis.api_server_load import api_server_warning
 from ebbench.analysis.columns import RequestColumns
 from ebbench.analysis.distribution import QUANTILES, samples_needed
 from ebbench.analysis.metrics import Metrics, measure
@@ -153,6 +154,9 @@ def _warnings(context: RunContext, result: EngineResult, metrics: Metrics) -> tu
         *context.warnings,
         *_measurement_warnings(context.plan, metrics),
     ]
+    left_out = api_server_warning(context.engine, context.options, result.facts, metrics)
+    if left_out is not None:
+        found.append(left_out)
     return tuple(dict.fromkeys(found))
 
 

@@ -319,6 +319,7 @@ class _Simulation:
         facts: dict[str, Any] = {
             "topology": topology.label,
             "gpus": topology.gpus,
+            "answering_units": topology.pools[-1].units,
             **({"link": link} if (link := self._link(topology)) else {}),
             "dispatch": self._engine.dispatch.name,
             "dispatch_wait_ms": _mean_ms(dispatched_ns - loop.front.state.sent_ns[own], dispatched_ns),

@@ -19,7 +19,7 @@ Facts (the authors' published scripts, code and reports, weifang231/eb-vllm):
   keeps running in between, ours starts anew).
 - ShareGPT's outputs were as long as the model made them in the runs printed for Qwen3-8B: about 360 tokens (their
   reproduction report). The Qwen3-30B-A3B cells printed for H200 are those of their rerun with the data set's own
-  lengths, 292 tokens on average; the ones for RTX PRO 6000 are assumed to be the same.
+  lengths, 292 tokens on average; the ones for RTX PRO 6000, and those of Gemma-3-1B-IT, are assumed to be the same.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def real_workload(workload: str, model: str) -> str:
 
     WildChat's outputs are the data set's, cut at 256 tokens, as in the workload itself.
     """
-    sharegpt = "sharegpt-qwen3-30b" if model == "qwen3-30b-a3b" else "sharegpt-qwen3-8b"
+    sharegpt = "sharegpt-qwen3-8b" if model == "qwen3-8b" else "sharegpt-qwen3-30b"
     forced = {name: f"{name}-forced" for name in ("longbench", "numinamath")} | {"sharegpt": sharegpt}
     return f"{REFERENCE}workloads/{forced[workload]}.toml" if workload in forced else workload
 

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from ebbench.cli.main import app
 from ebbench.devices.linear import published_calibration
 from ebbench.devices.profiles import find_model, find_profile, list_devices, list_models
-from ebbench.papers.fidelity.cases import FIT_ROWS, Case, all_cases, table3
+from ebbench.papers.fidelity.cases import FIT_ROWS, Case, all_cases, best_settings, reference_rows, table3
 from ebbench.papers.fidelity.fit import _gauss_newton
 from ebbench.papers.fidelity.report import all_scores, write_report
 from ebbench.papers.fidelity.runs import calibration_cells, case_runs, replay_cells, run_cases
@@ -150,6 +150,40 @@ def test_calibrated_decode_lines_are_met_without_a_fit() -> None:
     errors = [abs(c.error) for c in calibration_cells() if c.case.startswith("decode") and c.scored]
     assert len(errors) > 100
     assert sorted(errors)[len(errors) // 2] < 0.11
+
+
+def test_gemma_answers_to_numinamath_were_shorter_than_the_scripts_say() -> None:
+    """Rate x TPOT x tokens per answer is the number of sequences decoding, which N bounds; read-offs err by 12 %."""
+    latency = {
+        (r["gpu"], r["model"], r["workload"], r["method"]): float(r["tpot_ms"]) / 1e3
+        for r in reference_rows("eb_vllm/figure5_latency.csv")
+    }
+    best = best_settings()
+
+    def longest(gpu: str, model: str, rate: float, scheduler: str, method: str) -> float:
+        key = gpu, model, "NuminaMath"
+        return 1.12 * best[*key, scheduler][0] / (rate * latency[*key, method])
+
+    rows = {
+        row["gpu"]: row
+        for row in reference_rows("paper_tables/table17_gemma_rps.csv")
+        if row["workload"] == "numinamath"
+    }
+    methods = {"v0": "v0", "v1": "v1", "eb": "Ours"}
+    gemma = [
+        longest(gpu, "Gemma-3-1B-IT", float(row[scheduler]), scheduler, method)
+        for gpu, row in rows.items()
+        for scheduler, method in methods.items()
+    ]
+    qwen = [
+        longest(row["gpu"], row["model"], float(row[f"{scheduler}_rps"]), scheduler, method)
+        for row in reference_rows("paper_tables/table2_throughput_rps.csv")
+        if row["workload"] == "NuminaMath"
+        for scheduler, method in methods.items()
+    ]
+    assert sum(tokens < 4000 for tokens in gemma) == 4
+    assert len(qwen) == 12
+    assert all(tokens > 4000 for tokens in qwen)
 
 
 def test_gauss_newton_finds_the_constants_that_made_the_data() -> None:

@@ -62,8 +62,8 @@ def constants() -> Section:
     """The constants of each device, with their source."""
     columns = (
         *labels("device"),
-        _number("host a step", lambda value: f"{value * 1e3:.2f} ms"),
-        _number("host a sequence", lambda value: f"{value * 1e6:.1f} us"),
+        _number("host per step", lambda value: f"{value * 1e3:.2f} ms"),
+        _number("host per sequence", lambda value: f"{value * 1e6:.1f} us"),
         _number("mixed excess x", lambda value: f"{value:.2f}"),
         *labels("source"),
     )

@@ -1,0 +1,37 @@
+"""The warning of simulated runs whose tokens one API server process could not stream."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from ebbench.cli.main import app
+
+
+def warnings_of(tmp_path: Path, *options: str, policy: str = "v1") -> list[str]:
+    arguments = [
+        "run", "balanced", "--source", "profile", "--policy", policy, "--device", "h200", "--model", "gemma-3-1b-it",
+        "--num-prompts", "300", "--input-len", "100", "--output-len", "200", "--json", "--quiet",
+        "--output-dir", str(tmp_path / "run"), *options,
+    ]  # fmt: skip
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    (run,) = json.loads(result.stdout)
+    return [str(warning) for warning in run["warnings"]]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (("--max-concurrency", "256"), 1),  # some 40,000 tokens/s
+        (("--max-concurrency", "1"), 0),
+        (("--max-concurrency", "256", "--topology", "dp=8"), 0),  # eight processes
+        (("--max-concurrency", "256", "--api-server", "datacenter"), 0),
+    ],
+)
+def test_answers_that_an_api_server_could_not_stream_are_pointed_out(
+    tmp_path: Path, options: tuple[str, ...], expected: int
+) -> None:
+    found = [text for text in warnings_of(tmp_path, *options) if "--api-server datacenter" in text]
+    assert len(found) == expected
