@@ -19,10 +19,11 @@ KV_DTYPES = ("auto", "bfloat16", "fp8")
 class ModelGeometry:
     """A dense or mixture-of-experts decoder. ``experts`` 0 is dense; sizes are in elements.
 
-    ``sliding_layers`` of the ``layers`` attend only to the last ``sliding_window`` tokens. ``dtype_bytes``: bytes per
-    element of activations, embeddings and language head. ``weight_dtype``: type of the projections in the layers;
-    ``expert_dtype``: of the experts ("": as the projections); ``kv_dtype``: of the KV cache; names of WEIGHT_BITS, with
-    bfloat16 for any 16-bit type. ``note``: what is simplified.
+    ``sliding_layers`` of the ``layers`` attend only to the last ``sliding_window`` tokens. ``norms``: norms of the
+    hidden size per layer. ``dtype_bytes``: bytes per element of activations, embeddings and language head.
+    ``weight_dtype``: type of the projections in the layers; ``expert_dtype``: of the experts ("": as the projections);
+    ``kv_dtype``: of the KV cache; names of WEIGHT_BITS, with bfloat16 for any 16-bit type. ``note``: what is
+    simplified.
     """
 
     name: str
@@ -36,6 +37,7 @@ class ModelGeometry:
     vocab: int
     tied_embeddings: bool = False
     qk_norm: bool = False
+    norms: int = 2
     experts: int = 0
     experts_per_token: int = 0
     expert_intermediate: int = 0
@@ -128,6 +130,7 @@ class ModelGeometry:
 
 
 _WITH_QK_NORM = ("qwen3", "gemma3", "olmo2")
+_WITH_FOUR_NORMS = ("gemma2", "gemma3")  # before and after attention, before and after the MLP
 _DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "half": 2, "float32": 4}
 _REFUSED = {"kv_lora_rank": "latent (MLA) attention", "state_size": "a state-space model"}
 
@@ -174,6 +177,7 @@ def _from_config(path: Path, raw: Mapping[str, Any]) -> ModelGeometry:
         vocab=_count(path, raw, "vocab_size"),
         tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
         qk_norm=str(raw.get("model_type", "")).startswith(_WITH_QK_NORM),
+        norms=4 if str(raw.get("model_type", "")).startswith(_WITH_FOUR_NORMS) else 2,
         experts=experts,
         experts_per_token=_count(path, raw, "num_experts_per_tok", "experts_per_token") if experts else 0,
         expert_intermediate=_count(path, raw, "moe_intermediate_size", "intermediate_size") if experts else 0,

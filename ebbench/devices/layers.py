@@ -256,7 +256,7 @@ def _elementwise(profile: DeviceProfile, model: ModelGeometry, tokens: Array) ->
     inner = 0 if model.experts else model.intermediate  # fused experts include their activation
     heads = (model.heads + model.kv_heads) * model.head_dim
     widths = {
-        "layernorm": 2 * model.hidden,
+        "layernorm": model.norms * model.hidden,
         "rotary_emb": model.qkv_width,
         "act_fn": inner,
         "qk_norm": heads if model.qk_norm else 0,
@@ -264,7 +264,7 @@ def _elementwise(profile: DeviceProfile, model: ModelGeometry, tokens: Array) ->
     total = np.zeros_like(tokens)
     for layer, width in widths.items():
         if width:
-            total += _small_kernel(profile, layer, width, tokens)
+            total += _small_kernel(profile, layer, width, tokens, model.norms if layer == "layernorm" else 1)
     return total
 
 
@@ -273,9 +273,8 @@ def _elementwise(profile: DeviceProfile, model: ModelGeometry, tokens: Array) ->
 _TRAFFIC = {"layernorm": 2.0, "rotary_emb": 1.0, "act_fn": 3.0, "qk_norm": 1.0}
 
 
-def _small_kernel(profile: DeviceProfile, layer: str, width: int, tokens: Array) -> Array:
-    """One element-wise kernel; ``width`` of 2 x hidden stands for both norms of a layer."""
-    count = 2 if layer == "layernorm" else 1
+def _small_kernel(profile: DeviceProfile, layer: str, width: int, tokens: Array, count: int) -> Array:
+    """``count`` equal element-wise kernels of one layer; ``width``: of all of them together."""
     for name in ("llama-3.1-8b", "qwen3-30b-a3b"):
         points, times = _curve(profile.name, name, layer)
         if len(points):

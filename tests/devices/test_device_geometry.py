@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from ebbench.devices.geometry import read_config
-from ebbench.devices.profiles import find_model, list_models
+from ebbench.devices.layers import step_arrays
+from ebbench.devices.profiles import find_model, find_profile, list_models
 from ebbench.errors import InputFileError, UnknownNameError
 
 # Parameter counts from the models' cards, billions.
@@ -38,7 +40,7 @@ def test_parameter_count_is_the_published_one(name: str) -> None:
 
 def test_config_json_gives_the_same_geometry_as_the_short_name(tmp_path: Path) -> None:
     read, known = read_config(config(tmp_path)), find_model("qwen3-8b")
-    for field in ("layers", "qkv_width", "params", "kv_bytes_per_token", "qk_norm", "weight_bytes"):
+    for field in ("layers", "qkv_width", "params", "kv_bytes_per_token", "qk_norm", "norms", "weight_bytes"):
         assert getattr(read, field) == getattr(known, field)
 
 
@@ -97,3 +99,16 @@ def test_unknown_model_suggests_the_nearest() -> None:
         find_model("qwen3-8")
     assert find_model("Qwen/Qwen3-8B").name == "qwen3-8b"
     assert "qwen3-8b" in list_models()
+
+
+@pytest.mark.parametrize(("kind", "norms"), [("gemma3_text", 4), ("gemma2", 4), ("qwen3", 2), ("llama", 2)])
+def test_gemma_has_norms_before_and_after_each_half_of_a_layer(tmp_path: Path, kind: str, norms: int) -> None:
+    assert read_config(config(tmp_path, model_type=kind)).norms == norms
+
+
+def test_further_norms_take_time_in_every_step() -> None:
+    gemma = find_model("gemma-3-1b-it")
+    two, four = (step_arrays(find_profile("h200"), replace(gemma, norms=norms)) for norms in (2, 4))
+    assert two is not None
+    assert four is not None
+    assert all(four.dense[tokens] > two.dense[tokens] for tokens in (1, 256, 16_384))
