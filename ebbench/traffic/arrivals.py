@@ -14,6 +14,8 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from ebbench.traffic.step_gaps import StepGaps, stepped_gaps
+
 Process = Literal["poisson", "gamma", "constant"]
 Floats = npt.NDArray[np.float64]
 
@@ -31,12 +33,14 @@ def unit_gaps(process: Process, burstiness: float, rng: np.random.Generator, n: 
 class Curve:
     """Relative rate over time, repeated every ``period_s``, scaled to a mean of one per period.
 
-    ``levels``: equally long pieces (``linear`` False) or equally spaced corners connected by lines (True).
+    ``levels``: pieces of constant rate (``linear`` False) or equally spaced corners connected by lines (True).
+    ``widths``: relative lengths of the pieces; empty: equally long.
     """
 
     levels: tuple[float, ...]
     period_s: float
     linear: bool = False
+    widths: tuple[float, ...] = ()
 
     def seconds(self, operational: Floats) -> Floats:
         """Times (s) at which the integral of the curve reaches ``operational`` (s)."""
@@ -48,27 +52,35 @@ class Curve:
         seconds: Floats = turns * self.period_s + time[piece] + self._inverse(piece, within)
         return seconds
 
-    def _scaled(self) -> tuple[Floats, Floats, float]:
-        """Rates at the start and at the end of each piece (mean one), and the length of a piece in s."""
+    def _scaled(self) -> tuple[Floats, Floats, Floats]:
+        """Rates at the start and at the end of each piece (mean one), and the length of each piece in s."""
         levels = np.asarray(self.levels, np.float64)
         starts, ends = (levels[:-1], levels[1:]) if self.linear else (levels, levels)
-        mean = float(((starts + ends) / 2).mean())
+        if self.widths:
+            relative = np.asarray(self.widths, np.float64)
+            lengths = relative * (self.period_s / relative.sum())
+            mean = float(((starts + ends) / 2 * lengths).sum()) / self.period_s
+        else:
+            lengths = np.full(len(starts), self.period_s / len(starts))
+            mean = float(((starts + ends) / 2).mean())
         scaled_starts: Floats = starts / mean
         scaled_ends: Floats = ends / mean
-        return scaled_starts, scaled_ends, self.period_s / len(starts)
+        return scaled_starts, scaled_ends, lengths
 
     def _table(self) -> tuple[Floats, Floats]:
-        starts, ends, width = self._scaled()
-        area = np.concatenate([np.zeros(1), np.cumsum((starts + ends) / 2 * width)]).astype(np.float64)
+        starts, ends, lengths = self._scaled()
+        area = np.concatenate([np.zeros(1), np.cumsum((starts + ends) / 2 * lengths)]).astype(np.float64)
         area[-1] = self.period_s
-        time = np.arange(len(area)).astype(np.float64) * width
+        if self.widths:
+            return np.concatenate([np.zeros(1), np.cumsum(lengths)]), area
+        time = np.arange(len(area)).astype(np.float64) * lengths[0]
         return time, area
 
     def _inverse(self, piece: npt.NDArray[np.intp], within: Floats) -> Floats:
         """Time into a piece at which its area reaches ``within``: root of ``a t + (b-a) t^2/(2 w) = within``."""
-        starts, ends, width = self._scaled()
+        starts, ends, lengths = self._scaled()
         a, b = starts[piece], ends[piece]
-        root = np.sqrt(np.maximum(0.0, a * a + 2 * (b - a) / width * within))
+        root = np.sqrt(np.maximum(0.0, a * a + 2 * (b - a) / lengths[piece] * within))
         denominator = a + root  # the form without cancellation: 2 * area / (a + sqrt(...))
         out: Floats = np.divide(2 * within, denominator, out=np.zeros_like(within), where=denominator > 0)
         return out
@@ -84,12 +96,17 @@ def arrival_times(
     gaps: Sequence[float] = (),
     curve: Curve | None = None,
     even: bool = False,
+    bursts: Sequence[StepGaps] = (),
 ) -> Floats:
     """Times (s) of ``n`` arrivals at mean rate ``rate_per_s``; the first arrival is one gap after zero.
 
     ``gaps``: means of equally many sorted gaps, drawn from by interpolation instead of from the process. ``even``: the
-    gaps are scaled to a mean of exactly one, which takes the randomness out of the rate.
+    gaps are scaled to a mean of exactly one, which takes the randomness out of the rate. ``bursts``: gaps by the steps
+    of the curve, which then needs widths and holds equally many arrivals per step.
     """
+    if bursts and curve is not None:
+        per_step = rate_per_s * curve.period_s / len(curve.levels)
+        return curve.seconds(np.cumsum(stepped_gaps(bursts, curve.widths, per_step, n, rng)) / rate_per_s)
     drawn = unit_gaps(process, burstiness, rng, n)
     if gaps:
         places = (np.arange(len(gaps)) + 0.5) / len(gaps)

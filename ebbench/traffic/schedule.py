@@ -141,7 +141,7 @@ def _with_burstiness(spec: ScenarioSpec, burstiness: float | None) -> tuple[Phas
         return spec.phases
     if not any(phase.process == "gamma" for phase in spec.phases):
         raise UsageError(f"scenario {spec.name!r} has no gamma gaps to make bursty; use --scenario gamma")
-    return tuple(msgspec.structs.replace(phase, burstiness=burstiness, gaps=()) for phase in spec.phases)
+    return tuple(msgspec.structs.replace(phase, burstiness=burstiness, gaps=(), bursts=()) for phase in spec.phases)
 
 
 def _cut(sizes: Sequence[int], total: int) -> tuple[int, ...]:
@@ -178,9 +178,17 @@ def _draw(phase: Phase, rate: float, size: int, length_s: float, rng: np.random.
     curve = None
     if phase.curve is not None:
         linear = phase.curve.shape == "lines"
-        curve = Curve(phase.curve.levels, phase.curve.period_s or max(length_s, 1e-9), linear)
+        curve = Curve(phase.curve.levels, phase.curve.period_s or max(length_s, 1e-9), linear, phase.curve.widths)
     return arrival_times(
-        phase.process, rate, rng, size, burstiness=phase.burstiness, gaps=phase.gaps, curve=curve, even=phase.even
+        phase.process,
+        rate,
+        rng,
+        size,
+        burstiness=phase.burstiness,
+        gaps=phase.gaps,
+        curve=curve,
+        even=phase.even,
+        bursts=phase.bursts,
     )
 
 

@@ -12,6 +12,7 @@ from ebbench.config.strict_toml import given_of, load_toml, not_positive
 from ebbench.config.topology import TopologySpec
 from ebbench.resources import bundled_dir
 from ebbench.traffic.arrivals import Process
+from ebbench.traffic.step_gaps import StepGaps
 from ebbench.workloads.lengths import LengthSpec
 from ebbench.workloads.spec import resolve
 
@@ -19,14 +20,20 @@ from ebbench.workloads.spec import resolve
 class CurveSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Relative rate over time, scaled to a mean of one. Without ``period_s`` one period spans the whole phase.
 
-    ``steps``: equally long pieces of constant rate. ``lines``: equally spaced corners connected by lines.
+    ``steps``: pieces of constant rate, equally long or with relative ``widths``. ``lines``: equally spaced corners
+    connected by lines.
     """
 
     levels: tuple[float, ...]
     shape: Literal["steps", "lines"] = "steps"
     period_s: float | None = None
+    widths: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
+        if self.widths and (self.shape != "steps" or len(self.widths) != len(self.levels)):
+            raise ValueError("widths belong to shape = 'steps', one per level")
+        if not all(0 < width < math.inf for width in self.widths):
+            raise ValueError("curve widths must be finite and above 0")
         if len(self.levels) < 2:
             raise ValueError("a curve needs at least two levels")
         if not all(0 <= level < math.inf for level in self.levels) or not any(self.levels):
@@ -34,7 +41,7 @@ class CurveSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         _refuse([not_positive("period_s", self.period_s)])
 
 
-_OF_ARRIVALS = ("rate", "share", "level", "burstiness", "curve", "gaps", "tick_s", "even")
+_OF_ARRIVALS = ("rate", "share", "level", "burstiness", "curve", "gaps", "tick_s", "even", "bursts")
 
 
 class Phase(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -45,7 +52,8 @@ class Phase(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     ``rate``, else ``share`` times the saturation rate. ``burstiness``: shape of gamma gaps (below 1: burstier than
     Poisson). ``tick_s``: sessions arrive only at multiples of it. ``gaps``: means of equally many sorted gaps, in the
     mean gap, which take the place of the gamma distribution. ``even``: the gaps drawn are scaled to their mean, so that
-    n sessions take n / rate seconds. ``input`` and ``output`` replace the workload's lengths, in all phases or in none.
+    n sessions take n / rate seconds. ``bursts``: gaps by the steps of the curve and their rank in the step. ``input``
+    and ``output`` replace the workload's lengths, in all phases or in none.
     """
 
     name: str
@@ -61,6 +69,7 @@ class Phase(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     gaps: tuple[float, ...] = ()
     tick_s: float | None = None
     even: bool = False
+    bursts: tuple[StepGaps, ...] = ()
     input: LengthSpec | None = None
     output: LengthSpec | None = None
 
@@ -73,6 +82,8 @@ class Phase(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
             raise ValueError("a phase has rate or share, not both")
         if (self.input is None) != (self.output is None):
             raise ValueError("a phase that brings its own lengths needs both input and output")
+        if self.bursts and (self.curve is None or not self.curve.widths):
+            raise ValueError("bursts are the gaps in the steps of a curve; give curve.levels and curve.widths")
 
 
 class Replay(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from ebbench.traffic.step_gaps import StepGaps
 from ebbench.traffic.substreams import substream
 from ebbench.workloads.lengths import LONGEST
 from ebbench.workloads.prefix_tree import shared_prefixes
@@ -39,6 +40,17 @@ class Points(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         return found
 
 
+def points_of(values: Any, digits: int = 2, most: int = 48) -> tuple[float, ...]:
+    """Means of groups of sorted values for :class:`Points`, moved so that draws have the values' mean."""
+    ordered = np.sort(np.asarray(values, np.float64))
+    count = max(1, min(most, len(ordered) // GROUP))
+    means = np.array([group.mean() for group in np.array_split(ordered, count)])
+    drawn = Points(means=tuple(means)).at((np.arange(4096) + 0.5) / 4096).mean()
+    if drawn > 0 and (ordered >= 0).all():
+        means = means * (ordered.mean() / drawn)
+    return tuple(round(float(one), digits) for one in means)
+
+
 class Lengths(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Lengths of the requests with prompts of one range, ``share`` of all: prompt, output, and repeated part of it.
 
@@ -55,7 +67,8 @@ class Arrivals(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """Sessions per second; ``levels``: relative rates of equal parts of ``period_s``; ``burstiness``: gamma shape.
 
     ``gaps``: their distribution in the mean gap, which takes the gamma's place. ``tick_s``: times are multiples of it,
-    as in logs with coarse clocks.
+    as in logs with coarse clocks. ``steps_s``: of bursty traffic, in place of levels and gaps: how long each step of
+    equally many sessions lasts; ``bursts``: the gaps in them.
     """
 
     rate: float
@@ -64,6 +77,8 @@ class Arrivals(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     gaps: tuple[float, ...] = ()
     levels: tuple[float, ...] = ()
     tick_s: float | None = None
+    steps_s: tuple[float, ...] = ()
+    bursts: tuple[StepGaps, ...] = ()
 
 
 class Sessions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -111,7 +126,10 @@ class Fitted(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         found = self.arrivals
         if found is None:
             return None
-        curve = CurveSpec(levels=found.levels, period_s=found.period_s) if len(found.levels) > 1 else None
+        levels = tuple(1.0 / width for width in found.steps_s) or found.levels
+        curve = None
+        if len(levels) > 1:
+            curve = CurveSpec(levels=levels, period_s=found.period_s, widths=found.steps_s)
         phase = Phase(
             name="fitted",
             process="gamma",
@@ -121,6 +139,7 @@ class Fitted(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             curve=curve,
             tick_s=found.tick_s,
             even=True,
+            bursts=found.bursts,
         )
         return ScenarioSpec(name="fitted", description="arrivals fitted to a log", loop="open", phases=(phase,))
 

@@ -4,6 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ebbench.traffic.arrivals import Curve, arrival_times, dispersion
+from ebbench.traffic.step_gaps import StepGaps, step_edges, stepped_gaps
 from ebbench.traffic.substreams import substream
 
 SEEDS = st.integers(0, 2**32)
@@ -72,3 +73,38 @@ def test_substreams_are_apart_and_repeatable() -> None:
     assert (substream(5, "a").random(10) == substream(5, "a").random(10)).all()
     assert not (substream(5, "a").random(10) == substream(5, "b").random(10)).any()
     assert not (substream(5, "a").random(10) == substream(6, "a").random(10)).any()
+
+
+def test_a_curve_with_widths_has_its_rate_in_each_piece() -> None:
+    curve = Curve((3.0, 1.0), period_s=40.0, widths=(1.0, 3.0))  # 10 s at three times the rate of the other 30 s
+    times = arrival_times("constant", 20.0, substream(0, "x"), 1600, curve=curve)
+    per_piece = np.histogram(times, bins=[0, 10, 40, 50, 80 + 1e-9])[0]
+    assert per_piece == pytest.approx([400] * 4, abs=1)
+
+
+@given(
+    widths=st.lists(st.floats(0.001, 1000), min_size=2, max_size=20),
+    means=st.lists(st.lists(st.floats(0, 50), min_size=1, max_size=5), min_size=1, max_size=10),
+    per_step=st.floats(0.1, 40.0),
+    n=st.integers(1, 400),
+    seed=SEEDS,
+)
+def test_each_step_of_bursts_is_filled_exactly(
+    widths: list[float], means: list[list[float]], per_step: float, n: int, seed: int
+) -> None:
+    by_rank = tuple(tuple(rank) for rank in means)
+    kinds = (StepGaps(width=1.0, by_rank=by_rank), StepGaps(width=1000.0, by_rank=((1.0,),)))
+    gaps = stepped_gaps(kinds, widths, per_step, n, substream(seed, "x"))
+    assert len(gaps) == n
+    assert (gaps >= 0).all()
+    edges = step_edges(n, per_step)
+    ended = np.flatnonzero((np.diff(edges) > 0) & (edges[1:] < n))
+    assert np.cumsum(gaps)[edges[ended + 1] - 1] == pytest.approx((ended + 1) * per_step, rel=1e-9)
+    assert gaps.sum() == pytest.approx(n, abs=1.0 + per_step)
+
+
+def test_every_step_has_a_gap_of_each_rank() -> None:
+    kinds = (StepGaps(width=1.0, by_rank=((0.0,), (0.1,), (0.1,), (3.8,))),)
+    gaps = stepped_gaps(kinds, [1.0, 2.0], 4.0, 400, substream(1, "x")).reshape(-1, 4)
+    assert np.sort(gaps) == pytest.approx(np.tile([0.0, 0.1, 0.1, 3.8], (100, 1)))
+    assert len({tuple(row) for row in gaps.round(3).tolist()}) > 5  # in random order

@@ -17,8 +17,7 @@ from ebbench.records.content import block_tokens
 from ebbench.traffic.arrivals import dispersion
 from ebbench.workloads import build_plan
 from ebbench.workloads.arrow import int_lists
-from ebbench.workloads.fit_log import _points
-from ebbench.workloads.fitted import GROUP, Points
+from ebbench.workloads.fitted import GROUP, Points, points_of
 from ebbench.workloads.log_report import repeated_prefixes
 from ebbench.workloads.prefix_tree import repeats_of, shared_prefixes
 from ebbench.workloads.requests import single_turn
@@ -108,7 +107,7 @@ def _numbers(value: Any) -> list[float]:
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.floats(0, 1e6), min_size=1, max_size=300))
 def test_points_keep_the_mean(values: list[float]) -> None:
-    points = Points(means=_points(values, 9))
+    points = Points(means=points_of(values, 9))
     assert points.at((np.arange(4096) + 0.5) / 4096).mean() == pytest.approx(np.mean(values), rel=1e-6, abs=1e-6)
 
 
@@ -135,6 +134,27 @@ def test_bursts_are_learned(tmp_path: Path) -> None:
     drawn = build_plan(str(fit(path, tmp_path))).table["arrival_ns"].to_numpy() / 1e9
     for window in (1.0, 10.0):
         assert dispersion(drawn, window) == pytest.approx(dispersion(times, window), rel=0.3)
+
+
+def test_batches_between_pauses_are_learned(tmp_path: Path) -> None:
+    """Requests come in batches some 0.1 s apart, in bursts of different length between pauses of different length."""
+    rng, times, now = np.random.default_rng(2), list[float](), 0.0
+    for _ in range(60):
+        for _ in range(int(rng.exponential(25)) + 1):
+            times += [now + 0.001 * at for at in range(rng.integers(1, 6))]
+            now += 0.1
+        now += rng.exponential(20)
+    path = tmp_path / "batches.csv"
+    path.write_text("timestamp,input_tokens,output_tokens\n" + "".join(f"{t + 1.7e9:.6f},50,5\n" for t in times))
+    plan = build_plan(str(fit(path, tmp_path)))
+    drawn = plan.table["arrival_ns"].to_numpy() / 1e9
+    assert len(drawn) == len(times)
+    for window in (0.2, 1.0, 5.0, 20.0):
+        assert dispersion(drawn, window) == pytest.approx(dispersion(times, window), rel=0.15)
+    # At twice the rate each second has twice the requests, at the same times of the day.
+    faster = build_plan(str(tmp_path / "fitted.toml"), rate_scale=2.0).table["arrival_ns"].to_numpy() / 1e9
+    half = times[len(times) // 2]
+    assert np.searchsorted(faster, half) == pytest.approx(2 * np.searchsorted(drawn, half), rel=0.03)
 
 
 def test_shared_prefixes_are_learned(tmp_path: Path) -> None:
