@@ -96,7 +96,7 @@ def test_budgets_below_the_only_one_are_tried(tokens: int, seqs: int, budgets: s
     assert {own_budget(name) for name in tried} == budgets | {None}
 
 
-def test_of_several_budgets_each_is_tried_with_every_policy() -> None:
+def test_default_policies_set_no_budget_of_their_own_where_several_are_tried() -> None:
     assert default_budgets(1024) == (8192, 2048, 4096, 16384)
     assert default_budgets(20_000) == (20_000,)
     assert all(own_budget(name) is None for name in default_policies(Slo(), default_budgets(1024), 1024))
@@ -137,7 +137,7 @@ def test_the_command_says_what_to_run_and_why(runs: Path) -> None:
     assert "do not fill" not in done.output
 
 
-def test_what_vllm_can_do_by_itself_is_told() -> None:
+def test_advice_names_the_vllm_option_that_does_what_the_policy_does() -> None:
     question = SimpleNamespace(max_num_seqs=8, max_num_batched_tokens=64)
     for policy, told in (("cadence:every=4", True), ("marginal", False)):
         chosen = SimpleNamespace(policy=policy, max_num_batched_tokens=64)
@@ -190,7 +190,7 @@ def test_agreement_says_which_mode_and_why_the_gains_differ(
     assert ("fills and drains" in line) == explained
 
 
-def test_its_json_holds_theory_and_simulation(runs: Path) -> None:
+def test_advise_json_holds_theory_and_simulation(runs: Path) -> None:
     found = json.loads(invoke("advise", *SMALL, "--runs", str(runs), "--json").stdout)
     assert found["policy"] in {row["policy"] for row in found["scores"]}
     objectives = [row["objective"] for row in found["scores"]]
@@ -201,7 +201,7 @@ def test_its_json_holds_theory_and_simulation(runs: Path) -> None:
     assert found["load"]["concurrency"] == 64
 
 
-def test_with_targets_goodput_decides(runs: Path) -> None:
+def test_goodput_decides_where_targets_are_given(runs: Path) -> None:
     args = ("advise", *SMALL, "--runs", str(runs), "--goodput", "ttft:300", "tpot:40", "--json")
     found = json.loads(invoke(*args).stdout)
     assert found["objective"] == "goodput"
@@ -304,11 +304,11 @@ def test_plans_are_alike_when_only_the_seed_of_their_contents_differs() -> None:
     assert not alike(plan(0), replace(plan(0), table=table.set_column(at, table.schema.field(at), [mixed])))
 
 
-def test_one_seed_claims_no_more_than_it_shows(runs: Path) -> None:
+def test_advice_says_that_it_rests_on_one_seed(runs: Path) -> None:
     assert "(one seed" in quick(runs, "balanced", *QUICK[:6], "-c", "16", "--seeds", "1")["reason"]
 
 
-def test_targets_nobody_meets_decide_nothing(runs: Path) -> None:
+def test_targets_that_no_request_meets_do_not_decide(runs: Path) -> None:
     load = ("balanced", *QUICK[:6], "-c", "16", "--seeds", "2")
     found = quick(runs, *load, "--goodput", "ttft:1", "tpot:1")
     assert found["policy"] == "v1"

@@ -32,14 +32,14 @@ def test_a_clear_winner_is_chosen() -> None:
     assert "ahead of every other" in reason
 
 
-def test_of_equals_the_simplest_is_chosen() -> None:
+def test_the_simplest_of_equally_good_policies_is_chosen() -> None:
     scores = [score("eb", 100.2, 0, 0), score("ebplus", 100.1, -0.01, 0.008), score("v1", 90, -0.12, -0.08)]
     chosen, reason = choose(scores)
     assert chosen.policy == "ebplus"
     assert reason == "eb is equal to it within chance or half a per cent, and it is the simplest"
 
 
-def test_what_may_be_no_better_than_v1_is_not_advised_where_something_surely_is() -> None:
+def test_a_policy_whose_gain_may_be_zero_is_not_chosen_beside_one_with_a_sure_gain() -> None:
     sure = replace(score("marginal", 115, 0, 0), gain=PairedInterval(0.15, 0.14, 0.16))
     noisy = replace(score("ebplus", 100, -0.3, 0.1), gain=PairedInterval(0.0, -0.15, 0.16))
     behind = score("v1", 100, -0.14, -0.12)
@@ -72,7 +72,7 @@ def test_gains_are_paired() -> None:
     assert relative_gain([1.0], [0.0]) is None
 
 
-def test_where_no_request_meets_the_targets_nobody_is_ahead() -> None:
+def test_v1_is_chosen_where_no_request_meets_the_targets() -> None:
     nothing = (0.0, 0.0, 0.0)
     chosen, reason = choose([of_runs("eb", nothing, nothing), of_runs("v1", nothing, nothing)])
     assert chosen.policy == "v1"
@@ -90,17 +90,17 @@ def test_where_no_request_meets_the_targets_nobody_is_ahead() -> None:
         ((6.0, 0.0), "v1", "eb is equal to it within chance or half a per cent, and it is the simplest"),
     ],
 )
-def test_what_has_no_ratio_is_compared_as_it_is(v1: tuple[float, ...], chosen: str, reason: str) -> None:
+def test_seeds_with_zero_goodput_are_compared_by_difference(v1: tuple[float, ...], chosen: str, reason: str) -> None:
     best = (6.0, 0.0)
     found, why = choose([of_runs("eb", best, best), of_runs("v1", v1, best)])
     assert (found.policy, why.startswith(reason)) == (chosen, True), why
 
 
-def test_a_single_candidate_is_ahead_of_nobody() -> None:
+def test_a_single_candidate_is_not_called_ahead() -> None:
     assert choose([of_runs("eb", (1.0, 2.0), (1.0, 2.0))])[1] == "it is the only candidate"
 
 
-def test_of_equals_vllms_own_scheduler_at_another_budget_is_the_simplest() -> None:
+def test_v1_at_another_budget_is_chosen_over_an_equally_good_policy() -> None:
     tuned = replace(score("v1", 100.2, -0.01, 0.008), max_num_batched_tokens=2048, at_reference=False)
     tuned = replace(tuned, gain=PairedInterval(0.099, 0.08, 0.12))
     eb = replace(score("eb", 100.3, 0, 0), gain=PairedInterval(0.1, 0.08, 0.12))

@@ -59,14 +59,14 @@ def test_runs_of_another_load_or_environment_are_another_case(tmp_path: Path) ->
     assert titles == ["rate 5/s, N = 1024", "rate 10/s, N = 1024", "rate 5/s, N = 7"]
 
 
-def test_seeds_of_one_question_are_one_row_and_policies_one_case(summary: Summary) -> None:
+def test_runs_that_differ_in_seed_are_one_row_and_their_policies_one_case(summary: Summary) -> None:
     rows = [replace(summary, policy=p, seed=s, plan_hash=str(s)) for p in ("ebplus", "v1") for s in (1, 0)]
     [case] = cases_of(rows)
     assert case.title == ""
     assert [(group.policy, group.seeds) for group in case.groups] == [("v1", (0, 1)), ("ebplus", (0, 1))]
 
 
-def test_where_one_seed_gave_two_plans_nothing_is_averaged(summary: Summary) -> None:
+def test_runs_of_one_seed_with_different_plans_are_not_averaged(summary: Summary) -> None:
     cases = cases_of([summary, replace(summary, plan_hash="another plan")])
     assert [len(case.summaries) for case in cases] == [1, 1]
     assert all("plan " in case.title for case in cases)

@@ -46,7 +46,7 @@ def test_time_by_phase_and_mode(tmp_path: Path) -> None:
     assert facts.eb_timeline[-1] == 1
 
 
-def test_what_the_controller_saw(tmp_path: Path) -> None:
+def test_explain_reads_the_crossover_from_the_decision_records(tmp_path: Path) -> None:
     facts = explain(made(tmp_path / "r", "ebplus")).decisions
     assert facts is not None
     assert facts.crossover is not None

@@ -85,13 +85,13 @@ def test_two_causes_under_one_class_are_told_apart() -> None:
         ("something_new", "", ""),
     ],
 )
-def test_remedies(error_class: str, body: str | None, remedy: str) -> None:
+def test_each_class_of_failure_has_its_remedy(error_class: str, body: str | None, remedy: str) -> None:
     [failure] = failures_of(table([("failed", error_class, body)]))
     assert remedy in failure.remedy
     assert ("->" in str(failure)) == bool(remedy)
 
 
-def test_what_follows_from_other_failures_comes_last() -> None:
+def test_failures_that_follow_from_others_are_listed_last() -> None:
     rows = [("never_sent", "earlier_turn_failed", None)] * 9 + [("failed", "error_frame", "engine died")]
     assert [failure.error_class for failure in failures_of(table(rows))] == ["error_frame", "earlier_turn_failed"]
 

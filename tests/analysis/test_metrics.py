@@ -278,7 +278,7 @@ def test_open_loop_window_leaves_out_the_ramp_and_the_drain() -> None:
     assert steady(table, []) == [("", 10 * MS, 495 * MS)]
 
 
-def test_nothing_started_has_no_window() -> None:
+def test_requests_that_never_started_give_no_steady_window() -> None:
     absent = dict.fromkeys(("intended_ns", "sent_ns", "first_token_ns", "last_token_ns", "end_ns", "itl_ns"))
     assert steady([request(0, status="never_sent", **absent)], []) == []
 

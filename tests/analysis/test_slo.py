@@ -40,6 +40,6 @@ def test_pairs_may_share_a_text() -> None:
         ("ttft:1 ttft:2", "ttft is given twice"),
     ],
 )
-def test_what_is_wrong_is_said(text: str, message: str) -> None:
+def test_an_slo_that_cannot_be_parsed_is_refused_with_the_reason(text: str, message: str) -> None:
     with pytest.raises(UsageError, match=re.escape(message)):
         parse_slo([text])

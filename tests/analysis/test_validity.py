@@ -38,7 +38,7 @@ def test_a_clean_run_is_valid() -> None:
     assert reasons(many(50)) == ()
 
 
-def test_one_failure_in_a_hundred_is_borne_two_are_not() -> None:
+def test_a_run_is_invalid_from_two_failures_in_a_hundred_requests_on() -> None:
     lost = {"status": "timed_out", "output_tokens": 0}
     assert reasons([*many(99), request(99, **lost)]) == ()
     assert reasons([*many(98), request(98, **lost), request(99, status="failed")]) == (
@@ -46,7 +46,7 @@ def test_one_failure_in_a_hundred_is_borne_two_are_not() -> None:
     )
 
 
-def test_all_failed() -> None:
+def test_a_run_in_which_every_request_failed_is_invalid() -> None:
     assert reasons(many(3, status="failed")) == ("every request failed",)
 
 
@@ -73,7 +73,7 @@ def test_equal_times_are_in_order() -> None:
     assert reasons([request(0, first_token_ns=0, last_token_ns=0, output_tokens=1), *many(3)[1:]]) == ()
 
 
-def test_interruption() -> None:
+def test_an_interrupted_run_is_invalid() -> None:
     assert reasons(many(3), interrupted=True) == ("interrupted before the plan was complete",)
 
 
@@ -203,7 +203,7 @@ def test_means_over_repeats() -> None:
     assert (merged["seed"], merged["seeds"]) == (1, [1, 2])
 
 
-def test_what_only_the_engine_knows_is_kept(tmp_path: Path) -> None:
+def test_invalid_reasons_facts_and_metrics_of_the_engine_are_stored(tmp_path: Path) -> None:
     plan = plan_of(30)
     samples = pa.table({"time_ns": [1], "name": ["vllm:num_requests_running"], "value": [2.0]})
     said = {"invalid": ("a worker died",), "facts": {"served_model": "served"}, "server_metrics": samples}

@@ -29,6 +29,6 @@ def test_joint_limits_and_percentiles_become_requirements() -> None:
         (["tpot:p99:50 tpot:p99:50"], 0.95, "twice"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(texts: list[str], attainment: float, words: str) -> None:
+def test_wrong_limits_are_refused_with_the_reason(texts: list[str], attainment: float, words: str) -> None:
     with pytest.raises(UsageError, match=words):
         parse_limits(texts, attainment)

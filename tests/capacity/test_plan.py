@@ -54,7 +54,7 @@ def task(device: str, *, rate: float = 12.0, tp: int = 1, policy: str = "v1", li
 TASKS = [task(device) for device in PRICES] + [task("h200", tp=2)]
 
 
-def test_what_was_left_out_costs_more_than_what_was_found() -> None:
+def test_deployments_left_out_cost_more_than_the_one_chosen() -> None:
     found = choose(TASKS, PRICES, InProcess())
     assert len(found.found) + len(found.refused) + len(found.pruned) == len(TASKS)
     costs = {}
@@ -189,7 +189,7 @@ def test_the_cheapest_deployment_is_named_with_its_number_of_gpus(replicas: int,
         st.tuples(st.integers(1, 5), st.integers(1, 5), st.integers(1, 5), st.integers(1, 5)), min_size=1, max_size=8
     )
 )
-def test_both_frontiers_hold_whatever_no_other_deployment_beats(figures: list[tuple[int, int, int, int]]) -> None:
+def test_both_frontiers_hold_every_deployment_that_no_other_beats(figures: list[tuple[int, int, int, int]]) -> None:
     found = on_frontiers([costed(str(place), *map(float, each)) for place, each in enumerate(figures)])
 
     def beaten(own: tuple[float, ...], others: list[tuple[float, ...]]) -> bool:

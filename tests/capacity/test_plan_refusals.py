@@ -14,7 +14,9 @@ from ebbench.cli.main import app
     ("workload", "goodput", "words"),
     [("trace:{folder}/no-lengths.jsonl", "ttft:100", "--columns"), ("sharegpt", "ttft:0.01", "ttft:")],
 )
-def test_what_no_candidate_can_do_is_one_line(tmp_path: Path, workload: str, goodput: str, words: str) -> None:
+def test_a_plan_that_no_candidate_can_serve_is_refused_in_one_line(
+    tmp_path: Path, workload: str, goodput: str, words: str
+) -> None:
     (tmp_path / "no-lengths.jsonl").write_text('{"timestamp": 0}\n{"timestamp": 1}\n')
     source = [] if workload.startswith("trace:") else ["--source", "profile"]
     options = "--request-rate 5 --device h200 --tp 1 --policy v1 --max-num-seqs 8 --workers 1 -q"

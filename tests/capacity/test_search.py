@@ -61,7 +61,7 @@ def test_the_interval_covers_the_truth_and_the_estimate_is_close(limit_s: float)
     assert sum(each.low <= truth <= each.high for each in found) >= 180
 
 
-def test_where_only_the_queue_limits_capacity_is_the_rate_of_an_overloaded_system() -> None:
+def test_capacity_is_the_overloaded_completion_rate_where_only_the_queue_limits() -> None:
     """Every request meets its limit at any load; the queue runs away above 20/s and completes 20/s then."""
     search = SearchSettings((Requirement("tpot", SHARE),), start=3.0)
     probes: list[Probe] = []
@@ -91,7 +91,7 @@ def test_after_a_failed_probe_no_higher_load_is_tried() -> None:
     assert found.low <= 13 <= found.high
 
 
-def test_whole_loads_end_where_two_neighbours_are_told_apart() -> None:
+def test_a_search_over_whole_loads_ends_between_two_neighbours() -> None:
     search = SearchSettings((Requirement("ttft", SHARE),), start=4.0, integer=True)
     probes: list[Probe] = []
     while len(probes) < 40 and (load := next_load(search, probes)) is not None:
@@ -102,7 +102,7 @@ def test_whole_loads_end_where_two_neighbours_are_told_apart() -> None:
     assert 7 <= found.capacity <= 8
 
 
-def test_no_load_is_ever_low_enough() -> None:
+def test_a_search_ends_where_even_the_lowest_load_misses_the_limits() -> None:
     search = SearchSettings((Requirement("ttft", SHARE),), start=4.0, integer=True)
     probes = [
         Probe(4.0, 0, (MetCounts(0, 100),)),

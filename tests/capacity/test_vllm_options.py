@@ -19,7 +19,7 @@ def invoke(tmp_path: Path, *words: str) -> Result:
     return CliRunner().invoke(app, command, env={"COLUMNS": "200"})
 
 
-def test_they_reach_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllm_options_reach_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[VllmEngine] = []
 
     def engine(config: RunConfig) -> tuple[object, str]:

@@ -45,7 +45,7 @@ def test_engines_with_a_real_one_refuse(engine: str, tmp_path: Path) -> None:
     ("options", "remedy"),
     [(("--api-server", "datacentre"), "datacenter"), (("--api-server-count", "2"), "--api-server datacenter")],
 )
-def test_what_cannot_be_is_refused_with_the_nearest_that_can(
+def test_a_wrong_api_server_setting_is_refused_with_the_nearest_right_one(
     options: tuple[str, ...], remedy: str, tmp_path: Path
 ) -> None:
     arguments = [*SMALL, "--engine", "sim", "--output-dir", str(tmp_path / "run"), *options]

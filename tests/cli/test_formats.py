@@ -66,7 +66,9 @@ def test_markdown_is_a_table_with_its_notes(capsys: pytest.CaptureFixture[str], 
 
 
 @pytest.mark.parametrize("command", ["show", "compare"])
-def test_formats_that_cannot_be_are_refused(capsys: pytest.CaptureFixture[str], runs: Path, command: str) -> None:
+def test_unknown_and_contradicting_formats_are_refused(
+    capsys: pytest.CaptureFixture[str], runs: Path, command: str
+) -> None:
     code, _, err = call(capsys, command, runs, "--format", "cvs")
     assert (code, "did you mean 'csv'" in err) == (2, True)
     code, _, err = call(capsys, command, runs, "--format", "csv", "--json")

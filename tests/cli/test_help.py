@@ -69,7 +69,7 @@ def test_help_changes_nothing_that_is_parsed() -> None:
     assert {param.name: (list(param.opts), list(param.secondary_opts)) for param in command.params} == before
 
 
-def test_what_is_counted_in_sessions_is_called_so() -> None:
+def test_help_says_sessions_where_options_count_sessions() -> None:
     """A conversation is one session of several requests; how many there are by default depends on the workload."""
     page = re.sub(r"[│\s]+", " ", shown(("run",)))
     assert re.search(r"--num-prompts -n <int> Sessions to plan", page)

@@ -89,7 +89,7 @@ def test_the_package_runs_as_a_module() -> None:
         (OSError(28, "No space left on device"), "error: No space left on device\n"),
     ],
 )
-def test_what_the_system_refuses_is_one_line(
+def test_an_operating_system_error_is_one_line(
     cli: CliRunner, command: Callable[[BaseException], None], error: OSError, line: str
 ) -> None:
     command(error)
@@ -167,7 +167,7 @@ def test_no_command_shows_the_help(cli: CliRunner) -> None:
 
 
 @pytest.mark.parametrize("args", [["--help"], ["-h"], ["run", "-h"], ["show", "--help"], ["policies", "--help"]])
-def test_help(cli: CliRunner, args: list[str]) -> None:
+def test_every_command_shows_its_help(cli: CliRunner, args: list[str]) -> None:
     done = cli.invoke(main.app, args)
     assert done.exit_code == 0
     assert "Usage" in done.stdout
@@ -199,7 +199,7 @@ def test_help_imports_nothing_heavy() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_version(cli: CliRunner) -> None:
+def test_the_version_option_prints_the_version(cli: CliRunner) -> None:
     from ebbench import __version__
 
     assert cli.invoke(main.app, ["--version"]).stdout == f"ebbench {__version__}\n"
@@ -227,7 +227,7 @@ def test_goodput_takes_several_values(given: list[str], expanded: list[str]) -> 
     assert expand_goodput(given) == expanded
 
 
-def test_policies(cli: CliRunner) -> None:
+def test_policies_list_shows_every_policy(cli: CliRunner) -> None:
     import json
 
     listed: list[dict[str, Any]] = json.loads(cli.invoke(main.app, ["policies", "list", "--json"]).stdout)

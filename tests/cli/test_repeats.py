@@ -74,7 +74,7 @@ def test_a_clear_difference_stops_early_and_is_called_a_win(engine: NoisyEngine)
     assert "valid after every pair" in " ".join(compared.split())
 
 
-def test_what_stays_open_ends_at_the_most_that_was_allowed(engine: NoisyEngine) -> None:
+def test_repeats_without_an_answer_end_at_max_repeats(engine: NoisyEngine) -> None:
     engine.means, engine.noise = {"v1": 1000, "ebplus": 1000}, 0.2
     args = ("run", "made-up", "-p", "v1", "-p", "ebplus", "--repeats", "auto", "--max-repeats", "9", "--json")
     done = invoke(*args)
@@ -92,7 +92,7 @@ def test_copies_stop_at_once(engine: NoisyEngine) -> None:
     assert len(engine.runs) == 4
 
 
-def test_what_repeats_can_show_is_said_beforehand(engine: NoisyEngine) -> None:
+def test_too_few_repeats_to_show_a_difference_are_said_before_the_run(engine: NoisyEngine) -> None:
     assert "3 repeats cannot show" in invoke("run", "made-up", "-p", "v1", "-p", "ebplus", "--repeats", "3").stderr
     assert "cannot show" not in invoke("run", "made-up", "-p", "v1", "-p", "ebplus", "--repeats", "7").stderr
     asked: dict[str, Any] = {"policies": 2, "until_clear": False}

@@ -86,7 +86,7 @@ def test_an_emulated_device() -> None:
         (["m", "-p", "nope"], "unknown policy 'nope'"),
     ],
 )
-def test_refusals(arguments: list[str], message: str) -> None:
+def test_serve_refuses_wrong_options_with_the_reason(arguments: list[str], message: str) -> None:
     result = CliRunner().invoke(app, ["serve", "--print", *arguments])
     assert result.exit_code == 2
     assert message in result.output

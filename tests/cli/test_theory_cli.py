@@ -144,7 +144,7 @@ def test_help_shows_an_example(command: str) -> None:
     assert f"ebbench theory {command}" in " ".join(output(f"{command} --help").split())
 
 
-def test_what_has_no_finite_value_is_left_out() -> None:
+def test_theory_leaves_out_values_that_are_not_finite() -> None:
     """With alpha = 1 and c_p = 0 the approximation has no cost and an infinite throughput."""
     command = "deferred --batch-limit 10 --alpha 1 --c-p 0 --c-d 0.04"
     found = values(command)

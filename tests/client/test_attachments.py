@@ -139,6 +139,6 @@ def test_the_simulator_says_what_of_images_it_leaves_out() -> None:
         ({"images": "tokens=2,side=4"}, "side"),
     ],
 )
-def test_what_cannot_be_understood_is_refused(options: dict[str, str], what: str) -> None:
+def test_wrong_attachment_options_are_refused(options: dict[str, str], what: str) -> None:
     with pytest.raises(UsageError, match=what):
         chat(**options)

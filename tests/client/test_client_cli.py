@@ -124,7 +124,9 @@ def _wait_until_gone(group: int) -> None:
         (["--engine", "http://127.0.0.1:9", "--header", "Authorization=x"], 2, "EBBENCH_API_KEY"),
     ],
 )
-def test_what_cannot_work_is_said_in_one_line(tmp_path: Path, arguments: list[str], code: int, message: str) -> None:
+def test_options_that_cannot_work_are_refused_in_one_line(
+    tmp_path: Path, arguments: list[str], code: int, message: str
+) -> None:
     done = _ebbench(tmp_path, "run", "balanced", "-n", "5", *SMALL, *arguments)
     assert done.returncode == code, done.stderr
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]

@@ -84,7 +84,7 @@ def test_turns_follow_each_other_and_real_answers_enter_the_next_prompt() -> Non
                     assert after["intended_ns"] == before["end_ns"]
 
 
-def test_whole_prompts_are_sent_as_they_are() -> None:
+def test_prompts_that_hold_their_history_are_sent_unchanged() -> None:
     plan = plan_of(1, turns=2, prompts=["a b c", "a b c d e f"])
     with FakeServerProcess(QUICK) as server:
         result = run(server.url, plan)
@@ -196,7 +196,7 @@ def test_a_loop_stalled_by_its_own_process_makes_the_run_invalid() -> None:
     assert any("event loop stalled" in reason for reason in result.invalid)
 
 
-def test_a_killed_worker_loses_its_requests_and_nobody_elses() -> None:
+def test_a_killed_worker_loses_only_its_own_requests() -> None:
     def kill_one() -> None:
         os.kill(_workers()[0], signal.SIGKILL)
 

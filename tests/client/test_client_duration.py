@@ -67,7 +67,7 @@ def test_in_virtual_time_exactly_the_sessions_that_begin_in_time(
         assert (ours[known] == theirs[known]).all()
 
 
-def test_runs_of_different_policies_answer_one_question(device: Device) -> None:
+def test_the_plan_hash_of_a_timed_run_does_not_depend_on_the_policy(device: Device) -> None:
     asked: dict[str, Any] = {"num_prompts": 200, "max_concurrency": 16, "source": "profile"}
     plan = build_plan("sharegpt", duration_s=5.0, **asked)
     parts = [run_plan(SimEngine(), plan, parse_policy(name), device, OPTIONS, None)[0] for name in ("v1", "eb")]

@@ -55,7 +55,7 @@ def test_a_server_that_reports_nothing_has_no_rate() -> None:
     assert hit_rate(requests_table([request(0)]), NO_METRICS) == (None, "")
 
 
-def test_what_a_plan_repeats_is_counted_by_session_and_by_block() -> None:
+def test_the_repeated_share_counts_earlier_turns_and_shared_blocks() -> None:
     assert repeated_share(plan({"content": 1, "input_tokens": 100}, {"content": 2, "input_tokens": 100})) == 0
     turns = plan({"content": 1, "input_tokens": 100}, {"content": 1, "turn": 1, "input_tokens": 300})
     assert repeated_share(turns) == pytest.approx(110 / 400)

@@ -55,7 +55,7 @@ def test_a_body_built_ahead_is_the_one_built_when_due() -> None:
     assert made[3] == bodies.build(Turn(3, "r3", 0, LONG, 6, 3, None, None))
 
 
-def test_no_more_is_built_than_fits_until_something_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bodies_are_built_ahead_up_to_the_memory_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bodies_ahead, "LIMIT_BYTES", 1)
     ahead, _ = ahead_of(50)
     ahead.start(50)  # returns although only one body fits

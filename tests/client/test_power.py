@@ -144,7 +144,9 @@ def test_a_gpu_lost_during_the_run_costs_only_its_power(nvml: Nvml) -> None:
         ({}, {"CUDA_VISIBLE_DEVICES": ""}, "no NVIDIA GPU"),
     ],
 )
-def test_why_there_is_no_power(nvml: Nvml, change: dict[str, object], environ: dict[str, str], reason: str) -> None:
+def test_missing_power_readings_are_explained(
+    nvml: Nvml, change: dict[str, object], environ: dict[str, str], reason: str
+) -> None:
     vars(nvml).update(change)
     with pytest.raises(UnavailableError, match=reason):
         NvmlGpus(environ)
@@ -184,7 +186,7 @@ def test_the_gpus_of_this_machine_are_not_a_remote_servers(nvml: Nvml) -> None:
         ("https://localhost.example.com", False),
     ],
 )
-def test_which_servers_are_on_this_machine(url: str, local: bool) -> None:
+def test_addresses_of_this_machine_are_recognised(url: str, local: bool) -> None:
     assert on_this_machine(url) is local
 
 
@@ -204,7 +206,7 @@ def test_a_run_over_http_has_the_power_of_its_seconds(nvml: Nvml, monkeypatch: p
     assert found["samples"] >= 2
 
 
-def test_nothing_is_made_up_for_the_fake_server(nvml: Nvml) -> None:
+def test_a_run_on_the_fake_server_has_no_power(nvml: Nvml) -> None:
     with FakeServerProcess(FakeConfig(ttft_ms=1.0, itl_ms=1.0)) as server:
         done = drive(server.url, plan_of(4), ClientOptions(workers=0, metrics_interval_s=None))
         assert "gpu_power" not in done.facts

@@ -74,7 +74,7 @@ KNOWN = settings_of(Made)
     ),
     st.sampled_from([",", " ", ", ", " , "]),
 )
-def test_what_is_written_is_read(values: dict[str, object], between: str) -> None:
+def test_settings_written_as_text_are_read_back(values: dict[str, object], between: str) -> None:
     def word(value: object) -> str:
         return "off" if value is None else str(value)
 
@@ -100,7 +100,7 @@ def test_what_is_written_is_read(values: dict[str, object], between: str) -> Non
         ("count=1,count=2", "count is given twice"),
     ],
 )
-def test_what_it_refuses_names_the_setting_its_unit_and_range(text: str, says: str) -> None:
+def test_a_refused_setting_is_named_with_its_unit_and_range(text: str, says: str) -> None:
     with pytest.raises(UsageError) as refused:
         named_settings(text, KNOWN, "made")
     assert says in str(refused.value)

@@ -83,7 +83,7 @@ def test_a_device_without_fp8_tables_refuses_it() -> None:
         load_device("rtx-4090", "llama-3.1-8b", quantization="fp8")
 
 
-def test_what_cannot_be_quantised_so_is_refused(tmp_path: Path) -> None:
+def test_unknown_quantizations_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UnknownNameError, match="awq"):
         load_device("h200", "qwen3-8b", quantization="awq")
     with pytest.raises(UnknownNameError, match="fp4"):

@@ -36,7 +36,7 @@ def test_direction_is_right_where_the_same_scheduler_wins() -> None:
     assert scoreboard.scoreboard(published)[0].direction == 0.0
 
 
-def test_of_settings_that_are_no_schedulers_the_fastest_counts() -> None:
+def test_the_fastest_of_several_topologies_is_the_winner() -> None:
     settings = [("v1_dp4", 100.0, 120.0), ("2p2d", 110.0, 115.0), ("1p3d", 90.0, 80.0)]
     cells = [
         PublishedFigure("table 20", "gpu", "model", "case", name, "tokens_per_s", published, ours)
@@ -46,7 +46,7 @@ def test_of_settings_that_are_no_schedulers_the_fastest_counts() -> None:
     assert scoreboard.scoreboard(cells[1:])[0].direction == 1.0
 
 
-def test_what_got_worse_is_said_and_what_got_better_is_not(tmp_path: Path) -> None:
+def test_losses_list_only_the_cells_whose_error_grew(tmp_path: Path) -> None:
     scoreboard.save(scoreboard.scoreboard([made(102.0)]), tmp_path / BOARD)
     before = scoreboard.load(tmp_path / BOARD)
     assert scoreboard.losses(scoreboard.scoreboard([made(105.0)]), before) == [

@@ -24,7 +24,7 @@ def test_round_robin_takes_turns_over_instances_first() -> None:
     assert placed("round-robin", 2, 4, units=2) == [0, 2, 1, 3]
 
 
-def test_least_outstanding_prefers_who_has_finished() -> None:
+def test_least_outstanding_prefers_instances_that_have_finished_requests() -> None:
     dispatcher = make_dispatcher(parse_dispatch("least-outstanding"), Fleet([1, 1, 1]), chunk_tokens=100)
     for key in range(3):
         dispatcher.arrive(DispatchRequest(key, 10, 10), key)
@@ -42,7 +42,7 @@ def test_power_of_two_is_balanced_and_seeded() -> None:
     assert counts.max() - counts.min() <= 8
 
 
-def test_prefix_affine_returns_to_who_knows_the_prompt_unless_the_load_is_unbalanced() -> None:
+def test_prefix_affine_returns_to_the_instance_with_the_prefix_unless_the_load_is_unbalanced() -> None:
     fleet = Fleet([1, 1, 1])
     dispatcher = make_dispatcher(parse_dispatch("prefix-affine:slack=4"), fleet, chunk_tokens=100)
     prefix = (11, 12, 13)
@@ -60,7 +60,7 @@ def test_prefix_affine_returns_to_who_knows_the_prompt_unless_the_load_is_unbala
 
 
 @pytest.mark.parametrize("name", ["round-robin", "least-outstanding", "power-of-two", "prefix-affine", "iqr"])
-def test_nothing_is_sent_while_nobody_is_active(name: str) -> None:
+def test_nothing_is_sent_while_no_instance_is_active(name: str) -> None:
     dispatcher = make_dispatcher(parse_dispatch(name), Fleet([1, 1]), chunk_tokens=100)
     dispatcher.topology([], 0)
     dispatcher.arrive(DispatchRequest(0, 10, 10), 1)

@@ -35,7 +35,7 @@ def test_prompts_of_a_kind_share_a_pass() -> None:
     assert sorted(unit for _, unit in chosen) == [0, 1, 2, 3]
 
 
-def test_what_an_instance_has_to_do_anyway_is_filled_up() -> None:
+def test_a_pass_is_filled_up_to_the_longest_backlog() -> None:
     """Unit 0 goes on for 800 tokens: others may bring as much for nothing."""
     assert [(request.key, unit) for request, unit in choose_pass(waiting([900, 800]), {0: 800, 1: 0}, MODEL)] == [
         (1, 1)
@@ -49,7 +49,7 @@ def test_gaps_are_closed_by_a_longer_one_of_the_same_worth() -> None:
     assert keys(chosen) == {1}
 
 
-def test_whoever_has_waited_long_enough_goes_first() -> None:
+def test_a_request_that_has_waited_too_long_is_sent_first() -> None:
     lengths = [1000] + [100] * 8
     units = {0: 0, 1: 0}
     late = 5 * 100 * MS
@@ -64,7 +64,7 @@ def test_whoever_has_waited_long_enough_goes_first() -> None:
     st.floats(0, 1),
     st.booleans(),
 )
-def test_nobody_is_sent_twice_and_only_long_prompts_overdraw(
+def test_no_request_is_sent_twice_and_only_long_prompts_exceed_a_pass(
     lengths: list[int], backlog: list[int], token_worth: float, late: bool
 ) -> None:
     before = dict(enumerate(backlog))

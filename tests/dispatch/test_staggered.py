@@ -100,7 +100,7 @@ def test_a_pool_that_generates_no_more_is_staggered_again() -> None:
     assert sbs.poll(401 * MS) == []
 
 
-def test_left_over_requests_go_first_next_time() -> None:
+def test_requests_left_over_from_a_pass_are_sent_first_in_the_next() -> None:
     sbs = staggered(1, interval=False)
     sbs.arrive(request(0, 1000), 0)
     sbs.arrive(request(1, 400), 0)

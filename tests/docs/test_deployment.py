@@ -88,7 +88,7 @@ def test_dockerfiles_pass_hadolint(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
-def test_what_is_copied_is_there(path: Path) -> None:
+def test_files_that_a_dockerfile_copies_exist(path: Path) -> None:
     copied = re.findall(r"^COPY (?!--from)(.+) \S+$", path.read_text(encoding="utf-8"), re.MULTILINE)
     assert copied
     for source in " ".join(copied).split():

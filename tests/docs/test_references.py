@@ -39,7 +39,7 @@ def names_in(body: list[ast.stmt], prefix: str = "") -> Iterator[str]:
             yield from (prefix + (alias.asname or alias.name) for alias in node.names)
 
 
-def test_what_docstrings_refer_to_exists() -> None:
+def test_names_and_files_in_docstrings_exist() -> None:
     texts = {module: path.read_text(encoding="utf-8") for module, path in sources()}
     names = {module: set(names_in(ast.parse(text).body)) for module, text in texts.items()}
     known = set(names) | {f"{module}.{name}" for module, found in names.items() for name in found}

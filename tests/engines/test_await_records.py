@@ -9,7 +9,7 @@ from pathlib import Path
 from ebbench.engines.started import await_records
 
 
-def test_it_waits_for_a_record_that_still_grows(tmp_path: Path) -> None:
+def test_the_engine_waits_for_a_record_that_still_grows(tmp_path: Path) -> None:
     shard = tmp_path / "000000.msgpack"
     shard.write_bytes(b"head")
 
@@ -26,7 +26,7 @@ def test_it_waits_for_a_record_that_still_grows(tmp_path: Path) -> None:
     assert shard.stat().st_size == 4 + 8 * 4
 
 
-def test_it_does_not_wait_for_ever(tmp_path: Path) -> None:
+def test_the_engine_stops_waiting_for_a_record_at_the_time_limit(tmp_path: Path) -> None:
     shard = tmp_path / "000000.msgpack"
     shard.write_bytes(b"")
     ended = threading.Event()

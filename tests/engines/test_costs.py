@@ -59,7 +59,7 @@ def test_a_policy_that_needs_costs_is_refused_with_the_remedy(unprofiled: str, p
 
 
 @pytest.mark.parametrize("policy", NEEDS_NONE)
-def test_others_run_as_they_are(unprofiled: str, policy: str) -> None:
+def test_a_policy_that_needs_no_costs_runs_without_a_profile(unprofiled: str, policy: str) -> None:
     device = here(policy)
     assert device.name.startswith(unprofiled)
     assert not device.costs_known
@@ -122,7 +122,7 @@ def test_profiles_go_by_the_names_of_the_driver(driver_name: str, profile: str |
     assert machine.profile_of(driver_name) == profile
 
 
-def test_what_is_not_known_is_not_stored(unprofiled: str, tmp_path: Path) -> None:
+def test_unknown_costs_are_not_stored_with_the_run(unprofiled: str, tmp_path: Path) -> None:
     plan = build_plan("balanced", num_prompts=4, source="profile", max_concurrency=2, input_len=8, output_len=4)
     result = SimEngine().run(plan, parse_policy("v1"), load_device("h200", "qwen3-8b"), EngineOptions(), None)
     device = here("v1")

@@ -71,7 +71,7 @@ def test_positions_are_checked_before_anything_starts(folder: Path) -> None:
     check_positions("Qwen/Qwen3-8B", 10**9)  # not known here: vLLM says
 
 
-def test_what_is_lacking_is_named_alone(folder: Path) -> None:
+def test_a_model_folder_is_refused_with_only_the_files_it_lacks(folder: Path) -> None:
     (folder / "tokenizer.json").touch()
     with pytest.raises(UsageError, match=r"holds no weights; .*-- --load-format dummy$"):
         check_servable(str(folder), ())

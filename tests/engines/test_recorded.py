@@ -23,7 +23,7 @@ def test_planned_ids_are_found_inside_the_servers(wrapped: str) -> None:
     assert planned_name("ab12-", ["r-7", "r-70", "r"])(wrapped) == "r-7"
 
 
-def test_other_ids_stay_as_they_are() -> None:
+def test_ids_that_are_not_of_the_plan_stay_unchanged() -> None:
     assert planned_name("ab12-", ["r1"])("cmpl-warmup-3-0-01234567") == "cmpl-warmup-3-0-01234567"
 
 

@@ -19,7 +19,7 @@ from vllm_eb.policy import parse_policy
 OPTIONS = ("--quantization", "fp8", "--kv-cache-dtype=fp8")
 
 
-def test_they_reach_the_command_line_and_the_run() -> None:
+def test_vllm_options_reach_the_command_line_and_the_run() -> None:
     engine, _ = make_engine(EngineSetup("vllm", "org/model", vllm_options=OPTIONS))
     assert isinstance(engine, VllmEngine)
     serving = engine.serving(parse_policy("v1"), None, EngineOptions(), None, "qwen3-8b")
@@ -55,13 +55,13 @@ def test_runs_that_differ_in_them_are_not_compared() -> None:
         (("sharegpt",), "unexpected argument 'sharegpt'"),
     ],
 )
-def test_what_ebbench_sets_itself_is_refused(options: tuple[str, ...], message: str) -> None:
+def test_vllm_options_that_ebbench_sets_itself_are_refused(options: tuple[str, ...], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         check_vllm_options(options)
 
 
 @pytest.mark.parametrize("engine", ["sim", "http://127.0.0.1:9"])
-def test_only_a_vllm_that_is_started_takes_them(capsys: pytest.CaptureFixture[str], engine: str) -> None:
+def test_vllm_options_are_refused_by_every_engine_but_vllm(capsys: pytest.CaptureFixture[str], engine: str) -> None:
     with pytest.raises(SystemExit) as ended:
         app(["run", "balanced", "--engine", engine, "--", "--quantization", "fp8"], standalone_mode=True)
     assert ended.value.code == 2

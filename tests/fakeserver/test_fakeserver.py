@@ -85,7 +85,7 @@ def test_answers_without_streaming_and_other_routes() -> None:
     assert 'vllm:generation_tokens_total{model_name="m</script>"} 7' in metrics
 
 
-def test_it_listens_on_loopback_only_and_survives_garbage() -> None:
+def test_the_fake_server_listens_on_loopback_only_and_survives_garbage() -> None:
     with FakeServerProcess() as server:
         host, port = server.url.removeprefix("http://").split(":")
         assert host == "127.0.0.1"
@@ -95,7 +95,7 @@ def test_it_listens_on_loopback_only_and_survives_garbage() -> None:
         assert httpx.get(f"{server.url}/health").status_code == 200
 
 
-def test_a_client_that_leaves_is_noted() -> None:
+def test_a_client_that_hangs_up_is_recorded() -> None:
     with FakeServerProcess(FakeConfig(ttft_ms=1, itl_ms=20)) as server:
         body = msgspec.json.encode(ASK | {"max_tokens": 1000, "stream": True})
         with httpx.stream("POST", f"{server.url}/v1/completions", content=body) as response:

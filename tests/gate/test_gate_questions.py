@@ -33,7 +33,7 @@ def copies(source: Path, name: str) -> str:
     return f"cp -r {source / name}/{name}-seed{{seed}} {{out}}"
 
 
-def test_equal_sides_are_measured_until_they_pass_and_no_longer(nine: Path, tmp_path: Path) -> None:
+def test_measuring_ends_as_soon_as_equal_sides_pass(nine: Path, tmp_path: Path) -> None:
     command = copies(nine, "v1")
     done = invoke("gate", tmp_path / "a", tmp_path / "b", "--baseline-command", command, "--candidate-command", command)
     assert done.exit_code == 0, done.output
@@ -140,7 +140,7 @@ def test_a_policy_is_chosen_among_several(nine: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("case", ["no baseline", "another environment", "a command that fails"])
-def test_what_cannot_be_judged_still_writes_junit_and_summary(case: str, nine: Path, tmp_path: Path) -> None:
+def test_a_gate_that_cannot_judge_still_writes_junit_and_summary(case: str, nine: Path, tmp_path: Path) -> None:
     words: list[object] = [tmp_path / "none.parquet", nine / "v1"]
     if case == "another environment":
         invoke(*SMALL, "-p", "v1", "--max-num-seqs", 512, "-o", tmp_path / "other")

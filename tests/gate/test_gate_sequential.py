@@ -91,6 +91,6 @@ def test_the_sequence_is_what_the_tests_do_not_reject(values: list[float]) -> No
     assert anytime_p(mirrored, -found.high - 1e-6) <= 0.025 < anytime_p(mirrored, -found.high + 1e-6)
 
 
-def test_no_pair_is_refused() -> None:
+def test_evidence_of_zero_pairs_is_refused() -> None:
     with pytest.raises(ValueError, match="at least one pair"):
         evidence([])

@@ -111,7 +111,9 @@ def test_nothing_is_detectable_with_too_few_pairs() -> None:
 
 
 @pytest.mark.parametrize(("spread", "margin"), [(0.02, 0.03), (0.05, 0.03)])
-def test_equal_sides_pass_four_times_in_five_after_the_pairs_foretold(spread: float, margin: float) -> None:
+def test_equal_sides_pass_with_probability_four_fifths_after_the_predicted_number_of_pairs(
+    spread: float, margin: float
+) -> None:
     pairs = pairs_to_pass(spread, margin)
     assert pairs is not None
     losses = np.random.default_rng(5).normal(0.0, spread, (4_000, pairs))
@@ -119,6 +121,6 @@ def test_equal_sides_pass_four_times_in_five_after_the_pairs_foretold(spread: fl
     assert float((high < margin).mean()) == pytest.approx(0.8, abs=0.06)
 
 
-def test_two_pairs_are_the_fewest_and_a_thousand_too_many() -> None:
+def test_pairs_to_pass_is_two_at_least_and_none_beyond_the_limit() -> None:
     assert pairs_to_pass(0.0, 0.03) == pairs_to_pass(1e-5, 0.03) == 2
     assert pairs_to_pass(1.0, 0.03) is None

@@ -107,7 +107,7 @@ def test_inconclusive_fails_or_warns_as_asked(measured: Path, tmp_path: Path) ->
     assert "::warning" in shown
 
 
-def test_what_cannot_be_compared_is_an_error_unless_allowed(measured: Path, tmp_path: Path) -> None:
+def test_runs_of_different_environments_are_an_error_unless_allowed(measured: Path, tmp_path: Path) -> None:
     invoke(*SMALL, "--policy", "v1", "--max-num-seqs", "512", "--output-dir", tmp_path / "other")
     one = measured / "v1" / "v1-seed0"
     code, output, _ = gate_step(tmp_path, one, tmp_path / "other")

@@ -181,7 +181,7 @@ def test_a_server_that_refuses_connections_is_passed_over_and_taken_out() -> Non
         assert len(here.ledger()) == 6
 
 
-def test_requests_wait_out_an_outage_of_everybody() -> None:
+def test_requests_wait_while_every_upstream_is_down() -> None:
     config = FakeConfig(ttft_ms=5, itl_ms=1)
     server = FakeServerProcess(config).__enter__()
     answers: dict[int, tuple[str, bytes]] = {}
@@ -206,7 +206,7 @@ def test_requests_wait_out_an_outage_of_everybody() -> None:
     assert [outcome for outcome, _ in answers.values()] == ["ok"] * 5
 
 
-def test_nobody_is_held_longer_than_allowed() -> None:
+def test_no_request_waits_longer_than_max_wait() -> None:
     with (
         FakeServerProcess(FakeConfig()) as server,
         front(server.url, max_wait_s=0.3, health_interval_s=30.0) as gateway,

@@ -164,7 +164,7 @@ def test_a_torn_event_too_large_to_be_held_is_ended_before_the_error() -> None:
     assert json.loads(error)["error"]["code"] == 502
 
 
-def test_a_broken_answer_that_is_no_stream_gets_nothing_added() -> None:
+def test_a_broken_response_that_is_not_a_stream_is_passed_unchanged() -> None:
     server = Server(head(b"200 OK", b"content-type: application/json", b"content-length: 99"), b'{"choi')
     assert through_gateway(server, stream) == b'{"choi'
 

@@ -68,7 +68,7 @@ def test_a_supervisor_killed_outright_takes_the_program_with_it(tmp_path: Path) 
     assert_gone(below)
 
 
-def test_what_a_program_says_and_how_it_ends() -> None:
+def test_run_supervised_returns_exit_code_and_output() -> None:
     assert run_supervised(["sh", "-c", "echo no >&2; exit 3"], 1.0, stderr=subprocess.PIPE) == (3, "no\n")
     with pytest.raises(FileNotFoundError):
         run_supervised(["no-such-program"], 1.0)
@@ -136,7 +136,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_what_a_library_starts_inside_ends_too_when_the_process_is_killed(tmp_path: Path, number: int) -> None:
+def test_processes_in_sessions_of_their_own_end_when_the_process_is_killed(tmp_path: Path, number: int) -> None:
     """A program in a session of its own whose parent has ended, as the agents of a Ray cluster."""
     code = """
 import subprocess, time

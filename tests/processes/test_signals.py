@@ -79,7 +79,7 @@ def test_a_run_ends_and_is_kept(tmp_path: Path, server: FakeServerProcess, numbe
     assert Run.load(tmp_path / "out").requests.num_rows == 5000
 
 
-def test_workers_leave_a_signal_to_everybody_to_their_parent(tmp_path: Path, server: FakeServerProcess) -> None:
+def test_workers_leave_a_signal_to_the_process_group_to_their_parent(tmp_path: Path, server: FakeServerProcess) -> None:
     """As service managers and batch systems send it. Running requests may end, as after Ctrl-C."""
     process = begin_run(tmp_path, server, "--json")
     below = descendants(process.pid)

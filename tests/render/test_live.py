@@ -53,7 +53,7 @@ def test_progress_in_words() -> None:
     assert live.describe(replace(SNAPSHOT, time_s=0, mode="")) == "1,204/4,000  – tok/s  at 0 ms"
 
 
-def test_off_a_terminal_there_are_two_lines() -> None:
+def test_progress_without_a_terminal_is_two_lines() -> None:
     console = Console(file=io.StringIO(), width=40)
     with live.reporter(console, "eb[red]", 4000) as reporter:
         for _ in range(50):
@@ -62,7 +62,7 @@ def test_off_a_terminal_there_are_two_lines() -> None:
     assert written.splitlines() == ["eb[red]: 4,000 requests", "eb[red]: " + live.describe(SNAPSHOT)]
 
 
-def test_on_a_terminal_the_line_is_live_and_quiet_shows_nothing() -> None:
+def test_progress_on_a_terminal_is_one_live_line_and_none_with_quiet() -> None:
     console = Console(file=io.StringIO(), width=100, force_terminal=True)
     with live.reporter(console, "eb", 4000) as reporter:
         reporter.update(SNAPSHOT)

@@ -19,7 +19,7 @@ def test_durations(ms: float | None, shown: str) -> None:
     assert numbers.duration_ms(ms) == shown
 
 
-def test_other_numbers() -> None:
+def test_rates_changes_and_times_are_rounded_as_documented() -> None:
     assert numbers.rate(0.9333) == "0.933"
     assert numbers.rate(13178.6) == "13,179"
     assert numbers.change(0.364) == "+36.4 %"

@@ -51,7 +51,7 @@ def test_the_winner_is_measured_against_v1(tmp_path: Path) -> None:
     assert "time per token 10 ms (median) against 20 ms" in lines[2]
 
 
-def test_when_v1_wins_the_runner_up_is_the_measure(tmp_path: Path) -> None:
+def test_a_winning_v1_is_compared_with_the_second_best(tmp_path: Path) -> None:
     lines = sentences.verdict(made_groups(tmp_path, "v1", "eb", "ebplus", gaps={"v1": 5}))
     assert lines[0].startswith("v1 is ahead: ")
     assert "+100.0 % over ebplus" in lines[0]
@@ -70,7 +70,7 @@ def with_steady(group: Group, output_throughput: float) -> Group:
     return replace(group, summaries=(replace(summary, metrics=replace(summary.metrics, steady=rates)),))
 
 
-def test_where_arrivals_set_the_throughput_latency_decides(tmp_path: Path) -> None:
+def test_latency_decides_where_arrivals_set_the_throughput(tmp_path: Path) -> None:
     v1, eb = as_open_loop(made_groups(tmp_path, "v1", "eb", gaps={"v1": 10, "eb": 20}))
     lines = sentences.verdict([with_steady(v1, 1000), with_steady(eb, 1001)])
     assert lines[0].startswith("v1 is ahead: a request takes 210 ms (median) against 420 ms under eb.")
@@ -122,7 +122,7 @@ def test_goodput_decides_where_limits_were_given(tmp_path: Path) -> None:
         )
 
 
-def test_all_seeds_are_named(tmp_path: Path) -> None:
+def test_the_seeds_of_a_group_are_listed(tmp_path: Path) -> None:
     [group] = made_groups(tmp_path, "v1")
     [summary] = group.summaries
     for seeds, shown in (((3,), "seed 3."), ((0, 1, 2), "seeds 0–2."), ((1, 5), "seeds 1, 5.")):
@@ -195,7 +195,7 @@ def test_an_interval_that_was_never_kept_is_told() -> None:
     assert "Interval" not in sentences.why(Explanation("v1", steps, None))[-1]
 
 
-def test_both_sides_decide_the_words() -> None:
+def test_the_crossover_sentence_follows_from_both_sides() -> None:
     sides = CrossoverFacts(9, 0, 1e-5, 2e-5, 1e-6, 0.5, 300)
     facts = DecisionFacts(0, None, None, None, None, None, None, sides, 9, "", ())
     [line] = sentences.why(Explanation("ebplus", None, facts))
@@ -238,7 +238,7 @@ def test_every_column_is_shown_at_every_width_beside_its_policy(
     assert sorted(heads) == sorted([*wanted, *["policy"] * len(rules)])
 
 
-def test_of_too_few_samples_the_highest_sound_percentile_is_shown(tmp_path: Path) -> None:
+def test_too_few_samples_show_the_highest_percentile_that_they_support(tmp_path: Path) -> None:
     [group] = made_groups(tmp_path, "v1")
     assert tables.sound_percentile([group], "ttft") is None  # 40 requests
     assert tables.sound_percentile([group], "itl") == "p99"
@@ -341,7 +341,7 @@ def test_refills_are_told_as_each_policy_decides_them(policy: str, updates: int,
     assert told.startswith(f"Refill: {line}")
 
 
-def test_where_the_ends_of_a_run_decide_it_a_reader_is_told(tmp_path: Path) -> None:
+def test_a_winner_that_only_the_start_and_end_of_the_run_decide_is_doubted(tmp_path: Path) -> None:
     v1, eb = made_groups(tmp_path, "v1", "eb", gaps={"v1": 10, "eb": 20})  # eb is slower over the whole run
     told = doubts([with_steady(v1, 1000), with_steady(eb, 1100)])
     assert told[0].startswith("eb: -50.0 % over the whole run but +10.0 % while it is steady.")
@@ -357,7 +357,7 @@ def without_output(group: Group, *, valid: bool = True) -> Group:
     return replace(group, summaries=(replace(first, metrics=nothing, valid=valid), *others))
 
 
-def test_where_only_one_policy_completed_anything_there_is_no_winner(tmp_path: Path) -> None:
+def test_there_is_no_winner_where_only_one_policy_completed_requests(tmp_path: Path) -> None:
     v1, eb = as_open_loop(made_groups(tmp_path, "v1", "eb"))
     [line] = sentences.verdict([with_steady(v1, 1000), without_output(eb)])
     assert line == "No winner: eb is without a completed request, so there is no figure to compare."

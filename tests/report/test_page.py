@@ -25,9 +25,7 @@ from tests.report.report_data import INK, BrowserPage, invoke, rewrite
 HOSTILE = "</script><script>alert('x')</script><img src=x onerror=alert(1)>\"'{{7*7}}&amp;`$"
 
 
-def test_every_chart_is_drawn_and_nothing_is_loaded_or_complained_about(
-    browser_page: BrowserPage, page_file: Path
-) -> None:
+def test_every_chart_is_drawn_without_requests_or_console_errors(browser_page: BrowserPage, page_file: Path) -> None:
     with browser_page(page_file) as page:
         assert page.evaluate("document.documentElement.dataset.ready") == "yes"
         assert [line for line in page.heard if not line.startswith("request: file:")] == []
@@ -205,7 +203,9 @@ def test_hovering_a_line_tells_its_value_there(browser_page: BrowserPage, page_f
         assert len(shares) > 3  # a line by itself would tell its first point wherever it is touched
 
 
-def test_a_desk_shows_every_table_without_sideways_scrolling(browser_page: BrowserPage, page_file: Path) -> None:
+def test_a_wide_window_shows_every_table_without_horizontal_scrolling(
+    browser_page: BrowserPage, page_file: Path
+) -> None:
     with browser_page(page_file, width=1200) as page:
         widths = page.evaluate("[...document.querySelectorAll('.scroll')].map(e => [e.scrollWidth, e.clientWidth])")
         assert len(widths) == 4
@@ -214,7 +214,7 @@ def test_a_desk_shows_every_table_without_sideways_scrolling(browser_page: Brows
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_a_phone_shows_it_without_sideways_scrolling(
+def test_a_narrow_screen_shows_the_page_without_horizontal_scrolling(
     browser_page: BrowserPage, page_file: Path, scheme: str, tmp_path: Path
 ) -> None:
     with browser_page(page_file, width=360, scheme=scheme, touch=True) as page:

@@ -159,7 +159,7 @@ def test_options_of_several_types_become_text(runs: Path, tmp_path: Path) -> Non
         (("set enable_external_access = true",), 2, "for example a select"),
     ],
 )
-def test_what_is_refused(
+def test_wrong_queries_are_refused_in_one_line(
     runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], code: int, message: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -169,7 +169,7 @@ def test_what_is_refused(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_no_run_is_3(tmp_path: Path) -> None:
+def test_a_folder_without_runs_exits_with_3(tmp_path: Path) -> None:
     done = invoke("query", "select 1", "-r", tmp_path)
     assert done.exit_code == 3
     assert "no run under" in done.stderr

@@ -21,7 +21,7 @@ def told(*args: object) -> str:
     return " ".join(done.stdout.split())
 
 
-def test_where_all_keep_up_both_decide_by_the_time_of_a_request(tmp_path: Path) -> None:
+def test_show_and_compare_decide_by_latency_where_every_policy_keeps_up(tmp_path: Path) -> None:
     told(*RUN, "-n", 150, "--request-rate", 16, "-p", "v1", "-p", "v0", "--repeats", 2, "-o", tmp_path / "runs")
     shown, compared = told("show", tmp_path), told("compare", tmp_path)
     assert re.search(r"v1 is ahead: a request takes .* latency decides", shown)

@@ -96,7 +96,7 @@ def test_files_that_determine_no_simulated_result_leave_it(tree: Tree, name: str
     path.write_bytes(content)
 
 
-def test_what_a_client_measures_depends_on_the_client(tree: Tree) -> None:
+def test_the_fingerprint_of_a_server_run_covers_the_client(tree: Tree) -> None:
     files = source_files(tree, (*MAKE, *ENGINE_MODULES["endpoint"]), FileCache())
     assert {"ebbench.client.sse", "ebbench.client.worker"} <= set(files)
     assert "vllm_eb.scheduler" in source_files(tree, (*MAKE, *ENGINE_MODULES["emulated"]), FileCache())

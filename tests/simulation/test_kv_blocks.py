@@ -112,7 +112,7 @@ def test_blocks_are_those_of_a_plain_pool(total: int, operations: list[tuple[int
         assert kv.free == len(plain.free)
 
 
-def test_of_equal_blocks_the_oldest_left_is_found() -> None:
+def test_the_oldest_remaining_copy_of_a_block_is_found() -> None:
     """Three requests compute the same prompt at once; their copies are evicted one after the other."""
     kv = kv_of(6)
     for row in (0, 2, 4):

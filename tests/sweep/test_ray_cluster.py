@@ -63,7 +63,7 @@ def test_an_address_where_nobody_listens_is_said_at_once(way: str, tmp_path: Pat
     assert (done.returncode, done.stderr.splitlines()[-1][:40]) == (4, f"error: no Ray cluster at {address}"[:40])
 
 
-def test_without_an_address_a_cluster_of_somebody_else_is_left_alone(cluster: object, tmp_path: Path) -> None:
+def test_a_running_cluster_is_not_used_without_an_address(cluster: object, tmp_path: Path) -> None:
     """Ray itself would join it, and refuse a number of workers there."""
     done = sweep_apart(tmp_path, "--workers", "1", RAY_ADDRESS="")
     assert done.returncode == 0, done.stderr

@@ -38,7 +38,7 @@ def test_a_grid_with_holes_has_a_best_cell_and_no_sensitivity() -> None:
     assert (found.cv, found.range_ratio, found.b_sens, found.n_sens) == (None, None, None, None)
 
 
-def test_one_value_on_an_axis() -> None:
+def test_an_axis_with_one_value_has_no_sensitivity() -> None:
     found = sensitivity({(1, 10): 1.0, (1, 20): 3.0})
     assert found.b_sens is None
     assert found.n_sens == pytest.approx(0.5)

@@ -103,7 +103,7 @@ def test_simulated_cells_that_are_invalid_are_not_run_again(tmp_path: Path) -> N
         ),
     ],
 )
-def test_what_an_engine_cannot_honour_is_refused(tmp_path: Path, text: str, message: str) -> None:
+def test_settings_that_an_engine_cannot_apply_are_refused(tmp_path: Path, text: str, message: str) -> None:
     done = invoke("sweep", spec_file(tmp_path, text), "-o", tmp_path / "out")
     assert done.exit_code == 2
     assert message in done.stderr

@@ -37,7 +37,7 @@ def test_a_second_call_runs_nothing(store: RunStore, small_cell: Cell, shift_cel
     ],
     ids=lambda change: next(iter(change)),
 )  # fmt: skip
-def test_any_other_question_has_another_key(small_cell: Cell, change: dict[str, object]) -> None:
+def test_a_changed_setting_changes_the_key(small_cell: Cell, change: dict[str, object]) -> None:
     assert small_cell.changed(**change).key() != small_cell.key()
 
 
@@ -49,17 +49,17 @@ def test_a_length_limit_taken_away_is_the_servers_default_again(small_cell: Cell
     assert (free.plan.max_model_len, free.options.max_model_len) == (None, EngineOptions.max_model_len)
 
 
-def test_the_order_of_work_is_no_part_of_the_question(small_cell: Cell) -> None:
+def test_the_weight_of_a_cell_does_not_change_the_key(small_cell: Cell) -> None:
     assert replace(small_cell, weight=99.0).key() == small_cell.key()
 
 
-def test_changed_code_is_another_question(small_cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changed_code_changes_the_key(small_cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
     before = small_cell.key()
     monkeypatch.setattr(cell_module, "code_fingerprint", lambda engine: "other code")
     assert small_cell.key() != before
 
 
-def test_a_changed_scenario_file_is_another_question(shift_cell: Cell, shift_file: Path) -> None:
+def test_a_changed_scenario_file_changes_the_key(shift_cell: Cell, shift_file: Path) -> None:
     before, text = shift_cell.key(), shift_file.read_text()
     try:
         shift_file.write_text(text.replace("mean = 400", "mean = 401"))
@@ -69,7 +69,7 @@ def test_a_changed_scenario_file_is_another_question(shift_cell: Cell, shift_fil
     assert shift_cell.key() == before
 
 
-def test_a_changed_trace_is_another_question(tmp_path: Path, small_cell: Cell) -> None:
+def test_a_changed_trace_changes_the_key(tmp_path: Path, small_cell: Cell) -> None:
     path = tmp_path / "trace.csv"
     path.write_text("one")
     asked = small_cell.changed(workload=f"trace:{path}"), small_cell.changed(source=f"file:{path}")
@@ -78,7 +78,7 @@ def test_a_changed_trace_is_another_question(tmp_path: Path, small_cell: Cell) -
     assert not {cell.key() for cell in asked} & set(before)
 
 
-def test_a_changed_module_of_the_users_own_policy_is_another_question(
+def test_a_changed_module_of_the_users_own_policy_changes_the_key(
     tmp_path: Path, small_cell: Cell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = tmp_path / "policy_of_a_user" / "first.py"
@@ -131,7 +131,7 @@ def every_kind(kind: type[EbbenchError] = EbbenchError) -> list[type[EbbenchErro
 
 
 @pytest.mark.parametrize("kind", every_kind(), ids=lambda kind: kind.__name__)
-def test_every_error_survives_the_way_out_of_a_worker(kind: type[EbbenchError]) -> None:
+def test_errors_of_a_worker_keep_class_and_message(kind: type[EbbenchError]) -> None:
     own = {UnknownNameError: ("device", "h20", ["h200"]), InputFileError: ("a.csv", "is empty", 3)}
     error = kind(*own.get(kind, ("why it failed",)))
     back = pickle.loads(pickle.dumps(error))
@@ -140,7 +140,7 @@ def test_every_error_survives_the_way_out_of_a_worker(kind: type[EbbenchError]) 
     assert back.exit_code == error.exit_code
 
 
-def test_a_pool_says_what_one_process_says(tmp_path: Path, small_cell: Cell) -> None:
+def test_a_pool_raises_the_error_that_one_process_raises(tmp_path: Path, small_cell: Cell) -> None:
     wrong = small_cell.changed(num_prompts=4, source="profil")
     for workers in (1, 2):
         with pytest.raises(UnknownNameError, match="did you mean 'profile'"):
@@ -177,7 +177,7 @@ def test_a_limit_of_the_plan_is_the_servers(small_cell: Cell) -> None:
     assert small_cell.changed(max_model_len=70_000).options.max_model_len == 70_000
 
 
-def test_half_a_run_is_no_answer(tmp_path: Path, small_cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_run_is_not_stored(tmp_path: Path, small_cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
     """On Ctrl-C the engine returns a partial result, which must not be stored."""
     whole = SimEngine.run
 
@@ -258,7 +258,7 @@ def copy_with_options(store: RunStore, cell: Cell, folder: Path, options: dict[s
     return folder
 
 
-def test_cell_json_says_what_it_answers(store: RunStore, small_cell: Cell) -> None:
+def test_cell_json_holds_cell_and_key(store: RunStore, small_cell: Cell) -> None:
     found = store.get(small_cell)
     assert found is not None
     content = json.loads((found.path / CELL).read_text())

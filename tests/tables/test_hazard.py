@@ -104,7 +104,7 @@ def test_answers_of_one_length_have_no_trend_and_no_fit() -> None:
     assert analyse_lengths([3, 3, 4]).untested == "too few different lengths to test for a trend"
 
 
-def test_what_finished_answers_would_not_heed_is_refused(tmp_path: Path, shift_run: Measured) -> None:
+def test_options_without_effect_on_finished_answers_are_refused(tmp_path: Path, shift_run: Measured) -> None:
     numbers = tmp_path / "lengths.txt"
     numbers.write_text("5\n7\n9\n")
     for option in ({"num_prompts": 2}, {"source": "hub"}, {"seed": 3}, {"output_len": 9}):

@@ -178,7 +178,7 @@ def test_columns_without_a_group_are_broken_anywhere() -> None:
     assert all(f"quantity {i}" in capture.get() for i in range(9))
 
 
-def test_ours_is_marked() -> None:
+def test_columns_of_our_figures_are_marked() -> None:
     column = Column("ours", ours=True)
     made = Document("m", "marked", (Section("", (*labels("x"), column), (("a", 5.0),)),))
     assert "| a | **5.00** |" in as_markdown(made)

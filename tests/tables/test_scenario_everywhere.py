@@ -56,17 +56,17 @@ def assert_served_whole(engine: Engine, plan: Plan) -> None:
     assert requests["output_tokens"].to_pylist() == plan.table["output_tokens"].to_pylist()
 
 
-def test_in_the_simulator(plan: Plan) -> None:
+def test_the_simulator_serves_the_whole_scenario(plan: Plan) -> None:
     assert_served_whole(SimEngine(), plan)
 
 
 @pytest.mark.vllm
-def test_in_the_emulated_vllm(plan: Plan) -> None:
+def test_the_emulated_vllm_serves_the_whole_scenario(plan: Plan) -> None:
     pytest.importorskip("vllm")
     assert_served_whole(select_engine("emulated")[0], plan)
 
 
-def test_over_http(plan: Plan) -> None:
+def test_the_client_sends_the_whole_scenario_over_http(plan: Plan) -> None:
     options = ClientOptions(workers=0, metrics_interval_s=None, idle_timeout_s=5.0)
     with FakeServerProcess(FakeConfig(ttft_ms=2, itl_ms=1)) as server:
         assert_served_whole(EndpointEngine(server.url, client=options), plan)

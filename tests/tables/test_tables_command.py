@@ -48,7 +48,7 @@ def test_published_ours_and_difference_stand_side_by_side(made: Path) -> None:
     assert len(rows) == 15
 
 
-def test_what_was_not_run_is_said_and_left_open(tmp_path: Path) -> None:
+def test_missing_runs_are_counted_and_their_cells_left_empty(tmp_path: Path) -> None:
     said = invoke("tables", "3", "--runs", str(tmp_path), "-f", "markdown")
     assert said.exit_code == 0
     assert "90 of 90 runs have not been made" in said.output
@@ -63,7 +63,7 @@ def test_every_format_can_be_written_to_a_file(made: Path, tmp_path: Path, style
     assert "27,464" in path.read_text() or "27464" in path.read_text()
 
 
-def test_your_own_runs_by_phase_and_over_targets(shift_run: Measured) -> None:
+def test_tables_of_the_users_runs_by_phase_and_over_targets(shift_run: Measured) -> None:
     by_phase = invoke("tables", "phases", "--from", str(shift_run.path))
     assert "prompts" in by_phase.output
     assert "answers" in by_phase.output
@@ -123,7 +123,7 @@ FIELDS = {
 
 
 @pytest.mark.parametrize("table", [*TABLES, *FIGURES], ids=lambda table: table.name)
-def test_what_is_declared_is_what_is_read(table: PaperTable | PaperFigure, tmp_path: Path) -> None:
+def test_a_table_reads_exactly_the_options_it_declares(table: PaperTable | PaperFigure, tmp_path: Path) -> None:
     options, store = Watched(num_prompts=50, outputs="profile"), RunStore(tmp_path)
     table.cells(options)
     if isinstance(table, PaperTable):

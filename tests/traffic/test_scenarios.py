@@ -145,7 +145,7 @@ def test_closed_loop_with_the_callers_concurrency() -> None:
         ({"seed": -1}, "seed must be 0 or more"),
     ],
 )
-def test_what_does_not_go_together_is_refused(arguments: dict[str, Any], message: str) -> None:
+def test_contradicting_scenario_options_are_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message) as caught:
         build_plan("balanced", **arguments)
     assert "\n" not in str(caught.value)
@@ -264,7 +264,7 @@ def test_schedule_says_sessions_per_phase() -> None:
 @pytest.mark.parametrize(
     "scenario", ["distribution-shift", "concurrency-shift", "ramp", "day-curve", "saturation-steps"]
 )
-def test_one_prompt_is_enough(scenario: str) -> None:
+def test_every_scenario_builds_a_plan_of_one_prompt(scenario: str) -> None:
     rate = 5.0 if load_scenario(scenario).loop == "open" else None
     plan = build_plan("balanced", scenario, num_prompts=1, request_rate=rate)
     assert len(plan) == 1

@@ -76,7 +76,7 @@ def test_an_error_far_above_the_noise_is_decided_all_the_same() -> None:
     assert judged(observations(factor=2.5, noise=0.1)).verdict.word == "neither"
 
 
-def test_one_round_says_nothing_of_the_noise() -> None:
+def test_one_round_gives_no_estimate_of_the_noise() -> None:
     found = judged(observations(rounds=1))
     assert found.verdict.word == "undecided"
     assert all(math.isinf(error.uncertainty) for error in found.errors)
@@ -167,7 +167,7 @@ def test_a_verdict_of_figures_means_most_settings_keep_their_limits(seed: int, n
 
 
 @given(st.lists(st.lists(st.floats(-1.0, 1.0), min_size=1, max_size=4), min_size=1, max_size=8))
-def test_no_group_is_thought_quieter_than_is_typical(groups: list[list[float]]) -> None:
+def test_the_noise_of_a_group_is_at_least_the_typical_noise(groups: list[list[float]]) -> None:
     typical, sigmas = noise_of(groups)
     assert all(sigma >= typical for sigma in sigmas)
     assert math.isinf(typical) == all(len(group) == 1 for group in groups)

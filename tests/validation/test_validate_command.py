@@ -174,7 +174,7 @@ def test_fewer_rounds_where_time_is_short() -> None:
         (["--", "--quantization", "fp8"], "does not start"),
     ],
 )
-def test_what_cannot_be_asked_is_refused_in_one_line(words: list[str], named: str, tmp_path: Path) -> None:
+def test_wrong_validate_options_are_refused_in_one_line(words: list[str], named: str, tmp_path: Path) -> None:
     result = invoke(*SMALL, "-o", tmp_path / "out", *words)
     assert result.exit_code == 2
     assert named in result.stderr

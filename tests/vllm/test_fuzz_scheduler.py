@@ -12,6 +12,6 @@ SCENES = {**dict.fromkeys(FUZZED, 11), **dict.fromkeys(DRAWN, 11)}  # 220 in all
 
 
 @pytest.mark.parametrize("policy", SCENES)
-def test_what_must_hold_holds_after_every_step_of_random_scenes(policy: str) -> None:
+def test_invariants_hold_after_every_step_of_random_scenes(policy: str) -> None:
     wrong = {seed: found for seed in range(SCENES[policy]) if (found := ours(policy, seed))}
     assert wrong == {}

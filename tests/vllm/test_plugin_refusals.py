@@ -51,7 +51,9 @@ def test_wrong_settings_stop_the_engine_with_a_clear_message(config: dict[str, A
         ("scheduler_config", "watermark", 0.01, "--watermark"),
     ],
 )
-def test_what_cannot_be_combined_is_refused(section: str, setting: str, value: object, named: str) -> None:
+def test_vllm_settings_that_the_plugin_does_not_support_are_refused(
+    section: str, setting: str, value: object, named: str
+) -> None:
     from types import SimpleNamespace
 
     from vllm_eb.compat import refuse_unsupported

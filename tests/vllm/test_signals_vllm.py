@@ -68,7 +68,7 @@ def free_port() -> int:
 
 # A server costs ten to twenty CPU seconds: what SIGTERM does to a run is seen with several servers, below.
 @pytest.mark.parametrize(("number", "forked"), [(signal.SIGHUP, FORKED), (signal.SIGKILL, SPAWNED)])
-def test_a_run_in_its_middle(
+def test_a_signalled_run_ends_its_server(
     small_model_folder: Path, tmp_path: Path, number: signal.Signals, import_path: str | None
 ) -> None:
     process = begin(
@@ -88,7 +88,7 @@ def test_a_run_in_its_middle(
 @pytest.mark.parametrize(
     ("number", "forked"), [(signal.SIGTERM, SPAWNED), (signal.SIGHUP, FORKED), (signal.SIGKILL, FORKED)]
 )
-def test_a_server_for_others(
+def test_a_signalled_serve_command_ends_its_server(
     small_model_folder: Path, tmp_path: Path, number: signal.Signals, import_path: str | None
 ) -> None:
     port = free_port()
@@ -103,7 +103,7 @@ def test_a_server_for_others(
 
 
 @pytest.mark.parametrize(("number", "forked"), [(signal.SIGTERM, FORKED), (signal.SIGKILL, FORKED)])
-def test_several_servers_and_their_gateway(
+def test_a_signalled_run_with_replicas_ends_servers_and_gateway(
     small_model_folder: Path, tmp_path: Path, number: signal.Signals, import_path: str | None
 ) -> None:
     process = begin(

@@ -141,7 +141,7 @@ def test_answers_are_those_of_v1(served: dict[str, Served], policy: str) -> None
         assert shorter >= 4
 
 
-def test_nothing_was_cut_but_the_aborted(served: dict[str, Served]) -> None:
+def test_only_aborted_requests_have_shortened_answers(served: dict[str, Served]) -> None:
     for policy, result in served.items():
         for number, (_, output) in enumerate(prompts()):
             tokens = len(result.answers[f"r{number}"])
@@ -151,7 +151,7 @@ def test_nothing_was_cut_but_the_aborted(served: dict[str, Served]) -> None:
                 assert output // 2 <= tokens <= output, (policy, number)
 
 
-def test_the_runs_were_hard_enough(served: dict[str, Served]) -> None:
+def test_the_runs_preempt_switch_phases_and_reorder(served: dict[str, Served]) -> None:
     """Preemption, switches of phase and mode and a new order did happen; else the identity would prove little."""
     for policy in POLICIES[:4]:  # marginal leaves room for answers to grow into
         assert served[policy].preemptions > 0, policy

@@ -43,7 +43,7 @@ def test_an_entry_that_nothing_needs_any_more_is_an_error() -> None:
     assert compared(Outcome(PASSED), Outcome(PASSED), kind="v1").good
 
 
-def test_what_fails_on_stock_says_nothing_of_a_policy() -> None:
+def test_a_test_that_fails_on_stock_vllm_does_not_count_against_a_policy() -> None:
     found = compared(Outcome(FAILED, "OSError"), Outcome(FAILED, "OSError"), kind="v1")
     assert found.good
     assert found.failed_on_both == 1

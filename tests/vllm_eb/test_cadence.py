@@ -29,7 +29,7 @@ def served(every: int, arrivals: list[int], slots: int) -> Iterator[tuple[bool, 
 
 
 @given(every=st.integers(1, 12), arrivals=st.lists(st.integers(0, 2), max_size=60))
-def test_with_room_for_all_prompts_come_at_least_so_many_steps_apart_and_nobody_waits_longer(
+def test_with_free_slots_steps_with_prompts_are_the_interval_apart_and_no_prompt_waits_longer(
     every: int, arrivals: list[int]
 ) -> None:
     steps = list(served(every, arrivals, slots=1000))
@@ -41,7 +41,7 @@ def test_with_room_for_all_prompts_come_at_least_so_many_steps_apart_and_nobody_
 
 
 @given(every=st.integers(2, 12), arrivals=st.lists(st.integers(1, 3), min_size=30, max_size=40))
-def test_a_server_that_cannot_let_everybody_in_is_v1(every: int, arrivals: list[int]) -> None:
+def test_cadence_holds_no_prompt_once_the_slots_are_full(every: int, arrivals: list[int]) -> None:
     running, steps = 1, list(served(every, arrivals, slots=4))
     for number, (held, waiting) in enumerate(steps):
         admitted = 0 if held else min(waiting, 4 - running)

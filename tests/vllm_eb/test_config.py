@@ -55,6 +55,6 @@ def test_only_policies_that_compute_need_costs() -> None:
         ({"policy": "v0", "record": 7}, "must be the path of a directory, not 7"),
     ],
 )
-def test_refusals_name_the_remedy(settings: object, message: str) -> None:
+def test_wrong_plugin_settings_are_refused_with_the_remedy(settings: object, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse_config({"vllm_eb": settings})

@@ -80,9 +80,7 @@ def test_for_any_decline_no_other_moment_pays_less_per_token(
 
 @given(st.integers(1, 50), st.integers(20, 500))
 @settings(max_examples=50)
-def test_whoever_waits_beside_a_batch_that_does_not_shrink_is_let_in_when_waiting_has_cost_a_refill(
-    waiting: int, decoding: int
-) -> None:
+def test_a_refill_is_due_once_the_waiting_time_costs_as_much_as_the_refill(waiting: int, decoding: int) -> None:
     rule = MarginalRefill(LINEAR, may_mix=False)
     steps = 0
     while way(rule, decoding, Refill(waiting, 512.0)) == "decode":
@@ -93,7 +91,7 @@ def test_whoever_waits_beside_a_batch_that_does_not_shrink_is_let_in_when_waitin
     assert steps * wasted_a_step_s >= LINEAR.alpha_p * (1 - 1e-9)
 
 
-def test_what_gets_cheaper_in_bulk_is_no_reason_to_refill() -> None:
+def test_prompts_below_the_fixed_cost_of_a_prefill_do_not_hasten_a_refill() -> None:
     """Up to 1,024 prompt tokens a prefill costs 20 ms whatever it holds: that is its fixed cost, how full it may be."""
     for prompts in (1, 7):
         rule = MarginalRefill(FLAT_THEN_LINEAR, may_mix=False)
@@ -106,7 +104,7 @@ def test_what_gets_cheaper_in_bulk_is_no_reason_to_refill() -> None:
         assert steps * wasted_a_step_s >= 20e-3 * (1 - 1e-9)
 
 
-def test_where_mixing_hides_the_prefill_it_mixes_at_once_and_where_it_hurts_it_waits() -> None:
+def test_marginal_mixes_at_once_where_a_mixed_step_is_cheap_and_waits_where_it_is_dear() -> None:
     kind = replace(LINEAR, mixed_a=5e-5, mixed_b=0.0)
     dear = replace(LINEAR, mixed_a=6e-5, mixed_b=2e-4)
     for refill in (Refill(1, 512.0), Refill(1, 512.0, queued=True, hazard=0.01)):
@@ -310,13 +308,13 @@ def young_batch(policy: str) -> tuple[Controller, View]:
     return made, view(decoding=50, waiting=100, free_blocks=950)
 
 
-def test_where_latency_counts_a_young_batch_is_not_filled_with_as_many_as_fit_before_their_answers_grow() -> None:
+def test_with_a_ttft_target_a_young_batch_leaves_memory_for_its_answers() -> None:
     # 16,000 tokens of KV hold 1,000 such prompts today, and 16000 / (16 + 400 / 2) = 74 of them half answered.
     made, young = young_batch("marginal:mix=off,ttft=1000")
     assert 70 <= made.decide(young).n_limit <= 78
 
 
-def test_where_only_throughput_counts_it_is_filled_as_prompts_are_cheap_to_compute_again() -> None:
+def test_without_targets_a_young_batch_fills_all_slots() -> None:
     made, young = young_batch("marginal:mix=off")
     assert made.decide(young).n_limit == 100
 
@@ -359,7 +357,9 @@ def test_a_sequence_has_paid_for_its_second_prefill_when_its_tokens_were_that_mu
     steps=st.one_of(st.just(math.inf), st.floats(0, 1e6)), active=st.integers(1, 2000),
     free=st.integers(0, 1_000_000), prompt=st.floats(1, 10_000),
 )  # fmt: skip
-def test_those_let_in_as_they_pay_can_all_stay_that_long(steps: float, active: int, free: int, prompt: float) -> None:
+def test_admitted_prompts_fit_the_memory_until_they_have_paid_for_themselves(
+    steps: float, active: int, free: int, prompt: float
+) -> None:
     more = prompts_that_stay(PAYBACK_FACTOR * steps, active=active, free_tokens=free, prompt_tokens=prompt)
     assert more >= 0.0
     if more > 0.0:

@@ -60,7 +60,7 @@ def test_ranks_of_one_server_are_shown_together(tmp_path: Path) -> None:
     assert [(rank, figures.k) for rank, figures in read_figures("17", tmp_path)] == [(0, 1), (1, 2)]
 
 
-def test_what_a_killed_engine_left_is_removed(tmp_path: Path) -> None:
+def test_the_figures_file_of_a_killed_engine_is_removed(tmp_path: Path) -> None:
     code = (
         "import os, sys; from pathlib import Path; from vllm_eb.metrics import FiguresWriter; "
         "writer = FiguresWriter('17', 0, 'eb', Path(sys.argv[1])); os._exit(9)"

@@ -26,7 +26,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return made_policy.NAME
 
 
-def test_it_is_parsed_checked_and_named_by_its_module(own: str) -> None:
+def test_an_own_policy_is_parsed_checked_and_named_by_its_module(own: str) -> None:
     spec = parse_policy(f"{own}:steps=3")
     assert spec.name == f"{own}:steps=3"
     assert parse_policy(spec.name) == spec
@@ -43,7 +43,7 @@ def test_a_module_that_is_none_is_refused(own: str) -> None:
         parse_policy("json.decoder")
 
 
-def test_it_decides_in_the_simulator(own: str) -> None:
+def test_an_own_policy_decides_in_the_simulator(own: str) -> None:
     lengths = [(20, 3 + row % 9) for row in range(60)]
     options = EngineOptions(max_num_seqs=8, max_num_batched_tokens=200, num_kv_blocks=1000, async_scheduling=False)
     result = World(plan(lengths, concurrency=16), f"{own}:steps=5", options).run()
@@ -53,7 +53,7 @@ def test_it_decides_in_the_simulator(own: str) -> None:
     assert all(row["step_id"] % 5 == 0 for row in begun)
 
 
-def test_it_runs_from_the_command_line_beside_others(own: str, tmp_path: Path) -> None:
+def test_an_own_policy_runs_from_the_command_line_beside_v1(own: str, tmp_path: Path) -> None:
     command = [
         sys.executable, "-m", "ebbench", "run", "balanced", "-n", "30", "-c", "8", "--source", "profile",
         "--policy", f"{own}:steps=4", "--policy", "v1", "--json", "--quiet", "--output-dir", str(tmp_path / "run"),
@@ -69,7 +69,7 @@ def test_it_runs_from_the_command_line_beside_others(own: str, tmp_path: Path) -
 
 @pytest.mark.vllm
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
-def test_it_makes_the_same_steps_in_vllm(own: str) -> None:
+def test_an_own_policy_makes_the_same_steps_in_vllm(own: str) -> None:
     from ebbench.engines.emulated import EmulatedEngine
     from tests.simulation.worlds import device
 

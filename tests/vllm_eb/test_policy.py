@@ -86,7 +86,7 @@ def test_any_settings_round_trip(theta: float, window: int, margin: float) -> No
         ("ebplus:sticky=inf", "write a number"),
     ],
 )
-def test_what_makes_no_sense_is_refused_with_the_remedy(text: str, says: str) -> None:
+def test_wrong_policy_settings_are_refused_with_the_remedy(text: str, says: str) -> None:
     with pytest.raises(PolicyError, match=says):
         parse_policy(text)
 
@@ -103,7 +103,7 @@ def test_every_kind_is_described() -> None:
         assert all(about.help and about.values for about in settings_of(made).values())
 
 
-def test_what_tells_policies_apart_in_reports_is_different_for_each() -> None:
+def test_colour_departure_and_description_differ_between_policies() -> None:
     for value in ("colour", "departure", "description"):
         assert len({getattr(kind, value) for kind in policy_types().values()}) == len(policy_types())
 
@@ -142,7 +142,7 @@ def unchecked(spec: PolicySpec, key: str, value: object) -> PolicySpec:
 
 
 @pytest.mark.parametrize("policy", ["eb", "eb:theta=0.3", "eb:memory_safe=false"])
-def test_just_what_is_taken_is_heeded(policy: str) -> None:
+def test_the_settings_in_effect_are_those_that_change_the_policy(policy: str) -> None:
     spec = parse_policy(policy)
     heeded = {key for key, value in CHANGED.items() if told(unchecked(spec, key, value)) != told(spec)}
     idle = {key for key, value in CHANGED.items() if getattr(spec, key) == value}

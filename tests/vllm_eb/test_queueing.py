@@ -29,7 +29,7 @@ def feasible(jobs: list[tuple[float, float]], answer_s: float) -> bool:
 
 @given(JOBS, st.sampled_from([0.0, 0.5]))
 @settings(max_examples=200)
-def test_no_choice_lets_fewer_be_late(jobs: list[tuple[float, float]], answer_s: float) -> None:
+def test_the_chosen_order_has_the_fewest_late_requests(jobs: list[tuple[float, float]], answer_s: float) -> None:
     jobs = sorted(jobs)
     kept = punctual(np.array([j[0] for j in jobs]), np.array([j[1] for j in jobs]) - 1e-12, answer_s)
     chosen = [job for job, keep in zip(jobs, kept, strict=True) if keep]
@@ -53,7 +53,7 @@ def test_every_place_is_kept_once_and_late_ones_come_last(requests: list[tuple[f
     assert late == sorted(late)
 
 
-def test_where_all_can_be_in_time_they_come_in_their_order() -> None:
+def test_requests_that_can_all_be_in_time_keep_their_order() -> None:
     assert ordered([0.5, 3.0, 1.0], [900, 100, 500]) == [1, 2, 0]
 
 
@@ -75,7 +75,7 @@ def test_the_wait_of_the_oldest_punctual_request_is_told_until_the_next_ordering
 
 @given(st.integers(1, 30), st.integers(100, 900), st.integers(900, 9_000))
 @settings(max_examples=30)
-def test_under_an_overload_that_never_ends_everyone_is_let_in_at_last(old: int, short: int, long: int) -> None:
+def test_under_endless_overload_every_request_is_admitted_eventually(old: int, short: int, long: int) -> None:
     """As many punctual requests come as are let in; only turns reach the old ones, one for so much other work."""
     queue, ttft_s, step_s = PunctualQueue(1.0), 1.0, 0.05
     waiting = [(0.0, long)] * old

@@ -126,7 +126,7 @@ def test_a_record_that_ends_early_says_so(tmp_path: Path, caplog: pytest.LogCapt
     assert "the record in" in caplog.text
 
 
-def test_where_the_disk_is_too_slow_steps_are_dropped_and_counted_instead_of_kept(
+def test_steps_are_dropped_and_counted_while_the_disk_is_too_slow(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(recorder, "MAX_QUEUED", 10)

@@ -89,7 +89,7 @@ def test_ppas_caps_prompts_while_two_of_them_are_computed_beside_decodes(
 # SGLang's delayer
 
 
-def test_a_prefill_waits_until_as_many_slots_are_free_as_the_last_ones_filled() -> None:
+def test_a_prefill_waits_until_as_many_slots_are_free_as_the_last_prefills_filled() -> None:
     made = controller("delayer:passes=0")
     assert made.decide(VIEW._replace(decoding=0, waiting=60)).phase == "prefill"
     admit(made, 60)

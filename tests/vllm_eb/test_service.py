@@ -90,7 +90,7 @@ def test_prompts_wait_while_answers_are_behind_their_target_and_come_again_when_
     assert debt_after([(0.05, True)] * 1000 + behind).exceeded
 
 
-def test_nothing_waits_for_a_target_out_of_reach_or_for_answers_that_have_missed_it_long_ago() -> None:
+def test_prompts_do_not_wait_for_unreachable_targets_or_targets_missed_long_ago() -> None:
     assert not debt_after([(1.0, False)] * 9, reachable=False).exceeded
     assert not debt_after([(1.0, False)] * 9, decoding=0).exceeded
     most_s = DEBT_FORGOTTEN * 200 * 0.1

@@ -54,7 +54,9 @@ def test_a_pass_scheduled_while_another_runs_starts_when_that_one_ends() -> None
 
 
 @pytest.mark.parametrize(("queued", "generates", "continues"), [(0, False, False), (5, False, True), (0, True, True)])
-def test_it_goes_on_with_queued_tokens_or_answers(queued: int, generates: bool, continues: bool) -> None:
+def test_a_pass_continues_while_tokens_are_queued_or_answers_are_generated(
+    queued: int, generates: bool, continues: bool
+) -> None:
     passes, kept = clock(0, 1)
     output = object()
     passes.scheduled(output)
@@ -111,7 +113,7 @@ def test_signals_arrive_in_order_over_a_socket(tmp_path: Path, subscriber: Any) 
     assert received == sent
 
 
-def test_publishing_to_nobody_and_to_a_stuck_subscriber_never_waits(tmp_path: Path, subscriber: Any) -> None:
+def test_publishing_without_subscribers_or_to_a_stuck_one_never_waits(tmp_path: Path, subscriber: Any) -> None:
     publisher = SignalPublisher(f"ipc://{tmp_path}/s")
     for step in range(50):  # nobody is there
         publisher.publish(Signal(0, step, 1, 1, 0, 0, False, False))

@@ -131,7 +131,7 @@ def test_truncated_parquet_is_named(tmp_path: Path) -> None:
         list(read_file(path, ["a"]))
 
 
-def test_missing_file_and_folder(tmp_path: Path) -> None:
+def test_a_missing_file_and_a_folder_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputFileError, match="No such file"):
         list(read_file(tmp_path / "none", []))
     with pytest.raises(InputFileError, match="cannot be read"):

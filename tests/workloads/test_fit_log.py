@@ -212,7 +212,7 @@ def test_sessions_and_pauses_are_learned(tmp_path: Path) -> None:
     assert len(set(plan["session"].to_pylist())) == 200
 
 
-def test_what_cannot_be_fitted(azure: Path, tmp_path: Path) -> None:
+def test_logs_that_cannot_be_fitted_are_refused(azure: Path, tmp_path: Path) -> None:
     few = tmp_path / "few.csv"
     few.write_text("timestamp,input_tokens,output_tokens\n1.5,2,3\n2.5,2,3\n")
     for words, message in (

@@ -89,7 +89,7 @@ def test_sharegpt_streams_only_the_first_records_of_a_json_array(ask: Ask) -> No
     assert sum("/resolve/" in request for request in requests) == 1
 
 
-def test_what_was_kept_serves_when_the_hub_is_gone(ask: Ask) -> None:
+def test_a_cached_data_set_is_used_when_the_hub_is_unreachable(ask: Ask) -> None:
     options = {"workload": "sharegpt", "num_prompts": 20, "source": "hub"}
     with MiniHub({"anon8231489123/ShareGPT_Vicuna_unfiltered": {SHAREGPT_FILE: sharegpt(60)}}) as hub:
         (online,) = ask(hub.endpoint, options)

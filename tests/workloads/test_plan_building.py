@@ -212,7 +212,7 @@ def test_bad_workload_files_are_refused_in_one_line(tmp_path: Path, change: tupl
     assert "\n" not in str(caught.value)
 
 
-def test_missing_and_binary_files(tmp_path: Path) -> None:
+def test_missing_and_binary_workload_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputFileError, match="No such file"):
         load_workload(str(tmp_path / "none.toml"))
     (tmp_path / "bin.toml").write_bytes(b"\xff\xfe\x00")

@@ -160,14 +160,14 @@ def test_wrong_schemas_name_file_line_and_what_was_expected(data: Path, tmp_path
     assert "expected {" in str(caught.value)
 
 
-def test_nothing_admitted_is_an_error(tmp_path: Path) -> None:
+def test_a_file_without_admissible_records_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "short.jsonl"
     path.write_text(json.dumps({"conversation": [{"role": "user", "content": "x"}]}) + "\n")
     with pytest.raises(InputFileError, match="no wildchat record that passes the selection rules"):
         build_plan("wildchat", source=f"file:{path}")
 
 
-def test_half_surrogates_and_empty_texts_do_no_harm(tmp_path: Path) -> None:
+def test_lone_surrogates_and_empty_texts_are_accepted(tmp_path: Path) -> None:
     path = tmp_path / "odd.json"
     said = [
         ("human", "\ud83d half"),
@@ -215,7 +215,7 @@ def test_a_tokenizer_counts_and_cuts(data: Path, words: Path) -> None:
         assert len(split.pre_tokenize_str(prompt)) == size
 
 
-def test_what_is_no_tokenizer_is_refused(tmp_path: Path, data: Path) -> None:
+def test_a_file_that_is_not_a_tokenizer_is_refused(tmp_path: Path, data: Path) -> None:
     pytest.importorskip("tokenizers")
     (tmp_path / "bad.json").write_text("{}")
     with pytest.raises(UsageError, match=r"not a tokenizer\.json"):

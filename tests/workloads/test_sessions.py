@@ -89,7 +89,7 @@ def test_patience_is_drawn_for_every_request() -> None:
         ({"sub_agents": "depth=2"}, "unknown setting"),
     ],
 )
-def test_what_cannot_be_understood_is_refused(options: dict[str, object], what: str) -> None:
+def test_wrong_session_options_are_refused(options: dict[str, object], what: str) -> None:
     with pytest.raises(UsageError, match=what):
         chat(**options)
 

@@ -85,7 +85,7 @@ def test_planned_hit_rates_are_met_or_refused(rate: float, groups: int, seed: in
         ),
     ],
 )
-def test_what_cannot_be_shared(arguments: dict[str, Any], message: str) -> None:
+def test_wrong_prefix_options_are_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         build_plan("balanced", **arguments)
 

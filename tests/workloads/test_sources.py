@@ -76,7 +76,9 @@ def test_the_deadline_is_three_seconds_whatever_the_client_does(monkeypatch: pyt
 
 
 @pytest.mark.parametrize(("status", "reachable"), [(200, True), (401, True), (404, False), (500, False), (503, False)])
-def test_what_counts_as_an_answer(answering: Callable[[int], str], status: int, reachable: bool) -> None:
+def test_a_hub_is_reachable_if_it_answers_with_these_statuses(
+    answering: Callable[[int], str], status: int, reachable: bool
+) -> None:
     address = answering(status)
     reason = why_unreachable(NUMINA, {"HF_ENDPOINT": address})
     assert (reason is None) == reachable

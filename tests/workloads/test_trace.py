@@ -153,12 +153,12 @@ def test_bad_lines_are_named(tmp_path: Path, content: str, line: int | None, mes
         ({"saturation_rate": 5}, "leave out --saturation-rate"),
     ],
 )
-def test_what_a_trace_does_not_take(data: Path, arguments: dict[str, Any], message: str) -> None:
+def test_options_that_a_trace_does_not_take_are_refused(data: Path, arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         build_plan(f"trace:{data / 'azure.csv'}", **arguments)
 
 
-def test_missing_trace(tmp_path: Path) -> None:
+def test_a_missing_trace_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputFileError, match="No such file"):
         build_plan(f"trace:{tmp_path / 'none.csv'}")
 

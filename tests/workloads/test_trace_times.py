@@ -81,7 +81,7 @@ def test_every_unit_gives_the_same_times_or_is_refused(
 
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
 @given(times_ms=recorded_ms())
-def test_what_is_recognised_without_being_asked(times_ms: list[int]) -> None:
+def test_the_unit_of_times_is_recognised(times_ms: list[int]) -> None:
     true_s = (np.array(times_ms) - times_ms[0]) / 1e3
     assert read(times_ms)[0] == "ms"
     fractions = written(times_ms, "s", epoch=False, text=False)
@@ -100,7 +100,7 @@ def test_what_is_recognised_without_being_asked(times_ms: list[int]) -> None:
         ([0, 3_600_000], "ms: 0.000278 requests/s"),
     ],
 )
-def test_what_could_be_read_two_ways_is_refused_with_its_readings(values: Sequence[Any], message: str) -> None:
+def test_ambiguous_times_are_refused_with_their_readings(values: Sequence[Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         read(values)
 
@@ -119,7 +119,7 @@ def test_kinds_are_not_mixed(values: Sequence[Any]) -> None:
 
 
 @pytest.mark.parametrize("text", ["yesterday", "nan", "inf", ""])
-def test_what_is_no_moment(text: str) -> None:
+def test_texts_that_are_not_times_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r".*"):
         parse_stamp(text)
 
