@@ -47,9 +47,9 @@ def plan(tmp_path: Path) -> Plan:
     return build_plan("balanced", str(path), source="profile")
 
 
-def assert_served_whole(engine: Engine, plan: Plan) -> None:
+def assert_served_whole(engine: Engine, plan: Plan, settings: EngineOptions = OPTIONS) -> None:
     device = load_device("rtx-pro-6000", "qwen3-8b")
-    requests = engine.run(plan, parse_policy("v1"), device, OPTIONS, None).requests
+    requests = engine.run(plan, parse_policy("v1"), device, settings, None).requests
     assert requests.num_rows == 30
     assert pc.all(pc.equal(requests["status"], "ok")).as_py()
     assert requests["phase"].to_pylist() == plan.table["phase"].to_pylist()
@@ -69,4 +69,4 @@ def test_the_emulated_vllm_serves_the_whole_scenario(plan: Plan) -> None:
 def test_the_client_sends_the_whole_scenario_over_http(plan: Plan) -> None:
     options = ClientOptions(workers=0, metrics_interval_s=None, idle_timeout_s=5.0)
     with FakeServerProcess(FakeConfig(ttft_ms=2, itl_ms=1)) as server:
-        assert_served_whole(EndpointEngine(server.url, client=options), plan)
+        assert_served_whole(EndpointEngine(server.url, client=options), plan, EngineOptions())
