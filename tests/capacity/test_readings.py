@@ -1,0 +1,72 @@
+"""What a capacity search concludes from the probes it has read: which decide, which is nearest, what limits."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from ebbench.capacity.drive import SearchOutcome
+from ebbench.capacity.probe import ProbeReading
+from ebbench.capacity.search_types import Estimate, MetCounts, Probe
+
+READING = ProbeReading(
+    probe=Probe(10.0, 0, (MetCounts(99, 100),)), run_dir="", short=False, correlated=False, sessions=100, invalid="",
+    mean_open=4.0, requests_per_session=1.0, completed_sessions_per_s=1.0, attainment=1.0, shares={},
+    goodput_requests_per_s=1.0, goodput_tokens_per_s=100.0, output_tokens_per_s=100.0, ttft_ms=20.0, tpot_ms=10.0,
+    ttft_high_ms=30.0, tpot_high_ms=12.0, memory_full=0.0,
+)  # fmt: skip
+
+
+def at(load: float, *, runaway: bool = False, failed: str = "", **fields: object) -> ProbeReading:
+    probe = replace(READING.probe, load=load, runaway=runaway, failed=failed)
+    return replace(READING, probe=probe, **fields)  # type: ignore[arg-type]
+
+
+def outcome(
+    *readings: ProbeReading, capacity: float | None = 10.0, limited_by: str = "ttft", refused: str = ""
+) -> SearchOutcome:
+    alone = at(0.5)
+    return SearchOutcome(Estimate(capacity, 9.0, 11.0, limited_by, True), readings, alone, refused=refused)
+
+
+@pytest.mark.parametrize(
+    ("probe", "over"),
+    [
+        (Probe(1.0, 0, (MetCounts(50, 100), MetCounts(100, 100))), False),
+        (Probe(1.0, 0, (MetCounts(100, 100), MetCounts(49, 100))), True),
+        (Probe(1.0, 0, (MetCounts(100, 100),), runaway=True), True),
+        (Probe(1.0, 0, (MetCounts(100, 100),), failed="2 requests failed"), True),
+    ],
+    ids=["half met", "fewer than half met one limit", "queue grows", "requests failed"],
+)
+def test_a_short_probe_decides_only_where_its_load_is_clearly_too_high(probe: Probe, over: bool) -> None:
+    assert replace(READING, probe=probe).clearly_over is over
+
+
+def test_the_nearest_reading_is_the_nearest_by_ratio_whose_queue_is_bounded() -> None:
+    unusable = (at(10.0, runaway=True), at(10.1, failed="x"), at(9.9, short=True), at(10.2, invalid="late"))
+    assert outcome(*unusable, at(5.5), at(18.0)).nearest.probe.load == 18.0  # 10 / 5.5 is more than 18 / 10
+    assert outcome(*unusable).nearest.probe.load == 0.5  # requests one at a time
+
+
+def test_without_a_capacity_the_lowest_usable_load_is_the_nearest_reading() -> None:
+    assert outcome(at(3.0), at(2.0), at(1.0, short=True), capacity=None).nearest.probe.load == 2.0
+
+
+def test_the_limit_that_the_fewest_requests_meet_at_capacity_limits() -> None:
+    below = at(8.0, shares={"ttft:300": 0.99, "tpot:30": 0.5})
+    above = at(12.0, shares={"ttft:300": 0.7, "tpot:30": 0.9})
+    far = at(20.0, shares={"ttft:300": 0.6, "tpot:30": 0.1})
+    assert outcome(below, above, far, limited_by="ttft tpot").limited_by == "ttft"
+    assert outcome(below, replace(above, memory_full=0.6), far, limited_by="ttft tpot").limited_by == "memory"
+    assert outcome(below, replace(above, memory_full=0.5), far, limited_by="ttft tpot").limited_by == "ttft"
+    assert outcome(below, above, limited_by="queue").limited_by == "queue"
+    assert outcome(below, above, refused="never").limited_by == "limits"
+
+
+def test_a_search_has_decided_once_it_has_a_capacity_or_an_upper_bound() -> None:
+    assert outcome(at(1.0)).decided
+    assert SearchOutcome(Estimate(None, 0.0, 4.0, "ttft", False), (), READING).decided
+    assert not SearchOutcome(Estimate(None, 0.0, math.inf, "not reached", False), (), READING).decided
