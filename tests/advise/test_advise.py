@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 from ebbench.advice import sentences, simulate
 from ebbench.advice.candidates import alike
 from ebbench.advice.choice import own_budget
-from ebbench.advice.results import AdviceQuestion
+from ebbench.advice.results import AdviceQuestion, GainCurve
 from ebbench.advice.simulate import concurrency_cells, default_budgets, default_policies, tuning_cells
 from ebbench.advice.theory import ExpectedLoad, predict, sign_changes
 from ebbench.analysis.slo import Slo
@@ -39,6 +39,24 @@ def test_the_predicted_crossover_is_where_the_sides_meet() -> None:
     for factor, exclusive in ((0.8, False), (1.25, True)):
         load = ExpectedLoad(512, 256, 1 / 256, 0.0, round(factor * crossing))
         assert predict(load, COSTS, 10_000_000, 1024).exclusive is exclusive
+
+
+@pytest.mark.parametrize(("factor", "least", "most"), [(0.5, -0.3, -0.1), (1.0, -0.02, 0.02), (2.0, 0.1, 0.3)])
+def test_the_predicted_gain_changes_sign_at_the_predicted_crossover(factor: float, least: float, most: float) -> None:
+    """Throughputs of two closed forms, and the batch size at which a third says that they are equal."""
+    crossing = predict(LOAD, COSTS, 10_000_000, 1024).concurrency_crossover
+    assert crossing is not None
+    found = predict(replace(LOAD, concurrency=round(factor * crossing)), COSTS, 10_000_000, 1024)
+    assert found.gain is not None
+    assert least < found.gain < most
+
+
+def test_the_gain_curves_show_percentages() -> None:
+    curve = GainCurve((8.0, 64.0, 512.0), (-0.104, 0.0, 0.236), (64.0,))
+    [(table, _)] = sentences.probes(SimpleNamespace(concurrency=curve, mix=None))  # type: ignore[arg-type]
+    cells = [[str(cell) for cell in column.cells] for column in table.columns]
+    assert cells == [["EB over v1"], ["-10 %"], ["+0 %"], ["+24 %"]]
+    assert [str(column.header) for column in table.columns] == ["requests open", "8", "64", "512"]
 
 
 def with_mix(load: ExpectedLoad, r: float) -> ExpectedLoad:

@@ -176,6 +176,21 @@ def test_the_tables_fit_80_columns() -> None:
         assert words in text.getvalue()
 
 
+@pytest.mark.parametrize(("budget", "seqs", "named"), [(8192, 64, False), (8192, 32, True), (2048, 64, True)])
+def test_deployments_that_differ_in_budget_or_sequences_are_named_with_both(
+    budget: int, seqs: int, named: bool
+) -> None:
+    one, other = costed("h200", 1.0, 20.0, 10.0, 100.0), costed("l40s", 2.0, 20.0, 10.0, 100.0)
+    candidate = replace(other.deployment.candidate, max_num_batched_tokens=budget, max_num_seqs=seqs)
+    other = replace(other, deployment=replace(other.deployment, candidate=candidate))
+    text = StringIO()
+    for part in parts(DeploymentChoice((one, other)), TASKS[0], {}):
+        if isinstance(part, Table):
+            Console(file=text, width=200).print(part)
+    assert text.getvalue().count("B=8192 N=64") == (2 if named else 0)  # in both tables
+    assert text.getvalue().count(f"B={budget} N={seqs}") == (2 if named else 0)
+
+
 @pytest.mark.parametrize(("replicas", "gpus"), [(1, "1 GPU."), (3, "3 GPUs.")])
 def test_the_cheapest_deployment_is_named_with_its_number_of_gpus(replicas: int, gpus: str) -> None:
     one = costed("h200", 1.0, 20.0, 10.0, 100.0)

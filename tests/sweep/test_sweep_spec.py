@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from ebbench.engines.base import EngineOptions
 from ebbench.errors import EbbenchError, InputFileError
 from ebbench.runs.settings import cell_of
 from ebbench.sweep.spec import load_sweep
@@ -173,3 +174,15 @@ def test_a_spec_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(InputFileError, match="cannot be read"):
         load_sweep(tmp_path / "nothing.toml")
     assert invoke("sweep", tmp_path / "nothing.toml").exit_code == 2
+
+
+def test_a_length_limit_holds_for_the_plan_and_the_engine() -> None:
+    def limits(**settings: object) -> tuple[int | None, int]:
+        cell = cell_of({"workload": "balanced", "max_concurrency": 8, **settings})
+        return cell.plan.max_model_len, cell.options.max_model_len
+
+    default = EngineOptions.max_model_len
+    assert limits(max_model_len=2048) == (2048, 2048)
+    assert limits() == (default, default)
+    assert limits(engine="http://127.0.0.1:9")[0] is None, "the server knows its limit"
+    assert limits(engine="http://127.0.0.1:9", max_model_len=2048)[0] == 2048
