@@ -268,8 +268,11 @@ class _Simulation:
             (unit, record) for unit, controller in enumerate(self._controllers) for record in controller.drain_records()
         ]
         records.sort(key=lambda item: item[1].time_s)
+        requests = self._requests()
+        for stage in loop.stages:
+            stage.state.forget_token_times()
         return EngineResult(
-            requests=self._requests(),
+            requests=requests,
             steps=steps_after(
                 self._log,
                 self._beginning,

@@ -14,7 +14,8 @@ import pyarrow.parquet as pq
 from ebbench.errors import DataError, RunError
 
 _NAMED = 3
-ROW_GROUP_ROWS = 1 << 18
+ROW_GROUP_ROWS = 1 << 15
+"""A row group is encoded in memory as a whole; rows of steps and requests hold lists of hundreds of values."""
 # Columns with few distinct values. The others are stored without dictionary, which is faster to write.
 _DICTIONARY = frozenset(
     {

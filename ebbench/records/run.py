@@ -159,7 +159,8 @@ class RunWriter:
         files.write_bytes(encode_manifest(complete), self.path / MANIFEST)
         self._finished = True
         self._remove_traces(whole)
-        return Run(self.path, complete, whole)
+        # The steps name every request of every step; they are read again in the columns that are needed.
+        return Run(self.path, complete, {name: table for name, table in whole.items() if name != "steps"})
 
     def _remove_traces(self, replaced: Iterable[str]) -> None:
         """Remove the files that only an interrupted run needs.

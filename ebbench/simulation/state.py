@@ -63,6 +63,11 @@ class RequestState:
         found[self.count - 1 - np.unique(self.content[::-1], return_index=True)[1]] = True
         return found.tolist()
 
+    def forget_token_times(self) -> None:
+        """Free the times of all tokens, once the requests table has them."""
+        self.token_ns = np.zeros(0, np.int64)
+        self.client_ns = None
+
     def outputs(self, rows: Ints) -> Ints:
         """Output tokens delivered so far, one entry per row of ``rows``."""
         return self.next_slot[rows] - self.first_slot[rows]

@@ -1,12 +1,13 @@
 """Keeps the steps of a run and makes the table STEPS of them.
 
 A step is an object of some hundred bytes and several arrays. Long runs make millions, so every FOLD steps are folded
-into Arrow columns while the run goes on.
+into Arrow columns while the run goes on. The columns are kept compressed: successive steps have nearly the same
+requests, so their lists shrink to a few per cent. At the end part after part becomes STEPS, and is then dropped.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence, Sized
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ from ebbench.simulation.step import Step
 Ints32 = npt.NDArray[np.int32]
 FOLD = 4096
 """Steps that are kept as objects before they become columns."""
+_COMPRESSED = pa.ipc.IpcWriteOptions(compression="lz4", use_threads=False)
 
 # Columns of STEPS that are attributes of a step.
 PLAIN_COLUMNS = (
@@ -31,10 +33,17 @@ PLAIN_COLUMNS = (
 _TIMES = ("scheduled_ns", "start_ns", "end_ns")
 
 
+class _Folded(NamedTuple):
+    """Columns of steps as an Arrow stream, compressed; and how many steps each instance has in it."""
+
+    stream: pa.Buffer
+    steps_of: Counter[int]
+
+
 class _Kept(NamedTuple):
     """Folded steps, and those since, each with its instance."""
 
-    folded: tuple[pa.Table, ...]
+    folded: tuple[_Folded, ...]
     steps: list[tuple[int, Step]]
 
 
@@ -50,16 +59,16 @@ class StepLog:
         steps.append((instance, step))
         if len(steps) >= FOLD:
             # One assignment, so that an interruption neither loses steps nor keeps them twice.
-            self._kept = _Kept((*self._kept.folded, _columns_of(steps)), [])
+            self._kept = _Kept((*self._kept.folded, _fold(steps)), [])
 
     def __len__(self) -> int:
-        return sum(len(table) for table in self._kept.folded) + len(self._kept.steps)
+        return sum(part.steps_of.total() for part in self._kept.folded) + len(self._kept.steps)
 
     def steps_per_instance(self) -> Counter[int]:
         """How many steps each instance has made."""
         found = Counter(instance for instance, _ in self._kept.steps)
-        for table in self._kept.folded:
-            found.update(table["instance"].to_pylist())
+        for part in self._kept.folded:
+            found.update(part.steps_of)
         return found
 
     def table(
@@ -73,14 +82,24 @@ class StepLog:
     ) -> pa.Table:
         """Table STEPS, one row per step in the order they ran, or by the time of their scheduling (``by_time``).
 
-        ``request_ids``: by row. ``kv_blocks_total``: of every instance, or one value per instance. Steps before number
-        ``first`` are left out; times count from ``begin_ns``.
+        The log is empty afterwards. ``request_ids``: by row. ``kv_blocks_total``: of every instance, or one value per
+        instance. Steps before number ``first`` are left out; times count from ``begin_ns``.
         """
-        parts = [*self._kept.folded, _columns_of(self._kept.steps)]
-        columns = pa.concat_tables(parts).slice(first).combine_chunks()
+        kept, self._kept = self._kept, _Kept((), [])
+        folded, last = deque(kept.folded), _columns_of(kept.steps)
+        del kept
         if by_time:
-            columns = _by_time(columns)
-        return _finished(columns, request_ids, kv_blocks_total, begin_ns)
+            parts = [_unfold(folded.popleft()) for _ in range(len(folded))]
+            columns = _by_time(pa.concat_tables([*parts, last]).slice(first).combine_chunks())
+            return _finished(columns, request_ids, kv_blocks_total, begin_ns)
+        made: list[pa.Table] = []
+        skip = first
+        while folded:
+            part = _unfold(folded.popleft())
+            made.append(_finished(part.slice(skip), request_ids, kv_blocks_total, begin_ns, _rows_of(made)))
+            skip = max(0, skip - len(part))
+        made.append(_finished(last.slice(skip), request_ids, kv_blocks_total, begin_ns, _rows_of(made)))
+        return pa.concat_tables(made)
 
 
 class NoLog(StepLog):
@@ -95,6 +114,23 @@ def phase_of(step: Step) -> str:
     if not step.prefill_tokens:
         return "decode"
     return "mixed" if step.decode_seqs else "prefill"
+
+
+def _fold(steps: Sequence[tuple[int, Step]]) -> _Folded:
+    """Compress steps, each with its instance."""
+    columns = _columns_of(steps)
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, columns.schema, options=_COMPRESSED) as stream:
+        stream.write_table(columns)
+    return _Folded(sink.getvalue(), Counter(instance for instance, _ in steps))
+
+
+def _unfold(part: _Folded) -> pa.Table:
+    return pa.ipc.open_stream(part.stream).read_all()
+
+
+def _rows_of(tables: Sequence[pa.Table]) -> int:
+    return sum(len(table) for table in tables)
 
 
 def _columns_of(steps: Sequence[tuple[int, Step]]) -> pa.Table:
@@ -126,15 +162,17 @@ def _by_time(columns: pa.Table) -> pa.Table:
     return pa.concat_tables([columns.slice(0, ordered), moved]).combine_chunks()
 
 
-def _finished(columns: pa.Table, request_ids: pa.Array, totals: int | Sequence[int], begin_ns: int) -> pa.Table:
-    """The table STEPS of columns as :func:`_columns_of` makes them."""
+def _finished(
+    columns: pa.Table, request_ids: pa.Array, totals: int | Sequence[int], begin_ns: int, first_id: int = 0
+) -> pa.Table:
+    """The table STEPS of columns as :func:`_columns_of` makes them, numbered from ``first_id``."""
     count = len(columns)
     instances = columns["instance"].to_numpy()
     blocks = np.full(count, totals) if isinstance(totals, int) else np.asarray(totals)[instances]
     found: dict[str, Any] = {name: columns[name] for name in columns.column_names}
     found |= {name: pc.subtract(columns[name], begin_ns) for name in _TIMES if begin_ns}
     found |= {
-        "step_id": np.arange(count, dtype=np.int64),
+        "step_id": np.arange(first_id, first_id + count, dtype=np.int64),
         "kv_blocks_total": pa.array(blocks.astype(np.int32)),
         "request_ids": _named(columns["request_ids"], request_ids),
         "preempted_ids": _named(columns["preempted_ids"], request_ids),

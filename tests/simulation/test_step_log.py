@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pyarrow as pa
 import pytest
 from hypothesis import given
@@ -48,3 +49,18 @@ def test_steps_by_time_are_sorted_and_equal_times_keep_their_order(times_ns: lis
     expected = sorted(enumerate(times_ns), key=lambda item: item[1])
     assert table["running"].to_pylist() == [place for place, _ in expected]
     assert table["scheduled_ns"].to_pylist() == [time_ns for _, time_ns in expected]
+
+
+def test_folded_steps_take_a_small_part_of_their_size() -> None:
+    """Successive steps hold nearly the same requests; the log must not grow by each of their names."""
+    log, running = step_log.StepLog(), 200
+    for number in range(step_log.FOLD):
+        rows = np.arange(number // 20, number // 20 + running)  # every 20 steps a request ends and another starts
+        log.step(0, Step(number, rows=rows, tokens=np.ones(running, np.int64)))
+    [part] = log._kept.folded
+    plain_bytes = 2 * 4 * running * step_log.FOLD
+    assert part.stream.size < plain_bytes / 10
+    names = pa.array([f"r{row}" for row in range(step_log.FOLD)])
+    table = log.table(names, 1)
+    assert table["request_ids"][25].as_py() == [f"r{row}" for row in range(1, running + 1)]
+    assert len(log) == 0
