@@ -11,6 +11,7 @@ from ebbench.advice.choice import BASELINE, choose, own_budget, relative_gain
 from ebbench.advice.halving import SearchResult
 from ebbench.advice.results import Advice, AdviceQuestion, BudgetedPolicy, GainCurve, PolicyScore, Tuning
 from ebbench.advice.theory import ExpectedLoad, predict, sign_changes
+from ebbench.analysis.api_server_load import left_out, processes_needed
 from ebbench.analysis.slo import Slo
 from ebbench.analysis.summary import summarise
 from ebbench.runs.cell import Cell, simulated
@@ -134,9 +135,18 @@ def advise(question: AdviceQuestion, store: RunStore, found: SearchResult, *, wi
         question, load, theory, scores, chosen, reason,
         probe(concurrency_cells(question, load), store, log=True) if with_crossover else None,
         probe(mix_cells(question, load), store, log=False) if with_crossover else None,
-        notes=(*plan.warnings, *filter(None, [time_note(plan.facts)])),
+        notes=(*plan.warnings, *filter(None, [time_note(plan.facts)]), *_api_server(store, first)),
         dropped=found.dropped,
     )  # fmt: skip
+
+
+def _api_server(store: RunStore, cell: Cell) -> list[str]:
+    """What is left out of a finished run if vLLM's API server could not have streamed it."""
+    requests, total, output = (
+        figure(store, cell, key) for key in ("request_throughput", "total_token_throughput", "output_throughput")
+    )
+    warning = left_out(processes_needed(requests, total - output, output), 1)
+    return [] if warning is None else [f"{warning.message.rstrip('.')} (`ebbench run --api-server`)"]
 
 
 def score(question: AdviceQuestion, store: RunStore, finalists: Sequence[BudgetedPolicy]) -> tuple[PolicyScore, ...]:

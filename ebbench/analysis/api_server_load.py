@@ -15,6 +15,30 @@ BUSY = 0.8
 """Share of a process's time from which its queue delays answers noticeably."""
 
 
+def processes_needed(requests_per_s: float, prompt_tokens_per_s: float, output_tokens_per_s: float) -> float:
+    """Processes of vLLM's API server on a data-centre host that a load keeps busy all the time."""
+    costs = find_api_server(CLASS)
+    busy_us = (
+        costs.request_us * requests_per_s
+        + costs.prompt_token_us * prompt_tokens_per_s
+        + costs.token_us * output_tokens_per_s
+    )
+    return busy_us * 1e-6
+
+
+def left_out(needed: float, processes: int) -> RunWarning | None:
+    """A warning if ``needed`` processes are too many for those that vLLM starts, which were not simulated."""
+    if needed < BUSY * processes:
+        return None
+    return RunWarning(
+        "api-server",
+        f"These requests and answers keep {needed:.1f} processes of vLLM's API server busy on a data-centre host "
+        f"({find_api_server(CLASS).token_us:g} us per token); vLLM starts {processes}. They are left out here: a real "
+        "server answers later, or fewer requests.",
+        f"Add --api-server {CLASS}, with --api-server-count for several processes.",
+    )
+
+
 def api_server_warning(
     engine: str, options: EngineOptions, facts: Mapping[str, Any], metrics: Metrics
 ) -> RunWarning | None:
@@ -24,19 +48,6 @@ def api_server_warning(
     """
     if engine not in VIRTUAL_TIME or options.api_server != OFF or not metrics.duration_s:
         return None
-    costs, processes = find_api_server(CLASS), int(facts.get("answering_units", 1))
-    busy_us = (
-        costs.token_us * metrics.total_output_tokens
-        + costs.request_us * metrics.completed
-        + costs.prompt_token_us * metrics.total_input_tokens
-    )
-    needed = busy_us * 1e-6 / metrics.duration_s
-    if needed < BUSY * processes:
-        return None
-    return RunWarning(
-        "api-server",
-        f"These requests and answers keep {needed:.1f} processes of vLLM's API server busy on a data-centre host "
-        f"({costs.token_us:g} us per token); vLLM starts {processes}. This run leaves them out: a real server answers "
-        "later, or fewer requests.",
-        f"Add --api-server {CLASS}.",
-    )
+    each = metrics.completed, metrics.total_input_tokens, metrics.total_output_tokens
+    needed = processes_needed(*(amount / metrics.duration_s for amount in each))
+    return left_out(needed, int(facts.get("answering_units", 1)))

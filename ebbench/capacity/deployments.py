@@ -29,6 +29,7 @@ from ebbench.capacity.probe import ProbeReading, ProbeTables, read_measured
 from ebbench.capacity.saturated import SESSIONS_PER_OPEN, saturated_rate, shares_prefixes
 from ebbench.config.topology import PoolSpec, TopologySpec
 from ebbench.devices import load_device
+from ebbench.devices.apiserver import OFF
 from ebbench.engines.base import EngineOptions
 from ebbench.engines.setup import EngineSetup, make_engine
 from ebbench.errors import UsageError
@@ -58,7 +59,8 @@ class Candidate:
 
 @dataclass(frozen=True)
 class PlanTask:
-    """The load to serve. ``plan``: further arguments of build_plan; ``sessions``: fewest per run."""
+    """The load to serve. ``plan``: further arguments of build_plan; ``sessions``: fewest per run; ``api_server``,
+    ``api_server_count``: as in EngineOptions."""
 
     candidate: Candidate
     model: str
@@ -70,6 +72,8 @@ class PlanTask:
     sessions: int
     seed: int
     max_model_len: int
+    api_server: str = OFF
+    api_server_count: int | None = None
 
 
 @dataclass(frozen=True)
@@ -247,6 +251,8 @@ def _run(task: PlanTask, plan: Plan, load: float, replicas: int = 1) -> ProbeRea
         max_num_seqs=candidate.max_num_seqs,
         max_num_batched_tokens=candidate.max_num_batched_tokens,
         max_model_len=task.max_model_len,
+        api_server=task.api_server,
+        api_server_count=task.api_server_count,
     )
     device = load_device(
         candidate.device,

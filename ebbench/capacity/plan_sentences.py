@@ -9,8 +9,10 @@ from typing import Any
 
 from rich.table import Table
 
+from ebbench.analysis.api_server_load import left_out
 from ebbench.capacity.choose import Costed, DeploymentChoice
 from ebbench.capacity.deployments import HEADROOM, WITHIN, Candidate, Level, PlanTask
+from ebbench.devices.apiserver import OFF
 from ebbench.render import numbers
 from ebbench.render.tables import framed
 
@@ -124,8 +126,16 @@ def _remarks(found: DeploymentChoice, task: PlanTask, prices: Mapping[str, float
         f"{best.deployment.gpus} {'GPU' if best.deployment.gpus == 1 else 'GPUs'}"
         + (f", {_per_million(best, prices):.3g} per million output tokens, " if prices else "")
         + (f"{_per_thousand(best, task):.3g} per 1,000 requests." if prices else "."),
+        *_api_servers(found, task),
     ]
     return lines if _varied(found)(candidate) else [lines[0], sizes, *lines[1:]]
+
+
+def _api_servers(found: DeploymentChoice, task: PlanTask) -> list[str]:
+    """A warning about the deployment whose API servers, which were left out, would be busiest: one per replica."""
+    needed = [each.deployment.reading.api_servers for each in found.found if each.deployment.reading]
+    warning = left_out(max(needed), 1) if needed and task.api_server == OFF else None
+    return [] if warning is None else [f"Per replica: {warning}"]
 
 
 def _requests_per_s(each: Costed, task: PlanTask) -> float:

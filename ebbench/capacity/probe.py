@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
+from ebbench.analysis.api_server_load import processes_needed
 from ebbench.analysis.columns import MISSING, Ints, Mask, RequestColumns
 from ebbench.analysis.metrics import meets
 from ebbench.analysis.slo import METRICS, slo_from_limits
@@ -49,7 +50,7 @@ class ProbeReading:
     counted requests that met the joint limits (1 if only percentiles are limited). ``completed_sessions_per_s``:
     sessions that ended in the steady window. ``shares``: share that met each limit alone. ``ttft_ms``, ``tpot_ms``:
     medians; ``ttft_high_ms``, ``tpot_high_ms``: percentiles at the required attainment. ``memory_full``: share of the
-    time with a full KV cache.
+    time with a full KV cache. ``api_servers``: processes of vLLM's API server that the counted requests keep busy.
     """
 
     probe: Probe
@@ -71,6 +72,7 @@ class ProbeReading:
     ttft_high_ms: float | None
     tpot_high_ms: float | None
     memory_full: float
+    api_servers: float = 0.0
 
     @property
     def decides(self) -> bool:
@@ -144,6 +146,11 @@ def read_measured(
         ttft_high_ms=_quantile_ms(ttft, limits.attainment),
         tpot_high_ms=_quantile_ms(tpot, limits.attainment),
         memory_full=_memory_full(run.steps, windows),
+        api_servers=processes_needed(
+            _per_second(float(ok.sum()), length_s),
+            _per_second(float(columns.input_tokens[ok].sum()), length_s),
+            _per_second(float(tokens[ok].sum()), length_s),
+        ),
     )
 
 

@@ -7,10 +7,12 @@ from collections.abc import Mapping, Sequence
 
 from rich.table import Table
 
+from ebbench.analysis.api_server_load import left_out
 from ebbench.capacity.drive import SearchOutcome
 from ebbench.capacity.limits import LatencyLimits
 from ebbench.capacity.probe import ProbeReading
 from ebbench.capacity.search_types import Estimate
+from ebbench.records.manifest import RunWarning
 from ebbench.render import numbers
 from ebbench.render.tables import framed
 
@@ -76,8 +78,13 @@ def table(found: Mapping[str, SearchOutcome], by_concurrency: bool) -> Table:
     return shown
 
 
-def remarks(found: Mapping[str, SearchOutcome], limits: LatencyLimits, by_concurrency: bool) -> list[str]:
-    """Notes below the table: curves, why a search stopped, what the limit means."""
+def remarks(
+    found: Mapping[str, SearchOutcome], limits: LatencyLimits, by_concurrency: bool, api_servers_left_out: int = 0
+) -> list[str]:
+    """Notes below the table: curves, why a search stopped, what the limit means.
+
+    ``api_servers_left_out``: processes of vLLM's API server that a simulation leaves out; 0 if it does not.
+    """
     lines = []
     if any(outcome.readings for outcome in found.values()):
         lines.append(f"Latencies and goodput are those of the probe nearest to capacity. Limits: {limits}.")
@@ -95,7 +102,15 @@ def remarks(found: Mapping[str, SearchOutcome], limits: LatencyLimits, by_concur
         if outcome.stopped:
             lines.append(f"{policy}: stopped by {outcome.stopped} before the interval was as narrow as asked.")
         lines += _open_ends(policy, outcome, by_concurrency)
+    if (warning := _api_servers(found, api_servers_left_out)) is not None:
+        lines.append(str(warning))
     return lines
+
+
+def _api_servers(found: Mapping[str, SearchOutcome], processes: int) -> RunWarning | None:
+    """A warning if, at the highest capacity, API servers that were left out would be busy for most of the time."""
+    needed = [outcome.nearest.api_servers for outcome in found.values() if outcome.readings]
+    return left_out(max(needed), processes) if processes and needed else None
 
 
 def _open_ends(policy: str, outcome: SearchOutcome, by_concurrency: bool) -> list[str]:

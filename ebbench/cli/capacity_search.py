@@ -15,6 +15,9 @@ from ebbench.capacity.limits import LatencyLimits, parse_limits
 from ebbench.cli.capacity_probes import RunProber, one_server
 from ebbench.cli.preflight import check_counts, check_options, default_policies, is_server, parse_policies
 from ebbench.cli.run_policies import RunConfig, device_of, engine_of, with_label
+from ebbench.devices.apiserver import OFF
+from ebbench.engines.base import VIRTUAL_TIME, Engine
+from ebbench.engines.sim import SimEngine
 from ebbench.errors import EbbenchError, InterruptedRunError, RunError, UsageError
 from ebbench.records import files
 from ebbench.records.run import default_run_dir
@@ -81,7 +84,7 @@ def search_all(question: CapacityQuestion, *, plot: Path | None, as_json: bool) 
     engine, sentence = engine_of(config)
     device = device_of(config)
     config = with_label(config, engine)
-    folder, begun = _folder(question, limits), time.monotonic()
+    folder, begun, left_out = _folder(question, limits), time.monotonic(), _api_servers_left_out(question, engine)
     if not question.quiet:
         messages.print(sentence, markup=False, soft_wrap=True)
         messages.print(sentences.announce(limits, question.by_concurrency), markup=False, soft_wrap=True)
@@ -96,16 +99,16 @@ def search_all(question: CapacityQuestion, *, plot: Path | None, as_json: bool) 
             with one_server(prober, quiet=question.quiet) as kept:
                 found[spec.name] = _search(question, limits, kept, budget, messages)
     except KeyboardInterrupt:
-        _show(found, limits, question, folder, as_json=as_json, plot=plot)
+        _show(found, limits, question, folder, left_out, as_json=as_json, plot=plot)
         raise InterruptedRunError(
             f"interrupted; probes are kept in {folder}, continue with the same command and --output-dir {folder}"
         ) from None
     except EbbenchError:
         _show({name: outcome for name, outcome in found.items() if outcome.readings}, limits, question, folder,
-              as_json=False, plot=plot)  # fmt: skip
+              left_out, as_json=False, plot=plot)  # fmt: skip
         raise
     _refuse_nothing(found)
-    _show(found, limits, question, folder, as_json=as_json, plot=plot)
+    _show(found, limits, question, folder, left_out, as_json=as_json, plot=plot)
 
 
 def _budget(question: CapacityQuestion, begun: float, policies_left: int) -> SearchBudget:
@@ -229,8 +232,8 @@ def _search(
 
 
 def _show(
-    found: Mapping[str, SearchOutcome], limits: LatencyLimits, question: CapacityQuestion, folder: Path, *,
-    as_json: bool, plot: Path | None,
+    found: Mapping[str, SearchOutcome], limits: LatencyLimits, question: CapacityQuestion, folder: Path,
+    api_servers_left_out: int, *, as_json: bool, plot: Path | None,
 ) -> None:  # fmt: skip
     """Store the results beside the probes, then print or draw them."""
     from rich.console import Console
@@ -249,5 +252,13 @@ def _show(
     elif found:
         console = Console(highlight=False)
         console.print(sentences.table(found, question.by_concurrency))
-        for line in sentences.remarks(found, limits, question.by_concurrency):
+        for line in sentences.remarks(found, limits, question.by_concurrency, api_servers_left_out):
             console.print(line, markup=False, soft_wrap=True)
+
+
+def _api_servers_left_out(question: CapacityQuestion, engine: Engine) -> int:
+    """Processes of vLLM's API server that the simulation leaves out; 0 where it has them, or a real server does."""
+    if question.engine.api_server != OFF or engine.name not in VIRTUAL_TIME:
+        return 0
+    topology = engine.topology if isinstance(engine, SimEngine) else None
+    return topology.pools[-1].units if topology is not None else 1

@@ -47,6 +47,8 @@ class CandidateFlags:
         list[int] | None, opt("--max-num-seqs", help="N; repeat. Default: 1024.", panel=_CHOICE)
     ] = None
     max_model_len: load.MaxModelLen = None
+    api_server: load.ApiServer = "off"
+    api_server_count: load.ApiServerCount = None
     price: Annotated[
         list[str] | None,
         opt("--price", help="Per GPU-hour: h200=3.5, or a TOML file. Default: the fewest GPUs.", panel=_CHOICE),

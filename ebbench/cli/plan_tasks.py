@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from ebbench.capacity.deployments import Candidate, PlanTask
 from ebbench.capacity.limits import parse_limits
 from ebbench.cli.preflight import check_counts, parse_policies
+from ebbench.devices.apiserver import chosen_api_server
 from ebbench.devices.profiles import find_model, find_profile, list_devices
 from ebbench.engines.base import EngineOptions
 from ebbench.errors import UsageError
@@ -27,6 +28,7 @@ def tasks_of(workload: str, target: TargetFlags, requests: RequestFlags, choice:
     check_counts(request_rate=target.request_rate)
     limits = parse_limits(target.goodput or (), target.attainment)
     find_model(choice.model)
+    chosen_api_server(choice.api_server, choice.api_server_count)
     policies = [spec.name for spec in parse_policies(choice.policy or DEFAULT_POLICIES)]
     sizes = choice.tp or DEFAULT_TP
     for size in sizes:
@@ -52,6 +54,8 @@ def tasks_of(workload: str, target: TargetFlags, requests: RequestFlags, choice:
             sessions=_SESSIONS,
             seed=requests.seed,
             max_model_len=longest,
+            api_server=choice.api_server,
+            api_server_count=choice.api_server_count,
         )
         for device, tp, policy, budget, most in product(devices, sizes, policies, budgets, seqs)
     ]
