@@ -140,9 +140,14 @@ class EngineFlags:
 _OF_A_START = tuple(
     one.name
     for one in fields(EngineFlags)
-    if one.name not in ("policy", "engine", "device", "model", "max_model_len", "api_server", "api_server_count")
-)
-"""Options that take effect where a server is started; the others name what is measured, or are refused elsewhere."""
+    if one.name
+    not in (
+        "policy", "engine", "device", "model", "max_num_seqs", "max_num_batched_tokens", "max_model_len", "api_server",
+        "api_server_count",
+    )
+)  # fmt: skip
+"""Options that take effect where a server is started. The others name what is measured, are refused elsewhere, or are
+B and N, which ``run`` takes with any engine: for a running server it says that they change nothing."""
 
 
 @dataclass(frozen=True)

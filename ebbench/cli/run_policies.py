@@ -14,7 +14,7 @@ from ebbench.analysis.economy import PRICE
 from ebbench.cli.cluster_flags import ClusterOptions
 from ebbench.cli.preflight import check_counts, check_fits, check_options
 from ebbench.cli.repeats import beforehand, why_stop
-from ebbench.engines.checks import refuse_queue_limits
+from ebbench.engines.checks import refuse_queue_limits, stated_limits
 from ebbench.engines.setup import is_server, journalled, make_engine, policy_label, with_ramp
 from ebbench.errors import EbbenchError, InterruptedRunError, RunError, UsageError
 from ebbench.records.manifest import RunWarning, wall_clock_ns
@@ -315,7 +315,7 @@ def measure(
 
     warnings = _load_warnings(spec, plan, config.options)
     if is_server(config.engine):
-        warnings = policy_label(engine, spec).warnings
+        warnings = (*policy_label(engine, spec).warnings, *stated_limits(config.options))
     context = RunContext(
         plan,
         spec,

@@ -14,6 +14,7 @@ from ebbench.devices.apiserver import OFF, chosen_api_server
 from ebbench.devices.base import Device
 from ebbench.engines.base import EngineOptions
 from ebbench.errors import UsageError
+from ebbench.records.manifest import RunWarning
 from ebbench.records.plan import Plan
 from vllm_eb.policy import PolicySpec, least_seqs, least_tokens
 
@@ -117,6 +118,8 @@ def refuse_server_settings(server: str, names: Sequence[str], remedy: str = "lea
 
 _OF_REQUESTS = frozenset({"warmup", "max_model_len", "api_server", "api_server_count"})
 """Options that the load generator uses too, and those that :func:`refuse_api_server` refuses."""
+_STATED = ("max_num_seqs", "max_num_batched_tokens")
+"""Settings that are taken for a running server too, and said to change nothing."""
 
 
 def changed_settings(options: EngineOptions) -> list[str]:
@@ -124,7 +127,26 @@ def changed_settings(options: EngineOptions) -> list[str]:
     return [
         option_name(one.name)
         for one in fields(EngineOptions)
-        if one.name not in _OF_REQUESTS and getattr(options, one.name) != one.default
+        if one.name not in (*_OF_REQUESTS, *_STATED) and getattr(options, one.name) != one.default
+    ]
+
+
+def stated_limits(options: EngineOptions) -> list[RunWarning]:
+    """A warning if B or N were given for a server that already runs with its own."""
+    given = [
+        f"{option_name(name)} {getattr(options, name):,}"
+        for name in _STATED
+        if getattr(options, name) != getattr(EngineOptions, name)
+    ]
+    if not given:
+        return []
+    return [
+        RunWarning(
+            "stated-limits",
+            f"{' and '.join(given)} changed nothing: the server runs already, with limits of its own that it does not "
+            "report.",
+            "Start the server with them.",
+        )
     ]
 
 

@@ -11,8 +11,6 @@ from ebbench.cli import main
 
 SERVER = ("--engine", "http://127.0.0.1:1")
 OF_A_START = (
-    ("--max-num-seqs", "1024"),  # refused at its default too
-    ("--max-num-batched-tokens", "4096"),
     ("--max-num-active-seqs", "8"),
     ("--max-num-queued-reqs", "9"),
     ("--max-num-queued-tokens", "99"),

@@ -92,6 +92,18 @@ def test_a_silent_server_has_a_label_that_is_stated_and_not_verified(tmp_path: P
     assert json.loads(run_json(tmp_path / "run"))[0]["policy"] == "eb"
 
 
+def test_limits_given_for_a_running_server_are_said_to_change_nothing(
+    reporting: FakeServerProcess, tmp_path: Path
+) -> None:
+    limits = ("--max-num-seqs", "64", "--max-num-batched-tokens", "2048")
+    code, _, _ = run(reporting, tmp_path / "run", "-c", "4", *limits)
+    assert code == 0
+    manifest = Run.load(tmp_path / "run").manifest
+    assert manifest.options == {}
+    (said,) = [str(warning) for warning in manifest.warnings if warning.code == "stated-limits"]
+    assert "--max-num-seqs 64 and --max-num-batched-tokens 2,048 changed nothing" in said
+
+
 def run_json(folder: Path) -> str:
     return CliRunner().invoke(app, ["show", str(folder), "--json"]).stdout
 
