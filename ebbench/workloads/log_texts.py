@@ -60,20 +60,42 @@ def text_of(value: Any) -> str:
 
 
 def _message(message: Mapping[str, Any]) -> str:
+    found, calls = "", _calls(message)
     for key in ("content", "text", "parts", "messages", "prompt", "value"):
         if key in message:
-            inner = text_of(message[key])
-            return f"{message['role']}: {inner}" if "role" in message else inner
-    return ""
+            found = text_of(message[key])
+            break
+    else:
+        if not calls:
+            return ""
+    text = "\n".join(filter(None, (found, calls)))
+    return f"{message['role']}: {text}" if "role" in message else text
+
+
+def _calls(message: Mapping[str, Any]) -> str:
+    """Names and arguments of the tools that a message calls, which are tokens of the model as well."""
+    calls = message.get("tool_calls") or [message.get("function_call")]
+    if not isinstance(calls, Sequence):
+        return ""
+    functions = [call.get("function", call) for call in calls if isinstance(call, Mapping)]
+    if message.get("type") == "function_call":
+        functions.append(message)
+    words = [one.get(key) for one in functions if isinstance(one, Mapping) for key in ("name", "arguments")]
+    return "\n".join(word for word in words if isinstance(word, str))
 
 
 def answer_of(value: Any) -> str:
-    """The text of a response: a string, a message, or the first choice of a completion; empty for anything else."""
+    """The text of a response: a string, a message, or the first choice of a completion; empty for anything else.
+
+    Thinking and tool calls are part of it, as they are of the output tokens.
+    """
     if isinstance(value, Mapping):
-        for key in ("choices", "message", "body", "content", "text", "output"):
-            if value.get(key):
-                return answer_of(value[key])
-        return ""
+        if isinstance(choices := value.get("choices"), Sequence) and choices:
+            return answer_of(choices[0])
+        thinking = value.get("reasoning_content") or value.get("reasoning")
+        own = next((value[key] for key in ("message", "body", "content", "text", "output") if value.get(key)), "")
+        parts = (thinking if isinstance(thinking, str) else "", answer_of(own), _calls(value))
+        return "\n".join(filter(None, parts))
     if isinstance(value, Sequence) and not isinstance(value, str):
-        return answer_of(value[0]) if value else ""
+        return "\n".join(filter(None, map(answer_of, value)))
     return value if isinstance(value, str) else ""
