@@ -42,11 +42,11 @@ def queue_probe(rate: float, seed: int, limit_s: float, customers: int = 5000) -
     return Probe(rate, seed, (MetCounts(int(met.sum()), len(met), batches),))
 
 
-def search_queue(trial: int, limit_s: float) -> Estimate:
-    search = SearchSettings((Requirement("ttft", SHARE),), start=5.0)
+def search_queue(trial: int, limit_s: float, customers: int = 5000, precision: float = 0.02) -> Estimate:
+    search = SearchSettings((Requirement("ttft", SHARE),), start=5.0, precision=precision)
     probes: list[Probe] = []
     while len(probes) < 60 and (load := next_load(search, probes)) is not None:
-        probes.append(queue_probe(load, 1000 * trial + len(probes), limit_s))
+        probes.append(queue_probe(load, 1000 * trial + len(probes), limit_s, customers))
     return estimate(search, probes)
 
 
@@ -58,6 +58,14 @@ def test_the_interval_covers_the_truth_and_the_estimate_is_close(limit_s: float)
     assert len(errors) == 200
     assert float(np.median(errors)) < 0.01
     assert sum(error <= 0.02 for error in errors) >= 180
+    assert sum(each.low <= truth <= each.high for each in found) >= 180
+
+
+def test_the_interval_covers_the_truth_in_short_runs_too() -> None:
+    """A queue remembers for longer than a twentieth of 1,000 customers: batches of that length alone gave 167 of
+    200."""
+    truth = true_capacity(0.3)
+    found = [search_queue(trial, 0.3, customers=1000, precision=0.04) for trial in range(200)]
     assert sum(each.low <= truth <= each.high for each in found) >= 180
 
 
