@@ -129,6 +129,26 @@ def test_flow_control_answers_429_with_retry_after() -> None:
     assert refused.json()["error"]["type"] == "rate_limit_error"
 
 
+def test_a_body_above_the_limit_is_refused_with_413(servers) -> None:  # type: ignore[no-untyped-def]
+    servers[0].clear_ledger()
+    limit_bytes = 2000
+    padding = limit_bytes - len(json.dumps(BODY | {"user": ""}, separators=(",", ":")))
+    with gateway(servers[0].url, max_body_mb=limit_bytes / 1e6) as front:
+
+        def sent(user: str) -> httpx.Response:
+            content = json.dumps(BODY | {"user": user}, separators=(",", ":"))
+            return httpx.post(front.url + "/v1/completions", content=content, timeout=30, trust_env=False)
+
+        assert sent("x" * padding).status_code == 200
+        refused = sent("x" * (padding + 1))
+        assert _metric(front.url, 'ebbench_gateway_refused_total{status="413"}') == 1
+    assert refused.status_code == 413
+    error = refused.json()["error"]
+    assert (error["type"], error["code"]) == ("invalid_request_error", 413)
+    assert "0.002 MB" in error["message"]
+    assert len(servers[0].ledger()) == 1, "the upstream has seen the smaller one alone"
+
+
 def test_upstream_refusals_pass_unchanged() -> None:
     fault = parse_fault("status:code=429,retry_after=7")
     with FakeServerProcess(FakeConfig(faults=(fault,))) as server, gateway(server.url) as front:
