@@ -37,6 +37,7 @@ def reporting() -> Iterator[FakeServerProcess]:
 
 def run(server: FakeServerProcess, where: Path, *words: str, command: str = "run") -> tuple[int, str, str]:
     base = [command, "balanced", "--input-len", "16", "--output-len", "4", "-n", "20", "-q", "--engine", server.url]
+    base += ["--lag-limit-ms", "60000"]  # a busy machine must not decide
     done = CliRunner().invoke(app, [*base, "-o", str(where), *words])
     return done.exit_code, done.stdout, done.stderr
 
