@@ -21,8 +21,9 @@ Only completed requests count elsewhere; partial outputs are excluded.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -37,6 +38,8 @@ from ebbench.records.schema import ABANDONED
 LATENCIES = ("ttft", "tpot", "itl", "e2el")
 FURTHER_LATENCIES = ("ttfat", "ttft_from_send", "lag")
 """Latencies that are measured but not gated."""
+_GAPS_AT_ONCE = 1 << 20
+"""Gaps between tokens whose times are computed at once: those of all requests would take several times their memory."""
 
 
 @dataclass(frozen=True)
@@ -207,13 +210,23 @@ def _tokens_inside(columns: RequestColumns, windows: Sequence[Window]) -> float:
     gaps, counts = columns.gaps_of(ok), columns.gap_counts[ok]
     if not len(counts):
         return 0.0
-    stops = np.cumsum(counts)
-    running = np.concatenate([[0], np.cumsum(gaps)])
-    base = np.repeat(columns.first_token[ok] - running[stops - counts], counts)
+    stops, first_ns = np.cumsum(counts), columns.first_token[ok]
     weight = columns.output_tokens[ok] / (counts + 1)
     whole = None if (weight == 1).all() else weight
-    later = _inside(running[1:] + base, None if whole is None else np.repeat(whole, counts), windows)
-    return later + _inside(columns.first_token[ok], whole, windows)
+    later = 0.0
+    for rows in _some_gaps_at_once(stops):
+        own, part = counts[rows], gaps[stops[rows.start] - counts[rows.start] : stops[rows.stop - 1]]
+        running = np.concatenate([[0], np.cumsum(part)])
+        base = np.repeat(first_ns[rows] - running[np.cumsum(own) - own], own)
+        later += _inside(running[1:] + base, None if whole is None else np.repeat(whole[rows], own), windows)
+    return later + _inside(first_ns, whole, windows)
+
+
+def _some_gaps_at_once(stops: npt.NDArray[np.int64]) -> Iterator[slice]:
+    """Neighbouring requests with about _GAPS_AT_ONCE gaps together. ``stops``: index of the end of each one's gaps."""
+    cuts = np.searchsorted(stops, np.arange(_GAPS_AT_ONCE, int(stops[-1]), _GAPS_AT_ONCE)) + 1
+    edges = np.unique([0, *cuts.tolist(), len(stops)])
+    return (slice(int(first), int(end)) for first, end in pairwise(edges.tolist()))
 
 
 def _inside(

@@ -350,7 +350,8 @@ def _last_snapshot(spec: PolicySpec, plan: Plan, result: EngineResult) -> Progre
 
     from ebbench.engines.base import Progress
 
-    ok = result.requests.filter(pc.equal(result.requests["status"], "ok"))
+    counted = result.requests.select(["input_tokens", "output_tokens"])  # the gaps between tokens need not be copied
+    ok = counted.filter(pc.equal(result.requests["status"], "ok"))
     prompts, outputs = (pc.sum(ok[name]).as_py() or 0 for name in ("input_tokens", "output_tokens"))
     end_ns = pc.max(result.requests["end_ns"]).as_py() or 0
     mode = result.steps["mode"][-1].as_py() if result.steps.num_rows else ""

@@ -122,7 +122,8 @@ def _fold(steps: Sequence[tuple[int, Step]]) -> _Folded:
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, columns.schema, options=_COMPRESSED) as stream:
         stream.write_table(columns)
-    return _Folded(sink.getvalue(), Counter(instance for instance, _ in steps))
+    exact = pa.py_buffer(sink.getvalue().to_pybytes())  # the stream's own buffer has up to twice the size
+    return _Folded(exact, Counter(instance for instance, _ in steps))
 
 
 def _unfold(part: _Folded) -> pa.Table:

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ebbench.analysis import metrics
 from ebbench.analysis.columns import RequestColumns
 from ebbench.analysis.distribution import Distribution, samples_needed
 from ebbench.analysis.metrics import Metrics, measure
@@ -159,6 +160,11 @@ def test_metrics_agree_with_the_oracle(table: list[dict[str, Any]], slo: Slo, sp
         if windows:
             assert found.steady is not None
             assert found.steady.output_throughput == pytest.approx(oracle.steady_outputs / oracle.steady_s)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(metrics, "_GAPS_AT_ONCE", 3)
+                again = measure(RequestColumns.of(requests_table(table)), slo=slo, windows=windows).steady
+            assert again is not None
+            assert again.output_throughput == pytest.approx(found.steady.output_throughput)
             assert found.steady.request_throughput == pytest.approx(oracle.steady_ends / oracle.steady_s)
     assert found.slo_attainment == (pytest.approx(oracle.met / len(table)) if slo else None)
     assert found.cached_tokens == oracle.cached
