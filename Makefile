@@ -10,7 +10,7 @@ comma := ,
 # longest first.
 PYTEST = $(TEST)/bin/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: run dev setup test unit fast vllm coverage bytecode lint docs picture clean fuzz vllm-tests vllm-next serving nightly
+.PHONY: run dev setup test unit fast vllm coverage bytecode lint style types docs picture clean fuzz vllm-tests vllm-next serving nightly
 
 run: $(RUN)/.stamp
 	$(RUN)/bin/ebbench run sharegpt --policy v1 --policy eb --policy ebplus --device rtx-pro-6000 --model qwen3-8b
@@ -20,12 +20,13 @@ dev: $(TEST)/.stamp-dev
 
 setup: $(TEST)/.stamp
 
-# Lint runs beside the compilation of vLLM's modules, each on one core, and not beside the tests: these test load
-# generators, perhaps on two cores. What unit and vllm run is one session here: tests that wait and tests that compute
-# share the cores, to the end.
+# Style is checked before vLLM is installed, types beside the compilation of vLLM's modules, each on one core. Neither runs
+# beside the tests: these test load generators, perhaps on two cores. What unit and vllm run is one session here: tests
+# that wait and tests that compute share the cores, to the end.
 test:
+	$(MAKE) style
 	$(MAKE) setup
-	$(MAKE) -j 2 lint bytecode
+	$(MAKE) -j 2 types bytecode
 	$(PYTEST) -m "not nightly"
 
 vllm: $(TEST)/.stamp
@@ -46,11 +47,15 @@ fast: $(TEST)/.stamp-dev
 bytecode: $(TEST)/.stamp
 	$(TEST)/bin/python -c "import vllm.entrypoints.cli.serve, vllm.v1.engine.core, vllm.v1.worker.cpu_model_runner"
 
-lint: $(TEST)/.stamp-dev
+lint: style types
+
+style: $(TEST)/.stamp-dev
 	$(TEST)/bin/ruff check .
 	$(TEST)/bin/ruff format --check .
-	$(TEST)/bin/mypy
 	$(TEST)/bin/lint-imports
+
+types: $(TEST)/.stamp-dev
+	$(TEST)/bin/mypy
 
 # The documentation site, into site/. Strict: a broken link is an error.
 docs: $(TEST)/.stamp-dev
