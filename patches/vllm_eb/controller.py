@@ -125,6 +125,12 @@ class Controller:
             return self._queue.order(now_s, prompt_tokens)
         return self._strategy.queue_order(now_s, seen_s, prompt_tokens)
 
+    def order_stands(self, now_s: float, oldest_s: float, waiting: int, prompt_tokens: int) -> bool:
+        """As :meth:`Strategy.order_stands`; False where the order is not the strategy's."""
+        return self._queue is self._strategy.queue and self._strategy.order_stands(
+            now_s, oldest_s, waiting, prompt_tokens
+        )
+
     @property
     def prompt_tokens_wanted(self) -> int:
         """Up to how many tokens ``View.prompt_tokens`` is to be counted; 0: not at all."""

@@ -44,6 +44,9 @@ _ENDS = (
 )
 
 
+_RUNNING = RequestStatus.RUNNING  # members of an Enum take long to look up
+
+
 class _NothingScheduledError(Exception):
     """The step being scheduled would be empty, and another one can replace it."""
 
@@ -135,7 +138,7 @@ class _PhasedScheduler(Scheduler):  # type: ignore[misc]
     def _view(self) -> View:
         if self._prefilling:
             # A preempted, finished or aborted request is no longer running; vLLM sets the flag.
-            self._prefilling = [r for r in self._prefilling if r.is_prefill_chunk and r.status == RequestStatus.RUNNING]
+            self._prefilling = [r for r in self._prefilling if r.is_prefill_chunk and r.status == _RUNNING]
         now_s, prefilling = self._clock(), len(self._prefilling)
         return View(
             now_s=now_s,
@@ -272,8 +275,8 @@ class _PhasedScheduler(Scheduler):  # type: ignore[misc]
         For a running request vLLM frees blocks by preempting the running request of the lowest priority. If that one is
         set aside, vLLM does not see it: it is preempted here, and as in vLLM nothing is admitted in such a step.
         """
-        while (blocks := allocate(request, *args, **kwargs)) is None and request.status == RequestStatus.RUNNING:
-            others = [one for one in self._set_aside if one.status == RequestStatus.RUNNING]
+        while (blocks := allocate(request, *args, **kwargs)) is None and request.status == _RUNNING:
+            others = [one for one in self._set_aside if one.status == _RUNNING]
             victim = max(others, key=lambda one: (one.priority, one.arrival_time), default=request)
             if victim is request or victim in self.running:
                 break
@@ -340,7 +343,7 @@ def _merged(before: list[Request], after: list[Request], shown: int) -> list[Req
     """All running requests in order: those set aside and remaining ones in their places, new ones at the end."""
     if len(after) >= shown:  # vLLM admits nothing in a step in which it preempts
         return before + after[shown:]
-    return [request for request in before if request.status == RequestStatus.RUNNING]
+    return [request for request in before if request.status == _RUNNING]
 
 
 class EBSyncScheduler(_PhasedScheduler):

@@ -141,12 +141,8 @@ class TokenDebt:
     def __init__(self, tpot_s: float | None) -> None:
         self._tpot_s = tpot_s
         self._debt_s = self._last_s = 0.0
-        self._too_much = False
-
-    @property
-    def exceeded(self) -> bool:
+        self.exceeded = False
         """Whether prompts should wait."""
-        return self._too_much
 
     def observe(self, now_s: float, *, decoding: int, stepped: bool, answer_tokens: float, reachable: bool) -> None:
         """Update the debt at ``now_s``. ``stepped``: each of the ``decoding`` sequences got a token since the last
@@ -156,10 +152,10 @@ class TokenDebt:
         """
         passed_s, self._last_s = now_s - self._last_s, now_s
         if self._tpot_s is None or not decoding or not reachable:
-            self._debt_s, self._too_much = 0.0, False
+            self._debt_s, self.exceeded = 0.0, False
             return
         allowance_s = answer_tokens * self._tpot_s
         paid_s = DEBT_PAID * self._tpot_s if stepped else 0.0
         self._debt_s = min(max(self._debt_s + passed_s - paid_s, 0.0), DEBT_FORGOTTEN * allowance_s)
         # Two thresholds (hysteresis), so that refills come in bulk.
-        self._too_much = self._debt_s >= (DEBT_LOW if self._too_much else DEBT_HIGH) * allowance_s
+        self.exceeded = self._debt_s >= (DEBT_LOW if self.exceeded else DEBT_HIGH) * allowance_s

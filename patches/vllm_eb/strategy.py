@@ -158,6 +158,13 @@ class Strategy:
         """The next step. None: the controller alternates phases by :meth:`refill_due`."""
         return None
 
+    def order_stands(self, now_s: float, oldest_s: float, waiting: int, prompt_tokens: int) -> bool:
+        """Whether ``waiting`` never-started requests in the order of their arrival certainly need no other order.
+
+        ``oldest_s``: arrival of the first; ``prompt_tokens``: of all of them. If True, it counts as an ordering.
+        """
+        return False
+
     def queue_order(self, now_s: float, seen_s: Times, prompt_tokens: Counts) -> Places:
         """New order of never-started requests as indices; called only if there is a ``queue``."""
         return np.arange(len(seen_s))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,8 @@ import numpy.typing as npt
 
 from vllm_eb import compat
 from vllm_eb.controller import Controller
+
+SHORT = 32  # requests
 
 
 class WaitingOrder:
@@ -52,12 +55,27 @@ class WaitingOrder:
         """Order the queue if due; returns the waiting time (s) of the oldest request that can meet its target."""
         queue = self._controller.queue
         if queue.due(now_s):
-            if waiting:
-                self._reorder(waiting, now_s)
-            else:
+            if not waiting:
                 self.forget()
                 queue.emptied(now_s)
+            elif not self._stands(waiting, now_s):
+                self._reorder(waiting, now_s)
         return queue.oldest_wait_s(now_s)
+
+    def _stands(self, waiting: Any, now_s: float) -> bool:
+        """Whether the queue is short and certainly needs no other order, which costs less to find out than an order."""
+        if len(waiting) > SHORT:
+            return False
+        prompt_tokens, oldest_s, last_s = 0, None, -math.inf
+        for request in waiting:
+            seen_s = self.arrived_s.get(request.request_id)
+            if seen_s is None or seen_s < last_s or request.num_preemptions:
+                return False
+            if oldest_s is None:
+                oldest_s = seen_s
+            last_s = seen_s
+            prompt_tokens += request.num_prompt_tokens
+        return oldest_s is not None and self._controller.order_stands(now_s, oldest_s, len(waiting), prompt_tokens)
 
     def _reorder(self, waiting: Any, now_s: float) -> None:
         started, fresh = self._read(waiting)

@@ -57,6 +57,7 @@ class Checks:
     slots: int = 0
     device: Device = field(default_factory=Device)
     features: dict[str, Any] = field(default_factory=dict)
+    seen: set[str] = field(default_factory=set)  # ids that were in the engine between two steps, or in a step
 
     def __post_init__(self) -> None:
         self.engine.watch = self._output
@@ -64,6 +65,7 @@ class Checks:
     def state(self) -> None:
         """The queues and the KV cache between two steps."""
         scheduler = self.engine.scheduler
+        self._work()
         running = [request.request_id for request in scheduler.running]
         queues = [scheduler.waiting, getattr(scheduler, "kv_holding_waiting", ())]
         waiting = [request.request_id for queue in queues for request in queue]
@@ -77,9 +79,30 @@ class Checks:
         encoder = scheduler.encoder_cache_manager
         hold(0 <= encoder.num_free_slots <= encoder.num_freeable_slots <= encoder.cache_size, "encoder cache overdrawn")
 
+    def _work(self) -> None:
+        """Whether there is work, as the engine asks: data-parallel ranks begin and end their waves by the answers."""
+        from vllm.v1.core.sched.interface import PauseState
+
+        scheduler = self.engine.scheduler
+        held = len(getattr(scheduler, "kv_holding_waiting", ()))
+        unfinished = {
+            PauseState.UNPAUSED: len(scheduler.requests),
+            PauseState.PAUSED_NEW: len(scheduler.running) + held,
+            PauseState.PAUSED_ALL: 0,
+        }[scheduler.pause_state]
+        if scheduler.pause_state != PauseState.PAUSED_ALL:  # streaming sessions between two turns have no work
+            unfinished -= scheduler.num_waiting_for_streaming_input
+        hold(scheduler.get_num_unfinished_requests() == unfinished, "the number of unfinished requests is wrong")
+        hold(scheduler.has_unfinished_requests() == (unfinished > 0), "a wave would end too early or too late")
+        self.seen |= scheduler.requests.keys()
+        unannounced = self.seen - scheduler.requests.keys() - self.device.announced.keys()
+        hold(scheduler.has_finished_requests() == bool(unannounced), "ends of requests that no step will announce")
+        hold(scheduler.has_requests() == bool(unfinished or unannounced), "the engine would sleep, or never sleep")
+
     def _output(self, decoding: set[str], output: Any) -> None:
         """One output, as it leaves the scheduler. ``decoding``: ids that were decoding before."""
         tokens = output.num_scheduled_tokens
+        self.seen |= tokens.keys()
         hold(sum(tokens.values()) == output.total_num_scheduled_tokens <= self.engine.budget, "budget exceeded")
         scheduler = self.engine.scheduler
         if self.slots:

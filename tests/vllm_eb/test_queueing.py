@@ -96,6 +96,42 @@ def test_before_their_patience_is_over_late_ones_get_no_turn() -> None:
     assert queue.order(PATIENCE + 0.1, [0.0, PATIENCE], [100, 100], WORK).tolist() == [0, 1]
 
 
+@given(
+    st.lists(st.tuples(st.floats(0, 12), st.integers(1, 5000)), min_size=1, max_size=12),
+    st.floats(0, 0.3),
+    st.floats(0, 2),
+)
+def test_an_order_that_stands_is_the_order_made_anew(
+    requests: list[tuple[float, int]], answer_s: float, lead_s: float
+) -> None:
+    """Requests in the order of their arrival: if they need no other order, ordering them changes nothing."""
+    now_s, work = 100.0, Work(1e-3, answer_s, lead_s)
+    seen_s = sorted(now_s - age_s for age_s, _ in requests)
+    tokens = [count for _, count in requests]
+    asked, ordered = PunctualQueue(10.0), PunctualQueue(10.0)
+    for queue in (asked, ordered):
+        queue.order(90.0, [], [], work)
+    places = ordered.order(now_s, seen_s, tokens, work)
+    if not asked.stands(now_s, seen_s[0], len(tokens), sum(tokens), work):
+        assert asked.due(90.3)  # nothing was recorded
+        return
+    assert places.tolist() == list(range(len(tokens)))
+    for later_s in (100.01, 100.3):
+        assert (asked.oldest_wait_s(later_s), asked.due(later_s)) == (
+            ordered.oldest_wait_s(later_s),
+            ordered.due(later_s),
+        )
+
+
+def test_requests_that_all_have_time_need_no_other_order() -> None:
+    """Three prompts of 1 s, two answers of 1 s in between: 5 s, so the oldest may have waited for 10 - 0.5 - 5 s."""
+    work = Work(1e-3, 1.0, 0.5)
+    for waited_s, stands in ((4.4, True), (4.6, False)):
+        queue = PunctualQueue(10.0)
+        assert queue.stands(100.0, 100.0 - waited_s, 3, 3000, work) == stands
+        assert queue.due(100.01) != stands
+
+
 def test_an_order_due_while_nothing_waits_is_an_order_of_none() -> None:
     """It starts the time to the next one, and there is no oldest request any more."""
     ordered, emptied = PunctualQueue(10.0), PunctualQueue(10.0)

@@ -23,6 +23,7 @@ from vllm_eb.strategy import Change, EngineFacts, PhaseState, StepChoice, Strate
 ALLOWED_EVERY = 16  # decisions between two updates of the batch size that the TPOT target allows
 
 NOTHING_TO_REFILL = Choice("decode")
+KEEP_DECODING = StepChoice("decode", "eb")
 ONE_TOKEN = 1.5  # tokens; a mean response below it is mostly one token
 
 
@@ -136,6 +137,8 @@ class MarginalPolicy(Strategy):
             return StepChoice("prefill", "eb", token_budget=self._chunk)
         refill = phases.refill(view)
         choice = self._cheapest_step(view, refill, blocked=phases.pop_blocked())
+        if choice.way == "decode" == phases.phase:
+            return KEEP_DECODING
         return StepChoice(
             choice.way,
             "mb" if choice.way == "mixed" else "eb",
@@ -157,13 +160,14 @@ class MarginalPolicy(Strategy):
         if self._service.tpot_s is not None and self._decisions % ALLOWED_EVERY == 0:
             self.plan_batch()
         self._room.observe(view.decoding + view.prefilling, view.preempted)
-        self._debt.observe(
-            view.now_s,
-            decoding=view.decoding,
-            stepped=stepped,
-            answer_tokens=self._answers.mean,
-            reachable=self._tpot_in_reach and not self._one_token,
-        )
+        if self._service.tpot_s is not None:
+            self._debt.observe(
+                view.now_s,
+                decoding=view.decoding,
+                stepped=stepped,
+                answer_tokens=self._answers.mean,
+                reachable=self._tpot_in_reach and not self._one_token,
+            )
 
     def _cheapest_step(self, view: View, refill: int, *, blocked: bool) -> Choice:
         """The cheapest next step if ``refill`` requests could join.
@@ -278,16 +282,24 @@ class MarginalPolicy(Strategy):
             mu_o=self._answers.mean,
         )
 
+    def order_stands(self, now_s: float, oldest_s: float, waiting: int, prompt_tokens: int) -> bool:
+        """See Strategy."""
+        assert self._punctual is not None
+        return self._punctual.stands(now_s, oldest_s, waiting, prompt_tokens, self._work())
+
     def queue_order(self, now_s: float, seen_s: Times, prompt_tokens: Counts) -> Places:
         """New order of never-started requests; arguments as in ``Controller.queue_order``."""
+        assert self._punctual is not None
+        return self._punctual.order(now_s, seen_s, prompt_tokens, self._work())
+
+    def _work(self) -> Work:
+        """Engine time per waiting request, at the mean lengths so far."""
         mu_l, mu_o, batch = self.lengths.mu_l, self._answers.mean, self._batch
-        work = Work(
+        return Work(
             prompt_token_s=self._refills.per_token_s * self.lengths.mu_new / mu_l,
             answer_s=mu_o * self._costs.decode_s(batch, mu_l + mu_o / 2) / batch,
             lead_s=self._largest_prefill_s,
         )
-        assert self._punctual is not None
-        return self._punctual.order(now_s, seen_s, prompt_tokens, work)
 
     def _mean_context(self, view: View) -> float:
         """Mean KV tokens per running sequence."""
