@@ -34,10 +34,14 @@ class Served:
 
 
 def _distinct_models(models: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """The first name of each model: with vLLM's ``--served-model-name A B`` one model has several."""
-    first: dict[tuple[Any, Any], str] = {}
+    """The first name of each model: with vLLM's ``--served-model-name A B`` one model has several.
+
+    LoRA adapters, which have a parent, are no models of their own where that is served.
+    """
+    first: dict[Any, str] = {}
     for name, model in models.items():
-        first.setdefault((model.get("root") or name, model.get("parent")), name)
+        if (parent := model.get("parent")) == name or parent not in models:
+            first.setdefault(model.get("root") or name, name)
     return list(first.values())
 
 
@@ -90,9 +94,10 @@ class ServerQueries:
             raise RunError(f"{self._url} serves no model")
         if asked is not None and asked not in models:
             raise UsageError(f"{self._url} does not serve {asked!r}; it serves {', '.join(sorted(models))}")
-        if asked is None and len(different := _distinct_models(models)) > 1:
+        different = _distinct_models(models)
+        if asked is None and len(different) > 1:
             raise UsageError(f"{self._url} serves several models: {', '.join(different)}; say which with --model")
-        name = asked or next(iter(models))
+        name = asked or different[0]
         limit = self._options.max_model_len or models[name].get("max_model_len")
         return Served(
             name, limit if isinstance(limit, int) else None, models[name].get("owned_by") == MADE_UP, frozenset(models)

@@ -83,7 +83,8 @@ def test_a_server_of_two_models_asks_which() -> None:
 
 def test_names_of_one_model_are_one_model() -> None:
     names = {"a": {"root": "org/model"}, "b": {"root": "org/model"}, "lora": {"root": "/adapters/x", "parent": "a"}}
-    assert _distinct_models(names) == ["a", "lora"]
+    assert _distinct_models(names) == ["a"]
+    assert _distinct_models({"lora": names["lora"], "b": {}}) == ["lora", "b"]
     assert _distinct_models({"a": {}, "b": {}}) == ["a", "b"]
 
 
