@@ -65,7 +65,6 @@ class Checks:
     def state(self) -> None:
         """The queues and the KV cache between two steps."""
         scheduler = self.engine.scheduler
-        self._work()
         running = [request.request_id for request in scheduler.running]
         queues = [scheduler.waiting, getattr(scheduler, "kv_holding_waiting", ())]
         waiting = [request.request_id for queue in queues for request in queue]
@@ -78,6 +77,7 @@ class Checks:
         hold(held + pool.get_num_free_blocks() == pool.num_gpu_blocks - 1, "KV blocks were lost or counted twice")
         encoder = scheduler.encoder_cache_manager
         hold(0 <= encoder.num_free_slots <= encoder.num_freeable_slots <= encoder.cache_size, "encoder cache overdrawn")
+        self._work()
 
     def _work(self) -> None:
         """Whether there is work, as the engine asks: data-parallel ranks begin and end their waves by the answers."""
@@ -96,7 +96,7 @@ class Checks:
         hold(scheduler.has_unfinished_requests() == (unfinished > 0), "a wave would end too early or too late")
         self.seen |= scheduler.requests.keys()
         unannounced = self.seen - scheduler.requests.keys() - self.device.announced.keys()
-        hold(scheduler.has_finished_requests() == bool(unannounced), "ends of requests that no step will announce")
+        hold(scheduler.has_finished_requests() == bool(unannounced), "ends still to be announced are miscounted")
         hold(scheduler.has_requests() == bool(unfinished or unannounced), "the engine would sleep, or never sleep")
 
     def _output(self, decoding: set[str], output: Any) -> None:

@@ -98,6 +98,9 @@ def _unpack(archive: Path, wanted: str, folder: Path) -> None:
             if inside.startswith(wanted):
                 member.name = inside
                 members.append(member)
-        opened.extractall(folder, members, filter="data")
+        if hasattr(tarfile, "data_filter"):
+            opened.extractall(folder, members, filter="data")
+        else:  # Python 3.11.2, Debian's, cannot refuse unsafe members yet
+            opened.extractall(folder, members)
     archive.unlink()
     shutil.rmtree(folder / "build-tools", ignore_errors=True)
