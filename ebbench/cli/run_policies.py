@@ -313,9 +313,6 @@ def measure(
     from ebbench.engines.duration import run_plan
     from ebbench.render.live import reporter
 
-    warnings = _load_warnings(spec, plan, config.options)
-    if is_server(config.engine):
-        warnings = (*policy_label(engine, spec).warnings, *stated_limits(config.options))
     context = RunContext(
         plan,
         spec,
@@ -325,7 +322,7 @@ def measure(
         wall_clock_ns(),
         slo=config.slo,
         device_known=not is_server(config.engine),
-        warnings=warnings,
+        warnings=_warnings(config, engine, spec, plan),
     )
     with RunWriter.create(run_dir) as writer:
         if context.kind_of_time == "real":
@@ -337,10 +334,12 @@ def measure(
         return conclude(writer, replace(context, plan=plan), result)
 
 
-def _load_warnings(spec: PolicySpec, plan: Plan, options: EngineOptions) -> tuple[RunWarning, ...]:
-    """Warnings of the policy about this load."""
+def _warnings(config: RunConfig, engine: Engine, spec: PolicySpec, plan: Plan) -> tuple[RunWarning, ...]:
+    """Warnings of the policy about this load, or about what is not known of a running server."""
+    if is_server(config.engine):
+        return (*policy_label(engine, spec).warnings, *stated_limits(config.options))
     open_at_most = max((phase.max_concurrency for phase in plan.phases), default=0)
-    found = spec.load_warning(open_at_most, options.max_num_seqs)
+    found = spec.load_warning(open_at_most, config.options.max_num_seqs)
     return () if found is None else (RunWarning(*found),)
 
 

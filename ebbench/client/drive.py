@@ -116,10 +116,8 @@ async def _drive(
         scraper = Scraper(server, options.metrics_interval_s) if options.metrics_interval_s else None
         power = open_power(url, options.power, environ, made_up=served.made_up)
         async with _senders(nodes, part, url, served.model, options, id_prefix, environ) as senders:
-            with (
-                power or contextlib.nullcontext(),
-                telemetry(options, served.model, len(plan), lambda: tally.open_requests) as seen,
-            ):
+            watching = telemetry(options, served.model, len(plan), lambda: tally.open_requests)
+            with power or contextlib.nullcontext(), watching as seen:
                 tally.followers.append(seen.add)
                 await _run(senders, tally, scraper, plan.release_for_s)
                 tally.followers.clear()
@@ -138,9 +136,7 @@ async def _drive(
         "prefix_cache_reset": cache_reset,
         "prefix_hit_rate": rate,
         "prefix_hit_source": rate_source,
-        "server_reports": reported_settings(
-            zip(server_metrics["name"].to_pylist(), server_metrics["labels"].to_pylist(), strict=True)
-        ),
+        "server_reports": _reported(server_metrics),
     }
     return DriveResult(
         requests=requests,
@@ -155,6 +151,11 @@ async def _drive(
         interrupted=tally.interrupted,
         facts=facts,
     )
+
+
+def _reported(server_metrics: pa.Table) -> dict[str, Any]:
+    names, labels = (server_metrics[column].to_pylist() for column in ("name", "labels"))
+    return reported_settings(zip(names, labels, strict=True))
 
 
 def _senders(
