@@ -124,7 +124,8 @@ class Machine:
     ``max_num_batched_tokens`` is B and ``max_num_seqs`` is N, per engine. ``link`` connects the GPUs of one engine.
     ``types``: data types of weights and KV cache that differ from the model's own.
     ``api_server``: class of the simulated API server; empty without. ``further``: other limits that were set, in words.
-    ``reported``: what a server that ebbench did not start says of its settings, in words.
+    ``reported``: what a server that ebbench did not start says of its settings, in words. ``policy_known``: False for
+    such a server if it does not report its policy.
     """
 
     gpus: int | None = None
@@ -137,6 +138,7 @@ class Machine:
     api_server: str = ""
     further: str = ""
     reported: str = ""
+    policy_known: bool = True
 
     def limits(self) -> str:
         """``B = 8,192 tokens per step, N = 1,024 sequences``; empty if neither was recorded."""
@@ -189,6 +191,8 @@ def machine_of_run(manifest: Manifest) -> Machine:
     """The machine recorded in a manifest. A server that ebbench did not start has unknown limits."""
     facts, options = manifest.facts, manifest.options
     gpus = facts.get("gpus") or facts.get("replicas") or (1 if manifest.engine in _ONE_DEVICE else None)
+    foreign = manifest.engine == "endpoint"
+    reports = (facts.get("server_reports") or {}) if foreign else {}
     return Machine(
         gpus=None if gpus is None else int(gpus),
         topology=str(facts.get("topology") or (f"dp={facts['replicas']}" if "replicas" in facts else "")),
@@ -199,12 +203,13 @@ def machine_of_run(manifest: Manifest) -> Machine:
         types=_types(options),
         api_server=_api_server(options),
         further=_further_limits(options),
-        reported=_reported(facts.get("server_reports") or {}) if manifest.engine == "endpoint" else "",
+        reported=_reported(reports),
+        policy_known=not foreign or bool(reports.get("policy")),
     )
 
 
 def _reported(settings: Mapping[str, Any]) -> str:
-    """``policy eb, 1,024 KV blocks of 16 tokens, prefix caching on``; only what the server says."""
+    """``policy eb, 1,024 KV blocks, blocks of 16 tokens, prefix caching on``; only what the server says."""
     words = {
         "policy": "policy {}",
         "num_kv_blocks": "{:,} KV blocks",

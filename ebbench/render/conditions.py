@@ -110,7 +110,7 @@ def _settings(summaries: Sequence[Summary]) -> str:
     its name, requests waiting in the order they came (``order=fcfs``), and those of a policy that is only a label.
     """
     owners: dict[str, list[str]] = {}
-    known = [summary for summary in summaries if summary.engine != "endpoint" or "policy " in summary.machine.reported]
+    known = [summary for summary in summaries if summary.machine.policy_known]
     for policy in dict.fromkeys(summary.policy for summary in known):
         for name, value in (policy_settings(policy) or {}).items():
             if value is not None and f"{name}=" not in policy and (name, value) != ("order", "fcfs"):
