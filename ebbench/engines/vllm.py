@@ -6,8 +6,8 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -76,33 +76,61 @@ class VllmEngine(SendingEngine):
         options: EngineOptions,
         progress: Callable[[Path], Callable[[float], None]],
     ) -> Iterator[StartedServers]:
-        """A server under the policy, ready for any number of plans; stopped at the end.
+        """Servers under the policy, ready for any number of plans; stopped at the end.
 
-        ``progress`` gets the path of the server's log and returns what is called while the server starts. Raises as
+        ``progress`` gets the path of a server's log and returns what is called while the server starts. Raises as
         :meth:`run` does.
         """
         refuse_api_server(options, self.name)
-        log = Path(tempfile.mkdtemp(prefix="ebbench-vllm-")) / "server.log"  # stays there when a run fails
-        with tempfile.TemporaryDirectory(prefix="ebbench-record-") as folder:
-            record = Path(folder) / "steps" if not policy.native or self.record_v1 else None
-            serving = self.serving(policy, known_costs(device), options, record, device.model)
-            url = f"http://{serving.host}:{serving.port}"
-            with ServerProcess(executable_line(serving), url, log, server_environment()) as process:
-                process.wait_ready(self.ready_timeout_s, progress(log))
-                if record is not None:
-                    prove_policy(record, policy, process)
-                server = StartedServers(
-                    client=self.client_for(serving.model),
-                    on_batch=self.on_batch,
-                    log=self.log,
-                    url=url,
-                    servings=(serving,),
-                    processes=(process,),
-                    vllm_options=self.vllm_options,
-                )
-                yield server
-        if server.log_kept.is_set():
-            shutil.rmtree(log.parent)
+        logs = Path(tempfile.mkdtemp(prefix="ebbench-vllm-"))  # stays there when a run fails
+        with tempfile.TemporaryDirectory(prefix="ebbench-record-") as folder, ExitStack() as stack:
+            servings = self._servings(policy, device, options, Path(folder))
+            processes = [stack.enter_context(process) for process in self._processes(servings, logs)]
+            for serving, process in zip(servings, processes, strict=True):
+                process.wait_ready(self.ready_timeout_s, progress(process.log))
+                if serving.record is not None:
+                    prove_policy(serving.record, policy, process)
+            servers = StartedServers(
+                client=self.client_for(servings[0].model),
+                on_batch=self.on_batch,
+                log=self.log,
+                url=self._front(servings, options, stack),
+                servings=servings,
+                processes=processes,
+                vllm_options=self.vllm_options,
+                further_facts=self._further_facts(),
+            )
+            yield servers
+        if servers.log_kept.is_set():
+            shutil.rmtree(logs)
+
+    def _servings(self, policy: PolicySpec, device: Device, options: EngineOptions, folder: Path) -> list[Serving]:
+        """The settings of every server. Records go to ``folder``."""
+        return [
+            self.serving(policy, known_costs(device), options, self._record(policy, folder / "steps"), device.model)
+        ]
+
+    def _record(self, policy: PolicySpec, folder: Path) -> Path | None:
+        """Where the plugin records the steps; None for vLLM unchanged."""
+        return folder if not policy.native or self.record_v1 else None
+
+    def _processes(self, servings: Sequence[Serving], logs: Path) -> Iterator[ServerProcess]:
+        for index, serving in enumerate(servings):
+            log = logs / ("server.log" if len(servings) == 1 else f"server-{index}.log")
+            environment = server_environment() | self._gpu(index, len(servings))
+            yield ServerProcess(executable_line(serving), serving.url, log, environment)
+
+    def _gpu(self, index: int, servers: int) -> dict[str, str]:
+        """The environment that gives server ``index`` of ``servers`` its GPU; empty: all of them."""
+        return {}
+
+    def _front(self, servings: Sequence[Serving], options: EngineOptions, stack: ExitStack) -> str:
+        """Where requests are sent: to the server, or to what ``stack`` then holds in front of several."""
+        return servings[0].url
+
+    def _further_facts(self) -> dict[str, object]:
+        """Entries of the manifest."""
+        return {}
 
     def serving(
         self,

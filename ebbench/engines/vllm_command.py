@@ -55,6 +55,11 @@ class Serving:
     signals: str | None = None
     extra: Sequence[str] = ()
 
+    @property
+    def url(self) -> str:
+        """Where the server answers."""
+        return f"http://{self.host}:{self.port}"
+
 
 SET_BY_EBBENCH = {
     "--model": "--model", "--host": "", "--port": "", "--uvicorn-log-level": "", "--scheduler-cls": "--policy",

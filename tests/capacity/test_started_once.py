@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from ebbench.cli.main import app
-from ebbench.engines import replicas, vllm
+from ebbench.engines import vllm
 from ebbench.engines.vllm_command import Serving
 from ebbench.records.run import Run
 
@@ -26,8 +26,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Serving]:
         words = ("fake-server", "--port", serving.port, "--ttft-ms", 5, "--itl-ms", 1, "--max-running", 4)
         return [sys.executable, "-m", "ebbench", *map(str, words)]
 
-    for module in (replicas, vllm):
-        monkeypatch.setattr(module, "executable_line", line)
+    monkeypatch.setattr(vllm, "executable_line", line)
     return seen
 
 
