@@ -78,23 +78,8 @@ class CostGrid:
 
     def decode_at(self, context_tokens: float) -> Callable[[float], float]:
         """See StepCosts."""
-        axis, table, last = self.seqs, self.decode, len(self.seqs) - 2
-        j, v = _locate(self.contexts, context_tokens)
-
-        def decode_s(seqs: float) -> float:
-            # _locate and _plane in one function: a scheduler calls it in every step.
-            i = bisect_right(axis, seqs) - 1
-            if i < 0:
-                i = 0
-            elif i > last:
-                i = last
-            low_seqs = axis[i]
-            u = (seqs - low_seqs) / (axis[i + 1] - low_seqs)
-            first, second = table[i], table[i + 1]
-            low, high = first[j] + (first[j + 1] - first[j]) * v, second[j] + (second[j + 1] - second[j]) * v
-            return low + (high - low) * (u if u > 0.0 else 0.0)
-
-        return decode_s
+        column = _locate(self.contexts, context_tokens)
+        return lambda seqs: _plane(self.decode, _locate(self.seqs, seqs), column)
 
     def mixed_s(self, tokens: float, seqs: float, context_tokens: float) -> float:
         """See StepCosts."""
