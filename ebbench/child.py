@@ -19,6 +19,7 @@ import stat
 import subprocess
 import sys
 import threading
+import uuid
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -97,13 +98,31 @@ def run_supervised(command: Sequence[str], grace_s: float, **options: Any) -> tu
 def descendants_guarded() -> Iterator[None]:
     """Inside, whatever this process and its libraries start is killed when this process is gone, killed or not.
 
-    For what cannot be started as a :class:`Child`; takes up to a second to notice a new process.
+    For what cannot be started as a :class:`Child`. Sets two environment variables by which the guard knows a process
+    that has begun and lost its parent between two of its looks.
     """
-    guard = Child([sys.executable, "-I", "-S", str(TREE_GUARD), str(os.getpid())], start_new_session=True)
+    mark = uuid.uuid4().hex
+    guard = Child([sys.executable, "-I", "-S", str(TREE_GUARD), str(os.getpid()), mark], start_new_session=True)
+    try:
+        with _environment(EBBENCH_GUARDED=mark, SPT_NOENV="1"):  # setproctitle writes over the environment without it
+            yield
+    finally:
+        guard.end(KILL_WAIT_S)
+
+
+@contextmanager
+def _environment(**variables: str) -> Iterator[None]:
+    """Set environment variables and put the old values back."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
     try:
         yield
     finally:
-        guard.end(KILL_WAIT_S)
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def child_environ(environ: Mapping[str, str]) -> dict[str, str]:

@@ -30,15 +30,23 @@ def descendants(pid: int) -> set[Process]:
     return found
 
 
+def running() -> set[Process]:
+    """All processes; without those that have ended and wait to be collected."""
+    return {process for process, _, state in _all() if state != "Z"}
+
+
 def left_of(processes: set[Process]) -> set[Process]:
-    """Those that still run; one that has ended and waits to be collected does not."""
-    running = {process for process, _, state in _all() if state != "Z"}
-    return processes & running
+    """Those that still run."""
+    return processes & running()
 
 
 def assert_gone(processes: set[Process], patience_s: float = PATIENCE_S) -> None:
     """Fail if one of them is still there after some time."""
-    wait_until(lambda: not left_of(processes), "a process was left running", patience_s)
+    try:
+        wait_until(lambda: not left_of(processes), "a process was left running", patience_s)
+    except pytest.fail.Exception:
+        left = "; ".join(_command(process.pid) for process in left_of(processes))
+        pytest.fail(f"left running: {left}")
 
 
 def wait_until(true: Callable[[], object], otherwise: str, patience_s: float = PATIENCE_S) -> None:
@@ -48,6 +56,13 @@ def wait_until(true: Callable[[], object], otherwise: str, patience_s: float = P
         if time.monotonic() > deadline:
             pytest.fail(otherwise)
         time.sleep(0.05)
+
+
+def _command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text(errors="replace").replace("\0", " ")[:200]
+    except OSError:
+        return f"{pid} (ended)"
 
 
 def _all() -> list[tuple[Process, int, str]]:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from ebbench.child import Child, child_environ, descendants_guarded, run_supervised, supervised
-from tests.processes.process_tree import assert_gone, descendants, left_of, wait_until
+from tests.processes.process_tree import assert_gone, descendants, left_of, running, wait_until
 
 # A program with a child in a session of its own, as servers have engines: killing its process group would miss it.
 WITH_GRANDCHILD = "setsid sleep 600 & touch started; wait"
@@ -156,10 +156,31 @@ with descendants_guarded():
     assert_gone(below)
 
 
+def test_a_process_that_lost_its_parent_at_once_is_killed_too(tmp_path: Path) -> None:
+    """An agent whose parent, killed with the program, ends before the guard looks again: no descendant of anything."""
+    code = """
+import subprocess, time
+from ebbench.child import descendants_guarded
+with descendants_guarded():
+    subprocess.run(["sh", "-c", "setsid sleep 600 > /dev/null & echo $! > pid"], stdout=subprocess.DEVNULL)
+    open("started", "w").close()
+    time.sleep(600)
+"""
+    parent = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, env=child_environ(os.environ))
+    wait_until((tmp_path / "started").exists, "it did not start")
+    orphans = {process for process in running() if process.pid == int((tmp_path / "pid").read_text())}
+    assert len(orphans) == 1
+    parent.kill()
+    parent.wait()
+    assert_gone(orphans)
+
+
 def test_the_guard_ends_first_where_all_goes_well(tmp_path: Path) -> None:
     with descendants_guarded():
+        assert os.environ["EBBENCH_GUARDED"]
         program = subprocess.Popen(["sleep", "600"])
         time.sleep(1.5)
+    assert "EBBENCH_GUARDED" not in os.environ
     assert program.poll() is None, "only a process that is gone takes what it started with it"
     program.kill()
     program.wait()
