@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+from math import nan
 from pathlib import Path
 from statistics import median
 
 import pytest
 
+from ebbench.papers.eb.table19_20 import FOUR
 from ebbench.papers.fidelity import scoreboard
-from ebbench.papers.fidelity.cases_servers import server_cases, silicon
+from ebbench.papers.fidelity.cases_servers import FAILED_NOTE, server_cases, silicon, table20
 from ebbench.papers.fidelity.report import BOARD
 from ebbench.papers.fidelity.runs import replay_cells, run_cases
 from ebbench.papers.fidelity.scores import PublishedFigure
@@ -44,6 +48,32 @@ def test_the_fastest_of_several_topologies_is_the_winner() -> None:
     ]
     assert scoreboard.scoreboard(cells)[0].direction == 0.0
     assert scoreboard.scoreboard(cells[1:])[0].direction == 1.0
+
+
+@pytest.mark.parametrize(
+    ("published", "ours", "right"),
+    [
+        ((98.5, 100.0, 80.0), (100.0, 90.0, 80.0), 1.0),  # less than 2 % apart in print
+        ((97.0, 100.0, 80.0), (100.0, 100.0, 80.0), 0.5),  # two of ours are equal, one of them is right
+        ((100.0, 99.0, 80.0), (100.0, 100.0, 80.0), 1.0),
+        ((100.0, nan, 80.0), (100.0, 120.0, 80.0), 0.0),  # out of memory in print, the fastest with us
+        ((100.0, 90.0, nan), (100.0, 90.0, nan), 1.0),
+    ],
+)
+def test_a_winner_is_one_that_print_tells_apart(
+    published: Sequence[float], ours: Sequence[float], right: float
+) -> None:
+    cells = [
+        PublishedFigure("t", "gpu", "m", "case", name, "tokens_per_s", one, other)
+        for name, one, other in zip(("a", "b", "c"), published, ours, strict=True)
+    ]
+    assert scoreboard.scoreboard([replace(cell, scored=not cell.failed) for cell in cells])[0].direction == right
+
+
+def test_a_setting_that_ran_out_of_memory_in_print_is_repeated() -> None:
+    failed = [case for case in table20() if any(number.note == FAILED_NOTE for number in case.published)]
+    assert {(case.topology, len(case.published)) for case in failed} == {(FOUR["3p1d"].topology, 1)}
+    assert len(failed) == 6
 
 
 def test_losses_list_only_the_cells_whose_error_grew(tmp_path: Path) -> None:

@@ -36,9 +36,10 @@ FRONT = """## All sources
 
 Median and 90th percentile of the size of the error, per source and device, over the cells that no constant was fitted
 on. In brackets: the median of the last committed table, where it differs. *Direction right*: of the pairs of schedulers
-that the source tells apart by more than 2 %, those with the same winner; of tables 19 and 20, the cases with the same
-fastest setting. The engine arguments behind *silicon*
-(aiconfigurator-core's `silicon_sample.csv`) are unknown, and its TTFT is defined differently by source: TPOT counts.
+that the source tells apart by more than 2 %, those with the same winner; of tables 19 and 20, the cases in which our
+fastest setting is, in print, the fastest or within 2 % of it; one that ran out of memory is the slowest. The engine
+arguments behind *silicon* (aiconfigurator-core's `silicon_sample.csv`) are unknown, and its TTFT is defined differently
+by source: TPOT counts.
 *API server*: the same runs with vLLM's API server simulated (`--api-server datacenter`), which is off unless asked for.
 """
 

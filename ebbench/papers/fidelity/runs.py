@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from math import isnan
 from typing import Any
 
 import numpy as np
@@ -81,14 +82,15 @@ def cells_of(
         cells += [
             PublishedFigure(
                 number.source, case.device, case.model, case.name, case.scheduler, number.metric, number.value,
-                ours[number.metric], case.fitted, number.scored and ours[number.metric] == ours[number.metric],
-                number.note if ours[number.metric] == ours[number.metric] else DIED,
+                ours[number.metric], case.fitted, number.scored and not isnan(ours[number.metric]),
+                DIED if isnan(ours[number.metric]) and not isnan(number.value) else number.note,
             )
             for number in case.published
         ]  # fmt: skip
         first = next(cell for cell in cells[-len(case.published) :])
         what = f"{case.device} {case.model} {case.name} {case.scheduler}"
-        say(f"{first.source}: {what}: {first.metric} {first.error:+.1%}")
+        error = first.note if first.failed else f"{first.error:+.1%}"
+        say(f"{first.source}: {what}: {first.metric} {error}")
     return cells
 
 

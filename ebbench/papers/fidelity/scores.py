@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from math import isnan
 from statistics import median
 
 THROUGHPUT = ("tokens_per_s", "requests_per_s")
@@ -23,7 +24,8 @@ class PublishedFigure:
     """One published number and ours. ``scheduler``: the policy that corresponds to the published one.
 
     ``fitted``: the cell belongs to a row on which constants were fitted. ``scored`` is False if the published value is
-    doubtful or comes from another code base (``note`` gives the reason).
+    doubtful or comes from another code base (``note`` gives the reason). A figure is NaN where the run ended without it
+    (out of memory).
     """
 
     source: str
@@ -42,6 +44,11 @@ class PublishedFigure:
     def error(self) -> float:
         """Relative error of our value."""
         return self.ours / self.published - 1.0
+
+    @property
+    def failed(self) -> bool:
+        """Whether the published run or ours ended without the figure."""
+        return isnan(self.published) or isnan(self.ours)
 
     @property
     def row(self) -> Key:

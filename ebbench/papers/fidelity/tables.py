@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from math import isnan
 from statistics import median
 
 from ebbench.analysis.documents import Column, Section, Value, labels
@@ -21,6 +22,11 @@ def _signed(value: float) -> str:
 
 def _digits(value: float) -> str:
     return f"{value:.4g}"
+
+
+def _known(value: float) -> float | None:
+    """None for NaN: a run that ended without the figure."""
+    return None if isnan(value) else value
 
 
 def _number(name: str, show: Callable[[float], str], *, ours: bool = False) -> Column:
@@ -86,7 +92,8 @@ def published_and_ours(cells: Iterable[PublishedFigure]) -> Section:
     )
     rows = tuple(
         (
-            cell.device, cell.model, cell.case, cell.scheduler, cell.metric, cell.published, cell.ours, cell.error,
+            cell.device, cell.model, cell.case, cell.scheduler, cell.metric, _known(cell.published), _known(cell.ours),
+            _known(cell.error),
             "fitted" if cell.fitted else "" if cell.scored else f"unscored: {cell.note}",
         )
         for cell in cells
