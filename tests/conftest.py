@@ -2,11 +2,13 @@
 
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from hypothesis import settings
 
 from tests.vllm import forking as forking_plugin
+from tests.vllm.forked_command import ADDRESS
 
 # A machine may be slow: no property test fails for the time that one example takes.
 settings.register_profile("untimed", deadline=None)
@@ -43,11 +45,29 @@ LONGEST = (
 """Files that take longest, the longest first. The tests of a file run in one process: begun last, they would keep one
 process busy for minutes while the others are idle."""
 
+APART = ("tests/docs/test_docs.py", "tests/capacity/test_on_server.py")
+"""Files whose tests share nothing and take minutes: they run in any process, at the same time."""
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the longest files; the order within a file and of the others stays."""
     place = {name: number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.nodeid.partition("::")[0], len(LONGEST)))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Processes of pytest get whole files (``--dist loadfile``), of the files in APART single tests."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return nodeid if file in APART else file
+
+    return Scheduling(config, log)
 
 
 @pytest.fixture(scope="session")
@@ -57,10 +77,18 @@ def forking_path(tmp_path_factory: pytest.TempPathFactory) -> str:
     return os.pathsep.join(filter(None, places))
 
 
+@pytest.fixture(scope="session")
+def template_place(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The folder that all processes of pytest share: see tests/vllm/forked_command.py."""
+    own = tmp_path_factory.getbasetemp()
+    return str(own.parent if "PYTEST_XDIST_WORKER" in os.environ else own)
+
+
 @pytest.fixture(scope="module")
-def forking(forking_path: str) -> Iterator[None]:
-    """The servers that the tests of a file start fork their processes."""
+def forking(forking_path: str, template_place: str) -> Iterator[None]:
+    """Servers of a file fork their processes; commands that start servers are forks of a process with vLLM imported."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", forking_path)
         patch.setenv("OMP_NUM_THREADS", "1")
+        patch.setenv(ADDRESS, template_place)
         yield

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -174,14 +172,12 @@ def test_a_damaged_calibration_is_refused_with_the_field(tmp_path: Path) -> None
 def test_a_real_vllm_is_calibrated_on_the_cpu(tmp_path: Path) -> None:
     """A process of its own: vLLM leaves threads and settings behind."""
     from tests.vllm.small_model import build
+    from tests.vllm.whole_command import ebbench
 
     model = build(tmp_path / "model")
-    entry = "from ebbench.cli.main import run; run()"
-    command = [sys.executable, "-c", entry, "calibrate", "--engine", "vllm", "--model", str(model)]
+    command = ["calibrate", "--engine", "vllm", "--model", model]
     sizes = ["--tokens", "16,64", "--seqs", "1,4", "--contexts", "32,64", "--repeats", "3", "--check", "12", "--json"]
-    done = subprocess.run(
-        [*command, *sizes, "--output-dir", str(tmp_path / "out")], capture_output=True, text=True, check=False
-    )
+    done = ebbench(*command, *sizes, "--output-dir", tmp_path / "out")
     assert done.returncode == 0, done.stderr[-2000:]
     document = json.loads(done.stdout)
     grid = document["calibration"]["grid"]

@@ -13,8 +13,6 @@ import random
 import re
 import signal
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -24,6 +22,7 @@ from typing import Any
 import httpx
 
 from tests.processes.process_tree import assert_gone, descendants, wait_until
+from tests.vllm.whole_command import begin
 
 REQUESTS, CLIENTS = 320, 24
 STARTED_S, ANSWERED_S, ENDED_S = 540.0, 300.0, 60.0
@@ -186,14 +185,14 @@ def server(model: Path, policy: str, log: Path, *options: str) -> Iterator[str]:
     environment = {name: value for name, value in os.environ.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"}
     environment |= {"VLLM_LOGGING_LEVEL": "INFO", "VLLM_LOG_STATS_INTERVAL": "1"}
     command = [
-        str(Path(sys.executable).with_name("ebbench")), "serve", str(model), "--policy", policy, "--device", "h200",
+        "serve", str(model), "--policy", policy, "--device", "h200",
         "--device-model", "qwen3-8b", "--port", str(port), "--", "--enforce-eager", "--max-model-len", "512",
         "--max-num-seqs", "12", "--max-num-batched-tokens", "128", "--dtype", "float32", "--served-model-name", "small",
         # Or a model with random weights would write blanks between the parts of its JSON for ever.
         "--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}', *options,
     ]  # fmt: skip
     with log.open("wb") as output:
-        process = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
+        process = begin(command, environment, output, output, Path.cwd())
     url = f"http://127.0.0.1:{port}"
 
     def ready() -> bool:

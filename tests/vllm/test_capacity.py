@@ -11,7 +11,7 @@ from ebbench.records.run import Run
 from tests.vllm import small_model
 from tests.vllm.whole_command import ebbench
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("forking")]
 
 
 def test_one_server_serves_all_probes_of_a_policy(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ def server_processes(model: Path) -> list[int]:
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():
             try:
-                words = (entry / "cmdline").read_bytes().split(b"\0")
+                words = (entry / "cmdline").read_bytes().replace(b"\0", b" ").split()
             except OSError:
                 continue
             if b"serve" in words and str(model).encode() in words:

@@ -6,7 +6,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,32 +13,37 @@ import pytest
 
 from ebbench.records.run import Run
 from tests.processes.process_tree import assert_gone, descendants, wait_until
+from tests.vllm import whole_command
+from tests.vllm.forked_command import ADDRESS, ForkedCommand
 from tests.vllm.serving import client, healthy
 
 pytestmark = pytest.mark.vllm
 
 READY_S = 480.0
 FORKED, SPAWNED = True, False
-"""How a server makes its engine core and worker: by forking, as vLLM can on CUDA, or as new interpreters, as it does on
-a CPU, which takes three times as long. The processes and what they do are the same."""
+"""How a server and what it starts begin: as forks of a process that has imported vLLM, or as new interpreters, which
+takes five times as long. The processes and what they do are the same."""
 
 
 @pytest.fixture
-def import_path(request: pytest.FixtureRequest, forked: bool) -> str | None:
-    """PYTHONPATH of the command; None: that of this process."""
-    return str(request.getfixturevalue("forking_path")) if forked else None
+def variables(request: pytest.FixtureRequest, forked: bool) -> dict[str, str]:
+    """What the environment of the command has beside that of this process."""
+    if not forked:
+        return {}
+    return {
+        "PYTHONPATH": str(request.getfixturevalue("forking_path")),
+        ADDRESS: str(request.getfixturevalue("template_place")),
+    }
 
 
-def begin(folder: Path, import_path: str | None, *words: object) -> subprocess.Popen[bytes]:
+def begin(folder: Path, variables: dict[str, str], *words: object) -> subprocess.Popen[bytes] | ForkedCommand:
     """A command as a user starts it: its engines in processes of their own."""
-    environment = {name: value for name, value in os.environ.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"}
-    environment |= {"PYTHONPATH": import_path} if import_path else {}
-    command = [sys.executable, "-m", "ebbench", *map(str, words)]
+    inherited = {name: value for name, value in os.environ.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"}
     with (folder / "said").open("wb") as said:
-        return subprocess.Popen(command, cwd=folder, env=environment, stdout=said, stderr=said, start_new_session=True)
+        return whole_command.begin([str(word) for word in words], inherited | variables, said, said, folder)
 
 
-def end(process: subprocess.Popen[bytes], number: signal.Signals, least: int) -> int:
+def end(process: subprocess.Popen[bytes] | ForkedCommand, number: signal.Signals, least: int) -> int:
     """Signal the command once it has started at least so many processes; its exit code, once they are gone."""
     below = descendants(process.pid)
     assert len(below) >= least, below
@@ -49,7 +53,9 @@ def end(process: subprocess.Popen[bytes], number: signal.Signals, least: int) ->
     return code
 
 
-def started(process: subprocess.Popen[bytes], folder: Path, condition: Callable[[], object], problem: str) -> None:
+def started(
+    process: subprocess.Popen[bytes] | ForkedCommand, folder: Path, condition: Callable[[], object], problem: str
+) -> None:
     """Wait until a command is as far as the test needs it; one that has ended will never be."""
 
     def far_enough() -> bool:
@@ -69,10 +75,10 @@ def free_port() -> int:
 # A server costs ten to twenty CPU seconds: what SIGTERM does to a run is seen with several servers, below.
 @pytest.mark.parametrize(("number", "forked"), [(signal.SIGHUP, FORKED), (signal.SIGKILL, SPAWNED)])
 def test_a_signalled_run_ends_its_server(
-    small_model_folder: Path, tmp_path: Path, number: signal.Signals, import_path: str | None
+    small_model_folder: Path, tmp_path: Path, number: signal.Signals, variables: dict[str, str]
 ) -> None:
     process = begin(
-        tmp_path, import_path, "run", "balanced", "--input-len", 60, "--output-len", 40, "--engine", "vllm",
+        tmp_path, variables, "run", "balanced", "--input-len", 60, "--output-len", 40, "--engine", "vllm",
         "--model", small_model_folder, "--policy", "eb:k=2", "-n", 5000, "-c", 4, "--max-model-len", 1024, "-o", "out",
     )  # fmt: skip
     started(process, tmp_path, lambda: list(tmp_path.glob("out/requests.part-*")), "nothing was measured")
@@ -89,11 +95,11 @@ def test_a_signalled_run_ends_its_server(
     ("number", "forked"), [(signal.SIGTERM, SPAWNED), (signal.SIGHUP, FORKED), (signal.SIGKILL, FORKED)]
 )
 def test_a_signalled_serve_command_ends_its_server(
-    small_model_folder: Path, tmp_path: Path, number: signal.Signals, import_path: str | None
+    small_model_folder: Path, tmp_path: Path, number: signal.Signals, variables: dict[str, str]
 ) -> None:
     port = free_port()
     process = begin(
-        tmp_path, import_path, "serve", small_model_folder, "--policy", "eb:k=2", "--port", port,
+        tmp_path, variables, "serve", small_model_folder, "--policy", "eb:k=2", "--port", port,
         "--", "--enforce-eager", "--max-model-len", 1024,
     )  # fmt: skip
     with client() as http:
@@ -104,10 +110,10 @@ def test_a_signalled_serve_command_ends_its_server(
 
 @pytest.mark.parametrize(("number", "forked"), [(signal.SIGTERM, FORKED), (signal.SIGKILL, FORKED)])
 def test_a_signalled_run_with_replicas_ends_servers_and_gateway(
-    small_model_folder: Path, tmp_path: Path, number: signal.Signals, import_path: str | None
+    small_model_folder: Path, tmp_path: Path, number: signal.Signals, variables: dict[str, str]
 ) -> None:
     process = begin(
-        tmp_path, import_path, "run", "balanced", "--input-len", 60, "--output-len", 40, "--engine", "vllm",
+        tmp_path, variables, "run", "balanced", "--input-len", 60, "--output-len", 40, "--engine", "vllm",
         "--replicas", 2, "--model", small_model_folder, "--policy", "eb:k=2", "-n", 5000, "-c", 4,
         "--max-model-len", 1024, "-o", "out",
     )  # fmt: skip

@@ -1,0 +1,101 @@
+"""``ebbench`` commands forked from a process that has imported vLLM: the client of :mod:`tests.vllm.template`."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO
+
+ADDRESS = "VLLM_TEMPLATE"
+"""Environment variable with a folder that all processes of pytest share. Without it every command is started anew."""
+LISTENS_S = 120.0
+_opened: list[object] = []
+"""The connection that keeps the template running until this process ends, and the template if started here."""
+
+
+class ForkedCommand:
+    """A command in a session of its own: what tests use of ``subprocess.Popen``."""
+
+    def __init__(
+        self, words: list[str], environment: Mapping[str, str], stdout: IO[bytes], stderr: IO[bytes], folder: Path
+    ) -> None:
+        place = Path(environment[ADDRESS])
+        _started(place, environment)
+        self._connection = _connected(place)
+        message = {"words": words, "environment": dict(environment), "folder": str(folder)}
+        descriptors = [stdout.fileno(), stderr.fileno()]
+        socket.send_fds(self._connection, [json.dumps(message).encode()], descriptors)
+        self.pid = int(json.loads(self._connection.recv(100)))
+        self.returncode: int | None = None
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Its exit code; minus the number of the signal that ended it. Raises ``subprocess.TimeoutExpired``."""
+        if self.returncode is None:
+            self._connection.settimeout(timeout)
+            try:
+                self.returncode = int(json.loads(self._connection.recv(100)))
+            except (TimeoutError, BlockingIOError):
+                raise subprocess.TimeoutExpired("ebbench", timeout or 0.0) from None
+            self._connection.close()
+        return self.returncode
+
+    def poll(self) -> int | None:
+        """Its exit code if it has ended."""
+        try:
+            return self.wait(0.0)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Signal the command, and nothing if it has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+
+def _name(place: Path) -> str:
+    """The abstract socket of a folder: its length is limited, that of the folder is not."""
+    return "ebbench-tests-" + hashlib.sha256(str(place).encode()).hexdigest()[:32]
+
+
+def _connected(place: Path) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        connection.connect("\0" + _name(place))
+    except OSError:
+        connection.close()
+        raise
+    return connection
+
+
+def _started(place: Path, environment: Mapping[str, str]) -> None:
+    """Start the template unless it runs; it runs until this process has ended."""
+    if _opened:
+        return
+    with (place / "template.lock").open("w") as lock, (place / "template.log").open("ab") as log:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            _opened.append(_connected(place))
+            return
+        except ConnectionRefusedError:
+            command = [sys.executable, "-m", "tests.vllm.template", _name(place)]
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=dict(environment),
+                cwd=Path(__file__).parents[2], start_new_session=True,
+            )  # fmt: skip
+        deadline = time.monotonic() + LISTENS_S
+        while process.poll() is None and time.monotonic() < deadline:
+            try:
+                _opened.extend([_connected(place), process])
+                return
+            except ConnectionRefusedError:
+                time.sleep(0.05)
+        raise RuntimeError(f"the template did not come up: {(place / 'template.log').read_text(encoding='utf-8')}")
