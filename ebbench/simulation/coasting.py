@@ -55,16 +55,16 @@ def coast(scheduler: Scheduler, gate: Gate, run_step: RunStep, now_ns: int, unti
         in_flight.append(step)
         wake_ns = in_flight[made - 1].end_ns
     if made:
-        _commit(scheduler, rows, computed + made, made)
+        _commit(scheduler, rows, computed + made)
         for _ in range(min(before, made - 1)):
             scheduler.deliver()
         scheduler.deliver_decodes(rows, max(made - 1 - before, 0))
     return made > 0
 
 
-def _commit(scheduler: Scheduler, rows: Ints, computed: Ints, made: int) -> None:
+def _commit(scheduler: Scheduler, rows: Ints, computed: Ints) -> None:
     """Count the tokens of all steps as scheduled."""
     state = scheduler.state
     state.computed[rows] = computed
-    state.target[rows] += made
+    state.target[rows] = computed + 1
     state.held_blocks[rows] = -(-computed // scheduler.limits.block_size)

@@ -168,7 +168,8 @@ class Scheduler:
         if not len(candidates):
             return NO_ROWS, NO_ROWS, budget
         if not self.prefilling and (decodes := self._decode_all(candidates, budget)) is not None:
-            return decodes, self.ones[: len(decodes)], budget - len(decodes)
+            rows, step.computed = decodes
+            return rows, self.ones[: len(rows)], budget - len(rows)
         state = self.state
         computed = state.computed.take(candidates)
         tokens = state.target.take(candidates) - computed
@@ -197,23 +198,23 @@ class Scheduler:
                 self.kv.publish(row, known)
         return candidates, tokens, budget - int(np.add.reduce(tokens))
 
-    def _decode_all(self, rows: Ints, budget: int) -> Ints | None:
+    def _decode_all(self, rows: Ints, budget: int) -> tuple[Ints, Ints] | None:
         """Allocate blocks for one token of each of ``rows``, all in decode; returns the rows that get a token.
 
-        These are the rows whose last token is not in flight. Returns None without any change if budget or blocks do not
-        suffice; the general path then handles the step.
+        These are the rows whose last token is not in flight; beside them, their computed tokens. Returns None without
+        any change if budget or blocks do not suffice; the general path then handles the step.
         """
         state, block_size = self.state, self.limits.block_size
         computed = state.computed.take(rows)
         due = computed < state.last.take(rows)
         if np.count_nonzero(due) < len(rows):
             rows, computed = rows[due], computed[due]
-        growing = rows[computed // block_size == state.held_blocks.take(rows)]
+        growing = rows[state.held_blocks.take(rows) * block_size == computed]  # all blocks held are full
         if len(rows) > budget or len(growing) > self.kv.free:
             return None
         if len(growing):
             self._take(growing, self.ones[: len(growing)])
-        return rows
+        return rows, computed
 
     def _grow(self, rows: Ints, need: Ints) -> None:
         """Give each row the blocks it needs; the caller has checked that they are free."""
@@ -285,12 +286,12 @@ class Scheduler:
         state, rows = self.state, step.rows
         self.steps += 1
         self.in_flight.append(step)
-        before = state.computed.take(rows)
+        before = step.computed if len(step.computed) == len(rows) else state.computed.take(rows)
         after = before + step.tokens
         state.computed[rows] = after
         if not self.prefilling:
             step.sampled, step.decode_seqs = rows, len(rows)
-            state.target[rows] += 1
+            state.target[rows] = after + 1
             return StepShape((), len(rows), int(np.add.reduce(after)), len(rows))
         complete = after == state.target.take(rows)
         step.sampled = rows if np.count_nonzero(complete) == len(rows) else rows[complete]

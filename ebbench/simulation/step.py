@@ -28,7 +28,10 @@ class SchedulerLimits:
 
 @dataclass(slots=True, eq=False)
 class Step:
-    """A scheduled step. ``rows`` and ``tokens`` are in scheduling order; ``sampled`` rows get a token at ``end_ns``."""
+    """A scheduled step. ``rows`` and ``tokens`` are in scheduling order; ``sampled`` rows get a token at ``end_ns``.
+
+    ``computed``: tokens of each row computed before it, where scheduling the decodes had to look them up.
+    """
 
     scheduled_ns: int
     start_ns: int = 0
@@ -36,6 +39,7 @@ class Step:
     rows: Ints = field(default_factory=lambda: NO_ROWS)
     tokens: Ints = field(default_factory=lambda: NO_ROWS)
     sampled: Ints = field(default_factory=lambda: NO_ROWS)
+    computed: Ints = field(default_factory=lambda: NO_ROWS)
     prefill_tokens: int = 0
     decode_seqs: int = 0
     preempted: list[int] = field(default_factory=list)
