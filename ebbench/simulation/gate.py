@@ -179,5 +179,5 @@ class PolicyGate:
             started, rows = rows[~fresh], rows[fresh]
             seen_s = (scheduler.seen_ns[rows] / NS_PER_S).tolist()
             places = self._controller.queue_order(now_s, seen_s, scheduler.state.prompt[rows].tolist())
-            scheduler.waiting = deque([*started.tolist(), *rows[places].tolist()])
+            scheduler.waiting = deque([*started.tolist(), *rows[places.in_order()].tolist()])
         return queue.oldest_wait_s(now_s)

@@ -83,12 +83,6 @@ def free_blocks(scheduler: Any) -> int:
     return int(scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
 
 
-def reorder(queue: Any, requests: list[Any]) -> None:
-    """Reorder a first-come-first-served queue."""
-    queue.clear()
-    queue.extend(requests)
-
-
 def by_priority(scheduler: Any) -> bool:
     """Whether requests have priorities (``--scheduling-policy priority``)."""
     return not isinstance(scheduler.waiting, deque)

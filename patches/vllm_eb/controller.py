@@ -17,7 +17,7 @@ from vllm_eb.lengths import Lengths
 from vllm_eb.modes import Mode
 from vllm_eb.phases import Phases
 from vllm_eb.policy import PolicySpec
-from vllm_eb.queueing import Counts, Places, QueueOrder, ShortestFirst, Times
+from vllm_eb.queueing import Places, QueueOrder, ShortestFirst, Waited
 from vllm_eb.strategy import EngineFacts, Values
 
 
@@ -116,14 +116,17 @@ class Controller:
         assert self._queue is not None
         return self._queue
 
-    def queue_order(self, now_s: float, seen_s: Times, prompt_tokens: Counts) -> Places:
+    def queue_order(
+        self, now_s: float, seen_s: Sequence[float], prompt_tokens: Sequence[int], oldest: Waited | None = None
+    ) -> Places:
         """New order of never-started requests, as indices into the queue. Call it when ``queue`` is due.
 
-        ``seen_s``: arrival times in queue order; ``prompt_tokens``: prompt lengths.
+        ``seen_s``: arrival times in queue order; ``prompt_tokens``: prompt lengths. ``oldest``: the oldest of the
+        overdue requests, if those that earlier orders found overdue are left out.
         """
         if isinstance(self._queue, ShortestFirst):
             return self._queue.order(now_s, prompt_tokens)
-        return self._strategy.queue_order(now_s, seen_s, prompt_tokens)
+        return self._strategy.queue_order(now_s, seen_s, prompt_tokens, oldest)
 
     def order_stands(self, now_s: float, oldest_s: float, waiting: int, prompt_tokens: int) -> bool:
         """As :meth:`Strategy.order_stands`; False where the order is not the strategy's."""

@@ -7,7 +7,8 @@ Under overload not every request can get its first token in time, and first come
 This order minimises the number of late requests: requests are added in order of their deadlines, and whenever one would
 be late, the longest prompt so far is dropped (Moore 1968, with Hodgson's rule; optimal for one machine if all requests
 have arrived). Punctual requests come first, then dropped ones, then late ones, each in order of arrival. All are
-evaluated anew each time, so a request dropped by mistake returns, and a dropped one is served when there is room.
+evaluated anew each time, so a request dropped by mistake returns, and a dropped one is served when there is room. Only
+overdue requests, which have waited longer than the target allows even an empty prompt, cannot return.
 
 Under permanent overload there is never room. To avoid starvation, the request that has waited longest, if for
 ``PATIENCE`` times the target, goes first whenever prompts with ``TURN_EVERY`` times its tokens were admitted since the
@@ -16,12 +17,10 @@ last such turn: late requests get at least that share of the work.
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from heapq import heappop, heappush
 from typing import NamedTuple, Protocol
-
-import numpy as np
-import numpy.typing as npt
 
 SHORTEST_EVERY_S = 0.02  # about a decode step: ordering thousands of requests takes a millisecond
 ORDER_EVERY = 0.02  # share of the target between two orderings: the cost per step must not grow with the queue
@@ -29,10 +28,31 @@ MAX_LEAD = 0.1  # share of the target, an upper bound of the time reserved for s
 PATIENCE = 10.0
 TURN_EVERY = 32
 
-Floats = npt.NDArray[np.float64]
-Places = npt.NDArray[np.int64]
-Times = Sequence[float] | Floats
-Counts = Sequence[int] | npt.NDArray[np.int64]
+
+class Places(NamedTuple):
+    """A new order of a queue, as indices: ``first``, then ``overdue``, then ``rest``.
+
+    ``overdue``: requests, by age, that every later order also puts after its ``first``, in this order and after those
+    that were overdue before. Later orderings may therefore leave them out. ``oldest_first``: this time, the oldest
+    overdue request goes before all others nevertheless.
+    """
+
+    first: Sequence[int]
+    overdue: Sequence[int] = ()
+    rest: Sequence[int] = ()
+    oldest_first: bool = False
+
+    def in_order(self) -> list[int]:
+        """All indices in their new order, if the ordering left nothing out."""
+        turn = int(self.oldest_first)
+        return [*self.overdue[:turn], *self.first, *self.overdue[turn:], *self.rest]
+
+
+class Waited(NamedTuple):
+    """A waiting request: when it arrived, and the tokens of its prompt."""
+
+    seen_s: float
+    prompt_tokens: int
 
 
 class QueueOrder(Protocol):
@@ -69,15 +89,17 @@ class ShortestFirst:
         """See QueueOrder."""
         self._ordered_s = now_s
 
-    def order(self, now_s: float, prompt_tokens: Counts) -> Places:
+    def order(self, now_s: float, prompt_tokens: Sequence[int]) -> Places:
         """The places in their new order."""
         self._ordered_s = now_s
-        places: Places = np.argsort(np.asarray(prompt_tokens, np.int64), kind="stable")
-        return places
+        return Places(sorted(range(len(prompt_tokens)), key=prompt_tokens.__getitem__))
 
 
 class Work(NamedTuple):
-    """Engine time in seconds: per prompt token, for a response's decode steps (its share), and before any prompt."""
+    """Engine time in seconds: per prompt token, for a response's decode steps (its share), and before any prompt.
+
+    The last does not change while requests wait.
+    """
 
     prompt_token_s: float
     answer_s: float
@@ -127,63 +149,64 @@ class PunctualQueue:
         """Time (s) from the arrival of a request until the computation of its prompt must end."""
         return self._ttft_s - min(work.lead_s, MAX_LEAD * self._ttft_s)
 
-    def order(self, now_s: float, seen_s: Times, prompt_tokens: Counts, work: Work) -> Places:
-        """New order as indices into the queue, from arrival times and prompt tokens in queue order."""
-        if not len(seen_s):
-            self.emptied(now_s)
-            return np.zeros(0, np.int64)
-        self._ordered_s = now_s
-        seen = np.asarray(seen_s, np.float64)
-        by_age = seen.argsort(kind="stable")
-        waited_s = now_s - seen[by_age]
-        slack_s = self._slack_s(work) - waited_s
-        tokens = np.asarray(prompt_tokens, np.float64)[by_age]
-        prompt_s = tokens * work.prompt_token_s
-        alone_in_time = prompt_s <= slack_s
-        kept = punctual(slack_s, prompt_s, work.answer_s) if alone_in_time.any() else alone_in_time
-        # 0: served in time; 1: could be in time alone; 2: late.
-        rank = np.int8(2) - alone_in_time.view(np.int8) - kept.view(np.int8)
-        if waited_s[0] >= PATIENCE * self._ttft_s and self._turn_of_oldest(tokens[0]):
-            rank[0] = -1
-        oldest = int(kept.argmax())
-        self._first_s = float(seen[by_age[oldest]]) if kept[oldest] else None
-        places: Places = by_age[rank.argsort(kind="stable")]
-        return places
+    def order(
+        self,
+        now_s: float,
+        seen_s: Sequence[float],
+        prompt_tokens: Sequence[int],
+        work: Work,
+        oldest: Waited | None = None,
+    ) -> Places:
+        """New order as indices into the queue, from arrival times and prompt tokens in queue order.
 
-    def _turn_of_oldest(self, prompt_tokens: float) -> bool:
+        ``oldest``: the oldest of the overdue requests that are left out; older than all others.
+        """
+        self._ordered_s = now_s
+        latest_s, (token_s, answer_s, _) = self._slack_s(work), work
+        by_age = sorted(range(len(seen_s)), key=seen_s.__getitem__)
+        overdue = bisect_left(by_age, True, key=lambda place: latest_s - (now_s - seen_s[place]) >= 0.0)
+        in_time, late, needs = [], [], []
+        for place in by_age[overdue:]:
+            prompt_s, slack_s = prompt_tokens[place] * token_s, latest_s - (now_s - seen_s[place])
+            if prompt_s <= slack_s:
+                in_time.append(place)
+                needs.append((prompt_s, slack_s))
+            else:
+                late.append(place)
+        first, dropped = in_time, given_up(needs, answer_s)
+        if dropped:
+            first = [place for number, place in enumerate(in_time) if number not in dropped]
+            first += [in_time[number] for number in sorted(dropped)]
+        self._first_s = seen_s[first[0]] if len(first) > len(dropped) else None
+        if oldest is None and overdue:
+            oldest = Waited(seen_s[by_age[0]], prompt_tokens[by_age[0]])
+        return Places(first, by_age[:overdue], late, oldest is not None and self._turn_of(oldest, now_s))
+
+    def _turn_of(self, oldest: Waited, now_s: float) -> bool:
+        """Whether ``oldest`` goes before all others, so that no request waits for ever."""
+        if now_s - oldest.seen_s < PATIENCE * self._ttft_s:
+            return False
         if self._turn and self._admitted_tokens:  # the request put first has been admitted
             self._turn = False
-        if not self._turn and self._admitted_tokens >= TURN_EVERY * prompt_tokens:
+        if not self._turn and self._admitted_tokens >= TURN_EVERY * oldest.prompt_tokens:
             self._turn, self._admitted_tokens = True, 0
         return self._turn
 
 
-def punctual(slack_s: Floats, prompt_s: Floats, answer_s: float) -> npt.NDArray[np.bool_]:
-    """Mask of the requests to serve, one after the other, so that the fewest are late.
+def given_up(needs_s: Iterable[tuple[float, float]], answer_s: float) -> set[int]:
+    """Numbers of the requests to give up, so that the fewest are late if the others are served one after the other.
 
-    ``slack_s`` (increasing): time until the first token is due. ``prompt_s``: time to compute the prompt. ``answer_s``:
-    further time that a request takes before the next one's turn.
+    ``needs_s``: time to compute the prompt, and time until the first token is due, at least as long; in increasing
+    order of the latter. ``answer_s``: further time that a request takes before the next one's turn.
     """
-    kept = prompt_s <= slack_s
-    total_after_s = np.where(kept, prompt_s + answer_s, 0.0).cumsum()
-    late = kept & (total_after_s - answer_s > slack_s)
-    if not late.any():
-        return kept
-    # All requests before the first late one are served, unless one of them is given up for a later one.
-    places = kept.nonzero()[0]
-    joins = int(places.searchsorted(late.argmax()))
-    total_s = float(total_after_s[places[joins - 1]]) if joins else 0.0
-    # Longest first; of equal lengths the youngest.
-    joined: list[tuple[float, int]] = list(
-        zip((-prompt_s[places[:joins]]).tolist(), (-places[:joins]).tolist(), strict=True)
-    )
-    heapq.heapify(joined)
-    places = places[joins:]
-    for place, own_s, left_s in zip(places.tolist(), prompt_s[places].tolist(), slack_s[places].tolist(), strict=True):
-        heapq.heappush(joined, (-own_s, -place))
-        total_s += own_s + answer_s
-        if total_s - answer_s > left_s:
-            longest_s, given_up = heapq.heappop(joined)
+    dropped: set[int] = set()
+    kept: list[tuple[float, int]] = []  # a heap: longest first, of equal lengths the youngest
+    total_s = 0.0
+    for number, (prompt_s, slack_s) in enumerate(needs_s):
+        heappush(kept, (-prompt_s, -number))
+        total_s += prompt_s + answer_s
+        if total_s - answer_s > slack_s:
+            longest_s, longest = heappop(kept)
             total_s += longest_s - answer_s
-            kept[-given_up] = False
-    return kept
+            dropped.add(-longest)
+    return dropped

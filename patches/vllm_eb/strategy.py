@@ -15,13 +15,11 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
-import numpy as np
-
 from vllm_eb.calibration import Calibration
 from vllm_eb.decisions import Phase, RecordKind, View
 from vllm_eb.lengths import Lengths
 from vllm_eb.modes import Mode
-from vllm_eb.queueing import Counts, Places, QueueOrder, Times
+from vllm_eb.queueing import Places, QueueOrder, Waited
 
 Values = Mapping[str, float | int | None]
 
@@ -165,6 +163,11 @@ class Strategy:
         """
         return False
 
-    def queue_order(self, now_s: float, seen_s: Times, prompt_tokens: Counts) -> Places:
-        """New order of never-started requests as indices; called only if there is a ``queue``."""
-        return np.arange(len(seen_s))
+    def queue_order(
+        self, now_s: float, seen_s: Sequence[float], prompt_tokens: Sequence[int], oldest: Waited | None
+    ) -> Places:
+        """New order of never-started requests as indices; called only if there is a ``queue``.
+
+        ``oldest``: of the overdue requests that are left out; None where an order never has any.
+        """
+        return Places(range(len(seen_s)))

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import cast
 
-import numpy as np
 import pytest
 
 from ebbench.simulation.gate import PolicyGate
@@ -16,6 +15,7 @@ from ebbench.simulation.step import SchedulerLimits, Step
 from tests.simulation.worlds import plan
 from vllm_eb.controller import Controller
 from vllm_eb.decisions import Decision, View
+from vllm_eb.queueing import Places
 
 MS = 1_000_000
 PREFILL = Decision("prefill", "eb", running_limit=4, k=2, n_limit=4)
@@ -67,9 +67,9 @@ class Scripted:
     def on_finish(self, *values: int) -> None:
         self.told.append(("finish", values))
 
-    def queue_order(self, now_s: float, seen_s: list[float], prompts: list[int]) -> Any:
+    def queue_order(self, now_s: float, seen_s: list[float], prompts: list[int]) -> Places:
         self.asked_order.append((seen_s, prompts))
-        return np.argsort(prompts)
+        return Places(sorted(range(len(prompts)), key=prompts.__getitem__))
 
 
 class Table:

@@ -119,7 +119,8 @@ def _count(scheduler: Any) -> Counter[str]:
 
         def ordering(*args: Any) -> Any:
             places = order(*args)
-            counted["reorderings"] += places.tolist() != sorted(places.tolist())
+            new = places.in_order()
+            counted["reorderings"] += new != sorted(new)
             return places
 
         controller.queue_order = ordering

@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from itertools import combinations
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_eb.queueing import ORDER_EVERY, PATIENCE, TURN_EVERY, PunctualQueue, ShortestFirst, Work, punctual
+from vllm_eb.queueing import ORDER_EVERY, PATIENCE, TURN_EVERY, PunctualQueue, ShortestFirst, Waited, Work, given_up
 
 TENTHS = st.integers(0, 100).map(lambda tenths: tenths / 10)
 JOBS = st.lists(st.tuples(TENTHS, st.integers(1, 40).map(lambda tenths: tenths / 10)), min_size=1, max_size=9)
@@ -31,16 +30,16 @@ def feasible(jobs: list[tuple[float, float]], answer_s: float) -> bool:
 @settings(max_examples=200)
 def test_the_chosen_order_has_the_fewest_late_requests(jobs: list[tuple[float, float]], answer_s: float) -> None:
     jobs = sorted(jobs)
-    kept = punctual(np.array([j[0] for j in jobs]), np.array([j[1] for j in jobs]) - 1e-12, answer_s)
-    chosen = [job for job, keep in zip(jobs, kept, strict=True) if keep]
+    in_time = [job for job in jobs if job[1] <= job[0]]
+    dropped = given_up([(prompt_s - 1e-12, slack_s) for slack_s, prompt_s in in_time], answer_s)
+    chosen = [job for number, job in enumerate(in_time) if number not in dropped]
     assert feasible(chosen, answer_s)
     more = combinations(jobs, len(chosen) + 1)
     assert not any(feasible([(slack - 1e-6, prompt) for slack, prompt in picked], answer_s) for picked in more)
 
 
 def ordered(ages_s: list[float], tokens: list[int], ttft_s: float = 10.0, now_s: float = 100.0) -> list[int]:
-    places: list[int] = PunctualQueue(ttft_s).order(now_s, [now_s - age for age in ages_s], tokens, WORK).tolist()
-    return places
+    return PunctualQueue(ttft_s).order(now_s, [now_s - age for age in ages_s], tokens, WORK).in_order()
 
 
 @given(st.lists(st.tuples(st.floats(0.0, 30.0), st.integers(1, 20_000)), max_size=60))
@@ -51,6 +50,34 @@ def test_every_place_is_kept_once_and_late_ones_come_last(requests: list[tuple[f
     assert sorted(places) == list(range(len(requests)))
     late = [tokens[p] * WORK.prompt_token_s > 10.0 - ages_s[p] + 1e-6 for p in places]
     assert late == sorted(late)
+
+
+@given(st.lists(st.tuples(st.floats(0.0, 30.0), st.integers(1, 20_000)), max_size=60), st.integers(0, 9), st.booleans())
+@settings(max_examples=100)
+def test_overdue_requests_that_are_left_out_change_no_order(
+    requests: list[tuple[float, int]], passed_s: int, admissions: bool
+) -> None:
+    """The next ordering, of the whole queue and of all but those that the first one found overdue."""
+    seen_s, tokens = [100.0 - age for age, _ in requests], [count for _, count in requests]
+    whole, partial = PunctualQueue(1.0), PunctualQueue(1.0)
+    for queue in (whole, partial):
+        queue.admitted(10**6)
+        places = queue.order(100.0, seen_s, tokens, WORK)
+        if admissions:
+            queue.admitted(10**6)
+    seen_s, tokens = [seen_s[p] for p in places.in_order()], [tokens[p] for p in places.in_order()]
+    turn, first, overdue = int(places.oldest_first), len(places.first), len(places.overdue)
+    left_out = [*range(turn), *range(turn + first, first + overdue)]
+    others = [p for p in range(len(requests)) if p not in left_out]
+    oldest = Waited(seen_s[left_out[0]], tokens[left_out[0]]) if left_out else None
+    now_s = 100.0 + passed_s / 10
+    all_places = whole.order(now_s, seen_s, tokens, WORK)
+    some = partial.order(now_s, [seen_s[p] for p in others], [tokens[p] for p in others], WORK, oldest)
+    assert [others[p] for p in some.first] == list(all_places.first)
+    assert left_out + [others[p] for p in some.overdue] == list(all_places.overdue)
+    assert [others[p] for p in some.rest] == list(all_places.rest)
+    assert some.oldest_first == all_places.oldest_first
+    assert whole.oldest_wait_s(now_s) == partial.oldest_wait_s(now_s)
 
 
 def test_requests_that_can_all_be_in_time_keep_their_order() -> None:
@@ -84,7 +111,7 @@ def test_under_endless_overload_every_request_is_admitted_eventually(old: int, s
         now_s = step * step_s
         waiting.append((now_s, short))
         places = queue.order(now_s, [seen for seen, _ in waiting], [tokens for _, tokens in waiting], WORK)
-        waiting = [waiting[place] for place in places]
+        waiting = [waiting[place] for place in places.in_order()]
         queue.admitted(waiting.pop(0)[1])
     assert not any(tokens == long and seen == 0.0 for seen, tokens in waiting)
 
@@ -92,8 +119,8 @@ def test_under_endless_overload_every_request_is_admitted_eventually(old: int, s
 def test_before_their_patience_is_over_late_ones_get_no_turn() -> None:
     queue = PunctualQueue(1.0)
     queue.admitted(10**9)
-    assert queue.order(PATIENCE - 0.1, [0.0, PATIENCE - 0.2], [100, 100], WORK).tolist() == [1, 0]
-    assert queue.order(PATIENCE + 0.1, [0.0, PATIENCE], [100, 100], WORK).tolist() == [0, 1]
+    assert queue.order(PATIENCE - 0.1, [0.0, PATIENCE - 0.2], [100, 100], WORK).in_order() == [1, 0]
+    assert queue.order(PATIENCE + 0.1, [0.0, PATIENCE], [100, 100], WORK).in_order() == [0, 1]
 
 
 @given(
@@ -115,7 +142,7 @@ def test_an_order_that_stands_is_the_order_made_anew(
     if not asked.stands(now_s, seen_s[0], len(tokens), sum(tokens), work):
         assert asked.due(90.3)  # nothing was recorded
         return
-    assert places.tolist() == list(range(len(tokens)))
+    assert places.in_order() == list(range(len(tokens)))
     for later_s in (100.01, 100.3):
         assert (asked.oldest_wait_s(later_s), asked.due(later_s)) == (
             ordered.oldest_wait_s(later_s),
@@ -151,4 +178,4 @@ def test_an_order_due_while_nothing_waits_is_an_order_of_none() -> None:
 def test_a_turn_comes_with_exactly_so_many_tokens(admitted: int, order: list[int]) -> None:
     queue = PunctualQueue(1.0)
     queue.admitted(admitted)
-    assert queue.order(PATIENCE + 0.1, [0.0, PATIENCE], [100, 100], WORK).tolist() == order
+    assert queue.order(PATIENCE + 0.1, [0.0, PATIENCE], [100, 100], WORK).in_order() == order

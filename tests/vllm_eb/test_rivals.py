@@ -231,7 +231,7 @@ def test_without_the_escape_prompts_wait_however_many_queue_up() -> None:
 
 @given(st.lists(st.integers(1, 20), max_size=30))
 def test_shortest_first_is_a_stable_sort(tokens: list[int]) -> None:
-    places = ShortestFirst().order(0.0, tokens).tolist()
+    places = ShortestFirst().order(0.0, tokens).in_order()
     assert places == sorted(range(len(tokens)), key=tokens.__getitem__)
 
 
@@ -247,7 +247,7 @@ def test_the_queue_is_ordered_now_and_then() -> None:
 def test_any_policy_takes_the_order(policy: str) -> None:
     made = controller(f"{policy}{',' if ':' in policy else ':'}order=shortest")
     assert made.orders_queue
-    assert made.queue_order(0.0, [0.0, 1.0, 2.0], [30, 10, 20]).tolist() == [1, 2, 0]
+    assert made.queue_order(0.0, [0.0, 1.0, 2.0], [30, 10, 20]).in_order() == [1, 2, 0]
     assert not controller(policy).orders_queue
 
 

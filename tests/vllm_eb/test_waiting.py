@@ -28,7 +28,7 @@ class Server:
         self.order, self.anew = WaitingOrder(controller(policy)), anew
         self.waiting: deque[Queued] = deque()
         self.running: list[Queued] = []
-        self.made = self.stood = 0
+        self.made = self.stood = self.turns = self.left_out = 0
         self.order._stands, self.stands = self.stands_now, self.order._stands  # type: ignore[method-assign]
 
     def stands_now(self, waiting: deque[Queued], now_s: float) -> bool:
@@ -44,13 +44,20 @@ class Server:
 
     def admit(self, count: int) -> None:
         for _ in range(min(count, len(self.waiting))):
-            self.running.append(self.waiting.popleft())
-            self.order.admitted(self.running[-1])
+            request = self.waiting.popleft()
+            self.running.append(request)
+            self.order.admitted(request)
+            if not request.num_preemptions:
+                self.order._controller.on_prompt(request.num_prompt_tokens)
 
     def preempt(self, *, put_off: bool) -> None:
         """The last running request comes back: to the front, or to the end if vLLM had put it off."""
         self.running[-1].num_preemptions += 1
         (self.waiting.append if put_off else self.waiting.appendleft)(self.running.pop())
+
+    def wait_for_next_turn(self) -> None:
+        """A session whose turn has ended waits for the next one at the end of the queue, as old as it is."""
+        self.waiting.append(self.running.pop())
 
     def continue_session(self, place: int, now_s: float) -> None:
         """The next turn of a session makes its prompt longer."""
@@ -64,8 +71,10 @@ class Server:
 
     def step(self, now_s: float) -> tuple[float, list[str]]:
         if self.anew:
-            self.order._fresh, self.order._admitted = [], 0
+            self.order.forget()
+        self.left_out += self.order._last_overdue is not None
         waited_s = self.order.order(self.waiting, now_s)
+        self.turns += self.order._turn is not None
         return waited_s, [request.request_id for request in self.waiting]
 
 
@@ -73,14 +82,14 @@ class Server:
 @pytest.mark.parametrize("admissions", [0.15, 0.6])
 @pytest.mark.parametrize("seed", range(8))
 def test_orders_are_those_of_a_queue_read_anew(policy: str, admissions: float, seed: int) -> None:
-    """With few admissions the queue is long, with many it is short."""
+    """With few admissions the queue is long and most of it overdue, with many it is short."""
     dice = random.Random(seed)
     both = Server(policy, anew=False), Server(policy, anew=True)
     now_s, extended = 0.0, 0
-    for _ in range(300):
+    for _ in range(400):
         now_s += dice.choice((0.001, 0.02, 0.05))
         for _ in range(dice.choice((0, 0, 1, 3))):
-            tokens = dice.randint(1, 900)
+            tokens = dice.choice((dice.randint(1, 20), dice.randint(1, 900)))
             for server in both:
                 server.arrive(tokens, now_s)
         event, place = dice.random(), dice.random()
@@ -91,11 +100,39 @@ def test_orders_are_those_of_a_queue_read_anew(policy: str, admissions: float, s
                 server.preempt(put_off=place < 0.5)
             elif event < admissions + 0.1 and server.waiting:
                 server.abort(int(place * len(server.waiting)))
-            elif event < admissions + 0.15 and server.waiting:
+            elif event < admissions + 0.12 and server.waiting:
                 server.continue_session(int(place * len(server.waiting)), now_s)
-        extended += bool(both[0].order._fresh) and len(both[0].waiting) > 1
+            elif event < admissions + 0.15 and server.running:
+                server.wait_for_next_turn()
+        extended += bool(both[0].order._ordered) and len(both[0].waiting) > 1
         assert both[0].step(now_s) == both[1].step(now_s)
     if admissions < 0.5:
         assert extended > 20
+        assert ("ttft" in policy) == (both[0].left_out > 100)
+        assert "ttft=0.2" not in policy or both[0].turns > 0
     elif "ttft" in policy:
-        assert both[0].stood > 20
+        assert both[0].stood > 10
+
+
+def test_an_ordering_reads_no_request_that_was_overdue_before() -> None:
+    """A thousand wait beyond their target: the next orderings ask for none of their prompts but the oldest one's."""
+    server = Server("marginal:ttft=1", anew=False)
+    for _ in range(1000):
+        server.arrive(100, 0.0)
+    server.step(5.0)
+    read: list[str] = []
+
+    class Watched(Queued):
+        """A request that notes when its prompt is read."""
+
+        def __getattribute__(self, name: str) -> object:
+            if name == "num_prompt_tokens":
+                read.append(self.request_id)
+            return super().__getattribute__(name)
+
+    for request in server.waiting:
+        request.__class__ = Watched
+    server.arrive(100, 5.0)
+    server.step(5.1)
+    assert server.waiting[0].request_id == "r1001"
+    assert read == ["r1"]

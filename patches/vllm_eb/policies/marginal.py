@@ -15,7 +15,7 @@ from vllm_eb.decisions import View
 from vllm_eb.lengths import Lengths
 from vllm_eb.marginal import HUGE_TOKENS, Choice, MarginalRefill, Refill, Way, cheapest_chunk
 from vllm_eb.policy import PolicyError, PolicySpec, setting
-from vllm_eb.queueing import Counts, Places, PunctualQueue, Times, Work
+from vllm_eb.queueing import Places, PunctualQueue, Waited, Work
 from vllm_eb.room import PAYBACK_FACTOR, SHORTEST_STAY, KvRoom, payback_steps, prompts_that_stay
 from vllm_eb.service import AnswerLength, ServiceLevel, TokenDebt
 from vllm_eb.strategy import Change, EngineFacts, PhaseState, StepChoice, Strategy
@@ -287,10 +287,12 @@ class MarginalPolicy(Strategy):
         assert self._punctual is not None
         return self._punctual.stands(now_s, oldest_s, waiting, prompt_tokens, self._work())
 
-    def queue_order(self, now_s: float, seen_s: Times, prompt_tokens: Counts) -> Places:
+    def queue_order(
+        self, now_s: float, seen_s: Sequence[float], prompt_tokens: Sequence[int], oldest: Waited | None
+    ) -> Places:
         """New order of never-started requests; arguments as in ``Controller.queue_order``."""
         assert self._punctual is not None
-        return self._punctual.order(now_s, seen_s, prompt_tokens, self._work())
+        return self._punctual.order(now_s, seen_s, prompt_tokens, self._work(), oldest)
 
     def _work(self) -> Work:
         """Engine time per waiting request, at the mean lengths so far."""
