@@ -25,15 +25,15 @@ def limit_name(scheduler: Any) -> str:
     return "max_num_active_reqs" if hasattr(scheduler, "max_num_active_reqs") else "max_num_running_reqs"
 
 
-def waiting(scheduler: Any) -> int:
+def waiting(scheduler: Any, idle_sessions: int) -> int:
     """Number of requests that could be admitted, including preempted ones.
 
-    Streaming sessions between two turns hold KV blocks and a place in the queue, but have no work; neither have
-    requests whose grammar is still being compiled.
+    Streaming sessions between two turns (``idle_sessions``) hold KV blocks and a place in the queue, but have no work;
+    neither have requests whose grammar is still being compiled.
     """
     queued: int = scheduler.get_request_counts()[1]
     put_off = scheduler.deferred_waiting if hasattr(scheduler, "deferred_waiting") else scheduler.skipped_waiting
-    return queued - idle_sessions(scheduler) - (sum(map(_lacks_grammar, put_off)) if put_off else 0)
+    return queued - idle_sessions - (sum(map(_lacks_grammar, put_off)) if put_off else 0)
 
 
 def idle_sessions(scheduler: Any) -> int:

@@ -18,8 +18,10 @@ last such turn: late requests get at least that share of the work.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
-from heapq import heappop, heappush
+from collections.abc import Sequence
+from heapq import heapify, heappop, heappush
+from itertools import accumulate, compress
+from operator import le, not_
 from typing import NamedTuple, Protocol
 
 SHORTEST_EVERY_S = 0.02  # about a decode step: ordering thousands of requests takes a millisecond
@@ -165,18 +167,16 @@ class PunctualQueue:
         latest_s, (token_s, answer_s, _) = self._slack_s(work), work
         by_age = sorted(range(len(seen_s)), key=seen_s.__getitem__)
         overdue = bisect_left(by_age, True, key=lambda place: latest_s - (now_s - seen_s[place]) >= 0.0)
-        in_time, late, needs = [], [], []
-        for place in by_age[overdue:]:
-            prompt_s, slack_s = prompt_tokens[place] * token_s, latest_s - (now_s - seen_s[place])
-            if prompt_s <= slack_s:
-                in_time.append(place)
-                needs.append((prompt_s, slack_s))
-            else:
-                late.append(place)
-        first, dropped = in_time, given_up(needs, answer_s)
+        others = by_age[overdue:]
+        slack_s = [latest_s - (now_s - seen_s[place]) for place in others]
+        prompt_s = [prompt_tokens[place] * token_s for place in others]
+        fits = list(map(le, prompt_s, slack_s))
+        first = in_time = list(compress(others, fits))
+        dropped = given_up(list(compress(prompt_s, fits)), list(compress(slack_s, fits)), answer_s)
         if dropped:
             first = [place for number, place in enumerate(in_time) if number not in dropped]
             first += [in_time[number] for number in sorted(dropped)]
+        late = [] if len(in_time) == len(others) else list(compress(others, map(not_, fits)))
         self._first_s = seen_s[first[0]] if len(first) > len(dropped) else None
         if oldest is None and overdue:
             oldest = Waited(seen_s[by_age[0]], prompt_tokens[by_age[0]])
@@ -193,19 +193,25 @@ class PunctualQueue:
         return self._turn
 
 
-def given_up(needs_s: Iterable[tuple[float, float]], answer_s: float) -> set[int]:
-    """Numbers of the requests to give up, so that the fewest are late if the others are served one after the other.
+def given_up(prompt_s: Sequence[float], slack_s: Sequence[float], answer_s: float) -> set[int]:
+    """Indices of the requests to give up, so that the fewest are late if the others are served one after the other.
 
-    ``needs_s``: time to compute the prompt, and time until the first token is due, at least as long; in increasing
-    order of the latter. ``answer_s``: further time that a request takes before the next one's turn.
+    ``prompt_s``: time to compute the prompt. ``slack_s`` (increasing): time until the first token is due, at least as
+    long. ``answer_s``: further time that a request takes before the next one's turn.
     """
+    served_s = list(accumulate([one_s + answer_s for one_s in prompt_s]))  # if all are
+    late = (index for index, total_s in enumerate(served_s) if total_s - answer_s > slack_s[index])
+    first_late = next(late, None)
+    if first_late is None:
+        return set()
     dropped: set[int] = set()
-    kept: list[tuple[float, int]] = []  # a heap: longest first, of equal lengths the youngest
-    total_s = 0.0
-    for number, (prompt_s, slack_s) in enumerate(needs_s):
-        heappush(kept, (-prompt_s, -number))
-        total_s += prompt_s + answer_s
-        if total_s - answer_s > slack_s:
+    kept = [(-prompt_s[index], -index) for index in range(first_late)]  # longest first, of equal lengths the youngest
+    heapify(kept)
+    total_s = served_s[first_late - 1] if first_late else 0.0
+    for index in range(first_late, len(prompt_s)):
+        heappush(kept, (-prompt_s[index], -index))
+        total_s += prompt_s[index] + answer_s
+        if total_s - answer_s > slack_s[index]:
             longest_s, longest = heappop(kept)
             total_s += longest_s - answer_s
             dropped.add(-longest)

@@ -83,6 +83,7 @@ class _PhasedScheduler(Scheduler):  # type: ignore[misc]
         self._may_skip = False  # whether the step being scheduled may be skipped if it is empty
         self.last_decision: Decision | None = None
         self.controller = self._make_controller(config)
+        self._prompt_tokens_wanted = 0 if self.controller is None else self.controller.prompt_tokens_wanted
         if self.controller is not None and self.controller.orders_queue:
             self._waiting_order = WaitingOrder(self.controller)
         compat.refuse_reordering(self, self._waiting_order is not None)
@@ -139,26 +140,23 @@ class _PhasedScheduler(Scheduler):  # type: ignore[misc]
         if self._prefilling:
             # A preempted, finished or aborted request is no longer running; vLLM sets the flag.
             self._prefilling = [r for r in self._prefilling if r.is_prefill_chunk and r.status == _RUNNING]
-        now_s, prefilling = self._clock(), len(self._prefilling)
+        now_s, prefilling, idle_sessions = self._clock(), len(self._prefilling), compat.idle_sessions(self)
         return View(
             now_s=now_s,
             step_id=self._steps,
             decoding=len(self.running) - prefilling,
             prefilling=prefilling,
-            waiting=0 if compat.paused(self) else compat.waiting(self),
+            waiting=0 if compat.paused(self) else compat.waiting(self, idle_sessions),
             free_blocks=compat.free_blocks(self),
             oldest_wait_s=self._waiting_order.order(self.waiting, now_s) if self._waiting_order else 0.0,
             preempted=self._preempted,
-            idle_sessions=compat.idle_sessions(self),
+            idle_sessions=idle_sessions,
             last_tokens_out=self._last_tokens_out(),
-            prompt_tokens=self._prompt_tokens(),
+            prompt_tokens=self._prompt_tokens(self._prompt_tokens_wanted) if self._prompt_tokens_wanted else 0,
         )
 
-    def _prompt_tokens(self) -> int:
-        """Prompt tokens that the next step could compute, as far as the policy wants them counted."""
-        wanted = self.controller.prompt_tokens_wanted if self.controller is not None else 0
-        if not wanted:
-            return 0
+    def _prompt_tokens(self, wanted: int) -> int:
+        """Prompt tokens that the next step could compute, counted up to ``wanted``."""
         found: int = sum(r.num_tokens - r.num_computed_tokens for r in self._prefilling)
         slots = getattr(self, self._limit_name) - len(self.running) - compat.idle_sessions(self)
         blocks = compat.free_blocks(self)
@@ -229,7 +227,8 @@ class _PhasedScheduler(Scheduler):  # type: ignore[misc]
 
     def _make_cached_request_data(self, *args: Any, **kwargs: Any) -> Any:
         """vLLM's method; ends a step that may be skipped and is empty."""
-        self.skip_if_empty(kwargs["num_scheduled_tokens"] if "num_scheduled_tokens" in kwargs else args[2])
+        if self._may_skip:
+            self.skip_if_empty(kwargs["num_scheduled_tokens"] if "num_scheduled_tokens" in kwargs else args[2])
         return super()._make_cached_request_data(*args, **kwargs)
 
     def skip_if_empty(self, num_scheduled_tokens: Any) -> None:

@@ -145,4 +145,5 @@ class WaitingOrder:
 
     def _is_overdue(self, request: Any) -> bool:
         """Whether the last ordering found so old a request overdue."""
-        return self._is_fresh(request) and self.arrived_s[request.request_id] <= self._overdue_until_s
+        seen_s = self.arrived_s.get(request.request_id, math.inf)
+        return seen_s <= self._overdue_until_s and not request.num_preemptions

@@ -31,7 +31,7 @@ def feasible(jobs: list[tuple[float, float]], answer_s: float) -> bool:
 def test_the_chosen_order_has_the_fewest_late_requests(jobs: list[tuple[float, float]], answer_s: float) -> None:
     jobs = sorted(jobs)
     in_time = [job for job in jobs if job[1] <= job[0]]
-    dropped = given_up([(prompt_s - 1e-12, slack_s) for slack_s, prompt_s in in_time], answer_s)
+    dropped = given_up([prompt_s - 1e-12 for _, prompt_s in in_time], [slack_s for slack_s, _ in in_time], answer_s)
     chosen = [job for number, job in enumerate(in_time) if number not in dropped]
     assert feasible(chosen, answer_s)
     more = combinations(jobs, len(chosen) + 1)
