@@ -164,7 +164,7 @@ def _while_running(
     results: list[DriveResult] = []
     body = threading.Thread(target=lambda: results.append(drive(server.url, plan_of(**plan), options, environ={})))
     body.start()
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while len(server.ledger()) < answers and time.monotonic() < deadline:
         time.sleep(0.05)
     act()

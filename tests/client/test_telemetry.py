@@ -38,7 +38,7 @@ def page(port: int) -> dict[str, Any]:
     asked = urllib.request.Request(
         f"http://127.0.0.1:{port}/metrics", headers={"accept": "application/openmetrics-text; version=1.0.0"}
     )
-    with urllib.request.urlopen(asked, timeout=10) as answer:
+    with urllib.request.urlopen(asked, timeout=60) as answer:
         text = answer.read().decode()
     return {
         sample.name + "".join(f"/{value}" for value in sample.labels.values() if sample.name.endswith("_total")): sample

@@ -46,7 +46,7 @@ def test_every_token_is_in_the_ledger_and_none_is_early() -> None:
     config = FakeConfig(ttft_ms=20, itl_ms=5)
     with FakeServerProcess(config) as server:
         headers = {"x-request-id": "mine"}
-        response = httpx.post(f"{server.url}/v1/completions", json=ASK | {"stream": True}, headers=headers)
+        response = httpx.post(f"{server.url}/v1/completions", json=ASK | {"stream": True}, headers=headers, timeout=60)
         (entry,) = server.ledger()
         server.clear_ledger()
         assert server.ledger() == []
@@ -65,11 +65,11 @@ def test_every_token_is_in_the_ledger_and_none_is_early() -> None:
 
 def test_answers_without_streaming_and_other_routes() -> None:
     config = FakeConfig(ttft_ms=1, itl_ms=1, model="m</script>", max_model_len=99)
-    with FakeServerProcess(config) as server, httpx.Client(base_url=server.url) as client:
+    with FakeServerProcess(config) as server, httpx.Client(base_url=server.url, timeout=60) as client:
         whole = client.post("/v1/completions", json=ASK).json()
         chat = {"messages": [{"role": "user", "content": "one two"}], "max_completion_tokens": 3}
         said = client.post("/v1/chat/completions", json=chat).json()
-        assert client.get("/health").status_code == 200
+        assert client.get("/health", timeout=60).status_code == 200
         (model,) = client.get("/v1/models").json()["data"]
         assert client.post("/tokenize", json={"prompt": "a b c"}).json()["count"] == 3
         assert client.post("/reset_prefix_cache").status_code == 200
@@ -89,18 +89,18 @@ def test_the_fake_server_listens_on_loopback_only_and_survives_garbage() -> None
     with FakeServerProcess() as server:
         host, port = server.url.removeprefix("http://").split(":")
         assert host == "127.0.0.1"
-        with socket.create_connection((host, int(port)), timeout=5) as raw:
+        with socket.create_connection((host, int(port)), timeout=60) as raw:
             raw.sendall(b"\x16\x03\x01 not http\r\n\r\n")
             assert raw.recv(100).startswith(b"HTTP/1.1 400")
-        assert httpx.get(f"{server.url}/health").status_code == 200
+        assert httpx.get(f"{server.url}/health", timeout=60).status_code == 200
 
 
 def test_a_client_that_hangs_up_is_recorded() -> None:
     with FakeServerProcess(FakeConfig(ttft_ms=1, itl_ms=20)) as server:
         body = msgspec.json.encode(ASK | {"max_tokens": 1000, "stream": True})
-        with httpx.stream("POST", f"{server.url}/v1/completions", content=body) as response:
+        with httpx.stream("POST", f"{server.url}/v1/completions", content=body, timeout=60) as response:
             next(response.iter_raw())
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while (entry := server.ledger()[0]).outcome == "open" and time.monotonic() < deadline:
             time.sleep(0.01)
     assert entry.outcome == "disconnected"

@@ -122,8 +122,8 @@ def test_no_request_is_lost_while_upstreams_are_killed_and_return(dispatch: str)
                     await asyncio.gather(*tasks)
 
             asyncio.run(traffic())
-            state = httpx.get(gateway.url + "/gateway", trust_env=False).json()
-            page = httpx.get(gateway.url + "/metrics", trust_env=False).text
+            state = httpx.get(gateway.url + "/gateway", timeout=120, trust_env=False).json()
+            page = httpx.get(gateway.url + "/metrics", timeout=120, trust_env=False).text
         account(first)
         account(second)
     finally:
@@ -153,7 +153,7 @@ def test_an_upstream_that_dies_mid_stream_fails_only_its_own_requests() -> None:
         with front(doomed.url, healthy.url, dispatch="round-robin") as gateway:
 
             async def traffic() -> None:
-                async with httpx.AsyncClient(timeout=30, trust_env=False) as client:
+                async with httpx.AsyncClient(timeout=120, trust_env=False) as client:
                     tasks = [asyncio.create_task(request(client, gateway.url, number, answers)) for number in range(10)]
                     await asyncio.get_running_loop().run_in_executor(None, all_begun, doomed)
                     kill(doomed)
@@ -174,9 +174,9 @@ def test_a_server_that_refuses_connections_is_passed_over_and_taken_out() -> Non
         with front(gone.url, here.url, dispatch="round-robin", health_interval_s=30.0) as gateway:
             kill(gone)
             for _ in range(6):
-                answer = httpx.post(gateway.url + "/v1/completions", json=BODY, trust_env=False)
+                answer = httpx.post(gateway.url + "/v1/completions", json=BODY, timeout=120, trust_env=False)
                 assert answer.status_code == 200
-            state = httpx.get(gateway.url + "/gateway", trust_env=False).json()
+            state = httpx.get(gateway.url + "/gateway", timeout=120, trust_env=False).json()
         assert [upstream["state"] for upstream in state["upstreams"]] == ["ejected", "active"]
         assert len(here.ledger()) == 6
 
@@ -190,7 +190,7 @@ def test_requests_wait_while_every_upstream_is_down() -> None:
 
             async def traffic() -> None:
                 nonlocal server
-                async with httpx.AsyncClient(timeout=30, trust_env=False) as client:
+                async with httpx.AsyncClient(timeout=120, trust_env=False) as client:
                     kill(server)
                     tasks = [asyncio.create_task(request(client, gateway.url, number, answers)) for number in range(5)]
                     await asyncio.sleep(0.5)
@@ -211,8 +211,8 @@ def test_no_request_waits_longer_than_max_wait() -> None:
         FakeServerProcess(FakeConfig()) as server,
         front(server.url, max_wait_s=0.3, health_interval_s=30.0) as gateway,
     ):
-        httpx.post(gateway.url + "/gateway/drain", params={"upstream": server.url}, trust_env=False)
-        answer = httpx.post(gateway.url + "/v1/completions", json=BODY, trust_env=False)
+        httpx.post(gateway.url + "/gateway/drain", params={"upstream": server.url}, timeout=120, trust_env=False)
+        answer = httpx.post(gateway.url + "/v1/completions", json=BODY, timeout=120, trust_env=False)
     assert answer.status_code == 503
     assert answer.headers["retry-after"] == "1"
 
@@ -243,5 +243,7 @@ def test_odd_framing_passes_unchanged(fault: str) -> None:
     config = FakeConfig(ttft_ms=5, itl_ms=1, faults=(parse_fault(fault),))
     with FakeServerProcess(config) as server, front(server.url) as gateway:
         urls = (server.url, gateway.url)
-        contents = [httpx.post(url + "/v1/completions", json=BODY, trust_env=False).content for url in urls]
+        contents = [
+            httpx.post(url + "/v1/completions", json=BODY, timeout=120, trust_env=False).content for url in urls
+        ]
     assert contents[0].replace(b"cmpl-1", b"cmpl-2") == contents[1]

@@ -74,7 +74,7 @@ def through_gateway(server: Server, play: Callable[[httpx.AsyncClient], Awaitabl
         gateway = GatewayProcess(GatewaySettings(upstreams=(url,), port=0, drain_s=2.0, health_interval_s=60.0))
         await asyncio.to_thread(gateway.__enter__)
         try:
-            async with httpx.AsyncClient(base_url=gateway.url, timeout=20, trust_env=False) as client:
+            async with httpx.AsyncClient(base_url=gateway.url, timeout=120, trust_env=False) as client:
                 return await play(client)
         finally:
             await asyncio.to_thread(gateway.stop)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import pytest
 
-PATIENCE_S = 30.0
+PATIENCE_S = 120.0
 
 
 class Process(NamedTuple):

@@ -56,7 +56,7 @@ def test_the_end_of_a_child_is_the_end_of_all_below_it(tmp_path: Path, program: 
 def test_a_program_that_dies_leaves_no_child(tmp_path: Path) -> None:
     child = started(tmp_path, "setsid sleep 600 & touch started; sleep 0.3; exit 7")
     below = descendants(child.pid)
-    assert child.wait(10) == 7
+    assert child.wait(60) == 7
     assert not left_of(below)
 
 

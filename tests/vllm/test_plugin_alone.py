@@ -78,7 +78,7 @@ def url(site: Path, small_model_folder: Path, tmp_path_factory: pytest.TempPathF
 
 def figures(url: str) -> dict[str, float]:
     """The plugin's samples, by name and the labels that tell them apart."""
-    text = httpx.get(f"{url}/metrics").text
+    text = httpx.get(f"{url}/metrics", timeout=60).text
     found = {}
     for name, labels, value in re.findall(r"^(vllm_eb\w+)\{(.*)\} (\S+)$", text, re.MULTILINE):
         state = re.search(r'(?:mode|phase|policy)="([^"]*)"', labels)
@@ -93,7 +93,7 @@ def ask(url: str, prompt: int) -> int:
 
 
 def test_figures_move_with_the_load(url: str) -> None:
-    assert httpx.get(f"{url}/v1/models").status_code == 200
+    assert httpx.get(f"{url}/v1/models", timeout=60).status_code == 200
     seen = []
     for _ in range(2):
         with concurrent.futures.ThreadPoolExecutor(16) as pool:
@@ -126,4 +126,4 @@ def test_the_servers_log_names_the_policy_and_shows_its_figures(url: str, site: 
 
 
 def test_vllms_own_metrics_are_still_there(url: str) -> None:
-    assert "vllm:num_requests_running" in httpx.get(f"{url}/metrics").text
+    assert "vllm:num_requests_running" in httpx.get(f"{url}/metrics", timeout=60).text
