@@ -12,12 +12,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
 from scipy import stats
 
-from ebbench.capacity.search_types import Estimate, Probe, Requirement
+from ebbench.capacity.search_types import Estimate, MetCounts, Probe, Requirement
 
 Floats = npt.NDArray[np.float64]
 _NEAR = math.log(1.25)
@@ -122,16 +123,22 @@ def dispersion_within(probes: Sequence[Probe], index: int) -> float:
 
 def _dispersion(probes: Sequence[Probe], index: int, merged: int) -> float:
     """The dispersion of batches of which ``merged`` neighbours are taken together."""
-    observed, freedom = 0.0, 0
-    for probe in probes:
-        count = probe.counts[index]
-        batches = _joined([(met, counted) for met, counted in count.batches if counted], merged)
-        if len(batches) < 2 or not 0 < count.met < count.counted:
-            continue
-        p = count.share
-        observed += sum((met - counted * p) ** 2 / (counted * p * (1 - p)) for met, counted in batches)
-        freedom += len(batches) - 1
-    return observed / freedom if freedom else 1.0
+    variations = [_variation(probe.counts[index], merged) for probe in probes]
+    freedom = sum(own for _, own in variations)
+    return sum(observed for observed, _ in variations) / freedom if freedom else 1.0
+
+
+@lru_cache(4096)
+def _variation(count: MetCounts, merged: int) -> tuple[float, int]:
+    """Variance of one probe's batches over the binomial one, summed, and its degrees of freedom.
+
+    Every further probe of a search fits the earlier ones again.
+    """
+    batches = _joined([(met, counted) for met, counted in count.batches if counted], merged)
+    if len(batches) < 2 or not 0 < count.met < count.counted:
+        return 0.0, 0
+    p = count.share
+    return sum((met - counted * p) ** 2 / (counted * p * (1 - p)) for met, counted in batches), len(batches) - 1
 
 
 def _joined(batches: Sequence[tuple[int, int]], merged: int) -> list[tuple[int, int]]:
