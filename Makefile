@@ -2,9 +2,9 @@
 PYTHON ?= python3
 RUN := .venv
 TEST := .venv-test
-# Test files that run at the same time. A third of their time is waiting, for servers and timers, so three keep two cores
-# busy. Each needs up to 3 GiB of memory while it starts vLLM servers.
-JOBS ?= 3
+# Test files that run at the same time. More than a third of their time is waiting, for servers and timers, so four keep two
+# cores busy. Each needs up to 3 GiB of memory while it starts vLLM servers.
+JOBS ?= 4
 comma := ,
 # Tests of a file run in one process, since they share costly fixtures; files in the order of tests/conftest.py, the
 # longest first.

@@ -15,35 +15,44 @@ settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
 
 LONGEST = (
+    "tests/vllm/test_validate.py",
     "tests/vllm/test_signals_vllm.py",  # nine vLLM servers, one after the other
-    "tests/docs/test_docs.py",
     "tests/capacity/test_on_server.py",  # mostly waiting
-    "tests/vllm/test_serving_mix.py",
+    "tests/docs/test_docs.py",
     "tests/vllm/test_engine_vllm.py",
     "tests/sweep/test_ray_cluster.py",  # mostly waiting
-    "tests/vllm/test_token_identity.py",
+    "tests/vllm/test_serving_mix.py",
+    "tests/client/test_client_nodes.py",  # mostly waiting
     "tests/vllm/test_sim_equals_emulated.py",
-    "tests/vllm/test_validate.py",
-    "tests/report/test_page.py",
     "tests/vllm/test_plugin_alone.py",
-    "tests/vllm/test_replicas.py",
-    "tests/processes/test_signals.py",
     "tests/vllm/test_upstream.py",
-    "tests/devices/test_calibrate.py",
+    "tests/processes/test_signals.py",
+    "tests/report/test_page.py",
     "tests/gate/test_github.py",
-    "tests/vllm/test_fuzz_scheduler.py",
-    "tests/workloads/test_hub.py",
+    "tests/vllm/test_token_identity.py",
+    "tests/vllm/test_capacity.py",
+    "tests/capacity/test_search.py",
     "tests/client/test_client_cli.py",
+    "tests/gateway/test_gateway.py",
+    "tests/gateway/test_faults.py",
+    "tests/vllm/test_replicas.py",
+    "tests/vllm/test_empty_steps.py",
+    "tests/capacity/test_saturation.py",
+    "tests/workloads/test_hub.py",
     "tests/sweep/test_sweep_on_server.py",
     "tests/client/test_client_drive.py",
-    "tests/gateway/test_gateway.py",
+    "tests/capacity/test_plan.py",
+    "tests/capacity/test_api_server.py",
     "tests/sweep/test_sweep_runs.py",
-    "tests/vllm/test_fuzz_catches.py",
-    "tests/gateway/test_faults.py",
+    "tests/tables/test_cluster_tables.py",
     "tests/validation/test_validate_command.py",
+    "tests/client/test_client_sessions.py",
+    "tests/vllm/test_fuzz_scheduler.py",
+    "tests/devices/test_calibrate.py",
+    "tests/vllm/test_fuzz_catches.py",
 )
-"""Files that take longest, the longest first. The tests of a file run in one process: begun last, they would keep one
-process busy for minutes while the others are idle."""
+"""Files that take longest, the longest first, beside each other such as wait and such as compute. The tests of a file
+run in one process: begun last, they would keep one process busy for minutes while the others are idle."""
 
 APART = ("tests/docs/test_docs.py", "tests/capacity/test_on_server.py")
 """Files whose tests share nothing and take minutes: they run in any process, at the same time."""
