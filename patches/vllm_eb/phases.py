@@ -95,6 +95,8 @@ class Phases:
         strategy = self._strategy
         active = view.decoding + view.prefilling
         slots = min(strategy.seqs_allowed, self._max_num_seqs - view.idle_sessions) - active
+        if slots <= 0:
+            return slots
         fit = strategy.prompts_that_fit(view)
         return slots if fit == math.inf else min(slots, math.ceil(fit))
 

@@ -20,8 +20,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
-from itertools import accumulate, compress
-from operator import le, not_
+from itertools import accumulate, compress, count
+from operator import gt, le, not_
 from typing import NamedTuple, Protocol
 
 SHORTEST_EVERY_S = 0.02  # about a decode step: ordering thousands of requests takes a millisecond
@@ -199,19 +199,19 @@ def given_up(prompt_s: Sequence[float], slack_s: Sequence[float], answer_s: floa
     ``prompt_s``: time to compute the prompt. ``slack_s`` (increasing): time until the first token is due, at least as
     long. ``answer_s``: further time that a request takes before the next one's turn.
     """
-    served_s = list(accumulate([one_s + answer_s for one_s in prompt_s]))  # if all are
-    late = (index for index, total_s in enumerate(served_s) if total_s - answer_s > slack_s[index])
-    first_late = next(late, None)
-    if first_late is None:
+    served_s = list(accumulate([one_s + answer_s for one_s in prompt_s]))  # time for all up to each
+    late = map(gt, [total_s - answer_s for total_s in served_s], slack_s)
+    begin = next(compress(count(), late), None)
+    if begin is None:
         return set()
     dropped: set[int] = set()
-    kept = [(-prompt_s[index], -index) for index in range(first_late)]  # longest first, of equal lengths the youngest
+    kept = [(-prompt_s[index], -index) for index in range(begin)]  # longest first, of equal lengths the youngest
     heapify(kept)
-    total_s = served_s[first_late - 1] if first_late else 0.0
-    for index in range(first_late, len(prompt_s)):
-        heappush(kept, (-prompt_s[index], -index))
-        total_s += prompt_s[index] + answer_s
-        if total_s - answer_s > slack_s[index]:
+    total_s = served_s[begin - 1] if begin else 0.0
+    for index, one_s, left_s in zip(count(begin), prompt_s[begin:], slack_s[begin:], strict=False):
+        heappush(kept, (-one_s, -index))
+        total_s += one_s + answer_s
+        if total_s - answer_s > left_s:
             longest_s, longest = heappop(kept)
             total_s += longest_s - answer_s
             dropped.add(-longest)

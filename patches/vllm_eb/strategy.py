@@ -145,7 +145,10 @@ class Strategy:
         return {}
 
     def prompts_that_fit(self, view: View) -> float:
-        """Number of mean prompts that the KV memory has room for, if the policy limits them; else infinite."""
+        """Number of mean prompts, at least 0, that the KV memory has room for; infinite if the policy sets no limit.
+
+        Asked only while there are idle slots.
+        """
         return math.inf
 
     def refill_due(self, view: View, refill: int, idle: int) -> bool:
