@@ -69,18 +69,20 @@ class Fleet:
 
     def send(self, request: DispatchRequest, unit: UnitState) -> None:
         """Record that ``request`` is sent to ``unit``."""
-        uncached = request.tokens - (self.memory.hit_tokens(request, unit.index) if self.memory is not None else 0)
-        unit.sent += 1
+        key, instance, uncached = request.key, unit.instance, request.tokens
+        if self.memory is not None:
+            uncached -= self.memory.hit_tokens(request, unit.index)
+            self.memory.note(request, unit.index)
+        unit.sent = number = unit.sent + 1
         unit.open_requests += 1
         unit.kv_tokens += request.total_tokens
         unit.in_flight_tokens += uncached
-        unit.unacknowledged.append((unit.sent, request.key))
-        self._open_on[unit.instance] += 1
-        self.idle.discard(unit.instance)
-        self._counted[request.key] = uncached
-        self._open[request.key] = (unit, request, unit.sent)
-        if self.memory is not None:
-            self.memory.note(request, unit.index)
+        unit.unacknowledged.append((number, key))
+        if not self._open_on[instance]:
+            self.idle.discard(instance)
+        self._open_on[instance] += 1
+        self._counted[key] = uncached
+        self._open[key] = (unit, request, number)
 
     def report(self, signal: EndForward) -> None:
         """Apply the reports of the units: remove acknowledged tokens from U; take R and K from the report."""
@@ -110,14 +112,15 @@ class Fleet:
         if found is None:
             return None
         unit, request, _ = found
-        self._acknowledge(unit, key)
+        counted, waiting, instance = self._counted, unit.unacknowledged, unit.instance
+        unit.in_flight_tokens -= counted.pop(key, 0)
         unit.open_requests -= 1
         unit.kv_tokens = max(0, unit.kv_tokens - request.total_tokens)
-        while unit.unacknowledged and unit.unacknowledged[0][1] not in self._counted:
-            unit.unacknowledged.popleft()
-        self._open_on[unit.instance] -= 1
-        if not self._open_on[unit.instance]:
-            self.idle.add(unit.instance)
+        while waiting and waiting[0][1] not in counted:
+            waiting.popleft()
+        open_on = self._open_on[instance] = self._open_on[instance] - 1
+        if not open_on:
+            self.idle.add(instance)
         return unit
 
     def begin_pass(self, instance: int, chunk_tokens: int) -> None:

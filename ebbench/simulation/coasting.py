@@ -19,8 +19,33 @@ from ebbench.simulation.step import Step
 
 SHORTEST_RUN = 2  # steps; a single step is as fast without coasting
 
+LONGEST_PAUSE = 8  # steps
+
 RunStep = Callable[[Step, StepShape], None]
 """Times a scheduled step on the device and records it."""
+
+
+class Attempts:
+    """Which attempts to coast are worth making: none for some steps after several failed in a row.
+
+    In a saturated engine a request ends in nearly every step, and an attempt looks at all requests in vain. In others
+    attempts fail one at a time, at the end of a request. Results do not depend on it.
+    """
+
+    def __init__(self) -> None:
+        self._failed = self._pause = 0
+
+    def due(self) -> bool:
+        """Whether to attempt it at this step."""
+        if not self._pause:
+            return True
+        self._pause -= 1
+        return False
+
+    def note(self, *, made: bool) -> None:
+        """Record whether the attempt made steps."""
+        self._failed = 0 if made else self._failed + 1
+        self._pause = min(max(self._failed - 1, 0), LONGEST_PAUSE)
 
 
 def coast(scheduler: Scheduler, gate: Gate, run_step: RunStep, now_ns: int, until_ns: int) -> bool:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ebbench.devices.base import CostModel, PassCost, StepShape
-from ebbench.simulation.coasting import coast
+from ebbench.simulation.coasting import Attempts, coast
 from ebbench.simulation.gate import Gate, gate_for
 from ebbench.simulation.scheduler import Scheduler
 from ebbench.simulation.step import NS_PER_S, Step, StepSink
@@ -87,6 +87,7 @@ class EngineLoop:
         self._depth = 2 if units[0].scheduler.limits.async_scheduling else 1
         self._passes: deque[Pass] = deque()
         self._blocked = False
+        self._attempts = Attempts()
 
     @property
     def idle(self) -> bool:
@@ -224,7 +225,11 @@ class EngineLoop:
             return False
         if unit is None or self.on_pass is not None or (passes and not passes[0].steps):
             return False
-        if not coast(unit.scheduler, unit.gate, self._run_alone, now_ns, until_ns):
+        if not self._attempts.due():
+            return False
+        made = coast(unit.scheduler, unit.gate, self._run_alone, now_ns, until_ns)
+        self._attempts.note(made=made)
+        if not made:
             return False
         self._passes = deque(Pass(step.end_ns, [step]) for step in unit.scheduler.in_flight)
         return True

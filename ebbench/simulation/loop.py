@@ -263,12 +263,11 @@ class EventLoop:
     def gone(self, rows: list[int]) -> None:
         """Requests have ended for their clients: send those that their ends release."""
         self.hang_ups.ended(rows)
-        released: list[int] = []
-        for row in rows:
-            if self._queue_limits is not None:
+        if self._queue_limits is not None:
+            for row in rows:
                 self._queue_limits.ended(row)
-            released += self._releases.ended(row)
-            self._count_ended(1)
+        released = [later for row in rows for later in self._releases.ended(row)]
+        self._count_ended(len(rows))
         self._release(released, self.now_ns)
 
     def _hang_up(self, row: int) -> None:

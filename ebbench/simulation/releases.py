@@ -127,12 +127,12 @@ class Releases:
         rows: list[int] = []
         while self._queue and self._limits:
             sessions, max_concurrency = self._limits[0]
-            if self._released_in_phase >= sessions and len(self._limits) > 1:
+            if len(self._limits) > 1 and self._released_in_phase >= sessions:
                 self._limits.pop(0)
                 self._released_in_phase = 0
-                continue
-            if self._open >= max_concurrency:
+            elif self._open < max_concurrency:
+                rows += self._begin(self._queue.popleft())
+                self._released_in_phase += 1
+            else:
                 break
-            rows += self._begin(self._queue.popleft())
-            self._released_in_phase += 1
         return rows

@@ -48,6 +48,22 @@ def test_coasting_makes_the_same_steps(world: World) -> None:
         assert equal(in_one_go, world.run())
 
 
+def test_attempts_to_coast_are_left_out_after_several_failed_in_a_row() -> None:
+    """One failure, at the end of a request, leaves out none; a success begins anew."""
+
+    def left_out(attempts: coasting.Attempts, *made: bool) -> list[int]:
+        pauses = []
+        for one in made:
+            attempts.note(made=one)
+            pauses.append(0)
+            while not attempts.due():
+                pauses[-1] += 1
+        return pauses
+
+    assert left_out(coasting.Attempts(), False, True, False, False, False, True, False) == [0, 0, 0, 1, 2, 0, 0]
+    assert max(left_out(coasting.Attempts(), *[False] * 20)) == coasting.LONGEST_PAUSE
+
+
 @given(worlds())
 @settings(max_examples=150, deadline=None)
 def test_counting_by_stream_equals_blocks_with_identities(world: World) -> None:
