@@ -46,12 +46,12 @@ class EstimatingSpec(PolicySpec):
 
     @property
     def needs_costs(self) -> bool:
-        """Always: thresholds are computed from fixed costs."""
+        """If the threshold is computed online, from fixed costs."""
         return self.adapts
 
     @property
     def adapts(self) -> bool:
-        """Always: Algorithm 1 sets the threshold."""
+        """True: Algorithm 1 sets the threshold."""
         return True
 
     def ineffective_settings(self) -> Mapping[str, str]:
@@ -108,9 +108,8 @@ class AdaptiveThreshold:
         clipped = min(max(found.theta_star, self._spec.theta_min), THETA_MAX)
         weight = THETA_WEIGHT if self._updates else 1.0
         self.theta += weight * (clipped - self.theta)
-        self.theta0 = max(
-            found.theta0, THETA_MIN
-        )  # eq. 8 compares costs, so the lower bound on the threshold does not apply to it
+        # Eq. 8 compares costs with it, so the policy's lower bound on the threshold does not apply.
+        self.theta0 = max(found.theta0, THETA_MIN)
         self._updates += 1
         if self._spec.memory_safe and now_s - self._last_n_update_s >= N_UPDATE_INTERVAL_S:
             self.n_limit = min(max(self._memory_safe(estimate), 1), self._max_num_seqs)

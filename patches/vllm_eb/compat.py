@@ -6,8 +6,7 @@
 | requests admitted while paused | none | none | those that hold KV blocks |
 | ``long_prefill_token_threshold`` (handled by vLLM) | for all requests | not for a request alone | as 0.31 |
 | ``prefill_schedule_interval`` above 1, refused here | data parallel ranks | as 0.29 | 0.33: every engine |
-| LoRA (a request waits for its adapter) | refused: not visible on admission | as 0.32 | a subclass can check it on
-admission |
+| LoRA (a request waits for its adapter) | refused: not visible on admission | as 0.32 | checked on admission |
 | requests that cannot be scheduled yet | ``skipped_waiting`` | ``deferred_waiting`` | as 0.31 |
 """
 

@@ -16,7 +16,7 @@ class View(NamedTuple):
 
     ``decoding``: running sequences whose prompt is computed, including those whose last token is in flight.
     ``prefilling``: running sequences with prompt tokens left. ``waiting``: queued requests, including preempted ones.
-    ``free_blocks``: free KV blocks, including cached ones that no request uses. ``oldest_wait_s``: the value of
+    ``free_blocks``: free KV blocks, including cached ones that no request uses. ``oldest_wait_s``: that of
     ``Controller.queue``; needed only if ``Controller.orders_queue``. ``preempted``: requests preempted since the last
     view. ``idle_sessions``: streaming sessions between two turns, which keep their slots. ``last_tokens_out``: the last
     token of every decoding sequence is in flight (asynchronous scheduling), so that none of them needs another step.

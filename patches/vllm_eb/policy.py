@@ -77,7 +77,6 @@ class PolicySpec:
     departure: ClassVar[int] = 99
     """How much it differs from vLLM's own scheduling; of two equally good policies the one with the lower value is
     advised."""
-    """Whether vLLM schedules by itself, without the controller."""
     by_share: ClassVar[bool] = False
     """Whether the threshold is a share of the batch (reports say so) instead of a number of idle slots."""
     without_decisions: ClassVar[str] = ""

@@ -42,8 +42,6 @@ _ENDS = (
     RequestStatus.FINISHED_REPETITION,
     RequestStatus.FINISHED_ABORTED,
 )
-
-
 _RUNNING = RequestStatus.RUNNING  # members of an Enum take long to look up
 
 
@@ -299,10 +297,8 @@ class _PhasedScheduler(Scheduler):  # type: ignore[misc]
             return []
         cached = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
         admitted = list(cached)
-        if (
-            resumed := output.scheduled_cached_reqs.resumed_req_ids
-        ):  # a set; the order of admission comes from elsewhere
-            both = resumed.union(admitted)
+        if resumed := output.scheduled_cached_reqs.resumed_req_ids:
+            both = resumed.union(admitted)  # a set: the order of admission is that of the scheduled tokens
             admitted = [request_id for request_id in output.num_scheduled_tokens if request_id in both]
         for request_id in admitted:
             request = self.requests[request_id]

@@ -77,11 +77,6 @@ class ServiceLevel:
         """Whether there is any target."""
         return self.ttft_s is not None or self.tpot_s is not None
 
-    @property
-    def orders_queue(self) -> bool:
-        """Whether the queue is ordered by the age of its requests."""
-        return self.ttft_s is not None
-
     def seqs_allowed(
         self, costs: StepCosts, per_token_s: float, *, mu_l: float, mu_new: float, mu_o: float, at_most: int
     ) -> int:

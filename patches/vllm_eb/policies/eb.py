@@ -11,11 +11,8 @@ from vllm_eb.lengths import Lengths
 from vllm_eb.policy import PolicyError, setting, settings_of
 from vllm_eb.strategy import Change, EngineFacts, Strategy, Values
 
-USED_WHEN_FIXED = (
-    "update_every",
-    "kv_gate",
-    "order",
-)  # settings used with a fixed threshold too; the KV gate depends on output lengths
+# Settings that have an effect with a fixed threshold, too; the KV gate depends on output lengths.
+USED_WHEN_FIXED = ("update_every", "kv_gate", "order")
 
 
 @dataclass(frozen=True, kw_only=True)

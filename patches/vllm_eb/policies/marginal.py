@@ -204,9 +204,8 @@ class MarginalPolicy(Strategy):
         """A refill of ``slots`` prompts with the mean lengths."""
         return Refill(
             seqs=slots,
-            prompt_tokens=max(
-                self.lengths.mu_new, 1.0
-            ),  # KV blocks received from a prefill instance leave nothing to compute
+            # KV blocks received from a prefill instance leave nothing to compute.
+            prompt_tokens=max(self.lengths.mu_new, 1.0),
             half_computed=view.prefilling,
             queued=view.waiting > slots,
             hazard=1.0 / self._answers.mean,
