@@ -64,10 +64,10 @@ def _bursty(starts: Floats, period: float, burstiness: float) -> Arrivals:
 
 
 def _step_gaps(gaps: Floats, edges: npt.NDArray[np.int64], widths: Floats) -> tuple[StepGaps, ...]:
-    """The gaps of steps by their length and by the rank of the gap in its step, in the mean gap of the step."""
+    """The gaps of steps by their length and by the rank of the gap in its step, in the mean gap of all steps."""
     sizes = np.diff(edges)
     step = np.repeat(np.arange(len(sizes)), sizes)
-    relative = (gaps * (sizes / widths)[step])[np.lexsort((gaps, step))]
+    relative = gaps[np.lexsort((gaps, step))] / gaps.mean()
     ranks = min(_MOST_RANKS, int(sizes.min()))
     rank = rank_of(np.arange(len(gaps)) - edges[:-1][step], sizes[step], ranks)
     kinds = max(1, min(_MOST_KINDS, len(sizes) // (2 * GROUP)))
@@ -75,7 +75,7 @@ def _step_gaps(gaps: Floats, edges: npt.NDArray[np.int64], widths: Floats) -> tu
     for members in np.array_split(np.argsort(widths, kind="stable"), kinds):
         inside = np.isin(step, members)
         by_rank = tuple(points_of(relative[inside & (rank == at)], 5, _MOST_PER_RANK) for at in range(ranks))
-        found.append(StepGaps(width=round(float(widths[members[-1]]), 6), by_rank=by_rank))
+        found.append(StepGaps(width=round(float(widths[members[-1]]), 6), gaps_by_rank=by_rank))
     return tuple(found)
 
 

@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 
 from ebbench.errors import UsageError
+from ebbench.workloads.drift import drift_of
 from ebbench.workloads.fit_arrivals import fit_arrivals
 from ebbench.workloads.fitted import GROUP, Fitted, Lengths, Prefixes, Repeated, Sessions, points_of
 from ebbench.workloads.lengths import LengthSpec
@@ -36,6 +37,7 @@ def fit_workload(trace: Trace, name: str, time_unit: str | None = None) -> Workl
         arrivals=None if requests.arrival_s is None else fit_arrivals(requests.arrival_s),
         sessions=_sessions(requests) if several else None,
         prefixes=None if repeats is None else _prefixes(requests, repeats),
+        drift=drift_of(_sizes(requests, repeats), None if several else requests.output_tokens),
     )
     profile = Profile(input=_summary(requests.input_tokens), output=_summary(requests.output_tokens))
     return WorkloadSpec(
@@ -73,6 +75,15 @@ def _lengths(requests: Requests, of_output: Any, repeats: Repeats | None) -> tup
             )
         )
     return tuple(found)
+
+
+def _sizes(requests: Requests, repeats: Repeats | None) -> Floats:
+    """Prompt tokens per session without those that repeat an earlier prompt of another session."""
+    tokens = requests.input_tokens.astype(np.float64)
+    if repeats is not None:
+        tokens = tokens * (1.0 - _repeated(requests, repeats))
+    sizes: Floats = np.bincount(requests.session, tokens).astype(np.float64)
+    return sizes
 
 
 def _repeated(requests: Requests, repeats: Repeats) -> Floats:

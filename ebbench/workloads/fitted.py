@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from ebbench.traffic.step_gaps import StepGaps
 from ebbench.traffic.substreams import substream
+from ebbench.workloads.drift import Drift, order_with
 from ebbench.workloads.lengths import LONGEST
 from ebbench.workloads.prefix_tree import shared_prefixes
 from ebbench.workloads.requests import Floats, Int32s, Int64s, Requests, single_turn
@@ -118,6 +119,7 @@ class Fitted(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     arrivals: Arrivals | None = None
     sessions: Sessions | None = None
     prefixes: Prefixes | None = None
+    drift: Drift | None = None
 
     def scenario(self) -> ScenarioSpec | None:
         """The arrivals as an open loop; None if the log had no times."""
@@ -144,11 +146,26 @@ class Fitted(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         return ScenarioSpec(name="fitted", description="arrivals fitted to a log", loop="open", phases=(phase,))
 
 
-def draw_fitted(fitted: Fitted, sessions: int, seed: int) -> Requests:
-    """Draw ``sessions`` sessions with their lengths, turns, pauses and shared prefixes."""
+def draw_fitted(fitted: Fitted, sessions: int, seed: int, rate_scale: float = 1.0) -> Requests:
+    """Draw ``sessions`` sessions with their lengths, turns, pauses and shared prefixes, in an order with the drift.
+
+    ``rate_scale``: factor of the arrival rate; the drift belongs to times, as the rate curve does.
+    """
+    rng = substream(seed, "content/drift")
     if fitted.sessions is not None:
-        return _draw_sessions(fitted, fitted.sessions, sessions, seed)
-    inputs, outputs, repeated = _draw_lengths(fitted.lengths, sessions, seed)
+        drawn = _draw_sessions(fitted, fitted.sessions, sessions, seed)
+        if fitted.drift is None:
+            return drawn
+        sizes, level = np.bincount(drawn.session, drawn.input_tokens), fitted.drift.level_of(sessions, rate_scale)
+        return _in_order(drawn, order_with(fitted.drift.prompts, level, sizes, rng))
+    inputs, outputs, repeated, which = _draw_lengths(fitted.lengths, sessions, seed)
+    if fitted.drift is not None:
+        level = fitted.drift.level_of(sessions, rate_scale)
+        order = order_with(fitted.drift.prompts, level, inputs * (1.0 - repeated), rng)
+        inputs, outputs, repeated, which = inputs[order], outputs[order], repeated[order], which[order]
+        if fitted.drift.outputs:
+            # Outputs change places only among prompts of one range, so that they go on depending on the prompt.
+            outputs = outputs[order_with(fitted.drift.outputs, level, outputs, rng, which)]
     if fitted.prefixes is None:
         return single_turn(inputs, outputs)
     size = fitted.prefixes.block_tokens
@@ -175,7 +192,8 @@ def _even(rng: np.random.Generator, n: int) -> Floats:
     return shares
 
 
-def _draw_lengths(bins: tuple[Lengths, ...], n: int, seed: int) -> tuple[Int32s, Int32s, Floats]:
+def _draw_lengths(bins: tuple[Lengths, ...], n: int, seed: int) -> tuple[Int32s, Int32s, Floats, Int64s]:
+    """Prompt tokens, output tokens, repeated share of the prompt, and index of the range of each request."""
     rng = substream(seed, "content/fitted")
     shares = np.array([one.share for one in bins])
     which = np.searchsorted(np.cumsum(shares / shares.sum())[:-1], _even(rng, n), side="right")
@@ -186,7 +204,7 @@ def _draw_lengths(bins: tuple[Lengths, ...], n: int, seed: int) -> tuple[Int32s,
         outputs[rows] = Points(means=one.output).at(_even(rng, len(rows)))
         if one.repeated:
             repeated[rows] = Points(means=one.repeated).at(_even(rng, len(rows)))
-    return _tokens(inputs), _tokens(outputs), repeated
+    return _tokens(inputs), _tokens(outputs), repeated, which
 
 
 def _tokens(values: Floats) -> Int32s:
@@ -197,7 +215,7 @@ def _draw_sessions(fitted: Fitted, found: Sessions, sessions: int, seed: int) ->
     rng = substream(seed, "content/turns")
     turns = np.maximum(1, np.rint(Points(means=found.turns).at(_even(rng, sessions)))).astype(np.int64)
     n = int(turns.sum())
-    inputs, outputs, _ = _draw_lengths(fitted.lengths, n, seed)
+    inputs, outputs, _, _ = _draw_lengths(fitted.lengths, n, seed)
     session = np.repeat(np.arange(sessions), turns)
     turn = (np.arange(n) - np.repeat(np.cumsum(turns) - turns, turns)).astype(np.int32)
     added = Points(means=found.added).at(_even(rng, n))
@@ -208,6 +226,22 @@ def _draw_sessions(fitted: Fitted, found: Sessions, sessions: int, seed: int) ->
         pause = np.where(turn > 0, Points(means=found.pause_s).at(_even(rng, n)), np.nan)
     content: Int64s = np.cumsum((turn == 0) | fresh) - 1
     return Requests(session, turn, prompts, outputs, content=content, pause_s=pause)
+
+
+def _in_order(requests: Requests, order: Int64s) -> Requests:
+    """The same sessions, the ``order[k]``-th as the ``k``-th."""
+    place = np.empty(len(order), np.int64)
+    place[order] = np.arange(len(order))
+    rows = np.argsort(place[requests.session], kind="stable")
+    content = requests.session if requests.content is None else requests.content
+    return Requests(
+        place[requests.session][rows],
+        requests.turn[rows],
+        requests.input_tokens[rows],
+        requests.output_tokens[rows],
+        content=content[rows],
+        pause_s=None if requests.pause_s is None else requests.pause_s[rows],
+    )
 
 
 def _growing(turn: Int32s, inputs: Int32s, outputs: Int32s, added: Floats, fresh: npt.NDArray[np.bool_]) -> Int32s:

@@ -139,7 +139,10 @@ def _from_workload(options: PlanOptions, scenario: ScenarioSpec, workload: Workl
     schedule = make_schedule(scenario, options.load, options.num_prompts, default, options.seed)
     if scenario.own_lengths:
         return phase_requests(scenario, schedule.sizes, options.seed), schedule
-    selection = Selection(schedule.sessions, options.seed, options.lengths_set, options.tokenizer, options.with_text)
+    selection = Selection(
+        schedule.sessions, options.seed, options.lengths_set, options.tokenizer, options.with_text,
+        options.rate_scale or 1.0,
+    )  # fmt: skip
     requests = gather(workload, _profile(options, workload), options.source, selection)
     if requests.sessions < schedule.sessions:
         schedule = make_schedule(scenario, options.load, requests.sessions, default, options.seed)

@@ -24,13 +24,17 @@ from ebbench.workloads.tokens import TokenCounter, token_counter
 
 @dataclass(frozen=True)
 class Selection:
-    """The requests to gather: ``sessions`` sessions for ``seed``. ``lengths_set``: the caller set the lengths."""
+    """The requests to gather: ``sessions`` sessions for ``seed``. ``lengths_set``: the caller set the lengths.
+
+    ``rate_scale``: factor of the arrival rate, for fitted workloads whose lengths change with time.
+    """
 
     sessions: int
     seed: int
     lengths_set: bool = False
     tokenizer: str | None = None
     with_text: bool = True
+    rate_scale: float = 1.0
 
 
 def gather(workload: WorkloadSpec, profile: Profile, source: str, selection: Selection) -> Requests:
@@ -45,7 +49,8 @@ def gather(workload: WorkloadSpec, profile: Profile, source: str, selection: Sel
         return _from_hub(workload, selection)
     if workload.fitted is not None and not selection.lengths_set:
         facts = {"source": "fitted", "source_reason": f"distributions in the file of {workload.name}"}
-        return replace(draw_fitted(workload.fitted, selection.sessions, selection.seed), facts=facts)
+        drawn = draw_fitted(workload.fitted, selection.sessions, selection.seed, selection.rate_scale)
+        return replace(drawn, facts=facts)
     if source == "profile":
         return _from_profile(profile, selection, "asked for")
     if workload.records is None:

@@ -93,7 +93,7 @@ def test_each_step_of_bursts_is_filled_exactly(
     widths: list[float], means: list[list[float]], per_step: float, n: int, seed: int
 ) -> None:
     by_rank = tuple(tuple(rank) for rank in means)
-    kinds = (StepGaps(width=1.0, by_rank=by_rank), StepGaps(width=1000.0, by_rank=((1.0,),)))
+    kinds = (StepGaps(width=1.0, gaps_by_rank=by_rank), StepGaps(width=1000.0, gaps_by_rank=((1.0,),)))
     gaps = stepped_gaps(kinds, widths, per_step, n, substream(seed, "x"))
     assert len(gaps) == n
     assert (gaps >= 0).all()
@@ -104,7 +104,11 @@ def test_each_step_of_bursts_is_filled_exactly(
 
 
 def test_every_step_has_a_gap_of_each_rank() -> None:
-    kinds = (StepGaps(width=1.0, by_rank=((0.0,), (0.1,), (0.1,), (3.8,))),)
+    kinds = (StepGaps(width=1.0, gaps_by_rank=((0.0,), (0.1,), (0.1,), (3.8,))),)
     gaps = stepped_gaps(kinds, [1.0, 2.0], 4.0, 400, substream(1, "x")).reshape(-1, 4)
-    assert np.sort(gaps) == pytest.approx(np.tile([0.0, 0.1, 0.1, 3.8], (100, 1)))
+    # Steps of 1 and 2 s have 2/3 and 4/3 of the mean gap; the short gaps keep their length in time.
+    mean_gap = np.tile([2 / 3, 4 / 3], 50)[:, None]
+    short = np.tile([0.0, 0.1, 0.1], (100, 1))
+    assert np.sort(gaps * mean_gap)[:, :3] == pytest.approx(short)
+    assert gaps.sum(axis=1) == pytest.approx(np.full(100, 4.0))
     assert len({tuple(row) for row in gaps.round(3).tolist()}) > 5  # in random order

@@ -17,6 +17,7 @@ from ebbench.records.content import block_tokens
 from ebbench.traffic.arrivals import dispersion
 from ebbench.workloads import build_plan
 from ebbench.workloads.arrow import int_lists
+from ebbench.workloads.drift import Drift, order_with
 from ebbench.workloads.fitted import GROUP, Points, points_of
 from ebbench.workloads.log_report import repeated_prefixes
 from ebbench.workloads.prefix_tree import repeats_of, shared_prefixes
@@ -94,6 +95,8 @@ def test_no_record_of_the_log_is_in_the_file(tmp_path: Path) -> None:
     assert len(numbers & set(map(float, [*inputs, *outputs]))) <= 1
     values = sum(len(_numbers(entry["input"])) for entry in found["fitted"]["lengths"])
     assert values <= 400 / GROUP
+    for name in ("prompts", "outputs"):
+        assert 2 <= len(found["fitted"]["drift"][name]) <= 400 / GROUP
 
 
 def _numbers(value: Any) -> list[float]:
@@ -157,6 +160,57 @@ def test_batches_between_pauses_are_learned(tmp_path: Path) -> None:
     assert np.searchsorted(faster, half) == pytest.approx(2 * np.searchsorted(drawn, half), rel=0.03)
 
 
+def test_gaps_in_the_unit_of_earlier_versions_are_refused(tmp_path: Path) -> None:
+    rng = np.random.default_rng(1)
+    path = tmp_path / "bursts.csv"
+    times = np.cumsum(rng.gamma(0.2, 5.0, 1000))
+    path.write_text("timestamp,input_tokens,output_tokens\n" + "".join(f"{t + 1.7e9:.6f},50,5\n" for t in times))
+    fitted = fit(path, tmp_path)
+    assert "gaps_by_rank" in fitted.read_text()
+    fitted.write_text(fitted.read_text().replace("gaps_by_rank", "by_rank"))
+    done = CliRunner().invoke(app, ["run", str(fitted)])
+    assert done.exit_code == 2
+    assert "fit the workload to the log again" in done.output.replace("\n", " ")
+
+
+def test_stretches_of_longer_requests_are_learned(tmp_path: Path) -> None:
+    """Prompts and outputs are long in other stretches; outputs also depend on the prompt."""
+    rng = np.random.default_rng(5)
+    n = 4000
+    times, course = np.cumsum(rng.exponential(1.0, n)), np.arange(n) / n * 2 * np.pi
+    inputs = (500 * np.exp(rng.normal(0, 0.6, n) + 0.5 * np.sin(3 * course))).astype(int) + 1
+    outputs = (9e4 / (inputs + 300) * np.exp(rng.normal(0, 0.5, n) + 0.5 * np.sin(7 * course))).astype(int) + 1
+    path = tmp_path / "drift.csv"
+    rows = zip(times + 1.7e9, inputs, outputs, strict=True)
+    path.write_text("timestamp,input_tokens,output_tokens\n" + "".join(f"{t:.6f},{i},{o}\n" for t, i, o in rows))
+    fitted = fit(path, tmp_path)
+    drift = tomllib.loads(fitted.read_text())["fitted"]["drift"]
+    assert len(drift["prompts"]) == len(drift["outputs"]) <= n / GROUP
+    for scale in (1, 2):  # at twice the rate a stretch has twice the requests, and lasts as long
+        table = build_plan(str(fitted), num_prompts=n * scale, rate_scale=float(scale)).table
+        for name, real in (("input_tokens", inputs), ("output_tokens", outputs)):
+            drawn = table[name].to_numpy().reshape(100, -1).mean(axis=1)
+            assert drawn == pytest.approx(real.reshape(100, -1).mean(axis=1), rel=0.1), (scale, name)
+        logs = [np.log(table[name].to_numpy()) for name in ("input_tokens", "output_tokens")]
+        assert np.corrcoef(*logs)[0, 1] == pytest.approx(np.corrcoef(np.log(inputs), np.log(outputs))[0, 1], abs=0.05)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.tuples(st.floats(0, 1e6), st.integers(0, 2)), min_size=1, max_size=200),
+    st.lists(st.floats(0, 5), min_size=1, max_size=9),
+    st.integers(0, 99),
+)
+def test_an_order_with_a_drift_moves_sizes_only_within_their_group(
+    rows: list[tuple[float, int]], levels: list[float], seed: int
+) -> None:
+    sizes, groups = np.array([size for size, _ in rows]), np.array([group for _, group in rows])
+    drift = Drift(sessions_per_level=7.5, prompts=tuple(levels))
+    order = order_with(drift.prompts, drift.level_of(len(rows), 1.0), sizes, np.random.default_rng(seed), groups)
+    assert sorted(order.tolist()) == list(range(len(rows)))
+    assert (groups[order] == groups).all()
+
+
 def test_shared_prefixes_are_learned(tmp_path: Path) -> None:
     path = tmp_path / "prefixes.jsonl"
     rng = np.random.default_rng(4)
@@ -210,6 +264,14 @@ def test_sessions_and_pauses_are_learned(tmp_path: Path) -> None:
         values = [table[name].drop_null().to_numpy().mean() for table in (real, plan)]
         assert values[1] == pytest.approx(values[0], rel=0.1), name
     assert len(set(plan["session"].to_pylist())) == 200
+    sessions = plan["session"].to_numpy()
+    assert (np.diff(sessions) >= 0).all()
+    # Sessions come in another order as wholes: each begins with its first turn, and its prompts grow.
+    later = plan["turn"].to_numpy()[1:] > 0
+    assert (plan["turn"].to_numpy()[1:][later] == plan["turn"].to_numpy()[:-1][later] + 1).all()
+    assert (np.diff(plan["input_tokens"].to_numpy())[later] > 0).all()
+    assert (np.diff(plan["content"].to_numpy())[later] == 0).all()
+    assert len(set(plan["content"].to_pylist())) == 200
 
 
 def test_logs_that_cannot_be_fitted_are_refused(azure: Path, tmp_path: Path) -> None:

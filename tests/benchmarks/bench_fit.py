@@ -1,0 +1,162 @@
+"""How close workloads that were fitted to logs come to the replayed logs, simulated.
+
+    python tests/benchmarks/bench_fit.py FOLDER             # the traces of reference/traces; some 15 CPU minutes
+    python tests/benchmarks/bench_fit.py FOLDER --only code --jobs 2
+
+Each trace is cut into halves of equally many requests. A workload is fitted to a half and simulated with several seeds,
+and its mean figures are compared with the replay of the same half; then the workload and the replay of the first half
+with the replay of the second. Prints the tables of docs/own-traffic.md.
+
+A replay has no seed, but its figures also depend on chance: which requests met in a burst. The last columns show how
+much, as the standard deviation of the replays of resampled logs: stretches of 128 successive requests, with their gaps,
+in random order with repetition (a circular block bootstrap). Logs with shared prefixes are not resampled, since a
+repeated stretch would find its own prompts in the cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from ebbench.config.topology import parse_topology
+from ebbench.devices import load_device
+from ebbench.dispatch import parse_dispatch
+from ebbench.engines.base import EngineOptions
+from ebbench.engines.sim import SimEngine
+from ebbench.records.plan import Plan
+from ebbench.workloads import build_plan
+from ebbench.workloads.fit_log import as_toml, fit_workload
+from ebbench.workloads.trace import read_trace
+from vllm_eb.policy import parse_policy
+
+Floats = npt.NDArray[np.float64]
+DEVICE = ("h200", "qwen3-8b")
+STRETCH, RESAMPLED = 128, 24
+HEADER = ("output tok/s", "TTFT median", "TTFT mean", "TPOT median", "TPOT mean")
+
+
+@dataclass(frozen=True)
+class Log:
+    """A trace file, the seeds of the workload fitted to it, and its GPUs."""
+
+    name: str
+    file: str
+    seeds: int
+    gpus: int = 1
+
+
+LOGS = (
+    Log("code", "AzureLLMInferenceTrace_code.csv", 24),
+    Log("conversation", "AzureLLMInferenceTrace_conv.csv", 8),
+    Log("mooncake", "mooncake_conversation_trace.jsonl", 3, gpus=6),
+)
+
+
+def halves(path: Path, folder: Path) -> list[Path]:
+    """The halves of a trace as files of their own."""
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    header = lines[:1] if path.suffix == ".csv" else []
+    rows = lines[len(header) :]
+    found = [folder / f"{part}-{path.name}" for part in ("first", "second")]
+    for out, part in zip(found, (rows[: len(rows) // 2], rows[len(rows) // 2 :]), strict=True):
+        out.write_text("".join(header + part), encoding="utf-8")
+    return found
+
+
+def figures(plan: Plan, gpus: int) -> Floats:
+    """Output tokens/s, then TTFT and TPOT (ms), median and mean each, under vLLM's own scheduler."""
+    engine = SimEngine(requests_only=True)
+    if gpus > 1:
+        engine = SimEngine(parse_topology(f"dp={gpus}"), parse_dispatch("least-outstanding"), requests_only=True)
+    result = engine.run(plan, parse_policy("v1"), load_device(*DEVICE), EngineOptions())
+    assert not result.invalid, result.invalid
+    names = ("intended_ns", "first_token_ns", "last_token_ns", "output_tokens")
+    intended, first, last, tokens = (np.asarray(result.requests[name]) for name in names)
+    ttft_ms = (first - intended) / 1e6
+    tpot_ms = ((last - first) / 1e6)[tokens > 1] / (tokens[tokens > 1] - 1)
+    rate = tokens.sum() / ((last.max() - intended.min()) / 1e9)
+    return np.array([rate, np.median(ttft_ms), ttft_ms.mean(), np.median(tpot_ms), tpot_ms.mean()])
+
+
+def simulate(workload: str, gpus: int, seed: int) -> Floats:
+    """Figures of a workload with a seed."""
+    return figures(build_plan(workload, seed=seed, with_text=False), gpus)
+
+
+def resample(workload: str, gpus: int, seed: int) -> Floats:
+    """Figures of a log resampled in stretches."""
+    plan = build_plan(workload, with_text=False)
+    times = plan.table["arrival_ns"].to_numpy()
+    n = len(times)
+    starts = np.random.default_rng(seed).integers(0, n, -(-n // STRETCH))
+    rows = ((starts[:, None] + np.arange(STRETCH)) % n).ravel()[:n]
+    gaps = np.diff(times, prepend=times[0] - int(np.diff(times).mean()))
+    table = plan.table.take(pa.array(rows))
+    for name, values in (("arrival_ns", np.cumsum(gaps[rows])), ("request_id", None), ("session", np.arange(n))):
+        column = plan.table[name] if values is None else pa.array(values, plan.table.schema.field(name).type)
+        table = table.set_column(table.schema.get_field_index(name), plan.table.schema.field(name), column)
+    return figures(replace(plan, table=table), gpus)
+
+
+def changes(found: Sequence[Floats], base: Floats) -> str:
+    """Mean change against ``base`` with its standard error, as cells of a row."""
+    change = (np.array(found) / base - 1) * 100
+    error = change.std(axis=0, ddof=1) / len(found) ** 0.5 if len(found) > 1 else np.zeros(len(base))
+    return " | ".join(
+        f"{a:+.1f} ± {b:.1f} %" if b else f"{a:+.1f} %" for a, b in zip(change.mean(0), error, strict=True)
+    )
+
+
+def spread(found: Sequence[Floats], base: Floats) -> str:
+    """Standard deviation in percent of ``base``, as cells of a row."""
+    return " | ".join(f"{one:.0f} %" for one in np.array(found).std(axis=0, ddof=1) / base * 100)
+
+
+def measure(log: Log, path: Path, folder: Path, pool: ProcessPoolExecutor) -> None:
+    """Print the rows of one trace."""
+    files = halves(path, folder)
+    fitted = [folder / f"{file.stem}.toml" for file in files]
+    for file, toml in zip(files, fitted, strict=True):
+        toml.write_text(as_toml(fit_workload(read_trace(file), toml.stem), file.name), encoding="utf-8")
+    replays = [pool.submit(simulate, f"log:{file}", log.gpus, 0) for file in files]
+    drawn = [[pool.submit(simulate, str(toml), log.gpus, seed) for seed in range(log.seeds)] for toml in fitted]
+    prefixes = read_trace(path).requests.hash_ids is not None
+    seeds = range(0 if prefixes else RESAMPLED)
+    chance = [[pool.submit(resample, f"log:{file}", log.gpus, seed) for seed in seeds] for file in files]
+    bases = [one.result() for one in replays]
+    for part, base, runs, resampled in zip(("first", "second"), bases, drawn, chance, strict=True):
+        figures_text = ", ".join(f"{one:.4g}" for one in base)
+        print(f"| {log.name} | {part} | {changes([one.result() for one in runs], base)} |", flush=True)
+        if resampled:
+            print(f"| | chance of the replay | {spread([one.result() for one in resampled], base)} |", flush=True)
+        print(f"  (replay: {figures_text})", flush=True)
+    print(
+        f"| {log.name}: fitted to first, against second | | {changes([one.result() for one in drawn[0]], bases[1])} |"
+    )
+    print(f"| {log.name}: first, against second | | {changes([bases[0]], bases[1])} |", flush=True)
+
+
+def main() -> None:
+    """Measure all traces, or some."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="folder of the Azure and Mooncake traces")
+    parser.add_argument("--only", choices=[log.name for log in LOGS], help="one trace")
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
+    asked = parser.parse_args()
+    print(f"| trace | half | {' | '.join(HEADER)} |")
+    with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(asked.jobs) as pool:
+        for log in LOGS:
+            if asked.only in (None, log.name):
+                measure(log, asked.folder / log.file, Path(folder), pool)
+
+
+if __name__ == "__main__":
+    main()
