@@ -95,7 +95,7 @@ def conclude_with_summary(writer: RunWriter, context: RunContext, result: Engine
     tables = {
         "plan": context.plan.table,
         "requests": result.requests,
-        "steps": result.steps,
+        "steps": result.steps if result.step_parts is None else result.step_parts,
         "decisions": result.decisions,
     }
     if result.server_metrics is not None and result.server_metrics.num_rows:
@@ -104,7 +104,8 @@ def conclude_with_summary(writer: RunWriter, context: RunContext, result: Engine
         run = writer.finish(manifest, tables)
     except RunError as error:
         lost = msgspec.structs.replace(manifest, valid=False, reasons=(*reasons, f"not stored: {error}"))
-        raise NotStoredError(str(error), Run(writer.path, lost, tables)) from error
+        whole = tables if result.step_parts is None else tables | {"steps": result.step_parts.table()}
+        raise NotStoredError(str(error), Run(writer.path, lost, whole)) from error
     return run, summary_of(run, metrics, context.slo)
 
 

@@ -112,22 +112,28 @@ def explain(run: Run) -> Explanation:
 
 
 def _step_facts(steps: pa.Table) -> StepFacts:
-    values = {name: steps.column(name).to_numpy() for name in _STEP_COLUMNS}
+    # Texts are compared in Arrow: as numpy arrays they would be one Python object per step.
+    values = {name: steps.column(name).to_numpy() for name in _STEP_COLUMNS if name not in ("phase", "mode")}
+    phases = steps.column("phase")
     start, end = values["start_ns"], values["end_ns"]
     spent = (end - start).astype(np.float64)
     total = float(spent.sum()) or 1.0
-    eb = values["mode"] == "eb"
+    eb = pc.equal(steps.column("mode"), "eb").to_numpy()
     return StepFacts(
         steps=len(spent),
-        kinds={kind: _step_kind(values, spent, kind, total) for kind in dict.fromkeys(values["phase"].tolist())},
+        kinds={
+            kind: _step_kind(values, pc.equal(phases, kind).to_numpy(), spent, total)
+            for kind in phases.unique().to_pylist()
+        },
         eb_share=float(spent[eb].sum()) / total,
         eb_timeline=_timeline(start, spent, eb),
         preemptions=int(values["preemptions"].sum()),
     )
 
 
-def _step_kind(values: dict[str, Any], spent: npt.NDArray[np.float64], kind: str, total: float) -> StepKind:
-    rows = values["phase"] == kind
+def _step_kind(
+    values: dict[str, Any], rows: npt.NDArray[np.bool_], spent: npt.NDArray[np.float64], total: float
+) -> StepKind:
     return StepKind(
         steps=int(rows.sum()),
         share=float(spent[rows].sum()) / total,

@@ -15,7 +15,7 @@ from ebbench.cli.cluster_flags import ClusterOptions
 from ebbench.cli.preflight import check_counts, check_fits, check_options
 from ebbench.cli.repeats import beforehand, why_stop
 from ebbench.engines.checks import refuse_queue_limits, stated_limits
-from ebbench.engines.setup import is_server, journalled, make_engine, policy_label, with_ramp
+from ebbench.engines.setup import is_server, journalled, make_engine, policy_label, with_ramp, with_step_parts
 from ebbench.errors import EbbenchError, InterruptedRunError, RunError, UsageError
 from ebbench.records.manifest import RunWarning, wall_clock_ns
 from ebbench.records.run import NotStoredError, Run, RunWriter, default_run_dir, slug, unused
@@ -328,6 +328,7 @@ def measure(
         if context.kind_of_time == "real":
             begin(writer, context)
             engine = journalled(engine, writer)
+        engine = with_step_parts(engine)
         with reporter(messages, label, len(plan), quiet=config.quiet) as observer:
             plan, result = run_plan(engine, plan, spec, device, config.options, observer)
             observer.update(_last_snapshot(spec, plan, result))
@@ -353,8 +354,7 @@ def _last_snapshot(spec: PolicySpec, plan: Plan, result: EngineResult) -> Progre
     ok = counted.filter(pc.equal(result.requests["status"], "ok"))
     prompts, outputs = (pc.sum(ok[name]).as_py() or 0 for name in ("input_tokens", "output_tokens"))
     end_ns = pc.max(result.requests["end_ns"]).as_py() or 0
-    mode = result.steps["mode"][-1].as_py() if result.steps.num_rows else ""
-    return Progress(spec.name, ok.num_rows, len(plan), outputs, prompts + outputs, end_ns / 1e9, mode, 0, 0)
+    return Progress(spec.name, ok.num_rows, len(plan), outputs, prompts + outputs, end_ns / 1e9, result.last_mode, 0, 0)
 
 
 def _run_dir(config: RunConfig, spec: PolicySpec, seed: int) -> Path:

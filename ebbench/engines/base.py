@@ -10,6 +10,7 @@ import pyarrow as pa
 
 from ebbench.devices.apiserver import OFF
 from ebbench.devices.base import Device
+from ebbench.records.files import TableParts
 from ebbench.records.plan import Plan
 from vllm_eb.policy import PolicySpec
 
@@ -89,13 +90,27 @@ class Observer(Protocol):
         ...
 
 
+class StepTableParts(TableParts, Protocol):
+    """The table of steps in parts."""
+
+    @property
+    def last_mode(self) -> str:
+        """The mode of the last step; "" if there is none."""
+        ...
+
+    def table(self) -> pa.Table:
+        """All parts as one table."""
+        ...
+
+
 @dataclass(frozen=True)
 class EngineResult:
     """Tables in the schemas of :mod:`ebbench.records.schema`, and entries for the manifest.
 
     ``invalid``: reasons that make the run INVALID and that only the engine knows. ``facts`` are added to the plan's.
     ``server_metrics``: samples of the server's metrics page, if it has one. ``device``: the device of one instance, if
-    that is a unit of several GPUs instead of the given single GPU.
+    that is a unit of several GPUs instead of the given single GPU. ``step_parts``: the steps of a long run in parts, to
+    be stored one after the other; ``steps`` is then empty.
     """
 
     requests: pa.Table
@@ -107,6 +122,14 @@ class EngineResult:
     facts: Mapping[str, Any] = field(default_factory=dict)
     server_metrics: pa.Table | None = None
     device: Device | None = None
+    step_parts: StepTableParts | None = None
+
+    @property
+    def last_mode(self) -> str:
+        """The mode of the last step, eb or mb; "" if no steps are known."""
+        if self.step_parts is not None:
+            return self.step_parts.last_mode
+        return str(self.steps["mode"][-1].as_py()) if self.steps.num_rows else ""
 
 
 class Engine(Protocol):

@@ -197,6 +197,13 @@ def journalled(engine: Engine, writer: RunWriter) -> Engine:
     return replace(engine, on_batch=Journal(writer, "requests").add, log=writer.path / "server.log")
 
 
+def with_step_parts(engine: Engine) -> Engine:
+    """The engine as a run that is stored needs it: a simulation gives its steps in parts."""
+    from ebbench.engines.sim import SimEngine
+
+    return replace(engine, steps_in_parts=True) if isinstance(engine, SimEngine) else engine
+
+
 def with_cluster(
     engine: Engine,
     scenario: str | None,

@@ -30,6 +30,7 @@ from ebbench.engines.simulated import (
 )
 from ebbench.errors import UsageError
 from ebbench.records.plan import Plan
+from ebbench.records.schema import STEPS
 from ebbench.simulation.hang_ups import cut_at_hang_ups, with_hang_ups, with_prefill_ends
 from ebbench.simulation.kv import CachingKv, CountingKv, IdentityNeeded
 from ebbench.simulation.loop import EventLoop
@@ -40,7 +41,15 @@ from ebbench.simulation.step_log import NoLog, StepLog
 from ebbench.simulation.streams import StreamKv, streams_take_turns
 from ebbench.simulation.tables import decisions_table, requests_table, with_failures
 from ebbench.simulation.transfer import Handover, ReceiveStore, TransferFabric, TransferLink
-from ebbench.simulation.warmup import Beginning, at_beginning, records_after, steps_after, with_warmup, without_warmup
+from ebbench.simulation.warmup import (
+    Beginning,
+    at_beginning,
+    records_after,
+    step_parts_after,
+    steps_after,
+    with_warmup,
+    without_warmup,
+)
 from vllm_eb.controller import Controller
 from vllm_eb.policy import PolicySpec
 
@@ -54,13 +63,15 @@ class SimEngine:
     ``topology`` None: one instance. ``dispatch`` is for the first pool, ``decode_dispatch`` for the decode pool. Each
     instance schedules by the run's policy; instances of separate pools by vLLM's own rules, since prefill and decode
     are already separate. ``requests_only``: leave the tables of steps and decisions empty, for callers that need only
-    the metrics.
+    the metrics. ``steps_in_parts``: give the steps of one instance as parts to be stored, since the table of a long run
+    is larger than all else.
     """
 
     topology: TopologySpec | None = None
     dispatch: DispatchSpec = LEAST_OUTSTANDING
     decode_dispatch: DispatchSpec = LEAST_OUTSTANDING
     requests_only: bool = False
+    steps_in_parts: bool = False
     name: str = "sim"
 
     @property
@@ -271,15 +282,19 @@ class _Simulation:
         requests = self._requests()
         for stage in loop.stages:
             stage.state.forget_token_times()
+        steps, ids = STEPS.empty_table(), self._plan.table["request_id"].combine_chunks()
+        several = (
+            len(self._kv_totals) > 1
+        )  # a unit that coasts makes its steps ahead of the others', so they are sorted
+        parts = None
+        if self._engine.steps_in_parts and not several:
+            parts = step_parts_after(self._log, self._beginning, ids, self._kv_totals)
+        else:
+            steps = steps_after(self._log, self._beginning, ids, self._kv_totals, by_time=several)
         return EngineResult(
             requests=requests,
-            steps=steps_after(
-                self._log,
-                self._beginning,
-                self._plan.table["request_id"].combine_chunks(),
-                self._kv_totals,
-                by_time=len(self._kv_totals) > 1,  # a unit that coasts makes its steps ahead of the others'
-            ),
+            steps=steps,
+            step_parts=parts,
             decisions=decisions_table(records_after(records, self._beginning)),
             interrupted=interrupted,
             invalid=() if loop.outcome.dead is None else (loop.outcome.dead,),

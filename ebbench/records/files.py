@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -32,9 +32,27 @@ def some_columns(names: Sequence[str]) -> str:
     return f"the columns {', '.join(names[:_NAMED])}{more}"
 
 
+class TableParts(Protocol):
+    """A table in parts of one schema, at least one, which need not be in memory at the same time."""
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of all parts."""
+        ...
+
+    def __iter__(self) -> Iterator[pa.Table]:
+        """The parts in their order."""
+        ...
+
+
 def write_table(table: pa.Table, path: Path) -> None:
     """Write a Parquet file through a temporary file, fsync and rename. Raises RunError (disk full, ...)."""
     _replace(path, lambda temporary: _write(table, temporary))
+
+
+def write_parts(parts: Iterable[pa.Table], path: Path) -> None:
+    """What :func:`write_table` does, of a table in parts; the file is the same."""
+    _replace(path, lambda temporary: _write_parts(iter(parts), temporary))
 
 
 def write_bytes(content: bytes, path: Path) -> None:
@@ -126,6 +144,20 @@ def _leaf_names(field: pa.Field) -> list[str]:
 def _write(table: pa.Table, path: Path) -> None:
     with _writer(table.schema, path) as writer:
         writer.write_table(table, row_group_size=ROW_GROUP_ROWS)
+
+
+def _write_parts(parts: Iterator[pa.Table], path: Path) -> None:
+    """Parts are collected until they fill a row group, so that groups are as large as those of a table."""
+    first = next(parts)
+    with _writer(first.schema, path) as writer:
+        held = first
+        for part in parts:
+            held = pa.concat_tables([held, part])
+            while len(held) >= ROW_GROUP_ROWS:
+                writer.write_table(held.slice(0, ROW_GROUP_ROWS), row_group_size=ROW_GROUP_ROWS)
+                held = held.slice(ROW_GROUP_ROWS)
+        if len(held):
+            writer.write_table(held, row_group_size=ROW_GROUP_ROWS)
 
 
 def _copy_row_groups(shards: Sequence[Path], path: Path) -> None:

@@ -140,8 +140,10 @@ class RunWriter:
         self.append("plan", plan)
         files.write_bytes(encode_manifest(manifest), self.path / PARTIAL)
 
-    def finish(self, manifest: Manifest, tables: Mapping[str, pa.Table] | None = None) -> Run:
+    def finish(self, manifest: Manifest, tables: Mapping[str, pa.Table | files.TableParts] | None = None) -> Run:
         """Store ``tables`` in place of their shards, join the other shards and write the manifest last.
+
+        A table in parts is written part by part.
 
         Returns the finished run. Raises RunError.
         """
@@ -150,7 +152,11 @@ class RunWriter:
             if name not in self._shards:
                 whole.setdefault(name, schema.empty_table())
         for name, table in whole.items():
-            files.write_table(_conform(table, name), self.path / f"{name}.parquet")
+            path = self.path / f"{name}.parquet"
+            if isinstance(table, pa.Table):
+                files.write_table(_conform(table, name), path)
+            else:
+                files.write_parts((_conform(part, name) for part in table), path)
             self._rows[name] = table.num_rows
         for name, shards in self._shards.items():
             if name not in whole:

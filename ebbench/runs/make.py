@@ -34,9 +34,11 @@ from ebbench.engines.setup import (
     topology_of,
     unknown_device,
     with_ramp,
+    with_step_parts,
 )
 from ebbench.engines.sim import SimEngine
 from ebbench.errors import UsageError
+from ebbench.records.files import TableParts
 from ebbench.records.manifest import wall_clock_ns
 from ebbench.records.plan import Plan
 from ebbench.records.run import Run, RunWriter
@@ -83,6 +85,8 @@ def make(task: Task, engine: Engine | None = None) -> Made:
     plan, engine = with_ramp(plan, engine, cell.ramp_up_s)
     if task.directory is None and isinstance(engine, SimEngine) and engine.topology is None:
         engine = replace(engine, requests_only=True)
+    if task.directory is not None:
+        engine = with_step_parts(engine)
     with _writer(task.directory) as writer:
         made = _measured(cell, plan, policy, device, engine, writer)
     gc.collect()  # a simulation's objects form reference cycles; collecting is fast, since plans and devices are frozen
@@ -229,9 +233,12 @@ def _writer(directory: Path | None) -> RunWriter:
 class _InMemory(RunWriter):
     """A RunWriter that stores nothing; the run is kept in memory until it is summarised."""
 
-    def finish(self, manifest: Manifest, tables: Mapping[str, pa.Table] | None = None) -> Run:
+    def finish(self, manifest: Manifest, tables: Mapping[str, pa.Table | TableParts] | None = None) -> Run:
         """The run with its tables in memory."""
-        held = dict(tables or {})
+        held = {
+            name: table if isinstance(table, pa.Table) else pa.concat_tables(table)
+            for name, table in (tables or {}).items()
+        }
         rows = {name: table.num_rows for name, table in held.items()}
         return Run(self.path, msgspec.structs.replace(manifest, rows=rows), held)
 

@@ -2,13 +2,16 @@
 
 A step is an object of some hundred bytes and several arrays. Long runs make millions, so every FOLD steps are folded
 into Arrow columns while the run goes on. The columns are kept compressed: successive steps have nearly the same
-requests, so their lists shrink to a few per cent. At the end part after part becomes STEPS, and is then dropped.
+requests, so their lists shrink to a few per cent. At the end part after part becomes STEPS, and is then dropped; or
+part after part is written to a run's directory (:class:`StepParts`), and STEPS is never in memory as a whole.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence, Sized
+from collections.abc import Iterable, Iterator, Sequence, Sized
+from dataclasses import dataclass
+from itertools import chain
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -47,6 +50,45 @@ class _Kept(NamedTuple):
     steps: list[tuple[int, Step]]
 
 
+@dataclass(frozen=True)
+class StepParts:
+    """The table STEPS in parts, each made of compressed columns when it is asked for; the rows in the order they ran.
+
+    The arguments of :meth:`StepLog.table`, and the steps.
+    """
+
+    kept: _Kept
+    request_ids: pa.Array
+    kv_blocks_total: int | Sequence[int]
+    first: int = 0
+    begin_ns: int = 0
+
+    @property
+    def num_rows(self) -> int:
+        """Number of steps."""
+        return max(0, sum(part.steps_of.total() for part in self.kept.folded) + len(self.kept.steps) - self.first)
+
+    @property
+    def last_mode(self) -> str:
+        """The mode of the last step; "" if there is none."""
+        if not self.num_rows:
+            return ""
+        last = self.kept.steps[-1][1].mode if self.kept.steps else _unfold(self.kept.folded[-1])["mode"][-1].as_py()
+        return str(last)
+
+    def __iter__(self) -> Iterator[pa.Table]:
+        """The parts, some thousand rows each, at least one."""
+        skip, made = self.first, 0
+        for part in chain(map(_unfold, self.kept.folded), [_columns_of(self.kept.steps)]):
+            columns, skip = part.slice(skip), max(0, skip - len(part))
+            yield _finished(columns, self.request_ids, self.kv_blocks_total, self.begin_ns, made)
+            made += len(columns)
+
+    def table(self) -> pa.Table:
+        """All parts as one table."""
+        return pa.concat_tables(self)
+
+
 class StepLog:
     """A StepSink that keeps all steps."""
 
@@ -70,6 +112,13 @@ class StepLog:
         for part in self._kept.folded:
             found.update(part.steps_of)
         return found
+
+    def parts(
+        self, request_ids: pa.Array, kv_blocks_total: int | Sequence[int], *, first: int = 0, begin_ns: int = 0
+    ) -> StepParts:
+        """What :meth:`table` gives, in parts. The log is empty afterwards."""
+        kept, self._kept = self._kept, _Kept((), [])
+        return StepParts(kept, request_ids, kv_blocks_total, first, begin_ns)
 
     def table(
         self,

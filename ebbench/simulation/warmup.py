@@ -17,7 +17,7 @@ import pyarrow as pa
 from ebbench.records.plan import Plan
 from ebbench.records.schema import PLAN
 from ebbench.simulation.state import UNSET, Ints, RequestState
-from ebbench.simulation.step_log import StepLog
+from ebbench.simulation.step_log import StepLog, StepParts
 from vllm_eb.controller import Controller
 from vllm_eb.decisions import Record
 
@@ -100,6 +100,14 @@ def steps_after(
     """Table STEPS of the plan's own steps on its own clock; the other arguments are those of :meth:`StepLog.table`."""
     first = beginning.steps if beginning.begun else len(log)
     return log.table(request_ids, kv_blocks_total, first=first, begin_ns=beginning.time_ns, by_time=by_time)
+
+
+def step_parts_after(
+    log: StepLog, beginning: Beginning, request_ids: pa.Array, kv_blocks_total: int | Sequence[int]
+) -> StepParts:
+    """What :func:`steps_after` gives, in parts."""
+    first = beginning.steps if beginning.begun else len(log)
+    return log.parts(request_ids, kv_blocks_total, first=first, begin_ns=beginning.time_ns)
 
 
 def records_after(records: Sequence[tuple[int, Record]], beginning: Beginning) -> list[tuple[int, Record]]:

@@ -100,7 +100,7 @@ def _check(log: LogFile, columns: Columns, names: list[str]) -> None:
     ):
         if role in have or any(text in have for text in texts):
             continue
-        like = nearest_columns(names, role)
+        like = nearest_columns([name for name in names if name not in have.values()], role)
         hint = f"; {like} looks like it" if like else ""
         listed = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
         raise InputFileError(log.path, f"no column with {what} among {listed}{hint}", line)

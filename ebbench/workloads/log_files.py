@@ -224,7 +224,8 @@ def _csv(path: Path) -> Iterator[LogRecord]:
         try:
             yield from _csv_records(path, text)
         except UnicodeDecodeError as error:
-            raise InputFileError(path, f"is not UTF-8 text ({error.reason})") from None
+            remedy = "convert it first, from Latin 1 with: iconv -f latin1 -t utf-8"
+            raise InputFileError(path, f"is not UTF-8 text ({error.reason}); {remedy}") from None
         except (csv.Error, OSError, EOFError) as error:
             raise InputFileError(path, f"cannot be read as CSV: {error}") from None
 

@@ -40,6 +40,7 @@ from vllm_eb.policy import parse_policy
 Floats = npt.NDArray[np.float64]
 DEVICE = ("h200", "qwen3-8b")
 STRETCH, RESAMPLED = 128, 24
+LONGEST = 131_072  # max_model_len; Mooncake has prompts of up to 126,000 tokens
 HEADER = ("output tok/s", "TTFT median", "TTFT mean", "TPOT median", "TPOT mean")
 
 
@@ -76,7 +77,7 @@ def figures(plan: Plan, gpus: int) -> Floats:
     engine = SimEngine(requests_only=True)
     if gpus > 1:
         engine = SimEngine(parse_topology(f"dp={gpus}"), parse_dispatch("least-outstanding"), requests_only=True)
-    result = engine.run(plan, parse_policy("v1"), load_device(*DEVICE), EngineOptions())
+    result = engine.run(plan, parse_policy("v1"), load_device(*DEVICE), EngineOptions(max_model_len=LONGEST))
     assert not result.invalid, result.invalid
     names = ("intended_ns", "first_token_ns", "last_token_ns", "output_tokens")
     intended, first, last, tokens = (np.asarray(result.requests[name]) for name in names)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import tempfile
 from pathlib import Path
 
 import msgspec
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -89,6 +91,21 @@ def test_a_run_comes_back_as_it_was_written(tmp_path: Path, result: EngineResult
 def test_some_columns_can_be_read_alone(tmp_path: Path, result: EngineResult) -> None:
     stored(tmp_path / "run", result)
     assert Run.load(tmp_path / "run").table("steps", ["mode"]).column_names == ["mode"]
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=9), st.integers(1, 7))
+def test_a_table_written_in_parts_has_the_same_rows_in_the_same_groups(sizes: list[int], group: int) -> None:
+    whole = pa.table({"phase": ["eb" if row % 3 else "mb" for row in range(sum(sizes))], "k": range(sum(sizes))})
+    starts = [sum(sizes[:place]) for place in range(len(sizes))]
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(files, "ROW_GROUP_ROWS", group)
+        paths = [Path(folder) / name for name in ("whole", "parts")]
+        files.write_table(whole, paths[0])
+        files.write_parts((whole.slice(at, size) for at, size in zip(starts, sizes, strict=True)), paths[1])
+        found = [pq.ParquetFile(path) for path in paths]
+        assert found[0].read().equals(found[1].read())
+        rows = [[one.metadata.row_group(at).num_rows for at in range(one.num_row_groups)] for one in found]
+        assert list(filter(None, rows[0])) == rows[1]
 
 
 def test_shards_join_in_order_and_disappear(tmp_path: Path, result: EngineResult) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -10,9 +11,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ebbench.analysis.conclude import RunContext, conclude
+from ebbench.devices import load_device
+from ebbench.engines.base import EngineOptions
+from ebbench.engines.sim import SimEngine
+from ebbench.errors import RunError
+from ebbench.records import files
+from ebbench.records.run import NotStoredError, RunWriter
 from ebbench.simulation import step_log, tables
 from ebbench.simulation.step import Step
+from ebbench.workloads import build_plan
 from tests.simulation.worlds import World, worlds
+from vllm_eb.policy import parse_policy
 
 
 @given(worlds(), st.integers(1, 9), st.integers(0, 5))
@@ -23,10 +33,39 @@ def test_tables_do_not_depend_on_the_size_of_their_pieces(world: World, fold: in
         patch.setattr(step_log, "FOLD", fold)
         patch.setattr(tables, "_SLOTS_AT_ONCE", fold)
         folded = world.run()
+        parts = world.on(SimEngine(steps_in_parts=True))
+        assert parts.step_parts is not None
+        assert parts.step_parts.table().equals(at_once.steps)
+        assert parts.step_parts.num_rows == at_once.steps.num_rows
+        assert parts.last_mode == at_once.last_mode
+    assert not parts.steps.num_rows
     assert folded.steps.equals(at_once.steps)
     assert folded.requests.equals(at_once.requests)
     assert folded.decisions.equals(at_once.decisions)
     assert folded.steps["step_id"].to_pylist() == list(range(folded.steps.num_rows))
+
+
+def test_steps_in_parts_are_stored_as_the_table_and_kept_if_they_cannot_be(tmp_path: Path) -> None:
+    plan = build_plan("balanced", num_prompts=30, max_concurrency=8)
+    device, options, policy = load_device("h200", "qwen3-8b"), EngineOptions(), parse_policy("v1")
+    context = RunContext(plan, policy, "sim", device, options, 0)
+    results = [SimEngine(steps_in_parts=parts).run(plan, policy, device, options) for parts in (False, True)]
+    stored = []
+    for number, result in enumerate(results):
+        with RunWriter.create(tmp_path / str(number)) as writer:
+            conclude(writer, context, result)
+        stored.append((tmp_path / str(number) / "steps.parquet").read_bytes())
+    assert stored[0] == stored[1]
+    with pytest.MonkeyPatch.context() as patch, RunWriter.create(tmp_path / "full") as writer:
+        patch.setattr(files, "write_parts", _full_disk)
+        with pytest.raises(NotStoredError) as lost:
+            conclude(writer, context, results[1])
+    assert lost.value.run is not None
+    assert lost.value.run.table("steps").equals(results[0].steps)
+
+
+def _full_disk(*_: object) -> None:
+    raise RunError("no space left")
 
 
 def test_no_more_steps_than_the_fold_are_kept_as_objects() -> None:

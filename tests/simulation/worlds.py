@@ -96,7 +96,11 @@ class World:
 
     def run(self) -> EngineResult:
         """The result of the simulation."""
-        return SimEngine().run(self.plan, parse_policy(self.policy), device(), self.options, None)
+        return self.on(SimEngine())
+
+    def on(self, engine: SimEngine) -> EngineResult:
+        """The result of an engine with other settings."""
+        return engine.run(self.plan, parse_policy(self.policy), device(), self.options, None)
 
 
 @st.composite

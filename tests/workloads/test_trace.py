@@ -104,6 +104,13 @@ def test_recorded_lengths_under_other_scenarios(data: Path) -> None:
     assert short.warnings
 
 
+def test_a_table_in_another_encoding_says_how_to_convert_it(tmp_path: Path) -> None:
+    path = tmp_path / "latin.csv"
+    path.write_bytes("time,input_tokens,output_tokens,user\n1.5,2,3,Müller\n".encode("latin-1"))
+    with pytest.raises(InputFileError, match="iconv"):
+        build_plan(f"log:{path}")
+
+
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.9,4808,10\n"
 MOONCAKE = '{"timestamp": 0, "input_length": 600, "output_length": 5}\n'
 
@@ -113,6 +120,7 @@ MOONCAKE = '{"timestamp": 0, "input_length": 600, "output_length": 5}\n'
     [
         ("", None, "is empty"),
         ("time,in,out\n1,2,3\n", 1, "no column with prompt tokens among time, in, out; nearest format"),
+        ("time,input_tokens\n1,2\n", 1, "no column with output tokens among time, input_tokens; nearest format: table"),
         ("TIMESTAMP,ContextTokns,GeneratedTokens\n1,2,3\n", 1, "'ContextTokns' looks like it; nearest format: Azure"),
         (AZURE + "2023-11-16 18:17:03.9,x,10\n", 3, "expected a number of tokens in ContextTokens, found 'x'"),
         (AZURE + "\nyesterday,3,10\n", 4, "TIMESTAMP 'yesterday' is neither a number nor ISO 8601"),
