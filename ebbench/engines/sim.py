@@ -256,7 +256,7 @@ class _Simulation:
             kv_blocks=blocks,
             make_kv=self._make_kv,
             make_controller=lambda total: make_controller(
-                self._policy, device, options, total, keep_records=not self._engine.requests_only
+                self._policy, device, options, total, keep_records=not self._engine.requests_only, ranks=pool.dp
             ),
             dispatch=dispatch,
             prefill_only=prefill_only,

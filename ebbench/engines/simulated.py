@@ -14,6 +14,7 @@ from ebbench.simulation.engine import Unit
 from ebbench.simulation.state import UNSET, RequestState
 from ebbench.simulation.step import SchedulerLimits
 from vllm_eb.controller import Controller
+from vllm_eb.lockstep import LONGEST_PERIOD
 from vllm_eb.policy import PolicySpec
 
 PROGRESS_INTERVAL_S = 0.1
@@ -56,9 +57,19 @@ def scheduler_limits(options: EngineOptions) -> SchedulerLimits:
 
 
 def make_controller(
-    policy: PolicySpec, device: Device, options: EngineOptions, total_blocks: int, *, keep_records: bool = True
+    policy: PolicySpec,
+    device: Device,
+    options: EngineOptions,
+    total_blocks: int,
+    *,
+    keep_records: bool = True,
+    ranks: int = 1,
 ) -> Controller | None:
-    """The controller of one instance; None is vLLM's own scheduling. ``keep_records``: keep its decisions."""
+    """The controller of one unit; None is vLLM's own scheduling. ``keep_records``: keep its decisions.
+
+    ``ranks``: units that make every pass together. They know the number of the pass, as vLLM's do that are started with
+    a ``--prefill-schedule-interval`` of the longest period.
+    """
     if policy.native:
         return None
     return Controller(
@@ -69,6 +80,8 @@ def make_controller(
         num_blocks=total_blocks,
         max_num_batched_tokens=options.max_num_batched_tokens,
         keep_records=keep_records,
+        ranks=ranks,
+        pass_interval=LONGEST_PERIOD if ranks > 1 else 1,
     )
 
 

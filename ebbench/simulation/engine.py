@@ -88,6 +88,7 @@ class EngineLoop:
         self._passes: deque[Pass] = deque()
         self._blocked = False
         self._attempts = Attempts()
+        self._pass_number = 0
 
     @property
     def idle(self) -> bool:
@@ -168,7 +169,7 @@ class EngineLoop:
         steps: list[tuple[Unit, Step]] = []
         shapes: list[StepShape] = []
         for unit in self.units:
-            step = Step(now_ns)
+            step = Step(now_ns, pass_number=self._pass_number)
             if unit.scheduler.has_requests:
                 unit.gate.fill(step)
             if not step.empty:
@@ -176,6 +177,7 @@ class EngineLoop:
                 steps.append((unit, step))
         if not steps:
             return Pass(now_ns, [])
+        self._pass_number += 1
         start_ns, end_ns = self._timer.run(now_ns, self._pass_s(shapes))
         for unit, step in steps:
             step.start_ns, step.end_ns = start_ns, end_ns

@@ -166,6 +166,7 @@ class PolicyGate:
             preempted=self._preempted,
             last_tokens_out=not coasting and not scheduler.generates,
             oldest_wait_s=self._order_queue(step.scheduled_ns) if controller.orders_queue else 0.0,
+            pass_number=step.pass_number,
             prompt_tokens=prompt_tokens(scheduler, wanted) if (wanted := controller.prompt_tokens_wanted) else 0,
         )
 

@@ -31,6 +31,7 @@ class Step:
     """A scheduled step. ``rows`` and ``tokens`` are in scheduling order; ``sampled`` rows get a token at ``end_ns``.
 
     ``computed``: tokens of each row computed before it, where scheduling the decodes had to look them up.
+    ``pass_number``: of the pass that several units make together.
     """
 
     scheduled_ns: int
@@ -49,6 +50,7 @@ class Step:
     kv_blocks_used: int = 0
     waiting: int = 0
     running: int = 0
+    pass_number: int = 0
 
     @property
     def empty(self) -> bool:

@@ -5,7 +5,7 @@
 | limit of running requests, read on admission | ``max_num_running_reqs`` | ``max_num_active_reqs`` | as 0.31 |
 | requests admitted while paused | none | none | those that hold KV blocks |
 | ``long_prefill_token_threshold`` (handled by vLLM) | for all requests | not for a request alone | as 0.31 |
-| ``prefill_schedule_interval`` above 1, refused here | data parallel ranks | as 0.29 | 0.33: every engine |
+| ``prefill_schedule_interval`` above 1, refused but by marginal | data parallel ranks | as 0.29 | 0.33: every engine |
 | LoRA (a request waits for its adapter) | refused: not visible on admission | as 0.32 | checked on admission |
 | requests that cannot be scheduled yet | ``skipped_waiting`` | ``deferred_waiting`` | as 0.31 |
 """
@@ -100,15 +100,32 @@ def can_block_admission(scheduler: type) -> bool:
     return hasattr(scheduler, "_handle_blocked_waiting_request")
 
 
-def refuse_unsupported(vllm_config: Any, *, only_records: bool = False, holds_adapters: bool = True) -> None:
+def lockstep_ranks(vllm_config: Any) -> int:
+    """Data-parallel ranks that make every pass together, this one included; 1: this engine waits for no other.
+
+    Ranks of a dense model are independent of each other: vLLM runs them as engines of one rank.
+    """
+    if not getattr(vllm_config.model_config, "is_moe", False):
+        return 1
+    return max(int(getattr(vllm_config.parallel_config, "data_parallel_size", 1)), 1)
+
+
+def pass_interval(vllm_config: Any) -> int:
+    """``--prefill-schedule-interval``: vLLM tells ranks in lockstep in which passes the number is a multiple of it."""
+    return int(getattr(vllm_config.scheduler_config, "prefill_schedule_interval", 1))
+
+
+def refuse_unsupported(
+    vllm_config: Any, *, only_records: bool = False, holds_adapters: bool = True, counts_passes: bool = False
+) -> None:
     """Raise ConfigError for settings that cannot be combined with exclusive phases.
 
     ``only_records``: vLLM's own rules decide, so all settings are valid. ``holds_adapters``: see
-    :func:`can_block_admission`.
+    :func:`can_block_admission`. ``counts_passes``: the plugin takes vLLM's interval as the number of the pass.
     """
     problems = _problems(vllm_config)
     if not only_records:
-        problems += _problems_of_phases(vllm_config, holds_adapters)
+        problems += _problems_of_phases(vllm_config, holds_adapters, counts_passes)
     for found, what in problems:
         if found:
             raise ConfigError(
@@ -116,11 +133,13 @@ def refuse_unsupported(vllm_config: Any, *, only_records: bool = False, holds_ad
             )
 
 
-def _problems_of_phases(config: Any, holds_adapters: bool) -> list[tuple[bool, str]]:
-    scheduling = config.scheduler_config
-    interval, watermark = getattr(scheduling, "prefill_schedule_interval", 1), getattr(scheduling, "watermark", 0.0)
+def _problems_of_phases(config: Any, holds_adapters: bool, counts_passes: bool) -> list[tuple[bool, str]]:
+    throttles, watermark = pass_interval(config) > 1, getattr(config.scheduler_config, "watermark", 0.0)
     return [
-        (interval > 1, "--prefill-schedule-interval (vLLM would then also decide when prompts are scheduled)"),
+        (
+            throttles and not counts_passes,
+            "--prefill-schedule-interval (vLLM would then also decide when prompts are scheduled)",
+        ),
         (watermark > 0, "--watermark (vLLM ignores it while decodes are set aside)"),
         (config.lora_config is not None and not holds_adapters, "LoRA on vLLM before 0.31"),
     ]

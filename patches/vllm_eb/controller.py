@@ -26,7 +26,10 @@ def _no_ages() -> Sequence[int]:
 
 
 class Controller:
-    """Controls one engine instance. ``keep_records``: keep records for :meth:`drain_records`."""
+    """Controls one engine instance. ``keep_records``: keep records for :meth:`drain_records`.
+
+    ``ranks`` and ``pass_interval``: see :class:`~vllm_eb.strategy.EngineFacts`.
+    """
 
     def __init__(
         self,
@@ -38,8 +41,12 @@ class Controller:
         num_blocks: int,
         max_num_batched_tokens: int,
         keep_records: bool = False,
+        ranks: int = 1,
+        pass_interval: int = 1,
     ) -> None:
-        engine = EngineFacts(calibration, max_num_seqs, block_size, num_blocks, max_num_batched_tokens)
+        engine = EngineFacts(
+            calibration, max_num_seqs, block_size, num_blocks, max_num_batched_tokens, ranks, pass_interval
+        )
         self._num_blocks = num_blocks
         self._lengths = Lengths(spec.completions_per_update)
         self._strategy = spec.strategy(engine, self._lengths)

@@ -22,7 +22,8 @@ class View(NamedTuple):
     token of every decoding sequence is in flight (asynchronous scheduling), so that none of them needs another step.
     ``prompt_tokens``: prompt tokens that the next step could compute, of partly computed prompts, then of waiting ones
     in order, as long as slots and KV blocks suffice; without deducting cached prefixes; counted only up to
-    ``Controller.prompt_tokens_wanted``.
+    ``Controller.prompt_tokens_wanted``. ``pass_number``: of the pass that data-parallel ranks in lockstep make
+    together, equal on all of them modulo ``EngineFacts.pass_interval``; 0 without other ranks.
     """
 
     now_s: float
@@ -36,6 +37,7 @@ class View(NamedTuple):
     idle_sessions: int = 0
     last_tokens_out: bool = False
     prompt_tokens: int = 0
+    pass_number: int = 0
 
     @property
     def decodes(self) -> bool:

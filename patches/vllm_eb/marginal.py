@@ -113,8 +113,13 @@ class MarginalRefill:
         self._left_out_s = self._decode_s = 0.0
         self._tokens, self._cycle_decode_s = 0, None
 
-    def choose(self, *, decoding: int, context_tokens: float, refill: Refill, must: bool) -> Choice:
-        """Choose the next step. ``must``: the refill is due for other reasons; only choose exclusive or mixed."""
+    def choose(
+        self, *, decoding: int, context_tokens: float, refill: Refill, must: bool, pass_number: int = 0
+    ) -> Choice:
+        """Choose the next step. ``must``: the refill is due for other reasons; only choose exclusive or mixed.
+
+        ``pass_number`` is for ranks in lockstep (:mod:`vllm_eb.lockstep`), which this rule does not look at.
+        """
         tokens = refill.tokens
         if tokens <= 0:
             return Choice("decode")

@@ -79,6 +79,8 @@ class PolicySpec:
     advised."""
     by_share: ClassVar[bool] = False
     """Whether the threshold is a share of the batch (reports say so) instead of a number of idle slots."""
+    aligns_ranks: ClassVar[bool] = False
+    """Whether data-parallel ranks in lockstep refill in the same passes, for which they need the number of the pass."""
     without_decisions: ClassVar[str] = ""
     """A sentence for reports of runs without any decision."""
 

@@ -31,6 +31,7 @@ from vllm_eb import compat, guard
 from vllm_eb.config import PluginConfig, parse_config
 from vllm_eb.controller import Controller
 from vllm_eb.decisions import Decision, View
+from vllm_eb.lockstep import LONGEST_PERIOD, PassCount, longest_period
 from vllm_eb.log import logger
 from vllm_eb.reports import StepReports
 from vllm_eb.waiting import WaitingOrder
@@ -58,14 +59,17 @@ class _PhasedScheduler(Scheduler):  # type: ignore[misc]
     controller: Controller | None = None
     _reports: StepReports | None = None
     _waiting_order: WaitingOrder | None = None
+    _passes: PassCount | None = None
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         config = parse_config(vllm_config.additional_config)
+        ranks = compat.lockstep_ranks(vllm_config) if config.policy.aligns_ranks else 1
         if not (config.policy.native and config.record is None and config.signals is None):
             compat.refuse_unsupported(
                 vllm_config,
                 only_records=config.policy.native,
                 holds_adapters=compat.can_block_admission(Scheduler),
+                counts_passes=ranks > 1,
             )
         guard.check_classes(Scheduler, Request, SchedulerOutput, vllm.__version__)
         super().__init__(vllm_config, *args, **kwargs)
@@ -80,7 +84,9 @@ class _PhasedScheduler(Scheduler):  # type: ignore[misc]
         self._preempted_now = 0  # in the step being scheduled
         self._may_skip = False  # whether the step being scheduled may be skipped if it is empty
         self.last_decision: Decision | None = None
-        self.controller = self._make_controller(config)
+        interval = compat.pass_interval(vllm_config)
+        self._passes = PassCount(interval) if ranks > 1 else None
+        self.controller = self._make_controller(config, ranks, interval)
         self._prompt_tokens_wanted = 0 if self.controller is None else self.controller.prompt_tokens_wanted
         if self.controller is not None and self.controller.orders_queue:
             self._waiting_order = WaitingOrder(self.controller)
@@ -95,8 +101,14 @@ class _PhasedScheduler(Scheduler):  # type: ignore[misc]
             "vllm_eb schedules: policy %s, %d KV blocks, %s scheduling; settings hold until the server is restarted",
             config.policy.name, self._total_blocks, kind,
         )  # fmt: skip
+        if ranks > 1 and longest_period(interval) < LONGEST_PERIOD:
+            logger.warning(
+                "vllm_eb: %d data-parallel ranks make every pass together; without --prefill-schedule-interval %d they "
+                "cannot agree on passes for prompts that are more than %d apart",
+                ranks, LONGEST_PERIOD, longest_period(interval),
+            )  # fmt: skip
 
-    def _make_controller(self, config: PluginConfig) -> Controller | None:
+    def _make_controller(self, config: PluginConfig, ranks: int, pass_interval: int) -> Controller | None:
         if config.policy.native:  # vLLM's own rules; only recorded
             return None
         controller = Controller(
@@ -107,6 +119,8 @@ class _PhasedScheduler(Scheduler):  # type: ignore[misc]
             num_blocks=self._total_blocks,
             max_num_batched_tokens=self.max_num_scheduled_tokens,
             keep_records=config.record is not None,
+            ranks=ranks,
+            pass_interval=pass_interval,
         )
         controller.follow_ages(lambda: [request.num_output_tokens for request in self.running])
         return controller
@@ -120,6 +134,10 @@ class _PhasedScheduler(Scheduler):  # type: ignore[misc]
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """vLLM's ``schedule()`` under the controller's decision."""
         view = self._view()
+        if self._passes is not None:
+            # vLLM asks to hold prompts back in passes between two multiples; the policy decides that itself.
+            throttled = kwargs.pop("throttle_prefills", args[0] if args else False)
+            args, view = args[1:], view._replace(pass_number=self._passes.next(multiple=not throttled))
         self._preempted_now = 0
         before = self._prefilling
         if self.controller is None or view.decoding + view.prefilling + view.waiting == 0:

@@ -31,8 +31,8 @@ class AnswerLength:
     """
 
     def __init__(self, prior_tokens: float, window: int) -> None:
-        self._long = _FadingMean(prior_tokens, window)
-        self._short = _FadingMean(prior_tokens, max(window // 4, 1))
+        self._long = FadingMean(prior_tokens, window)
+        self._short = FadingMean(prior_tokens, max(window // 4, 1))
         self.mean = prior_tokens
         """The estimate in tokens."""
 
@@ -53,13 +53,14 @@ class AnswerLength:
         self.mean = max(long.tokens / long.ended, short.tokens / short.ended)
 
 
-class _FadingMean:
+class FadingMean:
     """Tokens and ended responses, both halved whenever there are 2 * ``window`` responses."""
 
     def __init__(self, prior_tokens: float, window: int) -> None:
         self.tokens, self.ended, self._window = PRIOR_ANSWERS * prior_tokens, PRIOR_ANSWERS, window
 
     def end(self) -> None:
+        """Record a response that has ended."""
         self.ended += 1.0
         if self.ended > 2 * self._window:
             self.tokens, self.ended = self.tokens / 2, self.ended / 2

@@ -26,13 +26,19 @@ Values = Mapping[str, float | int | None]
 
 @dataclass(frozen=True)
 class EngineFacts:
-    """The engine instance that a strategy decides for; KV memory in blocks of ``block_size`` tokens."""
+    """The engine instance that a strategy decides for; KV memory in blocks of ``block_size`` tokens.
+
+    ``ranks``: data-parallel ranks that make every pass together, this one included; 1: it waits for no other.
+    ``pass_interval``: their ``View.pass_number`` agree modulo this number of passes.
+    """
 
     calibration: Calibration
     max_num_seqs: int
     block_size: int
     num_blocks: int
     max_num_batched_tokens: int
+    ranks: int = 1
+    pass_interval: int = 1
 
     @property
     def capacity_tokens(self) -> int:

@@ -73,6 +73,8 @@ def test_vllm_settings_that_the_plugin_does_not_support_are_refused(
         refuse_unsupported(config)
     if named.startswith("--"):
         refuse_unsupported(config, only_records=True)
+    if named == "--prefill-schedule-interval":
+        refuse_unsupported(config, counts_passes=True)
 
 
 @pytest.mark.parametrize("name", [*guard.METHODS, *guard.REQUEST, *guard.OUTPUT])

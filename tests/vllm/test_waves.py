@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from typing import Any
 
+import pyarrow as pa
 import pytest
 
+from ebbench.simulation.engine import EngineLoop, Unit
+from ebbench.simulation.kv import CountingKv
+from ebbench.simulation.scheduler import Scheduler
+from ebbench.simulation.state import RequestState
+from ebbench.simulation.step import SchedulerLimits
+from ebbench.simulation.step_log import StepLog
+from tests.simulation.worlds import plan
 from tests.vllm.core_engine import POLICIES, Engine
+from tests.vllm.emulation import CALIBRATION, TestCost
 from tests.vllm.waves import LockstepError, Meeting, Ranks
+from vllm_eb import compat
+from vllm_eb.controller import Controller
+from vllm_eb.policy import parse_policy
 
 pytestmark = [pytest.mark.vllm]
 
@@ -83,3 +96,83 @@ def test_a_rank_that_counts_while_the_other_makes_a_pass_is_noticed() -> None:
         meeting.meet(0, "pass")
     thread.join(10.0)
     assert raised
+
+
+ALIGNED = ("marginal", "marginal:mix=off")
+SEQS, BUDGET, PLENTY = 12, 200, 4000
+
+
+def aligned(monkeypatch: pytest.MonkeyPatch, policy: str, interval: int) -> Ranks:
+    """Two ranks that know that they make every pass together."""
+    monkeypatch.setattr(compat, "lockstep_ranks", lambda _: 2)
+    further = {"prefill_schedule_interval": interval}
+    return Ranks(lambda: Engine(policy, blocks=PLENTY, seqs=SEQS, budget=BUDGET, asynchronous=False, further=further))
+
+
+@pytest.mark.parametrize("interval", [1, 8, 64])
+@pytest.mark.parametrize("policy", ALIGNED)
+def test_ranks_in_lockstep_make_the_steps_of_the_simulator(
+    monkeypatch: pytest.MonkeyPatch, policy: str, interval: int
+) -> None:
+    rng = random.Random(interval)
+    lengths = [(rng.randint(20, 120), rng.randint(10, 90)) for _ in range(120)]
+    made = aligned(monkeypatch, policy, interval)
+    with made:
+        requests: dict[int, list[Any]] = {0: [], 1: []}
+        for row, (prompt, output) in enumerate(lengths):
+            requests[row % 2].append(made.ranks[row % 2].engine.make(f"r{row}", prompt, output))
+        made.begin(requests)
+        made.wave_ends()
+    passes = simulated_passes(policy, lengths, interval)
+    for rank, simulated in zip(made.ranks, passes, strict=True):
+        assert rank.contents[: len(simulated)] == simulated
+        assert set(rank.contents[len(simulated) :]) <= {(0, 0)}  # dummy passes up to the end of the wave
+
+
+def simulated_passes(policy: str, lengths: list[tuple[int, int]], interval: int) -> list[list[tuple[int, int]]]:
+    """Prompt tokens and decodes of every pass of two simulated ranks, which got every other request at the start."""
+    state = RequestState(plan(lengths, concurrency=len(lengths)))
+    limits = SchedulerLimits(SEQS, BUDGET, 4, 0, async_scheduling=False)
+    log, units = StepLog(), []
+    for rank in range(2):
+        controller = Controller(
+            parse_policy(policy), CALIBRATION, max_num_seqs=SEQS, block_size=4, num_blocks=PLENTY,
+            max_num_batched_tokens=BUDGET, ranks=2, pass_interval=interval,
+        )  # fmt: skip
+        units.append(Unit.of(rank, Scheduler(state, limits, CountingKv(state, PLENTY, caching=False)), controller))
+        for row in range(rank, len(lengths), 2):
+            units[rank].scheduler.add(row)
+    engine, now_ns = EngineLoop(units, TestCost(), log), 0
+    while (again_ns := engine.wake(now_ns)[0]) is not None:
+        now_ns = again_ns
+    steps = log.table(pa.array([str(row) for row in range(len(lengths))]), PLENTY).to_pylist()
+    numbers = {start: number for number, start in enumerate(sorted({step["start_ns"] for step in steps}))}
+    passes = [[(0, 0)] * len(numbers) for _ in units]
+    for step in steps:
+        passes[step["instance"]][numbers[step["start_ns"]]] = (step["prefill_tokens"], step["decode_seqs"])
+    return passes
+
+
+def test_a_rank_that_had_nothing_to_do_meets_the_other_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its scheduler is not called in dummy passes; vLLM's interval tells it the number of the pass."""
+    interval, alone = 8, 21
+    made = aligned(monkeypatch, "marginal:mix=off", interval)
+    first, second = (rank.engine for rank in made.ranks)
+    seen: list[tuple[int, int]] = []  # passes made before, and the number of the pass, in each decision of the second
+    decide = second.scheduler.controller.decide
+
+    def watched(view: Any) -> Any:
+        seen.append((made.meeting.made["pass"], view.pass_number))
+        return decide(view)
+
+    monkeypatch.setattr(second.scheduler.controller, "decide", watched)
+    with made:
+        late = [second.make(f"b{number}", PROMPT, 30 + number % 7) for number in range(60)]
+        made.meeting.after[alone] = lambda: made.add({1: late})
+        made.begin({0: [first.make(f"a{number}", PROMPT, 30 + number % 7) for number in range(60)]})
+        made.wave_ends()
+    assert made.ranks[1].passes[:alone].count("dummy") == alone
+    corrected = next(place for place, (made_before, _) in enumerate(seen) if made_before % interval == 0)
+    assert seen[0][0] % interval != seen[0][1] % interval, "the rank was meant to have missed passes"
+    assert len(seen) > 60
+    assert all(before % interval == number % interval for before, number in seen[corrected:])

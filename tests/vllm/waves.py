@@ -58,12 +58,16 @@ class Meeting:
 
 @dataclass
 class Rank:
-    """One engine with vLLM's data-parallel busy loop; ``passes``: kinds of its passes in order, real or dummy."""
+    """One engine with vLLM's data-parallel busy loop.
+
+    ``passes``: kinds of its passes in order, real or dummy; ``contents``: prompt tokens and decodes of each.
+    """
 
     number: int
     engine: Engine
     meeting: Meeting
     passes: list[str] = field(default_factory=list)
+    contents: list[tuple[int, int]] = field(default_factory=list)
     failed: BaseException | None = None
 
     def __post_init__(self) -> None:
@@ -76,18 +80,21 @@ class Rank:
         core.engines_running = core.pending_pause = core.ignore_start_dp_wave = core.enable_fault_tolerance = False
         core.shutdown_state, core.eep_scaling_state = EngineShutdownState.RUNNING, None
         core.step_counter = core.current_wave = 0
-        core.prefill_schedule_interval = 1
+        core.prefill_schedule_interval = core.vllm_config.scheduler_config.prefill_schedule_interval
         core.dp_sync_interval = core.vllm_config.parallel_config.dp_sync_interval
         core.dp_rank = core.engine_index = self.number
         core.dp_group = (self.meeting, self.number)
         core._idle_state_callbacks = []
         core._handle_shutdown = core.is_running
         core.execute_dummy_batch = lambda: self._pass("dummy")
-        core.model_executor.on_step = lambda *_: self._pass("real")
+        core.model_executor.on_step = lambda step, *_: self._pass(
+            "real", sum(tokens for tokens, _ in step.shape.prefill), step.shape.decode_seqs
+        )
         self.thread = threading.Thread(target=self._run, name=f"rank {self.number}", daemon=True)
 
-    def _pass(self, kind: str) -> None:
+    def _pass(self, kind: str, prompt_tokens: int = 0, decodes: int = 0) -> None:
         self.passes.append(kind)
+        self.contents.append((prompt_tokens, decodes))
         self.meeting.meet(self.number, "pass")
 
     def _run(self) -> None:

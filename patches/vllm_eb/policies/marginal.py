@@ -1,6 +1,7 @@
 """Refills, mixed or exclusive, when one more decode step would cost more by measured costs; targets come first.
 
-:mod:`vllm_eb.marginal` decides when and how to refill, :mod:`vllm_eb.room` for how many requests the KV cache has room,
+:mod:`vllm_eb.marginal` decides when and how to refill (:mod:`vllm_eb.lockstep` where data-parallel ranks make their
+passes together), :mod:`vllm_eb.room` for how many requests the KV cache has room,
 :mod:`vllm_eb.service` what the targets require, :mod:`vllm_eb.queueing` the order of waiting requests. This module
 keeps their inputs: lengths, contexts and batch sizes so far.
 """
@@ -13,11 +14,12 @@ from dataclasses import dataclass
 
 from vllm_eb.decisions import View
 from vllm_eb.lengths import Lengths
+from vllm_eb.lockstep import JointRefill
 from vllm_eb.marginal import HUGE_TOKENS, Choice, MarginalRefill, Refill, Way, cheapest_chunk
 from vllm_eb.policy import PolicyError, PolicySpec, setting
 from vllm_eb.queueing import Places, PunctualQueue, Waited, Work
 from vllm_eb.room import PAYBACK_FACTOR, SHORTEST_STAY, KvRoom, payback_steps, prompts_that_stay
-from vllm_eb.service import AnswerLength, ServiceLevel, TokenDebt
+from vllm_eb.service import AnswerLength, FadingMean, ServiceLevel, TokenDebt
 from vllm_eb.strategy import Change, EngineFacts, PhaseState, StepChoice, Strategy
 
 ALLOWED_EVERY = 16  # decisions between two updates of the batch size that the TPOT target allows
@@ -36,6 +38,7 @@ class MarginalSpec(PolicySpec):
         "ttft= and tpot= (seconds) are met first"
     )
     departure = 30
+    aligns_ranks = True
 
     mix: bool = setting(True, "allow refills in mixed steps if they cost less; off: exclusive batches only")
     ttft: float | None = setting(
@@ -83,7 +86,6 @@ class MarginalPolicy(Strategy):
     def __init__(self, spec: MarginalSpec, engine: EngineFacts, lengths: Lengths) -> None:
         super().__init__(engine, lengths)
         self._costs, self._max_num_seqs = engine.calibration.costs, engine.max_num_seqs
-        self._refills = MarginalRefill(self._costs, may_mix=spec.mix)
         self._service, self._debt = ServiceLevel(spec.ttft, spec.tpot), TokenDebt(spec.tpot)
         self._answers = AnswerLength(lengths.mu_o, spec.window)
         self._room = KvRoom(engine.capacity_tokens)
@@ -97,7 +99,21 @@ class MarginalPolicy(Strategy):
         self._payback_steps: float | None = None
         self._decisions = 0
         self._chunk = cheapest_chunk(self._costs, engine.max_num_batched_tokens)
+        self._joint = self._joint_refill(spec) if engine.ranks > 1 else None
+        self._refills = self._joint or MarginalRefill(self._costs, may_mix=spec.mix)
         self.plan_batch()
+
+    def _joint_refill(self, spec: MarginalSpec) -> JointRefill:
+        """The rule for a rank that makes every pass together with others."""
+        engine = self.engine
+        return JointRefill(
+            self._costs,
+            may_mix=spec.mix,
+            ranks=engine.ranks,
+            interval=engine.pass_interval,
+            step_tokens=self._chunk or engine.max_num_batched_tokens,
+            prior=FadingMean(self.lengths.mu_o, spec.window),
+        )
 
     @property
     def seqs_allowed(self) -> int:
@@ -123,6 +139,8 @@ class MarginalPolicy(Strategy):
     def on_finish(self, output_tokens: int) -> None:
         """Record that a request left its slot."""
         self._answers.ended()
+        if self._joint is not None:
+            self._joint.ended(output_tokens)
         self._room.ended()
 
     def update(self, view: View, running_ages: Callable[[], Sequence[int]]) -> Sequence[Change]:
@@ -160,7 +178,8 @@ class MarginalPolicy(Strategy):
         if self._service.tpot_s is not None and self._decisions % ALLOWED_EVERY == 0:
             self.plan_batch()
         self._room.observe(view.decoding + view.prefilling, view.preempted)
-        if self._service.tpot_s is not None:
+        # A rank in lockstep that holds its prompts back alone does not make the pass shorter.
+        if self._service.tpot_s is not None and self._joint is None:
             self._debt.observe(
                 view.now_s,
                 decoding=view.decoding,
@@ -184,6 +203,7 @@ class MarginalPolicy(Strategy):
                 context_tokens=context_tokens,
                 refill=self.possible_refill(view, refill),
                 must=view.prefilling > 0 or self._service.refill_due(view.oldest_wait_s),
+                pass_number=view.pass_number,
             )
             if decodes and (blocked or self.responses_behind):
                 choice = choice._replace(way="decode")
@@ -198,7 +218,10 @@ class MarginalPolicy(Strategy):
         """The reason for the last choice, in words."""
         if self.responses_behind:
             return "answers are behind their target"
-        return f"{refill} slots to refill" if refill else "nothing to refill"
+        if not refill:
+            return "nothing to refill"
+        every = "" if self._joint is None else f", in every pass of {self._joint.plan.period}"
+        return f"{refill} slots to refill{every}"
 
     def possible_refill(self, view: View, slots: int) -> Refill:
         """A refill of ``slots`` prompts with the mean lengths."""
