@@ -146,7 +146,7 @@ class JointRefill:
         return min(plan for plan in plans if plan.period == period)
 
     def _token_s(self, work: _Workload, way: Way, period: int, decode_s: Callable[[float], float]) -> float:
-        """Seconds per generated token; infinite if prompts come in faster than that."""
+        """Seconds per generated token."""
         steps = float(period) if way == "mixed" else decode_steps(work.batch, work.hazard, work.share, period)
         missing = 1.0 + work.hazard * steps / 2
         if way == "mixed":
@@ -156,8 +156,9 @@ class JointRefill:
         else:
             decoding = work.batch / missing
         refilled = work.hazard * steps * decoding
-        if refilled * work.share > period:
-            return math.inf
+        if refilled * work.share > period:  # prompts come in no faster, so fewer sequences decode
+            refilled = period / work.share
+            decoding = refilled / (work.hazard * steps)
         alone_s = decode_s(decoding)
 
         def added_s(prompts: float) -> float:
