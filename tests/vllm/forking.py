@@ -18,12 +18,18 @@ GROUP = "vllm.general_plugins"
 
 
 def install(folder: Path) -> Path:
-    """Put this module there as an installed distribution with a vLLM plugin; returns the folder, for PYTHONPATH."""
-    information = folder / "forking-1.dist-info"
+    """Install this module there as a plugin; returns the folder, for PYTHONPATH."""
+    return install_plugin(folder, Path(__file__), "fork_engines")
+
+
+def install_plugin(folder: Path, module: Path, function: str) -> Path:
+    """Put a module there as an installed distribution whose ``function`` vLLM calls in each of its processes."""
+    name = module.stem
+    information = folder / f"{name}-1.dist-info"
     information.mkdir(parents=True)
-    shutil.copy(__file__, folder / "forking.py")
-    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: forking\nVersion: 1\n", encoding="utf-8")
-    (information / "entry_points.txt").write_text(f"[{GROUP}]\nforking = forking:fork_engines\n", encoding="utf-8")
+    shutil.copy(module, folder / module.name)
+    (information / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n", encoding="utf-8")
+    (information / "entry_points.txt").write_text(f"[{GROUP}]\n{name} = {name}:{function}\n", encoding="utf-8")
     return folder
 
 

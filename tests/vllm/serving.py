@@ -177,13 +177,13 @@ def samples(url: str) -> dict[str, float]:
 
 
 @contextmanager
-def server(model: Path, policy: str, log: Path, *options: str) -> Iterator[str]:
+def server(model: Path, policy: str, log: Path, *options: str, log_level: str = "INFO") -> Iterator[str]:
     """``ebbench serve`` on the CPU; its URL. ``options`` are vLLM's. Its processes must all end with it."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     environment = {name: value for name, value in os.environ.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"}
-    environment |= {"VLLM_LOGGING_LEVEL": "INFO", "VLLM_LOG_STATS_INTERVAL": "1"}
+    environment |= {"VLLM_LOGGING_LEVEL": log_level, "VLLM_LOG_STATS_INTERVAL": "1"}
     command = [
         "serve", str(model), "--policy", policy, "--device", "h200",
         "--device-model", "qwen3-8b", "--port", str(port), "--", "--enforce-eager", "--max-model-len", "512",

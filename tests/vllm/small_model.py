@@ -1,28 +1,33 @@
-"""A Qwen3-style model with random weights and a tokenizer, built on the spot: real tokens on a CPU, no download."""
+"""Qwen3-style models with random weights and a tokenizer, built on the spot: real tokens on a CPU, no download."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 VOCABULARY = 512
 HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM, MLP = 64, 2, 2, 1, 32, 128
+EXPERTS_PER_TOKEN = 2
 MAX_POSITIONS = 2048
 
 
-def build(folder: Path, seed: int = 0, *, spells: bool = False) -> Path:
-    """Write config, weights and tokenizer into ``folder``. ``spells``: tokens are bytes, so any text can be made."""
+def build(folder: Path, seed: int = 0, *, spells: bool = False, experts: int = 0) -> Path:
+    """Write config, weights and tokenizer into ``folder``.
+
+    ``spells``: tokens are bytes, so any text can be made. ``experts``: how many each layer has; 0: a dense model.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    write_config(folder)
-    _write_weights(folder, seed)
+    write_config(folder, experts=experts)
+    _write_weights(folder, seed, experts)
     (_write_byte_tokenizer if spells else _write_tokenizer)(folder)
     return folder
 
 
-def write_config(folder: Path) -> None:
+def write_config(folder: Path, *, experts: int = 0) -> None:
     """Write config.json alone: vLLM needs no more for random weights and prompts of token ids."""
     folder.mkdir(parents=True, exist_ok=True)
-    config = {
+    config: dict[str, Any] = {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
         "hidden_size": HIDDEN,
@@ -41,11 +46,22 @@ def write_config(folder: Path) -> None:
         "bos_token_id": 0,
         "eos_token_id": 1,
     }
+    if experts:
+        config |= {
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "model_type": "qwen3_moe",
+            "num_experts": experts,
+            "num_experts_per_tok": EXPERTS_PER_TOKEN,
+            "moe_intermediate_size": MLP,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+            "norm_topk_prob": True,
+        }
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     (folder / "generation_config.json").write_text(json.dumps({"bos_token_id": 0, "eos_token_id": 1}), encoding="utf-8")
 
 
-def _write_weights(folder: Path, seed: int) -> None:
+def _write_weights(folder: Path, seed: int, experts: int) -> None:
     import torch  # here, so that collecting tests does not wait for it
     from safetensors.torch import save_file
 
@@ -71,10 +87,15 @@ def _write_weights(folder: Path, seed: int) -> None:
             f"{name}.self_attn.o_proj.weight": random(HIDDEN, HEADS * HEAD_DIM),
             f"{name}.self_attn.q_norm.weight": torch.ones(HEAD_DIM),
             f"{name}.self_attn.k_norm.weight": torch.ones(HEAD_DIM),
-            f"{name}.mlp.gate_proj.weight": random(MLP, HIDDEN),
-            f"{name}.mlp.up_proj.weight": random(MLP, HIDDEN),
-            f"{name}.mlp.down_proj.weight": random(HIDDEN, MLP),
         }
+        if experts:
+            weights[f"{name}.mlp.gate.weight"] = random(experts, HIDDEN, scale=4.0)
+        for mlp in [f"{name}.mlp.experts.{number}" for number in range(experts)] or [f"{name}.mlp"]:
+            weights |= {
+                f"{mlp}.gate_proj.weight": random(MLP, HIDDEN),
+                f"{mlp}.up_proj.weight": random(MLP, HIDDEN),
+                f"{mlp}.down_proj.weight": random(HIDDEN, MLP),
+            }
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
