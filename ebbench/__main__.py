@@ -15,6 +15,9 @@ def run() -> None:
         from ebbench.termination import as_ctrl_c
 
         as_ctrl_c()
+        from ebbench.without_pandas import process_of_ebbench
+
+        process_of_ebbench()
         from ebbench.cli import main
     except KeyboardInterrupt:
         sys.stderr.write("error: interrupted\n")

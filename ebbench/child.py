@@ -26,6 +26,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from ebbench.without_pandas import process_of_ebbench
+
 STDIN = 0
 KILL_WAIT_S = 15.0
 """How long a supervisor may take to reap killed processes."""
@@ -166,12 +168,14 @@ def end_with_parent() -> None:
 
     If standard input is not a pipe, the module was started by hand and there is no lifeline.
     """
+    process_of_ebbench()
     if stat.S_ISFIFO(os.fstat(STDIN).st_mode):
         _exit_after(lambda: os.read(STDIN, 1))
 
 
 def begin_pool_worker() -> None:
     """Initializer of process pools: ignore SIGINT and SIGHUP; end on SIGTERM and with the parent."""
+    process_of_ebbench()
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

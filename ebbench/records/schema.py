@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import pyarrow as pa
 
+from ebbench.without_pandas import skip_pandas
+
+skip_pandas()
 EARLIER_TURN_FAILED = "earlier_turn_failed"
 """``error_class`` of a turn that was not sent because an earlier turn of its session failed."""
 ABANDONED = "abandoned"
