@@ -36,6 +36,8 @@ IMPORTED = (
     "vllm.v1.worker.cpu_model_runner", "vllm.v1.worker.cpu_worker",
 )  # fmt: skip
 SERVER = "ebbench.engines.vllm_cli"
+FORKED = (SERVER, "calibrate")
+"""What is started as a fork, and the supervisor of it: vLLM servers, and the engine that a validation calibrates."""
 MESSAGE_BYTES = 1 << 17
 _CANNOT_START = 127
 _EXEC, _FORK_EXEC = os.execvp, subprocess._fork_exec  # type: ignore[attr-defined]
@@ -51,8 +53,8 @@ _PATH = [place for place in sys.path[1:] if place not in _OWN_PATH]
 
 
 def is_forked(words: Sequence[str]) -> bool:
-    """Whether a command is one that :func:`become` runs: a vLLM server, or the supervisor of one."""
-    return words[0] == sys.executable and SERVER in words
+    """Whether a command is one that :func:`become` runs."""
+    return words[0] == sys.executable and any(name in words for name in FORKED)
 
 
 def run_python(words: Sequence[str]) -> None:
