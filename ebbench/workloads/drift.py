@@ -24,7 +24,7 @@ _ROUNDS, _FIRST_MOVE, _CLOSE = 40, 0.25, 0.002
 class Drift(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Mean lengths of each ``sessions_per_level`` successive sessions, in the mean of all; they repeat after the last.
 
-    ``prompts``: prompt tokens, without those that repeat an earlier prompt; of a session those of all turns.
+    ``prompts``: prompt tokens; of a session those of all turns. Not learned of logs whose prompts repeat earlier ones.
     ``outputs``: output tokens; empty if the log has sessions of several turns.
     """
 

@@ -161,7 +161,7 @@ def draw_fitted(fitted: Fitted, sessions: int, seed: int, rate_scale: float = 1.
     inputs, outputs, repeated, which = _draw_lengths(fitted.lengths, sessions, seed)
     if fitted.drift is not None:
         level = fitted.drift.level_of(sessions, rate_scale)
-        order = order_with(fitted.drift.prompts, level, inputs * (1.0 - repeated), rng)
+        order = order_with(fitted.drift.prompts, level, inputs, rng)
         inputs, outputs, repeated, which = inputs[order], outputs[order], repeated[order], which[order]
         if fitted.drift.outputs:
             # Outputs change places only among prompts of one range, so that they go on depending on the prompt.
