@@ -1,6 +1,7 @@
 """Settings of all tests: Hypothesis deadlines and the order of the files; how vLLM servers start their processes."""
 
 import os
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +14,12 @@ from tests.vllm.forked_command import ADDRESS
 # A machine may be slow: no property test fails for the time that one example takes.
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
+
+# Processes inherit signals that are ignored: SIGHUP under nohup, SIGINT in the background of a shell. The processes of
+# tests start with none ignored, or those that are signalled would not end.
+for ignored in (signal.SIGHUP, signal.SIGINT):
+    if signal.getsignal(ignored) is signal.SIG_IGN:
+        signal.signal(ignored, signal.default_int_handler if ignored is signal.SIGINT else signal.SIG_DFL)
 
 LONGEST = (
     "tests/vllm/test_validate.py",

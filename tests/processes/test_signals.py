@@ -208,3 +208,13 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def test_tests_under_nohup_start_processes_that_a_hang_up_ends() -> None:
+    def ignore() -> None:
+        for number in (signal.SIGHUP, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)
+
+    shown = "import signal, tests.conftest; print(*(signal.getsignal(n) is signal.SIG_IGN for n in (1, 2)))"
+    done = subprocess.run([sys.executable, "-c", shown], capture_output=True, text=True, preexec_fn=ignore)
+    assert done.stdout == "False False\n", done.stderr
