@@ -45,8 +45,12 @@ class ForkedCommand:
                 self.returncode = int(json.loads(self._connection.recv(100)))
             except (TimeoutError, BlockingIOError):
                 raise subprocess.TimeoutExpired("ebbench", timeout or 0.0) from None
-            self._connection.close()
+            self.close()
         return self.returncode
+
+    def close(self) -> None:
+        """Close the connection to the template, which ends the command if it still runs."""
+        self._connection.close()
 
     def poll(self) -> int | None:
         """Its exit code if it has ended."""

@@ -12,6 +12,7 @@ Unix socket NAME and ends with the last connection. :mod:`tests.vllm.forked_comm
 from __future__ import annotations
 
 import atexit
+import contextlib
 import gc
 import importlib
 import json
@@ -206,7 +207,10 @@ class Template:
                 return
 
     def _read(self, connection: socket.socket) -> None:
-        message, descriptors, _, _ = socket.recv_fds(connection, MESSAGE_BYTES, 2)
+        try:
+            message, descriptors, _, _ = socket.recv_fds(connection, MESSAGE_BYTES, 2)
+        except ConnectionResetError:  # the test has ended without reading how its command ended
+            message, descriptors = b"", []
         if message:
             child = os.fork()
             if not child:
@@ -214,7 +218,7 @@ class Template:
             for number in descriptors:
                 os.close(number)
             self._commands[child] = connection
-            connection.send(json.dumps(child).encode())
+            _tell(connection, child)
             return
         for child, waiting in list(self._commands.items()):
             if waiting is connection:  # the test has ended, its command has not
@@ -229,7 +233,13 @@ class Template:
                 return
             connection = self._commands.pop(child)
             if connection in self._open:
-                connection.send(json.dumps(os.waitstatus_to_exitcode(status)).encode())
+                _tell(connection, os.waitstatus_to_exitcode(status))
+
+
+def _tell(connection: socket.socket, number: int) -> None:
+    """Send a process id or an exit code; the test may have ended."""
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        connection.send(json.dumps(number).encode())
 
 
 def _run(command: dict[str, Any], descriptors: Sequence[int]) -> NoReturn:

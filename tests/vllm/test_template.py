@@ -14,7 +14,7 @@ import pytest
 
 from tests.processes.process_tree import wait_until
 from tests.vllm import whole_command
-from tests.vllm.forked_command import ADDRESS
+from tests.vllm.forked_command import ADDRESS, ForkedCommand
 from tests.vllm.whole_command import ebbench
 
 pytestmark = pytest.mark.vllm
@@ -99,3 +99,13 @@ def test_a_signal_ends_a_forked_command(number: signal.Signals, code: int, tmp_p
         assert process.wait(60) == code
         process.send_signal(number)  # it has ended: nothing happens
     assert not Path(f"/proc/{process.pid}").exists()
+
+
+@pytest.mark.usefixtures("forking")
+def test_the_template_outlives_a_test_that_did_not_wait_for_its_command(tmp_path: Path) -> None:
+    with (tmp_path / "said").open("wb") as said:
+        process = whole_command.begin(["--version"], dict(os.environ), said, said, tmp_path)
+        wait_until(lambda: not Path(f"/proc/{process.pid}").exists(), "it did not end", 60.0)
+    assert isinstance(process, ForkedCommand)
+    process.close()  # the exit code has been sent and not read
+    assert ebbench("--version").returncode == 0
