@@ -39,7 +39,8 @@ def print_recognised(console: Console, log: dict[str, Any]) -> None:
 def print_traffic(console: Console, log: dict[str, Any]) -> None:
     """Gaps, burstiness, sessions, repeated prompts and the trend of the hazard."""
     if "arrivals" not in log:
-        console.print("times: none; replay it under another scenario (--scenario poisson --request-rate R)")
+        found = "none; replay it under another scenario (--scenario poisson --request-rate R)"
+        console.print(f"times: {found}" + (f", or {log['time_hint']}" if log["time_hint"] else ""), markup=False)
     elif log["arrivals"]["requests_per_s"] is not None:
         for line in _arrival_lines(log["arrivals"]):
             console.print(line)

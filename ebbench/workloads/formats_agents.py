@@ -24,7 +24,7 @@ from ebbench.workloads.recorded import (
     tokens_of,
     unusable,
 )
-from ebbench.workloads.trace_times import Stamp, parse_stamp
+from ebbench.workloads.trace_times import Stamp, read_stamp
 
 _WEKA_BLOCK = 64
 """Block size of Weka's published traces, where a file states none."""
@@ -37,7 +37,9 @@ def _is_weka(log: LogFile) -> bool:
 
 def _weka(log: LogFile, options: ReadOptions) -> Reading:
     size = _weka_block(log.sample[0])
-    return Reading(_weka_rows(log, size), numbers_are="s", block_tokens=int(size), notes=_weka_notes(log))
+    return Reading(
+        _weka_rows(log, size), numbers_are="s", block_tokens=int(size), notes=_weka_notes(log), ordered=False
+    )
 
 
 def _weka_block(record: LogRecord) -> Any:
@@ -144,11 +146,10 @@ def _otel_rows(log: LogFile) -> Rows:
                 yield Dropped(span.line, reason)
                 continue
             try:
-                start = parse_stamp(span.start)
-                end = None if span.end in (None, "") else parse_stamp(span.end)
-            except (TypeError, ValueError):
-                problem = f"span time {str(span.start)[:40]!r} is neither a number nor ISO 8601"
-                raise InputFileError(log.path, problem, span.line) from None
+                start = read_stamp(span.start)
+                end = None if span.end in (None, "") else read_stamp(span.end)
+            except ValueError as error:
+                raise InputFileError(log.path, f"a span's time {error}", span.line) from None
             session = _first(attributes, _SESSION) or span.trace
             yield Recorded(span.line, start, counts[0], counts[1], session=session, end=end)
 

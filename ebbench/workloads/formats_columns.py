@@ -6,20 +6,23 @@ They have one reader; a format only adds what its definition says beyond the nam
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
 from ebbench.errors import InputFileError, UsageError
-from ebbench.workloads.log_columns import Columns, names_in, nearest_columns, plain_name, recognise, value_at
+from ebbench.workloads.column_hints import columns_like_times, nearest_columns
+from ebbench.workloads.log_columns import ALIASES, Columns, names_in, plain_name, recognise, value_at
 from ebbench.workloads.log_files import LogFile, LogRecord
 from ebbench.workloads.log_texts import BLOCK_TOKENS, answer_of, text_of
 from ebbench.workloads.recorded import Dropped, Reading, ReadOptions, Recorded, Rows, TraceFormat, tokens_of, unusable
-from ebbench.workloads.trace_times import Stamp, parse_stamp
+from ebbench.workloads.trace_times import Stamp, read_stamp
 
 _FAILED = ("error", "fail", "cancel", "abort", "timeout", "timed_out", "reject", "incomplete")
 _MORE = ("end", "duration", "turn", "hash_ids", "session")
 """Roles that make a row more than a time and two lengths."""
+CHOICES = (*ALIASES, "block_tokens")
+"""Keys of ``--columns`` that a log with columns takes."""
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 
 
@@ -47,7 +50,10 @@ def with_columns(name: str, expected: str, fields: tuple[str, ...], definition: 
         names = {plain_name(one) for one in names_in(record.value for record in log.sample)}
         return all(plain_name(one) in names for one in fields)
 
-    return TraceFormat(name, expected, fields, recognises, lambda log, options: read_columns(log, options, definition))
+    def read(log: LogFile, options: ReadOptions) -> Reading:
+        return read_columns(log, options, definition)
+
+    return TraceFormat(name, expected, fields, recognises, read, choices=CHOICES)
 
 
 def read_columns(log: LogFile, options: ReadOptions, definition: Definition) -> Reading:
@@ -58,9 +64,15 @@ def read_columns(log: LogFile, options: ReadOptions, definition: Definition) -> 
     try:
         columns = recognise(names, asked)
     except UsageError as error:
-        raise InputFileError(log.path, str(error), log.sample[0].line) from None
+        raise InputFileError(log.path, str(error), _names_line(log)) from None
     columns = _without_texts(columns, log)
     _check(log, columns, names)
+    if "block_tokens" in options.columns and not {"hash_ids", "messages", "prompt"} & columns.names.keys():
+        raise UsageError(f"{log.path}: has no hash_ids, whose size --columns block_tokens= sets; leave it out")
+    starts, ends = (columns.units.get(role) for role in ("time", "end"))
+    if ends is not None and starts != ends:
+        start, end = columns.names.get("time", "the start"), columns.names["end"]
+        raise UsageError(f"{log.path}: {end} is in {ends}, {start} is not; leave it out with --columns end=-")
     reader = _Reader(log, options, definition, columns)
     notes = list(_notes(columns, asked, definition))
     return Reading(
@@ -73,7 +85,19 @@ def read_columns(log: LogFile, options: ReadOptions, definition: Definition) -> 
         or (BLOCK_TOKENS if reader.from_texts else None),
         from_texts=reader.from_texts,
         notes=tuple(notes),
+        ordered=not (definition.time_is_end and "duration" in columns.names),
+        time_hint="" if "time" in columns.names or asked.get("time") == "-" else _time_hint(log, columns, names),
     )
+
+
+def _time_hint(log: LogFile, columns: Columns, names: list[str]) -> str:
+    """Columns that look like times, as a clause for a message; empty if none does."""
+    unused = [name for name in names if name not in (*columns.names.values(), *columns.added)]
+    found = columns_like_times(log, unused)
+    if not found:
+        return ""
+    look = "looks like its times" if len(found) == 1 else "look like times"
+    return f"{', '.join(map(repr, found[:3]))} {look}: --columns time={found[0]}"
 
 
 def _spelled(column: str, names: list[str]) -> str:
@@ -88,12 +112,17 @@ def _without_texts(columns: Columns, log: LogFile) -> Columns:
         get = value_at(names.get(role))
         if role in names and not any(reads(get(record.value)) for record in log.sample):
             del names[role]
-    return Columns(names, columns.units, columns.passed_over)
+    return replace(columns, names=names)
+
+
+def _names_line(log: LogFile) -> int:
+    """The line that has the names of columns: a table's header, or the first record."""
+    return log.sample[0].line if log.kind != "CSV" else 1
 
 
 def _check(log: LogFile, columns: Columns, names: list[str]) -> None:
     have = columns.names
-    line = log.sample[0].line if log.kind != "CSV" else 1
+    line = _names_line(log)
     for role, texts, what in (
         ("input", ("messages", "prompt"), "prompt tokens"),
         ("output", ("answer",), "output tokens"),
@@ -119,6 +148,10 @@ def _notes(columns: Columns, asked: Mapping[str, str], definition: Definition) -
     if "user" in columns.names and "session" not in columns.names and asked.get("session") != "-":
         user = columns.names["user"]
         yield f"requests of one {user} are not taken as one session; --columns session={user} does that"
+    if columns.added:
+        own = columns.names["input"]
+        parts = " + ".join((own, *columns.added))
+        yield f"prompts have {parts} tokens, as Anthropic's API counts them; --columns input={own} takes that one alone"
     if definition.time_is_end and "duration" not in columns.names:
         yield "its times are those at which requests ended, since it has no durations"
 
@@ -134,6 +167,7 @@ class _Reader:
         self._answer, self._status, self._error = (columns.getter(role) for role in ("answer", "status", "error"))
         self._end, self._lasts, self._turns, self._hash_ids = (columns.getter(role) for role in _MORE[:4])
         self._session = self._session_of()
+        self._added = [(name, value_at(name)) for name in columns.added]
         self._seconds = _SECONDS.get(columns.units.get("duration", definition.duration or ""))
 
     def rows(self) -> Rows:
@@ -141,6 +175,7 @@ class _Reader:
         inputs_of, outputs_of, time_of = (self._columns.getter(role) for role in ("input", "output", "time"))
         names = self._columns.names
         fails = "status" in names or "error" in names
+        added = bool(self._added)
         more = self.from_texts or self._definition.parents is not None or any(role in names for role in _MORE)
         for record in self._log.records():
             value = record.value
@@ -148,6 +183,8 @@ class _Reader:
                 yield Dropped(record.line, reason)
                 continue
             inputs, outputs, text = self._lengths(record, inputs_of(value), outputs_of(value))
+            if added and inputs is not None:
+                inputs += sum(tokens_of(self._log, record, name, get(value)) or 0 for name, get in self._added)
             if not inputs or not outputs:
                 yield Dropped(record.line, unusable(inputs, outputs))
                 continue
@@ -193,10 +230,9 @@ class _Reader:
                 raise InputFileError(self._log.path, f"expected a time in {name}, found none", record.line)
             return None
         try:
-            return parse_stamp(value)
-        except (TypeError, ValueError):
-            problem = f"{self._columns.names[role]} {str(value)[:40]!r} is neither a number nor ISO 8601"
-            raise InputFileError(self._log.path, problem, record.line) from None
+            return read_stamp(value)
+        except ValueError as error:
+            raise InputFileError(self._log.path, f"{self._columns.names[role]} {error}", record.line) from None
 
     def _duration(self, value: Any) -> float | None:
         """Seconds, None if the column has no unit or the cell no number."""

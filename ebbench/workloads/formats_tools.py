@@ -162,6 +162,7 @@ TOOLS = (
         ("metadata", "benchmarks"),
         _has("metadata", "benchmarks"),
         _guidellm,
+        choices=("benchmark",),
     ),
     TraceFormat(
         "AIPerf",

@@ -58,15 +58,21 @@ _UNITS = {"sec": "s", "secs": "s", "seconds": "s", "milliseconds": "ms"}
 _TIMES = ("time", "end", "duration")
 NUMBERS = ("block_tokens", "benchmark")
 """Keys of ``--columns`` whose value is a number instead of a column."""
+_PARTS_OF_INPUT = ("cache_read_input_tokens", "cache_creation_input_tokens")
+"""Counts that ``input_tokens`` beside them does not include, as Anthropic's API defines them."""
 
 
 @dataclass(frozen=True)
 class Columns:
-    """The column of each role found, the unit that its name states (times only), and other columns with such names."""
+    """The column of each role found, the unit that its name states (times only), and other columns with such names.
+
+    ``added``: columns whose tokens are added to those of the input's column.
+    """
 
     names: Mapping[str, str]
     units: Mapping[str, str]
     passed_over: tuple[str, ...] = ()
+    added: tuple[str, ...] = ()
 
     def getter(self, role: str) -> Callable[[Mapping[str, Any]], Any]:
         """A function that returns the role's value in a record, None if it is missing."""
@@ -140,7 +146,7 @@ def _collect(value: Mapping[str, Any], prefix: str, found: dict[str, None], dept
 def recognise(names: Sequence[str], asked: Mapping[str, str]) -> Columns:
     """The columns of the roles: as ``asked``, otherwise by name. A value of ``-`` leaves a role out.
 
-    Raises UsageError if a column that was asked for does not exist.
+    Raises UsageError if a column that was asked for does not exist, or would have two roles.
     """
     chosen: dict[str, str] = {}
     other: list[str] = []
@@ -149,6 +155,8 @@ def recognise(names: Sequence[str], asked: Mapping[str, str]) -> Columns:
         if (column := asked.get(role)) is not None:
             if column == "-":
                 continue
+            if role_of := next((one for one, taken in chosen.items() if taken == column), None):
+                raise UsageError(f"column {column!r} cannot be both {role_of} and {role}; --columns gives each its own")
             if column not in names:
                 raise UsageError(f"has no column {column!r} for --columns {role}=; its columns are {_listed(names)}")
             chosen[role] = column
@@ -159,7 +167,16 @@ def recognise(names: Sequence[str], asked: Mapping[str, str]) -> Columns:
                 other += matches[1:] if role in ("input", "output", "time", "session") else []
         if role in _TIMES and role in chosen and (unit := _UNIT.search(plain_name(chosen[role]))):
             units[role] = _UNITS.get(unit[1], unit[1])
-    return Columns(chosen, units, tuple(other))
+    added = () if "input" in asked else _parts_of_input(chosen.get("input", ""), names)
+    return Columns(chosen, units, tuple(other), added)
+
+
+def _parts_of_input(column: str, names: Sequence[str]) -> tuple[str, ...]:
+    """The columns beside ``column`` whose tokens it does not include."""
+    outer, dot, last = column.rpartition(".")
+    if plain_name(last) != "input_tokens":
+        return ()
+    return tuple(f"{outer}{dot}{part}" for part in _PARTS_OF_INPUT if f"{outer}{dot}{part}" in names)
 
 
 def _matches(role: str, names: Sequence[str], taken: Iterable[str]) -> list[str]:
@@ -181,14 +198,3 @@ def _matches(role: str, names: Sequence[str], taken: Iterable[str]) -> list[str]
 def _listed(names: Sequence[str]) -> str:
     shown = ", ".join(names[:12])
     return f"{shown} and {len(names) - 12} more" if len(names) > 12 else shown
-
-
-def nearest_columns(names: Sequence[str], role: str) -> str:
-    """Names of columns most like those of a role, for an error message; empty if none is similar."""
-    import difflib
-
-    plain = {plain_name(name).rpartition(".")[2]: name for name in names}
-    close = [
-        match for alias in ALIASES[role] for match in difflib.get_close_matches(alias, list(plain), n=1, cutoff=0.75)
-    ]
-    return ", ".join(dict.fromkeys(repr(plain[match]) for match in close[:3]))

@@ -25,6 +25,19 @@ from ebbench.workloads.files import read_json, read_parquet
 Kind = Literal["JSON lines", "JSON", "YAML", "Parquet", "CSV", "access log"]
 
 _GZIP, _PARQUET, _MARK = b"\x1f\x8b", b"PAR1", b"\xef\xbb\xbf"
+_OTHER_BYTES = {
+    b"PK\x03\x04": "is a zip archive or an Excel sheet; unpack it, or save the sheet as CSV",
+    b"\x28\xb5\x2f\xfd": "is compressed with zstd; unpack it first: zstd -d",
+    b"\xfd7zX": "is compressed with xz; unpack it first: xz -d",
+    b"BZh": "is compressed with bzip2; unpack it first: bzip2 -d",
+    b"\xff\xfe": "is UTF-16 text; convert it first: iconv -f utf-16 -t utf-8",
+    b"\xfe\xff": "is UTF-16 text; convert it first: iconv -f utf-16 -t utf-8",
+    b"SQLi": "is an SQLite database; export its table as CSV",
+    b"Obj\x01": "is an Avro file; convert it to Parquet or JSON lines",
+    b"ORC": "is an ORC file; convert it to Parquet",
+}
+"""What files begin with that are often logs and cannot be read, and what to do."""
+_LATIN = "is not UTF-8 text ({}); convert it first, from Latin 1 with: iconv -f latin1 -t utf-8"
 _SAMPLE = 50  # records that are looked at to recognise columns
 _IN_FOLDERS = (".json", ".jsonl", ".json.gz", ".jsonl.gz")
 _YAML_START = re.compile(r"(---|%YAML|\w+:)(\s|$)")
@@ -77,7 +90,7 @@ def open_log(path: Path) -> LogFile:
     kind = _kind_of(path)
     sample = tuple(islice(_READERS[kind](path), _SAMPLE))
     if not sample:
-        raise InputFileError(path, "holds no requests")
+        raise InputFileError(path, "holds no requests, only a header" if kind == "CSV" else "holds no requests")
     columns = tuple(sample[0].value) if kind in ("CSV", "Parquet") else ()
     return LogFile(path, kind, columns, sample)
 
@@ -106,6 +119,8 @@ def _kind_of(path: Path) -> Kind:
         start = _read(path, stream, 4)
         if start == _PARQUET:
             return "Parquet"
+        if problem := next((what for mark, what in _OTHER_BYTES.items() if start.startswith(mark)), ""):
+            raise InputFileError(path, problem)
         line = start + _line(path, stream)
         while line and not line.strip(b"\xef\xbb\xbf \t\r\n"):
             line = _line(path, stream)
@@ -148,7 +163,8 @@ def _decoded(path: Path, line: bytes, number: int) -> str:
     try:
         return line.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise InputFileError(path, f"is neither Parquet nor UTF-8 text ({error.reason})", number) from None
+        problem = "is neither Parquet nor text" if b"\0" in line else _LATIN.format(error.reason)
+        raise InputFileError(path, problem, number) from None
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
@@ -224,9 +240,10 @@ def _csv(path: Path) -> Iterator[LogRecord]:
         try:
             yield from _csv_records(path, text)
         except UnicodeDecodeError as error:
-            remedy = "convert it first, from Latin 1 with: iconv -f latin1 -t utf-8"
-            raise InputFileError(path, f"is not UTF-8 text ({error.reason}); {remedy}") from None
-        except (csv.Error, OSError, EOFError) as error:
+            raise InputFileError(path, _LATIN.format(error.reason)) from None
+        except (OSError, EOFError) as error:
+            raise InputFileError(path, f"cannot be unpacked: {error}") from None
+        except csv.Error as error:
             raise InputFileError(path, f"cannot be read as CSV: {error}") from None
 
 
@@ -252,7 +269,6 @@ def _csv_records(path: Path, text: IO[str]) -> Iterator[LogRecord]:
         yield LogRecord(rows.line_num + 1, dict(zip(names, row, strict=True)))
 
 
-_MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
 _CLOCK = re.compile(r"\[(\d\d/\w{3}/\d{4}:\d\d:\d\d:\d\d [+-]\d{4})\]|(?:^|\s)\"(?:GET|POST) ")
 """What tells an access log from a table: the time in brackets, or a quoted request line."""
 _REQUEST = re.compile(r"\"(?P<request>[A-Z]+ \S+ HTTP/[\d.]+)\" (?P<status>\d{3})")
@@ -270,22 +286,12 @@ def _access_fields(line: str) -> dict[str, Any]:
     fields: dict[str, Any] = {str(place): part.strip('"[]') for place, part in enumerate(_FIELD.findall(line), start=1)}
     clock, request = _CLOCK.search(line), _REQUEST.search(line)
     if clock is not None and clock[1]:
-        fields["time_local"] = _iso(clock[1])
+        fields["time_local"] = clock[1]
     if request is not None:
         fields |= request.groupdict()
         line = line[request.end() :]
     fields |= {name: value.strip('"') for name, value in _PAIR.findall(line)}
     return fields
-
-
-def _iso(clock: str) -> str:
-    """``10/Oct/2026:13:55:36 +0200`` as ISO 8601; unchanged if the month has no English name."""
-    day, month, rest = clock.split("/", 2)
-    if month not in _MONTHS:
-        return clock
-    year, time = rest.split(":", 1)
-    hours, zone = time.split(" ")
-    return f"{year}-{_MONTHS.index(month) + 1:02}-{day}T{hours}{zone[:3]}:{zone[3:]}"
 
 
 _READERS = {

@@ -27,7 +27,9 @@ def describe_log(trace: Trace, time_unit: str | None) -> dict[str, Any]:
         "dropped": dropped,
     }
     requests = trace.requests
-    if trace.stamps is not None:
+    if trace.stamps is None:
+        found["time_hint"] = trace.reading.time_hint
+    else:
         requests = trace.timed(time_unit)
         found["arrivals"] = _gaps(_starts(trace, time_unit))
     if rows.sessions:

@@ -28,7 +28,7 @@ class Collected:
     ``session``: codes from 0, -1 without a session. ``hash_flat`` and ``hash_counts``: hash ids of all rows one after
     the other, and how many each row has, -1 without any; ``block_tokens``: prompt tokens per hash id, and
     ``derived_block``: that size follows from the lengths and is not the usual one. ``dropped``: per reason the number
-    of rows and the line of the first.
+    of rows and the line of the first; ``early_ends``: the same of requests that end before they start.
     """
 
     line: Any = field(default_factory=lambda: array("q"))
@@ -43,6 +43,7 @@ class Collected:
     block_tokens: int | None = None
     derived_block: bool = False
     times: StampColumn = field(default_factory=StampColumn)
+    early_ends: tuple[int, int] | None = None
     ends: Any = field(default_factory=lambda: array("d"))
     durations: Any = field(default_factory=lambda: array("d"))
     _codes: dict[Any, int] = field(default_factory=dict)
@@ -66,7 +67,10 @@ class Collected:
             _put(self.session, len(self.line), self._codes.setdefault(row.session, len(self._codes)), _NO_SESSION)
         if row.turn is not None:
             _put(self.turn, len(self.line), row.turn, _UNKNOWN)
-        if row.end is not None:
+        if row.end is not None and row.stamp is not None and row.end.value < row.stamp.value:
+            count, line = self.early_ends or (0, row.line)
+            self.early_ends = (count + 1, line)
+        elif row.end is not None:
             _put(self.ends, len(self.line), row.end.value - self.times.base, _UNKNOWN)
         if row.duration_s is not None:
             _put(self.durations, len(self.line), row.duration_s, _UNKNOWN)
@@ -147,6 +151,9 @@ def collect(log: LogFile, reading: Reading) -> Collected:
     found = Collected()
     for row in reading.rows:
         if isinstance(row, Recorded):
+            if row.end is not None and row.stamp is not None and row.end[1:] != row.stamp[1:]:
+                problem = "its start and its end are not written one way (ISO 8601, with or without a zone, or numbers)"
+                raise InputFileError(log.path, problem, row.line)
             found.add(row)
         else:
             found.drop(row)

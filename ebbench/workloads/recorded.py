@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ from ebbench.workloads.log_files import LogFile, LogRecord
 from ebbench.workloads.log_texts import TextReader
 from ebbench.workloads.trace_times import Stamp
 
+_SEPARATED = re.compile(r"\d+[.,' _\d]*")
 MOST_TOKENS = int(np.iinfo(np.int32).max)
 
 
@@ -59,7 +61,8 @@ class Reading:
 
     ``numbers_are``/``whole_numbers_are``: see :func:`ebbench.workloads.trace_times.read_time_unit`. ``block_tokens``:
     prompt tokens per hash id, None to derive it from the lengths. ``columns`` as recognised, None where the format has
-    no columns to choose. ``from_texts``: its hash ids are of texts. ``notes``: sentences for the user.
+    no columns to choose. ``from_texts``: its hash ids are of texts. ``notes``: sentences for the user. ``ordered``:
+    rows are expected in order of time. ``time_hint``: where there are no times, the columns that look like them.
     """
 
     rows: Rows
@@ -69,13 +72,15 @@ class Reading:
     block_tokens: int | None = None
     from_texts: bool = False
     notes: tuple[str, ...] = ()
+    ordered: bool = True
+    time_hint: str = ""
 
 
 @dataclass(frozen=True)
 class TraceFormat:
     """A format of logs. ``expected`` describes a record; ``fields`` are the names by which the nearest is found.
 
-    ``in_folders``: its files may come as a folder, one per session.
+    ``in_folders``: its files may come as a folder, one per session. ``choices``: keys of ``--columns`` that it takes.
     """
 
     name: str
@@ -84,6 +89,7 @@ class TraceFormat:
     recognises: Callable[[LogFile], bool]
     read: Callable[[LogFile, ReadOptions], Reading]
     in_folders: bool = False
+    choices: tuple[str, ...] = ()
 
 
 def tokens_of(log: LogFile, record: LogRecord, name: str, value: Any) -> int | None:
@@ -99,7 +105,8 @@ def tokens_of(log: LogFile, record: LogRecord, name: str, value: Any) -> int | N
         except (TypeError, ValueError, OverflowError):
             number, count = 0.5, -1
         if count != number:
-            problem = f"expected a number of tokens in {name}, found {str(value)[:40]!r}"
+            remedy = "; write it without separators" if _SEPARATED.fullmatch(str(value)) else ""
+            problem = f"expected a number of tokens in {name}, found {str(value)[:40]!r}{remedy}"
             raise InputFileError(log.path, problem, record.line)
     if not 0 <= count <= MOST_TOKENS:
         problem = f"expected 0 to {MOST_TOKENS:,} tokens in {name}, found {count}"

@@ -22,7 +22,15 @@ from ebbench.workloads.log_texts import TextReader
 from ebbench.workloads.recorded import Reading, ReadOptions
 from ebbench.workloads.requests import Floats, Int64s, Requests
 from ebbench.workloads.trace_formats import format_of
-from ebbench.workloads.trace_times import NAMES, Stamps, TimeReading, read_time_unit, seconds_since_first, short_number
+from ebbench.workloads.trace_times import (
+    NAMES,
+    Stamps,
+    TimeReading,
+    mixed_epochs,
+    read_time_unit,
+    seconds_since_first,
+    short_number,
+)
 
 _MOST_DROPPED = 0.5
 """Share of rows without usable lengths above which a file is refused instead of read in part."""
@@ -73,9 +81,10 @@ class Trace:
         Raises UsageError as ``timed``.
         """
         if self.stamps is None:
+            hint = self.reading.time_hint or "or name its times with --columns time=COLUMN"
             raise UsageError(
                 f"{self.path}: has no times to replay; give --scenario poisson --request-rate R or --scenario "
-                "saturated, or name its times with --columns time=COLUMN"
+                f"saturated; {hint}"
             )
         found = self.reading
         try:
@@ -83,6 +92,10 @@ class Trace:
                 self.stamps, time_unit, whole_numbers_are=found.whole_numbers_are, numbers_are=found.numbers_are
             )
         except UsageError as error:
+            if (mixed := mixed_epochs(self.stamps)) is not None:
+                first, second, row = mixed
+                problem = f"is a Unix time in {second}, the rows before it are in {first}; write all in one unit"
+                raise InputFileError(self.path, problem, int(self.collected.line[row])) from None
             raise UsageError(f"{self.path}: {error}") from None
         return unit, seconds_since_first(self.stamps, unit)
 
@@ -124,7 +137,8 @@ def _read(
     try:
         stamps = collected.stamps()
     except ValueError as error:
-        raise InputFileError(path, str(error)) from None
+        at = collected.times.mixed_at
+        raise InputFileError(path, str(error), None if at is None else int(collected.line[at])) from None
     facts: dict[str, Any] = {"source": f"file:{path}", "source_reason": found.name}
     if reading.columns is not None and found.name in ("table", "chat log", "access log"):
         facts["columns"] = dict(reading.columns.names)
@@ -132,7 +146,11 @@ def _read(
         facts["rows_dropped"] = {reason: count for reason, (count, _) in collected.dropped.items()}
     if texts.counter is not None:
         facts["token_counts"] = texts.counter.description
-    warnings = (*_warnings(collected, stamps), *reading.notes, *(texts.counter.warnings if texts.counter else ()))
+    warnings = (
+        *_warnings(collected, stamps if reading.ordered else None),
+        *reading.notes,
+        *(texts.counter.warnings if texts.counter else ()),
+    )
     order = None if stamps is None else stamps.offsets
     requests = replace(arranged(collected, order, None), arrival_s=None, facts=facts, warnings=warnings)
     if tokenizer is not None and texts.counter is None:
@@ -171,10 +189,13 @@ def _warnings(collected: Collected, stamps: Stamps | None) -> list[str]:
     if collected.derived_block:
         size = collected.block_tokens
         found.append(f"its hash ids are read as blocks of {size} tokens, the size that fits all prompts")
+    if collected.early_ends is not None:
+        count, line = collected.early_ends
+        found.append(f"requests that end before they start: {count:,} (first: line {line:,}); their ends are not used")
     if stamps is not None and (backwards := _backwards(collected, stamps)).size:
         line = int(collected.line[backwards[0] + 1])
         found.append(
-            f"{backwards.size:,} rows are earlier than the row before (first: line {line:,}); they are put in order"
+            f"rows earlier than the row before: {backwards.size:,} (first: line {line:,}); they are put in order"
         )
     return found
 

@@ -6,9 +6,10 @@ the unit of times and :mod:`ebbench.workloads.trace` the order, sessions and blo
 
 from __future__ import annotations
 
-from ebbench.errors import InputFileError
+from ebbench.errors import InputFileError, UsageError
+from ebbench.workloads.column_hints import looks_like_values
 from ebbench.workloads.formats_agents import AGENTS
-from ebbench.workloads.formats_columns import Definition, read_columns, with_columns
+from ebbench.workloads.formats_columns import CHOICES, Definition, read_columns, with_columns
 from ebbench.workloads.formats_tools import TOOLS
 from ebbench.workloads.log_columns import names_in, plain_name
 from ebbench.workloads.log_files import LogFile
@@ -84,6 +85,7 @@ ACCESS_LOG = TraceFormat(
     ("time_local", "request", "status"),
     _is_access_log,
     _read_access_log,
+    choices=CHOICES,
 )
 CHAT_LOG = TraceFormat(
     "chat log",
@@ -91,6 +93,7 @@ CHAT_LOG = TraceFormat(
     ("messages", "usage"),
     _is_chat,
     _read_chat,
+    choices=CHOICES,
 )
 TABLE = TraceFormat(
     "table",
@@ -98,7 +101,10 @@ TABLE = TraceFormat(
     ("timestamp", "input_tokens", "output_tokens"),
     _is_table,
     _read_table,
+    choices=CHOICES,
 )
+_LIKE = 0.6
+"""Likeness of names (0 to 1) from which a format is named as the nearest."""
 FORMATS = (*TOOLS, *AGENTS, *TRACES, ACCESS_LOG, CHAT_LOG, TABLE)
 
 
@@ -111,18 +117,26 @@ def format_of(log: LogFile, options: ReadOptions) -> tuple[TraceFormat, Reading]
     if log.parts and not known.in_folders:
         names = ", ".join(each.name for each in FORMATS if each.in_folders)
         raise InputFileError(log.path, f"is a folder, which only {names} come in; give one file")
+    if unused := [key for key in options.columns if key not in known.choices]:
+        takes = f"; it takes {', '.join(f'{key}=' for key in known.choices)}" if 0 < len(known.choices) < 3 else ""
+        raise UsageError(
+            f"{log.path}: --columns {unused[0]}= has no effect, since it is read as {known.name}{takes}; leave it out"
+        )
     try:
         return known, known.read(log, options)
     except InputFileError as error:
         if known is not TABLE or options.columns or "no column with" not in str(error):
             raise
+        if looks_like_values(log.columns):
+            problem = f"its first line, {', '.join(log.columns)[:60]}, holds values; put a line with names above it"
+            raise InputFileError(log.path, f"{problem}, such as timestamp,input_tokens,output_tokens", 1) from None
         near = nearest(log)
         advice = f"nearest format: {near.name} ({near.expected}); or name them: --columns input=...,output=...,time=..."
         raise InputFileError(log.path, f"{str(error).partition(': ')[2]}; {advice}", error.line) from None
 
 
 def nearest(log: LogFile) -> TraceFormat:
-    """The format whose fields are most like the file's names."""
+    """The format whose fields are most like the file's names; a table if none is like them."""
     import difflib
 
     names = {plain_name(name).rpartition(".")[2] for name in names_in(record.value for record in log.sample)}
@@ -134,7 +148,8 @@ def nearest(log: LogFile) -> TraceFormat:
         ]
         return sum(best) / len(best)
 
-    return max((known for known in FORMATS if known.fields), key=likeness)
+    best = max((known for known in FORMATS if known.fields), key=likeness)
+    return best if likeness(best) >= _LIKE else TABLE
 
 
 def with_expected(formats: tuple[TraceFormat, ...] = FORMATS) -> list[tuple[str, str]]:

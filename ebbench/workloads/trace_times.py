@@ -16,10 +16,11 @@ from __future__ import annotations
 
 import datetime as dt
 import math
+import re
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -44,8 +45,34 @@ class Stamp(NamedTuple):
     zone: bool = False
 
 
+_MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
+_SERVER_LOG = re.compile(r"(\d\d)/(\w{3})/(\d{4}):(\d\d:\d\d:\d\d) ([+-]\d\d)(\d\d)")
+"""The clock of web servers' logs: ``10/Oct/2026:13:55:36 +0200``."""
+_UTC = re.compile(r" (?:\+0000 )?(?:UTC|GMT)$")
+_DECIMAL_COMMA = re.compile(r"[+-]?\d+,\d+")
+_DAY_AND_MONTH = re.compile(r"\d{1,2}[/.]\d{1,2}[/.]\d{4}")
+
+
+def read_stamp(value: Any) -> Stamp:
+    """``parse_stamp`` for a cell of a log. Raises ValueError that says what is wrong and what to write instead."""
+    try:
+        return parse_stamp(value)
+    except (TypeError, ValueError):
+        text = str(value).strip()
+    if not text:
+        raise ValueError("is empty; expected a number or ISO 8601")
+    if _DECIMAL_COMMA.fullmatch(text):
+        remedy = f"; write decimals with a point, {text.replace(',', '.')}"
+    elif _DAY_AND_MONTH.match(text):
+        remedy = "; which number is the month cannot be told, write 2026-03-31 for the 31st of March"
+    else:
+        remedy = ", such as 12.5 or 2026-03-31T09:00:00.5Z"
+    raise ValueError(f"{text[:40]!r} is neither a number nor ISO 8601{remedy}")
+
+
 def parse_stamp(text: str | int | float | dt.datetime) -> Stamp:
-    """Parse a time: a number, a calendar time, or ISO 8601 with any number of decimals. Raises ValueError."""
+    """Parse a time: a number, a calendar time, ISO 8601 with any number of decimals (also with " UTC" at its end), or
+    the clock of web servers' logs. Raises ValueError."""
     if isinstance(text, dt.datetime):
         return _calendar(text)
     if not isinstance(text, str):
@@ -67,6 +94,11 @@ def parse_stamp(text: str | int | float | dt.datetime) -> Stamp:
 
 
 def _iso(text: str) -> Stamp:
+    if text.endswith(("UTC", "GMT")):
+        text = _UTC.sub("+00:00", text)
+    elif (clock := _SERVER_LOG.fullmatch(text)) and clock[2] in _MONTHS:
+        day, month, year, time, hours, minutes = clock.groups()
+        text = f"{year}-{_MONTHS.index(month) + 1:02}-{day}T{time}{hours}:{minutes}"
     whole, _, rest = text.partition(".")
     if not rest:
         return _calendar(dt.datetime.fromisoformat(whole))
@@ -101,11 +133,15 @@ class Stamps:
 
 @dataclass
 class StampColumn:
-    """Collects the times of one trace, 8 bytes per time, and whether they are of one kind."""
+    """Collects the times of one trace, 8 bytes per time, and whether they are of one kind.
+
+    ``mixed_at``: index of the first time of another kind than the one before it, None if all are of one kind.
+    """
 
     base: int | float = 0
     offsets: array[float] = field(default_factory=lambda: array("d"))
     whole: bool = True
+    mixed_at: int | None = None
     _iso: bool = False
     _zone: bool = False
     _mixed: str = ""
@@ -115,10 +151,9 @@ class StampColumn:
         value, iso, zone = stamp
         if not self.offsets:
             self.base, self._iso, self._zone = value, iso, zone
-        elif iso != self._iso:
-            self._mixed = "some times are ISO 8601 and some are numbers; write all of them one way"
-        elif zone != self._zone and not self._mixed:
-            self._mixed = "some times name their zone and some do not; write all of them one way"
+        elif not self._mixed and (iso != self._iso or zone != self._zone):
+            kinds = "are ISO 8601 and some are numbers" if iso != self._iso else "name their zone and some do not"
+            self._mixed, self.mixed_at = f"some times {kinds}; write all of them one way", len(self.offsets)
         self.offsets.append(value - self.base)  # subtract first: ns need more than 53 bits
         if self.whole and value != int(value):
             self.whole = False
@@ -192,6 +227,20 @@ def _epoch_unit(stamps: Stamps) -> str | None:
         if inside and stamps.rate(unit) >= SLOWEST_EPOCH_RATE:
             return unit
     return None
+
+
+def mixed_epochs(stamps: Stamps) -> tuple[str, str, int] | None:
+    """Two units (names) if all numbers are Unix times but not in one unit, and the index of the first in the second."""
+    earliest, latest = _EPOCH_S
+    units = np.full(len(stamps.offsets), -1)
+    values = stamps.first + stamps.offsets
+    for place, per_second in enumerate(TIME_UNITS.values()):
+        units[(values >= earliest * per_second) & (values <= latest * per_second)] = place
+    other = np.flatnonzero(units != units[0])
+    if (units < 0).any() or not len(other):
+        return None
+    first, second = (NAMES[list(TIME_UNITS)[units[at]]] for at in (0, other[0]))
+    return first, second, int(other[0])
 
 
 def short_number(value: float) -> str:

@@ -320,7 +320,7 @@ def test_times_that_run_backwards_are_said(tmp_path: Path) -> None:
     path.write_text("time,input_tokens,output_tokens\n0.5,1,1\n3.5,2,2\n1.5,3,3\n")
     plan = build_plan(f"log:{path}")
     assert plan.table["input_tokens"].to_pylist() == [1, 3, 2]
-    assert any("1 rows are earlier than the row before (first: line 4)" in warning for warning in plan.warnings)
+    assert any("rows earlier than the row before: 1 (first: line 4)" in warning for warning in plan.warnings)
 
 
 def test_a_log_without_times_needs_a_scenario(logs: Path) -> None:

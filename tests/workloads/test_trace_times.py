@@ -161,7 +161,7 @@ def test_a_csv_has_no_unit_for_whole_numbers(tmp_path: Path) -> None:
 
 
 def test_mixed_kinds_name_the_file(tmp_path: Path) -> None:
-    with pytest.raises(InputFileError, match=r"mixed: some times are ISO"):
+    with pytest.raises(InputFileError, match=r"mixed:2: some times are ISO"):
         build_plan(mooncake(tmp_path / "mixed", ["2024-05-10 00:00:00", 5]))
     with pytest.raises(InputFileError, match=r"none:1: timestamp 'noon' is neither"):
         build_plan(mooncake(tmp_path / "none", ["noon"]))

@@ -1,0 +1,151 @@
+"""What a log's reader says of bad input: the line, what was expected and the remedy; and what it refuses to guess."""
+
+from pathlib import Path
+
+import pytest
+
+from ebbench.errors import InputFileError, UsageError
+from ebbench.workloads import build_plan
+from ebbench.workloads.log_report import describe_log
+from ebbench.workloads.trace import read_trace
+
+HEADER = "timestamp,input_tokens,output_tokens\n"
+BAD = [
+    ("timestamp;input_tokens;output_tokens\n0,134;1;1\n", 2, r"write decimals with a point, 0\.134"),
+    (HEADER + "0.1,1,1\n,1,1\n", 3, "timestamp is empty; expected a number or ISO 8601"),
+    (HEADER + "03/02/2026 09:00,1,1\n", 2, "which number is the month cannot be told"),
+    (HEADER + "noon,1,1\n", 2, "such as 12.5 or 2026"),
+    (HEADER + "1772000000,1,1\n1772000001,1,1\n1772000002500,1,1\n", 4, "Unix time in milliseconds, .* in seconds"),
+    (HEADER + "2026-03-02T09:00:00Z,1,1\n2026-03-02T09:00:00Z,1,1\n5,1,1\n", 4, "some are numbers"),
+    (HEADER + "2026-03-02T09:00:00Z,1,1\n2026-03-02T09:00:00,1,1\n", 3, "name their zone"),
+    ("timestamp;input_tokens;output_tokens\n0.5;1,234;1\n", 2, "found '1,234'; write it without separators"),
+    (HEADER, None, "only a header"),
+    ("0.5,12,9\n0.6,15,8\n", 1, "holds values; put a line with names above it"),
+    ("city,population\nBern,1\n", 1, r"nearest format: table \(CSV, Parquet or JSON lines"),
+    ("start,end,input_tokens,output_tokens\n0.5,2026-03-02T09:00:00Z,1,1\n", 2, "not written one way"),
+]
+
+
+@pytest.mark.parametrize(("content", "line", "message"), BAD)
+def test_bad_rows_are_refused_with_their_line_and_a_remedy(
+    tmp_path: Path, content: str, line: int | None, message: str
+) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text(content)
+    with pytest.raises(InputFileError, match=message) as caught:
+        build_plan(f"log:{path}")
+    assert caught.value.line == line
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"PK\x03\x04rest", "zip archive or an Excel sheet"),
+        (b"\x28\xb5\x2f\xfdrest", "zstd -d"),
+        ("timestamp,a\n".encode("utf-16"), "iconv -f utf-16"),
+        ("timestamp,Größe\n".encode("latin-1"), "iconv -f latin1"),
+        (b"\x01\x00\x02\xff" * 9, "neither Parquet nor text"),
+    ],
+)
+def test_files_that_are_not_text_are_refused_with_a_remedy(tmp_path: Path, content: bytes, message: str) -> None:
+    path = tmp_path / "a.csv"
+    path.write_bytes(content)
+    with pytest.raises(InputFileError, match=message):
+        build_plan(f"log:{path}")
+
+
+@pytest.mark.parametrize("values", [("0.134", "0.5"), ("2026-03-02T09:00:00Z", "2026-03-02T09:00:01Z"), ("7", "9")])
+def test_a_time_column_under_another_name_is_named(tmp_path: Path, values: tuple[str, str]) -> None:
+    path = tmp_path / "a.csv"
+    rows = "".join(f"{value},{place},9,4\n" for value, place in zip(values, "BA", strict=True))
+    path.write_text("moment_of_it,place,input_tokens,output_tokens\n" + rows)
+    with pytest.raises(UsageError, match="'moment_of_it' looks like its times: --columns time=moment_of_it"):
+        build_plan(f"log:{path}")
+    assert "time=moment_of_it" in describe_log(read_trace(path), None)["time_hint"]
+    assert describe_log(read_trace(path, "time=-"), None)["time_hint"] == ""
+
+
+def test_falling_numbers_are_not_taken_for_times(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("score,input_tokens,output_tokens\n9,9,4\n7,9,4\n")
+    assert describe_log(read_trace(path), None)["time_hint"] == ""
+
+
+@pytest.mark.parametrize(
+    ("file", "columns", "message"),
+    [
+        ("servegen.csv", "input=input_tokens,output=input_tokens", "cannot be both input and output"),
+        ("azure_2024.csv", "input=GeneratedTokens", "cannot be both input and output"),
+        ("servegen.csv", "benchmark=2", "benchmark= has no effect"),
+        ("servegen.csv", "block_tokens=16", "has no hash_ids"),
+        ("weka.json", "input=in", "input= has no effect, since it is read as Weka sessions"),
+        ("otlp.json", "time=start", "time= has no effect"),
+        ("vllm_bench.json", "block_tokens=16", "block_tokens= has no effect"),
+        ("guidellm.json", "input=a", "input= has no effect, .* it takes benchmark="),
+    ],
+)
+def test_columns_without_effect_are_refused(data: Path, tmp_path: Path, file: str, columns: str, message: str) -> None:
+    path = data / "logs" / file
+    if file == "servegen.csv":
+        path = tmp_path / file
+        path.write_text(HEADER + "0.5,9,3\n0.9,8,4\n")
+    with pytest.raises(UsageError, match=message):
+        read_trace(path, columns)
+
+
+def test_an_end_in_another_unit_than_the_start_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("start_s,end_ms,session,input_tokens,output_tokens\n0.5,900,a,9,3\n1.5,1900,a,30,4\n")
+    with pytest.raises(UsageError, match="end_ms is in ms, start_s is not"):
+        read_trace(path)
+    assert len(read_trace(path, "end=-").requests) == 2
+
+
+def test_ends_before_starts_are_said_and_not_used(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("start,end,session,input_tokens,output_tokens\n0.5,0.1,a,9,3\n1.5,1.75,a,30,4\n2.5,2.6,a,90,4\n")
+    plan = build_plan(f"log:{path}")
+    assert any("end before they start: 1 (first: line 2)" in warning for warning in plan.warnings)
+    # The second request follows at once, as without ends; the third after the recorded pause.
+    assert plan.table["pause_ns"].to_pylist() == [None, None, 750_000_000]
+
+
+def test_prompts_of_anthropics_api_include_their_cached_tokens(tmp_path: Path) -> None:
+    usage = '{"input_tokens": 12, "cache_creation_input_tokens": %s, "cache_read_input_tokens": %d, "output_tokens": 5}'
+    path = tmp_path / "a.jsonl"
+    path.write_text(
+        f'{{"time": 0.5, "usage": {usage % (300, 0)}}}\n{{"time": 1.25, "usage": {usage % ("null", 4000)}}}\n'
+    )
+    plan = build_plan(f"log:{path}")
+    assert plan.table["input_tokens"].to_pylist() == [312, 4012]
+    assert any("Anthropic" in warning for warning in plan.warnings)
+    assert build_plan(f"log:{path}", columns="input=usage.input_tokens").table["input_tokens"].to_pylist() == [12, 12]
+
+
+def test_totals_that_include_cached_tokens_are_not_added_to(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(
+        '{"time": 0.5, "usage": {"prompt_tokens": 99, "cache_read_input_tokens": 64, "completion_tokens": 5}}\n'
+    )
+    assert build_plan(f"log:{path}").table["input_tokens"].to_pylist() == [99]
+
+
+@pytest.mark.parametrize(
+    "clock", ["02/Mar/2026:09:00:0{} +0000", "2026-03-02 09:00:0{} UTC", "2026-03-02 11:00:0{}+02"]
+)
+def test_clocks_of_servers_and_databases_are_read(tmp_path: Path, clock: str) -> None:
+    path = tmp_path / "a.jsonl"
+    row = '{"time_local": "%s", "prompt_tokens": 5, "completion_tokens": 3}\n'
+    path.write_text("".join(row % clock.format(second) for second in (1, 4)))
+    assert build_plan(f"log:{path}").table["arrival_ns"].to_pylist() == [0, 3_000_000_000]
+    assert read_trace(path).stamps is not None
+    assert read_trace(path).stamps.first == 1_772_442_001  # type: ignore[union-attr]
+
+
+def test_a_log_in_the_order_of_ends_has_no_warning_about_its_order(tmp_path: Path) -> None:
+    path = tmp_path / "access.log"
+    line = '- [02/Mar/2026:09:00:0{} +0000] "POST / HTTP/1.1" 200 prompt_tokens=5 completion_tokens=3 request_time={}\n'
+    path.write_text(line.format(4, 1.0) + line.format(5, 4.5))
+    plan = build_plan(f"log:{path}")
+    assert plan.table["arrival_ns"].to_pylist() == [0, 2_500_000_000]
+    assert plan.warnings == ()
