@@ -9,8 +9,16 @@ comma := ,
 # Tests of a file run in one process, since they share costly fixtures; files in the order of tests/conftest.py, the
 # longest first.
 PYTEST = $(TEST)/bin/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+# Many tests watch servers and clients in real time; on a busy machine one may get no processor for seconds. What failed is
+# shown, and runs once more with nothing beside it. If it fails again, or if more than ten tests failed, so does make.
+MOST_AGAIN = 10
+LAST_FAILED = -m "not nightly" --last-failed --last-failed-no-failures none
+AGAIN = { \
+	test $$? = 1 && failed=$$($(TEST)/bin/python -m pytest $(LAST_FAILED) --collect-only | grep -c ::) && \
+	echo "$$failed failed beside others:" && test $$failed -le $(MOST_AGAIN) && \
+	$(TEST)/bin/python -m pytest $(LAST_FAILED) -v; }
 
-.PHONY: run dev setup test unit fast vllm coverage bytecode lint style types docs picture clean fuzz vllm-tests vllm-next serving nightly
+.PHONY: run dev setup test tests unit fast vllm coverage bytecode lint style types docs picture clean fuzz vllm-tests vllm-next serving nightly
 
 run: $(RUN)/.stamp
 	$(RUN)/bin/ebbench run sharegpt --policy v1 --policy eb --policy ebplus --device rtx-pro-6000 --model qwen3-8b
@@ -27,7 +35,10 @@ test:
 	$(MAKE) style
 	$(MAKE) setup
 	$(MAKE) -j 2 types bytecode
-	$(PYTEST) -m "not nightly"
+	$(MAKE) tests
+
+tests: $(TEST)/.stamp
+	$(PYTEST) -m "not nightly" || $(AGAIN)
 
 vllm: $(TEST)/.stamp
 	$(PYTEST) -m "vllm and not nightly"

@@ -24,7 +24,6 @@ for ignored in (signal.SIGHUP, signal.SIGINT):
 LONGEST = (
     "tests/vllm/test_validate.py",
     "tests/vllm/test_signals_vllm.py",  # nine vLLM servers, one after the other
-    "tests/capacity/test_on_server.py",  # mostly waiting
     "tests/docs/test_docs.py",
     "tests/vllm/test_engine_vllm.py",
     "tests/sweep/test_ray_cluster.py",  # mostly waiting
@@ -34,6 +33,7 @@ LONGEST = (
     "tests/vllm/test_plugin_alone.py",
     "tests/vllm/test_upstream.py",
     "tests/processes/test_signals.py",
+    "tests/capacity/test_on_server.py",  # mostly waiting; not first, when every process imports vLLM
     "tests/report/test_page.py",
     "tests/gate/test_github.py",
     "tests/vllm/test_token_identity.py",

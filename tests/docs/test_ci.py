@@ -97,3 +97,39 @@ def test_collecting_the_tests_does_not_import_vllm() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.stdout.splitlines()[-1] in ("0 []", "5 []"), done.stdout + done.stderr  # 5: no vLLM, nothing collected
+
+
+@pytest.mark.parametrize(
+    ("tests", "code", "shown"),
+    [
+        ("def test_second(): assert tried(2)", 0, "1 failed beside others"),
+        ("def test_second(): assert tried(2)\ndef test_never(): assert tried(9)", 2, "2 failed beside others"),
+        ("\n".join(f"def test_{one}(): assert tried(99)" for one in range(11)), 2, "11 failed beside others"),
+        ("def test_first(): assert tried(1)", 0, "1 passed"),
+    ],
+    ids=["one passes alone", "one fails again", "too many", "none fails"],
+)
+def test_what_fails_runs_once_more_alone(tests: str, code: int, shown: str, tmp_path: Path) -> None:
+    """The recipe of ``make tests`` on a project of one file, with this interpreter as its environment."""
+    (tmp_path / "pyproject.toml").write_text("[tool.pytest.ini_options]\naddopts = '-q'\n")
+    helper = """
+import pathlib
+
+def tried(passes_at):
+    count = pathlib.Path("count")
+    count.write_text((count.read_text() if count.exists() else "") + "x")
+    return len(count.read_text()) >= passes_at
+"""
+    (tmp_path / "test_one.py").write_text(f"{helper}\n{tests}\n")
+    (tmp_path / "venv" / "bin").mkdir(parents=True)
+    python = tmp_path / "venv" / "bin" / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    for stamp in (".stamp-dev", ".stamp"):
+        (tmp_path / "venv" / stamp).touch()
+    command = ["make", "-f", str(ROOT / "Makefile"), "tests", "TEST=venv", "JOBS=1"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == code, done.stdout + done.stderr
+    assert shown in done.stdout
+    again = 1 if code == 0 and "beside" in shown else 2 if "2 failed" in shown else 0
+    assert len((tmp_path / "count").read_text()) == tests.count("def") + again
