@@ -104,7 +104,7 @@ def fit(
     The file is a workload like any other: ebbench run FILE.toml, longer with -n, at another rate with --rate-scale.
     """
     from ebbench.errors import UsageError
-    from ebbench.workloads.fit_log import as_toml, fit_workload
+    from ebbench.workloads.fit_log import as_toml, fit_workload, not_learned
     from ebbench.workloads.options import recorded_file
     from ebbench.workloads.trace import read_trace
 
@@ -113,9 +113,12 @@ def fit(
         raise UsageError(f"fit takes log:FILE, not {log!r}")
     if output.suffix != ".toml":
         raise UsageError(f"--output must end in .toml, as workload files do, not {output.name!r}")
-    workload = fit_workload(read_trace(path, columns, tokenizer), output.stem, time_unit)
+    trace = read_trace(path, columns, tokenizer)
+    workload = fit_workload(trace, output.stem, time_unit)
     output.write_text(as_toml(workload, f"log:{path.name}"), encoding="utf-8")
     typer.echo(f"{output}: {workload.description}; ebbench run {output}")
+    if trace.stamps is not None and (note := not_learned(trace.timed(time_unit))):
+        typer.echo(f"note: {note}")
 
 
 def _print(name: str, found: dict[str, Any]) -> None:

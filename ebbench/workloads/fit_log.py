@@ -13,7 +13,7 @@ from ebbench.workloads.fit_arrivals import fit_arrivals
 from ebbench.workloads.fitted import GROUP, Fitted, Lengths, Prefixes, Repeated, Sessions, points_of
 from ebbench.workloads.lengths import LengthSpec
 from ebbench.workloads.prefix_tree import Repeats, repeats_of
-from ebbench.workloads.requests import Floats, Requests
+from ebbench.workloads.requests import Floats, Int64s, Requests
 from ebbench.workloads.spec import Profile, WorkloadSpec
 from ebbench.workloads.trace import Trace
 
@@ -109,16 +109,46 @@ def _prefixes(requests: Requests, repeats: Repeats) -> Prefixes | None:
 
 
 def _sessions(requests: Requests) -> Sessions:
-    later = requests.turn > 0
+    later = np.flatnonzero(requests.turn > 0)
+    previous = _previous(requests)
     total = requests.input_tokens.astype(np.int64) + requests.output_tokens
-    added = (requests.input_tokens[1:] - total[:-1])[later[1:]]
-    pauses = () if requests.pause_s is None else requests.pause_s[later & ~np.isnan(requests.pause_s)]
-    grown = added[added >= 0]
+    grown = later[previous[later] >= 0]
+    added = requests.input_tokens[grown] - total[previous[grown]]
+    anew = requests.input_tokens[later[previous[later] < 0]]
+    aside = grown[~np.isin(_streams(requests)[grown - 1], _streams(requests)[requests.turn == 0])]
+    pauses = () if requests.pause_s is None else requests.pause_s[later][~np.isnan(requests.pause_s[later])]
     return Sessions(
         turns=points_of(np.bincount(requests.session)),
-        added=points_of(grown) if len(grown) else (1.0,),
+        added=points_of(np.maximum(added, 1)) if len(added) else (1.0,),
         pause_s=points_of(np.maximum(pauses, 0.0), 4) if len(pauses) else (),
-        fresh=round(float((added < 0).mean()), 4),
+        fresh=round(len(anew) / len(later), 4),
+        fresh_input=points_of(anew) if len(anew) else (),
+        resumes=round(float((previous[aside] != aside - 1).mean()), 4) if len(aside) else 0.0,
+    )
+
+
+def _streams(requests: Requests) -> Int64s:
+    return requests.session if requests.content is None else requests.content
+
+
+def _previous(requests: Requests) -> Int64s:
+    """Row of the turn whose history each prompt continues, -1 where it begins anew."""
+    streams = _streams(requests)
+    order = np.argsort(streams, kind="stable")
+    same = np.flatnonzero(np.diff(streams[order]) == 0)
+    found: Int64s = np.full(len(streams), -1, np.int64)
+    found[order[same + 1]] = order[same]
+    return found
+
+
+def not_learned(requests: Requests) -> str:
+    """What of a log's sessions a fitted workload does not have, as a sentence; empty if nothing is left out."""
+    beside = sum(waits is not None for waits in requests.after or ())
+    if not beside:
+        return ""
+    return (
+        f"{beside:,} of {len(requests):,} requests overlap others of their session or join them, as sub-agents do; "
+        "in the fitted workload the requests of a session follow one another (--sub-agents adds parallel ones)"
     )
 
 

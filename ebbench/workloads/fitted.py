@@ -85,13 +85,17 @@ class Arrivals(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 class Sessions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Turns per session; of later turns the new tokens of the prompt and the pause before them (s).
 
-    ``fresh``: share of later turns whose prompt does not hold the session so far.
+    ``fresh``: share of later turns whose prompt does not hold the session so far, as those of sub-agents, and
+    ``fresh_input`` their prompts' tokens; ``resumes``: share of the turns after these that go on where the session was
+    before them, not after the fresh prompt.
     """
 
     turns: tuple[float, ...]
     added: tuple[float, ...]
     pause_s: tuple[float, ...] = ()
     fresh: float = 0.0
+    fresh_input: tuple[float, ...] = ()
+    resumes: float = 0.0
 
 
 class Repeated(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -220,11 +224,14 @@ def _draw_sessions(fitted: Fitted, found: Sessions, sessions: int, seed: int) ->
     turn = (np.arange(n) - np.repeat(np.cumsum(turns) - turns, turns)).astype(np.int32)
     added = Points(means=found.added).at(_even(rng, n))
     fresh = rng.random(n) < found.fresh
-    prompts = _growing(turn, inputs, outputs, added, fresh)
+    aside = substream(seed, "content/fresh")
+    if found.fresh_input:
+        rows = np.flatnonzero(fresh & (turn > 0))
+        inputs[rows] = _tokens(Points(means=found.fresh_input).at(_even(aside, len(rows))))
+    prompts, content = _growing(turn, inputs, outputs, added, fresh, aside.random(n) < found.resumes)
     pause: Any = None
     if found.pause_s:
         pause = np.where(turn > 0, Points(means=found.pause_s).at(_even(rng, n)), np.nan)
-    content: Int64s = np.cumsum((turn == 0) | fresh) - 1
     return Requests(session, turn, prompts, outputs, content=content, pause_s=pause)
 
 
@@ -244,11 +251,31 @@ def _in_order(requests: Requests, order: Int64s) -> Requests:
     )
 
 
-def _growing(turn: Int32s, inputs: Int32s, outputs: Int32s, added: Floats, fresh: npt.NDArray[np.bool_]) -> Int32s:
-    """Prompt lengths: the first and fresh ones as drawn, the others with all before and the added tokens."""
-    prompts, total = inputs.tolist(), 0
-    for row, (place, is_fresh, more) in enumerate(zip(turn.tolist(), fresh.tolist(), added.tolist(), strict=True)):
-        if place and not is_fresh:
-            prompts[row] = min(LONGEST // 2, total + max(1, round(more)))
-        total = prompts[row] + int(outputs[row])
-    return np.asarray(prompts, np.int32)
+def _growing(
+    turn: Int32s,
+    inputs: Int32s,
+    outputs: Int32s,
+    added: Floats,
+    fresh: npt.NDArray[np.bool_],
+    back: npt.NDArray[np.bool_],
+) -> tuple[Int32s, Int64s]:
+    """Prompt lengths and contents: first and fresh prompts as drawn, others with what they continue and added tokens.
+
+    They continue the turn before, or, where ``back``, the last turn that was not after a fresh prompt.
+    """
+    prompts, made, more = inputs.tolist(), outputs.tolist(), added.tolist()
+    content = np.zeros(len(prompts), np.int64)
+    streams = main = last = total = main_total = 0
+    for row, place in enumerate(turn.tolist()):
+        if place and not fresh[row]:
+            if back[row]:
+                last, total = main, main_total
+            prompts[row] = min(LONGEST // 2, total + max(1, round(more[row])))
+        else:
+            last, streams = streams, streams + 1
+            main = last if not place else main
+        total = prompts[row] + made[row]
+        if last == main:
+            main_total = total
+        content[row] = last
+    return np.asarray(prompts, np.int32), content

@@ -75,8 +75,9 @@ def _sessions(requests: Requests) -> Mapping[str, Any]:
     if requests.content is not None:
         repeats = requests.turn > 0
         if repeats.any():
-            same = requests.content[1:] == requests.content[:-1]
-            found["turns_with_history"] = float(same[repeats[1:]].mean())
+            begins = np.zeros(len(requests), bool)
+            begins[np.unique(requests.content, return_index=True)[1]] = True
+            found["turns_with_history"] = float((~begins[repeats]).mean())
     if requests.pause_s is not None and (known := requests.pause_s[~np.isnan(requests.pause_s)]).size:
         found["pause_median_s"] = float(np.median(known))
         found["pause_mean_s"] = float(known.mean())

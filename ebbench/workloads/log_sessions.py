@@ -2,7 +2,8 @@
 
 A request waits for those of its session that had ended when it started; without known ends, for the one before. Its
 pause is the time from then to its own start. Contents: a prompt that is at least as long as the prompt and output
-before it continues them; a shorter one begins anew.
+before it continues them; a shorter one begins anew. Where requests of a session overlap, "before it" are those that it
+waits for, and what they branched off from: a turn that joins sub-agents continues the turn that started them.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def arranged(rows: Collected, start_s: Floats | None, end_s: Floats | None) -> R
         prompt=strings_or_null([rows.prompts[row] for row in order]) if rows.prompts else None,
         hash_ids=_hash_ids(rows, order),
         block_tokens=rows.block_tokens,
-        content=_contents(session, turn, inputs, outputs) if rows.sessions else None,
+        content=_contents(session, turn, inputs, outputs, after) if rows.sessions else None,
         arrival_s=None if start_s is None else times[order][first],
         pause_s=pause_s,
         after=after,
@@ -75,12 +76,42 @@ def _order(rows: Collected, times: Floats) -> tuple[Int64s, Int64s, Int32s]:
     return order, session, turn.astype(np.int32)
 
 
-def _contents(session: Int64s, turn: Int32s, inputs: Int32s, outputs: Int32s) -> Int64s:
+def _contents(
+    session: Int64s, turn: Int32s, inputs: Int32s, outputs: Int32s, after: list[list[int] | None] | None
+) -> Int64s:
     """Content stream per row: that of the row before if the prompt can hold its history, else a new one."""
     total = inputs.astype(np.int64) + outputs
     continues = np.zeros(len(session), bool)
     continues[1:] = (turn[1:] > 0) & (inputs[1:] >= total[:-1])
-    return np.cumsum(~continues) - 1
+    content: Int64s = np.cumsum(~continues) - 1
+    if after is None:
+        return content
+    overlapping = np.unique(session[[row for row, waits in enumerate(after) if waits is not None]])
+    for first, last in zip(*np.searchsorted(session, [overlapping, overlapping + 1]), strict=True):
+        content[first:last] = content.max() + 1 + _chains(after[first:last], inputs[first:last], total[first:last])
+    return content
+
+
+def _chains(after: list[list[int] | None], inputs: Int32s, total: Int64s) -> Int64s:
+    """Chain of each request of a session: the longest history that its prompt can hold, which nothing else continues.
+
+    Histories: of the requests that it waits for, and of those that they waited for when their chains began.
+    """
+    waits = [[row - 1] if row and before is None else before or [] for row, before in enumerate(after)]
+    chain: list[int] = []
+    begins: list[int] = []
+    continued: set[int] = set()
+    for row, before in enumerate(waits):
+        branched = (one for each in before for one in waits[begins[chain[each]]])
+        held = {one for one in (*before, *branched) if one not in continued and total[one] <= inputs[row]}
+        if held:
+            last = max(held, key=lambda one: (total[one], one))
+            continued.add(last)
+            chain.append(chain[last])
+        else:
+            chain.append(len(begins))
+            begins.append(row)
+    return np.asarray(chain, np.int64)
 
 
 def _waits(session: Int64s, start_s: Floats, end_s: Floats) -> tuple[Floats, list[list[int] | None] | None]:

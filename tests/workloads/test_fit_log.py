@@ -18,6 +18,7 @@ from ebbench.traffic.arrivals import dispersion
 from ebbench.workloads import build_plan
 from ebbench.workloads.arrow import int_lists
 from ebbench.workloads.drift import Drift, order_with
+from ebbench.workloads.fit_log import not_learned
 from ebbench.workloads.fitted import GROUP, Points, points_of
 from ebbench.workloads.log_report import repeated_prefixes
 from ebbench.workloads.prefix_tree import repeats_of, shared_prefixes
@@ -286,3 +287,29 @@ def test_logs_that_cannot_be_fitted_are_refused(azure: Path, tmp_path: Path) -> 
         done = CliRunner().invoke(app, ["workloads", "fit", *words])
         assert done.exit_code == 2
         assert message in done.output
+
+
+def test_side_requests_of_sessions_are_learned(tmp_path: Path) -> None:
+    """Two sub-agents with short prompts beside the second turn; the third turn goes on after the second."""
+    path = tmp_path / "agents.csv"
+    rng = np.random.default_rng(4)
+    lines = []
+    for session in range(200):
+        start, first = 1.7e9 + 20 * session, int(rng.integers(700, 900))
+        second, third = first + 150, first + 300
+        for begin, end, prompt in ((0, 2, first), (3, 6, second), (7, 8, 300), (7.1, 8, 320), (9, 10, third)):
+            lines.append(f"{start + begin:.3f},{start + end:.3f},s{session},{prompt},50\n")
+    path.write_text("start_time,end_time,session_id,input_tokens,output_tokens\n" + "".join(lines))
+    real = build_plan(f"log:{path}").table
+    content = real["content"].to_numpy().reshape(200, 5)
+    assert (content[:, 1] == content[:, 0]).all()
+    assert (content[:, 4] == content[:, 0]).all()
+    assert all(len(set(row)) == 3 for row in content.tolist())
+    assert len(set(content.ravel().tolist())) == 600
+    plan = build_plan(str(fit(path, tmp_path))).table
+    means = [table["input_tokens"].to_numpy().mean() for table in (real, plan)]
+    assert means[1] == pytest.approx(means[0], rel=0.08)
+    shares = [len(set(table["content"].to_pylist())) / len(table) for table in (real, plan)]
+    assert shares[1] == pytest.approx(shares[0], rel=0.1)
+    requests = read_trace(path).timed()
+    assert "400 of 1,000 requests overlap" in not_learned(requests)

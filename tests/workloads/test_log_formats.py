@@ -203,6 +203,20 @@ def test_a_request_waits_only_for_ended_ones_and_starts_when_it_did(spans: list[
         assert released + requests.pause_s[turn] == pytest.approx(spans[turn][0])
 
 
+@settings(max_examples=80, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 40), st.integers(1, 15), st.integers(1, 60)), min_size=1, max_size=12))
+def test_requests_that_run_at_the_same_time_have_contents_of_their_own(spans: list[tuple[int, int, int]]) -> None:
+    spans = sorted(spans)
+    requests = _spans([(start, start + lasted, tokens) for start, lasted, tokens in spans])
+    assert requests.content is not None
+    content = requests.content.tolist()
+    for later, (start, _, tokens) in enumerate(spans):
+        for earlier in range(later):
+            if content[earlier] == content[later]:
+                assert spans[earlier][0] + spans[earlier][1] <= start
+                assert tokens >= spans[earlier][2] + 5  # the prompt holds that prompt and its output
+
+
 def test_sub_agents_start_and_join_as_recorded(logs: Path, tmp_path: Path) -> None:
     table = build_plan(f"log:{logs / 'weka.json'}").table
     assert table["after"].to_pylist() == [None, None, [0], [1], [2, 3]]
