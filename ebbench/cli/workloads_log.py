@@ -52,6 +52,8 @@ def print_traffic(console: Console, log: dict[str, Any]) -> None:
             f"prompts: {found['repeated_share']:.1%} of their tokens repeat the beginning of an earlier prompt "
             f"(blocks of {found['block_tokens']} tokens)"
         )
+    if "cached_share" in log:
+        console.print(f"cache: {log['cached_share']:.1%} of the prompt tokens were cached when recorded")
     hazard = log["hazard"]
     console.print(f"completion hazard: {hazard.get('verdict') or hazard['untested']}", markup=False)
 

@@ -19,7 +19,7 @@ from ebbench.workloads.recorded import Dropped, Reading, ReadOptions, Recorded, 
 from ebbench.workloads.trace_times import Stamp, read_stamp
 
 _FAILED = ("error", "fail", "cancel", "abort", "timeout", "timed_out", "reject", "incomplete")
-_MORE = ("end", "duration", "turn", "hash_ids", "session")
+_MORE = ("end", "duration", "turn", "hash_ids", "session", "cached")
 """Roles that make a row more than a time and two lengths."""
 CHOICES = (*ALIASES, "block_tokens")
 """Keys of ``--columns`` that a log with columns takes."""
@@ -166,7 +166,7 @@ class _Reader:
         self._prompt = columns.getter("messages" if "messages" in have else "prompt")
         self._answer, self._status, self._error = (columns.getter(role) for role in ("answer", "status", "error"))
         self._end, self._lasts, self._turns, self._hash_ids = (columns.getter(role) for role in _MORE[:4])
-        self._session = self._session_of()
+        self._session, self._cached = self._session_of(), columns.getter("cached")
         self._added = [(name, value_at(name)) for name in columns.added]
         self._seconds = _SECONDS.get(columns.units.get("duration", definition.duration or ""))
 
@@ -204,9 +204,11 @@ class _Reader:
         if self._definition.time_is_end and stamp is not None and lasted is not None:
             stamp, end = stamp._replace(value=stamp.value - lasted), stamp
         blocks = self._texts.prefix_ids(text, row.input_tokens) if self.from_texts else self._hash_ids(value)
+        cached = tokens_of(self._log, record, self._columns.names.get("cached", "cached"), self._cached(value))
         return Recorded(
             row.line, stamp, row.input_tokens, row.output_tokens, self._blocks(record, blocks), self._session(value),
             self._turn(record, self._turns(value)), end, lasted, text if self._texts.keep and text else None,
+            cached,
         )  # fmt: skip
 
     def _lengths(self, record: LogRecord, inputs: Any, outputs: Any) -> tuple[int | None, int | None, str]:

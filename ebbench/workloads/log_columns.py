@@ -47,6 +47,7 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
     "status": ("status_code", "http_status", "status", "http_status_code", "response_status"),
     "error": ("error", "error_message", "exception", "error_type"),
     "hash_ids": ("hash_ids", "block_hashes", "prefix_hash_ids"),
+    "cached": ("cached_tokens", "cache_read_input_tokens", "cached_input_tokens", "prompt_cache_hit_tokens"),
     "messages": ("messages", "conversations_messages", "chat_messages"),
     "prompt": ("prompt", "prompt_text", "input_text", "text_input", "query", "question"),
     "answer": ("completion", "response_text", "output_text", "answer", "generated_text", "response", "output"),

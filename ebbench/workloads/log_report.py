@@ -34,6 +34,8 @@ def describe_log(trace: Trace, time_unit: str | None) -> dict[str, Any]:
         found["arrivals"] = _gaps(_starts(trace, time_unit))
     if rows.sessions:
         found["sessions"] = _sessions(requests)
+    if rows.cached_share is not None:
+        found["cached_share"] = rows.cached_share
     if requests.hash_ids is not None:
         found["prefixes"] = repeated_prefixes(requests)
     return found

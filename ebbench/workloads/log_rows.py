@@ -29,6 +29,7 @@ class Collected:
     the other, and how many each row has, -1 without any; ``block_tokens``: prompt tokens per hash id, and
     ``derived_block``: that size follows from the lengths and is not the usual one. ``dropped``: per reason the number
     of rows and the line of the first; ``early_ends``: the same of requests that end before they start.
+    ``cached_tokens``: prompt tokens that were in the server's cache, over all rows; None if the log does not say.
     """
 
     line: Any = field(default_factory=lambda: array("q"))
@@ -44,12 +45,20 @@ class Collected:
     derived_block: bool = False
     times: StampColumn = field(default_factory=StampColumn)
     early_ends: tuple[int, int] | None = None
+    cached_tokens: int | None = None
     ends: Any = field(default_factory=lambda: array("d"))
     durations: Any = field(default_factory=lambda: array("d"))
     _codes: dict[Any, int] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.line)
+
+    @property
+    def cached_share(self) -> float | None:
+        """Share of the prompt tokens that were in the server's cache; None if the log does not say."""
+        if self.cached_tokens is None:
+            return None
+        return self.cached_tokens / max(1, int(np.asarray(self.input_tokens, np.int64).sum()))
 
     @property
     def sessions(self) -> bool:
@@ -77,6 +86,8 @@ class Collected:
         if row.hash_ids is not None:
             self.hash_flat.extend(row.hash_ids)
             _put(self.hash_counts, len(self.line), len(row.hash_ids), _NO_IDS)
+        if row.cached_tokens is not None:
+            self.cached_tokens = (self.cached_tokens or 0) + row.cached_tokens
         if row.prompt is not None:
             self.prompts += [None] * (len(self.line) - len(self.prompts) - 1)
             self.prompts.append(row.prompt)

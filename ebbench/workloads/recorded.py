@@ -22,7 +22,8 @@ MOST_TOKENS = int(np.iinfo(np.int32).max)
 class Recorded(NamedTuple):
     """One request. ``hash_ids``: identities of its prompt's blocks; ``turn`` orders the requests of a ``session``.
 
-    ``end``: when its response was complete; ``duration_s``: how long it took, where only that is known.
+    ``end``: when its response was complete; ``duration_s``: how long it took, where only that is known;
+    ``cached_tokens``: how much of the prompt the server had in its cache then.
     """
 
     line: int
@@ -35,6 +36,7 @@ class Recorded(NamedTuple):
     end: Stamp | None = None
     duration_s: float | None = None
     prompt: str | None = None
+    cached_tokens: int | None = None
 
 
 class Dropped(NamedTuple):

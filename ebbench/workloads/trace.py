@@ -192,6 +192,12 @@ def _warnings(collected: Collected, stamps: Stamps | None) -> list[str]:
     if collected.early_ends is not None:
         count, line = collected.early_ends
         found.append(f"requests that end before they start: {count:,} (first: line {line:,}); their ends are not used")
+    if collected.cached_share and not collected.hash_counts:
+        within = "only requests of one session" if collected.sessions else "no requests"
+        found.append(
+            f"{collected.cached_share:.1%} of the prompt tokens were cached when recorded; without hash_ids or "
+            f"messages {within} share prefixes here, so that the hit rate of a run can be another"
+        )
     if stamps is not None and (backwards := _backwards(collected, stamps)).size:
         line = int(collected.line[backwards[0] + 1])
         found.append(
