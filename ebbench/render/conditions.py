@@ -88,7 +88,8 @@ def requests(summaries: Sequence[Summary]) -> str:
     line = f"Requests: {count(m.planned)} of {summary.workload}, lengths from {summary.source or 'the plan'}"
     if m.completed:
         mean_in, mean_out = m.total_input_tokens / m.completed, m.total_output_tokens / m.completed
-        line += f", mean {count(mean_in)} tokens in, {count(mean_out)} out"
+        which = "" if m.completed == m.planned else " of those completed"
+        line += f", mean{which} {count(mean_in)} tokens in, {count(mean_out)} out"
     return f"{line}."
 
 

@@ -243,14 +243,12 @@ def _csv(path: Path) -> Iterator[LogRecord]:
             raise InputFileError(path, _LATIN.format(error.reason)) from None
         except (OSError, EOFError) as error:
             raise InputFileError(path, f"cannot be unpacked: {error}") from None
-        except csv.Error as error:
-            raise InputFileError(path, f"cannot be read as CSV: {error}") from None
 
 
 def _csv_records(path: Path, text: IO[str]) -> Iterator[LogRecord]:
-    header = ""
+    header, above = "", 0
     while not header.strip():
-        header = text.readline()
+        header, above = text.readline(), above + 1
     separator = max(",;\t", key=header.count)
     names = [name.strip() for name in next(csv.reader([header], delimiter=separator))]
     if names[0] == "Run Info":
@@ -258,15 +256,19 @@ def _csv_records(path: Path, text: IO[str]) -> Iterator[LogRecord]:
     twice = next((name for name in names if name and names.count(name) > 1), None)
     if twice is not None:
         raise InputFileError(path, f"has two columns named {twice!r}", 1)
-    rows = csv.reader(text, delimiter=separator)
-    width = len(names)
-    for row in rows:
-        if not row:
-            continue
-        if len(row) != width:
-            problem = f"has {len(row)} cells where the header names {width} columns"
-            raise InputFileError(path, problem, rows.line_num + 1)
-        yield LogRecord(rows.line_num + 1, dict(zip(names, row, strict=True)))
+    rows = csv.reader(text, delimiter=separator, strict=True)  # else an unclosed quote takes the rest of the file
+    width, line = len(names), above
+    try:
+        for row in rows:
+            line = above + rows.line_num
+            if not row:
+                continue
+            if len(row) != width:
+                raise InputFileError(path, f"has {len(row)} cells where the header names {width} columns", line)
+            yield LogRecord(line, dict(zip(names, row, strict=True)))
+    except csv.Error as error:
+        why = "a quote is not closed" if "end of data" in str(error) else str(error)
+        raise InputFileError(path, f"cannot be read as CSV after this line: {why}", line) from None
 
 
 _CLOCK = re.compile(r"\[(\d\d/\w{3}/\d{4}:\d\d:\d\d:\d\d [+-]\d{4})\]|(?:^|\s)\"(?:GET|POST) ")

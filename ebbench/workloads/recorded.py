@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +16,8 @@ from ebbench.workloads.log_files import LogFile, LogRecord
 from ebbench.workloads.log_texts import TextReader
 from ebbench.workloads.trace_times import Stamp
 
-_SEPARATED = re.compile(r"\d+[.,' _\d]*")
+_SEPARATED = re.compile(r"\d{1,3}(?:[.,' _]\d{3})+(?:[.,]\d+)?")
+"""A number with thousands separators, such as ``1,234`` or ``1.234,0``."""
 MOST_TOKENS = int(np.iinfo(np.int32).max)
 
 
@@ -98,11 +100,11 @@ def tokens_of(log: LogFile, record: LogRecord, name: str, value: Any) -> int | N
     """A token count, or None if the cell is empty. Raises InputFileError if it is no whole number of 0 or more."""
     if type(value) is int:
         count = value
-    elif value is None or value in ("", "-", "null", "None", "NaN", "nan"):
+    elif value is None or value in ("", "-", "null", "None", "NaN", "nan") or value != value:
         return None
     else:
         try:
-            number = float(value)
+            number = math.nan if isinstance(value, bool) else float(value)
             count = int(number)
         except (TypeError, ValueError, OverflowError):
             number, count = 0.5, -1

@@ -129,6 +129,14 @@ def test_the_seeds_of_a_group_are_listed(tmp_path: Path) -> None:
         assert conditions.load_and_limits([replace(summary, seed=seed) for seed in seeds])[0].endswith(shown)
 
 
+def test_means_of_lengths_say_that_they_are_of_completed_requests(tmp_path: Path) -> None:
+    [group] = made_groups(tmp_path, "v1")
+    [summary] = group.summaries
+    assert "of those completed" not in conditions.requests([summary])
+    metrics = replace(summary.metrics, planned=summary.metrics.completed + 3)
+    assert "mean of those completed" in conditions.requests([replace(summary, metrics=metrics)])
+
+
 def test_a_tie_has_no_winner(tmp_path: Path) -> None:
     lines = sentences.verdict(made_groups(tmp_path, "v1", "ebplus", gaps={"v1": 10}))
     assert lines == ["No winner: v1 and ebplus differ by 0.0 %."]

@@ -2,6 +2,9 @@
 
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.csv as pc
+import pyarrow.parquet as pq
 import pytest
 
 from ebbench.errors import InputFileError, UsageError
@@ -19,6 +22,9 @@ BAD = [
     (HEADER + "2026-03-02T09:00:00Z,1,1\n2026-03-02T09:00:00Z,1,1\n5,1,1\n", 4, "some are numbers"),
     (HEADER + "2026-03-02T09:00:00Z,1,1\n2026-03-02T09:00:00,1,1\n", 3, "name their zone"),
     ("timestamp;input_tokens;output_tokens\n0.5;1,234;1\n", 2, "found '1,234'; write it without separators"),
+    ('timestamp,input_tokens,output_tokens,n\n0.1,1,1,a\n0.2,1,1,"b\n0.3,1,1,c\n', 2, "a quote is not closed"),
+    ("\n\n" + HEADER + "0.1,1,1\n0.2,1,x\n", 5, "expected a number of tokens in output_tokens, found 'x'$"),
+    (HEADER + "0.1,1,5.5\n", 2, "found '5.5'$"),
     (HEADER, None, "only a header"),
     ("0.5,12,9\n0.6,15,8\n", 1, "holds values; put a line with names above it"),
     ("city,population\nBern,1\n", 1, r"nearest format: table \(CSV, Parquet or JSON lines"),
@@ -91,6 +97,22 @@ def test_columns_without_effect_are_refused(data: Path, tmp_path: Path, file: st
         path.write_text(HEADER + "0.5,9,3\n0.9,8,4\n")
     with pytest.raises(UsageError, match=message):
         read_trace(path, columns)
+
+
+def test_not_a_number_is_no_length_in_any_kind_of_file(tmp_path: Path) -> None:
+    columns = {"timestamp": [0.5, 1.0, 1.5], "input_tokens": [9.0, 8.0, float("nan")], "output_tokens": [3, 4, 5]}
+    table = pa.table(columns)
+    pq.write_table(table, tmp_path / "a.parquet")
+    pc.write_csv(table, tmp_path / "a.csv")
+    for name in ("a.parquet", "a.csv"):
+        assert read_trace(tmp_path / name).collected.dropped == {"no prompt length": (1, 3 if "parquet" in name else 4)}
+
+
+def test_truth_values_are_no_lengths(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"timestamp": 0.5, "input_tokens": true, "output_tokens": 4}\n')
+    with pytest.raises(InputFileError, match="found 'True'"):
+        read_trace(path)
 
 
 def test_an_end_in_another_unit_than_the_start_is_refused(tmp_path: Path) -> None:
