@@ -13,8 +13,11 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
+
+from vllm.platforms import current_platform
 
 from vllm_eb.config import ConfigError
 
@@ -58,6 +61,34 @@ def needs_no_step(request: Any, max_model_len: int) -> bool:
         return bool(request.num_computed_tokens >= request.num_tokens)
     most: int = min(request.num_prompt_tokens + request.max_tokens, max_model_len + 1)
     return bool(request.num_computed_tokens + 2 - out >= most)
+
+
+def resends_tokens(scheduler: Any) -> bool:
+    """Whether vLLM sends all tokens of a running request to the workers again if the step before did not hold it.
+
+    It does for its first model runner ("V1"), which takes such requests out of its batch. For runners of other
+    platforms, which may need these tokens for something else, the plugin changes nothing.
+    """
+    if getattr(scheduler, "use_v2_model_runner", True) or not hasattr(scheduler, "prev_step_scheduled_req_ids"):
+        return False
+    return not current_platform.is_out_of_tree()
+
+
+def output_tokens(scheduler: Any, running: Sequence[Any]) -> dict[str, list[int]]:
+    """Output tokens, by request id, of those ``running`` requests of which vLLM is about to send all tokens to workers.
+
+    vLLM then sends none of theirs: they count as scheduled in the step before, which vLLM records anew afterwards. Its
+    workers only read the last ``num_output_tokens`` of the tokens sent. With a token in flight these are more than the
+    output tokens: such a request is left to vLLM.
+    """
+    known = scheduler.prev_step_scheduled_req_ids
+    sent = {
+        request.request_id: request.output_token_ids.copy()
+        for request in running
+        if request.request_id not in known and not request.num_output_placeholders
+    }
+    known.update(sent)
+    return sent
 
 
 def paused(scheduler: Any) -> bool:

@@ -60,6 +60,9 @@ class _PhasedScheduler(Scheduler):  # type: ignore[misc]
     _reports: StepReports | None = None
     _waiting_order: WaitingOrder | None = None
     _passes: PassCount | None = None
+    _hides = False  # whether vLLM sees only some of the running requests in the step being scheduled
+    _hid = False  # the same of the step before
+    _resends_tokens = False
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         config = parse_config(vllm_config.additional_config)
@@ -76,6 +79,7 @@ class _PhasedScheduler(Scheduler):  # type: ignore[misc]
         guard.check_scheduler(self, vllm.__version__)
         self._limit_name = compat.limit_name(self)
         self._total_blocks = compat.usable_blocks(self)
+        self._resends_tokens = compat.resends_tokens(self)
         self._clock: Callable[[], float] = time.monotonic
         self._prefilling: list[Request] = []  # running requests with prompt tokens left, in running order
         self._set_aside: list[Request] = []  # all running requests, during a step that shows vLLM only some of them
@@ -139,6 +143,7 @@ class _PhasedScheduler(Scheduler):  # type: ignore[misc]
             throttled = kwargs.pop("throttle_prefills", args[0] if args else False)
             args, view = args[1:], view._replace(pass_number=self._passes.next(multiple=not throttled))
         self._preempted_now = 0
+        self._hid, self._hides = self._hides, False
         before = self._prefilling
         if self.controller is None or view.decoding + view.prefilling + view.waiting == 0:
             output = super().schedule(*args, **kwargs)
@@ -242,10 +247,18 @@ class _PhasedScheduler(Scheduler):  # type: ignore[misc]
         return output
 
     def _make_cached_request_data(self, *args: Any, **kwargs: Any) -> Any:
-        """vLLM's method; ends a step that may be skipped and is empty."""
+        """vLLM's method; ends a step that may be skipped and is empty.
+
+        Of requests that were set aside in the step before, only the output tokens are sent again.
+        """
         if self._may_skip:
             self.skip_if_empty(kwargs["num_scheduled_tokens"] if "num_scheduled_tokens" in kwargs else args[2])
-        return super()._make_cached_request_data(*args, **kwargs)
+        if not (self._hid and self._resends_tokens):
+            return super()._make_cached_request_data(*args, **kwargs)
+        output_tokens = compat.output_tokens(self, kwargs["running_reqs"] if "running_reqs" in kwargs else args[0])
+        data = super()._make_cached_request_data(*args, **kwargs)
+        data.all_token_ids.update(output_tokens)
+        return data
 
     def skip_if_empty(self, num_scheduled_tokens: Any) -> None:
         """End an empty step if another one can replace it.
@@ -274,7 +287,8 @@ class _PhasedScheduler(Scheduler):  # type: ignore[misc]
         usual_limit = getattr(self, self._limit_name)
         self.running = visible
         setattr(self, self._limit_name, min(limit + compat.idle_sessions(self), usual_limit))
-        if visible is not running:
+        self._hides = visible is not running
+        if self._hides:
             self._set_aside = running
         try:
             return super().schedule(*args, **kwargs)

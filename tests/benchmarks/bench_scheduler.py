@@ -1,6 +1,7 @@
 """What the plugin costs, and how fast the emulated engine is. Prints; asserts nothing about time.
 
     python tests/benchmarks/bench_scheduler.py [--requests 1500] [--concurrency 512] [--rounds 3] [--policy eb ...]
+        [--fit | --count]
 
 Overhead: CPU time of ``schedule()``, on the same plan in the same process. ``with/without`` is the time of the plugin's
 ``schedule()`` divided by the time of vLLM's ``schedule()`` that it calls, of the same calls: the cost of the plugin,
@@ -11,6 +12,12 @@ printed, with the smallest and the largest one. It needs an idle machine: caches
 several hundredths. A policy that makes more and smaller steps pays vLLM's fixed cost per call more often, which shows
 there.
 
+``--fit`` separates what a policy's steps cost from what the plugin costs. Under vLLM's own scheduler, with the given
+concurrency, half and a quarter of it, the times of single calls are fitted by least squares as ``fixed + sequences x +
+admitted prompts x``. That tells what vLLM's code would take for the steps that a policy makes (``predicted``).
+``measured`` is divided by it, both relative to the same quotient of stock's run at that concurrency. The two runs of a
+pair take turns in one process, some steps each, so that other load on the machine affects both.
+
 ``--count`` prints opcodes of Python instead of times, of vLLM and of the plugin per scheduled sequence. They are the
 same in every run. They say nothing of what C code and caches cost. Slow: 150 requests, 128 at a time, are enough.
 """
@@ -18,16 +25,21 @@ same in every run. They say nothing of what C code and caches cost. Slow: 150 re
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import statistics
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from ebbench.collector import collector_paused
 from ebbench.devices import load_device
 from ebbench.devices.base import Device
 from ebbench.engines.base import EngineOptions
@@ -35,6 +47,8 @@ from ebbench.engines.emulated import EmulatedEngine
 from ebbench.records.plan import Plan
 from ebbench.workloads import build_plan
 from vllm_eb.policy import parse_policy
+
+Floats = NDArray[np.float64]
 
 STOCK = "v1"
 MIXING = "ebplus:margin=1e9"  # no lead can be that large: stays in mixed batches
@@ -141,6 +155,127 @@ def overhead(bench: Bench, chosen: list[str], rounds: int) -> None:
         )
 
 
+class TurnTakers:
+    """Two threads of which one runs at a time; each hands over after ``STEPS`` steps, and at its end."""
+
+    STEPS = 16
+
+    def __init__(self) -> None:
+        self._turns = (threading.Semaphore(1), threading.Semaphore(0))
+        self._ended = [False, False]
+
+    def begin(self, number: int) -> None:
+        """Wait for the first turn."""
+        self._turns[number].acquire()
+
+    def step_done(self, number: int, steps: int) -> None:
+        """Hand over if it is time, and wait for the next turn."""
+        if steps % self.STEPS == 0 and not self._ended[1 - number]:
+            self._turns[1 - number].release()
+            self._turns[number].acquire()
+
+    def end(self, number: int) -> None:
+        """Hand over for good."""
+        self._ended[number] = True
+        self._turns[1 - number].release()
+
+
+class StepTimingEngine(EmulatedEngine):
+    """Keeps time (s), sequences and admitted prompts of every schedule() call that scheduled anything."""
+
+    def __init__(self, number: int, turns: TurnTakers) -> None:
+        super().__init__(shortcuts=False)
+        self._number, self._turns = number, turns
+        self.calls: list[tuple[float, int, int]] = []
+        self._pending_s = 0.0  # of empty calls, which count to the next one
+
+    def prepare(self, core) -> None:  # type: ignore[no-untyped-def]
+        schedule, calls = core.scheduler.schedule, self.calls
+
+        def timed(*args, **kwargs):  # type: ignore[no-untyped-def]
+            self._turns.step_done(self._number, len(calls) + 1)
+            started = time.thread_time()
+            output = schedule(*args, **kwargs)
+            self._pending_s += time.thread_time() - started
+            if output.total_num_scheduled_tokens:
+                admitted = len(output.scheduled_new_reqs) + len(output.scheduled_cached_reqs.resumed_req_ids)
+                calls.append((self._pending_s, len(output.num_scheduled_tokens), admitted))
+                self._pending_s = 0.0
+            return output
+
+        core.scheduler.schedule = timed
+
+
+@dataclass(frozen=True)
+class Calls:
+    """Of every call: ``seconds`` and ``shapes`` (one, sequences, admitted prompts)."""
+
+    seconds: Floats
+    shapes: Floats
+
+    @property
+    def per_sequence_s(self) -> float:
+        """Seconds per scheduled sequence."""
+        return float(self.seconds.sum() / self.shapes[:, 1].sum())
+
+
+def pair_of(bench: Bench, policies: tuple[str, str]) -> list[Calls]:
+    """The calls of two runs that take turns."""
+    turns = TurnTakers()
+    engines = [StepTimingEngine(number, turns) for number in range(2)]
+
+    def run(number: int) -> None:
+        turns.begin(number)
+        try:
+            engines[number].run(bench.plan, parse_policy(policies[number]), bench.device, bench.options)
+        finally:
+            turns.end(number)
+
+    # The garbage collector is paused by whichever run begins first and would come back with the first end.
+    with collector_paused(), concurrent.futures.ThreadPoolExecutor(2) as pool:
+        list(pool.map(run, range(2)))
+    found = []
+    for engine in engines:
+        rows = np.array(engine.calls, np.float64)
+        found.append(Calls(rows[:, 0], np.column_stack([np.ones(len(rows)), rows[:, 1:]])))
+    return found
+
+
+def fitted(chosen: list[str], rounds: int, requests: int, concurrency: int) -> None:
+    """Print the fit of stock's calls, and each policy's time against what stock's code would take for its steps."""
+    sizes = (concurrency // 4, concurrency // 2)
+    smaller = [pair_of(bench_at(requests, size), (STOCK, STOCK))[0] for size in sizes]
+    bench = bench_at(requests, concurrency)
+    print(f"{'schedule()':32}{'calls':>14}{'fixed us':>10}{'us/seq.':>9}{'us/prompt':>11}  ", end="")
+    print("per sequence, to stock; predicted; measured/predicted (smallest to largest)")
+    for policy in (STOCK, *chosen):
+        pairs = []
+        for number in range(rounds):
+            order = (STOCK, policy) if number % 2 == 0 else (policy, STOCK)
+            calls = pair_of(bench, order)
+            pairs.append(tuple(calls if number % 2 == 0 else calls[::-1]))
+        ratios, predicted, costs = [], [], []
+        for stock, mine in pairs:
+            known = [*smaller, stock]
+            shapes, seconds = np.vstack([one.shapes for one in known]), np.concatenate([one.seconds for one in known])
+            sequences = shapes[:, 1]  # relative errors count, or calls with many sequences would decide alone
+            cost = np.linalg.lstsq(shapes / sequences[:, None], seconds / sequences, rcond=None)[0]
+            expected = [float((one.shapes @ cost).sum() / one.shapes[:, 1].sum()) for one in (stock, mine)]
+            costs.append(cost * 1e6)
+            ratios.append(mine.per_sequence_s / stock.per_sequence_s)
+            predicted.append(expected[1] / expected[0])
+        left = [ratio / expected for ratio, expected in zip(ratios, predicted, strict=True)]
+        fixed, per_sequence, per_prompt = np.median(costs, axis=0)
+        stock, mine = pairs[0]
+        print(
+            f"{policy:32}{f'{len(mine.seconds)} ({len(stock.seconds)})':>14}"
+            f"{fixed:10.1f}{per_sequence:9.2f}{per_prompt:11.1f}  "
+            f"{statistics.median(ratios):.3f}; {statistics.median(predicted):.3f}; "
+            f"{statistics.median(left):.3f} ({min(left):.3f} to {max(left):.3f})",
+            flush=True,
+        )
+
+
 class CountingEngine(EmulatedEngine):
     """Counts the opcodes of schedule(): of vLLM and of the plugin; and the sequences that it scheduled."""
 
@@ -204,6 +339,12 @@ def speed(concurrency: int, requests: int) -> None:
         )
 
 
+def bench_at(requests: int, concurrency: int) -> Bench:
+    """A closed loop of ``concurrency`` clients."""
+    plan = build_plan("sharegpt", num_prompts=requests, max_concurrency=concurrency, source="profile", with_text=False)
+    return Bench(plan, load_device("rtx-pro-6000", "qwen3-8b"), EngineOptions(max_num_seqs=concurrency))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=1500)
@@ -212,13 +353,14 @@ def main() -> None:
     parser.add_argument("--policy", nargs="+", default=list(POLICIES))
     parser.add_argument("--speed-requests", type=int, default=6000, help="0 leaves the speed measurement out")
     parser.add_argument("--speed-concurrency", type=int, default=2048)
-    parser.add_argument("--count", action="store_true", help="opcodes instead of times")
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument("--count", action="store_true", help="opcodes instead of times")
+    kind.add_argument("--fit", action="store_true", help="times against what stock would take for the same steps")
     asked = parser.parse_args()
-    plan = build_plan(
-        "sharegpt", num_prompts=asked.requests, max_concurrency=asked.concurrency, source="profile", with_text=False
-    )
-    device = load_device("rtx-pro-6000", "qwen3-8b")
-    bench = Bench(plan, device, EngineOptions(max_num_seqs=asked.concurrency))
+    if asked.fit:
+        fitted(asked.policy, asked.rounds, asked.requests, asked.concurrency)
+        return
+    bench = bench_at(asked.requests, asked.concurrency)
     if asked.count:
         opcodes(bench, asked.policy)
         return

@@ -52,8 +52,11 @@ def prompts() -> list[tuple[list[int], int]]:
     return found
 
 
-def serve(folder: Path, policy: str) -> Served:
-    """All requests through vLLM's engine on the CPU, at most CONCURRENCY at a time, some aborted midway."""
+def serve(folder: Path, policy: str, sent_again: list[str] | None = None) -> Served:
+    """All requests through vLLM's engine on the CPU, at most CONCURRENCY at a time, some aborted midway.
+
+    ``sent_again`` gets the ids of requests that came back to the worker's batch with their tokens.
+    """
     from vllm import SamplingParams
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
@@ -70,6 +73,8 @@ def serve(folder: Path, policy: str) -> Served:
     )  # fmt: skip
     scheduler = engine.engine_core.engine_core.scheduler
     counted = _count(scheduler)
+    if sent_again is not None:
+        _note_sent_again(scheduler, sent_again)
     left = list(enumerate(prompts()))
     answers: dict[str, tuple[int, ...]] = {}
     open_requests: dict[str, int] = {}  # id -> tokens after which it is aborted, 0: never
@@ -100,6 +105,17 @@ def serve(folder: Path, policy: str) -> Served:
         tuple(r.phase for r in records),
         tuple(r.mode for r in records if r.kind == "mode"),
     )
+
+
+def _note_sent_again(scheduler: Any, sent_again: list[str]) -> None:
+    make = scheduler._make_cached_request_data
+
+    def making(*args: Any) -> Any:
+        data = make(*args)
+        sent_again.extend(data.all_token_ids)
+        return data
+
+    scheduler._make_cached_request_data = making
 
 
 def _count(scheduler: Any) -> Counter[str]:
@@ -138,6 +154,32 @@ def test_answers_are_those_of_v1(served: dict[str, Served], policy: str) -> None
     assert ours.keys() == reference.keys()
     for name, tokens in reference.items():
         shorter = min(len(tokens), len(ours[name]))  # an abort comes after at least so many tokens, not exactly
+        assert ours[name][:shorter] == tokens[:shorter], name
+        assert shorter >= 4
+
+
+@pytest.mark.parametrize("policy", ["v0", "eb:theta=0.3"])
+def test_answers_are_those_of_v1_with_asynchronous_scheduling(
+    served: dict[str, Served], small_model_folder: Path, policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then vLLM's worker takes the tokens of requests that come back to its batch from the scheduler.
+
+    vLLM's CPU platform switches asynchronous scheduling off, although its worker can do it.
+    """
+    from vllm.platforms.cpu import CpuPlatform
+
+    check = CpuPlatform.check_and_update_config
+
+    def check_but_keep_asynchronous(config: Any) -> None:
+        check(config)
+        config.scheduler_config.async_scheduling = True
+
+    monkeypatch.setattr(CpuPlatform, "check_and_update_config", staticmethod(check_but_keep_asynchronous))
+    sent_again: list[str] = []
+    ours = serve(small_model_folder, policy, sent_again).answers
+    assert len(sent_again) > 50
+    for name, tokens in served["v1"].answers.items():
+        shorter = min(len(tokens), len(ours[name]))
         assert ours[name][:shorter] == tokens[:shorter], name
         assert shorter >= 4
 
