@@ -8,7 +8,9 @@ waits for, and what they branched off from: a turn that joins sub-agents continu
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
+from heapq import heappop, heappush
 
 import numpy as np
 import pyarrow as pa
@@ -137,18 +139,24 @@ def _waits(session: Int64s, start_s: Floats, end_s: Floats) -> tuple[Floats, lis
 
 def _parallel(first: int, start_s: Floats, end_s: Floats, pause: Floats, after: list[list[int] | None]) -> None:
     """Fill in the waits of one session whose requests overlap: each waits for the last ones that had ended."""
-    for turn in range(1, len(start_s)):
-        ended = np.flatnonzero(end_s[:turn] <= start_s[turn])
-        if len(ended):
-            newest = start_s[ended].max()
-            latest = ended[end_s[ended] > newest]
-            if not len(latest):  # the last one took no time
-                latest = ended[end_s[ended] == newest][-1:]
-            after[first + turn] = None if latest.tolist() == [turn - 1] else latest.tolist()
-            pause[first + turn] = start_s[turn] - end_s[latest].max()
-        else:
+    starts, running = start_s.tolist(), [(end, turn) for turn, end in enumerate(end_s.tolist())]
+    waiting: list[tuple[float, int]] = []  # a heap of the requests before this one that have not ended
+    ended: list[tuple[float, int]] = []  # the others by their ends, which only come later as starts do
+    newest = -1
+    for turn in range(1, len(starts)):
+        heappush(waiting, running[turn - 1])
+        while waiting and waiting[0][0] <= starts[turn]:
+            ended.append(heappop(waiting))
+            newest = max(newest, ended[-1][1])
+        if not ended:
             after[first + turn] = []
-            pause[first + turn] = start_s[turn] - start_s[0]
+            pause[first + turn] = starts[turn] - starts[0]
+            continue
+        latest = sorted(one for _, one in ended[bisect_right(ended, (starts[newest], len(starts))) :])
+        if not latest:  # the last one took no time
+            latest = [max(one for _, one in ended[bisect_left(ended, (starts[newest], -1)) :])]
+        after[first + turn] = None if latest == [turn - 1] else latest
+        pause[first + turn] = starts[turn] - ended[-1][0]
 
 
 def _hash_ids(rows: Collected, order: Int64s) -> pa.Array | None:
