@@ -57,9 +57,7 @@ def run_validation(question: ValidationQuestion, folder: Path, max_time_s: float
         write_manifest(folder, question, call)
     judged = judge(outcomes.observations, question.policies[0])
     machine = describe_machine(question)
-    document = as_document(
-        question, outcomes, judged, str(machine["name"]), call.load_average, int(machine["usable_cpus"])
-    )
+    document = as_document(question, outcomes, judged, machine, call.load_average)
     found = as_dict(question, outcomes, judged, machine)
     _store(folder, found, f"{as_markdown(document)}\n**{judged.verdict.sentence}.**\n")
     if as_json:

@@ -202,7 +202,7 @@ def server_environment() -> dict[str, str]:
         ours |= {
             "VLLM_CPU_KVCACHE_SPACE": str(max(1, free_gib // CPU_KV_SHARE)),
             # Reserve a core on which the model's threads do not busy-wait, so that the client can keep its schedule.
-            "VLLM_CPU_NUM_OF_RESERVED_CPU": str(min(1, (os.cpu_count() or 1) - 1)),
+            "VLLM_CPU_NUM_OF_RESERVED_CPU": str(min(1, len(os.sched_getaffinity(0)) - 1)),
         }
         ours |= {name: os.environ[name] for name in ours if name.startswith("VLLM_CPU_") and name in os.environ}
     return dict(os.environ) | ours

@@ -54,15 +54,18 @@ def as_document(
     question: ValidationQuestion,
     outcomes: Outcomes,
     judged: Judgement,
-    where: str,
+    machine: Mapping[str, Any],
     load_average: Sequence[float],
-    cpus: int,
 ) -> Document:
-    """Tables of errors by metric and of gains, with notes. ``load_average``: samples taken during the measurement."""
+    """Tables of errors by metric and of gains, with notes. ``machine``: from :func:`.machine.describe_machine`.
+    ``load_average``: samples taken during the measurement."""
     sections = [_errors(METRICS[metric], judged, metric) for metric in METRICS]
     sections.append(_gains(question, judged.gains))
-    title = f"{TITLE}: {question.model} on {where}"
+    title = f"{TITLE}: {question.model} on {machine['name']}"
     found = notes(question, outcomes, judged)
+    cpus, server_cpus = machine["usable_cpus"], machine["server_cpus"]
+    if server_cpus < cpus:
+        found.append(f"vLLM ran on {server_cpus} of {cpus} processors, so that the client kept its schedule")
     if question.engine == "vllm" and load_average:
         found.append(
             f"load average {min(load_average):.1f} to {max(load_average):.1f} on {cpus} CPUs during the measurement"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -26,6 +27,7 @@ from ebbench.runs.make import Made, Task, device_of, make, setup_of
 from ebbench.runs.pool import InProcess, Outcome
 from ebbench.runs.store import Measured, RunStore
 from ebbench.validation.judge import METRICS, Observation
+from ebbench.validation.processors import server_processors, starting_on
 from ebbench.validation.question import (
     MeasuringSchedule,
     PlannedRun,
@@ -215,12 +217,14 @@ def _measure(
                 if budget.left_s < server_s:
                     return f"--max-time {budget.seconds:g} was reached"
                 began = time.monotonic()
-                _measure_policy(todo, store, partial(_tell, say, f"round {round_ + 1}"))
+                _measure_policy(question, todo, store, partial(_tell, say, f"round {round_ + 1}"))
                 server_s = max(server_s, time.monotonic() - began) if question.engine == "vllm" else 0.0
     return ""
 
 
-def _measure_policy(cells: Sequence[Cell], store: RunStore, tell: Callable[[Cell, Measured], None]) -> None:
+def _measure_policy(
+    question: ValidationQuestion, cells: Sequence[Cell], store: RunStore, tell: Callable[[Cell, Measured], None]
+) -> None:
     """Measure cells that differ only in load; with vLLM, one server serves all of them."""
 
     def stored(cell: Cell, result: Measured | EbbenchError, _outcome: Outcome[Made]) -> None:
@@ -233,7 +237,10 @@ def _measure_policy(cells: Sequence[Cell], store: RunStore, tell: Callable[[Cell
     if not isinstance(engine, VllmEngine):
         run_cells(cells, store, InProcess(), whole=True, stored=stored)
         return
-    with engine.started(parse_policy(first.policy), device_of(first), first.options, _no_progress) as server:
+    with ExitStack() as stack:
+        with starting_on(server_processors(question)):
+            start = engine.started(parse_policy(first.policy), device_of(first), first.options, _no_progress)
+            server = stack.enter_context(start)
         run_cells(cells, store, InProcess(), whole=True, stored=stored, job=partial(make, engine=server))
 
 

@@ -12,6 +12,7 @@ from ebbench.child import child_environ, run_supervised
 from ebbench.engines.vllm import server_environment
 from ebbench.errors import DataError, EbbenchError, RunError, UsageError
 from ebbench.records import files
+from ebbench.validation.processors import server_processors, starting_on
 from ebbench.validation.question import StepTimes, ValidationQuestion
 
 RESULT = "steps.json"
@@ -28,9 +29,9 @@ def measure_step_times(question: ValidationQuestion, folder: Path) -> StepTimes:
         return stored_step_times(folder)
     folder.mkdir(parents=True, exist_ok=True)
     log, out = folder / "calibrate.log", folder / "calibrate.json"
-    environ = child_environ(server_environment() if question.engine == "vllm" else os.environ)
     began = time.monotonic()
-    with log.open("wb") as errors, out.open("wb") as output:
+    with log.open("wb") as errors, out.open("wb") as output, starting_on(server_processors(question)):
+        environ = child_environ(server_environment() if question.engine == "vllm" else os.environ)
         status, _ = run_supervised(command(question, folder), GRACE_S, stdout=output, stderr=errors, env=environ)
     if status:
         raise _failed(status, log)

@@ -78,11 +78,11 @@ def test_a_validation_that_was_stopped_goes_on(tmp_path: Path, monkeypatch: pyte
     measured: list[str] = []
     whole = drive._measure_policy
 
-    def interrupted(cells: list[object], *rest: object) -> None:
+    def interrupted(asked: ValidationQuestion, cells: list[object], *rest: object) -> None:
         if len(measured) == 2:
             raise KeyboardInterrupt
         measured.append(cells[0].policy)  # type: ignore[attr-defined]
-        whole(cells, *rest)  # type: ignore[arg-type]
+        whole(asked, cells, *rest)  # type: ignore[arg-type]
 
     monkeypatch.setattr(drive, "_measure_policy", interrupted)
     with pytest.raises(KeyboardInterrupt):

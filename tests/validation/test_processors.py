@@ -1,0 +1,97 @@
+"""vLLM's CPU build leaves the client of a validation a processor of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ebbench.calibration.measure import ProbeGrid
+from ebbench.engines.started import StartedServers
+from ebbench.engines.vllm import VllmEngine
+from ebbench.errors import RunError
+from ebbench.runs.store import RunStore
+from ebbench.validation import drive, processors, steps
+from ebbench.validation.processors import server_processors, starting_on
+from ebbench.validation.question import PlannedRun, StepTimes, ValidationQuestion, measured_cell
+
+QUESTION = ValidationQuestion("model", ProbeGrid((16, 64), (1, 4), (16, 64)), (4,))
+SHOWN = [sys.executable, "-c", "import os; print(sorted(os.sched_getaffinity(0)))"]
+
+
+@pytest.mark.parametrize(
+    ("usable", "cpu", "engine", "expected"),
+    [
+        ({0, 1}, True, "vllm", {1}),
+        ({2, 5, 7}, True, "vllm", {5, 7}),
+        ({3}, True, "vllm", set()),
+        ({0, 1}, False, "vllm", set()),
+        ({0, 1}, True, "sim", set()),
+    ],
+    ids=["two", "three of many", "one", "a GPU", "no vLLM"],
+)
+def test_vllm_gets_all_processors_but_one(
+    usable: set[int], cpu: bool, engine: str, expected: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _process: usable)
+    monkeypatch.setattr(processors, "cpu_build", lambda: cpu)
+    assert server_processors(replace(QUESTION, engine=engine)) == expected
+
+
+def test_what_starts_inside_runs_there_and_later_processes_anywhere() -> None:
+    usable = os.sched_getaffinity(0)
+    chosen = frozenset([max(usable)])
+    with starting_on(chosen):
+        inside = subprocess.run(SHOWN, capture_output=True, text=True, check=True).stdout
+    assert inside.strip() == str(sorted(chosen))
+    with pytest.raises(subprocess.CalledProcessError), starting_on(chosen):  # a server that does not start
+        subprocess.run([sys.executable, "-c", "1/0"], capture_output=True, check=True)
+    assert os.sched_getaffinity(0) == usable
+    with starting_on(frozenset()):
+        assert os.sched_getaffinity(0) == usable
+    assert subprocess.run(SHOWN, capture_output=True, text=True, check=True).stdout.strip() == str(sorted(usable))
+
+
+def test_step_times_are_measured_on_the_processors_of_the_servers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = frozenset([max(os.sched_getaffinity(0))])
+    seen = []
+
+    def fails(_command: list[str], _grace_s: float, **_options: object) -> tuple[int, str]:
+        seen.append(os.sched_getaffinity(0))
+        return 1, ""
+
+    monkeypatch.setattr(steps, "run_supervised", fails)
+    monkeypatch.setattr(steps, "server_processors", lambda _question: chosen)
+    with pytest.raises(RunError):
+        steps.measure_step_times(QUESTION, tmp_path)
+    assert seen == [chosen]
+
+
+def test_servers_start_there_and_the_client_runs_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usable = os.sched_getaffinity(0)
+    chosen = frozenset([max(usable)])
+    seen = []
+
+    class Engine(VllmEngine):
+        @contextmanager
+        def started(self, *_settings: object) -> Iterator[StartedServers]:
+            seen.append(os.sched_getaffinity(0))
+            yield None  # type: ignore[misc]
+
+    monkeypatch.setattr(drive, "make_engine", lambda _setup: (Engine(), None))
+    monkeypatch.setattr(drive, "device_of", lambda _cell: None)
+    monkeypatch.setattr(drive, "server_processors", lambda _question: chosen)
+    monkeypatch.setattr(drive, "run_cells", lambda *_cells, **_how: seen.append(os.sched_getaffinity(0)))
+    profile = tmp_path / "profile.toml"
+    times = StepTimes(profile, profile, 1000, 4, 1.0, 9, 1.0, 1.0, None, 0.001, 1.0, 2.0)
+    cell = measured_cell(QUESTION, times, PlannedRun("v1", 0, 0), 12)
+    drive._measure_policy(QUESTION, [cell], RunStore(tmp_path), lambda *_found: None)
+    assert seen == [chosen, usable]
