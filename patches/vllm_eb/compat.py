@@ -79,11 +79,12 @@ def output_tokens(scheduler: Any, running: Sequence[Any]) -> dict[str, list[int]
 
     vLLM then sends none of theirs: they count as scheduled in the step before, which vLLM records anew afterwards. Its
     workers only read the last ``num_output_tokens`` of the tokens sent. With a token in flight these are more than the
-    output tokens: such a request is left to vLLM.
+    output tokens: such a request is left to vLLM. Without one, vLLM adds no token before the workers have read the
+    step, so the lists are not copied: that would take longer than everything else the plugin does.
     """
     known = scheduler.prev_step_scheduled_req_ids
     sent = {
-        request.request_id: request.output_token_ids.copy()
+        request.request_id: request._output_token_ids
         for request in running
         if request.request_id not in known and not request.num_output_placeholders
     }

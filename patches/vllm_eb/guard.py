@@ -31,6 +31,7 @@ ATTRIBUTES: tuple[tuple[str, ...], ...] = (
 REQUEST = (
     "is_prefill_chunk", "status", "num_output_placeholders", "num_computed_tokens", "num_prompt_tokens", "max_tokens",
     "num_output_tokens", "num_preemptions", "num_tokens", "lora_request", "structured_output_request",
+    "_output_token_ids",
 )  # fmt: skip
 """Attributes of a request."""
 

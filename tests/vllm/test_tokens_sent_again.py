@@ -29,9 +29,13 @@ class Worker:
         self.wrong: list[str] = []
         self.read: Counter[str] = Counter()
         self.sent_tokens: list[tuple[int, int]] = []  # per request that came back: tokens sent, output tokens
+        self.changed = 0  # lists of tokens that changed while their step was being computed
+        self._in_flight: list[tuple[list[int], int]] = []  # of the last step: lists sent, their lengths then
 
     def take(self, _decoding: set[str], output: Any) -> None:
         cached, tokens = output.scheduled_cached_reqs, output.num_scheduled_tokens
+        self.changed += sum(len(sent) != length for sent, length in self._in_flight)
+        self._in_flight = [(sent, len(sent)) for sent in cached.all_token_ids.values()]
         self._batch = (self._batch - output.finished_req_ids) & (tokens.keys() - cached.resumed_req_ids)
         for name, outputs in zip(cached.req_ids, cached.num_output_tokens, strict=True):
             if name in self._batch or not outputs:
@@ -74,6 +78,14 @@ def test_prompts_of_requests_set_aside_are_not_sent_again(policy: str) -> None:
     worker = served(policy)
     assert worker.read["set aside"] > 20
     assert all(sent == outputs for sent, outputs in worker.sent_tokens)
+
+
+@pytest.mark.parametrize("policy", ["v0", "deferred:k=2", "eb:theta=0.3"])
+def test_tokens_do_not_change_while_a_worker_may_read_them(policy: str) -> None:
+    """With asynchronous scheduling a step is being computed, or not even begun, when the next one is scheduled."""
+    assert served(policy).changed == 0
+    assert served(policy, 120).changed == 0
+    assert served(policy, asynchronous=False).changed > 0, "the lists are vLLM's own, which grow afterwards"
 
 
 def test_preempted_requests_come_back_too() -> None:
