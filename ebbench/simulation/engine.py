@@ -116,7 +116,7 @@ class EngineLoop:
             ended = self._deliver(self._passes.popleft())
             if ended:
                 return now_ns, ended
-        if len(self._passes) == self._depth - 1 and self._coast(now_ns, quiet_until_ns()):
+        if len(self._passes) == self._depth - 1 and self._coast(now_ns, quiet_until_ns):
             self._blocked = True
             return self._passes[0].end_ns, []
         fruitless = 0
@@ -216,18 +216,19 @@ class EngineLoop:
                 ended += unit.scheduler.deliver()
         return ended
 
-    def _coast(self, now_ns: int, until_ns: int) -> bool:
-        """Make decode steps of the running requests up to ``until_ns`` while there is nothing else to do.
+    def _coast(self, now_ns: int, quiet_until_ns: Callable[[], int]) -> bool:
+        """Make decode steps of the running requests up to ``quiet_until_ns()`` while there is nothing else to do.
 
         Returns False if no such step was made; nothing has then changed. Only engines with one unit coast, and only if
         no listener follows the passes.
         """
         unit, passes = self._alone, self._passes
-        if until_ns <= now_ns or (passes and passes[0].end_ns >= until_ns):  # at most one step would fit
-            return False
         if unit is None or self.on_pass is not None or (passes and not passes[0].steps):
             return False
         if not self._attempts.due():
+            return False
+        until_ns = quiet_until_ns()
+        if until_ns <= now_ns or (passes and passes[0].end_ns >= until_ns):  # at most one step would fit
             return False
         made = coast(unit.scheduler, unit.gate, self._run_alone, now_ns, until_ns)
         self._attempts.note(made=made)

@@ -266,7 +266,7 @@ class EventLoop:
         if self._queue_limits is not None:
             for row in rows:
                 self._queue_limits.ended(row)
-        released = [later for row in rows for later in self._releases.ended(row)]
+        released = self._releases.all_ended(rows)
         self._count_ended(len(rows))
         self._release(released, self.now_ns)
 
@@ -302,7 +302,7 @@ class EventLoop:
     def wake_if_idle(self, index: int, engine: int) -> None:
         """Wake an engine of stage ``index`` now, unless it runs or is about to be woken."""
         stage = self.stages[index]
-        if stage.engines[engine].idle and not stage.woken[engine]:
+        if not stage.woken[engine] and stage.engines[engine].idle:
             self._push_wake(self.now_ns, index, engine)
 
     def _push_wake(self, time_ns: int, index: int, engine: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -93,6 +94,17 @@ class Releases:
             elif following:
                 return following
         return self._close_session()
+
+    def all_ended(self, rows: Sequence[int]) -> list[int]:
+        """Release after the ends of several requests: what :meth:`ended` returns for one after the other.
+
+        Sessions of one request in a closed loop end together: which are released depends only on the number of free
+        slots.
+        """
+        if self._warming or self._takes_turns or self._graph.branched or not self._limits:
+            return [later for row in rows for later in self.ended(row)]
+        self._open -= len(rows)
+        return self._release_closed()
 
     def failed(self, row: int) -> tuple[list[int], list[int]]:
         """A request has failed or its client hung up, so what waits for it is not sent.

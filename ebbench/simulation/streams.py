@@ -87,12 +87,15 @@ class StreamKv:
     def release(self, row: int, known_tokens: int) -> None:
         """See KvBlocks."""
         held = int(self._held[row])
-        cached = known_tokens // self._block_size
         self.free += held
+        last = self._last_of_content[row] and self._done[row]
+        if last and not self._queue:
+            self._blank += held  # no cached block will be looked up, so that the order of evictions does not matter
+            return
+        cached = known_tokens // self._block_size
         self._blank += held - cached
         if not cached:
             return
-        last = self._done[row] and self._last_of_content[row]
         if last and self._unused is not None and self._unused.blocks:
             self._unused.blocks += cached  # no later request shares these: one run of neighbours
             return
