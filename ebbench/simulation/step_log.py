@@ -24,8 +24,8 @@ from ebbench.records.schema import STEPS
 from ebbench.simulation.step import Step
 
 Ints32 = npt.NDArray[np.int32]
-FOLD = 4096
-"""Steps that are kept as objects before they become columns."""
+FOLD = 8192
+"""Steps that are kept as objects before they become columns. Runs up to this length are not compressed."""
 _COMPRESSED = pa.ipc.IpcWriteOptions(compression="lz4", use_threads=False)
 
 # Columns of STEPS that are attributes of a step.
