@@ -38,20 +38,6 @@ Way = Literal["decode", "prefill", "mixed"]
 LARGE_TOKENS, HUGE_TOKENS = 4096, 8192
 PLAN_EVERY = 16  # choices between two comparisons of both ways at their best
 MAX_REFILLED_SHARE = 0.8  # share of the batch, in that comparison
-CHUNKS = (1024, 2048, 4096, 8192)  # tokens
-CHUNK_GAIN = 0.01  # share by which a chunk must be cheaper than a full step
-
-
-def cheapest_chunk(costs: StepCosts, most: int) -> int | None:
-    """Prompt tokens per step, fewer than ``most``, at which prompts cost least per token.
-
-    None if that is less than CHUNK_GAIN cheaper than steps of ``most`` tokens. Times of matrix products do not grow
-    evenly: on some GPUs a prompt token costs 5 % less in steps of 2,048 tokens than in steps of 16,384.
-    """
-    sizes = [size for size in CHUNKS if size < most]
-    best = min(sizes, key=lambda size: costs.prefill_s(size) / size, default=most)
-    cheaper = costs.prefill_s(best) / best < (1.0 - CHUNK_GAIN) * costs.prefill_s(most) / most
-    return best if cheaper else None
 
 
 class Refill(NamedTuple):

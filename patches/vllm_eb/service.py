@@ -8,9 +8,11 @@ that can still meet the target lets most of them meet it; the others are served 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from vllm_eb.costs import StepCosts
+from vllm_eb.hazard import CensoredHazard
 
 TPOT_SHARE = 0.85  # share of the target that is planned for: single requests vary around the mean
 TTFT_SHARE = 0.6  # share of the target after which a waiting request makes a refill due
@@ -22,17 +24,26 @@ DEBT_HIGH, DEBT_LOW, DEBT_FORGOTTEN = 0.025, 0.0125, 0.25
 
 
 class AnswerLength:
-    """Mean tokens per response: tokens generated over responses ended, the longer of a long and a short memory.
+    """Mean tokens per response: the longer of a long memory, for the level, and a short one, for growth.
 
-    The maximum-likelihood mean under a constant hazard with censored observations. Running responses count at once, so
-    that long responses are detected before the first one ends. The short memory (a quarter) detects a shift to longer
-    responses. Overestimated lengths leave a few slots empty; underestimated ones cause preemptions and recomputation;
-    hence the longer estimate is used.
+    The short memory (a quarter) is tokens generated over responses ended: the maximum-likelihood mean under a constant
+    hazard with censored observations. Running responses count at once, so that long responses are detected before the
+    first one ends. Where the hazard rises with age, as that of most responses does, it is too long while the batch is
+    young: all of a full start's tokens count, and hardly a response has ended.
+
+    The long memory is the same at first. With ``product_limit`` it is then the mean under the survival curve of Kaplan
+    and Meier (1958), which holds for any distribution: running responses count as censored at their age
+    (:class:`~vllm_eb.hazard.CensoredHazard`). The short memory begins anew with the first of these estimates.
+
+    Overestimated lengths leave slots empty; underestimated ones cause preemptions and recomputation. With latency
+    targets a preempted response stands still, so there the estimate that errs to the long side is kept.
     """
 
-    def __init__(self, prior_tokens: float, window: int) -> None:
+    def __init__(self, prior_tokens: float, window: int, *, product_limit: bool) -> None:
         self._long = FadingMean(prior_tokens, window)
         self._short = FadingMean(prior_tokens, max(window // 4, 1))
+        self._lengths = CensoredHazard(window) if product_limit else None
+        self._level: float | None = None
         self.mean = prior_tokens
         """The estimate in tokens."""
 
@@ -42,15 +53,30 @@ class AnswerLength:
         self._short.tokens += seqs
         self._estimate()
 
-    def ended(self) -> None:
-        """Record a response that has ended."""
+    def ended(self, output_tokens: int) -> None:
+        """Record a response that has ended after ``output_tokens``."""
         self._long.end()
         self._short.end()
+        if self._lengths is not None:
+            self._lengths.observe(output_tokens)
+        self._estimate()
+
+    def update(self, running_ages: Callable[[], Sequence[int]]) -> None:
+        """Estimate the survival curve again. ``running_ages``: returns the tokens so far of each running response."""
+        if self._lengths is None:
+            return
+        found = self._lengths.estimate(running_ages())
+        if found is None:
+            return
+        if self._level is None:
+            self._short.tokens = self._short.ended * found.mean
+        self._level = found.mean
         self._estimate()
 
     def _estimate(self) -> None:
         long, short = self._long, self._short
-        self.mean = max(long.tokens / long.ended, short.tokens / short.ended)
+        level = long.tokens / long.ended if self._level is None else self._level
+        self.mean = max(level, short.tokens / short.ended)
 
 
 class FadingMean:

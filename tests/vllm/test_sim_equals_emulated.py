@@ -20,8 +20,8 @@ from tests.vllm.emulation import (
     run_sim,
     with_further_limits,
 )
-from vllm_eb.marginal import cheapest_chunk
 from vllm_eb.policy import least_seqs, parse_policy
+from vllm_eb.prompt_steps import cheapest_size
 
 pytestmark = pytest.mark.vllm
 
@@ -133,15 +133,29 @@ def test_equal_under_vllms_further_limits(
         assert differences(sim, usual) != []
 
 
-def test_marginal_is_equal_where_prompts_are_cheapest_in_chunks() -> None:
+def test_marginal_is_equal_where_prompts_are_cheapest_in_small_steps() -> None:
     gpu = load_device("l40s", "qwen3-8b")
-    assert cheapest_chunk(gpu.calibration.costs, 8192) is not None
+    assert cheapest_size(gpu.calibration.costs, 8192) is not None
     plan = make_plan(Traffic(sessions=40, concurrency=30, max_input=4000, max_output=30, seed=2))
     options = EngineOptions(max_num_seqs=24, max_num_batched_tokens=8192, num_kv_blocks=4000)
     for policy in (f"marginal:{FOLLOWED}", f"marginal:ttft=5,tpot=0.1,{FOLLOWED}"):
         sim, emulated = run_sim(plan, policy, gpu, options), run_emulated(plan, policy, gpu, options)
         assert differences(sim, emulated) == []
-        assert max(sim.steps["prefill_tokens"].to_pylist()) < 8192
+        tokens = [tokens for tokens in sim.steps["prefill_tokens"].to_pylist() if tokens]
+        assert sum(tokens) / len(tokens) < 4096, "prompts were computed in steps as large as the budget allows"
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_marginal_is_equal_after_estimates_of_the_mean_answer(asynchronous: bool) -> None:
+    """Memory bounds admissions, and more answers end than its first estimate of their survival curve needs."""
+    plan = make_plan(Traffic(sessions=120, concurrency=40, max_input=60, max_output=60, seed=4))
+    options = EngineOptions(
+        max_num_seqs=36, max_num_batched_tokens=512, num_kv_blocks=90, async_scheduling=asynchronous
+    )
+    policy = "marginal:window=30,update_every=10"
+    sim, emulated = run_sim(plan, policy, DEVICE, options), run_emulated(plan, policy, DEVICE, options)
+    assert differences(sim, emulated) == []
+    assert sum(sim.steps["preemptions"].to_pylist()) > 0
 
 
 def knows_option(name: str) -> bool:

@@ -15,7 +15,7 @@ from vllm_eb.controller import Controller
 from vllm_eb.costs import CostGrid, LinearCosts
 from vllm_eb.decisions import View
 from vllm_eb.lengths import Lengths
-from vllm_eb.marginal import CHUNK_GAIN, CHUNKS, MarginalRefill, Refill, cheapest_chunk
+from vllm_eb.marginal import MarginalRefill, Refill
 from vllm_eb.policies.marginal import MarginalPolicy, MarginalSpec
 from vllm_eb.policy import parse_policy
 from vllm_eb.room import PAYBACK_FACTOR, payback_steps, prompts_that_stay
@@ -126,24 +126,7 @@ def test_with_nothing_to_refill_it_decodes_and_with_nothing_decoding_it_prefills
     assert way(rule, 0, Refill(1, 1.0)) == "prefill"
 
 
-@given(st.lists(st.floats(20e-6, 80e-6), min_size=5, max_size=5), st.integers(512, 20000))
-def test_a_chunk_is_used_where_prompts_cost_less_per_token_than_in_a_full_step(
-    per_token_s: list[float], most: int
-) -> None:
-    sizes = (*CHUNKS, 16384)
-    times = tuple(size * cost for size, cost in zip(sizes, per_token_s, strict=True))
-    costs = CostGrid(sizes, (1, 64), (128, 512), times, ((1e-3,) * 2,) * 2, (((1e-2,) * 2,) * 2,) * 5)
-    full = costs.prefill_s(most) / most
-    fit = [costs.prefill_s(size) / size for size in CHUNKS if size < most]
-    found = cheapest_chunk(costs, most)
-    if found is None:
-        assert not fit or min(fit) >= (1 - CHUNK_GAIN) * full
-    else:
-        assert found < most
-        assert costs.prefill_s(found) / found == min(fit) < (1 - CHUNK_GAIN) * full
-
-
-def test_steps_with_prompts_are_bounded_by_the_cheapest_chunk() -> None:
+def test_steps_with_prompts_have_the_size_at_which_prompts_cost_least() -> None:
     grid = CostGrid(
         (1024, 4096, 8192), (1, 64), (128, 512), (0.05, 0.16, 0.4), ((0.01, 0.01), (0.02, 0.02)),
         (((0.06,) * 2,) * 2, ((0.17,) * 2,) * 2, ((0.41,) * 2,) * 2),
@@ -152,11 +135,19 @@ def test_steps_with_prompts_are_bounded_by_the_cheapest_chunk() -> None:
     calibration = replace(linear, grid=grid)
     facts = EngineFacts(calibration, max_num_seqs=64, block_size=16, num_blocks=9999, max_num_batched_tokens=8192)
     made = MarginalPolicy(MarginalSpec(), facts, Lengths(100))
-    assert made._token_budget(view(decoding=30), "prefill") == 4096
-    assert made._token_budget(view(decoding=30), "mixed") == 4126
-    assert made._token_budget(view(decoding=30), "decode") is None
+    made.lengths.mu_new = 1000.0
+    assert made._token_budget(view(decoding=30), "prefill", 7) == 3500  # 0.28 s in two even steps; 0.33 s in one
+    assert made._refill_budget() is None  # the last step takes what is left
+    assert made._refill_budget() == 4096  # prompts were longer than the mean says
+    assert made._token_budget(view(decoding=30), "prefill", 4) is None  # one step
+    assert made._token_budget(view(decoding=30), "mixed", 7) == 4126
+    assert made._token_budget(view(decoding=30), "decode", 7) is None
+    ranks = MarginalPolicy(MarginalSpec(), replace(facts, ranks=2), Lengths(100))
+    assert ranks._token_budget(view(decoding=30), "prefill", 7) == 4096  # as their plan counts passes
+    punctual = MarginalPolicy(MarginalSpec(tpot=0.1), facts, Lengths(100))
+    assert punctual._token_budget(view(decoding=30), "prefill", 7) == 4096
     whole = MarginalPolicy(MarginalSpec(), replace(facts, calibration=linear), Lengths(100))
-    assert whole._token_budget(view(decoding=30), "prefill") is None
+    assert whole._token_budget(view(decoding=30), "prefill", 30) is None
 
 
 def way(rule: MarginalRefill, decoding: int, refill: Refill, context_tokens: float = 0.0) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import random
+from functools import partial
 
 import pytest
 from hypothesis import given
@@ -44,30 +46,63 @@ def test_tokens_and_the_longest_pause_together_take_the_planned_share_of_the_tar
 
 
 def test_long_answers_are_recognised_before_the_first_has_ended() -> None:
-    length = AnswerLength(prior_tokens=100, window=500)
+    length = AnswerLength(prior_tokens=100, window=500, product_limit=False)
     for _ in range(50):
         length.decoded(500)
     assert length.mean > 50 * 500 / 10  # 25,000 tokens and none has ended
 
 
 def test_the_mean_answer_converges_and_follows_a_change() -> None:
-    length = AnswerLength(prior_tokens=100, window=100)
+    length = AnswerLength(prior_tokens=100, window=100, product_limit=False)
     for expected in (30, 400, 30):
         for _ in range(1200):
             length.decoded(expected)
-            length.ended()
+            length.ended(expected)
         assert abs(length.mean / expected - 1) < 0.1
 
 
 def test_after_a_shift_to_longer_answers_the_short_memory_counts() -> None:
-    length = AnswerLength(prior_tokens=100, window=500)
+    length = AnswerLength(prior_tokens=100, window=500, product_limit=False)
     for _ in range(2000):
         length.decoded(30)
-        length.ended()
+        length.ended(30)
     assert length.mean == pytest.approx(30, rel=0.1)
     for _ in range(400):
         length.decoded(300)  # 400 tokens each, and none of them has ended
     assert length.mean > 400
+
+
+def closed_loop(length: AnswerLength, seqs: int, steps: int, *, update_every: int = 100) -> list[float]:
+    """Means after each update of a loop that starts full; answers uniform from 1 to 511 tokens, 256 on average."""
+    rng = random.Random(1)
+    left = [rng.randint(1, 511) for _ in range(seqs)]
+    total, ended, means = list(left), 0, []
+    for _ in range(steps):
+        length.decoded(seqs)
+        left = [tokens - 1 for tokens in left]
+        for slot, tokens in enumerate(left):
+            if tokens == 0:
+                length.ended(total[slot])
+                left[slot] = total[slot] = rng.randint(1, 511)
+                ended += 1
+                if ended % update_every == 0:
+                    ages = [whole - rest for whole, rest in zip(total, left, strict=True) if whole > rest]
+                    length.update(partial(list, ages))
+                    means.append(length.mean)
+    return means
+
+
+def test_after_a_full_start_the_product_limit_mean_comes_nearer_to_the_true_one_sooner() -> None:
+    """Tokens per ended answer counts all tokens of the start, when hardly an answer has ended."""
+    cautious = closed_loop(AnswerLength(100, 500, product_limit=False), 1000, 600)[7:]
+    unbiased = closed_loop(AnswerLength(100, 500, product_limit=True), 1000, 600)[7:]
+    assert sum(unbiased) / len(unbiased) - 256 < 0.5 * (sum(cautious) / len(cautious) - 256)
+    assert min(unbiased) > 0.9 * 256
+
+
+def test_the_mean_is_the_product_limit_mean_once_all_answers_have_had_time_to_end() -> None:
+    means = closed_loop(AnswerLength(100, 500, product_limit=True), 200, 2000)
+    assert all(0.9 * 256 < mean < 1.35 * 256 for mean in means[10:])
 
 
 def debt_after(steps: list[tuple[float, bool]], *, reachable: bool = True, decoding: int = 10) -> TokenDebt:

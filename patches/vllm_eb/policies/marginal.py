@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from vllm_eb.decisions import View
 from vllm_eb.lengths import Lengths
 from vllm_eb.lockstep import JointRefill
-from vllm_eb.marginal import HUGE_TOKENS, Choice, MarginalRefill, Refill, Way, cheapest_chunk
+from vllm_eb.marginal import HUGE_TOKENS, Choice, MarginalRefill, Refill, Way
 from vllm_eb.policy import PolicyError, PolicySpec, setting
+from vllm_eb.prompt_steps import PromptSteps
 from vllm_eb.queueing import Places, PunctualQueue, Waited, Work
 from vllm_eb.room import PAYBACK_FACTOR, SHORTEST_STAY, KvRoom, payback_steps, prompts_that_stay
 from vllm_eb.service import AnswerLength, FadingMean, ServiceLevel, TokenDebt
@@ -87,7 +88,7 @@ class MarginalPolicy(Strategy):
         super().__init__(engine, lengths)
         self._costs, self._max_num_seqs = engine.calibration.costs, engine.max_num_seqs
         self._service, self._debt = ServiceLevel(spec.ttft, spec.tpot), TokenDebt(spec.tpot)
-        self._answers = AnswerLength(lengths.mu_o, spec.window)
+        self._answers = AnswerLength(lengths.mu_o, spec.window, product_limit=not self._service.has_targets)
         self._room = KvRoom(engine.capacity_tokens)
         self._punctual = PunctualQueue(spec.ttft) if spec.ttft is not None else None
         self.queue = self._punctual
@@ -98,7 +99,7 @@ class MarginalPolicy(Strategy):
         self._context_tokens = 0.0
         self._payback_steps: float | None = None
         self._decisions = 0
-        self._chunk = cheapest_chunk(self._costs, engine.max_num_batched_tokens)
+        self._steps = PromptSteps(self._costs, engine.max_num_batched_tokens)
         self._joint = self._joint_refill(spec) if engine.ranks > 1 else None
         self._refills = self._joint or MarginalRefill(self._costs, may_mix=spec.mix)
         self.plan_batch()
@@ -111,7 +112,7 @@ class MarginalPolicy(Strategy):
             may_mix=spec.mix,
             ranks=engine.ranks,
             interval=engine.pass_interval,
-            step_tokens=self._chunk or engine.max_num_batched_tokens,
+            step_tokens=self._steps.cheapest or engine.max_num_batched_tokens,
             prior=FadingMean(self.lengths.mu_o, spec.window),
         )
 
@@ -138,13 +139,14 @@ class MarginalPolicy(Strategy):
 
     def on_finish(self, output_tokens: int) -> None:
         """Record that a request left its slot."""
-        self._answers.ended()
+        self._answers.ended(output_tokens)
         if self._joint is not None:
             self._joint.ended(output_tokens)
         self._room.ended()
 
     def update(self, view: View, running_ages: Callable[[], Sequence[int]]) -> Sequence[Change]:
-        """Recompute the batch size that the target allows: the mean lengths have changed."""
+        """Estimate the mean answer again, and the batch size that the target allows."""
+        self._answers.update(running_ages)
         self.plan_batch()
         return ()
 
@@ -152,7 +154,7 @@ class MarginalPolicy(Strategy):
         """The next step: continue the current refill, or take the cheapest step."""
         self._update_inputs(view, stepped=phases.phase != "prefill")
         if phases.phase == "prefill" and phases.refilling(view) and not self.responses_behind:
-            return StepChoice("prefill", "eb", token_budget=self._chunk)
+            return StepChoice("prefill", "eb", token_budget=self._refill_budget())
         refill = phases.refill(view)
         choice = self._cheapest_step(view, refill, blocked=phases.pop_blocked())
         if choice.way == "decode" == phases.phase:
@@ -163,14 +165,28 @@ class MarginalPolicy(Strategy):
             self._reason(refill),
             refill,
             {"overhead_exclusive_s": choice.overhead_exclusive_s, "overhead_mixed_s": choice.overhead_mixed_s},
-            self._token_budget(view, choice.way),
+            self._token_budget(view, choice.way, refill),
         )
 
-    def _token_budget(self, view: View, way: Way) -> int | None:
-        """Tokens of a step with prompts, where fewer than the engine's budget cost less per token."""
-        if self._chunk is None or way == "decode":
-            return None
-        return self._chunk if way == "prefill" else view.decoding + self._chunk
+    def _token_budget(self, view: View, way: Way, refill: int) -> int | None:
+        """Tokens of a step with prompts, where fewer than the engine's budget cost less per token.
+
+        ``refill``: how many requests may join.
+        """
+        if way == "prefill":
+            self._steps.begin((refill + view.prefilling) * max(self.lengths.mu_new, 1.0))
+            return self._refill_budget()
+        cheapest = self._steps.cheapest
+        return None if cheapest is None or way == "decode" else view.decoding + cheapest
+
+    def _refill_budget(self) -> int | None:
+        """Tokens of the next step of an exclusive refill.
+
+        Even steps are for throughput alone: with targets, steps of the cheapest size leave fewer answers late. Ranks in
+        lockstep count the passes of a refill in steps of that size.
+        """
+        even = self._joint is None and not self._service.has_targets
+        return self._steps.next_budget() if even else self._steps.cheapest
 
     def _update_inputs(self, view: View, *, stepped: bool) -> None:
         """Update the inputs of targets and KV room. ``stepped``: the last step decoded."""
