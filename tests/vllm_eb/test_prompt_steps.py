@@ -57,6 +57,7 @@ def test_the_budgets_of_a_refill_hold_its_tokens_and_the_last_step_has_no_bound(
     budgets = []
     while (budget := steps.next_budget()) is not None:
         budgets.append(budget)
+        assert sum(budgets) < tokens + len(budgets)
     assert all(budget <= most for budget in budgets)
     assert tokens - most - len(budgets) - 1 <= sum(budgets) < tokens + len(budgets)
     assert steps.next_budget() == steps.cheapest  # of a refill that is longer than its mean
