@@ -17,8 +17,6 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
-from vllm.platforms import current_platform
-
 from vllm_eb.config import ConfigError
 
 
@@ -71,6 +69,8 @@ def resends_tokens(scheduler: Any) -> bool:
     """
     if getattr(scheduler, "use_v2_model_runner", True) or not hasattr(scheduler, "prev_step_scheduled_req_ids"):
         return False
+    from vllm.platforms import current_platform
+
     return not current_platform.is_out_of_tree()
 
 
