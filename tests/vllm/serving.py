@@ -205,6 +205,9 @@ def server(model: Path, policy: str, log: Path, *options: str, log_level: str = 
             wait_until(ready, "the server did not come up", STARTED_S)
         below = descendants(process.pid)
         yield url
+    except Exception as error:
+        error.add_note(f"the server's log ends with:\n{log.read_text(encoding='utf-8', errors='replace')[-4000:]}")
+        raise
     finally:
         process.send_signal(signal.SIGTERM)
         process.wait(ENDED_S)
