@@ -110,7 +110,7 @@ class AdviceFlags:
 def advise(
     workload: Annotated[
         str,
-        typer.Argument(help="A workload, trace:FILE or the path of a TOML file.", autocompletion=completion.workloads),
+        typer.Argument(help="A workload, log:FILE or the path of a TOML file.", autocompletion=completion.workloads),
     ],
     server: ServerFlags,
     search: AdviceFlags,

@@ -31,7 +31,7 @@ _OF_EXPERIMENTS = ("run", "runs")
 def hazard(
     context: typer.Context,
     what: Annotated[
-        str, typer.Argument(help="A workload, trace:FILE, a run directory, or a file with one output length per line.")
+        str, typer.Argument(help="A workload, log:FILE, a run directory, or a file with one output length per line.")
     ] = "",
     source: load.Source = "auto",
     num_prompts: Annotated[int | None, typer.Option("--num-prompts", "-n", help="Sessions to sample.")] = None,
@@ -65,7 +65,7 @@ def hazard(
         return
     refuse_unused(context, _OF_EXPERIMENTS, (), "without --experiment this command")
     if not what:
-        raise UsageError("give a workload, trace:FILE, a run directory, or --experiment ifr")
+        raise UsageError("give a workload, log:FILE, a run directory, or --experiment ifr")
     from ebbench.hazard.lengths import read_lengths
     from ebbench.hazard.trend import analyse_lengths
 

@@ -13,7 +13,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 from typer.core import TyperCommand, TyperOption
 
-# A workload may follow the pairs: trace:FILE and log:FILE are not among them.
+# A workload may follow the pairs: log:FILE and trace:FILE are not among them.
 _PAIR = re.compile(r"^(?!trace:|log:)[a-z0-9_]+:[^/]*$", re.IGNORECASE)
 
 

@@ -86,7 +86,7 @@ def _laid_out(
     from ebbench.workloads.statistics import describe
 
     if spec.loop == "trace":
-        raise UsageError(f"scenario {spec.name!r} replays recorded times; see `ebbench workloads show trace:FILE`")
+        raise UsageError(f"scenario {spec.name!r} replays recorded times; see `ebbench workloads show log:FILE`")
     plan = build_plan(
         "balanced", name, request_rate=given.request_rate, saturation_rate=given.saturation_rate,
         num_prompts=num_prompts, seed=seed,

@@ -28,7 +28,7 @@ class OutputLengths:
 def read_lengths(
     what: str, *, source: str = "auto", num_prompts: int | None = None, seed: int = 0, **plan: str | int | None
 ) -> OutputLengths:
-    """Lengths of a workload name, ``trace:FILE``, a TOML file, a run directory, or a file of numbers or of a trace.
+    """Lengths of a workload name, ``log:FILE``, a TOML file, a run directory, or a file of numbers or of a trace.
 
     The other arguments are those of build_plan. Raises UsageError, InputFileError, DataError.
     """

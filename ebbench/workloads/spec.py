@@ -101,7 +101,7 @@ class WorkloadSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
 
 def list_workloads() -> list[str]:
-    """Names of the bundled workloads. Also valid: ``trace:FILE`` and the path of a TOML file."""
+    """Names of the bundled workloads. Also valid: ``log:FILE`` and the path of a TOML file."""
     return sorted(path.stem for path in bundled_dir("workloads").glob("*.toml"))
 
 
@@ -110,7 +110,7 @@ def load_workload(name_or_path: str) -> WorkloadSpec:
     known = list_workloads()
     if name_or_path not in known and not name_or_path.endswith(".toml") and Path(name_or_path).expanduser().is_file():
         raise UsageError(
-            f"{name_or_path} is a file; write trace:{name_or_path} to replay it, or give it to the workload whose "
+            f"{name_or_path} is a file; write log:{name_or_path} to replay it, or give it to the workload whose "
             f"records it holds: --source file:{name_or_path}"
         )
     return load_toml(resolve(name_or_path, "workloads", known), WorkloadSpec)
@@ -121,6 +121,6 @@ def resolve(name_or_path: str, directory: str, known: list[str]) -> Path:
     if name_or_path.endswith(".toml"):
         return located(name_or_path)
     if name_or_path not in known:
-        more = ["trace:FILE"] if directory == "workloads" else []
+        more = ["log:FILE"] if directory == "workloads" else []
         raise UnknownNameError(directory.removesuffix("s"), name_or_path, [*known, *more])
     return bundled_dir(directory) / f"{name_or_path}.toml"

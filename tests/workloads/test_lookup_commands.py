@@ -113,7 +113,7 @@ def test_show_scenario_lays_out_the_sessions_asked_for(lunch: str) -> None:
         (("saturated", "--request-rate", "5"), "has no request rate"),
         (("saturated", "--saturation-rate", "5"), "leave out --saturation-rate"),
         (("poisson", "-n", "50"), "give --request-rate"),
-        (("trace", "-n", "50"), "workloads show trace:FILE"),
+        (("trace", "-n", "50"), "workloads show log:FILE"),
         (("LUNCH", "--request-rate", "0.0001"), "no session arrives in 40 s at this rate; raise --request-rate or dur"),
     ],
 )

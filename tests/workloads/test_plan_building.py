@@ -155,14 +155,14 @@ def test_nothing_that_fits_is_refused() -> None:
 def test_unknown_workload_suggests() -> None:
     with pytest.raises(UnknownNameError, match="did you mean 'sharegpt'"):
         build_plan("sharegtp")
-    with pytest.raises(UnknownNameError, match="trace:FILE"):
+    with pytest.raises(UnknownNameError, match="log:FILE"):
         build_plan("qqq")
 
 
 def test_a_file_given_as_a_workload_is_told_how_to_be_read(tmp_path: Path) -> None:
     path = tmp_path / "conversation.jsonl"
     path.write_text("{}")
-    with pytest.raises(UsageError, match=f"write trace:{path} to replay it, .* --source file:{path}"):
+    with pytest.raises(UsageError, match=f"write log:{path} to replay it, .* --source file:{path}"):
         build_plan(str(path))
     with pytest.raises(UnknownNameError):
         build_plan(str(tmp_path))
