@@ -12,7 +12,6 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import ebbench.engines
-import ebbench.workloads
 from ebbench.analysis.compare.certainty import ALPHA, TESTED, adjusted, pairs_for, pairs_needed
 from ebbench.analysis.summary import summarise
 from ebbench.cli.main import app
@@ -20,6 +19,8 @@ from ebbench.cli.repeats import beforehand, why_stop
 from ebbench.records.plan import Plan
 from ebbench.records.run import Run, find_runs
 from ebbench.runs import make
+from ebbench.workloads import planner
+from ebbench.workloads.options import PlanOptions
 from tests.analysis.made_runs import MadeEngine, device_of, plan_of
 
 
@@ -45,13 +46,14 @@ class NoisyEngine(MadeEngine):
 def engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> NoisyEngine:
     made = NoisyEngine()
 
-    def build(workload: str, scenario: str | None, *, seed: int, **asked: Any) -> Plan:
-        plan = plan_of(10, seed=seed, output_tokens=20 + seed)
-        return replace(plan, facts={**plan.facts, "seed": seed})
+    def build(asked: PlanOptions) -> Plan:
+        plan = plan_of(10, seed=asked.seed, output_tokens=20 + asked.seed)
+        return replace(plan, facts={**plan.facts, "seed": asked.seed})
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(ebbench.engines, "select_engine", lambda *_, **__: (made, "engine: made up"))
-    monkeypatch.setattr(ebbench.workloads, "build_plan", build)
+    # Not build_plan: a module that is first imported in one of these tests would keep the replacement.
+    monkeypatch.setattr(planner, "make_plan", build)
     monkeypatch.setattr(make, "device_of", lambda *_: device_of())
     return made
 
@@ -83,10 +85,10 @@ def test_repeats_without_an_answer_end_at_max_repeats(engine: NoisyEngine) -> No
     assert [entry["seeds"] for entry in json.loads(done.stdout)] == [list(range(9))] * 2
 
 
-def test_copies_stop_at_once(engine: NoisyEngine) -> None:
+def test_copies_stop_at_once(engine: NoisyEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine.noise = 0.0
     same = plan_of(10)
-    ebbench.workloads.build_plan = lambda *_, seed, **__: replace(same, facts={**same.facts, "seed": seed})
+    monkeypatch.setattr(planner, "make_plan", lambda asked: replace(same, facts={**same.facts, "seed": asked.seed}))
     done = invoke("run", "made-up", "-p", "v1", "-p", "ebplus", "--repeats", "auto")
     assert "Stopped after 2 repeats: they give the same figures" in done.stderr
     assert len(engine.runs) == 4

@@ -10,13 +10,14 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import ebbench.engines
-import ebbench.workloads
 from ebbench.cli.main import app
 from ebbench.engines.setup import is_server
 from ebbench.errors import RunError
 from ebbench.records.plan import ClosedPhase, Plan
 from ebbench.records.run import Run
 from ebbench.runs import make
+from ebbench.workloads import planner
+from ebbench.workloads.options import PlanOptions
 from tests.analysis.made_runs import MadeEngine, device_of, plan_of
 
 VLLM_KEYS = [
@@ -36,11 +37,13 @@ def engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> MadeEngine:
     of_cell = make.device_of
     monkeypatch.setattr(make, "device_of", lambda cell, *_: of_cell(cell) if is_server(cell.engine) else device_of())
 
-    def build(workload: str, scenario: str | None, *, seed: int, **settings: Any) -> Plan:
-        phases = [ClosedPhase("low", 60, 8), ClosedPhase("high", 40, 20)] if scenario == "concurrency-shift" else None
-        return plan_of(settings["num_prompts"] or 100, seed=seed, phases=phases)
+    def build(asked: PlanOptions) -> Plan:
+        shifts = asked.scenario == "concurrency-shift"
+        phases = [ClosedPhase("low", 60, 8), ClosedPhase("high", 40, 20)] if shifts else None
+        return plan_of(asked.num_prompts or 100, seed=asked.seed, phases=phases)
 
-    monkeypatch.setattr(ebbench.workloads, "build_plan", build)
+    # Not build_plan: a module that is first imported in one of these tests would keep the replacement.
+    monkeypatch.setattr(planner, "make_plan", build)
     return made
 
 
