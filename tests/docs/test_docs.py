@@ -221,3 +221,12 @@ def test_no_page_needs_a_program_that_is_not_named() -> None:
                 words = {shlex.split(line, comments=True)[0] for line in block.commands}
                 assert words <= known, (page, words - known)
     assert shutil.which("bash")
+
+
+def test_architecture_lists_every_package() -> None:
+    text = (ROOT / "docs" / "ARCHITECTURE.md").read_text()
+    rows = text.partition("## Packages")[2].partition("\n## ")[0].splitlines()
+    cells = [row.split("|")[1].replace("ebbench/", "") for row in rows if row.startswith("| `")]
+    listed = {name for cell in cells for name in re.findall(r"`(\w+)`", cell)}
+    packages = {path.parent.name for path in (ROOT / "ebbench").glob("*/__init__.py")}
+    assert packages <= listed
