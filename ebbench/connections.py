@@ -18,6 +18,12 @@ import httpx
 
 from ebbench.errors import UsageError
 
+IDLE_LIMIT_S = 2.0
+"""A connection idle for longer is not used again: a request sent while the server closes it gets no response.
+
+uvicorn, and with it vLLM and SGLang, closes a connection that was idle for 5 s. The price is a new connection: a round
+trip, with TLS two.
+"""
 CA_VARIABLES = ("SSL_CERT_FILE", "SSL_CERT_DIR")
 """Environment variables that name certificate authorities to trust; the first takes precedence."""
 

@@ -18,9 +18,8 @@ from typing import Protocol, cast
 import httptools
 import httpx
 
-from ebbench.connections import Address, BaseConnection, Connections
+from ebbench.connections import IDLE_LIMIT_S, Address, BaseConnection, Connections
 
-IDLE_LIMIT_NS = 2_000_000_000  # below the 5 s after which common servers close an idle connection
 _CONNECTS_AT_ONCE = 64
 _RESERVE = 16  # idle connections; a request that must first open a connection is sent up to 20 ms later in a busy loop
 
@@ -53,7 +52,7 @@ class ConnectionPool:
             _Connection,
             tls=tls,
             connect_timeout_s=connect_timeout_s,
-            idle_limit_ns=IDLE_LIMIT_NS,
+            idle_limit_ns=round(IDLE_LIMIT_S * 1e9),
         )
         lines = [b"%b %b HTTP/1.1" % (template.method.encode(), template.url.raw_path)]
         lines += [b"%b: %b" % h for h in template.headers.raw if h[0].lower() != b"content-length"]

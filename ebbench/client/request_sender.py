@@ -12,7 +12,7 @@ from ebbench.client.classify import BODY_LIMIT, HUNG_UP, transport_failure
 from ebbench.client.http_streams import ConnectionPool
 from ebbench.client.options import ClientOptions, api_key
 from ebbench.client.response import StreamedResponse
-from ebbench.connections import tls_context
+from ebbench.connections import IDLE_LIMIT_S, tls_context
 
 
 class _OpenRequest:
@@ -44,7 +44,7 @@ class RequestSender:
             verify=tls if tls is not None else False,
             headers=_headers(options, self._key),
             timeout=httpx.Timeout(None, connect=options.connect_timeout_s),
-            limits=httpx.Limits(max_connections=None),
+            limits=httpx.Limits(max_connections=None, keepalive_expiry=IDLE_LIMIT_S),
             trust_env=options.transport != "direct",
         )
         self._pool: ConnectionPool | None = None

@@ -29,10 +29,10 @@ class Scraper:
             await asyncio.sleep(self._interval_s)
 
     async def once(self) -> bool:
-        """Read once; returns False if the server has no such page."""
+        """Read once; returns False if the server has no such page: a failed read after a first one is left out."""
         text = await self._server.metrics()
         if text is None:
-            return False
+            return bool(self._last)
         now_ns = time.monotonic_ns()
         for (name, labels), value in parse(text).items():
             if self._last.get((name, labels)) != value:

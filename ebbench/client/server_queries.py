@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 
 from ebbench.client.options import ClientOptions, api_key, redacted, secrets
-from ebbench.connections import tls_context
+from ebbench.connections import IDLE_LIMIT_S, tls_context
 from ebbench.errors import RunError, UsageError
 
 _ASK_TIMEOUT_S = 10.0
@@ -55,7 +55,7 @@ class ServerQueries:
         if key is not None:
             headers["authorization"] = f"Bearer {key}"
         self._client = httpx.AsyncClient(
-            headers=headers, timeout=_ASK_TIMEOUT_S,
+            headers=headers, timeout=_ASK_TIMEOUT_S, limits=httpx.Limits(keepalive_expiry=IDLE_LIMIT_S),
             verify=tls_context(options.verify_tls, options.ca_file, environ) if url.startswith("https:") else False,
             trust_env=options.transport != "direct",
         )  # fmt: skip

@@ -14,7 +14,6 @@ from ebbench.alarm import Alarm
 from ebbench.client.bodies import RequestBodies, Turn
 from ebbench.client.bodies_ahead import BodiesAhead
 from ebbench.client.classify import classify
-from ebbench.client.http_streams import IDLE_LIMIT_NS
 from ebbench.client.messages import (
     Assignment,
     Batch,
@@ -30,6 +29,7 @@ from ebbench.client.release_schedule import ReleaseSchedule
 from ebbench.client.request_sender import RequestSender
 from ebbench.client.response import StreamedResponse
 from ebbench.client.session_plan import SessionPlan
+from ebbench.connections import IDLE_LIMIT_S
 
 _REPORT_EVERY_S = 0.25
 _MAX_PRECONNECTIONS = 512  # connections that a worker opens before an open loop starts
@@ -92,7 +92,7 @@ class Worker:
     def initial_connections(self) -> int:
         """Number of connections needed at the start: this worker's share of the slots, or of the first arrivals."""
         if self._session_plan.arrivals is not None:
-            soon = bisect_right(self._session_plan.arrivals.arrival_ns, IDLE_LIMIT_NS)
+            soon = bisect_right(self._session_plan.arrivals.arrival_ns, round(IDLE_LIMIT_S * 1e9))
             return min(-(-soon // self._assignment.workers), _MAX_PRECONNECTIONS)
         share = self._schedule.share(self._assignment.workers)
         return self._session_plan.sessions if share is None else min(share, self._session_plan.sessions)

@@ -10,6 +10,7 @@ from typing import Literal
 
 import httpx
 
+from ebbench.connections import IDLE_LIMIT_S
 from ebbench.errors import RunError, UsageError
 from ebbench.gateway.bursts import BurstClock
 from ebbench.gateway.settings import GatewaySettings
@@ -39,7 +40,9 @@ class Upstreams:
         self.all = [Upstream(i, url.rstrip("/")) for i, url in enumerate(settings.upstreams)]
         self.model = ""
         self._client = httpx.AsyncClient(
-            timeout=httpx.Timeout(settings.health_timeout_s, connect=settings.connect_timeout_s), trust_env=False
+            timeout=httpx.Timeout(settings.health_timeout_s, connect=settings.connect_timeout_s),
+            limits=httpx.Limits(keepalive_expiry=IDLE_LIMIT_S),
+            trust_env=False,
         )
         self._tasks: list[asyncio.Task[None]] = []
 

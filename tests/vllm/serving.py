@@ -160,9 +160,13 @@ def answered(http: httpx.Client, url: str, sent: Sent) -> Answer:
 
 
 def all_answered(url: str) -> list[Answer]:
-    """The answers of the whole mix, CLIENTS requests at a time."""
+    """The answers of the whole mix, CLIENTS requests at a time. Requests that failed are named all at once."""
     with client() as http, concurrent.futures.ThreadPoolExecutor(CLIENTS) as pool:
-        return list(pool.map(lambda sent: answered(http, url, sent), requests()))
+        pending = [pool.submit(answered, http, url, sent) for sent in requests()]
+        concurrent.futures.wait(pending)
+        errors = {number: error for number, one in enumerate(pending) if (error := one.exception()) is not None}
+        assert not errors, f"{len(errors)} requests failed, the server answers: {healthy(http, url)}; {errors!r:.4000}"
+        return [one.result() for one in pending]
 
 
 def samples(url: str) -> dict[str, float]:
