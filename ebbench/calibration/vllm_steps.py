@@ -27,12 +27,16 @@ CPU_KV_GIB = "2"
 
 @dataclass
 class SteppedVllm:
-    """A vLLM engine that runs one step per call. ``clock`` returns seconds; a real GPU needs the wall clock."""
+    """A vLLM engine that runs one step per call. ``clock`` returns seconds; a real GPU needs the wall clock.
+
+    ``eager``: without torch.compile and CUDA graphs, as vLLM's CPU build is measured.
+    """
 
     engine: Any
     sampling: Any
     kv_tokens: int
     clock: Callable[[], float] = time.perf_counter
+    eager: bool = False
     _count: int = 0
 
     def add(self, prompt_tokens: int, output_tokens: int) -> str:
@@ -79,13 +83,14 @@ def start(model: str, grid: ProbeGrid, vllm_options: Sequence[str] = ()) -> Step
         from vllm.platforms import current_platform
     except ImportError:
         raise UsageError("vLLM is not installed: pip install 'ebbench[cpu]', or calibrate --engine sim") from None
-    words = engine_words(model, grid.options, eager=current_platform.is_cpu())
+    eager = current_platform.is_cpu()
+    words = engine_words(model, grid.options, eager=eager)
     try:
         engine = LLMEngine.from_engine_args(_engine_args([*words, *vllm_options]))
     except (RuntimeError, ValueError, OSError) as error:
         raise RunError(f"vLLM could not load {model}: {str(error).splitlines()[0]}") from None
     cache = engine.vllm_config.cache_config
-    return SteppedVllm(engine, SamplingParams, int(cache.num_gpu_blocks or 0) * int(cache.block_size))
+    return SteppedVllm(engine, SamplingParams, int(cache.num_gpu_blocks or 0) * int(cache.block_size), eager=eager)
 
 
 def engine_words(model: str, options: EngineOptions, *, eager: bool) -> list[str]:

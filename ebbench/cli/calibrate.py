@@ -190,7 +190,7 @@ def _measure_vllm(
     probed = measure_steps(vllm, grid, runs.pause if runs else None)
     measured = fit(
         cost_grid(grid, probed.seconds),
-        _source(model, target.name, "vllm"),
+        _source(model, target.name, "vllm with --enforce-eager" if vllm.eager else "vllm"),
         grid.points,
         request_s=probed.request_s,
         drift=probed.drift,

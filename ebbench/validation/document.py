@@ -66,6 +66,11 @@ def as_document(
     cpus, server_cpus = machine["usable_cpus"], machine["server_cpus"]
     if server_cpus < cpus:
         found.append(f"vLLM ran on {server_cpus} of {cpus} processors, so that the client kept its schedule")
+    if machine["cpu_build"]:
+        found.append(
+            "vLLM's CPU build ran the model in the engine core's process, eager (--enforce-eager), as its steps were "
+            "measured; a server started by hand uses a process more and torch.compile"
+        )
     if question.engine == "vllm" and load_average:
         found.append(
             f"load average {min(load_average):.1f} to {max(load_average):.1f} on {cpus} CPUs during the measurement"

@@ -26,8 +26,8 @@ from ebbench.runs.drive import run_cells, run_missing
 from ebbench.runs.make import Made, Task, device_of, make, setup_of
 from ebbench.runs.pool import InProcess, Outcome
 from ebbench.runs.store import Measured, RunStore
+from ebbench.validation.cpu_server import starting_as_measured
 from ebbench.validation.judge import METRICS, Observation
-from ebbench.validation.processors import server_processors, starting_on
 from ebbench.validation.question import (
     MeasuringSchedule,
     PlannedRun,
@@ -238,7 +238,7 @@ def _measure_policy(
         run_cells(cells, store, InProcess(), whole=True, stored=stored)
         return
     with ExitStack() as stack:
-        with starting_on(server_processors(question)):
+        with starting_as_measured(question):
             start = engine.started(parse_policy(first.policy), device_of(first), first.options, _no_progress)
             server = stack.enter_context(start)
         run_cells(cells, store, InProcess(), whole=True, stored=stored, job=partial(make, engine=server))

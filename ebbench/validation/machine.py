@@ -12,10 +12,11 @@ from typing import Any
 
 from ebbench.engines.machine import machine_name, visible_gpus
 from ebbench.engines.versions import engine_versions
+from ebbench.engines.vllm_command import cpu_build
 from ebbench.errors import DataError
 from ebbench.records import files
 from ebbench.records.manifest import git_commit, software_versions, wall_clock_ns
-from ebbench.validation.processors import server_processors
+from ebbench.validation.cpu_server import server_processors
 from ebbench.validation.question import ValidationQuestion
 
 MANIFEST = "manifest.json"
@@ -63,6 +64,7 @@ def describe_machine(question: ValidationQuestion) -> dict[str, Any]:
         "gpus": [asdict(gpu) for gpu in gpus],
         "cpus": os.cpu_count(),
         "usable_cpus": len(os.sched_getaffinity(0)),
+        "cpu_build": real and cpu_build(),
         "server_cpus": len(server_processors(question) or os.sched_getaffinity(0)),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "system": platform.platform(),

@@ -11,6 +11,7 @@ import msgspec
 
 from ebbench.calibration.measure import ProbeGrid
 from ebbench.engines.base import EngineOptions
+from ebbench.engines.vllm_command import cpu_build
 from ebbench.errors import UsageError
 from ebbench.runs.cell import Cell
 from ebbench.workloads.options import PlanOptions
@@ -145,7 +146,8 @@ def measured_cell(question: ValidationQuestion, steps: StepTimes, setting: Plann
         setting.policy,
         engine=question.engine,
         model=question.model,
-        options=_options(question, steps),
+        # Steps of the CPU build are measured without torch.compile; those of a GPU with all that vLLM does by default.
+        options=replace(_options(question, steps), enforce_eager=real and cpu_build()),
         **how,
     )
 

@@ -32,6 +32,7 @@ def test_a_config_alone_is_calibrated_predicted_and_measured(tmp_path: Path) -> 
         assert run.manifest.engine == "vllm"
         assert set(run.requests["status"].to_pylist()) == {"ok"}
         assert "--load-format dummy" in run.manifest.facts["server_command"]
+        assert "--enforce-eager" in run.manifest.facts["server_command"]  # as the steps were measured
         steps = run.table("steps").to_pylist()
         assert bool(steps) == (run.manifest.policy == "eb")  # v1 is vLLM untouched
         # One server served both loads; a run holds its own steps alone, numbered from 0.
@@ -40,4 +41,5 @@ def test_a_config_alone_is_calibrated_predicted_and_measured(tmp_path: Path) -> 
         recorded = {name for step in steps for name in step["request_ids"]}
         assert not steps or planned <= recorded
     commands = {run.manifest.facts["server_command"] for run in runs}
+    assert "engine vllm with --enforce-eager" in (tmp_path / "out" / "steps" / "profile" / "profile.toml").read_text()
     assert len(commands) == 2  # a server for each policy, not for each run

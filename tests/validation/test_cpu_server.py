@@ -1,4 +1,4 @@
-"""vLLM's CPU build leaves the client of a validation a processor of its own."""
+"""vLLM's CPU build serves a validation as its steps were measured, and leaves the client a processor."""
 
 from __future__ import annotations
 
@@ -13,14 +13,18 @@ from pathlib import Path
 import pytest
 
 from ebbench.calibration.measure import ProbeGrid
+from ebbench.devices import Device
+from ebbench.engines.base import EngineOptions
 from ebbench.engines.started import StartedServers
-from ebbench.engines.vllm import VllmEngine
+from ebbench.engines.vllm import VllmEngine, server_environment
 from ebbench.errors import RunError
 from ebbench.runs.store import RunStore
-from ebbench.validation import drive, processors, steps
-from ebbench.validation.processors import server_processors, starting_on
+from ebbench.validation import cpu_server, drive, question, steps
+from ebbench.validation.cpu_server import server_processors, starting_on
 from ebbench.validation.question import PlannedRun, StepTimes, ValidationQuestion, measured_cell
+from vllm_eb.policy import PolicySpec
 
+ONE_PROCESS = "VLLM_ENABLE_V1_MULTIPROCESSING"
 QUESTION = ValidationQuestion("model", ProbeGrid((16, 64), (1, 4), (16, 64)), (4,))
 SHOWN = [sys.executable, "-c", "import os; print(sorted(os.sched_getaffinity(0)))"]
 
@@ -40,7 +44,7 @@ def test_vllm_gets_all_processors_but_one(
     usable: set[int], cpu: bool, engine: str, expected: set[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _process: usable)
-    monkeypatch.setattr(processors, "cpu_build", lambda: cpu)
+    monkeypatch.setattr(cpu_server, "cpu_build", lambda: cpu)
     assert server_processors(replace(QUESTION, engine=engine)) == expected
 
 
@@ -75,23 +79,32 @@ def test_step_times_are_measured_on_the_processors_of_the_servers(
     assert seen == [chosen]
 
 
-def test_servers_start_there_and_the_client_runs_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    usable = os.sched_getaffinity(0)
+@pytest.mark.parametrize("cpu", [True, False])
+def test_servers_start_as_their_steps_were_measured_and_the_client_runs_anywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cpu: bool
+) -> None:
+    usable, before = os.sched_getaffinity(0), os.environ.get(ONE_PROCESS)
     chosen = frozenset([max(usable)])
-    seen = []
+    seen: list[object] = []
 
     class Engine(VllmEngine):
         @contextmanager
-        def started(self, *_settings: object) -> Iterator[StartedServers]:
-            seen.append(os.sched_getaffinity(0))
+        def started(
+            self, _policy: PolicySpec, _device: Device, options: EngineOptions, _progress: object
+        ) -> Iterator[StartedServers]:
+            environment = server_environment()
+            seen.append((os.sched_getaffinity(0), environment.get(ONE_PROCESS), options.enforce_eager))
             yield None  # type: ignore[misc]
 
     monkeypatch.setattr(drive, "make_engine", lambda _setup: (Engine(), None))
     monkeypatch.setattr(drive, "device_of", lambda _cell: None)
-    monkeypatch.setattr(drive, "server_processors", lambda _question: chosen)
+    monkeypatch.setattr(cpu_server, "server_processors", lambda _question: chosen)
+    monkeypatch.setattr(cpu_server, "cpu_build", lambda: cpu)
+    monkeypatch.setattr(question, "cpu_build", lambda: cpu)
     monkeypatch.setattr(drive, "run_cells", lambda *_cells, **_how: seen.append(os.sched_getaffinity(0)))
     profile = tmp_path / "profile.toml"
     times = StepTimes(profile, profile, 1000, 4, 1.0, 9, 1.0, 1.0, None, 0.001, 1.0, 2.0)
     cell = measured_cell(QUESTION, times, PlannedRun("v1", 0, 0), 12)
     drive._measure_policy(QUESTION, [cell], RunStore(tmp_path), lambda *_found: None)
-    assert seen == [chosen, usable]
+    assert seen == [(chosen, "0" if cpu else before, cpu), usable]
+    assert os.environ.get(ONE_PROCESS) == before
