@@ -26,7 +26,7 @@ from ebbench.runs.drive import run_cells, run_missing
 from ebbench.runs.make import Made, Task, device_of, make, setup_of
 from ebbench.runs.pool import InProcess, Outcome
 from ebbench.runs.store import Measured, RunStore
-from ebbench.validation.cpu_server import starting_as_measured
+from ebbench.validation.cpu_server import move_api_servers, server_processors, starting_as_measured
 from ebbench.validation.judge import METRICS, Observation
 from ebbench.validation.question import (
     MeasuringSchedule,
@@ -241,6 +241,7 @@ def _measure_policy(
         with starting_as_measured(question):
             start = engine.started(parse_policy(first.policy), device_of(first), first.options, _no_progress)
             server = stack.enter_context(start)
+        move_api_servers([process.group for process in server.processes], server_processors(question))
         run_cells(cells, store, InProcess(), whole=True, stored=stored, job=partial(make, engine=server))
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from ebbench.calibration.measure import ProbeGrid
+from ebbench.child import supervised
 from ebbench.devices import Device
 from ebbench.engines.base import EngineOptions
 from ebbench.engines.started import StartedServers
@@ -20,7 +21,7 @@ from ebbench.engines.vllm import VllmEngine, server_environment
 from ebbench.errors import RunError
 from ebbench.runs.store import RunStore
 from ebbench.validation import cpu_server, drive, question, steps
-from ebbench.validation.cpu_server import server_processors, starting_on
+from ebbench.validation.cpu_server import move_api_servers, server_processors, starting_on
 from ebbench.validation.question import PlannedRun, StepTimes, ValidationQuestion, measured_cell
 from vllm_eb.policy import PolicySpec
 
@@ -94,7 +95,8 @@ def test_servers_start_as_their_steps_were_measured_and_the_client_runs_anywhere
         ) -> Iterator[StartedServers]:
             environment = server_environment()
             seen.append((os.sched_getaffinity(0), environment.get(ONE_PROCESS), options.enforce_eager))
-            yield None  # type: ignore[misc]
+            servers = StartedServers(url="", servings=(), processes=())
+            yield servers
 
     monkeypatch.setattr(drive, "make_engine", lambda _setup: (Engine(), None))
     monkeypatch.setattr(drive, "device_of", lambda _cell: None)
@@ -108,3 +110,32 @@ def test_servers_start_as_their_steps_were_measured_and_the_client_runs_anywhere
     drive._measure_policy(QUESTION, [cell], RunStore(tmp_path), lambda *_found: None)
     assert seen == [(chosen, "0" if cpu else before, cpu), usable]
     assert os.environ.get(ONE_PROCESS) == before
+
+
+PARENT_AND_CHILD = """
+import subprocess, sys, threading
+threading.Thread(target=threading.Event().wait, daemon=True).start()
+with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+    print(child.pid, flush=True)
+    input()
+    child.communicate(b"\\n")
+"""
+
+
+def test_the_api_server_moves_to_the_client_and_the_engine_core_stays() -> None:
+    usable = os.sched_getaffinity(0)
+    chosen = frozenset([max(usable)])
+    with starting_on(chosen):
+        command = supervised([sys.executable, "-c", PARENT_AND_CHILD], 5.0)
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    engine_core = int(process.stdout.readline())
+    api_server = int(Path(f"/proc/{engine_core}/stat").read_text().split()[3])
+    try:
+        move_api_servers([process.pid], chosen)
+        threads = [int(thread.name) for thread in Path(f"/proc/{api_server}/task").iterdir()]
+        assert len(threads) == 2
+        assert [os.sched_getaffinity(thread) for thread in threads] == [(usable - chosen) or chosen] * 2
+        assert os.sched_getaffinity(engine_core) == chosen
+    finally:
+        process.communicate("\n")
