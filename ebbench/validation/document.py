@@ -137,7 +137,7 @@ def notes(question: ValidationQuestion, outcomes: Outcomes, judged: Judgement) -
         f"{question.output_tokens} tokens on average",
         f"{steps.steps} steps measured; fits R2 {steps.prefill_r2:.3f} prefill, {steps.decode_r2:.3f} decode; slowest "
         f"round of probes {steps.drift:.2f} times the fastest",
-        "error: predicted over measured, mean over the rounds; noise: twice its standard error, from the differences "
+        "error: predicted over measured, mean over the rounds; noise: half its 95 % interval, from the differences "
         "between rounds of the same run; lowest, highest: of the measured runs",
     ]
     found += [_bias(one) for one in judged.verdict.metrics]

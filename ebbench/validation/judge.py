@@ -4,8 +4,9 @@ Every setting (policy and load) is measured in several rounds and predicted for 
 of predicted to measured. The noise of one measurement, sigma, is the standard deviation of a setting's errors over its
 rounds, but at least the typical one of all settings, since a few rounds can agree by chance. Predictions use step
 times that were measured once, and the machine's speed at that time is one more random draw: the mean error over n
-rounds has an uncertainty of ``2 sigma sqrt(1 + 1/n)``. A limit is kept if three of four settings keep it with the
-uncertainty added, exceeded if they do not keep it with the uncertainty subtracted, else undecided.
+rounds has an uncertainty of ``t sigma sqrt(1 + 1/n)``, with Student's t of :func:`interval_factor`. A limit is kept
+if three of four settings keep it with the uncertainty added, exceeded if they do not keep it with the uncertainty
+subtracted, else undecided.
 """
 
 from __future__ import annotations
@@ -134,6 +135,7 @@ def _errors(observations: Sequence[Observation], metric: str) -> list[Error]:
             logs.setdefault((one.policy, one.load), []).append(math.log(predicted / measured))
             pairs.setdefault((one.policy, one.load), []).append((predicted, measured))
     typical, sigmas = noise_of(list(logs.values()))
+    t = interval_factor(list(logs.values()))
     found = []
     for ((policy, load), values), sigma in zip(logs.items(), sigmas, strict=True):
         measured_values = [measured for _, measured in pairs[policy, load]]
@@ -148,7 +150,7 @@ def _errors(observations: Sequence[Observation], metric: str) -> list[Error]:
                 min(measured_values),
                 max(measured_values),
                 math.expm1(mean(values)),
-                2.0 * sigma * math.sqrt(1.0 + 1.0 / len(values)),
+                t * sigma * math.sqrt(1.0 + 1.0 / len(values)),
                 typical,
             )
         )
@@ -171,6 +173,18 @@ def noise_of(groups: Sequence[Sequence[float]]) -> tuple[float, list[float]]:
     return typical, [max(value, typical) for value in own]
 
 
+def interval_factor(groups: Sequence[Sequence[float]]) -> float:
+    """Standard errors to either side that cover a mean with 95 %: Student's t, as many degrees of freedom as all groups
+    have values beyond one each.
+
+    The noise of two rounds in two settings is itself known so badly that it takes 4.3; with many settings it takes 2.
+    """
+    from scipy import stats
+
+    freedom = sum(len(values) - 1 for values in groups)
+    return float(stats.t.ppf(0.975, freedom)) if freedom else math.inf
+
+
 def _gains(observations: Sequence[Observation], baseline: str) -> Iterable[GainPrediction]:
     base = {(one.load, one.round): one for one in observations if one.policy == baseline}
     logs: dict[tuple[str, int], list[tuple[float, float]]] = {}
@@ -184,10 +198,12 @@ def _gains(observations: Sequence[Observation], baseline: str) -> Iterable[GainP
             logs.setdefault((one.policy, one.load), []).append(
                 (math.log(ours / theirs), math.log(measured / measured_base))
             )
-    _, sigmas = noise_of([[measured for _, measured in pairs] for pairs in logs.values()])
+    measured_gains = [[measured for _, measured in pairs] for pairs in logs.values()]
+    _, sigmas = noise_of(measured_gains)
+    t = interval_factor(measured_gains)
     for ((policy, load), pairs), sigma in zip(logs.items(), sigmas, strict=True):
         predicted_gain, measured_gain = (mean(part) for part in zip(*pairs, strict=True))
-        uncertainty = 2.0 * sigma / math.sqrt(len(pairs))
+        uncertainty = t * sigma / math.sqrt(len(pairs))
         clear = abs(measured_gain) > max(uncertainty, SMALLEST_GAIN)
         right = predicted_gain * measured_gain > 0 if clear else None
         yield GainPrediction(policy, load, math.expm1(predicted_gain), math.expm1(measured_gain), uncertainty, right)
