@@ -288,6 +288,7 @@ class Scheduler:
         self.in_flight.append(step)
         before = step.computed if len(step.computed) == len(rows) else state.computed.take(rows)
         after = before + step.tokens
+        step.computed = NO_ROWS  # steps are kept until the log folds them: this array would stay with each
         state.computed[rows] = after
         if not self.prefilling:
             step.sampled, step.decode_seqs = rows, len(rows)

@@ -137,17 +137,10 @@ class StepLog:
         kept, self._kept = self._kept, _Kept((), [])
         folded, last = deque(kept.folded), _columns_of(kept.steps)
         del kept
-        if by_time:
-            parts = [_unfold(folded.popleft()) for _ in range(len(folded))]
-            columns = _by_time(pa.concat_tables([*parts, last]).slice(first).combine_chunks())
-            return _finished(columns, request_ids, kv_blocks_total, begin_ns)
+        parts = _after(first, chain((_unfold(folded.popleft()) for _ in range(len(folded))), [last]))
         made: list[pa.Table] = []
-        skip = first
-        while folded:
-            part = _unfold(folded.popleft())
-            made.append(_finished(part.slice(skip), request_ids, kv_blocks_total, begin_ns, _rows_of(made)))
-            skip = max(0, skip - len(part))
-        made.append(_finished(last.slice(skip), request_ids, kv_blocks_total, begin_ns, _rows_of(made)))
+        for part in _by_time(parts) if by_time else parts:
+            made.append(_finished(part, request_ids, kv_blocks_total, begin_ns, _rows_of(made)))
         return pa.concat_tables(made)
 
 
@@ -179,7 +172,7 @@ def _unfold(part: _Folded) -> pa.Table:
     return pa.ipc.open_stream(part.stream).read_all()
 
 
-def _rows_of(tables: Sequence[pa.Table]) -> int:
+def _rows_of(tables: Iterable[pa.Table]) -> int:
     return sum(len(table) for table in tables)
 
 
@@ -199,17 +192,28 @@ def _columns_of(steps: Sequence[tuple[int, Step]]) -> pa.Table:
     return pa.table(columns)
 
 
-def _by_time(columns: pa.Table) -> pa.Table:
-    """The rows by the time of their scheduling, equal times in the order they have."""
-    times_ns = columns["scheduled_ns"].to_numpy()
+def _after(first: int, parts: Iterable[pa.Table]) -> Iterator[pa.Table]:
+    """The parts without the ``first`` rows of them all."""
+    for part in parts:
+        yield part.slice(first)
+        first = max(0, first - len(part))
+
+
+def _by_time(parts: Iterable[pa.Table]) -> Iterator[pa.Table]:
+    """The rows of all parts by the time of their scheduling, equal times in the order they have."""
+    left = deque(parts)
+    times_ns = np.concatenate([part["scheduled_ns"].to_numpy() for part in left])
     earliest_later_ns = np.minimum.accumulate(times_ns[::-1])[::-1][1:]
     early = times_ns[:-1] > earliest_later_ns
-    if not early.any():
-        return columns
-    # Most runs are in order up to the end of their load: only what follows is moved.
-    ordered = int(early.argmax())
-    moved = columns.slice(ordered).take(pa.array(np.argsort(times_ns[ordered:], kind="stable")))
-    return pa.concat_tables([columns.slice(0, ordered), moved]).combine_chunks()
+    # Most runs are in order up to the end of their load: only what follows is copied.
+    ordered = int(early.argmax()) if early.any() else len(times_ns)
+    while left and len(left[0]) <= ordered:
+        ordered -= len(left[0])
+        yield left.popleft()
+    if left:
+        yield left[0].slice(0, ordered)
+        order = np.argsort(times_ns[-_rows_of(left) :][ordered:], kind="stable")
+        yield pa.concat_tables(left).slice(ordered).combine_chunks().take(pa.array(order))
 
 
 def _finished(

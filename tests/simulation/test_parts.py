@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import numpy as np
 import pyarrow as pa
 
@@ -91,6 +93,21 @@ def test_a_scheduler_chunks_prompts_by_its_budget_and_hands_out_tokens_when_a_st
     assert heard.admissions == [(0, True), (1, True)]
     assert heard.ends == [1, 0]
     assert made.kv_blocks_used == 0
+
+
+def test_a_decode_step_keeps_no_array_of_its_own() -> None:
+    """The log keeps thousands of steps: an array in each would take new memory at every step."""
+    made = scheduler([(8, 9)] * 4)
+    for row in range(4):
+        made.add(row)
+    made.take_arrivals(0)
+    step_of(made, 0)
+    made.deliver()
+    step = step_of(made, MS)
+    assert step.decode_seqs == 4
+    arrays = [value for field in fields(step) if isinstance(value := getattr(step, field.name), np.ndarray)]
+    shared = (made.running, made.ones)
+    assert [array for array in arrays if len(array) and not any(np.shares_memory(array, one) for one in shared)] == []
 
 
 def test_blocks_of_finished_requests_stay_taken_where_they_are_still_to_be_transferred() -> None:

@@ -90,6 +90,18 @@ def test_steps_by_time_are_sorted_and_equal_times_keep_their_order(times_ns: lis
     assert table["scheduled_ns"].to_pylist() == [time_ns for _, time_ns in expected]
 
 
+def test_only_steps_out_of_order_are_copied_to_sort_them() -> None:
+    """Parts in order are the largest tables of a run: each stays a part."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(step_log, "FOLD", 4)
+        log = step_log.StepLog()
+        for time_ns in (*range(17), 20, 18, 19):
+            log.step(0, Step(time_ns))
+    times_ns = log.table(pa.array([], pa.string()), 1, by_time=True)["scheduled_ns"]
+    assert times_ns.to_pylist() == [*range(17), 18, 19, 20]
+    assert [len(chunk) for chunk in times_ns.chunks if len(chunk)] == [4, 4, 4, 4, 1, 3]
+
+
 def test_folded_steps_take_a_small_part_of_their_size() -> None:
     """Successive steps hold nearly the same requests; the log must not grow by each of their names."""
     log, running = step_log.StepLog(), 200
