@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from ebbench.errors import InputFileError
+from ebbench.workloads.json_keys import RepeatedKeyError, with_unique_keys
 
 CHUNK_BYTES = 1 << 20
 _MAX_RECORD_BYTES = 64 << 20  # a longer unfinished JSON value means a broken file
@@ -54,6 +55,8 @@ def read_parquet(stream: IO[bytes], name: str, columns: Sequence[str] | None) ->
     try:
         file = pq.ParquetFile(stream)
         present = file.schema_arrow.names
+        if twice := next((column for column in present if present.count(column) > 1), None):
+            raise InputFileError(name, f"has two columns named {twice!r}")
         missing = [column for column in columns or () if column not in present]
         if missing:
             raise InputFileError(name, f"has no column {missing[0]!r}; its columns are {', '.join(present)}")
@@ -126,7 +129,7 @@ def _cut_character(data: bytes) -> int:
     return 0
 
 
-_decoder = json.JSONDecoder()
+_decoder = json.JSONDecoder(object_pairs_hook=with_unique_keys)
 
 
 def _array(text: _Text) -> Iterator[FileRecord]:
@@ -156,6 +159,8 @@ def _value(text: _Text, index: int) -> Any:
                 continue
             line = text.line + text.window.count("\n", text.at, error.pos)
             raise InputFileError(text.name, f"record {index} is not valid JSON: {error.msg}", line) from None
+        except RepeatedKeyError as error:
+            raise InputFileError(text.name, f"record {index} {error}", text.line) from None
         if end == len(text.window) and not text.ended and text.fill():
             continue  # a number may continue in the next piece
         text.advance(end)
@@ -180,7 +185,9 @@ def _lines(text: _Text) -> Iterator[FileRecord]:
 
 def _row(text: _Text, row: str) -> Any:
     try:
-        return json.loads(row)
+        return json.loads(row, object_pairs_hook=with_unique_keys)
+    except RepeatedKeyError as error:
+        raise InputFileError(text.name, str(error), text.line) from None
     except json.JSONDecodeError as error:
         hint = "; a file with one JSON object over several lines must be an array" if row == "{" else ""
         raise InputFileError(

@@ -9,6 +9,7 @@ OpenTelemetry in OTLP JSON or one span, or one session of spans, per line.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from typing import Any, NamedTuple
 
 from ebbench.errors import InputFileError
@@ -113,18 +114,27 @@ class _Span(NamedTuple):
     failed: bool
 
 
-_INPUT = ("gen_ai.usage.input_tokens", "gen_ai.usage.prompt_tokens")
-_OUTPUT = ("gen_ai.usage.output_tokens", "gen_ai.usage.completion_tokens")
+_INPUT = ("gen_ai.usage.input_tokens", "gen_ai.usage.prompt_tokens", "llm.token_count.prompt")
+_OUTPUT = ("gen_ai.usage.output_tokens", "gen_ai.usage.completion_tokens", "llm.token_count.completion")
+_CACHED = ("gen_ai.usage.cache_read.input_tokens", "llm.token_count.prompt_details.cache_read")
 _SESSION = ("gen_ai.conversation.id", "session.id")
-_OTHER_WORK = ("invoke_agent", "execute_tool", "embeddings", "create_agent")
+_OPERATION = ("gen_ai.operation.name", "openinference.span.kind")
+_OTHER_WORK = (
+    "invoke_agent", "execute_tool", "embeddings", "create_agent",
+    "chain", "agent", "tool", "retriever", "embedding", "reranker", "guardrail", "evaluator", "prompt", "unknown",
+)  # fmt: skip
+"""Operations (GenAI conventions) and kinds of spans (OpenInference, in lower case) that are no request."""
+_KNOWN = ("gen_ai.", "llm.token_count.", "openinference.")
+"""What names of attributes begin with by which spans are recognised."""
+_LOOKED_AT = 50
+"""Spans of a record in which such names are looked for."""
 
 
 def _is_otel(log: LogFile) -> bool:
-    first = log.sample[0].value
-    if "resourceSpans" in first or isinstance(first.get("spans"), list):
+    if "resourceSpans" in log.sample[0].value or isinstance(log.sample[0].value.get("spans"), list):
         return True
-    keys = [key for record in log.sample for key in _attributes(record.value.get("attributes"))]
-    return any(key.startswith("gen_ai.") for key in keys)
+    spans = (span for record in log.sample for span in islice(_spans(record), _LOOKED_AT))
+    return any(key.startswith(_KNOWN) for span in spans for key in span.attributes)
 
 
 def _otel(log: LogFile, options: ReadOptions) -> Reading:
@@ -136,12 +146,13 @@ def _otel_rows(log: LogFile) -> Rows:
     for record in log.records():
         for span in _spans(record):
             attributes = span.attributes
-            operation = attributes.get("gen_ai.operation.name")
+            operation = _first(attributes, _OPERATION)
             inputs, outputs = (_first(attributes, names) for names in (_INPUT, _OUTPUT))
-            if operation in _OTHER_WORK or (operation is None and inputs is None):
+            if str(operation).lower() in _OTHER_WORK or (operation is None and inputs is None):
                 continue  # a tool, an agent or a span of another kind is no request
-            counts = [tokens_of(log, record, "gen_ai.usage", value) for value in (inputs, outputs)]
-            reason = "an error" if span.failed else unusable(*counts)
+            cached = _first(attributes, _CACHED)
+            counts = [tokens_of(log, record, "a span's token counts", value) for value in (inputs, outputs, cached)]
+            reason = "an error" if span.failed else unusable(*counts[:2])
             if reason or counts[0] is None or counts[1] is None:
                 yield Dropped(span.line, reason)
                 continue
@@ -151,7 +162,13 @@ def _otel_rows(log: LogFile) -> Rows:
             except ValueError as error:
                 raise InputFileError(log.path, f"a span's time {error}", span.line) from None
             session = _first(attributes, _SESSION) or span.trace
-            yield Recorded(span.line, start, counts[0], counts[1], session=session, end=end)
+            yield Recorded(span.line, start, counts[0], counts[1], session=session, end=end, cached_tokens=counts[2])
+
+
+_SPAN_LISTS = ("spans", "data")
+"""Keys under which a record holds a list of spans; ``data`` in the pages of Phoenix's API."""
+_STATUS = ("status.code", "status.status_code", "status_code")
+_COLUMN = "attributes."
 
 
 def _spans(record: LogRecord) -> Iterator[_Span]:
@@ -165,7 +182,8 @@ def _spans(record: LogRecord) -> Iterator[_Span]:
             for span in scope.get("spans") or []
         )
     else:
-        nested = iter(value["spans"] if isinstance(value.get("spans"), list) else [value])
+        lists = [value[name] for name in _SPAN_LISTS if isinstance(value.get(name), list)]
+        nested = iter(lists[0] if lists else [value])
     outer = _first(value, ("trace_id", "traceId", "session_id"))
     for span in nested:
         yield _Span(
@@ -173,16 +191,29 @@ def _spans(record: LogRecord) -> Iterator[_Span]:
             _first(span, ("trace_id", "traceId")) or value_at("context.trace_id")(span) or outer,
             _first(span, ("startTimeUnixNano", "start_time_unix_nano", "start_time", "startTime")),
             _first(span, ("endTimeUnixNano", "end_time_unix_nano", "end_time", "endTime")),
-            _attributes(span.get("attributes")),
-            value_at("status.code")(span) in (2, "ERROR", "STATUS_CODE_ERROR")
-            or value_at("status.status_code")(span) == "ERROR",
+            _span_attributes(span),
+            any(value_at(name)(span) in (2, "ERROR", "STATUS_CODE_ERROR") for name in _STATUS),
         )
 
 
+def _span_attributes(span: Mapping[str, Any]) -> dict[str, Any]:
+    """A span's attributes; in a table of spans (Phoenix) each is a column named ``attributes.NAME``."""
+    columns = {key[len(_COLUMN) :]: value for key, value in span.items() if key.startswith(_COLUMN)}
+    kind = span.get("span_kind")  # Phoenix has it beside the attributes; others keep OpenTelemetry's own kinds there
+    known = {_OPERATION[1]: kind} if kind == "LLM" or str(kind).lower() in _OTHER_WORK else {}
+    return known | _attributes(columns) | _attributes(span.get("attributes"))
+
+
 def _attributes(value: Any) -> dict[str, Any]:
-    """Attributes as a mapping; OTLP JSON writes them as a list of keys and typed values."""
+    """Attributes as a mapping, nested ones with dots; OTLP JSON writes them as a list of keys and typed values."""
     if isinstance(value, Mapping):
-        return dict(value)
+        found = {}
+        for key, inner in value.items():
+            if isinstance(inner, Mapping):
+                found.update({f"{key}.{name}": one for name, one in _attributes(inner).items()})
+            else:
+                found[key] = inner
+        return found
     if not isinstance(value, list):
         return {}
     found = {}
@@ -208,7 +239,8 @@ AGENTS = (
     ),
     TraceFormat(
         "OpenTelemetry GenAI spans",
-        "OTLP JSON, or one span or session of spans per line, with gen_ai.usage.input_tokens and output_tokens",
+        "OTLP JSON, or one span or session of spans per line, with gen_ai.usage.input_tokens and output_tokens, or "
+        "OpenInference's llm.token_count.prompt and completion",
         ("traceId", "startTimeUnixNano", "attributes"),
         _is_otel,
         _otel,

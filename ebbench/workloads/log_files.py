@@ -21,6 +21,7 @@ import msgspec
 
 from ebbench.errors import InputFileError
 from ebbench.workloads.files import read_json, read_parquet
+from ebbench.workloads.json_keys import RepeatedKeyError, check_keys
 
 Kind = Literal["JSON lines", "JSON", "YAML", "Parquet", "CSV", "access log"]
 
@@ -183,8 +184,12 @@ def _json_lines(path: Path) -> Iterator[LogRecord]:
     for number, line in _lines(path):
         try:
             value = decode(line)
+            if type(value) is dict:
+                check_keys(line, value)
         except msgspec.DecodeError as error:
             raise InputFileError(path, f"is not valid JSON: {error}", number) from None
+        except RepeatedKeyError as error:
+            raise InputFileError(path, str(error), number) from None
         yield LogRecord(number, value if type(value) is dict else _mapping(path, number, value))
 
 
@@ -206,6 +211,9 @@ def _json(path: Path) -> Iterator[LogRecord]:
         text = _read(path, stream, -1)
     try:
         value = msgspec.json.decode(text.removeprefix(_MARK))
+        check_keys(text.removeprefix(_MARK), value)
+    except RepeatedKeyError as error:
+        raise InputFileError(path, str(error)) from None
     except msgspec.DecodeError as error:
         place = _BYTE.search(str(error))
         line = 1 + text.count(b"\n", 0, int(place[1]) if place else len(text) - 1)
@@ -219,8 +227,19 @@ def _yaml(path: Path) -> Iterator[LogRecord]:
 
     with _open(path) as stream:
         text = _read(path, stream, -1)
+    base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+    class UniqueKeys(base):  # type: ignore[misc]
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            keys = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+            names = [key.value for key in keys]
+            if len(set(names)) != len(names):
+                twice = next(key for place, key in enumerate(keys) if key.value in names[:place])
+                raise yaml.MarkedYAMLError(None, None, f"the key {twice.value!r} is there twice", twice.start_mark)
+            return super().construct_mapping(node, deep)
+
     try:
-        value = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        value = yaml.load(text, Loader=UniqueKeys)
     except yaml.YAMLError as error:
         mark, why = getattr(error, "problem_mark", None), getattr(error, "problem", None)
         line = None if mark is None else mark.line + 1

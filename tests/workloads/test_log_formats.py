@@ -3,6 +3,7 @@
 import gzip
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -50,6 +51,9 @@ FILES = {
         "OpenTelemetry GenAI spans", [0, None, 6], [900, 1300, 40], [60, 80, 12], [0, 0, 1], {"an error": 1}
     ),
     "otlp.json": Expected("OpenTelemetry GenAI spans", [0, None], [512, 600], [33, 20], [0, 0]),
+    "openinference.jsonl": Expected(
+        "OpenTelemetry GenAI spans", [0, None, 6], [1200, 1700, 40], [60, 80, 12], [0, 0, 1], {"an error": 1}
+    ),
     "vllm_bench.json": Expected("vllm bench serve", [0, 0.25, 3], [60] * 3, [12] * 3, [0, 1, 2], {"an error": 1}),
     "guidellm.json": Expected("GuideLLM", [0, 0.212028], [4, 4], [12, 12], [0, 1], {"status incomplete": 1}),
     "guidellm.yaml": Expected("GuideLLM", [0, 0.212028], [4, 4], [12, 12], [0, 1], {"status incomplete": 1}),
@@ -90,6 +94,64 @@ def test_every_listed_format_has_a_file(logs: Path, data: Path) -> None:
     known = {each.name for each in FORMATS if each.expected}
     assert known == {expected.format for expected in FILES.values()}
     assert {path.name for path in logs.iterdir()} == {*FILES, "servegen_offline.jsonl"}
+
+
+def test_openinference_spans_as_phoenix_exports_them(logs: Path, tmp_path: Path) -> None:
+    """A page of the API, and a table of spans with a column per attribute."""
+    spans = [json.loads(line) for line in (logs / "openinference.jsonl").read_text().splitlines()]
+    page = tmp_path / "page.json"
+    page.write_text(json.dumps({"data": spans, "next_cursor": None}, indent=2))
+    columns: dict[str, list[Any]] = {
+        "context.trace_id": [span["context"]["trace_id"] for span in spans],
+        "span_kind": [span["span_kind"] for span in spans],
+        "start_time": [datetime.fromisoformat(span["start_time"]) for span in spans],
+        "end_time": [datetime.fromisoformat(span["end_time"]) for span in spans],
+        "status_code": [span["status_code"] for span in spans],
+        "attributes.session.id": ["chat-1"] * 4 + [None] * 2,
+        "attributes.llm.token_count.prompt": [2900.0, 1200.0, None, 1700.0, 40.0, 40.0],
+        "attributes.llm.token_count.completion": [140.0, 60.0, None, 80.0, None, 12.0],
+    }
+    table = tmp_path / "spans.parquet"
+    pq.write_table(pa.table(columns), table)
+    expected = build_plan(f"log:{logs / 'openinference.jsonl'}").table
+    for path in (page, table):
+        assert build_plan(f"log:{path}").table.equals(expected), path
+    trace = read_trace(logs / "openinference.jsonl")
+    assert trace.collected.cached_tokens == 1024
+
+
+@pytest.mark.parametrize(
+    ("text", "where"),
+    [
+        ('{"timestamp": 0.5, "input_length": 1, "input_length": 2, "output_length": 4}', ":1: has the key"),
+        ('{"timestamp" : 0.5, "input_length" : 1, "input_length" : 2, "output_length" : 4}', ":1: has the key"),
+        (
+            '{"usage": {"prompt_tokens": 1, "completion_tokens": 2}, "a": [{"input_length": 1, "input_length": 2}]}',
+            ":1:",
+        ),
+        ('[{"timestamp": 1},\n{"input_length": 1, "input_length": 2}]', ":2: record 2 has the key"),
+        ('{"metadata": {"input_length": 1,\n "input_length": 2}}', ": has the key"),
+        ("metadata:\n  input_length: 1\n  input_length: 2\n", ":3: is not valid YAML: the key"),
+    ],
+)
+def test_a_key_that_is_there_twice_is_refused(tmp_path: Path, text: str, where: str) -> None:
+    path = tmp_path / "log"
+    path.write_text(text)
+    with pytest.raises(InputFileError) as caught:
+        read_trace(path)
+    assert f"log{where}" in str(caught.value)
+    assert "'input_length'" in str(caught.value)
+
+
+def test_a_text_that_looks_like_a_key_is_no_key(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    row = {"time": "09:00", "note": '"input_length": 1, "input_length": 2', "input_length": 3, "output_length": 4}
+    path.write_text(json.dumps({**row, "time": "2026-03-01T09:00:00Z"}) + "\n")
+    assert read_trace(path).requests.input_tokens.tolist() == [3]
+    columns = tmp_path / "twice.parquet"
+    pq.write_table(pa.Table.from_arrays([pa.array([1]), pa.array([2])], names=["isl", "isl"]), columns)
+    with pytest.raises(InputFileError, match="two columns named 'isl'"):
+        read_trace(columns)
 
 
 def test_hash_ids_of_any_block_size(logs: Path) -> None:
